@@ -1,0 +1,110 @@
+// The activations and what their gradients and inverses need, written once for host and device.
+//
+// `V` is a floating-point scalar or a GCC/Clang vector of them, `S` the scalar type. Every branch is a
+// select on both outcomes, which means the same for a scalar and for each lane of a vector.
+//
+//   forward(v)        y = act(v)
+//   backward(dy, v)   dy * act'(v), from the pre-activation v
+//   inverse(y)        v, from the output (not relu: it cannot be inverted)
+//   backward_y(dy, y) dy * act'(v), from the output
+//
+// At v = 0 the negative side's slope is taken, as torch does; so an underflow of slope * v to -0 or +0
+// keeps the right sign. A NaN takes the negative side and stays NaN.
+#pragma once
+
+#include "macros.h"
+
+namespace fastvit {
+
+enum class Activation : int { identity, relu, leaky_relu, elu };
+
+template <Activation>
+struct ActivationFn;
+
+template <>
+struct ActivationFn<Activation::identity> {
+  template <class V, class S>
+  static FASTVIT_INLINE V forward(V v, S) {
+    return v;
+  }
+  template <class V, class S>
+  static FASTVIT_INLINE V backward(V dy, V, S) {
+    return dy;
+  }
+  template <class V, class S>
+  static FASTVIT_INLINE V inverse(V y, S) {
+    return y;
+  }
+  template <class V, class S>
+  static FASTVIT_INLINE V backward_y(V dy, V, S) {
+    return dy;
+  }
+};
+
+template <>
+struct ActivationFn<Activation::relu> {
+  template <class V, class S>
+  static FASTVIT_INLINE V forward(V v, S) {
+    return v <= S(0) ? V{} : v;
+  }
+  template <class V, class S>
+  static FASTVIT_INLINE V backward(V dy, V v, S) {
+    return v <= S(0) ? V{} : dy;
+  }
+};
+
+template <>
+struct ActivationFn<Activation::leaky_relu> {  // param: slope of the negative side
+  template <class V, class S>
+  static FASTVIT_INLINE V forward(V v, S slope) {
+    return v > S(0) ? v : v * slope;
+  }
+  template <class V, class S>
+  static FASTVIT_INLINE V backward(V dy, V v, S slope) {
+    return v > S(0) ? dy : dy * slope;
+  }
+  template <class V, class S>
+  static FASTVIT_INLINE V inverse(V y, S slope) {
+    return y > S(0) ? y : y / slope;
+  }
+  template <class V, class S>
+  static FASTVIT_INLINE V backward_y(V dy, V y, S slope) {
+    return y > S(0) ? dy : dy * slope;
+  }
+};
+
+template <>
+struct ActivationFn<Activation::elu> {  // param: alpha; y = alpha * expm1(v) on the negative side
+  template <class V, class S>
+  static FASTVIT_INLINE V forward(V v, S alpha) {
+    return v > S(0) ? v : alpha * expm1_(v > S(0) ? V{} : v);
+  }
+  template <class V, class S>
+  static FASTVIT_INLINE V backward(V dy, V v, S alpha) {
+    return v > S(0) ? dy : dy * (alpha * exp_(v > S(0) ? V{} : v));
+  }
+  // A saturated y (rounded to -alpha) came from a v that the storage type can no longer tell: the smallest
+  // v that S can tell is taken, never log1p(-1). Its gradient is dy * (y + alpha) = 0 there.
+  template <class V, class S>
+  static FASTVIT_INLINE V inverse(V y, S alpha) {
+    const S lowest = S(sizeof(S) == 8 ? -1 + 0x1p-53 : -1 + 0x1p-24);
+    V u = y / alpha;
+    u = u < lowest ? V{} + lowest : u;
+    return y > S(0) ? y : log1p_(u > S(0) ? V{} : u);
+  }
+  template <class V, class S>
+  static FASTVIT_INLINE V backward_y(V dy, V y, S alpha) {
+    return y > S(0) ? dy : dy * (y + alpha);
+  }
+};
+
+// xhat, recovered from the pre-activation v. Rounding of a stored y can push it outside what n samples
+// allow, |xhat| <= sqrt(n - 1), so it is clamped to that; limit is infinite for running statistics.
+template <class V, class W, class S>
+FASTVIT_INLINE V recover_xhat(V v, W beta, W inverse_gamma, S limit) {
+  V xhat = (v - beta) * inverse_gamma;
+  xhat = xhat > limit ? V{} + limit : xhat;
+  return xhat < -limit ? V{} - limit : xhat;
+}
+
+}  // namespace fastvit

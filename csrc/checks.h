@@ -1,0 +1,107 @@
+// Input checks of the ops. Every message names the op, the argument, what it got and what it takes.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <optional>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+#include "activation.h"
+#include "layout.h"
+
+namespace fastvit {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+template <class... Parts>
+void require(bool ok, const char* op, const char* argument, const Parts&... parts) {
+  if (ok) return;
+  std::ostringstream message;
+  message << op << ": " << argument << " ";
+  ((message << parts), ...);
+  throw std::runtime_error(message.str());
+}
+
+inline std::string shape_of(const Tensor& t) {
+  std::ostringstream out;
+  out << "(";
+  for (int64_t d = 0; d < t.dim(); ++d) out << (d ? ", " : "") << t.size(d);
+  out << ")";
+  return out.str();
+}
+
+inline bool is_floating(ScalarType t) {
+  return t == ScalarType::Float || t == ScalarType::Double || t == ScalarType::Half ||
+         t == ScalarType::BFloat16;
+}
+
+inline ScalarType accumulation_type(ScalarType t) {
+  return t == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
+
+inline void check_input(const char* op, const char* argument, const Tensor& x, int64_t channel_dim) {
+  require(is_floating(x.scalar_type()), op, argument, "has dtype ", toString(x.scalar_type()),
+          "; float16, bfloat16, float32 or float64 expected");
+  require(x.dim() >= 2 && x.dim() <= kMaxDims, op, argument, "has shape ", shape_of(x),
+          "; 2 to ", kMaxDims, " dimensions expected");
+  require(channel_dim >= 0 && channel_dim < x.dim(), op, "channel_dim", "is ", channel_dim,
+          "; 0 to ", x.dim() - 1, " expected for shape ", shape_of(x));
+}
+
+// `t` is another activation: same shape, dtype and device as `x`.
+inline void check_like(const char* op, const char* argument, const Tensor& t, const Tensor& x) {
+  bool same = t.dim() == x.dim();
+  for (int64_t d = 0; same && d < x.dim(); ++d) same = t.size(d) == x.size(d);
+  require(same, op, argument, "has shape ", shape_of(t), "; ", shape_of(x), " expected");
+  require(t.scalar_type() == x.scalar_type(), op, argument, "has dtype ", toString(t.scalar_type()),
+          "; ", toString(x.scalar_type()), " expected, as the input's");
+  require(t.device() == x.device(), op, argument, "is on another device than the input");
+}
+
+// `t` is a parameter or a buffer: C numbers of any floating-point type, contiguous.
+inline void check_channels(const char* op, const char* argument, const std::optional<Tensor>& t,
+                           const Tensor& x, int64_t channels) {
+  if (!t) return;
+  require(is_floating(t->scalar_type()), op, argument, "has dtype ", toString(t->scalar_type()),
+          "; float16, bfloat16, float32 or float64 expected");
+  require(t->dim() == 1 && t->size(0) == channels, op, argument, "has shape ", shape_of(*t),
+          "; (", channels, ",) expected, one number per channel");
+  require(t->is_contiguous(), op, argument, "is not contiguous");
+  require(t->device() == x.device(), op, argument, "is on another device than the input");
+}
+
+// `t` is a packed tensor of `width` numbers per row in the accumulation type, contiguous.
+inline void check_packed(const char* op, const char* argument, const Tensor& t, const Tensor& x,
+                         int64_t width, bool rows_allowed) {
+  const ScalarType expected = accumulation_type(x.scalar_type());
+  require(t.scalar_type() == expected, op, argument, "has dtype ", toString(t.scalar_type()), "; ",
+          toString(expected), " expected for input of dtype ", toString(x.scalar_type()));
+  const bool shaped = (t.dim() == 1 && t.size(0) == width) ||
+                      (rows_allowed && t.dim() == 2 && t.size(0) > 0 && t.size(1) == width);
+  require(shaped, op, argument, "has shape ", shape_of(t), "; (", width, ",)",
+          rows_allowed ? " or one such row per rank" : "", " expected");
+  require(t.is_contiguous(), op, argument, "is not contiguous");
+  require(t.device() == x.device(), op, argument, "is on another device than the input");
+}
+
+inline Activation parse_activation(const char* op, const std::string& name, double param, bool in_place) {
+  if (name == "identity") return Activation::identity;
+  if (name == "relu") {
+    require(!in_place, op, "activation",
+            "is relu, which cannot be inverted; in place it is identity, leaky_relu or elu");
+    return Activation::relu;
+  }
+  if (name == "leaky_relu" || name == "elu") {
+    require(!in_place || param > 0, op, "activation_param", "is ", param, "; > 0 expected for ", name,
+            " in place, which is inverted");
+    return name == "elu" ? Activation::elu : Activation::leaky_relu;
+  }
+  require(false, op, "activation", "is '", name, "'; identity, relu, leaky_relu or elu expected");
+  return Activation::identity;
+}
+
+}  // namespace fastvit

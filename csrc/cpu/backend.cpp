@@ -1,0 +1,274 @@
+// The O(C) part of every op on the CPU, in double: merging moments, running statistics, per-channel tables.
+// The activation-sized part is in the kernels, compiled once per instruction set and chosen here.
+#include "backend.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <limits>
+#include <vector>
+
+#include "../moments.h"
+#include "kernels.h"
+
+namespace fastvit {
+namespace {
+
+struct Kernels {
+  const char* name;
+  void (*stats)(const StatsKernel&);
+  void (*forward)(const ForwardKernel&);
+  void (*reduce)(const ReduceKernel&);
+  void (*backward)(const BackwardKernel&);
+};
+
+// ATEN_CPU_CAPABILITY=default|avx2|avx512 lowers the choice here just as it does in torch.
+Kernels choose_kernels() {
+#if defined(FASTVIT_X86)
+  const char* wish = std::getenv("ATEN_CPU_CAPABILITY");
+  const std::string most = wish ? wish : "avx512";
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                    __builtin_cpu_supports("f16c");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  if (avx512 && most == "avx512")
+    return {"avx512", avx512::stats, avx512::forward, avx512::reduce, avx512::backward};
+  if (avx2 && most != "default") return {"avx2", avx2::stats, avx2::forward, avx2::reduce, avx2::backward};
+#endif
+  return {"baseline", baseline::stats, baseline::forward, baseline::reduce, baseline::backward};
+}
+
+const Kernels& kernels() {
+  static const Kernels chosen = choose_kernels();
+  return chosen;
+}
+
+constexpr int64_t kTaskElements = 1 << 16;      // enough work to be worth a task of its own
+constexpr int64_t kValuesPerPartial = 1 << 10;  // keeps partial results far smaller than the activation
+constexpr int64_t kMostSlices = 64, kMostTasks = 256;
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+Partition partition_of(const Layout& layout) {
+  const int64_t span = layout.rows ? layout.C : layout.S;
+  Partition p{};
+  p.pieces = std::max<int64_t>(1, ceil_div(span, kPiece));
+  p.piece = std::min<int64_t>(kPiece, ceil_div(ceil_div(span, p.pieces), 16) * 16);
+  p.pieces = std::max<int64_t>(1, ceil_div(span, std::max<int64_t>(p.piece, 1)));
+  p.steps = layout.rows ? layout.N : layout.N * p.pieces;
+  const int64_t tasks = std::clamp<int64_t>(ceil_div(layout.numel(), kTaskElements), 1, kMostTasks);
+  p.slices = std::clamp<int64_t>(
+      std::min({p.steps, tasks, kMostSlices, layout.count() / kValuesPerPartial}), 1, kMostSlices);
+  p.blocks = std::clamp<int64_t>(ceil_div(tasks, p.slices), 1, std::max<int64_t>(layout.C, 1));
+  if (layout.rows) p.blocks = std::max(std::min(p.blocks, ceil_div(layout.C, 64)), p.pieces);
+  return p;
+}
+
+double number(const Channels& t, int64_t c, double absent) {
+  if (!t.data) return absent;
+  switch (t.dtype) {
+    case ScalarType::Float:
+      return static_cast<const float*>(t.data)[c];
+    case ScalarType::Double:
+      return static_cast<const double*>(t.data)[c];
+    case ScalarType::Half:
+      return float(static_cast<const c10::Half*>(t.data)[c]);
+    default:
+      return float(static_cast<const c10::BFloat16*>(t.data)[c]);
+  }
+}
+
+void set_number(const Channels& t, int64_t c, double value) {
+  switch (t.dtype) {
+    case ScalarType::Float:
+      static_cast<float*>(t.data)[c] = float(value);
+      return;
+    case ScalarType::Double:
+      static_cast<double*>(t.data)[c] = value;
+      return;
+    case ScalarType::Half:
+      static_cast<c10::Half*>(t.data)[c] = c10::Half(float(value));
+      return;
+    default:
+      static_cast<c10::BFloat16*>(t.data)[c] = c10::BFloat16(float(value));
+  }
+}
+
+double gamma_floor(ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::Double:
+      return 1e-12;
+    case ScalarType::Half:
+      return 1e-4;
+    default:
+      return 1e-7;
+  }
+}
+
+double gamma_of(const Channels& weight, int64_t c, bool in_place, ScalarType dtype) {
+  const double gamma = number(weight, c, 1);
+  return in_place ? effective_gamma(gamma, gamma_floor(dtype)) : gamma;
+}
+
+// float or double, as the accumulation type of `dtype`.
+template <class F>
+void with_accumulation(ScalarType dtype, const F& f) {
+  dtype == ScalarType::Double ? f(double()) : f(float());
+}
+
+template <class A>
+struct Tables {  // rows of C numbers in one allocation
+  std::vector<A> numbers;
+  int64_t C;
+  Tables(int rows, int64_t C_) : numbers(rows * C_), C(C_) {}
+  A* operator[](int row) { return numbers.data() + row * C; }
+};
+
+// The moments of channel c over all ranks, in rank order.
+template <class A>
+Moments<double> merge_ranks(const ForwardArgs& args, int64_t c) {
+  const int64_t C = args.layout.C;
+  Moments<double> all;
+  for (int64_t r = 0; r < args.ranks; ++r) {
+    const A* rank = static_cast<const A*>(args.moments) + r * (2 * C + 2);
+    all.merge(load_count(rank + 2 * C), rank[c], rank[C + c]);
+  }
+  return all;
+}
+
+}  // namespace
+
+const char* cpu_capability() { return kernels().name; }
+
+void Cpu::stats(const StatsArgs& args) {
+  const Layout& layout = args.layout;
+  const int64_t C = layout.C;
+  const Partition partition = partition_of(layout);
+  std::vector<double> partial(partition.slices * 2 * C);
+  if (layout.numel() > 0) kernels().stats({layout, partition, args.dtype, args.x, partial.data()});
+  with_accumulation(args.dtype, [&](auto zero) {
+    using A = decltype(zero);
+    A* moments = static_cast<A*>(args.moments);
+    for (int64_t c = 0; c < C; ++c) {
+      Moments<double> all;
+      for (int64_t s = 0; s < partition.slices; ++s) {
+        const int64_t begin = partition.steps * s / partition.slices,
+                      end = partition.steps * (s + 1) / partition.slices;
+        const double* slice = partial.data() + s * 2 * C;
+        all.merge(double(values_before(layout, partition, end) - values_before(layout, partition, begin)),
+                  slice[c], slice[C + c]);
+      }
+      moments[c] = A(all.mean);
+      moments[C + c] = A(all.m2);
+    }
+    store_count(moments + 2 * C, double(layout.count()));
+  });
+}
+
+void Cpu::forward(const ForwardArgs& args) {
+  const int64_t C = args.layout.C;
+  with_accumulation(args.dtype, [&](auto zero) {
+    using A = decltype(zero);
+    const A* moments = static_cast<const A*>(args.moments);
+    A* saved = static_cast<A*>(args.saved);
+    double count = std::numeric_limits<double>::infinity(), factor = args.momentum;
+    if (moments) {
+      count = 0;
+      for (int64_t r = 0; r < args.ranks; ++r) count += load_count(moments + r * (2 * C + 2) + 2 * C);
+      if (args.num_batches_tracked) {
+        ++*args.num_batches_tracked;
+        if (args.cumulative) factor = 1.0 / double(*args.num_batches_tracked);
+      }
+    }
+    Tables<A> table(3, C);
+    for (int64_t c = 0; c < C; ++c) {
+      double mean, variance;
+      if (moments) {
+        const Moments<double> all = merge_ranks<A>(args, c);
+        mean = all.mean;
+        variance = count > 0 ? all.m2 / count : 0;
+        if (args.running_mean.data && count > 0) {
+          const double unbiased = all.m2 / std::max(count - 1, 1.0);
+          const double old_mean = number(args.running_mean, c, 0), old_var = number(args.running_var, c, 1);
+          set_number(args.running_mean, c, old_mean + factor * (mean - old_mean));
+          set_number(args.running_var, c, old_var + factor * (unbiased - old_var));
+        }
+      } else {
+        mean = number(args.running_mean, c, 0);
+        variance = number(args.running_var, c, 1);
+      }
+      const double invstd = 1 / std::sqrt(variance + args.eps);
+      saved[c] = table[0][c] = A(mean);
+      saved[C + c] = A(invstd);
+      table[1][c] = A(gamma_of(args.weight, c, args.in_place, args.dtype) * double(A(invstd)));
+      table[2][c] = A(number(args.bias, c, 0));
+    }
+    if (moments) {
+      store_count(saved + 2 * C, count);
+    } else {
+      saved[2 * C] = std::numeric_limits<A>::infinity();
+      saved[2 * C + 1] = 0;
+    }
+    if (args.layout.numel() > 0)
+      kernels().forward({args.layout, partition_of(args.layout), args.dtype, args.activation,
+                         args.activation_param, args.x, args.z, args.y, table[0], table[1], table[2]});
+  });
+}
+
+void Cpu::reduce(const ReduceArgs& args) {
+  const int64_t C = args.layout.C;
+  const Partition partition = partition_of(args.layout);
+  std::vector<double> partial(partition.slices * 2 * C);
+  with_accumulation(args.dtype, [&](auto zero) {
+    using A = decltype(zero);
+    const A* saved = static_cast<const A*>(args.saved);
+    A* sums = static_cast<A*>(args.sums);
+    const double count = load_count(saved + 2 * C);
+    Tables<A> table(3, C);
+    for (int64_t c = 0; c < C; ++c) {
+      const double gamma = gamma_of(args.weight, c, args.in_place, args.dtype);
+      table[0][c] = A(number(args.bias, c, 0));
+      table[1][c] = A(gamma * double(saved[C + c]));
+      table[2][c] = A(1 / gamma);
+    }
+    ReduceKernel kernel{args.layout, partition, args.dtype, args.in_place, args.activation,
+                        args.activation_param, std::sqrt(std::max(count - 1, 0.0)), args.input, args.dy,
+                        args.z, saved, table[1], table[0], table[2], partial.data()};
+    if (args.layout.numel() > 0) kernels().reduce(kernel);
+    for (int64_t c = 0; c < C; ++c) {
+      double sum = 0, weighted = 0;
+      for (int64_t s = 0; s < partition.slices; ++s) {
+        sum += partial[s * 2 * C + c];
+        weighted += partial[(s * 2 + 1) * C + c];
+      }
+      sums[c] = A(sum);
+      sums[C + c] = A(args.in_place ? weighted : weighted * double(saved[C + c]));
+    }
+  });
+}
+
+void Cpu::backward(const BackwardArgs& args) {
+  const int64_t C = args.layout.C;
+  with_accumulation(args.dtype, [&](auto zero) {
+    using A = decltype(zero);
+    const A* saved = static_cast<const A*>(args.saved);
+    const A* sums = static_cast<const A*>(args.sums);
+    const double count = load_count(saved + 2 * C);
+    Tables<A> table(5, C);
+    for (int64_t c = 0; c < C; ++c) {
+      const double gamma = gamma_of(args.weight, c, args.in_place, args.dtype), invstd = saved[C + c];
+      table[0][c] = A(gamma * invstd);
+      table[1][c] = A(number(args.bias, c, 0));
+      table[2][c] = A(1 / gamma);
+      table[3][c] = sums && count > 0 ? A(sums[c] / count) : A(0);
+      table[4][c] = sums && count > 0 ? A(sums[C + c] / count * (args.in_place ? 1 : invstd)) : A(0);
+    }
+    if (args.layout.numel() > 0)
+      kernels().backward({args.layout, partition_of(args.layout), args.dtype, args.in_place,
+                          args.activation, args.activation_param, std::sqrt(std::max(count - 1, 0.0)),
+                          args.input, args.dy, args.z, args.dx, args.dz, saved, table[0], table[1],
+                          table[2], table[3], table[4]});
+  });
+}
+
+}  // namespace fastvit

@@ -1,0 +1,18 @@
+// The CPU backend of the ops: see frontend.h for what each function is given.
+#pragma once
+
+#include "../frontend.h"
+
+namespace fastvit {
+
+struct Cpu {
+  static void stats(const StatsArgs& args);
+  static void forward(const ForwardArgs& args);
+  static void reduce(const ReduceArgs& args);
+  static void backward(const BackwardArgs& args);
+};
+
+// The instruction set the kernels run with: avx512, avx2 or baseline (what the compiler targets by itself).
+const char* cpu_capability();
+
+}  // namespace fastvit

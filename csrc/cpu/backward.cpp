@@ -1,0 +1,128 @@
+// bn_backward, abn_backward: dx = scale * (dz - a - b * (x - mean)), in place scale * (dz - a - b * xhat),
+// with a and b from the sums over all ranks; dz = dy * act'(v) is written too when a residual was added.
+// Memory   reads x (or y), dy (and z) once; writes dx (and dz) once.
+// Mapping  span by span in the order of memory; threads take contiguous ranges.
+// Numerics v is formed exactly as in the forward pass, so the activation takes the same side.
+// Needs    in place: gamma != 0 and an invertible activation.
+// Source   Ioffe, Szegedy, arXiv:1502.03167, section 3; in place: arXiv:1712.02616, section 3.
+#include "walk.h"
+
+namespace fastvit {
+namespace FASTVIT_CAPABILITY {
+namespace {
+
+template <class A>
+struct Gradients {
+  Vector<A> dx, dz;
+};
+
+template <class T, class A, bool kRows, bool kInPlace, bool kResidual, Activation kActivation>
+struct Kernel {
+  using Fn = ActivationFn<kActivation>;
+  static constexpr int L = kLanes<A>;
+  const BackwardKernel& args;
+
+  struct Constants {
+    using Constant = PerChannel<A, kRows>;
+    Constant mean, scale, beta, inverse_gamma, a, b;
+    A limit, param;
+    Constants(const BackwardKernel& args, int64_t c)
+        : mean(kInPlace ? args.beta : args.mean, c),
+          scale(args.scale, c),
+          beta(args.beta, c),
+          inverse_gamma(kInPlace ? args.inverse_gamma : args.beta, c),
+          a(args.a, c),
+          b(args.b, c),
+          limit(A(args.limit)),
+          param(A(args.activation_param)) {}
+  };
+
+  // `get(constant)` gives this vector's worth of a per-channel constant.
+  template <class Get>
+  static FASTVIT_INLINE Gradients<A> gradients(Vector<A> input, Vector<A> dy, Vector<A> z,
+                                               const Constants& k, const Get& get) {
+    const Vector<A> scale = get(k.scale);
+    if constexpr (kInPlace) {
+      const Vector<A> dz = Fn::backward_y(dy, input, k.param);
+      const Vector<A> xhat =
+          recover_xhat(Fn::inverse(input, k.param), get(k.beta), get(k.inverse_gamma), k.limit);
+      return {scale * (dz - get(k.a) - xhat * get(k.b)), dz};
+    } else {
+      const Vector<A> t = input - get(k.mean);
+      Vector<A> v = t * scale + get(k.beta);
+      if (kResidual) v += z;
+      const Vector<A> dz = Fn::backward(dy, v, k.param);
+      return {scale * (dz - get(k.a) - t * get(k.b)), dz};
+    }
+  }
+
+  static void span(const T* x, const T* g, const T* r, T* dx, T* dr, int64_t n, const Constants& k) {
+    int64_t i = 0;
+    for (; i + L <= n; i += L) {
+      const Gradients<A> out = gradients(load<A>(x + i), load<A>(g + i),
+                                         kResidual ? load<A>(r + i) : Vector<A>{}, k,
+                                         [i](const auto& constant) { return constant.at(i); });
+      store<A>(dx + i, out.dx);
+      if (kResidual) store<A>(dr + i, out.dz);
+    }
+    if (i < n) {
+      const int rest = int(n - i);
+      const Gradients<A> out = gradients(load_some<A>(x + i, rest), load_some<A>(g + i, rest),
+                                         kResidual ? load_some<A>(r + i, rest) : Vector<A>{}, k,
+                                         [=](const auto& constant) { return constant.some(i, rest); });
+      store_some<A>(dx + i, out.dx, rest);
+      if (kResidual) store_some<A>(dr + i, out.dz, rest);
+    }
+  }
+
+  void run() const {
+    const Activations<T> input(args.input, args.layout, 0), dy(args.dy, args.layout, 1),
+        dx(args.dx, args.layout, 2), z(args.z, args.layout, 3), dz(args.dz, args.layout, 4);
+    torch::stable::parallel_for(
+        0, positions(args.layout, args.partition), grain_of(args.partition.piece),
+        [&](int64_t begin, int64_t end) {
+          T x_buffer[kPiece], dy_buffer[kPiece], dx_buffer[kPiece], z_buffer[kResidual ? kPiece : 1],
+              dz_buffer[kResidual ? kPiece : 1];
+          for_each_piece(args.layout, args.partition, begin, end,
+                         [&](int64_t n, int64_t c, int64_t s, int64_t length) {
+                           const T* x = input.read(input.at(input.outer(n), c, s), length, x_buffer);
+                           const T* g = dy.read(dy.at(dy.outer(n), c, s), length, dy_buffer);
+                           const T* r =
+                               kResidual ? z.read(z.at(z.outer(n), c, s), length, z_buffer) : nullptr;
+                           T* out = dx.at(dx.outer(n), c, s);
+                           T* residual = kResidual ? dz.at(dz.outer(n), c, s) : nullptr;
+                           span(x, g, r, dx.target(out, length, dx_buffer),
+                                kResidual ? dz.target(residual, length, dz_buffer) : nullptr, length,
+                                Constants(args, c));
+                           dx.written(out, length, dx_buffer);
+                           if (kResidual) dz.written(residual, length, dz_buffer);
+                         });
+        });
+  }
+};
+
+template <class T, class A>
+struct Backward {
+  static void run(const BackwardKernel& args) {
+    args.layout.rows ? choose<true>(args) : choose<false>(args);
+  }
+
+  template <bool kRows>
+  static void choose(const BackwardKernel& args) {
+    dispatch_activation(args.activation, [&]<Activation kActivation>() {
+      if constexpr (kActivation != Activation::relu)
+        if (args.in_place) return Kernel<T, A, kRows, true, false, kActivation>{args}.run();
+      if (args.z)
+        Kernel<T, A, kRows, false, true, kActivation>{args}.run();
+      else
+        Kernel<T, A, kRows, false, false, kActivation>{args}.run();
+    });
+  }
+};
+
+}  // namespace
+
+void backward(const BackwardKernel& args) { dispatch_dtype<Backward>(args); }
+
+}  // namespace FASTVIT_CAPABILITY
+}  // namespace fastvit

@@ -1,0 +1,93 @@
+// What backend.cpp, compiled once, asks of the kernels, compiled once per instruction set.
+//
+// Only plain structs cross this line, and every buffer comes from the caller: the kernels' files must not
+// instantiate library templates that the linker could share between instruction sets.
+#pragma once
+
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <cstdint>
+
+#include "../activation.h"
+#include "../layout.h"
+
+namespace fastvit {
+
+using torch::headeronly::ScalarType;
+
+constexpr int kPiece = 2048;  // longest run of elements handled at once; bounds the buffers on the stack
+
+// Pieces of spans, and how reductions divide the work. It depends on shapes alone, so results do not
+// depend on the number of threads.
+struct Partition {
+  int64_t pieces;  // pieces per span
+  int64_t piece;   // elements per piece (the last may be shorter)
+  int64_t steps;   // planes: N * pieces of each channel; rows: N
+  int64_t slices;  // a slice is a range of steps, with one partial result per channel
+  int64_t blocks;  // a block is a range of channels; a task is a (slice, block)
+};
+
+struct StatsKernel {
+  Layout layout;
+  Partition partition;
+  ScalarType dtype;
+  const void* x;
+  double* partial;  // [slices][2][C]: mean, M2
+};
+
+struct ReduceKernel {
+  Layout layout;
+  Partition partition;
+  ScalarType dtype;
+  bool in_place;
+  Activation activation;
+  double activation_param, limit;
+  const void *input, *dy, *z;
+  const void *mean, *scale, *beta, *inverse_gamma;  // [C], accumulation type
+  double* partial;  // [slices][2][C]: sum dz, and sum dz*(x - mean), or in place sum dz*xhat
+};
+
+struct ForwardKernel {
+  Layout layout;
+  Partition partition;
+  ScalarType dtype;
+  Activation activation;
+  double activation_param;
+  const void* x;
+  const void* z;
+  void* y;
+  const void *mean, *scale, *beta;
+};
+
+struct BackwardKernel {  // dx = scale * (dz - a - b * (x - mean)), or in place scale * (dz - a - b * xhat)
+  Layout layout;
+  Partition partition;
+  ScalarType dtype;
+  bool in_place;
+  Activation activation;
+  double activation_param, limit;
+  const void *input, *dy, *z;
+  void *dx, *dz;
+  const void *mean, *scale, *beta, *inverse_gamma, *a, *b;
+};
+
+#define FASTVIT_DECLARE_KERNELS(capability)   \
+  namespace capability {                      \
+  void stats(const StatsKernel&);             \
+  void forward(const ForwardKernel&);         \
+  void reduce(const ReduceKernel&);           \
+  void backward(const BackwardKernel&);       \
+  }
+FASTVIT_DECLARE_KERNELS(baseline)
+FASTVIT_DECLARE_KERNELS(avx2)
+FASTVIT_DECLARE_KERNELS(avx512)
+#undef FASTVIT_DECLARE_KERNELS
+
+// Values per channel in the steps before `step`.
+inline int64_t values_before(const Layout& layout, const Partition& partition, int64_t step) {
+  if (layout.rows) return step;
+  const int64_t part = (step % partition.pieces) * partition.piece;
+  return step / partition.pieces * layout.S + (part < layout.S ? part : layout.S);
+}
+
+}  // namespace fastvit

@@ -1,0 +1,168 @@
+// bn_stats: mean and M2 (sum of squared deviations) per channel.
+// Memory   reads x once from memory and a second time from cache; writes two doubles per slice and channel.
+// Mapping  task = (slice of planes or rows, block of channels), in the order of memory.
+// Numerics each piece is small enough for the cache, so it is passed over twice: sum, then deviations from
+//          that mean, whose own sum corrects it. Pieces merge in double, in order (moments.h).
+// Source   Chan, Golub, LeVeque (1979).
+#include "walk.h"
+
+namespace fastvit {
+namespace FASTVIT_CAPABILITY {
+namespace {
+
+struct PieceMoments {
+  double mean, m2;
+};
+
+template <class T, class A>
+PieceMoments moments_of(const T* x, int64_t n) {
+  constexpr int L = kLanes<A>, kUnroll = 4;
+  Vector<A> sum[kUnroll] = {};
+  int64_t i = 0;
+  for (; i + L * kUnroll <= n; i += L * kUnroll)
+    for (int u = 0; u < kUnroll; ++u) sum[u] += load<A>(x + i + u * L);
+  for (; i + L <= n; i += L) sum[0] += load<A>(x + i);
+  const int rest = int(n - i);
+  if (rest) sum[1] += load_some<A>(x + i, rest);
+  const A mean = sum_lanes<A>((sum[0] + sum[1]) + (sum[2] + sum[3])) / A(n);
+
+  Vector<A> deviation[kUnroll] = {}, square[kUnroll] = {};
+  const Vector<A> center = Vector<A>{} + mean;
+  for (i = 0; i + L * kUnroll <= n; i += L * kUnroll)
+    for (int u = 0; u < kUnroll; ++u) {
+      const Vector<A> d = load<A>(x + i + u * L) - center;
+      deviation[u] += d;
+      square[u] += d * d;
+    }
+  for (; i + L <= n; i += L) {
+    const Vector<A> d = load<A>(x + i) - center;
+    deviation[0] += d;
+    square[0] += d * d;
+  }
+  if (rest) {
+    T padded[L];
+    for (int k = 0; k < L; ++k) padded[k] = x[i + (k < rest ? k : 0)];
+    Vector<A> d = load<A>(padded) - center;
+    for (int k = rest; k < L; ++k) d[k] = 0;
+    deviation[1] += d;
+    square[1] += d * d;
+  }
+  const double d = sum_lanes<A>((deviation[0] + deviation[1]) + (deviation[2] + deviation[3]));
+  const double s = sum_lanes<A>((square[0] + square[1]) + (square[2] + square[3]));
+  return {double(mean) + d / double(n), s - d * d / double(n)};
+}
+
+// Rows are taken in groups small enough to stay in cache between the two passes.
+constexpr int64_t kGroupBytes = 1 << 16;
+constexpr int kRowsAtOnce = 4;
+
+// Adds kCount rows to sum, or their deviations and squares.
+template <int kCount, bool kSecond, class T, class A>
+FASTVIT_INLINE void add_rows(const T* const* row, int64_t n, const A* mean, A* sum, A* square) {
+  constexpr int L = kLanes<A>;
+  for (int64_t i = 0; i < n; i += L) {
+    const int rest = int(n - i < L ? n - i : L);
+    const bool whole = rest == L;
+    Vector<A> s = load<A>(sum + i);  // the tables are padded to whole vectors
+    Vector<A> q = kSecond ? load<A>(square + i) : Vector<A>{};
+    const Vector<A> center = kSecond ? load<A>(mean + i) : Vector<A>{};
+    for (int r = 0; r < kCount; ++r) {
+      const Vector<A> v = whole ? load<A>(row[r] + i) : load_some<A>(row[r] + i, rest);
+      if (kSecond) {
+        const Vector<A> d = v - center;
+        s += d;
+        q += d * d;
+      } else {
+        s += v;
+      }
+    }
+    store<A>(sum + i, s);
+    if (kSecond) store<A>(square + i, q);
+  }
+}
+
+template <class T, class A>
+struct Stats {
+  static void run(const StatsKernel& args) {
+    const Activations<T> x(args.x, args.layout, 0);
+    for_each_task(args.layout, args.partition,
+                  [&](int64_t slice, int64_t first, int64_t last, int64_t c0, int64_t c1) {
+                    double* mean = args.partial + slice * 2 * args.layout.C;
+                    double* m2 = mean + args.layout.C;
+                    for (int64_t c = c0; c < c1; ++c) mean[c] = m2[c] = 0;
+                    if (args.layout.rows)
+                      rows(x, first, last, c0, c1 - c0, mean + c0, m2 + c0);
+                    else
+                      planes(x, args, first, last, c0, c1, mean, m2);
+                  });
+  }
+
+  static void planes(const Activations<T>& x, const StatsKernel& args, int64_t first, int64_t last,
+                     int64_t c0, int64_t c1, double* mean, double* m2) {
+    T buffer[kPiece];
+    double count = 0;
+    for (int64_t step = first; step < last; ++step) {
+      const int64_t s = step % args.partition.pieces * args.partition.piece;
+      const int64_t n = args.layout.S - s < args.partition.piece ? args.layout.S - s : args.partition.piece;
+      const int64_t outer = x.outer(step / args.partition.pieces);
+      const double share = double(n) / (count + double(n));
+      for (int64_t c = c0; c < c1; ++c) {
+        const PieceMoments piece = moments_of<T, A>(x.read(x.at(outer, c, s), n, buffer), n);
+        const double delta = piece.mean - mean[c];
+        mean[c] += delta * share;
+        m2[c] += piece.m2 + delta * delta * (count * share);
+      }
+      count += double(n);
+    }
+  }
+
+  static void rows(const Activations<T>& x, int64_t first, int64_t last, int64_t c0, int64_t n,
+                   double* mean, double* m2) {
+    constexpr int kTable = kPiece + kLanes<A>;
+    T buffer[kRowsAtOnce][kPiece];
+    A sum[kTable], center[kTable], square[kTable];
+    const int64_t fit = kGroupBytes / (n * int64_t(sizeof(T)));
+    const int64_t group = fit < 8 ? 8 : fit > 256 ? 256 : fit;
+    double count = 0;
+    for (int64_t begin = first; begin < last; begin += group) {
+      const int64_t end = begin + group < last ? begin + group : last;
+      const A size = A(end - begin);
+      for (int64_t i = 0; i < n + kLanes<A>; ++i) sum[i] = 0;
+      pass<false>(x, begin, end, c0, n, center, sum, square, buffer);
+      for (int64_t i = 0; i < n + kLanes<A>; ++i) {
+        center[i] = sum[i] / size;
+        sum[i] = square[i] = 0;
+      }
+      pass<true>(x, begin, end, c0, n, center, sum, square, buffer);
+      const double share = double(size) / (count + double(size));
+      for (int64_t i = 0; i < n; ++i) {
+        const double d = sum[i];
+        const double delta = double(center[i]) + d / double(size) - mean[i];
+        mean[i] += delta * share;
+        m2[i] += double(square[i]) - d * d / double(size) + delta * delta * (count * share);
+      }
+      count += double(size);
+    }
+  }
+
+  template <bool kSecond>
+  static void pass(const Activations<T>& x, int64_t begin, int64_t end, int64_t c0, int64_t n,
+                   const A* center, A* sum, A* square, T (*buffer)[kPiece]) {
+    for (int64_t r = begin; r < end;) {
+      const T* row[kRowsAtOnce];
+      const int count = end - r >= kRowsAtOnce ? kRowsAtOnce : 1;
+      for (int k = 0; k < count; ++k, ++r) row[k] = x.read(x.at(x.outer(r), c0, 0), n, buffer[k]);
+      if (count == kRowsAtOnce)
+        add_rows<kRowsAtOnce, kSecond>(row, n, center, sum, square);
+      else
+        add_rows<1, kSecond>(row, n, center, sum, square);
+    }
+  }
+};
+
+}  // namespace
+
+void stats(const StatsKernel& args) { dispatch_dtype<Stats>(args); }
+
+}  // namespace FASTVIT_CAPABILITY
+}  // namespace fastvit

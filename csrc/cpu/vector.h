@@ -1,0 +1,132 @@
+// Vectors of the accumulation type, and moving activations in and out of them.
+//
+// GCC/Clang vector extensions, as wide as the instruction set this file is compiled for: the kernels are
+// compiled once per instruction set (see backend.cpp), each copy in a namespace of its own so that the
+// linker can never mix them.
+#pragma once
+
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+#include "../macros.h"
+
+#if !defined(FASTVIT_CAPABILITY)
+#define FASTVIT_CAPABILITY baseline
+#endif
+
+namespace fastvit {
+namespace FASTVIT_CAPABILITY {
+
+using BFloat16 = c10::BFloat16;
+using Half = c10::Half;
+
+#if defined(__AVX512F__)
+constexpr int kVectorBytes = 64;
+#elif defined(__AVX2__)
+constexpr int kVectorBytes = 32;
+#else
+constexpr int kVectorBytes = 16;
+#endif
+
+template <class A>
+struct VectorOf;
+template <>
+struct VectorOf<float> {
+  typedef float type __attribute__((vector_size(kVectorBytes)));
+  typedef float unaligned __attribute__((vector_size(kVectorBytes), aligned(4), may_alias));
+};
+template <>
+struct VectorOf<double> {
+  typedef double type __attribute__((vector_size(kVectorBytes)));
+  typedef double unaligned __attribute__((vector_size(kVectorBytes), aligned(8), may_alias));
+};
+template <class A>
+using Vector = typename VectorOf<A>::type;
+template <class A>
+constexpr int kLanes = kVectorBytes / int(sizeof(A));
+
+using FloatVector = Vector<float>;
+typedef uint32_t WordVector __attribute__((vector_size(kVectorBytes)));
+typedef uint16_t HalfWordVector __attribute__((vector_size(kVectorBytes / 2)));
+typedef uint16_t UnalignedHalfWords
+    __attribute__((vector_size(kVectorBytes / 2), aligned(2), may_alias));
+
+// load<A>(p): kLanes<A> elements at p, converted.
+template <class A>
+FASTVIT_INLINE Vector<A> load(const A* p) {
+  return *reinterpret_cast<const typename VectorOf<A>::unaligned*>(p);
+}
+template <class A>
+FASTVIT_INLINE void store(A* p, Vector<A> v) {
+  *reinterpret_cast<typename VectorOf<A>::unaligned*>(p) = v;
+}
+
+template <class A>
+FASTVIT_INLINE FloatVector load(const BFloat16* p) {
+  const HalfWordVector bits = *reinterpret_cast<const UnalignedHalfWords*>(p);
+  return reinterpret_cast<FloatVector>(__builtin_convertvector(bits, WordVector) << 16);
+}
+template <class A>
+FASTVIT_INLINE void store(BFloat16* p, FloatVector v) {  // to nearest, ties to even; NaN stays NaN
+  const WordVector bits = reinterpret_cast<WordVector>(v);
+  const WordVector rounded = (bits + (0x7fffu + ((bits >> 16) & 1u))) >> 16;
+  const WordVector nan = (bits >> 16) | 0x40u;
+  const WordVector chosen = v == v ? rounded : nan;
+  *reinterpret_cast<UnalignedHalfWords*>(p) = __builtin_convertvector(chosen, HalfWordVector);
+}
+
+template <class A>
+FASTVIT_INLINE FloatVector load(const Half* p) {
+#if defined(__AVX512F__)
+  return FloatVector(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))));
+#elif defined(__F16C__)
+  return FloatVector(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#else
+  FloatVector v;
+  for (int i = 0; i < kLanes<float>; ++i) v[i] = float(p[i]);
+  return v;
+#endif
+}
+template <class A>
+FASTVIT_INLINE void store(Half* p, FloatVector v) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(__m512(v), 0));
+#elif defined(__F16C__)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(__m256(v), 0));
+#else
+  for (int i = 0; i < kLanes<float>; ++i) p[i] = Half(float(v[i]));
+#endif
+}
+
+// The last n < kLanes elements: through a zero-padded copy, so that no byte outside the span is touched.
+template <class A, class T>
+FASTVIT_INLINE Vector<A> load_some(const T* p, int n) {
+  T padded[kLanes<A>] = {};
+  std::memcpy(static_cast<void*>(padded), p, n * sizeof(T));
+  return load<A>(padded);
+}
+template <class A, class T>
+FASTVIT_INLINE void store_some(T* p, Vector<A> v, int n) {
+  T padded[kLanes<A>];
+  store<A>(padded, v);
+  std::memcpy(static_cast<void*>(p), padded, n * sizeof(T));
+}
+
+template <class A>
+FASTVIT_INLINE A sum_lanes(Vector<A> v) {  // pairwise, always in the same order
+  A lane[kLanes<A>];
+  std::memcpy(lane, &v, sizeof(v));
+  for (int half = kLanes<A> / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) lane[i] += lane[i + half];
+  return lane[0];
+}
+
+}  // namespace FASTVIT_CAPABILITY
+}  // namespace fastvit

@@ -1,0 +1,298 @@
+// The seven ops between torch and a backend: check, lay out, allocate, and hand plain structs to the
+// backend's kernels. `Backend` is Cpu or Cuda; both get the same arguments and give the same results.
+//
+// Only outputs and O(C) buffers are allocated here; no op makes an activation-sized temporary.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <tuple>
+
+#include "checks.h"
+#include "layout.h"
+
+namespace fastvit {
+
+using OptionalTensor = std::optional<Tensor>;
+
+struct Channels {  // a parameter or buffer of C numbers; data is null when there is none
+  void* data = nullptr;
+  ScalarType dtype = ScalarType::Float;
+};
+
+struct StatsArgs {  // operand 0: x
+  Layout layout;
+  ScalarType dtype;
+  int device;
+  const void* x;
+  void* moments;  // [2C + 2]
+};
+
+struct ForwardArgs {  // operands 0: x, 1: y, 2: z
+  Layout layout;
+  ScalarType dtype;
+  int device;
+  const void* x;
+  void* y;
+  const void* z;        // may be null
+  const void* moments;  // [ranks][2C + 2]; null: normalise with the running statistics
+  int64_t ranks;
+  Channels weight, bias, running_mean, running_var;
+  int64_t* num_batches_tracked;  // may be null
+  bool cumulative;               // momentum=None: the factor is 1 / num_batches_tracked
+  double momentum, eps;
+  bool in_place;  // y will be inverted: gamma is kept away from 0
+  Activation activation;
+  double activation_param;
+  void* saved;  // [2C + 2]
+};
+
+struct ReduceArgs {  // operands 0: x or y, 1: dy, 2: z
+  Layout layout;
+  ScalarType dtype;
+  int device;
+  bool in_place;  // input is y
+  const void* input;
+  const void* dy;
+  const void* z;      // may be null
+  const void* saved;  // [2C + 2]
+  Channels weight, bias;
+  Activation activation;
+  double activation_param;
+  void* sums;  // [2C]
+};
+
+struct BackwardArgs {  // operands 0: x or y, 1: dy, 2: dx, 3: z, 4: dz
+  Layout layout;
+  ScalarType dtype;
+  int device;
+  bool in_place;
+  const void* input;
+  const void* dy;
+  void* dx;
+  const void* z;  // may be null, with dz
+  void* dz;
+  const void* saved;
+  const void* sums;  // [2C], over all ranks; null: the statistics were constants
+  Channels weight, bias;
+  Activation activation;
+  double activation_param;
+};
+
+inline Channels channels_of(const OptionalTensor& t) {
+  return t ? Channels{t->data_ptr(), t->scalar_type()} : Channels{};
+}
+
+inline Tensor packed(const Tensor& x, int64_t numbers) {
+  return torch::stable::new_empty(x, {numbers}, accumulation_type(x.scalar_type()));
+}
+
+template <class... Tensors>
+Layout layout_of(int64_t channel_dim, const Tensor& first, const Tensors&... others) {
+  const Operand operands[] = {{first.strides().data()}, {others.strides().data()}...};
+  return make_layout(int(first.dim()), first.sizes().data(), int(channel_dim), 1 + sizeof...(others),
+                     operands);
+}
+
+template <class Backend>
+struct Frontend {
+  static Tensor bn_stats(Tensor x, int64_t channel_dim) {
+    check_input("bn_stats", "x", x, channel_dim);
+    Tensor moments = packed(x, 2 * x.size(channel_dim) + 2);
+    Backend::stats({layout_of(channel_dim, x), x.scalar_type(), x.get_device_index(), x.data_ptr(),
+                    moments.data_ptr()});
+    return moments;
+  }
+
+  static std::tuple<Tensor, Tensor> bn_forward(Tensor x, OptionalTensor moments, OptionalTensor weight,
+                                               OptionalTensor bias, OptionalTensor z,
+                                               OptionalTensor running_mean, OptionalTensor running_var,
+                                               OptionalTensor num_batches_tracked,
+                                               std::optional<double> momentum, double eps,
+                                               std::string activation, double activation_param,
+                                               int64_t channel_dim) {
+    check_input("bn_forward", "x", x, channel_dim);
+    if (z) check_like("bn_forward", "z", *z, x);
+    Tensor y = torch::stable::empty_like(x);
+    Tensor saved =
+        forward("bn_forward", x, y, moments, weight, bias, z, running_mean, running_var,
+                num_batches_tracked, momentum, eps, activation, activation_param, channel_dim, false);
+    return {y, saved};
+  }
+
+  static Tensor abn_forward_(Tensor x, OptionalTensor moments, OptionalTensor weight, OptionalTensor bias,
+                             OptionalTensor running_mean, OptionalTensor running_var,
+                             OptionalTensor num_batches_tracked, std::optional<double> momentum, double eps,
+                             std::string activation, double activation_param, int64_t channel_dim) {
+    check_input("abn_forward_", "x", x, channel_dim);
+    for (int64_t d = 0; d < x.dim(); ++d)
+      require(x.size(d) <= 1 || x.stride(d) != 0, "abn_forward_", "x",
+              "is expanded (stride 0): several elements share one memory location, so it cannot be "
+              "overwritten; a tensor that owns its memory expected");
+    return forward("abn_forward_", x, x, moments, weight, bias, std::nullopt, running_mean, running_var,
+                   num_batches_tracked, momentum, eps, activation, activation_param, channel_dim, true);
+  }
+
+  static Tensor bn_reduce(Tensor x, Tensor dy, OptionalTensor z, Tensor saved, OptionalTensor weight,
+                          OptionalTensor bias, std::string activation, double activation_param,
+                          int64_t channel_dim) {
+    return reduce("bn_reduce", "x", x, dy, z, saved, weight, bias, activation, activation_param, channel_dim,
+                  false);
+  }
+
+  static Tensor abn_reduce(Tensor y, Tensor dy, Tensor saved, OptionalTensor weight, OptionalTensor bias,
+                           std::string activation, double activation_param, int64_t channel_dim) {
+    return reduce("abn_reduce", "y", y, dy, std::nullopt, saved, weight, bias, activation, activation_param,
+                  channel_dim, true);
+  }
+
+  static std::tuple<Tensor, Tensor> bn_backward(Tensor x, Tensor dy, OptionalTensor z, Tensor saved,
+                                                OptionalTensor sums, OptionalTensor weight,
+                                                OptionalTensor bias, std::string activation,
+                                                double activation_param, int64_t channel_dim) {
+    return backward("bn_backward", "x", x, dy, z, saved, sums, weight, bias, activation, activation_param,
+                    channel_dim, false);
+  }
+
+  static Tensor abn_backward(Tensor y, Tensor dy, Tensor saved, OptionalTensor sums, OptionalTensor weight,
+                             OptionalTensor bias, std::string activation, double activation_param,
+                             int64_t channel_dim) {
+    return std::get<0>(backward("abn_backward", "y", y, dy, std::nullopt, saved, sums, weight, bias,
+                                activation, activation_param, channel_dim, true));
+  }
+
+  template <class Library>
+  static void implement(Library& m) {
+    m.impl("bn_stats", TORCH_BOX(&bn_stats));
+    m.impl("bn_forward", TORCH_BOX(&bn_forward));
+    m.impl("abn_forward_", TORCH_BOX(&abn_forward_));
+    m.impl("bn_reduce", TORCH_BOX(&bn_reduce));
+    m.impl("abn_reduce", TORCH_BOX(&abn_reduce));
+    m.impl("bn_backward", TORCH_BOX(&bn_backward));
+    m.impl("abn_backward", TORCH_BOX(&abn_backward));
+  }
+
+ private:
+  static Tensor forward(const char* op, const Tensor& x, const Tensor& y, const OptionalTensor& moments,
+                        const OptionalTensor& weight, const OptionalTensor& bias, const OptionalTensor& z,
+                        const OptionalTensor& running_mean, const OptionalTensor& running_var,
+                        const OptionalTensor& num_batches_tracked, std::optional<double> momentum,
+                        double eps, const std::string& activation, double activation_param,
+                        int64_t channel_dim, bool in_place) {
+    const int64_t C = x.size(channel_dim);
+    const Activation act = parse_activation(op, activation, activation_param, in_place);
+    if (moments) check_packed(op, "moments", *moments, x, 2 * C + 2, true);
+    check_channels(op, "weight", weight, x, C);
+    check_channels(op, "bias", bias, x, C);
+    check_channels(op, "running_mean", running_mean, x, C);
+    check_channels(op, "running_var", running_var, x, C);
+    require(running_mean.has_value() == running_var.has_value(), op, "running_mean",
+            "and running_var must be given together or not at all");
+    require(moments.has_value() || running_mean.has_value(), op, "moments",
+            "is None; without running_mean and running_var it must be given");
+    if (num_batches_tracked)
+      require(num_batches_tracked->scalar_type() == ScalarType::Long && num_batches_tracked->numel() == 1 &&
+                  num_batches_tracked->device() == x.device(),
+              op, "num_batches_tracked", "must be one int64 number on the input's device");
+    require(momentum || num_batches_tracked || !running_mean || !moments, op, "momentum",
+            "is None (cumulative average), which needs num_batches_tracked");
+    Tensor saved = packed(x, 2 * C + 2);
+    ForwardArgs args{};
+    args.layout = z ? layout_of(channel_dim, x, y, *z) : layout_of(channel_dim, x, y);
+    args.dtype = x.scalar_type();
+    args.device = x.get_device_index();
+    args.x = x.data_ptr();
+    args.y = y.data_ptr();
+    args.z = z ? z->data_ptr() : nullptr;
+    args.moments = moments ? moments->data_ptr() : nullptr;
+    args.ranks = moments && moments->dim() == 2 ? moments->size(0) : 1;
+    args.weight = channels_of(weight);
+    args.bias = channels_of(bias);
+    args.running_mean = channels_of(running_mean);
+    args.running_var = channels_of(running_var);
+    args.num_batches_tracked =
+        num_batches_tracked ? static_cast<int64_t*>(num_batches_tracked->data_ptr()) : nullptr;
+    args.cumulative = !momentum;
+    args.momentum = momentum.value_or(0);
+    args.eps = eps;
+    args.in_place = in_place;
+    args.activation = act;
+    args.activation_param = activation_param;
+    args.saved = saved.data_ptr();
+    Backend::forward(args);
+    return saved;
+  }
+
+  static Tensor reduce(const char* op, const char* name, const Tensor& input, const Tensor& dy,
+                       const OptionalTensor& z, const Tensor& saved, const OptionalTensor& weight,
+                       const OptionalTensor& bias, const std::string& activation, double activation_param,
+                       int64_t channel_dim, bool in_place) {
+    const Activation act = check_backward(op, name, input, dy, z, saved, weight, bias, activation,
+                                          activation_param, channel_dim, in_place);
+    Tensor sums = packed(input, 2 * input.size(channel_dim));
+    ReduceArgs args{};
+    args.layout = z ? layout_of(channel_dim, input, dy, *z) : layout_of(channel_dim, input, dy);
+    args.dtype = input.scalar_type();
+    args.device = input.get_device_index();
+    args.in_place = in_place;
+    args.input = input.data_ptr();
+    args.dy = dy.data_ptr();
+    args.z = z ? z->data_ptr() : nullptr;
+    args.saved = saved.data_ptr();
+    args.weight = channels_of(weight);
+    args.bias = channels_of(bias);
+    args.activation = act;
+    args.activation_param = activation_param;
+    args.sums = sums.data_ptr();
+    Backend::reduce(args);
+    return sums;
+  }
+
+  static std::tuple<Tensor, Tensor> backward(const char* op, const char* name, const Tensor& input,
+                                             const Tensor& dy, const OptionalTensor& z, const Tensor& saved,
+                                             const OptionalTensor& sums, const OptionalTensor& weight,
+                                             const OptionalTensor& bias, const std::string& activation,
+                                             double activation_param, int64_t channel_dim, bool in_place) {
+    const Activation act = check_backward(op, name, input, dy, z, saved, weight, bias, activation,
+                                          activation_param, channel_dim, in_place);
+    if (sums) check_packed(op, "sums", *sums, input, 2 * input.size(channel_dim), false);
+    Tensor dx = torch::stable::empty_like(input);
+    Tensor dz = z ? torch::stable::empty_like(*z) : torch::stable::new_empty(input, {0});
+    BackwardArgs args{};
+    args.layout = z ? layout_of(channel_dim, input, dy, dx, *z, dz) : layout_of(channel_dim, input, dy, dx);
+    args.dtype = input.scalar_type();
+    args.device = input.get_device_index();
+    args.in_place = in_place;
+    args.input = input.data_ptr();
+    args.dy = dy.data_ptr();
+    args.dx = dx.data_ptr();
+    args.z = z ? z->data_ptr() : nullptr;
+    args.dz = z ? dz.data_ptr() : nullptr;
+    args.saved = saved.data_ptr();
+    args.sums = sums ? sums->data_ptr() : nullptr;
+    args.weight = channels_of(weight);
+    args.bias = channels_of(bias);
+    args.activation = act;
+    args.activation_param = activation_param;
+    Backend::backward(args);
+    return {dx, dz};
+  }
+
+  static Activation check_backward(const char* op, const char* name, const Tensor& input, const Tensor& dy,
+                                   const OptionalTensor& z, const Tensor& saved,
+                                   const OptionalTensor& weight, const OptionalTensor& bias,
+                                   const std::string& activation, double activation_param,
+                                   int64_t channel_dim, bool in_place) {
+    check_input(op, name, input, channel_dim);
+    const int64_t C = input.size(channel_dim);
+    check_like(op, "dy", dy, input);
+    if (z) check_like(op, "z", *z, input);
+    check_packed(op, "saved", saved, input, 2 * C + 2, false);
+    check_channels(op, "weight", weight, input, C);
+    check_channels(op, "bias", bias, input, C);
+    return parse_activation(op, activation, activation_param, in_place);
+  }
+};
+
+}  // namespace fastvit

@@ -1,0 +1,91 @@
+// How an activation lies in memory: (outer..., C, inner) for every tensor an op touches, never by a copy.
+//
+// The dimensions other than the channel's are sorted by the first operand's strides and merged wherever all
+// operands allow it. What is left is walked as N x M spans:
+//   planes  (NCHW, and anything whose fastest dimension is not the channel): a span is the innermost
+//           dimension, S long; M = C; N counts the rest.
+//   rows    (channels_last, tokens, (N, C)): a span is the C channels; M = 1; N counts everything else.
+// A contiguous NCHW tensor has one outer dimension (N), a channels_last one has one too (N * H * W).
+// Strides are per operand and arbitrary: cropped, transposed and expanded tensors need no special case.
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+
+namespace fastvit {
+
+constexpr int kMaxDims = 5;                // (N, C, D, H, W)
+constexpr int kMaxOuter = kMaxDims - 1;    // everything but the channel
+constexpr int kMaxOperands = 5;            // x or y, dy, dx, z, dz
+
+struct Strides {  // in elements
+  int64_t outer[kMaxOuter] = {};
+  int64_t channel = 0;
+  int64_t inner = 0;
+};
+
+struct Layout {
+  bool rows = false;
+  int outer_dims = 0;
+  int64_t outer_size[kMaxOuter] = {};
+  int64_t N = 1, C = 1, S = 1;
+  Strides strides[kMaxOperands];
+
+  int64_t numel() const { return N * C * S; }
+  int64_t count() const { return N * S; }  // values per channel
+};
+
+struct Operand {  // what layout needs of a tensor
+  const int64_t* strides;
+};
+
+inline Layout make_layout(int dims, const int64_t* sizes, int channel_dim, int operands,
+                          const Operand* operand) {
+  Layout layout;
+  layout.C = sizes[channel_dim];
+  bool empty = layout.C == 0;
+  int order[kMaxOuter];
+  int kept = 0;
+  for (int d = 0; d < dims; ++d) {
+    empty = empty || sizes[d] == 0;
+    if (d == channel_dim || sizes[d] == 1) continue;
+    int at = kept++;  // insertion sort, stable, largest stride of the first operand first
+    for (; at > 0 && operand[0].strides[order[at - 1]] < operand[0].strides[d]; --at)
+      order[at] = order[at - 1];
+    order[at] = d;
+  }
+  for (int k = 0; k < operands; ++k) layout.strides[k].channel = operand[k].strides[channel_dim];
+  if (empty) {
+    layout.N = 0;
+    return layout;
+  }
+
+  int64_t size[kMaxOuter];
+  int64_t stride[kMaxOperands][kMaxOuter];
+  int merged = 0;
+  for (int i = 0; i < kept; ++i) {
+    const int d = order[i];
+    bool joins = merged > 0;
+    for (int k = 0; k < operands && joins; ++k)
+      joins = stride[k][merged - 1] == operand[k].strides[d] * sizes[d];
+    if (!joins) size[merged++] = 1;
+    size[merged - 1] *= sizes[d];
+    for (int k = 0; k < operands; ++k) stride[k][merged - 1] = operand[k].strides[d];
+  }
+
+  // The first operand decides the walk: along its unit stride, along the channels if there is neither.
+  layout.rows = merged == 0 || (stride[0][merged - 1] != 1 && layout.C > 1 &&
+                                operand[0].strides[channel_dim] < stride[0][merged - 1]);
+  layout.outer_dims = layout.rows ? merged : merged - 1;
+  for (int i = 0; i < layout.outer_dims; ++i) {
+    layout.N *= layout.outer_size[i] = size[i];
+    for (int k = 0; k < operands; ++k) layout.strides[k].outer[i] = stride[k][i];
+  }
+  if (!layout.rows) {
+    layout.S = size[merged - 1];
+    for (int k = 0; k < operands; ++k) layout.strides[k].inner = stride[k][merged - 1];
+  }
+  return layout;
+}
+
+}  // namespace fastvit

@@ -1,0 +1,60 @@
+// Moments of one channel and how they travel.
+//
+// A packed `moments` tensor holds mean[C], M2[C] (sum of squared deviations from the mean) and the count
+// of values per channel; a packed `saved` tensor holds mean[C], invstd[C] and the count. Both are 2C + 2
+// numbers of the accumulation type. The count takes the last two: high * 2^24 + low, exact in float far
+// beyond 2^24, so that one buffer of one type is all that ranks exchange.
+//
+// Source: Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing sample
+// variances" (1979). Nothing here forms a sum of squares.
+#pragma once
+
+#include <cstdint>
+
+#include "macros.h"
+
+namespace fastvit {
+
+constexpr double kCountRadix = 16777216.0;  // 2^24
+
+template <class A>
+FASTVIT_INLINE void store_count(A* two, double count) {
+  const double high = floor(count / kCountRadix);
+  two[0] = A(high);
+  two[1] = A(count - high * kCountRadix);
+}
+
+template <class A>
+FASTVIT_INLINE double load_count(const A* two) {
+  return double(two[0]) * kCountRadix + double(two[1]);
+}
+
+template <class A>
+struct Moments {
+  double count = 0;
+  A mean = 0;
+  A m2 = 0;
+
+  // Joins the moments of another set of values. An empty set changes nothing.
+  FASTVIT_INLINE void merge(double other_count, A other_mean, A other_m2) {
+    if (other_count <= 0) return;
+    const double total = count + other_count;
+    const A delta = other_mean - mean;
+    const A share = A(other_count / total);
+    mean += delta * share;
+    m2 += other_m2 + delta * delta * (A(count) * share);
+    count = total;
+  }
+};
+
+// The least |gamma| that the in-place layers divide by. It only has to keep 1/gamma and gamma * xhat away
+// from the ends of the storage type's range: fp16 is the one with a short exponent.
+//   fp64 1e-12, fp32 and bf16 1e-7, fp16 1e-4
+template <class A>
+FASTVIT_INLINE A effective_gamma(A gamma, A floor) {
+  const A magnitude = gamma < 0 ? -gamma : gamma;
+  // A comparison written so that a NaN stays a NaN; copysign, so that -0 keeps its sign.
+  return magnitude < floor ? A(copysign(double(floor), double(gamma))) : gamma;
+}
+
+}  // namespace fastvit

@@ -1,0 +1,33 @@
+// The ops' schemas, and their CPU implementations. What each op does stands in fastvit/ops.py.
+//
+// abn_forward_ returns no alias of x: that, with mark_dirty(x) alone, is what autograd and torch.compile
+// can both follow. Sums and moments are packed so that ranks exchange each with one collective.
+#include "cpu/backend.h"
+#include "frontend.h"
+
+STABLE_TORCH_LIBRARY(fastvit, m) {
+  m.def("bn_stats(Tensor x, int channel_dim) -> Tensor");
+  m.def(
+      "bn_forward(Tensor x, Tensor? moments, Tensor? weight, Tensor? bias, Tensor? z, "
+      "Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? num_batches_tracked, "
+      "float? momentum, float eps, str activation, float activation_param, int channel_dim) "
+      "-> (Tensor, Tensor)");
+  m.def(
+      "abn_forward_(Tensor(a!) x, Tensor? moments, Tensor? weight, Tensor? bias, "
+      "Tensor(b!)? running_mean, Tensor(c!)? running_var, Tensor(d!)? num_batches_tracked, "
+      "float? momentum, float eps, str activation, float activation_param, int channel_dim) -> Tensor");
+  m.def(
+      "bn_reduce(Tensor x, Tensor dy, Tensor? z, Tensor saved, Tensor? weight, Tensor? bias, "
+      "str activation, float activation_param, int channel_dim) -> Tensor");
+  m.def(
+      "abn_reduce(Tensor y, Tensor dy, Tensor saved, Tensor? weight, Tensor? bias, "
+      "str activation, float activation_param, int channel_dim) -> Tensor");
+  m.def(
+      "bn_backward(Tensor x, Tensor dy, Tensor? z, Tensor saved, Tensor? sums, Tensor? weight, "
+      "Tensor? bias, str activation, float activation_param, int channel_dim) -> (Tensor, Tensor)");
+  m.def(
+      "abn_backward(Tensor y, Tensor dy, Tensor saved, Tensor? sums, Tensor? weight, Tensor? bias, "
+      "str activation, float activation_param, int channel_dim) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(fastvit, CPU, m) { fastvit::Frontend<fastvit::Cpu>::implement(m); }

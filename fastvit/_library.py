@@ -1,0 +1,27 @@
+"""Loads the compiled libraries: `_C.so` (schemas, CPU kernels) and, where it was built, `_cuda.so`."""
+
+from pathlib import Path
+
+import torch
+
+FOLDER = Path(__file__).parent
+
+
+def load() -> tuple[bool, str]:
+    """Loads what there is. Returns whether the CUDA kernels are in, and why."""
+    cpu, cuda = FOLDER / "_C.so", FOLDER / "_cuda.so"
+    if not cpu.exists():
+        raise ImportError(
+            f"fastvit: {cpu} is missing: this is a source tree that was not built. "
+            "Run `make install`, or `pip install .` and import it from another folder."
+        )
+    torch.ops.load_library(str(cpu))
+    if not cuda.exists():
+        return False, "built without CUDA"
+    if torch.version.cuda is None:  # the stream function it needs is not in a CPU build of torch
+        return False, "built, but this torch is a CPU build"
+    torch.ops.load_library(str(cuda))
+    return True, "built and loaded"
+
+
+HAS_CUDA, CUDA_STATUS = load()

@@ -1,0 +1,216 @@
+"""The raw ops: four memory-bound steps of a normalisation layer, for plain BN and in place.
+
+Each op is registered as `torch.ops.fastvit.<name>` for CPU and CUDA, has a fake for tracing, and has the
+same definition in plain PyTorch in `fastvit.reference`. None of them is differentiable by itself:
+`fastvit.functional` puts them together.
+
+Shapes. An activation `x` is `(N, C, *)` with 2 to 5 dimensions, or any layout of them in memory (NCHW,
+channels_last, cropped, transposed); `channel_dim` says which dimension is C, so `(N, L, C)` is
+`channel_dim=2`. Dtypes: float16, bfloat16, float32, float64. The accumulation type is float64 for float64
+and float32 for the rest; `moments`, `saved` and `sums` have it. `weight`, `bias` and the running statistics
+are `(C,)` in any floating-point dtype of their own, and may be None.
+
+Packed tensors. `moments` is `mean[C], M2[C], count` and `saved` is `mean[C], invstd[C], count`, `2C + 2`
+numbers each: the count takes two (`high * 2**24 + low`), so it is exact in float32. M2 is the sum of squared
+deviations from the mean. `sums` is `sum dz[C], sum dz*xhat[C]`, with dz the gradient before the activation.
+
+Activations: "identity", "relu" (not in place), "leaky_relu" (`activation_param` is the slope) and "elu"
+(`activation_param` is alpha). Errors are RuntimeErrors that name the op and the argument.
+"""
+
+import torch
+from torch import Tensor
+
+from . import _library  # noqa: F401  (registers the ops)
+
+_ops = torch.ops.fastvit
+
+
+def bn_stats(x: Tensor, channel_dim: int = 1) -> Tensor:
+    """Per-channel moments of x.
+
+    Returns `moments`, `(2C + 2,)`. An empty x gives zeros. Sums of squares are never formed: pieces merge
+    by Chan, Golub, LeVeque (1979).
+    """
+    return _ops.bn_stats(x, channel_dim)
+
+
+def bn_forward(
+    x: Tensor,
+    moments: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    z: Tensor | None = None,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    num_batches_tracked: Tensor | None = None,
+    momentum: float | None = 0.1,
+    eps: float = 1e-5,
+    activation: str = "identity",
+    activation_param: float = 0.01,
+    channel_dim: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """`y = act((x - mean) * invstd * weight + bias + z)`; returns `(y, saved)`.
+
+    `moments` is one `(2C + 2,)` row, or `(ranks, 2C + 2)`, merged in rank order. With moments,
+    `running_mean`, `running_var` (unbiased) and `num_batches_tracked` are updated in place; a `momentum` of
+    None averages cumulatively, with the factor `1 / num_batches_tracked`. If every rank was empty, only
+    num_batches_tracked changes. Without moments (None) the running statistics normalise and nothing is
+    written. `z`, of x's shape and dtype, is added before the activation.
+    """
+    y, saved = _ops.bn_forward(
+        x, moments, weight, bias, z, running_mean, running_var, num_batches_tracked,
+        momentum, eps, activation, activation_param, channel_dim,
+    )  # fmt: skip
+    if moments is not None:
+        _mutated(running_mean, running_var, num_batches_tracked)
+    return y, saved
+
+
+def abn_forward_(
+    x: Tensor,
+    moments: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    num_batches_tracked: Tensor | None = None,
+    momentum: float | None = 0.1,
+    eps: float = 1e-5,
+    activation: str = "leaky_relu",
+    activation_param: float = 0.01,
+    channel_dim: int = 1,
+) -> Tensor:
+    """`bn_forward` written over x, to be inverted later; returns `saved`.
+
+    gamma is taken as `copysign(max(|weight|, floor), weight)`; the floor is 1e-12 for float64, 1e-7 for
+    float32 and bfloat16, 1e-4 for float16. weight itself is never written. x must own its memory (no
+    stride of 0). Source: Rota Bulò, Porzi, Kontschieder, arXiv:1712.02616.
+    """
+    saved = _ops.abn_forward_(
+        x, moments, weight, bias, running_mean, running_var, num_batches_tracked,
+        momentum, eps, activation, activation_param, channel_dim,
+    )  # fmt: skip
+    _mutated(x)
+    if moments is not None:
+        _mutated(running_mean, running_var, num_batches_tracked)
+    return saved
+
+
+def bn_reduce(
+    x: Tensor,
+    dy: Tensor,
+    z: Tensor | None,
+    saved: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    activation: str = "identity",
+    activation_param: float = 0.01,
+    channel_dim: int = 1,
+) -> Tensor:
+    """`sums`, `(2C,)`: sum dz and sum dz*xhat per channel of this rank, xhat from x.
+
+    They are the gradients of bias and weight; summed over ranks they give dx. The other arguments are those
+    of bn_forward.
+    """
+    return _ops.bn_reduce(x, dy, z, saved, weight, bias, activation, activation_param, channel_dim)
+
+
+def abn_reduce(
+    y: Tensor,
+    dy: Tensor,
+    saved: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    activation: str = "leaky_relu",
+    activation_param: float = 0.01,
+    channel_dim: int = 1,
+) -> Tensor:
+    """`bn_reduce` with xhat recovered from the output y, and clamped to `|xhat| <= sqrt(count - 1)`."""
+    return _ops.abn_reduce(y, dy, saved, weight, bias, activation, activation_param, channel_dim)
+
+
+def bn_backward(
+    x: Tensor,
+    dy: Tensor,
+    z: Tensor | None,
+    saved: Tensor,
+    sums: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    activation: str = "identity",
+    activation_param: float = 0.01,
+    channel_dim: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """`(dx, dz)`: dx = weight * invstd * (dz - sum dz / n - xhat * sum(dz*xhat) / n).
+
+    `sums` are over all ranks and n is the count in `saved`; None means that the statistics were constants
+    (evaluation), so dx = weight * invstd * dz. dz, the residual's gradient, is empty when z is None.
+    """
+    return _ops.bn_backward(x, dy, z, saved, sums, weight, bias, activation, activation_param, channel_dim)
+
+
+def abn_backward(
+    y: Tensor,
+    dy: Tensor,
+    saved: Tensor,
+    sums: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    activation: str = "leaky_relu",
+    activation_param: float = 0.01,
+    channel_dim: int = 1,
+) -> Tensor:
+    """dx of `bn_backward` with xhat recovered from the output y."""
+    return _ops.abn_backward(y, dy, saved, sums, weight, bias, activation, activation_param, channel_dim)
+
+
+def _mutated(*tensors: Tensor | None) -> None:
+    """Tells autograd that these were written: ops registered from C++ do not count versions by themselves."""
+    if not torch.compiler.is_compiling():
+        for tensor in tensors:
+            if tensor is not None and not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _packed(x: Tensor, channel_dim: int, extra: int) -> Tensor:
+    return x.new_empty(2 * x.shape[channel_dim] + extra, dtype=accumulation_dtype(x.dtype))
+
+
+@torch.library.register_fake("fastvit::bn_stats")
+def _(x, channel_dim):
+    return _packed(x, channel_dim, 2)
+
+
+@torch.library.register_fake("fastvit::bn_forward")
+def _(x, moments, weight, bias, z, mean, var, tracked, momentum, eps, activation, param, channel_dim):
+    return torch.empty_like(x), _packed(x, channel_dim, 2)
+
+
+@torch.library.register_fake("fastvit::abn_forward_")
+def _(x, moments, weight, bias, mean, var, tracked, momentum, eps, activation, param, channel_dim):
+    return _packed(x, channel_dim, 2)
+
+
+@torch.library.register_fake("fastvit::bn_reduce")
+def _(x, dy, z, saved, weight, bias, activation, param, channel_dim):
+    return _packed(x, channel_dim, 0)
+
+
+@torch.library.register_fake("fastvit::abn_reduce")
+def _(y, dy, saved, weight, bias, activation, param, channel_dim):
+    return _packed(y, channel_dim, 0)
+
+
+@torch.library.register_fake("fastvit::bn_backward")
+def _(x, dy, z, saved, sums, weight, bias, activation, param, channel_dim):
+    return torch.empty_like(x), x.new_empty(0) if z is None else torch.empty_like(z)
+
+
+@torch.library.register_fake("fastvit::abn_backward")
+def _(y, dy, saved, sums, weight, bias, activation, param, channel_dim):
+    return torch.empty_like(y)

@@ -1,0 +1,223 @@
+"""The seven ops again, in plain PyTorch: the definition that the kernels are tested against.
+
+Signatures, shapes and results are those of `fastvit.ops`. Computed in float64 whatever the input's dtype;
+results are rounded to the dtypes that the ops return. Nothing here is fast or saves memory.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .ops import accumulation_dtype
+
+GAMMA_FLOOR = {torch.float64: 1e-12, torch.float32: 1e-7, torch.bfloat16: 1e-7, torch.float16: 1e-4}
+RADIX = 2.0**24
+
+
+def pack_count(count: float) -> tuple[float, float]:
+    return count // RADIX, count % RADIX
+
+
+def unpack_count(packed: Tensor) -> Tensor:
+    """The count in the last two numbers of a packed tensor, as a float64 scalar (or one per row)."""
+    return packed[..., -2].double() * RADIX + packed[..., -1].double()
+
+
+def channels_first(x: Tensor, channel_dim: int) -> Tensor:
+    """x as (C, values) in float64."""
+    return x.double().movedim(channel_dim, 0).reshape(x.shape[channel_dim], -1)
+
+
+def _along(vector: Tensor | float, x: Tensor, channel_dim: int) -> Tensor | float:
+    if not isinstance(vector, Tensor):
+        return vector
+    return vector.double().reshape([-1 if d == channel_dim else 1 for d in range(x.dim())])
+
+
+def _gamma(weight: Tensor | None, x: Tensor, in_place: bool) -> Tensor | float:
+    if weight is None:
+        return 1.0
+    gamma = weight.double()
+    floor = GAMMA_FLOOR[x.dtype]
+    return torch.where(gamma.abs() < floor, torch.copysign(torch.tensor(floor).double(), gamma), gamma) if (
+        in_place
+    ) else gamma
+
+
+def _activate(v: Tensor, activation: str, param: float) -> Tensor:
+    match activation:
+        case "identity":
+            return v
+        case "relu":
+            return v.relu()
+        case "leaky_relu":
+            return F.leaky_relu(v, param)
+        case "elu":
+            return F.elu(v, param)
+    raise RuntimeError(f"reference: activation is {activation!r}")
+
+
+def _derivative(v: Tensor, activation: str, param: float) -> Tensor:
+    with torch.enable_grad():
+        v = v.detach().requires_grad_()
+        return torch.autograd.grad(_activate(v, activation, param).sum(), v)[0]
+
+
+def _invert(y: Tensor, activation: str, param: float, accumulation: torch.dtype) -> Tensor:
+    match activation:
+        case "identity":
+            return y
+        case "leaky_relu":
+            return torch.where(y > 0, y, y / param)
+        case "elu":
+            lowest = -1 + torch.finfo(accumulation).eps / 2
+            return torch.where(y > 0, y, torch.log1p((y / param).clamp(min=lowest, max=0)))
+    raise RuntimeError(f"reference: activation {activation!r} cannot be inverted")
+
+
+def bn_stats(x, channel_dim=1):
+    values = channels_first(x, channel_dim)
+    count = values.shape[1]
+    mean = values.mean(1) if count else values.new_zeros(values.shape[0])
+    m2 = ((values - mean[:, None]) ** 2).sum(1)
+    packed = torch.cat([mean, m2, torch.tensor(pack_count(count), dtype=torch.float64, device=x.device)])
+    return packed.to(accumulation_dtype(x.dtype))
+
+
+def merge_moments(moments: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(ranks, 2C + 2) to mean, M2 and count over all ranks, in float64 (Chan et al., in rank order)."""
+    rows = moments.double().reshape(-1, moments.shape[-1])
+    channels = (rows.shape[1] - 2) // 2
+    count = rows.new_zeros(())
+    mean = m2 = rows.new_zeros(channels)
+    for row in rows:
+        other = unpack_count(row)
+        total = count + other
+        if total > 0:
+            delta = row[:channels] - mean
+            mean = mean + delta * other / total
+            m2 = m2 + row[channels : 2 * channels] + delta**2 * count * other / total
+        count = total
+    return mean, m2, count
+
+
+def _forward(
+    x, moments, weight, bias, z, running_mean, running_var, num_batches_tracked,
+    momentum, eps, activation, param, channel_dim, in_place,
+):  # fmt: skip
+    if moments is None:
+        mean, var = running_mean.double(), running_var.double()
+        packed_count = (float("inf"), 0.0)
+    else:
+        mean, m2, count = merge_moments(moments)
+        var = m2 / count if count > 0 else m2
+        packed_count = pack_count(count.item())
+        if num_batches_tracked is not None:
+            num_batches_tracked += 1
+        if running_mean is not None and count > 0:
+            factor = 1.0 / num_batches_tracked.item() if momentum is None else momentum
+            running_mean.copy_(running_mean.double().lerp(mean, factor))
+            running_var.copy_(running_var.double().lerp(m2 / max(count.item() - 1, 1), factor))
+    invstd = torch.rsqrt(var + eps)
+    v = (x.double() - _along(mean, x, channel_dim)) * _along(invstd, x, channel_dim)
+    v = v * _along(_gamma(weight, x, in_place), x, channel_dim)
+    v = v + (0 if bias is None else _along(bias, x, channel_dim)) + (0 if z is None else z.double())
+    saved = torch.cat([mean, invstd, torch.tensor(packed_count, dtype=torch.float64, device=x.device)])
+    return _activate(v, activation, param), saved.to(accumulation_dtype(x.dtype))
+
+
+def bn_forward(
+    x, moments, weight=None, bias=None, z=None, running_mean=None, running_var=None,
+    num_batches_tracked=None, momentum=0.1, eps=1e-5, activation="identity", activation_param=0.01,
+    channel_dim=1,
+):  # fmt: skip
+    y, saved = _forward(
+        x, moments, weight, bias, z, running_mean, running_var, num_batches_tracked,
+        momentum, eps, activation, activation_param, channel_dim, False,
+    )  # fmt: skip
+    return torch.empty_like(x).copy_(y), saved
+
+
+def abn_forward_(
+    x, moments, weight=None, bias=None, running_mean=None, running_var=None, num_batches_tracked=None,
+    momentum=0.1, eps=1e-5, activation="leaky_relu", activation_param=0.01, channel_dim=1,
+):  # fmt: skip
+    y, saved = _forward(
+        x, moments, weight, bias, None, running_mean, running_var, num_batches_tracked,
+        momentum, eps, activation, activation_param, channel_dim, True,
+    )  # fmt: skip
+    x.copy_(y)
+    return saved
+
+
+def _recover(input, dy, z, saved, weight, bias, activation, param, channel_dim, in_place):
+    """(dz, xhat, gamma, invstd, count) of a backward step, all float64."""
+    channels = input.shape[channel_dim]
+    saved_dtype, saved = saved.dtype, saved.double()
+    mean, invstd, count = saved[:channels], saved[channels : 2 * channels], unpack_count(saved)
+    gamma = _gamma(weight, input, in_place)
+    beta = 0 if bias is None else _along(bias, input, channel_dim)
+    wide_gamma = _along(gamma, input, channel_dim)
+    if in_place:
+        v = _invert(input.double(), activation, param, saved_dtype)
+        limit = (count - 1).clamp(min=0).sqrt()
+        xhat = ((v - beta) / wide_gamma).clamp(-limit, limit)
+        dz, y = dy.double(), input.double()
+        if activation == "leaky_relu":
+            dz = torch.where(y > 0, dz, dz * param)
+        elif activation == "elu":
+            dz = torch.where(y > 0, dz, dz * (y + param))
+    else:
+        xhat = (input.double() - _along(mean, input, channel_dim)) * _along(invstd, input, channel_dim)
+        v = xhat * wide_gamma + beta + (0 if z is None else z.double())
+        dz = dy.double() * _derivative(v, activation, param)
+    return dz, xhat, gamma, invstd, count
+
+
+def _reduce(input, dy, z, saved, weight, bias, activation, param, channel_dim, in_place):
+    dz, xhat, *_ = _recover(input, dy, z, saved, weight, bias, activation, param, channel_dim, in_place)
+    sums = torch.cat(
+        [channels_first(dz, channel_dim).sum(1), channels_first(dz * xhat, channel_dim).sum(1)]
+    )
+    return sums.to(accumulation_dtype(input.dtype))
+
+
+def bn_reduce(
+    x, dy, z, saved, weight=None, bias=None, activation="identity", activation_param=0.01, channel_dim=1
+):
+    return _reduce(x, dy, z, saved, weight, bias, activation, activation_param, channel_dim, False)
+
+
+def abn_reduce(
+    y, dy, saved, weight=None, bias=None, activation="leaky_relu", activation_param=0.01, channel_dim=1
+):
+    return _reduce(y, dy, None, saved, weight, bias, activation, activation_param, channel_dim, True)
+
+
+def _backward(input, dy, z, saved, sums, weight, bias, activation, param, channel_dim, in_place):
+    dz, xhat, gamma, invstd, count = _recover(
+        input, dy, z, saved, weight, bias, activation, param, channel_dim, in_place
+    )
+    dx = dz
+    if sums is not None and count > 0:
+        mean_dz, mean_dz_xhat = (sums.double() / count).chunk(2)
+        dx = dz - _along(mean_dz, input, channel_dim) - xhat * _along(mean_dz_xhat, input, channel_dim)
+    return dx * _along(gamma * invstd, input, channel_dim), dz
+
+
+def bn_backward(
+    x, dy, z, saved, sums, weight=None, bias=None, activation="identity", activation_param=0.01,
+    channel_dim=1,
+):  # fmt: skip
+    dx, dz = _backward(x, dy, z, saved, sums, weight, bias, activation, activation_param, channel_dim, False)
+    return torch.empty_like(x).copy_(dx), x.new_empty(0) if z is None else torch.empty_like(z).copy_(dz)
+
+
+def abn_backward(
+    y, dy, saved, sums, weight=None, bias=None, activation="leaky_relu", activation_param=0.01,
+    channel_dim=1,
+):  # fmt: skip
+    dx, _ = _backward(
+        y, dy, None, saved, sums, weight, bias, activation, activation_param, channel_dim, True
+    )
+    return torch.empty_like(y).copy_(dx)
