@@ -1,0 +1,28 @@
+"""fastvit: fused, memory-saving, synchronised BatchNorm layers, and a ViT trainer for the apex recipe."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from . import functional, ops
+from .inplace_abn import InPlaceABN, InPlaceABNSync
+from .sync_batchnorm import (
+    SyncBatchNorm,
+    convert_syncbn_model,
+    create_syncbn_process_group,
+    revert_syncbn_model,
+)
+
+try:
+    __version__ = version("fastvit")
+except PackageNotFoundError:  # a source tree that was built in place and never installed
+    __version__ = "0+unknown"
+
+__all__ = [
+    "InPlaceABN",
+    "InPlaceABNSync",
+    "SyncBatchNorm",
+    "convert_syncbn_model",
+    "create_syncbn_process_group",
+    "functional",
+    "ops",
+    "revert_syncbn_model",
+]

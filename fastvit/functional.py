@@ -1,0 +1,261 @@
+"""The layers as functions: autograd around the ops, and who shares statistics.
+
+Each saves one activation for backward, plus O(C) numbers: the plain layer its input (which the layer before
+often saves too), the in-place layer its output (which the layer after saves anyway).
+"""
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from . import ops, statistics
+
+IN_PLACE_ACTIVATIONS = ("identity", "leaky_relu", "elu")
+
+
+def check_in_place_activation(activation: str, activation_param: float) -> None:
+    """Raises ValueError unless the activation can be inverted."""
+    if activation not in IN_PLACE_ACTIVATIONS:
+        raise ValueError(
+            f"activation is {activation!r}; in place it is recovered from its output, so it must be one of "
+            f"{', '.join(IN_PLACE_ACTIVATIONS)}"
+        )
+    if activation != "identity" and not activation_param > 0:
+        raise ValueError(
+            f"activation_param is {activation_param}; {activation} in place is inverted, which takes a value > 0"
+            + (" (slope 0 is relu, which cannot be inverted)" if activation_param == 0 else "")
+        )
+
+
+def _check_input(x: Tensor, weight: Tensor | None, channel_last: bool, name: str) -> int:
+    """The channel dimension of x; raises ValueError for a shape or dtype that cannot be."""
+    if not 2 <= x.dim() <= 5:
+        raise ValueError(f"{name}: expected an input of 2 to 5 dimensions, got {x.dim()}D {tuple(x.shape)}")
+    if not x.is_floating_point():
+        raise ValueError(f"{name}: expected a floating-point input, got {x.dtype}")
+    channel_dim = x.dim() - 1 if channel_last else 1
+    if weight is not None and x.shape[channel_dim] != weight.shape[0]:
+        raise ValueError(
+            f"{name}: expected {weight.shape[0]} channels in dimension {channel_dim}, "
+            f"got {x.shape[channel_dim]} (input {tuple(x.shape)}, channel_last={channel_last})"
+        )
+    return channel_dim
+
+
+def _check_more_than_one_value(x: Tensor, channel_dim: int, shared: "statistics.Local | object") -> None:
+    # Over several ranks the others may hold values, and their counts are never read back to the host.
+    if shared.world_size == 1 and x.numel() == x.shape[channel_dim]:
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
+
+
+class _BatchNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, x, weight, bias, z, running_mean, running_var, num_batches_tracked,
+        shared, training, momentum, eps, activation, activation_param, channel_dim,
+    ):  # fmt: skip
+        moments = shared.gather(ops.bn_stats(x, channel_dim)) if training else None
+        y, saved = ops.bn_forward(
+            x, moments, weight, bias, z, running_mean, running_var, num_batches_tracked,
+            momentum, eps, activation, activation_param, channel_dim,
+        )  # fmt: skip
+        # Without an activation z decides nothing in backward: its gradient is dy itself.
+        ctx.save_for_backward(x, weight, bias, None if activation == "identity" else z, saved)
+        ctx.shared, ctx.training = shared, training
+        ctx.activation, ctx.channel_dim = (activation, activation_param), channel_dim
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, weight, bias, z, saved = ctx.saved_tensors
+        wants_x, wants_weight, wants_bias, wants_z = ctx.needs_input_grad[:4]
+        exchange = wants_x and ctx.training
+        sums = None
+        if exchange or wants_weight or wants_bias:
+            sums = ops.bn_reduce(x, dy, z, saved, weight, bias, *ctx.activation, ctx.channel_dim)
+        pending = ctx.shared.start_sum(sums) if exchange else None
+        dweight, dbias = _parameter_gradients(sums, weight, bias, wants_weight, wants_bias)
+        dx = dz = None
+        if wants_x or (wants_z and z is not None):
+            total = pending.wait() if exchange else None
+            dx, dz = ops.bn_backward(x, dy, z, saved, total, weight, bias, *ctx.activation, ctx.channel_dim)
+        if wants_z and z is None:
+            dz = dy
+        return (dx if wants_x else None, dweight, dbias, dz if wants_z else None, *[None] * 10)
+
+
+class _InPlaceABN(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, x, weight, bias, running_mean, running_var, num_batches_tracked,
+        shared, training, momentum, eps, activation, activation_param, channel_dim,
+    ):  # fmt: skip
+        moments = shared.gather(ops.bn_stats(x, channel_dim)) if training else None
+        saved = ops.abn_forward_(
+            x, moments, weight, bias, running_mean, running_var, num_batches_tracked,
+            momentum, eps, activation, activation_param, channel_dim,
+        )  # fmt: skip
+        ctx.mark_dirty(x)
+        ctx.save_for_backward(x, weight, bias, saved)
+        ctx.shared, ctx.training = shared, training
+        ctx.activation, ctx.channel_dim = (activation, activation_param), channel_dim
+        return x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        y, weight, bias, saved = ctx.saved_tensors
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        exchange = wants_x and ctx.training
+        sums = None
+        if exchange or wants_weight or wants_bias:
+            sums = ops.abn_reduce(y, dy, saved, weight, bias, *ctx.activation, ctx.channel_dim)
+        pending = ctx.shared.start_sum(sums) if exchange else None
+        dweight, dbias = _parameter_gradients(sums, weight, bias, wants_weight, wants_bias)
+        dx = None
+        if wants_x:
+            total = pending.wait() if exchange else None
+            dx = ops.abn_backward(y, dy, saved, total, weight, bias, *ctx.activation, ctx.channel_dim)
+        return (dx, dweight, dbias, *[None] * 10)
+
+
+def _parameter_gradients(sums, weight, bias, wants_weight, wants_bias):
+    """Gradients of weight and bias from this rank's sums: ranks are averaged by DDP, like all parameters."""
+    if not (wants_weight or wants_bias):
+        return None, None
+    dbias, dweight = sums.chunk(2)
+    return (
+        dweight.to(weight.dtype) if wants_weight else None,
+        dbias.to(bias.dtype) if wants_bias else None,
+    )
+
+
+def sync_batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    z: Tensor | None = None,
+    training: bool = True,
+    momentum: float | None = 0.1,
+    eps: float = 1e-5,
+    *,
+    process_group: "torch.distributed.ProcessGroup | None" = None,
+    fuse_relu: bool = False,
+    channel_last: bool = False,
+    num_batches_tracked: Tensor | None = None,
+) -> Tensor:
+    """Batch normalisation over the ranks of a group, plus a residual, plus ReLU.
+
+    Args:
+        x: `(N, C, *)`, 2 to 5 dimensions, or `(N, *, C)` with channel_last; float16, bfloat16, float32 or
+            float64. N may be 0 and may differ between ranks.
+        weight, bias: `(C,)` or None.
+        running_mean, running_var: `(C,)` or None; updated in place in training, used otherwise.
+        z: residual of x's shape and dtype, added before the ReLU.
+        momentum: None averages cumulatively and needs num_batches_tracked (int64, one number, counted up).
+        process_group: None is the default group, or this process alone when there is none.
+
+    Returns a new tensor of x's dtype and memory format. Saves x for backward (and z with fuse_relu).
+    Not differentiable twice.
+
+    Raises:
+        ValueError: wrong rank, dtype or channel count; one value per channel in training where the sizes
+            are known; a group that does not contain this rank.
+        RuntimeError: an argument that an op cannot take; a rank that did not answer within the group's
+            timeout.
+    """
+    channel_dim = _check_input(x, weight, channel_last, "sync_batch_norm")
+    shared = statistics.over(process_group) if training else statistics.Local()
+    if training:
+        _check_more_than_one_value(x, channel_dim, shared)
+    return _BatchNorm.apply(
+        x, weight, bias, z, running_mean, running_var, num_batches_tracked,
+        shared, training, momentum, eps, "relu" if fuse_relu else "identity", 0.0, channel_dim,
+    )  # fmt: skip
+
+
+def inplace_abn(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool = True,
+    momentum: float | None = 0.1,
+    eps: float = 1e-5,
+    activation: str = "leaky_relu",
+    activation_param: float = 0.01,
+    *,
+    channel_last: bool = False,
+    num_batches_tracked: Tensor | None = None,
+    abs_weight: bool = False,
+) -> Tensor:
+    """Batch normalisation and activation written over x, which is returned.
+
+    x must not be needed by anyone else: not a leaf that requires grad, not read again after the call, not
+    saved by the op that made it. Backward recovers what it needs from the output, the one activation saved.
+    In evaluation and without gradients x is overwritten too.
+
+    Args:
+        activation: "identity", "leaky_relu" (activation_param is the slope, > 0) or "elu"
+            (activation_param is alpha, > 0).
+        abs_weight: take gamma as `|weight| + eps`, as mapillary's inplace_abn does. Otherwise the signed
+            weight, kept at least a small floor away from 0 (see `fastvit.ops.abn_forward_`).
+
+    The rest as in `sync_batch_norm`. Source: Rota Bulò, Porzi, Kontschieder, "In-Place Activated BatchNorm
+    for Memory-Optimized Training of DNNs", arXiv:1712.02616.
+    """
+    return _inplace_abn(
+        x, weight, bias, running_mean, running_var, training, momentum, eps, activation, activation_param,
+        channel_last, num_batches_tracked, abs_weight, statistics.Local(), "inplace_abn",
+    )  # fmt: skip
+
+
+def inplace_abn_sync(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool = True,
+    momentum: float | None = 0.1,
+    eps: float = 1e-5,
+    activation: str = "leaky_relu",
+    activation_param: float = 0.01,
+    group: "torch.distributed.ProcessGroup | None" = None,
+    *,
+    channel_last: bool = False,
+    num_batches_tracked: Tensor | None = None,
+    abs_weight: bool = False,
+) -> Tensor:
+    """`inplace_abn` with statistics over the ranks of `group` (None: the default group)."""
+    return _inplace_abn(
+        x, weight, bias, running_mean, running_var, training, momentum, eps, activation, activation_param,
+        channel_last, num_batches_tracked, abs_weight,
+        statistics.over(group) if training else statistics.Local(), "inplace_abn_sync",
+    )  # fmt: skip
+
+
+def _inplace_abn(
+    x, weight, bias, running_mean, running_var, training, momentum, eps, activation, activation_param,
+    channel_last, num_batches_tracked, abs_weight, shared, name,
+):  # fmt: skip
+    check_in_place_activation(activation, activation_param)
+    channel_dim = _check_input(x, weight, channel_last, name)
+    if training:
+        _check_more_than_one_value(x, channel_dim, shared)
+    # autograd would notice only after x is overwritten
+    if not torch.compiler.is_compiling() and torch.is_grad_enabled() and x.requires_grad and x.is_leaf:
+        raise RuntimeError(
+            f"{name}: the input is a leaf that requires grad, which cannot be overwritten; "
+            "pass the result of an op (its clone, say)"
+        )
+    if abs_weight and weight is not None:
+        weight = weight.abs() + eps
+    return _InPlaceABN.apply(
+        x, weight, bias, running_mean, running_var, num_batches_tracked,
+        shared, training, momentum, eps, activation, activation_param, channel_dim,
+    )  # fmt: skip

@@ -1,0 +1,177 @@
+"""SyncBatchNorm: batch normalisation over the ranks of a process group, and converters from and to BatchNorm."""
+
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from . import _norm, functional
+
+
+class SyncBatchNorm(_BatchNorm):
+    """BatchNorm with statistics over a process group, on CPU and CUDA.
+
+    Args:
+        num_features: C.
+        eps, momentum, affine, track_running_stats: as in torch.nn.BatchNorm2d; momentum=None averages
+            cumulatively, without reading a number back to the host.
+        process_group: None is the default group (this process alone when torch.distributed is not
+            initialised).
+        channel_last: C is the last dimension, (N, *, C), as in apex and for tokens (N, L, C). Tensors in
+            torch's channels_last memory format need no flag.
+        fuse_relu: ReLU after the normalisation, and after `z`.
+
+    `forward(input, z=None)`: input (N, C, *), 2 to 5 dimensions, any floating-point dtype; z a residual of
+    the same shape that is added before the ReLU. Returns a new tensor. The state_dict is BatchNorm's.
+
+    One packed all_gather forward and one all_reduce backward in training with more than one rank, nothing
+    otherwise. Uneven and empty ranks are exact. Gradients of weight and bias are this rank's own, which DDP
+    averages. Not differentiable twice.
+
+    Raises ValueError for a wrong rank or channel count, a group without this rank, or one value per channel
+    in training where the sizes are known.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: "dist.ProcessGroup | None" = None,
+        channel_last: bool = False,
+        fuse_relu: bool = False,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        _norm.check_num_features("SyncBatchNorm", num_features)
+        super().__init__(
+            num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
+        )
+        self.process_group = process_group
+        self.channel_last = channel_last
+        self.fuse_relu = fuse_relu
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        _norm.check_channels(self, input, self.channel_last)
+
+    def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
+        self._check_input_dim(input)
+        if z is not None and z.dtype != input.dtype:  # autocast can leave a residual in another precision
+            z = z.to(input.dtype)
+        return functional.sync_batch_norm(
+            input,
+            self.weight,
+            self.bias,
+            z=z,
+            eps=self.eps,
+            process_group=self.process_group,
+            fuse_relu=self.fuse_relu,
+            channel_last=self.channel_last,
+            **_norm.forward_state(self),
+        )
+
+    def extra_repr(self) -> str:
+        flags = [name for name in ("channel_last", "fuse_relu") if getattr(self, name)]
+        return ", ".join([super().extra_repr(), *(f"{flag}=True" for flag in flags)])
+
+    def __getstate__(self) -> dict:
+        return _norm.without_group(self, "process_group")
+
+    def __deepcopy__(self, memo):
+        return _norm.deepcopy_sharing(self, "process_group", memo)
+
+
+class BatchNorm(_BatchNorm):
+    """BatchNorm for inputs of any rank: what a SyncBatchNorm built as such becomes when it is reverted."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        _norm.check_channels(self, input, False)
+
+
+def convert_syncbn_model(
+    module: nn.Module,
+    process_group: "dist.ProcessGroup | None" = None,
+    channel_last: bool = False,
+) -> nn.Module:
+    """Turns every BatchNorm in `module` into a SyncBatchNorm, in place, and returns `module`.
+
+    Layers change class and stay the objects they are: parameters, buffers, hooks, requires_grad, training
+    flags and sharing are untouched, so optimizers built before stay valid. BatchNorm1d/2d/3d, torch's and
+    fastvit's SyncBatchNorm, and subclasses that use their forward are converted; InstanceNorm is not. A
+    subclass with a forward of its own (timm's BatchNormAct2d, say) keeps its behaviour and is named in a
+    warning. `process_group` None keeps a group that a SyncBatchNorm already has.
+
+    A dimension check made by BatchNorm1d/2d/3d is given up: a SyncBatchNorm takes 2 to 5 dimensions.
+    """
+    left: dict[str, int] = {}
+    for layer in module.modules():
+        if not isinstance(layer, _BatchNorm):
+            continue
+        plain = type(layer).forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward)
+        if not plain or isinstance(layer, nn.modules.lazy.LazyModuleMixin):
+            left[type(layer).__qualname__] = left.get(type(layer).__qualname__, 0) + 1
+            continue
+        if not isinstance(layer, SyncBatchNorm):
+            layer._reverts_to = type(layer)
+            layer.__class__ = SyncBatchNorm
+            layer.fuse_relu = False
+        layer.process_group = process_group or getattr(layer, "process_group", None)
+        layer.channel_last = channel_last
+    if left:
+        names = ", ".join(f"{name} ({count})" for name, count in sorted(left.items()))
+        warnings.warn(
+            f"convert_syncbn_model: left as they are, because their forward is their own: {names}", stacklevel=2
+        )
+    return module
+
+
+def revert_syncbn_model(module: nn.Module) -> nn.Module:
+    """Turns every SyncBatchNorm of fastvit in `module` back into what it was, in place; returns `module`.
+
+    One that was built as a SyncBatchNorm becomes a BatchNorm for inputs of any rank. One that does more than
+    BatchNorm (fuse_relu, or channel_last without having been converted) has no counterpart: it is left and
+    named in a warning.
+    """
+    left = []
+    for name, layer in module.named_modules():
+        if not isinstance(layer, SyncBatchNorm):
+            continue
+        original = layer.__dict__.get("_reverts_to")
+        if layer.fuse_relu or (layer.channel_last and original is None):
+            left.append(name or type(layer).__name__)
+            continue
+        if original is not nn.SyncBatchNorm:
+            del layer.process_group
+        for attribute in ("channel_last", "fuse_relu", "_reverts_to"):
+            layer.__dict__.pop(attribute, None)
+        layer.__class__ = original or BatchNorm
+    if left:
+        warnings.warn(f"revert_syncbn_model: left as they are, for lack of a BatchNorm: {', '.join(left)}", stacklevel=2)
+    return module
+
+
+def create_syncbn_process_group(group_size: int) -> "dist.ProcessGroup | None":
+    """Splits the ranks into groups of `group_size` neighbours and returns this rank's group.
+
+    0 gives None, which is all ranks. Every rank must call this, as it makes every group. Raises ValueError
+    when group_size is negative, larger than the number of ranks or does not divide it.
+    """
+    if group_size == 0:
+        return None
+    world = dist.get_world_size()
+    if not 0 < group_size <= world or world % group_size:
+        raise ValueError(
+            f"create_syncbn_process_group: group_size is {group_size}; 0 or a divisor of the {world} ranks expected"
+        )
+    mine = None
+    for first in range(0, world, group_size):
+        ranks = list(range(first, first + group_size))
+        group = dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            mine = group
+    return mine
