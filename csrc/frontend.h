@@ -1,4 +1,4 @@
-// The seven ops between torch and a backend: check, lay out, allocate, and hand plain structs to the
+// The ops between torch and a backend: check, lay out, allocate, and hand plain structs to the
 // backend's kernels. `Backend` is Cpu or Cuda; both get the same arguments and give the same results.
 //
 // Only outputs and O(C) buffers are allocated here; no op makes an activation-sized temporary.
@@ -42,7 +42,7 @@ struct ForwardArgs {  // operands 0: x, 1: y, 2: z
   int64_t* num_batches_tracked;  // may be null
   bool cumulative;               // momentum=None: the factor is 1 / num_batches_tracked
   double momentum, eps;
-  bool in_place;  // y will be inverted: gamma is kept away from 0
+  bool in_place;  // backward will invert y: gamma is kept away from 0
   Activation activation;
   double activation_param;
   void* saved;  // [2C + 2]
@@ -134,6 +134,21 @@ struct Frontend {
                    num_batches_tracked, momentum, eps, activation, activation_param, channel_dim, true);
   }
 
+  static std::tuple<Tensor, Tensor> abn_forward(Tensor x, OptionalTensor moments, OptionalTensor weight,
+                                                OptionalTensor bias, OptionalTensor running_mean,
+                                                OptionalTensor running_var,
+                                                OptionalTensor num_batches_tracked,
+                                                std::optional<double> momentum, double eps,
+                                                std::string activation, double activation_param,
+                                                int64_t channel_dim) {
+    check_input("abn_forward", "x", x, channel_dim);
+    Tensor y = torch::stable::empty_like(x);
+    Tensor saved = forward("abn_forward", x, y, moments, weight, bias, std::nullopt, running_mean,
+                           running_var, num_batches_tracked, momentum, eps, activation, activation_param,
+                           channel_dim, true);
+    return {y, saved};
+  }
+
   static Tensor bn_reduce(Tensor x, Tensor dy, OptionalTensor z, Tensor saved, OptionalTensor weight,
                           OptionalTensor bias, std::string activation, double activation_param,
                           int64_t channel_dim) {
@@ -167,6 +182,7 @@ struct Frontend {
     m.impl("bn_stats", TORCH_BOX(&bn_stats));
     m.impl("bn_forward", TORCH_BOX(&bn_forward));
     m.impl("abn_forward_", TORCH_BOX(&abn_forward_));
+    m.impl("abn_forward", TORCH_BOX(&abn_forward));
     m.impl("bn_reduce", TORCH_BOX(&bn_reduce));
     m.impl("abn_reduce", TORCH_BOX(&abn_reduce));
     m.impl("bn_backward", TORCH_BOX(&bn_backward));

@@ -29,16 +29,16 @@ FASTVIT_INLINE double load_count(const A* two) {
   return double(two[0]) * kCountRadix + double(two[1]);
 }
 
-template <class A>
+template <class A, class Count = double>
 struct Moments {
-  double count = 0;
+  Count count = 0;
   A mean = 0;
   A m2 = 0;
 
   // Joins the moments of another set of values. An empty set changes nothing.
-  FASTVIT_INLINE void merge(double other_count, A other_mean, A other_m2) {
+  FASTVIT_INLINE void merge(Count other_count, A other_mean, A other_m2) {
     if (other_count <= 0) return;
-    const double total = count + other_count;
+    const Count total = count + other_count;
     const A delta = other_mean - mean;
     const A share = A(other_count / total);
     mean += delta * share;

@@ -1,7 +1,7 @@
 // The ops' schemas, and their CPU implementations. What each op does stands in fastvit/ops.py.
 //
 // abn_forward_ returns no alias of x: that, with mark_dirty(x) alone, is what autograd and torch.compile
-// can both follow. Sums and moments are packed so that ranks exchange each with one collective.
+// can both follow in eager mode; abn_forward is the same with a result of its own. Sums and moments are packed so that ranks exchange each with one collective.
 #include "cpu/backend.h"
 #include "frontend.h"
 
@@ -17,6 +17,12 @@ STABLE_TORCH_LIBRARY(fastvit, m) {
       "Tensor(b!)? running_mean, Tensor(c!)? running_var, Tensor(d!)? num_batches_tracked, "
       "float? momentum, float eps, str activation, float activation_param, int channel_dim) -> Tensor");
   m.def(
+      "abn_forward(Tensor x, Tensor? moments, Tensor? weight, Tensor? bias, "
+      "Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? num_batches_tracked, "
+      "float? momentum, float eps, str activation, float activation_param, int channel_dim) "
+      "-> (Tensor, Tensor)");
+  m.def("cpu_capability() -> str");
+  m.def(
       "bn_reduce(Tensor x, Tensor dy, Tensor? z, Tensor saved, Tensor? weight, Tensor? bias, "
       "str activation, float activation_param, int channel_dim) -> Tensor");
   m.def(
@@ -31,3 +37,8 @@ STABLE_TORCH_LIBRARY(fastvit, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastvit, CPU, m) { fastvit::Frontend<fastvit::Cpu>::implement(m); }
+
+static std::string cpu_capability() { return fastvit::cpu_capability(); }
+STABLE_TORCH_LIBRARY_IMPL(fastvit, CompositeExplicitAutograd, m) {
+  m.impl("cpu_capability", TORCH_BOX(&cpu_capability));
+}

@@ -105,19 +105,52 @@ class _InPlaceABN(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        y, weight, bias, saved = ctx.saved_tensors
-        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        exchange = wants_x and ctx.training
-        sums = None
-        if exchange or wants_weight or wants_bias:
-            sums = ops.abn_reduce(y, dy, saved, weight, bias, *ctx.activation, ctx.channel_dim)
-        pending = ctx.shared.start_sum(sums) if exchange else None
-        dweight, dbias = _parameter_gradients(sums, weight, bias, wants_weight, wants_bias)
-        dx = None
-        if wants_x:
-            total = pending.wait() if exchange else None
-            dx = ops.abn_backward(y, dy, saved, total, weight, bias, *ctx.activation, ctx.channel_dim)
-        return (dx, dweight, dbias, *[None] * 10)
+        return _invertible_backward(ctx, dy)
+
+
+class _InvertibleABN(torch.autograd.Function):
+    """_InPlaceABN with a result of its own, for torch.compile.
+
+    mark_dirty on an input of a compiled graph loses this backward in torch 2.13 (aot_autograd then takes the
+    gradient of the plain overwrite), so what is traced never mutates. The caller copies y over x, which the
+    compiler drops wherever x is its own.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, x, weight, bias, running_mean, running_var, num_batches_tracked,
+        shared, training, momentum, eps, activation, activation_param, channel_dim,
+    ):  # fmt: skip
+        moments = shared.gather(ops.bn_stats(x, channel_dim)) if training else None
+        y, saved = ops.abn_forward(
+            x, moments, weight, bias, running_mean, running_var, num_batches_tracked,
+            momentum, eps, activation, activation_param, channel_dim,
+        )  # fmt: skip
+        ctx.save_for_backward(y, weight, bias, saved)
+        ctx.shared, ctx.training = shared, training
+        ctx.activation, ctx.channel_dim = (activation, activation_param), channel_dim
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        return _invertible_backward(ctx, dy)
+
+
+def _invertible_backward(ctx, dy):
+    y, weight, bias, saved = ctx.saved_tensors
+    wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+    exchange = wants_x and ctx.training
+    sums = None
+    if exchange or wants_weight or wants_bias:
+        sums = ops.abn_reduce(y, dy, saved, weight, bias, *ctx.activation, ctx.channel_dim)
+    pending = ctx.shared.start_sum(sums) if exchange else None
+    dweight, dbias = _parameter_gradients(sums, weight, bias, wants_weight, wants_bias)
+    dx = None
+    if wants_x:
+        total = pending.wait() if exchange else None
+        dx = ops.abn_backward(y, dy, saved, total, weight, bias, *ctx.activation, ctx.channel_dim)
+    return (dx, dweight, dbias, *[None] * 10)
 
 
 def _parameter_gradients(sums, weight, bias, wants_weight, wants_bias):
@@ -255,7 +288,10 @@ def _inplace_abn(
         )
     if abs_weight and weight is not None:
         weight = weight.abs() + eps
-    return _InPlaceABN.apply(
+    arguments = (
         x, weight, bias, running_mean, running_var, num_batches_tracked,
         shared, training, momentum, eps, activation, activation_param, channel_dim,
     )  # fmt: skip
+    if torch.compiler.is_compiling():
+        return x.copy_(_InvertibleABN.apply(*arguments))
+    return _InPlaceABN.apply(*arguments)

@@ -97,6 +97,33 @@ def abn_forward_(
     return saved
 
 
+def abn_forward(
+    x: Tensor,
+    moments: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    num_batches_tracked: Tensor | None = None,
+    momentum: float | None = 0.1,
+    eps: float = 1e-5,
+    activation: str = "leaky_relu",
+    activation_param: float = 0.01,
+    channel_dim: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """`abn_forward_` with a result of its own, `(y, saved)`; x is left as it is.
+
+    What torch.compile traces: there the compiler, not the op, decides whose memory y takes.
+    """
+    y, saved = _ops.abn_forward(
+        x, moments, weight, bias, running_mean, running_var, num_batches_tracked,
+        momentum, eps, activation, activation_param, channel_dim,
+    )  # fmt: skip
+    if moments is not None:
+        _mutated(running_mean, running_var, num_batches_tracked)
+    return y, saved
+
+
 def bn_reduce(
     x: Tensor,
     dy: Tensor,
@@ -194,6 +221,11 @@ def _(x, moments, weight, bias, z, mean, var, tracked, momentum, eps, activation
 @torch.library.register_fake("fastvit::abn_forward_")
 def _(x, moments, weight, bias, mean, var, tracked, momentum, eps, activation, param, channel_dim):
     return _packed(x, channel_dim, 2)
+
+
+@torch.library.register_fake("fastvit::abn_forward")
+def _(x, moments, weight, bias, mean, var, tracked, momentum, eps, activation, param, channel_dim):
+    return torch.empty_like(x), _packed(x, channel_dim, 2)
 
 
 @torch.library.register_fake("fastvit::bn_reduce")

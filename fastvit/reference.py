@@ -1,4 +1,4 @@
-"""The seven ops again, in plain PyTorch: the definition that the kernels are tested against.
+"""The ops again, in plain PyTorch: the definition that the kernels are tested against.
 
 Signatures, shapes and results are those of `fastvit.ops`. Computed in float64 whatever the input's dtype;
 results are rounded to the dtypes that the ops return. Nothing here is fast or saves memory.
@@ -148,6 +148,18 @@ def abn_forward_(
     )  # fmt: skip
     x.copy_(y)
     return saved
+
+
+def abn_forward(
+    x, moments, weight=None, bias=None, running_mean=None, running_var=None, num_batches_tracked=None,
+    momentum=0.1, eps=1e-5, activation="leaky_relu", activation_param=0.01, channel_dim=1,
+):  # fmt: skip
+    y = x.clone()
+    saved = abn_forward_(
+        y, moments, weight, bias, running_mean, running_var, num_batches_tracked,
+        momentum, eps, activation, activation_param, channel_dim,
+    )  # fmt: skip
+    return y, saved
 
 
 def _recover(input, dy, z, saved, weight, bias, activation, param, channel_dim, in_place):

@@ -34,9 +34,9 @@ class Collective:
 
     def gather(self, moments: Tensor) -> Tensor:
         """The moments of all ranks, `(world_size, 2C + 2)`, in rank order."""
-        rows = moments.new_empty(self.world_size, moments.numel())
+        rows = moments.new_empty(self.world_size * moments.numel())
         dist.all_gather_into_tensor(rows, moments, group=self.group)
-        return rows
+        return rows.view(self.world_size, -1)
 
     def start_sum(self, sums: Tensor) -> "PendingSum":
         """Starts adding up `sums`, `(2C,)`, over ranks; the argument itself stays local."""

@@ -1,0 +1,15 @@
+// The CUDA backend of the ops: see frontend.h for what each function is given.
+#pragma once
+
+#include "../frontend.h"
+
+namespace fastvit {
+
+struct Cuda {
+  static void stats(const StatsArgs& args);
+  static void forward(const ForwardArgs& args);
+  static void reduce(const ReduceArgs& args);
+  static void backward(const BackwardArgs& args);
+};
+
+}  // namespace fastvit

@@ -1,0 +1,113 @@
+// Merging the threads' results: first within a block, then the blocks' slices, by the last block to finish.
+//
+// Everything merges in an order that the launch alone fixes, so the same call on the same device gives the
+// same bits. A result R is a plain struct with merge(const R&).
+#pragma once
+
+#include "../moments.h"
+#include "walk.cuh"
+
+namespace fastvit {
+
+template <class A>
+struct Sums {
+  A first = 0, second = 0;
+  __device__ __forceinline__ void merge(const Sums& other) {
+    first += other.first;
+    second += other.second;
+  }
+};
+
+template <class A>
+struct Spread : Moments<A, A> {  // the count of one slice needs no more digits than its mean has
+  using Moments<A, A>::merge;
+  __device__ __forceinline__ void merge(const Spread& other) {
+    this->merge(other.count, other.mean, other.m2);
+  }
+};
+
+// shared[g * group_stride + i * stride], i < length, merge into i = 0, for every g < groups.
+template <class R>
+__device__ __forceinline__ void merge_groups(R* shared, int groups, int group_stride, int length,
+                                             int stride) {
+  for (int left = length; left > 1; left = (left + 1) / 2) {
+    const int half = (left + 1) / 2;
+    __syncthreads();
+    for (int t = threadIdx.x; t < (left - half) * groups; t += kThreads) {
+      const int i = t / groups, g = t - i * groups;
+      R* at = shared + g * group_stride + i * stride;
+      at->merge(at[half * stride]);
+    }
+  }
+  __syncthreads();
+}
+
+// The results of a block's threads, K each (rows: one per column; planes: one), merged per channel of its
+// tile. The total of the tile's channel g is then shared[g * the value returned].
+template <int K, class R>
+__device__ __forceinline__ int merge_block(R* shared, const R (&mine)[K], const Plan& plan,
+                                           const Work& work) {
+  const int width = plan.rows ? plan.lanes * K : 1;
+  const int teams = plan.rows ? plan.teams : kThreads;
+  if (work.team < plan.teams) {
+#pragma unroll
+    for (int k = 0; k < K; ++k) shared[(work.team * plan.lanes + work.lane) * K + k] = mine[k];
+  }
+  merge_groups(shared, width, 1, teams, width);
+  if (plan.fold > 1) merge_groups(shared, plan.tile, plan.fold, plan.fold, 1);
+  return plan.fold;
+}
+
+// Global memory that another block wrote during this launch: read past the L1 cache, which is not coherent.
+template <class R>
+__device__ __forceinline__ R load_written(const R* p) {
+  static_assert(sizeof(R) % 4 == 0);
+  R value;
+#pragma unroll
+  for (unsigned i = 0; i < sizeof(R) / 4; ++i)
+    reinterpret_cast<unsigned*>(&value)[i] = __ldcg(reinterpret_cast<const unsigned*>(p) + i);
+  return value;
+}
+
+// Hands write(c, total) the totals of the tile's channels, over all slices. partial is [slices][C], tickets
+// [tiles], zero before the launch and after it; both unused for a single slice. `shared` has kThreads * K >=
+// kThreads places and holds what merge_block left, `step` apart.
+template <class R, class Write>
+__device__ __forceinline__ void finish(R* shared, int step, R* partial, unsigned* tickets, const Plan& plan,
+                                       const Work& work, const Write& write) {
+  const int channels = tile_channels(plan, work);
+  const int64_t first = work.tile * plan.tile, C = plan.layout.C;
+  if (plan.slices == 1) {
+    for (int g = threadIdx.x; g < channels; g += kThreads) write(first + g, shared[g * step]);
+    return;
+  }
+  for (int g = threadIdx.x; g < channels; g += kThreads)
+    partial[work.slice * C + first + g] = shared[g * step];
+  __threadfence();
+  __shared__ bool last;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    last = atomicAdd(&tickets[work.tile], 1u) == unsigned(plan.slices - 1);
+    if (last) atomicExch(&tickets[work.tile], 0u);
+  }
+  __syncthreads();
+  if (!last) return;
+  __threadfence();
+  const int width = channels < kThreads ? channels : kThreads, teams = kThreads / width;
+  const int team = threadIdx.x / width, lane = threadIdx.x - team * width;
+  for (int g0 = 0; g0 < channels; g0 += width) {
+    R total{};
+    if (team < teams && g0 + lane < channels) {
+      const R* from = partial + first + g0 + lane;
+#pragma unroll 4
+      for (int64_t s = team; s < plan.slices; s += teams) total.merge(load_written(from + s * C));
+    }
+    shared[threadIdx.x] = total;
+    merge_groups(shared, width, 1, teams, width);
+    if (threadIdx.x < width && g0 + threadIdx.x < channels)
+      write(first + g0 + threadIdx.x, shared[threadIdx.x]);
+    __syncthreads();
+  }
+}
+
+}  // namespace fastvit

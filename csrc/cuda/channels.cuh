@@ -1,0 +1,75 @@
+// What belongs to a channel: parameters and buffers in any dtype, merged moments, constants of the kernels.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "../activation.h"
+#include "../moments.h"
+#include "launch.cuh"
+
+namespace fastvit {
+
+enum class Storage : int { half, bfloat16, single, twice };
+
+struct PerChannel {  // C numbers; data is null when there are none
+  void* data;
+  Storage storage;
+
+  __device__ __forceinline__ double read(int64_t c, double absent) const {
+    if (!data) return absent;
+    switch (storage) {
+      case Storage::half:
+        return double(float(static_cast<const __half*>(data)[c]));
+      case Storage::bfloat16:
+        return double(float(static_cast<const __nv_bfloat16*>(data)[c]));
+      case Storage::single:
+        return double(static_cast<const float*>(data)[c]);
+      default:
+        return static_cast<const double*>(data)[c];
+    }
+  }
+  __device__ __forceinline__ void write(int64_t c, double value) const {
+    switch (storage) {
+      case Storage::half:
+        static_cast<__half*>(data)[c] = __half(float(value));
+        return;
+      case Storage::bfloat16:
+        static_cast<__nv_bfloat16*>(data)[c] = __nv_bfloat16(float(value));
+        return;
+      case Storage::single:
+        static_cast<float*>(data)[c] = float(value);
+        return;
+      default:
+        static_cast<double*>(data)[c] = value;
+    }
+  }
+};
+
+// gamma as the kernels use it: floor is 0 where y will not be inverted.
+template <class A>
+__device__ __forceinline__ A gamma_of(const PerChannel& weight, A floor, int64_t c) {
+  const A gamma = A(weight.read(c, 1));
+  return floor > 0 ? effective_gamma(gamma, floor) : gamma;
+}
+
+// f(ActivationFn<...>{}) for the activation chosen at run time; the branch is uniform, so it costs one test
+// per batch. Without kRelu the case that cannot be inverted is not compiled.
+template <bool kRelu, class F>
+__device__ __forceinline__ void with_activation(Activation activation, const F& f) {
+  switch (activation) {
+    case Activation::leaky_relu:
+      f(ActivationFn<Activation::leaky_relu>{});
+      return;
+    case Activation::elu:
+      f(ActivationFn<Activation::elu>{});
+      return;
+    case Activation::relu:
+      if constexpr (kRelu) f(ActivationFn<Activation::relu>{});
+      return;
+    default:
+      f(ActivationFn<Activation::identity>{});
+  }
+}
+
+}  // namespace fastvit

@@ -1,0 +1,136 @@
+// Between torch and the kernels: device, stream, scratch memory and the choice of a kernel's template.
+#pragma once
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/macros.h>
+
+#include "backend.h"
+#include "channels.cuh"
+#include "gradient.cuh"
+#include "plan.h"
+#include "vector_io.cuh"
+
+namespace fastvit {
+
+// The input's device, made current, and its current stream.
+class Device {
+ public:
+  explicit Device(int index) : guard(index) {
+    void* s = nullptr;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(index, &s));
+    stream = static_cast<cudaStream_t>(s);
+    STD_CUDA_CHECK(cudaGetDevice(&current));
+    STD_CUDA_CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, current));
+  }
+
+ private:
+  torch::stable::accelerator::DeviceGuard guard;
+
+ public:
+  cudaStream_t stream;
+  int current, multiprocessors;
+};
+
+// Memory from torch's caching allocator for the kernels launched on `device` while this object lives: what is
+// freed is handed out again in the order of the stream, so nobody waits.
+class Scratch {
+ public:
+  explicit Scratch(size_t bytes) {
+    if (bytes) STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_caching_allocator_raw_alloc(bytes, &data));
+  }
+  ~Scratch() {
+    if (data) aoti_torch_cuda_caching_allocator_raw_delete(data);
+  }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+
+  void* data = nullptr;
+};
+
+// What the merging of slices needs: partial results, then a ticket per tile, zeroed.
+template <class R>
+class Slices {
+ public:
+  Slices(const Plan& plan, const Device& device)
+      : bytes_of_partials(plan.slices > 1 ? plan.slices * plan.layout.C * int64_t(sizeof(R)) : 0),
+        scratch(plan.slices > 1 ? bytes_of_partials + plan.tiles * sizeof(unsigned) : 0) {
+    if (plan.slices > 1)
+      STD_CUDA_CHECK(cudaMemsetAsync(tickets(), 0, plan.tiles * sizeof(unsigned), device.stream));
+  }
+  R* partial() const { return static_cast<R*>(scratch.data); }
+  unsigned* tickets() const {
+    return reinterpret_cast<unsigned*>(static_cast<char*>(scratch.data) + bytes_of_partials);
+  }
+
+ private:
+  int64_t bytes_of_partials;
+  Scratch scratch;
+};
+
+inline PerChannel per_channel(const Channels& t) {
+  switch (t.dtype) {
+    case ScalarType::Half:
+      return {t.data, Storage::half};
+    case ScalarType::BFloat16:
+      return {t.data, Storage::bfloat16};
+    case ScalarType::Double:
+      return {t.data, Storage::twice};
+    default:
+      return {t.data, Storage::single};
+  }
+}
+
+inline double gamma_floor(bool in_place, ScalarType dtype) {
+  if (!in_place) return 0;
+  return dtype == ScalarType::Double ? 1e-12 : dtype == ScalarType::Half ? 1e-4 : 1e-7;
+}
+
+// f.template operator()<T>() for the activations' type.
+template <class F>
+void with_type(ScalarType dtype, const F& f) {
+  switch (dtype) {
+    case ScalarType::Half:
+      return f.template operator()<__half>();
+    case ScalarType::BFloat16:
+      return f.template operator()<__nv_bfloat16>();
+    case ScalarType::Double:
+      return f.template operator()<double>();
+    default:
+      return f.template operator()<float>();
+  }
+}
+
+// f.template operator()<kRows, V>() for what the plan chose.
+template <class T, class F>
+void with_walk(const Plan& plan, const F& f) {
+  if (plan.rows)
+    plan.vector ? f.template operator()<true, kVector<T>>() : f.template operator()<true, 1>();
+  else
+    plan.vector ? f.template operator()<false, kVector<T>>() : f.template operator()<false, 1>();
+}
+
+// What the backward pass is given, for ReduceArgs and BackwardArgs alike.
+template <class A, class Args>
+Saved<A> saved_of(const Args& args) {
+  return {args.layout.C,
+          static_cast<const A*>(args.saved),
+          per_channel(args.weight),
+          per_channel(args.bias),
+          A(gamma_floor(args.in_place, args.dtype)),
+          args.activation,
+          A(args.activation_param)};
+}
+
+// f.template operator()<kKept>().
+template <class Args, class F>
+void with_kept(const Args& args, const F& f) {
+  if (args.in_place)
+    f.template operator()<Kept::output>();
+  else if (args.z)
+    f.template operator()<Kept::input_and_residual>();
+  else
+    f.template operator()<Kept::input>();
+}
+
+}  // namespace fastvit

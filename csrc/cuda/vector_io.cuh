@@ -1,0 +1,83 @@
+// Elements in memory and in registers: a Packet is one element, or the 16 bytes that one load or store moves.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace fastvit {
+
+template <class T>
+struct AccumulationOf {
+  using type = float;
+};
+template <>
+struct AccumulationOf<double> {
+  using type = double;
+};
+template <class T>
+using Accumulation = typename AccumulationOf<T>::type;
+
+template <class T>
+constexpr int kVector = 16 / int(sizeof(T));
+
+// Two numbers, rounded to nearest: the 16-bit types convert pairs with one instruction.
+__device__ __forceinline__ void convert(float a, float b, float* to) { to[0] = a, to[1] = b; }
+__device__ __forceinline__ void convert(double a, double b, double* to) { to[0] = a, to[1] = b; }
+__device__ __forceinline__ void convert(float a, float b, __half* to) {
+  *reinterpret_cast<__half2*>(to) = __floats2half2_rn(a, b);
+}
+__device__ __forceinline__ void convert(float a, float b, __nv_bfloat16* to) {
+  *reinterpret_cast<__nv_bfloat162*>(to) = __floats2bfloat162_rn(a, b);
+}
+
+template <class T, int V>
+struct __align__(sizeof(T) * V) Packet {
+  using A = Accumulation<T>;
+  T at[V];
+
+  __device__ __forceinline__ void unpack(A (&out)[V]) const {
+#pragma unroll
+    for (int k = 0; k < V; ++k) out[k] = A(at[k]);
+  }
+  __device__ __forceinline__ void pack(const A (&in)[V]) {
+    if constexpr (V == 1) {
+      at[0] = T(in[0]);
+    } else {
+#pragma unroll
+      for (int k = 0; k < V; k += 2) convert(in[k], in[k + 1], at + k);
+    }
+  }
+
+  // Elements [first, last) of the packet at p; the others read as 0 and are not touched in memory. Without
+  // kParts a packet is there as a whole or not at all.
+  template <bool kParts>
+  __device__ __forceinline__ void load(const T* p, int first, int last) {
+    if (last - first == V) {
+      if constexpr (V == 1)
+        at[0] = *p;
+      else
+        *reinterpret_cast<uint4*>(at) = *reinterpret_cast<const uint4*>(p);
+    } else {
+#pragma unroll
+      for (int k = 0; k < V; ++k) at[k] = kParts && k >= first && k < last ? p[k] : T(0.f);
+    }
+  }
+  template <bool kParts>
+  __device__ __forceinline__ void store(T* p, int first, int last) const {
+    if (last - first == V) {
+      if constexpr (V == 1)
+        *p = at[0];
+      else
+        *reinterpret_cast<uint4*>(p) = *reinterpret_cast<const uint4*>(at);
+    } else if constexpr (kParts) {
+#pragma unroll
+      for (int k = 0; k < V; ++k)
+        if (k >= first && k < last) p[k] = at[k];
+    }
+  }
+};
+
+}  // namespace fastvit
