@@ -99,7 +99,7 @@ class NinjaBuild(build_ext):
 
     def rules(self, cxx, cuda) -> str:
         common = f"-O3 -std=c++20 -DTORCH_TARGET_VERSION={TORCH_ABI} -isystem {TORCH}/include"
-        warnings = "-Wall -Wextra -Wno-psabi -Wno-unknown-pragmas -Wno-unused-parameter"
+        warnings = "-Wall -Wextra -Wno-psabi -Wno-maybe-uninitialized -Wno-uninitialized"
         x86 = "-DFASTVIT_X86" if "avx2" in CAPABILITIES else ""
         torch_libs = f"-Wl,--no-as-needed -L{TORCH}/lib -ltorch -ltorch_cpu -lc10"
         lines = [

@@ -65,7 +65,7 @@ struct ActivationFn<Activation::leaky_relu> {  // param: slope of the negative s
   }
   template <class V, class S>
   static FASTVIT_INLINE V inverse(V y, S slope) {
-    return y > S(0) ? y : y / slope;
+    return y > S(0) ? y : y * (S(1) / slope);  // one division, not one per element
   }
   template <class V, class S>
   static FASTVIT_INLINE V backward_y(V dy, V y, S slope) {
@@ -88,7 +88,7 @@ struct ActivationFn<Activation::elu> {  // param: alpha; y = alpha * expm1(v) on
   template <class V, class S>
   static FASTVIT_INLINE V inverse(V y, S alpha) {
     const S lowest = S(sizeof(S) == 8 ? -1 + 0x1p-53 : -1 + 0x1p-24);
-    V u = y / alpha;
+    V u = y * (S(1) / alpha);
     u = u < lowest ? V{} + lowest : u;
     return y > S(0) ? y : log1p_(u > S(0) ? V{} : u);
   }

@@ -40,16 +40,14 @@ PieceMoments moments_of(const T* x, int64_t n) {
     square[0] += d * d;
   }
   if (rest) {
-    T padded[L];
-    for (int k = 0; k < L; ++k) padded[k] = x[i + (k < rest ? k : 0)];
-    Vector<A> d = load<A>(padded) - center;
-    for (int k = rest; k < L; ++k) d[k] = 0;
+    const Vector<A> d = first_lanes<A>(load_some<A>(x + i, rest) - center, rest);
     deviation[1] += d;
     square[1] += d * d;
   }
   const double d = sum_lanes<A>((deviation[0] + deviation[1]) + (deviation[2] + deviation[3]));
   const double s = sum_lanes<A>((square[0] + square[1]) + (square[2] + square[3]));
-  return {double(mean) + d / double(n), s - d * d / double(n)};
+  const double correction = d / double(n);
+  return {double(mean) + correction, s - d * correction};
 }
 
 // Rows are taken in groups small enough to stay in cache between the two passes.

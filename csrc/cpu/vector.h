@@ -105,27 +105,86 @@ FASTVIT_INLINE void store(Half* p, FloatVector v) {
 #endif
 }
 
-// The last n < kLanes elements: through a zero-padded copy, so that no byte outside the span is touched.
+// The last n < kLanes elements; the other lanes are 0, and no byte outside the span is touched.
 template <class A, class T>
 FASTVIT_INLINE Vector<A> load_some(const T* p, int n) {
   T padded[kLanes<A>] = {};
-  std::memcpy(static_cast<void*>(padded), p, n * sizeof(T));
+  for (int i = 0; i < n; ++i) padded[i] = p[i];
   return load<A>(padded);
 }
 template <class A, class T>
 FASTVIT_INLINE void store_some(T* p, Vector<A> v, int n) {
   T padded[kLanes<A>];
   store<A>(padded, v);
-  std::memcpy(static_cast<void*>(p), padded, n * sizeof(T));
+  for (int i = 0; i < n; ++i) p[i] = padded[i];
+}
+
+#if defined(__AVX512F__)  // masked instructions; the copies above cost more than the rest of a short span
+template <>
+FASTVIT_INLINE FloatVector load_some<float>(const float* p, int n) {
+  return FloatVector(_mm512_maskz_loadu_ps(__mmask16((1u << n) - 1), p));
+}
+template <>
+FASTVIT_INLINE void store_some<float>(float* p, FloatVector v, int n) {
+  _mm512_mask_storeu_ps(p, __mmask16((1u << n) - 1), __m512(v));
+}
+template <>
+FASTVIT_INLINE FloatVector load_some<float>(const Half* p, int n) {
+  return FloatVector(_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(__mmask16((1u << n) - 1), p)));
+}
+template <>
+FASTVIT_INLINE void store_some<float>(Half* p, FloatVector v, int n) {
+  _mm256_mask_storeu_epi16(p, __mmask16((1u << n) - 1), _mm512_cvtps_ph(__m512(v), 0));
+}
+#elif defined(__AVX2__)
+FASTVIT_INLINE __m256i first_lanes_mask(int n) {
+  return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+template <>
+FASTVIT_INLINE FloatVector load_some<float>(const float* p, int n) {
+  return FloatVector(_mm256_maskload_ps(p, first_lanes_mask(n)));
+}
+template <>
+FASTVIT_INLINE void store_some<float>(float* p, FloatVector v, int n) {
+  _mm256_maskstore_ps(p, first_lanes_mask(n), __m256(v));
+}
+#endif
+
+template <class A>
+struct LaneNumbers;
+template <>
+struct LaneNumbers<float> {
+  typedef int32_t type __attribute__((vector_size(kVectorBytes)));
+};
+template <>
+struct LaneNumbers<double> {
+  typedef int64_t type __attribute__((vector_size(kVectorBytes)));
+};
+template <class A>
+FASTVIT_INLINE typename LaneNumbers<A>::type lane_numbers() {
+  typename LaneNumbers<A>::type lanes{};
+  for (int i = 0; i < kLanes<A>; ++i) lanes[i] = i;
+  return lanes;
+}
+
+// v with every lane from n on set to 0.
+template <class A>
+FASTVIT_INLINE Vector<A> first_lanes(Vector<A> v, int n) {
+  return lane_numbers<A>() < n ? v : Vector<A>{};
 }
 
 template <class A>
 FASTVIT_INLINE A sum_lanes(Vector<A> v) {  // pairwise, always in the same order
+#if defined(__clang__)
   A lane[kLanes<A>];
   std::memcpy(lane, &v, sizeof(v));
   for (int half = kLanes<A> / 2; half > 0; half /= 2)
     for (int i = 0; i < half; ++i) lane[i] += lane[i + half];
   return lane[0];
+#else
+  for (int half = kLanes<A> / 2; half > 0; half /= 2) v += __builtin_shuffle(v, lane_numbers<A>() ^ half);
+  return v[0];
+#endif
 }
 
 }  // namespace FASTVIT_CAPABILITY

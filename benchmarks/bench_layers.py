@@ -1,0 +1,145 @@
+"""A training step of one layer: InPlaceABN and SyncBatchNorm against torch's BatchNorm + activation.
+
+    python benchmarks/bench_layers.py [--threads 1 2] [--repeats 15] [--device cpu|cuda]
+
+Forward and backward are timed apart and added, contenders in turn, each on a fresh input with cold caches.
+`floor` is the time the 8 passes of a step (2R + 1W forward, 4R + 1W backward) take at the copy bandwidth
+measured in the same run. Memory: the tensors a step saves for backward, and what it allocates on top.
+"""
+
+import argparse
+
+import torch
+from harness import Timer, percentiles, provenance, write_csv
+from torch import nn
+
+import fastvit
+
+SHAPES = {
+    "32x64x56x56": ((32, 64, 56, 56), torch.contiguous_format),
+    "32x256x14x14": ((32, 256, 14, 14), torch.contiguous_format),
+    "128x384x14x14": ((128, 384, 14, 14), torch.contiguous_format),
+    "12608x384 tokens": ((12608, 384), torch.contiguous_format),
+    "32x64x56x56 channels_last": ((32, 64, 56, 56), torch.channels_last),
+}
+PASSES = 8
+
+
+class Source(torch.autograd.Function):
+    """A fresh tensor that is no leaf, at no cost in backward: what a convolution would hand over."""
+
+    @staticmethod
+    def forward(ctx, leaf):
+        return leaf.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+def contenders(channels: int, dims: int, device: str) -> dict[str, nn.Module]:
+    batch_norm = (nn.BatchNorm1d if dims == 2 else nn.BatchNorm2d)(channels)
+    eager = nn.Sequential(batch_norm, nn.LeakyReLU(0.01, inplace=True))
+    return {
+        name: layer.to(device)
+        for name, layer in {
+            "torch": eager,
+            "InPlaceABN": fastvit.InPlaceABN(channels),
+            "SyncBatchNorm": nn.Sequential(fastvit.SyncBatchNorm(channels), nn.LeakyReLU(0.01, inplace=True)),
+        }.items()
+    }
+
+
+def step(layer: nn.Module, leaf: torch.Tensor, dy: torch.Tensor, timer: Timer) -> tuple[float, float]:
+    leaf.grad = None
+    layer.zero_grad()
+    x = Source.apply(leaf)
+    timer.cold()
+    result = []
+    forward = timer(lambda: result.append(layer(x)))
+    del x
+    timer.cold()
+    backward = timer(lambda: result.pop().backward(dy))
+    return forward, backward
+
+
+def saved_bytes(layer: nn.Module, leaf: torch.Tensor) -> int:
+    """Bytes that one forward keeps for backward, each storage once, without parameters and buffers."""
+    own = {t.untyped_storage().data_ptr() for t in [*layer.parameters(), *layer.buffers()]}
+    kept: dict[int, int] = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    x = Source.apply(leaf)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        layer(x)
+    return sum(kept.values())
+
+
+def bench(shape_name: str, threads: int, repeats: int, timer: Timer, bandwidth: float) -> list[dict]:
+    shape, memory_format = SHAPES[shape_name]
+    device = timer.device.type
+    leaf = torch.randn(shape, device=device)
+    leaf = leaf.contiguous(memory_format=memory_format).requires_grad_()
+    dy = torch.randn(shape, device=device).contiguous(memory_format=memory_format)
+    layers = contenders(shape[1], len(shape), device)
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in layers}
+    for repeat in range(repeats + 2):
+        for name, layer in layers.items():
+            measured = step(layer, leaf, dy, timer)
+            if repeat >= 2:
+                times[name].append(measured)
+    floor = PASSES * leaf.nbytes / bandwidth / 1e6
+    baseline = percentiles([sum(t) for t in times["torch"]])["p50_ms"]
+    rows = []
+    for name, measured in times.items():
+        both = percentiles([sum(t) for t in measured])
+        rows.append(
+            {
+                "shape": shape_name,
+                "threads": threads if device == "cpu" else "",
+                "layer": name,
+                **both,
+                "forward_p50_ms": percentiles([t[0] for t in measured])["p50_ms"],
+                "backward_p50_ms": percentiles([t[1] for t in measured])["p50_ms"],
+                "speedup": baseline / both["p50_ms"],
+                "share_of_floor": floor / both["p50_ms"],
+                "copy_GB_s": bandwidth,
+                "saved_activations": saved_bytes(layers[name], leaf) / leaf.nbytes,
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="CPU threads, each in turn")
+    parser.add_argument("--repeats", type=int, default=15, help="timed steps per layer")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES), metavar="SHAPE")
+    parser.add_argument("--name", default="layers_cpu", help="results/NAME.csv")
+    options = parser.parse_args()
+    timer, rows = Timer(options.device), []
+    for threads in options.threads if options.device == "cpu" else [torch.get_num_threads()]:
+        torch.set_num_threads(threads)
+        bandwidth = timer.copy_bandwidth()
+        print(f"{threads} thread(s), copy {bandwidth:.1f} GB/s")
+        for shape in options.shapes:
+            for row in bench(shape, threads, options.repeats, timer, bandwidth):
+                rows.append(row | provenance(options.device))
+                print(
+                    f"{row['shape']:28} {row['layer']:14} {row['p50_ms']:8.2f} ms "
+                    f"(forward {row['forward_p50_ms']:6.2f}, backward {row['backward_p50_ms']:6.2f})  "
+                    f"{row['speedup']:5.2f}x torch  {row['share_of_floor']:5.2f} of floor  "
+                    f"saved {row['saved_activations']:.2f}",
+                    flush=True,
+                )
+    print(write_csv(options.name, rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""Inputs for the tests: every layout in memory, and numbers that are hard on a normalisation."""
+
+import torch
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+ACTIVATIONS = ["identity", "relu", "leaky_relu", "elu"]
+INVERTIBLE = ["identity", "leaky_relu", "elu"]
+PARAM = 0.2  # slope or alpha
+
+
+def channels_last(x):
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return x.contiguous(memory_format=formats[x.dim()])
+
+
+# name -> (make(generator) -> float64 tensor, channel_dim). Prime sizes, one channel, one position, many.
+LAYOUTS = {
+    "nchw": (lambda r: r(6, 5, 7, 11), 1),
+    "nchw_wide": (lambda r: r(3, 3, 61, 67), 1),
+    "nchw_c1": (lambda r: r(6, 1, 13, 11), 1),
+    "nchw_s1": (lambda r: r(7, 5, 1, 1), 1),
+    "ncl": (lambda r: r(5, 19, 23), 1),
+    "ncdhw": (lambda r: r(2, 7, 3, 5, 4), 1),
+    "nc": (lambda r: r(37, 29), 1),
+    "nc_2049": (lambda r: r(5, 2049), 1),
+    "nhwc_c96": (lambda r: channels_last(r(3, 96, 5, 7)), 1),
+    "nhwc_c384": (lambda r: channels_last(r(2, 384, 3, 5)), 1),
+    "nhwc_c13": (lambda r: channels_last(r(6, 13, 7, 11)), 1),
+    "ndhwc": (lambda r: channels_last(r(2, 19, 3, 5, 4)), 1),
+    "tokens": (lambda r: r(3, 17, 48), 2),
+    "tokens_c192": (lambda r: r(2, 65, 192), 2),
+    "nhwc_last": (lambda r: r(2, 5, 7, 24), 3),
+    "cropped": (lambda r: r(6, 9, 9, 11)[1:, 2:7, 1:-1, 2:-1], 1),
+    "cropped_nhwc": (lambda r: channels_last(r(3, 12, 9, 8))[:, 2:9, 1:-1, 1:], 1),
+    "transposed": (lambda r: r(7, 6, 11, 5).permute(1, 3, 0, 2), 1),
+    "transposed_nc": (lambda r: r(29, 37).t(), 1),
+    "every_other": (lambda r: r(4, 6, 9, 10)[:, :, ::2, ::2], 1),
+    "one_sample": (lambda r: r(1, 8, 14, 14), 1),
+}
+CORE_LAYOUTS = ["nchw", "nhwc_c13", "tokens", "cropped"]
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def randn(g: torch.Generator):
+    return lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)
+
+
+def strided_like(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """`values` in a tensor with the very strides of x, also where x has gaps."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    storage = torch.full((max(span, 0),), float("nan"), dtype=values.dtype, device=values.device)
+    return storage.as_strided(x.shape, x.stride()).copy_(values)
+
+
+class Case:
+    """One layer's worth of inputs: x, dy, z, weight (both signs), bias, running statistics."""
+
+    def __init__(self, layout: str, dtype: torch.dtype, device: str = "cpu", seed: int = 0, parameters=None):
+        g = generator(seed)
+        make, self.channel_dim = LAYOUTS[layout]
+        double = make(randn(g))
+        self.channels = c = double.shape[self.channel_dim]
+
+        def cast(values):
+            return strided_like(double, values.to(dtype)).to(device)
+
+        self.x = cast(double * 2 + 3)
+        self.dy = cast(torch.randn(double.shape, generator=g, dtype=torch.float64))
+        self.z = cast(torch.randn(double.shape, generator=g, dtype=torch.float64))
+        if parameters is None:
+            parameters = torch.float64 if dtype == torch.float64 else torch.float32
+        weight = torch.rand(c, generator=g, dtype=torch.float64) + 0.5
+        weight[::3] *= -1
+        self.weight = weight.to(parameters).to(device)
+        self.bias = (torch.randn(c, generator=g, dtype=torch.float64) * 0.3).to(parameters).to(device)
+        self.running_mean = torch.randn(c, generator=g, dtype=torch.float64).to(parameters).to(device)
+        self.running_var = (torch.rand(c, generator=g, dtype=torch.float64) + 0.5).to(parameters).to(device)
+        self.num_batches_tracked = torch.tensor(3, device=device)
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        return {
+            "running_mean": self.running_mean.clone(),
+            "running_var": self.running_var.clone(),
+            "num_batches_tracked": self.num_batches_tracked.clone(),
+        }
+
+
+def fresh(x: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides, to be overwritten."""
+    return strided_like(x, x)

@@ -1,0 +1,33 @@
+"""FASTVIT_TEST_DEVICE=cpu|cuda|cuda_host: where the op and layer tests run.
+
+cuda_host runs the CUDA sources on a model of a GPU on the CPU: tensors stay on the CPU and the ops' CPU
+implementations are replaced by the emulated kernels.
+"""
+
+import os
+
+import pytest
+import torch
+
+TARGET = os.environ.get("FASTVIT_TEST_DEVICE", "cpu")
+
+
+def pytest_configure(config):
+    if TARGET not in ("cpu", "cuda", "cuda_host"):
+        raise pytest.UsageError(f"FASTVIT_TEST_DEVICE is {TARGET!r}; cpu, cuda or cuda_host expected")
+    if TARGET == "cuda_host":
+        from cuda_host import redirect
+
+        redirect.install()
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    if TARGET == "cuda" and not torch.cuda.is_available():
+        pytest.fail("FASTVIT_TEST_DEVICE=cuda, but there is no GPU")
+    return "cuda" if TARGET == "cuda" else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def repeatable():
+    torch.manual_seed(0)

@@ -1,0 +1,385 @@
+"""Every op against the float64 reference, in every layout, dtype and activation."""
+
+import math
+
+import pytest
+import torch
+from cases import ACTIVATIONS, CORE_LAYOUTS, DTYPES, INVERTIBLE, LAYOUTS, PARAM, Case, fresh
+from tolerances import check, error
+
+from fastvit import ops, reference
+
+
+def options(case, activation):
+    return {"activation": activation, "activation_param": PARAM, "channel_dim": case.channel_dim}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_bn_stats(layout, dtype, device):
+    case = Case(layout, dtype, device)
+    check("bn_stats", ops.bn_stats(case.x, case.channel_dim), reference.bn_stats(case.x, case.channel_dim), dtype)
+
+
+@pytest.mark.parametrize("residual", [False, True], ids=["", "residual"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_bn_ops(layout, dtype, activation, residual, device):
+    case = Case(layout, dtype, device)
+    z = case.z if residual else None
+    moments = reference.bn_stats(case.x, case.channel_dim)
+    ours, theirs = case.buffers(), case.buffers()
+    kept = case.x.clone()
+    parameters = (case.weight, case.bias)
+    y, saved = ops.bn_forward(case.x, moments, *parameters, z, **ours, **options(case, activation))
+    want_y, want_saved = reference.bn_forward(
+        case.x, moments, *parameters, z, **theirs, **options(case, activation)
+    )
+    assert y.stride() == torch.empty_like(case.x).stride() and torch.equal(case.x, kept)
+    check("bn_forward", y, want_y)
+    check("bn_stats", saved, want_saved)
+    for name in ours:
+        check("running", ours[name].to(saved.dtype), theirs[name].to(saved.dtype))
+
+    arguments = (case.x, case.dy, z, want_saved, *parameters)
+    sums = ops.bn_reduce(*arguments, **options(case, activation))
+    want_sums = reference.bn_reduce(*arguments, **options(case, activation))
+    check("bn_reduce", sums, want_sums, dtype)
+    for total in (want_sums, None):
+        arguments = (case.x, case.dy, z, want_saved, total, *parameters)
+        dx, dz = ops.bn_backward(*arguments, **options(case, activation))
+        want_dx, want_dz = reference.bn_backward(*arguments, **options(case, activation))
+        check("bn_backward", dx, want_dx)
+        check("bn_backward", dz, want_dz)
+
+
+@pytest.mark.parametrize("activation", INVERTIBLE)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_abn_ops(layout, dtype, activation, device):
+    case = Case(layout, dtype, device)
+    moments = reference.bn_stats(case.x, case.channel_dim)
+    parameters = (case.weight, case.bias)
+    ours, theirs = case.buffers(), case.buffers()
+    y, want_y = fresh(case.x), fresh(case.x)
+    saved = ops.abn_forward_(y, moments, *parameters, **ours, **options(case, activation))
+    want_saved = reference.abn_forward_(want_y, moments, *parameters, **theirs, **options(case, activation))
+    check("abn_forward_", y, want_y)
+    check("bn_stats", saved, want_saved)
+    for name in ours:
+        check("running", ours[name].to(saved.dtype), theirs[name].to(saved.dtype))
+    own_y, own_saved = ops.abn_forward(
+        case.x, moments, *parameters, **case.buffers(), **options(case, activation)
+    )
+    assert torch.equal(own_y, y) and torch.equal(own_saved, saved)
+
+    arguments = (want_y, case.dy, want_saved, *parameters)
+    sums = ops.abn_reduce(*arguments, **options(case, activation))
+    want_sums = reference.abn_reduce(*arguments, **options(case, activation))
+    check("abn_reduce", sums, want_sums, dtype)
+    for total in (want_sums, None):
+        arguments = (want_y, case.dy, want_saved, total, *parameters)
+        check(
+            "abn_backward",
+            ops.abn_backward(*arguments, **options(case, activation)),
+            reference.abn_backward(*arguments, **options(case, activation)),
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", ["nchw", "nhwc_c13"])
+def test_mixed_layouts_of_x_and_dy(layout, dtype, device):
+    """A gradient need not have the layout of the input: expanded, transposed, channels_last."""
+    case = Case(layout, dtype, device)
+    saved = reference.bn_forward(case.x, reference.bn_stats(case.x))[1]
+    n, c, h, w = case.x.shape
+    for dy in (
+        case.dy.contiguous() if layout == "nhwc_c13" else case.dy.contiguous(memory_format=torch.channels_last),
+        torch.tensor(0.7, dtype=dtype, device=device).expand(n, c, h, w),
+        case.dy.permute(0, 1, 3, 2).contiguous().permute(0, 1, 3, 2),
+        case.dy[:, :1].expand(n, c, h, w),
+    ):
+        sums = ops.bn_reduce(case.x, dy, None, saved, case.weight, case.bias, "leaky_relu")
+        want = reference.bn_reduce(case.x, dy, None, saved, case.weight, case.bias, "leaky_relu")
+        check("bn_reduce", sums, want, dtype)
+        dx, _ = ops.bn_backward(case.x, dy, None, saved, want, case.weight, case.bias, "leaky_relu")
+        want_dx, _ = reference.bn_backward(case.x, dy, None, saved, want, case.weight, case.bias, "leaky_relu")
+        check("bn_backward", dx, want_dx)
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["bn", "abn"])
+@pytest.mark.parametrize("layout", CORE_LAYOUTS)
+def test_without_parameters_and_with_running_statistics(layout, in_place, device):
+    """No weight, no bias; moments None: the running statistics normalise and nothing is written."""
+    case = Case(layout, torch.float32, device)
+    for weight, bias in ((None, None), (case.weight, None), (None, case.bias)):
+        buffers = case.buffers()
+        arguments = dict(weight=weight, bias=bias, **options(case, "leaky_relu"))
+        if in_place:
+            y, want = fresh(case.x), fresh(case.x)
+            saved = ops.abn_forward_(y, None, **buffers, **arguments)
+            want_saved = reference.abn_forward_(want, None, **case.buffers(), **arguments)
+        else:
+            y, saved = ops.bn_forward(case.x, None, **buffers, **arguments)
+            want, want_saved = reference.bn_forward(case.x, None, **case.buffers(), **arguments)
+        check("bn_forward", y, want)
+        check("bn_stats", saved[:-2], want_saved[:-2])
+        assert saved[-2:].tolist() == [math.inf, 0]
+        assert all(torch.equal(buffers[name], value) for name, value in case.buffers().items())
+
+
+@pytest.mark.parametrize("momentum", [0.1, 0.0, 1.0, None])
+@pytest.mark.parametrize("buffers", DTYPES)
+def test_running_statistics(buffers, momentum, device):
+    """Unbiased variance, any dtype of the buffers, and a cumulative average without a host read."""
+    case = Case("nchw", torch.float32, device, parameters=buffers)
+    ours, theirs = case.buffers(), case.buffers()
+    for step in range(3):
+        x = case.x + step
+        moments = reference.bn_stats(x)
+        ops.bn_forward(x, moments, **ours, momentum=momentum)
+        reference.bn_forward(x, moments, **theirs, momentum=momentum)
+        check("running", ours["running_mean"], theirs["running_mean"])
+        check("running", ours["running_var"], theirs["running_var"])
+        assert ours["num_batches_tracked"] == 4 + step
+        theirs = {name: value.clone() for name, value in ours.items()}  # roundings must not pile up
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("sizes", [(3, 5), (1, 0, 6), (0, 4, 0, 2)])
+def test_merging_ranks_equals_one_big_batch(sizes, dtype, device):
+    x = (torch.randn(sum(sizes), 7, 5, 3, dtype=torch.float64) * 3 + 100).to(dtype).to(device)
+    rows = torch.stack([ops.bn_stats(part) for part in x.split(sizes)])
+    whole, whole_saved = ops.bn_forward(x, ops.bn_stats(x), activation="relu")
+    parts = [ops.bn_forward(part, rows, activation="relu") for part in x.split(sizes)]
+    for y, saved in parts:
+        check("bn_stats", saved, whole_saved)
+        assert torch.equal(saved, parts[0][1])
+    check("bn_stats", torch.cat([y for y, _ in parts]), whole)
+
+
+def test_counts_are_exact_beyond_2_to_the_24(device):
+    """Two floats of 24 bits: a float32 count would lose the odd ones."""
+    ranks = [2**24 + 1, 3, 2**31 + 5, 1]
+    rows = torch.zeros(len(ranks), 4, device=device)
+    for row, count in zip(rows, ranks, strict=True):
+        row[-2:] = torch.tensor(reference.pack_count(count))
+    _, saved = ops.bn_forward(torch.zeros(2, 1, 2, device=device), rows)
+    assert reference.unpack_count(saved).item() == sum(ranks)
+
+
+@pytest.mark.parametrize("layout", ["nchw", "nhwc_c13", "nc"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_mean_far_larger_than_deviation(layout, dtype, device):
+    """sum of squares minus square of sums would give NaN or 100% here."""
+    case = Case(layout, torch.float64, device)
+    x = (case.x * 1e-2 + 1e3).to(dtype)
+    moments, want = ops.bn_stats(x), reference.bn_stats(x)
+    c = case.channels
+    torch.testing.assert_close(moments[c : 2 * c], want[c : 2 * c], rtol=1e-5, atol=0)
+    torch.testing.assert_close(moments[:c], want[:c], rtol=1e-7, atol=0)
+
+
+def test_moments_of_values_near_the_ends_of_the_range(device):
+    for scale in (1e-18, 1e15):
+        x = torch.randn(8, 3, 40, device=device) * scale
+        torch.testing.assert_close(ops.bn_stats(x), reference.bn_stats(x), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 3, 3), (0, 5), (4, 5, 0), (0, 7, 5)])
+def test_empty(shape, device):
+    """An empty rank: zero moments, running statistics that stay when all are empty, counted batches."""
+    channel_dim = 2 if shape == (0, 7, 5) else 1
+    x = torch.empty(shape, device=device)
+    moments = ops.bn_stats(x, channel_dim)
+    assert moments.tolist() == [0.0] * 12
+    mean, var, tracked = torch.ones(5, device=device), torch.ones(5, device=device), torch.tensor(2, device=device)
+    y, saved = ops.bn_forward(
+        x, moments, None, None, None, mean, var, tracked, None, channel_dim=channel_dim
+    )
+    assert y.shape == shape and mean.tolist() == var.tolist() == [1.0] * 5 and tracked == 3
+    assert ops.bn_reduce(x, x, None, saved, channel_dim=channel_dim).tolist() == [0.0] * 10
+    sums = torch.ones(10, device=device)
+    assert ops.bn_backward(x, x, None, saved, sums, channel_dim=channel_dim)[0].shape == shape
+    assert ops.abn_backward(x, x, saved, sums, channel_dim=channel_dim).shape == shape
+    other = ops.bn_stats(torch.randn(9, 5, device=device))
+    ops.abn_forward_(x, torch.stack([moments, other]), None, None, mean, var, tracked, 1.0, channel_dim=channel_dim)
+    check("running", mean, other[:5])
+
+
+@pytest.mark.parametrize("layout", ["nchw", "nhwc_c13"])
+def test_nan_and_infinity_stay_in_their_channel(layout, device):
+    case = Case(layout, torch.float32, device)
+    x = case.x.clone()
+    x[1, 2, 3, 4] = float("nan")
+    x[0, 3, 0, 0] = float("inf")
+    for activation in ACTIVATIONS:
+        y, saved = ops.bn_forward(x, ops.bn_stats(x), activation=activation)
+        finite = [c for c in range(case.channels) if c not in (2, 3)]
+        assert y[:, 2].isnan().all() and not y[:, finite].isnan().any()
+        assert y[:, 3].isnan().all()
+        sums = ops.bn_reduce(x, case.dy, None, saved, activation=activation)
+        dx, _ = ops.bn_backward(x, case.dy, None, saved, sums, activation=activation)
+        assert dx[:, 2].isnan().all() and not dx[:, finite].isnan().any()
+
+
+@pytest.mark.parametrize("layout", ["nchw_wide", "nhwc_c96", "tokens_c192"])
+def test_repeats_and_threads_give_the_same_bits(layout, device):
+    case = Case(layout, torch.float32, device)
+    before = torch.get_num_threads()
+
+    def run():
+        x = fresh(case.x)
+        moments = ops.bn_stats(x, case.channel_dim)
+        saved = ops.abn_forward_(x, moments, case.weight, case.bias, channel_dim=case.channel_dim)
+        sums = ops.abn_reduce(x, case.dy, saved, case.weight, case.bias, channel_dim=case.channel_dim)
+        dx = ops.abn_backward(x, case.dy, saved, sums, case.weight, case.bias, channel_dim=case.channel_dim)
+        return moments, x, saved, sums, dx
+
+    try:
+        first = run()
+        for threads in (1, 2, 3, 1):
+            torch.set_num_threads(threads)
+            for a, b in zip(first, run(), strict=True):
+                assert torch.equal(a, b)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounding_to_storage_is_to_nearest_even(dtype, device):
+    """The vector conversions, value by value: every finite half, infinities, NaN, ties and subnormals."""
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    x = bits.view(dtype).reshape(1, 1, -1).to(device)
+    saved_like_identity = {"running_mean": torch.zeros(1, device=device), "running_var": torch.ones(1, device=device)}
+    scale = torch.tensor([1.0 + 2**-9], device=device)
+    y, _ = ops.bn_forward(x, None, weight=scale, eps=0.0, **saved_like_identity)
+    want = (x.float() * scale + 0.0).to(dtype)  # + bias, which makes -0 a 0
+    assert torch.equal(y.isnan(), want.isnan())
+    assert torch.equal(y.nan_to_num(7.0).view(torch.int16), want.nan_to_num(7.0).view(torch.int16))
+
+
+def test_no_op_allocates_more_than_its_outputs():
+    """Counted by the profiler: outputs, and O(C)."""
+    x = torch.randn(16, 8, 64, 64)
+    dy, z = torch.randn_like(x), torch.randn_like(x)
+    moments = ops.bn_stats(x)
+    _, saved = ops.bn_forward(x, moments)
+    sums = ops.bn_reduce(x, dy, None, saved)
+    tensors = {
+        "bn_stats": (0, lambda: ops.bn_stats(x)),
+        "bn_forward": (1, lambda: ops.bn_forward(x, moments, z=z, activation="relu")),
+        "abn_forward_": (0, lambda: ops.abn_forward_(x, moments)),
+        "bn_reduce": (0, lambda: ops.bn_reduce(x, dy, z, saved, activation="relu")),
+        "abn_reduce": (0, lambda: ops.abn_reduce(x, dy, saved)),
+        "bn_backward": (2, lambda: ops.bn_backward(x, dy, z, saved, sums, activation="relu")),
+        "abn_backward": (1, lambda: ops.abn_backward(x, dy, saved, sums)),
+    }
+    for name, (activations, call) in tensors.items():
+        with torch.profiler.profile(profile_memory=True) as profile:
+            kept = call()
+        allocated = sum(max(e.self_cpu_memory_usage, 0) for e in profile.key_averages())
+        assert activations * x.nbytes <= allocated <= activations * x.nbytes + 4096, (name, allocated)
+        del kept
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["nchw", "channels_last"])
+def test_more_than_2_to_the_31_elements(layout, device):
+    """64-bit indices: 2^31 + 2^16 elements of bfloat16, the last ones unlike the rest."""
+    x = torch.zeros(2**15 + 1, 4, 128, 128, dtype=torch.bfloat16, device=device)
+    if layout == "channels_last":
+        x = x.contiguous(memory_format=torch.channels_last)
+    x[-1] = 1
+    moments = ops.bn_stats(x)
+    n = x.numel() // 4
+    share = 128 * 128 / n
+    torch.testing.assert_close(moments[:4].double(), torch.full((4,), share, dtype=torch.float64), rtol=1e-6, atol=0)
+    assert reference.unpack_count(moments).item() == n
+    saved = ops.abn_forward_(x, moments, channel_dim=1)
+    assert x[-1].min() > 100 and x[0].max() < 0
+    sums = ops.abn_reduce(x, x, saved)
+    assert error(sums[4:] / n, torch.ones(4)) < 0.02
+
+
+OPCHECKS = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
+@pytest.mark.parametrize("layout", CORE_LAYOUTS)
+def test_opcheck(layout, device):
+    case = Case(layout, torch.float32, device)
+    d, w, b, x, dy, z = case.channel_dim, case.weight, case.bias, case.x, case.dy, case.z
+    moments = ops.bn_stats(x, d)
+    y, saved = ops.bn_forward(x, moments, w, b, channel_dim=d)
+    sums = ops.bn_reduce(x, dy, None, saved, w, b, channel_dim=d)
+    buffers = tuple(case.buffers().values())
+    f = torch.ops.fastvit
+    for op, arguments in [
+        (f.bn_stats, (x, d)),
+        (f.bn_forward, (x, moments, w, b, z, *buffers, None, 1e-5, "relu", 0.0, d)),
+        (f.bn_forward, (x, None, None, None, None, *buffers[:2], None, 0.1, 1e-5, "identity", 0.0, d)),
+        (f.abn_forward_, (fresh(x), moments, w, b, *buffers, 0.1, 1e-5, "leaky_relu", 0.1, d)),
+        (f.abn_forward, (x, moments, w, b, *buffers, 0.1, 1e-5, "leaky_relu", 0.1, d)),
+        (f.bn_reduce, (x, dy, z, saved, w, b, "relu", 0.0, d)),
+        (f.abn_reduce, (y, dy, saved, w, b, "elu", 1.0, d)),
+        (f.bn_backward, (x, dy, z, saved, sums, w, b, "relu", 0.0, d)),
+        (f.bn_backward, (x, dy, None, saved, None, w, b, "identity", 0.0, d)),
+        (f.abn_backward, (y, dy, saved, sums, w, b, "leaky_relu", 0.1, d)),
+    ]:
+        torch.library.opcheck(op.default, arguments, test_utils=OPCHECKS)
+
+
+def bad_calls():
+    x = torch.randn(4, 3, 5)
+    moments = ops.bn_stats(x)
+    _, saved = ops.bn_forward(x, moments)
+    w = torch.ones(3)
+    return {
+        "x dtype": (lambda: ops.bn_stats(x.long()), "bn_stats: x has dtype Long; float16"),
+        "x rank": (lambda: ops.bn_stats(x[0, 0]), r"bn_stats: x has shape \(5\); 2 to 5"),
+        "x rank 6": (lambda: ops.bn_stats(x[None, None, None]), "bn_stats: x has shape .*; 2 to 5"),
+        "channel_dim": (lambda: ops.bn_stats(x, 3), r"bn_stats: channel_dim is 3; 0 to 2 expected"),
+        "weight size": (lambda: ops.bn_forward(x, moments, w[:2]), r"bn_forward: weight has shape \(2\); \(3,\)"),
+        "weight dtype": (lambda: ops.bn_forward(x, moments, w.int()), "bn_forward: weight has dtype Int"),
+        "bias strides": (lambda: ops.bn_forward(x, moments, w, torch.ones(6)[::2]), "bias is not contiguous"),
+        "moments shape": (lambda: ops.bn_forward(x, moments[:5]), r"moments has shape \(5\); \(8,\) or one such row"),
+        "moments dtype": (lambda: ops.bn_forward(x, moments.double()), "moments has dtype Double; Float expected"),
+        "no statistics": (lambda: ops.bn_forward(x, None), "moments is None; without running_mean"),
+        "half the buffers": (lambda: ops.bn_forward(x, moments, running_mean=w), "must be given together"),
+        "cumulative": (
+            lambda: ops.bn_forward(x, moments, running_mean=w.clone(), running_var=w.clone(), momentum=None),
+            "momentum is None .* needs num_batches_tracked",
+        ),
+        "tracked dtype": (
+            lambda: ops.bn_forward(x, moments, num_batches_tracked=torch.tensor(1.0)),
+            "num_batches_tracked must be one int64",
+        ),
+        "z shape": (lambda: ops.bn_forward(x, moments, z=x[:2]), r"z has shape \(2, 3, 5\); \(4, 3, 5\) expected"),
+        "z dtype": (lambda: ops.bn_forward(x, moments, z=x.double()), "z has dtype Double; Float expected"),
+        "activation": (lambda: ops.bn_forward(x, moments, activation="gelu"), "activation is 'gelu'; identity, relu"),
+        "relu in place": (lambda: ops.abn_forward_(x, moments, activation="relu"), "relu, which cannot be inverted"),
+        "slope 0": (lambda: ops.abn_forward_(x, moments, activation_param=0.0), "activation_param is 0; > 0 expected"),
+        "expanded": (
+            lambda: ops.abn_forward_(torch.zeros(1, 3, 5).expand(4, 3, 5), moments),
+            "x is expanded",
+        ),
+        "dy shape": (lambda: ops.bn_reduce(x, x[:3], None, saved), r"bn_reduce: dy has shape \(3, 3, 5\)"),
+        "saved shape": (lambda: ops.abn_reduce(x, x, saved[1:]), r"abn_reduce: saved has shape \(7\); \(8,\)"),
+        "sums shape": (lambda: ops.abn_backward(x, x, saved, saved), r"abn_backward: sums has shape \(8\); \(6,\)"),
+    }
+
+
+@pytest.mark.parametrize("name", bad_calls())
+def test_bad_input_is_named(name):
+    call, message = bad_calls()[name]
+    with pytest.raises(RuntimeError, match=message):
+        call()
+
+
+def test_bad_input_changes_nothing():
+    x, mean, var = torch.randn(4, 3), torch.zeros(3), torch.ones(3)
+    kept = x.clone()
+    with pytest.raises(RuntimeError, match="bias has shape"):
+        ops.abn_forward_(x, ops.bn_stats(x), None, torch.ones(2), mean, var)
+    assert torch.equal(x, kept) and mean.tolist() == [0.0] * 3

@@ -1,0 +1,62 @@
+"""How far from the float64 reference an op may be, and why. A missing row fails the test.
+
+An error is the largest absolute difference over the largest reference value. u is the rounding of a dtype:
+float64 1.1e-16, float32 6e-8, float16 4.9e-4, bfloat16 3.9e-3.
+"""
+
+import torch
+
+F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
+
+# The packed outputs are in the accumulation type, whatever the activation's dtype.
+_SUMMED = {F64: 1e-13, F32: 2e-6, F16: 2e-6, BF16: 2e-6}
+# An activation is rounded once on its way out, after a few roundings of the accumulation type.
+_ROUNDED = {F64: 1e-13, F32: 2e-6, F16: 6e-4, BF16: 4.5e-3}
+
+TOLERANCES = {
+    "bn_stats": (_SUMMED, "pieces of 2048 values in the accumulation type, merged in float64"),
+    "bn_forward": (_ROUNDED, "one rounding to storage"),
+    "abn_forward_": (_ROUNDED, "one rounding to storage"),
+    "abn_forward": (_ROUNDED, "one rounding to storage"),
+    "bn_reduce": (
+        {F64: 1e-12, F32: 1e-5, F16: 1e-5, BF16: 1e-5},
+        "sums of mixed sign cancel: relative to the largest channel's sum only",
+    ),
+    "abn_reduce": (
+        {F64: 1e-12, F32: 2e-5, F16: 2e-5, BF16: 2e-5},
+        "as bn_reduce, and xhat recovered through log1p near saturation loses digits of the accumulation type",
+    ),
+    "bn_backward": (_ROUNDED, "one rounding to storage"),
+    "abn_backward": (
+        {F64: 1e-12, F32: 3e-5, F16: 7e-4, BF16: 5e-3},
+        "one rounding to storage; elu near saturation multiplies the accumulation type's rounding",
+    ),
+    "running": ({F64: 1e-13, F32: 1e-6, F16: 1e-3, BF16: 8e-3}, "one rounding to the buffer's dtype"),
+    # Whole layers against torch, whose own float32 statistics carry an error of some 1e-6.
+    "layer": (
+        {F64: 1e-11, F32: 2e-5, F16: 3e-3, BF16: 2.5e-2},
+        "torch rounds its intermediate activation to storage, which ours never makes",
+    ),
+    "in_place_layer": (
+        {F64: 1e-10, F32: 1e-4, F16: 1e-2, BF16: 6e-2},
+        "xhat recovered from y: u * sqrt(1 + (bias / weight)^2), times 1 / slope of the negative side's share",
+    ),
+}
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    assert got.shape == want.shape, f"shape {tuple(got.shape)}, {tuple(want.shape)} expected"
+    if want.numel() == 0:
+        return 0.0
+    got, want = got.detach().double().cpu(), want.detach().double().cpu()
+    assert torch.equal(got.isnan(), want.isnan()), "NaN in other places than expected"
+    difference = (got - want).abs().nan_to_num(0.0, posinf=float("inf"))
+    scale = want.abs().nan_to_num(0.0, posinf=0.0).max().item()
+    return difference.max().item() / max(scale, 1e-30)
+
+
+def check(op: str, got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype | None = None) -> None:
+    table, reason = TOLERANCES[op]
+    limit = table[dtype or got.dtype]
+    measured = error(got, want)
+    assert measured <= limit, f"{op} {dtype or got.dtype}: error {measured:.3g} > {limit:.3g} ({reason})"
