@@ -27,12 +27,17 @@ def check_in_place_activation(activation: str, activation_param: float) -> None:
         )
 
 
-def _check_input(x: Tensor, weight: Tensor | None, channel_last: bool, name: str) -> int:
-    """The channel dimension of x; raises ValueError for a shape or dtype that cannot be."""
+def _check_input(
+    x: Tensor, weight: Tensor | None, running_mean: Tensor | None, channel_last: bool, name: str
+) -> int:
+    """The channel dimension of x; raises ValueError for a shape, dtype or device that cannot be."""
     if not 2 <= x.dim() <= 5:
         raise ValueError(f"{name}: expected an input of 2 to 5 dimensions, got {x.dim()}D {tuple(x.shape)}")
     if not x.is_floating_point():
         raise ValueError(f"{name}: expected a floating-point input, got {x.dtype}")
+    for what, tensor in (("weight", weight), ("running_mean", running_mean)):
+        if tensor is not None and tensor.device != x.device:
+            raise ValueError(f"{name}: the input is on {x.device} and {what} on {tensor.device}; one device expected")
     channel_dim = x.dim() - 1 if channel_last else 1
     if weight is not None and x.shape[channel_dim] != weight.shape[0]:
         raise ValueError(
@@ -195,12 +200,12 @@ def sync_batch_norm(
     Not differentiable twice.
 
     Raises:
-        ValueError: wrong rank, dtype or channel count; one value per channel in training where the sizes
+        ValueError: wrong rank, dtype, device or channel count; one value per channel in training where the sizes
             are known; a group that does not contain this rank.
         RuntimeError: an argument that an op cannot take; a rank that did not answer within the group's
             timeout.
     """
-    channel_dim = _check_input(x, weight, channel_last, "sync_batch_norm")
+    channel_dim = _check_input(x, weight, running_mean, channel_last, "sync_batch_norm")
     shared = statistics.over(process_group) if training else statistics.Local()
     if training:
         _check_more_than_one_value(x, channel_dim, shared)
@@ -277,7 +282,7 @@ def _inplace_abn(
     channel_last, num_batches_tracked, abs_weight, shared, name,
 ):  # fmt: skip
     check_in_place_activation(activation, activation_param)
-    channel_dim = _check_input(x, weight, channel_last, name)
+    channel_dim = _check_input(x, weight, running_mean, channel_last, name)
     if training:
         _check_more_than_one_value(x, channel_dim, shared)
     # autograd would notice only after x is overwritten

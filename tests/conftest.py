@@ -31,3 +31,12 @@ def device() -> str:
 @pytest.fixture(autouse=True)
 def repeatable():
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    from ranks import Ranks
+
+    pool = Ranks()
+    yield pool
+    pool.close()

@@ -44,7 +44,7 @@ TOLERANCES = {
 }
 
 
-def error(got: torch.Tensor, want: torch.Tensor) -> float:
+def error(got: torch.Tensor, want: torch.Tensor, least_scale: float = 1e-30) -> float:
     assert got.shape == want.shape, f"shape {tuple(got.shape)}, {tuple(want.shape)} expected"
     if want.numel() == 0:
         return 0.0
@@ -52,11 +52,14 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
     assert torch.equal(got.isnan(), want.isnan()), "NaN in other places than expected"
     difference = (got - want).abs().nan_to_num(0.0, posinf=float("inf"))
     scale = want.abs().nan_to_num(0.0, posinf=0.0).max().item()
-    return difference.max().item() / max(scale, 1e-30)
+    return difference.max().item() / max(scale, least_scale)
 
 
-def check(op: str, got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype | None = None) -> None:
+def check(
+    op: str, got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype | None = None, least_scale: float = 1e-30
+) -> None:
+    """`least_scale`: for sums that may cancel to nothing, what they would be if they did not."""
     table, reason = TOLERANCES[op]
     limit = table[dtype or got.dtype]
-    measured = error(got, want)
+    measured = error(got, want, least_scale)
     assert measured <= limit, f"{op} {dtype or got.dtype}: error {measured:.3g} > {limit:.3g} ({reason})"

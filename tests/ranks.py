@@ -1,0 +1,89 @@
+"""Several ranks over gloo for tests: a pool of processes, started once, that runs functions as a group.
+
+Every wait is bounded: a rank that does not answer fails the test, and the pool is made anew.
+"""
+
+import contextlib
+import datetime
+import gc
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+GROUP_TIMEOUT = 20
+
+
+def _serve(connection) -> None:
+    torch.set_num_threads(1)
+    while True:
+        job = connection.recv()
+        if job is None:
+            return
+        function, rank, world, arguments, store, timeout = job
+        try:
+            torch.manual_seed(0)
+            dist.init_process_group(
+                "gloo", f"file://{store}", rank=rank, world_size=world,
+                timeout=datetime.timedelta(seconds=timeout),
+            )  # fmt: skip
+            result = ("ok", function(rank, world, *arguments))
+        except BaseException:
+            result = ("error", traceback.format_exc())
+        with contextlib.suppress(Exception):
+            if result[0] == "ok":
+                dist.barrier()
+            gc.collect()
+            dist.destroy_process_group()
+        connection.send(result)
+
+
+class Ranks:
+    """`run(world, function, *arguments)` calls `function(rank, world, *arguments)` in `world` processes."""
+
+    def __init__(self):
+        self.workers = []
+
+    def _grow(self, world: int) -> None:
+        context = mp.get_context("spawn")
+        while len(self.workers) < world:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self.workers.append((process, ours))
+
+    def run(self, world: int, function, *arguments, group_timeout: float = GROUP_TIMEOUT, limit: float = 60) -> list:
+        """The results by rank. A rank's exception or death fails with every rank's traceback."""
+        self._grow(world)
+        with tempfile.TemporaryDirectory() as folder:
+            store = Path(folder) / "store"
+            for rank, (_, connection) in enumerate(self.workers[:world]):
+                connection.send((function, rank, world, arguments, str(store), group_timeout))
+            deadline = time.monotonic() + limit
+            results = []
+            for rank, (process, connection) in enumerate(self.workers[:world]):
+                try:
+                    if not connection.poll(max(0.0, deadline - time.monotonic())):
+                        results.append(("error", f"no answer within {limit} s"))
+                        continue
+                    results.append(connection.recv())
+                except (EOFError, ConnectionError):
+                    process.join(5)
+                    results.append(("died", f"exit status {process.exitcode}"))
+        if any(status != "ok" for status, _ in results):
+            self.close()
+            text = "\n".join(f"rank {rank} {status}: {value}" for rank, (status, value) in enumerate(results))
+            raise AssertionError(text)
+        return [value for _, value in results]
+
+    def close(self) -> None:
+        for process, connection in self.workers:
+            process.kill()
+            process.join(5)
+            connection.close()
+        self.workers = []

@@ -1,0 +1,73 @@
+"""The demo of ``make demo``, in its quick form."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fastvit.training.checkpoint import load_checkpoint
+
+DEMO = Path(__file__).parents[1] / "examples" / "digits_demo.py"
+NORMS = ["inplace-abn-sync", "torch", "inplace-abn", "fastvit-sync"]
+
+
+def run_demo(directory, *arguments):
+    command = [sys.executable, str(DEMO), "--out", "demo", *arguments]
+    return subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("demo")
+    done = run_demo(directory, "--quick", "--epochs", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return directory / "demo", done.stdout
+
+
+def test_output(demo):
+    out, text = demo
+    assert re.fullmatch(r"test accuracy [01]\.\d{3}", text.splitlines()[-1])
+    assert text.splitlines()[-2] == f"page: {out / 'index.html'}"
+    assert "[epoch 2] mean loss" in text  # the main run shows how it goes
+
+
+def test_page_is_whole_and_stands_alone(demo):
+    page = (demo[0] / "index.html").read_text()
+    assert page.rstrip().endswith("</html>")
+    assert not re.search(r"https?:|//[a-z]|<script|<link|@import|url\((?!#)", page)
+    assert page.count("<figure") == 4
+    labels = ["torch BatchNorm", "fastvit InPlaceABN<", "fastvit SyncBatchNorm", "fastvit InPlaceABNSync"]
+    assert all(label in page for label in labels)
+    for chart in ("training loss", "test loss", "test accuracy"):
+        svg = page[page.index(f'aria-label="{chart} by epoch"') :].split("</svg>")[0]
+        for colour in ("#8b95a5", "#e2762d", "#22a06b", "#3b82f6"):
+            assert re.search(rf"<path [^>]*stroke: {colour}", svg), (chart, colour)
+
+
+def test_in_place_layers_save_memory(demo):
+    kept = {row["norm"]: row["saved_bytes"] for row in json.loads((demo[0] / "summary.json").read_text())}
+    assert list(kept) == NORMS
+    # 32 images: three layers of the stem at 8x8 and four of MLPs at 16 tokens of 256 do not keep their input.
+    inputs = 32 * 4 * ((32 + 32 + 64) * 64 + 4 * 16 * 256)
+    slack = 64 * 1024  # mean and deviation per channel
+    assert abs(kept["torch"] - kept["inplace-abn"] - inputs) < slack
+    assert kept["inplace-abn-sync"] == kept["inplace-abn"]
+    assert abs(kept["fastvit-sync"] - kept["torch"]) < slack
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_each_run_leaves_events_metrics_and_checkpoint(demo, norm):
+    run = demo[0] / norm
+    assert len(list(run.glob("events.out.tfevents.*"))) == 1
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 2
+    weights, state = load_checkpoint(run / "checkpoints" / "epoch-0002")
+    assert state["epoch"] == 2 and "head.weight" in weights
+
+
+def test_wrong_flag(tmp_path):
+    done = run_demo(tmp_path, "--epochs", "0")
+    assert done.returncode == 2
+    assert "--epochs must be at least 1, got 0" in done.stderr

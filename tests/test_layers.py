@@ -1,0 +1,390 @@
+"""InPlaceABN and SyncBatchNorm on one process, against torch's BatchNorm and activation."""
+
+import copy
+import io
+import pickle
+import warnings
+
+import pytest
+import torch
+from cases import CORE_LAYOUTS, DTYPES, INVERTIBLE, LAYOUTS, PARAM, Case
+from tolerances import check, error
+from torch import nn
+from torch.nn import functional as F
+
+import fastvit
+from fastvit import InPlaceABN, InPlaceABNSync, SyncBatchNorm, functional
+
+TORCH_NORM = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
+
+
+def activate(x, name, param=PARAM):
+    if name == "leaky_relu":
+        return F.leaky_relu(x, param)
+    if name == "elu":
+        return F.elu(x, param)
+    return x.relu() if name == "relu" else x
+
+
+class TorchLayer(nn.Module):
+    """BatchNorm + residual + activation from torch, with the channels in any dimension."""
+
+    def __init__(self, channels, dims, activation, channel_dim=1, **options):
+        super().__init__()
+        self.norm = TORCH_NORM[dims](channels, **options)
+        self.activation, self.channel_dim = activation, channel_dim
+
+    def forward(self, x, z=None):
+        y = self.norm(x.movedim(self.channel_dim, 1)).movedim(1, self.channel_dim)
+        return activate(y if z is None else y + z, self.activation)
+
+
+def make(kind, case, activation, **options):
+    """Ours, and torch's with the same parameters (float64 for half dtypes, as torch's CPU has no mixed ones)."""
+    channel_last = case.channel_dim == case.x.dim() - 1 and case.x.dim() > 2
+    dtype = case.weight.dtype
+    common = dict(channel_last=channel_last, dtype=dtype, device=case.x.device, **options)
+    if kind == "abn":
+        ours = InPlaceABN(case.channels, activation=activation, activation_param=PARAM, **common)
+    else:
+        ours = SyncBatchNorm(case.channels, fuse_relu=activation == "relu", **common)
+    theirs = TorchLayer(case.channels, case.x.dim(), activation, case.channel_dim, **options).to(case.x.device)
+    theirs = theirs.double()
+    if ours.affine:
+        with torch.no_grad():
+            for layer in (ours, theirs.norm):
+                layer.weight.copy_(case.weight)
+                layer.bias.copy_(case.bias)
+    return ours, theirs
+
+
+def step(layer, x, dy, *z):
+    """Output and gradients of one step, on a fresh input that is no leaf."""
+    leaf = x.detach().clone().requires_grad_()
+    residual = [t.detach().clone().requires_grad_() for t in z]
+    layer.zero_grad()
+    y = layer(leaf.clone(), *residual)
+    y.backward(dy)
+    return [y, leaf.grad, *(t.grad for t in residual), *(p.grad for p in layer.parameters())]
+
+
+def compare(kind, ours, theirs, case, *z):
+    got = step(ours, case.x, case.dy, *z)
+    want = step(theirs, case.x.double(), case.dy.double(), *(t.double() for t in z))
+    row = "in_place_layer" if kind == "abn" else "layer"
+    # A parameter's gradient sums one term per value, of either sign.
+    summed = case.dy.double().norm().item() / case.channels**0.5
+    for a, b in zip(got, want, strict=True):
+        check(row, a, b, case.x.dtype, least_scale=summed if a.dim() == 1 else 1e-30)
+    assert got[0].dtype == got[1].dtype == case.x.dtype
+
+
+@pytest.mark.parametrize("mode", ["train", "eval", "no_stats"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "kind,activation", [("abn", a) for a in INVERTIBLE] + [("sbn", "identity"), ("sbn", "relu")]
+)
+def test_like_torch(kind, activation, layout, dtype, mode, device):
+    case = Case(layout, dtype, device)
+    ours, theirs = make(kind, case, activation, track_running_stats=mode != "no_stats")
+    if mode == "eval":
+        for layer in (ours, theirs.norm):
+            layer.running_mean.copy_(case.running_mean)
+            layer.running_var.copy_(case.running_var)
+        ours.eval(), theirs.eval()
+    residual = [case.z] if kind == "sbn" and activation == "relu" else []
+    compare(kind, ours, theirs, case, *residual)
+    if mode == "train":
+        assert ours.num_batches_tracked == 1
+        check("running", ours.running_mean, theirs.norm.running_mean, torch.float32)
+        check("running", ours.running_var, theirs.norm.running_var, torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["abn", "sbn"])
+@pytest.mark.parametrize("options", [{"affine": False}, {"momentum": None}, {"eps": 0.1, "momentum": 0.7}])
+def test_options_like_torch(kind, options, device):
+    case = Case("nchw", torch.float32, device)
+    ours, theirs = make(kind, case, "identity", **options)
+    for _ in range(3):
+        compare(kind, ours, theirs, case)
+    check("running", ours.running_mean, theirs.norm.running_mean, torch.float32)
+    check("running", ours.running_var, theirs.norm.running_var, torch.float32)
+    assert ours.num_batches_tracked == 3
+
+
+@pytest.mark.parametrize("kind", ["abn", "sbn"])
+def test_frozen_parameters(kind, device):
+    """Only what requires grad gets one, and freezing does not switch anything else off."""
+    case = Case("nchw", torch.float32, device)
+    ours, theirs = make(kind, case, "identity")
+    for frozen in (["weight"], ["bias"], ["weight", "bias"]):
+        for layer in (ours, theirs.norm):
+            for name, parameter in layer.named_parameters():
+                parameter.requires_grad_(name not in frozen)
+        got, want = step(ours, case.x, case.dy), step(theirs, case.x.double(), case.dy.double())
+        for a, b in zip(got, want, strict=True):
+            assert (a is None) == (b is None)
+            if a is not None:
+                check("in_place_layer", a, b)
+    x = case.x.clone()  # an input without grad
+    for parameter in ours.parameters():
+        parameter.requires_grad_(True)
+    ours.zero_grad()
+    ours(x).backward(case.dy)
+    assert error(ours.bias.grad, case.dy.double().sum((0, 2, 3))) < 1e-5
+
+
+@pytest.mark.parametrize("activation", INVERTIBLE)
+@pytest.mark.parametrize("layout", CORE_LAYOUTS)
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_gradcheck_in_place(layout, activation, training, device):
+    case = Case(layout, torch.float64, device)
+    x = case.x[:2, ..., :5].detach().clone() if case.channel_dim == 1 else case.x[:2, :3].detach().clone()
+    c = case.channels
+
+    def call(x, weight, bias):
+        return functional.inplace_abn(
+            x.clone(), weight, bias, case.running_mean.clone(), case.running_var.clone(), training,
+            activation=activation, activation_param=PARAM, channel_last=case.channel_dim != 1,
+        )  # fmt: skip
+
+    assert x.shape[case.channel_dim] == c
+    inputs = [t.detach().clone().requires_grad_() for t in (x, case.weight, case.bias)]
+    assert torch.autograd.gradcheck(call, inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("residual", [False, True], ids=["", "residual"])
+@pytest.mark.parametrize("fuse_relu", [False, True], ids=["", "relu"])
+@pytest.mark.parametrize("layout", CORE_LAYOUTS)
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_gradcheck_sync(layout, fuse_relu, residual, training, device):
+    case = Case(layout, torch.float64, device)
+    x, z = case.x.detach().clone(), case.z.detach().clone()
+
+    def call(x, weight, bias, z=None):
+        return functional.sync_batch_norm(
+            x, weight, bias, case.running_mean.clone(), case.running_var.clone(), z, training,
+            fuse_relu=fuse_relu, channel_last=case.channel_dim != 1,
+        )  # fmt: skip
+
+    inputs = [t.detach().clone().requires_grad_() for t in (x, case.weight, case.bias, *([z] if residual else []))]
+    assert torch.autograd.gradcheck(call, inputs, fast_mode=True)
+
+
+def test_overwrites_its_input_always(device):
+    layer = InPlaceABN(5).to(device)
+    for training in (True, False):
+        layer.train(training)
+        for grad in (True, False):
+            x = torch.randn(4, 5, 3, 3, device=device, requires_grad=grad)
+            x = x.clone()
+            version = x._version
+            with torch.set_grad_enabled(grad):
+                y = layer(x)
+            assert y.data_ptr() == x.data_ptr() and y is x and x._version > version
+
+
+@pytest.mark.parametrize("kind", ["abn", "sbn"])
+def test_saved_for_backward_is_one_activation(kind):
+    layer = InPlaceABN(64) if kind == "abn" else SyncBatchNorm(64, fuse_relu=True)
+    x = torch.randn(8, 64, 16, 16, requires_grad=True).clone()
+    saved = {}
+
+    def pack(tensor):
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = layer(x)
+    own = sum(p.untyped_storage().nbytes() for p in layer.parameters())
+    one = x.nbytes + (2 * 64 + 2) * 4 + own
+    assert sum(saved.values()) == one
+    with torch.profiler.profile(profile_memory=True) as profile:
+        y.backward(torch.ones_like(y))
+    allocated = sum(max(e.self_cpu_memory_usage, 0) for e in profile.key_averages())
+    assert allocated <= 3 * x.nbytes + 16384  # dy, dx, and the clone's gradient, which is dx
+
+
+def test_autocast(device):
+    case = Case("nchw", torch.float32, device)
+    conv = nn.Conv2d(5, 5, 3, padding=1).to(device)
+    for layer in (InPlaceABN(5), SyncBatchNorm(5, fuse_relu=True)):
+        layer.to(device)
+        with torch.autocast(device, torch.bfloat16):
+            y = layer(conv(case.x))
+        assert y.dtype == torch.bfloat16 and layer.weight.dtype == torch.float32
+        y.float().sum().backward()
+        assert layer.weight.grad.dtype == torch.float32 and conv.weight.grad.isfinite().all()
+    residual = torch.randn(6, 5, 7, 11, device=device)
+    with torch.autocast(device, torch.bfloat16):
+        assert layer(conv(case.x), residual).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("make_layer", [lambda: InPlaceABN(5, activation="elu"), lambda: InPlaceABNSync(5), lambda: SyncBatchNorm(5)])
+def test_copies(make_layer, tmp_path):
+    layer = make_layer()
+    layer(torch.randn(4, 5, 3))
+    buffer = io.BytesIO()
+    torch.save(layer, buffer)
+    buffer.seek(0)
+    x = torch.randn(4, 5, 3)
+    want = layer.eval()(x.clone())
+    for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), torch.load(buffer, weights_only=False).eval()):
+        assert repr(copied) == repr(layer) and torch.equal(copied(x.clone()), want)
+    parameters = {name: value * 2 for name, value in layer.state_dict().items() if value.is_floating_point()}
+    got = torch.func.functional_call(layer, parameters, (x.clone(),))
+    layer.load_state_dict({**layer.state_dict(), **parameters})
+    assert torch.equal(got, layer(x.clone()))
+
+
+@pytest.mark.parametrize("ours", [InPlaceABN, InPlaceABNSync, SyncBatchNorm])
+def test_state_dict_moves_both_ways(ours):
+    theirs, layer = nn.BatchNorm2d(6), ours(6)
+    nn.init.normal_(theirs.weight)
+    theirs(torch.randn(3, 6, 2, 2))
+    layer.load_state_dict(theirs.state_dict())
+    assert list(layer.state_dict()) == list(theirs.state_dict())
+    layer(torch.randn(3, 6, 2, 2))
+    theirs.load_state_dict(layer.state_dict())
+    assert torch.equal(theirs.running_var, layer.running_var) and theirs.num_batches_tracked == 2
+    old = {k: v for k, v in theirs.state_dict().items() if k != "num_batches_tracked"}
+    old["_metadata"] = None
+    layer.load_state_dict({k: v for k, v in old.items() if v is not None})  # version 1 had no counter
+
+
+def test_pretrained_weights_mean_the_same_negative_ones_too():
+    case = Case("nchw", torch.float32)
+    assert (case.weight < 0).any()
+    ours, theirs = make("abn", case, "leaky_relu")
+    theirs.eval(), ours.eval()
+    check("abn_forward_", ours(case.x.clone()), theirs(case.x.double()))
+
+
+def test_abs_weight_is_mapillarys_gamma():
+    case = Case("nchw", torch.float64)
+    layer = InPlaceABN(5, eps=1e-3, activation_param=PARAM, abs_weight=True).double()
+    with torch.no_grad():
+        layer.weight.copy_(case.weight)
+        layer.bias.copy_(case.bias)
+    weight = case.weight.clone().requires_grad_()
+    leaf = case.x.clone().requires_grad_()
+    want = F.leaky_relu(F.batch_norm(leaf, None, None, weight.abs() + 1e-3, case.bias, True, eps=1e-3), PARAM)
+    want.backward(case.dy)
+    got = step(layer, case.x, case.dy)
+    for a, b in zip(got[:3], (want, leaf.grad, weight.grad), strict=True):
+        check("in_place_layer", a, b)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gamma_zero_is_floored_and_its_gradient_passes(dtype):
+    """Zero-initialised gamma trains: the forward is bias, the parameter is not written, its gradient is right."""
+    floor = {torch.float16: 1e-4, torch.float64: 1e-12}.get(dtype, 1e-7)
+    case = Case("nchw", dtype)
+    layer = InPlaceABN(5, activation="identity", dtype=case.weight.dtype)
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([0.0, -0.0, floor / 2, -floor / 2, 1.0]))
+    kept = layer.weight.detach().clone()
+    y, dx, dweight, dbias = step(layer, case.x, case.dy)
+    assert torch.equal(layer.weight, kept) and y[:, :4].abs().max() <= 5 * floor
+    xhat = F.batch_norm(case.x.double(), None, None, None, None, True)
+    want = (xhat * case.dy.double()).sum((0, 2, 3))
+    assert error(dweight, want) < {torch.float16: 2e-2, torch.bfloat16: 2e-2}.get(dtype, 1e-5)
+    assert torch.equal(y[:, 0].sign().double(), xhat[:, 0].sign()), "0 counts as positive"
+    assert torch.equal(y[:, 1].sign().double(), -xhat[:, 1].sign()), "-0 as negative"
+    assert error(dbias, case.dy.double().sum((0, 2, 3))) < 1e-5
+
+
+def test_unsafe_ratio_of_bias_and_weight_is_said_once():
+    layer = InPlaceABN(4)
+    with torch.no_grad():
+        layer.weight.fill_(0.01)
+        layer.bias.fill_(2.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layer(torch.randn(3, 4))  # float32 has digits enough
+    layer._forwards_to_check = 0
+    with pytest.warns(UserWarning, match=r"InPlaceABN\(4\): \|bias\| / \|weight\| is up to 200, so in torch.bfloat16"):
+        layer(torch.randn(3, 4).bfloat16())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            layer(torch.randn(3, 4).bfloat16())
+
+
+def test_accessors():
+    layer = InPlaceABN(3, activation="elu", activation_param=0.5)
+    assert layer.activation == "elu" and layer.activation_param == 0.5
+    assert "activation=elu[0.5]" in repr(layer) and "channel_last" not in repr(layer)
+    assert "fuse_relu=True" in repr(SyncBatchNorm(3, fuse_relu=True))
+    assert set(fastvit.__all__) <= set(dir(fastvit))
+    sync = InPlaceABNSync(3)
+    sync.set_group(None)
+    assert sync.group is None
+
+
+@pytest.mark.parametrize(
+    "call,message",
+    [
+        (lambda: InPlaceABN(3, activation="relu"), "activation is 'relu'; in place it is recovered"),
+        (lambda: InPlaceABN(3, activation="gelu"), "must be one of identity, leaky_relu, elu"),
+        (lambda: InPlaceABN(3, activation_param=0.0), "slope 0 is relu"),
+        (lambda: InPlaceABN(3, activation_param=-0.1), "activation_param is -0.1; leaky_relu in place"),
+        (lambda: InPlaceABN(3, activation_param=float("nan")), "activation_param is nan"),
+        (lambda: InPlaceABN(3, activation="elu", activation_param=0), "takes a value > 0"),
+        (lambda: InPlaceABN(0), "InPlaceABN: num_features is 0; a positive int"),
+        (lambda: SyncBatchNorm("3"), "SyncBatchNorm: num_features is '3'"),
+        (lambda: InPlaceABN(3)(torch.randn(2, 4, 5)), "expected 3 channels in dimension 1, got 4"),
+        (lambda: InPlaceABN(3, channel_last=True)(torch.randn(2, 3, 4)), "expected 3 channels in dimension 2, got 4"),
+        (lambda: SyncBatchNorm(3)(torch.randn(3)), "expected an input of 2 to 5 dimensions, got 1D"),
+        (lambda: SyncBatchNorm(3)(torch.ones(2, 3).long()), "expected a floating-point input, got torch.int64"),
+        (lambda: SyncBatchNorm(3)(torch.ones(1, 3)), "Expected more than 1 value per channel"),
+        (lambda: InPlaceABN(3)(torch.ones(1, 3, 1, 1)), "Expected more than 1 value per channel"),
+    ],
+)
+def test_impossible_requests(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_a_leaf_is_refused_before_it_is_overwritten():
+    x = torch.randn(4, 3, requires_grad=True)
+    kept = x.detach().clone()
+    with pytest.raises(RuntimeError, match="leaf that requires grad"):
+        InPlaceABN(3)(x)
+    assert torch.equal(x, kept)
+
+
+def test_meta_and_mixed_devices():
+    for layer in (SyncBatchNorm(3, device="meta"), InPlaceABN(3, affine=False, device="meta")):
+        assert layer(torch.randn(2, 3, device="meta")).is_meta
+        with pytest.raises(ValueError, match="the input is on cpu and (weight|running_mean) on meta; one device"):
+            layer(torch.randn(2, 3))
+
+
+def test_double_backward_is_refused():
+    x = torch.randn(4, 3, requires_grad=True)
+    for layer in (InPlaceABN(3), SyncBatchNorm(3)):
+        (grad,) = torch.autograd.grad(layer(x.clone()).pow(3).sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable|differentiated twice"):
+            grad.sum().backward()
+
+
+@pytest.mark.parametrize("make_layer", [lambda: InPlaceABN(4), lambda: SyncBatchNorm(4)])
+def test_checkpointing(make_layer):
+    from torch.utils.checkpoint import checkpoint
+
+    conv, layer = nn.Conv2d(3, 4, 3), make_layer()
+    x = torch.randn(2, 3, 8, 8)
+
+    def block(x):
+        return layer(conv(x))
+
+    wanted = None
+    for run in (block, lambda x: checkpoint(block, x, use_reentrant=False)):
+        layer.zero_grad(), conv.zero_grad()
+        run(x).square().sum().backward()
+        got = [p.grad.clone() for p in (*conv.parameters(), *layer.parameters())]
+        for a, b in zip(got, wanted or got, strict=True):
+            check("layer", a, b)
+        wanted = got

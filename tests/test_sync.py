@@ -1,0 +1,294 @@
+"""Statistics over ranks: 2-4 gloo processes equal one big batch; collectives are counted; faults end in errors."""
+
+import copy
+import time
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from tolerances import check
+from torch import nn
+from torch.nn import functional as F
+
+import fastvit
+
+
+def make_layer(kind, channels, dtype=torch.float32, **options):
+    if kind == "abn":
+        layer = fastvit.InPlaceABNSync(channels, activation_param=0.2, dtype=dtype, **options)
+    else:
+        layer = fastvit.SyncBatchNorm(channels, fuse_relu=True, dtype=dtype, **options)
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(1)
+        layer.weight.copy_(torch.randn(channels, generator=generator).sign() + 0.5)
+        layer.bias.copy_(torch.randn(channels, generator=generator))
+    return layer
+
+
+def batch(samples, dtype=torch.float32, seed=2):
+    generator = torch.Generator().manual_seed(seed)
+    shape = (samples, 6, 5, 3)
+    return [torch.randn(shape, generator=generator).to(dtype) * 2 + 3 for _ in range(2)]
+
+
+def one_process(kind, layer, x, dy):
+    """The layer over the whole batch, by torch in float64."""
+    norm = nn.BatchNorm2d(6).double()
+    norm.load_state_dict(copy.deepcopy(layer.state_dict()))
+    leaf = x.double().clone().requires_grad_()
+    y = norm(leaf)
+    y = F.leaky_relu(y, 0.2) if kind == "abn" else y.relu()
+    y.backward(dy.double())
+    return y, leaf.grad, norm.weight.grad, norm.bias.grad, norm.running_mean, norm.running_var
+
+
+def equals_one_big_batch(rank, world, kind, sizes, dtype, channels_last):
+    layer = make_layer(kind, 6, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    x, dy = batch(sum(sizes), dtype)
+    want = one_process(kind, layer, x, dy)
+    leaf, gradient = (t.split(sizes)[rank].clone() for t in (x, dy))
+    if channels_last:
+        leaf = leaf.contiguous(memory_format=torch.channels_last)
+    leaf.requires_grad_()
+    y = layer(leaf.clone())
+    y.backward(gradient)
+    row = "in_place_layer" if kind == "abn" else "layer"
+    check(row, y, want[0].split(sizes)[rank], dtype)
+    check(row, leaf.grad, want[1].split(sizes)[rank], dtype)
+    parameters = [p.grad.clone() for p in (layer.weight, layer.bias)]
+    for gradient in parameters:
+        dist.all_reduce(gradient)
+    for got, expected in zip(parameters, want[2:4], strict=True):
+        check(row, got, expected, dtype)
+    check("running", layer.running_mean, want[4])
+    check("running", layer.running_var, want[5])
+    assert layer.num_batches_tracked == 1
+    return layer.running_mean.tolist(), layer.running_var.tolist()
+
+
+@pytest.mark.parametrize("kind", ["abn", "sbn"])
+@pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "nhwc"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("sizes", [(3, 3), (1, 5), (4, 0, 2), (0, 3, 0, 2)], ids=str)
+def test_equals_one_big_batch(ranks, kind, sizes, dtype, channels_last):
+    states = ranks.run(len(sizes), equals_one_big_batch, kind, sizes, dtype, channels_last)
+    assert all(state == states[0] for state in states)
+
+
+def all_ranks_empty(rank, world):
+    layer = make_layer("sbn", 6)
+    y = layer(torch.empty(0, 6, 5, 3, requires_grad=True))
+    y.sum().backward()
+    assert layer.running_mean.tolist() == [0.0] * 6 and layer.running_var.tolist() == [1.0] * 6
+    assert layer.num_batches_tracked == 1 and layer.weight.grad.tolist() == [0.0] * 6
+
+
+def test_all_ranks_empty(ranks):
+    ranks.run(2, all_ranks_empty)
+
+
+class CountingCollectives:
+    """Counts every collective of torch.distributed that is called as its attribute."""
+
+    NAMES = ("all_gather_into_tensor", "all_gather", "all_reduce", "broadcast", "barrier", "reduce_scatter_tensor")
+
+    def __enter__(self):
+        self.counts = dict.fromkeys(self.NAMES, 0)
+        self.patches = [mock.patch.object(dist, name, self.counted(name)) for name in self.NAMES]
+        for patch in self.patches:
+            patch.start()
+        return self
+
+    def counted(self, name):
+        original = getattr(dist, name)
+
+        def call(*args, **kwargs):
+            self.counts[name] += 1
+            return original(*args, **kwargs)
+
+        return call
+
+    def __exit__(self, *_):
+        for patch in self.patches:
+            patch.stop()
+
+    def called(self):
+        return {name: count for name, count in self.counts.items() if count}
+
+
+def collectives(rank, world, kind):
+    layer = make_layer(kind, 6)
+    x, dy = batch(2, seed=rank)
+    leaf = x.requires_grad_()
+    with CountingCollectives() as forward:
+        y = layer(leaf.clone())
+    with CountingCollectives() as backward:
+        y.backward(dy)
+    with CountingCollectives() as frozen_input:
+        layer(x.detach().clone()).backward(dy)
+    for parameter in layer.parameters():
+        parameter.requires_grad_(False)
+    with CountingCollectives() as frozen:
+        layer(x.detach().clone())
+    with CountingCollectives() as evaluation:
+        layer.eval()(leaf.clone()).backward(dy)
+    return [c.called() for c in (forward, backward, frozen_input, frozen, evaluation)]
+
+
+@pytest.mark.parametrize("kind", ["abn", "sbn"])
+def test_one_packed_collective_each_way(ranks, kind):
+    gather, reduce = {"all_gather_into_tensor": 1}, {"all_reduce": 1}
+    assert ranks.run(2, collectives, kind)[0] == [gather, reduce, gather, gather, {}]
+    assert ranks.run(1, collectives, kind)[0] == [{}, {}, {}, {}, {}]
+
+
+def subgroups(rank, world):
+    group = fastvit.create_syncbn_process_group(2)
+    assert dist.get_world_size(group) == 2 and fastvit.create_syncbn_process_group(0) is None
+    layer = fastvit.SyncBatchNorm(6, process_group=group, momentum=1.0)
+    x, _ = batch(world)
+    layer(x[rank : rank + 1])
+    first = rank // 2 * 2
+    check("running", layer.running_mean, x[first : first + 2].double().mean((0, 2, 3)))
+    for bad in (3, -1, world + 1):
+        with pytest.raises(ValueError, match=f"group_size is {bad}; 0 or a divisor of the {world} ranks"):
+            fastvit.create_syncbn_process_group(bad)
+    other = dist.new_group([0, 1])
+    if rank > 1:
+        with pytest.raises(ValueError, match=f"does not contain this rank .global rank {rank}"):
+            fastvit.InPlaceABNSync(6, group=other)(x.clone())
+
+
+def test_subgroups(ranks):
+    ranks.run(4, subgroups)
+
+
+def one_value_on_one_rank(rank, world):
+    """Several ranks with one value each are fine: nobody reads the counts back."""
+    layer = fastvit.SyncBatchNorm(6, momentum=1.0)
+    x = torch.full((1, 6), float(rank))
+    layer(x)
+    assert layer.running_mean.tolist() == [0.5] * 6 and layer.running_var.tolist() == [0.5] * 6
+
+
+def test_one_value_on_each_rank(ranks):
+    ranks.run(2, one_value_on_one_rank)
+
+
+def model(kind):
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Conv2d(6, 6, 3, bias=False), make_layer(kind, 6), nn.Conv2d(6, 4, 1))
+
+
+def under_ddp(rank, world, kind, how):
+    from torch.nn.parallel import DistributedDataParallel
+
+    x, _ = batch(6)
+    sizes = [2, 4]
+    whole = model(kind).double()
+    whole[1] = nn.Sequential(nn.BatchNorm2d(6).double(), nn.LeakyReLU(0.2) if kind == "abn" else nn.ReLU())
+    net = model(kind)
+    whole[1][0].load_state_dict(net[1].state_dict())
+    (whole(x.double()).square().sum() / world).backward()
+    wrapped = DistributedDataParallel(net, static_graph=how == "static")
+    if how == "compiled":
+        wrapped = torch.compile(wrapped, backend="aot_eager")
+    mine = x.split(sizes)[rank]
+    if how == "accumulate":  # the same samples twice, halved: statistics of each step are the whole step's
+        with wrapped.no_sync():
+            (wrapped(mine).square().sum() / 2).backward()
+        (wrapped(mine).square().sum() / 2).backward()
+    else:
+        wrapped(mine).square().sum().backward()
+    for got, want in zip(net.parameters(), whole.parameters(), strict=True):
+        check("in_place_layer", got.grad, want.grad)
+
+
+@pytest.mark.parametrize("kind", ["abn", "sbn"])
+@pytest.mark.parametrize("how", ["plain", "static", "accumulate", "compiled"])
+def test_ddp_equals_one_process(ranks, kind, how):
+    ranks.run(2, under_ddp, kind, how)
+
+
+def compiled_fullgraph(rank, world, kind):
+    net = model(kind)
+    x, _ = batch(3, seed=rank)
+    results = []
+    for run in (net, torch.compile(net, fullgraph=True, backend="aot_eager")):
+        for layer in net:
+            layer.zero_grad()
+        net[1].reset_running_stats()
+        run(x).square().sum().backward()
+        results.append([*(p.grad.clone() for p in net.parameters()), net[1].running_var.clone()])
+    for eager, compiled in zip(*results, strict=True):
+        check("layer", compiled, eager)
+
+
+@pytest.mark.parametrize("kind", ["abn", "sbn"])
+def test_compiles_fullgraph_with_the_same_gradients(ranks, kind):
+    ranks.run(2, compiled_fullgraph, kind)
+
+
+def never_calls(rank, world, where):
+    layer = make_layer("abn", 6)
+    x, dy = batch(2)
+    begin = time.monotonic()
+    if where == "backward":
+        y = layer(x.requires_grad_().clone())
+    if rank == 0:
+        message = ""
+        try:
+            if where == "forward":
+                layer(x.clone())
+            else:
+                y.backward(dy)
+        except RuntimeError as error:
+            message = str(error)
+        return message, time.monotonic() - begin
+    time.sleep(6)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_rank_that_never_calls_is_an_error_within_the_timeout(where):
+    from ranks import Ranks
+
+    pool = Ranks()  # of its own: the group is broken afterwards
+    try:
+        (message, seconds), _ = pool.run(2, never_calls, where, group_timeout=3)
+    except AssertionError as error:  # the barrier at the end of a broken group may fail too
+        pytest.fail(str(error))
+    finally:
+        pool.close()
+    assert message and seconds < 10
+
+
+def dies(rank, world, file):
+    import os
+
+    layer = make_layer("sbn", 6)
+    x, _ = batch(2)
+    layer(x)
+    if rank == 1:
+        os._exit(9)
+    begin = time.monotonic()
+    try:
+        layer(x)
+        text = "no error"
+    except RuntimeError as error:
+        text = f"error: {error}"
+    with open(file, "w") as out:
+        out.write(f"{time.monotonic() - begin:.1f} {text}")
+
+
+def test_a_rank_that_dies_is_an_error_and_no_hang(tmp_path):
+    from ranks import Ranks
+
+    pool = Ranks()
+    try:
+        with pytest.raises(AssertionError, match="rank 1 died: exit status 9"):
+            pool.run(2, dies, str(tmp_path / "out"), group_timeout=10, limit=40)
+    finally:
+        pool.close()
+    seconds, text = (tmp_path / "out").read_text().split(" ", 1)
+    assert text.startswith("error:") and float(seconds) < 15

@@ -1,0 +1,103 @@
+"""The ViT and its one factory for BatchNorm and activation."""
+
+import pytest
+import torch
+
+from fastvit.models import MLP_NORMS, NORMS, NormAct, ViT, vit_digits
+
+ON_CPU = [norm for norm in NORMS if norm != "torch-sync"]  # which trains on CUDA only
+
+
+def make(norm, mlp_norm="batch"):
+    torch.manual_seed(0)
+    return vit_digits(norm, mlp_norm)
+
+
+def images():
+    return torch.randn(6, 1, 8, 8, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("mlp_norm", MLP_NORMS)
+@pytest.mark.parametrize("norm", NORMS)
+def test_keys_and_initial_weights_do_not_depend_on_norm(norm, mlp_norm):
+    expected, got = make("torch", mlp_norm).state_dict(), make(norm, mlp_norm).state_dict()
+    assert list(got) == list(expected)
+    assert all(torch.equal(got[key], expected[key]) for key in expected)
+
+
+@pytest.mark.parametrize("mlp_norm", MLP_NORMS)
+@pytest.mark.parametrize("norm", [norm for norm in ON_CPU if norm != "torch"])
+def test_training_step_equals_torch(norm, mlp_norm):
+    # In fp64, where recovering the input from the output costs no digit that matters here.
+    expected, got = make("torch", mlp_norm).double(), make(norm, mlp_norm).double()
+    batch, results = images().double(), []
+    for model in (expected, got):
+        logits = model(batch)
+        logits.square().sum().backward()
+        results.append(logits)
+    torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-11)
+    for (name, a), b in zip(expected.named_parameters(), got.parameters(), strict=True):
+        torch.testing.assert_close(
+            b.grad, a.grad, rtol=1e-7, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}"
+        )
+    for (name, a), b in zip(expected.named_buffers(), got.buffers(), strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-9, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_trained_weights_move_to_every_norm(norm):
+    source = make("torch")
+    optimizer = torch.optim.SGD(source.parameters(), lr=0.05)
+    for _ in range(3):
+        source(images()).logsumexp(dim=1).sum().backward()
+        optimizer.step()
+    target = make(norm)
+    target.load_state_dict(source.state_dict())
+    with torch.no_grad():
+        torch.testing.assert_close(target.eval()(images()), source.eval()(images()), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+@pytest.mark.parametrize("norm", ON_CPU)
+def test_norm_act_equals_batch_norm_and_leaky_relu(norm, tokens):
+    layer = NormAct(5, norm, tokens=tokens, slope=0.2)
+    x = torch.randn(4, 7, 5) if tokens else torch.randn(4, 5, 3, 2)
+    channels_first = x.transpose(1, 2) if tokens else x
+    expected = torch.nn.functional.batch_norm(channels_first, None, None, training=True)
+    expected = torch.nn.functional.leaky_relu(expected, 0.2)
+    torch.testing.assert_close(layer(x.clone()), expected.transpose(1, 2) if tokens else expected)
+
+
+def test_the_norm_in_the_mlp_gets_no_view():
+    # Autograd would copy the gradient of a view that is written in place.
+    mlp = make("inplace-abn").blocks[0].mlp
+    assert not mlp.expand(torch.randn(2, 16, 64))._is_view()
+
+
+def test_torch_sync_refuses_the_cpu():
+    with pytest.raises(ValueError, match="CUDA tensors only, got one on cpu"):
+        make("torch-sync")(images())
+
+
+def test_wrong_names_and_sizes():
+    small = {
+        "image_size": 8,
+        "in_channels": 1,
+        "num_classes": 3,
+        "stem_channels": (4,),
+        "stem_strides": (2,),
+        "patch": 2,
+        "dim": 8,
+        "depth": 1,
+        "heads": 2,
+    }
+    assert ViT(**small)(torch.randn(2, 1, 8, 8)).shape == (2, 3)
+    for change, message in (
+        ({"norm": "batch"}, "norm must be one of torch, .*got 'batch'"),
+        ({"mlp_norm": "layer"}, "mlp_norm must be one of none, batch, got 'layer'"),
+        ({"heads": 3}, "dim must be a multiple of heads"),
+        ({"stem_strides": (1, 1)}, "same length"),
+        ({"patch": 3}, "patch must divide the 4 positions"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ViT(**small | change)
