@@ -9,6 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# torch 2.13 renamed all_gather_into_tensor and warns about the old name.
+ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+
 
 class Local:
     """Statistics of this process alone."""
@@ -35,7 +38,7 @@ class Collective:
     def gather(self, moments: Tensor) -> Tensor:
         """The moments of all ranks, `(world_size, 2C + 2)`, in rank order."""
         rows = moments.new_empty(self.world_size * moments.numel())
-        dist.all_gather_into_tensor(rows, moments, group=self.group)
+        getattr(dist, ALL_GATHER)(rows, moments, group=self.group)
         return rows.view(self.world_size, -1)
 
     def start_sum(self, sums: Tensor) -> "PendingSum":

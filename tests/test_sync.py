@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fastvit
+from fastvit.statistics import ALL_GATHER
 
 
 def make_layer(kind, channels, dtype=torch.float32, **options):
@@ -91,7 +92,7 @@ def test_all_ranks_empty(ranks):
 class CountingCollectives:
     """Counts every collective of torch.distributed that is called as its attribute."""
 
-    NAMES = ("all_gather_into_tensor", "all_gather", "all_reduce", "broadcast", "barrier", "reduce_scatter_tensor")
+    NAMES = (ALL_GATHER, "all_gather", "all_reduce", "broadcast", "barrier", "reduce_scatter_tensor")
 
     def __enter__(self):
         self.counts = dict.fromkeys(self.NAMES, 0)
@@ -138,7 +139,7 @@ def collectives(rank, world, kind):
 
 @pytest.mark.parametrize("kind", ["abn", "sbn"])
 def test_one_packed_collective_each_way(ranks, kind):
-    gather, reduce = {"all_gather_into_tensor": 1}, {"all_reduce": 1}
+    gather, reduce = {ALL_GATHER: 1}, {"all_reduce": 1}
     assert ranks.run(2, collectives, kind)[0] == [gather, reduce, gather, gather, {}]
     assert ranks.run(1, collectives, kind)[0] == [{}, {}, {}, {}, {}]
 

@@ -1,0 +1,221 @@
+"""The page of the digits demo: one HTML file with its pictures inside, readable in light and dark."""
+
+from __future__ import annotations
+
+import html
+import io
+import os
+import platform
+import re
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from string import Template
+from typing import TYPE_CHECKING
+
+import matplotlib
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MultipleLocator
+
+import fastvit
+
+if TYPE_CHECKING:
+    from digits_demo import Result
+
+__all__ = ["write_page"]
+
+TEMPLATE = Path(__file__).with_name("demo_page.html")
+INK = "#010203"  # drawn by matplotlib, replaced by the colour of the page's text
+STYLE = {  # label, colour, dashes; colours that stand out on white and on near-black
+    "torch": ("torch BatchNorm + LeakyReLU", "#8b95a5", ()),
+    "inplace-abn": ("fastvit InPlaceABN", "#e2762d", (4, 2)),
+    "fastvit-sync": ("fastvit SyncBatchNorm + LeakyReLU", "#22a06b", ()),
+    "inplace-abn-sync": ("fastvit InPlaceABNSync", "#3b82f6", (4, 2)),
+}
+
+
+def _svg(name: str, width: float, height: float, draw: Callable[[Axes], None]) -> str:
+    """Draw on one pair of axes and return the SVG element, with text that takes the page's font and
+    colour."""
+    settings = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": name,  # several pictures share a page, so their ids must differ
+        "font.size": 9.5,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "grid.alpha": 0.16,
+        "grid.color": INK,
+        "axes.edgecolor": INK,
+        "axes.labelcolor": INK,
+        "xtick.color": INK,
+        "ytick.color": INK,
+        "text.color": INK,
+    }
+    with matplotlib.rc_context(settings):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        draw(figure.subplots())
+        target = io.StringIO()
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(target, format="svg", transparent=True, metadata=nothing)
+    text = target.getvalue()
+    text = text[text.index("<svg") :].replace(INK, "currentColor")
+    text = re.sub(r' xmlns(:xlink)?="[^"]*"', "", text)  # known to HTML
+    text = re.sub(r'<g id="[^"]*">', "<g>", text)
+    text = re.sub(r'(<svg[^>]*?) (?:width|height)="[^"]*"', r"\1", text)
+    text = re.sub(r'(<svg[^>]*?) (?:width|height)="[^"]*"', r"\1", text)
+    return text.replace("<svg", f'<svg role="img" aria-label="{html.escape(name)}"', 1)
+
+
+def _curves(results: Sequence[Result], column: str, log: bool) -> Callable[[Axes], None]:
+    def draw(axes: Axes) -> None:
+        for result in sorted(results, key=lambda r: list(STYLE).index(r.norm)):
+            _, colour, dashes = STYLE[result.norm]
+            rows = result.history
+            axes.plot(
+                [row["epoch"] for row in rows],
+                [row[column] for row in rows],
+                color=colour,
+                dashes=dashes or (None, None),
+                linewidth=1.9,
+                marker="o" if len(rows) < 4 else None,
+                markersize=4,
+            )
+        axes.set_xlabel("epoch")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        if log:
+            axes.set_yscale("log")
+        elif min(result.accuracy for result in results) > 0.9:
+            axes.set_ylim(0.8, 1.005)
+            axes.yaxis.set_major_locator(MultipleLocator(0.05))
+        else:
+            axes.set_ylim(0, 1.02)
+
+    return draw
+
+
+def _bars(results: Sequence[Result]) -> Callable[[Axes], None]:
+    def draw(axes: Axes) -> None:
+        ordered = sorted(results, key=lambda r: list(STYLE).index(r.norm), reverse=True)
+        values = [result.saved_bytes / 2**20 for result in ordered]
+        labels = [STYLE[result.norm][0] for result in ordered]
+        bars = axes.barh(labels, values, color=[STYLE[result.norm][1] for result in ordered], height=0.62)
+        axes.bar_label(bars, [f"{value:.2f} MiB" for value in values], padding=5)
+        axes.set_xlim(0, max(values) * 1.16)
+        axes.set_xlabel("MiB kept for the backward pass of one batch")
+        axes.grid(axis="y", visible=False)
+        axes.tick_params(axis="y", length=0)
+
+    return draw
+
+
+def _speed(result: Result) -> float:
+    # The first epoch pays for everything that happens once.
+    return statistics.median(row["images_per_second"] for row in result.history[1:] or result.history)
+
+
+def _legend(results: Sequence[Result]) -> str:
+    items = []
+    for norm, (label, colour, dashes) in STYLE.items():
+        if any(result.norm == norm for result in results):
+            pattern = ' stroke-dasharray="8 4"' if dashes else ""
+            line = f'<line x1="1" y1="5" x2="33" y2="5" stroke="{colour}" stroke-width="3"{pattern}/>'
+            items.append(
+                f'<li><svg viewBox="0 0 34 10" aria-hidden="true">{line}</svg>{html.escape(label)}</li>'
+            )
+    return f'<ul class="legend">{"".join(items)}</ul>'
+
+
+def _table(results: Sequence[Result], base: int) -> str:
+    names = (
+        "layer",
+        "test accuracy",
+        "test loss",
+        "saved for backward",
+        "of torch",
+        "images/s",
+        "run",
+        "ranks",
+    )
+    head = "<tr>" + "".join(f"<th>{name}</th>" for name in names) + "</tr>"
+    rows = []
+    for index, result in enumerate(results):
+        cells = [
+            html.escape(STYLE[result.norm][0]),
+            f"{result.accuracy:.3f}",
+            f"{result.history[-1]['test_loss']:.4f}",
+            f"{result.saved_bytes:,} B",
+            f"{result.saved_bytes / base:.0%}",
+            f"{_speed(result):,.0f}",
+            f"{result.seconds:.0f} s",
+            str(result.ranks),
+        ]
+        mark = ' class="main"' if index == 0 else ""
+        rows.append(f"<tr{mark}>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+    return f'<div class="scroll"><table>{head}{"".join(rows)}</table></div>'
+
+
+def _processor() -> str:
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name(0)
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _facts(results: Sequence[Result], batch: int) -> str:
+    epochs, python = len(results[0].history), sys.version.split()[0]
+    facts = {
+        "Data": "scikit-learn digits, 8x8: 1438 for training (shifted by up to a pixel), 359 for test",
+        "Model": "ViT with a stem of three convolutions and BatchNorm in the MLP, 4 blocks of width 64, fp32",
+        "Recipe": f"{epochs} epochs, {batch} images per rank and step, AdamW, cosine schedule",
+        "Machine": f"{_processor()}, {os.cpu_count()} CPU cores, {platform.system()}",
+        "Versions": f"fastvit {fastvit.__version__}, torch {torch.__version__}, Python {python}",
+        "Date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+    }
+    return "<dl>" + "".join(f"<dt>{k}</dt><dd>{html.escape(v)}</dd>" for k, v in facts.items()) + "</dl>"
+
+
+def write_page(path: Path, results: Sequence[Result], batch: int) -> Path:
+    """Write the page and return its path.
+
+    Args:
+        path: the HTML file.
+        results: of all runs, the main one first; ``torch`` is among them.
+        batch: images of the batch for which ``saved_bytes`` was measured.
+    """
+    main = results[0]
+    base = next(result.saved_bytes for result in results if result.norm == "torch")
+    less = 1 - main.saved_bytes / base
+    tiles = (
+        (f"{main.accuracy:.3f}", "test accuracy, InPlaceABNSync"),
+        (f"{less:.0%} less", "kept for the backward pass of the whole model than with torch BatchNorm"),
+        (f"{_speed(main):,.0f}", f"images per second in training, {main.ranks} rank(s)"),
+        (f"{main.seconds:.0f} s", "main run, start of the processes included"),
+    )
+    charts = (
+        ("Training loss", _svg("training loss by epoch", 4.3, 3.1, _curves(results, "train_loss", True))),
+        ("Test loss", _svg("test loss by epoch", 4.3, 3.1, _curves(results, "test_loss", True))),
+        ("Test accuracy", _svg("test accuracy by epoch", 4.3, 3.1, _curves(results, "test_accuracy", False))),
+    )
+    parts = {
+        "tiles": "".join(f'<div class="tile"><b>{big}</b><span>{text}</span></div>' for big, text in tiles),
+        "legend": _legend(results),
+        "charts": "".join(f"<figure><figcaption>{title}</figcaption>{svg}</figure>" for title, svg in charts),
+        "bars": _svg("saved for backward by layer", 8.2, 2.3, _bars(results)),
+        "table": _table(results, base),
+        "facts": _facts(results, batch),
+        "commands": html.escape("\n".join(result.command for result in results)),
+        "batch": str(batch),
+    }
+    template = Template(TEMPLATE.read_text(encoding="utf-8"))
+    path.write_text(template.substitute(parts), encoding="utf-8")
+    return path

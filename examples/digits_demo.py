@@ -1,0 +1,217 @@
+"""Train one small ViT on scikit-learn's digits with four BatchNorm layers and write a page about it.
+
+    python examples/digits_demo.py
+
+The main run, `InPlaceABNSync` over two ranks (one per GPU where there are GPUs), shows its progress; the same
+model and recipe with torch BatchNorm, `InPlaceABN` and `SyncBatchNorm` follow. All of it goes into
+``runs/demo``: for each run TensorBoard events, metrics and the last checkpoint, and ``index.html`` with the
+pictures. The last line is ``test accuracy 0.9xx`` of the main run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from demo_page import write_page
+
+from fastvit.models import vit_digits
+from fastvit.training.data import load_digits
+from fastvit.training.errors import MissingPackage, check_packages
+
+MAIN = "inplace-abn-sync"
+OTHERS = ("torch", "inplace-abn", "fastvit-sync")
+EPOCHS = 30
+BATCH = 32  # images per rank
+REQUIRED_ACCURACY = 0.97
+RUN_LIMIT = 900  # seconds after which a run counts as hung
+
+
+class DemoError(RuntimeError):
+    """The demo did not reach its end; the message is for the user."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one run gave."""
+
+    norm: str
+    command: str
+    ranks: int
+    seconds: float  # of the whole run, start of the processes included
+    saved_bytes: int  # kept for the backward pass of one batch on one rank
+    history: list[dict]  # one row per epoch, as in metrics.jsonl
+
+    @property
+    def accuracy(self) -> float:
+        return self.history[-1]["test_accuracy"]
+
+
+def saved_bytes(norm: str, images: torch.Tensor) -> int:
+    """Bytes that autograd keeps between the forward and the backward pass of the demo's model.
+
+    Each storage counts once, however many layers keep it; parameters and buffers do not count.
+    """
+    model = vit_digits(norm).train()
+    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        address = tensor.untyped_storage().data_ptr()
+        if address not in own:
+            kept[address] = tensor  # holding it keeps the address from being used again
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(images)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+class Run:
+    """One training run in processes of its own."""
+
+    def __init__(self, norm: str, ranks: int, epochs: int, out: Path, threads: int, stream: bool) -> None:
+        self.norm, self.ranks, self.directory = norm, ranks, out / norm
+        torchrun = f"torchrun --standalone --nproc_per_node={ranks}"
+        flags = f"--norm {norm} --epochs {epochs} --batch-size {BATCH} --threads {threads}"
+        started = f"{torchrun if ranks > 1 else 'python'} -m fastvit.training {flags} --out"
+        self.command = f"{started} {norm}"  # as one would type it in the demo's directory
+        words = started.replace("torchrun", "python -m torch.distributed.run").split()
+        self.log = None if stream else out / f"{norm}.log"
+        # torchrun warns about an unset OMP_NUM_THREADS; the trainer sets the number of threads itself.
+        environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+        sink = None if stream else self.log.open("w")
+        self.start = time.perf_counter()
+        # cwd: so that the installed package is imported, not a source tree in the current directory.
+        self.process = subprocess.Popen(
+            [sys.executable, *words[1:], str(self.directory)],
+            cwd=out,
+            env=environment,
+            stdout=sink,
+            stderr=subprocess.STDOUT if sink else None,
+        )
+        if sink:
+            sink.close()
+
+    def finish(self, bytes_kept: int) -> Result:
+        """Wait for the end and collect what the run left.
+
+        Raises:
+            DemoError: it failed or hung.
+        """
+        try:
+            status = self.process.wait(RUN_LIMIT)
+        except subprocess.TimeoutExpired:
+            self.stop()
+            raise DemoError(
+                f"the run with --norm {self.norm} did not end within {RUN_LIMIT} seconds"
+            ) from None
+        if status:
+            where = f"its output is in {self.log}" if self.log else "its output is above"
+            raise DemoError(f"the run with --norm {self.norm} failed with exit status {status}; {where}")
+        seconds = time.perf_counter() - self.start
+        rows = (self.directory / "metrics.jsonl").read_text().splitlines()
+        history = [json.loads(row) for row in rows]
+        return Result(self.norm, self.command, self.ranks, seconds, bytes_kept, history)
+
+    def stop(self) -> None:
+        """End the processes; torchrun passes the signal on to its ranks."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(30)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
+
+def clear(out: Path) -> None:
+    """Make room for new runs: remove what an earlier demo left, and nothing else."""
+    out.mkdir(parents=True, exist_ok=True)
+    for norm in (MAIN, *OTHERS):
+        if (out / norm / "config.json").is_file():
+            shutil.rmtree(out / norm)
+    (out / "index.html").unlink(missing_ok=True)
+
+
+def compare(out: Path, epochs: int, quick: bool) -> list[Result]:
+    """Train with every norm, the main one first.
+
+    Raises:
+        DemoError: a run failed.
+    """
+    gpus = torch.cuda.device_count()
+    ranks = gpus or 2
+    affinity = getattr(os, "sched_getaffinity", None)
+    threads = max(1, (len(affinity(0)) if affinity else os.cpu_count() or 1) // ranks)
+    images = load_digits(0).train_images[:BATCH]
+    kept = {norm: saved_bytes(norm, images) for norm in (MAIN, *OTHERS)}
+    runs: list[Run] = []
+    try:
+        print(f"{MAIN}: {epochs} epochs on {ranks} rank(s) with {'CUDA' if gpus else 'the CPU'}", flush=True)
+        runs.append(Run(MAIN, ranks, epochs, out, threads, stream=True))
+        results = [runs[-1].finish(kept[MAIN])]
+        print(f"{MAIN}: {results[0].seconds:.0f} s", flush=True)
+        if quick:
+            runs += [Run(norm, 1, epochs, out, 1, stream=False) for norm in OTHERS]
+            results += [run.finish(kept[run.norm]) for run in runs[1:]]
+        else:
+            for norm in OTHERS:
+                runs.append(Run(norm, ranks, epochs, out, threads, stream=False))
+                results.append(runs[-1].finish(kept[norm]))
+                last = results[-1]
+                print(f"{norm}: test accuracy {last.accuracy:.3f}, {last.seconds:.0f} s", flush=True)
+    finally:
+        for run in runs:
+            run.stop()
+    return results
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    parser.add_argument("--epochs", type=int, default=EPOCHS, help=f"epochs of each run (default {EPOCHS})")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/demo"), help="where everything goes (default runs/demo)"
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="only show that everything works: the three other runs on one rank each and at the same time, "
+        "and no accuracy is demanded",
+    )
+    options = parser.parse_args()
+    if options.epochs < 1:
+        parser.error(f"--epochs must be at least 1, got {options.epochs}")
+    out = options.out.resolve()
+    start = time.perf_counter()
+    try:
+        check_packages()
+        clear(out)
+        results = compare(out, options.epochs, options.quick)
+        (out / "summary.json").write_text(json.dumps([asdict(result) for result in results], indent=2) + "\n")
+        page = write_page(out / "index.html", results, BATCH)
+        accuracy = results[0].accuracy
+        if accuracy < REQUIRED_ACCURACY and not options.quick:
+            raise DemoError(
+                f"test accuracy {accuracy:.3f} of {MAIN} is below {REQUIRED_ACCURACY}; see {page}"
+            )
+    except (DemoError, MissingPackage, OSError) as error:
+        print(f"digits_demo: error: {error}", file=sys.stderr)
+        return 1
+    print(f"all runs: {time.perf_counter() - start:.0f} s")
+    print(f"TensorBoard: tensorboard --logdir {out}")
+    print(f"page: {page}")
+    print(f"test accuracy {accuracy:.3f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""BatchNorm followed by leaky_relu, made by name: one place where a model chooses its normalisation.
+
+The five names differ in speed, memory and in which samples share their statistics. They agree in what they
+compute on one rank, in their state_dict keys and in their initial values, so weights move between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from ..inplace_abn import InPlaceABN, InPlaceABNSync
+from ..sync_batchnorm import SyncBatchNorm
+
+__all__ = ["NORMS", "SYNCHRONISED", "NormAct"]
+
+NORMS = ("torch", "torch-sync", "fastvit-sync", "inplace-abn", "inplace-abn-sync")
+"""What ``norm=`` takes."""
+
+SYNCHRONISED = frozenset({"torch-sync", "fastvit-sync", "inplace-abn-sync"})
+"""The norms with statistics over the samples of every rank; all ranks hold the same running values."""
+
+
+def _torch(features: int, tokens: bool, slope: float) -> nn.Module:
+    return nn.BatchNorm1d(features) if tokens else nn.BatchNorm2d(features)
+
+
+def _torch_sync(features: int, tokens: bool, slope: float) -> nn.Module:
+    return nn.SyncBatchNorm(features)
+
+
+def _fastvit_sync(features: int, tokens: bool, slope: float) -> nn.Module:
+    return SyncBatchNorm(features, channel_last=tokens)
+
+
+def _inplace_abn(features: int, tokens: bool, slope: float) -> nn.Module:
+    return InPlaceABN(features, activation="leaky_relu", activation_param=slope, channel_last=tokens)
+
+
+def _inplace_abn_sync(features: int, tokens: bool, slope: float) -> nn.Module:
+    return InPlaceABNSync(features, activation="leaky_relu", activation_param=slope, channel_last=tokens)
+
+
+_MAKERS: dict[str, Callable[[int, bool, float], nn.Module]] = {
+    "torch": _torch,
+    "torch-sync": _torch_sync,
+    "fastvit-sync": _fastvit_sync,
+    "inplace-abn": _inplace_abn,
+    "inplace-abn-sync": _inplace_abn_sync,
+}
+
+
+class NormAct(nn.Module):
+    """BatchNorm and leaky_relu over the channels of ``(N, C, H, W)`` images or ``(N, L, C)`` tokens.
+
+    Args:
+        num_features: C.
+        norm: ``torch`` (nn.BatchNorm), ``torch-sync`` (nn.SyncBatchNorm; trains on CUDA tensors only and
+            raises ValueError on others), ``fastvit-sync`` (fastvit.SyncBatchNorm), ``inplace-abn``
+            (fastvit.InPlaceABN) or ``inplace-abn-sync`` (fastvit.InPlaceABNSync).
+        tokens: the input is ``(N, L, C)`` and C is its last dimension.
+        slope: of leaky_relu for negative values.
+
+    ``forward(x)`` returns a tensor of the shape and dtype of ``x``. The in-place norms overwrite ``x`` and
+    return it, so ``x`` must be the fresh result of a convolution or matrix product that nothing else keeps.
+
+    Raises:
+        ValueError: ``norm`` is not one of the names above.
+    """
+
+    def __init__(self, num_features: int, norm: str, *, tokens: bool = False, slope: float = 0.01) -> None:
+        super().__init__()
+        if norm not in _MAKERS:
+            raise ValueError(f"NormAct: norm must be one of {', '.join(NORMS)}, got {norm!r}")
+        self.norm = _MAKERS[norm](num_features, tokens, slope)
+        in_place = norm.startswith("inplace-abn")
+        self.act = nn.Identity() if in_place else nn.LeakyReLU(slope, inplace=True)
+        # torch's layers take channels in dimension 1 only. Tokens get there without a copy as (N * L, C),
+        # which has the same statistics; transposed to (N, C, L) they would cost one. fastvit's layers read
+        # them as they lie.
+        self.flat = tokens and norm.startswith("torch")
+
+        self.cuda_only = norm == "torch-sync"
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.cuda_only and self.training and not x.is_cuda:
+            raise ValueError(
+                f"NormAct: norm='torch-sync' trains on CUDA tensors only, got one on {x.device.type}; "
+                f"fastvit-sync and inplace-abn-sync synchronise on the CPU too"
+            )
+        if self.flat:
+            return self.act(self.norm(x.flatten(0, 1))).view_as(x)
+        return self.act(self.norm(x))

@@ -1,0 +1,199 @@
+"""A small vision transformer with a convolutional stem, the place where BatchNorm belongs in a ViT.
+
+Stem: Xiao et al., "Early Convolutions Help Transformers See Better", arXiv:2106.14881. Blocks: pre-norm, as
+in Dosovitskiy et al., arXiv:2010.11929. BatchNorm in the MLP: Yao et al., "Leveraging Batch Normalization for
+Vision Transformers", ICCV Workshops 2021.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .norm_act import NormAct
+
+__all__ = ["MLP_NORMS", "ViT", "vit_digits"]
+
+MLP_NORMS = ("none", "batch")
+"""What ``mlp_norm=`` takes."""
+
+
+class Stem(nn.Module):
+    """3x3 convolutions, each followed by BatchNorm and leaky_relu, then one token for each patch.
+
+    ``(N, in_channels, H, W)`` -> ``(N, L, dim)`` with L the number of patches left after the strides.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        channels: Sequence[int],
+        strides: Sequence[int],
+        patch: int,
+        dim: int,
+        norm: str,
+    ) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for width, stride in zip(channels, strides, strict=True):
+            # No bias: the BatchNorm that follows subtracts any constant and has a bias of its own.
+            layers.append(nn.Conv2d(in_channels, width, 3, stride=stride, padding=1, bias=False))
+            layers.append(NormAct(width, norm))
+            in_channels = width
+        self.layers = nn.Sequential(*layers)
+        self.project = nn.Conv2d(in_channels, dim, patch, stride=patch)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.project(self.layers(images)).flatten(2).transpose(1, 2)
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention, ``(N, L, dim)`` -> ``(N, L, dim)``."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.project = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, length, dim = x.shape
+        qkv = self.qkv(x).view(n, length, 3, self.heads, dim // self.heads).permute(2, 0, 3, 1, 4)
+        out = F.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2])
+        return self.project(out.transpose(1, 2).reshape(n, length, dim))
+
+
+class MLP(nn.Module):
+    """Linear, GELU or BatchNorm with leaky_relu, linear: ``(N, L, dim)`` -> ``(N, L, dim)``."""
+
+    def __init__(self, dim: int, hidden: int, norm: str, mlp_norm: str) -> None:
+        super().__init__()
+        batch = mlp_norm == "batch"
+        # Without a bias the product of 3-D tokens is a tensor of its own; with one it is a view, and autograd
+        # would copy its gradient twice on behalf of a layer that writes in place.
+        self.expand = nn.Linear(dim, hidden, bias=not batch)
+        self.act = NormAct(hidden, norm, tokens=True) if batch else nn.GELU()
+        self.contract = nn.Linear(hidden, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.contract(self.act(self.expand(x)))
+
+
+class Block(nn.Module):
+    """Attention and MLP, each behind a LayerNorm and beside a residual connection."""
+
+    def __init__(self, dim: int, heads: int, hidden: int, norm: str, mlp_norm: str) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(dim)
+        self.attention = Attention(dim, heads)
+        self.norm2 = nn.LayerNorm(dim)
+        self.mlp = MLP(dim, hidden, norm, mlp_norm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class ViT(nn.Module):
+    """Vision transformer with a convolutional stem and mean pooling.
+
+    Args:
+        image_size: height and width of the images, in pixels.
+        in_channels: channels of the images.
+        num_classes: length of the returned logits.
+        stem_channels, stem_strides: width and stride of each 3x3 convolution of the stem.
+        patch: side of the square of stem positions that becomes one token; it divides what the strides leave.
+        dim: width of the tokens; a multiple of ``heads``.
+        depth: number of blocks.
+        heads: attention heads.
+        mlp_ratio: width of the MLP's hidden layer over ``dim``.
+        norm: BatchNorm and activation of the stem, and of the MLP with ``mlp_norm="batch"``; see `NormAct`.
+        mlp_norm: between the linear layers ``none`` (GELU alone) or ``batch`` (BatchNorm, leaky_relu).
+
+    ``forward(images)`` takes ``(N, in_channels, image_size, image_size)`` and returns logits
+    ``(N, num_classes)``. The state_dict keys, and the initial weights after a given ``torch.manual_seed``,
+    do not depend on ``norm``.
+
+    Raises:
+        ValueError: an argument is impossible; the message says which and what it takes.
+    """
+
+    def __init__(
+        self,
+        *,
+        image_size: int,
+        in_channels: int,
+        num_classes: int,
+        stem_channels: Sequence[int],
+        stem_strides: Sequence[int],
+        patch: int,
+        dim: int,
+        depth: int,
+        heads: int,
+        mlp_ratio: int = 4,
+        norm: str = "inplace-abn-sync",
+        mlp_norm: str = "none",
+    ) -> None:
+        super().__init__()
+        if mlp_norm not in MLP_NORMS:
+            raise ValueError(f"ViT: mlp_norm must be one of {', '.join(MLP_NORMS)}, got {mlp_norm!r}")
+        if len(stem_channels) != len(stem_strides):
+            raise ValueError(
+                f"ViT: stem_channels and stem_strides must have the same length, "
+                f"got {len(stem_channels)} and {len(stem_strides)}"
+            )
+        if dim % heads:
+            raise ValueError(f"ViT: dim must be a multiple of heads, got dim {dim} and heads {heads}")
+        side = image_size
+        for stride in stem_strides:
+            side = (side - 1) // stride + 1
+        if side % patch:
+            raise ValueError(f"ViT: patch must divide the {side} positions that the stem leaves, got {patch}")
+        self.stem = Stem(in_channels, stem_channels, stem_strides, patch, dim, norm)
+        self.position = nn.Parameter(torch.empty(1, (side // patch) ** 2, dim))
+        self.blocks = nn.Sequential(
+            *(Block(dim, heads, mlp_ratio * dim, norm, mlp_norm) for _ in range(depth))
+        )
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, num_classes)
+        self._initialise()
+
+    def _initialise(self) -> None:
+        nn.init.trunc_normal_(self.position, std=0.02)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=0.02)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+            elif isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.stem(images) + self.position
+        x = self.blocks(x)
+        return self.head(self.norm(x).mean(dim=1))
+
+
+def vit_digits(norm: str = "inplace-abn-sync", mlp_norm: str = "batch") -> ViT:
+    """The ViT for scikit-learn's digits: ``(N, 1, 8, 8)`` -> ``(N, 10)``, 16 tokens, 247 thousand weights.
+
+    The stem keeps the full resolution, because a digit of 8x8 pixels has none to give away.
+    """
+    return ViT(
+        image_size=8,
+        in_channels=1,
+        num_classes=10,
+        stem_channels=(32, 32, 64),
+        stem_strides=(1, 1, 1),
+        patch=2,
+        dim=64,
+        depth=4,
+        heads=4,
+        norm=norm,
+        mlp_norm=mlp_norm,
+    )

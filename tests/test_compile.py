@@ -1,0 +1,111 @@
+"""torch.compile: one graph, and the same outputs, gradients and running statistics as eager."""
+
+import pytest
+import torch
+from tolerances import check
+from torch import nn
+
+import fastvit
+
+
+class Residual(nn.Module):
+    def __init__(self, channels):
+        super().__init__()
+        self.norm = fastvit.SyncBatchNorm(channels, fuse_relu=True)
+
+    def forward(self, x):
+        return self.norm(x, x.sigmoid())
+
+
+class Tokens(nn.Module):
+    def __init__(self, channels):
+        super().__init__()
+        self.norm = fastvit.InPlaceABN(channels, activation="elu", activation_param=1.0, channel_last=True)
+
+    def forward(self, x):
+        return self.norm(x.flatten(2).transpose(1, 2).contiguous()).transpose(1, 2).unflatten(2, x.shape[2:])
+
+
+LAYERS = {
+    "abn": lambda: fastvit.InPlaceABN(6, momentum=None),
+    "sbn": lambda: fastvit.SyncBatchNorm(6, fuse_relu=True),
+    "residual": lambda: Residual(6),
+    "tokens": lambda: Tokens(6),
+}
+
+
+def net(name, channels_last):
+    torch.manual_seed(0)
+    layer = LAYERS[name]()
+    for module in layer.modules():
+        if getattr(module, "weight", None) is not None:
+            nn.init.normal_(module.weight)
+            nn.init.normal_(module.bias)
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), layer, nn.Conv2d(6, 4, 3))
+    return model.to(memory_format=torch.channels_last) if channels_last else model
+
+
+def results(model, run, x):
+    model.zero_grad()
+    for buffer, value in zip(model.buffers(), [0, 1, 0], strict=True):
+        buffer.fill_(value)
+    y = run(x)
+    if y.requires_grad:
+        y.square().sum().backward()
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return [y.detach(), *gradients, *(b.clone() for b in model.buffers())]
+
+
+@pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "nhwc"])
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_fullgraph(name, backend, training, channels_last):
+    if backend == "inductor" and (channels_last != training):
+        pytest.skip("each layer once in train and once in eval: compiling takes seconds")
+    torch._dynamo.reset()
+    model = net(name, channels_last).train(training)
+    x = torch.randn(4, 3, 9, 10)
+    if channels_last:
+        x = x.contiguous(memory_format=torch.channels_last)
+    eager = results(model, model, x)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    for _ in range(2):
+        for got, want in zip(results(model, compiled, x), eager, strict=True):
+            check("in_place_layer", got.double(), want.double(), torch.float32)
+    with torch.no_grad():
+        check("layer", compiled(x), model(x))
+
+
+@pytest.mark.parametrize("name", ["abn", "tokens"])
+def test_a_layer_compiled_alone(name):
+    """Its input is then an input of the graph, which torch 2.13 gets wrong for mark_dirty."""
+    torch._dynamo.reset()
+    model = net(name, False)
+    x = torch.randn(4, 3, 9, 10)
+    eager = results(model, model, x)
+    first, layer, last = model
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for got, want in zip(results(model, lambda x: last(compiled(first(x))), x), eager, strict=True):
+        check("in_place_layer", got.double(), want.double(), torch.float32)
+
+
+def test_the_input_is_overwritten_when_compiled_too():
+    torch._dynamo.reset()
+    layer = fastvit.InPlaceABN(6)
+    for requires_grad in (True, False):
+        x = torch.randn(4, 6, 5, requires_grad=requires_grad).clone()
+        want = layer(x.clone())
+        y = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
+        check("layer", y, want)
+        check("layer", x, want)
+
+
+def test_changing_batch_size():
+    torch._dynamo.reset()
+    model = net("abn", False)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
+    for n in (4, 7, 3):
+        x = torch.randn(n, 3, 9, 10)
+        for got, want in zip(results(model, compiled, x), results(model, model, x), strict=True):
+            check("in_place_layer", got.double(), want.double(), torch.float32)
