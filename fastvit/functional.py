@@ -22,7 +22,7 @@ def check_in_place_activation(activation: str, activation_param: float) -> None:
         )
     if activation != "identity" and not activation_param > 0:
         raise ValueError(
-            f"activation_param is {activation_param}; {activation} in place is inverted, which takes a value > 0"
+            f"activation_param is {activation_param}; {activation} in place is inverted, so it must be > 0"
             + (" (slope 0 is relu, which cannot be inverted)" if activation_param == 0 else "")
         )
 
@@ -37,7 +37,9 @@ def _check_input(
         raise ValueError(f"{name}: expected a floating-point input, got {x.dtype}")
     for what, tensor in (("weight", weight), ("running_mean", running_mean)):
         if tensor is not None and tensor.device != x.device:
-            raise ValueError(f"{name}: the input is on {x.device} and {what} on {tensor.device}; one device expected")
+            raise ValueError(
+                f"{name}: the input is on {x.device} and {what} on {tensor.device}; one device expected"
+            )
     channel_dim = x.dim() - 1 if channel_last else 1
     if weight is not None and x.shape[channel_dim] != weight.shape[0]:
         raise ValueError(
@@ -200,8 +202,8 @@ def sync_batch_norm(
     Not differentiable twice.
 
     Raises:
-        ValueError: wrong rank, dtype, device or channel count; one value per channel in training where the sizes
-            are known; a group that does not contain this rank.
+        ValueError: wrong rank, dtype, device or channel count; one value per channel in training where the
+            sizes are known; a group that does not contain this rank.
         RuntimeError: an argument that an op cannot take; a rank that did not answer within the group's
             timeout.
     """

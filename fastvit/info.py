@@ -19,7 +19,9 @@ def _architectures() -> str:
         listing = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
-    found = {name for word in listing.split() for name in word.split(".") if name.startswith(("sm_", "compute_"))}
+    found = {
+        name for word in listing.split() for name in word.split(".") if name.startswith(("sm_", "compute_"))
+    }
     return ", for " + ", ".join(sorted(found)) if found else ""
 
 
@@ -36,8 +38,9 @@ def facts() -> dict[str, str]:
     return {
         "fastvit": fastvit.__version__,
         "library": str(_library.FOLDER),
-        "CPU kernels": f"{torch.ops.fastvit.cpu_capability()} instructions, {torch.get_num_threads()} threads",
-        "CUDA kernels": _library.CUDA_STATUS + (_architectures() if (_library.FOLDER / "_cuda.so").exists() else ""),
+        "CPU kernels": f"{torch.ops.fastvit.cpu_capability()}, {torch.get_num_threads()} threads",
+        "CUDA kernels": _library.CUDA_STATUS
+        + (_architectures() if (_library.FOLDER / "_cuda.so").exists() else ""),
         "torch": f"{torch.__version__} (CUDA {torch.version.cuda or 'none'})",
         "python": platform.python_version(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",

@@ -63,9 +63,7 @@ class InPlaceABN(_NormBase):
     ):
         _norm.check_num_features(type(self).__name__, num_features)
         functional.check_in_place_activation(activation, activation_param)
-        super().__init__(
-            num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
-        )
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
         self.activation = activation
         self.activation_param = activation_param
         self.channel_last = channel_last
@@ -106,8 +104,8 @@ class InPlaceABN(_NormBase):
         if error > _UNSAFE:
             self._forwards_to_check = -1
             warnings.warn(
-                f"InPlaceABN({self.num_features}): |bias| / |weight| is up to {ratio:.3g}, so in {x.dtype} the "
-                f"input recovered in backward is off by about {min(error, 1):.0%} in that channel; "
+                f"InPlaceABN({self.num_features}): |bias| / |weight| is up to {ratio:.3g}, so in {x.dtype} "
+                f"the input recovered in backward is off by about {min(error, 1):.0%} in that channel; "
                 "keep this layer in a wider dtype, or use one that keeps its input (SyncBatchNorm)",
                 stacklevel=3,
             )

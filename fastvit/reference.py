@@ -39,9 +39,11 @@ def _gamma(weight: Tensor | None, x: Tensor, in_place: bool) -> Tensor | float:
         return 1.0
     gamma = weight.double()
     floor = GAMMA_FLOOR[x.dtype]
-    return torch.where(gamma.abs() < floor, torch.copysign(torch.tensor(floor).double(), gamma), gamma) if (
-        in_place
-    ) else gamma
+    return (
+        torch.where(gamma.abs() < floor, torch.copysign(torch.tensor(floor).double(), gamma), gamma)
+        if (in_place)
+        else gamma
+    )
 
 
 def _activate(v: Tensor, activation: str, param: float) -> Tensor:
@@ -188,9 +190,7 @@ def _recover(input, dy, z, saved, weight, bias, activation, param, channel_dim, 
 
 def _reduce(input, dy, z, saved, weight, bias, activation, param, channel_dim, in_place):
     dz, xhat, *_ = _recover(input, dy, z, saved, weight, bias, activation, param, channel_dim, in_place)
-    sums = torch.cat(
-        [channels_first(dz, channel_dim).sum(1), channels_first(dz * xhat, channel_dim).sum(1)]
-    )
+    sums = torch.cat([channels_first(dz, channel_dim).sum(1), channels_first(dz * xhat, channel_dim).sum(1)])
     return sums.to(accumulation_dtype(input.dtype))
 
 
@@ -229,7 +229,5 @@ def abn_backward(
     y, dy, saved, sums, weight=None, bias=None, activation="leaky_relu", activation_param=0.01,
     channel_dim=1,
 ):  # fmt: skip
-    dx, _ = _backward(
-        y, dy, None, saved, sums, weight, bias, activation, activation_param, channel_dim, True
-    )
+    dx, _ = _backward(y, dy, None, saved, sums, weight, bias, activation, activation_param, channel_dim, True)
     return torch.empty_like(y).copy_(dx)

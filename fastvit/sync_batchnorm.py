@@ -1,4 +1,4 @@
-"""SyncBatchNorm: batch normalisation over the ranks of a process group, and converters from and to BatchNorm."""
+"""SyncBatchNorm: batch normalisation over a process group, and converters from and to BatchNorm."""
 
 import warnings
 
@@ -49,9 +49,7 @@ class SyncBatchNorm(_BatchNorm):
         dtype: torch.dtype | None = None,
     ):
         _norm.check_num_features("SyncBatchNorm", num_features)
-        super().__init__(
-            num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
-        )
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
         self.process_group = process_group
         self.channel_last = channel_last
         self.fuse_relu = fuse_relu
@@ -125,7 +123,8 @@ def convert_syncbn_model(
     if left:
         names = ", ".join(f"{name} ({count})" for name, count in sorted(left.items()))
         warnings.warn(
-            f"convert_syncbn_model: left as they are, because their forward is their own: {names}", stacklevel=2
+            f"convert_syncbn_model: left as they are, because their forward is their own: {names}",
+            stacklevel=2,
         )
     return module
 
@@ -151,7 +150,9 @@ def revert_syncbn_model(module: nn.Module) -> nn.Module:
             layer.__dict__.pop(attribute, None)
         layer.__class__ = original or BatchNorm
     if left:
-        warnings.warn(f"revert_syncbn_model: left as they are, for lack of a BatchNorm: {', '.join(left)}", stacklevel=2)
+        warnings.warn(
+            f"revert_syncbn_model: left as they are, for lack of a BatchNorm: {', '.join(left)}", stacklevel=2
+        )
     return module
 
 
@@ -166,7 +167,8 @@ def create_syncbn_process_group(group_size: int) -> "dist.ProcessGroup | None":
     world = dist.get_world_size()
     if not 0 < group_size <= world or world % group_size:
         raise ValueError(
-            f"create_syncbn_process_group: group_size is {group_size}; 0 or a divisor of the {world} ranks expected"
+            f"create_syncbn_process_group: group_size is {group_size}; "
+            f"0 or a divisor of the {world} ranks expected"
         )
     mine = None
     for first in range(0, world, group_size):

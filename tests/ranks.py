@@ -57,7 +57,9 @@ class Ranks:
             theirs.close()
             self.workers.append((process, ours))
 
-    def run(self, world: int, function, *arguments, group_timeout: float = GROUP_TIMEOUT, limit: float = 60) -> list:
+    def run(
+        self, world: int, function, *arguments, group_timeout: float = GROUP_TIMEOUT, limit: float = 60
+    ) -> list:
         """The results by rank. A rank's exception or death fails with every rank's traceback."""
         self._grow(world)
         with tempfile.TemporaryDirectory() as folder:
@@ -66,7 +68,7 @@ class Ranks:
                 connection.send((function, rank, world, arguments, str(store), group_timeout))
             deadline = time.monotonic() + limit
             results = []
-            for rank, (process, connection) in enumerate(self.workers[:world]):
+            for process, connection in self.workers[:world]:
                 try:
                     if not connection.poll(max(0.0, deadline - time.monotonic())):
                         results.append(("error", f"no answer within {limit} s"))

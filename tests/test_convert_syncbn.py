@@ -43,7 +43,9 @@ def net():
 
 
 def convert(net, **options):
-    with pytest.warns(UserWarning, match=r"left as they are, because their forward is their own: OwnForward \(1\)"):
+    with pytest.warns(
+        UserWarning, match=r"left as they are, because their forward is their own: OwnForward \(1\)"
+    ):
         return convert_syncbn_model(net, **options)
 
 
@@ -53,14 +55,22 @@ def test_keeps_everything_but_the_class(net):
     net.rest["bn"].momentum = None
     calls = []
     net.first.register_forward_hook(lambda *_: calls.append(1))
-    before = dict(net.named_parameters()), dict(net.named_buffers()), {n: m.training for n, m in net.named_modules()}
+    before = (
+        dict(net.named_parameters()),
+        dict(net.named_buffers()),
+        {n: m.training for n, m in net.named_modules()},
+    )
     keys, optimizer = list(net.state_dict()), torch.optim.SGD(net.parameters(), lr=0.1)
     eager = copy.deepcopy(net)
     assert convert(net) is net
     assert [type(m) for m in (net.first, net.rest["bn"], net.head[2])] == [SyncBatchNorm] * 3
     assert net.again is net.first and type(net.rest["own"]) is OwnForward
     assert type(net.rest["instance"]) is nn.InstanceNorm2d
-    after = dict(net.named_parameters()), dict(net.named_buffers()), {n: m.training for n, m in net.named_modules()}
+    after = (
+        dict(net.named_parameters()),
+        dict(net.named_buffers()),
+        {n: m.training for n, m in net.named_modules()},
+    )
     for a, b in zip(before[:2], after[:2], strict=True):
         assert a.keys() == b.keys() and all(a[k] is b[k] for k in a)
     assert before[2] == after[2] and list(net.state_dict()) == keys
@@ -85,7 +95,9 @@ def test_revert_gives_the_original_classes_back(net):
 
 
 def test_revert_of_layers_built_as_such():
-    model = nn.Sequential(SyncBatchNorm(3), SyncBatchNorm(3, fuse_relu=True), SyncBatchNorm(3, channel_last=True))
+    model = nn.Sequential(
+        SyncBatchNorm(3), SyncBatchNorm(3, fuse_relu=True), SyncBatchNorm(3, channel_last=True)
+    )
     with pytest.warns(UserWarning, match="left as they are, for lack of a BatchNorm: 1, 2"):
         revert_syncbn_model(model)
     assert isinstance(model[0], nn.modules.batchnorm._BatchNorm) and not isinstance(model[0], SyncBatchNorm)

@@ -40,7 +40,7 @@ class TorchLayer(nn.Module):
 
 
 def make(kind, case, activation, **options):
-    """Ours, and torch's with the same parameters (float64 for half dtypes, as torch's CPU has no mixed ones)."""
+    """Ours, and torch's with the same parameters (in float64, which is also exact for half)."""
     channel_last = case.channel_dim == case.x.dim() - 1 and case.x.dim() > 2
     dtype = case.weight.dtype
     common = dict(channel_last=channel_last, dtype=dtype, device=case.x.device, **options)
@@ -48,7 +48,9 @@ def make(kind, case, activation, **options):
         ours = InPlaceABN(case.channels, activation=activation, activation_param=PARAM, **common)
     else:
         ours = SyncBatchNorm(case.channels, fuse_relu=activation == "relu", **common)
-    theirs = TorchLayer(case.channels, case.x.dim(), activation, case.channel_dim, **options).to(case.x.device)
+    theirs = TorchLayer(case.channels, case.x.dim(), activation, case.channel_dim, **options).to(
+        case.x.device
+    )
     theirs = theirs.double()
     if ours.affine:
         with torch.no_grad():
@@ -168,7 +170,9 @@ def test_gradcheck_sync(layout, fuse_relu, residual, training, device):
             fuse_relu=fuse_relu, channel_last=case.channel_dim != 1,
         )  # fmt: skip
 
-    inputs = [t.detach().clone().requires_grad_() for t in (x, case.weight, case.bias, *([z] if residual else []))]
+    inputs = [
+        t.detach().clone().requires_grad_() for t in (x, case.weight, case.bias, *([z] if residual else []))
+    ]
     assert torch.autograd.gradcheck(call, inputs, fast_mode=True)
 
 
@@ -221,7 +225,10 @@ def test_autocast(device):
         assert layer(conv(case.x), residual).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("make_layer", [lambda: InPlaceABN(5, activation="elu"), lambda: InPlaceABNSync(5), lambda: SyncBatchNorm(5)])
+@pytest.mark.parametrize(
+    "make_layer",
+    [lambda: InPlaceABN(5, activation="elu"), lambda: InPlaceABNSync(5), lambda: SyncBatchNorm(5)],
+)
 def test_copies(make_layer, tmp_path):
     layer = make_layer()
     layer(torch.randn(4, 5, 3))
@@ -230,7 +237,11 @@ def test_copies(make_layer, tmp_path):
     buffer.seek(0)
     x = torch.randn(4, 5, 3)
     want = layer.eval()(x.clone())
-    for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), torch.load(buffer, weights_only=False).eval()):
+    for copied in (
+        copy.deepcopy(layer),
+        pickle.loads(pickle.dumps(layer)),
+        torch.load(buffer, weights_only=False).eval(),
+    ):
         assert repr(copied) == repr(layer) and torch.equal(copied(x.clone()), want)
     parameters = {name: value * 2 for name, value in layer.state_dict().items() if value.is_floating_point()}
     got = torch.func.functional_call(layer, parameters, (x.clone(),))
@@ -278,7 +289,7 @@ def test_abs_weight_is_mapillarys_gamma():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gamma_zero_is_floored_and_its_gradient_passes(dtype):
-    """Zero-initialised gamma trains: the forward is bias, the parameter is not written, its gradient is right."""
+    """Zero-initialised gamma trains: y is bias, the parameter is not written, its gradient is right."""
     floor = {torch.float16: 1e-4, torch.float64: 1e-12}.get(dtype, 1e-7)
     case = Case("nchw", dtype)
     layer = InPlaceABN(5, activation="identity", dtype=case.weight.dtype)
@@ -304,7 +315,9 @@ def test_unsafe_ratio_of_bias_and_weight_is_said_once():
         warnings.simplefilter("error")
         layer(torch.randn(3, 4))  # float32 has digits enough
     layer._forwards_to_check = 0
-    with pytest.warns(UserWarning, match=r"InPlaceABN\(4\): \|bias\| / \|weight\| is up to 200, so in torch.bfloat16"):
+    with pytest.warns(
+        UserWarning, match=r"InPlaceABN\(4\): \|bias\| / \|weight\| is up to 200, so in torch.bfloat16"
+    ):
         layer(torch.randn(3, 4).bfloat16())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -335,9 +348,15 @@ def test_accessors():
         (lambda: InPlaceABN(0), "InPlaceABN: num_features is 0; a positive int"),
         (lambda: SyncBatchNorm("3"), "SyncBatchNorm: num_features is '3'"),
         (lambda: InPlaceABN(3)(torch.randn(2, 4, 5)), "expected 3 channels in dimension 1, got 4"),
-        (lambda: InPlaceABN(3, channel_last=True)(torch.randn(2, 3, 4)), "expected 3 channels in dimension 2, got 4"),
+        (
+            lambda: InPlaceABN(3, channel_last=True)(torch.randn(2, 3, 4)),
+            "expected 3 channels in dimension 2, got 4",
+        ),
         (lambda: SyncBatchNorm(3)(torch.randn(3)), "expected an input of 2 to 5 dimensions, got 1D"),
-        (lambda: SyncBatchNorm(3)(torch.ones(2, 3).long()), "expected a floating-point input, got torch.int64"),
+        (
+            lambda: SyncBatchNorm(3)(torch.ones(2, 3).long()),
+            "expected a floating-point input, got torch.int64",
+        ),
         (lambda: SyncBatchNorm(3)(torch.ones(1, 3)), "Expected more than 1 value per channel"),
         (lambda: InPlaceABN(3)(torch.ones(1, 3, 1, 1)), "Expected more than 1 value per channel"),
     ],
@@ -358,7 +377,9 @@ def test_a_leaf_is_refused_before_it_is_overwritten():
 def test_meta_and_mixed_devices():
     for layer in (SyncBatchNorm(3, device="meta"), InPlaceABN(3, affine=False, device="meta")):
         assert layer(torch.randn(2, 3, device="meta")).is_meta
-        with pytest.raises(ValueError, match="the input is on cpu and (weight|running_mean) on meta; one device"):
+        with pytest.raises(
+            ValueError, match="the input is on cpu and (weight|running_mean) on meta; one device"
+        ):
             layer(torch.randn(2, 3))
 
 

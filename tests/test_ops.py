@@ -18,7 +18,12 @@ def options(case, activation):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_bn_stats(layout, dtype, device):
     case = Case(layout, dtype, device)
-    check("bn_stats", ops.bn_stats(case.x, case.channel_dim), reference.bn_stats(case.x, case.channel_dim), dtype)
+    check(
+        "bn_stats",
+        ops.bn_stats(case.x, case.channel_dim),
+        reference.bn_stats(case.x, case.channel_dim),
+        dtype,
+    )
 
 
 @pytest.mark.parametrize("residual", [False, True], ids=["", "residual"])
@@ -95,7 +100,9 @@ def test_mixed_layouts_of_x_and_dy(layout, dtype, device):
     saved = reference.bn_forward(case.x, reference.bn_stats(case.x))[1]
     n, c, h, w = case.x.shape
     for dy in (
-        case.dy.contiguous() if layout == "nhwc_c13" else case.dy.contiguous(memory_format=torch.channels_last),
+        case.dy.contiguous()
+        if layout == "nhwc_c13"
+        else case.dy.contiguous(memory_format=torch.channels_last),
         torch.tensor(0.7, dtype=dtype, device=device).expand(n, c, h, w),
         case.dy.permute(0, 1, 3, 2).contiguous().permute(0, 1, 3, 2),
         case.dy[:, :1].expand(n, c, h, w),
@@ -104,7 +111,9 @@ def test_mixed_layouts_of_x_and_dy(layout, dtype, device):
         want = reference.bn_reduce(case.x, dy, None, saved, case.weight, case.bias, "leaky_relu")
         check("bn_reduce", sums, want, dtype)
         dx, _ = ops.bn_backward(case.x, dy, None, saved, want, case.weight, case.bias, "leaky_relu")
-        want_dx, _ = reference.bn_backward(case.x, dy, None, saved, want, case.weight, case.bias, "leaky_relu")
+        want_dx, _ = reference.bn_backward(
+            case.x, dy, None, saved, want, case.weight, case.bias, "leaky_relu"
+        )
         check("bn_backward", dx, want_dx)
 
 
@@ -153,7 +162,7 @@ def test_merging_ranks_equals_one_big_batch(sizes, dtype, device):
     rows = torch.stack([ops.bn_stats(part) for part in x.split(sizes)])
     whole, whole_saved = ops.bn_forward(x, ops.bn_stats(x), activation="relu")
     parts = [ops.bn_forward(part, rows, activation="relu") for part in x.split(sizes)]
-    for y, saved in parts:
+    for _, saved in parts:
         check("bn_stats", saved, whole_saved)
         assert torch.equal(saved, parts[0][1])
     check("bn_stats", torch.cat([y for y, _ in parts]), whole)
@@ -194,17 +203,21 @@ def test_empty(shape, device):
     x = torch.empty(shape, device=device)
     moments = ops.bn_stats(x, channel_dim)
     assert moments.tolist() == [0.0] * 12
-    mean, var, tracked = torch.ones(5, device=device), torch.ones(5, device=device), torch.tensor(2, device=device)
-    y, saved = ops.bn_forward(
-        x, moments, None, None, None, mean, var, tracked, None, channel_dim=channel_dim
+    mean, var, tracked = (
+        torch.ones(5, device=device),
+        torch.ones(5, device=device),
+        torch.tensor(2, device=device),
     )
+    y, saved = ops.bn_forward(x, moments, None, None, None, mean, var, tracked, None, channel_dim=channel_dim)
     assert y.shape == shape and mean.tolist() == var.tolist() == [1.0] * 5 and tracked == 3
     assert ops.bn_reduce(x, x, None, saved, channel_dim=channel_dim).tolist() == [0.0] * 10
     sums = torch.ones(10, device=device)
     assert ops.bn_backward(x, x, None, saved, sums, channel_dim=channel_dim)[0].shape == shape
     assert ops.abn_backward(x, x, saved, sums, channel_dim=channel_dim).shape == shape
     other = ops.bn_stats(torch.randn(9, 5, device=device))
-    ops.abn_forward_(x, torch.stack([moments, other]), None, None, mean, var, tracked, 1.0, channel_dim=channel_dim)
+    ops.abn_forward_(
+        x, torch.stack([moments, other]), None, None, mean, var, tracked, 1.0, channel_dim=channel_dim
+    )
     check("running", mean, other[:5])
 
 
@@ -252,7 +265,10 @@ def test_rounding_to_storage_is_to_nearest_even(dtype, device):
     """The vector conversions, value by value: every finite half, infinities, NaN, ties and subnormals."""
     bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
     x = bits.view(dtype).reshape(1, 1, -1).to(device)
-    saved_like_identity = {"running_mean": torch.zeros(1, device=device), "running_var": torch.ones(1, device=device)}
+    saved_like_identity = {
+        "running_mean": torch.zeros(1, device=device),
+        "running_var": torch.ones(1, device=device),
+    }
     scale = torch.tensor([1.0 + 2**-9], device=device)
     y, _ = ops.bn_forward(x, None, weight=scale, eps=0.0, **saved_like_identity)
     want = (x.float() * scale + 0.0).to(dtype)  # + bias, which makes -0 a 0
@@ -295,7 +311,9 @@ def test_more_than_2_to_the_31_elements(layout, device):
     moments = ops.bn_stats(x)
     n = x.numel() // 4
     share = 128 * 128 / n
-    torch.testing.assert_close(moments[:4].double(), torch.full((4,), share, dtype=torch.float64), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        moments[:4].double(), torch.full((4,), share, dtype=torch.float64), rtol=1e-6, atol=0
+    )
     assert reference.unpack_count(moments).item() == n
     saved = ops.abn_forward_(x, moments, channel_dim=1)
     assert x[-1].min() > 100 and x[0].max() < 0
@@ -340,11 +358,20 @@ def bad_calls():
         "x rank": (lambda: ops.bn_stats(x[0, 0]), r"bn_stats: x has shape \(5\); 2 to 5"),
         "x rank 6": (lambda: ops.bn_stats(x[None, None, None]), "bn_stats: x has shape .*; 2 to 5"),
         "channel_dim": (lambda: ops.bn_stats(x, 3), r"bn_stats: channel_dim is 3; 0 to 2 expected"),
-        "weight size": (lambda: ops.bn_forward(x, moments, w[:2]), r"bn_forward: weight has shape \(2\); \(3,\)"),
+        "weight size": (
+            lambda: ops.bn_forward(x, moments, w[:2]),
+            r"bn_forward: weight has shape \(2\); \(3,\)",
+        ),
         "weight dtype": (lambda: ops.bn_forward(x, moments, w.int()), "bn_forward: weight has dtype Int"),
         "bias strides": (lambda: ops.bn_forward(x, moments, w, torch.ones(6)[::2]), "bias is not contiguous"),
-        "moments shape": (lambda: ops.bn_forward(x, moments[:5]), r"moments has shape \(5\); \(8,\) or one such row"),
-        "moments dtype": (lambda: ops.bn_forward(x, moments.double()), "moments has dtype Double; Float expected"),
+        "moments shape": (
+            lambda: ops.bn_forward(x, moments[:5]),
+            r"moments has shape \(5\); \(8,\) or one such row",
+        ),
+        "moments dtype": (
+            lambda: ops.bn_forward(x, moments.double()),
+            "moments has dtype Double; Float expected",
+        ),
         "no statistics": (lambda: ops.bn_forward(x, None), "moments is None; without running_mean"),
         "half the buffers": (lambda: ops.bn_forward(x, moments, running_mean=w), "must be given together"),
         "cumulative": (
@@ -355,18 +382,36 @@ def bad_calls():
             lambda: ops.bn_forward(x, moments, num_batches_tracked=torch.tensor(1.0)),
             "num_batches_tracked must be one int64",
         ),
-        "z shape": (lambda: ops.bn_forward(x, moments, z=x[:2]), r"z has shape \(2, 3, 5\); \(4, 3, 5\) expected"),
+        "z shape": (
+            lambda: ops.bn_forward(x, moments, z=x[:2]),
+            r"z has shape \(2, 3, 5\); \(4, 3, 5\) expected",
+        ),
         "z dtype": (lambda: ops.bn_forward(x, moments, z=x.double()), "z has dtype Double; Float expected"),
-        "activation": (lambda: ops.bn_forward(x, moments, activation="gelu"), "activation is 'gelu'; identity, relu"),
-        "relu in place": (lambda: ops.abn_forward_(x, moments, activation="relu"), "relu, which cannot be inverted"),
-        "slope 0": (lambda: ops.abn_forward_(x, moments, activation_param=0.0), "activation_param is 0; > 0 expected"),
+        "activation": (
+            lambda: ops.bn_forward(x, moments, activation="gelu"),
+            "activation is 'gelu'; identity, relu",
+        ),
+        "relu in place": (
+            lambda: ops.abn_forward_(x, moments, activation="relu"),
+            "relu, which cannot be inverted",
+        ),
+        "slope 0": (
+            lambda: ops.abn_forward_(x, moments, activation_param=0.0),
+            "activation_param is 0; > 0 expected",
+        ),
         "expanded": (
             lambda: ops.abn_forward_(torch.zeros(1, 3, 5).expand(4, 3, 5), moments),
             "x is expanded",
         ),
         "dy shape": (lambda: ops.bn_reduce(x, x[:3], None, saved), r"bn_reduce: dy has shape \(3, 3, 5\)"),
-        "saved shape": (lambda: ops.abn_reduce(x, x, saved[1:]), r"abn_reduce: saved has shape \(7\); \(8,\)"),
-        "sums shape": (lambda: ops.abn_backward(x, x, saved, saved), r"abn_backward: sums has shape \(8\); \(6,\)"),
+        "saved shape": (
+            lambda: ops.abn_reduce(x, x, saved[1:]),
+            r"abn_reduce: saved has shape \(7\); \(8,\)",
+        ),
+        "sums shape": (
+            lambda: ops.abn_backward(x, x, saved, saved),
+            r"abn_backward: sums has shape \(8\); \(6,\)",
+        ),
     }
 
 

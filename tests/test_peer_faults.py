@@ -94,7 +94,9 @@ def in_place_gradients(device, activation, param, dtype, scale=1.0, shift=0.0):
     weight = torch.full((4,), scale, device=device, dtype=torch.float32 if dtype != torch.float64 else dtype)
     bias = torch.full_like(weight, shift)
     leaf = x.clone().requires_grad_()
-    y = functional.inplace_abn(leaf.clone(), weight, bias, None, None, activation=activation, activation_param=param)
+    y = functional.inplace_abn(
+        leaf.clone(), weight, bias, None, None, activation=activation, activation_param=param
+    )
     y.backward(dy)
     double = x.double().requires_grad_()
     v = F.batch_norm(double, None, None, weight.double(), bias.double(), True)

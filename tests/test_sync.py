@@ -1,4 +1,4 @@
-"""Statistics over ranks: 2-4 gloo processes equal one big batch; collectives are counted; faults end in errors."""
+"""Statistics over 2-4 gloo processes: equal to one big batch, collectives counted, faults end in errors."""
 
 import copy
 import time

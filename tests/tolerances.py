@@ -24,7 +24,7 @@ TOLERANCES = {
     ),
     "abn_reduce": (
         {F64: 1e-12, F32: 2e-5, F16: 2e-5, BF16: 2e-5},
-        "as bn_reduce, and xhat recovered through log1p near saturation loses digits of the accumulation type",
+        "as bn_reduce, and xhat recovered through log1p near saturation loses some digits",
     ),
     "bn_backward": (_ROUNDED, "one rounding to storage"),
     "abn_backward": (
@@ -39,7 +39,7 @@ TOLERANCES = {
     ),
     "in_place_layer": (
         {F64: 1e-10, F32: 1e-4, F16: 1e-2, BF16: 6e-2},
-        "xhat recovered from y: u * sqrt(1 + (bias / weight)^2), times 1 / slope of the negative side's share",
+        "xhat recovered from y: u * sqrt(1 + (bias / weight)^2), and the negative side's 1 / slope",
     ),
 }
 
@@ -56,7 +56,11 @@ def error(got: torch.Tensor, want: torch.Tensor, least_scale: float = 1e-30) -> 
 
 
 def check(
-    op: str, got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype | None = None, least_scale: float = 1e-30
+    op: str,
+    got: torch.Tensor,
+    want: torch.Tensor,
+    dtype: torch.dtype | None = None,
+    least_scale: float = 1e-30,
 ) -> None:
     """`least_scale`: for sums that may cancel to nothing, what they would be if they did not."""
     table, reason = TOLERANCES[op]

@@ -24,7 +24,7 @@ struct Kernels {
 
 // ATEN_CPU_CAPABILITY=default|avx2|avx512 lowers the choice here just as it does in torch.
 Kernels choose_kernels() {
-#if defined(FASTVIT_X86)
+#if defined(__x86_64__)
   const char* wish = std::getenv("ATEN_CPU_CAPABILITY");
   const std::string most = wish ? wish : "avx512";
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&

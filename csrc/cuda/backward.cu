@@ -27,48 +27,52 @@ struct BackwardKernel {
 
 // Operands 0: x or y, 1: dy, 2: dx, 3: z, 4: dz.
 template <class T, bool kRows, int V, Kept kKept>
-__global__ void __launch_bounds__(kThreads) backward_kernel(const __grid_constant__ BackwardKernel<T> args) {
+__global__ void __launch_bounds__(kThreads, kResident)
+    backward_kernel(const __grid_constant__ BackwardKernel<T> args) {
   using A = Accumulation<T>;
   constexpr bool kResidual = kKept == Kept::input_and_residual;
   constexpr int kOperands = kResidual ? 5 : 3, K = kRows ? V : 1, kTile = kRows ? kMostTile : 1;
+  constexpr int U = kResidual ? kBatch / 2 : kBatch;
   const Work work(args.plan, blockIdx.x);
   __shared__ Constants<A, kKept> table[kTile];
   __shared__ A offsets[kTile], slopes[kTile];  // a, b
-  const int channels = tile_channels(args.plan, work);
+  const int channels = work.channels(args.plan);
   for (int g = threadIdx.x; g < channels; g += kThreads) {
-    const int64_t c = work.tile * args.plan.tile + g, C = args.saved.C;
+    const int64_t c = work.first_channel(args.plan) + g, C = args.saved.C;
     table[g] = Constants<A, kKept>::of(args.saved, c);
     const double n = args.saved.count();
     const bool constant = !args.sums || !(n > 0);
     offsets[g] = constant ? A(0) : A(double(args.sums[c]) / n);
-    slopes[g] = constant ? A(0)
-                         : A(double(args.sums[C + c]) / n) *
-                               (kKept == Kept::output ? A(1) : args.saved.invstd(c));
+    slopes[g] = constant
+                    ? A(0)
+                    : A(double(args.sums[C + c]) / n) * (kKept == Kept::output ? A(1) : args.saved.invstd(c));
   }
   __syncthreads();
   Constants<A, kKept> constants[K];
   A offset[K], slope[K];
 #pragma unroll
   for (int k = 0; k < K; ++k) {
-    const int g = kRows ? min(tile_channel<V>(args.plan, work, k), channels - 1) : 0;
+    const int g = kRows ? work.channel<V>(args.plan, k) : 0;
     constants[k] = table[g], offset[k] = offsets[g], slope[k] = slopes[g];
   }
   const A limit = kKept == Kept::output ? args.saved.limit() : A(0);
 
-  const auto body = [&](const auto& batch) {
-    Packet<T, V> input[kBatch], dy[kBatch], z[kResidual ? kBatch : 1];
+  const auto body = [&]<class B>(const B& batch) {
+    Packet<T, B::V> input[B::U], dy[B::U];
+    [[maybe_unused]] Packet<T, B::V> z[kResidual ? B::U : 1];
     batch.load(input, args.input, 0);
     batch.load(dy, args.dy, 1);
     if constexpr (kResidual) batch.load(z, args.z, 3);
     with_activation<kKept != Kept::output>(args.saved.activation, [&]<class Fn>(Fn) {
 #pragma unroll
-      for (int j = 0; j < kBatch; ++j) {
-        A in[V], g[V], r[V];
+      for (int j = 0; j < B::U; ++j) {
+        A in[B::V], g[B::V];
+        [[maybe_unused]] A r[B::V];
         input[j].unpack(in);
         dy[j].unpack(g);
         if constexpr (kResidual) z[j].unpack(r);
 #pragma unroll
-        for (int k = 0; k < V; ++k) {
+        for (int k = 0; k < B::V; ++k) {
           const int i = kRows ? k : 0;
           const Gradient<A> t = gradient<Fn, kKept>(in[k], g[k], kResidual ? r[k] : A(0), constants[i],
                                                     args.saved.param, limit);
@@ -83,9 +87,9 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(const __grid_constan
     if constexpr (kResidual) batch.store(dy, args.dz, 4);
   };
   if constexpr (kRows)
-    walk_rows<V, kOperands>(args.plan, work, body);
+    walk_rows<V, U, kOperands, false>(args.plan, work, body);
   else
-    walk_planes<V, kOperands>(args.plan, work, args.input, body);
+    walk_planes<V, U, kOperands, false>(args.plan, work, args.input, body);
 }
 
 void Cuda::backward(const BackwardArgs& args) {

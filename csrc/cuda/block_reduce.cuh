@@ -18,6 +18,24 @@ struct Sums {
   }
 };
 
+// A thread's running sums: each addition's rounding error is carried into the next (Kahan, 1965), so that the
+// number of values does not show.
+template <class A>
+struct RunningSums {
+  Sums<A> sums, lost;
+  __device__ __forceinline__ void add(const Sums<A>& more) {
+    add(sums.first, lost.first, more.first);
+    add(sums.second, lost.second, more.second);
+  }
+
+ private:
+  __device__ __forceinline__ static void add(A& sum, A& lost, A more) {
+    const A corrected = more - lost, total = sum + corrected;
+    lost = (total - sum) - corrected;
+    sum = total;
+  }
+};
+
 template <class A>
 struct Spread : Moments<A, A> {  // the count of one slice needs no more digits than its mean has
   using Moments<A, A>::merge;
@@ -75,24 +93,24 @@ __device__ __forceinline__ R load_written(const R* p) {
 template <class R, class Write>
 __device__ __forceinline__ void finish(R* shared, int step, R* partial, unsigned* tickets, const Plan& plan,
                                        const Work& work, const Write& write) {
-  const int channels = tile_channels(plan, work);
-  const int64_t first = work.tile * plan.tile, C = plan.layout.C;
+  const int channels = work.channels(plan);
+  const int64_t first = work.first_channel(plan), C = plan.layout.C;
   if (plan.slices == 1) {
     for (int g = threadIdx.x; g < channels; g += kThreads) write(first + g, shared[g * step]);
     return;
   }
   for (int g = threadIdx.x; g < channels; g += kThreads)
     partial[work.slice * C + first + g] = shared[g * step];
-  __threadfence();
   __shared__ bool last;
   __syncthreads();
   if (threadIdx.x == 0) {
-    last = atomicAdd(&tickets[work.tile], 1u) == unsigned(plan.slices - 1);
+    __threadfence();  // the barrier gathered the block's partials; the fence sends them out before the ticket
+    last = atomicAdd(&tickets[work.tile], 1u) == plan.slices - 1;
+    __threadfence();  // and the other blocks' are seen after it
     if (last) atomicExch(&tickets[work.tile], 0u);
   }
   __syncthreads();
   if (!last) return;
-  __threadfence();
   const int width = channels < kThreads ? channels : kThreads, teams = kThreads / width;
   const int team = threadIdx.x / width, lane = threadIdx.x - team * width;
   for (int g0 = 0; g0 < channels; g0 += width) {
@@ -100,12 +118,11 @@ __device__ __forceinline__ void finish(R* shared, int step, R* partial, unsigned
     if (team < teams && g0 + lane < channels) {
       const R* from = partial + first + g0 + lane;
 #pragma unroll 4
-      for (int64_t s = team; s < plan.slices; s += teams) total.merge(load_written(from + s * C));
+      for (unsigned s = team; s < plan.slices; s += teams) total.merge(load_written(from + int64_t(s) * C));
     }
     shared[threadIdx.x] = total;
     merge_groups(shared, width, 1, teams, width);
-    if (threadIdx.x < width && g0 + threadIdx.x < channels)
-      write(first + g0 + threadIdx.x, shared[threadIdx.x]);
+    if (team == 0 && g0 + lane < channels) write(first + g0 + lane, shared[lane]);
     __syncthreads();
   }
 }

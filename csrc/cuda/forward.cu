@@ -6,6 +6,8 @@
 //          themselves. 16-byte loads and stores, a batch in flight.
 // Numerics the mean is taken off first, so a mean much larger than the deviation costs no digits.
 // Source   Ioffe, Szegedy, arXiv:1502.03167; in place: arXiv:1712.02616.
+#include <cmath>
+
 #include "host.h"
 #include "walk.cuh"
 
@@ -37,11 +39,11 @@ struct Statistics {  // what mean and invstd come from, and where they are kept
   };
   __device__ __forceinline__ Normaliser normaliser(const Moments<A>& all) const {
     const A variance = all.count > 0 ? A(double(all.m2) / all.count) : A(0);
-    return {all.mean, A(1) / sqrt(variance + eps)};
+    return {all.mean, A(1) / std::sqrt(variance + eps)};
   }
   __device__ __forceinline__ Normaliser normaliser(int64_t c) const {
     if (moments) return normaliser(merged(c));
-    return {A(running_mean.read(c, 0)), A(1) / sqrt(A(running_var.read(c, 1)) + eps)};
+    return {A(running_mean.read(c, 0)), A(1) / std::sqrt(A(running_var.read(c, 1)) + eps)};
   }
 
   // By one block for all channels: the factor comes from a counter that must change exactly once, after
@@ -98,18 +100,19 @@ struct ForwardKernel {
 
 // Operands 0: x, 1: y, 2: z.
 template <class T, bool kRows, int V, bool kResidual>
-__global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant__ ForwardKernel<T> args) {
+__global__ void __launch_bounds__(kThreads, kResident)
+    forward_kernel(const __grid_constant__ ForwardKernel<T> args) {
   using A = Accumulation<T>;
   if (blockIdx.x == 0) {
     args.statistics.keep();
     return;
   }
   constexpr int kOperands = kResidual ? 3 : 2, K = kRows ? V : 1, kTile = kRows ? kMostTile : 1;
-  const Work work(args.plan, int64_t(blockIdx.x) - 1);
+  const Work work(args.plan, gridDim.x - 1 - blockIdx.x);
   __shared__ A means[kTile], scales[kTile], betas[kTile];
-  const int channels = tile_channels(args.plan, work);
+  const int channels = work.channels(args.plan);
   for (int g = threadIdx.x; g < channels; g += kThreads) {
-    const int64_t c = work.tile * args.plan.tile + g;
+    const int64_t c = work.first_channel(args.plan) + g;
     const auto n = args.statistics.normaliser(c);
     means[g] = n.mean;
     scales[g] = gamma_of(args.weight, args.floor, c) * n.invstd;
@@ -119,22 +122,24 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
   A mean[K], scale[K], beta[K];
 #pragma unroll
   for (int k = 0; k < K; ++k) {
-    const int g = kRows ? min(tile_channel<V>(args.plan, work, k), channels - 1) : 0;
+    const int g = kRows ? work.channel<V>(args.plan, k) : 0;
     mean[k] = means[g], scale[k] = scales[g], beta[k] = betas[g];
   }
 
-  const auto body = [&](const auto& batch) {
-    Packet<T, V> x[kBatch], z[kResidual ? kBatch : 1];
+  const auto body = [&]<class B>(const B& batch) {
+    Packet<T, B::V> x[B::U];
+    [[maybe_unused]] Packet<T, B::V> z[kResidual ? B::U : 1];
     batch.load(x, args.x, 0);
     if constexpr (kResidual) batch.load(z, args.z, 2);
     with_activation<true>(args.activation, [&]<class Fn>(Fn) {
 #pragma unroll
-      for (int j = 0; j < kBatch; ++j) {
-        A v[V], r[V];
+      for (int j = 0; j < B::U; ++j) {
+        A v[B::V];
+        [[maybe_unused]] A r[B::V];
         x[j].unpack(v);
         if constexpr (kResidual) z[j].unpack(r);
 #pragma unroll
-        for (int k = 0; k < V; ++k) {
+        for (int k = 0; k < B::V; ++k) {
           v[k] = (v[k] - mean[kRows ? k : 0]) * scale[kRows ? k : 0] + beta[kRows ? k : 0];
           if constexpr (kResidual) v[k] += r[k];
           v[k] = Fn::forward(v[k], args.param);
@@ -145,9 +150,9 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
     batch.store(x, args.y, 1);
   };
   if constexpr (kRows)
-    walk_rows<V, kOperands>(args.plan, work, body);
+    walk_rows<V, kBatch, kOperands, true>(args.plan, work, body);
   else
-    walk_planes<V, kOperands>(args.plan, work, args.x, body);
+    walk_planes<V, kBatch, kOperands, true>(args.plan, work, args.x, body);
 }
 
 void Cuda::forward(const ForwardArgs& args) {
@@ -155,8 +160,8 @@ void Cuda::forward(const ForwardArgs& args) {
   with_type(args.dtype, [&]<class T>() {
     using A = Accumulation<T>;
     const void* pointers[] = {args.x, args.y, args.z};
-    const Plan plan = Planner::make(args.layout, pointers, args.z ? 3 : 2, sizeof(T),
-                                    device.multiprocessors, false);
+    const Plan plan =
+        Planner::make(args.layout, pointers, args.z ? 3 : 2, sizeof(T), device.multiprocessors, false);
     ForwardKernel<T> kernel{};
     kernel.plan = plan;
     kernel.x = static_cast<const T*>(args.x);

@@ -6,6 +6,8 @@
 //   in place  centred = xhat, recovered from y; dz = dy * act'(v) from y
 #pragma once
 
+#include <cmath>
+
 #include "channels.cuh"
 #include "walk.cuh"
 
@@ -26,7 +28,7 @@ struct Saved {  // of the forward pass, and what is made of it
   __device__ __forceinline__ double count() const { return load_count(saved + 2 * C); }
   __device__ __forceinline__ A limit() const {  // of |xhat|
     const double n = count();
-    return A(sqrt(n > 1 ? n - 1 : 0));
+    return A(std::sqrt(n > 1 ? n - 1 : 0));
   }
   __device__ __forceinline__ A gamma(int64_t c) const { return gamma_of(weight, floor, c); }
 };

@@ -5,6 +5,10 @@
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/macros.h>
 
+#include <map>
+#include <mutex>
+#include <utility>
+
 #include "backend.h"
 #include "channels.cuh"
 #include "gradient.cuh"
@@ -48,24 +52,54 @@ class Scratch {
   void* data = nullptr;
 };
 
-// What the merging of slices needs: partial results, then a ticket per tile, zeroed.
+// kTickets zeros, which every launch leaves as zeros. Launches of one stream follow each other, so a stream
+// has its own for as long as the process lives, and no launch has to clear them first.
+inline unsigned* tickets_of(const Device& device) {
+  static std::mutex mutex;
+  static std::map<std::pair<int, cudaStream_t>, unsigned*> tickets;
+  const std::lock_guard lock(mutex);
+  unsigned*& mine = tickets[{device.current, device.stream}];
+  if (!mine) {
+    void* data = nullptr;
+    constexpr size_t bytes = kTickets * sizeof(unsigned);
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_caching_allocator_raw_alloc(bytes, &data));
+    STD_CUDA_CHECK(cudaMemsetAsync(data, 0, bytes, device.stream));
+    mine = static_cast<unsigned*>(data);
+  }
+  return mine;
+}
+
+// What the merging of slices needs: partial results and tickets. A launch that is captured into a graph gets
+// tickets of its own, cleared by the graph, because the graph may run on any stream beside any other work.
 template <class R>
 class Slices {
  public:
   Slices(const Plan& plan, const Device& device)
-      : bytes_of_partials(plan.slices > 1 ? plan.slices * plan.layout.C * int64_t(sizeof(R)) : 0),
-        scratch(plan.slices > 1 ? bytes_of_partials + plan.tiles * sizeof(unsigned) : 0) {
-    if (plan.slices > 1)
-      STD_CUDA_CHECK(cudaMemsetAsync(tickets(), 0, plan.tiles * sizeof(unsigned), device.stream));
+      : captured(plan.slices > 1 && capturing(device)),
+        bytes(plan.slices > 1 ? int64_t(plan.slices) * plan.layout.C * int64_t(sizeof(R)) : 0),
+        scratch(bytes + (captured ? plan.tiles * sizeof(unsigned) : 0)) {
+    if (plan.slices == 1) return;
+    if (captured) {
+      tickets = reinterpret_cast<unsigned*>(static_cast<char*>(scratch.data) + bytes);
+      STD_CUDA_CHECK(cudaMemsetAsync(tickets, 0, plan.tiles * sizeof(unsigned), device.stream));
+    } else {
+      tickets = tickets_of(device);
+    }
   }
   R* partial() const { return static_cast<R*>(scratch.data); }
-  unsigned* tickets() const {
-    return reinterpret_cast<unsigned*>(static_cast<char*>(scratch.data) + bytes_of_partials);
-  }
 
  private:
-  int64_t bytes_of_partials;
+  static bool capturing(const Device& device) {
+    cudaStreamCaptureStatus status;
+    STD_CUDA_CHECK(cudaStreamIsCapturing(device.stream, &status));
+    return status != cudaStreamCaptureStatusNone;
+  }
+  bool captured;
+  int64_t bytes;
   Scratch scratch;
+
+ public:
+  unsigned* tickets = nullptr;
 };
 
 inline PerChannel per_channel(const Channels& t) {
@@ -113,12 +147,8 @@ void with_walk(const Plan& plan, const F& f) {
 // What the backward pass is given, for ReduceArgs and BackwardArgs alike.
 template <class A, class Args>
 Saved<A> saved_of(const Args& args) {
-  return {args.layout.C,
-          static_cast<const A*>(args.saved),
-          per_channel(args.weight),
-          per_channel(args.bias),
-          A(gamma_floor(args.in_place, args.dtype)),
-          args.activation,
+  return {args.layout.C,           static_cast<const A*>(args.saved),         per_channel(args.weight),
+          per_channel(args.bias),  A(gamma_floor(args.in_place, args.dtype)), args.activation,
           A(args.activation_param)};
 }
 

@@ -7,6 +7,7 @@
 namespace fastvit {
 
 constexpr int kThreads = 256;  // per block, in every kernel
+constexpr int kResident = 2;   // blocks that a multiprocessor holds at least; leaves a thread 128 registers
 
 template <class... Parameters, class... Arguments>
 cudaError_t launch(void (*kernel)(Parameters...), int64_t blocks, cudaStream_t stream,

@@ -2,7 +2,7 @@
 //
 // A block takes a tile of channels and a slice of the values of each; `lanes` threads stand side by side
 // along memory, `teams` such groups take turns over the units of the slice.
-//   planes  a tile is one channel; a unit is a segment of one plane, read along its inner dimension.
+//   planes  a tile is one channel; a unit is a plane, or a segment of a long one.
 //   rows    a unit is one row; a thread keeps to the same columns throughout, so what belongs to its
 //           channels stays in registers. Short contiguous planes are rows too: all channels of one n make a
 //           row of C * S columns, `fold` = S columns to a channel, so that loads stay wide at 7x7 and 14x14.
@@ -17,39 +17,39 @@
 
 namespace fastvit {
 
-constexpr int kBatch = 4;      // packets of each operand that a thread has in flight
+constexpr int kBatch = 4;       // packets of each operand that a thread has in flight
 constexpr int kMostTile = 256;  // channels of a block
-constexpr int kTickets = 4096;
+constexpr int kTickets = 4096;  // tiles whose slices are merged
 
 struct Plan {
   Layout layout;
   bool rows = false;
-  bool vector = false;  // 16-byte packets; otherwise single elements
+  bool vector = false;  // packets of 16 bytes; otherwise of one element
   int lanes = 1, teams = 1;
-  int fold = 1;
-  int tile = 1;
-  int64_t columns = 1;                       // of a row: C * fold
-  int64_t segment = 1, segments = 1;         // of a plane
-  int64_t units = 0, units_per_slice = 1;
-  int64_t tiles = 1, slices = 1;
+  int fold = 1;  // columns of a row per channel
+  int tile = 1;  // channels of a block
+  unsigned tiles = 1, slices = 1;
+  int64_t columns = 1;
+  int64_t segment = 1, segments = 1;  // of a plane
+  int64_t units = 0;
 
-  int64_t blocks() const { return tiles * slices; }
+  int64_t blocks() const { return int64_t(tiles) * slices; }
 };
 
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int64_t ceil_div(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
 
 class Planner {
  public:
-  // `blocks` that fill the device; `merges`: the slices of a channel are merged afterwards, by the last block
-  // to finish, which for rows reads a number of partial results that grows with the slices.
+  // `merges`: the slices of a channel are merged by the last block to finish, so there are tickets for few.
   static Plan make(const Layout& layout, const void* const* pointers, int operands, int element_size,
                    int multiprocessors, bool merges) {
     const Planner planner(layout, pointers, operands, element_size);
     Plan plan;
     plan.layout = layout;
     if (!planner.fold(plan) && !planner.rows(plan)) planner.planes(plan);
-    const int per_multiprocessor = !plan.rows ? 16 : merges ? 4 : 8;
-    planner.slice(plan, std::min(multiprocessors * per_multiprocessor, kTickets), merges);
+    planner.slice(plan, int64_t(multiprocessors) * kResident, merges);
     return plan;
   }
 
@@ -67,16 +67,9 @@ class Planner {
       if (!condition(l.strides[k], reinterpret_cast<uintptr_t>(pointers[k]))) return false;
     return true;
   }
-  bool outer_multiples_of(int64_t n) const {
-    return all([&](const Strides& s, uintptr_t) {
-      for (int d = 0; d < l.outer_dims; ++d)
-        if (s.outer[d] % n) return false;
-      return true;
-    });
-  }
   bool aligned_rows(int64_t columns) const {
-    return columns % V == 0 && outer_multiples_of(V) &&
-           all([](const Strides&, uintptr_t p) { return p % 16 == 0; });
+    return l.outer_dims <= 1 && columns % V == 0 &&
+           all([&](const Strides& s, uintptr_t p) { return p % 16 == 0 && s.outer[0] % V == 0; });
   }
   static int used(int lanes) { return kThreads / lanes * lanes; }  // threads that find work
 
@@ -119,35 +112,34 @@ class Planner {
     return false;
   }
 
-  bool planes(Plan& plan) const {
+  void planes(Plan& plan) const {
     const Strides& first = l.strides[0];
     const uintptr_t p = reinterpret_cast<uintptr_t>(pointers[0]);
     // Packets are cut at 16-byte boundaries, which must fall alike in all operands.
-    plan.vector = l.S >= 2 * V && all([&](const Strides& s, uintptr_t q) {
-                    bool same = s.inner == 1 && p % 16 == q % 16 && p % element_size == 0 &&
-                                (s.channel - first.channel) % V == 0;
-                    for (int d = 0; d < l.outer_dims; ++d) same &= (s.outer[d] - first.outer[d]) % V == 0;
-                    return same;
+    plan.vector = l.outer_dims <= 1 && l.S >= 2 * V && all([&](const Strides& s, uintptr_t q) {
+                    return s.inner == 1 && q % 16 == p % 16 && (s.channel - first.channel) % V == 0 &&
+                           (s.outer[0] - first.outer[0]) % V == 0;
                   });
     const int width = plan.vector ? V : 1;
-    plan.lanes = 1;
     while (plan.lanes < kThreads && plan.lanes * width * kBatch < l.S) plan.lanes *= 2;
     plan.segment = std::min<int64_t>(l.S, int64_t(4) * kThreads * kBatch * width);
     plan.segments = ceil_div(l.S, plan.segment);
-    return true;
   }
 
-  void slice(Plan& plan, int64_t blocks, bool merges) const {
+  // `slots` blocks run at once. A few slices more than fill them, if that leaves fewer idle in the last wave.
+  void slice(Plan& plan, int64_t slots, bool merges) const {
     plan.teams = kThreads / plan.lanes;
-    plan.tiles = std::max<int64_t>(1, ceil_div(l.C, plan.tile));
+    plan.tiles = unsigned(std::max<int64_t>(1, ceil_div(l.C, plan.tile)));
     plan.units = plan.rows ? l.N : l.N * plan.segments;
-    // Every thread should find a batch to load, or the block is not worth its start.
-    const int64_t width = plan.rows ? plan.lanes * (plan.vector ? V : 1) : plan.segment;
-    const int64_t least = ceil_div(int64_t(kThreads) * kBatch * (plan.vector ? V : 1), width);
-    const int64_t slices = merges && plan.tiles > kTickets ? 1 : std::max<int64_t>(1, blocks / plan.tiles);
-    plan.units_per_slice = std::max<int64_t>({1, least, ceil_div(plan.units, slices)});
-    plan.slices = std::max<int64_t>(1, ceil_div(plan.units, plan.units_per_slice));
-    if (merges && plan.tiles > kTickets) plan.units_per_slice = plan.units, plan.slices = 1;
+    if (merges && plan.tiles > kTickets) return;
+    const int64_t most = std::max<int64_t>(1, ceil_div(plan.units, plan.teams * (plan.rows ? kBatch : 1)));
+    const int64_t least = std::min(most, std::max<int64_t>(1, slots / plan.tiles));
+    double best = 0;
+    for (int64_t slices = least; slices <= std::min(most, 4 * least); ++slices) {
+      const int64_t blocks = plan.tiles * slices;
+      const double busy = double(blocks) / double(ceil_div(blocks, slots) * slots);
+      if (busy > best + 0.03) best = busy, plan.slices = unsigned(slices);
+    }
   }
 };
 

@@ -2,8 +2,8 @@
 // Memory   reads x or y, dy (and z) once; writes 2C numbers. Bandwidth-bound.
 // Mapping  block = (tile of channels, slice of their values), see plan.h; 16-byte loads, a batch in flight;
 //          slices are merged by the last block of a tile to finish.
-// Numerics fp32 accumulation (fp64 for double) in a fixed order, no float atomics. From x the second sum is
-//          of dz*(x - mean), multiplied by invstd at the end.
+// Numerics fp32 accumulation (fp64 for double), compensated, in a fixed order, no float atomics. From x the
+//          second sum is of dz*(x - mean), multiplied by invstd at the end.
 // Needs    in place: gamma != 0 (its floor sees to it) and an invertible activation.
 // Source   arXiv:1712.02616, section 3.
 #include "block_reduce.cuh"
@@ -27,51 +27,60 @@ struct ReduceKernel {
 
 // Operands 0: x or y, 1: dy, 2: z.
 template <class T, bool kRows, int V, Kept kKept>
-__global__ void __launch_bounds__(kThreads) reduce_kernel(const __grid_constant__ ReduceKernel<T> args) {
+__global__ void __launch_bounds__(kThreads, kResident)
+    reduce_kernel(const __grid_constant__ ReduceKernel<T> args) {
   using A = Accumulation<T>;
   constexpr bool kResidual = kKept == Kept::input_and_residual;
   constexpr int kOperands = kResidual ? 3 : 2, K = kRows ? V : 1, kTile = kRows ? kMostTile : 1;
-  const Work work(args.plan, blockIdx.x);
+  constexpr int U = kResidual ? kBatch / 2 : kBatch;
+  const Work work(args.plan, gridDim.x - 1 - blockIdx.x);
   __shared__ Constants<A, kKept> table[kTile];
-  const int channels = tile_channels(args.plan, work);
+  const int channels = work.channels(args.plan);
   for (int g = threadIdx.x; g < channels; g += kThreads)
-    table[g] = Constants<A, kKept>::of(args.saved, work.tile * args.plan.tile + g);
+    table[g] = Constants<A, kKept>::of(args.saved, work.first_channel(args.plan) + g);
   __syncthreads();
   Constants<A, kKept> constants[K];
 #pragma unroll
-  for (int k = 0; k < K; ++k)
-    constants[k] = table[kRows ? max(0, min(tile_channel<V>(args.plan, work, k), channels - 1)) : 0];
+  for (int k = 0; k < K; ++k) constants[k] = table[kRows ? work.channel<V>(args.plan, k) : 0];
   const A limit = kKept == Kept::output ? args.saved.limit() : A(0);
 
-  Sums<A> sums[K];
-  const auto body = [&](const auto& batch) {
-    Packet<T, V> input[kBatch], dy[kBatch], z[kResidual ? kBatch : 1];
+  RunningSums<A> running[K];
+  const auto body = [&]<class B>(const B& batch) {
+    Packet<T, B::V> input[B::U], dy[B::U];
+    [[maybe_unused]] Packet<T, B::V> z[kResidual ? B::U : 1];
     batch.load(input, args.input, 0);
     batch.load(dy, args.dy, 1);
     if constexpr (kResidual) batch.load(z, args.z, 2);
     with_activation<kKept != Kept::output>(args.saved.activation, [&]<class Fn>(Fn) {
+      Sums<A> sums[K];
 #pragma unroll
-      for (int j = 0; j < kBatch; ++j) {
-        A in[V], g[V], r[V];
+      for (int j = 0; j < B::U; ++j) {
+        A in[B::V], g[B::V];
+        [[maybe_unused]] A r[B::V];
         input[j].unpack(in);
         dy[j].unpack(g);
         if constexpr (kResidual) z[j].unpack(r);
 #pragma unroll
-        for (int k = 0; k < V; ++k) {  // what does not exist has dy = 0 and adds nothing
+        for (int k = 0; k < B::V; ++k) {  // what does not exist has dy = 0 and adds nothing
           const Gradient<A> t = gradient<Fn, kKept>(in[k], g[k], kResidual ? r[k] : A(0),
                                                     constants[kRows ? k : 0], args.saved.param, limit);
           sums[kRows ? k : 0].merge({t.dz, t.dz * t.centred});
         }
       }
+#pragma unroll
+      for (int k = 0; k < K; ++k) running[k].add(sums[k]);
     });
   };
   if constexpr (kRows)
-    walk_rows<V, kOperands>(args.plan, work, body);
+    walk_rows<V, U, kOperands, true>(args.plan, work, body);
   else
-    walk_planes<V, kOperands>(args.plan, work, args.input, body);
+    walk_planes<V, U, kOperands, true>(args.plan, work, args.input, body);
 
   __shared__ __align__(16) unsigned char bytes[kThreads * K * sizeof(Sums<A>)];
   Sums<A>* shared = reinterpret_cast<Sums<A>*>(bytes);
+  Sums<A> sums[K];
+#pragma unroll
+  for (int k = 0; k < K; ++k) sums[k] = running[k].sums;
   const int step = merge_block(shared, sums, args.plan, work);
   const int64_t C = args.plan.layout.C;
   finish(shared, step, args.partial, args.tickets, args.plan, work, [&](int64_t c, const Sums<A>& total) {
@@ -96,7 +105,7 @@ void Cuda::reduce(const ReduceArgs& args) {
                                  saved_of<A>(args),
                                  static_cast<A*>(args.sums),
                                  slices.partial(),
-                                 slices.tickets()};
+                                 slices.tickets};
     with_walk<T>(plan, [&]<bool kRows, int V>() {
       with_kept(args, [&]<Kept kKept>() {
         STD_CUDA_CHECK(launch(reduce_kernel<T, kRows, V, kKept>, plan.blocks(), device.stream, kernel));

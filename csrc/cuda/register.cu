@@ -1,4 +1,6 @@
 // The CUDA implementations of the ops, whose schemas stand in ops.cpp.
 #include "backend.h"
 
-STABLE_TORCH_LIBRARY_IMPL(fastvit, CUDA, m) { fastvit::Frontend<fastvit::Cuda>::implement(m); }
+STABLE_TORCH_LIBRARY_IMPL(fastvit, CUDA, m) {
+  fastvit::Frontend<fastvit::Cuda>::implement(m);
+}

@@ -24,8 +24,12 @@ template <class T>
 constexpr int kVector = 16 / int(sizeof(T));
 
 // Two numbers, rounded to nearest: the 16-bit types convert pairs with one instruction.
-__device__ __forceinline__ void convert(float a, float b, float* to) { to[0] = a, to[1] = b; }
-__device__ __forceinline__ void convert(double a, double b, double* to) { to[0] = a, to[1] = b; }
+__device__ __forceinline__ void convert(float a, float b, float* to) {
+  to[0] = a, to[1] = b;
+}
+__device__ __forceinline__ void convert(double a, double b, double* to) {
+  to[0] = a, to[1] = b;
+}
 __device__ __forceinline__ void convert(float a, float b, __half* to) {
   *reinterpret_cast<__half2*>(to) = __floats2half2_rn(a, b);
 }
@@ -51,32 +55,23 @@ struct __align__(sizeof(T) * V) Packet {
     }
   }
 
-  // Elements [first, last) of the packet at p; the others read as 0 and are not touched in memory. Without
-  // kParts a packet is there as a whole or not at all.
-  template <bool kParts>
-  __device__ __forceinline__ void load(const T* p, int first, int last) {
-    if (last - first == V) {
-      if constexpr (V == 1)
-        at[0] = *p;
-      else
-        *reinterpret_cast<uint4*>(at) = *reinterpret_cast<const uint4*>(p);
-    } else {
-#pragma unroll
-      for (int k = 0; k < V; ++k) at[k] = kParts && k >= first && k < last ? p[k] : T(0.f);
-    }
+  __device__ __forceinline__ void load(const T* p) {
+    if constexpr (V == 1)
+      at[0] = *p;
+    else
+      *reinterpret_cast<uint4*>(at) = *reinterpret_cast<const uint4*>(p);
   }
-  template <bool kParts>
-  __device__ __forceinline__ void store(T* p, int first, int last) const {
-    if (last - first == V) {
-      if constexpr (V == 1)
-        *p = at[0];
-      else
-        *reinterpret_cast<uint4*>(p) = *reinterpret_cast<const uint4*>(at);
-    } else if constexpr (kParts) {
-#pragma unroll
-      for (int k = 0; k < V; ++k)
-        if (k >= first && k < last) p[k] = at[k];
-    }
+  __device__ __forceinline__ void store(T* p) const {
+    if constexpr (V == 1)
+      *p = at[0];
+    else
+      *reinterpret_cast<uint4*>(p) = *reinterpret_cast<const uint4*>(at);
+  }
+  __device__ __forceinline__ void clear() {
+    if constexpr (V == 1)
+      at[0] = T(0.f);
+    else
+      *reinterpret_cast<uint4*>(at) = make_uint4(0, 0, 0, 0);
   }
 };
 

@@ -1,4 +1,7 @@
 // The walk of one block over its slice, as the plan divides it: batches of packets for a kernel's body.
+//
+// Slices interleave, so that all blocks together pass over memory once, in order; kReverse passes from the
+// end, which finds in the L2 cache what the op before it read or wrote last.
 #pragma once
 
 #include "plan.h"
@@ -6,126 +9,151 @@
 
 namespace fastvit {
 
-// Where a thread's next kBatch packets lie: element offsets into each operand, and which elements of each
-// packet exist. Only the ends of a plane have packets in part (kParts); a packet past the end has none.
-template <int V, int kOperands, bool kParts>
+// Where a thread's next U packets of V elements lie, as element offsets into each operand; a packet past the
+// end does not exist, is loaded as zeros and never stored.
+template <int V_, int U_, int kOperands>
 struct Batch {
-  int64_t offset[kOperands][kBatch];
-  int first[kBatch], last[kBatch];
+  static constexpr int V = V_, U = U_;
+  int64_t offset[kOperands][U];
+  bool exists[U];
 
-  __device__ __forceinline__ int count() const {
+  __device__ __forceinline__ int packets() const {
     int n = 0;
 #pragma unroll
-    for (int j = 0; j < kBatch; ++j) n += last[j] - first[j];
+    for (int j = 0; j < U; ++j) n += exists[j];
     return n;
   }
 
   template <class T>
-  __device__ __forceinline__ void load(Packet<T, V> (&to)[kBatch], const T* p, int operand) const {
+  __device__ __forceinline__ void load(Packet<T, V> (&to)[U], const T* p, int operand) const {
 #pragma unroll
-    for (int j = 0; j < kBatch; ++j) to[j].template load<kParts>(p + offset[operand][j], first[j], last[j]);
+    for (int j = 0; j < U; ++j) {
+      if (exists[j])
+        to[j].load(p + offset[operand][j]);
+      else
+        to[j].clear();
+    }
   }
   template <class T>
-  __device__ __forceinline__ void store(const Packet<T, V> (&from)[kBatch], T* p, int operand) const {
+  __device__ __forceinline__ void store(const Packet<T, V> (&from)[U], T* p, int operand) const {
 #pragma unroll
-    for (int j = 0; j < kBatch; ++j) from[j].template store<kParts>(p + offset[operand][j], first[j], last[j]);
+    for (int j = 0; j < U; ++j)
+      if (exists[j]) from[j].store(p + offset[operand][j]);
   }
 };
 
-// Offsets of outer index n, all operands.
-template <int kOperands>
+// Offsets of outer index n, all operands. Only plans without vectors have more than one outer dimension.
+template <bool kVector, int kOperands>
 __device__ __forceinline__ void outer_offsets(const Layout& l, int64_t n, int64_t (&offset)[kOperands]) {
-  if (l.outer_dims <= 1) {
+  const bool simple = kVector || l.outer_dims <= 1;
 #pragma unroll
-    for (int k = 0; k < kOperands; ++k) offset[k] = n * l.strides[k].outer[0];
-    return;
-  }
+  for (int k = 0; k < kOperands; ++k) offset[k] = simple ? n * l.strides[k].outer[0] : 0;
+  if constexpr (!kVector) {
+#pragma unroll 1
+    for (int d = simple ? -1 : l.outer_dims - 1; d >= 0; --d) {
+      const int64_t size = l.outer_size[d], next = n / size, i = n - next * size;
 #pragma unroll
-  for (int k = 0; k < kOperands; ++k) offset[k] = 0;
-  for (int d = l.outer_dims - 1; d >= 0; --d) {
-    const int64_t size = l.outer_size[d], next = n / size, i = n - next * size;
-#pragma unroll
-    for (int k = 0; k < kOperands; ++k) offset[k] += i * l.strides[k].outer[d];
-    n = next;
+      for (int k = 0; k < kOperands; ++k) offset[k] += i * l.strides[k].outer[d];
+      n = next;
+    }
   }
 }
 
-struct Work {  // of this block
-  int64_t tile, slice, begin, end;
+struct Work {  // of this block and thread
+  unsigned tile, slice;
   int lane, team;
 
-  __device__ __forceinline__ Work(const Plan& plan, int64_t block) {
+  __device__ __forceinline__ Work(const Plan& plan, unsigned block) {
     slice = block / plan.tiles;
     tile = block - slice * plan.tiles;
-    begin = slice * plan.units_per_slice;
-    end = begin + plan.units_per_slice < plan.units ? begin + plan.units_per_slice : plan.units;
     team = int(threadIdx.x) / plan.lanes;
     lane = int(threadIdx.x) - team * plan.lanes;
   }
+  __device__ __forceinline__ int64_t first_channel(const Plan& plan) const {
+    return int64_t(tile) * plan.tile;
+  }
+  __device__ __forceinline__ int channels(const Plan& plan) const {
+    const int64_t left = plan.layout.C - first_channel(plan);
+    return int(left < plan.tile ? left : plan.tile);
+  }
+  // The tile's channel that this thread's k-th column belongs to.
+  template <int V>
+  __device__ __forceinline__ int channel(const Plan& plan, int k) const {
+    const int column = lane * V + k, g = plan.fold == 1 ? column : column / plan.fold;
+    return max(0, min(g, channels(plan) - 1));  // threads past the last column stay within the table
+  }
 };
 
-// Planes: body(batch) for this thread's packets of channel work.tile. `p` is operand 0, for its alignment.
-template <int V, int kOperands, class T, class Body>
-__device__ __forceinline__ void walk_planes(const Plan& plan, const Work& work, const T* p, const Body& body) {
+// Planes: body(batch) for this thread's elements of channel work.tile: packets where a whole one lies between
+// 16-byte boundaries, single elements before and after. `p` is operand 0, for its alignment.
+template <int V, int U, int kOperands, bool kReverse, class T, class Body>
+__device__ __forceinline__ void walk_planes(const Plan& plan, const Work& work, const T* p,
+                                            const Body& body) {
   const Layout& l = plan.layout;
-  for (int64_t unit = work.begin + work.team; unit < work.end; unit += plan.teams) {
+  const int64_t step = int64_t(plan.slices) * plan.teams;
+  for (int64_t i = int64_t(work.slice) * plan.teams + work.team; i < plan.units; i += step) {
+    const int64_t unit = kReverse ? plan.units - 1 - i : i;
     const int64_t n = plan.segments == 1 ? unit : unit / plan.segments;
     const int64_t start = (unit - n * plan.segments) * plan.segment;
     const int length = int(l.S - start < plan.segment ? l.S - start : plan.segment);
     int64_t base[kOperands];
-    outer_offsets(l, n, base);
+    outer_offsets<(V > 1)>(l, n, base);
 #pragma unroll
     for (int k = 0; k < kOperands; ++k)
       base[k] += work.tile * l.strides[k].channel + start * l.strides[k].inner;
-    const int skip = V == 1 ? 0 : int(reinterpret_cast<uintptr_t>(p + base[0]) % 16 / sizeof(T));
-    for (int i = work.lane * V - skip; i < length; i += plan.lanes * V * kBatch) {
-      Batch<V, kOperands, (V > 1)> batch;
+
+    int head = 0, packets = length;
+    if constexpr (V > 1) {
+      head = min(length, int(-reinterpret_cast<intptr_t>(p + base[0]) & 15) / int(sizeof(T)));
+      packets = (length - head) / V;
+      const int ends = length - packets * V;
+      for (int e = work.lane; e < ends; e += plan.lanes) {
+        Batch<1, 1, kOperands> single;
+        single.exists[0] = true;
 #pragma unroll
-      for (int j = 0; j < kBatch; ++j) {
-        const int at = i + j * plan.lanes * V, end = max(0, min(V, length - at));
-        batch.first[j] = min(end, max(0, -at));
-        batch.last[j] = end;
+        for (int k = 0; k < kOperands; ++k) single.offset[k][0] = base[k] + (e < head ? e : e + packets * V);
+        body(single);
+      }
+    }
+    for (int packet = work.lane; packet < packets; packet += plan.lanes * U) {
+      Batch<V, U, kOperands> batch;
+#pragma unroll
+      for (int j = 0; j < U; ++j) {
+        const int at = head + (packet + j * plan.lanes) * V;
+        batch.exists[j] = packet + j * plan.lanes < packets;
 #pragma unroll
         for (int k = 0; k < kOperands; ++k)
-          batch.offset[k][j] = base[k] + (V == 1 ? at * l.strides[k].inner : at);
+          batch.offset[k][j] = base[k] + (V > 1 ? at : at * l.strides[k].inner);
       }
       body(batch);
     }
   }
 }
 
-// Rows: body(batch) for this thread's columns of the rows of work; lane_column is the first of them.
-template <int V, int kOperands, class Body>
+// Rows: body(batch) for this thread's columns, of which the first is column lane * V of the tile.
+template <int V, int U, int kOperands, bool kReverse, class Body>
 __device__ __forceinline__ void walk_rows(const Plan& plan, const Work& work, const Body& body) {
   const Layout& l = plan.layout;
-  const int64_t column = work.tile * plan.tile * plan.fold + work.lane * V;
+  const int64_t column = work.first_channel(plan) * plan.fold + work.lane * V;
   if (work.team >= plan.teams || column >= plan.columns) return;
-  for (int64_t n = work.begin + work.team; n < work.end; n += plan.teams * kBatch) {
-    Batch<V, kOperands, false> batch;
+  int64_t at_column[kOperands];
 #pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      const int64_t row = n + j * plan.teams;
-      batch.first[j] = 0;
-      batch.last[j] = row < work.end ? V : 0;
+  for (int k = 0; k < kOperands; ++k)
+    at_column[k] = column * (V > 1 || plan.fold > 1 ? 1 : l.strides[k].channel);
+  const int64_t step = int64_t(plan.slices) * plan.teams * U;
+  for (int64_t i = int64_t(work.slice) * plan.teams * U + work.team; i < plan.units; i += step) {
+    Batch<V, U, kOperands> batch;
+#pragma unroll
+    for (int j = 0; j < U; ++j) {
+      const int64_t row = i + j * plan.teams;
+      batch.exists[j] = row < plan.units;
       int64_t base[kOperands];
-      outer_offsets(l, row < work.end ? row : n, base);
+      outer_offsets<(V > 1)>(l, kReverse ? plan.units - 1 - row : row, base);
 #pragma unroll
-      for (int k = 0; k < kOperands; ++k)
-        batch.offset[k][j] = base[k] + column * (plan.fold > 1 ? 1 : l.strides[k].channel);
+      for (int k = 0; k < kOperands; ++k) batch.offset[k][j] = base[k] + at_column[k];
     }
     body(batch);
   }
-}
-
-// Channels of the block's tile, and the tile's channel that column k of this thread belongs to.
-__device__ __forceinline__ int tile_channels(const Plan& plan, const Work& work) {
-  const int64_t left = plan.layout.C - work.tile * plan.tile;
-  return int(left < plan.tile ? left : plan.tile);
-}
-template <int V>
-__device__ __forceinline__ int tile_channel(const Plan& plan, const Work& work, int k) {
-  const int column = work.lane * V + k;
-  return plan.fold == 1 ? column : column / plan.fold;
 }
 
 }  // namespace fastvit

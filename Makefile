@@ -1,0 +1,56 @@
+# Everything a newcomer needs: `make demo` and `make test`. `make help` lists the rest.
+#
+# TORCH    what `make install` puts into .venv (default torch==2.13.0)
+# PYTHON   the interpreter .venv is made from (>= 3.10)
+
+TORCH  ?= torch==2.13.0
+PYTHON ?= python3
+RUN    := .venv/bin/python
+STAMP  := .venv/.installed-$(shell printf '%s' '$(TORCH) $(FASTVIT_CUDA) $(TORCH_CUDA_ARCH_LIST)' | cksum | cut -d' ' -f1)
+BUILT  := setup.py pyproject.toml $(shell find csrc -name '*.[ch]*')
+
+.PHONY: help install demo test test-slow bench lint format clean
+
+help:  ## This list
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
+
+install: $(STAMP)  ## Fill .venv with torch, the package and what demo and tests need
+
+.venv/bin/python:
+	@command -v $(PYTHON) >/dev/null || { echo "make install: no $(PYTHON); install Python >= 3.10, or set PYTHON=" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "make install: $(PYTHON) is older than 3.10; set PYTHON= to a newer one" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "make install: $(PYTHON) has no venv module; install it (Debian: apt-get install python3-venv)" >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+
+$(STAMP): $(BUILT) | .venv/bin/python
+	@command -v $${CXX:-c++} >/dev/null || { echo "make install: no C++ compiler; install one (Debian: apt-get install g++), or set CXX=" >&2; exit 1; }
+	$(RUN) -m pip install --quiet --disable-pip-version-check '$(TORCH)' 'setuptools>=77' ninja
+	$(RUN) -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable '.[train,dev]'
+	@rm -f .venv/.installed-*
+	@touch $@
+
+demo: install  ## Train a ViT on scikit-learn's digits with 2 ranks; leaves runs/demo/index.html
+	$(RUN) examples/digits_demo.py
+
+test: install  ## The whole test suite
+	$(RUN) -m pytest -m "not slow"
+
+test-slow: install  ## Tests that need many gigabytes
+	$(RUN) -m pytest -m slow
+
+bench: install  ## Time the layers against torch's; writes benchmarks/results
+	$(RUN) benchmarks/bench_layers.py
+	$(RUN) benchmarks/report.py
+
+lint: install  ## What CI checks of the style
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/clang-format --dry-run --Werror $$(git ls-files 'csrc/*' 'tests/*.cpp' 'tests/*.cu' 'tests/*.h')
+
+format: install  ## Put the style right
+	.venv/bin/ruff check --fix .
+	.venv/bin/ruff format .
+	.venv/bin/clang-format -i $$(git ls-files 'csrc/*' 'tests/*.cpp' 'tests/*.cu' 'tests/*.h')
+
+clean:  ## Remove everything that was built
+	rm -rf .venv build dist runs *.egg-info fastvit/*.so

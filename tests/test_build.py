@@ -1,0 +1,96 @@
+"""setup.py: what it decides, and the sentences it fails with."""
+
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+pytestmark = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="not a source tree")
+
+
+def setup_globals(**environment):
+    """setup.py's functions under an environment, without building."""
+    with mock.patch.dict(os.environ, environment), mock.patch.object(sys, "argv", ["setup.py", "--version"]):
+        return runpy.run_path(str(ROOT / "setup.py"))
+
+
+def build(*python, **environment):
+    """`setup.py build_ext` as a process; it must fail before it compiles anything."""
+    run = subprocess.run(
+        [sys.executable, *(python or ["setup.py"]), "build_ext", "-t", "build/test", "-b", "build/test"],
+        cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert run.returncode != 0 and "ninja: Entering" not in run.stdout
+    return run.stderr.strip().splitlines()[-1]
+
+
+def test_no_compiler_is_one_sentence(tmp_path):
+    assert build(PATH=str(tmp_path), CXX="") == (
+        "fastvit: there is no C++ compiler; install g++ (>= 11) or clang++, or set CXX."
+    )
+    assert "there is no C++ compiler" in build(CXX="no-such-compiler")
+
+
+@pytest.mark.parametrize(
+    "torch,message",
+    [
+        ("None", "building needs torch>=2.11; install it first, or drop --no-build-isolation."),
+        ("mock.Mock(__version__='2.10.1+cpu')", "building needs torch>=2.11, found 2.10.1+cpu"),
+    ],
+)
+def test_no_torch_or_an_old_one_is_one_sentence(torch, message):
+    code = f"""
+import runpy, sys
+from unittest import mock
+sys.modules["torch"] = {torch}
+runpy.run_path("setup.py")
+"""
+    assert message in build("-c", code)
+
+
+def test_cuda_choice(tmp_path):
+    find = setup_globals(FASTVIT_CUDA="0")["find_cuda"]
+    assert find() == (None, "FASTVIT_CUDA=0")
+    with pytest.raises(SystemExit, match="FASTVIT_CUDA is 'yes'; auto, 0 or 1 expected"):
+        setup_globals(FASTVIT_CUDA="yes")["find_cuda"]()
+
+
+def test_toolkit_behind_a_wrapper_script(tmp_path):
+    """nvcc on PATH may be a script elsewhere: the toolkit's folder is asked of it."""
+    toolkit, path = tmp_path / "cuda", tmp_path / "bin"
+    for folder in (toolkit / "include", toolkit / "bin", path):
+        folder.mkdir(parents=True)
+    (toolkit / "include/cuda_runtime.h").touch()
+    (toolkit / "bin/nvcc").touch()
+    (path / "nvcc").write_text(f"#!/bin/sh\necho '#$ TOP={toolkit}/bin/..' >&2\n")
+    (path / "nvcc").chmod(0o755)
+    environment = {"FASTVIT_CUDA": "auto", "PATH": f"{path}:/bin:/usr/bin", "CUDA_HOME": "", "CUDA_PATH": ""}
+    with mock.patch.dict(os.environ, environment):
+        assert setup_globals(**environment)["find_cuda"]() == (toolkit, f"toolkit at {toolkit}")
+    with mock.patch.dict(os.environ, {**environment, "CUDA_HOME": str(toolkit), "PATH": "/nowhere"}):
+        assert setup_globals()["find_cuda"]()[0] == toolkit
+
+
+@pytest.mark.skipif(Path("/usr/local/cuda").exists(), reason="this machine has a toolkit where all look")
+def test_no_toolkit(tmp_path):
+    environment = {"PATH": str(tmp_path), "CUDA_HOME": str(tmp_path), "CUDA_PATH": ""}
+    with mock.patch.dict(os.environ, environment):
+        cuda, why = setup_globals(FASTVIT_CUDA="auto")["find_cuda"]()
+        assert cuda is None and why.startswith("no CUDA toolkit found")
+        with pytest.raises(SystemExit, match="FASTVIT_CUDA=1, but there is no CUDA toolkit; set CUDA_HOME"):
+            setup_globals(FASTVIT_CUDA="1")["find_cuda"]()
+
+
+def test_architectures():
+    assert setup_globals(TORCH_CUDA_ARCH_LIST="")["gencode"]() == (
+        "-gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_90,code=sm_90 "
+        "-gencode=arch=compute_90,code=compute_90"
+    )
+    assert setup_globals(TORCH_CUDA_ARCH_LIST="8.6 9.0a")["gencode"]() == (
+        "-gencode=arch=compute_86,code=sm_86 -gencode=arch=compute_90a,code=sm_90a"
+    )
