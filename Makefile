@@ -25,6 +25,7 @@ install: $(STAMP)  ## Fill .venv with torch, the package and what demo and tests
 $(STAMP): $(BUILT) | .venv/bin/python
 	@command -v $${CXX:-c++} >/dev/null || { echo "make install: no C++ compiler; install one (Debian: apt-get install g++), or set CXX=" >&2; exit 1; }
 	$(RUN) -m pip install --quiet --disable-pip-version-check '$(TORCH)' 'setuptools>=77' ninja
+	@rm -f fastvit/*.so
 	$(RUN) -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable '.[train,dev]'
 	@rm -f .venv/.installed-*
 	@touch $@

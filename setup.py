@@ -2,7 +2,6 @@
 
 fastvit/_C.so     schemas and CPU kernels (the kernels once per instruction set)
 fastvit/_cuda.so  CUDA kernels; FASTVIT_CUDA=auto|0|1 (auto: when a toolkit is found; 1: any failure is fatal)
-
 Neither needs Python's headers, torch's CUDA headers or a GPU, and both load in every torch from 2.11 on.
 """
 
@@ -28,10 +27,10 @@ ROOT, TORCH = Path(__file__).parent.resolve(), Path(torch.__file__).parent
 TORCH_ABI = "0x020b000000000000"  # 2.11: the oldest torch whose stable ABI has all that is used here
 ARCHITECTURES = os.environ.get("TORCH_CUDA_ARCH_LIST") or "8.0;9.0+PTX"  # torch's detection needs a GPU
 CUDA = os.environ.get("FASTVIT_CUDA", "auto")
-AVX2, AVX512 = "-mavx2 -mfma -mf16c", "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mprefer-vector-width=512"
-CAPABILITIES = {"baseline": ""} | (
-    {"avx2": AVX2, "avx512": f"{AVX2} {AVX512}"} if os.uname().machine == "x86_64" else {}
-)
+CAPABILITIES = {"baseline": ""}  # name -> compiler flags
+if os.uname().machine == "x86_64":
+    CAPABILITIES["avx2"] = "-mavx2 -mfma -mf16c"
+    CAPABILITIES["avx512"] = "$avx2 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mprefer-vector-width=512"
 
 
 def find_cuda() -> tuple[Path | None, str]:
@@ -42,8 +41,8 @@ def find_cuda() -> tuple[Path | None, str]:
         return None, "FASTVIT_CUDA=0"
     folders = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
     if nvcc := shutil.which("nvcc"):  # may be a wrapper script, so ask it rather than its path
-        dryrun = subprocess.run([nvcc, "--dryrun", "-c", "x.cu"], capture_output=True, text=True).stderr
-        folders += re.findall(r"^#\$ TOP=(.*)$", dryrun, re.M)
+        dryrun = subprocess.run([nvcc, "--dryrun", "-c", "x.cu"], capture_output=True, text=True)
+        folders += re.findall(r"^#\$ TOP=(.*)$", dryrun.stderr, re.M)
     for folder in (Path(f).resolve() for f in [*folders, "/usr/local/cuda"] if f):
         if (folder / "include/cuda_runtime.h").exists() and (folder / "bin/nvcc").exists():
             return folder, f"toolkit at {folder}"
@@ -60,7 +59,7 @@ def gencode() -> str:
 
 def ninja_file(cxx: str, cuda: Path | None) -> str:
     common = f"-O3 -std=c++20 -DTORCH_TARGET_VERSION={TORCH_ABI} -isystem {TORCH}/include -MMD -MF $out.d"
-    host = f"-Wall -Wextra -Wno-psabi -Wno-maybe-uninitialized -Wno-uninitialized"
+    host = "-Wall -Wextra -Wno-psabi -Wno-maybe-uninitialized -Wno-uninitialized"
     fpic, depends = "-fPIC -fvisibility=hidden", "depfile = $out.d\n deps = gcc\n description = $out"
     lines = [
         f"rule cxx\n command = {cxx} {common} {host} {fpic} $flags -c $in -o $out\n {depends}",
@@ -69,12 +68,12 @@ def ninja_file(cxx: str, cuda: Path | None) -> str:
         f"rule link\n command = {cxx} -shared $in -Wl,--no-as-needed -L{TORCH}/lib -ltorch -ltorch_cpu -lc10 "
         "$libs -o $out\n description = $out",
     ]
-    lines += [f"{name} = {flags} -DFASTVIT_CAPABILITY={name}" for name, flags in CAPABILITIES.items()]
+    lines += [f"{name} = {flags}" for name, flags in CAPABILITIES.items()]
     objects = []
     for source in [ROOT / "csrc/ops.cpp", *sorted((ROOT / "csrc/cpu").glob("*.cpp"))]:
         for name in ["baseline"] if source.stem in ("ops", "backend") else CAPABILITIES:
             objects.append(f"{source.stem}.{name}.o")
-            lines.append(f"build {objects[-1]}: cxx {source}\n flags = ${name}")
+            lines.append(f"build {objects[-1]}: cxx {source}\n flags = ${name} -DFASTVIT_CAPABILITY={name}")
     lines.append(f"build _C.so: link {' '.join(objects)}")
     sources = sorted((ROOT / "csrc/cuda").glob("*.cu")) if cuda else []
     lines += [f"build {source.stem}.cuda.o: nvcc {source}" for source in sources]
@@ -94,9 +93,8 @@ class NinjaBuild(build_ext):
             sys.exit("fastvit: there is no C++ compiler; install g++ (>= 11) or clang++, or set CXX.")
         ninja or sys.exit("fastvit: building needs ninja; pip install ninja.")
         cuda, why = find_cuda()
-        print(f"fastvit: CUDA kernels {'for ' + ARCHITECTURES if cuda else 'not built'}: {why}", flush=True)
-        folder = Path(self.build_temp).resolve()
-        os.makedirs(folder, exist_ok=True)
+        print(f"fastvit: CUDA kernels {f'for {ARCHITECTURES}' if cuda else 'not built'}: {why}", flush=True)
+        os.makedirs(folder := Path(self.build_temp).resolve(), exist_ok=True)
         (folder / "build.ninja").write_text(ninja_file(cxx, cuda))
         for library, wanted in (("_C", True), ("_cuda", cuda is not None)):
             target = Path(self.get_ext_fullpath(f"fastvit.{library}"))

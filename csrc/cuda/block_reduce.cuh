@@ -111,20 +111,18 @@ __device__ __forceinline__ void finish(R* shared, int step, R* partial, unsigned
   }
   __syncthreads();
   if (!last) return;
-  const int width = channels < kThreads ? channels : kThreads, teams = kThreads / width;
-  const int team = threadIdx.x / width, lane = threadIdx.x - team * width;
-  for (int g0 = 0; g0 < channels; g0 += width) {
-    R total{};
-    if (team < teams && g0 + lane < channels) {
-      const R* from = partial + first + g0 + lane;
+  static_assert(kMostTile <= kThreads);
+  const int teams = kThreads / channels, team = int(threadIdx.x) / channels;
+  const int64_t c = first + int(threadIdx.x) - team * channels;
+  R total{};
+  if (team < teams) {
 #pragma unroll 4
-      for (unsigned s = team; s < plan.slices; s += teams) total.merge(load_written(from + int64_t(s) * C));
-    }
-    shared[threadIdx.x] = total;
-    merge_groups(shared, width, 1, teams, width);
-    if (team == 0 && g0 + lane < channels) write(first + g0 + lane, shared[lane]);
-    __syncthreads();
+    for (unsigned s = team; s < plan.slices; s += teams)
+      total.merge(load_written(partial + int64_t(s) * C + c));
   }
+  shared[threadIdx.x] = total;
+  merge_groups(shared, channels, 1, teams, channels);
+  if (team == 0) write(c, shared[threadIdx.x]);
 }
 
 }  // namespace fastvit
