@@ -344,7 +344,7 @@ def test_accessors():
         (lambda: InPlaceABN(3, activation_param=0.0), "slope 0 is relu"),
         (lambda: InPlaceABN(3, activation_param=-0.1), "activation_param is -0.1; leaky_relu in place"),
         (lambda: InPlaceABN(3, activation_param=float("nan")), "activation_param is nan"),
-        (lambda: InPlaceABN(3, activation="elu", activation_param=0), "takes a value > 0"),
+        (lambda: InPlaceABN(3, activation="elu", activation_param=0), "is inverted, so it must be > 0"),
         (lambda: InPlaceABN(0), "InPlaceABN: num_features is 0; a positive int"),
         (lambda: SyncBatchNorm("3"), "SyncBatchNorm: num_features is '3'"),
         (lambda: InPlaceABN(3)(torch.randn(2, 4, 5)), "expected 3 channels in dimension 1, got 4"),

@@ -1,0 +1,82 @@
+"""Draws the results of bench_layers.py: results/layers_cpu.csv to a picture and a Markdown table.
+
+python benchmarks/report.py [--name layers_cpu]
+"""
+
+import argparse
+import csv
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+from harness import RESULTS  # noqa: E402
+
+COLOURS = {"torch": "#9aa5b1", "InPlaceABN": "#1f77b4", "SyncBatchNorm": "#ff9f40"}
+
+
+def read(name: str) -> list[dict[str, str]]:
+    with (RESULTS / f"{name}.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def table(rows: list[dict[str, str]]) -> str:
+    lines = [
+        "| shape | threads | layer | ms (p20 to p80) | against torch | share of floor | saved activations |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for r in rows:
+        times = f"{float(r['p50_ms']):.2f} ({float(r['p20_ms']):.2f} to {float(r['p80_ms']):.2f})"
+        lines.append(
+            f"| {r['shape']} | {r['threads']} | {r['layer']} | {times} | {float(r['speedup']):.2f}x "
+            f"| {float(r['share_of_floor']):.2f} | {float(r['saved_activations']):.2f} |"
+        )
+    first = rows[0]
+    copies = {r["threads"]: r["copy_GB_s"] for r in rows}
+    bandwidth = ", ".join(
+        f"{float(gbs):.0f} GB/s with {threads} thread(s)" for threads, gbs in copies.items()
+    )
+    where = f"{first['device']}, torch {first['torch']}, commit {first['commit']}, {first['date']}"
+    return (
+        "\n".join(lines)
+        + f"\n\nForward + backward of one layer, fp32. {where}. Copy bandwidth {bandwidth}.\n"
+    )
+
+
+def picture(rows: list[dict[str, str]], path) -> None:
+    groups = list(dict.fromkeys((r["shape"], r["threads"]) for r in rows))
+    layers = list(dict.fromkeys(r["layer"] for r in rows))
+    figure, axes = plt.subplots(figsize=(9, 0.62 * len(groups) + 1.6), layout="constrained")
+    height = 0.8 / len(layers)
+    for i, layer in enumerate(layers):
+        values = [
+            next(float(r["speedup"]) for r in rows if (r["shape"], r["threads"], r["layer"]) == (*g, layer))
+            for g in groups
+        ]
+        positions = [g + i * height for g in range(len(groups))]
+        bars = axes.barh(positions, values, height, label=layer, color=COLOURS[layer])
+        axes.bar_label(bars, fmt="%.2f", padding=2, fontsize=7)
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.set_yticks([g + 0.4 - height / 2 for g in range(len(groups))])
+    axes.set_yticklabels([f"{shape}, {threads} thread(s)" for shape, threads in groups], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel("forward + backward, times faster than torch BatchNorm + leaky_relu(inplace=True)")
+    axes.legend(loc="lower right", fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=130)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--name", default="layers_cpu", help="results/NAME.csv")
+    name = parser.parse_args().name
+    rows = read(name)
+    picture(rows, RESULTS / f"{name}.png")
+    (RESULTS / f"{name}.md").write_text(table(rows))
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
