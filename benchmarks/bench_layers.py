@@ -10,7 +10,7 @@ measured in the same run. Memory: the tensors a step saves for backward, and wha
 import argparse
 
 import torch
-from harness import Timer, percentiles, provenance, write_csv
+from harness import Timer, percentiles, provenance, reuse_memory, write_csv
 from torch import nn
 
 import fastvit
@@ -123,6 +123,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES), metavar="SHAPE")
     parser.add_argument("--name", default="layers_cpu", help="results/NAME.csv")
     options = parser.parse_args()
+    reuse_memory()
     timer, rows = Timer(options.device), []
     for threads in options.threads if options.device == "cpu" else [torch.get_num_threads()]:
         torch.set_num_threads(threads)

@@ -46,10 +46,10 @@ inline ScalarType accumulation_type(ScalarType t) {
 inline void check_input(const char* op, const char* argument, const Tensor& x, int64_t channel_dim) {
   require(is_floating(x.scalar_type()), op, argument, "has dtype ", toString(x.scalar_type()),
           "; float16, bfloat16, float32 or float64 expected");
-  require(x.dim() >= 2 && x.dim() <= kMaxDims, op, argument, "has shape ", shape_of(x),
-          "; 2 to ", kMaxDims, " dimensions expected");
-  require(channel_dim >= 0 && channel_dim < x.dim(), op, "channel_dim", "is ", channel_dim,
-          "; 0 to ", x.dim() - 1, " expected for shape ", shape_of(x));
+  require(x.dim() >= 2 && x.dim() <= kMaxDims, op, argument, "has shape ", shape_of(x), "; 2 to ", kMaxDims,
+          " dimensions expected");
+  require(channel_dim >= 0 && channel_dim < x.dim(), op, "channel_dim", "is ", channel_dim, "; 0 to ",
+          x.dim() - 1, " expected for shape ", shape_of(x));
 }
 
 // `t` is another activation: same shape, dtype and device as `x`.
@@ -57,8 +57,8 @@ inline void check_like(const char* op, const char* argument, const Tensor& t, co
   bool same = t.dim() == x.dim();
   for (int64_t d = 0; same && d < x.dim(); ++d) same = t.size(d) == x.size(d);
   require(same, op, argument, "has shape ", shape_of(t), "; ", shape_of(x), " expected");
-  require(t.scalar_type() == x.scalar_type(), op, argument, "has dtype ", toString(t.scalar_type()),
-          "; ", toString(x.scalar_type()), " expected, as the input's");
+  require(t.scalar_type() == x.scalar_type(), op, argument, "has dtype ", toString(t.scalar_type()), "; ",
+          toString(x.scalar_type()), " expected, as the input's");
   require(t.device() == x.device(), op, argument, "is on another device than the input");
 }
 
@@ -68,8 +68,8 @@ inline void check_channels(const char* op, const char* argument, const std::opti
   if (!t) return;
   require(is_floating(t->scalar_type()), op, argument, "has dtype ", toString(t->scalar_type()),
           "; float16, bfloat16, float32 or float64 expected");
-  require(t->dim() == 1 && t->size(0) == channels, op, argument, "has shape ", shape_of(*t),
-          "; (", channels, ",) expected, one number per channel");
+  require(t->dim() == 1 && t->size(0) == channels, op, argument, "has shape ", shape_of(*t), "; (", channels,
+          ",) expected, one number per channel");
   require(t->is_contiguous(), op, argument, "is not contiguous");
   require(t->device() == x.device(), op, argument, "is on another device than the input");
 }

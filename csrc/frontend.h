@@ -100,8 +100,8 @@ struct Frontend {
   static Tensor bn_stats(Tensor x, int64_t channel_dim) {
     check_input("bn_stats", "x", x, channel_dim);
     Tensor moments = packed(x, 2 * x.size(channel_dim) + 2);
-    Backend::stats({layout_of(channel_dim, x), x.scalar_type(), x.get_device_index(), x.data_ptr(),
-                    moments.data_ptr()});
+    Backend::stats(
+        {layout_of(channel_dim, x), x.scalar_type(), x.get_device_index(), x.data_ptr(), moments.data_ptr()});
     return moments;
   }
 
@@ -116,8 +116,8 @@ struct Frontend {
     if (z) check_like("bn_forward", "z", *z, x);
     Tensor y = torch::stable::empty_like(x);
     Tensor saved =
-        forward("bn_forward", x, y, moments, weight, bias, z, running_mean, running_var,
-                num_batches_tracked, momentum, eps, activation, activation_param, channel_dim, false);
+        forward("bn_forward", x, y, moments, weight, bias, z, running_mean, running_var, num_batches_tracked,
+                momentum, eps, activation, activation_param, channel_dim, false);
     return {y, saved};
   }
 
@@ -143,9 +143,9 @@ struct Frontend {
                                                 int64_t channel_dim) {
     check_input("abn_forward", "x", x, channel_dim);
     Tensor y = torch::stable::empty_like(x);
-    Tensor saved = forward("abn_forward", x, y, moments, weight, bias, std::nullopt, running_mean,
-                           running_var, num_batches_tracked, momentum, eps, activation, activation_param,
-                           channel_dim, true);
+    Tensor saved =
+        forward("abn_forward", x, y, moments, weight, bias, std::nullopt, running_mean, running_var,
+                num_batches_tracked, momentum, eps, activation, activation_param, channel_dim, true);
     return {y, saved};
   }
 
@@ -193,9 +193,9 @@ struct Frontend {
   static Tensor forward(const char* op, const Tensor& x, const Tensor& y, const OptionalTensor& moments,
                         const OptionalTensor& weight, const OptionalTensor& bias, const OptionalTensor& z,
                         const OptionalTensor& running_mean, const OptionalTensor& running_var,
-                        const OptionalTensor& num_batches_tracked, std::optional<double> momentum,
-                        double eps, const std::string& activation, double activation_param,
-                        int64_t channel_dim, bool in_place) {
+                        const OptionalTensor& num_batches_tracked, std::optional<double> momentum, double eps,
+                        const std::string& activation, double activation_param, int64_t channel_dim,
+                        bool in_place) {
     const int64_t C = x.size(channel_dim);
     const Activation act = parse_activation(op, activation, activation_param, in_place);
     if (moments) check_packed(op, "moments", *moments, x, 2 * C + 2, true);
@@ -296,10 +296,9 @@ struct Frontend {
   }
 
   static Activation check_backward(const char* op, const char* name, const Tensor& input, const Tensor& dy,
-                                   const OptionalTensor& z, const Tensor& saved,
-                                   const OptionalTensor& weight, const OptionalTensor& bias,
-                                   const std::string& activation, double activation_param,
-                                   int64_t channel_dim, bool in_place) {
+                                   const OptionalTensor& z, const Tensor& saved, const OptionalTensor& weight,
+                                   const OptionalTensor& bias, const std::string& activation,
+                                   double activation_param, int64_t channel_dim, bool in_place) {
     check_input(op, name, input, channel_dim);
     const int64_t C = input.size(channel_dim);
     check_like(op, "dy", dy, input);

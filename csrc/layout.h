@@ -14,9 +14,9 @@
 
 namespace fastvit {
 
-constexpr int kMaxDims = 5;                // (N, C, D, H, W)
-constexpr int kMaxOuter = kMaxDims - 1;    // everything but the channel
-constexpr int kMaxOperands = 5;            // x or y, dy, dx, z, dz
+constexpr int kMaxDims = 5;              // (N, C, D, H, W)
+constexpr int kMaxOuter = kMaxDims - 1;  // everything but the channel
+constexpr int kMaxOperands = 5;          // x or y, dy, dx, z, dz
 
 struct Strides {  // in elements
   int64_t outer[kMaxOuter] = {};

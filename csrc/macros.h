@@ -10,15 +10,19 @@
 #define FASTVIT_INLINE inline __attribute__((always_inline))
 #endif
 
-#define FASTVIT_MATH(name, float_name, double_name)                                       \
-  namespace fastvit {                                                                     \
-  FASTVIT_INLINE float name(float v) { return float_name(v); }                            \
-  FASTVIT_INLINE double name(double v) { return double_name(v); }                         \
-  template <class V, class = decltype(V{}[0])>                                            \
-  FASTVIT_INLINE V name(V v) {                                                            \
-    for (unsigned i = 0; i < sizeof(V) / sizeof(v[0]); ++i) v[i] = fastvit::name(v[i]);   \
-    return v;                                                                             \
-  }                                                                                       \
+#define FASTVIT_MATH(name, float_name, double_name)                                     \
+  namespace fastvit {                                                                   \
+  FASTVIT_INLINE float name(float v) {                                                  \
+    return float_name(v);                                                               \
+  }                                                                                     \
+  FASTVIT_INLINE double name(double v) {                                                \
+    return double_name(v);                                                              \
+  }                                                                                     \
+  template <class V, class = decltype(V{}[0])>                                          \
+  FASTVIT_INLINE V name(V v) {                                                          \
+    for (unsigned i = 0; i < sizeof(V) / sizeof(v[0]); ++i) v[i] = fastvit::name(v[i]); \
+    return v;                                                                           \
+  }                                                                                     \
   }
 
 FASTVIT_MATH(exp_, expf, exp)

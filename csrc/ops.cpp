@@ -1,7 +1,8 @@
 // The ops' schemas, and their CPU implementations. What each op does stands in fastvit/ops.py.
 //
 // abn_forward_ returns no alias of x: that, with mark_dirty(x) alone, is what autograd and torch.compile
-// can both follow in eager mode; abn_forward is the same with a result of its own. Sums and moments are packed so that ranks exchange each with one collective.
+// can both follow in eager mode; abn_forward is the same with a result of its own. Sums and moments are
+// packed so that ranks exchange each with one collective.
 #include "cpu/backend.h"
 #include "frontend.h"
 
@@ -36,9 +37,13 @@ STABLE_TORCH_LIBRARY(fastvit, m) {
       "str activation, float activation_param, int channel_dim) -> Tensor");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(fastvit, CPU, m) { fastvit::Frontend<fastvit::Cpu>::implement(m); }
+STABLE_TORCH_LIBRARY_IMPL(fastvit, CPU, m) {
+  fastvit::Frontend<fastvit::Cpu>::implement(m);
+}
 
-static std::string cpu_capability() { return fastvit::cpu_capability(); }
+static std::string cpu_capability() {
+  return fastvit::cpu_capability();
+}
 STABLE_TORCH_LIBRARY_IMPL(fastvit, CompositeExplicitAutograd, m) {
   m.impl("cpu_capability", TORCH_BOX(&cpu_capability));
 }

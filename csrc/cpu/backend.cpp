@@ -27,8 +27,8 @@ Kernels choose_kernels() {
 #if defined(__x86_64__)
   const char* wish = std::getenv("ATEN_CPU_CAPABILITY");
   const std::string most = wish ? wish : "avx512";
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                    __builtin_cpu_supports("f16c");
+  const bool avx2 =
+      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   if (avx512 && most == "avx512")
@@ -43,11 +43,14 @@ const Kernels& kernels() {
   return chosen;
 }
 
-constexpr int64_t kTaskElements = 1 << 16;      // enough work to be worth a task of its own
-constexpr int64_t kValuesPerPartial = 1 << 10;  // keeps partial results far smaller than the activation
+constexpr int64_t kTaskElements = 1 << 16;     // enough work to be worth a task of its own
+constexpr int64_t kValuesPerPartial = 1 << 8;  // keeps partial results far smaller than the activation
 constexpr int64_t kMostSlices = 64, kMostTasks = 256;
+constexpr int64_t kEnoughTasks = 32;  // rows are only cut into blocks of channels for want of tasks
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t ceil_div(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
 
 Partition partition_of(const Layout& layout) {
   const int64_t span = layout.rows ? layout.C : layout.S;
@@ -57,9 +60,10 @@ Partition partition_of(const Layout& layout) {
   p.pieces = std::max<int64_t>(1, ceil_div(span, std::max<int64_t>(p.piece, 1)));
   p.steps = layout.rows ? layout.N : layout.N * p.pieces;
   const int64_t tasks = std::clamp<int64_t>(ceil_div(layout.numel(), kTaskElements), 1, kMostTasks);
-  p.slices = std::clamp<int64_t>(
-      std::min({p.steps, tasks, kMostSlices, layout.count() / kValuesPerPartial}), 1, kMostSlices);
-  p.blocks = std::clamp<int64_t>(ceil_div(tasks, p.slices), 1, std::max<int64_t>(layout.C, 1));
+  p.slices = std::clamp<int64_t>(std::min({p.steps, tasks, kMostSlices, layout.count() / kValuesPerPartial}),
+                                 1, kMostSlices);
+  const int64_t wanted = layout.rows ? std::min(tasks, kEnoughTasks) : tasks;
+  p.blocks = std::clamp<int64_t>(ceil_div(wanted, p.slices), 1, std::max<int64_t>(layout.C, 1));
   if (layout.rows) p.blocks = std::max(std::min(p.blocks, ceil_div(layout.C, 64)), p.pieces);
   return p;
 }
@@ -138,7 +142,9 @@ Moments<double> merge_ranks(const ForwardArgs& args, int64_t c) {
 
 }  // namespace
 
-const char* cpu_capability() { return kernels().name; }
+const char* cpu_capability() {
+  return kernels().name;
+}
 
 void Cpu::stats(const StatsArgs& args) {
   const Layout& layout = args.layout;
@@ -231,9 +237,21 @@ void Cpu::reduce(const ReduceArgs& args) {
       table[1][c] = A(gamma * double(saved[C + c]));
       table[2][c] = A(1 / gamma);
     }
-    ReduceKernel kernel{args.layout, partition, args.dtype, args.in_place, args.activation,
-                        args.activation_param, std::sqrt(std::max(count - 1, 0.0)), args.input, args.dy,
-                        args.z, saved, table[1], table[0], table[2], partial.data()};
+    ReduceKernel kernel{args.layout,
+                        partition,
+                        args.dtype,
+                        args.in_place,
+                        args.activation,
+                        args.activation_param,
+                        std::sqrt(std::max(count - 1, 0.0)),
+                        args.input,
+                        args.dy,
+                        args.z,
+                        saved,
+                        table[1],
+                        table[0],
+                        table[2],
+                        partial.data()};
     if (args.layout.numel() > 0) kernels().reduce(kernel);
     for (int64_t c = 0; c < C; ++c) {
       double sum = 0, weighted = 0;
@@ -264,10 +282,9 @@ void Cpu::backward(const BackwardArgs& args) {
       table[4][c] = sums && count > 0 ? A(sums[C + c] / count * (args.in_place ? 1 : invstd)) : A(0);
     }
     if (args.layout.numel() > 0)
-      kernels().backward({args.layout, partition_of(args.layout), args.dtype, args.in_place,
-                          args.activation, args.activation_param, std::sqrt(std::max(count - 1, 0.0)),
-                          args.input, args.dy, args.z, args.dx, args.dz, saved, table[0], table[1],
-                          table[2], table[3], table[4]});
+      kernels().backward({args.layout, partition_of(args.layout), args.dtype, args.in_place, args.activation,
+                          args.activation_param, std::sqrt(std::max(count - 1, 0.0)), args.input, args.dy,
+                          args.z, args.dx, args.dz, saved, table[0], table[1], table[2], table[3], table[4]});
   });
 }
 

@@ -39,8 +39,8 @@ struct Kernel {
 
   // `get(constant)` gives this vector's worth of a per-channel constant.
   template <class Get>
-  static FASTVIT_INLINE Gradients<A> gradients(Vector<A> input, Vector<A> dy, Vector<A> z,
-                                               const Constants& k, const Get& get) {
+  static FASTVIT_INLINE Gradients<A> gradients(Vector<A> input, Vector<A> dy, Vector<A> z, const Constants& k,
+                                               const Get& get) {
     const Vector<A> scale = get(k.scale);
     if constexpr (kInPlace) {
       const Vector<A> dz = Fn::backward_y(dy, input, k.param);
@@ -59,9 +59,9 @@ struct Kernel {
   static void span(const T* x, const T* g, const T* r, T* dx, T* dr, int64_t n, const Constants& k) {
     int64_t i = 0;
     for (; i + L <= n; i += L) {
-      const Gradients<A> out = gradients(load<A>(x + i), load<A>(g + i),
-                                         kResidual ? load<A>(r + i) : Vector<A>{}, k,
-                                         [i](const auto& constant) { return constant.at(i); });
+      const Gradients<A> out =
+          gradients(load<A>(x + i), load<A>(g + i), kResidual ? load<A>(r + i) : Vector<A>{}, k,
+                    [i](const auto& constant) { return constant.at(i); });
       store<A>(dx + i, out.dx);
       if (kResidual) store<A>(dr + i, out.dz);
     }
@@ -83,29 +83,26 @@ struct Kernel {
         [&](int64_t begin, int64_t end) {
           T x_buffer[kPiece], dy_buffer[kPiece], dx_buffer[kPiece], z_buffer[kResidual ? kPiece : 1],
               dz_buffer[kResidual ? kPiece : 1];
-          for_each_piece(args.layout, args.partition, begin, end,
-                         [&](int64_t n, int64_t c, int64_t s, int64_t length) {
-                           const T* x = input.read(input.at(input.outer(n), c, s), length, x_buffer);
-                           const T* g = dy.read(dy.at(dy.outer(n), c, s), length, dy_buffer);
-                           const T* r =
-                               kResidual ? z.read(z.at(z.outer(n), c, s), length, z_buffer) : nullptr;
-                           T* out = dx.at(dx.outer(n), c, s);
-                           T* residual = kResidual ? dz.at(dz.outer(n), c, s) : nullptr;
-                           span(x, g, r, dx.target(out, length, dx_buffer),
-                                kResidual ? dz.target(residual, length, dz_buffer) : nullptr, length,
-                                Constants(args, c));
-                           dx.written(out, length, dx_buffer);
-                           if (kResidual) dz.written(residual, length, dz_buffer);
-                         });
+          for_each_piece(
+              args.layout, args.partition, begin, end, [&](int64_t n, int64_t c, int64_t s, int64_t length) {
+                const T* x = input.read(input.at(input.outer(n), c, s), length, x_buffer);
+                const T* g = dy.read(dy.at(dy.outer(n), c, s), length, dy_buffer);
+                const T* r = kResidual ? z.read(z.at(z.outer(n), c, s), length, z_buffer) : nullptr;
+                T* out = dx.at(dx.outer(n), c, s);
+                T* residual = kResidual ? dz.at(dz.outer(n), c, s) : nullptr;
+                span(x, g, r, dx.target(out, length, dx_buffer),
+                     kResidual ? dz.target(residual, length, dz_buffer) : nullptr, length,
+                     Constants(args, c));
+                dx.written(out, length, dx_buffer);
+                if (kResidual) dz.written(residual, length, dz_buffer);
+              });
         });
   }
 };
 
 template <class T, class A>
 struct Backward {
-  static void run(const BackwardKernel& args) {
-    args.layout.rows ? choose<true>(args) : choose<false>(args);
-  }
+  static void run(const BackwardKernel& args) { args.layout.rows ? choose<true>(args) : choose<false>(args); }
 
   template <bool kRows>
   static void choose(const BackwardKernel& args) {
@@ -122,7 +119,9 @@ struct Backward {
 
 }  // namespace
 
-void backward(const BackwardKernel& args) { dispatch_dtype<Backward>(args); }
+void backward(const BackwardKernel& args) {
+  dispatch_dtype<Backward>(args);
+}
 
 }  // namespace FASTVIT_CAPABILITY
 }  // namespace fastvit

@@ -61,7 +61,9 @@ struct Forward {
 
 }  // namespace
 
-void forward(const ForwardKernel& args) { dispatch_dtype<Forward>(args); }
+void forward(const ForwardKernel& args) {
+  dispatch_dtype<Forward>(args);
+}
 
 }  // namespace FASTVIT_CAPABILITY
 }  // namespace fastvit

@@ -71,12 +71,12 @@ struct BackwardKernel {  // dx = scale * (dz - a - b * (x - mean)), or in place 
   const void *mean, *scale, *beta, *inverse_gamma, *a, *b;
 };
 
-#define FASTVIT_DECLARE_KERNELS(capability)   \
-  namespace capability {                      \
-  void stats(const StatsKernel&);             \
-  void forward(const ForwardKernel&);         \
-  void reduce(const ReduceKernel&);           \
-  void backward(const BackwardKernel&);       \
+#define FASTVIT_DECLARE_KERNELS(capability) \
+  namespace capability {                    \
+  void stats(const StatsKernel&);           \
+  void forward(const ForwardKernel&);       \
+  void reduce(const ReduceKernel&);         \
+  void backward(const BackwardKernel&);     \
   }
 FASTVIT_DECLARE_KERNELS(baseline)
 FASTVIT_DECLARE_KERNELS(avx2)

@@ -52,8 +52,8 @@ struct Kernel {
 
   FASTVIT_INLINE Terms<A> at(const T* x, const T* g, const T* r, const Constants& k, int64_t i) const {
     return terms<A, kInPlace, kResidual, kActivation>(
-        load<A>(x + i), load<A>(g + i), kResidual ? load<A>(r + i) : Vector<A>{}, k.mean.at(i),
-        k.scale.at(i), k.beta.at(i), k.inverse_gamma.at(i), limit, param);
+        load<A>(x + i), load<A>(g + i), kResidual ? load<A>(r + i) : Vector<A>{}, k.mean.at(i), k.scale.at(i),
+        k.beta.at(i), k.inverse_gamma.at(i), limit, param);
   }
   FASTVIT_INLINE Terms<A> some(const T* x, const T* g, const T* r, const Constants& k, int64_t i,
                                int n) const {
@@ -65,80 +65,61 @@ struct Kernel {
 
   void planes(int64_t first, int64_t last, int64_t c0, int64_t c1, double* sum, double* weighted) const {
     T x_buffer[kPiece], dy_buffer[kPiece], z_buffer[kResidual ? kPiece : 1];
-    for (int64_t step = first; step < last; ++step) {
-      const int64_t s = step % args.partition.pieces * args.partition.piece;
-      const int64_t n = args.layout.S - s < args.partition.piece ? args.layout.S - s : args.partition.piece;
-      const int64_t outer = step / args.partition.pieces;
+    const Partition& partition = args.partition;
+    for (int64_t begin = first, end; begin < last; begin = end) {  // the steps of one plane, for each channel
+      const int64_t outer = begin / partition.pieces;
+      end = (outer + 1) * partition.pieces < last ? (outer + 1) * partition.pieces : last;
       const int64_t at_x = input.outer(outer), at_dy = dy.outer(outer), at_z = kResidual ? z.outer(outer) : 0;
-      for (int64_t c = c0; c < c1; ++c) {
-        const T* x = input.read(input.at(at_x, c, s), n, x_buffer);
-        const T* g = dy.read(dy.at(at_dy, c, s), n, dy_buffer);
-        const T* r = kResidual ? z.read(z.at(at_z, c, s), n, z_buffer) : nullptr;
-        const Constants k(args, c);
-        Vector<A> a[2] = {}, b[2] = {};
-        int64_t i = 0;
-        for (; i + 2 * L <= n; i += 2 * L)
-          for (int u = 0; u < 2; ++u) {
-            const Terms<A> t = at(x, g, r, k, i + u * L);
-            a[u] += t.dz;
-            b[u] += t.weighted;
+      for (int64_t c = c0; c < c1; ++c)
+        for (int64_t step = begin; step < end; ++step) {
+          const int64_t s = step % partition.pieces * partition.piece;
+          const int64_t n = args.layout.S - s < partition.piece ? args.layout.S - s : partition.piece;
+          const T* x = input.read(input.at(at_x, c, s), n, x_buffer);
+          const T* g = dy.read(dy.at(at_dy, c, s), n, dy_buffer);
+          const T* r = kResidual ? z.read(z.at(at_z, c, s), n, z_buffer) : nullptr;
+          const Constants k(args, c);
+          Vector<A> a[2] = {}, b[2] = {};
+          int64_t i = 0;
+          for (; i + 2 * L <= n; i += 2 * L)
+            for (int u = 0; u < 2; ++u) {
+              const Terms<A> t = at(x, g, r, k, i + u * L);
+              a[u] += t.dz;
+              b[u] += t.weighted;
+            }
+          for (; i < n; i += L) {
+            const Terms<A> t = i + L <= n ? at(x, g, r, k, i) : some(x, g, r, k, i, int(n - i));
+            a[0] += t.dz;
+            b[0] += t.weighted;
           }
-        for (; i < n; i += L) {
-          const Terms<A> t = i + L <= n ? at(x, g, r, k, i) : some(x, g, r, k, i, int(n - i));
-          a[0] += t.dz;
-          b[0] += t.weighted;
+          sum[c] += double(sum_lanes<A>(a[0] + a[1]));
+          weighted[c] += double(sum_lanes<A>(b[0] + b[1]));
         }
-        sum[c] += double(sum_lanes<A>(a[0] + a[1]));
-        weighted[c] += double(sum_lanes<A>(b[0] + b[1]));
-      }
     }
   }
 
-  static constexpr int kRowsAtOnce = 4;
   static constexpr int64_t kGroup = 64;  // rows summed in the accumulation type before they join in double
 
   void rows(int64_t first, int64_t last, int64_t c0, int64_t n, double* sum, double* weighted) const {
-    T x_buffer[kRowsAtOnce][kPiece], dy_buffer[kRowsAtOnce][kPiece],
-        z_buffer[kRowsAtOnce][kResidual ? kPiece : 1];
-    A a[kPiece + L], b[kPiece + L];
+    T x_buffer[kPiece], dy_buffer[kPiece], z_buffer[kResidual ? kPiece : 1];
+    A a[kPiece + L], b[kPiece + L];  // padded to whole vectors
     const Constants k(args, c0);
     for (int64_t begin = first; begin < last; begin += kGroup) {
       const int64_t end = begin + kGroup < last ? begin + kGroup : last;
       for (int64_t i = 0; i < n + L; ++i) a[i] = b[i] = 0;
-      for (int64_t row = begin; row < end;) {
-        const T *x[kRowsAtOnce], *g[kRowsAtOnce], *r[kRowsAtOnce];
-        const int count = end - row >= kRowsAtOnce ? kRowsAtOnce : 1;
-        for (int j = 0; j < count; ++j, ++row) {
-          x[j] = input.read(input.at(input.outer(row), c0, 0), n, x_buffer[j]);
-          g[j] = dy.read(dy.at(dy.outer(row), c0, 0), n, dy_buffer[j]);
-          r[j] = kResidual ? z.read(z.at(z.outer(row), c0, 0), n, z_buffer[j]) : nullptr;
+      for (int64_t row = begin; row < end; ++row) {
+        const T* x = input.read(input.at(input.outer(row), c0, 0), n, x_buffer);
+        const T* g = dy.read(dy.at(dy.outer(row), c0, 0), n, dy_buffer);
+        const T* r = kResidual ? z.read(z.at(z.outer(row), c0, 0), n, z_buffer) : nullptr;
+        for (int64_t i = 0; i < n; i += L) {
+          const Terms<A> t = i + L <= n ? at(x, g, r, k, i) : some(x, g, r, k, i, int(n - i));
+          store<A>(a + i, load<A>(a + i) + t.dz);
+          store<A>(b + i, load<A>(b + i) + t.weighted);
         }
-        if (count == kRowsAtOnce)
-          add_rows<kRowsAtOnce>(x, g, r, k, n, a, b);
-        else
-          add_rows<1>(x, g, r, k, n, a, b);
       }
       for (int64_t i = 0; i < n; ++i) {
         sum[i] += double(a[i]);
         weighted[i] += double(b[i]);
       }
-    }
-  }
-
-  template <int kCount>
-  FASTVIT_INLINE void add_rows(const T* const* x, const T* const* g, const T* const* r, const Constants& k,
-                               int64_t n, A* a, A* b) const {
-    int64_t i = 0;
-    for (; i < n; i += L) {
-      Vector<A> sum = load<A>(a + i), weighted = load<A>(b + i);  // padded to whole vectors
-      for (int j = 0; j < kCount; ++j) {
-        const Terms<A> t =
-            i + L <= n ? at(x[j], g[j], r[j], k, i) : some(x[j], g[j], r[j], k, i, int(n - i));
-        sum += t.dz;
-        weighted += t.weighted;
-      }
-      store<A>(a + i, sum);
-      store<A>(b + i, weighted);
     }
   }
 
@@ -158,9 +139,7 @@ struct Kernel {
 
 template <class T, class A>
 struct Reduce {
-  static void run(const ReduceKernel& args) {
-    args.layout.rows ? choose<true>(args) : choose<false>(args);
-  }
+  static void run(const ReduceKernel& args) { args.layout.rows ? choose<true>(args) : choose<false>(args); }
 
   template <bool kRows>
   static void choose(const ReduceKernel& args) {
@@ -177,7 +156,9 @@ struct Reduce {
 
 }  // namespace
 
-void reduce(const ReduceKernel& args) { dispatch_dtype<Reduce>(args); }
+void reduce(const ReduceKernel& args) {
+  dispatch_dtype<Reduce>(args);
+}
 
 }  // namespace FASTVIT_CAPABILITY
 }  // namespace fastvit

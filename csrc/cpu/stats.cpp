@@ -26,6 +26,7 @@ PieceMoments moments_of(const T* x, int64_t n) {
   if (rest) sum[1] += load_some<A>(x + i, rest);
   const A mean = sum_lanes<A>((sum[0] + sum[1]) + (sum[2] + sum[3])) / A(n);
 
+  prefetch(x + n, n);  // the next piece, most of the time; memory would idle during the second pass
   Vector<A> deviation[kUnroll] = {}, square[kUnroll] = {};
   const Vector<A> center = Vector<A>{} + mean;
   for (i = 0; i + L * kUnroll <= n; i += L * kUnroll)
@@ -52,30 +53,16 @@ PieceMoments moments_of(const T* x, int64_t n) {
 
 // Rows are taken in groups small enough to stay in cache between the two passes.
 constexpr int64_t kGroupBytes = 1 << 16;
-constexpr int kRowsAtOnce = 4;
 
-// Adds kCount rows to sum, or their deviations and squares.
-template <int kCount, bool kSecond, class T, class A>
-FASTVIT_INLINE void add_rows(const T* const* row, int64_t n, const A* mean, A* sum, A* square) {
+// Adds one row to sum, or its deviations from the mean and their squares.
+template <bool kSecond, class T, class A>
+FASTVIT_INLINE void add_row(const T* row, int64_t n, const A* mean, A* sum, A* square) {
   constexpr int L = kLanes<A>;
   for (int64_t i = 0; i < n; i += L) {
-    const int rest = int(n - i < L ? n - i : L);
-    const bool whole = rest == L;
-    Vector<A> s = load<A>(sum + i);  // the tables are padded to whole vectors
-    Vector<A> q = kSecond ? load<A>(square + i) : Vector<A>{};
-    const Vector<A> center = kSecond ? load<A>(mean + i) : Vector<A>{};
-    for (int r = 0; r < kCount; ++r) {
-      const Vector<A> v = whole ? load<A>(row[r] + i) : load_some<A>(row[r] + i, rest);
-      if (kSecond) {
-        const Vector<A> d = v - center;
-        s += d;
-        q += d * d;
-      } else {
-        s += v;
-      }
-    }
-    store<A>(sum + i, s);
-    if (kSecond) store<A>(square + i, q);
+    const Vector<A> v = i + L <= n ? load<A>(row + i) : load_some<A>(row + i, int(n - i));
+    const Vector<A> term = kSecond ? v - load<A>(mean + i) : v;
+    store<A>(sum + i, load<A>(sum + i) + term);  // the tables are padded to whole vectors
+    if (kSecond) store<A>(square + i, load<A>(square + i) + term * term);
   }
 }
 
@@ -98,26 +85,30 @@ struct Stats {
   static void planes(const Activations<T>& x, const StatsKernel& args, int64_t first, int64_t last,
                      int64_t c0, int64_t c1, double* mean, double* m2) {
     T buffer[kPiece];
-    double count = 0;
-    for (int64_t step = first; step < last; ++step) {
-      const int64_t s = step % args.partition.pieces * args.partition.piece;
-      const int64_t n = args.layout.S - s < args.partition.piece ? args.layout.S - s : args.partition.piece;
-      const int64_t outer = x.outer(step / args.partition.pieces);
-      const double share = double(n) / (count + double(n));
-      for (int64_t c = c0; c < c1; ++c) {
-        const PieceMoments piece = moments_of<T, A>(x.read(x.at(outer, c, s), n, buffer), n);
-        const double delta = piece.mean - mean[c];
-        mean[c] += delta * share;
-        m2[c] += piece.m2 + delta * delta * (count * share);
-      }
-      count += double(n);
+    const Partition& partition = args.partition;
+    const int64_t before = values_before(args.layout, partition, first);
+    for (int64_t begin = first, end; begin < last; begin = end) {  // the steps of one plane, for each channel
+      const int64_t outer_index = begin / partition.pieces;
+      end = (outer_index + 1) * partition.pieces < last ? (outer_index + 1) * partition.pieces : last;
+      const int64_t outer = x.outer(outer_index);
+      for (int64_t c = c0; c < c1; ++c)
+        for (int64_t step = begin; step < end; ++step) {
+          const int64_t s = step % partition.pieces * partition.piece;
+          const int64_t n = args.layout.S - s < partition.piece ? args.layout.S - s : partition.piece;
+          const double count = double(values_before(args.layout, partition, step) - before);
+          const double share = double(n) / (count + double(n));
+          const PieceMoments piece = moments_of<T, A>(x.read(x.at(outer, c, s), n, buffer), n);
+          const double delta = piece.mean - mean[c];
+          mean[c] += delta * share;
+          m2[c] += piece.m2 + delta * delta * (count * share);
+        }
     }
   }
 
-  static void rows(const Activations<T>& x, int64_t first, int64_t last, int64_t c0, int64_t n,
-                   double* mean, double* m2) {
+  static void rows(const Activations<T>& x, int64_t first, int64_t last, int64_t c0, int64_t n, double* mean,
+                   double* m2) {
     constexpr int kTable = kPiece + kLanes<A>;
-    T buffer[kRowsAtOnce][kPiece];
+    T buffer[kPiece];
     A sum[kTable], center[kTable], square[kTable];
     const int64_t fit = kGroupBytes / (n * int64_t(sizeof(T)));
     const int64_t group = fit < 8 ? 8 : fit > 256 ? 256 : fit;
@@ -145,22 +136,20 @@ struct Stats {
 
   template <bool kSecond>
   static void pass(const Activations<T>& x, int64_t begin, int64_t end, int64_t c0, int64_t n,
-                   const A* center, A* sum, A* square, T (*buffer)[kPiece]) {
-    for (int64_t r = begin; r < end;) {
-      const T* row[kRowsAtOnce];
-      const int count = end - r >= kRowsAtOnce ? kRowsAtOnce : 1;
-      for (int k = 0; k < count; ++k, ++r) row[k] = x.read(x.at(x.outer(r), c0, 0), n, buffer[k]);
-      if (count == kRowsAtOnce)
-        add_rows<kRowsAtOnce, kSecond>(row, n, center, sum, square);
-      else
-        add_rows<1, kSecond>(row, n, center, sum, square);
+                   const A* center, A* sum, A* square, T* buffer) {
+    for (int64_t r = begin; r < end; ++r) {
+      const T* row = x.read(x.at(x.outer(r), c0, 0), n, buffer);
+      if (kSecond) prefetch(row + (end - begin) * n, n);  // the next group, where rows are contiguous
+      add_row<kSecond>(row, n, center, sum, square);
     }
   }
 };
 
 }  // namespace
 
-void stats(const StatsKernel& args) { dispatch_dtype<Stats>(args); }
+void stats(const StatsKernel& args) {
+  dispatch_dtype<Stats>(args);
+}
 
 }  // namespace FASTVIT_CAPABILITY
 }  // namespace fastvit

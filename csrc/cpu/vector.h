@@ -55,8 +55,7 @@ constexpr int kLanes = kVectorBytes / int(sizeof(A));
 using FloatVector = Vector<float>;
 typedef uint32_t WordVector __attribute__((vector_size(kVectorBytes)));
 typedef uint16_t HalfWordVector __attribute__((vector_size(kVectorBytes / 2)));
-typedef uint16_t UnalignedHalfWords
-    __attribute__((vector_size(kVectorBytes / 2), aligned(2), may_alias));
+typedef uint16_t UnalignedHalfWords __attribute__((vector_size(kVectorBytes / 2), aligned(2), may_alias));
 
 // load<A>(p): kLanes<A> elements at p, converted.
 template <class A>
@@ -149,6 +148,13 @@ FASTVIT_INLINE void store_some<float>(float* p, FloatVector v, int n) {
   _mm256_maskstore_ps(p, first_lanes_mask(n), __m256(v));
 }
 #endif
+
+// Asks for n elements at p, which may lie anywhere: a prefetch of what is not there does nothing.
+template <class T>
+FASTVIT_INLINE void prefetch(const T* p, int64_t n) {
+  const char* byte = reinterpret_cast<const char*>(p);
+  for (int64_t at = 0; at < n * int64_t(sizeof(T)); at += 64) __builtin_prefetch(byte + at);
+}
 
 template <class A>
 struct LaneNumbers;

@@ -56,9 +56,7 @@ struct PerChannel {
   PerChannel(const void* table_, int64_t c)
       : table(static_cast<const A*>(table_) + c), value(Vector<A>{} + (kRows ? A(0) : *table)) {}
   FASTVIT_INLINE Vector<A> at(int64_t i) const { return kRows ? load<A>(table + i) : value; }
-  FASTVIT_INLINE Vector<A> some(int64_t i, int n) const {
-    return kRows ? load_some<A>(table + i, n) : value;
-  }
+  FASTVIT_INLINE Vector<A> some(int64_t i, int n) const { return kRows ? load_some<A>(table + i, n) : value; }
 };
 
 // f(n, c, s, length) for every span piece of positions [begin, end), in the order of memory. Planes: a
@@ -87,20 +85,20 @@ FASTVIT_INLINE void for_each_piece(const Layout& layout, const Partition& partit
 // f(slice, first step, last step, first channel, last channel) for every task of a reduction.
 template <class F>
 void for_each_task(const Layout& layout, const Partition& partition, const F& f) {
-  torch::stable::parallel_for(
-      0, partition.slices * partition.blocks, 1, [&](int64_t begin, int64_t end) {
-        for (int64_t task = begin; task < end; ++task) {
-          const int64_t slice = task / partition.blocks, block = task % partition.blocks;
-          f(slice, partition.steps * slice / partition.slices,
-            partition.steps * (slice + 1) / partition.slices, layout.C * block / partition.blocks,
-            layout.C * (block + 1) / partition.blocks);
-        }
-      });
+  torch::stable::parallel_for(0, partition.slices * partition.blocks, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t slice = task / partition.blocks, block = task % partition.blocks;
+      f(slice, partition.steps * slice / partition.slices, partition.steps * (slice + 1) / partition.slices,
+        layout.C * block / partition.blocks, layout.C * (block + 1) / partition.blocks);
+    }
+  });
 }
 
 constexpr int64_t kGrain = 32768;  // elements below which another thread does not pay
 
-inline int64_t grain_of(int64_t piece) { return piece > 0 && kGrain > piece ? kGrain / piece : 1; }
+inline int64_t grain_of(int64_t piece) {
+  return piece > 0 && kGrain > piece ? kGrain / piece : 1;
+}
 
 template <class T>
 struct AccumulationOf {
