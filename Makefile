@@ -7,9 +7,10 @@ TORCH  ?= torch==2.13.0
 PYTHON ?= python3
 RUN    := .venv/bin/python
 STAMP  := .venv/.installed-$(shell printf '%s' '$(TORCH) $(FASTVIT_CUDA) $(TORCH_CUDA_ARCH_LIST)' | cksum | cut -d' ' -f1)
+SOURCES := 'csrc/*' 'tests/*.cpp' 'tests/*.cu' 'tests/*.h' tests/cuda_host/cuda/atomic
 BUILT  := setup.py pyproject.toml $(shell find csrc -name '*.[ch]*')
 
-.PHONY: help install demo test test-slow bench lint format clean
+.PHONY: help install demo test test-cuda-host test-slow bench sass lint format clean
 
 help:  ## This list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -33,8 +34,16 @@ $(STAMP): $(BUILT) | .venv/bin/python
 demo: install  ## Train a ViT on scikit-learn's digits with 2 ranks; leaves runs/demo/index.html
 	$(RUN) examples/digits_demo.py
 
-test: install  ## The whole test suite
-	$(RUN) -m pytest -m "not slow"
+test: install test-cuda-host  ## The whole test suite
+	$(RUN) -m pytest -m "not slow" --ignore tests/cuda_host
+
+MODEL := FASTVIT_TEST_DEVICE=cuda_host $(RUN) -m pytest -q -m "not slow"
+
+test-cuda-host: install  ## The CUDA sources on a model of a GPU: plain, sanitizers, race checker
+	$(RUN) tests/cuda_host/build.py
+	$(MODEL) tests/test_ops.py tests/test_layers.py tests/test_peer_faults.py tests/cuda_host
+	FASTVIT_CUDA_HOST=race $(MODEL) tests/test_ops.py tests/cuda_host/test_cuda_host_kernels.py
+	env $$($(RUN) tests/cuda_host/redirect.py) FASTVIT_CUDA_HOST=asan $(MODEL) tests/test_ops.py tests/cuda_host/test_cuda_host_kernels.py
 
 test-slow: install  ## Tests that need many gigabytes
 	$(RUN) -m pytest -m slow
@@ -43,15 +52,18 @@ bench: install  ## Time the layers against torch's; writes benchmarks/results
 	$(RUN) benchmarks/bench_layers.py
 	$(RUN) benchmarks/report.py
 
+sass: install  ## Registers, spills and widest accesses of the CUDA kernels; needs nvcc
+	$(RUN) tools/sass.py
+
 lint: install  ## What CI checks of the style
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	.venv/bin/clang-format --dry-run --Werror $$(git ls-files 'csrc/*' 'tests/*.cpp' 'tests/*.cu' 'tests/*.h')
+	.venv/bin/clang-format --dry-run --Werror $$(git ls-files $(SOURCES))
 
 format: install  ## Put the style right
 	.venv/bin/ruff check --fix .
 	.venv/bin/ruff format .
-	.venv/bin/clang-format -i $$(git ls-files 'csrc/*' 'tests/*.cpp' 'tests/*.cu' 'tests/*.h')
+	.venv/bin/clang-format -i $$(git ls-files $(SOURCES))
 
 clean:  ## Remove everything that was built
 	rm -rf .venv build dist runs *.egg-info fastvit/*.so

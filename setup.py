@@ -1,5 +1,4 @@
-"""Builds the libraries of fastvit against torch's stable ABI, with ninja.
-
+"""Builds the libraries of fastvit against torch's stable ABI, with ninja:
 fastvit/_C.so     schemas and CPU kernels (the kernels once per instruction set)
 fastvit/_cuda.so  CUDA kernels; FASTVIT_CUDA=auto|0|1 (auto: when a toolkit is found; 1: any failure is fatal)
 Neither needs Python's headers, torch's CUDA headers or a GPU, and both load in every torch from 2.11 on.
@@ -12,18 +11,19 @@ import subprocess
 import sys
 from pathlib import Path
 
-from setuptools import Extension, setup
-from setuptools.command.bdist_wheel import bdist_wheel
-from setuptools.command.build_ext import build_ext
+for name, floor in ("setuptools", "77.0"), ("torch", "2.11"):
+    try:
+        found = __import__(name).__version__
+    except ImportError:
+        found = "none"
+    if [int(n) for n in re.findall(r"\d+", found)[:2]] < [int(n) for n in floor.split(".")]:
+        sys.exit(f"fastvit: building needs {name}>={floor}, found {found}; pip install it first.")
 
-try:
-    import torch
-except ImportError:
-    sys.exit("fastvit: building needs torch>=2.11; install it first, or drop --no-build-isolation.")
-if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < (2, 11):
-    sys.exit(f"fastvit: building needs torch>=2.11, found {torch.__version__}; upgrade torch first.")
+from setuptools import Extension, setup  # noqa: E402
+from setuptools.command.bdist_wheel import bdist_wheel  # noqa: E402
+from setuptools.command.build_ext import build_ext  # noqa: E402
 
-ROOT, TORCH = Path(__file__).parent.resolve(), Path(torch.__file__).parent
+ROOT, TORCH = Path(__file__).parent.resolve(), Path(sys.modules["torch"].__file__).parent
 TORCH_ABI = "0x020b000000000000"  # 2.11: the oldest torch whose stable ABI has all that is used here
 ARCHITECTURES = os.environ.get("TORCH_CUDA_ARCH_LIST") or "8.0;9.0+PTX"  # torch's detection needs a GPU
 CUDA = os.environ.get("FASTVIT_CUDA", "auto")

@@ -88,6 +88,12 @@ inline Tensor packed(const Tensor& x, int64_t numbers) {
   return torch::stable::new_empty(x, {numbers}, accumulation_type(x.scalar_type()));
 }
 
+// The floor of effective_gamma (moments.h) for activations of `dtype`; 0 where nothing is inverted.
+inline double gamma_floor(bool in_place, ScalarType dtype) {
+  if (!in_place) return 0;
+  return dtype == ScalarType::Double ? 1e-12 : dtype == ScalarType::Half ? 1e-4 : 1e-7;
+}
+
 template <class... Tensors>
 Layout layout_of(int64_t channel_dim, const Tensor& first, const Tensors&... others) {
   const Operand operands[] = {{first.strides().data()}, {others.strides().data()}...};

@@ -19,6 +19,7 @@ def pytest_configure(config):
         from cuda_host import redirect
 
         redirect.install()
+        torch.use_deterministic_algorithms(True, warn_only=True)  # new tensors hold NaN until written
 
 
 @pytest.fixture(scope="session")

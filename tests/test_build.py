@@ -37,17 +37,18 @@ def test_no_compiler_is_one_sentence(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "torch,message",
+    "module,stand_in,message",
     [
-        ("None", "building needs torch>=2.11; install it first, or drop --no-build-isolation."),
-        ("mock.Mock(__version__='2.10.1+cpu')", "building needs torch>=2.11, found 2.10.1+cpu"),
+        ("torch", "None", "building needs torch>=2.11, found none; pip install it first."),
+        ("torch", "mock.Mock(__version__='2.10.1+cpu')", "building needs torch>=2.11, found 2.10.1+cpu;"),
+        ("setuptools", "mock.Mock(__version__='65.5.0')", "building needs setuptools>=77.0, found 65.5.0;"),
     ],
 )
-def test_no_torch_or_an_old_one_is_one_sentence(torch, message):
+def test_what_is_missing_or_old_is_one_sentence(module, stand_in, message):
     code = f"""
 import runpy, sys
 from unittest import mock
-sys.modules["torch"] = {torch}
+sys.modules["{module}"] = {stand_in}
 runpy.run_path("setup.py")
 """
     assert message in build("-c", code)

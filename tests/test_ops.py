@@ -302,6 +302,7 @@ def test_no_op_allocates_more_than_its_outputs():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["nchw", "channels_last"])
+@pytest.mark.timeout(600)
 def test_more_than_2_to_the_31_elements(layout, device):
     """64-bit indices: 2^31 + 2^16 elements of bfloat16, the last ones unlike the rest."""
     x = torch.zeros(2**15 + 1, 4, 128, 128, dtype=torch.bfloat16, device=device)
@@ -315,8 +316,8 @@ def test_more_than_2_to_the_31_elements(layout, device):
         moments[:4].double(), torch.full((4,), share, dtype=torch.float64), rtol=1e-6, atol=0
     )
     assert reference.unpack_count(moments).item() == n
-    saved = ops.abn_forward_(x, moments, channel_dim=1)
-    assert x[-1].min() > 100 and x[0].max() < 0
+    saved = ops.abn_forward_(x, moments, eps=0.0)
+    assert x[-1].min() > 150 and x[0].max() < 0
     sums = ops.abn_reduce(x, x, saved)
     assert error(sums[4:] / n, torch.ones(4)) < 0.02
 

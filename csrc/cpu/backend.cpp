@@ -98,20 +98,8 @@ void set_number(const Channels& t, int64_t c, double value) {
   }
 }
 
-double gamma_floor(ScalarType dtype) {
-  switch (dtype) {
-    case ScalarType::Double:
-      return 1e-12;
-    case ScalarType::Half:
-      return 1e-4;
-    default:
-      return 1e-7;
-  }
-}
-
 double gamma_of(const Channels& weight, int64_t c, bool in_place, ScalarType dtype) {
-  const double gamma = number(weight, c, 1);
-  return in_place ? effective_gamma(gamma, gamma_floor(dtype)) : gamma;
+  return effective_gamma(number(weight, c, 1), gamma_floor(in_place, dtype));
 }
 
 // float or double, as the accumulation type of `dtype`.

@@ -115,11 +115,6 @@ inline PerChannel per_channel(const Channels& t) {
   }
 }
 
-inline double gamma_floor(bool in_place, ScalarType dtype) {
-  if (!in_place) return 0;
-  return dtype == ScalarType::Double ? 1e-12 : dtype == ScalarType::Half ? 1e-4 : 1e-7;
-}
-
 // f.template operator()<T>() for the activations' type.
 template <class F>
 void with_type(ScalarType dtype, const F& f) {

@@ -1,0 +1,20 @@
+// The engine's controls, for the tests.
+#include <pybind11/pybind11.h>
+
+#include "cuda_runtime.h"
+
+PYBIND11_MODULE(_cuda_host, m) {
+  using cuda_host::Config;
+  pybind11::class_<Config>(m, "Config")
+      .def_readwrite("seed", &Config::seed, "0: in index order; otherwise a random but repeatable schedule")
+      .def_readwrite("sm_count", &Config::sm_count, "multiprocessors that the device claims to have")
+      .def_readwrite("blocks_per_sm", &Config::blocks_per_sm, "co-resident blocks of a cooperative launch")
+      .def_readwrite("timeout", &Config::timeout,
+                     "idle seconds before a wait for another process is given up")
+      .def_readwrite("capturing", &Config::capturing, "whether launches are captured into a graph")
+      .def_readwrite("deferred", &Config::deferred, "launches queue up until run()");
+  m.attr("config") = pybind11::cast(&cuda_host::config(), pybind11::return_value_policy::reference);
+  m.def("run", &cuda_host::run, "Runs the deferred launches of all devices and streams, interleaved.");
+  m.def("steps", &cuda_host::steps, "Switches between emulated threads so far.");
+  m.def("set_device", [](int device) { cudaSetDevice(device); });
+}

@@ -1,0 +1,360 @@
+// Seeded bugs, to prove that the model of CUDA sees them: `seeded N` runs the N-th at a size where a GPU
+// would often still give the right answer. Without arguments it lists them, before each the builds that must
+// notice (plain, asan, race; "none" for the correct controls that nothing may complain about). Exit code: 0
+// right answer and nothing reported, 2 wrong answer, 3 the engine reported; otherwise a sanitizer.
+#include <cuda_runtime.h>
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <cuda/atomic>
+#include <stdexcept>
+#include <vector>
+
+template <class... P, class... A>
+cudaError_t launch_with(bool cooperative, void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_bytes,
+                        A... arguments) {
+  cudaLaunchAttribute attribute[1];
+  attribute[0].id = cudaLaunchAttributeCooperative;
+  attribute[0].val.cooperative = cooperative;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.dynamicSmemBytes = shared_bytes;
+  config.attrs = attribute;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, P(arguments)...);
+}
+template <class... P, class... A>
+cudaError_t launch(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_bytes, A... arguments) {
+  return launch_with(false, kernel, grid, block, shared_bytes, arguments...);
+}
+
+// sum of 256 values through shared memory; K removes one thing
+enum Kind {
+  ok,
+  no_sync,
+  no_sync_reuse,
+  static_oob,
+  divergent_barrier,
+  early_return,
+  divergent_shfl,
+  ragged_shfl,
+  shfl_dead_lane,
+  lane_not_in_mask,
+  no_syncwarp,
+  shfl_as_fence
+};
+template <int K>
+__global__ void reduce_kernel(const float* x, float* out, int n, int rounds) {
+  __shared__ float s[32];
+  __shared__ float w[8][32];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  for (int r = 0; r < rounds; ++r) {
+    int i = r * blockDim.x + threadIdx.x;
+    if (K == early_return && i >= n) return;
+    float v = i < n ? x[i] : 0.f;
+    if (K == divergent_shfl) {
+      if (lane < 16) {
+        for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(0xffffffffu, v, o);
+      } else
+        for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(0xffffffffu, v, o);
+    } else if (K == ragged_shfl) {
+      for (int o = lane < 8 ? 16 : 8; o; o >>= 1) v += __shfl_xor_sync(0xffffffffu, v, o);
+    } else if (K == shfl_dead_lane) {
+      if (lane < 24)
+        for (int o = 16; o; o >>= 1) v += __shfl_down_sync(0x00ffffffu, v, o);
+    } else if (K == lane_not_in_mask) {
+      for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(0x0000ffffu, v, o);
+    } else if (K == no_syncwarp || K == shfl_as_fence) {  // transpose-like use of shared memory inside a warp
+      w[warp][lane] = v;
+      if (K == shfl_as_fence) v = __shfl_sync(0xffffffffu, v, lane);
+      float t = 0;
+      for (int k = 0; k < 32; ++k) t += w[warp][(lane + k) % 32];
+      v = t;
+      __syncwarp();
+    } else {
+      for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(0xffffffffu, v, o);
+    }
+    if (lane == 0) s[K == static_oob ? warp + 25 : warp] = v;
+    if (K == divergent_barrier) {
+      if (threadIdx.x < 128)
+        __syncthreads();
+      else
+        __syncthreads();
+    } else if (K != no_sync)
+      __syncthreads();
+    float t = 0;
+    for (int k = 0; k < 8; ++k) t += s[K == static_oob ? k + 25 : k];
+    if (threadIdx.x == 0) out[r] = t;
+    if (K != no_sync_reuse) __syncthreads();
+  }
+}
+__global__ void copy_kernel(const float* x, float* y, int n, int extra) {
+  int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n + extra) y[i] = x[i];
+}
+__global__ void dyn_kernel(float* y, int n, int extra) {
+  float* t = static_cast<float*>(cuda_host::dynamic_shared());
+  for (int i = threadIdx.x; i < n + extra; i += blockDim.x) t[i] = float(i);
+  __syncthreads();
+  for (int i = threadIdx.x; i < n; i += blockDim.x) y[i] = t[n - 1 - i];
+}
+__global__ void early_kernel(const float* x, float* y, int n) {
+  __shared__ float s[128];
+  const int i = threadIdx.x;
+  if (i >= n) return;
+  s[i] = x[i];
+  __syncthreads();
+  y[i] = s[n - 1 - i];
+}
+__global__ void volatile_spin_kernel(volatile int* flag, const float* x, float* y, bool fenced) {
+  if (threadIdx.x == 0) {
+    y[0] = x[0];
+    if (fenced) __threadfence();
+    *flag = 1;
+  } else if (threadIdx.x == 32) {
+    while (*flag == 0) {
+    }
+    if (fenced) __threadfence();
+    y[1] = y[0];
+  }
+}
+__global__ void uninit_kernel(float* y) {
+  __shared__ float acc[32];
+  if (threadIdx.x < 32) {
+    acc[threadIdx.x] += 1.f;
+    y[threadIdx.x] = acc[threadIdx.x];
+  }
+}
+__global__ void vec_kernel(const float* x, float* y, int n) {
+  for (int i = threadIdx.x; i < n / 4; i += blockDim.x) {
+    float4 v = reinterpret_cast<const float4*>(x)[i];
+    y[i] = v.x + v.y + v.z + v.w;
+  }
+}
+__global__ void hist_kernel(const int* x, int* h, int n, bool atomic) {
+  int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= n) return;
+  if (atomic)
+    atomicAdd(&h[x[i]], 1);
+  else
+    h[x[i]] += 1;
+}
+// grid-wide sum: each block publishes, barrier, everybody adds up. mode: what is wrong with the barrier
+enum Grid {
+  g_ok,
+  g_no_sync_before,
+  g_no_sync_after,
+  g_relaxed,
+  g_no_reset,
+  g_fence_ok,
+  g_no_fence,
+  g_missing_arrival
+};
+template <int M>
+__global__ void grid_kernel(const float* x, float* part, float* out, unsigned* st) {
+  if (M == g_missing_arrival && blockIdx.x == 2) return;
+  part[blockIdx.x * blockDim.x + threadIdx.x] = x[blockIdx.x * blockDim.x + threadIdx.x];
+  if (M != g_no_sync_before) __syncthreads();
+  if (threadIdx.x == 0) {
+    if (M == g_fence_ok || M == g_no_fence) {  // the classic idiom
+      if (M == g_fence_ok) __threadfence();
+      atomicAdd(&st[0], 1u);
+      while (atomicAdd(&st[0], 0u) < gridDim.x) {
+      }
+      if (M == g_fence_ok) __threadfence();
+    } else {
+      constexpr auto rel = M == g_relaxed ? cuda::std::memory_order_relaxed : cuda::std::memory_order_acq_rel;
+      constexpr auto acq = M == g_relaxed ? cuda::std::memory_order_relaxed : cuda::std::memory_order_acquire;
+      cuda::atomic_ref<unsigned, cuda::thread_scope_device> count(st[0]), phase(st[1]);
+      unsigned old = phase.load(cuda::std::memory_order_relaxed);
+      if (count.fetch_add(1u, rel) == gridDim.x - 1) {
+        if (M != g_no_reset) count.store(0u, cuda::std::memory_order_relaxed);
+        phase.store(old + 1,
+                    M == g_relaxed ? cuda::std::memory_order_relaxed : cuda::std::memory_order_release);
+      } else
+        while (phase.load(acq) == old) {
+        }
+    }
+  }
+  if (M != g_no_sync_after) __syncthreads();
+  float t = 0;
+  for (unsigned b = 0; b < gridDim.x; ++b) t += part[b * blockDim.x + threadIdx.x];
+  out[blockIdx.x * blockDim.x + threadIdx.x] = t;
+}
+// two GPUs swap a vector. M: what is wrong
+enum Peer { p_ok, p_device_scope, p_no_sync, p_single_buffer };
+template <int M>
+__global__ void peer_kernel(float* mine, float* theirs, unsigned* my_flag, unsigned* their_flag, float* out,
+                            float v, unsigned epoch) {
+  constexpr auto S = M == p_device_scope ? cuda::thread_scope_device : cuda::thread_scope_system;
+  const unsigned half = M == p_single_buffer ? 0 : (epoch & 1) * blockDim.x;
+  theirs[half + threadIdx.x] = v + float(threadIdx.x);
+  if (M != p_no_sync) __syncthreads();
+  if (threadIdx.x == 0) {
+    cuda::atomic_ref<unsigned, S> out_flag(*their_flag), in_flag(*my_flag);
+    out_flag.store(epoch, cuda::std::memory_order_release);
+    while (in_flag.load(cuda::std::memory_order_acquire) < epoch) {
+    }
+  }
+  __syncthreads();
+  out[threadIdx.x] = mine[half + threadIdx.x];
+}
+
+template <class T>
+struct Buf {  // exact-size device buffer (host memory when emulated): red zones on both sides
+  T* p;
+  size_t n;
+  explicit Buf(size_t n, T v = T()) : p((T*)malloc(n * sizeof(T))), n(n) {
+    for (size_t i = 0; i < n; ++i) p[i] = v;
+  }
+  ~Buf() { free(p); }
+};
+static int bad(bool b) {
+  return b ? 2 : 0;
+}
+template <int K>
+int reduce(int n = 512) {
+  Buf<float> x(n), out(2, -1.f);
+  float want[2] = {0, 0};
+  for (int i = 0; i < n; ++i) x.p[i] = float(i % 7 - 3), want[i / 256] += x.p[i];
+  launch(reduce_kernel<K>, 1, 256, 0, x.p, out.p, n, 2);
+  return bad(out.p[0] != want[0] || out.p[1] != want[1]);
+}
+template <int M>
+int grid(bool coop = true) {
+  Buf<float> x(4 * 64), part(4 * 64, NAN), out(4 * 64);
+  Buf<unsigned> st(2, 0u);
+  for (int i = 0; i < 256; ++i) x.p[i] = float(i);
+  int r = 0;
+  for (int rep = 0; rep < (M == g_fence_ok || M == g_no_fence ? 1 : 2); ++rep) {
+    launch_with(coop, grid_kernel<M>, 4, 64, 0, x.p, part.p, out.p, st.p);
+    for (int i = 0; i < 256; ++i) r |= out.p[i] != float(4 * (i % 64) + 64 * 6);
+  }
+  return bad(r);
+}
+template <int M>
+int peer() {
+  Buf<float> d0(128, NAN), d1(128, NAN), out(4 * 2 * 64, NAN);
+  Buf<unsigned> f(2, 0u);
+  cuda_host::config().deferred = true;
+  for (unsigned e = 1; e <= 4; ++e) {
+    cudaSetDevice(0),
+        launch(peer_kernel<M>, 1, 64, 0, d0.p, d1.p, f.p, f.p + 1, out.p + (e - 1) * 128, 100.f * e, e);
+    cudaSetDevice(1), launch(peer_kernel<M>, 1, 64, 0, d1.p, d0.p, f.p + 1, f.p, out.p + (e - 1) * 128 + 64,
+                             100.f * e + 50, e);
+  }
+  cuda_host::run();
+  int r = 0;
+  for (unsigned e = 1; e <= 4; ++e)
+    for (int i = 0; i < 64; ++i)
+      r |= out.p[(e - 1) * 128 + i] != 100.f * e + 50 + i || out.p[(e - 1) * 128 + 64 + i] != 100.f * e + i;
+  return bad(r);
+}
+int hist(bool atomic) {
+  Buf<int> x(512), h(4, 0);
+  for (int i = 0; i < 512; ++i) x.p[i] = i % 4;
+  launch(hist_kernel, 4, 128, 0, x.p, h.p, 512, atomic);
+  return bad(h.p[0] != 128 || h.p[3] != 128);
+}
+int copy(int extra) {
+  Buf<float> x(300, 1.f), y(300, NAN);
+  launch(copy_kernel, 3, 128, 0, x.p, y.p, 300, extra);
+  return bad(y.p[299] != 1.f);
+}
+int dyn(int extra) {
+  Buf<float> y(100);
+  launch(dyn_kernel, 1, 128, 100 * sizeof(float), y.p, 100, extra);
+  return bad(y.p[0] != 99.f || y.p[99] != 0.f);
+}
+int vec(int off) {
+  Buf<float> x(68, 1.f), y(16);
+  launch(vec_kernel, 1, 32, 0, x.p + off, y.p, 64);
+  return bad(y.p[0] != 4.f);
+}
+int uninit() {
+  Buf<float> y(32);
+  launch(uninit_kernel, 1, 32, 0, y.p);
+  return bad(!(y.p[0] == 1.f));
+}
+int early() {
+  Buf<float> x(128, 1.f), y(100);
+  launch(early_kernel, 1, 128, 0, x.p, y.p, 100);
+  return bad(y.p[99] != 1.f);
+}
+int volatile_spin(bool fenced) {
+  Buf<float> x(1, 1.f), y(2);
+  Buf<int> f(1, 0);
+  launch(volatile_spin_kernel, 1, 64, 0, f.p, x.p, y.p, fenced);
+  return bad(y.p[1] != 1.f);
+}
+int smem_limit() {
+  return launch(dyn_kernel, 1, 128, 60000, (float*)nullptr, 0, 0) == cudaSuccess ? 0 : 2;
+}
+int coop_too_large() {
+  return launch_with(true, grid_kernel<g_ok>, 1000, 64, 0, (const float*)nullptr, (float*)nullptr,
+                     (float*)nullptr, (unsigned*)nullptr) == cudaSuccess
+             ? 0
+             : 2;
+}
+
+struct Case {
+  const char* name;
+  const char* noticed_by;
+  int (*run)();
+};
+static const char kAll[] = "plain asan race";
+static const Case cases[] = {
+    {"ok reduce", "none", [] { return reduce<ok>(); }},
+    {"ok grid barrier", "none", [] { return grid<g_ok>(); }},
+    {"ok fence idiom", "none", [] { return grid<g_fence_ok>(); }},
+    {"ok peer exchange", "none", [] { return peer<p_ok>(); }},
+    {"ok atomics", "none", [] { return hist(true); }},
+    {"ok volatile flag + fence", "none", [] { return volatile_spin(true); }},
+    {"ok copy/dyn/vec", "none", [] { return copy(0) | dyn(0) | vec(0); }},
+    {"missing __syncthreads (write->read)", kAll, [] { return reduce<no_sync>(); }},
+    {"missing __syncthreads (reuse, read->write)", "race", [] { return reduce<no_sync_reuse>(); }},
+    {"missing __syncwarp", kAll, [] { return reduce<no_syncwarp>(); }},
+    {"shuffle used as memory barrier", "race", [] { return reduce<shfl_as_fence>(); }},
+    {"global off-by-one", "asan", [] { return copy(1); }},
+    {"dynamic shared off-by-one", "asan", [] { return dyn(1); }},
+    {"static shared out of bounds", "asan", [] { return reduce<static_oob>(); }},
+    {"uninitialised shared memory", kAll, uninit},
+    {"unwritten output", kAll, [] { return copy(-1); }},
+    {"misaligned float4 load", "asan", [] { return vec(1); }},
+    {"shuffle in divergent branches", kAll, [] { return reduce<divergent_shfl>(); }},
+    {"shuffle loop, ragged trip count", kAll, [] { return reduce<ragged_shfl>(); }},
+    {"shuffle reads lane outside mask", kAll, [] { return reduce<shfl_dead_lane>(); }},
+    {"caller not in mask", kAll, [] { return reduce<lane_not_in_mask>(); }},
+    {"divergent __syncthreads", kAll, [] { return reduce<divergent_barrier>(); }},
+    {"early return before __syncthreads", kAll, [] { return reduce<early_return>(500); }},
+    {"early return, barrier only", kAll, early},
+    {"volatile flag without fence", "race", [] { return volatile_spin(false); }},
+    {"plain += instead of atomicAdd", "race", [] { return hist(false); }},
+    {"grid barrier, launch not cooperative", kAll, [] { return grid<g_ok>(false); }},
+    {"grid barrier: a block never arrives", kAll, [] { return grid<g_missing_arrival>(); }},
+    {"grid barrier counter not reset", kAll, [] { return grid<g_no_reset>(); }},
+    {"grid barrier: no sync before arrive", "race", [] { return grid<g_no_sync_before>(); }},
+    {"grid barrier: no sync after wait", "race", [] { return grid<g_no_sync_after>(); }},
+    {"grid barrier: relaxed atomics", "race", [] { return grid<g_relaxed>(); }},
+    {"grid barrier: no __threadfence", "race", [] { return grid<g_no_fence>(); }},
+    {"peer flag: device scope", "race", [] { return peer<p_device_scope>(); }},
+    {"peer flag: no sync before release", "race", [] { return peer<p_no_sync>(); }},
+    {"peer buffer not double-buffered", kAll, [] { return peer<p_single_buffer>(); }},
+    {"dynamic smem > 48K without attribute", kAll, smem_limit},
+    {"cooperative grid too large", kAll, coop_too_large},
+};
+int main(int argc, char** argv) {
+  if (argc < 2) {
+    for (auto& c : cases) printf("%s: %s\n", c.noticed_by, c.name);
+    return 0;
+  }
+  try {
+    return cases[atoi(argv[1])].run();
+  } catch (const std::exception& e) {
+    fprintf(stderr, "%s\n", e.what());
+    return 3;
+  }
+}

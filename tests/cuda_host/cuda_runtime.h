@@ -1,0 +1,216 @@
+// Test-only stand-in for <cuda_runtime.h>: runs CUDA kernels on the CPU when the .cu/.cuh is built by
+// `g++ -x c++ -Itests/cuda_host`. One fiber per CUDA thread; see engine.cpp. Not a CUDA implementation:
+// only what kernels of this project need; anything else fails to compile, on purpose.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+
+#define CUDA_HOST_EMULATION 1
+#define __global__
+#define __device__
+#define __host__
+#define __constant__
+#define __grid_constant__
+#define __shared__ static thread_local  // per block: engine.cpp poisons and swaps this module's TLS segment
+#define __forceinline__ inline __attribute__((always_inline))
+#define __launch_bounds__(...)
+#define __align__(n) __attribute__((aligned(n)))
+#define CUDA_HOST_AT const char *file_ = __builtin_FILE(), int line_ = __builtin_LINE()
+#define CUDA_HOST_LOC \
+  ::cuda_host::Loc {  \
+    file_, line_      \
+  }
+#define CUDA_HOST_RAW __attribute__((no_sanitize("thread"), noinline))  // invisible to race.cpp's hooks
+
+// ---- vector types: real alignment, so that UBSan reports misaligned 8/16-byte loads ----
+struct uint3 {
+  unsigned x, y, z;
+};
+struct dim3 {
+  unsigned x, y, z;
+  constexpr dim3(unsigned a = 1, unsigned b = 1, unsigned c = 1) : x(a), y(b), z(c) {}
+  constexpr dim3(uint3 v) : x(v.x), y(v.y), z(v.z) {}
+};
+#define CUDA_HOST_VEC(T, N)                                  \
+  struct alignas(2 * sizeof(T)) N##2 {                       \
+    T x, y;                                                  \
+  };                                                         \
+  struct N##3_ {                                             \
+    T x, y, z;                                               \
+  };                                                         \
+  struct alignas(sizeof(T) >= 4 ? 16 : 4 * sizeof(T)) N##4 { \
+    T x, y, z, w;                                            \
+  };                                                         \
+  inline N##2 make_##N##2(T x, T y) {                        \
+    return {x, y};                                           \
+  }                                                          \
+  inline N##4 make_##N##4(T x, T y, T z, T w) {              \
+    return {x, y, z, w};                                     \
+  }
+CUDA_HOST_VEC(signed char, char)
+CUDA_HOST_VEC(unsigned char, uchar)
+CUDA_HOST_VEC(short, short)
+CUDA_HOST_VEC(unsigned short, ushort)
+CUDA_HOST_VEC(int, int) CUDA_HOST_VEC(unsigned, uint) CUDA_HOST_VEC(float, float) struct alignas(16) double2 {
+  double x, y;
+};
+struct alignas(16) longlong2 {
+  long long x, y;
+};
+struct alignas(16) ulonglong2 {
+  unsigned long long x, y;
+};
+
+// ---- runtime API: the part launchers use ----
+enum cudaError_t {
+  cudaSuccess = 0,
+  cudaErrorInvalidValue = 1,
+  cudaErrorInvalidConfiguration = 9,
+  cudaErrorCooperativeLaunchTooLarge = 720
+};
+using cudaStream_t = struct CUstream_st*;
+enum cudaLaunchAttributeID { cudaLaunchAttributeCooperative = 2 };
+union cudaLaunchAttributeValue {
+  int cooperative;
+  char pad[64];
+};
+struct cudaLaunchAttribute {
+  cudaLaunchAttributeID id;
+  cudaLaunchAttributeValue val;
+};
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes = 0;
+  cudaStream_t stream = nullptr;
+  cudaLaunchAttribute* attrs = nullptr;
+  unsigned numAttrs = 0;
+};
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16, cudaDevAttrCooperativeLaunch = 95 };
+
+namespace cuda_host {
+struct Loc {
+  const char* file;
+  int line;
+};
+struct Config {            // set from the test (or CUDA_HOST_SEED / CUDA_HOST_TIMEOUT in the environment)
+  uint64_t seed = 0;       // 0: threads and blocks in index order; else a random but repeatable schedule
+  int sm_count = 4;        // what cudaDevAttrMultiProcessorCount answers
+  int blocks_per_sm = 2;   // limit for co-resident (cooperative) blocks, together with 2048 threads per SM
+  double timeout = 0;      // > 0: peers may be other processes; give up only after that many idle seconds
+  bool capturing = false;  // what cudaStreamIsCapturing answers
+  bool deferred = false;  // launches queue up per (device, stream); cuda_host::run() runs the queues together
+};
+Config& config();
+void run();        // run deferred launches, all devices/streams interleaved
+uint64_t steps();  // number of fiber switches so far
+cudaError_t launch(const cudaLaunchConfig_t&, const void* fn, std::function<void()> thread_body);
+void enqueue(cudaStream_t, std::function<void()> host_op);
+void* dynamic_shared();
+[[noreturn]] void fail(const char* what, Loc at);
+enum class Op : int {
+  none,
+  barrier,
+  barrier_or,
+  barrier_and,
+  barrier_count,
+  syncwarp,
+  shfl,
+  ballot,
+  add,
+  max_,
+  min_
+};
+int block_barrier(Op, int pred, Loc);
+uint64_t warp_op(Op, unsigned mask, uint64_t value, int source_lane, Loc);
+unsigned lane();
+enum Scope { sys = 0, gpu = 1, cta = 2 };
+enum Order { relaxed = 0, acquire = 1, release = 2, acq_rel = 3 };
+void fence(int order, int scope);
+void atomic_pre(Loc);                   // may hand over to another thread
+void poll(const void*, uint64_t seen);  // ... does, if it saw this value before
+void atomic_post(const void*, uint64_t seen, size_t size, bool wrote, bool rmw, int order, int scope, Loc);
+template <class T>
+uint64_t bits(T v) {
+  uint64_t b = 0;
+  std::memcpy(&b, &v, sizeof(T) < 8 ? sizeof(T) : 8);
+  return b;
+}
+template <class T, class F>
+CUDA_HOST_RAW T rmw(T* p, F f, Loc at, int order = relaxed, int scope = gpu) {
+  atomic_pre(at);
+  using U = std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t>;  // real atomics: peers may be processes
+  static_assert(sizeof(T) == sizeof(U), "4- or 8-byte atomics only");
+  U *q = reinterpret_cast<U*>(p), old = __atomic_load_n(q, __ATOMIC_SEQ_CST), neu;
+  T o;
+  do {
+    std::memcpy(&o, &old, sizeof o);
+    T n = f(o);
+    std::memcpy(&neu, &n, sizeof n);
+  } while (!__atomic_compare_exchange_n(q, &old, neu, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST));
+  atomic_post(p, old, sizeof(T), neu != old, true, order, scope, at);
+  return o;
+}
+template <class T>
+CUDA_HOST_RAW T load(const T* p, Loc at, int order, int scope) {
+  atomic_pre(at);
+  T v;
+  __atomic_load(p, &v, __ATOMIC_SEQ_CST);
+  atomic_post(p, bits(v), sizeof(T), false, false, order, scope, at);
+  return v;
+}
+template <class T>
+CUDA_HOST_RAW void store(T* p, T v, Loc at, int order, int scope) {
+  atomic_pre(at);
+  atomic_post(p, bits(v), sizeof(T), true, false, order, scope,
+              at);  // publish the clock first, then the value
+  __atomic_store(p, &v, __ATOMIC_SEQ_CST);
+}
+}  // namespace cuda_host
+
+template <class... P, class... A>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* c, void (*kernel)(P...), A&&... a) {
+  static_assert((std::is_trivially_copyable_v<std::decay_t<P>> && ...),
+                "kernel parameters must be trivially copyable");
+  static_assert((!std::is_reference_v<P> && ...), "kernel parameters are passed by value");
+  std::tuple<std::decay_t<P>...> args(std::forward<A>(a)...);
+  return cuda_host::launch(*c, reinterpret_cast<const void*>(kernel),
+                           [kernel, args] { std::apply(kernel, args); });
+}
+cudaError_t cuda_host_set_smem(const void* fn, int bytes);
+template <class K>
+cudaError_t cudaFuncSetAttribute(K* k, cudaFuncAttribute, int v) {
+  return cuda_host_set_smem(reinterpret_cast<const void*>(k), v);
+}
+template <class K>
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* n, K, int threads, size_t smem) {
+  int by_threads = 2048 / threads, by_smem = smem ? int(233472 / (smem + 1024)) : by_threads;
+  *n = std::min(std::min(by_threads, by_smem), cuda_host::config().blocks_per_sm);
+  return cudaSuccess;
+}
+cudaError_t cudaGetDevice(int*);
+cudaError_t cudaSetDevice(int);
+cudaError_t cudaDeviceGetAttribute(int* v, cudaDeviceAttr, int dev);
+enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone = 0, cudaStreamCaptureStatusActive = 1 };
+inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* s) {
+  *s = cuda_host::config().capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
+inline cudaError_t cudaGetLastError() {
+  return cudaSuccess;
+}
+inline const char* cudaGetErrorString(cudaError_t e) {
+  return e ? "emulated CUDA error" : "no error";
+}
+inline cudaError_t cudaMemsetAsync(void* p, int v, size_t n, cudaStream_t s = nullptr) {
+  return cuda_host::enqueue(s, [=] { std::memset(p, v, n); }), cudaSuccess;
+}
+
+#include "device_builtins.h"

@@ -1,0 +1,137 @@
+// What kernels call without including anything: indices, barriers, warp operations, atomics, intrinsics. Part
+// of cuda_runtime.h.
+#pragma once
+extern uint3 threadIdx, blockIdx;
+extern dim3 blockDim, gridDim;
+constexpr int warpSize = 32;
+inline void __syncthreads(CUDA_HOST_AT) {
+  cuda_host::block_barrier(cuda_host::Op::barrier, 0, CUDA_HOST_LOC);
+}
+inline void __syncwarp(unsigned m = ~0u, CUDA_HOST_AT) {
+  cuda_host::warp_op(cuda_host::Op::syncwarp, m, 0, -1, CUDA_HOST_LOC);
+}
+inline unsigned __ballot_sync(unsigned m, int p, CUDA_HOST_AT) {
+  return unsigned(cuda_host::warp_op(cuda_host::Op::ballot, m, p != 0, -1, CUDA_HOST_LOC));
+}
+inline int __any_sync(unsigned m, int p, CUDA_HOST_AT) {
+  return __ballot_sync(m, p, file_, line_) != 0;
+}
+inline int __all_sync(unsigned m, int p, CUDA_HOST_AT) {
+  return __ballot_sync(m, !p, file_, line_) == 0;
+}
+namespace cuda_host {
+template <class T>
+T shfl(unsigned m, T v, int src, Loc at) {
+  static_assert(std::is_arithmetic_v<T> && (sizeof(T) == 4 || sizeof(T) == 8),
+                "CUDA shuffles 4- and 8-byte scalars");
+  uint64_t r = warp_op(Op::shfl, m, bits(v), src, at);
+  std::memcpy(&v, &r, sizeof v);
+  return v;
+}
+inline int segment(int w) {
+  return int(lane()) & ~(w - 1);
+}
+}  // namespace cuda_host
+template <class T>
+T __shfl_sync(unsigned m, T v, int s, int w = 32, CUDA_HOST_AT) {
+  return cuda_host::shfl(m, v, cuda_host::segment(w) | (s & (w - 1)), CUDA_HOST_LOC);
+}
+template <class T>
+T __shfl_xor_sync(unsigned m, T v, int x, int w = 32, CUDA_HOST_AT) {
+  int l = int(cuda_host::lane()), s = l ^ x;
+  return cuda_host::shfl(m, v, s >= cuda_host::segment(w) + w ? l : s, CUDA_HOST_LOC);
+}
+template <class T>
+T __shfl_down_sync(unsigned m, T v, unsigned d, int w = 32, CUDA_HOST_AT) {
+  int l = int(cuda_host::lane()), s = l + int(d);
+  return cuda_host::shfl(m, v, s >= cuda_host::segment(w) + w ? l : s, CUDA_HOST_LOC);
+}
+template <class T>
+T __shfl_up_sync(unsigned m, T v, unsigned d, int w = 32, CUDA_HOST_AT) {
+  int l = int(cuda_host::lane()), s = l - int(d);
+  return cuda_host::shfl(m, v, s < cuda_host::segment(w) ? l : s, CUDA_HOST_LOC);
+}
+inline void __threadfence_block() {
+  cuda_host::fence(cuda_host::acq_rel, cuda_host::cta);
+}
+inline void __threadfence() {
+  cuda_host::fence(cuda_host::acq_rel, cuda_host::gpu);
+}
+inline void __threadfence_system() {
+  cuda_host::fence(cuda_host::acq_rel, cuda_host::sys);
+}
+template <class T>
+T atomicAdd(T* p, std::common_type_t<T> v, CUDA_HOST_AT) {
+  return cuda_host::rmw(p, [=](T o) { return T(o + v); }, CUDA_HOST_LOC);
+}
+template <class T>
+T atomicSub(T* p, std::common_type_t<T> v, CUDA_HOST_AT) {
+  return cuda_host::rmw(p, [=](T o) { return T(o - v); }, CUDA_HOST_LOC);
+}
+template <class T>
+T atomicMax(T* p, std::common_type_t<T> v, CUDA_HOST_AT) {
+  return cuda_host::rmw(p, [=](T o) { return o < v ? v : o; }, CUDA_HOST_LOC);
+}
+template <class T>
+T atomicMin(T* p, std::common_type_t<T> v, CUDA_HOST_AT) {
+  return cuda_host::rmw(p, [=](T o) { return v < o ? v : o; }, CUDA_HOST_LOC);
+}
+template <class T>
+T atomicOr(T* p, std::common_type_t<T> v, CUDA_HOST_AT) {
+  return cuda_host::rmw(p, [=](T o) { return T(o | v); }, CUDA_HOST_LOC);
+}
+template <class T>
+T atomicAnd(T* p, std::common_type_t<T> v, CUDA_HOST_AT) {
+  return cuda_host::rmw(p, [=](T o) { return T(o & v); }, CUDA_HOST_LOC);
+}
+template <class T>
+T atomicExch(T* p, std::common_type_t<T> v, CUDA_HOST_AT) {
+  return cuda_host::rmw(p, [=](T) { return T(v); }, CUDA_HOST_LOC);
+}
+template <class T>
+T atomicCAS(T* p, std::common_type_t<T> c, std::common_type_t<T> v, CUDA_HOST_AT) {
+  return cuda_host::rmw(p, [=](T o) { return o == c ? T(v) : o; }, CUDA_HOST_LOC);
+}
+template <class T>
+T __ldcg(const T* p) {
+  return *p;
+}
+#if !defined(__GLIBC_PREREQ) || !__GLIBC_PREREQ(2, 41)
+inline float rsqrtf(float x) {
+  return 1.f / std::sqrt(x);
+}
+inline double rsqrt(double x) {
+  return 1. / std::sqrt(x);
+}
+#endif
+inline float __int_as_float(int v) {
+  float f;
+  return std::memcpy(&f, &v, 4), f;
+}
+inline int __float_as_int(float v) {
+  int i;
+  return std::memcpy(&i, &v, 4), i;
+}
+inline unsigned __float_as_uint(float v) {
+  return unsigned(__float_as_int(v));
+}
+inline float __uint_as_float(unsigned v) {
+  return __int_as_float(int(v));
+}
+inline void __nanosleep(unsigned) {}
+inline void __trap(CUDA_HOST_AT) {
+  cuda_host::fail("__trap()", CUDA_HOST_LOC);
+}
+#define CUDA_HOST_MINMAX(T) \
+  inline T min(T a, T b) {  \
+    return b < a ? b : a;   \
+  }                         \
+  inline T max(T a, T b) {  \
+    return a < b ? b : a;   \
+  }
+CUDA_HOST_MINMAX(int)
+CUDA_HOST_MINMAX(unsigned)
+CUDA_HOST_MINMAX(long)
+CUDA_HOST_MINMAX(unsigned long)
+CUDA_HOST_MINMAX(long long)
+CUDA_HOST_MINMAX(unsigned long long) CUDA_HOST_MINMAX(float) CUDA_HOST_MINMAX(double)

@@ -1,0 +1,34 @@
+// Happens-before race checking, in builds with CUDA_HOST_RACE (race.cpp); otherwise all of it is empty.
+#pragma once
+#include <string>
+
+#include "cuda_runtime.h"
+namespace cuda_host::race {
+#ifdef CUDA_HOST_RACE
+void begin();
+int grid_begin(int threads, int dev, void* stream);  // returns the first thread's clock index
+void grid_end(int dev, void* stream);
+int thread_begin(int base, int index, int lin, const std::string& block, char* stack, size_t stack_size);
+void block_end(const int* ids, int n, int dev, void* stream);
+void running(int id, char* tls, size_t tls_size);
+void join(const int* ids, int n);  // barrier among these threads
+void fence(int id, int order, int scope);
+void atomic(int id, const void* p, bool write, bool rmw, int order, int scope, size_t size, Loc at);
+void forget(const void* p, size_t n);  // [p, p+n) is new memory
+#else
+inline void begin() {}
+inline int grid_begin(int, int, void*) {
+  return 0;
+}
+inline void grid_end(int, void*) {}
+inline int thread_begin(int, int, int, const std::string&, char*, size_t) {
+  return -1;
+}
+inline void block_end(const int*, int, int, void*) {}
+inline void running(int, char*, size_t) {}
+inline void join(const int*, int) {}
+inline void fence(int, int, int) {}
+inline void atomic(int, const void*, bool, bool, int, int, size_t, Loc) {}
+inline void forget(const void*, size_t) {}
+#endif
+}  // namespace cuda_host::race

@@ -1,0 +1,63 @@
+"""Runs the ops' CUDA kernels on CPU tensors: install() re-points the CPU dispatch key of fastvit::* at them.
+
+Schemas, fakes, autograd and Python layers stay the package's own. FASTVIT_CUDA_HOST chooses the build, plain,
+asan or race; under asan, Python must run with sanitizer_environment().
+"""
+
+import importlib.util
+import os
+import subprocess
+import warnings
+from pathlib import Path
+
+import torch
+
+NAMESPACE = "fastvit_cuda_host"
+_keep = []  # torch.library.Library undoes its registrations when it dies
+
+
+def sanitizer_environment() -> dict:
+    """What Python must be started with before it can load the asan build."""
+    libraries = [
+        subprocess.run(
+            ["g++", f"-print-file-name=lib{name}.so"], capture_output=True, text=True
+        ).stdout.strip()
+        for name in ("asan", "ubsan")
+    ]
+    return {"LD_PRELOAD": ":".join(libraries), "ASAN_OPTIONS": "detect_leaks=0"}
+
+
+def emulated_ops() -> list[str]:
+    prefix = f"{NAMESPACE}::"
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key("CPU")
+    return sorted(name.removeprefix(prefix) for name in registered if name.startswith(prefix))
+
+
+def install():
+    """The engine's controls (module `_cuda_host`), once every op of the namespace fastvit runs emulated."""
+    if _keep:
+        return _keep[0]
+    import fastvit.ops  # noqa: F401  defines the schemas
+
+    mode = os.environ.get("FASTVIT_CUDA_HOST", "plain")
+    path = Path(__file__).resolve().parents[2] / "build/cuda_host" / mode / "_cuda_host.so"
+    if not path.exists():
+        raise RuntimeError(f"{path} is missing; run: python tests/cuda_host/build.py {mode}")
+    spec = importlib.util.spec_from_file_location("_cuda_host", path)
+    engine = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(engine)
+    definitions = torch.library.Library(NAMESPACE, "DEF")
+    overrides = torch.library.Library("fastvit", "IMPL")
+    for name in emulated_ops():
+        schema = str(getattr(torch.ops.fastvit, name).default._schema)
+        definitions.define(schema.removeprefix("fastvit::"))
+        emulated = getattr(getattr(torch.ops, NAMESPACE), name).default
+        with warnings.catch_warnings():  # that an implementation is replaced is what is wanted
+            warnings.simplefilter("ignore")
+            overrides.impl(name, emulated, "CPU", allow_override=True)
+    _keep.extend([engine, definitions, overrides])
+    return engine
+
+
+if __name__ == "__main__":  # for `env $(python redirect.py) ...`
+    print(*(f"{name}={value}" for name, value in sanitizer_environment().items()))

@@ -1,0 +1,126 @@
+"""The CUDA kernels under what the op tests do not vary: the order of threads and blocks, the number of
+multiprocessors (hence slices and their merging), capture into a graph, misaligned and mixed operands.
+
+Runs with FASTVIT_TEST_DEVICE=cuda_host only.
+"""
+
+import os
+
+import pytest
+import torch
+
+from fastvit import ops, reference
+
+if os.environ.get("FASTVIT_TEST_DEVICE") != "cuda_host":
+    pytest.skip("needs FASTVIT_TEST_DEVICE=cuda_host", allow_module_level=True)
+
+from cuda_host import redirect
+
+# Long planes (segments, slices), short planes (folded into rows), rows with and without whole packets.
+SHAPES = {
+    "long_planes": lambda r: r(2, 3, 90, 91),
+    "one_channel": lambda r: r(9, 1, 64, 33),
+    "short_planes": lambda r: r(33, 24, 7, 7),
+    "short_odd_planes": lambda r: r(19, 5, 3, 5),
+    "rows": lambda r: r(40, 48, 9, 5).contiguous(memory_format=torch.channels_last),
+    "rows_c3": lambda r: r(7, 3, 17, 19).contiguous(memory_format=torch.channels_last),
+    "wide_rows": lambda r: r(70, 520),
+}
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture
+def engine():
+    engine = redirect.install()
+    config = engine.config
+    before = (config.seed, config.sm_count, config.capturing)
+    yield engine
+    config.seed, config.sm_count, config.capturing = before
+
+
+def tensor(shape, dtype, seed):
+    g = torch.Generator().manual_seed(seed)
+    return SHAPES[shape](lambda *s: torch.randn(*s, generator=g) * 2 + 3).to(dtype)
+
+
+def step(x, dy, weight, bias, residual=None):
+    """One training step through every op, in place when there is no residual: everything that is written."""
+    moments = ops.bn_stats(x)
+    running = {"running_mean": torch.zeros(x.shape[1]), "running_var": torch.ones(x.shape[1])}
+    running["num_batches_tracked"] = torch.tensor(0)
+    options = {"weight": weight, "bias": bias, "activation": "leaky_relu", "activation_param": 0.2}
+    if residual is None:
+        y = x.clone()
+        saved = ops.abn_forward_(y, moments, **options, **running)
+        sums = ops.abn_reduce(y, dy, saved, **options)
+        gradients = [ops.abn_backward(y, dy, saved, sums, **options)]
+    else:
+        y, saved = ops.bn_forward(x, moments, z=residual, **options, **running)
+        sums = ops.bn_reduce(x, dy, residual, saved, **options)
+        gradients = list(ops.bn_backward(x, dy, residual, saved, sums, **options))
+    return [moments, y, saved, *running.values(), sums, *gradients]
+
+
+def inputs(shape, dtype):
+    x, dy, residual = (tensor(shape, dtype, seed) for seed in range(3))
+    c = x.shape[1]
+    return x, dy, torch.linspace(-1.5, 1.5, c) + 0.07, torch.linspace(-0.5, 0.5, c), residual
+
+
+@pytest.mark.parametrize("residual", [False, True], ids=["in_place", "residual"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_schedules_do_not_change_a_bit(engine, shape, dtype, residual):
+    x, dy, weight, bias, z = inputs(shape, dtype)
+    for engine.config.sm_count in (1, 6):
+        engine.config.seed = 0
+        want = step(x, dy, weight, bias, z if residual else None)
+        for engine.config.seed in (1, 2):
+            for got, expected in zip(step(x, dy, weight, bias, z if residual else None), want, strict=True):
+                assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("sm_count", [1, 3, 17, 108])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_any_number_of_multiprocessors(engine, shape, sm_count):
+    """The slices grow with the device; the last block of each tile merges them."""
+    engine.config.sm_count = sm_count
+    x, dy, weight, bias, _ = inputs(shape, torch.float32)
+    moments, want = ops.bn_stats(x), reference.bn_stats(x.double())
+    torch.testing.assert_close(moments.double(), want, rtol=1e-5, atol=1e-5)
+    saved = want.clone()
+    c = x.shape[1]
+    saved[c : 2 * c] = 1 / torch.sqrt(want[c : 2 * c] / (x.numel() // c) + 1e-5)
+    sums = ops.bn_reduce(x, dy, None, saved.float(), weight=weight, bias=bias, activation="relu")
+    doubles = (t.double() for t in (weight, bias))
+    wanted = reference.bn_reduce(x.double(), dy.double(), None, saved, *doubles, activation="relu")
+    torch.testing.assert_close(sums.double(), wanted, rtol=1e-4, atol=1e-3)
+
+
+def test_capture_gives_the_same_bits(engine):
+    """A captured launch clears tickets of its own; others leave the stream's as they found them."""
+    engine.config.sm_count = 6
+    x, dy, weight, bias, _ = inputs("long_planes", torch.float32)
+    want = step(x, dy, weight, bias)
+    for engine.config.capturing in (True, False, True):
+        for got, expected in zip(step(x, dy, weight, bias), want, strict=True):
+            assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shifts", [(0, 0, 0), (1, 1, 1), (3, 3, 3), (0, 1, 0), (2, 0, 5)])
+@pytest.mark.parametrize("shape", ["long_planes", "short_planes"])
+def test_any_alignment(engine, shape, dtype, shifts):
+    """Heads and tails of packets, and operands whose 16-byte boundaries do not coincide."""
+
+    def shifted(t, by):
+        return torch.cat([t.new_full((by,), float("nan")), t.flatten(), t.new_full((3,), float("nan"))])[
+            by : by + t.numel()
+        ].view(t.shape)
+
+    x, dy, weight, bias, z = inputs(shape, dtype)
+    want = step(x, dy, weight, bias, z)
+    moved = [shifted(t, by) for t, by in zip((x, dy, z), shifts, strict=True)]
+    got = step(moved[0], moved[1], weight, bias, moved[2])
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2 if a.dtype == torch.bfloat16 else 1e-4, atol=2e-3)

@@ -1,0 +1,119 @@
+"""Compiles the CUDA kernels and prints what each costs: registers, stack, spills, shared memory, widths.
+
+    python tools/sass.py [--arch 80 90] [--filter forward]
+
+Exits with 1 if a kernel spills or keeps a stack frame. Widths (in bits, global loads/stores) need cuobjdump;
+without it they read "?".
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+COLUMNS = ("kernel", "sm", "registers", "stack", "spills", "shared", "load", "store")
+
+
+def tool(name: str) -> str | None:
+    if found := shutil.which(name):
+        return found
+    for folder in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"):
+        if folder and (Path(folder) / "bin" / name).exists():
+            return str(Path(folder) / "bin" / name)
+    return None
+
+
+def compile_source(nvcc: str, source: Path, arch: str, folder: Path) -> tuple[Path, str]:
+    import torch
+
+    cubin = folder / f"{source.stem}.sm_{arch}.cubin"
+    command = [
+        *(nvcc, "-cubin", f"-arch=sm_{arch}", "-O3", "-std=c++20", "-DUSE_CUDA", "-Xptxas", "-v"),
+        *("-DTORCH_TARGET_VERSION=0x020b000000000000", "-isystem", f"{Path(torch.__file__).parent}/include"),
+        *(str(source), "-o", str(cubin)),
+    ]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        sys.exit(result.stdout + result.stderr)
+    return cubin, result.stderr
+
+
+def resources(log: str, arch: str) -> list[dict]:
+    """One row per kernel from what ptxas -v says."""
+    rows = []
+    for block in re.split(r"Compiling entry function '", log)[1:]:
+        number = lambda pattern: int(m.group(1)) if (m := re.search(pattern, block)) else 0  # noqa: B023, E731
+        rows.append({
+            "symbol": block[: block.index("'")],
+            "sm": arch,
+            "registers": number(r"Used (\d+) registers"),
+            "stack": number(r"(\d+) bytes stack frame"),
+            "spills": number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
+            "shared": number(r"(\d+) bytes smem"),
+            "load": "?",
+            "store": "?",
+        })  # fmt: skip
+    return rows
+
+
+def widths(cuobjdump: str, cubin: Path) -> dict[str, dict]:
+    """Widest global load and store of each kernel, from its machine code."""
+    code = subprocess.run([cuobjdump, "-sass", cubin], capture_output=True, text=True, check=True).stdout
+    found = {}
+    for block in code.split("Function : ")[1:]:
+        symbol = block.split()[0]
+        found[symbol] = {}
+        for kind, opcode in (("load", "LDG"), ("store", "STG")):
+            sizes = re.findall(rf"{opcode}\.E(?:\.\w+)*?(?:\.(U8|S8|U16|S16|64|128))?(?:\.\w+)* ", block)
+            bits = [{"": 32}.get(size) or int(size.lstrip("US")) for size in sizes]
+            found[symbol][kind] = max(bits, default=0)
+    return found
+
+
+def demangled(symbols: list[str]) -> list[str]:
+    names = subprocess.run(
+        ["c++filt", "-p"], input="\n".join(symbols), capture_output=True, text=True, check=True
+    )
+    return [re.sub(r"^void |fastvit::|\(int\)|\(bool\)", "", name) for name in names.stdout.splitlines()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--arch", nargs="+", default=["80", "90"])
+    parser.add_argument("--filter", default="", help="only kernels whose name contains this")
+    options = parser.parse_args()
+    nvcc, cuobjdump = tool("nvcc"), tool("cuobjdump")
+    if not nvcc:
+        sys.exit("nvcc not found: set CUDA_HOME or put it on PATH")
+    sources = sorted(s for s in (ROOT / "csrc/cuda").glob("*.cu") if s.stem != "register")
+    rows = []
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
+        jobs = [(source, arch) for arch in options.arch for source in sources]
+        compiled = pool.map(lambda job: compile_source(nvcc, *job, Path(folder)), jobs)
+        for (_, arch), (cubin, log) in zip(jobs, compiled, strict=True):
+            found = widths(cuobjdump, cubin) if cuobjdump else {}
+            rows += [row | found.get(row["symbol"], {}) for row in resources(log, arch)]
+    for row, name in zip(rows, demangled([row["symbol"] for row in rows]), strict=True):
+        row["kernel"] = name
+    rows = sorted(
+        (row for row in rows if options.filter in row["kernel"]), key=lambda r: (r["sm"], r["kernel"])
+    )
+    wide = max([len(row["kernel"]) for row in rows], default=6)
+    print("  ".join(column.ljust(wide) if column == "kernel" else column.rjust(9) for column in COLUMNS))
+    for row in rows:
+        print("  ".join(str(row[c]).ljust(wide) if c == "kernel" else str(row[c]).rjust(9) for c in COLUMNS))
+    bad = [row for row in rows if row["spills"] or row["stack"]]
+    print(f"{len(rows)} kernels, {len(bad)} with spills or a stack frame")
+    sys.exit(1 if bad else 0)
+
+
+if __name__ == "__main__":
+    main()
