@@ -19,9 +19,9 @@ def load() -> tuple[bool, str]:
     if not cuda.exists():
         return False, "built without CUDA"
     if torch.version.cuda is None:  # the stream function it needs is not in a CPU build of torch
-        return False, "built, but this torch is a CPU build"
+        return False, "not loaded, as this torch is a CPU build; built"
     torch.ops.load_library(str(cuda))
-    return True, "built and loaded"
+    return True, "loaded; built"
 
 
 HAS_CUDA, CUDA_STATUS = load()

@@ -1,5 +1,6 @@
 """What `python -m fastvit.info` says is what is there."""
 
+import os
 import subprocess
 import sys
 
@@ -13,6 +14,8 @@ def test_facts():
     assert facts["torch"].startswith(torch.__version__)
     assert facts["CPU kernels"].split(",")[0] in ("baseline", "avx2", "avx512")
     assert (facts["CUDA kernels"] == "built without CUDA") == (not (_library.FOLDER / "_cuda.so").exists())
+    if (_library.FOLDER / "_cuda.so").exists() and not os.environ.get("TORCH_CUDA_ARCH_LIST"):
+        assert facts["CUDA kernels"].endswith("built for compute_90, sm_80, sm_90")
     assert _library.HAS_CUDA <= (torch.version.cuda is not None)
     assert "gloo" in facts["process groups"]
 
@@ -29,6 +32,6 @@ def test_lower_instruction_sets_can_be_asked_for():
     for wish, allowed in [("default", {"baseline"}), ("avx2", {"avx2", "baseline"})]:
         run = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=60,
-            env={**__import__("os").environ, "ATEN_CPU_CAPABILITY": wish},
+            env={**os.environ, "ATEN_CPU_CAPABILITY": wish},
         )  # fmt: skip
         assert run.stdout.strip() in allowed, run.stderr
