@@ -23,8 +23,10 @@ install: $(STAMP)  ## Fill .venv with torch, the package and what demo and tests
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "make install: $(PYTHON) has no venv module; install it (Debian: apt-get install python3-venv)" >&2; exit 1; }
 	$(PYTHON) -m venv .venv
 
-$(STAMP): $(BUILT) | .venv/bin/python
-	@command -v $${CXX:-c++} >/dev/null || { echo "make install: no C++ compiler; install one (Debian: apt-get install g++), or set CXX=" >&2; exit 1; }
+fastvit/_C.so:  # built with the stamp below; when it is gone, so is the stamp's worth
+
+$(STAMP): $(BUILT) fastvit/_C.so | .venv/bin/python
+	@command -v $${CXX:-c++} >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null || { echo "make install: no C++ compiler; install one (Debian: apt-get install g++), or set CXX=" >&2; exit 1; }
 	$(RUN) -m pip install --quiet --disable-pip-version-check '$(TORCH)' 'setuptools>=77' ninja
 	@rm -f fastvit/*.so
 	$(RUN) -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable '.[train,dev]'
@@ -58,12 +60,12 @@ sass: install  ## Registers, spills and widest accesses of the CUDA kernels; nee
 lint: install  ## What CI checks of the style
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	.venv/bin/clang-format --dry-run --Werror $$(git ls-files $(SOURCES))
+	.venv/bin/clang-format --dry-run --Werror $$(git ls-files $(SOURCES)) </dev/null
 
 format: install  ## Put the style right
 	.venv/bin/ruff check --fix .
 	.venv/bin/ruff format .
-	.venv/bin/clang-format -i $$(git ls-files $(SOURCES))
+	.venv/bin/clang-format -i $$(git ls-files $(SOURCES)) </dev/null
 
 clean:  ## Remove everything that was built
 	rm -rf .venv build dist runs *.egg-info fastvit/*.so

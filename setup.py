@@ -20,16 +20,15 @@ for name, floor in ("setuptools", "77.0"), ("torch", "2.11"):
         sys.exit(f"fastvit: building needs {name}>={floor}, found {found}; pip install it first.")
 
 from setuptools import Extension, setup  # noqa: E402
-from setuptools.command.bdist_wheel import bdist_wheel  # noqa: E402
-from setuptools.command.build_ext import build_ext  # noqa: E402
+from setuptools.command import bdist_wheel, build_ext  # noqa: E402
 
 ROOT, TORCH = Path(__file__).parent.resolve(), Path(sys.modules["torch"].__file__).parent
 TORCH_ABI = "0x020b000000000000"  # 2.11: the oldest torch whose stable ABI has all that is used here
 ARCHITECTURES = os.environ.get("TORCH_CUDA_ARCH_LIST") or "8.0;9.0+PTX"  # torch's detection needs a GPU
 CUDA = os.environ.get("FASTVIT_CUDA", "auto")
-CAPABILITIES = {"baseline": ""}  # name -> compiler flags
+CAPABILITIES = {"baseline": "-Wall -Wextra -Wno-psabi -Wno-maybe-uninitialized -Wno-uninitialized"}
 if os.uname().machine == "x86_64":
-    CAPABILITIES["avx2"] = "-mavx2 -mfma -mf16c"
+    CAPABILITIES["avx2"] = "$baseline -mavx2 -mfma -mf16c"
     CAPABILITIES["avx512"] = "$avx2 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mprefer-vector-width=512"
 
 
@@ -58,31 +57,31 @@ def gencode() -> str:
 
 
 def ninja_file(cxx: str, cuda: Path | None) -> str:
-    common = f"-O3 -std=c++20 -DTORCH_TARGET_VERSION={TORCH_ABI} -isystem {TORCH}/include -MMD -MF $out.d"
-    host = "-Wall -Wextra -Wno-psabi -Wno-maybe-uninitialized -Wno-uninitialized"
+    common = f"-O3 -std=c++20 -DTORCH_TARGET_VERSION={TORCH_ABI} -isystem '{TORCH}/include' -MMD -MF $out.d"
     fpic, depends = "-fPIC -fvisibility=hidden", "depfile = $out.d\n deps = gcc\n description = $out"
     lines = [
-        f"rule cxx\n command = {cxx} {common} {host} {fpic} $flags -c $in -o $out\n {depends}",
-        f"rule nvcc\n command = {cuda}/bin/nvcc {common} {gencode()} -ccbin {cxx} "
-        f"-Xcompiler '{fpic} -Wno-psabi' -DUSE_CUDA -c $in -o $out\n {depends}",
-        f"rule link\n command = {cxx} -shared $in -Wl,--no-as-needed -L{TORCH}/lib -ltorch -ltorch_cpu -lc10 "
-        "$libs -o $out\n description = $out",
+        f"rule cxx\n command = {cxx} {common} {fpic} $flags -c $in -o $out\n {depends}",
+        f"rule nvcc\n command = '{cuda}/bin/nvcc' {common} {gencode()} "
+        f"-ccbin {cxx.split()[-1]} -Xcompiler '{fpic} -Wno-psabi' -DUSE_CUDA -c $in -o $out\n {depends}",
+        f"rule link\n command = {cxx} -shared $in -Wl,--no-as-needed -L'{TORCH}/lib' -ltorch -ltorch_cpu "
+        "-lc10 $libs -o $out\n description = $out",
     ]
-    lines += [f"{name} = {flags}" for name, flags in CAPABILITIES.items()]
+    lines += [f"{name} = {flags}" for name, flags in {"csrc": ROOT / "csrc", **CAPABILITIES}.items()]
     objects = []
-    for source in [ROOT / "csrc/ops.cpp", *sorted((ROOT / "csrc/cpu").glob("*.cpp"))]:
-        for name in ["baseline"] if source.stem in ("ops", "backend") else CAPABILITIES:
-            objects.append(f"{source.stem}.{name}.o")
-            lines.append(f"build {objects[-1]}: cxx {source}\n flags = ${name} -DFASTVIT_CAPABILITY={name}")
+    for source in ["ops", *(f"cpu/{path.stem}" for path in sorted((ROOT / "csrc/cpu").glob("*.cpp")))]:
+        for name in ["baseline"] if source in ("ops", "cpu/backend") else CAPABILITIES:
+            objects.append(f"{source}.{name}.o")
+            lines.append(f"build {objects[-1]}: cxx $csrc/{source}.cpp")
+            lines.append(f" flags = ${name} -DFASTVIT_CAPABILITY={name}")
+    kernels = [f"cuda/{path.stem}" for path in sorted((ROOT / "csrc/cuda").glob("*.cu")) if cuda]
+    lines += [f"build {source}.o: nvcc $csrc/{source}.cu" for source in kernels]
     lines.append(f"build _C.so: link {' '.join(objects)}")
-    sources = sorted((ROOT / "csrc/cuda").glob("*.cu")) if cuda else []
-    lines += [f"build {source.stem}.cuda.o: nvcc {source}" for source in sources]
-    lines.append(f"build _cuda.so: link {' '.join(f'{source.stem}.cuda.o' for source in sources)}")
-    lines.append(f" libs = -L{cuda}/lib64 -lcudart_static -ldl -lrt -lpthread")
+    lines.append(f"build _cuda.so: link {' '.join(f'{source}.o' for source in kernels)}")
+    lines.append(f" libs = -L'{cuda}/lib64' -lcudart_static -ldl -lrt -lpthread")
     return "\n".join(lines) + "\n"
 
 
-class NinjaBuild(build_ext):
+class NinjaBuild(build_ext.build_ext):
     def get_ext_filename(self, fullname):
         return fullname.replace(".", os.sep) + ".so"
 
@@ -99,7 +98,8 @@ class NinjaBuild(build_ext):
         for library, wanted in (("_C", True), ("_cuda", cuda is not None)):
             target = Path(self.get_ext_fullpath(f"fastvit.{library}"))
             os.makedirs(target.parent, exist_ok=True)
-            target.unlink(missing_ok=True)  # no stale library is left, and a running process keeps its own
+            stale = ROOT / f"fastvit/{library}.so" if self.editable_mode else target
+            stale.unlink(missing_ok=True)  # rather than written over: a running process keeps its own
             if wanted and subprocess.run([ninja, "-C", str(folder), f"{library}.so"]).returncode == 0:
                 shutil.copy2(folder / f"{library}.so", target)
             elif wanted and (library == "_C" or CUDA == "1"):
@@ -108,7 +108,7 @@ class NinjaBuild(build_ext):
                 print("fastvit: the CUDA kernels did not compile (see above); going on with the CPU's alone.")
 
 
-class AnyPython(bdist_wheel):
+class AnyPython(bdist_wheel.bdist_wheel):
     def get_tag(self):  # the libraries do not touch Python's ABI
         return "py3", "none", super().get_tag()[2]
 

@@ -2,12 +2,14 @@
 
     python benchmarks/bench_layers.py [--threads 1 2] [--repeats 15] [--device cpu|cuda]
 
-Forward and backward are timed apart and added, contenders in turn, each on a fresh input with cold caches.
-`floor` is the time the 8 passes of a step (2R + 1W forward, 4R + 1W backward) take at the copy bandwidth
-measured in the same run. Memory: the tensors a step saves for backward, and what it allocates on top.
+Forward and backward are timed apart and added, contenders in turn, each on a fresh input that no cache holds.
+`floor` is the time the 8 passes of a step (2R + 1W forward, 4R + 1W backward) take at the bandwidth of a
+large copy made in turn with the layers; ratios are medians over such turns. Memory: the tensors a forward
+saves for backward, and what each pass allocates.
 """
 
 import argparse
+from statistics import median
 
 import torch
 from harness import Timer, percentiles, provenance, reuse_memory, write_csv
@@ -51,12 +53,24 @@ def contenders(channels: int, dims: int, device: str) -> dict[str, nn.Module]:
 
 
 def step(layer: nn.Module, leaf: torch.Tensor, dy: torch.Tensor, timer: Timer) -> tuple[float, float]:
+    """Milliseconds of one forward and one backward, on data that no cache holds.
+
+    What empties the caches takes the interpreter's and torch's own code along, which a training loop keeps
+    warm; so a step on a few numbers precedes each timing.
+    """
+    few = leaf.detach()[:2, :, :2, :2] if leaf.dim() == 4 else leaf.detach()[:2]
+
+    def warm_code() -> None:
+        timer.cold()
+        y = layer(Source.apply(few.requires_grad_()))
+        y.backward(torch.ones_like(y))
+        layer.zero_grad()
+
     leaf.grad = None
-    layer.zero_grad()
     held = [Source.apply(leaf)]  # popped when used, so that nothing but autograd keeps a tensor
-    timer.cold()
+    warm_code()
     forward = timer(lambda: held.append(layer(held.pop())))
-    timer.cold()
+    warm_code()
     backward = timer(lambda: held.pop().backward(dy))
     return forward, backward
 
@@ -78,7 +92,19 @@ def saved_bytes(layer: nn.Module, leaf: torch.Tensor) -> int:
     return sum(kept.values())
 
 
-def bench(shape_name: str, threads: int, repeats: int, timer: Timer, bandwidth: float) -> list[dict]:
+def allocated(layer: nn.Module, leaf: torch.Tensor, dy: torch.Tensor) -> tuple[float, float]:
+    """What forward and backward allocate in all, in activations; an upper bound of what they need on top."""
+    held, result = [Source.apply(leaf)], []
+    for work in (lambda: held.append(layer(held.pop())), lambda: held.pop().backward(dy)):
+        with torch.profiler.profile(profile_memory=True) as profile:
+            work()
+        events = profile.key_averages()
+        bytes_ = [e.self_device_memory_usage if leaf.is_cuda else e.self_cpu_memory_usage for e in events]
+        result.append(sum(max(b, 0) for b in bytes_) / leaf.nbytes)
+    return result[0], result[1]
+
+
+def bench(shape_name: str, threads: int, repeats: int, timer: Timer) -> list[dict]:
     shape, memory_format = SHAPES[shape_name]
     device = timer.device.type
     leaf = torch.randn(shape, device=device)
@@ -86,13 +112,15 @@ def bench(shape_name: str, threads: int, repeats: int, timer: Timer, bandwidth: 
     dy = torch.randn(shape, device=device).contiguous(memory_format=memory_format)
     layers = contenders(shape[1], len(shape), device)
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in layers}
+    copies = []  # of the same memory every time, in turn with the layers: a shared machine's speed drifts
     for repeat in range(repeats + 2):
-        for name, layer in layers.items():
-            measured = step(layer, leaf, dy, timer)
-            if repeat >= 2:
-                times[name].append(measured)
-    floor = PASSES * leaf.nbytes / bandwidth / 1e6
-    baseline = percentiles([sum(t) for t in times["torch"]])["p50_ms"]
+        copy = timer.copy_bandwidth()
+        measured = {name: step(layer, leaf, dy, timer) for name, layer in layers.items()}
+        if repeat >= 2:
+            copies.append(copy)
+            for name in layers:
+                times[name].append(measured[name])
+    baseline = [sum(t) for t in times["torch"]]
     rows = []
     for name, measured in times.items():
         both = percentiles([sum(t) for t in measured])
@@ -104,10 +132,20 @@ def bench(shape_name: str, threads: int, repeats: int, timer: Timer, bandwidth: 
                 **both,
                 "forward_p50_ms": percentiles([t[0] for t in measured])["p50_ms"],
                 "backward_p50_ms": percentiles([t[1] for t in measured])["p50_ms"],
-                "speedup": baseline / both["p50_ms"],
-                "share_of_floor": floor / both["p50_ms"],
-                "copy_GB_s": bandwidth,
+                "speedup": median(b / sum(t) for b, t in zip(baseline, measured, strict=True)),
+                "share_of_floor": median(
+                    PASSES * leaf.nbytes / copy / 1e6 / sum(t)
+                    for copy, t in zip(copies, measured, strict=True)
+                ),
+                "copy_GB_s": median(copies),
                 "saved_activations": saved_bytes(layers[name], leaf) / leaf.nbytes,
+                **dict(
+                    zip(
+                        ("forward_allocates", "backward_allocates"),
+                        allocated(layers[name], leaf, dy),
+                        strict=True,
+                    )
+                ),
             }
         )
     return rows
@@ -121,25 +159,26 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15, help="timed steps per layer")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES), metavar="SHAPE")
-    parser.add_argument("--name", default="layers_cpu", help="results/NAME.csv")
+    parser.add_argument("--name", help="results/NAME.csv (default: layers_DEVICE, for all shapes)")
     options = parser.parse_args()
     reuse_memory()
     timer, rows = Timer(options.device), []
     for threads in options.threads if options.device == "cpu" else [torch.get_num_threads()]:
         torch.set_num_threads(threads)
-        bandwidth = timer.copy_bandwidth()
-        print(f"{threads} thread(s), copy {bandwidth:.1f} GB/s")
+        print(f"{threads} thread(s)")
         for shape in options.shapes:
-            for row in bench(shape, threads, options.repeats, timer, bandwidth):
+            for row in bench(shape, threads, options.repeats, timer):
                 rows.append(row | provenance(options.device))
                 print(
                     f"{row['shape']:28} {row['layer']:14} {row['p50_ms']:8.2f} ms "
                     f"(forward {row['forward_p50_ms']:6.2f}, backward {row['backward_p50_ms']:6.2f})  "
                     f"{row['speedup']:5.2f}x torch  {row['share_of_floor']:5.2f} of floor  "
-                    f"saved {row['saved_activations']:.2f}",
+                    f"saved {row['saved_activations']:.2f}, "
+                    f"allocated {row['forward_allocates']:.2f} + {row['backward_allocates']:.2f}",
                     flush=True,
                 )
-    print(write_csv(options.name, rows))
+    if options.name or options.shapes == list(SHAPES):
+        print(write_csv(options.name or f"layers_{options.device}", rows))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ import csv
 import datetime
 import os
 import platform
-import statistics
 import subprocess
 import sys
 import time
@@ -43,6 +42,7 @@ class Timer:
     def __init__(self, device: str):
         self.device = torch.device(device)
         self._flush = torch.ones(FLUSH_BYTES // 4, device=self.device)
+        self._copy = torch.empty_like(self._flush)
 
     def cold(self) -> None:
         """Puts something else into the caches, by reading: written lines would have to go back first."""
@@ -63,12 +63,9 @@ class Timer:
         work()
         return (time.perf_counter() - begin) * 1e3
 
-    def copy_bandwidth(self, megabytes: int = 256) -> float:
-        """GB/s of a large copy, bytes read plus bytes written, median of 9."""
-        source = torch.ones(megabytes << 18, device=self.device)
-        target = torch.empty_like(source)
-        times = [self(lambda: target.copy_(source)) for _ in range(10)][1:]
-        return 2 * source.nbytes / statistics.median(times) / 1e6
+    def copy_bandwidth(self) -> float:
+        """GB/s of one large copy, bytes read plus bytes written."""
+        return 2 * self._flush.nbytes / self(lambda: self._copy.copy_(self._flush)) / 1e6
 
 
 def percentiles(values: list[float]) -> dict[str, float]:

@@ -22,25 +22,23 @@ def read(name: str) -> list[dict[str, str]]:
 
 def table(rows: list[dict[str, str]]) -> str:
     lines = [
-        "| shape | threads | layer | ms (p20 to p80) | against torch | share of floor | saved activations |",
-        "|---|---|---|---|---|---|---|",
+        "| shape | threads | layer | ms (p20 to p80) | against torch | 8 copies / time | saved | allocated |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for r in rows:
         times = f"{float(r['p50_ms']):.2f} ({float(r['p20_ms']):.2f} to {float(r['p80_ms']):.2f})"
         lines.append(
             f"| {r['shape']} | {r['threads']} | {r['layer']} | {times} | {float(r['speedup']):.2f}x "
-            f"| {float(r['share_of_floor']):.2f} | {float(r['saved_activations']):.2f} |"
+            f"| {float(r['share_of_floor']):.2f} | {float(r['saved_activations']):.2f} "
+            f"| {float(r['forward_allocates']):.2f} + {float(r['backward_allocates']):.2f} |"
         )
     first = rows[0]
-    copies = {r["threads"]: r["copy_GB_s"] for r in rows}
-    bandwidth = ", ".join(
-        f"{float(gbs):.0f} GB/s with {threads} thread(s)" for threads, gbs in copies.items()
-    )
+    copies = [float(r["copy_GB_s"]) for r in rows]
+    bandwidth = f"{min(copies):.0f} to {max(copies):.0f} GB/s"
     where = f"{first['device']}, torch {first['torch']}, commit {first['commit']}, {first['date']}"
-    return (
-        "\n".join(lines)
-        + f"\n\nForward + backward of one layer, fp32. {where}. Copy bandwidth {bandwidth}.\n"
-    )
+    lines += ["", f"Forward + backward of one layer, fp32. {where}, copy bandwidth {bandwidth}."]
+    lines += ["Memory in activations: saved for backward; allocated by forward + by backward.", ""]
+    return "\n".join(lines)
 
 
 def picture(rows: list[dict[str, str]], path) -> None:

@@ -96,8 +96,8 @@ inline Activation parse_activation(const char* op, const std::string& name, doub
     return Activation::relu;
   }
   if (name == "leaky_relu" || name == "elu") {
-    require(!in_place || param > 0, op, "activation_param", "is ", param, "; > 0 expected for ", name,
-            " in place, which is inverted");
+    require(!in_place || (param >= 0x1p-126 && param <= 0x1p126), op, "activation_param", "is ", param,
+            "; > 0 expected for ", name, " in place, which is inverted, within float32");
     return name == "elu" ? Activation::elu : Activation::leaky_relu;
   }
   require(false, op, "activation", "is '", name, "'; identity, relu, leaky_relu or elu expected");

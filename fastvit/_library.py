@@ -17,7 +17,7 @@ def load() -> tuple[bool, str]:
         )
     torch.ops.load_library(str(cpu))
     if not cuda.exists():
-        return False, "built without CUDA"
+        return False, "not built"
     if torch.version.cuda is None:  # the stream function it needs is not in a CPU build of torch
         return False, "not loaded, as this torch is a CPU build; built"
     torch.ops.load_library(str(cuda))

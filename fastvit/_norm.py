@@ -21,13 +21,15 @@ def forward_state(layer: _NormBase) -> dict[str, "Tensor | bool | None"]:
     training = layer.training or layer.running_mean is None
     use_running = not layer.training or layer.track_running_stats
     update = layer.training and layer.track_running_stats
+    # torch leaves the running statistics alone when there is nothing to count a cumulative average with
+    uncounted = layer.momentum is None and layer.num_batches_tracked is None
     return {
         "training": training,
         "running_mean": layer.running_mean if use_running else None,
         "running_var": layer.running_var if use_running else None,
         "num_batches_tracked": layer.num_batches_tracked if update else None,
         # without running statistics to update the factor is not used, but an op wants a number
-        "momentum": layer.momentum if update else 0.0,
+        "momentum": layer.momentum if update and not uncounted else 0.0,
     }
 
 
@@ -52,6 +54,13 @@ def cannot_read_values(x: Tensor) -> bool:
 def without_group(layer: torch.nn.Module, attribute: str) -> dict:
     """What to pickle of a layer. A process group exists in its own process alone, so it becomes None."""
     return layer.__dict__ | {attribute: None}
+
+
+def copy_sharing(layer: torch.nn.Module) -> torch.nn.Module:
+    """A shallow copy, group included."""
+    copied = layer.__class__.__new__(layer.__class__)
+    copied.__dict__.update(layer.__dict__)
+    return copied
 
 
 def deepcopy_sharing(layer: torch.nn.Module, attribute: str, memo: dict) -> torch.nn.Module:

@@ -4,12 +4,15 @@ Each saves one activation for backward, plus O(C) numbers: the plain layer its i
 often saves too), the in-place layer its output (which the layer after saves anyway).
 """
 
+from numbers import Real
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from . import ops, statistics
+from . import _library, ops, statistics
 
+_SMALLEST = 2.0**-126  # normal float32
 IN_PLACE_ACTIVATIONS = ("identity", "leaky_relu", "elu")
 
 
@@ -20,33 +23,79 @@ def check_in_place_activation(activation: str, activation_param: float) -> None:
             f"activation is {activation!r}; in place it is recovered from its output, so it must be one of "
             f"{', '.join(IN_PLACE_ACTIVATIONS)}"
         )
-    if activation != "identity" and not activation_param > 0:
+    if activation != "identity" and not (
+        isinstance(activation_param, Real) and _SMALLEST <= activation_param <= 1 / _SMALLEST
+    ):
         raise ValueError(
-            f"activation_param is {activation_param}; {activation} in place is inverted, so it must be > 0"
+            f"activation_param is {activation_param!r}; {activation} in place is inverted, so it must be > 0 "
+            "and a finite float32, as must its reciprocal"
             + (" (slope 0 is relu, which cannot be inverted)" if activation_param == 0 else "")
         )
 
 
 def _check_input(
-    x: Tensor, weight: Tensor | None, running_mean: Tensor | None, channel_last: bool, name: str
+    name: str,
+    x: Tensor,
+    channel_last: bool,
+    z: Tensor | None = None,
+    **per_channel: Tensor | None,
 ) -> int:
-    """The channel dimension of x; raises ValueError for a shape, dtype or device that cannot be."""
+    """The channel dimension of x; raises ValueError for a shape, dtype or device that cannot be.
+
+    Before anything is written or sent: an error here leaves no statistics half updated.
+    """
     if not 2 <= x.dim() <= 5:
         raise ValueError(f"{name}: expected an input of 2 to 5 dimensions, got {x.dim()}D {tuple(x.shape)}")
     if not x.is_floating_point():
         raise ValueError(f"{name}: expected a floating-point input, got {x.dtype}")
-    for what, tensor in (("weight", weight), ("running_mean", running_mean)):
-        if tensor is not None and tensor.device != x.device:
-            raise ValueError(
-                f"{name}: the input is on {x.device} and {what} on {tensor.device}; one device expected"
-            )
-    channel_dim = x.dim() - 1 if channel_last else 1
-    if weight is not None and x.shape[channel_dim] != weight.shape[0]:
+    if x.is_cuda and not _library.HAS_CUDA:
         raise ValueError(
-            f"{name}: expected {weight.shape[0]} channels in dimension {channel_dim}, "
-            f"got {x.shape[channel_dim]} (input {tuple(x.shape)}, channel_last={channel_last})"
+            f"{name}: the input is on {x.device}, but the CUDA kernels are {_library.CUDA_STATUS}"
+        )
+    channel_dim = x.dim() - 1 if channel_last else 1
+    for what, tensor in per_channel.items():
+        if tensor is None:
+            continue
+        if tensor.dim() != 1 or tensor.shape[0] != x.shape[channel_dim]:
+            raise ValueError(
+                f"{name}: {what} has shape {tuple(tensor.shape)}, so expected as many channels in dimension "
+                f"{channel_dim}, got {x.shape[channel_dim]} (input {tuple(x.shape)}, {channel_last=})"
+            )
+        if tensor.device != x.device:
+            raise ValueError(
+                f"{name}: the input is on {x.device} and {what} on {tensor.device}; one expected"
+            )
+    if z is not None and (z.shape != x.shape or z.dtype != x.dtype or z.device != x.device):
+        raise ValueError(
+            f"{name}: z is {tuple(z.shape)}, {z.dtype}, on {z.device}; "
+            f"{tuple(x.shape)}, {x.dtype}, on {x.device} expected, as the input"
         )
     return channel_dim
+
+
+def _check_may_be_overwritten(name: str, x: Tensor) -> None:
+    """Raises RuntimeError where autograd would, but before x is overwritten and not after."""
+    if torch.compiler.is_compiling():
+        return
+    refuse = None
+    if x.is_inference() and not torch.is_inference_mode_enabled():
+        refuse = "is an inference tensor outside inference mode"
+    elif torch.is_grad_enabled() and x._is_view() and x._base.is_leaf and x._base.requires_grad:
+        refuse = "is a view of a leaf that requires grad"
+    elif torch.is_grad_enabled() and x.requires_grad and x.is_leaf:
+        refuse = "is a leaf that requires grad"
+    elif torch.is_grad_enabled() and x._is_view() and _several_views_made(x):
+        refuse = "is one of several views that one op made (chunk, split, unbind) or a view made without grad"
+    if refuse:
+        raise RuntimeError(
+            f"{name}: the input {refuse}, which cannot be overwritten; "
+            "pass the result of an op (its clone, say)"
+        )
+
+
+def _several_views_made(x: Tensor) -> bool:
+    meta = torch._C._autograd
+    return x.requires_grad and meta._get_creation_meta(x) != meta.CreationMeta.DEFAULT
 
 
 def _check_more_than_one_value(x: Tensor, channel_dim: int, shared: "statistics.Local | object") -> None:
@@ -207,7 +256,10 @@ def sync_batch_norm(
         RuntimeError: an argument that an op cannot take; a rank that did not answer within the group's
             timeout.
     """
-    channel_dim = _check_input(x, weight, running_mean, channel_last, "sync_batch_norm")
+    channel_dim = _check_input(
+        "sync_batch_norm", x, channel_last, z,
+        weight=weight, bias=bias, running_mean=running_mean, running_var=running_var,
+    )  # fmt: skip
     shared = statistics.over(process_group) if training else statistics.Local()
     if training:
         _check_more_than_one_value(x, channel_dim, shared)
@@ -284,17 +336,15 @@ def _inplace_abn(
     channel_last, num_batches_tracked, abs_weight, shared, name,
 ):  # fmt: skip
     check_in_place_activation(activation, activation_param)
-    channel_dim = _check_input(x, weight, running_mean, channel_last, name)
+    channel_dim = _check_input(
+        name, x, channel_last,
+        weight=weight, bias=bias, running_mean=running_mean, running_var=running_var,
+    )  # fmt: skip
     if training:
         _check_more_than_one_value(x, channel_dim, shared)
-    # autograd would notice only after x is overwritten
-    if not torch.compiler.is_compiling() and torch.is_grad_enabled() and x.requires_grad and x.is_leaf:
-        raise RuntimeError(
-            f"{name}: the input is a leaf that requires grad, which cannot be overwritten; "
-            "pass the result of an op (its clone, say)"
-        )
+    _check_may_be_overwritten(name, x)
     if abs_weight and weight is not None:
-        weight = weight.abs() + eps
+        weight = weight * torch.where(weight < 0, -1.0, 1.0).to(weight.dtype) + eps  # abs, with a slope at 0
     arguments = (
         x, weight, bias, running_mean, running_var, num_batches_tracked,
         shared, training, momentum, eps, activation, activation_param, channel_dim,

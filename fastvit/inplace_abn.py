@@ -12,9 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from . import _norm, functional
 
-# Rounding of a stored y, relative; and the share of error in the recovered xhat that is worth a warning.
-_ROUNDING = {torch.float64: 1.1e-16, torch.float32: 6e-8, torch.float16: 2.4e-4, torch.bfloat16: 1.95e-3}
-_UNSAFE = 0.05
+_UNSAFE = 0.05  # the share of error in the recovered xhat that is worth a warning
 _CHECK_EVERY = 1024  # forwards; each check reads one number on the host
 
 
@@ -72,7 +70,7 @@ class InPlaceABN(_NormBase):
 
     def forward(self, x: Tensor) -> Tensor:
         _norm.check_channels(self, x, self.channel_last)
-        if self.training and self.affine:
+        if self.training and self.weight is not None and self.bias is not None:
             self._check_conditioning(x)
         return self._normalise(x, **_norm.forward_state(self))
 
@@ -93,14 +91,13 @@ class InPlaceABN(_NormBase):
         if self._forwards_to_check < 0 or _norm.cannot_read_values(x):
             return
         self._forwards_to_check -= 1
-        if self._forwards_to_check >= 0 or x.dtype not in _ROUNDING:
+        if self._forwards_to_check >= 0:
             return
         self._forwards_to_check = _CHECK_EVERY
         with torch.no_grad():
             gamma = self.weight.detach().double().abs().clamp_min(1e-30)
             ratio = (self.bias.detach().double().abs() / gamma).max().item()
-        error = _ROUNDING[x.dtype] * (1 + ratio**2) ** 0.5
-        # A weight at or near 0 with a bias recovers nothing, but its own gradient factor is as small.
+        error = torch.finfo(x.dtype).eps / 4 * (1 + ratio**2) ** 0.5  # a quarter is rounding's mean
         if error > _UNSAFE:
             self._forwards_to_check = -1
             warnings.warn(
@@ -124,7 +121,8 @@ class InPlaceABNSync(InPlaceABN):
         group: None is the default group (this process alone when torch.distributed is not initialised).
 
     One packed collective in each direction in training, none in evaluation. Ranks may hold different
-    numbers of samples, or none. In training every rank of the group must run the layer.
+    numbers of samples, or none. In training every rank of the group must run the layer. Copies share the
+    group; pickles leave it behind (a group exists in its process alone).
     """
 
     def __init__(self, *args, group: "torch.distributed.ProcessGroup | None" = None, **kwargs):
@@ -142,6 +140,9 @@ class InPlaceABNSync(InPlaceABN):
 
     def __getstate__(self) -> dict:
         return _norm.without_group(self, "group")
+
+    def __copy__(self):
+        return _norm.copy_sharing(self)
 
     def __deepcopy__(self, memo):
         return _norm.deepcopy_sharing(self, "group", memo)

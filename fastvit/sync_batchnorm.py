@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import _norm, functional
+from .inplace_abn import InPlaceABN, InPlaceABNSync
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -28,7 +29,8 @@ class SyncBatchNorm(_BatchNorm):
 
     One packed all_gather forward and one all_reduce backward in training with more than one rank, nothing
     otherwise. Uneven and empty ranks are exact. Gradients of weight and bias are this rank's own, which DDP
-    averages. Not differentiable twice.
+    averages. Not differentiable twice. Copies share the group; pickles leave it behind (a group exists in its
+    process alone).
 
     Raises ValueError for a wrong rank or channel count, a group without this rank, or one value per channel
     in training where the sizes are known.
@@ -80,6 +82,9 @@ class SyncBatchNorm(_BatchNorm):
     def __getstate__(self) -> dict:
         return _norm.without_group(self, "process_group")
 
+    def __copy__(self):
+        return _norm.copy_sharing(self)
+
     def __deepcopy__(self, memo):
         return _norm.deepcopy_sharing(self, "process_group", memo)
 
@@ -100,14 +105,19 @@ def convert_syncbn_model(
 
     Layers change class and stay the objects they are: parameters, buffers, hooks, requires_grad, training
     flags and sharing are untouched, so optimizers built before stay valid. BatchNorm1d/2d/3d, torch's and
-    fastvit's SyncBatchNorm, and subclasses that use their forward are converted; InstanceNorm is not. A
+    fastvit's SyncBatchNorm, and subclasses that use their forward are converted, and InPlaceABN becomes
+    InPlaceABNSync; InstanceNorm is not converted. A
     subclass with a forward of its own (timm's BatchNormAct2d, say) keeps its behaviour and is named in a
-    warning. `process_group` None keeps a group that a SyncBatchNorm already has.
+    warning. A SyncBatchNorm keeps its process group where `process_group` is None, and its channel_last.
 
     A dimension check made by BatchNorm1d/2d/3d is given up: a SyncBatchNorm takes 2 to 5 dimensions.
     """
     left: dict[str, int] = {}
     for layer in module.modules():
+        if type(layer) is InPlaceABN:
+            layer._reverts_to = InPlaceABN
+            layer.__class__ = InPlaceABNSync
+            layer.group = process_group
         if not isinstance(layer, _BatchNorm):
             continue
         plain = type(layer).forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward)
@@ -119,7 +129,7 @@ def convert_syncbn_model(
             layer.__class__ = SyncBatchNorm
             layer.fuse_relu = False
         layer.process_group = process_group or getattr(layer, "process_group", None)
-        layer.channel_last = channel_last
+        layer.channel_last = channel_last or getattr(layer, "channel_last", False)
     if left:
         names = ", ".join(f"{name} ({count})" for name, count in sorted(left.items()))
         warnings.warn(
@@ -130,14 +140,17 @@ def convert_syncbn_model(
 
 
 def revert_syncbn_model(module: nn.Module) -> nn.Module:
-    """Turns every SyncBatchNorm of fastvit in `module` back into what it was, in place; returns `module`.
+    """Undoes `convert_syncbn_model` in `module`, in place, and returns `module`.
 
-    One that was built as a SyncBatchNorm becomes a BatchNorm for inputs of any rank. One that does more than
+    A SyncBatchNorm built as such becomes a BatchNorm for inputs of any rank. One that does more than
     BatchNorm (fuse_relu, or channel_last without having been converted) has no counterpart: it is left and
-    named in a warning.
+    named in a warning. An InPlaceABNSync built as such is left.
     """
     left = []
     for name, layer in module.named_modules():
+        if isinstance(layer, InPlaceABNSync) and layer.__dict__.pop("_reverts_to", None):
+            del layer.group
+            layer.__class__ = InPlaceABN
         if not isinstance(layer, SyncBatchNorm):
             continue
         original = layer.__dict__.get("_reverts_to")

@@ -50,9 +50,10 @@ def randn(g: torch.Generator):
 
 def strided_like(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """`values` in a tensor with the very strides of x, also where x has gaps."""
-    span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    storage = torch.full((max(span, 0),), float("nan"), dtype=values.dtype, device=values.device)
-    return storage.as_strided(x.shape, x.stride()).copy_(values)
+    strided = torch.empty_strided(x.shape, x.stride(), dtype=values.dtype, device=values.device)
+    everything = strided.untyped_storage().nbytes() // strided.element_size()
+    strided.as_strided((everything,), (1,)).fill_(float("nan"))
+    return strided.copy_(values)
 
 
 class Case:
@@ -86,6 +87,23 @@ class Case:
             "running_var": self.running_var.clone(),
             "num_batches_tracked": self.num_batches_tracked.clone(),
         }
+
+
+class _Restride(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values, like):
+        return strided_like(like, values)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+def restride(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A differentiable copy of `values` with the strides of `like`: neither leaf nor view."""
+    copied = _Restride.apply(values, like)
+    assert copied.stride() == like.stride() and not copied._is_view()
+    return copied
 
 
 def fresh(x: torch.Tensor) -> torch.Tensor:

@@ -133,3 +133,23 @@ def test_lazy_layers_are_left_until_they_are_real():
         convert_syncbn_model(lazy)
     lazy(torch.randn(2, 3, 4, 4))
     assert isinstance(convert_syncbn_model(lazy), fastvit.SyncBatchNorm)
+
+
+def test_in_place_layers_become_synchronised_ones_and_back():
+    model = nn.Sequential(
+        fastvit.InPlaceABN(3, activation="elu", channel_last=True), fastvit.InPlaceABNSync(3)
+    )
+    weight = model[0].weight
+    convert_syncbn_model(model)
+    assert [type(m) for m in model] == [fastvit.InPlaceABNSync] * 2 and model[0].group is None
+    assert model[0].weight is weight and model[0].activation == "elu" and model[0].channel_last
+    revert_syncbn_model(model)
+    assert [type(m) for m in model] == [fastvit.InPlaceABN, fastvit.InPlaceABNSync]
+    assert "group" not in model[0].__dict__
+
+
+def test_layers_that_are_synchronised_already_keep_their_options():
+    layer = SyncBatchNorm(3, channel_last=True, process_group="its own", fuse_relu=True)
+    convert_syncbn_model(layer)
+    assert layer.channel_last and layer.fuse_relu and layer.process_group == "its own"
+    assert copy.copy(layer).process_group == "its own"

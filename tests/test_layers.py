@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from cases import DTYPES, INVERTIBLE, LAYOUTS, PARAM, Case
+from cases import DTYPES, INVERTIBLE, LAYOUTS, PARAM, Case, restride
 from tolerances import check, error
 from torch import nn
 from torch.nn import functional as F
@@ -65,7 +65,7 @@ def step(layer, x, dy, *z):
     leaf = x.detach().clone().requires_grad_()
     residual = [t.detach().clone().requires_grad_() for t in z]
     layer.zero_grad()
-    y = layer(leaf.clone(), *residual)
+    y = layer(restride(leaf, x), *(restride(r, t) for r, t in zip(residual, z, strict=True)))
     y.backward(dy)
     return [y, leaf.grad, *(t.grad for t in residual), *(p.grad for p in layer.parameters())]
 
@@ -145,7 +145,7 @@ def test_gradcheck_in_place(layout, activation, training, device):
 
     def call(x, weight, bias):
         return functional.inplace_abn(
-            x.clone(), weight, bias, case.running_mean.clone(), case.running_var.clone(), training,
+            restride(x, case.x), weight, bias, case.running_mean.clone(), case.running_var.clone(), training,
             activation=activation, activation_param=PARAM, channel_last=case.channel_dim != 1,
         )  # fmt: skip
 
@@ -163,7 +163,8 @@ def test_gradcheck_sync(layout, fuse_relu, residual, training, device):
 
     def call(x, weight, bias, z=None):
         return functional.sync_batch_norm(
-            x, weight, bias, case.running_mean.clone(), case.running_var.clone(), z, training,
+            restride(x, case.x), weight, bias, case.running_mean.clone(), case.running_var.clone(),
+            None if z is None else restride(z, case.z), training,
             fuse_relu=fuse_relu, channel_last=case.channel_dim != 1,
         )  # fmt: skip
 
@@ -341,6 +342,9 @@ def test_accessors():
         (lambda: InPlaceABN(3, activation_param=0.0), "slope 0 is relu"),
         (lambda: InPlaceABN(3, activation_param=-0.1), "activation_param is -0.1; leaky_relu in place"),
         (lambda: InPlaceABN(3, activation_param=float("nan")), "activation_param is nan"),
+        (lambda: InPlaceABN(3, activation_param=float("inf")), "a finite float32, as must its reciprocal"),
+        (lambda: InPlaceABN(3, activation_param=1e-39), "activation_param is 1e-39"),
+        (lambda: InPlaceABN(3, activation_param="0.1"), "activation_param is '0.1'"),
         (lambda: InPlaceABN(3, activation="elu", activation_param=0), "is inverted, so it must be > 0"),
         (lambda: InPlaceABN(0), "InPlaceABN: num_features is 0; a positive int"),
         (lambda: SyncBatchNorm("3"), "SyncBatchNorm: num_features is '3'"),
@@ -363,19 +367,60 @@ def test_impossible_requests(call, message):
         call()
 
 
-def test_a_leaf_is_refused_before_it_is_overwritten():
-    x = torch.randn(4, 3, requires_grad=True)
+def inference_tensor():
+    with torch.inference_mode():
+        return torch.randn(4, 3)
+
+
+@pytest.mark.parametrize(
+    "make_input,message",
+    [
+        (lambda: torch.randn(4, 3, requires_grad=True), "is a leaf that requires grad"),
+        (lambda: torch.randn(4, 6, requires_grad=True)[:, :3], "is a view of a leaf"),
+        (lambda: torch.randn(4, 6, requires_grad=True).clone().chunk(2, 1)[0], "is one of several views"),
+        (inference_tensor, "is an inference tensor"),
+    ],
+)
+def test_what_cannot_be_overwritten_is_refused_before_it_is(make_input, message):
+    x, layer = make_input(), InPlaceABN(3)
     kept = x.detach().clone()
-    with pytest.raises(RuntimeError, match="leaf that requires grad"):
-        InPlaceABN(3)(x)
-    assert torch.equal(x, kept)
+    with pytest.raises(RuntimeError, match=message):
+        layer(x)
+    assert torch.equal(x, kept) and layer.num_batches_tracked == 0
+
+
+def test_a_slice_of_a_result_may_be_overwritten():
+    leaf = torch.randn(4, 6, requires_grad=True)
+    InPlaceABN(3)(leaf.clone()[:, :3]).square().sum().backward()
+    want = leaf.detach().clone().requires_grad_()
+    F.leaky_relu(F.batch_norm(want[:, :3], None, None, training=True), 0.01).square().sum().backward()
+    check("in_place_layer", leaf.grad, want.grad, torch.float32, least_scale=1.0)
+
+
+def test_without_bias_and_without_a_count():
+    layer, theirs = InPlaceABN(3, momentum=None), nn.BatchNorm1d(3, momentum=None)
+    for norm in (layer, theirs):
+        norm.bias = norm.num_batches_tracked = None
+    x = torch.randn(4, 3)
+    check("layer", layer(x.clone()), F.leaky_relu(theirs(x)))
+    assert torch.equal(layer.running_mean, theirs.running_mean)
+
+
+def test_bad_residual_leaves_the_statistics_alone():
+    layer = SyncBatchNorm(3)
+    for z in (torch.randn(4, 2), torch.randn(4, 3, device="meta")):
+        with pytest.raises(
+            ValueError, match=r"z is \(4, .\), torch.float32, on .*; \(4, 3\), torch.float32, on cpu"
+        ):
+            layer(torch.randn(4, 3), z)
+    assert layer.num_batches_tracked == 0 and layer.running_mean.tolist() == [0.0] * 3
 
 
 def test_meta_and_mixed_devices():
     for layer in (SyncBatchNorm(3, device="meta"), InPlaceABN(3, affine=False, device="meta")):
         assert layer(torch.randn(2, 3, device="meta")).is_meta
         with pytest.raises(
-            ValueError, match="the input is on cpu and (weight|running_mean) on meta; one device"
+            ValueError, match="the input is on cpu and (weight|running_mean) on meta; one expected"
         ):
             layer(torch.randn(2, 3))
 
