@@ -22,7 +22,7 @@ def read(name: str) -> list[dict[str, str]]:
 
 def table(rows: list[dict[str, str]]) -> str:
     lines = [
-        "| shape | threads | layer | ms (p20 to p80) | against torch | 8 copies / time | saved | allocated |",
+        "| shape | threads | layer | ms (p20 to p80) | against torch | 8 passes / time | saved | allocated |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for r in rows:
