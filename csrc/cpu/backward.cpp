@@ -102,19 +102,7 @@ struct Kernel {
 
 template <class T, class A>
 struct Backward {
-  static void run(const BackwardKernel& args) { args.layout.rows ? choose<true>(args) : choose<false>(args); }
-
-  template <bool kRows>
-  static void choose(const BackwardKernel& args) {
-    dispatch_activation(args.activation, [&]<Activation kActivation>() {
-      if constexpr (kActivation != Activation::relu)
-        if (args.in_place) return Kernel<T, A, kRows, true, false, kActivation>{args}.run();
-      if (args.z)
-        Kernel<T, A, kRows, false, true, kActivation>{args}.run();
-      else
-        Kernel<T, A, kRows, false, false, kActivation>{args}.run();
-    });
-  }
+  static void run(const BackwardKernel& args) { dispatch_gradient<Kernel, T, A>(args); }
 };
 
 }  // namespace

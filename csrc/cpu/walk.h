@@ -139,5 +139,21 @@ FASTVIT_INLINE void dispatch_activation(Activation activation, const F& f) {
   }
 }
 
+// Runs Kernel<T, A, rows, in place, residual, activation> for what the args of a backward op ask for.
+template <template <class, class, bool, bool, bool, Activation> class Kernel, class T, class A, class Args>
+void dispatch_gradient(const Args& args) {
+  dispatch_activation(args.activation, [&]<Activation kActivation>() {
+    const auto walk = [&]<bool kRows>() {
+      if constexpr (kActivation != Activation::relu)
+        if (args.in_place) return Kernel<T, A, kRows, true, false, kActivation>{args}.run();
+      if (args.z)
+        Kernel<T, A, kRows, false, true, kActivation>{args}.run();
+      else
+        Kernel<T, A, kRows, false, false, kActivation>{args}.run();
+    };
+    args.layout.rows ? walk.template operator()<true>() : walk.template operator()<false>();
+  });
+}
+
 }  // namespace FASTVIT_CAPABILITY
 }  // namespace fastvit
