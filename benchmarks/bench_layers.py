@@ -92,16 +92,20 @@ def saved_bytes(layer: nn.Module, leaf: torch.Tensor) -> int:
     return sum(kept.values())
 
 
-def allocated(layer: nn.Module, leaf: torch.Tensor, dy: torch.Tensor) -> tuple[float, float]:
+def allocated(layer: nn.Module, leaf: torch.Tensor, dy: torch.Tensor) -> dict[str, float]:
     """What forward and backward allocate in all, in activations; an upper bound of what they need on top."""
-    held, result = [Source.apply(leaf)], []
-    for work in (lambda: held.append(layer(held.pop())), lambda: held.pop().backward(dy)):
+    held, result = [Source.apply(leaf)], {}
+    steps = {
+        "forward_allocates": lambda: held.append(layer(held.pop())),
+        "backward_allocates": lambda: held.pop().backward(dy),
+    }
+    for name, work in steps.items():
         with torch.profiler.profile(profile_memory=True) as profile:
             work()
         events = profile.key_averages()
         bytes_ = [e.self_device_memory_usage if leaf.is_cuda else e.self_cpu_memory_usage for e in events]
-        result.append(sum(max(b, 0) for b in bytes_) / leaf.nbytes)
-    return result[0], result[1]
+        result[name] = sum(max(b, 0) for b in bytes_) / leaf.nbytes
+    return result
 
 
 def bench(shape_name: str, threads: int, repeats: int, timer: Timer) -> list[dict]:
@@ -139,13 +143,7 @@ def bench(shape_name: str, threads: int, repeats: int, timer: Timer) -> list[dic
                 ),
                 "copy_GB_s": median(copies),
                 "saved_activations": saved_bytes(layers[name], leaf) / leaf.nbytes,
-                **dict(
-                    zip(
-                        ("forward_allocates", "backward_allocates"),
-                        allocated(layers[name], leaf, dy),
-                        strict=True,
-                    )
-                ),
+                **allocated(layers[name], leaf, dy),
             }
         )
     return rows

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
+from .functional import channel_dimension
+
 
 def check_num_features(name: str, num_features: int) -> None:
     if isinstance(num_features, bool) or not isinstance(num_features, int) or num_features < 1:
@@ -36,9 +38,7 @@ def forward_state(layer: _NormBase) -> dict[str, "Tensor | bool | None"]:
 def check_channels(layer: _NormBase, x: Tensor, channel_last: bool) -> None:
     """Raises ValueError when x has not `layer.num_features` channels (a layer may have no weight to tell)."""
     name = type(layer).__name__
-    if not 2 <= x.dim() <= 5:
-        raise ValueError(f"{name}: expected an input of 2 to 5 dimensions, got {x.dim()}D {tuple(x.shape)}")
-    channel_dim = x.dim() - 1 if channel_last else 1
+    channel_dim = channel_dimension(name, x, channel_last)
     if x.shape[channel_dim] != layer.num_features:
         raise ValueError(
             f"{name}: expected {layer.num_features} channels in dimension {channel_dim}, "
@@ -51,24 +51,27 @@ def cannot_read_values(x: Tensor) -> bool:
     return torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def without_group(layer: torch.nn.Module, attribute: str) -> dict:
-    """What to pickle of a layer. A process group exists in its own process alone, so it becomes None."""
-    return layer.__dict__ | {attribute: None}
+class SharesGroup:
+    """A layer that holds a process group, which exists in its own process alone and cannot be copied.
 
+    Copies talk to the same group; a pickle leaves it behind, as None. `group_attribute` names where it is.
+    """
 
-def copy_sharing(layer: torch.nn.Module) -> torch.nn.Module:
-    """A shallow copy, group included."""
-    copied = layer.__class__.__new__(layer.__class__)
-    copied.__dict__.update(layer.__dict__)
-    return copied
+    group_attribute: str
 
+    def __getstate__(self) -> dict:
+        return self.__dict__ | {self.group_attribute: None}
 
-def deepcopy_sharing(layer: torch.nn.Module, attribute: str, memo: dict) -> torch.nn.Module:
-    """A deep copy of a layer that talks to the same process group (groups cannot be copied)."""
-    group = getattr(layer, attribute)
-    if group is not None:
-        memo[id(group)] = group
-    copied = layer.__class__.__new__(layer.__class__)
-    memo[id(layer)] = copied
-    copied.__dict__.update(copy.deepcopy(layer.__dict__, memo))
-    return copied
+    def __copy__(self):
+        copied = self.__class__.__new__(self.__class__)
+        copied.__dict__.update(self.__dict__)
+        return copied
+
+    def __deepcopy__(self, memo: dict):
+        group = getattr(self, self.group_attribute)
+        if group is not None:
+            memo[id(group)] = group
+        copied = self.__class__.__new__(self.__class__)
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied

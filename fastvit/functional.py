@@ -33,6 +33,13 @@ def check_in_place_activation(activation: str, activation_param: float) -> None:
         )
 
 
+def channel_dimension(name: str, x: Tensor, channel_last: bool) -> int:
+    """Which dimension of x is C; raises ValueError when x has not 2 to 5 dimensions."""
+    if not 2 <= x.dim() <= 5:
+        raise ValueError(f"{name}: expected an input of 2 to 5 dimensions, got {x.dim()}D {tuple(x.shape)}")
+    return x.dim() - 1 if channel_last else 1
+
+
 def _check_input(
     name: str,
     x: Tensor,
@@ -44,15 +51,13 @@ def _check_input(
 
     Before anything is written or sent: an error here leaves no statistics half updated.
     """
-    if not 2 <= x.dim() <= 5:
-        raise ValueError(f"{name}: expected an input of 2 to 5 dimensions, got {x.dim()}D {tuple(x.shape)}")
+    channel_dim = channel_dimension(name, x, channel_last)
     if not x.is_floating_point():
         raise ValueError(f"{name}: expected a floating-point input, got {x.dtype}")
     if x.is_cuda and not _library.HAS_CUDA:
         raise ValueError(
             f"{name}: the input is on {x.device}, but the CUDA kernels are {_library.CUDA_STATUS}"
         )
-    channel_dim = x.dim() - 1 if channel_last else 1
     for what, tensor in per_channel.items():
         if tensor is None:
             continue
@@ -117,8 +122,7 @@ class _BatchNorm(torch.autograd.Function):
         )  # fmt: skip
         # Without an activation z decides nothing in backward: its gradient is dy itself.
         ctx.save_for_backward(x, weight, bias, None if activation == "identity" else z, saved)
-        ctx.shared, ctx.training = shared, training
-        ctx.activation, ctx.channel_dim = (activation, activation_param), channel_dim
+        _remember(ctx, shared, training, activation, activation_param, channel_dim)
         return y
 
     @staticmethod
@@ -154,8 +158,7 @@ class _InPlaceABN(torch.autograd.Function):
         )  # fmt: skip
         ctx.mark_dirty(x)
         ctx.save_for_backward(x, weight, bias, saved)
-        ctx.shared, ctx.training = shared, training
-        ctx.activation, ctx.channel_dim = (activation, activation_param), channel_dim
+        _remember(ctx, shared, training, activation, activation_param, channel_dim)
         return x
 
     @staticmethod
@@ -183,14 +186,18 @@ class _InvertibleABN(torch.autograd.Function):
             momentum, eps, activation, activation_param, channel_dim,
         )  # fmt: skip
         ctx.save_for_backward(y, weight, bias, saved)
-        ctx.shared, ctx.training = shared, training
-        ctx.activation, ctx.channel_dim = (activation, activation_param), channel_dim
+        _remember(ctx, shared, training, activation, activation_param, channel_dim)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         return _invertible_backward(ctx, dy)
+
+
+def _remember(ctx, shared, training, activation, activation_param, channel_dim):
+    ctx.shared, ctx.training = shared, training
+    ctx.activation, ctx.channel_dim = (activation, activation_param), channel_dim
 
 
 def _invertible_backward(ctx, dy):

@@ -114,7 +114,7 @@ class InPlaceABN(_NormBase):
         return text + (", channel_last=True" if self.channel_last else "")
 
 
-class InPlaceABNSync(InPlaceABN):
+class InPlaceABNSync(_norm.SharesGroup, InPlaceABN):
     """InPlaceABN with statistics over the ranks of a process group.
 
     Args:
@@ -124,6 +124,8 @@ class InPlaceABNSync(InPlaceABN):
     numbers of samples, or none. In training every rank of the group must run the layer. Copies share the
     group; pickles leave it behind (a group exists in its process alone).
     """
+
+    group_attribute = "group"
 
     def __init__(self, *args, group: "torch.distributed.ProcessGroup | None" = None, **kwargs):
         super().__init__(*args, **kwargs)
@@ -137,12 +139,3 @@ class InPlaceABNSync(InPlaceABN):
         return functional.inplace_abn_sync(
             x, self.weight, self.bias, **state, **self._options(), group=self.group
         )
-
-    def __getstate__(self) -> dict:
-        return _norm.without_group(self, "group")
-
-    def __copy__(self):
-        return _norm.copy_sharing(self)
-
-    def __deepcopy__(self, memo):
-        return _norm.deepcopy_sharing(self, "group", memo)

@@ -11,7 +11,7 @@ from . import _norm, functional
 from .inplace_abn import InPlaceABN, InPlaceABNSync
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(_norm.SharesGroup, _BatchNorm):
     """BatchNorm with statistics over a process group, on CPU and CUDA.
 
     Args:
@@ -35,6 +35,8 @@ class SyncBatchNorm(_BatchNorm):
     Raises ValueError for a wrong rank or channel count, a group without this rank, or one value per channel
     in training where the sizes are known.
     """
+
+    group_attribute = "process_group"
 
     def __init__(
         self,
@@ -79,15 +81,6 @@ class SyncBatchNorm(_BatchNorm):
         flags = [name for name in ("channel_last", "fuse_relu") if getattr(self, name)]
         return ", ".join([super().extra_repr(), *(f"{flag}=True" for flag in flags)])
 
-    def __getstate__(self) -> dict:
-        return _norm.without_group(self, "process_group")
-
-    def __copy__(self):
-        return _norm.copy_sharing(self)
-
-    def __deepcopy__(self, memo):
-        return _norm.deepcopy_sharing(self, "process_group", memo)
-
 
 class BatchNorm(_BatchNorm):
     """BatchNorm for inputs of any rank: what a SyncBatchNorm built as such becomes when it is reverted."""
@@ -106,9 +99,9 @@ def convert_syncbn_model(
     Layers change class and stay the objects they are: parameters, buffers, hooks, requires_grad, training
     flags and sharing are untouched, so optimizers built before stay valid. BatchNorm1d/2d/3d, torch's and
     fastvit's SyncBatchNorm, and subclasses that use their forward are converted, and InPlaceABN becomes
-    InPlaceABNSync; InstanceNorm is not converted. A
-    subclass with a forward of its own (timm's BatchNormAct2d, say) keeps its behaviour and is named in a
-    warning. A SyncBatchNorm keeps its process group where `process_group` is None, and its channel_last.
+    InPlaceABNSync; InstanceNorm is not converted. A subclass with a forward of its own (timm's
+    BatchNormAct2d, say) keeps its behaviour and is named in a warning. A SyncBatchNorm keeps its process
+    group where `process_group` is None, and its channel_last.
 
     A dimension check made by BatchNorm1d/2d/3d is given up: a SyncBatchNorm takes 2 to 5 dimensions.
     """
