@@ -52,6 +52,13 @@ inline void check_input(const char* op, const char* argument, const Tensor& x, i
           x.dim() - 1, " expected for shape ", shape_of(x));
 }
 
+inline void check_may_be_overwritten(const char* op, const char* argument, const Tensor& x) {
+  for (int64_t d = 0; d < x.dim(); ++d)
+    require(x.size(d) <= 1 || x.stride(d) != 0, op, argument,
+            "is expanded (stride 0): several elements share one memory location, so it cannot be "
+            "overwritten; a tensor that owns its memory expected");
+}
+
 // `t` is another activation: same shape, dtype and device as `x`.
 inline void check_like(const char* op, const char* argument, const Tensor& t, const Tensor& x) {
   bool same = t.dim() == x.dim();

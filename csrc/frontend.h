@@ -1,5 +1,6 @@
 // The ops between torch and a backend: check, lay out, allocate, and hand plain structs to the
-// backend's kernels. `Backend` is Cpu or Cuda; both get the same arguments and give the same results.
+// backend's kernels. `Backend` is Cpu or Cuda; both get the same arguments and give the same results. A local
+// op is a statistics op and the one that uses them: a backend may do both at once, or return false.
 //
 // Only outputs and O(C) buffers are allocated here; no op makes an activation-sized temporary.
 #pragma once
@@ -36,7 +37,7 @@ struct ForwardArgs {  // operands 0: x, 1: y, 2: z
   const void* x;
   void* y;
   const void* z;        // may be null
-  const void* moments;  // [ranks][2C + 2]; null: normalise with the running statistics
+  const void* moments;  // [ranks][2C + 2]; null: normalise with the running statistics (local: with x's own)
   int64_t ranks;
   Channels weight, bias, running_mean, running_var;
   int64_t* num_batches_tracked;  // may be null
@@ -75,6 +76,7 @@ struct BackwardArgs {  // operands 0: x or y, 1: dy, 2: dx, 3: z, 4: dz
   void* dz;
   const void* saved;
   const void* sums;  // [2C], over all ranks; null: the statistics were constants
+  void* local_sums;  // [2C], written by local_backward, which reads no sums
   Channels weight, bias;
   Activation activation;
   double activation_param;
@@ -122,8 +124,8 @@ struct Frontend {
     if (z) check_like("bn_forward", "z", *z, x);
     Tensor y = torch::stable::empty_like(x);
     Tensor saved =
-        forward("bn_forward", x, y, moments, weight, bias, z, running_mean, running_var, num_batches_tracked,
-                momentum, eps, activation, activation_param, channel_dim, false);
+        forward("bn_forward", x, y, moments, false, weight, bias, z, running_mean, running_var,
+                num_batches_tracked, momentum, eps, activation, activation_param, channel_dim, false);
     return {y, saved};
   }
 
@@ -132,12 +134,10 @@ struct Frontend {
                              OptionalTensor num_batches_tracked, std::optional<double> momentum, double eps,
                              std::string activation, double activation_param, int64_t channel_dim) {
     check_input("abn_forward_", "x", x, channel_dim);
-    for (int64_t d = 0; d < x.dim(); ++d)
-      require(x.size(d) <= 1 || x.stride(d) != 0, "abn_forward_", "x",
-              "is expanded (stride 0): several elements share one memory location, so it cannot be "
-              "overwritten; a tensor that owns its memory expected");
-    return forward("abn_forward_", x, x, moments, weight, bias, std::nullopt, running_mean, running_var,
-                   num_batches_tracked, momentum, eps, activation, activation_param, channel_dim, true);
+    check_may_be_overwritten("abn_forward_", "x", x);
+    return forward("abn_forward_", x, x, moments, false, weight, bias, std::nullopt, running_mean,
+                   running_var, num_batches_tracked, momentum, eps, activation, activation_param, channel_dim,
+                   true);
   }
 
   static std::tuple<Tensor, Tensor> abn_forward(Tensor x, OptionalTensor moments, OptionalTensor weight,
@@ -150,7 +150,7 @@ struct Frontend {
     check_input("abn_forward", "x", x, channel_dim);
     Tensor y = torch::stable::empty_like(x);
     Tensor saved =
-        forward("abn_forward", x, y, moments, weight, bias, std::nullopt, running_mean, running_var,
+        forward("abn_forward", x, y, moments, false, weight, bias, std::nullopt, running_mean, running_var,
                 num_batches_tracked, momentum, eps, activation, activation_param, channel_dim, true);
     return {y, saved};
   }
@@ -183,6 +183,48 @@ struct Frontend {
                                 activation, activation_param, channel_dim, true));
   }
 
+  static std::tuple<Tensor, Tensor> bn_local_forward(
+      Tensor x, OptionalTensor weight, OptionalTensor bias, OptionalTensor z, OptionalTensor running_mean,
+      OptionalTensor running_var, OptionalTensor num_batches_tracked, std::optional<double> momentum,
+      double eps, std::string activation, double activation_param, int64_t channel_dim) {
+    check_input("bn_local_forward", "x", x, channel_dim);
+    if (z) check_like("bn_local_forward", "z", *z, x);
+    Tensor y = torch::stable::empty_like(x);
+    Tensor saved =
+        forward("bn_local_forward", x, y, std::nullopt, true, weight, bias, z, running_mean, running_var,
+                num_batches_tracked, momentum, eps, activation, activation_param, channel_dim, false);
+    return {y, saved};
+  }
+
+  static Tensor abn_local_forward_(Tensor x, OptionalTensor weight, OptionalTensor bias,
+                                   OptionalTensor running_mean, OptionalTensor running_var,
+                                   OptionalTensor num_batches_tracked, std::optional<double> momentum,
+                                   double eps, std::string activation, double activation_param,
+                                   int64_t channel_dim) {
+    check_input("abn_local_forward_", "x", x, channel_dim);
+    check_may_be_overwritten("abn_local_forward_", "x", x);
+    return forward("abn_local_forward_", x, x, std::nullopt, true, weight, bias, std::nullopt, running_mean,
+                   running_var, num_batches_tracked, momentum, eps, activation, activation_param, channel_dim,
+                   true);
+  }
+
+  static std::tuple<Tensor, Tensor, Tensor> bn_local_backward(Tensor x, Tensor dy, OptionalTensor z,
+                                                              Tensor saved, OptionalTensor weight,
+                                                              OptionalTensor bias, std::string activation,
+                                                              double activation_param, int64_t channel_dim) {
+    return local_backward("bn_local_backward", "x", x, dy, z, saved, weight, bias, activation,
+                          activation_param, channel_dim, false);
+  }
+
+  static std::tuple<Tensor, Tensor> abn_local_backward(Tensor y, Tensor dy, Tensor saved,
+                                                       OptionalTensor weight, OptionalTensor bias,
+                                                       std::string activation, double activation_param,
+                                                       int64_t channel_dim) {
+    auto [dx, dz, sums] = local_backward("abn_local_backward", "y", y, dy, std::nullopt, saved, weight, bias,
+                                         activation, activation_param, channel_dim, true);
+    return {dx, sums};
+  }
+
   template <class Library>
   static void implement(Library& m) {
     m.impl("bn_stats", TORCH_BOX(&bn_stats));
@@ -193,15 +235,19 @@ struct Frontend {
     m.impl("abn_reduce", TORCH_BOX(&abn_reduce));
     m.impl("bn_backward", TORCH_BOX(&bn_backward));
     m.impl("abn_backward", TORCH_BOX(&abn_backward));
+    m.impl("bn_local_forward", TORCH_BOX(&bn_local_forward));
+    m.impl("abn_local_forward_", TORCH_BOX(&abn_local_forward_));
+    m.impl("bn_local_backward", TORCH_BOX(&bn_local_backward));
+    m.impl("abn_local_backward", TORCH_BOX(&abn_local_backward));
   }
 
  private:
   static Tensor forward(const char* op, const Tensor& x, const Tensor& y, const OptionalTensor& moments,
-                        const OptionalTensor& weight, const OptionalTensor& bias, const OptionalTensor& z,
-                        const OptionalTensor& running_mean, const OptionalTensor& running_var,
-                        const OptionalTensor& num_batches_tracked, std::optional<double> momentum, double eps,
-                        const std::string& activation, double activation_param, int64_t channel_dim,
-                        bool in_place) {
+                        bool local, const OptionalTensor& weight, const OptionalTensor& bias,
+                        const OptionalTensor& z, const OptionalTensor& running_mean,
+                        const OptionalTensor& running_var, const OptionalTensor& num_batches_tracked,
+                        std::optional<double> momentum, double eps, const std::string& activation,
+                        double activation_param, int64_t channel_dim, bool in_place) {
     const int64_t C = x.size(channel_dim);
     const Activation act = parse_activation(op, activation, activation_param, in_place);
     if (moments) check_packed(op, "moments", *moments, x, 2 * C + 2, true);
@@ -211,13 +257,13 @@ struct Frontend {
     check_channels(op, "running_var", running_var, x, C);
     require(running_mean.has_value() == running_var.has_value(), op, "running_mean",
             "and running_var must be given together or not at all");
-    require(moments.has_value() || running_mean.has_value(), op, "moments",
+    require(local || moments.has_value() || running_mean.has_value(), op, "moments",
             "is None; without running_mean and running_var it must be given");
     if (num_batches_tracked)
       require(num_batches_tracked->scalar_type() == ScalarType::Long && num_batches_tracked->numel() == 1 &&
                   num_batches_tracked->device() == x.device(),
               op, "num_batches_tracked", "must be one int64 number on the input's device");
-    require(momentum || num_batches_tracked || !running_mean || !moments, op, "momentum",
+    require(momentum || num_batches_tracked || !running_mean || !(moments || local), op, "momentum",
             "is None (cumulative average), which needs num_batches_tracked");
     Tensor saved = packed(x, 2 * C + 2);
     ForwardArgs args{};
@@ -242,6 +288,9 @@ struct Frontend {
     args.activation = act;
     args.activation_param = activation_param;
     args.saved = saved.data_ptr();
+    if (local && Backend::local_forward(args)) return saved;
+    Tensor own = local ? bn_stats(x, channel_dim) : Tensor();
+    if (local) args.moments = own.data_ptr();
     Backend::forward(args);
     return saved;
   }
@@ -253,21 +302,8 @@ struct Frontend {
     const Activation act = check_backward(op, name, input, dy, z, saved, weight, bias, activation,
                                           activation_param, channel_dim, in_place);
     Tensor sums = packed(input, 2 * input.size(channel_dim));
-    ReduceArgs args{};
-    args.layout = z ? layout_of(channel_dim, input, dy, *z) : layout_of(channel_dim, input, dy);
-    args.dtype = input.scalar_type();
-    args.device = input.get_device_index();
-    args.in_place = in_place;
-    args.input = input.data_ptr();
-    args.dy = dy.data_ptr();
-    args.z = z ? z->data_ptr() : nullptr;
-    args.saved = saved.data_ptr();
-    args.weight = channels_of(weight);
-    args.bias = channels_of(bias);
-    args.activation = act;
-    args.activation_param = activation_param;
-    args.sums = sums.data_ptr();
-    Backend::reduce(args);
+    Backend::reduce(
+        reduce_args(input, dy, z, saved, weight, bias, act, activation_param, channel_dim, in_place, sums));
     return sums;
   }
 
@@ -281,6 +317,60 @@ struct Frontend {
     if (sums) check_packed(op, "sums", *sums, input, 2 * input.size(channel_dim), false);
     Tensor dx = torch::stable::empty_like(input);
     Tensor dz = z ? torch::stable::empty_like(*z) : torch::stable::new_empty(input, {0});
+    BackwardArgs args = backward_args(input, dy, dx, z, dz, saved, weight, bias, act, activation_param,
+                                      channel_dim, in_place);
+    args.sums = sums ? sums->data_ptr() : nullptr;
+    Backend::backward(args);
+    return {dx, dz};
+  }
+
+  static std::tuple<Tensor, Tensor, Tensor> local_backward(
+      const char* op, const char* name, const Tensor& input, const Tensor& dy, const OptionalTensor& z,
+      const Tensor& saved, const OptionalTensor& weight, const OptionalTensor& bias,
+      const std::string& activation, double activation_param, int64_t channel_dim, bool in_place) {
+    const Activation act = check_backward(op, name, input, dy, z, saved, weight, bias, activation,
+                                          activation_param, channel_dim, in_place);
+    Tensor dx = torch::stable::empty_like(input);
+    Tensor dz = z ? torch::stable::empty_like(*z) : torch::stable::new_empty(input, {0});
+    Tensor sums = packed(input, 2 * input.size(channel_dim));
+    BackwardArgs args = backward_args(input, dy, dx, z, dz, saved, weight, bias, act, activation_param,
+                                      channel_dim, in_place);
+    args.local_sums = sums.data_ptr();
+    if (!Backend::local_backward(args)) {
+      Backend::reduce(
+          reduce_args(input, dy, z, saved, weight, bias, act, activation_param, channel_dim, in_place, sums));
+      args.sums = sums.data_ptr();
+      Backend::backward(args);
+    }
+    return {dx, dz, sums};
+  }
+
+  static ReduceArgs reduce_args(const Tensor& input, const Tensor& dy, const OptionalTensor& z,
+                                const Tensor& saved, const OptionalTensor& weight, const OptionalTensor& bias,
+                                Activation activation, double activation_param, int64_t channel_dim,
+                                bool in_place, const Tensor& sums) {
+    ReduceArgs args{};
+    args.layout = z ? layout_of(channel_dim, input, dy, *z) : layout_of(channel_dim, input, dy);
+    args.dtype = input.scalar_type();
+    args.device = input.get_device_index();
+    args.in_place = in_place;
+    args.input = input.data_ptr();
+    args.dy = dy.data_ptr();
+    args.z = z ? z->data_ptr() : nullptr;
+    args.saved = saved.data_ptr();
+    args.weight = channels_of(weight);
+    args.bias = channels_of(bias);
+    args.activation = activation;
+    args.activation_param = activation_param;
+    args.sums = sums.data_ptr();
+    return args;
+  }
+
+  static BackwardArgs backward_args(const Tensor& input, const Tensor& dy, const Tensor& dx,
+                                    const OptionalTensor& z, const Tensor& dz, const Tensor& saved,
+                                    const OptionalTensor& weight, const OptionalTensor& bias,
+                                    Activation activation, double activation_param, int64_t channel_dim,
+                                    bool in_place) {
     BackwardArgs args{};
     args.layout = z ? layout_of(channel_dim, input, dy, dx, *z, dz) : layout_of(channel_dim, input, dy, dx);
     args.dtype = input.scalar_type();
@@ -292,13 +382,11 @@ struct Frontend {
     args.z = z ? z->data_ptr() : nullptr;
     args.dz = z ? dz.data_ptr() : nullptr;
     args.saved = saved.data_ptr();
-    args.sums = sums ? sums->data_ptr() : nullptr;
     args.weight = channels_of(weight);
     args.bias = channels_of(bias);
-    args.activation = act;
+    args.activation = activation;
     args.activation_param = activation_param;
-    Backend::backward(args);
-    return {dx, dz};
+    return args;
   }
 
   static Activation check_backward(const char* op, const char* name, const Tensor& input, const Tensor& dy,

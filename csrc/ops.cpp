@@ -22,6 +22,20 @@ STABLE_TORCH_LIBRARY(fastvit, m) {
       "Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? num_batches_tracked, "
       "float? momentum, float eps, str activation, float activation_param, int channel_dim) "
       "-> (Tensor, Tensor)");
+  m.def(
+      "bn_local_forward(Tensor x, Tensor? weight, Tensor? bias, Tensor? z, Tensor(a!)? running_mean, "
+      "Tensor(b!)? running_var, Tensor(c!)? num_batches_tracked, float? momentum, float eps, "
+      "str activation, float activation_param, int channel_dim) -> (Tensor, Tensor)");
+  m.def(
+      "abn_local_forward_(Tensor(a!) x, Tensor? weight, Tensor? bias, Tensor(b!)? running_mean, "
+      "Tensor(c!)? running_var, Tensor(d!)? num_batches_tracked, float? momentum, float eps, "
+      "str activation, float activation_param, int channel_dim) -> Tensor");
+  m.def(
+      "bn_local_backward(Tensor x, Tensor dy, Tensor? z, Tensor saved, Tensor? weight, Tensor? bias, "
+      "str activation, float activation_param, int channel_dim) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "abn_local_backward(Tensor y, Tensor dy, Tensor saved, Tensor? weight, Tensor? bias, "
+      "str activation, float activation_param, int channel_dim) -> (Tensor, Tensor)");
   m.def("cpu_capability() -> str");
   m.def(
       "bn_reduce(Tensor x, Tensor dy, Tensor? z, Tensor saved, Tensor? weight, Tensor? bias, "

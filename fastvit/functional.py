@@ -115,11 +115,15 @@ class _BatchNorm(torch.autograd.Function):
         ctx, x, weight, bias, z, running_mean, running_var, num_batches_tracked,
         shared, training, momentum, eps, activation, activation_param, channel_dim,
     ):  # fmt: skip
-        moments = shared.gather(ops.bn_stats(x, channel_dim)) if training else None
-        y, saved = ops.bn_forward(
-            x, moments, weight, bias, z, running_mean, running_var, num_batches_tracked,
+        rest = (
+            weight, bias, z, running_mean, running_var, num_batches_tracked,
             momentum, eps, activation, activation_param, channel_dim,
         )  # fmt: skip
+        if training and shared.world_size == 1:
+            y, saved = ops.bn_local_forward(x, *rest)
+        else:
+            moments = shared.gather(ops.bn_stats(x, channel_dim)) if training else None
+            y, saved = ops.bn_forward(x, moments, *rest)
         # Without an activation z decides nothing in backward: its gradient is dy itself.
         ctx.save_for_backward(x, weight, bias, None if activation == "identity" else z, saved)
         _remember(ctx, shared, training, activation, activation_param, channel_dim)
@@ -130,16 +134,17 @@ class _BatchNorm(torch.autograd.Function):
     def backward(ctx, dy):
         x, weight, bias, z, saved = ctx.saved_tensors
         wants_x, wants_weight, wants_bias, wants_z = ctx.needs_input_grad[:4]
+        rest = (weight, bias, *ctx.activation, ctx.channel_dim)
         exchange = wants_x and ctx.training
-        sums = None
-        if exchange or wants_weight or wants_bias:
-            sums = ops.bn_reduce(x, dy, z, saved, weight, bias, *ctx.activation, ctx.channel_dim)
-        pending = ctx.shared.start_sum(sums) if exchange else None
+        dx = dz = sums = pending = None
+        if exchange and ctx.shared.world_size == 1:
+            dx, dz, sums = ops.bn_local_backward(x, dy, z, saved, *rest)
+        elif exchange or wants_weight or wants_bias:
+            sums = ops.bn_reduce(x, dy, z, saved, *rest)
+            pending = ctx.shared.start_sum(sums) if exchange else None
         dweight, dbias = _parameter_gradients(sums, weight, bias, wants_weight, wants_bias)
-        dx = dz = None
-        if wants_x or (wants_z and z is not None):
-            total = pending.wait() if exchange else None
-            dx, dz = ops.bn_backward(x, dy, z, saved, total, weight, bias, *ctx.activation, ctx.channel_dim)
+        if dx is None and (wants_x or (wants_z and z is not None)):
+            dx, dz = ops.bn_backward(x, dy, z, saved, pending.wait() if pending else None, *rest)
         if wants_z and z is None:
             dz = dy
         return (dx if wants_x else None, dweight, dbias, dz if wants_z else None, *[None] * 10)
@@ -151,11 +156,15 @@ class _InPlaceABN(torch.autograd.Function):
         ctx, x, weight, bias, running_mean, running_var, num_batches_tracked,
         shared, training, momentum, eps, activation, activation_param, channel_dim,
     ):  # fmt: skip
-        moments = shared.gather(ops.bn_stats(x, channel_dim)) if training else None
-        saved = ops.abn_forward_(
-            x, moments, weight, bias, running_mean, running_var, num_batches_tracked,
+        rest = (
+            weight, bias, running_mean, running_var, num_batches_tracked,
             momentum, eps, activation, activation_param, channel_dim,
         )  # fmt: skip
+        if training and shared.world_size == 1:
+            saved = ops.abn_local_forward_(x, *rest)
+        else:
+            moments = shared.gather(ops.bn_stats(x, channel_dim)) if training else None
+            saved = ops.abn_forward_(x, moments, *rest)
         ctx.mark_dirty(x)
         ctx.save_for_backward(x, weight, bias, saved)
         _remember(ctx, shared, training, activation, activation_param, channel_dim)
@@ -203,16 +212,17 @@ def _remember(ctx, shared, training, activation, activation_param, channel_dim):
 def _invertible_backward(ctx, dy):
     y, weight, bias, saved = ctx.saved_tensors
     wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+    rest = (weight, bias, *ctx.activation, ctx.channel_dim)
     exchange = wants_x and ctx.training
-    sums = None
-    if exchange or wants_weight or wants_bias:
-        sums = ops.abn_reduce(y, dy, saved, weight, bias, *ctx.activation, ctx.channel_dim)
-    pending = ctx.shared.start_sum(sums) if exchange else None
+    dx = sums = pending = None
+    if exchange and ctx.shared.world_size == 1:
+        dx, sums = ops.abn_local_backward(y, dy, saved, *rest)
+    elif exchange or wants_weight or wants_bias:
+        sums = ops.abn_reduce(y, dy, saved, *rest)
+        pending = ctx.shared.start_sum(sums) if exchange else None
     dweight, dbias = _parameter_gradients(sums, weight, bias, wants_weight, wants_bias)
-    dx = None
-    if wants_x:
-        total = pending.wait() if exchange else None
-        dx = ops.abn_backward(y, dy, saved, total, weight, bias, *ctx.activation, ctx.channel_dim)
+    if dx is None and wants_x:
+        dx = ops.abn_backward(y, dy, saved, pending.wait() if pending else None, *rest)
     return (dx, dweight, dbias, *[None] * 10)
 
 

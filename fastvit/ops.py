@@ -192,6 +192,84 @@ def abn_backward(
     return _ops.abn_backward(y, dy, saved, sums, weight, bias, activation, activation_param, channel_dim)
 
 
+def bn_local_forward(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    z: Tensor | None = None,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    num_batches_tracked: Tensor | None = None,
+    momentum: float | None = 0.1,
+    eps: float = 1e-5,
+    activation: str = "identity",
+    activation_param: float = 0.01,
+    channel_dim: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """`bn_forward` with x's own moments, `bn_stats(x)`; returns `(y, saved)`, the same bits.
+
+    For statistics that nobody shares. On CUDA an x that fits on chip (shared memory of all multiprocessors
+    together) is read once, by one kernel.
+    """
+    y, saved = _ops.bn_local_forward(
+        x, weight, bias, z, running_mean, running_var, num_batches_tracked,
+        momentum, eps, activation, activation_param, channel_dim,
+    )  # fmt: skip
+    _mutated(running_mean, running_var, num_batches_tracked)
+    return y, saved
+
+
+def abn_local_forward_(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    num_batches_tracked: Tensor | None = None,
+    momentum: float | None = 0.1,
+    eps: float = 1e-5,
+    activation: str = "leaky_relu",
+    activation_param: float = 0.01,
+    channel_dim: int = 1,
+) -> Tensor:
+    """`abn_forward_` with x's own moments; written over x, returns `saved`. See `bn_local_forward`."""
+    saved = _ops.abn_local_forward_(
+        x, weight, bias, running_mean, running_var, num_batches_tracked,
+        momentum, eps, activation, activation_param, channel_dim,
+    )  # fmt: skip
+    _mutated(x, running_mean, running_var, num_batches_tracked)
+    return saved
+
+
+def bn_local_backward(
+    x: Tensor,
+    dy: Tensor,
+    z: Tensor | None,
+    saved: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    activation: str = "identity",
+    activation_param: float = 0.01,
+    channel_dim: int = 1,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`(dx, dz, sums)`: `bn_reduce`, and `bn_backward` of its sums; the same bits. See `bn_local_forward`."""
+    return _ops.bn_local_backward(x, dy, z, saved, weight, bias, activation, activation_param, channel_dim)
+
+
+def abn_local_backward(
+    y: Tensor,
+    dy: Tensor,
+    saved: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    activation: str = "leaky_relu",
+    activation_param: float = 0.01,
+    channel_dim: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """`(dx, sums)`: `abn_reduce`, and `abn_backward` of its sums; the same bits. See `bn_local_forward`."""
+    return _ops.abn_local_backward(y, dy, saved, weight, bias, activation, activation_param, channel_dim)
+
+
 def _mutated(*tensors: Tensor | None) -> None:
     """Tells autograd that these were written: ops registered from C++ do not count versions by themselves."""
     if not torch.compiler.is_compiling():
@@ -246,3 +324,24 @@ def _(x, dy, z, saved, sums, weight, bias, activation, param, channel_dim):
 @torch.library.register_fake("fastvit::abn_backward")
 def _(y, dy, saved, sums, weight, bias, activation, param, channel_dim):
     return torch.empty_like(y)
+
+
+@torch.library.register_fake("fastvit::bn_local_forward")
+def _(x, weight, bias, z, mean, var, tracked, momentum, eps, activation, param, channel_dim):
+    return torch.empty_like(x), _packed(x, channel_dim, 2)
+
+
+@torch.library.register_fake("fastvit::abn_local_forward_")
+def _(x, weight, bias, mean, var, tracked, momentum, eps, activation, param, channel_dim):
+    return _packed(x, channel_dim, 2)
+
+
+@torch.library.register_fake("fastvit::bn_local_backward")
+def _(x, dy, z, saved, weight, bias, activation, param, channel_dim):
+    dz = x.new_empty(0) if z is None else torch.empty_like(z)
+    return torch.empty_like(x), dz, _packed(x, channel_dim, 0)
+
+
+@torch.library.register_fake("fastvit::abn_local_backward")
+def _(y, dy, saved, weight, bias, activation, param, channel_dim):
+    return torch.empty_like(y), _packed(y, channel_dim, 0)

@@ -10,6 +10,9 @@ struct Cpu {
   static void forward(const ForwardArgs& args);
   static void reduce(const ReduceArgs& args);
   static void backward(const BackwardArgs& args);
+  // Two passes over memory are two kernels here, with nothing to launch.
+  static bool local_forward(const ForwardArgs&) { return false; }
+  static bool local_backward(const BackwardArgs&) { return false; }
 };
 
 // The instruction set the kernels run with: avx512, avx2 or baseline (what the compiler targets by itself).

@@ -10,6 +10,8 @@ struct Cuda {
   static void forward(const ForwardArgs& args);
   static void reduce(const ReduceArgs& args);
   static void backward(const BackwardArgs& args);
+  static bool local_forward(const ForwardArgs& args);
+  static bool local_backward(const BackwardArgs& args);
 };
 
 }  // namespace fastvit

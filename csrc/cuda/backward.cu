@@ -31,65 +31,36 @@ __global__ void __launch_bounds__(kThreads, kResident)
     backward_kernel(const __grid_constant__ BackwardKernel<T> args) {
   using A = Accumulation<T>;
   constexpr bool kResidual = kKept == Kept::input_and_residual;
-  constexpr int kOperands = kResidual ? 5 : 3, K = kRows ? V : 1, kTile = kRows ? kMostTile : 1;
-  constexpr int U = kResidual ? kBatch / 2 : kBatch;
+  constexpr int kOperands = kResidual ? 5 : 3, U = kResidual ? kBatch / 2 : kBatch;
+  constexpr int K = kRows ? V : 1, kTile = kRows ? kMostTile : 1;
   const Work work(args.plan, blockIdx.x);
   __shared__ Constants<A, kKept> table[kTile];
-  __shared__ A offsets[kTile], slopes[kTile];  // a, b
+  __shared__ Correction<A> corrections[kTile];
   const int channels = work.channels(args.plan);
   for (int g = threadIdx.x; g < channels; g += kThreads) {
     const int64_t c = work.first_channel(args.plan) + g, C = args.saved.C;
     table[g] = Constants<A, kKept>::of(args.saved, c);
-    const double n = args.saved.count();
-    const bool constant = !args.sums || !(n > 0);
-    offsets[g] = constant ? A(0) : A(double(args.sums[c]) / n);
-    slopes[g] = constant
-                    ? A(0)
-                    : A(double(args.sums[C + c]) / n) * (kKept == Kept::output ? A(1) : args.saved.invstd(c));
+    if (args.sums)
+      corrections[g] = Correction<A>::template of<kKept>(args.saved, c, {args.sums[c], args.sums[C + c]});
+    else
+      corrections[g] = {0, 0};
   }
   __syncthreads();
   Constants<A, kKept> constants[K];
-  A offset[K], slope[K];
-#pragma unroll
-  for (int k = 0; k < K; ++k) {
-    const int g = kRows ? work.channel<V>(args.plan, k) : 0;
-    constants[k] = table[g], offset[k] = offsets[g], slope[k] = slopes[g];
-  }
+  Correction<A> correction[K];
+  pick<kRows, V>(constants, table, args.plan, work);
+  pick<kRows, V>(correction, corrections, args.plan, work);
   const A limit = kKept == Kept::output ? args.saved.limit() : A(0);
 
-  const auto body = [&]<class B>(const B& batch) {
-    Packet<T, B::V> input[B::U], dy[B::U];
-    [[maybe_unused]] Packet<T, B::V> z[kResidual ? B::U : 1];
-    batch.load(input, args.input, 0);
-    batch.load(dy, args.dy, 1);
-    if constexpr (kResidual) batch.load(z, args.z, 3);
-    with_activation<kKept != Kept::output>(args.saved.activation, [&]<class Fn>(Fn) {
-#pragma unroll
-      for (int j = 0; j < B::U; ++j) {
-        A in[B::V], g[B::V];
-        [[maybe_unused]] A r[B::V];
-        input[j].unpack(in);
-        dy[j].unpack(g);
-        if constexpr (kResidual) z[j].unpack(r);
-#pragma unroll
-        for (int k = 0; k < B::V; ++k) {
-          const int i = kRows ? k : 0;
-          const Gradient<A> t = gradient<Fn, kKept>(in[k], g[k], kResidual ? r[k] : A(0), constants[i],
-                                                    args.saved.param, limit);
-          in[k] = constants[i].scale * (t.dz - offset[i] - t.centred * slope[i]);
-          g[k] = t.dz;
-        }
-        input[j].pack(in);
-        if constexpr (kResidual) dy[j].pack(g);
-      }
-    });
-    batch.store(input, args.dx, 2);
-    if constexpr (kResidual) batch.store(dy, args.dz, 4);
-  };
-  if constexpr (kRows)
-    walk_rows<V, U, kOperands, false>(args.plan, work, body);
-  else
-    walk_planes<V, U, kOperands, false>(args.plan, work, args.input, body);
+  walk<kRows, V, U, kOperands, false>(args.plan, work, args.input, [&]<class B>(const B& batch) {
+    Read<T, kKept, B> read;
+    batch.load(read.input, args.input, 0);
+    batch.load(read.dy, args.dy, 1);
+    if constexpr (kResidual) batch.load(read.z, args.z, 3);
+    propagate<kRows>(batch, read, constants, correction, args.saved, limit);
+    batch.store(read.input, args.dx, 2);
+    if constexpr (kResidual) batch.store(read.dy, args.dz, 4);
+  });
 }
 
 void Cuda::backward(const BackwardArgs& args) {
@@ -98,8 +69,7 @@ void Cuda::backward(const BackwardArgs& args) {
   with_type(args.dtype, [&]<class T>() {
     using A = Accumulation<T>;
     const void* pointers[] = {args.input, args.dy, args.dx, args.z, args.dz};
-    const Plan plan =
-        Planner::make(args.layout, pointers, args.z ? 5 : 3, sizeof(T), device.multiprocessors, false);
+    const Plan plan = Planner::make(args.layout, pointers, args.z ? 5 : 3, sizeof(T), device.limits);
     const BackwardKernel<T> kernel{plan,
                                    static_cast<const T*>(args.input),
                                    static_cast<const T*>(args.dy),
@@ -110,7 +80,7 @@ void Cuda::backward(const BackwardArgs& args) {
                                    static_cast<const A*>(args.sums)};
     with_walk<T>(plan, [&]<bool kRows, int V>() {
       with_kept(args, [&]<Kept kKept>() {
-        STD_CUDA_CHECK(launch(backward_kernel<T, kRows, V, kKept>, plan.blocks(), device.stream, kernel));
+        STD_CUDA_CHECK(launch(backward_kernel<T, kRows, V, kKept>, {plan.blocks(), device.stream}, kernel));
       });
     });
   });

@@ -4,6 +4,8 @@
 // same bits. A result R is a plain struct with merge(const R&).
 #pragma once
 
+#include <cuda/atomic>
+
 #include "../moments.h"
 #include "walk.cuh"
 
@@ -27,6 +29,7 @@ struct RunningSums {
     add(sums.first, lost.first, more.first);
     add(sums.second, lost.second, more.second);
   }
+  __device__ __forceinline__ operator const Sums<A>&() const { return sums; }
 
  private:
   __device__ __forceinline__ static void add(A& sum, A& lost, A more) {
@@ -62,8 +65,8 @@ __device__ __forceinline__ void merge_groups(R* shared, int groups, int group_st
 
 // The results of a block's threads, K each (rows: one per column; planes: one), merged per channel of its
 // tile. The total of the tile's channel g is then shared[g * the value returned].
-template <int K, class R>
-__device__ __forceinline__ int merge_block(R* shared, const R (&mine)[K], const Plan& plan,
+template <int K, class R, class Mine>
+__device__ __forceinline__ int merge_block(R* shared, const Mine (&mine)[K], const Plan& plan,
                                            const Work& work) {
   const int width = plan.rows ? plan.lanes * K : 1;
   const int teams = plan.rows ? plan.teams : kThreads;
@@ -87,10 +90,30 @@ __device__ __forceinline__ R load_written(const R* p) {
   return value;
 }
 
-// Hands write(c, total) the totals of the tile's channels, over all slices. partial is [slices][C], tickets
-// [tiles], zero before the launch and after it; both unused for a single slice. `shared` has kThreads * K >=
-// kThreads places and holds what merge_block left, `step` apart.
+// Totals over all slices, from `partial`, [slices][C], which every slice's block has written: write(c,
+// total).
 template <class R, class Write>
+__device__ __forceinline__ void merge_slices(R* shared, const R* partial, const Plan& plan, const Work& work,
+                                             const Write& write) {
+  static_assert(kMostTile <= kThreads);
+  const int channels = work.channels(plan), teams = kThreads / channels, team = int(threadIdx.x) / channels;
+  const int64_t c = work.first_channel(plan) + int(threadIdx.x) - team * channels;
+  R total{};
+  if (team < teams) {
+#pragma unroll 4
+    for (unsigned s = team; s < plan.slices; s += teams)
+      total.merge(load_written(partial + int64_t(s) * plan.layout.C + c));
+  }
+  shared[threadIdx.x] = total;
+  merge_groups(shared, channels, 1, teams, channels);
+  if (team == 0) write(c, shared[threadIdx.x]);
+}
+
+// Hands write(c, total) the totals of the tile's channels, over all slices: in the last block of the tile to
+// finish, or with kEverywhere in all of them, which wait for each other and so must run at once. partial is
+// [slices][C], tickets [tiles], zero before the launch and after it; both unused for a single slice. `shared`
+// has kThreads * K >= kThreads places and holds what merge_block left, `step` apart.
+template <bool kEverywhere = false, class R, class Write>
 __device__ __forceinline__ void finish(R* shared, int step, R* partial, unsigned* tickets, const Plan& plan,
                                        const Work& work, const Write& write) {
   const int channels = work.channels(plan);
@@ -101,28 +124,23 @@ __device__ __forceinline__ void finish(R* shared, int step, R* partial, unsigned
   }
   for (int g = threadIdx.x; g < channels; g += kThreads)
     partial[work.slice * C + first + g] = shared[g * step];
+  unsigned* const ticket = tickets + work.tile;
   __shared__ bool last;
   __syncthreads();
   if (threadIdx.x == 0) {
     __threadfence();  // the barrier gathered the block's partials; the fence sends them out before the ticket
-    last = atomicAdd(&tickets[work.tile], 1u) == plan.slices - 1;
+    last = atomicAdd(ticket, 1u) == plan.slices - 1;
+    if constexpr (kEverywhere) {
+      const cuda::atomic_ref<unsigned, cuda::thread_scope_device> arrived(*ticket);
+      while (arrived.load(cuda::std::memory_order_acquire) < plan.slices) {
+      }
+    }
     __threadfence();  // and the other blocks' are seen after it
-    if (last) atomicExch(&tickets[work.tile], 0u);
+    // The second ticket of each block says that it waits no more; who takes the very last one clears it.
+    if (kEverywhere ? atomicAdd(ticket, 1u) == 2 * plan.slices - 1 : last) atomicExch(ticket, 0u);
   }
   __syncthreads();
-  if (!last) return;
-  static_assert(kMostTile <= kThreads);
-  const int teams = kThreads / channels, team = int(threadIdx.x) / channels;
-  const int64_t c = first + int(threadIdx.x) - team * channels;
-  R total{};
-  if (team < teams) {
-#pragma unroll 4
-    for (unsigned s = team; s < plan.slices; s += teams)
-      total.merge(load_written(partial + int64_t(s) * C + c));
-  }
-  shared[threadIdx.x] = total;
-  merge_groups(shared, channels, 1, teams, channels);
-  if (team == 0) write(c, shared[threadIdx.x]);
+  if (kEverywhere || last) merge_slices(shared, partial, plan, work, write);
 }
 
 }  // namespace fastvit

@@ -4,28 +4,20 @@
 // Mapping  block 0 keeps the books (saved, running statistics, counter) for all channels; the others take
 //          (tile of channels, slice of their values), see plan.h, and merge the moments of their tile
 //          themselves. 16-byte loads and stores, a batch in flight.
-// Numerics the mean is taken off first, so a mean much larger than the deviation costs no digits.
+// Numerics fp32 arithmetic (fp64 for double), see normalise.cuh.
 // Source   Ioffe, Szegedy, arXiv:1502.03167; in place: arXiv:1712.02616.
-#include <cmath>
-
 #include "host.h"
-#include "walk.cuh"
+#include "normalise.cuh"
 
 namespace fastvit {
 
 template <class A>
-struct Statistics {  // what mean and invstd come from, and where they are kept
-  int64_t C;
-  const A* moments;  // [ranks][2C + 2]; null: the running statistics
+struct Statistics : Books<A> {  // what mean and invstd come from, and where they are kept
+  const A* moments;             // [ranks][2C + 2]; null: the running statistics
   int64_t ranks;
-  PerChannel running_mean, running_var;
-  int64_t* num_batches_tracked;
-  bool cumulative;
-  double momentum;
-  A eps;
-  A* saved;
 
   __device__ __forceinline__ Moments<A> merged(int64_t c) const {  // in rank order
+    const int64_t C = this->C;
     Moments<A> all;
     for (int64_t r = 0; r < ranks; ++r) {
       const A* rank = moments + r * (2 * C + 2);
@@ -33,52 +25,37 @@ struct Statistics {  // what mean and invstd come from, and where they are kept
     }
     return all;
   }
-
-  struct Normaliser {
-    A mean, invstd;
-  };
-  __device__ __forceinline__ Normaliser normaliser(const Moments<A>& all) const {
-    const A variance = all.count > 0 ? A(double(all.m2) / all.count) : A(0);
-    return {all.mean, A(1) / std::sqrt(variance + eps)};
-  }
-  __device__ __forceinline__ Normaliser normaliser(int64_t c) const {
-    if (moments) return normaliser(merged(c));
-    return {A(running_mean.read(c, 0)), A(1) / std::sqrt(A(running_var.read(c, 1)) + eps)};
+  __device__ __forceinline__ Normaliser<A> of(int64_t c) const {
+    return moments ? this->normaliser(merged(c)) : this->running(c);
   }
 
   // By one block for all channels: the factor comes from a counter that must change exactly once, after
   // everybody has read it.
   __device__ __forceinline__ void keep() const {
-    double count = 0, factor = momentum;
+    const int64_t C = this->C;
+    int64_t* const tracked = this->num_batches_tracked;
+    double count = 0, factor = this->momentum;
     if (moments) {
       for (int64_t r = 0; r < ranks; ++r) count += load_count(moments + r * (2 * C + 2) + 2 * C);
-      if (num_batches_tracked && cumulative) factor = 1.0 / double(*num_batches_tracked + 1);
+      if (tracked && this->cumulative) factor = 1.0 / double(*tracked + 1);
     }
     for (int64_t c = threadIdx.x; c < C; c += kThreads) {
-      Normaliser n;
       if (moments) {
         const Moments<A> all = merged(c);
-        n = normaliser(all);
-        if (running_mean.data && count > 0) {
-          const double unbiased = double(all.m2) / (count > 2 ? count - 1 : 1);
-          const double old_mean = running_mean.read(c, 0), old_var = running_var.read(c, 1);
-          running_mean.write(c, old_mean + factor * (double(all.mean) - old_mean));
-          running_var.write(c, old_var + factor * (unbiased - old_var));
-        }
+        this->update(c, all, factor);
+        this->save(c, this->normaliser(all));
       } else {
-        n = normaliser(c);
+        this->save(c, this->running(c));
       }
-      saved[c] = n.mean;
-      saved[C + c] = n.invstd;
     }
     __syncthreads();
     if (threadIdx.x == 0) {
       if (moments) {
-        store_count(saved + 2 * C, count);
-        if (num_batches_tracked) ++*num_batches_tracked;
+        store_count(this->saved + 2 * C, count);
+        if (tracked) ++*tracked;
       } else {
-        saved[2 * C] = A(INFINITY);
-        saved[2 * C + 1] = 0;
+        this->saved[2 * C] = A(INFINITY);
+        this->saved[2 * C + 1] = 0;
       }
     }
   }
@@ -92,10 +69,7 @@ struct ForwardKernel {
   T* y;
   const T* z;
   Statistics<A> statistics;
-  PerChannel weight, bias;
-  A floor;
-  Activation activation;
-  A param;
+  Activated<T> act;
 };
 
 // Operands 0: x, 1: y, 2: z.
@@ -107,52 +81,25 @@ __global__ void __launch_bounds__(kThreads, kResident)
     args.statistics.keep();
     return;
   }
-  constexpr int kOperands = kResidual ? 3 : 2, K = kRows ? V : 1, kTile = kRows ? kMostTile : 1;
+  constexpr int kOperands = kResidual ? 3 : 2;
   const Work work(args.plan, gridDim.x - 1 - blockIdx.x);
-  __shared__ A means[kTile], scales[kTile], betas[kTile];
+  __shared__ Affine<A> table[kRows ? kMostTile : 1];
   const int channels = work.channels(args.plan);
   for (int g = threadIdx.x; g < channels; g += kThreads) {
     const int64_t c = work.first_channel(args.plan) + g;
-    const auto n = args.statistics.normaliser(c);
-    means[g] = n.mean;
-    scales[g] = gamma_of(args.weight, args.floor, c) * n.invstd;
-    betas[g] = A(args.bias.read(c, 0));
+    table[g] = args.act.affine(c, args.statistics.of(c));
   }
   __syncthreads();
-  A mean[K], scale[K], beta[K];
-#pragma unroll
-  for (int k = 0; k < K; ++k) {
-    const int g = kRows ? work.channel<V>(args.plan, k) : 0;
-    mean[k] = means[g], scale[k] = scales[g], beta[k] = betas[g];
-  }
+  Affine<A> affine[kRows ? V : 1];
+  pick<kRows, V>(affine, table, args.plan, work);
 
-  const auto body = [&]<class B>(const B& batch) {
-    Packet<T, B::V> x[B::U];
-    [[maybe_unused]] Packet<T, B::V> z[kResidual ? B::U : 1];
+  walk<kRows, V, kBatch, kOperands, true>(args.plan, work, args.x, [&]<class B>(const B& batch) {
+    Packet<T, B::V> x[B::U], z[kResidual ? B::U : 1];
     batch.load(x, args.x, 0);
     if constexpr (kResidual) batch.load(z, args.z, 2);
-    with_activation<true>(args.activation, [&]<class Fn>(Fn) {
-#pragma unroll
-      for (int j = 0; j < B::U; ++j) {
-        A v[B::V];
-        [[maybe_unused]] A r[B::V];
-        x[j].unpack(v);
-        if constexpr (kResidual) z[j].unpack(r);
-#pragma unroll
-        for (int k = 0; k < B::V; ++k) {
-          v[k] = (v[k] - mean[kRows ? k : 0]) * scale[kRows ? k : 0] + beta[kRows ? k : 0];
-          if constexpr (kResidual) v[k] += r[k];
-          v[k] = Fn::forward(v[k], args.param);
-        }
-        x[j].pack(v);
-      }
-    });
+    args.act.template apply<kRows, kResidual>(batch, x, z, affine);
     batch.store(x, args.y, 1);
-  };
-  if constexpr (kRows)
-    walk_rows<V, kBatch, kOperands, true>(args.plan, work, body);
-  else
-    walk_planes<V, kBatch, kOperands, true>(args.plan, work, args.x, body);
+  });
 }
 
 void Cuda::forward(const ForwardArgs& args) {
@@ -160,34 +107,19 @@ void Cuda::forward(const ForwardArgs& args) {
   with_type(args.dtype, [&]<class T>() {
     using A = Accumulation<T>;
     const void* pointers[] = {args.x, args.y, args.z};
-    const Plan plan =
-        Planner::make(args.layout, pointers, args.z ? 3 : 2, sizeof(T), device.multiprocessors, false);
-    ForwardKernel<T> kernel{};
-    kernel.plan = plan;
-    kernel.x = static_cast<const T*>(args.x);
-    kernel.y = static_cast<T*>(args.y);
-    kernel.z = static_cast<const T*>(args.z);
-    kernel.statistics = {args.layout.C,
-                         static_cast<const A*>(args.moments),
-                         args.ranks,
-                         per_channel(args.running_mean),
-                         per_channel(args.running_var),
-                         args.num_batches_tracked,
-                         args.cumulative,
-                         args.momentum,
-                         A(args.eps),
-                         static_cast<A*>(args.saved)};
-    kernel.weight = per_channel(args.weight);
-    kernel.bias = per_channel(args.bias);
-    kernel.floor = A(gamma_floor(args.in_place, args.dtype));
-    kernel.activation = args.activation;
-    kernel.param = A(args.activation_param);
+    const Plan plan = Planner::make(args.layout, pointers, args.z ? 3 : 2, sizeof(T), device.limits);
+    const ForwardKernel<T> kernel{plan,
+                                  static_cast<const T*>(args.x),
+                                  static_cast<T*>(args.y),
+                                  static_cast<const T*>(args.z),
+                                  {books_of<A>(args), static_cast<const A*>(args.moments), args.ranks},
+                                  activated_of<T>(args)};
     const int64_t blocks = 1 + (args.layout.numel() > 0 ? plan.blocks() : 0);
     with_walk<T>(plan, [&]<bool kRows, int V>() {
       if (args.z)
-        STD_CUDA_CHECK(launch(forward_kernel<T, kRows, V, true>, blocks, device.stream, kernel));
+        STD_CUDA_CHECK(launch(forward_kernel<T, kRows, V, true>, {blocks, device.stream}, kernel));
       else
-        STD_CUDA_CHECK(launch(forward_kernel<T, kRows, V, false>, blocks, device.stream, kernel));
+        STD_CUDA_CHECK(launch(forward_kernel<T, kRows, V, false>, {blocks, device.stream}, kernel));
     });
   });
 }

@@ -8,8 +8,8 @@
 
 #include <cmath>
 
+#include "block_reduce.cuh"
 #include "channels.cuh"
-#include "walk.cuh"
 
 namespace fastvit {
 
@@ -61,6 +61,87 @@ __device__ __forceinline__ Gradient<A> gradient(A input, A dy, A z, const Consta
     if constexpr (kKept == Kept::input_and_residual) v += z;
     return {Fn::backward(dy, v, param), centred};
   }
+}
+
+// Operands of a batch that are read: x or y, dy, and z where the activation sits behind a residual.
+template <class T, Kept kKept, class B>
+struct Read {
+  static constexpr bool kResidual = kKept == Kept::input_and_residual;
+  Packet<T, B::V> input[B::U], dy[B::U], z[kResidual ? B::U : 1];
+
+  __device__ __forceinline__ Read<T, kKept, typename B::One> packet(int j) const {
+    return {{input[j]}, {dy[j]}, {z[kResidual ? j : 0]}};
+  }
+};
+
+// Adds a batch to the thread's sums of dz and dz * centred; at(j) reads its j-th packet.
+template <class T, bool kRows, Kept kKept, class B, class A, int K, class At>
+__device__ __forceinline__ void add_gradients(RunningSums<A> (&running)[K], const B&,
+                                              const Constants<A, kKept> (&constants)[K],
+                                              const Saved<A>& saved, A limit, const At& at) {
+  with_activation<kKept != Kept::output>(saved.activation, [&]<class Fn>(Fn) {
+    Sums<A> sums[K];
+#pragma unroll
+    for (int j = 0; j < B::U; ++j) {
+      const Read<T, kKept, typename B::One> read = at(j);
+      A in[B::V], g[B::V];
+      [[maybe_unused]] A r[B::V];
+      read.input[0].unpack(in);
+      read.dy[0].unpack(g);
+      if constexpr (read.kResidual) read.z[0].unpack(r);
+#pragma unroll
+      for (int k = 0; k < B::V; ++k) {  // what does not exist has dy = 0 and adds nothing
+        const Gradient<A> t = gradient<Fn, kKept>(in[k], g[k], read.kResidual ? r[k] : A(0),
+                                                  constants[kRows ? k : 0], saved.param, limit);
+        sums[kRows ? k : 0].merge({t.dz, t.dz * t.centred});
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < K; ++k) running[k].add(sums[k]);
+  });
+}
+
+// What a channel's sums over all ranks take off: dx = scale * (dz - offset - slope * centred).
+template <class A>
+struct Correction {
+  A offset, slope;
+
+  template <Kept kKept>
+  __device__ __forceinline__ static Correction of(const Saved<A>& s, int64_t c, const Sums<A>& sums) {
+    const double n = s.count();
+    if (!(n > 0)) return {0, 0};
+    return {A(double(sums.first) / n),
+            A(double(sums.second) / n) * (kKept == Kept::output ? A(1) : s.invstd(c))};
+  }
+};
+
+// Puts dx in the place of the input, and dz in the place of dy where there is a residual.
+template <bool kRows, Kept kKept, class T, class B, class A, int K>
+__device__ __forceinline__ void propagate(const B&, Read<T, kKept, B>& read,
+                                          const Constants<A, kKept> (&constants)[K],
+                                          const Correction<A> (&correction)[K], const Saved<A>& saved,
+                                          A limit) {
+  constexpr bool kResidual = Read<T, kKept, B>::kResidual;
+  with_activation<kKept != Kept::output>(saved.activation, [&]<class Fn>(Fn) {
+#pragma unroll
+    for (int j = 0; j < B::U; ++j) {
+      A in[B::V], g[B::V];
+      [[maybe_unused]] A r[B::V];
+      read.input[j].unpack(in);
+      read.dy[j].unpack(g);
+      if constexpr (kResidual) read.z[j].unpack(r);
+#pragma unroll
+      for (int k = 0; k < B::V; ++k) {
+        const int i = kRows ? k : 0;
+        const Gradient<A> t =
+            gradient<Fn, kKept>(in[k], g[k], kResidual ? r[k] : A(0), constants[i], saved.param, limit);
+        in[k] = constants[i].scale * (t.dz - correction[i].offset - t.centred * correction[i].slope);
+        g[k] = t.dz;
+      }
+      read.input[j].pack(in);
+      if constexpr (kResidual) read.dy[j].pack(g);
+    }
+  });
 }
 
 }  // namespace fastvit

@@ -12,10 +12,16 @@
 #include "backend.h"
 #include "channels.cuh"
 #include "gradient.cuh"
+#include "normalise.cuh"
+#include "on_chip.cuh"
 #include "plan.h"
 #include "vector_io.cuh"
 
 namespace fastvit {
+
+// Shared memory of a block that holds no packets: what merging and per-channel tables take in the hungriest
+// kernel (rows of 16-bit elements), and the system's 1 KiB.
+constexpr int kOtherSharedBytes = 32 << 10;
 
 // The input's device, made current, and its current stream.
 class Device {
@@ -25,7 +31,10 @@ class Device {
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(index, &s));
     stream = static_cast<cudaStream_t>(s);
     STD_CUDA_CHECK(cudaGetDevice(&current));
-    STD_CUDA_CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, current));
+    STD_CUDA_CHECK(cudaDeviceGetAttribute(&limits.multiprocessors, cudaDevAttrMultiProcessorCount, current));
+    int shared = 0;
+    STD_CUDA_CHECK(cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerMultiprocessor, current));
+    limits.on_chip_bytes = std::max(0, shared / kResident - kOtherSharedBytes);
   }
 
  private:
@@ -33,7 +42,8 @@ class Device {
 
  public:
   cudaStream_t stream;
-  int current, multiprocessors;
+  int current;
+  Limits limits;
 };
 
 // Memory from torch's caching allocator for the kernels launched on `device` while this object lives: what is
@@ -137,6 +147,44 @@ void with_walk(const Plan& plan, const F& f) {
     plan.vector ? f.template operator()<true, kVector<T>>() : f.template operator()<true, 1>();
   else
     plan.vector ? f.template operator()<false, kVector<T>>() : f.template operator()<false, 1>();
+}
+
+// The same, of a plan that keeps packets on chip.
+template <class T, class F>
+void with_vector_walk(const Plan& plan, const F& f) {
+  plan.rows ? f.template operator()<true, kVector<T>>() : f.template operator()<false, kVector<T>>();
+}
+
+// Whether the blocks could be launched: where slices wait for each other they must all run at once.
+template <class Kernel, class Args>
+bool launch_on_chip(Kernel* kernel, const Plan& plan, int kept, const Device& device, const Args& args) {
+  const cudaError_t status =
+      launch(kernel, {plan.blocks(), device.stream, on_chip_bytes(plan, kept), plan.slices > 1}, args);
+  if (status == cudaErrorCooperativeLaunchTooLarge) {
+    (void)cudaGetLastError();  // other work may hold multiprocessors back: two launches do it as well
+    return false;
+  }
+  STD_CUDA_CHECK(status);
+  return true;
+}
+// What the forward pass is given, local or not.
+template <class A>
+Books<A> books_of(const ForwardArgs& args) {
+  return {args.layout.C,
+          per_channel(args.running_mean),
+          per_channel(args.running_var),
+          args.num_batches_tracked,
+          args.cumulative,
+          args.momentum,
+          A(args.eps),
+          static_cast<A*>(args.saved)};
+}
+
+template <class T>
+Activated<T> activated_of(const ForwardArgs& args) {
+  using A = Accumulation<T>;
+  return {per_channel(args.weight), per_channel(args.bias), A(gamma_floor(args.in_place, args.dtype)),
+          args.activation, A(args.activation_param)};
 }
 
 // What the backward pass is given, for ReduceArgs and BackwardArgs alike.

@@ -9,14 +9,36 @@ namespace fastvit {
 constexpr int kThreads = 256;  // per block, in every kernel
 constexpr int kResident = 2;   // blocks that a multiprocessor holds at least; leaves a thread 128 registers
 
+// Declares `name` as the launch's dynamic shared memory.
+#ifndef FASTVIT_DYNAMIC_SHARED
+#define FASTVIT_DYNAMIC_SHARED(name) extern __shared__ __align__(16) unsigned char name[]
+#endif
+
+struct Launch {
+  int64_t blocks;
+  cudaStream_t stream;
+  size_t shared_bytes = 0;   // dynamic
+  bool cooperative = false;  // all blocks at once, or cudaErrorCooperativeLaunchTooLarge
+};
+
 template <class... Parameters, class... Arguments>
-cudaError_t launch(void (*kernel)(Parameters...), int64_t blocks, cudaStream_t stream,
-                   const Arguments&... arguments) {
-  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
+cudaError_t launch(void (*kernel)(Parameters...), const Launch& how, const Arguments&... arguments) {
+  if (how.blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
+  if (how.shared_bytes > 0) {
+    const cudaError_t status =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(how.shared_bytes));
+    if (status != cudaSuccess) return status;
+  }
+  cudaLaunchAttribute cooperative{};
+  cooperative.id = cudaLaunchAttributeCooperative;
+  cooperative.val.cooperative = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(unsigned(blocks));
+  config.gridDim = dim3(unsigned(how.blocks));
   config.blockDim = dim3(kThreads);
-  config.stream = stream;
+  config.dynamicSmemBytes = how.shared_bytes;
+  config.stream = how.stream;
+  config.attrs = &cooperative;
+  config.numAttrs = how.cooperative ? 1 : 0;
   return cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
 }
 

@@ -21,6 +21,11 @@ constexpr int kBatch = 4;       // packets of each operand that a thread has in 
 constexpr int kMostTile = 256;  // channels of a block
 constexpr int kTickets = 4096;  // tiles whose slices are merged
 
+struct Limits {  // of a device
+  int multiprocessors = 1;
+  int64_t on_chip_bytes = 0;  // of shared memory that a block may fill with packets
+};
+
 struct Plan {
   Layout layout;
   bool rows = false;
@@ -32,6 +37,7 @@ struct Plan {
   int64_t columns = 1;
   int64_t segment = 1, segments = 1;  // of a plane
   int64_t units = 0;
+  int slots = 0;  // packets of each operand that a thread keeps on chip; 0: they do not fit
 
   int64_t blocks() const { return int64_t(tiles) * slices; }
 };
@@ -42,14 +48,15 @@ inline int64_t ceil_div(int64_t a, int64_t b) {
 
 class Planner {
  public:
-  // `merges`: the slices of a channel are merged by the last block to finish, so there are tickets for few.
+  // `kept` is for ops that merge the slices of a channel: how many operands they read, which are kept on chip
+  // where there is room. An op and its local form plan alike, so they merge alike and give the same bits.
   static Plan make(const Layout& layout, const void* const* pointers, int operands, int element_size,
-                   int multiprocessors, bool merges) {
+                   const Limits& limits, int kept = 0) {
     const Planner planner(layout, pointers, operands, element_size);
     Plan plan;
     plan.layout = layout;
     if (!planner.fold(plan) && !planner.rows(plan)) planner.planes(plan);
-    planner.slice(plan, int64_t(multiprocessors) * kResident, merges);
+    planner.slice(plan, limits, kept);
     return plan;
   }
 
@@ -126,18 +133,41 @@ class Planner {
     plan.segments = ceil_div(l.S, plan.segment);
   }
 
-  // `slots` blocks run at once. A few slices more than fill them, if that leaves fewer idle in the last wave.
-  void slice(Plan& plan, int64_t slots, bool merges) const {
+  // Packets of an operand that a thread meets at most, whether they exist or not.
+  int64_t packets(const Plan& plan) const {
+    if (plan.rows) return ceil_div(plan.units, int64_t(plan.slices) * plan.teams * kBatch) * kBatch;
+    const bool ends = !all([&](const Strides& s, uintptr_t p) {
+      return p % 16 == 0 && s.channel % V == 0 && s.outer[0] % V == 0 && l.S % V == 0;
+    });
+    const int64_t whole = ceil_div(ceil_div(plan.segment, V), int64_t(plan.lanes) * kBatch) * kBatch,
+                  single = ends ? ceil_div(2 * (V - 1), plan.lanes) : 0;
+    return ceil_div(plan.units, int64_t(plan.slices) * plan.teams) * (whole + single);
+  }
+
+  // `resident` blocks run at once. What stays on chip takes one wave. Otherwise a few slices more than fill
+  // them, if that leaves fewer idle in the last wave.
+  void slice(Plan& plan, const Limits& limits, int kept) const {
+    const int64_t resident = int64_t(limits.multiprocessors) * kResident;
     plan.teams = kThreads / plan.lanes;
     plan.tiles = unsigned(std::max<int64_t>(1, ceil_div(l.C, plan.tile)));
     plan.units = plan.rows ? l.N : l.N * plan.segments;
-    if (merges && plan.tiles > kTickets) return;
-    const int64_t most = std::max<int64_t>(1, ceil_div(plan.units, plan.teams * (plan.rows ? kBatch : 1)));
-    const int64_t least = std::min(most, std::max<int64_t>(1, slots / plan.tiles));
+    const int64_t most =
+        kept && plan.tiles > kTickets
+            ? 1
+            : std::max<int64_t>(1, ceil_div(plan.units, plan.teams * (plan.rows ? kBatch : 1)));
+    const int64_t least = std::min(most, std::max<int64_t>(1, resident / plan.tiles));
+    plan.slices = unsigned(least);
+    if (kept && plan.vector) {
+      const int64_t slots = packets(plan);
+      if (slots > 0 && slots * kept * kThreads * 16 <= limits.on_chip_bytes) {
+        plan.slots = int(slots);
+        return;
+      }
+    }
     double best = 0;
     for (int64_t slices = least; slices <= std::min(most, 4 * least); ++slices) {
       const int64_t blocks = plan.tiles * slices;
-      const double busy = double(blocks) / double(ceil_div(blocks, slots) * slots);
+      const double busy = double(blocks) / double(ceil_div(blocks, resident) * resident);
       if (busy > best + 0.03) best = busy, plan.slices = unsigned(slices);
     }
   }

@@ -14,9 +14,17 @@ namespace fastvit {
 template <int V_, int U_, int kOperands>
 struct Batch {
   static constexpr int V = V_, U = U_;
+  using One = Batch<V, 1, kOperands>;
   int64_t offset[kOperands][U];
   bool exists[U];
 
+  __device__ __forceinline__ One packet(int j) const {
+    One one;
+#pragma unroll
+    for (int k = 0; k < kOperands; ++k) one.offset[k][0] = offset[k][j];
+    one.exists[0] = exists[j];
+    return one;
+  }
   __device__ __forceinline__ int packets() const {
     int n = 0;
 #pragma unroll
@@ -83,6 +91,14 @@ struct Work {  // of this block and thread
     return max(0, min(g, channels(plan) - 1));  // threads past the last column stay within the table
   }
 };
+
+// What a tile's table holds for the channels of this thread: its K columns, or the one of a plane.
+template <bool kRows, int V, class Constants, int K>
+__device__ __forceinline__ void pick(Constants (&mine)[K], const Constants* table, const Plan& plan,
+                                     const Work& work) {
+#pragma unroll
+  for (int k = 0; k < K; ++k) mine[k] = table[kRows ? work.channel<V>(plan, k) : 0];
+}
 
 // Planes: body(batch) for this thread's elements of channel work.tile: packets where a whole one lies between
 // 16-byte boundaries, single elements before and after. `p` is operand 0, for its alignment.
@@ -154,6 +170,14 @@ __device__ __forceinline__ void walk_rows(const Plan& plan, const Work& work, co
     }
     body(batch);
   }
+}
+
+template <bool kRows, int V, int U, int kOperands, bool kReverse, class T, class Body>
+__device__ __forceinline__ void walk(const Plan& plan, const Work& work, const T* p, const Body& body) {
+  if constexpr (kRows)
+    walk_rows<V, U, kOperands, kReverse>(plan, work, body);
+  else
+    walk_planes<V, U, kOperands, kReverse>(plan, work, p, body);
 }
 
 }  // namespace fastvit

@@ -9,6 +9,7 @@ PYBIND11_MODULE(_cuda_host, m) {
       .def_readwrite("seed", &Config::seed, "0: in index order; otherwise a random but repeatable schedule")
       .def_readwrite("sm_count", &Config::sm_count, "multiprocessors that the device claims to have")
       .def_readwrite("blocks_per_sm", &Config::blocks_per_sm, "co-resident blocks of a cooperative launch")
+      .def_readwrite("shared_per_sm", &Config::shared_per_sm, "bytes of shared memory of a multiprocessor")
       .def_readwrite("timeout", &Config::timeout,
                      "idle seconds before a wait for another process is given up")
       .def_readwrite("capturing", &Config::capturing, "whether launches are captured into a graph")
@@ -16,5 +17,6 @@ PYBIND11_MODULE(_cuda_host, m) {
   m.attr("config") = pybind11::cast(&cuda_host::config(), pybind11::return_value_policy::reference);
   m.def("run", &cuda_host::run, "Runs the deferred launches of all devices and streams, interleaved.");
   m.def("steps", &cuda_host::steps, "Switches between emulated threads so far.");
+  m.def("launches", &cuda_host::launches, "Kernels launched so far.");
   m.def("set_device", [](int device) { cudaSetDevice(device); });
 }

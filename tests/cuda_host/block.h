@@ -82,7 +82,7 @@ Fiber main_fiber;
 Thread* cur = nullptr;
 Block* loaded = nullptr;  // block whose static __shared__ contents are in place
 int device = 0;
-uint64_t n_steps = 0,
+uint64_t n_steps = 0, n_launches = 0,
          progress = 0;  // progress: step at which a thread last did more than re-read unchanged flags
 std::string error;
 unsigned rnd(size_t n) {

@@ -93,27 +93,35 @@ struct cudaLaunchConfig_t {
   unsigned numAttrs = 0;
 };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
-enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16, cudaDevAttrCooperativeLaunch = 95 };
+enum cudaDeviceAttr {
+  cudaDevAttrMultiProcessorCount = 16,
+  cudaDevAttrMaxSharedMemoryPerMultiprocessor = 81,
+  cudaDevAttrCooperativeLaunch = 95
+};
 
 namespace cuda_host {
 struct Loc {
   const char* file;
   int line;
 };
-struct Config {            // set from the test (or CUDA_HOST_SEED / CUDA_HOST_TIMEOUT in the environment)
-  uint64_t seed = 0;       // 0: threads and blocks in index order; else a random but repeatable schedule
-  int sm_count = 4;        // what cudaDevAttrMultiProcessorCount answers
-  int blocks_per_sm = 2;   // limit for co-resident (cooperative) blocks, together with 2048 threads per SM
+struct Config {           // set from the test (or CUDA_HOST_SEED / CUDA_HOST_TIMEOUT in the environment)
+  uint64_t seed = 0;      // 0: threads and blocks in index order; else a random but repeatable schedule
+  int sm_count = 4;       // what cudaDevAttrMultiProcessorCount answers
+  int blocks_per_sm = 2;  // limit for co-resident (cooperative) blocks, together with 2048 threads per SM
+  int shared_per_sm = 228 << 10;  // bytes of shared memory, which limit co-resident blocks too
   double timeout = 0;      // > 0: peers may be other processes; give up only after that many idle seconds
   bool capturing = false;  // what cudaStreamIsCapturing answers
   bool deferred = false;  // launches queue up per (device, stream); cuda_host::run() runs the queues together
 };
 Config& config();
-void run();        // run deferred launches, all devices/streams interleaved
-uint64_t steps();  // number of fiber switches so far
+void run();           // run deferred launches, all devices/streams interleaved
+uint64_t steps();     // number of fiber switches so far
+uint64_t launches();  // of kernels
 cudaError_t launch(const cudaLaunchConfig_t&, const void* fn, std::function<void()> thread_body);
 void enqueue(cudaStream_t, std::function<void()> host_op);
 void* dynamic_shared();
+#define FASTVIT_DYNAMIC_SHARED(name) \
+  unsigned char* const name = static_cast<unsigned char*>(cuda_host::dynamic_shared())
 [[noreturn]] void fail(const char* what, Loc at);
 enum class Op : int {
   none,
@@ -191,7 +199,8 @@ cudaError_t cudaFuncSetAttribute(K* k, cudaFuncAttribute, int v) {
 }
 template <class K>
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* n, K, int threads, size_t smem) {
-  int by_threads = 2048 / threads, by_smem = smem ? int(233472 / (smem + 1024)) : by_threads;
+  int by_threads = 2048 / threads,
+      by_smem = smem ? int(size_t(cuda_host::config().shared_per_sm) / (smem + 1024)) : by_threads;
   *n = std::min(std::min(by_threads, by_smem), cuda_host::config().blocks_per_sm);
   return cudaSuccess;
 }

@@ -249,6 +249,9 @@ Config& config() {
 uint64_t steps() {
   return n_steps;
 }
+uint64_t launches() {
+  return n_launches;
+}
 void* dynamic_shared() {
   return cur->b->dyn;
 }
@@ -359,9 +362,10 @@ cudaError_t launch(const cudaLaunchConfig_t& c, const void* fn, std::function<vo
   if (!n || n > 1024 || g->block.z > 64 || !blocks || g->grid.y > 65535 || g->grid.z > 65535 ||
       g->smem > limit)
     return cudaErrorInvalidConfiguration;
-  if (g->coop &&
-      blocks > size_t(config().sm_count) * size_t(std::min<size_t>(size_t(config().blocks_per_sm), 2048 / n)))
-    return cudaErrorCooperativeLaunchTooLarge;
+  const size_t resident =
+      std::min({size_t(config().blocks_per_sm), 2048 / n, size_t(config().shared_per_sm) / (g->smem + 1024)});
+  if (g->coop && blocks > size_t(config().sm_count) * resident) return cudaErrorCooperativeLaunchTooLarge;
+  ++n_launches;
   queues[{device, c.stream}].push_back({std::move(g), nullptr});
   if (!config().deferred) run();
   return cudaSuccess;
@@ -378,5 +382,8 @@ cudaError_t cudaSetDevice(int d) {
   return cuda_host::device = d, cudaSuccess;
 }
 cudaError_t cudaDeviceGetAttribute(int* v, cudaDeviceAttr a, int) {
-  return *v = a == cudaDevAttrMultiProcessorCount ? cuda_host::config().sm_count : 1, cudaSuccess;
+  return *v = a == cudaDevAttrMultiProcessorCount                ? cuda_host::config().sm_count
+              : a == cudaDevAttrMaxSharedMemoryPerMultiprocessor ? cuda_host::config().shared_per_sm
+                                                                 : 1,
+         cudaSuccess;
 }

@@ -1,0 +1,134 @@
+// bn_local_backward, abn_local_backward: bn_reduce and bn_backward of one process in one launch, for tensors
+// that fit on chip; the same bits as the two.
+// Memory   reads x or y, dy (and z) once; writes dx (and dz) once.
+// Mapping  block = (tile of channels, slice of their values), see plan.h; what a block reads it keeps in
+//          shared memory. The slices' blocks wait for each other, tile by tile, so they all run at once.
+// Numerics as bn_reduce and bn_backward.
+// Needs    in place: gamma != 0 (its floor sees to it) and an invertible activation.
+// Source   Ioffe, Szegedy, arXiv:1502.03167, section 3; in place: arXiv:1712.02616, section 3.
+#include "gradient.cuh"
+#include "host.h"
+#include "on_chip.cuh"
+
+namespace fastvit {
+
+template <class T>
+struct LocalBackwardKernel {
+  using A = Accumulation<T>;
+  Plan plan;
+  const T* input;
+  const T* dy;
+  T* dx;
+  const T* z;
+  T* dz;
+  Saved<A> saved;
+  A* sums;
+  Sums<A>* partial;
+  unsigned* tickets;
+};
+
+// Operands 0: x or y, 1: dy, 2: dx, 3: z, 4: dz.
+template <class T, bool kRows, int V, Kept kKept>
+__global__ void __launch_bounds__(kThreads, kResident)
+    local_backward_kernel(const __grid_constant__ LocalBackwardKernel<T> args) {
+  using A = Accumulation<T>;
+  constexpr bool kResidual = kKept == Kept::input_and_residual;
+  constexpr int kOperands = kResidual ? 5 : 3, U = kResidual ? kBatch / 2 : kBatch;
+  constexpr int K = kRows ? V : 1, kTile = kRows ? kMostTile : 1;
+  const Plan& plan = args.plan;
+  const Work work(plan, blockIdx.x);
+  __shared__ Constants<A, kKept> table[kTile];
+  __shared__ Correction<A> corrections[kTile];
+  const int64_t first = work.first_channel(plan), C = plan.layout.C;
+  for (int g = threadIdx.x; g < work.channels(plan); g += kThreads)
+    table[g] = Constants<A, kKept>::of(args.saved, first + g);
+  __syncthreads();
+  const A limit = kKept == Kept::output ? args.saved.limit() : A(0);
+
+  FASTVIT_DYNAMIC_SHARED(slots);
+  OnChip<T, V, kResidual ? 3 : 2> kept(slots);
+  const auto get = [&]<class B>(const B& one, int j) {
+    Read<T, kKept, B> read;
+    kept.get(one, 0, read.input, j);
+    kept.get(one, 1, read.dy, j);
+    if constexpr (kResidual) kept.get(one, 2, read.z, j);
+    return read;
+  };
+  RunningSums<A> running[K];
+  Constants<A, kKept> constants[K];
+  pick<kRows, V>(constants, table, plan, work);
+  walk<kRows, V, U, kOperands, true>(plan, work, args.input, [&]<class B>(const B& batch) {
+    Read<T, kKept, B> read;
+    batch.load(read.input, args.input, 0);
+    batch.load(read.dy, args.dy, 1);
+    if constexpr (kResidual) batch.load(read.z, args.z, 3);
+    kept.put(batch, 0, read.input);
+    kept.put(batch, 1, read.dy);
+    if constexpr (kResidual) kept.put(batch, 2, read.z);
+    forget_registers();
+    add_gradients<T, kRows>(running, batch, constants, args.saved, limit,
+                            [&](int j) { return get(batch.packet(j), j); });
+    kept.next(batch);
+  });
+
+  __shared__ __align__(16) unsigned char bytes[kThreads * K * sizeof(Sums<A>)];
+  Sums<A>* shared = reinterpret_cast<Sums<A>*>(bytes);
+  const int step = merge_block(shared, running, plan, work);
+  finish<true>(shared, step, args.partial, args.tickets, plan, work, [&](int64_t c, Sums<A> total) {
+    if (kKept != Kept::output) total.second *= args.saved.invstd(c);
+    corrections[c - first] = Correction<A>::template of<kKept>(args.saved, c, total);
+    if (work.slice == 0) {
+      args.sums[c] = total.first;
+      args.sums[C + c] = total.second;
+    }
+  });
+  __syncthreads();
+
+  Correction<A> correction[K];
+  pick<kRows, V>(constants, table, plan, work);  // again, rather than to hold them in registers meanwhile
+  pick<kRows, V>(correction, corrections, plan, work);
+  kept.rewind();
+  walk<kRows, V, U, kOperands, true>(plan, work, args.input, [&]<class B>(const B& batch) {
+#pragma unroll
+    for (int j = 0; j < B::U; ++j) {
+      const auto one = batch.packet(j);
+      auto read = get(one, j);
+      propagate<kRows>(one, read, constants, correction, args.saved, limit);
+      one.store(read.input, args.dx, 2);
+      if constexpr (kResidual) one.store(read.dy, args.dz, 4);
+    }
+    kept.next(batch);
+  });
+}
+
+bool Cuda::local_backward(const BackwardArgs& args) {
+  if (args.layout.numel() == 0) return false;
+  const Device device(args.device);
+  bool done = false;
+  with_type(args.dtype, [&]<class T>() {
+    using A = Accumulation<T>;
+    const void* pointers[] = {args.input, args.dy, args.dx, args.z, args.dz};
+    const int kept = args.z ? 3 : 2;
+    const Plan plan = Planner::make(args.layout, pointers, args.z ? 5 : 3, sizeof(T), device.limits, kept);
+    if (plan.slots == 0) return;
+    const Slices<Sums<A>> slices(plan, device);
+    const LocalBackwardKernel<T> kernel{plan,
+                                        static_cast<const T*>(args.input),
+                                        static_cast<const T*>(args.dy),
+                                        static_cast<T*>(args.dx),
+                                        static_cast<const T*>(args.z),
+                                        static_cast<T*>(args.dz),
+                                        saved_of<A>(args),
+                                        static_cast<A*>(args.local_sums),
+                                        slices.partial(),
+                                        slices.tickets};
+    with_vector_walk<T>(plan, [&]<bool kRows, int V>() {
+      with_kept(args, [&]<Kept kKept>() {
+        done = launch_on_chip(local_backward_kernel<T, kRows, V, kKept>, plan, kept, device, kernel);
+      });
+    });
+  });
+  return done;
+}
+
+}  // namespace fastvit

@@ -1,0 +1,113 @@
+// bn_local_forward, abn_local_forward_: bn_stats and bn_forward of one process in one launch, for tensors
+// that fit on chip; the same bits as the two. Memory   reads x (and z) once, writes y once, over x or to a
+// tensor of its own. Mapping  block = (tile of channels, slice of their values), see plan.h; what a block
+// reads it keeps in
+//          shared memory. The slices' blocks wait for each other, tile by tile, so they all run at once.
+// Numerics as bn_stats and bn_forward.
+// Source   Ioffe, Szegedy, arXiv:1502.03167; in place: arXiv:1712.02616.
+#include "host.h"
+#include "on_chip.cuh"
+#include "stats.cuh"
+
+namespace fastvit {
+
+template <class T>
+struct LocalForwardKernel {
+  using A = Accumulation<T>;
+  Plan plan;
+  const T* x;
+  T* y;
+  const T* z;
+  double count;
+  Books<A> books;
+  Activated<T> act;
+  Spread<A>* partial;
+  unsigned* tickets;
+};
+
+// Operands 0: x, 1: y, 2: z.
+template <class T, bool kRows, int V, bool kResidual>
+__global__ void __launch_bounds__(kThreads, kResident)
+    local_forward_kernel(const __grid_constant__ LocalForwardKernel<T> args) {
+  using A = Accumulation<T>;
+  using Mine = Measured<T, kRows, V>;
+  constexpr int kOperands = kResidual ? 3 : 2, kTile = kRows ? kMostTile : 1;
+  const Plan& plan = args.plan;
+  const Work work(plan, blockIdx.x);
+  FASTVIT_DYNAMIC_SHARED(slots);
+  OnChip<T, V, 1> kept(slots);
+  Mine mine(plan, work, args.x);
+  walk<kRows, V, kBatch, kOperands, false>(plan, work, args.x, [&]<class B>(const B& batch) {
+    Packet<T, B::V> x[B::U];
+    batch.load(x, args.x, 0);
+    kept.put(batch, 0, x);
+    kept.next(batch);
+    mine.add(batch, x);
+  });
+
+  __shared__ Affine<A> table[kTile];
+  const int64_t first = work.first_channel(plan);
+  // The pivots are read before the blocks have met: afterwards another one may have written over them.
+  for (int g = threadIdx.x; g < work.channels(plan); g += kThreads)
+    table[g].mean = Mine::pivot_of(plan, args.x, first + g);
+  __shared__ __align__(16) unsigned char bytes[kThreads * Mine::K * sizeof(Spread<A>)];
+  Spread<A>* shared = reinterpret_cast<Spread<A>*>(bytes);
+  const int step = merge_block(shared, mine.spread, plan, work);
+  finish<true>(shared, step, args.partial, args.tickets, plan, work, [&](int64_t c, const Spread<A>& total) {
+    Moments<A> all;
+    all.merge(args.count, table[c - first].mean + total.mean, total.m2);
+    const Normaliser<A> n = args.books.normaliser(all);
+    table[c - first] = args.act.affine(c, n);
+    if (work.slice == 0) {
+      args.books.update(c, all, args.books.momentum);
+      args.books.save(c, n);
+    }
+  });
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    store_count(args.books.saved + 2 * args.books.C, args.count);
+    if (args.books.num_batches_tracked) ++*args.books.num_batches_tracked;
+  }
+  __syncthreads();
+
+  Affine<A> affine[kRows ? V : 1];
+  pick<kRows, V>(affine, table, plan, work);
+  kept.rewind();
+  walk<kRows, V, kBatch, kOperands, false>(plan, work, args.x, [&]<class B>(const B& batch) {
+    Packet<T, B::V> x[B::U], z[kResidual ? B::U : 1];
+    if constexpr (kResidual) batch.load(z, args.z, 2);
+    kept.get(batch, 0, x);
+    kept.next(batch);
+    args.act.template apply<kRows, kResidual>(batch, x, z, affine);
+    batch.store(x, args.y, 1);
+  });
+}
+
+bool Cuda::local_forward(const ForwardArgs& args) {
+  // A cumulative average takes its factor from a counter that changes when every block has read it.
+  if (args.layout.numel() == 0 || args.cumulative) return false;
+  const Device device(args.device);
+  bool done = false;
+  with_type(args.dtype, [&]<class T>() {
+    using A = Accumulation<T>;
+    const void* pointers[] = {args.x, args.y, args.z};
+    const Plan plan = Planner::make(args.layout, pointers, args.z ? 3 : 2, sizeof(T), device.limits, 1);
+    if (plan.slots == 0) return;
+    const Slices<Spread<A>> slices(plan, device);
+    const LocalForwardKernel<T> kernel{plan,
+                                       static_cast<const T*>(args.x),
+                                       static_cast<T*>(args.y),
+                                       static_cast<const T*>(args.z),
+                                       double(args.layout.count()),
+                                       books_of<A>(args),
+                                       activated_of<T>(args),
+                                       slices.partial(),
+                                       slices.tickets};
+    with_vector_walk<T>(plan, [&]<bool kRows, int V>() {
+      done = args.z ? launch_on_chip(local_forward_kernel<T, kRows, V, true>, plan, 1, device, kernel)
+                    : launch_on_chip(local_forward_kernel<T, kRows, V, false>, plan, 1, device, kernel);
+    });
+  });
+  return done;
+}
+
+}  // namespace fastvit

@@ -1,0 +1,91 @@
+// What the forward kernels share: from a channel's moments to y, and what is kept of them.
+#pragma once
+
+#include <cmath>
+
+#include "channels.cuh"
+#include "walk.cuh"
+
+namespace fastvit {
+
+template <class A>
+struct Normaliser {
+  A mean, invstd;
+};
+
+template <class A>
+struct Books {  // the running statistics, and `saved` for backward
+  int64_t C;
+  PerChannel running_mean, running_var;
+  int64_t* num_batches_tracked;
+  bool cumulative;
+  double momentum;
+  A eps;
+  A* saved;
+
+  __device__ __forceinline__ Normaliser<A> normaliser(const Moments<A>& all) const {
+    const A variance = all.count > 0 ? A(double(all.m2) / all.count) : A(0);
+    return {all.mean, A(1) / std::sqrt(variance + eps)};
+  }
+  __device__ __forceinline__ Normaliser<A> running(int64_t c) const {
+    return {A(running_mean.read(c, 0)), A(1) / std::sqrt(A(running_var.read(c, 1)) + eps)};
+  }
+
+  __device__ __forceinline__ void update(int64_t c, const Moments<A>& all, double factor) const {
+    if (!running_mean.data || !(all.count > 0)) return;
+    const double unbiased = double(all.m2) / (all.count > 2 ? all.count - 1 : 1);
+    const double old_mean = running_mean.read(c, 0), old_var = running_var.read(c, 1);
+    running_mean.write(c, old_mean + factor * (double(all.mean) - old_mean));
+    running_var.write(c, old_var + factor * (unbiased - old_var));
+  }
+  __device__ __forceinline__ void save(int64_t c, const Normaliser<A>& n) const {
+    saved[c] = n.mean;
+    saved[C + c] = n.invstd;
+  }
+};
+
+// y = act((x - mean) * scale + beta (+ z)), scale = gamma * invstd, for the channels of a tile. The mean is
+// taken off first, so a mean much larger than the deviation costs no digits.
+template <class A>
+struct Affine {
+  A mean, scale, beta;
+};
+
+template <class T>
+struct Activated {  // what stands beside the statistics
+  PerChannel weight, bias;
+  Accumulation<T> floor;
+  Activation activation;
+  Accumulation<T> param;
+
+  __device__ __forceinline__ Affine<Accumulation<T>> affine(int64_t c,
+                                                            const Normaliser<Accumulation<T>>& n) const {
+    return {n.mean, gamma_of(weight, floor, c) * n.invstd, Accumulation<T>(bias.read(c, 0))};
+  }
+
+  // A batch, over x.
+  template <bool kRows, bool kResidual, class B, int K, int Z>
+  __device__ __forceinline__ void apply(const B&, Packet<T, B::V> (&x)[B::U], const Packet<T, B::V> (&z)[Z],
+                                        const Affine<Accumulation<T>> (&affine)[K]) const {
+    using A = Accumulation<T>;
+    with_activation<true>(activation, [&]<class Fn>(Fn) {
+#pragma unroll
+      for (int j = 0; j < B::U; ++j) {
+        A v[B::V];
+        [[maybe_unused]] A r[B::V];
+        x[j].unpack(v);
+        if constexpr (kResidual) z[j].unpack(r);
+#pragma unroll
+        for (int k = 0; k < B::V; ++k) {
+          const Affine<A>& a = affine[kRows ? k : 0];
+          v[k] = (v[k] - a.mean) * a.scale + a.beta;
+          if constexpr (kResidual) v[k] += r[k];
+          v[k] = Fn::forward(v[k], param);
+        }
+        x[j].pack(v);
+      }
+    });
+  }
+};
+
+}  // namespace fastvit

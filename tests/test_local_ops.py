@@ -1,0 +1,120 @@
+"""The local ops: a statistics op and the one that uses them, at once, with the same bits."""
+
+import pytest
+import torch
+from cases import CORE_LAYOUTS, DTYPES, INVERTIBLE, LAYOUTS, PARAM, Case, fresh
+
+from fastvit import ops
+
+OPCHECKS = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
+def same(got, want):
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b) and a.dtype == b.dtype and a.stride() == b.stride()
+
+
+@pytest.mark.parametrize("residual", [False, True], ids=["", "residual"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_bn_local_ops(layout, dtype, residual, device):
+    case = Case(layout, dtype, device)
+    d, z = case.channel_dim, case.z if residual else None
+    ours, theirs = case.buffers(), case.buffers()
+    shared = {"weight": case.weight, "bias": case.bias, "activation": "relu", "channel_dim": d}
+    y, saved = ops.bn_local_forward(case.x, z=z, **shared, **ours)
+    same((y, saved), ops.bn_forward(case.x, ops.bn_stats(case.x, d), z=z, **shared, **theirs))
+    same(ours.values(), theirs.values())
+
+    dx, dz, sums = ops.bn_local_backward(case.x, case.dy, z, saved, **shared)
+    want = ops.bn_reduce(case.x, case.dy, z, saved, **shared)
+    same((dx, dz), ops.bn_backward(case.x, case.dy, z, saved, want, **shared))
+    same((sums,), (want,))
+
+
+@pytest.mark.parametrize("activation", INVERTIBLE)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_abn_local_ops(layout, dtype, activation, device):
+    case = Case(layout, dtype, device)
+    d = case.channel_dim
+    ours, theirs = case.buffers(), case.buffers()
+    shared = {"weight": case.weight, "bias": case.bias, "channel_dim": d}
+    shared |= {"activation": activation, "activation_param": PARAM}
+    y, want_y = fresh(case.x), fresh(case.x)
+    saved = ops.abn_local_forward_(y, **shared, **ours)
+    want_saved = ops.abn_forward_(want_y, ops.bn_stats(case.x, d), **shared, **theirs)
+    same((y, saved, *ours.values()), (want_y, want_saved, *theirs.values()))
+
+    dx, sums = ops.abn_local_backward(y, case.dy, saved, **shared)
+    want = ops.abn_reduce(y, case.dy, saved, **shared)
+    same((dx, sums), (ops.abn_backward(y, case.dy, saved, want, **shared), want))
+
+
+@pytest.mark.parametrize("momentum", [0.0, 1.0, None])
+def test_running_statistics(momentum, device):
+    case = Case("nchw", torch.float32, device)
+    ours, theirs = case.buffers(), case.buffers()
+    ops.bn_local_forward(case.x, momentum=momentum, **ours)
+    ops.bn_forward(case.x, ops.bn_stats(case.x), momentum=momentum, **theirs)
+    same(ours.values(), theirs.values())
+    version = ours["running_mean"]._version
+    ops.bn_local_forward(case.x, momentum=momentum, **ours)
+    assert ours["running_mean"]._version > version
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 3, 3), (4, 5, 0)])
+def test_empty(shape, device):
+    x = torch.zeros(shape, device=device)
+    mean, var = torch.zeros(5, device=device), torch.full((5,), 2.0, device=device)
+    tracked = torch.tensor(0, device=device)
+    y, saved = ops.bn_local_forward(x, None, None, None, mean, var, tracked)
+    dx, dz, sums = ops.bn_local_backward(x, x, None, saved)
+    assert y.shape == dx.shape == x.shape and dz.numel() == 0
+    assert saved[10:].tolist() == [0, 0] and sums.tolist() == [0] * 10
+    assert mean.tolist() == [0] * 5 and var.tolist() == [2] * 5 and tracked == 1
+
+
+@pytest.mark.parametrize("layout", CORE_LAYOUTS)
+def test_opcheck(layout, device):
+    case = Case(layout, torch.float32, device)
+    d, w, b, x, dy, z = case.channel_dim, case.weight, case.bias, case.x, case.dy, case.z
+    buffers = tuple(case.buffers().values())
+    y, saved = ops.bn_local_forward(x, w, b, channel_dim=d)
+    f = torch.ops.fastvit
+    for op, arguments in [
+        (f.bn_local_forward, (x, w, b, z, *buffers, None, 1e-5, "relu", 0.0, d)),
+        (f.bn_local_forward, (x, None, None, None, None, None, None, 0.1, 1e-5, "identity", 0.0, d)),
+        (f.abn_local_forward_, (fresh(x), w, b, *buffers, 0.1, 1e-5, "leaky_relu", 0.1, d)),
+        (f.bn_local_backward, (x, dy, z, saved, w, b, "relu", 0.0, d)),
+        (f.bn_local_backward, (x, dy, None, saved, w, b, "relu", 0.0, d)),
+        (f.abn_local_backward, (y, dy, saved, w, b, "leaky_relu", 0.1, d)),
+    ]:
+        torch.library.opcheck(op.default, arguments, test_utils=OPCHECKS)
+
+
+def test_bad_input_is_named():
+    x = torch.randn(4, 3, 5)
+    _, saved = ops.bn_local_forward(x)
+    for call, message in [
+        (lambda: ops.bn_local_forward(x.long()), "bn_local_forward: x has dtype Long; float16"),
+        (lambda: ops.bn_local_forward(x, z=x[1:]), r"bn_local_forward: z has shape \(3, 3, 5\)"),
+        (
+            lambda: ops.bn_local_forward(
+                x, None, None, None, saved[:3].clone(), saved[:3].clone(), None, None
+            ),
+            "bn_local_forward: momentum is None .* needs num_batches_tracked",
+        ),
+        (
+            lambda: ops.abn_local_forward_(x.clone(), activation="relu"),
+            "abn_local_forward_: activation is relu, which cannot be inverted",
+        ),
+        (
+            lambda: ops.abn_local_forward_(torch.zeros(1, 3, 5).expand(4, 3, 5)),
+            "abn_local_forward_: x is expanded",
+        ),
+        (lambda: ops.bn_local_backward(x, x[:3], None, saved), "bn_local_backward: dy has shape"),
+        (lambda: ops.abn_local_backward(x, x, saved[1:]), r"abn_local_backward: saved has shape \(7\)"),
+    ]:
+        with pytest.raises(RuntimeError, match=message):
+            call()
