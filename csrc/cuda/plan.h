@@ -52,21 +52,28 @@ class Planner {
   // where there is room. An op and its local form plan alike, so they merge alike and give the same bits.
   static Plan make(const Layout& layout, const void* const* pointers, int operands, int element_size,
                    const Limits& limits, int kept = 0) {
-    const Planner planner(layout, pointers, operands, element_size);
+    const Planner planner(layout, pointers, operands, element_size,
+                          int64_t(limits.multiprocessors) * kResident);
     Plan plan;
     plan.layout = layout;
     if (!planner.fold(plan) && !planner.rows(plan)) planner.planes(plan);
-    planner.slice(plan, limits, kept);
+    planner.slice(plan, kept, limits.on_chip_bytes);
     return plan;
   }
 
  private:
-  Planner(const Layout& layout, const void* const* pointers, int operands, int element_size)
-      : l(layout), pointers(pointers), operands(operands), element_size(element_size), V(16 / element_size) {}
+  Planner(const Layout& layout, const void* const* pointers, int operands, int element_size, int64_t resident)
+      : l(layout),
+        pointers(pointers),
+        operands(operands),
+        element_size(element_size),
+        V(16 / element_size),
+        resident(resident) {}
 
   const Layout& l;
   const void* const* pointers;
   const int operands, element_size, V;
+  const int64_t resident;  // blocks that run at once
 
   template <class Condition>
   bool all(const Condition& condition) const {
@@ -129,7 +136,9 @@ class Planner {
                   });
     const int width = plan.vector ? V : 1;
     while (plan.lanes < kThreads && plan.lanes * width * kBatch < l.S) plan.lanes *= 2;
-    plan.segment = std::min<int64_t>(l.S, int64_t(4) * kThreads * kBatch * width);
+    const int64_t batch = int64_t(kThreads) * kBatch * width;
+    const bool few = l.C * l.N * ceil_div(l.S, 4 * batch) < resident;
+    plan.segment = std::min(l.S, few ? batch : 4 * batch);
     plan.segments = ceil_div(l.S, plan.segment);
   }
 
@@ -144,10 +153,9 @@ class Planner {
     return ceil_div(plan.units, int64_t(plan.slices) * plan.teams) * (whole + single);
   }
 
-  // `resident` blocks run at once. What stays on chip takes one wave. Otherwise a few slices more than fill
-  // them, if that leaves fewer idle in the last wave.
-  void slice(Plan& plan, const Limits& limits, int kept) const {
-    const int64_t resident = int64_t(limits.multiprocessors) * kResident;
+  // What stays on chip takes one wave of blocks. Otherwise a few slices more than fill the device, if that
+  // leaves fewer places idle in the last wave.
+  void slice(Plan& plan, int kept, int64_t on_chip_bytes) const {
     plan.teams = kThreads / plan.lanes;
     plan.tiles = unsigned(std::max<int64_t>(1, ceil_div(l.C, plan.tile)));
     plan.units = plan.rows ? l.N : l.N * plan.segments;
@@ -159,7 +167,7 @@ class Planner {
     plan.slices = unsigned(least);
     if (kept && plan.vector) {
       const int64_t slots = packets(plan);
-      if (slots > 0 && slots * kept * kThreads * 16 <= limits.on_chip_bytes) {
+      if (slots > 0 && slots * kept * kThreads * 16 <= on_chip_bytes) {
         plan.slots = int(slots);
         return;
       }

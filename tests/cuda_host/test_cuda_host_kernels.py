@@ -33,9 +33,11 @@ DTYPES = [torch.float32, torch.bfloat16]
 def engine():
     engine = redirect.install()
     config = engine.config
-    before = (config.seed, config.sm_count, config.capturing)
+    names = ("seed", "sm_count", "blocks_per_sm", "shared_per_sm", "capturing", "deferred")
+    before = {name: getattr(config, name) for name in names}
     yield engine
-    config.seed, config.sm_count, config.capturing = before
+    for name, value in before.items():
+        setattr(config, name, value)
 
 
 def tensor(shape, dtype, seed):
@@ -124,3 +126,69 @@ def test_any_alignment(engine, shape, dtype, shifts):
     got = step(moved[0], moved[1], weight, bias, moved[2])
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-2 if a.dtype == torch.bfloat16 else 1e-4, atol=2e-3)
+
+
+def local_step(x, dy, weight, bias, z=None):
+    """`step` with the local ops; also says how many kernels each direction launched."""
+    running = {"running_mean": torch.zeros(x.shape[1]), "running_var": torch.ones(x.shape[1])}
+    running["num_batches_tracked"] = torch.tensor(0)
+    options = {"weight": weight, "bias": bias, "activation": "leaky_relu", "activation_param": 0.2}
+    launches = [redirect.install().launches()]
+    if z is None:
+        y = x.clone()
+        saved = ops.abn_local_forward_(y, **options, **running)
+        launches.append(redirect.install().launches())
+        dx, sums = ops.abn_local_backward(y, dy, saved, **options)
+        gradients = [dx]
+    else:
+        y, saved = ops.bn_local_forward(x, z=z, **options, **running)
+        launches.append(redirect.install().launches())
+        *gradients, sums = ops.bn_local_backward(x, dy, z, saved, **options)
+    launches.append(redirect.install().launches())
+    kernels = [b - a for a, b in zip(launches, launches[1:], strict=False)]
+    return [y, saved, *running.values(), sums, *gradients], kernels
+
+
+@pytest.mark.parametrize("residual", [False, True], ids=["in_place", "residual"])
+@pytest.mark.parametrize("sm_count", [1, 6, 108])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_local_ops_in_one_launch(engine, shape, sm_count, residual):
+    """On chip where whole packets fit, with the bits of the two ops, in any order of threads and blocks."""
+    engine.config.sm_count = sm_count
+    x, dy, weight, bias, z = inputs(shape, torch.bfloat16)
+    z = z if residual else None
+    _, *want = step(x, dy, weight, bias, z)
+    for engine.config.seed in (0, 1, 2):
+        got, kernels = local_step(x, dy, weight, bias, z)
+        for a, b in zip(got, want, strict=True):
+            assert torch.equal(a, b)
+    packets = shape not in ("short_odd_planes", "rows_c3")
+    assert kernels == [1, 1] if sm_count == 108 and packets else all(n <= 2 for n in kernels)
+
+
+@pytest.mark.parametrize("shape", ["long_planes", "rows"])
+def test_local_ops_without_room(engine, shape):
+    """Too little shared memory, or blocks that cannot all run at once: two launches, the same bits."""
+    engine.config.sm_count = 6
+    x, dy, weight, bias, _ = inputs(shape, torch.float32)
+    want, kernels = local_step(x, dy, weight, bias)
+    assert kernels == [1, 1]
+    for name, value in (("shared_per_sm", 64 << 10), ("blocks_per_sm", 1)):
+        before = getattr(engine.config, name)
+        setattr(engine.config, name, value)
+        got, kernels = local_step(x, dy, weight, bias)
+        setattr(engine.config, name, before)
+        assert kernels == [2, 2], name
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_captured_local_ops(engine):
+    """The tickets that blocks wait with are a captured launch's own, and are left as zeros by the others."""
+    engine.config.sm_count = 6
+    x, dy, weight, bias, _ = inputs("long_planes", torch.float32)
+    want, kernels = local_step(x, dy, weight, bias)
+    assert kernels == [1, 1]
+    for engine.config.capturing in (True, False, True):
+        for a, b in zip(local_step(x, dy, weight, bias)[0], want, strict=True):
+            assert torch.equal(a, b)
