@@ -50,7 +50,8 @@ class Timer:
     def __init__(self, device: str, buffer_bytes: int | None = None):
         self.device = torch.device(device)
         cuda = self.device.type == "cuda"
-        self._source = torch.rand((buffer_bytes or (COPY_BYTES if cuda else FLUSH_BYTES)) // 4, device=device)
+        most = min(COPY_BYTES, torch.cuda.mem_get_info()[0] // 8) if cuda else FLUSH_BYTES
+        self._source = torch.rand((buffer_bytes or most) // 4, device=device)
         self._flush = self._source[: FLUSH_BYTES // 4]
         self._copy = torch.empty_like(self._source)
         self._head_start = self.HEAD_START[0]

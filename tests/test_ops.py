@@ -320,8 +320,9 @@ def test_more_than_2_to_the_31_elements(layout, device):
     assert x[-1].min() > 150 and x[0].max() < 0
     sums = ops.abn_reduce(x, x, saved)
     assert error(sums[4:] / n, torch.ones(4)) < 0.02
-    dx, last = ops.abn_backward(x, x, saved, sums), x[-1:]
-    check("abn_backward", dx[-1:], reference.abn_backward(last, last, saved, sums))
+    dx = ops.abn_backward(x, x, saved, None)  # with sums, what is left of two values is their rounding
+    for part in (slice(0, 1), slice(-1, None)):
+        check("abn_backward", dx[part], reference.abn_backward(x[part], x[part], saved, None))
 
 
 OPCHECKS = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")

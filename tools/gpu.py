@@ -43,8 +43,8 @@ BENCHMARK_ENDS = 35
 
 TESTS = {  # processes of their own: after a fault in a kernel, a process can do nothing more
     "ops": ["tests/test_ops.py"],
-    "layers": ["tests/test_layers.py", "tests/test_convert_syncbn.py"],
-    "GPU": ["tests/test_cuda.py", "tests/test_peer_faults.py"],
+    "layers": ["tests/test_layers.py", "tests/test_peer_faults.py", "tests/test_convert_syncbn.py"],
+    "GPU": ["tests/test_cuda.py"],
     "compile": ["tests/test_compile.py"],
 }
 # float32 and bfloat16 over planes, rows, short planes and memory with gaps; few enough for a sanitizer
@@ -142,7 +142,8 @@ def pytest(*arguments: str, limit: int = 120) -> list[str]:
         "addopts=-ra",
     ]
     if importlib.util.find_spec("pytest_timeout"):
-        command += ["--timeout", str(limit)]
+        # by a thread: a wait for a GPU that hangs is not in Python, where a signal would be handled
+        command += ["--timeout", str(limit), "--timeout-method", "thread"]
     return [*command, *arguments]
 
 
