@@ -18,6 +18,7 @@ Seconds: the most a step gets, and what is kept back for it whatever the steps b
 """
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -117,11 +118,10 @@ def run(commands: list[list[str]], seconds: float, environment: dict | None = No
                 status = process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 status = 124
-            try:  # also what it left behind: it must not run beside the next step
+            with contextlib.suppress(ProcessLookupError):  # also what it left behind, beside the next step
                 os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-            process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a driver that hangs may not let it go
+                process.wait(5)
         output.seek(0)
         results.append((status, output.read()))
         output.close()
@@ -182,6 +182,7 @@ class Run:
     def say(self, result: Result) -> None:
         self.results.append(result)
         print(f"{result.step:24} {result.state:8} {result.seconds:5.0f} s  {result.details}", flush=True)
+        self.write_summary()
 
     def environment(self) -> None:
         """Fills `facts`; raises RuntimeError where nothing can go on."""
@@ -193,8 +194,8 @@ class Run:
         if machine[0]:
             late = f"no answer within {seconds} s; " if machine[0] == 124 else ""
             raise RuntimeError(f"torch cannot be used: {late}{counted(machine[1])}")
-        self.facts = json.loads(machine[1].splitlines()[-1])
-        self.facts["nvidia-smi"] = smi[1].strip() if smi[0] == 0 else "not found"
+        self.facts = json.loads(next(line for line in machine[1].splitlines() if line.startswith("{")))
+        self.facts["nvidia-smi"] = smi[1].strip() if smi[0] == 0 else "no answer"
         given = os.environ.get("FASTVIT_COMMIT") or "unknown (no git; FASTVIT_COMMIT is not set)"
         self.facts["commit"] = head[1].strip() if head[0] == 0 else given
         self.facts["compute-sanitizer"] = sanitizer() or "not found"
@@ -293,18 +294,24 @@ class Run:
                 self.say(Result(step, "FAILED", f"{type(error).__name__}: {error}"))
         return self.summary()
 
-    def summary(self) -> int:
+    def write_summary(self) -> str:
+        """After every step: a machine may be taken away."""
         failed = [result.step for result in self.results if result.state == "FAILED"]
         lines = [f"{name:18} {value}" for name, value in self.facts.items()] + [""]
         lines += [f"{r.step:24} {r.state:8} {r.seconds:5.0f} s  {r.details}" for r in self.results]
         lines += ["", f"{time.monotonic() - self.begin:.0f} s in all; logs and tables in {self.out}"]
         lines += [f"FAILED: {', '.join(failed)}" if failed else "nothing failed"]
-        (self.out / "summary.txt").write_text("\n".join(lines) + "\n")
+        text = "\n".join(lines) + "\n"
+        (self.out / "summary.txt").write_text(text)
+        return text
+
+    def summary(self) -> int:
+        text = self.write_summary()
         table = self.out / f"ops_{self.device}.md"
         if table.exists():  # the most important rows first
             print("\n" + "\n".join(table.read_text().splitlines()[:36]))
-        print("\n" + "\n".join(lines))
-        return 1 if failed else 0
+        print("\n" + text)
+        return 1 if any(result.state == "FAILED" for result in self.results) else 0
 
 
 def sanitizer() -> str | None:
