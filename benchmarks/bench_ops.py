@@ -20,6 +20,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 
 import contenders
 import roofline
@@ -163,7 +164,7 @@ class Bench:
                     times[name].append(work.step(self.timer))
         finally:
             gc.enable()
-        return times, percentiles(copies)["p50_ms"]
+        return times, median(copies)
 
     def _row(self, case: Case, name: str, op: str, passes: int, steps: list[dict], copy: float, facts: dict):
         device = percentiles([step[op][0] * 1e3 for step in steps], "us")
