@@ -12,7 +12,7 @@ Seconds: the most a step gets, and what is kept back for it whatever the steps b
     build        220        only if fastvit does not load here with its CUDA kernels
     tests        180 (100)  four pytest processes side by side: ops, layers, what only a GPU shows, compiling
     benchmarks   190 (100)  benchmarks/bench_ops.py; 35 of them to start and to draw, the rest is its budget
-    sanitizer    150  (60)  compute-sanitizer over a few op tests: memcheck, racecheck, synccheck, initcheck
+    sanitizer    230  (60)  what is left: memcheck, racecheck, synccheck, initcheck over a few op tests
 
 `--device cpu` rehearses all of it without a GPU, on tiny benchmarks.
 """
@@ -38,7 +38,7 @@ SECONDS = {
     "build": (220, 0),
     "tests": (180, 100),
     "benchmarks": (190, 100),
-    "sanitizer": (150, 60),
+    "sanitizer": (230, 60),
 }
 BENCHMARK_ENDS = 35
 
@@ -235,7 +235,8 @@ class Run:
             details = counted(output)
             if status == 124:
                 details = f"not done within {seconds:.0f} s; {details}"
-            state = "passed" if status == 0 else "FAILED"
+            ran = " passed" in details or self.device == "cpu"  # on a GPU, skipping everything is no success
+            state = "passed" if status == 0 and ran else "FAILED"
             self.say(Result(f"tests: {name}", state, details, time.monotonic() - begin))
 
     def benchmarks(self) -> None:
