@@ -2,15 +2,17 @@
 #
 # TORCH    what `make install` puts into .venv (default torch==2.13.0)
 # PYTHON   the interpreter .venv is made from (>= 3.10)
+# OUT      the folder `make gpu` writes to; it builds with what is there and installs nothing
 
 TORCH  ?= torch==2.13.0
 PYTHON ?= python3
+OUT    ?= runs/gpu
 RUN    := .venv/bin/python
 STAMP  := .venv/.installed-$(shell printf '%s' '$(TORCH) $(FASTVIT_CUDA) $(TORCH_CUDA_ARCH_LIST)' | cksum | cut -d' ' -f1)
 SOURCES := 'csrc/*' 'tests/*.cpp' 'tests/*.cu' 'tests/*.h' tests/cuda_host/cuda/atomic
 BUILT  := setup.py pyproject.toml $(shell find csrc -name '*.[ch]*')
 
-.PHONY: help install demo test test-cuda-host test-slow bench sass lint format clean
+.PHONY: help install demo test test-cuda-host test-slow bench gpu sass lint format clean
 
 help:  ## This list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -53,6 +55,9 @@ test-slow: install  ## Tests that need many gigabytes
 bench: install  ## Time the layers against torch's; writes benchmarks/results
 	$(RUN) benchmarks/bench_layers.py
 	$(RUN) benchmarks/report.py
+
+gpu:  ## Tests, sanitizers and benchmarks on a CUDA GPU, in one go of 9 minutes; OUT=, RUN= an interpreter
+	$(or $(wildcard $(RUN)),$(shell command -v $(RUN)),$(PYTHON)) tools/gpu.py --out '$(OUT)'
 
 sass: install  ## Registers, spills and widest accesses of the CUDA kernels; needs nvcc
 	$(RUN) tools/sass.py

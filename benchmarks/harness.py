@@ -17,7 +17,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"
-FLUSH_BYTES = 256 << 20
+FLUSH_BYTES = 256 << 20  # several times any cache
+COPY_BYTES = 2 << 30  # on a GPU: long enough that launching and the last wave do not show
 
 
 # glibc returns large tensors to the system when they are freed, so each new one pays for page faults that
@@ -37,12 +38,29 @@ def reuse_memory() -> None:
 
 
 class Timer:
-    """Times callables on one device: CUDA events on a GPU, the clock on a CPU."""
+    """Times callables on one device, without what was timed before in its caches.
 
-    def __init__(self, device: str):
+    On a GPU by CUDA events. A wait is queued before the first event, long enough for the host to queue all of
+    the work behind it, so gaps between launches do not count; work that waits for the GPU itself pays for its
+    gaps. On a CPU by the clock.
+    """
+
+    HEAD_START = 0.5, 5.0  # milliseconds, least and most
+
+    def __init__(self, device: str, buffer_bytes: int | None = None):
         self.device = torch.device(device)
-        self._flush = torch.ones(FLUSH_BYTES // 4, device=self.device)
-        self._copy = torch.empty_like(self._flush)
+        cuda = self.device.type == "cuda"
+        most = min(COPY_BYTES, torch.cuda.mem_get_info()[0] // 8) if cuda else FLUSH_BYTES
+        self._source = torch.rand((buffer_bytes or most) // 4, device=device)
+        self._flush = self._source[: FLUSH_BYTES // 4]
+        self._copy = torch.empty_like(self._source)
+        self._head_start = self.HEAD_START[0]
+        self._cycles = 0.0  # of the wait, in a millisecond
+        self.host_ms = 0.0  # what the host spent on the last call
+        if cuda:
+            cycles = 10_000_000
+            torch.cuda._sleep(cycles)
+            self._cycles = cycles / self._events(lambda: torch.cuda._sleep(cycles))
 
     def cold(self) -> None:
         """Puts something else into the caches, by reading: written lines would have to go back first."""
@@ -53,24 +71,53 @@ class Timer:
     def __call__(self, work: Callable[[], object]) -> float:
         """Milliseconds that one call of `work` takes."""
         if self.device.type == "cuda":
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            work()
-            end.record()
-            torch.cuda.synchronize()
-            return start.elapsed_time(end)
+            torch.cuda._sleep(int(self._head_start * self._cycles))
+            taken = self._events(work)
+            least, most = self.HEAD_START
+            self._head_start = min(most, max(least, 2 * self.host_ms, 0.9 * self._head_start))
+            return taken
         begin = time.perf_counter()
         work()
-        return (time.perf_counter() - begin) * 1e3
+        self.host_ms = (time.perf_counter() - begin) * 1e3
+        return self.host_ms
+
+    def _events(self, work: Callable[[], object]) -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        begin = time.perf_counter()
+        work()
+        self.host_ms = (time.perf_counter() - begin) * 1e3
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end)
 
     def copy_bandwidth(self) -> float:
         """GB/s of one large copy, bytes read plus bytes written."""
-        return 2 * self._flush.nbytes / self(lambda: self._copy.copy_(self._flush)) / 1e6
+        return 2 * self._source.nbytes / self(lambda: self._copy.copy_(self._source)) / 1e6
 
 
-def percentiles(values: list[float]) -> dict[str, float]:
+def kernel_count(work: Callable[[], object]) -> int:
+    """Kernels that one call of `work` launches on the GPU, by torch's profiler, without copies and fills."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=activities) as profile:
+        work()
+        torch.cuda.synchronize()
+    on_gpu = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    return sum(not (e.is_user_annotation or e.name.startswith(("Memcpy", "Memset"))) for e in on_gpu)
+
+
+def percentiles(values: list[float], unit: str = "ms") -> dict[str, float]:
     ordered = sorted(values)
-    return {f"p{p}_ms": ordered[round(p / 100 * (len(ordered) - 1))] for p in (20, 50, 80)}
+    return {f"p{p}_{unit}": ordered[round(p / 100 * (len(ordered) - 1))] for p in (20, 50, 80)}
+
+
+def output_of(*command: str) -> str:
+    """What a command prints, or nothing where it is missing or fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
 
 def device_name(device: str) -> str:
@@ -82,19 +129,29 @@ def device_name(device: str) -> str:
     return platform.processor() or platform.machine()
 
 
+def commit() -> str:
+    """The commit of this tree, from git or, in a copy without history, from FASTVIT_COMMIT."""
+    git = ("git", "-c", "safe.directory=*", "-C", str(ROOT))
+    head = output_of(*git, "rev-parse", "--short", "HEAD")
+    if not head:
+        return os.environ.get("FASTVIT_COMMIT") or "unknown"
+    changed = output_of(*git, "status", "--porcelain", "--", "csrc", "fastvit", "setup.py")
+    return head + ("+changes" if changed else "")
+
+
+def driver() -> str:
+    lines = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
+    return lines[0] if lines else "unknown"
+
+
 def provenance(device: str) -> dict[str, str]:
     """Where and with what a row was measured."""
-
-    def git(*command: str) -> str:
-        result = subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True)
-        return result.stdout.strip()
-
-    changed = git("status", "--porcelain", "--", "csrc", "fastvit", "setup.py")
     return {
         "device": device_name(device),
+        "driver": driver() if torch.device(device).type == "cuda" else "",
         "torch": torch.__version__,
         "cuda": torch.version.cuda or "",
-        "commit": (git("rev-parse", "--short", "HEAD") or "unknown") + ("+changes" if changed else ""),
+        "commit": commit(),
         "date": datetime.date.today().isoformat(),
     }
 

@@ -40,7 +40,7 @@ def _gamma(weight: Tensor | None, x: Tensor, in_place: bool) -> Tensor | float:
     gamma = weight.double()
     floor = GAMMA_FLOOR[x.dtype]
     return (
-        torch.where(gamma.abs() < floor, torch.copysign(torch.tensor(floor).double(), gamma), gamma)
+        torch.where(gamma.abs() < floor, torch.copysign(torch.full_like(gamma, floor), gamma), gamma)
         if (in_place)
         else gamma
     )

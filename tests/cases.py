@@ -66,7 +66,7 @@ class Case:
         self.channels = c = double.shape[self.channel_dim]
 
         def cast(values):
-            return strided_like(double, values.to(dtype)).to(device)
+            return strided_like(double, values.to(dtype).to(device))  # .to() would close gaps
 
         self.x = cast(double * 2 + 3)
         self.dy = cast(torch.randn(double.shape, generator=g, dtype=torch.float64))

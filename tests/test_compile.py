@@ -34,7 +34,7 @@ LAYERS = {
 }
 
 
-def net(name, channels_last):
+def net(name, channels_last, device):
     torch.manual_seed(0)
     layer = LAYERS[name]()
     for module in layer.modules():
@@ -42,7 +42,7 @@ def net(name, channels_last):
             nn.init.normal_(module.weight)
             nn.init.normal_(module.bias)
     model = nn.Sequential(nn.Conv2d(3, 6, 3), layer, nn.Conv2d(6, 4, 3))
-    return model.to(memory_format=torch.channels_last) if channels_last else model
+    return model.to(device, memory_format=torch.channels_last if channels_last else torch.preserve_format)
 
 
 def results(model, run, x):
@@ -60,12 +60,12 @@ def results(model, run, x):
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("name", LAYERS)
-def test_fullgraph(name, backend, training, channels_last):
+def test_fullgraph(name, backend, training, channels_last, device):
     if backend == "inductor" and (channels_last != training):
         pytest.skip("each layer once in train and once in eval: compiling takes seconds")
     torch._dynamo.reset()
-    model = net(name, channels_last).train(training)
-    x = torch.randn(4, 3, 9, 10)
+    model = net(name, channels_last, device).train(training)
+    x = torch.randn(4, 3, 9, 10, device=device)
     if channels_last:
         x = x.contiguous(memory_format=torch.channels_last)
     eager = results(model, model, x)
@@ -78,11 +78,11 @@ def test_fullgraph(name, backend, training, channels_last):
 
 
 @pytest.mark.parametrize("name", ["abn", "tokens"])
-def test_a_layer_compiled_alone(name):
+def test_a_layer_compiled_alone(name, device):
     """Its input is then an input of the graph, which torch 2.13 gets wrong for mark_dirty."""
     torch._dynamo.reset()
-    model = net(name, False)
-    x = torch.randn(4, 3, 9, 10)
+    model = net(name, False, device)
+    x = torch.randn(4, 3, 9, 10, device=device)
     eager = results(model, model, x)
     first, layer, last = model
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -90,22 +90,22 @@ def test_a_layer_compiled_alone(name):
         check("in_place_layer", got.double(), want.double(), torch.float32)
 
 
-def test_the_input_is_overwritten_when_compiled_too():
+def test_the_input_is_overwritten_when_compiled_too(device):
     torch._dynamo.reset()
-    layer = fastvit.InPlaceABN(6)
+    layer = fastvit.InPlaceABN(6, device=device)
     for requires_grad in (True, False):
-        x = torch.randn(4, 6, 5, requires_grad=requires_grad).clone()
+        x = torch.randn(4, 6, 5, device=device, requires_grad=requires_grad).clone()
         want = layer(x.clone())
         y = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
         check("layer", y, want)
         check("layer", x, want)
 
 
-def test_changing_batch_size():
+def test_changing_batch_size(device):
     torch._dynamo.reset()
-    model = net("abn", False)
+    model = net("abn", False, device)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
     for n in (4, 7, 3):
-        x = torch.randn(n, 3, 9, 10)
+        x = torch.randn(n, 3, 9, 10, device=device)
         for got, want in zip(results(model, compiled, x), results(model, model, x), strict=True):
             check("in_place_layer", got.double(), want.double(), torch.float32)

@@ -305,6 +305,8 @@ def test_no_op_allocates_more_than_its_outputs():
 @pytest.mark.timeout(600)
 def test_more_than_2_to_the_31_elements(layout, device):
     """64-bit indices: 2^31 + 2^16 elements of bfloat16, the last ones unlike the rest."""
+    if device == "cuda" and torch.cuda.mem_get_info()[0] < 20 << 30:
+        pytest.skip("needs 20 GB of free GPU memory")
     x = torch.zeros(2**15 + 1, 4, 128, 128, dtype=torch.bfloat16, device=device)
     if layout == "channels_last":
         x = x.contiguous(memory_format=torch.channels_last)
@@ -312,14 +314,15 @@ def test_more_than_2_to_the_31_elements(layout, device):
     moments = ops.bn_stats(x)
     n = x.numel() // 4
     share = 128 * 128 / n
-    torch.testing.assert_close(
-        moments[:4].double(), torch.full((4,), share, dtype=torch.float64), rtol=1e-6, atol=0
-    )
+    assert error(moments[:4], torch.full((4,), share)) < 1e-5
     assert reference.unpack_count(moments).item() == n
     saved = ops.abn_forward_(x, moments, eps=0.0)
     assert x[-1].min() > 150 and x[0].max() < 0
     sums = ops.abn_reduce(x, x, saved)
     assert error(sums[4:] / n, torch.ones(4)) < 0.02
+    dx = ops.abn_backward(x, x, saved, None)  # with sums, what is left of two values is their rounding
+    for part in (slice(0, 1), slice(-1, None)):
+        check("abn_backward", dx[part], reference.abn_backward(x[part], x[part], saved, None))
 
 
 OPCHECKS = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")

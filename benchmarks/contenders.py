@@ -1,0 +1,131 @@
+"""The layers that bench_ops.py compares, by the task they take part in. What cannot be had says why."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+
+import torch
+import torch.distributed as dist
+from shapes import Case
+from torch import nn
+from torch.nn import functional as F
+
+import fastvit
+from fastvit import ops, statistics
+
+
+class BatchNormAct(nn.Module):
+    """torch's BatchNorm and leaky_relu in place. Tokens go in as rows (N * L, C), its fastest layout."""
+
+    def __init__(self, case: Case):
+        super().__init__()
+        self.rows = case.layout == "tokens"
+        self.norm = (nn.BatchNorm1d if self.rows else nn.BatchNorm2d)(case.channels)
+
+    def forward(self, x):
+        y = self.norm(x.flatten(0, 1) if self.rows else x)
+        y = F.leaky_relu(y, 0.01, inplace=True)
+        return y.view_as(x) if self.rows else y
+
+
+class TorchExchange(nn.SyncBatchNorm):
+    """nn.SyncBatchNorm made to exchange its statistics, which it leaves out in a world of one rank."""
+
+    def forward(self, x):
+        function = torch.nn.modules._functions.SyncBatchNorm
+        y = function.apply(
+            x.flatten(0, 1) if x.dim() == 3 else x, self.weight, self.bias,
+            self.running_mean, self.running_var, self.eps, self.momentum, dist.group.WORLD, 1,
+        )  # fmt: skip
+        return y.view_as(x)
+
+
+class Exchange(fastvit.SyncBatchNorm):
+    """fastvit's SyncBatchNorm made to exchange its statistics likewise."""
+
+    def forward(self, x):
+        kept, statistics.over = statistics.over, statistics.Collective
+        try:
+            return super().forward(x)
+        finally:
+            statistics.over = kept
+
+
+def process_group(device: str) -> None:
+    """A group of this process alone, over NCCL on a GPU."""
+    if not dist.is_initialized():
+        backend = "nccl" if device == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def end_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _exchange(layer: type[nn.Module], case: Case, device: str, **options) -> nn.Module:
+    process_group(device)
+    return layer(case.channels, **options)
+
+
+def _installed(module: str, layer: str, case: Case, **options) -> nn.Module:
+    if case.layout == "tokens":
+        raise RuntimeError("takes (N, C, *)")
+    return getattr(import_module(module), layer)(case.channels, **options)
+
+
+def layers(task: str, case: Case, device: str) -> dict[str, Callable[[], nn.Module]]:
+    """How to make each layer of a task; making it may raise, which leaves it out."""
+    last = case.layout == "tokens"
+    return {
+        "layers": {
+            "torch": lambda: BatchNormAct(case),
+            "InPlaceABN": lambda: fastvit.InPlaceABN(case.channels, channel_last=last),
+            "SyncBatchNorm": lambda: fastvit.SyncBatchNorm(case.channels, channel_last=last, fuse_relu=True),
+        },
+        "compiled": {
+            "torch.compile": lambda: torch.compile(BatchNormAct(case), dynamic=False),
+        },
+        "exchange": {
+            "torch SyncBatchNorm, exchange": lambda: _exchange(TorchExchange, case, device),
+            "SyncBatchNorm, exchange": lambda: _exchange(Exchange, case, device, channel_last=last),
+        },
+        "peers": {
+            "apex SyncBatchNorm": lambda: _installed("apex.parallel", "SyncBatchNorm", case),
+            "inplace_abn": lambda: _installed("inplace_abn", "InPlaceABN", case),
+        },
+    }[task]
+
+
+@dataclass(frozen=True)
+class Op:
+    passes: int  # over an activation
+    call: Callable[[], object]
+    prepare: Callable[[], object] = lambda: None
+
+
+def raw_ops(case: Case, x: torch.Tensor, dy: torch.Tensor) -> dict[str, Op]:
+    """Each op on its own, with what the ops before it would have handed over."""
+    c, d = case.channels, case.channel_dim
+    weight = 1 + torch.rand(c, device=x.device)
+    bias = torch.rand(c, device=x.device) / 2
+    running = torch.zeros(c, device=x.device), torch.ones(c, device=x.device)
+    moments = ops.bn_stats(x, d)
+    y, overwritten = x.clone(), x.clone()
+    saved = ops.abn_forward_(y, moments, weight, bias, channel_dim=d)
+    sums = ops.abn_reduce(y, dy, saved, weight, bias, channel_dim=d)
+    parameters = (weight, bias)
+    plain = {"activation": "leaky_relu", "channel_dim": d}
+    return {
+        "bn_stats": Op(1, lambda: ops.bn_stats(x, d)),
+        "bn_forward": Op(2, lambda: ops.bn_forward(x, moments, *parameters, None, *running, **plain)),
+        "abn_forward_": Op(
+            2,
+            lambda: ops.abn_forward_(overwritten, moments, *parameters, *running, channel_dim=d),
+            prepare=lambda: overwritten.copy_(x),
+        ),
+        "bn_reduce": Op(2, lambda: ops.bn_reduce(x, dy, None, saved, *parameters, **plain)),
+        "abn_reduce": Op(2, lambda: ops.abn_reduce(y, dy, saved, *parameters, channel_dim=d)),
+        "bn_backward": Op(3, lambda: ops.bn_backward(x, dy, None, saved, sums, *parameters, **plain)),
+        "abn_backward": Op(3, lambda: ops.abn_backward(y, dy, saved, sums, *parameters, channel_dim=d)),
+    }

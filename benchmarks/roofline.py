@@ -1,0 +1,151 @@
+"""The results of bench_ops.py as a Markdown table and as a picture: bandwidth against size."""
+
+from pathlib import Path
+from statistics import median
+
+PASSES = ("forward", "backward", "both")
+LAYER_COLOURS = {
+    "torch": "#9aa5b1",
+    "torch.compile": "#52606d",
+    "InPlaceABN": "#1f77b4",
+    "SyncBatchNorm": "#ff9f40",
+    "torch SyncBatchNorm, exchange": "#7b8794",
+    "SyncBatchNorm, exchange": "#d9480f",
+    "apex SyncBatchNorm": "#2f9e44",
+    "inplace_abn": "#9c36b5",
+}
+COLUMNS = (
+    "shape", "layout", "dtype", "layer", "forward us", "backward us", "both us (p20 to p80)",
+    "against torch", "8 passes / time", "host us", "kernels", "peak",
+)  # fmt: skip
+
+
+def _is_op(row: dict) -> bool:
+    return row["op"] not in PASSES
+
+
+def _case(row: dict) -> tuple[str, str, str]:
+    return row["shape"], row["layout"], row["dtype"]
+
+
+def _lines(header: tuple[str, ...], rows: list[tuple]) -> list[str]:
+    return ["| " + " | ".join(map(str, row)) + " |" for row in (header, ("---",) * len(header), *rows)]
+
+
+def _pair(forward: dict, backward: dict, key: str, digits: str = "") -> str:
+    pair = forward[key], backward[key]
+    return "" if pair == ("", "") else " + ".join(format(value, digits) for value in pair)
+
+
+def _layers(rows: list[dict]) -> list[tuple]:
+    found: dict[tuple, dict[str, dict]] = {}
+    for row in rows:
+        if not _is_op(row):
+            found.setdefault((*_case(row), row["contender"]), {})[row["op"]] = row
+    lines = []
+    for key, by_pass in sorted(found.items(), key=lambda item: list(map(_case, rows)).index(item[0][:3])):
+        forward, backward, both = (by_pass[op] for op in PASSES)
+        torch_both = found.get((*key[:3], "torch"), {}).get("both")
+        lines.append((
+            *key,
+            f"{forward['p50_us']:.1f}",
+            f"{backward['p50_us']:.1f}",
+            f"{both['p50_us']:.1f} ({both['p20_us']:.1f} to {both['p80_us']:.1f})",
+            f"{torch_both['p50_us'] / both['p50_us']:.2f}x" if torch_both else "",
+            f"{both['share_of_copy']:.2f}",
+            _pair(forward, backward, "host_us", ".0f"),
+            _pair(forward, backward, "kernels"),
+            _pair(forward, backward, "peak_activations", ".2f"),
+        ))  # fmt: skip
+    return lines
+
+
+def _ops(rows: list[dict]) -> list[tuple]:
+    """Share of the copy bandwidth, one line per case and one column per op."""
+    names = list(dict.fromkeys(row["op"] for row in rows if _is_op(row)))
+    by_case: dict[tuple, dict[str, str]] = {}
+    for row in rows:
+        if _is_op(row):
+            text = f"{row['p50_us']:.1f} ({row['share_of_copy']:.2f})"
+            by_case.setdefault(_case(row), {})[row["op"]] = text
+    lines = [(*case, *(ops.get(name, "") for name in names)) for case, ops in by_case.items()]
+    return _lines(("shape", "layout", "dtype", *names), lines) if lines else []
+
+
+def table(rows: list[dict], absent: dict[str, str], unreached: list[str]) -> str:
+    """Markdown: layers, raw ops, where it was measured, and what was not."""
+    if not rows:
+        return "Nothing was measured.\n"
+    first, copy = rows[0], median(row["copy_GB_s"] for row in rows)
+    place = [f"{first['device']}, driver {first['driver']}" if first["driver"] else first["device"]]
+    place += [f"torch {first['torch']}", f"CUDA {first['cuda'] or 'none'}"]
+    place += [f"commit {first['commit']}", first["date"]]
+    lines = [
+        f"{', '.join(place)}. Copy bandwidth {copy:.0f} GB/s.",
+        "",
+        "Layers, medians. `8 passes / time`: what a step reads and writes, over its time, as a share of the",
+        "copy bandwidth. host, kernels, peak (activations): forward + backward.",
+        "",
+        *_lines(COLUMNS, _layers(rows)),
+        "",
+        "Raw ops, medians in us (share of the copy bandwidth):",
+        "",
+        *_ops(rows),
+        "",
+        *(f"Not measured: {what}: {why}" for what, why in absent.items()),
+        f"Not reached within the time: {', '.join(unreached) or 'nothing'}.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def picture(rows: list[dict], path: Path) -> str:
+    """Draws the rooflines; returns what was done, as matplotlib may be missing."""
+    try:
+        import matplotlib
+    except ImportError:
+        return "no picture: matplotlib is not installed"
+    if not rows:
+        return "no picture: nothing was measured"
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    layouts = list(dict.fromkeys(row["layout"] for row in rows))
+    panels = ("forward", "backward", "raw ops")
+    figure, axes = plt.subplots(
+        len(panels), len(layouts), figsize=(4.6 * len(layouts), 9), squeeze=False, sharex=True, sharey="row",
+        layout="constrained",
+    )  # fmt: skip
+    roof = median(row["copy_GB_s"] for row in rows)
+    for i, panel in enumerate(panels):
+        for j, layout in enumerate(layouts):
+            axis = axes[i][j]
+            chosen = [
+                row
+                for row in rows
+                if row["layout"] == layout and (_is_op(row) if panel == "raw ops" else row["op"] == panel)
+            ]
+            for name in dict.fromkeys(row["contender"] for row in chosen):
+                by_size: dict[float, list[float]] = {}
+                for row in chosen:
+                    if row["contender"] == name:
+                        by_size.setdefault(row["MB"], []).append(row["GB_s"])
+                points = sorted((size, median(values)) for size, values in by_size.items())
+                label = name.removeprefix("fastvit.ops.")
+                axis.plot(
+                    *zip(*points, strict=True), "o-", ms=3, lw=1, label=label, color=LAYER_COLOURS.get(name)
+                )
+            axis.axhline(roof, color="black", lw=0.8, ls="--", label="copy bandwidth")
+            axis.set_xscale("log")
+            axis.set_ylim(bottom=0)
+            axis.set_title(f"{panel}, {layout}", fontsize=9)
+            axis.spines[["top", "right"]].set_visible(False)
+            axis.legend(fontsize=6)
+            if j == 0:
+                axis.set_ylabel("GB/s")
+            if panel == panels[-1]:
+                axis.set_xlabel("MB of the activation")
+    figure.suptitle(f"{rows[0]['device']}, torch {rows[0]['torch']}, commit {rows[0]['commit']}", fontsize=9)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    return str(path)

@@ -1,0 +1,83 @@
+"""What bench_ops.py measures, the most important first: activations of convolutional nets and of ViTs."""
+
+from dataclasses import dataclass
+
+import torch
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+LAYOUTS = ("nchw", "channels_last", "tokens")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One activation: (N, C, H, W) in one of torch's memory formats, or tokens (N, L, C)."""
+
+    shape: tuple[int, ...]
+    layout: str
+    dtype: str
+
+    @property
+    def size(self) -> str:
+        return "x".join(map(str, self.shape))
+
+    @property
+    def channel_dim(self) -> int:
+        return 2 if self.layout == "tokens" else 1
+
+    @property
+    def channels(self) -> int:
+        return self.shape[self.channel_dim]
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * DTYPES[self.dtype].itemsize
+
+    def __str__(self) -> str:
+        return f"{self.size} {self.layout} {self.dtype}"
+
+    def randn(self, device: str) -> torch.Tensor:
+        x = torch.randn(self.shape, device=device).to(DTYPES[self.dtype])
+        return x.contiguous(memory_format=torch.channels_last) if self.layout == "channels_last" else x
+
+
+RESNET = [(64, 112), (256, 56), (512, 28), (1024, 14), (2048, 7)]  # (C, H = W) of ResNet-50's stages
+CONV_STEM = [(48, 112), (96, 56), (192, 28), (384, 14)]  # of a ViT that starts with convolutions
+
+
+def images(n: int, sizes: list[tuple[int, int]], layouts: tuple[str, ...], dtypes: tuple[str, ...]):
+    return [
+        Case((n, c, side, side), layout, dtype) for dtype in dtypes for layout in layouts for c, side in sizes
+    ]
+
+
+def tokens(sizes: list[tuple[int, int]], dtypes: tuple[str, ...]):
+    return [Case((n, 197, c), "tokens", dtype) for dtype in dtypes for n, c in sizes]
+
+
+def cases() -> list[Case]:
+    """In order of importance: mixed precision first, then float32, small batches, float16."""
+    both = ("nchw", "channels_last")
+    ordered = [
+        *images(128, RESNET[1:4], both, ("bf16",)),
+        *tokens([(128, 384), (128, 768)], ("bf16",)),
+        *images(128, RESNET[1:4], both, ("fp32",)),
+        *images(128, [RESNET[0], RESNET[4]], both, ("bf16", "fp32")),
+        *images(32, RESNET, both, ("bf16",)),
+        *tokens([(32, 384), (32, 768), (256, 768)], ("bf16", "fp32")),
+        *images(128, CONV_STEM, both, ("bf16",)),
+        *images(256, RESNET, both, ("bf16", "fp32")),
+        *images(32, RESNET, both, ("fp32",)),
+        *images(128, RESNET, both, ("fp16",)),
+        *tokens([(128, 384), (128, 768)], ("fp16", "fp32")),
+        *images(128, CONV_STEM, both, ("fp32",)),
+    ]
+    return list(dict.fromkeys(ordered))
+
+
+def quick_cases() -> list[Case]:
+    """Small enough for a test of the program itself; nothing they measure means anything."""
+    return [
+        Case((4, 8, 6, 6), "nchw", "fp32"),
+        Case((4, 8, 6, 6), "channels_last", "bf16"),
+        Case((4, 9, 16), "tokens", "fp32"),
+    ]

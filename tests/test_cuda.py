@@ -1,0 +1,327 @@
+"""What only a GPU can show: streams, graphs, host synchronisation, launches, memory, mixed precision, NCCL.
+
+That the ops and layers are right on a GPU is shown by the other tests, run with FASTVIT_TEST_DEVICE=cuda.
+"""
+
+import copy
+import datetime
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import CORE_LAYOUTS, Case, fresh
+from harness import kernel_count
+from tolerances import check
+from torch import nn
+
+from fastvit import InPlaceABN, InPlaceABNSync, SyncBatchNorm, functional, ops, statistics
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+DEVICE = "cuda"
+
+# Large enough that several blocks share a channel, and one of them merges their partial results; and small.
+SHAPES = {
+    "planes": ((16, 8, 40, 40), torch.contiguous_format),
+    "rows": ((16, 24, 40, 40), torch.channels_last),
+    "small": ((4, 8, 3, 3), torch.contiguous_format),
+}
+
+
+def randn(name: str, seed: int = 0) -> torch.Tensor:
+    shape, memory_format = SHAPES[name]
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 2 + 1
+    return x.to(DEVICE).contiguous(memory_format=memory_format)
+
+
+class Stack(nn.Module):
+    """Every kind of layer, with a residual and a cumulative average."""
+
+    def __init__(self, channels: int):
+        super().__init__()
+        self.first = InPlaceABN(channels, activation="elu", activation_param=1.0)
+        self.second = SyncBatchNorm(channels, momentum=None, fuse_relu=True)
+        self.third = InPlaceABNSync(channels)
+        for layer in self.children():
+            nn.init.uniform_(layer.weight, 0.5, 1.5)
+            nn.init.normal_(layer.bias, std=0.1)
+
+    def forward(self, x):
+        x = self.first(x * 1.5)
+        return self.third(self.second(x * 0.5, x) * 2.0)
+
+
+def stack(name: str) -> nn.Module:
+    return Stack(SHAPES[name][0][1]).to(DEVICE)
+
+
+def step(model: nn.Module, leaf: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
+    """Output and gradients."""
+    y = model(leaf)
+    return [y, *torch.autograd.grad(y, [leaf, *model.parameters()], dy)]
+
+
+def everything(results: list[torch.Tensor], model: nn.Module) -> list[torch.Tensor]:
+    return [t.detach().clone() for t in (*results, *model.buffers())]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", CORE_LAYOUTS)
+@pytest.mark.parametrize("kind", ["abn", "sbn"])
+def test_equals_the_cpu(kind, layout, dtype):
+    results = []
+    for device in ("cpu", DEVICE):
+        case = Case(layout, dtype, device)
+        common = {"channel_last": case.channel_dim != 1, "device": device, "dtype": case.weight.dtype}
+        layer = InPlaceABN if kind == "abn" else SyncBatchNorm
+        options = {"activation": "elu", "activation_param": 0.5} if kind == "abn" else {"fuse_relu": True}
+        layer = layer(case.channels, **options, **common)
+        with torch.no_grad():
+            layer.weight.copy_(case.weight)
+            layer.bias.copy_(case.bias)
+        leaf = case.x.detach().requires_grad_()
+        y = layer(leaf.clone())
+        gradients = torch.autograd.grad(y, [leaf, layer.weight, layer.bias], case.dy)
+        results.append([y, *gradients, layer.running_mean, layer.running_var])
+    row = "in_place_layer" if kind == "abn" else "layer"
+    for want, got in zip(*results, strict=True):
+        assert got.device.type == torch.device(DEVICE).type and got.dtype == want.dtype
+        check(row, got, want, dtype, least_scale=1.0)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_graph_replays_equal_eager_steps(name):
+    """Captured once, replayed with other inputs: outputs, gradients and running statistics, bit by bit."""
+    model, dy = stack(name), randn(name, 9)
+    eager = copy.deepcopy(model)
+    leaf = randn(name).requires_grad_()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # as torch asks: before a capture, some steps beside the main stream
+        for _ in range(3):
+            step(model, leaf, dy)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(model, leaf, dy)
+    model.load_state_dict(eager.state_dict())
+    for seed in (3, 4, 5):
+        x = randn(name, seed)
+        with torch.no_grad():
+            leaf.copy_(x)
+        graph.replay()
+        got = everything(captured, model)
+        want = everything(step(eager, x.requires_grad_(), dy), eager)
+        for i, (a, b) in enumerate(zip(got, want, strict=True)):
+            assert torch.equal(a, b), f"replay {seed}, result {i}: {(a - b).abs().max()}"
+    assert model.second.num_batches_tracked == 3
+
+
+@pytest.mark.parametrize("name", ["planes", "rows"])
+def test_streams_do_not_disturb_each_other(name):
+    """What the blocks of a launch share belongs to its stream."""
+    channels = SHAPES[name][0][1]
+    weight, bias = torch.rand(channels, device=DEVICE) + 0.5, torch.rand(channels, device=DEVICE)
+
+    def run(x, dy):
+        y, moments = x.clone(), ops.bn_stats(x)
+        saved = ops.abn_forward_(y, moments, weight, bias)
+        sums = ops.abn_reduce(y, dy, saved, weight, bias)
+        return moments, y, saved, sums, ops.abn_backward(y, dy, saved, sums, weight, bias)
+
+    inputs = [(randn(name, seed), randn(name, seed + 10)) for seed in range(3)]
+    want = [run(*pair) for pair in inputs]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in inputs]
+    got = [[] for _ in inputs]
+    for _ in range(20):
+        for stream, pair, results in zip(streams, inputs, got, strict=True):
+            with torch.cuda.stream(stream):
+                results.append(run(*pair))
+    torch.cuda.synchronize()
+    for expected, results in zip(want, got, strict=True):
+        for result in results:
+            assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))
+
+
+def test_a_step_never_waits_for_the_gpu():
+    model, leaf, dy = stack("planes"), randn("planes").requires_grad_(), randn("planes", 1)
+    step(model, leaf, dy)  # the first forward of an InPlaceABN reads |bias| / |weight|
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(model, leaf, dy)
+        with pytest.raises(RuntimeError, match="synchron"):
+            leaf.detach().sum().item()  # the detector works
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("kind", ["abn", "sbn"])
+def test_two_kernels_each_way(kind, name):
+    if not kernel_count(lambda: torch.ones(4, device=DEVICE)):
+        pytest.skip("torch's profiler sees no kernels here")
+    channels = SHAPES[name][0][1]
+    layer = (InPlaceABN(channels) if kind == "abn" else SyncBatchNorm(channels, fuse_relu=True)).to(DEVICE)
+    leaf, dy = randn(name).requires_grad_(), randn(name, 1)
+    inputs = [leaf, layer.weight, layer.bias]
+    torch.autograd.grad(layer(leaf.clone()), inputs, dy)  # the first forward also checks the layer's weights
+    x, results = leaf.clone(), []
+    forward = kernel_count(lambda: results.append(layer(x)))
+    backward = kernel_count(lambda: torch.autograd.grad(results.pop(), inputs, dy))
+    assert 1 <= forward <= 2 and 1 <= backward <= 2, f"{forward} forward, {backward} backward"
+
+
+def test_no_op_allocates_more_than_its_outputs():
+    """On top of the outputs: partial results of O(C) per block."""
+    x = torch.randn(32, 64, 64, 64, device=DEVICE)
+    dy, z = torch.randn_like(x), torch.randn_like(x)
+    moments = ops.bn_stats(x)
+    _, saved = ops.bn_forward(x, moments)
+    sums = ops.bn_reduce(x, dy, None, saved)
+    for name, activations, call in [
+        ("bn_stats", 0, lambda: ops.bn_stats(x)),
+        ("bn_forward", 1, lambda: ops.bn_forward(x, moments, z=z, activation="relu")),
+        ("abn_forward_", 0, lambda: ops.abn_forward_(x, moments)),
+        ("bn_reduce", 0, lambda: ops.bn_reduce(x, dy, z, saved, activation="relu")),
+        ("abn_reduce", 0, lambda: ops.abn_reduce(x, dy, saved)),
+        ("bn_backward", 2, lambda: ops.bn_backward(x, dy, z, saved, sums, activation="relu")),
+        ("abn_backward", 1, lambda: ops.abn_backward(x, dy, saved, sums)),
+    ]:
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        call()
+        extra = torch.cuda.max_memory_allocated() - before - activations * x.nbytes
+        assert extra <= 1 << 20, f"{name}: {extra} bytes beside its outputs"
+
+
+def memory(norm, blocks: int = 16) -> tuple[int, int]:
+    """Bytes kept for backward, and at the peak of a step, by conv + norm blocks."""
+    layers = [[nn.Conv2d(32, 32, 1, bias=False), *norm()] for _ in range(blocks)]  # 1x1: no large workspace
+    model = nn.Sequential(*sum(layers, [])).to(DEVICE)
+    x = torch.randn(16, 32, 64, 64, device=DEVICE)
+    model(x).sum().backward()  # workspaces, gradients
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    loss = model(x).sum()
+    kept = torch.cuda.memory_allocated() - before
+    loss.backward()
+    return kept, torch.cuda.max_memory_allocated() - before
+
+
+def test_a_stack_keeps_half_the_activations():
+    ours = memory(lambda: [InPlaceABN(32)])
+    theirs = memory(lambda: [nn.BatchNorm2d(32), nn.LeakyReLU(0.01, inplace=True)])
+    kept, peak = (a / b for a, b in zip(ours, theirs, strict=True))
+    assert kept <= 0.55, f"kept for backward: {kept:.3f} of torch's"
+    assert peak <= 0.65, f"peak of a step, with what passes through: {peak:.3f} of torch's"
+
+
+def train(dtype: torch.dtype, scaler: torch.amp.GradScaler, steps: int = 20) -> tuple[nn.Module, list[float]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3, bias=False), InPlaceABN(16), nn.Conv2d(16, 16, 3, bias=False),
+        SyncBatchNorm(16, fuse_relu=True), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 4),
+    ).to(DEVICE)  # fmt: skip
+    x, target = torch.randn(16, 3, 12, 12).to(DEVICE), (torch.arange(16) % 4).to(DEVICE)
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9), []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        half = dtype != torch.float32
+        with torch.autocast(DEVICE, dtype if half else torch.bfloat16, enabled=half):
+            loss = nn.functional.cross_entropy(model(x), target)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.item())
+    return model, losses
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_mixed_precision_trains_like_float32(dtype):
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**10)
+    model, losses = train(dtype, scaler)
+    _, wanted = train(torch.float32, torch.amp.GradScaler(DEVICE, enabled=False))
+    assert scaler.get_scale() == 2.0**10, "a step overflowed"
+    assert all(p.dtype == torch.float32 and p.isfinite().all() for p in model.parameters())
+    assert losses[0] == pytest.approx(wanted[0], rel=0.02)
+    assert losses[-1] < 0.5 * losses[0] and wanted[-1] < 0.5 * wanted[0]
+
+
+@pytest.mark.parametrize("kind", ["abn", "sbn"])
+def test_overflow_reaches_the_scaler(kind):
+    """An infinite gradient must not become a finite one on its way through a layer."""
+    layer = (InPlaceABN(8) if kind == "abn" else SyncBatchNorm(8)).to(DEVICE)
+    conv = nn.Conv2d(8, 8, 1, bias=False).to(DEVICE)
+    optimizer = torch.optim.SGD(conv.parameters(), lr=1.0)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**60)
+    before = conv.weight.detach().clone()
+    with torch.autocast(DEVICE, torch.float16):
+        loss = layer(conv(randn("small"))).float().square().sum()
+    scaler.scale(loss).backward()
+    assert not layer.weight.grad.isfinite().all()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**59 and torch.equal(conv.weight, before)
+
+
+@pytest.mark.parametrize("kind", ["abn", "sbn"])
+def test_arguments_on_several_devices_are_refused(kind):
+    x, weight = randn("small"), torch.ones(8)
+    call = functional.inplace_abn if kind == "abn" else functional.sync_batch_norm
+    with pytest.raises(ValueError, match="the input is on cuda:0 and weight on cpu; one expected"):
+        call(x, weight, None, None, None)
+    with pytest.raises(RuntimeError, match="bn_forward: moments is on another device"):
+        ops.bn_forward(x, ops.bn_stats(x).cpu())
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_other_devices_than_the_current_one():
+    """inplace_abn #176: no device guard, so only cuda:0 works."""
+    case, other = Case("nchw", torch.float32, "cuda:0"), Case("nchw", torch.float32, "cuda:1")
+    y, dx = [], []
+    for c in (case, other):
+        leaf = c.x.detach().requires_grad_()
+        y.append(functional.inplace_abn(leaf.clone(), c.weight, c.bias, None, None))
+        dx.append(torch.autograd.grad(y[-1], leaf, c.dy)[0])
+    assert torch.cuda.current_device() == 0 and y[1].device.index == dx[1].device.index == 1
+    assert torch.equal(y[0], y[1].to("cuda:0")) and torch.equal(dx[0], dx[1].to("cuda:0"))
+
+
+def test_exchange_over_nccl(monkeypatch):
+    """A group of one rank, made to exchange: NCCL hands back what was sent, in the order of the stream."""
+    if not dist.is_nccl_available():
+        pytest.skip("this torch has no NCCL")
+    alone, shared = stack("planes"), stack("planes")
+    shared.load_state_dict(alone.state_dict())
+    leaf, dy = randn("planes").requires_grad_(), randn("planes", 1)
+    want = everything(step(alone, leaf, dy), alone)
+    limit = datetime.timedelta(seconds=30)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
+    try:
+        monkeypatch.setattr(statistics, "over", statistics.Collective)
+        got = everything(step(shared, leaf, dy), shared)
+    finally:
+        dist.destroy_process_group()
+    for a, b in zip(got, want, strict=True):
+        check("in_place_layer", a.double(), b.double(), torch.float32)
+
+
+def test_misaligned_memory():
+    """Tensors that start between the 16-byte boundaries that wide loads need."""
+    for dtype in (torch.float32, torch.bfloat16):
+        want = torch.randn(6, 8, 16, 16).to(dtype).to(DEVICE)
+        everywhere = torch.empty(want.numel() + 1, dtype=dtype, device=DEVICE)
+        x = everywhere[1:].view_as(want)
+        x.copy_(want)
+        moments = ops.bn_stats(x)
+        check("bn_stats", moments, ops.bn_stats(want), dtype)
+        kept = fresh(want)
+        saved = ops.abn_forward_(kept, moments)
+        ops.abn_forward_(x, moments)
+        check("abn_forward_", x, kept)
+        x.copy_(kept)
+        check("abn_reduce", ops.abn_reduce(x, want, saved), ops.abn_reduce(kept, want, saved), dtype)
+        dx = ops.abn_backward(x, want, saved, None)
+        check("abn_backward", dx, ops.abn_backward(kept, want, saved, None))
