@@ -21,12 +21,12 @@
 //           counts its generation up for its peers to see, which then give up too instead of waiting for
 //           their own timeouts. At their next use the ranks rejoin: each publishes {generation, epoch}, waits
 //           for the others', and goes on behind the largest epoch, so no abandoned packet fits again.
-// Memory    inbox[sender][slot][kHeaderPackets + capacity] packets per rank; `capacity` is the largest
-// payload
-//           in packets. A float takes half a packet, a double a whole one: fp32 moments are 16 (C + 1) bytes.
+// Memory    inbox[sender][slot][kHeaderPackets + capacity] packets per rank, `capacity` packets being the
+//           largest payload. A float takes half a packet, a double a whole one: fp32 moments are 16 (C + 1)
+//           bytes.
 // Source    The flag inside the data is that of NCCL's LL protocol (NCCL_PROTO in its documentation); buffers
-//           with one writer and one reader: Lamport, "Proving the correctness of multiprocess programs",
-//           1977. tests/test_peer_model.py enumerates every interleaving of a model of this file.
+//           with one writer and one reader: Lamport, "Proving the Correctness of Multiprocess Programs"
+//           (1977). tests/test_peer_model.py enumerates every interleaving of a model of this file.
 #pragma once
 
 #include <cstdint>
@@ -120,6 +120,7 @@ struct Report {
 struct alignas(64) Status {
   uint64_t generation;  // counts the exchanges that this rank gave up
   uint64_t rejoined;    // {generation, epoch}: the last generation at which it was ready again, and its epoch
+  uint64_t process;     // its process id, where ranks watch each other
 };
 
 FASTVIT_INLINE uint64_t rejoined_at(uint64_t generation, uint32_t epoch) {
