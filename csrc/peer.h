@@ -120,6 +120,7 @@ struct Report {
 struct alignas(64) Status {
   uint64_t generation;  // counts the exchanges that this rank gave up
   uint64_t rejoined;    // {generation, epoch}: the last generation at which it was ready again, and its epoch
+  uint64_t step;        // its count of forward exchanges when it rejoined
   uint64_t process;     // its process id, where ranks watch each other
 };
 

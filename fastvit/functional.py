@@ -115,26 +115,26 @@ class _BatchNorm(torch.autograd.Function):
         ctx, x, weight, bias, z, running_mean, running_var, num_batches_tracked,
         shared, training, momentum, eps, activation, activation_param, channel_dim,
     ):  # fmt: skip
-        moments = shared.gather(ops.bn_stats(x, channel_dim)) if training else None
+        moments, ticket = shared.gather(ops.bn_stats(x, channel_dim)) if training else (None, None)
         y, saved = ops.bn_forward(
             x, moments, weight, bias, z, running_mean, running_var, num_batches_tracked,
             momentum, eps, activation, activation_param, channel_dim,
         )  # fmt: skip
         # Without an activation z decides nothing in backward: its gradient is dy itself.
-        ctx.save_for_backward(x, weight, bias, None if activation == "identity" else z, saved)
+        ctx.save_for_backward(x, weight, bias, None if activation == "identity" else z, saved, ticket)
         _remember(ctx, shared, training, activation, activation_param, channel_dim)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        x, weight, bias, z, saved = ctx.saved_tensors
+        x, weight, bias, z, saved, ticket = ctx.saved_tensors
         wants_x, wants_weight, wants_bias, wants_z = ctx.needs_input_grad[:4]
         exchange = wants_x and ctx.training
         sums = None
         if exchange or wants_weight or wants_bias:
             sums = ops.bn_reduce(x, dy, z, saved, weight, bias, *ctx.activation, ctx.channel_dim)
-        pending = ctx.shared.start_sum(sums) if exchange else None
+        pending = ctx.shared.start_sum(sums, ticket) if exchange else None
         dweight, dbias = _parameter_gradients(sums, weight, bias, wants_weight, wants_bias)
         dx = dz = None
         if wants_x or (wants_z and z is not None):
@@ -151,13 +151,13 @@ class _InPlaceABN(torch.autograd.Function):
         ctx, x, weight, bias, running_mean, running_var, num_batches_tracked,
         shared, training, momentum, eps, activation, activation_param, channel_dim,
     ):  # fmt: skip
-        moments = shared.gather(ops.bn_stats(x, channel_dim)) if training else None
+        moments, ticket = shared.gather(ops.bn_stats(x, channel_dim)) if training else (None, None)
         saved = ops.abn_forward_(
             x, moments, weight, bias, running_mean, running_var, num_batches_tracked,
             momentum, eps, activation, activation_param, channel_dim,
         )  # fmt: skip
         ctx.mark_dirty(x)
-        ctx.save_for_backward(x, weight, bias, saved)
+        ctx.save_for_backward(x, weight, bias, saved, ticket)
         _remember(ctx, shared, training, activation, activation_param, channel_dim)
         return x
 
@@ -180,12 +180,12 @@ class _InvertibleABN(torch.autograd.Function):
         ctx, x, weight, bias, running_mean, running_var, num_batches_tracked,
         shared, training, momentum, eps, activation, activation_param, channel_dim,
     ):  # fmt: skip
-        moments = shared.gather(ops.bn_stats(x, channel_dim)) if training else None
+        moments, ticket = shared.gather(ops.bn_stats(x, channel_dim)) if training else (None, None)
         y, saved = ops.abn_forward(
             x, moments, weight, bias, running_mean, running_var, num_batches_tracked,
             momentum, eps, activation, activation_param, channel_dim,
         )  # fmt: skip
-        ctx.save_for_backward(y, weight, bias, saved)
+        ctx.save_for_backward(y, weight, bias, saved, ticket)
         _remember(ctx, shared, training, activation, activation_param, channel_dim)
         return y
 
@@ -201,13 +201,13 @@ def _remember(ctx, shared, training, activation, activation_param, channel_dim):
 
 
 def _invertible_backward(ctx, dy):
-    y, weight, bias, saved = ctx.saved_tensors
+    y, weight, bias, saved, ticket = ctx.saved_tensors
     wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
     exchange = wants_x and ctx.training
     sums = None
     if exchange or wants_weight or wants_bias:
         sums = ops.abn_reduce(y, dy, saved, weight, bias, *ctx.activation, ctx.channel_dim)
-    pending = ctx.shared.start_sum(sums) if exchange else None
+    pending = ctx.shared.start_sum(sums, ticket) if exchange else None
     dweight, dbias = _parameter_gradients(sums, weight, bias, wants_weight, wants_bias)
     dx = None
     if wants_x:
@@ -242,6 +242,7 @@ def sync_batch_norm(
     fuse_relu: bool = False,
     channel_last: bool = False,
     num_batches_tracked: Tensor | None = None,
+    layer: int = 0,
 ) -> Tensor:
     """Batch normalisation over the ranks of a group, plus a residual, plus ReLU.
 
@@ -253,6 +254,8 @@ def sync_batch_norm(
         z: residual of x's shape and dtype, added before the ReLU.
         momentum: None averages cumulatively and needs num_batches_tracked (int64, one number, counted up).
         process_group: None is the default group, or this process alone when there is none.
+        layer: a number that tells this layer from the others of this process, so that ranks which are in
+            different layers notice; 0 for those that have none.
 
     Returns a new tensor of x's dtype and memory format. Saves x for backward (and z with fuse_relu).
     Not differentiable twice.
@@ -260,14 +263,17 @@ def sync_batch_norm(
     Raises:
         ValueError: wrong rank, dtype, device or channel count; one value per channel in training where the
             sizes are known; a group that does not contain this rank.
-        RuntimeError: an argument that an op cannot take; a rank that did not answer within the group's
-            timeout.
+        RuntimeError: an argument that an op cannot take; ranks that differ in this layer's channels, dtype
+            or momentum, or are in another layer; a rank that died or did not come within the group's
+            timeout. Nothing has been written then.
     """
     channel_dim = _check_input(
         "sync_batch_norm", x, channel_last, z,
         weight=weight, bias=bias, running_mean=running_mean, running_var=running_var,
     )  # fmt: skip
-    shared = statistics.over(process_group) if training else statistics.Local()
+    shared = statistics.Local()
+    if training:
+        shared = statistics.over(process_group, statistics.Layer("sync_batch_norm", layer, momentum))
     if training:
         _check_more_than_one_value(x, channel_dim, shared)
     return _BatchNorm.apply(
@@ -329,12 +335,18 @@ def inplace_abn_sync(
     channel_last: bool = False,
     num_batches_tracked: Tensor | None = None,
     abs_weight: bool = False,
+    layer: int = 0,
 ) -> Tensor:
-    """`inplace_abn` with statistics over the ranks of `group` (None: the default group)."""
+    """`inplace_abn` with statistics over the ranks of `group` (None: the default group).
+
+    layer, and what raises RuntimeError: as in `sync_batch_norm`.
+    """
+    shared = statistics.Local()
+    if training:
+        shared = statistics.over(group, statistics.Layer("inplace_abn_sync", layer, momentum))
     return _inplace_abn(
         x, weight, bias, running_mean, running_var, training, momentum, eps, activation, activation_param,
-        channel_last, num_batches_tracked, abs_weight,
-        statistics.over(group) if training else statistics.Local(), "inplace_abn_sync",
+        channel_last, num_batches_tracked, abs_weight, shared, "inplace_abn_sync",
     )  # fmt: skip
 
 

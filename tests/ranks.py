@@ -6,6 +6,7 @@ Every wait is bounded: a rank that does not answer fails the test, and the pool 
 import contextlib
 import datetime
 import gc
+import os
 import tempfile
 import time
 import traceback
@@ -24,7 +25,8 @@ def _serve(connection) -> None:
         job = connection.recv()
         if job is None:
             return
-        function, rank, world, arguments, store, timeout = job
+        function, rank, world, arguments, store, timeout, statistics = job
+        os.environ["FASTVIT_STATISTICS"] = statistics
         try:
             torch.manual_seed(0)
             dist.init_process_group(
@@ -58,14 +60,23 @@ class Ranks:
             self.workers.append((process, ours))
 
     def run(
-        self, world: int, function, *arguments, group_timeout: float = GROUP_TIMEOUT, limit: float = 60
+        self,
+        world: int,
+        function,
+        *arguments,
+        group_timeout: float = GROUP_TIMEOUT,
+        limit: float = 60,
+        statistics: str = "auto",
     ) -> list:
-        """The results by rank. A rank's exception or death fails with every rank's traceback."""
+        """The results by rank. A rank's exception or death fails with every rank's traceback.
+
+        `statistics` is FASTVIT_STATISTICS: auto and peer take shared memory here.
+        """
         self._grow(world)
         with tempfile.TemporaryDirectory() as folder:
             store = Path(folder) / "store"
             for rank, (_, connection) in enumerate(self.workers[:world]):
-                connection.send((function, rank, world, arguments, str(store), group_timeout))
+                connection.send((function, rank, world, arguments, str(store), group_timeout, statistics))
             deadline = time.monotonic() + limit
             results = []
             for process, connection in self.workers[:world]:

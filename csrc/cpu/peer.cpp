@@ -26,11 +26,12 @@ namespace {
 using namespace peer;
 using Clock = std::chrono::steady_clock;
 
-// One rank's side of a group: `state` in the ops is this, a tensor of int64 that lives in Python.
-// fastvit/statistics/shared_memory.py names the fields in the same order.
+// One rank's side of a group: `state` in the ops is this, a tensor of int64 that lives in Python, and after
+// it a flag per rank: its message is missing. fastvit/statistics/shared_memory.py names the fields in this
+// order.
 struct State {
-  int64_t rank, world, capacity, epoch, generation;
-  int64_t peer, layer, step, words, kind;  // what a fault was about: see Report
+  int64_t rank, world, capacity, epoch, generation, step;
+  int64_t peer, peer_layer, peer_step, peer_words, peer_kind;  // what a fault was about
 };
 constexpr int64_t kStateNumbers = sizeof(State) / sizeof(int64_t);
 
@@ -53,17 +54,21 @@ Packet load_packet(const Packet* from) {
 // A segment as one rank sees it.
 struct Segment {
   State* state;
+  int64_t* missing;  // [world]
   Status* status;
   Packet* packets;
   Inbox inbox;
 
   Segment(const char* op, const Tensor& segment, const Tensor& state_tensor) {
-    require(state_tensor.scalar_type() == ScalarType::Long && state_tensor.numel() == kStateNumbers &&
-                state_tensor.is_contiguous(),
-            op, "state", "is not a contiguous tensor of ", kStateNumbers, " int64");
+    require(state_tensor.scalar_type() == ScalarType::Long && state_tensor.is_contiguous() &&
+                state_tensor.numel() >= kStateNumbers,
+            op, "state", "is not a contiguous tensor of ", kStateNumbers, " int64 and one per rank");
     state = static_cast<State*>(state_tensor.data_ptr());
-    require(state->world > 1 && state->rank >= 0 && state->rank < state->world && state->capacity > 0, op,
-            "state", "has rank ", state->rank, " of ", state->world, ", capacity ", state->capacity);
+    missing = reinterpret_cast<int64_t*>(state + 1);
+    require(state->world > 1 && state->rank >= 0 && state->rank < state->world && state->capacity > 0 &&
+                state_tensor.numel() == kStateNumbers + state->world,
+            op, "state", "has rank ", state->rank, " of ", state->world, ", capacity ", state->capacity, ", ",
+            state_tensor.numel(), " numbers");
     inbox = {state->world, state->capacity};
     const int64_t bytes = peer_segment_bytes(state->world, state->capacity);
     require(segment.scalar_type() == ScalarType::Byte && segment.is_contiguous() && segment.numel() >= bytes,
@@ -148,10 +153,10 @@ class Patience {
 
 void blame(State* state, int64_t peer, const Tag& theirs = {}) {
   state->peer = peer;
-  state->layer = theirs.layer;
-  state->step = theirs.step;
-  state->words = theirs.words;
-  state->kind = theirs.kind;
+  state->peer_layer = theirs.layer;
+  state->peer_step = theirs.step;
+  state->peer_words = theirs.words;
+  state->peer_kind = theirs.kind;
 }
 
 // Takes what has arrived of one peer's message; false while some of it is missing.
@@ -257,7 +262,11 @@ int64_t peer_poll(Tensor segment_tensor, Tensor state_tensor, Tensor numbers, Te
     for (const Waiting& from : waiting)
       if (load(segment.status[from.peer].generation) > uint64_t(state->generation))
         return blame(state, from.peer), kGaveUp;
-    if (!patience.wait()) return blame(state, waiting.front().peer), kPending;
+    if (!patience.wait()) {
+      std::fill_n(segment.missing, state->world, 0);
+      for (const Waiting& from : waiting) segment.missing[from.peer] = 1;
+      return kPending;
+    }
   }
   // The next push may only be seen after these loads: the peers take it as leave to use this slot again.
   __atomic_thread_fence(__ATOMIC_ACQ_REL);
@@ -278,14 +287,23 @@ int64_t peer_rejoin(Tensor segment_tensor, Tensor state_tensor, double seconds) 
   State* state = segment.state;
   const uint64_t generation = uint64_t(state->generation);
   uint32_t epoch = uint32_t(state->epoch);
+  Status& own = segment.status[state->rank];
+  __atomic_store_n(&own.step, uint64_t(state->step), __ATOMIC_RELAXED);
   // Released after every store of an abandoned push, so none of them can land in a later exchange.
-  __atomic_store_n(&segment.status[state->rank].rejoined, rejoined_at(generation, epoch), __ATOMIC_RELEASE);
+  __atomic_store_n(&own.rejoined, rejoined_at(generation, epoch), __ATOMIC_RELEASE);
   Patience patience(seconds, state->world);
+  const auto away = [&](int64_t peer) {
+    return load(segment.status[peer].rejoined, __ATOMIC_ACQUIRE) >> 32 < generation;
+  };
+  while (true) {
+    int64_t absent = 0;
+    for (int64_t peer = 0; peer < state->world; ++peer) absent += segment.missing[peer] = away(peer);
+    if (absent == 0) break;
+    if (!patience.wait()) return kPending;
+  }
   for (int64_t peer = 0; peer < state->world; ++peer) {
-    uint64_t theirs;
-    while ((theirs = load(segment.status[peer].rejoined, __ATOMIC_ACQUIRE)) >> 32 < generation)
-      if (!patience.wait()) return blame(state, peer), kPending;
-    epoch = later_epoch(epoch, uint32_t(theirs));
+    epoch = later_epoch(epoch, uint32_t(load(segment.status[peer].rejoined)));
+    state->step = std::max(state->step, int64_t(load(segment.status[peer].step)));
   }
   state->epoch = epoch;
   return kDone;
