@@ -25,7 +25,7 @@ def _serve(connection) -> None:
         job = connection.recv()
         if job is None:
             return
-        function, rank, world, arguments, store, timeout, statistics = job
+        function, rank, world, arguments, store, timeout, statistics, breaks = job
         os.environ["FASTVIT_STATISTICS"] = statistics
         try:
             torch.manual_seed(0)
@@ -37,7 +37,7 @@ def _serve(connection) -> None:
         except BaseException:
             result = ("error", traceback.format_exc())
         with contextlib.suppress(Exception):
-            if result[0] == "ok":
+            if result[0] == "ok" and not breaks:
                 dist.barrier()
             gc.collect()
             dist.destroy_process_group()
@@ -52,12 +52,14 @@ class Ranks:
 
     def _grow(self, world: int) -> None:
         context = mp.get_context("spawn")
-        while len(self.workers) < world:
+        for rank in range(world):
+            if rank < len(self.workers) and self.workers[rank][0].is_alive():
+                continue
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs,), daemon=True)
             process.start()
             theirs.close()
-            self.workers.append((process, ours))
+            self.workers[rank : rank + 1] = [(process, ours)]
 
     def run(
         self,
@@ -67,16 +69,20 @@ class Ranks:
         group_timeout: float = GROUP_TIMEOUT,
         limit: float = 60,
         statistics: str = "auto",
+        breaks: bool = False,
     ) -> list:
         """The results by rank. A rank's exception or death fails with every rank's traceback.
 
-        `statistics` is FASTVIT_STATISTICS: auto and peer take shared memory here.
+        `statistics` is FASTVIT_STATISTICS: auto and peer take shared memory here. With `breaks` the group is
+        of no use afterwards, and a rank may die, which gives None.
         """
         self._grow(world)
         with tempfile.TemporaryDirectory() as folder:
             store = Path(folder) / "store"
             for rank, (_, connection) in enumerate(self.workers[:world]):
-                connection.send((function, rank, world, arguments, str(store), group_timeout, statistics))
+                connection.send(
+                    (function, rank, world, arguments, str(store), group_timeout, statistics, breaks)
+                )
             deadline = time.monotonic() + limit
             results = []
             for process, connection in self.workers[:world]:
@@ -87,7 +93,8 @@ class Ranks:
                     results.append(connection.recv())
                 except (EOFError, ConnectionError):
                     process.join(5)
-                    results.append(("died", f"exit status {process.exitcode}"))
+                    status = ("ok", None) if breaks else ("died", f"exit status {process.exitcode}")
+                    results.append(status)
         if any(status != "ok" for status, _ in results):
             self.close()
             text = "\n".join(f"rank {rank} {status}: {value}" for rank, (status, value) in enumerate(results))

@@ -1,8 +1,8 @@
-"""Statistics by torch.distributed: one packed all_gather forward, one all_reduce backward; gloo and NCCL alike.
+"""Statistics by torch.distributed: one packed all_gather forward, one all_reduce backward, on any backend.
 
-Every message of a group is as long as its widest layer's: ranks that are in different layers then see it in the
-tags, where gloo ends the process when sizes differ. Forward, a tag travels before the moments; backward, every
-rank adds its own into a place of its own behind the sums, so that one all_reduce carries them all.
+Every message of a group is as long as its widest layer's: ranks that are in different layers then see it in
+the tags, where gloo ends the process when sizes differ. Forward, a tag travels before the moments; backward,
+every rank writes its own into a place of its own behind the sums, so that one all_reduce carries them all.
 All collectives are called as attributes of torch.distributed.
 """
 
@@ -77,7 +77,7 @@ class Collective:
         return PendingAllReduce(finish)
 
     def _checked(self, result: Tensor, tags: Tensor, mine: Tag, direction: str) -> Tensor:
-        """`result` where all ranks had the same tag; else raises, on a GPU at a later call and NaN meanwhile."""
+        """`result` if all ranks had the same tag; else raises, on a GPU at a later call (NaN meanwhile)."""
         if self._later is not None:
             return self._later.checked(
                 result, (tags == tags[self._rank]).all(), self._describe(mine, direction)

@@ -1,8 +1,8 @@
 """A process group's way of sharing statistics: chosen once by all its ranks, and what its layers agree on.
 
 FASTVIT_STATISTICS=auto|collective|peer, read when a group is first used: `auto` takes shared memory where all
-ranks have it and collectives elsewhere, `collective` always takes those, `peer` raises where there is no memory
-in common. One rank that says `collective` decides for all.
+ranks have it and collectives elsewhere, `collective` always takes those, `peer` raises where there is no
+memory in common. One rank that says `collective` decides for all.
 """
 
 import logging
@@ -38,8 +38,8 @@ class Layer:
 class GroupStatistics:
     """How the ranks of one group exchange tensors of one device type, and which layers they have agreed on.
 
-    A layer's first call makes the ranks compare channels, dtype, momentum and order; each exchange carries the
-    layer's number in the group and the count of forward exchanges so far.
+    A layer's first call makes the ranks compare channels, dtype, momentum and order; each exchange carries
+    the layer's number in the group and the count of forward exchanges so far.
     """
 
     def __init__(self, group: "dist.ProcessGroup", device: torch.device):
@@ -88,8 +88,8 @@ class GroupStatistics:
         )
         if len(answers) > 1:
             raise RuntimeError(
-                f"rank {self._agreement.rank}: the ranks of group {self.name} differ in their layer {number}: "
-                f"{answers_text(answers)}"
+                f"rank {self._agreement.rank}: the ranks of group {self.name} differ in their layer "
+                f"{number}: {answers_text(answers)}"
             )
         if not self.transport.reserve(channels, dtype):
             self._choose(channels, dtype)

@@ -131,8 +131,9 @@ class SharedMemory:
         missing = [rank for rank, flag in enumerate(self._state[_MISSING:].tolist()) if flag]
         for rank in missing:
             if self._watch.has_ended(rank):
+                process = self._watch.processes[rank]
                 raise RuntimeError(
-                    f"rank {self._rank} in {what()}: rank {rank} has ended (process {self._watch.processes[rank]})"
+                    f"rank {self._rank} in {what()}: rank {rank} has ended (process {process})"
                 )
         if time.monotonic() > deadline:
             raise RuntimeError(

@@ -1,5 +1,7 @@
-"""Exchanges as ops that torch.compile does not look into: at run time a group does there what it does in eager
-mode, so that ranks which compile and ranks which do not can meet.
+"""Exchanges as ops that torch.compile does not look into.
+
+At run time a group does there what it does in eager mode, so ranks that compile and ranks that
+do not can meet.
 """
 
 import torch
