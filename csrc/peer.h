@@ -116,15 +116,15 @@ struct Report {
   Tag mine, theirs;
 };
 
-// One line of shared memory per rank, written by it alone. Both words are 8 bytes, stored and loaded whole.
+// One line of shared memory per rank, written by it alone. Words are 8 bytes, stored and loaded whole.
 struct alignas(64) Status {
-  uint64_t generation;  // counts the exchanges that this rank gave up
-  uint64_t rejoined;    // {generation, epoch}: the last generation at which it was ready again, and its epoch
-  uint64_t step;        // its count of forward exchanges when it rejoined
-  uint64_t process;     // its process id, where ranks watch each other
+  uint64_t gave_up;  // {generation, epoch}: counts the exchanges that this rank gave up, and the last of them
+  uint64_t rejoined;  // {generation, epoch}: the last generation at which it was ready again, and its epoch
+  uint64_t step;      // its count of forward exchanges when it rejoined
+  uint64_t process;   // its process id, where ranks watch each other
 };
 
-FASTVIT_INLINE uint64_t rejoined_at(uint64_t generation, uint32_t epoch) {
+FASTVIT_INLINE uint64_t generation_at(uint64_t generation, uint32_t epoch) {
   return generation << 32 | epoch;
 }
 

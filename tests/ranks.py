@@ -21,6 +21,7 @@ GROUP_TIMEOUT = 20
 
 def _serve(connection) -> None:
     torch.set_num_threads(1)
+    connection.send("ready")
     while True:
         job = connection.recv()
         if job is None:
@@ -51,7 +52,7 @@ class Ranks:
         self.workers = []
 
     def _grow(self, world: int) -> None:
-        context = mp.get_context("spawn")
+        context, new = mp.get_context("spawn"), []
         for rank in range(world):
             if rank < len(self.workers) and self.workers[rank][0].is_alive():
                 continue
@@ -60,6 +61,10 @@ class Ranks:
             process.start()
             theirs.close()
             self.workers[rank : rank + 1] = [(process, ours)]
+            new.append(ours)
+        for connection in new:  # a group's timeout begins when all can come
+            if not connection.poll(60) or connection.recv() != "ready":
+                raise AssertionError("a rank's process did not start within 60 s")
 
     def run(
         self,

@@ -164,11 +164,15 @@ def test_giving_up_ends_the_others_waits_and_all_rejoin():
         ranks.check(10)
 
 
-def test_an_exchange_that_is_complete_is_not_spoilt_by_a_peer_that_gave_up_later():
+@pytest.mark.parametrize("later", [False, True])
+def test_a_complete_exchange_counts_unless_a_peer_gave_it_up(later):
     ranks = Ranks(2)
     ranks.push(0, 0), ranks.push(1, 0)
+    if later:
+        assert ranks.poll(1, 0) == DONE
+        ranks.push(1, 1)
     ops.peer_give_up(ranks.segment, ranks.states[1])
-    assert ranks.poll(0, 0) == DONE
+    assert ranks.poll(0, 0) == (DONE if later else GAVE_UP)
     ranks.push(0, 1)
     assert ranks.poll(0, 1) == GAVE_UP
 

@@ -79,6 +79,16 @@ struct Segment {
     packets = reinterpret_cast<Packet*>(status + state->world);
   }
 
+  // A peer that gave up this exchange; unless it is complete, one that gave up any is as bad. -1: none.
+  int64_t gave_up_peer(bool complete) const {
+    for (int64_t peer = 0; peer < state->world; ++peer) {
+      const uint64_t gave_up = load(status[peer].gave_up);
+      if (gave_up >> 32 <= uint64_t(state->generation)) continue;
+      if (!complete || uint32_t(gave_up) == uint32_t(state->epoch)) return peer;
+    }
+    return -1;
+  }
+
   Packet* message(int64_t receiver, int64_t sender) const {
     return packets + receiver * inbox.packets() + inbox.message(sender, uint32_t(state->epoch));
   }
@@ -258,10 +268,9 @@ int64_t peer_poll(Tensor segment_tensor, Tensor state_tensor, Tensor numbers, Te
       }
     }
     std::erase_if(waiting, [](Waiting& from) { return from.checked && from.receiver.take(); });
+    const int64_t quitter = segment.gave_up_peer(waiting.empty());
+    if (quitter >= 0) return blame(state, quitter), kGaveUp;
     if (waiting.empty()) break;
-    for (const Waiting& from : waiting)
-      if (load(segment.status[from.peer].generation) > uint64_t(state->generation))
-        return blame(state, from.peer), kGaveUp;
     if (!patience.wait()) {
       std::fill_n(segment.missing, state->world, 0);
       for (const Waiting& from : waiting) segment.missing[from.peer] = 1;
@@ -279,7 +288,8 @@ void peer_give_up(Tensor segment_tensor, Tensor state_tensor) {
   const Segment segment("peer_give_up", segment_tensor, state_tensor);
   State* state = segment.state;
   ++state->generation;
-  __atomic_store_n(&segment.status[state->rank].generation, uint64_t(state->generation), __ATOMIC_RELEASE);
+  __atomic_store_n(&segment.status[state->rank].gave_up,
+                   generation_at(uint64_t(state->generation), uint32_t(state->epoch)), __ATOMIC_RELEASE);
 }
 
 int64_t peer_rejoin(Tensor segment_tensor, Tensor state_tensor, double seconds) {
@@ -290,7 +300,7 @@ int64_t peer_rejoin(Tensor segment_tensor, Tensor state_tensor, double seconds) 
   Status& own = segment.status[state->rank];
   __atomic_store_n(&own.step, uint64_t(state->step), __ATOMIC_RELAXED);
   // Released after every store of an abandoned push, so none of them can land in a later exchange.
-  __atomic_store_n(&own.rejoined, rejoined_at(generation, epoch), __ATOMIC_RELEASE);
+  __atomic_store_n(&own.rejoined, generation_at(generation, epoch), __ATOMIC_RELEASE);
   Patience patience(seconds, state->world);
   const auto away = [&](int64_t peer) {
     return load(segment.status[peer].rejoined, __ATOMIC_ACQUIRE) >> 32 < generation;

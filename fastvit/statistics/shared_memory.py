@@ -11,7 +11,7 @@ import select
 import time
 import uuid
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -119,6 +119,7 @@ class SharedMemory:
         state = self._state.tolist()
         peer = state[_PEER]
         if fault == _GAVE_UP:
+            self._check_alive(range(self._world), mine)  # which may be why
             return RuntimeError(f"rank {self._rank} in {mine}: rank {peer} gave up after an error of its own")
         theirs = self._text(Tag(state[_PEER_LAYER], state[_PEER_STEP]), state[_PEER_KIND])
         return mismatch(self._rank, mine, [(peer, theirs)])
@@ -139,6 +140,12 @@ class SharedMemory:
             raise RuntimeError(
                 f"rank {self._rank} in {what()}: nothing from rank {missing[0]} within {self._timeout:g} s"
             )
+
+    def _check_alive(self, ranks: Iterable[int], what: str) -> None:
+        for rank in ranks:
+            if self._watch.has_ended(rank):
+                process = self._watch.processes[rank]
+                raise RuntimeError(f"rank {self._rank} in {what}: rank {rank} has ended (process {process})")
 
     def _give_up(self) -> None:
         _ops.peer_give_up(self._segment, self._state)
