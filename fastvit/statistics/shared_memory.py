@@ -108,7 +108,7 @@ class SharedMemory:
                 if fault == _DONE:
                     return
                 if fault == _PENDING:
-                    self._check_missing(lambda: self._text(tag, kind), deadline)
+                    self._check_missing(self._text(tag, kind), deadline)
                 else:
                     raise self._fault(fault, self._text(tag, kind))
         except BaseException:
@@ -127,18 +127,13 @@ class SharedMemory:
     def _text(self, tag: Tag, kind: int) -> str:
         return self._describe(tag, "backward" if kind & _SUMS else "forward")
 
-    def _check_missing(self, what: Callable[[], str], deadline: float) -> None:
+    def _check_missing(self, what: str, deadline: float) -> None:
         """Raises when a rank whose message is missing has died, or time is up."""
         missing = [rank for rank, flag in enumerate(self._state[_MISSING:].tolist()) if flag]
-        for rank in missing:
-            if self._watch.has_ended(rank):
-                process = self._watch.processes[rank]
-                raise RuntimeError(
-                    f"rank {self._rank} in {what()}: rank {rank} has ended (process {process})"
-                )
+        self._check_alive(missing, what)
         if time.monotonic() > deadline:
             raise RuntimeError(
-                f"rank {self._rank} in {what()}: nothing from rank {missing[0]} within {self._timeout:g} s"
+                f"rank {self._rank} in {what}: nothing from rank {missing[0]} within {self._timeout:g} s"
             )
 
     def _check_alive(self, ranks: Iterable[int], what: str) -> None:
@@ -156,7 +151,7 @@ class SharedMemory:
         deadline = time.monotonic() + self._timeout
         self._state[_STEP] = self._step
         while _ops.peer_rejoin(self._segment, self._state, _SLICE) != _DONE:
-            self._check_missing(lambda: "the first exchange after an error", deadline)
+            self._check_missing("the first exchange after an error", deadline)
         self._step = int(self._state[_STEP])
         self._abandoned = False
 
