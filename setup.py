@@ -69,7 +69,7 @@ def ninja_file(cxx: str, cuda: Path | None) -> str:
     lines += [f"{name} = {flags}" for name, flags in {"csrc": ROOT / "csrc", **CAPABILITIES}.items()]
     objects = []
     for source in ["ops", *(f"cpu/{path.stem}" for path in sorted((ROOT / "csrc/cpu").glob("*.cpp")))]:
-        for name in ["baseline"] if source in ("ops", "cpu/backend") else CAPABILITIES:
+        for name in ["baseline"] if source in ("ops", "cpu/backend", "cpu/peer") else CAPABILITIES:
             objects.append(f"{source}.{name}.o")
             lines.append(f"build {objects[-1]}: cxx $csrc/{source}.cpp")
             lines.append(f" flags = ${name} -DFASTVIT_CAPABILITY={name}")

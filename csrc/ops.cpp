@@ -4,6 +4,7 @@
 // can both follow in eager mode; abn_forward is the same with a result of its own. Sums and moments are
 // packed so that ranks exchange each with one collective.
 #include "cpu/backend.h"
+#include "cpu/peer_ops.h"
 #include "frontend.h"
 
 STABLE_TORCH_LIBRARY(fastvit, m) {
@@ -49,10 +50,22 @@ STABLE_TORCH_LIBRARY(fastvit, m) {
   m.def(
       "abn_backward(Tensor y, Tensor dy, Tensor saved, Tensor? sums, Tensor? weight, Tensor? bias, "
       "str activation, float activation_param, int channel_dim) -> Tensor");
+  m.def("peer_segment_bytes(int world, int capacity) -> int");
+  m.def(
+      "peer_push(Tensor(a!) segment, Tensor(b!) state, Tensor numbers, int layer, int step, int kind) -> ()");
+  m.def(
+      "peer_poll(Tensor segment, Tensor(a!) state, Tensor numbers, Tensor(b!) rows, Tensor(c!)? total, "
+      "int layer, int step, int kind, float seconds) -> int");
+  m.def("peer_give_up(Tensor(a!) segment, Tensor(b!) state) -> ()");
+  m.def("peer_rejoin(Tensor(a!) segment, Tensor(b!) state, float seconds) -> int");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastvit, CPU, m) {
   fastvit::Frontend<fastvit::Cpu>::implement(m);
+  m.impl("peer_push", TORCH_BOX(&fastvit::peer_push));
+  m.impl("peer_poll", TORCH_BOX(&fastvit::peer_poll));
+  m.impl("peer_give_up", TORCH_BOX(&fastvit::peer_give_up));
+  m.impl("peer_rejoin", TORCH_BOX(&fastvit::peer_rejoin));
 }
 
 static std::string cpu_capability() {
@@ -60,4 +73,5 @@ static std::string cpu_capability() {
 }
 STABLE_TORCH_LIBRARY_IMPL(fastvit, CompositeExplicitAutograd, m) {
   m.impl("cpu_capability", TORCH_BOX(&cpu_capability));
+  m.impl("peer_segment_bytes", TORCH_BOX(&fastvit::peer_segment_bytes));
 }

@@ -1,6 +1,7 @@
 """What the normalisation layers have in common: whose statistics a forward uses, and argument checks."""
 
 import copy
+import itertools
 
 import torch
 from torch import Tensor
@@ -51,20 +52,35 @@ def cannot_read_values(x: Tensor) -> bool:
     return torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
+_layer_numbers = itertools.count(1)
+
+
 class SharesGroup:
     """A layer that holds a process group, which exists in its own process alone and cannot be copied.
 
     Copies talk to the same group; a pickle leaves it behind, as None. `group_attribute` names where it is.
+    `layer_number` tells the layer from the others of this process; ranks compare their order.
     """
 
     group_attribute: str
+    layer_number: int
+
+    def set_group(self, group: "torch.distributed.ProcessGroup | None") -> None:
+        """Shares statistics over another group from now on; None is the default group."""
+        setattr(self, self.group_attribute, group)
+        self.layer_number = next(_layer_numbers)
 
     def __getstate__(self) -> dict:
         return self.__dict__ | {self.group_attribute: None}
 
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        self.layer_number = next(_layer_numbers)
+
     def __copy__(self):
         copied = self.__class__.__new__(self.__class__)
         copied.__dict__.update(self.__dict__)
+        copied.layer_number = next(_layer_numbers)
         return copied
 
     def __deepcopy__(self, memo: dict):
@@ -74,4 +90,5 @@ class SharesGroup:
         copied = self.__class__.__new__(self.__class__)
         memo[id(self)] = copied
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        copied.layer_number = next(_layer_numbers)
         return copied

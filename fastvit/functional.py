@@ -119,29 +119,30 @@ class _BatchNorm(torch.autograd.Function):
             weight, bias, z, running_mean, running_var, num_batches_tracked,
             momentum, eps, activation, activation_param, channel_dim,
         )  # fmt: skip
-        if training and shared.world_size == 1:
+        ticket = None
+        if training and isinstance(shared, statistics.Local):
             y, saved = ops.bn_local_forward(x, *rest)
         else:
-            moments = shared.gather(ops.bn_stats(x, channel_dim)) if training else None
+            moments, ticket = shared.gather(ops.bn_stats(x, channel_dim)) if training else (None, None)
             y, saved = ops.bn_forward(x, moments, *rest)
         # Without an activation z decides nothing in backward: its gradient is dy itself.
-        ctx.save_for_backward(x, weight, bias, None if activation == "identity" else z, saved)
+        ctx.save_for_backward(x, weight, bias, None if activation == "identity" else z, saved, ticket)
         _remember(ctx, shared, training, activation, activation_param, channel_dim)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        x, weight, bias, z, saved = ctx.saved_tensors
+        x, weight, bias, z, saved, ticket = ctx.saved_tensors
         wants_x, wants_weight, wants_bias, wants_z = ctx.needs_input_grad[:4]
         rest = (weight, bias, *ctx.activation, ctx.channel_dim)
         exchange = wants_x and ctx.training
         dx = dz = sums = pending = None
-        if exchange and ctx.shared.world_size == 1:
+        if exchange and isinstance(ctx.shared, statistics.Local):
             dx, dz, sums = ops.bn_local_backward(x, dy, z, saved, *rest)
         elif exchange or wants_weight or wants_bias:
             sums = ops.bn_reduce(x, dy, z, saved, *rest)
-            pending = ctx.shared.start_sum(sums) if exchange else None
+            pending = ctx.shared.start_sum(sums, ticket) if exchange else None
         dweight, dbias = _parameter_gradients(sums, weight, bias, wants_weight, wants_bias)
         if dx is None and (wants_x or (wants_z and z is not None)):
             dx, dz = ops.bn_backward(x, dy, z, saved, pending.wait() if pending else None, *rest)
@@ -160,13 +161,14 @@ class _InPlaceABN(torch.autograd.Function):
             weight, bias, running_mean, running_var, num_batches_tracked,
             momentum, eps, activation, activation_param, channel_dim,
         )  # fmt: skip
-        if training and shared.world_size == 1:
+        ticket = None
+        if training and isinstance(shared, statistics.Local):
             saved = ops.abn_local_forward_(x, *rest)
         else:
-            moments = shared.gather(ops.bn_stats(x, channel_dim)) if training else None
+            moments, ticket = shared.gather(ops.bn_stats(x, channel_dim)) if training else (None, None)
             saved = ops.abn_forward_(x, moments, *rest)
         ctx.mark_dirty(x)
-        ctx.save_for_backward(x, weight, bias, saved)
+        ctx.save_for_backward(x, weight, bias, saved, ticket)
         _remember(ctx, shared, training, activation, activation_param, channel_dim)
         return x
 
@@ -189,12 +191,12 @@ class _InvertibleABN(torch.autograd.Function):
         ctx, x, weight, bias, running_mean, running_var, num_batches_tracked,
         shared, training, momentum, eps, activation, activation_param, channel_dim,
     ):  # fmt: skip
-        moments = shared.gather(ops.bn_stats(x, channel_dim)) if training else None
+        moments, ticket = shared.gather(ops.bn_stats(x, channel_dim)) if training else (None, None)
         y, saved = ops.abn_forward(
             x, moments, weight, bias, running_mean, running_var, num_batches_tracked,
             momentum, eps, activation, activation_param, channel_dim,
         )  # fmt: skip
-        ctx.save_for_backward(y, weight, bias, saved)
+        ctx.save_for_backward(y, weight, bias, saved, ticket)
         _remember(ctx, shared, training, activation, activation_param, channel_dim)
         return y
 
@@ -210,16 +212,16 @@ def _remember(ctx, shared, training, activation, activation_param, channel_dim):
 
 
 def _invertible_backward(ctx, dy):
-    y, weight, bias, saved = ctx.saved_tensors
+    y, weight, bias, saved, ticket = ctx.saved_tensors
     wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
     rest = (weight, bias, *ctx.activation, ctx.channel_dim)
     exchange = wants_x and ctx.training
     dx = sums = pending = None
-    if exchange and ctx.shared.world_size == 1:
+    if exchange and isinstance(ctx.shared, statistics.Local):
         dx, sums = ops.abn_local_backward(y, dy, saved, *rest)
     elif exchange or wants_weight or wants_bias:
         sums = ops.abn_reduce(y, dy, saved, *rest)
-        pending = ctx.shared.start_sum(sums) if exchange else None
+        pending = ctx.shared.start_sum(sums, ticket) if exchange else None
     dweight, dbias = _parameter_gradients(sums, weight, bias, wants_weight, wants_bias)
     if dx is None and wants_x:
         dx = ops.abn_backward(y, dy, saved, pending.wait() if pending else None, *rest)
@@ -252,6 +254,7 @@ def sync_batch_norm(
     fuse_relu: bool = False,
     channel_last: bool = False,
     num_batches_tracked: Tensor | None = None,
+    layer: int = 0,
 ) -> Tensor:
     """Batch normalisation over the ranks of a group, plus a residual, plus ReLU.
 
@@ -263,6 +266,8 @@ def sync_batch_norm(
         z: residual of x's shape and dtype, added before the ReLU.
         momentum: None averages cumulatively and needs num_batches_tracked (int64, one number, counted up).
         process_group: None is the default group, or this process alone when there is none.
+        layer: a number that tells this layer from the others of this process, so that ranks which are in
+            different layers notice; 0 for those that have none.
 
     Returns a new tensor of x's dtype and memory format. Saves x for backward (and z with fuse_relu).
     Not differentiable twice.
@@ -270,14 +275,17 @@ def sync_batch_norm(
     Raises:
         ValueError: wrong rank, dtype, device or channel count; one value per channel in training where the
             sizes are known; a group that does not contain this rank.
-        RuntimeError: an argument that an op cannot take; a rank that did not answer within the group's
-            timeout.
+        RuntimeError: an argument that an op cannot take; ranks that differ in this layer's channels, dtype
+            or momentum, or are in another layer; a rank that died or did not come within the group's
+            timeout. Nothing has been written then.
     """
     channel_dim = _check_input(
         "sync_batch_norm", x, channel_last, z,
         weight=weight, bias=bias, running_mean=running_mean, running_var=running_var,
     )  # fmt: skip
-    shared = statistics.over(process_group) if training else statistics.Local()
+    shared = statistics.Local()
+    if training:
+        shared = statistics.over(process_group, statistics.Layer("sync_batch_norm", layer, momentum))
     if training:
         _check_more_than_one_value(x, channel_dim, shared)
     return _BatchNorm.apply(
@@ -339,12 +347,18 @@ def inplace_abn_sync(
     channel_last: bool = False,
     num_batches_tracked: Tensor | None = None,
     abs_weight: bool = False,
+    layer: int = 0,
 ) -> Tensor:
-    """`inplace_abn` with statistics over the ranks of `group` (None: the default group)."""
+    """`inplace_abn` with statistics over the ranks of `group` (None: the default group).
+
+    layer, and what raises RuntimeError: as in `sync_batch_norm`.
+    """
+    shared = statistics.Local()
+    if training:
+        shared = statistics.over(group, statistics.Layer("inplace_abn_sync", layer, momentum))
     return _inplace_abn(
         x, weight, bias, running_mean, running_var, training, momentum, eps, activation, activation_param,
-        channel_last, num_batches_tracked, abs_weight,
-        statistics.over(group) if training else statistics.Local(), "inplace_abn_sync",
+        channel_last, num_batches_tracked, abs_weight, shared, "inplace_abn_sync",
     )  # fmt: skip
 
 

@@ -129,13 +129,9 @@ class InPlaceABNSync(_norm.SharesGroup, InPlaceABN):
 
     def __init__(self, *args, group: "torch.distributed.ProcessGroup | None" = None, **kwargs):
         super().__init__(*args, **kwargs)
-        self.group = group
-
-    def set_group(self, group: "torch.distributed.ProcessGroup | None") -> None:
-        """Shares statistics over another group from now on."""
-        self.group = group
+        self.set_group(group)
 
     def _normalise(self, x: Tensor, **state) -> Tensor:
         return functional.inplace_abn_sync(
-            x, self.weight, self.bias, **state, **self._options(), group=self.group
+            x, self.weight, self.bias, **state, **self._options(), group=self.group, layer=self.layer_number
         )

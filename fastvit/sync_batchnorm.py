@@ -54,7 +54,7 @@ class SyncBatchNorm(_norm.SharesGroup, _BatchNorm):
     ):
         _norm.check_num_features("SyncBatchNorm", num_features)
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
-        self.process_group = process_group
+        self.set_group(process_group)
         self.channel_last = channel_last
         self.fuse_relu = fuse_relu
 
@@ -74,6 +74,7 @@ class SyncBatchNorm(_norm.SharesGroup, _BatchNorm):
             process_group=self.process_group,
             fuse_relu=self.fuse_relu,
             channel_last=self.channel_last,
+            layer=self.layer_number,
             **_norm.forward_state(self),
         )
 
@@ -110,7 +111,7 @@ def convert_syncbn_model(
         if type(layer) is InPlaceABN:
             layer._reverts_to = InPlaceABN
             layer.__class__ = InPlaceABNSync
-            layer.group = process_group
+            layer.set_group(process_group)
         if not isinstance(layer, _BatchNorm):
             continue
         plain = type(layer).forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward)
@@ -121,7 +122,7 @@ def convert_syncbn_model(
             layer._reverts_to = type(layer)
             layer.__class__ = SyncBatchNorm
             layer.fuse_relu = False
-        layer.process_group = process_group or getattr(layer, "process_group", None)
+        layer.set_group(process_group or getattr(layer, "process_group", None))
         layer.channel_last = channel_last or getattr(layer, "channel_last", False)
     if left:
         names = ", ".join(f"{name} ({count})" for name, count in sorted(left.items()))
@@ -142,7 +143,7 @@ def revert_syncbn_model(module: nn.Module) -> nn.Module:
     left = []
     for name, layer in module.named_modules():
         if isinstance(layer, InPlaceABNSync) and layer.__dict__.pop("_reverts_to", None):
-            del layer.group
+            del layer.group, layer.layer_number
             layer.__class__ = InPlaceABN
         if not isinstance(layer, SyncBatchNorm):
             continue
@@ -152,7 +153,7 @@ def revert_syncbn_model(module: nn.Module) -> nn.Module:
             continue
         if original is not nn.SyncBatchNorm:
             del layer.process_group
-        for attribute in ("channel_last", "fuse_relu", "_reverts_to"):
+        for attribute in ("channel_last", "fuse_relu", "layer_number", "_reverts_to"):
             layer.__dict__.pop(attribute, None)
         layer.__class__ = original or BatchNorm
     if left:

@@ -6,6 +6,7 @@ Every wait is bounded: a rank that does not answer fails the test, and the pool 
 import contextlib
 import datetime
 import gc
+import os
 import tempfile
 import time
 import traceback
@@ -20,11 +21,13 @@ GROUP_TIMEOUT = 20
 
 def _serve(connection) -> None:
     torch.set_num_threads(1)
+    connection.send("ready")
     while True:
         job = connection.recv()
         if job is None:
             return
-        function, rank, world, arguments, store, timeout = job
+        function, rank, world, arguments, store, timeout, statistics, breaks = job
+        os.environ["FASTVIT_STATISTICS"] = statistics
         try:
             torch.manual_seed(0)
             dist.init_process_group(
@@ -35,7 +38,7 @@ def _serve(connection) -> None:
         except BaseException:
             result = ("error", traceback.format_exc())
         with contextlib.suppress(Exception):
-            if result[0] == "ok":
+            if result[0] == "ok" and not breaks:
                 dist.barrier()
             gc.collect()
             dist.destroy_process_group()
@@ -49,23 +52,42 @@ class Ranks:
         self.workers = []
 
     def _grow(self, world: int) -> None:
-        context = mp.get_context("spawn")
-        while len(self.workers) < world:
+        context, new = mp.get_context("spawn"), []
+        for rank in range(world):
+            if rank < len(self.workers) and self.workers[rank][0].is_alive():
+                continue
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs,), daemon=True)
             process.start()
             theirs.close()
-            self.workers.append((process, ours))
+            self.workers[rank : rank + 1] = [(process, ours)]
+            new.append(ours)
+        for connection in new:  # a group's timeout begins when all can come
+            if not connection.poll(60) or connection.recv() != "ready":
+                raise AssertionError("a rank's process did not start within 60 s")
 
     def run(
-        self, world: int, function, *arguments, group_timeout: float = GROUP_TIMEOUT, limit: float = 60
+        self,
+        world: int,
+        function,
+        *arguments,
+        group_timeout: float = GROUP_TIMEOUT,
+        limit: float = 60,
+        statistics: str = "auto",
+        breaks: bool = False,
     ) -> list:
-        """The results by rank. A rank's exception or death fails with every rank's traceback."""
+        """The results by rank. A rank's exception or death fails with every rank's traceback.
+
+        `statistics` is FASTVIT_STATISTICS: auto and peer take shared memory here. With `breaks` the group is
+        of no use afterwards, and a rank may die, which gives None.
+        """
         self._grow(world)
         with tempfile.TemporaryDirectory() as folder:
             store = Path(folder) / "store"
             for rank, (_, connection) in enumerate(self.workers[:world]):
-                connection.send((function, rank, world, arguments, str(store), group_timeout))
+                connection.send(
+                    (function, rank, world, arguments, str(store), group_timeout, statistics, breaks)
+                )
             deadline = time.monotonic() + limit
             results = []
             for process, connection in self.workers[:world]:
@@ -76,7 +98,8 @@ class Ranks:
                     results.append(connection.recv())
                 except (EOFError, ConnectionError):
                     process.join(5)
-                    results.append(("died", f"exit status {process.exitcode}"))
+                    status = ("ok", None) if breaks else ("died", f"exit status {process.exitcode}")
+                    results.append(status)
         if any(status != "ok" for status, _ in results):
             self.close()
             text = "\n".join(f"rank {rank} {status}: {value}" for rank, (status, value) in enumerate(results))

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fastvit
-from fastvit.statistics import ALL_GATHER
+from fastvit.statistics.collective import ALL_GATHER
 
 
 def make_layer(kind, channels, dtype=torch.float32, **options):
@@ -69,11 +69,14 @@ def equals_one_big_batch(rank, world, kind, sizes, dtype, channels_last):
 
 
 @pytest.mark.parametrize("kind", ["abn", "sbn"])
-@pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "nhwc"])
+@pytest.mark.parametrize("statistics", ["collective", "peer"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("sizes", [(3, 3), (1, 5), (4, 0, 2), (0, 3, 0, 2)], ids=str)
-def test_equals_one_big_batch(ranks, kind, sizes, dtype, channels_last):
-    states = ranks.run(len(sizes), equals_one_big_batch, kind, sizes, dtype, channels_last)
+def test_equals_one_big_batch(ranks, kind, sizes, dtype, statistics):
+    channels_last = sizes[0] < sizes[1]  # either layout, with either way
+    states = ranks.run(
+        len(sizes), equals_one_big_batch, kind, sizes, dtype, channels_last, statistics=statistics
+    )
     assert all(state == states[0] for state in states)
 
 
@@ -140,7 +143,9 @@ def collectives(rank, world, kind):
 @pytest.mark.parametrize("kind", ["abn", "sbn"])
 def test_one_packed_collective_each_way(ranks, kind):
     gather, reduce = {ALL_GATHER: 1}, {"all_reduce": 1}
-    assert ranks.run(2, collectives, kind)[0] == [gather, reduce, gather, gather, {}]
+    counted = ranks.run(2, collectives, kind, statistics="collective")[0]
+    assert counted == [gather, reduce, gather, gather, {}]
+    assert ranks.run(2, collectives, kind, statistics="peer")[0] == [{}, {}, {}, {}, {}]
     assert ranks.run(1, collectives, kind)[0] == [{}, {}, {}, {}, {}]
 
 

@@ -1,0 +1,79 @@
+"""Who shares a layer's statistics, and how: the one place where ranks talk to each other.
+
+A layer's forward hands its packed moments to `gather`, its backward the packed local sums to `start_sum`.
+`Local` has nobody to ask. `Shared` exchanges them with the ranks of a group, which has chosen one way for all
+its layers: `SharedMemory` between the processes of one host, or `Collective`, one packed all_gather and one
+all_reduce of torch.distributed. Ranks that are in different layers, that died or do not come are an error on
+every other rank, raised before anything is written.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .group import Layer, possible, statistics_of, taken
+from .traced import gather_moments, sum_over_ranks
+
+__all__ = ["Layer", "Local", "Shared", "over", "possible", "taken"]
+
+
+class _Ready:
+    """A sum that is there."""
+
+    def __init__(self, total: Tensor):
+        self._total = total
+
+    def wait(self) -> Tensor:
+        return self._total
+
+
+class Local:
+    """Statistics of this process alone: nothing to exchange, so a layer may take the local ops."""
+
+    world_size = 1
+
+    def gather(self, moments: Tensor) -> tuple[Tensor, None]:
+        return moments, None
+
+
+class Shared:
+    """Statistics over a process group, for one layer."""
+
+    def __init__(self, group: "dist.ProcessGroup", layer: Layer):
+        self._group, self._layer = group, layer
+        self.world_size = dist.get_world_size(group)
+
+    def gather(self, moments: Tensor) -> tuple[Tensor, Tensor]:
+        """The moments of all ranks, `(world_size, 2C + 2)` in rank order, and a ticket for `start_sum`."""
+        if torch.compiler.is_compiling():
+            name, layer = self._group.group_name, self._layer
+            return gather_moments(moments, name, self.world_size, layer.op, layer.number, layer.momentum)
+        return statistics_of(self._group, moments.device).gather(self._layer, moments)
+
+    def start_sum(self, sums: Tensor, ticket: Tensor):
+        """Starts adding up `sums`, `(2C,)`, over ranks; `wait()` of what is returned gives the total.
+
+        The argument stays local. `ticket` is that of the forward.
+        """
+        if torch.compiler.is_compiling():  # which schedules for itself
+            return _Ready(sum_over_ranks(sums, ticket, self._group.group_name))
+        return statistics_of(self._group, sums.device).start_sum(sums, ticket)
+
+
+def over(group: "dist.ProcessGroup | None", layer: Layer) -> "Local | Shared":
+    """The statistics of a process group; None is the default group, or this process alone without one.
+
+    Raises ValueError when this process is not in the group, RuntimeError when the group was destroyed.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        if group is not None:
+            raise RuntimeError("process_group was destroyed; a group that exists, or None, expected")
+        return Local()
+    if dist.get_rank(group) < 0:
+        raise ValueError(
+            "process_group does not contain this rank "
+            f"(global rank {dist.get_rank()}); a group that does, or None, expected"
+        )
+    if dist.get_world_size(group) == 1:
+        return Local()
+    return Shared(dist.group.WORLD if group is None else group, layer)

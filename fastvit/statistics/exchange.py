@@ -1,0 +1,20 @@
+"""What an exchange is called, and what is said when ranks meet in different ones."""
+
+from typing import NamedTuple
+
+STEPS = 2**24  # steps wrap here: float32 holds such numbers exactly
+
+
+class Tag(NamedTuple):
+    """What ranks compare in every exchange, so that different layers are never mixed."""
+
+    layer: int  # order in which the group first saw the layer
+    step: int  # count of the group's forward exchanges; a backward has that of its forward
+
+
+def mismatch(rank: int, mine: str, others: list[tuple[int, str]]) -> RuntimeError:
+    theirs = ", ".join(f"rank {peer} in {text}" for peer, text in others)
+    return RuntimeError(
+        f"rank {rank} is in {mine}, but {theirs}: the ranks of a group must run the same layers in the same "
+        "order; did one of them skip a layer?"
+    )

@@ -1,0 +1,158 @@
+"""A process group's way of sharing statistics: chosen once by all its ranks, and what its layers agree on.
+
+FASTVIT_STATISTICS=auto|collective|peer, read when a group is first used: `auto` takes shared memory where all
+ranks have it and collectives elsewhere, `collective` always takes those, `peer` raises where there is no
+memory in common. One rank that says `collective` decides for all.
+"""
+
+import logging
+import os
+import weakref
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import shared_memory
+from .agreement import Agreement, answers_text
+from .collective import Collective
+from .exchange import Tag
+
+WISHES = ("auto", "collective", "peer")
+# Ways to exchange without a collective, by device type: host() says where, connect() makes one.
+PROVIDERS = {"cpu": shared_memory}
+
+_log = logging.getLogger("fastvit.statistics")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Which layer calls: `number` tells it from the other layers of this process (0: it has no number)."""
+
+    op: str
+    number: int = 0
+    momentum: float | None = None
+
+
+class GroupStatistics:
+    """How the ranks of one group exchange tensors of one device type, and which layers they have agreed on.
+
+    A layer's first call makes the ranks compare channels, dtype, momentum and order; each exchange carries
+    the layer's number in the group and the count of forward exchanges so far.
+    """
+
+    def __init__(self, group: "dist.ProcessGroup", device: torch.device):
+        self._group, self._device = weakref.ref(group), device
+        self.name = group.group_name
+        self._process = os.getpid()
+        self._agreement = Agreement(group, device.type)
+        self._layers: dict[tuple, int] = {}
+        self._names: list[str] = []
+        self.transport, self.why = None, ""
+
+    def gather(self, layer: Layer, moments: Tensor) -> tuple[Tensor, Tensor]:
+        """All ranks' moments, `(world_size, 2C + 2)`, and a ticket (2 int64 on the CPU) for the backward."""
+        self._check_process()
+        key = (layer.number, layer.op, moments.numel(), moments.dtype)
+        number = self._layers.get(key)
+        if number is None:
+            number = self._layers[key] = self._agree(layer, moments)
+        tag = Tag(number, self.transport.next_step())
+        return self.transport.gather(moments, tag), torch.tensor(tag)
+
+    def start_sum(self, sums: Tensor, ticket: Tensor):
+        """Starts adding up `sums`, `(2C,)`, over ranks, and returns what has `wait()`."""
+        self._check_process()
+        return self.transport.start_sum(sums, Tag(*ticket.tolist()))
+
+    def describe(self) -> str:
+        return f"group {self.name} ({self._agreement.world} ranks, {self._device.type}): {self.why}"
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"process {os.getpid()} was forked from process {self._process} after that had joined group "
+                f"{self.name}: it is no rank of the group; initialise torch.distributed in the child"
+            )
+
+    def _agree(self, layer: Layer, moments: Tensor) -> int:
+        channels, dtype = (moments.numel() - 2) // 2, moments.dtype
+        number = len(self._names)
+        momentum = "cumulative" if layer.momentum is None else f"{layer.momentum:g}"
+        name = f"layer {number} ({layer.op}, {channels} channels)"
+        if self.transport is None:
+            self._choose(channels, dtype)
+        answers = self._agreement.ask(
+            f"first call of {name}", f"{layer.op}, {channels} channels, {dtype}, momentum {momentum}"
+        )
+        if len(answers) > 1:
+            raise RuntimeError(
+                f"rank {self._agreement.rank}: the ranks of group {self.name} differ in their layer "
+                f"{number}: {answers_text(answers)}"
+            )
+        if not self.transport.reserve(channels, dtype):
+            self._choose(channels, dtype)
+        self._names.append(name)
+        return number
+
+    def _name_of(self, tag: Tag, direction: str) -> str:
+        name = self._names[tag.layer] if tag.layer < len(self._names) else f"layer {tag.layer}"
+        return f"{direction} of {name}, step {tag.step}"
+
+    def _choose(self, channels: int, dtype: torch.dtype) -> None:
+        self.transport, self.why = self._vote(channels, dtype)
+        self.transport.reserve(channels, dtype)
+        _log.debug("rank %d, %s", self._agreement.rank, self.describe())
+
+    def _vote(self, channels: int, dtype: torch.dtype) -> tuple[object, str]:
+        wish = os.environ.get("FASTVIT_STATISTICS", "auto")
+        provider = PROVIDERS.get(self._device.type)
+        place = provider.host() if provider else f"no memory in common on {self._device.type}"
+        answers = self._agreement.ask("choice of statistics", f"{wish}|{place}")
+        wishes = {answer.split("|")[0] for answer in answers}
+        places = {answer.split("|")[1] for answer in answers}
+        if wrong := wishes.difference(WISHES):
+            raise ValueError(f"FASTVIT_STATISTICS is {sorted(wrong)[0]!r}; {', '.join(WISHES)} expected")
+        if "collective" in wishes:
+            reason = "FASTVIT_STATISTICS=collective"
+        elif len(places) > 1:
+            reason = "several hosts"
+        elif place.startswith("no "):
+            reason = place
+        else:
+            connected = provider.connect(self._agreement, channels, dtype, self._name_of)
+            if not isinstance(connected, str):
+                return connected, f"{connected.name}, {place}"
+            reason = connected
+        if "peer" in wishes:
+            raise RuntimeError(f"FASTVIT_STATISTICS=peer, but group {self.name} cannot: {reason}")
+        return Collective(self._group(), self._device, self._name_of), f"Collective: {reason}"
+
+
+_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, GroupStatistics]]" = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def statistics_of(group: "dist.ProcessGroup", device: torch.device) -> GroupStatistics:
+    """The group's way for tensors of this device type; made at the first call, by all ranks."""
+    by_device = _groups.get(group)
+    if by_device is None:
+        by_device = _groups[group] = {}
+    if device.type not in by_device:
+        by_device[device.type] = GroupStatistics(group, device)
+    return by_device[device.type]
+
+
+def taken() -> list[str]:
+    """For each group of this process that has exchanged statistics: which way it took, and why."""
+    return [one.describe() for by_device in _groups.values() for one in by_device.values() if one.transport]
+
+
+def possible() -> str:
+    """What a group made on this machine would take."""
+    wish = os.environ.get("FASTVIT_STATISTICS", "auto")
+    place = shared_memory.host()
+    cpu = "Collective" if wish == "collective" or place.startswith("no ") else "SharedMemory on one host"
+    return f"FASTVIT_STATISTICS={wish}: CPU {cpu}, other devices and hosts Collective"

@@ -1,0 +1,247 @@
+"""Statistics between processes of one host through shared memory: no collective, no system call.
+
+The protocol is that of csrc/peer.h, in a segment of POSIX shared memory that every rank maps. The segment has
+no name any more once all have mapped it, so nothing is left behind whatever becomes of the ranks.
+"""
+
+import contextlib
+import mmap
+import os
+import select
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .agreement import Agreement, answers_text
+from .exchange import STEPS, Tag, mismatch
+
+FOLDER = Path("/dev/shm")  # where POSIX shared memory lives on Linux
+_SLICE = 0.05  # seconds of waiting in C++ between looks at signals and at peers that died
+_ops = torch.ops.fastvit
+
+# csrc/peer.h
+_PENDING, _DONE, _MISMATCH, _GAVE_UP = range(4)
+_MOMENTS, _SUMS = range(2)
+# csrc/cpu/peer.cpp, State; behind them a flag per rank: its message is missing
+_STEP, _PEER, _PEER_LAYER, _PEER_STEP, _PEER_KIND, _MISSING = 5, 6, 7, 8, 10, 11
+_STATUS_WORDS, _STATUS_PROCESS = 8, 3  # peer.h, Status
+_LEAST_PACKETS = 2049  # room for float32 moments of 2048 channels
+
+
+def packets(channels: int, dtype: torch.dtype) -> int:
+    """Packets that the moments of a layer take."""
+    return (channels + 1) * dtype.itemsize // 4
+
+
+def host() -> str:
+    """The same on all ranks that can map one segment and see each other's processes; else why not."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"host {boot}, {os.readlink('/proc/self/ns/pid')}" if FOLDER.is_dir() else f"no {FOLDER}"
+    except OSError as error:
+        return f"no shared memory: {error}"
+
+
+class SharedMemory:
+    """Statistics over the ranks of one host, which have one segment mapped."""
+
+    name = "SharedMemory"
+
+    def __init__(
+        self,
+        segment: Tensor,
+        capacity: int,
+        agreement: Agreement,
+        describe: Callable[[Tag, str], str],
+    ):
+        self._segment, self._agreement, self._describe = segment, agreement, describe
+        self._rank, self._world, self._timeout = agreement.rank, agreement.world, agreement.timeout
+        self.capacity = capacity
+        self._state = torch.zeros(_MISSING + self._world, dtype=torch.int64)
+        self._state[:3] = torch.tensor([self._rank, self._world, capacity])
+        self._step = 0
+        self._abandoned = False  # an exchange: the ranks meet before the next
+        self._watch = _Watch(self._processes())
+
+    def reserve(self, channels: int, dtype: torch.dtype) -> bool:
+        """Whether a layer fits into the segment."""
+        return packets(channels, dtype) <= self.capacity
+
+    def next_step(self) -> int:
+        if self._abandoned:
+            self._rejoin()
+        self._step = (self._step + 1) % STEPS
+        return self._step
+
+    def gather(self, moments: Tensor, tag: Tag) -> Tensor:
+        """The moments of all ranks, `(world_size, 2C + 2)`, in rank order."""
+        rows = moments.new_empty(self._world, moments.numel())
+        _ops.peer_push(self._segment, self._state, moments, *tag, _MOMENTS)
+        self._poll(moments, rows, None, tag, _MOMENTS)
+        return rows
+
+    def start_sum(self, sums: Tensor, tag: Tag) -> "PendingPoll":
+        """Starts adding up `sums`, `(2C,)`, over ranks; the argument itself stays local."""
+        if self._abandoned:
+            self._rejoin()
+        _ops.peer_push(self._segment, self._state, sums, *tag, _SUMS)
+
+        def finish() -> Tensor:
+            rows, total = sums.new_empty(self._world, sums.numel()), torch.empty_like(sums)
+            self._poll(sums, rows, total, tag, _SUMS)
+            return total
+
+        return PendingPoll(finish)
+
+    def _poll(self, numbers: Tensor, rows: Tensor, total: Tensor | None, tag: Tag, kind: int) -> None:
+        try:
+            deadline = time.monotonic() + self._timeout
+            while True:
+                fault = _ops.peer_poll(
+                    self._segment, self._state, numbers, rows, total, *tag, kind, _SLICE
+                )  # fmt: skip
+                if fault == _DONE:
+                    return
+                if fault == _PENDING:
+                    self._check_missing(self._text(tag, kind), deadline)
+                else:
+                    raise self._fault(fault, self._text(tag, kind))
+        except BaseException:
+            self._give_up()
+            raise
+
+    def _fault(self, fault: int, mine: str) -> RuntimeError:
+        state = self._state.tolist()
+        peer = state[_PEER]
+        if fault == _GAVE_UP:
+            self._check_alive(range(self._world), mine)  # which may be why
+            return RuntimeError(f"rank {self._rank} in {mine}: rank {peer} gave up after an error of its own")
+        theirs = self._text(Tag(state[_PEER_LAYER], state[_PEER_STEP]), state[_PEER_KIND])
+        return mismatch(self._rank, mine, [(peer, theirs)])
+
+    def _text(self, tag: Tag, kind: int) -> str:
+        return self._describe(tag, "backward" if kind & _SUMS else "forward")
+
+    def _check_missing(self, what: str, deadline: float) -> None:
+        """Raises when a rank whose message is missing has died, or time is up."""
+        missing = [rank for rank, flag in enumerate(self._state[_MISSING:].tolist()) if flag]
+        self._check_alive(missing, what)
+        if time.monotonic() > deadline:
+            raise RuntimeError(
+                f"rank {self._rank} in {what}: nothing from rank {missing[0]} within {self._timeout:g} s"
+            )
+
+    def _check_alive(self, ranks: Iterable[int], what: str) -> None:
+        for rank in ranks:
+            if self._watch.has_ended(rank):
+                process = self._watch.processes[rank]
+                raise RuntimeError(f"rank {self._rank} in {what}: rank {rank} has ended (process {process})")
+
+    def _give_up(self) -> None:
+        _ops.peer_give_up(self._segment, self._state)
+        self._abandoned = True
+
+    def _rejoin(self) -> None:
+        """Waits until every rank has come back from the error, and agrees on epoch and step."""
+        deadline = time.monotonic() + self._timeout
+        self._state[_STEP] = self._step
+        while _ops.peer_rejoin(self._segment, self._state, _SLICE) != _DONE:
+            self._check_missing("the first exchange after an error", deadline)
+        self._step = int(self._state[_STEP])
+        self._abandoned = False
+
+    def _processes(self) -> list[int]:
+        words = self._segment[: 8 * _STATUS_WORDS * self._world].view(torch.int64)
+        return words.view(self._world, _STATUS_WORDS)[:, _STATUS_PROCESS].tolist()
+
+
+class PendingPoll:
+    """A sum over ranks that the peers may still be adding to."""
+
+    def __init__(self, finish: Callable[[], Tensor]):
+        self.wait = finish
+
+
+class _Watch:
+    """Which of the processes have ended, zombies included; none as far as is known where pidfd is missing."""
+
+    def __init__(self, processes: list[int]):
+        self.processes = processes
+        self._files: list[int | None] = [_open_process(process) for process in processes]
+        weakref.finalize(self, _close, [file for file in self._files if file is not None])
+
+    def has_ended(self, rank: int) -> bool:
+        file = self._files[rank]
+        if file is None:
+            return False
+        poll = select.poll()
+        poll.register(file, select.POLLIN)
+        return bool(poll.poll(0))
+
+
+def _open_process(process: int) -> int | None:
+    with contextlib.suppress(OSError, AttributeError):
+        return os.pidfd_open(process)
+    return None
+
+
+def _close(files: list[int]) -> None:
+    for file in files:
+        os.close(file)
+
+
+def connect(
+    agreement: Agreement, channels: int, dtype: torch.dtype, describe: Callable[[Tag, str], str]
+) -> SharedMemory | str:
+    """A segment that all ranks have mapped, with room for layers of `channels`; or why there is none.
+
+    All ranks get the same kind of answer. Every rank knows the name before the segment exists and removes it
+    when it has mapped it or cannot: whoever dies, nothing is left behind.
+    """
+    capacity = max(_LEAST_PACKETS, packets(channels, dtype))
+    path = FOLDER / agreement.from_rank_0("shared memory", f"fastvit-{uuid.uuid4().hex}")
+    size = _ops.peer_segment_bytes(agreement.world, capacity)
+    segment, result = None, "mapped"
+    try:
+        try:
+            if agreement.rank == 0:
+                _create(path, size)
+        except OSError as error:
+            result = str(error)
+        created = agreement.from_rank_0("shared memory", result)
+        if created == "mapped":
+            try:
+                segment = _map(path, size)
+                words = segment[: 8 * _STATUS_WORDS * agreement.world].view(torch.int64)
+                words[agreement.rank * _STATUS_WORDS + _STATUS_PROCESS] = os.getpid()
+            except OSError as error:
+                result = str(error)
+        else:
+            result = created
+        answers = agreement.ask("shared memory", result)
+    finally:
+        path.unlink(missing_ok=True)
+    if list(answers) == ["mapped"]:
+        return SharedMemory(segment, capacity, agreement, describe)
+    return answers_text(answers)
+
+
+def _create(path: Path, size: int) -> None:
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        os.posix_fallocate(file, 0, size)  # now, as an error: a full disk would kill the process at a store
+    finally:
+        os.close(file)
+
+
+def _map(path: Path, size: int) -> Tensor:
+    file = os.open(path, os.O_RDWR)
+    try:
+        return torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
+    finally:
+        os.close(file)

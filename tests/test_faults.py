@@ -1,0 +1,261 @@
+"""Ranks that die, differ, skip, come late or are forked: an error on every living rank, and no harm done.
+
+Over gloo's collectives and over shared memory. Each wait is bounded by a short timeout of the group.
+"""
+
+import contextlib
+import datetime
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fastvit
+from fastvit.statistics.shared_memory import FOLDER
+
+both_ways = pytest.mark.parametrize("statistics", ["collective", "peer"])
+
+
+def layers(count, channels=6, **options):
+    return [fastvit.SyncBatchNorm(channels, **options) for _ in range(count)]
+
+
+def leaf(channels=6, dtype=torch.float32):
+    return torch.randn(4, channels, 3, dtype=dtype).requires_grad_()
+
+
+def state(layer):
+    tensors = [*layer.parameters(), *layer.buffers()]
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def error_of(call, *touched):
+    """Message and seconds of the RuntimeError that `call` ends with; `touched` layers stay as they are."""
+    before = [state(layer) for layer in touched]
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        call()
+    seconds = time.monotonic() - begin
+    for layer, old in zip(touched, before, strict=True):
+        assert all(map(torch.equal, state(layer), old)), "an error left its mark on a layer"
+    return str(caught.value), seconds
+
+
+def works(chosen):
+    """A step of every layer, checked against the batches of all ranks."""
+    for layer in chosen:
+        x, count = leaf(), layer.num_batches_tracked.item()
+        y = layer(x)
+        everyone = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, x.detach())
+        want = torch.nn.functional.batch_norm(torch.cat(everyone), None, None, training=True)
+        torch.testing.assert_close(y, want[4 * dist.get_rank() :][:4], rtol=1e-4, atol=1e-5)
+        y.square().sum().backward()
+        assert x.grad.isfinite().all() and layer.num_batches_tracked == count + 1
+
+
+def killed(rank, world, where):
+    torch.manual_seed(rank)
+    first, second = layers(2)
+    works([first, second])
+    x = leaf()
+    y = first(x)
+    if where == "backward":
+        z = second(y)
+        if rank == 1:
+            y.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))  # between two exchanges
+        return error_of(lambda: z.square().sum().backward(), first, second)
+    if where == "between":
+        second(y).square().sum().backward()
+    if rank == 1:
+        time.sleep(0.3)  # so that the others are waiting
+        os.kill(os.getpid(), signal.SIGKILL)
+    return error_of(lambda: second(y), second)
+
+
+@both_ways
+@pytest.mark.parametrize("where", ["forward", "backward", "between"])
+def test_killed(ranks, where, statistics):
+    world = 3 if statistics == "peer" else 2
+    results = ranks.run(world, killed, where, statistics=statistics, group_timeout=15, breaks=True)
+    assert results.pop(1) is None
+    for message, seconds in results:
+        assert seconds < 5, message  # well before the timeout
+    if statistics == "peer":
+        assert "rank 1 has ended" in results[0][0] and where.replace("between", "forward") in results[0][0]
+    assert not list(FOLDER.glob("fastvit-*"))
+
+
+def killed_in_set_up(rank, world):
+    if rank == 1:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return error_of(lambda: fastvit.SyncBatchNorm(6)(leaf()))
+
+
+def test_killed_before_the_first_call(ranks):
+    (message, seconds), _ = ranks.run(2, killed_in_set_up, group_timeout=2, breaks=True)
+    assert "rank 1 did not come within 2 s" in message and seconds < 6
+    assert not list(FOLDER.glob("fastvit-*"))
+
+
+def skips(rank, world, channels, direction):
+    torch.manual_seed(rank)
+    a, b, c = (fastvit.SyncBatchNorm(n) for n in (6, channels, 6))
+    x = leaf(), leaf(channels), leaf()
+    for layer, one in zip((a, b, c), x, strict=True):
+        layer(one).sum().backward()
+    if direction == "forward":
+        a(x[0])
+        message, seconds = error_of((lambda: b(x[1])) if rank == 0 else (lambda: c(x[2])), a, b, c)
+    else:
+        y = a(x[0]), b(x[1])
+        message, seconds = error_of(y[1 - rank].sum().backward)
+    works([a, c])
+    return message, seconds
+
+
+@both_ways
+@pytest.mark.parametrize("channels", [6, 40])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_rank_skips_a_layer(ranks, direction, channels, statistics):
+    results = ranks.run(2, skips, channels, direction, statistics=statistics)
+    names = f"layer 1 (sync_batch_norm, {channels} channels)", "layer 2 (sync_batch_norm, 6 channels)"
+    if direction == "backward":
+        names = names[0], "layer 0 (sync_batch_norm, 6 channels)"
+    for rank, (message, seconds) in enumerate(results):
+        assert f"rank {rank} is in {direction} of {names[rank]}, step" in message and seconds < 5
+        assert f"rank {1 - rank} in {direction} of {names[1 - rank]}, step" in message
+
+
+def differ(rank, world, what):
+    (good,) = layers(1)
+    works([good])
+    if what == "channels":
+        layer, x = fastvit.SyncBatchNorm(6 + rank), leaf(6 + rank)
+    elif what == "dtype":
+        dtype = torch.float64 if rank else torch.float32
+        layer, x = fastvit.SyncBatchNorm(6, dtype=dtype), leaf(dtype=dtype)
+    elif what == "momentum":
+        layer, x = fastvit.SyncBatchNorm(6, momentum=None if rank else 0.1), leaf()
+    else:
+        layer, x = (fastvit.InPlaceABNSync if rank else fastvit.SyncBatchNorm)(6), leaf().clone()
+    message, seconds = error_of(lambda: layer(x), layer)
+    works([good])
+    return message, seconds
+
+
+@both_ways
+@pytest.mark.parametrize("what", ["channels", "dtype", "momentum", "order"])
+def test_layers_that_differ(ranks, what, statistics):
+    for message, seconds in ranks.run(2, differ, what, statistics=statistics):
+        assert "the ranks of group 0 differ in their layer 1: " in message and seconds < 5
+        shown = {
+            "channels": "7 channels",
+            "dtype": "float64",
+            "momentum": "cumulative",
+            "order": "inplace_abn",
+        }
+        assert "rank 0: sync_batch_norm, 6 channels, torch.float32, momentum 0.1" in message
+        assert "rank 1: " in message and shown[what] in message.split("rank 1: ")[-1]
+
+
+def other_group(rank, world, used_before):
+    groups = [dist.new_group([0, 1], timeout=datetime.timedelta(seconds=2)) for _ in range(2)]
+    own = [fastvit.SyncBatchNorm(6, process_group=group) for group in groups]
+    if used_before:
+        works(own)
+    message, seconds = error_of(lambda: own[rank](leaf()), *own)
+    works(layers(1))  # the default group is untouched
+    return message, seconds
+
+
+@both_ways
+@pytest.mark.parametrize("used_before", [False, True])
+def test_ranks_in_different_groups(ranks, used_before, statistics):
+    for message, seconds in ranks.run(2, other_group, used_before, statistics=statistics):
+        assert 1 < seconds < 6
+        assert used_before or "did not come within 2 s" in message
+
+
+def late(rank, world):
+    (layer,) = layers(1)
+    works([layer])
+    if rank == 1:
+        time.sleep(2)
+    message, seconds = error_of(lambda: layer(leaf()), layer)
+    works([layer])  # shared memory goes on after it
+    return message, seconds
+
+
+def test_a_rank_that_comes_late(ranks):
+    first, second = ranks.run(2, late, group_timeout=1.5, statistics="peer")
+    assert (
+        "rank 0 in forward of layer 0 (sync_batch_norm, 6 channels), step 2: nothing from rank 1" in first[0]
+    )
+    assert "within 1.5 s" in first[0] and 1.4 < first[1] < 4
+    assert "rank 0 gave up after an error of its own" in second[0] and second[1] < 1
+
+
+def interrupted(rank, world):
+    (layer,) = layers(1)
+    works([layer])
+    if rank == 1:
+        return None
+    threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        layer(leaf())
+    return time.monotonic() - begin
+
+
+@both_ways
+def test_waits_obey_an_interrupt(ranks, statistics):
+    assert ranks.run(2, interrupted, statistics=statistics, breaks=True, group_timeout=3)[0] < 2
+
+
+def made_anew(rank, world, folder):
+    layer, group = layers(1)[0], dist.new_group([0, 1])
+    other = fastvit.SyncBatchNorm(6, process_group=group)
+    works([layer, other])
+    dist.destroy_process_group()
+    assert "process_group was destroyed" in error_of(lambda: other(leaf()), other)[0]
+    layer(leaf())  # this process alone, as the default group is none
+    for attempt in range(2):  # over one store: what the group before left there must not matter
+        dist.init_process_group("gloo", f"file://{folder}/anew{attempt}", rank=rank, world_size=world)
+        works([layer])
+        if attempt == 0:
+            dist.barrier()
+            dist.destroy_process_group()
+
+
+@both_ways
+def test_a_group_destroyed_and_made_anew(ranks, statistics, tmp_path):
+    ranks.run(2, made_anew, str(tmp_path), statistics=statistics)
+
+
+def forked(rank, world):
+    (layer,) = layers(1)
+    works([layer])
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            os.write(theirs, error_of(lambda: layer(leaf()), layer)[0].encode())
+        os._exit(0)
+    os.close(theirs)
+    with os.fdopen(ours) as file:
+        message = file.read()
+    os.waitpid(child, 0)
+    works([layer])
+    return message
+
+
+@both_ways
+def test_forked_after_initialisation(ranks, statistics):
+    for message in ranks.run(2, forked, statistics=statistics):
+        assert "was forked from process" in message and "no rank of the group" in message
