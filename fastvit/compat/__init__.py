@@ -1,0 +1,1 @@
+"""apex and inplace_abn for scripts that were written for them."""
