@@ -59,14 +59,14 @@ def scale_loss(
     if not scaler.dynamic and scaler.loss_scale() == 1.0 and not any(a.pairs for a in attached):
         yield loss.float()
         return
-    for optimizer in attached:
-        optimizer.before_backward(scaler)
     scale = scaler.loss_scale()
+    for optimizer in attached:
+        optimizer.before_backward(scale)
     yield loss.float() * scale
     due = []
     for optimizer in attached:
         if delay_unscale or optimizer.must_hold():
-            optimizer.hold(scaler)
+            optimizer.hold(scale, scaler)
         else:
             due.append(optimizer)
     if not due:

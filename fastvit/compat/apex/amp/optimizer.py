@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..optimizers._fused import FusedOptimizer
 from ..parallel.LARC import LARC
 from ._amp_state import _amp_state, say
 from .forward import without_sync
@@ -45,15 +46,15 @@ class AmpOptimizer:
         self.optimizer = optimizer
         self.master_weights = master_weights
         self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []  # (half, master)
-        self.held_by: LossScaler | None = None  # whose scale is still in the model's gradients
-        self.held_scale = 1.0
+        self.held_scale: float | None = None  # the scale that is still in the model's gradients
+        self._held_by: LossScaler | None = None
         self._unscaled: list[tuple[nn.Parameter, Tensor]] = []  # sums of earlier backwards
         self._withheld: list[tuple[nn.Parameter, Tensor]] = []
         self._skip: str | None = None
         for group in optimizer.param_groups:
             self._put_masters(group, originals)
         # What load_state_dict put into the state before this point takes the dtype of its parameter.
-        for parameter, state in optimizer.state.items():
+        for parameter, state in () if isinstance(optimizer, FusedOptimizer) else optimizer.state.items():
             for name, value in state.items():
                 if isinstance(value, Tensor) and value.is_floating_point() and value.dim():
                     state[name] = value.to(parameter.dtype)
@@ -103,7 +104,7 @@ class AmpOptimizer:
         for half, _ in self.pairs:
             half.grad = None
         self._unscaled.clear()
-        self.held_by = self._skip = None
+        self.held_scale = self._skip = None
 
     def _own(self) -> list[nn.Parameter]:
         """The model's parameters that are stepped without a master."""
@@ -122,12 +123,12 @@ class AmpOptimizer:
         return gradients
 
     @torch.no_grad()
-    def before_backward(self, scaler: LossScaler) -> None:
+    def before_backward(self, scale: float) -> None:
         """Sets aside the gradients of earlier losses, which are unscaled, from those about to come."""
-        if self.held_by is not None:
-            if self.held_scale != scaler.loss_scale():
-                torch._foreach_mul_(self._gradients(), scaler.loss_scale() / self.held_scale)
-                self.held_scale = scaler.loss_scale()
+        if self.held_scale is not None:
+            if self.held_scale != scale:
+                torch._foreach_mul_(self._gradients(), scale / self.held_scale)
+                self.held_scale = scale
             return
         for half, _ in self.pairs:
             half.grad = None
@@ -135,19 +136,19 @@ class AmpOptimizer:
         for parameter, _ in self._unscaled:
             parameter.grad.zero_()
 
-    def hold(self, scaler: LossScaler) -> None:
-        """Leaves the gradients scaled until the next backward that does not delay, or the step."""
-        self.held_by, self.held_scale = scaler, scaler.loss_scale()
+    def hold(self, scale: float, scaler: LossScaler | None = None) -> None:
+        """Leaves the gradients scaled until the next backward that does not delay, or the step, which then
+        counts for `scaler`."""
+        self.held_scale, self._held_by = scale, scaler
 
     def must_hold(self) -> bool:
         """Whether the gradients are not reduced over the ranks yet: DDP's `no_sync`."""
         return without_sync({half for half, _ in self.pairs} | set(self._own()))
 
-    def release(self) -> None:
-        """Unscales gradients that were held, just before the step."""
-        scaler, self.held_by = self.held_by, None
-        overflow = any(flag.item() for flag in self.unscale(self.held_scale)) if scaler.dynamic else False
-        if scaler.update_scale(overflow):
+    def _release(self) -> None:
+        flags = self.unscale(self.held_scale)
+        scaler = self._held_by
+        if scaler is not None and scaler.update_scale(scaler.dynamic and any(f.item() for f in flags)):
             self.skip(f"Gradient overflow. Skipping step, reducing loss scale to {scaler.loss_scale()}")
 
     @torch.no_grad()
@@ -156,7 +157,7 @@ class AmpOptimizer:
 
         Returns flags as `scaler.unscale_` does.
         """
-        self.held_by = None
+        self.held_scale = None
         fresh = [(master, half.grad.float()) for half, master in self.pairs if half.grad is not None]
         for half, _ in self.pairs:
             half.grad = None  # it goes on in the master
@@ -179,8 +180,8 @@ class AmpOptimizer:
                 "amp: optimizer.step takes no closure, because whether a step is skipped is known only after "
                 "the gradients; compute them before"
             )
-        if self.held_by is not None:
-            self.release()
+        if self.held_scale is not None:
+            self._release()
         if self._skip is not None:
             say(self._skip)
             # An optimizer leaves parameters without a gradient alone, its own state with them.
