@@ -92,15 +92,16 @@ def _run_script(path: str, arguments: list[str]) -> None:
         sys.path[0] = str(Path(path).resolve().parent)
     main = ModuleType("__main__")
     main.__dict__.update(
-        __file__=path,
+        __file__=os.path.abspath(path),
+        __annotations__={},
         __builtins__=builtins,
-        __loader__=SourceFileLoader("__main__", path),
+        __loader__=SourceFileLoader("__main__", os.path.abspath(path)),
         __spec__=None,
         __package__=None,
         __cached__=None,
     )
     sys.modules["__main__"] = main
-    exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)
+    exec(compile(source, main.__file__, "exec", dont_inherit=True), main.__dict__)
 
 
 def _without_our_frames(trace: TracebackType | None) -> TracebackType | None:

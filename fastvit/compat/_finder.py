@@ -50,8 +50,12 @@ class _Alias(Loader):
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        # The import system takes what stands in sys.modules afterwards.
-        sys.modules[module.__name__] = importlib.import_module(self.target)
+        # The import system takes what stands in sys.modules afterwards. Modules inside get their names there
+        # too: importing one later would bind it in its parent, over a class of the same name (LARC).
+        alias, real = module.__name__, importlib.import_module(self.target)
+        inside = {n: m for n, m in sys.modules.items() if n.startswith(f"{self.target}.")}
+        sys.modules.update({alias + name.removeprefix(self.target): m for name, m in inside.items()})
+        sys.modules[alias] = real
 
 
 class _Completed(Loader):
