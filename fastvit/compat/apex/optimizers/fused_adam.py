@@ -77,8 +77,9 @@ class FusedAdam(FusedOptimizer):
 
     def _start(self, state: dict[str, Any], value: Tensor, group: dict[str, Any]) -> None:
         super()._start(state, value, group)
-        if "step" not in state:
-            state["step"] = torch.zeros((), device=value.device)
+        # A fused kernel counts where the parameter is; a loaded count may lie elsewhere.
+        step = state.get("step")
+        state["step"] = torch.zeros((), device=value.device) if step is None else step.to(value.device)
 
     def _update(self, group: dict[str, Any], batch: Batch) -> None:
         beta1, beta2 = group["betas"]

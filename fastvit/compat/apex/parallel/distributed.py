@@ -1,7 +1,5 @@
 """apex's DistributedDataParallel and Reducer over torch's."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -92,6 +90,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             self.register_comm_hook((1.0 / predivide, after, allreduce_always_fp32), _reduce)
 
 
+# torch looks at these annotations, so they are not postponed in this file.
 def _reduce(state: tuple[float, float, bool], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     before, after, in_float32 = state
     buffer = bucket.buffer()
