@@ -637,3 +637,65 @@ def test_casts_reach_into_containers():
     assert out[4].data.dtype == torch.float16
     assert out[1][0] is n and isinstance(out[2], Pair) and type(out[3]) is OrderedDict
     assert out[5:] == ("text", None)
+
+
+# What O1 casts
+
+
+@pytest.mark.parametrize("given", [torch.float32, HALF])
+@pytest.mark.parametrize(
+    ("function", "result"),
+    [
+        (lambda x, w: F.linear(x, w), HALF),
+        (lambda x, w: torch.mm(x, w), HALF),
+        (lambda x, w: x @ w, HALF),
+        (lambda x, w: F.conv1d(x[None], w[:, :, None].transpose(0, 1)), HALF),
+        (lambda x, w: F.mse_loss(x, w.to(x.dtype)), torch.float32),
+        (lambda x, w: x.prod(), torch.float32),
+        (lambda x, w: torch.cat([x, w]), torch.float32),  # the widest of both
+        (lambda x, w: x + w, torch.float32),
+        (lambda x, w: x.relu(), None),  # as it came
+    ],
+)
+def test_casts_of_functions(function, result, given):
+    seen = []
+
+    def own(x, w):
+        seen.append(function(x, w).dtype)
+        return x
+
+    model = amp.initialize(UsesOwn(own), opt_level="O1", verbosity=0)
+    model(torch.randn(4, 4, dtype=given))
+    assert seen == [result or given]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
+def test_recurrent_networks(kind, level):
+    class Last(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn = kind(3, 4, batch_first=True)
+
+        def forward(self, x):
+            return self.rnn(x)[0][:, -1]
+
+    torch.manual_seed(0)
+    plain, x = Last(), torch.randn(5, 6, 3)
+    plain(x).square().sum().backward()
+    model = copy.deepcopy(plain)
+    model, optimizer = start(level, model=model, loss_scale="dynamic")
+    optimizer.zero_grad()
+    with amp.scale_loss(model(x).square().sum(), optimizer) as scaled:
+        scaled.backward()
+    for master, parameter in zip(amp.master_params(optimizer), plain.parameters(), strict=True):
+        torch.testing.assert_close(master.grad.float(), parameter.grad, rtol=0.1, atol=0.05)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_compiled(level):
+    """The casts are part of the graph."""
+    images, _ = data()
+    want = start(level)[0](images)
+    compiled = torch.compile(start(level)[0], backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(images), want)

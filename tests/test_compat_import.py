@@ -277,7 +277,8 @@ for _ in range(3):
     with amp.scale_loss(model(torch.randn(2, 4)).sum(), optimizer) as scaled:
         scaled.backward()
     optimizer.step()
-print("rank", args.local_rank, flush=True)
+sys.stdout.write(f"rank {args.local_rank}\\n")  # in one piece, beside the other rank's
+sys.stdout.flush()
 if args.fail == args.local_rank:
     raise SystemExit(3)
 """

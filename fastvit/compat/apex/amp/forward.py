@@ -49,7 +49,10 @@ def half_type(device: torch.device | str) -> torch.dtype:
     """float16, and bfloat16 on the CPU, where float16 is slow and its range is not worth the scaling."""
     if torch.device(device).type != "cpu":
         return torch.float16
-    warn_once("amp: on the CPU half precision is bfloat16; cast_model_type=torch.float16 asks for float16")
+    if not torch.compiler.is_compiling():
+        warn_once(
+            "amp: on the CPU half precision is bfloat16; cast_model_type=torch.float16 asks for float16"
+        )
     return torch.bfloat16
 
 
