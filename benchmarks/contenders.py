@@ -44,7 +44,7 @@ class Exchange(fastvit.SyncBatchNorm):
     """fastvit's SyncBatchNorm made to exchange its statistics likewise."""
 
     def forward(self, x):
-        kept, statistics.over = statistics.over, statistics.Collective
+        kept, statistics.over = statistics.over, lambda _, layer: statistics.Shared(dist.group.WORLD, layer)
         try:
             return super().forward(x)
         finally:

@@ -62,6 +62,7 @@ def cases() -> list[Case]:
         *tokens([(128, 384), (128, 768)], ("bf16",)),
         *images(128, RESNET[1:4], both, ("fp32",)),
         *images(128, [RESNET[0], RESNET[4]], both, ("bf16", "fp32")),
+        *images(8, RESNET[2:], both, ("bf16",)),
         *images(32, RESNET, both, ("bf16",)),
         *tokens([(32, 384), (32, 768), (256, 768)], ("bf16", "fp32")),
         *images(128, CONV_STEM, both, ("bf16",)),

@@ -158,7 +158,7 @@ def test_a_step_never_waits_for_the_gpu():
 
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("kind", ["abn", "sbn"])
-def test_two_kernels_each_way(kind, name):
+def test_one_kernel_each_way(kind, name):
     if not kernel_count(lambda: torch.ones(4, device=DEVICE)):
         pytest.skip("torch's profiler sees no kernels here")
     channels = SHAPES[name][0][1]
@@ -169,7 +169,9 @@ def test_two_kernels_each_way(kind, name):
     x, results = leaf.clone(), []
     forward = kernel_count(lambda: results.append(layer(x)))
     backward = kernel_count(lambda: torch.autograd.grad(results.pop(), inputs, dy))
-    assert 1 <= forward <= 2 and 1 <= backward <= 2, f"{forward} forward, {backward} backward"
+    room = torch.cuda.get_device_properties(DEVICE).shared_memory_per_multiprocessor
+    most = 1 if room >= 160 << 10 else 2  # on less, not all of these fit on chip
+    assert 1 <= forward <= most and 1 <= backward <= most, f"{forward} forward, {backward} backward"
 
 
 def test_no_op_allocates_more_than_its_outputs():
@@ -300,7 +302,7 @@ def test_exchange_over_nccl(monkeypatch):
     limit = datetime.timedelta(seconds=30)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
     try:
-        monkeypatch.setattr(statistics, "over", statistics.Collective)
+        monkeypatch.setattr(statistics, "over", lambda _, layer: statistics.Shared(dist.group.WORLD, layer))
         got = everything(step(shared, leaf, dy), shared)
     finally:
         dist.destroy_process_group()
