@@ -3,6 +3,7 @@
 from importlib.metadata import PackageNotFoundError, version
 
 from . import functional, ops
+from .batch_norm_act import BatchNormAct, BatchNormActSync
 from .inplace_abn import InPlaceABN, InPlaceABNSync
 from .sync_batchnorm import (
     SyncBatchNorm,
@@ -17,6 +18,8 @@ except PackageNotFoundError:  # a source tree that was built in place and never 
     __version__ = "0+unknown"
 
 __all__ = [
+    "BatchNormAct",
+    "BatchNormActSync",
     "InPlaceABN",
     "InPlaceABNSync",
     "SyncBatchNorm",
