@@ -5,12 +5,12 @@ Inside `recompute_scope()` autograd hands every tensor that an op saves for back
 hook keeps a recipe in its place: the tensors that the layer has saved anyway, and which part of y was meant.
 The unpack hook follows the recipe, by one pass over the layer's input.
 
-Nothing is taken for y by its address. A weak reference to y's storage is held, so the address cannot be handed
-out again while the storage is looked for; the version counter tells whether y was written since; and a y that
-the layer's own saved tensors can no longer rebuild is kept like any other tensor. All other references are
-weak too: the scope keeps nothing alive.
+Nothing is taken for y by its address. A weak reference to y's storage is held, so the address cannot be
+handed out again while the storage is looked for; the version counter tells whether y was written since; and a
+y that the layer's own saved tensors can no longer rebuild is kept like any other tensor. All other references
+are weak too: the scope keeps nothing alive.
 
-The idea, for ReLU and checkpoints: Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost",
+Source of the idea: Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost",
 arXiv:1604.06174.
 """
 
