@@ -105,7 +105,7 @@ KINKS = {"relu": [0.0], "relu6": [0.0, 6.0], "leaky_relu": [0.0], "elu": [0.0], 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_kinks_and_ends_of_the_range_like_torch(activation, dtype, device):
     """Where torch's value is exact so is ours; the derivative at a kink is torch's; NaN stays NaN."""
-    last = torch.finfo(dtype).max
+    last = min(torch.finfo(dtype).max, 1e100)  # torch itself overflows in float64 past that
     points = [*KINKS.get(activation, []), 1e-6, -1e-6, 50.0, -50.0, last, float("nan")]
     v = torch.tensor([points], dtype=dtype, device=device).repeat(3, 1)
     c = v.shape[1]
