@@ -292,5 +292,14 @@ def test_what_torch_cannot_trace_is_traced_as_ours(layer, dtype):
         check("layer", compiled, eager)
 
 
+def test_exported_as_plain_batch_norm():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), BatchNormAct(4, activation="hardswish")).eval()
+    x = torch.randn(2, 3, 8, 8)
+    exported = torch.export.export(model, (x,))
+    calls = [str(node.target) for node in exported.graph.nodes if node.op == "call_function"]
+    assert calls == ["aten.conv2d.default", "aten.batch_norm.default", "aten.hardswish.default"]
+    check("layer", exported.module()(x), model(x))
+
+
 def test_layout_list_is_covered():
     assert set(CORE_LAYOUTS) <= set(LAYOUTS) and set(ACTIVATIONS) == set(functional.ACTIVATIONS)
