@@ -2,12 +2,16 @@
 
 import copy
 import itertools
+import warnings
 
 import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
 from .functional import channel_dimension
+
+_UNSAFE = 0.05  # the share of error in the recovered xhat that is worth a warning
+_CHECK_EVERY = 1024  # forwards; each check reads one number on the host
 
 
 def check_num_features(name: str, num_features: int) -> None:
@@ -50,6 +54,36 @@ def check_channels(layer: _NormBase, x: Tensor, channel_last: bool) -> None:
 def cannot_read_values(x: Tensor) -> bool:
     """Whether reading a number on the host is impossible or would stall: tracing, or capturing a graph."""
     return torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+class ChecksConditioning:
+    """A layer that can work in place, and so recovers its input from an output of few digits."""
+
+    _forwards_to_check = 0
+
+    def check_conditioning(self, x: Tensor) -> None:
+        """Says once when |bias| / |weight| leaves the stored output too few digits to recover xhat from."""
+        if not self.training or self.weight is None or self.bias is None:
+            return
+        if self._forwards_to_check < 0 or cannot_read_values(x):
+            return
+        self._forwards_to_check -= 1
+        if self._forwards_to_check >= 0:
+            return
+        self._forwards_to_check = _CHECK_EVERY
+        with torch.no_grad():
+            gamma = self.weight.detach().double().abs().clamp_min(1e-30)
+            ratio = (self.bias.detach().double().abs() / gamma).max().item()
+        error = torch.finfo(x.dtype).eps / 4 * (1 + ratio**2) ** 0.5  # a quarter is rounding's mean
+        if error > _UNSAFE:
+            self._forwards_to_check = -1
+            warnings.warn(
+                f"{type(self).__name__}({self.num_features}): |bias| / |weight| is up to {ratio:.3g}, so in "
+                f"{x.dtype} the input recovered in backward is off by about {min(error, 1):.0%} in that "
+                "channel; keep this layer in a wider dtype, or use one that keeps its input "
+                "(BatchNormAct with memory='recompute')",
+                stacklevel=4,
+            )
 
 
 _layer_numbers = itertools.count(1)

@@ -9,11 +9,39 @@ from numbers import Real
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from . import _library, ops, statistics
+from .recompute import active_scope
+from .reference import activate
 
 _SMALLEST = 2.0**-126  # normal float32
 IN_PLACE_ACTIVATIONS = ("identity", "leaky_relu", "elu")
+# Every activation, and its parameter where the caller names none: slope of leaky_relu, alpha of elu.
+ACTIVATIONS = {
+    "identity": None,
+    "relu": None,
+    "relu6": None,
+    "leaky_relu": 0.01,
+    "elu": 1.0,
+    "gelu": None,
+    "gelu_tanh": None,
+    "silu": None,
+    "hardswish": None,
+}
+
+
+def check_activation(activation: str, activation_param: float | None) -> float:
+    """The parameter to use, 0 where the activation has none. Raises ValueError for what does not exist."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}; one of {', '.join(ACTIVATIONS)} expected")
+    default = ACTIVATIONS[activation]
+    if default is None:
+        return 0.0
+    param = default if activation_param is None else activation_param
+    if isinstance(param, bool) or not isinstance(param, Real) or not abs(param) <= 1 / _SMALLEST:
+        raise ValueError(f"activation_param is {param!r}; a finite number expected for {activation}")
+    return param
 
 
 def check_in_place_activation(activation: str, activation_param: float) -> None:
@@ -103,6 +131,12 @@ def _several_views_made(x: Tensor) -> bool:
     return x.requires_grad and meta._get_creation_meta(x) != meta.CreationMeta.DEFAULT
 
 
+def _shared(op: str, training: bool, group, layer: int, momentum: float | None):
+    if not training:
+        return statistics.Local()
+    return statistics.over(group, statistics.Layer(op, layer, momentum))
+
+
 def _check_more_than_one_value(x: Tensor, channel_dim: int, shared: "statistics.Local | object") -> None:
     # Over several ranks the others may hold values, and their counts are never read back to the host.
     if shared.world_size == 1 and x.numel() == x.shape[channel_dim]:
@@ -126,14 +160,14 @@ class _BatchNorm(torch.autograd.Function):
             moments, ticket = shared.gather(ops.bn_stats(x, channel_dim)) if training else (None, None)
             y, saved = ops.bn_forward(x, moments, *rest)
         # Without an activation z decides nothing in backward: its gradient is dy itself.
-        ctx.save_for_backward(x, weight, bias, None if activation == "identity" else z, saved, ticket)
+        ctx.save_for_backward(x, weight, bias, None if activation == "identity" else z, ticket, saved)
         _remember(ctx, shared, training, activation, activation_param, channel_dim)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        x, weight, bias, z, saved, ticket = ctx.saved_tensors
+        x, weight, bias, z, ticket, saved = ctx.saved_tensors
         wants_x, wants_weight, wants_bias, wants_z = ctx.needs_input_grad[:4]
         rest = (weight, bias, *ctx.activation, ctx.channel_dim)
         exchange = wants_x and ctx.training
@@ -279,19 +313,138 @@ def sync_batch_norm(
             or momentum, or are in another layer; a rank that died or did not come within the group's
             timeout. Nothing has been written then.
     """
+    return _batch_norm_act(
+        "sync_batch_norm", x, weight, bias, running_mean, running_var, z, training, momentum, eps,
+        "relu" if fuse_relu else "identity", 0.0, channel_last, num_batches_tracked,
+        _shared("sync_batch_norm", training, process_group, layer, momentum), False,
+    )  # fmt: skip
+
+
+def batch_norm_act(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    z: Tensor | None = None,
+    training: bool = True,
+    momentum: float | None = 0.1,
+    eps: float = 1e-5,
+    activation: str = "relu",
+    activation_param: float | None = None,
+    *,
+    channel_last: bool = False,
+    num_batches_tracked: Tensor | None = None,
+    recompute: bool = False,
+) -> Tensor:
+    """Batch normalisation, plus a residual, and an activation, with the statistics of this process.
+
+    Args:
+        activation: "identity", "relu", "relu6", "leaky_relu", "elu", "gelu" (by erf), "gelu_tanh", "silu" or
+            "hardswish", as in torch.nn.functional, derivatives at kinks included.
+        activation_param: slope of leaky_relu (None: 0.01) or alpha of elu (None: 1); the others have none.
+        recompute: inside `fastvit.recompute_scope()` those who save the result for backward get it rebuilt
+            instead; elsewhere this changes nothing.
+
+    The rest as in `sync_batch_norm`. Saves x for backward, and z where the activation's gradient depends on
+    it. Traced by torch.compile as plain torch ops wherever those can do it.
+    """
+    return _batch_norm_act(
+        "batch_norm_act", x, weight, bias, running_mean, running_var, z, training, momentum, eps,
+        activation, check_activation(activation, activation_param), channel_last, num_batches_tracked,
+        statistics.Local(), recompute,
+    )  # fmt: skip
+
+
+def batch_norm_act_sync(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    z: Tensor | None = None,
+    training: bool = True,
+    momentum: float | None = 0.1,
+    eps: float = 1e-5,
+    activation: str = "relu",
+    activation_param: float | None = None,
+    *,
+    process_group: "torch.distributed.ProcessGroup | None" = None,
+    channel_last: bool = False,
+    num_batches_tracked: Tensor | None = None,
+    recompute: bool = False,
+    layer: int = 0,
+) -> Tensor:
+    """`batch_norm_act` with statistics over the ranks of `process_group` (None: the default group).
+
+    layer, and what raises RuntimeError: as in `sync_batch_norm`.
+    """
+    return _batch_norm_act(
+        "batch_norm_act_sync", x, weight, bias, running_mean, running_var, z, training, momentum, eps,
+        activation, check_activation(activation, activation_param), channel_last, num_batches_tracked,
+        _shared("batch_norm_act_sync", training, process_group, layer, momentum), recompute,
+    )  # fmt: skip
+
+
+def _batch_norm_act(
+    name, x, weight, bias, running_mean, running_var, z, training, momentum, eps,
+    activation, activation_param, channel_last, num_batches_tracked, shared, recompute,
+):  # fmt: skip
     channel_dim = _check_input(
-        "sync_batch_norm", x, channel_last, z,
+        name, x, channel_last, z,
         weight=weight, bias=bias, running_mean=running_mean, running_var=running_var,
     )  # fmt: skip
-    shared = statistics.Local()
-    if training:
-        shared = statistics.over(process_group, statistics.Layer("sync_batch_norm", layer, momentum))
     if training:
         _check_more_than_one_value(x, channel_dim, shared)
-    return _BatchNorm.apply(
-        x, weight, bias, z, running_mean, running_var, num_batches_tracked,
-        shared, training, momentum, eps, "relu" if fuse_relu else "identity", 0.0, channel_dim,
+    state = (weight, bias, running_mean, running_var)
+    if torch.compiler.is_compiling() and _torch_can(x, *state, momentum, shared):
+        return _plain_batch_norm_act(
+            x, *state, z, num_batches_tracked,
+            training, momentum, eps, activation, activation_param, channel_dim,
+        )  # fmt: skip
+
+    def layer():
+        return _BatchNorm.apply(
+            x, weight, bias, z, running_mean, running_var, num_batches_tracked,
+            shared, training, momentum, eps, activation, activation_param, channel_dim,
+        )  # fmt: skip
+
+    scope = active_scope() if recompute else None
+    if scope is None or (z is not None and activation == "identity"):  # which does not save z to rebuild from
+        return layer()
+    given = [t is not None for t in (x, weight, bias, z)]
+
+    def rebuild(*saved_tensors):
+        *tensors, saved = saved_tensors
+        x, weight, bias, z = (tensors.pop(0) if there else None for there in given)
+        return ops.bn_apply(x, saved, weight, bias, z, activation, activation_param, channel_dim)
+
+    return scope.call(layer, rebuild)
+
+
+def _torch_can(x, weight, bias, running_mean, running_var, momentum, shared) -> bool:
+    """Whether torch's own batch_norm means the same for these arguments, within one graph."""
+    # F.batch_norm wants a number for the factor, which a cumulative average would read back from the device
+    if momentum is None or not isinstance(shared, statistics.Local):
+        return False
+    dtypes = {t.dtype for t in (weight, bias, running_mean, running_var) if t is not None}
+    return dtypes <= {x.dtype} or (x.dtype in (torch.float16, torch.bfloat16) and dtypes == {torch.float32})
+
+
+def _plain_batch_norm_act(
+    x, weight, bias, running_mean, running_var, z, num_batches_tracked,
+    training, momentum, eps, activation, activation_param, channel_dim,
+):  # fmt: skip
+    """What torch.compile is given: ops it can fuse with their neighbours and recompute as it likes."""
+    if num_batches_tracked is not None:
+        num_batches_tracked.add_(1)
+    moved = channel_dim != 1
+    y = F.batch_norm(
+        x.movedim(channel_dim, 1) if moved else x,
+        running_mean, running_var, weight, bias, training, momentum, eps,
     )  # fmt: skip
+    y = y.movedim(1, channel_dim) if moved else y
+    return activate(y if z is None else y + z, activation, activation_param)
 
 
 def inplace_abn(
@@ -353,12 +506,10 @@ def inplace_abn_sync(
 
     layer, and what raises RuntimeError: as in `sync_batch_norm`.
     """
-    shared = statistics.Local()
-    if training:
-        shared = statistics.over(group, statistics.Layer("inplace_abn_sync", layer, momentum))
     return _inplace_abn(
         x, weight, bias, running_mean, running_var, training, momentum, eps, activation, activation_param,
-        channel_last, num_batches_tracked, abs_weight, shared, "inplace_abn_sync",
+        channel_last, num_batches_tracked, abs_weight,
+        _shared("inplace_abn_sync", training, group, layer, momentum), "inplace_abn_sync",
     )  # fmt: skip
 
 

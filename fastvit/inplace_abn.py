@@ -4,19 +4,14 @@ Source: Rota Bulò, Porzi, Kontschieder, "In-Place Activated BatchNorm for Memor
 CVPR 2018, arXiv:1712.02616.
 """
 
-import warnings
-
 import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
 from . import _norm, functional
 
-_UNSAFE = 0.05  # the share of error in the recovered xhat that is worth a warning
-_CHECK_EVERY = 1024  # forwards; each check reads one number on the host
 
-
-class InPlaceABN(_NormBase):
+class InPlaceABN(_norm.ChecksConditioning, _NormBase):
     """BatchNorm + activation, written over the input; saves its own output for backward and nothing else.
 
     The input must be nobody else's: not a leaf that requires grad, not saved by the op that made it (conv and
@@ -66,12 +61,10 @@ class InPlaceABN(_NormBase):
         self.activation_param = activation_param
         self.channel_last = channel_last
         self.abs_weight = abs_weight
-        self._forwards_to_check = 0
 
     def forward(self, x: Tensor) -> Tensor:
         _norm.check_channels(self, x, self.channel_last)
-        if self.training and self.weight is not None and self.bias is not None:
-            self._check_conditioning(x)
+        self.check_conditioning(x)
         return self._normalise(x, **_norm.forward_state(self))
 
     def _normalise(self, x: Tensor, **state) -> Tensor:
@@ -85,27 +78,6 @@ class InPlaceABN(_NormBase):
             "channel_last": self.channel_last,
             "abs_weight": self.abs_weight,
         }
-
-    def _check_conditioning(self, x: Tensor) -> None:
-        """Says once when |bias| / |weight| leaves the stored output too few digits to recover xhat from."""
-        if self._forwards_to_check < 0 or _norm.cannot_read_values(x):
-            return
-        self._forwards_to_check -= 1
-        if self._forwards_to_check >= 0:
-            return
-        self._forwards_to_check = _CHECK_EVERY
-        with torch.no_grad():
-            gamma = self.weight.detach().double().abs().clamp_min(1e-30)
-            ratio = (self.bias.detach().double().abs() / gamma).max().item()
-        error = torch.finfo(x.dtype).eps / 4 * (1 + ratio**2) ** 0.5  # a quarter is rounding's mean
-        if error > _UNSAFE:
-            self._forwards_to_check = -1
-            warnings.warn(
-                f"InPlaceABN({self.num_features}): |bias| / |weight| is up to {ratio:.3g}, so in {x.dtype} "
-                f"the input recovered in backward is off by about {min(error, 1):.0%} in that channel; "
-                "keep this layer in a wider dtype, or use one that keeps its input (SyncBatchNorm)",
-                stacklevel=3,
-            )
 
     def extra_repr(self) -> str:
         text = f"{super().extra_repr()}, activation={self.activation}"

@@ -46,23 +46,34 @@ def _gamma(weight: Tensor | None, x: Tensor, in_place: bool) -> Tensor | float:
     )
 
 
-def _activate(v: Tensor, activation: str, param: float) -> Tensor:
+def activate(v: Tensor, activation: str, param: float) -> Tensor:
+    """What every activation means, by torch's own; `param` is leaky_relu's slope or elu's alpha."""
     match activation:
         case "identity":
             return v
         case "relu":
-            return v.relu()
+            return F.relu(v)
+        case "relu6":
+            return F.relu6(v)
         case "leaky_relu":
             return F.leaky_relu(v, param)
         case "elu":
             return F.elu(v, param)
+        case "gelu":
+            return F.gelu(v)
+        case "gelu_tanh":
+            return F.gelu(v, approximate="tanh")
+        case "silu":
+            return F.silu(v)
+        case "hardswish":
+            return F.hardswish(v)
     raise RuntimeError(f"reference: activation is {activation!r}")
 
 
 def _derivative(v: Tensor, activation: str, param: float) -> Tensor:
     with torch.enable_grad():
         v = v.detach().requires_grad_()
-        return torch.autograd.grad(_activate(v, activation, param).sum(), v)[0]
+        return torch.autograd.grad(activate(v, activation, param).sum(), v)[0]
 
 
 def _invert(y: Tensor, activation: str, param: float, accumulation: torch.dtype) -> Tensor:
@@ -125,7 +136,7 @@ def _forward(
     v = v * _along(_gamma(weight, x, in_place), x, channel_dim)
     v = v + (0 if bias is None else _along(bias, x, channel_dim)) + (0 if z is None else z.double())
     saved = torch.cat([mean, invstd, torch.tensor(packed_count, dtype=torch.float64, device=x.device)])
-    return _activate(v, activation, param), saved.to(accumulation_dtype(x.dtype))
+    return activate(v, activation, param), saved.to(accumulation_dtype(x.dtype))
 
 
 def bn_forward(
@@ -138,6 +149,16 @@ def bn_forward(
         momentum, eps, activation, activation_param, channel_dim, False,
     )  # fmt: skip
     return torch.empty_like(x).copy_(y), saved
+
+
+def bn_apply(
+    x, saved, weight=None, bias=None, z=None, activation="identity", activation_param=0.01, channel_dim=1
+):
+    channels = x.shape[channel_dim]
+    mean, invstd = (_along(part, x, channel_dim) for part in saved[: 2 * channels].chunk(2))
+    v = (x.double() - mean) * invstd * _along(_gamma(weight, x, False), x, channel_dim)
+    v = v + (0 if bias is None else _along(bias, x, channel_dim)) + (0 if z is None else z.double())
+    return torch.empty_like(x).copy_(activate(v, activation, activation_param))
 
 
 def abn_forward_(

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import _norm, functional
+from .batch_norm_act import BatchNormAct, BatchNormActSync
 from .inplace_abn import InPlaceABN, InPlaceABNSync
 
 
@@ -90,6 +91,10 @@ class BatchNorm(_BatchNorm):
         _norm.check_channels(self, input, False)
 
 
+# Layers that become another class of their own, with a group and nothing else besides.
+SYNCHRONISED = {InPlaceABN: InPlaceABNSync, BatchNormAct: BatchNormActSync}
+
+
 def convert_syncbn_model(
     module: nn.Module,
     process_group: "dist.ProcessGroup | None" = None,
@@ -99,18 +104,18 @@ def convert_syncbn_model(
 
     Layers change class and stay the objects they are: parameters, buffers, hooks, requires_grad, training
     flags and sharing are untouched, so optimizers built before stay valid. BatchNorm1d/2d/3d, torch's and
-    fastvit's SyncBatchNorm, and subclasses that use their forward are converted, and InPlaceABN becomes
-    InPlaceABNSync; InstanceNorm is not converted. A subclass with a forward of its own (timm's
-    BatchNormAct2d, say) keeps its behaviour and is named in a warning. A SyncBatchNorm keeps its process
-    group where `process_group` is None, and its channel_last.
+    fastvit's SyncBatchNorm, and subclasses that use their forward are converted; InPlaceABN becomes
+    InPlaceABNSync and BatchNormAct BatchNormActSync; InstanceNorm is not converted. A subclass with a forward
+    of its own (timm's BatchNormAct2d, say) keeps its behaviour and is named in a warning. A SyncBatchNorm
+    keeps its process group where `process_group` is None, and its channel_last.
 
     A dimension check made by BatchNorm1d/2d/3d is given up: a SyncBatchNorm takes 2 to 5 dimensions.
     """
     left: dict[str, int] = {}
     for layer in module.modules():
-        if type(layer) is InPlaceABN:
-            layer._reverts_to = InPlaceABN
-            layer.__class__ = InPlaceABNSync
+        if synchronised := SYNCHRONISED.get(type(layer)):
+            layer._reverts_to = type(layer)
+            layer.__class__ = synchronised
             layer.set_group(process_group)
         if not isinstance(layer, _BatchNorm):
             continue
@@ -138,13 +143,14 @@ def revert_syncbn_model(module: nn.Module) -> nn.Module:
 
     A SyncBatchNorm built as such becomes a BatchNorm for inputs of any rank. One that does more than
     BatchNorm (fuse_relu, or channel_last without having been converted) has no counterpart: it is left and
-    named in a warning. An InPlaceABNSync built as such is left.
+    named in a warning. An InPlaceABNSync or BatchNormActSync built as such is left.
     """
     left = []
     for name, layer in module.named_modules():
-        if isinstance(layer, InPlaceABNSync) and layer.__dict__.pop("_reverts_to", None):
-            del layer.group, layer.layer_number
-            layer.__class__ = InPlaceABN
+        if isinstance(layer, tuple(SYNCHRONISED.values())) and "_reverts_to" in layer.__dict__:
+            delattr(layer, layer.group_attribute)
+            del layer.layer_number
+            layer.__class__ = layer.__dict__.pop("_reverts_to")
         if not isinstance(layer, SyncBatchNorm):
             continue
         original = layer.__dict__.get("_reverts_to")

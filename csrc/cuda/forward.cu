@@ -1,5 +1,5 @@
-// bn_forward, abn_forward_: y = act((x - mean) * scale + beta (+ z)), scale = gamma * invstd; the ranks'
-// moments are merged and the running statistics updated in the same launch.
+// bn_forward, bn_apply, abn_forward_: y = act((x - mean) * scale + beta (+ z)), scale = gamma * invstd; the
+// ranks' moments are merged and the running statistics updated in the same launch.
 // Memory   reads x (and z) once, writes y once, over x or to a tensor of its own. Bandwidth-bound.
 // Mapping  block 0 keeps the books (saved, running statistics, counter) for all channels; the others take
 //          (tile of channels, slice of their values), see plan.h, and merge the moments of their tile
@@ -15,6 +15,7 @@ template <class A>
 struct Statistics : Books<A> {  // what mean and invstd come from, and where they are kept
   const A* moments;             // [ranks][2C + 2]; null: the running statistics
   int64_t ranks;
+  const A* given;  // [2C + 2] of an earlier forward, or null; then there is nothing to keep
 
   __device__ __forceinline__ Moments<A> merged(int64_t c) const {  // in rank order
     const int64_t C = this->C;
@@ -26,12 +27,14 @@ struct Statistics : Books<A> {  // what mean and invstd come from, and where the
     return all;
   }
   __device__ __forceinline__ Normaliser<A> of(int64_t c) const {
+    if (given) return {given[c], given[this->C + c]};
     return moments ? this->normaliser(merged(c)) : this->running(c);
   }
 
   // By one block for all channels: the factor comes from a counter that must change exactly once, after
   // everybody has read it.
   __device__ __forceinline__ void keep() const {
+    if (given) return;
     const int64_t C = this->C;
     int64_t* const tracked = this->num_batches_tracked;
     double count = 0, factor = this->momentum;
@@ -112,7 +115,8 @@ void Cuda::forward(const ForwardArgs& args) {
                                   static_cast<const T*>(args.x),
                                   static_cast<T*>(args.y),
                                   static_cast<const T*>(args.z),
-                                  {books_of<A>(args), static_cast<const A*>(args.moments), args.ranks},
+                                  {books_of<A>(args), static_cast<const A*>(args.moments), args.ranks,
+                                   static_cast<const A*>(args.given)},
                                   activated_of<T>(args)};
     const int64_t blocks = 1 + (args.layout.numel() > 0 ? plan.blocks() : 0);
     with_walk<T>(plan, [&]<bool kRows, int V>() {

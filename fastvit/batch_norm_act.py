@@ -1,0 +1,135 @@
+"""BatchNormAct: BatchNorm, an optional residual and any activation in one layer that keeps one activation."""
+
+import torch
+from torch import Tensor
+from torch.nn.modules.batchnorm import _NormBase
+
+from . import _norm, functional
+
+MEMORY = ("recompute", "inplace", "keep")
+
+
+class BatchNormAct(_norm.ChecksConditioning, _NormBase):
+    """BatchNorm + residual + activation in one pass; a choice of what is kept for backward.
+
+    Args:
+        num_features: C.
+        eps, momentum, affine, track_running_stats: as in torch.nn.BatchNorm2d; momentum=None averages
+            cumulatively.
+        activation: "identity", "relu", "relu6", "leaky_relu", "elu", "gelu" (by erf), "gelu_tanh", "silu" or
+            "hardswish".
+        activation_param: slope of leaky_relu (None: 0.01) or alpha of elu (None: 1); the others have none.
+        memory: what backward finds.
+            "recompute": the input is saved and the output is not; where a later layer saved the output, it is
+            rebuilt by one pass when that layer's backward asks for it, to the same bits. This takes an open
+            `fastvit.recompute_scope()` around the forward; without one the layer is "keep".
+            "inplace": the output is written over the input, as `InPlaceABN` does, with what that asks of the
+            input and of the activation; no residual.
+            "keep": the input is saved by this layer, the output by whoever needs it.
+        channel_last: the input is (N, *, C), as tokens (N, L, C) are. Tensors in torch's channels_last
+            memory format need no flag.
+
+    `forward(input, z=None)`: input (N, C, *) with 2 to 5 dimensions, float16, bfloat16, float32 or float64;
+    z a residual of the same shape, added before the activation. The state_dict is BatchNorm's. Not
+    differentiable twice. Under torch.compile it is traced as plain torch ops, and what is recomputed is the
+    partitioner's choice.
+
+    Raises:
+        ValueError: at construction, for an activation or memory that does not exist, or cannot be had
+            together; in forward, for a wrong rank or channel count, one value per channel in training, or
+            a residual in place.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        activation: str = "relu",
+        activation_param: float | None = None,
+        *,
+        memory: str = "recompute",
+        channel_last: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        _norm.check_num_features(type(self).__name__, num_features)
+        if memory not in MEMORY:
+            raise ValueError(f"memory is {memory!r}; one of {', '.join(MEMORY)} expected")
+        activation_param = functional.check_activation(activation, activation_param)
+        if memory == "inplace":
+            functional.check_in_place_activation(activation, activation_param)
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+        self.activation = activation
+        self.activation_param = activation_param
+        self.memory = memory
+        self.channel_last = channel_last
+
+    def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
+        _norm.check_channels(self, input, self.channel_last)
+        options = _norm.forward_state(self) | {
+            "eps": self.eps,
+            "activation": self.activation,
+            "activation_param": self.activation_param,
+            "channel_last": self.channel_last,
+        }
+        if self.memory == "inplace":
+            if z is not None:
+                raise ValueError(
+                    f"{type(self).__name__}: got a residual z, which memory='inplace' cannot take; "
+                    "'recompute' and 'keep' can"
+                )
+            self.check_conditioning(input)
+            return self._in_place(input, options)
+        if z is not None and z.dtype != input.dtype:  # autocast can leave a residual in another precision
+            z = z.to(input.dtype)
+        return self._normalise(input, z, options | {"recompute": self.memory == "recompute"})
+
+    def _in_place(self, x: Tensor, options: dict) -> Tensor:
+        return functional.inplace_abn(x, self.weight, self.bias, **options)
+
+    def _normalise(self, x: Tensor, z: Tensor | None, options: dict) -> Tensor:
+        return functional.batch_norm_act(x, self.weight, self.bias, z=z, **options)
+
+    def extra_repr(self) -> str:
+        text = f"{super().extra_repr()}, activation={self.activation}"
+        if functional.ACTIVATIONS[self.activation] is not None:
+            text += f"[{self.activation_param}]"
+        return f"{text}, memory={self.memory}" + (", channel_last=True" if self.channel_last else "")
+
+
+class BatchNormActSync(_norm.SharesGroup, BatchNormAct):
+    """BatchNormAct with statistics over the ranks of a process group.
+
+    Args:
+        process_group: None is the default group (this process alone when torch.distributed is not
+            initialised).
+
+    One packed collective in each direction in training, none in evaluation, and none for rebuilding an
+    output. Ranks may hold different numbers of samples, or none. In training every rank of the group must run
+    the layer. Copies share the group; pickles leave it behind (a group exists in its process alone).
+    """
+
+    group_attribute = "process_group"
+
+    def __init__(self, *args, process_group: "torch.distributed.ProcessGroup | None" = None, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.set_group(process_group)
+
+    def _in_place(self, x: Tensor, options: dict) -> Tensor:
+        return functional.inplace_abn_sync(
+            x, self.weight, self.bias, group=self.process_group, layer=self.layer_number, **options
+        )
+
+    def _normalise(self, x: Tensor, z: Tensor | None, options: dict) -> Tensor:
+        return functional.batch_norm_act_sync(
+            x,
+            self.weight,
+            self.bias,
+            z=z,
+            process_group=self.process_group,
+            layer=self.layer_number,
+            **options,
+        )
