@@ -24,7 +24,8 @@ import torch
 from demo_page import write_page
 
 from fastvit.models import vit_digits
-from fastvit.training.data import load_digits
+from fastvit.training.config import Config
+from fastvit.training.datasets import load_digits
 from fastvit.training.errors import MissingPackage, check_packages
 
 MAIN = "inplace-abn-sync"
@@ -137,7 +138,7 @@ def clear(out: Path) -> None:
     """Make room for new runs: remove what an earlier demo left, and nothing else."""
     out.mkdir(parents=True, exist_ok=True)
     for norm in (MAIN, *OTHERS):
-        if (out / norm / "config.json").is_file():
+        if (out / norm / "metrics.jsonl").is_file():
             shutil.rmtree(out / norm)
     (out / "index.html").unlink(missing_ok=True)
 
@@ -152,7 +153,7 @@ def compare(out: Path, epochs: int, quick: bool) -> list[Result]:
     ranks = gpus or 2
     affinity = getattr(os, "sched_getaffinity", None)
     threads = max(1, (len(affinity(0)) if affinity else os.cpu_count() or 1) // ranks)
-    images = load_digits(0).train_images[:BATCH]
+    images = load_digits(0).train.images[:BATCH]
     kept = {norm: saved_bytes(norm, images) for norm in (MAIN, *OTHERS)}
     runs: list[Run] = []
     try:
@@ -193,7 +194,7 @@ def main() -> int:
     out = options.out.resolve()
     start = time.perf_counter()
     try:
-        check_packages()
+        check_packages(Config())
         clear(out)
         results = compare(out, options.epochs, options.quick)
         (out / "summary.json").write_text(json.dumps([asdict(result) for result in results], indent=2) + "\n")

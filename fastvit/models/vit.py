@@ -8,6 +8,7 @@ Vision Transformers", ICCV Workshops 2021.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from .norm_act import NormAct
 
-__all__ = ["MLP_NORMS", "ViT", "vit_digits"]
+__all__ = ["MLP_NORMS", "VARIANTS", "ViT", "create_vit", "vit_digits"]
 
 MLP_NORMS = ("none", "batch")
 """What ``mlp_norm=`` takes."""
@@ -173,27 +174,68 @@ class ViT(nn.Module):
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
 
+    def no_weight_decay(self) -> set[str]:
+        """Names of the parameters, besides vectors, that weight decay would harm; timm's method."""
+        return {"position"}
+
     def forward(self, images: Tensor) -> Tensor:
         x = self.stem(images) + self.position
         x = self.blocks(x)
         return self.head(self.norm(x).mean(dim=1))
 
 
-def vit_digits(norm: str = "inplace-abn-sync", mlp_norm: str = "batch") -> ViT:
-    """The ViT for scikit-learn's digits: ``(N, 1, 8, 8)`` -> ``(N, 10)``, 16 tokens, 247 thousand weights.
+@dataclass(frozen=True)
+class _Variant:
+    stem_channels: tuple[int, ...]
+    stem_strides: tuple[int, ...]
+    patch: int
+    dim: int
+    depth: int
+    heads: int
 
-    The stem keeps the full resolution, because a digit of 8x8 pixels has none to give away.
+
+_VARIANTS = {
+    # The stem keeps the full resolution, because a digit of 8x8 pixels has none to give away.
+    "vit_digits": _Variant((32, 32, 64), (1, 1, 1), 2, 64, 4, 4),
+    "vit_cifar": _Variant((64, 64, 128), (1, 1, 2), 2, 192, 9, 3),
+    # Of the size of DeiT's, with a stem that takes 224 pixels to 14 tokens a side.
+    "vit_tiny": _Variant((24, 48, 96, 192), (2, 2, 2, 2), 1, 192, 12, 3),
+    "vit_small": _Variant((48, 96, 192, 384), (2, 2, 2, 2), 1, 384, 12, 6),
+    "vit_base": _Variant((96, 192, 384, 768), (2, 2, 2, 2), 1, 768, 12, 12),
+}
+
+VARIANTS = tuple(_VARIANTS)
+"""What ``create_vit`` takes as a name."""
+
+
+def create_vit(
+    name: str,
+    image_size: int,
+    in_channels: int = 3,
+    num_classes: int = 1000,
+    norm: str = "inplace-abn-sync",
+    mlp_norm: str = "batch",
+) -> ViT:
+    """A ViT by name: ``(N, in_channels, image_size, image_size)`` -> ``(N, num_classes)``.
+
+    ``vit_digits`` is meant for 8 pixels (247 thousand weights), ``vit_cifar`` for 32, ``vit_tiny``,
+    ``vit_small`` and ``vit_base`` for 224; each takes every size that leaves whole patches.
+
+    Raises:
+        ValueError: there is no such name, or the size leaves no whole patches.
     """
+    if name not in _VARIANTS:
+        raise ValueError(f"create_vit: name must be one of {', '.join(VARIANTS)}, got {name!r}")
     return ViT(
-        image_size=8,
-        in_channels=1,
-        num_classes=10,
-        stem_channels=(32, 32, 64),
-        stem_strides=(1, 1, 1),
-        patch=2,
-        dim=64,
-        depth=4,
-        heads=4,
+        image_size=image_size,
+        in_channels=in_channels,
+        num_classes=num_classes,
         norm=norm,
         mlp_norm=mlp_norm,
+        **vars(_VARIANTS[name]),
     )
+
+
+def vit_digits(norm: str = "inplace-abn-sync", mlp_norm: str = "batch") -> ViT:
+    """The ViT for scikit-learn's digits: ``(N, 1, 8, 8)`` -> ``(N, 10)``, 16 tokens, 247 thousand weights."""
+    return create_vit("vit_digits", 8, 1, 10, norm, mlp_norm)

@@ -1,37 +1,51 @@
 """Checkpoints: written whole or not at all, and loaded without running code from the file.
 
-A checkpoint is a directory ``<run>/checkpoints/epoch-0012`` with two files:
+A checkpoint is a directory ``<run>/checkpoints/epoch-0012`` (or ``epoch-0012-step-000340``, 340 steps into
+the epoch after) with these files:
 
 ``model.safetensors``
     parameters and buffers under the model's own names, for anyone who wants the weights.
+``average.safetensors``
+    their moving average, with ``--ema``.
 ``state.pt``
-    optimizer, schedule, epoch, random generators of every rank, configuration and history;
+    optimizer, schedule, loss scale, epoch, random generators of every rank, configuration and history;
     ``torch.load(..., weights_only=True)`` reads it.
 
-It is written under another name and renamed when both files are on the disk, so a crash at any moment leaves
-the previous checkpoint as it was.
+It is written under another name and renamed when all files are on the disk, so a crash at any moment leaves
+the previous checkpoint as it was. The links ``last`` and ``best`` beside it are replaced the same way.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .errors import TrainingError
 
 __all__ = ["find_checkpoint", "get_rng_state", "load_checkpoint", "save_checkpoint", "set_rng_state"]
 
-WEIGHTS = "model.safetensors"
 STATE = "state.pt"
+SUFFIX = ".safetensors"
+NAME = re.compile(r"epoch-(\d+)(?:-step-(\d+))?")
+
+Weights = dict[str, dict[str, Tensor]]  # by file, then by name
+
+
+def _place(path: Path) -> tuple[int, int]:
+    """Epochs and further steps that a checkpoint has behind it, by its name."""
+    found = NAME.fullmatch(path.name)
+    return int(found[1]), int(found[2] or 0)
 
 
 def _checkpoints(run: Path) -> list[Path]:
-    return sorted(p for p in (run / "checkpoints").glob("epoch-*") if p.name[len("epoch-") :].isdigit())
+    """The checkpoints of a run, oldest first."""
+    return sorted((p for p in (run / "checkpoints").glob("epoch-*") if NAME.fullmatch(p.name)), key=_place)
 
 
 def _flush(path: Path) -> None:
@@ -42,14 +56,36 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def save_checkpoint(run: Path, epoch: int, model: nn.Module, state: dict[str, Any]) -> Path:
-    """Write the checkpoint of an epoch, then remove the older ones of the run.
+def _link(link: Path, target: str) -> None:
+    temporary = link.with_name(link.name + ".tmp")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(target)
+    os.replace(temporary, link)
+
+
+def _own_memory(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    # safetensors refuses tensors that share memory, as tied weights do.
+    seen, result = set(), {}
+    for name, value in tensors.items():
+        value = value.detach().cpu().contiguous()
+        result[name] = value.clone() if value.data_ptr() in seen else value
+        seen.add(value.data_ptr())
+    return result
+
+
+def save_checkpoint(
+    run: Path, weights: Weights, state: dict[str, Any], keep: int = 2, best: bool = False
+) -> Path:
+    """Write a checkpoint and make ``last`` point to it, then remove what need not be kept.
+
+    Checkpoints that are further than this one belong to a continuation that was given up, and go too.
 
     Args:
         run: directory of the run.
-        epoch: number of finished epochs.
-        model: without DistributedDataParallel's wrapper.
-        state: what `torch.load(weights_only=True)` can read: tensors, numbers, strings, lists and dicts.
+        weights: for each file its tensors; ``model`` among them.
+        state: what ``torch.load(weights_only=True)`` can read; ``epoch`` and ``step`` name the checkpoint.
+        keep: number of newest checkpoints that stay, besides the best one.
+        best: make ``best`` point to it.
 
     Raises:
         OSError: the disk is full or not writable; the previous checkpoint is intact.
@@ -58,39 +94,56 @@ def save_checkpoint(run: Path, epoch: int, model: nn.Module, state: dict[str, An
     from safetensors.torch import save_file
 
     older = _checkpoints(run)
-    final = run / "checkpoints" / f"epoch-{epoch:04d}"
-    temporary = final.with_suffix(".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    weights = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
+    step = f"-step-{state['step']:06d}" if state["step"] else ""
+    final = run / "checkpoints" / f"epoch-{state['epoch']:04d}{step}"
+    temporary = final.with_name(final.name + ".tmp")
     try:
-        save_file(weights, temporary / WEIGHTS, metadata={"format": "pt", "epoch": str(epoch)})
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        origin = {"format": "pt", "checkpoint": final.name}  # every file says which checkpoint it is of
+        for name, tensors in weights.items():
+            save_file(_own_memory(tensors), temporary / (name + SUFFIX), origin)
         torch.save(state, temporary / STATE)
-        for path in (temporary / WEIGHTS, temporary / STATE, temporary):
+        for path in (*temporary.iterdir(), temporary):
             _flush(path)
+        if final.exists():  # the run was resumed from an earlier checkpoint than this one
+            shutil.rmtree(final)
+        os.replace(temporary, final)
+        _flush(final.parent)
+        _link(final.parent / "last", final.name)
+        if best or not (final.parent / "best").exists():
+            _link(final.parent / "best", final.name)
     except (OSError, RuntimeError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         kept = f"; {older[-1]} is intact" if older else ""
-        raise OSError(f"cannot write the checkpoint {final}: {error}{kept}") from error
-    if final.exists():  # the run was resumed from an earlier checkpoint than its newest
-        shutil.rmtree(final)
-    os.replace(temporary, final)
-    _flush(final.parent)
-    for path in older:
-        if path != final:
-            shutil.rmtree(path)
+        raise OSError(f"cannot write the checkpoint {final}: {_first_line(error)}{kept}") from error
+    _remove_others(run, final, keep)
     return final
 
 
+def _remove_others(run: Path, newest: Path, keep: int) -> None:
+    found = _checkpoints(run)
+    abandoned = [path for path in found if _place(path) > _place(newest)]
+    best = (newest.parent / "best").resolve()
+    for path in abandoned + found[: len(found) - len(abandoned)][:-keep]:
+        if path in abandoned or path.resolve() != best:
+            shutil.rmtree(path)
+    if not (newest.parent / "best").exists():
+        _link(newest.parent / "best", newest.name)
+
+
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint that ``--resume path`` means: ``path`` itself, or the newest one of the run ``path``.
+    """The checkpoint that ``--resume path`` means: ``path`` itself, or the last one of the run ``path``.
 
     Raises:
         TrainingError: there is none.
     """
-    if (path / STATE).is_file() or (path / WEIGHTS).is_file():
-        return path
+    if (path / STATE).is_file() or (path / ("model" + SUFFIX)).is_file():
+        return path.resolve() if path.is_symlink() else path
     found = _checkpoints(path)
+    last = path / "checkpoints" / "last"
+    if last.exists():
+        return last.parent / os.readlink(last)
     if not found:
         raise TrainingError(
             f"--resume: {path} must be a run directory or a checkpoint, and has no checkpoint in it"
@@ -98,38 +151,47 @@ def find_checkpoint(path: Path) -> Path:
     return found[-1]
 
 
-def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def load_checkpoint(path: Path) -> tuple[Weights, dict[str, Any]]:
     """Weights and state of a checkpoint directory, on the CPU.
 
     Raises:
-        TrainingError: a file is missing, cut off or damaged, or the two files are of different epochs.
+        TrainingError: a file is missing, cut off or damaged, or the files are of different checkpoints.
     """
     from safetensors import SafetensorError, safe_open
 
-    try:
-        with safe_open(path / WEIGHTS, framework="pt") as file:
-            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-            epoch = int((file.metadata() or {}).get("epoch", -1))
-    except (OSError, SafetensorError) as error:
-        raise TrainingError(_damaged(path / WEIGHTS, error)) from error
+    weights: Weights = {}
+    origins = {}
+    for file_path in {path / ("model" + SUFFIX), *path.glob("*" + SUFFIX)}:
+        try:
+            with safe_open(file_path, framework="pt") as file:
+                weights[file_path.stem] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                origins[file_path.name] = (file.metadata() or {}).get("checkpoint", "")
+        except (OSError, SafetensorError) as error:
+            raise TrainingError(_damaged(file_path, error)) from error
     try:
         state = torch.load(path / STATE, map_location="cpu", weights_only=True)
-        same = state["epoch"] == epoch
+        place = state["epoch"], state["step"]
     except Exception as error:  # a cut zip file gives RuntimeError, EOFError, KeyError or UnpicklingError
         raise TrainingError(_damaged(path / STATE, error)) from error
-    if not same:
-        raise TrainingError(
-            f"--resume: {WEIGHTS} is of epoch {epoch} and {STATE} of epoch {state['epoch']} in {path}; "
-            f"they must come from one checkpoint"
-        )
+    for name, origin in origins.items():
+        if not NAME.fullmatch(origin) or _place(Path(origin)) != place:
+            raise TrainingError(
+                f"--resume: {name} is of {origin or 'another trainer'} and {STATE} of epoch {place[0]}, step "
+                f"{place[1]} in {path}; they must come from one checkpoint"
+            )
     return weights, state
 
 
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 def _damaged(path: Path, error: Exception) -> str:
-    first = (str(error).splitlines() or [""])[0]
+    others = [other.name for other in _checkpoints(path.parents[2]) if other != path.parent]
+    instead = f"resume from {others[-1]} beside it" if others else "resume from another checkpoint"
     return (
-        f"--resume: {path} is missing, cut off or damaged ({type(error).__name__}: {first}); "
-        f"resume from another checkpoint or start again"
+        f"--resume: {path} is missing, cut off or damaged ({type(error).__name__}: {_first_line(error)}); "
+        f"{instead}, or start again"
     )
 
 

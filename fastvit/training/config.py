@@ -1,147 +1,173 @@
-"""The configuration of a run: one dataclass, from which the command line is made."""
+"""The configuration of a run: one frozen dataclass, from which flags and files are read and written."""
 
 from __future__ import annotations
 
-import argparse
 import json
+import math
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field, asdict, dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ..models import MLP_NORMS, NORMS
+from ..models import MLP_NORMS, NORMS, VARIANTS
 
-__all__ = ["Config", "make_parser", "merge_saved", "parse"]
+__all__ = ["AMP_LEVELS", "Config", "ConfigError", "DATA", "flag"]
 
-# What a resumed run may set anew. Everything else defines what is trained, and must stay as it was.
-CHANGEABLE = frozenset({"out", "resume", "stop_after", "device", "threads", "timeout"})
+DATA = ("digits", "cifar10", "cifar100", "folder", "synthetic")
+AMP_LEVELS = ("off", "bf16", "O0", "O1", "O2", "O3")
+ALL_NORMS = (*NORMS[:2], "apex-sync", *NORMS[2:])
+BASE_LR = {"sgd": 0.05, "adamw": 1e-3, "fused-adam": 1e-3}
+WEIGHT_DECAY = {"sgd": 5e-4, "adamw": 0.05, "fused-adam": 0.05}
+
+COUNTS = ("epochs", "batch_size", "accumulate", "keep", "synthetic_images", "image_size", "classes")
+NOT_NEGATIVE = (
+    "data_seed", "workers", "weight_decay", "warmup_epochs", "clip_norm", "seed", "threads", "profile",
+    "stop_after",
+)  # fmt: skip
 
 
-def _option(default: Any, help: str, choices: Sequence[str] | None = None) -> Any:
-    return field(default=default, metadata={"help": help, "choices": choices})
+class ConfigError(ValueError):
+    """An option has a value that it does not take; the message names it, what it got and what it takes."""
+
+
+def _option(default: Any, group: str, help: str, choices: Sequence[str] | None = None) -> Any:
+    return field(default=default, metadata={"group": group, "help": help, "choices": choices})
 
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that a run can be told. Each field is a flag: ``batch_size`` is ``--batch-size``."""
+    """Everything that a run can be told. Each field is a flag and a key of the TOML file.
 
-    data: str = _option("digits", "data set: scikit-learn's digits, 1797 images of 8x8", ("digits",))
-    data_seed: int = _option(0, "seed of the random 80/20 split into training and test images")
-    norm: str = _option("inplace-abn-sync", "BatchNorm and activation; torch-sync needs CUDA", NORMS)
-    mlp_norm: str = _option("batch", "MLP of the blocks: GELU, or BatchNorm and leaky_relu", MLP_NORMS)
-    epochs: int = _option(30, "epochs of the whole schedule")
-    batch_size: int = _option(32, "images per step and rank")
-    lr: float = _option(2e-3, "learning rate at the top of the schedule (warm-up, then cosine to 0)")
-    weight_decay: float = _option(0.05, "weight decay of matrices and kernels; biases and norms have none")
-    warmup_epochs: int = _option(3, "epochs over which the learning rate rises linearly")
-    optimizer: str = _option("adamw", "AdamW, or SGD with momentum 0.9", ("sgd", "adamw"))
-    seed: int = _option(0, "seed of the initial weights, the order of images and the augmentation")
-    out: str = _option("runs/train", "directory of the run: config, metrics, TensorBoard events, checkpoint")
-    resume: str = _option("", "continue from this run directory, or from one of its checkpoints")
-    stop_after: int = _option(
-        0, "end after this many epochs of this start and leave the rest to --resume; 0: none"
-    )
-    device: str = _option(
-        "auto", "auto takes CUDA when every rank has a GPU of its own", ("auto", "cpu", "cuda")
-    )
-    threads: int = _option(0, "CPU threads of each rank; 0 shares the machine's cores among its ranks")
-    deterministic: bool = _option(False, "use only operations that give the same bits in every run")
-    timeout: float = _option(300.0, "seconds after which a rank that waits for another gives up")
+    ``batch_size`` is ``--batch-size`` on the command line and ``batch_size = 32`` in the file. ``None`` means
+    that the value follows from others; it is filled in here, so that a saved configuration has every number.
+    """
+
+    # fmt: off
+    data: str = _option("digits", "data", "digits: scikit-learn's; cifar10, cifar100: local files; folder: "
+        "train/ and val/ with a folder of images for each class; synthetic: made up", DATA)
+    data_path: str = _option("", "data", "where the files of cifar10, cifar100 or folder lie")
+    data_seed: int = _option(0, "data", "seed of the 80/20 split of digits, and of the synthetic images")
+    image_size: int | None = _option(None, "data", "side of folder's (224) or synthetic (32) images")
+    synthetic_images: int = _option(2048, "data", "number of synthetic training images")
+    classes: int | None = _option(None, "data", "outputs of the model (default: the classes of the data)")
+    workers: int | None = _option(None, "data", "processes that load batches (default 0, for folder 4)")
+
+    model: str = _option("auto", "model", f"{', '.join(VARIANTS)}, or timm/<name>; auto: by the images' size")
+    norm: str = _option("inplace-abn-sync", "model", "BatchNorm layer; torch-sync needs CUDA", ALL_NORMS)
+    mlp_norm: str = _option("batch", "model", "in the MLPs: GELU, or BatchNorm, leaky_relu", MLP_NORMS)
+    pretrained: str = _option("", "model", "weights to begin with: a file of safetensors or torch.save, or "
+        "'timm' for those that timm downloads")
+    freeze: tuple[str, ...] = _option((), "model", "names of parameters to keep as they are: 'stem.*'")
+
+    engine: str = _option("torch", "precision", "torch: fastvit's amp and torch's DistributedDataParallel; "
+        "apex: NVIDIA apex's own, where it still has them", ("torch", "apex"))
+    amp: str = _option("off", "precision", "off: fp32; bf16: autocast; O0 to O3: as apex's", AMP_LEVELS)
+    loss_scale: str = _option("auto", "precision", "of O0 to O3: dynamic, a number, or what the level has")
+
+    epochs: int = _option(30, "recipe", "epochs of the whole schedule")
+    batch_size: int = _option(32, "recipe", "images per rank in one forward")
+    accumulate: int = _option(1, "recipe", "batches whose gradients make one step")
+    optimizer: str = _option("adamw", "recipe", "sgd has momentum 0.9; fused-adam is apex's", tuple(BASE_LR))
+    lr: float | None = _option(None, "recipe", "learning rate at the top of the schedule, for one rank and "
+        "accumulate 1 (default 0.05 for sgd, else 0.001)")
+    scale_lr: bool = _option(True, "recipe", "multiply lr by the number of ranks and by accumulate")
+    weight_decay: float | None = _option(None, "recipe", "of matrices and kernels; vectors have none "
+        "(default 5e-4 for sgd, else 0.05)")
+    warmup_epochs: int = _option(3, "recipe", "epochs of linear warm-up, before half a cosine to 0")
+    clip_norm: float = _option(0.0, "recipe", "largest norm of all gradients together; 0: not clipped")
+    label_smoothing: float = _option(0.0, "recipe", "share of each label that is spread over all classes")
+    ema: float = _option(0.0, "recipe", "decay of an average of the weights, kept beside them; 0: none")
+    seed: int = _option(0, "recipe", "seed of the initial weights, the order of images and the augmentation")
+    deterministic: bool = _option(False, "recipe", "use only operations that give the same bits in every run")
+
+    device: str = _option("auto", "machine", "auto: CUDA when all ranks have a GPU", ("auto", "cpu", "cuda"))
+    backend: str = _option("auto", "machine", "auto: nccl on CUDA, else gloo", ("auto", "gloo", "nccl"))
+    threads: int = _option(0, "machine", "CPU threads of each rank; 0 shares the cores among the ranks")
+    timeout: float = _option(300.0, "machine", "seconds after which a rank that waits for another gives up")
+    channels_last: bool = _option(False, "machine", "keep images and kernels in torch's channels_last format")
+    compile: bool = _option(False, "machine", "compile the model with torch.compile")
+    profile: int = _option(0, "machine", "write a Chrome trace of this many steps of rank 0; 0: none")
+
+    out: str = _option("runs/train", "run", "directory of the run: config, metrics, TensorBoard, checkpoints")
+    resume: str = _option("", "run", "go on from this run or checkpoint; auto: from --out if it holds one")
+    stop_after: int = _option(0, "run", "end after this many epochs of this start, for --resume; 0: none")
+    keep: int = _option(2, "run", "newest checkpoints to keep; the best one is kept besides")
+    # fmt: on
 
     def __post_init__(self) -> None:
         for item in fields(self):
             value, choices = getattr(self, item.name), item.metadata["choices"]
             if choices and value not in choices:
-                raise ValueError(f"{_flag(item)} must be one of {', '.join(choices)}, got {value!r}")
-        for name in ("epochs", "batch_size"):
-            _require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
-        for name in ("data_seed", "seed", "warmup_epochs", "stop_after", "threads", "weight_decay"):
-            _require(getattr(self, name) >= 0, name, "at least 0", getattr(self, name))
+                raise ConfigError(f"{flag(item)} must be one of {', '.join(choices)}, got {value!r}")
+        self._fill_in()
+        for name in COUNTS:
+            value = getattr(self, name)
+            _require(value is None or value >= 1, name, "at least 1", value)
+        for name in NOT_NEGATIVE:
+            _require(0 <= getattr(self, name) < math.inf, name, "at least 0", getattr(self, name))
         for name in ("lr", "timeout"):
-            _require(getattr(self, name) > 0, name, "above 0", getattr(self, name))
+            _require(0 < getattr(self, name) < math.inf, name, "above 0", getattr(self, name))
+        for name in ("label_smoothing", "ema"):
+            _require(0 <= getattr(self, name) < 1, name, "at least 0 and below 1", getattr(self, name))
+        self._check_combinations()
+
+    def _fill_in(self) -> None:
+        chosen = {
+            "lr": BASE_LR[self.optimizer],
+            "weight_decay": WEIGHT_DECAY[self.optimizer],
+            "workers": 4 if self.data == "folder" else 0,
+            "image_size": {"folder": 224, "synthetic": 32}.get(self.data),
+        }
+        for name, value in chosen.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+
+    def _check_combinations(self) -> None:
+        if not (self.model == "auto" or self.model in VARIANTS or self.model.startswith("timm/")):
+            raise ConfigError(
+                f"--model must be auto, one of {', '.join(VARIANTS)}, or timm/<name>, got {self.model!r}"
+            )
+        if self.data in ("cifar10", "cifar100", "folder") and not self.data_path:
+            raise ConfigError(f"--data {self.data} needs --data-path, the folder where its files lie")
         if self.norm == "torch-sync" and self.device == "cpu":
-            raise ValueError(
+            raise ConfigError(
                 "--norm torch-sync trains on CUDA only, got --device cpu; "
                 "fastvit-sync and inplace-abn-sync synchronise on the CPU too"
             )
+        if self.engine == "apex" and self.amp == "bf16":
+            raise ConfigError("--amp must be off or O0 to O3 with --engine apex, got 'bf16'")
+        if self.pretrained == "timm" and not self.model.startswith("timm/"):
+            raise ConfigError(f"--pretrained timm is for --model timm/<name>, got --model {self.model}")
+        if self.backend == "nccl" and self.device == "cpu":
+            raise ConfigError("--backend must be gloo on the CPU, got 'nccl'")
+        if self.loss_scale not in ("auto", "dynamic"):
+            try:
+                scale = float(self.loss_scale)
+            except ValueError:
+                scale = -1.0
+            _require(0 < scale < math.inf, "loss_scale", "auto, dynamic or a number above 0", self.loss_scale)
 
     def save(self, path: Path) -> None:
-        """Write the fields as JSON."""
+        """Write the fields as TOML that ``--config`` takes back; what is None is left out."""
+        lines = [f"{item.name} = {_toml(getattr(self, item.name))}" for item in fields(self)
+                 if getattr(self, item.name) is not None]  # fmt: skip
         temporary = path.with_name(path.name + ".tmp")
-        temporary.write_text(json.dumps(asdict(self), indent=2) + "\n")
+        temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
         os.replace(temporary, path)
 
 
-def _flag(item: Field | str) -> str:
+def flag(item: Field | str) -> str:
+    """``batch_size`` -> ``--batch-size``."""
     return "--" + (item if isinstance(item, str) else item.name).replace("_", "-")
+
+
+def _toml(value: Any) -> str:
+    # Strings, booleans, numbers and lists of strings look the same in JSON and TOML.
+    return json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)
 
 
 def _require(holds: bool, name: str, takes: str, got: object) -> None:
     # A comparison with nan is false, so nan is refused with the rest.
     if not holds:
-        raise ValueError(f"{_flag(name)} must be {takes}, got {got}")
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """The command line; flags that are not given are absent from the namespace (a resumed run fills them)."""
-    parser = argparse.ArgumentParser(
-        prog="fastvit-train",
-        description="Train a small vision transformer with the fused BatchNorm layers of fastvit, "
-        "on one rank or under torchrun on several.",
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
-    )
-    for item in fields(Config):
-        assert item.default is not MISSING
-        shown = "" if item.default == "" else f" (default {item.default})"
-        kind: dict[str, Any] = {"help": item.metadata["help"] + shown}
-        if isinstance(item.default, bool):
-            kind["action"] = argparse.BooleanOptionalAction
-        else:
-            kind["type"] = type(item.default)
-            kind["choices"] = item.metadata["choices"]
-            kind["metavar"] = None if item.metadata["choices"] else item.name.rpartition("_")[2].upper()
-        parser.add_argument(_flag(item), **kind)
-    return parser
-
-
-def parse(arguments: Sequence[str] | None = None) -> tuple[Config, dict[str, Any]]:
-    """Read the command line (``sys.argv`` when None).
-
-    Returns:
-        the configuration with the defaults filled in, and the flags that were really given.
-
-    Raises:
-        SystemExit: status 2 for a wrong flag, after a message that names it, what it got and what it takes.
-    """
-    parser = make_parser()
-    given = vars(parser.parse_args(arguments))
-    try:
-        return Config(**given), given
-    except ValueError as error:
-        parser.error(str(error))
-
-
-def merge_saved(given: Mapping[str, Any], saved: Mapping[str, Any], run_directory: Path) -> Config:
-    """The configuration of a resumed run: a flag that was given, else what the run was started with.
-
-    Args:
-        given: the flags on the command line of this start.
-        saved: the configuration stored in the checkpoint.
-        run_directory: where the checkpoint lies; the run goes on there unless ``--out`` was given.
-
-    Raises:
-        ValueError: a flag contradicts the checkpoint about what is trained.
-    """
-    defaults = asdict(Config())
-    for name, value in given.items():
-        if name not in CHANGEABLE and value != saved.get(name, value):
-            raise ValueError(
-                f"--resume: {_flag(name)} must be {saved[name]!r} as in the checkpoint, got {value!r}; "
-                f"start a new run to change it"
-            )
-    kept = {name: saved.get(name, default) for name, default in defaults.items() if name not in CHANGEABLE}
-    new = {name: given.get(name, defaults[name]) for name in CHANGEABLE}
-    new["out"] = given.get("out", str(run_directory))
-    return Config(**kept, **new)
+        raise ConfigError(f"{flag(name)} must be {takes}, got {got}")

@@ -14,18 +14,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.rendezvous import rendezvous
 
+from .config import ConfigError
 from .errors import TrainingError
+from .launch import Launch
 
 __all__ = [
     "Ranks",
-    "all_losses",
+    "StepReport",
     "average_running_statistics",
+    "broadcast_weights",
     "gather_objects",
     "get_rank",
     "get_world_size",
     "init",
     "is_main_process",
+    "on_every",
     "on_main",
+    "raise_together",
     "reduce_value",
     "shutdown",
 ]
@@ -65,69 +70,81 @@ def is_main_process() -> bool:
     return get_rank() == 0
 
 
-def _from_environment(name: str, default: int | None = None) -> int:
-    text = os.environ.get(name)
-    if text is None and default is not None:
-        return default
-    if text is None:
-        raise ValueError(f"RANK and WORLD_SIZE are set but {name} is not; start the ranks with torchrun")
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError(f"environment variable {name} must be a whole number, got {text!r}") from None
-
-
-def _choose_device(option: str, local_rank: int, has_gpu: bool, all_have_gpu: bool) -> torch.device:
-    if option == "cuda" and not has_gpu:
-        raise ValueError(
+def _choose_device(option: str, index: int | None, all_have_gpu: bool, local_rank: int) -> torch.device:
+    if option == "cuda" and index is None:
+        raise ConfigError(
             f"--device cuda needs one GPU for each rank, got {torch.cuda.device_count()} GPUs "
             f"for local rank {local_rank}"
         )
     if option == "cpu" or not all_have_gpu:
         return torch.device("cpu")
-    return torch.device("cuda", local_rank)
+    return torch.device("cuda", index)
 
 
-def init(device: str = "auto", timeout: float = 300.0) -> Ranks:
-    """Join the process group described by RANK, WORLD_SIZE and LOCAL_RANK, as torchrun sets them.
+def _gpu_index(launch: Launch, backend: str) -> int | None:
+    """Which of the visible GPUs this rank takes, or None when there is none for it.
 
-    Without these variables the process goes on alone and says so. The ranks agree on their device before the
-    backend is chosen: NCCL when every one of them has a GPU of its own, else gloo and the CPU.
+    srun may show each task its own GPU alone, which then has number 0 whatever the local rank; gloo lets
+    ranks share a GPU, NCCL does not.
+    """
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if gpus and (launch.launcher == "srun" or backend == "gloo"):
+        return launch.local_rank % gpus
+    return launch.local_rank if launch.local_rank < gpus else None
+
+
+def init(launch: Launch | None, device: str = "auto", backend: str = "auto", timeout: float = 300.0) -> Ranks:
+    """Join the process group that the launcher described; without a launcher go on alone and say so.
+
+    The ranks agree on their device before the backend is chosen: NCCL when every one of them has a GPU, else
+    gloo and the CPU.
 
     Args:
+        launch: what `find_launch` returned.
         device: ``auto``, ``cpu`` or ``cuda``.
+        backend: ``auto``, ``gloo`` or ``nccl``.
         timeout: seconds that a rank waits for the others, here and in every later collective.
 
     Raises:
-        ValueError: the environment is incomplete, or ``cuda`` was asked for and a rank has no GPU.
+        ConfigError: ``cuda`` was asked for and a rank has no GPU, or ranks are missing.
     """
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+    if launch is None:
         print("not using distributed mode", flush=True)
-        chosen = _choose_device(device, 0, gpus > 0, gpus > 0)
+        has_gpu = torch.cuda.is_available()
+        chosen = _choose_device(device, 0 if has_gpu else None, has_gpu, 0)
         if chosen.type == "cuda":
             torch.cuda.set_device(chosen)
         return Ranks(0, 1, 0, 1, chosen, None)
 
-    rank, world = _from_environment("RANK"), _from_environment("WORLD_SIZE")
-    local_rank = _from_environment("LOCAL_RANK")
-    local_world = _from_environment("LOCAL_WORLD_SIZE", world)
+    rank, world, index = launch.rank, launch.world, _gpu_index(launch, backend)
     wait = timedelta(seconds=timeout)
-    store, rank, world = next(rendezvous("env://", rank, world, timeout=wait))
-    store.set_timeout(wait)
-    votes = dist.PrefixStore("fastvit/gpu", store)
-    votes.set(str(rank), b"1" if local_rank < gpus else b"0")
-    all_have_gpu = all(votes.get(str(peer)) == b"1" for peer in range(world))
-    chosen = _choose_device(device, local_rank, local_rank < gpus, all_have_gpu)
-    backend = "nccl" if chosen.type == "cuda" else "gloo"
+    os.environ.setdefault("MASTER_ADDR", launch.address)
+    os.environ.setdefault("MASTER_PORT", str(launch.port))
+    try:
+        store, rank, world = next(rendezvous("env://", rank, world, timeout=wait))
+        store.set_timeout(wait)
+        votes = dist.PrefixStore("fastvit/gpu", store)
+        votes.set(str(rank), b"0" if index is None else b"1")
+        all_have_gpu = all(votes.get(str(peer)) == b"1" for peer in range(world))
+    except RuntimeError as error:
+        raise ConfigError(
+            f"the {world} ranks did not meet at {launch.address}:{launch.port} within {timeout:g} s: "
+            f"{str(error).splitlines()[0]}"
+        ) from None
+    chosen = _choose_device(device, index, all_have_gpu, launch.local_rank)
+    if backend == "auto":
+        backend = "nccl" if chosen.type == "cuda" else "gloo"
+    elif backend == "nccl" and chosen.type != "cuda":
+        raise ConfigError("--backend must be gloo on the CPU, got 'nccl'")
     bound = {}
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-        bound["device_id"] = chosen
+        if backend == "nccl":
+            bound["device_id"] = chosen
     dist.init_process_group(
         backend, store=dist.PrefixStore("fastvit", store), rank=rank, world_size=world, timeout=wait, **bound
     )
-    return Ranks(rank, world, local_rank, local_world, chosen, backend)
+    return Ranks(rank, world, launch.local_rank, launch.local_world, chosen, backend)
 
 
 def shutdown() -> None:
@@ -157,22 +174,39 @@ def reduce_value(value: Tensor, average: bool = True) -> Tensor:
     return total / world if average else total
 
 
-def all_losses(loss: Tensor) -> Callable[[], list[float]]:
-    """Start to share a scalar loss; the returned function waits and gives all ranks' losses in rank order."""
-    loss = loss.detach()
-    world = get_world_size()
-    if world < 2:
-        return lambda: [loss.item()]
-    # A sum in which each rank fills its own place: a gather that every backend and version of torch has.
-    values = loss.new_zeros(world)
-    values[get_rank()] = loss
-    work = dist.all_reduce(values, async_op=True)
+class StepReport:
+    """What the ranks tell each other in every step: their loss, and a flag. One small all_reduce.
 
-    def wait() -> list[float]:
-        work.wait()
-        return values.tolist()
+    It is started before the backward pass and read after it. On CUDA `collect` asks for a copy in pinned
+    memory, so that `read` waits for that copy and not for what was launched since.
+    """
 
-    return wait
+    def __init__(self, loss: Tensor, flag: int = 0) -> None:
+        self.world = get_world_size()
+        # A sum in which each rank fills its own places: a gather that every backend and version of torch has.
+        self.values = torch.zeros(2 * self.world, dtype=torch.float32, device=loss.device)
+        self.values[get_rank()] = loss.detach()
+        if flag:
+            self.values[self.world + get_rank()] = flag
+        self.work = dist.all_reduce(self.values, async_op=True) if self.world > 1 else None
+        self.copied: torch.cuda.Event | None = None
+
+    def collect(self) -> None:
+        """Wait for the all_reduce; on CUDA the stream waits, not the host."""
+        if self.work is not None:
+            self.work.wait()
+        if self.values.is_cuda:
+            host = torch.empty(2 * self.world, pin_memory=True)
+            self.values = host.copy_(self.values, non_blocking=True)
+            self.copied = torch.cuda.Event()
+            self.copied.record()
+
+    def read(self) -> tuple[list[float], list[int]]:
+        """The losses and the flags of all ranks, in rank order."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        values = self.values.tolist()
+        return values[: self.world], [int(flag) for flag in values[self.world :]]
 
 
 def gather_objects(value: T) -> list[T]:
@@ -202,6 +236,42 @@ def on_main(function: Callable[..., T], *arguments: Any) -> T:
     if outcome[1] is not None:
         raise TrainingError(outcome[1])
     return outcome[0]
+
+
+def on_every(function: Callable[..., T], *arguments: Any) -> T:
+    """Call a function on every rank and return its result there.
+
+    Raises:
+        TrainingError: on every rank, when a rank met an OSError, ValueError or TrainingError.
+    """
+    result, failed = None, None
+    try:
+        result = function(*arguments)
+    except (OSError, ValueError, TrainingError) as error:
+        failed = str(error) or type(error).__name__
+    raise_together(failed)
+    return result
+
+
+def raise_together(failed: str | None) -> None:
+    """Raise TrainingError on every rank when one of them comes with a message; every rank calls it."""
+    messages = gather_objects(failed)
+    ranks = [rank for rank, message in enumerate(messages) if message is not None]
+    if not ranks:
+        return
+    first = messages[ranks[0]]
+    if all(message == first for message in messages):
+        raise TrainingError(first)
+    raise TrainingError(f"rank {ranks[0]}: {first}")
+
+
+@torch.no_grad()
+def broadcast_weights(model: nn.Module) -> None:
+    """Give every rank the parameters and buffers of rank 0."""
+    if get_world_size() > 1:
+        for value in model.state_dict(keep_vars=True).values():
+            # A broadcast wants dense memory, which a parameter in channels_last has too.
+            dist.broadcast(value.detach(), src=0)
 
 
 @torch.no_grad()

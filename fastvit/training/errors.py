@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
+from .config import Config
+
 __all__ = ["MissingPackage", "TrainingError", "check_packages"]
 
-_PACKAGES = {
-    "sklearn": "scikit-learn",
-    "tensorboard": "tensorboard",
-    "tqdm": "tqdm",
-    "safetensors": "safetensors",
-}
+_PACKAGES = {"numpy": "numpy", "tensorboard": "tensorboard", "tqdm": "tqdm", "safetensors": "safetensors"}
+_FOR_DATA = {"digits": ("sklearn", "scikit-learn"), "folder": ("PIL", "pillow")}
 
 
 class TrainingError(RuntimeError):
@@ -19,13 +17,16 @@ class TrainingError(RuntimeError):
 
 
 class MissingPackage(RuntimeError):
-    """A package of the extra ``train`` is not installed."""
+    """A package that this run needs is not installed."""
 
 
-def check_packages() -> None:
+def check_packages(config: Config) -> None:
     """Raise MissingPackage, naming all that is missing, before a run starts any work."""
-    missing = [package for module, package in _PACKAGES.items() if find_spec(module) is None]
+    needed = _PACKAGES | dict([_FOR_DATA[config.data]] if config.data in _FOR_DATA else [])
+    missing = [package for module, package in needed.items() if find_spec(module) is None]
     if missing:
         raise MissingPackage(
             f"the trainer needs {', '.join(missing)}, which is not installed: pip install 'fastvit[train]'"
         )
+    if config.model.startswith("timm/") and find_spec("timm") is None:
+        raise MissingPackage(f"--model {config.model} needs timm, which is not installed: pip install timm")

@@ -4,28 +4,52 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-__all__ = ["RunLog"]
+__all__ = ["RunLog", "peak_memory"]
 
 # TensorBoard tag of each column; the tags of one chart share a prefix.
 TAGS = {
     "train_loss": "loss/train",
     "test_loss": "loss/validation",
     "test_accuracy": "accuracy/validation",
+    "average_accuracy": "accuracy/validation of averaged weights",
     "lr": "learning rate",
-    "images_per_second": "images per second",
+    "gradient_norm": "gradients/norm",
+    "loss_scale": "gradients/loss scale",
+    "images_per_second": "speed/images per second",
+    "data_wait": "speed/share of time waiting for data",
+    "memory": "speed/peak memory in GiB",
 }
 LAYOUT = {
     "training": {
         "train and validation loss": ["Multiline", ["^loss/train$", "^loss/validation$"]],
-        "accuracy": ["Multiline", ["^accuracy/validation$"]],
-    }
+        "accuracy": ["Multiline", ["^accuracy/"]],
+        "learning rate": ["Multiline", ["^learning rate$"]],
+    },
+    "health": {
+        "gradient norm": ["Multiline", ["^gradients/norm$"]],
+        "loss scale": ["Multiline", ["^gradients/loss scale$"]],
+        "images per second": ["Multiline", ["^speed/images per second$"]],
+        "waiting for data": ["Multiline", ["^speed/share"]],
+    },
 }
+GRID_IMAGES = 64
+
+
+def peak_memory(device: torch.device) -> float:
+    """GiB: what torch has allocated on the GPU at most, or the largest resident size of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
 
 
 class RunLog:
@@ -33,7 +57,7 @@ class RunLog:
 
     Every rank may hold one; only the rank that calls `open` writes.
 
-    A row is a dict of numbers with ``epoch``, ``time`` (seconds since 1970) and the keys of ``TAGS``.
+    A row is a dict of numbers with ``epoch``, ``time`` (seconds since 1970) and keys of ``TAGS``.
     """
 
     def __init__(self, run: Path) -> None:
@@ -58,9 +82,16 @@ class RunLog:
         for row in history:
             self._scalars(row)
 
+    def images(self, images: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
+        """Show a batch as the model gets it, augmentation included, as one grid."""
+        images = images[:GRID_IMAGES].float().cpu()
+        pixels = images * torch.tensor(std).view(-1, 1, 1) + torch.tensor(mean).view(-1, 1, 1)
+        self.writer.add_images("training images", pixels.clamp(0, 1), 0)
+
     def _scalars(self, row: dict[str, Any]) -> None:
         for name, tag in TAGS.items():
-            self.writer.add_scalar(tag, row[name], row["epoch"], walltime=row["time"])
+            if name in row:
+                self.writer.add_scalar(tag, row[name], row["epoch"], walltime=row["time"])
 
     def epoch(self, row: dict[str, Any]) -> None:
         """Add one epoch; it is in the files when this returns."""
@@ -69,7 +100,15 @@ class RunLog:
         self._scalars(row)
         self.writer.flush()
 
-    def close(self) -> None:
-        """Finish the events file."""
-        if self.writer is not None:
-            self.writer.close()
+    def close(self, options: dict[str, Any], history: list[dict[str, Any]]) -> None:
+        """Finish the events file, with the options and the last results for TensorBoard's table of runs."""
+        from torch.utils.tensorboard.summary import hparams
+
+        values = {name: value if isinstance(value, bool | int | float) else str(value)
+                  for name, value in options.items()}  # fmt: skip
+        if history:
+            # The table reads the results from the curves of these tags.
+            results = {TAGS[name]: history[-1][name] for name in ("test_loss", "test_accuracy")}
+            for summary in hparams(values, results):
+                self.writer.file_writer.add_summary(summary)
+        self.writer.close()

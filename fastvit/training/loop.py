@@ -1,57 +1,89 @@
-"""One epoch of training, one pass of evaluation, and what they need: optimizer and schedule."""
+"""One epoch of training, and one pass of evaluation."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW, Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
 
-from .distributed import all_losses, get_world_size, is_main_process, reduce_value
+from .distributed import StepReport, get_world_size, is_main_process, raise_together, reduce_value
 from .errors import TrainingError
+from .learner import Learner
+from .signals import StopRequest
 
-__all__ = ["EpochResult", "evaluate", "make_optimizer", "make_scheduler", "train_one_epoch"]
+__all__ = ["EpochResult", "Progress", "evaluate", "train_one_epoch"]
+
+STOP, FAILED = 1, 2  # flags that the ranks send each other
+NORM_EVERY = 10  # steps between two gradient norms, where clipping does not give every one
+PIPELINE_STEPS = 1  # steps that a GPU may be behind the host before the host waits for a loss
+
+
+@dataclass
+class Progress:
+    """How far an epoch has come, and its sums over these steps; a checkpoint in mid-epoch keeps it."""
+
+    step: int = 0  # finished steps of the optimizer
+    loss: float = 0.0  # sum of the mean loss of all ranks
+    norm: float = 0.0  # sum of gradient norms
+    norms: int = 0  # number of these
 
 
 @dataclass(frozen=True)
 class EpochResult:
-    """What one epoch of training gave, equal on every rank but for the time."""
+    """What one epoch of training gave, equal on every rank but for the times."""
 
-    loss: float  # mean over steps and ranks
-    images: int  # of all ranks
+    progress: Progress
+    images: int  # of all ranks, in this start
     seconds: float
+    data_wait: float  # share of the seconds in which this rank waited for a batch
+    complete: bool  # every step of the epoch is done
+    stop_asked: bool  # SIGTERM came to a rank
+
+    @property
+    def loss(self) -> float:
+        return self.progress.loss / self.progress.step
+
+    @property
+    def gradient_norm(self) -> float:
+        return self.progress.norm / max(1, self.progress.norms)
 
 
-def make_optimizer(model: nn.Module, name: str, lr: float, weight_decay: float) -> Optimizer:
-    """``sgd`` (momentum 0.9) or ``adamw``; vectors (biases, gamma, beta) and the position do not decay."""
-    decayed, free = [], []
-    for key, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            (free if parameter.ndim < 2 or key.endswith("position") else decayed).append(parameter)
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": free, "weight_decay": 0.0}]
-    if name == "sgd":
-        return SGD(groups, lr=lr, momentum=0.9, fused=True)
-    return AdamW(groups, lr=lr, fused=True)
+class _Feed:
+    """Batches, the time spent waiting for them, and the error that ended them.
 
-
-def make_scheduler(optimizer: Optimizer, steps: int, warmup: int) -> LambdaLR:
-    """Learning rate by step: linear from ``lr / warmup`` to ``lr``, then half a cosine, 0 after ``steps``.
-
-    A warm-up as long as the run leaves no room for the cosine.
+    After an error it gives empty images: a rank that cannot read goes through the step with the others, and
+    tells them in the report of the step.
     """
 
-    def factor(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / warmup
-        return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+    def __init__(self, loader: DataLoader, shape: tuple[int, ...]) -> None:
+        self.loader, self.shape = loader, shape
+        self.iterator: Iterator[tuple[Tensor, Tensor]] | None = None
+        self.waited = 0.0
+        self.error: str | None = None
 
-    return LambdaLR(optimizer, factor)
+    def next(self) -> tuple[Tensor, Tensor]:
+        start = time.perf_counter()
+        try:
+            if self.error is None:
+                self.iterator = self.iterator or iter(self.loader)
+                return next(self.iterator)
+        except (OSError, RuntimeError, ValueError) as error:
+            self.error = f"cannot read the data: {_last_line(error)}"
+        finally:
+            self.waited += time.perf_counter() - start
+        return torch.zeros(self.shape), torch.zeros(self.shape[0], dtype=torch.int64)
+
+
+def _last_line(error: Exception) -> str:
+    # A worker's error carries its traceback, whose last line is the error.
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
 
 
 def _check_finite(losses: list[float], epoch: int, step: int) -> None:
@@ -59,79 +91,159 @@ def _check_finite(losses: list[float], epoch: int, step: int) -> None:
     if bad:
         where = f"rank {bad[0]}" if len(bad) == 1 else "ranks " + ", ".join(map(str, bad))
         raise TrainingError(
-            f"epoch {epoch}, step {step}: the loss is {losses[bad[0]]} on {where}; training stopped before "
-            f"it changed the weights (try a smaller --lr or a longer --warmup-epochs)"
+            f"epoch {epoch}, step {step}: the loss is {losses[bad[0]]} on {where}; training stopped, and the "
+            f"checkpoints hold none of it (try a smaller --lr or a longer --warmup-epochs)"
         )
 
 
 def train_one_epoch(
-    model: nn.Module,
-    loader: Iterable[tuple[Tensor, Tensor]],
-    optimizer: Optimizer,
-    scheduler: LambdaLR,
-    device: torch.device,
+    learner: Learner,
+    loader: DataLoader,
+    shape: tuple[int, int, int],
     epoch: int,
+    progress: Progress,
+    stop: StopRequest,
+    after_step: Callable[[], Any] = lambda: None,
 ) -> EpochResult:
-    """Train on every batch of ``loader``; rank 0 shows a progress bar.
+    """Train on the batches that are left of an epoch; rank 0 shows a progress bar.
 
     The ranks share their losses in every step while the backward pass runs. All of them see a loss that is
-    not finite, on whichever rank it was, and stop at the same step, before the optimizer writes it into the
-    weights.
+    not finite, on whichever rank it was, and stop at the same step: on the CPU before the optimizer writes it
+    into the weights; on a GPU, where the host launches a step without waiting for the last, one step later.
 
     Args:
-        model: the model, in DistributedDataParallel when there are several ranks.
+        loader: its sampler begins at the batch that ``progress`` has come to.
+        shape: C, H, W of an image.
         epoch: counted from 1, for messages.
+        progress: where the epoch begins; it is advanced.
+        stop: asked in every step, on every rank.
+        after_step: called after every step.
 
     Raises:
-        TrainingError: on every rank, naming the step and the ranks whose loss was not finite.
+        TrainingError: on every rank, naming the step and the ranks whose loss was not finite, or the rank
+            that could not read its data.
     """
     from tqdm import tqdm
 
-    model.train()
-    world = get_world_size()
-    total, images_seen = 0.0, 0
-    start = time.perf_counter()
-    quiet = not is_main_process()
-    with tqdm(
-        loader, f"[epoch {epoch}]", leave=False, disable=quiet, mininterval=0.5, dynamic_ncols=True
-    ) as bar:
-        for step, (images, labels) in enumerate(bar, start=1):
-            images = images.to(device, non_blocking=True)
-            labels = labels.to(device, non_blocking=True)
-            loss = F.cross_entropy(model(images), labels)
-            losses = all_losses(loss)
-            loss.backward()
-            shared = losses()
-            _check_finite(shared, epoch, step)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            scheduler.step()
-            total += sum(shared) / world
-            images_seen += len(images) * world
-            bar.set_description(f"[epoch {epoch}] mean loss {total / step:.4f}", refresh=False)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return EpochResult(total / step, images_seen, time.perf_counter() - start)
+    config, accumulate = learner.config, learner.config.accumulate
+    learner.parallel.train()
+    feed = _Feed(loader, (config.batch_size, *shape))
+    batches = len(loader)
+    steps = math.ceil(batches / accumulate)
+    behind = PIPELINE_STEPS if learner.device.type == "cuda" else 0
+    reports: list[StepReport] = []
+    norm = torch.zeros(2, dtype=torch.float64, device=learner.device)  # sum, number
+    start, first, asked = time.perf_counter(), progress.step, False
+    bar = tqdm(
+        total=steps, initial=first, desc=f"[epoch {epoch}]", leave=False, disable=not is_main_process(),
+        mininterval=0.5, dynamic_ncols=True,
+    )  # fmt: skip
+
+    def settle(report: StepReport) -> None:
+        nonlocal asked
+        losses, flags = report.read()
+        if FAILED in flags:
+            raise_together(feed.error)
+        progress.step += 1
+        _check_finite(losses, epoch, progress.step)
+        progress.loss += sum(losses) / len(losses)
+        asked = asked or STOP in flags
+        bar.set_description(f"[epoch {epoch}] mean loss {progress.loss / progress.step:.4f}", refresh=False)
+        bar.update()
+
+    with bar:
+        for step in range(first, steps):
+            parts = min(accumulate, batches - step * accumulate)
+            reports.append(_backward(learner, feed, parts, stop))
+            while len(reports) > behind:
+                settle(reports.pop(0))
+            if config.clip_norm or step % NORM_EVERY == 0:
+                size = _gradient_norm(learner)
+                norm += torch.stack([size.nan_to_num(0.0, 0.0, 0.0), size.isfinite()]).double()
+            _step(learner)
+            after_step()
+            if asked:
+                break
+        while reports:
+            settle(reports.pop(0))
+    if learner.device.type == "cuda":
+        torch.cuda.synchronize(learner.device)
+    seconds = time.perf_counter() - start
+    size, count = norm.tolist()
+    progress.norm, progress.norms = progress.norm + size, progress.norms + int(count)
+    trained = min(progress.step * accumulate, batches) - first * accumulate
+    return EpochResult(
+        progress,
+        trained * config.batch_size * get_world_size(),
+        seconds,
+        feed.waited / seconds,
+        progress.step == steps,
+        asked,
+    )
+
+
+def _backward(learner: Learner, feed: _Feed, parts: int, stop: StopRequest) -> StepReport:
+    """Gradients of the mean loss of ``parts`` batches, averaged over the ranks."""
+    total: Tensor | float = 0.0
+    for part in range(parts):
+        images, labels = learner.to_device(*feed.next())
+        last = part == parts - 1
+        with learner.gradients_stay(local=not last):
+            with learner.precision.forward():
+                logits = learner.parallel(images)
+            loss = (
+                F.cross_entropy(logits.float(), labels, label_smoothing=learner.config.label_smoothing)
+                / parts
+            )
+            total = total + loss.detach()
+            if last:
+                report = StepReport(total, FAILED if feed.error else STOP if stop.came else 0)
+            learner.precision.backward(loss, learner.optimizer, last)
+    report.collect()
+    return report
+
+
+def _gradient_norm(learner: Learner) -> Tensor:
+    """Norm of all gradients together, before they are clipped if there is a limit."""
+    holders = list(learner.precision.gradient_holders(learner.optimizer))
+    if learner.config.clip_norm:
+        return nn.utils.clip_grad_norm_(holders, learner.config.clip_norm)
+    return nn.utils.get_total_norm([holder.grad for holder in holders if holder.grad is not None])
+
+
+def _step(learner: Learner) -> None:
+    learner.optimizer.step()
+    learner.optimizer.zero_grad(set_to_none=True)
+    learner.scheduler.step()
+    if learner.average is not None:
+        learner.average.update_parameters(learner.model)
 
 
 @torch.no_grad()
-def evaluate(
-    model: nn.Module, loader: Iterable[tuple[Tensor, Tensor]], device: torch.device
-) -> tuple[float, float]:
+def evaluate(learner: Learner, model: nn.Module, loader: DataLoader) -> tuple[float, float]:
     """Mean cross-entropy and accuracy over the test images of all ranks, each counted once.
 
     Args:
-        model: the model without DistributedDataParallel, whose forward would wait for ranks with more
-            batches.
+        model: without DistributedDataParallel, whose forward would wait for ranks with more batches.
+
+    Raises:
+        TrainingError: on every rank, when one could not read its images.
     """
     model.eval()
-    sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, images
-    for images, labels in loader:
-        images = images.to(device, non_blocking=True)
-        labels = labels.to(device, non_blocking=True)
-        logits = model(images)
-        sums[0] += F.cross_entropy(logits, labels, reduction="sum")
-        sums[1] += (logits.argmax(dim=1) == labels).sum()
-        sums[2] += len(labels)
-    loss, correct, count = reduce_value(sums, average=False).tolist()
+    sums = torch.zeros(4, dtype=torch.float64, device=learner.device)  # loss, correct, images, failed ranks
+    failed = None
+    try:
+        for batch in loader:
+            images, labels = learner.to_device(*batch)
+            with learner.precision.forward():
+                logits = model(images)
+            sums[0] += F.cross_entropy(logits.float(), labels, reduction="sum")
+            sums[1] += (logits.argmax(dim=1) == labels).sum()
+            sums[2] += len(labels)
+    except OSError as error:
+        failed = f"cannot read the data: {_last_line(error)}"
+        sums[3] = 1
+    loss, correct, count, failures = reduce_value(sums, average=False).tolist()
+    if failures:
+        raise_together(failed)
     return loss / count, correct / count

@@ -1,27 +1,29 @@
-"""One run from start to end: set up, train and evaluate every epoch, keep its checkpoint and its log."""
+"""One run from start to end: set up, train and evaluate every epoch, keep its checkpoints and its log."""
 
 from __future__ import annotations
 
-import inspect
 import os
 import time
-import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from ..models import SYNCHRONISED, vit_digits
 from . import checkpoint, distributed
-from .config import Config, merge_saved
-from .data import load_digits, test_loader, train_loader
-from .distributed import Ranks, is_main_process, on_main
+from .command_line import merge_saved
+from .config import Config
+from .datasets import DataSets, load
+from .distributed import Ranks, is_main_process, on_every, on_main
 from .errors import TrainingError
-from .log import RunLog
-from .loop import evaluate, make_optimizer, make_scheduler, train_one_epoch
+from .learner import Learner, make_learner, settle_buckets
+from .loaders import make_test_loader, make_train_loader
+from .log import RunLog, peak_memory
+from .loop import EpochResult, Progress, evaluate, train_one_epoch
+from .model import SYNCHRONISED_NORMS, build_model, freeze, load_pretrained
+from .profiling import StepProfiler
+from .signals import StopRequest
 
 __all__ = ["train"]
 
@@ -31,7 +33,7 @@ def train(config: Config, given: dict[str, Any], ranks: Ranks) -> None:
 
     Args:
         config: the configuration of this start.
-        given: the flags that were given explicitly; a resumed run takes the others from its checkpoint.
+        given: the values that were given explicitly; a resumed run takes the others from its checkpoint.
         ranks: what `distributed.init` returned.
 
     Raises:
@@ -40,11 +42,7 @@ def train(config: Config, given: dict[str, Any], ranks: Ranks) -> None:
     weights, state = None, None
     if config.resume:
         config, weights, state = on_main(_load, config, given, ranks.world)
-    if config.norm == "torch-sync" and ranks.device.type != "cuda":
-        raise TrainingError(
-            "--norm torch-sync trains on CUDA only and this run is on the CPU; "
-            "fastvit-sync and inplace-abn-sync synchronise on the CPU too"
-        )
+    _check_device(config, ranks)
     _set_up_torch(config, ranks)
     run = Path(config.out)
     on_main(_prepare_directory, run, config)
@@ -52,74 +50,57 @@ def train(config: Config, given: dict[str, Any], ranks: Ranks) -> None:
         f"{ranks.world} x {ranks.device.type}, {torch.get_num_threads()} CPU thread(s) per rank, run in {run}"
     )
 
-    pin_memory = ranks.device.type == "cuda"
-    split = load_digits(config.data_seed)
-    try:
-        batches, sampler = train_loader(
-            split, config.batch_size, ranks.rank, ranks.world, config.seed, pin_memory
+    data = on_every(load, config)
+    if state is not None and tuple(state["classes"]) != data.classes:
+        raise TrainingError(
+            f"--resume: the checkpoint was trained on {len(state['classes'])} classes "
+            f"({_some(state['classes'])}), the data has {len(data.classes)} ({_some(data.classes)})"
         )
-    except ValueError as error:  # the shares of all ranks have the same size
-        raise TrainingError(str(error)) from error
-    test = test_loader(split, ranks.rank, ranks.world, pin_memory)
+    batches, sampler = on_every(make_train_loader, data.train, config, ranks)
+    test = make_test_loader(data.test, config, ranks)
 
-    torch.manual_seed(config.seed)
-    model = vit_digits(config.norm, config.mlp_norm)
-    if weights is not None:
-        _load_weights(model, weights)
-    model.to(ranks.device)
-    optimizer = make_optimizer(model, config.optimizer, config.lr, config.weight_decay)
-    scheduler = make_scheduler(optimizer, config.epochs * len(batches), config.warmup_epochs * len(batches))
-    parallel = _data_parallel(model, config, ranks)
-    if ranks.world > 2:
-        _settle_buckets(parallel, split.train_images[: config.batch_size].to(ranks.device))
-    torch.manual_seed(
-        config.seed + 1_000_003 * (ranks.rank + 1)
-    )  # each rank shifts its images in its own way
-    done, history = 0, []
+    model = _make_model(config, data, pretrained=state is None)
+    steps = -(-len(batches) // config.accumulate)
+    saved = (weights, state) if state is not None else None
+    learner = on_every(make_learner, model, config, ranks, steps, saved)
+    if ranks.world > 2 and config.engine == "torch":
+        settle_buckets(learner, learner.to_device(*batches.dataset[[*range(config.batch_size)], None])[0])
+    torch.manual_seed(config.seed + 1_000_003 * (ranks.rank + 1))  # each rank has its own dropout
+    done, history, progress = 0, [], Progress()
     if state is not None:
-        optimizer.load_state_dict(state["optimizer"])
-        scheduler.load_state_dict(state["scheduler"])
         checkpoint.set_rng_state(state["rng"][ranks.rank], ranks.device)
-        done, history = state["epoch"], state["history"]
-        _say(f"resumed after epoch {done} of {config.epochs}")
+        done, history, progress = state["epoch"], state["history"], Progress(**state["progress"])
+        within = f" and {progress.step} steps" if progress.step else ""
+        _say(f"resumed after epoch {done}{within} of {config.epochs}")
 
     log = RunLog(run)
-    on_main(log.open, history)
-    last = min(config.epochs, done + config.stop_after) if config.stop_after else config.epochs
-    for epoch in range(done + 1, last + 1):
-        sampler.set_epoch(epoch)
-        result = train_one_epoch(parallel, batches, optimizer, scheduler, ranks.device, epoch)
-        if config.norm not in SYNCHRONISED:
-            distributed.average_running_statistics(model)
-        test_loss, accuracy = evaluate(model, test, ranks.device)
-        row = {
-            "epoch": epoch,
-            "train_loss": result.loss,
-            "test_loss": test_loss,
-            "test_accuracy": accuracy,
-            "lr": scheduler.get_last_lr()[0],
-            "images_per_second": result.images / result.seconds,
-            "time": time.time(),
-        }
-        history.append(row)
-        saved = {
-            "epoch": epoch,
-            "optimizer": optimizer.state_dict(),
-            "scheduler": scheduler.state_dict(),
-            "rng": distributed.gather_objects(checkpoint.get_rng_state(ranks.device)),
-            "config": asdict(config),
-            "world": ranks.world,
-            "history": history,
-        }
-        on_main(_keep, run, model, saved, log, row)
-        _say(
-            f"[epoch {epoch}] mean loss {result.loss:.4f}, test loss {test_loss:.4f}, "
-            f"test accuracy {accuracy:.3f}, {row['images_per_second']:.0f} images/s"
-        )
-    log.close()
-    if last < config.epochs:
-        _say(f"stopped after epoch {last} of {config.epochs}; go on with --resume {run}")
-    _say(f"test accuracy {history[-1]['test_accuracy']:.3f}")
+    on_main(_open_log, log, history, batches, data)
+    end = min(config.epochs, done + config.stop_after) if config.stop_after else config.epochs
+    profiler = StepProfiler(run, config.profile if is_main_process() else 0)
+    with StopRequest() as stop, profiler:
+        for epoch in range(done + 1, end + 1):
+            sampler.set_epoch(epoch, progress.step * config.accumulate)
+            result = train_one_epoch(learner, batches, data.shape, epoch, progress, stop, profiler.step)
+            _agree_on_statistics(learner)
+            if result.complete:
+                row = _evaluated(learner, test, epoch, result)
+                best = all(_score(row) > _score(other) for other in history)
+                history.append(row)
+                done, progress = epoch, Progress()
+            saved = _state(learner, ranks, data, done, progress, history)
+            if result.complete:
+                on_main(_keep, run, learner, saved, config.keep, best, log, row)
+                _say(_summary(row))
+            else:
+                on_main(checkpoint.save_checkpoint, run, learner.weights(), saved, config.keep)
+            if result.stop_asked and done < end:
+                _say(f"stopped by SIGTERM in epoch {epoch}, after step {result.progress.step}")
+                break
+    on_main(log.close, asdict(config), history)
+    if done < config.epochs:
+        _say(f"stopped after epoch {done} of {config.epochs}; go on with --resume {run}")
+    if history:
+        _say(f"test accuracy {history[-1]['test_accuracy']:.3f}")
 
 
 def _say(text: str) -> None:
@@ -127,8 +108,17 @@ def _say(text: str) -> None:
         print(text, flush=True)
 
 
-def _load(config: Config, given: dict[str, Any], world: int) -> tuple[Config, dict, dict]:
-    path = checkpoint.find_checkpoint(Path(config.resume))
+def _some(names: Any) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+def _load(config: Config, given: dict[str, Any], world: int) -> tuple[Config, dict | None, dict | None]:
+    if config.resume == "auto":
+        if not (Path(config.out) / "checkpoints" / "last").exists():
+            return config, None, None
+        path = checkpoint.find_checkpoint(Path(config.out))
+    else:
+        path = checkpoint.find_checkpoint(Path(config.resume))
     weights, state = checkpoint.load_checkpoint(path)
     if state["world"] != world:
         raise TrainingError(
@@ -140,29 +130,34 @@ def _load(config: Config, given: dict[str, Any], world: int) -> tuple[Config, di
     return merge_saved(given, state["config"], run), weights, state
 
 
-def _load_weights(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
-    try:
-        model.load_state_dict(weights)
-    except RuntimeError as error:
-        raise TrainingError(f"--resume: the weights do not fit the model: {error}") from error
+def _check_device(config: Config, ranks: Ranks) -> None:
+    if ranks.device.type == "cuda":
+        return
+    if config.norm == "torch-sync":
+        raise TrainingError(
+            "--norm torch-sync trains on CUDA only and this run is on the CPU; "
+            "fastvit-sync and inplace-abn-sync synchronise on the CPU too"
+        )
+    if config.engine == "apex" and config.amp != "off":
+        raise TrainingError(
+            "--engine apex has amp on CUDA only and this run is on the CPU; take --engine torch"
+        )
 
 
 def _prepare_directory(run: Path, config: Config) -> None:
     run.mkdir(parents=True, exist_ok=True)
     used = (run / "metrics.jsonl").exists() or (run / "checkpoints").exists()
     # Only the run that is being resumed may go on in a directory that holds one.
-    source = Path(config.resume).resolve() if config.resume else None
-    if used and (source is None or run.resolve() not in (source, *source.parents)):
+    source = Path(config.resume).resolve() if config.resume not in ("", "auto") else None
+    if (
+        used
+        and config.resume != "auto"
+        and (source is None or run.resolve() not in (source, *source.parents))
+    ):
         raise TrainingError(
             f"--out {run} already holds a run; give another directory, or go on with --resume {run}"
         )
-    config.save(run / "config.json")
-
-
-def _keep(run: Path, model: nn.Module, saved: dict[str, Any], log: RunLog, row: dict[str, Any]) -> None:
-    # The checkpoint holds the history, so the log may lag behind it and is mended by a resumed run.
-    checkpoint.save_checkpoint(run, saved["epoch"], model, saved)
-    log.epoch(row)
+    config.save(run / "config.toml")
 
 
 def _set_up_torch(config: Config, ranks: Ranks) -> None:
@@ -175,29 +170,96 @@ def _set_up_torch(config: Config, ranks: Ranks) -> None:
         torch.backends.cudnn.benchmark = False
 
 
-def _data_parallel(model: nn.Module, config: Config, ranks: Ranks) -> nn.Module:
-    if ranks.world < 2:
-        return model
-    devices = [ranks.device] if ranks.device.type == "cuda" else None
-    # BatchNorm keeps the buffers: synchronised layers agree on them, the others are averaged once per epoch.
-    # torch 2.13 renamed the option.
-    names = inspect.signature(DistributedDataParallel).parameters
-    option = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
-    # A kernel with one input channel has two equally right strides; DDP and the convolution differ on them.
-    warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
-    return DistributedDataParallel(model, device_ids=devices, **{option: False})
+def _make_model(config: Config, data: DataSets, pretrained: bool) -> nn.Module:
+    """The model on the CPU, the same on every rank but for pretrained weights, which rank 0 alone reads."""
+    torch.manual_seed(config.seed)
+    model = on_every(build_model, config, data.shape, len(data.classes))
+    if pretrained and config.pretrained not in ("", "timm"):
+        _say(on_main(load_pretrained, model, Path(config.pretrained)))
+    if config.freeze:
+        _say(f"frozen: {on_every(freeze, model, config.freeze)} parameters")
+    return model
 
 
-def _settle_buckets(model: nn.Module, images: torch.Tensor) -> None:
-    """Take a step whose gradients are thrown away, after which DDP's buckets keep their order.
+def _open_log(log: RunLog, history: list[dict[str, Any]], batches: Any, data: DataSets) -> None:
+    log.open(history)
+    count = min(64, len(data.train.labels))
+    images, _ = batches.dataset[[*range(count)], 0]
+    log.images(images, data.mean, data.std)
 
-    DDP re-orders its buckets once, after the first step of a start. A ring adds the gradients of three or
-    more ranks in an order that depends on the place in the bucket, so the step that follows a start would
-    round differently from the same step in the middle of a run, and a resumed run would not be the same run.
-    """
-    buffers = [buffer.clone() for buffer in model.buffers()]
-    model.train()
-    model(images).sum().backward()
-    model.zero_grad(set_to_none=True)
-    for buffer, before in zip(model.buffers(), buffers, strict=True):
-        buffer.copy_(before)
+
+def _agree_on_statistics(learner: Learner) -> None:
+    # A timm model may have layers that the conversion left as they are.
+    if learner.config.norm in SYNCHRONISED_NORMS and not learner.config.model.startswith("timm/"):
+        return
+    distributed.average_running_statistics(learner.model)
+    if learner.average is not None:
+        distributed.average_running_statistics(learner.average.module)
+
+
+def _evaluated(learner: Learner, test: Any, epoch: int, result: EpochResult) -> dict[str, Any]:
+    """The row of an epoch, for the log and the history."""
+    test_loss, accuracy = evaluate(learner, learner.model, test)
+    row = {
+        "epoch": epoch,
+        "train_loss": result.loss,
+        "test_loss": test_loss,
+        "test_accuracy": accuracy,
+        "lr": learner.scheduler.get_last_lr()[0],
+        "gradient_norm": result.gradient_norm,
+        "loss_scale": learner.precision.loss_scale,
+        "images_per_second": result.images / result.seconds,
+        "data_wait": result.data_wait,
+        "memory": peak_memory(learner.device),
+        "time": time.time(),
+    }
+    if learner.average is not None:
+        _, row["average_accuracy"] = evaluate(learner, learner.average.module, test)
+    return row
+
+
+def _score(row: dict[str, Any]) -> float:
+    """What decides which checkpoint is the best."""
+    return row.get("average_accuracy", row["test_accuracy"])
+
+
+def _summary(row: dict[str, Any]) -> str:
+    averaged = f", averaged {row['average_accuracy']:.3f}" if "average_accuracy" in row else ""
+    return (
+        f"[epoch {row['epoch']}] mean loss {row['train_loss']:.4f}, test loss {row['test_loss']:.4f}, "
+        f"test accuracy {row['test_accuracy']:.3f}{averaged}, {row['images_per_second']:.0f} images/s"
+    )
+
+
+def _state(
+    learner: Learner,
+    ranks: Ranks,
+    data: DataSets,
+    done: int,
+    progress: Progress,
+    history: list[dict[str, Any]],
+) -> dict[str, Any]:
+    return learner.state_dict() | {
+        "epoch": done,
+        "step": progress.step,
+        "progress": asdict(progress),
+        "rng": distributed.gather_objects(checkpoint.get_rng_state(ranks.device)),
+        "config": asdict(learner.config),
+        "classes": list(data.classes),
+        "world": ranks.world,
+        "history": history,
+    }
+
+
+def _keep(
+    run: Path,
+    learner: Learner,
+    state: dict[str, Any],
+    keep: int,
+    best: bool,
+    log: RunLog,
+    row: dict[str, Any],
+) -> None:
+    # The checkpoint holds the history, so the log may lag behind it and is mended by a resumed run.
+    checkpoint.save_checkpoint(run, learner.weights(), state, keep, best)
+    log.epoch(row)

@@ -1,0 +1,159 @@
+"""Where a configuration comes from: the command line, then a TOML file, then the defaults."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import Field, fields
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+from .config import Config, ConfigError, flag
+
+__all__ = ["make_parser", "merge_saved", "parse", "read_file"]
+
+# What a resumed run may set anew. Everything else defines what is trained, and must stay as it was.
+CHANGEABLE = frozenset({
+    "backend", "compile", "data_path", "device", "keep", "out", "profile", "resume", "stop_after", "threads",
+    "timeout", "workers",
+})  # fmt: skip
+FIELDS = {item.name: item for item in fields(Config)}
+_HINTS = typing.get_type_hints(Config)
+
+
+def _type(item: Field) -> type:
+    """int, float, bool, str or tuple: of ``float | None`` the part that is not None."""
+    hint = _HINTS[item.name]
+    if typing.get_origin(hint) is tuple:
+        return tuple
+    kinds = [kind for kind in typing.get_args(hint) if kind is not NoneType]
+    return kinds[0] if kinds else hint
+
+
+def nearest(name: str, names: Sequence[str]) -> str:
+    """``; did you mean --epochs?``, or nothing when no name is near."""
+    found = difflib.get_close_matches(name, names, n=1)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line; flags that are not given are absent from the namespace."""
+    parser = argparse.ArgumentParser(
+        prog="fastvit-train",
+        description="Train a vision transformer, or a timm model, with the BatchNorm layers of fastvit: "
+        "alone, under torchrun, torch.distributed.launch or srun.",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    parser.add_argument("--config", metavar="FILE", help="TOML file with values; a flag overrides its value")
+    # torch.distributed.launch passes one of these instead of setting LOCAL_RANK.
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+    groups: dict[str, Any] = {}
+    for item in FIELDS.values():
+        title = item.metadata["group"]
+        group = groups.setdefault(title, None) or parser.add_argument_group(title)
+        groups[title] = group
+        shown = "" if item.default in ("", (), None) else f" (default {item.default})"
+        kind: dict[str, Any] = {"help": item.metadata["help"].replace("%", "%%") + shown}
+        if _type(item) is bool:
+            kind["action"] = argparse.BooleanOptionalAction
+        else:
+            kind["type"] = str if _type(item) is tuple else _type(item)
+            kind["nargs"] = "+" if _type(item) is tuple else None
+            kind["choices"] = item.metadata["choices"]
+            kind["metavar"] = None if item.metadata["choices"] else item.name.rpartition("_")[2].upper()
+        group.add_argument(flag(item), **kind)
+    return parser
+
+
+def read_file(path: str | Path) -> dict[str, Any]:
+    """The values of a TOML file, checked for names and types.
+
+    Raises:
+        ConfigError: the file cannot be read, a key is unknown or a value has another type.
+    """
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        try:
+            import tomli as tomllib
+        except ModuleNotFoundError:
+            raise ConfigError("--config needs Python 3.11, or tomli on 3.10: pip install tomli") from None
+    try:
+        with open(path, "rb") as file:
+            values = tomllib.load(file)
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config: cannot read {path}: {error}") from None
+    given = {}
+    for key, value in values.items():
+        name = key.replace("-", "_")
+        if name not in FIELDS:
+            raise ConfigError(f"--config {path}: unknown key {key!r}{nearest(name, list(FIELDS))}")
+        given[name] = _checked(path, key, value, _type(FIELDS[name]))
+    return given
+
+
+def _checked(path: str | Path, key: str, value: Any, kind: type) -> Any:
+    if kind is float and type(value) is int:
+        return float(value)
+    if kind is tuple and type(value) is list and all(type(part) is str for part in value):
+        return tuple(value)
+    if type(value) is not kind:
+        takes = "a list of strings" if kind is tuple else f"of type {kind.__name__}"
+        raise ConfigError(f"--config {path}: {key} must be {takes}, got {value!r}")
+    return value
+
+
+def parse(arguments: Sequence[str] | None = None) -> tuple[Config, dict[str, Any], int | None]:
+    """Read the command line (``sys.argv`` when None) and the file it names.
+
+    Returns:
+        the configuration with the defaults filled in, the values that were really given, and the local rank
+        if the launcher passed it as a flag.
+
+    Raises:
+        SystemExit: status 2 for a wrong option, after a message that names it, what it got and what it takes.
+    """
+    parser = make_parser()
+    known, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        flags = [flag(item) for item in FIELDS.values()]
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{nearest(unknown[0], flags)}")
+    flags = vars(known)
+    file, local_rank = flags.pop("config", None), flags.pop("local_rank", None)
+    if "freeze" in flags:
+        flags["freeze"] = tuple(flags["freeze"])
+    try:
+        given = (read_file(file) if file else {}) | flags
+        return Config(**given), given, local_rank
+    except ConfigError as error:
+        parser.error(str(error))
+
+
+def merge_saved(given: Mapping[str, Any], saved: Mapping[str, Any], run_directory: Path) -> Config:
+    """The configuration of a resumed run: a value that was given, else what the run was started with.
+
+    Args:
+        given: the values on the command line and in the file of this start.
+        saved: the configuration stored in the checkpoint.
+        run_directory: where the checkpoint lies; the run goes on there unless ``--out`` was given.
+
+    Raises:
+        ConfigError: a value contradicts the checkpoint about what is trained.
+    """
+    saved = {name: tuple(v) if isinstance(v, list) else v for name, v in saved.items() if name in FIELDS}
+    for name, value in given.items():
+        if name not in CHANGEABLE and value != saved.get(name, value):
+            raise ConfigError(
+                f"--resume: {flag(name)} must be {saved[name]!r} as in the checkpoint, got {value!r}; "
+                f"start a new run to change it"
+            )
+    # Where this start runs is not taken from the checkpoint; where the data lies is, unless it is given.
+    machine = CHANGEABLE - {"data_path", "workers", "compile", "keep"}
+    kept = {name: value for name, value in saved.items() if name not in machine}
+    changed = {name: value for name, value in given.items() if name in CHANGEABLE}
+    return Config(**(kept | {"out": str(run_directory)} | changed))

@@ -1,0 +1,166 @@
+"""Data sets: where images and labels come from, and how a batch of them is read and augmented."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .augmentation import random_flip, random_shift
+from .config import Config, ConfigError
+
+__all__ = ["DataSets", "ImageSource", "InMemory", "load", "load_digits"]
+
+TEST_SHARE = 5  # one digit of five is a test image
+BACKGROUND = -1.0  # value of an empty pixel of a digit
+CIFAR_MEAN, CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+class ImageSource(Protocol):
+    """Images that are read a batch at a time, and their labels ``(N,)`` int64."""
+
+    labels: Tensor
+
+    def read(self, indices: list[int], generator: torch.Generator | None) -> Tensor:
+        """Images ``(n, C, H, W)`` fp32, ready for the model; augmented with what the generator draws.
+
+        Raises:
+            OSError: a file cannot be read.
+        """
+
+
+@dataclass(frozen=True)
+class DataSets:
+    """Training and test images of one data set."""
+
+    train: ImageSource
+    test: ImageSource
+    classes: tuple[str, ...]  # name of each label
+    shape: tuple[int, int, int]  # C, H, W
+    mean: tuple[float, ...]  # what was subtracted from pixels in [0, 1], by channel
+    std: tuple[float, ...]  # and what they were divided by
+
+
+class InMemory:
+    """Images in one tensor, uint8 in [0, 255] or fp32 as the model takes them."""
+
+    def __init__(
+        self,
+        images: Tensor,
+        labels: Tensor,
+        mean: tuple[float, ...] = (),
+        std: tuple[float, ...] = (),
+        augment: Callable[[Tensor, torch.Generator], Tensor] | None = None,
+    ) -> None:
+        self.images, self.labels, self.augment = images, labels, augment
+        if images.dtype == torch.uint8:  # (x / 255 - mean) / std in one multiplication and one addition
+            self.scale = 1 / (255 * torch.tensor(std)).view(-1, 1, 1)
+            self.offset = (-torch.tensor(mean) / torch.tensor(std)).view(-1, 1, 1)
+
+    def read(self, indices: list[int], generator: torch.Generator | None) -> Tensor:
+        images = self.images[indices]
+        if images.dtype == torch.uint8:
+            images = torch.addcmul(self.offset, images.float(), self.scale)
+        return self.augment(images, generator) if generator is not None and self.augment else images
+
+
+class Synthetic:
+    """Images made up when they are read: a pattern of the class under noise, the same for the same index."""
+
+    NOISE_FIELDS = 64
+
+    def __init__(self, count: int, classes: int, size: int, seed: int, first: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.patterns = torch.randn(classes, 3, size, size, generator=generator)
+        self.noise = torch.randn(self.NOISE_FIELDS, 3, size, size, generator=generator)
+        self.labels = torch.randint(0, classes, (first + count,), generator=generator)[first:]
+        self.first = first
+
+    def read(self, indices: list[int], generator: torch.Generator | None) -> Tensor:
+        fields = (torch.tensor(indices) + self.first) % self.NOISE_FIELDS
+        return 0.5 * self.patterns[self.labels[indices]] + self.noise[fields]
+
+
+def load(config: Config) -> DataSets:
+    """The data set that the configuration names.
+
+    Raises:
+        OSError: files are missing or damaged.
+        ConfigError: they are not what ``--data`` says.
+    """
+    if config.data == "digits":
+        return load_digits(config.data_seed)
+    if config.data in ("cifar10", "cifar100"):
+        return _load_cifar(config)
+    if config.data == "folder":
+        return _load_folder(config)
+    return _make_synthetic(config)
+
+
+def load_digits(seed: int) -> DataSets:
+    """The 1797 digits that come with scikit-learn, split at random into 1438 for training and 359 for test.
+
+    Images ``(N, 1, 8, 8)`` fp32 in [-1, 1]. The same seed gives the same split everywhere. Training images
+    move by up to a pixel.
+    """
+    from sklearn.datasets import load_digits as load
+
+    digits = load()
+    images = torch.from_numpy(digits.images).to(torch.float32).unsqueeze(1) / 8 - 1  # 16 grey levels
+    labels = torch.from_numpy(digits.target).to(torch.int64)
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
+    test, train = order.tensor_split([len(images) // TEST_SHARE])
+
+    def augment(batch: Tensor, generator: torch.Generator) -> Tensor:
+        return random_shift(batch, 1, generator, BACKGROUND)
+
+    names = tuple(str(digit) for digit in range(10))
+    training = InMemory(images[train], labels[train], augment=augment)
+    return DataSets(training, InMemory(images[test], labels[test]), names, (1, 8, 8), (0.5,), (0.5,))
+
+
+def _load_cifar(config: Config) -> DataSets:
+    from .cifar import read_cifar
+
+    train, test, names = read_cifar(config.data_path, config.data)
+
+    def augment(batch: Tensor, generator: torch.Generator) -> Tensor:
+        return random_flip(random_shift(batch, 4, generator), generator)
+
+    return DataSets(
+        InMemory(*train, CIFAR_MEAN, CIFAR_STD, augment),
+        InMemory(*test, CIFAR_MEAN, CIFAR_STD),
+        names,
+        (3, 32, 32),
+        CIFAR_MEAN,
+        CIFAR_STD,
+    )
+
+
+def _load_folder(config: Config) -> DataSets:
+    from .image_folder import ImageFolder, find_split
+
+    train, test = (
+        ImageFolder(find_split(config.data_path, names), config.image_size, IMAGENET_MEAN, IMAGENET_STD)
+        for names in (("train",), ("val", "test"))
+    )
+    if train.classes != test.classes:
+        odd = sorted(set(train.classes) ^ set(test.classes))
+        raise ConfigError(
+            f"--data-path {config.data_path}: {train.folder.name} and {test.folder.name} must hold the same "
+            f"classes; {', '.join(odd[:5])} are in one of them only"
+        )
+    size = config.image_size
+    return DataSets(train, test, train.classes, (3, size, size), IMAGENET_MEAN, IMAGENET_STD)
+
+
+def _make_synthetic(config: Config) -> DataSets:
+    classes, size, count = config.classes or 10, config.image_size, config.synthetic_images
+    train = Synthetic(count, classes, size, config.data_seed)
+    test = Synthetic(max(1, count // 4), classes, size, config.data_seed, first=count)
+    names = tuple(f"pattern {index}" for index in range(classes))
+    return DataSets(train, test, names, (3, size, size), (0.5,) * 3, (0.25,) * 3)

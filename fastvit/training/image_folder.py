@@ -1,0 +1,97 @@
+"""One folder of images for each class, read with PIL: the layout of torchvision.ImageFolder."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from .config import ConfigError
+
+__all__ = ["ImageFolder", "find_split"]
+
+SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"}
+CROP_SHARE = 0.875  # of the shorter side, that a test image keeps
+AREA = (0.08, 1.0)  # share of the area that a training crop keeps
+RATIO = (3 / 4, 4 / 3)  # its width over its height
+
+
+def find_split(path: str, names: tuple[str, ...]) -> Path:
+    """The first of the folders ``names`` in ``path``.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    for name in names:
+        if (Path(path) / name).is_dir():
+            return Path(path) / name
+    raise ConfigError(f"--data-path must hold a folder {' or '.join(names)} for --data folder, got {path}")
+
+
+class ImageFolder:
+    """The images of ``folder/<class>/...``; classes are numbered in the order of their names.
+
+    Args:
+        folder: of one split.
+        size: height and width of what `read` returns.
+        mean, std: of pixels in [0, 1] by channel; subtracted, divided by.
+
+    Training crops are drawn as in Szegedy et al., arXiv:1409.4842: an area, a ratio, a place, and whether to
+    mirror. Test images are scaled and cropped in the middle.
+
+    Raises:
+        ConfigError: the folder has no classes, or a class has no images.
+    """
+
+    def __init__(self, folder: Path, size: int, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
+        self.folder, self.size = folder, size
+        self.scale = 1 / (255 * torch.tensor(std)).view(-1, 1, 1)
+        self.offset = (-torch.tensor(mean) / torch.tensor(std)).view(-1, 1, 1)
+        self.classes = tuple(sorted(entry.name for entry in folder.iterdir() if entry.is_dir()))
+        if not self.classes:
+            raise ConfigError(f"--data-path: {folder} has no folders, one for each class")
+        self.paths: list[str] = []
+        labels = []
+        for label, name in enumerate(self.classes):
+            found = sorted(str(p) for p in (folder / name).rglob("*") if p.suffix.lower() in SUFFIXES)
+            if not found:
+                raise ConfigError(
+                    f"--data-path: {folder / name} has no images ({' '.join(sorted(SUFFIXES))})"
+                )
+            self.paths += found
+            labels += [label] * len(found)
+        self.labels = torch.tensor(labels)
+
+    def read(self, indices: list[int], generator: torch.Generator | None) -> Tensor:
+        return torch.stack([self._read(self.paths[index], generator) for index in indices])
+
+    def _read(self, path: str, generator: torch.Generator | None) -> Tensor:
+        with Image.open(path) as file:
+            image = file.convert("RGB")
+        box = _centre(*image.size) if generator is None else _random_box(*image.size, generator)
+        image = image.resize((self.size, self.size), Image.Resampling.BILINEAR, box=box)
+        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
+        if generator is not None and torch.rand((), generator=generator) < 0.5:
+            pixels = pixels.flip(2)
+        return torch.addcmul(self.offset, pixels.float(), self.scale)
+
+
+def _centre(width: int, height: int) -> tuple[float, float, float, float]:
+    side = CROP_SHARE * min(width, height)
+    left, top = (width - side) / 2, (height - side) / 2
+    return left, top, left + side, top + side
+
+
+def _random_box(width: int, height: int, generator: torch.Generator) -> tuple[float, float, float, float]:
+    area, ratio, x, y = torch.rand(4, generator=generator, dtype=torch.float64).tolist()
+    area = width * height * (AREA[0] + area * (AREA[1] - AREA[0]))
+    low, high = (math.log(bound) for bound in RATIO)
+    ratio = math.exp(low + ratio * (high - low))
+    # What would stick out is cut, so that no draw is thrown away.
+    wide, high_ = min(width, math.sqrt(area * ratio)), min(height, math.sqrt(area / ratio))
+    left, top = x * (width - wide), y * (height - high_)
+    return left, top, left + wide, top + high_

@@ -1,0 +1,164 @@
+"""What a step changes: model, optimizer, schedule, loss scale and averaged weights, built in order."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.swa_utils import AveragedModel
+
+from .config import Config
+from .distributed import Ranks, broadcast_weights
+from .engine import engine_part
+from .errors import TrainingError
+from .optimization import make_average, make_optimizer, make_scheduler
+from .precision import Precision, make_precision
+
+__all__ = ["Learner", "data_parallel", "make_learner", "settle_buckets"]
+
+
+@dataclass
+class Learner:
+    """Everything that training changes, and the few numbers that say how a step is made."""
+
+    model: nn.Module  # without DistributedDataParallel
+    parallel: nn.Module  # what a training step calls
+    optimizer: Optimizer
+    scheduler: LambdaLR
+    precision: Precision
+    average: AveragedModel | None
+    device: torch.device
+    config: Config
+
+    def to_device(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """A batch where and how the model takes it."""
+        layout = torch.channels_last if self.config.channels_last else torch.contiguous_format
+        images = images.to(self.device, non_blocking=True, memory_format=layout)
+        return images, labels.to(self.device, non_blocking=True)
+
+    @contextmanager
+    def gradients_stay(self, local: bool) -> Iterator[None]:
+        """When ``local``, gradients of forwards and backwards in here wait for the next ones outside."""
+        if not local or self.parallel is self.model:
+            yield
+        elif hasattr(self.parallel, "no_sync"):
+            with self.parallel.no_sync():
+                yield
+        else:  # apex's DistributedDataParallel
+            self.parallel.disable_allreduce()
+            try:
+                yield
+            finally:
+                self.parallel.enable_allreduce()
+
+    def weights(self) -> dict[str, dict[str, Tensor]]:
+        """What a checkpoint keeps as safetensors: ``model``, and ``average`` when there is one."""
+        files = {"model": self.model.state_dict()}
+        if self.average is not None:
+            files["average"] = self.average.module.state_dict()
+        return files
+
+    def state_dict(self) -> dict[str, Any]:
+        """The rest of what a checkpoint keeps."""
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+            "precision": self.precision.state_dict(),
+            "averaged": int(self.average.n_averaged) if self.average is not None else 0,
+        }
+
+    def load(self, weights: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> None:
+        """Put back what `weights` and `state_dict` gave.
+
+        Raises:
+            TrainingError: they are of another model.
+        """
+        try:
+            self.model.load_state_dict(weights["model"])
+            if self.average is not None:
+                self.average.module.load_state_dict(weights["average"])
+                self.average.n_averaged.fill_(state["averaged"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.scheduler.load_state_dict(state["scheduler"])
+            self.precision.load_state_dict(state["precision"])
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise TrainingError(f"--resume: the checkpoint does not fit the model: {error}") from error
+
+
+def make_learner(
+    model: nn.Module,
+    config: Config,
+    ranks: Ranks,
+    steps_per_epoch: int,
+    saved: tuple[dict[str, dict[str, Tensor]], dict[str, Any]] | None,
+) -> Learner:
+    """Move the model to the device and put optimizer, precision and data parallelism around it.
+
+    The order matters: weights are equal on all ranks before amp makes its masters of them, and amp has
+    changed the model before DistributedDataParallel looks at its parameters.
+
+    Args:
+        steps_per_epoch: steps of the optimizer.
+        saved: weights and state of a checkpoint to go on from.
+    """
+    layout = torch.channels_last if config.channels_last else torch.preserve_format
+    model = model.to(ranks.device, memory_format=layout)
+    broadcast_weights(model)
+    average = make_average(model, config.ema) if config.ema else None
+    precision = make_precision(config, ranks.device)
+    lr = config.lr * (ranks.world * config.accumulate if config.scale_lr else 1)
+    optimizer = make_optimizer(model, config.optimizer, lr, config.weight_decay, config.engine)
+    model, optimizer = precision.prepare(model, optimizer)
+    scheduler = make_scheduler(
+        optimizer, config.epochs * steps_per_epoch, config.warmup_epochs * steps_per_epoch
+    )
+    learner = Learner(model, model, optimizer, scheduler, precision, average, ranks.device, config)
+    if saved is not None:
+        learner.load(*saved)
+    if config.compile:
+        model.compile()
+    learner.parallel = data_parallel(model, config, ranks)
+    return learner
+
+
+def data_parallel(model: nn.Module, config: Config, ranks: Ranks) -> nn.Module:
+    """The model in DistributedDataParallel; the model itself when there is one rank."""
+    if ranks.world < 2:
+        return model
+    if config.engine == "apex":
+        return engine_part("apex", "parallel").DistributedDataParallel(model)
+    devices = [ranks.device] if ranks.device.type == "cuda" else None
+    # BatchNorm keeps the buffers: synchronised layers agree on them, the others are averaged once per epoch.
+    # torch 2.13 renamed the option.
+    names = inspect.signature(DistributedDataParallel).parameters
+    option = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
+    # A kernel with one input channel has two equally right strides; DDP and the convolution differ on them.
+    warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
+    return DistributedDataParallel(model, device_ids=devices, **{option: False})
+
+
+def settle_buckets(learner: Learner, images: Tensor) -> None:
+    """Take a step whose gradients are thrown away, after which DDP's buckets keep their order.
+
+    DDP re-orders its buckets once, after the first step of a start. A ring adds the gradients of three or
+    more ranks in an order that depends on the place in the bucket, so the step that follows a start would
+    round differently from the same step in the middle of a run, and a resumed run would not be the same run.
+    """
+    model = learner.parallel
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    model.train()
+    with learner.precision.forward():
+        logits = model(images)
+    logits.sum().backward()
+    model.zero_grad(set_to_none=True)
+    for buffer, before in zip(model.buffers(), buffers, strict=True):
+        buffer.copy_(before)

@@ -1,0 +1,126 @@
+"""How each rank gets its share of the images, a batch at a time."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, Sampler
+
+from .config import Config, ConfigError
+from .datasets import ImageSource
+from .distributed import Ranks
+
+__all__ = ["EveryImageOnce", "TrainBatches", "make_test_loader", "make_train_loader"]
+
+Key = tuple[list[int], "int | None"]  # indices of a batch, and the seed of its augmentation
+
+
+class _Batches(Dataset):
+    """A source of images whose items are whole batches."""
+
+    def __init__(self, source: ImageSource) -> None:
+        self.source = source
+
+    def __getitem__(self, key: Key) -> tuple[Tensor, Tensor]:
+        indices, seed = key
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        return self.source.read(indices, generator), self.source.labels[indices]
+
+
+class TrainBatches(Sampler[Key]):
+    """Shuffled batches of one rank; the last, smaller batch is dropped.
+
+    The order depends on (seed, epoch) and the augmentation of a batch on (seed, epoch, rank, batch) alone: an
+    epoch can be continued in the middle, and does not depend on the number of workers.
+
+    Raises:
+        ConfigError: the rank's share is smaller than one batch.
+    """
+
+    def __init__(self, images: int, batch_size: int, rank: int, world: int, seed: int) -> None:
+        self.rank, self.seed = rank, seed
+        self.sampler = DistributedSampler(range(images), world, rank, shuffle=True, seed=seed)
+        if len(self.sampler) < batch_size:
+            raise ConfigError(
+                f"--batch-size must be at most the {len(self.sampler)} training images of one rank, "
+                f"got {batch_size}"
+            )
+        self.batches = BatchSampler(self.sampler, batch_size, drop_last=True)
+        self.first = 0
+
+    def set_epoch(self, epoch: int, first: int = 0) -> None:
+        """Begin the next iteration at batch ``first`` of ``epoch``."""
+        self.sampler.set_epoch(epoch)
+        self.first = first
+
+    def __iter__(self) -> Iterator[Key]:
+        for batch, indices in enumerate(self.batches):
+            if batch >= self.first:
+                mixed = np.random.SeedSequence([self.seed, self.sampler.epoch, self.rank, batch])
+                yield indices, int(mixed.generate_state(1, np.uint64)[0] >> 1)
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch."""
+        return len(self.batches)
+
+
+class EveryImageOnce(Sampler[int]):
+    """Every ``world``-th index, starting at ``rank``: the ranks together see each image exactly once.
+
+    DistributedSampler repeats images until all ranks have the same number, which counts some of them twice.
+    """
+
+    def __init__(self, length: int, rank: int, world: int) -> None:
+        self.indices = range(rank, length, world)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.indices)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+
+class _TestBatches(Sampler[Key]):
+    def __init__(self, images: int, batch_size: int, rank: int, world: int) -> None:
+        self.batches = BatchSampler(EveryImageOnce(images, rank, world), batch_size, drop_last=False)
+
+    def __iter__(self) -> Iterator[Key]:
+        return ((indices, None) for indices in self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+def _outlive_sigterm(worker: int) -> None:
+    # A scheduler signals every process of a job; the rank needs its workers until it has ended its step.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _loader(source: ImageSource, batches: Sampler[Key], config: Config, ranks: Ranks) -> DataLoader:
+    return DataLoader(
+        _Batches(source),
+        sampler=batches,
+        batch_size=None,  # an item is a batch
+        num_workers=config.workers,
+        persistent_workers=config.workers > 0,
+        worker_init_fn=_outlive_sigterm,
+        pin_memory=ranks.device.type == "cuda",
+        timeout=config.timeout if config.workers else 0,
+        generator=torch.Generator(),  # else each epoch would draw from the generator that dropout uses
+    )
+
+
+def make_train_loader(source: ImageSource, config: Config, ranks: Ranks) -> tuple[DataLoader, TrainBatches]:
+    """Augmented training batches of this rank, and their sampler for ``set_epoch``."""
+    batches = TrainBatches(len(source.labels), config.batch_size, ranks.rank, ranks.world, config.seed)
+    return _loader(source, batches, config, ranks), batches
+
+
+def make_test_loader(source: ImageSource, config: Config, ranks: Ranks) -> DataLoader:
+    """This rank's share of the test images; shares differ by up to one image, the last batch is smaller."""
+    size = 2 * config.batch_size  # nothing is kept for a backward pass
+    return _loader(source, _TestBatches(len(source.labels), size, ranks.rank, ranks.world), config, ranks)

@@ -1,0 +1,170 @@
+"""The model of a run: built by name, with its normalisation, first weights and frozen parameters."""
+
+from __future__ import annotations
+
+import fnmatch
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import fastvit
+
+from ..models import SYNCHRONISED, create_vit
+from .config import Config, ConfigError
+from .engine import engine_part
+
+__all__ = ["SYNCHRONISED_NORMS", "build_model", "freeze", "load_pretrained"]
+
+SYNCHRONISED_NORMS = SYNCHRONISED | {"apex-sync"}
+
+
+def build_model(config: Config, shape: tuple[int, int, int], classes: int) -> nn.Module:
+    """The model of ``--model`` with the normalisation of ``--norm``, on the CPU, in fp32.
+
+    Args:
+        shape: C, H, W of the images.
+        classes: of the data.
+
+    Raises:
+        ConfigError: the name, the norm or the number of classes does not fit.
+    """
+    outputs = config.classes or classes
+    if outputs < classes:
+        raise ConfigError(f"--classes must be at least the {classes} classes of the data, got {outputs}")
+    # fastvit's ViT is built with its norm; apex's is put in by apex's own function, as for any other model.
+    if config.model.startswith("timm/"):
+        model = _from_timm(config, shape, outputs)
+    else:
+        name = config.model if config.model != "auto" else _by_size(shape[1])
+        norm = "torch" if config.norm == "apex-sync" else config.norm
+        try:
+            model = create_vit(name, shape[1], shape[0], outputs, norm, config.mlp_norm)
+        except ValueError as error:
+            raise ConfigError(f"--model {name} does not fit images of {shape[1]} pixels: {error}") from None
+    if config.norm == "apex-sync":
+        model = engine_part(config.engine, "parallel").convert_syncbn_model(model)
+    return model
+
+
+def _by_size(size: int) -> str:
+    return "vit_digits" if size <= 16 else "vit_cifar" if size <= 64 else "vit_small"
+
+
+def _from_timm(config: Config, shape: tuple[int, int, int], outputs: int) -> nn.Module:
+    import timm
+    from timm.layers import convert_sync_batchnorm
+
+    if config.norm.startswith("inplace-abn"):
+        raise ConfigError(
+            f"--norm {config.norm} is built into fastvit's ViT; for --model {config.model} take torch, "
+            f"torch-sync, apex-sync or fastvit-sync"
+        )
+    name, options = config.model.removeprefix("timm/"), {"in_chans": shape[0], "num_classes": outputs}
+    if not timm.is_model(name):
+        raise ConfigError(f"--model {config.model}: timm {timm.__version__} has no model {name!r}")
+    pretrained = config.pretrained == "timm"
+    try:
+        model = timm.create_model(name, pretrained=pretrained, img_size=shape[1], **options)
+    except TypeError:  # convolutional models take every size and have no such argument
+        model = timm.create_model(name, pretrained=pretrained, **options)
+    if config.norm == "torch-sync":
+        model = convert_sync_batchnorm(model)  # torch's own drops the activation of timm's BatchNormAct2d
+    elif config.norm == "fastvit-sync":
+        model = fastvit.convert_syncbn_model(model)
+    return model
+
+
+def _read_weights(path: Path) -> dict[str, Tensor]:
+    if path.suffix == ".safetensors":
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        try:
+            return load_file(path)
+        except SafetensorError as error:
+            raise ConfigError(f"--pretrained: {path} is cut off or damaged: {error}") from None
+    try:
+        weights = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:  # a damaged file raises almost anything; code in it is refused
+        reason = (str(error).splitlines() or [""])[0]
+        raise ConfigError(f"--pretrained: {path} is no file of weights: {reason}") from None
+    # Other trainers keep the weights among other things, or under DistributedDataParallel's prefix.
+    for key in ("state_dict", "model"):
+        if isinstance(weights, dict) and isinstance(weights.get(key), dict):
+            weights = weights[key]
+    if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
+        raise ConfigError(f"--pretrained: {path} must hold a dict of tensors")
+    return {name.removeprefix("module."): value for name, value in weights.items()}
+
+
+def load_pretrained(model: nn.Module, path: Path) -> str:
+    """Load weights by name and return a report of what did not fit.
+
+    A head for another number of classes keeps its initial weights. Missing and unexpected names are reported.
+
+    Raises:
+        OSError, ConfigError: the file cannot be read, no name fits, or a tensor other than the head's has
+            another shape.
+    """
+    weights, own = _read_weights(path), model.state_dict()
+    fitting = {name: value for name, value in weights.items() if name in own}
+    if not fitting:
+        raise ConfigError(
+            f"--pretrained: no name in {path} is a name of the model, such as {next(iter(own))}"
+        )
+    head = _head_of(model)
+    other = [name for name, value in fitting.items() if value.shape != own[name].shape]
+    for name in other:
+        if name.rpartition(".")[0] != head:
+            raise ConfigError(
+                f"--pretrained: {name} must have the shape {tuple(own[name].shape)}, "
+                f"got {tuple(weights[name].shape)} in {path}"
+            )
+        del fitting[name]
+    model.load_state_dict(fitting, strict=False)
+    lines = [f"pretrained: {len(fitting)} of {len(own)} tensors from {path}"]
+    missing = [name for name in own if name not in weights]
+    unexpected = [name for name in weights if name not in own]
+    for names, what in (
+        (missing, "missing in the file"),
+        (unexpected, "unexpected, not in the model"),
+        (other, "for another number of classes, initialised anew"),
+    ):
+        if names:
+            lines.append(
+                f"  {what}: {', '.join(names[:20])}{f' and {len(names) - 20} more' * (len(names) > 20)}"
+            )
+    return "\n".join(lines)
+
+
+def _head_of(model: nn.Module) -> str:
+    """Name of the linear layer that gives the logits: the last one."""
+    return [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)][-1]
+
+
+def freeze(model: nn.Module, patterns: tuple[str, ...]) -> int:
+    """Stop the training of every parameter whose name matches one of the patterns; returns how many.
+
+    Only parameters are frozen: BatchNorm layers stay in training mode, with the statistics of the batch over
+    all ranks if they are synchronised, on every rank alike.
+
+    Raises:
+        ConfigError: a pattern matches nothing, or nothing is left to train.
+    """
+    parameters, frozen = dict(model.named_parameters()), set()
+    for pattern in patterns:
+        names = fnmatch.filter(parameters, pattern)
+        if not names:
+            raise ConfigError(
+                f"--freeze {pattern!r} matches no parameter; they have names such as "
+                f"{', '.join(list(parameters)[:3])}"
+            )
+        frozen.update(names)
+    if len(frozen) == len(parameters):
+        raise ConfigError(f"--freeze {' '.join(patterns)} leaves nothing to train")
+    for name in frozen:
+        parameters[name].requires_grad_(False)
+    return len(frozen)

@@ -1,0 +1,33 @@
+"""SIGTERM as a request: the run ends at the next step, with a checkpoint."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+
+__all__ = ["StopRequest"]
+
+
+class StopRequest:
+    """Remembers that SIGTERM came while it was entered; a repeated one changes nothing.
+
+    A scheduler and the launcher may both send it. The ranks tell each other in every step, so one rank that
+    gets it stops all of them at the same step.
+    """
+
+    def __init__(self) -> None:
+        self.came = False
+        self._before = None
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():  # others may not set handlers
+            self._before = signal.signal(signal.SIGTERM, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.came = True

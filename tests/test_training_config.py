@@ -1,0 +1,167 @@
+"""What a run is told, and by whom it was started: flags, TOML files, launchers' variables."""
+
+import subprocess
+import sys
+
+import pytest
+
+from fastvit.training import command_line
+from fastvit.training.__main__ import main
+from fastvit.training.command_line import merge_saved, parse
+from fastvit.training.config import Config, ConfigError
+from fastvit.training.launch import find_launch
+
+
+def complaint(capsys, *arguments):
+    with pytest.raises(SystemExit) as end:
+        main(list(arguments))
+    assert end.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--norm", "batch"], "--norm: invalid choice: 'batch'"),
+        (["--epochs", "0"], "--epochs must be at least 1, got 0"),
+        (["--epochs", "many"], "--epochs: invalid int value: 'many'"),
+        (["--lr", "nan"], "--lr must be above 0, got nan"),
+        (["--weight-decay", "-1"], "--weight-decay must be at least 0, got -1.0"),
+        (["--ema", "1"], "--ema must be at least 0 and below 1, got 1.0"),
+        (["--loss-scale", "static"], "--loss-scale must be auto, dynamic or a number above 0, got static"),
+        (["--epoch", "3"], "unrecognized arguments: --epoch 3; did you mean --epochs?"),
+        (["--norm", "torch-sync", "--device", "cpu"], "--norm torch-sync trains on CUDA only"),
+        (["--data", "cifar10"], "--data cifar10 needs --data-path"),
+        (["--model", "resnet50"], "--model must be auto, one of vit_digits, "),
+        (["--pretrained", "timm"], "--pretrained timm is for --model timm/<name>, got --model auto"),
+        (["--engine", "apex", "--amp", "bf16"], "--amp must be off or O0 to O3 with --engine apex"),
+        (["--backend", "nccl", "--device", "cpu"], "--backend must be gloo on the CPU"),
+    ],
+)
+def test_wrong_flags(capsys, arguments, message):
+    assert message in complaint(capsys, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("epoch = 3", "unknown key 'epoch'; did you mean epochs?"),
+        ("colour = 3", "unknown key 'colour'\n"),
+        ("epochs = '3'", "epochs must be of type int, got '3'"),
+        ("epochs = true", "epochs must be of type int, got True"),
+        ("freeze = 'stem.*'", "freeze must be a list of strings, got 'stem.*'"),
+        ("norm = 'batch'", "--norm must be one of torch, "),
+        ("[recipe]\nepochs = 3", "unknown key 'recipe'"),
+        ("epochs = ", "cannot read"),
+    ],
+)
+def test_wrong_files(capsys, tmp_path, text, message):
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    assert message in complaint(capsys, "--config", str(path))
+
+
+def test_flag_beats_file_beats_default(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text('epochs = 5\nbatch-size = 8\nlr = 1\nfreeze = ["stem.*", "head.*"]\n')
+    config, given, local_rank = parse(["--config", str(path), "--batch-size", "16", "--local-rank=3"])
+    assert (config.epochs, config.batch_size, config.lr, config.seed) == (5, 16, 1.0, 0)
+    assert config.freeze == ("stem.*", "head.*") and local_rank == 3
+    assert set(given) == {"epochs", "batch_size", "lr", "freeze"}
+    assert parse(["--local_rank", "1"])[2] == 1 and parse([])[2] is None
+
+
+def test_saved_configuration_is_whole_and_can_be_given_back(tmp_path):
+    config = Config(data="folder", data_path='a "b" \\ ü', optimizer="sgd", freeze=("a.*", "b"), compile=True)
+    assert (config.lr, config.weight_decay, config.workers, config.image_size) == (0.05, 5e-4, 4, 224)
+    config.save(tmp_path / "config.toml")
+    assert parse(["--config", str(tmp_path / "config.toml")])[0] == config
+
+
+def test_old_python_without_tomli_says_what_to_install(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(command_line.sys, "version_info", (3, 10))
+    monkeypatch.setitem(sys.modules, "tomli", None)
+    assert "--config needs Python 3.11, or tomli on 3.10" in complaint(capsys, "--config", str(tmp_path))
+
+
+def test_every_field_is_a_flag_with_help():
+    done = subprocess.run(
+        [sys.executable, "-m", "fastvit.training", "--help"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0
+    for name in Config.__dataclass_fields__:
+        assert "--" + name.replace("_", "-") in done.stdout
+
+
+def test_a_resumed_run_keeps_what_defines_it(tmp_path):
+    from dataclasses import asdict
+
+    saved = asdict(Config(epochs=7, freeze=("a",), data_path="there", threads=4, out="old", keep=5))
+    saved = saved | {"freeze": ["a"], "option_of_another_version": 1}
+    config = merge_saved({"threads": 2, "epochs": 7, "freeze": ("a",)}, saved, tmp_path)
+    assert (config.epochs, config.threads, config.out, config.keep) == (7, 2, str(tmp_path), 5)
+    assert (config.freeze, config.data_path) == (("a",), "there")
+    assert merge_saved({"out": "new"}, saved, tmp_path).threads == 0
+    with pytest.raises(ConfigError, match="--epochs must be 7 as in the checkpoint, got 8"):
+        merge_saved({"epochs": 8}, saved, tmp_path)
+
+
+# Launchers
+
+TORCHRUN = {
+    "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "head",
+    "MASTER_PORT": "1234",
+}  # fmt: skip
+SRUN = {
+    "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_NTASKS": "16", "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_JOB_ID": "123456",
+    "SLURM_JOB_NODELIST": "gpu[003-007,9],login1",
+}  # fmt: skip
+
+
+def test_launchers():
+    found = find_launch(None, TORCHRUN)
+    assert (found.rank, found.world, found.local_rank, found.local_world) == (5, 8, 1, 4)
+    assert (found.address, found.port, found.launcher) == ("head", 1234, "torchrun")
+    old = {name: value for name, value in TORCHRUN.items() if not name.startswith("LOCAL")}
+    assert find_launch(3, old).local_rank == 3  # torch.distributed.launch without --use_env
+    assert find_launch(3, TORCHRUN).local_rank == 1
+    found = find_launch(None, SRUN)
+    assert (found.rank, found.world, found.local_rank, found.local_world) == (5, 8, 1, 4)
+    assert (found.address, found.port, found.launcher) == ("gpu003", 23456, "srun")
+    assert find_launch(None, SRUN | {"MASTER_ADDR": "a", "MASTER_PORT": "9"}).address == "a"
+    assert find_launch(None, SRUN | TORCHRUN).launcher == "torchrun"  # torchrun inside a job
+    assert find_launch(None, {}) is None
+    assert find_launch(None, {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) is None
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [("n1", "n1"), ("a,b", "a"), ("n[12,14]", "n12"), ("n[01-04]-ib,x", "n01-ib"), ("gpu-a[7]", "gpu-a7")],
+)
+def test_first_host_of_a_slurm_list(nodes, host):
+    assert find_launch(None, SRUN | {"SLURM_JOB_NODELIST": nodes}).address == host
+
+
+def test_incomplete_environment(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert main(["--device", "cpu"]) == 1
+    assert "LOCAL_RANK is not; start the ranks with torchrun" in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "one")
+    assert main(["--device", "cpu"]) == 1
+    assert "environment variable RANK must be a whole number, got 'one'" in capsys.readouterr().err
+
+
+def test_ranks_that_do_not_come_are_missed(monkeypatch, capsys):
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in (variables | {"MASTER_PORT": str(port)}).items():
+        monkeypatch.setenv(name, value)
+    assert main(["--device", "cpu", "--timeout", "1"]) == 1
+    assert f"the 2 ranks did not meet at 127.0.0.1:{port} within 1 s" in capsys.readouterr().err

@@ -1,0 +1,231 @@
+"""Where batches come from: digits, CIFAR's files, folders of images, and the share of each rank."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from fastvit.training import augmentation, cifar, datasets, loaders
+from fastvit.training.config import Config, ConfigError
+from fastvit.training.distributed import Ranks
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def test_split_of_digits_is_reproducible_and_disjoint():
+    split, again, other = (datasets.load_digits(seed) for seed in (0, 0, 1))
+    assert (len(split.train.labels), len(split.test.labels)) == (1438, 359)
+    assert torch.equal(split.test.images, again.test.images)
+    assert not torch.equal(split.test.images, other.test.images)
+    every = torch.cat([split.train.images, split.test.images])
+    assert every.shape == (1797, 1, 8, 8) and every.min() == -1 and every.max() == 1
+    everything = torch.cat([other.train.images, other.test.images])
+    assert torch.equal(every.flatten(1).sum(1).sort().values, everything.flatten(1).sum(1).sort().values)
+
+
+def test_random_shift_moves_by_at_most_a_pixel():
+    images = torch.full((200, 2, 5, 6), -1.0)
+    images[:, 0, 2, 3] = 1.0
+    images[:, 1, 0, 0] = 0.5
+    moved = augmentation.random_shift(images, 1, generator(), background=-1.0)
+    assert moved.shape == images.shape and moved.is_contiguous()
+    place = (moved[:, 0] == 1).flatten(1).int().argmax(1)
+    places = {(r, c) for r, c in zip((place // 6).tolist(), (place % 6).tolist(), strict=True)}
+    assert places == {(r, c) for r in (1, 2, 3) for c in (2, 3, 4)}
+    assert (moved[:, 0] == 1).flatten(1).sum(1).eq(1).all()
+    # The corner pixel leaves the image or stays in its corner; what comes in is background.
+    assert set(moved[:, 1].unique().tolist()) == {-1.0, 0.5}
+    assert torch.equal(augmentation.random_shift(images, 0, generator()), images)
+
+
+def test_random_flip_mirrors_half_of_the_images():
+    images = torch.arange(3.0).expand(400, 1, 2, 3)
+    flipped = augmentation.random_flip(images, generator())[:, 0, 0, 0] == 2
+    assert 150 < flipped.sum() < 250
+    kept = augmentation.random_flip(images, generator())[~flipped]
+    assert torch.equal(kept, images[~flipped])
+
+
+# CIFAR
+
+
+def make_cifar(folder, name, version, images=6):
+    """The files of one data set with few images; returns pixels and labels by file."""
+    layout, random, made = cifar.LAYOUTS[name], np.random.default_rng(0), {}
+    target = folder / (layout.python_folder if version == "python" else layout.binary_folder)
+    target.mkdir(parents=True)
+    for part in (*layout.train, layout.test):
+        pixels = random.integers(0, 256, (images, 3072), dtype=np.uint8)
+        labels = random.integers(0, layout.classes, images)
+        made[part] = pixels, labels
+        if version == "python":
+            content = {b"data": pixels, layout.label_key: labels.tolist(), b"batch_label": b"x"}
+            (target / part).write_bytes(pickle.dumps(content, protocol=2))
+        else:
+            coarse = np.zeros((images, layout.label_bytes - 1), np.uint8)
+            rows = np.concatenate([coarse, labels[:, None].astype(np.uint8), pixels], axis=1)
+            (target / f"{part}.bin").write_bytes(rows.tobytes())
+    names = [f"thing {number}".replace(" ", "_") for number in range(layout.classes)]
+    if version == "python":
+        meta = {layout.names_key: [name.encode() for name in names]}
+        (target / layout.names_file[0]).write_bytes(pickle.dumps(meta, protocol=2))
+    else:
+        (target / layout.names_file[1]).write_text("\n".join(names) + "\n")
+    return target, made, tuple(names)
+
+
+@pytest.mark.parametrize("version", ["python", "binary"])
+@pytest.mark.parametrize("name", ["cifar10", "cifar100"])
+def test_cifar(tmp_path, name, version):
+    folder, made, names = make_cifar(tmp_path, name, version)
+    layout = cifar.LAYOUTS[name]
+    for path in (folder, tmp_path):
+        data = datasets.load(Config(data=name, data_path=str(path)))
+        expected = np.concatenate([made[part][0] for part in layout.train]).reshape(-1, 3, 32, 32)
+        assert np.array_equal(data.train.images.numpy(), expected)
+        assert data.train.labels.tolist() == np.concatenate([made[p][1] for p in layout.train]).tolist()
+        assert data.test.labels.tolist() == made[layout.test][1].tolist()
+        assert (data.classes, data.shape) == (names, (3, 32, 32))
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (data.mean, data.std))
+    plain = (data.test.images[[3, 1]] / 255 - mean) / std
+    torch.testing.assert_close(data.test.read([3, 1], None), plain, rtol=1e-5, atol=1e-5)
+    one, again, other = (data.train.read([0, 1, 2], generator(seed)) for seed in (1, 1, 2))
+    assert torch.equal(one, again) and not torch.equal(one, other)
+
+
+class Evil:
+    def __reduce__(self):
+        return (print, ("code from a file ran",))
+
+
+def test_cifar_files_that_are_not(tmp_path, capsys):
+    folder, _, _ = make_cifar(tmp_path, "cifar10", "python")
+    whole = (folder / "data_batch_2").read_bytes()
+    wrong = {b"data": np.zeros((2, 3072), np.uint8), b"labels": [3, 10]}
+    for content, message in (
+        (pickle.dumps({b"data": Evil()}), "builtins.print has no place in a file of CIFAR"),
+        (whole[:500], "is cut off or no file of CIFAR"),
+        (pickle.dumps([1]), "it holds a list"),
+        (pickle.dumps({b"data": 1}), "has no images and labels"),
+        (pickle.dumps(wrong, protocol=2), "must be below 10, got 10"),
+        (pickle.dumps(wrong | {b"labels": [3]}, protocol=2), "must hold 3072 bytes for each of its 1 labels"),
+    ):
+        (folder / "data_batch_2").write_bytes(content)
+        with pytest.raises(ConfigError, match=message):
+            datasets.load(Config(data="cifar10", data_path=str(tmp_path)))
+    assert "code from a file" not in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="must hold cifar-100-python or cifar-100-binary"):
+        datasets.load(Config(data="cifar100", data_path=str(tmp_path)))
+    (folder / "data_batch_2").unlink()
+    with pytest.raises(FileNotFoundError, match="data_batch_2"):
+        datasets.load(Config(data="cifar10", data_path=str(tmp_path)))
+    binary, _, _ = make_cifar(tmp_path / "b", "cifar10", "binary")
+    (binary / "test_batch.bin").write_bytes(b"\0" * 3000)
+    with pytest.raises(ConfigError, match="3000 bytes are no multiple of 3073"):
+        datasets.load(Config(data="cifar10", data_path=str(binary)))
+
+
+# Folders
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for split, count in (("train", 3), ("test", 1)):
+        for label, name in enumerate(("b", "a")):
+            (tmp_path / split / name / "deep").mkdir(parents=True)
+            for index in range(count):
+                pixels = np.zeros((20, 30 + index, 3), np.uint8)
+                pixels[:, :, label] = 200  # class b is red, class a is green
+                pixels[:, :15, 2] = 255  # and the left of each is blue
+                Image.fromarray(pixels).save(tmp_path / split / name / "deep" / f"{index}.PNG")
+            (tmp_path / split / name / "notes.txt").write_text("no image")
+    return tmp_path
+
+
+def test_folder(folder):
+    data = datasets.load(Config(data="folder", data_path=str(folder), image_size=10))
+    assert data.classes == ("a", "b") and data.shape == (3, 10, 10)
+    assert data.train.labels.tolist() == [0, 0, 0, 1, 1, 1] and data.test.labels.tolist() == [0, 1]
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (data.mean, data.std))
+    pixels = data.test.read([0, 1], None) * std + mean
+    assert pixels.shape == (2, 3, 10, 10)
+    torch.testing.assert_close(pixels[:, :, 0, 9], torch.tensor([[0, 200, 0], [200, 0, 0]]) / 255)
+    assert (pixels[:, 2, :, :4] > 0.99).all() and (pixels[:, 2, :, 6:] < 0.01).all()
+    one, again, other = (data.train.read([0, 5], generator(seed)) for seed in (1, 1, 2))
+    assert torch.equal(one, again) and not torch.equal(one, other)
+    # Crops differ, and some are mirrored: blue is on the right.
+    blue = torch.stack([data.train.read([0], generator(seed))[0, 2] for seed in range(40)])
+    right = (blue[:, :, 9] > blue[:, :, 0]).all(1)
+    assert 0 < right.sum() < 40
+
+
+def test_folders_that_are_not(folder, tmp_path):
+    def load():
+        return datasets.load(Config(data="folder", data_path=str(folder), image_size=10))
+
+    (folder / "train" / "c").mkdir()
+    with pytest.raises(ConfigError, match="train/c has no images"):
+        load()
+    Image.new("RGB", (9, 9)).save(folder / "train" / "c" / "1.png")
+    with pytest.raises(ConfigError, match="must hold the same classes; c are in one of them only"):
+        load()
+    (folder / "train" / "c" / "1.png").rename(folder / "train" / "a" / "1.png")
+    (folder / "train" / "c").rmdir()
+    (folder / "train" / "a" / "1.png").write_bytes(b"no image")
+    with pytest.raises(OSError, match="cannot identify image file.*1.png"):
+        load().train.read([0], None)
+
+
+# Shares of the ranks
+
+
+@pytest.mark.parametrize(("length", "world"), [(7, 2), (8, 3), (2, 4)])
+def test_every_test_image_once(length, world):
+    shares = [list(loaders.EveryImageOnce(length, rank, world)) for rank in range(world)]
+    assert sorted(sum(shares, [])) == list(range(length))
+
+
+def test_training_batches_depend_on_epoch_rank_and_place_alone():
+    def batches(epoch, rank, first=0):
+        sampler = loaders.TrainBatches(50, 6, rank, 2, seed=3)
+        sampler.set_epoch(epoch, first)
+        assert len(sampler) == 4
+        return list(sampler)
+
+    assert batches(1, 0) == batches(1, 0) != batches(2, 0)
+    assert batches(1, 0)[2:] == batches(1, 0, first=2)
+    images = [index for rank in (0, 1) for indices, _ in batches(1, rank) for index in indices]
+    assert len(images) == len(set(images)) == 48
+    seeds = {seed for epoch in (1, 2) for rank in (0, 1) for _, seed in batches(epoch, rank)}
+    assert len(seeds) == 16
+    with pytest.raises(ConfigError, match="--batch-size must be at most the 25 training images of one rank"):
+        loaders.TrainBatches(50, 26, 0, 2, 0)
+
+
+def test_workers_do_not_change_the_batches():
+    ranks, data = Ranks(0, 1, 0, 1, torch.device("cpu"), None), datasets.load_digits(0)
+    random, seen = torch.get_rng_state(), []
+    for workers in (0, 2):
+        loader, sampler = loaders.make_train_loader(
+            data.train, Config(workers=workers, batch_size=300), ranks
+        )
+        sampler.set_epoch(1)
+        seen.append(list(loader))
+    assert torch.equal(torch.get_rng_state(), random)  # what dropout draws from is left alone
+    assert len(seen[0]) == 4
+    for (images, labels), (others, names) in zip(*seen, strict=True):
+        assert torch.equal(images, others) and torch.equal(labels, names)
+
+
+def test_synthetic_images_can_be_told_apart():
+    config = Config(data="synthetic", classes=4, image_size=8, synthetic_images=64)
+    data = datasets.load(config)
+    assert data.shape == (3, 8, 8) and len(data.classes) == 4 and len(data.test.labels) == 16
+    assert torch.equal(data.train.read([5, 9], None)[1:], datasets.load(config).train.read([9], None))
+    images = data.test.read(list(range(16)), None).flatten(1)
+    nearest = (images @ data.train.patterns.flatten(1).T).argmax(1)
+    assert (nearest == data.test.labels).float().mean() > 0.9

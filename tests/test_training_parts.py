@@ -1,0 +1,293 @@
+"""The parts of the trainer: what ranks say to each other, how a step is made, which model it trains."""
+
+import copy
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from training_runs import LIMIT, train_on_rank, weights_of
+
+import fastvit
+from fastvit.models import vit_digits
+from fastvit.training import distributed, learner, loop, model, optimization
+from fastvit.training.config import Config, ConfigError
+from fastvit.training.distributed import Ranks
+from fastvit.training.errors import TrainingError
+from fastvit.training.signals import StopRequest
+
+
+def _conversation(rank, world):
+    assert (distributed.get_rank(), distributed.get_world_size()) == (rank, 2)
+    assert distributed.is_main_process() == (rank == 0)
+    value = torch.tensor([1.0 + rank])
+    assert distributed.reduce_value(value).item() == 1.5
+    assert distributed.reduce_value(value, average=False).item() == 3 and value.item() == 1.0 + rank
+    report = distributed.StepReport(torch.tensor(float(rank)), flag=2 * rank)
+    report.collect()
+    assert report.read() == ([0.0, 1.0], [0, 2])
+    assert distributed.gather_objects(rank) == [0, 1]
+
+    def fail():
+        raise OSError(f"disk of rank {rank} is full")
+
+    assert distributed.on_main(lambda: rank) == 0 and distributed.on_every(lambda: rank) == rank
+    with pytest.raises(TrainingError, match="^disk of rank 0 is full$"):
+        distributed.on_main(fail)
+    with pytest.raises(TrainingError, match="^rank 1: disk of rank 1 is full$"):
+        distributed.on_every(fail if rank else lambda: None)
+    distributed.raise_together(None)
+
+    norm = torch.nn.BatchNorm1d(3)
+    norm.running_mean.fill_(rank)
+    distributed.average_running_statistics(norm)
+    assert norm.running_mean.tolist() == [0.5] * 3 and norm.running_var.tolist() == [1.0] * 3
+    linear = torch.nn.Linear(2, 2).requires_grad_(bool(rank))
+    linear.weight.data.fill_(rank)
+    distributed.broadcast_weights(linear)
+    assert linear.weight.tolist() == [[0.0] * 2] * 2
+
+
+def test_what_ranks_say_to_each_other(ranks):
+    ranks.run(2, _conversation)
+
+
+class Batches(list):
+    """Batches in a list, in place of a loader."""
+
+
+def _small_learner(rank, world, config, saved=None):
+    torch.manual_seed(rank)  # the weights must come from rank 0 all the same
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3))
+    place = Ranks(rank, world, rank, world, torch.device("cpu"), "gloo" if world > 1 else None)
+    return learner.make_learner(net, config, place, 10, saved)
+
+
+def _batch(rank, part):
+    random = torch.Generator().manual_seed(10 * rank + part)
+    images = torch.randn(5, 1, 2, 2, generator=random)
+    return images, torch.randint(0, 3, (5,), generator=random)
+
+
+def _accumulated_gradients(rank, world, parts):
+    small = _small_learner(rank, world, Config(accumulate=parts))
+    reduced = []
+    if world > 1:
+        small.parallel.register_comm_hook(
+            None,
+            lambda _, bucket: (
+                reduced.append(1),
+                torch.distributed.all_reduce(bucket.buffer().div_(world), async_op=True)
+                .get_future()
+                .then(lambda future: future.value()[0]),
+            )[1],
+        )
+    feed = loop._Feed(Batches(_batch(rank, part) for part in range(parts)), (5, 1, 2, 2))
+    report = loop._backward(small, feed, parts, StopRequest())
+    expected = copy.deepcopy(small.model)
+    expected.zero_grad()
+    everything = [_batch(r, part) for r in range(world) for part in range(parts)]
+    images, labels = (torch.cat([batch[i] for batch in everything]) for i in (0, 1))
+    torch.nn.functional.cross_entropy(expected(images), labels).backward()
+    for got, wanted in zip(small.model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, wanted.grad)
+    return len(reduced), report.read()[0], small.model[1].weight.detach()
+
+
+def test_accumulated_gradients_are_those_of_one_large_batch(ranks):
+    results = ranks.run(2, _accumulated_gradients, 3)
+    assert [calls for calls, _, _ in results] == [1, 1]  # one exchange for three batches
+    assert results[0][1] == results[1][1]
+    assert torch.equal(results[0][2], results[1][2])
+    _accumulated_gradients(0, 1, 2)
+
+
+def test_clipping_bounds_the_norm_and_reports_what_it_was():
+    small = _small_learner(0, 1, Config(clip_norm=0.01))
+    loop._backward(small, loop._Feed(Batches([_batch(0, 0)]), (5, 1, 2, 2)), 1, StopRequest())
+    before = loop._gradient_norm(small).item()
+    after = loop._gradient_norm(small).item()
+    assert before > 0.1 and after == pytest.approx(0.01, rel=1e-3)
+
+
+def test_learning_rate_is_scaled_by_accumulation_and_ranks():
+    for config, expected in ((Config(), 1e-3), (Config(accumulate=4), 4e-3)):
+        assert _small_learner(0, 1, config).scheduler.base_lrs[0] == pytest.approx(expected)
+    kept = replace(Config(accumulate=4), scale_lr=False)
+    assert _small_learner(0, 1, kept).scheduler.base_lrs[0] == pytest.approx(1e-3)
+
+
+def test_average_follows_the_weights_with_a_decay_that_grows():
+    net = torch.nn.Linear(1, 1, bias=False)
+    net.register_buffer("count", torch.zeros(1))
+    average = optimization.make_average(net, 0.15)
+    expected = None
+    for n in range(1, 6):
+        net.weight.data.fill_(float(n))
+        net.count.fill_(n)
+        average.update_parameters(net)
+        decay = min(0.15, n / (9 + n))  # n - 1 steps were averaged before this one
+        expected = 1.0 if expected is None else decay * expected + (1 - decay) * n
+        assert average.module.weight.item() == pytest.approx(expected)
+        assert average.module.count.item() == n
+
+
+def test_evaluation_counts_each_image_once(ranks):
+    loss, accuracy = ranks.run(2, _evaluate_seven_images)[0]
+    images, labels = _seven_images()
+    assert loss == pytest.approx(torch.nn.functional.cross_entropy(images, labels).item(), abs=1e-6)
+    assert accuracy == (images.argmax(1) == labels).double().mean().item()
+
+
+def _seven_images():
+    return torch.randn(7, 4, generator=torch.Generator().manual_seed(0)), torch.arange(7) % 4
+
+
+def _evaluate_seven_images(rank, world):
+    images, labels = _seven_images()
+    small = _small_learner(rank, world, Config())
+    mine = slice(rank, None, world)
+    batch = (images[mine].view(-1, 4, 1, 1), labels[mine])
+    return loop.evaluate(small, torch.nn.Flatten(), [batch])
+
+
+def test_schedule_rises_then_falls_to_zero():
+    optimizer = optimization.make_optimizer(torch.nn.Linear(2, 2), "sgd", 0.1, 0.01)
+    scheduler, rates = optimization.make_scheduler(optimizer, 10, 4), []
+    for _ in range(10):
+        rates.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    assert rates[:5] == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1])
+    assert all(a > b for a, b in zip(rates[4:], rates[5:], strict=False))
+    assert scheduler.get_last_lr()[0] == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw", "fused-adam"])
+def test_weight_decay_leaves_vectors_alone(name):
+    net = vit_digits("torch")
+    optimizer = optimization.make_optimizer(net, name, 0.1, 0.01)
+    decayed, free = (group["params"] for group in optimizer.param_groups)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.01, 0.0]
+    assert all(parameter.ndim >= 2 for parameter in decayed)
+    assert any(parameter is net.position for parameter in free)
+    assert len(decayed) + len(free) == len(list(net.parameters()))
+
+
+def test_one_process_needs_no_group():
+    value = torch.tensor(2.0)
+    assert distributed.reduce_value(value) is value
+    report = distributed.StepReport(value, 1)
+    report.collect()
+    assert report.read() == ([2.0], [1])
+    with pytest.raises(TrainingError, match="no such"):
+        distributed.on_main(lambda: (_ for _ in ()).throw(ValueError("no such")))
+
+
+# Models and weights
+
+
+@pytest.mark.parametrize(
+    ("norm", "kind"),
+    [("torch", torch.nn.BatchNorm2d), ("fastvit-sync", fastvit.SyncBatchNorm), ("apex-sync", None),
+     ("inplace-abn", fastvit.InPlaceABN), ("inplace-abn-sync", fastvit.InPlaceABNSync)],
+)  # fmt: skip
+def test_norm_chooses_the_layer(norm, kind):
+    from fastvit.compat.apex.parallel import SyncBatchNorm
+
+    net = model.build_model(Config(norm=norm), (1, 8, 8), 10)
+    norms = [net.stem.layers[1].norm, net.blocks[0].mlp.act.norm]
+    one_dimensional = torch.nn.BatchNorm1d if norm == "torch" else kind or SyncBatchNorm
+    assert [type(layer) for layer in norms] == [kind or SyncBatchNorm, one_dimensional]
+    assert net(torch.randn(4, 1, 8, 8)).shape == (4, 10)
+
+
+def test_model_follows_the_data():
+    small = model.build_model(Config(), (3, 32, 32), 100)
+    assert small.head.out_features == 100 and len(small.blocks) == 9
+    assert model.build_model(Config(classes=12), (1, 8, 8), 10).head.out_features == 12
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
+def test_pretrained_weights_and_their_report(tmp_path, suffix):
+    from safetensors.torch import save_file
+
+    torch.manual_seed(1)
+    weights = {name: value.clone() for name, value in vit_digits("torch").state_dict().items()}
+    weights["head.weight"] = torch.zeros(7, 64)
+    weights["extra"] = torch.zeros(1)
+    del weights["norm.bias"]
+    path = tmp_path / f"weights{suffix}"
+    if suffix == ".pt":
+        torch.save({"model": {f"module.{name}": value for name, value in weights.items()}, "epoch": 3}, path)
+    else:
+        save_file(weights, path)
+    torch.manual_seed(2)
+    net = vit_digits("torch")
+    head = net.head.weight.detach().clone()
+    report = model.load_pretrained(net, path)
+    assert f"pretrained: {len(weights) - 2} of {len(weights)} tensors from {path}" in report
+    assert "missing in the file: norm.bias" in report
+    assert "unexpected, not in the model: extra" in report
+    assert "for another number of classes, initialised anew: head.weight" in report
+    assert torch.equal(net.head.weight, head) and torch.equal(net.position, weights["position"])
+
+
+def test_pretrained_files_that_are_not(tmp_path):
+    net, path = vit_digits("torch"), tmp_path / "weights.pt"
+    for content, message in (
+        ({"a": torch.zeros(1)}, "no name in .* is a name of the model, such as position"),
+        (
+            {"position": torch.zeros(1, 4, 64)},
+            r"position must have the shape \(1, 16, 64\), got \(1, 4, 64\)",
+        ),
+        ([1], "must hold a dict of tensors"),
+        ({"model": StopRequest()}, "is no file of weights"),  # an object of a class: code
+    ):
+        torch.save(content, path)
+        with pytest.raises(ConfigError, match=message):
+            model.load_pretrained(net, path)
+    (tmp_path / "weights.safetensors").write_bytes(b"cut")
+    with pytest.raises(ConfigError, match="cut off or damaged"):
+        model.load_pretrained(net, tmp_path / "weights.safetensors")
+
+
+def test_frozen_layers_keep_their_weights_and_stay_synchronised(ranks, tmp_path):
+    arguments = ["--norm", "fastvit-sync", "--epochs", "1", "--batch-size", "256", "--freeze", "stem.*"]
+    ranks.run(2, train_on_rank, [*arguments, "--out", str(tmp_path / "run")])
+    trained = weights_of(tmp_path / "run")
+    torch.manual_seed(0)
+    first = vit_digits("fastvit-sync").state_dict()
+    kept = {name for name in first if torch.equal(first[name], trained[name])}
+    assert {name for name in first if name.startswith("stem") and "running" not in name} - kept == {
+        f"stem.layers.{i}.norm.num_batches_tracked" for i in (1, 3, 5)
+    }
+    assert not torch.equal(first["stem.layers.1.norm.running_var"], trained["stem.layers.1.norm.running_var"])
+    assert not torch.equal(first["head.weight"], trained["head.weight"])
+    means = ranks.run(2, _statistics_of_frozen_stem)
+    assert torch.equal(means[0], means[1])
+
+
+def _statistics_of_frozen_stem(rank, world):
+    net = model.build_model(Config(norm="fastvit-sync"), (1, 8, 8), 10)
+    model.freeze(net, ("stem.*",))
+    torch.manual_seed(rank)
+    net.train()(torch.randn(6, 1, 8, 8)).sum().backward()
+    return net.stem.layers[1].norm.running_mean
+
+
+def test_old_launcher_passes_the_local_rank(tmp_path):
+    script = tmp_path / "launched.py"
+    script.write_text(
+        "import sys\n"
+        "from fastvit.training.__main__ import main\n"
+        "from fastvit.training import run\n"
+        "run.train = lambda config, given, ranks: print('local rank', ranks.local_rank, flush=True)\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.launch", "--standalone"]
+    command += ["--nproc_per_node=2", str(script), "--device", "cpu"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 0, done.stderr
+    assert "local rank 0" in done.stdout and "local rank 1" in done.stdout

@@ -1,0 +1,231 @@
+"""Whole runs of the trainer: what they leave, and that a resumed run is the run that never stopped."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from training_runs import (
+    LIMIT,
+    assert_equal_runs,
+    rows_of,
+    state_of,
+    torchrun,
+    train_on_rank,
+    weights_of,
+)
+
+from fastvit.models import vit_digits
+from fastvit.training import loop
+from fastvit.training.__main__ import main
+
+RECIPE = ["--epochs", "3", "--batch-size", "180", "--warmup-epochs", "1"]  # 3 steps of 2 ranks an epoch
+COMMON = ["-m", "fastvit.training", "--device", "cpu", "--threads", "1"]
+
+
+@pytest.fixture
+def alone(monkeypatch, tmp_path):
+    """Run the trainer in this process, as a single rank, and leave torch's settings as they were."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    threads, random = torch.get_num_threads(), torch.get_rng_state()
+    yield lambda *arguments: main([*arguments, "--device", "cpu", "--threads", "1"])
+    torch.set_num_threads(threads)
+    torch.set_rng_state(random)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Three epochs at once on two ranks of torchrun."""
+    directory = tmp_path_factory.mktemp("runs")
+    outputs = torchrun(directory, *COMMON, *RECIPE, "--out", "whole")
+    assert outputs[0] == 0, outputs[1] + outputs[2]
+    return directory / "whole", outputs
+
+
+def test_a_run_reports_and_leaves_its_files(whole):
+    run, (_, out, err) = whole
+    row = rows_of(run)[-1]
+    assert out.splitlines()[-1] == f"test accuracy {row['test_accuracy']:.3f}"
+    assert row["train_loss"] < rows_of(run)[0]["train_loss"]
+    assert row["gradient_norm"] > 0 and row["loss_scale"] == 1
+    assert err.count("[epoch 1]") >= 1 and "mean loss" in err  # the progress bar
+    assert not re.search("terminate|abort|Traceback|was not destroyed", err, re.I)
+    assert "batch_size = 180\n" in (run / "config.toml").read_text()
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == sorted(
+        {"last", "best", "epoch-0002", "epoch-0003", os.readlink(run / "checkpoints" / "best")}
+    )
+    state = torch.load(run / "checkpoints" / "last" / "state.pt", weights_only=True)
+    assert state["world"] == len(state["rng"]) == 2
+    vit_digits("torch").load_state_dict(weights_of(run))  # no prefix of DDP in the names
+
+
+def test_tensorboard_has_every_curve_and_table(whole):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulator.EventAccumulator(str(whole[0]))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) == {
+        "loss/train",
+        "loss/validation",
+        "accuracy/validation",
+        "learning rate",
+        "gradients/norm",
+        "gradients/loss scale",
+        "speed/images per second",
+        "speed/share of time waiting for data",
+        "speed/peak memory in GiB",
+    }
+    assert [event.step for event in events.Scalars("loss/train")] == [1, 2, 3]
+    assert events.Tags()["images"] == ["training images"]
+    plugins = events.summary_metadata
+    assert "custom_scalars__config__" in plugins
+    assert "_hparams_/experiment" in plugins and "_hparams_/session_end_info" in plugins
+
+
+def test_killed_run_resumes_as_if_nothing_had_happened(whole, tmp_path):
+    script = tmp_path / "killed.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import os, signal, sys
+            from fastvit.training import loop
+            from fastvit.training.__main__ import main
+
+            steps = []
+            def step(learner, step=loop._step):
+                step(learner)
+                steps.append(1)
+                if len(steps) == 5 and os.environ["RANK"] == "1":
+                    os.kill(os.getpid(), signal.SIGKILL)
+            loop._step = step
+            sys.exit(main(sys.argv[1:]))
+            """
+        )
+    )
+    options = ["--device", "cpu", "--threads", "1"]
+    status, out, err = torchrun(tmp_path, str(script), *RECIPE, *options, "--out", "killed")
+    assert status == 1 and "rank 0 ends alone" in err, err
+    assert sorted(p.name for p in (tmp_path / "killed" / "checkpoints").iterdir()) == [
+        "best", "epoch-0001", "last",
+    ]  # fmt: skip
+    status, out, err = torchrun(tmp_path, *COMMON, "--resume", "killed")
+    assert status == 0 and "resumed after epoch 1 of 3" in out, out + err
+    assert_equal_runs(tmp_path / "killed", whole[0])
+
+
+def _stopped_by_sigterm(rank, world, arguments, step_of_signal):
+    steps = []
+
+    def step(learner, step=loop._step):
+        step(learner)
+        steps.append(1)
+        if len(steps) == step_of_signal and rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    original, loop._step = loop._step, step
+    try:
+        assert train_on_rank(rank, world, arguments) is None
+    finally:
+        loop._step = original
+    return len(steps)
+
+
+@pytest.mark.parametrize("options", [[], ["--accumulate", "2", "--ema", "0.9", "--norm", "fastvit-sync"]])
+def test_sigterm_to_one_rank_saves_all_and_resumes_within_the_epoch(ranks, tmp_path, options):
+    # Two steps an epoch: 3 batches are one step of two and one of one when two are accumulated.
+    start = [*RECIPE, *options]
+    ranks.run(2, train_on_rank, [*start, "--out", str(tmp_path / "whole")])
+    per_epoch = 2 if options else 3
+    stopped = [*start, "--out", str(tmp_path / "stopped")]
+    assert ranks.run(2, _stopped_by_sigterm, stopped, per_epoch + 1) == [per_epoch + 2] * 2
+    state = state_of(tmp_path / "stopped")
+    if options:  # the signal came to be known in the last step of the epoch
+        assert (state["epoch"], state["step"]) == (2, 0)
+    else:
+        assert (state["epoch"], state["step"], state["progress"]["step"]) == (1, 2, 2)
+    ranks.run(2, train_on_rank, ["--resume", str(tmp_path / "stopped")])
+    assert_equal_runs(tmp_path / "stopped", tmp_path / "whole")
+    if options:
+        one, other = (weights_of(tmp_path / name, file="average") for name in ("stopped", "whole"))
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_sigterm_to_every_process_of_a_job_ends_it_cleanly(tmp_path):
+    options = ["--epochs", "500", "--batch-size", "256", "--norm", "torch", "--workers", "1", "--out", "run"]
+    process = subprocess.Popen(
+        [sys.executable, *COMMON, *options],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        while "[epoch 1]" not in process.stdout.readline():
+            assert process.poll() is None
+        os.killpg(process.pid, signal.SIGTERM)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 0, err
+    assert "stopped by SIGTERM in epoch" in out and "go on with --resume run" in out
+    state = state_of(tmp_path / "run")
+    assert state["epoch"] >= 1 and len(state["history"]) == state["epoch"]
+
+
+def test_stop_after_and_resume_with_three_ranks_is_bitwise(ranks, tmp_path):
+    start = ["--epochs", "2", "--batch-size", "150", "--norm", "inplace-abn"]
+    ranks.run(3, train_on_rank, [*start, "--out", str(tmp_path / "whole")])
+    ranks.run(3, train_on_rank, [*start, "--out", str(tmp_path / "parts"), "--stop-after", "1"])
+    ranks.run(3, train_on_rank, ["--resume", str(tmp_path / "parts")])
+    assert_equal_runs(tmp_path / "parts", tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--amp", "bf16", "--optimizer", "sgd", "--clip-norm", "1"],
+        ["--amp", "O1", "--accumulate", "2", "--label-smoothing", "0.1"],
+        ["--amp", "O2", "--optimizer", "fused-adam", "--ema", "0.99"],
+        ["--amp", "O3", "--norm", "apex-sync"],
+        ["--data", "synthetic", "--model", "vit_digits", "--image-size", "8", "--synthetic-images", "900"],
+    ],
+    ids=lambda options: "-".join(options[:2]),
+)
+@pytest.mark.filterwarnings("ignore:amp. on the CPU half precision")
+def test_resume_is_bitwise_in_every_precision(alone, tmp_path, options):
+    start = ["--epochs", "2", "--batch-size", "200", *options]
+    assert alone(*start, "--out", "whole") == 0
+    assert alone(*start, "--out", "parts", "--stop-after", "1") == 0
+    assert alone("--resume", "parts") == 0
+    assert_equal_runs(tmp_path / "parts", tmp_path / "whole")
+    state = state_of(tmp_path / "parts")
+    assert state["history"][-1]["loss_scale"] == (65536 if options[1] in ("O1", "O2") else 1)
+
+
+def test_resume_auto_begins_and_then_goes_on(alone, tmp_path, capsys):
+    start = ["--epochs", "2", "--batch-size", "256", "--stop-after", "1", "--resume", "auto", "--out", "auto"]
+    assert alone(*start) == 0 and alone(*start) == 0
+    assert "resumed after epoch 1 of 2" in capsys.readouterr().out
+    assert len(rows_of(tmp_path / "auto")) == 2
+
+
+def test_profile_and_channels_last(alone, tmp_path):
+    options = ["--epochs", "1", "--batch-size", "128", "--profile", "2", "--channels-last"]
+    assert alone(*options, "--out", "run") == 0
+    trace = (tmp_path / "run" / "trace.json").read_text()
+    assert '"traceEvents"' in trace and "fastvit::abn_forward_" in trace
+
+
+def test_import_is_light():
+    code = "import fastvit, fastvit.training, sys; print([m for m in {} if m in sys.modules])"
+    heavy = ["tensorboard", "sklearn", "matplotlib", "safetensors", "PIL"]
+    done = subprocess.run(
+        [sys.executable, "-c", code.format(heavy)], capture_output=True, text=True, timeout=LIMIT, check=True
+    )
+    assert done.stdout.strip() == "[]"

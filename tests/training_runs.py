@@ -1,0 +1,54 @@
+"""Runs of the trainer for tests: under torchrun, in this process, or on the ranks of the pool."""
+
+import json
+import subprocess
+import sys
+
+import torch
+
+from fastvit.training import checkpoint, run
+from fastvit.training.command_line import parse
+from fastvit.training.distributed import Ranks
+
+LIMIT = 110  # seconds; a run that takes longer hangs
+
+
+def torchrun(directory, *arguments, ranks=2, **options):
+    """Run under torchrun and return (status, stdout, stderr)."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    done = subprocess.run(
+        [*command, *arguments], cwd=directory, capture_output=True, text=True, timeout=LIMIT, **options
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def train_on_rank(rank, world, arguments):
+    """Train inside a rank of the pool; returns what TrainingError says, or None."""
+    config, given, _ = parse([*arguments, "--device", "cpu", "--threads", "1"])
+    try:
+        run.train(config, given, Ranks(rank, world, rank, world, torch.device("cpu"), "gloo"))
+    except run.TrainingError as error:
+        return str(error)
+
+
+def weights_of(directory, name="last", file="model"):
+    return checkpoint.load_checkpoint(directory / "checkpoints" / name)[0][file]
+
+
+def state_of(directory, name="last"):
+    return checkpoint.load_checkpoint(directory / "checkpoints" / name)[1]
+
+
+def rows_of(directory):
+    """The rows of metrics.jsonl without what depends on the clock and the machine."""
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    measured = {"time", "images_per_second", "data_wait", "memory"}
+    return [{key: value for key, value in row.items() if key not in measured} for row in rows]
+
+
+def assert_equal_runs(got, expected):
+    """Bitwise the same weights, and the same rows but for measured times."""
+    weights, others = weights_of(got), weights_of(expected)
+    assert list(weights) == list(others)
+    assert [name for name in weights if not torch.equal(weights[name], others[name])] == []
+    assert rows_of(got) == rows_of(expected)
