@@ -50,9 +50,11 @@ test-cuda-host: install  ## The CUDA sources on a model of a GPU: plain, sanitiz
 test-slow: install  ## Tests that need many gigabytes
 	$(RUN) -m pytest -m slow
 
-bench: install  ## Time the layers against torch's; writes benchmarks/results
+bench: install  ## Time the layers against torch's, and ways to synchronise; writes benchmarks/results
 	$(RUN) benchmarks/bench_layers.py
 	$(RUN) benchmarks/report.py
+	$(RUN) benchmarks/bench_sync.py
+	$(RUN) benchmarks/report.py --name sync_cpu
 
 sass: install  ## Registers, spills and widest accesses of the CUDA kernels; needs nvcc
 	$(RUN) tools/sass.py
