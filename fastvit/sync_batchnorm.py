@@ -33,8 +33,8 @@ class SyncBatchNorm(_norm.SharesGroup, _BatchNorm):
     logger fastvit.statistics says at level DEBUG what a group takes. Every rank of the group must run the
     same layers in the same order, so DDP's Join needs throw_on_early_termination=True.
 
-    Uneven and empty ranks are exact. Gradients of weight and bias are this rank's own, which DDP averages. Not
-    differentiable twice. Copies share the group; pickles leave it behind (a group exists in its process
+    Uneven and empty ranks are exact. Gradients of weight and bias are this rank's own, which DDP averages.
+    Not differentiable twice. Copies share the group; pickles leave it behind (a group exists in its process
     alone).
 
     Raises ValueError for a wrong rank or channel count, a group without this rank, or one value per channel
