@@ -167,7 +167,8 @@ def rank_main(rank: int, world: int, store: str, options: argparse.Namespace) ->
             print(
                 f"{row['what']:9} C={row['channels']:<5} {row['way']:20} {row['direction']:9} "
                 f"{row['p50_us']:9.1f} us  p10 {row['p10_us']:9.1f}  p95 {row['p95_us']:9.1f}  "
-                f"collectives {row['collectives']}  ratio {row['ratio']:.3f}  {row.get('ratio_to_local_and_bare', '')}"
+                f"collectives {row['collectives']}  ratio {row['ratio']:.3f}  "
+                f"{row.get('ratio_to_local_and_bare', '')}"
             )
         print(write_csv(options.name or f"sync_{device.type}", rows))
     dist.barrier()
