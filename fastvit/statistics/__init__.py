@@ -11,20 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .exchange import PendingSum
 from .group import Layer, possible, statistics_of, taken
 from .traced import gather_moments, sum_over_ranks
 
 __all__ = ["Layer", "Local", "Shared", "over", "possible", "taken"]
-
-
-class _Ready:
-    """A sum that is there."""
-
-    def __init__(self, total: Tensor):
-        self._total = total
-
-    def wait(self) -> Tensor:
-        return self._total
 
 
 class Local:
@@ -50,13 +41,11 @@ class Shared:
             return gather_moments(moments, name, self.world_size, layer.op, layer.number, layer.momentum)
         return statistics_of(self._group, moments.device).gather(self._layer, moments)
 
-    def start_sum(self, sums: Tensor, ticket: Tensor):
-        """Starts adding up `sums`, `(2C,)`, over ranks; `wait()` of what is returned gives the total.
-
-        The argument stays local. `ticket` is that of the forward.
-        """
+    def start_sum(self, sums: Tensor, ticket: Tensor) -> PendingSum:
+        """Starts adding up `sums`, `(2C,)`, over ranks, which stays local. `ticket` is the forward's."""
         if torch.compiler.is_compiling():  # which schedules for itself
-            return _Ready(sum_over_ranks(sums, ticket, self._group.group_name))
+            total = sum_over_ranks(sums, ticket, self._group.group_name)
+            return PendingSum(lambda: total)
         return statistics_of(self._group, sums.device).start_sum(sums, ticket)
 
 

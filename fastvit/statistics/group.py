@@ -17,7 +17,7 @@ from torch import Tensor
 from . import shared_memory
 from .agreement import Agreement, answers_text
 from .collective import Collective
-from .exchange import Tag
+from .exchange import PendingSum, Tag
 
 WISHES = ("auto", "collective", "peer")
 # Ways to exchange without a collective, by device type: host() says where, connect() makes one.
@@ -61,8 +61,8 @@ class GroupStatistics:
         tag = Tag(number, self.transport.next_step())
         return self.transport.gather(moments, tag), torch.tensor(tag)
 
-    def start_sum(self, sums: Tensor, ticket: Tensor):
-        """Starts adding up `sums`, `(2C,)`, over ranks, and returns what has `wait()`."""
+    def start_sum(self, sums: Tensor, ticket: Tensor) -> PendingSum:
+        """Starts adding up `sums`, `(2C,)`, over ranks."""
         self._check_process()
         return self.transport.start_sum(sums, Tag(*ticket.tolist()))
 
