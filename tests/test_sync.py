@@ -258,7 +258,7 @@ def recomputed(rank, world):
 
 
 def test_recomputed(ranks):
-    ranks.run(2, recomputed)
+    ranks.run(2, recomputed, statistics="collective")
 
 
 def never_calls(rank, world, where):
