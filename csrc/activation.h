@@ -5,18 +5,25 @@
 //
 //   forward(v)        y = act(v)
 //   backward(dy, v)   dy * act'(v), from the pre-activation v
-//   inverse(y)        v, from the output (not relu: it cannot be inverted)
+//   inverse(y)        v, from the output, where that is possible (is_invertible)
 //   backward_y(dy, y) dy * act'(v), from the output
 //
-// At v = 0 the negative side's slope is taken, as torch does; so an underflow of slope * v to -0 or +0
-// keeps the right sign. A NaN takes the negative side and stays NaN.
+// At a kink the slope is torch's; at v = 0 that of the negative side, so an underflow of slope * v to -0 or
+// +0 keeps the right sign. A NaN stays NaN in y.
 #pragma once
 
-#include "macros.h"
+#include "elementary.h"
 
 namespace fastvit {
 
-enum class Activation : int { identity, relu, leaky_relu, elu };
+enum class Activation : int { identity, relu, relu6, leaky_relu, elu, gelu, gelu_tanh, silu, hardswish };
+
+constexpr const char* kActivationNames[] = {"identity", "relu",      "relu6", "leaky_relu", "elu",
+                                            "gelu",     "gelu_tanh", "silu",  "hardswish"};
+
+constexpr bool is_invertible(Activation a) {
+  return a == Activation::identity || a == Activation::leaky_relu || a == Activation::elu;
+}
 
 template <Activation>
 struct ActivationFn;
@@ -50,6 +57,20 @@ struct ActivationFn<Activation::relu> {
   template <class V, class S>
   static FASTVIT_INLINE V backward(V dy, V v, S) {
     return v <= S(0) ? V{} : dy;
+  }
+};
+
+template <>
+struct ActivationFn<Activation::relu6> {
+  template <class V, class S>
+  static FASTVIT_INLINE V forward(V v, S) {
+    const V positive = v <= S(0) ? V{} : v;
+    return positive >= S(6) ? V{} + S(6) : positive;
+  }
+  template <class V, class S>
+  static FASTVIT_INLINE V backward(V dy, V v, S) {
+    const V positive = v <= S(0) ? V{} : dy;
+    return v >= S(6) ? V{} : positive;
   }
 };
 
@@ -95,6 +116,65 @@ struct ActivationFn<Activation::elu> {  // param: alpha; y = alpha * expm1(v) on
   template <class V, class S>
   static FASTVIT_INLINE V backward_y(V dy, V y, S alpha) {
     return y > S(0) ? dy : dy * (y + alpha);
+  }
+};
+
+template <>
+struct ActivationFn<Activation::gelu> {  // v * cdf(v) of the standard normal distribution
+  template <class V, class S>
+  static FASTVIT_INLINE V forward(V v, S s) {
+    return v * normal(v, s).cdf;
+  }
+  template <class V, class S>
+  static FASTVIT_INLINE V backward(V dy, V v, S s) {
+    const Normal<V> n = normal(v, s);
+    return dy * (n.cdf + v * n.density);
+  }
+};
+
+// v / 2 * (1 + tanh(u)) = v * sigmoid(2 u), u = sqrt(2 / pi) * (v + 0.044715 v^3)
+template <>
+struct ActivationFn<Activation::gelu_tanh> {
+  template <class V, class S>
+  static FASTVIT_INLINE V forward(V v, S s) {
+    return v * sigmoid(V(v * (S(kTwice) + S(kTwice * kCubic) * v * v)), s);
+  }
+  template <class V, class S>
+  static FASTVIT_INLINE V backward(V dy, V v, S s) {
+    const V square = v * v;
+    const V p = sigmoid(V(v * (S(kTwice) + S(kTwice * kCubic) * square)), s);
+    return dy * (p + p * (S(1) - p) * v * (S(kTwice) + S(3 * kTwice * kCubic) * square));
+  }
+  static constexpr double kTwice = 1.59576912160573071176;  // 2 * sqrt(2 / pi)
+  static constexpr double kCubic = 0.044715;
+};
+
+template <>
+struct ActivationFn<Activation::silu> {
+  template <class V, class S>
+  static FASTVIT_INLINE V forward(V v, S s) {
+    return v * sigmoid(v, s);
+  }
+  template <class V, class S>
+  static FASTVIT_INLINE V backward(V dy, V v, S s) {
+    const V p = sigmoid(v, s);
+    return dy * (p + p * (S(1) - p) * v);
+  }
+};
+
+template <>
+struct ActivationFn<Activation::hardswish> {  // v * min(max(v + 3, 0), 6) / 6
+  template <class V, class S>
+  static FASTVIT_INLINE V forward(V v, S) {
+    V gate = v + S(3);
+    gate = gate < S(0) ? V{} : gate;
+    gate = gate > S(6) ? V{} + S(6) : gate;
+    return v * gate * S(1.0 / 6);
+  }
+  template <class V, class S>
+  static FASTVIT_INLINE V backward(V dy, V v, S) {
+    const V middle = v <= S(-3) ? V{} : dy * (v * S(1.0 / 3) + S(0.5));
+    return v >= S(3) ? dy : middle;
   }
 };
 

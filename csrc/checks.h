@@ -89,18 +89,21 @@ inline void check_packed(const char* op, const char* argument, const Tensor& t, 
 }
 
 inline Activation parse_activation(const char* op, const std::string& name, double param, bool in_place) {
-  if (name == "identity") return Activation::identity;
-  if (name == "relu") {
-    require(!in_place, op, "activation",
-            "is relu, which cannot be inverted; in place it is identity, leaky_relu or elu");
-    return Activation::relu;
+  std::string all;
+  int at = 0;
+  for (const char* known : kActivationNames) {
+    const Activation activation = Activation(at++);
+    if (name == known) {
+      require(!in_place || is_invertible(activation), op, "activation", "is ", name,
+              ", which cannot be inverted; in place it is identity, leaky_relu or elu");
+      require(!in_place || activation == Activation::identity || (param >= 0x1p-126 && param <= 0x1p126), op,
+              "activation_param", "is ", param, "; > 0 expected for ", name,
+              " in place, which is inverted, within float32");
+      return activation;
+    }
+    all += (all.empty() ? "" : ", ") + std::string(known);
   }
-  if (name == "leaky_relu" || name == "elu") {
-    require(!in_place || (param >= 0x1p-126 && param <= 0x1p126), op, "activation_param", "is ", param,
-            "; > 0 expected for ", name, " in place, which is inverted, within float32");
-    return name == "elu" ? Activation::elu : Activation::leaky_relu;
-  }
-  require(false, op, "activation", "is '", name, "'; identity, relu, leaky_relu or elu expected");
+  require(false, op, "activation", "is '", name, "'; one of ", all, " expected");
   return Activation::identity;
 }
 

@@ -38,6 +38,8 @@ struct ForwardArgs {  // operands 0: x, 1: y, 2: z
   const void* z;        // may be null
   const void* moments;  // [ranks][2C + 2]; null: normalise with the running statistics
   int64_t ranks;
+  const void*
+      given;  // [2C + 2], saved by an earlier forward; then there are no moments, and nothing is saved
   Channels weight, bias, running_mean, running_var;
   int64_t* num_batches_tracked;  // may be null
   bool cumulative;               // momentum=None: the factor is 1 / num_batches_tracked
@@ -127,6 +129,31 @@ struct Frontend {
     return {y, saved};
   }
 
+  static Tensor bn_apply(Tensor x, Tensor saved, OptionalTensor weight, OptionalTensor bias, OptionalTensor z,
+                         std::string activation, double activation_param, int64_t channel_dim) {
+    check_input("bn_apply", "x", x, channel_dim);
+    const int64_t C = x.size(channel_dim);
+    if (z) check_like("bn_apply", "z", *z, x);
+    check_packed("bn_apply", "saved", saved, x, 2 * C + 2, false);
+    check_channels("bn_apply", "weight", weight, x, C);
+    check_channels("bn_apply", "bias", bias, x, C);
+    Tensor y = torch::stable::empty_like(x);
+    ForwardArgs args{};
+    args.layout = z ? layout_of(channel_dim, x, y, *z) : layout_of(channel_dim, x, y);
+    args.dtype = x.scalar_type();
+    args.device = x.get_device_index();
+    args.x = x.data_ptr();
+    args.y = y.data_ptr();
+    args.z = z ? z->data_ptr() : nullptr;
+    args.given = saved.data_ptr();
+    args.weight = channels_of(weight);
+    args.bias = channels_of(bias);
+    args.activation = parse_activation("bn_apply", activation, activation_param, false);
+    args.activation_param = activation_param;
+    Backend::forward(args);
+    return y;
+  }
+
   static Tensor abn_forward_(Tensor x, OptionalTensor moments, OptionalTensor weight, OptionalTensor bias,
                              OptionalTensor running_mean, OptionalTensor running_var,
                              OptionalTensor num_batches_tracked, std::optional<double> momentum, double eps,
@@ -187,6 +214,7 @@ struct Frontend {
   static void implement(Library& m) {
     m.impl("bn_stats", TORCH_BOX(&bn_stats));
     m.impl("bn_forward", TORCH_BOX(&bn_forward));
+    m.impl("bn_apply", TORCH_BOX(&bn_apply));
     m.impl("abn_forward_", TORCH_BOX(&abn_forward_));
     m.impl("abn_forward", TORCH_BOX(&abn_forward));
     m.impl("bn_reduce", TORCH_BOX(&bn_reduce));

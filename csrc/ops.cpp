@@ -14,6 +14,9 @@ STABLE_TORCH_LIBRARY(fastvit, m) {
       "float? momentum, float eps, str activation, float activation_param, int channel_dim) "
       "-> (Tensor, Tensor)");
   m.def(
+      "bn_apply(Tensor x, Tensor saved, Tensor? weight, Tensor? bias, Tensor? z, "
+      "str activation, float activation_param, int channel_dim) -> Tensor");
+  m.def(
       "abn_forward_(Tensor(a!) x, Tensor? moments, Tensor? weight, Tensor? bias, "
       "Tensor(b!)? running_mean, Tensor(c!)? running_var, Tensor(d!)? num_batches_tracked, "
       "float? momentum, float eps, str activation, float activation_param, int channel_dim) -> Tensor");

@@ -5,6 +5,7 @@ from importlib.metadata import PackageNotFoundError, version
 from . import functional, ops
 from .batch_norm_act import BatchNormAct, BatchNormActSync
 from .inplace_abn import InPlaceABN, InPlaceABNSync
+from .recompute import recompute_scope
 from .sync_batchnorm import (
     SyncBatchNorm,
     convert_syncbn_model,
@@ -27,5 +28,6 @@ __all__ = [
     "create_syncbn_process_group",
     "functional",
     "ops",
+    "recompute_scope",
     "revert_syncbn_model",
 ]

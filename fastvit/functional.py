@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from . import _library, ops, statistics
+from .recompute import active_scope
 from .reference import activate
 
 _SMALLEST = 2.0**-126  # normal float32
@@ -375,10 +376,24 @@ def _batch_norm_act(
             x, *state, z, num_batches_tracked,
             training, momentum, eps, activation, activation_param, channel_dim,
         )  # fmt: skip
-    return _BatchNorm.apply(
-        x, weight, bias, z, running_mean, running_var, num_batches_tracked,
-        shared, training, momentum, eps, activation, activation_param, channel_dim,
-    )  # fmt: skip
+
+    def layer():
+        return _BatchNorm.apply(
+            x, weight, bias, z, running_mean, running_var, num_batches_tracked,
+            shared, training, momentum, eps, activation, activation_param, channel_dim,
+        )  # fmt: skip
+
+    scope = active_scope() if recompute else None
+    if scope is None or (z is not None and activation == "identity"):  # which does not save z to rebuild from
+        return layer()
+    given = [t is not None for t in (x, weight, bias, z)]
+
+    def rebuild(*saved_tensors):
+        *tensors, saved = saved_tensors
+        x, weight, bias, z = (tensors.pop(0) if there else None for there in given)
+        return ops.bn_apply(x, saved, weight, bias, z, activation, activation_param, channel_dim)
+
+    return scope.call(layer, rebuild)
 
 
 def _torch_can(x, weight, bias, running_mean, running_var, momentum, shared) -> bool:

@@ -14,8 +14,9 @@ Packed tensors. `moments` is `mean[C], M2[C], count` and `saved` is `mean[C], in
 numbers each: the count takes two (`high * 2**24 + low`), so it is exact in float32. M2 is the sum of squared
 deviations from the mean. `sums` is `sum dz[C], sum dz*xhat[C]`, with dz the gradient before the activation.
 
-Activations: "identity", "relu" (not in place), "leaky_relu" (`activation_param` is the slope) and "elu"
-(`activation_param` is alpha). Errors are RuntimeErrors that name the op and the argument.
+Activations: "identity", "leaky_relu" (`activation_param` is the slope), "elu" (`activation_param` is alpha),
+and not in place "relu", "relu6", "gelu", "gelu_tanh", "silu" and "hardswish". Errors are RuntimeErrors that
+name the op and the argument.
 """
 
 import torch
@@ -65,6 +66,20 @@ def bn_forward(
     if moments is not None:
         _mutated(running_mean, running_var, num_batches_tracked)
     return y, saved
+
+
+def bn_apply(
+    x: Tensor,
+    saved: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    z: Tensor | None = None,
+    activation: str = "identity",
+    activation_param: float = 0.01,
+    channel_dim: int = 1,
+) -> Tensor:
+    """The y of a `bn_forward` that returned `saved`, once more and to the same bits."""
+    return _ops.bn_apply(x, saved, weight, bias, z, activation, activation_param, channel_dim)
 
 
 def abn_forward_(
@@ -216,6 +231,11 @@ def _(x, channel_dim):
 @torch.library.register_fake("fastvit::bn_forward")
 def _(x, moments, weight, bias, z, mean, var, tracked, momentum, eps, activation, param, channel_dim):
     return torch.empty_like(x), _packed(x, channel_dim, 2)
+
+
+@torch.library.register_fake("fastvit::bn_apply")
+def _(x, saved, weight, bias, z, activation, param, channel_dim):
+    return torch.empty_like(x)
 
 
 @torch.library.register_fake("fastvit::abn_forward_")

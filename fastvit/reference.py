@@ -151,6 +151,16 @@ def bn_forward(
     return torch.empty_like(x).copy_(y), saved
 
 
+def bn_apply(
+    x, saved, weight=None, bias=None, z=None, activation="identity", activation_param=0.01, channel_dim=1
+):
+    channels = x.shape[channel_dim]
+    mean, invstd = (_along(part, x, channel_dim) for part in saved[: 2 * channels].chunk(2))
+    v = (x.double() - mean) * invstd * _along(_gamma(weight, x, False), x, channel_dim)
+    v = v + (0 if bias is None else _along(bias, x, channel_dim)) + (0 if z is None else z.double())
+    return torch.empty_like(x).copy_(activate(v, activation, activation_param))
+
+
 def abn_forward_(
     x, moments, weight=None, bias=None, running_mean=None, running_var=None, num_batches_tracked=None,
     momentum=0.1, eps=1e-5, activation="leaky_relu", activation_param=0.01, channel_dim=1,

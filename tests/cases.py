@@ -3,7 +3,17 @@
 import torch
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-ACTIVATIONS = ["identity", "relu", "leaky_relu", "elu"]
+ACTIVATIONS = [
+    "identity",
+    "relu",
+    "relu6",
+    "leaky_relu",
+    "elu",
+    "gelu",
+    "gelu_tanh",
+    "silu",
+    "hardswish",
+]
 INVERTIBLE = ["identity", "leaky_relu", "elu"]
 PARAM = 0.2  # slope or alpha
 

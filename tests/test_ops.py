@@ -389,8 +389,8 @@ def bad_calls():
         ),
         "z dtype": (lambda: ops.bn_forward(x, moments, z=x.double()), "z has dtype Double; Float expected"),
         "activation": (
-            lambda: ops.bn_forward(x, moments, activation="gelu"),
-            "activation is 'gelu'; identity, relu",
+            lambda: ops.bn_forward(x, moments, activation="tanh"),
+            "activation is 'tanh'; one of identity, relu",
         ),
         "relu in place": (
             lambda: ops.abn_forward_(x, moments, activation="relu"),

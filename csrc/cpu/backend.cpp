@@ -164,6 +164,7 @@ void Cpu::forward(const ForwardArgs& args) {
   with_accumulation(args.dtype, [&](auto zero) {
     using A = decltype(zero);
     const A* moments = static_cast<const A*>(args.moments);
+    const A* given = static_cast<const A*>(args.given);
     A* saved = static_cast<A*>(args.saved);
     double count = std::numeric_limits<double>::infinity(), factor = args.momentum;
     if (moments) {
@@ -177,7 +178,10 @@ void Cpu::forward(const ForwardArgs& args) {
     Tables<A> table(3, C);
     for (int64_t c = 0; c < C; ++c) {
       double mean, variance;
-      if (moments) {
+      if (given) {
+        mean = given[c];
+        variance = 0;
+      } else if (moments) {
         const Moments<double> all = merge_ranks<A>(args, c);
         mean = all.mean;
         variance = count > 0 ? all.m2 / count : 0;
@@ -191,15 +195,15 @@ void Cpu::forward(const ForwardArgs& args) {
         mean = number(args.running_mean, c, 0);
         variance = number(args.running_var, c, 1);
       }
-      const double invstd = 1 / std::sqrt(variance + args.eps);
-      saved[c] = table[0][c] = A(mean);
-      saved[C + c] = A(invstd);
-      table[1][c] = A(gamma_of(args.weight, c, args.in_place, args.dtype) * double(A(invstd)));
+      const A invstd = given ? given[C + c] : A(1 / std::sqrt(variance + args.eps));
+      table[0][c] = A(mean);
+      table[1][c] = A(gamma_of(args.weight, c, args.in_place, args.dtype) * double(invstd));
       table[2][c] = A(number(args.bias, c, 0));
+      if (!given) saved[c] = A(mean), saved[C + c] = invstd;
     }
     if (moments) {
       store_count(saved + 2 * C, count);
-    } else {
+    } else if (!given) {
       saved[2 * C] = std::numeric_limits<A>::infinity();
       saved[2 * C + 1] = 0;
     }

@@ -1,4 +1,4 @@
-// bn_forward, abn_forward_: y = act((x - mean) * scale + beta (+ z)), scale = gamma * invstd.
+// bn_forward, bn_apply, abn_forward_: y = act((x - mean) * scale + beta (+ z)), scale = gamma * invstd.
 // Memory   reads x (and z) once, writes y once, over x or to a tensor of its own.
 // Mapping  span by span in the order of memory; threads take contiguous ranges.
 // Numerics the mean is taken off first, so a mean much larger than the deviation costs no digits.

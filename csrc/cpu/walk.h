@@ -132,10 +132,20 @@ FASTVIT_INLINE void dispatch_activation(Activation activation, const F& f) {
       return f.template operator()<Activation::identity>();
     case Activation::relu:
       return f.template operator()<Activation::relu>();
+    case Activation::relu6:
+      return f.template operator()<Activation::relu6>();
     case Activation::leaky_relu:
       return f.template operator()<Activation::leaky_relu>();
     case Activation::elu:
       return f.template operator()<Activation::elu>();
+    case Activation::gelu:
+      return f.template operator()<Activation::gelu>();
+    case Activation::gelu_tanh:
+      return f.template operator()<Activation::gelu_tanh>();
+    case Activation::silu:
+      return f.template operator()<Activation::silu>();
+    case Activation::hardswish:
+      return f.template operator()<Activation::hardswish>();
   }
 }
 
@@ -144,7 +154,7 @@ template <template <class, class, bool, bool, bool, Activation> class Kernel, cl
 void dispatch_gradient(const Args& args) {
   dispatch_activation(args.activation, [&]<Activation kActivation>() {
     const auto walk = [&]<bool kRows>() {
-      if constexpr (kActivation != Activation::relu)
+      if constexpr (is_invertible(kActivation))
         if (args.in_place) return Kernel<T, A, kRows, true, false, kActivation>{args}.run();
       if (args.z)
         Kernel<T, A, kRows, false, true, kActivation>{args}.run();

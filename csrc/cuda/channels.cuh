@@ -54,8 +54,8 @@ __device__ __forceinline__ A gamma_of(const PerChannel& weight, A floor, int64_t
 }
 
 // f(ActivationFn<...>{}) for the activation chosen at run time; the branch is uniform, so it costs one test
-// per batch. Without kRelu the case that cannot be inverted is not compiled.
-template <bool kRelu, class F>
+// per batch. Without kAny those that cannot be inverted are not compiled.
+template <bool kAny, class F>
 __device__ __forceinline__ void with_activation(Activation activation, const F& f) {
   switch (activation) {
     case Activation::leaky_relu:
@@ -65,7 +65,22 @@ __device__ __forceinline__ void with_activation(Activation activation, const F& 
       f(ActivationFn<Activation::elu>{});
       return;
     case Activation::relu:
-      if constexpr (kRelu) f(ActivationFn<Activation::relu>{});
+      if constexpr (kAny) f(ActivationFn<Activation::relu>{});
+      return;
+    case Activation::relu6:
+      if constexpr (kAny) f(ActivationFn<Activation::relu6>{});
+      return;
+    case Activation::gelu:
+      if constexpr (kAny) f(ActivationFn<Activation::gelu>{});
+      return;
+    case Activation::gelu_tanh:
+      if constexpr (kAny) f(ActivationFn<Activation::gelu_tanh>{});
+      return;
+    case Activation::silu:
+      if constexpr (kAny) f(ActivationFn<Activation::silu>{});
+      return;
+    case Activation::hardswish:
+      if constexpr (kAny) f(ActivationFn<Activation::hardswish>{});
       return;
     default:
       f(ActivationFn<Activation::identity>{});

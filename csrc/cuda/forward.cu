@@ -1,7 +1,7 @@
-// bn_forward, abn_forward_: y = act((x - mean) * scale + beta (+ z)), scale = gamma * invstd; the ranks'
-// moments are merged and the running statistics updated in the same launch.
-// Memory   reads x (and z) once, writes y once, over x or to a tensor of its own. Bandwidth-bound.
-// Mapping  block 0 keeps the books (saved, running statistics, counter) for all channels; the others take
+// bn_forward, bn_apply, abn_forward_: y = act((x - mean) * scale + beta (+ z)), scale = gamma * invstd; the
+// ranks' moments are merged and the running statistics updated in the same launch. Memory   reads x (and z)
+// once, writes y once, over x or to a tensor of its own. Bandwidth-bound. Mapping  block 0 keeps the books
+// (saved, running statistics, counter) for all channels; the others take
 //          (tile of channels, slice of their values), see plan.h, and merge the moments of their tile
 //          themselves. 16-byte loads and stores, a batch in flight.
 // Numerics the mean is taken off first, so a mean much larger than the deviation costs no digits.
@@ -18,6 +18,7 @@ struct Statistics {  // what mean and invstd come from, and where they are kept
   int64_t C;
   const A* moments;  // [ranks][2C + 2]; null: the running statistics
   int64_t ranks;
+  const A* given;  // [2C + 2] of an earlier forward, or null; then there is nothing to keep
   PerChannel running_mean, running_var;
   int64_t* num_batches_tracked;
   bool cumulative;
@@ -42,6 +43,7 @@ struct Statistics {  // what mean and invstd come from, and where they are kept
     return {all.mean, A(1) / std::sqrt(variance + eps)};
   }
   __device__ __forceinline__ Normaliser normaliser(int64_t c) const {
+    if (given) return {given[c], given[C + c]};
     if (moments) return normaliser(merged(c));
     return {A(running_mean.read(c, 0)), A(1) / std::sqrt(A(running_var.read(c, 1)) + eps)};
   }
@@ -49,6 +51,7 @@ struct Statistics {  // what mean and invstd come from, and where they are kept
   // By one block for all channels: the factor comes from a counter that must change exactly once, after
   // everybody has read it.
   __device__ __forceinline__ void keep() const {
+    if (given) return;
     double count = 0, factor = momentum;
     if (moments) {
       for (int64_t r = 0; r < ranks; ++r) count += load_count(moments + r * (2 * C + 2) + 2 * C);
@@ -170,6 +173,7 @@ void Cuda::forward(const ForwardArgs& args) {
     kernel.statistics = {args.layout.C,
                          static_cast<const A*>(args.moments),
                          args.ranks,
+                         static_cast<const A*>(args.given),
                          per_channel(args.running_mean),
                          per_channel(args.running_var),
                          args.num_batches_tracked,

@@ -1,0 +1,88 @@
+// exp_, expm1_, log1p_, sigmoid and the normal distribution: for a float or a double on host and device, and
+// on the host for each lane of a GCC/Clang vector of them (`V` is either, `S` the scalar type).
+#pragma once
+
+#include <cmath>
+
+#include "macros.h"
+
+#if !defined(__CUDACC__)
+#include "cpu/vector_math.h"
+#endif
+
+namespace fastvit {
+
+FASTVIT_INLINE float exp_(float v) {
+  return expf(v);
+}
+FASTVIT_INLINE double exp_(double v) {
+  return exp(v);
+}
+FASTVIT_INLINE float expm1_(float v) {
+  return expm1f(v);
+}
+FASTVIT_INLINE double expm1_(double v) {
+  return expm1(v);
+}
+FASTVIT_INLINE float log1p_(float v) {
+  return log1pf(v);
+}
+FASTVIT_INLINE double log1p_(double v) {
+  return log1p(v);
+}
+
+// c[0] + c[1] t + c[2] t^2 + ..., by Horner.
+template <class V, class S>
+FASTVIT_INLINE V polynomial(V, S c) {
+  return V{} + c;
+}
+template <class V, class S, class... More>
+FASTVIT_INLINE V polynomial(V t, S c, More... more) {
+  return polynomial(t, more...) * t + c;
+}
+
+// 1 / (1 + exp(-v))
+template <class V, class S>
+FASTVIT_INLINE V sigmoid(V v, S) {
+  return S(1) / (S(1) + exp_(-v));
+}
+
+// Mills' ratio of the standard normal distribution, (1 - cdf(a)) / density(a), for a >= 0.
+//
+// (a + k) times it is smooth in t = (a - k) / (a + k), as Schonfelder expands erfc in "Chebyshev Expansions
+// for the Error and Related Functions", Math. Comp. 32 (1978). The polynomials interpolate it at the
+// Chebyshev points of 0 <= a <= 15 and 0 <= a <= 39, past which the density is 0; their own relative error
+// is 1.2e-9 for float and 4e-17 for double.
+template <class V>
+FASTVIT_INLINE V mills_ratio(V a, float) {
+  const V r = 1.0f / (a + 3.0f);
+  return r * polynomial(V(1.0f - 6.0f * r), 1.827541794f, -1.276705964f, 5.76568812e-1f, -1.184701754e-1f,
+                        -2.622506934e-2f, 1.747099892e-2f, 2.567181707e-3f, -2.593048172e-3f,
+                        -6.133953026e-4f, 3.341935933e-4f, 1.390974947e-4f);
+}
+template <class V>
+FASTVIT_INLINE V mills_ratio(V a, double) {
+  const V r = 1.0 / (a + 4.0);
+  return r * polynomial(V(1.0 - 8.0 * r), 1.8932190633084853, -1.5237709108199821, 9.7040955486759832e-1,
+                        -4.6754096299847673e-1, 1.5139176231189601e-1, -1.8900450857216238e-2,
+                        -8.7222952622146718e-3, 4.0878556172320486e-3, 3.3424447738372694e-4,
+                        -5.7926880572006252e-4, -4.7823121924845395e-6, 8.8093398178797705e-5,
+                        1.7922532432564953e-6, -1.4836463875945651e-5, -1.5669738073859545e-6,
+                        2.5562716761616399e-6, 6.609539743412198e-7, -3.8668051230991247e-7,
+                        -1.9145832439230777e-7, 3.6543114288028984e-8, 3.4902352238751845e-8,
+                        1.8222048241444261e-10, -2.4197549105386418e-9);
+}
+
+// The standard normal distribution, without the cancellation of 1 + erf in its lower tail.
+template <class V>
+struct Normal {
+  V cdf, density;
+};
+template <class V, class S>
+FASTVIT_INLINE Normal<V> normal(V v, S s) {
+  const V density = S(0.39894228040143267794) * exp_(v * v * S(-0.5));
+  const V tail = density * mills_ratio(V(v < S(0) ? -v : v), s);
+  return {v < S(0) ? tail : S(1) - tail, density};
+}
+
+}  // namespace fastvit
