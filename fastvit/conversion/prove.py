@@ -127,7 +127,9 @@ def all_readers(trace: Trace, node: fx.Node) -> list[fx.Node]:
 
 def _passes_on(module: nn.Module | None) -> bool:
     """Whether `module` returns the very tensor that it is given."""
-    return type(module) is nn.Identity or (isinstance(module, nn.modules.dropout._DropoutNd) and module.p == 0)
+    return type(module) is nn.Identity or (
+        isinstance(module, nn.modules.dropout._DropoutNd) and module.p == 0
+    )
 
 
 def kept_by(trace: Trace, output: fx.Node) -> str | None:

@@ -20,13 +20,9 @@ from torch import Tensor, nn
 
 from .. import _library
 from ..batch_norm_act import BatchNormAct, BatchNormActSync
+from ..recompute import recompute_scope
 from . import prove
 from .adopted import Adopted
-
-try:
-    from ..recompute import recompute_scope
-except ImportError:
-    recompute_scope = contextlib.nullcontext
 
 _MARK = "_fastvit_activated"
 _running = threading.local()
