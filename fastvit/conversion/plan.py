@@ -30,7 +30,9 @@ class Plan:
     watched: list[nn.Module] = field(default_factory=list)  # a hook on one of these makes the plan void
     through_views: bool = False  # there is a view between the layer and its activation
     reshaped: bool = False  # one that copies what is not contiguous
-    kept_outputs: int = 0  # activation-sized tensors that are no longer kept for backward
+    # Tensors of the output's size that it and its activation keep for backward, as found and as planned.
+    kept_before: int = 1
+    kept_after: int = 1
 
 
 @dataclass
@@ -76,7 +78,7 @@ class Planner:
         for site in sites:
             site.chain.activation = None  # what follows is not this layer's
         plan = Plan(name, layer, "recompute", layer.activation, "has its activation inside")
-        plan.kept_outputs = _kept_with(layer.activation, getattr(layer.module, "act", None), sites)
+        plan.kept_before += _kept_outputs(layer.activation, getattr(layer.module, "act", None), sites)
         return self._choose(plan, sites)
 
     def _absorbing(self, name: str, layer: Layer, sites: list[_Site]) -> Plan | None:
@@ -99,7 +101,7 @@ class Planner:
         )  # fmt: skip
         if reason := prove.against_hooks(plan.watched, self.names.__getitem__):
             return Plan(name, layer, "left", IDENTITY, reason)
-        plan.kept_outputs = _kept_with(activation, absorbed[0], sites)
+        plan.kept_before += _kept_outputs(activation, absorbed[0], sites)
         return self._choose(plan, sites)
 
     def _alone(self, name: str, layer: Layer, sites: list[_Site]) -> Plan:
@@ -110,7 +112,7 @@ class Planner:
             return Plan(name, layer, "left", IDENTITY, f"{against}; nobody keeps it for backward")
         for site in sites:
             site.chain.activation = None
-        plan = Plan(name, layer, "recompute", IDENTITY, f"its output is kept by {kept}", kept_outputs=1)
+        plan = Plan(name, layer, "recompute", IDENTITY, f"its output is kept by {kept}", kept_before=2)
         return self._choose(plan, sites)
 
     def _choose(self, plan: Plan, sites: list[_Site]) -> Plan:
@@ -118,7 +120,7 @@ class Planner:
         if self.memory in ("recompute", "keep"):
             plan.mode = self.memory
             if self.memory == "keep":
-                plan.kept_outputs -= any(prove.kept_by(site.trace, site.output) for site in sites)
+                plan.kept_after += any(prove.kept_by(site.trace, site.output) for site in sites)
             return plan
         against = self._against_in_place(plan, sites)
         if against is None:
@@ -158,8 +160,8 @@ def _roots(sites: list[_Site]) -> list[nn.Module]:
     return list(dict.fromkeys(site.trace.root for site in sites))
 
 
-def _kept_with(activation: Activation, module: nn.Module | None, sites: list[_Site]) -> int:
-    """How many tensors of the output's size a BatchNorm and this activation keep besides the input."""
+def _kept_outputs(activation: Activation, module: nn.Module | None, sites: list[_Site]) -> int:
+    """How many tensors a BatchNorm, this activation and those who read it keep besides the input."""
     in_place = getattr(module, "inplace", False) and activation.name in ("relu6", "leaky_relu", "elu")
     if activation.name == "relu" or in_place:
         return 1  # the activation keeps its result, which the next layer keeps too

@@ -114,12 +114,12 @@ def hooked(module: nn.Module) -> bool:
     )
 
 
-def all_readers(trace: Trace, node: fx.Node) -> list[fx.Node]:
-    """Readers of a value and of its views."""
+def all_readers(trace: Trace, node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
+    """Readers of a value and of its views, each with what it reads."""
     found = []
     for reader in trace.readers(node):
         module = trace.module(reader)
-        found.append(reader)
+        found.append((reader, node))
         if _passes_on(module) or is_permutation(reader) or is_reshape(reader, module):
             found += all_readers(trace, reader)
     return found
@@ -134,7 +134,7 @@ def _passes_on(module: nn.Module | None) -> bool:
 
 def kept_by(trace: Trace, output: fx.Node) -> str | None:
     """Who saves the value of `output` for its backward, so that rebuilding it saves memory."""
-    for reader in all_readers(trace, output):
+    for reader, _ in all_readers(trace, output):
         if activations.keeps_input(reader, trace.module(reader)):
             return describe(trace, reader)
     return None
@@ -154,8 +154,8 @@ def against_overwriting(trace: Trace, call: fx.Node, output: fx.Node) -> str | N
     others = [describe(trace, reader) for reader in trace.readers(x) if reader is not call]
     if others:
         return f"its input is also read by {', '.join(sorted(set(others)))}"
-    for reader in all_readers(trace, output):
-        if overwrites(reader, trace.module(reader)):
+    for reader, read in all_readers(trace, output):
+        if reader.args[:1] == (read,) and overwrites(reader, trace.module(reader)):
             return f"{describe(trace, reader)} overwrites its output, from which x would be recovered"
     return None
 

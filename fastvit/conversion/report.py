@@ -8,14 +8,18 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One layer: `mode` is "inplace", "recompute", "keep" or "left"; `saved_bytes` is None where sizes are
-    unknown, for lack of example inputs."""
+    """One layer. `mode` is "inplace", "recompute", "keep" or "left".
+
+    `kept_bytes` is what the layer and its activation keep for backward as they are, `saved_bytes` how much
+    less that is than before; both None where sizes are unknown, for lack of example inputs.
+    """
 
     name: str
     kind: str
     activation: str
     mode: str
     reason: str
+    kept_bytes: int | None = None
     saved_bytes: int | None = None
 
 

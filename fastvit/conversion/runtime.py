@@ -106,10 +106,14 @@ class _ConvertedNorm(Adopted):
         check = getattr(self._original, "_check_input_dim", None)
         if check is not None:
             check(self, input)
-        y = super().forward(input)
+        # by name: a fastvit.SyncBatchNorm comes before it in the order of classes
+        y = BatchNormAct.forward(self, input)
         if self._absorbs:
             setattr(y, _MARK, self._key)
         return y
+
+    def extra_repr(self) -> str:
+        return BatchNormAct.extra_repr(self)
 
     def _may_run(self, x: Tensor) -> bool:
         if type(x) is not Tensor or not (x.device.type == "cpu" or (x.is_cuda and _library.HAS_CUDA)):

@@ -55,24 +55,21 @@ def convert(
     revert(model)
     traces, untraced = tracing.trace(model)
     arguments = as_arguments(example_inputs)
-    planner = Planner(model, traces, memory, _activation_dtype(arguments))
+    planner = Planner(model, traces, memory, _autocast_dtype())
     plans = planner.plans()
     sizes = output_bytes(model, [plan.layer.module for plan in plans], arguments) if arguments else {}
     kinds = {plan.name: type(plan.layer.module).__name__ for plan in plans}
     _apply(model, [plan for plan in plans if plan.mode != "left"], planner.names)
-    rows = [
-        LayerReport(
-            plan.name,
-            kinds[plan.name],
-            str(plan.activation),
-            plan.mode,
-            plan.reason,
-            plan.kept_outputs * sizes[plan.layer.module] if plan.layer.module in sizes else None,
-        )
-        for plan in plans
-    ]
+    rows = [_row(plan, kinds[plan.name], sizes.get(plan.layer.module)) for plan in plans]
     opaque = [planner.names[module] or type(module).__name__ for module in untraced if _holds_norms(module)]
     return model, Report(rows, opaque)
+
+
+def _row(plan: Plan, kind: str, size: int | None) -> LayerReport:
+    kept = saved = None
+    if size is not None:
+        kept, saved = plan.kept_after * size, (plan.kept_before - plan.kept_after) * size
+    return LayerReport(plan.name, kind, str(plan.activation), plan.mode, plan.reason, kept, saved)
 
 
 def _holds_norms(module: nn.Module) -> bool:
@@ -80,12 +77,11 @@ def _holds_norms(module: nn.Module) -> bool:
     return any(isinstance(child, nn.modules.batchnorm._NormBase) for child in module.children())
 
 
-def _activation_dtype(arguments) -> torch.dtype | None:
-    """The dtype that activations will have, where that is known: autocast's, or the inputs'."""
-    if torch.is_autocast_enabled("cpu"):
-        return torch.get_autocast_dtype("cpu")
-    if torch.is_autocast_enabled("cuda"):
-        return torch.get_autocast_dtype("cuda")
+def _autocast_dtype() -> torch.dtype | None:
+    """What autocast makes of activations, where it is on: coarser than the parameters' dtype."""
+    for device in ("cuda", "cpu"):
+        if torch.is_autocast_enabled(device):
+            return torch.get_autocast_dtype(device)
     return None
 
 
