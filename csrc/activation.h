@@ -141,7 +141,9 @@ struct ActivationFn<Activation::gelu_tanh> {
   }
   template <class V, class S>
   static FASTVIT_INLINE V backward(V dy, V v, S s) {
-    const V square = v * v;
+    V square = v * v;
+    square =
+        square > S(400) ? V{} + S(400) : square;  // p is 0 or 1 from there on, and must not meet infinity
     const V p = sigmoid(V(v * (S(kTwice) + S(kTwice * kCubic) * square)), s);
     return dy * (p + p * (S(1) - p) * v * (S(kTwice) + S(3 * kTwice * kCubic) * square));
   }
@@ -169,7 +171,7 @@ struct ActivationFn<Activation::hardswish> {  // v * min(max(v + 3, 0), 6) / 6
     V gate = v + S(3);
     gate = gate < S(0) ? V{} : gate;
     gate = gate > S(6) ? V{} + S(6) : gate;
-    return v * gate * S(1.0 / 6);
+    return v * (gate * S(1.0 / 6));
   }
   template <class V, class S>
   static FASTVIT_INLINE V backward(V dy, V v, S) {

@@ -9,6 +9,7 @@
 // variances" (1979). Nothing here forms a sum of squares.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 #include "macros.h"

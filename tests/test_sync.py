@@ -9,15 +9,19 @@ import torch
 import torch.distributed as dist
 from tolerances import check
 from torch import nn
-from torch.nn import functional as F
 
 import fastvit
 from fastvit.statistics import ALL_GATHER
+
+KINDS = ["abn", "sbn", "bna"]
+ACTIVATION = {"abn": nn.LeakyReLU(0.2), "sbn": nn.ReLU(), "bna": nn.GELU()}  # of what make_layer makes
 
 
 def make_layer(kind, channels, dtype=torch.float32, **options):
     if kind == "abn":
         layer = fastvit.InPlaceABNSync(channels, activation_param=0.2, dtype=dtype, **options)
+    elif kind == "bna":
+        layer = fastvit.BatchNormActSync(channels, activation="gelu", dtype=dtype, **options)
     else:
         layer = fastvit.SyncBatchNorm(channels, fuse_relu=True, dtype=dtype, **options)
     with torch.no_grad():
@@ -38,8 +42,7 @@ def one_process(kind, layer, x, dy):
     norm = nn.BatchNorm2d(6).double()
     norm.load_state_dict(copy.deepcopy(layer.state_dict()))
     leaf = x.double().clone().requires_grad_()
-    y = norm(leaf)
-    y = F.leaky_relu(y, 0.2) if kind == "abn" else y.relu()
+    y = ACTIVATION[kind](norm(leaf))
     y.backward(dy.double())
     return y, leaf.grad, norm.weight.grad, norm.bias.grad, norm.running_mean, norm.running_var
 
@@ -68,7 +71,7 @@ def equals_one_big_batch(rank, world, kind, sizes, dtype, channels_last):
     return layer.running_mean.tolist(), layer.running_var.tolist()
 
 
-@pytest.mark.parametrize("kind", ["abn", "sbn"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "nhwc"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("sizes", [(3, 3), (1, 5), (4, 0, 2), (0, 3, 0, 2)], ids=str)
@@ -137,7 +140,7 @@ def collectives(rank, world, kind):
     return [c.called() for c in (forward, backward, frozen_input, frozen, evaluation)]
 
 
-@pytest.mark.parametrize("kind", ["abn", "sbn"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_one_packed_collective_each_way(ranks, kind):
     gather, reduce = {ALL_GATHER: 1}, {"all_reduce": 1}
     assert ranks.run(2, collectives, kind)[0] == [gather, reduce, gather, gather, {}]
@@ -188,7 +191,7 @@ def under_ddp(rank, world, kind, how):
     x, _ = batch(6)
     sizes = [2, 4]
     whole = model(kind).double()
-    whole[1] = nn.Sequential(nn.BatchNorm2d(6).double(), nn.LeakyReLU(0.2) if kind == "abn" else nn.ReLU())
+    whole[1] = nn.Sequential(nn.BatchNorm2d(6).double(), ACTIVATION[kind])
     net = model(kind)
     whole[1][0].load_state_dict(net[1].state_dict())
     (whole(x.double()).square().sum() / world).backward()
@@ -206,7 +209,7 @@ def under_ddp(rank, world, kind, how):
         check("in_place_layer", got.grad, want.grad)
 
 
-@pytest.mark.parametrize("kind", ["abn", "sbn"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("how", ["plain", "static", "accumulate", "compiled"])
 def test_ddp_equals_one_process(ranks, kind, how):
     ranks.run(2, under_ddp, kind, how)
@@ -226,9 +229,31 @@ def compiled_fullgraph(rank, world, kind):
         check("layer", compiled, eager)
 
 
-@pytest.mark.parametrize("kind", ["abn", "sbn"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_compiles_fullgraph_with_the_same_gradients(ranks, kind):
     ranks.run(2, compiled_fullgraph, kind)
+
+
+def recomputed(rank, world):
+    """Within a scope, over ranks and under DDP: the bits of keep, with as many collectives."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    x, _ = batch(2 + rank, seed=rank)
+    results = []
+    for memory in ("keep", "recompute"):
+        net = DistributedDataParallel(model("bna"))
+        net.module[1].memory = memory
+        with CountingCollectives() as forward, fastvit.recompute_scope():
+            y = net(x)
+        with CountingCollectives() as backward:
+            y.square().sum().backward()
+        assert forward.called() == {ALL_GATHER: 1} and backward.called() == {"all_reduce": 1}
+        results.append([y.detach(), *(p.grad for p in net.parameters()), net.module[1].running_var])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_recomputed(ranks):
+    ranks.run(2, recomputed)
 
 
 def never_calls(rank, world, where):
