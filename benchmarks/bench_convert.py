@@ -92,16 +92,19 @@ def table(rows: list[dict]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for r in rows:
-        other = f"{r['partitioner_MiB']:.0f} (-{r['partitioner_saved']:.0%})" if r["partitioner_MiB"] else "?"
+        compiled = r["partitioner_MiB"] != ""
+        other = f"{r['partitioner_MiB']:.0f} (-{r['partitioner_saved']:.1%})" if compiled else "?"
+        counts = f"{r['recompute']}, {r['inplace']}, {r['left']}"
         lines.append(
-            f"| {r['model']} | {r['recompute']}, {r['inplace']}, {r['left']} | {r['eager_MiB']:.0f} | {other} "
-            f"| {r['converted_MiB']:.0f} | **-{r['saved']:.1%}** | {r['step_ratio']:.2f}x |"
+            f"| {r['model']} | {counts} | {r['eager_MiB']:.0f} | {other} | {r['converted_MiB']:.0f} "
+            f"| **-{r['saved']:.1%}** | {r['step_ratio']:.2f}x |"
         )
     first = rows[0]
     lines += [
         "",
-        f"Bytes that one training forward leaves alive, by the allocator; batch {first['batch']} at 224, fp32. "
-        f"{first['device']}, {first['threads']} threads, torch {first['torch']}, commit {first['commit']}, "
+        "Bytes that one training forward leaves alive, by the allocator; "
+        f"batch {first['batch']} at 224, fp32.",
+        f"{first['device']}, {first['threads']} threads, torch {first['torch']}, commit {first['commit']},",
         f"{first['date']}. Steps are medians of one run, contenders in turn.",
         "",
         "![bytes per layer](convert_cpu.png)",
