@@ -398,6 +398,23 @@ class Untraceable(nn.Module):
         return self.bn(x) if x.sum() != 0 else x
 
 
+class ByShape(nn.Module):
+    """Its control flow depends on shapes: torch.export can follow, symbolic tracing cannot."""
+
+    def __init__(self, act=nn.GELU):
+        super().__init__()
+        self.conv1, self.bn1, self.between, self.act = conv(), nn.BatchNorm2d(8), nn.Identity(), act()
+        self.conv2, self.bn2 = conv(), nn.BatchNorm2d(8)
+        self.pair = nn.Sequential(conv(), nn.BatchNorm2d(8))
+
+    def forward(self, x):
+        if x.shape[-1] > 3:
+            x = self.act(self.between(self.bn1(self.conv1(x))))
+        y = self.bn2(self.conv2(x))
+        y += x
+        return self.conv2(F.gelu(self.pair(y)))
+
+
 class PeeksInside(nn.Module):
     """Untraceable, and reads the layer's output from between: nothing but running tells."""
 
@@ -482,6 +499,32 @@ def test_found(name):
     for training in (True, False):
         result = fastvit.verify(model.train(training), inputs())
         assert result, result
+
+
+@pytest.mark.parametrize("act,mode", [(nn.GELU, "recompute"), (nn.LeakyReLU, "inplace")])
+def test_layers_that_only_an_export_reaches(act, mode):
+    model = spread(ByShape(act))
+    _, report = fastvit.convert(model)
+    assert modes(report) == {"bn1": "left", "bn2": "left", "pair.1": "left"}
+    _, report = fastvit.convert(model, example_inputs=images())
+    assert modes(report) == {"bn1": mode, "bn2": "left", "pair.1": "inplace"}, str(report)
+    assert model.bn1.activation == {"recompute": "gelu", "inplace": "leaky_relu"}[mode]
+    for training in (True, False):
+        result = fastvit.verify(model.train(training), images())
+        assert result, result
+    # a hook on the Identity between, which an export does not show, must see what it saw
+    seen = []
+    model.between.register_forward_hook(lambda _, __, output: seen.append(output))
+    x = images()
+    model(x)
+    torch.testing.assert_close(seen[0], fastvit.revert(copy.deepcopy(model)).bn1(model.conv1(x)))
+
+
+def test_hooks_are_not_run_by_looking():
+    model, seen = ByShape(), []
+    model.conv1.register_forward_hook(lambda *_: seen.append(1))
+    fastvit.convert(model)
+    assert not seen
 
 
 def test_reasons_name_what_stands_in_the_way():

@@ -110,7 +110,8 @@ _KEEPS_INPUT_FUNCTIONS = frozenset(
     {
         torch.conv1d, torch.conv2d, torch.conv3d, F.conv1d, F.conv2d, F.conv3d, F.linear,
         F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d,
-        torch.matmul, torch.bmm, torch.mul, operator.mul, operator.matmul, operator.truediv, "matmul", "mul",
+        torch.matmul, torch.bmm, torch.mul, operator.mul, operator.matmul, operator.truediv,
+        "matmul", "bmm", "mul", "convolution",
         F.gelu, F.silu, F.hardswish, F.relu6, F.leaky_relu, F.elu, F.hardsigmoid, F.mish,
         F.max_pool2d, F.scaled_dot_product_attention,
     }

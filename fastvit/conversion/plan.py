@@ -49,22 +49,30 @@ class _Site:
 
 
 class Planner:
-    def __init__(self, model: nn.Module, traces: list[Trace], memory: str, dtype: torch.dtype | None):
+    """Plans for the layers of a model, from traces of its forward."""
+
+    def __init__(self, model: nn.Module, memory: str, dtype: torch.dtype | None):
+        self.model = model
         self.names = {module: name for name, module in model.named_modules()}
-        self.traces = traces
         self.memory = memory
         self.dtype = dtype
 
-    def plans(self) -> list[Plan]:
+    def plans(self, traces: list[Trace]) -> list[Plan]:
         found = [(name, layers.find(module)) for module, name in self.names.items()]
-        return [self._plan(name, layer) for name, layer in found if layer is not None]
+        return [self.plan(name, layer, traces) for name, layer in found if layer is not None]
 
-    def _plan(self, name: str, layer: Layer) -> Plan:
+    def is_open(self, plan: Plan, traces: list[Trace]) -> bool:
+        """Whether the layer was left although a trace of the whole model might tell more."""
+        if plan.mode != "left" or plan.layer.activation is None:
+            return False
+        return not any(trace.root is self.model and plan.layer.module in trace.calls for trace in traces)
+
+    def plan(self, name: str, layer: Layer, traces: list[Trace]) -> Plan:
         if layer.activation is None:
             return Plan(name, layer, "left", IDENTITY, layer.reason)
         sites = [
             _Site(trace, call, Chain(trace, call))
-            for trace in self.traces
+            for trace in traces
             for call in trace.calls.get(layer.module, ())
         ]
         if layer.activation != IDENTITY:

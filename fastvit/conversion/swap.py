@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from . import tracing
+from . import exporting, tracing
 from .adopted import Adopted, adopt, release
 from .plan import MEMORY, Plan, Planner
 from .report import LayerReport, Report
@@ -41,7 +41,8 @@ def convert(
     BatchNormAct2d and mapillary's ABN; an activation module that reads the layer's output alone, through
     views and Identity. Other subclasses are left and named. Who reads what is known from tracing the forward
     symbolically, in training and in evaluation, with default arguments; modules that cannot be traced are
-    taken in the pieces that can. A layer followed by an activation function or a residual is rebuilt by
+    taken in the pieces that can, and where that leaves a layer alone torch.export is asked, if there are
+    example inputs. A layer followed by an activation function or a residual is rebuilt by
     itself where somebody keeps its output.
 
     A converted layer is what it was outside the forward that was traced, under torch.compile and exporters,
@@ -55,8 +56,14 @@ def convert(
     revert(model)
     traces, untraced = tracing.trace(model)
     arguments = as_arguments(example_inputs)
-    planner = Planner(model, traces, memory, _autocast_dtype())
-    plans = planner.plans()
+    planner = Planner(model, memory, _autocast_dtype())
+    plans = planner.plans(traces)
+    if arguments and any(planner.is_open(plan, traces) for plan in plans):
+        exported = exporting.trace(model, arguments)
+        plans = [
+            planner.plan(plan.name, plan.layer, exported) if planner.is_open(plan, traces) else plan
+            for plan in plans
+        ]
     sizes = output_bytes(model, [plan.layer.module for plan in plans], arguments) if arguments else {}
     kinds = {plan.name: type(plan.layer.module).__name__ for plan in plans}
     _apply(model, [plan for plan in plans if plan.mode != "left"], planner.names)

@@ -173,7 +173,7 @@ def trace(model: nn.Module) -> tuple[list[Trace], list[nn.Module]]:
     """
     traces: list[Trace] = []
     untraced: dict[nn.Module, None] = {}
-    with _untouched(model):
+    with untouched(model):
         for training in (True, False):
             for module in model.modules():
                 module.__dict__["training"] = training
@@ -207,7 +207,7 @@ def _defaults(root: nn.Module) -> dict[str, object]:
 
 
 @contextlib.contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
+def untouched(model: nn.Module) -> Iterator[None]:
     """Puts attributes back that a traced forward sets, which may be proxies, and training flags."""
     before = [
         (module, dict(module.__dict__), [dict(module.__dict__[kind]) for kind in _REGISTERED])
