@@ -710,6 +710,47 @@ def test_outside_the_traced_forward_a_layer_is_what_it_was(pair):
     assert torch.equal(converted.act1(x), model.act1(x))
 
 
+class Optional(Plain):
+    """Returns what lies between on demand: the trace is of a call that does not ask for it."""
+
+    def forward(self, x, between=False):
+        z = self.bn1(self.conv1(x))
+        y = self.head(self.act1(z))
+        return (y, z) if between else y
+
+
+@pytest.mark.parametrize("call", [lambda m, x: m(x, True), lambda m, x: m(x, between=True)])
+def test_a_call_with_other_arguments_is_not_the_one_that_was_traced(call):
+    model = spread(Optional()).double()
+    converted, report = fastvit.convert(copy.deepcopy(model))
+    assert report["bn1"].mode == "recompute"
+    x = images().double()
+    for want, got in zip(call(model, x), call(converted, x), strict=True):
+        assert torch.equal(want, got)
+    torch.testing.assert_close(converted(x, False), model(x))
+
+
+def test_modules_that_were_replaced_after_the_conversion(pair):
+    model, converted = pair
+    x = images().double()
+    for changed in (model, converted):
+        changed.act1 = nn.Tanh()
+    assert_same(trained(converted, x), trained(model, x))
+
+
+def test_a_global_hook_sees_what_it_saw(pair):
+    model, converted = pair
+    x, seen = images().double(), []
+    handle = nn.modules.module.register_module_forward_hook(lambda m, _, out: seen.append(out.detach()))
+    try:
+        model(x)
+        converted(x)
+    finally:
+        handle.remove()
+    for want, got in zip(seen[: len(seen) // 2], seen[len(seen) // 2 :], strict=True):
+        torch.testing.assert_close(got, want)
+
+
 def test_a_converted_model_inside_another():
     model = spread(nn.Sequential(Plain(), nn.BatchNorm2d(8), nn.GELU(), Plain())).double()
     x = images().double()

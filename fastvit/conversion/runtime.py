@@ -1,16 +1,17 @@
 """The modules of a converted model at work.
 
 A proof holds for the forward that was traced, so that is where a converted layer does what it was converted
-to: inside the forward of the module that the trace started from (`ConvertedRoot`), without hooks that would
-see other tensors than before, on plain tensors that the ops take, and not while a compiler or exporter looks
-on. Everywhere else it does what it did before. Its activation module finds out from the tensor itself
-whether its work is done.
+to: inside the forward of the module that the trace started from (`ConvertedRoot`), called as it was traced,
+with the modules of then, without hooks that would see other tensors than before, on plain tensors that the
+ops take, and not while a compiler or exporter looks on. Everywhere else it does what it did before. Its
+activation module finds out from the tensor itself whether its work is done.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -57,18 +58,34 @@ def _frame(frame: _Frame) -> Iterator[None]:
         frames.pop()
 
 
-@dataclass
 class Proof:
-    """What a ConvertedRoot knows: `layers` are the layers proven in its forward, with who must not listen."""
+    """What was true when `root` was traced, and whether it still is.
 
-    token: str
-    layers: list[tuple[str, list[nn.Module]]]
+    `layers` are the layers proven in its forward by their keys, each with the modules where a hook would see
+    another tensor than before.
+    """
 
-    def void(self) -> frozenset[str]:
-        hooked_globally = nn.modules.module._has_any_global_hook()
-        return frozenset(
-            key for key, watched in self.layers if hooked_globally or any(map(prove.hooked, watched))
-        )
+    def __init__(self, token: str, root: nn.Module, layers: list[tuple[str, list[nn.Module]]]):
+        self.token = token
+        self.layers = layers
+        self.children = [(parent, *child) for parent in root.modules() for child in parent._modules.items()]
+        parameters = list(inspect.signature(type(root).forward).parameters.values())[1:]
+        self.arguments = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        self.defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+
+    def void(self, args: tuple, kwargs: dict[str, object]) -> frozenset[str]:
+        """The layers for which a call with these arguments proves nothing."""
+        if self._is_another_call(args, kwargs) or self._is_another_model():
+            return frozenset(key for key, _ in self.layers)
+        return frozenset(key for key, watched in self.layers if any(map(prove.hooked, watched)))
+
+    def _is_another_call(self, args: tuple, kwargs: dict[str, object]) -> bool:
+        given = dict(zip(self.arguments, args, strict=False)) | kwargs
+        return any(name in given and given[name] is not value for name, value in self.defaults.items())
+
+    def _is_another_model(self) -> bool:
+        replaced = any(parent._modules.get(name) is not child for parent, name, child in self.children)
+        return replaced or nn.modules.module._has_any_global_hook()
 
 
 class ConvertedRoot(Adopted):
@@ -87,7 +104,7 @@ class ConvertedRoot(Adopted):
             proof = self.__dict__.get("_proof")
             if proof is None or _traced():
                 return original(self, *args, **kwargs)
-            with _frame(_Frame(proof.token, proof.void())), recompute_scope():
+            with _frame(_Frame(proof.token, proof.void(args, kwargs))), recompute_scope():
                 return original(self, *args, **kwargs)
 
         cls.forward = forward

@@ -45,8 +45,10 @@ def convert(
     example inputs. A layer followed by an activation function or a residual is rebuilt by
     itself where somebody keeps its output.
 
-    A converted layer is what it was outside the forward that was traced, under torch.compile and exporters,
-    and once somebody registers a hook that would see another tensor. torch.jit.script wants `revert` first.
+    A converted layer is what it was outside the forward that was traced, in a call with other than default
+    arguments, under torch.compile and exporters, once modules have been replaced, and once somebody registers
+    a hook that would see another tensor. Convert again after changing attributes that decide what a forward
+    does. torch.jit.script wants `revert` first.
 
     Raises:
         ValueError: `memory` is none of the above.
@@ -61,7 +63,7 @@ def convert(
     if arguments and any(planner.is_open(plan, traces) for plan in plans):
         exported = exporting.trace(model, arguments)
         plans = [
-            planner.plan(plan.name, plan.layer, exported) if planner.is_open(plan, traces) else plan
+            planner.plan(plan.name, plan.layer, exported or traces) if planner.is_open(plan, traces) else plan
             for plan in plans
         ]
     sizes = output_bytes(model, [plan.layer.module for plan in plans], arguments) if arguments else {}
@@ -126,7 +128,7 @@ def _apply(model: nn.Module, plans: list[Plan], names: dict[nn.Module, str]) -> 
             _in=tuple(name for _, name in places),
         )
     for root, token in tokens.items():
-        adopt(root, ConvertedRoot, _proof=Proof(token, proven[root]))
+        adopt(root, ConvertedRoot, _proof=Proof(token, root, proven[root]))
 
 
 def _missing(module: nn.Module) -> dict[str, object]:
