@@ -1,0 +1,10 @@
+"""apex and inplace_abn for scripts that were written for them.
+
+    python -m fastvit.compat script.py args...
+
+runs a script as it is; `fastvit.compat.install()` does the same for the imports of a running program.
+"""
+
+from ._finder import install
+
+__all__ = ["install"]

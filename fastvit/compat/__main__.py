@@ -1,0 +1,144 @@
+"""``python -m fastvit.compat [--prefer apex|fastvit] (script.py | -m module) args...``
+
+Runs a script as `python script.py args...` would, with `import apex` and `import inplace_abn` at hand. It
+is a module for torchrun and torch.distributed.launch too:
+
+    torchrun --nproc_per_node 2 -m fastvit.compat main.py args...
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import builtins
+import io
+import os
+import re
+import runpy
+import sys
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType, TracebackType
+
+from ._finder import PREFERENCES, install
+from ._teardown import leave_process_group
+
+_LOCAL_RANK = re.compile(r"--local[-_]rank(=|$)")
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m fastvit.compat",
+        description="Run a script for which apex and inplace_abn resolve to fastvit's look-alikes.",
+        usage="%(prog)s [--prefer apex|fastvit] (script.py | -m module) [args ...]",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--prefer",
+        choices=PREFERENCES,
+        default="apex",
+        help="who provides a part that a real apex has too (default: apex)",
+    )
+    parser.add_argument("-m", dest="module", metavar="module", help="run a module instead of a file")
+    parser.add_argument("script", nargs="?", help="the script, or the first argument of the module")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments, untouched")
+    return parser.parse_args(arguments)
+
+
+def _split(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Our options, and the arguments of the script; torch.distributed.launch puts its --local-rank first."""
+    own: list[str] = []
+    launcher: list[str] = []
+    rest = list(arguments)
+    while rest and rest[0].startswith("-"):
+        word = rest.pop(0)
+        if _LOCAL_RANK.match(word):
+            launcher.append(word if "=" in word else f"{word}={rest.pop(0)}")
+            continue
+        own.append(word)
+        if word in ("--prefer", "-m") and rest:
+            own.append(rest.pop(0))
+        if word == "-m":
+            break
+    options = _parse(own if "-m" in own else own + rest[:1])
+    if options.module is None and options.script is None:
+        _parse(["--help"]) if not arguments else sys.exit("python -m fastvit.compat: error: no script given")
+    return options, launcher + (rest if options.module else rest[1:])
+
+
+def _with_local_rank(source: str, arguments: list[str]) -> list[str]:
+    """Arguments with the local rank spelled as the script declares it: old scripts know `--local_rank` alone,
+    launchers of today pass `--local-rank` or, as torchrun, only the environment."""
+    declared = re.findall(r"""add_argument\(\s*["'](--local[-_]rank)["']""", source)
+    if not declared:
+        return arguments
+    known = {*declared, *re.findall(r"""["'](--local[-_]rank)["']""", source)}
+    given = [a for a in arguments if _LOCAL_RANK.match(a)]
+    if not given and "LOCAL_RANK" in os.environ:
+        return [f"{declared[0]}={os.environ['LOCAL_RANK']}", *arguments]
+    other = {"--local-rank": "--local_rank", "--local_rank": "--local-rank"}
+    renamed = []
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        renamed.append(other[name] + equals + value if name in other and name not in known else argument)
+    return renamed
+
+
+def _run_script(path: str, arguments: list[str]) -> None:
+    with io.open_code(path) as file:
+        source = file.read()
+    sys.argv = [path, *_with_local_rank(source.decode(errors="replace"), arguments)]
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = str(Path(path).resolve().parent)
+    main = ModuleType("__main__")
+    main.__dict__.update(
+        __file__=os.path.abspath(path),
+        __annotations__={},
+        __builtins__=builtins,
+        __loader__=SourceFileLoader("__main__", os.path.abspath(path)),
+        __spec__=None,
+        __package__=None,
+        __cached__=None,
+    )
+    sys.modules["__main__"] = main
+    exec(compile(source, main.__file__, "exec", dont_inherit=True), main.__dict__)
+
+
+def _without_our_frames(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback from the script's first frame on; all of it when the script never ran."""
+    ours = {__file__, runpy.__file__, "<frozen runpy>"}
+    inner = trace
+    while inner is not None and inner.tb_frame.f_code.co_filename in ours:
+        inner = inner.tb_next
+    return inner
+
+
+def main() -> None:
+    options, arguments = _split(sys.argv[1:])
+    install(options.prefer)
+    failed = True
+    # Registered first, so run last: after what the script registers itself.
+    atexit.register(lambda: leave_process_group(failed))
+    try:
+        if options.module:
+            sys.argv = [options.module, *arguments]
+            runpy.run_module(options.module, run_name="__main__", alter_sys=True)
+        elif not os.path.isfile(options.script):
+            print(f"python -m fastvit.compat: can't open file {options.script!r}", file=sys.stderr)
+            sys.exit(2)
+        else:
+            _run_script(options.script, arguments)
+        failed = False
+    except SystemExit as end:
+        failed = end.code not in (None, 0)
+        raise
+    except KeyboardInterrupt as error:
+        raise error.with_traceback(_without_our_frames(error.__traceback__)) from None
+    except BaseException as error:
+        error.__traceback__ = _without_our_frames(error.__traceback__)
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

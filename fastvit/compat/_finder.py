@@ -1,0 +1,188 @@
+"""The import hook that gives `apex` and `inplace_abn` to scripts.
+
+A real package that has the part asked for is used; what it lacks, or fails to import, comes from here. That
+holds for modules (`apex.amp`) and for the names in them (`apex.parallel.LARC`). An alias and fastvit's own
+name are the same module object, so they share their state.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, NamespaceLoader
+from types import ModuleType
+from typing import Any
+
+__all__ = ["PREFERENCES", "install"]
+
+PREFERENCES = ("apex", "fastvit")
+"""Who provides a part that both have: the real package, or fastvit."""
+
+_ROOTS = ("apex", "inplace_abn")
+_HERE = __name__.rpartition(".")[0]
+
+
+def _ours(name: str) -> str | None:
+    """fastvit's module for `name`, None when it has none."""
+    target = f"{_HERE}.{name}"
+    try:
+        return target if target in sys.modules or importlib.util.find_spec(target) else None
+    except ModuleNotFoundError:  # the parent is no package
+        return None
+
+
+def _is_ours(name: str) -> bool:
+    module = sys.modules.get(name)
+    return module is not None and module is sys.modules.get(f"{_HERE}.{name}")
+
+
+class _Alias(Loader):
+    """Loads fastvit's module under the name of the other package."""
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        # The import system takes what stands in sys.modules afterwards. Modules inside get their names there
+        # too: importing one later would bind it in its parent, over a class of the same name (LARC).
+        alias, real = module.__name__, importlib.import_module(self.target)
+        inside = {n: m for n, m in sys.modules.items() if n.startswith(f"{self.target}.")}
+        sys.modules.update({alias + name.removeprefix(self.target): m for name, m in inside.items()})
+        sys.modules[alias] = real
+
+
+class _Completed(Loader):
+    """Loads a real module, and has fastvit's stand behind it for names that it lacks."""
+
+    def __init__(self, loader: Loader, name: str, target: str) -> None:
+        self._loader, self._name, self._target = loader, name, target
+
+    def __getattr__(self, attribute: str) -> Any:  # get_source, is_package, ...
+        return getattr(self._loader, attribute)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        before = set(sys.modules)
+        try:
+            self._loader.exec_module(module)
+        except ImportError as error:
+            warnings.warn(
+                f"fastvit.compat: the installed {self._name} fails to import ({error}); using {self._target}",
+                stacklevel=2,
+            )
+            for name in set(sys.modules) - before:
+                if name.startswith(f"{self._name}.") and not _is_ours(name):
+                    del sys.modules[name]
+            sys.modules[self._name] = importlib.import_module(self._target)
+            return
+        self._complete(module)
+
+    def _complete(self, module: ModuleType) -> None:
+        own = module.__dict__.get("__getattr__")
+
+        def missing(attribute: str) -> Any:
+            if own is not None:
+                try:
+                    return own(attribute)
+                except AttributeError:
+                    pass
+            if not attribute.startswith("__"):
+                if _ours(f"{self._name}.{attribute}"):
+                    return importlib.import_module(f"{self._name}.{attribute}")
+                value = getattr(importlib.import_module(self._target), attribute, module)
+                if value is not module:
+                    return value
+            raise AttributeError(f"module {self._name!r} has no attribute {attribute!r}")
+
+        module.__getattr__ = missing
+
+
+class _Finder(MetaPathFinder):
+    def __init__(self, prefer: str) -> None:
+        self.prefer = prefer
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        root, dot, _ = name.partition(".")
+        if root not in _ROOTS:
+            return None
+        ours = _ours(name)
+        if dot and _is_ours(root):  # the path of fastvit's package would give a second copy
+            return self._alias(name, ours) if ours else None
+        # A real apex keeps its other parts (apex.contrib) even where fastvit's are preferred.
+        whole = name == "inplace_abn"
+        if ours and self.prefer == "fastvit" and (dot or whole):
+            return self._alias(name, ours)
+        spec = self._real(name, path, target)
+        if spec is None:
+            return self._alias(name, ours) if ours else None
+        if ours:
+            spec.loader = _Completed(spec.loader, name, ours)
+        return spec
+
+    def _real(self, name: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
+        for finder in sys.meta_path:
+            if finder is self or not hasattr(finder, "find_spec"):
+                continue
+            spec = finder.find_spec(name, path, target)
+            # A folder without __init__.py, such as a clone of apex beside the script, is no package.
+            if spec is not None and spec.loader is not None and not isinstance(spec.loader, NamespaceLoader):
+                return spec
+        return None
+
+    @staticmethod
+    def _alias(name: str, target: str) -> ModuleSpec:
+        spec = importlib.util.find_spec(target)
+        return ModuleSpec(name, _Alias(target), is_package=spec.submodule_search_locations is not None)
+
+
+def install(prefer: str = "apex") -> None:
+    """Makes `import apex` and `import inplace_abn` work in this process and in those that
+    torch.multiprocessing starts from it. Call it before the first such import; again to change `prefer`.
+
+    Args:
+        prefer: "apex" uses a real package where it has the part asked for, "fastvit" never does.
+    """
+    if prefer not in PREFERENCES:
+        raise ValueError(f"fastvit.compat.install: prefer takes {' or '.join(PREFERENCES)}, got {prefer!r}")
+    for finder in sys.meta_path:
+        if isinstance(finder, _Finder):
+            finder.prefer = prefer
+            return
+    sys.meta_path.insert(0, _Finder(prefer))
+    _install_in_children()
+
+
+class _InstallFirst:
+    """Unpickles by installing the hook: what a spawned process reads before it runs the script again."""
+
+    def __reduce__(self) -> tuple:
+        prefer = next(finder.prefer for finder in sys.meta_path if isinstance(finder, _Finder))
+        root = importlib.util.find_spec(__name__.partition(".")[0]).submodule_search_locations[0]
+        folder = root.rpartition("/")[0]
+        code = (
+            f"import sys\nsys.path.append({folder!r})\n"
+            f"from {_HERE} import install\nsys.path.remove({folder!r})\ninstall({prefer!r})\n"
+        )
+        return exec, (code,)
+
+
+def _install_in_children() -> None:
+    from multiprocessing import spawn
+
+    prepare = spawn.get_preparation_data
+
+    def get_preparation_data(name: str) -> dict[str, Any]:
+        return {"fastvit.compat": _InstallFirst()} | prepare(name)
+
+    spawn.get_preparation_data = get_preparation_data

@@ -1,0 +1,184 @@
+"""`initialize`, and the state of the loss scalers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import Optimizer
+
+from ..parallel.LARC import LARC
+from . import forward
+from ._amp_state import _amp_state, say
+from .forward import ForwardCasts, device_type, half_type
+from .opt_levels import Properties, choose
+from .optimizer import AmpOptimizer, innermost, of
+from .scaler import LossScaler
+from .weights import HALF_TYPES, cast_weights, restore_weights
+
+__all__ = ["initialize", "load_state_dict", "state_dict"]
+
+Models = nn.Module | Sequence[nn.Module]
+Optimizers = Optimizer | Sequence[Optimizer]
+
+
+def initialize(
+    models: Models,
+    optimizers: Optimizers | None = None,
+    enabled: bool = True,
+    opt_level: str = "O1",
+    cast_model_type: torch.dtype | bool | None = None,
+    patch_torch_functions: bool | None = None,
+    keep_batchnorm_fp32: bool | str | None = None,
+    master_weights: bool | None = None,
+    loss_scale: float | str | None = None,
+    cast_model_outputs: torch.dtype | None = None,
+    num_losses: int = 1,
+    verbosity: int = 1,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float = 2.0**24,
+) -> Any:
+    """Sets models and optimizers up for mixed precision, in place, and returns them in the shape they came.
+
+    Comes after the model was moved to its device and before it is wrapped in DDP. O0 is float32. O1 runs
+    forward under torch.autocast. O2 casts the weights to half, but for BatchNorm's, and has the optimizers
+    step float32 masters. O3 casts all weights to half. Outputs come back in float32 at every level, so that
+    a scaled loss does not overflow. Half is float16 on CUDA and bfloat16 on the CPU unless cast_model_type
+    says otherwise. Called again with the same models or optimizers, it first undoes what it did to them.
+
+    Args:
+        optimizers: None for inference alone.
+        enabled: False leaves everything as it is, and turns the other functions of amp into no-ops.
+        opt_level: "O0", "O1", "O2" or "O3": the defaults of the next five, each of which may be given.
+        cast_model_type: dtype of weights and inputs, False for none; with O1 the dtype of autocast.
+        patch_torch_functions: False turns O1's autocast off.
+        keep_batchnorm_fp32: leave BatchNorm layers, torch's and fastvit's, in float32.
+        master_weights: step float32 masters of half parameters.
+        loss_scale: "dynamic" (2^16, doubled after 2000 clean steps, halved by an overflow), or a number.
+        cast_model_outputs: dtype of floating-point outputs instead of float32.
+        num_losses: number of losses with a scale of their own; see `scale_loss`'s loss_id.
+        verbosity: 0 prints nothing.
+        min_loss_scale, max_loss_scale: floor and ceiling of the dynamic scale; without a floor it is 2^-24.
+
+    Raises:
+        RuntimeError: an override that contradicts the level, weights that are not float32, a model that is
+            wrapped in DDP already when its weights are to be cast.
+        TypeError, ValueError: an argument of the wrong kind.
+    """
+    _amp_state.verbosity = verbosity
+    if not enabled:
+        _amp_state.opt_properties, _amp_state.loss_scalers = Properties(), []
+        return models if optimizers is None else (models, optimizers)
+    overrides = {
+        "cast_model_type": cast_model_type,
+        "patch_torch_functions": patch_torch_functions,
+        "keep_batchnorm_fp32": keep_batchnorm_fp32,
+        "master_weights": master_weights,
+        "loss_scale": loss_scale,
+    }
+    properties = choose(opt_level, overrides)
+    model_list = _as_list("models", models, nn.Module)
+    optimizer_list = [] if optimizers is None else _as_list("optimizers", optimizers, (Optimizer, LARC))
+    if properties.cast_model_type is torch.float16 and cast_model_type is None:
+        properties = replace(properties, cast_model_type=half_type(device_type(model_list[0])))
+    scalers = [
+        LossScaler(properties.loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
+        for _ in range(num_losses)
+    ]
+
+    say(f"amp: {properties}")
+    originals: dict[nn.Parameter, Tensor] = {}
+    for model in model_list:
+        _undo_model(_inside_wrappers(model, properties))
+    for optimizer in optimizer_list:
+        if (attached := of(optimizer)) is not None:
+            attached.remove()
+    for model in model_list:
+        inner = _inside_wrappers(model, properties)
+        originals |= _prepare_model(inner, properties, cast_model_outputs or torch.float32)
+    for optimizer in optimizer_list:
+        AmpOptimizer(innermost(optimizer), bool(properties.master_weights), originals)
+    _amp_state.opt_properties, _amp_state.loss_scalers = properties, scalers
+    return models if optimizers is None else (models, optimizers)
+
+
+def _as_list(name: str, value: Any, kinds: Any) -> list[Any]:
+    items = list(value) if isinstance(value, (list, tuple)) else [value]
+    for item in items:
+        if not isinstance(item, kinds):
+            wanted = "torch.nn.Module" if name == "models" else "torch.optim.Optimizer"
+            raise TypeError(f"amp.initialize: {name} takes one {wanted} or a list, got {type(item).__name__}")
+    return items
+
+
+def _inside_wrappers(model: nn.Module, properties: Properties) -> nn.Module:
+    if not isinstance(model, (DistributedDataParallel, DataParallel)):
+        return model
+    if properties.cast_model_type not in (None, torch.float32):
+        raise RuntimeError(
+            f"amp.initialize: {properties.opt_level} casts weights, which {type(model).__name__} has already "
+            "sorted by dtype; wrap the model afterwards"
+        )
+    return model.module
+
+
+def _undo_model(model: nn.Module) -> None:
+    if forward.is_wrapped(model):
+        restore_weights(model)
+        forward.unwrap(model)
+
+
+def _prepare_model(
+    model: nn.Module, properties: Properties, outputs: torch.dtype
+) -> dict[nn.Parameter, Tensor]:
+    for name, parameter in model.named_parameters():
+        if parameter.dtype in HALF_TYPES:
+            raise RuntimeError(
+                f"amp.initialize: parameter {name} is {parameter.dtype}; give the model in float32, "
+                "which amp casts as the level says"
+            )
+    if properties.opt_level == "O1":
+        cast = properties.cast_model_type
+        on = properties.patch_torch_functions and cast is not torch.float32
+        forward.wrap(model, ForwardCasts(bool(on), cast, None, outputs))
+        return {}
+    dtype = properties.cast_model_type
+    if dtype is None:
+        forward.wrap(model, ForwardCasts(outputs=outputs))
+        return {}
+    forward.wrap(model, ForwardCasts(inputs=dtype, outputs=outputs))
+    return cast_weights(model, dtype, properties.keep_batchnorm_fp32)
+
+
+def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
+    """{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}, one entry per loss.
+
+    The float32 masters are in the state_dict of the model.
+    """
+    destination = {} if destination is None else destination
+    for index, scaler in enumerate(_amp_state.loss_scalers):
+        destination[f"loss_scaler{index}"] = scaler.state_dict()
+    return destination
+
+
+def load_state_dict(state: dict[str, Any]) -> None:
+    """Restores what `state_dict` gave, apex's own included; call it after `initialize`.
+
+    Entries for more losses than there are scalers are named and left out, scalers without one keep theirs.
+
+    Raises:
+        RuntimeError: keys that are not of this kind.
+    """
+    unexpected = [key for key in state if not (key.startswith("loss_scaler") and key[11:].isdigit())]
+    if unexpected:
+        raise RuntimeError(f"amp.load_state_dict: unexpected keys {', '.join(map(repr, unexpected))}")
+    scalers = _amp_state.loss_scalers
+    if len(state) != len(scalers) and _amp_state.opt_properties and _amp_state.opt_properties.enabled:
+        say(f"amp.load_state_dict: {len(state)} loss scalers in the file, {len(scalers)} here")
+    for key, value in state.items():
+        if int(key[11:]) < len(scalers):
+            scalers[int(key[11:])].load_state_dict(value)

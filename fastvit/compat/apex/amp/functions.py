@@ -1,0 +1,111 @@
+"""Functions of the user's own under O1: run in half, in float32, or in the widest type of their arguments.
+
+They act where autocast is on, which is inside the forward of a model that O1 was given, and do nothing
+elsewhere.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .forward import cast_floating
+from .handle import disable_casts
+
+__all__ = [
+    "float_function",
+    "half_function",
+    "promote_function",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
+]
+
+Function = Callable[..., Any]
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _autocast_device(args: tuple, kwargs: dict) -> str | None:
+    """The device type of the first tensor when autocast is on for it."""
+    tensor = next(_tensors((args, kwargs)), None)
+    device = None if tensor is None else tensor.device.type
+    return device if device in ("cpu", "cuda") and torch.is_autocast_enabled(device) else None
+
+
+def half_function(fn: Function) -> Function:
+    """Casts floating-point tensor arguments to autocast's dtype."""
+
+    @functools.wraps(fn)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        device = _autocast_device(args, kwargs)
+        if device is None:
+            return fn(*args, **kwargs)
+        dtype = torch.get_autocast_dtype(device)
+        return fn(*cast_floating(args, dtype), **cast_floating(kwargs, dtype))
+
+    return wrapper
+
+
+def float_function(fn: Function) -> Function:
+    """Casts floating-point tensor arguments to float32 and runs without autocast."""
+
+    @functools.wraps(fn)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if _autocast_device(args, kwargs) is None:
+            return fn(*args, **kwargs)
+        with disable_casts():
+            return fn(*cast_floating(args, torch.float32), **cast_floating(kwargs, torch.float32))
+
+    return wrapper
+
+
+def promote_function(fn: Function) -> Function:
+    """Casts floating-point tensor arguments to the widest dtype among them."""
+
+    @functools.wraps(fn)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if _autocast_device(args, kwargs) is None:
+            return fn(*args, **kwargs)
+        dtypes = [t.dtype for t in _tensors((args, kwargs)) if t.is_floating_point()]
+        if not dtypes:
+            return fn(*args, **kwargs)
+        widest = functools.reduce(torch.promote_types, dtypes)
+        return fn(*cast_floating(args, widest), **cast_floating(kwargs, widest))
+
+    return wrapper
+
+
+def _register(wrap: Callable[[Function], Function], module: Any, function_name: str) -> None:
+    if not hasattr(module, function_name):
+        raise ValueError(f"amp: no function named {function_name} in {module}")
+    setattr(module, function_name, wrap(getattr(module, function_name)))
+
+
+def register_half_function(module: Any, function_name: str) -> None:
+    """Replaces `module.function_name` by its `half_function`; ValueError when there is none of that name."""
+    _register(half_function, module, function_name)
+
+
+def register_float_function(module: Any, function_name: str) -> None:
+    """Replaces `module.function_name` by its `float_function`; ValueError when there is none of that name."""
+    _register(float_function, module, function_name)
+
+
+def register_promote_function(module: Any, function_name: str) -> None:
+    """Replaces `module.function_name` by its `promote_function`; ValueError when there is none of that
+    name."""
+    _register(promote_function, module, function_name)

@@ -1,0 +1,203 @@
+"""What amp does to an optimizer: masters in its parameter groups, unscaled gradients, skipped steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..optimizers._fused import FusedOptimizer
+from ..parallel.LARC import LARC
+from ._amp_state import _amp_state, say
+from .forward import without_sync
+from .scaler import LossScaler, unscale_
+from .weights import HALF_TYPES, masters
+
+__all__ = ["AmpOptimizer", "innermost", "of"]
+
+
+def innermost(optimizer: Any) -> Optimizer:
+    """The torch optimizer inside a LARC, or `optimizer` itself."""
+    while isinstance(optimizer, LARC):
+        optimizer = optimizer.optim
+    return optimizer
+
+
+def of(optimizer: Any) -> AmpOptimizer | None:
+    """What `amp.initialize` attached to `optimizer`; None when it did not."""
+    return innermost(optimizer).__dict__.get("_amp_optimizer")
+
+
+class AmpOptimizer:
+    """Attached to a torch optimizer by its step hooks, and by methods on the instance where torch has no
+    hooks.
+
+    Args:
+        optimizer: its parameter groups are changed in place.
+        master_weights: half parameters in the groups are replaced by float32 masters.
+        originals: float32 values of parameters that have just been cast to half.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, master_weights: bool, originals: dict[nn.Parameter, Tensor]
+    ) -> None:
+        self.optimizer = optimizer
+        self.master_weights = master_weights
+        self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []  # (half, master)
+        self.held_scale: float | None = None  # the scale that is still in the model's gradients
+        self._held_by: LossScaler | None = None
+        self._unscaled: list[tuple[nn.Parameter, Tensor]] = []  # sums of earlier backwards
+        self._withheld: list[tuple[nn.Parameter, Tensor]] = []
+        self._skip: str | None = None
+        for group in optimizer.param_groups:
+            self._put_masters(group, originals)
+        # What load_state_dict put into the state before this point takes the dtype of its parameter.
+        for parameter, state in () if isinstance(optimizer, FusedOptimizer) else optimizer.state.items():
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.is_floating_point() and value.dim():
+                    state[name] = value.to(parameter.dtype)
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+        self._add_param_group, self._zero_grad = optimizer.add_param_group, optimizer.zero_grad
+        optimizer.add_param_group, optimizer.zero_grad = self._add_group, self._zero_all
+        optimizer._amp_optimizer = self
+
+    def remove(self) -> None:
+        """Takes everything off the optimizer again; its groups hold the model's parameters."""
+        model_parameters = {master: half for half, master in self.pairs}
+        for group in self.optimizer.param_groups:
+            group["params"] = [model_parameters.get(p, p) for p in group["params"]]
+        for master, half in model_parameters.items():
+            if master in self.optimizer.state:
+                self.optimizer.state[half] = self.optimizer.state.pop(master)
+            masters.pop(half, None)
+        for handle in self._handles:
+            handle.remove()
+        for name in ("add_param_group", "zero_grad", "_amp_optimizer"):
+            del self.optimizer.__dict__[name]
+
+    def _put_masters(self, group: dict[str, Any], originals: dict[nn.Parameter, Tensor]) -> None:
+        if not self.master_weights:
+            return
+        for index, half in enumerate(group["params"]):
+            if half.dtype not in HALF_TYPES:
+                continue
+            values = originals.get(half)
+            values = half.detach() if values is None else values
+            master = nn.Parameter(values.to(torch.float32, copy=True), half.requires_grad)
+            group["params"][index] = master
+            if half in self.optimizer.state:
+                self.optimizer.state[master] = self.optimizer.state.pop(half)
+            self.pairs.append((half, master))
+            masters[half] = master
+
+    def _add_group(self, group: dict[str, Any]) -> None:
+        self._add_param_group(group)
+        self._put_masters(self.optimizer.param_groups[-1], {})
+
+    def _zero_all(self, *args: Any, **kwargs: Any) -> None:
+        self._zero_grad(*args, **kwargs)
+        for half, _ in self.pairs:
+            half.grad = None
+        self._unscaled.clear()
+        self.held_scale = self._skip = None
+
+    def _own(self) -> list[nn.Parameter]:
+        """The model's parameters that are stepped without a master."""
+        known = {master for _, master in self.pairs}
+        return [p for group in self.optimizer.param_groups for p in group["params"] if p not in known]
+
+    def _gradients(self) -> list[Tensor]:
+        """The model's gradients, as dense tensors whose change changes them."""
+        gradients = []
+        for parameter in [half for half, _ in self.pairs] + self._own():
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.coalesce()
+                gradients.append(parameter.grad._values())
+            elif parameter.grad is not None:
+                gradients.append(parameter.grad)
+        return gradients
+
+    @torch.no_grad()
+    def before_backward(self, scale: float) -> None:
+        """Sets aside the gradients of earlier losses, which are unscaled, from those about to come."""
+        if self.held_scale is not None:
+            if self.held_scale != scale:
+                torch._foreach_mul_(self._gradients(), scale / self.held_scale)
+                self.held_scale = scale
+            return
+        for half, _ in self.pairs:
+            half.grad = None
+        self._unscaled = [(p, p.grad.clone()) for p in self._own() if p.grad is not None]
+        for parameter, _ in self._unscaled:
+            parameter.grad.zero_()
+
+    def hold(self, scale: float, scaler: LossScaler | None = None) -> None:
+        """Leaves the gradients scaled until the next backward that does not delay, or the step, which then
+        counts for `scaler`."""
+        self.held_scale, self._held_by = scale, scaler
+
+    def must_hold(self) -> bool:
+        """Whether the gradients are not reduced over the ranks yet: DDP's `no_sync`."""
+        return without_sync({half for half, _ in self.pairs} | set(self._own()))
+
+    def _release(self) -> None:
+        flags = self.unscale(self.held_scale)
+        scaler = self._held_by
+        if scaler is not None and scaler.update_scale(scaler.dynamic and any(f.item() for f in flags)):
+            self.skip(f"Gradient overflow. Skipping step, reducing loss scale to {scaler.loss_scale()}")
+
+    @torch.no_grad()
+    def unscale(self, scale: float) -> list[Tensor]:
+        """Brings the model's gradients, divided by `scale`, to the parameters that are stepped.
+
+        Returns flags as `scaler.unscale_` does.
+        """
+        self.held_scale = None
+        fresh = [(master, half.grad.float()) for half, master in self.pairs if half.grad is not None]
+        for half, _ in self.pairs:
+            half.grad = None  # it goes on in the master
+        flags = unscale_([gradient for _, gradient in fresh] + self._gradients(), scale)
+        for master, gradient in fresh:
+            master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+        for parameter, gradient in self._unscaled:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        self._unscaled.clear()
+        return flags
+
+    def skip(self, reason: str) -> None:
+        """The next step does nothing, and prints why."""
+        self._skip = reason
+
+    def _before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
+        if closure is not None and (self.pairs or any(s.dynamic for s in _amp_state.loss_scalers)):
+            raise RuntimeError(
+                "amp: optimizer.step takes no closure, because whether a step is skipped is known only after "
+                "the gradients; compute them before"
+            )
+        if self.held_scale is not None:
+            self._release()
+        if self._skip is not None:
+            say(self._skip)
+            # An optimizer leaves parameters without a gradient alone, its own state with them.
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            self._withheld = [(p, p.grad) for p in parameters if p.grad is not None]
+            for parameter, _ in self._withheld:
+                parameter.grad = None
+
+    @torch.no_grad()
+    def _after_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+        for parameter, gradient in self._withheld:
+            parameter.grad = gradient
+        self._withheld.clear()
+        if self._skip is None and self.pairs:
+            halves, values = zip(*self.pairs, strict=True)
+            torch._foreach_copy_(halves, values)
+        for _, master in self.pairs:  # model.zero_grad() does not reach these
+            master.grad = None
+        self._skip = None

@@ -1,0 +1,97 @@
+"""The loss scale: static, or doubled after 2000 clean steps and halved by each overflow.
+
+Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018, arXiv:1710.03740, section 3.2.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+from torch import Tensor
+
+__all__ = ["LossScaler", "unscale_"]
+
+# Gradients that overflow at this scale are not finite at any; further halving would only reach 0.
+_SMALLEST = 2.0**-24
+
+
+class LossScaler:
+    """The scale of one loss.
+
+    Args:
+        loss_scale: a number, or "dynamic".
+        init_scale: where the dynamic scale starts.
+        scale_factor, scale_window: it grows by the factor after so many clean steps on end.
+        min_loss_scale: floor of the dynamic scale; None is 2^-24.
+        max_loss_scale: its ceiling.
+    """
+
+    def __init__(
+        self,
+        loss_scale: float | str,
+        init_scale: float = 2.0**16,
+        scale_factor: float = 2.0,
+        scale_window: int = 2000,
+        min_loss_scale: float | None = None,
+        max_loss_scale: float = 2.0**24,
+    ) -> None:
+        self.dynamic = loss_scale == "dynamic"
+        self._min_loss_scale = min_loss_scale or _SMALLEST
+        self._max_loss_scale = max_loss_scale
+        if self.dynamic and self._min_loss_scale > max_loss_scale:
+            raise ValueError(
+                f"LossScaler: min_loss_scale {min_loss_scale} is above max_loss_scale {max_loss_scale}"
+            )
+        self._loss_scale = self._bounded(init_scale) if self.dynamic else float(loss_scale)
+        self._scale_factor = scale_factor
+        self._scale_window = scale_window
+        self._unskipped = 0
+
+    def _bounded(self, scale: float) -> float:
+        return min(max(scale, self._min_loss_scale), self._max_loss_scale)
+
+    def loss_scale(self) -> float:
+        """The factor by which the next loss is multiplied."""
+        return self._loss_scale
+
+    def update_scale(self, overflow: bool) -> bool:
+        """Counts one step; returns whether it has to be skipped, which a static scale never asks for."""
+        if not self.dynamic:
+            self._unskipped += 1
+            return False
+        if overflow:
+            self._loss_scale = self._bounded(self._loss_scale / self._scale_factor)
+            self._unskipped = 0
+            return True
+        self._unskipped += 1
+        if self._unskipped == self._scale_window:
+            self._loss_scale = self._bounded(self._loss_scale * self._scale_factor)
+            self._unskipped = 0
+        return False
+
+    def state_dict(self) -> dict[str, float | int]:
+        return {"loss_scale": self._loss_scale, "unskipped": self._unskipped}
+
+    def load_state_dict(self, state: dict[str, float | int]) -> None:
+        self._loss_scale = float(state["loss_scale"])
+        self._unskipped = int(state["unskipped"])
+
+
+@torch.no_grad()
+def unscale_(gradients: list[Tensor], scale: float) -> list[Tensor]:
+    """Divides dense gradients by `scale`, in place; devices and dtypes may be mixed.
+
+    Returns one float32 scalar per device, 1 where any gradient there is not finite. Nothing is read on the
+    host.
+    """
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    for gradient in gradients:
+        groups[gradient.device, gradient.dtype].append(gradient)
+    found: dict[torch.device, Tensor] = {}
+    for (device, _), group in groups.items():
+        if device not in found:
+            found[device] = torch.zeros((), device=device)
+        inverse = torch.full((), 1.0 / scale, device=device)
+        torch._amp_foreach_non_finite_check_and_unscale_(group, found[device], inverse)
+    return list(found.values())

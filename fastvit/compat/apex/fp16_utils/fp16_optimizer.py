@@ -1,0 +1,146 @@
+"""FP16_Optimizer: masters and loss scaling around one optimizer, for a model that was cast by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..amp.optimizer import AmpOptimizer
+from .loss_scaler import DynamicLossScaler, LossScaler
+
+__all__ = ["FP16_Optimizer"]
+
+
+class FP16_Optimizer:
+    """Wraps an optimizer whose half parameters it replaces by float32 masters.
+
+        optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), dynamic_loss_scale=True)
+        optimizer.zero_grad()
+        optimizer.backward(loss)
+        optimizer.clip_master_grads(1.0)
+        optimizer.step()
+
+    Args:
+        init_optimizer: changed in place; use the wrapper from here on.
+        static_loss_scale: a fixed scale.
+        dynamic_loss_scale: use a `DynamicLossScaler` instead, made with `dynamic_loss_args`.
+        verbose: print skipped steps.
+    """
+
+    def __init__(
+        self,
+        init_optimizer: Optimizer,
+        static_loss_scale: float = 1.0,
+        dynamic_loss_scale: bool = False,
+        dynamic_loss_args: dict[str, Any] | None = None,
+        verbose: bool = True,
+    ) -> None:
+        self.optimizer = init_optimizer
+        self.dynamic_loss_scale = dynamic_loss_scale
+        self.loss_scaler = (
+            DynamicLossScaler(**(dynamic_loss_args or {}))
+            if dynamic_loss_scale
+            else LossScaler(static_loss_scale)
+        )
+        self.overflow = False
+        self.verbose = verbose
+        self._amp = AmpOptimizer(init_optimizer, True, {})
+
+    @property
+    def loss_scale(self) -> float:
+        return self.loss_scaler.loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        self.loss_scaler.cur_scale = value
+
+    @property
+    def state(self) -> dict:
+        return self.optimizer.state
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.optimizer.add_param_group(param_group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients of masters and model."""
+        self.overflow = False
+        self.optimizer.zero_grad(set_to_none)
+
+    def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
+        """Backward of the loss times its scale; then `update_master_grads`, unless told not to."""
+        self._amp.before_backward(self.loss_scale)
+        self.loss_scaler.backward(loss.float(), retain_graph=retain_graph)
+        self._amp.hold(self.loss_scale)
+        if update_master_grads:
+            self.update_master_grads()
+
+    def update_master_grads(self) -> None:
+        """Adds the model's gradients, divided by the scale, to the masters'."""
+        flags = self._amp.unscale(self.loss_scale)
+        self.overflow |= self.dynamic_loss_scale and any(flag.item() for flag in flags)
+
+    def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> Tensor | float:
+        """Clips the masters' gradients and returns their norm before; -1 after an overflow."""
+        if self.overflow:
+            return -1
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def step(self, closure: None = None) -> Any:
+        """Steps the masters and copies them to the model; after an overflow it does neither.
+
+        Raises:
+            TypeError: with a closure, whose backward would have to come before it is known whether to step.
+        """
+        if closure is not None:
+            raise TypeError("FP16_Optimizer.step takes no closure; call backward(loss) before it")
+        if self._amp.held_scale is not None:
+            self.update_master_grads()
+        scale = self.loss_scale
+        self.loss_scaler.update_scale(self.overflow)
+        if self.overflow:
+            self.overflow = False
+            if self.verbose:
+                print(
+                    f"OVERFLOW! Skipping step. Attempted loss scale: {scale}, reducing to {self.loss_scale}"
+                )
+            self.optimizer.zero_grad()
+            return None
+        return self.optimizer.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scaler, the optimizer and the masters; plain tensors and numbers, so that it loads with
+        weights_only."""
+        return {
+            "loss_scaler": dict(self.loss_scaler.__dict__),
+            "dynamic_loss_scale": self.dynamic_loss_scale,
+            "overflow": self.overflow,
+            "optimizer_state_dict": self.optimizer.state_dict(),
+            "fp32_from_fp16": [[m.detach() for m in group] for group in self._masters_by_group()],
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores masters and model exactly; takes apex's files, whose scaler is an object."""
+        scaler = state_dict["loss_scaler"]
+        self.dynamic_loss_scale = state_dict["dynamic_loss_scale"]
+        self.loss_scaler = DynamicLossScaler() if self.dynamic_loss_scale else LossScaler()
+        self.loss_scaler.__dict__.update(scaler if isinstance(scaler, dict) else scaler.__dict__)
+        self.overflow = state_dict["overflow"]
+        self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
+        for current, saved in zip(self._masters_by_group(), state_dict["fp32_from_fp16"], strict=True):
+            for master, value in zip(current, saved, strict=True):
+                master.copy_(value)
+        for half, master in self._amp.pairs:
+            half.copy_(master)
+
+    def _masters_by_group(self) -> list[list[Tensor]]:
+        masters = {master for _, master in self._amp.pairs}
+        return [[p for p in group["params"] if p in masters] for group in self.param_groups]

@@ -1,0 +1,178 @@
+"""LayerNorm and RMSNorm under apex's names; torch's own kernels are fused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .._notices import warn_once
+
+__all__ = [
+    "FusedLayerNorm",
+    "FusedRMSNorm",
+    "MixedFusedLayerNorm",
+    "MixedFusedRMSNorm",
+    "fused_layer_norm",
+    "fused_layer_norm_affine",
+    "fused_rms_norm",
+    "fused_rms_norm_affine",
+    "mixed_dtype_fused_layer_norm_affine",
+    "mixed_dtype_fused_rms_norm_affine",
+]
+
+Shape = int | Sequence[int]
+
+
+def _dimensions(normalized_shape: Shape) -> tuple[int, ...]:
+    return (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+
+
+def _explain(memory_efficient: bool) -> None:
+    if memory_efficient:
+        warn_once("fused norms: memory_efficient has no effect; torch saves the input, not the output")
+
+
+def _layer_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: Shape, eps: float, dtype: torch.dtype
+) -> Tensor:
+    wide = torch.promote_types(x.dtype, x.dtype if weight is None else weight.dtype)
+    weight, bias = (None if t is None else t.to(wide) for t in (weight, bias))
+    return F.layer_norm(x.to(wide), _dimensions(shape), weight, bias, eps).to(dtype)
+
+
+def _rms_norm(x: Tensor, weight: Tensor | None, shape: Shape, eps: float, dtype: torch.dtype) -> Tensor:
+    wide = torch.promote_types(x.dtype, x.dtype if weight is None else weight.dtype)
+    weight = None if weight is None else weight.to(wide)
+    return F.rms_norm(x.to(wide), _dimensions(shape), weight, eps).to(dtype)
+
+
+def fused_layer_norm(
+    input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
+) -> Tensor:
+    """Normalises the last dimensions, which have `normalized_shape`; dtype of the input."""
+    _explain(memory_efficient)
+    return _layer_norm(input, None, None, normalized_shape, eps, input.dtype)
+
+
+def fused_layer_norm_affine(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    normalized_shape: Shape,
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> Tensor:
+    """`fused_layer_norm` times weight plus bias, both `normalized_shape`; dtype of the input."""
+    _explain(memory_efficient)
+    return _layer_norm(input, weight, bias, normalized_shape, eps, input.dtype)
+
+
+def mixed_dtype_fused_layer_norm_affine(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    normalized_shape: Shape,
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> Tensor:
+    """`fused_layer_norm_affine` with the dtype of the weight."""
+    _explain(memory_efficient)
+    return _layer_norm(input, weight, bias, normalized_shape, eps, weight.dtype)
+
+
+def fused_rms_norm(
+    input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
+) -> Tensor:
+    """Divides by the root mean square over the last dimensions; dtype of the input."""
+    _explain(memory_efficient)
+    return _rms_norm(input, None, normalized_shape, eps, input.dtype)
+
+
+def fused_rms_norm_affine(
+    input: Tensor,
+    weight: Tensor,
+    normalized_shape: Shape,
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> Tensor:
+    """`fused_rms_norm` times weight; dtype of the input."""
+    _explain(memory_efficient)
+    return _rms_norm(input, weight, normalized_shape, eps, input.dtype)
+
+
+def mixed_dtype_fused_rms_norm_affine(
+    input: Tensor,
+    weight: Tensor,
+    normalized_shape: Shape,
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> Tensor:
+    """`fused_rms_norm_affine` with the dtype of the weight."""
+    _explain(memory_efficient)
+    return _rms_norm(input, weight, normalized_shape, eps, weight.dtype)
+
+
+class FusedLayerNorm(nn.LayerNorm):
+    """torch.nn.LayerNorm; the output has the dtype of the input, whatever that of the weight.
+
+    Args:
+        memory_efficient: has no effect, and says so once.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: Shape,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        memory_efficient: bool = False,
+    ) -> None:
+        _explain(memory_efficient)
+        super().__init__(normalized_shape, eps, elementwise_affine)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _layer_norm(input, self.weight, self.bias, self.normalized_shape, self.eps, input.dtype)
+
+
+class MixedFusedLayerNorm(FusedLayerNorm):
+    """FusedLayerNorm whose output has the dtype of the weight."""
+
+    def __init__(self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False) -> None:
+        super().__init__(normalized_shape, eps, True, memory_efficient)
+
+    def forward(self, input: Tensor) -> Tensor:
+        dtype = self.weight.dtype
+        return _layer_norm(input, self.weight, self.bias, self.normalized_shape, self.eps, dtype)
+
+
+class FusedRMSNorm(nn.RMSNorm):
+    """torch.nn.RMSNorm; the output has the dtype of the input, whatever that of the weight.
+
+    Args:
+        memory_efficient: has no effect, and says so once.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: Shape,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        memory_efficient: bool = False,
+    ) -> None:
+        _explain(memory_efficient)
+        super().__init__(normalized_shape, eps, elementwise_affine)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _rms_norm(input, self.weight, self.normalized_shape, self.eps, input.dtype)
+
+
+class MixedFusedRMSNorm(FusedRMSNorm):
+    """FusedRMSNorm whose output has the dtype of the weight."""
+
+    def __init__(self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False) -> None:
+        super().__init__(normalized_shape, eps, True, memory_efficient)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _rms_norm(input, self.weight, self.normalized_shape, self.eps, self.weight.dtype)

@@ -1,0 +1,142 @@
+"""What the five optimizers share: float32 arithmetic, one list of tensors per device, apex's checkpoints."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+__all__ = ["Batch", "FusedOptimizer", "steps_per_parameter"]
+
+
+@dataclass
+class Batch:
+    """The parameters of one group on one device that have gradients, in float32 (float64 stays)."""
+
+    parameters: list[nn.Parameter] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)  # the parameter, or a float32 copy of a half one
+    gradients: list[Tensor] = field(default_factory=list)
+    states: list[dict[str, Any]] = field(default_factory=list)
+
+    def state(self, name: str) -> list[Tensor]:
+        return [state[name] for state in self.states]
+
+
+class FusedOptimizer(Optimizer):
+    """A torch optimizer whose arithmetic and state are float32 for half parameters.
+
+    Args:
+        defaults: of the parameter groups.
+        set_grad_none: what `zero_grad` does without an argument.
+        amsgrad: refused, as apex refuses it.
+        master_weights: keep a float32 copy of each half parameter in the state instead of rounding every
+            step.
+    """
+
+    moments: tuple[str, ...] = ()
+    """Names of the state tensors that are like their parameter and start at 0."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        set_grad_none: bool,
+        amsgrad: bool = False,
+        master_weights: bool = False,
+    ) -> None:
+        if amsgrad:
+            raise RuntimeError(f"{type(self).__name__} has no AMSGrad variant; torch.optim.Adam has")
+        self.set_grad_none = set_grad_none
+        self.master_weights = master_weights
+        super().__init__(params, defaults)
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step over all groups; `closure`, when given, computes the gradients and its result is
+        returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._prepare()
+        for group, batches in self._batches():
+            for batch in batches:
+                self._update(group, batch)
+                for parameter, value in zip(batch.parameters, batch.values, strict=True):
+                    if value is not parameter:
+                        parameter.copy_(value)
+        return loss
+
+    def _prepare(self) -> None:
+        """Looks at all groups before the first is stepped."""
+
+    def _update(self, group: dict[str, Any], batch: Batch) -> None:
+        """Steps `batch.values`, in place."""
+        raise NotImplementedError
+
+    def _start(self, state: dict[str, Any], value: Tensor, group: dict[str, Any]) -> None:
+        """Fills what `state` lacks for a parameter."""
+        for name in self.moments:
+            if name not in state:
+                state[name] = torch.zeros_like(value, memory_format=torch.preserve_format)
+
+    def _batches(self) -> Iterator[tuple[dict[str, Any], list[Batch]]]:
+        for group in self.param_groups:
+            by_device: dict[torch.device, Batch] = defaultdict(Batch)
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                if parameter.grad.is_sparse:
+                    raise RuntimeError(
+                        f"{type(self).__name__} takes dense gradients; torch.optim.SparseAdam sparse ones"
+                    )
+                state = self.state[parameter]
+                value = self._float32(parameter, state)
+                self._start(state, value, group)
+                batch = by_device[parameter.device]
+                batch.parameters.append(parameter)
+                batch.values.append(value)
+                batch.gradients.append(parameter.grad.to(value.dtype))
+                batch.states.append(state)
+            yield group, list(by_device.values())
+
+    def _float32(self, parameter: nn.Parameter, state: dict[str, Any]) -> Tensor:
+        if parameter.dtype in (torch.float32, torch.float64):
+            return parameter
+        if not self.master_weights:
+            return parameter.float()
+        if "master_param" not in state:
+            state["master_param"] = parameter.detach().float()
+        return state["master_param"]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes apex's files too. The state of half parameters stays float32."""
+        super().load_state_dict(state_dict)
+        names = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        parameters = chain.from_iterable(group["params"] for group in self.param_groups)
+        for saved, parameter in zip(names, parameters, strict=True):
+            for name, value in state_dict["state"].get(saved, {}).items():
+                loaded = self.state[parameter][name]
+                if isinstance(value, Tensor) and value.dtype != loaded.dtype:
+                    self.state[parameter][name] = value.to(parameter.device, copy=True)
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+
+
+def steps_per_parameter(optimizer: FusedOptimizer) -> None:
+    """Moves the count that apex keeps in a group to the parameters, where torch keeps it."""
+    for group in optimizer.param_groups:
+        if (step := group.pop("step", None)) is not None:
+            for parameter in group["params"]:
+                if parameter in optimizer.state:
+                    optimizer.state[parameter]["step"] = torch.tensor(float(step), device=parameter.device)

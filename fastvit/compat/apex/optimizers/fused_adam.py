@@ -1,0 +1,107 @@
+"""FusedAdam over torch's fused Adam.
+
+Source: Kingma and Ba, "Adam", arXiv:1412.6980; Loshchilov and Hutter, "Decoupled Weight Decay
+Regularization", arXiv:1711.05101.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adam import adam
+
+from ._fused import Batch, FusedOptimizer, steps_per_parameter
+
+__all__ = ["FusedAdam"]
+
+
+class FusedAdam(FusedOptimizer):
+    """Adam, with decoupled weight decay (AdamW) unless told otherwise.
+
+    Args:
+        bias_correction: divide the moments by 1 - beta^step.
+        adam_w_mode: decay the weights by `lr * weight_decay`; False adds `weight_decay * w` to the gradient.
+        amsgrad: raises RuntimeError.
+        set_grad_none: `zero_grad()` sets gradients to None.
+        capturable: the step can be captured in a CUDA graph.
+        master_weights: keep float32 copies of half parameters; without amp, which keeps its own.
+    """
+
+    moments = ("exp_avg", "exp_avg_sq")
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+        capturable: bool = False,
+        master_weights: bool = False,
+    ) -> None:
+        self.adam_w_mode = adam_w_mode
+        self.capturable = capturable
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
+        super().__init__(params, defaults, set_grad_none, amsgrad, master_weights)
+
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        grads: Any = None,
+        output_params: Any = None,
+        scale: Any = None,
+        grad_norms: Any = None,
+    ) -> Any:
+        if any(argument is not None for argument in (grads, output_params, scale, grad_norms)):
+            raise RuntimeError(
+                "FusedAdam.step takes no grads, output_params, scale or grad_norms; amp.scale_loss unscales"
+            )
+        return super().step(closure)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        steps_per_parameter(self)
+
+    def _start(self, state: dict[str, Any], value: Tensor, group: dict[str, Any]) -> None:
+        super()._start(state, value, group)
+        # A fused kernel counts where the parameter is; a loaded count may lie elsewhere.
+        step = state.get("step")
+        state["step"] = torch.zeros((), device=value.device) if step is None else step.to(value.device)
+
+    def _update(self, group: dict[str, Any], batch: Batch) -> None:
+        beta1, beta2 = group["betas"]
+        moments = batch.state("exp_avg"), batch.state("exp_avg_sq")
+        if group["bias_correction"]:
+            adam(
+                batch.values, batch.gradients, *moments, [], batch.state("step"),
+                foreach=False, fused=True, capturable=self.capturable, amsgrad=False, maximize=False,
+                decoupled_weight_decay=self.adam_w_mode, beta1=beta1, beta2=beta2, lr=group["lr"],
+                weight_decay=group["weight_decay"], eps=group["eps"],
+            )  # fmt: skip
+            return
+        # torch has no Adam without the correction.
+        torch._foreach_add_(batch.state("step"), 1.0)
+        values, gradients, lr, decay = batch.values, batch.gradients, group["lr"], group["weight_decay"]
+        if decay and self.adam_w_mode:
+            torch._foreach_mul_(values, 1.0 - lr * decay)
+        elif decay:
+            gradients = torch._foreach_add(gradients, values, alpha=decay)
+        torch._foreach_lerp_(moments[0], gradients, 1.0 - beta1)
+        torch._foreach_mul_(moments[1], beta2)
+        torch._foreach_addcmul_(moments[1], gradients, gradients, 1.0 - beta2)
+        denominators = torch._foreach_sqrt(moments[1])
+        torch._foreach_add_(denominators, group["eps"])
+        torch._foreach_addcdiv_(values, moments[0], denominators, -lr)

@@ -1,0 +1,103 @@
+"""FusedLAMB: Adam whose step is scaled, layer by layer, to the size of the layer's weights.
+
+Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes",
+arXiv:1904.00962, algorithm 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._fused import Batch, FusedOptimizer
+
+__all__ = ["FusedLAMB"]
+
+
+class FusedLAMB(FusedOptimizer):
+    """LAMB, with the gradients of all groups clipped together first.
+
+    Args:
+        bias_correction: divide the moments by 1 - beta^step.
+        amsgrad: raises RuntimeError.
+        adam_w_mode: add `weight_decay * w` to the update; False adds it to the gradient.
+        grad_averaging: the first moment takes `(1 - beta1) * g`; False takes g.
+        set_grad_none: `zero_grad()` sets gradients to None.
+        max_grad_norm: largest norm of all gradients together; 0 does not clip.
+        use_nvlamb: scale the step of parameters without weight decay too.
+    """
+
+    moments = ("exp_avg", "exp_avg_sq")
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        adam_w_mode: bool = True,
+        grad_averaging: bool = True,
+        set_grad_none: bool = True,
+        max_grad_norm: float = 1.0,
+        use_nvlamb: bool = False,
+    ) -> None:
+        self.adam_w_mode = adam_w_mode
+        self.use_nvlamb = use_nvlamb
+        self._shrink: Tensor | None = None
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "grad_averaging": grad_averaging,
+            "max_grad_norm": max_grad_norm,
+        }
+        super().__init__(params, defaults, set_grad_none, amsgrad)
+
+    def _prepare(self) -> None:
+        self._shrink = self._clipping()
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+
+    def _clipping(self) -> Tensor | None:
+        """What all gradients are divided by, at least 1; None without clipping."""
+        largest = self.defaults["max_grad_norm"]
+        gradients = [p.grad.float() for g in self.param_groups for p in g["params"] if p.grad is not None]
+        if not largest or not gradients:
+            return None
+        return (torch.nn.utils.get_total_norm(gradients) / largest).clamp_min(1.0)
+
+    def _update(self, group: dict[str, Any], batch: Batch) -> None:
+        beta1, beta2 = group["betas"]
+        lr, decay, step = group["lr"], group["weight_decay"], group["step"]
+        correction1 = 1.0 - beta1**step if group["bias_correction"] else 1.0
+        correction2 = 1.0 - beta2**step if group["bias_correction"] else 1.0
+        values, gradients = batch.values, batch.gradients
+        means, squares = batch.state("exp_avg"), batch.state("exp_avg_sq")
+        if self._shrink is not None:
+            gradients = torch._foreach_div(gradients, self._shrink.to(values[0].device))
+        if decay and not self.adam_w_mode:
+            gradients = torch._foreach_add(gradients, values, alpha=decay)
+        torch._foreach_mul_(means, beta1)
+        torch._foreach_add_(means, gradients, alpha=1.0 - beta1 if group["grad_averaging"] else 1.0)
+        torch._foreach_mul_(squares, beta2)
+        torch._foreach_addcmul_(squares, gradients, gradients, 1.0 - beta2)
+        updates = torch._foreach_sqrt(squares)
+        torch._foreach_div_(updates, correction2**0.5)
+        torch._foreach_add_(updates, group["eps"])
+        updates = torch._foreach_div(means, updates)
+        torch._foreach_div_(updates, correction1)
+        if decay and self.adam_w_mode:
+            torch._foreach_add_(updates, values, alpha=decay)
+        if decay or self.use_nvlamb:
+            sizes, lengths = (torch.stack(torch._foreach_norm(tensors)) for tensors in (values, updates))
+            ratios = torch.where((sizes != 0) & (lengths != 0), sizes / lengths, 1.0)
+            torch._foreach_mul_(updates, ratios.unbind())
+        torch._foreach_add_(values, updates, alpha=-lr)

@@ -1,0 +1,117 @@
+"""FusedNovoGrad: momentum over gradients normalised layer by layer.
+
+Source: Ginsburg et al., "Stochastic Gradient Methods with Layer-wise Adaptive Moments for Training of Deep
+Networks", arXiv:1905.11286, algorithm 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._fused import Batch, FusedOptimizer
+
+__all__ = ["FusedNovoGrad"]
+
+
+class FusedNovoGrad(FusedOptimizer):
+    """NovoGrad. The second moment of a layer is one number, a norm (not its square).
+
+    Args:
+        bias_correction: divide the moments by their sums of weights.
+        amsgrad: raises RuntimeError.
+        reg_inside_moment: the paper's form, `m = beta1 m + g / v + weight_decay * w`; False normalises and
+            decays after the momentum.
+        grad_averaging: the first moment takes `(1 - beta1) * g`; False takes g.
+        norm_type: 2, or 0 for the largest absolute value.
+        init_zero: start the second moment at 0; False starts it at the first gradient's norm.
+        set_grad_none: `zero_grad()` sets gradients to None.
+    """
+
+    moments = ("exp_avg",)
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        reg_inside_moment: bool = False,
+        grad_averaging: bool = True,
+        norm_type: int = 2,
+        init_zero: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        if norm_type not in (0, 2):
+            raise RuntimeError(f"FusedNovoGrad: norm_type takes 2 or 0 (the largest value), got {norm_type}")
+        self.reg_inside_moment = reg_inside_moment
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "grad_averaging": grad_averaging,
+            "norm_type": norm_type,
+            "init_zero": init_zero,
+        }
+        super().__init__(params, defaults, set_grad_none, amsgrad)
+
+    def _prepare(self) -> None:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            # apex keeps the norms of a group together, half parameters before float32 ones.
+            for norms, half in zip(group.pop("exp_avg_sq", ()), (True, False), strict=False):
+                chosen = [
+                    p for p in group["params"] if (p.dtype != torch.float32) is half and p in self.state
+                ]
+                for parameter, norm in zip(chosen, norms, strict=True):
+                    self.state[parameter]["exp_avg_sq"] = norm.clone().to(parameter.device)
+
+    def _update(self, group: dict[str, Any], batch: Batch) -> None:
+        beta1, beta2 = group["betas"]
+        lr, decay, step = group["lr"], group["weight_decay"], group["step"]
+        correction1 = 1.0 - beta1**step if group["bias_correction"] else 1.0
+        correction2 = (1.0 - beta2**step) ** 0.5 if group["bias_correction"] else 1.0
+        share = 1.0 - beta1 if group["grad_averaging"] else 1.0
+        values, gradients, means = batch.values, batch.gradients, batch.state("exp_avg")
+        norms = self._blend(group, batch, beta2)
+        divisors = (norms / correction2 + group["eps"]).unbind()
+        if self.reg_inside_moment:
+            gradients = torch._foreach_div(gradients, divisors)
+            if decay:
+                torch._foreach_add_(gradients, values, alpha=decay)
+        torch._foreach_mul_(means, beta1)
+        torch._foreach_add_(means, gradients, alpha=share)
+        updates = torch._foreach_div(means, correction1)
+        if not self.reg_inside_moment:
+            torch._foreach_div_(updates, divisors)
+            if decay:
+                torch._foreach_add_(updates, values, alpha=decay)
+        torch._foreach_add_(values, updates, alpha=-lr)
+
+    @staticmethod
+    def _blend(group: dict[str, Any], batch: Batch, beta2: float) -> Tensor:
+        """The norms of the gradients, averaged over the steps."""
+        kind = group["norm_type"] or float("inf")
+        fresh = torch.stack(torch._foreach_norm(batch.gradients, kind))
+        start = torch.zeros_like(fresh) if group["init_zero"] else fresh
+        known = [state.get("exp_avg_sq", first) for state, first in zip(batch.states, start, strict=True)]
+        before = torch.stack(known)
+        if group["norm_type"] == 2:
+            norms = (beta2 * before.square() + (1.0 - beta2) * fresh.square()).sqrt()
+        else:
+            norms = beta2 * before + (1.0 - beta2) * fresh
+        for state, norm in zip(batch.states, norms, strict=True):
+            state["exp_avg_sq"] = norm.clone()
+        return norms

@@ -1,0 +1,102 @@
+"""LARC: a learning rate for each layer, clipped, over any optimizer.
+
+Source: You, Gitman, Ginsburg, "Large Batch Training of Convolutional Networks", arXiv:1708.03888, section 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+__all__ = ["LARC"]
+
+
+class LARC:
+    """Multiplies each parameter's gradient by its layer's rate, then lets `optimizer` step.
+
+    With w the parameter, g its gradient and wd the group's weight decay, the rate is
+    `trust_coefficient * |w| / (|g| + wd * |w| + eps)`, and g becomes `rate * (g + wd * w)`; the optimizer
+    itself decays nothing. A parameter with |w| or |g| of 0 is stepped by its bare gradient.
+
+    Args:
+        optimizer: a torch optimizer; its groups, state and schedulers are used as they are.
+        trust_coefficient: the share of |w| that one step of rate 1 may move.
+        clip: take `min(rate / lr, 1)`, so that a layer is never faster than lr (LARC); False is LARS.
+        eps: keeps the rate finite.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        trust_coefficient: float = 0.02,
+        clip: bool = True,
+        eps: float = 1e-8,
+    ) -> None:
+        self.optim = optimizer
+        self.trust_coefficient = trust_coefficient
+        self.clip = clip
+        self.eps = eps
+
+    @property
+    def state(self) -> dict:
+        return self.optim.state
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optim.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self.optim.param_groups = value
+
+    def __repr__(self) -> str:
+        return f"LARC({self.optim!r})"
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optim.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optim.load_state_dict(state_dict)
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        self.optim.zero_grad(*args, **kwargs)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.optim.add_param_group(param_group)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        if closure is not None:
+            raise RuntimeError(
+                "LARC.step takes no closure: it changes the gradients before the optimizer steps"
+            )
+        decays = [group.get("weight_decay", 0.0) for group in self.param_groups]
+        try:
+            for group, decay in zip(self.param_groups, decays, strict=True):
+                self._scale_gradients(group, decay)
+                if "weight_decay" in group:
+                    group["weight_decay"] = 0.0
+            return self.optim.step()
+        finally:
+            for group, decay in zip(self.param_groups, decays, strict=True):
+                if "weight_decay" in group:
+                    group["weight_decay"] = decay
+
+    @torch.no_grad()
+    def _scale_gradients(self, group: dict[str, Any], decay: float) -> None:
+        parameters = [p for p in group["params"] if p.grad is not None]
+        if not parameters:
+            return
+        gradients = [p.grad for p in parameters]
+        sizes = torch.stack([n.float() for n in torch._foreach_norm(parameters)])
+        slopes = torch.stack([n.float() for n in torch._foreach_norm(gradients)])
+        rates = self.trust_coefficient * sizes / (slopes + decay * sizes + self.eps)
+        if self.clip:
+            rates = (rates / group["lr"]).clamp_max(1.0)
+        moving = (sizes != 0) & (slopes != 0)
+        rates = torch.where(moving, rates, 1.0).unbind()
+        decays = torch.where(moving, decay, 0.0).unbind()
+        for gradient, parameter, rate, share in zip(gradients, parameters, rates, decays, strict=True):
+            gradient.addcmul_(parameter, share.to(parameter.dtype)).mul_(rate.to(gradient.dtype))

@@ -1,0 +1,136 @@
+"""apex's DistributedDataParallel and Reducer over torch's."""
+
+import inspect
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .._notices import warn_once
+
+__all__ = ["DistributedDataParallel", "Reducer"]
+
+_ONE_BUCKET_MB = 1 << 20  # larger than any model
+
+# What each option of apex's that has no effect was for, and why torch needs no word about it.
+_WITHOUT_EFFECT = {
+    "shared_param": "torch DDP reduces a shared parameter once",
+    "allreduce_trigger_params": "torch DDP chooses its buckets from message_size and the order of gradients",
+    "retain_allreduce_buffers": "amp unscales gradients where they are",
+    "num_allreduce_streams": "the backend chooses its streams",
+    "allreduce_communicators": "the backend makes its communicators",
+    "prof": "torch.profiler names DDP's work without it",
+}
+
+
+class DistributedDataParallel(nn.parallel.DistributedDataParallel):
+    """torch's DistributedDataParallel with apex's arguments.
+
+    Parameters and buffers are those of rank 0 at the start; buffers are not broadcast later, so BatchNorm
+    that is not synchronised keeps statistics of its own on each rank, as with apex.
+
+    Args:
+        module: on its device, after `amp.initialize`.
+        message_size: elements per bucket; torch's bucket_cap_mb at four bytes each.
+        delay_allreduce: one reduction when all gradients are there; allows unused parameters.
+        allreduce_always_fp32: reduce half gradients in float32.
+        gradient_average: divide the sum of gradients by the number of ranks.
+        gradient_predivide_factor: divide by it before the sum, and by the rest after it.
+        gradient_average_split_factor: older name of the former.
+        shared_param, allreduce_trigger_params, retain_allreduce_buffers, num_allreduce_streams,
+            allreduce_communicators, prof: have no effect, and say so once.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        message_size: int = 10_000_000,
+        delay_allreduce: bool = False,
+        shared_param: bool | None = None,
+        allreduce_trigger_params: Sequence[nn.Parameter] | None = None,
+        retain_allreduce_buffers: bool = False,
+        allreduce_always_fp32: bool = False,
+        num_allreduce_streams: int = 1,
+        allreduce_communicators: Any = None,
+        gradient_average: bool = True,
+        gradient_predivide_factor: float = 1.0,
+        gradient_average_split_factor: float | None = None,
+        prof: bool = False,
+    ) -> None:
+        given = {
+            "shared_param": shared_param is not None,
+            "allreduce_trigger_params": allreduce_trigger_params is not None,
+            "retain_allreduce_buffers": retain_allreduce_buffers,
+            "num_allreduce_streams": num_allreduce_streams != 1,
+            "allreduce_communicators": allreduce_communicators is not None,
+            "prof": prof,
+        }
+        for name, reason in _WITHOUT_EFFECT.items():
+            if given[name]:
+                warn_once(f"DistributedDataParallel: {name} has no effect: {reason}")
+        predivide = gradient_average_split_factor or gradient_predivide_factor
+        if not predivide > 0:
+            raise ValueError(
+                f"DistributedDataParallel: gradient_predivide_factor must be above 0, got {predivide}"
+            )
+        # torch 2.13 renamed the option.
+        names = inspect.signature(nn.parallel.DistributedDataParallel).parameters
+        buffers = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
+        super().__init__(
+            module,
+            bucket_cap_mb=_ONE_BUCKET_MB if delay_allreduce else max(1, message_size * 4 / 2**20),
+            find_unused_parameters=delay_allreduce,
+            **{buffers: False},
+        )
+        if allreduce_always_fp32 or not gradient_average or predivide != 1.0:
+            world = dist.get_world_size()
+            after = predivide / world if gradient_average else predivide
+            self.register_comm_hook((1.0 / predivide, after, allreduce_always_fp32), _reduce)
+
+
+# torch looks at these annotations, so they are not postponed in this file.
+def _reduce(state: tuple[float, float, bool], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    before, after, in_float32 = state
+    buffer = bucket.buffer()
+    summed = buffer.float() if in_float32 and buffer.dtype != torch.float64 else buffer
+    if before != 1.0:
+        summed.mul_(before)
+
+    def finish(future: torch.futures.Future) -> Tensor:
+        if after != 1.0:
+            summed.mul_(after)
+        return summed if summed is buffer else buffer.copy_(summed)
+
+    return dist.all_reduce(summed, async_op=True).get_future().then(finish)
+
+
+class Reducer:
+    """Averages gradients over the ranks when `reduce` is called, and not before.
+
+    Args:
+        module_or_grads_list: a module, whose parameters and buffers become rank 0's; or the gradients
+            themselves, a list of tensors.
+    """
+
+    def __init__(self, module_or_grads_list: nn.Module | Iterable[Tensor]) -> None:
+        self.module: nn.Module | None = None
+        self.grads: list[Tensor] = []
+        if isinstance(module_or_grads_list, nn.Module):
+            self.module = module_or_grads_list
+            with torch.no_grad():
+                for tensor in [*self.module.parameters(), *self.module.buffers()]:
+                    dist.broadcast(tensor, 0)
+        else:
+            self.grads = list(module_or_grads_list)
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Every rank calls it with gradients of the same parameters, after backward."""
+        parameters = self.module.parameters() if self.module is not None else ()
+        gradients = [p.grad for p in parameters if p.grad is not None] + self.grads
+        waiting = [dist.all_reduce(gradient, async_op=True) for gradient in gradients]
+        for work, gradient in zip(waiting, gradients, strict=True):
+            work.wait()
+            gradient.div_(dist.get_world_size())

@@ -1,0 +1,175 @@
+"""mapillary's inplace_abn under its names, with its effective weight `|weight| + eps`.
+
+In place: leaky_relu, elu and identity; relu in `ABN` alone. A slope of 0 or below, with which mapillary's
+gradients are wrong, is refused.
+"""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fastvit import functional
+from fastvit.inplace_abn import InPlaceABN as _InPlaceABN
+from fastvit.inplace_abn import InPlaceABNSync as _InPlaceABNSync
+
+__all__ = [
+    "ABN",
+    "InPlaceABN",
+    "InPlaceABNSync",
+    "active_group",
+    "inplace_abn",
+    "inplace_abn_sync",
+    "set_active_group",
+]
+
+_ACTIVATIONS = ("relu", "leaky_relu", "elu", "identity")
+
+
+def inplace_abn(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    activation: str = "leaky_relu",
+    activation_param: float = 0.01,
+) -> Tensor:
+    """`fastvit.functional.inplace_abn` with `|weight| + eps`; overwrites x."""
+    return functional.inplace_abn(
+        x, weight, bias, running_mean, running_var, training, momentum, eps, activation, activation_param,
+        abs_weight=True,
+    )  # fmt: skip
+
+
+def inplace_abn_sync(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    activation: str = "leaky_relu",
+    activation_param: float = 0.01,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """`inplace_abn` with statistics over the ranks of `group` (None: all)."""
+    return functional.inplace_abn_sync(
+        x, weight, bias, running_mean, running_var, training, momentum, eps, activation, activation_param,
+        group, abs_weight=True,
+    )  # fmt: skip
+
+
+class ABN(nn.modules.batchnorm._NormBase):
+    """BatchNorm, then the activation; not in place, and with the signed weight.
+
+    Args:
+        activation: "relu", "leaky_relu", "elu" or "identity".
+        activation_param: slope of leaky_relu, alpha of elu.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        activation: str = "leaky_relu",
+        activation_param: float = 0.01,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats)
+        if activation not in _ACTIVATIONS:
+            raise ValueError(f"ABN: activation is {activation!r}; one of {', '.join(_ACTIVATIONS)} expected")
+        self.activation = activation
+        self.activation_param = activation_param
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"ABN: an input (N, C, *) expected, got {tuple(input.shape)}")
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.modules.batchnorm._BatchNorm.forward(self, x)
+        if self.activation == "relu":
+            return F.relu(x, inplace=True)
+        if self.activation == "leaky_relu":
+            return F.leaky_relu(x, self.activation_param, inplace=True)
+        if self.activation == "elu":
+            return F.elu(x, self.activation_param, inplace=True)
+        return x
+
+    def extra_repr(self) -> str:
+        text = f"{super().extra_repr()}, activation={self.activation}"
+        return f"{text}[{self.activation_param}]" if self.activation in ("leaky_relu", "elu") else text
+
+
+class InPlaceABN(_InPlaceABN):
+    """`fastvit.InPlaceABN` with mapillary's arguments and `|weight| + eps`."""
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        activation: str = "leaky_relu",
+        activation_param: float = 0.01,
+    ) -> None:
+        super().__init__(
+            num_features, eps, momentum, affine, track_running_stats, activation, activation_param,
+            abs_weight=True,
+        )  # fmt: skip
+
+
+class InPlaceABNSync(_InPlaceABNSync):
+    """`fastvit.InPlaceABNSync` with mapillary's arguments and `|weight| + eps`."""
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        activation: str = "leaky_relu",
+        activation_param: float = 0.01,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(
+            num_features, eps, momentum, affine, track_running_stats, activation, activation_param,
+            abs_weight=True, group=group,
+        )  # fmt: skip
+
+
+_groups: WeakKeyDictionary = WeakKeyDictionary()
+
+
+def active_group(active: bool) -> dist.ProcessGroup | None:
+    """The group of the ranks that passed True, None when none did. Every rank calls it; a group is made
+    once."""
+    world = dist.group.WORLD
+    flags: list[bool] = [False] * dist.get_world_size()
+    dist.all_gather_object(flags, bool(active))
+    ranks = tuple(rank for rank, flag in enumerate(flags) if flag)
+    if not ranks or len(ranks) == len(flags):
+        return world if ranks else None
+    known = _groups.setdefault(world, {})
+    if ranks not in known:
+        known[ranks] = dist.new_group(list(ranks))
+    return known[ranks]
+
+
+def set_active_group(module: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Gives `group` to every layer in `module` that has `set_group`."""
+    for layer in module.modules():
+        if hasattr(layer, "set_group"):
+            layer.set_group(group)

@@ -1,0 +1,233 @@
+"""fastvit.compat.apex.fp16_utils and normalization, fastvit.compat.inplace_abn."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fastvit
+from fastvit.compat import inplace_abn
+from fastvit.compat.apex import fp16_utils, normalization
+
+# fp16_utils
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), fastvit.InPlaceABN(4), nn.Flatten(), nn.Linear(144, 2)
+    )
+
+
+IMAGES = torch.randn(4, 1, 8, 8, generator=torch.Generator().manual_seed(1))
+
+
+def test_network_to_half():
+    model = fp16_utils.network_to_half(network())
+    assert model(IMAGES).dtype == torch.bfloat16
+    assert [p.dtype == torch.float32 for p in model.parameters()] == [False] * 2 + [True] * 4 + [False] * 2
+    other = fp16_utils.convert_network(network(), torch.float16)
+    assert other[0].weight.dtype == torch.float16 and other[1].running_mean.dtype == torch.float32
+    assert fp16_utils.BN_convert_float(network().half())[2].weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_masters_by_hand(flat):
+    model = network()[4].to(torch.bfloat16)
+    params, masters = fp16_utils.prep_param_lists(model, flat_master=flat)
+    assert len(masters) == (1 if flat else 2) and {m.dtype for m in masters} == {torch.float32}
+    model(torch.randn(3, 144, dtype=torch.bfloat16)).float().square().sum().backward()
+    fp16_utils.model_grads_to_master_grads(params, masters, flat_master=flat)
+    torch.optim.SGD(masters, 0.25).step()
+    want = [(p.float() - 0.25 * p.grad.float()).bfloat16() for p in params]
+    fp16_utils.master_params_to_model_params(params, masters, flat_master=flat)
+    assert all(torch.equal(p, w) for p, w in zip(params, want, strict=True))
+    with pytest.raises(TypeError, match="takes parameters of one dtype"):
+        fp16_utils.prep_param_lists(fp16_utils.network_to_half(network()), flat_master=True)
+
+
+def fp16_step(model, optimizer, infinite=False):
+    loss = F.cross_entropy(model(IMAGES).float(), torch.tensor([0, 1, 1, 0]))
+    optimizer.zero_grad()
+    optimizer.backward(loss, update_master_grads=False)
+    if infinite:
+        model[1][0].weight.grad[0] = float("inf")
+    optimizer.update_master_grads()
+    norm = optimizer.clip_master_grads(10.0)
+    optimizer.step()
+    return norm
+
+
+def fp16_start(seed=0, **options):
+    model = fp16_utils.network_to_half(network())
+    sgd = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    return model, fp16_utils.FP16_Optimizer(sgd, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"static_loss_scale": 128.0}, {"dynamic_loss_scale": True}])
+def test_fp16_optimizer_follows_float32(options):
+    model, optimizer = fp16_start(**options)
+    plain = network()
+    reference = torch.optim.SGD(plain.parameters(), 0.05, momentum=0.9)
+    for _ in range(5):
+        fp16_step(model, optimizer)
+        reference.zero_grad()
+        F.cross_entropy(plain(IMAGES), torch.tensor([0, 1, 1, 0])).backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 10.0)
+        reference.step()
+    masters = [p for group in optimizer.param_groups for p in group["params"]]
+    for master, parameter, want in zip(masters, model.parameters(), plain.parameters(), strict=True):
+        assert master.dtype == torch.float32 and torch.equal(master.to(parameter.dtype), parameter)
+        torch.testing.assert_close(master, want, rtol=0.05, atol=0.02)
+
+
+def test_fp16_optimizer_overflow_and_exact_restart(capsys):
+    model, optimizer = fp16_start(dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 2.0**10})
+    fp16_step(model, optimizer)
+    before = copy.deepcopy(model.state_dict())
+    assert fp16_step(model, optimizer, infinite=True) == -1
+    assert torch.equal(model.state_dict()["1.0.weight"], before["1.0.weight"])
+    assert (
+        "OVERFLOW! Skipping step. Attempted loss scale: 1024.0, reducing to 512.0" in capsys.readouterr().out
+    )
+    fp16_step(model, optimizer)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    fp16_step(model, optimizer)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    again, other = fp16_start(dynamic_loss_scale=True)
+    again.load_state_dict(saved["model"])
+    other.load_state_dict(saved["optimizer"])
+    assert other.loss_scale == 512.0
+    fp16_step(again, other)
+    for mine, theirs in zip(again.parameters(), model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    with pytest.raises(TypeError, match="takes no closure"):
+        other.step(lambda: 0)
+
+
+def test_two_losses_add_up():
+    grads = []
+    for split in (False, True):
+        model, optimizer = fp16_start(static_loss_scale=64.0)
+        optimizer.zero_grad()
+        loss = model(IMAGES).float()
+        if split:
+            optimizer.backward(loss[0].sum(), retain_graph=True)
+            optimizer.backward(loss[1:].sum())
+        else:
+            optimizer.backward(loss.sum())
+        grads.append([p.grad for group in optimizer.param_groups for p in group["params"]])
+    for one, two in zip(*grads, strict=True):
+        torch.testing.assert_close(one, two, rtol=0.05, atol=0.1)
+
+
+def test_dynamic_loss_scaler():
+    scaler = fp16_utils.DynamicLossScaler(init_scale=4.0, scale_window=3)
+    weight = nn.Parameter(torch.ones(2))
+    weight.grad = torch.tensor([1.0, float("nan")])
+    assert scaler.has_overflow([weight]) and not fp16_utils.LossScaler(8).has_overflow([weight])
+    for _ in range(4):
+        scaler.update_scale(True)
+    assert scaler.loss_scale == 1.0
+    for _ in range(3):
+        scaler.update_scale(False)
+    assert scaler.loss_scale == 2.0
+    assert fp16_utils.to_python_float(torch.tensor(2.5)) == 2.5
+
+
+# normalization
+
+
+@pytest.mark.parametrize("weight", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16])
+def test_norms(weight, given):
+    x = torch.randn(3, 5, 8, dtype=given)
+    for ours, theirs, result in (
+        (normalization.FusedLayerNorm, nn.LayerNorm, given),
+        (normalization.MixedFusedLayerNorm, nn.LayerNorm, weight),
+        (normalization.FusedRMSNorm, nn.RMSNorm, given),
+        (normalization.MixedFusedRMSNorm, nn.RMSNorm, weight),
+    ):
+        layer, want = ours((5, 8)), theirs((5, 8), eps=1e-5)
+        nn.init.normal_(layer.weight)
+        want.load_state_dict(layer.state_dict())
+        got = layer.to(weight)(x)
+        assert got.dtype == result
+        rounded = copy.deepcopy(want).to(weight).double()(x.double())
+        torch.testing.assert_close(
+            got.double(), rounded, rtol=2e-2, atol=2e-2 if torch.bfloat16 in (weight, given) else 1e-5
+        )
+
+
+def test_memory_efficient_says_that_it_has_no_effect(monkeypatch):
+    monkeypatch.setattr("fastvit.compat.apex._notices._said", set())
+    with pytest.warns(UserWarning, match="memory_efficient has no effect"):
+        normalization.FusedLayerNorm(4, memory_efficient=True)
+
+
+def test_norm_functions():
+    x, w, b = torch.randn(3, 8), torch.randn(8), torch.randn(8)
+    n = normalization
+    assert torch.equal(n.fused_layer_norm(x, 8), F.layer_norm(x, (8,), eps=1e-6))
+    assert torch.equal(n.fused_layer_norm_affine(x, w, b, (8,)), F.layer_norm(x, (8,), w, b, 1e-6))
+    assert torch.equal(n.fused_rms_norm(x, 8), F.rms_norm(x, (8,), eps=1e-6))
+    assert torch.equal(n.fused_rms_norm_affine(x, w, (8,)), F.rms_norm(x, (8,), w, 1e-6))
+    assert n.mixed_dtype_fused_layer_norm_affine(x.half(), w, b, (8,)).dtype == torch.float32
+    assert n.mixed_dtype_fused_rms_norm_affine(x.half(), w, (8,)).dtype == torch.float32
+
+
+# inplace_abn
+
+
+def trained(weight, **options):
+    x = torch.randn(4, 3, 5, dtype=torch.float64)
+    leaf = x.clone().requires_grad_()
+    w = weight.clone().requires_grad_()
+    y = inplace_abn.inplace_abn(leaf.clone(), w, torch.zeros(3).double(), None, None, **options)
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    want_leaf, want_w = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    v = F.batch_norm(want_leaf, None, None, want_w.abs() + 1e-5, torch.zeros(3).double(), True)
+    F.leaky_relu(v, 0.01).backward(dy)
+    return y, leaf.grad, w.grad, F.leaky_relu(v, 0.01), want_leaf.grad, want_w.grad
+
+
+def test_mapillary_takes_the_absolute_weight():
+    y, dx, dw, want, want_dx, want_dw = trained(torch.tensor([-2.0, 0.5, 1.0]).double())
+    torch.testing.assert_close(y, want)
+    torch.testing.assert_close(dx, want_dx)
+    torch.testing.assert_close(dw, want_dw)
+
+
+def test_mapillary_layers():
+    x = torch.randn(4, 3, 5)
+    for layer in (inplace_abn.InPlaceABN(3), inplace_abn.InPlaceABNSync(3)):
+        nn.init.constant_(layer.weight, -1.5)
+        want = F.leaky_relu(F.batch_norm(x, None, None, layer.weight.abs() + 1e-5, layer.bias, True), 0.01)
+        torch.testing.assert_close(layer(x.clone()), want)
+        assert layer.state_dict().keys() == nn.BatchNorm1d(3).state_dict().keys()
+        with pytest.raises(ValueError, match="activation_param"):
+            type(layer)(3, activation_param=0.0)
+    for name, activation in {
+        "relu": F.relu,
+        "elu": lambda t: F.elu(t, 0.01),
+        "identity": lambda t: t,
+    }.items():
+        abn = inplace_abn.ABN(3, activation=name)
+        nn.init.constant_(abn.weight, -1.5)
+        want = activation(F.batch_norm(x, None, None, abn.weight, abn.bias, True))
+        torch.testing.assert_close(abn(x.clone()), want)  # the signed weight, as mapillary's
+    with pytest.raises(ValueError, match="activation is 'gelu'; one of relu, leaky_relu"):
+        inplace_abn.ABN(3, activation="gelu")
+
+
+def test_set_active_group_reaches_every_layer():
+    model = nn.Sequential(inplace_abn.InPlaceABN(3), nn.Sequential(inplace_abn.InPlaceABNSync(3)))
+    marker = object()
+    inplace_abn.set_active_group(model, marker)
+    assert model[1][0].group is marker and not hasattr(model[0], "group")

@@ -1,0 +1,323 @@
+"""fastvit.compat.apex.optimizers and LARC: against torch's optimizers, and against the papers' formulas in
+float64."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from fastvit.compat.apex.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
+from fastvit.compat.apex.parallel import LARC
+
+STEPS = 6
+
+
+def parameters(dtype=torch.float32) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(5, 7), (7,), (3, 2, 2), (1,)]
+    tensors = [torch.randn(shape, generator=generator) for shape in shapes]
+    return [nn.Parameter(t.to(dtype)) for t in (*tensors, torch.zeros(4))]
+
+
+def gradients(step: int, scale: float = 1.0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    return [torch.randn(p.shape, generator=generator) * scale for p in parameters()]
+
+
+def run(make, dtype=torch.float32, steps=STEPS, params=None, first=0):
+    params = parameters(dtype) if params is None else params
+    optimizer = make(params)
+    for step in range(first, first + steps):
+        for parameter, gradient in zip(params, gradients(step), strict=True):
+            parameter.grad = gradient.to(parameter.dtype)
+        optimizer.step()
+    return params, optimizer
+
+
+def close(got, want, rtol=2e-5, atol=1e-6):
+    for mine, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(mine.double(), theirs.double(), rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize(
+    ("ours", "torchs"),
+    [
+        (lambda p: FusedAdam(p), lambda p: torch.optim.Adam(p)),
+        (
+            lambda p: FusedAdam(p, 0.1, weight_decay=0.1),
+            lambda p: torch.optim.AdamW(p, 0.1, weight_decay=0.1),
+        ),
+        (
+            lambda p: FusedAdam(p, 0.1, adam_w_mode=False, weight_decay=0.1, capturable=True),
+            lambda p: torch.optim.Adam(p, 0.1, weight_decay=0.1),
+        ),
+        (lambda p: FusedSGD(p, 0.1), lambda p: torch.optim.SGD(p, 0.1)),
+        (
+            lambda p: FusedSGD(p, 0.1, 0.9, 0.5, 0.1),
+            lambda p: torch.optim.SGD(p, 0.1, 0.9, 0.5, 0.1),
+        ),
+        (
+            lambda p: FusedSGD(p, 0.1, 0.9, 0.0, 0.1, nesterov=True),
+            lambda p: torch.optim.SGD(p, 0.1, 0.9, 0.0, 0.1, nesterov=True),
+        ),
+        (
+            lambda p: FusedAdagrad(p, 0.1, weight_decay=0.1),
+            lambda p: torch.optim.Adagrad(p, 0.1, weight_decay=0.1),
+        ),
+    ],
+)
+def test_like_torch(ours, torchs):
+    close(run(ours)[0], run(torchs)[0])
+
+
+def by_formula(update, **options):
+    """Runs `update(w, g, memory, step)` in float64, one parameter at a time."""
+    values = [p.detach().double() for p in parameters()]
+    memories = [{} for _ in values]
+    for step in range(STEPS):
+        grads = [g.double() for g in gradients(step)]
+        total = torch.cat([g.flatten() for g in grads]).norm()
+        values = [
+            update(w, g, memory, step + 1, total)
+            for w, g, memory in zip(values, grads, memories, strict=True)
+        ]
+    return values
+
+
+def moments(g, memory, b1, b2, average=True):
+    memory["m"] = b1 * memory.get("m", 0) + (1 - b1 if average else 1) * g
+    memory["v"] = b2 * memory.get("v", 0) + (1 - b2) * g * g
+    return memory["m"], memory["v"]
+
+
+def test_adam_without_bias_correction():
+    def update(w, g, memory, step, total):
+        m, v = moments(g, memory, 0.8, 0.9)
+        return w * (1 - 0.01 * 0.1) - 0.01 * m / (v.sqrt() + 1e-8)
+
+    make = lambda p: FusedAdam(p, 0.01, False, (0.8, 0.9), weight_decay=0.1)  # noqa: E731
+    close(run(make)[0], by_formula(update))
+
+
+def test_decay_after_momentum():
+    def update(w, g, memory, step, total):
+        memory["b"] = 0.9 * memory["b"] + g if "b" in memory else g
+        return w - 0.1 * (memory["b"] + 0.2 * w)
+
+    make = lambda p: FusedSGD(p, 0.1, 0.9, weight_decay=0.2, wd_after_momentum=True)  # noqa: E731
+    close(run(make)[0], by_formula(update))
+
+
+def test_adagrad_with_decoupled_decay():
+    def update(w, g, memory, step, total):
+        memory["s"] = memory.get("s", 0) + g * g
+        return w - 0.1 * (g / (memory["s"].sqrt() + 1e-10) + 0.2 * w)
+
+    make = lambda p: FusedAdagrad(p, 0.1, weight_decay=0.2, adagrad_w_mode=True)  # noqa: E731
+    close(run(make)[0], by_formula(update))
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("average", [True, False])
+@pytest.mark.parametrize(("decay", "nvlamb"), [(0.1, False), (0.0, False), (0.0, True)])
+@pytest.mark.parametrize("clip", [1.0, 1e3, 0.0])
+def test_lamb(decoupled, average, decay, nvlamb, clip):
+    def update(w, g, memory, step, total):
+        g = g / (total / clip).clamp_min(1) if clip else g
+        g = g if decoupled else g + decay * w
+        m, v = moments(g, memory, 0.8, 0.9, average)
+        u = (m / (1 - 0.8**step)) / ((v / (1 - 0.9**step)).sqrt() + 1e-6)
+        u = u + decay * w if decoupled else u
+        ratio = w.norm() / u.norm() if (decay or nvlamb) and w.norm() != 0 and u.norm() != 0 else 1.0
+        return w - 0.05 * ratio * u
+
+    def make(p):
+        return FusedLAMB(
+            p, 0.05, betas=(0.8, 0.9), weight_decay=decay, adam_w_mode=decoupled, grad_averaging=average,
+            max_grad_norm=clip, use_nvlamb=nvlamb,
+        )  # fmt: skip
+
+    close(run(make)[0], by_formula(update))
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("norm_type", [2, 0])
+@pytest.mark.parametrize("init_zero", [True, False])
+@pytest.mark.parametrize("average", [True, False])
+@pytest.mark.parametrize("correct", [True, False])
+def test_novograd(inside, norm_type, init_zero, average, correct):
+    def update(w, g, memory, step, total):
+        size = g.norm() if norm_type == 2 else g.abs().max()
+        before = memory.get("n", torch.zeros(()).double() if init_zero else size)
+        squared = (0.9 * before**2 + 0.1 * size**2).sqrt()
+        memory["n"] = squared if norm_type == 2 else 0.9 * before + 0.1 * size
+        c1, c2 = (1 - 0.8**step, (1 - 0.9**step) ** 0.5) if correct else (1, 1)
+        divisor = memory["n"] / c2 + 1e-8
+        g = g / divisor + 0.1 * w if inside else g
+        memory["m"] = 0.8 * memory.get("m", 0) + (0.2 if average else 1) * g
+        u = memory["m"] / c1
+        return w - 0.05 * (u if inside else u / divisor + 0.1 * w)
+
+    def make(p):
+        return FusedNovoGrad(
+            p, 0.05, correct, (0.8, 0.9), weight_decay=0.1, reg_inside_moment=inside, grad_averaging=average,
+            norm_type=norm_type, init_zero=init_zero,
+        )  # fmt: skip
+
+    close(run(make)[0], by_formula(update))
+
+
+@pytest.mark.parametrize("clip", [True, False])
+def test_larc(clip):
+    def update(w, g, memory, step, total):
+        if w.norm() != 0 and g.norm() != 0:
+            rate = 0.5 * w.norm() / (g.norm() + 0.1 * w.norm() + 1e-8)
+            g = (g + 0.1 * w) * (min(rate / 0.2, 1.0) if clip else rate)
+        memory["b"] = 0.9 * memory["b"] + g if "b" in memory else g
+        return w - 0.2 * memory["b"]
+
+    sgd = lambda p: torch.optim.SGD(p, 0.2, momentum=0.9, weight_decay=0.1)  # noqa: E731
+    params, larc = run(lambda p: LARC(sgd(p), 0.5, clip))
+    close(params, by_formula(update))
+    assert larc.param_groups[0]["weight_decay"] == 0.1
+    assert larc.state_dict().keys() == larc.optim.state_dict().keys()
+
+
+MAKERS = [
+    lambda p: FusedAdam(p, 1e-2, weight_decay=0.1),
+    lambda p: FusedAdam(p, 1e-2, bias_correction=False),
+    lambda p: FusedSGD(p, 1e-2, 0.9, weight_decay=0.1),
+    lambda p: FusedAdagrad(p, 1e-2),
+    lambda p: FusedLAMB(p, 1e-2),
+    lambda p: FusedNovoGrad(p, 1e-2, weight_decay=0.1),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("make", MAKERS)
+def test_dtypes(make, dtype):
+    """Half parameters are rounded once per step; their state is float32."""
+    params, optimizer = run(make, dtype)
+    close(params, run(make)[0], rtol=3e-2, atol=2e-2 if dtype == torch.bfloat16 else 4e-3)
+    state = [v for s in optimizer.state.values() for v in s.values() if torch.is_tensor(v) and v.dim()]
+    assert {v.dtype for v in state} <= {torch.float64 if dtype == torch.float64 else torch.float32}
+    assert {p.dtype for p in params} == {dtype}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("make", MAKERS)
+def test_state_restores_exactly(make, dtype):
+    params, optimizer = run(make, dtype, 3)
+    saved, kept = copy.deepcopy(optimizer.state_dict()), [nn.Parameter(p.detach().clone()) for p in params]
+    run(lambda p: optimizer, params=params, first=3)
+    again = make(kept)
+    again.load_state_dict(saved)
+    run(lambda p: again, params=kept, first=3)
+    assert all(torch.equal(a, b) for a, b in zip(params, kept, strict=True))
+
+
+def test_master_weights():
+    def make(p):
+        return FusedAdam(p, 1e-4, master_weights=True)
+
+    params, optimizer = run(make, torch.bfloat16, 30)
+    start = parameters(torch.bfloat16)
+    full = run(lambda p: FusedAdam(p, 1e-4), steps=30, params=[nn.Parameter(p.float()) for p in start])[0]
+    # the masters followed steps that are too small for bfloat16, up to the rounding of the gradients
+    close([optimizer.state[p]["master_param"] for p in params], full, rtol=0, atol=1e-4)
+    assert all(torch.equal(p, optimizer.state[p]["master_param"].to(p.dtype)) for p in params)
+
+
+@pytest.mark.parametrize("kind", [FusedAdam, FusedAdagrad])
+def test_apex_checkpoints(kind):
+    """apex keeps the step in the group."""
+    params, optimizer = run(lambda p: kind(p, 1e-2), steps=3)
+    state = copy.deepcopy(optimizer.state_dict())
+    for group in state["param_groups"]:
+        group["step"] = 3
+    for entry in state["state"].values():
+        del entry["step"]
+    kept = [nn.Parameter(p.detach().clone()) for p in params]
+    again = kind(kept, 1e-2)
+    again.load_state_dict(state)
+    run(lambda p: optimizer, params=params, first=3)
+    run(lambda p: again, params=kept, first=3)
+    assert all(torch.equal(a, b) for a, b in zip(params, kept, strict=True))
+
+
+def test_apex_checkpoints_of_novograd():
+    """apex keeps the norms in the group, those of half parameters first."""
+    params, optimizer = run(lambda p: FusedNovoGrad(p, 1e-2), steps=3)
+    state = copy.deepcopy(optimizer.state_dict())
+    norms = torch.stack([entry.pop("exp_avg_sq") for entry in state["state"].values()])
+    state["param_groups"][0]["exp_avg_sq"] = [torch.empty(0), norms]
+    kept = [nn.Parameter(p.detach().clone()) for p in params]
+    again = FusedNovoGrad(kept, 1e-2)
+    again.load_state_dict(state)
+    run(lambda p: optimizer, params=params, first=3)
+    run(lambda p: again, params=kept, first=3)
+    assert all(torch.equal(a, b) for a, b in zip(params, kept, strict=True))
+
+
+def test_late_and_missing_gradients():
+    """A parameter without a gradient is left alone; one that gets its first gradient late starts then."""
+    for make, theirs in (
+        (lambda p: FusedSGD(p, 0.1, 0.9), lambda p: torch.optim.SGD(p, 0.1, 0.9)),
+        (lambda p: FusedAdam(p), lambda p: torch.optim.Adam(p)),
+    ):
+        results = []
+        for maker in (make, theirs):
+            params = parameters()
+            optimizer = maker(params)
+            for step in range(3):
+                grads = gradients(step)
+                params[0].grad = grads[0]
+                params[1].grad = grads[1] if step else None
+                optimizer.step()
+            results.append(params)
+        close(*results)
+
+
+def test_zero_grad_and_closures():
+    (params, keeps), (others, drops) = (
+        run(lambda p: FusedSGD(p, 0.1), steps=1),
+        run(lambda p: FusedAdam(p), steps=1),
+    )
+    keeps.zero_grad(), drops.zero_grad()
+    assert all(p.grad is not None and not p.grad.any() for p in params)
+    assert all(p.grad is None for p in others)
+    keeps.zero_grad(set_to_none=True)
+    assert all(p.grad is None for p in params)
+
+    def closure():
+        loss = (params[0] ** 2).sum()
+        loss.backward()
+        return loss
+
+    before = params[0].detach().clone()
+    assert keeps.step(closure).item() == pytest.approx((before**2).sum().item())
+    torch.testing.assert_close(params[0].detach(), before * 0.8)
+
+
+def test_what_is_refused(monkeypatch):
+    monkeypatch.setattr("fastvit.compat.apex._notices._said", set())
+    for kind in (FusedAdam, FusedLAMB, FusedNovoGrad):
+        with pytest.raises(RuntimeError, match=f"{kind.__name__} has no AMSGrad variant"):
+            kind(parameters(), amsgrad=True)
+    with pytest.raises(RuntimeError, match="takes no grads, output_params, scale or grad_norms"):
+        FusedAdam(parameters()).step(scale=2.0)
+    with pytest.raises(RuntimeError, match="norm_type takes 2 or 0"):
+        FusedNovoGrad(parameters(), norm_type=1)
+    with pytest.raises(ValueError, match="nesterov needs momentum above 0 and dampening 0"):
+        FusedSGD(parameters(), 0.1, nesterov=True)
+    with pytest.raises(ValueError, match="lr must be at least 0, got -1"):
+        FusedSGD(parameters(), -1)
+    with pytest.warns(UserWarning, match="materialize_master_grads=False has no effect"):
+        FusedSGD(parameters(), 0.1, materialize_master_grads=False)
+    embedding = nn.Embedding(3, 2, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(RuntimeError, match="FusedAdam takes dense gradients"):
+        FusedAdam(embedding.parameters()).step()
+    with pytest.raises(RuntimeError, match="LARC.step takes no closure"):
+        LARC(torch.optim.SGD(parameters(), 0.1)).step(lambda: 0)

@@ -1,0 +1,211 @@
+"""fastvit.compat over two gloo ranks: DDP's options, masters, no_sync, Reducer, groups."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from fastvit.compat import inplace_abn
+from fastvit.compat.apex import amp
+from fastvit.compat.apex.parallel import DistributedDataParallel, Reducer, SyncBatchNorm, convert_syncbn_model
+
+BATCH = 6
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(1, 4, 3, bias=False), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 3))
+
+
+def data(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(BATCH, 1, 6, 6, generator=generator), torch.randint(3, (BATCH,), generator=generator)
+
+
+def share(rank: int, world: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    images, labels = data(step)
+    return images[rank::world], labels[rank::world]
+
+
+def backward(model, optimizer, images, labels, infinite=False, **options) -> None:
+    with amp.scale_loss(F.cross_entropy(model(images), labels), optimizer, **options) as scaled:
+        if infinite:
+            scaled = scaled * float("inf")
+        scaled.backward()
+
+
+def train(rank, world, level, infinite_on=None):
+    """Three steps over `world` shares of each batch; the second overflows on one rank alone."""
+    model = convert_syncbn_model(network())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
+    parallel = DistributedDataParallel(model) if world > 1 else model
+    for step in range(3):
+        optimizer.zero_grad()
+        infinite = step == 1 and infinite_on is not None and (world == 1 or rank == infinite_on)
+        backward(parallel, optimizer, *share(rank, world, step), infinite=infinite)
+        optimizer.step()
+    masters = torch.cat([p.detach().float().flatten() for p in amp.master_params(optimizer)])
+    weights = torch.cat([p.detach().float().flatten() for p in model.parameters()])
+    buffers = torch.cat([b.float().flatten() for b in model.buffers()])
+    return masters, weights, buffers, amp.state_dict()["loss_scaler0"]["loss_scale"]
+
+
+@pytest.mark.parametrize("infinite_on", [None, 1])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_masters_are_equal_over_ranks(ranks, level, infinite_on):
+    first, second = ranks.run(2, train, level, infinite_on)
+    for mine, theirs in zip(first[:3], second[:3], strict=True):
+        assert torch.equal(mine, theirs)
+    assert first[3] == second[3] == (2.0**16 if infinite_on is None else 2.0**15)
+    assert not torch.equal(first[0], first[1]) or level != "O2"
+    # and both are what one process gets from whole batches
+    alone = train(0, 1, level, infinite_on)
+    tolerance = {"O0": 1e-6, "O3": 3e-2}.get(level, 1e-2)
+    torch.testing.assert_close(first[0], alone[0], rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(first[2], alone[2], rtol=tolerance, atol=tolerance)
+
+
+def accumulate(rank, world, level, no_sync, delay):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
+    nn.init.normal_(model[1].weight)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
+    parallel = DistributedDataParallel(model)
+    for step in range(3):
+        images, labels = share(rank, world, step)
+        if no_sync and step < 2:
+            with parallel.no_sync():
+                backward(parallel, optimizer, images, labels, delay_unscale=delay)
+        else:
+            backward(parallel, optimizer, images, labels)
+    return torch.cat([p.grad.float().flatten() for p in amp.master_params(optimizer)])
+
+
+def test_accumulation_under_no_sync(ranks):
+    """The local gradients of `no_sync` take part in the reduction that follows."""
+    for level in ("O1", "O2"):
+        want = ranks.run(2, accumulate, level, False, False)[0]
+        for delay in (False, True):
+            one, two = ranks.run(2, accumulate, level, True, delay)
+            assert torch.equal(one, two)
+            torch.testing.assert_close(one, want, rtol=2e-2, atol=5e-3)
+        assert want.abs().max() > 0.05
+
+
+OPTIONS = (
+    ({}, 1.5),
+    ({"message_size": 1, "delay_allreduce": True}, 1.5),
+    ({"gradient_average": False}, 3.0),
+    ({"gradient_predivide_factor": 2.0}, 1.5),
+    ({"gradient_predivide_factor": 2.0, "gradient_average": False}, 3.0),
+    ({"gradient_average_split_factor": 4.0}, 1.5),
+    ({"allreduce_always_fp32": True}, 1.5),
+)
+
+
+def reduced(rank, world):
+    results = []
+    for dtype in (torch.float32, torch.bfloat16):
+        for options, _ in OPTIONS:
+            model = nn.Linear(4, 2).to(dtype)
+            nn.init.constant_(model.weight, rank + 1.0)
+            parallel = DistributedDataParallel(model, **options)
+            assert torch.equal(model.weight, torch.full_like(model.weight, 1.0))  # rank 0's
+            parallel(torch.full((1, 4), rank + 1.0, dtype=dtype)).sum().backward()
+            results.append(model.weight.grad[0, 0].item())
+    return results
+
+
+def test_ddp_options(ranks):
+    """The gradients of the ranks are 1 and 2."""
+    assert ranks.run(2, reduced) == [[want for _, want in OPTIONS] * 2] * 2
+
+
+def unused(rank, world):
+    model = nn.ModuleDict({"used": nn.Linear(2, 1), "unused": nn.Linear(2, 1)})
+    model.forward = lambda x: model["used"](x)
+    parallel = DistributedDataParallel(model, delay_allreduce=True)
+    for _ in range(2):
+        parallel(torch.ones(1, 2)).sum().backward()
+    return model["used"].weight.grad.tolist()
+
+
+def options_without_effect(rank, world):
+    import warnings
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        DistributedDataParallel(nn.Linear(2, 1), num_allreduce_streams=2, prof=True)
+    try:
+        DistributedDataParallel(nn.Linear(2, 1), gradient_predivide_factor=0.0)
+    except ValueError as error:
+        return [str(w.message) for w in caught], str(error)
+
+
+def test_unused_parameters_and_options_without_effect(ranks):
+    assert ranks.run(2, unused) == [[[2.0, 2.0]]] * 2
+    (warned, error), (others, _) = ranks.run(2, options_without_effect)
+    assert any("num_allreduce_streams has no effect" in text for text in warned)
+    assert any("prof has no effect" in text for text in warned)
+    assert not any("no effect" in text for text in others)  # rank 0 speaks for all
+    assert "gradient_predivide_factor must be above 0, got 0.0" in error
+
+
+def by_reducer(rank, world):
+    model = nn.Linear(2, 1, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(float(rank))
+    reducer = Reducer(model)
+    model(torch.full((1, 2), rank + 1.0)).sum().backward()
+    before = model.weight.grad.tolist()
+    reducer.reduce()
+    loose = torch.tensor([float(rank)])
+    Reducer([loose]).reduce()
+    return model.weight.tolist(), before, model.weight.grad.tolist(), loose.item()
+
+
+def test_reducer(ranks):
+    for rank, result in enumerate(ranks.run(2, by_reducer)):
+        assert result == ([[0.0, 0.0]], [[rank + 1.0] * 2], [[1.5, 1.5]], 0.5)
+
+
+def groups(rank, world):
+    everyone, nobody = inplace_abn.active_group(True), inplace_abn.active_group(False)
+    only = inplace_abn.active_group(rank == 1)
+    again = inplace_abn.active_group(rank == 1)
+    layer = inplace_abn.InPlaceABNSync(2)
+    nn.init.constant_(layer.weight, -1.0)
+    inplace_abn.set_active_group(layer, everyone)
+    x = torch.randn(world, 4, 2, 3, generator=torch.Generator().manual_seed(0))
+    y = layer(x[rank].clone())
+    want = F.leaky_relu(
+        F.batch_norm(x.flatten(0, 1), None, None, layer.weight.abs() + 1e-5, None, True), 0.01
+    )
+    torch.testing.assert_close(y, want.unflatten(0, (world, 4))[rank])
+    member = only is not dist.GroupMember.NON_GROUP_MEMBER
+    return everyone is dist.group.WORLD, nobody, only is again, member
+
+
+def test_groups_of_inplace_abn(ranks):
+    assert ranks.run(2, groups) == [(True, None, True, False), (True, None, True, True)]
+
+
+def uneven(rank, world):
+    x = torch.randn(7, 3, 5, generator=torch.Generator().manual_seed(0))
+    mine = x[:2] if rank == 0 else x[2:]
+    layer = SyncBatchNorm(3)
+    leaf, whole = mine.clone().requires_grad_(), x.clone().requires_grad_()
+    y = layer(leaf)
+    y.pow(3).sum().backward()
+    F.batch_norm(whole, None, None, training=True).pow(3).sum().backward()
+    part = slice(0, 2) if rank == 0 else slice(2, 7)
+    torch.testing.assert_close(leaf.grad, whole.grad[part], rtol=1e-4, atol=1e-5)
+    return layer.running_var.tolist()
+
+
+def test_uneven_batches(ranks):
+    one, two = ranks.run(2, uneven)
+    assert one == two
