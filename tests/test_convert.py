@@ -581,6 +581,40 @@ def test_mapillarys_abn():
     assert type(model[1]) is ABN and model[1].activation == "relu" and "memory" not in model[1].__dict__
 
 
+def test_abn_by_its_look_alike():
+    from fastvit.compat.inplace_abn import ABN
+
+    model = nn.Sequential(conv(), ABN(8, activation="relu"), conv(), ABN(8, activation_param=0.1), conv())
+    _, report = fastvit.convert(model)
+    assert modes(report) == {"1": "recompute", "3": "inplace"}
+    result = fastvit.verify(model, images())
+    assert result, result
+
+
+@pytest.mark.parametrize("layer", ["InPlaceABN", "InPlaceABNSync"])
+def test_in_place_layers_with_a_slope_of_0_are_relu(layer):
+    from fastvit.compat import inplace_abn
+
+    model = nn.Sequential(conv(), getattr(inplace_abn, layer)(8, activation_param=0.0), conv()).double()
+    with torch.no_grad():
+        model[1].weight[::3] *= -1
+        model[1].bias.normal_()
+    plain = nn.Sequential(conv(), nn.BatchNorm2d(8), nn.ReLU(), conv()).double()
+    plain.load_state_dict({key.replace("2.", "3."): value for key, value in model.state_dict().items()})
+    with torch.no_grad():
+        plain[1].weight.copy_(plain[1].weight.abs() + plain[1].eps)
+    x = images().double()
+    want, got = trained(plain, x), trained(model, x)
+    want[2] *= torch.sign(model[1].weight)  # of |weight| + eps
+    assert_same(got, want)
+    assert_same(trained(copy.deepcopy(model), x), want)
+    assert "leaky_relu[0" in repr(model[1])
+    with torch.no_grad():
+        before = x.clone()
+        model[1](x)
+        assert torch.equal(x, before)
+
+
 def test_lazy_layers_are_left():
     _, report = fastvit.convert(nn.Sequential(conv(), nn.LazyBatchNorm2d(), nn.ReLU()))
     assert modes(report) == {"1": "left"}

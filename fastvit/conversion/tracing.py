@@ -161,9 +161,9 @@ class _Tracer(fx.Tracer):
 
 
 def is_abn(module: nn.Module) -> bool:
-    """mapillary's ABN: BatchNorm and activation as plain ops. By name: inplace_abn need not be installed."""
+    """ABN, mapillary's or compat's: BatchNorm, then the activation. By name: theirs need not be installed."""
     kind = type(module)
-    return kind.__name__ == "ABN" and kind.__module__.split(".")[0] == "inplace_abn"
+    return kind.__name__ == "ABN" and "inplace_abn" in kind.__module__.split(".")
 
 
 def trace(model: nn.Module) -> tuple[list[Trace], list[nn.Module]]:
