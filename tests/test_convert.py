@@ -627,17 +627,21 @@ def test_a_forward_leaves_no_trace_of_tracing():
         def forward(self, x):
             self.calls += 1
             self.last = x
+            self.all.append(x)
             return super().forward(x)
 
     model = Remembers()
+    model.all = []
     fastvit.convert(model)
-    assert model.calls == 0 and "last" not in model.__dict__
+    assert model.calls == 0 and "last" not in model.__dict__ and model.all == []
     copy.deepcopy(model)
 
 
-def test_an_unknown_memory_mode_is_refused():
+def test_what_is_refused():
     with pytest.raises(ValueError, match="memory is 'half'; one of auto, recompute, inplace, keep expected"):
         fastvit.convert(Plain(), "half")
+    with pytest.raises(ValueError, match="GraphModule"):
+        fastvit.convert(torch.fx.symbolic_trace(Plain()))
 
 
 # --- a converted model in its life
@@ -783,6 +787,26 @@ def test_a_global_hook_sees_what_it_saw(pair):
         handle.remove()
     for want, got in zip(seen[: len(seen) // 2], seen[len(seen) // 2 :], strict=True):
         torch.testing.assert_close(got, want)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_unusual_models():
+    block = [conv(), nn.BatchNorm2d(8), nn.SiLU(), conv()]
+    weighed = nn.utils.parametrizations.weight_norm(conv())
+    models = {
+        "script inside": nn.Sequential(torch.jit.script(nn.Sequential(*copy.deepcopy(block))), *block),
+        "graph module inside": nn.Sequential(torch.fx.symbolic_trace(nn.Sequential(*copy.deepcopy(block)))),
+        "parametrised": nn.Sequential(weighed, *copy.deepcopy(block[1:])),
+        "data parallel": nn.DataParallel(nn.Sequential(*copy.deepcopy(block))),
+    }
+    x = images()
+    for name, model in models.items():
+        want = copy.deepcopy(spread(model))(x)
+        _, report = fastvit.convert(model)
+        assert report.converted, name
+        torch.testing.assert_close(model(x), want, rtol=1e-4, atol=1e-5)
+    part = models["script inside"][1:3]  # a slice is made by the class of the whole
+    torch.testing.assert_close(part(x), part[1](part[0](x)))
 
 
 def test_a_converted_model_inside_another():

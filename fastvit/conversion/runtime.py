@@ -68,7 +68,7 @@ class Proof:
     def __init__(self, token: str, root: nn.Module, layers: list[tuple[str, list[nn.Module]]]):
         self.token = token
         self.layers = layers
-        self.children = [(parent, *child) for parent in root.modules() for child in parent._modules.items()]
+        self.children = [(parent, *child) for parent in root.modules() for child in parent.named_children()]
         parameters = list(inspect.signature(type(root).forward).parameters.values())[1:]
         self.arguments = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
         self.defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
@@ -84,7 +84,7 @@ class Proof:
         return any(name in given and given[name] is not value for name, value in self.defaults.items())
 
     def _is_another_model(self) -> bool:
-        replaced = any(parent._modules.get(name) is not child for parent, name, child in self.children)
+        replaced = any(getattr(parent, name, None) is not child for parent, name, child in self.children)
         return replaced or nn.modules.module._has_any_global_hook()
 
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from . import exporting, tracing
 from .adopted import Adopted, adopt, release
@@ -51,10 +51,15 @@ def convert(
     does. torch.jit.script wants `revert` first.
 
     Raises:
-        ValueError: `memory` is none of the above.
+        ValueError: `memory` is none of the above, or `model` is a torch.fx.GraphModule.
     """
     if memory not in MEMORY:
         raise ValueError(f"convert: memory is {memory!r}; one of {', '.join(MEMORY)} expected")
+    if isinstance(model, fx.GraphModule):
+        raise ValueError(
+            "convert: model is a torch.fx.GraphModule, which generates its own forward; "
+            "convert the module that it was traced from"
+        )
     revert(model)
     traces, untraced = tracing.trace(model)
     arguments = as_arguments(example_inputs)

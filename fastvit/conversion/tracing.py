@@ -7,10 +7,11 @@ graph of its parent and is traced by itself, or failing that, in the pieces that
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import math
 import operator
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -190,7 +191,7 @@ def _trace_in_pieces(model: nn.Module, traces: list[Trace], untraced: dict[nn.Mo
         done.add(root)
         tracer = _Tracer()
         try:
-            if "forward" in root.__dict__ or isinstance(root, _NormBase):
+            if "forward" in root.__dict__ or isinstance(root, (_NormBase, fx.GraphModule)):
                 raise NotImplementedError("its forward is not its class's, or is one op")
             graph = tracer.trace(root, _defaults(root))
         except Exception:
@@ -208,20 +209,21 @@ def _defaults(root: nn.Module) -> dict[str, object]:
 
 @contextlib.contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Puts attributes back that a traced forward sets, which may be proxies, and training flags."""
-    before = [
-        (module, dict(module.__dict__), [dict(module.__dict__[kind]) for kind in _REGISTERED])
-        for module in model.modules()
-    ]
+    """Puts back what a traced forward sets or appends to (it may be proxies), and training flags."""
+    before = []
+    for module in model.modules():
+        attributes = dict(module.__dict__)
+        held = [value for value in attributes.values() if type(value) in _CONTAINERS]
+        before.append((module, attributes, [(container, copy.copy(container)) for container in held]))
     try:
         yield
     finally:
-        for module, attributes, registered in before:
+        for module, attributes, contents in before:
             module.__dict__.clear()
             module.__dict__.update(attributes)
-            for kind, entries in zip(_REGISTERED, registered, strict=True):
-                module.__dict__[kind].clear()
-                module.__dict__[kind].update(entries)
+            for container, content in contents:
+                container.clear()
+                (container.extend if isinstance(container, list) else container.update)(content)
 
 
-_REGISTERED = ("_parameters", "_buffers", "_modules")
+_CONTAINERS = (dict, list, set, OrderedDict)  # parameters, buffers, modules and hooks among them
