@@ -5,11 +5,14 @@ the model as it is; the same under torch.compile's partitioner, which may recomp
 
     python benchmarks/bench_convert.py [--models levit_256,resnet50] [--threads 2] [--repeats 7]
 
-Needs timm (`pip install '.[models]'`). Writes results/convert_cpu.csv, .md and .png.
+Needs timm (`pip install '.[models]'`). Writes results/convert_cpu.csv and convert_cpu_layers.csv, in which rows
+of models that were not measured this time stay, and draws both to convert_cpu.md and .png.
 """
 
 import argparse
 import copy
+import csv
+import time
 
 import harness
 import matplotlib
@@ -48,7 +51,8 @@ def compiled_kept(model, x) -> float | None:
         return None
 
 
-def measure(name: str, arguments, where: dict) -> tuple[dict, fastvit.conversion.Report]:
+def measure(name: str, arguments, where: dict) -> tuple[dict, list[dict]]:
+    """A row of the table, and one per layer."""
     import timm
 
     torch.manual_seed(0)
@@ -57,12 +61,15 @@ def measure(name: str, arguments, where: dict) -> tuple[dict, fastvit.conversion
     converted, report = fastvit.convert(copy.deepcopy(eager), example_inputs=x)
     before, after = kept(eager, x), kept(converted, x)
     partitioner = compiled_kept(copy.deepcopy(eager), x) if arguments.compile else None
-    timer = harness.Timer("cpu")
-    times = {"eager": [], "converted": []}
+    times, busy = {"eager": [], "converted": []}, {"eager": [], "converted": []}
     for _ in range(arguments.repeats):  # in turn, so that a slow minute hits both
         for contender, model in (("eager", eager), ("converted", converted)):
-            times[contender].append(timer(lambda model=model: step(model, x)))
+            start, start_busy = time.perf_counter(), time.process_time()
+            step(model, x)
+            times[contender].append((time.perf_counter() - start) * 1e3)
+            busy[contender].append((time.process_time() - start_busy) * 1e3)
     eager_ms, converted_ms = (harness.percentiles(times[c])["p50_ms"] for c in times)
+    eager_cpu, converted_cpu = (harness.percentiles(busy[c])["p50_ms"] for c in busy)
     modes = [layer.mode for layer in report]
     row = {
         "model": name,
@@ -81,23 +88,40 @@ def measure(name: str, arguments, where: dict) -> tuple[dict, fastvit.conversion
         "eager_ms": eager_ms,
         "converted_ms": converted_ms,
         "step_ratio": converted_ms / eager_ms,
+        "cpu_ratio": converted_cpu / eager_cpu,
     }
-    return row | where, report
+    layers = [
+        {"model": name, "layer": layer.name, "memory": layer.mode, "before_MiB": before, "after_MiB": after}
+        for layer in report
+        for before, after in [((layer.kept_bytes + layer.saved_bytes) / MIB, layer.kept_bytes / MIB)]
+    ]
+    return row | where, layers
+
+
+def merged(name: str, new: list[dict]) -> list[dict]:
+    """`new` and the rows that results/NAME.csv has of other models, in the order of MODELS."""
+    path = harness.RESULTS / f"{name}.csv"
+    old = list(csv.DictReader(path.open())) if path.exists() else []
+    measured = {row["model"] for row in new}
+    rows = [row for row in old if row["model"] not in measured] + new
+    return sorted(rows, key=lambda row: MODELS.index(row["model"]) if row["model"] in MODELS else len(MODELS))
 
 
 def table(rows: list[dict]) -> str:
     lines = [
         "| model | BN layers: rebuilt, in place, left | eager MiB | partitioner | converted | saved "
-        "| step against eager |",
-        "|---|---|---|---|---|---|---|",
+        "| step against eager | CPU time against eager |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for r in rows:
-        compiled = r["partitioner_MiB"] != ""
-        other = f"{r['partitioner_MiB']:.0f} (-{r['partitioner_saved']:.1%})" if compiled else "?"
+        other = "?"
+        if r["partitioner_MiB"] != "":
+            other = f"{float(r['partitioner_MiB']):.0f} (-{float(r['partitioner_saved']):.1%})"
         counts = f"{r['recompute']}, {r['inplace']}, {r['left']}"
         lines.append(
-            f"| {r['model']} | {counts} | {r['eager_MiB']:.0f} | {other} | {r['converted_MiB']:.0f} "
-            f"| **-{r['saved']:.1%}** | {r['step_ratio']:.2f}x |"
+            f"| {r['model']} | {counts} | {float(r['eager_MiB']):.0f} | {other} "
+            f"| {float(r['converted_MiB']):.0f} | **-{float(r['saved']):.1%}** "
+            f"| {float(r['step_ratio']):.2f}x | {float(r['cpu_ratio']):.2f}x |"
         )
     first = rows[0]
     lines += [
@@ -105,7 +129,8 @@ def table(rows: list[dict]) -> str:
         "Bytes that one training forward leaves alive, by the allocator; "
         f"batch {first['batch']} at 224, fp32.",
         f"{first['device']}, {first['threads']} threads, torch {first['torch']}, commit {first['commit']},",
-        f"{first['date']}. Steps are medians of one run, contenders in turn.",
+        f"{first['date']}. Steps are medians of one run, contenders in turn; CPU time is the process's, which",
+        "other work on the machine disturbs less.",
         "",
         "![bytes per layer](convert_cpu.png)",
         "",
@@ -113,26 +138,30 @@ def table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def picture(reports: dict, path) -> None:
+def picture(layers: list[dict], path) -> None:
     """What each BatchNorm and its activation keep, in the order of the model: before, and after."""
-    columns = 2 if len(reports) > 1 else 1
-    rows = -(-len(reports) // columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(11, 2.5 * rows), layout="constrained", squeeze=False)
-    for axis in axes.flat[len(reports) :]:
+    models = list(dict.fromkeys(row["model"] for row in layers))
+    columns = 2 if len(models) > 1 else 1
+    height = -(-len(models) // columns)
+    figure, axes = plt.subplots(
+        height, columns, figsize=(11, 2.5 * height), layout="constrained", squeeze=False
+    )
+    for axis in axes.flat[len(models) :]:
         axis.set_axis_off()
-    for axis, (name, report) in zip(axes.flat, reports.items(), strict=False):
-        places = range(len(report))
-        after = [layer.kept_bytes / MIB for layer in report]
-        before = [(layer.kept_bytes + layer.saved_bytes) / MIB for layer in report]
-        axis.bar(places, before, width=1.0, color="#c9d1d9", label="before")
-        axis.bar(places, after, width=1.0, color="#1f77b4", label="converted")
-        axis.set_title(name, fontsize=9)
+    for axis, model in zip(axes.flat, models, strict=False):
+        rows = [row for row in layers if row["model"] == model]
+        for key, colour, label in (
+            ("before_MiB", "#c9d1d9", "before"),
+            ("after_MiB", "#1f77b4", "converted"),
+        ):
+            axis.bar(range(len(rows)), [float(r[key]) for r in rows], width=1.0, color=colour, label=label)
+        axis.set_title(model, fontsize=9)
         axis.set_ylabel("MiB kept", fontsize=8)
         axis.set_xlabel("BatchNorm layer, input side first", fontsize=8)
         axis.tick_params(labelsize=7)
         axis.spines[["top", "right"]].set_visible(False)
     axes.flat[0].legend(fontsize=8)
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=110)
 
 
 def main() -> None:
@@ -149,18 +178,19 @@ def main() -> None:
     harness.reuse_memory()
     torch.set_num_threads(arguments.threads)
     where = harness.provenance("cpu")
-    rows, reports = [], {}
     for name in arguments.models.split(","):
-        row, reports[name] = measure(name, arguments, where)
-        rows.append(row)
+        row, layers = measure(name, arguments, where)
+        rows = merged(arguments.name, [row])
+        layers = merged(f"{arguments.name}_layers", layers)
+        harness.write_csv(arguments.name, rows)
+        harness.write_csv(f"{arguments.name}_layers", layers)
+        picture(layers, harness.RESULTS / f"{arguments.name}.png")
+        (harness.RESULTS / f"{arguments.name}.md").write_text(table(rows))
         print(
             f"{name}: {row['eager_MiB']:.0f} -> {row['converted_MiB']:.0f} MiB (-{row['saved']:.1%}), "
-            f"step {row['step_ratio']:.2f}x",
+            f"step {row['step_ratio']:.2f}x, CPU time {row['cpu_ratio']:.2f}x",
             flush=True,
         )
-    harness.write_csv(arguments.name, rows)
-    picture(reports, harness.RESULTS / f"{arguments.name}.png")
-    (harness.RESULTS / f"{arguments.name}.md").write_text(table(rows))
 
 
 if __name__ == "__main__":
