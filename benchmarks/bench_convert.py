@@ -5,8 +5,8 @@ the model as it is; the same under torch.compile's partitioner, which may recomp
 
     python benchmarks/bench_convert.py [--models levit_256,resnet50] [--threads 2] [--repeats 7]
 
-Needs timm (`pip install '.[models]'`). Writes results/convert_cpu.csv and convert_cpu_layers.csv, in which rows
-of models that were not measured this time stay, and draws both to convert_cpu.md and .png.
+Needs timm (`pip install '.[models]'`). Writes results/convert_cpu.csv and convert_cpu_layers.csv, in which
+rows of models that were not measured this time stay, and draws both to convert_cpu.md and .png.
 """
 
 import argparse
@@ -129,8 +129,8 @@ def table(rows: list[dict]) -> str:
         "Bytes that one training forward leaves alive, by the allocator; "
         f"batch {first['batch']} at 224, fp32.",
         f"{first['device']}, {first['threads']} threads, torch {first['torch']}, commit {first['commit']},",
-        f"{first['date']}. Steps are medians of one run, contenders in turn; CPU time is the process's, which",
-        "other work on the machine disturbs less.",
+        f"{first['date']}. Steps are medians of one run, contenders in turn; CPU time is the process's,",
+        "which other work on the machine disturbs less.",
         "",
         "![bytes per layer](convert_cpu.png)",
         "",
