@@ -412,10 +412,12 @@ def _plain_batch_norm_act(
     """What torch.compile is given: ops it can fuse with their neighbours and recompute as it likes."""
     if num_batches_tracked is not None:
         num_batches_tracked.add_(1)
+    moved = channel_dim != 1
     y = F.batch_norm(
-        x.movedim(channel_dim, 1), running_mean, running_var, weight, bias, training, momentum, eps
-    )
-    y = y.movedim(1, channel_dim)
+        x.movedim(channel_dim, 1) if moved else x,
+        running_mean, running_var, weight, bias, training, momentum, eps,
+    )  # fmt: skip
+    y = y.movedim(1, channel_dim) if moved else y
     return activate(y if z is None else y + z, activation, activation_param)
 
 

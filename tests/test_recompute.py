@@ -159,8 +159,6 @@ def forward_leaves(net, x, scope=recompute_scope):
 
 def test_live_bytes_of_a_forward(device):
     """Per layer: torch saves x, the normalised x and y; keep x and y; recompute x."""
-    if sys.gettrace() is not None:
-        pytest.skip("a debugger keeps frames alive")
     x = torch.randn(4, 8, 48, 48, device=device)
     for kind, want in (("torch", 12), ("keep", 8), ("recompute", 4)):
         assert abs(forward_leaves(stack(kind).to(device), x)[0] - want) < 0.02
@@ -236,7 +234,7 @@ def test_hooks_on_the_stack_are_called(device):
                     yield
 
             same_bits(run(stack(kind).to(device), x, both), want)
-        assert shapes["keep"] == shapes["recompute"]
+        assert shapes["keep"] == shapes["recompute"] and len(shapes["keep"]) > 8
 
 
 def test_save_on_cpu_outside(device):
