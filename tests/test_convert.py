@@ -843,6 +843,37 @@ def test_compiled_as_plain_ops(pair):
     assert len(graphs) == 1 and not any("fastvit" in target for target in graphs[0])
 
 
+class Broken(Plain):
+    def forward(self, x):
+        z = self.bn1(self.conv1(x))
+        torch._dynamo.graph_break()
+        return self.act1(z)
+
+
+def test_compiled_in_pieces():
+    model = spread(Broken()).double()
+    converted, report = fastvit.convert(copy.deepcopy(model))
+    assert report["bn1"].mode == "recompute"
+    x = images().double()
+    want = model(x)
+    torch.testing.assert_close(torch.compile(converted, backend="eager")(x), want)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=1):  # the second shape of a frame runs eagerly
+        compiled = torch.compile(converted, backend="eager", dynamic=False)
+        for size in (5, 6, 7):
+            x = images(size=size).double()
+            torch.testing.assert_close(compiled(x), model(x))
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", ["act1", "bn1"])
+def test_a_part_compiled_by_itself(name, pair):
+    model, converted = pair
+    x = images().double()
+    getattr(converted, name).compile(backend="eager")
+    torch.testing.assert_close(converted(x), model(x))
+
+
 def test_export_of_the_evaluated_model_is_plain(pair):
     model, converted = pair
     x = images().double()

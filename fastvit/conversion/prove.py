@@ -105,12 +105,16 @@ def against_hooks(modules: list[nn.Module], name_of) -> str | None:
 
 
 def hooked(module: nn.Module) -> bool:
-    """Whether somebody listens to what goes into `module`, or comes out, in either direction."""
+    """Whether somebody listens to what goes into `module`, or comes out, in either direction.
+
+    A module compiled by itself counts: what it computes was decided without a look at its neighbours.
+    """
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
+        or getattr(module, "_compiled_call_impl", None)
     )
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from .. import _library
 from ..batch_norm_act import BatchNormAct, BatchNormActSync
@@ -44,8 +45,12 @@ def _frames() -> list[_Frame]:
 
 
 def _traced() -> bool:
-    """Whether what runs is being recorded, and must be made of plain ops."""
-    return torch.compiler.is_compiling() or torch.jit.is_tracing() or torch.jit.is_scripting()
+    """Whether what runs is being recorded, and must be made of plain ops.
+
+    So must what runs eagerly inside a compiled call, after a graph break: the layer and its activation could
+    find themselves on different sides of it.
+    """
+    return torch.compiler.is_compiling() or torch.jit.is_tracing() or get_eval_frame_callback() is not None
 
 
 @contextlib.contextmanager
