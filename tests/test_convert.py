@@ -520,6 +520,20 @@ def test_layers_that_only_an_export_reaches(act, mode):
     torch.testing.assert_close(seen[0], fastvit.revert(copy.deepcopy(model)).bn1(model.conv1(x)))
 
 
+def test_an_export_with_regions():
+    class Region(ByShape):
+        def forward(self, x):
+            with torch.autocast("cpu", enabled=False):
+                z = self.pair(x)
+            return super().forward(x) + z
+
+    model = spread(Region())
+    _, report = fastvit.convert(model, example_inputs=images())
+    assert report["bn1"].mode == "recompute"
+    result = fastvit.verify(model, images())
+    assert result, result
+
+
 def test_hooks_are_not_run_by_looking():
     model, seen = ByShape(), []
     model.conv1.register_forward_hook(lambda *_: seen.append(1))
@@ -914,6 +928,16 @@ def test_verify_tells_a_wrong_gradient():
     model.bn1.activation = "silu"
     result = fastvit.verify(model, images())
     assert not result and "output 0" in str(result) and "gradient of conv1.weight" in result.differences
+
+
+def test_verify_knows_what_is_zero_but_for_roundings():
+    """A running mean, and a convolution's bias: normalisation takes both away."""
+    biased = nn.Conv2d(8, 8, 3, padding=1)
+    model = nn.Sequential(
+        nn.BatchNorm2d(8), nn.Conv2d(8, 8, 1, bias=False), nn.BatchNorm2d(8), nn.GELU(), biased
+    )
+    result = fastvit.verify(nn.Sequential(model, nn.BatchNorm2d(8), nn.ReLU()), images())
+    assert result, result
 
 
 def test_verify_converts_a_copy(pair):

@@ -71,8 +71,10 @@ class _Rewriter:
         args, kwargs = fx.map_arg((node.args, node.kwargs), self.nodes.__getitem__)
         if node.op == "output":
             made = self.graph.output(args[0])
-        else:
+        elif node.op == "call_function":
             made = self._call(node, args, kwargs)
+        else:  # the graph of a region, under autocast say: opaque to those outside
+            made = self.graph.create_node(node.op, node.target, args, kwargs)
         self.nodes[node] = made
         self.stacks.setdefault(made, self._stack(node))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -61,7 +62,7 @@ def verify(
             model; None keeps the model's own.
         limit: on the largest difference of a tensor relative to its largest value (default by dtype). A
             gradient is judged on a scale of no less than 1e-4 of the model's largest gradient, since one
-            that is zero but for roundings has no scale of its own.
+            that is zero but for roundings has no scale of its own; a buffer likewise.
 
     Returns a `Verification`: true when all are within the limit, and prints what differs.
     """
@@ -72,14 +73,13 @@ def verify(
     if dtype is not None:
         original, converted = original.to(dtype), converted.to(dtype)
     want, got = (_step(m, arguments, dtype) for m in (original, converted))
-    gradients = [t.abs().max().item() for name, t in want.items() if _is_gradient(name) and t.numel()]
-    largest = max(gradients, default=0.0)
+    largest = {kind: _largest(want, kind) for kind in _WITHOUT_SCALE}
     differences = {}
     for name in want.keys() | got.keys():
         if name not in want or name not in got:
             differences[name] = float("inf")
             continue
-        least = 1e-4 * largest if _is_gradient(name) else 0.0
+        least = next((1e-4 * largest[kind] for kind in _WITHOUT_SCALE if name.startswith(kind)), 0.0)
         differences[name] = _difference(got[name], want[name], least)
     ordered = dict(sorted(differences.items(), key=lambda item: (-item[1], item[0])))
     if limit is None:
@@ -88,8 +88,13 @@ def verify(
     return Verification(ordered, limit)
 
 
-def _is_gradient(name: str) -> bool:
-    return name.startswith("gradient of ")
+# One of these that is zero but for roundings (a mean after a normalisation, say) has no scale of its own.
+_WITHOUT_SCALE = ("gradient of ", "buffer ")
+
+
+def _largest(tensors: dict[str, Tensor], kind: str) -> float:
+    values = [t.abs().max().item() for name, t in tensors.items() if name.startswith(kind) and t.numel()]
+    return max((value for value in values if math.isfinite(value)), default=0.0)
 
 
 def _step(model: nn.Module, arguments: Arguments, dtype: torch.dtype | None) -> dict[str, Tensor]:
