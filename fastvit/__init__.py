@@ -4,6 +4,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from . import functional, ops
 from .batch_norm_act import BatchNormAct, BatchNormActSync
+from .conversion import convert, revert, verify
 from .inplace_abn import InPlaceABN, InPlaceABNSync
 from .recompute import recompute_scope
 from .sync_batchnorm import (
@@ -24,10 +25,13 @@ __all__ = [
     "InPlaceABN",
     "InPlaceABNSync",
     "SyncBatchNorm",
+    "convert",
     "convert_syncbn_model",
     "create_syncbn_process_group",
     "functional",
     "ops",
     "recompute_scope",
+    "revert",
     "revert_syncbn_model",
+    "verify",
 ]

@@ -513,6 +513,11 @@ def inplace_abn_sync(
     )  # fmt: skip
 
 
+def absolute_weight(weight: Tensor, eps: float) -> Tensor:
+    """`|weight| + eps`, with a slope of 1 at 0."""
+    return weight * torch.where(weight < 0, -1.0, 1.0).to(weight.dtype) + eps
+
+
 def _inplace_abn(
     x, weight, bias, running_mean, running_var, training, momentum, eps, activation, activation_param,
     channel_last, num_batches_tracked, abs_weight, shared, name,
@@ -526,7 +531,7 @@ def _inplace_abn(
         _check_more_than_one_value(x, channel_dim, shared)
     _check_may_be_overwritten(name, x)
     if abs_weight and weight is not None:
-        weight = weight * torch.where(weight < 0, -1.0, 1.0).to(weight.dtype) + eps  # abs, with a slope at 0
+        weight = absolute_weight(weight, eps)
     arguments = (
         x, weight, bias, running_mean, running_var, num_batches_tracked,
         shared, training, momentum, eps, activation, activation_param, channel_dim,

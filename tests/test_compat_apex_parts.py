@@ -212,7 +212,7 @@ def test_mapillary_layers():
         torch.testing.assert_close(layer(x.clone()), want)
         assert layer.state_dict().keys() == nn.BatchNorm1d(3).state_dict().keys()
         with pytest.raises(ValueError, match="activation_param"):
-            type(layer)(3, activation_param=0.0)
+            type(layer)(3, activation_param=-0.1)
     for name, activation in {
         "relu": F.relu,
         "elu": lambda t: F.elu(t, 0.01),

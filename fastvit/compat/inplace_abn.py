@@ -1,7 +1,8 @@
 """mapillary's inplace_abn under its names, with its effective weight `|weight| + eps`.
 
-In place: leaky_relu, elu and identity; relu in `ABN` alone. A slope of 0 or below, with which mapillary's
-gradients are wrong, is refused.
+In place: leaky_relu, elu and identity; relu in `ABN` alone. A module built for leaky_relu with a slope of 0,
+with which mapillary's gradients are wrong, is relu: it keeps its input, and its output is rebuilt inside
+`fastvit.recompute_scope()` or a converted model. Negative slopes are refused.
 """
 
 from __future__ import annotations
@@ -111,7 +112,29 @@ class ABN(nn.modules.batchnorm._NormBase):
         return f"{text}[{self.activation_param}]" if self.activation in ("leaky_relu", "elu") else text
 
 
-class InPlaceABN(_InPlaceABN):
+class _SlopeZero:
+    """leaky_relu[0] is relu, which cannot be inverted: the input is kept and the output can be rebuilt."""
+
+    def _set_slope(self, activation: str, slope: float) -> None:
+        self._is_relu = activation == "leaky_relu" and slope == 0
+        if self._is_relu:
+            self.activation, self.activation_param = "leaky_relu", 0.0
+
+    def check_conditioning(self, x: Tensor) -> None:
+        if not self._is_relu:
+            super().check_conditioning(x)
+
+    def _relu_arguments(self) -> dict[str, object]:
+        weight = None if self.weight is None else functional.absolute_weight(self.weight, self.eps)
+        return {"weight": weight, "bias": self.bias, "eps": self.eps, "activation": "relu", "recompute": True}
+
+
+def _invertible(activation: str, slope: float) -> tuple[str, float]:
+    """What the layer underneath is built with: it would refuse a slope of 0."""
+    return ("identity", 0.01) if activation == "leaky_relu" and slope == 0 else (activation, slope)
+
+
+class InPlaceABN(_SlopeZero, _InPlaceABN):
     """`fastvit.InPlaceABN` with mapillary's arguments and `|weight| + eps`."""
 
     def __init__(
@@ -125,12 +148,18 @@ class InPlaceABN(_InPlaceABN):
         activation_param: float = 0.01,
     ) -> None:
         super().__init__(
-            num_features, eps, momentum, affine, track_running_stats, activation, activation_param,
-            abs_weight=True,
+            num_features, eps, momentum, affine, track_running_stats,
+            *_invertible(activation, activation_param), abs_weight=True,
         )  # fmt: skip
+        self._set_slope(activation, activation_param)
+
+    def _normalise(self, x: Tensor, **state) -> Tensor:
+        if self._is_relu:
+            return functional.batch_norm_act(x, **self._relu_arguments(), **state)
+        return super()._normalise(x, **state)
 
 
-class InPlaceABNSync(_InPlaceABNSync):
+class InPlaceABNSync(_SlopeZero, _InPlaceABNSync):
     """`fastvit.InPlaceABNSync` with mapillary's arguments and `|weight| + eps`."""
 
     def __init__(
@@ -145,9 +174,17 @@ class InPlaceABNSync(_InPlaceABNSync):
         group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(
-            num_features, eps, momentum, affine, track_running_stats, activation, activation_param,
-            abs_weight=True, group=group,
+            num_features, eps, momentum, affine, track_running_stats,
+            *_invertible(activation, activation_param), abs_weight=True, group=group,
         )  # fmt: skip
+        self._set_slope(activation, activation_param)
+
+    def _normalise(self, x: Tensor, **state) -> Tensor:
+        if self._is_relu:
+            return functional.batch_norm_act_sync(
+                x, **self._relu_arguments(), **state, process_group=self.group
+            )
+        return super()._normalise(x, **state)
 
 
 _groups: WeakKeyDictionary = WeakKeyDictionary()

@@ -1,0 +1,16 @@
+"""Finding BatchNorm layers in a model, proving what may be done to them, and doing it.
+
+layers.py, activations.py   what is a BatchNorm, what is an activation
+tracing.py                  who reads which tensor
+prove.py, plan.py           what that allows; what each layer becomes
+adopted.py, runtime.py      how a module changes without ceasing to be what it was; what it then does
+swap.py                     convert and revert
+report.py, sizes.py         what was done, and what it saves
+verification.py             whether it was right
+"""
+
+from .report import LayerReport, Report
+from .swap import convert, revert
+from .verification import Verification, verify
+
+__all__ = ["LayerReport", "Report", "Verification", "convert", "revert", "verify"]

@@ -1,0 +1,129 @@
+"""Who reads which tensor, by torch.export: for layers whose module cannot be traced symbolically.
+
+An export follows one forward with real shapes, so control flow may depend on them. Its graph of aten ops is
+rewritten into the terms of tracing.py: modules where an op is a module, torch's functions and methods
+elsewhere.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict, defaultdict
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from . import activations, layers
+from .sizes import Arguments
+from .tracing import Trace, untouched
+
+# The op that is the module's own; BatchNorm counts its batches by another.
+_OPS = {
+    "batch_norm", "linear", "relu", "relu6", "hardtanh", "leaky_relu", "elu", "gelu", "silu", "hardswish",
+    "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
+    "avg_pool2d", "max_pool2d", "flatten", "unflatten", "layer_norm", "group_norm", "dropout", "mish",
+    "prelu",
+}  # fmt: skip
+_OF_TORCH = {
+    "relu", "leaky_relu", "elu", "gelu", "silu", "hardswish", "linear", "conv1d", "conv2d", "conv3d",
+    "conv_transpose2d", "avg_pool2d", "max_pool2d", "hardsigmoid", "mish", "scaled_dot_product_attention",
+}  # fmt: skip
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def trace(model: nn.Module, arguments: Arguments) -> list[Trace]:
+    """The graphs of `model` in training and in evaluation; none where it cannot be exported."""
+    traces = []
+    args, kwargs = arguments
+    with untouched(model), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for training in (True, False):
+            for module in model.modules():
+                module.__dict__["training"] = training
+                # hooks are the user's, and must not be shown fake tensors
+                module.__dict__.update({kind: OrderedDict() for kind in _HOOKS})
+            try:
+                program = torch.export.export(model, args, kwargs, strict=False)
+            except Exception:  # data-dependent control flow, ops without a fake: as many reasons as models
+                continue
+            traces.append(_Rewriter(model, program.graph).trace())
+    return traces
+
+
+class _Rewriter:
+    def __init__(self, model: nn.Module, exported: fx.Graph):
+        self.model = model
+        self.exported = exported
+        self.graph = fx.Graph()
+        self.nodes: dict[fx.Node, fx.Node] = {}
+        self.stacks: dict[fx.Node, list[nn.Module]] = {}
+
+    def trace(self) -> Trace:
+        for node in self.exported.nodes:
+            self._rewrite(node)
+        return Trace(self.model, self.graph, self._seen_by())
+
+    def _rewrite(self, node: fx.Node) -> None:
+        if node.op == "placeholder":
+            self.nodes[node] = self.graph.placeholder(node.name)
+            return
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self.nodes.__getitem__)
+        if node.op == "output":
+            made = self.graph.output(args[0])
+        elif node.op == "call_function":
+            made = self._call(node, args, kwargs)
+        else:  # the graph of a region, under autocast say: opaque to those outside
+            made = self.graph.create_node(node.op, node.target, args, kwargs)
+        self.nodes[node] = made
+        self.stacks.setdefault(made, self._stack(node))
+
+    def _call(self, node: fx.Node, args: tuple, kwargs: dict) -> fx.Node:
+        schema = getattr(node.target, "_schema", None)
+        if schema is None:  # operator.getitem, a higher-order op
+            return self.graph.call_function(node.target, args, kwargs)
+        name = schema.name.split("::")[-1]
+        plain = name.removesuffix("_")
+        stack = self._stack(node)
+        inside = next((m for m in stack[:-1] if layers.find(m) is not None), None)
+        if inside is not None:
+            return args[0]  # the activation inside a layer is the layer's
+        path = self._path(node)
+        if stack and plain in _OPS and self._is_one_op(stack[-1]):
+            return self.graph.call_module(path, args[:1])
+        if name != plain and plain in _OF_TORCH:
+            return self.graph.call_function(getattr(F, plain), args, kwargs | {"inplace": True})
+        if name in _OF_TORCH:
+            return self.graph.call_function(getattr(F, name), args, kwargs)
+        return self.graph.call_method(name, args or (None,), kwargs)
+
+    @staticmethod
+    def _is_one_op(module: nn.Module) -> bool:
+        of_torch = type(module).__module__.startswith("torch.nn.modules") and not any(module.children())
+        return of_torch or activations.of_module(module) is not None or layers.find(module) is not None
+
+    @staticmethod
+    def _path(node: fx.Node) -> str:
+        stack = node.meta.get("nn_module_stack") or {"": ("", None)}
+        return list(stack.values())[-1][0].split("@")[0]
+
+    def _stack(self, node: fx.Node) -> list[nn.Module]:
+        """The modules whose forwards `node` is in, without the model, outermost first."""
+        stack = node.meta.get("nn_module_stack") or {}
+        paths = [path.split("@")[0] for path, _ in stack.values()]
+        return [self.model.get_submodule(path) for path in paths if path]
+
+    def _seen_by(self) -> dict[fx.Node, list[nn.Module]]:
+        # an Identity leaves no op behind, so each of them may be the one that passes a tensor on
+        identities = [module for module in self.model.modules() if type(module) is nn.Identity]
+        seen: dict[fx.Node, list[nn.Module]] = defaultdict(list)
+        for node in self.graph.nodes:
+            made_in = self.stacks.get(node, [])
+            for reader in node.users:
+                read_in = self.stacks.get(reader, [])
+                seen[node] += [m for m in made_in if m not in read_in] + [
+                    m for m in read_in if m not in made_in
+                ]
+            seen[node] += [made_in[-1]] if made_in else []
+            seen[node] += identities
+        return seen

@@ -1,0 +1,73 @@
+"""Which modules are batch normalisations that can be converted, and what each of them computes by itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from ..batch_norm_act import BatchNormAct
+from ..inplace_abn import InPlaceABN
+from ..sync_batchnorm import SyncBatchNorm
+from . import activations, tracing
+from .activations import IDENTITY, Activation
+
+_PLAIN = (_BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward)
+_TIMM = {"BatchNormAct2d": _NormBase, "SyncBatchNormAct": nn.SyncBatchNorm}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A BatchNorm layer as found. `activation` is its own one; None for a layer that must be left alone."""
+
+    module: nn.Module
+    activation: Activation | None
+    reason: str = ""
+
+    @property
+    def synchronised(self) -> bool:
+        return isinstance(self.module, (nn.SyncBatchNorm, SyncBatchNorm))
+
+
+def find(module: nn.Module) -> Layer | None:
+    """What `module` is as a BatchNorm layer; None when it is no BatchNorm at all.
+
+    Only modules are looked at, never functions: F.batch_norm over a weight (weight standardisation) is not
+    a layer.
+    """
+    kind = type(module)
+    if isinstance(module, (BatchNormAct, InPlaceABN)):
+        return Layer(module, None, f"is a {kind.__name__} already")
+    if tracing.is_abn(module):
+        return _with_own_activation(module, _abn_activation(module))
+    if not isinstance(module, _BatchNorm):
+        return None
+    if isinstance(module, LazyModuleMixin):
+        return Layer(module, None, "has not seen an input yet, so it has no parameters to keep")
+    if kind.__module__ == "timm.layers.norm_act" and kind.__name__ in _TIMM:
+        drop, act = getattr(module, "drop", None), getattr(module, "act", None)
+        if drop is not None and type(drop) is not nn.Identity:
+            return Layer(module, None, f"drops with {type(drop).__name__} before its activation")
+        return _with_own_activation(module, IDENTITY if act is None else activations.of_module(act))
+    if kind.forward not in _PLAIN:
+        return Layer(module, None, f"{kind.__qualname__} has a forward of its own")
+    if getattr(module, "fuse_relu", False) or getattr(module, "channel_last", False):
+        return Layer(module, None, f"is a {kind.__name__} with options of its own")
+    return Layer(module, IDENTITY)
+
+
+def _with_own_activation(module: nn.Module, activation: Activation | None) -> Layer:
+    if activation is None:
+        inner = type(getattr(module, "act", None)).__name__ if hasattr(module, "act") else module.activation
+        return Layer(module, None, f"its activation, {inner}, is not one that BatchNormAct has")
+    return Layer(module, activation)
+
+
+def _abn_activation(module: nn.Module) -> Activation | None:
+    if module.activation in ("leaky_relu", "elu"):
+        # in ABN a slope of 0 is relu, and a negative one is what it is: not invertible
+        zero = module.activation == "leaky_relu" and module.activation_param == 0
+        return Activation("relu") if zero else Activation(module.activation, float(module.activation_param))
+    return Activation(module.activation) if module.activation in ("relu", "identity") else None

@@ -1,0 +1,186 @@
+"""What a trace proves: that an activation can move into its BatchNorm, and that x may be overwritten.
+
+Each question is answered with a reason against it, or None. The reasons stand in the report as they are.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from . import activations
+from .activations import INVERTIBLE, Activation
+from .tracing import Trace, is_permutation, is_reshape, overwrites
+
+# Ops whose result is a new tensor that their own backward does not need.
+_FRESH_MODULES = (
+    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear,
+    nn.AvgPool2d, nn.MaxPool2d,
+)  # fmt: skip
+_FRESH_FUNCTIONS = frozenset(
+    {
+        torch.conv1d, torch.conv2d, torch.conv3d, F.conv1d, F.conv2d, F.conv3d, F.linear, F.conv_transpose2d,
+        torch.matmul, torch.bmm, torch.cat, F.avg_pool2d, F.max_pool2d,
+    }
+)  # fmt: skip
+# The recovered x is off by about u * sqrt(1 + (bias / weight)^2), u a quarter of the type's eps.
+_LARGEST_ERROR = 0.01
+_SMALLEST_WEIGHT = (
+    1e-3  # below, the floor that keeps weight away from 0 in place is not far in half precision
+)
+
+
+class Chain:
+    """From a BatchNorm's output to the one activation that reads it, through views and Identity modules."""
+
+    def __init__(self, trace: Trace, start: fx.Node):
+        self.trace = trace
+        self.values = [start]  # the output and its views
+        self.activation: Activation | None = None
+        self.reader: fx.Node | None = None  # of the last value, where it is the only one
+        self.reshaped = False
+        self.against: str | None = None
+        self._follow()
+
+    def _follow(self) -> None:
+        permuted = False
+        while True:
+            value = self.values[-1]
+            readers = self.trace.readers(value)
+            if len(readers) != 1:
+                names = ", ".join(sorted({describe(self.trace, reader) for reader in readers}))
+                self.against = f"its output is read by {names}" if readers else "its output is not read"
+                return
+            self.reader = reader = readers[0]
+            module = self.trace.module(reader)
+            if reader.args[:1] != (value,) or reader.all_input_nodes.count(value) != 1:
+                self.against = f"its output is read by {describe(self.trace, reader)}"
+                return
+            if type(module) is nn.Identity:
+                self.values.append(reader)
+                continue
+            if is_permutation(reader) or (is_reshape(reader, module) and not permuted):
+                # after a permutation a reshape may copy, and a copy no longer says who made it
+                permuted = permuted or is_permutation(reader)
+                self.reshaped = self.reshaped or not is_permutation(reader)
+                self.values.append(reader)
+                continue
+            self.activation = (
+                activations.of_module(module)
+                if module is not None
+                else activations.of_function(reader.target, reader.args, reader.kwargs)
+            )
+            if self.activation is None:
+                self.against = f"its output is read by {describe(self.trace, reader)}"
+            return
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The activation as a module; None where it is a function."""
+        return self.trace.module(self.reader) if self.activation else None
+
+    def watchers(self) -> list[nn.Module]:
+        """Modules that return or receive what no longer exists once the activation has moved."""
+        return [module for value in self.values for module in self.trace.seen_by.get(value, ())]
+
+
+def describe(trace: Trace, node: fx.Node) -> str:
+    """A node as a reader of the report knows it."""
+    module = trace.module(node)
+    if node.op == "placeholder":
+        return "the caller"
+    if node.op == "output":
+        return "whoever calls the model" if node.graph is not None else "the caller"
+    if module is not None:
+        return f"{node.target} ({type(module).__name__})"
+    return getattr(node.target, "__name__", str(node.target)).strip("_")
+
+
+def against_hooks(modules: list[nn.Module], name_of) -> str | None:
+    for module in modules:
+        if hooked(module):
+            return f"{name_of(module)} has a hook, which would see another tensor"
+    return None
+
+
+def hooked(module: nn.Module) -> bool:
+    """Whether somebody listens to what goes into `module`, or comes out, in either direction.
+
+    A module compiled by itself counts: what it computes was decided without a look at its neighbours.
+    """
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or getattr(module, "_compiled_call_impl", None)
+    )
+
+
+def all_readers(trace: Trace, node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
+    """Readers of a value and of its views, each with what it reads."""
+    found = []
+    for reader in trace.readers(node):
+        module = trace.module(reader)
+        found.append((reader, node))
+        if _passes_on(module) or is_permutation(reader) or is_reshape(reader, module):
+            found += all_readers(trace, reader)
+    return found
+
+
+def _passes_on(module: nn.Module | None) -> bool:
+    """Whether `module` returns the very tensor that it is given."""
+    return type(module) is nn.Identity or (
+        isinstance(module, nn.modules.dropout._DropoutNd) and module.p == 0
+    )
+
+
+def kept_by(trace: Trace, output: fx.Node) -> str | None:
+    """Who saves the value of `output` for its backward, so that rebuilding it saves memory."""
+    for reader, _ in all_readers(trace, output):
+        if activations.keeps_input(reader, trace.module(reader)):
+            return describe(trace, reader)
+    return None
+
+
+def against_overwriting(trace: Trace, call: fx.Node, output: fx.Node) -> str | None:
+    """Why x, which `call` normalises and whose result is `output`, must not be overwritten."""
+    x = call.args[0]
+    if not isinstance(x, fx.Node):
+        return "its input is not a tensor of the trace"
+    if x.op == "placeholder":
+        return "its input belongs to the caller"
+    producer = trace.module(x)
+    fresh = type(producer) in _FRESH_MODULES if producer is not None else _calls_fresh(x)
+    if not fresh:
+        return f"its input comes from {describe(trace, x)}, which is a view or may need its own result"
+    others = [describe(trace, reader) for reader in trace.readers(x) if reader is not call]
+    if others:
+        return f"its input is also read by {', '.join(sorted(set(others)))}"
+    for reader, read in all_readers(trace, output):
+        if reader.args[:1] == (read,) and overwrites(reader, trace.module(reader)):
+            return f"{describe(trace, reader)} overwrites its output, from which x would be recovered"
+    return None
+
+
+def _calls_fresh(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target in _FRESH_FUNCTIONS and "out" not in node.kwargs
+
+
+def against_inverting(
+    activation: Activation, weight: torch.Tensor | None, bias: torch.Tensor | None, dtype: torch.dtype
+) -> str | None:
+    """Why x cannot be recovered from y well enough: the activation, or gamma against beta in this dtype."""
+    if activation.name not in INVERTIBLE or (activation.name != "identity" and activation.param <= 0):
+        return f"{activation} cannot be inverted"
+    if weight is None:
+        return None
+    gamma = weight.detach().double().abs()
+    if not bool((gamma >= _SMALLEST_WEIGHT).all()):
+        return f"|weight| is as small as {gamma.min().item():.3g}"
+    ratio = 0.0 if bias is None else (bias.detach().double().abs() / gamma).max().item()
+    error = torch.finfo(dtype).eps / 4 * (1 + ratio**2) ** 0.5
+    if error > _LARGEST_ERROR:
+        return f"|bias| / |weight| is up to {ratio:.3g}, too much for {dtype}"
+    return None

@@ -1,0 +1,192 @@
+"""The modules of a converted model at work.
+
+A proof holds for the forward that was traced, so that is where a converted layer does what it was converted
+to: inside the forward of the module that the trace started from (`ConvertedRoot`), called as it was traced,
+with the modules of then, without hooks that would see other tensors than before, on plain tensors that the
+ops take, and not while a compiler or exporter looks on. Everywhere else it does what it did before. Its
+activation module finds out from the tensor itself whether its work is done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+
+from .. import _library
+from ..batch_norm_act import BatchNormAct, BatchNormActSync
+from ..recompute import recompute_scope
+from . import prove
+from .adopted import Adopted
+
+_MARK = "_fastvit_activated"
+_running = threading.local()
+
+
+@dataclass
+class _Frame:
+    """A traced forward that runs in this thread."""
+
+    token: str
+    void: frozenset[str]  # layers that hooks have made void since
+
+
+def _frames() -> list[_Frame]:
+    if not hasattr(_running, "frames"):
+        _running.frames = []
+    return _running.frames
+
+
+def _traced() -> bool:
+    """Whether what runs is being recorded, and must be made of plain ops.
+
+    So must what runs eagerly inside a compiled call, after a graph break: the layer and its activation could
+    find themselves on different sides of it.
+    """
+    return torch.compiler.is_compiling() or torch.jit.is_tracing() or get_eval_frame_callback() is not None
+
+
+@contextlib.contextmanager
+def _frame(frame: _Frame) -> Iterator[None]:
+    frames = _frames()
+    frames.append(frame)
+    try:
+        yield
+    finally:
+        frames.pop()
+
+
+class Proof:
+    """What was true when `root` was traced, and whether it still is.
+
+    `layers` are the layers proven in its forward by their keys, each with the modules where a hook would see
+    another tensor than before.
+    """
+
+    def __init__(self, token: str, root: nn.Module, layers: list[tuple[str, list[nn.Module]]]):
+        self.token = token
+        self.layers = layers
+        self.children = [(parent, *child) for parent in root.modules() for child in parent.named_children()]
+        parameters = list(inspect.signature(type(root).forward).parameters.values())[1:]
+        self.arguments = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        self.defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+
+    def void(self, args: tuple, kwargs: dict[str, object]) -> frozenset[str]:
+        """The layers for which a call with these arguments proves nothing."""
+        if self._is_another_call(args, kwargs) or self._is_another_model():
+            return frozenset(key for key, _ in self.layers)
+        return frozenset(key for key, watched in self.layers if any(map(prove.hooked, watched)))
+
+    def _is_another_call(self, args: tuple, kwargs: dict[str, object]) -> bool:
+        given = dict(zip(self.arguments, args, strict=False)) | kwargs
+        return any(name in given and given[name] is not value for name, value in self.defaults.items())
+
+    def _is_another_model(self) -> bool:
+        replaced = any(getattr(parent, name, None) is not child for parent, name, child in self.children)
+        return replaced or nn.modules.module._has_any_global_hook()
+
+
+class ConvertedRoot(Adopted):
+    """A module whose forward was traced. Opens the scope in which outputs are rebuilt instead of kept."""
+
+    @staticmethod
+    def name_for(original: type) -> str:
+        return original.__name__
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        original = cls._original.forward
+
+        @functools.wraps(original)  # tools read argument names from a model's forward
+        def forward(self, *args, **kwargs):
+            proof = self.__dict__.get("_proof")
+            if proof is None or _traced():
+                return original(self, *args, **kwargs)
+            with _frame(_Frame(proof.token, proof.void(args, kwargs))), recompute_scope():
+                return original(self, *args, **kwargs)
+
+        cls.forward = forward
+
+
+class _ConvertedNorm(Adopted):
+    """A BatchNorm that does the work of the activation after it, where that is proven."""
+
+    @staticmethod
+    def name_for(original: type) -> str:
+        return "BatchNormAct"
+
+    def forward(self, input: Tensor) -> Tensor:
+        if _traced() or not self._may_run(input):
+            return self._original.forward(self, input)
+        check = getattr(self._original, "_check_input_dim", None)
+        if check is not None:
+            check(self, input)
+        # by name: a fastvit.SyncBatchNorm comes before it in the order of classes
+        y = BatchNormAct.forward(self, input)
+        if self._absorbs:
+            setattr(y, _MARK, self._key)
+        return y
+
+    def extra_repr(self) -> str:
+        return BatchNormAct.extra_repr(self)
+
+    def _may_run(self, x: Tensor) -> bool:
+        if type(x) is not Tensor or not (x.device.type == "cpu" or (x.is_cuda and _library.HAS_CUDA)):
+            return False
+        if not x.is_floating_point() or _under_functorch():
+            return False
+        if self._through_views and torch.is_inference_mode_enabled():
+            return False  # views do not know their base there
+        if self._reshaped and not x.is_contiguous():
+            return False  # reshaping would copy the output, and the copy would not know who made it
+        if not self._tokens:
+            return True
+        if torch._C._current_graph_task_id() != -1:
+            # a checkpointed forward runs again in backward, and must do what it did
+            return self.__dict__.get("_ran", False)
+        self._ran = any(frame.token in self._tokens and self._key not in frame.void for frame in _frames())
+        return self._ran
+
+
+class ConvertedNorm(_ConvertedNorm, BatchNormAct):
+    pass
+
+
+class ConvertedNormSync(_ConvertedNorm, BatchNormActSync):
+    pass
+
+
+class AbsorbedActivation(Adopted):
+    """An activation module whose work a BatchNorm before it does; it does it itself for all other inputs."""
+
+    @staticmethod
+    def name_for(original: type) -> str:
+        return original.__name__
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not _traced() and _take_mark(input, self._keys):
+            return input
+        return self._original.forward(self, input)
+
+    def extra_repr(self) -> str:
+        return ", ".join(filter(None, [self._original.extra_repr(self), f"in {', '.join(self._in)}"]))
+
+
+def _take_mark(x: Tensor, keys: frozenset[str]) -> bool:
+    """Whether x, or what it is a view of, has been activated by one of `keys`; asks once per activation."""
+    for tensor in (x, x._base):
+        if tensor is not None and getattr(tensor, _MARK, None) in keys:
+            delattr(tensor, _MARK)
+            return True
+    return False
+
+
+def _under_functorch() -> bool:
+    return torch._C._functorch.peek_interpreter_stack() is not None

@@ -1,0 +1,153 @@
+"""`convert` and `revert`."""
+
+from __future__ import annotations
+
+import uuid
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, fx, nn
+
+from . import exporting, tracing
+from .adopted import Adopted, adopt, release
+from .plan import MEMORY, Plan, Planner
+from .report import LayerReport, Report
+from .runtime import AbsorbedActivation, ConvertedNorm, ConvertedNormSync, ConvertedRoot, Proof
+from .sizes import as_arguments, output_bytes
+
+
+def convert(
+    model: nn.Module,
+    memory: str = "auto",
+    example_inputs: Tensor | Sequence | Mapping | None = None,
+) -> tuple[nn.Module, Report]:
+    """Swaps BatchNorm, and the activation after it, for `BatchNormAct` wherever that is proven safe.
+
+    Args:
+        model: changed in place. Layers stay the objects they are, in a class derived from the one they had:
+            parameters, buffers, state_dict, hooks, requires_grad and training flags are untouched, and
+            optimizers built before stay valid. No forward is rewritten.
+        memory: "auto" overwrites the layer's input where that is proven safe and the activation can be
+            inverted, and rebuilds the output elsewhere. "recompute" always rebuilds, to the same bits.
+            "inplace" converts only what may be overwritten. "keep" fuses without saving memory.
+        example_inputs: what forward takes (a tensor, a tuple of arguments or a dict of keyword arguments).
+            Run once through the model in evaluation, for the sizes in the report.
+
+    Returns the model, and a `Report` that prints as a table: per layer its mode, the reason, and the bytes
+    that training keeps less for backward.
+
+    What is found: torch's BatchNorm1d/2d/3d and SyncBatchNorm, fastvit's SyncBatchNorm, timm's
+    BatchNormAct2d and mapillary's ABN; an activation module that reads the layer's output alone, through
+    views and Identity. Other subclasses are left and named. Who reads what is known from tracing the forward
+    symbolically, in training and in evaluation, with default arguments; modules that cannot be traced are
+    taken in the pieces that can, and where that leaves a layer alone torch.export is asked, if there are
+    example inputs. A layer followed by an activation function or a residual is rebuilt by
+    itself where somebody keeps its output.
+
+    A converted layer is what it was outside the forward that was traced, in a call with other than default
+    arguments, under torch.compile and exporters, once modules have been replaced, and once somebody registers
+    a hook that would see another tensor. Convert again after changing attributes that decide what a forward
+    does. torch.jit.script wants `revert` first.
+
+    Raises:
+        ValueError: `memory` is none of the above, or `model` is a torch.fx.GraphModule.
+    """
+    if memory not in MEMORY:
+        raise ValueError(f"convert: memory is {memory!r}; one of {', '.join(MEMORY)} expected")
+    if isinstance(model, fx.GraphModule):
+        raise ValueError(
+            "convert: model is a torch.fx.GraphModule, which generates its own forward; "
+            "convert the module that it was traced from"
+        )
+    revert(model)
+    traces, untraced = tracing.trace(model)
+    arguments = as_arguments(example_inputs)
+    planner = Planner(model, memory, _autocast_dtype())
+    plans = planner.plans(traces)
+    if arguments and any(planner.is_open(plan, traces) for plan in plans):
+        exported = exporting.trace(model, arguments)
+        plans = [
+            planner.plan(plan.name, plan.layer, exported or traces) if planner.is_open(plan, traces) else plan
+            for plan in plans
+        ]
+    sizes = output_bytes(model, [plan.layer.module for plan in plans], arguments) if arguments else {}
+    kinds = {plan.name: type(plan.layer.module).__name__ for plan in plans}
+    _apply(model, [plan for plan in plans if plan.mode != "left"], planner.names)
+    rows = [_row(plan, kinds[plan.name], sizes.get(plan.layer.module)) for plan in plans]
+    opaque = [planner.names[module] or type(module).__name__ for module in untraced if _holds_norms(module)]
+    return model, Report(rows, opaque)
+
+
+def _row(plan: Plan, kind: str, size: int | None) -> LayerReport:
+    kept = saved = None
+    if size is not None:
+        kept, saved = plan.kept_after * size, (plan.kept_before - plan.kept_after) * size
+    return LayerReport(plan.name, kind, str(plan.activation), plan.mode, plan.reason, kept, saved)
+
+
+def _holds_norms(module: nn.Module) -> bool:
+    """Whether a BatchNorm is among the children whose outputs only this module's forward sees."""
+    return any(isinstance(child, nn.modules.batchnorm._NormBase) for child in module.children())
+
+
+def _autocast_dtype() -> torch.dtype | None:
+    """What autocast makes of activations, where it is on: coarser than the parameters' dtype."""
+    for device in ("cuda", "cpu"):
+        if torch.is_autocast_enabled(device):
+            return torch.get_autocast_dtype(device)
+    return None
+
+
+def _apply(model: nn.Module, plans: list[Plan], names: dict[nn.Module, str]) -> None:
+    tokens: dict[nn.Module, str] = {model: uuid.uuid4().hex}
+    proven: dict[nn.Module, list[tuple[str, list[nn.Module]]]] = defaultdict(list)
+    absorbed: dict[nn.Module, list[tuple[str, str]]] = defaultdict(list)
+    for plan in plans:
+        module, key = plan.layer.module, f"{tokens[model]}:{plan.name}"
+        for root in plan.roots:
+            tokens.setdefault(root, uuid.uuid4().hex)
+            proven[root].append((key, plan.watched))
+        for activation in plan.absorbs:
+            absorbed[activation].append((key, plan.name))
+        adopt(
+            module,
+            ConvertedNormSync if plan.layer.synchronised else ConvertedNorm,
+            activation=plan.activation.name,
+            activation_param=plan.activation.param,
+            memory=plan.mode,
+            channel_last=False,
+            _key=key,
+            _tokens=frozenset(tokens[root] for root in plan.roots),
+            _absorbs=bool(plan.absorbs),
+            _through_views=plan.through_views,
+            _reshaped=plan.reshaped,
+            _ran=False,
+            **_missing(module),
+        )
+    for activation, places in absorbed.items():
+        adopt(
+            activation,
+            AbsorbedActivation,
+            _keys=frozenset(key for key, _ in places),
+            _in=tuple(name for _, name in places),
+        )
+    for root, token in tokens.items():
+        adopt(root, ConvertedRoot, _proof=Proof(token, root, proven[root]))
+
+
+def _missing(module: nn.Module) -> dict[str, object]:
+    """What BatchNormAct reads and mapillary's ABN does not have."""
+    return {
+        name: value
+        for name, value in (("track_running_stats", True), ("num_batches_tracked", None))
+        if not hasattr(module, name)
+    }
+
+
+def revert(model: nn.Module) -> nn.Module:
+    """Undoes `convert` in `model`, in place, and returns `model`; the classes and attributes of before."""
+    for module in model.modules():
+        while isinstance(module, Adopted):
+            release(module)
+    return model

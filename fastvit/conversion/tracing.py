@@ -1,0 +1,229 @@
+"""Who reads which tensor: the graph of a model's forward, by symbolic tracing, in as few pieces as possible.
+
+A module whose forward cannot be traced (its control flow depends on values) becomes one opaque call in the
+graph of its parent and is traced by itself, or failing that, in the pieces that its children are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import math
+import operator
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from . import activations
+
+_METADATA_METHODS = frozenset(
+    {"size", "dim", "numel", "ndimension", "stride", "is_contiguous", "element_size", "get_device"}
+)
+_METADATA_ATTRIBUTES = frozenset({"shape", "dtype", "device", "ndim", "layout", "requires_grad"})
+# On a contiguous tensor these are views; after a permutation they may copy.
+_RESHAPES = frozenset(
+    {
+        "view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze",
+        torch.reshape, torch.flatten, torch.squeeze, torch.unsqueeze,
+    }
+)  # fmt: skip
+_PERMUTATIONS = frozenset({"transpose", "permute", "movedim", torch.transpose, torch.permute, torch.movedim})
+_IN_PLACE_OPERATORS = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow")
+_OVERWRITES = frozenset(getattr(operator, name) for name in (*_IN_PLACE_OPERATORS, "setitem"))
+
+
+@dataclass
+class Trace:
+    """The graph of one forward. `root` runs it; modules are known by identity, as they may be shared."""
+
+    root: nn.Module
+    graph: fx.Graph
+    # The modules that return a node's value, or are given it: where a hook could get hold of it.
+    seen_by: dict[fx.Node, list[nn.Module]]
+    calls: dict[nn.Module, list[fx.Node]] = field(default_factory=lambda: defaultdict(list))
+
+    def __post_init__(self):
+        for node in self.graph.nodes:
+            if (module := self.module(node)) is not None:
+                self.calls[module].append(node)
+
+    def module(self, node: fx.Node) -> nn.Module | None:
+        """The module that `node` calls; None for functions, methods, inputs and outputs."""
+        return self.root.get_submodule(node.target) if node.op == "call_module" else None
+
+    def readers(self, node: fx.Node) -> list[fx.Node]:
+        """The nodes that read the values of `node`, rather than its shape or type."""
+        return [user for user in node.users if not _reads_metadata(user)]
+
+
+def _reads_metadata(node: fx.Node) -> bool:
+    if node.op == "call_method":
+        return node.target in _METADATA_METHODS
+    if node.op == "call_function" and node.target is getattr:
+        return node.args[1] in _METADATA_ATTRIBUTES
+    return False
+
+
+def is_reshape(node: fx.Node, module: nn.Module | None) -> bool:
+    return type(module) in (nn.Flatten, nn.Unflatten) or _calls(node, _RESHAPES)
+
+
+def is_permutation(node: fx.Node) -> bool:
+    return _calls(node, _PERMUTATIONS)
+
+
+def _calls(node: fx.Node, targets: frozenset) -> bool:
+    return node.op in ("call_function", "call_method") and node.target in targets
+
+
+def overwrites(node: fx.Node, module: nn.Module | None) -> bool:
+    """Whether `node` writes over its first argument."""
+    if module is not None:
+        return bool(getattr(module, "inplace", False))
+    if node.op == "call_method":
+        return node.target.endswith("_") and not node.target.endswith("__")
+    if node.op != "call_function":
+        return False
+    name = getattr(node.target, "__name__", "")
+    return (
+        node.target in _OVERWRITES
+        or bool(node.kwargs.get("inplace"))
+        or "out" in node.kwargs
+        or (name.endswith("_") and not name.endswith("__"))
+    )
+
+
+class _Proxy(fx.Proxy):
+    """Records `y += z` as what it is; fx's own proxies make it `y + z`."""
+
+
+def _in_place_method(operation):
+    def method(self, other):
+        return self.tracer.create_proxy("call_function", operation, (self, other), {})
+
+    return method
+
+
+for _name in _IN_PLACE_OPERATORS:
+    setattr(_Proxy, f"__{_name}__", _in_place_method(getattr(operator, _name)))
+
+
+class _Tracer(fx.Tracer):
+    """Traces through every module that is not one op, and past those whose forward cannot be traced."""
+
+    def __init__(self):
+        super().__init__(autowrap_modules=(math,))
+        self.opaque: list[nn.Module] = []
+        self.seen_by: dict[fx.Node, list[nn.Module]] = defaultdict(list)
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        of_torch = m.__module__.startswith("torch.nn") and not isinstance(m, nn.Sequential)
+        return of_torch or isinstance(m, _NormBase) or activations.of_module(m) is not None or is_abn(m)
+
+    def call_module(self, m, forward, args, kwargs):
+        result = self._call(m, args, kwargs)
+        fx.node.map_aggregate((args, kwargs, result), lambda value: self._note(value, m))
+        return result
+
+    def _note(self, value: object, m: nn.Module) -> None:
+        if isinstance(value, fx.Proxy) and not isinstance(value, fx.proxy.Attribute):
+            self.seen_by[value.node].append(m)
+
+    def _call(self, m: nn.Module, args: tuple, kwargs: dict):
+        name = self.path_of_module(m)
+        if self.is_leaf_module(m, name):
+            return self.create_proxy("call_module", name, args, kwargs)
+        last = next(iter(reversed(self.graph.nodes)))
+        stack = dict(self.module_stack)
+        try:
+            # forward and not __call__: hooks are the user's, and must not be shown proxies
+            return super().call_module(m, m.forward, args, kwargs)
+        except Exception:  # whatever a forward does with a proxy that it cannot do
+            self._undo(last)
+            self.module_stack.clear()
+            self.module_stack.update(stack)
+            self.opaque.append(m)
+            return self.create_proxy("call_module", name, args, kwargs)
+
+    def _undo(self, last: fx.Node) -> None:
+        for node in reversed(list(self.graph.nodes)):
+            if node is last:
+                return
+            self.seen_by.pop(node, None)
+            self.graph.erase_node(node)
+
+
+def is_abn(module: nn.Module) -> bool:
+    """ABN, mapillary's or compat's: BatchNorm, then the activation. By name: theirs need not be installed."""
+    kind = type(module)
+    return kind.__name__ == "ABN" and "inplace_abn" in kind.__module__.split(".")
+
+
+def trace(model: nn.Module) -> tuple[list[Trace], list[nn.Module]]:
+    """The graphs that cover `model`, in training and in evaluation, and the modules that are in none.
+
+    Values of arguments with defaults are taken to be the defaults. `model` is left as it was.
+    """
+    traces: list[Trace] = []
+    untraced: dict[nn.Module, None] = {}
+    with untouched(model):
+        for training in (True, False):
+            for module in model.modules():
+                module.__dict__["training"] = training
+            _trace_in_pieces(model, traces, untraced)
+    return traces, list(untraced)
+
+
+def _trace_in_pieces(model: nn.Module, traces: list[Trace], untraced: dict[nn.Module, None]) -> None:
+    roots, done = [model], set()
+    while roots:
+        root = roots.pop(0)
+        if root in done:
+            continue
+        done.add(root)
+        tracer = _Tracer()
+        try:
+            if "forward" in root.__dict__ or isinstance(root, (_NormBase, fx.GraphModule)):
+                raise NotImplementedError("its forward is not its class's, or is one op")
+            graph = tracer.trace(root, _defaults(root))
+        except Exception:
+            untraced[root] = None
+            roots += root.children()
+            continue
+        traces.append(Trace(root, graph, tracer.seen_by))
+        roots += tracer.opaque
+
+
+def _defaults(root: nn.Module) -> dict[str, object]:
+    parameters = inspect.signature(type(root).forward).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not p.empty}
+
+
+@contextlib.contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Puts back what a traced forward sets or appends to (it may be proxies), and training flags."""
+    before = []
+    for module in model.modules():
+        attributes = dict(module.__dict__)
+        held = [value for value in attributes.values() if type(value) in _CONTAINERS]
+        before.append((module, attributes, [(container, copy.copy(container)) for container in held]))
+    try:
+        yield
+    finally:
+        for module, attributes, contents in before:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+            for container, content in contents:
+                container.clear()
+                (container.extend if isinstance(container, list) else container.update)(content)
+
+
+_CONTAINERS = (dict, list, set, OrderedDict)  # parameters, buffers, modules and hooks among them

@@ -1,0 +1,147 @@
+"""`verify`: the same step through the original and the converted model, and what came out compared."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from .adopted import Adopted
+from .sizes import Arguments, as_arguments
+from .swap import convert, revert
+
+# Both compute the same in another order, so they differ by roundings, which depth multiplies.
+_TOLERANCES = {torch.float64: 1e-7, torch.float32: 2e-2}
+_HALF_PRECISION = 0.2
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What `verify` found: relative differences by name, largest first; true where all are within limits."""
+
+    differences: dict[str, float]
+    limit: float
+
+    @property
+    def ok(self) -> bool:
+        return all(difference <= self.limit for difference in self.differences.values())
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        wrong = {name: value for name, value in self.differences.items() if not value <= self.limit}
+        shown = wrong or dict(list(self.differences.items())[:1])
+        lines = [f"  {name}: {value:.3g}" for name, value in list(shown.items())[:20]]
+        verdict = f"{len(wrong)} of {len(self.differences)} tensors differ by more than {self.limit:g}"
+        return "\n".join([verdict if wrong else f"{len(self.differences)} tensors agree; at most", *lines])
+
+
+def verify(
+    model: nn.Module,
+    inputs: Tensor | Sequence | Mapping,
+    *,
+    memory: str = "auto",
+    dtype: torch.dtype | None = torch.float64,
+    limit: float | None = None,
+) -> Verification:
+    """Runs one training step of the original and of the converted model, and compares all that comes out.
+
+    Outputs, the gradient of every parameter and of every floating-point input, and every buffer; in the
+    modes (training or evaluation) that the modules of `model` are in. `model` itself is not touched: two
+    copies of it run, one reverted and one converted (with `memory`, unless it is converted already).
+
+    Args:
+        inputs: a tensor, a tuple of arguments or a dict of keyword arguments.
+        dtype: what both copies compute in. float64 tells a wrong gradient from roundings, however deep the
+            model; None keeps the model's own.
+        limit: on the largest difference of a tensor relative to its largest value (default by dtype). A
+            gradient is judged on a scale of no less than 1e-4 of the model's largest gradient, since one
+            that is zero but for roundings has no scale of its own; a buffer likewise.
+
+    Returns a `Verification`: true when all are within the limit, and prints what differs.
+    """
+    arguments = as_arguments(inputs)
+    original, converted = revert(copy.deepcopy(model)), copy.deepcopy(model)
+    if not any(isinstance(module, Adopted) for module in model.modules()):
+        converted, _ = convert(converted, memory, inputs)
+    if dtype is not None:
+        original, converted = original.to(dtype), converted.to(dtype)
+    want, got = (_step(m, arguments, dtype) for m in (original, converted))
+    largest = {kind: _largest(want, kind) for kind in _WITHOUT_SCALE}
+    differences = {}
+    for name in want.keys() | got.keys():
+        if name not in want or name not in got:
+            differences[name] = float("inf")
+            continue
+        least = next((1e-4 * largest[kind] for kind in _WITHOUT_SCALE if name.startswith(kind)), 0.0)
+        differences[name] = _difference(got[name], want[name], least)
+    ordered = dict(sorted(differences.items(), key=lambda item: (-item[1], item[0])))
+    if limit is None:
+        computed = dtype or next((p.dtype for p in model.parameters()), torch.float32)
+        limit = _TOLERANCES.get(computed, _HALF_PRECISION)
+    return Verification(ordered, limit)
+
+
+# One of these that is zero but for roundings (a mean after a normalisation, say) has no scale of its own.
+_WITHOUT_SCALE = ("gradient of ", "buffer ")
+
+
+def _largest(tensors: dict[str, Tensor], kind: str) -> float:
+    values = [t.abs().max().item() for name, t in tensors.items() if name.startswith(kind) and t.numel()]
+    return max((value for value in values if math.isfinite(value)), default=0.0)
+
+
+def _step(model: nn.Module, arguments: Arguments, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Everything that one forward and backward leaves, by name."""
+    model.zero_grad(set_to_none=True)
+    leaves = pytree.tree_map_only(Tensor, lambda t: _leaf(t, dtype), arguments)
+    # results of an op and not leaves, so that a model may overwrite what it is given where the original does
+    args, kwargs = given = pytree.tree_map_only(Tensor, torch.clone, leaves)
+    devices = sorted({p.device.index for p in model.parameters() if p.is_cuda})
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(0)
+        outputs = _tensors(model(*args, **kwargs))
+        result = {f"output {i}": t.detach().clone() for i, t in enumerate(outputs)}
+        result |= {f"input {i} afterwards": t.detach().clone() for i, t in enumerate(_tensors(given))}
+        # weights of both signs: a plain sum has no gradient through a normalisation
+        losses = [
+            (t * torch.randn(t.shape, dtype=torch.float64).to(t)).sum() for t in outputs if t.requires_grad
+        ]
+        if losses:
+            torch.stack([loss.double() for loss in losses]).sum().backward()
+    gradients = [(f"input {i}", t.grad) for i, t in enumerate(_tensors(leaves))]
+    gradients += [(name, p.grad) for name, p in model.named_parameters()]
+    result |= {f"gradient of {name}": g.detach() for name, g in gradients if g is not None}
+    return result | {f"buffer {name}": b.detach() for name, b in model.named_buffers()}
+
+
+def _leaf(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    copied = tensor.detach().clone()
+    return copied.to(dtype).requires_grad_() if copied.is_floating_point() else copied
+
+
+def _tensors(values: object) -> list[Tensor]:
+    return [t for t in pytree.tree_leaves(_plain(values)) if isinstance(t, Tensor)]
+
+
+def _plain(output: object) -> object:
+    """Outputs in dataclass-like objects (of transformers, say) as a dict."""
+    return dict(output) if isinstance(output, Mapping) else output
+
+
+def _difference(got: Tensor, want: Tensor, least: float) -> float:
+    if got.shape != want.shape:
+        return float("inf")
+    if want.numel() == 0:
+        return 0.0
+    got, want = got.double(), want.double()
+    if not torch.equal(got.isfinite(), want.isfinite()):
+        return float("inf")
+    scale = max(want.nan_to_num(0, 0, 0).abs().max().item(), least, 1e-30)
+    return (got - want).nan_to_num(0, 0, 0).abs().max().item() / scale
