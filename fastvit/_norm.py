@@ -89,6 +89,11 @@ class ChecksConditioning:
 _layer_numbers = itertools.count(1)
 
 
+def next_layer_number() -> int:
+    """A number for a layer that shares statistics, unlike all others of this process."""
+    return next(_layer_numbers)
+
+
 class SharesGroup:
     """A layer that holds a process group, which exists in its own process alone and cannot be copied.
 
@@ -102,19 +107,19 @@ class SharesGroup:
     def set_group(self, group: "torch.distributed.ProcessGroup | None") -> None:
         """Shares statistics over another group from now on; None is the default group."""
         setattr(self, self.group_attribute, group)
-        self.layer_number = next(_layer_numbers)
+        self.layer_number = next_layer_number()
 
     def __getstate__(self) -> dict:
         return self.__dict__ | {self.group_attribute: None}
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
-        self.layer_number = next(_layer_numbers)
+        self.layer_number = next_layer_number()
 
     def __copy__(self):
         copied = self.__class__.__new__(self.__class__)
         copied.__dict__.update(self.__dict__)
-        copied.layer_number = next(_layer_numbers)
+        copied.layer_number = next_layer_number()
         return copied
 
     def __deepcopy__(self, memo: dict):
@@ -124,5 +129,5 @@ class SharesGroup:
         copied = self.__class__.__new__(self.__class__)
         memo[id(self)] = copied
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        copied.layer_number = next(_layer_numbers)
+        copied.layer_number = next_layer_number()
         return copied

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, fx, nn
 
+from .._norm import next_layer_number
 from . import exporting, tracing
 from .adopted import Adopted, adopt, release
 from .plan import MEMORY, Plan, Planner
@@ -123,7 +124,7 @@ def _apply(model: nn.Module, plans: list[Plan], names: dict[nn.Module, str]) -> 
             _through_views=plan.through_views,
             _reshaped=plan.reshaped,
             _ran=False,
-            **_missing(module),
+            **_missing(module, plan.layer.synchronised),
         )
     for activation, places in absorbed.items():
         adopt(
@@ -136,13 +137,12 @@ def _apply(model: nn.Module, plans: list[Plan], names: dict[nn.Module, str]) -> 
         adopt(root, ConvertedRoot, _proof=Proof(token, root, proven[root]))
 
 
-def _missing(module: nn.Module) -> dict[str, object]:
-    """What BatchNormAct reads and mapillary's ABN does not have."""
-    return {
-        name: value
-        for name, value in (("track_running_stats", True), ("num_batches_tracked", None))
-        if not hasattr(module, name)
-    }
+def _missing(module: nn.Module, synchronised: bool) -> dict[str, object]:
+    """What BatchNormAct reads, and mapillary's ABN or torch's SyncBatchNorm does not have."""
+    read: dict[str, object] = {"track_running_stats": True, "num_batches_tracked": None}
+    if synchronised:
+        read["layer_number"] = next_layer_number()
+    return {name: value for name, value in read.items() if not hasattr(module, name)}
 
 
 def revert(model: nn.Module) -> nn.Module:
