@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
-from .functional import channel_dimension
+from ._arguments import channel_dimension
 
 _UNSAFE = 0.05  # the share of error in the recovered xhat that is worth a warning
 _CHECK_EVERY = 1024  # forwards; each check reads one number on the host

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
-from . import _norm, functional
+from . import _arguments, _norm, functional
 
 MEMORY = ("recompute", "inplace", "keep")
 
@@ -58,9 +58,9 @@ class BatchNormAct(_norm.ChecksConditioning, _NormBase):
         _norm.check_num_features(type(self).__name__, num_features)
         if memory not in MEMORY:
             raise ValueError(f"memory is {memory!r}; one of {', '.join(MEMORY)} expected")
-        activation_param = functional.check_activation(activation, activation_param)
+        activation_param = _arguments.check_activation(activation, activation_param)
         if memory == "inplace":
-            functional.check_in_place_activation(activation, activation_param)
+            _arguments.check_in_place_activation(activation, activation_param)
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
         self.activation = activation
         self.activation_param = activation_param
@@ -95,7 +95,7 @@ class BatchNormAct(_norm.ChecksConditioning, _NormBase):
 
     def extra_repr(self) -> str:
         text = f"{super().extra_repr()}, activation={self.activation}"
-        if functional.ACTIVATIONS[self.activation] is not None:
+        if _arguments.ACTIVATIONS[self.activation] is not None:
             text += f"[{self.activation_param}]"
         return f"{text}, memory={self.memory}" + (", channel_last=True" if self.channel_last else "")
 

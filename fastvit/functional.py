@@ -1,276 +1,30 @@
-"""The layers as functions: autograd around the ops, and who shares statistics.
+"""The layers as functions: checks, whose statistics, and autograd around the ops.
 
 Each saves one activation for backward, plus O(C) numbers: the plain layer its input (which the layer before
 often saves too), the in-place layer its output (which the layer after saves anyway).
 """
 
-from numbers import Real
-
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from . import _library, ops, statistics
+from . import ops, statistics
+from ._arguments import (
+    check_activation,
+    check_in_place_activation,
+    check_input,
+    check_may_be_overwritten,
+    check_more_than_one_value,
+)
+from ._autograd import BatchNormFunction, InPlaceABNFunction, InvertibleABNFunction
 from .recompute import active_scope
 from .reference import activate
-
-_SMALLEST = 2.0**-126  # normal float32
-IN_PLACE_ACTIVATIONS = ("identity", "leaky_relu", "elu")
-# Every activation, and its parameter where the caller names none: slope of leaky_relu, alpha of elu.
-ACTIVATIONS = {
-    "identity": None,
-    "relu": None,
-    "relu6": None,
-    "leaky_relu": 0.01,
-    "elu": 1.0,
-    "gelu": None,
-    "gelu_tanh": None,
-    "silu": None,
-    "hardswish": None,
-}
-
-
-def check_activation(activation: str, activation_param: float | None) -> float:
-    """The parameter to use, 0 where the activation has none. Raises ValueError for what does not exist."""
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation is {activation!r}; one of {', '.join(ACTIVATIONS)} expected")
-    default = ACTIVATIONS[activation]
-    if default is None:
-        return 0.0
-    param = default if activation_param is None else activation_param
-    if isinstance(param, bool) or not isinstance(param, Real) or not abs(param) <= 1 / _SMALLEST:
-        raise ValueError(f"activation_param is {param!r}; a finite number expected for {activation}")
-    return param
-
-
-def check_in_place_activation(activation: str, activation_param: float) -> None:
-    """Raises ValueError unless the activation can be inverted."""
-    if activation not in IN_PLACE_ACTIVATIONS:
-        raise ValueError(
-            f"activation is {activation!r}; in place it is recovered from its output, so it must be one of "
-            f"{', '.join(IN_PLACE_ACTIVATIONS)}"
-        )
-    if activation != "identity" and not (
-        isinstance(activation_param, Real) and _SMALLEST <= activation_param <= 1 / _SMALLEST
-    ):
-        raise ValueError(
-            f"activation_param is {activation_param!r}; {activation} in place is inverted, so it must be > 0 "
-            "and a finite float32, as must its reciprocal"
-            + (" (slope 0 is relu, which cannot be inverted)" if activation_param == 0 else "")
-        )
-
-
-def channel_dimension(name: str, x: Tensor, channel_last: bool) -> int:
-    """Which dimension of x is C; raises ValueError when x has not 2 to 5 dimensions."""
-    if not 2 <= x.dim() <= 5:
-        raise ValueError(f"{name}: expected an input of 2 to 5 dimensions, got {x.dim()}D {tuple(x.shape)}")
-    return x.dim() - 1 if channel_last else 1
-
-
-def _check_input(
-    name: str,
-    x: Tensor,
-    channel_last: bool,
-    z: Tensor | None = None,
-    **per_channel: Tensor | None,
-) -> int:
-    """The channel dimension of x; raises ValueError for a shape, dtype or device that cannot be.
-
-    Before anything is written or sent: an error here leaves no statistics half updated.
-    """
-    channel_dim = channel_dimension(name, x, channel_last)
-    if not x.is_floating_point():
-        raise ValueError(f"{name}: expected a floating-point input, got {x.dtype}")
-    if x.is_cuda and not _library.HAS_CUDA:
-        raise ValueError(
-            f"{name}: the input is on {x.device}, but the CUDA kernels are {_library.CUDA_STATUS}"
-        )
-    for what, tensor in per_channel.items():
-        if tensor is None:
-            continue
-        if tensor.dim() != 1 or tensor.shape[0] != x.shape[channel_dim]:
-            raise ValueError(
-                f"{name}: {what} has shape {tuple(tensor.shape)}, so expected as many channels in dimension "
-                f"{channel_dim}, got {x.shape[channel_dim]} (input {tuple(x.shape)}, {channel_last=})"
-            )
-        if tensor.device != x.device:
-            raise ValueError(
-                f"{name}: the input is on {x.device} and {what} on {tensor.device}; one expected"
-            )
-    if z is not None and (z.shape != x.shape or z.dtype != x.dtype or z.device != x.device):
-        raise ValueError(
-            f"{name}: z is {tuple(z.shape)}, {z.dtype}, on {z.device}; "
-            f"{tuple(x.shape)}, {x.dtype}, on {x.device} expected, as the input"
-        )
-    return channel_dim
-
-
-def _check_may_be_overwritten(name: str, x: Tensor) -> None:
-    """Raises RuntimeError where autograd would, but before x is overwritten and not after."""
-    if torch.compiler.is_compiling():
-        return
-    refuse = None
-    if x.is_inference() and not torch.is_inference_mode_enabled():
-        refuse = "is an inference tensor outside inference mode"
-    elif torch.is_grad_enabled() and x._is_view() and x._base.is_leaf and x._base.requires_grad:
-        refuse = "is a view of a leaf that requires grad"
-    elif torch.is_grad_enabled() and x.requires_grad and x.is_leaf:
-        refuse = "is a leaf that requires grad"
-    elif torch.is_grad_enabled() and x._is_view() and _several_views_made(x):
-        refuse = "is one of several views that one op made (chunk, split, unbind) or a view made without grad"
-    if refuse:
-        raise RuntimeError(
-            f"{name}: the input {refuse}, which cannot be overwritten; "
-            "pass the result of an op (its clone, say)"
-        )
-
-
-def _several_views_made(x: Tensor) -> bool:
-    meta = torch._C._autograd
-    return x.requires_grad and meta._get_creation_meta(x) != meta.CreationMeta.DEFAULT
 
 
 def _shared(op: str, training: bool, group, layer: int, momentum: float | None):
     if not training:
         return statistics.Local()
     return statistics.over(group, statistics.Layer(op, layer, momentum))
-
-
-def _check_more_than_one_value(x: Tensor, channel_dim: int, shared: "statistics.Local | object") -> None:
-    # Over several ranks the others may hold values, and their counts are never read back to the host.
-    if shared.world_size == 1 and x.numel() == x.shape[channel_dim]:
-        raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
-
-
-class _BatchNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx, x, weight, bias, z, running_mean, running_var, num_batches_tracked,
-        shared, training, momentum, eps, activation, activation_param, channel_dim,
-    ):  # fmt: skip
-        rest = (
-            weight, bias, z, running_mean, running_var, num_batches_tracked,
-            momentum, eps, activation, activation_param, channel_dim,
-        )  # fmt: skip
-        ticket = None
-        if training and isinstance(shared, statistics.Local):
-            y, saved = ops.bn_local_forward(x, *rest)
-        else:
-            moments, ticket = shared.gather(ops.bn_stats(x, channel_dim)) if training else (None, None)
-            y, saved = ops.bn_forward(x, moments, *rest)
-        # Without an activation z decides nothing in backward: its gradient is dy itself.
-        ctx.save_for_backward(x, weight, bias, None if activation == "identity" else z, ticket, saved)
-        _remember(ctx, shared, training, activation, activation_param, channel_dim)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        x, weight, bias, z, ticket, saved = ctx.saved_tensors
-        wants_x, wants_weight, wants_bias, wants_z = ctx.needs_input_grad[:4]
-        rest = (weight, bias, *ctx.activation, ctx.channel_dim)
-        exchange = wants_x and ctx.training
-        dx = dz = sums = pending = None
-        if exchange and isinstance(ctx.shared, statistics.Local):
-            dx, dz, sums = ops.bn_local_backward(x, dy, z, saved, *rest)
-        elif exchange or wants_weight or wants_bias:
-            sums = ops.bn_reduce(x, dy, z, saved, *rest)
-            pending = ctx.shared.start_sum(sums, ticket) if exchange else None
-        dweight, dbias = _parameter_gradients(sums, weight, bias, wants_weight, wants_bias)
-        if dx is None and (wants_x or (wants_z and z is not None)):
-            dx, dz = ops.bn_backward(x, dy, z, saved, pending.wait() if pending else None, *rest)
-        if wants_z and z is None:
-            dz = dy
-        return (dx if wants_x else None, dweight, dbias, dz if wants_z else None, *[None] * 10)
-
-
-class _InPlaceABN(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx, x, weight, bias, running_mean, running_var, num_batches_tracked,
-        shared, training, momentum, eps, activation, activation_param, channel_dim,
-    ):  # fmt: skip
-        rest = (
-            weight, bias, running_mean, running_var, num_batches_tracked,
-            momentum, eps, activation, activation_param, channel_dim,
-        )  # fmt: skip
-        ticket = None
-        if training and isinstance(shared, statistics.Local):
-            saved = ops.abn_local_forward_(x, *rest)
-        else:
-            moments, ticket = shared.gather(ops.bn_stats(x, channel_dim)) if training else (None, None)
-            saved = ops.abn_forward_(x, moments, *rest)
-        ctx.mark_dirty(x)
-        ctx.save_for_backward(x, weight, bias, saved, ticket)
-        _remember(ctx, shared, training, activation, activation_param, channel_dim)
-        return x
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        return _invertible_backward(ctx, dy)
-
-
-class _InvertibleABN(torch.autograd.Function):
-    """_InPlaceABN with a result of its own, for torch.compile.
-
-    mark_dirty on an input of a compiled graph loses this backward in torch 2.13 (aot_autograd then takes the
-    gradient of the plain overwrite), so what is traced never mutates. The caller copies y over x, which the
-    compiler drops wherever x is its own.
-    """
-
-    @staticmethod
-    def forward(
-        ctx, x, weight, bias, running_mean, running_var, num_batches_tracked,
-        shared, training, momentum, eps, activation, activation_param, channel_dim,
-    ):  # fmt: skip
-        moments, ticket = shared.gather(ops.bn_stats(x, channel_dim)) if training else (None, None)
-        y, saved = ops.abn_forward(
-            x, moments, weight, bias, running_mean, running_var, num_batches_tracked,
-            momentum, eps, activation, activation_param, channel_dim,
-        )  # fmt: skip
-        ctx.save_for_backward(y, weight, bias, saved, ticket)
-        _remember(ctx, shared, training, activation, activation_param, channel_dim)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        return _invertible_backward(ctx, dy)
-
-
-def _remember(ctx, shared, training, activation, activation_param, channel_dim):
-    ctx.shared, ctx.training = shared, training
-    ctx.activation, ctx.channel_dim = (activation, activation_param), channel_dim
-
-
-def _invertible_backward(ctx, dy):
-    y, weight, bias, saved, ticket = ctx.saved_tensors
-    wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-    rest = (weight, bias, *ctx.activation, ctx.channel_dim)
-    exchange = wants_x and ctx.training
-    dx = sums = pending = None
-    if exchange and isinstance(ctx.shared, statistics.Local):
-        dx, sums = ops.abn_local_backward(y, dy, saved, *rest)
-    elif exchange or wants_weight or wants_bias:
-        sums = ops.abn_reduce(y, dy, saved, *rest)
-        pending = ctx.shared.start_sum(sums, ticket) if exchange else None
-    dweight, dbias = _parameter_gradients(sums, weight, bias, wants_weight, wants_bias)
-    if dx is None and wants_x:
-        dx = ops.abn_backward(y, dy, saved, pending.wait() if pending else None, *rest)
-    return (dx, dweight, dbias, *[None] * 10)
-
-
-def _parameter_gradients(sums, weight, bias, wants_weight, wants_bias):
-    """Gradients of weight and bias from this rank's sums: ranks are averaged by DDP, like all parameters."""
-    if not (wants_weight or wants_bias):
-        return None, None
-    dbias, dweight = sums.chunk(2)
-    return (
-        dweight.to(weight.dtype) if wants_weight else None,
-        dbias.to(bias.dtype) if wants_bias else None,
-    )
 
 
 def sync_batch_norm(
@@ -390,12 +144,12 @@ def _batch_norm_act(
     name, x, weight, bias, running_mean, running_var, z, training, momentum, eps,
     activation, activation_param, channel_last, num_batches_tracked, shared, recompute,
 ):  # fmt: skip
-    channel_dim = _check_input(
+    channel_dim = check_input(
         name, x, channel_last, z,
         weight=weight, bias=bias, running_mean=running_mean, running_var=running_var,
     )  # fmt: skip
     if training:
-        _check_more_than_one_value(x, channel_dim, shared)
+        check_more_than_one_value(x, channel_dim, shared)
     state = (weight, bias, running_mean, running_var)
     if torch.compiler.is_compiling() and _torch_can(x, *state, momentum, shared):
         return _plain_batch_norm_act(
@@ -404,7 +158,7 @@ def _batch_norm_act(
         )  # fmt: skip
 
     def layer():
-        return _BatchNorm.apply(
+        return BatchNormFunction.apply(
             x, weight, bias, z, running_mean, running_var, num_batches_tracked,
             shared, training, momentum, eps, activation, activation_param, channel_dim,
         )  # fmt: skip
@@ -523,13 +277,13 @@ def _inplace_abn(
     channel_last, num_batches_tracked, abs_weight, shared, name,
 ):  # fmt: skip
     check_in_place_activation(activation, activation_param)
-    channel_dim = _check_input(
+    channel_dim = check_input(
         name, x, channel_last,
         weight=weight, bias=bias, running_mean=running_mean, running_var=running_var,
     )  # fmt: skip
     if training:
-        _check_more_than_one_value(x, channel_dim, shared)
-    _check_may_be_overwritten(name, x)
+        check_more_than_one_value(x, channel_dim, shared)
+    check_may_be_overwritten(name, x)
     if abs_weight and weight is not None:
         weight = absolute_weight(weight, eps)
     arguments = (
@@ -537,5 +291,5 @@ def _inplace_abn(
         shared, training, momentum, eps, activation, activation_param, channel_dim,
     )  # fmt: skip
     if torch.compiler.is_compiling():
-        return x.copy_(_InvertibleABN.apply(*arguments))
-    return _InPlaceABN.apply(*arguments)
+        return x.copy_(InvertibleABNFunction.apply(*arguments))
+    return InPlaceABNFunction.apply(*arguments)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
-from . import _norm, functional
+from . import _arguments, _norm, functional
 
 
 class InPlaceABN(_norm.ChecksConditioning, _NormBase):
@@ -55,7 +55,7 @@ class InPlaceABN(_norm.ChecksConditioning, _NormBase):
         dtype: torch.dtype | None = None,
     ):
         _norm.check_num_features(type(self).__name__, num_features)
-        functional.check_in_place_activation(activation, activation_param)
+        _arguments.check_in_place_activation(activation, activation_param)
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
         self.activation = activation
         self.activation_param = activation_param

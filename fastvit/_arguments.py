@@ -1,0 +1,129 @@
+"""What the layers take: activations, shapes, dtypes, inputs that may be overwritten."""
+
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+from . import _library, statistics
+
+_SMALLEST = 2.0**-126  # normal float32
+IN_PLACE_ACTIVATIONS = ("identity", "leaky_relu", "elu")
+# Every activation, and its parameter where the caller names none: slope of leaky_relu, alpha of elu.
+ACTIVATIONS = {
+    "identity": None,
+    "relu": None,
+    "relu6": None,
+    "leaky_relu": 0.01,
+    "elu": 1.0,
+    "gelu": None,
+    "gelu_tanh": None,
+    "silu": None,
+    "hardswish": None,
+}
+
+
+def check_activation(activation: str, activation_param: float | None) -> float:
+    """The parameter to use, 0 where the activation has none. Raises ValueError for what does not exist."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}; one of {', '.join(ACTIVATIONS)} expected")
+    default = ACTIVATIONS[activation]
+    if default is None:
+        return 0.0
+    param = default if activation_param is None else activation_param
+    if isinstance(param, bool) or not isinstance(param, Real) or not abs(param) <= 1 / _SMALLEST:
+        raise ValueError(f"activation_param is {param!r}; a finite number expected for {activation}")
+    return param
+
+
+def check_in_place_activation(activation: str, activation_param: float) -> None:
+    """Raises ValueError unless the activation can be inverted."""
+    if activation not in IN_PLACE_ACTIVATIONS:
+        raise ValueError(
+            f"activation is {activation!r}; in place it is recovered from its output, so it must be one of "
+            f"{', '.join(IN_PLACE_ACTIVATIONS)}"
+        )
+    if activation != "identity" and not (
+        isinstance(activation_param, Real) and _SMALLEST <= activation_param <= 1 / _SMALLEST
+    ):
+        raise ValueError(
+            f"activation_param is {activation_param!r}; {activation} in place is inverted, so it must be > 0 "
+            "and a finite float32, as must its reciprocal"
+            + (" (slope 0 is relu, which cannot be inverted)" if activation_param == 0 else "")
+        )
+
+
+def channel_dimension(name: str, x: Tensor, channel_last: bool) -> int:
+    """Which dimension of x is C; raises ValueError when x has not 2 to 5 dimensions."""
+    if not 2 <= x.dim() <= 5:
+        raise ValueError(f"{name}: expected an input of 2 to 5 dimensions, got {x.dim()}D {tuple(x.shape)}")
+    return x.dim() - 1 if channel_last else 1
+
+
+def check_input(
+    name: str,
+    x: Tensor,
+    channel_last: bool,
+    z: Tensor | None = None,
+    **per_channel: Tensor | None,
+) -> int:
+    """The channel dimension of x; raises ValueError for a shape, dtype or device that cannot be.
+
+    Before anything is written or sent: an error here leaves no statistics half updated.
+    """
+    channel_dim = channel_dimension(name, x, channel_last)
+    if not x.is_floating_point():
+        raise ValueError(f"{name}: expected a floating-point input, got {x.dtype}")
+    if x.is_cuda and not _library.HAS_CUDA:
+        raise ValueError(
+            f"{name}: the input is on {x.device}, but the CUDA kernels are {_library.CUDA_STATUS}"
+        )
+    for what, tensor in per_channel.items():
+        if tensor is None:
+            continue
+        if tensor.dim() != 1 or tensor.shape[0] != x.shape[channel_dim]:
+            raise ValueError(
+                f"{name}: {what} has shape {tuple(tensor.shape)}, so expected as many channels in dimension "
+                f"{channel_dim}, got {x.shape[channel_dim]} (input {tuple(x.shape)}, {channel_last=})"
+            )
+        if tensor.device != x.device:
+            raise ValueError(
+                f"{name}: the input is on {x.device} and {what} on {tensor.device}; one expected"
+            )
+    if z is not None and (z.shape != x.shape or z.dtype != x.dtype or z.device != x.device):
+        raise ValueError(
+            f"{name}: z is {tuple(z.shape)}, {z.dtype}, on {z.device}; "
+            f"{tuple(x.shape)}, {x.dtype}, on {x.device} expected, as the input"
+        )
+    return channel_dim
+
+
+def check_may_be_overwritten(name: str, x: Tensor) -> None:
+    """Raises RuntimeError where autograd would, but before x is overwritten and not after."""
+    if torch.compiler.is_compiling():
+        return
+    refuse = None
+    if x.is_inference() and not torch.is_inference_mode_enabled():
+        refuse = "is an inference tensor outside inference mode"
+    elif torch.is_grad_enabled() and x._is_view() and x._base.is_leaf and x._base.requires_grad:
+        refuse = "is a view of a leaf that requires grad"
+    elif torch.is_grad_enabled() and x.requires_grad and x.is_leaf:
+        refuse = "is a leaf that requires grad"
+    elif torch.is_grad_enabled() and x._is_view() and _several_views_made(x):
+        refuse = "is one of several views that one op made (chunk, split, unbind) or a view made without grad"
+    if refuse:
+        raise RuntimeError(
+            f"{name}: the input {refuse}, which cannot be overwritten; "
+            "pass the result of an op (its clone, say)"
+        )
+
+
+def _several_views_made(x: Tensor) -> bool:
+    meta = torch._C._autograd
+    return x.requires_grad and meta._get_creation_meta(x) != meta.CreationMeta.DEFAULT
+
+
+def check_more_than_one_value(x: Tensor, channel_dim: int, shared: "statistics.Local | object") -> None:
+    # Over several ranks the others may hold values, and their counts are never read back to the host.
+    if shared.world_size == 1 and x.numel() == x.shape[channel_dim]:
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
