@@ -59,6 +59,9 @@ STABLE_TORCH_LIBRARY(fastvit, m) {
   m.def(
       "peer_poll(Tensor segment, Tensor(a!) state, Tensor numbers, Tensor(b!) rows, Tensor(c!)? total, "
       "int layer, int step, int kind, float seconds) -> int");
+  m.def(
+      "peer_exchange(Tensor(a!) segment, Tensor(b!) state, Tensor numbers, Tensor(c!) rows, "
+      "Tensor(d!)? total, int layer, int step, int kind, float seconds) -> int");
   m.def("peer_give_up(Tensor(a!) segment, Tensor(b!) state) -> ()");
   m.def("peer_rejoin(Tensor(a!) segment, Tensor(b!) state, float seconds) -> int");
 }
@@ -67,6 +70,7 @@ STABLE_TORCH_LIBRARY_IMPL(fastvit, CPU, m) {
   fastvit::Frontend<fastvit::Cpu>::implement(m);
   m.impl("peer_push", TORCH_BOX(&fastvit::peer_push));
   m.impl("peer_poll", TORCH_BOX(&fastvit::peer_poll));
+  m.impl("peer_exchange", TORCH_BOX(&fastvit::peer_exchange));
   m.impl("peer_give_up", TORCH_BOX(&fastvit::peer_give_up));
   m.impl("peer_rejoin", TORCH_BOX(&fastvit::peer_rejoin));
 }

@@ -23,14 +23,14 @@ class BatchNormFunction(torch.autograd.Function):
             moments, ticket = shared.gather(ops.bn_stats(x, channel_dim)) if training else (None, None)
             y, saved = ops.bn_forward(x, moments, *rest)
         # Without an activation z decides nothing in backward: its gradient is dy itself.
-        ctx.save_for_backward(x, weight, bias, None if activation == "identity" else z, ticket, saved)
+        _keep(ctx, ticket, x, weight, bias, None if activation == "identity" else z, saved)
         _remember(ctx, shared, training, activation, activation_param, channel_dim)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        x, weight, bias, z, ticket, saved = ctx.saved_tensors
+        ticket, x, weight, bias, z, saved = _kept(ctx)
         wants_x, wants_weight, wants_bias, wants_z = ctx.needs_input_grad[:4]
         rest = (weight, bias, *ctx.activation, ctx.channel_dim)
         exchange = wants_x and ctx.training
@@ -65,7 +65,7 @@ class InPlaceABNFunction(torch.autograd.Function):
             moments, ticket = shared.gather(ops.bn_stats(x, channel_dim)) if training else (None, None)
             saved = ops.abn_forward_(x, moments, *rest)
         ctx.mark_dirty(x)
-        ctx.save_for_backward(x, weight, bias, saved, ticket)
+        _keep(ctx, ticket, x, weight, bias, saved)
         _remember(ctx, shared, training, activation, activation_param, channel_dim)
         return x
 
@@ -93,7 +93,7 @@ class InvertibleABNFunction(torch.autograd.Function):
             x, moments, weight, bias, running_mean, running_var, num_batches_tracked,
             momentum, eps, activation, activation_param, channel_dim,
         )  # fmt: skip
-        ctx.save_for_backward(y, weight, bias, saved, ticket)
+        _keep(ctx, ticket, y, weight, bias, saved)
         _remember(ctx, shared, training, activation, activation_param, channel_dim)
         return y
 
@@ -103,13 +103,25 @@ class InvertibleABNFunction(torch.autograd.Function):
         return _invertible_backward(ctx, dy)
 
 
+def _keep(ctx, ticket, *tensors):
+    """For `_kept`: tensors, and the ticket of an exchange, which is one only where a compiler traces."""
+    traced = isinstance(ticket, torch.Tensor)
+    ctx.ticket = None if traced else ticket
+    ctx.save_for_backward(ticket if traced else None, *tensors)
+
+
+def _kept(ctx):
+    ticket, *tensors = ctx.saved_tensors
+    return ctx.ticket if ticket is None else ticket, *tensors
+
+
 def _remember(ctx, shared, training, activation, activation_param, channel_dim):
     ctx.shared, ctx.training = shared, training
     ctx.activation, ctx.channel_dim = (activation, activation_param), channel_dim
 
 
 def _invertible_backward(ctx, dy):
-    y, weight, bias, saved, ticket = ctx.saved_tensors
+    ticket, y, weight, bias, saved = _kept(ctx)
     wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
     rest = (weight, bias, *ctx.activation, ctx.channel_dim)
     exchange = wants_x and ctx.training

@@ -21,6 +21,10 @@ void peer_push(Tensor segment, Tensor state, Tensor numbers, int64_t layer, int6
 int64_t peer_poll(Tensor segment, Tensor state, Tensor numbers, Tensor rows, std::optional<Tensor> total,
                   int64_t layer, int64_t step, int64_t kind, double seconds);
 
+// peer_push and peer_poll.
+int64_t peer_exchange(Tensor segment, Tensor state, Tensor numbers, Tensor rows, std::optional<Tensor> total,
+                      int64_t layer, int64_t step, int64_t kind, double seconds);
+
 // Leaves the exchange for good and lets the peers know.
 void peer_give_up(Tensor segment, Tensor state);
 

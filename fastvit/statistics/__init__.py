@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .exchange import PendingSum
+from .exchange import PendingSum, Tag
 from .group import Layer, possible, statistics_of, taken
 from .traced import gather_moments, sum_over_ranks
 
@@ -34,14 +34,15 @@ class Shared:
         self._group, self._layer = group, layer
         self.world_size = dist.get_world_size(group)
 
-    def gather(self, moments: Tensor) -> tuple[Tensor, Tensor]:
-        """The moments of all ranks, `(world_size, 2C + 2)` in rank order, and a ticket for `start_sum`."""
+    def gather(self, moments: Tensor) -> tuple[Tensor, "Tag | Tensor"]:
+        """The moments of all ranks, `(world_size, 2C + 2)` in rank order, and a ticket for `start_sum`: a
+        tensor where a compiler traces."""
         if torch.compiler.is_compiling():
             name, layer = self._group.group_name, self._layer
             return gather_moments(moments, name, self.world_size, layer.op, layer.number, layer.momentum)
         return statistics_of(self._group, moments.device).gather(self._layer, moments)
 
-    def start_sum(self, sums: Tensor, ticket: Tensor) -> PendingSum:
+    def start_sum(self, sums: Tensor, ticket: "Tag | Tensor") -> PendingSum:
         """Starts adding up `sums`, `(2C,)`, over ranks, which stays local. `ticket` is the forward's."""
         if torch.compiler.is_compiling():  # which schedules for itself
             total = sum_over_ranks(sums, ticket, self._group.group_name)

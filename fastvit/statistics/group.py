@@ -51,20 +51,20 @@ class GroupStatistics:
         self._names: list[str] = []
         self.transport, self.why = None, ""
 
-    def gather(self, layer: Layer, moments: Tensor) -> tuple[Tensor, Tensor]:
-        """All ranks' moments, `(world_size, 2C + 2)`, and a ticket (2 int64 on the CPU) for the backward."""
+    def gather(self, layer: Layer, moments: Tensor) -> tuple[Tensor, Tag]:
+        """All ranks' moments, `(world_size, 2C + 2)`, and the tag for the backward."""
         self._check_process()
         key = (layer.number, layer.op, moments.numel(), moments.dtype)
         number = self._layers.get(key)
         if number is None:
             number = self._layers[key] = self._agree(layer, moments)
         tag = Tag(number, self.transport.next_step())
-        return self.transport.gather(moments, tag), torch.tensor(tag)
+        return self.transport.gather(moments, tag), tag
 
-    def start_sum(self, sums: Tensor, ticket: Tensor) -> PendingSum:
+    def start_sum(self, sums: Tensor, tag: Tag) -> PendingSum:
         """Starts adding up `sums`, `(2C,)`, over ranks."""
         self._check_process()
-        return self.transport.start_sum(sums, Tag(*ticket.tolist()))
+        return self.transport.start_sum(sums, tag)
 
     def describe(self) -> str:
         return f"group {self.name} ({self._agreement.world} ranks, {self._device.type}): {self.why}"

@@ -81,8 +81,7 @@ class SharedMemory:
     def gather(self, moments: Tensor, tag: Tag) -> Tensor:
         """The moments of all ranks, `(world_size, 2C + 2)`, in rank order."""
         rows = moments.new_empty(self._world, moments.numel())
-        _ops.peer_push(self._segment, self._state, moments, *tag, _MOMENTS)
-        self._poll(moments, rows, None, tag, _MOMENTS)
+        self._wait(_ops.peer_exchange, moments, rows, None, tag, _MOMENTS)
         return rows
 
     def start_sum(self, sums: Tensor, tag: Tag) -> PendingSum:
@@ -93,24 +92,30 @@ class SharedMemory:
 
         def finish() -> Tensor:
             rows, total = sums.new_empty(self._world, sums.numel()), torch.empty_like(sums)
-            self._poll(sums, rows, total, tag, _SUMS)
+            self._wait(_ops.peer_poll, sums, rows, total, tag, _SUMS)
             return total
 
         return PendingSum(finish)
 
-    def _poll(self, numbers: Tensor, rows: Tensor, total: Tensor | None, tag: Tag, kind: int) -> None:
+    def _wait(
+        self,
+        begin: Callable[..., int],
+        numbers: Tensor,
+        rows: Tensor,
+        total: Tensor | None,
+        tag: Tag,
+        kind: int,
+    ) -> None:
+        """`begin`, and then peer_poll for as long as it takes."""
+        arguments = (self._segment, self._state, numbers, rows, total, *tag, kind, _SLICE)
         try:
             deadline = time.monotonic() + self._timeout
-            while True:
-                fault = _ops.peer_poll(
-                    self._segment, self._state, numbers, rows, total, *tag, kind, _SLICE
-                )  # fmt: skip
-                if fault == _DONE:
-                    return
-                if fault == _PENDING:
-                    self._check_missing(self._text(tag, kind), deadline)
-                else:
-                    raise self._fault(fault, self._text(tag, kind))
+            fault = begin(*arguments)
+            while fault == _PENDING:
+                self._check_missing(self._text(tag, kind), deadline)
+                fault = _ops.peer_poll(*arguments)
+            if fault != _DONE:
+                raise self._fault(fault, self._text(tag, kind))
         except BaseException:
             self._give_up()
             raise

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .exchange import Tag
 from .group import Layer, statistics_of
 
 
@@ -16,7 +17,8 @@ def gather_moments(
     moments: Tensor, group: str, world_size: int, op: str, number: int, momentum: float | None
 ) -> tuple[Tensor, Tensor]:
     shared = statistics_of(dist.distributed_c10d._resolve_process_group(group), moments.device)
-    return shared.gather(Layer(op, number, momentum), moments)
+    rows, tag = shared.gather(Layer(op, number, momentum), moments)
+    return rows, torch.tensor(tag)
 
 
 @gather_moments.register_fake
@@ -28,7 +30,7 @@ def _(moments, group, world_size, op, number, momentum):
 @torch.library.custom_op("fastvit::sum_over_ranks", mutates_args=())
 def sum_over_ranks(sums: Tensor, ticket: Tensor, group: str) -> Tensor:
     shared = statistics_of(dist.distributed_c10d._resolve_process_group(group), sums.device)
-    return shared.start_sum(sums, ticket).wait()
+    return shared.start_sum(sums, Tag(*ticket.tolist())).wait()
 
 
 @sum_over_ranks.register_fake
