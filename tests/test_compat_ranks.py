@@ -100,7 +100,7 @@ OPTIONS = (
     ({"message_size": 1, "delay_allreduce": True}, 1.5),
     ({"gradient_average": False}, 3.0),
     ({"gradient_predivide_factor": 2.0}, 1.5),
-    ({"gradient_predivide_factor": 2.0, "gradient_average": False}, 3.0),
+    ({"gradient_predivide_factor": 2.0, "gradient_average": False}, 1.5),
     ({"gradient_average_split_factor": 4.0}, 1.5),
     ({"allreduce_always_fp32": True}, 1.5),
 )

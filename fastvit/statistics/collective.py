@@ -95,7 +95,7 @@ class _Later:
 
     def __init__(self, device: torch.device):
         self._failed = torch.zeros((), dtype=torch.bool, device=device)
-        self._seen = torch.zeros((), dtype=torch.bool, pin_memory=device.type == "cuda")
+        self._seen = torch.zeros((), dtype=torch.bool, device="cpu", pin_memory=device.type == "cuda")
 
     def checked(self, result: Tensor, good: Tensor, description: str) -> Tensor:
         if self._seen:

@@ -81,8 +81,6 @@ class GroupStatistics:
         number = len(self._names)
         momentum = "cumulative" if layer.momentum is None else f"{layer.momentum:g}"
         name = f"layer {number} ({layer.op}, {channels} channels)"
-        if self.transport is None:
-            self._choose(channels, dtype)
         answers = self._agreement.ask(
             f"first call of {name}", f"{layer.op}, {channels} channels, {dtype}, momentum {momentum}"
         )
@@ -91,14 +89,14 @@ class GroupStatistics:
                 f"rank {self._agreement.rank}: the ranks of group {self.name} differ in their layer "
                 f"{number}: {answers_text(answers)}"
             )
-        if not self.transport.reserve(channels, dtype):
+        if self.transport is None or not self.transport.reserve(channels, dtype):
             self._choose(channels, dtype)
         self._names.append(name)
         return number
 
     def _name_of(self, tag: Tag, direction: str) -> str:
         name = self._names[tag.layer] if tag.layer < len(self._names) else f"layer {tag.layer}"
-        return f"{direction} of {name}, step {tag.step}"
+        return f"{direction} of {name}, step {tag.step} of group {self.name}"
 
     def _choose(self, channels: int, dtype: torch.dtype) -> None:
         self.transport, self.why = self._vote(channels, dtype)

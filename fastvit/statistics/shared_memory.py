@@ -62,8 +62,8 @@ class SharedMemory:
         self._segment, self._agreement, self._describe = segment, agreement, describe
         self._rank, self._world, self._timeout = agreement.rank, agreement.world, agreement.timeout
         self.capacity = capacity
-        self._state = torch.zeros(_MISSING + self._world, dtype=torch.int64)
-        self._state[:3] = torch.tensor([self._rank, self._world, capacity])
+        self._state = torch.zeros(_MISSING + self._world, dtype=torch.int64, device="cpu")
+        self._state[:3] = torch.tensor([self._rank, self._world, capacity], device="cpu")
         self._step = 0
         self._abandoned = False  # an exchange: the ranks meet before the next
         self._watch = _Watch(self._processes())
@@ -217,7 +217,7 @@ def connect(
                 segment = _map(path, size)
                 words = segment[: 8 * _STATUS_WORDS * agreement.world].view(torch.int64)
                 words[agreement.rank * _STATUS_WORDS + _STATUS_PROCESS] = os.getpid()
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 result = str(error)
         else:
             result = created

@@ -18,7 +18,7 @@ def gather_moments(
 ) -> tuple[Tensor, Tensor]:
     shared = statistics_of(dist.distributed_c10d._resolve_process_group(group), moments.device)
     rows, tag = shared.gather(Layer(op, number, momentum), moments)
-    return rows, torch.tensor(tag)
+    return rows, torch.tensor(tag, device="cpu")
 
 
 @gather_moments.register_fake

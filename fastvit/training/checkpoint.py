@@ -43,7 +43,7 @@ def _place(path: Path) -> tuple[int, int]:
     return int(found[1]), int(found[2] or 0)
 
 
-def _checkpoints(run: Path) -> list[Path]:
+def checkpoints(run: Path) -> list[Path]:
     """The checkpoints of a run, oldest first."""
     return sorted((p for p in (run / "checkpoints").glob("epoch-*") if NAME.fullmatch(p.name)), key=_place)
 
@@ -93,7 +93,7 @@ def save_checkpoint(
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    older = _checkpoints(run)
+    older = checkpoints(run)
     step = f"-step-{state['step']:06d}" if state["step"] else ""
     final = run / "checkpoints" / f"epoch-{state['epoch']:04d}{step}"
     temporary = final.with_name(final.name + ".tmp")
@@ -122,7 +122,7 @@ def save_checkpoint(
 
 
 def _remove_others(run: Path, newest: Path, keep: int) -> None:
-    found = _checkpoints(run)
+    found = checkpoints(run)
     abandoned = [path for path in found if _place(path) > _place(newest)]
     best = (newest.parent / "best").resolve()
     for path in abandoned + found[: len(found) - len(abandoned)][:-keep]:
@@ -138,9 +138,10 @@ def find_checkpoint(path: Path) -> Path:
     Raises:
         TrainingError: there is none.
     """
+    path = Path(os.path.abspath(path))
     if (path / STATE).is_file() or (path / ("model" + SUFFIX)).is_file():
         return path.resolve() if path.is_symlink() else path
-    found = _checkpoints(path)
+    found = checkpoints(path)
     last = path / "checkpoints" / "last"
     if last.exists():
         return last.parent / os.readlink(last)
@@ -187,7 +188,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _damaged(path: Path, error: Exception) -> str:
-    others = [other.name for other in _checkpoints(path.parents[2]) if other != path.parent]
+    others = [other.name for other in checkpoints(path.parents[2]) if other != path.parent]
     instead = f"resume from {others[-1]} beside it" if others else "resume from another checkpoint"
     return (
         f"--resume: {path} is missing, cut off or damaged ({type(error).__name__}: {_first_line(error)}); "

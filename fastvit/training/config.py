@@ -130,6 +130,7 @@ class Config:
             )
         if self.data in ("cifar10", "cifar100", "folder") and not self.data_path:
             raise ConfigError(f"--data {self.data} needs --data-path, the folder where its files lie")
+        self._refuse_without_effect()
         if self.norm == "torch-sync" and self.device == "cpu":
             raise ConfigError(
                 "--norm torch-sync trains on CUDA only, got --device cpu; "
@@ -147,6 +148,17 @@ class Config:
             except ValueError:
                 scale = -1.0
             _require(0 < scale < math.inf, "loss_scale", "auto, dynamic or a number above 0", self.loss_scale)
+
+    def _refuse_without_effect(self) -> None:
+        made = ("folder", "synthetic")
+        timm = self.model.startswith("timm/")
+        for name, given, has_effect, where in (
+            ("image_size", self.image_size is not None, self.data in made, "--data folder and synthetic"),
+            ("loss_scale", self.loss_scale != "auto", self.amp.startswith("O"), "--amp O0 to O3"),
+            ("mlp_norm", self.mlp_norm != "batch", not timm, "fastvit's models"),
+        ):
+            if given and not has_effect:
+                raise ConfigError(f"{flag(name)} is for {where}, got {flag(name)} {getattr(self, name)}")
 
     def save(self, path: Path) -> None:
         """Write the fields as TOML that ``--config`` takes back; what is None is left out."""

@@ -70,8 +70,13 @@ class ImageFolder:
         return torch.stack([self._read(self.paths[index], generator) for index in indices])
 
     def _read(self, path: str, generator: torch.Generator | None) -> Tensor:
-        with Image.open(path) as file:
-            image = file.convert("RGB")
+        try:
+            with Image.open(path) as file:
+                image = file.convert("RGB")
+        except FileNotFoundError:
+            raise
+        except Exception as error:  # a damaged file raises almost anything
+            raise OSError(f"{path} is damaged: {error}") from error
         box = _centre(*image.size) if generator is None else _random_box(*image.size, generator)
         image = image.resize((self.size, self.size), Image.Resampling.BILINEAR, box=box)
         pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)

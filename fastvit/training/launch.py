@@ -40,9 +40,10 @@ def find_launch(local_rank: int | None = None, environment: Mapping[str, str] = 
     """
     if "RANK" in environment and "WORLD_SIZE" in environment:
         return _from_torchrun(local_rank, environment)
-    tasks = environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS", "1")
-    if "SLURM_PROCID" in environment and _number(environment, "SLURM_NTASKS", tasks) > 1:
-        return _from_slurm(int(tasks), environment)
+    if "SLURM_PROCID" in environment:
+        name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
+        tasks = _number(environment, name, "1")
+        return _from_slurm(tasks, environment) if tasks > 1 else None
     return None
 
 

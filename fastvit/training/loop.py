@@ -21,6 +21,7 @@ from .signals import StopRequest
 __all__ = ["EpochResult", "Progress", "evaluate", "train_one_epoch"]
 
 STOP, FAILED = 1, 2  # flags that the ranks send each other
+UNREADABLE = (OSError, RuntimeError, ValueError)  # what a loader raises, workers and their timeouts included
 NORM_EVERY = 10  # steps between two gradient norms, where clipping does not give every one
 PIPELINE_STEPS = 1  # steps that a GPU may be behind the host before the host waits for a loss
 
@@ -74,7 +75,7 @@ class _Feed:
             if self.error is None:
                 self.iterator = self.iterator or iter(self.loader)
                 return next(self.iterator)
-        except (OSError, RuntimeError, ValueError) as error:
+        except UNREADABLE as error:
             self.error = f"cannot read the data: {_last_line(error)}"
         finally:
             self.waited += time.perf_counter() - start
@@ -240,7 +241,7 @@ def evaluate(learner: Learner, model: nn.Module, loader: DataLoader) -> tuple[fl
             sums[0] += F.cross_entropy(logits.float(), labels, reduction="sum")
             sums[1] += (logits.argmax(dim=1) == labels).sum()
             sums[2] += len(labels)
-    except OSError as error:
+    except UNREADABLE as error:
         failed = f"cannot read the data: {_last_line(error)}"
         sums[3] = 1
     loss, correct, count, failures = reduce_value(sums, average=False).tolist()

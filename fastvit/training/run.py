@@ -114,7 +114,7 @@ def _some(names: Any) -> str:
 
 def _load(config: Config, given: dict[str, Any], world: int) -> tuple[Config, dict | None, dict | None]:
     if config.resume == "auto":
-        if not (Path(config.out) / "checkpoints" / "last").exists():
+        if not checkpoint.checkpoints(Path(config.out)):
             return config, None, None
         path = checkpoint.find_checkpoint(Path(config.out))
     else:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import gc
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,6 +20,7 @@ __all__ = [
     "ForwardCasts",
     "cast_floating",
     "device_type",
+    "find_ddp",
     "half_type",
     "is_wrapped",
     "unwrap",
@@ -145,6 +148,13 @@ def unwrap(model: nn.Module) -> None:
         del model._amp_casts
         if "_amp_own_forward" in model.__dict__:
             model.forward = model.__dict__.pop("_amp_own_forward")
+
+
+def find_ddp() -> None:
+    """Takes note of every DDP model there is: a forward inside a compiled graph does not tell of its own."""
+    if dist.is_available() and dist.is_initialized():
+        # the type, as isinstance would ask proxies, which may raise
+        _seen_ddp.update(o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel))
 
 
 def without_sync(parameters: set[Tensor]) -> bool:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from ..optimizers._fused import FusedOptimizer
 from ..parallel.LARC import LARC
 from ._amp_state import _amp_state, say
-from .forward import without_sync
+from .forward import find_ddp, without_sync
 from .scaler import LossScaler, unscale_
 from .weights import HALF_TYPES, masters
 
@@ -51,6 +51,7 @@ class AmpOptimizer:
         self._unscaled: list[tuple[nn.Parameter, Tensor]] = []  # sums of earlier backwards
         self._withheld: list[tuple[nn.Parameter, Tensor]] = []
         self._skip: str | None = None
+        self._looked_for_ddp = False
         for group in optimizer.param_groups:
             self._put_masters(group, originals)
         # What load_state_dict put into the state before this point takes the dtype of its parameter.
@@ -143,9 +144,15 @@ class AmpOptimizer:
 
     def must_hold(self) -> bool:
         """Whether the gradients are not reduced over the ranks yet: DDP's `no_sync`."""
+        if not self._looked_for_ddp:
+            find_ddp()
+            self._looked_for_ddp = True
         return without_sync({half for half, _ in self.pairs} | set(self._own()))
 
-    def _release(self) -> None:
+    def release(self) -> None:
+        """Unscales gradients that are still held, and decides about the step."""
+        if self.held_scale is None:
+            return
         flags = self.unscale(self.held_scale)
         scaler = self._held_by
         if scaler is not None and scaler.update_scale(scaler.dynamic and any(f.item() for f in flags)):
@@ -180,8 +187,7 @@ class AmpOptimizer:
                 "amp: optimizer.step takes no closure, because whether a step is skipped is known only after "
                 "the gradients; compute them before"
             )
-        if self.held_scale is not None:
-            self._release()
+        self.release()
         if self._skip is not None:
             say(self._skip)
             # An optimizer leaves parameters without a gradient alone, its own state with them.

@@ -79,6 +79,12 @@ class FusedOptimizer(Optimizer):
     def _prepare(self) -> None:
         """Looks at all groups before the first is stepped."""
 
+    def _count_step(self) -> None:
+        """Counts a step in every group, where apex keeps it; one without any gradient is none."""
+        if any(p.grad is not None for group in self.param_groups for p in group["params"]):
+            for group in self.param_groups:
+                group["step"] = group.get("step", 0) + 1
+
     def _update(self, group: dict[str, Any], batch: Batch) -> None:
         """Steps `batch.values`, in place."""
         raise NotImplementedError

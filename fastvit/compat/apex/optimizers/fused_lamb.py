@@ -63,8 +63,7 @@ class FusedLAMB(FusedOptimizer):
 
     def _prepare(self) -> None:
         self._shrink = self._clipping()
-        for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
+        self._count_step()
 
     def _clipping(self) -> Tensor | None:
         """What all gradients are divided by, at least 1; None without clipping."""

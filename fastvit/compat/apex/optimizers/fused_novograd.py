@@ -64,8 +64,7 @@ class FusedNovoGrad(FusedOptimizer):
         super().__init__(params, defaults, set_grad_none, amsgrad)
 
     def _prepare(self) -> None:
-        for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
+        self._count_step()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)

@@ -72,6 +72,9 @@ class LARC:
             raise RuntimeError(
                 "LARC.step takes no closure: it changes the gradients before the optimizer steps"
             )
+        amp = getattr(self.optim, "_amp_optimizer", None)
+        if amp is not None:  # the rates are of unscaled gradients, in the masters where there are any
+            amp.release()
         decays = [group.get("weight_decay", 0.0) for group in self.param_groups]
         try:
             for group, decay in zip(self.param_groups, decays, strict=True):

@@ -37,7 +37,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         delay_allreduce: one reduction when all gradients are there; allows unused parameters.
         allreduce_always_fp32: reduce half gradients in float32.
         gradient_average: divide the sum of gradients by the number of ranks.
-        gradient_predivide_factor: divide by it before the sum, and by the rest after it.
+        gradient_predivide_factor: divide by it before the sum, and by the rest after it; without
+            gradient_average by nothing after it.
         gradient_average_split_factor: older name of the former.
         shared_param, allreduce_trigger_params, retain_allreduce_buffers, num_allreduce_streams,
             allreduce_communicators, prof: have no effect, and say so once.
@@ -86,8 +87,15 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         )
         if allreduce_always_fp32 or not gradient_average or predivide != 1.0:
             world = dist.get_world_size()
-            after = predivide / world if gradient_average else predivide
+            after = predivide / world if gradient_average else 1.0
             self.register_comm_hook((1.0 / predivide, after, allreduce_always_fp32), _reduce)
+
+    def disable_allreduce(self) -> None:
+        """Backwards leave gradients local until `enable_allreduce`, as within `no_sync`."""
+        self.require_backward_grad_sync = False
+
+    def enable_allreduce(self) -> None:
+        self.require_backward_grad_sync = True
 
 
 # torch looks at these annotations, so they are not postponed in this file.
