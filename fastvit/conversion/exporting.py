@@ -13,6 +13,9 @@ from collections import OrderedDict, defaultdict
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils import _pytree as pytree
 
 from . import activations, layers
 from .sizes import Arguments
@@ -47,13 +50,23 @@ def trace(model: nn.Module, arguments: Arguments) -> list[Trace]:
                 program = torch.export.export(model, args, kwargs, strict=False)
             except Exception:  # data-dependent control flow, ops without a fake: as many reasons as models
                 continue
-            traces.append(_Rewriter(model, program.graph).trace())
+            if _left_a_tensor(model):
+                continue
+            traces.append(_Rewriter(model, training, program.graph).trace())
+            traces[-1].example = arguments
     return traces
 
 
+def _left_a_tensor(model: nn.Module) -> bool:
+    """Whether the forward has left a tensor in an attribute: it may be read there, which no graph says."""
+    held = (value for module in model.modules() for value in module.__dict__.values())
+    return any(isinstance(leaf, (FakeTensor, FunctionalTensor)) for leaf in pytree.tree_leaves(list(held)))
+
+
 class _Rewriter:
-    def __init__(self, model: nn.Module, exported: fx.Graph):
+    def __init__(self, model: nn.Module, training: bool, exported: fx.Graph):
         self.model = model
+        self.training = training
         self.exported = exported
         self.graph = fx.Graph()
         self.nodes: dict[fx.Node, fx.Node] = {}
@@ -62,7 +75,7 @@ class _Rewriter:
     def trace(self) -> Trace:
         for node in self.exported.nodes:
             self._rewrite(node)
-        return Trace(self.model, self.graph, self._seen_by())
+        return Trace(self.model, self.training, self.graph, self._seen_by())
 
     def _rewrite(self, node: fx.Node) -> None:
         if node.op == "placeholder":

@@ -19,12 +19,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch.utils import _pytree as pytree
 
 from .. import _library
 from ..batch_norm_act import BatchNormAct, BatchNormActSync
 from ..recompute import recompute_scope
 from . import prove
 from .adopted import Adopted
+from .sizes import Arguments
 
 _MARK = "_fastvit_activated"
 _running = threading.local()
@@ -67,15 +69,27 @@ class Proof:
     """What was true when `root` was traced, and whether it still is.
 
     `layers` are the layers proven in its forward by their keys, each with the modules where a hook would see
-    another tensor than before.
+    another tensor than before. `modes` are the values of `root.training` that were traced; `example` is the
+    call that was, where that was one and not all with default arguments.
     """
 
-    def __init__(self, token: str, root: nn.Module, layers: list[tuple[str, list[nn.Module]]]):
+    def __init__(
+        self,
+        token: str,
+        root: nn.Module,
+        layers: list[tuple[str, list[nn.Module]]],
+        modes: frozenset[bool],
+        example: Arguments | None,
+    ):
         self.token = token
         self.layers = layers
-        self.children = [(parent, *child) for parent in root.modules() for child in parent.named_children()]
+        self.root, self.modes = root, modes
+        self.children = [(parent, tuple(parent._modules.items())) for parent in root.modules()]
         parameters = list(inspect.signature(type(root).forward).parameters.values())[1:]
-        self.arguments = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        self.arguments = [
+            p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
+        self.example = example and self._shapes(*example)
         self.defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
 
     def void(self, args: tuple, kwargs: dict[str, object]) -> frozenset[str]:
@@ -84,12 +98,24 @@ class Proof:
             return frozenset(key for key, _ in self.layers)
         return frozenset(key for key, watched in self.layers if any(map(prove.hooked, watched)))
 
+    def _shapes(self, args: tuple, kwargs: dict[str, object]) -> object:
+        """What an export has followed, rather than values."""
+        given = dict(zip(self.arguments, args, strict=False)) | kwargs
+        return pytree.tree_map_only(Tensor, lambda t: (t.shape, t.dtype), given)
+
     def _is_another_call(self, args: tuple, kwargs: dict[str, object]) -> bool:
         given = dict(zip(self.arguments, args, strict=False)) | kwargs
+        if self.example is not None and self._shapes(args, kwargs) != self.example:
+            return True
+        if self.root.training not in self.modes:
+            return True
+        # a tracer's stand-in for an argument is never None
+        if any(value is None and name not in self.defaults for name, value in given.items()):
+            return True
         return any(name in given and given[name] is not value for name, value in self.defaults.items())
 
     def _is_another_model(self) -> bool:
-        replaced = any(getattr(parent, name, None) is not child for parent, name, child in self.children)
+        replaced = any(tuple(parent._modules.items()) != children for parent, children in self.children)
         return replaced or nn.modules.module._has_any_global_hook()
 
 
@@ -102,10 +128,10 @@ class ConvertedRoot(Adopted):
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
-        original = cls._original.forward
 
-        @functools.wraps(original)  # tools read argument names from a model's forward
+        @functools.wraps(cls._original.forward)  # tools read argument names from a model's forward
         def forward(self, *args, **kwargs):
+            original = cls._original.forward  # which may have been patched since
             proof = self.__dict__.get("_proof")
             if proof is None or _traced():
                 return original(self, *args, **kwargs)
@@ -146,9 +172,11 @@ class _ConvertedNorm(Adopted):
             return False  # views do not know their base there
         if self._reshaped and not x.is_contiguous():
             return False  # reshaping would copy the output, and the copy would not know who made it
+        if any(map(prove.hooked, self._inside)) or tuple(self._modules.values()) != self._inside:
+            return False
         if not self._tokens:
             return True
-        if torch._C._current_graph_task_id() != -1:
+        if torch._C._current_graph_task_id() != -1 and not _frames():
             # a checkpointed forward runs again in backward, and must do what it did
             return self.__dict__.get("_ran", False)
         self._ran = any(frame.token in self._tokens and self._key not in frame.void for frame in _frames())

@@ -47,9 +47,12 @@ def convert(
     itself where somebody keeps its output.
 
     A converted layer is what it was outside the forward that was traced, in a call with other than default
-    arguments, under torch.compile and exporters, once modules have been replaced, and once somebody registers
-    a hook that would see another tensor. Convert again after changing attributes that decide what a forward
-    does. torch.jit.script wants `revert` first.
+    arguments (where torch.export was asked, with others than the examples in shape, dtype or value), under
+    torch.compile and exporters, once modules have been replaced, and once somebody registers a hook that would
+    see another tensor. Convert again after changing attributes that decide what a forward does. torch.jit.script
+    and torch.nn.utils.parametrize want `revert` first. Converted layers are differentiable once, in reverse
+    mode. What tracing cannot follow (a branch on a random number, say) it takes as it came out then: `verify`
+    is the test.
 
     Raises:
         ValueError: `memory` is none of the above, or `model` is a torch.fx.GraphModule.
@@ -72,9 +75,10 @@ def convert(
             planner.plan(plan.name, plan.layer, exported or traces) if planner.is_open(plan, traces) else plan
             for plan in plans
         ]
+        traces = traces + exported
     sizes = output_bytes(model, [plan.layer.module for plan in plans], arguments) if arguments else {}
     kinds = {plan.name: type(plan.layer.module).__name__ for plan in plans}
-    _apply(model, [plan for plan in plans if plan.mode != "left"], planner.names)
+    _apply(model, [plan for plan in plans if plan.mode != "left"], planner.names, traces)
     rows = [_row(plan, kinds[plan.name], sizes.get(plan.layer.module)) for plan in plans]
     opaque = [planner.names[module] or type(module).__name__ for module in untraced if _holds_norms(module)]
     return model, Report(rows, opaque)
@@ -100,7 +104,9 @@ def _autocast_dtype() -> torch.dtype | None:
     return None
 
 
-def _apply(model: nn.Module, plans: list[Plan], names: dict[nn.Module, str]) -> None:
+def _apply(
+    model: nn.Module, plans: list[Plan], names: dict[nn.Module, str], traces: list[tracing.Trace]
+) -> None:
     tokens: dict[nn.Module, str] = {model: uuid.uuid4().hex}
     proven: dict[nn.Module, list[tuple[str, list[nn.Module]]]] = defaultdict(list)
     absorbed: dict[nn.Module, list[tuple[str, str]]] = defaultdict(list)
@@ -124,6 +130,7 @@ def _apply(model: nn.Module, plans: list[Plan], names: dict[nn.Module, str]) -> 
             _through_views=plan.through_views,
             _reshaped=plan.reshaped,
             _ran=False,
+            _inside=tuple(module._modules.values()),
             **_missing(module, plan.layer.synchronised),
         )
     for activation, places in absorbed.items():
@@ -134,7 +141,10 @@ def _apply(model: nn.Module, plans: list[Plan], names: dict[nn.Module, str]) -> 
             _in=tuple(name for _, name in places),
         )
     for root, token in tokens.items():
-        adopt(root, ConvertedRoot, _proof=Proof(token, root, proven[root]))
+        mine = [trace for trace in traces if trace.root is root]
+        modes = frozenset(trace.training for trace in mine)
+        example = next((trace.example for trace in mine if trace.example), None)
+        adopt(root, ConvertedRoot, _proof=Proof(token, root, proven[root], modes, example))
 
 
 def _missing(module: nn.Module, synchronised: bool) -> dict[str, object]:

@@ -14,12 +14,15 @@ import operator
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from unittest import mock
 
 import torch
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.utils import checkpoint
 
 from . import activations
+from .sizes import Arguments
 
 _METADATA_METHODS = frozenset(
     {"size", "dim", "numel", "ndimension", "stride", "is_contiguous", "element_size", "get_device"}
@@ -42,9 +45,13 @@ class Trace:
     """The graph of one forward. `root` runs it; modules are known by identity, as they may be shared."""
 
     root: nn.Module
+    training: bool
     graph: fx.Graph
     # The modules that return a node's value, or are given it: where a hook could get hold of it.
     seen_by: dict[fx.Node, list[nn.Module]]
+    example: Arguments | None = (
+        None  # the one call that it is a trace of; None for all with default arguments
+    )
     calls: dict[nn.Module, list[fx.Node]] = field(default_factory=lambda: defaultdict(list))
 
     def __post_init__(self):
@@ -153,12 +160,47 @@ class _Tracer(fx.Tracer):
             self.opaque.append(m)
             return self.create_proxy("call_module", name, args, kwargs)
 
+    def note_held(self) -> None:
+        """Makes what the forward left in a module's attributes read: it is looked at after the forward."""
+        output = next(iter(reversed(self.graph.nodes)))
+
+        def note(value: object) -> None:
+            if (
+                isinstance(value, fx.Proxy)
+                and value.tracer is self
+                and not isinstance(value, fx.proxy.Attribute)
+            ):
+                with self.graph.inserting_before(output):
+                    self.graph.call_function(an_attribute, (value.node,))
+
+        for module in self.root.modules():
+            for value in module.__dict__.values():
+                fx.node.map_aggregate(list(value) if isinstance(value, set) else value, note)
+
     def _undo(self, last: fx.Node) -> None:
         for node in reversed(list(self.graph.nodes)):
             if node is last:
                 return
             self.seen_by.pop(node, None)
             self.graph.erase_node(node)
+
+
+def an_attribute(value: object) -> None:
+    """Stands in a graph for an attribute of a module, in which a forward leaves a tensor."""
+
+
+@contextlib.contextmanager
+def _refused_checkpoints() -> Iterator[None]:
+    """A checkpointed forward runs again alone: what is inside must not depend on what is outside."""
+
+    def refuse(*_, **__):
+        raise NotImplementedError("a checkpointed forward is not traced together with what is around it")
+
+    with (
+        mock.patch.object(checkpoint.CheckpointFunction, "apply", refuse),
+        mock.patch.object(checkpoint, "_checkpoint_without_reentrant_generator", refuse),
+    ):
+        yield
 
 
 def is_abn(module: nn.Module) -> bool:
@@ -178,11 +220,14 @@ def trace(model: nn.Module) -> tuple[list[Trace], list[nn.Module]]:
         for training in (True, False):
             for module in model.modules():
                 module.__dict__["training"] = training
-            _trace_in_pieces(model, traces, untraced)
+            with _refused_checkpoints():
+                _trace_in_pieces(model, training, traces, untraced)
     return traces, list(untraced)
 
 
-def _trace_in_pieces(model: nn.Module, traces: list[Trace], untraced: dict[nn.Module, None]) -> None:
+def _trace_in_pieces(
+    model: nn.Module, training: bool, traces: list[Trace], untraced: dict[nn.Module, None]
+) -> None:
     roots, done = [model], set()
     while roots:
         root = roots.pop(0)
@@ -194,11 +239,12 @@ def _trace_in_pieces(model: nn.Module, traces: list[Trace], untraced: dict[nn.Mo
             if "forward" in root.__dict__ or isinstance(root, (_NormBase, fx.GraphModule)):
                 raise NotImplementedError("its forward is not its class's, or is one op")
             graph = tracer.trace(root, _defaults(root))
+            tracer.note_held()
         except Exception:
             untraced[root] = None
             roots += root.children()
             continue
-        traces.append(Trace(root, graph, tracer.seen_by))
+        traces.append(Trace(root, training, graph, tracer.seen_by))
         roots += tracer.opaque
 
 

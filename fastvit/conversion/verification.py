@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -107,6 +108,8 @@ def _step(model: nn.Module, arguments: Arguments, dtype: torch.dtype | None) -> 
     with torch.random.fork_rng(devices):
         torch.manual_seed(0)
         outputs = _tensors(model(*args, **kwargs))
+        if not outputs:
+            raise ValueError("verify: no tensors found in what the model returns, so nothing to compare")
         result = {f"output {i}": t.detach().clone() for i, t in enumerate(outputs)}
         result |= {f"input {i} afterwards": t.detach().clone() for i, t in enumerate(_tensors(given))}
         # weights of both signs: a plain sum has no gradient through a normalisation
@@ -132,6 +135,8 @@ def _tensors(values: object) -> list[Tensor]:
 
 def _plain(output: object) -> object:
     """Outputs in dataclass-like objects (of transformers, say) as a dict."""
+    if dataclasses.is_dataclass(output):
+        return vars(output)
     return dict(output) if isinstance(output, Mapping) else output
 
 
@@ -141,7 +146,7 @@ def _difference(got: Tensor, want: Tensor, least: float) -> float:
     if want.numel() == 0:
         return 0.0
     got, want = got.double(), want.double()
-    if not torch.equal(got.isfinite(), want.isfinite()):
+    if any(not torch.equal(kind(got), kind(want)) for kind in (torch.isnan, torch.isposinf, torch.isneginf)):
         return float("inf")
     scale = max(want.nan_to_num(0, 0, 0).abs().max().item(), least, 1e-30)
     return (got - want).nan_to_num(0, 0, 0).abs().max().item() / scale
