@@ -48,11 +48,11 @@ def convert(
 
     A converted layer is what it was outside the forward that was traced, in a call with other than default
     arguments (where torch.export was asked, with others than the examples in shape, dtype or value), under
-    torch.compile and exporters, once modules have been replaced, and once somebody registers a hook that would
-    see another tensor. Convert again after changing attributes that decide what a forward does. torch.jit.script
-    and torch.nn.utils.parametrize want `revert` first. Converted layers are differentiable once, in reverse
-    mode. What tracing cannot follow (a branch on a random number, say) it takes as it came out then: `verify`
-    is the test.
+    torch.compile and exporters, once modules have been replaced, and once somebody registers a hook that
+    would see another tensor. Convert again after changing attributes that decide what a forward does.
+    torch.jit.script and torch.nn.utils.parametrize want `revert` first. Converted layers are differentiable
+    once, in reverse mode. What tracing cannot follow (a branch on a random number, say) it takes as it came
+    out then: `verify` is the test.
 
     Raises:
         ValueError: `memory` is none of the above, or `model` is a torch.fx.GraphModule.
