@@ -102,6 +102,8 @@ class ConvertedRoot(Adopted):
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
+        if "_original" not in cls.__dict__:
+            return  # made by someone else from a converted model's class, with a forward of its own
         original = cls._original.forward
 
         @functools.wraps(original)  # tools read argument names from a model's forward
