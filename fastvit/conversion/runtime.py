@@ -131,6 +131,8 @@ class ConvertedRoot(Adopted):
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
+        if "_original" not in cls.__dict__:
+            return  # made by someone else from a converted model's class, with a forward of its own
 
         @functools.wraps(cls._original.forward)  # tools read argument names from a model's forward
         def forward(self, *args, **kwargs):
