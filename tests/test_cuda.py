@@ -302,6 +302,7 @@ def test_exchange_over_nccl(monkeypatch):
     limit = datetime.timedelta(seconds=30)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
     try:
+        monkeypatch.setenv("FASTVIT_STATISTICS", "collective")
         monkeypatch.setattr(statistics, "over", lambda _, layer: statistics.Shared(dist.group.WORLD, layer))
         got = everything(step(shared, leaf, dy), shared)
     finally:

@@ -50,7 +50,7 @@ TESTS = {  # processes of their own: after a fault in a kernel, a process can do
 }
 # float32 and bfloat16 over planes, rows, short planes and memory with gaps; few enough for a sanitizer
 LAYOUTS = "(nchw_wide or nhwc_c96 or one_sample or cropped_nhwc)"
-OPS = f"{LAYOUTS} and (dtype0 or dtype2) and (test_bn_stats or leaky and (test_abn_ops or test_bn_ops))"
+OPS = f"{LAYOUTS} and (dtype0 or dtype2) and (test_bn_stats or leaky and test_abn_ops or -relu-)"
 TOOLS = {  # options, and pytest's -k
     "memcheck": (["--report-api-errors", "no"], OPS),  # torch makes calls that it expects to fail
     "racecheck": ([], OPS),

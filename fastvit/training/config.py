@@ -136,7 +136,6 @@ class Config:
             )
         if self.data in ("cifar10", "cifar100", "folder") and not self.data_path:
             raise ConfigError(f"--data {self.data} needs --data-path, the folder where its files lie")
-        self._refuse_without_effect()
         if self.norm == "torch-sync" and self.device == "cpu":
             raise ConfigError(
                 "--norm torch-sync trains on CUDA only, got --device cpu; "
@@ -154,6 +153,7 @@ class Config:
             except ValueError:
                 scale = -1.0
             _require(0 < scale < math.inf, "loss_scale", "auto, dynamic or a number above 0", self.loss_scale)
+        self._refuse_without_effect()
 
     def _refuse_without_effect(self) -> None:
         made = ("folder", "synthetic")
