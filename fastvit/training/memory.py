@@ -51,7 +51,7 @@ def save_memory(
 
     Args:
         shape: C, H, W of the images.
-        precision: of the run; tells what activations become.
+        precision: of the run; tells what activations become, whose bytes are reported.
         decided_by: of the conversion that a resumed run began with. The same layers are chosen again,
             whatever their weights have become: the same layers give the same bits. These values are left in
             the model, for the checkpoint's to replace.
