@@ -52,9 +52,11 @@ test-cuda-host: install  ## The CUDA sources on a model of a GPU: plain, sanitiz
 test-slow: install  ## Tests that need many gigabytes
 	$(RUN) -m pytest -m slow
 
-bench: install  ## Time the layers against torch's; writes benchmarks/results
+bench: install  ## Time the layers against torch's, and ways to synchronise; writes benchmarks/results
 	$(RUN) benchmarks/bench_layers.py
 	$(RUN) benchmarks/report.py
+	$(RUN) benchmarks/bench_sync.py
+	$(RUN) benchmarks/report.py --name sync_cpu
 
 gpu:  ## Tests, sanitizers and benchmarks on a CUDA GPU, in one go of 9 minutes; OUT=, RUN= an interpreter
 	$(or $(wildcard $(RUN)),$(shell command -v $(RUN)),$(PYTHON)) tools/gpu.py --out '$(OUT)'

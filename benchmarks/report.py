@@ -1,6 +1,7 @@
-"""Draws the results of bench_layers.py: results/layers_cpu.csv to a picture and a Markdown table.
+"""Tables of results in Markdown, and a picture of the layers'.
 
-python benchmarks/report.py [--name layers_cpu]
+python benchmarks/report.py [--name layers_cpu]     of bench_layers.py
+python benchmarks/report.py --name sync_cpu         of bench_sync.py
 """
 
 import argparse
@@ -41,6 +42,27 @@ def table(rows: list[dict[str, str]]) -> str:
     return "\n".join(lines)
 
 
+def sync_table(rows: list[dict[str, str]]) -> str:
+    first = rows[0]
+    lines = [
+        "| what | C | direction | way | us (p95) | collectives | bare / time, or time / local |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for r in rows:
+        times = f"{float(r['p50_us']):.0f} ({float(r['p95_us']):.0f})"
+        ratio = f"{float(r['ratio']):.3g}"
+        if r.get("ratio_to_local_and_bare"):
+            ratio += f" ({float(r['ratio_to_local_and_bare']):.3g} of local + bare)"
+        lines.append(
+            f"| {r['what']} | {r['channels']} | {r['direction']} | {r['way']} | {times} | {r['collectives']} "
+            f"| {ratio} |"
+        )
+    where = f"{first['device']}, torch {first['torch']}, commit {first['commit']}, {first['date']}"
+    lines += ["", f"{first['world']} ranks, {first['threads']} thread(s) each; medians. {where}."]
+    lines += ["`bare`: torch.distributed's collective of as many numbers and nothing else.", ""]
+    return "\n".join(lines)
+
+
 def picture(rows: list[dict[str, str]], path) -> None:
     groups = list(dict.fromkeys((r["shape"], r["threads"]) for r in rows))
     layers = list(dict.fromkeys(r["layer"] for r in rows))
@@ -71,9 +93,11 @@ def main() -> None:
     parser.add_argument("--name", default="layers_cpu", help="results/NAME.csv")
     name = parser.parse_args().name
     rows = read(name)
-    picture(rows, RESULTS / f"{name}.png")
-    (RESULTS / f"{name}.md").write_text(table(rows))
-    print(table(rows))
+    text = sync_table(rows) if "way" in rows[0] else table(rows)
+    if "layer" in rows[0]:
+        picture(rows, RESULTS / f"{name}.png")
+    (RESULTS / f"{name}.md").write_text(text)
+    print(text)
 
 
 if __name__ == "__main__":

@@ -139,7 +139,7 @@ class Patience {
 
  private:
   enum class Phase { spin, yield, sleep };
-  static constexpr double kSpin = 20e-6, kYield = 2e-3;  // seconds since the wait began
+  static constexpr double kSpin = 5e-6, kYield = 2e-3;  // seconds since the wait began
   static constexpr std::chrono::microseconds kSleep{50};
 
   static void pause() {
@@ -182,7 +182,11 @@ class Receiver {
   }
 
   bool take() {
-    for (const Packet* payload = message_ + kHeaderPackets; next_ < payload_packets(count_); ++next_) {
+    const Packet* payload = message_ + kHeaderPackets;
+    const int64_t packets = payload_packets(count_);
+    // The last one first: to read behind the writer would take every cache line from it before it is full.
+    if (next_ == 0 && packets > 0 && !arrived(load_packet(payload + packets - 1), epoch_)) return false;
+    for (; next_ < packets; ++next_) {
       const Packet packet = load_packet(payload + next_);
       if (!arrived(packet, epoch_)) return false;
       row_[2 * next_] = packet.word0;

@@ -1,0 +1,195 @@
+"""Synchronised statistics: the exchange alone, and a whole step of a layer, by every way to share them.
+
+    python benchmarks/bench_sync.py [--world 2]             ranks of this machine's CPU, over gloo
+    torchrun --nproc_per_node=2 benchmarks/bench_sync.py    with NCCL where there are as many GPUs
+
+Exchange: moments forward, sums backward, without a layer; `bare` is torch.distributed's collective of as many
+numbers and nothing else, and ratios are bare / time. Step: forward and backward of one layer on every rank at
+once, the contenders in turn; `local` shares nothing, and ratios are medians of time / local of the same turn.
+torch.nn.SyncBatchNorm and apex's run where they can: on CUDA. Times are rank 0's, after an exchange.
+"""
+
+import argparse
+import datetime
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from harness import provenance, write_csv
+from torch import nn
+
+import fastvit
+from fastvit import statistics
+from fastvit.statistics.collective import ALL_GATHER
+
+CHANNELS = (64, 256, 512, 1024, 2048)
+SHAPE = (32, 64, 28, 28)
+
+
+def group_that_takes(way: str) -> "dist.ProcessGroup":
+    """A new group of all ranks that has chosen `way`."""
+    os.environ["FASTVIT_STATISTICS"] = way
+    group = dist.new_group()
+    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    exchange(group, torch.zeros(6, device=device), torch.zeros(4, device=device))[0]()
+    return group
+
+
+def exchange(group, moments, sums) -> tuple[Callable, Callable]:
+    shared = statistics.over(group, statistics.Layer("bench_sync", moments.numel(), 0.1))
+    ticket = shared.gather(moments)[1]
+    return lambda: shared.gather(moments), lambda: shared.start_sum(sums, ticket).wait()
+
+
+def bare_exchange(moments, sums) -> tuple[Callable, Callable]:
+    rows = moments.new_empty(dist.get_world_size() * moments.numel())
+    return lambda: getattr(dist, ALL_GATHER)(rows, moments), lambda: dist.all_reduce(sums)
+
+
+def timed(work: Callable, device: torch.device) -> float:
+    """Microseconds."""
+    begin = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - begin) * 1e6
+
+
+def summary(times: list[float]) -> dict[str, float]:
+    ordered = sorted(times)
+    return {"p50_us": median(ordered), "p95_us": ordered[int(0.95 * (len(ordered) - 1))]}
+
+
+def collectives(work: Callable) -> int:
+    with torch.profiler.profile() as profile:
+        work()
+    return sum(e.count for e in profile.key_averages() if e.key.startswith("c10d::"))
+
+
+def bench_exchange(groups: dict, repeats: int, device: torch.device) -> list[dict]:
+    rows = []
+    for channels in CHANNELS:
+        moments = torch.rand(2 * channels + 2, device=device)
+        sums = torch.rand(2 * channels, device=device)
+        ways = {"bare": bare_exchange(moments, sums)}
+        ways |= {name: exchange(group, moments, sums) for name, group in groups.items()}
+        times = {(name, d): [] for name in ways for d in ("forward", "backward")}
+        for repeat in range(repeats):
+            for name, both in ways.items():
+                for direction, work in zip(("forward", "backward"), both, strict=True):
+                    work()  # ranks leave this together: the next one is not timed from when one was late
+                    taken = timed(work, device)
+                    if repeat >= repeats // 10:
+                        times[name, direction].append(taken)
+        for (name, direction), taken in times.items():
+            work = ways[name][direction == "backward"]
+            row = {"what": "exchange", "channels": channels, "way": name, "direction": direction}
+            rows.append(row | summary(taken) | {"collectives": collectives(work)})
+            bare = median(times["bare", direction])
+            rows[-1]["ratio"] = bare / rows[-1]["p50_us"]
+    return rows
+
+
+def layers(groups: dict, device: torch.device) -> dict[str, nn.Module]:
+    channels = SHAPE[1]
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    chosen = {"local": fastvit.SyncBatchNorm(channels, process_group=alone)}
+    chosen |= {name: fastvit.SyncBatchNorm(channels, process_group=g) for name, g in groups.items()}
+    if device.type == "cuda":
+        chosen["torch SyncBatchNorm"] = nn.SyncBatchNorm(channels)
+        try:
+            from apex.parallel import SyncBatchNorm
+
+            chosen["apex SyncBatchNorm"] = SyncBatchNorm(channels)
+        except ImportError:
+            print("apex.parallel is not there to compare with")
+    return {name: layer.to(device) for name, layer in chosen.items()}
+
+
+def bench_step(groups: dict, repeats: int, device: torch.device) -> list[dict]:
+    x = torch.randn(SHAPE, device=device, requires_grad=True)
+    dy = torch.randn(SHAPE, device=device)
+    contenders = layers(groups, device)
+    together = exchange(
+        next(reversed(groups.values())), torch.zeros(10, device=device), torch.zeros(8, device=device)
+    )[0]
+    bare = bare_exchange(
+        torch.zeros(2 * SHAPE[1] + 2, device=device), torch.zeros(2 * SHAPE[1], device=device)
+    )
+    steps = {name: (lambda layer=layer: layer(x).backward(dy)) for name, layer in contenders.items()}
+    steps["bare"] = lambda: [collective() for collective in bare]
+    times = {name: [] for name in steps}
+    for repeat in range(repeats):
+        for name, step in steps.items():
+            x.grad = None
+            together()
+            taken = timed(step, device)
+            if repeat >= repeats // 10:
+                times[name].append(taken)
+    rows = []
+    for name, taken in times.items():
+        row = {"what": "step", "channels": SHAPE[1], "way": name, "direction": "both"} | summary(taken)
+        row["collectives"] = collectives(steps[name])
+        row["ratio"] = median(t / local for t, local in zip(taken, times["local"], strict=True))
+        if name == "Collective":
+            whole = [local + c for local, c in zip(times["local"], times["bare"], strict=True)]
+            row["ratio_to_local_and_bare"] = median(t / w for t, w in zip(taken, whole, strict=True))
+        rows.append(row)
+    return rows
+
+
+def rank_main(rank: int, world: int, store: str, options: argparse.Namespace) -> None:
+    cuda = torch.cuda.device_count() >= world
+    torch.set_num_threads(options.threads)
+    if cuda:
+        torch.cuda.set_device(rank)
+    init = f"file://{store}" if store else None
+    timeout = datetime.timedelta(seconds=60)
+    dist.init_process_group(
+        "nccl" if cuda else "gloo", init, rank=rank, world_size=world, timeout=timeout
+    )  # fmt: skip
+    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    groups = {"Collective": group_that_takes("collective")}
+    if not cuda:
+        groups["SharedMemory"] = group_that_takes("peer")
+    rows = bench_exchange(groups, options.repeats, device)
+    rows += bench_step(groups, options.repeats, device)
+    if rank == 0:
+        where = provenance(device.type)
+        rows = [{"world": world, "threads": options.threads} | row | where for row in rows]
+        for row in rows:
+            print(
+                f"{row['what']:9} C={row['channels']:<5} {row['way']:20} {row['direction']:9} "
+                f"{row['p50_us']:9.1f} us  p95 {row['p95_us']:9.1f}  collectives {row['collectives']}  "
+                f"ratio {row['ratio']:.3f}  {row.get('ratio_to_local_and_bare', '')}"
+            )
+        print(write_csv(options.name or f"sync_{device.type}", rows))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--world", type=int, default=2, help="ranks, when torchrun does not say")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads per rank")
+    parser.add_argument("--repeats", type=int, default=300, help="timed exchanges and steps of each kind")
+    parser.add_argument("--name", help="results/NAME.csv (default: sync_DEVICE)")
+    options = parser.parse_args()
+    if "RANK" in os.environ:
+        rank_main(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "", options)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder) / "store")
+        mp.spawn(rank_main, (options.world, store, options), nprocs=options.world)
+
+
+if __name__ == "__main__":
+    main()

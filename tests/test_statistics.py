@@ -1,0 +1,242 @@
+"""Which way a group shares statistics, who decides it, and what else may be in the model at the same time."""
+
+import copy
+import logging
+import os
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from tolerances import check
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fastvit
+from fastvit import info, statistics
+from fastvit.statistics import shared_memory
+from fastvit.statistics.collective import _Later
+from fastvit.statistics.group import statistics_of
+
+both_ways = pytest.mark.parametrize("statistics", ["collective", "peer"])
+CPU = torch.device("cpu")
+
+
+def way() -> str:
+    return statistics_of(dist.group.WORLD, CPU).describe()
+
+
+def step(layer, channels=6, dtype=torch.float32):
+    x = torch.randn(4, channels, 3, dtype=dtype, requires_grad=True)
+    y = layer(x)
+    y.square().sum().backward()
+    return y
+
+
+def chooses(rank, world, wishes, breaks_on):
+    os.environ["FASTVIT_STATISTICS"] = wishes[rank]
+    if rank == breaks_on:
+        shared_memory._map = lambda path, size: os.open("/nowhere", os.O_RDONLY)
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    log = logging.getLogger("fastvit.statistics")
+    log.addHandler(handler), log.setLevel(logging.DEBUG)
+    try:
+        step(fastvit.SyncBatchNorm(6))
+        assert len(records) == 1 and way() in records[0] and way() in info.facts()["statistics"]
+        return way()
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    finally:
+        log.removeHandler(handler)
+        shared_memory._map = original_map
+
+
+original_map = shared_memory._map
+
+
+@pytest.mark.parametrize(
+    "wishes,breaks_on,said",
+    [
+        (["auto", "auto"], None, "group 0 (2 ranks, cpu): SharedMemory, host"),
+        (["auto", "peer"], None, "group 0 (2 ranks, cpu): SharedMemory, host"),
+        (["auto", "collective"], None, "group 0 (2 ranks, cpu): Collective: FASTVIT_STATISTICS=collective"),
+        (["auto", "auto"], 1, "Collective: rank 0: mapped; rank 1: [Errno 2] No such file"),
+        (["auto", "peer"], 0, "FASTVIT_STATISTICS=peer, but group 0 cannot: rank"),
+        (["auto", "shm"], None, "FASTVIT_STATISTICS is 'shm'; auto, collective, peer expected"),
+    ],
+)
+def test_all_ranks_choose_the_same(ranks, wishes, breaks_on, said):
+    results = ranks.run(2, chooses, wishes, breaks_on)
+    assert sorted(results[0]) == sorted(results[1])  # which rank answered first may differ
+    assert said in results[0] or (breaks_on == 1 and "rank 0: mapped" in results[0])
+    assert not list(shared_memory.FOLDER.glob("fastvit-*"))
+
+
+def grows(rank, world):
+    torch.manual_seed(rank)
+    small, double, large = (fastvit.SyncBatchNorm(c, momentum=1.0) for c in (6, 8, 5000))
+    for _ in range(2):
+        for layer, dtype in (
+            (small, torch.float32),
+            (double.double(), torch.float64),
+            (large, torch.float32),
+        ):
+            x = torch.randn(4, layer.num_features, 3, dtype=dtype)
+            everyone = [torch.empty_like(x) for _ in range(world)]
+            dist.all_gather(everyone, x)
+            layer(x)
+            check("running", layer.running_mean, torch.cat(everyone).double().mean((0, 2)))
+            step(layer, layer.num_features, dtype)
+
+
+@both_ways
+def test_wider_layers_come_later(ranks, statistics):
+    ranks.run(2, grows, statistics=statistics)
+
+
+def groups_in_one_model(rank, world):
+    pairs = fastvit.create_syncbn_process_group(2)
+    torch.manual_seed(0)
+    samples = torch.randn(world, 6, 5)
+    one, two = fastvit.SyncBatchNorm(6, momentum=1.0), fastvit.InPlaceABNSync(6, momentum=1.0, group=pairs)
+    y = one(samples[rank : rank + 1])
+    check("running", one.running_mean, samples.double().mean((0, 2)))
+    two(y.clone())
+    mine = nn.functional.batch_norm(samples.double(), None, None, training=True)[rank // 2 * 2 :][:2]
+    check("running", two.running_var, mine.var((0, 2)))
+    for group, members in (
+        (pairs, samples[rank // 2 * 2 :][:2]),
+        (None, samples),
+        (pairs, samples[rank // 2 * 2 :][:2]),
+    ):
+        two.set_group(group)  # one module, now with these, now with those
+        two(samples[rank : rank + 1].clone())
+        check("running", two.running_mean, members.double().mean((0, 2)))
+
+
+@both_ways
+def test_several_groups_and_a_module_shared_between_them(ranks, statistics):
+    ranks.run(4, groups_in_one_model, statistics=statistics)
+
+
+def recomputed(rank, world, reentrant):
+    torch.manual_seed(1)
+    net = nn.Sequential(
+        nn.Conv1d(6, 6, 1), fastvit.SyncBatchNorm(6), nn.Conv1d(6, 6, 1), fastvit.InPlaceABNSync(6)
+    )
+    twin = copy.deepcopy(net)
+    x = torch.randn(2, 6, 5, generator=torch.Generator().manual_seed(rank), requires_grad=True)
+    net(x).square().sum().backward()
+    want, x.grad = x.grad, None
+    y = checkpoint(twin[:2], x, use_reentrant=reentrant)
+    checkpoint(twin[2:], y, use_reentrant=reentrant).square().sum().backward()
+    check("in_place_layer", x.grad, want)
+    for got, expected in zip(twin.parameters(), net.parameters(), strict=True):
+        check("in_place_layer", got.grad, expected.grad)
+
+
+@both_ways
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing(ranks, reentrant, statistics):
+    ranks.run(2, recomputed, reentrant, statistics=statistics)
+
+
+def sharded(rank, world):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(1)
+    blocks = [
+        nn.Sequential(nn.Linear(6, 6), layer(6)) for layer in (fastvit.SyncBatchNorm, fastvit.InPlaceABNSync)
+    ]
+    net = nn.Sequential(*blocks)
+    twin = copy.deepcopy(net)
+    mesh = init_device_mesh("cpu", (world,))
+    for part in (*net, net):
+        fully_shard(part, mesh=mesh)
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(rank))
+    for _ in range(2):
+        net(x).square().sum().backward()
+        twin(x).square().sum().backward()
+    for got, want in zip(net.parameters(), twin.parameters(), strict=True):
+        dist.all_reduce(want.grad, op=dist.ReduceOp.SUM)
+        check("in_place_layer", got.grad.full_tensor(), want.grad / world)
+
+
+@both_ways
+def test_fully_sharded(ranks, statistics):
+    ranks.run(2, sharded, statistics=statistics)
+
+
+def uneven_inputs(rank, world):
+    """DDP's Join stands in for DDP's own collectives only: with synchronised layers it stops all ranks."""
+    net = nn.parallel.DistributedDataParallel(fastvit.SyncBatchNorm(6))
+    done = 0
+    with (
+        pytest.raises(RuntimeError, match="exhausted (all )?inputs"),
+        net.join(throw_on_early_termination=True),
+    ):
+        for _ in range(2 + rank):
+            net(torch.randn(4, 6)).sum().backward()
+            done += 1
+    step(net.module)
+    return done
+
+
+@both_ways
+def test_join_with_uneven_inputs(ranks, statistics):
+    assert ranks.run(2, uneven_inputs, statistics=statistics) == [2, 2]
+
+
+def one_compiles(rank, world):
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Conv1d(6, 6, 1), fastvit.SyncBatchNorm(6), fastvit.InPlaceABNSync(6))
+    compiled = copy.deepcopy(net)
+    x = torch.randn(2, 6, 5, generator=torch.Generator().manual_seed(rank))
+    net(x).square().sum().backward()
+    run = torch.compile(compiled, fullgraph=True) if rank == 0 else compiled
+    run(x).square().sum().backward()
+    for got, want in zip(compiled.parameters(), net.parameters(), strict=True):
+        check("in_place_layer", got.grad, want.grad)
+
+
+@both_ways
+def test_a_compiled_rank_meets_one_that_is_not(ranks, statistics):
+    ranks.run(2, one_compiles, statistics=statistics)
+
+
+def checked_later(rank, world):
+    """What a GPU does, whose host does not wait: NaN first, an error at the next call, no harm done."""
+    a, b = fastvit.SyncBatchNorm(6), fastvit.SyncBatchNorm(6)
+    step(a), step(b)
+    transport = statistics_of(dist.group.WORLD, CPU).transport
+    transport._later = _Later(CPU)
+    step(a), step(b)
+    before = [t.clone() for layer in (a, b) for t in (layer.running_mean, layer.running_var)]
+    y = (b if rank else a)(torch.randn(4, 6))
+    assert y.isnan().all()
+    after = [t for layer in (a, b) for t in (layer.running_mean, layer.running_var)]
+    assert all(map(torch.equal, after, before))
+    with pytest.raises(RuntimeError, match="in or before forward of layer 0 .* were in different layers"):
+        a(torch.randn(4, 6))
+    y = step(a)
+    assert y.isfinite().all()
+
+
+def test_a_mismatch_that_the_host_sees_later(ranks):
+    ranks.run(2, checked_later, statistics="collective")
+
+
+def test_every_copy_of_a_layer_is_a_layer_of_its_own():
+    layer = fastvit.SyncBatchNorm(3)
+    copies = [layer, copy.copy(layer), copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))]
+    copies += fastvit.convert_syncbn_model(nn.ModuleList([nn.BatchNorm1d(3), fastvit.InPlaceABN(3)]))
+    assert len({one.layer_number for one in copies}) == 6
+    assert not hasattr(fastvit.revert_syncbn_model(copies[-2]), "layer_number")
+
+
+def test_without_a_group():
+    assert isinstance(statistics.over(None, statistics.Layer("sync_batch_norm")), statistics.Local)
+    assert "FASTVIT_STATISTICS=" in statistics.possible() and not statistics.taken()
