@@ -38,7 +38,7 @@ def packets(channels: int, dtype: torch.dtype) -> int:
     return (channels + 1) * dtype.itemsize // 4
 
 
-def host() -> str:
+def host(device: torch.device) -> str:
     """The same on all ranks that can map one segment and see each other's processes; else why not."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -196,7 +196,11 @@ def _close(files: list[int]) -> None:
 
 
 def connect(
-    agreement: Agreement, channels: int, dtype: torch.dtype, describe: Callable[[Tag, str], str]
+    agreement: Agreement,
+    channels: int,
+    dtype: torch.dtype,
+    describe: Callable[[Tag, str], str],
+    device: torch.device,
 ) -> SharedMemory | str:
     """A segment that all ranks have mapped, with room for layers of `channels`; or why there is none.
 
