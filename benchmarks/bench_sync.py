@@ -63,7 +63,7 @@ def timed(work: Callable, device: torch.device) -> float:
 
 def summary(times: list[float]) -> dict[str, float]:
     ordered = sorted(times)
-    return {"p50_us": median(ordered), "p95_us": ordered[int(0.95 * (len(ordered) - 1))]}
+    return {f"p{p}_us": ordered[int(p / 100 * (len(ordered) - 1))] for p in (10, 50, 95)}
 
 
 def collectives(work: Callable) -> int:
@@ -166,8 +166,9 @@ def rank_main(rank: int, world: int, store: str, options: argparse.Namespace) ->
         for row in rows:
             print(
                 f"{row['what']:9} C={row['channels']:<5} {row['way']:20} {row['direction']:9} "
-                f"{row['p50_us']:9.1f} us  p95 {row['p95_us']:9.1f}  collectives {row['collectives']}  "
-                f"ratio {row['ratio']:.3f}  {row.get('ratio_to_local_and_bare', '')}"
+                f"{row['p50_us']:9.1f} us  p10 {row['p10_us']:9.1f}  p95 {row['p95_us']:9.1f}  "
+                f"collectives {row['collectives']}  ratio {row['ratio']:.3f}  "
+                f"{row.get('ratio_to_local_and_bare', '')}"
             )
         print(write_csv(options.name or f"sync_{device.type}", rows))
     dist.barrier()

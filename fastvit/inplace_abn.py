@@ -120,9 +120,9 @@ class InPlaceABNSync(_norm.SharesGroup, InPlaceABN):
     Args:
         group: None is the default group (this process alone when torch.distributed is not initialised).
 
-    One packed collective in each direction in training, none in evaluation. Ranks may hold different
-    numbers of samples, or none. In training every rank of the group must run the layer. Copies share the
-    group; pickles leave it behind (a group exists in its process alone).
+    One exchange in each direction in training, none in evaluation, made and checked as in SyncBatchNorm.
+    Ranks may hold different numbers of samples, or none. In training every rank of the group must run the
+    layer. Copies share the group; pickles leave it behind (a group exists in its process alone).
     """
 
     group_attribute = "group"

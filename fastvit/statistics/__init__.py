@@ -13,20 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import ops
+from .exchange import PendingSum
 from .group import Layer, possible, statistics_of, taken
 from .traced import gather_moments, sum_over_ranks
 
 __all__ = ["Layer", "Local", "Shared", "over", "possible", "taken"]
-
-
-class _Ready:
-    """A sum that is there."""
-
-    def __init__(self, total: Tensor):
-        self._total = total
-
-    def wait(self) -> Tensor:
-        return self._total
 
 
 class Local:
@@ -71,16 +62,17 @@ class Shared:
             return gather_moments(moments, name, self.world_size, layer.op, layer.number, layer.momentum)
         return statistics_of(self._group, moments.device).gather(self._layer, moments)
 
-    def start_sum(self, sums: Tensor, ticket: Tensor, exchange: Tensor | None = None):
+    def start_sum(self, sums: Tensor, ticket: Tensor, exchange: Tensor | None = None) -> PendingSum:
         """Starts adding up `sums`, `(2C,)`, over ranks; `wait()` of what is returned gives the total.
 
         The argument stays local. `ticket` is that of the forward. Sums that an op has sent by an `exchange`
         are added up by the op that awaits them, which takes the local ones.
         """
         if exchange is not None:
-            return _Ready(sums)
+            return PendingSum(lambda: sums)
         if torch.compiler.is_compiling():  # which schedules for itself
-            return _Ready(sum_over_ranks(sums, ticket, self._group.group_name))
+            total = sum_over_ranks(sums, ticket, self._group.group_name)
+            return PendingSum(lambda: total)
         return statistics_of(self._group, sums.device).start_sum(sums, ticket)
 
 

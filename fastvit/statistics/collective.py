@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .exchange import STEPS, Tag, mismatch
+from .exchange import STEPS, PendingSum, Tag, mismatch
 
 # torch 2.13 renamed all_gather_into_tensor and warns about the old name.
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -62,7 +62,7 @@ class Collective:
         moments = rows[:, _TAG : _TAG + payload.numel()].contiguous().view(moments.dtype)
         return self._checked(moments, rows[:, :_TAG], tag, "forward")
 
-    def start_sum(self, sums: Tensor, tag: Tag) -> "PendingAllReduce":
+    def start_sum(self, sums: Tensor, tag: Tag) -> PendingSum:
         """Starts adding up `sums`, `(2C,)`, over ranks; the argument itself stays local."""
         message = sums.new_zeros(2 * self._channels + _TAG * self._world, dtype=self._dtype)
         message[: sums.numel()] = sums
@@ -74,7 +74,7 @@ class Collective:
             _wait(work, message)
             return self._checked(message[: sums.numel()].to(sums.dtype), tags, tag, "backward")
 
-        return PendingAllReduce(finish)
+        return PendingSum(finish)
 
     def _checked(self, result: Tensor, tags: Tensor, mine: Tag, direction: str) -> Tensor:
         """`result` if all ranks had the same tag; else raises, on a GPU at a later call (NaN meanwhile)."""
@@ -88,13 +88,6 @@ class Collective:
         self._step = max(tag.step for tag in theirs)  # so that the next exchange fits
         others = [(rank, self._describe(tag, direction)) for rank, tag in enumerate(theirs) if tag != mine]
         raise mismatch(self._rank, self._describe(mine, direction), others)
-
-
-class PendingAllReduce:
-    """A sum over ranks that is under way."""
-
-    def __init__(self, finish: Callable[[], Tensor]):
-        self.wait = finish
 
 
 class _Later:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import _library
 from .agreement import Agreement, answers_text
-from .exchange import STEPS, Tag, mismatch
+from .exchange import STEPS, PendingSum, Tag, mismatch
 
 _ops = torch.ops.fastvit
 
@@ -101,7 +101,7 @@ class DeviceMemory:
         _ops.exchange_push(exchange, moments, _MOMENTS)
         return _ops.exchange_poll(exchange, moments, _MOMENTS, False)
 
-    def start_sum(self, sums: Tensor, tag: Tag) -> "PendingSum":
+    def start_sum(self, sums: Tensor, tag: Tag) -> PendingSum:
         """Starts adding up `sums`, `(2C,)`, over ranks; the argument itself stays local."""
         exchange = self.exchange(tag)
         _ops.exchange_push(exchange, sums, _SUMS)
@@ -163,13 +163,6 @@ class DeviceMemory:
         _ops.exchange_rejoin(self._arenas[self._rank], epoch, self._generation)
         self._report[0] = 0
         self._abandoned = False
-
-
-class PendingSum:
-    """A sum over ranks that the peers may still be adding to."""
-
-    def __init__(self, finish: Callable[[], Tensor]):
-        self.wait = finish
 
 
 class Loopback:

@@ -1,6 +1,9 @@
 """What an exchange is called, and what is said when ranks meet in different ones."""
 
+from collections.abc import Callable
 from typing import NamedTuple
+
+from torch import Tensor
 
 STEPS = 2**24  # steps wrap here: float32 holds such numbers exactly
 
@@ -10,6 +13,13 @@ class Tag(NamedTuple):
 
     layer: int  # order in which the group first saw the layer
     step: int  # count of the group's forward exchanges; a backward has that of its forward
+
+
+class PendingSum:
+    """A sum over ranks that is under way; `wait()` gives it, or raises."""
+
+    def __init__(self, wait: Callable[[], Tensor]):
+        self.wait = wait
 
 
 def mismatch(rank: int, mine: str, others: list[tuple[int, str]]) -> RuntimeError:

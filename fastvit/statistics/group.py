@@ -20,7 +20,7 @@ from . import device_memory, shared_memory
 from .agreement import Agreement, answers_text
 from .collective import Collective
 from .device_memory import DeviceMemory
-from .exchange import Tag
+from .exchange import PendingSum, Tag
 
 WISHES = ("auto", "collective", "peer")
 # Ways to exchange without a collective, by device type: host() says where, connect() makes one.
@@ -76,8 +76,8 @@ class GroupStatistics:
             return None
         return self.transport.exchange(Tag(*ticket.tolist()))
 
-    def start_sum(self, sums: Tensor, ticket: Tensor):
-        """Starts adding up `sums`, `(2C,)`, over ranks, and returns what has `wait()`."""
+    def start_sum(self, sums: Tensor, ticket: Tensor) -> PendingSum:
+        """Starts adding up `sums`, `(2C,)`, over ranks."""
         self._check_process()
         return self.transport.start_sum(sums, Tag(*ticket.tolist()))
 

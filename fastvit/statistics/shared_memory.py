@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .agreement import Agreement, answers_text
-from .exchange import STEPS, Tag, mismatch
+from .exchange import STEPS, PendingSum, Tag, mismatch
 
 FOLDER = Path("/dev/shm")  # where POSIX shared memory lives on Linux
 _SLICE = 0.05  # seconds of waiting in C++ between looks at signals and at peers that died
@@ -85,7 +85,7 @@ class SharedMemory:
         self._poll(moments, rows, None, tag, _MOMENTS)
         return rows
 
-    def start_sum(self, sums: Tensor, tag: Tag) -> "PendingPoll":
+    def start_sum(self, sums: Tensor, tag: Tag) -> PendingSum:
         """Starts adding up `sums`, `(2C,)`, over ranks; the argument itself stays local."""
         if self._abandoned:
             self._rejoin()
@@ -96,7 +96,7 @@ class SharedMemory:
             self._poll(sums, rows, total, tag, _SUMS)
             return total
 
-        return PendingPoll(finish)
+        return PendingSum(finish)
 
     def _poll(self, numbers: Tensor, rows: Tensor, total: Tensor | None, tag: Tag, kind: int) -> None:
         try:
@@ -158,13 +158,6 @@ class SharedMemory:
     def _processes(self) -> list[int]:
         words = self._segment[: 8 * _STATUS_WORDS * self._world].view(torch.int64)
         return words.view(self._world, _STATUS_WORDS)[:, _STATUS_PROCESS].tolist()
-
-
-class PendingPoll:
-    """A sum over ranks that the peers may still be adding to."""
-
-    def __init__(self, finish: Callable[[], Tensor]):
-        self.wait = finish
 
 
 class _Watch:
