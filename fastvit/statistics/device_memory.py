@@ -219,7 +219,7 @@ def connect(
         own, handle = _ops.ipc_memory(size, device.index)
         answer = bytes(handle.tolist()).hex()
     except RuntimeError as error:
-        own, answer = None, f"no memory: {error}"
+        own, answer = None, f"no memory: {str(error).splitlines()[0]}"
     answers = agreement.ask("memory of a GPU", f"{agreement.rank}|{answer}")
     by_rank = dict(answer.split("|", 1) for answer in answers)
     if failed := {a: [int(r)] for r, a in by_rank.items() if a.startswith("no ")}:
