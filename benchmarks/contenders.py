@@ -1,5 +1,6 @@
 """The layers that bench_ops.py compares, by the task they take part in. What cannot be had says why."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -57,6 +58,7 @@ class Exchange(fastvit.SyncBatchNorm):
 def process_group(device: str) -> None:
     """A group of this process alone, over NCCL on a GPU."""
     if not dist.is_initialized():
+        os.environ.setdefault("FASTVIT_STATISTICS", "collective")  # as torch's layer does
         backend = "nccl" if device == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 

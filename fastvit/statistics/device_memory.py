@@ -27,6 +27,8 @@ _MOMENTS, _SUMS = range(2)
 _REPORT_WORDS = 12  # Report: fault, rank, peer, epoch, and two tags of layer, step, words, kind
 _LAYER, _STEP, _OPEN = 3, 4, 5  # csrc/exchange.h, namespace field
 
+_reports: list[Tensor] = []  # never freed: a kernel that is under way when its group ends may still write
+
 
 def packets(channels: int, dtype: torch.dtype) -> int:
     """Packets that the moments of a layer take."""
@@ -64,7 +66,7 @@ class DeviceMemory:
         on_gpu = self.device.type == "cuda"
         self._stream = torch.cuda.current_stream(self.device) if on_gpu else None
         report = torch.zeros(_REPORT_WORDS, dtype=torch.int32, pin_memory=on_gpu)
-        self._report_memory = report
+        _reports.append(report)
         self._report = (ctypes.c_uint32 * _REPORT_WORDS).from_address(report.data_ptr())
         self._fields = array.array(
             "q",
