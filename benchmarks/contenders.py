@@ -13,6 +13,8 @@ from torch.nn import functional as F
 
 import fastvit
 from fastvit import ops, statistics
+from fastvit.statistics.device_memory import Loopback
+from fastvit.statistics.exchange import Tag
 
 
 class BatchNormAct(nn.Module):
@@ -106,6 +108,53 @@ class Op:
     prepare: Callable[[], object] = lambda: None
 
 
+class Exchanges:
+    """Forward and backward of one rank of eight on one GPU, and the same two kernels without an exchange.
+
+    The other ranks' numbers are there when the timer starts: what is measured is sending and taking them.
+    """
+
+    WORLD = 8
+
+    def __init__(self, case: Case, x: torch.Tensor, dy: torch.Tensor):
+        self.x, self.dy, self.d = x, dy, case.channel_dim
+        self.members = Loopback(self.WORLD, device=x.device).ranks
+        self.moments = ops.bn_stats(x, self.d)
+        _, self.saved = ops.bn_forward(x, self.moments, channel_dim=self.d)
+        self.sums = ops.bn_reduce(x, dy, None, self.saved, channel_dim=self.d)
+        self.awaited = []  # what the other ranks have sent and not yet awaited
+
+    def others_send(self, numbers: torch.Tensor, kind: int) -> None:
+        raw = torch.ops.fastvit
+        for exchange, sent, sent_kind in self.awaited:
+            raw.exchange_poll(exchange, sent, sent_kind, False)
+        self.awaited = [(member.exchange(Tag(0, 0)), numbers, kind) for member in self.members[1:]]
+        for exchange, _, _ in self.awaited:
+            raw.exchange_push(exchange, numbers, kind)
+
+    def forward(self, exchange: torch.Tensor | None = None) -> None:
+        moments = ops.bn_stats(self.x, self.d, exchange)
+        ops.bn_forward(self.x, moments, channel_dim=self.d, exchange=exchange)
+
+    def backward(self, exchange: torch.Tensor | None = None) -> None:
+        rest = {"channel_dim": self.d, "exchange": exchange}
+        sums = ops.bn_reduce(self.x, self.dy, None, self.saved, **rest)
+        ops.bn_backward(self.x, self.dy, None, self.saved, sums, **rest)
+
+    def ops(self) -> dict[str, "Op"]:
+        rank, tag = self.members[0], Tag(0, 0)
+        return {
+            "forward": Op(3, self.forward),
+            "forward, exchange": Op(
+                3, lambda: self.forward(rank.exchange(tag)), lambda: self.others_send(self.moments, 0)
+            ),
+            "backward": Op(5, self.backward),
+            "backward, exchange": Op(
+                5, lambda: self.backward(rank.exchange(tag)), lambda: self.others_send(self.sums, 1)
+            ),
+        }
+
+
 def raw_ops(case: Case, x: torch.Tensor, dy: torch.Tensor) -> dict[str, Op]:
     """Each op on its own, with what the ops before it would have handed over."""
     c, d = case.channels, case.channel_dim
@@ -118,7 +167,8 @@ def raw_ops(case: Case, x: torch.Tensor, dy: torch.Tensor) -> dict[str, Op]:
     sums = ops.abn_reduce(y, dy, saved, weight, bias, channel_dim=d)
     parameters = (weight, bias)
     plain = {"activation": "leaky_relu", "channel_dim": d}
-    return {
+    exchanges = Exchanges(case, x, dy).ops() if x.is_cuda else {}
+    return exchanges | {
         "bn_stats": Op(1, lambda: ops.bn_stats(x, d)),
         "bn_forward": Op(2, lambda: ops.bn_forward(x, moments, *parameters, None, *running, **plain)),
         "abn_forward_": Op(

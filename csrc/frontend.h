@@ -11,6 +11,7 @@
 #include <tuple>
 
 #include "checks.h"
+#include "exchange.h"
 #include "layout.h"
 
 namespace fastvit {
@@ -27,7 +28,8 @@ struct StatsArgs {  // operand 0: x
   ScalarType dtype;
   int device;
   const void* x;
-  void* moments;  // [2C + 2]
+  void* moments;            // [2C + 2]
+  peer::Exchange exchange;  // of moments: the backend sends them, when it has them
 };
 
 struct ForwardArgs {  // operands 0: x, 1: y, 2: z
@@ -48,7 +50,8 @@ struct ForwardArgs {  // operands 0: x, 1: y, 2: z
   bool in_place;  // backward will invert y: gamma is kept away from 0
   Activation activation;
   double activation_param;
-  void* saved;  // [2C + 2]
+  void* saved;              // [2C + 2]
+  peer::Exchange exchange;  // of moments: the ranks', which are awaited in place of `moments`
 };
 
 struct ReduceArgs {  // operands 0: x or y, 1: dy, 2: z
@@ -63,7 +66,8 @@ struct ReduceArgs {  // operands 0: x or y, 1: dy, 2: z
   Channels weight, bias;
   Activation activation;
   double activation_param;
-  void* sums;  // [2C]
+  void* sums;               // [2C]
+  peer::Exchange exchange;  // of sums: the backend sends them, when it has them
 };
 
 struct BackwardArgs {  // operands 0: x or y, 1: dy, 2: dx, 3: z, 4: dz
@@ -82,6 +86,7 @@ struct BackwardArgs {  // operands 0: x or y, 1: dy, 2: dx, 3: z, 4: dz
   Channels weight, bias;
   Activation activation;
   double activation_param;
+  peer::Exchange exchange;  // of sums: the ranks', which are awaited in place of `sums`
 };
 
 inline Channels channels_of(const OptionalTensor& t) {
@@ -107,11 +112,11 @@ Layout layout_of(int64_t channel_dim, const Tensor& first, const Tensors&... oth
 
 template <class Backend>
 struct Frontend {
-  static Tensor bn_stats(Tensor x, int64_t channel_dim) {
+  static Tensor bn_stats(Tensor x, int64_t channel_dim, OptionalTensor exchange) {
     check_input("bn_stats", "x", x, channel_dim);
     Tensor moments = packed(x, 2 * x.size(channel_dim) + 2);
-    Backend::stats(
-        {layout_of(channel_dim, x), x.scalar_type(), x.get_device_index(), x.data_ptr(), moments.data_ptr()});
+    Backend::stats({layout_of(channel_dim, x), x.scalar_type(), x.get_device_index(), x.data_ptr(),
+                    moments.data_ptr(), exchange_of("bn_stats", exchange, moments, peer::kMoments, true)});
     return moments;
   }
 
@@ -121,13 +126,13 @@ struct Frontend {
                                                OptionalTensor num_batches_tracked,
                                                std::optional<double> momentum, double eps,
                                                std::string activation, double activation_param,
-                                               int64_t channel_dim) {
+                                               int64_t channel_dim, OptionalTensor exchange) {
     check_input("bn_forward", "x", x, channel_dim);
     if (z) check_like("bn_forward", "z", *z, x);
     Tensor y = torch::stable::empty_like(x);
-    Tensor saved =
-        forward("bn_forward", x, y, moments, false, weight, bias, z, running_mean, running_var,
-                num_batches_tracked, momentum, eps, activation, activation_param, channel_dim, false);
+    Tensor saved = forward("bn_forward", x, y, moments, false, weight, bias, z, running_mean, running_var,
+                           num_batches_tracked, momentum, eps, activation, activation_param, channel_dim,
+                           false, exchange);
     return {y, saved};
   }
 
@@ -159,12 +164,13 @@ struct Frontend {
   static Tensor abn_forward_(Tensor x, OptionalTensor moments, OptionalTensor weight, OptionalTensor bias,
                              OptionalTensor running_mean, OptionalTensor running_var,
                              OptionalTensor num_batches_tracked, std::optional<double> momentum, double eps,
-                             std::string activation, double activation_param, int64_t channel_dim) {
+                             std::string activation, double activation_param, int64_t channel_dim,
+                             OptionalTensor exchange) {
     check_input("abn_forward_", "x", x, channel_dim);
     check_may_be_overwritten("abn_forward_", "x", x);
     return forward("abn_forward_", x, x, moments, false, weight, bias, std::nullopt, running_mean,
                    running_var, num_batches_tracked, momentum, eps, activation, activation_param, channel_dim,
-                   true);
+                   true, exchange);
   }
 
   static std::tuple<Tensor, Tensor> abn_forward(Tensor x, OptionalTensor moments, OptionalTensor weight,
@@ -184,30 +190,32 @@ struct Frontend {
 
   static Tensor bn_reduce(Tensor x, Tensor dy, OptionalTensor z, Tensor saved, OptionalTensor weight,
                           OptionalTensor bias, std::string activation, double activation_param,
-                          int64_t channel_dim) {
+                          int64_t channel_dim, OptionalTensor exchange) {
     return reduce("bn_reduce", "x", x, dy, z, saved, weight, bias, activation, activation_param, channel_dim,
-                  false);
+                  false, exchange);
   }
 
   static Tensor abn_reduce(Tensor y, Tensor dy, Tensor saved, OptionalTensor weight, OptionalTensor bias,
-                           std::string activation, double activation_param, int64_t channel_dim) {
+                           std::string activation, double activation_param, int64_t channel_dim,
+                           OptionalTensor exchange) {
     return reduce("abn_reduce", "y", y, dy, std::nullopt, saved, weight, bias, activation, activation_param,
-                  channel_dim, true);
+                  channel_dim, true, exchange);
   }
 
   static std::tuple<Tensor, Tensor> bn_backward(Tensor x, Tensor dy, OptionalTensor z, Tensor saved,
                                                 OptionalTensor sums, OptionalTensor weight,
                                                 OptionalTensor bias, std::string activation,
-                                                double activation_param, int64_t channel_dim) {
+                                                double activation_param, int64_t channel_dim,
+                                                OptionalTensor exchange) {
     return backward("bn_backward", "x", x, dy, z, saved, sums, weight, bias, activation, activation_param,
-                    channel_dim, false);
+                    channel_dim, false, exchange);
   }
 
   static Tensor abn_backward(Tensor y, Tensor dy, Tensor saved, OptionalTensor sums, OptionalTensor weight,
                              OptionalTensor bias, std::string activation, double activation_param,
-                             int64_t channel_dim) {
+                             int64_t channel_dim, OptionalTensor exchange) {
     return std::get<0>(backward("abn_backward", "y", y, dy, std::nullopt, saved, sums, weight, bias,
-                                activation, activation_param, channel_dim, true));
+                                activation, activation_param, channel_dim, true, exchange));
   }
 
   static std::tuple<Tensor, Tensor> bn_local_forward(
@@ -270,12 +278,20 @@ struct Frontend {
   }
 
  private:
+  static peer::Exchange exchange_of(const char* op, const OptionalTensor& exchange, const Tensor& numbers,
+                                    peer::Kind kind, bool sends) {
+    if (!exchange) return {};
+    require(Backend::kExchanges, op, "exchange", "is given; None expected where no GPU runs the op");
+    return peer::exchange_of(op, *exchange, numbers.numel(), numbers.scalar_type(), kind, sends);
+  }
+
   static Tensor forward(const char* op, const Tensor& x, const Tensor& y, const OptionalTensor& moments,
                         bool local, const OptionalTensor& weight, const OptionalTensor& bias,
                         const OptionalTensor& z, const OptionalTensor& running_mean,
                         const OptionalTensor& running_var, const OptionalTensor& num_batches_tracked,
                         std::optional<double> momentum, double eps, const std::string& activation,
-                        double activation_param, int64_t channel_dim, bool in_place) {
+                        double activation_param, int64_t channel_dim, bool in_place,
+                        const OptionalTensor& exchange = std::nullopt) {
     const int64_t C = x.size(channel_dim);
     const Activation act = parse_activation(op, activation, activation_param, in_place);
     if (moments) check_packed(op, "moments", *moments, x, 2 * C + 2, true);
@@ -316,8 +332,14 @@ struct Frontend {
     args.activation = act;
     args.activation_param = activation_param;
     args.saved = saved.data_ptr();
+    if (exchange) {
+      require(moments && moments->dim() == 1, op, "moments",
+              "is not this rank's row, which is expected beside exchange");
+      args.exchange = exchange_of(op, exchange, *moments, peer::kMoments, false);
+      args.ranks = args.exchange.world;
+    }
     if (local && Backend::local_forward(args)) return saved;
-    Tensor own = local ? bn_stats(x, channel_dim) : Tensor();
+    Tensor own = local ? bn_stats(x, channel_dim, std::nullopt) : Tensor();
     if (local) args.moments = own.data_ptr();
     Backend::forward(args);
     return saved;
@@ -326,12 +348,14 @@ struct Frontend {
   static Tensor reduce(const char* op, const char* name, const Tensor& input, const Tensor& dy,
                        const OptionalTensor& z, const Tensor& saved, const OptionalTensor& weight,
                        const OptionalTensor& bias, const std::string& activation, double activation_param,
-                       int64_t channel_dim, bool in_place) {
+                       int64_t channel_dim, bool in_place, const OptionalTensor& exchange) {
     const Activation act = check_backward(op, name, input, dy, z, saved, weight, bias, activation,
                                           activation_param, channel_dim, in_place);
     Tensor sums = packed(input, 2 * input.size(channel_dim));
-    Backend::reduce(
-        reduce_args(input, dy, z, saved, weight, bias, act, activation_param, channel_dim, in_place, sums));
+    ReduceArgs args =
+        reduce_args(input, dy, z, saved, weight, bias, act, activation_param, channel_dim, in_place, sums);
+    args.exchange = exchange_of(op, exchange, sums, peer::kSums, true);
+    Backend::reduce(args);
     return sums;
   }
 
@@ -339,7 +363,8 @@ struct Frontend {
                                              const Tensor& dy, const OptionalTensor& z, const Tensor& saved,
                                              const OptionalTensor& sums, const OptionalTensor& weight,
                                              const OptionalTensor& bias, const std::string& activation,
-                                             double activation_param, int64_t channel_dim, bool in_place) {
+                                             double activation_param, int64_t channel_dim, bool in_place,
+                                             const OptionalTensor& exchange) {
     const Activation act = check_backward(op, name, input, dy, z, saved, weight, bias, activation,
                                           activation_param, channel_dim, in_place);
     if (sums) check_packed(op, "sums", *sums, input, 2 * input.size(channel_dim), false);
@@ -348,6 +373,10 @@ struct Frontend {
     BackwardArgs args = backward_args(input, dy, dx, z, dz, saved, weight, bias, act, activation_param,
                                       channel_dim, in_place);
     args.sums = sums ? sums->data_ptr() : nullptr;
+    if (exchange) {
+      require(sums.has_value(), op, "sums", "is None; this rank's own are expected beside exchange");
+      args.exchange = exchange_of(op, exchange, *sums, peer::kSums, false);
+    }
     Backend::backward(args);
     return {dx, dz};
   }

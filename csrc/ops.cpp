@@ -8,11 +8,12 @@
 #include "frontend.h"
 
 STABLE_TORCH_LIBRARY(fastvit, m) {
-  m.def("bn_stats(Tensor x, int channel_dim) -> Tensor");
+  m.def("bn_stats(Tensor x, int channel_dim, Tensor? exchange=None) -> Tensor");
   m.def(
       "bn_forward(Tensor x, Tensor? moments, Tensor? weight, Tensor? bias, Tensor? z, "
       "Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? num_batches_tracked, "
-      "float? momentum, float eps, str activation, float activation_param, int channel_dim) "
+      "float? momentum, float eps, str activation, float activation_param, int channel_dim, Tensor? "
+      "exchange=None) "
       "-> (Tensor, Tensor)");
   m.def(
       "bn_apply(Tensor x, Tensor saved, Tensor? weight, Tensor? bias, Tensor? z, "
@@ -20,7 +21,8 @@ STABLE_TORCH_LIBRARY(fastvit, m) {
   m.def(
       "abn_forward_(Tensor(a!) x, Tensor? moments, Tensor? weight, Tensor? bias, "
       "Tensor(b!)? running_mean, Tensor(c!)? running_var, Tensor(d!)? num_batches_tracked, "
-      "float? momentum, float eps, str activation, float activation_param, int channel_dim) -> Tensor");
+      "float? momentum, float eps, str activation, float activation_param, int channel_dim, Tensor? "
+      "exchange=None) -> Tensor");
   m.def(
       "abn_forward(Tensor x, Tensor? moments, Tensor? weight, Tensor? bias, "
       "Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? num_batches_tracked, "
@@ -43,16 +45,17 @@ STABLE_TORCH_LIBRARY(fastvit, m) {
   m.def("cpu_capability() -> str");
   m.def(
       "bn_reduce(Tensor x, Tensor dy, Tensor? z, Tensor saved, Tensor? weight, Tensor? bias, "
-      "str activation, float activation_param, int channel_dim) -> Tensor");
+      "str activation, float activation_param, int channel_dim, Tensor? exchange=None) -> Tensor");
   m.def(
       "abn_reduce(Tensor y, Tensor dy, Tensor saved, Tensor? weight, Tensor? bias, "
-      "str activation, float activation_param, int channel_dim) -> Tensor");
+      "str activation, float activation_param, int channel_dim, Tensor? exchange=None) -> Tensor");
   m.def(
       "bn_backward(Tensor x, Tensor dy, Tensor? z, Tensor saved, Tensor? sums, Tensor? weight, "
-      "Tensor? bias, str activation, float activation_param, int channel_dim) -> (Tensor, Tensor)");
+      "Tensor? bias, str activation, float activation_param, int channel_dim, Tensor? exchange=None) -> "
+      "(Tensor, Tensor)");
   m.def(
       "abn_backward(Tensor y, Tensor dy, Tensor saved, Tensor? sums, Tensor? weight, Tensor? bias, "
-      "str activation, float activation_param, int channel_dim) -> Tensor");
+      "str activation, float activation_param, int channel_dim, Tensor? exchange=None) -> Tensor");
   m.def("peer_segment_bytes(int world, int capacity) -> int");
   m.def(
       "peer_push(Tensor(a!) segment, Tensor(b!) state, Tensor numbers, int layer, int step, int kind) -> ()");
@@ -63,6 +66,13 @@ STABLE_TORCH_LIBRARY(fastvit, m) {
       "peer_exchange(Tensor(a!) segment, Tensor(b!) state, Tensor numbers, Tensor(c!) rows, "
       "Tensor(d!)? total, int layer, int step, int kind, float seconds) -> int");
   m.def("peer_give_up(Tensor(a!) segment, Tensor(b!) state) -> ()");
+  m.def("exchange_arena_bytes(int world, int capacity) -> int");
+  m.def("exchange_push(Tensor exchange, Tensor numbers, int kind) -> ()");
+  m.def("exchange_poll(Tensor exchange, Tensor numbers, int kind, bool add) -> Tensor");
+  m.def("exchange_give_up(Tensor exchange, Tensor(a!) arena) -> ()");
+  m.def("exchange_rejoin(Tensor(a!) arena, int epoch, int generation) -> ()");
+  m.def("ipc_memory(int bytes, int device) -> (Tensor, Tensor)");
+  m.def("ipc_open(Tensor handle, int bytes, int device) -> Tensor");
   m.def("peer_rejoin(Tensor(a!) segment, Tensor(b!) state, float seconds) -> int");
 }
 
@@ -81,4 +91,5 @@ static std::string cpu_capability() {
 STABLE_TORCH_LIBRARY_IMPL(fastvit, CompositeExplicitAutograd, m) {
   m.impl("cpu_capability", TORCH_BOX(&cpu_capability));
   m.impl("peer_segment_bytes", TORCH_BOX(&fastvit::peer_segment_bytes));
+  m.impl("exchange_arena_bytes", TORCH_BOX(&fastvit::peer::arena_bytes));
 }

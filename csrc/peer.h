@@ -69,6 +69,12 @@ FASTVIT_INLINE bool operator==(const Tag& a, const Tag& b) {
   return a.layer == b.layer && a.step == b.step && a.words == b.words && a.kind == b.kind;
 }
 
+// A launch that was captured into a graph has no step of its own, as it may be replayed any number of times:
+// its 0 goes with every step.
+FASTVIT_INLINE bool same_exchange(const Tag& a, const Tag& b) {
+  return a == Tag{b.layer, a.step, b.words, b.kind} && (a.step == b.step || a.step == 0 || b.step == 0);
+}
+
 FASTVIT_INLINE int64_t payload_packets(int64_t words) {
   return (words + 1) / 2;
 }

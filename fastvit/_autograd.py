@@ -20,8 +20,8 @@ class BatchNormFunction(torch.autograd.Function):
         if training and isinstance(shared, statistics.Local):
             y, saved = ops.bn_local_forward(x, *rest)
         else:
-            moments, ticket = shared.gather(ops.bn_stats(x, channel_dim)) if training else (None, None)
-            y, saved = ops.bn_forward(x, moments, *rest)
+            moments, exchange, ticket = shared.moments(x, channel_dim) if training else (None, None, None)
+            y, saved = ops.bn_forward(x, moments, *rest, exchange)
         # Without an activation z decides nothing in backward: its gradient is dy itself.
         _keep(ctx, ticket, x, weight, bias, None if activation == "identity" else z, saved)
         _remember(ctx, shared, training, activation, activation_param, channel_dim)
@@ -33,16 +33,17 @@ class BatchNormFunction(torch.autograd.Function):
         ticket, x, weight, bias, z, saved = _kept(ctx)
         wants_x, wants_weight, wants_bias, wants_z = ctx.needs_input_grad[:4]
         rest = (weight, bias, *ctx.activation, ctx.channel_dim)
-        exchange = wants_x and ctx.training
-        dx = dz = sums = pending = None
-        if exchange and isinstance(ctx.shared, statistics.Local):
+        sharing = wants_x and ctx.training
+        dx = dz = sums = pending = exchange = None
+        if sharing and isinstance(ctx.shared, statistics.Local):
             dx, dz, sums = ops.bn_local_backward(x, dy, z, saved, *rest)
-        elif exchange or wants_weight or wants_bias:
-            sums = ops.bn_reduce(x, dy, z, saved, *rest)
-            pending = ctx.shared.start_sum(sums, ticket) if exchange else None
+        elif sharing or wants_weight or wants_bias:
+            exchange = ctx.shared.exchange(x, ticket) if sharing else None
+            sums = ops.bn_reduce(x, dy, z, saved, *rest, exchange)
+            pending = ctx.shared.start_sum(sums, ticket, exchange) if sharing else None
         dweight, dbias = _parameter_gradients(sums, weight, bias, wants_weight, wants_bias)
         if dx is None and (wants_x or (wants_z and z is not None)):
-            dx, dz = ops.bn_backward(x, dy, z, saved, pending.wait() if pending else None, *rest)
+            dx, dz = ops.bn_backward(x, dy, z, saved, pending.wait() if pending else None, *rest, exchange)
         if wants_z and z is None:
             dz = dy
         return (dx if wants_x else None, dweight, dbias, dz if wants_z else None, *[None] * 10)
@@ -62,8 +63,8 @@ class InPlaceABNFunction(torch.autograd.Function):
         if training and isinstance(shared, statistics.Local):
             saved = ops.abn_local_forward_(x, *rest)
         else:
-            moments, ticket = shared.gather(ops.bn_stats(x, channel_dim)) if training else (None, None)
-            saved = ops.abn_forward_(x, moments, *rest)
+            moments, exchange, ticket = shared.moments(x, channel_dim) if training else (None, None, None)
+            saved = ops.abn_forward_(x, moments, *rest, exchange)
         ctx.mark_dirty(x)
         _keep(ctx, ticket, x, weight, bias, saved)
         _remember(ctx, shared, training, activation, activation_param, channel_dim)
@@ -88,7 +89,7 @@ class InvertibleABNFunction(torch.autograd.Function):
         ctx, x, weight, bias, running_mean, running_var, num_batches_tracked,
         shared, training, momentum, eps, activation, activation_param, channel_dim,
     ):  # fmt: skip
-        moments, ticket = shared.gather(ops.bn_stats(x, channel_dim)) if training else (None, None)
+        moments, _, ticket = shared.moments(x, channel_dim) if training else (None, None, None)
         y, saved = ops.abn_forward(
             x, moments, weight, bias, running_mean, running_var, num_batches_tracked,
             momentum, eps, activation, activation_param, channel_dim,
@@ -124,16 +125,17 @@ def _invertible_backward(ctx, dy):
     ticket, y, weight, bias, saved = _kept(ctx)
     wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
     rest = (weight, bias, *ctx.activation, ctx.channel_dim)
-    exchange = wants_x and ctx.training
-    dx = sums = pending = None
-    if exchange and isinstance(ctx.shared, statistics.Local):
+    sharing = wants_x and ctx.training
+    dx = sums = pending = exchange = None
+    if sharing and isinstance(ctx.shared, statistics.Local):
         dx, sums = ops.abn_local_backward(y, dy, saved, *rest)
-    elif exchange or wants_weight or wants_bias:
-        sums = ops.abn_reduce(y, dy, saved, *rest)
-        pending = ctx.shared.start_sum(sums, ticket) if exchange else None
+    elif sharing or wants_weight or wants_bias:
+        exchange = ctx.shared.exchange(y, ticket) if sharing else None
+        sums = ops.abn_reduce(y, dy, saved, *rest, exchange)
+        pending = ctx.shared.start_sum(sums, ticket, exchange) if sharing else None
     dweight, dbias = _parameter_gradients(sums, weight, bias, wants_weight, wants_bias)
     if dx is None and wants_x:
-        dx = ops.abn_backward(y, dy, saved, pending.wait() if pending else None, *rest)
+        dx = ops.abn_backward(y, dy, saved, pending.wait() if pending else None, *rest, exchange)
     return (dx, dweight, dbias, *[None] * 10)
 
 

@@ -14,6 +14,12 @@ Packed tensors. `moments` is `mean[C], M2[C], count` and `saved` is `mean[C], in
 numbers each: the count takes two (`high * 2**24 + low`), so it is exact in float32. M2 is the sum of squared
 deviations from the mean. `sums` is `sum dz[C], sum dz*xhat[C]`, with dz the gradient before the activation.
 
+`exchange` (CUDA only; made by `fastvit.statistics`) shares numbers between GPUs that see each other's
+memory. An op that has them, bn_stats or a reduce, also sends them to all ranks, and does not wait; the one
+that needs them is given this rank's own, awaits all ranks' in their place and merges them in rank order. Each
+op that sends is followed, on its stream, by one that awaits. If that fails, y or dx is NaN and no running
+statistics are written.
+
 Activations: "identity", "leaky_relu" (`activation_param` is the slope), "elu" (`activation_param` is alpha),
 and not in place "relu", "relu6", "gelu", "gelu_tanh", "silu" and "hardswish". Errors are RuntimeErrors that
 name the op and the argument.
@@ -27,13 +33,13 @@ from . import _library  # noqa: F401  (registers the ops)
 _ops = torch.ops.fastvit
 
 
-def bn_stats(x: Tensor, channel_dim: int = 1) -> Tensor:
+def bn_stats(x: Tensor, channel_dim: int = 1, exchange: Tensor | None = None) -> Tensor:
     """Per-channel moments of x.
 
     Returns `moments`, `(2C + 2,)`. An empty x gives zeros. Sums of squares are never formed: pieces merge
     by Chan, Golub, LeVeque (1979).
     """
-    return _ops.bn_stats(x, channel_dim)
+    return _ops.bn_stats(x, channel_dim, exchange)
 
 
 def bn_forward(
@@ -50,6 +56,7 @@ def bn_forward(
     activation: str = "identity",
     activation_param: float = 0.01,
     channel_dim: int = 1,
+    exchange: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`y = act((x - mean) * invstd * weight + bias + z)`; returns `(y, saved)`.
 
@@ -61,7 +68,7 @@ def bn_forward(
     """
     y, saved = _ops.bn_forward(
         x, moments, weight, bias, z, running_mean, running_var, num_batches_tracked,
-        momentum, eps, activation, activation_param, channel_dim,
+        momentum, eps, activation, activation_param, channel_dim, exchange,
     )  # fmt: skip
     if moments is not None:
         _mutated(running_mean, running_var, num_batches_tracked)
@@ -95,6 +102,7 @@ def abn_forward_(
     activation: str = "leaky_relu",
     activation_param: float = 0.01,
     channel_dim: int = 1,
+    exchange: Tensor | None = None,
 ) -> Tensor:
     """`bn_forward` written over x, to be inverted later; returns `saved`.
 
@@ -104,7 +112,7 @@ def abn_forward_(
     """
     saved = _ops.abn_forward_(
         x, moments, weight, bias, running_mean, running_var, num_batches_tracked,
-        momentum, eps, activation, activation_param, channel_dim,
+        momentum, eps, activation, activation_param, channel_dim, exchange,
     )  # fmt: skip
     _mutated(x)
     if moments is not None:
@@ -149,13 +157,14 @@ def bn_reduce(
     activation: str = "identity",
     activation_param: float = 0.01,
     channel_dim: int = 1,
+    exchange: Tensor | None = None,
 ) -> Tensor:
     """`sums`, `(2C,)`: sum dz and sum dz*xhat per channel of this rank, xhat from x.
 
     They are the gradients of bias and weight; summed over ranks they give dx. The other arguments are those
     of bn_forward.
     """
-    return _ops.bn_reduce(x, dy, z, saved, weight, bias, activation, activation_param, channel_dim)
+    return _ops.bn_reduce(x, dy, z, saved, weight, bias, activation, activation_param, channel_dim, exchange)
 
 
 def abn_reduce(
@@ -167,9 +176,10 @@ def abn_reduce(
     activation: str = "leaky_relu",
     activation_param: float = 0.01,
     channel_dim: int = 1,
+    exchange: Tensor | None = None,
 ) -> Tensor:
     """`bn_reduce` with xhat recovered from the output y, and clamped to `|xhat| <= sqrt(count - 1)`."""
-    return _ops.abn_reduce(y, dy, saved, weight, bias, activation, activation_param, channel_dim)
+    return _ops.abn_reduce(y, dy, saved, weight, bias, activation, activation_param, channel_dim, exchange)
 
 
 def bn_backward(
@@ -183,13 +193,16 @@ def bn_backward(
     activation: str = "identity",
     activation_param: float = 0.01,
     channel_dim: int = 1,
+    exchange: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`(dx, dz)`: dx = weight * invstd * (dz - sum dz / n - xhat * sum(dz*xhat) / n).
 
     `sums` are over all ranks and n is the count in `saved`; None means that the statistics were constants
     (evaluation), so dx = weight * invstd * dz. dz, the residual's gradient, is empty when z is None.
     """
-    return _ops.bn_backward(x, dy, z, saved, sums, weight, bias, activation, activation_param, channel_dim)
+    return _ops.bn_backward(
+        x, dy, z, saved, sums, weight, bias, activation, activation_param, channel_dim, exchange
+    )
 
 
 def abn_backward(
@@ -202,9 +215,12 @@ def abn_backward(
     activation: str = "leaky_relu",
     activation_param: float = 0.01,
     channel_dim: int = 1,
+    exchange: Tensor | None = None,
 ) -> Tensor:
     """dx of `bn_backward` with xhat recovered from the output y."""
-    return _ops.abn_backward(y, dy, saved, sums, weight, bias, activation, activation_param, channel_dim)
+    return _ops.abn_backward(
+        y, dy, saved, sums, weight, bias, activation, activation_param, channel_dim, exchange
+    )
 
 
 def bn_local_forward(
@@ -302,12 +318,12 @@ def _packed(x: Tensor, channel_dim: int, extra: int) -> Tensor:
 
 
 @torch.library.register_fake("fastvit::bn_stats")
-def _(x, channel_dim):
+def _(x, channel_dim, exchange=None):
     return _packed(x, channel_dim, 2)
 
 
 @torch.library.register_fake("fastvit::bn_forward")
-def _(x, moments, weight, bias, z, mean, var, tracked, momentum, eps, activation, param, channel_dim):
+def _(x, moments, weight, bias, z, mean, var, tracked, momentum, eps, act, param, channel_dim, exchange=None):
     return torch.empty_like(x), _packed(x, channel_dim, 2)
 
 
@@ -317,7 +333,7 @@ def _(x, saved, weight, bias, z, activation, param, channel_dim):
 
 
 @torch.library.register_fake("fastvit::abn_forward_")
-def _(x, moments, weight, bias, mean, var, tracked, momentum, eps, activation, param, channel_dim):
+def _(x, moments, weight, bias, mean, var, tracked, momentum, eps, act, param, channel_dim, exchange=None):
     return _packed(x, channel_dim, 2)
 
 
@@ -327,22 +343,22 @@ def _(x, moments, weight, bias, mean, var, tracked, momentum, eps, activation, p
 
 
 @torch.library.register_fake("fastvit::bn_reduce")
-def _(x, dy, z, saved, weight, bias, activation, param, channel_dim):
+def _(x, dy, z, saved, weight, bias, activation, param, channel_dim, exchange=None):
     return _packed(x, channel_dim, 0)
 
 
 @torch.library.register_fake("fastvit::abn_reduce")
-def _(y, dy, saved, weight, bias, activation, param, channel_dim):
+def _(y, dy, saved, weight, bias, activation, param, channel_dim, exchange=None):
     return _packed(y, channel_dim, 0)
 
 
 @torch.library.register_fake("fastvit::bn_backward")
-def _(x, dy, z, saved, sums, weight, bias, activation, param, channel_dim):
+def _(x, dy, z, saved, sums, weight, bias, activation, param, channel_dim, exchange=None):
     return torch.empty_like(x), x.new_empty(0) if z is None else torch.empty_like(z)
 
 
 @torch.library.register_fake("fastvit::abn_backward")
-def _(y, dy, saved, sums, weight, bias, activation, param, channel_dim):
+def _(y, dy, saved, sums, weight, bias, activation, param, channel_dim, exchange=None):
     return torch.empty_like(y)
 
 

@@ -5,6 +5,7 @@ That the ops and layers are right on a GPU is shown by the other tests, run with
 
 import copy
 import datetime
+import os
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from tolerances import check
 from torch import nn
 
 from fastvit import InPlaceABN, InPlaceABNSync, SyncBatchNorm, functional, ops, statistics
+from fastvit.statistics.device_memory import Loopback
+from fastvit.statistics.exchange import Tag
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 DEVICE = "cuda"
@@ -291,10 +294,12 @@ def test_other_devices_than_the_current_one():
     assert torch.equal(y[0], y[1].to("cuda:0")) and torch.equal(dx[0], dx[1].to("cuda:0"))
 
 
-def test_exchange_over_nccl(monkeypatch):
-    """A group of one rank, made to exchange: NCCL hands back what was sent, in the order of the stream."""
+@pytest.mark.parametrize("way", ["collective", "peer"])
+def test_exchange_in_a_group_of_one(monkeypatch, way):
+    """Made to exchange: NCCL, or the layers' kernels, hand back what was sent, in the order of the stream."""
     if not dist.is_nccl_available():
         pytest.skip("this torch has no NCCL")
+    monkeypatch.setenv("FASTVIT_STATISTICS", way)
     alone, shared = stack("planes"), stack("planes")
     shared.load_state_dict(alone.state_dict())
     leaf, dy = randn("planes").requires_grad_(), randn("planes", 1)
@@ -302,9 +307,9 @@ def test_exchange_over_nccl(monkeypatch):
     limit = datetime.timedelta(seconds=30)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
     try:
-        monkeypatch.setenv("FASTVIT_STATISTICS", "collective")
         monkeypatch.setattr(statistics, "over", lambda _, layer: statistics.Shared(dist.group.WORLD, layer))
         got = everything(step(shared, leaf, dy), shared)
+        assert ("CudaIpc" if way == "peer" else "Collective") in " ".join(statistics.taken())
     finally:
         dist.destroy_process_group()
     for a, b in zip(got, want, strict=True):
@@ -328,3 +333,115 @@ def test_misaligned_memory():
         check("abn_reduce", ops.abn_reduce(x, want, saved), ops.abn_reduce(kept, want, saved), dtype)
         dx = ops.abn_backward(x, want, saved, None)
         check("abn_backward", dx, ops.abn_backward(kept, want, saved, None))
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_exchange_by_the_kernels_of_several_ranks(world):
+    """Loopback at full size: all send, then all await; the bits of moments and sums merged from memory."""
+    loop = Loopback(world, device=DEVICE)
+    inputs = [torch.randn(16, 256, 28, 28, device=DEVICE) + r for r in range(world)]
+    gradients = [torch.randn_like(x) for x in inputs]
+    weight, bias = torch.rand(256, device=DEVICE) + 0.5, torch.rand(256, device=DEVICE)
+    options = {"weight": weight, "bias": bias, "activation": "leaky_relu"}
+    rows = torch.stack([ops.bn_stats(x) for x in inputs])
+    want = []
+    for x in inputs:
+        y = x.clone()
+        want.append((y, ops.abn_forward_(y, rows, **options)))
+    sums = [ops.abn_reduce(y, dy, saved, **options) for (y, saved), dy in zip(want, gradients, strict=True)]
+    total = torch.stack(sums).double().sum(0).float()
+
+    def exchanges(step: int) -> list[torch.Tensor]:
+        handles = [rank.exchange(Tag(0, step)) for rank in loop.ranks]
+        ys = [x.clone() for x in inputs]
+        moments = [ops.bn_stats(y, exchange=e) for y, e in zip(ys, handles, strict=True)]
+        parts = list(zip(ys, moments, handles, strict=True))
+        saved = [ops.abn_forward_(y, m, **options, exchange=e) for y, m, e in parts]
+        handles = [rank.exchange(Tag(0, step)) for rank in loop.ranks]
+        parts = list(zip(ys, gradients, saved, handles, strict=True))
+        own = [ops.abn_reduce(y, dy, s, **options, exchange=e) for y, dy, s, e in parts]
+        parts = list(zip(ys, gradients, saved, own, handles, strict=True))
+        return ys + [ops.abn_backward(y, dy, s, o, **options, exchange=e) for y, dy, s, o, e in parts]
+
+    wanted = [y for y, _ in want]
+    for (y, saved), dy in zip(want, gradients, strict=True):
+        wanted.append(ops.abn_backward(y, dy, saved, total, **options))
+    for step in (1, 2, 3):
+        for a, b in zip(exchanges(step), wanted, strict=True):
+            assert torch.equal(a, b)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = exchanges(0)
+    for _ in range(3):  # every replay is an exchange of its own: the epoch is in device memory
+        for t in captured:
+            t.zero_()
+        graph.replay()
+        for a, b in zip(captured, wanted, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_a_peer_that_never_sends():
+    """The GPU stops waiting, nothing is kept, and the next call of the host says who was missing."""
+    loop, x = Loopback(2, timeout=0.2, device=DEVICE), randn("planes")
+    mean, var = torch.zeros(x.shape[1], device=DEVICE), torch.ones(x.shape[1], device=DEVICE)
+    exchange = loop.ranks[0].exchange(Tag(4, 1))
+    moments = ops.bn_stats(x, exchange=exchange)
+    y, _ = ops.bn_forward(x, moments, running_mean=mean, running_var=var, exchange=exchange)
+    torch.cuda.synchronize()
+    assert y.isnan().all() and (mean == 0).all() and (var == 1).all()
+    with pytest.raises(
+        RuntimeError, match="rank 0 in forward of layer 4, step 1: nothing from rank 1 within"
+    ):
+        loop.ranks[0].next_step()
+
+
+def _train_with_a_peer(rank: int, store: str, results) -> None:
+    """One of two processes on one GPU."""
+    os.environ["FASTVIT_STATISTICS"] = "peer"
+    torch.cuda.set_device(0)
+    limit = datetime.timedelta(seconds=20)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=limit)
+    layer = InPlaceABNSync(16).to(DEVICE)
+    leaf = torch.randn(8, 16, 12, 12, generator=torch.Generator().manual_seed(rank)).to(DEVICE)
+    leaf.requires_grad_()
+    for _ in range(5):
+        y = layer(leaf.clone())
+        (dx,) = torch.autograd.grad(y, leaf, torch.ones_like(y) * (1 + rank))
+    results.put((rank, " ".join(statistics.taken()), y.detach().cpu(), dx.cpu(), layer.running_mean.cpu()))
+    results.close()
+    results.join_thread()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_two_processes_on_one_gpu(tmp_path):
+    """CudaIpc, over the memory of one GPU; whatever hangs is ended."""
+    context = torch.multiprocessing.get_context("spawn")
+    results = context.Queue()
+    arguments = (str(tmp_path / "store"), results)
+    processes = [context.Process(target=_train_with_a_peer, args=(rank, *arguments)) for rank in range(2)]
+    try:
+        for process in processes:
+            process.start()
+        got = dict((rank, rest) for rank, *rest in (results.get(timeout=80) for _ in processes))
+        for process in processes:
+            process.join(10)
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+    alone = InPlaceABN(16).to(DEVICE)
+    inputs = [torch.randn(8, 16, 12, 12, generator=torch.Generator().manual_seed(r)) for r in range(2)]
+    leaf = torch.cat(inputs).to(DEVICE).requires_grad_()
+    dy = torch.ones_like(leaf)
+    dy[8:] *= 2
+    for _ in range(5):
+        y = alone(leaf.clone())
+        (dx,) = torch.autograd.grad(y, leaf, dy)
+    for rank in range(2):
+        way, y_rank, dx_rank, mean = got[rank]
+        assert "CudaIpc" in way
+        half = slice(8 * rank, 8 * rank + 8)
+        check("in_place_layer", y_rank, y[half].double().cpu(), torch.float32)
+        check("in_place_layer", dx_rank, dx[half].double().cpu(), torch.float32, least_scale=1.0)
+        check("in_place_layer", mean, alone.running_mean.double().cpu(), torch.float32)

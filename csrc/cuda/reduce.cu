@@ -8,6 +8,7 @@
 // Source   arXiv:1712.02616, section 3.
 #include "gradient.cuh"
 #include "host.h"
+#include "peer.cuh"
 
 namespace fastvit {
 
@@ -22,6 +23,7 @@ struct ReduceKernel {
   A* sums;
   Sums<A>* partial;
   unsigned* tickets;
+  Exchange exchange;
 };
 
 // Operands 0: x or y, 1: dy, 2: z.
@@ -55,10 +57,14 @@ __global__ void __launch_bounds__(kThreads, kResident)
   Sums<A>* shared = reinterpret_cast<Sums<A>*>(bytes);
   const int step = merge_block(shared, running, args.plan, work);
   const int64_t C = args.plan.layout.C;
+  const Push push(args.exchange);
   finish(shared, step, args.partial, args.tickets, args.plan, work, [&](int64_t c, const Sums<A>& total) {
+    const A second = kKept == Kept::output ? total.second : total.second * args.saved.invstd(c);
     args.sums[c] = total.first;
-    args.sums[C + c] = kKept == Kept::output ? total.second : total.second * args.saved.invstd(c);
+    args.sums[C + c] = second;
+    if (push) push.pair(c, total.first, second);
   });
+  if (push && blockIdx.x == 0 && threadIdx.x == 0) push.header();
 }
 
 void Cuda::reduce(const ReduceArgs& args) {
@@ -77,7 +83,8 @@ void Cuda::reduce(const ReduceArgs& args) {
                                  saved_of<A>(args),
                                  static_cast<A*>(args.sums),
                                  slices.partial(),
-                                 slices.tickets};
+                                 slices.tickets,
+                                 args.exchange};
     with_walk<T>(plan, [&]<bool kRows, int V>() {
       with_kept(args, [&]<Kept kKept>() {
         STD_CUDA_CHECK(launch(reduce_kernel<T, kRows, V, kKept>, {plan.blocks(), device.stream}, kernel));

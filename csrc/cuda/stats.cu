@@ -6,6 +6,7 @@
 //          double), fixed order, no float atomics.
 // Source   Chan, Golub, LeVeque (1979), see moments.h.
 #include "host.h"
+#include "peer.cuh"
 #include "stats.cuh"
 
 namespace fastvit {
@@ -19,6 +20,7 @@ struct StatsKernel {
   double count;
   Spread<A>* partial;
   unsigned* tickets;
+  Exchange exchange;
 };
 
 template <class T, bool kRows, int V>
@@ -38,11 +40,20 @@ __global__ void __launch_bounds__(kThreads, kResident)
   Spread<A>* shared = reinterpret_cast<Spread<A>*>(bytes);
   const int step = merge_block(shared, mine.spread, args.plan, work);
   const int64_t C = args.plan.layout.C;
+  const Push push(args.exchange);
   finish(shared, step, args.partial, args.tickets, args.plan, work, [&](int64_t c, const Spread<A>& total) {
-    args.moments[c] = Mine::pivot_of(args.plan, args.x, c) + total.mean;
+    const A mean = Mine::pivot_of(args.plan, args.x, c) + total.mean;
+    args.moments[c] = mean;
     args.moments[C + c] = total.m2;
+    if (push) push.pair(c, mean, total.m2);
   });
-  if (blockIdx.x == 0 && threadIdx.x == 0) store_count(args.moments + 2 * C, args.count);
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    store_count(args.moments + 2 * C, args.count);
+    if (push) {
+      push.header();
+      push.pair(C, args.moments[2 * C], args.moments[2 * C + 1]);
+    }
+  }
 }
 
 void Cuda::stats(const StatsArgs& args) {
@@ -57,7 +68,8 @@ void Cuda::stats(const StatsArgs& args) {
                                 static_cast<A*>(args.moments),
                                 double(args.layout.count()),
                                 slices.partial(),
-                                slices.tickets};
+                                slices.tickets,
+                                args.exchange};
     with_walk<T>(plan, [&]<bool kRows, int V>() {
       STD_CUDA_CHECK(launch(stats_kernel<T, kRows, V>, {plan.blocks(), device.stream}, kernel));
     });

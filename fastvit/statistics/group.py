@@ -1,8 +1,8 @@
 """A process group's way of sharing statistics: chosen once by all its ranks, and what its layers agree on.
 
 FASTVIT_STATISTICS=auto|collective|peer, read when a group is first used: `auto` takes shared memory where all
-ranks have it and collectives elsewhere, `collective` always takes those, `peer` raises where there is no
-memory in common. One rank that says `collective` decides for all.
+ranks are CPU processes of one host and collectives elsewhere, `collective` always takes those, `peer` takes
+memory in common, GPUs' too, and raises where there is none. One rank that says `collective` decides for all.
 """
 
 import logging
@@ -14,14 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import shared_memory
+from .. import _library
+from ..ops import accumulation_dtype
+from . import device_memory, shared_memory
 from .agreement import Agreement, answers_text
 from .collective import Collective
+from .device_memory import DeviceMemory
 from .exchange import PendingSum, Tag
 
 WISHES = ("auto", "collective", "peer")
 # Ways to exchange without a collective, by device type: host() says where, connect() makes one.
-PROVIDERS = {"cpu": shared_memory}
+PROVIDERS = {"cpu": shared_memory, "cuda": device_memory}
 
 _log = logging.getLogger("fastvit.statistics")
 
@@ -53,13 +56,25 @@ class GroupStatistics:
 
     def gather(self, layer: Layer, moments: Tensor) -> tuple[Tensor, Tag]:
         """All ranks' moments, `(world_size, 2C + 2)`, and the tag for the backward."""
-        self._check_process()
-        key = (layer.number, layer.op, moments.numel(), moments.dtype)
-        number = self._layers.get(key)
-        if number is None:
-            number = self._layers[key] = self._agree(layer, moments)
-        tag = Tag(number, self.transport.next_step())
+        tag = self._next(layer, (moments.numel() - 2) // 2, moments.dtype)
         return self.transport.gather(moments, tag), tag
+
+    def begin(self, layer: Layer, x: Tensor, channel_dim: int) -> tuple[Tensor, Tag] | None:
+        """`exchange` for a layer's ops, and the tag; None where the ops cannot exchange by themselves."""
+        if self.transport is not None and not isinstance(self.transport, DeviceMemory):
+            return None
+        number = self._number(layer, x.shape[channel_dim], accumulation_dtype(x.dtype))
+        if not isinstance(self.transport, DeviceMemory):
+            return None
+        tag = Tag(number, self.transport.next_step())
+        return self.transport.exchange(tag), tag
+
+    def begin_sum(self, tag: Tag) -> Tensor | None:
+        """The same for a layer's backward."""
+        self._check_process()
+        if not isinstance(self.transport, DeviceMemory):
+            return None
+        return self.transport.exchange(tag)
 
     def start_sum(self, sums: Tensor, tag: Tag) -> PendingSum:
         """Starts adding up `sums`, `(2C,)`, over ranks."""
@@ -76,8 +91,19 @@ class GroupStatistics:
                 f"{self.name}: it is no rank of the group; initialise torch.distributed in the child"
             )
 
-    def _agree(self, layer: Layer, moments: Tensor) -> int:
-        channels, dtype = (moments.numel() - 2) // 2, moments.dtype
+    def _next(self, layer: Layer, channels: int, dtype: torch.dtype) -> Tag:
+        number = self._number(layer, channels, dtype)
+        return Tag(number, self.transport.next_step())
+
+    def _number(self, layer: Layer, channels: int, dtype: torch.dtype) -> int:
+        self._check_process()
+        key = (layer.number, layer.op, channels, dtype)
+        number = self._layers.get(key)
+        if number is None:
+            number = self._layers[key] = self._agree(layer, channels, dtype)
+        return number
+
+    def _agree(self, layer: Layer, channels: int, dtype: torch.dtype) -> int:
         number = len(self._names)
         momentum = "cumulative" if layer.momentum is None else f"{layer.momentum:g}"
         name = f"layer {number} ({layer.op}, {channels} channels)"
@@ -106,7 +132,7 @@ class GroupStatistics:
     def _vote(self, channels: int, dtype: torch.dtype) -> tuple[object, str]:
         wish = os.environ.get("FASTVIT_STATISTICS", "auto")
         provider = PROVIDERS.get(self._device.type)
-        place = provider.host() if provider else f"no memory in common on {self._device.type}"
+        place = provider.host(self._device) if provider else f"no memory in common on {self._device.type}"
         answers = self._agreement.ask("choice of statistics", f"{wish}|{place}")
         wishes = {answer.split("|")[0] for answer in answers}
         places = {answer.split("|")[1] for answer in answers}
@@ -114,12 +140,14 @@ class GroupStatistics:
             raise ValueError(f"FASTVIT_STATISTICS is {sorted(wrong)[0]!r}; {', '.join(WISHES)} expected")
         if "collective" in wishes:
             reason = "FASTVIT_STATISTICS=collective"
+        elif "peer" not in wishes and provider and not provider.BY_DEFAULT:
+            reason = f"FASTVIT_STATISTICS=peer asks for {provider.NAME}"
         elif len(places) > 1:
             reason = "several hosts"
         elif place.startswith("no "):
             reason = place
         else:
-            connected = provider.connect(self._agreement, channels, dtype, self._name_of)
+            connected = provider.connect(self._agreement, channels, dtype, self._name_of, self._device)
             if not isinstance(connected, str):
                 return connected, f"{connected.name}, {place}"
             reason = connected
@@ -151,6 +179,14 @@ def taken() -> list[str]:
 def possible() -> str:
     """What a group made on this machine would take."""
     wish = os.environ.get("FASTVIT_STATISTICS", "auto")
-    place = shared_memory.host()
-    cpu = "Collective" if wish == "collective" or place.startswith("no ") else "SharedMemory on one host"
-    return f"FASTVIT_STATISTICS={wish}: CPU {cpu}, other devices and hosts Collective"
+    ways = {"CPU": "SharedMemory on one host", "CUDA": "Collective"}
+    if wish == "peer":
+        ways["CUDA"] = "CudaIpc between GPUs with peer access on one host"
+    if shared_memory.host(torch.device("cpu")).startswith("no "):
+        ways["CPU"] = "Collective"
+    if not _library.HAS_CUDA:
+        ways["CUDA"] = "Collective"
+    if wish == "collective":
+        ways = dict.fromkeys(ways, "Collective")
+    text = ", ".join(f"{name} {way}" for name, way in ways.items())
+    return f"FASTVIT_STATISTICS={wish}: {text}, otherwise Collective"

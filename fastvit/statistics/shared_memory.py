@@ -20,6 +20,8 @@ from torch import Tensor
 from .agreement import Agreement, answers_text
 from .exchange import STEPS, PendingSum, Tag, mismatch
 
+NAME = "SharedMemory"
+BY_DEFAULT = True
 FOLDER = Path("/dev/shm")  # where POSIX shared memory lives on Linux
 _SLICE = 0.05  # seconds of waiting in C++ between looks at signals and at peers that died
 _ops = torch.ops.fastvit
@@ -38,7 +40,7 @@ def packets(channels: int, dtype: torch.dtype) -> int:
     return (channels + 1) * dtype.itemsize // 4
 
 
-def host() -> str:
+def host(device: torch.device) -> str:
     """The same on all ranks that can map one segment and see each other's processes; else why not."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -50,7 +52,7 @@ def host() -> str:
 class SharedMemory:
     """Statistics over the ranks of one host, which have one segment mapped."""
 
-    name = "SharedMemory"
+    name = NAME
 
     def __init__(
         self,
@@ -194,7 +196,11 @@ def _close(files: list[int]) -> None:
 
 
 def connect(
-    agreement: Agreement, channels: int, dtype: torch.dtype, describe: Callable[[Tag, str], str]
+    agreement: Agreement,
+    channels: int,
+    dtype: torch.dtype,
+    describe: Callable[[Tag, str], str],
+    device: torch.device,
 ) -> SharedMemory | str:
     """A segment that all ranks have mapped, with room for layers of `channels`; or why there is none.
 

@@ -114,9 +114,10 @@ struct Config {           // set from the test (or CUDA_HOST_SEED / CUDA_HOST_TI
   bool deferred = false;  // launches queue up per (device, stream); cuda_host::run() runs the queues together
 };
 Config& config();
-void run();           // run deferred launches, all devices/streams interleaved
-uint64_t steps();     // number of fiber switches so far
-uint64_t launches();  // of kernels
+void run();              // run deferred launches, all devices/streams interleaved
+uint64_t steps();        // number of fiber switches so far
+uint64_t launches();     // of kernels
+uint64_t globaltimer();  // nanoseconds; leaps ahead when all threads do nothing but wait
 cudaError_t launch(const cudaLaunchConfig_t&, const void* fn, std::function<void()> thread_body);
 void enqueue(cudaStream_t, std::function<void()> host_op);
 void* dynamic_shared();

@@ -7,6 +7,9 @@ constexpr int warpSize = 32;
 inline void __syncthreads(CUDA_HOST_AT) {
   cuda_host::block_barrier(cuda_host::Op::barrier, 0, CUDA_HOST_LOC);
 }
+inline int __syncthreads_or(int p, CUDA_HOST_AT) {
+  return cuda_host::block_barrier(cuda_host::Op::barrier_or, p, CUDA_HOST_LOC);
+}
 inline void __syncwarp(unsigned m = ~0u, CUDA_HOST_AT) {
   cuda_host::warp_op(cuda_host::Op::syncwarp, m, 0, -1, CUDA_HOST_LOC);
 }

@@ -1,7 +1,9 @@
 // The CUDA implementations of the ops, registered for CPU tensors under a namespace of their own; redirect.py
 // defines its schemas.
 #include "../../csrc/cuda/backend.h"
+#include "../../csrc/cuda/exchange.h"
 
 STABLE_TORCH_LIBRARY_IMPL(fastvit_cuda_host, CPU, m) {
   fastvit::Frontend<fastvit::Cuda>::implement(m);
+  fastvit::implement_exchange(m);
 }

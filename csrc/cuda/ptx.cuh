@@ -1,0 +1,57 @@
+// What takes an instruction that C++ has no name for. On the model of CUDA, which has no PTX, the nearest
+// that it knows: its clock, and two stores or loads of 8 bytes for one of 16.
+#pragma once
+
+#include <cuda/atomic>
+
+#include "../peer.h"
+#include "launch.cuh"
+
+namespace fastvit {
+
+template <class T>
+using SystemAtomic = cuda::atomic_ref<T, cuda::thread_scope_system>;
+template <class T>
+using DeviceAtomic = cuda::atomic_ref<T, cuda::thread_scope_device>;
+
+#ifdef CUDA_HOST_EMULATION
+inline uint64_t globaltimer() {
+  return cuda_host::globaltimer();
+}
+inline void store_halves(uint64_t* to, uint64_t first, uint64_t second) {
+  SystemAtomic<uint64_t>(to[0]).store(first, cuda::std::memory_order_relaxed);
+  SystemAtomic<uint64_t>(to[1]).store(second, cuda::std::memory_order_relaxed);
+}
+inline void load_halves(uint64_t* from, uint64_t& first, uint64_t& second) {
+  first = SystemAtomic<uint64_t>(from[0]).load(cuda::std::memory_order_relaxed);
+  second = SystemAtomic<uint64_t>(from[1]).load(cuda::std::memory_order_relaxed);
+}
+#else
+__device__ __forceinline__ uint64_t globaltimer() {  // nanoseconds
+  uint64_t now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  return now;
+}
+__device__ __forceinline__ void store_halves(uint64_t* to, uint64_t first, uint64_t second) {
+  asm volatile("st.relaxed.sys.global.v2.b64 [%0], {%1, %2};" ::"l"(to), "l"(first), "l"(second) : "memory");
+}
+__device__ __forceinline__ void load_halves(uint64_t* from, uint64_t& first, uint64_t& second) {
+  asm volatile("ld.relaxed.sys.global.v2.b64 {%0, %1}, [%2];"
+               : "=l"(first), "=l"(second)
+               : "l"(from)
+               : "memory");
+}
+#endif
+
+// Relaxed and of system scope; each half of a packet is whole.
+__device__ __forceinline__ void store_packet(peer::Packet* to, const peer::Packet& p) {
+  store_halves(reinterpret_cast<uint64_t*>(to), p.word0 | uint64_t(p.epoch0) << 32,
+               p.word1 | uint64_t(p.epoch1) << 32);
+}
+__device__ __forceinline__ peer::Packet load_packet(peer::Packet* from) {
+  uint64_t first, second;
+  load_halves(reinterpret_cast<uint64_t*>(from), first, second);
+  return {uint32_t(first), uint32_t(first >> 32), uint32_t(second), uint32_t(second >> 32)};
+}
+
+}  // namespace fastvit

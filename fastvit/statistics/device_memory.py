@@ -1,0 +1,253 @@
+"""Statistics between GPUs that see each other's memory: no collective, and no kernels but the layers' own.
+
+The op that has numbers sends them, the one that needs them awaits them, by the protocol of csrc/peer.h. The
+host never waits: when an exchange has failed, the GPU writes a report into memory of the host, which the next
+call raises as an error.
+"""
+
+import array
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .. import _library
+from .agreement import Agreement, answers_text
+from .exchange import STEPS, PendingSum, Tag, mismatch
+
+_ops = torch.ops.fastvit
+
+NAME = "CudaIpc"
+BY_DEFAULT = False  # only when asked for: it has been proven on a model of GPUs, and not yet on any
+MOST_RANKS = 16  # csrc/exchange.h, kMostRanks
+_LEAST_PACKETS = 2049  # room for float32 moments of 2048 channels
+# csrc/peer.h
+_MISMATCH, _GAVE_UP = 2, 3
+_MOMENTS, _SUMS = range(2)
+_REPORT_WORDS = 12  # Report: fault, rank, peer, epoch, and two tags of layer, step, words, kind
+_LAYER, _STEP, _OPEN = 3, 4, 5  # csrc/exchange.h, namespace field
+
+_reports: list[Tensor] = []  # never freed: a kernel that is under way when its group ends may still write
+
+
+def packets(channels: int, dtype: torch.dtype) -> int:
+    """Packets that the moments of a layer take."""
+    return (channels + 1) * dtype.itemsize // 4
+
+
+class DeviceMemory:
+    """Statistics over ranks that have each other's arenas (csrc/exchange.h) mapped.
+
+    One stream at a time: when the caller's stream changes, the new one waits for the one before. What is
+    captured into a CUDA graph exchanges anew at every replay; on which stream is for the caller to order.
+
+    Args:
+        arenas: of all ranks, each `exchange_arena_bytes` zeros at first.
+        timeout: seconds that a GPU waits for a peer.
+        describe: what to call an exchange in an error.
+        meet: called after an error, when this rank's GPU is idle, with its `(epoch, generation, step)`; waits
+            for the other ranks and returns what all of them say.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        arenas: list[Tensor],
+        rank: int,
+        capacity: int,
+        timeout: float,
+        describe: Callable[[Tag, str], str],
+        meet: Callable[[tuple[int, int, int]], list[tuple[int, int, int]]],
+    ):
+        self.name, self.capacity = name, capacity
+        self._arenas, self._rank, self._timeout = arenas, rank, timeout
+        self._describe, self._meet = describe, meet
+        self.device = arenas[rank].device
+        on_gpu = self.device.type == "cuda"
+        self._stream = torch.cuda.current_stream(self.device) if on_gpu else None
+        report = torch.zeros(_REPORT_WORDS, dtype=torch.int32, pin_memory=on_gpu)
+        _reports.append(report)
+        self._report = (ctypes.c_uint32 * _REPORT_WORDS).from_address(report.data_ptr())
+        self._fields = array.array(
+            "q",
+            [rank, len(arenas), capacity, 0, 0, 0, int(timeout * 1e9), report.data_ptr()]
+            + [arena.data_ptr() for arena in arenas],
+        )
+        self._exchange = torch.frombuffer(self._fields, dtype=torch.int64)
+        self._step = self._generation = 0
+        self._abandoned = False  # an exchange: the ranks meet before the next
+
+    def reserve(self, channels: int, dtype: torch.dtype) -> bool:
+        """Whether a layer fits into the arenas."""
+        return packets(channels, dtype) <= self.capacity
+
+    def next_step(self) -> int:
+        if self._capturing():
+            return 0  # which goes with every step
+        self._check()
+        self._step = (self._step + 1) % STEPS
+        return self._step
+
+    def exchange(self, tag: Tag) -> Tensor:
+        """The argument `exchange` of two ops, the one that sends and the one that awaits."""
+        self._check()
+        if self._fields[_OPEN]:
+            self._give_up()
+        self._follow_stream()
+        self._fields[_LAYER], self._fields[_STEP] = tag
+        return self._exchange
+
+    def gather(self, moments: Tensor, tag: Tag) -> Tensor:
+        """The moments of all ranks, `(world_size, 2C + 2)`, in rank order."""
+        exchange = self.exchange(tag)
+        _ops.exchange_push(exchange, moments, _MOMENTS)
+        return _ops.exchange_poll(exchange, moments, _MOMENTS, False)
+
+    def start_sum(self, sums: Tensor, tag: Tag) -> PendingSum:
+        """Starts adding up `sums`, `(2C,)`, over ranks; the argument itself stays local."""
+        exchange = self.exchange(tag)
+        _ops.exchange_push(exchange, sums, _SUMS)
+        return PendingSum(lambda: _ops.exchange_poll(exchange, sums, _SUMS, True))
+
+    def _capturing(self) -> bool:
+        return self._stream is not None and torch.cuda.is_current_stream_capturing()
+
+    def _follow_stream(self) -> None:
+        if self._stream is None or self._capturing():
+            return
+        stream = torch.cuda.current_stream(self.device)
+        if stream != self._stream:
+            stream.wait_stream(self._stream)
+            self._stream = stream
+
+    def _check(self) -> None:
+        """Raises what the GPU has reported; at the first call after that, the ranks meet again."""
+        if self._abandoned:
+            self._rejoin()
+        if self._report[0] == 0:
+            return
+        self._abandoned = True
+        fault, _, peer, _, layer, step, _, kind, *theirs = self._report
+        mine = self._text(layer, step, kind)
+        if fault == _MISMATCH:
+            raise mismatch(self._rank, mine, [(peer, self._text(theirs[0], theirs[1], theirs[3]))])
+        if fault == _GAVE_UP:
+            raise RuntimeError(f"rank {self._rank} in {mine}: rank {peer} gave up after an error of its own")
+        raise RuntimeError(
+            f"rank {self._rank} in {mine}: nothing from rank {peer} within {self._timeout:g} s "
+            "(reported by the GPU; what it computed since is NaN)"
+        )
+
+    def _give_up(self) -> None:
+        """After an error between the two ops of an exchange: the peers are told, and this rank raises."""
+        _ops.exchange_give_up(self._exchange, self._arenas[self._rank])
+        self._fields[_OPEN] = 0
+        self._abandoned = True
+        raise RuntimeError(
+            f"rank {self._rank}: an exchange was begun and, after an error, never ended: "
+            f"{self._describe(Tag(self._fields[_LAYER], self._fields[_STEP]), 'exchange')}"
+        )
+
+    def _text(self, layer: int, step: int, kind: int) -> str:
+        return self._describe(Tag(layer, step), "backward" if kind & _SUMS else "forward")
+
+    def _rejoin(self) -> None:
+        """Waits until every rank has come back from the error, and agrees on epoch and step."""
+        if self._stream is not None:
+            torch.cuda.synchronize(self.device)  # no kernel of this rank sends or awaits any more
+        everybody = self._meet((self._report[3], self._generation + 1, self._step))
+        epoch = everybody[0][0]
+        for other, _, _ in everybody[1:]:
+            ahead = (other - epoch) % 2**32
+            epoch = other if 0 < ahead < 2**31 else epoch  # epochs wrap
+        self._generation = max(generation for _, generation, _ in everybody)
+        self._step = max(step for _, _, step in everybody)
+        _ops.exchange_rejoin(self._arenas[self._rank], epoch, self._generation)
+        self._report[0] = 0
+        self._abandoned = False
+
+
+class Loopback:
+    """Ranks in one process, for tests and measurements on one GPU: all send, and then all await.
+
+    `ranks[r]` is rank r's DeviceMemory. After an error, `rejoin()` stands for all of them meeting again.
+    """
+
+    def __init__(self, world: int, capacity: int = _LEAST_PACKETS, timeout: float = 5.0, device="cuda"):
+        size = _ops.exchange_arena_bytes(world, capacity)
+        self.arenas = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(world)]
+        self.said: list[tuple[int, int, int]] = []
+        self.ranks = [
+            DeviceMemory("Loopback", self.arenas, rank, capacity, timeout, _describe, lambda _: self.said)
+            for rank in range(world)
+        ]
+
+    def rejoin(self) -> None:
+        self.said = [(rank._report[3], rank._generation + 1, rank._step) for rank in self.ranks]
+        for rank in self.ranks:
+            rank._rejoin()
+
+
+def _describe(tag: Tag, direction: str) -> str:
+    return f"{direction} of layer {tag.layer}, step {tag.step}"
+
+
+def host(device: torch.device) -> str:
+    """The same on all ranks whose GPUs may see each other's memory; else why not."""
+    if not _library.HAS_CUDA:
+        return f"no CUDA kernels: {_library.CUDA_STATUS}"
+    try:
+        return f"host {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
+    except OSError as error:
+        return f"no name of the host: {error}"
+
+
+def connect(
+    agreement: Agreement,
+    channels: int,
+    dtype: torch.dtype,
+    describe: Callable[[Tag, str], str],
+    device: torch.device,
+) -> DeviceMemory | str:
+    """Arenas that all ranks have opened, with room for layers of `channels`; or why there are none.
+
+    All ranks get the same kind of answer.
+    """
+    if agreement.world > MOST_RANKS:
+        return f"{agreement.world} ranks, more than {MOST_RANKS}"
+    capacity = max(_LEAST_PACKETS, packets(channels, dtype))
+    size = _ops.exchange_arena_bytes(agreement.world, capacity)
+    try:
+        own, handle = _ops.ipc_memory(size, device.index)
+        answer = bytes(handle.tolist()).hex()
+    except RuntimeError as error:
+        own, answer = None, f"no memory: {str(error).splitlines()[0]}"
+    answers = agreement.ask("memory of a GPU", f"{agreement.rank}|{answer}")
+    by_rank = dict(answer.split("|", 1) for answer in answers)
+    if failed := {a: [int(r)] for r, a in by_rank.items() if a.startswith("no ")}:
+        return answers_text(failed)
+    result = "opened"
+    try:
+        arenas = [
+            own
+            if rank == agreement.rank
+            else _ops.ipc_open(
+                torch.tensor(list(bytes.fromhex(by_rank[str(rank)])), dtype=torch.uint8), size, device.index
+            )
+            for rank in range(agreement.world)
+        ]
+    except RuntimeError as error:
+        result = str(error).splitlines()[0]
+    answers = agreement.ask("memory of the peers' GPUs", result)
+    if list(answers) != ["opened"]:
+        return answers_text(answers)
+
+    def meet(said: tuple[int, int, int]) -> list[tuple[int, int, int]]:
+        texts = agreement.ask("the first exchange after an error", " ".join(map(str, said)))
+        if wrong := {text: ranks for text, ranks in texts.items() if len(text.split()) != 3}:
+            raise RuntimeError(f"rank {agreement.rank} is back after an error, but {answers_text(wrong)}")
+        return [tuple(map(int, text.split())) for text in texts]
+
+    return DeviceMemory(NAME, arenas, agreement.rank, capacity, agreement.timeout, describe, meet)
