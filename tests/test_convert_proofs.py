@@ -1,4 +1,4 @@
-"""What a trace of fastvit.convert does not prove: other modes, calls and modules, checkpoints, tensors kept."""
+"""What a trace does not prove: other modes, calls and modules, checkpoints, tensors that are kept."""
 
 import copy
 import dataclasses
@@ -156,18 +156,27 @@ class ByShape(Block):
         return z + y if x.shape[-1] > 8 or not simple else z
 
 
+class ByShapeAlone(ByShape):
+    def forward(self, x):
+        return super().forward(x, True)
+
+
 @pytest.mark.parametrize(
-    "size,options",
-    [(16, {"simple": True}), (6, {"simple": False}), (6, {})],
+    "kind,example,size,options",
+    [
+        (ByShapeAlone, {}, 16, {}),
+        (ByShape, {"simple": True}, 6, {"simple": False}),
+        (ByShape, {"simple": True}, 6, {}),
+    ],
     ids=["another shape", "another value", "the default"],
 )
-def test_an_export_proves_one_call(size, options):
-    model, other, report = converted(ByShape, example_inputs={"x": double_images(), "simple": True})
+def test_an_export_proves_one_call(kind, example, size, options):
+    model, other, report = converted(kind, example_inputs={"x": double_images(), **example})
     assert modes(report) == {"bn": "recompute"}
     x = double_images(size=size)
     torch.testing.assert_close(other(x, **options), model(x, **options))
     x = double_images()
-    torch.testing.assert_close(other(x, simple=True), model(x, simple=True))
+    torch.testing.assert_close(other(x, **example), model(x, **example))
 
 
 class PositionalOnly(Block):
