@@ -20,9 +20,9 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 import torch  # noqa: E402
-from memory import live_bytes  # noqa: E402
 
 import fastvit  # noqa: E402
+from fastvit.memory import live_bytes  # noqa: E402
 
 MODELS = ("mobilevit_s", "efficientformer_l1", "efficientvit_b1", "levit_256", "tresnet_m", "resnet50")
 MIB = 2**20

@@ -11,10 +11,10 @@ from statistics import median
 
 import torch
 from harness import Timer, percentiles, provenance, reuse_memory, write_csv
-from memory import live_bytes
 from torch import nn
 
 import fastvit
+from fastvit.memory import live_bytes
 
 ACTIVATIONS = {"relu": nn.ReLU, "silu": nn.SiLU, "gelu": nn.GELU, "hardswish": nn.Hardswish}
 SHAPES = {  # input, kernel of the convolutions, memory format

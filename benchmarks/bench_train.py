@@ -65,7 +65,7 @@ def compare_loops(epochs: int) -> list[dict]:
     bare = learner.data_parallel(bare, DEFAULT, ranks)
     sampler = DistributedSampler(data.train.labels, ranks.world, ranks.rank, seed=0)
     batches, keys = loaders.make_train_loader(data.train, DEFAULT, ranks)
-    trainer = learner.make_learner(vit_digits(), DEFAULT, ranks, len(batches), None)
+    trainer = learner.make_learner(vit_digits(), DEFAULT, ranks, (1, 8, 8), len(batches), None)
     rates: dict[str, list[float]] = {"bare loop": [], "fastvit-train": []}
     for epoch in range(1, epochs + 1):
         start = time.perf_counter()

@@ -24,7 +24,7 @@ from matplotlib.ticker import MultipleLocator
 import fastvit
 
 if TYPE_CHECKING:
-    from digits_demo import Result
+    from digits_demo import Conversion, Result
 
 __all__ = ["write_page"]
 
@@ -35,6 +35,13 @@ STYLE = {  # label, colour, dashes; colours that stand out on white and on near-
     "inplace-abn": ("fastvit InPlaceABN", "#e2762d", (4, 2)),
     "fastvit-sync": ("fastvit SyncBatchNorm + LeakyReLU", "#22a06b", ()),
     "inplace-abn-sync": ("fastvit InPlaceABNSync", "#3b82f6", (4, 2)),
+}
+MODE_COLOURS = {
+    "off": STYLE["torch"][1],
+    "auto": "#3b82f6",
+    "recompute": "#a855f7",
+    "inplace": "#e2762d",
+    "keep": "#22a06b",
 }
 
 
@@ -99,19 +106,48 @@ def _curves(results: Sequence[Result], column: str, log: bool) -> Callable[[Axes
     return draw
 
 
-def _bars(results: Sequence[Result]) -> Callable[[Axes], None]:
+def _bars(bars: Sequence[tuple[str, int, str]]) -> Callable[[Axes], None]:
+    """Horizontal bars of (label, bytes, colour), the first one on top."""
+
     def draw(axes: Axes) -> None:
-        ordered = sorted(results, key=lambda r: list(STYLE).index(r.norm), reverse=True)
-        values = [result.saved_bytes / 2**20 for result in ordered]
-        labels = [STYLE[result.norm][0] for result in ordered]
-        bars = axes.barh(labels, values, color=[STYLE[result.norm][1] for result in ordered], height=0.62)
-        axes.bar_label(bars, [f"{value:.2f} MiB" for value in values], padding=5)
+        labels, sizes, colours = zip(*reversed(bars), strict=True)
+        values = [size / 2**20 for size in sizes]
+        drawn = axes.barh(labels, values, color=colours, height=0.62)
+        axes.bar_label(drawn, [f"{value:.2f} MiB" for value in values], padding=5)
         axes.set_xlim(0, max(values) * 1.16)
         axes.set_xlabel("MiB kept for the backward pass of one batch")
         axes.grid(axis="y", visible=False)
         axes.tick_params(axis="y", length=0)
 
     return draw
+
+
+def _bars_of_layers(results: Sequence[Result]) -> Callable[[Axes], None]:
+    by_norm = {result.norm: result.kept_bytes for result in results}
+    return _bars([(STYLE[norm][0], by_norm[norm], STYLE[norm][1]) for norm in STYLE if norm in by_norm])
+
+
+def _bars_of_conversions(conversions: Sequence[Conversion]) -> Callable[[Axes], None]:
+    def label(conversion: Conversion) -> str:
+        return "as it is" if conversion.memory == "off" else f'memory="{conversion.memory}"'
+
+    return _bars([(label(each), each.kept_bytes, MODE_COLOURS[each.memory]) for each in conversions])
+
+
+def _table_of_conversions(conversions: Sequence[Conversion]) -> str:
+    names = ("fastvit.convert", "kept for backward", "saved", "layers")
+    head = "<tr>" + "".join(f"<th>{name}</th>" for name in names) + "</tr>"
+    base, rows = next(each.kept_bytes for each in conversions if each.memory == "off"), []
+    for each in conversions:
+        saved = base - each.kept_bytes
+        cells = [
+            "not called" if each.memory == "off" else f"memory=&quot;{each.memory}&quot;",
+            f"{each.kept_bytes:,} B",
+            f"{saved:,} B ({round(100 * saved / base)}%)",
+            ", ".join(f"{count} {mode}" for mode, count in sorted(each.layers.items())),
+        ]
+        rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+    return f'<div class="scroll"><table>{head}{"".join(rows)}</table></div>'
 
 
 def _speed(result: Result) -> float:
@@ -136,7 +172,7 @@ def _table(results: Sequence[Result], base: int) -> str:
         "layer",
         "test accuracy",
         "test loss",
-        "saved for backward",
+        "kept for backward",
         "of torch",
         "images/s",
         "run",
@@ -149,8 +185,8 @@ def _table(results: Sequence[Result], base: int) -> str:
             html.escape(STYLE[result.norm][0]),
             f"{result.accuracy:.3f}",
             f"{result.history[-1]['test_loss']:.4f}",
-            f"{result.saved_bytes:,} B",
-            f"{result.saved_bytes / base:.0%}",
+            f"{result.kept_bytes:,} B",
+            f"{result.kept_bytes / base:.0%}",
             f"{_speed(result):,.0f}",
             f"{result.seconds:.0f} s",
             str(result.ranks),
@@ -184,17 +220,18 @@ def _facts(results: Sequence[Result], batch: int) -> str:
     return "<dl>" + "".join(f"<dt>{k}</dt><dd>{html.escape(v)}</dd>" for k, v in facts.items()) + "</dl>"
 
 
-def write_page(path: Path, results: Sequence[Result], batch: int) -> Path:
+def write_page(path: Path, results: Sequence[Result], conversions: Sequence[Conversion], batch: int) -> Path:
     """Write the page and return its path.
 
     Args:
         path: the HTML file.
         results: of all runs, the main one first; ``torch`` is among them.
-        batch: images of the batch for which ``saved_bytes`` was measured.
+        conversions: of the model with torch BatchNorm; ``off`` is among them.
+        batch: images of the batch for which ``kept_bytes`` was measured.
     """
     main = results[0]
-    base = next(result.saved_bytes for result in results if result.norm == "torch")
-    less = 1 - main.saved_bytes / base
+    base = next(result.kept_bytes for result in results if result.norm == "torch")
+    less = 1 - main.kept_bytes / base
     tiles = (
         (f"{main.accuracy:.3f}", "test accuracy, InPlaceABNSync"),
         (f"{less:.0%} less", "kept for the backward pass of the whole model than with torch BatchNorm"),
@@ -210,8 +247,10 @@ def write_page(path: Path, results: Sequence[Result], batch: int) -> Path:
         "tiles": "".join(f'<div class="tile"><b>{big}</b><span>{text}</span></div>' for big, text in tiles),
         "legend": _legend(results),
         "charts": "".join(f"<figure><figcaption>{title}</figcaption>{svg}</figure>" for title, svg in charts),
-        "bars": _svg("saved for backward by layer", 8.2, 2.3, _bars(results)),
+        "bars": _svg("kept for backward by layer", 8.2, 2.3, _bars_of_layers(results)),
         "table": _table(results, base),
+        "conversion_bars": _svg("kept for backward by mode", 8.2, 2.6, _bars_of_conversions(conversions)),
+        "conversion_table": _table_of_conversions(conversions),
         "facts": _facts(results, batch),
         "commands": html.escape("\n".join(result.command for result in results)),
         "batch": str(batch),

@@ -11,18 +11,24 @@ pictures. The last line is ``test accuracy 0.9xx`` of the main run.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from demo_page import write_page
+from torch import nn
 
+import fastvit
+from fastvit.conversion import MEMORY
+from fastvit.memory import live_bytes
 from fastvit.models import vit_digits
 from fastvit.training.config import Config
 from fastvit.training.datasets import load_digits
@@ -48,7 +54,7 @@ class Result:
     command: str
     ranks: int
     seconds: float  # of the whole run, start of the processes included
-    saved_bytes: int  # kept for the backward pass of one batch on one rank
+    kept_bytes: int  # left alive by the forward pass of one batch on one rank, for the backward pass
     history: list[dict]  # one row per epoch, as in metrics.jsonl
 
     @property
@@ -56,24 +62,31 @@ class Result:
         return self.history[-1]["test_accuracy"]
 
 
-def saved_bytes(norm: str, images: torch.Tensor) -> int:
-    """Bytes that autograd keeps between the forward and the backward pass of the demo's model.
+@dataclass(frozen=True)
+class Conversion:
+    """What `fastvit.convert` makes of the demo's model with torch BatchNorm."""
 
-    Each storage counts once, however many layers keep it; parameters and buffers do not count.
-    """
-    model = vit_digits(norm).train()
-    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
-    kept: dict[int, torch.Tensor] = {}
+    memory: str  # convert's argument; "off" for the model as it is
+    kept_bytes: int  # as in `Result`
+    layers: dict[str, int]  # how many BatchNorm layers became what
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        address = tensor.untyped_storage().data_ptr()
-        if address not in own:
-            kept[address] = tensor  # holding it keeps the address from being used again
-        return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(images)
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+def kept_bytes(model: nn.Module, images: torch.Tensor) -> int:
+    """Bytes that a training forward leaves alive, asked of the allocator: what is kept for the backward pass,
+    and the logits. Parameters and buffers do not count."""
+    model.train()
+    model(images)  # what is made once and stays does not count
+    return live_bytes(lambda: model(images))[0]
+
+
+def conversions(images: torch.Tensor) -> list[Conversion]:
+    """The demo's model with torch BatchNorm, as it is and converted in each way."""
+    measured = [Conversion("off", kept_bytes(vit_digits("torch"), images), {})]
+    for memory in MEMORY:
+        model, report = fastvit.convert(vit_digits("torch"), memory, images)
+        layers = Counter(layer.mode for layer in report)
+        measured.append(Conversion(memory, kept_bytes(model, images), dict(layers)))
+    return measured
 
 
 class Run:
@@ -143,8 +156,11 @@ def clear(out: Path) -> None:
     (out / "index.html").unlink(missing_ok=True)
 
 
-def compare(out: Path, epochs: int, quick: bool) -> list[Result]:
+def compare(out: Path, epochs: int, quick: bool, images: torch.Tensor) -> list[Result]:
     """Train with every norm, the main one first.
+
+    Args:
+        images: a batch, for which memory is measured.
 
     Raises:
         DemoError: a run failed.
@@ -153,8 +169,7 @@ def compare(out: Path, epochs: int, quick: bool) -> list[Result]:
     ranks = gpus or 2
     affinity = getattr(os, "sched_getaffinity", None)
     threads = max(1, (len(affinity(0)) if affinity else os.cpu_count() or 1) // ranks)
-    images = load_digits(0).train.images[:BATCH]
-    kept = {norm: saved_bytes(norm, images) for norm in (MAIN, *OTHERS)}
+    kept = {norm: kept_bytes(vit_digits(norm), images) for norm in (MAIN, *OTHERS)}
     runs: list[Run] = []
     try:
         print(f"{MAIN}: {epochs} epochs on {ranks} rank(s) with {'CUDA' if gpus else 'the CPU'}", flush=True)
@@ -193,12 +208,17 @@ def main() -> int:
         parser.error(f"--epochs must be at least 1, got {options.epochs}")
     out = options.out.resolve()
     start = time.perf_counter()
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler would say when it starts and stops
     try:
         check_packages(Config())
         clear(out)
-        results = compare(out, options.epochs, options.quick)
-        (out / "summary.json").write_text(json.dumps([asdict(result) for result in results], indent=2) + "\n")
-        page = write_page(out / "index.html", results, BATCH)
+        gc.freeze()  # memory is measured between two looks for garbage, which is not among what was imported
+        images = load_digits(0).train.images[:BATCH]
+        converted = conversions(images)
+        results = compare(out, options.epochs, options.quick, images)
+        for name, rows in (("summary.json", results), ("memory.json", converted)):
+            (out / name).write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+        page = write_page(out / "index.html", results, converted, BATCH)
         accuracy = results[0].accuracy
         if accuracy < REQUIRED_ACCURACY and not options.quick:
             raise DemoError(

@@ -184,12 +184,12 @@ def test_not_in_place_with_a_vanishing_weight(weight, bias):
 
 
 def test_not_in_place_with_a_bias_too_large_for_the_dtype():
+    """Which may be autocast's, whatever the weights are."""
     model = InPlaceCase()
     with torch.no_grad():
         model.bn.weight.fill_(0.05)
         model.bn.bias.fill_(2.0)
     _, report = fastvit.convert(model)
-    assert modes(report) == {"bn": "inplace"}
-    with torch.autocast("cpu", torch.bfloat16):
-        _, report = fastvit.convert(model)
     assert modes(report) == {"bn": "recompute"} and "torch.bfloat16" in report["bn"].reason
+    _, report = fastvit.convert(model.double())
+    assert modes(report) == {"bn": "inplace"}

@@ -24,6 +24,7 @@ def demo(tmp_path_factory):
     directory = tmp_path_factory.mktemp("demo")
     done = run_demo(directory, "--quick", "--epochs", "2")
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "profiler" not in done.stderr  # which measures memory
     return directory / "demo", done.stdout
 
 
@@ -38,7 +39,7 @@ def test_page_is_whole_and_stands_alone(demo):
     page = (demo[0] / "index.html").read_text()
     assert page.rstrip().endswith("</html>")
     assert not re.search(r"https?:|//[a-z]|<script|<link|@import|url\((?!#)", page)
-    assert page.count("<figure") == 4
+    assert page.count("<figure") == 5
     labels = ["torch BatchNorm", "fastvit InPlaceABN<", "fastvit SyncBatchNorm", "fastvit InPlaceABNSync"]
     assert all(label in page for label in labels)
     for chart in ("training loss", "test loss", "test accuracy"):
@@ -48,7 +49,7 @@ def test_page_is_whole_and_stands_alone(demo):
 
 
 def test_in_place_layers_save_memory(demo):
-    kept = {row["norm"]: row["saved_bytes"] for row in json.loads((demo[0] / "summary.json").read_text())}
+    kept = {row["norm"]: row["kept_bytes"] for row in json.loads((demo[0] / "summary.json").read_text())}
     assert list(kept) == NORMS
     # 32 images: three layers of the stem at 8x8 and four of MLPs at 16 tokens of 256 do not keep their input.
     inputs = 32 * 4 * ((32 + 32 + 64) * 64 + 4 * 16 * 256)
@@ -56,6 +57,27 @@ def test_in_place_layers_save_memory(demo):
     assert abs(kept["torch"] - kept["inplace-abn"] - inputs) < slack
     assert kept["inplace-abn-sync"] == kept["inplace-abn"]
     assert abs(kept["fastvit-sync"] - kept["torch"]) < slack
+
+
+def test_page_shows_what_each_conversion_saves(demo):
+    rows = {row["memory"]: row for row in json.loads((demo[0] / "memory.json").read_text())}
+    assert list(rows) == ["off", "auto", "recompute", "inplace", "keep"]
+    stem, tokens = 32 * 4 * (32 + 32 + 64) * 64, 32 * 4 * 4 * 16 * 256
+    slack = 64 * 1024
+    for memory, saved in (
+        ("auto", stem + tokens),
+        ("recompute", stem + tokens),
+        ("inplace", stem),
+        ("keep", 0),
+    ):
+        assert abs(rows["off"]["kept_bytes"] - rows[memory]["kept_bytes"] - saved) < slack, memory
+    assert rows["auto"]["layers"] == {"inplace": 3, "recompute": 4}
+    page = (demo[0] / "index.html").read_text()
+    svg = page[page.index('aria-label="kept for backward by mode"') :].split("</svg>")[0]
+    for memory, row in rows.items():
+        assert f"{row['kept_bytes']:,} B" in page
+        assert f"{row['kept_bytes'] / 2**20:.2f} MiB" in svg
+        assert ("as it is" if memory == "off" else f'memory="{memory}"') in svg.replace("&quot;", '"')
 
 
 @pytest.mark.parametrize("norm", NORMS)

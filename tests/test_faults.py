@@ -207,6 +207,7 @@ def interrupted(rank, world):
     if rank == 1:
         time.sleep(1.5)  # there, but not in the layer
         return None
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells have their background jobs ignore it
     threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     begin = time.monotonic()
     with pytest.raises(KeyboardInterrupt):

@@ -2,9 +2,7 @@
 
 import contextlib
 import gc
-import sys
 import threading
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -17,9 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastvit
 from fastvit import BatchNormAct, ops, recompute_scope
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
-from memory import live_bytes
+from fastvit.memory import live_bytes
 
 
 class Rebuilds:

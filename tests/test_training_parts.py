@@ -61,7 +61,7 @@ def _small_learner(rank, world, config, saved=None):
     torch.manual_seed(rank)  # the weights must come from rank 0 all the same
     net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3))
     place = Ranks(rank, world, rank, world, torch.device("cpu"), "gloo" if world > 1 else None)
-    return learner.make_learner(net, config, place, 10, saved)
+    return learner.make_learner(net, config, place, (1, 2, 2), 10, saved)
 
 
 def _batch(rank, part):

@@ -9,8 +9,9 @@ report.py, sizes.py         what was done, and what it saves
 verification.py             whether it was right
 """
 
+from .plan import MEMORY
 from .report import LayerReport, Report
 from .swap import convert, revert
 from .verification import Verification, verify
 
-__all__ = ["LayerReport", "Report", "Verification", "convert", "revert", "verify"]
+__all__ = ["MEMORY", "LayerReport", "Report", "Verification", "convert", "revert", "verify"]

@@ -51,11 +51,10 @@ class _Site:
 class Planner:
     """Plans for the layers of a model, from traces of its forward."""
 
-    def __init__(self, model: nn.Module, memory: str, dtype: torch.dtype | None):
+    def __init__(self, model: nn.Module, memory: str):
         self.model = model
         self.names = {module: name for name, module in model.named_modules()}
         self.memory = memory
-        self.dtype = dtype
 
     def plans(self, traces: list[Trace]) -> list[Plan]:
         found = [(name, layers.find(module)) for module, name in self.names.items()]
@@ -144,9 +143,9 @@ class Planner:
 
     def _against_in_place(self, plan: Plan, sites: list[_Site]) -> str | None:
         module = plan.layer.module
-        dtype = self.dtype or (
-            module.weight.dtype if module.weight is not None else torch.get_default_dtype()
-        )
+        # a later forward may run under autocast, whose coarsest dtype is bfloat16; float64 it leaves alone
+        wide = module.weight is not None and module.weight.dtype == torch.float64
+        dtype = torch.float64 if wide else torch.bfloat16
         if reason := prove.against_inverting(plan.activation, module.weight, module.bias, dtype):
             return reason
         if not sites:

@@ -70,7 +70,8 @@ class Proof:
 
     `layers` are the layers proven in its forward by their keys, each with the modules where a hook would see
     another tensor than before. `modes` are the values of `root.training` that were traced; `example` is the
-    call that was, where that was one and not all with default arguments.
+    call that was, where that was one and not all with default arguments. `rebuilds` says whether any layer's
+    output is rebuilt, which needs a scope.
     """
 
     def __init__(
@@ -80,8 +81,10 @@ class Proof:
         layers: list[tuple[str, list[nn.Module]]],
         modes: frozenset[bool],
         example: Arguments | None,
+        rebuilds: bool,
     ):
         self.token = token
+        self.rebuilds = rebuilds
         self.layers = layers
         self.root, self.modes = root, modes
         self.children = [(parent, tuple(parent._modules.items())) for parent in root.modules()]
@@ -128,6 +131,8 @@ class ConvertedRoot(Adopted):
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
+        if "_original" not in cls.__dict__:
+            return  # made by someone else from a converted model's class, with a forward of its own
 
         @functools.wraps(cls._original.forward)  # tools read argument names from a model's forward
         def forward(self, *args, **kwargs):
@@ -135,7 +140,8 @@ class ConvertedRoot(Adopted):
             proof = self.__dict__.get("_proof")
             if proof is None or _traced():
                 return original(self, *args, **kwargs)
-            with _frame(_Frame(proof.token, proof.void(args, kwargs))), recompute_scope():
+            scope = recompute_scope() if proof.rebuilds else contextlib.nullcontext()
+            with _frame(_Frame(proof.token, proof.void(args, kwargs))), scope:
                 return original(self, *args, **kwargs)
 
         cls.forward = forward

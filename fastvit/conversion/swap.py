@@ -6,7 +6,6 @@ import uuid
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor, fx, nn
 
 from .._norm import next_layer_number
@@ -48,11 +47,11 @@ def convert(
 
     A converted layer is what it was outside the forward that was traced, in a call with other than default
     arguments (where torch.export was asked, with others than the examples in shape, dtype or value), under
-    torch.compile and exporters, once modules have been replaced, and once somebody registers a hook that would
-    see another tensor. Convert again after changing attributes that decide what a forward does. torch.jit.script
-    and torch.nn.utils.parametrize want `revert` first. Converted layers are differentiable once, in reverse
-    mode. What tracing cannot follow (a branch on a random number, say) it takes as it came out then: `verify`
-    is the test.
+    torch.compile and exporters, once modules have been replaced, and once somebody registers a hook that
+    would see another tensor. Convert again after changing attributes that decide what a forward does.
+    torch.jit.script and torch.nn.utils.parametrize want `revert` first. Converted layers are differentiable
+    once, in reverse mode. What tracing cannot follow (a branch on a random number, say) it takes as it came
+    out then: `verify` is the test.
 
     Raises:
         ValueError: `memory` is none of the above, or `model` is a torch.fx.GraphModule.
@@ -67,7 +66,7 @@ def convert(
     revert(model)
     traces, untraced = tracing.trace(model)
     arguments = as_arguments(example_inputs)
-    planner = Planner(model, memory, _autocast_dtype())
+    planner = Planner(model, memory)
     plans = planner.plans(traces)
     if arguments and any(planner.is_open(plan, traces) for plan in plans):
         exported = exporting.trace(model, arguments)
@@ -94,14 +93,6 @@ def _row(plan: Plan, kind: str, size: int | None) -> LayerReport:
 def _holds_norms(module: nn.Module) -> bool:
     """Whether a BatchNorm is among the children whose outputs only this module's forward sees."""
     return any(isinstance(child, nn.modules.batchnorm._NormBase) for child in module.children())
-
-
-def _autocast_dtype() -> torch.dtype | None:
-    """What autocast makes of activations, where it is on: coarser than the parameters' dtype."""
-    for device in ("cuda", "cpu"):
-        if torch.is_autocast_enabled(device):
-            return torch.get_autocast_dtype(device)
-    return None
 
 
 def _apply(
@@ -140,11 +131,12 @@ def _apply(
             _keys=frozenset(key for key, _ in places),
             _in=tuple(name for _, name in places),
         )
+    rebuilds = any(plan.mode == "recompute" for plan in plans)
     for root, token in tokens.items():
         mine = [trace for trace in traces if trace.root is root]
         modes = frozenset(trace.training for trace in mine)
         example = next((trace.example for trace in mine if trace.example), None)
-        adopt(root, ConvertedRoot, _proof=Proof(token, root, proven[root], modes, example))
+        adopt(root, ConvertedRoot, _proof=Proof(token, root, proven[root], modes, example, rebuilds))
 
 
 def _missing(module: nn.Module, synchronised: bool) -> dict[str, object]:

@@ -10,6 +10,7 @@ from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from ..conversion import MEMORY
 from ..models import MLP_NORMS, NORMS, VARIANTS
 
 __all__ = ["AMP_LEVELS", "Config", "ConfigError", "DATA", "flag"]
@@ -54,10 +55,14 @@ class Config:
     workers: int | None = _option(None, "data", "processes that load batches (default 0, for folder 4)")
 
     model: str = _option("auto", "model", f"{', '.join(VARIANTS)}, or timm/<name>; auto: by the images' size")
-    norm: str = _option("inplace-abn-sync", "model", "BatchNorm layer; torch-sync needs CUDA", ALL_NORMS)
+    norm: str | None = _option(None, "model", "BatchNorm layer (default inplace-abn-sync, for timm/ "
+        "fastvit-sync); torch-sync needs CUDA", ALL_NORMS)
     mlp_norm: str = _option("batch", "model", "in the MLPs: GELU, or BatchNorm, leaky_relu", MLP_NORMS)
     pretrained: str = _option("", "model", "weights to begin with: a file of safetensors or torch.save, or "
         "'timm' for those that timm downloads")
+    memory: str = _option("off", "model", "keep less for backward in BatchNorm layers that are not in place "
+        "already: overwrite their input, rebuild their output, or what is best for each (auto); keep: "
+        "fused alone", ("off", *MEMORY))
     freeze: tuple[str, ...] = _option((), "model", "names of parameters to keep as they are: 'stem.*'")
 
     engine: str = _option("torch", "precision", "torch: fastvit's amp and torch's DistributedDataParallel; "
@@ -98,7 +103,7 @@ class Config:
     def __post_init__(self) -> None:
         for item in fields(self):
             value, choices = getattr(self, item.name), item.metadata["choices"]
-            if choices and value not in choices:
+            if choices and value is not None and value not in choices:
                 raise ConfigError(f"{flag(item)} must be one of {', '.join(choices)}, got {value!r}")
         self._fill_in()
         for name in COUNTS:
@@ -114,6 +119,7 @@ class Config:
 
     def _fill_in(self) -> None:
         chosen = {
+            "norm": "fastvit-sync" if self.model.startswith("timm/") else "inplace-abn-sync",
             "lr": BASE_LR[self.optimizer],
             "weight_decay": WEIGHT_DECAY[self.optimizer],
             "workers": 4 if self.data == "folder" else 0,

@@ -20,6 +20,7 @@ from .config import Config
 from .distributed import Ranks, broadcast_weights
 from .engine import engine_part
 from .errors import TrainingError
+from .memory import SavedMemory, save_memory
 from .optimization import make_average, make_optimizer, make_scheduler
 from .precision import Precision, make_precision
 
@@ -36,6 +37,7 @@ class Learner:
     scheduler: LambdaLR
     precision: Precision
     average: AveragedModel | None
+    memory: SavedMemory | None
     device: torch.device
     config: Config
 
@@ -74,6 +76,7 @@ class Learner:
             "scheduler": self.scheduler.state_dict(),
             "precision": self.precision.state_dict(),
             "averaged": int(self.average.n_averaged) if self.average is not None else 0,
+            "memory": self.memory.decided_by if self.memory is not None else {},
         }
 
     def load(self, weights: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> None:
@@ -98,30 +101,35 @@ def make_learner(
     model: nn.Module,
     config: Config,
     ranks: Ranks,
+    shape: tuple[int, int, int],
     steps_per_epoch: int,
     saved: tuple[dict[str, dict[str, Tensor]], dict[str, Any]] | None,
 ) -> Learner:
     """Move the model to the device and put optimizer, precision and data parallelism around it.
 
-    The order matters: weights are equal on all ranks before amp makes its masters of them, and amp has
-    changed the model before DistributedDataParallel looks at its parameters.
+    The order matters: weights are equal on all ranks before layers are converted according to them and amp
+    makes its masters of them, the average is a copy of the converted model, and amp has changed the model
+    before DistributedDataParallel looks at its parameters.
 
     Args:
+        shape: C, H, W of the images.
         steps_per_epoch: steps of the optimizer.
         saved: weights and state of a checkpoint to go on from.
     """
     layout = torch.channels_last if config.channels_last else torch.preserve_format
     model = model.to(ranks.device, memory_format=layout)
     broadcast_weights(model)
-    average = make_average(model, config.ema) if config.ema else None
     precision = make_precision(config, ranks.device)
+    # An older checkpoint has none of it.
+    memory = save_memory(model, config, shape, precision, saved[1].get("memory") if saved else None)
+    average = make_average(model, config.ema) if config.ema else None
     lr = config.lr * (ranks.world * config.accumulate if config.scale_lr else 1)
     optimizer = make_optimizer(model, config.optimizer, lr, config.weight_decay, config.engine)
     model, optimizer = precision.prepare(model, optimizer)
     scheduler = make_scheduler(
         optimizer, config.epochs * steps_per_epoch, config.warmup_epochs * steps_per_epoch
     )
-    learner = Learner(model, model, optimizer, scheduler, precision, average, ranks.device, config)
+    learner = Learner(model, model, optimizer, scheduler, precision, average, memory, ranks.device, config)
     if saved is not None:
         learner.load(*saved)
     if config.compile:

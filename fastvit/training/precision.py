@@ -32,6 +32,10 @@ class Precision:
         """What surrounds a forward pass, in training and in evaluation."""
         return torch.autocast(self.device.type, self.dtype) if self.dtype else nullcontext()
 
+    def half(self) -> AbstractContextManager:
+        """Autocast to the dtype that activations have at this level, whatever surrounds a forward pass."""
+        return self.forward()
+
     def backward(self, loss: Tensor, optimizer: Optimizer, last: bool) -> None:
         """Add the gradients of ``loss``; ``last`` says that a step of the optimizer follows."""
         loss.backward()
@@ -63,6 +67,12 @@ class ApexLevel(Precision):
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         return self.amp.initialize(model, optimizer, opt_level=self.level, verbosity=0, **self.options)
+
+    def half(self) -> AbstractContextManager:
+        if self.level == "O0":
+            return nullcontext()
+        dtype = torch.bfloat16 if self.device.type == "cpu" else torch.float16
+        return torch.autocast(self.device.type, dtype)
 
     def backward(self, loss: Tensor, optimizer: Optimizer, last: bool) -> None:
         with self.amp.scale_loss(loss, optimizer, delay_unscale=not last) as scaled:

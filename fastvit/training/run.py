@@ -62,7 +62,8 @@ def train(config: Config, given: dict[str, Any], ranks: Ranks) -> None:
     model = _make_model(config, data, pretrained=state is None)
     steps = -(-len(batches) // config.accumulate)
     saved = (weights, state) if state is not None else None
-    learner = on_every(make_learner, model, config, ranks, steps, saved)
+    learner = on_every(make_learner, model, config, ranks, data.shape, steps, saved)
+    _report_memory(learner, run)
     if ranks.world > 2 and config.engine == "torch":
         settle_buckets(learner, learner.to_device(*batches.dataset[[*range(config.batch_size)], None])[0])
     torch.manual_seed(config.seed + 1_000_003 * (ranks.rank + 1))  # each rank has its own dropout
@@ -179,6 +180,18 @@ def _make_model(config: Config, data: DataSets, pretrained: bool) -> nn.Module:
     if config.freeze:
         _say(f"frozen: {on_every(freeze, model, config.freeze)} parameters")
     return model
+
+
+def _report_memory(learner: Learner, run: Path) -> None:
+    config = learner.config
+    if learner.memory is not None:
+        _say(learner.memory.summary(config))
+        on_main(learner.memory.write, run, config)
+    elif config.memory != "off":
+        _say(
+            f"--memory {config.memory} does nothing with --compile: "
+            f"torch.compile decides by itself what is kept for backward"
+        )
 
 
 def _open_log(log: RunLog, history: list[dict[str, Any]], batches: Any, data: DataSets) -> None:

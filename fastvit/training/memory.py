@@ -1,0 +1,77 @@
+"""What ``--memory`` makes of the model's BatchNorm layers, by `fastvit.convert`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import fastvit
+
+from ..conversion import Report
+from .config import Config
+from .precision import Precision
+
+__all__ = ["SavedMemory", "save_memory"]
+
+
+@dataclass(frozen=True)
+class SavedMemory:
+    """What a conversion did, and what it decided by."""
+
+    report: Report
+    decided_by: dict[str, Tensor]  # weights and biases of the BatchNorm layers when they were converted
+
+    def summary(self, config: Config) -> str:
+        """One line for the user."""
+        counts = f"{len(self.report.converted)} of {len(self.report)} BatchNorm layers converted"
+        return f"--memory {config.memory}: {counts} ({self.report.summary()})"
+
+    def write(self, run: Path, config: Config) -> None:
+        """Write ``memory.txt``: what became of each layer, why, and what it saves."""
+        title = f"--memory {config.memory}, a batch of {config.batch_size} images on one rank"
+        (run / "memory.txt").write_text(f"{title}\n\n{self.report}\n", encoding="utf-8")
+
+
+def save_memory(
+    model: nn.Module,
+    config: Config,
+    shape: tuple[int, int, int],
+    precision: Precision,
+    decided_by: Mapping[str, Tensor] | None = None,
+) -> SavedMemory | None:
+    """Convert the BatchNorm layers of ``model``, in place, as ``--memory`` says.
+
+    It wants the model on its device with the weights that training begins with, before amp casts them: an
+    in-place layer must recover its input from weights and activations as they are. A compiled model is left
+    alone: its layers would be plain ops, and torch.compile decides by itself what is kept for backward.
+
+    Args:
+        shape: C, H, W of the images.
+        precision: of the run; tells what activations become.
+        decided_by: of the conversion that a resumed run began with. The same layers are chosen again,
+            whatever their weights have become: the same layers give the same bits. These values are left in
+            the model, for the checkpoint's to replace.
+
+    Returns:
+        what was done; None where there was nothing to do.
+    """
+    if config.memory == "off" or config.compile:
+        return None
+    if decided_by:
+        model.load_state_dict(decided_by, strict=False)
+    layout = torch.channels_last if config.channels_last else torch.contiguous_format
+    device = next(model.parameters()).device
+    images = torch.zeros(config.batch_size, *shape, device=device).to(memory_format=layout)
+    with precision.half():
+        _, report = fastvit.convert(model, config.memory, images)
+    norms = {layer.name: model.get_submodule(layer.name) for layer in report}
+    values = {
+        f"{name}.{parameter}": value.detach().to("cpu", copy=True)
+        for name, norm in norms.items()
+        for parameter, value in norm.named_parameters(recurse=False)
+    }
+    return SavedMemory(report, values)
