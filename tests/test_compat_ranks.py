@@ -95,6 +95,31 @@ def test_accumulation_under_no_sync(ranks):
         assert want.abs().max() > 0.05
 
 
+def step_under_no_sync(rank, world, level, compiled):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    if compiled:
+        torch._dynamo.reset()
+        model.compile(backend="aot_eager")
+    parallel = nn.parallel.DistributedDataParallel(model)
+    with parallel.no_sync():
+        backward(parallel, optimizer, *share(rank, world, 0))
+    backward(parallel, optimizer, *share(rank, world, 1))
+    optimizer.step()
+    return torch.cat([p.detach().float().flatten() for p in amp.master_params(optimizer)])
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_no_sync_with_a_compiled_model(ranks, level):
+    """Whose forward does not say that DDP has called it."""
+    want = ranks.run(2, step_under_no_sync, level, False)[0]
+    one, two = ranks.run(2, step_under_no_sync, level, True)
+    assert torch.equal(one, two)
+    torch.testing.assert_close(one, want, rtol=1e-2, atol=1e-3)
+
+
 OPTIONS = (
     ({}, 1.5),
     ({"message_size": 1, "delay_allreduce": True}, 1.5),
@@ -122,6 +147,22 @@ def reduced(rank, world):
 def test_ddp_options(ranks):
     """The gradients of the ranks are 1 and 2."""
     assert ranks.run(2, reduced) == [[want for _, want in OPTIONS] * 2] * 2
+
+
+def reduced_in_part(rank, world):
+    model = nn.Linear(4, 2)
+    parallel = DistributedDataParallel(model)
+    seen = []
+    for change in (parallel.disable_allreduce, parallel.enable_allreduce):
+        change()
+        model.zero_grad()
+        parallel(torch.full((1, 4), rank + 1.0)).sum().backward()
+        seen.append(model.weight.grad[0, 0].item())
+    return seen
+
+
+def test_disable_allreduce(ranks):
+    assert ranks.run(2, reduced_in_part) == [[1.0, 1.5], [2.0, 1.5]]
 
 
 def unused(rank, world):

@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from test_convert import spread
+from convert_models import spread
 from timm_families import FAMILIES
 from torch import nn
 

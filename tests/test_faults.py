@@ -164,6 +164,23 @@ def test_layers_that_differ(ranks, what, statistics):
         assert "rank 1: " in message and shown[what] in message.split("rank 1: ")[-1]
 
 
+def differ_at_first(rank, world, wide):
+    channels = 4096 if rank == wide else 6  # 4096 need more memory in common than is made at first
+    layer = fastvit.SyncBatchNorm(channels)
+    message, seconds = error_of(lambda: layer(leaf(channels)), layer)
+    works(layers(2))
+    return message, seconds
+
+
+@both_ways
+@pytest.mark.parametrize("wide", [0, 1])
+def test_layers_that_differ_at_the_very_first_call(ranks, wide, statistics):
+    for message, seconds in ranks.run(2, differ_at_first, wide, statistics=statistics):
+        assert "the ranks of group 0 differ in their layer 0: " in message and seconds < 5
+        assert f"rank {wide}: sync_batch_norm, 4096 channels" in message
+        assert f"rank {1 - wide}: sync_batch_norm, 6 channels" in message
+
+
 def other_group(rank, world, used_before):
     groups = [dist.new_group([0, 1], timeout=datetime.timedelta(seconds=2)) for _ in range(2)]
     own = [fastvit.SyncBatchNorm(6, process_group=group) for group in groups]

@@ -28,7 +28,10 @@ def complaint(capsys, *arguments):
         (["--lr", "nan"], "--lr must be above 0, got nan"),
         (["--weight-decay", "-1"], "--weight-decay must be at least 0, got -1.0"),
         (["--ema", "1"], "--ema must be at least 0 and below 1, got 1.0"),
-        (["--loss-scale", "static"], "--loss-scale must be auto, dynamic or a number above 0, got static"),
+        (
+            ["--amp", "O1", "--loss-scale", "static"],
+            "--loss-scale must be auto, dynamic or a number above 0, got static",
+        ),
         (["--epoch", "3"], "unrecognized arguments: --epoch 3; did you mean --epochs?"),
         (["--norm", "torch-sync", "--device", "cpu"], "--norm torch-sync trains on CUDA only"),
         (["--data", "cifar10"], "--data cifar10 needs --data-path"),
@@ -36,6 +39,12 @@ def complaint(capsys, *arguments):
         (["--pretrained", "timm"], "--pretrained timm is for --model timm/<name>, got --model auto"),
         (["--engine", "apex", "--amp", "bf16"], "--amp must be off or O0 to O3 with --engine apex"),
         (["--backend", "nccl", "--device", "cpu"], "--backend must be gloo on the CPU"),
+        (["--image-size", "64"], "--image-size is for --data folder and synthetic, got --image-size 64"),
+        (["--loss-scale", "128"], "--loss-scale is for --amp O0 to O3, got --loss-scale 128"),
+        (
+            ["--model", "timm/resnet18", "--mlp-norm", "none"],
+            "--mlp-norm is for fastvit's models, got --mlp-norm none",
+        ),
     ],
 )
 def test_wrong_flags(capsys, arguments, message):
@@ -133,6 +142,11 @@ def test_launchers():
     assert find_launch(None, SRUN | TORCHRUN).launcher == "torchrun"  # torchrun inside a job
     assert find_launch(None, {}) is None
     assert find_launch(None, {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) is None
+    # a step has tasks of its own, more or fewer than the job was given
+    assert find_launch(None, SRUN | {"SLURM_NTASKS": "1"}).world == 8
+    assert find_launch(None, SRUN | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}) is None
+    with pytest.raises(ConfigError, match="SLURM_STEP_NUM_TASKS"):
+        find_launch(None, SRUN | {"SLURM_STEP_NUM_TASKS": "many"})
 
 
 @pytest.mark.parametrize(

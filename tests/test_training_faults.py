@@ -100,6 +100,22 @@ def test_data_that_vanishes_stops_every_rank_and_leaves_the_checkpoint(ranks, tm
     assert state["epoch"] == 1 and all(value.isfinite().all() for value in weights["model"].values())
 
 
+@pytest.mark.parametrize("split", ["train", "val"])
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_a_damaged_image_is_named(tmp_path, capsys, split, workers):
+    path = make_folder(tmp_path / "data")
+    image = path / split / "cat" / "0.png"
+    Image.effect_noise((300, 300), 50).save(image)  # large enough for two chunks of pixels
+    pixels = bytearray(image.read_bytes())
+    pixels[pixels.rindex(b"IDAT")] = 0
+    image.write_bytes(pixels)
+    with pytest.raises(SyntaxError), Image.open(image) as file:  # which is no OSError
+        file.load()
+    arguments = [*FOLDER, "--epochs", "1", "--data-path", str(path), "--workers", workers]
+    said = fails(capsys, *arguments, "--out", str(tmp_path / "run"))
+    assert f"{image} is damaged: broken PNG file" in said
+
+
 @pytest.mark.parametrize("workers", ["0", "1"])
 def test_folder_trains_and_another_number_of_classes_cannot_resume(tmp_path, capsys, workers):
     path = make_folder(tmp_path / "data")
@@ -135,6 +151,15 @@ def test_damaged_checkpoint(copied, capsys, name, share):
         path.write_bytes(whole[: int(len(whole) * share)])
     assert f"{path} is missing, cut off or damaged" in fails(capsys, "--resume", str(copied))
     assert [row["epoch"] for row in rows_of(copied)] == [1]
+
+
+def test_damaged_checkpoint_by_a_relative_path(copied, capsys, monkeypatch):
+    shutil.copytree(copied / "checkpoints" / "epoch-0001", copied / "checkpoints" / "epoch-0000")
+    monkeypatch.chdir(copied / "checkpoints")
+    (copied / "checkpoints" / "epoch-0001" / "state.pt").write_bytes(b"cut off")
+    said = fails(capsys, "--resume", "epoch-0001")
+    path = copied / "checkpoints" / "epoch-0001" / "state.pt"
+    assert f"{path} is missing, cut off or damaged" in said and "resume from epoch-0000 beside it" in said
 
 
 def test_files_of_two_checkpoints_are_told_apart(copied, tmp_path):

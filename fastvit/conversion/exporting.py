@@ -46,21 +46,38 @@ def trace(model: nn.Module, arguments: Arguments) -> list[Trace]:
                 module.__dict__["training"] = training
                 # hooks are the user's, and must not be shown fake tensors
                 module.__dict__.update({kind: OrderedDict() for kind in _HOOKS})
+            left = _note_left_tensors(model)
             try:
                 program = torch.export.export(model, args, kwargs, strict=False)
             except Exception:  # data-dependent control flow, ops without a fake: as many reasons as models
                 continue
-            if _left_a_tensor(model):
+            if left:
                 continue
             traces.append(_Rewriter(model, training, program.graph).trace())
             traces[-1].example = arguments
     return traces
 
 
-def _left_a_tensor(model: nn.Module) -> bool:
-    """Whether the forward has left a tensor in an attribute: it may be read there, which no graph says."""
-    held = (value for module in model.modules() for value in module.__dict__.values())
-    return any(isinstance(leaf, (FakeTensor, FunctionalTensor)) for leaf in pytree.tree_leaves(list(held)))
+def _note_left_tensors(model: nn.Module) -> list[object]:
+    """Collects what the forward leaves in attributes: it may be read there, which no graph says.
+
+    By a hook, since torch.export puts attributes back before it returns.
+    """
+    left: list[object] = []
+
+    def note(*_: object) -> None:
+        held = [
+            value
+            for module in model.modules()
+            for name, value in module.__dict__.items()
+            if name not in ("_parameters", "_buffers")  # fake ones while it runs
+        ]
+        left.extend(
+            leaf for leaf in pytree.tree_leaves(held) if isinstance(leaf, (FakeTensor, FunctionalTensor))
+        )
+
+    model.register_forward_hook(note)  # `untouched` takes it away
+    return left
 
 
 class _Rewriter:

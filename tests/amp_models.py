@@ -1,0 +1,54 @@
+"""A model, its data and its steps for the tests of fastvit.compat.apex.amp."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fastvit
+from fastvit.compat.apex import amp
+
+LEVELS = ["O0", "O1", "O2", "O3"]
+HALF = torch.bfloat16  # the CPU's
+
+
+def network(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 3, bias=False),
+        fastvit.InPlaceABN(6),
+        nn.Conv2d(6, 6, 3, bias=False),
+        nn.BatchNorm2d(6),
+        nn.Flatten(),
+        nn.Linear(6 * 16, 4),
+    )
+
+
+def data(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(8, 1, 8, 8, generator=generator), torch.randint(4, (8,), generator=generator)
+
+
+def start(level: str, make=None, model=None, **options):
+    model = network() if model is None else model
+    make = make or (lambda parameters: torch.optim.SGD(parameters, 0.05, momentum=0.9))
+    return amp.initialize(model, make(model.parameters()), opt_level=level, verbosity=0, **options)
+
+
+def step(model, optimizer, seed: int = 0, infinite: bool = False, **options) -> float:
+    images, labels = data(seed)
+    loss = F.cross_entropy(model(images), labels)
+    optimizer.zero_grad()
+    with amp.scale_loss(loss, optimizer, **options) as scaled:
+        scaled.backward()
+        if infinite:
+            next(model.parameters()).grad.view(-1)[0] = float("inf")
+    optimizer.step()
+    return loss.item()
+
+
+def values(model) -> torch.Tensor:
+    return torch.cat([p.detach().float().flatten() for p in model.parameters()])
+
+
+def same_state(left: dict, right: dict) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)

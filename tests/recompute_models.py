@@ -1,0 +1,104 @@
+"""Models with layers whose outputs are rebuilt, steps through them, and a count of what is rebuilt."""
+
+from unittest import mock
+
+import torch
+from torch import nn
+
+from fastvit import BatchNormAct, ops, recompute_scope
+from fastvit.memory import live_bytes
+
+
+class Rebuilds:
+    """Counts the outputs that are rebuilt."""
+
+    def __enter__(self):
+        self.count = 0
+        original = ops.bn_apply
+
+        def counted(*arguments):
+            self.count += 1
+            return original(*arguments)
+
+        self.patch = mock.patch.object(ops, "bn_apply", counted)
+        self.patch.start()
+        return self
+
+    def __exit__(self, *_):
+        self.patch.stop()
+
+
+class Net(nn.Module):
+    """conv, BatchNormAct, and something that reads its output."""
+
+    def __init__(self, read, memory, **options):
+        super().__init__()
+        torch.manual_seed(1)
+        self.first = nn.Conv2d(3, 6, 3, bias=False)
+        self.norm = BatchNormAct(6, **{"activation": "silu", **options}, memory=memory)
+        self.a, self.b = nn.Conv2d(6, 4, 3), nn.Conv2d(6, 4, 3)
+        self.linear = nn.Linear(6, 5)
+        nn.init.normal_(self.norm.weight)
+        self.read = read
+
+    def forward(self, x):
+        return self.read(self, self.norm(self.first(x)))
+
+
+READERS = {  # name -> (what reads y, how often it is rebuilt)
+    "conv": (lambda net, y: net.a(y), 1),
+    "two convs": (lambda net, y: net.a(y) + net.b(y), 2),
+    "twice in one op": (lambda net, y: y * y, 1),
+    "max_pool": (lambda net, y: nn.functional.max_pool2d(y, 2), 1),
+    "linear": (lambda net, y: net.linear(y.flatten(2).transpose(1, 2)), None),
+    "tokens": (lambda net, y: y.flatten(2).transpose(1, 2).square(), 1),
+    "slice": (lambda net, y: y[1:, ::2, 1:-1, ::3].square(), 1),
+    "halves": (lambda net, y: torch.add(*(t.square() for t in y.chunk(2, 1))), 2),
+    "unfold": (lambda net, y: y.unfold(2, 3, 1).square(), 1),
+    "detached": (lambda net, y: net.a(y) * net.b(y.detach()), 2),
+    "residual": (lambda net, y: y + y.square(), 1),
+    "nothing": (lambda net, y: y + 1, 0),
+    "complex": (lambda net, y: (torch.view_as_complex(y[..., :2].contiguous()).conj() * 2j).abs(), None),
+    "other dtype": (lambda net, y: y.view(torch.int32).view(torch.float32) * net.linear.weight.sum() + y, 1),
+    "in place before": (lambda net, y: net.a(y.mul_(2)), 0),
+    "in place on a view before": (lambda net, y: (y[:, 0].zero_(), net.a(y))[1], 0),
+    "relu_ over it": (lambda net, y: net.a(torch.relu_(y)), 0),
+}
+
+
+def run(net, x, scope=recompute_scope):
+    net.zero_grad()
+    leaf = x.clone().requires_grad_()
+    with scope():
+        y = net(leaf)
+        loss = y.square().sum()
+    loss.backward()
+    return [y.detach().clone(), leaf.grad, *(p.grad for p in net.parameters() if p.grad is not None)]
+
+
+def same_bits(got, want):
+    assert len(got) == len(want) and all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def stack(kind, depth=4):
+    torch.manual_seed(0)
+
+    def norm():
+        if kind == "torch":
+            return nn.Sequential(nn.BatchNorm2d(8), nn.SiLU())
+        return BatchNormAct(8, activation="silu", memory=kind)
+
+    convs = [nn.Conv2d(8, 8, 3, padding=1, bias=False) for _ in range(depth)]
+    return nn.Sequential(*(m for conv in convs for m in (conv, norm())), nn.Conv2d(8, 1, 1))
+
+
+def forward_leaves(net, x, scope=recompute_scope):
+    """Activations that a forward leaves alive, and its result."""
+
+    def forward():
+        with scope():
+            return net(x).sum()
+
+    forward()
+    count, result = live_bytes(forward, x.device)
+    return count / x.nbytes, result

@@ -1,0 +1,214 @@
+"""recompute_scope within checkpoints, other hooks, other scopes, autocast, threads and compiled code."""
+
+import contextlib
+import threading
+
+import pytest
+import torch
+from recompute_models import READERS, Net, Rebuilds, forward_leaves, run, same_bits, stack
+from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from fastvit import BatchNormAct, recompute_scope
+
+
+@pytest.mark.parametrize("where", ["scope outside", "scope inside", "converted submodule"])
+@pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
+def test_checkpointing(where, reentrant, device):
+    x = torch.randn(4, 8, 20, 20, device=device)
+    want = run(stack("keep").to(device), x)
+    net = stack("recompute").to(device)
+
+    def inner(x):
+        if where == "converted submodule":
+            x = net[:2](x)
+            with recompute_scope():
+                return net[2:](x)
+        with recompute_scope() if where == "scope inside" else contextlib.nullcontext():
+            return net(x)
+
+    class Checkpointed(nn.Module):
+        net_ = net
+
+        def forward(self, x):
+            return checkpoint(inner, x, use_reentrant=reentrant)
+
+        def parameters(self, recurse=True):
+            return net.parameters()
+
+    scope = recompute_scope if where == "scope outside" else contextlib.nullcontext
+    same_bits(run(Checkpointed(), x, scope), want)
+    leaf = x.clone().requires_grad_()
+    assert forward_leaves(Checkpointed(), leaf, scope)[0] < 0.1, "checkpoint's own hooks see every tensor"
+
+
+def test_layers_around_a_checkpoint(device):
+    """A checkpointed block between layers of one scope."""
+    x = torch.randn(4, 8, 20, 20, device=device)
+    results = []
+    for kind in ("keep", "recompute"):
+        parts = [stack(kind, 2)[:4].to(device) for _ in range(3)]
+        net = nn.ModuleList(parts)
+        net.forward = lambda x, p=parts: p[2](checkpoint(p[1], p[0](x), use_reentrant=False))
+        with Rebuilds() as rebuilds:
+            results.append(run(net, x))
+    same_bits(*results)
+    assert rebuilds.count >= 3
+
+
+def test_hooks_on_the_stack_are_called(device):
+    """Hooks outside of a scope, and inside, see the same tensors as with keep."""
+    x = torch.randn(4, 8, 20, 20, device=device)
+    want = run(stack("keep").to(device), x)
+    for outside in (True, False):
+        shapes = {}
+        for kind in ("keep", "recompute"):
+            seen = shapes[kind] = []
+
+            def pack(t, seen=seen):
+                seen.append(t.shape)
+                return t.detach()
+
+            @contextlib.contextmanager
+            def both(pack=pack, outside=outside):
+                hooks = saved_tensors_hooks(pack, lambda t: t)
+                first, second = (hooks, recompute_scope()) if outside else (recompute_scope(), hooks)
+                with first, second:
+                    yield
+
+            same_bits(run(stack(kind).to(device), x, both), want)
+        assert shapes["keep"] == shapes["recompute"] and len(shapes["keep"]) > 8
+
+
+def test_save_on_cpu_outside(device):
+    x = torch.randn(4, 8, 20, 20, device=device)
+
+    @contextlib.contextmanager
+    def both():
+        with save_on_cpu(), recompute_scope():
+            yield
+
+    same_bits(run(stack("recompute").to(device), x, both), run(stack("keep").to(device), x))
+
+
+def test_scopes_nest_and_end(device):
+    x = torch.randn(4, 8, 12, 12, device=device)
+    net = stack("recompute").to(device)
+    with recompute_scope():
+        with recompute_scope():
+            a = net[:4](x)
+        y = net[4:](a)
+    with pytest.raises(ZeroDivisionError), recompute_scope():
+        _ = 1 / 0
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    with Rebuilds() as rebuilds:
+        y.sum().backward()
+    assert rebuilds.count == 3, "a is alive"
+
+
+def test_autocast(device):
+    x = torch.randn(4, 3, 9, 9, device=device)
+    results = []
+    for memory in ("keep", "recompute"):
+        net = Net(READERS["two convs"][0], memory).to(device)
+
+        @contextlib.contextmanager
+        def scope():
+            with recompute_scope(), torch.autocast(device, torch.bfloat16):
+                yield
+
+        results.append(run(net, x, scope))
+        net.norm.float()
+        with scope():  # the layer in float32, so that the convolution saves a copy that autocast made
+            y = net.a(net.norm(net.first(x).float()))
+        results[-1].append(torch.autograd.grad(y.float().sum(), net.a.weight)[0])
+    same_bits(*results)
+
+
+def test_without_gradients(device):
+    net = stack("recompute").to(device)
+    x = torch.randn(4, 8, 6, 6, device=device)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with recompute_scope(), mode():
+            assert not net(x).requires_grad
+    for parameter in net.parameters():
+        parameter.requires_grad_(False)
+    net[-1].weight.requires_grad_()
+    with recompute_scope(), Rebuilds() as rebuilds:
+        net(x).sum().backward()
+    assert rebuilds.count == 0, "a frozen layer saves nothing that its output could be rebuilt from"
+
+
+def test_double_backward(device):
+    """Refused through the layer, as everywhere; right through the ops around it."""
+    x = torch.randn(4, 6, 5, 5, device=device, requires_grad=True)
+    layer = BatchNormAct(6, activation="silu", device=device)
+    with recompute_scope():
+        y = layer(x * 1)
+        (grad,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable|differentiated twice"):
+            grad.sum().backward()
+        y = layer(x.detach() * 1)
+        w = torch.randn(6, 1, 1, device=device, requires_grad=True)
+        (grad,) = torch.autograd.grad((y * w).pow(3).sum(), w, create_graph=True)
+        (second,) = torch.autograd.grad(grad.sum(), w)
+    torch.testing.assert_close(
+        second, (6 * y.detach().pow(3) * w).sum((0, 2, 3)).view(6, 1, 1), rtol=1e-4, atol=1e-3
+    )
+
+
+def test_threads_have_scopes_of_their_own(device):
+    x = torch.randn(4, 8, 12, 12, device=device)
+    want = run(stack("keep").to(device), x)
+    results, failures = {}, []
+
+    def work(name):
+        try:
+            scope = recompute_scope if name % 2 else contextlib.nullcontext
+            for _ in range(3):
+                results[name] = run(stack_of[name], x, scope)
+        except BaseException as failure:
+            failures.append(failure)
+
+    stack_of = {name: stack("recompute").to(device) for name in range(4)}
+    threads = [threading.Thread(target=work, args=(name,)) for name in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert not failures
+    for got in results.values():
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("where", ["inside", "around"])
+def test_compiled(where):
+    torch._dynamo.reset()
+    net = stack("recompute", 2)
+    x = torch.randn(4, 8, 9, 9)
+    want = run(net, x)
+
+    def scoped(x):
+        with recompute_scope():
+            return net(x)
+
+    class Compiled(nn.Module):
+        call = staticmethod(
+            torch.compile(scoped if where == "inside" else net, fullgraph=True, backend="aot_eager")
+        )
+
+        def forward(self, x):
+            return type(self).call(x)
+
+        def parameters(self, recurse=True):
+            return net.parameters()
+
+        def zero_grad(self, set_to_none=True):
+            net.zero_grad()
+
+    got = run(Compiled(), x, contextlib.nullcontext if where == "inside" else recompute_scope)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
