@@ -41,7 +41,7 @@ def find_launch(local_rank: int | None = None, environment: Mapping[str, str] = 
     if "RANK" in environment and "WORLD_SIZE" in environment:
         return _from_torchrun(local_rank, environment)
     if "SLURM_PROCID" in environment:
-        name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
+        name = "SLURM_STEP_NUM_TASKS" if environment.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
         tasks = _number(environment, name, "1")
         return _from_slurm(tasks, environment) if tasks > 1 else None
     return None
