@@ -167,6 +167,7 @@ def train_one_epoch(
                 break
         while reports:
             settle(reports.pop(0))
+        bar.refresh()  # an epoch can be over before the bar is due to be drawn
     if learner.device.type == "cuda":
         torch.cuda.synchronize(learner.device)
     seconds = time.perf_counter() - start
