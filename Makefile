@@ -45,7 +45,7 @@ MODEL := FASTVIT_TEST_DEVICE=cuda_host $(RUN) -m pytest -q -m "not slow"
 
 test-cuda-host: install  ## The CUDA sources on a model of a GPU: plain, sanitizers, race checker
 	$(RUN) tests/cuda_host/build.py
-	$(MODEL) tests/test_ops.py tests/test_local_ops.py tests/test_layers.py tests/test_peer_faults.py tests/cuda_host
+	$(MODEL) tests/test_ops.py tests/test_local_ops.py tests/test_layers.py tests/test_batch_norm_act.py tests/test_peer_faults.py tests/cuda_host
 	FASTVIT_CUDA_HOST=race $(MODEL) tests/test_ops.py tests/cuda_host/test_cuda_host_kernels.py tests/cuda_host/test_cuda_host_exchange.py
 	env $$($(RUN) tests/cuda_host/redirect.py) FASTVIT_CUDA_HOST=asan $(MODEL) tests/test_ops.py tests/cuda_host/test_cuda_host_kernels.py tests/cuda_host/test_cuda_host_exchange.py
 
