@@ -53,6 +53,14 @@ def check_in_place_activation(activation: str, activation_param: float) -> None:
         )
 
 
+def recovery_error(ratio: float, dtype: torch.dtype) -> float:
+    """Share of xhat that is lost when it is recovered from y, where |bias| / |weight| is `ratio`.
+
+    y is rounded at the size of |bias| + |weight| |xhat|; a quarter of eps is rounding's mean.
+    """
+    return torch.finfo(dtype).eps / 4 * (1 + ratio**2) ** 0.5
+
+
 def channel_dimension(name: str, x: Tensor, channel_last: bool) -> int:
     """Which dimension of x is C; raises ValueError when x has not 2 to 5 dimensions."""
     if not 2 <= x.dim() <= 5:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
-from ._arguments import channel_dimension
+from ._arguments import channel_dimension, recovery_error
 
 _UNSAFE = 0.05  # the share of error in the recovered xhat that is worth a warning
 _CHECK_EVERY = 1024  # forwards; each check reads one number on the host
@@ -74,7 +74,7 @@ class ChecksConditioning:
         with torch.no_grad():
             gamma = self.weight.detach().double().abs().clamp_min(1e-30)
             ratio = (self.bias.detach().double().abs() / gamma).max().item()
-        error = torch.finfo(x.dtype).eps / 4 * (1 + ratio**2) ** 0.5  # a quarter is rounding's mean
+        error = recovery_error(ratio, x.dtype)
         if error > _UNSAFE:
             self._forwards_to_check = -1
             warnings.warn(

@@ -10,8 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-INVERTIBLE = frozenset({"identity", "leaky_relu", "elu"})
-
 
 @dataclass(frozen=True)
 class Activation:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx, nn
 
+from .._arguments import IN_PLACE_ACTIVATIONS
 from . import layers, prove
 from .activations import IDENTITY, Activation
 from .layers import Layer
@@ -137,7 +138,7 @@ class Planner:
             plan.reason += ", and nobody else reads its input"
         elif self.memory == "inplace":
             return Plan(plan.name, plan.layer, "left", IDENTITY, against)
-        elif plan.activation.name in prove.INVERTIBLE:
+        elif plan.activation.name in IN_PLACE_ACTIVATIONS:
             plan.reason += f"; not in place: {against}"
         return plan
 

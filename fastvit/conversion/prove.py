@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from .._arguments import IN_PLACE_ACTIVATIONS, recovery_error
 from . import activations
-from .activations import INVERTIBLE, Activation
+from .activations import Activation
 from .tracing import Trace, is_permutation, is_reshape, overwrites
 
 # Ops whose result is a new tensor that their own backward does not need.
@@ -172,7 +173,9 @@ def against_inverting(
     activation: Activation, weight: torch.Tensor | None, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> str | None:
     """Why x cannot be recovered from y well enough: the activation, or gamma against beta in this dtype."""
-    if activation.name not in INVERTIBLE or (activation.name != "identity" and activation.param <= 0):
+    if activation.name not in IN_PLACE_ACTIVATIONS or (
+        activation.name != "identity" and activation.param <= 0
+    ):
         return f"{activation} cannot be inverted"
     if weight is None:
         return None
@@ -180,7 +183,6 @@ def against_inverting(
     if not bool((gamma >= _SMALLEST_WEIGHT).all()):
         return f"|weight| is as small as {gamma.min().item():.3g}"
     ratio = 0.0 if bias is None else (bias.detach().double().abs() / gamma).max().item()
-    error = torch.finfo(dtype).eps / 4 * (1 + ratio**2) ** 0.5
-    if error > _LARGEST_ERROR:
+    if recovery_error(ratio, dtype) > _LARGEST_ERROR:
         return f"|bias| / |weight| is up to {ratio:.3g}, too much for {dtype}"
     return None

@@ -15,26 +15,19 @@ from torch import Tensor
 
 from .. import _library
 from .agreement import Agreement, answers_text
-from .exchange import STEPS, PendingSum, Tag, mismatch
+from .exchange import LEAST_PACKETS, MOMENTS, STEPS, SUMS, PendingSum, Tag, mismatch, packets
 
 _ops = torch.ops.fastvit
 
 NAME = "CudaIpc"
 BY_DEFAULT = False  # only when asked for: it has been proven on a model of GPUs, and not yet on any
 MOST_RANKS = 16  # csrc/exchange.h, kMostRanks
-_LEAST_PACKETS = 2049  # room for float32 moments of 2048 channels
 # csrc/peer.h
 _MISMATCH, _GAVE_UP = 2, 3
-_MOMENTS, _SUMS = range(2)
 _REPORT_WORDS = 12  # Report: fault, rank, peer, epoch, and two tags of layer, step, words, kind
 _LAYER, _STEP, _OPEN = 3, 4, 5  # csrc/exchange.h, namespace field
 
 _reports: list[Tensor] = []  # never freed: a kernel that is under way when its group ends may still write
-
-
-def packets(channels: int, dtype: torch.dtype) -> int:
-    """Packets that the moments of a layer take."""
-    return (channels + 1) * dtype.itemsize // 4
 
 
 class DeviceMemory:
@@ -102,14 +95,14 @@ class DeviceMemory:
     def gather(self, moments: Tensor, tag: Tag) -> Tensor:
         """The moments of all ranks, `(world_size, 2C + 2)`, in rank order."""
         exchange = self.exchange(tag)
-        _ops.exchange_push(exchange, moments, _MOMENTS)
-        return _ops.exchange_poll(exchange, moments, _MOMENTS, False)
+        _ops.exchange_push(exchange, moments, MOMENTS)
+        return _ops.exchange_poll(exchange, moments, MOMENTS, False)
 
     def start_sum(self, sums: Tensor, tag: Tag) -> PendingSum:
         """Starts adding up `sums`, `(2C,)`, over ranks; the argument itself stays local."""
         exchange = self.exchange(tag)
-        _ops.exchange_push(exchange, sums, _SUMS)
-        return PendingSum(lambda: _ops.exchange_poll(exchange, sums, _SUMS, True))
+        _ops.exchange_push(exchange, sums, SUMS)
+        return PendingSum(lambda: _ops.exchange_poll(exchange, sums, SUMS, True))
 
     def _capturing(self) -> bool:
         return self._stream is not None and torch.cuda.is_current_stream_capturing()
@@ -151,7 +144,7 @@ class DeviceMemory:
         )
 
     def _text(self, layer: int, step: int, kind: int) -> str:
-        return self._describe(Tag(layer, step), "backward" if kind & _SUMS else "forward")
+        return self._describe(Tag(layer, step), "backward" if kind & SUMS else "forward")
 
     def _rejoin(self) -> None:
         """Waits until every rank has come back from the error, and agrees on epoch and step."""
@@ -175,7 +168,7 @@ class Loopback:
     `ranks[r]` is rank r's DeviceMemory. After an error, `rejoin()` stands for all of them meeting again.
     """
 
-    def __init__(self, world: int, capacity: int = _LEAST_PACKETS, timeout: float = 5.0, device="cuda"):
+    def __init__(self, world: int, capacity: int = LEAST_PACKETS, timeout: float = 5.0, device="cuda"):
         size = _ops.exchange_arena_bytes(world, capacity)
         self.arenas = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(world)]
         self.said: list[tuple[int, int, int]] = []
@@ -217,7 +210,7 @@ def connect(
     """
     if agreement.world > MOST_RANKS:
         return f"{agreement.world} ranks, more than {MOST_RANKS}"
-    capacity = max(_LEAST_PACKETS, packets(channels, dtype))
+    capacity = max(LEAST_PACKETS, packets(channels, dtype))
     size = _ops.exchange_arena_bytes(agreement.world, capacity)
     try:
         own, handle = _ops.ipc_memory(size, device.index)

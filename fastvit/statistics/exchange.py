@@ -1,10 +1,14 @@
-"""What an exchange is called, and what is said when ranks meet in different ones."""
+"""What an exchange is called, what it takes, and what is said when ranks meet in different ones."""
 
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+# csrc/peer.h, Kind
+MOMENTS, SUMS = range(2)
+LEAST_PACKETS = 2049  # room for float32 moments of 2048 channels
 STEPS = 2**24  # steps wrap here: float32 holds such numbers exactly
 
 
@@ -13,6 +17,11 @@ class Tag(NamedTuple):
 
     layer: int  # order in which the group first saw the layer
     step: int  # count of the group's forward exchanges; a backward has that of its forward
+
+
+def packets(channels: int, dtype: torch.dtype) -> int:
+    """Packets that the moments of a layer take."""
+    return (channels + 1) * dtype.itemsize // 4
 
 
 class PendingSum:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .agreement import Agreement, answers_text
-from .exchange import STEPS, PendingSum, Tag, mismatch
+from .exchange import LEAST_PACKETS, MOMENTS, STEPS, SUMS, PendingSum, Tag, mismatch, packets
 
 NAME = "SharedMemory"
 BY_DEFAULT = True
@@ -28,16 +28,9 @@ _ops = torch.ops.fastvit
 
 # csrc/peer.h
 _PENDING, _DONE, _MISMATCH, _GAVE_UP = range(4)
-_MOMENTS, _SUMS = range(2)
 # csrc/cpu/peer.cpp, State; behind them a flag per rank: its message is missing
 _STEP, _PEER, _PEER_LAYER, _PEER_STEP, _PEER_KIND, _MISSING = 5, 6, 7, 8, 10, 11
 _STATUS_WORDS, _STATUS_PROCESS = 8, 3  # peer.h, Status
-_LEAST_PACKETS = 2049  # room for float32 moments of 2048 channels
-
-
-def packets(channels: int, dtype: torch.dtype) -> int:
-    """Packets that the moments of a layer take."""
-    return (channels + 1) * dtype.itemsize // 4
 
 
 def host(device: torch.device) -> str:
@@ -83,18 +76,18 @@ class SharedMemory:
     def gather(self, moments: Tensor, tag: Tag) -> Tensor:
         """The moments of all ranks, `(world_size, 2C + 2)`, in rank order."""
         rows = moments.new_empty(self._world, moments.numel())
-        self._wait(_ops.peer_exchange, moments, rows, None, tag, _MOMENTS)
+        self._wait(_ops.peer_exchange, moments, rows, None, tag, MOMENTS)
         return rows
 
     def start_sum(self, sums: Tensor, tag: Tag) -> PendingSum:
         """Starts adding up `sums`, `(2C,)`, over ranks; the argument itself stays local."""
         if self._abandoned:
             self._rejoin()
-        _ops.peer_push(self._segment, self._state, sums, *tag, _SUMS)
+        _ops.peer_push(self._segment, self._state, sums, *tag, SUMS)
 
         def finish() -> Tensor:
             rows, total = sums.new_empty(self._world, sums.numel()), torch.empty_like(sums)
-            self._wait(_ops.peer_poll, sums, rows, total, tag, _SUMS)
+            self._wait(_ops.peer_poll, sums, rows, total, tag, SUMS)
             return total
 
         return PendingSum(finish)
@@ -132,7 +125,7 @@ class SharedMemory:
         return mismatch(self._rank, mine, [(peer, theirs)])
 
     def _text(self, tag: Tag, kind: int) -> str:
-        return self._describe(tag, "backward" if kind & _SUMS else "forward")
+        return self._describe(tag, "backward" if kind & SUMS else "forward")
 
     def _check_missing(self, what: str, deadline: float) -> None:
         """Raises when a rank whose message is missing has died, or time is up."""
@@ -207,7 +200,7 @@ def connect(
     All ranks get the same kind of answer. Every rank knows the name before the segment exists and removes it
     when it has mapped it or cannot: whoever dies, nothing is left behind.
     """
-    capacity = max(_LEAST_PACKETS, packets(channels, dtype))
+    capacity = max(LEAST_PACKETS, packets(channels, dtype))
     path = FOLDER / agreement.from_rank_0("shared memory", f"fastvit-{uuid.uuid4().hex}")
     size = _ops.peer_segment_bytes(agreement.world, capacity)
     segment, result = None, "mapped"
