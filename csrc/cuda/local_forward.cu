@@ -1,7 +1,7 @@
 // bn_local_forward, abn_local_forward_: bn_stats and bn_forward of one process in one launch, for tensors
-// that fit on chip; the same bits as the two. Memory   reads x (and z) once, writes y once, over x or to a
-// tensor of its own. Mapping  block = (tile of channels, slice of their values), see plan.h; what a block
-// reads it keeps in
+// that fit on chip; the same bits as the two.
+// Memory   reads x (and z) once, writes y once, over x or to a tensor of its own.
+// Mapping  block = (tile of channels, slice of their values), see plan.h; what a block reads it keeps in
 //          shared memory. The slices' blocks wait for each other, tile by tile, so they all run at once.
 // Numerics as bn_stats and bn_forward.
 // Source   Ioffe, Szegedy, arXiv:1502.03167; in place: arXiv:1712.02616.

@@ -135,11 +135,19 @@ class Planner {
                            (s.outer[0] - first.outer[0]) % V == 0;
                   });
     const int width = plan.vector ? V : 1;
-    while (plan.lanes < kThreads && plan.lanes * width * kBatch < l.S) plan.lanes *= 2;
-    const int64_t batch = int64_t(kThreads) * kBatch * width;
-    const bool few = l.C * l.N * ceil_div(l.S, 4 * batch) < resident;
-    plan.segment = std::min(l.S, few ? batch : 4 * batch);
-    plan.segments = ceil_div(l.S, plan.segment);
+    plan.segment = std::min<int64_t>(l.S, int64_t(kThreads) * 4 * kBatch * width);
+    while (plan.lanes < kThreads && plan.lanes * width * kBatch < plan.segment) plan.lanes *= 2;
+    const auto blocks = [&] {
+      plan.segments = ceil_div(l.S, plan.segment);
+      return l.C * ceil_div(l.N * plan.segments, kThreads / plan.lanes);
+    };
+    // Too few blocks: fewer packets in flight per thread, then shorter segments, down to one packet each.
+    while (blocks() < resident && plan.segment > int64_t(plan.lanes) * width) {
+      if (plan.lanes < kThreads)
+        plan.lanes *= 2;
+      else
+        plan.segment = ceil_div(ceil_div(l.S, 2 * plan.segments), width) * width;
+    }
   }
 
   // Packets of an operand that a thread meets at most, whether they exist or not.

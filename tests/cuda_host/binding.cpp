@@ -17,6 +17,7 @@ PYBIND11_MODULE(_cuda_host, m) {
   m.attr("config") = pybind11::cast(&cuda_host::config(), pybind11::return_value_policy::reference);
   m.def("run", &cuda_host::run, "Runs the deferred launches of all devices and streams, interleaved.");
   m.def("steps", &cuda_host::steps, "Switches between emulated threads so far.");
+  m.def("blocks", &cuda_host::blocks, "Blocks of the latest launch.");
   m.def("launches", &cuda_host::launches, "Kernels launched so far.");
   m.def("set_device", [](int device) { cudaSetDevice(device); });
 }

@@ -117,6 +117,7 @@ Config& config();
 void run();              // run deferred launches, all devices/streams interleaved
 uint64_t steps();        // number of fiber switches so far
 uint64_t launches();     // of kernels
+uint64_t blocks();       // of the latest launch
 uint64_t globaltimer();  // nanoseconds; leaps ahead when all threads do nothing but wait
 cudaError_t launch(const cudaLaunchConfig_t&, const void* fn, std::function<void()> thread_body);
 void enqueue(cudaStream_t, std::function<void()> host_op);

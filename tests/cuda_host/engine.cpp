@@ -256,6 +256,10 @@ uint64_t steps() {
 uint64_t launches() {
   return n_launches;
 }
+
+uint64_t blocks() {
+  return n_blocks;
+}
 uint64_t globaltimer() {
   ++n_clock_reads;
   return n_steps + leapt;
@@ -384,7 +388,7 @@ cudaError_t launch(const cudaLaunchConfig_t& c, const void* fn, std::function<vo
   const size_t resident =
       std::min({size_t(config().blocks_per_sm), 2048 / n, size_t(config().shared_per_sm) / (g->smem + 1024)});
   if (g->coop && blocks > size_t(config().sm_count) * resident) return cudaErrorCooperativeLaunchTooLarge;
-  ++n_launches;
+  ++n_launches, n_blocks = blocks;
   queues[{device, c.stream}].push_back({std::move(g), nullptr});
   if (!config().deferred) run();
   return cudaSuccess;

@@ -183,6 +183,25 @@ def test_local_ops_without_room(engine, shape):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("channels_last", [False, True], ids=["planes", "rows"])
+@pytest.mark.parametrize("n, c", [(64, 3), (12, 64)])
+def test_few_channels_fill_the_device(engine, n, c, channels_last, dtype):
+    """At 56x56 the plan leaves hardly a place idle of the 2 blocks that each multiprocessor holds."""
+    engine.config.sm_count = 132
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    x = torch.randn(n, c, 56, 56).to(dtype).contiguous(memory_format=layout)
+    moments = ops.bn_stats(x)
+    blocks = [engine.blocks()]
+    _, saved = ops.bn_forward(x, moments)
+    blocks.append(engine.blocks())
+    sums = ops.bn_reduce(x, x, None, saved)
+    blocks.append(engine.blocks())
+    ops.bn_backward(x, x, None, saved, sums)
+    blocks.append(engine.blocks())
+    assert min(blocks) >= 0.95 * 2 * engine.config.sm_count
+
+
 def test_captured_local_ops(engine):
     """The tickets that blocks wait with are a captured launch's own, and are left as zeros by the others."""
     engine.config.sm_count = 6
