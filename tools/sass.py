@@ -2,8 +2,8 @@
 
     python tools/sass.py [--arch 80 90] [--filter forward]
 
-Exits with 1 if a kernel spills or keeps a stack frame. Widths (in bits, global loads/stores) need cuobjdump;
-without it they read "?".
+Exits with 1 if a kernel spills or keeps a stack frame. Widths are in bits, of the widest load and store of
+global memory, packets to other ranks aside.
 """
 
 import argparse
@@ -20,28 +20,30 @@ ROOT = Path(__file__).resolve().parents[1]
 COLUMNS = ("kernel", "sm", "registers", "stack", "spills", "shared", "load", "store")
 
 
-def tool(name: str) -> str | None:
-    if found := shutil.which(name):
+def find_nvcc() -> str | None:
+    if found := shutil.which("nvcc"):
         return found
     for folder in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"):
-        if folder and (Path(folder) / "bin" / name).exists():
-            return str(Path(folder) / "bin" / name)
+        if folder and (Path(folder) / "bin/nvcc").exists():
+            return str(Path(folder) / "bin/nvcc")
     return None
 
 
-def compile_source(nvcc: str, source: Path, arch: str, folder: Path) -> tuple[Path, str]:
+def compile_source(nvcc: str, source: Path, arch: str, folder: Path) -> tuple[str, str]:
+    """The PTX of a source, and what ptxas says of the kernels it makes of it."""
     import torch
 
-    cubin = folder / f"{source.stem}.sm_{arch}.cubin"
+    kept = folder / f"{source.stem}.sm_{arch}"
+    kept.mkdir()
     command = [
         *(nvcc, "-cubin", f"-arch=sm_{arch}", "-O3", "-std=c++20", "-DUSE_CUDA", "-Xptxas", "-v"),
         *("-DTORCH_TARGET_VERSION=0x020b000000000000", "-isystem", f"{Path(torch.__file__).parent}/include"),
-        *(str(source), "-o", str(cubin)),
+        *(str(source), "--keep", "--keep-dir", str(kept), "-o", str(kept / "kernels.cubin")),
     ]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         sys.exit(result.stdout + result.stderr)
-    return cubin, result.stderr
+    return (kept / f"{source.stem}.ptx").read_text(), result.stderr
 
 
 def resources(log: str, arch: str) -> list[dict]:
@@ -56,23 +58,19 @@ def resources(log: str, arch: str) -> list[dict]:
             "stack": number(r"(\d+) bytes stack frame"),
             "spills": number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
             "shared": number(r"(\d+) bytes smem"),
-            "load": "?",
-            "store": "?",
         })  # fmt: skip
     return rows
 
 
-def widths(cuobjdump: str, cubin: Path) -> dict[str, dict]:
-    """Widest global load and store of each kernel, from its machine code."""
-    code = subprocess.run([cuobjdump, "-sass", cubin], capture_output=True, text=True, check=True).stdout
+def widths(ptx: str) -> dict[str, dict]:
+    """Widest global load and store of each kernel."""
     found = {}
-    for block in code.split("Function : ")[1:]:
-        symbol = block.split()[0]
+    for block in re.split(r"\.entry\s+", ptx)[1:]:
+        symbol = re.match(r"\w+", block).group()
         found[symbol] = {}
-        for kind, opcode in (("load", "LDG"), ("store", "STG")):
-            sizes = re.findall(rf"{opcode}\.E(?:\.\w+)*?(?:\.(U8|S8|U16|S16|64|128))?(?:\.\w+)* ", block)
-            bits = [{"": 32}.get(size) or int(size.lstrip("US")) for size in sizes]
-            found[symbol][kind] = max(bits, default=0)
+        for kind, opcode in (("load", "ld"), ("store", "st")):
+            accesses = re.findall(rf"\b{opcode}\.global(?:\.nc)?(?:\.v(\d))?\.[bfsu](\d+)", block)
+            found[symbol][kind] = max((int(n or 1) * int(bits) for n, bits in accesses), default=0)
     return found
 
 
@@ -90,7 +88,7 @@ def main() -> None:
     parser.add_argument("--arch", nargs="+", default=["80", "90"])
     parser.add_argument("--filter", default="", help="only kernels whose name contains this")
     options = parser.parse_args()
-    nvcc, cuobjdump = tool("nvcc"), tool("cuobjdump")
+    nvcc = find_nvcc()
     if not nvcc:
         sys.exit("nvcc not found: set CUDA_HOME or put it on PATH")
     sources = sorted(s for s in (ROOT / "csrc/cuda").glob("*.cu") if s.stem != "register")
@@ -98,9 +96,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
         jobs = [(source, arch) for arch in options.arch for source in sources]
         compiled = pool.map(lambda job: compile_source(nvcc, *job, Path(folder)), jobs)
-        for (_, arch), (cubin, log) in zip(jobs, compiled, strict=True):
-            found = widths(cuobjdump, cubin) if cuobjdump else {}
-            rows += [row | found.get(row["symbol"], {}) for row in resources(log, arch)]
+        for (_, arch), (ptx, log) in zip(jobs, compiled, strict=True):
+            found = widths(ptx)
+            rows += [row | found[row["symbol"]] for row in resources(log, arch)]
     for row, name in zip(rows, demangled([row["symbol"] for row in rows]), strict=True):
         row["kernel"] = name
     rows = sorted(
