@@ -42,12 +42,13 @@ test: install test-cuda-host  ## The whole test suite
 	$(RUN) -m pytest -m "not slow" --ignore tests/cuda_host
 
 MODEL := FASTVIT_TEST_DEVICE=cuda_host $(RUN) -m pytest -q -m "not slow"
+OPS   := tests/test_ops.py tests/test_local_ops.py tests/cuda_host/test_cuda_host_kernels.py tests/cuda_host/test_cuda_host_exchange.py
 
-test-cuda-host: install  ## The CUDA sources on a model of a GPU: plain, sanitizers, race checker
+test-cuda-host: install  ## The CUDA sources on a model of a GPU: plain, race checker, sanitizers
 	$(RUN) tests/cuda_host/build.py
-	$(MODEL) tests/test_ops.py tests/test_local_ops.py tests/test_layers.py tests/test_batch_norm_act.py tests/test_peer_faults.py tests/cuda_host
-	FASTVIT_CUDA_HOST=race $(MODEL) tests/test_ops.py tests/cuda_host/test_cuda_host_kernels.py tests/cuda_host/test_cuda_host_exchange.py
-	env $$($(RUN) tests/cuda_host/redirect.py) FASTVIT_CUDA_HOST=asan $(MODEL) tests/test_ops.py tests/cuda_host/test_cuda_host_kernels.py tests/cuda_host/test_cuda_host_exchange.py
+	$(MODEL) $(OPS) tests/test_peer_faults.py tests/cuda_host/test_cuda_host_bugs.py
+	FASTVIT_CUDA_HOST=race $(MODEL) $(OPS)
+	env $$($(RUN) tests/cuda_host/redirect.py) FASTVIT_CUDA_HOST=asan $(MODEL) $(OPS) tests/test_layers.py tests/test_batch_norm_act.py
 
 test-slow: install  ## Tests that need many gigabytes
 	$(RUN) -m pytest -m slow
