@@ -28,6 +28,9 @@ class Local:
     def moments(self, x: Tensor, channel_dim: int) -> tuple[Tensor, None, None]:
         return ops.bn_stats(x, channel_dim), None, None
 
+    def gather(self, moments: Tensor) -> tuple[Tensor, None]:
+        return moments, None
+
 
 class Shared:
     """Statistics over a process group, for one layer."""

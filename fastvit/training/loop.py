@@ -108,9 +108,9 @@ def train_one_epoch(
 ) -> EpochResult:
     """Train on the batches that are left of an epoch; rank 0 shows a progress bar.
 
-    The ranks share their losses in every step while the backward pass runs. All of them see a loss that is
-    not finite, on whichever rank it was, and stop at the same step: on the CPU before the optimizer writes it
-    into the weights; on a GPU, where the host launches a step without waiting for the last, one step later.
+    The ranks share their losses in every step. All of them see a loss that is not finite, on whichever rank
+    it was, and stop at the same step: on the CPU before the optimizer writes it into the weights; on a GPU,
+    where the host launches a step without waiting for the last, one step later.
 
     Args:
         loader: its sampler begins at the batch that ``progress`` has come to.
@@ -198,11 +198,8 @@ def _backward(learner: Learner, feed: _Feed, parts: int, stop: StopRequest) -> S
                 / parts
             )
             total = total + loss.detach()
-            if last:
-                report = StepReport(total, FAILED if feed.error else STOP if stop.came else 0)
             learner.precision.backward(loss, learner.optimizer, last)
-    report.collect()
-    return report
+    return StepReport(total, FAILED if feed.error else STOP if stop.came else 0)
 
 
 def _gradient_norm(learner: Learner) -> Tensor:
