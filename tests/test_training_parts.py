@@ -281,7 +281,7 @@ def test_old_launcher_passes_the_local_rank(tmp_path):
         "import sys\n"
         "from fastvit.training.__main__ import main\n"
         "from fastvit.training import run\n"
-        "run.train = lambda config, given, ranks: print('local rank', ranks.local_rank, flush=True)\n"
+        "run.train = lambda config, given, ranks: sys.stdout.write(f'local rank {ranks.local_rank}\\n')\n"
         "sys.exit(main(sys.argv[1:]))\n"
     )
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.launch", "--standalone"]
