@@ -161,6 +161,46 @@ def test_delay_after_unscaled_gradients_and_a_step_without_unscaling():
     torch.testing.assert_close(got, sum(gradients), rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_backward_that_fails_leaves_earlier_gradients(level):
+    """As when memory runs out and the caller goes on with the next batch."""
+    model, optimizer = start(level, loss_scale="dynamic")
+    for seed in range(3):
+        images, labels = data(seed)
+        loss = F.cross_entropy(model(images), labels)
+        if seed == 1:
+            with pytest.raises(MemoryError), amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+                raise MemoryError
+        else:
+            with amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+    other, its_optimizer = start(level, loss_scale="dynamic")
+    for seed in (0, 2):
+        images, labels = data(seed)
+        with amp.scale_loss(F.cross_entropy(other(images), labels), its_optimizer) as scaled:
+            scaled.backward()
+    for mine, theirs in zip(amp.master_params(optimizer), amp.master_params(its_optimizer), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+
+
+def test_gradients_that_the_model_zeroed_do_not_come_back():
+    def backward(model, optimizer, seed, delay):
+        images, labels = data(seed)
+        with amp.scale_loss(F.cross_entropy(model(images), labels), optimizer, delay_unscale=delay) as scaled:
+            scaled.backward()
+
+    model, optimizer = start("O1", loss_scale="dynamic")
+    backward(model, optimizer, 0, False)
+    backward(model, optimizer, 1, True)
+    model.zero_grad()
+    backward(model, optimizer, 2, False)
+    other, its_optimizer = start("O1", loss_scale="dynamic")
+    backward(other, its_optimizer, 2, False)
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_clipping(level):
     model, optimizer = start(level)
@@ -228,6 +268,19 @@ def test_initialize_again(first, second):
     assert torch.equal(values(model), values(fresh))
     model = amp.initialize(model, opt_level="O0", verbosity=0)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_disabled_afterwards(level):
+    """What an earlier call did is undone: a plain step trains the model again."""
+    model, optimizer = start(level)
+    step(model, optimizer)
+    model, optimizer = amp.initialize(model, optimizer, enabled=False)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    before = values(model).clone()
+    step(model, optimizer)
+    assert not torch.equal(values(model), before)
+    assert {id(p) for p in amp.master_params(optimizer)} == {id(p) for p in model.parameters()}
 
 
 @pytest.mark.parametrize("make", ["sgd", "adam", "fused_adam"])

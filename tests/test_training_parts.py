@@ -132,6 +132,23 @@ def test_average_follows_the_weights_with_a_decay_that_grows():
         assert average.module.count.item() == n
 
 
+def test_average_of_half_weights_is_that_of_their_masters():
+    small = _small_learner(0, 1, Config(amp="O2", ema=0.5))
+    for part in range(3):
+        loop._backward(small, loop._Feed(Batches([_batch(0, part)]), (5, 1, 2, 2)), 1, StopRequest())
+        loop._step(small)
+        if part == 0:
+            expected = [
+                master.detach().clone() for master in small.precision.gradient_holders(small.optimizer)
+            ]
+        else:  # after n steps the decay is (1 + n) / (10 + n), below 0.5
+            for mean, master in zip(expected, small.precision.gradient_holders(small.optimizer), strict=True):
+                mean.lerp_(master.detach(), 1 - (1 + part) / (10 + part))
+    assert small.model[1].weight.dtype == torch.bfloat16
+    for mean, parameter in zip(expected, small.average.module.parameters(), strict=True):
+        torch.testing.assert_close(parameter.detach(), mean, rtol=1e-6, atol=1e-7)
+
+
 def test_evaluation_counts_each_image_once(ranks):
     loss, accuracy = ranks.run(2, _evaluate_seven_images)[0]
     images, labels = _seven_images()

@@ -278,7 +278,8 @@ def average_running_statistics(model: nn.Module) -> None:
     same model, and it is the model that rank 0 writes to the checkpoint.
     """
     world = get_world_size()
-    buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    names = ("running_mean", "running_var")
+    buffers = [buffer for name, buffer in model.named_buffers() if name.rpartition(".")[2] in names]
     if world < 2 or not buffers:
         return
     packed = torch.cat([buffer.flatten() for buffer in buffers])

@@ -154,14 +154,18 @@ def data_parallel(model: nn.Module, config: Config, ranks: Ranks) -> nn.Module:
     return DistributedDataParallel(model, device_ids=devices, **{option: False})
 
 
-def settle_buckets(learner: Learner, images: Tensor) -> None:
+def settle_buckets(learner: Learner, shape: tuple[int, int, int]) -> None:
     """Take a step whose gradients are thrown away, after which DDP's buckets keep their order.
 
     DDP re-orders its buckets once, after the first step of a start. A ring adds the gradients of three or
     more ranks in an order that depends on the place in the bucket, so the step that follows a start would
     round differently from the same step in the middle of a run, and a resumed run would not be the same run.
+
+    Args:
+        shape: C, H, W of the images.
     """
-    model = learner.parallel
+    model, count = learner.parallel, learner.config.batch_size
+    images, _ = learner.to_device(torch.zeros(count, *shape), torch.zeros(count))
     buffers = [buffer.clone() for buffer in model.buffers()]
     model.train()
     with learner.precision.forward():

@@ -210,12 +210,20 @@ def _gradient_norm(learner: Learner) -> Tensor:
     return nn.utils.get_total_norm([holder.grad for holder in holders if holder.grad is not None])
 
 
+class _Masters:
+    """A model to average: with the weights that the optimizer steps, which half ones are rounded from."""
+
+    def __init__(self, learner: Learner) -> None:
+        self.buffers = learner.model.buffers
+        self.parameters = lambda: map(learner.precision.master, learner.model.parameters())
+
+
 def _step(learner: Learner) -> None:
     learner.optimizer.step()
     learner.optimizer.zero_grad(set_to_none=True)
     learner.scheduler.step()
     if learner.average is not None:
-        learner.average.update_parameters(learner.model)
+        learner.average.update_parameters(_Masters(learner))
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..compat.apex.amp.weights import masters
 from .config import Config
 from .engine import engine_part
 
@@ -43,6 +44,10 @@ class Precision:
     def gradient_holders(self, optimizer: Optimizer) -> Iterable[Tensor]:
         """The parameters whose gradients the optimizer reads, to be clipped."""
         return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+    def master(self, parameter: Tensor) -> Tensor:
+        """What the optimizer steps for a parameter of the model."""
+        return parameter
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -80,6 +85,9 @@ class ApexLevel(Precision):
 
     def gradient_holders(self, optimizer: Optimizer) -> Iterable[Tensor]:
         return self.amp.master_params(optimizer)
+
+    def master(self, parameter: Tensor) -> Tensor:
+        return masters.get(parameter, parameter)
 
     def state_dict(self) -> dict[str, Any]:
         return self.amp.state_dict()

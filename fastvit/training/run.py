@@ -65,7 +65,7 @@ def train(config: Config, given: dict[str, Any], ranks: Ranks) -> None:
     learner = on_every(make_learner, model, config, ranks, data.shape, steps, saved)
     _report_memory(learner, run)
     if ranks.world > 2 and config.engine == "torch":
-        settle_buckets(learner, learner.to_device(*batches.dataset[[*range(config.batch_size)], None])[0])
+        settle_buckets(learner, data.shape)
     torch.manual_seed(config.seed + 1_000_003 * (ranks.rank + 1))  # each rank has its own dropout
     done, history, progress = 0, [], Progress()
     if state is not None:

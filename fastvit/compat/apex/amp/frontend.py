@@ -52,7 +52,7 @@ def initialize(
 
     Args:
         optimizers: None for inference alone.
-        enabled: False leaves everything as it is, and turns the other functions of amp into no-ops.
+        enabled: False only undoes what an earlier call did, and turns the other functions of amp into no-ops.
         opt_level: "O0", "O1", "O2" or "O3": the defaults of the next five, each of which may be given.
         cast_model_type: dtype of weights and inputs, False for none; with O1 the dtype of autocast.
         patch_torch_functions: False turns O1's autocast off.
@@ -71,6 +71,11 @@ def initialize(
     """
     _amp_state.verbosity = verbosity
     if not enabled:
+        for model in models if isinstance(models, (list, tuple)) else [models]:
+            if isinstance(model, nn.Module):
+                _undo_model(model.module if _is_wrapper(model) else model)
+        for optimizer in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
+            _undo_optimizer(optimizer)
         _amp_state.opt_properties, _amp_state.loss_scalers = Properties(), []
         return models if optimizers is None else (models, optimizers)
     overrides = {
@@ -95,8 +100,7 @@ def initialize(
     for model in model_list:
         _undo_model(_inside_wrappers(model, properties))
     for optimizer in optimizer_list:
-        if (attached := of(optimizer)) is not None:
-            attached.remove()
+        _undo_optimizer(optimizer)
     for model in model_list:
         inner = _inside_wrappers(model, properties)
         originals |= _prepare_model(inner, properties, cast_model_outputs or torch.float32)
@@ -116,7 +120,7 @@ def _as_list(name: str, value: Any, kinds: Any) -> list[Any]:
 
 
 def _inside_wrappers(model: nn.Module, properties: Properties) -> nn.Module:
-    if not isinstance(model, (DistributedDataParallel, DataParallel)):
+    if not _is_wrapper(model):
         return model
     if properties.cast_model_type not in (None, torch.float32):
         raise RuntimeError(
@@ -124,6 +128,15 @@ def _inside_wrappers(model: nn.Module, properties: Properties) -> nn.Module:
             "sorted by dtype; wrap the model afterwards"
         )
     return model.module
+
+
+def _is_wrapper(model: nn.Module) -> bool:
+    return isinstance(model, (DistributedDataParallel, DataParallel))
+
+
+def _undo_optimizer(optimizer: Any) -> None:
+    if isinstance(optimizer, (Optimizer, LARC)) and (attached := of(optimizer)) is not None:
+        attached.remove()
 
 
 def _undo_model(model: nn.Module) -> None:

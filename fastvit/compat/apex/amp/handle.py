@@ -62,7 +62,12 @@ def scale_loss(
     scale = scaler.loss_scale()
     for optimizer in attached:
         optimizer.before_backward(scale)
-    yield loss.float() * scale
+    try:
+        yield loss.float() * scale
+    except BaseException:  # running out of memory may be caught outside
+        for optimizer in attached:
+            optimizer.abandon_backward()
+        raise
     due = []
     for optimizer in attached:
         if delay_unscale or optimizer.must_hold():

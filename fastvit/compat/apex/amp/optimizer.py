@@ -127,6 +127,8 @@ class AmpOptimizer:
     def before_backward(self, scale: float) -> None:
         """Sets aside the gradients of earlier losses, which are unscaled, from those about to come."""
         if self.held_scale is not None:
+            # `model.zero_grad()` throws away what was set aside with what is held.
+            self._unscaled = [(p, g) for p, g in self._unscaled if p.grad is not None]
             if self.held_scale != scale:
                 torch._foreach_mul_(self._gradients(), scale / self.held_scale)
                 self.held_scale = scale
@@ -136,6 +138,17 @@ class AmpOptimizer:
         self._unscaled = [(p, p.grad.clone()) for p in self._own() if p.grad is not None]
         for parameter, _ in self._unscaled:
             parameter.grad.zero_()
+
+    def abandon_backward(self) -> None:
+        """Drops the gradients of a backward that failed, where they do not add to held ones, and puts back
+        what was set aside for it."""
+        if self.held_scale is not None:
+            return
+        for parameter in [half for half, _ in self.pairs] + self._own():
+            parameter.grad = None
+        for parameter, gradient in self._unscaled:
+            parameter.grad = gradient
+        self._unscaled.clear()
 
     def hold(self, scale: float, scaler: LossScaler | None = None) -> None:
         """Leaves the gradients scaled until the next backward that does not delay, or the step, which then
