@@ -10,7 +10,7 @@ Seconds: the most a step gets, and what is kept back for it whatever the steps b
 
     environment   30        what is here: GPU, driver, torch, CUDA, commit, modules that are missing
     build        220        only if fastvit does not load here with its CUDA kernels
-    tests        180 (100)  four pytest processes side by side: ops, layers, what only a GPU shows, compiling
+    tests        180 (100)  five pytest processes side by side: ops, layers, what only a GPU shows, compiling
     benchmarks   190 (100)  benchmarks/bench_ops.py; 35 of them to start and to draw, the rest is its budget
     sanitizer    230  (60)  what is left: memcheck, racecheck, synccheck, initcheck over a few op tests
 
@@ -45,6 +45,7 @@ BENCHMARK_ENDS = 35
 TESTS = {  # processes of their own: after a fault in a kernel, a process can do nothing more
     "ops": ["tests/test_ops.py", "tests/test_local_ops.py"],
     "layers": ["tests/test_layers.py", "tests/test_peer_faults.py", "tests/test_convert_syncbn.py"],
+    "BatchNormAct": ["tests/test_batch_norm_act.py", "tests/test_recompute.py"],
     "GPU": ["tests/test_cuda.py"],
     "compile": ["tests/test_compile.py"],
 }
