@@ -1,7 +1,7 @@
-// The CPU backend of the ops: see frontend.h for what each function is given.
+// The CPU backend of the ops: see arguments.h for what each function is given.
 #pragma once
 
-#include "../frontend.h"
+#include "../arguments.h"
 
 namespace fastvit {
 

@@ -1,4 +1,5 @@
 // The CUDA implementations of the ops, whose schemas stand in ops.cpp.
+#include "../frontend.h"
 #include "backend.h"
 #include "exchange.h"
 #include "ipc.h"

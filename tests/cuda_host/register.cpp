@@ -2,6 +2,7 @@
 // defines its schemas.
 #include "../../csrc/cuda/backend.h"
 #include "../../csrc/cuda/exchange.h"
+#include "../../csrc/frontend.h"
 
 STABLE_TORCH_LIBRARY_IMPL(fastvit_cuda_host, CPU, m) {
   fastvit::Frontend<fastvit::Cuda>::implement(m);

@@ -1,0 +1,87 @@
+// What a backend's kernels are given, checked and allocated by frontend.h: pointers, layouts and numbers.
+#pragma once
+
+#include "activation.h"
+#include "checks.h"
+#include "exchange.h"
+#include "layout.h"
+
+namespace fastvit {
+
+struct Channels {  // a parameter or buffer of C numbers; data is null when there is none
+  void* data = nullptr;
+  ScalarType dtype = ScalarType::Float;
+};
+
+struct StatsArgs {  // operand 0: x
+  Layout layout;
+  ScalarType dtype;
+  int device;
+  const void* x;
+  void* moments;            // [2C + 2]
+  peer::Exchange exchange;  // of moments: the backend sends them, when it has them
+};
+
+struct ForwardArgs {  // operands 0: x, 1: y, 2: z
+  Layout layout;
+  ScalarType dtype;
+  int device;
+  const void* x;
+  void* y;
+  const void* z;        // may be null
+  const void* moments;  // [ranks][2C + 2]; null: normalise with the running statistics (local: with x's own)
+  int64_t ranks;
+  const void* given;  // [2C + 2], saved by an earlier forward; then no moments come, and nothing is saved
+  Channels weight, bias, running_mean, running_var;
+  int64_t* num_batches_tracked;  // may be null
+  bool cumulative;               // momentum=None: the factor is 1 / num_batches_tracked
+  double momentum, eps;
+  bool in_place;  // backward will invert y: gamma is kept away from 0
+  Activation activation;
+  double activation_param;
+  void* saved;              // [2C + 2]
+  peer::Exchange exchange;  // of moments: the ranks', which are awaited in place of `moments`
+};
+
+struct ReduceArgs {  // operands 0: x or y, 1: dy, 2: z
+  Layout layout;
+  ScalarType dtype;
+  int device;
+  bool in_place;  // input is y
+  const void* input;
+  const void* dy;
+  const void* z;      // may be null
+  const void* saved;  // [2C + 2]
+  Channels weight, bias;
+  Activation activation;
+  double activation_param;
+  void* sums;               // [2C]
+  peer::Exchange exchange;  // of sums: the backend sends them, when it has them
+};
+
+struct BackwardArgs {  // operands 0: x or y, 1: dy, 2: dx, 3: z, 4: dz
+  Layout layout;
+  ScalarType dtype;
+  int device;
+  bool in_place;
+  const void* input;
+  const void* dy;
+  void* dx;
+  const void* z;  // may be null, with dz
+  void* dz;
+  const void* saved;
+  const void* sums;  // [2C], over all ranks; null: the statistics were constants
+  void* local_sums;  // [2C], written by local_backward, which reads no sums
+  Channels weight, bias;
+  Activation activation;
+  double activation_param;
+  peer::Exchange exchange;  // of sums: the ranks', which are awaited in place of `sums`
+};
+
+// The floor of effective_gamma (moments.h) for activations of `dtype`; 0 where nothing is inverted.
+inline double gamma_floor(bool in_place, ScalarType dtype) {
+  if (!in_place) return 0;
+  return dtype == ScalarType::Double ? 1e-12 : dtype == ScalarType::Half ? 1e-4 : 1e-7;
+}
+
+}  // namespace fastvit
