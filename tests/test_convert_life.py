@@ -82,7 +82,7 @@ def test_checkpointing(reentrant):
 
     model = spread(Checkpointed()).double()
     converted, report = fastvit.convert(copy.deepcopy(model))
-    assert len(report.converted) == 4
+    assert len(report.converted) == 6
     x = images().double().requires_grad_()
     assert_same(trained(converted, x), trained(model, x))
 
@@ -234,14 +234,17 @@ def test_export_of_the_evaluated_model_is_plain(pair):
     torch.testing.assert_close(traced(x), model(x))
 
 
-def _train_ddp(rank, world):
+def _train_ddp(rank, world, synchronised):
     torch.manual_seed(0)
     model = spread(Plain()).double()
+    if synchronised:
+        fastvit.convert_syncbn_model(model)
     x = torch.randn(2 * world, 8, 6, 6, dtype=torch.float64)[2 * rank : 2 * rank + 2]
     plain = nn.parallel.DistributedDataParallel(copy.deepcopy(model))
     fastvit.convert(model)
     assert_same(trained(nn.parallel.DistributedDataParallel(model), x), trained(plain, x))
 
 
-def test_distributed_data_parallel(ranks):
-    ranks.run(2, _train_ddp)
+@pytest.mark.parametrize("synchronised", [False, True])
+def test_distributed_data_parallel(synchronised, ranks):
+    ranks.run(2, _train_ddp, synchronised)

@@ -32,60 +32,6 @@ _SMALLEST_WEIGHT = (
 )
 
 
-class Chain:
-    """From a BatchNorm's output to the one activation that reads it, through views and Identity modules."""
-
-    def __init__(self, trace: Trace, start: fx.Node):
-        self.trace = trace
-        self.values = [start]  # the output and its views
-        self.activation: Activation | None = None
-        self.reader: fx.Node | None = None  # of the last value, where it is the only one
-        self.reshaped = False
-        self.against: str | None = None
-        self._follow()
-
-    def _follow(self) -> None:
-        permuted = False
-        while True:
-            value = self.values[-1]
-            readers = self.trace.readers(value)
-            if len(readers) != 1:
-                names = ", ".join(sorted({describe(self.trace, reader) for reader in readers}))
-                self.against = f"its output is read by {names}" if readers else "its output is not read"
-                return
-            self.reader = reader = readers[0]
-            module = self.trace.module(reader)
-            if reader.args[:1] != (value,) or reader.all_input_nodes.count(value) != 1:
-                self.against = f"its output is read by {describe(self.trace, reader)}"
-                return
-            if type(module) is nn.Identity:
-                self.values.append(reader)
-                continue
-            if is_permutation(reader) or (is_reshape(reader, module) and not permuted):
-                # after a permutation a reshape may copy, and a copy no longer says who made it
-                permuted = permuted or is_permutation(reader)
-                self.reshaped = self.reshaped or not is_permutation(reader)
-                self.values.append(reader)
-                continue
-            self.activation = (
-                activations.of_module(module)
-                if module is not None
-                else activations.of_function(reader.target, reader.args, reader.kwargs)
-            )
-            if self.activation is None:
-                self.against = f"its output is read by {describe(self.trace, reader)}"
-            return
-
-    @property
-    def module(self) -> nn.Module | None:
-        """The activation as a module; None where it is a function."""
-        return self.trace.module(self.reader) if self.activation else None
-
-    def watchers(self) -> list[nn.Module]:
-        """Modules that return or receive what no longer exists once the activation has moved."""
-        return [module for value in self.values for module in self.trace.seen_by.get(value, ())]
-
-
 def describe(trace: Trace, node: fx.Node) -> str:
     """A node as a reader of the report knows it."""
     module = trace.module(node)
@@ -125,12 +71,12 @@ def all_readers(trace: Trace, node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
     for reader in trace.readers(node):
         module = trace.module(reader)
         found.append((reader, node))
-        if _passes_on(module) or is_permutation(reader) or is_reshape(reader, module):
+        if passes_on(module) or is_permutation(reader) or is_reshape(reader, module):
             found += all_readers(trace, reader)
     return found
 
 
-def _passes_on(module: nn.Module | None) -> bool:
+def passes_on(module: nn.Module | None) -> bool:
     """Whether `module` returns the very tensor that it is given."""
     return type(module) is nn.Identity or (
         isinstance(module, nn.modules.dropout._DropoutNd) and module.p == 0
@@ -153,7 +99,7 @@ def against_overwriting(trace: Trace, call: fx.Node, output: fx.Node) -> str | N
     if x.op == "placeholder":
         return "its input belongs to the caller"
     producer = trace.module(x)
-    fresh = type(producer) in _FRESH_MODULES if producer is not None else _calls_fresh(x)
+    fresh = is_fresh(producer) if producer is not None else calls_fresh(x)
     if not fresh:
         return f"its input comes from {describe(trace, x)}, which is a view or may need its own result"
     others = [describe(trace, reader) for reader in trace.readers(x) if reader is not call]
@@ -165,7 +111,12 @@ def against_overwriting(trace: Trace, call: fx.Node, output: fx.Node) -> str | N
     return None
 
 
-def _calls_fresh(node: fx.Node) -> bool:
+def is_fresh(module: nn.Module) -> bool:
+    """Whether `module` returns a tensor of its own, which its backward does not need."""
+    return type(module) in _FRESH_MODULES
+
+
+def calls_fresh(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target in _FRESH_FUNCTIONS and "out" not in node.kwargs
 
 

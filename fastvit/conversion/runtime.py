@@ -26,6 +26,7 @@ from ..batch_norm_act import BatchNormAct, BatchNormActSync
 from ..recompute import recompute_scope
 from . import prove
 from .adopted import Adopted
+from .deferred import Deferred
 from .sizes import Arguments
 
 _MARK = "_fastvit_activated"
@@ -160,6 +161,8 @@ class _ConvertedNorm(Adopted):
         check = getattr(self._original, "_check_input_dim", None)
         if check is not None:
             check(self, input)
+        if self._adds:
+            return Deferred(self, input)
         # by name: a fastvit.SyncBatchNorm comes before it in the order of classes
         y = BatchNormAct.forward(self, input)
         if self._absorbs:
@@ -205,9 +208,15 @@ class AbsorbedActivation(Adopted):
         return original.__name__
 
     def forward(self, input: Tensor) -> Tensor:
+        if type(input) is Deferred:
+            return self._of_deferred(input)
         if not _traced() and _take_mark(input, self._keys):
             return input
         return self._original.forward(self, input)
+
+    def _of_deferred(self, total: Deferred) -> Tensor:
+        y = total.activated() if total.layer._key in self._keys else None
+        return self._original.forward(self, total.computed()) if y is None else y
 
     def extra_repr(self) -> str:
         return ", ".join(filter(None, [self._original.extra_repr(self), f"in {', '.join(self._in)}"]))

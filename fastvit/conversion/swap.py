@@ -39,11 +39,12 @@ def convert(
 
     What is found: torch's BatchNorm1d/2d/3d and SyncBatchNorm, fastvit's SyncBatchNorm, timm's
     BatchNormAct2d and mapillary's ABN; an activation module that reads the layer's output alone, through
-    views and Identity. Other subclasses are left and named. Who reads what is known from tracing the forward
-    symbolically, in training and in evaluation, with default arguments; modules that cannot be traced are
-    taken in the pieces that can, and where that leaves a layer alone torch.export is asked, if there are
-    example inputs. A layer followed by an activation function or a residual is rebuilt by
-    itself where somebody keeps its output.
+    views and Identity; the addition of a residual in between, where nothing else runs between the three and
+    somebody keeps the residual for backward anyhow. A layer that an activation function follows is rebuilt by
+    itself where somebody keeps its output. Other subclasses are left and named. Who reads what is known from
+    tracing the forward symbolically, in training and in evaluation, with default arguments; modules that
+    cannot be traced are taken in the pieces that can, and where that leaves a layer alone torch.export is
+    asked, if there are example inputs.
 
     A converted layer is what it was outside the forward that was traced, in a call with other than default
     arguments (where torch.export was asked, with others than the examples in shape, dtype or value), under
@@ -70,11 +71,9 @@ def convert(
     plans = planner.plans(traces)
     if arguments and any(planner.is_open(plan, traces) for plan in plans):
         exported = exporting.trace(model, arguments)
-        plans = [
-            planner.plan(plan.name, plan.layer, exported or traces) if planner.is_open(plan, traces) else plan
-            for plan in plans
-        ]
-        traces = traces + exported
+        if exported:
+            settled = {plan.name: plan for plan in plans if not planner.is_open(plan, traces)}
+            plans, traces = planner.plans(exported, settled), traces + exported
     sizes = output_bytes(model, [plan.layer.module for plan in plans], arguments) if arguments else {}
     kinds = {plan.name: type(plan.layer.module).__name__ for plan in plans}
     _apply(model, [plan for plan in plans if plan.mode != "left"], planner.names, traces)
@@ -118,6 +117,7 @@ def _apply(
             _key=key,
             _tokens=frozenset(tokens[root] for root in plan.roots),
             _absorbs=bool(plan.absorbs),
+            _adds=plan.adds,
             _through_views=plan.through_views,
             _reshaped=plan.reshaped,
             _ran=False,

@@ -65,10 +65,10 @@ class Trace:
 
     def readers(self, node: fx.Node) -> list[fx.Node]:
         """The nodes that read the values of `node`, rather than its shape or type."""
-        return [user for user in node.users if not _reads_metadata(user)]
+        return [user for user in node.users if not reads_metadata(user)]
 
 
-def _reads_metadata(node: fx.Node) -> bool:
+def reads_metadata(node: fx.Node) -> bool:
     if node.op == "call_method":
         return node.target in _METADATA_METHODS
     if node.op == "call_function" and node.target is getattr:
