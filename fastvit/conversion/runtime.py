@@ -25,7 +25,7 @@ from .. import _library
 from ..batch_norm_act import BatchNormAct, BatchNormActSync
 from ..recompute import recompute_scope
 from . import prove
-from .adopted import Adopted
+from .adopted import Adopted, References
 from .deferred import Deferred
 from .sizes import Arguments
 
@@ -67,10 +67,10 @@ def _frame(frame: _Frame) -> Iterator[None]:
 
 
 class Proof:
-    """What was true when `root` was traced, and whether it still is.
+    """What was true when a module was traced, and whether it still is.
 
     `layers` are the layers proven in its forward by their keys, each with the modules where a hook would see
-    another tensor than before. `modes` are the values of `root.training` that were traced; `example` is the
+    another tensor than before. `modes` are the values of `training` that were traced; `example` is the
     call that was, where that was one and not all with default arguments. `rebuilds` says whether any layer's
     output is rebuilt, which needs a scope.
     """
@@ -86,9 +86,10 @@ class Proof:
     ):
         self.token = token
         self.rebuilds = rebuilds
-        self.layers = layers
-        self.root, self.modes = root, modes
-        self.children = [(parent, tuple(parent._modules.items())) for parent in root.modules()]
+        self.layers = [(key, References(watched)) for key, watched in layers]
+        self.modes = modes
+        self.modules = References(root.modules())
+        self.children = [(tuple(m._modules.keys()), References(m._modules.values())) for m in root.modules()]
         parameters = list(inspect.signature(type(root).forward).parameters.values())[1:]
         self.arguments = [
             p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
@@ -96,11 +97,16 @@ class Proof:
         self.example = example and self._shapes(*example)
         self.defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
 
-    def void(self, args: tuple, kwargs: dict[str, object]) -> frozenset[str]:
-        """The layers for which a call with these arguments proves nothing."""
-        if self._is_another_call(args, kwargs) or self._is_another_model():
+    def void(self, root: nn.Module, args: tuple, kwargs: dict[str, object]) -> frozenset[str]:
+        """The layers for which a call of `root` with these arguments proves nothing."""
+        another = root.training not in self.modes or self._is_another_call(args, kwargs)
+        if another or self._is_another_model() or nn.modules.module._has_any_global_hook():
             return frozenset(key for key, _ in self.layers)
-        return frozenset(key for key, watched in self.layers if any(map(prove.hooked, watched)))
+        return frozenset(
+            key
+            for key, watched in self.layers
+            if any(module is None or prove.hooked(module) for module in watched)
+        )
 
     def _shapes(self, args: tuple, kwargs: dict[str, object]) -> object:
         """What an export has followed, rather than values."""
@@ -111,16 +117,18 @@ class Proof:
         given = dict(zip(self.arguments, args, strict=False)) | kwargs
         if self.example is not None and self._shapes(args, kwargs) != self.example:
             return True
-        if self.root.training not in self.modes:
-            return True
         # a tracer's stand-in for an argument is never None
         if any(value is None and name not in self.defaults for name, value in given.items()):
             return True
         return any(name in given and given[name] is not value for name, value in self.defaults.items())
 
     def _is_another_model(self) -> bool:
-        replaced = any(tuple(parent._modules.items()) != children for parent, children in self.children)
-        return replaced or nn.modules.module._has_any_global_hook()
+        return any(
+            parent is None
+            or tuple(parent._modules.keys()) != names
+            or not children.are(parent._modules.values())
+            for parent, (names, children) in zip(self.modules, self.children, strict=True)
+        )
 
 
 class ConvertedRoot(Adopted):
@@ -142,7 +150,7 @@ class ConvertedRoot(Adopted):
             if proof is None or _traced():
                 return original(self, *args, **kwargs)
             scope = recompute_scope() if proof.rebuilds else contextlib.nullcontext()
-            with _frame(_Frame(proof.token, proof.void(args, kwargs))), scope:
+            with _frame(_Frame(proof.token, proof.void(self, args, kwargs))), scope:
                 return original(self, *args, **kwargs)
 
         cls.forward = forward
@@ -181,7 +189,7 @@ class _ConvertedNorm(Adopted):
             return False  # views do not know their base there
         if self._reshaped and not x.is_contiguous():
             return False  # reshaping would copy the output, and the copy would not know who made it
-        if any(map(prove.hooked, self._inside)) or tuple(self._modules.values()) != self._inside:
+        if not self._inside.are(self._modules.values()) or any(map(prove.hooked, self._modules.values())):
             return False
         if not self._tokens:
             return True

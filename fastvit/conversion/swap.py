@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 
 from .._norm import next_layer_number
 from . import exporting, tracing
-from .adopted import Adopted, adopt, release
+from .adopted import Adopted, References, adopt, release
 from .plan import MEMORY, Plan, Planner
 from .report import LayerReport, Report
 from .runtime import AbsorbedActivation, ConvertedNorm, ConvertedNormSync, ConvertedRoot, Proof
@@ -50,7 +50,7 @@ def convert(
     arguments (where torch.export was asked, with others than the examples in shape, dtype or value), under
     torch.compile and exporters, once modules have been replaced, and once somebody registers a hook that
     would see another tensor. Convert again after changing attributes that decide what a forward does.
-    torch.jit.script and torch.nn.utils.parametrize want `revert` first. Converted layers are differentiable
+    torch.jit.script wants `revert` first. Converted layers are differentiable
     once, in reverse mode. What tracing cannot follow (a branch on a random number, say) it takes as it came
     out then: `verify` is the test.
 
@@ -121,7 +121,7 @@ def _apply(
             _through_views=plan.through_views,
             _reshaped=plan.reshaped,
             _ran=False,
-            _inside=tuple(module._modules.values()),
+            _inside=References(module._modules.values()),
             **_missing(module, plan.layer.synchronised),
         )
     for activation, places in absorbed.items():
