@@ -48,6 +48,11 @@ class _Site:
     chain: Chain
 
     @property
+    def given(self) -> fx.Node | None:
+        """The residual that the layer itself is called with."""
+        return self.call.args[1] if len(self.call.args) > 1 else self.call.kwargs.get("z")
+
+    @property
     def output(self) -> fx.Node:
         return self.chain.reader if self.chain.activation else self.call
 
@@ -88,6 +93,8 @@ class Planner:
     def _plan(self, name: str, layer: Layer, sites: list[_Site]) -> Plan:
         if layer.activation is None:
             return Plan(name, layer, "left", IDENTITY, layer.reason)
+        if layer.fused and (layer.activation != IDENTITY or any(site.given for site in sites)):
+            return self._fused(name, layer, sites)
         if layer.activation != IDENTITY:
             return self._own_activation(name, layer, sites)
         if not sites:
@@ -101,6 +108,21 @@ class Planner:
         plan = Plan(name, layer, "recompute", layer.activation, "has its activation inside")
         plan.kept_before += _kept_outputs(layer.activation, getattr(layer.module, "act", None), sites)
         return self._choose(plan, sites)
+
+    def _fused(self, name: str, layer: Layer, sites: list[_Site]) -> Plan:
+        """A layer that does all in one pass already, and keeps what its output can be rebuilt from."""
+        plan = Plan(name, layer, "recompute", layer.activation, "has its activation inside", kept_before=2)
+        rebuilt = any(
+            isinstance(site.given, fx.Node) and residuals.origin(site.trace, site.given) in self._rebuilt
+            for site in sites
+        )
+        if self.memory in ("inplace", "keep"):
+            return _left(plan, f"is one pass already, and not to be rebuilt by memory={self.memory!r}")
+        if layer.activation == IDENTITY:
+            return _left(plan, "adds a residual, which it does not keep to rebuild its output from")
+        if not any(prove.kept_by(site.trace, site.call) for site in sites):
+            return _left(plan, "is one pass already; nobody keeps its output for backward")
+        return _left(plan, "its residual is to be rebuilt itself") if rebuilt else plan
 
     def _absorbing(self, name: str, layer: Layer, sites: list[_Site]) -> Plan | None:
         """A layer whose every output goes to the same activation and nowhere else; None for another."""

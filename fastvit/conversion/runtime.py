@@ -163,7 +163,9 @@ class _ConvertedNorm(Adopted):
     def name_for(original: type) -> str:
         return "BatchNormAct"
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
+        if z is not None:  # a fastvit.SyncBatchNorm's residual
+            return self._with_residual(input, z)
         if _traced() or not self._may_run(input):
             return self._original.forward(self, input)
         check = getattr(self._original, "_check_input_dim", None)
@@ -179,6 +181,12 @@ class _ConvertedNorm(Adopted):
 
     def extra_repr(self) -> str:
         return BatchNormAct.extra_repr(self)
+
+    def _with_residual(self, x: Tensor, z: Tensor) -> Tensor:
+        alone = not self._absorbs and self.memory == "recompute"
+        if _traced() or not alone or type(z) is not Tensor or not self._may_run(x):
+            return self._original.forward(self, x, z)
+        return BatchNormAct.forward(self, x, z)
 
     def _may_run(self, x: Tensor) -> bool:
         if type(x) is not Tensor or not (x.device.type == "cpu" or (x.is_cuda and _library.HAS_CUDA)):

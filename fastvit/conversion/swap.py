@@ -113,7 +113,7 @@ def _apply(
             activation=plan.activation.name,
             activation_param=plan.activation.param,
             memory=plan.mode,
-            channel_last=False,
+            channel_last=getattr(module, "channel_last", False),
             _key=key,
             _tokens=frozenset(tokens[root] for root in plan.roots),
             _absorbs=bool(plan.absorbs),
