@@ -28,8 +28,8 @@ NAMED = {
     "mobilevit_s": (64, 25, 2, 5),
     "efficientformer_l1": (224, 16, 14, 3),
     "efficientvit_b1": (64, 13, 2, 20),
-    "resnet50": (64, 33, 0, 20),
-    "tresnet_m": (64, 0, 43, 17),
+    "resnet50": (64, 41, 0, 12),
+    "tresnet_m": (64, 7, 43, 10),
 }
 
 
