@@ -9,7 +9,7 @@ from convert_models import assert_same, conv, images, modes, spread, trained
 from torch import nn
 
 import fastvit
-from fastvit.conversion import residuals
+from fastvit.conversion import deferred, residuals
 from fastvit.memory import live_bytes
 
 
@@ -315,6 +315,31 @@ def test_a_residual_of_another_dtype_or_memory_format(change):
     torch.testing.assert_close(got, want)
 
 
+class ReadsSizes(Block):
+    def forward(self, x):
+        z = self.first(x)
+        y = self.bn(self.conv(z))
+        n, dimensions = y.size(0), y.dim()
+        s = y + z
+        return self.out(self.act(s)).view(n, -1) * dimensions / s.dim()
+
+
+def test_sizes_can_be_read_in_between(monkeypatch):
+    x = double_images()
+    model, other, report = converted(ReadsSizes)
+    assert modes(report) == {"bn": "recompute"}
+    monkeypatch.setattr(deferred.Deferred, "computed", lambda _: pytest.fail("computed for its size"))
+    assert_same(trained(other, x), trained(model, x))
+
+
+def test_with_a_default_device():
+    """A mode that sees every function before the stand-in does."""
+    x = double_images()
+    model, other, _ = converted(Block)
+    with torch.device("cpu"):
+        assert_same(trained(other, x), trained(model, x))
+
+
 class WithoutGradients(Block):
     """Cuts the gradient around one of the three; what a symbolic trace does not record."""
 
@@ -354,6 +379,16 @@ def test_hooks_see_what_they_saw(name):
         torch.testing.assert_close(got, want)
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
 class Switched(Block):
     """An attribute, changed after the conversion, decides what a forward does."""
 
@@ -362,6 +397,8 @@ class Switched(Block):
     def forward(self, x):
         z = self.first(x)
         y = self.bn(self.conv(z))
+        if self.read == "function":
+            return Doubled.apply(y) + z
         if self.read == "output":
             return y * 2
         s = y + z
@@ -391,6 +428,16 @@ def test_a_sum_that_is_read_once_more_is_an_error():
     other.read = "both"
     with pytest.raises(RuntimeError, match="its output is read again.*convert the model again"):
         other(double_images())
+
+
+def test_a_function_that_reads_an_output_after_all_loses_no_gradient_in_silence():
+    model, other, _ = converted(Switched)
+    model.read = other.read = "function"
+    x = double_images()
+    out = other(x)
+    torch.testing.assert_close(out, model(x))
+    with pytest.raises(RuntimeError, match="convert the model again"):
+        out.sum().backward()
 
 
 def test_evaluation_without_gradients():

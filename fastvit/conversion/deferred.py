@@ -22,6 +22,13 @@ _METADATA = (
 )  # fmt: skip
 
 
+def _refuse_gradient(_: Tensor) -> None:
+    raise RuntimeError(
+        "fastvit.convert: an autograd.Function has read an output that was to be fused with an addition and "
+        "an activation; the forward has changed since it was traced; convert the model again"
+    )
+
+
 class Deferred(Tensor):
     """`layer(x)`, or `layer(x) + z`, not computed yet; has the shape, dtype and device that it will have."""
 
@@ -39,6 +46,11 @@ class Deferred(Tensor):
         self.versions = self._versions()
         self.value: Tensor | None = None
         self.done = False
+        if self.gradients:
+            # An autograd.Function is given its inputs without being asked: what it makes of this one would
+            # be cut off from the layer.
+            with torch._C.DisableTorchFunctionSubclass():
+                self.requires_grad_().register_hook(_refuse_gradient)
 
     def _versions(self) -> list[int | None]:
         return [None if t is None or t.is_inference() else t._version for t in (self.x, self.z)]
@@ -102,9 +114,3 @@ class Deferred(Tensor):
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
         raise RuntimeError(f"fastvit.convert: {function} was given an output that has not been computed yet")
-
-    def __deepcopy__(self, memo):
-        return self.computed().__deepcopy__(memo)
-
-    def __repr__(self):
-        return repr(self.computed())
