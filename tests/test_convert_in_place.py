@@ -155,6 +155,20 @@ def test_a_hook_that_keeps_x(module):
     handle.remove()
 
 
+@pytest.mark.parametrize("module", ["conv", "bn"])
+def test_what_a_hook_would_see_in_place(module, monkeypatch):
+    """What looking for hooks is there for: the tensor that one has kept is overwritten in silence."""
+    monkeypatch.setattr(prove, "hooked", lambda _: False)
+    kept, model, x = [], InPlaceCase(), images()
+    getattr(model, module).register_forward_hook(
+        lambda _, inputs, output: kept.append(output if module == "conv" else inputs[0])
+    )
+    _, report = fastvit.convert(model)
+    assert modes(report) == {"bn": "inplace"}
+    model(x).sum().backward()
+    assert not torch.allclose(kept[0], nn.functional.conv2d(x, model.conv.weight, padding=1))
+
+
 def test_a_hook_on_a_container_sees_what_it_saw():
     model = nn.Sequential(nn.Sequential(conv(), nn.BatchNorm2d(8)), nn.GELU(), conv())
     fastvit.convert(model)

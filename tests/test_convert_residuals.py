@@ -89,6 +89,21 @@ def test_saved_bytes_are_what_the_report_says(act, tensors):
     assert abs(kept[0] - kept[1] - report.saved_bytes) < x.nbytes / 20
 
 
+class ByShape(Block):
+    """Control flow that depends on shapes: torch.export alone can follow."""
+
+    def forward(self, x):
+        return super().forward(x) if x.shape[-1] > 3 else x
+
+
+@pytest.mark.parametrize("add", ADDITIONS)
+def test_residuals_that_only_an_export_reaches(add):
+    x = double_images()
+    model, other, report = converted(lambda: ByShape(add=ADDITIONS[add]), example_inputs=x)
+    assert modes(report) == {"bn": "recompute"} and report["bn"].activation == "relu", str(report)
+    assert_same(trained(other, x), trained(model, x))
+
+
 class Stack(nn.Module):
     """Each block's residual is the output of the one before: every second one can be rebuilt."""
 
