@@ -72,6 +72,13 @@ class OverwrittenOutput(InPlaceCase):
         return self.out(y)
 
 
+class OverwrittenPart(InPlaceCase):
+    def forward(self, x):
+        y = self.act(self.bn(self.conv(x)))
+        y[:, :2].mul_(2)
+        return self.out(y)
+
+
 class OnlyInEvaluation(InPlaceCase):
     """Training proves nothing about evaluation."""
 
@@ -82,7 +89,7 @@ class OnlyInEvaluation(InPlaceCase):
 
 
 SILENT = [Residual, Sibling, ViewReadLater, CallersInput, CallersView, Returned]
-LOUD = [KeptByItself, OverwrittenOutput]
+LOUD = [KeptByItself, OverwrittenOutput, OverwrittenPart]
 
 
 def test_in_place_where_it_is_proven():

@@ -12,7 +12,7 @@ from torch import fx, nn
 from .._arguments import IN_PLACE_ACTIVATIONS, recovery_error
 from . import activations
 from .activations import Activation
-from .tracing import Trace, is_permutation, is_reshape, overwrites
+from .tracing import Trace, is_part, is_permutation, is_reshape, overwrites
 
 # Ops whose result is a new tensor that their own backward does not need.
 _FRESH_MODULES = (
@@ -71,9 +71,14 @@ def all_readers(trace: Trace, node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
     for reader in trace.readers(node):
         module = trace.module(reader)
         found.append((reader, node))
-        if passes_on(module) or is_permutation(reader) or is_reshape(reader, module):
+        if shares_memory(reader, module):
             found += all_readers(trace, reader)
     return found
+
+
+def shares_memory(node: fx.Node, module: nn.Module | None) -> bool:
+    """Whether `node` returns what it reads, or a view of it."""
+    return passes_on(module) or is_permutation(node) or is_reshape(node, module) or is_part(node)
 
 
 def passes_on(module: nn.Module | None) -> bool:

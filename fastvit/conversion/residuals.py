@@ -13,17 +13,11 @@ import torch
 from torch import fx, nn
 
 from . import activations, layers, prove
-from .tracing import Trace, is_permutation, is_reshape, overwrites, reads_metadata
+from .tracing import Trace, overwrites, reads_metadata
 
 _ADDITIONS = frozenset({operator.add, torch.add, "add"})
 _ADDITIONS_IN_PLACE = frozenset({operator.iadd, "add_"})
 _ARITHMETIC = _ADDITIONS | {operator.mul, torch.mul, "mul"}
-_VIEWS = frozenset(
-    {
-        operator.getitem, torch.chunk, torch.split, torch.narrow, torch.select, torch.unbind,
-        "chunk", "split", "narrow", "select", "unbind", "expand", "expand_as", "detach", "contiguous",
-    }
-)  # fmt: skip
 
 
 def added_to(node: fx.Node, value: fx.Node) -> fx.Node | None:
@@ -84,12 +78,7 @@ def _against_keeping(trace: Trace, residual: fx.Node) -> str | None:
                 return f"{prove.describe(trace, reader)} overwrites the residual"
             if module is not None and not _is_known(module):
                 return f"{prove.describe(trace, reader)} reads the residual and might overwrite it"
-            if (
-                is_reshape(reader, module)
-                or is_permutation(reader)
-                or prove.passes_on(module)
-                or _views(reader)
-            ):
+            if prove.shares_memory(reader, module):
                 seen.add(reader)
                 todo.append(reader)
     return None
@@ -117,10 +106,6 @@ def _makes_new(trace: Trace, node: fx.Node) -> bool:
         return False
     fresh = prove.calls_fresh(node) or node.target in _ARITHMETIC
     return fresh or activations.of_function(node.target, node.args, node.kwargs) is not None
-
-
-def _views(node: fx.Node) -> bool:
-    return node.op in ("call_function", "call_method") and node.target in _VIEWS
 
 
 def _is_known(module: nn.Module) -> bool:

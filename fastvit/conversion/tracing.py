@@ -36,6 +36,13 @@ _RESHAPES = frozenset(
     }
 )  # fmt: skip
 _PERMUTATIONS = frozenset({"transpose", "permute", "movedim", torch.transpose, torch.permute, torch.movedim})
+_PARTS = frozenset(
+    {
+        operator.getitem, torch.chunk, torch.split, torch.narrow, torch.select, torch.unbind,
+        "chunk", "split", "narrow", "select", "unbind", "slice", "diagonal", "unfold",
+        "expand", "expand_as", "detach", "contiguous", "to", "alias",
+    }
+)  # fmt: skip
 _IN_PLACE_OPERATORS = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow")
 _OVERWRITES = frozenset(getattr(operator, name) for name in (*_IN_PLACE_OPERATORS, "setitem"))
 
@@ -82,6 +89,11 @@ def is_reshape(node: fx.Node, module: nn.Module | None) -> bool:
 
 def is_permutation(node: fx.Node) -> bool:
     return _calls(node, _PERMUTATIONS)
+
+
+def is_part(node: fx.Node) -> bool:
+    """Whether `node` returns other views than reshapes and permutations, or what may be one."""
+    return _calls(node, _PARTS)
 
 
 def _calls(node: fx.Node, targets: frozenset) -> bool:
