@@ -65,14 +65,14 @@ def hooked(module: nn.Module) -> bool:
     )
 
 
-def all_readers(trace: Trace, node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
-    """Readers of a value and of its views, each with what it reads."""
+def all_readers(trace: Trace, node: fx.Node, parts: bool = False) -> list[tuple[fx.Node, fx.Node]]:
+    """Readers of a value and of its views, each with what it reads; of views of a part of it if asked for."""
     found = []
     for reader in trace.readers(node):
         module = trace.module(reader)
         found.append((reader, node))
-        if shares_memory(reader, module):
-            found += all_readers(trace, reader)
+        if shares_memory(reader, module) and (parts or not is_part(reader)):
+            found += all_readers(trace, reader, parts)
     return found
 
 
@@ -89,7 +89,10 @@ def passes_on(module: nn.Module | None) -> bool:
 
 
 def kept_by(trace: Trace, output: fx.Node) -> str | None:
-    """Who saves the value of `output` for its backward, so that rebuilding it saves memory."""
+    """Who saves the value of `output` for its backward, so that rebuilding it saves memory.
+
+    Who saves parts of it (queries, keys and values, say) often has copied them.
+    """
     for reader, _ in all_readers(trace, output):
         if activations.keeps_input(reader, trace.module(reader)):
             return describe(trace, reader)
@@ -110,7 +113,7 @@ def against_overwriting(trace: Trace, call: fx.Node, output: fx.Node) -> str | N
     others = [describe(trace, reader) for reader in trace.readers(x) if reader is not call]
     if others:
         return f"its input is also read by {', '.join(sorted(set(others)))}"
-    for reader, read in all_readers(trace, output):
+    for reader, read in all_readers(trace, output, parts=True):
         if reader.args[:1] == (read,) and overwrites(reader, trace.module(reader)):
             return f"{describe(trace, reader)} overwrites its output, from which x would be recovered"
     return None
