@@ -24,7 +24,9 @@ def live_bytes(work: Callable[[], object], device: str | torch.device = "cpu") -
         gc.collect()
         return torch.cuda.memory_allocated(device) - before, result
     with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        activities=[torch.profiler.ProfilerActivity.CPU],
+        profile_memory=True,
+        acc_events=True,  # torch 2.11 warns without, although there is one cycle only
     ) as profile:
         result = work()
         gc.collect()

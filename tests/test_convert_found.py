@@ -113,6 +113,21 @@ class OwnCheck(nn.BatchNorm2d):
     """A subclass that changes nothing about the forward."""
 
 
+class Apex(nn.Module):
+    """SyncBatchNorm as apex has it: the residual is the layer's second argument."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.bn1 = conv(), fastvit.SyncBatchNorm(8, fuse_relu=True)
+        self.bn2, self.bn3 = fastvit.SyncBatchNorm(8, fuse_relu=True), fastvit.SyncBatchNorm(8)
+
+    def forward(self, x):
+        z = self.conv(x)
+        y = self.bn1(self.conv(z), z)
+        y = self.bn2(self.conv(y), z=y)  # y is rebuilt itself
+        return self.conv(self.bn3(self.conv(y), y))
+
+
 class Standardised(nn.Conv2d):
     """Weight standardisation by functional batch_norm, as in timm's ScaledStdConv2d."""
 
@@ -153,6 +168,18 @@ FOUND = {
     "synchronised": (
         lambda: sequential(conv(), fastvit.SyncBatchNorm(8), nn.GELU(), conv()), images, {"1": "recompute"},
     ),
+    "synchronised, channels last": (
+        lambda: sequential(
+            nn.Linear(8, 8), fastvit.SyncBatchNorm(8, channel_last=True), nn.SiLU(), nn.Linear(8, 8)
+        ),
+        lambda: torch.randn(3, 5, 8),
+        {"1": "recompute"},
+    ),
+    "synchronised, with relu": (
+        lambda: sequential(conv(), fastvit.SyncBatchNorm(8, fuse_relu=True), conv()), images,
+        {"1": "recompute"},
+    ),
+    "synchronised, with residuals": (Apex, images, {"bn1": "recompute", "bn2": "left", "bn3": "left"}),
     "without weights": (
         lambda: sequential(conv(), nn.BatchNorm2d(8, affine=False, track_running_stats=False), nn.GELU()),
         images,

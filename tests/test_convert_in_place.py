@@ -72,6 +72,13 @@ class OverwrittenOutput(InPlaceCase):
         return self.out(y)
 
 
+class OverwrittenPart(InPlaceCase):
+    def forward(self, x):
+        y = self.act(self.bn(self.conv(x)))
+        y[:, :2].mul_(2)
+        return self.out(y)
+
+
 class OnlyInEvaluation(InPlaceCase):
     """Training proves nothing about evaluation."""
 
@@ -82,7 +89,7 @@ class OnlyInEvaluation(InPlaceCase):
 
 
 SILENT = [Residual, Sibling, ViewReadLater, CallersInput, CallersView, Returned]
-LOUD = [KeptByItself, OverwrittenOutput]
+LOUD = [KeptByItself, OverwrittenOutput, OverwrittenPart]
 
 
 def test_in_place_where_it_is_proven():
@@ -153,6 +160,20 @@ def test_a_hook_that_keeps_x(module):
     later(x)
     assert torch.equal(kept[-1], later.conv(x))
     handle.remove()
+
+
+@pytest.mark.parametrize("module", ["conv", "bn"])
+def test_what_a_hook_would_see_in_place(module, monkeypatch):
+    """What looking for hooks is there for: the tensor that one has kept is overwritten in silence."""
+    monkeypatch.setattr(prove, "hooked", lambda _: False)
+    kept, model, x = [], InPlaceCase(), images()
+    getattr(model, module).register_forward_hook(
+        lambda _, inputs, output: kept.append(output if module == "conv" else inputs[0])
+    )
+    _, report = fastvit.convert(model)
+    assert modes(report) == {"bn": "inplace"}
+    model(x).sum().backward()
+    assert not torch.allclose(kept[0], nn.functional.conv2d(x, model.conv.weight, padding=1))
 
 
 def test_a_hook_on_a_container_sees_what_it_saw():

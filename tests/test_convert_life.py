@@ -1,13 +1,16 @@
 """A converted model in its life: copied, checkpointed, called otherwise, compiled, exported, distributed."""
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 
 import pytest
 import torch
 from convert_models import Plain, assert_same, conv, images, spread, trained
 from torch import nn
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import fastvit
@@ -82,7 +85,7 @@ def test_checkpointing(reentrant):
 
     model = spread(Checkpointed()).double()
     converted, report = fastvit.convert(copy.deepcopy(model))
-    assert len(report.converted) == 4
+    assert len(report.converted) == 6
     x = images().double().requires_grad_()
     assert_same(trained(converted, x), trained(model, x))
 
@@ -128,6 +131,51 @@ def test_modules_that_were_replaced_after_the_conversion(pair):
     for changed in (model, converted):
         changed.act1 = nn.Tanh()
     assert_same(trained(converted, x), trained(model, x))
+
+
+def test_modules_that_were_replaced_are_not_kept(pair):
+    _, converted = pair
+    replaced = [weakref.ref(module) for module in (converted.act1, converted.bn2, converted.head)]
+    converted.act1, converted.bn2, converted.head = nn.Tanh(), nn.Identity(), nn.Identity()
+    converted(images().double())
+    gc.collect()  # what tracing left behind
+    assert [reference() for reference in replaced] == [None] * 3
+
+
+class Halved(nn.Module):
+    def forward(self, weight):
+        return weight / 2
+
+
+@pytest.mark.parametrize("which", ["bn1", "conv1", "model"])
+@pytest.mark.parametrize("ends", ["reverted", "removed"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_parametrised(when, ends, which):
+    """torch's parametrize changes classes too, before the conversion or after it."""
+    model = spread(Plain()).double()
+    model.weight = nn.Parameter(torch.ones(8).double())
+    converted, x = copy.deepcopy(model), images().double()
+    for changed in (model, converted):
+        if when == "after" and changed is converted:
+            fastvit.convert(changed)
+        module = changed if which == "model" else getattr(changed, which)
+        parametrize.register_parametrization(module, "weight", Halved())
+        if when == "before" and changed is converted:
+            fastvit.convert(changed)
+    if when == "before":
+        assert isinstance(converted.bn1, fastvit.BatchNormAct)
+    assert_same(trained(converted, x), trained(model, x))
+    module = converted if which == "model" else getattr(converted, which)
+    if ends == "reverted":
+        fastvit.revert(converted)
+        assert parametrize.is_parametrized(module)
+        assert [type(m).__name__ for m in converted.modules()] == [type(m).__name__ for m in model.modules()]
+        assert_same(trained(converted, x), trained(model, x))
+    parametrize.remove_parametrizations(module, "weight")
+    parametrize.remove_parametrizations(model if which == "model" else getattr(model, which), "weight")
+    assert_same(trained(converted, x), trained(model, x))
+    fastvit.revert(converted)
+    assert [type(m) for m in converted.modules()] == [type(m) for m in model.modules()]
 
 
 def test_a_global_hook_sees_what_it_saw(pair):
@@ -234,14 +282,17 @@ def test_export_of_the_evaluated_model_is_plain(pair):
     torch.testing.assert_close(traced(x), model(x))
 
 
-def _train_ddp(rank, world):
+def _train_ddp(rank, world, synchronised):
     torch.manual_seed(0)
     model = spread(Plain()).double()
+    if synchronised:
+        fastvit.convert_syncbn_model(model)
     x = torch.randn(2 * world, 8, 6, 6, dtype=torch.float64)[2 * rank : 2 * rank + 2]
     plain = nn.parallel.DistributedDataParallel(copy.deepcopy(model))
     fastvit.convert(model)
     assert_same(trained(nn.parallel.DistributedDataParallel(model), x), trained(plain, x))
 
 
-def test_distributed_data_parallel(ranks):
-    ranks.run(2, _train_ddp)
+@pytest.mark.parametrize("synchronised", [False, True])
+def test_distributed_data_parallel(synchronised, ranks):
+    ranks.run(2, _train_ddp, synchronised)

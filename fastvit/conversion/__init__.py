@@ -1,9 +1,12 @@
 """Finding BatchNorm layers in a model, proving what may be done to them, and doing it.
 
 layers.py, activations.py   what is a BatchNorm, what is an activation
-tracing.py                  who reads which tensor
-prove.py, plan.py           what that allows; what each layer becomes
+tracing.py, exporting.py    who reads which tensor
+chain.py                    from a layer to its activation
+prove.py, residuals.py      what that allows
+plan.py                     what each layer becomes
 adopted.py, runtime.py      how a module changes without ceasing to be what it was; what it then does
+deferred.py                 an output that waits for its residual and its activation
 swap.py                     convert and revert
 report.py, sizes.py         what was done, and what it saves
 verification.py             whether it was right

@@ -2,15 +2,19 @@
 
 An adopted module is the object it was, of a class made from a mixin and the class it had: `isinstance`, its
 parameters, hooks and names stay, the mixin's forward comes first. Such classes are made on the fly, so a
-pickle holds the mixin and the original class in their place.
+pickle holds the mixin and the original class in their place. Others do the same (torch's parametrize, fully
+sharded models), before and afterwards: their classes stay on top.
 """
 
 from __future__ import annotations
 
 import copyreg
+import weakref
+from collections.abc import Iterable
 from functools import cache
 
 from torch import nn
+from torch.nn.utils import parametrize
 
 
 class Adopted:
@@ -47,12 +51,32 @@ def _blank(mixin: type, original: type) -> nn.Module:
     return made.__new__(made)
 
 
+def _over(bases: tuple[type, ...], top: type) -> type:
+    """`top` as it would be had it been made from `bases`."""
+    namespace = {name: value for name, value in vars(top).items() if name not in ("__dict__", "__weakref__")}
+    name = top.__name__
+    for before, after in zip(top.__bases__, bases, strict=True):  # parametrize's are called after their base
+        name = name.replace(before.__name__, after.__name__)
+    return type(top)(name, bases, namespace)
+
+
+def _without(kind: type) -> type:
+    """The class that `kind` would be without the last mixin below it."""
+    if "_original" in vars(kind):
+        return kind._original
+    return _over(tuple(_without(b) if issubclass(b, Adopted) else b for b in kind.__bases__), kind)
+
+
 def adopt(module: nn.Module, mixin: type, **attributes: object) -> None:
     """Lets `module` do what `mixin` does, with attributes that `release` takes back."""
     before = {name: module.__dict__[name] for name in attributes if name in module.__dict__}
     module.__dict__.update(attributes)
     module.__dict__["_fastvit_before"] = (before, tuple(attributes))
-    module.__class__ = _class(mixin, type(module))
+    kind = type(module)
+    if parametrize.is_parametrized(module):  # which takes the first base for what was there before
+        module.__class__ = _over((_class(mixin, kind.__bases__[0]),), kind)
+    else:
+        module.__class__ = _class(mixin, kind)
 
 
 def release(module: nn.Module) -> None:
@@ -61,4 +85,28 @@ def release(module: nn.Module) -> None:
     for name in names:
         module.__dict__.pop(name, None)
     module.__dict__.update(before)
-    module.__class__ = type(module)._original
+    module.__class__ = _without(type(module))
+
+
+class References:
+    """Modules in order, not kept alive by it. A copy refers to the copies of those that are left."""
+
+    def __init__(self, modules: Iterable[nn.Module | None]):
+        self._all = self._to(modules)
+
+    @staticmethod
+    def _to(modules: Iterable[nn.Module | None]) -> tuple[weakref.ref | None, ...]:
+        return tuple(None if module is None else weakref.ref(module) for module in modules)
+
+    def __iter__(self):
+        """The modules; None for one that is gone, or was None."""
+        return (reference and reference() for reference in self._all)
+
+    def are(self, modules: Iterable[nn.Module | None]) -> bool:
+        return self._all == self._to(modules)
+
+    def __getstate__(self) -> dict:
+        return {"modules": list(self)}
+
+    def __setstate__(self, state: dict) -> None:
+        self.__init__(state["modules"])

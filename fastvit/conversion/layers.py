@@ -27,6 +27,11 @@ class Layer:
     reason: str = ""
 
     @property
+    def fused(self) -> bool:
+        """Whether it adds a residual and activates in one pass as it is."""
+        return isinstance(self.module, SyncBatchNorm)
+
+    @property
     def synchronised(self) -> bool:
         return isinstance(self.module, (nn.SyncBatchNorm, SyncBatchNorm))
 
@@ -53,9 +58,7 @@ def find(module: nn.Module) -> Layer | None:
         return _with_own_activation(module, IDENTITY if act is None else activations.of_module(act))
     if kind.forward not in _PLAIN:
         return Layer(module, None, f"{kind.__qualname__} has a forward of its own")
-    if getattr(module, "fuse_relu", False) or getattr(module, "channel_last", False):
-        return Layer(module, None, f"is a {kind.__name__} with options of its own")
-    return Layer(module, IDENTITY)
+    return Layer(module, Activation("relu") if getattr(module, "fuse_relu", False) else IDENTITY)
 
 
 def _with_own_activation(module: nn.Module, activation: Activation | None) -> Layer:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 from torch import fx, nn
 
 from .._arguments import IN_PLACE_ACTIVATIONS
-from . import layers, prove
+from . import layers, prove, residuals
 from .activations import IDENTITY, Activation
+from .chain import Chain
 from .layers import Layer
-from .prove import Chain
 from .tracing import Trace
 
 MEMORY = ("auto", "recompute", "inplace", "keep")
@@ -28,6 +30,7 @@ class Plan:
     reason: str
     roots: list[nn.Module] = field(default_factory=list)  # the traced modules whose forwards it is proven in
     absorbs: list[nn.Module] = field(default_factory=list)  # activation modules that it does the work of
+    adds: bool = False  # it adds a residual before
     watched: list[nn.Module] = field(default_factory=list)  # a hook on one of these makes the plan void
     through_views: bool = False  # there is a view between the layer and its activation
     reshaped: bool = False  # one that copies what is not contiguous
@@ -45,6 +48,11 @@ class _Site:
     chain: Chain
 
     @property
+    def given(self) -> fx.Node | None:
+        """The residual that the layer itself is called with."""
+        return self.call.args[1] if len(self.call.args) > 1 else self.call.kwargs.get("z")
+
+    @property
     def output(self) -> fx.Node:
         return self.chain.reader if self.chain.activation else self.call
 
@@ -56,10 +64,25 @@ class Planner:
         self.model = model
         self.names = {module: name for name, module in model.named_modules()}
         self.memory = memory
+        self._rebuilt: set[fx.Node] = set()  # values that backward finds as a recipe
 
-    def plans(self, traces: list[Trace]) -> list[Plan]:
-        found = [(name, layers.find(module)) for module, name in self.names.items()]
-        return [self.plan(name, layer, traces) for name, layer in found if layer is not None]
+    def plans(self, traces: list[Trace], settled: Mapping[str, Plan] = MappingProxyType({})) -> list[Plan]:
+        """In the order of the model's modules; those that are `settled` stay."""
+        found = [(name, layer) for module, name in self.names.items() if (layer := layers.find(module))]
+        order = {node: i for i, node in enumerate(node for trace in traces for node in trace.graph.nodes)}
+        adding = {}
+        for name, layer in found:
+            sites = _sites(layer, traces)
+            if any(site.chain.residual for site in sites):
+                adding[name] = order[sites[0].call]
+        # in the order of the forward: what a layer with a residual saves depends on whether that is rebuilt
+        plans = {}
+        for name, layer in sorted(found, key=lambda item: adding.get(item[0], -1)):
+            sites = _sites(layer, traces)
+            plans[name] = plan = settled.get(name) or self._plan(name, layer, sites)
+            if plan.mode == "recompute":
+                self._rebuilt.update(site.output if plan.absorbs else site.call for site in sites)
+        return [plans[name] for name, _ in found]
 
     def is_open(self, plan: Plan, traces: list[Trace]) -> bool:
         """Whether the layer was left although a trace of the whole model might tell more."""
@@ -67,14 +90,11 @@ class Planner:
             return False
         return not any(trace.root is self.model and plan.layer.module in trace.calls for trace in traces)
 
-    def plan(self, name: str, layer: Layer, traces: list[Trace]) -> Plan:
+    def _plan(self, name: str, layer: Layer, sites: list[_Site]) -> Plan:
         if layer.activation is None:
             return Plan(name, layer, "left", IDENTITY, layer.reason)
-        sites = [
-            _Site(trace, call, Chain(trace, call))
-            for trace in traces
-            for call in trace.calls.get(layer.module, ())
-        ]
+        if layer.fused and (layer.activation != IDENTITY or any(site.given for site in sites)):
+            return self._fused(name, layer, sites)
         if layer.activation != IDENTITY:
             return self._own_activation(name, layer, sites)
         if not sites:
@@ -89,6 +109,21 @@ class Planner:
         plan.kept_before += _kept_outputs(layer.activation, getattr(layer.module, "act", None), sites)
         return self._choose(plan, sites)
 
+    def _fused(self, name: str, layer: Layer, sites: list[_Site]) -> Plan:
+        """A layer that does all in one pass already, and keeps what its output can be rebuilt from."""
+        plan = Plan(name, layer, "recompute", layer.activation, "has its activation inside", kept_before=2)
+        rebuilt = any(
+            isinstance(site.given, fx.Node) and residuals.origin(site.trace, site.given) in self._rebuilt
+            for site in sites
+        )
+        if self.memory in ("inplace", "keep"):
+            return _left(plan, f"is one pass already, and not to be rebuilt by memory={self.memory!r}")
+        if layer.activation == IDENTITY:
+            return _left(plan, "adds a residual, which it does not keep to rebuild its output from")
+        if not any(prove.kept_by(site.trace, site.call) for site in sites):
+            return _left(plan, "is one pass already; nobody keeps its output for backward")
+        return _left(plan, "its residual is to be rebuilt itself") if rebuilt else plan
+
     def _absorbing(self, name: str, layer: Layer, sites: list[_Site]) -> Plan | None:
         """A layer whose every output goes to the same activation and nowhere else; None for another."""
         chains = [site.chain for site in sites]
@@ -97,12 +132,17 @@ class Planner:
             return None
         if any(chain.module is None for chain in chains):
             return None  # a function is called by the user's forward, which stays as it is
+        adds = chains[0].residual is not None
+        if any((chain.residual is not None) != adds for chain in chains):
+            return None
         absorbed = list(dict.fromkeys(chain.module for chain in chains))
         plan = Plan(
             name, layer, "recompute", activation,
-            f"its output goes to {', '.join(self.names[module] for module in absorbed)} alone",
+            f"its output{' and a residual go' if adds else ' goes'} "
+            f"to {', '.join(self.names[module] for module in absorbed)} alone",
             roots=_roots(sites),
             absorbs=absorbed,
+            adds=adds,
             watched=list(dict.fromkeys(module for chain in chains for module in chain.watchers())),
             through_views=any(len(chain.values) > 1 for chain in chains),
             reshaped=any(chain.reshaped for chain in chains),
@@ -110,7 +150,26 @@ class Planner:
         if reason := prove.against_hooks(plan.watched, self.names.__getitem__):
             return Plan(name, layer, "left", IDENTITY, reason)
         plan.kept_before += _kept_outputs(activation, absorbed[0], sites)
-        return self._choose(plan, sites)
+        return self._adding(plan, sites) if adds else self._choose(plan, sites)
+
+    def _adding(self, plan: Plan, sites: list[_Site]) -> Plan:
+        """With a residual, which the layer keeps too: worth it where somebody else does anyhow."""
+        if self.memory == "inplace":
+            return _left(plan, "a residual is added before its activation, which cannot be done in place")
+        plan.mode = "keep" if self.memory == "keep" else "recompute"
+        origins = [residuals.origin(site.trace, site.chain.residual) for site in sites]
+        # an output is not rebuilt from what is to be rebuilt itself: that would go on and on
+        rebuilt = any(origin in self._rebuilt for origin in origins)
+        kept = rebuilt or all(residuals.is_kept(site.trace, site.chain.residual) for site in sites)
+        plan.kept_after += not kept
+        if plan.mode == "keep" or rebuilt:
+            plan.kept_after += any(prove.kept_by(site.trace, site.output) for site in sites)
+        if plan.kept_after > plan.kept_before - (plan.mode == "recompute"):
+            why = "is to be rebuilt itself" if rebuilt else "nobody else keeps"
+            return _left(
+                plan, f"to rebuild its output would take the residual, which {why}, so nothing is saved"
+            )
+        return plan
 
     def _alone(self, name: str, layer: Layer, sites: list[_Site]) -> Plan:
         """A layer that no activation module follows; its output is rebuilt where somebody keeps it."""
@@ -137,7 +196,7 @@ class Planner:
             plan.watched = list(dict.fromkeys(plan.watched))
             plan.reason += ", and nobody else reads its input"
         elif self.memory == "inplace":
-            return Plan(plan.name, plan.layer, "left", IDENTITY, against)
+            return _left(plan, against)
         elif plan.activation.name in IN_PLACE_ACTIVATIONS:
             plan.reason += f"; not in place: {against}"
         return plan
@@ -162,6 +221,18 @@ class Planner:
             if reason := prove.against_hooks(listeners, self.names.__getitem__):
                 return reason
         return None
+
+
+def _sites(layer: Layer, traces: list[Trace]) -> list[_Site]:
+    return [
+        _Site(trace, call, Chain(trace, call))
+        for trace in traces
+        for call in trace.calls.get(layer.module, ())
+    ]
+
+
+def _left(plan: Plan, reason: str) -> Plan:
+    return Plan(plan.name, plan.layer, "left", IDENTITY, reason)
 
 
 def _roots(sites: list[_Site]) -> list[nn.Module]:

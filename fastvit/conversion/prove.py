@@ -12,7 +12,7 @@ from torch import fx, nn
 from .._arguments import IN_PLACE_ACTIVATIONS, recovery_error
 from . import activations
 from .activations import Activation
-from .tracing import Trace, is_permutation, is_reshape, overwrites
+from .tracing import Trace, is_part, is_permutation, is_reshape, overwrites
 
 # Ops whose result is a new tensor that their own backward does not need.
 _FRESH_MODULES = (
@@ -30,60 +30,6 @@ _LARGEST_ERROR = 0.01
 _SMALLEST_WEIGHT = (
     1e-3  # below, the floor that keeps weight away from 0 in place is not far in half precision
 )
-
-
-class Chain:
-    """From a BatchNorm's output to the one activation that reads it, through views and Identity modules."""
-
-    def __init__(self, trace: Trace, start: fx.Node):
-        self.trace = trace
-        self.values = [start]  # the output and its views
-        self.activation: Activation | None = None
-        self.reader: fx.Node | None = None  # of the last value, where it is the only one
-        self.reshaped = False
-        self.against: str | None = None
-        self._follow()
-
-    def _follow(self) -> None:
-        permuted = False
-        while True:
-            value = self.values[-1]
-            readers = self.trace.readers(value)
-            if len(readers) != 1:
-                names = ", ".join(sorted({describe(self.trace, reader) for reader in readers}))
-                self.against = f"its output is read by {names}" if readers else "its output is not read"
-                return
-            self.reader = reader = readers[0]
-            module = self.trace.module(reader)
-            if reader.args[:1] != (value,) or reader.all_input_nodes.count(value) != 1:
-                self.against = f"its output is read by {describe(self.trace, reader)}"
-                return
-            if type(module) is nn.Identity:
-                self.values.append(reader)
-                continue
-            if is_permutation(reader) or (is_reshape(reader, module) and not permuted):
-                # after a permutation a reshape may copy, and a copy no longer says who made it
-                permuted = permuted or is_permutation(reader)
-                self.reshaped = self.reshaped or not is_permutation(reader)
-                self.values.append(reader)
-                continue
-            self.activation = (
-                activations.of_module(module)
-                if module is not None
-                else activations.of_function(reader.target, reader.args, reader.kwargs)
-            )
-            if self.activation is None:
-                self.against = f"its output is read by {describe(self.trace, reader)}"
-            return
-
-    @property
-    def module(self) -> nn.Module | None:
-        """The activation as a module; None where it is a function."""
-        return self.trace.module(self.reader) if self.activation else None
-
-    def watchers(self) -> list[nn.Module]:
-        """Modules that return or receive what no longer exists once the activation has moved."""
-        return [module for value in self.values for module in self.trace.seen_by.get(value, ())]
 
 
 def describe(trace: Trace, node: fx.Node) -> str:
@@ -119,18 +65,23 @@ def hooked(module: nn.Module) -> bool:
     )
 
 
-def all_readers(trace: Trace, node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
-    """Readers of a value and of its views, each with what it reads."""
+def all_readers(trace: Trace, node: fx.Node, parts: bool = False) -> list[tuple[fx.Node, fx.Node]]:
+    """Readers of a value and of its views, each with what it reads; of views of a part of it if asked for."""
     found = []
     for reader in trace.readers(node):
         module = trace.module(reader)
         found.append((reader, node))
-        if _passes_on(module) or is_permutation(reader) or is_reshape(reader, module):
-            found += all_readers(trace, reader)
+        if shares_memory(reader, module) and (parts or not is_part(reader)):
+            found += all_readers(trace, reader, parts)
     return found
 
 
-def _passes_on(module: nn.Module | None) -> bool:
+def shares_memory(node: fx.Node, module: nn.Module | None) -> bool:
+    """Whether `node` returns what it reads, or a view of it."""
+    return passes_on(module) or is_permutation(node) or is_reshape(node, module) or is_part(node)
+
+
+def passes_on(module: nn.Module | None) -> bool:
     """Whether `module` returns the very tensor that it is given."""
     return type(module) is nn.Identity or (
         isinstance(module, nn.modules.dropout._DropoutNd) and module.p == 0
@@ -138,7 +89,10 @@ def _passes_on(module: nn.Module | None) -> bool:
 
 
 def kept_by(trace: Trace, output: fx.Node) -> str | None:
-    """Who saves the value of `output` for its backward, so that rebuilding it saves memory."""
+    """Who saves the value of `output` for its backward, so that rebuilding it saves memory.
+
+    Who saves parts of it (queries, keys and values, say) often has copied them.
+    """
     for reader, _ in all_readers(trace, output):
         if activations.keeps_input(reader, trace.module(reader)):
             return describe(trace, reader)
@@ -153,19 +107,24 @@ def against_overwriting(trace: Trace, call: fx.Node, output: fx.Node) -> str | N
     if x.op == "placeholder":
         return "its input belongs to the caller"
     producer = trace.module(x)
-    fresh = type(producer) in _FRESH_MODULES if producer is not None else _calls_fresh(x)
+    fresh = is_fresh(producer) if producer is not None else calls_fresh(x)
     if not fresh:
         return f"its input comes from {describe(trace, x)}, which is a view or may need its own result"
     others = [describe(trace, reader) for reader in trace.readers(x) if reader is not call]
     if others:
         return f"its input is also read by {', '.join(sorted(set(others)))}"
-    for reader, read in all_readers(trace, output):
+    for reader, read in all_readers(trace, output, parts=True):
         if reader.args[:1] == (read,) and overwrites(reader, trace.module(reader)):
             return f"{describe(trace, reader)} overwrites its output, from which x would be recovered"
     return None
 
 
-def _calls_fresh(node: fx.Node) -> bool:
+def is_fresh(module: nn.Module) -> bool:
+    """Whether `module` returns a tensor of its own, which its backward does not need."""
+    return type(module) in _FRESH_MODULES
+
+
+def calls_fresh(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target in _FRESH_FUNCTIONS and "out" not in node.kwargs
 
 

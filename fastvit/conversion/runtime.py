@@ -25,7 +25,8 @@ from .. import _library
 from ..batch_norm_act import BatchNormAct, BatchNormActSync
 from ..recompute import recompute_scope
 from . import prove
-from .adopted import Adopted
+from .adopted import Adopted, References
+from .deferred import Deferred
 from .sizes import Arguments
 
 _MARK = "_fastvit_activated"
@@ -66,10 +67,10 @@ def _frame(frame: _Frame) -> Iterator[None]:
 
 
 class Proof:
-    """What was true when `root` was traced, and whether it still is.
+    """What was true when a module was traced, and whether it still is.
 
     `layers` are the layers proven in its forward by their keys, each with the modules where a hook would see
-    another tensor than before. `modes` are the values of `root.training` that were traced; `example` is the
+    another tensor than before. `modes` are the values of `training` that were traced; `example` is the
     call that was, where that was one and not all with default arguments. `rebuilds` says whether any layer's
     output is rebuilt, which needs a scope.
     """
@@ -85,9 +86,10 @@ class Proof:
     ):
         self.token = token
         self.rebuilds = rebuilds
-        self.layers = layers
-        self.root, self.modes = root, modes
-        self.children = [(parent, tuple(parent._modules.items())) for parent in root.modules()]
+        self.layers = [(key, References(watched)) for key, watched in layers]
+        self.modes = modes
+        self.modules = References(root.modules())
+        self.children = [(tuple(m._modules.keys()), References(m._modules.values())) for m in root.modules()]
         parameters = list(inspect.signature(type(root).forward).parameters.values())[1:]
         self.arguments = [
             p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
@@ -95,11 +97,16 @@ class Proof:
         self.example = example and self._shapes(*example)
         self.defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
 
-    def void(self, args: tuple, kwargs: dict[str, object]) -> frozenset[str]:
-        """The layers for which a call with these arguments proves nothing."""
-        if self._is_another_call(args, kwargs) or self._is_another_model():
+    def void(self, root: nn.Module, args: tuple, kwargs: dict[str, object]) -> frozenset[str]:
+        """The layers for which a call of `root` with these arguments proves nothing."""
+        another = root.training not in self.modes or self._is_another_call(args, kwargs)
+        if another or self._is_another_model() or nn.modules.module._has_any_global_hook():
             return frozenset(key for key, _ in self.layers)
-        return frozenset(key for key, watched in self.layers if any(map(prove.hooked, watched)))
+        return frozenset(
+            key
+            for key, watched in self.layers
+            if any(module is None or prove.hooked(module) for module in watched)
+        )
 
     def _shapes(self, args: tuple, kwargs: dict[str, object]) -> object:
         """What an export has followed, rather than values."""
@@ -110,16 +117,18 @@ class Proof:
         given = dict(zip(self.arguments, args, strict=False)) | kwargs
         if self.example is not None and self._shapes(args, kwargs) != self.example:
             return True
-        if self.root.training not in self.modes:
-            return True
         # a tracer's stand-in for an argument is never None
         if any(value is None and name not in self.defaults for name, value in given.items()):
             return True
         return any(name in given and given[name] is not value for name, value in self.defaults.items())
 
     def _is_another_model(self) -> bool:
-        replaced = any(tuple(parent._modules.items()) != children for parent, children in self.children)
-        return replaced or nn.modules.module._has_any_global_hook()
+        return any(
+            parent is None
+            or tuple(parent._modules.keys()) != names
+            or not children.are(parent._modules.values())
+            for parent, (names, children) in zip(self.modules, self.children, strict=True)
+        )
 
 
 class ConvertedRoot(Adopted):
@@ -141,7 +150,7 @@ class ConvertedRoot(Adopted):
             if proof is None or _traced():
                 return original(self, *args, **kwargs)
             scope = recompute_scope() if proof.rebuilds else contextlib.nullcontext()
-            with _frame(_Frame(proof.token, proof.void(args, kwargs))), scope:
+            with _frame(_Frame(proof.token, proof.void(self, args, kwargs))), scope:
                 return original(self, *args, **kwargs)
 
         cls.forward = forward
@@ -154,12 +163,16 @@ class _ConvertedNorm(Adopted):
     def name_for(original: type) -> str:
         return "BatchNormAct"
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
+        if z is not None:  # a fastvit.SyncBatchNorm's residual
+            return self._with_residual(input, z)
         if _traced() or not self._may_run(input):
             return self._original.forward(self, input)
         check = getattr(self._original, "_check_input_dim", None)
         if check is not None:
             check(self, input)
+        if self._adds:
+            return Deferred(self, input)
         # by name: a fastvit.SyncBatchNorm comes before it in the order of classes
         y = BatchNormAct.forward(self, input)
         if self._absorbs:
@@ -168,6 +181,12 @@ class _ConvertedNorm(Adopted):
 
     def extra_repr(self) -> str:
         return BatchNormAct.extra_repr(self)
+
+    def _with_residual(self, x: Tensor, z: Tensor) -> Tensor:
+        alone = not self._absorbs and self.memory == "recompute"
+        if _traced() or not alone or type(z) is not Tensor or not self._may_run(x):
+            return self._original.forward(self, x, z)
+        return BatchNormAct.forward(self, x, z)
 
     def _may_run(self, x: Tensor) -> bool:
         if type(x) is not Tensor or not (x.device.type == "cpu" or (x.is_cuda and _library.HAS_CUDA)):
@@ -178,7 +197,7 @@ class _ConvertedNorm(Adopted):
             return False  # views do not know their base there
         if self._reshaped and not x.is_contiguous():
             return False  # reshaping would copy the output, and the copy would not know who made it
-        if any(map(prove.hooked, self._inside)) or tuple(self._modules.values()) != self._inside:
+        if not self._inside.are(self._modules.values()) or any(map(prove.hooked, self._modules.values())):
             return False
         if not self._tokens:
             return True
@@ -205,9 +224,15 @@ class AbsorbedActivation(Adopted):
         return original.__name__
 
     def forward(self, input: Tensor) -> Tensor:
+        if type(input) is Deferred:
+            return self._of_deferred(input)
         if not _traced() and _take_mark(input, self._keys):
             return input
         return self._original.forward(self, input)
+
+    def _of_deferred(self, total: Deferred) -> Tensor:
+        y = total.activated() if total.layer._key in self._keys else None
+        return self._original.forward(self, total.computed()) if y is None else y
 
     def extra_repr(self) -> str:
         return ", ".join(filter(None, [self._original.extra_repr(self), f"in {', '.join(self._in)}"]))

@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 
 from .._norm import next_layer_number
 from . import exporting, tracing
-from .adopted import Adopted, adopt, release
+from .adopted import Adopted, References, adopt, release
 from .plan import MEMORY, Plan, Planner
 from .report import LayerReport, Report
 from .runtime import AbsorbedActivation, ConvertedNorm, ConvertedNormSync, ConvertedRoot, Proof
@@ -39,17 +39,18 @@ def convert(
 
     What is found: torch's BatchNorm1d/2d/3d and SyncBatchNorm, fastvit's SyncBatchNorm, timm's
     BatchNormAct2d and mapillary's ABN; an activation module that reads the layer's output alone, through
-    views and Identity. Other subclasses are left and named. Who reads what is known from tracing the forward
-    symbolically, in training and in evaluation, with default arguments; modules that cannot be traced are
-    taken in the pieces that can, and where that leaves a layer alone torch.export is asked, if there are
-    example inputs. A layer followed by an activation function or a residual is rebuilt by
-    itself where somebody keeps its output.
+    views and Identity; the addition of a residual in between, where nothing else runs between the three and
+    somebody keeps the residual for backward anyhow. A layer that an activation function follows is rebuilt by
+    itself where somebody keeps its output. Other subclasses are left and named. Who reads what is known from
+    tracing the forward symbolically, in training and in evaluation, with default arguments; modules that
+    cannot be traced are taken in the pieces that can, and where that leaves a layer alone torch.export is
+    asked, if there are example inputs.
 
     A converted layer is what it was outside the forward that was traced, in a call with other than default
     arguments (where torch.export was asked, with others than the examples in shape, dtype or value), under
     torch.compile and exporters, once modules have been replaced, and once somebody registers a hook that
     would see another tensor. Convert again after changing attributes that decide what a forward does.
-    torch.jit.script and torch.nn.utils.parametrize want `revert` first. Converted layers are differentiable
+    torch.jit.script wants `revert` first. Converted layers are differentiable
     once, in reverse mode. What tracing cannot follow (a branch on a random number, say) it takes as it came
     out then: `verify` is the test.
 
@@ -70,11 +71,9 @@ def convert(
     plans = planner.plans(traces)
     if arguments and any(planner.is_open(plan, traces) for plan in plans):
         exported = exporting.trace(model, arguments)
-        plans = [
-            planner.plan(plan.name, plan.layer, exported or traces) if planner.is_open(plan, traces) else plan
-            for plan in plans
-        ]
-        traces = traces + exported
+        if exported:
+            settled = {plan.name: plan for plan in plans if not planner.is_open(plan, traces)}
+            plans, traces = planner.plans(exported, settled), traces + exported
     sizes = output_bytes(model, [plan.layer.module for plan in plans], arguments) if arguments else {}
     kinds = {plan.name: type(plan.layer.module).__name__ for plan in plans}
     _apply(model, [plan for plan in plans if plan.mode != "left"], planner.names, traces)
@@ -114,14 +113,15 @@ def _apply(
             activation=plan.activation.name,
             activation_param=plan.activation.param,
             memory=plan.mode,
-            channel_last=False,
+            channel_last=getattr(module, "channel_last", False),
             _key=key,
             _tokens=frozenset(tokens[root] for root in plan.roots),
             _absorbs=bool(plan.absorbs),
+            _adds=plan.adds,
             _through_views=plan.through_views,
             _reshaped=plan.reshaped,
             _ran=False,
-            _inside=tuple(module._modules.values()),
+            _inside=References(module._modules.values()),
             **_missing(module, plan.layer.synchronised),
         )
     for activation, places in absorbed.items():

@@ -36,6 +36,13 @@ _RESHAPES = frozenset(
     }
 )  # fmt: skip
 _PERMUTATIONS = frozenset({"transpose", "permute", "movedim", torch.transpose, torch.permute, torch.movedim})
+_PARTS = frozenset(
+    {
+        operator.getitem, torch.chunk, torch.split, torch.narrow, torch.select, torch.unbind,
+        "chunk", "split", "narrow", "select", "unbind", "slice", "diagonal", "unfold",
+        "expand", "expand_as", "detach", "contiguous", "to", "alias",
+    }
+)  # fmt: skip
 _IN_PLACE_OPERATORS = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow")
 _OVERWRITES = frozenset(getattr(operator, name) for name in (*_IN_PLACE_OPERATORS, "setitem"))
 
@@ -65,10 +72,10 @@ class Trace:
 
     def readers(self, node: fx.Node) -> list[fx.Node]:
         """The nodes that read the values of `node`, rather than its shape or type."""
-        return [user for user in node.users if not _reads_metadata(user)]
+        return [user for user in node.users if not reads_metadata(user)]
 
 
-def _reads_metadata(node: fx.Node) -> bool:
+def reads_metadata(node: fx.Node) -> bool:
     if node.op == "call_method":
         return node.target in _METADATA_METHODS
     if node.op == "call_function" and node.target is getattr:
@@ -82,6 +89,11 @@ def is_reshape(node: fx.Node, module: nn.Module | None) -> bool:
 
 def is_permutation(node: fx.Node) -> bool:
     return _calls(node, _PERMUTATIONS)
+
+
+def is_part(node: fx.Node) -> bool:
+    """Whether `node` returns other views than reshapes and permutations, or what may be one."""
+    return _calls(node, _PARTS)
 
 
 def _calls(node: fx.Node, targets: frozenset) -> bool:
