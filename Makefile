@@ -45,9 +45,9 @@ MODEL := FASTVIT_TEST_DEVICE=cuda_host $(RUN) -m pytest -q -m "not slow"
 
 test-cuda-host: install  ## The CUDA sources on a model of a GPU: plain, sanitizers, race checker
 	$(RUN) tests/cuda_host/build.py
-	$(MODEL) tests/test_ops.py tests/test_local_ops.py tests/test_layers.py tests/test_batch_norm_act.py tests/test_peer_faults.py tests/cuda_host
-	FASTVIT_CUDA_HOST=race $(MODEL) tests/test_ops.py tests/cuda_host/test_cuda_host_kernels.py tests/cuda_host/test_cuda_host_exchange.py
-	env $$($(RUN) tests/cuda_host/redirect.py) FASTVIT_CUDA_HOST=asan $(MODEL) tests/test_ops.py tests/cuda_host/test_cuda_host_kernels.py tests/cuda_host/test_cuda_host_exchange.py
+	$(MODEL) tests/test_ops.py tests/test_local_ops.py tests/test_layers.py tests/test_batch_norm_act.py tests/test_peer_faults.py tests/test_messages.py tests/cuda_host
+	FASTVIT_CUDA_HOST=race $(MODEL) tests/test_ops.py tests/test_messages.py tests/cuda_host/test_cuda_host_kernels.py tests/cuda_host/test_cuda_host_exchange.py
+	env $$($(RUN) tests/cuda_host/redirect.py) FASTVIT_CUDA_HOST=asan $(MODEL) tests/test_ops.py tests/test_messages.py tests/cuda_host/test_cuda_host_kernels.py tests/cuda_host/test_cuda_host_exchange.py
 
 test-slow: install  ## Tests that need many gigabytes
 	$(RUN) -m pytest -m slow

@@ -6,7 +6,6 @@ call raises as an error.
 """
 
 import array
-import ctypes
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,19 +14,26 @@ from torch import Tensor
 
 from .. import _library
 from .agreement import Agreement, answers_text
-from .exchange import LEAST_PACKETS, MOMENTS, STEPS, SUMS, PendingSum, Tag, mismatch, packets
+from .exchange import (
+    GAVE_UP,
+    LEAST_PACKETS,
+    MISMATCH,
+    MOMENTS,
+    STEPS,
+    SUMS,
+    PendingSum,
+    Report,
+    Tag,
+    mismatch,
+    packets,
+)
 
 _ops = torch.ops.fastvit
 
 NAME = "CudaIpc"
 BY_DEFAULT = False  # only when asked for: it has been proven on a model of GPUs, and not yet on any
 MOST_RANKS = 16  # csrc/exchange.h, kMostRanks
-# csrc/peer.h
-_MISMATCH, _GAVE_UP = 2, 3
-_REPORT_WORDS = 12  # Report: fault, rank, peer, epoch, and two tags of layer, step, words, kind
 _LAYER, _STEP, _OPEN = 3, 4, 5  # csrc/exchange.h, namespace field
-
-_reports: list[Tensor] = []  # never freed: a kernel that is under way when its group ends may still write
 
 
 class DeviceMemory:
@@ -60,12 +66,10 @@ class DeviceMemory:
         self.device = arenas[rank].device
         on_gpu = self.device.type == "cuda"
         self._stream = torch.cuda.current_stream(self.device) if on_gpu else None
-        report = torch.zeros(_REPORT_WORDS, dtype=torch.int32, pin_memory=on_gpu)
-        _reports.append(report)
-        self._report = (ctypes.c_uint32 * _REPORT_WORDS).from_address(report.data_ptr())
+        self._report = Report(on_gpu)
         self._fields = array.array(
             "q",
-            [rank, len(arenas), capacity, 0, 0, 0, int(timeout * 1e9), report.data_ptr()]
+            [rank, len(arenas), capacity, 0, 0, 0, int(timeout * 1e9), self._report.memory.data_ptr()]
             + [arena.data_ptr() for arena in arenas],
         )
         self._exchange = torch.frombuffer(self._fields, dtype=torch.int64)
@@ -79,13 +83,13 @@ class DeviceMemory:
     def next_step(self) -> int:
         if self._capturing():
             return 0  # which goes with every step
-        self._check()
+        self._begin()
         self._step = (self._step + 1) % STEPS
         return self._step
 
     def exchange(self, tag: Tag) -> Tensor:
         """The argument `exchange` of two ops, the one that sends and the one that awaits."""
-        self._check()
+        self._begin()
         if self._fields[_OPEN]:
             self._give_up()
         self._follow_stream()
@@ -115,18 +119,21 @@ class DeviceMemory:
             stream.wait_stream(self._stream)
             self._stream = stream
 
-    def _check(self) -> None:
-        """Raises what the GPU has reported; at the first call after that, the ranks meet again."""
+    def _begin(self) -> None:
+        """Before an exchange: raises what the GPU has reported, or has the ranks meet after that."""
         if self._abandoned:
             self._rejoin()
-        if self._report[0] == 0:
+        self.check()
+
+    def check(self) -> None:
+        """Raises what the GPU has reported, once."""
+        if self._abandoned or not self._report:
             return
         self._abandoned = True
-        fault, _, peer, _, layer, step, _, kind, *theirs = self._report
-        mine = self._text(layer, step, kind)
-        if fault == _MISMATCH:
-            raise mismatch(self._rank, mine, [(peer, self._text(theirs[0], theirs[1], theirs[3]))])
-        if fault == _GAVE_UP:
+        peer, mine = self._report.peer, self._report.mine(self._describe)
+        if self._report.fault == MISMATCH:
+            raise mismatch(self._rank, mine, [(peer, self._report.theirs(self._describe))])
+        if self._report.fault == GAVE_UP:
             raise RuntimeError(f"rank {self._rank} in {mine}: rank {peer} gave up after an error of its own")
         raise RuntimeError(
             f"rank {self._rank} in {mine}: nothing from rank {peer} within {self._timeout:g} s "
@@ -143,14 +150,11 @@ class DeviceMemory:
             f"{self._describe(Tag(self._fields[_LAYER], self._fields[_STEP]), 'exchange')}"
         )
 
-    def _text(self, layer: int, step: int, kind: int) -> str:
-        return self._describe(Tag(layer, step), "backward" if kind & SUMS else "forward")
-
     def _rejoin(self) -> None:
         """Waits until every rank has come back from the error, and agrees on epoch and step."""
         if self._stream is not None:
             torch.cuda.synchronize(self.device)  # no kernel of this rank sends or awaits any more
-        everybody = self._meet((self._report[3], self._generation + 1, self._step))
+        everybody = self._meet((self._report.epoch, self._generation + 1, self._step))
         epoch = everybody[0][0]
         for other, _, _ in everybody[1:]:
             ahead = (other - epoch) % 2**32
@@ -158,7 +162,7 @@ class DeviceMemory:
         self._generation = max(generation for _, generation, _ in everybody)
         self._step = max(step for _, _, step in everybody)
         _ops.exchange_rejoin(self._arenas[self._rank], epoch, self._generation)
-        self._report[0] = 0
+        self._report.clear()
         self._abandoned = False
 
 
@@ -178,7 +182,7 @@ class Loopback:
         ]
 
     def rejoin(self) -> None:
-        self.said = [(rank._report[3], rank._generation + 1, rank._step) for rank in self.ranks]
+        self.said = [(rank._report.epoch, rank._generation + 1, rank._step) for rank in self.ranks]
         for rank in self.ranks:
             rank._rejoin()
 

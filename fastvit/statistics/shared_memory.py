@@ -18,7 +18,20 @@ import torch
 from torch import Tensor
 
 from .agreement import Agreement, answers_text
-from .exchange import LEAST_PACKETS, MOMENTS, STEPS, SUMS, PendingSum, Tag, mismatch, packets
+from .exchange import (
+    DONE,
+    GAVE_UP,
+    LEAST_PACKETS,
+    MOMENTS,
+    PENDING,
+    STEPS,
+    SUMS,
+    PendingSum,
+    Tag,
+    direction,
+    mismatch,
+    packets,
+)
 
 NAME = "SharedMemory"
 BY_DEFAULT = True
@@ -26,8 +39,6 @@ FOLDER = Path("/dev/shm")  # where POSIX shared memory lives on Linux
 _SLICE = 0.05  # seconds of waiting in C++ between looks at signals and at peers that died
 _ops = torch.ops.fastvit
 
-# csrc/peer.h
-_PENDING, _DONE, _MISMATCH, _GAVE_UP = range(4)
 # csrc/cpu/peer.cpp, State; behind them a flag per rank: its message is missing
 _STEP, _PEER, _PEER_LAYER, _PEER_STEP, _PEER_KIND, _MISSING = 5, 6, 7, 8, 10, 11
 _STATUS_WORDS, _STATUS_PROCESS = 8, 3  # peer.h, Status
@@ -106,10 +117,10 @@ class SharedMemory:
         try:
             deadline = time.monotonic() + self._timeout
             fault = begin(*arguments)
-            while fault == _PENDING:
+            while fault == PENDING:
                 self._check_missing(self._text(tag, kind), deadline)
                 fault = _ops.peer_poll(*arguments)
-            if fault != _DONE:
+            if fault != DONE:
                 raise self._fault(fault, self._text(tag, kind))
         except BaseException:
             self._give_up()
@@ -118,14 +129,14 @@ class SharedMemory:
     def _fault(self, fault: int, mine: str) -> RuntimeError:
         state = self._state.tolist()
         peer = state[_PEER]
-        if fault == _GAVE_UP:
+        if fault == GAVE_UP:
             self._check_alive(range(self._world), mine)  # which may be why
             return RuntimeError(f"rank {self._rank} in {mine}: rank {peer} gave up after an error of its own")
         theirs = self._text(Tag(state[_PEER_LAYER], state[_PEER_STEP]), state[_PEER_KIND])
         return mismatch(self._rank, mine, [(peer, theirs)])
 
     def _text(self, tag: Tag, kind: int) -> str:
-        return self._describe(tag, "backward" if kind & SUMS else "forward")
+        return self._describe(tag, direction(kind))
 
     def _check_missing(self, what: str, deadline: float) -> None:
         """Raises when a rank whose message is missing has died, or time is up."""
@@ -150,7 +161,7 @@ class SharedMemory:
         """Waits until every rank has come back from the error, and agrees on epoch and step."""
         deadline = time.monotonic() + self._timeout
         self._state[_STEP] = self._step
-        while _ops.peer_rejoin(self._segment, self._state, _SLICE) != _DONE:
+        while _ops.peer_rejoin(self._segment, self._state, _SLICE) != DONE:
             self._check_missing("the first exchange after an error", deadline)
         self._step = int(self._state[_STEP])
         self._abandoned = False
