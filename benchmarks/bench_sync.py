@@ -199,8 +199,10 @@ def rank_main(rank: int, world: int, store: str, options: argparse.Namespace) ->
     )  # fmt: skip
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     groups = {"Collective": group_that_takes("collective")}
-    if not cuda:
-        groups["SharedMemory"] = group_that_takes("peer")
+    try:
+        groups["CudaIpc" if cuda else "SharedMemory"] = group_that_takes("peer")
+    except RuntimeError as error:  # on all ranks
+        print(error)
     rows = bench_exchange(groups, options.repeats, device)
     for channels in STEP_CHANNELS[device.type]:
         rows += bench_step(channels, groups, options.repeats, device)

@@ -60,10 +60,12 @@ original_map = shared_memory._map
     [
         (["auto", "auto"], None, "group 0 (2 ranks, cpu): SharedMemory, host"),
         (["auto", "peer"], None, "group 0 (2 ranks, cpu): SharedMemory, host"),
+        (["auto", "symm_mem"], None, "group 0 (2 ranks, cpu): SharedMemory, host"),
+        (["symm_mem", "collective"], None, "cannot: FASTVIT_STATISTICS=collective"),
         (["auto", "collective"], None, "group 0 (2 ranks, cpu): Collective: FASTVIT_STATISTICS=collective"),
         (["auto", "auto"], 1, "Collective: rank 0: mapped; rank 1: [Errno 2] No such file"),
         (["auto", "peer"], 0, "FASTVIT_STATISTICS=peer, but group 0 cannot: rank"),
-        (["auto", "shm"], None, "FASTVIT_STATISTICS is 'shm'; auto, collective, peer expected"),
+        (["auto", "shm"], None, "FASTVIT_STATISTICS is 'shm'; auto, collective, peer, symm_mem expected"),
     ],
 )
 def test_all_ranks_choose_the_same(ranks, wishes, breaks_on, said):

@@ -24,6 +24,7 @@ class Agreement:
 
     def __init__(self, group: "dist.ProcessGroup", device_type: str):
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        self.group_name = group.group_name
         self.timeout = timeout_of(group, device_type)
         store = dist.PrefixStore(
             f"fastvit/{device_type}", dist.distributed_c10d._get_process_group_store(group)

@@ -7,12 +7,10 @@ call raises as an error.
 
 import array
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from .. import _library
 from .agreement import Agreement, answers_text
 from .exchange import (
     GAVE_UP,
@@ -30,8 +28,7 @@ from .exchange import (
 
 _ops = torch.ops.fastvit
 
-NAME = "CudaIpc"
-BY_DEFAULT = False  # only when asked for: it has been proven on a model of GPUs, and not yet on any
+_TRIALS, _TRIAL_SECONDS = 4, 10.0
 MOST_RANKS = 16  # csrc/exchange.h, kMostRanks
 _LAYER, _STEP, _OPEN = 3, 4, 5  # csrc/exchange.h, namespace field
 
@@ -191,60 +188,37 @@ def _describe(tag: Tag, direction: str) -> str:
     return f"{direction} of layer {tag.layer}, step {tag.step}"
 
 
-def host(device: torch.device) -> str:
-    """The same on all ranks whose GPUs may see each other's memory; else why not."""
-    if not _library.HAS_CUDA:
-        return f"no CUDA kernels: {_library.CUDA_STATUS}"
-    try:
-        return f"host {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
-    except OSError as error:
-        return f"no name of the host: {error}"
-
-
-def connect(
-    agreement: Agreement,
-    channels: int,
-    dtype: torch.dtype,
-    describe: Callable[[Tag, str], str],
-    device: torch.device,
+def trial(
+    name: str, arenas: list[Tensor], agreement: Agreement, capacity: int, describe: Callable[[Tag, str], str]
 ) -> DeviceMemory | str:
-    """Arenas that all ranks have opened, with room for layers of `channels`; or why there are none.
+    """Statistics over arenas that all ranks have opened, after exchanges whose numbers are known; or what is
+    wrong with them. All ranks get the same kind of answer.
 
-    All ranks get the same kind of answer.
+    Memory that could be opened is not yet memory that works: a path between two GPUs may be blocked, and then
+    a peer's packets do not arrive. The GPU gives up after a few seconds, and nobody has trained with it.
     """
-    if agreement.world > MOST_RANKS:
-        return f"{agreement.world} ranks, more than {MOST_RANKS}"
-    capacity = max(LEAST_PACKETS, packets(channels, dtype))
-    size = _ops.exchange_arena_bytes(agreement.world, capacity)
+    rank, world, device = agreement.rank, agreement.world, arenas[0].device
+    seconds = min(_TRIAL_SECONDS, agreement.timeout / 2)
+    tested = DeviceMemory(name, arenas, rank, capacity, seconds, describe, lambda said: [said])
+    numbers, result = torch.arange(2 * capacity, device=device).float(), "works"
     try:
-        own, handle = _ops.ipc_memory(size, device.index)
-        answer = bytes(handle.tolist()).hex()
+        for step in range(1, _TRIALS + 1):  # to the end, unless the peers know: nobody waits for this rank
+            rows = tested.gather(numbers + (rank + step), Tag(0, step))
+            total = tested.start_sum(numbers + (rank + step), Tag(0, step)).wait()
+            want = torch.stack([numbers + (peer + step) for peer in range(world)])
+            if not (torch.equal(rows, want) and torch.equal(total, want.sum(0))):
+                result = "does not work: numbers arrived changed"
+            tested.check()
     except RuntimeError as error:
-        own, answer = None, f"no memory: {str(error).splitlines()[0]}"
-    answers = agreement.ask("memory of a GPU", f"{agreement.rank}|{answer}")
-    by_rank = dict(answer.split("|", 1) for answer in answers)
-    if failed := {a: [int(r)] for r, a in by_rank.items() if a.startswith("no ")}:
-        return answers_text(failed)
-    result = "opened"
-    try:
-        arenas = [
-            own
-            if rank == agreement.rank
-            else _ops.ipc_open(
-                torch.tensor(list(bytes.fromhex(by_rank[str(rank)])), dtype=torch.uint8), size, device.index
-            )
-            for rank in range(agreement.world)
-        ]
-    except RuntimeError as error:
-        result = str(error).splitlines()[0]
-    answers = agreement.ask("memory of the peers' GPUs", result)
-    if list(answers) != ["opened"]:
+        result = f"does not work: {str(error).splitlines()[0]}"
+    answers = agreement.ask(f"trial of {name}", result)
+    if list(answers) != ["works"]:
         return answers_text(answers)
 
     def meet(said: tuple[int, int, int]) -> list[tuple[int, int, int]]:
         texts = agreement.ask("the first exchange after an error", " ".join(map(str, said)))
         if wrong := {text: ranks for text, ranks in texts.items() if len(text.split()) != 3}:
-            raise RuntimeError(f"rank {agreement.rank} is back after an error, but {answers_text(wrong)}")
+            raise RuntimeError(f"rank {rank} is back after an error, but {answers_text(wrong)}")
         return [tuple(map(int, text.split())) for text in texts]
 
-    return DeviceMemory(NAME, arenas, agreement.rank, capacity, agreement.timeout, describe, meet)
+    return DeviceMemory(name, arenas, rank, capacity, agreement.timeout, describe, meet)

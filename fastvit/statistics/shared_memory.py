@@ -34,7 +34,6 @@ from .exchange import (
 )
 
 NAME = "SharedMemory"
-BY_DEFAULT = True
 FOLDER = Path("/dev/shm")  # where POSIX shared memory lives on Linux
 _SLICE = 0.05  # seconds of waiting in C++ between looks at signals and at peers that died
 _ops = torch.ops.fastvit
@@ -83,6 +82,9 @@ class SharedMemory:
             self._rejoin()
         self._step = (self._step + 1) % STEPS
         return self._step
+
+    def check(self) -> None:
+        """Nothing: whoever waits for an exchange raises what becomes of it."""
 
     def gather(self, moments: Tensor, tag: Tag) -> Tensor:
         """The moments of all ranks, `(world_size, 2C + 2)`, in rank order."""
@@ -205,6 +207,7 @@ def connect(
     dtype: torch.dtype,
     describe: Callable[[Tag, str], str],
     device: torch.device,
+    asked: bool,
 ) -> SharedMemory | str:
     """A segment that all ranks have mapped, with room for layers of `channels`; or why there is none.
 

@@ -392,14 +392,11 @@ def test_bad_arguments(engine):
 def test_a_layer_over_a_group(engine, monkeypatch):
     """SyncBatchNorm through the choice of a provider, tickets and autograd, in a group of one rank."""
 
-    def connect(agreement, channels, dtype, describe, device):
+    def connect(agreement, channels, dtype, describe, device, asked):
         loop = loopback(1)
-        return device_memory.DeviceMemory(
-            "CudaIpc", loop.arenas, 0, loop.ranks[0].capacity, 5.0, describe, lambda said: [said]
-        )
+        return device_memory.trial("CudaIpc", loop.arenas, agreement, loop.ranks[0].capacity, describe)
 
     provider = type("Provider", (), {"connect": staticmethod(connect), "host": lambda device: "host here"})
-    provider.BY_DEFAULT = True
     monkeypatch.setitem(group.PROVIDERS, "cpu", provider)
     monkeypatch.setattr(
         statistics, "over", lambda process_group, layer: statistics.Shared(dist.group.WORLD, layer)
