@@ -23,6 +23,7 @@ from .exchange import (
     Report,
     Tag,
     mismatch,
+    never_ended,
     packets,
 )
 
@@ -142,10 +143,8 @@ class DeviceMemory:
         _ops.exchange_give_up(self._exchange, self._arenas[self._rank])
         self._fields[_OPEN] = 0
         self._abandoned = True
-        raise RuntimeError(
-            f"rank {self._rank}: an exchange was begun and, after an error, never ended: "
-            f"{self._describe(Tag(self._fields[_LAYER], self._fields[_STEP]), 'exchange')}"
-        )
+        tag = Tag(self._fields[_LAYER], self._fields[_STEP])
+        raise never_ended(self._rank, self._describe(tag, "exchange"))
 
     def _rejoin(self) -> None:
         """Waits until every rank has come back from the error, and agrees on epoch and step."""

@@ -87,3 +87,7 @@ def mismatch(rank: int, mine: str, others: list[tuple[int, str]]) -> RuntimeErro
         f"rank {rank} is in {mine}, but {theirs}: the ranks of a group must run the same layers in the same "
         "order; did one of them skip a layer?"
     )
+
+
+def never_ended(rank: int, what: str) -> RuntimeError:
+    return RuntimeError(f"rank {rank}: an exchange was begun and, after an error, never ended: {what}")
