@@ -81,7 +81,7 @@ def killed(rank, world, where):
 @both_ways
 @pytest.mark.parametrize("where", ["forward", "backward", "between"])
 def test_killed(ranks, where, statistics):
-    world = 3 if statistics == "peer" else 2
+    world = {"forward": 2, "backward": 3, "between": 4}[where]
     results = ranks.run(world, killed, where, statistics=statistics, group_timeout=15, breaks=True)
     assert results.pop(1) is None
     for message, seconds in results:

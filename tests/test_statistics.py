@@ -208,29 +208,35 @@ def test_a_compiled_rank_meets_one_that_is_not(ranks, statistics):
     ranks.run(2, one_compiles, statistics=statistics)
 
 
-def checked_later(rank, world):
+def checked_later(rank, world, where):
     """What a GPU does, whose host does not wait: NaN first, an error at the next call, no harm done."""
     a, b = fastvit.SyncBatchNorm(6), fastvit.SyncBatchNorm(6)
     step(a), step(b)
-    transport = statistics_of(dist.group.WORLD, CPU).transport
-    transport._deferred = True
+    statistics_of(dist.group.WORLD, CPU).transport._deferred = True
     step(a), step(b)
+    statistics.check()
     before = [t.clone() for layer in (a, b) for t in (layer.running_mean, layer.running_var)]
-    y = (b if rank else a)(torch.randn(4, 6))
+    y = (b if rank else a)(torch.randn(4, 6, requires_grad=True))
     assert y.isnan().all()
     after = [t for layer in (a, b) for t in (layer.running_mean, layer.running_var)]
     assert all(map(torch.equal, after, before))
+    calls = {
+        "forward": lambda: a(torch.randn(4, 6)),
+        "backward": y.sum().backward,
+        "evaluation": lambda: copy.deepcopy(a).eval()(torch.randn(4, 6)),
+        "check": statistics.check,
+    }
     with pytest.raises(
-        RuntimeError,
-        match=rf"rank {rank} is in forward of layer {rank} .*, but rank {1 - rank} in forward of layer",
+        RuntimeError, match=f"rank {rank} is in forward of layer {rank} .*, but rank {1 - rank}"
     ):
-        a(torch.randn(4, 6))
-    y = step(a)
-    assert y.isfinite().all()
+        calls[where]()
+    statistics.check()  # it is said once
+    assert step(a).isfinite().all()
 
 
-def test_a_mismatch_that_the_host_sees_later(ranks):
-    ranks.run(2, checked_later, statistics="collective")
+@pytest.mark.parametrize("where", ["forward", "backward", "evaluation", "check"])
+def test_a_mismatch_that_the_host_sees_later(ranks, where):
+    ranks.run(2, checked_later, where, statistics="collective")
 
 
 def test_every_copy_of_a_layer_is_a_layer_of_its_own():
