@@ -70,6 +70,10 @@ struct Unpacking {
   }
   FASTVIT_INLINE uint32_t kind() const { return rows == 1 ? peer::kSums : peer::kMoments; }
   FASTVIT_INLINE peer::Tag own_tag() const { return {uint32_t(layer), uint32_t(step), 0, kind()}; }
+  template <class M>
+  FASTVIT_INLINE bool fits(int64_t of) const {
+    return same_exchange(tag_of<M>(of), own_tag());
+  }
   template <class A, class M>
   FASTVIT_INLINE void write(int64_t i, bool good) const {
     const M* const from = static_cast<const M*>(messages);
@@ -83,7 +87,7 @@ struct Unpacking {
     for (int64_t of = ranks() - 1; of >= 0; --of) {
       const peer::Tag theirs = tag_of<M>(of);
       if (theirs.step > report.epoch) report.epoch = theirs.step;
-      if (!(theirs == report.mine)) report.peer = uint32_t(of), report.theirs = theirs;
+      if (!same_exchange(theirs, report.mine)) report.peer = uint32_t(of), report.theirs = theirs;
     }
     return report;
   }

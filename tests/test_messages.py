@@ -57,6 +57,16 @@ def test_tags_that_differ(rank, other, gathered, device):
     assert not report
 
 
+@pytest.mark.parametrize("gathered", [True, False])
+def test_a_captured_step_goes_with_every_other(gathered, device):
+    numbers, tags = torch.randn(3, 6, device=device), [Tag(7, 5), Tag(7, 0), Tag(7, 5)]
+    messages = travel(numbers, tags, False, gathered)
+    for rank, tag in enumerate(tags):
+        report = Report(device != "cpu")
+        got = ops.message_unpack(messages, numbers[0], *tag, rank, 3, gathered, report.memory)
+        assert got.isfinite().all() and not report
+
+
 def test_bad_arguments(device):
     row, report = torch.zeros(6, device=device), Report(device != "cpu").memory
     with pytest.raises(RuntimeError, match="message_pack: numbers is .* .6.; at most 4 numbers of float32"):

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import fastvit
 from fastvit import info, statistics
 from fastvit.statistics import shared_memory
-from fastvit.statistics.group import statistics_of
+from fastvit.statistics.group import GroupStatistics, statistics_of
 
 both_ways = pytest.mark.parametrize("statistics", ["collective", "peer"])
 CPU = torch.device("cpu")
@@ -245,6 +245,14 @@ def test_every_copy_of_a_layer_is_a_layer_of_its_own():
     copies += fastvit.convert_syncbn_model(nn.ModuleList([nn.BatchNorm1d(3), fastvit.InPlaceABN(3)]))
     assert len({one.layer_number for one in copies}) == 6
     assert not hasattr(fastvit.revert_syncbn_model(copies[-2]), "layer_number")
+
+
+def test_a_first_call_is_not_captured(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    shared = GroupStatistics.__new__(GroupStatistics)  # of GPUs, without a group
+    shared.__dict__.update(_device=torch.device("cuda"), _layers={}, _process=os.getpid())
+    with pytest.raises(RuntimeError, match=r"first call of a layer .bn, 6 channels. .* run a step before"):
+        shared.gather(statistics.Layer("bn", 1, 0.1), torch.zeros(14))
 
 
 def test_without_a_group():

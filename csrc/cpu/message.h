@@ -14,8 +14,7 @@ struct CpuMessages {
   static void unpack(const message::Unpacking& unpacking) {
     unpacking.kinds.call([&]<class A, class M>() {
       bool good = true;
-      for (int64_t rank = 0; rank < unpacking.ranks(); ++rank)
-        good &= unpacking.tag_of<M>(rank) == unpacking.own_tag();
+      for (int64_t rank = 0; rank < unpacking.ranks(); ++rank) good &= unpacking.fits<M>(rank);
       for (int64_t i = 0; i < unpacking.rows * unpacking.n; ++i) unpacking.write<A, M>(i, good);
       if (!good) *unpacking.report = unpacking.mismatch<M>();
     });

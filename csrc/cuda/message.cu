@@ -22,7 +22,7 @@ template <class A, class M>
 __global__ void __launch_bounds__(kThreads) unpack_kernel(const __grid_constant__ Unpacking unpacking) {
   bool differs = false;
   for (int64_t rank = threadIdx.x; rank < unpacking.ranks(); rank += kThreads)
-    differs |= !(unpacking.tag_of<M>(rank) == unpacking.own_tag());
+    differs |= !unpacking.fits<M>(rank);
   const bool good = !__syncthreads_or(differs);
   const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   if (i < unpacking.rows * unpacking.n) unpacking.write<A, M>(i, good);

@@ -48,6 +48,8 @@ class Collective:
         return True
 
     def next_step(self) -> int:
+        if self._deferred and torch.cuda.is_current_stream_capturing():
+            return 0  # which goes with every step
         self.check()
         self._step = (self._step + 1) % STEPS
         return self._step

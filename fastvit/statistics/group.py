@@ -106,6 +106,11 @@ class GroupStatistics:
         return number
 
     def _agree(self, layer: Layer, channels: int, dtype: torch.dtype) -> int:
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"the first call of a layer ({layer.op}, {channels} channels) that shares statistics cannot "
+                "be captured into a CUDA graph: the ranks agree on it, and allocate; run a step before"
+            )
         number = len(self._names)
         momentum = "cumulative" if layer.momentum is None else f"{layer.momentum:g}"
         name = f"layer {number} ({layer.op}, {channels} channels)"
