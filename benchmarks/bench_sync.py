@@ -6,7 +6,9 @@
 Exchange: moments forward, sums backward, without a layer; `bare` is torch.distributed's collective of as many
 numbers and nothing else, and ratios are bare / time. Step: forward and backward of one layer on every rank at
 once, the contenders in turn; `local` shares nothing, and ratios are medians of time / local of the same turn.
-torch.nn.SyncBatchNorm and apex's run where they can: on CUDA. Times are rank 0's, after an exchange.
+torch.nn.SyncBatchNorm and apex's run where they can: on CUDA. Each time begins when the ranks have left an
+exchange together, and is that of the rank which takes longest; the allocator keeps freed memory. What is
+called is counted by torch's profiler.
 """
 
 import argparse
@@ -21,7 +23,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from harness import provenance, write_csv
+from harness import provenance, reuse_memory, write_csv
 from torch import nn
 
 import fastvit
@@ -29,7 +31,9 @@ from fastvit import statistics
 from fastvit.statistics.collective import ALL_GATHER
 
 CHANNELS = (64, 256, 512, 1024, 2048)
-SHAPE = (32, 64, 28, 28)
+SHAPE = (32, 28, 28)  # of a step's input, without channels
+STEP_CHANNELS = {"cpu": (64,), "cuda": CHANNELS}
+DIRECTIONS = ("forward", "backward", "both")
 
 
 def group_that_takes(way: str) -> "dist.ProcessGroup":
@@ -61,15 +65,43 @@ def timed(work: Callable, device: torch.device) -> float:
     return (time.perf_counter() - begin) * 1e6
 
 
+def slowest(times: dict[tuple[str, str], list[float]]) -> dict[tuple[str, str], list[float]]:
+    """In each turn the time of the rank that took longest: nobody is done before."""
+    everybody = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, times)
+    return {key: [max(turn) for turn in zip(*(t[key] for t in everybody), strict=True)] for key in times}
+
+
 def summary(times: list[float]) -> dict[str, float]:
     ordered = sorted(times)
     return {f"p{p}_us": ordered[int(p / 100 * (len(ordered) - 1))] for p in (10, 50, 95)}
 
 
-def collectives(work: Callable) -> int:
-    with torch.profiler.profile() as profile:
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy", "aten::item")
+
+
+def counted(work: Callable, device: torch.device) -> dict[str, int]:
+    """What `work` calls, by torch's profiler: collectives, and torch's ops, those inside others left out.
+
+    On CUDA also kernels, NCCL's among them, and how often the host waits for the GPU.
+    """
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+        torch.cuda.synchronize()
+    with torch.profiler.profile(activities=activities) as profile:
         work()
-    return sum(e.count for e in profile.key_averages() if e.key.startswith("c10d::"))
+    on_host = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CPU]
+    is_op = {id(e): e.name.startswith(("aten::", "fastvit::")) for e in on_host}
+    counts = {
+        "collectives": sum(e.name.startswith("c10d::") for e in on_host),
+        "ops": sum(is_op[id(e)] and not is_op.get(id(e.cpu_parent), False) for e in on_host),
+    }
+    if device.type == "cuda":
+        on_gpu = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+        counts["kernels"] = sum(not e.name.startswith(("Memcpy", "Memset", "nccl:")) for e in on_gpu)
+        counts["host_waits"] = sum(e.name in WAITS for e in on_host)
+    return counts
 
 
 def bench_exchange(groups: dict, repeats: int, device: torch.device) -> list[dict]:
@@ -87,17 +119,15 @@ def bench_exchange(groups: dict, repeats: int, device: torch.device) -> list[dic
                     taken = timed(work, device)
                     if repeat >= repeats // 10:
                         times[name, direction].append(taken)
+        times = slowest(times)
         for (name, direction), taken in times.items():
-            work = ways[name][direction == "backward"]
             row = {"what": "exchange", "channels": channels, "way": name, "direction": direction}
-            rows.append(row | summary(taken) | {"collectives": collectives(work)})
-            bare = median(times["bare", direction])
-            rows[-1]["ratio"] = bare / rows[-1]["p50_us"]
+            rows.append(row | summary(taken) | counted(ways[name][direction == "backward"], device))
+            rows[-1]["ratio"] = median(times["bare", direction]) / rows[-1]["p50_us"]
     return rows
 
 
-def layers(groups: dict, device: torch.device) -> dict[str, nn.Module]:
-    channels = SHAPE[1]
+def layers(channels: int, groups: dict, device: torch.device) -> dict[str, nn.Module]:
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     chosen = {"local": fastvit.SyncBatchNorm(channels, process_group=alone)}
     chosen |= {name: fastvit.SyncBatchNorm(channels, process_group=g) for name, g in groups.items()}
@@ -112,33 +142,46 @@ def layers(groups: dict, device: torch.device) -> dict[str, nn.Module]:
     return {name: layer.to(device) for name, layer in chosen.items()}
 
 
-def bench_step(groups: dict, repeats: int, device: torch.device) -> list[dict]:
-    x = torch.randn(SHAPE, device=device, requires_grad=True)
-    dy = torch.randn(SHAPE, device=device)
-    contenders = layers(groups, device)
+def bench_step(channels: int, groups: dict, repeats: int, device: torch.device) -> list[dict]:
+    x = torch.randn(SHAPE[0], channels, *SHAPE[1:], device=device, requires_grad=True)
+    dy = torch.randn_like(x)
     together = exchange(
         next(reversed(groups.values())), torch.zeros(10, device=device), torch.zeros(8, device=device)
     )[0]
-    bare = bare_exchange(
-        torch.zeros(2 * SHAPE[1] + 2, device=device), torch.zeros(2 * SHAPE[1], device=device)
+    gather, reduce = bare_exchange(
+        torch.zeros(2 * channels + 2, device=device), torch.zeros(2 * channels, device=device)
     )
-    steps = {name: (lambda layer=layer: layer(x).backward(dy)) for name, layer in contenders.items()}
-    steps["bare"] = lambda: [collective() for collective in bare]
-    times = {name: [] for name in steps}
+    steps = {
+        name: (lambda layer=layer: layer(x), lambda y: y.backward(dy))
+        for name, layer in layers(channels, groups, device).items()
+    }
+    steps["bare"] = gather, lambda _: reduce()
+    times = {(name, d): [] for name in steps for d in ("forward", "backward", "both")}
     for repeat in range(repeats):
-        for name, step in steps.items():
-            x.grad = None
+        for name, (forward, backward) in steps.items():
+            x.grad, kept = None, []
             together()
-            taken = timed(step, device)
+            first = timed(lambda forward=forward, kept=kept: kept.append(forward()), device)
+            second = timed(lambda backward=backward, kept=kept: backward(kept.pop()), device)
             if repeat >= repeats // 10:
-                times[name].append(taken)
+                for direction, taken in zip(DIRECTIONS, (first, second, first + second), strict=True):
+                    times[name, direction].append(taken)
+    times = slowest(times)
+    counts = {}
+    for name, (forward, backward) in steps.items():
+        x.grad, kept = None, []
+        once = counted(lambda forward=forward, kept=kept: kept.append(forward()), device)
+        again = counted(lambda backward=backward, kept=kept: backward(kept.pop()), device)
+        both = {what: once[what] + again[what] for what in once}
+        counts |= {(name, d): c for d, c in zip(DIRECTIONS, (once, again, both), strict=True)}
     rows = []
-    for name, taken in times.items():
-        row = {"what": "step", "channels": SHAPE[1], "way": name, "direction": "both"} | summary(taken)
-        row["collectives"] = collectives(steps[name])
-        row["ratio"] = median(t / local for t, local in zip(taken, times["local"], strict=True))
+    for (name, direction), taken in times.items():
+        row = {"what": "step", "channels": channels, "way": name, "direction": direction}
+        row |= summary(taken) | counts[name, direction]
+        local, bare = times["local", direction], times["bare", direction]
+        row["ratio"] = median(t / alone for t, alone in zip(taken, local, strict=True))
         if name == "Collective":
-            whole = [local + c for local, c in zip(times["local"], times["bare"], strict=True)]
+            whole = [alone + collective for alone, collective in zip(local, bare, strict=True)]
             row["ratio_to_local_and_bare"] = median(t / w for t, w in zip(taken, whole, strict=True))
         rows.append(row)
     return rows
@@ -156,10 +199,13 @@ def rank_main(rank: int, world: int, store: str, options: argparse.Namespace) ->
     )  # fmt: skip
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     groups = {"Collective": group_that_takes("collective")}
-    if not cuda:
-        groups["SharedMemory"] = group_that_takes("peer")
+    try:
+        groups["CudaIpc" if cuda else "SharedMemory"] = group_that_takes("peer")
+    except RuntimeError as error:  # on all ranks
+        print(error)
     rows = bench_exchange(groups, options.repeats, device)
-    rows += bench_step(groups, options.repeats, device)
+    for channels in STEP_CHANNELS[device.type]:
+        rows += bench_step(channels, groups, options.repeats, device)
     if rank == 0:
         where = provenance(device.type)
         rows = [{"world": world, "threads": options.threads} | row | where for row in rows]
@@ -167,7 +213,8 @@ def rank_main(rank: int, world: int, store: str, options: argparse.Namespace) ->
             print(
                 f"{row['what']:9} C={row['channels']:<5} {row['way']:20} {row['direction']:9} "
                 f"{row['p50_us']:9.1f} us  p10 {row['p10_us']:9.1f}  p95 {row['p95_us']:9.1f}  "
-                f"collectives {row['collectives']}  ratio {row['ratio']:.3f}  "
+                f"collectives {row['collectives']}  ops {row['ops']:2}  kernels {row.get('kernels', '-')}  "
+                f"host waits {row.get('host_waits', '-')}  ratio {row['ratio']:.3f}  "
                 f"{row.get('ratio_to_local_and_bare', '')}"
             )
         print(write_csv(options.name or f"sync_{device.type}", rows))
@@ -184,6 +231,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=300, help="timed exchanges and steps of each kind")
     parser.add_argument("--name", help="results/NAME.csv (default: sync_DEVICE)")
     options = parser.parse_args()
+    reuse_memory()
     if "RANK" in os.environ:
         rank_main(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "", options)
         return

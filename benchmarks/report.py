@@ -45,8 +45,9 @@ def table(rows: list[dict[str, str]]) -> str:
 def sync_table(rows: list[dict[str, str]]) -> str:
     first = rows[0]
     lines = [
-        "| what | C | direction | way | us (p95) | collectives | bare / time, or time / local |",
-        "|---|---|---|---|---|---|---|",
+        "| what | C | direction | way | us (p95) | collectives | ops | kernels | host waits "
+        "| bare / time, or time / local |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for r in rows:
         times = f"{float(r['p50_us']):.0f} ({float(r['p95_us']):.0f})"
@@ -55,11 +56,17 @@ def sync_table(rows: list[dict[str, str]]) -> str:
             ratio += f" ({float(r['ratio_to_local_and_bare']):.3g} of local + bare)"
         lines.append(
             f"| {r['what']} | {r['channels']} | {r['direction']} | {r['way']} | {times} | {r['collectives']} "
-            f"| {ratio} |"
+            f"| {r['ops']} | {r.get('kernels', '')} | {r.get('host_waits', '')} | {ratio} |"
         )
     where = f"{first['device']}, torch {first['torch']}, commit {first['commit']}, {first['date']}"
-    lines += ["", f"{first['world']} ranks, {first['threads']} thread(s) each; medians. {where}."]
-    lines += ["`bare`: torch.distributed's collective of as many numbers and nothing else.", ""]
+    lines += [
+        "",
+        f"{first['world']} ranks, {first['threads']} thread(s) each; medians of the slower rank's. {where}.",
+    ]
+    lines += [
+        "`bare`: torch.distributed's collective of as many numbers and nothing else. Counts are torch's"
+    ]
+    lines += ["profiler's; ops are torch's, those inside others left out.", ""]
     return "\n".join(lines)
 
 

@@ -4,8 +4,10 @@
 // can both follow in eager mode; abn_forward is the same with a result of its own. Sums and moments are
 // packed so that ranks exchange each with one collective.
 #include "cpu/backend.h"
+#include "cpu/message.h"
 #include "cpu/peer_ops.h"
 #include "frontend.h"
+#include "message_ops.h"
 
 STABLE_TORCH_LIBRARY(fastvit, m) {
   m.def("bn_stats(Tensor x, int channel_dim, Tensor? exchange=None) -> Tensor");
@@ -56,6 +58,12 @@ STABLE_TORCH_LIBRARY(fastvit, m) {
   m.def(
       "abn_backward(Tensor y, Tensor dy, Tensor saved, Tensor? sums, Tensor? weight, Tensor? bias, "
       "str activation, float activation_param, int channel_dim, Tensor? exchange=None) -> Tensor");
+  m.def(
+      "message_pack(Tensor numbers, int layer, int step, int tag, int tags, int capacity, bool wide) -> "
+      "Tensor");
+  m.def(
+      "message_unpack(Tensor messages, Tensor numbers, int layer, int step, int rank, int ranks, "
+      "bool gathered, Tensor(a!) report) -> Tensor");
   m.def("peer_segment_bytes(int world, int capacity) -> int");
   m.def(
       "peer_push(Tensor(a!) segment, Tensor(b!) state, Tensor numbers, int layer, int step, int kind) -> ()");
@@ -78,6 +86,7 @@ STABLE_TORCH_LIBRARY(fastvit, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(fastvit, CPU, m) {
   fastvit::Frontend<fastvit::Cpu>::implement(m);
+  fastvit::implement_messages<fastvit::CpuMessages>(m);
   m.impl("peer_push", TORCH_BOX(&fastvit::peer_push));
   m.impl("peer_poll", TORCH_BOX(&fastvit::peer_poll));
   m.impl("peer_exchange", TORCH_BOX(&fastvit::peer_exchange));

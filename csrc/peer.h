@@ -128,6 +128,7 @@ struct alignas(64) Status {
   uint64_t rejoined;  // {generation, epoch}: the last generation at which it was ready again, and its epoch
   uint64_t step;      // its count of forward exchanges when it rejoined
   uint64_t process;   // its process id, where ranks watch each other
+  uint64_t core;      // that it last sent from, plus 1
 };
 
 FASTVIT_INLINE uint64_t generation_at(uint64_t generation, uint32_t epoch) {

@@ -23,6 +23,8 @@ from .reference import activate
 
 def _shared(op: str, training: bool, group, layer: int, momentum: float | None):
     if not training:
+        if not torch.compiler.is_compiling():
+            statistics.check()  # what became of the last exchanges of training
         return statistics.Local()
     return statistics.over(group, statistics.Layer(op, layer, momentum))
 

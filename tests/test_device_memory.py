@@ -1,6 +1,7 @@
 """How ranks come to have each other's GPU memory open, or to agree that they cannot; the memory is the CPU's.
 
-What is exchanged through it: tests/cuda_host/test_cuda_host_exchange.py, and tests/test_cuda.py on a GPU.
+Each rank is a thread, and what CUDA or torch does between processes is made up here. What is exchanged
+through it: tests/cuda_host/test_cuda_host_exchange.py, and tests/test_cuda.py on a GPU.
 """
 
 import threading
@@ -10,80 +11,143 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fastvit.statistics import device_memory
+from fastvit import _library
+from fastvit.statistics import cuda_ipc, device_memory, symm_mem
 from fastvit.statistics.agreement import Agreement
 
 raw = torch.ops.fastvit
+CPU = torch.device("cpu")
+PROVIDERS = pytest.mark.parametrize("provider", [cuda_ipc, symm_mem], ids=lambda p: p.NAME)
 
 
-class Ipc:
-    """One rank's GPU, with the ops that share its memory; `fails` names the one that it refuses."""
+class Gpus:
+    """The ops of all ranks. `fails` names, by rank, what it refuses."""
 
-    def __init__(self, memory: dict, rank: int, fails: str):
-        self._memory, self._rank, self._fails = memory, rank, fails
+    def __init__(self, world: int, fails: dict[int, str], gpus: int | None = None):
+        self.world, self.fails, self.gpus = world, fails, gpus or world
+        self.arenas, self.handles = {}, []
+        self.thread, self.barrier, self.sent = threading.local(), threading.Barrier(world), {}
 
+    def may(self, what: str, text: str) -> None:
+        if self.fails.get(self.rank) == what:
+            raise RuntimeError(f"CUDA error: {text}\nmore")
+
+    @property
+    def rank(self) -> int:
+        return self.thread.rank
+
+    # torch.ops.fastvit
     exchange_arena_bytes = staticmethod(raw.exchange_arena_bytes)
 
     def ipc_memory(self, size, device):
-        if self._fails == "memory":
-            raise RuntimeError("CUDA error: out of memory\nmore")
-        self._memory[self._rank] = torch.zeros(size, dtype=torch.uint8)
-        return self._memory[self._rank], torch.tensor([self._rank, 7, 255], dtype=torch.uint8)
+        self.may("memory", "out of memory")
+        self.arenas[self.rank] = torch.zeros(size, dtype=torch.uint8)
+        return self.arenas[self.rank], torch.tensor([self.rank, 7, 255], dtype=torch.uint8)
 
     def ipc_open(self, handle, size, device):
-        if self._fails == "open":
-            raise RuntimeError("CUDA error: peer access is not supported\nmore")
+        self.may("open", "peer access is not supported")
         assert handle[1:].tolist() == [7, 255]
-        return self._memory[int(handle[0])]
+        return self.arenas[int(handle[0])]
+
+    def exchange_push(self, fields, numbers, kind):
+        world = int(fields[1])
+        assert fields[8:].tolist() == [self.arenas[rank].data_ptr() for rank in range(world)]
+        self.sent[self.rank] = numbers.clone()
+
+    def exchange_poll(self, fields, numbers, kind, add):
+        self.barrier.wait(20)
+        rows = torch.stack([self.sent[rank] for rank in range(self.world)])
+        self.barrier.wait(20)
+        if self.fails.get(self.rank) == "lost":
+            rows[-1, 5] += 1
+        return rows.sum(0) if add else rows
+
+    # torch.distributed._symmetric_memory
+    def get_backend(self, device):
+        return "CUDA"
+
+    def empty(self, size, *, dtype, device):
+        self.may("memory", "out of memory")
+        self.arenas[self.rank] = torch.full((size,), 255, dtype=dtype)
+        return self.arenas[self.rank]
+
+    def rendezvous(self, tensor, group):
+        assert group == "the group" and tensor is self.arenas[self.rank] and not tensor.any()
+        self.barrier.wait(20)  # all ranks come, or this would hang
+        self.may("open", "peer access is not supported")
+        return self
+
+    def get_remote_tensor(self, peer, sizes, dtype):
+        assert peer != self.rank and self.arenas[peer].shape == sizes and dtype == torch.uint8
+        return self.arenas[peer]
 
 
-class Ops:
-    """torch.ops.fastvit of the rank that the calling thread is."""
-
-    def __init__(self):
-        self.rank = threading.local()
-
-    def __getattr__(self, name):
-        return getattr(self.rank.ipc, name)
-
-
-def connect(monkeypatch, world: int, fails: dict[int, str]) -> list:
-    """What device_memory.connect gives on each of `world` ranks, which are threads."""
-    store, memory, ops = dist.HashStore(), {}, Ops()
-    monkeypatch.setattr(device_memory, "_ops", ops)
+def connect(monkeypatch, provider, gpus: Gpus, asked: bool = False) -> list:
+    """What the provider's connect gives on each rank."""
+    store = dist.HashStore()
+    monkeypatch.setattr(cuda_ipc, "_ops", gpus)
+    monkeypatch.setattr(device_memory, "_ops", gpus)
+    monkeypatch.setattr(cuda_ipc, "_gpu", lambda device: f"GPU-{gpus.rank % gpus.gpus}")
+    monkeypatch.setattr(symm_mem, "_symmetric_memory", lambda: gpus)
 
     def run(rank):
-        ops.rank.ipc = Ipc(memory, rank, fails.get(rank, ""))
+        gpus.thread.rank = rank
         agreement = Agreement.__new__(Agreement)  # the store of a group, without the group
-        agreement.__dict__.update(rank=rank, world=world, timeout=20.0, _store=store, _asked=0)
+        agreement.__dict__.update(
+            rank=rank, world=gpus.world, timeout=20.0, group_name="the group", _store=store, _asked=0
+        )
         describe = lambda tag, direction: f"{direction}, step {tag.step}"  # noqa: E731
-        return device_memory.connect(agreement, 8, torch.float32, describe, torch.device("cpu"))
+        return provider.connect(agreement, 8, torch.float32, describe, CPU, asked)
 
-    with ThreadPoolExecutor(world) as pool:
-        return list(pool.map(run, range(world)))
+    with ThreadPoolExecutor(gpus.world) as pool:
+        return list(pool.map(run, range(gpus.world)))
 
 
-def test_all_ranks_open_all_memory(monkeypatch):
-    members = connect(monkeypatch, 3, {})
-    for member in members:
-        assert member.name == "CudaIpc" and member.reserve(2048, torch.float32)
+@PROVIDERS
+def test_all_ranks_open_all_memory(monkeypatch, provider):
+    gpus = Gpus(3, {})
+    for member in connect(monkeypatch, provider, gpus):
+        assert member.name == provider.NAME and member.reserve(2048, torch.float32)
         assert not member.reserve(2049, torch.float32)
-        assert [a.data_ptr() for a in member._arenas] == [
-            m._arenas[r].data_ptr() for r, m in enumerate(members)
-        ]
+        assert [a.data_ptr() for a in member._arenas] == [gpus.arenas[r].data_ptr() for r in range(3)]
+        assert member.next_step() == 1  # the trial's are not counted
 
 
+@PROVIDERS
 @pytest.mark.parametrize(
     "fails,text",
-    [({1: "open"}, "peer access is not supported"), ({2: "memory"}, "rank 2: no memory: CUDA error: out of")],
+    [
+        ({1: "open"}, "peer access is not supported"),
+        ({2: "memory"}, "CUDA error: out of memory"),
+        ({0: "lost"}, "rank 0: does not work: numbers arrived changed"),
+    ],
 )
-def test_one_rank_that_cannot_decides_for_all(monkeypatch, fails, text):
-    answers = connect(monkeypatch, 3, fails)
+def test_one_rank_that_cannot_decides_for_all(monkeypatch, provider, fails, text):
+    answers = connect(monkeypatch, provider, Gpus(3, fails))
     assert len(set(answers)) == 1 and text in answers[0], answers
 
 
-def test_too_many_ranks(monkeypatch):
+def test_ranks_share_a_gpu_only_when_asked(monkeypatch):
+    assert set(connect(monkeypatch, cuda_ipc, Gpus(3, {}, gpus=2))) == {"3 ranks on 2 GPUs"}
+    members = connect(monkeypatch, cuda_ipc, Gpus(2, {}, gpus=1), asked=True)
+    assert [member.name for member in members] == ["CudaIpc"] * 2
+
+
+@PROVIDERS
+def test_too_many_ranks(provider):
     many = Agreement.__new__(Agreement)
     many.__dict__.update(rank=0, world=17)
-    answer = device_memory.connect(many, 8, torch.float32, None, torch.device("cpu"))
+    answer = provider.connect(many, 8, torch.float32, None, CPU, False)
     assert answer == "17 ranks, more than 16"
+
+
+def test_where_symmetric_memory_is_missing(monkeypatch):
+    assert cuda_ipc.host(CPU).startswith("no CUDA kernels") or _library.HAS_CUDA
+    monkeypatch.setattr(_library, "HAS_CUDA", True)
+    assert symm_mem.host(CPU) == "no symmetric memory for cpu"  # by torch itself, which has it for CUDA alone
+
+    def missing():
+        raise ImportError("no module")
+
+    monkeypatch.setattr(symm_mem, "_symmetric_memory", missing)
+    assert symm_mem.host(CPU) == f"no symmetric memory in torch {torch.__version__}: no module"

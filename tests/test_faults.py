@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import fastvit
+from fastvit.statistics.group import statistics_of
 from fastvit.statistics.shared_memory import FOLDER
 
 both_ways = pytest.mark.parametrize("statistics", ["collective", "peer"])
@@ -80,13 +81,13 @@ def killed(rank, world, where):
 @both_ways
 @pytest.mark.parametrize("where", ["forward", "backward", "between"])
 def test_killed(ranks, where, statistics):
-    world = 3 if statistics == "peer" else 2
+    world = {"forward": 2, "backward": 3, "between": 4}[where]
     results = ranks.run(world, killed, where, statistics=statistics, group_timeout=15, breaks=True)
     assert results.pop(1) is None
     for message, seconds in results:
         assert seconds < 5, message  # well before the timeout
-    if statistics == "peer":
-        assert "rank 1 has ended" in results[0][0] and where.replace("between", "forward") in results[0][0]
+        assert f" in {where.replace('between', 'forward')} of layer " in message
+        assert statistics == "collective" or "rank 1 has ended" in message
     assert not list(FOLDER.glob("fastvit-*"))
 
 
@@ -130,6 +131,26 @@ def test_a_rank_skips_a_layer(ranks, direction, channels, statistics):
     for rank, (message, seconds) in enumerate(results):
         assert f"rank {rank} is in {direction} of {names[rank]}, step" in message and seconds < 5
         assert f"rank {1 - rank} in {direction} of {names[1 - rank]}, step" in message
+
+
+def one_is_ahead(rank, world):
+    """One rank is in a forward when the other is in its backward."""
+    a, b = layers(2)
+    works([a, b])
+    y = a(leaf())
+    message, seconds = error_of((lambda: b(leaf())) if rank == 0 else y.sum().backward, b)
+    if statistics_of(dist.group.WORLD, torch.device("cpu")).transport.name == "SharedMemory":
+        works([a, b])
+    return message, seconds
+
+
+@both_ways
+def test_a_forward_that_meets_a_backward(ranks, statistics):
+    results = ranks.run(2, one_is_ahead, statistics=statistics, breaks=True, group_timeout=2)
+    names = "forward of layer 1 (sync_batch_norm, 6 channels)", "backward of layer 0 (sync_batch_norm, 6 ch"
+    for rank, (message, seconds) in enumerate(results):
+        assert f"rank {rank} " in message and f"in {names[rank]}" in message and seconds < 4
+        assert statistics == "collective" or names[1 - rank] in message
 
 
 def differ(rank, world, what):

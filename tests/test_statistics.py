@@ -15,8 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import fastvit
 from fastvit import info, statistics
 from fastvit.statistics import shared_memory
-from fastvit.statistics.collective import _Later
-from fastvit.statistics.group import statistics_of
+from fastvit.statistics.group import GroupStatistics, statistics_of
 
 both_ways = pytest.mark.parametrize("statistics", ["collective", "peer"])
 CPU = torch.device("cpu")
@@ -61,10 +60,12 @@ original_map = shared_memory._map
     [
         (["auto", "auto"], None, "group 0 (2 ranks, cpu): SharedMemory, host"),
         (["auto", "peer"], None, "group 0 (2 ranks, cpu): SharedMemory, host"),
+        (["auto", "symm_mem"], None, "group 0 (2 ranks, cpu): SharedMemory, host"),
+        (["symm_mem", "collective"], None, "cannot: FASTVIT_STATISTICS=collective"),
         (["auto", "collective"], None, "group 0 (2 ranks, cpu): Collective: FASTVIT_STATISTICS=collective"),
         (["auto", "auto"], 1, "Collective: rank 0: mapped; rank 1: [Errno 2] No such file"),
         (["auto", "peer"], 0, "FASTVIT_STATISTICS=peer, but group 0 cannot: rank"),
-        (["auto", "shm"], None, "FASTVIT_STATISTICS is 'shm'; auto, collective, peer expected"),
+        (["auto", "shm"], None, "FASTVIT_STATISTICS is 'shm'; auto, collective, peer, symm_mem expected"),
     ],
 )
 def test_all_ranks_choose_the_same(ranks, wishes, breaks_on, said):
@@ -207,26 +208,35 @@ def test_a_compiled_rank_meets_one_that_is_not(ranks, statistics):
     ranks.run(2, one_compiles, statistics=statistics)
 
 
-def checked_later(rank, world):
+def checked_later(rank, world, where):
     """What a GPU does, whose host does not wait: NaN first, an error at the next call, no harm done."""
     a, b = fastvit.SyncBatchNorm(6), fastvit.SyncBatchNorm(6)
     step(a), step(b)
-    transport = statistics_of(dist.group.WORLD, CPU).transport
-    transport._later = _Later(CPU)
+    statistics_of(dist.group.WORLD, CPU).transport._deferred = True
     step(a), step(b)
+    statistics.check()
     before = [t.clone() for layer in (a, b) for t in (layer.running_mean, layer.running_var)]
-    y = (b if rank else a)(torch.randn(4, 6))
+    y = (b if rank else a)(torch.randn(4, 6, requires_grad=True))
     assert y.isnan().all()
     after = [t for layer in (a, b) for t in (layer.running_mean, layer.running_var)]
     assert all(map(torch.equal, after, before))
-    with pytest.raises(RuntimeError, match="in or before forward of layer 0 .* were in different layers"):
-        a(torch.randn(4, 6))
-    y = step(a)
-    assert y.isfinite().all()
+    calls = {
+        "forward": lambda: a(torch.randn(4, 6)),
+        "backward": y.sum().backward,
+        "evaluation": lambda: copy.deepcopy(a).eval()(torch.randn(4, 6)),
+        "check": statistics.check,
+    }
+    with pytest.raises(
+        RuntimeError, match=f"rank {rank} is in forward of layer {rank} .*, but rank {1 - rank}"
+    ):
+        calls[where]()
+    statistics.check()  # it is said once
+    assert step(a).isfinite().all()
 
 
-def test_a_mismatch_that_the_host_sees_later(ranks):
-    ranks.run(2, checked_later, statistics="collective")
+@pytest.mark.parametrize("where", ["forward", "backward", "evaluation", "check"])
+def test_a_mismatch_that_the_host_sees_later(ranks, where):
+    ranks.run(2, checked_later, where, statistics="collective")
 
 
 def test_every_copy_of_a_layer_is_a_layer_of_its_own():
@@ -235,6 +245,14 @@ def test_every_copy_of_a_layer_is_a_layer_of_its_own():
     copies += fastvit.convert_syncbn_model(nn.ModuleList([nn.BatchNorm1d(3), fastvit.InPlaceABN(3)]))
     assert len({one.layer_number for one in copies}) == 6
     assert not hasattr(fastvit.revert_syncbn_model(copies[-2]), "layer_number")
+
+
+def test_a_first_call_is_not_captured(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    shared = GroupStatistics.__new__(GroupStatistics)  # of GPUs, without a group
+    shared.__dict__.update(_device=torch.device("cuda"), _layers={}, _process=os.getpid())
+    with pytest.raises(RuntimeError, match=r"first call of a layer .bn, 6 channels. .* run a step before"):
+        shared.gather(statistics.Layer("bn", 1, 0.1), torch.zeros(14))
 
 
 def test_without_a_group():

@@ -46,7 +46,7 @@ TESTS = {  # processes of their own: after a fault in a kernel, a process can do
     "ops": ["tests/test_ops.py", "tests/test_local_ops.py"],
     "layers": ["tests/test_layers.py", "tests/test_peer_faults.py", "tests/test_convert_syncbn.py"],
     "BatchNormAct": ["tests/test_batch_norm_act.py", "tests/test_recompute.py"],
-    "GPU": ["tests/test_cuda.py"],
+    "GPU": ["tests/test_cuda.py", "tests/test_messages.py"],
     "compile": ["tests/test_compile.py"],
 }
 # float32 and bfloat16 over planes, rows, short planes and memory with gaps; few enough for a sanitizer

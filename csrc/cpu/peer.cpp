@@ -5,7 +5,8 @@
 //          poll reads as many; a cache line crosses from one core to the other once.
 // Waiting  in slices: the caller comes back for the next, so that Python sees signals and dead peers. Within
 //          one it spins for as long as a peer that runs needs, then yields (its threads may want this core),
-//          then sleeps.
+//          then sleeps. For a peer on the same core it sleeps at once: who yields stays there, and the two
+//          would run one after the other from then on, while who wakes is put on a core that is idle.
 #include <sched.h>
 
 #include <algorithm>
@@ -89,6 +90,9 @@ struct Segment {
     return -1;
   }
 
+  // Whether a rank was on this core when it last sent.
+  bool is_here(int64_t peer) const { return load(status[peer].core) == uint64_t(sched_getcpu()) + 1; }
+
   Packet* message(int64_t receiver, int64_t sender) const {
     return packets + receiver * inbox.packets() + inbox.message(sender, uint32_t(state->epoch));
   }
@@ -122,7 +126,7 @@ class Patience {
   Patience(double seconds, int64_t ranks)
       : begin_(Clock::now()), slice_(seconds), spin_(ranks <= cores() ? kSpin : 0) {}
 
-  bool wait() {
+  bool wait(bool same_core) {
     if (++rounds_ % 64 == 0 || phase_ != Phase::spin) {
       const double waited = std::chrono::duration<double>(Clock::now() - begin_).count();
       if (waited >= slice_) return false;
@@ -130,7 +134,7 @@ class Patience {
     }
     if (phase_ == Phase::spin)
       pause();
-    else if (phase_ == Phase::yield)
+    else if (phase_ == Phase::yield && !same_core)
       std::this_thread::yield();
     else
       std::this_thread::sleep_for(kSleep);
@@ -231,6 +235,7 @@ void peer_push(Tensor segment_tensor, Tensor state_tensor, Tensor numbers, int64
   const Payload payload = payload_of("peer_push", numbers, segment);
   const Tag tag = tag_for(numbers, payload, layer, step, kind);
   state->epoch = next_epoch(uint32_t(state->epoch));
+  __atomic_store_n(&segment.status[state->rank].core, uint64_t(sched_getcpu()) + 1, __ATOMIC_RELAXED);
   const uint32_t epoch = uint32_t(state->epoch);
   for (int64_t turn = 1; turn < state->world; ++turn) {  // begin behind oneself: not all at one inbox
     Packet* message = segment.message((state->rank + turn) % state->world, state->rank);
@@ -279,7 +284,9 @@ int64_t peer_poll(Tensor segment_tensor, Tensor state_tensor, Tensor numbers, Te
     const int64_t quitter = segment.gave_up_peer(waiting.empty());
     if (quitter >= 0) return blame(state, quitter), kGaveUp;
     if (waiting.empty()) break;
-    if (!patience.wait()) {
+    const bool same_core = std::any_of(waiting.begin(), waiting.end(),
+                                       [&](const Waiting& from) { return segment.is_here(from.peer); });
+    if (!patience.wait(same_core)) {
       std::fill_n(segment.missing, state->world, 0);
       for (const Waiting& from : waiting) segment.missing[from.peer] = 1;
       return kPending;
@@ -323,7 +330,7 @@ int64_t peer_rejoin(Tensor segment_tensor, Tensor state_tensor, double seconds) 
     int64_t absent = 0;
     for (int64_t peer = 0; peer < state->world; ++peer) absent += segment.missing[peer] = away(peer);
     if (absent == 0) break;
-    if (!patience.wait()) return kPending;
+    if (!patience.wait(false)) return kPending;
   }
   for (int64_t peer = 0; peer < state->world; ++peer) {
     epoch = later_epoch(epoch, uint32_t(load(segment.status[peer].rejoined)));

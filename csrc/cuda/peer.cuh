@@ -17,7 +17,7 @@
 #include <cstring>
 
 #include "../exchange.h"
-#include "ptx.cuh"
+#include "report.cuh"
 
 namespace fastvit {
 
@@ -84,13 +84,7 @@ class Poll {
 
   // By who decided that the exchange has failed.
   __device__ __forceinline__ void report(Fault fault, int rank, const peer::Tag& theirs) const {
-    const peer::Report said{fault, uint32_t(exchange.rank), uint32_t(rank), epoch, exchange.tag, theirs};
-    uint32_t words[sizeof(said) / 4];
-    memcpy(words, &said, sizeof(said));
-    uint32_t* to = reinterpret_cast<uint32_t*>(exchange.report);
-    for (unsigned i = 1; i < sizeof(said) / 4; ++i)
-      SystemAtomic<uint32_t>(to[i]).store(words[i], cuda::std::memory_order_relaxed);
-    SystemAtomic<uint32_t>(to[0]).store(uint32_t(fault), cuda::std::memory_order_release);
+    tell_host(exchange.report, {fault, uint32_t(exchange.rank), uint32_t(rank), epoch, exchange.tag, theirs});
     for (int peer = 0; peer < exchange.world; ++peer)
       if (peer != exchange.rank)
         SystemAtomic<uint64_t>(exchange.arenas[peer]->gave_up[exchange.rank])

@@ -2,10 +2,10 @@
 
 A layer's forward takes its packed moments from `moments`, its backward hands the packed local sums to
 `start_sum`. `Local` has nobody to ask. `Shared` exchanges them with the ranks of a group, which has chosen
-one way for all its layers: `SharedMemory` between the processes of one host, `CudaIpc` between its GPUs
-where that was asked for, or `Collective`, one packed all_gather and one all_reduce of torch.distributed.
-Ranks that are in different layers, that died or do not come are an error on every other rank: on CPUs
-before anything is written; on GPUs, which the host does not wait for, at the next call.
+one way for all its layers: `SharedMemory` between the processes of one host, `CudaIpc` between its GPUs,
+`SymmMem` where that was asked for, or `Collective`, one packed all_gather and one all_reduce of
+torch.distributed. Ranks that are in different layers, that died or do not come are an error on every other
+rank: on CPUs before anything is written; on GPUs, which the host does not wait for, at the next call.
 """
 
 import torch
@@ -14,10 +14,10 @@ from torch import Tensor
 
 from .. import ops
 from .exchange import PendingSum, Tag
-from .group import Layer, possible, statistics_of, taken
+from .group import Layer, check, possible, statistics_of, taken
 from .traced import gather_moments, sum_over_ranks
 
-__all__ = ["Layer", "Local", "Shared", "over", "possible", "taken"]
+__all__ = ["Layer", "Local", "Shared", "check", "over", "possible", "taken"]
 
 
 class Local:

@@ -4,6 +4,7 @@ Not by collectives: ranks that differ about what comes next cannot meet in one, 
 their sizes differ. The store only has to exist, as it does for every group of torch.distributed.
 """
 
+import contextlib
 import datetime
 import time
 from collections.abc import Callable
@@ -24,6 +25,7 @@ class Agreement:
 
     def __init__(self, group: "dist.ProcessGroup", device_type: str):
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        self.group_name = group.group_name
         self.timeout = timeout_of(group, device_type)
         store = dist.PrefixStore(
             f"fastvit/{device_type}", dist.distributed_c10d._get_process_group_store(group)
@@ -32,17 +34,25 @@ class Agreement:
         self._store = dist.PrefixStore(str(store.add(f"made/{self.rank}", 1)), store)
         self._asked = 0
 
-    def ask(
-        self, question: str, answer: str, check: Callable[[], None] = lambda: None
-    ) -> dict[str, list[int]]:
+    def ask(self, question: str, answer: str) -> dict[str, list[int]]:
         """The ranks by what they answered; one key when they agree. Waits for all of them.
 
-        `check` is called while waiting, and may raise. Raises RuntimeError, naming the ranks that did not
-        come, after the group's timeout; a rank that comes later raises too. The first answer is the one
+        Raises RuntimeError, naming the ranks that did not come, after the group's timeout; a rank that comes
+        later raises too, and so do all when one leaves, after Ctrl-C or an error. The first answer is the one
         others are compared with, so a question costs each rank a handful of messages in a group of any size.
         """
         self._asked += 1
         key = f"{self._asked}/"
+        try:
+            return self._ask(key, question, answer)
+        except BaseException as error:
+            with contextlib.suppress(RuntimeError):  # of a store that is gone
+                left = f"rank {self.rank} left it: {type(error).__name__}"
+                if self._store.compare_set(key + "end", "", left) == b"all":
+                    self._asked -= 1  # the others go on: this rank catches up when it asks again
+            raise
+
+    def _ask(self, key: str, question: str, answer: str) -> dict[str, list[int]]:
         first = self._store.compare_set(key + "answer", "", answer).decode()
         if first != answer:
             self._store.set(f"{key}other/{self.rank}", answer)
@@ -50,7 +60,7 @@ class Agreement:
         self._store.set(f"{key}here/{self.rank}", "")
         if self._store.add(key + "count", 1) == self.world:
             self._store.compare_set(key + "end", "", "all")
-        self._await(key + "end", question, check, lambda: self._close(key, question))
+        self._await(key + "end", lambda: self._close(key))
         end = self._store.get(key + "end").decode()
         if end != "all":
             raise RuntimeError(f"rank {self.rank}: {question}: {end}")
@@ -73,21 +83,20 @@ class Agreement:
         def late() -> str:
             raise RuntimeError(f"rank {self.rank}: {what}: rank 0 did not come within {self.timeout:g} s")
 
-        self._await(key, what, lambda: None, late)
+        self._await(key, late)
         return self._store.get(key).decode()
 
-    def _close(self, key: str, question: str) -> None:
+    def _close(self, key: str) -> None:
         absent = [r for r in range(self.world) if not self._store.check([f"{key}here/{r}"])]
         text = f"{ranks_text(absent)} did not come within {self.timeout:g} s"
         self._store.compare_set(key + "end", "", text)
 
-    def _await(self, key: str, what: str, check: Callable[[], None], late: Callable[[], None]) -> None:
+    def _await(self, key: str, late: Callable[[], None]) -> None:
         """Waits by looking, so that signals are seen; `late` is called once when time is up."""
         begin, pause = time.monotonic(), 1e-4
         while not self._store.check([key]):
             if time.monotonic() - begin > self.timeout:
                 return late()
-            check()
             time.sleep(pause)
             pause = min(2 * pause, 0.02)
 

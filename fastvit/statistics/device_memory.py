@@ -6,28 +6,32 @@ call raises as an error.
 """
 
 import array
-import ctypes
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from .. import _library
 from .agreement import Agreement, answers_text
-from .exchange import LEAST_PACKETS, MOMENTS, STEPS, SUMS, PendingSum, Tag, mismatch, packets
+from .exchange import (
+    GAVE_UP,
+    LEAST_PACKETS,
+    MISMATCH,
+    MOMENTS,
+    STEPS,
+    SUMS,
+    PendingSum,
+    Report,
+    Tag,
+    mismatch,
+    never_ended,
+    packets,
+)
 
 _ops = torch.ops.fastvit
 
-NAME = "CudaIpc"
-BY_DEFAULT = False  # only when asked for: it has been proven on a model of GPUs, and not yet on any
+_TRIALS, _TRIAL_SECONDS = 4, 10.0
 MOST_RANKS = 16  # csrc/exchange.h, kMostRanks
-# csrc/peer.h
-_MISMATCH, _GAVE_UP = 2, 3
-_REPORT_WORDS = 12  # Report: fault, rank, peer, epoch, and two tags of layer, step, words, kind
 _LAYER, _STEP, _OPEN = 3, 4, 5  # csrc/exchange.h, namespace field
-
-_reports: list[Tensor] = []  # never freed: a kernel that is under way when its group ends may still write
 
 
 class DeviceMemory:
@@ -60,12 +64,10 @@ class DeviceMemory:
         self.device = arenas[rank].device
         on_gpu = self.device.type == "cuda"
         self._stream = torch.cuda.current_stream(self.device) if on_gpu else None
-        report = torch.zeros(_REPORT_WORDS, dtype=torch.int32, pin_memory=on_gpu)
-        _reports.append(report)
-        self._report = (ctypes.c_uint32 * _REPORT_WORDS).from_address(report.data_ptr())
+        self._report = Report(on_gpu)
         self._fields = array.array(
             "q",
-            [rank, len(arenas), capacity, 0, 0, 0, int(timeout * 1e9), report.data_ptr()]
+            [rank, len(arenas), capacity, 0, 0, 0, int(timeout * 1e9), self._report.memory.data_ptr()]
             + [arena.data_ptr() for arena in arenas],
         )
         self._exchange = torch.frombuffer(self._fields, dtype=torch.int64)
@@ -79,13 +81,13 @@ class DeviceMemory:
     def next_step(self) -> int:
         if self._capturing():
             return 0  # which goes with every step
-        self._check()
+        self._begin()
         self._step = (self._step + 1) % STEPS
         return self._step
 
     def exchange(self, tag: Tag) -> Tensor:
         """The argument `exchange` of two ops, the one that sends and the one that awaits."""
-        self._check()
+        self._begin()
         if self._fields[_OPEN]:
             self._give_up()
         self._follow_stream()
@@ -115,18 +117,21 @@ class DeviceMemory:
             stream.wait_stream(self._stream)
             self._stream = stream
 
-    def _check(self) -> None:
-        """Raises what the GPU has reported; at the first call after that, the ranks meet again."""
+    def _begin(self) -> None:
+        """Before an exchange: raises what the GPU has reported, or has the ranks meet after that."""
         if self._abandoned:
             self._rejoin()
-        if self._report[0] == 0:
+        self.check()
+
+    def check(self) -> None:
+        """Raises what the GPU has reported, once."""
+        if self._abandoned or not self._report:
             return
         self._abandoned = True
-        fault, _, peer, _, layer, step, _, kind, *theirs = self._report
-        mine = self._text(layer, step, kind)
-        if fault == _MISMATCH:
-            raise mismatch(self._rank, mine, [(peer, self._text(theirs[0], theirs[1], theirs[3]))])
-        if fault == _GAVE_UP:
+        peer, mine = self._report.peer, self._report.mine(self._describe)
+        if self._report.fault == MISMATCH:
+            raise mismatch(self._rank, mine, [(peer, self._report.theirs(self._describe))])
+        if self._report.fault == GAVE_UP:
             raise RuntimeError(f"rank {self._rank} in {mine}: rank {peer} gave up after an error of its own")
         raise RuntimeError(
             f"rank {self._rank} in {mine}: nothing from rank {peer} within {self._timeout:g} s "
@@ -138,19 +143,14 @@ class DeviceMemory:
         _ops.exchange_give_up(self._exchange, self._arenas[self._rank])
         self._fields[_OPEN] = 0
         self._abandoned = True
-        raise RuntimeError(
-            f"rank {self._rank}: an exchange was begun and, after an error, never ended: "
-            f"{self._describe(Tag(self._fields[_LAYER], self._fields[_STEP]), 'exchange')}"
-        )
-
-    def _text(self, layer: int, step: int, kind: int) -> str:
-        return self._describe(Tag(layer, step), "backward" if kind & SUMS else "forward")
+        tag = Tag(self._fields[_LAYER], self._fields[_STEP])
+        raise never_ended(self._rank, self._describe(tag, "exchange"))
 
     def _rejoin(self) -> None:
         """Waits until every rank has come back from the error, and agrees on epoch and step."""
         if self._stream is not None:
             torch.cuda.synchronize(self.device)  # no kernel of this rank sends or awaits any more
-        everybody = self._meet((self._report[3], self._generation + 1, self._step))
+        everybody = self._meet((self._report.epoch, self._generation + 1, self._step))
         epoch = everybody[0][0]
         for other, _, _ in everybody[1:]:
             ahead = (other - epoch) % 2**32
@@ -158,7 +158,7 @@ class DeviceMemory:
         self._generation = max(generation for _, generation, _ in everybody)
         self._step = max(step for _, _, step in everybody)
         _ops.exchange_rejoin(self._arenas[self._rank], epoch, self._generation)
-        self._report[0] = 0
+        self._report.clear()
         self._abandoned = False
 
 
@@ -178,7 +178,7 @@ class Loopback:
         ]
 
     def rejoin(self) -> None:
-        self.said = [(rank._report[3], rank._generation + 1, rank._step) for rank in self.ranks]
+        self.said = [(rank._report.epoch, rank._generation + 1, rank._step) for rank in self.ranks]
         for rank in self.ranks:
             rank._rejoin()
 
@@ -187,60 +187,37 @@ def _describe(tag: Tag, direction: str) -> str:
     return f"{direction} of layer {tag.layer}, step {tag.step}"
 
 
-def host(device: torch.device) -> str:
-    """The same on all ranks whose GPUs may see each other's memory; else why not."""
-    if not _library.HAS_CUDA:
-        return f"no CUDA kernels: {_library.CUDA_STATUS}"
-    try:
-        return f"host {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
-    except OSError as error:
-        return f"no name of the host: {error}"
-
-
-def connect(
-    agreement: Agreement,
-    channels: int,
-    dtype: torch.dtype,
-    describe: Callable[[Tag, str], str],
-    device: torch.device,
+def trial(
+    name: str, arenas: list[Tensor], agreement: Agreement, capacity: int, describe: Callable[[Tag, str], str]
 ) -> DeviceMemory | str:
-    """Arenas that all ranks have opened, with room for layers of `channels`; or why there are none.
+    """Statistics over arenas that all ranks have opened, after exchanges whose numbers are known; or what is
+    wrong with them. All ranks get the same kind of answer.
 
-    All ranks get the same kind of answer.
+    Memory that could be opened is not yet memory that works: a path between two GPUs may be blocked, and then
+    a peer's packets do not arrive. The GPU gives up after a few seconds, and nobody has trained with it.
     """
-    if agreement.world > MOST_RANKS:
-        return f"{agreement.world} ranks, more than {MOST_RANKS}"
-    capacity = max(LEAST_PACKETS, packets(channels, dtype))
-    size = _ops.exchange_arena_bytes(agreement.world, capacity)
+    rank, world, device = agreement.rank, agreement.world, arenas[0].device
+    seconds = min(_TRIAL_SECONDS, agreement.timeout / 2)
+    tested = DeviceMemory(name, arenas, rank, capacity, seconds, describe, lambda said: [said])
+    numbers, result = torch.arange(2 * capacity, device=device).float(), "works"
     try:
-        own, handle = _ops.ipc_memory(size, device.index)
-        answer = bytes(handle.tolist()).hex()
+        for step in range(1, _TRIALS + 1):  # to the end, unless the peers know: nobody waits for this rank
+            rows = tested.gather(numbers + (rank + step), Tag(0, step))
+            total = tested.start_sum(numbers + (rank + step), Tag(0, step)).wait()
+            want = torch.stack([numbers + (peer + step) for peer in range(world)])
+            if not (torch.equal(rows, want) and torch.equal(total, want.sum(0))):
+                result = "does not work: numbers arrived changed"
+            tested.check()
     except RuntimeError as error:
-        own, answer = None, f"no memory: {str(error).splitlines()[0]}"
-    answers = agreement.ask("memory of a GPU", f"{agreement.rank}|{answer}")
-    by_rank = dict(answer.split("|", 1) for answer in answers)
-    if failed := {a: [int(r)] for r, a in by_rank.items() if a.startswith("no ")}:
-        return answers_text(failed)
-    result = "opened"
-    try:
-        arenas = [
-            own
-            if rank == agreement.rank
-            else _ops.ipc_open(
-                torch.tensor(list(bytes.fromhex(by_rank[str(rank)])), dtype=torch.uint8), size, device.index
-            )
-            for rank in range(agreement.world)
-        ]
-    except RuntimeError as error:
-        result = str(error).splitlines()[0]
-    answers = agreement.ask("memory of the peers' GPUs", result)
-    if list(answers) != ["opened"]:
+        result = f"does not work: {str(error).splitlines()[0]}"
+    answers = agreement.ask(f"trial of {name}", result)
+    if list(answers) != ["works"]:
         return answers_text(answers)
 
     def meet(said: tuple[int, int, int]) -> list[tuple[int, int, int]]:
         texts = agreement.ask("the first exchange after an error", " ".join(map(str, said)))
         if wrong := {text: ranks for text, ranks in texts.items() if len(text.split()) != 3}:
-            raise RuntimeError(f"rank {agreement.rank} is back after an error, but {answers_text(wrong)}")
+            raise RuntimeError(f"rank {rank} is back after an error, but {answers_text(wrong)}")
         return [tuple(map(int, text.split())) for text in texts]
 
-    return DeviceMemory(NAME, arenas, agreement.rank, capacity, agreement.timeout, describe, meet)
+    return DeviceMemory(name, arenas, rank, capacity, agreement.timeout, describe, meet)

@@ -1,8 +1,9 @@
 """A process group's way of sharing statistics: chosen once by all its ranks, and what its layers agree on.
 
-FASTVIT_STATISTICS=auto|collective|peer, read when a group is first used: `auto` takes shared memory where all
-ranks are CPU processes of one host and collectives elsewhere, `collective` always takes those, `peer` takes
-memory in common, GPUs' too, and raises where there is none. One rank that says `collective` decides for all.
+FASTVIT_STATISTICS=auto|collective|peer|symm_mem, read when a group is first used: `auto` takes memory in
+common where all ranks are CPU processes of one host, or have a GPU of one host each, else collectives;
+`collective` always takes those; `peer` raises where no memory is in common, and lets ranks share a GPU;
+`symm_mem` does so over torch's symmetric memory of GPUs. One rank that says `collective` decides for all.
 """
 
 import logging
@@ -16,15 +17,16 @@ from torch import Tensor
 
 from .. import _library
 from ..ops import accumulation_dtype
-from . import device_memory, shared_memory
+from . import cuda_ipc, shared_memory, symm_mem
 from .agreement import Agreement, answers_text
 from .collective import Collective
 from .device_memory import DeviceMemory
 from .exchange import PendingSum, Tag
 
-WISHES = ("auto", "collective", "peer")
+WISHES = ("auto", "collective", "peer", "symm_mem")
 # Ways to exchange without a collective, by device type: host() says where, connect() makes one.
-PROVIDERS = {"cpu": shared_memory, "cuda": device_memory}
+PROVIDERS = {"cpu": shared_memory, "cuda": cuda_ipc}
+SYMM_MEM = {"cuda": symm_mem}  # those of FASTVIT_STATISTICS=symm_mem, where they are others
 
 _log = logging.getLogger("fastvit.statistics")
 
@@ -104,6 +106,11 @@ class GroupStatistics:
         return number
 
     def _agree(self, layer: Layer, channels: int, dtype: torch.dtype) -> int:
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"the first call of a layer ({layer.op}, {channels} channels) that shares statistics cannot "
+                "be captured into a CUDA graph: the ranks agree on it, and allocate; run a step before"
+            )
         number = len(self._names)
         momentum = "cumulative" if layer.momentum is None else f"{layer.momentum:g}"
         name = f"layer {number} ({layer.op}, {channels} channels)"
@@ -130,30 +137,34 @@ class GroupStatistics:
         _log.debug("rank %d, %s", self._agreement.rank, self.describe())
 
     def _vote(self, channels: int, dtype: torch.dtype) -> tuple[object, str]:
-        wish = os.environ.get("FASTVIT_STATISTICS", "auto")
-        provider = PROVIDERS.get(self._device.type)
-        place = provider.host(self._device) if provider else f"no memory in common on {self._device.type}"
-        answers = self._agreement.ask("choice of statistics", f"{wish}|{place}")
-        wishes = {answer.split("|")[0] for answer in answers}
-        places = {answer.split("|")[1] for answer in answers}
-        if wrong := wishes.difference(WISHES):
+        wishes = self._agreement.ask("choice of statistics", os.environ.get("FASTVIT_STATISTICS", "auto"))
+        if wrong := set(wishes).difference(WISHES):
             raise ValueError(f"FASTVIT_STATISTICS is {sorted(wrong)[0]!r}; {', '.join(WISHES)} expected")
+        asked = [wish for wish in ("peer", "symm_mem") if wish in wishes]
         if "collective" in wishes:
             reason = "FASTVIT_STATISTICS=collective"
-        elif "peer" not in wishes and provider and not provider.BY_DEFAULT:
-            reason = f"FASTVIT_STATISTICS=peer asks for {provider.NAME}"
-        elif len(places) > 1:
-            reason = "several hosts"
-        elif place.startswith("no "):
-            reason = place
         else:
-            connected = provider.connect(self._agreement, channels, dtype, self._name_of, self._device)
-            if not isinstance(connected, str):
-                return connected, f"{connected.name}, {place}"
-            reason = connected
-        if "peer" in wishes:
-            raise RuntimeError(f"FASTVIT_STATISTICS=peer, but group {self.name} cannot: {reason}")
+            connected, reason = self._connect(channels, dtype, asked)
+            if connected is not None:
+                return connected, f"{connected.name}, {reason}"
+        if asked:
+            raise RuntimeError(f"FASTVIT_STATISTICS={asked[-1]}, but group {self.name} cannot: {reason}")
         return Collective(self._group(), self._device, self._name_of), f"Collective: {reason}"
+
+    def _connect(self, channels: int, dtype: torch.dtype, asked: list[str]) -> tuple[object | None, str]:
+        """A way over memory in common, and where that is; or None, and why not."""
+        providers = PROVIDERS | SYMM_MEM if "symm_mem" in asked else PROVIDERS
+        provider = providers.get(self._device.type)
+        place = provider.host(self._device) if provider else f"no memory in common on {self._device.type}"
+        places = self._agreement.ask("place of the ranks", place)
+        if len(places) > 1:
+            away = [place for place in places if place.startswith("no ")]
+            return None, away[0] if away else "several hosts"
+        if place.startswith("no "):
+            return None, place
+        arguments = (self._agreement, channels, dtype, self._name_of, self._device, bool(asked))
+        connected = provider.connect(*arguments)
+        return (None, connected) if isinstance(connected, str) else (connected, place)
 
 
 _groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, GroupStatistics]]" = (
@@ -176,12 +187,26 @@ def taken() -> list[str]:
     return [one.describe() for by_device in _groups.values() for one in by_device.values() if one.transport]
 
 
+def check() -> None:
+    """Raises what GPUs have reported about exchanges that failed, of any group; the host waits for nothing.
+
+    Every forward and backward that shares statistics does this, and every evaluation of such a layer. What
+    happened to the last of them is known when the GPU is done: after torch.cuda.synchronize().
+    """
+    for by_device in _groups.values():
+        for one in by_device.values():
+            if one.transport is not None:
+                one.transport.check()
+
+
 def possible() -> str:
     """What a group made on this machine would take."""
     wish = os.environ.get("FASTVIT_STATISTICS", "auto")
-    ways = {"CPU": "SharedMemory on one host", "CUDA": "Collective"}
+    ways = {"CPU": "SharedMemory on one host", "CUDA": "CudaIpc on one host with peer access, a GPU per rank"}
     if wish == "peer":
-        ways["CUDA"] = "CudaIpc between GPUs with peer access on one host"
+        ways["CUDA"] = "CudaIpc on one host with peer access"
+    if wish == "symm_mem":
+        ways["CUDA"] = "SymmMem where torch maps it"
     if shared_memory.host(torch.device("cpu")).startswith("no "):
         ways["CPU"] = "Collective"
     if not _library.HAS_CUDA:
@@ -189,4 +214,5 @@ def possible() -> str:
     if wish == "collective":
         ways = dict.fromkeys(ways, "Collective")
     text = ", ".join(f"{name} {way}" for name, way in ways.items())
-    return f"FASTVIT_STATISTICS={wish}: {text}, otherwise Collective"
+    elsewhere = "otherwise an error" if wish in ("peer", "symm_mem") else "otherwise Collective"
+    return f"FASTVIT_STATISTICS={wish}: {text}, {elsewhere}"

@@ -11,23 +11,34 @@ import select
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from .agreement import Agreement, answers_text
-from .exchange import LEAST_PACKETS, MOMENTS, STEPS, SUMS, PendingSum, Tag, mismatch, packets
+from .exchange import (
+    DONE,
+    GAVE_UP,
+    LEAST_PACKETS,
+    MOMENTS,
+    PENDING,
+    STEPS,
+    SUMS,
+    PendingSum,
+    Tag,
+    direction,
+    mismatch,
+    never_ended,
+    packets,
+)
 
 NAME = "SharedMemory"
-BY_DEFAULT = True
 FOLDER = Path("/dev/shm")  # where POSIX shared memory lives on Linux
 _SLICE = 0.05  # seconds of waiting in C++ between looks at signals and at peers that died
 _ops = torch.ops.fastvit
 
-# csrc/peer.h
-_PENDING, _DONE, _MISMATCH, _GAVE_UP = range(4)
 # csrc/cpu/peer.cpp, State; behind them a flag per rank: its message is missing
 _STEP, _PEER, _PEER_LAYER, _PEER_STEP, _PEER_KIND, _MISSING = 5, 6, 7, 8, 10, 11
 _STATUS_WORDS, _STATUS_PROCESS = 8, 3  # peer.h, Status
@@ -61,6 +72,7 @@ class SharedMemory:
         self._state[:3] = torch.tensor([self._rank, self._world, capacity], device="cpu")
         self._step = 0
         self._abandoned = False  # an exchange: the ranks meet before the next
+        self._open: Tag | None = None  # of sums that were sent and not yet awaited
         self._watch = _Watch(self._processes())
 
     def reserve(self, channels: int, dtype: torch.dtype) -> bool:
@@ -68,10 +80,12 @@ class SharedMemory:
         return packets(channels, dtype) <= self.capacity
 
     def next_step(self) -> int:
-        if self._abandoned:
-            self._rejoin()
+        self._begin()
         self._step = (self._step + 1) % STEPS
         return self._step
+
+    def check(self) -> None:
+        """Nothing: whoever waits for an exchange raises what becomes of it."""
 
     def gather(self, moments: Tensor, tag: Tag) -> Tensor:
         """The moments of all ranks, `(world_size, 2C + 2)`, in rank order."""
@@ -81,16 +95,26 @@ class SharedMemory:
 
     def start_sum(self, sums: Tensor, tag: Tag) -> PendingSum:
         """Starts adding up `sums`, `(2C,)`, over ranks; the argument itself stays local."""
-        if self._abandoned:
-            self._rejoin()
+        self._begin()
+        self._open = tag
         _ops.peer_push(self._segment, self._state, sums, *tag, SUMS)
 
         def finish() -> Tensor:
             rows, total = sums.new_empty(self._world, sums.numel()), torch.empty_like(sums)
+            self._open = None
             self._wait(_ops.peer_poll, sums, rows, total, tag, SUMS)
             return total
 
         return PendingSum(finish)
+
+    def _begin(self) -> None:
+        """Before an exchange: the ranks meet after an error, and one that was left half way is one."""
+        if self._open is not None:
+            tag, self._open = self._open, None
+            self._give_up()
+            raise never_ended(self._rank, self._text(tag, SUMS))
+        if self._abandoned:
+            self._rejoin()
 
     def _wait(
         self,
@@ -106,10 +130,12 @@ class SharedMemory:
         try:
             deadline = time.monotonic() + self._timeout
             fault = begin(*arguments)
-            while fault == _PENDING:
-                self._check_missing(self._text(tag, kind), deadline)
-                fault = _ops.peer_poll(*arguments)
-            if fault != _DONE:
+            while fault == PENDING:
+                ended = self._ended_missing()
+                fault = _ops.peer_poll(*arguments)  # once more: who has ended may have sent before
+                if fault == PENDING:
+                    self._check_missing(self._text(tag, kind), ended, deadline)
+            if fault != DONE:
                 raise self._fault(fault, self._text(tag, kind))
         except BaseException:
             self._give_up()
@@ -118,29 +144,36 @@ class SharedMemory:
     def _fault(self, fault: int, mine: str) -> RuntimeError:
         state = self._state.tolist()
         peer = state[_PEER]
-        if fault == _GAVE_UP:
-            self._check_alive(range(self._world), mine)  # which may be why
+        if fault == GAVE_UP:
+            for rank in filter(self._watch.has_ended, range(self._world)):
+                return self._has_ended(rank, mine)  # which may be why
             return RuntimeError(f"rank {self._rank} in {mine}: rank {peer} gave up after an error of its own")
         theirs = self._text(Tag(state[_PEER_LAYER], state[_PEER_STEP]), state[_PEER_KIND])
         return mismatch(self._rank, mine, [(peer, theirs)])
 
     def _text(self, tag: Tag, kind: int) -> str:
-        return self._describe(tag, "backward" if kind & SUMS else "forward")
+        return self._describe(tag, direction(kind))
 
-    def _check_missing(self, what: str, deadline: float) -> None:
-        """Raises when a rank whose message is missing has died, or time is up."""
-        missing = [rank for rank, flag in enumerate(self._state[_MISSING:].tolist()) if flag]
-        self._check_alive(missing, what)
+    def _missing(self) -> list[int]:
+        return [rank for rank, flag in enumerate(self._state[_MISSING:].tolist()) if flag]
+
+    def _ended_missing(self) -> list[int]:
+        return [rank for rank in self._missing() if self._watch.has_ended(rank)]
+
+    def _check_missing(self, what: str, ended: list[int], deadline: float) -> None:
+        """Raises when the message of a rank that had ended is still missing, or time is up."""
+        missing = self._missing()
+        for rank in missing:
+            if rank in ended:
+                raise self._has_ended(rank, what)
         if time.monotonic() > deadline:
             raise RuntimeError(
                 f"rank {self._rank} in {what}: nothing from rank {missing[0]} within {self._timeout:g} s"
             )
 
-    def _check_alive(self, ranks: Iterable[int], what: str) -> None:
-        for rank in ranks:
-            if self._watch.has_ended(rank):
-                process = self._watch.processes[rank]
-                raise RuntimeError(f"rank {self._rank} in {what}: rank {rank} has ended (process {process})")
+    def _has_ended(self, rank: int, what: str) -> RuntimeError:
+        process = self._watch.processes[rank]
+        return RuntimeError(f"rank {self._rank} in {what}: rank {rank} has ended (process {process})")
 
     def _give_up(self) -> None:
         _ops.peer_give_up(self._segment, self._state)
@@ -150,8 +183,10 @@ class SharedMemory:
         """Waits until every rank has come back from the error, and agrees on epoch and step."""
         deadline = time.monotonic() + self._timeout
         self._state[_STEP] = self._step
-        while _ops.peer_rejoin(self._segment, self._state, _SLICE) != _DONE:
-            self._check_missing("the first exchange after an error", deadline)
+        ended = []
+        while _ops.peer_rejoin(self._segment, self._state, _SLICE) != DONE:
+            self._check_missing("the first exchange after an error", ended, deadline)
+            ended = self._ended_missing()
         self._step = int(self._state[_STEP])
         self._abandoned = False
 
@@ -194,6 +229,7 @@ def connect(
     dtype: torch.dtype,
     describe: Callable[[Tag, str], str],
     device: torch.device,
+    asked: bool,
 ) -> SharedMemory | str:
     """A segment that all ranks have mapped, with room for layers of `channels`; or why there is none.
 

@@ -389,17 +389,19 @@ def test_bad_arguments(engine):
         ops.bn_stats(torch.randn(3, 2), exchange=torch.tensor([3, 2, 4] + [0] * 7))
 
 
-def test_a_layer_over_a_group(engine, monkeypatch):
-    """SyncBatchNorm through the choice of a provider, tickets and autograd, in a group of one rank."""
+@pytest.mark.parametrize("way,kernels", [("auto", 4), ("collective", 8)])
+def test_a_layer_over_a_group(engine, monkeypatch, way, kernels):
+    """SyncBatchNorm through the choice of a provider, tickets and autograd, in a group of one rank.
 
-    def connect(agreement, channels, dtype, describe, device):
+    Two kernels each way; around a collective one more makes its message, and one takes it apart.
+    """
+    monkeypatch.setenv("FASTVIT_STATISTICS", way)
+
+    def connect(agreement, channels, dtype, describe, device, asked):
         loop = loopback(1)
-        return device_memory.DeviceMemory(
-            "CudaIpc", loop.arenas, 0, loop.ranks[0].capacity, 5.0, describe, lambda said: [said]
-        )
+        return device_memory.trial("CudaIpc", loop.arenas, agreement, loop.ranks[0].capacity, describe)
 
     provider = type("Provider", (), {"connect": staticmethod(connect), "host": lambda device: "host here"})
-    provider.BY_DEFAULT = True
     monkeypatch.setitem(group.PROVIDERS, "cpu", provider)
     monkeypatch.setattr(
         statistics, "over", lambda process_group, layer: statistics.Shared(dist.group.WORLD, layer)
@@ -418,10 +420,11 @@ def test_a_layer_over_a_group(engine, monkeypatch):
                 y = layer(leaf, z)
                 gradients = torch.autograd.grad(y, [leaf, layer.weight, layer.bias], dy)
                 launched = engine.launches() - before
-            assert launched == 4 if shared else launched <= 4
+            assert launched == kernels if shared else launched <= 4
             results.append([y, *gradients, *layer.buffers()])
             if shared:
-                assert "CudaIpc, host here" in " ".join(statistics.taken())
+                name = "CudaIpc, host here" if way == "auto" else "Collective"
+                assert name in " ".join(statistics.taken())
         for a, b in zip(*results, strict=True):
             assert torch.equal(a, b)
     finally:
