@@ -5,7 +5,7 @@
 //          poll reads as many; a cache line crosses from one core to the other once.
 // Waiting  in slices: the caller comes back for the next, so that Python sees signals and dead peers. Within
 //          one it spins for as long as a peer that runs needs, then yields (its threads may want this core),
-//          then sleeps. For a peer on the same core it sleeps at once: who yields stays there, and the two
+//          then sleeps. For a peer on the same core it sleeps early: who yields stays there, and the two
 //          would run one after the other from then on, while who wakes is put on a core that is idle.
 #include <sched.h>
 
@@ -130,11 +130,12 @@ class Patience {
     if (++rounds_ % 64 == 0 || phase_ != Phase::spin) {
       const double waited = std::chrono::duration<double>(Clock::now() - begin_).count();
       if (waited >= slice_) return false;
-      phase_ = waited < spin_ ? Phase::spin : waited < kYield ? Phase::yield : Phase::sleep;
+      const double yield = same_core ? kYieldToSameCore : kYield;
+      phase_ = waited < spin_ ? Phase::spin : waited < yield ? Phase::yield : Phase::sleep;
     }
     if (phase_ == Phase::spin)
       pause();
-    else if (phase_ == Phase::yield && !same_core)
+    else if (phase_ == Phase::yield)
       std::this_thread::yield();
     else
       std::this_thread::sleep_for(kSleep);
@@ -143,7 +144,7 @@ class Patience {
 
  private:
   enum class Phase { spin, yield, sleep };
-  static constexpr double kSpin = 5e-6, kYield = 2e-3;  // seconds since the wait began
+  static constexpr double kSpin = 5e-6, kYieldToSameCore = 1e-4, kYield = 2e-3;  // seconds of waiting
   static constexpr std::chrono::microseconds kSleep{50};
 
   static void pause() {
