@@ -37,8 +37,9 @@ class Collective:
         self._describe = describe
         self._rank, self._world = dist.get_rank(group), dist.get_world_size(group)
         self._channels, self._wide = 0, False  # of the widest layer; whether one computes in float64
-        self._deferred = device.type == "cuda"  # the host does not wait to see what an op reports
-        self._report = Report(self._deferred)
+        self._on_gpu = device.type == "cuda"
+        self._deferred = self._on_gpu  # the host does not wait to see what an op reports
+        self._report = Report(self._on_gpu)
         self._step = 0
 
     def reserve(self, channels: int, dtype: torch.dtype) -> bool:
@@ -48,7 +49,7 @@ class Collective:
         return True
 
     def next_step(self) -> int:
-        if self._deferred and torch.cuda.is_current_stream_capturing():
+        if self._on_gpu and torch.cuda.is_current_stream_capturing():
             return 0  # which goes with every step
         self.check()
         self._step = (self._step + 1) % STEPS
