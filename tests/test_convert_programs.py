@@ -46,7 +46,11 @@ def program(seed: int) -> tuple[nn.Module, str]:
             continue
         convolution, norm = add(nn.Conv2d(4, 4, 1, bias=False)), add(nn.BatchNorm2d(4))
         activation = "self.shared" if choose.random() < 0.3 else add(choose.choice(ACTIVATIONS)())
-        lines.append(f"t = {norm}({convolution}(v[{recent}]))")
+        lines.append(f"t = {convolution}(v[{recent}])")
+        if choose.random() < 0.2:
+            lines.append("v.append(t)")
+            values += 1
+        lines.append(f"t = {norm}(t)")
         if choose.random() < 0.6:
             lines.append(choose.choice(ADDITIONS).format(f"v[{choose.choice([recent, recent, any_])}]"))
         if choose.random() < 0.2:
@@ -81,7 +85,7 @@ def step(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor] | None:
 @pytest.mark.parametrize("memory", ["auto", "recompute", "keep"])
 def test_random_programs(memory):
     compared = added = overwritten = 0
-    for seed in range(60):
+    for seed in range(150):
         model, source = program(seed)
         x = torch.randn(3, 4, 5, 5, dtype=torch.float64)
         for training in (True, False):
@@ -100,4 +104,4 @@ def test_random_programs(memory):
             compared += 1
             added += sum("residual go" in layer.reason for layer in report)
             overwritten += any(layer.mode == "inplace" for layer in report)
-    assert compared > 60 and added > 20 and (overwritten > 10 or memory != "auto")
+    assert compared > 100 and added > 40 and (overwritten > 15 or memory != "auto")
