@@ -55,6 +55,8 @@ def test_without_a_real_one(fake):
     assert inplace_abn is fastvit.compat.inplace_abn
     assert apex.__spec__.name == "fastvit.compat.apex"
     assert _amp_state is amp._amp_state and LARC is exported
+    assert importlib.import_module("inplace_abn.functions").inplace_abn_sync is inplace_abn.inplace_abn_sync
+    assert importlib.import_module("inplace_abn.abn").ABN is inplace_abn.ABN
     for name in apex.__all__:
         assert getattr(apex, name) is not None
     assert importlib.import_module("apex.optimizers") is apex.optimizers
