@@ -271,6 +271,20 @@ def test_initialize_again(first, second):
 
 
 @pytest.mark.parametrize("level", LEVELS)
+def test_weights_written_after_initialize(level):
+    """What a script initialises by hand, after `initialize`, is what is trained."""
+    model, optimizer = start(level, lambda parameters: torch.optim.SGD(parameters, 1e-9))
+    others = [p.detach().float().clone() for p in amp.master_params(optimizer)]
+    with torch.no_grad():
+        model[2].weight.data.fill_(0.125)
+    step(model, optimizer)
+    assert model[2].weight.unique().tolist() == [0.125]
+    for master, before in zip(amp.master_params(optimizer), others, strict=True):
+        if master.shape != model[2].weight.shape:
+            assert torch.allclose(master.float(), before, rtol=0, atol=1e-6)  # no digit is lost beside it
+
+
+@pytest.mark.parametrize("level", LEVELS)
 def test_disabled_afterwards(level):
     """What an earlier call did is undone: a plain step trains the model again."""
     model, optimizer = start(level)
