@@ -60,6 +60,14 @@ class AmpOptimizer:
             for name, value in state.items():
                 if isinstance(value, Tensor) and value.is_floating_point() and value.dim():
                     state[name] = value.to(parameter.dtype)
+        hooked = getattr(type(optimizer).step, "hooked", False) and hasattr(
+            optimizer, "_optimizer_step_pre_hooks"
+        )
+        if not hooked:
+            # An optimizer around another one (Lookahead) may leave out Optimizer.__init__, without which
+            # torch runs no hooks; what torch repairs after unpickling makes up for it.
+            vars(optimizer).setdefault("defaults", {})
+            Optimizer.__setstate__(optimizer, {})
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -220,7 +228,10 @@ class AmpOptimizer:
                 "the gradients; compute them before"
             )
         self.release()
-        if self._skip is not None:
+        # A derived class that calls the step of its base comes here twice; an earlier step that failed leaves
+        # withheld gradients, but then there are others.
+        withheld = bool(self._withheld) and all(p.grad is None for p, _ in self._withheld)
+        if self._skip is not None and not withheld:
             say(self._skip)
             # An optimizer leaves parameters without a gradient alone, its own state with them.
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
