@@ -283,6 +283,17 @@ sys.stdout.write(f"rank {args.local_rank}\\n")  # in one piece, beside the other
 sys.stdout.flush()
 if args.fail == args.local_rank:
     raise SystemExit(3)
+if args.fail == 2:
+    class Global:
+        def __del__(self):
+            sys.__stderr__.write("torn down\\n")
+    kept = Global()
+    import atexit, logging, logging.handlers
+    atexit.register(print, "at the end of", args.local_rank)
+    handler = logging.handlers.MemoryHandler(9, target=logging.StreamHandler(sys.stdout))
+    handler.handle(logging.makeLogRecord({"msg": "logged", "levelno": 20}))
+    dist.barrier()
+    raise SystemExit("loss is nan")
 """
 
 
@@ -303,3 +314,13 @@ def test_rank_that_fails(tmp_path):
     launch = ("--nproc_per_node=2", "--standalone", "-m", "fastvit.compat", "main.py", "--fail", "1")
     done = run(*launch, cwd=tmp_path, module="torch.distributed.launch", check=1)
     assert "exitcode  : 3" in done.stderr
+
+
+def test_every_rank_fails(tmp_path):
+    """As after a loss that is not finite: what the script does at its end is done, and nothing aborts."""
+    (tmp_path / "main.py").write_text(GROUP)
+    launch = ("--nproc_per_node=2", "--standalone", "-m", "fastvit.compat", "main.py", "--fail", "2")
+    done = run(*launch, cwd=tmp_path, module="torch.distributed.run", check=1)
+    assert "exitcode  : 1" in done.stderr and "loss is nan" in done.stderr
+    assert "at the end of" in done.stdout and "logged" in done.stdout
+    assert "torn down" not in done.stderr and "terminate" not in done.stderr, done.stderr

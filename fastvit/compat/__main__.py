@@ -116,9 +116,9 @@ def _without_our_frames(trace: TracebackType | None) -> TracebackType | None:
 def main() -> None:
     options, arguments = _split(sys.argv[1:])
     install(options.prefer)
-    failed = True
+    status: int | None = 1
     # Registered first, so run last: after what the script registers itself.
-    atexit.register(lambda: leave_process_group(failed))
+    atexit.register(lambda: leave_process_group(status))
     try:
         if options.module:
             sys.argv = [options.module, *arguments]
@@ -128,11 +128,12 @@ def main() -> None:
             sys.exit(2)
         else:
             _run_script(options.script, arguments)
-        failed = False
-    except SystemExit as end:
-        failed = end.code not in (None, 0)
+        status = 0
+    except SystemExit as end:  # anything but a number is printed, and is a failure
+        status = 0 if end.code is None else end.code & 0xFF if isinstance(end.code, int) else 1
         raise
     except KeyboardInterrupt as error:
+        status = None  # Python ends by the signal
         raise error.with_traceback(_without_our_frames(error.__traceback__)) from None
     except BaseException as error:
         error.__traceback__ = _without_our_frames(error.__traceback__)
