@@ -270,6 +270,64 @@ def test_initialize_again(first, second):
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
+class Wrapper(torch.optim.Optimizer):
+    """Around another optimizer, and without Optimizer.__init__: as people write Lookahead."""
+
+    def __init__(self, parameters):
+        self.inner = torch.optim.SGD(parameters, 0.05)
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+class Derived(torch.optim.SGD):
+    def __init__(self, parameters):
+        super().__init__(parameters, 0.05)
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("make", [Wrapper, Derived])
+def test_optimizers_that_step_another(make, level, capsys):
+    torch.optim.SGD(
+        [nn.Parameter(torch.zeros(1))], 0.1
+    )  # torch hooks the step of a class with its first object
+    model, optimizer = start(level, make)
+    images, labels = data()
+    before = values(model)
+    for infinite in (False, True):
+        loss = F.cross_entropy(model(images), labels) * (float("inf") if infinite else 1.0)
+        amp._amp_state.verbosity = 1
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        gradients = [p.grad for p in amp.master_params(optimizer)]
+        optimizer.step()
+        for parameter, gradient in zip(amp.master_params(optimizer), gradients, strict=True):
+            assert parameter.grad is gradient or level == "O2"  # whose masters' gradients end with the step
+        after = values(model)
+        assert torch.equal(before, after) == infinite
+        before = after
+        model.zero_grad()
+    assert capsys.readouterr().out.count("Gradient overflow") == 1
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_weights_written_after_initialize(level):
+    """What a script initialises by hand, after `initialize`, is what is trained."""
+    model, optimizer = start(level, lambda parameters: torch.optim.SGD(parameters, 1e-9))
+    others = [p.detach().float().clone() for p in amp.master_params(optimizer)]
+    with torch.no_grad():
+        model[2].weight.data.fill_(0.125)
+    step(model, optimizer)
+    assert model[2].weight.unique().tolist() == [0.125]
+    for master, before in zip(amp.master_params(optimizer), others, strict=True):
+        if master.shape != model[2].weight.shape:
+            assert torch.allclose(master.float(), before, rtol=0, atol=1e-6)  # no digit is lost beside it
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_disabled_afterwards(level):
     """What an earlier call did is undone: a plain step trains the model again."""

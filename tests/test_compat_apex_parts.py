@@ -11,6 +11,7 @@ from torch.nn import functional as F
 import fastvit
 from fastvit.compat import inplace_abn
 from fastvit.compat.apex import fp16_utils, normalization
+from fastvit.compat.apex.multi_tensor_apply import multi_tensor_applier
 
 # fp16_utils
 
@@ -32,6 +33,20 @@ def test_network_to_half():
     other = fp16_utils.convert_network(network(), torch.float16)
     assert other[0].weight.dtype == torch.float16 and other[1].running_mean.dtype == torch.float32
     assert fp16_utils.BN_convert_float(network().half())[2].weight.dtype == torch.float32
+
+
+def test_fp16_model():
+    model = fp16_utils.FP16Model(network())
+    assert model(IMAGES).dtype == torch.bfloat16
+    assert model.network[0].weight.dtype == torch.bfloat16 and model.network[1].weight.dtype == torch.float32
+    model(IMAGES).float().sum().backward()
+    assert fp16_utils.clip_grad_norm(model.parameters(), 0.5) > 0.5
+
+
+def test_scripts_learn_that_apex_has_no_operations_of_its_own():
+    assert not multi_tensor_applier.available
+    with pytest.raises(RuntimeError, match="needs the operations of NVIDIA apex"):
+        multi_tensor_applier(None, None, [[]])
 
 
 @pytest.mark.parametrize("flat", [False, True])

@@ -1,5 +1,6 @@
 """The import hook of fastvit.compat, and `python -m fastvit.compat`."""
 
+import argparse
 import importlib
 import os
 import subprocess
@@ -13,6 +14,7 @@ import fastvit.compat.apex
 import fastvit.compat.inplace_abn
 from fastvit.compat import __main__ as runner
 from fastvit.compat import _finder, install
+from fastvit.compat._local_rank import spell_local_rank
 
 ROOT = Path(__file__).parents[1]
 LIMIT = 60
@@ -55,6 +57,8 @@ def test_without_a_real_one(fake):
     assert inplace_abn is fastvit.compat.inplace_abn
     assert apex.__spec__.name == "fastvit.compat.apex"
     assert _amp_state is amp._amp_state and LARC is exported
+    assert importlib.import_module("inplace_abn.functions").inplace_abn_sync is inplace_abn.inplace_abn_sync
+    assert importlib.import_module("inplace_abn.abn").ABN is inplace_abn.ABN
     for name in apex.__all__:
         assert getattr(apex, name) is not None
     assert importlib.import_module("apex.optimizers") is apex.optimizers
@@ -221,30 +225,53 @@ def test_wrong_use(monkeypatch, capsys, fake, arguments, message):
     assert end.value.code == 2 and message in capsys.readouterr().err
 
 
-OLD = "parser.add_argument('--local_rank', type=int, default=-1)"
-NEW = 'parser.add_argument(\n  "--local-rank", default=0)'
-BOTH = "parser.add_argument('--local_rank', '--local-rank')"
+OLD, NEW = ("--local_rank",), ("--local-rank",)
 
 
+@pytest.mark.parametrize("explicit", [False, True])
 @pytest.mark.parametrize(
-    ("source", "environment", "given", "want"),
+    ("declared", "environment", "given", "want"),
     [
-        (OLD, None, ["--local-rank=1", "a"], ["--local_rank=1", "a"]),
-        (OLD, None, ["--local_rank=1"], ["--local_rank=1"]),
-        (OLD, "3", ["a"], ["--local_rank=3", "a"]),
-        (OLD, "3", ["--local_rank", "2"], ["--local_rank", "2"]),
-        (OLD, None, ["a"], ["a"]),
-        (NEW, None, ["--local_rank=1"], ["--local-rank=1"]),
-        (NEW, "2", [], ["--local-rank=2"]),
-        (BOTH, None, ["--local-rank=1"], ["--local-rank=1"]),
-        ("print()", "2", ["a"], ["a"]),
+        (OLD, None, ["--local-rank=1", "a"], 1),
+        (OLD, None, ["--local-rank", "1", "a"], 1),
+        (OLD, None, ["--local_rank=1", "a"], 1),
+        (OLD, "3", ["a"], 3),
+        (OLD, "3", ["--local_rank", "2", "a"], 2),
+        (OLD, None, ["a"], -1),
+        (NEW, None, ["--local_rank=1", "a"], 1),
+        (NEW, "2", ["a"], 2),
+        (OLD + NEW, None, ["--local-rank=1", "a"], 1),
+        ((), "2", ["a"], None),
     ],
 )
-def test_local_rank_is_spelled_as_declared(monkeypatch, source, environment, given, want):
+def test_local_rank_is_spelled_as_declared(monkeypatch, declared, environment, given, want, explicit):
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     if environment is not None:
         monkeypatch.setenv("LOCAL_RANK", environment)
-    assert runner._with_local_rank(source, given) == want
+    monkeypatch.setattr("sys.argv", ["main.py", *given])
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", argparse.ArgumentParser.parse_known_args)
+    spell_local_rank()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("file")
+    if declared:
+        parser.add_argument(*declared, type=int, default=-1)
+    args = parser.parse_args(sys.argv[1:]) if explicit else parser.parse_args()
+    assert args.file == "a" and getattr(args, "local_rank", None) == want
+    assert parser.parse_known_args(["b"])[0].file == "b"  # not the command line
+    assert sys.argv == ["main.py", *given]
+
+
+def test_local_rank_that_another_module_declares(tmp_path):
+    (tmp_path / "options.py").write_text(
+        "import argparse\nparser = argparse.ArgumentParser()\n"
+        "parser.add_argument('--local_rank', type=int)\nargs = parser.parse_args()\n"
+    )
+    (tmp_path / "main.py").write_text("from options import args\nprint('rank', args.local_rank)\n")
+    for words in (["main.py"], ["-m", "main"]):
+        done = run("--local-rank=5", *words, cwd=tmp_path, check=0)
+        assert done.stdout == "rank 5\n"
+        done = run(*words, cwd=tmp_path, check=0, LOCAL_RANK="6")
+        assert done.stdout == "rank 6\n"
 
 
 def test_arguments_of_the_launcher():
@@ -281,6 +308,17 @@ sys.stdout.write(f"rank {args.local_rank}\\n")  # in one piece, beside the other
 sys.stdout.flush()
 if args.fail == args.local_rank:
     raise SystemExit(3)
+if args.fail == 2:
+    class Global:
+        def __del__(self):
+            sys.__stderr__.write("torn down\\n")
+    kept = Global()
+    import atexit, logging, logging.handlers
+    atexit.register(print, "at the end of", args.local_rank)
+    handler = logging.handlers.MemoryHandler(9, target=logging.StreamHandler(sys.stdout))
+    handler.handle(logging.makeLogRecord({"msg": "logged", "levelno": 20}))
+    dist.barrier()
+    raise SystemExit("loss is nan")
 """
 
 
@@ -301,3 +339,13 @@ def test_rank_that_fails(tmp_path):
     launch = ("--nproc_per_node=2", "--standalone", "-m", "fastvit.compat", "main.py", "--fail", "1")
     done = run(*launch, cwd=tmp_path, module="torch.distributed.launch", check=1)
     assert "exitcode  : 3" in done.stderr
+
+
+def test_every_rank_fails(tmp_path):
+    """As after a loss that is not finite: what the script does at its end is done, and nothing aborts."""
+    (tmp_path / "main.py").write_text(GROUP)
+    launch = ("--nproc_per_node=2", "--standalone", "-m", "fastvit.compat", "main.py", "--fail", "2")
+    done = run(*launch, cwd=tmp_path, module="torch.distributed.run", check=1)
+    assert "exitcode  : 1" in done.stderr and "loss is nan" in done.stderr
+    assert "at the end of" in done.stdout and "logged" in done.stdout
+    assert "torn down" not in done.stderr and "terminate" not in done.stderr, done.stderr

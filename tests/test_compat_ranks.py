@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from fastvit.compat import inplace_abn
 from fastvit.compat.apex import amp
 from fastvit.compat.apex.parallel import DistributedDataParallel, Reducer, SyncBatchNorm, convert_syncbn_model
+from fastvit.compat.apex.parallel.distributed import flat_dist_call
 
 BATCH = 6
 
@@ -65,6 +66,40 @@ def test_masters_are_equal_over_ranks(ranks, level, infinite_on):
     tolerance = {"O0": 1e-6, "O3": 3e-2}.get(level, 1e-2)
     torch.testing.assert_close(first[0], alone[0], rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(first[2], alone[2], rtol=tolerance, atol=tolerance)
+
+
+def train_from_own_weights(rank, world, share_weights):
+    """Weights that differ at `initialize` and are made equal after it, as in scripts without a seed."""
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    parallel, reducer = model, None
+    if share_weights == "Reducer":
+        reducer = Reducer(model)
+    elif share_weights == "broadcast":
+        flat_dist_call([p.data for p in model.parameters()], dist.broadcast, (0,))
+    else:
+        make = DistributedDataParallel if share_weights == "apex" else nn.parallel.DistributedDataParallel
+        parallel = make(model)
+    for step in range(3):
+        backward(parallel, optimizer, *share(rank, world, step))
+        if parallel is model:
+            reducer = reducer or Reducer([p.grad for p in amp.master_params(optimizer)])
+            reducer.grads = [p.grad for p in amp.master_params(optimizer)]
+            reducer.reduce()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [torch.cat([p.detach().float().flatten() for p in amp.master_params(optimizer)]), model[1].weight]
+
+
+@pytest.mark.parametrize("share_weights", ["apex", "torch", "Reducer", "broadcast"])
+def test_masters_follow_weights_that_are_shared_after_initialize(ranks, share_weights):
+    (master, weight), (master_1, weight_1) = ranks.run(2, train_from_own_weights, share_weights)
+    assert torch.equal(master, master_1) and torch.equal(weight, weight_1)
+    torch.manual_seed(0)
+    start = nn.Linear(36, 3).weight
+    assert 0 < (weight.float() - start).abs().max() < 0.1
 
 
 def accumulate(rank, world, level, no_sync, delay):
@@ -211,6 +246,20 @@ def by_reducer(rank, world):
 def test_reducer(ranks):
     for rank, result in enumerate(ranks.run(2, by_reducer)):
         assert result == ([[0.0, 0.0]], [[rank + 1.0] * 2], [[1.5, 1.5]], 0.5)
+
+
+def by_flat_call(rank, world):
+    mixed = [torch.full((2, 3), rank + 1.0).t(), torch.full((4,), rank, dtype=torch.int64), torch.ones(())]
+    aliases = [tensor.view_as(tensor) for tensor in mixed]
+    flat_dist_call(mixed, dist.broadcast, (1,))
+    means = [torch.full((3,), float(rank)), torch.tensor(rank + 1.0).bfloat16()]
+    flat_dist_call(means, dist.all_reduce)
+    return [tensor.tolist() for tensor in aliases + means]
+
+
+def test_flat_dist_call(ranks):
+    for result in ranks.run(2, by_flat_call):
+        assert result == [[[2.0] * 2] * 3, [1] * 4, 1.0, [0.5] * 3, 1.5]
 
 
 def groups(rank, world):

@@ -262,6 +262,9 @@ def test_pretrained_files_that_are_not(tmp_path):
     (tmp_path / "weights.safetensors").write_bytes(b"cut")
     with pytest.raises(ConfigError, match="cut off or damaged"):
         model.load_pretrained(net, tmp_path / "weights.safetensors")
+    for name in ("absent.pt", "absent.safetensors"):
+        with pytest.raises(ConfigError, match=f"--pretrained: there is no file .*{name}"):
+            model.load_pretrained(net, tmp_path / name)
 
 
 def test_frozen_layers_keep_their_weights_and_stay_synchronised(ranks, tmp_path):

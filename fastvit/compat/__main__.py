@@ -13,7 +13,6 @@ import atexit
 import builtins
 import io
 import os
-import re
 import runpy
 import sys
 from importlib.machinery import SourceFileLoader
@@ -21,9 +20,8 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 
 from ._finder import PREFERENCES, install
+from ._local_rank import LOCAL_RANK, spell_local_rank
 from ._teardown import leave_process_group
-
-_LOCAL_RANK = re.compile(r"--local[-_]rank(=|$)")
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
@@ -52,7 +50,7 @@ def _split(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     rest = list(arguments)
     while rest and rest[0].startswith("-"):
         word = rest.pop(0)
-        if _LOCAL_RANK.match(word):
+        if LOCAL_RANK.match(word):
             launcher.append(word if "=" in word else f"{word}={rest.pop(0)}")
             continue
         own.append(word)
@@ -66,28 +64,10 @@ def _split(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return options, launcher + (rest if options.module else rest[1:])
 
 
-def _with_local_rank(source: str, arguments: list[str]) -> list[str]:
-    """Arguments with the local rank spelled as the script declares it: old scripts know `--local_rank` alone,
-    launchers of today pass `--local-rank` or, as torchrun, only the environment."""
-    declared = re.findall(r"""add_argument\(\s*["'](--local[-_]rank)["']""", source)
-    if not declared:
-        return arguments
-    known = {*declared, *re.findall(r"""["'](--local[-_]rank)["']""", source)}
-    given = [a for a in arguments if _LOCAL_RANK.match(a)]
-    if not given and "LOCAL_RANK" in os.environ:
-        return [f"{declared[0]}={os.environ['LOCAL_RANK']}", *arguments]
-    other = {"--local-rank": "--local_rank", "--local_rank": "--local-rank"}
-    renamed = []
-    for argument in arguments:
-        name, equals, value = argument.partition("=")
-        renamed.append(other[name] + equals + value if name in other and name not in known else argument)
-    return renamed
-
-
 def _run_script(path: str, arguments: list[str]) -> None:
     with io.open_code(path) as file:
         source = file.read()
-    sys.argv = [path, *_with_local_rank(source.decode(errors="replace"), arguments)]
+    sys.argv = [path, *arguments]
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = str(Path(path).resolve().parent)
     main = ModuleType("__main__")
@@ -116,9 +96,10 @@ def _without_our_frames(trace: TracebackType | None) -> TracebackType | None:
 def main() -> None:
     options, arguments = _split(sys.argv[1:])
     install(options.prefer)
-    failed = True
+    spell_local_rank()
+    status: int | None = 1
     # Registered first, so run last: after what the script registers itself.
-    atexit.register(lambda: leave_process_group(failed))
+    atexit.register(lambda: leave_process_group(status))
     try:
         if options.module:
             sys.argv = [options.module, *arguments]
@@ -128,11 +109,12 @@ def main() -> None:
             sys.exit(2)
         else:
             _run_script(options.script, arguments)
-        failed = False
-    except SystemExit as end:
-        failed = end.code not in (None, 0)
+        status = 0
+    except SystemExit as end:  # anything but a number is printed, and is a failure
+        status = 0 if end.code is None else end.code & 0xFF if isinstance(end.code, int) else 1
         raise
     except KeyboardInterrupt as error:
+        status = None  # Python ends by the signal
         raise error.with_traceback(_without_our_frames(error.__traceback__)) from None
     except BaseException as error:
         error.__traceback__ = _without_our_frames(error.__traceback__)

@@ -76,6 +76,8 @@ def _from_timm(config: Config, shape: tuple[int, int, int], outputs: int) -> nn.
 
 
 def _read_weights(path: Path) -> dict[str, Tensor]:
+    if not path.is_file():
+        raise ConfigError(f"--pretrained: there is no file {path}")
     if path.suffix == ".safetensors":
         from safetensors import SafetensorError
         from safetensors.torch import load_file

@@ -1,6 +1,14 @@
 """apex as its scripts know it: amp, parallel, optimizers, fp16_utils and normalization over torch's parts."""
 
-from . import amp, fp16_utils, normalization, optimizers, parallel
+from . import amp, fp16_utils, multi_tensor_apply, normalization, optimizers, parallel
 from .fp16_utils import FP16_Optimizer
 
-__all__ = ["FP16_Optimizer", "amp", "fp16_utils", "normalization", "optimizers", "parallel"]
+__all__ = [
+    "FP16_Optimizer",
+    "amp",
+    "fp16_utils",
+    "multi_tensor_apply",
+    "normalization",
+    "optimizers",
+    "parallel",
+]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from .._notices import warn_once
 __all__ = [
     "ForwardCasts",
     "cast_floating",
+    "ddp_groups",
     "device_type",
     "find_ddp",
     "half_type",
@@ -155,6 +156,16 @@ def find_ddp() -> None:
     if dist.is_available() and dist.is_initialized():
         # the type, as isinstance would ask proxies, which may raise
         _seen_ddp.update(o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel))
+
+
+def ddp_groups(parameters: Iterable[Tensor]) -> dict[Tensor, set[dist.ProcessGroup]]:
+    """For each of these parameters the process groups over which a DDP model keeps it equal."""
+    groups: dict[Tensor, set[dist.ProcessGroup]] = {parameter: set() for parameter in parameters}
+    for ddp in list(_seen_ddp):
+        for parameter in ddp.parameters():
+            if parameter in groups:
+                groups[parameter].add(ddp.process_group)
+    return groups
 
 
 def without_sync(parameters: set[Tensor]) -> bool:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..optimizers._fused import FusedOptimizer
 from ..parallel.LARC import LARC
 from ._amp_state import _amp_state, say
-from .forward import find_ddp, without_sync
+from .forward import ddp_groups, find_ddp, without_sync
 from .scaler import LossScaler, unscale_
 from .weights import HALF_TYPES, masters
 
@@ -51,7 +52,7 @@ class AmpOptimizer:
         self._unscaled: list[tuple[nn.Parameter, Tensor]] = []  # sums of earlier backwards
         self._withheld: list[tuple[nn.Parameter, Tensor]] = []
         self._skip: str | None = None
-        self._looked_for_ddp = False
+        self._started = False
         for group in optimizer.param_groups:
             self._put_masters(group, originals)
         # What load_state_dict put into the state before this point takes the dtype of its parameter.
@@ -59,6 +60,14 @@ class AmpOptimizer:
             for name, value in state.items():
                 if isinstance(value, Tensor) and value.is_floating_point() and value.dim():
                     state[name] = value.to(parameter.dtype)
+        hooked = getattr(type(optimizer).step, "hooked", False) and hasattr(
+            optimizer, "_optimizer_step_pre_hooks"
+        )
+        if not hooked:
+            # An optimizer around another one (Lookahead) may leave out Optimizer.__init__, without which
+            # torch runs no hooks; what torch repairs after unpickling makes up for it.
+            vars(optimizer).setdefault("defaults", {})
+            Optimizer.__setstate__(optimizer, {})
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -123,9 +132,30 @@ class AmpOptimizer:
                 gradients.append(parameter.grad)
         return gradients
 
+    def _follow_weights(self) -> None:
+        """Gives the masters what was written into the model after `initialize`: by hand, or by DDP, which
+        sends the weights of the first rank to the others."""
+        ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        groups_of = ddp_groups(half for half, _ in self.pairs)
+        for half, master in self.pairs:
+            groups = groups_of[half]
+            # Weights that a script has made equal over the ranks itself are so in half alone. A master that
+            # was loaded, and so has a version, is of a checkpoint that every rank has read.
+            rounded = ranks > 1 and not groups and master._version == 0
+            master.copy_(half if rounded else torch.where(half == master.to(half.dtype), master, half))
+            for group in groups:
+                dist.broadcast(master, group=group, group_src=0)
+
     @torch.no_grad()
     def before_backward(self, scale: float) -> None:
-        """Sets aside the gradients of earlier losses, which are unscaled, from those about to come."""
+        """Sets aside the gradients of earlier losses, which are unscaled, from those about to come.
+
+        The first one has the masters follow the model's weights; with DDP every rank takes part in that.
+        """
+        if not self._started:
+            find_ddp()
+            self._follow_weights()
+            self._started = True
         if self.held_scale is not None:
             # `model.zero_grad()` throws away what was set aside with what is held.
             self._unscaled = [(p, g) for p, g in self._unscaled if p.grad is not None]
@@ -157,9 +187,6 @@ class AmpOptimizer:
 
     def must_hold(self) -> bool:
         """Whether the gradients are not reduced over the ranks yet: DDP's `no_sync`."""
-        if not self._looked_for_ddp:
-            find_ddp()
-            self._looked_for_ddp = True
         return without_sync({half for half, _ in self.pairs} | set(self._own()))
 
     def release(self) -> None:
@@ -201,7 +228,10 @@ class AmpOptimizer:
                 "the gradients; compute them before"
             )
         self.release()
-        if self._skip is not None:
+        # A derived class that calls the step of its base comes here twice; an earlier step that failed leaves
+        # withheld gradients, but then there are others.
+        withheld = bool(self._withheld) and all(p.grad is None for p, _ in self._withheld)
+        if self._skip is not None and not withheld:
             say(self._skip)
             # An optimizer leaves parameters without a gradient alone, its own state with them.
             parameters = [p for group in optimizer.param_groups for p in group["params"]]

@@ -3,6 +3,8 @@
 from .fp16_optimizer import FP16_Optimizer
 from .fp16util import (
     BN_convert_float,
+    FP16Model,
+    clip_grad_norm,
     convert_module,
     convert_network,
     master_params_to_model_params,
@@ -16,8 +18,10 @@ from .loss_scaler import DynamicLossScaler, LossScaler, to_python_float
 __all__ = [
     "BN_convert_float",
     "DynamicLossScaler",
+    "FP16Model",
     "FP16_Optimizer",
     "LossScaler",
+    "clip_grad_norm",
     "convert_module",
     "convert_network",
     "master_params_to_model_params",

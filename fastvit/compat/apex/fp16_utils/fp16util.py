@@ -6,13 +6,16 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_ as clip_grad_norm
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from ..amp.forward import half_type
+from ..amp.forward import cast_floating, half_type
 from ..amp.weights import is_batchnorm
 
 __all__ = [
     "BN_convert_float",
+    "FP16Model",
+    "clip_grad_norm",
     "convert_module",
     "convert_network",
     "master_params_to_model_params",
@@ -59,6 +62,19 @@ def network_to_half(network: nn.Module) -> nn.Module:
     """`network` in half behind a cast of its input; BatchNorm stays float32, outputs are half."""
     device = next((p.device for p in network.parameters()), torch.device("cpu"))
     return nn.Sequential(tofp16(), BN_convert_float(network.to(half_type(device))))
+
+
+class FP16Model(nn.Module):
+    """`network`, cast in place to half but for BatchNorm; inputs are cast too, outputs are half."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        device = next((p.device for p in network.parameters()), torch.device("cpu"))
+        self.dtype = half_type(device)
+        self.network = convert_network(network, self.dtype)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.network(*cast_floating(inputs, self.dtype))
 
 
 def prep_param_lists(

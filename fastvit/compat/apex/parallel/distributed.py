@@ -1,7 +1,8 @@
 """apex's DistributedDataParallel and Reducer over torch's."""
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from .._notices import warn_once
 
-__all__ = ["DistributedDataParallel", "Reducer"]
+__all__ = ["DistributedDataParallel", "Reducer", "flat_dist_call"]
 
 _ONE_BUCKET_MB = 1 << 20  # larger than any model
 
@@ -142,3 +143,25 @@ class Reducer:
         for work, gradient in zip(waiting, gradients, strict=True):
             work.wait()
             gradient.div_(dist.get_world_size())
+
+
+@torch.no_grad()
+def flat_dist_call(
+    tensors: Iterable[Tensor], call: Callable[..., Any], extra_args: Sequence[Any] | None = None
+) -> None:
+    """One collective for each dtype and device instead of one for each tensor; changes the tensors in place.
+
+    Args:
+        call: `torch.distributed.broadcast`, say; after `all_reduce` sums become means.
+        extra_args: what `call` takes after the tensor.
+    """
+    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        groups[tensor.dtype, tensor.device].append(tensor)
+    for group in groups.values():
+        flat = torch.cat([tensor.reshape(-1) for tensor in group])
+        call(flat, *(extra_args or ()))
+        if call is dist.all_reduce:
+            flat.div_(dist.get_world_size())
+        parts = flat.split([tensor.numel() for tensor in group])
+        torch._foreach_copy_(group, [part.view_as(t) for part, t in zip(parts, group, strict=True)])

@@ -1,13 +1,6 @@
-"""mapillary's inplace_abn under its names, with its effective weight `|weight| + eps`.
-
-In place: leaky_relu, elu and identity; relu in `ABN` alone. A module built for leaky_relu with a slope of 0,
-with which mapillary's gradients are wrong, is relu: it keeps its input, and its output is rebuilt inside
-`fastvit.recompute_scope()` or a converted model. Negative slopes are refused.
-"""
+"""mapillary's layers."""
 
 from __future__ import annotations
-
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -17,56 +10,9 @@ from fastvit import functional
 from fastvit.inplace_abn import InPlaceABN as _InPlaceABN
 from fastvit.inplace_abn import InPlaceABNSync as _InPlaceABNSync
 
-__all__ = [
-    "ABN",
-    "InPlaceABN",
-    "InPlaceABNSync",
-    "active_group",
-    "inplace_abn",
-    "inplace_abn_sync",
-    "set_active_group",
-]
+__all__ = ["ABN", "InPlaceABN", "InPlaceABNSync"]
 
 _ACTIVATIONS = ("relu", "leaky_relu", "elu", "identity")
-
-
-def inplace_abn(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool = True,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-    activation: str = "leaky_relu",
-    activation_param: float = 0.01,
-) -> Tensor:
-    """`fastvit.functional.inplace_abn` with `|weight| + eps`; overwrites x."""
-    return functional.inplace_abn(
-        x, weight, bias, running_mean, running_var, training, momentum, eps, activation, activation_param,
-        abs_weight=True,
-    )  # fmt: skip
-
-
-def inplace_abn_sync(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool = True,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-    activation: str = "leaky_relu",
-    activation_param: float = 0.01,
-    group: dist.ProcessGroup | None = None,
-) -> Tensor:
-    """`inplace_abn` with statistics over the ranks of `group` (None: all)."""
-    return functional.inplace_abn_sync(
-        x, weight, bias, running_mean, running_var, training, momentum, eps, activation, activation_param,
-        group, abs_weight=True,
-    )  # fmt: skip
 
 
 class ABN(nn.modules.batchnorm._NormBase):
@@ -185,28 +131,3 @@ class InPlaceABNSync(_SlopeZero, _InPlaceABNSync):
                 x, **self._relu_arguments(), **state, process_group=self.group
             )
         return super()._normalise(x, **state)
-
-
-_groups: WeakKeyDictionary = WeakKeyDictionary()
-
-
-def active_group(active: bool) -> dist.ProcessGroup | None:
-    """The group of the ranks that passed True, None when none did. Every rank calls it; a group is made
-    once."""
-    world = dist.group.WORLD
-    flags: list[bool] = [False] * dist.get_world_size()
-    dist.all_gather_object(flags, bool(active))
-    ranks = tuple(rank for rank, flag in enumerate(flags) if flag)
-    if not ranks or len(ranks) == len(flags):
-        return world if ranks else None
-    known = _groups.setdefault(world, {})
-    if ranks not in known:
-        known[ranks] = dist.new_group(list(ranks))
-    return known[ranks]
-
-
-def set_active_group(module: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Gives `group` to every layer in `module` that has `set_group`."""
-    for layer in module.modules():
-        if hasattr(layer, "set_group"):
-            layer.set_group(group)

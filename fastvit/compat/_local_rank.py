@@ -1,0 +1,47 @@
+"""The local rank on the command line, spelled as the script declares it.
+
+Old scripts know `--local_rank` alone; launchers of today pass `--local-rank` or, as torchrun, only LOCAL_RANK
+in the environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["LOCAL_RANK", "spell_local_rank"]
+
+LOCAL_RANK = re.compile(r"--local[-_]rank(=|$)")
+
+
+def _spelled(arguments: Sequence[str], declared: list[str]) -> list[str]:
+    """`arguments` with the local rank under one of the `declared` names, if there are any."""
+    if not declared:
+        return list(arguments)
+    if "LOCAL_RANK" in os.environ and not any(LOCAL_RANK.match(a) for a in arguments):
+        return [f"{declared[0]}={os.environ['LOCAL_RANK']}", *arguments]
+    words = (argument.partition("=") for argument in arguments)
+    return [
+        (declared[0] if LOCAL_RANK.match(name) and name not in declared else name) + equals + value
+        for name, equals, value in words
+    ]
+
+
+def spell_local_rank() -> None:
+    """Has every `argparse` parser that reads the command line find the local rank, wherever in the script's
+    modules it is declared; `sys.argv` stays as it is."""
+    parse = argparse.ArgumentParser.parse_known_args
+
+    @functools.wraps(parse)
+    def parse_known_args(self: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> Any:
+        if args is None or list(args) == sys.argv[1:]:
+            declared = [name for name in self._option_string_actions if LOCAL_RANK.match(name)]
+            args = _spelled(sys.argv[1:], declared)
+        return parse(self, args, namespace)
+
+    argparse.ArgumentParser.parse_known_args = parse_known_args

@@ -1,0 +1,34 @@
+"""Groups of ranks for the synchronised layers."""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch import nn
+
+__all__ = ["active_group", "set_active_group"]
+
+_groups: WeakKeyDictionary = WeakKeyDictionary()
+
+
+def active_group(active: bool) -> dist.ProcessGroup | None:
+    """The group of the ranks that passed True, None when none did. Every rank calls it; a group is made
+    once."""
+    world = dist.group.WORLD
+    flags: list[bool] = [False] * dist.get_world_size()
+    dist.all_gather_object(flags, bool(active))
+    ranks = tuple(rank for rank, flag in enumerate(flags) if flag)
+    if not ranks or len(ranks) == len(flags):
+        return world if ranks else None
+    known = _groups.setdefault(world, {})
+    if ranks not in known:
+        known[ranks] = dist.new_group(list(ranks))
+    return known[ranks]
+
+
+def set_active_group(module: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Gives `group` to every layer in `module` that has `set_group`."""
+    for layer in module.modules():
+        if hasattr(layer, "set_group"):
+            layer.set_group(group)
