@@ -5,8 +5,8 @@
 //          poll reads as many; a cache line crosses from one core to the other once.
 // Waiting  in slices: the caller comes back for the next, so that Python sees signals and dead peers. Within
 //          one it spins for as long as a peer that runs needs, then yields (its threads may want this core),
-//          then sleeps. For a peer on the same core it sleeps early: who yields stays there, and the two
-//          would run one after the other from then on, while who wakes is put on a core that is idle.
+//          then sleeps. From a peer on the same core it moves away first: the two would run one after the
+//          other from then on, and the system would take milliseconds to part them.
 #include <sched.h>
 
 #include <algorithm>
@@ -130,8 +130,8 @@ class Patience {
     if (++rounds_ % 64 == 0 || phase_ != Phase::spin) {
       const double waited = std::chrono::duration<double>(Clock::now() - begin_).count();
       if (waited >= slice_) return false;
-      const double yield = same_core ? kYieldToSameCore : kYield;
-      phase_ = waited < spin_ ? Phase::spin : waited < yield ? Phase::yield : Phase::sleep;
+      phase_ = waited < spin_ ? Phase::spin : waited < kYield ? Phase::yield : Phase::sleep;
+      if (same_core && !moved_ && spin_ > 0 && phase_ != Phase::spin) leave_core(), moved_ = true;
     }
     if (phase_ == Phase::spin)
       pause();
@@ -144,7 +144,7 @@ class Patience {
 
  private:
   enum class Phase { spin, yield, sleep };
-  static constexpr double kSpin = 5e-6, kYieldToSameCore = 1e-4, kYield = 2e-3;  // seconds of waiting
+  static constexpr double kSpin = 5e-6, kYield = 2e-3;  // seconds since the wait began
   static constexpr std::chrono::microseconds kSleep{50};
 
   static void pause() {
@@ -160,8 +160,19 @@ class Patience {
     return sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
   }
 
+  // Forbids this thread its core for a moment, and so is put on another one at once.
+  static void leave_core() {
+    cpu_set_t all;
+    if (sched_getaffinity(0, sizeof(all), &all) != 0) return;
+    cpu_set_t others = all;
+    CPU_CLR(sched_getcpu(), &others);
+    if (CPU_COUNT(&others) > 0 && sched_setaffinity(0, sizeof(others), &others) == 0)
+      sched_setaffinity(0, sizeof(all), &all);
+  }
+
   Clock::time_point begin_;
   double slice_, spin_;
+  bool moved_ = false;
   int rounds_ = 0;
   Phase phase_ = Phase::spin;
 };
