@@ -56,7 +56,7 @@ test-slow: install  ## Tests that need many gigabytes
 bench: install  ## Time the layers against torch's, and ways to synchronise; writes benchmarks/results
 	$(RUN) benchmarks/bench_layers.py
 	$(RUN) benchmarks/report.py
-	$(RUN) benchmarks/bench_sync.py
+	$(RUN) benchmarks/bench_sync.py --world 2 4 8
 	$(RUN) benchmarks/report.py --name sync_cpu
 
 gpu:  ## Tests, sanitizers and benchmarks on a CUDA GPU, in one go of 9 minutes; OUT=, RUN= an interpreter

@@ -1,7 +1,9 @@
 """Synchronised statistics: the exchange alone, and a whole step of a layer, by every way to share them.
 
-    python benchmarks/bench_sync.py [--world 2]             ranks of this machine's CPU, over gloo
-    torchrun --nproc_per_node=2 benchmarks/bench_sync.py    with NCCL where there are as many GPUs
+    python benchmarks/bench_sync.py [--world 2 4 8]         ranks of this machine, one number after another
+    torchrun --nproc_per_node=2 benchmarks/bench_sync.py    one number of ranks, on any machines
+
+Over NCCL where there are as many GPUs as ranks, else over gloo.
 
 Exchange: moments forward, sums backward, without a layer; `bare` is torch.distributed's collective of as many
 numbers and nothing else, and ratios are bare / time. Step: forward and backward of one layer on every rank at
@@ -13,6 +15,7 @@ called is counted by torch's profiler.
 
 import argparse
 import datetime
+import json
 import os
 import tempfile
 import time
@@ -34,6 +37,7 @@ CHANNELS = (64, 256, 512, 1024, 2048)
 SHAPE = (32, 28, 28)  # of a step's input, without channels
 STEP_CHANNELS = {"cpu": (64,), "cuda": CHANNELS}
 DIRECTIONS = ("forward", "backward", "both")
+ROWS = "rows.json"
 
 
 def group_that_takes(way: str) -> "dist.ProcessGroup":
@@ -187,12 +191,13 @@ def bench_step(channels: int, groups: dict, repeats: int, device: torch.device) 
     return rows
 
 
-def rank_main(rank: int, world: int, store: str, options: argparse.Namespace) -> None:
+def rank_main(rank: int, world: int, folder: str, options: argparse.Namespace) -> None:
+    """Measures; rank 0 writes the rows into `folder`, or the results where there is none."""
     cuda = torch.cuda.device_count() >= world
     torch.set_num_threads(options.threads)
     if cuda:
         torch.cuda.set_device(rank)
-    init = f"file://{store}" if store else None
+    init = f"file://{folder}/store" if folder else None
     timeout = datetime.timedelta(seconds=60)
     dist.init_process_group(
         "nccl" if cuda else "gloo", init, rank=rank, world_size=world, timeout=timeout
@@ -203,21 +208,26 @@ def rank_main(rank: int, world: int, store: str, options: argparse.Namespace) ->
         groups["CudaIpc" if cuda else "SharedMemory"] = group_that_takes("peer")
     except RuntimeError as error:  # on all ranks
         print(error)
-    rows = bench_exchange(groups, options.repeats, device)
+    repeats = max(20, options.repeats * 2 // world)
+    rows = bench_exchange(groups, repeats, device)
     for channels in STEP_CHANNELS[device.type]:
-        rows += bench_step(channels, groups, options.repeats, device)
+        rows += bench_step(channels, groups, repeats, device)
     if rank == 0:
         where = provenance(device.type)
-        rows = [{"world": world, "threads": options.threads} | row | where for row in rows]
+        here = {"device_type": device.type, "cores": os.cpu_count(), "world": world}
+        rows = [here | {"threads": options.threads} | row | where for row in rows]
         for row in rows:
             print(
-                f"{row['what']:9} C={row['channels']:<5} {row['way']:20} {row['direction']:9} "
+                f"{world} ranks  {row['what']:9} C={row['channels']:<5} {row['way']:20} {row['direction']:9} "
                 f"{row['p50_us']:9.1f} us  p10 {row['p10_us']:9.1f}  p95 {row['p95_us']:9.1f}  "
                 f"collectives {row['collectives']}  ops {row['ops']:2}  kernels {row.get('kernels', '-')}  "
                 f"host waits {row.get('host_waits', '-')}  ratio {row['ratio']:.3f}  "
                 f"{row.get('ratio_to_local_and_bare', '')}"
             )
-        print(write_csv(options.name or f"sync_{device.type}", rows))
+        if folder:
+            (Path(folder) / ROWS).write_text(json.dumps(rows))
+        else:
+            print(write_csv(options.name or f"sync_{device.type}", rows))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -226,18 +236,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--world", type=int, default=2, help="ranks, when torchrun does not say")
+    parser.add_argument("--world", type=int, nargs="+", default=[2], help="ranks, when torchrun does not say")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads per rank")
-    parser.add_argument("--repeats", type=int, default=300, help="timed exchanges and steps of each kind")
+    parser.add_argument("--repeats", type=int, default=300, help="of each kind with 2 ranks, else fewer")
     parser.add_argument("--name", help="results/NAME.csv (default: sync_DEVICE)")
     options = parser.parse_args()
     reuse_memory()
     if "RANK" in os.environ:
         rank_main(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "", options)
         return
-    with tempfile.TemporaryDirectory() as folder:
-        store = str(Path(folder) / "store")
-        mp.spawn(rank_main, (options.world, store, options), nprocs=options.world)
+    rows: list[dict] = []
+    for world in options.world:
+        with tempfile.TemporaryDirectory() as folder:
+            mp.spawn(rank_main, (world, folder, options), nprocs=world)
+            rows += json.loads((Path(folder) / ROWS).read_text())
+    print(write_csv(options.name or f"sync_{rows[0]['device_type']}", rows))
 
 
 if __name__ == "__main__":

@@ -45,29 +45,30 @@ def table(rows: list[dict[str, str]]) -> str:
 def sync_table(rows: list[dict[str, str]]) -> str:
     first = rows[0]
     lines = [
-        "| what | C | direction | way | us (p95) | collectives | ops | kernels | host waits "
+        "| ranks | what | C | direction | way | us (p95) | collectives | ops | kernels | host waits "
         "| bare / time, or time / local |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for r in rows:
-        times = f"{float(r['p50_us']):.0f} ({float(r['p95_us']):.0f})"
         ratio = f"{float(r['ratio']):.3g}"
         if r.get("ratio_to_local_and_bare"):
             ratio += f" ({float(r['ratio_to_local_and_bare']):.3g} of local + bare)"
-        lines.append(
-            f"| {r['what']} | {r['channels']} | {r['direction']} | {r['way']} | {times} | {r['collectives']} "
-            f"| {r['ops']} | {r.get('kernels', '')} | {r.get('host_waits', '')} | {ratio} |"
-        )
-    where = f"{first['device']}, torch {first['torch']}, commit {first['commit']}, {first['date']}"
+        cells = [r["world"], r["what"], r["channels"], r["direction"], r["way"]]
+        cells += [f"{float(r['p50_us']):.0f} ({float(r['p95_us']):.0f})", r["collectives"], r["ops"]]
+        cells += [r.get("kernels", ""), r.get("host_waits", ""), ratio]
+        lines.append(f"| {' | '.join(cells)} |")
+    where = f"{first['device']}, {first['cores']} cores, torch {first['torch']}, commit {first['commit']}"
     lines += [
         "",
-        f"{first['world']} ranks, {first['threads']} thread(s) each; medians of the slower rank's. {where}.",
+        f"{first['threads']} thread(s) per rank; medians of the slowest rank's. {where}, {first['date']}.",
+        "`bare`: torch.distributed's collective of as many numbers and nothing else. Counts are torch's",
+        "profiler's; ops are torch's, those inside others left out.",
     ]
-    lines += [
-        "`bare`: torch.distributed's collective of as many numbers and nothing else. Counts are torch's"
-    ]
-    lines += ["profiler's; ops are torch's, those inside others left out.", ""]
-    return "\n".join(lines)
+    if any(int(r["world"]) > int(r["cores"]) for r in rows):
+        lines.append(
+            "More ranks than cores wait for a core most of the time: only their counts mean something."
+        )
+    return "\n".join(lines) + "\n"
 
 
 def picture(rows: list[dict[str, str]], path) -> None:
