@@ -78,7 +78,8 @@ def demangled(symbols: list[str]) -> list[str]:
     names = subprocess.run(
         ["c++filt", "-p"], input="\n".join(symbols), capture_output=True, text=True, check=True
     )
-    return [re.sub(r"^void |fastvit::|\(anonymous namespace\)::|\(int\)|\(bool\)", "", name) for name in names.stdout.splitlines()]
+    noise = r"^void |fastvit::|\(anonymous namespace\)::|\(int\)|\(bool\)"
+    return [re.sub(noise, "", name) for name in names.stdout.splitlines()]
 
 
 def main() -> None:
