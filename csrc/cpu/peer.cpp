@@ -126,12 +126,14 @@ class Patience {
   Patience(double seconds, int64_t ranks)
       : begin_(Clock::now()), slice_(seconds), spin_(ranks <= cores() ? kSpin : 0) {}
 
-  bool wait(bool same_core) {
+  // `beside_peer` says whether this thread's core is that of a peer it waits for; asked when it matters.
+  template <class Ask>
+  bool wait(const Ask& beside_peer) {
     if (++rounds_ % 64 == 0 || phase_ != Phase::spin) {
       const double waited = std::chrono::duration<double>(Clock::now() - begin_).count();
       if (waited >= slice_) return false;
       phase_ = waited < spin_ ? Phase::spin : waited < kYield ? Phase::yield : Phase::sleep;
-      if (same_core && !moved_ && spin_ > 0 && phase_ != Phase::spin) leave_core(), moved_ = true;
+      if (!moved_ && spin_ > 0 && phase_ != Phase::spin && beside_peer()) leave_core(), moved_ = true;
     }
     if (phase_ == Phase::spin)
       pause();
@@ -296,9 +298,11 @@ int64_t peer_poll(Tensor segment_tensor, Tensor state_tensor, Tensor numbers, Te
     const int64_t quitter = segment.gave_up_peer(waiting.empty());
     if (quitter >= 0) return blame(state, quitter), kGaveUp;
     if (waiting.empty()) break;
-    const bool same_core = std::any_of(waiting.begin(), waiting.end(),
-                                       [&](const Waiting& from) { return segment.is_here(from.peer); });
-    if (!patience.wait(same_core)) {
+    const auto beside_peer = [&] {
+      return std::any_of(waiting.begin(), waiting.end(),
+                         [&](const Waiting& from) { return segment.is_here(from.peer); });
+    };
+    if (!patience.wait(beside_peer)) {
       std::fill_n(segment.missing, state->world, 0);
       for (const Waiting& from : waiting) segment.missing[from.peer] = 1;
       return kPending;
@@ -342,7 +346,7 @@ int64_t peer_rejoin(Tensor segment_tensor, Tensor state_tensor, double seconds) 
     int64_t absent = 0;
     for (int64_t peer = 0; peer < state->world; ++peer) absent += segment.missing[peer] = away(peer);
     if (absent == 0) break;
-    if (!patience.wait(false)) return kPending;
+    if (!patience.wait([] { return false; })) return kPending;
   }
   for (int64_t peer = 0; peer < state->world; ++peer) {
     epoch = later_epoch(epoch, uint32_t(load(segment.status[peer].rejoined)));
