@@ -70,18 +70,18 @@ class Planner:
         """In the order of the model's modules; those that are `settled` stay."""
         found = [(name, layer) for module, name in self.names.items() if (layer := layers.find(module))]
         order = {node: i for i, node in enumerate(node for trace in traces for node in trace.graph.nodes)}
-        adding = {}
-        for name, layer in found:
-            sites = _sites(layer, traces)
-            if any(site.chain.residual for site in sites):
-                adding[name] = order[sites[0].call]
-        # in the order of the forward: what a layer with a residual saves depends on whether that is rebuilt
+        sites = {name: _sites(layer, traces) for name, layer in found}
+
+        def turn(item: tuple[str, Layer]) -> int:
+            # what a layer with a residual saves depends on whether that is rebuilt: in the forward's order
+            calls = sites[item[0]]
+            return order[calls[0].call] if any(site.chain.residual for site in calls) else -1
+
         plans = {}
-        for name, layer in sorted(found, key=lambda item: adding.get(item[0], -1)):
-            sites = _sites(layer, traces)
-            plans[name] = plan = settled.get(name) or self._plan(name, layer, sites)
+        for name, layer in sorted(found, key=turn):
+            plans[name] = plan = settled.get(name) or self._plan(name, layer, sites[name])
             if plan.mode == "recompute":
-                self._rebuilt.update(site.output if plan.absorbs else site.call for site in sites)
+                self._rebuilt.update(site.output if plan.absorbs else site.call for site in sites[name])
         return [plans[name] for name, _ in found]
 
     def is_open(self, plan: Plan, traces: list[Trace]) -> bool:
