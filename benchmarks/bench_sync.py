@@ -160,7 +160,7 @@ def bench_step(channels: int, groups: dict, repeats: int, device: torch.device) 
         for name, layer in layers(channels, groups, device).items()
     }
     steps["bare"] = gather, lambda _: reduce()
-    times = {(name, d): [] for name in steps for d in ("forward", "backward", "both")}
+    times = {(name, d): [] for name in steps for d in DIRECTIONS}
     for repeat in range(repeats):
         for name, (forward, backward) in steps.items():
             x.grad, kept = None, []

@@ -8,7 +8,7 @@ import torch
 from .. import _library
 from .agreement import Agreement, answers_text
 from .device_memory import MOST_RANKS, DeviceMemory, trial
-from .exchange import LEAST_PACKETS, Tag, packets
+from .exchange import Tag, room
 
 NAME = "CudaIpc"
 _ops = torch.ops.fastvit
@@ -39,7 +39,7 @@ def connect(
     """
     if agreement.world > MOST_RANKS:
         return f"{agreement.world} ranks, more than {MOST_RANKS}"
-    capacity = max(LEAST_PACKETS, packets(channels, dtype))
+    capacity = room(channels, dtype)
     size = _ops.exchange_arena_bytes(agreement.world, capacity)
     try:
         own, handle = _ops.ipc_memory(size, device.index)

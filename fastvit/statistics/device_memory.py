@@ -146,11 +146,15 @@ class DeviceMemory:
         tag = Tag(self._fields[_LAYER], self._fields[_STEP])
         raise never_ended(self._rank, self._describe(tag, "exchange"))
 
+    def _says(self) -> tuple[int, int, int]:
+        """Epoch, generation and step, as told to the others when the ranks meet."""
+        return self._report.epoch, self._generation + 1, self._step
+
     def _rejoin(self) -> None:
         """Waits until every rank has come back from the error, and agrees on epoch and step."""
         if self._stream is not None:
             torch.cuda.synchronize(self.device)  # no kernel of this rank sends or awaits any more
-        everybody = self._meet((self._report.epoch, self._generation + 1, self._step))
+        everybody = self._meet(self._says())
         epoch = everybody[0][0]
         for other, _, _ in everybody[1:]:
             ahead = (other - epoch) % 2**32
@@ -178,7 +182,7 @@ class Loopback:
         ]
 
     def rejoin(self) -> None:
-        self.said = [(rank._report.epoch, rank._generation + 1, rank._step) for rank in self.ranks]
+        self.said = [rank._says() for rank in self.ranks]
         for rank in self.ranks:
             rank._rejoin()
 

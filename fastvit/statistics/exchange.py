@@ -27,6 +27,11 @@ def packets(channels: int, dtype: torch.dtype) -> int:
     return (channels + 1) * dtype.itemsize // 4
 
 
+def room(channels: int, dtype: torch.dtype) -> int:
+    """Packets that memory in common is made for when this layer asks: most layers fit that come later."""
+    return max(LEAST_PACKETS, packets(channels, dtype))
+
+
 class PendingSum:
     """A sum over ranks that is under way; `wait()` gives it, or raises."""
 

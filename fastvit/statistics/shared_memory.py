@@ -21,7 +21,6 @@ from .agreement import Agreement, answers_text
 from .exchange import (
     DONE,
     GAVE_UP,
-    LEAST_PACKETS,
     MOMENTS,
     PENDING,
     STEPS,
@@ -32,6 +31,7 @@ from .exchange import (
     mismatch,
     never_ended,
     packets,
+    room,
 )
 
 NAME = "SharedMemory"
@@ -236,7 +236,7 @@ def connect(
     All ranks get the same kind of answer. Every rank knows the name before the segment exists and removes it
     when it has mapped it or cannot: whoever dies, nothing is left behind.
     """
-    capacity = max(LEAST_PACKETS, packets(channels, dtype))
+    capacity = room(channels, dtype)
     path = FOLDER / agreement.from_rank_0("shared memory", f"fastvit-{uuid.uuid4().hex}")
     size = _ops.peer_segment_bytes(agreement.world, capacity)
     segment, result = None, "mapped"

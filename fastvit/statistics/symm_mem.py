@@ -12,7 +12,7 @@ import torch
 from .. import _library
 from .agreement import Agreement, answers_text
 from .device_memory import MOST_RANKS, DeviceMemory, trial
-from .exchange import LEAST_PACKETS, Tag, packets
+from .exchange import Tag, room
 
 NAME = "SymmMem"
 _ops = torch.ops.fastvit
@@ -44,7 +44,7 @@ def connect(
     """
     if agreement.world > MOST_RANKS:
         return f"{agreement.world} ranks, more than {MOST_RANKS}"
-    capacity = max(LEAST_PACKETS, packets(channels, dtype))
+    capacity = room(channels, dtype)
     size = _ops.exchange_arena_bytes(agreement.world, capacity)
     own, arenas, result = None, [], "there"
     try:
