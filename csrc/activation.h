@@ -184,9 +184,7 @@ struct ActivationFn<Activation::hardswish> {  // v * min(max(v + 3, 0), 6) / 6
 // allow, |xhat| <= sqrt(n - 1), so it is clamped to that; limit is infinite for running statistics.
 template <class V, class W, class S>
 FASTVIT_INLINE V recover_xhat(V v, W beta, W inverse_gamma, S limit) {
-  V xhat = (v - beta) * inverse_gamma;
-  xhat = xhat > limit ? V{} + limit : xhat;
-  return xhat < -limit ? V{} - limit : xhat;
+  return within(V((v - beta) * inverse_gamma), limit);
 }
 
 }  // namespace fastvit

@@ -1,5 +1,6 @@
-// exp_, expm1_, log1p_, sigmoid and the normal distribution: for a float or a double on host and device, and
-// on the host for each lane of a GCC/Clang vector of them (`V` is either, `S` the scalar type).
+// exp_, expm1_, log1p_, reciprocal, within, sigmoid and the normal distribution: for a float or a double on
+// host and device, and on the host for each lane of a GCC/Clang vector of them (`V` is either, `S` the scalar
+// type). On the device what takes one instruction is spelled out where C++ would take many.
 #pragma once
 
 #include <cmath>
@@ -31,6 +32,35 @@ FASTVIT_INLINE double log1p_(double v) {
   return log1p(v);
 }
 
+// 1 / v
+template <class V, class S>
+FASTVIT_INLINE V reciprocal(V v, S) {
+  return S(1) / v;
+}
+FASTVIT_INLINE float reciprocal(float v, float) {
+#if defined(__CUDA_ARCH__)
+  float r;  // to 1 ulp; a result below the normal numbers is 0
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+  return r;
+#else
+  return 1.0f / v;
+#endif
+}
+
+// v, or the end of [-limit, limit] that it lies beyond; a NaN stays one.
+template <class V, class S>
+FASTVIT_INLINE V within(V v, S limit) {
+  v = v > limit ? V{} + limit : v;
+  return v < -limit ? V{} - limit : v;
+}
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+FASTVIT_INLINE float within(float v, float limit) {
+  asm("min.NaN.f32 %0, %0, %1;" : "+f"(v) : "f"(limit));
+  asm("max.NaN.f32 %0, %0, %1;" : "+f"(v) : "f"(-limit));
+  return v;
+}
+#endif
+
 // c[0] + c[1] t + c[2] t^2 + ..., by Horner.
 template <class V, class S>
 FASTVIT_INLINE V polynomial(V, S c) {
@@ -43,8 +73,8 @@ FASTVIT_INLINE V polynomial(V t, S c, More... more) {
 
 // 1 / (1 + exp(-v))
 template <class V, class S>
-FASTVIT_INLINE V sigmoid(V v, S) {
-  return S(1) / (S(1) + exp_(-v));
+FASTVIT_INLINE V sigmoid(V v, S s) {
+  return reciprocal(V(S(1) + exp_(-v)), s);
 }
 
 // Mills' ratio of the standard normal distribution, (1 - cdf(a)) / density(a), for a >= 0.
@@ -54,15 +84,15 @@ FASTVIT_INLINE V sigmoid(V v, S) {
 // Chebyshev points of 0 <= a <= 15 and 0 <= a <= 39, past which the density is 0; their own relative error
 // is 1.2e-9 for float and 4e-17 for double.
 template <class V>
-FASTVIT_INLINE V mills_ratio(V a, float) {
-  const V r = 1.0f / (a + 3.0f);
+FASTVIT_INLINE V mills_ratio(V a, float s) {
+  const V r = reciprocal(V(a + 3.0f), s);
   return r * polynomial(V(1.0f - 6.0f * r), 1.827541794f, -1.276705964f, 5.76568812e-1f, -1.184701754e-1f,
                         -2.622506934e-2f, 1.747099892e-2f, 2.567181707e-3f, -2.593048172e-3f,
                         -6.133953026e-4f, 3.341935933e-4f, 1.390974947e-4f);
 }
 template <class V>
-FASTVIT_INLINE V mills_ratio(V a, double) {
-  const V r = 1.0 / (a + 4.0);
+FASTVIT_INLINE V mills_ratio(V a, double s) {
+  const V r = reciprocal(V(a + 4.0), s);
   return r * polynomial(V(1.0 - 8.0 * r), 1.8932190633084853, -1.5237709108199821, 9.7040955486759832e-1,
                         -4.6754096299847673e-1, 1.5139176231189601e-1, -1.8900450857216238e-2,
                         -8.7222952622146718e-3, 4.0878556172320486e-3, 3.3424447738372694e-4,
