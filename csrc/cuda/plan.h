@@ -81,9 +81,10 @@ class Planner {
       if (!condition(l.strides[k], reinterpret_cast<uintptr_t>(pointers[k]))) return false;
     return true;
   }
-  bool aligned_rows(int64_t columns) const {
-    return l.outer_dims <= 1 && columns % V == 0 &&
-           all([&](const Strides& s, uintptr_t p) { return p % 16 == 0 && s.outer[0] % V == 0; });
+  bool aligned_rows(int64_t columns) const {  // and so near each other that a batch of them spans 32 bits
+    return l.outer_dims <= 1 && columns % V == 0 && all([&](const Strides& s, uintptr_t p) {
+             return p % 16 == 0 && s.outer[0] % V == 0 && s.outer[0] * kThreads * kBatch <= INT32_MAX;
+           });
   }
   static int used(int lanes) { return kThreads / lanes * lanes; }  // threads that find work
 

@@ -1,5 +1,5 @@
 // What takes an instruction that C++ has no name for. On the model of CUDA, which has no PTX, the nearest
-// that it knows: its clock, and two stores or loads of 8 bytes for one of 16.
+// that it knows: its clock, and two stores or loads of 8 bytes for a packet of 16 that may be read meanwhile.
 #pragma once
 
 #include <cuda/atomic>
@@ -15,6 +15,12 @@ template <class T>
 using DeviceAtomic = cuda::atomic_ref<T, cuda::thread_scope_device>;
 
 #ifdef CUDA_HOST_EMULATION
+inline uint4 load_wide(const uint4* from) {
+  return *from;
+}
+inline void store_wide(uint4* to, uint4 value) {
+  *to = value;
+}
 inline uint64_t globaltimer() {
   return cuda_host::globaltimer();
 }
@@ -27,6 +33,20 @@ inline void load_halves(uint64_t* from, uint64_t& first, uint64_t& second) {
   second = SystemAtomic<uint64_t>(from[1]).load(cuda::std::memory_order_relaxed);
 }
 #else
+// Ordinary accesses to global memory that stay 16 bytes wide. An assignment of a uint4 is four accesses to
+// the compiler, which it joins again only where it sees through their addresses.
+__device__ __forceinline__ uint4 load_wide(const uint4* from) {
+  uint4 value;
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "l"(__cvta_generic_to_global(from)));
+  return value;
+}
+__device__ __forceinline__ void store_wide(uint4* to, uint4 value) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)), "r"(value.x),
+               "r"(value.y), "r"(value.z), "r"(value.w)
+               : "memory");
+}
 __device__ __forceinline__ uint64_t globaltimer() {  // nanoseconds
   uint64_t now;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));

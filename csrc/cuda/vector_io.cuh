@@ -7,6 +7,8 @@
 
 #include <cstdint>
 
+#include "ptx.cuh"
+
 namespace fastvit {
 
 template <class T>
@@ -55,17 +57,18 @@ struct __align__(sizeof(T) * V) Packet {
     }
   }
 
+  // Global memory.
   __device__ __forceinline__ void load(const T* p) {
     if constexpr (V == 1)
       at[0] = *p;
     else
-      *reinterpret_cast<uint4*>(at) = *reinterpret_cast<const uint4*>(p);
+      *reinterpret_cast<uint4*>(at) = load_wide(reinterpret_cast<const uint4*>(p));
   }
   __device__ __forceinline__ void store(T* p) const {
     if constexpr (V == 1)
       *p = at[0];
     else
-      *reinterpret_cast<uint4*>(p) = *reinterpret_cast<const uint4*>(at);
+      store_wide(reinterpret_cast<uint4*>(p), *reinterpret_cast<const uint4*>(at));
   }
   __device__ __forceinline__ void clear() {
     if constexpr (V == 1)

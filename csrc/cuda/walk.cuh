@@ -153,20 +153,28 @@ __device__ __forceinline__ void walk_rows(const Plan& plan, const Work& work, co
   const int64_t column = work.first_channel(plan) * plan.fold + work.lane * V;
   if (work.team >= plan.teams || column >= plan.columns) return;
   int64_t at_column[kOperands];
+  int next[kOperands];  // from a packet of the batch to the one after it; see Planner::aligned_rows
 #pragma unroll
-  for (int k = 0; k < kOperands; ++k)
+  for (int k = 0; k < kOperands; ++k) {
     at_column[k] = column * (V > 1 || plan.fold > 1 ? 1 : l.strides[k].channel);
+    next[k] = (kReverse ? -plan.teams : plan.teams) * int(l.strides[k].outer[0]);
+  }
   const int64_t step = int64_t(plan.slices) * plan.teams * U;
   for (int64_t i = int64_t(work.slice) * plan.teams * U + work.team; i < plan.units; i += step) {
+    const auto outer = [&](int64_t row, int64_t(&to)[kOperands]) {
+      outer_offsets<(V > 1)>(l, kReverse ? plan.units - 1 - row : row, to);
+    };
+    const int left = int(min(plan.units - i, int64_t(plan.teams) * U));
     Batch<V, U, kOperands> batch;
+    int64_t base[kOperands];
+    outer(i, base);
 #pragma unroll
     for (int j = 0; j < U; ++j) {
-      const int64_t row = i + j * plan.teams;
-      batch.exists[j] = row < plan.units;
-      int64_t base[kOperands];
-      outer_offsets<(V > 1)>(l, kReverse ? plan.units - 1 - row : row, base);
+      batch.exists[j] = j * plan.teams < left;
+      if (V == 1 && j > 0) outer(i + j * plan.teams, base);
 #pragma unroll
-      for (int k = 0; k < kOperands; ++k) batch.offset[k][j] = base[k] + at_column[k];
+      for (int k = 0; k < kOperands; ++k)
+        batch.offset[k][j] = base[k] + at_column[k] + (V > 1 ? j * next[k] : 0);
     }
     body(batch);
   }
