@@ -53,8 +53,8 @@ __device__ __forceinline__ A gamma_of(const PerChannel& weight, A floor, int64_t
   return floor > 0 ? effective_gamma(gamma, floor) : gamma;
 }
 
-// f(ActivationFn<...>{}) for the activation chosen at run time; the branch is uniform, so it costs one test
-// per batch. Without kAny those that cannot be inverted are not compiled.
+// f(ActivationFn<...>{}) for the activation chosen at run time; the branch is uniform, so it costs a test
+// for a packet or more. Without kAny those that cannot be inverted are not compiled.
 template <bool kAny, class F>
 __device__ __forceinline__ void with_activation(Activation activation, const F& f) {
   switch (activation) {

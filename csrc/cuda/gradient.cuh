@@ -74,15 +74,16 @@ struct Read {
   }
 };
 
-// Adds a batch to the thread's sums of dz and dz * centred; at(j) reads its j-th packet.
+// Adds a batch to the thread's sums of dz and dz * centred; at(j) reads its j-th packet. The activation is
+// told for each packet, here and below: for all of them at once takes more registers.
 template <class T, bool kRows, Kept kKept, class B, class A, int K, class At>
 __device__ __forceinline__ void add_gradients(RunningSums<A> (&running)[K], const B&,
                                               const Constants<A, kKept> (&constants)[K],
                                               const Saved<A>& saved, A limit, const At& at) {
-  with_activation<kKept != Kept::output>(saved.activation, [&]<class Fn>(Fn) {
-    Sums<A> sums[K];
+  Sums<A> sums[K];
 #pragma unroll
-    for (int j = 0; j < B::U; ++j) {
+  for (int j = 0; j < B::U; ++j)
+    with_activation<kKept != Kept::output>(saved.activation, [&]<class Fn>(Fn) {
       const Read<T, kKept, typename B::One> read = at(j);
       A in[B::V], g[B::V];
       [[maybe_unused]] A r[B::V];
@@ -95,10 +96,9 @@ __device__ __forceinline__ void add_gradients(RunningSums<A> (&running)[K], cons
                                                   constants[kRows ? k : 0], saved.param, limit);
         sums[kRows ? k : 0].merge({t.dz, t.dz * t.centred});
       }
-    }
+    });
 #pragma unroll
-    for (int k = 0; k < K; ++k) running[k].add(sums[k]);
-  });
+  for (int k = 0; k < K; ++k) running[k].add(sums[k]);
 }
 
 // What a channel's sums over all ranks take off: dx = scale * (dz - offset - slope * centred).
@@ -122,9 +122,9 @@ __device__ __forceinline__ void propagate(const B&, Read<T, kKept, B>& read,
                                           const Correction<A> (&correction)[K], const Saved<A>& saved,
                                           A limit) {
   constexpr bool kResidual = Read<T, kKept, B>::kResidual;
-  with_activation<kKept != Kept::output>(saved.activation, [&]<class Fn>(Fn) {
 #pragma unroll
-    for (int j = 0; j < B::U; ++j) {
+  for (int j = 0; j < B::U; ++j)
+    with_activation<kKept != Kept::output>(saved.activation, [&]<class Fn>(Fn) {
       A in[B::V], g[B::V];
       [[maybe_unused]] A r[B::V];
       read.input[j].unpack(in);
@@ -140,8 +140,7 @@ __device__ __forceinline__ void propagate(const B&, Read<T, kKept, B>& read,
       }
       read.input[j].pack(in);
       if constexpr (kResidual) read.dy[j].pack(g);
-    }
-  });
+    });
 }
 
 }  // namespace fastvit
