@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from cases import ACTIVATIONS, CORE_LAYOUTS, DTYPES, INVERTIBLE, LAYOUTS, PARAM, Case, fresh
+from cases import ACTIVATIONS, CORE_LAYOUTS, DTYPES, INVERTIBLE, LAYOUTS, PARAM, Case, fresh, generator
 from tolerances import check, error
 
 from fastvit import ops, reference
@@ -206,6 +206,19 @@ def test_mean_far_larger_than_deviation(layout, dtype, device):
     c = case.channels
     torch.testing.assert_close(moments[c : 2 * c], want[c : 2 * c], rtol=1e-5, atol=0)
     torch.testing.assert_close(moments[:c], want[:c], rtol=1e-7, atol=0)
+
+
+@pytest.mark.parametrize("every", [4, 16, 32, 128, 1024])
+def test_outliers(every, device):
+    """Far out and at equal distances, so that some sum begins with one, in planes and in rows."""
+    for shape, channel_dim in (((4, 8, 32, 32), 1), ((4096, 8), 1), ((16, 64, 64), 2)):
+        c = shape[channel_dim]
+        x = torch.randn(shape, generator=generator()).to(device)
+        x.view(-1)[::every] += 1e5
+        got, want = ops.bn_stats(x, channel_dim), reference.bn_stats(x, channel_dim)
+        torch.testing.assert_close(got[c : 2 * c], want[c : 2 * c], rtol=5e-6, atol=0)
+        deviation = (want[c : 2 * c] * c / x.numel()).sqrt()
+        assert ((got[:c] - want[:c]).abs() < 2e-6 * deviation).all()
 
 
 def test_moments_of_values_near_the_ends_of_the_range(device):

@@ -52,6 +52,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
     table[g].mean = Mine::pivot_of(plan, args.x, first + g);
   __shared__ __align__(16) unsigned char bytes[kThreads * Mine::K * sizeof(Spread<A>)];
   Spread<A>* shared = reinterpret_cast<Spread<A>*>(bytes);
+  mine.close();
   const int step = merge_block(shared, mine.spread, plan, work);
   finish<true>(shared, step, args.partial, args.tickets, plan, work, [&](int64_t c, const Spread<A>& total) {
     Moments<A> all;

@@ -2,8 +2,9 @@
 // Memory   reads x once; writes 2C + 2 numbers. Bandwidth-bound.
 // Mapping  block = (tile of channels, slice of their values), see plan.h; 16-byte loads, a batch in flight;
 //          slices are merged by the last block of a tile to finish.
-// Numerics batches are summed in two passes and joined by Chan's update, see stats.cuh; fp32 (fp64 for
-//          double), fixed order, no float atomics.
+// Numerics groups of 32 values, each relative to its first, joined by Chan's update, see stats.cuh; fp32
+// (fp64
+//          for double), fixed order, no float atomics.
 // Source   Chan, Golub, LeVeque (1979), see moments.h.
 #include "host.h"
 #include "peer.cuh"
@@ -38,6 +39,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
 
   __shared__ __align__(16) unsigned char bytes[kThreads * Mine::K * sizeof(Spread<A>)];
   Spread<A>* shared = reinterpret_cast<Spread<A>*>(bytes);
+  mine.close();
   const int step = merge_block(shared, mine.spread, args.plan, work);
   const int64_t C = args.plan.layout.C;
   const Push push(args.exchange);

@@ -1,75 +1,31 @@
 // A thread's share of the statistics, as bn_stats and the local forward gather it.
 //
-// Every batch is summed in two passes over registers, mean then squared deviations, and joins what came
-// before by Chan's update: no sum of squares. Means are kept relative to the channel's first value, the
-// pivot: of the size of the deviations, they merge without loss however large the mean is; and no value lies
-// further from a pivot that is itself a value than the deviation allows.
+// Values are summed in groups of 32, relative to the first of the group: sum of d and of d * d, then
+// m2 = squares - sum * sum / n. As that first value is one of the n, at most n - 1 parts of n cancel, a digit
+// or so however far out it lies, for four instructions an element where two passes over registers take five,
+// and one joining for 32 values. Groups join by Chan's update, with a reciprocal that is good to 2 ulp. Means
+// are kept relative to the channel's first value, the pivot: of the size of the deviations, they merge
+// without loss however large the mean is.
 #pragma once
 
 #include "block_reduce.cuh"
 
 namespace fastvit {
 
-// Planes: all elements of a batch belong to one channel.
-template <class B, class T>
-__device__ __forceinline__ void add_packets(Spread<Accumulation<T>>& spread, Accumulation<T> pivot,
-                                            const B& batch, const Packet<T, B::V> (&x)[B::U]) {
-  using A = Accumulation<T>;
-  A value[B::U][B::V], sum = 0, m2 = 0;
-#pragma unroll
-  for (int j = 0; j < B::U; ++j) {
-    x[j].unpack(value[j]);
-#pragma unroll
-    for (int k = 0; k < B::V; ++k) {
-      value[j][k] = batch.exists[j] ? value[j][k] - pivot : A(0);
-      sum += value[j][k];
-    }
-  }
-  const A n = A(batch.packets() * B::V), mean = sum / n;
-#pragma unroll
-  for (int j = 0; j < B::U; ++j)
-#pragma unroll
-    for (int k = 0; k < B::V; ++k) {
-      const A deviation = batch.exists[j] ? value[j][k] - mean : A(0);
-      m2 += deviation * deviation;
-    }
-  spread.merge(n, mean, m2);
+__device__ __forceinline__ float quotient(float a, float b) {
+  return __fdividef(a, b);
+}
+__device__ __forceinline__ double quotient(double a, double b) {
+  return a / b;
 }
 
-// Rows: every column of the batch has as many values as rows exist.
-template <class B, class T>
-__device__ __forceinline__ void add_rows(Spread<Accumulation<T>> (&spread)[B::V],
-                                         const Accumulation<T> (&pivot)[B::V], const B& batch,
-                                         const Packet<T, B::V> (&x)[B::U]) {
-  using A = Accumulation<T>;
-  A value[B::U][B::V];
-#pragma unroll
-  for (int j = 0; j < B::U; ++j) x[j].unpack(value[j]);
-  const A n = A(batch.packets()), one_over_n = A(1) / n;
-#pragma unroll
-  for (int k = 0; k < B::V; ++k) {
-    A sum = 0, m2 = 0;
-#pragma unroll
-    for (int j = 0; j < B::U; ++j) {
-      value[j][k] = batch.exists[j] ? value[j][k] - pivot[k] : A(0);
-      sum += value[j][k];
-    }
-    const A mean = sum * one_over_n;
-#pragma unroll
-    for (int j = 0; j < B::U; ++j) {
-      const A deviation = batch.exists[j] ? value[j][k] - mean : A(0);
-      m2 += deviation * deviation;
-    }
-    spread[k].merge(n, mean, m2);
-  }
-}
+constexpr int kGroup = 32;
 
 template <class T, bool kRows, int V>
 struct Measured {  // rows: one channel per column; planes: one
   using A = Accumulation<T>;
   static constexpr int K = kRows ? V : 1;
-  Spread<A> spread[K];
-  A pivot[K];
+  Spread<A> spread[K];  // of the groups that are complete, or all of them after close()
 
   __device__ __forceinline__ Measured(const Plan& plan, const Work& work, const T* x) {
 #pragma unroll
@@ -79,13 +35,49 @@ struct Measured {  // rows: one channel per column; planes: one
   __device__ __forceinline__ static A pivot_of(const Plan& plan, const T* x, int64_t c) {
     return plan.layout.N > 0 ? A(x[c * plan.layout.strides[0].channel]) : A(0);
   }
+
+  // The first packet of a batch always exists.
   template <class B>
   __device__ __forceinline__ void add(const B& batch, const Packet<T, B::V> (&x)[B::U]) {
-    if constexpr (kRows)
-      add_rows(spread, pivot, batch, x);
-    else
-      add_packets(spread[0], pivot[0], batch, x);
+    A value[B::V];
+    if (group == 0) {
+      x[0].unpack(value);
+#pragma unroll
+      for (int k = 0; k < K; ++k) first[k] = value[k], sum[k] = squares[k] = 0;
+    }
+#pragma unroll
+    for (int j = 0; j < B::U; ++j)
+      if (batch.exists[j]) {
+        x[j].unpack(value);
+#pragma unroll
+        for (int k = 0; k < B::V; ++k) {
+          const int i = kRows ? k : 0;
+          const A d = value[k] - first[i];
+          sum[i] += d;
+          squares[i] += d * d;
+        }
+      }
+    group += batch.packets() * (kRows ? 1 : B::V);
+    if (group >= kGroup) close();
   }
+
+  __device__ __forceinline__ void close() {
+    if (group == 0) return;
+    const A n = A(group), one_over_n = quotient(A(1), n);
+    const A count = spread[0].count, total = count + n, share = quotient(n, total), weight = count * share;
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      const A d = sum[k] * one_over_n, delta = (first[k] - pivot[k]) + d - spread[k].mean;
+      spread[k].count = total;  // the same in all columns
+      spread[k].mean += delta * share;
+      spread[k].m2 += (squares[k] - sum[k] * d) + delta * delta * weight;
+    }
+    group = 0;
+  }
+
+ private:
+  A pivot[K], first[K], sum[K], squares[K];
+  int group = 0;  // values in it
 };
 
 }  // namespace fastvit

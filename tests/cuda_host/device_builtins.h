@@ -99,6 +99,9 @@ template <class T>
 T __ldcg(const T* p) {
   return *p;
 }
+inline float __fdividef(float a, float b) {
+  return a / b;
+}
 #if !defined(__GLIBC_PREREQ) || !__GLIBC_PREREQ(2, 41)
 inline float rsqrtf(float x) {
   return 1.f / std::sqrt(x);
