@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
 
@@ -51,8 +53,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _give_up(rank: int) -> None:
     """End a rank that has met an error of its own, or whose peer is gone, without waiting for the others.
 
-    The barrier of an orderly end would wait for ranks that never come, and destroying the group aborts.
+    The barrier of an orderly end would wait for ranks that never come, and destroying the group aborts. A
+    launcher that has noticed as well asks this rank to end by SIGTERM, which may not cut short what it says.
     """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     traceback.print_exc()
     _complain(f"rank {rank} ends alone; the other ranks notice it, and the last checkpoint is intact")
     sys.stdout.flush()
