@@ -379,6 +379,7 @@ def inference_tensor():
         (lambda: torch.randn(4, 6, requires_grad=True)[:, :3], "is a view of a leaf"),
         (lambda: torch.randn(4, 6, requires_grad=True).clone().chunk(2, 1)[0], "is one of several views"),
         (inference_tensor, "is an inference tensor"),
+        (lambda: torch.randn(4, 3, dtype=torch.complex64).conj().imag, "is negated by a flag"),
     ],
 )
 def test_what_cannot_be_overwritten_is_refused_before_it_is(make_input, message):
