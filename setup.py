@@ -26,7 +26,8 @@ ROOT, TORCH = Path(__file__).parent.resolve(), Path(sys.modules["torch"].__file_
 TORCH_ABI = "0x020b000000000000"  # 2.11: the oldest torch whose stable ABI has all that is used here
 ARCHITECTURES = os.environ.get("TORCH_CUDA_ARCH_LIST") or "8.0;9.0+PTX"  # torch's detection needs a GPU
 CUDA = os.environ.get("FASTVIT_CUDA", "auto")
-CAPABILITIES = {"baseline": "-Wall -Wextra -Wno-psabi -Wno-maybe-uninitialized -Wno-uninitialized"}
+QUIET = "-Wno-psabi -Wno-maybe-uninitialized -Wno-uninitialized -Wno-unknown-warning-option"
+CAPABILITIES = {"baseline": f"-Wall -Wextra {QUIET}"}
 if os.uname().machine == "x86_64":
     CAPABILITIES["avx2"] = "$baseline -mavx2 -mfma -mf16c"
     CAPABILITIES["avx512"] = "$avx2 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mprefer-vector-width=512"

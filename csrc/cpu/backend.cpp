@@ -11,6 +11,10 @@
 #include "../moments.h"
 #include "kernels.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 namespace fastvit {
 namespace {
 
@@ -27,8 +31,9 @@ Kernels choose_kernels() {
 #if defined(__x86_64__)
   const char* wish = std::getenv("ATEN_CPU_CAPABILITY");
   const std::string most = wish ? wish : "avx512";
-  const bool avx2 =
-      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  unsigned eax, ebx, ecx, edx;  // older clangs do not know f16c by name
+  const bool f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) && ecx & bit_F16C;
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && f16c;
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   if (avx512 && most == "avx512")
