@@ -10,12 +10,13 @@ OUT    ?= runs/gpu
 RUN    := .venv/bin/python
 STAMP  := .venv/.installed-$(shell printf '%s' '$(TORCH) $(FASTVIT_CUDA) $(TORCH_CUDA_ARCH_LIST)' | cksum | cut -d' ' -f1)
 SOURCES := 'csrc/*' 'tests/*.cpp' 'tests/*.cu' 'tests/*.h' tests/cuda_host/cuda/atomic
+TOOLED := $(if $(wildcard .venv/bin/ruff),,install)  # enough where the build may be older than its sources
 BUILT  := setup.py pyproject.toml $(shell find csrc -name '*.[ch]*')
 
 .PHONY: help install demo test test-cuda-host test-slow bench gpu sass lint format clean
 
 help:  ## This list
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 16
 
 install: $(STAMP)  ## Fill .venv with torch, the package and what demo and tests need
 
@@ -62,15 +63,15 @@ bench: install  ## Time the layers against torch's, and ways to synchronise; wri
 gpu:  ## Tests, sanitizers and benchmarks on a CUDA GPU, in one go of 9 minutes; OUT=, RUN= an interpreter
 	$(or $(wildcard $(RUN)),$(shell command -v $(RUN)),$(PYTHON)) tools/gpu.py --out '$(OUT)'
 
-sass: install  ## Registers, spills and widest accesses of the CUDA kernels; needs nvcc
+sass: $(TOOLED)  ## Registers, spills and widest accesses of the CUDA kernels; needs nvcc
 	$(RUN) tools/sass.py
 
-lint: install  ## What CI checks of the style
+lint: $(TOOLED)  ## What CI checks of the style
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/clang-format --dry-run --Werror $$(git ls-files $(SOURCES)) </dev/null
 
-format: install  ## Put the style right
+format: $(TOOLED)  ## Put the style right
 	.venv/bin/ruff check --fix .
 	.venv/bin/ruff format .
 	.venv/bin/clang-format -i $$(git ls-files $(SOURCES)) </dev/null

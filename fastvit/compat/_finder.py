@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, NamespaceLoader
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -135,8 +135,8 @@ class _Finder(MetaPathFinder):
             if finder is self or not hasattr(finder, "find_spec"):
                 continue
             spec = finder.find_spec(name, path, target)
-            # A folder without __init__.py, such as a clone of apex beside the script, is no package.
-            if spec is not None and spec.loader is not None and not isinstance(spec.loader, NamespaceLoader):
+            # A folder without __init__.py (no origin), such as a clone of apex beside the script, is none.
+            if spec is not None and spec.loader is not None and spec.origin is not None:
                 return spec
         return None
 
