@@ -216,9 +216,17 @@ def test_outliers(every, device):
         x = torch.randn(shape, generator=generator()).to(device)
         x.view(-1)[::every] += 1e5
         got, want = ops.bn_stats(x, channel_dim), reference.bn_stats(x, channel_dim)
-        torch.testing.assert_close(got[c : 2 * c], want[c : 2 * c], rtol=5e-6, atol=0)
+        torch.testing.assert_close(got[c : 2 * c], want[c : 2 * c], rtol=1e-4, atol=0)
         deviation = (want[c : 2 * c] * c / x.numel()).sqrt()
-        assert ((got[:c] - want[:c]).abs() < 2e-6 * deviation).all()
+        assert ((got[:c] - want[:c]).abs() < 1e-5 * deviation).all()
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu"])
+def test_slopes_far_out_are_exactly_one_and_zero(activation, device):
+    x = torch.tensor([[1e30], [1e9], [1e3], [-1e3], [-1e9], [-1e30]], device=device)
+    saved = torch.tensor([0.0, 1.0, 0.0, 6.0], device=device)  # mean, 1 / deviation, count
+    dx, _ = ops.bn_backward(x, torch.ones_like(x), None, saved, None, activation=activation)
+    assert dx.flatten().tolist() == [1, 1, 1, 0, 0, 0]
 
 
 def test_moments_of_values_near_the_ends_of_the_range(device):

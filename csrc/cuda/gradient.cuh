@@ -57,8 +57,8 @@ __device__ __forceinline__ Gradient<A> gradient(A input, A dy, A z, const Consta
             recover_xhat(Fn::inverse(input, param), k.beta, k.mean_or_inverse_gamma, limit)};
   } else {
     const A centred = input - k.mean_or_inverse_gamma;
-    A v = centred * k.scale + k.beta;
-    if constexpr (kKept == Kept::input_and_residual) v += z;
+    A v = fused(centred, k.scale, k.beta);
+    if constexpr (kKept == Kept::input_and_residual) v = added(v, z);
     return {Fn::backward(dy, v, param), centred};
   }
 }
@@ -94,7 +94,9 @@ __device__ __forceinline__ void add_gradients(RunningSums<A> (&running)[K], cons
       for (int k = 0; k < B::V; ++k) {  // what does not exist has dy = 0 and adds nothing
         const Gradient<A> t = gradient<Fn, kKept>(in[k], g[k], read.kResidual ? r[k] : A(0),
                                                   constants[kRows ? k : 0], saved.param, limit);
-        sums[kRows ? k : 0].merge({t.dz, t.dz * t.centred});
+        Sums<A>& sum = sums[kRows ? k : 0];
+        sum.first = added(sum.first, t.dz);
+        sum.second = fused(t.dz, t.centred, sum.second);
       }
     });
 #pragma unroll
@@ -135,7 +137,8 @@ __device__ __forceinline__ void propagate(const B&, Read<T, kKept, B>& read,
         const int i = kRows ? k : 0;
         const Gradient<A> t =
             gradient<Fn, kKept>(in[k], g[k], kResidual ? r[k] : A(0), constants[i], saved.param, limit);
-        in[k] = constants[i].scale * (t.dz - correction[i].offset - t.centred * correction[i].slope);
+        const A rest = added(t.dz, -correction[i].offset);
+        in[k] = constants[i].scale * fused(-t.centred, correction[i].slope, rest);
         g[k] = t.dz;
       }
       read.input[j].pack(in);

@@ -158,8 +158,9 @@ void with_vector_walk(const Plan& plan, const F& f) {
 // Whether the blocks could be launched: where slices wait for each other they must all run at once.
 template <class Kernel, class Args>
 bool launch_on_chip(Kernel* kernel, const Plan& plan, int kept, const Device& device, const Args& args) {
-  const cudaError_t status =
-      launch(kernel, {plan.blocks(), device.stream, on_chip_bytes(plan, kept), plan.slices > 1}, args);
+  const Launch how{plan.blocks(), device.stream, on_chip_bytes(plan, kept),
+                   size_t(device.limits.on_chip_bytes), plan.slices > 1};
+  const cudaError_t status = launch(kernel, how, args);
   if (status == cudaErrorCooperativeLaunchTooLarge) {
     (void)cudaGetLastError();  // other work may hold multiprocessors back: two launches do it as well
     return false;

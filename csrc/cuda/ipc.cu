@@ -48,10 +48,15 @@ Tensor ipc_open(Tensor name, int64_t bytes, int64_t index) {
   void* data = nullptr;
   STD_CUDA_CHECK(cudaIpcOpenMemHandle(&data, handle, cudaIpcMemLazyEnablePeerAccess));
   const int64_t size[] = {bytes}, stride[] = {1};
-  return torch::stable::from_blob(data, {size, 1}, {stride, 1}, gpu(index), ScalarType::Byte, [](void* p) {
-    (void)cudaDeviceSynchronize();  // kernels under way may still write there
-    (void)cudaIpcCloseMemHandle(p);
-  });
+  return torch::stable::from_blob(data, {size, 1}, {stride, 1}, gpu(index), ScalarType::Byte,
+                                  [mapped = device.current](void* p) {
+                                    int before = mapped;
+                                    (void)cudaGetDevice(&before);
+                                    (void)cudaSetDevice(mapped);
+                                    (void)cudaDeviceSynchronize();  // kernels under way may still write there
+                                    (void)cudaIpcCloseMemHandle(p);
+                                    (void)cudaSetDevice(before);
+                                  });
 }
 
 }  // namespace fastvit

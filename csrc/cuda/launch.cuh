@@ -18,6 +18,7 @@ struct Launch {
   int64_t blocks;
   cudaStream_t stream;
   size_t shared_bytes = 0;   // dynamic
+  size_t most_shared = 0;    // that any launch of the kernel asks for: another thread may launch it meanwhile
   bool cooperative = false;  // all blocks at once, or cudaErrorCooperativeLaunchTooLarge
 };
 
@@ -26,7 +27,7 @@ cudaError_t launch(void (*kernel)(Parameters...), const Launch& how, const Argum
   if (how.blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
   if (how.shared_bytes > 0) {
     const cudaError_t status =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(how.shared_bytes));
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(how.most_shared));
     if (status != cudaSuccess) return status;
   }
   cudaLaunchAttribute cooperative{};

@@ -78,8 +78,8 @@ struct Activated {  // what stands beside the statistics
 #pragma unroll
         for (int k = 0; k < B::V; ++k) {
           const Affine<A>& a = affine[kRows ? k : 0];
-          v[k] = (v[k] - a.mean) * a.scale + a.beta;
-          if constexpr (kResidual) v[k] += r[k];
+          v[k] = fused(v[k] - a.mean, a.scale, a.beta);
+          if constexpr (kResidual) v[k] = added(v[k], r[k]);
           v[k] = Fn::forward(v[k], param);
         }
         x[j].pack(v);

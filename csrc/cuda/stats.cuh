@@ -1,11 +1,11 @@
 // A thread's share of the statistics, as bn_stats and the local forward gather it.
 //
 // Values are summed in groups of 32, relative to the first of the group: sum of d and of d * d, then
-// m2 = squares - sum * sum / n. As that first value is one of the n, at most n - 1 parts of n cancel, a digit
-// or so however far out it lies, for four instructions an element where two passes over registers take five,
-// and one joining for 32 values. Groups join by Chan's update, with a reciprocal that is good to 2 ulp. Means
-// are kept relative to the channel's first value, the pivot: of the size of the deviations, they merge
-// without loss however large the mean is.
+// m2 = squares - sum * sum / n. As that first value is one of the n, at most n - 1 parts of n cancel: one or
+// two digits, however far out it lies, for four instructions an element where two passes over registers take
+// five, and one joining for 32 values. Values may lie 1e18 apart before a float's square overflows. Groups
+// join by Chan's update, with a reciprocal that is good to 2 ulp. Means are kept relative to the channel's
+// first value, the pivot: of the size of the deviations, they merge without loss however large the mean is.
 #pragma once
 
 #include "block_reduce.cuh"
@@ -54,7 +54,7 @@ struct Measured {  // rows: one channel per column; planes: one
           const int i = kRows ? k : 0;
           const A d = value[k] - first[i];
           sum[i] += d;
-          squares[i] += d * d;
+          squares[i] = fused(d, d, squares[i]);
         }
       }
     group += batch.packets() * (kRows ? 1 : B::V);
@@ -67,10 +67,10 @@ struct Measured {  // rows: one channel per column; planes: one
     const A count = spread[0].count, total = count + n, share = quotient(n, total), weight = count * share;
 #pragma unroll
     for (int k = 0; k < K; ++k) {
-      const A d = sum[k] * one_over_n, delta = (first[k] - pivot[k]) + d - spread[k].mean;
+      const A d = sum[k] * one_over_n, delta = added(first[k] - pivot[k], d) - spread[k].mean;
       spread[k].count = total;  // the same in all columns
-      spread[k].mean += delta * share;
-      spread[k].m2 += (squares[k] - sum[k] * d) + delta * delta * weight;
+      spread[k].mean = fused(delta, share, spread[k].mean);
+      spread[k].m2 = added(spread[k].m2, fused(delta * delta, weight, fused(-sum[k], d, squares[k])));
     }
     group = 0;
   }

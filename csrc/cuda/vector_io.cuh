@@ -22,6 +22,21 @@ struct AccumulationOf<double> {
 template <class T>
 using Accumulation = typename AccumulationOf<T>::type;
 
+// a * b + c rounded once, and a + b with nothing fused into it: where several kernels must give the same
+// bits, the compiler is not left to fuse in one and not in another.
+__device__ __forceinline__ float fused(float a, float b, float c) {
+  return __fmaf_rn(a, b, c);
+}
+__device__ __forceinline__ double fused(double a, double b, double c) {
+  return __fma_rn(a, b, c);
+}
+__device__ __forceinline__ float added(float a, float b) {
+  return __fadd_rn(a, b);
+}
+__device__ __forceinline__ double added(double a, double b) {
+  return __dadd_rn(a, b);
+}
+
 template <class T>
 constexpr int kVector = 16 / int(sizeof(T));
 

@@ -102,6 +102,18 @@ T __ldcg(const T* p) {
 inline float __fdividef(float a, float b) {
   return a / b;
 }
+inline float __fmaf_rn(float a, float b, float c) {
+  return std::fma(a, b, c);
+}
+inline double __fma_rn(double a, double b, double c) {
+  return std::fma(a, b, c);
+}
+inline float __fadd_rn(float a, float b) {
+  return a + b;
+}
+inline double __dadd_rn(double a, double b) {
+  return a + b;
+}
 #if !defined(__GLIBC_PREREQ) || !__GLIBC_PREREQ(2, 41)
 inline float rsqrtf(float x) {
   return 1.f / std::sqrt(x);
