@@ -1,11 +1,12 @@
 """Builds the libraries of fastvit against torch's stable ABI, with ninja:
 fastvit/_C.so     schemas and CPU kernels (the kernels once per instruction set)
-fastvit/_cuda.so  CUDA kernels; FASTVIT_CUDA=auto|0|1 (auto: when a toolkit is found; 1: any failure is fatal)
+fastvit/_cuda.so  CUDA kernels; FASTVIT_CUDA=auto|0|1 (auto: when a toolkit is found; 1: no toolkit is an error)
 Neither needs Python's headers, torch's CUDA headers or a GPU, and both load in every torch from 2.11 on.
 """
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -51,18 +52,21 @@ def find_cuda() -> tuple[Path | None, str]:
     return None, "no CUDA toolkit found (CUDA_HOME, nvcc on PATH, /usr/local/cuda)"
 
 
-def gencode() -> str:
+def codes() -> list[str]:
+    """What nvcc makes of ARCHITECTURES: sm_90 is machine code, compute_90 PTX for later GPUs."""
     pairs = [(re.sub(r"\+PTX|\.", "", a), a.endswith("+PTX")) for a in re.split(r"[; ]+", ARCHITECTURES)]
-    codes = [f"{a},code={kind}_{a}" for a, ptx in pairs for kind in ("sm", "compute")[: 1 + ptx]]
-    return " ".join(f"-gencode=arch=compute_{code}" for code in codes)
+    return [f"{kind}_{a}" for a, ptx in pairs for kind in ("sm", "compute")[: 1 + ptx]]
 
 
-def ninja_file(cxx: str, cuda: Path | None) -> str:
+def ninja_file(cxx: str, cuda: Path | None, why: str) -> str:
+    """The build. `why` there are no CUDA kernels, where `cuda` is None, is kept in the library for its users."""
+    built = f"built for {', '.join(codes())}" if cuda else f"not built: {why}"
+    gencode = " ".join(f"-gencode=arch=compute_{code.split('_')[1]},code={code}" for code in codes())
     common = f"-O3 -std=c++20 -DTORCH_TARGET_VERSION={TORCH_ABI} -isystem '{TORCH}/include' -MMD -MF $out.d"
     fpic, depends = "-fPIC -fvisibility=hidden", "depfile = $out.d\n deps = gcc\n description = $out"
     lines = [
         f"rule cxx\n command = {cxx} {common} {fpic} $flags -c $in -o $out\n {depends}",
-        f"rule nvcc\n command = '{cuda}/bin/nvcc' {common} {gencode()} "
+        f"rule nvcc\n command = '{cuda}/bin/nvcc' {common} {gencode} "
         f"-ccbin {cxx.split()[-1]} -Xcompiler '{fpic} -Wno-psabi' -DUSE_CUDA -c $in -o $out\n {depends}",
         f"rule link\n command = {cxx} -shared $in -Wl,--no-as-needed -L'{TORCH}/lib' -ltorch -ltorch_cpu "
         "-lc10 $libs -o $out\n description = $out",
@@ -74,6 +78,8 @@ def ninja_file(cxx: str, cuda: Path | None) -> str:
             objects.append(f"{source}.{name}.o")
             lines.append(f"build {objects[-1]}: cxx $csrc/{source}.cpp")
             lines.append(f" flags = ${name} -DFASTVIT_CAPABILITY={name}")
+            if source == "ops":
+                lines[-1] += " " + shlex.quote(f'-DFASTVIT_CUDA_BUILD="{built}"').replace("$", "$$")
     kernels = [f"cuda/{path.stem}" for path in sorted((ROOT / "csrc/cuda").glob("*.cu")) if cuda]
     lines += [f"build {source}.o: nvcc $csrc/{source}.cu" for source in kernels]
     lines.append(f"build _C.so: link {' '.join(objects)}")
@@ -95,18 +101,20 @@ class NinjaBuild(build_ext.build_ext):
         cuda, why = find_cuda()
         print(f"fastvit: CUDA kernels {f'for {ARCHITECTURES}' if cuda else 'not built'}: {why}", flush=True)
         os.makedirs(folder := Path(self.build_temp).resolve(), exist_ok=True)
-        (folder / "build.ninja").write_text(ninja_file(cxx, cuda))
-        for library, wanted in (("_C", True), ("_cuda", cuda is not None)):
-            target = Path(self.get_ext_fullpath(f"fastvit.{library}"))
+        (folder / "build.ninja").write_text(ninja_file(cxx, cuda, why))
+        targets = {}
+        for library, wanted in ("_C.so", True), ("_cuda.so", cuda is not None):
+            target = Path(self.get_ext_fullpath(f"fastvit.{library[:-3]}"))
             os.makedirs(target.parent, exist_ok=True)
-            stale = ROOT / f"fastvit/{library}.so" if self.editable_mode else target
+            stale = ROOT / "fastvit" / library if self.editable_mode else target
             stale.unlink(missing_ok=True)  # rather than written over: a running process keeps its own
-            if wanted and subprocess.run([ninja, "-C", str(folder), f"{library}.so"]).returncode == 0:
-                shutil.copy2(folder / f"{library}.so", target)
-            elif wanted and (library == "_C" or CUDA == "1"):
-                sys.exit(f"fastvit: {library} did not compile; the compiler's messages stand above.")
-            elif wanted:
-                print("fastvit: the CUDA kernels did not compile (see above); going on with the CPU's alone.")
+            if wanted:
+                targets[library] = target
+        if subprocess.run([ninja, "-C", str(folder), *targets]).returncode:
+            without = " FASTVIT_CUDA=0 builds without the CUDA kernels." if cuda else ""
+            sys.exit(f"fastvit: it did not compile; the compiler's messages stand above.{without}")
+        for library, target in targets.items():
+            shutil.copy2(folder / library, target)
 
 
 class AnyPython(bdist_wheel.bdist_wheel):

@@ -45,6 +45,7 @@ STABLE_TORCH_LIBRARY(fastvit, m) {
       "abn_local_backward(Tensor y, Tensor dy, Tensor saved, Tensor? weight, Tensor? bias, "
       "str activation, float activation_param, int channel_dim) -> (Tensor, Tensor)");
   m.def("cpu_capability() -> str");
+  m.def("cuda_build() -> str");
   m.def(
       "bn_reduce(Tensor x, Tensor dy, Tensor? z, Tensor saved, Tensor? weight, Tensor? bias, "
       "str activation, float activation_param, int channel_dim, Tensor? exchange=None) -> Tensor");
@@ -97,7 +98,11 @@ STABLE_TORCH_LIBRARY_IMPL(fastvit, CPU, m) {
 static std::string cpu_capability() {
   return fastvit::cpu_capability();
 }
+static std::string cuda_build() {
+  return FASTVIT_CUDA_BUILD;
+}
 STABLE_TORCH_LIBRARY_IMPL(fastvit, CompositeExplicitAutograd, m) {
+  m.impl("cuda_build", TORCH_BOX(&cuda_build));
   m.impl("cpu_capability", TORCH_BOX(&cpu_capability));
   m.impl("peer_segment_bytes", TORCH_BOX(&fastvit::peer_segment_bytes));
   m.impl("exchange_arena_bytes", TORCH_BOX(&fastvit::peer::arena_bytes));

@@ -16,12 +16,13 @@ def load() -> tuple[bool, str]:
             "Run `make install`, or `pip install .` and import it from another folder."
         )
     torch.ops.load_library(str(cpu))
+    built = torch.ops.fastvit.cuda_build()
     if not cuda.exists():
-        return False, "not built"
+        return False, built if built.startswith("not built") else f"missing from {FOLDER}; {built}"
     if torch.version.cuda is None:  # the stream function it needs is not in a CPU build of torch
-        return False, "not loaded, as this torch is a CPU build; built"
+        return False, f"not loaded, as this torch is a CPU build; {built}"
     torch.ops.load_library(str(cuda))
-    return True, "loaded; built"
+    return True, f"loaded; {built}"
 
 
 HAS_CUDA, CUDA_STATUS = load()

@@ -2,7 +2,6 @@
 
 import os
 import platform
-import struct
 
 import torch
 import torch.distributed as dist
@@ -10,28 +9,6 @@ import torch.distributed as dist
 import fastvit
 
 from . import _library, statistics
-
-FATBIN_MAGIC = bytes.fromhex("50ed55ba")
-
-
-def architectures(library: bytes) -> list[str]:
-    """What GPUs a library holds code for: `sm_90` is machine code, `compute_90` PTX for later ones.
-
-    Read from the headers that nvcc puts before each piece of device code: a container (magic, version, header
-    size, size) of entries (kind 1 PTX or 2 machine code, ..., header size, size, ..., architecture).
-    """
-    found, at = set(), 0
-    while (at := library.find(FATBIN_MAGIC, at)) >= 0:
-        _, header, size = struct.unpack_from("<HHQ", library, at + 4)
-        entry, end = at + header, at + header + size
-        while entry < end:
-            kind, _, header, size = struct.unpack_from("<HHIQ", library, entry)
-            (architecture,) = struct.unpack_from("<I", library, entry + 28)
-            found.add(f"{'compute' if kind == 1 else 'sm'}_{architecture}")
-            entry += header + size
-        at = end
-    return sorted(found)
-
 
 def facts() -> dict[str, str]:
     """Name and value of everything `python -m fastvit.info` prints."""
@@ -43,13 +20,11 @@ def facts() -> dict[str, str]:
     backends = []
     if dist.is_available():
         backends = [name for name in ("gloo", "nccl", "mpi") if getattr(dist, f"is_{name}_available")()]
-    cuda = _library.FOLDER / "_cuda.so"
-    built_for = f" for {', '.join(architectures(cuda.read_bytes()))}" if cuda.exists() else ""
     return {
         "fastvit": fastvit.__version__,
         "library": str(_library.FOLDER),
         "CPU kernels": f"{torch.ops.fastvit.cpu_capability()}, {torch.get_num_threads()} threads",
-        "CUDA kernels": _library.CUDA_STATUS + built_for,
+        "CUDA kernels": _library.CUDA_STATUS,
         "torch": f"{torch.__version__} (CUDA {torch.version.cuda or 'none'})",
         "python": platform.python_version(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",

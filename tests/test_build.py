@@ -88,10 +88,40 @@ def test_no_toolkit(tmp_path):
 
 
 def test_architectures():
-    assert setup_globals(TORCH_CUDA_ARCH_LIST="")["gencode"]() == (
-        "-gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_90,code=sm_90 "
-        "-gencode=arch=compute_90,code=compute_90"
+    assert setup_globals(TORCH_CUDA_ARCH_LIST="")["codes"]() == ["sm_80", "sm_90", "compute_90"]
+    assert setup_globals(TORCH_CUDA_ARCH_LIST="8.6 9.0a")["codes"]() == ["sm_86", "sm_90a"]
+    lines = setup_globals(TORCH_CUDA_ARCH_LIST="9.0+PTX")["ninja_file"]("g++", Path("/cuda"), "a toolkit")
+    assert "-gencode=arch=compute_90,code=sm_90 -gencode=arch=compute_90,code=compute_90 " in lines
+
+
+def test_kernels_that_do_not_compile_are_an_error(tmp_path):
+    """A toolkit was found, so CUDA kernels were wanted: leaving them out in silence is no choice of a build."""
+    for tool, code in {
+        "include/cuda_runtime.h": "",
+        "bin/nvcc": "#!/bin/sh\necho this is no GPU compiler >&2\nexit 1\n",
+        "bin/g++": '#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\n: > "$2"\n',
+    }.items():
+        (tmp_path / tool).parent.mkdir(exist_ok=True)
+        (tmp_path / tool).write_text(code)
+        (tmp_path / tool).chmod(0o755)
+    command = ["setup.py", "build_ext", "-t", str(tmp_path / "temp"), "-b", str(tmp_path / "lib")]
+    wish = {"FASTVIT_CUDA": "auto", "CUDA_HOME": str(tmp_path), "CXX": str(tmp_path / "bin/g++")}
+    run = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT, env={**os.environ, **wish}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert run.returncode == 1 and "this is no GPU compiler" in run.stdout
+    assert run.stderr.strip().splitlines()[-1] == (
+        "fastvit: it did not compile; the compiler's messages stand above. "
+        "FASTVIT_CUDA=0 builds without the CUDA kernels."
     )
-    assert setup_globals(TORCH_CUDA_ARCH_LIST="8.6 9.0a")["gencode"]() == (
-        "-gencode=arch=compute_86,code=sm_86 -gencode=arch=compute_90a,code=sm_90a"
-    )
+    assert not list((tmp_path / "lib").rglob("*.so"))
+
+
+def test_the_library_says_why_it_has_no_cuda_kernels():
+    lines = setup_globals()["ninja_file"]("g++", None, "no CUDA toolkit found ($CUDA_HOME)")
+    (flags,) = (line for line in lines.splitlines() if "FASTVIT_CUDA_BUILD" in line)
+    shell = flags.partition("=")[2].replace("$$", "$").replace("$baseline", "")
+    defined = subprocess.run(f"printf '%s\\n' {shell}", shell=True, capture_output=True, text=True, timeout=60)
+    wanted = '-DFASTVIT_CUDA_BUILD="not built: no CUDA toolkit found ($CUDA_HOME)"'
+    assert defined.stdout.splitlines()[-1] == wanted

@@ -4,8 +4,11 @@ import os
 import subprocess
 import sys
 
+import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
+import fastvit
 from fastvit import _library, info
 
 
@@ -13,11 +16,20 @@ def test_facts():
     facts = info.facts()
     assert facts["torch"].startswith(torch.__version__)
     assert facts["CPU kernels"].split(",")[0] in ("baseline", "avx2", "avx512")
-    assert (facts["CUDA kernels"] == "not built") == (not (_library.FOLDER / "_cuda.so").exists())
-    if (_library.FOLDER / "_cuda.so").exists() and not os.environ.get("TORCH_CUDA_ARCH_LIST"):
-        assert facts["CUDA kernels"].endswith("built for compute_90, sm_80, sm_90")
+    built = torch.ops.fastvit.cuda_build()
+    assert facts["CUDA kernels"].endswith(built)
+    assert built.startswith("built for " if (_library.FOLDER / "_cuda.so").exists() else "not built: ")
     assert _library.HAS_CUDA <= (torch.version.cuda is not None)
     assert "gloo" in facts["process groups"]
+
+
+@pytest.mark.skipif(_library.HAS_CUDA, reason="the CUDA kernels are there")
+def test_a_cuda_tensor_without_cuda_kernels_hears_why():
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x = torch.empty(2, 3, 4, device="cuda")
+    with pytest.raises(ValueError, match="the input is on cuda:0, but the CUDA kernels are") as error:
+        fastvit.SyncBatchNorm(3)(x)
+    assert str(error.value).endswith(_library.CUDA_STATUS)
 
 
 def test_command_line():

@@ -4,6 +4,7 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/macros.h>
+#include <torch/headeronly/util/shim_utils.h>
 
 #include <map>
 #include <mutex>
@@ -28,7 +29,7 @@ class Device {
  public:
   explicit Device(int index) : guard(index) {
     void* s = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(index, &s));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(index, &s));
     stream = static_cast<cudaStream_t>(s);
     STD_CUDA_CHECK(cudaGetDevice(&current));
     STD_CUDA_CHECK(cudaDeviceGetAttribute(&limits.multiprocessors, cudaDevAttrMultiProcessorCount, current));
@@ -51,7 +52,7 @@ class Device {
 class Scratch {
  public:
   explicit Scratch(size_t bytes) {
-    if (bytes) STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_caching_allocator_raw_alloc(bytes, &data));
+    if (bytes) TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_caching_allocator_raw_alloc(bytes, &data));
   }
   ~Scratch() {
     if (data) aoti_torch_cuda_caching_allocator_raw_delete(data);
@@ -72,7 +73,7 @@ inline unsigned* tickets_of(const Device& device) {
   if (!mine) {
     void* data = nullptr;
     constexpr size_t bytes = kTickets * sizeof(unsigned);
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_caching_allocator_raw_alloc(bytes, &data));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_caching_allocator_raw_alloc(bytes, &data));
     STD_CUDA_CHECK(cudaMemsetAsync(data, 0, bytes, device.stream));
     mine = static_cast<unsigned*>(data);
   }
