@@ -13,7 +13,7 @@ SOURCES := 'csrc/*' 'tests/*.cpp' 'tests/*.cu' 'tests/*.h' tests/cuda_host/cuda/
 TOOLED := $(if $(wildcard .venv/bin/ruff),,install)  # enough where the build may be older than its sources
 BUILT  := setup.py pyproject.toml $(shell find csrc -name '*.[ch]*')
 
-.PHONY: help install demo test test-cuda-host test-slow bench gpu sass lint format clean
+.PHONY: help install demo test test-cuda-host test-slow wheel matrix bench gpu sass lint format clean
 
 help:  ## This list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 16
@@ -53,6 +53,15 @@ test-cuda-host: install  ## The CUDA sources on a model of a GPU: plain, race ch
 
 test-slow: install  ## Tests that need many gigabytes
 	$(RUN) -m pytest -m slow
+
+wheel: install  ## A wheel for any Linux in dist/, which trains one step in a bare environment
+	rm -rf build/wheel dist
+	$(RUN) -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir build/wheel .
+	PATH="$(CURDIR)/.venv/bin:$$PATH" $(RUN) -m auditwheel repair --exclude 'libtorch*' --exclude libc10.so --wheel-dir dist build/wheel/*.whl
+	$(RUN) tools/matrix.py dist/*.whl --torch '$(TORCH)'
+
+matrix: wheel  ## Oldest and newest torch: all sources compile, the one wheel trains a step; 10 GB in runs/matrix
+	$(RUN) tools/matrix.py dist/*.whl --compile --torch torch==2.11.0 torch
 
 bench: install  ## Time the layers against torch's, and ways to synchronise; writes benchmarks/results
 	$(RUN) benchmarks/bench_layers.py

@@ -1,6 +1,6 @@
 """Builds the libraries of fastvit against torch's stable ABI, with ninja:
 fastvit/_C.so     schemas and CPU kernels (the kernels once per instruction set)
-fastvit/_cuda.so  CUDA kernels; FASTVIT_CUDA=auto|0|1 (auto: when a toolkit is found; 1: no toolkit is an error)
+fastvit/_cuda.so  CUDA kernels; FASTVIT_CUDA=auto|0|1 (auto: with a toolkit; 1: no toolkit is an error)
 Neither needs Python's headers, torch's CUDA headers or a GPU, and both load in every torch from 2.11 on.
 """
 
@@ -52,6 +52,14 @@ def find_cuda() -> tuple[Path | None, str]:
     return None, "no CUDA toolkit found (CUDA_HOME, nvcc on PATH, /usr/local/cuda)"
 
 
+def cpp_sources() -> list[Path]:
+    return [ROOT / "csrc/ops.cpp", *sorted((ROOT / "csrc/cpu").glob("*.cpp"))]
+
+
+def cuda_sources() -> list[Path]:
+    return sorted((ROOT / "csrc/cuda").glob("*.cu"))
+
+
 def codes() -> list[str]:
     """What nvcc makes of ARCHITECTURES: sm_90 is machine code, compute_90 PTX for later GPUs."""
     pairs = [(re.sub(r"\+PTX|\.", "", a), a.endswith("+PTX")) for a in re.split(r"[; ]+", ARCHITECTURES)]
@@ -59,7 +67,7 @@ def codes() -> list[str]:
 
 
 def ninja_file(cxx: str, cuda: Path | None, why: str) -> str:
-    """The build. `why` there are no CUDA kernels, where `cuda` is None, is kept in the library for its users."""
+    """The build. The library keeps `why` it has no CUDA kernels (`cuda` is None), to tell its users."""
     built = f"built for {', '.join(codes())}" if cuda else f"not built: {why}"
     gencode = " ".join(f"-gencode=arch=compute_{code.split('_')[1]},code={code}" for code in codes())
     common = f"-O3 -std=c++20 -DTORCH_TARGET_VERSION={TORCH_ABI} -isystem '{TORCH}/include' -MMD -MF $out.d"
@@ -73,14 +81,14 @@ def ninja_file(cxx: str, cuda: Path | None, why: str) -> str:
     ]
     lines += [f"{name} = {flags}" for name, flags in {"csrc": ROOT / "csrc", **CAPABILITIES}.items()]
     objects = []
-    for source in ["ops", *(f"cpu/{path.stem}" for path in sorted((ROOT / "csrc/cpu").glob("*.cpp")))]:
+    for source in (str(path.relative_to(ROOT / "csrc").with_suffix("")) for path in cpp_sources()):
         for name in ["baseline"] if source in ("ops", "cpu/backend", "cpu/peer") else CAPABILITIES:
             objects.append(f"{source}.{name}.o")
             lines.append(f"build {objects[-1]}: cxx $csrc/{source}.cpp")
             lines.append(f" flags = ${name} -DFASTVIT_CAPABILITY={name}")
             if source == "ops":
                 lines[-1] += " " + shlex.quote(f'-DFASTVIT_CUDA_BUILD="{built}"').replace("$", "$$")
-    kernels = [f"cuda/{path.stem}" for path in sorted((ROOT / "csrc/cuda").glob("*.cu")) if cuda]
+    kernels = [f"cuda/{path.stem}" for path in cuda_sources() if cuda]
     lines += [f"build {source}.o: nvcc $csrc/{source}.cu" for source in kernels]
     lines.append(f"build _C.so: link {' '.join(objects)}")
     lines.append(f"build _cuda.so: link {' '.join(f'{source}.o' for source in kernels)}")
@@ -100,6 +108,8 @@ class NinjaBuild(build_ext.build_ext):
         ninja or sys.exit("fastvit: building needs ninja; pip install ninja.")
         cuda, why = find_cuda()
         print(f"fastvit: CUDA kernels {f'for {ARCHITECTURES}' if cuda else 'not built'}: {why}", flush=True)
+        if self.editable_mode:  # setuptools would take a new folder each time, and compile everything again
+            self.build_temp = ROOT / f"build/temp.{self.plat_name}-{sys.implementation.cache_tag}"
         os.makedirs(folder := Path(self.build_temp).resolve(), exist_ok=True)
         (folder / "build.ninja").write_text(ninja_file(cxx, cuda, why))
         targets = {}
@@ -122,7 +132,8 @@ class AnyPython(bdist_wheel.bdist_wheel):
         return "py3", "none", super().get_tag()[2]
 
 
-setup(
-    ext_modules=[Extension("fastvit._C", []), Extension("fastvit._cuda", [], optional=True)],
-    cmdclass={"build_ext": NinjaBuild, "bdist_wheel": AnyPython},
-)
+if __name__ == "__main__":
+    setup(
+        ext_modules=[Extension("fastvit._C", []), Extension("fastvit._cuda", [], optional=True)],
+        cmdclass={"build_ext": NinjaBuild, "bdist_wheel": AnyPython},
+    )

@@ -10,6 +10,7 @@ import fastvit
 
 from . import _library, statistics
 
+
 def facts() -> dict[str, str]:
     """Name and value of everything `python -m fastvit.info` prints."""
     if torch.cuda.is_available():

@@ -7,9 +7,8 @@ global memory, packets to other ranks aside.
 """
 
 import argparse
-import os
 import re
-import shutil
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -17,16 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+SETUP = runpy.run_path(str(ROOT / "setup.py"))
 COLUMNS = ("kernel", "sm", "registers", "stack", "spills", "shared", "load", "store")
-
-
-def find_nvcc() -> str | None:
-    if found := shutil.which("nvcc"):
-        return found
-    for folder in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"):
-        if folder and (Path(folder) / "bin/nvcc").exists():
-            return str(Path(folder) / "bin/nvcc")
-    return None
 
 
 def compile_source(nvcc: str, source: Path, arch: str, folder: Path) -> tuple[str, str]:
@@ -37,7 +28,11 @@ def compile_source(nvcc: str, source: Path, arch: str, folder: Path) -> tuple[st
     kept.mkdir()
     command = [
         *(nvcc, "-cubin", f"-arch=sm_{arch}", "-O3", "-std=c++20", "-DUSE_CUDA", "-Xptxas", "-v"),
-        *("-DTORCH_TARGET_VERSION=0x020b000000000000", "-isystem", f"{Path(torch.__file__).parent}/include"),
+        *(
+            f"-DTORCH_TARGET_VERSION={SETUP['TORCH_ABI']}",
+            "-isystem",
+            f"{Path(torch.__file__).parent}/include",
+        ),
         *(str(source), "--keep", "--keep-dir", str(kept), "-o", str(kept / "kernels.cubin")),
     ]
     result = subprocess.run(command, capture_output=True, text=True)
@@ -89,10 +84,11 @@ def main() -> None:
     parser.add_argument("--arch", nargs="+", default=["80", "90"])
     parser.add_argument("--filter", default="", help="only kernels whose name contains this")
     options = parser.parse_args()
-    nvcc = find_nvcc()
-    if not nvcc:
-        sys.exit("nvcc not found: set CUDA_HOME or put it on PATH")
-    sources = sorted(s for s in (ROOT / "csrc/cuda").glob("*.cu") if s.stem != "register")
+    toolkit, why = SETUP["find_cuda"]()
+    if not toolkit:
+        sys.exit(f"nvcc is needed: {why}")
+    nvcc = str(toolkit / "bin/nvcc")
+    sources = [source for source in SETUP["cuda_sources"]() if source.stem != "register"]
     rows = []
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
         jobs = [(source, arch) for arch in options.arch for source in sources]

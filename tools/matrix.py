@@ -1,0 +1,113 @@
+"""One wheel beside several releases of torch: `make wheel`, `make matrix`.
+
+    python tools/matrix.py dist/*.whl --torch torch==2.11.0 torch [--compile] [--tests FILE ...]
+
+Each requirement gets a bare virtual environment in runs/matrix with that torch and the wheel, which trains
+one step there (examples/first_step.py). --compile also compiles every source, C++ and CUDA, against that
+torch's headers; CUDA only as far as PTX without optimisation, because no kernel includes torch. --tests also
+runs these tests there. Exits with 1 if anything failed.
+"""
+
+import argparse
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+import venv
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SETUP = runpy.run_path(str(ROOT / "setup.py"))
+TESTS_NEED = ["pytest", "pytest-timeout", "ninja", "setuptools>=77", "pybind11"]
+
+
+def run(*command: str | Path, cwd: Path = ROOT, seconds: int = 900) -> str:
+    """The command's output; SystemExit with it when the command fails."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [str(word) for word in command],
+        cwd=cwd, env=environment, text=True, timeout=seconds,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    if done.returncode:
+        raise SystemExit(f"{done.stdout}\nstatus {done.returncode}: {' '.join(map(str, command))}")
+    return done.stdout
+
+
+def environment(requirement: str) -> Path:
+    """The interpreter of a virtual environment that holds torch and nothing else that was asked for."""
+    folder = ROOT / "runs/matrix" / requirement
+    venv.create(folder, with_pip=True, clear=True)
+    python = folder / "bin/python"
+    run(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", requirement)
+    return python
+
+
+def commands(include: Path, folder: Path) -> list[list[str | Path]]:
+    """A compiler's command for each source."""
+    common = ["-std=c++20", f"-DTORCH_TARGET_VERSION={SETUP['TORCH_ABI']}", "-isystem", include]
+    cpp = ["-fsyntax-only", "-Wall", "-Wextra", "-Werror", *SETUP["QUIET"].split()]
+    cpp += ["-DFASTVIT_CAPABILITY=baseline", '-DFASTVIT_CUDA_BUILD=""']
+    found = [
+        [os.environ.get("CXX", "c++").split()[-1], *cpp, *common, source] for source in SETUP["cpp_sources"]()
+    ]
+    toolkit, why = SETUP["find_cuda"]()
+    if not toolkit:
+        print(f"CUDA sources are not compiled: {why}", flush=True)
+        return found
+    ptx = [
+        "-gencode=arch=compute_90,code=compute_90",
+        "-Xcicc",
+        "-O0",
+        "-DUSE_CUDA",
+        "-Xcompiler",
+        "-Wno-psabi",
+    ]
+    for source in SETUP["cuda_sources"]():
+        found.append([toolkit / "bin/nvcc", *ptx, *common, "-c", source, "-o", folder / f"{source.stem}.o"])
+    return found
+
+
+def check(requirement: str, options: argparse.Namespace) -> None:
+    python = environment(requirement)
+    include = run(python, "-c", "import torch; print(torch.__path__[0])", cwd=Path("/")).strip() + "/include"
+    if options.compile:
+        with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
+            jobs = commands(Path(include), Path(folder))
+            list(pool.map(lambda job: run(*job), jobs))
+        print(f"{requirement}: {len(jobs)} sources compile against its headers", flush=True)
+    pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+    run(*pip, options.wheel)
+    with tempfile.TemporaryDirectory() as empty:  # nothing of the source tree is there to be imported
+        print(run(python, ROOT / "examples/first_step.py", cwd=Path(empty)).splitlines()[-1], flush=True)
+        print(run(python, "-m", "fastvit.info", cwd=Path(empty)), flush=True)
+    if options.tests:
+        run(*pip, f"{options.wheel}[train]", *TESTS_NEED)
+        tests = ("-q", "-m", "not slow", "--ignore", "tests/cuda_host", *options.tests)
+        print(run(python.with_name("pytest"), *tests, seconds=5400).splitlines()[-1], flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("wheel", type=Path)
+    parser.add_argument("--torch", nargs="+", default=["torch==2.11.0", "torch"], help="requirements of pip")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--tests", nargs="+", default=[], metavar="FILE")
+    options = parser.parse_args()
+    options.wheel = options.wheel.resolve()
+    failed = []
+    for requirement in options.torch:
+        try:
+            check(requirement, options)
+        except (SystemExit, subprocess.SubprocessError) as error:
+            print(f"{requirement}: FAILED\n{error}", flush=True)
+            failed.append(requirement)
+    sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
