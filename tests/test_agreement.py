@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fastvit.statistics.agreement import Agreement
+from fastvit.statistics.agreement import Agreement, Watch
 from fastvit.statistics.exchange import Tag
 from fastvit.statistics.shared_memory import SharedMemory
 
@@ -24,13 +24,14 @@ def agreements(world, timeout=20.0):
     for rank in range(world):
         made.append(Agreement.__new__(Agreement))  # the store of a group, without the group
         made[-1].__dict__.update(rank=rank, world=world, timeout=timeout, _store=store, _asked=0)
+        made[-1].watch = Watch(store, rank)
     return made
 
 
 def interrupted_ask(agreement, question, answer, meanwhile=lambda: None):
     """Ctrl-C while the agreement waits, after `meanwhile`."""
 
-    def wait(key, late):
+    def wait(key, **options):
         meanwhile()
         raise KeyboardInterrupt
 

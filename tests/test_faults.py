@@ -91,6 +91,26 @@ def test_killed(ranks, where, statistics):
     assert not list(FOLDER.glob("fastvit-*"))
 
 
+def killed_while_agreeing(rank, world):
+    (layer, *_) = chosen = layers(2)
+    works([layer])
+    if rank == 1:
+        time.sleep(0.3)  # so that the others are waiting
+        os.kill(os.getpid(), signal.SIGKILL)
+    return error_of(lambda: chosen[1](leaf()), *chosen)
+
+
+@both_ways
+def test_killed_while_the_ranks_agree_on_a_layer(ranks, statistics):
+    first, none, third = ranks.run(
+        3, killed_while_agreeing, statistics=statistics, group_timeout=30, breaks=True
+    )
+    assert none is None
+    for message, seconds in (first, third):
+        assert "first call of layer 1 (sync_batch_norm, 6 channels): rank 1 has ended (process" in message
+        assert seconds < 5  # well before the timeout
+
+
 def killed_in_set_up(rank, world):
     if rank == 1:
         time.sleep(0.3)

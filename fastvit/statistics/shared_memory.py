@@ -4,20 +4,17 @@ The protocol is that of csrc/peer.h, in a segment of POSIX shared memory that ev
 no name any more once all have mapped it, so nothing is left behind whatever becomes of the ranks.
 """
 
-import contextlib
 import mmap
 import os
-import select
 import time
 import uuid
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from .agreement import Agreement, answers_text
+from .agreement import Agreement, answers_text, process_space
 from .exchange import (
     DONE,
     GAVE_UP,
@@ -47,8 +44,7 @@ _STATUS_WORDS, _STATUS_PROCESS = 8, 3  # peer.h, Status
 def host(device: torch.device) -> str:
     """The same on all ranks that can map one segment and see each other's processes; else why not."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"host {boot}, {os.readlink('/proc/self/ns/pid')}" if FOLDER.is_dir() else f"no {FOLDER}"
+        return process_space() if FOLDER.is_dir() else f"no {FOLDER}"
     except OSError as error:
         return f"no shared memory: {error}"
 
@@ -73,7 +69,8 @@ class SharedMemory:
         self._step = 0
         self._abandoned = False  # an exchange: the ranks meet before the next
         self._open: Tag | None = None  # of sums that were sent and not yet awaited
-        self._watch = _Watch(self._processes())
+        self._watch = agreement.watch
+        self._watch.learn()  # while the store is there for certain
 
     def reserve(self, channels: int, dtype: torch.dtype) -> bool:
         """Whether a layer fits into the segment."""
@@ -172,8 +169,7 @@ class SharedMemory:
             )
 
     def _has_ended(self, rank: int, what: str) -> RuntimeError:
-        process = self._watch.processes[rank]
-        return RuntimeError(f"rank {self._rank} in {what}: rank {rank} has ended (process {process})")
+        return RuntimeError(f"rank {self._rank} in {what}: {self._watch.text(rank)}")
 
     def _give_up(self) -> None:
         _ops.peer_give_up(self._segment, self._state)
@@ -189,38 +185,6 @@ class SharedMemory:
             ended = self._ended_missing()
         self._step = int(self._state[_STEP])
         self._abandoned = False
-
-    def _processes(self) -> list[int]:
-        words = self._segment[: 8 * _STATUS_WORDS * self._world].view(torch.int64)
-        return words.view(self._world, _STATUS_WORDS)[:, _STATUS_PROCESS].tolist()
-
-
-class _Watch:
-    """Which of the processes have ended, zombies included; none as far as is known where pidfd is missing."""
-
-    def __init__(self, processes: list[int]):
-        self.processes = processes
-        self._files: list[int | None] = [_open_process(process) for process in processes]
-        weakref.finalize(self, _close, [file for file in self._files if file is not None])
-
-    def has_ended(self, rank: int) -> bool:
-        file = self._files[rank]
-        if file is None:
-            return False
-        poll = select.poll()
-        poll.register(file, select.POLLIN)
-        return bool(poll.poll(0))
-
-
-def _open_process(process: int) -> int | None:
-    with contextlib.suppress(OSError, AttributeError):
-        return os.pidfd_open(process)
-    return None
-
-
-def _close(files: list[int]) -> None:
-    for file in files:
-        os.close(file)
 
 
 def connect(
