@@ -80,7 +80,8 @@ class Collective:
         if not self._report:
             return
         self._report.clear()
-        self._step = max(self._step, self._report.epoch)  # so that the next exchange fits
+        if self._deferred:  # hosts have run on, and not equally far; else a rank that is ahead stays ahead
+            self._step = max(self._step, self._report.epoch)
         peer, theirs = self._report.peer, self._report.theirs(self._describe)
         raise mismatch(self._rank, self._report.mine(self._describe), [(peer, theirs)])
 
