@@ -127,7 +127,7 @@ struct alignas(64) Status {
   uint64_t gave_up;  // {generation, epoch}: counts the exchanges that this rank gave up, and the last of them
   uint64_t rejoined;  // {generation, epoch}: the last generation at which it was ready again, and its epoch
   uint64_t step;      // its count of forward exchanges when it rejoined
-  uint64_t process;   // its process id, where ranks watch each other
+  uint64_t process;   // its process id, when it has mapped the segment
   uint64_t core;      // that it last sent from, plus 1
 };
 

@@ -3,7 +3,11 @@
 Ranks are threads or take turns: what happens when can then be said.
 """
 
-import threading
+import os
+import re
+import struct
+import subprocess
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,7 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fastvit.statistics.agreement import Agreement
+from fastvit.statistics import agreement, shared_memory
+from fastvit.statistics.agreement import Agreement, Watch
 from fastvit.statistics.exchange import Tag
 from fastvit.statistics.shared_memory import SharedMemory
 
@@ -24,20 +29,21 @@ def agreements(world, timeout=20.0):
     for rank in range(world):
         made.append(Agreement.__new__(Agreement))  # the store of a group, without the group
         made[-1].__dict__.update(rank=rank, world=world, timeout=timeout, _store=store, _asked=0)
+        made[-1].watch = Watch(store, rank)
     return made
 
 
-def interrupted_ask(agreement, question, answer, meanwhile=lambda: None):
+def interrupted_ask(one, question, answer, meanwhile=lambda: None):
     """Ctrl-C while the agreement waits, after `meanwhile`."""
 
-    def wait(key, late):
+    def wait(key, **options):
         meanwhile()
         raise KeyboardInterrupt
 
-    agreement._await = wait
+    one._await = wait
     with pytest.raises(KeyboardInterrupt):
-        agreement.ask(question, answer)
-    del agreement._await
+        one.ask(question, answer)
+    del one._await
 
 
 def test_a_rank_that_leaves_is_not_waited_for():
@@ -65,9 +71,9 @@ def test_a_rank_that_leaves_when_all_had_come_catches_up():
 
 @pytest.fixture
 def pair():
-    segment = torch.zeros(ops.peer_segment_bytes(2, CAPACITY), dtype=torch.uint8)
+    memory = torch.zeros(ops.peer_segment_bytes(2, CAPACITY), dtype=torch.uint8)
     describe = lambda tag, direction: f"{direction} of layer {tag.layer}, step {tag.step}"  # noqa: E731
-    return [SharedMemory(segment, CAPACITY, agreement, describe) for agreement in agreements(2, 10.0)]
+    return [SharedMemory(memory, CAPACITY, one, describe) for one in agreements(2, 10.0)]
 
 
 def test_a_rank_that_sends_and_ends_has_sent(pair):
@@ -86,21 +92,105 @@ def test_a_rank_that_sends_and_ends_has_sent(pair):
 
 
 def test_sums_that_nobody_awaited(pair):
-    """After an error between sending and awaiting, the rank says so, the peer is told, and both go on."""
+    """After an error between sending and awaiting, the peer is told at the next use, and both go on."""
     numbers = torch.arange(6.0)
     pair[0].start_sum(numbers, Tag(0, 1))
-    with pytest.raises(
-        RuntimeError, match="rank 0: an exchange was begun .* never ended: backward of layer 0"
-    ):
-        pair[0].next_step()
-    begin = time.monotonic()
-    with pytest.raises(RuntimeError, match="rank 1 in backward of layer 0, step 1: rank 0 gave up"):
-        pair[1].start_sum(numbers, Tag(0, 1)).wait()
-    assert time.monotonic() - begin < 5
-    threads = [threading.Thread(target=member.next_step) for member in pair]  # they meet again
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
+    with ThreadPoolExecutor(2) as pool:  # they meet again
+        met = pool.submit(pair[0].next_step)
+        begin = time.monotonic()
+        while not pair[0]._abandoned and time.monotonic() - begin < 5:
+            time.sleep(0.001)
+        with pytest.raises(RuntimeError, match="rank 1 in backward of layer 0, step 1: rank 0 gave up"):
+            pair[1].start_sum(numbers, Tag(0, 1)).wait()
+        assert time.monotonic() - begin < 5
+        assert pair[1].next_step() == met.result(10) == 1
     pending = [member.start_sum(numbers, Tag(0, 2)) for member in pair]
     assert all(torch.equal(one.wait(), 2 * numbers) for one in pending)
+
+
+def test_how_often_a_waiting_rank_looks(monkeypatch):
+    """Soon at first, so that an answer costs little time, and then seldom, so that waiting costs little."""
+    (one,) = agreements(1)
+    pauses = []
+
+    def sleep(seconds):
+        pauses.append(seconds)
+        if len(pauses) == 12:
+            one._store.set("key", "")
+
+    monkeypatch.setattr(agreement.time, "sleep", sleep)
+    one._await("key", came=None, end=None)
+    assert pauses == [1e-4 * 2**n for n in range(8)] + [0.02] * 4
+
+
+SIZE = ops.peer_segment_bytes(2, CAPACITY)
+
+
+def segment(process, size=SIZE):
+    """A file such as rank 0 makes, and what is told of it."""
+    file = tempfile.TemporaryFile(dir=shared_memory.FOLDER, buffering=0)
+    os.posix_fallocate(file.fileno(), 0, size)
+    os.pwrite(file.fileno(), struct.pack("=q", process), 24)
+    return file, f"{os.getpid()} {file.fileno()}"
+
+
+def test_a_segment_is_taken_once():
+    file, told = segment(os.getpid())
+    with file:
+        mapped = shared_memory._map(told, SIZE, 1)
+        assert mapped.numel() == SIZE and mapped.view(torch.int64)[8 + 3] == os.getpid()
+        with pytest.raises(ValueError, match="no new segment"):  # that of another group, say
+            shared_memory._map(told, SIZE, 1)
+
+
+@pytest.mark.parametrize(
+    "forged", ["", "a name", "../x", "1/../2 3", "1 -1", "1 2 3", "1 2\n", "0 0", "\u0661 1", f"{2**70} 1"]
+)
+def test_what_is_no_name_of_a_segment_is_not_opened(monkeypatch, forged):
+    monkeypatch.setattr(os, "open", lambda *_, **__: pytest.fail("opened"))
+    with pytest.raises(ValueError, match="^" + re.escape(forged)):
+        shared_memory._map(forged, SIZE, 1)
+
+
+def test_other_files_are_neither_opened_nor_written(monkeypatch, tmp_path):
+    """Whatever the store says: named, of another size, elsewhere, a pipe, or not made for this."""
+    named = tempfile.NamedTemporaryFile(dir=shared_memory.FOLDER, buffering=0)
+    os.posix_fallocate(named.fileno(), 0, SIZE)
+    elsewhere = open(tmp_path / "file", "wb+")
+    os.posix_fallocate(elsewhere.fileno(), 0, SIZE)
+    os.unlink(elsewhere.name)
+    larger, _ = segment(os.getpid(), SIZE + 1)
+    foreign, told = segment(1)
+    ends = os.pipe()
+    opened = []
+    real = os.open
+    monkeypatch.setattr(
+        os, "open", lambda path, flags, *mode: opened.append(flags) or real(path, flags, *mode)
+    )
+    with named, elsewhere, larger:
+        for number in (named.fileno(), elsewhere.fileno(), larger.fileno(), *ends):
+            with pytest.raises(ValueError, match="is no segment of"):
+                shared_memory._map(f"{os.getpid()} {number}", SIZE, 1)
+        assert set(opened) == {os.O_PATH} and os.path.exists(named.name)
+    for end in ends:
+        os.close(end)
+    with foreign, pytest.raises(ValueError, match="no new segment"):
+        shared_memory._map(told, SIZE, 1)
+    with pytest.raises(OSError):
+        shared_memory._map(told, SIZE, 1)  # closed
+
+
+def test_processes_that_have_ended():
+    """Before and after they were looked for; what is on another host is not known."""
+    store = dist.HashStore()
+    watch, away = Watch(store, 0), Watch(dist.PrefixStore("another host", store), 3)
+    children = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
+    for rank, child in enumerate(children, 1):
+        watch._store.set(str(watch._store.add("count", 1)), f"{rank} {child.pid}")
+    children[0].kill(), children[0].wait()
+    assert watch.ended() == [1] and not watch.has_ended(2)
+    children[1].kill()
+    os.waitid(os.P_PID, children[1].pid, os.WEXITED | os.WNOWAIT)  # a zombie
+    assert watch.ended() == [1, 2] and watch.text(2) == f"rank 2 has ended (process {children[1].pid})"
+    children[1].wait()
+    assert not watch.has_ended(3) and away.ended() == []

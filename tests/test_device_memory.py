@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from fastvit import _library
 from fastvit.statistics import cuda_ipc, device_memory, symm_mem
-from fastvit.statistics.agreement import Agreement
+from fastvit.statistics.agreement import Agreement, Watch
 
 raw = torch.ops.fastvit
 CPU = torch.device("cpu")
@@ -96,6 +96,7 @@ def connect(monkeypatch, provider, gpus: Gpus, asked: bool = False) -> list:
         agreement.__dict__.update(
             rank=rank, world=gpus.world, timeout=20.0, group_name="the group", _store=store, _asked=0
         )
+        agreement.watch = Watch(store, rank)
         describe = lambda tag, direction: f"{direction}, step {tag.step}"  # noqa: E731
         return provider.connect(agreement, 8, torch.float32, describe, CPU, asked)
 

@@ -1,9 +1,11 @@
 """Which way a group shares statistics, who decides it, and what else may be in the model at the same time."""
 
 import copy
+import errno
 import logging
 import os
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,10 +34,18 @@ def step(layer, channels=6, dtype=torch.float32):
     return y
 
 
+def no_space(file, offset, size):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 def chooses(rank, world, wishes, breaks_on):
     os.environ["FASTVIT_STATISTICS"] = wishes[rank]
     if rank == breaks_on:
-        shared_memory._map = lambda path, size: os.open("/nowhere", os.O_RDONLY)
+        shared_memory._map = lambda *_: os.open("/nowhere", os.O_RDONLY)
+    if breaks_on == "space":
+        os.posix_fallocate = no_space
+    if breaks_on == "folder":
+        shared_memory.FOLDER = Path("/proc")  # where nothing can be made
     records = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
@@ -49,10 +59,10 @@ def chooses(rank, world, wishes, breaks_on):
         return str(error)
     finally:
         log.removeHandler(handler)
-        shared_memory._map = original_map
+        shared_memory._map, shared_memory.FOLDER, os.posix_fallocate = originals
 
 
-original_map = shared_memory._map
+originals = shared_memory._map, shared_memory.FOLDER, os.posix_fallocate
 
 
 @pytest.mark.parametrize(
@@ -64,6 +74,8 @@ original_map = shared_memory._map
         (["symm_mem", "collective"], None, "cannot: FASTVIT_STATISTICS=collective"),
         (["auto", "collective"], None, "group 0 (2 ranks, cpu): Collective: FASTVIT_STATISTICS=collective"),
         (["auto", "auto"], 1, "Collective: rank 0: mapped; rank 1: [Errno 2] No such file"),
+        (["auto", "auto"], "space", "Collective: ranks 0, 1: [Errno 28] No space left on device"),
+        (["auto", "auto"], "folder", "group 0 (2 ranks, cpu): Collective: "),
         (["auto", "peer"], 0, "FASTVIT_STATISTICS=peer, but group 0 cannot: rank"),
         (["auto", "shm"], None, "FASTVIT_STATISTICS is 'shm'; auto, collective, peer, symm_mem expected"),
     ],
@@ -72,7 +84,6 @@ def test_all_ranks_choose_the_same(ranks, wishes, breaks_on, said):
     results = ranks.run(2, chooses, wishes, breaks_on)
     assert sorted(results[0]) == sorted(results[1])  # which rank answered first may differ
     assert said in results[0] or (breaks_on == 1 and "rank 0: mapped" in results[0])
-    assert not list(shared_memory.FOLDER.glob("fastvit-*"))
 
 
 def grows(rank, world):
@@ -273,6 +284,21 @@ def test_a_first_call_is_not_captured(monkeypatch):
     shared.__dict__.update(_device=torch.device("cuda"), _layers={}, _process=os.getpid())
     with pytest.raises(RuntimeError, match=r"first call of a layer .bn, 6 channels. .* run a step before"):
         shared.gather(statistics.Layer("bn", 1, 0.1), torch.zeros(14))
+
+
+def counts(rank, world):
+    """The steps that ranks compare are 1, 2, 3, ... and begin anew where a float32 would not hold them."""
+    layer = fastvit.SyncBatchNorm(6)
+    step(layer)
+    transport = statistics_of(dist.group.WORLD, CPU).transport
+    steps = [transport._step] + [transport.next_step() for _ in range(3)]
+    transport._step = 2**24 - 2
+    return steps + [transport.next_step() for _ in range(3)]
+
+
+@both_ways
+def test_steps(ranks, statistics):
+    assert ranks.run(2, counts, statistics=statistics) == [[1, 2, 3, 4, 2**24 - 1, 0, 1]] * 2
 
 
 def test_without_a_group():

@@ -6,11 +6,18 @@ their sizes differ. The store only has to exist, as it does for every group of t
 
 import contextlib
 import datetime
+import os
+import select
 import time
+import weakref
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+_LONGEST_PAUSE = 0.02  # seconds between looks at the store
+_LOOK = 0.1  # seconds of waiting between looks at processes that have ended
 
 
 def timeout_of(group: "dist.ProcessGroup", device_type: str) -> float:
@@ -18,6 +25,67 @@ def timeout_of(group: "dist.ProcessGroup", device_type: str) -> float:
     backend = group._get_backend(torch.device(device_type))
     default: datetime.timedelta = dist.distributed_c10d.default_pg_timeout
     return getattr(backend.options, "_timeout", default).total_seconds()
+
+
+def process_space() -> str:
+    """The same for processes of one host that see each other by number. Raises OSError without /proc."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"host {boot}, {os.readlink('/proc/self/ns/pid')}"
+
+
+class Watch:
+    """Which processes of a group's ranks have ended, zombies included.
+
+    Nothing is known of ranks on other hosts, nor where the system has no pidfd.
+    """
+
+    def __init__(self, store: "dist.Store", rank: int):
+        self.processes: dict[int, int] = {}
+        self._files: dict[int, int | None] = {}  # None: ended before it was looked for
+        self._read = 0
+        try:
+            place = process_space()
+        except OSError:
+            place = f"rank {rank} alone"
+        # Numbered by place, so that a rank reads no more entries than its host has ranks.
+        self._store = dist.PrefixStore(place, store)
+        self._store.set(str(self._store.add("count", 1)), f"{rank} {os.getpid()}")
+        weakref.finalize(self, _close, self._files)
+
+    def has_ended(self, rank: int) -> bool:
+        if rank not in self._files:
+            return False
+        file = self._files[rank]
+        if file is None:
+            return True
+        poll = select.poll()
+        poll.register(file, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def ended(self) -> list[int]:
+        self.learn()
+        return [rank for rank in self._files if self.has_ended(rank)]
+
+    def learn(self) -> None:
+        """Reads which processes have come since."""
+        while self._store.check([key := str(self._read + 1)]):
+            rank, process = map(int, self._store.get(key).split())
+            self._read += 1
+            self.processes[rank] = process
+            with contextlib.suppress(OSError, AttributeError):  # no pidfd
+                try:
+                    self._files[rank] = os.pidfd_open(process)
+                except ProcessLookupError:
+                    self._files[rank] = None
+
+    def text(self, rank: int) -> str:
+        return f"rank {rank} has ended (process {self.processes[rank]})"
+
+
+def _close(files: dict[int, int | None]) -> None:
+    for file in files.values():
+        if file is not None:
+            os.close(file)
 
 
 class Agreement:
@@ -32,14 +100,16 @@ class Agreement:
         )
         # One store may outlive several groups of one name, which come after each other.
         self._store = dist.PrefixStore(str(store.add(f"made/{self.rank}", 1)), store)
+        self.watch = Watch(self._store, self.rank)
         self._asked = 0
 
     def ask(self, question: str, answer: str) -> dict[str, list[int]]:
         """The ranks by what they answered; one key when they agree. Waits for all of them.
 
-        Raises RuntimeError, naming the ranks that did not come, after the group's timeout; a rank that comes
-        later raises too, and so do all when one leaves, after Ctrl-C or an error. The first answer is the one
-        others are compared with, so a question costs each rank a handful of messages in a group of any size.
+        Raises RuntimeError, naming the ranks that did not come, after the group's timeout, or as soon as one
+        on this host has ended; a rank that comes later raises too. All do when one leaves, after Ctrl-C or an
+        error. The first answer is the one others are compared with, so a question costs each rank a handful
+        of messages in a group of any size.
         """
         self._asked += 1
         key = f"{self._asked}/"
@@ -60,7 +130,11 @@ class Agreement:
         self._store.set(f"{key}here/{self.rank}", "")
         if self._store.add(key + "count", 1) == self.world:
             self._store.compare_set(key + "end", "", "all")
-        self._await(key + "end", lambda: self._close(key))
+        self._await(
+            key + "end",
+            came=lambda rank: self._store.check([f"{key}here/{rank}"]),
+            end=lambda why: self._store.compare_set(key + "end", "", why),
+        )
         end = self._store.get(key + "end").decode()
         if end != "all":
             raise RuntimeError(f"rank {self.rank}: {question}: {end}")
@@ -80,25 +154,33 @@ class Agreement:
             self._store.set(key, value)
             return value
 
-        def late() -> str:
-            raise RuntimeError(f"rank {self.rank}: {what}: rank 0 did not come within {self.timeout:g} s")
+        def end(why: str) -> None:
+            raise RuntimeError(f"rank {self.rank}: {what}: {why}")
 
-        self._await(key, late)
+        self._await(key, came=lambda rank: rank != 0 or self._store.check([key]), end=end)
         return self._store.get(key).decode()
 
-    def _close(self, key: str) -> None:
-        absent = [r for r in range(self.world) if not self._store.check([f"{key}here/{r}"])]
-        text = f"{ranks_text(absent)} did not come within {self.timeout:g} s"
-        self._store.compare_set(key + "end", "", text)
+    def _await(self, key: str, came: Callable[[int], bool], end: Callable[[str], object]) -> None:
+        """Waits by looking, so that signals are seen.
 
-    def _await(self, key: str, late: Callable[[], None]) -> None:
-        """Waits by looking, so that signals are seen; `late` is called once when time is up."""
+        `end` is called once, with why, when a rank that has ended had not come before, or time is up.
+        """
         begin, pause = time.monotonic(), 1e-4
+        look = begin + _LOOK
         while not self._store.check([key]):
-            if time.monotonic() - begin > self.timeout:
-                return late()
+            now = time.monotonic()
+            if now > look:
+                look = now + _LOOK
+                for rank in self.watch.ended():
+                    if not came(rank):
+                        end(self.watch.text(rank))
+                        return
+            if now - begin > self.timeout:
+                absent = [rank for rank in range(self.world) if not came(rank)]
+                end(f"{ranks_text(absent)} did not come within {self.timeout:g} s")
+                return
             time.sleep(pause)
-            pause = min(2 * pause, 0.02)
+            pause = min(2 * pause, _LONGEST_PAUSE)
 
 
 def ranks_text(ranks: list[int]) -> str:

@@ -27,7 +27,7 @@ class Collective:
 
     A rank that dies, never calls or is in a backward when others are in a forward makes the others raise
     within the group's timeout. Gloo closes its connections then: that group cannot be used again. After tags
-    that differ it can.
+    that differ it can, where the ranks are in the same step.
     """
 
     name = "Collective"
@@ -80,7 +80,8 @@ class Collective:
         if not self._report:
             return
         self._report.clear()
-        self._step = max(self._step, self._report.epoch)  # so that the next exchange fits
+        if self._deferred:  # the hosts have run on, not equally far; on a CPU who is ahead began anew alone
+            self._step = max(self._step, self._report.epoch)
         peer, theirs = self._report.peer, self._report.theirs(self._describe)
         raise mismatch(self._rank, self._report.mine(self._describe), [(peer, theirs)])
 

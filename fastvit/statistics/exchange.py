@@ -90,7 +90,7 @@ def mismatch(rank: int, mine: str, others: list[tuple[int, str]]) -> RuntimeErro
     theirs = ", ".join(f"rank {peer} in {text}" for peer, text in others)
     return RuntimeError(
         f"rank {rank} is in {mine}, but {theirs}: the ranks of a group must run the same layers in the same "
-        "order; did one of them skip a layer?"
+        "order; did one of them skip a layer, or begin anew after an error of its own?"
     )
 
 

@@ -6,6 +6,7 @@ common where all ranks are CPU processes of one host, or have a GPU of one host 
 `symm_mem` does so over torch's symmetric memory of GPUs. One rank that says `collective` decides for all.
 """
 
+import functools
 import logging
 import os
 import weakref
@@ -54,6 +55,7 @@ class GroupStatistics:
         self._agreement = Agreement(group, device.type)
         self._layers: dict[tuple, int] = {}
         self._names: list[str] = []
+        self._backwards: set[int] = set()  # by autograd's number: have exchanged sums and not ended
         self.transport, self.why = None, ""
 
     def gather(self, layer: Layer, moments: Tensor) -> tuple[Tensor, Tag]:
@@ -68,19 +70,19 @@ class GroupStatistics:
         number = self._number(layer, x.shape[channel_dim], accumulation_dtype(x.dtype))
         if not isinstance(self.transport, DeviceMemory):
             return None
-        tag = Tag(number, self.transport.next_step())
+        tag = Tag(number, self._step())
         return self.transport.exchange(tag), tag
 
     def begin_sum(self, tag: Tag) -> Tensor | None:
         """The same for a layer's backward."""
-        self._check_process()
+        self._enter_backward()
         if not isinstance(self.transport, DeviceMemory):
             return None
         return self.transport.exchange(tag)
 
     def start_sum(self, sums: Tensor, tag: Tag) -> PendingSum:
         """Starts adding up `sums`, `(2C,)`, over ranks."""
-        self._check_process()
+        self._enter_backward()
         return self.transport.start_sum(sums, tag)
 
     def describe(self) -> str:
@@ -95,7 +97,26 @@ class GroupStatistics:
 
     def _next(self, layer: Layer, channels: int, dtype: torch.dtype) -> Tag:
         number = self._number(layer, channels, dtype)
-        return Tag(number, self.transport.next_step())
+        return Tag(number, self._step())
+
+    def _step(self) -> int:
+        """The step of a forward exchange. One more is counted after a backward that raised on this rank.
+
+        It may have raised when the other ranks had all they needed of it. They are in the next step then, and
+        the tags differ.
+        """
+        if self._backwards and torch._C._current_graph_task_id() == -1:  # not a forward within a backward
+            self._backwards.clear()
+            self.transport.next_step()
+        return self.transport.next_step()
+
+    def _enter_backward(self) -> None:
+        self._check_process()
+        number = torch._C._current_graph_task_id()
+        if number != -1 and number not in self._backwards:
+            self._backwards.add(number)
+            end = functools.partial(self._backwards.discard, number)
+            torch.autograd.Variable._execution_engine.queue_callback(end)  # unless it raises
 
     def _number(self, layer: Layer, channels: int, dtype: torch.dtype) -> int:
         self._check_process()

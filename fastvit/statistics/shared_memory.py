@@ -1,23 +1,22 @@
 """Statistics between processes of one host through shared memory: no collective, no system call.
 
-The protocol is that of csrc/peer.h, in a segment of POSIX shared memory that every rank maps. The segment has
-no name any more once all have mapped it, so nothing is left behind whatever becomes of the ranks.
+The protocol is that of csrc/peer.h, in a segment of shared memory that every rank maps. The segment never has
+a name, so nothing is left behind whatever becomes of the ranks.
 """
 
-import contextlib
 import mmap
 import os
-import select
+import re
+import stat
+import struct
 import time
-import uuid
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from .agreement import Agreement, answers_text
+from .agreement import Agreement, answers_text, process_space
 from .exchange import (
     DONE,
     GAVE_UP,
@@ -29,7 +28,6 @@ from .exchange import (
     Tag,
     direction,
     mismatch,
-    never_ended,
     packets,
     room,
 )
@@ -41,14 +39,13 @@ _ops = torch.ops.fastvit
 
 # csrc/cpu/peer.cpp, State; behind them a flag per rank: its message is missing
 _STEP, _PEER, _PEER_LAYER, _PEER_STEP, _PEER_KIND, _MISSING = 5, 6, 7, 8, 10, 11
-_STATUS_WORDS, _STATUS_PROCESS = 8, 3  # peer.h, Status
+_STATUS_WORDS, _STATUS_STEP, _STATUS_PROCESS = 8, 2, 3  # peer.h, Status
 
 
 def host(device: torch.device) -> str:
     """The same on all ranks that can map one segment and see each other's processes; else why not."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"host {boot}, {os.readlink('/proc/self/ns/pid')}" if FOLDER.is_dir() else f"no {FOLDER}"
+        return process_space() if os.access(FOLDER, os.W_OK) else f"no {FOLDER} to write to"
     except OSError as error:
         return f"no shared memory: {error}"
 
@@ -72,8 +69,9 @@ class SharedMemory:
         self._state[:3] = torch.tensor([self._rank, self._world, capacity], device="cpu")
         self._step = 0
         self._abandoned = False  # an exchange: the ranks meet before the next
-        self._open: Tag | None = None  # of sums that were sent and not yet awaited
-        self._watch = _Watch(self._processes())
+        self._open = False  # sums were sent and not yet awaited
+        self._watch = agreement.watch
+        self._watch.learn()  # while the store is there for certain
 
     def reserve(self, channels: int, dtype: torch.dtype) -> bool:
         """Whether a layer fits into the segment."""
@@ -96,23 +94,22 @@ class SharedMemory:
     def start_sum(self, sums: Tensor, tag: Tag) -> PendingSum:
         """Starts adding up `sums`, `(2C,)`, over ranks; the argument itself stays local."""
         self._begin()
-        self._open = tag
+        self._open = True
         _ops.peer_push(self._segment, self._state, sums, *tag, SUMS)
 
         def finish() -> Tensor:
             rows, total = sums.new_empty(self._world, sums.numel()), torch.empty_like(sums)
-            self._open = None
+            self._open = False
             self._wait(_ops.peer_poll, sums, rows, total, tag, SUMS)
             return total
 
         return PendingSum(finish)
 
     def _begin(self) -> None:
-        """Before an exchange: the ranks meet after an error, and one that was left half way is one."""
-        if self._open is not None:
-            tag, self._open = self._open, None
+        """Before an exchange: the ranks meet after an error."""
+        if self._open:  # this rank has raised between sending and awaiting, and the peers do now
+            self._open = False
             self._give_up()
-            raise never_ended(self._rank, self._text(tag, SUMS))
         if self._abandoned:
             self._rejoin()
 
@@ -172,55 +169,34 @@ class SharedMemory:
             )
 
     def _has_ended(self, rank: int, what: str) -> RuntimeError:
-        process = self._watch.processes[rank]
-        return RuntimeError(f"rank {self._rank} in {what}: rank {rank} has ended (process {process})")
+        return RuntimeError(f"rank {self._rank} in {what}: {self._watch.text(rank)}")
 
     def _give_up(self) -> None:
         _ops.peer_give_up(self._segment, self._state)
         self._abandoned = True
 
     def _rejoin(self) -> None:
-        """Waits until every rank has come back from the error, and agrees on epoch and step."""
+        """Waits until every rank has come back from the error, and agrees on the epoch.
+
+        Raises RuntimeError, at every call, when the ranks are in different steps: one had raised an error of
+        its own and begun anew while the others were still where it had left them. If they went on together
+        now, the first would be a try, and so perhaps a batch, ahead of the others for ever.
+        """
         deadline = time.monotonic() + self._timeout
         self._state[_STEP] = self._step
         ended = []
         while _ops.peer_rejoin(self._segment, self._state, _SLICE) != DONE:
             self._check_missing("the first exchange after an error", ended, deadline)
             ended = self._ended_missing()
-        self._step = int(self._state[_STEP])
+        steps = self._segment.view(torch.int64)[_STATUS_STEP::_STATUS_WORDS][: self._world].tolist()
+        if min(steps) != max(steps):
+            begun = ", ".join(f"rank {rank} {step}" for rank, step in enumerate(steps))
+            raise RuntimeError(
+                f"rank {self._rank}: the ranks are back after an error, but in different steps ({begun}): "
+                "one began anew after an error of its own that the others had not seen, so from now on they "
+                "would mix different batches; make the process group anew, with all ranks at the same batch"
+            )
         self._abandoned = False
-
-    def _processes(self) -> list[int]:
-        words = self._segment[: 8 * _STATUS_WORDS * self._world].view(torch.int64)
-        return words.view(self._world, _STATUS_WORDS)[:, _STATUS_PROCESS].tolist()
-
-
-class _Watch:
-    """Which of the processes have ended, zombies included; none as far as is known where pidfd is missing."""
-
-    def __init__(self, processes: list[int]):
-        self.processes = processes
-        self._files: list[int | None] = [_open_process(process) for process in processes]
-        weakref.finalize(self, _close, [file for file in self._files if file is not None])
-
-    def has_ended(self, rank: int) -> bool:
-        file = self._files[rank]
-        if file is None:
-            return False
-        poll = select.poll()
-        poll.register(file, select.POLLIN)
-        return bool(poll.poll(0))
-
-
-def _open_process(process: int) -> int | None:
-    with contextlib.suppress(OSError, AttributeError):
-        return os.pidfd_open(process)
-    return None
-
-
-def _close(files: list[int]) -> None:
-    for file in files:
-        os.close(file)
 
 
 def connect(
@@ -233,48 +209,59 @@ def connect(
 ) -> SharedMemory | str:
     """A segment that all ranks have mapped, with room for layers of `channels`; or why there is none.
 
-    All ranks get the same kind of answer. Every rank knows the name before the segment exists and removes it
-    when it has mapped it or cannot: whoever dies, nothing is left behind.
+    All ranks get the same kind of answer. The segment never has a name: rank 0 keeps its file open until all
+    have mapped it, so whoever dies, nothing is left behind.
     """
     capacity = room(channels, dtype)
-    path = FOLDER / agreement.from_rank_0("shared memory", f"fastvit-{uuid.uuid4().hex}")
     size = _ops.peer_segment_bytes(agreement.world, capacity)
-    segment, result = None, "mapped"
+    file, segment, told, result = None, None, "", "mapped"
     try:
         try:
             if agreement.rank == 0:
-                _create(path, size)
+                file = os.open(FOLDER, os.O_TMPFILE | os.O_RDWR, 0o600)
+                os.posix_fallocate(file, 0, size)  # now: later a full disk would kill the process at a store
+                os.pwrite(file, struct.pack("=q", os.getpid()), 8 * _STATUS_PROCESS)
+                told = f"{os.getpid()} {file}"
         except OSError as error:
+            told = str(error)
+        told = agreement.from_rank_0("shared memory", told)
+        try:
+            segment = _map(told, size, agreement.rank)
+        except (OSError, ValueError) as error:
             result = str(error)
-        created = agreement.from_rank_0("shared memory", result)
-        if created == "mapped":
-            try:
-                segment = _map(path, size)
-                words = segment[: 8 * _STATUS_WORDS * agreement.world].view(torch.int64)
-                words[agreement.rank * _STATUS_WORDS + _STATUS_PROCESS] = os.getpid()
-            except (OSError, ValueError) as error:
-                result = str(error)
-        else:
-            result = created
         answers = agreement.ask("shared memory", result)
     finally:
-        path.unlink(missing_ok=True)
+        if file is not None:
+            os.close(file)
     if list(answers) == ["mapped"]:
         return SharedMemory(segment, capacity, agreement, describe)
     return answers_text(answers)
 
 
-def _create(path: Path, size: int) -> None:
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        os.posix_fallocate(file, 0, size)  # now, as an error: a full disk would kill the process at a store
-    finally:
-        os.close(file)
+def _map(told: str, size: int, rank: int) -> Tensor:
+    """The segment that rank 0 has told of: its process, and the file there. ValueError if it is no such.
 
-
-def _map(path: Path, size: int) -> Tensor:
-    file = os.open(path, os.O_RDWR)
+    Others may write to the store. So a file is looked at before it is opened, and only a new segment is
+    taken: memory without a name, of this user and this size, marked by that process and not by this rank.
+    """
+    if not re.fullmatch("[1-9][0-9]{0,9} [0-9]{1,9}", told):
+        raise ValueError(told)
+    process, number = told.split()
+    found = os.open(f"/proc/{process}/fd/{number}", os.O_PATH)  # which does nothing to the file
     try:
-        return torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
+        seen = os.fstat(found)
+        expected = (stat.S_IFREG | 0o600, 0, size, os.geteuid(), os.stat(FOLDER).st_dev)
+        if (seen.st_mode, seen.st_nlink, seen.st_size, seen.st_uid, seen.st_dev) != expected:
+            raise ValueError(f"file {number} of process {process} is no segment of {size} bytes")
+        file = os.open(f"/proc/self/fd/{found}", os.O_RDWR)
+        try:
+            segment = torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
+        finally:
+            os.close(file)
     finally:
-        os.close(file)
+        os.close(found)
+    marks = segment.view(torch.int64)[_STATUS_PROCESS::_STATUS_WORDS]  # by rank
+    if marks[0] != int(process) or (rank > 0 and marks[rank] != 0):
+        raise ValueError(f"file {number} of process {process} is no new segment")
+    marks[rank] = os.getpid()
+    return segment
