@@ -96,7 +96,6 @@ def test_killed_run_resumes_as_if_nothing_had_happened(whole, tmp_path):
             import os, signal, sys
             from fastvit.training import loop
             from fastvit.training.__main__ import main
-from fastvit.training.config import LIMITS, LONGEST_WAIT, flag
 
             steps = []
             def step(learner, step=loop._step):
