@@ -8,7 +8,7 @@ import pytest
 from fastvit.training import command_line
 from fastvit.training.__main__ import main
 from fastvit.training.command_line import merge_saved, parse
-from fastvit.training.config import Config, ConfigError
+from fastvit.training.config import LIMITS, Config, ConfigError, flag, kind_of
 from fastvit.training.launch import find_launch
 
 
@@ -25,6 +25,11 @@ def complaint(capsys, *arguments):
         (["--norm", "batch"], "--norm: invalid choice: 'batch'"),
         (["--epochs", "0"], "--epochs must be at least 1, got 0"),
         (["--epochs", "many"], "--epochs: invalid int value: 'many'"),
+        (["--workers", "2147483648"], "--workers must be at most 1024, got 2147483648"),
+        (["--seed", str(2**64)], f"--seed must be at most {2**63 - 1}, got {2**64}"),
+        (["--timeout", "1e9"], "--timeout must be above 0, up to 2000000, got 1000000000.0"),
+        (["--out", "run\udcff"], "--out must be text in UTF-8 without NUL, got 'run\\udcff'"),
+        (["--freeze", "stem.*", "\udcff"], "--freeze must be text in UTF-8 without NUL"),
         (["--lr", "nan"], "--lr must be above 0, got nan"),
         (["--weight-decay", "-1"], "--weight-decay must be at least 0, got -1.0"),
         (["--ema", "1"], "--ema must be at least 0 and below 1, got 1.0"),
@@ -61,13 +66,26 @@ def test_wrong_flags(capsys, arguments, message):
         ("freeze = 'stem.*'", "freeze must be a list of strings, got 'stem.*'"),
         ("norm = 'batch'", "--norm must be one of torch, "),
         ("[recipe]\nepochs = 3", "unknown key 'recipe'"),
+        ("out = 'a\\u0000'".replace("'", '"'), "--out must be text in UTF-8 without NUL, got 'a\\x00'"),
+        ("lr = 1" + 400 * "0", "--lr must be above 0, got inf"),
         ("epochs = ", "cannot read"),
+        ("epochs = " + 5000 * "9", "cannot read"),
     ],
 )
 def test_wrong_files(capsys, tmp_path, text, message):
     path = tmp_path / "run.toml"
     path.write_text(text)
     assert message in complaint(capsys, "--config", str(path))
+
+
+def test_every_whole_number_has_limits():
+    assert {name for name, item in command_line.FIELDS.items() if kind_of(item) is int} == set(LIMITS)
+    for name, (low, high) in LIMITS.items():
+        for value, takes in ((low - 1, f"at least {low}"), (high + 1, f"at most {high}")):
+            with pytest.raises(ConfigError, match=f"^{flag(name)} must be {takes}, got {value}$"):
+                Config(**{name: value})
+        with pytest.raises(ConfigError, match=f"^{flag(name)} must be of type int, got 1.0$"):
+            Config(**{name: 1.0})
 
 
 def test_flag_beats_file_beats_default(tmp_path):

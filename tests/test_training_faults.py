@@ -1,42 +1,19 @@
 """What goes wrong in a run, and what the trainer says and keeps: bad data, bad checkpoints, bad requests."""
 
+import os
 import shutil
+import signal
 import subprocess
 import sys
-import textwrap
 
 import pytest
-import torch
 from PIL import Image
-from training_runs import LIMIT, rows_of, train_on_rank
+from training_runs import COMMON, LIMIT, SMALL, fails, train_on_rank
 
-from fastvit.training import checkpoint, loaders
+from fastvit.training import checkpoint, loaders, loop
 from fastvit.training.__main__ import main
 from fastvit.training.config import Config
 from fastvit.training.errors import MissingPackage, check_packages
-
-SMALL = ["--epochs", "2", "--batch-size", "256", "--norm", "torch"]
-
-
-@pytest.fixture(scope="module")
-def started(tmp_path_factory):
-    """A run of one epoch out of two; tests copy it."""
-    directory = tmp_path_factory.mktemp("started")
-    arguments = [*SMALL, "--stop-after", "1", "--out", str(directory / "run"), "--threads", "1"]
-    assert main([*arguments, "--device", "cpu"]) == 0
-    return directory / "run"
-
-
-@pytest.fixture
-def copied(started, tmp_path):
-    return shutil.copytree(started, tmp_path / "run", symlinks=True)
-
-
-def fails(capsys, *arguments):
-    """What the trainer says when it fails."""
-    assert main([*arguments, "--device", "cpu", "--threads", "1"]) == 1
-    return capsys.readouterr().err
-
 
 # Losses and data
 
@@ -76,26 +53,28 @@ FOLDER = ["--data", "folder", "--workers", "0", *SMALL_IMAGES]
 
 
 def _loses_its_data(rank, world, path, arguments):
-    read = loaders._Batches.__getitem__
+    def step(learner, step=loop._step):
+        step(learner)
+        steps.append(1)
+        if rank == 1 and len(steps) == 6:
+            shutil.rmtree(path / "1" / "train")
 
-    def batch(self, key):
-        if rank == 1 and key[1] is not None and len(served) == 3:
-            shutil.rmtree(path)
-        served.append(key)
-        return read(self, key)
-
-    served, loaders._Batches.__getitem__ = [], batch
+    steps, original = [], loop._step
+    loop._step = step
     try:
-        return train_on_rank(rank, world, arguments)
+        return train_on_rank(rank, world, [*arguments, "--data-path", str(path / str(rank))]), len(steps)
     finally:
-        loaders._Batches.__getitem__ = read
+        loop._step = original
 
 
-def test_data_that_vanishes_stops_every_rank_and_leaves_the_checkpoint(ranks, tmp_path):
-    path = make_folder(tmp_path / "data")
-    arguments = [*FOLDER, "--epochs", "3", "--data-path", str(path), "--out", str(tmp_path / "run")]
-    said = ranks.run(2, _loses_its_data, path, arguments)
-    assert said[0] == said[1] and "No such file or directory" in said[0] and str(path) in said[0]
+def test_a_rank_that_loses_its_data_stops_every_rank_and_leaves_the_checkpoint(ranks, tmp_path):
+    for rank in (0, 1):  # four steps an epoch
+        make_folder(tmp_path / "data" / str(rank), images=16)
+    arguments = [*FOLDER, "--epochs", "3", "--out", str(tmp_path / "run")]
+    (said, steps), other = ranks.run(2, _loses_its_data, tmp_path / "data", arguments)
+    assert (said, steps) == other and steps == 6  # and none with images that are not there
+    assert said.startswith("rank 1: cannot read the data: ") and "No such file or directory" in said
+    assert str(tmp_path / "data" / "1" / "train") in said
     weights, state = checkpoint.load_checkpoint(tmp_path / "run" / "checkpoints" / "last")
     assert state["epoch"] == 1 and all(value.isfinite().all() for value in weights["model"].values())
 
@@ -114,6 +93,43 @@ def test_a_damaged_image_is_named(tmp_path, capsys, split, workers):
     arguments = [*FOLDER, "--epochs", "1", "--data-path", str(path), "--workers", workers]
     said = fails(capsys, *arguments, "--out", str(tmp_path / "run"))
     assert f"{image} is damaged: broken PNG file" in said
+
+
+@pytest.mark.parametrize(
+    ("split", "kind", "message"),
+    [("val", "damaged", "9.png is damaged"), ("train", "stuck", "timed out after 5.0 seconds")],
+)
+def test_a_run_that_cannot_read_ends_with_its_workers(tmp_path, split, kind, message):
+    path = make_folder(tmp_path / "data", images=40)
+    image = path / split / "dog" / "9.png"  # not of the images that are shown in the log
+    image.unlink()
+    if kind == "damaged":
+        image.touch()
+    else:
+        os.mkfifo(image)  # opening it waits for a writer, as a lost network file system would
+    options = ["--data-path", str(path), "--workers", "2", "--timeout", "5", "--epochs", "2", "--out", "run"]
+    # What holds the pipes open after its end is a worker that was left behind.
+    done = subprocess.run(
+        [sys.executable, *COMMON, *FOLDER, *options],
+        cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT,
+    )  # fmt: skip
+    assert done.returncode == 1 and message in done.stderr
+
+
+def test_an_interrupt_of_the_rank_alone_ends_its_workers(tmp_path):
+    options = ["--epochs", "500", "--batch-size", "256", "--norm", "torch", "--workers", "1", "--out", "run"]
+    process = subprocess.Popen(
+        [sys.executable, *COMMON, *options],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        while "[epoch 1]" not in process.stdout.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode != 0 and "KeyboardInterrupt" in err
 
 
 @pytest.mark.parametrize("workers", ["0", "1"])
@@ -137,111 +153,7 @@ def test_class_count_below_the_data(capsys, tmp_path):
     assert "--classes must be at least the 10 classes of the data, got 5" in said
 
 
-# Checkpoints
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "state.pt"])
-@pytest.mark.parametrize("share", [0.5, 0.0, None])
-def test_damaged_checkpoint(copied, capsys, name, share):
-    path = copied / "checkpoints" / "epoch-0001" / name
-    whole = path.read_bytes()
-    if share is None:
-        path.unlink()
-    else:
-        path.write_bytes(whole[: int(len(whole) * share)])
-    assert f"{path} is missing, cut off or damaged" in fails(capsys, "--resume", str(copied))
-    assert [row["epoch"] for row in rows_of(copied)] == [1]
-
-
-def test_damaged_checkpoint_by_a_relative_path(copied, capsys, monkeypatch):
-    shutil.copytree(copied / "checkpoints" / "epoch-0001", copied / "checkpoints" / "epoch-0000")
-    monkeypatch.chdir(copied / "checkpoints")
-    (copied / "checkpoints" / "epoch-0001" / "state.pt").write_bytes(b"cut off")
-    said = fails(capsys, "--resume", "epoch-0001")
-    path = copied / "checkpoints" / "epoch-0001" / "state.pt"
-    assert f"{path} is missing, cut off or damaged" in said and "resume from epoch-0000 beside it" in said
-
-
-def test_files_of_two_checkpoints_are_told_apart(copied, tmp_path):
-    one = checkpoint.load_checkpoint(copied / "checkpoints" / "last")
-    checkpoint.save_checkpoint(tmp_path, one[0], one[1] | {"step": 7})
-    shutil.copy(copied / "checkpoints" / "last" / "state.pt", tmp_path / "checkpoints" / "last" / "state.pt")
-    with pytest.raises(checkpoint.TrainingError, match="model.safetensors is of epoch-0001-step-000007 and"):
-        checkpoint.load_checkpoint(tmp_path / "checkpoints" / "last")
-
-
-def test_full_disk_keeps_the_previous_checkpoint(copied):
-    # A limit on the size of files fails a write as a full disk does: in the middle, by the system.
-    script = textwrap.dedent(
-        f"""
-        import resource, sys
-        from fastvit.training.__main__ import main
-        resource.setrlimit(resource.RLIMIT_FSIZE, ({400 << 10}, {400 << 10}))
-        sys.exit(main(["--resume", {str(copied)!r}, "--device", "cpu", "--threads", "1"]))
-        """
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=LIMIT)
-    assert done.returncode == 1, done.stderr
-    assert "cannot write the checkpoint" in done.stderr and "epoch-0001 is intact" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert checkpoint.load_checkpoint(copied / "checkpoints" / "last")[1]["epoch"] == 1
-    assert sorted(p.name for p in (copied / "checkpoints").iterdir()) == ["best", "epoch-0001", "last"]
-
-
-def test_newest_and_best_are_kept(tmp_path):
-    weights, names = {"model": {"w": torch.zeros(2)}}, tmp_path / "checkpoints"
-
-    def save(epoch, **options):
-        checkpoint.save_checkpoint(tmp_path, weights, {"epoch": epoch, "step": 0}, **options)
-        return sorted(path.name for path in names.iterdir()), (names / "best").resolve().name
-
-    assert save(1) == (["best", "epoch-0001", "last"], "epoch-0001")
-    assert save(2, best=True) == (["best", "epoch-0001", "epoch-0002", "last"], "epoch-0002")
-    save(3)
-    assert save(4) == (["best", "epoch-0002", "epoch-0003", "epoch-0004", "last"], "epoch-0002")
-    assert save(5, keep=1) == (["best", "epoch-0002", "epoch-0005", "last"], "epoch-0002")
-    # A run that went on from epoch 1 gives up what lies beyond it, the best one included.
-    assert save(1) == (["best", "epoch-0001", "last"], "epoch-0001")
-    assert checkpoint.find_checkpoint(tmp_path).name == "epoch-0001"
-
-
-def test_resume_into_another_directory_and_of_a_finished_run(copied, capsys):
-    other = str(copied.parent / "other")
-    common = ["--device", "cpu", "--threads", "1"]
-    assert main(["--resume", str(copied), "--out", other, *common]) == 0
-    assert [row["epoch"] for row in rows_of(copied.parent / "other")] == [1, 2]
-    assert [row["epoch"] for row in rows_of(copied)] == [1]
-    first = capsys.readouterr().out.splitlines()[-1]
-    assert main(["--resume", other, *common]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == first
-
-
 # Requests
-
-
-def test_requests_that_contradict_a_run(copied, capsys, tmp_path):
-    new = ["--out", str(tmp_path / "new")]
-    for arguments, message in (
-        (["--resume", str(copied), "--lr", "0.5"], "--lr must be 0.001 as in the checkpoint, got 0.5"),
-        (["--resume", "nowhere"], "nowhere must be a run directory or a checkpoint"),
-        (["--out", str(copied)], "already holds a run"),
-        ([*new, "--batch-size", "2000"], "--batch-size must be at most the 1438 training images"),
-        (
-            [*new, "--data", "synthetic", "--image-size", "10", "--model", "vit_cifar"],
-            "--model vit_cifar does not fit images of 10 pixels",
-        ),
-        ([*new, "--freeze", "stom.*"], "--freeze 'stom.*' matches no parameter"),
-        ([*new, "--freeze", "*"], "leaves nothing to train"),
-        ([*new, "--engine", "apex", "--norm", "apex-sync"], "--engine apex needs"),
-    ):
-        assert message in fails(capsys, *arguments)
-    assert [row["epoch"] for row in rows_of(copied)] == [1]
-
-
-def test_another_number_of_ranks_cannot_resume(copied, capsys):
-    path = copied / "checkpoints" / "epoch-0001" / "state.pt"
-    torch.save(torch.load(path, weights_only=True) | {"world": 2}, path)
-    assert "must go on with the 2 rank(s) that wrote it, got 1" in fails(capsys, "--resume", str(copied))
 
 
 def test_missing_packages_are_named(monkeypatch):

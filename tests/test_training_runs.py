@@ -10,6 +10,7 @@ import textwrap
 import pytest
 import torch
 from training_runs import (
+    COMMON,
     LIMIT,
     assert_equal_runs,
     rows_of,
@@ -22,9 +23,9 @@ from training_runs import (
 from fastvit.models import vit_digits
 from fastvit.training import loop
 from fastvit.training.__main__ import main
+from fastvit.training.config import LIMITS, LONGEST_WAIT, flag
 
 RECIPE = ["--epochs", "3", "--batch-size", "180", "--warmup-epochs", "1"]  # 3 steps of 2 ranks an epoch
-COMMON = ["-m", "fastvit.training", "--device", "cpu", "--threads", "1"]
 
 
 @pytest.fixture
@@ -218,6 +219,14 @@ def test_resume_auto_begins_and_then_goes_on(alone, tmp_path, capsys, link):
     assert alone(*start) == 0
     assert "resumed after epoch 1 of 2" in capsys.readouterr().out
     assert len(rows_of(tmp_path / "auto")) == 2
+
+
+def test_the_largest_numbers_train(alone, tmp_path):
+    names = ("seed", "data_seed", "accumulate", "keep", "warmup_epochs", "stop_after", "profile")
+    options = [part for name in names for part in (flag(name), str(LIMITS[name][1]))]
+    options += ["--epochs", "1", "--batch-size", "512", "--workers", "1", "--timeout", str(LONGEST_WAIT)]
+    assert alone(*options, "--out", "run") == 0
+    assert len(rows_of(tmp_path / "run")) == 1
 
 
 def test_profile_and_channels_last(alone, tmp_path):

@@ -7,10 +7,13 @@ import sys
 import torch
 
 from fastvit.training import checkpoint, run
+from fastvit.training.__main__ import main
 from fastvit.training.command_line import parse
 from fastvit.training.distributed import Ranks
 
 LIMIT = 110  # seconds; a run that takes longer hangs
+COMMON = ["-m", "fastvit.training", "--device", "cpu", "--threads", "1"]
+SMALL = ["--epochs", "2", "--batch-size", "256", "--norm", "torch"]
 
 
 def torchrun(directory, *arguments, ranks=2, **options):
@@ -29,6 +32,12 @@ def train_on_rank(rank, world, arguments):
         run.train(config, given, Ranks(rank, world, rank, world, torch.device("cpu"), "gloo"))
     except run.TrainingError as error:
         return str(error)
+
+
+def fails(capsys, *arguments):
+    """What the trainer says when it fails, in this process."""
+    assert main([*arguments, "--device", "cpu", "--threads", "1"]) == 1
+    return capsys.readouterr().err
 
 
 def weights_of(directory, name="last", file="model"):

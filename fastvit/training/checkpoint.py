@@ -28,11 +28,30 @@ from torch import Tensor
 
 from .errors import TrainingError
 
-__all__ = ["find_checkpoint", "get_rng_state", "load_checkpoint", "save_checkpoint", "set_rng_state"]
+__all__ = [
+    "find_checkpoint",
+    "get_rng_state",
+    "last_checkpoint",
+    "load_checkpoint",
+    "mend_links",
+    "save_checkpoint",
+    "set_rng_state",
+]
 
 STATE = "state.pt"
 SUFFIX = ".safetensors"
 NAME = re.compile(r"epoch-(\d+)(?:-step-(\d+))?")
+
+# What a run takes from a state, and from the parts of a state that are dicts or lists of dicts.
+KEYS = {
+    "epoch": int, "step": int, "world": int, "averaged": int, "progress": dict, "history": list, "rng": list,
+    "config": dict, "classes": list, "optimizer": dict, "scheduler": dict, "precision": dict,
+}  # fmt: skip
+KEYS_OF_PARTS = {
+    "progress": {"step": int, "loss": float, "norm": float, "norms": int},
+    "history": {"epoch": int, "time": float, "test_loss": float, "test_accuracy": float},
+    "rng": {"cpu": Tensor},
+}
 
 Weights = dict[str, dict[str, Tensor]]  # by file, then by name
 
@@ -45,7 +64,11 @@ def _place(path: Path) -> tuple[int, int]:
 
 def checkpoints(run: Path) -> list[Path]:
     """The checkpoints of a run, oldest first."""
-    return sorted((p for p in (run / "checkpoints").glob("epoch-*") if NAME.fullmatch(p.name)), key=_place)
+    return _checkpoints_in(run / "checkpoints")
+
+
+def _checkpoints_in(folder: Path) -> list[Path]:
+    return sorted((path for path in folder.glob("epoch-*") if NAME.fullmatch(path.name)), key=_place)
 
 
 def _flush(path: Path) -> None:
@@ -132,6 +155,34 @@ def _remove_others(run: Path, newest: Path, keep: int) -> None:
         _link(newest.parent / "best", newest.name)
 
 
+def mend_links(run: Path) -> None:
+    """Make ``last`` and ``best`` links again where a copy of the run has followed them.
+
+    Raises:
+        TrainingError: what was copied does not say which checkpoint it is.
+    """
+    for link in (run / "checkpoints" / "last", run / "checkpoints" / "best"):
+        if link.is_dir() and not link.is_symlink():
+            _, name = _read_weights(link / ("model" + SUFFIX))
+            if not NAME.fullmatch(name):
+                raise TrainingError(
+                    f"--resume: {link} must be a link to a checkpoint; remove it, or make it one"
+                )
+            if (link.parent / name).is_dir():
+                shutil.rmtree(link)
+            else:
+                os.replace(link, link.parent / name)
+            _link(link, name)
+
+
+def last_checkpoint(run: Path) -> Path | None:
+    """The checkpoint that a run goes on from, or None when it has none."""
+    last = run / "checkpoints" / "last"
+    if last.is_dir():  # a copy of the run may have followed the link
+        return last.parent / os.readlink(last) if last.is_symlink() else last
+    return next(reversed(checkpoints(run)), None)
+
+
 def find_checkpoint(path: Path) -> Path:
     """The checkpoint that ``--resume path`` means: ``path`` itself, or the last one of the run ``path``.
 
@@ -141,15 +192,12 @@ def find_checkpoint(path: Path) -> Path:
     path = Path(os.path.abspath(path))
     if (path / STATE).is_file() or (path / ("model" + SUFFIX)).is_file():
         return path.resolve() if path.is_symlink() else path
-    found = checkpoints(path)
-    last = path / "checkpoints" / "last"
-    if last.exists():
-        return last.parent / os.readlink(last)
-    if not found:
+    found = last_checkpoint(path)
+    if found is None:
         raise TrainingError(
             f"--resume: {path} must be a run directory or a checkpoint, and has no checkpoint in it"
         )
-    return found[-1]
+    return found
 
 
 def load_checkpoint(path: Path) -> tuple[Weights, dict[str, Any]]:
@@ -158,29 +206,56 @@ def load_checkpoint(path: Path) -> tuple[Weights, dict[str, Any]]:
     Raises:
         TrainingError: a file is missing, cut off or damaged, or the files are of different checkpoints.
     """
-    from safetensors import SafetensorError, safe_open
-
-    weights: Weights = {}
-    origins = {}
-    for file_path in {path / ("model" + SUFFIX), *path.glob("*" + SUFFIX)}:
-        try:
-            with safe_open(file_path, framework="pt") as file:
-                weights[file_path.stem] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-                origins[file_path.name] = (file.metadata() or {}).get("checkpoint", "")
-        except (OSError, SafetensorError) as error:
-            raise TrainingError(_damaged(file_path, error)) from error
     try:
         state = torch.load(path / STATE, map_location="cpu", weights_only=True)
-        place = state["epoch"], state["step"]
     except Exception as error:  # a cut zip file gives RuntimeError, EOFError, KeyError or UnpicklingError
         raise TrainingError(_damaged(path / STATE, error)) from error
-    for name, origin in origins.items():
+    _check_state(path / STATE, state)
+    place = state["epoch"], state["step"]
+    weights: Weights = {}
+    expected = ("model", "average") if state["config"].get("ema") else ("model",)
+    for file in {*(path / (name + SUFFIX) for name in expected), *path.glob("*" + SUFFIX)}:
+        weights[file.stem], origin = _read_weights(file)
         if not NAME.fullmatch(origin) or _place(Path(origin)) != place:
             raise TrainingError(
-                f"--resume: {name} is of {origin or 'another trainer'} and {STATE} of epoch {place[0]}, step "
-                f"{place[1]} in {path}; they must come from one checkpoint"
+                f"--resume: {file.name} is of {origin or 'another trainer'} and {STATE} of epoch {place[0]}, "
+                f"step {place[1]} in {path}; they must come from one checkpoint"
             )
     return weights, state
+
+
+def _read_weights(path: Path) -> tuple[dict[str, Tensor], str]:
+    """The tensors of a file, and the name of the checkpoint that it is of."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return tensors, (file.metadata() or {}).get("checkpoint", "")
+    except (OSError, SafetensorError) as error:
+        raise TrainingError(_damaged(path, error)) from error
+
+
+def _check_state(path: Path, state: Any) -> None:
+    _check_keys(path, "the state", state, KEYS)
+    for name, keys in KEYS_OF_PARTS.items():
+        for part in state[name] if KEYS[name] is list else [state[name]]:
+            _check_keys(path, name, part, keys)
+    if len(state["rng"]) != state["world"]:
+        raise TrainingError(
+            f"--resume: {path}: rng must have {state['world']} states, as many as world says, got "
+            f"{len(state['rng'])}"
+        )
+
+
+def _check_keys(path: Path, name: str, part: Any, keys: dict[str, type]) -> None:
+    for key, kind in keys.items():
+        value = part.get(key) if isinstance(part, dict) else None
+        if not isinstance(value, kind):
+            found = "nothing" if value is None else type(value).__name__
+            raise TrainingError(
+                f"--resume: {path}: {key!r} in {name} must be of type {kind.__name__}, got {found}"
+            )
 
 
 def _first_line(error: Exception) -> str:
@@ -188,7 +263,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _damaged(path: Path, error: Exception) -> str:
-    others = [other.name for other in checkpoints(path.parents[2]) if other != path.parent]
+    others = [other.name for other in _checkpoints_in(path.parent.parent) if other != path.parent]
     instead = f"resume from {others[-1]} beside it" if others else "resume from another checkpoint"
     return (
         f"--resume: {path} is missing, cut off or damaged ({type(error).__name__}: {_first_line(error)}); "

@@ -5,14 +5,12 @@ from __future__ import annotations
 import argparse
 import difflib
 import sys
-import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import Field, fields
+from dataclasses import fields
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
-from .config import Config, ConfigError, flag
+from .config import Config, ConfigError, flag, kind_of
 
 __all__ = ["make_parser", "merge_saved", "parse", "read_file"]
 
@@ -22,16 +20,6 @@ CHANGEABLE = frozenset({
     "timeout", "workers",
 })  # fmt: skip
 FIELDS = {item.name: item for item in fields(Config)}
-_HINTS = typing.get_type_hints(Config)
-
-
-def _type(item: Field) -> type:
-    """int, float, bool, str or tuple: of ``float | None`` the part that is not None."""
-    hint = _HINTS[item.name]
-    if typing.get_origin(hint) is tuple:
-        return tuple
-    kinds = [kind for kind in typing.get_args(hint) if kind is not NoneType]
-    return kinds[0] if kinds else hint
 
 
 def nearest(name: str, names: Sequence[str]) -> str:
@@ -59,11 +47,11 @@ def make_parser() -> argparse.ArgumentParser:
         groups[title] = group
         shown = "" if item.default in ("", (), None) else f" (default {item.default})"
         kind: dict[str, Any] = {"help": item.metadata["help"].replace("%", "%%") + shown}
-        if _type(item) is bool:
+        if kind_of(item) is bool:
             kind["action"] = argparse.BooleanOptionalAction
         else:
-            kind["type"] = str if _type(item) is tuple else _type(item)
-            kind["nargs"] = "+" if _type(item) is tuple else None
+            kind["type"] = str if kind_of(item) is tuple else kind_of(item)
+            kind["nargs"] = "+" if kind_of(item) is tuple else None
             kind["choices"] = item.metadata["choices"]
             kind["metavar"] = None if item.metadata["choices"] else item.name.rpartition("_")[2].upper()
         group.add_argument(flag(item), **kind)
@@ -71,10 +59,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def read_file(path: str | Path) -> dict[str, Any]:
-    """The values of a TOML file, checked for names and types.
+    """The values of a TOML file, under the names of fields.
 
     Raises:
-        ConfigError: the file cannot be read, a key is unknown or a value has another type.
+        ConfigError: the file cannot be read or a key is unknown.
     """
     if sys.version_info >= (3, 11):
         import tomllib
@@ -86,26 +74,20 @@ def read_file(path: str | Path) -> dict[str, Any]:
     try:
         with open(path, "rb") as file:
             values = tomllib.load(file)
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError
         raise ConfigError(f"--config: cannot read {path}: {error}") from None
     given = {}
     for key, value in values.items():
         name = key.replace("-", "_")
         if name not in FIELDS:
             raise ConfigError(f"--config {path}: unknown key {key!r}{nearest(name, list(FIELDS))}")
-        given[name] = _checked(path, key, value, _type(FIELDS[name]))
+        given[name] = _as_field(value)
     return given
 
 
-def _checked(path: str | Path, key: str, value: Any, kind: type) -> Any:
-    if kind is float and type(value) is int:
-        return float(value)
-    if kind is tuple and type(value) is list and all(type(part) is str for part in value):
-        return tuple(value)
-    if type(value) is not kind:
-        takes = "a list of strings" if kind is tuple else f"of type {kind.__name__}"
-        raise ConfigError(f"--config {path}: {key} must be {takes}, got {value!r}")
-    return value
+def _as_field(value: Any) -> Any:
+    # TOML has lists alone.
+    return tuple(value) if isinstance(value, list) else value
 
 
 def parse(arguments: Sequence[str] | None = None) -> tuple[Config, dict[str, Any], int | None]:
@@ -145,7 +127,7 @@ def merge_saved(given: Mapping[str, Any], saved: Mapping[str, Any], run_director
     Raises:
         ConfigError: a value contradicts the checkpoint about what is trained.
     """
-    saved = {name: tuple(v) if isinstance(v, list) else v for name, v in saved.items() if name in FIELDS}
+    saved = {name: _as_field(value) for name, value in saved.items() if name in FIELDS}
     for name, value in given.items():
         if name not in CHANGEABLE and value != saved.get(name, value):
             raise ConfigError(

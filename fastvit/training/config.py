@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
+import typing
 from collections.abc import Sequence
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from ..conversion import MEMORY
 from ..models import MLP_NORMS, NORMS, VARIANTS
 
-__all__ = ["AMP_LEVELS", "Config", "ConfigError", "DATA", "flag"]
+__all__ = ["AMP_LEVELS", "Config", "ConfigError", "DATA", "flag", "kind_of"]
 
 DATA = ("digits", "cifar10", "cifar100", "folder", "synthetic")
 AMP_LEVELS = ("off", "bf16", "O0", "O1", "O2", "O3")
@@ -21,11 +24,15 @@ ALL_NORMS = (*NORMS[:2], "apex-sync", *NORMS[2:])
 BASE_LR = {"sgd": 0.05, "adamw": 1e-3, "fused-adam": 1e-3}
 WEIGHT_DECAY = {"sgd": 5e-4, "adamw": 0.05, "fused-adam": 0.05}
 
-COUNTS = ("epochs", "batch_size", "accumulate", "keep", "synthetic_images", "image_size", "classes")
-NOT_NEGATIVE = (
-    "data_seed", "workers", "weight_decay", "warmup_epochs", "clip_norm", "seed", "threads", "profile",
-    "stop_after",
-)  # fmt: skip
+MANY = 2**31 - 1
+LIMITS = {  # smallest and largest value of every whole number
+    **dict.fromkeys(("epochs", "batch_size", "accumulate", "keep"), (1, MANY)),
+    **dict.fromkeys(("warmup_epochs", "profile", "stop_after"), (0, MANY)),
+    "image_size": (1, 2**13), "classes": (1, 10**6), "synthetic_images": (1, 10**7),
+    **dict.fromkeys(("workers", "threads"), (0, 1024)),  # the system may end at more of them
+    **dict.fromkeys(("seed", "data_seed"), (0, 2**63 - 1)),  # torch takes 64 bits; ranks add to them
+}  # fmt: skip
+LONGEST_WAIT = 2_000_000  # seconds; poll, by which workers are waited for, takes 31 bits of milliseconds
 
 
 class ConfigError(ValueError):
@@ -102,17 +109,14 @@ class Config:
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            value, choices = getattr(self, item.name), item.metadata["choices"]
-            if choices and value is not None and value not in choices:
-                raise ConfigError(f"{flag(item)} must be one of {', '.join(choices)}, got {value!r}")
+            value = getattr(self, item.name)
+            if value is not None or item.default is not None:
+                object.__setattr__(self, item.name, _checked(item, value))
         self._fill_in()
-        for name in COUNTS:
-            value = getattr(self, name)
-            _require(value is None or value >= 1, name, "at least 1", value)
-        for name in NOT_NEGATIVE:
+        for name in ("weight_decay", "clip_norm"):
             _require(0 <= getattr(self, name) < math.inf, name, "at least 0", getattr(self, name))
-        for name in ("lr", "timeout"):
-            _require(0 < getattr(self, name) < math.inf, name, "above 0", getattr(self, name))
+        _require(0 < self.lr < math.inf, "lr", "above 0", self.lr)
+        _require(0 < self.timeout <= LONGEST_WAIT, "timeout", f"above 0, up to {LONGEST_WAIT}", self.timeout)
         for name in ("label_smoothing", "ema"):
             _require(0 <= getattr(self, name) < 1, name, "at least 0 and below 1", getattr(self, name))
         self._check_combinations()
@@ -185,7 +189,44 @@ def _toml(value: Any) -> str:
     return json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)
 
 
-def _require(holds: bool, name: str, takes: str, got: object) -> None:
+def kind_of(item: Field) -> type:
+    """int, float, bool, str or tuple: of ``float | None`` the part that is not None."""
+    hint = _hints()[item.name]
+    if typing.get_origin(hint) is tuple:
+        return tuple
+    kinds = [kind for kind in typing.get_args(hint) if kind is not NoneType]
+    return kinds[0] if kinds else hint
+
+
+@functools.cache
+def _hints() -> dict[str, Any]:
+    return typing.get_type_hints(Config)
+
+
+def _checked(item: Field, value: Any) -> Any:
+    """The value of a field, of the field's type and within its limits."""
+    kind, choices = kind_of(item), item.metadata["choices"]
+    if kind is float and type(value) is int:
+        value = float(str(value))  # inf beyond the range of a float
+    if kind is tuple:
+        right = type(value) is tuple and all(type(part) is str for part in value)
+        _require(right, item, "a list of strings", repr(value))
+    _require(type(value) is kind, item, f"of type {kind.__name__}", repr(value))
+    if choices:
+        _require(value in choices, item, f"one of {', '.join(choices)}", repr(value))
+    if kind in (str, tuple):
+        # Names of files come from the system with bytes that are not UTF-8 in them as lone surrogates.
+        text = "".join(value)
+        right = "\0" not in text and text == text.encode(errors="ignore").decode()
+        _require(right, item, "text in UTF-8 without NUL", repr(value))
+    if kind is int:
+        low, high = LIMITS[item.name]
+        _require(value >= low, item, f"at least {low}", value)
+        _require(value <= high, item, f"at most {high}", value)
+    return value
+
+
+def _require(holds: bool, name: Field | str, takes: str, got: object) -> None:
     # A comparison with nan is false, so nan is refused with the rest.
     if not holds:
         raise ConfigError(f"{flag(name)} must be {takes}, got {got}")

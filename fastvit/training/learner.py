@@ -85,16 +85,18 @@ class Learner:
         Raises:
             TrainingError: they are of another model.
         """
-        try:
-            self.model.load_state_dict(weights["model"])
-            if self.average is not None:
-                self.average.module.load_state_dict(weights["average"])
-                self.average.n_averaged.fill_(state["averaged"])
-            self.optimizer.load_state_dict(state["optimizer"])
-            self.scheduler.load_state_dict(state["scheduler"])
-            self.precision.load_state_dict(state["precision"])
-        except (RuntimeError, ValueError, KeyError) as error:
-            raise TrainingError(f"--resume: the checkpoint does not fit the model: {error}") from error
+        parts = [("model.safetensors", self.model.load_state_dict, weights["model"])]
+        if self.average is not None:
+            parts.append(("average.safetensors", self.average.module.load_state_dict, weights["average"]))
+            self.average.n_averaged.fill_(state["averaged"])
+        for name in ("optimizer", "scheduler", "precision"):
+            parts.append((f"{name} in state.pt", getattr(self, name).load_state_dict, state[name]))
+        for name, load, value in parts:
+            try:
+                load(value)
+            except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+                what = f"{type(error).__name__}: {error}"
+                raise TrainingError(f"--resume: {name} of the checkpoint does not fit: {what}") from error
 
 
 def make_learner(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import signal
+import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -95,9 +98,21 @@ class _TestBatches(Sampler[Key]):
         return len(self.batches)
 
 
-def _outlive_sigterm(worker: int) -> None:
-    # A scheduler signals every process of a job; the rank needs its workers until it has ended its step.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def _obey_only_the_rank(worker: int) -> None:
+    """Let SIGTERM end a worker only when its rank sends it, or when the rank is gone.
+
+    A scheduler signals every process of a job, and the rank needs its workers until it has ended its step.
+    DataLoader and the interpreter's exit end workers by SIGTERM, those that hang in a read too.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=_wait_for_the_rank, daemon=True).start()
+
+
+def _wait_for_the_rank() -> None:
+    rank = multiprocessing.parent_process()
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank.pid and rank.is_alive():
+        pass
+    os._exit(0)  # DataLoader takes another status for a failure of the worker
 
 
 def _loader(source: ImageSource, batches: Sampler[Key], config: Config, ranks: Ranks) -> DataLoader:
@@ -107,7 +122,7 @@ def _loader(source: ImageSource, batches: Sampler[Key], config: Config, ranks: R
         batch_size=None,  # an item is a batch
         num_workers=config.workers,
         persistent_workers=config.workers > 0,
-        worker_init_fn=_outlive_sigterm,
+        worker_init_fn=_obey_only_the_rank,
         pin_memory=ranks.device.type == "cuda",
         timeout=config.timeout if config.workers else 0,
         generator=torch.Generator(),  # else each epoch would draw from the generator that dropout uses

@@ -13,12 +13,13 @@ from torch import nn
 
 from . import checkpoint, distributed
 from .command_line import merge_saved
-from .config import Config
+from .config import Config, ConfigError
 from .datasets import DataSets, load
 from .distributed import Ranks, is_main_process, on_every, on_main
 from .errors import TrainingError
 from .learner import Learner, make_learner, settle_buckets
 from .loaders import make_test_loader, make_train_loader
+from .lock import RunLock
 from .log import RunLog, peak_memory
 from .loop import EpochResult, Progress, evaluate, train_one_epoch
 from .model import SYNCHRONISED_NORMS, build_model, freeze, load_pretrained
@@ -39,9 +40,16 @@ def train(config: Config, given: dict[str, Any], ranks: Ranks) -> None:
     Raises:
         TrainingError: on every rank alike, with a message for the user.
     """
+    with RunLock() as lock:
+        _train(config, given, ranks, lock)
+
+
+def _train(config: Config, given: dict[str, Any], ranks: Ranks, lock: RunLock) -> None:
     weights, state = None, None
     if config.resume:
-        config, weights, state = on_main(_load, config, given, ranks.world)
+        config, weights, state = on_main(_claim_and_load, config, given, ranks.world, lock)
+    else:
+        on_main(lock.take, Path(config.out))
     _check_device(config, ranks)
     _set_up_torch(config, ranks)
     run = Path(config.out)
@@ -113,22 +121,36 @@ def _some(names: Any) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
-def _load(config: Config, given: dict[str, Any], world: int) -> tuple[Config, dict | None, dict | None]:
-    if config.resume == "auto":
-        if not checkpoint.checkpoints(Path(config.out)):
-            return config, None, None
-        path = checkpoint.find_checkpoint(Path(config.out))
-    else:
-        path = checkpoint.find_checkpoint(Path(config.resume))
+def _claim_and_load(
+    config: Config, given: dict[str, Any], world: int, lock: RunLock
+) -> tuple[Config, dict | None, dict | None]:
+    """Lock the directory of a run to be resumed, then read its checkpoint; ``auto`` may find none."""
+    auto = config.resume == "auto"
+    source = out = Path(config.out if auto else config.resume)
+    if not auto:
+        out = Path(given["out"]) if "out" in given else _run_of(checkpoint.find_checkpoint(source))
+    lock.take(out)
+    if auto and checkpoint.last_checkpoint(out) is None:
+        return config, None, None
+    path = checkpoint.find_checkpoint(source)  # after the lock: its last holder may have left a newer one
     weights, state = checkpoint.load_checkpoint(path)
     if state["world"] != world:
         raise TrainingError(
             f"--resume: {path} must go on with the {state['world']} rank(s) that wrote it, got {world}; "
             f"each rank has a random state of its own"
         )
-    # <run>/checkpoints/epoch-0012; a checkpoint that was moved elsewhere goes on where it lies.
-    run = path.parent.parent if path.parent.name == "checkpoints" else path
-    return merge_saved(given, state["config"], run), weights, state
+    try:
+        merge_saved({}, state["config"], out)
+    except ConfigError as error:
+        raise TrainingError(f"--resume: {path / checkpoint.STATE}: config of the run: {error}") from error
+    config = merge_saved(given, state["config"], _run_of(path))
+    checkpoint.mend_links(out)
+    return config, weights, state
+
+
+def _run_of(path: Path) -> Path:
+    """<run>/checkpoints/epoch-0012; a checkpoint that was moved elsewhere goes on where it lies."""
+    return path.parent.parent if path.parent.name == "checkpoints" else path
 
 
 def _check_device(config: Config, ranks: Ranks) -> None:
@@ -146,7 +168,6 @@ def _check_device(config: Config, ranks: Ranks) -> None:
 
 
 def _prepare_directory(run: Path, config: Config) -> None:
-    run.mkdir(parents=True, exist_ok=True)
     used = (run / "metrics.jsonl").exists() or (run / "checkpoints").exists()
     # Only the run that is being resumed may go on in a directory that holds one.
     source = Path(config.resume).resolve() if config.resume not in ("", "auto") else None

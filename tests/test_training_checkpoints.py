@@ -1,0 +1,268 @@
+"""The directory of a run: checkpoints that are damaged, copied or of another run, and two runs at once."""
+
+import errno
+import fcntl
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from training_runs import COMMON, LIMIT, SMALL, fails, rows_of, state_of
+
+from fastvit.training import checkpoint
+from fastvit.training.__main__ import main
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory):
+    """A run of one epoch out of two; tests copy it."""
+    directory = tmp_path_factory.mktemp("started")
+    arguments = [*SMALL, "--stop-after", "1", "--out", str(directory / "run"), "--threads", "1"]
+    assert main([*arguments, "--device", "cpu"]) == 0
+    return directory / "run"
+
+
+@pytest.fixture
+def copied(started, tmp_path):
+    return shutil.copytree(started, tmp_path / "run", symlinks=True)
+
+
+# Checkpoints
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "state.pt"])
+@pytest.mark.parametrize("share", [0.5, 0.0, None])
+def test_damaged_checkpoint(copied, capsys, name, share):
+    path = copied / "checkpoints" / "epoch-0001" / name
+    whole = path.read_bytes()
+    if share is None:
+        path.unlink()
+    else:
+        path.write_bytes(whole[: int(len(whole) * share)])
+    assert f"{path} is missing, cut off or damaged" in fails(capsys, "--resume", str(copied))
+    assert [row["epoch"] for row in rows_of(copied)] == [1]
+
+
+def test_damaged_checkpoint_by_a_relative_path(copied, capsys, monkeypatch):
+    shutil.copytree(copied / "checkpoints" / "epoch-0001", copied / "checkpoints" / "epoch-0000")
+    monkeypatch.chdir(copied / "checkpoints")
+    (copied / "checkpoints" / "epoch-0001" / "state.pt").write_bytes(b"cut off")
+    said = fails(capsys, "--resume", "epoch-0001")
+    path = copied / "checkpoints" / "epoch-0001" / "state.pt"
+    assert f"{path} is missing, cut off or damaged" in said and "resume from epoch-0000 beside it" in said
+
+
+def test_files_of_two_checkpoints_are_told_apart(copied, tmp_path):
+    one = checkpoint.load_checkpoint(copied / "checkpoints" / "last")
+    checkpoint.save_checkpoint(tmp_path, one[0], one[1] | {"step": 7})
+    shutil.copy(copied / "checkpoints" / "last" / "state.pt", tmp_path / "checkpoints" / "last" / "state.pt")
+    with pytest.raises(checkpoint.TrainingError, match="model.safetensors is of epoch-0001-step-000007 and"):
+        checkpoint.load_checkpoint(tmp_path / "checkpoints" / "last")
+
+
+def _without(place, state):
+    """A state without the key ``part/0/key``."""
+    first, _, rest = place.partition("/")
+    if isinstance(state, list):
+        return [_without(rest, state[0])]
+    if rest:
+        return state | {first: _without(rest, state[first])}
+    return {key: value for key, value in state.items() if key != first}
+
+
+@pytest.mark.parametrize(
+    "place",
+    [*checkpoint.KEYS, *(
+        f"{part}/{'0/' * (checkpoint.KEYS[part] is list)}{key}"
+        for part, keys in checkpoint.KEYS_OF_PARTS.items() for key in keys
+    )],
+)  # fmt: skip
+def test_a_state_without_a_key_is_refused_by_file_and_key(copied, capsys, place):
+    path = copied / "checkpoints" / "epoch-0001" / "state.pt"
+    torch.save(_without(place, torch.load(path, weights_only=True)), path)
+    part, _, key = place.rpartition("/")
+    said = fails(capsys, "--resume", str(copied))
+    named = f"{path}: {key!r} in {part.partition('/')[0] or 'the state'} must be of type "
+    assert named in said and said.endswith(", got nothing\n")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"epoch": "1"}, "state.pt: 'epoch' in the state must be of type int, got str"),
+        ({"history": [7]}, "state.pt: 'epoch' in history must be of type int, got nothing"),
+        ({"rng": []}, "state.pt: rng must have 1 states, as many as world says, got 0"),
+        ({"config": {"epochs": "2"}}, "state.pt: config of the run: --epochs must be of type int, got '2'"),
+        ({"config": {"ema": 0.5}}, "average.safetensors is missing, cut off or damaged"),
+        ({"optimizer": {}}, "optimizer in state.pt of the checkpoint does not fit"),
+        (
+            {"optimizer": {"state": {}, "param_groups": [1]}},
+            "optimizer in state.pt of the checkpoint does not",
+        ),
+    ],
+    ids=str,
+)
+def test_a_state_that_is_not_one(copied, capsys, change, message):
+    path = copied / "checkpoints" / "epoch-0001" / "state.pt"
+    torch.save(torch.load(path, weights_only=True) | change, path)
+    assert message in fails(capsys, "--resume", str(copied))
+
+
+def test_weights_without_a_tensor(copied, capsys):
+    path = copied / "checkpoints" / "epoch-0001" / "model.safetensors"
+    weights = load_file(path)
+    del weights["head.bias"]
+    save_file(weights, path, {"checkpoint": "epoch-0001"})
+    said = fails(capsys, "--resume", str(copied))
+    assert "model.safetensors of the checkpoint does not fit" in said and "head.bias" in said
+
+
+def test_a_checkpoint_below_the_root_of_the_files():
+    with pytest.raises(checkpoint.TrainingError, match="^--resume: /no-checkpoint/state.pt is missing"):
+        checkpoint.load_checkpoint(Path("/no-checkpoint"))
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("named", [None, "", "checkpoints/last"])
+def test_a_copy_that_followed_the_links_is_resumed(started, tmp_path, named, whole):
+    copy = shutil.copytree(started, tmp_path / "copy")
+    folder = copy / "checkpoints"
+    assert not (folder / "last").is_symlink()
+    if not whole:  # the folders that were links are all there is
+        shutil.rmtree(folder / "epoch-0001")
+    common = ["--device", "cpu", "--threads", "1"]
+    if named is None:
+        options = [*SMALL, "--resume", "auto", "--out", str(copy)]
+    else:
+        options = ["--resume", str(copy / named)]
+        assert main([*options, "--out", str(tmp_path / "other"), *common]) == 0
+        assert not (folder / "last").is_symlink() and rows_of(copy) == rows_of(started)
+    assert main([*options, *common]) == 0
+    assert [row["epoch"] for row in rows_of(copy)] == [1, 2] and rows_of(copy)[:1] == rows_of(started)
+    names = ["best", "epoch-0001", "epoch-0002", "last"]
+    assert sorted(path.name for path in folder.iterdir()) == names
+    assert (folder / "last").is_symlink() and (folder / "best").is_symlink()
+    assert state_of(copy)["epoch"] == 2
+
+
+def test_a_copied_folder_that_is_no_checkpoint(started, tmp_path, capsys):
+    copy = shutil.copytree(started, tmp_path / "copy")
+    path = copy / "checkpoints" / "best" / "model.safetensors"
+    save_file({"a": torch.zeros(1)}, path)
+    assert "checkpoints/best must be a link to a checkpoint" in fails(capsys, "--resume", str(copy))
+    path.write_bytes(b"cut")
+    assert f"{path} is missing, cut off or damaged" in fails(capsys, "--resume", str(copy))
+
+
+def test_full_disk_keeps_the_previous_checkpoint(copied):
+    # A limit on the size of files fails a write as a full disk does: in the middle, by the system.
+    script = textwrap.dedent(
+        f"""
+        import resource, sys
+        from fastvit.training.__main__ import main
+        resource.setrlimit(resource.RLIMIT_FSIZE, ({400 << 10}, {400 << 10}))
+        sys.exit(main(["--resume", {str(copied)!r}, "--device", "cpu", "--threads", "1"]))
+        """
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 1, done.stderr
+    assert "cannot write the checkpoint" in done.stderr and "epoch-0001 is intact" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert checkpoint.load_checkpoint(copied / "checkpoints" / "last")[1]["epoch"] == 1
+    assert sorted(p.name for p in (copied / "checkpoints").iterdir()) == ["best", "epoch-0001", "last"]
+
+
+def test_newest_and_best_are_kept(tmp_path):
+    weights, names = {"model": {"w": torch.zeros(2)}}, tmp_path / "checkpoints"
+
+    def save(epoch, **options):
+        checkpoint.save_checkpoint(tmp_path, weights, {"epoch": epoch, "step": 0}, **options)
+        return sorted(path.name for path in names.iterdir()), (names / "best").resolve().name
+
+    assert save(1) == (["best", "epoch-0001", "last"], "epoch-0001")
+    assert save(2, best=True) == (["best", "epoch-0001", "epoch-0002", "last"], "epoch-0002")
+    save(3)
+    assert save(4) == (["best", "epoch-0002", "epoch-0003", "epoch-0004", "last"], "epoch-0002")
+    assert save(5, keep=1) == (["best", "epoch-0002", "epoch-0005", "last"], "epoch-0002")
+    # A run that went on from epoch 1 gives up what lies beyond it, the best one included.
+    assert save(1) == (["best", "epoch-0001", "last"], "epoch-0001")
+    assert checkpoint.find_checkpoint(tmp_path).name == "epoch-0001"
+
+
+def test_resume_into_another_directory_and_of_a_finished_run(copied, capsys):
+    other = str(copied.parent / "other")
+    common = ["--device", "cpu", "--threads", "1"]
+    assert main(["--resume", str(copied), "--out", other, *common]) == 0
+    assert [row["epoch"] for row in rows_of(copied.parent / "other")] == [1, 2]
+    assert [row["epoch"] for row in rows_of(copied)] == [1]
+    first = capsys.readouterr().out.splitlines()[-1]
+    assert main(["--resume", other, *common]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == first
+
+
+# Requests
+
+
+def test_requests_that_contradict_a_run(copied, capsys, tmp_path):
+    new = ["--out", str(tmp_path / "new")]
+    for arguments, message in (
+        (["--resume", str(copied), "--lr", "0.5"], "--lr must be 0.001 as in the checkpoint, got 0.5"),
+        (["--resume", "nowhere"], "nowhere must be a run directory or a checkpoint"),
+        (["--out", str(copied)], "already holds a run"),
+        ([*new, "--batch-size", "2000"], "--batch-size must be at most the 1438 training images"),
+        (
+            [*new, "--data", "synthetic", "--image-size", "10", "--model", "vit_cifar"],
+            "--model vit_cifar does not fit images of 10 pixels",
+        ),
+        ([*new, "--freeze", "stom.*"], "--freeze 'stom.*' matches no parameter"),
+        ([*new, "--freeze", "*"], "leaves nothing to train"),
+        ([*new, "--engine", "apex", "--norm", "apex-sync"], "--engine apex needs"),
+    ):
+        assert message in fails(capsys, *arguments)
+    assert [row["epoch"] for row in rows_of(copied)] == [1]
+
+
+def test_another_number_of_ranks_cannot_resume(copied, capsys):
+    path = copied / "checkpoints" / "epoch-0001" / "state.pt"
+    state = torch.load(path, weights_only=True)
+    torch.save(state | {"world": 2, "rng": 2 * state["rng"]}, path)
+    assert "must go on with the 2 rank(s) that wrote it, got 1" in fails(capsys, "--resume", str(copied))
+
+
+# Two runs at once
+
+
+def test_a_directory_in_use_is_refused_until_its_run_ends_or_dies(tmp_path, capsys):
+    run = str(tmp_path / "run")
+    options = ["--epochs", "500", "--batch-size", "256", "--norm", "torch", "--workers", "1", "--out", run]
+    first = subprocess.Popen([sys.executable, *COMMON, *options], stdout=subprocess.PIPE, text=True)
+    try:
+        while "[epoch 1]" not in first.stdout.readline():
+            assert first.poll() is None
+        for arguments in (["--out", run], ["--out", run, "--resume", "auto"], ["--resume", run]):
+            said = fails(capsys, *arguments)
+            assert f"--out {run} is in use by another run (process {first.pid} on " in said
+        assert first.poll() is None
+        # Its worker, which sees the death only after some seconds, must not keep the directory.
+        first.send_signal(signal.SIGKILL)
+        first.wait(timeout=60)
+        assert main(["--resume", run, "--stop-after", "1", "--device", "cpu", "--threads", "1"]) == 0
+    finally:
+        first.kill()
+        first.wait(timeout=60)
+    epochs = [row["epoch"] for row in rows_of(Path(run))]
+    assert epochs == list(range(1, len(epochs) + 1)) and len(epochs) > 1
+
+
+def test_a_file_system_without_locks_is_said(copied, capsys, monkeypatch):
+    def no_locks(file, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", no_locks)
+    assert main(["--resume", str(copied), "--device", "cpu", "--threads", "1"]) == 0
+    assert f"{copied} cannot be locked (No locks available)" in capsys.readouterr().out
