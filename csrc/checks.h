@@ -28,16 +28,29 @@ void require(bool ok, const char* op, const char* argument, const Parts&... part
   throw std::runtime_error(message.str());
 }
 
-inline std::string shape_of(const Tensor& t) {
-  std::ostringstream out;
-  out << "(";
-  for (int64_t d = 0; d < t.dim(); ++d) out << (d ? ", " : "") << t.size(d);
-  out << ")";
-  return out.str();
+// Parts of a message that are only made into text when there is one.
+struct ShapeOf {
+  const Tensor& t;
+};
+struct DeviceOf {
+  const Tensor& t;
+};
+
+inline ShapeOf shape_of(const Tensor& t) {
+  return {t};
+}
+inline DeviceOf device_of(const Tensor& t) {
+  return {t};
 }
 
-inline std::string device_of(const Tensor& t) {
-  return t.is_cpu() ? "cpu" : "cuda:" + std::to_string(t.get_device_index());
+inline std::ostream& operator<<(std::ostream& out, const ShapeOf& shape) {
+  out << "(";
+  for (int64_t d = 0; d < shape.t.dim(); ++d) out << (d ? ", " : "") << shape.t.size(d);
+  return out << ")";
+}
+
+inline std::ostream& operator<<(std::ostream& out, const DeviceOf& device) {
+  return device.t.is_cpu() ? out << "cpu" : out << "cuda:" << int(device.t.get_device_index());
 }
 
 inline void check_device(const char* op, const char* argument, const Tensor& t, const Tensor& like) {
