@@ -40,6 +40,7 @@ struct Exchange {
 };
 
 inline int64_t arena_bytes(int64_t world, int64_t capacity) {
+  check_room("exchange_arena_bytes", "world", world, capacity);
   return int64_t(sizeof(Arena)) + Inbox{world, capacity}.packets() * int64_t(sizeof(Packet));
 }
 
@@ -56,6 +57,7 @@ inline Exchange exchange_of(const char* op, const Tensor& fields, int64_t number
   require(fields.scalar_type() == ScalarType::Long && fields.is_contiguous() && fields.is_cpu() &&
               fields.numel() > field::arenas,
           op, "exchange", "is not a contiguous row of more than ", int(field::arenas), " int64 on the CPU");
+  check_memory(op, "exchange", fields);
   int64_t* at = static_cast<int64_t*>(fields.data_ptr());
   const int64_t world = at[field::world], rank = at[field::rank], capacity = at[field::capacity];
   require(world >= 1 && world <= kMostRanks && rank >= 0 && rank < world && capacity > 0 &&

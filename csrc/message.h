@@ -101,6 +101,7 @@ inline void check_row(const char* op, const char* argument, const Tensor& t) {
   require((t.scalar_type() == ScalarType::Float || is_wide(t)) && t.dim() == 1 && t.is_contiguous(), op,
           argument, "is ", toString(t.scalar_type()), " ", shape_of(t),
           "; one contiguous row of float32 or float64 expected");
+  check_memory(op, argument, t);
 }
 
 }  // namespace fastvit::message

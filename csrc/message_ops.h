@@ -18,7 +18,9 @@ Tensor message_pack(Tensor numbers, int64_t layer, int64_t step, int64_t tag, in
   require(numbers.numel() <= capacity && (wide || !message::is_wide(numbers)), op, "numbers", "is ",
           toString(numbers.scalar_type()), " ", shape_of(numbers), "; at most ", capacity, " numbers of ",
           wide ? "float64" : "float32", " expected");
-  require(tag >= 0 && tag < tags, op, "tag", "is ", tag, "; 0 to ", tags - 1, " expected");
+  require(tag >= 0 && tag < tags && tags <= kMostElements, op, "tag", "is ", tag, " of ", tags,
+          "; one of at most 2^48 expected");
+  require(capacity <= kMostElements, op, "capacity", "is ", capacity, "; at most 2^48 expected");
   Tensor result = torch::stable::new_empty(numbers, {capacity + message::kTagNumbers * tags},
                                            wide ? ScalarType::Double : ScalarType::Float);
   Backend::pack(message::Packing{{message::is_wide(numbers), wide, int(numbers.get_device_index())},
@@ -42,17 +44,19 @@ Tensor message_unpack(Tensor messages, Tensor numbers, int64_t layer, int64_t st
   const char* const op = "message_unpack";
   message::check_row(op, "numbers", numbers);
   message::check_row(op, "messages", messages);
-  require(rank >= 0 && rank < ranks, op, "rank", "is ", rank, " of ", ranks);
+  require(rank >= 0 && rank < ranks && ranks <= kMostElements, op, "rank", "is ", rank, " of ", ranks,
+          "; one of at most 2^48 expected");
   require(report.is_cpu() && report.is_contiguous() && report.scalar_type() == ScalarType::Int &&
               report.numel() * sizeof(int32_t) == sizeof(peer::Report),
           op, "report", "is not ", sizeof(peer::Report) / sizeof(int32_t), " int32 on the CPU");
+  check_memory(op, "report", report);
   const int64_t rows = gathered ? ranks : 1, tags = gathered ? 1 : ranks, n = numbers.numel();
   const int64_t capacity = messages.numel() / rows - message::kTagNumbers * tags;
   require(messages.numel() % rows == 0 && n <= capacity &&
-              (message::is_wide(messages) || !message::is_wide(numbers)) &&
-              messages.device() == numbers.device(),
+              (message::is_wide(messages) || !message::is_wide(numbers)),
           op, "messages", "is ", toString(messages.scalar_type()), " ", shape_of(messages),
           ", which are no messages of ", ranks, " ranks with ", n, " numbers each");
+  check_device(op, "messages", messages, numbers);
   Tensor result =
       gathered ? torch::stable::new_empty(numbers, {rows, n}) : torch::stable::new_empty(numbers, {n});
   Backend::unpack(message::Unpacking{

@@ -75,7 +75,7 @@ def test_bad_arguments(device):
         RuntimeError, match="message_pack: numbers is Double .6.; at most 8 numbers of float32"
     ):
         ops.message_pack(row.double(), 0, 1, 0, 1, 8, False)
-    with pytest.raises(RuntimeError, match="message_pack: tag is 2; 0 to 1 expected"):
+    with pytest.raises(RuntimeError, match="message_pack: tag is 2 of 2; one of at most"):
         ops.message_pack(row, 0, 1, 2, 2, 8, False)
     with pytest.raises(
         RuntimeError, match="messages is Float .21., which are no messages of 2 ranks with 6 numbers"
@@ -83,3 +83,32 @@ def test_bad_arguments(device):
         ops.message_unpack(row.new_zeros(21), row, 0, 1, 0, 2, True, report)
     with pytest.raises(RuntimeError, match="report is not 12 int32 on the CPU"):
         ops.message_unpack(row.new_zeros(20), row, 0, 1, 0, 2, True, report[1:])
+
+
+def test_sizes_that_overflow_are_refused(device):
+    row, report = torch.zeros(6, device=device), Report(device != "cpu").memory
+    for many in (2**62, 2**63 - 1):
+        with pytest.raises(RuntimeError, match=f"message_pack: tag is 0 of {many}; one of at most"):
+            ops.message_pack(row, 0, 1, 0, many, 8, False)
+        with pytest.raises(RuntimeError, match=f"message_pack: capacity is {many}; at most"):
+            ops.message_pack(row, 0, 1, 0, 1, many, False)
+        for gathered in (False, True):
+            with pytest.raises(RuntimeError, match=f"message_unpack: rank is 0 of {many}; one of at most"):
+                ops.message_unpack(row.new_zeros(20), row, 0, 1, 0, many, gathered, report)
+
+
+@pytest.mark.parametrize("freed", ["messages", "numbers", "report"])
+def test_freed_storage_is_refused(freed, device):
+    given = {
+        "messages": torch.zeros(20, device=device),
+        "numbers": torch.zeros(6, device=device),
+        "report": torch.zeros(12, dtype=torch.int32),
+    }
+    storage = given[freed].untyped_storage()
+    storage.resize_(storage.nbytes() - 1)
+    messages, numbers, report = given.values()
+    with pytest.raises(RuntimeError, match=f"message_unpack: {freed} has shape .*freed or shrunk"):
+        ops.message_unpack(messages, numbers, 0, 1, 0, 2, True, report)
+    if freed == "numbers":
+        with pytest.raises(RuntimeError, match="message_pack: numbers has shape .*freed or shrunk"):
+            ops.message_pack(numbers, 0, 1, 0, 1, 8, False)

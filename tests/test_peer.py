@@ -198,3 +198,35 @@ def test_bad_arguments():
         ops.peer_give_up(ranks.segment[:100], ranks.states[0])
     with pytest.raises(RuntimeError, match="state has rank 2 of 2"):
         ops.peer_give_up(ranks.segment, torch.tensor([2, 2, CAPACITY] + [0] * 10))
+
+
+def test_sizes_that_overflow_are_refused():
+    ranks = Ranks(2)
+    for capacity in (2**59, 2**60, 2**63 - 1):
+        ranks.states[0][2] = capacity
+        with pytest.raises(
+            RuntimeError, match=f"peer_push: state is for 2 ranks and {capacity} packets; 1 to"
+        ):
+            ranks.push(0, 0)
+        for size in (ops.peer_segment_bytes, ops.exchange_arena_bytes):
+            with pytest.raises(RuntimeError, match=f"world is for 2 ranks and {capacity} packets"):
+                size(2, capacity)
+            with pytest.raises(RuntimeError, match=f"world is for {capacity} ranks and 2 packets"):
+                size(capacity, 2)
+
+
+@pytest.mark.parametrize("freed", ["segment", "state", "numbers", "rows", "total"])
+def test_freed_storage_is_refused(freed):
+    ranks = Ranks(2)
+    ranks.push(0, 0), ranks.push(1, 0)
+    given = {
+        "segment": ranks.segment,
+        "state": ranks.states[0],
+        "numbers": torch.zeros(9),
+        "rows": torch.zeros(2, 9),
+        "total": torch.zeros(9),
+    }
+    storage = given[freed].untyped_storage()
+    storage.resize_(storage.nbytes() - 1)
+    with pytest.raises(RuntimeError, match=f"peer_poll: {freed} has shape .*freed or shrunk"):
+        ops.peer_poll(*given.values(), 3, 0, MOMENTS, 0.0)

@@ -64,16 +64,19 @@ struct Segment {
     require(state_tensor.scalar_type() == ScalarType::Long && state_tensor.is_contiguous() &&
                 state_tensor.numel() >= kStateNumbers,
             op, "state", "is not a contiguous tensor of ", kStateNumbers, " int64 and one per rank");
+    check_memory(op, "state", state_tensor);
     state = static_cast<State*>(state_tensor.data_ptr());
     missing = reinterpret_cast<int64_t*>(state + 1);
     require(state->world > 1 && state->rank >= 0 && state->rank < state->world && state->capacity > 0 &&
                 state_tensor.numel() == kStateNumbers + state->world,
             op, "state", "has rank ", state->rank, " of ", state->world, ", capacity ", state->capacity, ", ",
             state_tensor.numel(), " numbers");
+    check_room(op, "state", state->world, state->capacity);
     inbox = {state->world, state->capacity};
     const int64_t bytes = peer_segment_bytes(state->world, state->capacity);
     require(segment.scalar_type() == ScalarType::Byte && segment.is_contiguous() && segment.numel() >= bytes,
             op, "segment", "has ", segment.numel(), " bytes; ", bytes, " expected, contiguous uint8");
+    check_memory(op, "segment", segment);
     require(reinterpret_cast<uintptr_t>(segment.data_ptr()) % alignof(Status) == 0, op, "segment",
             "is not aligned to ", alignof(Status), " bytes");
     status = static_cast<Status*>(segment.data_ptr());
@@ -109,6 +112,7 @@ Payload payload_of(const char* op, const Tensor& numbers, const Segment& segment
               numbers.is_contiguous(),
           op, "numbers", "is ", toString(numbers.scalar_type()), " ", shape_of(numbers),
           "; one contiguous row of float32 or float64 expected");
+  check_memory(op, "numbers", numbers);
   const int64_t words = numbers.numel() * (is_double ? 2 : 1);
   require(payload_packets(words) <= segment.inbox.capacity, op, "numbers", "takes ", payload_packets(words),
           " packets; at most ", segment.inbox.capacity, " expected, the segment's capacity");
@@ -239,6 +243,7 @@ void sum_rows(const Tensor& rows, const Tensor& total) {
 }  // namespace
 
 int64_t peer_segment_bytes(int64_t world, int64_t capacity) {
+  check_room("peer_segment_bytes", "world", world, capacity);
   return world * (int64_t(sizeof(Status)) + Inbox{world, capacity}.packets() * int64_t(sizeof(Packet)));
 }
 
@@ -269,9 +274,11 @@ int64_t peer_poll(Tensor segment_tensor, Tensor state_tensor, Tensor numbers, Te
               rows.size(1) == numbers.numel() && rows.is_contiguous(),
           "peer_poll", "rows", "is ", toString(rows.scalar_type()), " ", shape_of(rows),
           "; one contiguous row per rank like numbers expected");
+  check_memory("peer_poll", "rows", rows);
   require(!total || (total->scalar_type() == numbers.scalar_type() && total->dim() == 1 &&
                      total->numel() == numbers.numel() && total->is_contiguous()),
           "peer_poll", "total", "is not like numbers");
+  if (total) check_memory("peer_poll", "total", *total);
 
   uint32_t* words = static_cast<uint32_t*>(rows.data_ptr());
   std::memcpy(words + state->rank * payload.count, payload.words, payload.count * sizeof(uint32_t));

@@ -88,6 +88,7 @@ struct Packed {  // what is exchanged
                 numbers.dim() == 1 && numbers.is_contiguous(),
             op, "numbers", "is ", toString(numbers.scalar_type()), " ", shape_of(numbers),
             "; one contiguous row of float32 or float64 expected");
+    check_memory(op, "numbers", numbers);
     require(kind == peer::kMoments || kind == peer::kSums, op, "kind", "is ", kind, "; 0 or 1 expected");
     exchange = peer::exchange_of(op, fields, numbers.numel(), numbers.scalar_type(), uint32_t(kind), sends);
     pairs = numbers.numel() / 2;
@@ -137,6 +138,7 @@ void exchange_rejoin(Tensor arena, int64_t epoch, int64_t generation) {
   require(arena.scalar_type() == ScalarType::Byte && arena.is_contiguous() &&
               arena.numel() >= int64_t(sizeof(peer::Arena)),
           "exchange_rejoin", "arena", "is not a contiguous uint8 tensor of exchange_arena_bytes");
+  check_memory("exchange_rejoin", "arena", arena);
   const Device device(arena.get_device_index());
   STD_CUDA_CHECK(launch(rejoin_kernel, {1, device.stream}, static_cast<peer::Arena*>(arena.data_ptr()),
                         uint32_t(epoch), uint32_t(generation)));

@@ -43,6 +43,7 @@ Tensor ipc_open(Tensor name, int64_t bytes, int64_t index) {
   require(name.is_cpu() && name.is_contiguous() && name.scalar_type() == ScalarType::Byte &&
               name.numel() == int64_t(sizeof(handle)),
           "ipc_open", "handle", "is not ", sizeof(handle), " bytes on the CPU, from ipc_memory");
+  check_memory("ipc_open", "handle", name);
   std::memcpy(&handle, name.data_ptr(), sizeof(handle));
   const Device device{int(index)};
   void* data = nullptr;

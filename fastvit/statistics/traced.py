@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..ops import check_devices
 from .exchange import Tag
 from .group import Layer, statistics_of
 
@@ -35,4 +36,5 @@ def sum_over_ranks(sums: Tensor, ticket: Tensor, group: str) -> Tensor:
 
 @sum_over_ranks.register_fake
 def _(sums, ticket, group):
+    check_devices("sum_over_ranks", {"sums": sums, "ticket": ticket}, on_cpu=("ticket",))
     return torch.empty_like(sums)
