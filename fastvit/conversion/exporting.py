@@ -18,8 +18,9 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _pytree as pytree
 
 from . import activations, layers
+from .caught import noting_errors, refuse_swallowed
 from .sizes import Arguments
-from .tracing import Trace, noting_errors, refuse_swallowed, untouched
+from .tracing import Trace, untouched
 from .watch import runs_as
 
 # The op that is the module's own; BatchNorm counts its batches by another.

@@ -55,8 +55,8 @@ def convert(
 
     convert_syncbn_model may come before or after. torch.jit.script and torch.ao.quantization want `revert`
     first. Converted layers are differentiable once, in reverse mode. A forward that catches an exception
-    while it is traced counts as one that cannot be. What tracing does not follow (a branch on a random number, say)
-    it takes as it came out then: `verify` is the test.
+    while it is traced counts as one that cannot be. What tracing does not follow (a branch on a random
+    number, say) it takes as it came out then: `verify` is the test.
 
     Raises:
         ValueError: `memory` is none of the above, or `model` is a torch.fx.GraphModule.
