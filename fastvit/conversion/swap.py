@@ -8,12 +8,11 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, fx, nn
 
-from .._norm import next_layer_number
 from . import exporting, tracing
 from .adopted import Adopted, References, adopt, release
 from .plan import MEMORY, Plan, Planner
 from .report import LayerReport, Report
-from .runtime import AbsorbedActivation, ConvertedNorm, ConvertedNormSync, ConvertedRoot, Proof
+from .runtime import AbsorbedActivation, ConvertedRoot, Proof, Proven, adopt_norm
 from .sizes import as_arguments, output_bytes
 
 
@@ -48,11 +47,16 @@ def convert(
 
     A converted layer is what it was outside the forward that was traced, in a call with other than default
     arguments (where torch.export was asked, with others than the examples in shape, dtype or value), under
-    torch.compile and exporters, once modules have been replaced, and once somebody registers a hook that
-    would see another tensor. Convert again after changing attributes that decide what a forward does.
-    torch.jit.script wants `revert` first. Converted layers are differentiable
-    once, in reverse mode. What tracing cannot follow (a branch on a random number, say) it takes as it came
-    out then: `verify` is the test.
+    torch.compile and exporters, and once somebody registers a hook that would see another tensor. So it is,
+    and a warning says why, once something is another than it was when the model was converted: a module; a
+    forward, another method or a plain value (a flag, a number, a word, a dtype, a short list of these) of a
+    class, of a module or of a configuration object that a module holds. Convert again then. What a forward
+    changes itself, module-level variables and the insides of other objects are not watched.
+
+    convert_syncbn_model may come before or after. torch.jit.script and torch.ao.quantization want `revert`
+    first. Converted layers are differentiable once, in reverse mode. A forward that catches an exception
+    while it is traced counts as one that cannot be. What tracing does not follow (a branch on a random
+    number, say) it takes as it came out then: `verify` is the test.
 
     Raises:
         ValueError: `memory` is none of the above, or `model` is a torch.fx.GraphModule.
@@ -98,31 +102,26 @@ def _apply(
     model: nn.Module, plans: list[Plan], names: dict[nn.Module, str], traces: list[tracing.Trace]
 ) -> None:
     tokens: dict[nn.Module, str] = {model: uuid.uuid4().hex}
-    proven: dict[nn.Module, list[tuple[str, list[nn.Module]]]] = defaultdict(list)
+    proven: dict[nn.Module, list[Proven]] = defaultdict(list)
     absorbed: dict[nn.Module, list[tuple[str, str]]] = defaultdict(list)
     for plan in plans:
         module, key = plan.layer.module, f"{tokens[model]}:{plan.name}"
-        for root in plan.roots:
+        for root, modes in plan.roots.items():
             tokens.setdefault(root, uuid.uuid4().hex)
-            proven[root].append((key, plan.watched))
+            proven[root].append(Proven(key, frozenset(modes), References(plan.watched)))
         for activation in plan.absorbs:
             absorbed[activation].append((key, plan.name))
-        adopt(
+        adopt_norm(
             module,
-            ConvertedNormSync if plan.layer.synchronised else ConvertedNorm,
             activation=plan.activation.name,
             activation_param=plan.activation.param,
             memory=plan.mode,
-            channel_last=getattr(module, "channel_last", False),
             _key=key,
             _tokens=frozenset(tokens[root] for root in plan.roots),
             _absorbs=bool(plan.absorbs),
             _adds=plan.adds,
             _through_views=plan.through_views,
             _reshaped=plan.reshaped,
-            _ran=False,
-            _inside=References(module._modules.values()),
-            **_missing(module, plan.layer.synchronised),
         )
     for activation, places in absorbed.items():
         adopt(
@@ -134,17 +133,10 @@ def _apply(
     rebuilds = any(plan.mode == "recompute" for plan in plans)
     for root, token in tokens.items():
         mine = [trace for trace in traces if trace.root is root]
-        modes = frozenset(trace.training for trace in mine)
         example = next((trace.example for trace in mine if trace.example), None)
-        adopt(root, ConvertedRoot, _proof=Proof(token, root, proven[root], modes, example, rebuilds))
-
-
-def _missing(module: nn.Module, synchronised: bool) -> dict[str, object]:
-    """What BatchNormAct reads, and mapillary's ABN or torch's SyncBatchNorm does not have."""
-    read: dict[str, object] = {"track_running_stats": True, "num_batches_tracked": None}
-    if synchronised:
-        read["layer_number"] = next_layer_number()
-    return {name: value for name, value in read.items() if not hasattr(module, name)}
+        adopt(root, ConvertedRoot, _proof=Proof(token, root, proven[root], example, rebuilds))
+    for root in tokens:
+        root._proof.begin(root)
 
 
 def revert(model: nn.Module) -> nn.Module:

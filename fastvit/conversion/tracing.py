@@ -22,7 +22,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import checkpoint
 
 from . import activations
+from .caught import noting_errors, refuse_swallowed
 from .sizes import Arguments
+from .watch import runs_as
 
 _METADATA_METHODS = frozenset(
     {"size", "dim", "numel", "ndimension", "stride", "is_contiguous", "element_size", "get_device"}
@@ -84,7 +86,7 @@ def reads_metadata(node: fx.Node) -> bool:
 
 
 def is_reshape(node: fx.Node, module: nn.Module | None) -> bool:
-    return type(module) in (nn.Flatten, nn.Unflatten) or _calls(node, _RESHAPES)
+    return runs_as(module) in (nn.Flatten, nn.Unflatten) or _calls(node, _RESHAPES)
 
 
 def is_permutation(node: fx.Node) -> bool:
@@ -137,6 +139,7 @@ class _Tracer(fx.Tracer):
 
     def __init__(self):
         super().__init__(autowrap_modules=(math,))
+        self.errors: list[str] = []  # those that reached code of the model
         self.opaque: list[nn.Module] = []
         self.seen_by: dict[fx.Node, list[nn.Module]] = defaultdict(list)
 
@@ -145,6 +148,7 @@ class _Tracer(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         of_torch = m.__module__.startswith("torch.nn") and not isinstance(m, nn.Sequential)
+        of_torch = of_torch and runs_as(m) is not nn.Module
         return of_torch or isinstance(m, _NormBase) or activations.of_module(m) is not None or is_abn(m)
 
     def call_module(self, m, forward, args, kwargs):
@@ -161,11 +165,14 @@ class _Tracer(fx.Tracer):
         if self.is_leaf_module(m, name):
             return self.create_proxy("call_module", name, args, kwargs)
         last = next(iter(reversed(self.graph.nodes)))
-        stack = dict(self.module_stack)
+        stack, errors = dict(self.module_stack), len(self.errors)
         try:
             # forward and not __call__: hooks are the user's, and must not be shown proxies
-            return super().call_module(m, m.forward, args, kwargs)
+            result = super().call_module(m, m.forward, args, kwargs)
+            refuse_swallowed(self.errors[errors:])
+            return result
         except Exception:  # whatever a forward does with a proxy that it cannot do
+            del self.errors[errors:]
             self._undo(last)
             self.module_stack.clear()
             self.module_stack.update(stack)
@@ -250,7 +257,9 @@ def _trace_in_pieces(
         try:
             if "forward" in root.__dict__ or isinstance(root, (_NormBase, fx.GraphModule)):
                 raise NotImplementedError("its forward is not its class's, or is one op")
-            graph = tracer.trace(root, _defaults(root))
+            with noting_errors(tracer.errors):
+                graph = tracer.trace(root, _defaults(root))
+            refuse_swallowed(tracer.errors)
             tracer.note_held()
         except Exception:
             untraced[root] = None
