@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -26,8 +25,8 @@ from ..batch_norm_act import BatchNormAct, BatchNormActSync
 from ..recompute import recompute_scope
 from . import prove
 from .adopted import Adopted, References
+from .calls import Arguments, Signature, same_value
 from .deferred import Deferred
-from .sizes import Arguments
 
 _MARK = "_fastvit_activated"
 _running = threading.local()
@@ -70,9 +69,9 @@ class Proof:
     """What was true when a module was traced, and whether it still is.
 
     `layers` are the layers proven in its forward by their keys, each with the modules where a hook would see
-    another tensor than before. `modes` are the values of `training` that were traced; `example` is the
-    call that was, where that was one and not all with default arguments. `rebuilds` says whether any layer's
-    output is rebuilt, which needs a scope.
+    another tensor than before. `modes` are the values of `training` that were traced, `constants` the
+    arguments that were taken as they are; `example` is the call that was followed, where its shapes count.
+    `rebuilds` says whether any layer's output is rebuilt, which needs a scope.
     """
 
     def __init__(
@@ -81,6 +80,7 @@ class Proof:
         root: nn.Module,
         layers: list[tuple[str, list[nn.Module]]],
         modes: frozenset[bool],
+        constants: Mapping[str, object],
         example: Arguments | None,
         rebuilds: bool,
     ):
@@ -90,12 +90,9 @@ class Proof:
         self.modes = modes
         self.modules = References(root.modules())
         self.children = [(tuple(m._modules.keys()), References(m._modules.values())) for m in root.modules()]
-        parameters = list(inspect.signature(type(root).forward).parameters.values())[1:]
-        self.arguments = [
-            p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        ]
-        self.example = example and self._shapes(*example)
-        self.defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+        self.signature = Signature(type(root).forward)
+        self.constants = dict(constants)
+        self.example = example and _shapes(self.signature.bind(*example))
 
     def void(self, root: nn.Module, args: tuple, kwargs: dict[str, object]) -> frozenset[str]:
         """The layers for which a call of `root` with these arguments proves nothing."""
@@ -108,19 +105,15 @@ class Proof:
             if any(module is None or prove.hooked(module) for module in watched)
         )
 
-    def _shapes(self, args: tuple, kwargs: dict[str, object]) -> object:
-        """What an export has followed, rather than values."""
-        given = dict(zip(self.arguments, args, strict=False)) | kwargs
-        return pytree.tree_map_only(Tensor, lambda t: (t.shape, t.dtype), given)
-
     def _is_another_call(self, args: tuple, kwargs: dict[str, object]) -> bool:
-        given = dict(zip(self.arguments, args, strict=False)) | kwargs
-        if self.example is not None and self._shapes(args, kwargs) != self.example:
+        given = self.signature.bind(args, kwargs)
+        if self.example is not None and not same_value(_shapes(given), self.example):
             return True
-        # a tracer's stand-in for an argument is never None
-        if any(value is None and name not in self.defaults for name, value in given.items()):
-            return True
-        return any(name in given and given[name] is not value for name, value in self.defaults.items())
+        return any(
+            # a tracer's stand-in for an argument is never None
+            value is None if name not in self.constants else not same_value(value, self.constants[name])
+            for name, value in given.items()
+        )
 
     def _is_another_model(self) -> bool:
         return any(
@@ -129,6 +122,11 @@ class Proof:
             or not children.are(parent._modules.values())
             for parent, (names, children) in zip(self.modules, self.children, strict=True)
         )
+
+
+def _shapes(given: dict[str, object]) -> object:
+    """What an export has followed, rather than values."""
+    return pytree.tree_map_only(Tensor, lambda t: (t.shape, str(t.dtype)), given)
 
 
 class ConvertedRoot(Adopted):
@@ -200,6 +198,7 @@ class _ConvertedNorm(Adopted):
         if not self._inside.are(self._modules.values()) or any(map(prove.hooked, self._modules.values())):
             return False
         if not self._tokens:
+            self._ran = True
             return True
         if torch._C._current_graph_task_id() != -1 and not _frames():
             # a checkpointed forward runs again in backward, and must do what it did

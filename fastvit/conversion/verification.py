@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .adopted import Adopted
-from .sizes import Arguments, as_arguments
+from .calls import Arguments, as_arguments
 from .swap import convert, revert
+from .untouched import untouched
 
 # Both compute the same in another order, so they differ by roundings, which depth multiplies.
 _TOLERANCES = {torch.float64: 1e-7, torch.float32: 2e-2}
@@ -73,7 +74,11 @@ def verify(
         converted, _ = convert(converted, memory, inputs)
     if dtype is not None:
         original, converted = original.to(dtype), converted.to(dtype)
-    want, got = (_step(m, arguments, dtype) for m in (original, converted))
+    steps = []
+    for m in (original, converted):
+        with untouched(model):  # copies share what hooks count in, and both begin with the same random states
+            steps.append(_step(m, arguments, dtype))
+    want, got = steps
     largest = {kind: _largest(want, kind) for kind in _WITHOUT_SCALE}
     differences = {}
     for name in want.keys() | got.keys():
