@@ -84,7 +84,7 @@ def measure(name: str, arguments, where: dict) -> tuple[dict, list[dict]]:
         "converted_MiB": after,
         "saved": 1 - after / before,
         "partitioner_saved": 1 - partitioner / before if partitioner is not None else "",
-        "predicted_MiB": report.saved_bytes / MIB,
+        "predicted_MiB": sum(layer.saved_bytes for layer in report) / MIB,
         "eager_ms": eager_ms,
         "converted_ms": converted_ms,
         "step_ratio": converted_ms / eager_ms,

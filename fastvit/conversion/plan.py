@@ -245,7 +245,8 @@ def _roots(sites: list[_Site]) -> dict[nn.Module, set[bool]]:
 
 def _kept_outputs(activation: Activation, module: nn.Module | None, sites: list[_Site]) -> int:
     """How many tensors a BatchNorm, this activation and those who read it keep besides the input."""
-    in_place = getattr(module, "inplace", False) and activation.name in ("relu6", "leaky_relu", "elu")
+    # relu6 in place keeps a copy of what it overwrites
+    in_place = getattr(module, "inplace", False) and activation.name in ("leaky_relu", "elu")
     if activation.name == "relu" or in_place:
         return 1  # the activation keeps its result, which the next layer keeps too
     return 1 + any(prove.kept_by(site.trace, site.output) for site in sites)
