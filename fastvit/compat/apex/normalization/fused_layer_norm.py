@@ -12,13 +12,20 @@ from .._notices import warn_once
 
 __all__ = [
     "FusedLayerNorm",
+    "FusedLayerNormAffineFunction",
+    "FusedLayerNormAffineMixedDtypesFunction",
+    "FusedLayerNormFunction",
     "FusedRMSNorm",
+    "FusedRMSNormAffineFunction",
+    "FusedRMSNormAffineMixedDtypesFunction",
+    "FusedRMSNormFunction",
     "MixedFusedLayerNorm",
     "MixedFusedRMSNorm",
     "fused_layer_norm",
     "fused_layer_norm_affine",
     "fused_rms_norm",
     "fused_rms_norm_affine",
+    "manual_rms_norm",
     "mixed_dtype_fused_layer_norm_affine",
     "mixed_dtype_fused_rms_norm_affine",
 ]
@@ -113,6 +120,55 @@ def mixed_dtype_fused_rms_norm_affine(
     """`fused_rms_norm_affine` with the dtype of the weight."""
     _explain(memory_efficient)
     return _rms_norm(input, weight, normalized_shape, eps, weight.dtype)
+
+
+def manual_rms_norm(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float
+) -> Tensor:
+    """`fused_rms_norm` in float32 at least, times weight, if there is one, in its dtype if that is half."""
+    dtype = torch.promote_types(input.dtype, torch.float32)
+    normalised = _rms_norm(input, None, normalized_shape, eps, dtype)
+    if weight is None:
+        return normalised
+    return weight * (
+        normalised.to(weight.dtype) if weight.dtype in (torch.float16, torch.bfloat16) else normalised
+    )
+
+
+class FusedLayerNormAffineFunction:
+    """`apply(input, weight, bias, shape, eps, memory_efficient=False)`: `fused_layer_norm_affine`."""
+
+    apply = staticmethod(fused_layer_norm_affine)
+
+
+class FusedLayerNormAffineMixedDtypesFunction(FusedLayerNormAffineFunction):
+    """The same with the dtype of the weight: `mixed_dtype_fused_layer_norm_affine`."""
+
+    apply = staticmethod(mixed_dtype_fused_layer_norm_affine)
+
+
+class FusedLayerNormFunction:
+    """`apply(input, shape, eps, memory_efficient=False)`: `fused_layer_norm`."""
+
+    apply = staticmethod(fused_layer_norm)
+
+
+class FusedRMSNormAffineFunction:
+    """`apply(input, weight, shape, eps, memory_efficient=False)`: `fused_rms_norm_affine`."""
+
+    apply = staticmethod(fused_rms_norm_affine)
+
+
+class FusedRMSNormAffineMixedDtypesFunction(FusedRMSNormAffineFunction):
+    """The same with the dtype of the weight: `mixed_dtype_fused_rms_norm_affine`."""
+
+    apply = staticmethod(mixed_dtype_fused_rms_norm_affine)
+
+
+class FusedRMSNormFunction:
+    """`apply(input, shape, eps, memory_efficient=False)`: `fused_rms_norm`."""
+
+    apply = staticmethod(fused_rms_norm)
 
 
 class FusedLayerNorm(nn.LayerNorm):
