@@ -94,7 +94,8 @@ def initialize(
     model_list = _as_list("models", models, nn.Module)
     optimizer_list = [] if optimizers is None else _as_list("optimizers", optimizers, (Optimizer, LARC))
     if properties.cast_model_type is torch.float16 and cast_model_type is None:
-        properties = replace(properties, cast_model_type=half_type(device_type(model_list[0])))
+        device = device_type(model_list[0]) if model_list else "cpu"
+        properties = replace(properties, cast_model_type=half_type(device))
     scalers = [
         LossScaler(properties.loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
         for _ in range(num_losses)
