@@ -1,5 +1,5 @@
-"""fastvit.compat.apex.amp: what is in the gradients after backwards that fail, before and beside `initialize`,
-under static scales, and what an O2 checkpoint holds."""
+"""fastvit.compat.apex.amp: gradients of a backward that fails, from before `initialize` and under static
+scales, what the state_dict of half weights holds, and models that come with half weights."""
 
 import copy
 
@@ -60,6 +60,13 @@ def test_gradients_from_before_initialize(level):
         assert torch.equal(mine, theirs) == (half and level == "O2")
 
 
+def test_a_dynamic_scale_of_1_still_finds_overflows():
+    model, optimizer = start("O1", loss_scale="dynamic", max_loss_scale=1.0)
+    before = values(model)
+    step(model, optimizer, infinite=True)
+    assert torch.equal(values(model), before)
+
+
 @pytest.mark.parametrize("scale", [0.5, 1.0, 2.0, "2.0"])
 @pytest.mark.parametrize("level", LEVELS)
 def test_static_scales(level, scale):
@@ -76,6 +83,13 @@ def test_static_scales(level, scale):
         torch.testing.assert_close(mine, theirs, rtol=0 if level in ("O0", "O1") else 2e-2, atol=1e-6)
 
 
+class Unsaved(nn.Linear):
+    """As of a frozen part that checkpoints leave out."""
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        pass
+
+
 class Everything(nn.Module):
     """Of each kind of parameter and buffer one."""
 
@@ -84,6 +98,7 @@ class Everything(nn.Module):
         self.norm = nn.BatchNorm1d(3)
         self.bare = nn.BatchNorm1d(3, affine=False, track_running_stats=False)
         self.linear = nn.Linear(3, 3, bias=False)
+        self.unsaved = Unsaved(3, 3)
         self.register_buffer("kept", torch.tensor([1.0, 1 / 3]))
         self.register_buffer("dropped", torch.tensor([1 / 3]), persistent=False)
         self.register_buffer("none", None)
@@ -106,7 +121,7 @@ def test_state_dict_of_half_weights(level, norm):
     assert model[0].dropped.dtype == model[0].kept.dtype == HALF
     assert (model[0].norm.running_mean.dtype == HALF) is not norm
     want, got = plain.state_dict(), model.state_dict()
-    assert list(got) == list(want)
+    assert list(got) == list(want) and not any("unsaved" in key for key in got)
     for key in want:
         assert (got[key].dtype, got[key].shape) == (want[key].dtype, want[key].shape), key
         half = want[key].is_floating_point() and not (norm and ".norm." in key)

@@ -42,7 +42,7 @@ SCRIPTS = {  # of SYNCBN: file -> ranks (0: without a launcher) and arguments
 
 TO_CPU = (
     (r"torch\.cuda\.(\w+Tensor)\b", r"torch.\1"),
-    (r"torch\.cuda\.manual_seed", "torch.manual_seed"),
+    (r"torch\.cuda\.manual_seed\([^()]*\)", "None"),
     (r"torch\.cuda\.is_bf16_supported\(\)", "True"),
     (r"torch\.cuda\b", "torch.cpu"),
     (r"\.cuda\([^()]*\)", ".cpu()"),
