@@ -7,7 +7,6 @@ from .fused_layer_norm import (
     FusedRMSNormAffineFunction,
     MixedFusedLayerNorm,
     MixedFusedRMSNorm,
-    fused_layer_norm,
     fused_layer_norm_affine,
     fused_rms_norm,
     fused_rms_norm_affine,
