@@ -7,11 +7,28 @@ from typing import Any
 
 from . import utils, wrap
 from ._amp_state import _amp_state
-from .functions import float_function, half_function, uncast_function
+from .functions import (
+    float_function,
+    half_function,
+    promote_function,
+    register_float_function,
+    register_half_function,
+    register_promote_function,
+    uncast_function,
+)
 from .handle import AmpHandle, NoOpHandle
 from .lists import functional_overrides, tensor_overrides, torch_overrides
 
-__all__ = ["follow_changed_lists", "init"]
+__all__ = [
+    "float_function",
+    "follow_changed_lists",
+    "half_function",
+    "init",
+    "promote_function",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
+]
 
 _OVERRIDES = (functional_overrides, torch_overrides, tensor_overrides)
 _RECURRENT = ("RNN_TANH", "RNN_RELU", "LSTM", "GRU")
