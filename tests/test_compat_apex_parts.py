@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import fastvit
 from fastvit.compat import inplace_abn
-from fastvit.compat.apex import fp16_utils, normalization
+from fastvit.compat.apex import amp, fp16_utils, normalization
 from fastvit.compat.apex.multi_tensor_apply import multi_tensor_applier
 
 # fp16_utils
@@ -187,13 +187,69 @@ def test_memory_efficient_says_that_it_has_no_effect(monkeypatch):
 
 def test_norm_functions():
     x, w, b = torch.randn(3, 8), torch.randn(8), torch.randn(8)
-    n = normalization
+    n = normalization.fused_layer_norm  # the module, as with apex
     assert torch.equal(n.fused_layer_norm(x, 8), F.layer_norm(x, (8,), eps=1e-6))
     assert torch.equal(n.fused_layer_norm_affine(x, w, b, (8,)), F.layer_norm(x, (8,), w, b, 1e-6))
     assert torch.equal(n.fused_rms_norm(x, 8), F.rms_norm(x, (8,), eps=1e-6))
     assert torch.equal(n.fused_rms_norm_affine(x, w, (8,)), F.rms_norm(x, (8,), w, 1e-6))
     assert n.mixed_dtype_fused_layer_norm_affine(x.half(), w, b, (8,)).dtype == torch.float32
     assert n.mixed_dtype_fused_rms_norm_affine(x.half(), w, (8,)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("weight", [None, torch.float32, torch.bfloat16])
+def test_manual_rms_norm(weight):
+    x = torch.randn(3, 4, 5, dtype=torch.bfloat16)
+    w = None if weight is None else torch.randn(4, 5).to(weight)
+    got = normalization.manual_rms_norm(x, (4, 5), w, 1e-5)
+    assert got.dtype == (weight or torch.float32)
+    exact = F.rms_norm(x.double(), (4, 5), None if w is None else w.double(), 1e-5)
+    torch.testing.assert_close(
+        got.double(), exact, rtol=2e-2 if weight == torch.bfloat16 else 1e-5, atol=1e-5
+    )
+
+
+def test_norms_as_autograd_functions():
+    """What extensions of apex call: `apply`, with gradients for all tensors."""
+    module = normalization.fused_layer_norm
+    x, w, b = (torch.randn(size, requires_grad=True) for size in ((3, 8), (8,), (8,)))
+    for name, args, want in (
+        ("FusedLayerNormAffineFunction", (x, w, b), F.layer_norm(x, (8,), w, b, 1e-3)),
+        ("FusedLayerNormAffineMixedDtypesFunction", (x, w, b), F.layer_norm(x, (8,), w, b, 1e-3)),
+        ("FusedLayerNormFunction", (x,), F.layer_norm(x, (8,), eps=1e-3)),
+        ("FusedRMSNormAffineFunction", (x, w), F.rms_norm(x, (8,), w, 1e-3)),
+        ("FusedRMSNormAffineMixedDtypesFunction", (x, w), F.rms_norm(x, (8,), w, 1e-3)),
+        ("FusedRMSNormFunction", (x,), F.rms_norm(x, (8,), eps=1e-3)),
+    ):
+        got = getattr(module, name).apply(*args, (8,), 1e-3)
+        dy = torch.randn_like(got)
+        assert torch.equal(got, want), name
+        for mine, theirs in zip(
+            torch.autograd.grad(got, args, dy), torch.autograd.grad(want, args, dy), strict=True
+        ):
+            assert torch.equal(mine, theirs), name
+    mixed = module.FusedLayerNormAffineMixedDtypesFunction.apply(x.half(), w, b, (8,), 1e-3)
+    assert mixed.dtype == torch.float32
+    assert normalization.FusedLayerNormAffineFunction is module.FusedLayerNormAffineFunction
+
+
+@pytest.mark.parametrize("norm", [normalization.FusedLayerNorm, normalization.MixedFusedRMSNorm])
+def test_norms_under_autocast(norm):
+    """They compute in its dtype, and under O1, which is not autocast with apex, in that of the input."""
+    layer, x = norm(8), torch.randn(3, 8)
+    want = layer.bfloat16()(x.bfloat16())
+    layer.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(layer(x), want) and want.dtype == torch.bfloat16
+        assert layer.double()(x.double()).dtype == torch.float64
+    layer.float()
+    model = nn.Sequential(layer)
+    seen = []
+    layer.register_forward_hook(lambda module, args, output: seen.append(output))
+    amp.initialize(model, opt_level="O1", verbosity=0)
+    model(x)
+    amp.initialize(model, enabled=False)
+    assert torch.equal(seen[0], layer(x)) and seen[0].dtype == torch.float32
+    assert layer.to("meta")(x.to("meta")).is_meta
 
 
 # inplace_abn

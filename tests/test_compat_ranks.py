@@ -1,5 +1,7 @@
 """fastvit.compat over two gloo ranks: DDP's options, masters, no_sync, Reducer, groups."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fastvit.compat import inplace_abn
-from fastvit.compat.apex import amp
+from fastvit.compat.apex import amp, fp16_utils, optimizers
 from fastvit.compat.apex.parallel import DistributedDataParallel, Reducer, SyncBatchNorm, convert_syncbn_model
 from fastvit.compat.apex.parallel.distributed import flat_dist_call
 
@@ -128,6 +130,27 @@ def test_accumulation_under_no_sync(ranks):
             assert torch.equal(one, two)
             torch.testing.assert_close(one, want, rtol=2e-2, atol=5e-3)
         assert want.abs().max() > 0.05
+
+
+def accumulate_in_half(rank, world, make, no_sync):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 3)).half()
+    nn.init.normal_(model[1].weight)
+    optimizer = make(torch.optim.SGD(model.parameters(), 0.1), static_loss_scale=128.0)
+    parallel = nn.parallel.DistributedDataParallel(model)
+    for step in range(3):
+        images, labels = share(rank, world, step)
+        with parallel.no_sync() if no_sync and step < 2 else contextlib.nullcontext():
+            optimizer.backward(F.cross_entropy(parallel(images.half()).float(), labels))
+    return torch.cat([p.grad.flatten() for group in optimizer.param_groups for p in group["params"]])
+
+
+@pytest.mark.parametrize("make", [fp16_utils.FP16_Optimizer, optimizers.FP16_Optimizer])
+def test_fp16_optimizer_under_no_sync(ranks, make):
+    want = ranks.run(2, accumulate_in_half, make, False)[0]
+    one, two = ranks.run(2, accumulate_in_half, make, True)
+    assert torch.equal(one, two) and want.abs().max() > 0.05
+    torch.testing.assert_close(one, want, rtol=2e-2, atol=5e-3)
 
 
 def step_under_no_sync(rank, world, level, compiled):

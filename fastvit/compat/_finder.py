@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 import warnings
-from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
+from collections.abc import Iterator, Sequence
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from importlib.metadata import Distribution, DistributionFinder
+from pathlib import Path
+from types import CodeType, ModuleType
 from typing import Any
 
 __all__ = ["PREFERENCES", "install"]
@@ -22,7 +25,9 @@ __all__ = ["PREFERENCES", "install"]
 PREFERENCES = ("apex", "fastvit")
 """Who provides a part that both have: the real package, or fastvit."""
 
-_ROOTS = ("apex", "inplace_abn")
+_VERSIONS = {"apex": "25.05", "inplace_abn": "1.1.0"}
+"""Of each package the version that fastvit's has the names of."""
+
 _HERE = __name__.rpartition(".")[0]
 
 
@@ -48,6 +53,9 @@ class _Alias(Loader):
 
     def create_module(self, spec: ModuleSpec) -> None:
         return None
+
+    def get_code(self, name: str) -> CodeType | None:  # what `python -m` runs
+        return importlib.util.find_spec(self.target).loader.get_code(self.target)
 
     def exec_module(self, module: ModuleType) -> None:
         # The import system takes what stands in sys.modules afterwards. Modules inside get their names there
@@ -106,15 +114,45 @@ class _Completed(Loader):
         module.__getattr__ = missing
 
 
-class _Finder(MetaPathFinder):
+class _Distribution(Distribution):
+    """What `importlib.metadata` tells of a package that is not installed and that fastvit stands for."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def read_text(self, filename: str) -> str | None:
+        version = _VERSIONS[self._name]
+        if filename == "top_level.txt":
+            return f"{self._name}\n"
+        if filename != "METADATA":
+            return None
+        summary = f"fastvit.compat in place of {self._name}, compatible with {version}"
+        return f"Metadata-Version: 2.1\nName: {self._name}\nVersion: {version}+fastvit\nSummary: {summary}\n"
+
+    def locate_file(self, path: str | os.PathLike[str]) -> Path:
+        return Path(__file__).parent / path
+
+
+class _Finder(DistributionFinder):
     def __init__(self, prefer: str) -> None:
         self.prefer = prefer
+
+    def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterator[Distribution]:
+        wanted = None if context is None or context.name is None else context.name.lower().replace("-", "_")
+        for name in _VERSIONS:
+            others = (finder for finder in sys.meta_path if finder is not self)
+            if wanted in (None, name) and not any(
+                next(iter(finder.find_distributions(DistributionFinder.Context(name=name))), None)
+                for finder in others
+                if hasattr(finder, "find_distributions")
+            ):
+                yield _Distribution(name)
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         root, dot, _ = name.partition(".")
-        if root not in _ROOTS:
+        if root not in _VERSIONS:
             return None
         ours = _ours(name)
         if dot and _is_ours(root):  # the path of fastvit's package would give a second copy

@@ -9,28 +9,37 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
+    from .handle import AmpHandle, NoOpHandle
     from .opt_levels import Properties
     from .scaler import LossScaler
 
-__all__ = ["AmpState", "master_params", "say"]
+__all__ = ["AmpState", "master_params", "maybe_print"]
 
 
 class AmpState:
-    """The chosen options (None before the first `initialize`), one scaler per loss, how much to print."""
+    """The chosen options (None before the first `initialize`), one scaler per loss, how much to print.
+
+    `handle` is what `init`, or `initialize` for O1, has switched on (None before); with its `_is_active`
+    False nothing is cast. With `allow_incoming_model_not_fp32` True `initialize` takes models with half
+    weights.
+    """
 
     def __init__(self) -> None:
         self.opt_properties: Properties | None = None
         self.loss_scalers: list[LossScaler] = []
         self.verbosity = 1
+        self.handle: AmpHandle | NoOpHandle | None = None
+        self.allow_incoming_model_not_fp32 = False
 
 
 _amp_state = AmpState()
 
 
-def say(text: str) -> None:
-    """Print on rank 0, unless verbosity is 0."""
-    if _amp_state.verbosity and not (dist.is_available() and dist.is_initialized() and dist.get_rank()):
-        print(text, flush=True)
+def maybe_print(msg: str, rank0: bool = False) -> None:
+    """Print, with `rank0` on rank 0 alone, unless verbosity is 0."""
+    elsewhere = rank0 and dist.is_available() and dist.is_initialized() and dist.get_rank()
+    if _amp_state.verbosity and not elsewhere:
+        print(msg, flush=True)
 
 
 def master_params(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter]:

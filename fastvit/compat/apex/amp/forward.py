@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .._notices import warn_once
+from ._amp_state import _amp_state
 
 __all__ = [
+    "CPU_HALF",
     "ForwardCasts",
     "cast_floating",
     "ddp_groups",
@@ -30,6 +32,9 @@ __all__ = [
 ]
 
 _seen_ddp: weakref.WeakSet = weakref.WeakSet()
+
+CPU_HALF = torch.bfloat16
+"""Half precision on the CPU, where float16 is slow and its range is not worth the scaling."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +55,14 @@ class ForwardCasts:
 
 
 def half_type(device: torch.device | str) -> torch.dtype:
-    """float16, and bfloat16 on the CPU, where float16 is slow and its range is not worth the scaling."""
-    if torch.device(device).type != "cpu":
+    """float16, and `CPU_HALF` on the CPU."""
+    if torch.device(device).type != "cpu" or CPU_HALF is torch.float16:
         return torch.float16
     if not torch.compiler.is_compiling():
         warn_once(
             "amp: on the CPU half precision is bfloat16; cast_model_type=torch.float16 asks for float16"
         )
-    return torch.bfloat16
+    return CPU_HALF
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
@@ -101,7 +106,8 @@ class _AmpForward:
             args, kwargs = cast_floating(args, casts.inputs), cast_floating(kwargs, casts.inputs)
         # A forward that was put on the instance comes before the class's.
         inner = self.__dict__.get("_amp_own_forward") or super().forward
-        if casts.autocast:
+        handle = _amp_state.handle
+        if casts.autocast and (handle is None or handle.is_active()):
             device = device_type(self)
             with torch.autocast(device, casts.autocast_type or half_type(device)):
                 outputs = inner(*args, **kwargs)

@@ -13,12 +13,14 @@ from torch.optim import Optimizer
 
 from ..parallel.LARC import LARC
 from . import forward
-from ._amp_state import _amp_state, say
+from ._amp_state import _amp_state, maybe_print
+from .amp import follow_changed_lists
 from .forward import ForwardCasts, device_type, half_type
+from .handle import AmpHandle
 from .opt_levels import Properties, choose
 from .optimizer import AmpOptimizer, innermost, of
 from .scaler import LossScaler
-from .weights import HALF_TYPES, cast_weights, restore_weights
+from .weights import HALF_TYPES, cast_weights, note_half, restore_weights
 
 __all__ = ["initialize", "load_state_dict", "state_dict"]
 
@@ -70,6 +72,9 @@ def initialize(
         TypeError, ValueError: an argument of the wrong kind.
     """
     _amp_state.verbosity = verbosity
+    if _amp_state.handle is not None:
+        _amp_state.handle._deactivate()
+        _amp_state.handle = None
     if not enabled:
         for model in models if isinstance(models, (list, tuple)) else [models]:
             if isinstance(model, nn.Module):
@@ -89,13 +94,14 @@ def initialize(
     model_list = _as_list("models", models, nn.Module)
     optimizer_list = [] if optimizers is None else _as_list("optimizers", optimizers, (Optimizer, LARC))
     if properties.cast_model_type is torch.float16 and cast_model_type is None:
-        properties = replace(properties, cast_model_type=half_type(device_type(model_list[0])))
+        device = device_type(model_list[0]) if model_list else "cpu"
+        properties = replace(properties, cast_model_type=half_type(device))
     scalers = [
         LossScaler(properties.loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
         for _ in range(num_losses)
     ]
 
-    say(f"amp: {properties}")
+    maybe_print(f"amp: {properties}", rank0=True)
     originals: dict[nn.Parameter, Tensor] = {}
     for model in model_list:
         _undo_model(_inside_wrappers(model, properties))
@@ -107,6 +113,9 @@ def initialize(
     for optimizer in optimizer_list:
         AmpOptimizer(innermost(optimizer), bool(properties.master_weights), originals)
     _amp_state.opt_properties, _amp_state.loss_scalers = properties, scalers
+    if properties.patch_torch_functions:
+        _amp_state.handle = AmpHandle(properties.loss_scale)
+        follow_changed_lists(_amp_state.handle)
     return models if optimizers is None else (models, optimizers)
 
 
@@ -149,11 +158,12 @@ def _prepare_model(
     model: nn.Module, properties: Properties, outputs: torch.dtype
 ) -> dict[nn.Parameter, Tensor]:
     for name, parameter in model.named_parameters():
-        if parameter.dtype in HALF_TYPES:
+        if parameter.dtype in HALF_TYPES and not _amp_state.allow_incoming_model_not_fp32:
             raise RuntimeError(
                 f"amp.initialize: parameter {name} is {parameter.dtype}; give the model in float32, "
                 "which amp casts as the level says"
             )
+    note_half(model)
     if properties.opt_level == "O1":
         cast = properties.cast_model_type
         on = properties.patch_torch_functions and cast is not torch.float32
@@ -191,7 +201,9 @@ def load_state_dict(state: dict[str, Any]) -> None:
         raise RuntimeError(f"amp.load_state_dict: unexpected keys {', '.join(map(repr, unexpected))}")
     scalers = _amp_state.loss_scalers
     if len(state) != len(scalers) and _amp_state.opt_properties and _amp_state.opt_properties.enabled:
-        say(f"amp.load_state_dict: {len(state)} loss scalers in the file, {len(scalers)} here")
+        maybe_print(
+            f"amp.load_state_dict: {len(state)} loss scalers in the file, {len(scalers)} here", rank0=True
+        )
     for key, value in state.items():
         if int(key[11:]) < len(scalers):
             scalers[int(key[11:])].load_state_dict(value)

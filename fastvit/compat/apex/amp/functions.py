@@ -1,7 +1,7 @@
 """Functions of the user's own under O1: run in half, in float32, or in the widest type of their arguments.
 
-They act where autocast is on, which is inside the forward of a model that O1 was given, and do nothing
-elsewhere.
+They act where autocast is on, which is inside the forward of a model that O1 was given, or everywhere after
+`amp.init`, and do nothing elsewhere.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .forward import cast_floating
+from ._amp_state import _amp_state
+from .forward import cast_floating, half_type
 from .handle import disable_casts
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "register_float_function",
     "register_half_function",
     "register_promote_function",
+    "uncast_function",
 ]
 
 Function = Callable[..., Any]
@@ -39,11 +41,16 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-def _autocast_device(args: tuple, kwargs: dict) -> str | None:
-    """The device type of the first tensor when autocast is on for it."""
+def _half(args: tuple, kwargs: dict) -> torch.dtype | None:
+    """What half is for the first tensor where casts are on for it; None where they are not."""
     tensor = next(_tensors((args, kwargs)), None)
     device = None if tensor is None else tensor.device.type
-    return device if device in ("cpu", "cuda") and torch.is_autocast_enabled(device) else None
+    if device not in ("cpu", "cuda"):
+        return None
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    handle = _amp_state.handle
+    return half_type(device) if handle is not None and handle.everywhere and handle.is_active() else None
 
 
 def half_function(fn: Function) -> Function:
@@ -51,10 +58,9 @@ def half_function(fn: Function) -> Function:
 
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        device = _autocast_device(args, kwargs)
-        if device is None:
+        dtype = _half(args, kwargs)
+        if dtype is None:
             return fn(*args, **kwargs)
-        dtype = torch.get_autocast_dtype(device)
         return fn(*cast_floating(args, dtype), **cast_floating(kwargs, dtype))
 
     return wrapper
@@ -65,7 +71,7 @@ def float_function(fn: Function) -> Function:
 
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if _autocast_device(args, kwargs) is None:
+        if _half(args, kwargs) is None:
             return fn(*args, **kwargs)
         with disable_casts():
             return fn(*cast_floating(args, torch.float32), **cast_floating(kwargs, torch.float32))
@@ -78,13 +84,26 @@ def promote_function(fn: Function) -> Function:
 
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if _autocast_device(args, kwargs) is None:
+        if _half(args, kwargs) is None:
             return fn(*args, **kwargs)
         dtypes = [t.dtype for t in _tensors((args, kwargs)) if t.is_floating_point()]
         if not dtypes:
             return fn(*args, **kwargs)
         widest = functools.reduce(torch.promote_types, dtypes)
         return fn(*cast_floating(args, widest), **cast_floating(kwargs, widest))
+
+    return wrapper
+
+
+def uncast_function(fn: Function) -> Function:
+    """Takes its arguments as they are, and casts nothing inside."""
+
+    @functools.wraps(fn)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if _half(args, kwargs) is None:
+            return fn(*args, **kwargs)
+        with disable_casts():
+            return fn(*args, **kwargs)
 
     return wrapper
 

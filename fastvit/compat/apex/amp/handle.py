@@ -1,9 +1,10 @@
-"""`scale_loss`, around each backward, and `disable_casts`."""
+"""Around each backward: `scale_loss`; switching casts off: `disable_casts`; and the handle of `amp.init`."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +13,9 @@ from torch.optim import Optimizer
 from .._notices import warn_once
 from ._amp_state import _amp_state
 from .optimizer import AmpOptimizer, of
+from .scaler import LossScaler
 
-__all__ = ["disable_casts", "scale_loss"]
+__all__ = ["AmpHandle", "NoOpHandle", "disable_casts", "scale_loss"]
 
 
 @contextlib.contextmanager
@@ -59,6 +61,15 @@ def scale_loss(
     if not scaler.dynamic and scaler.loss_scale() == 1.0 and not any(a.pairs for a in attached):
         yield loss.float()
         return
+    with scaled(loss, attached, scaler, f"loss scaler {loss_id}", delay_unscale) as value:
+        yield value
+
+
+@contextlib.contextmanager
+def scaled(
+    loss: Tensor, attached: list[AmpOptimizer], scaler: LossScaler, name: str, delay_unscale: bool = False
+) -> Iterator[Tensor]:
+    """`scale_loss` with the scaler itself; `name` is what it is called when a step is skipped."""
     scale = scaler.loss_scale()
     for optimizer in attached:
         optimizer.before_backward(scale)
@@ -81,8 +92,7 @@ def scale_loss(
     if scaler.update_scale(overflow):
         for optimizer in due:
             optimizer.skip(
-                f"Gradient overflow. Skipping step, loss scaler {loss_id} reducing loss scale to "
-                f"{scaler.loss_scale()}"
+                f"Gradient overflow. Skipping step, {name} reducing loss scale to {scaler.loss_scale()}"
             )
 
 
@@ -97,8 +107,104 @@ def _attached(optimizer: Optimizer) -> AmpOptimizer:
 
 @contextlib.contextmanager
 def disable_casts() -> Iterator[None]:
-    """No casts inside: torch.autocast is off, on the CPU and on CUDA."""
+    """No casts inside: torch.autocast is off, on the CPU and on CUDA, and so is what `amp.init` did."""
+    handle = _amp_state.handle
     with torch.autocast("cpu", enabled=False), contextlib.ExitStack() as stack:
         if torch.cuda.is_available():
             stack.enter_context(torch.autocast("cuda", enabled=False))
+        if handle is not None and handle.everywhere:
+            stack.enter_context(handle._disable_casts())
         yield
+
+
+class AmpHandle:
+    """What `amp.init` returns, and what O1 keeps in `_amp_state.handle`.
+
+    Nothing is cast while `_is_active` is False. `_deactivate()` gives torch its own functions back and ends
+    the casts for good.
+
+    Args:
+        everywhere: torch's functions themselves cast; False is O1, which casts inside a model's forward.
+    """
+
+    def __init__(
+        self,
+        loss_scale: float | str = "dynamic",
+        enable_caching: bool = True,
+        verbose: bool = False,
+        everywhere: bool = False,
+    ) -> None:
+        self.has_cache = enable_caching
+        self.cache: dict[Tensor, tuple[int, Tensor]] = {}
+        self.verbose = verbose
+        self.everywhere = everywhere
+        self._scaler: LossScaler | None = LossScaler(loss_scale)
+        self._is_active = True
+        self._replaced: list[Callable[[], None]] = []
+
+    def is_active(self) -> bool:
+        return self._is_active
+
+    @contextlib.contextmanager
+    def _disable_casts(self) -> Iterator[None]:
+        was, self._is_active = self._is_active, False
+        try:
+            yield
+        finally:
+            self._is_active = was
+
+    def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> Any:
+        """An `OptimWrapper` with a loss scale for each of `num_loss` losses in one iteration."""
+        from .opt import OptimWrapper
+
+        self._scaler = None
+        return OptimWrapper(optimizer, self, num_loss)
+
+    @contextlib.contextmanager
+    def scale_loss(self, loss: Tensor, optimizer: Optimizer) -> Iterator[Tensor]:
+        """As `amp.scale_loss`, for any optimizer.
+
+        Raises:
+            RuntimeError: after `wrap_optimizer`, whose result has scales of its own.
+        """
+        if not self._is_active:
+            yield loss
+            return
+        if self._scaler is None:
+            raise RuntimeError(
+                "amp: after handle.wrap_optimizer use the wrapper's scale_loss(loss), not the handle's"
+            )
+        attached = of(optimizer) or AmpOptimizer(optimizer, False, {})
+        with scaled(loss, [attached], self._scaler, "loss scaler 0") as value:
+            yield value
+        self._clear_cache()
+
+    def _clear_cache(self) -> None:
+        self.cache.clear()
+
+    def remove_cache(self, param: Tensor) -> None:
+        self.cache.pop(param, None)
+
+    def _save_func(self, mod: Any, fn: str, func: Any) -> None:
+        """Has `_deactivate` put `func` back, or take the name away where `mod` only inherits it."""
+        if isinstance(mod, dict):
+            self._replaced.append(lambda: mod.__setitem__(fn, func))
+        elif fn in vars(mod):
+            self._replaced.append(lambda: setattr(mod, fn, func))
+        else:
+            self._replaced.append(lambda: delattr(mod, fn))
+
+    def _deactivate(self) -> None:
+        for put_back in reversed(self._replaced):
+            put_back()
+        self._replaced.clear()
+        self._clear_cache()
+        self._is_active = False
+
+
+class NoOpHandle(AmpHandle):
+    """The handle of `amp.init(enabled=False)`: nothing is cast, no loss is scaled."""
+
+    def __init__(self) -> None:
+        super().__init__(enable_caching=False)
+        self._is_active = False

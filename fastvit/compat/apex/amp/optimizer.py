@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..optimizers._fused import FusedOptimizer
+from .._fused import FusedOptimizer
 from ..parallel.LARC import LARC
-from ._amp_state import _amp_state, say
+from ._amp_state import _amp_state, maybe_print
 from .forward import ddp_groups, find_ddp, without_sync
 from .scaler import LossScaler, unscale_
 from .weights import HALF_TYPES, masters
@@ -232,7 +232,7 @@ class AmpOptimizer:
         # withheld gradients, but then there are others.
         withheld = bool(self._withheld) and all(p.grad is None for p, _ in self._withheld)
         if self._skip is not None and not withheld:
-            say(self._skip)
+            maybe_print(self._skip, rank0=True)
             # An optimizer leaves parameters without a gradient alone, its own state with them.
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             self._withheld = [(p, p.grad) for p in parameters if p.grad is not None]

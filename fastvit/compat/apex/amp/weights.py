@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["HALF_TYPES", "cast_weights", "is_batchnorm", "masters", "restore_weights"]
+__all__ = ["HALF_TYPES", "cast_weights", "is_batchnorm", "masters", "note_half", "restore_weights"]
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
 
@@ -62,16 +62,29 @@ def cast_weights(
 @torch.no_grad()
 def restore_weights(model: nn.Module) -> None:
     """Undoes `cast_weights`: half parameters and buffers become float32, from their masters where they have
-    one."""
-    for module in model.modules():
-        for parameter in module._parameters.values():
+    one. Those that `note_half` knows stay."""
+    half_before = model.__dict__.pop("_amp_half_before", ())
+    for path, module in model.named_modules(prefix="."):
+        for name, parameter in module._parameters.items():
+            if f"{path}.{name}" in half_before:
+                continue
             if parameter is not None and parameter.dtype in HALF_TYPES:
                 master = masters.get(parameter)
                 parameter.grad = None
                 parameter.data = parameter.data.float() if master is None else master.detach().clone()
         for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.dtype in HALF_TYPES:
+            if f"{path}.{name}" not in half_before and buffer is not None and buffer.dtype in HALF_TYPES:
                 module._buffers[name] = buffer.float()
+
+
+def note_half(model: nn.Module) -> None:
+    """Notes which parameters and buffers are half before `cast_weights`."""
+    model._amp_half_before = {
+        f"{path}.{name}"
+        for path, module in model.named_modules(prefix=".")
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]
+        if tensor is not None and tensor.dtype in HALF_TYPES
+    }
 
 
 def _save_in_float32(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:

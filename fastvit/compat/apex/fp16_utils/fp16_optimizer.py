@@ -74,11 +74,14 @@ class FP16_Optimizer:
         self.optimizer.zero_grad(set_to_none)
 
     def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
-        """Backward of the loss times its scale; then `update_master_grads`, unless told not to."""
+        """Backward of the loss times its scale; then `update_master_grads`, unless told not to.
+
+        Under DDP's `no_sync` gradients wait for the backward that reduces them.
+        """
         self._amp.before_backward(self.loss_scale)
         self.loss_scaler.backward(loss.float(), retain_graph=retain_graph)
         self._amp.hold(self.loss_scale)
-        if update_master_grads:
+        if update_master_grads and not self._amp.must_hold():
             self.update_master_grads()
 
     def update_master_grads(self) -> None:

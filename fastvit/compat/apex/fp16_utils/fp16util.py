@@ -11,6 +11,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from ..amp.forward import cast_floating, half_type
 from ..amp.weights import is_batchnorm
+from .loss_scaler import to_python_float
 
 __all__ = [
     "BN_convert_float",
@@ -22,6 +23,7 @@ __all__ = [
     "model_grads_to_master_grads",
     "network_to_half",
     "prep_param_lists",
+    "to_python_float",
     "tofp16",
 ]
 

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .._notices import warn_once
+from ..amp._amp_state import _amp_state
+from ..amp.forward import cast_floating
 
 __all__ = [
     "FusedLayerNorm",
+    "FusedLayerNormAffineFunction",
+    "FusedLayerNormAffineMixedDtypesFunction",
+    "FusedLayerNormFunction",
     "FusedRMSNorm",
+    "FusedRMSNormAffineFunction",
+    "FusedRMSNormAffineMixedDtypesFunction",
+    "FusedRMSNormFunction",
     "MixedFusedLayerNorm",
     "MixedFusedRMSNorm",
     "fused_layer_norm",
     "fused_layer_norm_affine",
     "fused_rms_norm",
     "fused_rms_norm_affine",
+    "manual_rms_norm",
     "mixed_dtype_fused_layer_norm_affine",
     "mixed_dtype_fused_rms_norm_affine",
 ]
@@ -35,18 +45,37 @@ def _explain(memory_efficient: bool) -> None:
         warn_once("fused norms: memory_efficient has no effect; torch saves the input, not the output")
 
 
+def _in_one_dtype(norm: Callable[..., Tensor], mixed: bool, x: Tensor, *parameters: Tensor | None) -> Tensor:
+    """`norm(x, *parameters)` in the widest dtype of all, returned in that of x, or if `mixed` of the weight.
+
+    Under autocast, which itself would return float32, all but float64 are in its dtype, as with apex. Under
+    O1 they are not, as with apex.
+    """
+    device, handle = x.device.type, _amp_state.handle
+    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    if autocast and x.dtype != torch.float64 and (handle is None or handle.everywhere):
+        x, *parameters = cast_floating((x, *parameters), torch.get_autocast_dtype(device))
+    weight = next(iter(parameters), None)
+    wide = x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)
+    with torch.autocast(device, enabled=False) if autocast else contextlib.nullcontext():
+        y = norm(*cast_floating((x, *parameters), wide))
+    return y.to(weight.dtype if mixed else x.dtype)
+
+
 def _layer_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: Shape, eps: float, dtype: torch.dtype
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: Shape, eps: float, mixed: bool = False
 ) -> Tensor:
-    wide = torch.promote_types(x.dtype, x.dtype if weight is None else weight.dtype)
-    weight, bias = (None if t is None else t.to(wide) for t in (weight, bias))
-    return F.layer_norm(x.to(wide), _dimensions(shape), weight, bias, eps).to(dtype)
+    def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        return F.layer_norm(x, _dimensions(shape), weight, bias, eps)
+
+    return _in_one_dtype(norm, mixed, x, weight, bias)
 
 
-def _rms_norm(x: Tensor, weight: Tensor | None, shape: Shape, eps: float, dtype: torch.dtype) -> Tensor:
-    wide = torch.promote_types(x.dtype, x.dtype if weight is None else weight.dtype)
-    weight = None if weight is None else weight.to(wide)
-    return F.rms_norm(x.to(wide), _dimensions(shape), weight, eps).to(dtype)
+def _rms_norm(x: Tensor, weight: Tensor | None, shape: Shape, eps: float, mixed: bool = False) -> Tensor:
+    def norm(x: Tensor, weight: Tensor | None) -> Tensor:
+        return F.rms_norm(x, _dimensions(shape), weight, eps)
+
+    return _in_one_dtype(norm, mixed, x, weight)
 
 
 def fused_layer_norm(
@@ -54,7 +83,7 @@ def fused_layer_norm(
 ) -> Tensor:
     """Normalises the last dimensions, which have `normalized_shape`; dtype of the input."""
     _explain(memory_efficient)
-    return _layer_norm(input, None, None, normalized_shape, eps, input.dtype)
+    return _layer_norm(input, None, None, normalized_shape, eps)
 
 
 def fused_layer_norm_affine(
@@ -67,7 +96,7 @@ def fused_layer_norm_affine(
 ) -> Tensor:
     """`fused_layer_norm` times weight plus bias, both `normalized_shape`; dtype of the input."""
     _explain(memory_efficient)
-    return _layer_norm(input, weight, bias, normalized_shape, eps, input.dtype)
+    return _layer_norm(input, weight, bias, normalized_shape, eps)
 
 
 def mixed_dtype_fused_layer_norm_affine(
@@ -80,7 +109,7 @@ def mixed_dtype_fused_layer_norm_affine(
 ) -> Tensor:
     """`fused_layer_norm_affine` with the dtype of the weight."""
     _explain(memory_efficient)
-    return _layer_norm(input, weight, bias, normalized_shape, eps, weight.dtype)
+    return _layer_norm(input, weight, bias, normalized_shape, eps, mixed=True)
 
 
 def fused_rms_norm(
@@ -88,7 +117,7 @@ def fused_rms_norm(
 ) -> Tensor:
     """Divides by the root mean square over the last dimensions; dtype of the input."""
     _explain(memory_efficient)
-    return _rms_norm(input, None, normalized_shape, eps, input.dtype)
+    return _rms_norm(input, None, normalized_shape, eps)
 
 
 def fused_rms_norm_affine(
@@ -100,7 +129,7 @@ def fused_rms_norm_affine(
 ) -> Tensor:
     """`fused_rms_norm` times weight; dtype of the input."""
     _explain(memory_efficient)
-    return _rms_norm(input, weight, normalized_shape, eps, input.dtype)
+    return _rms_norm(input, weight, normalized_shape, eps)
 
 
 def mixed_dtype_fused_rms_norm_affine(
@@ -112,7 +141,56 @@ def mixed_dtype_fused_rms_norm_affine(
 ) -> Tensor:
     """`fused_rms_norm_affine` with the dtype of the weight."""
     _explain(memory_efficient)
-    return _rms_norm(input, weight, normalized_shape, eps, weight.dtype)
+    return _rms_norm(input, weight, normalized_shape, eps, mixed=True)
+
+
+def manual_rms_norm(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float
+) -> Tensor:
+    """`fused_rms_norm` in float32 at least, times weight, if there is one, in its dtype if that is half."""
+    dtype = torch.promote_types(input.dtype, torch.float32)
+    normalised = _rms_norm(input.to(dtype), None, normalized_shape, eps)
+    if weight is None:
+        return normalised
+    return weight * (
+        normalised.to(weight.dtype) if weight.dtype in (torch.float16, torch.bfloat16) else normalised
+    )
+
+
+class FusedLayerNormAffineFunction:
+    """`apply(input, weight, bias, shape, eps, memory_efficient=False)`: `fused_layer_norm_affine`."""
+
+    apply = staticmethod(fused_layer_norm_affine)
+
+
+class FusedLayerNormAffineMixedDtypesFunction(FusedLayerNormAffineFunction):
+    """The same with the dtype of the weight: `mixed_dtype_fused_layer_norm_affine`."""
+
+    apply = staticmethod(mixed_dtype_fused_layer_norm_affine)
+
+
+class FusedLayerNormFunction:
+    """`apply(input, shape, eps, memory_efficient=False)`: `fused_layer_norm`."""
+
+    apply = staticmethod(fused_layer_norm)
+
+
+class FusedRMSNormAffineFunction:
+    """`apply(input, weight, shape, eps, memory_efficient=False)`: `fused_rms_norm_affine`."""
+
+    apply = staticmethod(fused_rms_norm_affine)
+
+
+class FusedRMSNormAffineMixedDtypesFunction(FusedRMSNormAffineFunction):
+    """The same with the dtype of the weight: `mixed_dtype_fused_rms_norm_affine`."""
+
+    apply = staticmethod(mixed_dtype_fused_rms_norm_affine)
+
+
+class FusedRMSNormFunction:
+    """`apply(input, shape, eps, memory_efficient=False)`: `fused_rms_norm`."""
+
+    apply = staticmethod(fused_rms_norm)
 
 
 class FusedLayerNorm(nn.LayerNorm):
@@ -133,7 +211,7 @@ class FusedLayerNorm(nn.LayerNorm):
         super().__init__(normalized_shape, eps, elementwise_affine)
 
     def forward(self, input: Tensor) -> Tensor:
-        return _layer_norm(input, self.weight, self.bias, self.normalized_shape, self.eps, input.dtype)
+        return _layer_norm(input, self.weight, self.bias, self.normalized_shape, self.eps)
 
 
 class MixedFusedLayerNorm(FusedLayerNorm):
@@ -143,8 +221,7 @@ class MixedFusedLayerNorm(FusedLayerNorm):
         super().__init__(normalized_shape, eps, True, memory_efficient)
 
     def forward(self, input: Tensor) -> Tensor:
-        dtype = self.weight.dtype
-        return _layer_norm(input, self.weight, self.bias, self.normalized_shape, self.eps, dtype)
+        return _layer_norm(input, self.weight, self.bias, self.normalized_shape, self.eps, mixed=True)
 
 
 class FusedRMSNorm(nn.RMSNorm):
@@ -165,7 +242,7 @@ class FusedRMSNorm(nn.RMSNorm):
         super().__init__(normalized_shape, eps, elementwise_affine)
 
     def forward(self, input: Tensor) -> Tensor:
-        return _rms_norm(input, self.weight, self.normalized_shape, self.eps, input.dtype)
+        return _rms_norm(input, self.weight, self.normalized_shape, self.eps)
 
 
 class MixedFusedRMSNorm(FusedRMSNorm):
@@ -175,4 +252,4 @@ class MixedFusedRMSNorm(FusedRMSNorm):
         super().__init__(normalized_shape, eps, True, memory_efficient)
 
     def forward(self, input: Tensor) -> Tensor:
-        return _rms_norm(input, self.weight, self.normalized_shape, self.eps, self.weight.dtype)
+        return _rms_norm(input, self.weight, self.normalized_shape, self.eps, mixed=True)

@@ -1,9 +1,19 @@
 """apex.optimizers over torch's fused optimizers and multi-tensor operations, on the CPU and on CUDA."""
 
+from .fp16_optimizer import FP16_Optimizer
 from .fused_adagrad import FusedAdagrad
 from .fused_adam import FusedAdam
 from .fused_lamb import FusedLAMB
+from .fused_mixed_precision_lamb import FusedMixedPrecisionLamb
 from .fused_novograd import FusedNovoGrad
 from .fused_sgd import FusedSGD
 
-__all__ = ["FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedSGD"]
+__all__ = [
+    "FP16_Optimizer",
+    "FusedAdagrad",
+    "FusedAdam",
+    "FusedLAMB",
+    "FusedMixedPrecisionLamb",
+    "FusedNovoGrad",
+    "FusedSGD",
+]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim.adagrad import adagrad
 
-from ._fused import Batch, FusedOptimizer, steps_per_parameter
+from .._fused import Batch, FusedOptimizer, steps_per_parameter
 
 __all__ = ["FusedAdagrad"]
 

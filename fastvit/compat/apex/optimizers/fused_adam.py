@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
-from ._fused import Batch, FusedOptimizer, steps_per_parameter
+from .._fused import Batch, FusedOptimizer, norms, steps_per_parameter
 
 __all__ = ["FusedAdam"]
 
@@ -26,8 +26,10 @@ class FusedAdam(FusedOptimizer):
         adam_w_mode: decay the weights by `lr * weight_decay`; False adds `weight_decay * w` to the gradient.
         amsgrad: raises RuntimeError.
         set_grad_none: `zero_grad()` sets gradients to None.
-        capturable: the step can be captured in a CUDA graph.
+        capturable: the step can be captured in a CUDA graph; torch's GradScaler then steps half parameters
+            too, unscaled in float32.
         master_weights: keep float32 copies of half parameters; without amp, which keeps its own.
+        max_grad_norm: of apex before 2020: largest norm of the gradients of each group; 0 does not clip.
     """
 
     moments = ("exp_avg", "exp_avg_sq")
@@ -45,15 +47,19 @@ class FusedAdam(FusedOptimizer):
         set_grad_none: bool = True,
         capturable: bool = False,
         master_weights: bool = False,
+        *,
+        max_grad_norm: float = 0.0,
     ) -> None:
         self.adam_w_mode = adam_w_mode
         self.capturable = capturable
+        self._step_supports_amp_scaling = capturable
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
             "betas": betas,
             "eps": eps,
             "weight_decay": weight_decay,
+            "max_grad_norm": max_grad_norm,
         }
         super().__init__(params, defaults, set_grad_none, amsgrad, master_weights)
 
@@ -75,6 +81,10 @@ class FusedAdam(FusedOptimizer):
         super().load_state_dict(state_dict)
         steps_per_parameter(self)
 
+    def _overflowed(self) -> bool:
+        on_device = self.capturable and all(group["bias_correction"] for group in self.param_groups)
+        return not on_device and super()._overflowed()
+
     def _start(self, state: dict[str, Any], value: Tensor, group: dict[str, Any]) -> None:
         super()._start(state, value, group)
         # A fused kernel counts where the parameter is; a loaded count may lie elsewhere.
@@ -83,6 +93,10 @@ class FusedAdam(FusedOptimizer):
 
     def _update(self, group: dict[str, Any], batch: Batch) -> None:
         beta1, beta2 = group["betas"]
+        if group["max_grad_norm"] > 0:
+            size = torch.stack(norms(batch.gradients)).norm()
+            shrink = (size / group["max_grad_norm"]).clamp_min(1.0)
+            batch.gradients = list(torch._foreach_div(batch.gradients, shrink))
         moments = batch.state("exp_avg"), batch.state("exp_avg_sq")
         if group["bias_correction"]:
             adam(
@@ -90,6 +104,7 @@ class FusedAdam(FusedOptimizer):
                 foreach=False, fused=True, capturable=self.capturable, amsgrad=False, maximize=False,
                 decoupled_weight_decay=self.adam_w_mode, beta1=beta1, beta2=beta2, lr=group["lr"],
                 weight_decay=group["weight_decay"], eps=group["eps"],
+                found_inf=getattr(self, "found_inf", None),
             )  # fmt: skip
             return
         # torch has no Adam without the correction.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._fused import Batch, FusedOptimizer
+from .._fused import Batch, FusedOptimizer, norms
 
 __all__ = ["FusedLAMB"]
 
@@ -71,7 +71,8 @@ class FusedLAMB(FusedOptimizer):
         gradients = [p.grad.float() for g in self.param_groups for p in g["params"] if p.grad is not None]
         if not largest or not gradients:
             return None
-        return (torch.nn.utils.get_total_norm(gradients) / largest).clamp_min(1.0)
+        sizes = torch.stack([size.to(gradients[0].device) for size in norms(gradients)])
+        return (sizes.norm() / (largest * getattr(self, "grad_scale", 1.0))).clamp_min(1.0)
 
     def _update(self, group: dict[str, Any], batch: Batch) -> None:
         beta1, beta2 = group["betas"]
@@ -96,7 +97,7 @@ class FusedLAMB(FusedOptimizer):
         if decay and self.adam_w_mode:
             torch._foreach_add_(updates, values, alpha=decay)
         if decay or self.use_nvlamb:
-            sizes, lengths = (torch.stack(torch._foreach_norm(tensors)) for tensors in (values, updates))
+            sizes, lengths = (torch.stack(norms(tensors)) for tensors in (values, updates))
             ratios = torch.where((sizes != 0) & (lengths != 0), sizes / lengths, 1.0)
             torch._foreach_mul_(updates, ratios.unbind())
         torch._foreach_add_(values, updates, alpha=-lr)

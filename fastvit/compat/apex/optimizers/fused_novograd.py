@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._fused import Batch, FusedOptimizer
+from .._fused import Batch, FusedOptimizer, norms
 
 __all__ = ["FusedNovoGrad"]
 
@@ -70,11 +70,11 @@ class FusedNovoGrad(FusedOptimizer):
         super().load_state_dict(state_dict)
         for group in self.param_groups:
             # apex keeps the norms of a group together, half parameters before float32 ones.
-            for norms, half in zip(group.pop("exp_avg_sq", ()), (True, False), strict=False):
+            for saved, half in zip(group.pop("exp_avg_sq", ()), (True, False), strict=False):
                 chosen = [
                     p for p in group["params"] if (p.dtype != torch.float32) is half and p in self.state
                 ]
-                for parameter, norm in zip(chosen, norms, strict=True):
+                for parameter, norm in zip(chosen, saved, strict=True):
                     self.state[parameter]["exp_avg_sq"] = norm.clone().to(parameter.device)
 
     def _update(self, group: dict[str, Any], batch: Batch) -> None:
@@ -84,8 +84,8 @@ class FusedNovoGrad(FusedOptimizer):
         correction2 = (1.0 - beta2**step) ** 0.5 if group["bias_correction"] else 1.0
         share = 1.0 - beta1 if group["grad_averaging"] else 1.0
         values, gradients, means = batch.values, batch.gradients, batch.state("exp_avg")
-        norms = self._blend(group, batch, beta2)
-        divisors = (norms / correction2 + group["eps"]).unbind()
+        moments = self._blend(group, batch, beta2)
+        divisors = (moments / correction2 + group["eps"]).unbind()
         if self.reg_inside_moment:
             gradients = torch._foreach_div(gradients, divisors)
             if decay:
@@ -103,14 +103,14 @@ class FusedNovoGrad(FusedOptimizer):
     def _blend(group: dict[str, Any], batch: Batch, beta2: float) -> Tensor:
         """The norms of the gradients, averaged over the steps."""
         kind = group["norm_type"] or float("inf")
-        fresh = torch.stack(torch._foreach_norm(batch.gradients, kind))
+        fresh = torch.stack(norms(batch.gradients, kind))
         start = torch.zeros_like(fresh) if group["init_zero"] else fresh
         known = [state.get("exp_avg_sq", first) for state, first in zip(batch.states, start, strict=True)]
         before = torch.stack(known)
         if group["norm_type"] == 2:
-            norms = (beta2 * before.square() + (1.0 - beta2) * fresh.square()).sqrt()
+            blended = (beta2 * before.square() + (1.0 - beta2) * fresh.square()).sqrt()
         else:
-            norms = beta2 * before + (1.0 - beta2) * fresh
-        for state, norm in zip(batch.states, norms, strict=True):
+            blended = beta2 * before + (1.0 - beta2) * fresh
+        for state, norm in zip(batch.states, blended, strict=True):
             state["exp_avg_sq"] = norm.clone()
-        return norms
+        return blended

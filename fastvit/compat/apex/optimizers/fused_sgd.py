@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.optim.sgd import sgd
 
+from .._fused import Batch, FusedOptimizer
 from .._notices import warn_once
-from ._fused import Batch, FusedOptimizer
 
 __all__ = ["FusedSGD"]
 

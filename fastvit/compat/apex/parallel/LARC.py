@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from .._fused import norms
+
 __all__ = ["LARC"]
 
 
@@ -93,8 +95,8 @@ class LARC:
         if not parameters:
             return
         gradients = [p.grad for p in parameters]
-        sizes = torch.stack([n.float() for n in torch._foreach_norm(parameters)])
-        slopes = torch.stack([n.float() for n in torch._foreach_norm(gradients)])
+        sizes = torch.stack([n.float() for n in norms(parameters)])
+        slopes = torch.stack([n.float() for n in norms(gradients)])
         rates = self.trust_coefficient * sizes / (slopes + decay * sizes + self.eps)
         if self.clip:
             rates = (rates / group["lr"]).clamp_max(1.0)

@@ -2,14 +2,18 @@
 
 from fastvit.sync_batchnorm import SyncBatchNorm, convert_syncbn_model, create_syncbn_process_group
 
-from .distributed import DistributedDataParallel, Reducer
+from . import optimized_sync_batchnorm, sync_batchnorm
+from .distributed import DistributedDataParallel, ReduceOp, Reducer
 from .LARC import LARC
 
 __all__ = [
     "LARC",
     "DistributedDataParallel",
+    "ReduceOp",
     "Reducer",
     "SyncBatchNorm",
     "convert_syncbn_model",
     "create_syncbn_process_group",
+    "optimized_sync_batchnorm",
+    "sync_batchnorm",
 ]

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from .._notices import warn_once
 
-__all__ = ["DistributedDataParallel", "Reducer", "flat_dist_call"]
+__all__ = ["DistributedDataParallel", "ReduceOp", "Reducer", "flat_dist_call"]
+
+ReduceOp = dist.ReduceOp
 
 _ONE_BUCKET_MB = 1 << 20  # larger than any model
 

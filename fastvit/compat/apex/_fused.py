@@ -1,9 +1,9 @@
-"""What the five optimizers share: float32 arithmetic, one list of tensors per device, apex's checkpoints."""
+"""What the optimizers share: float32 arithmetic, one list of tensors per device, apex's checkpoints."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["Batch", "FusedOptimizer", "steps_per_parameter"]
+__all__ = ["Batch", "FusedOptimizer", "norms", "steps_per_parameter"]
 
 
 @dataclass
@@ -26,6 +26,16 @@ class Batch:
 
     def state(self, name: str) -> list[Tensor]:
         return [state[name] for state in self.states]
+
+
+def norms(tensors: Sequence[Tensor], ord: float = 2.0) -> tuple[Tensor, ...]:
+    """The norm of each of the tensors."""
+    # On the CPU torch adds up in float32 from end to end, and is 0.15 % off at 33 million elements: in parts.
+    parts = [
+        torch.stack(torch._foreach_norm(t.flatten().split(1 << 16), ord)) if t.device.type == "cpu" else t
+        for t in tensors
+    ]
+    return torch._foreach_norm(parts, ord)
 
 
 class FusedOptimizer(Optimizer):
@@ -67,6 +77,8 @@ class FusedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._overflowed():
+            return loss
         self._prepare()
         for group, batches in self._batches():
             for batch in batches:
@@ -75,6 +87,23 @@ class FusedOptimizer(Optimizer):
                     if value is not parameter:
                         parameter.copy_(value)
         return loss
+
+    def _overflowed(self) -> bool:
+        """Whether torch's GradScaler has found a gradient that is not finite; reads one number on the host.
+
+        It tells, and leaves the gradients scaled, where `_step_supports_amp_scaling` is True; half parameters
+        it steps in no other way.
+        """
+        found = getattr(self, "found_inf", None)
+        return found is not None and bool(found.item())
+
+    def _gradient(self, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
+        """The gradient in `dtype`, divided by GradScaler's scale, as is then the parameter's own."""
+        gradient, scale = parameter.grad.to(dtype), getattr(self, "grad_scale", None)
+        if scale is not None:
+            gradient.div_(scale.to(gradient.device))
+            parameter.grad.copy_(gradient)
+        return gradient
 
     def _prepare(self) -> None:
         """Looks at all groups before the first is stepped."""
@@ -111,7 +140,7 @@ class FusedOptimizer(Optimizer):
                 batch = by_device[parameter.device]
                 batch.parameters.append(parameter)
                 batch.values.append(value)
-                batch.gradients.append(parameter.grad.to(value.dtype))
+                batch.gradients.append(self._gradient(parameter, value.dtype))
                 batch.states.append(state)
             yield group, list(by_device.values())
 

@@ -1,0 +1,189 @@
+"""Functions that cast their arguments first, in place of a module's own, until their handle is deactivated.
+
+`mod` is a module, a class or a dict, `fn` a name in it, and `handle` what `amp.init` returns: its wrappers do
+nothing while it is not active. A name that `mod` lacks is passed over.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from . import utils
+from .forward import cast_floating
+
+__all__ = [
+    "cached_cast",
+    "disable_casts",
+    "err_if_any_half",
+    "err_if_arg0_half",
+    "make_cast_wrapper",
+    "make_promote_wrapper",
+    "new_rnn_cast",
+    "promote",
+    "promote_match_arg0",
+    "sequence_promote",
+]
+
+Function = Callable[..., Any]
+_HALF = ("HalfTensor", "BFloat16Tensor")
+
+
+def make_cast_wrapper(
+    orig_fn: Function, cast_fn: Function, handle: Any, try_caching: bool = False
+) -> Function:
+    """`orig_fn` with floating-point arguments cast by `cast_fn`; casts of Parameters are kept if asked."""
+
+    def cast(x: Any) -> Any:
+        keep = (
+            try_caching and handle.has_cache and utils.should_cache(x) and not torch.compiler.is_compiling()
+        )
+        return utils.cached_cast(cast_fn, x, handle.cache) if keep else cast_fn(x)
+
+    @functools.wraps(orig_fn)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if handle.is_active():
+            args = utils.casted_args(cast, args, kwargs)
+        return orig_fn(*args, **kwargs)
+
+    return wrapper
+
+
+def make_promote_wrapper(orig_fn: Function, cast_fn: Function, handle: Any) -> Function:
+    """`orig_fn` whose floating-point arguments are cast by `cast_fn` when some are half and some float32."""
+
+    @functools.wraps(orig_fn)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if handle.is_active() and _mixed(args, kwargs):
+            args = utils.casted_args(cast_fn, args, kwargs)
+        return orig_fn(*args, **kwargs)
+
+    return wrapper
+
+
+def _mixed(args: Any, kwargs: dict[str, Any]) -> bool:
+    types = utils.collect_fp_tensor_types(args, kwargs)
+    return "FloatTensor" in types and not types.isdisjoint(_HALF) and "DoubleTensor" not in types
+
+
+def _replace(mod: Any, fn: str, handle: Any, make: Callable[[Function], Function]) -> None:
+    if utils.has_func(mod, fn):
+        utils.set_func_save(handle, mod, fn, make(utils.get_func(mod, fn)))
+
+
+def cached_cast(
+    mod: Any, fn: str, cast_fn: Function, handle: Any, try_caching: bool = False, verbose: bool = False
+) -> None:
+    """Puts `make_cast_wrapper` around `mod.fn`."""
+    cast_fn = utils.verbosify(cast_fn, fn, verbose)
+    _replace(mod, fn, handle, lambda function: make_cast_wrapper(function, cast_fn, handle, try_caching))
+
+
+def promote(mod: Any, fn: str, handle: Any, verbose: bool = False) -> None:
+    """Has `mod.fn` take tensors of which some are half and some float32 as float32."""
+    cast_fn = utils.verbosify(utils.maybe_float, fn, verbose)
+    _replace(mod, fn, handle, lambda function: make_promote_wrapper(function, cast_fn, handle))
+
+
+def sequence_promote(mod: Any, fn: str, handle: Any, verbose: bool = False) -> None:
+    """The same for a function whose first argument is a sequence of tensors."""
+
+    def make(function: Function) -> Function:
+        @functools.wraps(function)
+        def wrapper(seq: Any, *args: Any, **kwargs: Any) -> Any:
+            if handle.is_active() and _mixed(seq := list(seq), {}):
+                seq = utils.casted_args(utils.verbosify(utils.maybe_float, fn, verbose), seq, {})
+            return function(seq, *args, **kwargs)
+
+        return wrapper
+
+    _replace(mod, fn, handle, make)
+
+
+def promote_match_arg0(mod: Any, fn: str, handle: Any, verbose: bool = False) -> None:
+    """Has a function that writes its first argument take the others in the dtype of that one."""
+
+    def make(function: Function) -> Function:
+        @functools.wraps(function)
+        def wrapper(arg0: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if handle.is_active() and utils.is_fp_tensor(arg0):
+                args = utils.casted_args(partial(utils.cast_to, lambda _: arg0.dtype), args, kwargs)
+            return function(arg0, *args, **kwargs)
+
+        return wrapper
+
+    _replace(mod, fn, handle, make)
+
+
+def _refuse(fn: str, message: str | None) -> NoReturn:
+    raise NotImplementedError(
+        message or f"amp: {fn} takes no half tensors, which it would write; cast them to float32"
+    )
+
+
+def err_if_any_half(mod: Any, fn: str, handle: Any, custom_err_msg: str | None = None) -> None:
+    """Has `mod.fn` raise NotImplementedError when an argument is half."""
+
+    def make(function: Function) -> Function:
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if handle.is_active() and utils.collect_fp_tensor_types(args, kwargs).intersection(_HALF):
+                _refuse(fn, custom_err_msg)
+            return function(*args, **kwargs)
+
+        return wrapper
+
+    _replace(mod, fn, handle, make)
+
+
+def err_if_arg0_half(mod: Any, fn: str, handle: Any, verbose: bool = False) -> None:
+    """Has `mod.fn` raise NotImplementedError when its first argument is half; the others become float32."""
+
+    def make(function: Function) -> Function:
+        @functools.wraps(function)
+        def wrapper(arg0: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if handle.is_active():
+                if utils.type_string(arg0) in _HALF:
+                    _refuse(fn, None)
+                args = utils.casted_args(utils.verbosify(utils.maybe_float, fn, verbose), args, kwargs)
+            return function(arg0, *args, **kwargs)
+
+        return wrapper
+
+    _replace(mod, fn, handle, make)
+
+
+def new_rnn_cast(fn: str, handle: Any, verbose: bool = False) -> None:
+    """Has torch.nn's "LSTM", "GRU", "RNN_TANH" or "RNN_RELU", or a cell ("LSTM_CELL"), run in half."""
+
+    def make(forward: Function) -> Function:
+        @functools.wraps(forward)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if handle.is_active():  # torch.nn takes no input whose dtype is not the weights'
+                args, kwargs = cast_floating(args, torch.float32), cast_floating(kwargs, torch.float32)
+            return forward(*args, **kwargs)
+
+        return wrapper
+
+    if not fn.endswith("_CELL"):
+        _replace(getattr(nn, fn.partition("_")[0]), "forward", handle, make)
+    cached_cast(torch._VF, fn.lower(), utils.maybe_half, handle, try_caching=True, verbose=verbose)
+
+
+def disable_casts(mod: Any, fn: str, handle: Any) -> None:
+    """Has nothing cast inside `mod.fn`."""
+
+    def make(function: Function) -> Function:
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            with handle._disable_casts():
+                return function(*args, **kwargs)
+
+        return wrapper
+
+    _replace(mod, fn, handle, make)

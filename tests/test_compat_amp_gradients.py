@@ -1,0 +1,157 @@
+"""fastvit.compat.apex.amp: gradients of a backward that fails, from before `initialize` and under static
+scales, what the state_dict of half weights holds, and models that come with half weights."""
+
+import copy
+
+import pytest
+import torch
+from amp_models import HALF, LEVELS, data, network, start, step, values
+from torch import nn
+from torch.nn import functional as F
+
+from fastvit.compat.apex import amp
+
+
+@pytest.fixture(autouse=True)
+def quiet_and_clean():
+    yield
+    amp._amp_state.allow_incoming_model_not_fp32 = False
+    amp.initialize([], enabled=False)
+
+
+def loss_of(model, seed=0):
+    images, labels = data(seed)
+    return F.cross_entropy(model(images), labels)
+
+
+def backward(model, optimizer, seed=0):
+    with amp.scale_loss(loss_of(model, seed), optimizer) as scaled:
+        scaled.backward()
+
+
+def gradients(optimizer):
+    return [p.grad for p in amp.master_params(optimizer)]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_first_backward_that_fails_leaves_no_gradients(level):
+    """They are scaled, so a step that the caller takes nevertheless would be 65536 times too long."""
+    model, optimizer = start(level, loss_scale="dynamic")
+    before = values(model)
+    with pytest.raises(MemoryError), amp.scale_loss(loss_of(model), optimizer) as scaled:
+        scaled.backward()
+        raise MemoryError
+    assert all(p.grad is None for p in [*model.parameters(), *amp.master_params(optimizer)])
+    optimizer.step()
+    assert torch.equal(values(model), before)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_gradients_from_before_initialize(level):
+    """Half weights start without a gradient to their masters; O3 has none, and adds as torch does."""
+    plain, model = network(), network()
+    loss_of(model, 7).backward()
+    model, optimizer = start(level, model=model, loss_scale=128.0)
+    other, its_optimizer = start(level, model=plain, loss_scale=128.0)
+    backward(model, optimizer), backward(other, its_optimizer)
+    cast = [p.dtype == HALF for p in model.parameters()]
+    assert True in cast
+    for half, mine, theirs in zip(cast, gradients(optimizer), gradients(its_optimizer), strict=True):
+        assert torch.equal(mine, theirs) == (half and level == "O2")
+
+
+def test_a_dynamic_scale_of_1_still_finds_overflows():
+    model, optimizer = start("O1", loss_scale="dynamic", max_loss_scale=1.0)
+    before = values(model)
+    step(model, optimizer, infinite=True)
+    assert torch.equal(values(model), before)
+
+
+@pytest.mark.parametrize("scale", [0.5, 1.0, 2.0, "2.0"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_static_scales(level, scale):
+    """A loss is multiplied by any scale but 1, and the gradients are those without it."""
+    other, its_optimizer = start(level, loss_scale=1.0)
+    backward(other, its_optimizer)
+    model, optimizer = start(level, loss_scale=scale)
+    loss = loss_of(model)
+    with amp.scale_loss(loss, optimizer) as scaled:
+        assert scaled.item() == loss.item() * float(scale)
+        scaled.backward()
+    for mine, theirs in zip(gradients(optimizer), gradients(its_optimizer), strict=True):
+        assert mine.dtype == theirs.dtype == (HALF if level == "O3" else torch.float32)
+        torch.testing.assert_close(mine, theirs, rtol=0 if level in ("O0", "O1") else 2e-2, atol=1e-6)
+
+
+class Unsaved(nn.Linear):
+    """As of a frozen part that checkpoints leave out."""
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        pass
+
+
+class Everything(nn.Module):
+    """Of each kind of parameter and buffer one."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.bare = nn.BatchNorm1d(3, affine=False, track_running_stats=False)
+        self.linear = nn.Linear(3, 3, bias=False)
+        self.unsaved = Unsaved(3, 3)
+        self.register_buffer("kept", torch.tensor([1.0, 1 / 3]))
+        self.register_buffer("dropped", torch.tensor([1 / 3]), persistent=False)
+        self.register_buffer("none", None)
+        self.register_buffer("index", torch.arange(3))
+        self.register_buffer("flag", torch.tensor(True))
+
+    def forward(self, x):
+        return self.linear(self.bare(self.norm(x))) * self.kept[0]
+
+
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_state_dict_of_half_weights(level, norm):
+    """The keys, shapes and dtypes of the float32 model, inside another module too."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(Everything(), nn.Linear(3, 2))
+    model = amp.initialize(
+        copy.deepcopy(plain), opt_level=level, keep_batchnorm_fp32=norm, master_weights=False, verbosity=0
+    )
+    assert model[0].dropped.dtype == model[0].kept.dtype == HALF
+    assert (model[0].norm.running_mean.dtype == HALF) is not norm
+    want, got = plain.state_dict(), model.state_dict()
+    assert list(got) == list(want) and not any("unsaved" in key for key in got)
+    for key in want:
+        assert (got[key].dtype, got[key].shape) == (want[key].dtype, want[key].shape), key
+        half = want[key].is_floating_point() and not (norm and ".norm." in key)
+        assert torch.equal(got[key], want[key].to(HALF).float() if half else want[key]), key
+
+
+# Models that come with half weights
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_half_weights_on_arrival(level):
+    """Refused by name, unless the script says that it knows; undone, they are half again."""
+
+    def mixed():
+        model = network()
+        model[2].half()
+        return model
+
+    with pytest.raises(RuntimeError, match="parameter 2.weight is torch.float16"):
+        start(level, model=mixed())
+    amp._amp_state.allow_incoming_model_not_fp32 = True
+    model, optimizer = start(level, model=mixed(), cast_model_type=False)
+    masters = list(amp.master_params(optimizer))
+    assert masters[3].dtype == (torch.float32 if level == "O2" else torch.float16)
+    assert model[2].weight.dtype == torch.float16 and model[0].weight.dtype == torch.float32
+    if level == "O2":
+        model[2].register_forward_pre_hook(lambda module, args: args[0].half())
+        model[2].register_forward_hook(lambda module, args, output: output.float())
+        before = masters[3].clone()
+        step(model, optimizer)
+        assert masters[3] is not model[2].weight and not torch.equal(masters[3], before)
+    amp.initialize(model, optimizer, enabled=False)
+    assert model[2].weight.dtype == torch.float16 and model[0].weight.dtype == torch.float32

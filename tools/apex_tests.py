@@ -1,0 +1,325 @@
+"""Runs apex's own tests against fastvit.compat on the CPU and prints what passes, as a table in markdown.
+
+    git clone --branch 25.05 https://github.com/NVIDIA/apex /tmp/apex
+    python tools/apex_tests.py /tmp/apex [--only run_amp] [--limit 900] [--out docs/apex-tests.md]
+
+Fetches nothing. The tests are read from the folder and run from a temporary copy in which `cuda` is turned
+into `cpu`; half precision is float16 for them, as on a GPU. What calls apex's compiled modules itself,
+`amp_C` and `syncbn`, finds torch's and fastvit's operations under those names, as far as it compares a layer
+or an optimizer with them. Exits with 1 if a test fails for which `REASONS` has no reason.
+test_fused_layer_norm.py needs the package expecttest, as torch.testing does, and onnx for two of its tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import types
+import unittest
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("L0/run_amp", "L0/run_fp16util", "L0/run_optimizers", "L0/run_fused_layer_norm")
+SYNCBN = "distributed/synced_batchnorm"
+
+SCRIPTS = {  # of SYNCBN: file -> ranks (0: without a launcher) and arguments
+    "python_single_gpu_unit_test.py": [(0, "")],
+    "single_gpu_unit_test.py": [(0, "")],
+    "test_batchnorm1d.py": [(0, "")],
+    "two_gpu_unit_test.py": [(2, ""), (2, "--fp16"), (2, "--fp64")],
+    "two_gpu_test_different_batch_size.py": [(2, "--apex")],
+    "test_groups.py": [(4, "--group_size=2")],
+}
+
+TO_CPU = (
+    (r"torch\.cuda\.(\w+Tensor)\b", r"torch.\1"),
+    (r"torch\.cuda\.manual_seed\([^()]*\)", "None"),
+    (r"torch\.cuda\.is_bf16_supported\(\)", "True"),
+    (r"torch\.cuda\b", "torch.cpu"),
+    (r"\.cuda\([^()]*\)", ".cpu()"),
+    (r"""(["'])cuda(:[^"']*)?\1""", '"cpu"'),
+    (r"assertTrue\((\w+)\.is_cuda\)", r"assertTrue(\1.is_cpu)"),
+    (r", device_ids=\[[^]]*\], output_device=[\w.]+", ""),
+    (r"""(["'])nccl\1""", '"gloo"'),
+)
+
+# What a test file finds of apex's compiled `amp_C`: FusedSGD's ask whether it is there, LAMB's own reference
+# calls a norm.
+AMP_C = {"test_fused_sgd.py": (), "test_lamb.py": ("multi_tensor_l2norm", "multi_tensor_lamb")}
+
+REASONS = (
+    (r"amp_C is unavailable$", "tests apex's compiled operations, `amp_C`, themselves: CUDA code"),
+    (r"more than 1 GPU required$", "needs two GPUs"),
+    (r"Insufficient \w+ memory|psutil", "needs 60 GB of GPU memory"),
+    (
+        r"test_fused_optimizer\.py TestFusedSGD\.test_half ",
+        "`torch.optim.SGD` rounds the momentum to half before it uses it, and is 0.0015 away after 4 steps "
+        "where the test allows 0.001; in float64 the weights are 0.0009 away from both",
+    ),
+)
+"""Why a test does not pass on the CPU: a pattern for "file test message", and the reason."""
+
+PAGE = """\
+# apex's own tests
+
+The tests of apex 25.05 for what `fastvit.compat` stands in for, run over it on the CPU with `cuda` turned
+into `cpu`. `python tools/apex_tests.py FOLDER --out docs/apex-tests.md` makes this page from a folder of
+apex's sources. A script counts once for each way that apex calls it.
+
+{table}
+"""
+
+
+def to_cpu(text: str) -> str:
+    for pattern, replacement in TO_CPU:
+        text = re.sub(pattern, replacement, text)
+    return text
+
+
+# In the process that runs one file
+
+
+def _amp_c(names: tuple[str, ...]) -> types.ModuleType:
+    import torch
+
+    def multi_tensor_l2norm(_chunk, _flag, lists, _per_tensor):
+        return (torch.nn.utils.get_total_norm([t.float() for t in lists[0]]).reshape(1),)
+
+    found = {"multi_tensor_l2norm": multi_tensor_l2norm, "multi_tensor_lamb": None}
+    module = types.ModuleType("amp_C")
+    module.__dict__.update({name: found[name] for name in names})
+    return module
+
+
+def _syncbn(older: bool) -> types.ModuleType:
+    """apex's names for the four steps of a synchronised BatchNorm, over fastvit's ops.
+
+    Those of 2019, the older ones, give and take means where those of 25.05 give and take sums.
+    """
+    import torch
+
+    from fastvit import ops
+
+    def saved(mean, invstd, count):
+        high, low = divmod(int(count), 2**24)
+        return torch.cat([mean, invstd, mean.new_tensor([high, low])])
+
+    def each(x):
+        return x.numel() // x.shape[1]
+
+    def welford_mean_var(x):
+        channels = x.shape[1]
+        moments = ops.bn_stats(x)
+        return moments[:channels], moments[channels : 2 * channels] / each(x)
+
+    def batchnorm_forward(x, mean, invstd, weight, bias):
+        return ops.bn_apply(x, saved(mean, invstd, each(x)), weight, bias)
+
+    def reduce_bn(dy, x, mean, invstd, weight):
+        sums = ops.bn_reduce(x, dy, None, saved(mean, invstd, each(x)), weight)
+        dbias, dweight = sums.chunk(2)
+        share = each(x) if older else 1
+        return dbias / share, dweight / invstd / share, dweight, dbias
+
+    def batchnorm_backward(dy, x, mean, invstd, weight, sum_dy, sum_dy_xmu, count=None):
+        sums = torch.cat([sum_dy, sum_dy_xmu * invstd]) * (each(x) if older else 1)
+        count = each(x) if older else count.sum()
+        return ops.bn_backward(x, dy, None, saved(mean, invstd, count), sums, weight)[0]
+
+    module = types.ModuleType("syncbn")
+    module.__dict__.update(
+        {f.__name__: f for f in (welford_mean_var, batchnorm_forward, reduce_bn, batchnorm_backward)}
+    )
+    return module
+
+
+def prepare(file: Path) -> None:
+    """apex and its compiled modules, as `file` is to find them."""
+    import torch
+
+    from fastvit import compat
+
+    compat.install("fastvit")
+    import apex
+    from apex.amp import forward
+
+    forward.CPU_HALF = torch.float16
+    if file.name in AMP_C:
+        sys.modules["amp_C"] = _amp_c(AMP_C[file.name])
+        apply = type("Apply", (), {"available": True, "__call__": lambda self, op, *args: op(0, *args)})()
+        apex.multi_tensor_apply.multi_tensor_applier = apply
+    if file.parent.name == Path(SYNCBN).name:
+        sys.modules["syncbn"] = _syncbn(older=file.name == "test_groups.py")
+
+
+class _Recorder(unittest.TestResult):
+    """Writes a line for each test when it starts and when it ends, so that a time limit loses none."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self._out = file.open("a")
+        self._ended: dict[str, tuple[str, str]] = {}
+
+    def _write(self, test: unittest.TestCase, outcome: str, message: str = "") -> None:
+        print(json.dumps([test.id().partition(".")[2], outcome, message]), file=self._out, flush=True)
+
+    def startTest(self, test):
+        super().startTest(test)
+        self._write(test, "time limit")
+
+    def addSuccess(self, test):
+        self._write(test, "passed")
+
+    def addSkip(self, test, reason):
+        self._write(test, "skipped", reason)
+
+    def addFailure(self, test, err):
+        self._write(test, "failed", self._exc_info_to_string(err, test))
+
+    addError = addFailure
+
+
+def run_tests(file: Path, record: Path) -> None:
+    """Runs the unit tests of one file in this process."""
+    sys.path.insert(0, str(file.parent))
+    prepare(file)
+    unittest.defaultTestLoader.loadTestsFromName(file.stem).run(_Recorder(record))
+
+
+def run_script(file: Path, arguments: list[str]) -> None:
+    """Runs one of the scripts of SYNCBN in this process."""
+    import runpy
+
+    prepare(file)
+    sys.argv = [str(file), *arguments]
+    local_rank = os.environ.get("LOCAL_RANK")
+    if local_rank is not None:
+        sys.argv.append(f"--local_rank={local_rank}")
+    runpy.run_path(str(file), run_name="__main__")
+
+
+# In the process that drives
+
+
+def call(command: list[str], limit: float) -> tuple[int | None, str]:
+    """Status (None: time limit) and output of a command, whose children end with it."""
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, start_new_session=True
+    )
+    try:
+        return None if (
+            output := process.communicate(timeout=limit)[0]
+        ) is None else process.returncode, output
+    except subprocess.TimeoutExpired:
+        return None, "time limit"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(10)
+
+
+def tests_of(file: Path, limit: float) -> list[tuple[str, str, str]]:
+    """(test, outcome, message) of the unit tests in a file."""
+    record = file.with_suffix(".jsonl")
+    record.touch()
+    status, output = call([sys.executable, __file__, "--tests", str(file), str(record)], limit)
+    ended = {name: (name, outcome, message) for name, outcome, message in map(json.loads, record.open())}
+    if status:
+        ended["(the file)"] = ("(the file)", "failed", output)
+    return list(ended.values())
+
+
+def scripts_of(file: Path, limit: float) -> list[tuple[str, str, str]]:
+    """The same of a script, which fails with the first comparison that comes out False.
+
+    The two after its step are left out, as the scripts do not count them: they take gradients of some
+    hundreds from weights of about 1, and what they see is the rounding of the gradients.
+    """
+    rows = []
+    for ranks, arguments in SCRIPTS[file.name]:
+        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
+        status, output = call(
+            [sys.executable, *launch, __file__, "--script", str(file), *arguments.split()], limit
+        )
+        bad = status != 0 or re.search(r"(?m)^(?!comparing bn vs sbn).* False$|failed\*", output)
+        rows.append(
+            (
+                f"{ranks} ranks {arguments}".strip() if ranks else "1 process",
+                "failed" if bad else "passed",
+                output,
+            )
+        )
+    return rows
+
+
+def reason(file: str, test: str, message: str) -> str | None:
+    text = f"{file} {test} {message}"
+    return next((why for pattern, why in REASONS if re.search(pattern, text, re.S)), None)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, help="apex's sources, 25.05")
+    parser.add_argument("--only", default="", help="part of the paths to run")
+    parser.add_argument("--limit", type=float, default=900, help="seconds for one file")
+    parser.add_argument("--out", type=Path, help="write the table there too")
+    args = parser.parse_args()
+    tests = args.folder / "tests"
+    if not (tests / FOLDERS[0]).is_dir():
+        parser.error(f"{args.folder} has no tests/{FOLDERS[0]}")
+    lines = ["| file | passed | of | not passed, and why |", "|---|---|---|---|"]
+    unexplained = total = all_passed = 0
+    with tempfile.TemporaryDirectory() as temporary:
+        copy = Path(temporary) / "tests"
+        shutil.copytree(tests, copy)
+        for source in copy.rglob("*.py"):
+            source.write_text(to_cpu(source.read_text()))
+        files = [f for folder in FOLDERS for f in sorted((copy / folder).glob("test_*.py"))]
+        files += [copy / SYNCBN / name for name in SCRIPTS]
+        for file in files:
+            name = str(file.relative_to(copy))
+            if args.only not in name:
+                continue
+            rows = scripts_of(file, args.limit) if file.name in SCRIPTS else tests_of(file, args.limit)
+            why: Counter[str] = Counter()
+            for test, outcome, message in rows:
+                if outcome == "passed":
+                    continue
+                known = reason(file.name, test, message)
+                if known is None and outcome == "skipped":
+                    known = f"apex skips it: {message}"
+                if known is None:
+                    unexplained += 1
+                    print(f"{name} {test}: {outcome}\n{message}", file=sys.stderr)
+                why[known or f"**{outcome}: {test}**"] += 1  # bold is what has no reason
+            passed = sum(outcome == "passed" for _, outcome, _ in rows)
+            total, all_passed = total + len(rows), all_passed + passed
+            reasons = "; ".join(f"{count} × {text}" for text, count in sorted(why.items()))
+            lines.append(f"| {name} | {passed} | {len(rows)} | {reasons} |")
+            print(lines[-1], flush=True)
+    lines.append(f"| all | {all_passed} | {total} | |")
+    print(lines[-1])
+    if args.out:
+        args.out.write_text(PAGE.format(table="\n".join(lines)))
+    return 1 if unexplained else 0
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--tests"]:
+        run_tests(Path(sys.argv[2]), Path(sys.argv[3]))
+    elif sys.argv[1:2] == ["--script"]:
+        run_script(Path(sys.argv[2]), sys.argv[3:])
+    else:
+        sys.exit(main())
