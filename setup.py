@@ -69,12 +69,15 @@ def ninja_file(cxx: str, cuda: Path | None) -> str:
     ]
     lines += [f"{name} = {flags}" for name, flags in {"csrc": ROOT / "csrc", **CAPABILITIES}.items()]
     objects = []
-    for source in ["ops", *(f"cpu/{path.stem}" for path in sorted((ROOT / "csrc/cpu").glob("*.cpp")))]:
-        for name in ["baseline"] if source in ("ops", "cpu/backend", "cpu/peer") else CAPABILITIES:
+    for path in sorted((ROOT / "csrc").rglob("*.cpp")):
+        source = str(path.relative_to(ROOT / "csrc").with_suffix(""))
+        once = not source.startswith("cpu/") or source == "cpu/backend"
+        for name in ["baseline"] if once else CAPABILITIES:
             objects.append(f"{source}.{name}.o")
             lines.append(f"build {objects[-1]}: cxx $csrc/{source}.cpp")
             lines.append(f" flags = ${name} -DFASTVIT_CAPABILITY={name}")
-    kernels = [f"cuda/{path.stem}" for path in sorted((ROOT / "csrc/cuda").glob("*.cu")) if cuda]
+    kernels = [str(p.relative_to(ROOT / "csrc").with_suffix("")) for p in sorted((ROOT / "csrc").rglob("*.cu"))]
+    kernels = kernels if cuda else []
     lines += [f"build {source}.o: nvcc $csrc/{source}.cu" for source in kernels]
     lines.append(f"build _C.so: link {' '.join(objects)}")
     lines.append(f"build _cuda.so: link {' '.join(f'{source}.o' for source in kernels)}")

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import fastvit
 
-from . import _library, statistics
+from . import _library, sync
 
 FATBIN_MAGIC = bytes.fromhex("50ed55ba")
 
@@ -55,7 +55,7 @@ def facts() -> dict[str, str]:
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "GPUs": gpu,
         "process groups": ", ".join(backends) or "none",
-        "statistics": "; ".join([statistics.possible(), *statistics.taken()]),
+        "statistics": "; ".join([sync.possible(), *sync.taken()]),
     }
 
 

@@ -3,7 +3,11 @@
 Ranks are threads or take turns: what happens when can then be said.
 """
 
-import threading
+import os
+import re
+import struct
+import subprocess
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,9 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fastvit.statistics.agreement import Agreement, Watch
-from fastvit.statistics.exchange import Tag
-from fastvit.statistics.shared_memory import SharedMemory
+from fastvit.sync import agreement, cpu_peer
+from fastvit.sync.agreement import Agreement, Watch
+from fastvit.sync.cpu_peer import SharedMemory
+from fastvit.sync.peer import arena_bytes
+from fastvit.sync.protocol import Arena, Tag
 
 ops = torch.ops.fastvit
 CAPACITY = 9
@@ -28,17 +34,17 @@ def agreements(world, timeout=20.0):
     return made
 
 
-def interrupted_ask(agreement, question, answer, meanwhile=lambda: None):
+def interrupted_ask(one, question, answer, meanwhile=lambda: None):
     """Ctrl-C while the agreement waits, after `meanwhile`."""
 
     def wait(key, **options):
         meanwhile()
         raise KeyboardInterrupt
 
-    agreement._await = wait
+    one._await = wait
     with pytest.raises(KeyboardInterrupt):
-        agreement.ask(question, answer)
-    del agreement._await
+        one.ask(question, answer)
+    del one._await
 
 
 def test_a_rank_that_leaves_is_not_waited_for():
@@ -66,42 +72,127 @@ def test_a_rank_that_leaves_when_all_had_come_catches_up():
 
 @pytest.fixture
 def pair():
-    segment = torch.zeros(ops.peer_segment_bytes(2, CAPACITY), dtype=torch.uint8)
+    arenas = [torch.zeros(arena_bytes(2, CAPACITY), dtype=torch.uint8) for _ in range(2)]
     describe = lambda tag, direction: f"{direction} of layer {tag.layer}, step {tag.step}"  # noqa: E731
-    return [SharedMemory(segment, CAPACITY, agreement, describe) for agreement in agreements(2, 10.0)]
+    return [SharedMemory(arenas, CAPACITY, one, describe) for one in agreements(2, 10.0)]
 
 
 def test_a_rank_that_sends_and_ends_has_sent(pair):
     """Its message comes after this rank has looked for it, and before it looks whether the rank is alive."""
-    numbers = torch.arange(6.0)
+    numbers = torch.arange(6.0)[None]
+    pool = ThreadPoolExecutor(1)
 
     def has_ended(rank):
-        pair[1].start_sum(numbers, Tag(0, 1))
+        pool.submit(pair[1].share, numbers, Tag(0, 1)).result(10)
         pair[0]._watch.has_ended = lambda rank: True
         return True
 
     pair[0]._watch.has_ended = has_ended
-    assert torch.equal(pair[0].start_sum(numbers, Tag(0, 1)).wait(), 2 * numbers)
+    assert torch.equal(pair[0].share(numbers, Tag(0, 1)), torch.cat([numbers, 2 * numbers]))
     with pytest.raises(RuntimeError, match="rank 0 in backward of layer 0, step 2: rank 1 has ended"):
-        pair[0].start_sum(numbers, Tag(0, 2)).wait()
+        pair[0].share(numbers, Tag(0, 2))
 
 
-def test_sums_that_nobody_awaited(pair):
-    """After an error between sending and awaiting, the rank says so, the peer is told, and both go on."""
-    numbers = torch.arange(6.0)
-    pair[0].start_sum(numbers, Tag(0, 1))
-    with pytest.raises(
-        RuntimeError, match="rank 0: an exchange was begun .* never ended: backward of layer 0"
-    ):
-        pair[0].next_step()
+def test_an_error_in_the_midst_of_an_exchange(pair, monkeypatch):
+    """The peer is told at once, and both go on when both have come back."""
+    numbers = torch.arange(6.0)[None]
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(pair[0]._watch, "has_ended", lambda rank: (_ for _ in ()).throw(KeyboardInterrupt()))
+        pair[0].share(numbers, Tag(0, 1))
     begin = time.monotonic()
     with pytest.raises(RuntimeError, match="rank 1 in backward of layer 0, step 1: rank 0 gave up"):
-        pair[1].start_sum(numbers, Tag(0, 1)).wait()
+        pair[1].share(numbers, Tag(0, 1))
     assert time.monotonic() - begin < 5
-    threads = [threading.Thread(target=member.next_step) for member in pair]  # they meet again
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
-    pending = [member.start_sum(numbers, Tag(0, 2)) for member in pair]
-    assert all(torch.equal(one.wait(), 2 * numbers) for one in pending)
+    with ThreadPoolExecutor(2) as pool:  # they meet again
+        assert [one.result(10) for one in [pool.submit(member.next_step) for member in pair]] == [1, 1]
+        both = [pool.submit(member.share, numbers, Tag(0, 2)) for member in pair]
+        assert all(torch.equal(one.result(10)[1:], 2 * numbers) for one in both)
+
+
+def test_how_often_a_waiting_rank_looks(monkeypatch):
+    """Soon at first, so that an answer costs little time, and then seldom, so that waiting costs little."""
+    (one,) = agreements(1)
+    pauses = []
+
+    def sleep(seconds):
+        pauses.append(seconds)
+        if len(pauses) == 12:
+            one._store.set("key", "")
+
+    monkeypatch.setattr(agreement.time, "sleep", sleep)
+    one._await("key", came=None, end=None)
+    assert pauses == [1e-4 * 2**n for n in range(8)] + [0.02] * 4
+
+
+EACH = arena_bytes(2, CAPACITY)
+SIZE = 2 * EACH
+
+
+def segment(process, size=SIZE):
+    """A file such as rank 0 makes, and what is told of it."""
+    file = tempfile.TemporaryFile(dir=cpu_peer.FOLDER, buffering=0)
+    os.posix_fallocate(file.fileno(), 0, size)
+    os.pwrite(file.fileno(), struct.pack("=q", process), Arena.process.offset)
+    return file, f"{os.getpid()} {file.fileno()}"
+
+
+def test_a_segment_is_taken_once():
+    file, told = segment(os.getpid())
+    with file:
+        mapped = cpu_peer._map(told, EACH, 1, 2)
+        assert mapped.numel() == SIZE and Arena.from_address(mapped[EACH:].data_ptr()).process == os.getpid()
+        with pytest.raises(ValueError, match="no new segment"):  # that of another group, say
+            cpu_peer._map(told, EACH, 1, 2)
+
+
+@pytest.mark.parametrize(
+    "forged", ["", "a name", "../x", "1/../2 3", "1 -1", "1 2 3", "1 2\n", "0 0", "\u0661 1", f"{2**70} 1"]
+)
+def test_what_is_no_name_of_a_segment_is_not_opened(monkeypatch, forged):
+    monkeypatch.setattr(os, "open", lambda *_, **__: pytest.fail("opened"))
+    with pytest.raises(ValueError, match="^" + re.escape(forged)):
+        cpu_peer._map(forged, EACH, 1, 2)
+
+
+def test_other_files_are_neither_opened_nor_written(monkeypatch, tmp_path):
+    """Whatever the store says: named, of another size, elsewhere, a pipe, or not made for this."""
+    named = tempfile.NamedTemporaryFile(dir=cpu_peer.FOLDER, buffering=0)
+    os.posix_fallocate(named.fileno(), 0, SIZE)
+    elsewhere = open(tmp_path / "file", "wb+")
+    os.posix_fallocate(elsewhere.fileno(), 0, SIZE)
+    os.unlink(elsewhere.name)
+    larger, _ = segment(os.getpid(), SIZE + 1)
+    foreign, told = segment(1)
+    ends = os.pipe()
+    opened = []
+    real = os.open
+    monkeypatch.setattr(
+        os, "open", lambda path, flags, *mode: opened.append(flags) or real(path, flags, *mode)
+    )
+    with named, elsewhere, larger:
+        for number in (named.fileno(), elsewhere.fileno(), larger.fileno(), *ends):
+            with pytest.raises(ValueError, match="is no segment of"):
+                cpu_peer._map(f"{os.getpid()} {number}", EACH, 1, 2)
+        assert set(opened) == {os.O_PATH} and os.path.exists(named.name)
+    for end in ends:
+        os.close(end)
+    with foreign, pytest.raises(ValueError, match="no new segment"):
+        cpu_peer._map(told, EACH, 1, 2)
+    with pytest.raises(OSError):
+        cpu_peer._map(told, EACH, 1, 2)  # closed
+
+
+def test_processes_that_have_ended():
+    """Before and after they were looked for; what is on another host is not known."""
+    store = dist.HashStore()
+    watch, away = Watch(store, 0), Watch(dist.PrefixStore("another host", store), 3)
+    children = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
+    for rank, child in enumerate(children, 1):
+        watch._store.set(str(watch._store.add("count", 1)), f"{rank} {child.pid}")
+    children[0].kill(), children[0].wait()
+    assert watch.ended() == [1] and not watch.has_ended(2)
+    children[1].kill()
+    os.waitid(os.P_PID, children[1].pid, os.WEXITED | os.WNOWAIT)  # a zombie
+    assert watch.ended() == [1, 2] and watch.text(2) == f"rank 2 has ended (process {children[1].pid})"
+    children[1].wait()
+    assert not watch.has_ended(3) and away.ended() == []

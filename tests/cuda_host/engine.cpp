@@ -151,6 +151,10 @@ void prepare(Grid& g) {
   g.race_base =
       race::grid_begin(int(g.order.size() * g.block.x * g.block.y * g.block.z), g.dev, (void*)g.stream);
 }
+size_t places_left(int dev) {
+  const auto taken = std::count_if(active.begin(), active.end(), [&](auto& b) { return b->g->dev == dev; });
+  return size_t(std::max<long>(0, config().resident - long(taken)));
+}
 void run_all() {
   using clock = std::chrono::steady_clock;
   rng.seed(config().seed);
@@ -176,10 +180,11 @@ void run_all() {
         else
           g = std::move(w.g), prepare(*g), rr = 0;
       }
-      size_t resident = !g              ? 0
-                        : g->coop       ? g->order.size()
-                        : config().seed ? 3
-                                        : 1;  // only cooperative grids are co-resident
+      size_t resident = !g                  ? 0
+                        : g->coop           ? g->order.size()
+                        : config().resident ? mine + places_left(key.first)
+                        : config().seed     ? 3
+                                            : 1;  // only cooperative grids are co-resident
       for (; mine < resident && g->next < g->order.size(); ++mine) start_block(g.get()), progress = n_steps;
     }
     if (active.empty()) break;
@@ -222,7 +227,7 @@ void run_all() {
       for (auto& [key, g] : running)
         if (g && g->next < g->order.size())
           s += "\n  " + g->name + ": " + std::to_string(g->order.size() - g->next) +
-               " block(s) not started (not a cooperative launch)";
+               " block(s) not started (not a cooperative launch, or no room)";
       throw std::runtime_error(s);
     }
   }
@@ -259,6 +264,20 @@ uint64_t launches() {
 
 uint64_t blocks() {
   return n_blocks;
+}
+uint64_t loads() {
+  return std::exchange(most_loads, 0);
+}
+void count_load() {
+  if (!cur || (cur->together && cur->counted)) return;
+  cur->counted = true;
+  most_loads = std::max(most_loads, ++cur->loads);
+}
+Together::Together() {
+  cur->together = true, cur->counted = false;
+}
+Together::~Together() {
+  cur->together = false;
 }
 uint64_t globaltimer() {
   ++n_clock_reads;
