@@ -113,9 +113,9 @@ class Agreement:
         """The ranks by what they answered; one key when they agree. Waits for all of them.
 
         Raises RuntimeError, naming the ranks that did not come, after the group's timeout, or as soon as one
-        on this host has ended; a rank that comes later raises too, and so do all when one leaves, after Ctrl-C
-        or an error. The first answer is the one others are compared with, so a question costs each rank a
-        handful of messages in a group of any size.
+        on this host has ended; a rank that comes later raises too. All do when one leaves, after Ctrl-C or an
+        error. The first answer is the one others are compared with, so a question costs each rank a handful
+        of messages in a group of any size.
         """
         self._asked += 1
         key = f"{self._asked}/"

@@ -27,7 +27,7 @@ class Collective(Way):
 
     A rank that dies, never calls or is in a backward when others are in a forward makes the others raise
     within the group's timeout. Gloo closes its connections then: that group cannot be used again. After tags
-    that differ it can.
+    that differ it can, where the ranks are in the same step.
     """
 
     name = "Collective"
@@ -68,7 +68,7 @@ class Collective(Way):
     def _fail(self) -> None:
         report = self._exchange.report
         report.fault = 0
-        if self._deferred:  # hosts have run on, and not equally far; else a rank that is ahead stays ahead
+        if self._deferred:  # the hosts have run on, not equally far; on a CPU who is ahead began anew alone
             self._step = max(self._step, report.epoch)
         raise self._exchange.mismatch(self._describe)
 

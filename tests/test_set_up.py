@@ -1,0 +1,113 @@
+"""How ranks come to have memory in common: what it needs of the system, and ranks that end on the way."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from test_faults import both_ways, error_of, layers, leaf, works
+
+import fastvit
+from fastvit import _library, statistics
+from fastvit.statistics import shared_memory
+
+ONE_STEP = """
+import os, sys, torch, torch.distributed as dist, fastvit
+rank = 0 if os.fork() else 1
+dist.init_process_group("gloo", f"file://{sys.argv[1]}", rank=rank, world_size=2)
+fastvit.SyncBatchNorm(4)(torch.randn(3, 4)).sum()
+os.write(1, (fastvit.statistics.taken()[0] + "\\n").encode())
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    "options,said",
+    [
+        ("ro", "Collective: no /dev/shm to write to"),
+        ("size=64k", "Collective: ranks 0, 1: [Errno 28]"),
+        ("size=1m", "SharedMemory, host"),
+    ],
+)
+def test_shared_memory_that_cannot_be_written_or_is_small(options, said, tmp_path):
+    command = f'mount -t tmpfs -o {options} tmpfs /dev/shm && exec "$@"'
+    mount = ["unshare", "--mount", "sh", "-c", command, "-"]
+    if not shutil.which("unshare") or subprocess.run([*mount, "true"], capture_output=True).returncode:
+        pytest.skip("this user may not mount another /dev/shm")
+    ran = subprocess.run(
+        [*mount, sys.executable, "-c", ONE_STEP, str(tmp_path / "store")],
+        capture_output=True, text=True, timeout=60, env=os.environ | {"FASTVIT_STATISTICS": "auto"},
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert [said in line for line in ran.stdout.splitlines()] == [True, True], ran.stdout
+
+
+def killed_while_agreeing(rank, world):
+    (layer, *_) = chosen = layers(2)
+    works([layer])
+    if rank == 1:
+        time.sleep(0.3)  # so that the others are waiting
+        os.kill(os.getpid(), signal.SIGKILL)
+    return error_of(lambda: chosen[1](leaf()), *chosen)
+
+
+@both_ways
+def test_killed_while_the_ranks_agree_on_a_layer(ranks, statistics):
+    first, none, third = ranks.run(
+        3, killed_while_agreeing, statistics=statistics, group_timeout=30, breaks=True
+    )
+    assert none is None
+    for message, seconds in (first, third):
+        assert "first call of layer 1 (sync_batch_norm, 6 channels): rank 1 has ended (process" in message
+        assert seconds < 5  # well before the timeout
+
+
+def killed_with_the_segment(rank, world, folder, when):
+    shared_memory.FOLDER = Path(folder)  # of this test alone, in memory
+    if (rank == 0) == (when == "made"):
+        kill = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+        if when == "made":
+            os.posix_fallocate = kill
+        else:
+            shared_memory._map = kill
+    return error_of(lambda: fastvit.SyncBatchNorm(6)(leaf()))
+
+
+@pytest.mark.parametrize("when", ["made", "told"])
+def test_killed_with_the_segment_leaves_nothing_behind(ranks, when):
+    with tempfile.TemporaryDirectory(dir=shared_memory.FOLDER) as folder:
+        results = ranks.run(2, killed_with_the_segment, folder, when, group_timeout=30, breaks=True)
+        assert not list(Path(folder).iterdir())
+    ranks.close()  # whoever lives has another folder
+    dead = 0 if when == "made" else 1
+    message, seconds = results[1 - dead]
+    assert results[dead] is None and f"rank {dead} has ended" in message and seconds < 5
+
+
+@pytest.mark.parametrize(
+    "wish,cuda,memory,said",
+    [
+        (None, True, True, "auto: CPU SharedMemory on one host, CUDA CudaIpc on one host with peer access, a "
+         "GPU per rank, otherwise Collective"),
+        ("auto", False, True, "auto: CPU SharedMemory on one host, CUDA Collective, otherwise Collective"),
+        ("auto", False, False, "auto: CPU Collective, CUDA Collective, otherwise Collective"),
+        ("collective", True, True, "collective: CPU Collective, CUDA Collective, otherwise Collective"),
+        ("peer", True, True, "peer: CPU SharedMemory on one host, CUDA CudaIpc on one host with peer access, "
+         "otherwise an error"),
+        ("symm_mem", True, True, "symm_mem: CPU SharedMemory on one host, CUDA SymmMem where torch maps it, "
+         "otherwise an error"),
+    ],
+)  # fmt: skip
+def test_what_a_group_would_take(monkeypatch, wish, cuda, memory, said):
+    monkeypatch.delenv("FASTVIT_STATISTICS", raising=False)
+    if wish:
+        monkeypatch.setenv("FASTVIT_STATISTICS", wish)
+    monkeypatch.setattr(_library, "HAS_CUDA", cuda)
+    monkeypatch.setattr(shared_memory, "host", lambda device: "host 1" if memory else "no /dev/shm")
+    assert statistics.possible() == f"FASTVIT_STATISTICS={said}"
