@@ -43,7 +43,7 @@ test: install test-cuda-host  ## The whole test suite
 	$(RUN) -m pytest -m "not slow" --ignore tests/cuda_host
 
 MODEL := FASTVIT_TEST_DEVICE=cuda_host $(RUN) -m pytest -q -m "not slow"
-OPS   := tests/test_ops.py tests/test_local_ops.py tests/test_messages.py tests/cuda_host/test_cuda_host_kernels.py tests/cuda_host/test_cuda_host_exchange.py
+OPS   := tests/test_ops.py tests/test_local_ops.py tests/test_arguments.py tests/test_messages.py tests/cuda_host/test_cuda_host_kernels.py tests/cuda_host/test_cuda_host_exchange.py
 
 test-cuda-host: install  ## The CUDA sources on a model of a GPU: plain, race checker, sanitizers
 	$(RUN) tests/cuda_host/build.py

@@ -4,6 +4,7 @@
 #include "activation.h"
 #include "checks.h"
 #include "layout.h"
+#include "moments.h"
 #include "sync/handle.h"
 
 namespace fastvit {
@@ -75,10 +76,15 @@ struct BackwardArgs {  // operands 0: x or y, 1: dy, 2: dx, 3: z, 4: dz
   double activation_param;
 };
 
-// The floor of effective_gamma (moments.h) for activations of `dtype`; 0 where nothing is inverted.
-inline double gamma_floor(bool in_place, ScalarType dtype) {
-  if (!in_place) return 0;
-  return dtype == ScalarType::Double ? 1e-12 : dtype == ScalarType::Half ? 1e-4 : 1e-7;
+// The floor of effective_gamma for activations of `dtype`; 0 where nothing is inverted. fp16 has the short
+// exponent. In half precision 2^7 roundings of beta are too much for y to be off by, so there the layer
+// warns instead.
+template <class A>
+GammaFloor<A> gamma_floor(bool in_place, ScalarType dtype) {
+  if (!in_place) return {};
+  if (dtype == ScalarType::Double) return {A(1e-12), A(0x1p-46)};
+  if (dtype == ScalarType::Float) return {A(1e-7), A(0x1p-17)};
+  return {dtype == ScalarType::Half ? A(1e-4) : A(1e-7), 0};
 }
 
 }  // namespace fastvit

@@ -1,9 +1,11 @@
 // Input checks of the ops. Every message names the op, the argument, what it got and what it takes.
 #pragma once
 
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <algorithm>
 #include <optional>
 #include <sstream>
 #include <stdexcept>
@@ -26,12 +28,69 @@ void require(bool ok, const char* op, const char* argument, const Parts&... part
   throw std::runtime_error(message.str());
 }
 
-inline std::string shape_of(const Tensor& t) {
-  std::ostringstream out;
+// Parts of a message that are only made into text when there is one.
+struct ShapeOf {
+  const Tensor& t;
+};
+struct DeviceOf {
+  const Tensor& t;
+};
+
+inline ShapeOf shape_of(const Tensor& t) {
+  return {t};
+}
+inline DeviceOf device_of(const Tensor& t) {
+  return {t};
+}
+
+inline std::ostream& operator<<(std::ostream& out, const ShapeOf& shape) {
   out << "(";
-  for (int64_t d = 0; d < t.dim(); ++d) out << (d ? ", " : "") << t.size(d);
-  out << ")";
-  return out.str();
+  for (int64_t d = 0; d < shape.t.dim(); ++d) out << (d ? ", " : "") << shape.t.size(d);
+  return out << ")";
+}
+
+inline std::ostream& operator<<(std::ostream& out, const DeviceOf& device) {
+  return device.t.is_cpu() ? out << "cpu" : out << "cuda:" << int(device.t.get_device_index());
+}
+
+inline void check_device(const char* op, const char* argument, const Tensor& t, const Tensor& like) {
+  require(t.device() == like.device(), op, argument, "is on ", device_of(t), "; ", device_of(like),
+          " expected, where the other tensors are");
+}
+
+// Elements of one tensor, expanded or not: what is made of their number (bytes, ranks, slices of work) fits
+// in int64.
+constexpr int64_t kMostElements = int64_t(1) << 48;
+
+// Every tensor that an op is given passes here before anything of it is read: its storage may have been freed
+// or shrunk beneath it (FSDP does that to parameters), and its shape then says more than there is.
+inline void check_memory(const char* op, const char* argument, const Tensor& t) {
+  const int64_t dims = t.dim(), *sizes = t.sizes().data(), *strides = t.strides().data();
+  int64_t elements = 1;
+  bool empty = false, counted = true;
+  for (int64_t d = 0; d < dims; ++d) {
+    empty = empty || sizes[d] == 0;
+    const int64_t n = std::max<int64_t>(sizes[d], 1);
+    counted = counted && n <= kMostElements / elements;
+    if (counted) elements *= n;
+  }
+  require(counted, op, argument, "has shape ", shape_of(t), "; at most 2^48 elements expected");
+  if (empty) return;
+  int64_t bytes = 0;
+  require(aoti_torch_get_storage_size(t.get(), &bytes) == 0, op, argument, "has no storage");
+  int64_t left = bytes / int64_t(t.element_size()) - t.storage_offset() - 1;  // behind the first element
+  for (int64_t d = 0; d < dims && left >= 0; ++d) {
+    const int64_t steps = sizes[d] - 1;
+    if (steps > 0) left = strides[d] > left / steps ? -1 : left - steps * strides[d];
+  }
+  require(left >= 0, op, argument, "has shape ", shape_of(t), ", but its storage was freed or shrunk to ",
+          bytes, " bytes; a tensor that has its memory expected");
+}
+
+// Ranks that share memory, and packets of 16 bytes in a message, of which sizes are made.
+inline void check_room(const char* op, const char* argument, int64_t world, int64_t capacity) {
+  require(world >= 1 && world <= 1 << 12 && capacity >= 0 && capacity <= int64_t(1) << 31, op, argument,
+          "is for ", world, " ranks and ", capacity, " packets; 1 to 2^12 and 0 to 2^31 expected");
 }
 
 inline bool is_floating(ScalarType t) {
@@ -50,6 +109,7 @@ inline void check_input(const char* op, const char* argument, const Tensor& x, i
           " dimensions expected");
   require(channel_dim >= 0 && channel_dim < x.dim(), op, "channel_dim", "is ", channel_dim, "; 0 to ",
           x.dim() - 1, " expected for shape ", shape_of(x));
+  check_memory(op, argument, x);
 }
 
 inline void check_may_be_overwritten(const char* op, const char* argument, const Tensor& x) {
@@ -66,7 +126,8 @@ inline void check_like(const char* op, const char* argument, const Tensor& t, co
   require(same, op, argument, "has shape ", shape_of(t), "; ", shape_of(x), " expected");
   require(t.scalar_type() == x.scalar_type(), op, argument, "has dtype ", toString(t.scalar_type()), "; ",
           toString(x.scalar_type()), " expected, as the input's");
-  require(t.device() == x.device(), op, argument, "is on another device than the input");
+  check_device(op, argument, t, x);
+  check_memory(op, argument, t);
 }
 
 // `t` is a parameter or a buffer: C numbers of any floating-point type, contiguous.
@@ -78,7 +139,8 @@ inline void check_channels(const char* op, const char* argument, const std::opti
   require(t->dim() == 1 && t->size(0) == channels, op, argument, "has shape ", shape_of(*t), "; (", channels,
           ",) expected, one number per channel");
   require(t->is_contiguous(), op, argument, "is not contiguous");
-  require(t->device() == x.device(), op, argument, "is on another device than the input");
+  check_device(op, argument, *t, x);
+  check_memory(op, argument, *t);
 }
 
 // `t` is a packed tensor of `width` numbers in the accumulation type, contiguous.
@@ -90,7 +152,8 @@ inline void check_packed(const char* op, const char* argument, const Tensor& t, 
   require(t.dim() == 1 && t.size(0) == width, op, argument, "has shape ", shape_of(t), "; (", width,
           ",) expected");
   require(t.is_contiguous(), op, argument, "is not contiguous");
-  require(t.device() == x.device(), op, argument, "is on another device than the input");
+  check_device(op, argument, t, x);
+  check_memory(op, argument, t);
 }
 
 inline Activation parse_activation(const char* op, const std::string& name, double param, bool in_place) {

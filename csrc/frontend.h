@@ -223,10 +223,13 @@ struct Frontend {
             "and running_var must be given together or not at all");
     require(local || moments.has_value() || running_mean.has_value(), op, "moments",
             "is None; without running_mean and running_var it must be given");
-    if (num_batches_tracked)
-      require(num_batches_tracked->scalar_type() == ScalarType::Long && num_batches_tracked->numel() == 1 &&
-                  num_batches_tracked->device() == x.device(),
-              op, "num_batches_tracked", "must be one int64 number on the input's device");
+    if (num_batches_tracked) {
+      require(num_batches_tracked->scalar_type() == ScalarType::Long && num_batches_tracked->numel() == 1, op,
+              "num_batches_tracked", "is ", toString(num_batches_tracked->scalar_type()), " ",
+              shape_of(*num_batches_tracked), "; one int64 number expected");
+      check_device(op, "num_batches_tracked", *num_batches_tracked, x);
+      check_memory(op, "num_batches_tracked", *num_batches_tracked);
+    }
     require(momentum || num_batches_tracked || !running_mean || !(moments || local), op, "momentum",
             "is None (cumulative average), which needs num_batches_tracked");
     Tensor saved = packed(x, 2 * C + 2);

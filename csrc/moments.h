@@ -63,14 +63,22 @@ struct Joining {
   }
 };
 
-// The least |gamma| that the in-place layers divide by. It only has to keep 1/gamma and gamma * xhat away
-// from the ends of the storage type's range: fp16 is the one with a short exponent.
-//   fp64 1e-12, fp32 and bf16 1e-7, fp16 1e-4
+// The least |gamma| that the in-place layers divide by.
 template <class A>
-FASTVIT_INLINE A effective_gamma(A gamma, A floor) {
+struct GammaFloor {
+  A absolute = 0;  // keeps 1/gamma and gamma * xhat away from the ends of the storage type's range
+  // Of |beta|. y is rounded at the size of |beta|, so the recovered xhat is off by u |beta| / |gamma|, u the
+  // rounding: with relative = 2^7 u by no more than 2^-7.
+  A relative = 0;
+};
+
+template <class A>
+FASTVIT_INLINE A effective_gamma(A gamma, A beta, const GammaFloor<A>& floor) {
   const A magnitude = gamma < 0 ? -gamma : gamma;
+  const A wanted = floor.relative * (beta < 0 ? -beta : beta);
+  const A least = wanted > floor.absolute ? wanted : floor.absolute;
   // A comparison written so that a NaN stays a NaN; copysign, so that -0 keeps its sign.
-  return magnitude < floor ? A(copysign(double(floor), double(gamma))) : gamma;
+  return magnitude < least ? A(copysign(double(least), double(gamma))) : gamma;
 }
 
 }  // namespace fastvit

@@ -73,6 +73,7 @@ def check_input(
     x: Tensor,
     channel_last: bool,
     z: Tensor | None = None,
+    num_batches_tracked: Tensor | None = None,
     **per_channel: Tensor | None,
 ) -> int:
     """The channel dimension of x; raises ValueError for a shape, dtype or device that cannot be.
@@ -94,7 +95,8 @@ def check_input(
                 f"{name}: {what} has shape {tuple(tensor.shape)}, so expected as many channels in dimension "
                 f"{channel_dim}, got {x.shape[channel_dim]} (input {tuple(x.shape)}, {channel_last=})"
             )
-        if tensor.device != x.device:
+    for what, tensor in (*per_channel.items(), ("num_batches_tracked", num_batches_tracked)):
+        if tensor is not None and tensor.device != x.device:
             raise ValueError(
                 f"{name}: the input is on {x.device} and {what} on {tensor.device}; one expected"
             )

@@ -6,9 +6,12 @@ import warnings
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import init
 from torch.nn.modules.batchnorm import _NormBase
 
 from ._arguments import channel_dimension, recovery_error
+from .reference import effective_gamma
 
 _UNSAFE = 0.05  # the share of error in the recovered xhat that is worth a warning
 _CHECK_EVERY = 1024  # forwards; each check reads one number on the host
@@ -51,9 +54,33 @@ def check_channels(layer: _NormBase, x: Tensor, channel_last: bool) -> None:
         )
 
 
+class OptionalBias:
+    """Gives a layer the option `bias=False`, a weight alone, as torch's have it since 2.13."""
+
+    def __init__(self, *args, bias: bool = True, **kwargs):
+        super().__init__(*args, **kwargs)
+        if not bias:
+            self.bias = None
+
+    def reset_parameters(self) -> None:
+        self.reset_running_stats()
+        if self.weight is not None:
+            init.ones_(self.weight)
+        if self.bias is not None:
+            init.zeros_(self.bias)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.num_features}, eps={self.eps}, momentum={self.momentum}, affine={self.affine}, "
+            f"bias={self.bias is not None}, track_running_stats={self.track_running_stats}"
+        )
+
+
 def cannot_read_values(x: Tensor) -> bool:
-    """Whether reading a number on the host is impossible or would stall: tracing, or capturing a graph."""
-    return torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    """Whether reading a number on the host is impossible or would stall: no data, or capturing a graph."""
+    if torch.compiler.is_compiling() or x.is_meta or isinstance(x, FakeTensor):
+        return True
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 class ChecksConditioning:
@@ -62,7 +89,10 @@ class ChecksConditioning:
     _forwards_to_check = 0
 
     def check_conditioning(self, x: Tensor) -> None:
-        """Says once when |bias| / |weight| leaves the stored output too few digits to recover xhat from."""
+        """Says once when |bias| / |weight| leaves the stored output too few digits to recover xhat from.
+
+        Called after the op, which has seen to it that weight and bias can be read.
+        """
         if not self.training or self.weight is None or self.bias is None:
             return
         if self._forwards_to_check < 0 or cannot_read_values(x):
@@ -72,8 +102,8 @@ class ChecksConditioning:
             return
         self._forwards_to_check = _CHECK_EVERY
         with torch.no_grad():
-            gamma = self.weight.detach().double().abs().clamp_min(1e-30)
-            ratio = (self.bias.detach().double().abs() / gamma).max().item()
+            gamma = effective_gamma(self.weight, self.bias, x.dtype)
+            ratio = (self.bias.double() / gamma).abs().max().item()
         error = recovery_error(ratio, x.dtype)
         if error > _UNSAFE:
             self._forwards_to_check = -1

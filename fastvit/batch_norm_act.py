@@ -9,7 +9,7 @@ from . import _arguments, _norm, functional
 MEMORY = ("recompute", "inplace", "keep")
 
 
-class BatchNormAct(_norm.ChecksConditioning, _NormBase):
+class BatchNormAct(_norm.OptionalBias, _norm.ChecksConditioning, _NormBase):
     """BatchNorm + residual + activation in one pass; a choice of what is kept for backward.
 
     Args:
@@ -28,6 +28,7 @@ class BatchNormAct(_norm.ChecksConditioning, _NormBase):
             "keep": the input is saved by this layer, the output by whoever needs it.
         channel_last: the input is (N, *, C), as tokens (N, L, C) are. Tensors in torch's channels_last
             memory format need no flag.
+        bias: False for no bias, as in torch.nn.BatchNorm2d.
 
     `forward(input, z=None)`: input (N, C, *) with 2 to 5 dimensions, float16, bfloat16, float32 or float64;
     z a residual of the same shape, added before the activation. The state_dict is BatchNorm's. Not
@@ -52,6 +53,7 @@ class BatchNormAct(_norm.ChecksConditioning, _NormBase):
         *,
         memory: str = "recompute",
         channel_last: bool = False,
+        bias: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
@@ -61,7 +63,9 @@ class BatchNormAct(_norm.ChecksConditioning, _NormBase):
         activation_param = _arguments.check_activation(activation, activation_param)
         if memory == "inplace":
             _arguments.check_in_place_activation(activation, activation_param)
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+        super().__init__(
+            num_features, eps, momentum, affine, track_running_stats, bias=bias, device=device, dtype=dtype
+        )
         self.activation = activation
         self.activation_param = activation_param
         self.memory = memory
@@ -81,8 +85,9 @@ class BatchNormAct(_norm.ChecksConditioning, _NormBase):
                     f"{type(self).__name__}: got a residual z, which memory='inplace' cannot take; "
                     "'recompute' and 'keep' can"
                 )
+            y = self._in_place(input, options)
             self.check_conditioning(input)
-            return self._in_place(input, options)
+            return y
         if z is not None and z.dtype != input.dtype:  # autocast can leave a residual in another precision
             z = z.to(input.dtype)
         return self._normalise(input, z, options | {"recompute": self.memory == "recompute"})

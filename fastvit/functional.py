@@ -147,7 +147,7 @@ def _batch_norm_act(
     activation, activation_param, channel_last, num_batches_tracked, shared, recompute,
 ):  # fmt: skip
     channel_dim = check_input(
-        name, x, channel_last, z,
+        name, x, channel_last, z, num_batches_tracked,
         weight=weight, bias=bias, running_mean=running_mean, running_var=running_var,
     )  # fmt: skip
     if training:
@@ -280,7 +280,7 @@ def _inplace_abn(
 ):  # fmt: skip
     check_in_place_activation(activation, activation_param)
     channel_dim = check_input(
-        name, x, channel_last,
+        name, x, channel_last, None, num_batches_tracked,
         weight=weight, bias=bias, running_mean=running_mean, running_var=running_var,
     )  # fmt: skip
     if training:

@@ -19,8 +19,11 @@ and sums then send this rank's to all, await theirs and merge them in rank order
 would have given is NaN, the count included; y and `saved` are NaN then, and nothing else is written.
 
 Activations: "identity", "leaky_relu" (`activation_param` is the slope), "elu" (`activation_param` is alpha),
-and not in place "relu", "relu6", "gelu", "gelu_tanh", "silu" and "hardswish". Errors are RuntimeErrors that
-name the op and the argument.
+and not in place "relu", "relu6", "gelu", "gelu_tanh", "silu" and "hardswish".
+
+Errors are RuntimeErrors that name the op and the argument, before anything is read or written. All tensors of
+a call are on one device, meta included, where ops have shapes alone; only `exchange` is on the CPU. A tensor
+whose storage was freed or shrunk (`resize_` of it, as FSDP does) is an error unless it is empty.
 """
 
 import torch
@@ -101,9 +104,11 @@ def abn_forward_(
 ) -> Tensor:
     """`bn_forward` written over x, to be inverted later; returns `saved`.
 
-    gamma is taken as `copysign(max(|weight|, floor), weight)`; the floor is 1e-12 for float64, 1e-7 for
-    float32 and bfloat16, 1e-4 for float16. weight itself is never written. x must own its memory (no
-    stride of 0). Source: Rota Bulò, Porzi, Kontschieder, arXiv:1712.02616.
+    gamma is taken as `copysign(max(|weight|, floor), weight)`; the floor is `max(1e-7, 2^-17 |bias|)` for
+    float32, `max(1e-12, 2^-46 |bias|)` for float64, 1e-7 for bfloat16 and 1e-4 for float16. It decides y and
+    the inversion, where it bounds the error of xhat (2^-7 in the first two); gradients are those of weight
+    itself, which is never written. x must own its memory (no stride of 0). Source: Rota Bulò, Porzi,
+    Kontschieder, arXiv:1712.02616.
     """
     saved = _ops.abn_forward_(
         x, moments, weight, bias, running_mean, running_var, num_batches_tracked,
@@ -312,67 +317,96 @@ def _sums(x: Tensor, channel_dim: int, exchange: Tensor | None) -> Tensor:
     return x.new_empty(rows, 2 * x.shape[channel_dim], dtype=accumulation_dtype(x.dtype))
 
 
-@torch.library.register_fake("fastvit::bn_stats")
+def check_devices(op: str, tensors: dict[str, Tensor], on_cpu: tuple[str, ...] = ("exchange",)) -> None:
+    """Raises RuntimeError unless all tensors are on the first one's device, and those of `on_cpu` on the CPU.
+
+    For fakes: one argument on meta is enough for torch to call a fake instead of a kernel, and beside real
+    tensors its result would be memory that nobody wrote.
+    """
+    first, device = next((name, tensor.device) for name, tensor in tensors.items())
+    for name, tensor in tensors.items():
+        if name in on_cpu:
+            if tensor.device.type != "cpu":
+                raise RuntimeError(f"{op}: {name} is on {tensor.device}; the CPU expected")
+        elif tensor.device != device:
+            raise RuntimeError(f"{op}: {name} is on {tensor.device}; {device} expected, where {first} is")
+
+
+def _fake(op: str):
+    names = [argument.name for argument in getattr(_ops, op).default._schema.arguments]
+
+    def register(shapes):
+        def checked(*args, **kwargs):
+            given = dict(zip(names, args, strict=False)) | kwargs
+            check_devices(op, {name: t for name, t in given.items() if isinstance(t, Tensor)})
+            return shapes(*args, **kwargs)
+
+        torch.library.register_fake(f"fastvit::{op}")(checked)
+
+    return register
+
+
+@_fake("bn_stats")
 def _(x, channel_dim, exchange=None):
     return _packed(x, channel_dim, 2)
 
 
-@torch.library.register_fake("fastvit::bn_forward")
+@_fake("bn_forward")
 def _(x, moments, weight, bias, z, mean, var, tracked, momentum, eps, activation, param, channel_dim):
     return torch.empty_like(x), _packed(x, channel_dim, 2)
 
 
-@torch.library.register_fake("fastvit::bn_apply")
+@_fake("bn_apply")
 def _(x, saved, weight, bias, z, activation, param, channel_dim):
     return torch.empty_like(x)
 
 
-@torch.library.register_fake("fastvit::abn_forward_")
+@_fake("abn_forward_")
 def _(x, moments, weight, bias, mean, var, tracked, momentum, eps, activation, param, channel_dim):
     return _packed(x, channel_dim, 2)
 
 
-@torch.library.register_fake("fastvit::abn_forward")
+@_fake("abn_forward")
 def _(x, moments, weight, bias, mean, var, tracked, momentum, eps, activation, param, channel_dim):
     return torch.empty_like(x), _packed(x, channel_dim, 2)
 
 
-@torch.library.register_fake("fastvit::bn_reduce")
+@_fake("bn_reduce")
 def _(x, dy, z, saved, weight, bias, activation, param, channel_dim, exchange=None):
     return _sums(x, channel_dim, exchange)
 
 
-@torch.library.register_fake("fastvit::abn_reduce")
+@_fake("abn_reduce")
 def _(y, dy, saved, weight, bias, activation, param, channel_dim, exchange=None):
     return _sums(y, channel_dim, exchange)
 
 
-@torch.library.register_fake("fastvit::bn_backward")
+@_fake("bn_backward")
 def _(x, dy, z, saved, sums, weight, bias, activation, param, channel_dim):
     return torch.empty_like(x), x.new_empty(0) if z is None else torch.empty_like(z)
 
 
-@torch.library.register_fake("fastvit::abn_backward")
+@_fake("abn_backward")
 def _(y, dy, saved, sums, weight, bias, activation, param, channel_dim):
     return torch.empty_like(y)
 
 
-@torch.library.register_fake("fastvit::bn_local_forward")
+@_fake("bn_local_forward")
 def _(x, weight, bias, z, mean, var, tracked, momentum, eps, activation, param, channel_dim):
     return torch.empty_like(x), _packed(x, channel_dim, 2)
 
 
-@torch.library.register_fake("fastvit::abn_local_forward_")
+@_fake("abn_local_forward_")
 def _(x, weight, bias, mean, var, tracked, momentum, eps, activation, param, channel_dim):
     return _packed(x, channel_dim, 2)
 
 
-@torch.library.register_fake("fastvit::bn_local_backward")
+@_fake("bn_local_backward")
 def _(x, dy, z, saved, weight, bias, activation, param, channel_dim):
     dz = x.new_empty(0) if z is None else torch.empty_like(z)
     return torch.empty_like(x), dz, _packed(x, channel_dim, 0)
 
 
-@torch.library.register_fake("fastvit::abn_local_backward")
+@_fake("abn_local_backward")
 def _(y, dy, saved, weight, bias, activation, param, channel_dim):
     return torch.empty_like(y), _packed(y, channel_dim, 0)

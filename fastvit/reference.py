@@ -10,7 +10,13 @@ from torch.nn import functional as F
 
 from .ops import accumulation_dtype
 
-GAMMA_FLOOR = {torch.float64: 1e-12, torch.float32: 1e-7, torch.bfloat16: 1e-7, torch.float16: 1e-4}
+# The least |gamma| that is divided by in place: a number, and a share of |beta|.
+GAMMA_FLOOR = {
+    torch.float64: (1e-12, 2.0**-46),
+    torch.float32: (1e-7, 2.0**-17),
+    torch.bfloat16: (1e-7, 0.0),
+    torch.float16: (1e-4, 0.0),
+}
 RADIX = 2.0**24
 
 
@@ -34,16 +40,22 @@ def _along(vector: Tensor | float, x: Tensor, channel_dim: int) -> Tensor | floa
     return vector.double().reshape([-1 if d == channel_dim else 1 for d in range(x.dim())])
 
 
-def _gamma(weight: Tensor | None, x: Tensor, in_place: bool) -> Tensor | float:
-    if weight is None:
-        return 1.0
+def effective_gamma(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The gamma that a layer in place takes for activations of `dtype`, float64."""
     gamma = weight.double()
-    floor = GAMMA_FLOOR[x.dtype]
-    return (
-        torch.where(gamma.abs() < floor, torch.copysign(torch.full_like(gamma, floor), gamma), gamma)
-        if (in_place)
-        else gamma
-    )
+    absolute, relative = GAMMA_FLOOR[dtype]
+    least = torch.full_like(gamma, absolute)
+    if bias is not None:
+        least = torch.maximum(least, relative * bias.double().abs())
+    return torch.where(gamma.abs() < least, torch.copysign(least, gamma), gamma)
+
+
+def _gamma(weight: Tensor | None, bias: Tensor | None, x: Tensor, in_place: bool) -> Tensor | float:
+    if weight is None:
+        if bias is None or not in_place:
+            return 1.0
+        weight = torch.ones_like(bias)
+    return effective_gamma(weight, bias, x.dtype) if in_place else weight.double()
 
 
 def activate(v: Tensor, activation: str, param: float) -> Tensor:
@@ -135,7 +147,7 @@ def _forward(
             running_var.copy_(running_var.double().lerp(m2 / max(count.item() - 1, 1), factor))
     invstd = torch.rsqrt(var + eps)
     v = (x.double() - _along(mean, x, channel_dim)) * _along(invstd, x, channel_dim)
-    v = v * _along(_gamma(weight, x, in_place), x, channel_dim)
+    v = v * _along(_gamma(weight, bias, x, in_place), x, channel_dim)
     v = v + (0 if bias is None else _along(bias, x, channel_dim)) + (0 if z is None else z.double())
     saved = torch.cat([mean, invstd, torch.tensor(packed_count, dtype=torch.float64, device=x.device)])
     return activate(v, activation, param), saved.to(accumulation_dtype(x.dtype))
@@ -158,7 +170,7 @@ def bn_apply(
 ):
     channels = x.shape[channel_dim]
     mean, invstd = (_along(part, x, channel_dim) for part in saved[: 2 * channels].chunk(2))
-    v = (x.double() - mean) * invstd * _along(_gamma(weight, x, False), x, channel_dim)
+    v = (x.double() - mean) * invstd * _along(_gamma(weight, bias, x, False), x, channel_dim)
     v = v + (0 if bias is None else _along(bias, x, channel_dim)) + (0 if z is None else z.double())
     return torch.empty_like(x).copy_(activate(v, activation, activation_param))
 
@@ -188,17 +200,16 @@ def abn_forward(
 
 
 def _recover(input, dy, z, saved, weight, bias, activation, param, channel_dim, in_place):
-    """(dz, xhat, gamma, invstd, count) of a backward step, all float64."""
+    """(dz, xhat, invstd, count) of a backward step, all float64."""
     channels = input.shape[channel_dim]
     saved_dtype, saved = saved.dtype, saved.double()
     mean, invstd, count = saved[:channels], saved[channels : 2 * channels], unpack_count(saved)
-    gamma = _gamma(weight, input, in_place)
     beta = 0 if bias is None else _along(bias, input, channel_dim)
-    wide_gamma = _along(gamma, input, channel_dim)
+    gamma = _along(_gamma(weight, bias, input, in_place), input, channel_dim)
     if in_place:
         v = _invert(input.double(), activation, param, saved_dtype)
         limit = (count - 1).clamp(min=0).sqrt()
-        xhat = ((v - beta) / wide_gamma).clamp(-limit, limit)
+        xhat = ((v - beta) / gamma).clamp(-limit, limit)
         dz, y = dy.double(), input.double()
         if activation == "leaky_relu":
             dz = torch.where(y > 0, dz, dz * param)
@@ -206,9 +217,9 @@ def _recover(input, dy, z, saved, weight, bias, activation, param, channel_dim, 
             dz = torch.where(y > 0, dz, dz * (y + param))
     else:
         xhat = (input.double() - _along(mean, input, channel_dim)) * _along(invstd, input, channel_dim)
-        v = xhat * wide_gamma + beta + (0 if z is None else z.double())
+        v = xhat * gamma + beta + (0 if z is None else z.double())
         dz = dy.double() * _derivative(v, activation, param)
-    return dz, xhat, gamma, invstd, count
+    return dz, xhat, invstd, count
 
 
 def _reduce(input, dy, z, saved, weight, bias, activation, param, channel_dim, in_place):
@@ -230,13 +241,14 @@ def abn_reduce(
 
 
 def _backward(input, dy, z, saved, sums, weight, bias, activation, param, channel_dim, in_place):
-    dz, xhat, gamma, invstd, count = _recover(
+    dz, xhat, invstd, count = _recover(
         input, dy, z, saved, weight, bias, activation, param, channel_dim, in_place
     )
     dx = dz
     if sums is not None and count > 0:
         mean_dz, mean_dz_xhat = (sums.double() / count).chunk(2)
         dx = dz - _along(mean_dz, input, channel_dim) - xhat * _along(mean_dz_xhat, input, channel_dim)
+    gamma = 1.0 if weight is None else weight.double()  # the floor is for the inversion alone
     return dx * _along(gamma * invstd, input, channel_dim), dz
 
 

@@ -12,7 +12,7 @@ from .batch_norm_act import BatchNormAct, BatchNormActSync
 from .inplace_abn import InPlaceABN, InPlaceABNSync
 
 
-class SyncBatchNorm(_norm.SharesGroup, _BatchNorm):
+class SyncBatchNorm(_norm.SharesGroup, _norm.OptionalBias, _BatchNorm):
     """BatchNorm with statistics over a process group, on CPU and CUDA.
 
     Args:
@@ -24,6 +24,7 @@ class SyncBatchNorm(_norm.SharesGroup, _BatchNorm):
         channel_last: C is the last dimension, (N, *, C), as in apex and for tokens (N, L, C). Tensors in
             torch's channels_last memory format need no flag.
         fuse_relu: ReLU after the normalisation, and after `z`.
+        bias: False for no bias, as in torch.nn.SyncBatchNorm.
 
     `forward(input, z=None)`: input (N, C, *), 2 to 5 dimensions, any floating-point dtype; z a residual of
     the same shape that is added before the ReLU. Returns a new tensor. The state_dict is BatchNorm's.
@@ -59,11 +60,14 @@ class SyncBatchNorm(_norm.SharesGroup, _BatchNorm):
         channel_last: bool = False,
         fuse_relu: bool = False,
         *,
+        bias: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
         _norm.check_num_features("SyncBatchNorm", num_features)
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+        super().__init__(
+            num_features, eps, momentum, affine, track_running_stats, bias=bias, device=device, dtype=dtype
+        )
         self.set_group(process_group)
         self.channel_last = channel_last
         self.fuse_relu = fuse_relu
@@ -93,7 +97,7 @@ class SyncBatchNorm(_norm.SharesGroup, _BatchNorm):
         return ", ".join([super().extra_repr(), *(f"{flag}=True" for flag in flags)])
 
 
-class BatchNorm(_BatchNorm):
+class BatchNorm(_norm.OptionalBias, _BatchNorm):
     """BatchNorm for inputs of any rank: what a SyncBatchNorm built as such becomes when it is reverted."""
 
     def _check_input_dim(self, input: Tensor) -> None:

@@ -28,6 +28,7 @@ class Tokens(nn.Module):
 
 LAYERS = {
     "abn": lambda: fastvit.InPlaceABN(6, momentum=None),
+    "abn without bias": lambda: fastvit.InPlaceABN(6, bias=False),
     "sbn": lambda: fastvit.SyncBatchNorm(6, fuse_relu=True),
     "residual": lambda: Residual(6),
     "tokens": lambda: Tokens(6),
@@ -40,6 +41,7 @@ def net(name, channels_last, device):
     for module in layer.modules():
         if getattr(module, "weight", None) is not None:
             nn.init.normal_(module.weight)
+        if getattr(module, "bias", None) is not None:
             nn.init.normal_(module.bias)
     # no bias before the norm: its gradient is zero but for rounding
     model = nn.Sequential(nn.Conv2d(3, 6, 3, bias=False), layer, nn.Conv2d(6, 4, 3))

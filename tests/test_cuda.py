@@ -277,7 +277,7 @@ def test_arguments_on_several_devices_are_refused(kind):
     call = functional.inplace_abn if kind == "abn" else functional.sync_batch_norm
     with pytest.raises(ValueError, match="the input is on cuda:0 and weight on cpu; one expected"):
         call(x, weight, None, None, None)
-    with pytest.raises(RuntimeError, match="bn_forward: moments is on another device"):
+    with pytest.raises(RuntimeError, match="bn_forward: moments is on cpu; cuda:0 expected"):
         ops.bn_forward(x, ops.bn_stats(x).cpu())
 
 

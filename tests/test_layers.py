@@ -1,5 +1,6 @@
 """InPlaceABN and SyncBatchNorm on one process, against torch's BatchNorm and activation."""
 
+import contextlib
 import copy
 import io
 import pickle
@@ -10,6 +11,7 @@ import torch
 from cases import DTYPES, INVERTIBLE, LAYOUTS, PARAM, Case, restride
 from tolerances import check, error
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import fastvit
@@ -304,6 +306,38 @@ def test_gamma_zero_is_floored_and_its_gradient_passes(dtype):
     assert error(dbias, case.dy.double().sum((0, 2, 3))) < 1e-5
 
 
+@pytest.mark.parametrize("activation", INVERTIBLE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_weights_on_their_way_through_zero(dtype, activation, device):
+    """y is rounded at the size of bias; however small weight is, gradients are those of torch's layer."""
+    channels = 60
+    layer = InPlaceABN(channels, activation=activation, activation_param=PARAM, device=device, dtype=dtype)
+    theirs = TorchLayer(channels, 4, activation).to(device).double()
+    with torch.no_grad():
+        sizes = torch.logspace(-14, -2, channels - 1, dtype=torch.float64) * (-1) ** torch.arange(
+            channels - 1
+        )
+        layer.weight.copy_(torch.cat([torch.zeros(1), sizes]))
+        layer.bias.copy_(torch.tensor([0.1, -1.0, 3.0, -0.3]).repeat(channels // 4))
+        theirs.norm.load_state_dict(layer.state_dict())
+    x, dy = (torch.randn(8, channels, 13, 11, device=device, dtype=dtype) for _ in range(2))
+    y, dx, dweight, dbias = step(layer, x, dy)
+    want_y, want_dx, want_dweight, want_dbias = step(theirs, x.double(), dy.double())
+    u = torch.finfo(dtype).eps / 2
+    xhat = F.batch_norm(x.double(), None, None, None, None, True)
+    scale = layer.bias.detach().double().abs().view(1, -1, 1, 1)
+    assert (
+        (y - want_y).abs() <= 2**7 * u * scale * xhat.abs() + 8 * u * (scale + 0.1) + 1e-7 * xhat.abs()
+    ).all()
+    for channel in range(channels):
+        for got, want, most in ((dx[:, channel], want_dx[:, channel], 0.01), (dbias, want_dbias, 1e-4)):
+            assert (got - want).norm() <= most * want.norm()
+    assert error(dweight, want_dweight) < 0.01
+    # in each channel no more than every xhat's own bound, 2^-7 and the slope's rounding, allows
+    dz = dy.double() * torch.where(want_y > 0, 1.0, {"identity": 1.0}.get(activation, PARAM))
+    assert ((dweight - want_dweight).abs() <= 3 * 2**-7 * dz.abs().sum((0, 2, 3))).all()
+
+
 def test_unsafe_ratio_of_bias_and_weight_is_said_once():
     layer = InPlaceABN(4)
     with torch.no_grad():
@@ -424,6 +458,71 @@ def test_meta_and_mixed_devices():
             ValueError, match="the input is on cpu and (weight|running_mean) on meta; one expected"
         ):
             layer(torch.randn(2, 3))
+
+
+LAYERS = [InPlaceABN, InPlaceABNSync, SyncBatchNorm, fastvit.BatchNormAct, fastvit.BatchNormActSync]
+
+
+@pytest.mark.parametrize("make_layer", LAYERS)
+def test_a_count_on_another_device_is_refused(make_layer):
+    """As loading with assign=True leaves it, when the file has none and the model was made on meta."""
+    layer, x = make_layer(3), torch.randn(4, 3)
+    layer.num_batches_tracked = torch.zeros((), dtype=torch.int64, device="meta")
+    kept = x.clone()
+    with pytest.raises(ValueError, match="the input is on cpu and num_batches_tracked on meta; one expected"):
+        layer(x)
+    assert torch.equal(x, kept) and layer.running_mean.tolist() == [0.0] * 3
+    layer.eval()(x)  # which does not count
+
+
+@pytest.mark.parametrize("make_layer", LAYERS)
+def test_meta_and_fake_tensors_train(make_layer):
+    fake = FakeTensorMode()
+    for device, mode in (("meta", contextlib.nullcontext()), ("cpu", fake)):
+        with mode, torch.device(device):
+            layer, leaf = make_layer(3), torch.randn(4, 3, requires_grad=True)
+            layer(leaf * 1).sum().backward()
+        assert leaf.grad.shape == (4, 3) and layer.weight.grad.shape == (3,)
+
+
+@pytest.mark.parametrize("tensor", ["weight", "bias", "running_mean", "running_var", "num_batches_tracked"])
+@pytest.mark.parametrize("make_layer", LAYERS)
+def test_a_freed_parameter_or_buffer_is_refused(make_layer, tensor):
+    """FSDP frees the storage of parameters that are not gathered."""
+    for left in (0, 1):
+        layer, x = make_layer(3), torch.randn(4, 3)
+        getattr(layer, tensor).untyped_storage().resize_(left)
+        kept = x.clone()
+        with pytest.raises(RuntimeError, match=rf"{tensor} has shape .*freed or shrunk to {left} bytes"):
+            layer(x)
+        assert torch.equal(x, kept)
+
+
+@pytest.mark.parametrize("make_layer", LAYERS)
+def test_without_bias(make_layer):
+    layer, theirs = (
+        make_layer(3, bias=False, activation="identity")
+        if make_layer is not SyncBatchNorm
+        else (SyncBatchNorm(3, bias=False)),
+        nn.BatchNorm1d(3),
+    )
+    assert layer.bias is None and "bias=False" in repr(layer) and "bias=True" in repr(make_layer(3))
+    assert list(layer.state_dict()) == [name for name in theirs.state_dict() if name != "bias"]
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([0.5, -2.0, 1.0]))
+        theirs.weight.copy_(layer.weight)
+    case = Case("nc", torch.float32)
+    x, dy = case.x[:, :3], case.dy[:, :3]
+    for got, want in zip(step(layer, x, dy), step(theirs, x, dy)[:3], strict=True):
+        check("layer", got, want)
+    copy.deepcopy(layer).load_state_dict(layer.state_dict())
+    layer.reset_parameters()
+    assert layer.weight.tolist() == [1.0] * 3 and layer.bias is None
+    reverted = fastvit.revert_syncbn_model(SyncBatchNorm(3, bias=False))
+    reverted.reset_parameters()
+    assert type(reverted) is not SyncBatchNorm and reverted.bias is None and "bias=False" in repr(reverted)
+    plain = make_layer(3, affine=False)
+    assert plain.weight is None and plain.bias is None
 
 
 def test_double_backward_is_refused():

@@ -94,3 +94,16 @@ def test_bad_arguments(device):
         ops.message_pack(row.double(), exchange.tensor)
     with pytest.raises(RuntimeError, match="messages is Float .21.; 32 numbers expected, .* of 2 ranks"):
         ops.message_merge(row.new_zeros(21), row, two)
+
+
+@pytest.mark.parametrize("freed", ["messages", "numbers"])
+def test_freed_storage_is_refused(freed, device):
+    exchange = exchanges([Tag(0, 1)] * 2, False, device)[0].tensor
+    given = {"messages": torch.zeros(32, device=device), "numbers": torch.zeros(6, device=device)}
+    storage = given[freed].untyped_storage()
+    storage.resize_(storage.nbytes() - 1)
+    with pytest.raises(RuntimeError, match=f"message_merge: {freed} has shape .*freed or shrunk"):
+        ops.message_merge(given["messages"], given["numbers"], exchange)
+    if freed == "numbers":
+        with pytest.raises(RuntimeError, match="message_pack: numbers has shape .*freed or shrunk"):
+            ops.message_pack(given["numbers"], exchange)

@@ -265,3 +265,28 @@ def test_python_and_cpp_count_alike():
     kinds = re.findall(r"^  k(\w+) = (\d)", source.split("enum Kind")[1].split("}")[0], re.M)
     assert [(name.upper(), int(n)) for name, n in kinds] == [(k.name, k.value) for k in protocol.Kind]
     assert f"kMostRanks = {protocol.MOST_RANKS};" in source
+
+
+def test_sizes_that_overflow_are_refused():
+    ranks = Ranks(2)
+    for many in (2**59, 2**60, 2**63 - 1):
+        for world, capacity in ((2, many), (many, 2)):
+            with pytest.raises(RuntimeError, match=f"world is for {world} ranks and {capacity} packets"):
+                raw.peer_bytes(world, capacity)
+        ranks.exchanges[0].handle.capacity = many
+        with pytest.raises(RuntimeError, match=f"peer_share: exchange is for 2 ranks, capacity {many}"):
+            ranks.begin(0, 0)
+
+
+@pytest.mark.parametrize("freed", ["exchange", "numbers", "result"])
+def test_freed_storage_is_refused(freed):
+    ranks = Ranks(2)
+    ranks.begin(0, 0)
+    given = {"exchange": ranks.exchanges[0].tensor.clone(), "numbers": torch.zeros(10), "result": torch.zeros(10)}
+    storage = given[freed].untyped_storage()
+    storage.resize_(storage.nbytes() - 1)
+    with pytest.raises(RuntimeError, match=f"{freed} has shape .*freed or shrunk"):
+        if freed == "numbers":
+            raw.peer_share(given["numbers"], given["exchange"])
+        else:
+            raw.peer_wait(given["result"], given["exchange"])

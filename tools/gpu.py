@@ -43,7 +43,7 @@ SECONDS = {
 BENCHMARK_ENDS = 35
 
 TESTS = {  # processes of their own: after a fault in a kernel, a process can do nothing more
-    "ops": ["tests/test_ops.py", "tests/test_local_ops.py"],
+    "ops": ["tests/test_ops.py", "tests/test_local_ops.py", "tests/test_arguments.py"],
     "layers": ["tests/test_layers.py", "tests/test_peer_faults.py", "tests/test_convert_syncbn.py"],
     "BatchNormAct": ["tests/test_batch_norm_act.py", "tests/test_recompute.py"],
     "GPU": ["tests/test_cuda.py", "tests/test_messages.py"],

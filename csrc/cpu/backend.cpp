@@ -104,8 +104,10 @@ void set_number(const Channels& t, int64_t c, double value) {
   }
 }
 
-double gamma_of(const Channels& weight, int64_t c, bool in_place, ScalarType dtype) {
-  return effective_gamma(number(weight, c, 1), gamma_floor(in_place, dtype));
+template <class Args>
+double gamma_of(const Args& args, int64_t c) {
+  return effective_gamma(number(args.weight, c, 1), number(args.bias, c, 0),
+                         gamma_floor<double>(args.in_place, args.dtype));
 }
 
 // float or double, as the accumulation type of `dtype`.
@@ -191,7 +193,7 @@ void Cpu::forward(const ForwardArgs& args) {
       }
       const A invstd = given ? given[C + c] : A(1 / std::sqrt(variance + args.eps));
       table[0][c] = A(mean);
-      table[1][c] = A(gamma_of(args.weight, c, args.in_place, args.dtype) * double(invstd));
+      table[1][c] = A(gamma_of(args, c) * double(invstd));
       table[2][c] = A(number(args.bias, c, 0));
       if (!given) saved[c] = A(mean), saved[C + c] = invstd;
     }
@@ -218,7 +220,7 @@ void Cpu::reduce(const ReduceArgs& args) {
     const double count = load_count(saved + 2 * C);
     Tables<A> table(3, C);
     for (int64_t c = 0; c < C; ++c) {
-      const double gamma = gamma_of(args.weight, c, args.in_place, args.dtype);
+      const double gamma = gamma_of(args, c);
       table[0][c] = A(number(args.bias, c, 0));
       table[1][c] = A(gamma * double(saved[C + c]));
       table[2][c] = A(1 / gamma);
@@ -261,10 +263,10 @@ void Cpu::backward(const BackwardArgs& args) {
     const double count = load_count(saved + 2 * C);
     Tables<A> table(5, C);
     for (int64_t c = 0; c < C; ++c) {
-      const double gamma = gamma_of(args.weight, c, args.in_place, args.dtype), invstd = saved[C + c];
-      table[0][c] = A(gamma * invstd);
+      const double invstd = saved[C + c];
+      table[0][c] = A(number(args.weight, c, 1) * invstd);  // the floor is for the inversion alone
       table[1][c] = A(number(args.bias, c, 0));
-      table[2][c] = A(1 / gamma);
+      table[2][c] = A(1 / gamma_of(args, c));
       table[3][c] = sums && count > 0 ? A(sums[c] / count) : A(0);
       table[4][c] = sums && count > 0 ? A(sums[C + c] / count * (args.in_place ? 1 : invstd)) : A(0);
     }

@@ -46,13 +46,6 @@ struct PerChannel {  // C numbers; data is null when there are none
   }
 };
 
-// gamma as the kernels use it: floor is 0 where y will not be inverted.
-template <class A>
-__device__ __forceinline__ A gamma_of(const PerChannel& weight, A floor, int64_t c) {
-  const A gamma = A(weight.read(c, 1));
-  return floor > 0 ? effective_gamma(gamma, floor) : gamma;
-}
-
 // f(ActivationFn<...>{}) for the activation chosen at run time; the branch is uniform, so it costs a test
 // for a packet or more. Without kAny those that cannot be inverted are not compiled.
 template <bool kAny, class F>

@@ -20,7 +20,7 @@ struct Saved {  // of the forward pass, and what is made of it
   int64_t C;
   const A* saved;  // mean[C], invstd[C], count
   PerChannel weight, bias;
-  A floor;
+  GammaFloor<A> floor;
   Activation activation;
   A param;
 
@@ -30,7 +30,6 @@ struct Saved {  // of the forward pass, and what is made of it
     const double n = count();
     return A(std::sqrt(n > 1 ? n - 1 : 0));
   }
-  __device__ __forceinline__ A gamma(int64_t c) const { return gamma_of(weight, floor, c); }
 };
 
 // One channel's constants; what stands for what depends on what was kept.
@@ -39,8 +38,10 @@ struct Constants {
   A mean_or_inverse_gamma, scale, beta;
 
   __device__ __forceinline__ static Constants of(const Saved<A>& s, int64_t c) {
-    const A gamma = s.gamma(c);
-    return {kKept == Kept::output ? A(1) / gamma : s.saved[c], gamma * s.invstd(c), A(s.bias.read(c, 0))};
+    const A beta = A(s.bias.read(c, 0));
+    const A gamma = A(s.weight.read(c, 1));  // its floor is for the inversion alone
+    return {kKept == Kept::output ? A(1) / effective_gamma(gamma, beta, s.floor) : s.saved[c],
+            gamma * s.invstd(c), beta};
   }
 };
 

@@ -196,7 +196,7 @@ Books<A> books_of(const ForwardArgs& args) {
 template <class T>
 Activated<T> activated_of(const ForwardArgs& args) {
   using A = Accumulation<T>;
-  return {per_channel(args.weight), per_channel(args.bias), A(gamma_floor(args.in_place, args.dtype)),
+  return {per_channel(args.weight), per_channel(args.bias), gamma_floor<A>(args.in_place, args.dtype),
           args.activation, A(args.activation_param)};
 }
 
@@ -204,7 +204,7 @@ Activated<T> activated_of(const ForwardArgs& args) {
 template <class A, class Args>
 Saved<A> saved_of(const Args& args) {
   return {args.layout.C,           static_cast<const A*>(args.saved),         per_channel(args.weight),
-          per_channel(args.bias),  A(gamma_floor(args.in_place, args.dtype)), args.activation,
+          per_channel(args.bias),  gamma_floor<A>(args.in_place, args.dtype), args.activation,
           A(args.activation_param)};
 }
 

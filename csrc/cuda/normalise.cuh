@@ -54,13 +54,15 @@ struct Affine {
 template <class T>
 struct Activated {  // what stands beside the statistics
   PerChannel weight, bias;
-  Accumulation<T> floor;
+  GammaFloor<Accumulation<T>> floor;
   Activation activation;
   Accumulation<T> param;
 
   __device__ __forceinline__ Affine<Accumulation<T>> affine(int64_t c,
                                                             const Normaliser<Accumulation<T>>& n) const {
-    return {n.mean, gamma_of(weight, floor, c) * n.invstd, Accumulation<T>(bias.read(c, 0))};
+    using A = Accumulation<T>;
+    const A beta = A(bias.read(c, 0)), gamma = A(weight.read(c, 1));
+    return {n.mean, (floor.absolute > 0 ? effective_gamma(gamma, beta, floor) : gamma) * n.invstd, beta};
   }
 
   // A batch, over x.

@@ -296,6 +296,7 @@ void peer_wait(Tensor result, Tensor fields) {
   const Kind kind = kind_of(result);
   require(result.is_contiguous() && (kind == kMoments || (result.dim() == 2 && result.size(0) == 2)),
           "peer_wait", "result", "has shape ", shape_of(result), "; (2C + 2,) or (2, 2C) expected");
+  check_memory("peer_wait", "result", result);
   const Exchange exchange =
       exchange_of("peer_wait", fields, result.size(result.dim() - 1), result.scalar_type(), kind);
   with_rows(result, kind, [&]<class A>(A* own, A* merged, int64_t C) { await(exchange, own, merged, C); });

@@ -40,6 +40,7 @@ std::tuple<Tensor, Tensor> ipc_memory(int64_t bytes, int64_t index, std::optiona
   require(name->is_cpu() && name->is_contiguous() && name->scalar_type() == ScalarType::Byte &&
               name->numel() == int64_t(sizeof(handle)),
           "ipc_memory", "handle", "is not ", sizeof(handle), " bytes on the CPU, from ipc_memory");
+  check_memory("ipc_memory", "handle", *name);
   std::memcpy(&handle, name->data_ptr(), sizeof(handle));
   STD_CUDA_CHECK(cudaIpcOpenMemHandle(&data, handle, cudaIpcMemLazyEnablePeerAccess));
   const int64_t size[] = {bytes}, stride[] = {1};

@@ -20,6 +20,12 @@ struct Handle {
   int64_t arenas[kMostRanks];  // addresses, by rank; as many as there are ranks
 };
 
+inline int64_t arena_bytes(int64_t world, int64_t capacity) {  // arenas may lie one behind the other
+  check_room("peer_bytes", "world", world, capacity);
+  const int64_t bytes = int64_t(sizeof(Arena)) + Inbox{world, capacity}.packets() * int64_t(sizeof(Packet));
+  return (bytes + alignof(Arena) - 1) / alignof(Arena) * alignof(Arena);
+}
+
 inline bool is_double(const Tensor& t) {
   return t.scalar_type() == ScalarType::Double;
 }
@@ -36,6 +42,7 @@ inline void check_numbers(const char* op, const Tensor& numbers) {
               (numbers.dim() == 1 || (numbers.dim() == 2 && numbers.size(0) == 1)) && n >= 2 && n % 2 == 0,
           op, "numbers", "is ", toString(numbers.scalar_type()), " ", shape_of(numbers),
           "; moments (2C + 2,) or sums (1, 2C) expected, contiguous, float32 or float64");
+  check_memory(op, "numbers", numbers);
 }
 
 constexpr int64_t kFields = offsetof(Handle, arenas) / sizeof(int64_t);
@@ -44,11 +51,15 @@ inline const Handle& handle_of(const char* op, const Tensor& fields) {
   require(fields.scalar_type() == ScalarType::Long && fields.is_contiguous() && fields.is_cpu() &&
               fields.numel() >= kFields,
           op, "exchange", "is not a contiguous row of at least ", kFields, " int64 on the CPU");
+  check_memory(op, "exchange", fields);
   const Handle& handle = *static_cast<const Handle*>(fields.data_ptr());
   require(handle.world >= 1 && handle.rank >= 0 && handle.rank < handle.world && handle.capacity > 0 &&
               (fields.numel() == kFields || fields.numel() == kFields + handle.world),
           op, "exchange", "has rank ", handle.rank, " of ", handle.world, ", capacity ", handle.capacity, ", ",
           fields.numel(), " numbers");
+  // A collective's capacity is in numbers, and its ranks are any.
+  require(handle.world <= kMostElements && handle.capacity <= int64_t(1) << 31, op, "exchange", "is for ",
+          handle.world, " ranks, capacity ", handle.capacity, "; at most 2^48 and 2^31 expected");
   return handle;
 }
 

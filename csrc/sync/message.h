@@ -150,10 +150,11 @@ Tensor message_merge(Tensor messages, Tensor numbers, Tensor fields) {
   const peer::Handle& handle = peer::handle_of(op, fields);
   const message::Shape shape = message::shape_of(op, numbers, handle, peer::is_double(messages));
   require((messages.scalar_type() == ScalarType::Float || peer::is_double(messages)) &&
-              messages.is_contiguous() && messages.numel() == shape.rows() * shape.width() &&
-              messages.device() == numbers.device(),
+              messages.is_contiguous() && messages.numel() == shape.rows() * shape.width(),
           op, "messages", "is ", toString(messages.scalar_type()), " ", shape_of(messages), "; ",
           shape.rows() * shape.width(), " numbers expected, the messages of ", handle.world, " ranks");
+  check_device(op, "messages", messages, numbers);
+  check_memory(op, "messages", messages);
   Tensor result = shape.kind == peer::kMoments ? torch::stable::new_empty(numbers, {shape.n})
                                                : torch::stable::new_empty(numbers, {2, shape.n});
   Backend::merge(message::Merging{shape, numbers.data_ptr(), messages.data_ptr(), result.data_ptr(),

@@ -172,9 +172,4 @@ struct Exchange {
   }
 };
 
-inline int64_t arena_bytes(int64_t world, int64_t capacity) {  // arenas may lie one behind the other
-  const int64_t bytes = int64_t(sizeof(Arena)) + Inbox{world, capacity}.packets() * int64_t(sizeof(Packet));
-  return (bytes + alignof(Arena) - 1) / alignof(Arena) * alignof(Arena);
-}
-
 }  // namespace fastvit::peer

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..ops import check_devices
 from .group import Layer, group_of
 
 
@@ -25,5 +26,7 @@ def share(
 
 @share.register_fake
 def _(numbers, tag, group, op, number, momentum):
+    if tag is not None:
+        check_devices("share", {"numbers": numbers, "tag": tag}, on_cpu=("tag",))
     like = torch.empty_like(numbers) if tag is None else numbers.new_empty(2, numbers.shape[1])
     return like, torch.empty(2, dtype=torch.int64, device="cpu")

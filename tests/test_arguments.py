@@ -1,0 +1,138 @@
+"""What every op asks of its tensors: one device, memory that is there, sizes that can be counted with."""
+
+import pytest
+import torch
+from cases import CORE_LAYOUTS, Case, fresh
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fastvit import ops
+
+raw = torch.ops.fastvit
+
+
+def every_call(case):
+    """(name, arguments) of each op, with every tensor it can take, and with few."""
+    d, w, b, x, dy, z = case.channel_dim, case.weight, case.bias, case.x, case.dy, case.z
+    moments = ops.bn_stats(x, d)
+    y, saved = ops.bn_forward(x, moments, w, b, channel_dim=d)
+    sums = ops.bn_reduce(x, dy, None, saved, w, b, channel_dim=d)
+    buffers = tuple(case.buffers().values())
+    relu, identity, leaky = (("relu", 0.0, d), ("identity", 0.0, d), ("leaky_relu", 0.1, d))
+    return [
+        ("bn_stats", (x, d)),
+        ("bn_forward", (x, moments, w, b, z, *buffers, None, 1e-5, *relu)),
+        ("bn_forward", (x, None, None, None, None, *buffers[:2], None, 0.1, 1e-5, *identity)),
+        ("bn_apply", (x, saved, w, b, z, "gelu", 0.0, d)),
+        ("abn_forward_", (fresh(x), moments, w, b, *buffers, 0.1, 1e-5, *leaky)),
+        ("abn_forward", (x, moments, w, b, *buffers, 0.1, 1e-5, *leaky)),
+        ("bn_reduce", (x, dy, z, saved, w, b, *relu)),
+        ("abn_reduce", (y, dy, saved, w, b, "elu", 1.0, d)),
+        ("bn_backward", (x, dy, z, saved, sums, w, b, *relu)),
+        ("bn_backward", (x, dy, None, saved, None, w, b, *identity)),
+        ("abn_backward", (y, dy, saved, sums, w, b, *leaky)),
+        ("bn_local_forward", (x, w, b, z, *buffers, None, 1e-5, *relu)),
+        ("bn_local_forward", (x, None, None, None, None, None, None, 0.1, 1e-5, *identity)),
+        ("abn_local_forward_", (fresh(x), w, b, *buffers, 0.1, 1e-5, *leaky)),
+        ("bn_local_backward", (x, dy, z, saved, w, b, *relu)),
+        ("bn_local_backward", (x, dy, None, saved, w, b, *relu)),
+        ("abn_local_backward", (y, dy, saved, w, b, *leaky)),
+    ]
+
+
+def every_tensor(case):
+    """(op's name, its arguments, the place and the name of a tensor among them), for each tensor."""
+    for op, arguments in every_call(case):
+        names = [argument.name for argument in getattr(raw, op).default._schema.arguments]
+        for at, value in enumerate(arguments):
+            if isinstance(value, torch.Tensor):
+                yield op, list(arguments), at, names[at]
+
+
+def tensors(values):
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+@pytest.mark.parametrize("layout", CORE_LAYOUTS)
+def test_opcheck(layout, device):
+    for op, arguments in every_call(Case(layout, torch.float32, device)):
+        torch.library.opcheck(
+            getattr(raw, op).default,
+            arguments,
+            test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
+        )
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_an_argument_on_meta_beside_others_is_refused(traced, device):
+    """One on meta is enough for torch to ask the fake, whose result would be memory that nobody wrote."""
+    mode = FakeTensorMode()
+    for op, arguments, at, name in every_tensor(Case("nchw", torch.float32, device)):
+        here, first = arguments[0].device, arguments[0]
+        if len(tensors(arguments)) == 1:
+            continue
+        arguments[at] = arguments[at].to("meta")
+        expected = rf"{op}: \w+ is on {here}; meta expected, where [xy] is"
+        if at:
+            expected = rf"{op}: {name} is on meta; {here} expected, where [xy] is"
+        kept = first.clone()
+        with pytest.raises(RuntimeError, match=expected):
+            if traced:
+                arguments = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in arguments]
+            getattr(raw, op)(*arguments)
+        assert torch.equal(first, kept)
+
+
+def test_all_on_meta_gives_shapes(device):
+    for op, arguments in every_call(Case("nhwc_c13", torch.float32, device)):
+        moved = [a.to("meta") if isinstance(a, torch.Tensor) else a for a in arguments]
+        got, want = getattr(raw, op)(*moved), getattr(raw, op)(*arguments)
+        got, want = (value if isinstance(value, tuple) else (value,) for value in (got, want))
+        for a, b in zip(got, want, strict=True):
+            assert a.is_meta and (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+
+
+@pytest.mark.parametrize("layout", ["nchw", "cropped"])
+@pytest.mark.parametrize("left", ["nothing", "all but a byte"])
+def test_freed_and_shrunk_storage_is_refused(left, layout, device):
+    for op, arguments, at, name in every_tensor(Case(layout, torch.float32, device)):
+        t = arguments[at]
+        others = [(a, a.clone()) for a in tensors(arguments) if a is not t]
+        arguments[at] = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t)
+        storage = arguments[at].untyped_storage()
+        storage.resize_(0 if left == "nothing" else storage.nbytes() - 1)
+        message = (
+            rf"{op}: {name} has shape .*, but its storage was freed or shrunk to {storage.nbytes()} bytes"
+        )
+        with pytest.raises(RuntimeError, match=message):
+            getattr(raw, op)(*arguments)
+        assert all(torch.equal(a, kept) for a, kept in others), f"{op} wrote before it looked at {name}"
+
+
+def test_storage_is_counted_from_where_the_tensor_begins(device):
+    base = torch.randn(40, device=device)
+    x = base[4:].view(3, 4, 3)[:, :3, :2]  # its last number is base[4 + 35 - 4]
+    want = ops.bn_stats(x.clone())
+    base.untyped_storage().resize_(4 * 36)
+    assert torch.equal(ops.bn_stats(x), want)
+    base.untyped_storage().resize_(4 * 35)
+    with pytest.raises(RuntimeError, match="bn_stats: x has shape .*freed or shrunk to 140 bytes"):
+        ops.bn_stats(x)
+
+
+def test_an_empty_tensor_needs_no_storage(device):
+    x = torch.randn(0, 3, device=device)
+    x.untyped_storage().resize_(0)
+    y, saved = ops.bn_forward(x, ops.bn_stats(x))
+    assert y.shape == (0, 3) and saved[-2:].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(2**40, 2, 2**21), (2**31, 2, 2**30), (2**48, 2), (1, 2**62), (0, 2**62)],
+    ids=str,
+)
+def test_more_elements_than_can_be_counted_are_refused(shape, device):
+    x = torch.zeros(4, device=device).as_strided(shape, [0] * len(shape))
+    for call in (ops.bn_stats, ops.bn_local_forward):
+        with pytest.raises(RuntimeError, match=r"bn_\w+: x has shape \(\d+, .*; at most 2\^48 elements"):
+            call(x)
