@@ -29,8 +29,8 @@ def message(numbers: Tensor, tag: Tag, epoch: int) -> Tensor:
     words = torch.cat([pairs, flat[2 * channels :]]).view(torch.int32)
     kind |= Kind.DOUBLE if flat.dtype == torch.float64 else 0
     head = torch.tensor([*tag, words.numel(), kind], dtype=torch.int32, device=words.device)
-    flags = torch.full_like(words[: (words.numel() + 4) // 2], epoch - (epoch >> 31 << 32))
     even, odd = torch.cat([head, words]).view(-1, 2).T
+    flags = torch.full_like(even, epoch - (epoch >> 31 << 32))
     return torch.stack([even, flags, odd, flags], 1).contiguous().view(torch.uint8).flatten()
 
 

@@ -1,7 +1,15 @@
 // The engine's controls, for the tests.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <set>
+#include <string>
 
 #include "cuda_runtime.h"
+
+namespace cuda_host {
+std::set<std::string> kernels();
+}
 
 PYBIND11_MODULE(_cuda_host, m) {
   using cuda_host::Config;
@@ -20,6 +28,7 @@ PYBIND11_MODULE(_cuda_host, m) {
   m.def("run", &cuda_host::run, "Runs the deferred launches of all devices and streams, interleaved.");
   m.def("steps", &cuda_host::steps, "Switches between emulated threads so far.");
   m.def("blocks", &cuda_host::blocks, "Blocks of the latest launch.");
+  m.def("kernels", &cuda_host::kernels, "Names of the kernels launched since this was last asked.");
   m.def("loads", &cuda_host::loads,
         "Dependent loads of flags by the slowest thread since this was last asked; those of a batch are one.");
   m.def("launches", &cuda_host::launches, "Kernels launched so far.");

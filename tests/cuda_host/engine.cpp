@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <set>
 
 #include "block.h"
 
@@ -151,6 +152,7 @@ void prepare(Grid& g) {
   g.race_base =
       race::grid_begin(int(g.order.size() * g.block.x * g.block.y * g.block.z), g.dev, (void*)g.stream);
 }
+std::set<std::string> kernel_names;
 size_t places_left(int dev) {
   const auto taken = std::count_if(active.begin(), active.end(), [&](auto& b) { return b->g->dev == dev; });
   return size_t(std::max<long>(0, config().resident - long(taken)));
@@ -264,6 +266,9 @@ uint64_t launches() {
 
 uint64_t blocks() {
   return n_blocks;
+}
+std::set<std::string> kernels() {
+  return std::exchange(kernel_names, {});
 }
 uint64_t loads() {
   return std::exchange(most_loads, 0);
@@ -407,7 +412,7 @@ cudaError_t launch(const cudaLaunchConfig_t& c, const void* fn, std::function<vo
   const size_t resident =
       std::min({size_t(config().blocks_per_sm), 2048 / n, size_t(config().shared_per_sm) / (g->smem + 1024)});
   if (g->coop && blocks > size_t(config().sm_count) * resident) return cudaErrorCooperativeLaunchTooLarge;
-  ++n_launches, n_blocks = blocks;
+  ++n_launches, n_blocks = blocks, kernel_names.insert(g->name);
   queues[{device, c.stream}].push_back({std::move(g), nullptr});
   if (!config().deferred) run();
   return cudaSuccess;
