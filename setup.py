@@ -76,7 +76,9 @@ def ninja_file(cxx: str, cuda: Path | None) -> str:
             objects.append(f"{source}.{name}.o")
             lines.append(f"build {objects[-1]}: cxx $csrc/{source}.cpp")
             lines.append(f" flags = ${name} -DFASTVIT_CAPABILITY={name}")
-    kernels = [str(p.relative_to(ROOT / "csrc").with_suffix("")) for p in sorted((ROOT / "csrc").rglob("*.cu"))]
+    kernels = [
+        str(p.relative_to(ROOT / "csrc").with_suffix("")) for p in sorted((ROOT / "csrc").rglob("*.cu"))
+    ]
     kernels = kernels if cuda else []
     lines += [f"build {source}.o: nvcc $csrc/{source}.cu" for source in kernels]
     lines.append(f"build _C.so: link {' '.join(objects)}")

@@ -37,8 +37,9 @@ def message(numbers: Tensor, tag: Tag, epoch: int) -> Tensor:
 class Loopback:
     """Ranks on one device, each on a stream of its own: the kernels of one wait while the others' run.
 
-    `ranks[r]` is rank r's DeviceMemory. After an error, `rejoin()` stands for all of them meeting again. Where
-    one launch follows the other (sanitizers, profilers, timing), `send` writes what the others would have sent.
+    `ranks[r]` is rank r's DeviceMemory. After an error, `rejoin()` stands for all of them meeting again.
+    Where one launch follows the other (sanitizers, profilers, timing), `send` writes what the others would
+    have sent.
     """
 
     def __init__(self, world: int, capacity: int = LEAST_PACKETS, timeout: float = 5.0, device="cuda"):

@@ -31,7 +31,7 @@ struct ForwardArgs {  // operands 0: x, 1: y, 2: z
   void* y;
   const void* z;        // may be null
   const void* moments;  // [2C + 2]; null: normalise with the running statistics (local: with x's own)
-  const void* given;  // [2C + 2], saved by an earlier forward; then no moments come, and nothing is saved
+  const void* given;    // [2C + 2], saved by an earlier forward; then no moments come, and nothing is saved
   Channels weight, bias, running_mean, running_var;
   int64_t* num_batches_tracked;  // may be null
   bool cumulative;               // momentum=None: the factor is 1 / num_batches_tracked

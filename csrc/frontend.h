@@ -54,9 +54,9 @@ struct Frontend {
     check_input("bn_forward", "x", x, channel_dim);
     if (z) check_like("bn_forward", "z", *z, x);
     Tensor y = torch::stable::empty_like(x);
-    Tensor saved = forward("bn_forward", x, y, moments, false, weight, bias, z, running_mean, running_var,
-                           num_batches_tracked, momentum, eps, activation, activation_param, channel_dim,
-                           false);
+    Tensor saved =
+        forward("bn_forward", x, y, moments, false, weight, bias, z, running_mean, running_var,
+                num_batches_tracked, momentum, eps, activation, activation_param, channel_dim, false);
     return {y, saved};
   }
 
@@ -268,8 +268,8 @@ struct Frontend {
     const Activation act = check_backward(op, name, input, dy, z, saved, weight, bias, activation,
                                           activation_param, channel_dim, in_place);
     const int64_t numbers = 2 * input.size(channel_dim);
-    Tensor sums = torch::stable::new_empty(input, {exchange ? 2 : 1, numbers},
-                                           accumulation_type(input.scalar_type()));
+    Tensor sums =
+        torch::stable::new_empty(input, {exchange ? 2 : 1, numbers}, accumulation_type(input.scalar_type()));
     const auto shared = exchange_of(op, exchange, sums, numbers, peer::kSums);
     ReduceArgs args =
         reduce_args(input, dy, z, saved, weight, bias, act, activation_param, channel_dim, in_place, sums);

@@ -14,9 +14,10 @@ Packed tensors. `moments` is `mean[C], M2[C], count` and `saved` is `mean[C], in
 numbers each: the count takes two (`high * 2**24 + low`), so it is exact in float32. M2 is the sum of squared
 deviations from the mean. `sums` is `sum dz[C], sum dz*xhat[C]`, with dz the gradient before the activation.
 
-`exchange` (made by `fastvit.sync`) is a group of ranks that see each other's memory. The ops that make moments
-and sums then send this rank's to all, await theirs and merge them in rank order. What an exchange that failed
-would have given is NaN, the count included; y and `saved` are NaN then, and nothing else is written.
+`exchange` (made by `fastvit.sync`) is a group of ranks that see each other's memory. The ops that make
+moments and sums then send this rank's to all, await theirs and merge them in rank order. What an exchange
+that failed would have given is NaN, the count included; y and `saved` are NaN then, and nothing else is
+written.
 
 Activations: "identity", "leaky_relu" (`activation_param` is the slope), "elu" (`activation_param` is alpha),
 and not in place "relu", "relu6", "gelu", "gelu_tanh", "silu" and "hardswish".
@@ -62,8 +63,8 @@ def bn_forward(
 
     With `moments`, `running_mean`, `running_var` (unbiased) and `num_batches_tracked` are updated in place; a
     `momentum` of None averages cumulatively, with the factor `1 / num_batches_tracked`. If their count is 0,
-    only num_batches_tracked changes; if it is NaN, nothing does. Without moments (None) the running statistics normalise and nothing is
-    written. `z`, of x's shape and dtype, is added before the activation.
+    only num_batches_tracked changes; if it is NaN, nothing does. Without moments (None) the running
+    statistics normalise and nothing is written. `z`, of x's shape and dtype, is added before the activation.
     """
     y, saved = _ops.bn_forward(
         x, moments, weight, bias, z, running_mean, running_var, num_batches_tracked,
@@ -197,8 +198,9 @@ def bn_backward(
 ) -> tuple[Tensor, Tensor]:
     """`(dx, dz)`: dx = weight * invstd * (dz - sum dz / n - xhat * sum(dz*xhat) / n).
 
-    `sums`, `(2C,)`, are over all ranks and n is the count in `saved`; None means that the statistics were constants
-    (evaluation), so dx = weight * invstd * dz. dz, the residual's gradient, is empty when z is None.
+    `sums`, `(2C,)`, are over all ranks and n is the count in `saved`; None means that the statistics were
+    constants (evaluation), so dx = weight * invstd * dz. dz, the residual's gradient, is empty when z is
+    None.
     """
     return _ops.bn_backward(x, dy, z, saved, sums, weight, bias, activation, activation_param, channel_dim)
 

@@ -74,7 +74,10 @@ def test_tags_that_differ(rank, other, sums, device):
 
 @pytest.mark.parametrize("sums", [False, True])
 def test_a_captured_step_goes_with_every_other(sums, device):
-    numbers, made = rows(3, 6, sums, device=device), exchanges([Tag(7, 5), Tag(7, 0), Tag(7, 5)], False, device)
+    numbers, made = (
+        rows(3, 6, sums, device=device),
+        exchanges([Tag(7, 5), Tag(7, 0), Tag(7, 5)], False, device),
+    )
     messages = travel(numbers, made)
     for row, exchange in zip(numbers, made, strict=True):
         assert ops.message_merge(messages, row, exchange.tensor).isfinite().all()

@@ -228,7 +228,9 @@ def test_bad_arguments():
     ranks = Ranks(2)
     with pytest.raises(RuntimeError, match="exchange takes 35 packets of 70 numbers; 1 to 34 expected"):
         ranks.begin(0, 0, torch.zeros(70))
-    with pytest.raises(RuntimeError, match="numbers is Half .10.; moments .2C . 2,. or sums .1, 2C. expected"):
+    with pytest.raises(
+        RuntimeError, match="numbers is Half .10.; moments .2C . 2,. or sums .1, 2C. expected"
+    ):
         ranks.begin(0, 0, torch.zeros(10, dtype=torch.float16))
     with pytest.raises(RuntimeError, match="bn_stats: exchange is not a contiguous row of at least 8 int64"):
         ops.bn_stats(torch.randn(3, 4), exchange=torch.zeros(3))
@@ -248,7 +250,12 @@ def fields(source, name):
 
 @pytest.mark.parametrize(
     "name,structure",
-    [("Handle", protocol.Handle), ("Report", protocol.Report), ("Arena", protocol.Arena), ("Tag", protocol._Words)],
+    [
+        ("Handle", protocol.Handle),
+        ("Report", protocol.Report),
+        ("Arena", protocol.Arena),
+        ("Tag", protocol._Words),
+    ],
 )
 def test_python_and_cpp_name_the_same_fields(name, structure):
     source = (CSRC / ("handle.h" if name == "Handle" else "protocol.h")).read_text()
@@ -282,7 +289,11 @@ def test_sizes_that_overflow_are_refused():
 def test_freed_storage_is_refused(freed):
     ranks = Ranks(2)
     ranks.begin(0, 0)
-    given = {"exchange": ranks.exchanges[0].tensor.clone(), "numbers": torch.zeros(10), "result": torch.zeros(10)}
+    given = {
+        "exchange": ranks.exchanges[0].tensor.clone(),
+        "numbers": torch.zeros(10),
+        "result": torch.zeros(10),
+    }
     storage = given[freed].untyped_storage()
     storage.resize_(storage.nbytes() - 1)
     with pytest.raises(RuntimeError, match=f"{freed} has shape .*freed or shrunk"):

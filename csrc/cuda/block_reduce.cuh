@@ -109,10 +109,10 @@ __device__ __forceinline__ void merge_slices(R* shared, const R* partial, const 
   if (team == 0) write(c, shared[threadIdx.x]);
 }
 
-// Hands write(c, total) the totals of the tile's channels, over all slices, and returns true: in the last block of the tile to
-// finish, or with kEverywhere in all of them, which wait for each other and so must run at once. partial is
-// [slices][C], tickets [tiles], zero before the launch and after it; both unused for a single slice. `shared`
-// has kThreads * K >= kThreads places and holds what merge_block left, `step` apart.
+// Hands write(c, total) the totals of the tile's channels, over all slices, and returns true: in the last
+// block of the tile to finish, or with kEverywhere in all of them, which wait for each other and so must run
+// at once. partial is [slices][C], tickets [tiles], zero before the launch and after it; both unused for a
+// single slice. `shared` has kThreads * K >= kThreads places and holds what merge_block left, `step` apart.
 template <bool kEverywhere = false, class R, class Write>
 __device__ __forceinline__ bool finish(R* shared, int step, R* partial, unsigned* tickets, const Plan& plan,
                                        const Work& work, const Write& write) {

@@ -2,7 +2,8 @@
 // running statistics are updated in the same launch.
 // Memory   reads x (and z) once, writes y once, over x or to a tensor of its own. Bandwidth-bound.
 // Mapping  block 0 keeps the books (saved, running statistics, counter) for all channels; the others take
-//          (tile of channels, slice of their values), see plan.h. 16-byte loads and stores, a batch in flight.
+//          (tile of channels, slice of their values), see plan.h. 16-byte loads and stores, a batch in
+//          flight.
 // Numerics fp32 arithmetic (fp64 for double), see normalise.cuh.
 // Source   Ioffe, Szegedy, arXiv:1502.03167; in place: arXiv:1712.02616.
 #include "host.h"
@@ -29,7 +30,8 @@ struct Statistics : Books<A> {  // what mean and invstd come from, and where the
     if (given) return;
     const int64_t C = this->C;
     int64_t* const tracked = this->num_batches_tracked;
-    const double factor = moments && tracked && this->cumulative ? 1.0 / double(*tracked + 1) : this->momentum;
+    const double factor =
+        moments && tracked && this->cumulative ? 1.0 / double(*tracked + 1) : this->momentum;
     for (int64_t c = threadIdx.x; c < C; c += kThreads) {
       if (moments) this->update(c, measured(c), factor);
       this->save(c, of(c));
@@ -90,13 +92,13 @@ void Cuda::forward(const ForwardArgs& args) {
     using A = Accumulation<T>;
     const void* pointers[] = {args.x, args.y, args.z};
     const Plan plan = Planner::make(args.layout, pointers, args.z ? 3 : 2, sizeof(T), device.limits);
-    const ForwardKernel<T> kernel{plan,
-                                  static_cast<const T*>(args.x),
-                                  static_cast<T*>(args.y),
-                                  static_cast<const T*>(args.z),
-                                  {books_of<A>(args), static_cast<const A*>(args.moments),
-                                   static_cast<const A*>(args.given)},
-                                  activated_of<T>(args)};
+    const ForwardKernel<T> kernel{
+        plan,
+        static_cast<const T*>(args.x),
+        static_cast<T*>(args.y),
+        static_cast<const T*>(args.z),
+        {books_of<A>(args), static_cast<const A*>(args.moments), static_cast<const A*>(args.given)},
+        activated_of<T>(args)};
     const int64_t blocks = 1 + (args.layout.numel() > 0 ? plan.blocks() : 0);
     with_walk<T>(plan, [&]<bool kRows, int V>() {
       if (args.z)

@@ -63,8 +63,8 @@ class Scratch {
   void* data = nullptr;
 };
 
-// kTickets zeros and one, which every launch leaves as zeros. Launches of one stream follow each other, so a stream
-// has its own for as long as the process lives, and no launch has to clear them first.
+// kTickets zeros and one, which every launch leaves as zeros. Launches of one stream follow each other, so a
+// stream has its own for as long as the process lives, and no launch has to clear them first.
 inline unsigned* tickets_of(const Device& device) {
   static std::mutex mutex;
   static std::map<std::pair<int, cudaStream_t>, unsigned*> tickets;

@@ -1,7 +1,8 @@
 // The peer protocol between processes of one host, over arenas in shared memory that each has mapped.
 // What the protocol is stands in protocol.h, who calls these ops in fastvit/sync/peer.py.
 //
-// Memory   a push writes 16 bytes per two floats and peer, a poll reads as many; a cache line crosses from one
+// Memory   a push writes 16 bytes per two floats and peer, a poll reads as many; a cache line crosses from
+// one
 //          core to the other once.
 // Waiting  in slices: the caller comes back for the next, so that Python sees signals and dead peers. Within
 //          one it spins for as long as a peer that runs needs, then yields (its threads may want this core),
@@ -285,8 +286,8 @@ Tensor peer_share(Tensor numbers, Tensor fields) {
   const Kind kind = kind_of(numbers);
   const int64_t n = numbers.size(numbers.dim() - 1);
   const Exchange exchange = exchange_of("peer_share", fields, n, numbers.scalar_type(), kind);
-  Tensor result = kind == kMoments ? torch::stable::new_empty(numbers, {n})
-                                   : torch::stable::new_empty(numbers, {2, n});
+  Tensor result =
+      kind == kMoments ? torch::stable::new_empty(numbers, {n}) : torch::stable::new_empty(numbers, {2, n});
   std::memcpy(result.data_ptr(), numbers.data_ptr(), n * (is_double(numbers) ? 8 : 4));
   with_rows(result, kind, [&]<class A>(A* own, A* merged, int64_t C) { share(exchange, own, merged, C); });
   return result;

@@ -46,7 +46,8 @@ Tensor cuda_peer_share(Tensor numbers, Tensor fields) {
   const int64_t n = numbers.size(numbers.dim() - 1);
   const Exchange exchange = peer::exchange_of("peer_share", fields, n, numbers.scalar_type(), kind);
   const bool moments = kind == peer::kMoments;
-  Tensor result = moments ? torch::stable::new_empty(numbers, {n}) : torch::stable::new_empty(numbers, {2, n});
+  Tensor result =
+      moments ? torch::stable::new_empty(numbers, {n}) : torch::stable::new_empty(numbers, {2, n});
   const Device device(numbers.get_device_index());
   const auto run = [&]<class A>(const A* own) {
     const ShareKernel<A> kernel{exchange, own, static_cast<A*>(result.data_ptr()), n / 2 - moments, moments};

@@ -24,7 +24,9 @@ namespace fastvit {
 using peer::Exchange;
 using peer::Fault;
 
-constexpr int kInFlight = 8;  // ranks whose numbers a thread loads together
+// Ranks whose numbers a thread loads together; of doubles half as many, for want of registers.
+template <class A>
+constexpr int kInFlight = 32 / int(sizeof(A));
 
 // The exchange of a kernel that has one.
 template <bool kShared>
@@ -147,30 +149,31 @@ class Wait {
   // use(rank, first, second) for pair i of all ranks, in their order.
   template <class Use>
   __device__ __forceinline__ bool all_ranks(int64_t i, const Use& use) const {
-    for (int first = 0; first < exchange.world; first += kInFlight) {
-      const int ranks = min(kInFlight, exchange.world - first);
-      peer::Pair<A> numbers[kInFlight];
+    constexpr int kTogether = kInFlight<A>;
+    for (int first = 0; first < exchange.world; first += kTogether) {
+      const int ranks = min(kTogether, exchange.world - first);
+      peer::Pair<A> numbers[kTogether];
       while (true) {
         int missing = -1;
         {
-          Packets packets[kInFlight];
+          Packets packets[kTogether];
           {
             const LoadedTogether together;
 #pragma unroll
-            for (int r = 0; r < kInFlight; ++r)
+            for (int r = 0; r < kTogether; ++r)
 #pragma unroll
               for (int k = 0; k < peer::kPairPackets<A>; ++k)
                 if (r < ranks) packets[r][k] = load_packet(pair(first + r, i) + k);
           }
 #pragma unroll
-          for (int r = kInFlight - 1; r >= 0; --r)
+          for (int r = kTogether - 1; r >= 0; --r)
             if (r < ranks && !numbers[r].unpack(epoch, packets[r])) missing = first + r;
         }
         if (missing < 0) break;
         if (!patient(missing)) return false;
       }
 #pragma unroll
-      for (int r = 0; r < kInFlight; ++r)
+      for (int r = 0; r < kTogether; ++r)
         if (r < ranks) use(first + r, numbers[r].first, numbers[r].second);
     }
     return true;

@@ -12,11 +12,11 @@ namespace fastvit::peer {
 
 struct Handle {
   int64_t rank, world;
-  int64_t capacity;     // of a message: in packets, or where a collective carries it in numbers
-  int64_t wide;         // a collective's messages are of float64
-  int64_t nanoseconds;  // Exchange
-  int64_t layer, step;  // of the exchange that follows
-  int64_t report;       // address of a Report
+  int64_t capacity;            // of a message: in packets, or where a collective carries it in numbers
+  int64_t wide;                // a collective's messages are of float64
+  int64_t nanoseconds;         // Exchange
+  int64_t layer, step;         // of the exchange that follows
+  int64_t report;              // address of a Report
   int64_t arenas[kMostRanks];  // addresses, by rank; as many as there are ranks
 };
 
@@ -55,8 +55,8 @@ inline const Handle& handle_of(const char* op, const Tensor& fields) {
   const Handle& handle = *static_cast<const Handle*>(fields.data_ptr());
   require(handle.world >= 1 && handle.rank >= 0 && handle.rank < handle.world && handle.capacity > 0 &&
               (fields.numel() == kFields || fields.numel() == kFields + handle.world),
-          op, "exchange", "has rank ", handle.rank, " of ", handle.world, ", capacity ", handle.capacity, ", ",
-          fields.numel(), " numbers");
+          op, "exchange", "has rank ", handle.rank, " of ", handle.world, ", capacity ", handle.capacity,
+          ", ", fields.numel(), " numbers");
   // A collective's capacity is in numbers, and its ranks are any.
   require(handle.world <= kMostElements && handle.capacity <= int64_t(1) << 31, op, "exchange", "is for ",
           handle.world, " ranks, capacity ", handle.capacity, "; at most 2^48 and 2^31 expected");
@@ -66,9 +66,8 @@ inline const Handle& handle_of(const char* op, const Tensor& fields) {
 // The exchange of `n` numbers of `dtype` that an op is given.
 inline Exchange exchange_of(const char* op, const Tensor& fields, int64_t n, ScalarType dtype, Kind kind) {
   const Handle& handle = handle_of(op, fields);
-  require(fields.numel() > kFields && handle.world <= kMostRanks,
-          op, "exchange", "has ", handle.world, " ranks and no memory in common; at most ", kMostRanks,
-          " with theirs expected");
+  require(fields.numel() > kFields && handle.world <= kMostRanks, op, "exchange", "has ", handle.world,
+          " ranks and no memory in common; at most ", kMostRanks, " with theirs expected");
   const int64_t words = n * (dtype == ScalarType::Double ? 2 : 1);
   require(n > 0 && n % 2 == 0 && words / 2 <= handle.capacity, op, "exchange", "takes ", words / 2,
           " packets of ", n, " numbers; 1 to ", handle.capacity, " expected, the capacity, and pairs");

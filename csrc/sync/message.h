@@ -125,8 +125,16 @@ inline Shape shape_of(const char* op, const Tensor& numbers, const peer::Handle&
   require(n <= handle.capacity && (wide_message || !peer::is_double(numbers)), op, "numbers", "is ",
           toString(numbers.scalar_type()), " ", fastvit::shape_of(numbers), "; at most ", handle.capacity,
           " numbers of ", wide_message ? "float64" : "float32", " expected");
-  return {peer::is_double(numbers), wide_message, peer::kind_of(numbers), int(numbers.get_device_index()),
-          n, handle.capacity, handle.world, handle.rank, handle.layer, handle.step};
+  return {peer::is_double(numbers),
+          wide_message,
+          peer::kind_of(numbers),
+          int(numbers.get_device_index()),
+          n,
+          handle.capacity,
+          handle.world,
+          handle.rank,
+          handle.layer,
+          handle.step};
 }
 
 }  // namespace message

@@ -1,13 +1,14 @@
 // The peer protocol: how ranks that see each other's memory exchange O(C) numbers without a collective.
 // Written once for host and device; what moves the packets stands in cpu_peer.cpp and cuda_peer.cuh.
 //
-// Protocol  Every rank owns an arena: a few words of its own, and an inbox. In exchange `epoch` a rank *pushes*
-//           one message into every rank's inbox, its own included, and never waits for it; then it *polls* its
-//           own inbox, in local memory, until all messages are there, and merges them in rank order. A message
-//           is a header of kHeaderPackets, which carries the tag, and the payload.
-//           A packet is 16 bytes {word, epoch, word, epoch}: the flag travels with the data, so a packet is
-//           read when its epoch is the one awaited, and there is no fence, no counter and nothing to reset.
-//           Each aligned half of 8 bytes has a flag of its own: stores of 8 bytes need be atomic, not of 16.
+// Protocol  Every rank owns an arena: a few words of its own, and an inbox. In exchange `epoch` a rank
+// *pushes*
+//           one message into every rank's inbox, its own included, and never waits for it; then it *polls*
+//           its own inbox, in local memory, until all messages are there, and merges them in rank order. A
+//           message is a header of kHeaderPackets, which carries the tag, and the payload. A packet is 16
+//           bytes {word, epoch, word, epoch}: the flag travels with the data, so a packet is read when its
+//           epoch is the one awaited, and there is no fence, no counter and nothing to reset. Each aligned
+//           half of 8 bytes has a flag of its own: stores of 8 bytes need be atomic, not of 16.
 // Payload   Pairs: the two numbers of channel c, (mean, M2) or the two sums, are pair c, and the count of
 //           moments is the last. So who has a channel's numbers can send or take them alone. A pair of floats
 //           is one packet, of doubles two: fp32 moments are 16 (C + 1) bytes.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .agreement import Agreement, Unavailable, process_space
 from .peer import Peer, arena_bytes, meeting
-from .protocol import MOST_RANKS, Arena, Describe, Tag, direction, room
+from .protocol import MOST_RANKS, Arena, Describe, Tag, direction
 from .transport import Reduce
 
 NAME = "SharedMemory"
@@ -90,7 +90,7 @@ def place(device: torch.device) -> str:
     Raises OSError where there is no such memory.
     """
     if not os.access(FOLDER, os.W_OK):
-        raise OSError(f"{FOLDER} cannot be written to")
+        raise OSError(f"no {FOLDER} to write to")
     return process_space()
 
 
@@ -142,7 +142,9 @@ def _map(told: str, each: int, rank: int, world: int) -> Tensor:
             os.close(file)
     finally:
         os.close(found)
-    marks = segment.view(world, each)[:, Arena.process.offset :][:, :8].contiguous().view(torch.int64).flatten()
+    marks = (
+        segment.view(world, each)[:, Arena.process.offset :][:, :8].contiguous().view(torch.int64).flatten()
+    )
     if marks[0] != int(process) or (rank > 0 and marks[rank] != 0):
         raise ValueError(f"file {number} of process {process} is no new segment")
     Arena.from_address(segment[rank * each :].data_ptr()).process = os.getpid()

@@ -56,10 +56,10 @@ def place(device: torch.device) -> str:
 def connect(
     agreement: Agreement, capacity: int, describe: Describe, device: torch.device, asked: list[str]
 ) -> DeviceMemory:
-    """Arenas that all ranks have opened and tried. Raises Unavailable, on all ranks alike, where there are none.
+    """Arenas that all ranks have opened and tried. Raises Unavailable, on all alike, where there are none.
 
-    Two ranks on one GPU do it only when asked: where a service lets their kernels run at once (MPS) they share
-    its multiprocessors too.
+    Two ranks on one GPU do it only when asked: where a service lets their kernels run at once (MPS) they
+    share its multiprocessors too.
     """
     if agreement.world > MOST_RANKS:
         raise Unavailable(f"{agreement.world} ranks, more than {MOST_RANKS}")
@@ -143,13 +143,14 @@ def trial(
 
     def works() -> None:
         load_kernels(device)
-        numbers = torch.arange(2 * capacity, device=device).float()[None]
+        numbers, changed = torch.arange(2 * capacity, device=device).float()[None], False
         for step in range(1, _TRIALS + 1):  # to the end, unless the peers know: nobody waits for this rank
             both = tested.share(numbers + (rank + step), Tag(0, step))
             want = sum(numbers[0] + (peer + step) for peer in range(world))
-            if not torch.equal(both, torch.stack([numbers[0] + (rank + step), want])):
-                raise RuntimeError("numbers arrived changed")
+            changed |= not torch.equal(both, torch.stack([numbers[0] + (rank + step), want]))
             tested.check()
+        if changed:
+            raise RuntimeError("numbers arrived changed")
 
     agreement.together(f"trial of {name}", works)
     seconds, meet = _SHARE_OF_TIMEOUT * agreement.timeout, meeting(agreement, one_step=False)
@@ -159,8 +160,8 @@ def trial(
 def load_kernels(device: torch.device) -> None:
     """Runs the layers' kernels once, over a group of this rank alone.
 
-    CUDA loads a kernel at its first launch, and may wait for the GPU then: behind an exchange that waits for a
-    peer, which may be waiting for what this rank would launch next.
+    CUDA loads a kernel at its first launch, and may wait for the GPU then: behind an exchange that waits for
+    a peer, which may be waiting for what this rank would launch next.
     """
     capacity = 2 * 9
     arena = torch.zeros(arena_bytes(1, capacity), dtype=torch.uint8, device=device)

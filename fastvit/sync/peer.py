@@ -113,11 +113,10 @@ class Peer(Way):
 def meeting(agreement: Agreement, one_step: bool) -> Callable[[Position], list[Position]]:
     """`meet` of ranks that ask each other.
 
-    With `one_step` RuntimeError, at every call, when the ranks come back in different steps: one had raised an
-    error of its own and begun anew while the others were still where it had left them. If they went on
+    With `one_step` RuntimeError, at every call, when the ranks come back in different steps: one had raised
+    an error of its own and begun anew while the others were still where it had left them. If they went on
     together now, the first would be a try, and so perhaps a batch, ahead of the others for ever.
     """
-
     apart = ""
 
     def meet(position: Position) -> list[Position]:
@@ -132,9 +131,9 @@ def meeting(agreement: Agreement, one_step: bool) -> Callable[[Position], list[P
             by_rank = sorted((rank, step) for (_, _, step), ranks in steps.items() for rank in ranks)
             begun = ", ".join(f"{ranks_text([rank])} {step}" for rank, step in by_rank)
             apart = (
-                f"rank {agreement.rank}: the ranks are back after an error, but in different steps ({begun}): "
-                "one began anew after an error of its own that the others had not seen, so from now on they "
-                "would mix different batches; make the process group anew, with all ranks at the same batch"
+                f"rank {agreement.rank}: the ranks are back after an error, but in different steps "
+                f"({begun}): one began anew after an error of its own that the others had not seen, so from now "
+                "on they would mix different batches; make the process group anew, with all ranks at the same batch"
             )
             raise RuntimeError(apart)
         return list(steps)

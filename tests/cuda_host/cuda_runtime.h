@@ -112,7 +112,7 @@ struct Config {           // set from the test (or CUDA_HOST_SEED / CUDA_HOST_TI
   double timeout = 0;      // > 0: peers may be other processes; give up only after that many idle seconds
   bool capturing = false;  // what cudaStreamIsCapturing answers
   uint64_t stream = 0;     // what the current stream is
-  int resident = 0;  // > 0: blocks that a device holds at most, of all streams; 0: a few of each grid
+  int resident = 0;        // > 0: blocks that a device holds at most, of all streams; 0: a few of each grid
   bool deferred = false;  // launches queue up per (device, stream); cuda_host::run() runs the queues together
 };
 Config& config();
@@ -147,7 +147,7 @@ unsigned lane();
 enum Scope { sys = 0, gpu = 1, cta = 2 };
 enum Order { relaxed = 0, acquire = 1, release = 2, acq_rel = 3 };
 void fence(int order, int scope);
-void atomic_pre(Loc);                   // may hand over to another thread
+void atomic_pre(Loc);  // may hand over to another thread
 void count_load();
 struct Together {  // while one lives, the thread's loads of flags count as one: none waits for another
   Together();
