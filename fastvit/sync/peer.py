@@ -132,8 +132,9 @@ def meeting(agreement: Agreement, one_step: bool) -> Callable[[Position], list[P
             begun = ", ".join(f"{ranks_text([rank])} {step}" for rank, step in by_rank)
             apart = (
                 f"rank {agreement.rank}: the ranks are back after an error, but in different steps "
-                f"({begun}): one began anew after an error of its own that the others had not seen, so from now "
-                "on they would mix different batches; make the process group anew, with all ranks at the same batch"
+                f"({begun}): one began anew after an error of its own that the others had not seen, so from "
+                "now on they would mix different batches; make the process group anew, with all ranks at "
+                "the same batch"
             )
             raise RuntimeError(apart)
         return list(steps)
