@@ -53,11 +53,11 @@ def find_cuda() -> tuple[Path | None, str]:
 
 
 def cpp_sources() -> list[Path]:
-    return [ROOT / "csrc/ops.cpp", *sorted((ROOT / "csrc/cpu").glob("*.cpp"))]
+    return sorted((ROOT / "csrc").rglob("*.cpp"))
 
 
 def cuda_sources() -> list[Path]:
-    return sorted((ROOT / "csrc/cuda").glob("*.cu"))
+    return sorted((ROOT / "csrc").rglob("*.cu"))
 
 
 def codes() -> list[str]:
@@ -81,14 +81,16 @@ def ninja_file(cxx: str, cuda: Path | None, why: str) -> str:
     ]
     lines += [f"{name} = {flags}" for name, flags in {"csrc": ROOT / "csrc", **CAPABILITIES}.items()]
     objects = []
-    for source in (str(path.relative_to(ROOT / "csrc").with_suffix("")) for path in cpp_sources()):
-        for name in ["baseline"] if source in ("ops", "cpu/backend", "cpu/peer") else CAPABILITIES:
+    for path in cpp_sources():
+        source = str(path.relative_to(ROOT / "csrc").with_suffix(""))
+        once = not source.startswith("cpu/") or source == "cpu/backend"
+        for name in ["baseline"] if once else CAPABILITIES:
             objects.append(f"{source}.{name}.o")
             lines.append(f"build {objects[-1]}: cxx $csrc/{source}.cpp")
             lines.append(f" flags = ${name} -DFASTVIT_CAPABILITY={name}")
             if source == "ops":
                 lines[-1] += " " + shlex.quote(f'-DFASTVIT_CUDA_BUILD="{built}"').replace("$", "$$")
-    kernels = [f"cuda/{path.stem}" for path in cuda_sources() if cuda]
+    kernels = [str(path.relative_to(ROOT / "csrc").with_suffix("")) for path in cuda_sources() if cuda]
     lines += [f"build {source}.o: nvcc $csrc/{source}.cu" for source in kernels]
     lines.append(f"build _C.so: link {' '.join(objects)}")
     lines.append(f"build _cuda.so: link {' '.join(f'{source}.o' for source in kernels)}")

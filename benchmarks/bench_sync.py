@@ -30,8 +30,9 @@ from harness import provenance, reuse_memory, write_csv
 from torch import nn
 
 import fastvit
-from fastvit import statistics
-from fastvit.statistics.collective import ALL_GATHER
+from fastvit import sync
+from fastvit.sync.collective import ALL_GATHER
+from fastvit.sync.group import group_of
 
 CHANNELS = (64, 256, 512, 1024, 2048)
 SHAPE = (32, 28, 28)  # of a step's input, without channels
@@ -50,9 +51,10 @@ def group_that_takes(way: str) -> "dist.ProcessGroup":
 
 
 def exchange(group, moments, sums) -> tuple[Callable, Callable]:
-    shared = statistics.over(group, statistics.Layer("bench_sync", moments.numel(), 0.1))
-    ticket = shared.gather(moments)[1]
-    return lambda: shared.gather(moments), lambda: shared.start_sum(sums, ticket).wait()
+    """Of numbers that no op has at hand: moments, and this rank's sums."""
+    layer, shared = sync.Layer("bench_sync", moments.numel(), 0.1), group_of(group, moments.device)
+    tag = shared.share_moments(layer, moments)[1]
+    return lambda: shared.share_moments(layer, moments), lambda: shared.share_sums(sums[None], tag)
 
 
 def bare_exchange(moments, sums) -> tuple[Callable, Callable]:

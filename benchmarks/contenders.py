@@ -7,14 +7,14 @@ from importlib import import_module
 
 import torch
 import torch.distributed as dist
+from loopback import Loopback
 from shapes import Case
 from torch import nn
 from torch.nn import functional as F
 
 import fastvit
-from fastvit import ops, statistics
-from fastvit.statistics.device_memory import Loopback
-from fastvit.statistics.exchange import Tag
+from fastvit import ops, sync
+from fastvit.sync.protocol import Tag
 
 
 class BatchNormAct(nn.Module):
@@ -47,11 +47,11 @@ class Exchange(fastvit.SyncBatchNorm):
     """fastvit's SyncBatchNorm made to exchange its statistics likewise."""
 
     def forward(self, x):
-        kept, statistics.over = statistics.over, lambda _, layer: statistics.Shared(dist.group.WORLD, layer)
+        kept, sync.over = sync.over, lambda _, layer: sync.Shared(dist.group.WORLD, layer)
         try:
             return super().forward(x)
         finally:
-            statistics.over = kept
+            sync.over = kept
 
 
 def process_group(device: str) -> None:
@@ -118,40 +118,35 @@ class Exchanges:
 
     def __init__(self, case: Case, x: torch.Tensor, dy: torch.Tensor):
         self.x, self.dy, self.d = x, dy, case.channel_dim
-        self.members = Loopback(self.WORLD, device=x.device).ranks
+        self.loop, self.tag = Loopback(self.WORLD, device=x.device), Tag(0, 0)
         self.moments = ops.bn_stats(x, self.d)
         _, self.saved = ops.bn_forward(x, self.moments, channel_dim=self.d)
-        self.sums = ops.bn_reduce(x, dy, None, self.saved, channel_dim=self.d)
-        self.awaited = []  # what the other ranks have sent and not yet awaited
+        self.own = ops.bn_reduce(x, dy, None, self.saved, channel_dim=self.d)
 
-    def others_send(self, numbers: torch.Tensor, kind: int) -> None:
-        raw = torch.ops.fastvit
-        for exchange, sent, sent_kind in self.awaited:
-            raw.exchange_poll(exchange, sent, sent_kind, False)
-        self.awaited = [(member.exchange(Tag(0, 0)), numbers, kind) for member in self.members[1:]]
-        for exchange, _, _ in self.awaited:
-            raw.exchange_push(exchange, numbers, kind)
+    def forward(self, way) -> None:
+        moments = way(lambda e: ops.bn_stats(self.x, self.d, e))
+        ops.bn_forward(self.x, moments, channel_dim=self.d)
 
-    def forward(self, exchange: torch.Tensor | None = None) -> None:
-        moments = ops.bn_stats(self.x, self.d, exchange)
-        ops.bn_forward(self.x, moments, channel_dim=self.d, exchange=exchange)
-
-    def backward(self, exchange: torch.Tensor | None = None) -> None:
-        rest = {"channel_dim": self.d, "exchange": exchange}
-        sums = ops.bn_reduce(self.x, self.dy, None, self.saved, **rest)
-        ops.bn_backward(self.x, self.dy, None, self.saved, sums, **rest)
+    def backward(self, way) -> None:
+        rest = {"channel_dim": self.d}
+        sums = way(lambda e: ops.bn_reduce(self.x, self.dy, None, self.saved, **rest, exchange=e))
+        ops.bn_backward(self.x, self.dy, None, self.saved, sums[-1], **rest)
 
     def ops(self) -> dict[str, "Op"]:
-        rank, tag = self.members[0], Tag(0, 0)
+        def alone(op):
+            return op(None)
+
+        def shared(op):
+            return self.loop.ranks[0].sums(op, self.tag)
+
+        def others_send(numbers):
+            self.loop.send(0, [numbers] * self.WORLD, self.tag)
+
         return {
-            "forward": Op(3, self.forward),
-            "forward, exchange": Op(
-                3, lambda: self.forward(rank.exchange(tag)), lambda: self.others_send(self.moments, 0)
-            ),
-            "backward": Op(5, self.backward),
-            "backward, exchange": Op(
-                5, lambda: self.backward(rank.exchange(tag)), lambda: self.others_send(self.sums, 1)
-            ),
+            "forward": Op(3, lambda: self.forward(alone)),
+            "forward, exchange": Op(3, lambda: self.forward(shared), lambda: others_send(self.moments)),
+            "backward": Op(5, lambda: self.backward(alone)),
+            "backward, exchange": Op(5, lambda: self.backward(shared), lambda: others_send(self.own)),
         }
 
 
@@ -164,7 +159,7 @@ def raw_ops(case: Case, x: torch.Tensor, dy: torch.Tensor) -> dict[str, Op]:
     moments = ops.bn_stats(x, d)
     y, overwritten = x.clone(), x.clone()
     saved = ops.abn_forward_(y, moments, weight, bias, channel_dim=d)
-    sums = ops.abn_reduce(y, dy, saved, weight, bias, channel_dim=d)
+    (sums,) = ops.abn_reduce(y, dy, saved, weight, bias, channel_dim=d)
     parameters = (weight, bias)
     plain = {"activation": "leaky_relu", "channel_dim": d}
     exchanges = Exchanges(case, x, dy).ops() if x.is_cuda else {}

@@ -3,9 +3,9 @@
 
 #include "activation.h"
 #include "checks.h"
-#include "exchange.h"
 #include "layout.h"
 #include "moments.h"
+#include "sync/handle.h"
 
 namespace fastvit {
 
@@ -19,8 +19,8 @@ struct StatsArgs {  // operand 0: x
   ScalarType dtype;
   int device;
   const void* x;
-  void* moments;            // [2C + 2]
-  peer::Exchange exchange;  // of moments: the backend sends them, when it has them
+  void* moments;                   // [2C + 2]
+  const peer::Exchange* exchange;  // null: none; else the moments become the group's
 };
 
 struct ForwardArgs {  // operands 0: x, 1: y, 2: z
@@ -30,9 +30,8 @@ struct ForwardArgs {  // operands 0: x, 1: y, 2: z
   const void* x;
   void* y;
   const void* z;        // may be null
-  const void* moments;  // [ranks][2C + 2]; null: normalise with the running statistics (local: with x's own)
-  int64_t ranks;
-  const void* given;  // [2C + 2], saved by an earlier forward; then no moments come, and nothing is saved
+  const void* moments;  // [2C + 2]; null: normalise with the running statistics (local: with x's own)
+  const void* given;    // [2C + 2], saved by an earlier forward; then no moments come, and nothing is saved
   Channels weight, bias, running_mean, running_var;
   int64_t* num_batches_tracked;  // may be null
   bool cumulative;               // momentum=None: the factor is 1 / num_batches_tracked
@@ -40,8 +39,7 @@ struct ForwardArgs {  // operands 0: x, 1: y, 2: z
   bool in_place;  // backward will invert y: gamma is kept away from 0
   Activation activation;
   double activation_param;
-  void* saved;              // [2C + 2]
-  peer::Exchange exchange;  // of moments: the ranks', which are awaited in place of `moments`
+  void* saved;  // [2C + 2]
 };
 
 struct ReduceArgs {  // operands 0: x or y, 1: dy, 2: z
@@ -56,8 +54,8 @@ struct ReduceArgs {  // operands 0: x or y, 1: dy, 2: z
   Channels weight, bias;
   Activation activation;
   double activation_param;
-  void* sums;               // [2C]
-  peer::Exchange exchange;  // of sums: the backend sends them, when it has them
+  void* sums;                      // [2C], and with ranks the group's behind them
+  const peer::Exchange* exchange;  // null: none
 };
 
 struct BackwardArgs {  // operands 0: x or y, 1: dy, 2: dx, 3: z, 4: dz
@@ -76,7 +74,6 @@ struct BackwardArgs {  // operands 0: x or y, 1: dy, 2: dx, 3: z, 4: dz
   Channels weight, bias;
   Activation activation;
   double activation_param;
-  peer::Exchange exchange;  // of sums: the ranks', which are awaited in place of `sums`
 };
 
 // The floor of effective_gamma for activations of `dtype`; 0 where nothing is inverted. fp16 has the short

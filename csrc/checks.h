@@ -143,16 +143,14 @@ inline void check_channels(const char* op, const char* argument, const std::opti
   check_memory(op, argument, *t);
 }
 
-// `t` is a packed tensor of `width` numbers per row in the accumulation type, contiguous.
+// `t` is a packed tensor of `width` numbers in the accumulation type, contiguous.
 inline void check_packed(const char* op, const char* argument, const Tensor& t, const Tensor& x,
-                         int64_t width, bool rows_allowed) {
+                         int64_t width) {
   const ScalarType expected = accumulation_type(x.scalar_type());
   require(t.scalar_type() == expected, op, argument, "has dtype ", toString(t.scalar_type()), "; ",
           toString(expected), " expected for input of dtype ", toString(x.scalar_type()));
-  const bool shaped = (t.dim() == 1 && t.size(0) == width) ||
-                      (rows_allowed && t.dim() == 2 && t.size(0) > 0 && t.size(1) == width);
-  require(shaped, op, argument, "has shape ", shape_of(t), "; (", width, ",)",
-          rows_allowed ? " or one such row per rank" : "", " expected");
+  require(t.dim() == 1 && t.size(0) == width, op, argument, "has shape ", shape_of(t), "; (", width,
+          ",) expected");
   require(t.is_contiguous(), op, argument, "is not contiguous");
   check_device(op, argument, t, x);
   check_memory(op, argument, t);

@@ -12,7 +12,6 @@
 
 #include "arguments.h"
 #include "checks.h"
-#include "exchange.h"
 
 namespace fastvit {
 
@@ -37,9 +36,11 @@ template <class Backend>
 struct Frontend {
   static Tensor bn_stats(Tensor x, int64_t channel_dim, OptionalTensor exchange) {
     check_input("bn_stats", "x", x, channel_dim);
-    Tensor moments = packed(x, 2 * x.size(channel_dim) + 2);
+    const int64_t numbers = 2 * x.size(channel_dim) + 2;
+    Tensor moments = packed(x, numbers);
+    const auto shared = exchange_of("bn_stats", exchange, moments, numbers, peer::kMoments);
     Backend::stats({layout_of(channel_dim, x), x.scalar_type(), x.get_device_index(), x.data_ptr(),
-                    moments.data_ptr(), exchange_of("bn_stats", exchange, moments, peer::kMoments, true)});
+                    moments.data_ptr(), shared ? &*shared : nullptr});
     return moments;
   }
 
@@ -49,13 +50,13 @@ struct Frontend {
                                                OptionalTensor num_batches_tracked,
                                                std::optional<double> momentum, double eps,
                                                std::string activation, double activation_param,
-                                               int64_t channel_dim, OptionalTensor exchange) {
+                                               int64_t channel_dim) {
     check_input("bn_forward", "x", x, channel_dim);
     if (z) check_like("bn_forward", "z", *z, x);
     Tensor y = torch::stable::empty_like(x);
-    Tensor saved = forward("bn_forward", x, y, moments, false, weight, bias, z, running_mean, running_var,
-                           num_batches_tracked, momentum, eps, activation, activation_param, channel_dim,
-                           false, exchange);
+    Tensor saved =
+        forward("bn_forward", x, y, moments, false, weight, bias, z, running_mean, running_var,
+                num_batches_tracked, momentum, eps, activation, activation_param, channel_dim, false);
     return {y, saved};
   }
 
@@ -64,7 +65,7 @@ struct Frontend {
     check_input("bn_apply", "x", x, channel_dim);
     const int64_t C = x.size(channel_dim);
     if (z) check_like("bn_apply", "z", *z, x);
-    check_packed("bn_apply", "saved", saved, x, 2 * C + 2, false);
+    check_packed("bn_apply", "saved", saved, x, 2 * C + 2);
     check_channels("bn_apply", "weight", weight, x, C);
     check_channels("bn_apply", "bias", bias, x, C);
     Tensor y = torch::stable::empty_like(x);
@@ -87,13 +88,12 @@ struct Frontend {
   static Tensor abn_forward_(Tensor x, OptionalTensor moments, OptionalTensor weight, OptionalTensor bias,
                              OptionalTensor running_mean, OptionalTensor running_var,
                              OptionalTensor num_batches_tracked, std::optional<double> momentum, double eps,
-                             std::string activation, double activation_param, int64_t channel_dim,
-                             OptionalTensor exchange) {
+                             std::string activation, double activation_param, int64_t channel_dim) {
     check_input("abn_forward_", "x", x, channel_dim);
     check_may_be_overwritten("abn_forward_", "x", x);
     return forward("abn_forward_", x, x, moments, false, weight, bias, std::nullopt, running_mean,
                    running_var, num_batches_tracked, momentum, eps, activation, activation_param, channel_dim,
-                   true, exchange);
+                   true);
   }
 
   static std::tuple<Tensor, Tensor> abn_forward(Tensor x, OptionalTensor moments, OptionalTensor weight,
@@ -128,17 +128,16 @@ struct Frontend {
   static std::tuple<Tensor, Tensor> bn_backward(Tensor x, Tensor dy, OptionalTensor z, Tensor saved,
                                                 OptionalTensor sums, OptionalTensor weight,
                                                 OptionalTensor bias, std::string activation,
-                                                double activation_param, int64_t channel_dim,
-                                                OptionalTensor exchange) {
+                                                double activation_param, int64_t channel_dim) {
     return backward("bn_backward", "x", x, dy, z, saved, sums, weight, bias, activation, activation_param,
-                    channel_dim, false, exchange);
+                    channel_dim, false);
   }
 
   static Tensor abn_backward(Tensor y, Tensor dy, Tensor saved, OptionalTensor sums, OptionalTensor weight,
                              OptionalTensor bias, std::string activation, double activation_param,
-                             int64_t channel_dim, OptionalTensor exchange) {
+                             int64_t channel_dim) {
     return std::get<0>(backward("abn_backward", "y", y, dy, std::nullopt, saved, sums, weight, bias,
-                                activation, activation_param, channel_dim, true, exchange));
+                                activation, activation_param, channel_dim, true));
   }
 
   static std::tuple<Tensor, Tensor> bn_local_forward(
@@ -201,11 +200,10 @@ struct Frontend {
   }
 
  private:
-  static peer::Exchange exchange_of(const char* op, const OptionalTensor& exchange, const Tensor& numbers,
-                                    peer::Kind kind, bool sends) {
-    if (!exchange) return {};
-    require(Backend::kExchanges, op, "exchange", "is given; None expected where no GPU runs the op");
-    return peer::exchange_of(op, *exchange, numbers.numel(), numbers.scalar_type(), kind, sends);
+  static std::optional<peer::Exchange> exchange_of(const char* op, const OptionalTensor& exchange,
+                                                   const Tensor& result, int64_t numbers, peer::Kind kind) {
+    if (!exchange) return std::nullopt;
+    return peer::exchange_of(op, *exchange, numbers, result.scalar_type(), kind);
   }
 
   static Tensor forward(const char* op, const Tensor& x, const Tensor& y, const OptionalTensor& moments,
@@ -213,11 +211,10 @@ struct Frontend {
                         const OptionalTensor& z, const OptionalTensor& running_mean,
                         const OptionalTensor& running_var, const OptionalTensor& num_batches_tracked,
                         std::optional<double> momentum, double eps, const std::string& activation,
-                        double activation_param, int64_t channel_dim, bool in_place,
-                        const OptionalTensor& exchange = std::nullopt) {
+                        double activation_param, int64_t channel_dim, bool in_place) {
     const int64_t C = x.size(channel_dim);
     const Activation act = parse_activation(op, activation, activation_param, in_place);
-    if (moments) check_packed(op, "moments", *moments, x, 2 * C + 2, true);
+    if (moments) check_packed(op, "moments", *moments, x, 2 * C + 2);
     check_channels(op, "weight", weight, x, C);
     check_channels(op, "bias", bias, x, C);
     check_channels(op, "running_mean", running_mean, x, C);
@@ -244,7 +241,6 @@ struct Frontend {
     args.y = y.data_ptr();
     args.z = z ? z->data_ptr() : nullptr;
     args.moments = moments ? moments->data_ptr() : nullptr;
-    args.ranks = moments && moments->dim() == 2 ? moments->size(0) : 1;
     args.weight = channels_of(weight);
     args.bias = channels_of(bias);
     args.running_mean = channels_of(running_mean);
@@ -258,12 +254,6 @@ struct Frontend {
     args.activation = act;
     args.activation_param = activation_param;
     args.saved = saved.data_ptr();
-    if (exchange) {
-      require(moments && moments->dim() == 1, op, "moments",
-              "is not this rank's row, which is expected beside exchange");
-      args.exchange = exchange_of(op, exchange, *moments, peer::kMoments, false);
-      args.ranks = args.exchange.world;
-    }
     if (local && Backend::local_forward(args)) return saved;
     Tensor own = local ? bn_stats(x, channel_dim, std::nullopt) : Tensor();
     if (local) args.moments = own.data_ptr();
@@ -277,10 +267,13 @@ struct Frontend {
                        int64_t channel_dim, bool in_place, const OptionalTensor& exchange) {
     const Activation act = check_backward(op, name, input, dy, z, saved, weight, bias, activation,
                                           activation_param, channel_dim, in_place);
-    Tensor sums = packed(input, 2 * input.size(channel_dim));
+    const int64_t numbers = 2 * input.size(channel_dim);
+    Tensor sums =
+        torch::stable::new_empty(input, {exchange ? 2 : 1, numbers}, accumulation_type(input.scalar_type()));
+    const auto shared = exchange_of(op, exchange, sums, numbers, peer::kSums);
     ReduceArgs args =
         reduce_args(input, dy, z, saved, weight, bias, act, activation_param, channel_dim, in_place, sums);
-    args.exchange = exchange_of(op, exchange, sums, peer::kSums, true);
+    args.exchange = shared ? &*shared : nullptr;
     Backend::reduce(args);
     return sums;
   }
@@ -289,20 +282,15 @@ struct Frontend {
                                              const Tensor& dy, const OptionalTensor& z, const Tensor& saved,
                                              const OptionalTensor& sums, const OptionalTensor& weight,
                                              const OptionalTensor& bias, const std::string& activation,
-                                             double activation_param, int64_t channel_dim, bool in_place,
-                                             const OptionalTensor& exchange) {
+                                             double activation_param, int64_t channel_dim, bool in_place) {
     const Activation act = check_backward(op, name, input, dy, z, saved, weight, bias, activation,
                                           activation_param, channel_dim, in_place);
-    if (sums) check_packed(op, "sums", *sums, input, 2 * input.size(channel_dim), false);
+    if (sums) check_packed(op, "sums", *sums, input, 2 * input.size(channel_dim));
     Tensor dx = torch::stable::empty_like(input);
     Tensor dz = z ? torch::stable::empty_like(*z) : torch::stable::new_empty(input, {0});
     BackwardArgs args = backward_args(input, dy, dx, z, dz, saved, weight, bias, act, activation_param,
                                       channel_dim, in_place);
     args.sums = sums ? sums->data_ptr() : nullptr;
-    if (exchange) {
-      require(sums.has_value(), op, "sums", "is None; this rank's own are expected beside exchange");
-      args.exchange = exchange_of(op, exchange, *sums, peer::kSums, false);
-    }
     Backend::backward(args);
     return {dx, dz};
   }
@@ -380,7 +368,7 @@ struct Frontend {
     const int64_t C = input.size(channel_dim);
     check_like(op, "dy", dy, input);
     if (z) check_like(op, "z", *z, input);
-    check_packed(op, "saved", saved, input, 2 * C + 2, false);
+    check_packed(op, "saved", saved, input, 2 * C + 2);
     check_channels(op, "weight", weight, input, C);
     check_channels(op, "bias", bias, input, C);
     return parse_activation(op, activation, activation_param, in_place);

@@ -48,6 +48,21 @@ struct Moments {
   }
 };
 
+// How the moments of `other` more values join those of `count`; one for all channels. None change nothing.
+struct Joining {
+  double share = 0, weight = 0;
+
+  FASTVIT_INLINE static Joining of(double count, double other) {
+    const double share = other > 0 ? other / (count + other) : 0;
+    return {share, count * share};
+  }
+  FASTVIT_INLINE void join(double& mean, double& m2, double other_mean, double other_m2) const {
+    const double delta = other_mean - mean;
+    mean += delta * share;
+    m2 += other_m2 + delta * delta * weight;
+  }
+};
+
 // The least |gamma| that the in-place layers divide by.
 template <class A>
 struct GammaFloor {

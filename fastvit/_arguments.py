@@ -5,7 +5,8 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from . import _library, statistics
+from . import _library
+from .sync.transport import Transport
 
 _SMALLEST = 2.0**-126  # normal float32
 IN_PLACE_ACTIVATIONS = ("identity", "leaky_relu", "elu")
@@ -135,7 +136,7 @@ def _several_views_made(x: Tensor) -> bool:
     return x.requires_grad and meta._get_creation_meta(x) != meta.CreationMeta.DEFAULT
 
 
-def check_more_than_one_value(x: Tensor, channel_dim: int, shared: "statistics.Local | object") -> None:
+def check_more_than_one_value(x: Tensor, channel_dim: int, shared: Transport) -> None:
     # Over several ranks the others may hold values, and their counts are never read back to the host.
     if shared.world_size == 1 and x.numel() == x.shape[channel_dim]:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")

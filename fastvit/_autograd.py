@@ -3,7 +3,8 @@
 import torch
 from torch.autograd.function import once_differentiable
 
-from . import ops, statistics
+from . import ops
+from .sync import Local
 
 
 class BatchNormFunction(torch.autograd.Function):
@@ -16,34 +17,31 @@ class BatchNormFunction(torch.autograd.Function):
             weight, bias, z, running_mean, running_var, num_batches_tracked,
             momentum, eps, activation, activation_param, channel_dim,
         )  # fmt: skip
-        ticket = None
-        if training and isinstance(shared, statistics.Local):
+        tag = None
+        if training and isinstance(shared, Local):
             y, saved = ops.bn_local_forward(x, *rest)
         else:
-            moments, exchange, ticket = shared.moments(x, channel_dim) if training else (None, None, None)
-            y, saved = ops.bn_forward(x, moments, *rest, exchange)
+            moments, tag = shared.moments(x, channel_dim) if training else (None, None)
+            y, saved = ops.bn_forward(x, moments, *rest)
         # Without an activation z decides nothing in backward: its gradient is dy itself.
-        _keep(ctx, ticket, x, weight, bias, None if activation == "identity" else z, saved)
+        ctx.save_for_backward(tag, x, weight, bias, None if activation == "identity" else z, saved)
         _remember(ctx, shared, training, activation, activation_param, channel_dim)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        ticket, x, weight, bias, z, saved = _kept(ctx)
+        tag, x, weight, bias, z, saved = ctx.saved_tensors
         wants_x, wants_weight, wants_bias, wants_z = ctx.needs_input_grad[:4]
         rest = (weight, bias, *ctx.activation, ctx.channel_dim)
-        sharing = wants_x and ctx.training
-        dx = dz = sums = pending = exchange = None
-        if sharing and isinstance(ctx.shared, statistics.Local):
-            dx, dz, sums = ops.bn_local_backward(x, dy, z, saved, *rest)
-        elif sharing or wants_weight or wants_bias:
-            exchange = ctx.shared.exchange(x, ticket) if sharing else None
-            sums = ops.bn_reduce(x, dy, z, saved, *rest, exchange)
-            pending = ctx.shared.start_sum(sums, ticket, exchange) if sharing else None
-        dweight, dbias = _parameter_gradients(sums, weight, bias, wants_weight, wants_bias)
-        if dx is None and (wants_x or (wants_z and z is not None)):
-            dx, dz = ops.bn_backward(x, dy, z, saved, pending.wait() if pending else None, *rest, exchange)
+        dx = dz = None
+        if wants_x and ctx.training and isinstance(ctx.shared, Local):
+            dx, dz, own = ops.bn_local_backward(x, dy, z, saved, *rest)
+        else:
+            own, total = _sums(ctx, tag, lambda exchange: ops.bn_reduce(x, dy, z, saved, *rest, exchange))
+            if wants_x or (wants_z and z is not None):
+                dx, dz = ops.bn_backward(x, dy, z, saved, total, *rest)
+        dweight, dbias = _parameter_gradients(own, weight, bias, wants_weight, wants_bias)
         if wants_z and z is None:
             dz = dy
         return (dx if wants_x else None, dweight, dbias, dz if wants_z else None, *[None] * 10)
@@ -59,14 +57,14 @@ class InPlaceABNFunction(torch.autograd.Function):
             weight, bias, running_mean, running_var, num_batches_tracked,
             momentum, eps, activation, activation_param, channel_dim,
         )  # fmt: skip
-        ticket = None
-        if training and isinstance(shared, statistics.Local):
+        tag = None
+        if training and isinstance(shared, Local):
             saved = ops.abn_local_forward_(x, *rest)
         else:
-            moments, exchange, ticket = shared.moments(x, channel_dim) if training else (None, None, None)
-            saved = ops.abn_forward_(x, moments, *rest, exchange)
+            moments, tag = shared.moments(x, channel_dim) if training else (None, None)
+            saved = ops.abn_forward_(x, moments, *rest)
         ctx.mark_dirty(x)
-        _keep(ctx, ticket, x, weight, bias, saved)
+        ctx.save_for_backward(tag, x, weight, bias, saved)
         _remember(ctx, shared, training, activation, activation_param, channel_dim)
         return x
 
@@ -89,12 +87,12 @@ class InvertibleABNFunction(torch.autograd.Function):
         ctx, x, weight, bias, running_mean, running_var, num_batches_tracked,
         shared, training, momentum, eps, activation, activation_param, channel_dim,
     ):  # fmt: skip
-        moments, _, ticket = shared.moments(x, channel_dim) if training else (None, None, None)
+        moments, tag = shared.moments(x, channel_dim) if training else (None, None)
         y, saved = ops.abn_forward(
             x, moments, weight, bias, running_mean, running_var, num_batches_tracked,
             momentum, eps, activation, activation_param, channel_dim,
         )  # fmt: skip
-        _keep(ctx, ticket, y, weight, bias, saved)
+        ctx.save_for_backward(tag, y, weight, bias, saved)
         _remember(ctx, shared, training, activation, activation_param, channel_dim)
         return y
 
@@ -104,39 +102,34 @@ class InvertibleABNFunction(torch.autograd.Function):
         return _invertible_backward(ctx, dy)
 
 
-def _keep(ctx, ticket, *tensors):
-    """For `_kept`: tensors, and the ticket of an exchange, which is one only where a compiler traces."""
-    traced = isinstance(ticket, torch.Tensor)
-    ctx.ticket = None if traced else ticket
-    ctx.save_for_backward(ticket if traced else None, *tensors)
-
-
-def _kept(ctx):
-    ticket, *tensors = ctx.saved_tensors
-    return ctx.ticket if ticket is None else ticket, *tensors
-
-
 def _remember(ctx, shared, training, activation, activation_param, channel_dim):
     ctx.shared, ctx.training = shared, training
     ctx.activation, ctx.channel_dim = (activation, activation_param), channel_dim
 
 
 def _invertible_backward(ctx, dy):
-    ticket, y, weight, bias, saved = _kept(ctx)
+    tag, y, weight, bias, saved = ctx.saved_tensors
     wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
     rest = (weight, bias, *ctx.activation, ctx.channel_dim)
-    sharing = wants_x and ctx.training
-    dx = sums = pending = exchange = None
-    if sharing and isinstance(ctx.shared, statistics.Local):
-        dx, sums = ops.abn_local_backward(y, dy, saved, *rest)
-    elif sharing or wants_weight or wants_bias:
-        exchange = ctx.shared.exchange(y, ticket) if sharing else None
-        sums = ops.abn_reduce(y, dy, saved, *rest, exchange)
-        pending = ctx.shared.start_sum(sums, ticket, exchange) if sharing else None
-    dweight, dbias = _parameter_gradients(sums, weight, bias, wants_weight, wants_bias)
-    if dx is None and wants_x:
-        dx = ops.abn_backward(y, dy, saved, pending.wait() if pending else None, *rest, exchange)
+    dx = None
+    if wants_x and ctx.training and isinstance(ctx.shared, Local):
+        dx, own = ops.abn_local_backward(y, dy, saved, *rest)
+    else:
+        own, total = _sums(ctx, tag, lambda exchange: ops.abn_reduce(y, dy, saved, *rest, exchange))
+        if wants_x:
+            dx = ops.abn_backward(y, dy, saved, total, *rest)
+    dweight, dbias = _parameter_gradients(own, weight, bias, wants_weight, wants_bias)
     return (dx, dweight, dbias, *[None] * 10)
+
+
+def _sums(ctx, tag, reduce):
+    """This rank's sums and, where dx takes them, those of all ranks; None where nobody wants any."""
+    if ctx.needs_input_grad[0] and ctx.training:
+        sums = ctx.shared.sums(reduce, tag)
+        return sums[0], sums[-1]
+    if any(ctx.needs_input_grad[1:3]):
+        return reduce(None)[0], None
+    return None, None
 
 
 def _parameter_gradients(sums, weight, bias, wants_weight, wants_bias):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from . import ops, statistics
+from . import ops, sync
 from ._arguments import (
     check_activation,
     check_in_place_activation,
@@ -24,9 +24,9 @@ from .reference import activate
 def _shared(op: str, training: bool, group, layer: int, momentum: float | None):
     if not training:
         if not torch.compiler.is_compiling():
-            statistics.check()  # what became of the last exchanges of training
-        return statistics.Local()
-    return statistics.over(group, statistics.Layer(op, layer, momentum))
+            sync.check()  # what became of the last exchanges of training
+        return sync.Local()
+    return sync.over(group, sync.Layer(op, layer, momentum))
 
 
 def sync_batch_norm(
@@ -108,7 +108,7 @@ def batch_norm_act(
     return _batch_norm_act(
         "batch_norm_act", x, weight, bias, running_mean, running_var, z, training, momentum, eps,
         activation, check_activation(activation, activation_param), channel_last, num_batches_tracked,
-        statistics.Local(), recompute,
+        sync.Local(), recompute,
     )  # fmt: skip
 
 
@@ -181,7 +181,7 @@ def _batch_norm_act(
 def _torch_can(x, weight, bias, running_mean, running_var, momentum, shared) -> bool:
     """Whether torch's own batch_norm means the same for these arguments, within one graph."""
     # F.batch_norm wants a number for the factor, which a cumulative average would read back from the device
-    if momentum is None or not isinstance(shared, statistics.Local):
+    if momentum is None or not isinstance(shared, sync.Local):
         return False
     dtypes = {t.dtype for t in (weight, bias, running_mean, running_var) if t is not None}
     return dtypes <= {x.dtype} or (x.dtype in (torch.float16, torch.bfloat16) and dtypes == {torch.float32})
@@ -236,7 +236,7 @@ def inplace_abn(
     """
     return _inplace_abn(
         x, weight, bias, running_mean, running_var, training, momentum, eps, activation, activation_param,
-        channel_last, num_batches_tracked, abs_weight, statistics.Local(), "inplace_abn",
+        channel_last, num_batches_tracked, abs_weight, sync.Local(), "inplace_abn",
     )  # fmt: skip
 
 

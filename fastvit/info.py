@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import fastvit
 
-from . import _library, statistics
+from . import _library, sync
 
 
 def facts() -> dict[str, str]:
@@ -31,7 +31,7 @@ def facts() -> dict[str, str]:
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "GPUs": gpu,
         "process groups": ", ".join(backends) or "none",
-        "statistics": "; ".join([statistics.possible(), *statistics.taken()]),
+        "statistics": "; ".join([sync.possible(), *sync.taken()]),
     }
 
 

@@ -14,11 +14,10 @@ Packed tensors. `moments` is `mean[C], M2[C], count` and `saved` is `mean[C], in
 numbers each: the count takes two (`high * 2**24 + low`), so it is exact in float32. M2 is the sum of squared
 deviations from the mean. `sums` is `sum dz[C], sum dz*xhat[C]`, with dz the gradient before the activation.
 
-`exchange` (CUDA only; made by `fastvit.statistics`) shares numbers between GPUs that see each other's
-memory. An op that has them, bn_stats or a reduce, also sends them to all ranks, and does not wait; the one
-that needs them is given this rank's own, awaits all ranks' in their place and merges them in rank order. Each
-op that sends is followed, on its stream, by one that awaits. If that fails, y or dx is NaN and no running
-statistics are written.
+`exchange` (made by `fastvit.sync`) is a group of ranks that see each other's memory. The ops that make
+moments and sums then send this rank's to all, await theirs and merge them in rank order. What an exchange
+that failed would have given is NaN, the count included; y and `saved` are NaN then, and nothing else is
+written.
 
 Activations: "identity", "leaky_relu" (`activation_param` is the slope), "elu" (`activation_param` is alpha),
 and not in place "relu", "relu6", "gelu", "gelu_tanh", "silu" and "hardswish".
@@ -37,7 +36,7 @@ _ops = torch.ops.fastvit
 
 
 def bn_stats(x: Tensor, channel_dim: int = 1, exchange: Tensor | None = None) -> Tensor:
-    """Per-channel moments of x.
+    """Per-channel moments of x, or with `exchange` of all ranks'.
 
     Returns `moments`, `(2C + 2,)`. An empty x gives zeros. Sums of squares are never formed: pieces merge
     by Chan, Golub, LeVeque (1979).
@@ -59,19 +58,17 @@ def bn_forward(
     activation: str = "identity",
     activation_param: float = 0.01,
     channel_dim: int = 1,
-    exchange: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`y = act((x - mean) * invstd * weight + bias + z)`; returns `(y, saved)`.
 
-    `moments` is one `(2C + 2,)` row, or `(ranks, 2C + 2)`, merged in rank order. With moments,
-    `running_mean`, `running_var` (unbiased) and `num_batches_tracked` are updated in place; a `momentum` of
-    None averages cumulatively, with the factor `1 / num_batches_tracked`. If every rank was empty, only
-    num_batches_tracked changes. Without moments (None) the running statistics normalise and nothing is
-    written. `z`, of x's shape and dtype, is added before the activation.
+    With `moments`, `running_mean`, `running_var` (unbiased) and `num_batches_tracked` are updated in place; a
+    `momentum` of None averages cumulatively, with the factor `1 / num_batches_tracked`. If their count is 0,
+    only num_batches_tracked changes; if it is NaN, nothing does. Without moments (None) the running
+    statistics normalise and nothing is written. `z`, of x's shape and dtype, is added before the activation.
     """
     y, saved = _ops.bn_forward(
         x, moments, weight, bias, z, running_mean, running_var, num_batches_tracked,
-        momentum, eps, activation, activation_param, channel_dim, exchange,
+        momentum, eps, activation, activation_param, channel_dim,
     )  # fmt: skip
     if moments is not None:
         _mutated(running_mean, running_var, num_batches_tracked)
@@ -105,7 +102,6 @@ def abn_forward_(
     activation: str = "leaky_relu",
     activation_param: float = 0.01,
     channel_dim: int = 1,
-    exchange: Tensor | None = None,
 ) -> Tensor:
     """`bn_forward` written over x, to be inverted later; returns `saved`.
 
@@ -117,7 +113,7 @@ def abn_forward_(
     """
     saved = _ops.abn_forward_(
         x, moments, weight, bias, running_mean, running_var, num_batches_tracked,
-        momentum, eps, activation, activation_param, channel_dim, exchange,
+        momentum, eps, activation, activation_param, channel_dim,
     )  # fmt: skip
     _mutated(x)
     if moments is not None:
@@ -164,10 +160,11 @@ def bn_reduce(
     channel_dim: int = 1,
     exchange: Tensor | None = None,
 ) -> Tensor:
-    """`sums`, `(2C,)`: sum dz and sum dz*xhat per channel of this rank, xhat from x.
+    """`sums`: sum dz and sum dz*xhat per channel, xhat from x. `(1, 2C)`, this rank's; with `exchange`
+    `(2, 2C)`, this rank's and those of all ranks.
 
-    They are the gradients of bias and weight; summed over ranks they give dx. The other arguments are those
-    of bn_forward.
+    The first are the gradients of bias and weight, the last give dx. The other arguments are those of
+    bn_forward.
     """
     return _ops.bn_reduce(x, dy, z, saved, weight, bias, activation, activation_param, channel_dim, exchange)
 
@@ -198,16 +195,14 @@ def bn_backward(
     activation: str = "identity",
     activation_param: float = 0.01,
     channel_dim: int = 1,
-    exchange: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`(dx, dz)`: dx = weight * invstd * (dz - sum dz / n - xhat * sum(dz*xhat) / n).
 
-    `sums` are over all ranks and n is the count in `saved`; None means that the statistics were constants
-    (evaluation), so dx = weight * invstd * dz. dz, the residual's gradient, is empty when z is None.
+    `sums`, `(2C,)`, are over all ranks and n is the count in `saved`; None means that the statistics were
+    constants (evaluation), so dx = weight * invstd * dz. dz, the residual's gradient, is empty when z is
+    None.
     """
-    return _ops.bn_backward(
-        x, dy, z, saved, sums, weight, bias, activation, activation_param, channel_dim, exchange
-    )
+    return _ops.bn_backward(x, dy, z, saved, sums, weight, bias, activation, activation_param, channel_dim)
 
 
 def abn_backward(
@@ -220,12 +215,9 @@ def abn_backward(
     activation: str = "leaky_relu",
     activation_param: float = 0.01,
     channel_dim: int = 1,
-    exchange: Tensor | None = None,
 ) -> Tensor:
     """dx of `bn_backward` with xhat recovered from the output y."""
-    return _ops.abn_backward(
-        y, dy, saved, sums, weight, bias, activation, activation_param, channel_dim, exchange
-    )
+    return _ops.abn_backward(y, dy, saved, sums, weight, bias, activation, activation_param, channel_dim)
 
 
 def bn_local_forward(
@@ -322,6 +314,11 @@ def _packed(x: Tensor, channel_dim: int, extra: int) -> Tensor:
     return x.new_empty(2 * x.shape[channel_dim] + extra, dtype=accumulation_dtype(x.dtype))
 
 
+def _sums(x: Tensor, channel_dim: int, exchange: Tensor | None) -> Tensor:
+    rows = 1 if exchange is None else 2
+    return x.new_empty(rows, 2 * x.shape[channel_dim], dtype=accumulation_dtype(x.dtype))
+
+
 def check_devices(op: str, tensors: dict[str, Tensor], on_cpu: tuple[str, ...] = ("exchange",)) -> None:
     """Raises RuntimeError unless all tensors are on the first one's device, and those of `on_cpu` on the CPU.
 
@@ -357,7 +354,7 @@ def _(x, channel_dim, exchange=None):
 
 
 @_fake("bn_forward")
-def _(x, moments, weight, bias, z, mean, var, tracked, momentum, eps, act, param, channel_dim, exchange=None):
+def _(x, moments, weight, bias, z, mean, var, tracked, momentum, eps, activation, param, channel_dim):
     return torch.empty_like(x), _packed(x, channel_dim, 2)
 
 
@@ -367,7 +364,7 @@ def _(x, saved, weight, bias, z, activation, param, channel_dim):
 
 
 @_fake("abn_forward_")
-def _(x, moments, weight, bias, mean, var, tracked, momentum, eps, act, param, channel_dim, exchange=None):
+def _(x, moments, weight, bias, mean, var, tracked, momentum, eps, activation, param, channel_dim):
     return _packed(x, channel_dim, 2)
 
 
@@ -378,21 +375,21 @@ def _(x, moments, weight, bias, mean, var, tracked, momentum, eps, activation, p
 
 @_fake("bn_reduce")
 def _(x, dy, z, saved, weight, bias, activation, param, channel_dim, exchange=None):
-    return _packed(x, channel_dim, 0)
+    return _sums(x, channel_dim, exchange)
 
 
 @_fake("abn_reduce")
 def _(y, dy, saved, weight, bias, activation, param, channel_dim, exchange=None):
-    return _packed(y, channel_dim, 0)
+    return _sums(y, channel_dim, exchange)
 
 
 @_fake("bn_backward")
-def _(x, dy, z, saved, sums, weight, bias, activation, param, channel_dim, exchange=None):
+def _(x, dy, z, saved, sums, weight, bias, activation, param, channel_dim):
     return torch.empty_like(x), x.new_empty(0) if z is None else torch.empty_like(z)
 
 
 @_fake("abn_backward")
-def _(y, dy, saved, sums, weight, bias, activation, param, channel_dim, exchange=None):
+def _(y, dy, saved, sums, weight, bias, activation, param, channel_dim):
     return torch.empty_like(y)
 
 

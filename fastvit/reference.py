@@ -109,9 +109,9 @@ def bn_stats(x, channel_dim=1):
     return packed.to(accumulation_dtype(x.dtype))
 
 
-def merge_moments(moments: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(ranks, 2C + 2) to mean, M2 and count over all ranks, in float64 (Chan et al., in rank order)."""
-    rows = moments.double().reshape(-1, moments.shape[-1])
+def merge_moments(moments: Tensor) -> Tensor:
+    """(ranks, 2C + 2) to the moments over all ranks, one row (Chan et al., in rank order)."""
+    rows = moments.double()
     channels = (rows.shape[1] - 2) // 2
     count = rows.new_zeros(())
     mean = m2 = rows.new_zeros(channels)
@@ -123,7 +123,8 @@ def merge_moments(moments: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             mean = mean + delta * other / total
             m2 = m2 + row[channels : 2 * channels] + delta**2 * count * other / total
         count = total
-    return mean, m2, count
+    packed = torch.tensor(pack_count(count.item()), dtype=torch.float64, device=moments.device)
+    return torch.cat([mean, m2, packed]).to(moments.dtype)
 
 
 def _forward(
@@ -134,10 +135,11 @@ def _forward(
         mean, var = running_mean.double(), running_var.double()
         packed_count = (float("inf"), 0.0)
     else:
-        mean, m2, count = merge_moments(moments)
-        var = m2 / count if count > 0 else m2
+        channels, count = x.shape[channel_dim], unpack_count(moments)
+        mean, m2 = moments[: 2 * channels].double().chunk(2)
+        var = m2 if count == 0 else m2 / count
         packed_count = pack_count(count.item())
-        if num_batches_tracked is not None:
+        if num_batches_tracked is not None and not count.isnan():
             num_batches_tracked += 1
         if running_mean is not None and count > 0:
             factor = 1.0 / num_batches_tracked.item() if momentum is None else momentum
@@ -223,7 +225,7 @@ def _recover(input, dy, z, saved, weight, bias, activation, param, channel_dim, 
 def _reduce(input, dy, z, saved, weight, bias, activation, param, channel_dim, in_place):
     dz, xhat, *_ = _recover(input, dy, z, saved, weight, bias, activation, param, channel_dim, in_place)
     sums = torch.cat([channels_first(dz, channel_dim).sum(1), channels_first(dz * xhat, channel_dim).sum(1)])
-    return sums.to(accumulation_dtype(input.dtype))
+    return sums[None].to(accumulation_dtype(input.dtype))
 
 
 def bn_reduce(

@@ -34,7 +34,7 @@ class SyncBatchNorm(_norm.SharesGroup, _norm.OptionalBias, _BatchNorm):
     where all ranks are CPU processes of one host or have a GPU of one host each, else one packed all_gather
     forward and one all_reduce backward. FASTVIT_STATISTICS=collective always takes the latter, `peer` raises
     where they would be needed, `symm_mem` shares GPUs' memory as torch.distributed does; the logger
-    fastvit.statistics says at level DEBUG what a group takes. Every rank of the group must run the same
+    fastvit.sync says at level DEBUG what a group takes. Every rank of the group must run the same
     layers in the same order, so DDP's Join needs throw_on_early_termination=True.
 
     Uneven and empty ranks are exact. Gradients of weight and bias are this rank's own, which DDP averages.
@@ -45,7 +45,7 @@ class SyncBatchNorm(_norm.SharesGroup, _norm.OptionalBias, _BatchNorm):
     in training where the sizes are known. RuntimeError on every rank when ranks differ in channels, dtype,
     momentum or order of their layers, or when one died or did not come within the group's timeout; nothing
     has been written then. On GPUs, which the host does not wait for, at the next call, in evaluation too, or
-    by `fastvit.statistics.check()`; until then outputs are NaN, and running statistics are left alone.
+    by `fastvit.sync.check()`; until then outputs are NaN, and running statistics are left alone.
     """
 
     group_attribute = "process_group"

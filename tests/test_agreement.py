@@ -15,10 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fastvit.statistics import agreement, shared_memory
-from fastvit.statistics.agreement import Agreement, Watch
-from fastvit.statistics.exchange import Tag
-from fastvit.statistics.shared_memory import SharedMemory
+from fastvit.sync import agreement, cpu_peer
+from fastvit.sync.agreement import Agreement, Watch
+from fastvit.sync.cpu_peer import SharedMemory
+from fastvit.sync.peer import arena_bytes
+from fastvit.sync.protocol import Arena, Tag
 
 ops = torch.ops.fastvit
 CAPACITY = 9
@@ -71,41 +72,41 @@ def test_a_rank_that_leaves_when_all_had_come_catches_up():
 
 @pytest.fixture
 def pair():
-    memory = torch.zeros(ops.peer_segment_bytes(2, CAPACITY), dtype=torch.uint8)
+    arenas = [torch.zeros(arena_bytes(2, CAPACITY), dtype=torch.uint8) for _ in range(2)]
     describe = lambda tag, direction: f"{direction} of layer {tag.layer}, step {tag.step}"  # noqa: E731
-    return [SharedMemory(memory, CAPACITY, one, describe) for one in agreements(2, 10.0)]
+    return [SharedMemory(arenas, CAPACITY, one, describe) for one in agreements(2, 10.0)]
 
 
 def test_a_rank_that_sends_and_ends_has_sent(pair):
     """Its message comes after this rank has looked for it, and before it looks whether the rank is alive."""
-    numbers = torch.arange(6.0)
+    numbers = torch.arange(6.0)[None]
+    pool = ThreadPoolExecutor(1)
 
     def has_ended(rank):
-        pair[1].start_sum(numbers, Tag(0, 1))
+        pool.submit(pair[1].share, numbers, Tag(0, 1)).result(10)
         pair[0]._watch.has_ended = lambda rank: True
         return True
 
     pair[0]._watch.has_ended = has_ended
-    assert torch.equal(pair[0].start_sum(numbers, Tag(0, 1)).wait(), 2 * numbers)
+    assert torch.equal(pair[0].share(numbers, Tag(0, 1)), torch.cat([numbers, 2 * numbers]))
     with pytest.raises(RuntimeError, match="rank 0 in backward of layer 0, step 2: rank 1 has ended"):
-        pair[0].start_sum(numbers, Tag(0, 2)).wait()
+        pair[0].share(numbers, Tag(0, 2))
 
 
-def test_sums_that_nobody_awaited(pair):
-    """After an error between sending and awaiting, the peer is told at the next use, and both go on."""
-    numbers = torch.arange(6.0)
-    pair[0].start_sum(numbers, Tag(0, 1))
+def test_an_error_in_the_midst_of_an_exchange(pair, monkeypatch):
+    """The peer is told at once, and both go on when both have come back."""
+    numbers = torch.arange(6.0)[None]
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(pair[0]._watch, "has_ended", lambda rank: (_ for _ in ()).throw(KeyboardInterrupt()))
+        pair[0].share(numbers, Tag(0, 1))
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match="rank 1 in backward of layer 0, step 1: rank 0 gave up"):
+        pair[1].share(numbers, Tag(0, 1))
+    assert time.monotonic() - begin < 5
     with ThreadPoolExecutor(2) as pool:  # they meet again
-        met = pool.submit(pair[0].next_step)
-        begin = time.monotonic()
-        while not pair[0]._abandoned and time.monotonic() - begin < 5:
-            time.sleep(0.001)
-        with pytest.raises(RuntimeError, match="rank 1 in backward of layer 0, step 1: rank 0 gave up"):
-            pair[1].start_sum(numbers, Tag(0, 1)).wait()
-        assert time.monotonic() - begin < 5
-        assert pair[1].next_step() == met.result(10) == 1
-    pending = [member.start_sum(numbers, Tag(0, 2)) for member in pair]
-    assert all(torch.equal(one.wait(), 2 * numbers) for one in pending)
+        assert [one.result(10) for one in [pool.submit(member.next_step) for member in pair]] == [1, 1]
+        both = [pool.submit(member.share, numbers, Tag(0, 2)) for member in pair]
+        assert all(torch.equal(one.result(10)[1:], 2 * numbers) for one in both)
 
 
 def test_how_often_a_waiting_rank_looks(monkeypatch):
@@ -123,24 +124,25 @@ def test_how_often_a_waiting_rank_looks(monkeypatch):
     assert pauses == [1e-4 * 2**n for n in range(8)] + [0.02] * 4
 
 
-SIZE = ops.peer_segment_bytes(2, CAPACITY)
+EACH = arena_bytes(2, CAPACITY)
+SIZE = 2 * EACH
 
 
 def segment(process, size=SIZE):
     """A file such as rank 0 makes, and what is told of it."""
-    file = tempfile.TemporaryFile(dir=shared_memory.FOLDER, buffering=0)
+    file = tempfile.TemporaryFile(dir=cpu_peer.FOLDER, buffering=0)
     os.posix_fallocate(file.fileno(), 0, size)
-    os.pwrite(file.fileno(), struct.pack("=q", process), 24)
+    os.pwrite(file.fileno(), struct.pack("=q", process), Arena.process.offset)
     return file, f"{os.getpid()} {file.fileno()}"
 
 
 def test_a_segment_is_taken_once():
     file, told = segment(os.getpid())
     with file:
-        mapped = shared_memory._map(told, SIZE, 1)
-        assert mapped.numel() == SIZE and mapped.view(torch.int64)[8 + 3] == os.getpid()
+        mapped = cpu_peer._map(told, EACH, 1, 2)
+        assert mapped.numel() == SIZE and Arena.from_address(mapped[EACH:].data_ptr()).process == os.getpid()
         with pytest.raises(ValueError, match="no new segment"):  # that of another group, say
-            shared_memory._map(told, SIZE, 1)
+            cpu_peer._map(told, EACH, 1, 2)
 
 
 @pytest.mark.parametrize(
@@ -149,12 +151,12 @@ def test_a_segment_is_taken_once():
 def test_what_is_no_name_of_a_segment_is_not_opened(monkeypatch, forged):
     monkeypatch.setattr(os, "open", lambda *_, **__: pytest.fail("opened"))
     with pytest.raises(ValueError, match="^" + re.escape(forged)):
-        shared_memory._map(forged, SIZE, 1)
+        cpu_peer._map(forged, EACH, 1, 2)
 
 
 def test_other_files_are_neither_opened_nor_written(monkeypatch, tmp_path):
     """Whatever the store says: named, of another size, elsewhere, a pipe, or not made for this."""
-    named = tempfile.NamedTemporaryFile(dir=shared_memory.FOLDER, buffering=0)
+    named = tempfile.NamedTemporaryFile(dir=cpu_peer.FOLDER, buffering=0)
     os.posix_fallocate(named.fileno(), 0, SIZE)
     elsewhere = open(tmp_path / "file", "wb+")
     os.posix_fallocate(elsewhere.fileno(), 0, SIZE)
@@ -170,14 +172,14 @@ def test_other_files_are_neither_opened_nor_written(monkeypatch, tmp_path):
     with named, elsewhere, larger:
         for number in (named.fileno(), elsewhere.fileno(), larger.fileno(), *ends):
             with pytest.raises(ValueError, match="is no segment of"):
-                shared_memory._map(f"{os.getpid()} {number}", SIZE, 1)
+                cpu_peer._map(f"{os.getpid()} {number}", EACH, 1, 2)
         assert set(opened) == {os.O_PATH} and os.path.exists(named.name)
     for end in ends:
         os.close(end)
     with foreign, pytest.raises(ValueError, match="no new segment"):
-        shared_memory._map(told, SIZE, 1)
+        cpu_peer._map(told, EACH, 1, 2)
     with pytest.raises(OSError):
-        shared_memory._map(told, SIZE, 1)  # closed
+        cpu_peer._map(told, EACH, 1, 2)  # closed
 
 
 def test_processes_that_have_ended():

@@ -15,7 +15,7 @@ def every_call(case):
     d, w, b, x, dy, z = case.channel_dim, case.weight, case.bias, case.x, case.dy, case.z
     moments = ops.bn_stats(x, d)
     y, saved = ops.bn_forward(x, moments, w, b, channel_dim=d)
-    sums = ops.bn_reduce(x, dy, None, saved, w, b, channel_dim=d)
+    (sums,) = ops.bn_reduce(x, dy, None, saved, w, b, channel_dim=d)
     buffers = tuple(case.buffers().values())
     relu, identity, leaky = (("relu", 0.0, d), ("identity", 0.0, d), ("leaky_relu", 0.1, d))
     return [

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from cases import CORE_LAYOUTS, Case, fresh
 from harness import kernel_count
+from loopback import Loopback
 from tolerances import check
 from torch import nn
 
-from fastvit import InPlaceABN, InPlaceABNSync, SyncBatchNorm, functional, ops, statistics
-from fastvit.statistics.device_memory import Loopback
-from fastvit.statistics.exchange import Tag
+from fastvit import InPlaceABN, InPlaceABNSync, SyncBatchNorm, functional, ops, reference, sync
+from fastvit.sync.protocol import Tag
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 DEVICE = "cuda"
@@ -128,7 +128,7 @@ def test_streams_do_not_disturb_each_other(name):
     def run(x, dy):
         y, moments = x.clone(), ops.bn_stats(x)
         saved = ops.abn_forward_(y, moments, weight, bias)
-        sums = ops.abn_reduce(y, dy, saved, weight, bias)
+        (sums,) = ops.abn_reduce(y, dy, saved, weight, bias)
         return moments, y, saved, sums, ops.abn_backward(y, dy, saved, sums, weight, bias)
 
     inputs = [(randn(name, seed), randn(name, seed + 10)) for seed in range(3)]
@@ -183,7 +183,7 @@ def test_no_op_allocates_more_than_its_outputs():
     dy, z = torch.randn_like(x), torch.randn_like(x)
     moments = ops.bn_stats(x)
     _, saved = ops.bn_forward(x, moments)
-    sums = ops.bn_reduce(x, dy, None, saved)
+    (sums,) = ops.bn_reduce(x, dy, None, saved)
     for name, activations, call in [
         ("bn_stats", 0, lambda: ops.bn_stats(x)),
         ("bn_forward", 1, lambda: ops.bn_forward(x, moments, z=z, activation="relu")),
@@ -310,19 +310,18 @@ def test_exchange_in_a_group_of_one(monkeypatch, way, name):
     limit = datetime.timedelta(seconds=30)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
     try:
-        monkeypatch.setattr(statistics, "over", lambda _, layer: statistics.Shared(dist.group.WORLD, layer))
+        monkeypatch.setattr(sync, "over", lambda _, layer: sync.Shared(dist.group.WORLD, layer))
         try:
             got = everything(step(shared, leaf, dy), shared)
         except RuntimeError as error:
             if way != "symm_mem" or "symm_mem, but group" not in str(error):
                 raise
             pytest.skip(str(error))  # torch has none for this machine
-        assert f": {name}" in " ".join(statistics.taken())
+        assert f": {name}" in " ".join(sync.taken())
         torch.cuda.set_sync_debug_mode("error")
         step(shared, leaf, dy)  # the host waits for no exchange
         torch.cuda.set_sync_debug_mode("default")
-        torch.cuda.synchronize()
-        statistics.check()
+        sync.check(wait=True)
     finally:
         torch.cuda.set_sync_debug_mode("default")
         dist.destroy_process_group()
@@ -351,79 +350,88 @@ def test_misaligned_memory():
 
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_exchange_by_the_kernels_of_several_ranks(world):
-    """Loopback at full size: all send, then all await; the bits of moments and sums merged from memory."""
+    """Loopback at full size, a stream per rank: the bits of moments and sums merged by a message."""
     loop = Loopback(world, device=DEVICE)
     inputs = [torch.randn(16, 256, 28, 28, device=DEVICE) + r for r in range(world)]
     gradients = [torch.randn_like(x) for x in inputs]
     weight, bias = torch.rand(256, device=DEVICE) + 0.5, torch.rand(256, device=DEVICE)
     options = {"weight": weight, "bias": bias, "activation": "leaky_relu"}
     rows = torch.stack([ops.bn_stats(x) for x in inputs])
-    want = []
+    moments, want = reference.merge_moments(rows), []
     for x in inputs:
         y = x.clone()
-        want.append((y, ops.abn_forward_(y, rows, **options)))
-    sums = [ops.abn_reduce(y, dy, saved, **options) for (y, saved), dy in zip(want, gradients, strict=True)]
-    total = torch.stack(sums).double().sum(0).float()
+        want.append((y, ops.abn_forward_(y, moments, **options)))
+    own = torch.cat(
+        [ops.abn_reduce(y, dy, saved, **options) for (y, saved), dy in zip(want, gradients, strict=True)]
+    )
+    total = own.double().sum(0).float()
+    wanted = [
+        (y, ops.abn_backward(y, dy, saved, total, **options))
+        for (y, saved), dy in zip(want, gradients, strict=True)
+    ]
 
-    def exchanges(step: int) -> list[torch.Tensor]:
-        handles = [rank.exchange(Tag(0, step)) for rank in loop.ranks]
-        ys = [x.clone() for x in inputs]
-        moments = [ops.bn_stats(y, exchange=e) for y, e in zip(ys, handles, strict=True)]
-        parts = list(zip(ys, moments, handles, strict=True))
-        saved = [ops.abn_forward_(y, m, **options, exchange=e) for y, m, e in parts]
-        handles = [rank.exchange(Tag(0, step)) for rank in loop.ranks]
-        parts = list(zip(ys, gradients, saved, handles, strict=True))
-        own = [ops.abn_reduce(y, dy, s, **options, exchange=e) for y, dy, s, e in parts]
-        parts = list(zip(ys, gradients, saved, own, handles, strict=True))
-        return ys + [ops.abn_backward(y, dy, s, o, **options, exchange=e) for y, dy, s, o, e in parts]
+    def step(number):
+        def work(rank, way):
+            y, dy, tag = inputs[rank].clone(), gradients[rank], Tag(0, number)
+            saved = ops.abn_forward_(y, way.moments(y, 1, tag), **options)
+            sums = way.sums(lambda e: ops.abn_reduce(y, dy, saved, **options, exchange=e), tag)
+            return y, ops.abn_backward(y, dy, saved, sums[1], **options)
 
-    wanted = [y for y, _ in want]
-    for (y, saved), dy in zip(want, gradients, strict=True):
-        wanted.append(ops.abn_backward(y, dy, saved, total, **options))
-    for step in (1, 2, 3):
-        for a, b in zip(exchanges(step), wanted, strict=True):
-            assert torch.equal(a, b)
+        return loop.each(work)
+
+    def right(got):
+        for mine, others in zip(got, wanted, strict=True):
+            for a, b in zip(mine, others, strict=True):
+                check("in_place_layer", a, b.double(), torch.float32)
+
+    first = step(1)
+    right(first)
+    for number in (2, 3):
+        for mine, again in zip(step(number), first, strict=True):
+            assert all(map(torch.equal, mine, again))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = exchanges(0)
+        captured = step(0)
     for _ in range(3):  # every replay is an exchange of its own: the epoch is in device memory
-        for t in captured:
-            t.zero_()
+        for tensors in captured:
+            for t in tensors:
+                t.zero_()
         graph.replay()
-        for a, b in zip(captured, wanted, strict=True):
-            assert torch.equal(a, b)
+        for mine, again in zip(captured, first, strict=True):
+            assert all(map(torch.equal, mine, again))
+    for way in loop.ranks:
+        way.check(wait=True)
 
 
 def test_exchanges_follow_the_stream():
     """A group's exchanges come one after the other, whichever stream each is on."""
-    loop, numbers = Loopback(2, device=DEVICE), torch.arange(64.0, device=DEVICE)
+    loop, numbers = Loopback(1, device=DEVICE), torch.arange(64.0, device=DEVICE)[None]
     streams = [torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
     totals = []
     for step in range(1, 31):
         with torch.cuda.stream(streams[step % 3]):
             torch.cuda._sleep(100_000 * (step % 2))  # what comes first would end last
-            pending = [member.start_sum(numbers * step, Tag(0, step)) for member in loop.ranks]
-            totals.append([one.wait() for one in pending])
-    torch.cuda.synchronize()
+            totals.append(loop.ranks[0].share(numbers * step, Tag(0, step)))
+    loop.ranks[0].check(wait=True)
     for step, both in enumerate(totals, 1):
-        assert all(torch.equal(total, 2 * step * numbers) for total in both)
-    for member in loop.ranks:
-        member.check()
+        assert torch.equal(both, torch.cat([step * numbers] * 2))
 
 
 def test_a_peer_that_never_sends():
     """The GPU stops waiting, nothing is kept, and the next call of the host says who was missing."""
     loop, x = Loopback(2, timeout=0.2, device=DEVICE), randn("planes")
-    mean, var = torch.zeros(x.shape[1], device=DEVICE), torch.ones(x.shape[1], device=DEVICE)
-    exchange = loop.ranks[0].exchange(Tag(4, 1))
-    moments = ops.bn_stats(x, exchange=exchange)
-    y, _ = ops.bn_forward(x, moments, running_mean=mean, running_var=var, exchange=exchange)
-    torch.cuda.synchronize()
-    assert y.isnan().all() and (mean == 0).all() and (var == 1).all()
+    running = [
+        torch.zeros(x.shape[1], device=DEVICE),
+        torch.ones(x.shape[1], device=DEVICE),
+        torch.tensor(3, device=DEVICE),
+    ]
+    before = [t.clone() for t in running]
+    y, saved = ops.bn_forward(x, loop.ranks[0].moments(x, 1, Tag(4, 1)), None, None, None, *running)
     with pytest.raises(
         RuntimeError, match="rank 0 in forward of layer 4, step 1: nothing from rank 1 within"
     ):
-        loop.ranks[0].next_step()
+        loop.ranks[0].check(wait=True)
+    assert y.isnan().all() and saved.isnan().all() and all(map(torch.equal, running, before))
 
 
 def _train_with_a_peer(rank: int, store: str, results) -> None:
@@ -438,7 +446,7 @@ def _train_with_a_peer(rank: int, store: str, results) -> None:
     for _ in range(5):
         y = layer(leaf.clone())
         (dx,) = torch.autograd.grad(y, leaf, torch.ones_like(y) * (1 + rank))
-    results.put((rank, " ".join(statistics.taken()), y.detach().cpu(), dx.cpu(), layer.running_mean.cpu()))
+    results.put((rank, " ".join(sync.taken()), y.detach().cpu(), dx.cpu(), layer.running_mean.cpu()))
     results.close()
     results.join_thread()
     dist.barrier()

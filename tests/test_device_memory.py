@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 
 from fastvit import _library
-from fastvit.statistics import cuda_ipc, device_memory, symm_mem
-from fastvit.statistics.agreement import Agreement, Watch
+from fastvit.sync import cuda_peer
+from fastvit.sync.agreement import Agreement, Unavailable, Watch
+from fastvit.sync.protocol import LEAST_PACKETS, Exchange
 
 raw = torch.ops.fastvit
 CPU = torch.device("cpu")
-PROVIDERS = pytest.mark.parametrize("provider", [cuda_ipc, symm_mem], ids=lambda p: p.NAME)
+PROVIDERS = pytest.mark.parametrize("provider", ["CudaIpc", "SymmMem"])
 
 
 class Gpus:
@@ -37,30 +38,26 @@ class Gpus:
         return self.thread.rank
 
     # torch.ops.fastvit
-    exchange_arena_bytes = staticmethod(raw.exchange_arena_bytes)
-
-    def ipc_memory(self, size, device):
+    def ipc_memory(self, size, device, handle=None):
+        if handle is not None:
+            self.may("open", "peer access is not supported")
+            assert handle[1:].tolist() == [7, 255]
+            return self.arenas[int(handle[0])], handle[:0]
         self.may("memory", "out of memory")
         self.arenas[self.rank] = torch.zeros(size, dtype=torch.uint8)
         return self.arenas[self.rank], torch.tensor([self.rank, 7, 255], dtype=torch.uint8)
 
-    def ipc_open(self, handle, size, device):
-        self.may("open", "peer access is not supported")
-        assert handle[1:].tolist() == [7, 255]
-        return self.arenas[int(handle[0])]
-
-    def exchange_push(self, fields, numbers, kind):
-        world = int(fields[1])
-        assert fields[8:].tolist() == [self.arenas[rank].data_ptr() for rank in range(world)]
+    def share(self, way, numbers, tag):
+        handle = way._exchange.handle
+        addresses = way._exchange.tensor[-handle.world :].tolist()
+        assert addresses == [self.arenas[rank].data_ptr() for rank in range(handle.world)]
         self.sent[self.rank] = numbers.clone()
-
-    def exchange_poll(self, fields, numbers, kind, add):
         self.barrier.wait(20)
-        rows = torch.stack([self.sent[rank] for rank in range(self.world)])
+        rows = torch.cat([self.sent[rank] for rank in range(self.world)])
         self.barrier.wait(20)
         if self.fails.get(self.rank) == "lost":
             rows[-1, 5] += 1
-        return rows.sum(0) if add else rows
+        return torch.stack([numbers[0], sum(rows)])
 
     # torch.distributed._symmetric_memory
     def get_backend(self, device):
@@ -83,12 +80,13 @@ class Gpus:
 
 
 def connect(monkeypatch, provider, gpus: Gpus, asked: bool = False) -> list:
-    """What the provider's connect gives on each rank."""
+    """What connect gives, or raises, on each rank."""
     store = dist.HashStore()
-    monkeypatch.setattr(cuda_ipc, "_ops", gpus)
-    monkeypatch.setattr(device_memory, "_ops", gpus)
-    monkeypatch.setattr(cuda_ipc, "_gpu", lambda device: f"GPU-{gpus.rank % gpus.gpus}")
-    monkeypatch.setattr(symm_mem, "_symmetric_memory", lambda: gpus)
+    monkeypatch.setattr(cuda_peer, "_ops", gpus)
+    monkeypatch.setattr(cuda_peer, "load_kernels", lambda device: None)
+    monkeypatch.setattr(cuda_peer.DeviceMemory, "share", lambda *arguments: gpus.share(*arguments))
+    monkeypatch.setattr(cuda_peer, "_gpu", lambda device: f"GPU-{gpus.rank % gpus.gpus}")
+    monkeypatch.setattr(cuda_peer, "_symmetric_module", lambda: gpus)
 
     def run(rank):
         gpus.thread.rank = rank
@@ -98,7 +96,11 @@ def connect(monkeypatch, provider, gpus: Gpus, asked: bool = False) -> list:
         )
         agreement.watch = Watch(store, rank)
         describe = lambda tag, direction: f"{direction}, step {tag.step}"  # noqa: E731
-        return provider.connect(agreement, 8, torch.float32, describe, CPU, asked)
+        wish = ["symm_mem"] if provider == "SymmMem" else ["peer"] if asked else []
+        try:
+            return cuda_peer.connect(agreement, LEAST_PACKETS, describe, CPU, wish)
+        except Unavailable as reason:
+            return str(reason)
 
     with ThreadPoolExecutor(gpus.world) as pool:
         return list(pool.map(run, range(gpus.world)))
@@ -108,47 +110,52 @@ def connect(monkeypatch, provider, gpus: Gpus, asked: bool = False) -> list:
 def test_all_ranks_open_all_memory(monkeypatch, provider):
     gpus = Gpus(3, {})
     for member in connect(monkeypatch, provider, gpus):
-        assert member.name == provider.NAME and member.reserve(2048, torch.float32)
+        assert member.name == provider and member.reserve(2048, torch.float32)
         assert not member.reserve(2049, torch.float32)
         assert [a.data_ptr() for a in member._arenas] == [gpus.arenas[r].data_ptr() for r in range(3)]
         assert member.next_step() == 1  # the trial's are not counted
+        assert member.timeout < 20  # its report comes before anything else gives up
 
 
 @PROVIDERS
 @pytest.mark.parametrize(
     "fails,text",
     [
-        ({1: "open"}, "peer access is not supported"),
-        ({2: "memory"}, "CUDA error: out of memory"),
-        ({0: "lost"}, "rank 0: does not work: numbers arrived changed"),
+        ({1: "open"}, "rank 1: CUDA error: peer access is not supported"),
+        ({2: "memory"}, "rank 2: CUDA error: out of memory"),
+        ({0: "lost"}, "rank 0: numbers arrived changed"),
     ],
 )
 def test_one_rank_that_cannot_decides_for_all(monkeypatch, provider, fails, text):
-    answers = connect(monkeypatch, provider, Gpus(3, fails))
-    assert len(set(answers)) == 1 and text in answers[0], answers
+    assert connect(monkeypatch, provider, Gpus(3, fails)) == [text] * 3
 
 
 def test_ranks_share_a_gpu_only_when_asked(monkeypatch):
-    assert set(connect(monkeypatch, cuda_ipc, Gpus(3, {}, gpus=2))) == {"3 ranks on 2 GPUs"}
-    members = connect(monkeypatch, cuda_ipc, Gpus(2, {}, gpus=1), asked=True)
+    assert set(connect(monkeypatch, "CudaIpc", Gpus(3, {}, gpus=2))) == {"3 ranks on 2 GPUs"}
+    members = connect(monkeypatch, "CudaIpc", Gpus(2, {}, gpus=1), asked=True)
     assert [member.name for member in members] == ["CudaIpc"] * 2
 
 
-@PROVIDERS
-def test_too_many_ranks(provider):
+def test_too_many_ranks():
     many = Agreement.__new__(Agreement)
-    many.__dict__.update(rank=0, world=17)
-    answer = provider.connect(many, 8, torch.float32, None, CPU, False)
-    assert answer == "17 ranks, more than 16"
+    many.__dict__.update(rank=0, world=65)
+    with pytest.raises(Unavailable, match="65 ranks, more than 64"):
+        cuda_peer.connect(many, 8, None, CPU, [])
 
 
-def test_where_symmetric_memory_is_missing(monkeypatch):
-    assert cuda_ipc.host(CPU).startswith("no CUDA kernels") or _library.HAS_CUDA
-    monkeypatch.setattr(_library, "HAS_CUDA", True)
-    assert symm_mem.host(CPU) == "no symmetric memory for cpu"  # by torch itself, which has it for CUDA alone
+def test_where_there_are_no_kernels(monkeypatch):
+    monkeypatch.setattr(_library, "HAS_CUDA", False)
+    with pytest.raises(OSError, match="no CUDA kernels: "):
+        cuda_peer.place(CPU)
 
-    def missing():
-        raise ImportError("no module")
 
-    monkeypatch.setattr(symm_mem, "_symmetric_memory", missing)
-    assert symm_mem.host(CPU) == f"no symmetric memory in torch {torch.__version__}: no module"
+def test_memory_that_a_graph_holds_stays(monkeypatch):
+    """A replay writes to it for as long as the process lives, whatever the group takes now."""
+    arenas = [torch.zeros(raw.peer_bytes(1, 9), dtype=torch.uint8)]
+    for capturing in (False, True):
+        way = cuda_peer.DeviceMemory("way", arenas, 0, 9, 1.0, None, None)
+        monkeypatch.setattr(way, "_capturing", lambda capturing=capturing: capturing)
+        monkeypatch.setattr(Exchange, "of", lambda exchange, tag: exchange.tensor)
+        way._run(lambda exchange: exchange, None)
+        way.close()
+        assert bool(way._arenas) == way.captured == capturing

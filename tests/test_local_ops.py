@@ -25,7 +25,7 @@ def test_bn_local_ops(layout, dtype, residual, device):
     same(ours.values(), theirs.values())
 
     dx, dz, sums = ops.bn_local_backward(case.x, case.dy, z, saved, **shared)
-    want = ops.bn_reduce(case.x, case.dy, z, saved, **shared)
+    (want,) = ops.bn_reduce(case.x, case.dy, z, saved, **shared)
     same((dx, dz), ops.bn_backward(case.x, case.dy, z, saved, want, **shared))
     same((sums,), (want,))
 
@@ -45,7 +45,7 @@ def test_abn_local_ops(layout, dtype, activation, device):
     same((y, saved, *ours.values()), (want_y, want_saved, *theirs.values()))
 
     dx, sums = ops.abn_local_backward(y, case.dy, saved, **shared)
-    want = ops.abn_reduce(y, case.dy, saved, **shared)
+    (want,) = ops.abn_reduce(y, case.dy, saved, **shared)
     same((dx, sums), (ops.abn_backward(y, case.dy, saved, want, **shared), want))
 
 

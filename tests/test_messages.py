@@ -1,114 +1,112 @@
-"""What collectives carry: message_pack and message_unpack, here and on a GPU or its model."""
+"""What collectives carry: message_pack and message_merge, here and on a GPU or its model."""
 
 import pytest
 import torch
+from loopback import describe
 
-import fastvit  # noqa: F401  (registers the ops)
-from fastvit.statistics.exchange import MISMATCH, Report, Tag
+from fastvit import reference
+from fastvit.sync.protocol import Exchange, Fault, Tag
 
 ops = torch.ops.fastvit
 CAPACITY = 14
 
 
-def describe(tag, direction):
-    return f"{direction} of layer {tag.layer}, step {tag.step}"
+def exchanges(tags, wide, device):
+    made = []
+    for rank, tag in enumerate(tags):
+        made.append(Exchange(rank, len(tags), device != "cpu"))
+        made[-1].handle.capacity, made[-1].handle.wide = CAPACITY, wide
+        made[-1].of(tag)
+    return made
 
 
-def travel(numbers, tags, wide, gathered):
-    """Each rank's messages after an all_gather, or an all_reduce."""
-    places = [0] * len(tags) if gathered else range(len(tags))
-    packed = [
-        ops.message_pack(row, *tag, place, 1 if gathered else len(tags), CAPACITY, wide)
-        for row, tag, place in zip(numbers, tags, places, strict=True)
-    ]
-    return torch.cat(packed) if gathered else torch.stack(packed).sum(0)
+def travel(numbers, exchanges):
+    """Each rank's messages after an all_gather of moments, or an all_reduce of sums."""
+    packed = [ops.message_pack(row, e.tensor) for row, e in zip(numbers, exchanges, strict=True)]
+    return torch.cat(packed) if numbers[0].dim() == 1 else torch.stack(packed).sum(0)
 
 
-@pytest.mark.parametrize("gathered", [True, False])
+def rows(world, n, sums, dtype=torch.float32, device="cpu"):
+    numbers = torch.randn(world, n, dtype=dtype)
+    numbers[:, n // 2 - 1 : n - 2].abs_()  # M2
+    numbers[:, -2:] = torch.stack([torch.zeros(world), torch.arange(world) + 2.0], 1)
+    return list((numbers[:, None] if sums else numbers).to(device))
+
+
+@pytest.mark.parametrize("sums", [False, True])
 @pytest.mark.parametrize("dtype,wide", [("float32", False), ("float32", True), ("float64", True)])
 @pytest.mark.parametrize("world,n", [(1, 14), (2, 6), (5, 12), (300, 8)])
-def test_numbers_arrive(world, n, dtype, wide, gathered, device):
-    numbers = torch.randn(world, n, dtype=getattr(torch, dtype), device=device)
-    tag, report = Tag(2**24 - 1, 2**24 - 3), Report(device != "cpu")
-    messages = travel(numbers, [tag] * world, wide, gathered)
+def test_numbers_are_merged(world, n, dtype, wide, sums, device):
+    numbers = rows(world, n, sums, getattr(torch, dtype), device)
+    made = exchanges([Tag(2**24 - 1, 2**24 - 3)] * world, wide, device)
+    messages = travel(numbers, made)
     assert messages.dtype == (torch.float64 if wide else torch.float32)
-    got = ops.message_unpack(messages, numbers[0], *tag, world - 1, world, gathered, report.memory)
-    want = numbers if gathered else messages[:n].to(numbers.dtype)
-    assert torch.equal(got, want) and got.dtype == numbers.dtype
-    assert gathered or torch.allclose(got, numbers.sum(0), atol=1e-4)
-    assert not report
+    got = ops.message_merge(messages, numbers[-1], made[-1].tensor)
+    assert got.dtype == numbers[0].dtype and not made[-1].report.fault
+    everything = torch.stack(numbers)
+    if sums:
+        assert got.shape == (2, n) and torch.equal(got[:1], numbers[-1])
+        assert torch.equal(got[1], messages[:n].to(got.dtype))
+        torch.testing.assert_close(got[1], everything.sum((0, 1)), rtol=1e-4, atol=1e-4)
+    else:
+        torch.testing.assert_close(got, reference.merge_moments(everything), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("gathered", [True, False])
+@pytest.mark.parametrize("sums", [False, True])
 @pytest.mark.parametrize("other", [Tag(8, 5), Tag(7, 9)])
 @pytest.mark.parametrize("rank", [0, 2])
-def test_tags_that_differ(rank, other, gathered, device):
+def test_tags_that_differ(rank, other, sums, device):
     """Nothing of the numbers is left, and the report names the first rank that is elsewhere."""
-    numbers, tags = torch.randn(4, 6, device=device), [Tag(7, 5), Tag(7, 5), other, Tag(7, 5)]
-    messages = travel(numbers, tags, False, gathered)
-    report = Report(device != "cpu")
-    got = ops.message_unpack(messages, numbers[0], *tags[rank], rank, 4, gathered, report.memory)
-    assert got.isnan().all() and got.shape == ((4, 6) if gathered else (6,))
-    assert report and report.fault == MISMATCH and report.epoch == max(5, other.step)
-    direction, peer = ("forward" if gathered else "backward"), (2 if rank == 0 else 0)
-    assert report.peer == peer and report.mine(describe) == describe(tags[rank], direction)
-    assert report.theirs(describe) == describe(tags[peer], direction)
-    report.clear()
-    assert not report
+    numbers, tags = rows(4, 6, sums, device=device), [Tag(7, 5), Tag(7, 5), other, Tag(7, 5)]
+    made = exchanges(tags, False, device)
+    got = ops.message_merge(travel(numbers, made), numbers[rank], made[rank].tensor)
+    if device != "cpu":
+        torch.cuda.synchronize()
+    assert got[-1:].isnan().all() if sums else got.isnan().all()
+    report, peer = made[rank].report, 2 if rank == 0 else 0
+    assert report.fault == Fault.MISMATCH and report.epoch == max(5, other.step) and report.peer == peer
+    direction = "backward" if sums else "forward"
+    assert made[rank].text(describe) == describe(tags[rank], direction)
+    said = str(made[rank].mismatch(describe))
+    assert said.startswith(f"rank {rank} is in {describe(tags[rank], direction)}, but rank {peer} in ")
+    assert describe(tags[peer], direction) in said
 
 
-@pytest.mark.parametrize("gathered", [True, False])
-def test_a_captured_step_goes_with_every_other(gathered, device):
-    numbers, tags = torch.randn(3, 6, device=device), [Tag(7, 5), Tag(7, 0), Tag(7, 5)]
-    messages = travel(numbers, tags, False, gathered)
-    for rank, tag in enumerate(tags):
-        report = Report(device != "cpu")
-        got = ops.message_unpack(messages, numbers[0], *tag, rank, 3, gathered, report.memory)
-        assert got.isfinite().all() and not report
+@pytest.mark.parametrize("sums", [False, True])
+def test_a_captured_step_goes_with_every_other(sums, device):
+    numbers, made = (
+        rows(3, 6, sums, device=device),
+        exchanges([Tag(7, 5), Tag(7, 0), Tag(7, 5)], False, device),
+    )
+    messages = travel(numbers, made)
+    for row, exchange in zip(numbers, made, strict=True):
+        assert ops.message_merge(messages, row, exchange.tensor).isfinite().all()
+        assert not exchange.report.fault
 
 
 def test_bad_arguments(device):
-    row, report = torch.zeros(6, device=device), Report(device != "cpu").memory
+    row, (exchange,) = torch.zeros(6, device=device), exchanges([Tag(0, 1)], False, device)
+    two = exchanges([Tag(0, 1)] * 2, False, device)[0].tensor
+    exchange.handle.capacity = 4
     with pytest.raises(RuntimeError, match="message_pack: numbers is .* .6.; at most 4 numbers of float32"):
-        ops.message_pack(row, 0, 1, 0, 1, 4, False)
+        ops.message_pack(row, exchange.tensor)
+    exchange.handle.capacity = 8
     with pytest.raises(
         RuntimeError, match="message_pack: numbers is Double .6.; at most 8 numbers of float32"
     ):
-        ops.message_pack(row.double(), 0, 1, 0, 1, 8, False)
-    with pytest.raises(RuntimeError, match="message_pack: tag is 2 of 2; one of at most"):
-        ops.message_pack(row, 0, 1, 2, 2, 8, False)
-    with pytest.raises(
-        RuntimeError, match="messages is Float .21., which are no messages of 2 ranks with 6 numbers"
-    ):
-        ops.message_unpack(row.new_zeros(21), row, 0, 1, 0, 2, True, report)
-    with pytest.raises(RuntimeError, match="report is not 12 int32 on the CPU"):
-        ops.message_unpack(row.new_zeros(20), row, 0, 1, 0, 2, True, report[1:])
+        ops.message_pack(row.double(), exchange.tensor)
+    with pytest.raises(RuntimeError, match="messages is Float .21.; 32 numbers expected, .* of 2 ranks"):
+        ops.message_merge(row.new_zeros(21), row, two)
 
 
-def test_sizes_that_overflow_are_refused(device):
-    row, report = torch.zeros(6, device=device), Report(device != "cpu").memory
-    for many in (2**62, 2**63 - 1):
-        with pytest.raises(RuntimeError, match=f"message_pack: tag is 0 of {many}; one of at most"):
-            ops.message_pack(row, 0, 1, 0, many, 8, False)
-        with pytest.raises(RuntimeError, match=f"message_pack: capacity is {many}; at most"):
-            ops.message_pack(row, 0, 1, 0, 1, many, False)
-        for gathered in (False, True):
-            with pytest.raises(RuntimeError, match=f"message_unpack: rank is 0 of {many}; one of at most"):
-                ops.message_unpack(row.new_zeros(20), row, 0, 1, 0, many, gathered, report)
-
-
-@pytest.mark.parametrize("freed", ["messages", "numbers", "report"])
+@pytest.mark.parametrize("freed", ["messages", "numbers"])
 def test_freed_storage_is_refused(freed, device):
-    given = {
-        "messages": torch.zeros(20, device=device),
-        "numbers": torch.zeros(6, device=device),
-        "report": torch.zeros(12, dtype=torch.int32),
-    }
+    exchange = exchanges([Tag(0, 1)] * 2, False, device)[0].tensor
+    given = {"messages": torch.zeros(32, device=device), "numbers": torch.zeros(6, device=device)}
     storage = given[freed].untyped_storage()
     storage.resize_(storage.nbytes() - 1)
-    messages, numbers, report = given.values()
-    with pytest.raises(RuntimeError, match=f"message_unpack: {freed} has shape .*freed or shrunk"):
-        ops.message_unpack(messages, numbers, 0, 1, 0, 2, True, report)
+    with pytest.raises(RuntimeError, match=f"message_merge: {freed} has shape .*freed or shrunk"):
+        ops.message_merge(given["messages"], given["numbers"], exchange)
     if freed == "numbers":
         with pytest.raises(RuntimeError, match="message_pack: numbers has shape .*freed or shrunk"):
-            ops.message_pack(numbers, 0, 1, 0, 1, 8, False)
+            ops.message_pack(given["numbers"], exchange)

@@ -1,104 +1,142 @@
-"""The ops of the peer protocol (csrc/cpu/peer.cpp), with all ranks of a group in one process."""
+"""The ops of the peer protocol (csrc/sync/cpu_peer.cpp), with all ranks of a group in one process."""
 
 import random
+import re
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
+from loopback import INBOX
 
-import fastvit  # noqa: F401  (registers the ops)
+from fastvit import ops, reference
+from fastvit.sync import protocol
+from fastvit.sync.peer import arena_bytes
+from fastvit.sync.protocol import Arena, Exchange, Fault, Tag
 
-ops = torch.ops.fastvit
-PENDING, DONE, MISMATCH, GAVE_UP = range(4)  # csrc/peer.h, Fault
-MOMENTS, SUMS = range(2)  # Kind
-CAPACITY = 33  # packets
+raw = torch.ops.fastvit
+CAPACITY = 34  # packets
+CSRC = Path(__file__).resolve().parents[1] / "csrc/sync"
 
 
 class Ranks:
     """Logical ranks over one segment; what each sends is known, so what each gets can be checked."""
 
     def __init__(self, world, capacity=CAPACITY, epoch=0):
-        self.world = world
-        self.segment = torch.zeros(ops.peer_segment_bytes(world, capacity), dtype=torch.uint8)
-        self.states = [
-            torch.tensor([rank, world, capacity, epoch] + [0] * (7 + world)) for rank in range(world)
-        ]
+        self.world, self.capacity = world, capacity
+        self.arenas = [torch.zeros(arena_bytes(world, capacity), dtype=torch.uint8) for _ in range(world)]
+        self.words = [Arena.from_address(arena.data_ptr()) for arena in self.arenas]
+        self.exchanges = [Exchange(rank, world, arenas=self.arenas) for rank in range(world)]
+        self.results = [None] * world
+        for words, exchange in zip(self.words, self.exchanges, strict=True):
+            words.epoch, exchange.handle.capacity = epoch, capacity
 
-    def numbers(self, rank, step, n=9, dtype=torch.float32):
-        return torch.arange(n, dtype=dtype) + 100 * rank + 1000 * step
+    def numbers(self, rank, step, channels=4, dtype=torch.float32, sums=False):
+        if sums:
+            return torch.arange(2 * channels, dtype=dtype)[None] + 100 * rank + 1000 * step
+        x = torch.randn(3 + rank, channels, generator=torch.Generator().manual_seed(10 * step + rank))
+        return ops.bn_stats(x.to(dtype))
 
-    def push(self, rank, step, numbers=None, layer=3, kind=MOMENTS):
+    def begin(self, rank, step, numbers=None, layer=3, seconds=0.0):
+        """Sends, and looks for the others' once."""
+        exchange = self.exchanges[rank]
+        exchange.handle.nanoseconds = int(seconds * 1e9)
         numbers = self.numbers(rank, step) if numbers is None else numbers
-        ops.peer_push(self.segment, self.states[rank], numbers, layer, step, kind)
+        self.results[rank] = raw.peer_share(numbers, exchange.of(Tag(layer, step)))
+        return self.state(rank)
 
-    def poll(self, rank, step, numbers=None, layer=3, kind=MOMENTS, seconds=0.0):
-        numbers = self.numbers(rank, step) if numbers is None else numbers
-        self.rows = torch.full((self.world, numbers.numel()), -1.0, dtype=numbers.dtype)
-        self.total = torch.full_like(numbers, -1.0)
-        return ops.peer_poll(
-            self.segment, self.states[rank], numbers, self.rows, self.total, layer, step, kind, seconds
-        )
+    def wait(self, rank, seconds=0.0):
+        self.exchanges[rank].handle.nanoseconds = int(seconds * 1e9)
+        raw.peer_wait(self.results[rank], self.exchanges[rank].tensor)
+        return self.state(rank)
 
     def state(self, rank):
-        names = "rank world capacity epoch generation step peer peer_layer peer_step peer_words peer_kind"
-        values = self.states[rank].tolist()
-        return dict(zip(names.split(), values, strict=False)) | {"missing": values[11:]}
+        if self.exchanges[rank].report.missing:
+            return Fault.PENDING
+        return Fault(self.exchanges[rank].report.fault or Fault.DONE)
 
-    def check(self, step, **options):
-        want = torch.stack([self.numbers(rank, step, **options) for rank in range(self.world)])
-        assert torch.equal(self.rows, want) and torch.equal(self.total, want.sum(0))
+    def check(self, rank, step, **options):
+        rows = torch.stack([self.numbers(r, step, **options).flatten() for r in range(self.world)])
+        if options.get("sums"):
+            want = torch.stack([rows[rank], rows.double().sum(0).to(rows.dtype)])
+        else:
+            want = reference.merge_moments(rows)
+        torch.testing.assert_close(self.results[rank], want, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("n", [1, 2, 9, 33])
-def test_numbers_arrive_by_rank(n, dtype):
-    ranks = Ranks(3)
+@pytest.mark.parametrize("sums", [False, True])
+@pytest.mark.parametrize("channels", [1, 2, 9, 16])
+def test_numbers_are_merged(channels, sums, dtype):
+    ranks, options = Ranks(3), {"channels": channels, "sums": sums, "dtype": dtype}
     for step in range(4):
         for rank in range(3):
-            ranks.push(rank, step, ranks.numbers(rank, step, n, dtype))
+            state = ranks.begin(rank, step, ranks.numbers(rank, step, **options))
+            assert state == (Fault.DONE if rank == 2 else Fault.PENDING)
         for rank in range(3):
-            assert ranks.poll(rank, step, ranks.numbers(rank, step, n, dtype)) == DONE
-            ranks.check(step, n=n, dtype=dtype)
+            assert rank == 2 or ranks.wait(rank) == Fault.DONE
+            ranks.check(rank, step, **options)
+
+
+def test_ranks_get_the_same_bits():
+    ranks = Ranks(5)
+    for rank in range(5):
+        ranks.begin(rank, 1)
+    for rank in range(4):
+        assert ranks.wait(rank) == Fault.DONE
+    assert all(torch.equal(result, ranks.results[0]) for result in ranks.results)
+
+
+def test_a_rank_without_values():
+    ranks = Ranks(3)
+    rows = [ops.bn_stats(x) for x in torch.randn(8, 4).split([3, 0, 5])]
+    for rank in range(3):
+        ranks.begin(rank, 1, rows[rank])
+    torch.testing.assert_close(ranks.results[2], reference.merge_moments(torch.stack(rows)))
+    for rank in range(2):
+        assert ranks.wait(rank) == Fault.DONE
+    for rank in range(3):
+        ranks.begin(rank, 2, torch.zeros(10))
+    assert ranks.results[2].tolist() == [0.0] * 10
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])
 @pytest.mark.parametrize("seed", range(3))
 def test_interleaved_at_random(world, seed):
     ranks, choose = Ranks(world, epoch=2**32 - 20), random.Random(seed)  # epochs wrap on the way
-    step, pushed = [0] * world, [False] * world
+    step, waits = [0] * world, [False] * world
     while min(step) < 40:
         rank = choose.choice([r for r in range(world) if step[r] < 40])
-        if not pushed[rank]:
-            ranks.push(rank, step[rank])
-            pushed[rank] = True
-        elif ranks.poll(rank, step[rank]) == DONE:
-            ranks.check(step[rank])
-            step[rank], pushed[rank] = step[rank] + 1, False
+        if (ranks.wait(rank) if waits[rank] else ranks.begin(rank, step[rank])) == Fault.DONE:
+            ranks.check(rank, step[rank])
+            step[rank], waits[rank] = step[rank] + 1, False
+        else:
+            waits[rank] = True
         assert max(step) - min(step) <= 1
-    assert {ranks.state(rank)["epoch"] for rank in range(world)} == {22}
+    assert {words.epoch for words in ranks.words} == {22}
 
 
 def test_epochs_keep_alternating_when_they_wrap():
     ranks = Ranks(2, epoch=2**32 - 2)
     seen = []
     for step in range(3):
-        for rank in range(2):
-            ranks.push(rank, step)
-        seen.append(ranks.state(0)["epoch"])
-        assert ranks.poll(0, step) == DONE == ranks.poll(1, step)
+        assert ranks.begin(0, step) == Fault.PENDING
+        assert ranks.begin(1, step) == Fault.DONE == ranks.wait(0)
+        seen.append(ranks.words[0].epoch)
     assert seen == [2**32 - 1, 2, 3]
 
 
 def test_a_late_peer_and_then_its_message():
     ranks = Ranks(3)
-    ranks.push(0, 0), ranks.push(2, 0)
+    ranks.begin(2, 0)
     begin = time.monotonic()
-    assert ranks.poll(0, 0, seconds=0.1) == PENDING
-    assert 0.1 <= time.monotonic() - begin < 5 and ranks.state(0)["missing"] == [0, 1, 0]
-    ranks.push(1, 0)
-    assert ranks.poll(0, 0) == DONE
-    ranks.check(0)
+    assert ranks.begin(0, 0, seconds=0.1) == Fault.PENDING
+    assert 0.1 <= time.monotonic() - begin < 5 and ranks.exchanges[0].report.missing == 0b010
+    assert torch.equal(ranks.results[0], ranks.numbers(0, 0))  # as long as it waits
+    ranks.begin(1, 0)
+    assert ranks.wait(0) == Fault.DONE
+    ranks.check(0, 0)
 
 
 @pytest.mark.parametrize("what", ["layer", "step", "words", "kind", "dtype"])
@@ -107,16 +145,16 @@ def test_another_tag_is_a_mismatch_on_both(what):
     other = {
         "layer": {"layer": 4},
         "step": {"step": 8},
-        "words": {"numbers": torch.zeros(5)},
-        "kind": {"kind": SUMS},
-        "dtype": {"numbers": torch.zeros(9, dtype=torch.float64)},
+        "words": {"numbers": torch.ones(6)},
+        "kind": {"numbers": torch.ones(1, 10)},
+        "dtype": {"numbers": torch.ones(10, dtype=torch.float64)},
     }[what]
-    ranks.push(0, 7), ranks.push(1, **{"step": 7} | other)
-    assert ranks.poll(0, 7) == MISMATCH and ranks.poll(1, **{"step": 7} | other) == MISMATCH
-    seen = ranks.state(0)
-    assert seen["peer"] == 1 and ranks.state(1)["peer"] == 0
-    assert [seen["peer_layer"], seen["peer_step"]] == [other.get("layer", 3), other.get("step", 7)]
-    assert (ranks.rows[0] == -1).all()  # rank 1 polled last: nothing of rank 0 was taken
+    ranks.begin(0, 7)
+    assert ranks.begin(1, **{"step": 7} | other) == Fault.MISMATCH == ranks.wait(0)
+    seen = ranks.exchanges[0].report
+    assert seen.peer == 1 and ranks.exchanges[1].report.peer == 0
+    assert [seen.theirs.layer, seen.theirs.step] == [other.get("layer", 3), other.get("step", 7)]
+    assert all(result.flatten()[-6:].isnan().all() for result in ranks.results)
 
 
 def test_a_torn_message_is_not_taken():
@@ -124,63 +162,43 @@ def test_a_torn_message_is_not_taken():
     for missing in range(7):
         ranks = Ranks(2)
         for step in range(2):
-            ranks.push(0, step), ranks.push(1, step)
-            assert ranks.poll(0, step) == DONE == ranks.poll(1, step)
-        before = ranks.segment.clone()
-        ranks.push(0, 2), ranks.push(1, 2)
-        changed = (ranks.segment != before).view(-1, 16).any(1).nonzero().flatten()
-        in_inbox_of_0 = changed[: len(changed) // 2]
-        assert len(in_inbox_of_0) == 7  # two of header, five of payload
-        packet = slice(16 * in_inbox_of_0[missing], 16 * in_inbox_of_0[missing] + 16)
+            ranks.begin(0, step)
+            assert ranks.begin(1, step) == Fault.DONE == ranks.wait(0)
+        before = ranks.arenas[0].clone()
+        ranks.begin(0, 2), ranks.begin(1, 2)
+        inbox = ranks.arenas[0][INBOX:]
+        changed = (inbox != before[INBOX:]).view(-1, 16).any(1).nonzero().flatten()
+        assert len(changed) == 7  # two of header, four channels, and the count
+        packet = slice(16 * changed[missing], 16 * changed[missing] + 16)
         half = slice(packet.start, packet.start + 8 * (1 + missing % 2))  # or only half of it
-        whole = ranks.segment[half].clone()
-        ranks.segment[half] = before[half]
-        assert ranks.poll(0, 2) == PENDING and ranks.poll(1, 2) == DONE
-        ranks.segment[half] = whole
-        assert ranks.poll(0, 2) == DONE
-        ranks.check(2)
-
-
-def test_giving_up_ends_the_others_waits_and_all_rejoin():
-    ranks = Ranks(3)
-    for step in range(3):  # rank 0 is alone in these: its epoch runs ahead
-        ranks.push(0, step)
-    ops.peer_give_up(ranks.segment, ranks.states[0])
-    for rank in (1, 2):
-        ranks.push(rank, 0)
-        assert ranks.poll(rank, 0, seconds=5.0) == GAVE_UP and ranks.state(rank)["peer"] == 0
-        ops.peer_give_up(ranks.segment, ranks.states[rank])
-    for rank, step in ((0, 5), (1, 9), (2, 1)):
-        ranks.states[rank][5] = step
-        done = ops.peer_rejoin(ranks.segment, ranks.states[rank], 0.0) == DONE
-        assert done == (rank == 2) and ranks.state(0)["missing"] == [0, 1, 1]
-    for rank in (0, 1):
-        assert ops.peer_rejoin(ranks.segment, ranks.states[rank], 0.0) == DONE
-    assert {(ranks.state(r)["epoch"], ranks.state(r)["step"]) for r in range(3)} == {(3, 9)}
-    for rank in range(3):
-        ranks.push(rank, 10)
-    for rank in range(3):
-        assert ranks.poll(rank, 10) == DONE
-        ranks.check(10)
+        whole = inbox[half].clone()
+        inbox[half] = before[INBOX:][half]
+        assert ranks.wait(0) == Fault.PENDING
+        inbox[half] = whole
+        assert ranks.wait(0) == Fault.DONE
+        ranks.check(0, 2)
 
 
 @pytest.mark.parametrize("later", [False, True])
 def test_a_complete_exchange_counts_unless_a_peer_gave_it_up(later):
     ranks = Ranks(2)
-    ranks.push(0, 0), ranks.push(1, 0)
+    ranks.begin(0, 0)
     if later:
-        assert ranks.poll(1, 0) == DONE
-        ranks.push(1, 1)
-    ops.peer_give_up(ranks.segment, ranks.states[1])
-    assert ranks.poll(0, 0) == (DONE if later else GAVE_UP)
-    ranks.push(0, 1)
-    assert ranks.poll(0, 1) == GAVE_UP
+        assert ranks.begin(1, 0) == Fault.DONE
+        ranks.begin(1, 1)
+    else:
+        ranks.begin(1, 0)
+        ranks.words[1].epoch = 0  # as if it had not been polled
+    raw.peer_give_up(ranks.exchanges[1].tensor)
+    assert ranks.exchanges[1].report.epoch == 1 + later
+    assert ranks.wait(0) == (Fault.DONE if later else Fault.GAVE_UP)
+    if later:
+        assert ranks.begin(0, 1) == Fault.GAVE_UP and ranks.results[0].isnan().all()
 
 
 def test_waiting_releases_the_interpreter():
     ranks, counted = Ranks(2), 0
-    ranks.push(0, 0)
-    waiting = threading.Thread(target=lambda: ranks.poll(0, 0, seconds=0.5))
+    waiting = threading.Thread(target=lambda: ranks.begin(0, 0, seconds=0.5))
     waiting.start()
     while waiting.is_alive():
         time.sleep(0.01)
@@ -188,45 +206,98 @@ def test_waiting_releases_the_interpreter():
     assert counted > 10
 
 
+def test_ops_of_a_layer_share():
+    """bn_stats, bn_reduce and abn_reduce give what peer_share makes of their own numbers."""
+    x, dy = torch.randn(2, 4, 5, 3), torch.randn(2, 4, 5, 3)
+    saved = torch.cat([torch.rand(10) + 0.5, torch.tensor([0.0, 24.0])])
+    for work in (
+        lambda r, e=None: ops.bn_stats(x[r], exchange=e),
+        lambda r, e=None: ops.bn_reduce(x[r], dy[r], None, saved, exchange=e),
+        lambda r, e=None: ops.abn_reduce(x[r], dy[r], saved, exchange=e),
+    ):
+        ranks, shared = Ranks(2), Ranks(2)
+        for rank in range(2):
+            ranks.results[rank] = work(rank, ranks.exchanges[rank].of(Tag(3, 1)))
+            shared.begin(rank, 1, work(rank))
+        for both in (ranks, shared):
+            assert both.wait(0) == Fault.DONE
+        assert all(map(torch.equal, ranks.results, shared.results))
+
+
 def test_bad_arguments():
     ranks = Ranks(2)
-    with pytest.raises(RuntimeError, match="numbers takes 34 packets; at most 33 expected"):
-        ranks.push(0, 0, torch.zeros(67))
-    with pytest.raises(RuntimeError, match="numbers is Half .9.; one contiguous row of float32 or float64"):
-        ranks.push(0, 0, torch.zeros(9, dtype=torch.float16))
-    with pytest.raises(RuntimeError, match="segment has 100 bytes; .* expected"):
-        ops.peer_give_up(ranks.segment[:100], ranks.states[0])
-    with pytest.raises(RuntimeError, match="state has rank 2 of 2"):
-        ops.peer_give_up(ranks.segment, torch.tensor([2, 2, CAPACITY] + [0] * 10))
+    with pytest.raises(RuntimeError, match="exchange takes 35 packets of 70 numbers; 1 to 34 expected"):
+        ranks.begin(0, 0, torch.zeros(70))
+    with pytest.raises(
+        RuntimeError, match="numbers is Half .10.; moments .2C . 2,. or sums .1, 2C. expected"
+    ):
+        ranks.begin(0, 0, torch.zeros(10, dtype=torch.float16))
+    with pytest.raises(RuntimeError, match="bn_stats: exchange is not a contiguous row of at least 8 int64"):
+        ops.bn_stats(torch.randn(3, 4), exchange=torch.zeros(3))
+    with pytest.raises(RuntimeError, match="exchange has rank 2 of 2"):
+        ops.bn_stats(torch.randn(3, 4), exchange=torch.tensor([2, 2, CAPACITY] + [0] * 7))
+    with pytest.raises(RuntimeError, match="exchange has 2 ranks and no memory in common"):
+        raw.peer_give_up(Exchange(0, 2).tensor + torch.tensor([0, 0, 1, 0, 0, 0, 0, 0]))
+
+
+def fields(source, name):
+    """The fields of a C++ struct in order: (type, name)."""
+    body = re.search(rf"struct (?:alignas\(\d+\) )?{name} \{{(.*?)\n\}};", source, re.S)[1]
+    body = re.sub(r"//.*", "", body)
+    declared = re.findall(r"^\s*(\w+) ([\w, ]+)(\[\w+\])?;", body, re.M)
+    return [(kind, one.strip()) for kind, names, array in declared if not array for one in names.split(",")]
+
+
+@pytest.mark.parametrize(
+    "name,structure",
+    [
+        ("Handle", protocol.Handle),
+        ("Report", protocol.Report),
+        ("Arena", protocol.Arena),
+        ("Tag", protocol._Words),
+    ],
+)
+def test_python_and_cpp_name_the_same_fields(name, structure):
+    source = (CSRC / ("handle.h" if name == "Handle" else "protocol.h")).read_text()
+    types = {"c_uint": "uint32_t", "c_long": "int64_t", "c_ulong": "uint64_t", "_Words": "Tag"}
+    assert fields(source, name) == [(types[kind.__name__], field) for field, kind in structure._fields_]
+
+
+def test_python_and_cpp_count_alike():
+    source = (CSRC / "protocol.h").read_text()
+    faults = re.findall(r"^  k(\w+) = (\d)", source.split("enum Fault")[1].split("}")[0], re.M)
+    assert [(name.upper().replace("GAVEUP", "GAVE_UP"), int(n)) for name, n in faults] == [
+        (fault.name, fault.value) for fault in Fault
+    ]
+    kinds = re.findall(r"^  k(\w+) = (\d)", source.split("enum Kind")[1].split("}")[0], re.M)
+    assert [(name.upper(), int(n)) for name, n in kinds] == [(k.name, k.value) for k in protocol.Kind]
+    assert f"kMostRanks = {protocol.MOST_RANKS};" in source
 
 
 def test_sizes_that_overflow_are_refused():
     ranks = Ranks(2)
-    for capacity in (2**59, 2**60, 2**63 - 1):
-        ranks.states[0][2] = capacity
-        with pytest.raises(
-            RuntimeError, match=f"peer_push: state is for 2 ranks and {capacity} packets; 1 to"
-        ):
-            ranks.push(0, 0)
-        for size in (ops.peer_segment_bytes, ops.exchange_arena_bytes):
-            with pytest.raises(RuntimeError, match=f"world is for 2 ranks and {capacity} packets"):
-                size(2, capacity)
-            with pytest.raises(RuntimeError, match=f"world is for {capacity} ranks and 2 packets"):
-                size(capacity, 2)
+    for many in (2**59, 2**60, 2**63 - 1):
+        for world, capacity in ((2, many), (many, 2)):
+            with pytest.raises(RuntimeError, match=f"world is for {world} ranks and {capacity} packets"):
+                raw.peer_bytes(world, capacity)
+        ranks.exchanges[0].handle.capacity = many
+        with pytest.raises(RuntimeError, match=f"peer_share: exchange is for 2 ranks, capacity {many}"):
+            ranks.begin(0, 0)
 
 
-@pytest.mark.parametrize("freed", ["segment", "state", "numbers", "rows", "total"])
+@pytest.mark.parametrize("freed", ["exchange", "numbers", "result"])
 def test_freed_storage_is_refused(freed):
     ranks = Ranks(2)
-    ranks.push(0, 0), ranks.push(1, 0)
+    ranks.begin(0, 0)
     given = {
-        "segment": ranks.segment,
-        "state": ranks.states[0],
-        "numbers": torch.zeros(9),
-        "rows": torch.zeros(2, 9),
-        "total": torch.zeros(9),
+        "exchange": ranks.exchanges[0].tensor.clone(),
+        "numbers": torch.zeros(10),
+        "result": torch.zeros(10),
     }
     storage = given[freed].untyped_storage()
     storage.resize_(storage.nbytes() - 1)
-    with pytest.raises(RuntimeError, match=f"peer_poll: {freed} has shape .*freed or shrunk"):
-        ops.peer_poll(*given.values(), 3, 0, MOMENTS, 0.0)
+    with pytest.raises(RuntimeError, match=f"{freed} has shape .*freed or shrunk"):
+        if freed == "numbers":
+            raw.peer_share(given["numbers"], given["exchange"])
+        else:
+            raw.peer_wait(given["result"], given["exchange"])

@@ -13,15 +13,15 @@ import pytest
 from test_faults import both_ways, error_of, layers, leaf, works
 
 import fastvit
-from fastvit import _library, statistics
-from fastvit.statistics import shared_memory
+from fastvit import _library, sync
+from fastvit.sync import cpu_peer
 
 ONE_STEP = """
 import os, sys, torch, torch.distributed as dist, fastvit
 rank = 0 if os.fork() else 1
 dist.init_process_group("gloo", f"file://{sys.argv[1]}", rank=rank, world_size=2)
 fastvit.SyncBatchNorm(4)(torch.randn(3, 4)).sum()
-os.write(1, (fastvit.statistics.taken()[0] + "\\n").encode())
+os.write(1, (fastvit.sync.taken()[0] + "\\n").encode())
 dist.barrier()
 dist.destroy_process_group()
 """
@@ -30,7 +30,7 @@ dist.destroy_process_group()
 @pytest.mark.parametrize(
     "options,said",
     [
-        ("ro", "Collective: no /dev/shm to write to"),
+        ("ro", "Collective: ranks 0, 1: no /dev/shm to write to"),
         ("size=64k", "Collective: ranks 0, 1: [Errno 28]"),
         ("size=1m", "SharedMemory, host"),
     ],
@@ -69,19 +69,19 @@ def test_killed_while_the_ranks_agree_on_a_layer(ranks, statistics):
 
 
 def killed_with_the_segment(rank, world, folder, when):
-    shared_memory.FOLDER = Path(folder)  # of this test alone, in memory
+    cpu_peer.FOLDER = Path(folder)  # of this test alone, in memory
     if (rank == 0) == (when == "made"):
         kill = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
         if when == "made":
             os.posix_fallocate = kill
         else:
-            shared_memory._map = kill
+            cpu_peer._map = kill
     return error_of(lambda: fastvit.SyncBatchNorm(6)(leaf()))
 
 
 @pytest.mark.parametrize("when", ["made", "told"])
 def test_killed_with_the_segment_leaves_nothing_behind(ranks, when):
-    with tempfile.TemporaryDirectory(dir=shared_memory.FOLDER) as folder:
+    with tempfile.TemporaryDirectory(dir=cpu_peer.FOLDER) as folder:
         results = ranks.run(2, killed_with_the_segment, folder, when, group_timeout=30, breaks=True)
         assert not list(Path(folder).iterdir())
     ranks.close()  # whoever lives has another folder
@@ -109,5 +109,10 @@ def test_what_a_group_would_take(monkeypatch, wish, cuda, memory, said):
     if wish:
         monkeypatch.setenv("FASTVIT_STATISTICS", wish)
     monkeypatch.setattr(_library, "HAS_CUDA", cuda)
-    monkeypatch.setattr(shared_memory, "host", lambda device: "host 1" if memory else "no /dev/shm")
-    assert statistics.possible() == f"FASTVIT_STATISTICS={said}"
+
+    def place(device):
+        if not memory:
+            raise OSError("no /dev/shm")
+
+    monkeypatch.setattr(cpu_peer, "place", place)
+    assert sync.possible() == f"FASTVIT_STATISTICS={said}"

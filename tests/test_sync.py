@@ -11,8 +11,7 @@ from tolerances import check
 from torch import nn
 
 import fastvit
-from fastvit import _autograd, ops
-from fastvit.statistics.collective import ALL_GATHER, Collective
+from fastvit.sync.collective import ALL_GATHER
 
 KINDS = ["abn", "sbn", "bna"]
 ACTIVATION = {"abn": nn.LeakyReLU(0.2), "sbn": nn.ReLU(), "bna": nn.GELU()}  # of what make_layer makes
@@ -151,34 +150,6 @@ def test_one_packed_collective_each_way(ranks, kind):
     assert counted == [gather, reduce, gather, gather, {}]
     assert ranks.run(2, collectives, kind, statistics="peer")[0] == [{}, {}, {}, {}, {}]
     assert ranks.run(1, collectives, kind)[0] == [{}, {}, {}, {}, {}]
-
-
-def overlapped(rank, world):
-    """What happens in a backward, in order."""
-    layer, (x, dy) = make_layer("sbn", 6), batch(2, seed=rank)
-    y, happened = layer(x.requires_grad_()), []
-    reduce, gradients, step = dist.all_reduce, _autograd._parameter_gradients, ops.bn_backward
-
-    def record(name, call):
-        def recorded(*args, **kwargs):
-            happened.append(f"{name}, async" if kwargs.get("async_op") else name)
-            return call(*args, **kwargs)
-
-        return recorded
-
-    with (
-        mock.patch.object(dist, "all_reduce", record("all_reduce", reduce)),
-        mock.patch.object(_autograd, "_parameter_gradients", record("gradients", gradients)),
-        mock.patch.object(Collective, "_wait", record("wait", Collective._wait)),
-        mock.patch.object(ops, "bn_backward", record("bn_backward", step)),
-    ):
-        y.backward(dy)
-    return happened
-
-
-def test_the_sum_travels_behind_the_gradients_of_weight_and_bias(ranks):
-    for happened in ranks.run(2, overlapped, statistics="collective"):
-        assert happened == ["all_reduce, async", "gradients", "wait", "bn_backward"]
 
 
 def subgroups(rank, world):

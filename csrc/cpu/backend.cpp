@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "../moments.h"
+#include "../sync/cpu_peer.h"
 #include "kernels.h"
 
 #if defined(__x86_64__)
@@ -123,18 +124,6 @@ struct Tables {  // rows of C numbers in one allocation
   A* operator[](int row) { return numbers.data() + row * C; }
 };
 
-// The moments of channel c over all ranks, in rank order.
-template <class A>
-Moments<double> merge_ranks(const ForwardArgs& args, int64_t c) {
-  const int64_t C = args.layout.C;
-  Moments<double> all;
-  for (int64_t r = 0; r < args.ranks; ++r) {
-    const A* rank = static_cast<const A*>(args.moments) + r * (2 * C + 2);
-    all.merge(load_count(rank + 2 * C), rank[c], rank[C + c]);
-  }
-  return all;
-}
-
 }  // namespace
 
 const char* cpu_capability() {
@@ -163,6 +152,7 @@ void Cpu::stats(const StatsArgs& args) {
       moments[C + c] = A(all.m2);
     }
     store_count(moments + 2 * C, double(layout.count()));
+    if (args.exchange) share(*args.exchange, moments, moments, C);
   });
 }
 
@@ -175,9 +165,8 @@ void Cpu::forward(const ForwardArgs& args) {
     A* saved = static_cast<A*>(args.saved);
     double count = std::numeric_limits<double>::infinity(), factor = args.momentum;
     if (moments) {
-      count = 0;
-      for (int64_t r = 0; r < args.ranks; ++r) count += load_count(moments + r * (2 * C + 2) + 2 * C);
-      if (args.num_batches_tracked) {
+      count = load_count(moments + 2 * C);
+      if (args.num_batches_tracked && !std::isnan(count)) {
         ++*args.num_batches_tracked;
         if (args.cumulative) factor = 1.0 / double(*args.num_batches_tracked);
       }
@@ -189,11 +178,11 @@ void Cpu::forward(const ForwardArgs& args) {
         mean = given[c];
         variance = 0;
       } else if (moments) {
-        const Moments<double> all = merge_ranks<A>(args, c);
-        mean = all.mean;
-        variance = count > 0 ? all.m2 / count : 0;
+        const double m2 = moments[C + c];
+        mean = moments[c];
+        variance = count == 0 ? 0 : m2 / count;  // NaN after an exchange that failed
         if (args.running_mean.data && count > 0) {
-          const double unbiased = all.m2 / std::max(count - 1, 1.0);
+          const double unbiased = m2 / std::max(count - 1, 1.0);
           const double old_mean = number(args.running_mean, c, 0), old_var = number(args.running_var, c, 1);
           set_number(args.running_mean, c, old_mean + factor * (mean - old_mean));
           set_number(args.running_var, c, old_var + factor * (unbiased - old_var));
@@ -261,6 +250,7 @@ void Cpu::reduce(const ReduceArgs& args) {
       sums[c] = A(sum);
       sums[C + c] = A(args.in_place ? weighted : weighted * double(saved[C + c]));
     }
+    if (args.exchange) share(*args.exchange, sums, sums + 2 * C, C);
   });
 }
 

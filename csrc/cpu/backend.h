@@ -6,7 +6,6 @@
 namespace fastvit {
 
 struct Cpu {
-  static constexpr bool kExchanges = false;  // ranks exchange numbers by the ops of peer_ops.h
   static void stats(const StatsArgs& args);
   static void forward(const ForwardArgs& args);
   static void reduce(const ReduceArgs& args);

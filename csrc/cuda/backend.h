@@ -6,7 +6,6 @@
 namespace fastvit {
 
 struct Cuda {
-  static constexpr bool kExchanges = true;  // by the kernels that have or need the numbers
   static void stats(const StatsArgs& args);
   static void forward(const ForwardArgs& args);
   static void reduce(const ReduceArgs& args);

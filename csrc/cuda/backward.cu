@@ -9,7 +9,6 @@
 // Source   Ioffe, Szegedy, arXiv:1502.03167, section 3; in place: arXiv:1712.02616, section 3.
 #include "gradient.cuh"
 #include "host.h"
-#include "peer.cuh"
 
 namespace fastvit {
 
@@ -24,19 +23,6 @@ struct BackwardKernel {
   T* dz;
   Saved<A> saved;
   const A* sums;  // null: the statistics were constants
-  Exchange exchange;
-
-  // A channel's sums over the ranks, added in rank order; NaN if the exchange has failed.
-  __device__ __forceinline__ Sums<A> total(const Poll& poll, int64_t c) const {
-    if (!poll) return {sums[c], sums[saved.C + c]};
-    double first = 0, second = 0;
-    for (int rank = 0; rank < exchange.world; ++rank) {
-      Sums<A> theirs;
-      poll.pair(rank, c, theirs.first, theirs.second);
-      first += double(theirs.first), second += double(theirs.second);
-    }
-    return {A(first), A(second)};
-  }
 };
 
 // Operands 0: x or y, 1: dy, 2: dx, 3: z, 4: dz.
@@ -51,19 +37,14 @@ __global__ void __launch_bounds__(kThreads, kResident)
   __shared__ Constants<A, kKept> table[kTile];
   __shared__ Correction<A> corrections[kTile];
   const int channels = work.channels(args.plan);
-  const Poll poll(args.exchange);
-  const bool there = !poll || await_headers(poll, args.exchange.world);
+  const int64_t C = args.saved.C;
   for (int g = threadIdx.x; g < channels; g += kThreads) {
     const int64_t c = work.first_channel(args.plan) + g;
     table[g] = Constants<A, kKept>::of(args.saved, c);
-    if (!there)
-      corrections[g] = {A(NAN), A(NAN)};
-    else if (args.sums)
-      corrections[g] = Correction<A>::template of<kKept>(args.saved, c, args.total(poll, c));
-    else
-      corrections[g] = {0, 0};
+    corrections[g] = {0, 0};
+    if (args.sums)
+      corrections[g] = Correction<A>::template of<kKept>(args.saved, c, {args.sums[c], args.sums[C + c]});
   }
-  if (poll && blockIdx.x == 0 && threadIdx.x == 0) poll.close();
   __syncthreads();
   Constants<A, kKept> constants[K];
   Correction<A> correction[K];
@@ -84,7 +65,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
 
 void Cuda::backward(const BackwardArgs& args) {
   const Device device(args.device);
-  if (args.layout.numel() == 0 && args.exchange.world == 0) return;
+  if (args.layout.numel() == 0) return;
   with_type(args.dtype, [&]<class T>() {
     using A = Accumulation<T>;
     const void* pointers[] = {args.input, args.dy, args.dx, args.z, args.dz};
@@ -96,8 +77,7 @@ void Cuda::backward(const BackwardArgs& args) {
                                    static_cast<const T*>(args.z),
                                    static_cast<T*>(args.dz),
                                    saved_of<A>(args),
-                                   static_cast<const A*>(args.sums),
-                                   args.exchange};
+                                   static_cast<const A*>(args.sums)};
     with_walk<T>(plan, [&]<bool kRows, int V>() {
       with_kept(args, [&]<Kept kKept>() {
         STD_CUDA_CHECK(launch(backward_kernel<T, kRows, V, kKept>, {plan.blocks(), device.stream}, kernel));

@@ -109,18 +109,18 @@ __device__ __forceinline__ void merge_slices(R* shared, const R* partial, const 
   if (team == 0) write(c, shared[threadIdx.x]);
 }
 
-// Hands write(c, total) the totals of the tile's channels, over all slices: in the last block of the tile to
-// finish, or with kEverywhere in all of them, which wait for each other and so must run at once. partial is
-// [slices][C], tickets [tiles], zero before the launch and after it; both unused for a single slice. `shared`
-// has kThreads * K >= kThreads places and holds what merge_block left, `step` apart.
+// Hands write(c, total) the totals of the tile's channels, over all slices, and returns true: in the last
+// block of the tile to finish, or with kEverywhere in all of them, which wait for each other and so must run
+// at once. partial is [slices][C], tickets [tiles], zero before the launch and after it; both unused for a
+// single slice. `shared` has kThreads * K >= kThreads places and holds what merge_block left, `step` apart.
 template <bool kEverywhere = false, class R, class Write>
-__device__ __forceinline__ void finish(R* shared, int step, R* partial, unsigned* tickets, const Plan& plan,
+__device__ __forceinline__ bool finish(R* shared, int step, R* partial, unsigned* tickets, const Plan& plan,
                                        const Work& work, const Write& write) {
   const int channels = work.channels(plan);
   const int64_t first = work.first_channel(plan), C = plan.layout.C;
   if (plan.slices == 1) {
     for (int g = threadIdx.x; g < channels; g += kThreads) write(first + g, shared[g * step]);
-    return;
+    return true;
   }
   for (int g = threadIdx.x; g < channels; g += kThreads)
     partial[work.slice * C + first + g] = shared[g * step];
@@ -141,6 +141,7 @@ __device__ __forceinline__ void finish(R* shared, int step, R* partial, unsigned
   }
   __syncthreads();
   if (kEverywhere || last) merge_slices(shared, partial, plan, work, write);
+  return kEverywhere || last;
 }
 
 }  // namespace fastvit

@@ -10,6 +10,7 @@
 #include <mutex>
 #include <utility>
 
+#include "../sync/cuda_peer.cuh"
 #include "backend.h"
 #include "channels.cuh"
 #include "gradient.cuh"
@@ -63,8 +64,8 @@ class Scratch {
   void* data = nullptr;
 };
 
-// kTickets zeros, which every launch leaves as zeros. Launches of one stream follow each other, so a stream
-// has its own for as long as the process lives, and no launch has to clear them first.
+// kTickets zeros and one, which every launch leaves as zeros. Launches of one stream follow each other, so a
+// stream has its own for as long as the process lives, and no launch has to clear them first.
 inline unsigned* tickets_of(const Device& device) {
   static std::mutex mutex;
   static std::map<std::pair<int, cudaStream_t>, unsigned*> tickets;
@@ -72,7 +73,7 @@ inline unsigned* tickets_of(const Device& device) {
   unsigned*& mine = tickets[{device.current, device.stream}];
   if (!mine) {
     void* data = nullptr;
-    constexpr size_t bytes = kTickets * sizeof(unsigned);
+    constexpr size_t bytes = (kTickets + 1) * sizeof(unsigned);
     TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_caching_allocator_raw_alloc(bytes, &data));
     STD_CUDA_CHECK(cudaMemsetAsync(data, 0, bytes, device.stream));
     mine = static_cast<unsigned*>(data);
@@ -80,26 +81,31 @@ inline unsigned* tickets_of(const Device& device) {
   return mine;
 }
 
-// What the merging of slices needs: partial results and tickets. A launch that is captured into a graph gets
-// tickets of its own, cleared by the graph, because the graph may run on any stream beside any other work.
+// What the merging of slices needs: partial results and tickets, and a counter of tiles where the grid's last
+// block waits for other ranks. A launch that is captured into a graph gets tickets of its own, cleared by the
+// graph, because the graph may run on any stream beside any other work.
 template <class R>
 class Slices {
  public:
-  Slices(const Plan& plan, const Device& device)
-      : captured(plan.slices > 1 && capturing(device)),
+  Slices(const Plan& plan, const Device& device, bool shared = false)
+      : captured((plan.slices > 1 || shared) && capturing(device)),
         bytes(plan.slices > 1 ? int64_t(plan.slices) * plan.layout.C * int64_t(sizeof(R)) : 0),
-        scratch(bytes + (captured ? plan.tiles * sizeof(unsigned) : 0)) {
-    if (plan.slices == 1) return;
+        scratch(bytes + (captured ? tickets_bytes(plan) : 0)) {
+    if (plan.slices == 1 && !shared) return;
     if (captured) {
       tickets = reinterpret_cast<unsigned*>(static_cast<char*>(scratch.data) + bytes);
-      STD_CUDA_CHECK(cudaMemsetAsync(tickets, 0, plan.tiles * sizeof(unsigned), device.stream));
+      STD_CUDA_CHECK(cudaMemsetAsync(tickets, 0, tickets_bytes(plan), device.stream));
     } else {
       tickets = tickets_of(device);
     }
+    finished = tickets + (plan.slices > 1 ? plan.tiles : 0);
   }
   R* partial() const { return static_cast<R*>(scratch.data); }
 
  private:
+  static size_t tickets_bytes(const Plan& plan) {
+    return ((plan.slices > 1 ? plan.tiles : 0) + 1) * sizeof(unsigned);
+  }
   static bool capturing(const Device& device) {
     cudaStreamCaptureStatus status;
     STD_CUDA_CHECK(cudaStreamIsCapturing(device.stream, &status));
@@ -110,8 +116,14 @@ class Slices {
   Scratch scratch;
 
  public:
-  unsigned* tickets = nullptr;
+  unsigned *tickets = nullptr, *finished = nullptr;
 };
+
+// f(Shares<...>) for an exchange, or none.
+template <class F>
+void with_shares(const Exchange* exchange, const F& f) {
+  exchange ? f(Shares<true>{*exchange}) : f(Shares<false>{});
+}
 
 inline PerChannel per_channel(const Channels& t) {
   switch (t.dtype) {

@@ -24,7 +24,7 @@ struct Books {  // the running statistics, and `saved` for backward
   A* saved;
 
   __device__ __forceinline__ Normaliser<A> normaliser(const Moments<A>& all) const {
-    const A variance = all.count > 0 ? A(double(all.m2) / all.count) : A(0);
+    const A variance = all.count == 0 ? A(0) : A(double(all.m2) / all.count);  // NaN of what was not had
     return {all.mean, A(1) / std::sqrt(variance + eps)};
   }
   __device__ __forceinline__ Normaliser<A> running(int64_t c) const {

@@ -4,7 +4,7 @@
 
 #include <cuda/atomic>
 
-#include "../peer.h"
+#include "../sync/protocol.h"
 #include "launch.cuh"
 
 namespace fastvit {
@@ -61,6 +61,16 @@ __device__ __forceinline__ void load_halves(uint64_t* from, uint64_t& first, uin
                : "l"(from)
                : "memory");
 }
+#endif
+
+// While one lives, a thread's loads do not depend on each other: a GPU has them in flight together. The model
+// counts them as one.
+#ifdef CUDA_HOST_EMULATION
+using LoadedTogether = cuda_host::Together;
+#else
+struct LoadedTogether {
+  __device__ __forceinline__ LoadedTogether() {}
+};
 #endif
 
 // Relaxed and of system scope; each half of a packet is whole.

@@ -1,4 +1,5 @@
-// bn_reduce, abn_reduce: sum dz and sum dz*xhat per channel; dz is the gradient before the activation.
+// bn_reduce, abn_reduce: sum dz and sum dz*xhat per channel; dz is the gradient before the activation. Behind
+// them those of all ranks, where they are shared.
 // Memory   reads x or y, dy (and z) once; writes 2C numbers. Bandwidth-bound.
 // Mapping  block = (tile of channels, slice of their values), see plan.h; 16-byte loads, a batch in flight;
 //          slices are merged by the last block of a tile to finish.
@@ -6,14 +7,14 @@
 //          second sum is of dz*(x - mean), multiplied by invstd at the end.
 // Needs    in place: gamma != 0 (its floor sees to it) and an invertible activation.
 // Source   arXiv:1712.02616, section 3.
+#include "../sync/cuda_peer.cuh"
 #include "gradient.cuh"
 #include "host.h"
-#include "peer.cuh"
 
 namespace fastvit {
 
-template <class T>
-struct ReduceKernel {
+template <class T, bool kShared>
+struct ReduceKernel : Shares<kShared> {
   using A = Accumulation<T>;
   Plan plan;
   const T* input;
@@ -22,14 +23,13 @@ struct ReduceKernel {
   Saved<A> saved;
   A* sums;
   Sums<A>* partial;
-  unsigned* tickets;
-  Exchange exchange;
+  unsigned *tickets, *finished;
 };
 
 // Operands 0: x or y, 1: dy, 2: z.
-template <class T, bool kRows, int V, Kept kKept>
+template <class T, bool kShared, bool kRows, int V, Kept kKept>
 __global__ void __launch_bounds__(kThreads, kResident)
-    reduce_kernel(const __grid_constant__ ReduceKernel<T> args) {
+    reduce_kernel(const __grid_constant__ ReduceKernel<T, kShared> args) {
   using A = Accumulation<T>;
   constexpr bool kResidual = kKept == Kept::input_and_residual;
   constexpr int kOperands = kResidual ? 3 : 2, U = kResidual ? kBatch / 2 : kBatch, K = kRows ? V : 1;
@@ -57,14 +57,24 @@ __global__ void __launch_bounds__(kThreads, kResident)
   Sums<A>* shared = reinterpret_cast<Sums<A>*>(bytes);
   const int step = merge_block(shared, running, args.plan, work);
   const int64_t C = args.plan.layout.C;
-  const Push push(args.exchange);
-  finish(shared, step, args.partial, args.tickets, args.plan, work, [&](int64_t c, const Sums<A>& total) {
+  const auto keep = [&](int64_t c, const Sums<A>& total, const auto& send) {
     const A second = kKept == Kept::output ? total.second : total.second * args.saved.invstd(c);
     args.sums[c] = total.first;
     args.sums[C + c] = second;
-    if (push) push.pair(c, total.first, second);
-  });
-  if (push && blockIdx.x == 0 && threadIdx.x == 0) push.header();
+    send(c, total.first, second);
+  };
+  if constexpr (kShared) {
+    const Push<A> push(args.exchange);
+    if (finish(shared, step, args.partial, args.tickets, args.plan, work,
+               [&](int64_t c, const Sums<A>& total) {
+                 keep(c, total, [&](int64_t i, A first, A second) { push.pair(i, first, second); });
+               }) &&
+        is_last(args.finished, args.plan.tiles))
+      end_sums(args.exchange, args.sums + 2 * C, C);
+  } else {
+    finish(shared, step, args.partial, args.tickets, args.plan, work,
+           [&](int64_t c, const Sums<A>& total) { keep(c, total, [](int64_t, A, A) {}); });
+  }
 }
 
 void Cuda::reduce(const ReduceArgs& args) {
@@ -75,19 +85,23 @@ void Cuda::reduce(const ReduceArgs& args) {
     const void* pointers[] = {args.input, args.dy, args.z};
     const Plan plan =
         Planner::make(args.layout, pointers, args.z ? 3 : 2, sizeof(T), device.limits, args.z ? 3 : 2);
-    const Slices<Sums<A>> slices(plan, device);
-    const ReduceKernel<T> kernel{plan,
-                                 static_cast<const T*>(args.input),
-                                 static_cast<const T*>(args.dy),
-                                 static_cast<const T*>(args.z),
-                                 saved_of<A>(args),
-                                 static_cast<A*>(args.sums),
-                                 slices.partial(),
-                                 slices.tickets,
-                                 args.exchange};
-    with_walk<T>(plan, [&]<bool kRows, int V>() {
-      with_kept(args, [&]<Kept kKept>() {
-        STD_CUDA_CHECK(launch(reduce_kernel<T, kRows, V, kKept>, {plan.blocks(), device.stream}, kernel));
+    const Slices<Sums<A>> slices(plan, device, args.exchange);
+    with_shares(args.exchange, [&]<bool kShared>(const Shares<kShared>& shares) {
+      const ReduceKernel<T, kShared> kernel{shares,
+                                            plan,
+                                            static_cast<const T*>(args.input),
+                                            static_cast<const T*>(args.dy),
+                                            static_cast<const T*>(args.z),
+                                            saved_of<A>(args),
+                                            static_cast<A*>(args.sums),
+                                            slices.partial(),
+                                            slices.tickets,
+                                            slices.finished};
+      with_walk<T>(plan, [&]<bool kRows, int V>() {
+        with_kept(args, [&]<Kept kKept>() {
+          STD_CUDA_CHECK(
+              launch(reduce_kernel<T, kShared, kRows, V, kKept>, {plan.blocks(), device.stream}, kernel));
+        });
       });
     });
   });

@@ -1,4 +1,5 @@
-// bn_stats: mean, M2 (sum of squared deviations) and the count of values, per channel.
+// bn_stats: mean, M2 (sum of squared deviations) and the count of values, per channel; of all ranks where
+// they are shared.
 // Memory   reads x once; writes 2C + 2 numbers. Bandwidth-bound.
 // Mapping  block = (tile of channels, slice of their values), see plan.h; 16-byte loads, a batch in flight;
 //          slices are merged by the last block of a tile to finish.
@@ -6,27 +7,26 @@
 // (fp64
 //          for double), fixed order, no float atomics.
 // Source   Chan, Golub, LeVeque (1979), see moments.h.
+#include "../sync/cuda_peer.cuh"
 #include "host.h"
-#include "peer.cuh"
 #include "stats.cuh"
 
 namespace fastvit {
 
-template <class T>
-struct StatsKernel {
+template <class T, bool kShared>
+struct StatsKernel : Shares<kShared> {
   using A = Accumulation<T>;
   Plan plan;
   const T* x;
   A* moments;
   double count;
   Spread<A>* partial;
-  unsigned* tickets;
-  Exchange exchange;
+  unsigned *tickets, *finished;
 };
 
-template <class T, bool kRows, int V>
+template <class T, bool kShared, bool kRows, int V>
 __global__ void __launch_bounds__(kThreads, kResident)
-    stats_kernel(const __grid_constant__ StatsKernel<T> args) {
+    stats_kernel(const __grid_constant__ StatsKernel<T, kShared> args) {
   using A = Accumulation<T>;
   using Mine = Measured<T, kRows, V>;
   const Work work(args.plan, blockIdx.x);
@@ -42,19 +42,20 @@ __global__ void __launch_bounds__(kThreads, kResident)
   mine.close();
   const int step = merge_block(shared, mine.spread, args.plan, work);
   const int64_t C = args.plan.layout.C;
-  const Push push(args.exchange);
-  finish(shared, step, args.partial, args.tickets, args.plan, work, [&](int64_t c, const Spread<A>& total) {
-    const A mean = Mine::pivot_of(args.plan, args.x, c) + total.mean;
-    args.moments[c] = mean;
-    args.moments[C + c] = total.m2;
-    if (push) push.pair(c, mean, total.m2);
-  });
-  if (blockIdx.x == 0 && threadIdx.x == 0) {
-    store_count(args.moments + 2 * C, args.count);
-    if (push) {
-      push.header();
-      push.pair(C, args.moments[2 * C], args.moments[2 * C + 1]);
-    }
+  if constexpr (kShared) {
+    const Push<A> push(args.exchange);
+    const auto send = [&](int64_t c, const Spread<A>& total) {
+      push.pair(c, Mine::pivot_of(args.plan, args.x, c) + total.mean, total.m2);
+    };
+    if (finish(shared, step, args.partial, args.tickets, args.plan, work, send) &&
+        is_last(args.finished, args.plan.tiles))
+      end_moments(args.exchange, args.moments, C, args.count);
+  } else {
+    finish(shared, step, args.partial, args.tickets, args.plan, work, [&](int64_t c, const Spread<A>& total) {
+      args.moments[c] = Mine::pivot_of(args.plan, args.x, c) + total.mean;
+      args.moments[C + c] = total.m2;
+    });
+    if (blockIdx.x == 0 && threadIdx.x == 0) store_count(args.moments + 2 * C, args.count);
   }
 }
 
@@ -64,16 +65,19 @@ void Cuda::stats(const StatsArgs& args) {
     using A = Accumulation<T>;
     const void* pointers[] = {args.x};
     const Plan plan = Planner::make(args.layout, pointers, 1, sizeof(T), device.limits, 1);
-    const Slices<Spread<A>> slices(plan, device);
-    const StatsKernel<T> kernel{plan,
-                                static_cast<const T*>(args.x),
-                                static_cast<A*>(args.moments),
-                                double(args.layout.count()),
-                                slices.partial(),
-                                slices.tickets,
-                                args.exchange};
-    with_walk<T>(plan, [&]<bool kRows, int V>() {
-      STD_CUDA_CHECK(launch(stats_kernel<T, kRows, V>, {plan.blocks(), device.stream}, kernel));
+    const Slices<Spread<A>> slices(plan, device, args.exchange);
+    with_shares(args.exchange, [&]<bool kShared>(const Shares<kShared>& shares) {
+      const StatsKernel<T, kShared> kernel{shares,
+                                           plan,
+                                           static_cast<const T*>(args.x),
+                                           static_cast<A*>(args.moments),
+                                           double(args.layout.count()),
+                                           slices.partial(),
+                                           slices.tickets,
+                                           slices.finished};
+      with_walk<T>(plan, [&]<bool kRows, int V>() {
+        STD_CUDA_CHECK(launch(stats_kernel<T, kShared, kRows, V>, {plan.blocks(), device.stream}, kernel));
+      });
     });
   });
 }

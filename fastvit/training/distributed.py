@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.rendezvous import rendezvous
 
-from .. import statistics
+from ..sync.collective import ALL_GATHER
 from .config import ConfigError
 from .errors import TrainingError
 from .launch import Launch
@@ -178,8 +178,7 @@ def reduce_value(value: Tensor, average: bool = True) -> Tensor:
 class StepReport:
     """What the ranks tell each other in every step: their loss, and a flag.
 
-    It goes the way that the layers' statistics go, which between processes of one host costs next to nothing
-    where an all_reduce costs milliseconds. On CUDA a copy in pinned memory is asked for, so that `read` waits
+    One collective under way until `read`. On CUDA a copy in pinned memory is asked for, so that `read` waits
     for that copy and not for what was launched since.
 
     Args:
@@ -187,11 +186,16 @@ class StepReport:
     """
 
     def __init__(self, loss: Tensor, flag: int = 0) -> None:
-        mine = loss.new_full((2,), flag, dtype=torch.float32)
-        mine[0] = loss.detach()
-        self.values = statistics.over(None, statistics.Layer("step report")).gather(mine)[0].view(-1, 2)
+        self.values = loss.new_full((1, 2), flag, dtype=torch.float32)
+        self.values[0, 0] = loss.detach()
+        self.work: dist.Work | None = None
+        if get_world_size() > 1:
+            mine, self.values = self.values, self.values.new_empty(get_world_size(), 2)
+            self.work = getattr(dist, ALL_GATHER)(self.values, mine, async_op=True)
         self.copied: torch.cuda.Event | None = None
         if self.values.is_cuda:
+            if self.work is not None:
+                self.work.wait()  # by the stream
             host = torch.empty(self.values.shape, pin_memory=True)
             self.values = host.copy_(self.values, non_blocking=True)
             self.copied = torch.cuda.Event()
@@ -201,6 +205,8 @@ class StepReport:
         """The losses and the flags of all ranks, in rank order."""
         if self.copied is not None:
             self.copied.synchronize()
+        elif self.work is not None:
+            self.work.wait()
         losses, flags = self.values.T.tolist()
         return losses, [int(flag) for flag in flags]
 

@@ -1,7 +1,15 @@
 // The engine's controls, for the tests.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <set>
+#include <string>
 
 #include "cuda_runtime.h"
+
+namespace cuda_host {
+std::set<std::string> kernels();
+}
 
 PYBIND11_MODULE(_cuda_host, m) {
   using cuda_host::Config;
@@ -13,11 +21,18 @@ PYBIND11_MODULE(_cuda_host, m) {
       .def_readwrite("timeout", &Config::timeout,
                      "idle seconds before a wait for another process is given up")
       .def_readwrite("capturing", &Config::capturing, "whether launches are captured into a graph")
+      .def_readwrite("stream", &Config::stream, "the current stream, by number")
+      .def_readwrite("resident", &Config::resident,
+                     "blocks that a device holds at most; 0: a few of each grid")
       .def_readwrite("deferred", &Config::deferred, "launches queue up until run()");
   m.attr("config") = pybind11::cast(&cuda_host::config(), pybind11::return_value_policy::reference);
   m.def("run", &cuda_host::run, "Runs the deferred launches of all devices and streams, interleaved.");
   m.def("steps", &cuda_host::steps, "Switches between emulated threads so far.");
   m.def("blocks", &cuda_host::blocks, "Blocks of the latest launch.");
+  m.def("kernels", &cuda_host::kernels, "Names of the kernels launched since this was last asked.");
+  m.def(
+      "loads", &cuda_host::loads,
+      "Dependent loads of flags by the slowest thread since this was last asked; those of a batch are one.");
   m.def("launches", &cuda_host::launches, "Kernels launched so far.");
   m.def("set_device", [](int device) { cudaSetDevice(device); });
 }

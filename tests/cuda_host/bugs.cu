@@ -31,6 +31,15 @@ cudaError_t launch(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_by
   return launch_with(false, kernel, grid, block, shared_bytes, arguments...);
 }
 
+template <class... P, class... A>
+cudaError_t launch_on(uintptr_t stream, void (*kernel)(P...), dim3 grid, A... arguments) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = dim3(32);
+  config.stream = reinterpret_cast<cudaStream_t>(stream);
+  return cudaLaunchKernelEx(&config, kernel, P(arguments)...);
+}
+
 // sum of 256 values through shared memory; K removes one thing
 enum Kind {
   ok,
@@ -290,6 +299,26 @@ int volatile_spin(bool fenced) {
   launch(volatile_spin_kernel, 1, 64, 0, f.p, x.p, y.p, fenced);
   return bad(y.p[1] != 1.f);
 }
+// A grid of 4 blocks waits for a kernel of another stream, on a device that has room for 2.
+__global__ void waiting_kernel(unsigned* flag, float* y, unsigned polling) {
+  if (threadIdx.x == 0 && blockIdx.x < polling)
+    while (cuda::atomic_ref<unsigned>(*flag).load(cuda::std::memory_order_acquire) == 0) {
+    }
+  __syncthreads();
+  if (threadIdx.x == 0) y[blockIdx.x] = 1;
+}
+__global__ void awaited_kernel(unsigned* flag) {
+  if (threadIdx.x == 0) cuda::atomic_ref<unsigned>(*flag).store(1, cuda::std::memory_order_release);
+}
+int streams(unsigned polling) {
+  Buf<unsigned> flag(1, 0);
+  Buf<float> y(4, 0.f);
+  cuda_host::config().resident = 2, cuda_host::config().deferred = true;
+  launch_on(1, waiting_kernel, 4, flag.p, y.p, polling);
+  launch_on(2, awaited_kernel, 1, flag.p);
+  cuda_host::run();
+  return bad(y.p[0] + y.p[1] + y.p[2] + y.p[3] != 4.f);
+}
 int smem_limit() {
   return launch(dyn_kernel, 1, 128, 60000, (float*)nullptr, 0, 0) == cudaSuccess ? 0 : 2;
 }
@@ -343,6 +372,8 @@ static const Case cases[] = {
     {"peer flag: device scope", "race", [] { return peer<p_device_scope>(); }},
     {"peer flag: no sync before release", "race", [] { return peer<p_no_sync>(); }},
     {"peer buffer not double-buffered", kAll, [] { return peer<p_single_buffer>(); }},
+    {"ok one block waits for another stream", "none", [] { return streams(1); }},
+    {"a whole grid polls for another stream", kAll, [] { return streams(4); }},
     {"dynamic smem > 48K without attribute", kAll, smem_limit},
     {"cooperative grid too large", kAll, coop_too_large},
 };

@@ -111,6 +111,8 @@ struct Config {           // set from the test (or CUDA_HOST_SEED / CUDA_HOST_TI
   int shared_per_sm = 228 << 10;  // bytes of shared memory, which limit co-resident blocks too
   double timeout = 0;      // > 0: peers may be other processes; give up only after that many idle seconds
   bool capturing = false;  // what cudaStreamIsCapturing answers
+  uint64_t stream = 0;     // what the current stream is
+  int resident = 0;        // > 0: blocks that a device holds at most, of all streams; 0: a few of each grid
   bool deferred = false;  // launches queue up per (device, stream); cuda_host::run() runs the queues together
 };
 Config& config();
@@ -118,6 +120,7 @@ void run();              // run deferred launches, all devices/streams interleav
 uint64_t steps();        // number of fiber switches so far
 uint64_t launches();     // of kernels
 uint64_t blocks();       // of the latest launch
+uint64_t loads();        // dependent loads of flags by the slowest thread, since this was last asked
 uint64_t globaltimer();  // nanoseconds; leaps ahead when all threads do nothing but wait
 cudaError_t launch(const cudaLaunchConfig_t&, const void* fn, std::function<void()> thread_body);
 void enqueue(cudaStream_t, std::function<void()> host_op);
@@ -144,7 +147,12 @@ unsigned lane();
 enum Scope { sys = 0, gpu = 1, cta = 2 };
 enum Order { relaxed = 0, acquire = 1, release = 2, acq_rel = 3 };
 void fence(int order, int scope);
-void atomic_pre(Loc);                   // may hand over to another thread
+void atomic_pre(Loc);  // may hand over to another thread
+void count_load();
+struct Together {  // while one lives, the thread's loads of flags count as one: none waits for another
+  Together();
+  ~Together();
+};
 void poll(const void*, uint64_t seen);  // ... does, if it saw this value before
 void atomic_post(const void*, uint64_t seen, size_t size, bool wrote, bool rmw, int order, int scope, Loc);
 template <class T>
@@ -171,6 +179,7 @@ CUDA_HOST_RAW T rmw(T* p, F f, Loc at, int order = relaxed, int scope = gpu) {
 template <class T>
 CUDA_HOST_RAW T load(const T* p, Loc at, int order, int scope) {
   atomic_pre(at);
+  count_load();
   T v;
   __atomic_load(p, &v, __ATOMIC_SEQ_CST);
   atomic_post(p, bits(v), sizeof(T), false, false, order, scope, at);

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <set>
 
 #include "block.h"
 
@@ -151,6 +152,11 @@ void prepare(Grid& g) {
   g.race_base =
       race::grid_begin(int(g.order.size() * g.block.x * g.block.y * g.block.z), g.dev, (void*)g.stream);
 }
+std::set<std::string> kernel_names;
+size_t places_left(int dev) {
+  const auto taken = std::count_if(active.begin(), active.end(), [&](auto& b) { return b->g->dev == dev; });
+  return size_t(std::max<long>(0, config().resident - long(taken)));
+}
 void run_all() {
   using clock = std::chrono::steady_clock;
   rng.seed(config().seed);
@@ -176,10 +182,11 @@ void run_all() {
         else
           g = std::move(w.g), prepare(*g), rr = 0;
       }
-      size_t resident = !g              ? 0
-                        : g->coop       ? g->order.size()
-                        : config().seed ? 3
-                                        : 1;  // only cooperative grids are co-resident
+      size_t resident = !g                  ? 0
+                        : g->coop           ? g->order.size()
+                        : config().resident ? mine + places_left(key.first)
+                        : config().seed     ? 3
+                                            : 1;  // only cooperative grids are co-resident
       for (; mine < resident && g->next < g->order.size(); ++mine) start_block(g.get()), progress = n_steps;
     }
     if (active.empty()) break;
@@ -222,7 +229,7 @@ void run_all() {
       for (auto& [key, g] : running)
         if (g && g->next < g->order.size())
           s += "\n  " + g->name + ": " + std::to_string(g->order.size() - g->next) +
-               " block(s) not started (not a cooperative launch)";
+               " block(s) not started (not a cooperative launch, or no room)";
       throw std::runtime_error(s);
     }
   }
@@ -259,6 +266,23 @@ uint64_t launches() {
 
 uint64_t blocks() {
   return n_blocks;
+}
+std::set<std::string> kernels() {
+  return std::exchange(kernel_names, {});
+}
+uint64_t loads() {
+  return std::exchange(most_loads, 0);
+}
+void count_load() {
+  if (!cur || (cur->together && cur->counted)) return;
+  cur->counted = true;
+  most_loads = std::max(most_loads, ++cur->loads);
+}
+Together::Together() {
+  cur->together = true, cur->counted = false;
+}
+Together::~Together() {
+  cur->together = false;
 }
 uint64_t globaltimer() {
   ++n_clock_reads;
@@ -388,7 +412,7 @@ cudaError_t launch(const cudaLaunchConfig_t& c, const void* fn, std::function<vo
   const size_t resident =
       std::min({size_t(config().blocks_per_sm), 2048 / n, size_t(config().shared_per_sm) / (g->smem + 1024)});
   if (g->coop && blocks > size_t(config().sm_count) * resident) return cudaErrorCooperativeLaunchTooLarge;
-  ++n_launches, n_blocks = blocks;
+  ++n_launches, n_blocks = blocks, kernel_names.insert(g->name);
   queues[{device, c.stream}].push_back({std::move(g), nullptr});
   if (!config().deferred) run();
   return cudaSuccess;

@@ -1,13 +1,12 @@
 // The CUDA implementations of the ops, registered for CPU tensors under a namespace of their own; redirect.py
 // defines its schemas.
 #include "../../csrc/cuda/backend.h"
-#include "../../csrc/cuda/exchange.h"
-#include "../../csrc/cuda/message.h"
 #include "../../csrc/frontend.h"
-#include "../../csrc/message_ops.h"
+#include "../../csrc/sync/cuda_peer.h"
+#include "../../csrc/sync/message.h"
 
 STABLE_TORCH_LIBRARY_IMPL(fastvit_cuda_host, CPU, m) {
   fastvit::Frontend<fastvit::Cuda>::implement(m);
-  fastvit::implement_exchange(m);
+  m.impl("peer_share", TORCH_BOX(&fastvit::cuda_peer_share));
   fastvit::implement_messages<fastvit::CudaMessages>(m);
 }

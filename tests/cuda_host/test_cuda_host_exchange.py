@@ -1,20 +1,22 @@
-"""Exchanges by the layers' kernels (csrc/cuda/peer.cuh), between logical ranks on GPUs of the model.
+"""Exchanges by the layers' kernels (csrc/sync/cuda_peer.cuh), between logical ranks on GPUs of the model.
 
-Each rank is a device of its own whose launches interleave with the others' as the seed says. Runs with
-FASTVIT_TEST_DEVICE=cuda_host only.
+Each rank is a device of its own, or a stream of one device, whose launches interleave with the others' as the
+seed says. Runs with FASTVIT_TEST_DEVICE=cuda_host only.
 """
 
+import contextlib
 import datetime
+import math
 import os
 
 import pytest
 import torch
 import torch.distributed as dist
+from loopback import HEADER, Loopback
 
-from fastvit import SyncBatchNorm, ops, statistics
-from fastvit.statistics import device_memory, group
-from fastvit.statistics.device_memory import Loopback
-from fastvit.statistics.exchange import Tag
+from fastvit import SyncBatchNorm, ops, sync
+from fastvit.sync import cuda_peer, group
+from fastvit.sync.protocol import Arena, Exchange, Tag
 
 if os.environ.get("FASTVIT_TEST_DEVICE") != "cuda_host":
     pytest.skip("needs FASTVIT_TEST_DEVICE=cuda_host", allow_module_level=True)
@@ -22,21 +24,42 @@ if os.environ.get("FASTVIT_TEST_DEVICE") != "cuda_host":
 from cuda_host import redirect
 
 raw = torch.ops.fastvit
-MOMENTS, SUMS = range(2)  # csrc/peer.h, Kind
-HEADER = 2  # packets
-ARENA = raw.exchange_arena_bytes(1, 1) - 2 * (HEADER + 1) * 16
-POLLED = 1  # csrc/exchange.h, Arena: pushed, polled, ..., words of 4 bytes
 
 
-def loopback(world, **options):
-    return Loopback(world, timeout=0.5, device="cpu", **options)
+class Ranks(Loopback):
+    """Ranks that launch on devices of the model, or with `streams` on streams of one."""
+
+    def __init__(self, engine, world, streams=False, **options):
+        super().__init__(world, timeout=0.5, device="cpu", **options)
+        self.engine, self.side_by_side = engine, streams
+
+    @contextlib.contextmanager
+    def on(self, rank):
+        if self.side_by_side:
+            self.engine.config.stream = rank + 1
+        else:
+            self.engine.set_device(rank)
+        yield
+        self.engine.set_device(0)
+        self.engine.config.stream = 0
+
+    @contextlib.contextmanager
+    def together(self):
+        """Launches queue up, and run together behind this."""
+        self.engine.config.deferred = True
+        yield
+        self.engine.run()
+        self.engine.config.deferred = False
+
+    def words(self, rank):
+        return Arena.from_address(self.arenas[rank].data_ptr())
 
 
 @pytest.fixture
 def engine():
     engine = redirect.install()
     config = engine.config
-    names = ("seed", "sm_count", "deferred")
+    names = ("seed", "sm_count", "deferred", "resident", "stream")
     before = {name: getattr(config, name) for name in names}
     config.sm_count = 2
     yield engine
@@ -62,68 +85,73 @@ class Rank:
         x = torch.randn(self.rows, self.channels, 4, 5, generator=generator, dtype=torch.float64)
         return (x * 2 + self.rank).to(self.dtype)
 
-    def forward(self, x, moments, exchange=None, z=None):
+    def forward(self, x, moments, z=None):
         """y (over x without a residual) and saved."""
         self.options = {"weight": self.weight, "bias": self.bias, "activation": "leaky_relu"}
         buffers = dict(zip(("running_mean", "running_var", "num_batches_tracked"), self.running, strict=True))
         if z is not None:
-            return ops.bn_forward(x, moments, z=z, **self.options, **buffers, exchange=exchange)
-        return x, ops.abn_forward_(x, moments, **self.options, **buffers, exchange=exchange)
+            return ops.bn_forward(x, moments, z=z, **self.options, **buffers)
+        return x, ops.abn_forward_(x, moments, **self.options, **buffers)
 
-    def reduce(self, kept, dy, saved, exchange=None, z=None):
+    def reduce(self, kept, dy, saved, z=None, exchange=None):
         if z is not None:
             return ops.bn_reduce(kept, dy, z, saved, **self.options, exchange=exchange)
         return ops.abn_reduce(kept, dy, saved, **self.options, exchange=exchange)
 
-    def backward(self, kept, dy, saved, sums, exchange=None, z=None):
+    def backward(self, kept, dy, saved, sums, z=None):
         if z is not None:
-            return ops.bn_backward(kept, dy, z, saved, sums, **self.options, exchange=exchange)
-        return (ops.abn_backward(kept, dy, saved, sums, **self.options, exchange=exchange),)
+            return ops.bn_backward(kept, dy, z, saved, sums, **self.options)
+        return (ops.abn_backward(kept, dy, saved, sums, **self.options),)
+
+
+def merged(rows):
+    """What a collective makes of the same moments."""
+    exchanges = [Exchange(rank, len(rows)) for rank in range(len(rows))]
+    for exchange in exchanges:
+        exchange.handle.capacity, exchange.handle.wide = rows[0].numel(), rows[0].dtype == torch.float64
+    messages = [raw.message_pack(row, e.tensor) for row, e in zip(rows, exchanges, strict=True)]
+    return raw.message_merge(torch.cat(messages), rows[0], exchanges[0].tensor)
 
 
 def local_step(ranks, step, residual=False):
     """What the ranks compute when their moments and sums are merged from memory, in rank order."""
     x, dy = [r.input(step) for r in ranks], [r.input(step + 50) for r in ranks]
     z = [r.input(step + 70) if residual else None for r in ranks]
-    moments = torch.stack([ops.bn_stats(t) for t in x])
-    passed = [r.forward(t.clone(), moments, z=u) for r, t, u in zip(ranks, x, z, strict=True)]
+    moments = merged([ops.bn_stats(t) for t in x])
+    passed = [r.forward(t.clone(), moments, u) for r, t, u in zip(ranks, x, z, strict=True)]
     kept = x if residual else [y for y, _ in passed]
     parts = list(zip(ranks, kept, dy, passed, z, strict=True))
-    sums = [r.reduce(k, d, saved, z=u) for r, k, d, (_, saved), u in parts]
-    total = torch.stack(sums).double().sum(0).to(sums[0].dtype)
-    dx = [r.backward(k, d, saved, total, z=u) for r, k, d, (_, saved), u in parts]
+    own = torch.cat([r.reduce(k, d, saved, u) for r, k, d, (_, saved), u in parts])
+    total = own.double().sum(0).to(own.dtype)
+    dx = [r.backward(k, d, saved, total, u) for r, k, d, (_, saved), u in parts]
+    sums = [torch.stack([row, total]) for row in own]
     return [[y, saved, s, *g] for (y, saved), s, g in zip(passed, sums, dx, strict=True)]
 
 
 def launch_step(member, rank, step, residual=False, tag=None):
     """The same by one rank's four launches."""
     x, dy, z = rank.input(step), rank.input(step + 50), rank.input(step + 70) if residual else None
-    exchange = member.exchange(tag or Tag(3, step))
-    moments = ops.bn_stats(x, exchange=exchange)
-    y, saved = rank.forward(x if residual else x.clone(), moments, exchange, z)
+    moments = member.moments(x, 1, tag or Tag(3, step))
+    y, saved = rank.forward(x if residual else x.clone(), moments, z)
     kept = x if residual else y
-    exchange = member.exchange(tag or Tag(3, step))
-    sums = rank.reduce(kept, dy, saved, exchange, z)
-    gradients = rank.backward(kept, dy, saved, sums, exchange, z)
+    sums = member.sums(lambda e: rank.reduce(kept, dy, saved, z, e), tag or Tag(3, step))
+    gradients = rank.backward(kept, dy, saved, sums[1], z)
     return [y, saved, sums, *gradients], [x, dy, z, moments, kept]
 
 
-def run_steps(engine, members, ranks, steps, residual=False, late=None):
+def run_steps(loop, ranks, steps, residual=False, late=None):
     """All ranks' launches, interleaved; returns results by step and rank."""
-    engine.config.deferred = True
     results, alive = [], []
-    for step in steps:
-        for r, (member, rank) in enumerate(zip(members, ranks, strict=True)):
-            engine.set_device(r)
-            if r == late:
-                busy = torch.randn(9, 60, 3)
-                alive += [busy, *(ops.bn_stats(busy) for _ in range(8))]
-            result, keep = launch_step(member, rank, step, residual)
-            results.append(result)
-            alive.append(keep)
-    engine.run()
-    engine.config.deferred = False
-    engine.set_device(0)
+    with loop.together():
+        for step in steps:
+            for r, (member, rank) in enumerate(zip(loop.ranks, ranks, strict=True)):
+                with loop.on(r):
+                    if r == late:
+                        busy = torch.randn(9, 60, 3)
+                        alive += [busy, *(ops.bn_stats(busy) for _ in range(8))]
+                    result, keep = launch_step(member, rank, step, residual)
+                    results.append(result)
+                    alive.append(keep)
     return [results[i : i + len(ranks)] for i in range(0, len(results), len(ranks))]
 
 
@@ -134,16 +162,16 @@ def assert_same(got, want):
 
 
 def check_steps(engine, world, steps=(1, 2, 3), residual=False, loop=None, late=None, **options):
-    loop = loop or loopback(world)
+    loop = loop or Ranks(engine, world)
     ranks, alone = ([Rank(r, **options) for r in range(world)] for _ in range(2))
-    got = run_steps(engine, loop.ranks, ranks, steps, residual, late)
+    got = run_steps(loop, ranks, steps, residual, late)
     for step, results in zip(steps, got, strict=True):
         assert_same(results, local_step(alone, step, residual))
     assert_same([r.running for r in ranks], [r.running for r in alone])
     return loop
 
 
-@pytest.mark.parametrize("world,seeds", [(2, (0, 1, 2, 3)), (4, (1, 2)), (8, (3,))])
+@pytest.mark.parametrize("world,seeds", [(2, (0, 1, 2, 3)), (4, (1, 2)), (9, (3,))])
 @pytest.mark.parametrize("residual", [False, True], ids=["in_place", "residual"])
 def test_equals_merged_moments_whatever_the_order(engine, world, seeds, residual):
     for engine.config.seed in seeds:
@@ -157,9 +185,9 @@ def test_dtypes(engine, dtype):
 
 
 def test_a_slice_of_channels_per_block(engine):
-    """More channels than one block takes: blocks send and await their own."""
+    """More channels than one block takes: blocks send their own, the last to finish awaits all."""
     engine.config.seed = 2
-    check_steps(engine, 2, channels=120, rows=1, steps=(1,))
+    check_steps(engine, 2, channels=300, rows=1, steps=(1,))
 
 
 def test_one_rank(engine):
@@ -169,17 +197,45 @@ def test_one_rank(engine):
 def test_a_rank_without_values(engine):
     ranks = [Rank(0), Rank(1, rows=0)]
     alone = [Rank(0), Rank(1, rows=0)]
-    got = run_steps(engine, loopback(2).ranks, ranks, [1, 2])
+    got = run_steps(Ranks(engine, 2), ranks, [1, 2])
     for step, results in zip((1, 2), got, strict=True):
         assert_same(results, local_step(alone, step))
     assert_same([ranks[1].running], [ranks[0].running])
 
 
 def test_two_kernels_each_way(engine):
-    loop, rank = loopback(1), Rank(0)
+    loop, rank = Ranks(engine, 1), Rank(0)
     before = engine.launches()
     launch_step(loop.ranks[0], rank, 1)
     assert engine.launches() - before == 4
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_streams_that_share_a_small_gpu(engine, seed):
+    """Each rank's grid has more blocks than the device has room for, and only its last one waits."""
+    engine.config.seed, engine.config.resident = seed, 2
+    check_steps(engine, 2, steps=(1, 2), loop=Ranks(engine, 2, streams=True), channels=120, rows=1)
+
+
+def test_loads_that_wait_for_each_other(engine):
+    """Of the slowest thread, when all messages are there: what the exchange costs in latencies of memory."""
+    loop, took = Ranks(engine, 8), {}
+    for channels in (1, 256, 512, 1024, 2040):
+        x = torch.randn(8, 3, channels)
+        moments = [ops.bn_stats(part, 1) for part in x]
+        for way in ("moments", "sums"):
+            numbers = moments if way == "moments" else [row[None, :-2] for row in moments]
+            loop.send(0, numbers, Tag(1, 1))
+            engine.loads()
+            if way == "moments":
+                loop.ranks[0].moments(x[0], 1, Tag(1, 1))
+            else:
+                loop.ranks[0].share(numbers[0], Tag(1, 1))
+            took[way, channels] = engine.loads()
+            loop.ranks[0].check()
+    for (_, channels), loads in took.items():
+        assert loads <= 3 + math.ceil(channels / 256), took
+    assert max(loads for (_, channels), loads in took.items() if channels <= 256) <= 4
 
 
 def test_a_late_peer(engine):
@@ -188,34 +244,42 @@ def test_a_late_peer(engine):
 
 
 def test_epochs_wrap(engine):
-    loop = loopback(2)
-    for arena in loop.arenas:
-        arena.view(torch.int32)[POLLED] = -4  # 2^32 - 4
+    loop = Ranks(engine, 2)
+    for rank in range(2):
+        loop.words(rank).epoch = 2**32 - 4
     check_steps(engine, 2, steps=range(1, 5), loop=loop)
-    assert {arena.view(torch.int32)[POLLED].item() for arena in loop.arenas} == {
-        6
-    }  # after -3, -2, -1, 2, 3, ...
+    assert [loop.words(rank).epoch for rank in range(2)] == [6, 6]  # after -3, -2, -1, 2, 3, ...
 
 
 def test_channel_counts_that_change(engine):
     """What an earlier, longer message left behind is never taken."""
-    loop = loopback(2)
+    loop = Ranks(engine, 2)
     for channels, steps in ((40, (1, 2)), (3, (3, 4)), (90, (5,))):
         check_steps(engine, 2, steps=steps, loop=loop, channels=channels)
 
 
 def test_a_captured_launch_goes_with_every_step(engine):
-    loop, ranks, alone = loopback(2), [Rank(0), Rank(1)], [Rank(0), Rank(1)]
-    engine.config.deferred = True
+    loop, ranks, alone = Ranks(engine, 2), [Rank(0), Rank(1)], [Rank(0), Rank(1)]
     kept = []
-    for step in (1, 2):  # one rank replays a graph, the other does not
-        for r, tag in enumerate((Tag(3, 0), Tag(3, step))):
-            engine.set_device(r)
-            kept.append(launch_step(loop.ranks[r], ranks[r], step, tag=tag))
-    engine.run()
-    engine.config.deferred = False
+    with loop.together():
+        for step in (1, 2):  # one rank replays a graph, the other does not
+            for r, tag in enumerate((Tag(3, 0), Tag(3, step))):
+                with loop.on(r):
+                    kept.append(launch_step(loop.ranks[r], ranks[r], step, tag=tag))
     for step in (1, 2):
         assert_same([k[0] for k in kept[2 * step - 2 : 2 * step]], local_step(alone, step))
+
+
+def test_counters_of_a_captured_launch_are_the_graphs_own(engine):
+    """It may run beside any other work: the counter that elects the last block is cleared by the graph."""
+    loop, x = Ranks(engine, 1), torch.randn(3, 300, 5)
+    want = ops.bn_stats(x)
+    engine.config.capturing = True
+    try:
+        for step in (1, 2):
+            assert torch.equal(loop.ranks[0].moments(x, 1, Tag(1, step)), want)
+    finally:
+        engine.config.capturing = False
 
 
 def assert_untouched(rank):
@@ -231,89 +295,74 @@ def all_nan(*tensors):
 def test_a_dead_peer(engine, seed):
     """Rank 1 never sends: the others end in an error, all of them, and go on when it is back."""
     engine.config.seed = seed
-    loop, ranks = loopback(3), [Rank(r) for r in range(3)]
-    engine.config.deferred = True
+    loop, ranks = Ranks(engine, 3), [Rank(r) for r in range(3)]
     results = {}
-    for r in (0, 2):
-        engine.set_device(r)
-        results[r] = launch_step(loop.ranks[r], ranks[r], 7)
-    engine.run()
-    engine.config.deferred = False
+    with loop.together():
+        for r in (0, 2):
+            with loop.on(r):
+                results[r] = launch_step(loop.ranks[r], ranks[r], 7)
     messages = []
     for r in (0, 2):
-        y, saved, _, dx = results[r][0]
-        assert all_nan(y, saved, dx)
+        y, saved, sums, dx = results[r][0]
+        assert all_nan(y, saved, sums[1], dx)
         assert_untouched(ranks[r])
         with pytest.raises(RuntimeError, match=rf"rank {r} in forward of layer 3, step 7: ") as error:
             loop.ranks[r].next_step()
         messages.append(str(error.value))
     assert any("nothing from rank 1 within 0.5 s" in message for message in messages)
-    engine.set_device(1)  # it comes late, and is told
-    engine.config.deferred = True
-    late, keep = launch_step(loop.ranks[1], ranks[1], 7)
-    engine.run()
-    engine.config.deferred = False
+    with loop.together(), loop.on(1):  # it comes late, and is told
+        late, keep = launch_step(loop.ranks[1], ranks[1], 7)
     assert all_nan(late[0]) and keep
     with pytest.raises(RuntimeError, match=r"rank 1 in forward of layer 3, step 7: rank [02] gave up"):
-        loop.ranks[1].exchange(Tag(3, 8))
+        loop.ranks[1].check()
     loop.rejoin()
     check_steps(engine, 3, steps=range(8, 11), loop=loop)
 
 
 def test_exchanges_after_a_fault_wait_for_nobody(engine):
-    loop = loopback(2)
-    exchange = loop.ranks[0].exchange(Tag(0, 1))
-    numbers = torch.ones(4)
+    loop = Ranks(engine, 2)
+    exchange = loop.ranks[0]._exchange.of(Tag(0, 1))
     taken = []
     for _ in range(2):
-        raw.exchange_push(exchange, numbers, SUMS)
         before = engine.steps()
-        assert all_nan(raw.exchange_poll(exchange, numbers, SUMS, True))
+        assert all_nan(raw.peer_share(torch.ones(1, 4), exchange)[1])
         taken.append(engine.steps() - before)
     assert taken[1] < taken[0] / 10
-
-
-def packet_offset(loop, receiver, sender, epoch, packet):
-    capacity = loop.ranks[0].capacity
-    return ARENA + ((sender * 2 + epoch % 2) * (HEADER + capacity) + packet) * 16
 
 
 @pytest.mark.parametrize("packet", [0, 1, HEADER, HEADER + 2, HEADER + 5])
 @pytest.mark.parametrize("half", [0, 8])
 def test_a_lost_packet(engine, packet, half):
     """Header, channel or count, or half of one: the rank that misses it keeps nothing; the other is told."""
-    loop, ranks = loopback(2), [Rank(0), Rank(1)]
+    loop, ranks = Ranks(engine, 2), [Rank(0), Rank(1)]
     inputs = [rank.input(1) for rank in ranks]
-    handles = [member.exchange(Tag(3, 1)) for member in loop.ranks]
-    moments = [ops.bn_stats(x, exchange=e) for x, e in zip(inputs, handles, strict=True)]
-    at = packet_offset(loop, 0, 1, 1, packet) + half
-    assert (loop.arenas[0][at + 4 : at + 8].view(torch.int32) == 1).all()  # the epoch is where it is thought
-    loop.arenas[0][at : at + 8] = 0
-    y, saved = ranks[0].forward(inputs[0], moments[0], handles[0])
-    assert all_nan(saved) and y.isnan().any()
+    loop.send(0, [ops.bn_stats(x) for x in inputs], Tag(3, 1))
+    lost = loop.place(0, 1, 1, packet)[half : half + 8]
+    assert lost[4:].view(torch.int32) == 1  # the epoch is where it is thought
+    lost.zero_()
+    y, saved = ranks[0].forward(inputs[0], loop.ranks[0].moments(inputs[0], 1, Tag(3, 1)))
+    assert all_nan(saved, y)
     assert_untouched(ranks[0])
     with pytest.raises(
         RuntimeError, match="rank 0 in forward of layer 3, step 1: nothing from rank 1 within"
     ):
         loop.ranks[0].next_step()
-    assert all_nan(ranks[1].forward(inputs[1], moments[1], handles[1])[1])
+    assert all_nan(ranks[1].forward(inputs[1], loop.ranks[1].moments(inputs[1], 1, Tag(3, 1)))[1])
     with pytest.raises(RuntimeError, match="rank 1 in forward of layer 3, step 1: rank 0 gave up"):
         loop.ranks[1].next_step()
 
 
 @pytest.mark.parametrize("other", ["layer", "step", "channels", "dtype"])
 def test_another_tag_is_an_error_on_both(engine, other):
-    loop = loopback(2)
+    loop = Ranks(engine, 2)
     changed = {"channels": {"channels": 9}, "dtype": {"dtype": torch.float64}}.get(other, {})
     ranks = [Rank(0), Rank(1, **changed)]
     tags = [Tag(3, 1), {"layer": Tag(4, 1), "step": Tag(3, 2)}.get(other, Tag(3, 1))]
-    engine.config.deferred = True
     results = []
-    for r in range(2):
-        engine.set_device(r)
-        results.append(launch_step(loop.ranks[r], ranks[r], 1, tag=tags[r]))
-    engine.run()
-    engine.config.deferred = False
+    with loop.together():
+        for r in range(2):
+            with loop.on(r):
+                results.append(launch_step(loop.ranks[r], ranks[r], 1, tag=tags[r]))
     for r in range(2):
         assert all_nan(results[r][0][1])
         assert_untouched(ranks[r])
@@ -324,69 +373,57 @@ def test_another_tag_is_an_error_on_both(engine, other):
 
 
 def test_a_backward_that_fails(engine):
-    loop, rank = loopback(2), Rank(0)
+    loop, rank = Ranks(engine, 2), Rank(0)
     kept, dy, saved = rank.input(1), rank.input(2), torch.rand(2 * 5 + 2)
     saved[-2:] = torch.tensor([0.0, 80.0])
     rank.options = {"weight": rank.weight, "bias": rank.bias}
-    exchange = loop.ranks[0].exchange(Tag(2, 9))
-    sums = rank.reduce(kept, dy, saved, exchange)
-    assert sums.isfinite().all() and all_nan(*rank.backward(kept, dy, saved, sums, exchange))
+    own, total = loop.ranks[0].sums(lambda e: rank.reduce(kept, dy, saved, None, e), Tag(2, 9))
+    assert own.isfinite().all() and all_nan(total, *rank.backward(kept, dy, saved, total))
     with pytest.raises(RuntimeError, match="rank 0 in backward of layer 2, step 9: nothing from rank 1"):
-        loop.ranks[0].exchange(Tag(2, 10))
+        loop.ranks[0].share(own[None], Tag(2, 10))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_kernels_of_their_own(engine, dtype):
-    """Rows and sums by exchange_push and exchange_poll; a rank that traces meets one that does not."""
-    loop, ranks = loopback(3), [Rank(r, dtype=dtype) for r in range(3)]
+def test_numbers_that_no_op_has_at_hand(engine, dtype):
+    """peer_share; a rank that traces meets one that does not."""
+    loop, ranks = Ranks(engine, 3), [Rank(r, dtype=dtype) for r in range(3)]
     inputs = [rank.input(4) for rank in ranks]
-    want = torch.stack([ops.bn_stats(x) for x in inputs])
-    handles = [member.exchange(Tag(1, 1)) for member in loop.ranks]
-    moments = [ops.bn_stats(x, exchange=e) for x, e in zip(inputs[:2], handles, strict=False)]
-    raw.exchange_push(handles[2], want[2], MOMENTS)
-    assert torch.equal(raw.exchange_poll(handles[2], want[2], MOMENTS, False), want)
-    assert torch.equal(raw.exchange_poll(handles[1], moments[1], MOMENTS, False), want)
-    y, saved = ranks[0].forward(inputs[0].clone(), moments[0], handles[0])
-    assert_same([[y, saved]], [Rank(0, dtype=dtype).forward(inputs[0].clone(), want)])
-    sums = torch.randn(3, 10, dtype=dtype)
-    waiting = [member.start_sum(row, Tag(1, 1)) for member, row in zip(loop.ranks, sums, strict=True)]
-    for total in waiting:
-        assert torch.equal(total.wait(), sums.double().sum(0).to(dtype))
-
-
-def test_an_exchange_that_is_left_half_way(engine):
-    """An error between the two ops: the rank says so at its next exchange, the peers are told."""
-    loop = loopback(2)
-    exchange = loop.ranks[0].exchange(Tag(1, 1))
-    ops.bn_stats(torch.randn(3, 5), exchange=exchange)
-    with pytest.raises(RuntimeError, match="bn_stats: exchange was sent before and not awaited"):
-        ops.bn_stats(torch.randn(3, 5), exchange=exchange)
-    with pytest.raises(RuntimeError, match="rank 0: an exchange was begun .* layer 1, step 1"):
-        loop.ranks[0].exchange(Tag(1, 2))
-    other = loop.ranks[1].exchange(Tag(1, 2))
-    ops.bn_stats(torch.randn(3, 5), exchange=other)
-    assert all_nan(raw.exchange_poll(other, torch.zeros(12), MOMENTS, False))
-    with pytest.raises(
-        RuntimeError, match="rank 1 in .*: rank 0 (gave up|in )|rank 1 is in .*, but rank 0 in"
-    ):
-        loop.ranks[1].exchange(Tag(1, 3))
-    loop.rejoin()
-    check_steps(engine, 2, steps=(4, 5), loop=loop)
+    rows, sums = [ops.bn_stats(x) for x in inputs], list(torch.randn(3, 1, 10, dtype=dtype))
+    with loop.together():
+        got = loop.each(
+            lambda r, way: way.share(rows[r], Tag(1, 1)) if r == 2 else way.moments(inputs[r], 1, Tag(1, 1))
+        )
+        both = loop.each(lambda r, way: way.share(sums[r], Tag(1, 1)))
+    assert all(torch.equal(moments, merged(rows)) for moments in got)
+    total = torch.cat(sums).double().sum(0).to(dtype)
+    for own, result in zip(sums, both, strict=True):
+        assert torch.equal(result, torch.stack([own[0], total]))
 
 
 def test_bad_arguments(engine):
-    loop = loopback(2, capacity=4)
-    exchange = loop.ranks[0].exchange(Tag(0, 0))
+    exchange = Ranks(engine, 2, capacity=4).ranks[0]._exchange
     with pytest.raises(
         RuntimeError, match="bn_stats: exchange takes 6 packets of 12 numbers; 1 to 4 expected"
     ):
-        ops.bn_stats(torch.randn(3, 5), exchange=exchange)
-    with pytest.raises(RuntimeError, match="bn_forward: exchange was not sent"):
-        ops.bn_forward(torch.randn(3, 2), torch.zeros(6), exchange=exchange)
-    with pytest.raises(RuntimeError, match="bn_forward: moments is not this rank's row"):
-        ops.bn_forward(torch.randn(3, 2), torch.zeros(2, 6), exchange=exchange)
+        ops.bn_stats(torch.randn(3, 5), exchange=exchange.of(Tag(0, 0)))
     with pytest.raises(RuntimeError, match="bn_stats: exchange has rank 3 of 2"):
         ops.bn_stats(torch.randn(3, 2), exchange=torch.tensor([3, 2, 4] + [0] * 7))
+
+
+def test_what_is_loaded_at_set_up(engine):
+    """Every kernel that a shared layer launches has run once when the ranks begin to wait for each other."""
+    engine.kernels()
+    cuda_peer.load_kernels(torch.device("cpu"))
+    loaded = set(engine.kernels())
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+        for channels, memory_format in ((3, torch.contiguous_format), (16, torch.channels_last)):
+            x = torch.randn(2, channels, 9, 16).to(dtype).contiguous(memory_format=memory_format)
+            for residual in (False, True):
+                for crop in (x, x[..., 1:]):
+                    rank, loop = Rank(0, channels), Ranks(engine, 1)
+                    rank.input = lambda seed, crop=crop: crop.clone(memory_format=torch.preserve_format)
+                    launch_step(loop.ranks[0], rank, 1, residual)
+    assert loaded.issuperset(engine.kernels())
 
 
 @pytest.mark.parametrize("way,kernels", [("auto", 4), ("collective", 8)])
@@ -397,15 +434,13 @@ def test_a_layer_over_a_group(engine, monkeypatch, way, kernels):
     """
     monkeypatch.setenv("FASTVIT_STATISTICS", way)
 
-    def connect(agreement, channels, dtype, describe, device, asked):
-        loop = loopback(1)
-        return device_memory.trial("CudaIpc", loop.arenas, agreement, loop.ranks[0].capacity, describe)
+    def connect(agreement, capacity, describe, device, asked):
+        arenas = Ranks(engine, 1).arenas
+        return cuda_peer.trial("CudaIpc", arenas, agreement, capacity, describe)
 
-    provider = type("Provider", (), {"connect": staticmethod(connect), "host": lambda device: "host here"})
+    provider = type("Provider", (), {"connect": staticmethod(connect), "place": lambda device: "host here"})
     monkeypatch.setitem(group.PROVIDERS, "cpu", provider)
-    monkeypatch.setattr(
-        statistics, "over", lambda process_group, layer: statistics.Shared(dist.group.WORLD, layer)
-    )
+    monkeypatch.setattr(sync, "over", lambda process_group, layer: sync.Shared(dist.group.WORLD, layer))
     limit = datetime.timedelta(seconds=20)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
     try:
@@ -424,7 +459,7 @@ def test_a_layer_over_a_group(engine, monkeypatch, way, kernels):
             results.append([y, *gradients, *layer.buffers()])
             if shared:
                 name = "CudaIpc, host here" if way == "auto" else "Collective"
-                assert name in " ".join(statistics.taken())
+                assert name in " ".join(sync.taken())
         for a, b in zip(*results, strict=True):
             assert torch.equal(a, b)
     finally:

@@ -54,11 +54,11 @@ def step(x, dy, weight, bias, residual=None):
     if residual is None:
         y = x.clone()
         saved = ops.abn_forward_(y, moments, **options, **running)
-        sums = ops.abn_reduce(y, dy, saved, **options)
+        (sums,) = ops.abn_reduce(y, dy, saved, **options)
         gradients = [ops.abn_backward(y, dy, saved, sums, **options)]
     else:
         y, saved = ops.bn_forward(x, moments, z=residual, **options, **running)
-        sums = ops.bn_reduce(x, dy, residual, saved, **options)
+        (sums,) = ops.bn_reduce(x, dy, residual, saved, **options)
         gradients = list(ops.bn_backward(x, dy, residual, saved, sums, **options))
     return [moments, y, saved, *running.values(), sums, *gradients]
 
@@ -195,7 +195,7 @@ def test_few_channels_fill_the_device(engine, n, c, channels_last, dtype):
     blocks = [engine.blocks()]
     _, saved = ops.bn_forward(x, moments)
     blocks.append(engine.blocks())
-    sums = ops.bn_reduce(x, x, None, saved)
+    (sums,) = ops.bn_reduce(x, x, None, saved)
     blocks.append(engine.blocks())
     ops.bn_backward(x, x, None, saved, sums)
     blocks.append(engine.blocks())

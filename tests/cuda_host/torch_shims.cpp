@@ -10,7 +10,7 @@
 extern "C" {
 
 AOTITorchError aoti_torch_get_current_cuda_stream(int32_t, void** stream) {
-  *stream = nullptr;
+  *stream = reinterpret_cast<void*>(cuda_host::config().stream);
   return AOTI_TORCH_SUCCESS;
 }
 AOTITorchError aoti_torch_create_device_guard(int32_t, DeviceGuardHandle* guard) {
@@ -27,7 +27,7 @@ AOTITorchError aoti_torch_cuda_caching_allocator_raw_alloc(uint64_t bytes, void*
   return AOTI_TORCH_SUCCESS;
 }
 AOTITorchError aoti_torch_cuda_caching_allocator_raw_delete(void* data) {
-  cuda_host::enqueue(nullptr, [data] { std::free(data); });
+  cuda_host::enqueue(reinterpret_cast<cudaStream_t>(cuda_host::config().stream), [data] { std::free(data); });
   return AOTI_TORCH_SUCCESS;
 }
 

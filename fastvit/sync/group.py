@@ -18,18 +18,17 @@ from torch import Tensor
 
 from .. import _library
 from ..ops import accumulation_dtype
-from . import cuda_ipc, shared_memory, symm_mem
-from .agreement import Agreement, answers_text
+from . import cpu_peer, cuda_peer
+from .agreement import Agreement, Unavailable, answers_text
 from .collective import Collective
-from .device_memory import DeviceMemory
-from .exchange import PendingSum, Tag
+from .protocol import Tag, room
+from .transport import Reduce, Way
 
 WISHES = ("auto", "collective", "peer", "symm_mem")
-# Ways to exchange without a collective, by device type: host() says where, connect() makes one.
-PROVIDERS = {"cpu": shared_memory, "cuda": cuda_ipc}
-SYMM_MEM = {"cuda": symm_mem}  # those of FASTVIT_STATISTICS=symm_mem, where they are others
+# Ways over memory in common, by device type: place() says where that is, connect() makes one.
+PROVIDERS = {"cpu": cpu_peer, "cuda": cuda_peer}
 
-_log = logging.getLogger("fastvit.statistics")
+_log = logging.getLogger("fastvit.sync")
 
 
 @dataclass(frozen=True)
@@ -41,8 +40,8 @@ class Layer:
     momentum: float | None = None
 
 
-class GroupStatistics:
-    """How the ranks of one group exchange tensors of one device type, and which layers they have agreed on.
+class Group:
+    """How the ranks of one group share numbers of one device type, and which layers they have agreed on.
 
     A layer's first call makes the ranks compare channels, dtype, momentum and order; each exchange carries
     the layer's number in the group and the count of forward exchanges so far.
@@ -56,34 +55,27 @@ class GroupStatistics:
         self._layers: dict[tuple, int] = {}
         self._names: list[str] = []
         self._backwards: set[int] = set()  # by autograd's number: have exchanged sums and not ended
-        self.transport, self.why = None, ""
+        self.way: Way | None = None
+        self.why = ""
 
-    def gather(self, layer: Layer, moments: Tensor) -> tuple[Tensor, Tag]:
-        """All ranks' moments, `(world_size, 2C + 2)`, and the tag for the backward."""
-        tag = self._next(layer, (moments.numel() - 2) // 2, moments.dtype)
-        return self.transport.gather(moments, tag), tag
+    def moments(self, layer: Layer, x: Tensor, channel_dim: int) -> tuple[Tensor, Tensor]:
+        """The moments of x over all ranks, and the tag for the backward."""
+        tag = self._next(layer, x.shape[channel_dim], accumulation_dtype(x.dtype))
+        return self.way.moments(x, channel_dim, tag), torch.tensor(tag, device="cpu")
 
-    def begin(self, layer: Layer, x: Tensor, channel_dim: int) -> tuple[Tensor, Tag] | None:
-        """`exchange` for a layer's ops, and the tag; None where the ops cannot exchange by themselves."""
-        if self.transport is not None and not isinstance(self.transport, DeviceMemory):
-            return None
-        number = self._number(layer, x.shape[channel_dim], accumulation_dtype(x.dtype))
-        if not isinstance(self.transport, DeviceMemory):
-            return None
-        tag = Tag(number, self._step())
-        return self.transport.exchange(tag), tag
-
-    def begin_sum(self, tag: Tag) -> Tensor | None:
-        """The same for a layer's backward."""
+    def sums(self, reduce: Reduce, tag: Tensor) -> Tensor:
+        """This rank's sums, and those of all ranks."""
         self._enter_backward()
-        if not isinstance(self.transport, DeviceMemory):
-            return None
-        return self.transport.exchange(tag)
+        return self.way.sums(reduce, Tag(*tag.tolist()))
 
-    def start_sum(self, sums: Tensor, tag: Tag) -> PendingSum:
-        """Starts adding up `sums`, `(2C,)`, over ranks."""
+    def share_moments(self, layer: Layer, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """The same from this rank's moments, `(2C + 2,)`, and sums, `(1, 2C)`."""
+        tag = self._next(layer, numbers.numel() // 2 - 1, numbers.dtype)
+        return self.way.share(numbers, tag), torch.tensor(tag, device="cpu")
+
+    def share_sums(self, numbers: Tensor, tag: Tensor) -> Tensor:
         self._enter_backward()
-        return self.transport.start_sum(sums, tag)
+        return self.way.share(numbers, Tag(*tag.tolist()))
 
     def describe(self) -> str:
         return f"group {self.name} ({self._agreement.world} ranks, {self._device.type}): {self.why}"
@@ -96,19 +88,20 @@ class GroupStatistics:
             )
 
     def _next(self, layer: Layer, channels: int, dtype: torch.dtype) -> Tag:
-        number = self._number(layer, channels, dtype)
-        return Tag(number, self._step())
+        """What the next forward exchange is called.
 
-    def _step(self) -> int:
-        """The step of a forward exchange. One more is counted after a backward that raised on this rank.
-
-        It may have raised when the other ranks had all they needed of it. They are in the next step then, and
-        the tags differ.
+        One more step is counted after a backward that raised on this rank. It may have raised when the other
+        ranks had all they needed of it. They are in the next step then, and the tags differ.
         """
+        self._check_process()
+        key = (layer.number, layer.op, channels, dtype)
+        number = self._layers.get(key)
+        if number is None:
+            number = self._layers[key] = self._agree(layer, channels, dtype)
         if self._backwards and torch._C._current_graph_task_id() == -1:  # not a forward within a backward
             self._backwards.clear()
-            self.transport.next_step()
-        return self.transport.next_step()
+            self.way.next_step()
+        return Tag(number, self.way.next_step())
 
     def _enter_backward(self) -> None:
         self._check_process()
@@ -117,14 +110,6 @@ class GroupStatistics:
             self._backwards.add(number)
             end = functools.partial(self._backwards.discard, number)
             torch.autograd.Variable._execution_engine.queue_callback(end)  # unless it raises
-
-    def _number(self, layer: Layer, channels: int, dtype: torch.dtype) -> int:
-        self._check_process()
-        key = (layer.number, layer.op, channels, dtype)
-        number = self._layers.get(key)
-        if number is None:
-            number = self._layers[key] = self._agree(layer, channels, dtype)
-        return number
 
     def _agree(self, layer: Layer, channels: int, dtype: torch.dtype) -> int:
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -143,7 +128,7 @@ class GroupStatistics:
                 f"rank {self._agreement.rank}: the ranks of group {self.name} differ in their layer "
                 f"{number}: {answers_text(answers)}"
             )
-        if self.transport is None or not self.transport.reserve(channels, dtype):
+        if self.way is None or not self.way.reserve(channels, dtype):
             self._choose(channels, dtype)
         self._names.append(name)
         return number
@@ -153,71 +138,87 @@ class GroupStatistics:
         return f"{direction} of {name}, step {tag.step} of group {self.name}"
 
     def _choose(self, channels: int, dtype: torch.dtype) -> None:
-        self.transport, self.why = self._vote(channels, dtype)
-        self.transport.reserve(channels, dtype)
+        before = self.way
+        self.way, self.why = self._vote(channels, dtype)
+        self.way.reserve(channels, dtype)
+        if getattr(before, "captured", False):
+            _captured.append((self, before))
+        elif before is not None:
+            before.close()
         _log.debug("rank %d, %s", self._agreement.rank, self.describe())
 
-    def _vote(self, channels: int, dtype: torch.dtype) -> tuple[object, str]:
+    def _vote(self, channels: int, dtype: torch.dtype) -> tuple[Way, str]:
         wishes = self._agreement.ask("choice of statistics", os.environ.get("FASTVIT_STATISTICS", "auto"))
         if wrong := set(wishes).difference(WISHES):
             raise ValueError(f"FASTVIT_STATISTICS is {sorted(wrong)[0]!r}; {', '.join(WISHES)} expected")
         asked = [wish for wish in ("peer", "symm_mem") if wish in wishes]
-        if "collective" in wishes:
-            reason = "FASTVIT_STATISTICS=collective"
-        else:
-            connected, reason = self._connect(channels, dtype, asked)
-            if connected is not None:
-                return connected, f"{connected.name}, {reason}"
-        if asked:
-            raise RuntimeError(f"FASTVIT_STATISTICS={asked[-1]}, but group {self.name} cannot: {reason}")
-        return Collective(self._group(), self._device, self._name_of), f"Collective: {reason}"
+        try:
+            if "collective" in wishes:
+                raise Unavailable("FASTVIT_STATISTICS=collective")
+            place = self._place()
+            connect = PROVIDERS[self._device.type].connect
+            capacity = room(channels, dtype)
+            way = connect(self._agreement, capacity, self._name_of, self._device, asked[-1:])
+            return way, f"{way.name}, {place}"
+        except Unavailable as reason:
+            if asked:
+                raise RuntimeError(
+                    f"FASTVIT_STATISTICS={asked[-1]}, but group {self.name} cannot: {reason}"
+                ) from None
+            return Collective(self._group(), self._device, self._name_of), f"Collective: {reason}"
 
-    def _connect(self, channels: int, dtype: torch.dtype, asked: list[str]) -> tuple[object | None, str]:
-        """A way over memory in common, and where that is; or None, and why not."""
-        providers = PROVIDERS | SYMM_MEM if "symm_mem" in asked else PROVIDERS
-        provider = providers.get(self._device.type)
-        place = provider.host(self._device) if provider else f"no memory in common on {self._device.type}"
-        places = self._agreement.ask("place of the ranks", place)
-        if len(places) > 1:
-            away = [place for place in places if place.startswith("no ")]
-            return None, away[0] if away else "several hosts"
-        if place.startswith("no "):
-            return None, place
-        arguments = (self._agreement, channels, dtype, self._name_of, self._device, bool(asked))
-        connected = provider.connect(*arguments)
-        return (None, connected) if isinstance(connected, str) else (connected, place)
+    def _place(self) -> str:
+        """Where all ranks are, whose memory may be in common."""
+        provider = PROVIDERS.get(self._device.type)
+        if provider is None:
+            raise Unavailable(f"no memory in common on {self._device.type}")
+        place = None
+
+        def find() -> None:
+            nonlocal place
+            place = provider.place(self._device)
+
+        self._agreement.together("place of the ranks", find)
+        if len(self._agreement.ask("place of the ranks", place)) > 1:
+            raise Unavailable("several hosts")
+        return place
 
 
-_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, GroupStatistics]]" = (
-    weakref.WeakKeyDictionary()
-)
+_captured: list[tuple[Group, Way]] = []  # what CUDA graphs still use when their group has another way
+_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Group]]" = weakref.WeakKeyDictionary()
 
 
-def statistics_of(group: "dist.ProcessGroup", device: torch.device) -> GroupStatistics:
+def group_of(group: "dist.ProcessGroup", device: torch.device) -> Group:
     """The group's way for tensors of this device type; made at the first call, by all ranks."""
     by_device = _groups.get(group)
     if by_device is None:
         by_device = _groups[group] = {}
     if device.type not in by_device:
-        by_device[device.type] = GroupStatistics(group, device)
+        by_device[device.type] = Group(group, device)
     return by_device[device.type]
+
+
+def _ways() -> list[tuple[Group, Way]]:
+    return [(one, one.way) for by_device in _groups.values() for one in by_device.values() if one.way]
 
 
 def taken() -> list[str]:
     """For each group of this process that has exchanged statistics: which way it took, and why."""
-    return [one.describe() for by_device in _groups.values() for one in by_device.values() if one.transport]
+    return [one.describe() for one, _ in _ways()]
 
 
-def check() -> None:
-    """Raises what GPUs have reported about exchanges that failed, of any group; the host waits for nothing.
+def check(wait: bool = False) -> None:
+    """Raises what GPUs have reported about exchanges that failed, of any group.
 
-    Every forward and backward that shares statistics does this, and every evaluation of such a layer. What
-    happened to the last of them is known when the GPU is done: after torch.cuda.synchronize().
+    Every forward and backward that shares statistics does this, and every evaluation of such a layer; without
+    `wait` the host waits for nothing, and what happened to the last of them is known when the GPU is done.
+
+    Args:
+        wait: for the GPUs first. For loops that must know before they use what a step has made, when nothing
+            else follows that would say so: a bare optimizer step, a replay of a CUDA graph.
     """
-    for by_device in _groups.values():
-        for one in by_device.values():
-            if one.transport is not None:
-                one.transport.check()
+    for _, way in _captured + _ways():
+        way.check(wait)
 
 
 def possible() -> str:
@@ -228,7 +229,9 @@ def possible() -> str:
         ways["CUDA"] = "CudaIpc on one host with peer access"
     if wish == "symm_mem":
         ways["CUDA"] = "SymmMem where torch maps it"
-    if shared_memory.host(torch.device("cpu")).startswith("no "):
+    try:
+        cpu_peer.place(torch.device("cpu"))
+    except OSError:
         ways["CPU"] = "Collective"
     if not _library.HAS_CUDA:
         ways["CUDA"] = "Collective"

@@ -12,10 +12,12 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
+T = TypeVar("T")
 _LONGEST_PAUSE = 0.02  # seconds between looks at the store
 _LOOK = 0.1  # seconds of waiting between looks at processes that have ended
 
@@ -88,6 +90,10 @@ def _close(files: dict[int, int | None]) -> None:
             os.close(file)
 
 
+class Unavailable(Exception):
+    """Why ranks cannot share numbers in some way; all ranks get it alike."""
+
+
 class Agreement:
     """Questions that every rank of a group answers in the same order."""
 
@@ -145,6 +151,19 @@ class Agreement:
                     answers[first].remove(rank)
                     answers.setdefault(self._store.get(other).decode(), []).append(rank)
         return answers
+
+    def together(self, what: str, work: Callable[[], T]) -> T:
+        """What `work()` gives. Raises Unavailable on all ranks when it fails on one."""
+        result, said = None, "done"
+        try:
+            result = work()
+        except (OSError, RuntimeError, ValueError, ImportError, AttributeError) as error:
+            said = (str(error).splitlines() or [type(error).__name__])[0]
+        answers = self.ask(what, said)
+        failed = {answer: ranks for answer, ranks in answers.items() if answer != "done"}
+        if failed:
+            raise Unavailable(answers_text(failed))
+        return result
 
     def from_rank_0(self, what: str, value: str) -> str:
         """Rank 0's `value`, on every rank."""

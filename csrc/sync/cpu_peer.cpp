@@ -1,0 +1,319 @@
+// The peer protocol between processes of one host, over arenas in shared memory that each has mapped.
+// What the protocol is stands in protocol.h, who calls these ops in fastvit/sync/peer.py.
+//
+// Memory   a push writes 16 bytes per two floats and peer, a poll reads as many; a cache line crosses from
+// one
+//          core to the other once.
+// Waiting  in slices: the caller comes back for the next, so that Python sees signals and dead peers. Within
+//          one it spins for as long as a peer that runs needs, then yields (its threads may want this core),
+//          then sleeps. From a peer on the same core it moves away first: the two would run one after the
+//          other from then on, and the system would take milliseconds to part them.
+#include "cpu_peer.h"
+
+#include <sched.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <chrono>
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <thread>
+
+#include "../moments.h"
+
+namespace fastvit {
+namespace {
+
+using namespace peer;
+using Clock = std::chrono::steady_clock;
+
+template <class Word>
+Word load(const Word& word) {
+  return __atomic_load_n(&word, __ATOMIC_RELAXED);
+}
+
+void store_packet(Packet* to, const Packet& packet) {
+  const auto halves = std::bit_cast<std::array<uint64_t, 2>>(packet);
+  uint64_t* words = reinterpret_cast<uint64_t*>(to);
+  __atomic_store_n(words, halves[0], __ATOMIC_RELAXED);
+  __atomic_store_n(words + 1, halves[1], __ATOMIC_RELAXED);
+}
+
+Packet load_packet(const Packet* from) {
+  const uint64_t* words = reinterpret_cast<const uint64_t*>(from);
+  return std::bit_cast<Packet>(std::array<uint64_t, 2>{load(words[0]), load(words[1])});
+}
+
+// Spins, then yields, then sleeps; false when the slice is over.
+class Patience {
+ public:
+  Patience(uint64_t nanoseconds, int ranks)
+      : begin_(Clock::now()), slice_(double(nanoseconds) * 1e-9), spin_(ranks <= cores() ? kSpin : 0) {}
+
+  // `beside_peer` says whether this thread's core is that of a peer it waits for; asked when it matters.
+  template <class Ask>
+  bool wait(const Ask& beside_peer) {
+    if (++rounds_ % 64 == 0 || phase_ != Phase::spin) {
+      const double waited = std::chrono::duration<double>(Clock::now() - begin_).count();
+      if (waited >= slice_) return false;
+      phase_ = waited < spin_ ? Phase::spin : waited < kYield ? Phase::yield : Phase::sleep;
+      if (!moved_ && spin_ > 0 && phase_ != Phase::spin && beside_peer()) leave_core(), moved_ = true;
+    }
+    if (phase_ == Phase::spin)
+      pause();
+    else if (phase_ == Phase::yield)
+      std::this_thread::yield();
+    else
+      std::this_thread::sleep_for(kSleep);
+    return true;
+  }
+
+ private:
+  enum class Phase { spin, yield, sleep };
+  static constexpr double kSpin = 5e-6, kYield = 2e-3;  // seconds since the wait began
+  static constexpr std::chrono::microseconds kSleep{50};
+
+  static void pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+  }
+
+  static int64_t cores() {  // that this process may run on
+    cpu_set_t set;
+    return sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
+  }
+
+  // Forbids this thread its core for a moment, and so is put on another one at once.
+  static void leave_core() {
+    cpu_set_t all;
+    if (sched_getaffinity(0, sizeof(all), &all) != 0) return;
+    cpu_set_t others = all;
+    CPU_CLR(sched_getcpu(), &others);
+    if (CPU_COUNT(&others) > 0 && sched_setaffinity(0, sizeof(others), &others) == 0)
+      sched_setaffinity(0, sizeof(all), &all);
+  }
+
+  Clock::time_point begin_;
+  double slice_, spin_;
+  bool moved_ = false;
+  int rounds_ = 0;
+  Phase phase_ = Phase::spin;
+};
+
+// One exchange as one rank sees it. Pair i of a row is its numbers i and C + i; behind the channels' comes
+// the count of moments, in its last two.
+template <class A>
+class Sharing {
+ public:
+  Sharing(const Exchange& exchange, const A* own, A* result, int64_t channels)
+      : exchange_(exchange),
+        own_(own),
+        result_(result),
+        C_(channels),
+        moments_((exchange.tag.kind & kSums) == 0),
+        pairs_(channels + moments_),
+        epoch_(next_epoch(exchange.own().epoch)) {}
+
+  void push() const {
+    __atomic_store_n(&exchange_.own().core, uint32_t(sched_getcpu()) + 1, __ATOMIC_RELAXED);
+    for (int turn = 1; turn < exchange_.world; ++turn) {  // begin behind oneself: not all at one inbox
+      Packet* to = exchange_.message((exchange_.rank + turn) % exchange_.world, exchange_.rank, epoch_);
+      for (int64_t i = 0; i < kHeaderPackets; ++i)
+        store_packet(to + i, header_packet(exchange_.tag, i, epoch_));
+      to += kHeaderPackets;
+      for (int64_t i = 0; i < pairs_; ++i) {
+        Packet packets[kPairPackets<A>];
+        Pair<A>{own_[i < C_ ? i : 2 * C_], own_[i < C_ ? C_ + i : 2 * C_ + 1]}.pack(epoch_, packets);
+        for (const Packet& packet : packets) store_packet(to++, packet);
+      }
+    }
+  }
+
+  void await() {
+    // Not cleared first: a vector would write all of it.
+    const std::unique_ptr<Pair<A>[]> numbers(new Pair<A>[exchange_.world * pairs_]);
+    struct Waiting {
+      bool checked;
+      int64_t next;
+    } waiting[kMostRanks] = {};
+    uint64_t missing = (exchange_.world == 64 ? 0 : uint64_t(1) << exchange_.world) - 1;
+    missing &= ~(uint64_t(1) << exchange_.rank);
+    Patience patience(exchange_.nanoseconds, exchange_.world);
+    const auto each_missing = [&](const auto& visit) {
+      for (uint64_t left = missing; left; left &= left - 1) visit(std::countr_zero(left));
+    };
+    while (true) {
+      Fault fault = kPending;
+      each_missing([&](int peer) {
+        Tag theirs;
+        if (waiting[peer].checked || fault || !header(peer, theirs)) return;
+        waiting[peer].checked = true;
+        if (!(theirs == exchange_.tag)) fault = fail(kMismatch, peer, theirs);
+      });
+      each_missing([&](int peer) {
+        if (waiting[peer].checked && take(peer, numbers.get() + peer * pairs_, waiting[peer].next))
+          missing &= ~(uint64_t(1) << peer);
+      });
+      for (int peer = 0; peer < exchange_.world && !fault; ++peer)
+        if (gave_up(peer, missing == 0)) fault = fail(kGaveUp, peer);
+      exchange_.report->missing = fault ? 0 : missing;
+      if (fault) return;
+      if (missing == 0) break;
+      const auto beside_peer = [&] {
+        bool any = false;
+        each_missing(
+            [&](int peer) { any |= load(exchange_.arenas[peer]->core) == uint32_t(sched_getcpu()) + 1; });
+        return any;
+      };
+      if (!patience.wait(beside_peer)) return;
+    }
+    // The next push may only be seen after these loads: the peers take it as leave to use this slot again.
+    __atomic_thread_fence(__ATOMIC_ACQ_REL);
+    exchange_.own().epoch = epoch_;
+    for (int64_t i = 0; i < pairs_; ++i)
+      numbers[exchange_.rank * pairs_ + i] = {own_[i < C_ ? i : 2 * C_], own_[i < C_ ? C_ + i : 2 * C_ + 1]};
+    merge(numbers.get());
+  }
+
+ private:
+  const Exchange& exchange_;
+  const A* own_;
+  A* result_;
+  const int64_t C_;
+  const bool moments_;
+  const int64_t pairs_;
+  const uint32_t epoch_;
+
+  const Packet* message(int peer) const { return exchange_.message(exchange_.rank, peer, epoch_); }
+
+  bool header(int peer, Tag& theirs) const {
+    const Packet first = load_packet(message(peer)), second = load_packet(message(peer) + 1);
+    theirs = tag_of(first, second);
+    return arrived(first, epoch_) && arrived(second, epoch_);
+  }
+
+  // Takes what has arrived of a peer's pairs from `next` on; false while some of it is missing.
+  bool take(int peer, Pair<A>* to, int64_t& next) const {
+    constexpr int K = kPairPackets<A>;
+    const Packet* payload = message(peer) + kHeaderPackets;
+    // The last one first: to read behind the writer would take every cache line from it before it is full.
+    if (next == 0 && !arrived(load_packet(payload + pairs_ * K - 1), epoch_)) return false;
+    for (; next < pairs_; ++next) {
+      Packet packets[K];
+      for (int k = 0; k < K; ++k) packets[k] = load_packet(payload + next * K + k);
+      if (!to[next].unpack(epoch_, packets)) return false;
+    }
+    return true;
+  }
+
+  // Whether a peer gave up this exchange; unless that is complete, to give up any is as bad.
+  bool gave_up(int peer, bool complete) const {
+    const uint64_t at = load(exchange_.own().gave_up[peer]);
+    return at >> 32 > exchange_.own().generation && (!complete || uint32_t(at) == epoch_);
+  }
+
+  Fault fail(Fault fault, int peer, const Tag& theirs = {}) const {
+    const int64_t n = 2 * pairs_;
+    std::fill_n(result_, n, std::numeric_limits<A>::quiet_NaN());
+    *exchange_.report = {fault, uint32_t(exchange_.rank), uint32_t(peer), epoch_, exchange_.tag, theirs, 0};
+    return fault;
+  }
+
+  // In rank order and in double, a block of channels at a time: such loops the compiler vectorises.
+  void merge(const Pair<A>* numbers) const {
+    constexpr int64_t kBlock = 256;
+    Joining joining[kMostRanks];
+    double count = 0;
+    for (int rank = 0; rank < exchange_.world && moments_; ++rank) {
+      const double theirs = load_count(&numbers[rank * pairs_ + C_].first);
+      joining[rank] = Joining::of(count, theirs);
+      count += theirs;
+    }
+    for (int64_t begin = 0; begin < C_; begin += kBlock) {
+      const int64_t columns = std::min(kBlock, C_ - begin);
+      double first[kBlock] = {}, second[kBlock] = {};
+      for (int rank = 0; rank < exchange_.world; ++rank) {
+        const Pair<A>* from = numbers + rank * pairs_ + begin;
+        const Joining how = joining[rank];
+        if (moments_)
+          for (int64_t i = 0; i < columns; ++i) how.join(first[i], second[i], from[i].first, from[i].second);
+        else
+          for (int64_t i = 0; i < columns; ++i) first[i] += from[i].first, second[i] += from[i].second;
+      }
+      for (int64_t i = 0; i < columns; ++i) {
+        result_[begin + i] = A(first[i]);
+        result_[C_ + begin + i] = A(second[i]);
+      }
+    }
+    if (moments_) store_count(result_ + 2 * C_, count);
+  }
+};
+
+// f(own, result, C) of the rows of a tensor that an op returns.
+template <class F>
+void with_rows(const Tensor& result, Kind kind, const F& f) {
+  const int64_t n = result.size(result.dim() - 1), C = kind == kMoments ? n / 2 - 1 : n / 2;
+  const auto call = [&]<class A>(A* data) { f(data, kind == kMoments ? data : data + n, C); };
+  is_double(result) ? call(static_cast<double*>(result.data_ptr()))
+                    : call(static_cast<float*>(result.data_ptr()));
+}
+
+}  // namespace
+
+template <class A>
+void share(const Exchange& exchange, const A* own, A* result, int64_t channels) {
+  Sharing<A> sharing(exchange, own, result, channels);
+  sharing.push();
+  sharing.await();
+}
+
+template <class A>
+void await(const Exchange& exchange, const A* own, A* result, int64_t channels) {
+  Sharing<A>(exchange, own, result, channels).await();
+}
+
+template void share(const Exchange&, const float*, float*, int64_t);
+template void share(const Exchange&, const double*, double*, int64_t);
+
+Tensor peer_share(Tensor numbers, Tensor fields) {
+  check_numbers("peer_share", numbers);
+  const Kind kind = kind_of(numbers);
+  const int64_t n = numbers.size(numbers.dim() - 1);
+  const Exchange exchange = exchange_of("peer_share", fields, n, numbers.scalar_type(), kind);
+  Tensor result =
+      kind == kMoments ? torch::stable::new_empty(numbers, {n}) : torch::stable::new_empty(numbers, {2, n});
+  std::memcpy(result.data_ptr(), numbers.data_ptr(), n * (is_double(numbers) ? 8 : 4));
+  with_rows(result, kind, [&]<class A>(A* own, A* merged, int64_t C) { share(exchange, own, merged, C); });
+  return result;
+}
+
+void peer_wait(Tensor result, Tensor fields) {
+  const Kind kind = kind_of(result);
+  require(result.is_contiguous() && (kind == kMoments || (result.dim() == 2 && result.size(0) == 2)),
+          "peer_wait", "result", "has shape ", shape_of(result), "; (2C + 2,) or (2, 2C) expected");
+  check_memory("peer_wait", "result", result);
+  const Exchange exchange =
+      exchange_of("peer_wait", fields, result.size(result.dim() - 1), result.scalar_type(), kind);
+  with_rows(result, kind, [&]<class A>(A* own, A* merged, int64_t C) { await(exchange, own, merged, C); });
+}
+
+void peer_give_up(Tensor fields) {
+  const Exchange exchange = exchange_of("peer_give_up", fields, 2, ScalarType::Float, kMoments);
+  Arena& own = exchange.own();
+  const uint32_t epoch = next_epoch(own.epoch);
+  exchange.report->epoch = epoch;
+  own.abandoned = 1;
+  // Released after every store of the abandoned push, so none of them can land in a later exchange.
+  for (int peer = 0; peer < exchange.world; ++peer)
+    if (peer != exchange.rank)
+      __atomic_store_n(&exchange.arenas[peer]->gave_up[exchange.rank],
+                       generation_at(uint64_t(own.generation) + 1, epoch), __ATOMIC_RELEASE);
+}
+
+}  // namespace fastvit

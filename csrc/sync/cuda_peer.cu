@@ -1,0 +1,61 @@
+// peer_share: an exchange of moments or sums that no other kernel has at hand.
+// Memory   writes and reads 16 bytes per two floats and rank. Bound by latency.
+// Mapping  one block: a thread per pair, and then it waits.
+#include "cuda_peer.cuh"
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include "../cuda/host.h"
+#include "cuda_peer.h"
+#include "handle.h"
+
+namespace fastvit {
+namespace {
+
+template <class A>
+struct ShareKernel {
+  Exchange exchange;
+  const A* numbers;
+  A* result;  // moments [2C + 2], or sums [2][2C]
+  int64_t C;
+  bool moments;
+};
+
+template <class A>
+__global__ void __launch_bounds__(kThreads) share_kernel(const __grid_constant__ ShareKernel<A> args) {
+  const int64_t C = args.C;
+  const Push<A> push(args.exchange);
+  for (int64_t c = threadIdx.x; c < C; c += kThreads) {
+    const A first = args.numbers[c], second = args.numbers[C + c];
+    push.pair(c, first, second);
+    if (!args.moments) args.result[c] = first, args.result[C + c] = second;
+  }
+  __syncthreads();
+  if (args.moments)
+    end_moments(args.exchange, args.result, C, load_count(args.numbers + 2 * C));
+  else
+    end_sums(args.exchange, args.result + 2 * C, C);
+}
+
+}  // namespace
+
+Tensor cuda_peer_share(Tensor numbers, Tensor fields) {
+  peer::check_numbers("peer_share", numbers);
+  const peer::Kind kind = peer::kind_of(numbers);
+  const int64_t n = numbers.size(numbers.dim() - 1);
+  const Exchange exchange = peer::exchange_of("peer_share", fields, n, numbers.scalar_type(), kind);
+  const bool moments = kind == peer::kMoments;
+  Tensor result =
+      moments ? torch::stable::new_empty(numbers, {n}) : torch::stable::new_empty(numbers, {2, n});
+  const Device device(numbers.get_device_index());
+  const auto run = [&]<class A>(const A* own) {
+    const ShareKernel<A> kernel{exchange, own, static_cast<A*>(result.data_ptr()), n / 2 - moments, moments};
+    STD_CUDA_CHECK(launch(share_kernel<A>, {1, device.stream}, kernel));
+  };
+  peer::is_double(numbers) ? run(static_cast<const double*>(numbers.data_ptr()))
+                           : run(static_cast<const float*>(numbers.data_ptr()));
+  return result;
+}
+
+}  // namespace fastvit

@@ -1,0 +1,283 @@
+// The peer protocol between GPUs: what the kernels of an exchange push to their peers' memory, and the one
+// block of a grid that waits for the peers'.
+//
+// Push     never waits. Whoever has a channel's two numbers stores them to every rank, its own included, so
+//          that all ranks are read alike.
+// Wait     by the last block of the grid to finish, which sends the header too: the rest of the GPU is free
+//          for other kernels, those included that the peers' hosts wait for. It polls its own memory, one
+//          channel's ranks in flight together, and merges them in rank order. A wait has an end: a tag that
+//          differs, a rank that gave up, or the timeout, by the GPU's own clock.
+// Fault    What was awaited is NaN then, all of it; the peers are told, and the host, by a report. Until the
+//          ranks have met, exchanges fail at once.
+// Order    Between ranks only packets, whose flags travel with the data; between the blocks of a grid the
+//          counter that elects the last; between the kernels of a rank its stream.
+#pragma once
+
+#include <cmath>
+
+#include "../cuda/block_reduce.cuh"
+#include "../cuda/report.cuh"
+#include "protocol.h"
+
+namespace fastvit {
+
+using peer::Exchange;
+using peer::Fault;
+
+// Ranks whose numbers a thread loads together; of doubles half as many, for want of registers.
+template <class A>
+constexpr int kInFlight = 32 / int(sizeof(A));
+
+// The exchange of a kernel that has one.
+template <bool kShared>
+struct Shares {
+  Exchange exchange;
+};
+template <>
+struct Shares<false> {};
+
+template <class A>
+class Push {
+  const Exchange& exchange;
+  uint32_t epoch = 0;
+
+  template <class At>
+  __device__ __forceinline__ void to_all(const At& store) const {
+    for (int turn = 0; turn < exchange.world; ++turn) {  // begin at oneself: not all at one inbox
+      int peer = exchange.rank + turn;
+      if (peer >= exchange.world) peer -= exchange.world;
+      store(exchange.message(peer, exchange.rank, epoch));
+    }
+  }
+
+ public:
+  __device__ __forceinline__ explicit Push(const Exchange& exchange) : exchange(exchange) {
+    if (!exchange.own().abandoned) epoch = peer::next_epoch(exchange.own().epoch);
+  }
+  __device__ __forceinline__ void pair(int64_t i, A first, A second) const {
+    if (epoch == 0) return;
+    peer::Packet packets[peer::kPairPackets<A>];
+    peer::Pair<A>{first, second}.pack(epoch, packets);
+    to_all([&](peer::Packet* message) {
+#pragma unroll
+      for (int k = 0; k < peer::kPairPackets<A>; ++k)
+        store_packet(message + peer::kHeaderPackets + i * peer::kPairPackets<A> + k, packets[k]);
+    });
+  }
+  __device__ __forceinline__ void header() const {
+    if (epoch == 0) return;
+    to_all([&](peer::Packet* message) {
+      for (int i = 0; i < peer::kHeaderPackets; ++i)
+        store_packet(message + i, header_packet(exchange.tag, i, epoch));
+    });
+  }
+};
+
+// Whether this block, all of whose threads call when their part of the grid's work is done, is the last of
+// `blocks` that do. `counter` is zero before the launch and after it.
+__device__ __forceinline__ bool is_last(unsigned* counter, unsigned blocks) {
+  __shared__ bool last;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    last = atomicAdd(counter, 1u) == blocks - 1;
+    if (last) atomicExch(counter, 0u);
+    __threadfence();
+  }
+  __syncthreads();
+  return last;
+}
+
+// By the last block of a grid, all of whose threads call: the end of an exchange of C channels.
+template <class A>
+class Wait {
+  const Exchange& exchange;
+  const uint64_t begin;
+  const uint32_t epoch, generation;
+  peer::Report& blame;  // of the block, whose `fault` says whether there is one
+  using Packets = peer::Packet[peer::kPairPackets<A>];
+
+  __device__ __forceinline__ peer::Packet* message(int rank) const {
+    return exchange.message(exchange.rank, rank, epoch);
+  }
+  __device__ __forceinline__ peer::Packet* pair(int rank, int64_t i) const {
+    return message(rank) + peer::kHeaderPackets + i * peer::kPairPackets<A>;
+  }
+  __device__ __forceinline__ uint64_t gave_up(int rank) const {
+    return SystemAtomic<uint64_t>(exchange.own().gave_up[rank]).load(cuda::std::memory_order_relaxed);
+  }
+
+  __device__ __forceinline__ bool fail(Fault fault, int rank, const peer::Tag& theirs = {}) const {
+    if (atomicCAS(&blame.fault, 0u, uint32_t(fault)) == 0) {
+      blame.rank = uint32_t(exchange.rank), blame.peer = uint32_t(rank), blame.epoch = epoch;
+      blame.mine = exchange.tag, blame.theirs = theirs;
+    }
+    return false;
+  }
+  // What a thread does whose packets of a rank are not all there: false when it must not wait on.
+  __device__ __forceinline__ bool patient(int rank) const {
+    if (gave_up(rank) >> 32 > generation) return fail(peer::kGaveUp, rank);
+    return globaltimer() - begin <= exchange.nanoseconds || fail(peer::kTimeout, rank);
+  }
+
+  // Waits for a rank's header, and for the count that is pair `i` of moments (none where i < 0).
+  __device__ __forceinline__ bool header(int rank, int64_t i, A (&count)[2]) const {
+    peer::Packet head[peer::kHeaderPackets];
+    Packets packets;
+    uint64_t quit;
+    peer::Pair<A> two{};
+    while (true) {
+      {
+        const LoadedTogether together;
+        for (int k = 0; k < peer::kHeaderPackets; ++k) head[k] = load_packet(message(rank) + k);
+        for (int k = 0; k < peer::kPairPackets<A> && i >= 0; ++k) packets[k] = load_packet(pair(rank, i) + k);
+        quit = gave_up(rank);
+      }
+      if (arrived(head[0], epoch) && arrived(head[1], epoch)) {
+        const peer::Tag theirs = peer::tag_of(head[0], head[1]);
+        if (!same_exchange(theirs, exchange.tag)) return fail(peer::kMismatch, rank, theirs);
+        // A message that is there counts, unless its rank gave up this very exchange.
+        if (quit == peer::generation_at(uint64_t(generation) + 1, epoch)) return fail(peer::kGaveUp, rank);
+        if (i < 0 || two.unpack(epoch, packets)) break;
+      }
+      if (!patient(rank)) return false;
+    }
+    count[0] = two.first, count[1] = two.second;
+    return true;
+  }
+
+  // use(rank, first, second) for pair i of all ranks, in their order.
+  template <class Use>
+  __device__ __forceinline__ bool all_ranks(int64_t i, const Use& use) const {
+    constexpr int kTogether = kInFlight<A>;
+    for (int first = 0; first < exchange.world; first += kTogether) {
+      const int ranks = min(kTogether, exchange.world - first);
+      peer::Pair<A> numbers[kTogether];
+      while (true) {
+        int missing = -1;
+        {
+          Packets packets[kTogether];
+          {
+            const LoadedTogether together;
+#pragma unroll
+            for (int r = 0; r < kTogether; ++r)
+#pragma unroll
+              for (int k = 0; k < peer::kPairPackets<A>; ++k)
+                if (r < ranks) packets[r][k] = load_packet(pair(first + r, i) + k);
+          }
+#pragma unroll
+          for (int r = kTogether - 1; r >= 0; --r)
+            if (r < ranks && !numbers[r].unpack(epoch, packets[r])) missing = first + r;
+        }
+        if (missing < 0) break;
+        if (!patient(missing)) return false;
+      }
+#pragma unroll
+      for (int r = 0; r < kTogether; ++r)
+        if (r < ranks) use(first + r, numbers[r].first, numbers[r].second);
+    }
+    return true;
+  }
+
+  // By all threads: tells the host and the peers, if there is a fault, and ends the exchange.
+  __device__ __forceinline__ bool end(bool good) const {
+    if (!__syncthreads_or(!good)) {
+      if (threadIdx.x == 0) exchange.own().epoch = epoch;
+      return true;
+    }
+    if (threadIdx.x == 0 && blame.fault != peer::kDone) {
+      tell_host(exchange.report, blame);
+      exchange.own().abandoned = 1;
+    }
+    if (int(threadIdx.x) < exchange.world && int(threadIdx.x) != exchange.rank && blame.fault != peer::kDone)
+      SystemAtomic<uint64_t>(exchange.arenas[threadIdx.x]->gave_up[exchange.rank])
+          .store(peer::generation_at(uint64_t(generation) + 1, epoch), cuda::std::memory_order_relaxed);
+    return false;
+  }
+
+  __device__ __forceinline__ bool abandoned() const {
+    const bool before = exchange.own().abandoned;
+    if (threadIdx.x == 0) blame.fault = before ? peer::kDone : peer::kPending;  // done: it was said
+    __syncthreads();
+    return before;
+  }
+
+ public:
+  __device__ __forceinline__ Wait(const Exchange& exchange, peer::Report& blame)
+      : exchange(exchange),
+        begin(globaltimer()),
+        epoch(peer::next_epoch(exchange.own().epoch)),
+        generation(exchange.own().generation),
+        blame(blame) {}
+
+  // `row`, [2C + 2], gets the moments of all ranks. The counts come first: what they make of a rank's numbers
+  // is the same for all channels.
+  __device__ __forceinline__ void moments(A* row, int64_t C, Joining* joining, double* counts) const {
+    bool good = !abandoned();
+    if (const int rank = int(threadIdx.x); good && rank < exchange.world) {
+      A two[2];
+      good = header(rank, C, two);
+      counts[rank] = good ? load_count(two) : 0;
+    }
+    good = !__syncthreads_or(!good);
+    if (const int rank = int(threadIdx.x); good && rank <= exchange.world) {
+      double before = 0;
+      for (int r = 0; r < rank; ++r) before += counts[r];
+      if (rank < exchange.world)
+        joining[rank] = Joining::of(before, counts[rank]);
+      else
+        store_count(row + 2 * C, before);
+    }
+    __syncthreads();
+    for (int64_t c = threadIdx.x; c < C && good; c += kThreads) {
+      double mean = 0, m2 = 0;
+      good = all_ranks(c, [&](int r, A first, A second) { joining[r].join(mean, m2, first, second); });
+      row[c] = A(mean);
+      row[C + c] = A(m2);
+    }
+    if (!end(good))
+      for (int64_t i = threadIdx.x; i < 2 * C + 2; i += kThreads) row[i] = A(NAN);
+  }
+
+  // `row`, [2C], gets the sums of all ranks, added in rank order.
+  __device__ __forceinline__ void sums(A* row, int64_t C) const {
+    bool good = !abandoned();
+    A none[2];
+    if (good && int(threadIdx.x) < exchange.world) good = header(int(threadIdx.x), -1, none);
+    good = !__syncthreads_or(!good);
+    for (int64_t c = threadIdx.x; c < C && good; c += kThreads) {
+      double sums[2] = {0, 0};
+      good = all_ranks(c, [&](int, A first, A second) { sums[0] += first, sums[1] += second; });
+      row[c] = A(sums[0]);
+      row[C + c] = A(sums[1]);
+    }
+    if (!end(good))
+      for (int64_t i = threadIdx.x; i < 2 * C; i += kThreads) row[i] = A(NAN);
+  }
+};
+
+// The last block's part in an exchange of moments, whose count is `count`.
+template <class A>
+__device__ __forceinline__ void end_moments(const Exchange& exchange, A* row, int64_t C, double count) {
+  static_assert(peer::kMostRanks < kThreads);
+  __shared__ peer::Report blame;
+  __shared__ Joining joining[peer::kMostRanks];
+  __shared__ double counts[peer::kMostRanks];
+  if (threadIdx.x == 0) {
+    const Push<A> push(exchange);
+    A two[2];
+    store_count(two, count);
+    push.header();
+    push.pair(C, two[0], two[1]);
+  }
+  Wait<A>(exchange, blame).moments(row, C, joining, counts);
+}
+
+template <class A>
+__device__ __forceinline__ void end_sums(const Exchange& exchange, A* row, int64_t C) {
+  __shared__ peer::Report blame;
+  if (threadIdx.x == 0) Push<A>(exchange).header();
+  Wait<A>(exchange, blame).sums(row, C);
+}
+
+}  // namespace fastvit

@@ -1,0 +1,86 @@
+// A group as Python hands it to an op: the argument `exchange`, a row of int64 on the CPU, which ops only
+// read; what they say of an exchange stands in the Report. Its fields, and
+// Report's and Arena's, are those of the structures in fastvit/sync/protocol.py, in their order.
+#pragma once
+
+#include <cstddef>
+
+#include "../checks.h"
+#include "protocol.h"
+
+namespace fastvit::peer {
+
+struct Handle {
+  int64_t rank, world;
+  int64_t capacity;            // of a message: in packets, or where a collective carries it in numbers
+  int64_t wide;                // a collective's messages are of float64
+  int64_t nanoseconds;         // Exchange
+  int64_t layer, step;         // of the exchange that follows
+  int64_t report;              // address of a Report
+  int64_t arenas[kMostRanks];  // addresses, by rank; as many as there are ranks
+};
+
+inline int64_t arena_bytes(int64_t world, int64_t capacity) {  // arenas may lie one behind the other
+  check_room("peer_bytes", "world", world, capacity);
+  const int64_t bytes = int64_t(sizeof(Arena)) + Inbox{world, capacity}.packets() * int64_t(sizeof(Packet));
+  return (bytes + alignof(Arena) - 1) / alignof(Arena) * alignof(Arena);
+}
+
+inline bool is_double(const Tensor& t) {
+  return t.scalar_type() == ScalarType::Double;
+}
+
+// What an op that shares numbers makes is moments, one row, or sums, a row of this rank's and then one of the
+// group's; what it begins with is this rank's row alone.
+inline Kind kind_of(const Tensor& numbers) {
+  return numbers.dim() == 1 ? kMoments : kSums;
+}
+
+inline void check_numbers(const char* op, const Tensor& numbers) {
+  const int64_t n = numbers.dim() ? numbers.size(numbers.dim() - 1) : 0;
+  require((numbers.scalar_type() == ScalarType::Float || is_double(numbers)) && numbers.is_contiguous() &&
+              (numbers.dim() == 1 || (numbers.dim() == 2 && numbers.size(0) == 1)) && n >= 2 && n % 2 == 0,
+          op, "numbers", "is ", toString(numbers.scalar_type()), " ", shape_of(numbers),
+          "; moments (2C + 2,) or sums (1, 2C) expected, contiguous, float32 or float64");
+  check_memory(op, "numbers", numbers);
+}
+
+constexpr int64_t kFields = offsetof(Handle, arenas) / sizeof(int64_t);
+
+inline const Handle& handle_of(const char* op, const Tensor& fields) {
+  require(fields.scalar_type() == ScalarType::Long && fields.is_contiguous() && fields.is_cpu() &&
+              fields.numel() >= kFields,
+          op, "exchange", "is not a contiguous row of at least ", kFields, " int64 on the CPU");
+  check_memory(op, "exchange", fields);
+  const Handle& handle = *static_cast<const Handle*>(fields.data_ptr());
+  require(handle.world >= 1 && handle.rank >= 0 && handle.rank < handle.world && handle.capacity > 0 &&
+              (fields.numel() == kFields || fields.numel() == kFields + handle.world),
+          op, "exchange", "has rank ", handle.rank, " of ", handle.world, ", capacity ", handle.capacity,
+          ", ", fields.numel(), " numbers");
+  // A collective's capacity is in numbers, and its ranks are any.
+  require(handle.world <= kMostElements && handle.capacity <= int64_t(1) << 31, op, "exchange", "is for ",
+          handle.world, " ranks, capacity ", handle.capacity, "; at most 2^48 and 2^31 expected");
+  return handle;
+}
+
+// The exchange of `n` numbers of `dtype` that an op is given.
+inline Exchange exchange_of(const char* op, const Tensor& fields, int64_t n, ScalarType dtype, Kind kind) {
+  const Handle& handle = handle_of(op, fields);
+  require(fields.numel() > kFields && handle.world <= kMostRanks, op, "exchange", "has ", handle.world,
+          " ranks and no memory in common; at most ", kMostRanks, " with theirs expected");
+  const int64_t words = n * (dtype == ScalarType::Double ? 2 : 1);
+  require(n > 0 && n % 2 == 0 && words / 2 <= handle.capacity, op, "exchange", "takes ", words / 2,
+          " packets of ", n, " numbers; 1 to ", handle.capacity, " expected, the capacity, and pairs");
+  Exchange exchange;
+  exchange.world = int(handle.world);
+  exchange.rank = int(handle.rank);
+  exchange.capacity = handle.capacity;
+  exchange.nanoseconds = uint64_t(handle.nanoseconds);
+  exchange.tag = {uint32_t(handle.layer), uint32_t(handle.step), uint32_t(words),
+                  uint32_t(kind) | (dtype == ScalarType::Double ? uint32_t(kDouble) : 0u)};
+  exchange.report = reinterpret_cast<Report*>(handle.report);
+  for (int64_t r = 0; r < handle.world; ++r) exchange.arenas[r] = reinterpret_cast<Arena*>(handle.arenas[r]);
+  return exchange;
+}
+
+}  // namespace fastvit::peer

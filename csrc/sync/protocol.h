@@ -1,0 +1,176 @@
+// The peer protocol: how ranks that see each other's memory exchange O(C) numbers without a collective.
+// Written once for host and device; what moves the packets stands in cpu_peer.cpp and cuda_peer.cuh.
+//
+// Protocol  Every rank owns an arena: a few words of its own, and an inbox. In exchange `epoch` a rank
+// *pushes*
+//           one message into every rank's inbox, its own included, and never waits for it; then it *polls*
+//           its own inbox, in local memory, until all messages are there, and merges them in rank order. A
+//           message is a header of kHeaderPackets, which carries the tag, and the payload. A packet is 16
+//           bytes {word, epoch, word, epoch}: the flag travels with the data, so a packet is read when its
+//           epoch is the one awaited, and there is no fence, no counter and nothing to reset. Each aligned
+//           half of 8 bytes has a flag of its own: stores of 8 bytes need be atomic, not of 16.
+// Payload   Pairs: the two numbers of channel c, (mean, M2) or the two sums, are pair c, and the count of
+//           moments is the last. So who has a channel's numbers can send or take them alone. A pair of floats
+//           is one packet, of doubles two: fp32 moments are 16 (C + 1) bytes.
+// Slots     A message of epoch e goes into slot e % 2. Whoever pushes e has polled e - 1, so every peer had
+//           pushed e - 1, so every peer had finished polling e - 2: the slot is free. With one slot a fast
+//           rank would write e over e - 1, which its peer, having pushed e - 1 itself, may not have read yet.
+//           This needs what both sides keep: a rank polls an exchange to its end before it pushes the next.
+// Epochs    1, 2, 3, ... in memory that survives graph replay; after 2^32 - 1 comes 2, which keeps the slots
+//           alternating and leaves out 0, the epoch of memory that was never written. A packet can be taken
+//           for a later one only if nobody has written it for 2^32 - 2 exchanges.
+// Tags      {layer, step, words, kind}: compared before the payload is read, as a rank in another layer may
+//           have sent fewer words than are awaited. Each rank compares all tags with its own, so a mismatch
+//           is an error on every rank.
+// Faults    A rank that gives up an exchange (mismatch, timeout, interrupt) writes a Report for its host and
+//           {generation, epoch} into its peers' arenas, who then give up too instead of waiting for their own
+//           timeouts; its numbers are NaN. At their next use the ranks meet, and all go on behind the largest
+//           epoch, so no abandoned packet fits again.
+// Source    The flag inside the data is that of NCCL's LL protocol (NCCL_PROTO in its documentation); buffers
+//           with one writer and one reader: Lamport, "Proving the Correctness of Multiprocess Programs"
+//           (1977). tests/test_peer_model.py enumerates every interleaving of a model of this file.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "../macros.h"
+
+namespace fastvit::peer {
+
+struct alignas(16) Packet {
+  uint32_t word0, epoch0, word1, epoch1;
+};
+
+constexpr int kMostRanks = 64;
+constexpr int kSlots = 2;
+constexpr int64_t kHeaderPackets = 2;  // {layer, step}, {words, kind}
+
+// The first epoch that a fresh, zeroed inbox takes is next_epoch(0).
+FASTVIT_INLINE uint32_t next_epoch(uint32_t epoch) {
+  return epoch == 0xffffffffu ? 2u : epoch + 1u;
+}
+
+// What is in a message, besides its numbers.
+enum Kind : uint32_t {
+  kMoments = 0,  // forward
+  kSums = 1,     // backward
+  kDouble = 2,   // or-ed in: a number is a double, two words, instead of a float
+};
+
+struct Tag {
+  uint32_t layer;  // order in which the group first saw the layer
+  uint32_t step;   // the group's count of forward exchanges; a backward carries that of its forward
+  uint32_t words;  // of payload
+  uint32_t kind;
+};
+
+FASTVIT_INLINE bool operator==(const Tag& a, const Tag& b) {
+  return a.layer == b.layer && a.step == b.step && a.words == b.words && a.kind == b.kind;
+}
+
+// A launch that was captured into a graph has no step of its own, as it may be replayed any number of times:
+// its 0 goes with every step.
+FASTVIT_INLINE bool same_exchange(const Tag& a, const Tag& b) {
+  return a == Tag{b.layer, a.step, b.words, b.kind} && (a.step == b.step || a.step == 0 || b.step == 0);
+}
+
+FASTVIT_INLINE Packet header_packet(const Tag& tag, int64_t i, uint32_t epoch) {
+  return i == 0 ? Packet{tag.layer, epoch, tag.step, epoch} : Packet{tag.words, epoch, tag.kind, epoch};
+}
+
+FASTVIT_INLINE bool arrived(const Packet& packet, uint32_t epoch) {
+  return packet.epoch0 == epoch && packet.epoch1 == epoch;
+}
+
+FASTVIT_INLINE Tag tag_of(const Packet& first, const Packet& second) {
+  return Tag{first.word0, first.word1, second.word0, second.word1};
+}
+
+// Pair i of a message takes kPairPackets packets from kHeaderPackets + i * kPairPackets on.
+template <class A>
+constexpr int kPairPackets = sizeof(A) / 4;
+
+template <class A>
+struct Pair {
+  A first, second;
+
+  FASTVIT_INLINE void pack(uint32_t epoch, Packet (&packets)[kPairPackets<A>]) const {
+    uint32_t words[2 * kPairPackets<A>];
+    memcpy(words, this, sizeof(words));
+    for (int k = 0; k < kPairPackets<A>; ++k)
+      packets[k] = Packet{words[2 * k], epoch, words[2 * k + 1], epoch};
+  }
+  // False if some of it has not arrived.
+  FASTVIT_INLINE bool unpack(uint32_t epoch, const Packet (&packets)[kPairPackets<A>]) {
+    uint32_t words[2 * kPairPackets<A>];
+    bool all = true;
+    for (int k = 0; k < kPairPackets<A>; ++k) {
+      words[2 * k] = packets[k].word0;
+      words[2 * k + 1] = packets[k].word1;
+      all &= arrived(packets[k], epoch);
+    }
+    memcpy(this, words, sizeof(words));
+    return all;
+  }
+};
+
+// Why an exchange ended.
+enum Fault : uint32_t {
+  kPending = 0,   // not ended: on a CPU a slice of waiting is over, and nothing is wrong
+  kDone = 1,      // every message was there
+  kMismatch = 2,  // a peer's tag is another
+  kGaveUp = 3,    // a peer has given up this or an earlier exchange
+  kTimeout = 4,   // a peer's message was not there in time
+};
+
+// What the host needs to say what happened. `peer` is the first that failed; `theirs` is set for kMismatch.
+struct Report {
+  uint32_t fault, rank, peer, epoch;
+  Tag mine, theirs;
+  uint64_t missing;  // where the CPU waits: a bit per rank whose message is not there
+};
+
+// What a rank owns of a group's memory; behind it lies its inbox. All of it is zero at first.
+struct alignas(128) Arena {
+  uint32_t epoch;       // of the last exchange that the rank polled to its end
+  uint32_t generation;  // exchanges given up, as the ranks agreed when they last met
+  uint32_t abandoned;   // not 0: an exchange was given up, and nothing is sent or awaited until they meet
+  uint32_t core;        // of a CPU, that the rank last sent from, plus 1
+  uint64_t process;     // of the rank, where it marks a new arena as its own
+  // By rank, and stored by it, whole: {generation, epoch} of the exchange that it gave up last.
+  uint64_t gave_up[kMostRanks];
+};
+
+FASTVIT_INLINE uint64_t generation_at(uint64_t generation, uint32_t epoch) {
+  return generation << 32 | epoch;
+}
+
+// Where things are in an inbox; all in packets. `capacity` packets are the largest payload.
+struct Inbox {
+  int64_t world, capacity;
+
+  FASTVIT_INLINE int64_t message_packets() const { return kHeaderPackets + capacity; }
+  FASTVIT_INLINE int64_t packets() const { return world * kSlots * message_packets(); }
+  FASTVIT_INLINE int64_t message(int64_t sender, uint32_t epoch) const {
+    return (sender * kSlots + epoch % kSlots) * message_packets();
+  }
+};
+
+// One exchange, as an op gets it: who the ranks are, where their memory is, what the messages are called.
+struct Exchange {
+  int world = 0;  // 0: nothing is exchanged
+  int rank = 0;
+  int64_t capacity = 0;
+  uint64_t nanoseconds = 0;  // of waiting: on a GPU the timeout, on a CPU a slice
+  Tag tag{};
+  Report* report = nullptr;  // in host memory; a GPU sees it too
+  Arena* arenas[kMostRanks] = {};
+
+  FASTVIT_INLINE Arena& own() const { return *arenas[rank]; }
+  FASTVIT_INLINE Packet* message(int receiver, int sender, uint32_t epoch) const {
+    return reinterpret_cast<Packet*>(arenas[receiver] + 1) + Inbox{world, capacity}.message(sender, epoch);
+  }
+};
+
+}  // namespace fastvit::peer

@@ -1,0 +1,114 @@
+"""What Python and C++ share about an exchange: structures of csrc/sync, field by field, and its numbers."""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+MOST_RANKS = 64  # csrc/sync/protocol.h, kMostRanks
+LEAST_PACKETS = 2049  # room for float32 moments of 2048 channels
+STEPS = 2**24  # steps wrap here: float32 holds such numbers exactly
+
+
+class Fault(IntEnum):
+    """Why an exchange ended."""
+
+    PENDING, DONE, MISMATCH, GAVE_UP, TIMEOUT = range(5)
+
+
+class Kind(IntEnum):
+    MOMENTS, SUMS, DOUBLE = range(3)
+
+
+class Tag(NamedTuple):
+    """What ranks compare in every exchange, so that different layers are never mixed."""
+
+    layer: int  # order in which the group first saw the layer
+    step: int  # count of the group's forward exchanges; a backward has that of its forward
+
+
+Describe = Callable[[Tag, str], str]  # what to call an exchange of a tag and a direction
+
+
+class _Words(ctypes.Structure):  # csrc/sync/protocol.h, Tag
+    _fields_ = [(name, ctypes.c_uint32) for name in ("layer", "step", "words", "kind")]
+
+
+class Report(ctypes.Structure):
+    """What an op says about an exchange that failed."""
+
+    _fields_ = [(name, ctypes.c_uint32) for name in ("fault", "rank", "peer", "epoch")]
+    _fields_ += [("mine", _Words), ("theirs", _Words), ("missing", ctypes.c_uint64)]
+
+
+class Arena(ctypes.Structure):
+    """The first fields of what a rank owns of a group's memory."""
+
+    _fields_ = [(name, ctypes.c_uint32) for name in ("epoch", "generation", "abandoned", "core")]
+    _fields_ += [("process", ctypes.c_uint64)]
+
+
+class Handle(ctypes.Structure):
+    """A group as an op gets it, in `exchange`; behind it lie the addresses of the ranks' arenas."""
+
+    _fields_ = [
+        (name, ctypes.c_int64)
+        for name in ("rank", "world", "capacity", "wide", "nanoseconds", "layer", "step", "report")
+    ]
+
+
+_reports: list[Tensor] = []  # never freed: a kernel that is under way when its group ends may still write
+
+
+class Exchange:
+    """The argument `exchange` of the ops, `tensor`, whose fields are `handle`; and the report they write.
+
+    The host looks at the report without waiting for the GPU, so it may see a fault late, never half of one.
+    """
+
+    def __init__(self, rank: int, world: int, on_gpu: bool = False, arenas: Sequence[Tensor] = ()):
+        memory = (ctypes.c_int64 * (len(Handle._fields_) + len(arenas)))()
+        memory[len(Handle._fields_) :] = [arena.data_ptr() for arena in arenas]
+        report = torch.zeros(ctypes.sizeof(Report), dtype=torch.uint8, device="cpu", pin_memory=on_gpu)
+        _reports.append(report)
+        self.report = Report.from_address(report.data_ptr())
+        self.handle = Handle.from_buffer(memory)
+        self.handle.rank, self.handle.world, self.handle.report = rank, world, report.data_ptr()
+        self.tensor = torch.frombuffer(memory, dtype=torch.int64)
+
+    def of(self, tag: Tag) -> Tensor:
+        self.handle.layer, self.handle.step = tag
+        return self.tensor
+
+    def text(self, describe: Describe) -> str:
+        """This rank's own exchange, after a fault."""
+        return _text(self.report.mine, describe)
+
+    def mismatch(self, describe: Describe) -> RuntimeError:
+        report = self.report
+        return RuntimeError(
+            f"rank {report.rank} is in {_text(report.mine, describe)}, but rank {report.peer} in "
+            f"{_text(report.theirs, describe)}: the ranks of a group must run the same layers in the same "
+            "order; did one of them skip a layer, or begin anew after an error of its own?"
+        )
+
+
+def _text(words: _Words, describe: Describe) -> str:
+    return describe(Tag(words.layer, words.step), direction(words.kind))
+
+
+def direction(kind: int) -> str:
+    return "backward" if kind & Kind.SUMS else "forward"
+
+
+def packets(channels: int, dtype: torch.dtype) -> int:
+    """Packets that the moments of a layer take."""
+    return (channels + 1) * dtype.itemsize // 4
+
+
+def room(channels: int, dtype: torch.dtype) -> int:
+    """Packets that memory in common is made for when this layer asks: most layers fit that come later."""
+    return max(LEAST_PACKETS, packets(channels, dtype))

@@ -1,0 +1,109 @@
+"""Ranks killed at random moments: every other one ends in an error, soon, and nothing hangs.
+
+Ranks are forked from one process that has loaded everything, so that a kill costs a fraction of a second.
+"""
+
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+
+import pytest
+
+SOON = 8.0  # seconds; the group's timeout is far longer
+
+
+def _train(rank: int, world: int, store: str, statistics: str, ready: int) -> None:
+    import datetime
+
+    import torch
+    import torch.distributed as dist
+
+    import fastvit
+
+    os.environ["FASTVIT_STATISTICS"] = statistics
+    torch.set_num_threads(1)
+    limit = datetime.timedelta(seconds=120)
+    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=world, timeout=limit)
+    net = torch.nn.Sequential(fastvit.SyncBatchNorm(6), fastvit.InPlaceABNSync(6), fastvit.SyncBatchNorm(6))
+    x = torch.randn(4, 6, 3)
+    net[0](x)  # from here on the ranks know each other's processes; the other layers are agreed on below
+    os.write(ready, b"-")
+    while True:
+        net(x.clone().requires_grad_()).square().sum().backward()
+
+
+def _rank(*arguments) -> int:
+    """A child; its exit status says how it ended."""
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        _train(*arguments)
+    except RuntimeError:  # ValueError, TypeError and the like are faults of the test
+        status = 0
+    finally:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        os._exit(status)
+
+
+def kill_at_random(seed: int) -> str:
+    """What went wrong, or nothing."""
+    choose = random.Random(seed)
+    world, statistics = choose.choice([2, 3]), choose.choice(["peer", "collective"])
+    victim, delay = choose.randrange(world), choose.choice([0.02, 0.2, 0.8]) * choose.random()
+    with tempfile.TemporaryDirectory() as folder:
+        ours, theirs = os.pipe()
+        children = [_rank(rank, world, f"{folder}/store", statistics, theirs) for rank in range(world)]
+        left = dict(enumerate(children))
+        try:
+            for _ in range(world):  # behind torch's own set-up, which waits for the group's timeout
+                os.read(ours, 1)
+            time.sleep(delay)
+            os.kill(left[victim], signal.SIGKILL)
+            os.waitpid(left.pop(victim), 0)
+            deadline = time.monotonic() + SOON
+            while left and time.monotonic() < deadline:
+                for rank, child in list(left.items()):
+                    done, status = os.waitpid(child, os.WNOHANG)
+                    if done:
+                        del left[rank]
+                        if status:
+                            return f"seed {seed}: rank {rank} of {world}, {statistics}: status {status}"
+                time.sleep(0.01)
+            what = f"ranks {sorted(left)} of {world}, {statistics}, wait after {delay:.3f} s"
+            return f"seed {seed}: {what}" if left else ""
+        finally:
+            os.close(ours), os.close(theirs)
+            for child in left.values():
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+
+
+def run(seeds: range) -> list[str]:
+    import subprocess
+
+    command = [sys.executable, __file__, str(seeds.start), str(seeds.stop)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60 + 15 * len(seeds))
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout.splitlines()
+
+
+def test_twenty_kills():
+    assert run(range(20)) == []
+
+
+@pytest.mark.slow
+def test_two_hundred_kills():
+    assert run(range(1000, 1200)) == []
+
+
+if __name__ == "__main__":
+    import fastvit  # noqa: F401  (before the forks)
+
+    for seed in range(*map(int, sys.argv[1:])):
+        if said := kill_at_random(seed):
+            print(said, flush=True)
