@@ -92,7 +92,7 @@ def main() -> None:
     nvcc = find_nvcc()
     if not nvcc:
         sys.exit("nvcc not found: set CUDA_HOME or put it on PATH")
-    sources = sorted(s for s in (ROOT / "csrc/cuda").glob("*.cu") if s.stem != "register")
+    sources = sorted(s for s in (ROOT / "csrc").rglob("*.cu") if s.stem not in ("register", "cuda_ipc"))
     rows = []
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
         jobs = [(source, arch) for arch in options.arch for source in sources]
