@@ -88,7 +88,7 @@ def main() -> None:
     if not toolkit:
         sys.exit(f"nvcc is needed: {why}")
     nvcc = str(toolkit / "bin/nvcc")
-    sources = [source for source in SETUP["cuda_sources"]() if source.stem != "register"]
+    sources = [source for source in SETUP["cuda_sources"]() if source.stem not in ("register", "cuda_ipc")]
     rows = []
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
         jobs = [(source, arch) for arch in options.arch for source in sources]

@@ -137,7 +137,7 @@ class Sharing {
 
   void await() {
     // Not cleared first: a vector would write all of it.
-    const std::unique_ptr<Pair<A>[]> numbers(new Pair<A>[exchange_.world * pairs_]);
+    const std::unique_ptr<A[]> rows(new A[exchange_.world * 2 * pairs_]);
     struct Waiting {
       bool checked;
       int64_t next;
@@ -157,7 +157,7 @@ class Sharing {
         if (!(theirs == exchange_.tag)) fault = fail(kMismatch, peer, theirs);
       });
       each_missing([&](int peer) {
-        if (waiting[peer].checked && take(peer, numbers.get() + peer * pairs_, waiting[peer].next))
+        if (waiting[peer].checked && take(peer, rows.get() + peer * 2 * pairs_, waiting[peer].next))
           missing &= ~(uint64_t(1) << peer);
       });
       for (int peer = 0; peer < exchange_.world && !fault; ++peer)
@@ -176,9 +176,7 @@ class Sharing {
     // The next push may only be seen after these loads: the peers take it as leave to use this slot again.
     __atomic_thread_fence(__ATOMIC_ACQ_REL);
     exchange_.own().epoch = epoch_;
-    for (int64_t i = 0; i < pairs_; ++i)
-      numbers[exchange_.rank * pairs_ + i] = {own_[i < C_ ? i : 2 * C_], own_[i < C_ ? C_ + i : 2 * C_ + 1]};
-    merge(numbers.get());
+    merge(rows.get());
   }
 
  private:
@@ -199,7 +197,7 @@ class Sharing {
   }
 
   // Takes what has arrived of a peer's pairs from `next` on; false while some of it is missing.
-  bool take(int peer, Pair<A>* to, int64_t& next) const {
+  bool take(int peer, A* row, int64_t& next) const {
     constexpr int K = kPairPackets<A>;
     const Packet* payload = message(peer) + kHeaderPackets;
     // The last one first: to read behind the writer would take every cache line from it before it is full.
@@ -207,7 +205,10 @@ class Sharing {
     for (; next < pairs_; ++next) {
       Packet packets[K];
       for (int k = 0; k < K; ++k) packets[k] = load_packet(payload + next * K + k);
-      if (!to[next].unpack(epoch_, packets)) return false;
+      Pair<A> pair;
+      if (!pair.unpack(epoch_, packets)) return false;
+      row[next < C_ ? next : 2 * C_] = pair.first;
+      row[next < C_ ? C_ + next : 2 * C_ + 1] = pair.second;
     }
     return true;
   }
@@ -226,12 +227,13 @@ class Sharing {
   }
 
   // In rank order and in double, a block of channels at a time: such loops the compiler vectorises.
-  void merge(const Pair<A>* numbers) const {
+  void merge(const A* rows) const {
     constexpr int64_t kBlock = 256;
+    const auto row = [&](int rank) { return rank == exchange_.rank ? own_ : rows + rank * 2 * pairs_; };
     Joining joining[kMostRanks];
     double count = 0;
     for (int rank = 0; rank < exchange_.world && moments_; ++rank) {
-      const double theirs = load_count(&numbers[rank * pairs_ + C_].first);
+      const double theirs = load_count(row(rank) + 2 * C_);
       joining[rank] = Joining::of(count, theirs);
       count += theirs;
     }
@@ -239,12 +241,12 @@ class Sharing {
       const int64_t columns = std::min(kBlock, C_ - begin);
       double first[kBlock] = {}, second[kBlock] = {};
       for (int rank = 0; rank < exchange_.world; ++rank) {
-        const Pair<A>* from = numbers + rank * pairs_ + begin;
+        const A *one = row(rank) + begin, *two = one + C_;
         const Joining how = joining[rank];
         if (moments_)
-          for (int64_t i = 0; i < columns; ++i) how.join(first[i], second[i], from[i].first, from[i].second);
+          for (int64_t i = 0; i < columns; ++i) how.join(first[i], second[i], one[i], two[i]);
         else
-          for (int64_t i = 0; i < columns; ++i) first[i] += from[i].first, second[i] += from[i].second;
+          for (int64_t i = 0; i < columns; ++i) first[i] += one[i], second[i] += two[i];
       }
       for (int64_t i = 0; i < columns; ++i) {
         result_[begin + i] = A(first[i]);
