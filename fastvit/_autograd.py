@@ -24,14 +24,14 @@ class BatchNormFunction(torch.autograd.Function):
             moments, tag = shared.moments(x, channel_dim) if training else (None, None)
             y, saved = ops.bn_forward(x, moments, *rest)
         # Without an activation z decides nothing in backward: its gradient is dy itself.
-        ctx.save_for_backward(tag, x, weight, bias, None if activation == "identity" else z, saved)
+        ctx.save_for_backward(x, weight, bias, None if activation == "identity" else z, saved, tag)
         _remember(ctx, shared, training, activation, activation_param, channel_dim)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        tag, x, weight, bias, z, saved = ctx.saved_tensors
+        x, weight, bias, z, saved, tag = ctx.saved_tensors
         wants_x, wants_weight, wants_bias, wants_z = ctx.needs_input_grad[:4]
         rest = (weight, bias, *ctx.activation, ctx.channel_dim)
         dx = dz = None
@@ -64,7 +64,7 @@ class InPlaceABNFunction(torch.autograd.Function):
             moments, tag = shared.moments(x, channel_dim) if training else (None, None)
             saved = ops.abn_forward_(x, moments, *rest)
         ctx.mark_dirty(x)
-        ctx.save_for_backward(tag, x, weight, bias, saved)
+        ctx.save_for_backward(x, weight, bias, saved, tag)
         _remember(ctx, shared, training, activation, activation_param, channel_dim)
         return x
 
@@ -92,7 +92,7 @@ class InvertibleABNFunction(torch.autograd.Function):
             x, moments, weight, bias, running_mean, running_var, num_batches_tracked,
             momentum, eps, activation, activation_param, channel_dim,
         )  # fmt: skip
-        ctx.save_for_backward(tag, y, weight, bias, saved)
+        ctx.save_for_backward(y, weight, bias, saved, tag)
         _remember(ctx, shared, training, activation, activation_param, channel_dim)
         return y
 
@@ -108,7 +108,7 @@ def _remember(ctx, shared, training, activation, activation_param, channel_dim):
 
 
 def _invertible_backward(ctx, dy):
-    tag, y, weight, bias, saved = ctx.saved_tensors
+    y, weight, bias, saved, tag = ctx.saved_tensors
     wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
     rest = (weight, bias, *ctx.activation, ctx.channel_dim)
     dx = None

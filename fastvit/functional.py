@@ -168,11 +168,11 @@ def _batch_norm_act(
     scope = active_scope() if recompute else None
     if scope is None or (z is not None and activation == "identity"):  # which does not save z to rebuild from
         return layer()
-    given = [t is not None for t in (x, weight, bias, z)]
+    given = [t is not None for t in (x, weight, bias, z)] + [True]
 
-    def rebuild(*saved_tensors):
-        *tensors, saved = saved_tensors
-        x, weight, bias, z = (tensors.pop(0) if there else None for there in given)
+    def rebuild(*saved_tensors):  # the last may be the tag of an exchange
+        tensors = iter(saved_tensors)
+        x, weight, bias, z, saved = (next(tensors) if there else None for there in given)
         return ops.bn_apply(x, saved, weight, bias, z, activation, activation_param, channel_dim)
 
     return scope.call(layer, rebuild)
