@@ -12,6 +12,7 @@ from .._norm import next_layer_number
 from . import exporting, tracing
 from .adopted import Adopted, References, adopt, release
 from .plan import MEMORY, Plan, Planner
+from .rebuilding import adopt_blocks
 from .report import LayerReport, Report
 from .runtime import AbsorbedActivation, ConvertedNorm, ConvertedNormSync, ConvertedRoot, Proof
 from .sizes import as_arguments, output_bytes
@@ -76,7 +77,10 @@ def convert(
             plans, traces = planner.plans(exported, settled), traces + exported
     sizes = output_bytes(model, [plan.layer.module for plan in plans], arguments) if arguments else {}
     kinds = {plan.name: type(plan.layer.module).__name__ for plan in plans}
-    _apply(model, [plan for plan in plans if plan.mode != "left"], planner.names, traces)
+    rebuilds = memory in ("auto", "recompute")
+    _apply(model, [plan for plan in plans if plan.mode != "left"], planner.names, traces, rebuilds)
+    if rebuilds:
+        adopt_blocks(model)
     rows = [_row(plan, kinds[plan.name], sizes.get(plan.layer.module)) for plan in plans]
     opaque = [planner.names[module] or type(module).__name__ for module in untraced if _holds_norms(module)]
     return model, Report(rows, opaque)
@@ -95,7 +99,11 @@ def _holds_norms(module: nn.Module) -> bool:
 
 
 def _apply(
-    model: nn.Module, plans: list[Plan], names: dict[nn.Module, str], traces: list[tracing.Trace]
+    model: nn.Module,
+    plans: list[Plan],
+    names: dict[nn.Module, str],
+    traces: list[tracing.Trace],
+    rebuilds: bool,
 ) -> None:
     tokens: dict[nn.Module, str] = {model: uuid.uuid4().hex}
     proven: dict[nn.Module, list[tuple[str, list[nn.Module]]]] = defaultdict(list)
@@ -131,7 +139,6 @@ def _apply(
             _keys=frozenset(key for key, _ in places),
             _in=tuple(name for _, name in places),
         )
-    rebuilds = any(plan.mode == "recompute" for plan in plans)
     for root, token in tokens.items():
         mine = [trace for trace in traces if trace.root is root]
         modes = frozenset(trace.training for trace in mine)

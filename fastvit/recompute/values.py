@@ -1,0 +1,161 @@
+"""Values of a graph, and how they are rebuilt.
+
+A `Value` is what one op made: all of its memory, of which views are parts. It is known to the op's node in
+the autograd graph and holds no tensor: where somebody keeps it for backward it refers to that weakly, and
+where it can be rebuilt it has the op and the values that go into it. What a recipe needs is held by the
+recipe, so all of this dies with the graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.utils.weak import TensorWeakRef
+
+if TYPE_CHECKING:
+    from .saved import Kept, Recipe
+
+
+def _nobody() -> None:
+    return None
+
+
+class Argument:
+    """A tensor that goes into an op: a value, or a view of it."""
+
+    __slots__ = ("value", "views")
+
+    def __init__(self, value: Value, views: tuple[Callable[[Tensor], Tensor], ...] = ()):
+        self.value = value
+        self.views = views
+
+    def tensor(self) -> Tensor:
+        result = self.value.tensor()
+        for view in self.views:
+            result = view(result)
+        return result
+
+
+class Value:
+    """What one op made. `depth` counts the rebuilt tensors that a recipe goes through, `cost` its ops."""
+
+    __slots__ = (
+        "__weakref__", "address", "arguments", "cost", "depth", "function", "geometry", "is_small", "kept",
+        "original", "source", "version", "waiting",
+    )  # fmt: skip
+
+    def __init__(self):
+        self.kept: Callable[[], Kept | None] = _nobody
+        self.function: Callable[..., Tensor] | None = None
+        self.arguments: tuple[Argument, ...] = ()
+        self.depth = self.cost = 0
+        self.is_small = False
+        self.geometry: tuple | None = None  # size, stride and offset of all of it
+        self.source: Callable[[], Source | None] = _nobody
+        self.waiting: list[weakref.ref[Recipe]] | None = None
+        # itself, where it may be alive still
+        self.original: TensorWeakRef | None = None
+        self.version = self.address = 0
+
+    def is_kept(self) -> Kept | None:
+        kept = self.kept()
+        return kept if kept is not None and kept.is_intact() else None
+
+    def may_be_rebuilt(self, deepest: int, costliest: int) -> bool:
+        worth_it = not self.is_small and self.depth <= deepest and self.cost <= costliest
+        return worth_it and self.function is not None
+
+    def made_by(self, function: Callable[..., Tensor], arguments: tuple[Argument, ...]) -> None:
+        self.function, self.arguments = function, arguments
+        self.depth = max((a.value.depth for a in arguments if a.value.kept() is None), default=0)
+        self.cost = 1 + sum(a.value.cost for a in arguments if a.value.kept() is None)
+
+    def gather(self, ingredients: list[Kept]) -> Value | None:
+        """Collects what has to stay alive for this to be rebuilt; or says which value nobody keeps."""
+        kept = self.is_kept()
+        if kept is not None:
+            ingredients.append(kept)
+            return None
+        if self.function is None:
+            return self
+        for argument in self.arguments:
+            missing = argument.value.gather(ingredients)
+            if missing is not None:
+                return missing
+        return None
+
+    def shared(self, ingredients: list[Kept]) -> Source:
+        """The same one for every recipe."""
+        source = self.source()
+        if source is None:
+            source = Source(ingredients)
+            self.source = weakref.ref(source)
+        return source
+
+    def tensor(self) -> Tensor:
+        """All of it: kept by somebody, or alive, or rebuilt for another reader, or rebuilt."""
+        kept = self.kept()
+        if kept is not None and (self.function is None or kept.is_intact()):
+            tensor = kept.unpack()
+            if tensor.numel() and tensor.untyped_storage().nbytes() == 0:
+                raise RuntimeError(
+                    f"recompute_scope: {list(tensor.shape)} from which another tensor is to be rebuilt was "
+                    "freed after the forward (a sharded parameter?); shard whole blocks"
+                )
+            return tensor if self.geometry is None else torch.as_strided(tensor, *self.geometry)
+        source = self.source()
+        if source is not None and source.rebuilt is not None:
+            return source.rebuilt
+        tensor = self._alive()
+        if tensor is None:
+            tensor = self.function(*[argument.tensor() for argument in self.arguments])
+            if self.geometry is not None and tensor.stride() != self.geometry[1]:
+                tensor = torch.empty_strided(
+                    *self.geometry[:2], dtype=tensor.dtype, device=tensor.device
+                ).copy_(tensor)
+        if source is not None and source.unread():
+            source.rebuilt = tensor
+        return tensor
+
+    def _alive(self) -> Tensor | None:
+        tensor = self.original and self.original()
+        if tensor is None or tensor._version != self.version:
+            return None
+        return tensor.detach() if tensor.untyped_storage()._cdata == self.address else None
+
+
+class Source:
+    """What a value is rebuilt from, held by all who have saved it; and the value while some wait for it."""
+
+    __slots__ = ("__weakref__", "ingredients", "readers", "reads", "rebuilt")
+
+    def __init__(self, ingredients: list[Kept]):
+        self.ingredients = ingredients
+        self.readers = self.reads = 0
+        self.rebuilt: Tensor | None = None
+
+    def unread(self) -> bool:
+        return self.reads < self.readers
+
+    def read(self, value: Value) -> Tensor:
+        self.reads += 1
+        tensor = value.tensor()
+        if not self.unread():  # with retain_graph another round follows
+            self.rebuilt, self.reads = None, 0
+        return tensor
+
+
+@contextlib.contextmanager
+def plainly():
+    """The ops of a recipe run as they were recorded, whatever the backward runs in."""
+    with contextlib.ExitStack() as stack:
+        if torch.is_grad_enabled():
+            stack.enter_context(torch.no_grad())
+        if torch._C._is_any_autocast_enabled():
+            stack.enter_context(torch._C._DisableAutocast())
+        yield
