@@ -6,6 +6,7 @@ import weakref
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from .values import Source, Value, plainly
 
@@ -22,6 +23,11 @@ class Kept:
 
     def is_intact(self) -> bool:
         return self.tensor._version == self.version
+
+    def is_freed(self) -> bool:
+        """Whether it is a parameter whose memory somebody has taken away for now, as sharding does."""
+        tensor = self.tensor
+        return type(tensor) is Parameter and tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
 
     def unpack(self) -> Tensor:
         if self.tensor._version != self.version:

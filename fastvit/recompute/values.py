@@ -79,6 +79,8 @@ class Value:
         """Collects what has to stay alive for this to be rebuilt; or says which value nobody keeps."""
         kept = self.is_kept()
         if kept is not None:
+            if kept.is_freed():  # sharded again, as it may be when the recipe is followed
+                return self
             ingredients.append(kept)
             return None
         if self.function is None:
@@ -102,10 +104,10 @@ class Value:
         kept = self.kept()
         if kept is not None and (self.function is None or kept.is_intact()):
             tensor = kept.unpack()
-            if tensor.numel() and tensor.untyped_storage().nbytes() == 0:
+            if kept.is_freed():
                 raise RuntimeError(
-                    f"recompute_scope: {list(tensor.shape)} from which another tensor is to be rebuilt was "
-                    "freed after the forward (a sharded parameter?); shard whole blocks"
+                    f"recompute_scope: a parameter {list(tensor.shape)} that a tensor is rebuilt with is "
+                    "sharded at that time; shard whole blocks"
                 )
             return tensor if self.geometry is None else torch.as_strided(tensor, *self.geometry)
         source = self.source()
