@@ -32,16 +32,20 @@ class _Unknown(Exception):
     pass
 
 
-def value_of(node, like: Tensor | None = None, level: int = 0) -> Value:
-    """The value that `node` made. `like` is all of it, if at hand."""
+def value_of(node, products: bool, like: Tensor | None = None, level: int = 0) -> Value:
+    """The value that `node` made; with `products`, rebuilt by a matrix product too.
+
+    `like` is all of it, if at hand.
+    """
     metadata = node.metadata
     value = metadata.get(KEY)
     if value is None:
         value = metadata[KEY] = Value()
-        rule = _RULES.get(node.name())
+        value.name = node.name()
+        rule = _RULES.get(value.name) or (_PRODUCTS.get(value.name) if products else None)
         if rule is not None and level < _DEEPEST:
             try:
-                value.made_by(*rule(_Node(node, like, level)))
+                value.made_by(*rule(_Node(node, products, like, level)))
             except _Unknown:
                 pass
     return value
@@ -68,8 +72,9 @@ def _signed(number: int) -> int:
 class _Node:
     """A node as its rule reads it."""
 
-    def __init__(self, node, like: Tensor | None, level: int):
+    def __init__(self, node, products: bool, like: Tensor | None, level: int):
         self.node = node
+        self.products = products
         self.like = like
         self.level = level
 
@@ -105,14 +110,14 @@ class _Node:
         node, number = self.node.next_functions[index]
         views = []
         while node is not None and (view := _VIEWS.get(node.name())) is not None:
-            views.append(view(_Node(node, None, self.level), number))
+            views.append(view(_Node(node, self.products, None, self.level), number))
             node, number = node.next_functions[0]
         if node is None or number:
             raise _Unknown
         views = tuple(reversed(views))
         if node.name() == _LEAF:
             return Argument(self.leaf(node.variable), views)
-        return Argument(value_of(node, None, self.level + 1), views)
+        return Argument(value_of(node, self.products, None, self.level + 1), views)
 
     def leaf(self, tensor: Tensor) -> Value:
         """A copy: the op has not saved it, so it may be written to before the backward."""
@@ -282,17 +287,37 @@ def _to_copy(read: _Node) -> Rebuild:
 
 
 def _reshaped(read: _Node) -> Rebuild:
-    """A reshape that copies is a clone and then this."""
-    clone = read.node.next_functions[0][0]
-    if clone is None or clone.name() != "CloneBackward0":
+    """A reshape that copies is a clone and then this; so is a product of more than two dimensions."""
+    source = read.node.next_functions[0][0]
+    if source is None:
         raise _Unknown
     shape = tuple(read.metadata().shape)
-    source = _Node(clone, None, read.level).edge(0)
+    if source.name() == "CloneBackward0":
+        inner = _Node(source, read.products, None, read.level).edge(0)
+        return lambda t: t.contiguous().view(shape), (inner,)
+    if read.products and source.name() in _PRODUCTS:
+        return lambda t: t.view(shape), (read.edge(0),)
+    raise _Unknown
 
-    def copy(t: Tensor) -> Tensor:
-        return t.contiguous().view(shape)
 
-    return copy, (source,)
+def _addmm(read: _Node) -> Rebuild:
+    alpha, beta = read.number("alpha"), read.number("beta")
+    x, weight = read.input("mat1", 1), read.input("mat2", 2)
+    _widens(read, "mat2")
+    return lambda b, x, w: torch.addmm(b, x, w, beta=beta, alpha=alpha), (read.edge(0), x, weight)
+
+
+def _mm(read: _Node) -> Rebuild:
+    x, weight = read.input("self", 0), read.input("mat2", 1)
+    _widens(read, "mat2")
+    return torch.mm, (x, weight)
+
+
+def _widens(read: _Node, weight: str) -> None:
+    """A product is worth its arithmetic where it makes no less than it reads."""
+    packed = getattr(read.node, f"_raw_saved_{weight}").data
+    if type(packed) is not Kept or packed.tensor.shape[0] > packed.tensor.shape[1]:
+        raise _Unknown
 
 
 def _layer_norm(read: _Node) -> Rebuild:
@@ -360,3 +385,5 @@ _RULES: dict[str, Callable[[_Node], Rebuild]] = {
     "UnsafeViewBackward0": _reshaped,
     "ToCopyBackward0": _to_copy,
 }
+
+_PRODUCTS: dict[str, Callable[[_Node], Rebuild]] = {"AddmmBackward0": _addmm, "MmBackward0": _mm}

@@ -35,13 +35,9 @@ from .values import Argument, Value
 
 _autograd = torch._C._autograd
 
-_DEEPEST = 4  # rebuilt tensors that a recipe may go through
-_COSTLIEST = 40  # ops in one recipe
-_SMALLEST = 4096  # bytes that are worth a recipe
-
 
 @contextlib.contextmanager
-def recompute_scope() -> Iterator[None]:
+def recompute_scope(products: bool = False) -> Iterator[None]:
     """Around a forward: what can be rebuilt by little arithmetic leaves no output behind.
 
         with fastvit.recompute_scope():
@@ -50,11 +46,14 @@ def recompute_scope() -> Iterator[None]:
 
     That is the output of BatchNormAct layers with memory="recompute", and of torch's activations, products,
     sums, casts, copies and concatenations, wherever somebody keeps what they are made from. LayerNorms take
-    `fastvit.convert`. The backward may run inside or outside. Gradients have the bits they have without the
-    scope. An output is kept as it would be without when it was written to before it was saved. Scopes nest:
-    the end of an inner one settles what was held because its ingredients might yet be kept. Inside other
-    saved-tensor hooks (non-reentrant checkpointing, save_on_cpu) a scope does nothing: they go on deciding
-    what is kept. Nor does it under torch.compile.
+    `fastvit.convert`. With `products`, the output of a Linear that is no narrower than its input is rebuilt
+    too: about half of what is left, for the time of these matrix products.
+
+    The backward may run inside or outside. Gradients have the bits they have without the scope. An output is
+    kept as it would be without when it was written to before it was saved. Scopes nest: the end of an inner
+    one settles what was held because its ingredients might yet be kept. Inside other saved-tensor hooks
+    (non-reentrant checkpointing, save_on_cpu) a scope does nothing: they go on deciding what is kept. Nor
+    does it under torch.compile.
 
     A write through `tensor.data` or from an op that does not count versions goes unnoticed, as it does
     everywhere in autograd.
@@ -67,7 +66,7 @@ def recompute_scope() -> Iterator[None]:
     if torch.compiler.is_compiling() or not _autograd._saved_tensors_hooks_is_enabled() or _top_hooks():
         yield
         return
-    scope = _Scope()
+    scope = _Scope(products)
     with saved_tensors_hooks(scope.pack, scope.unpack):
         yield
     scope.finish()
@@ -97,7 +96,8 @@ class _Noted:
 class _Scope:
     _SWEEP_AT_LEAST = 64
 
-    def __init__(self):
+    def __init__(self, products: bool):
+        self.products = products
         self._outputs: dict[int, _Noted] = {}  # by the address of y's storage, which `alive` reserves
         self._sweep_at = self._SWEEP_AT_LEAST
         self._recorded: list[Kept | Recipe] | None = None
@@ -136,6 +136,7 @@ class _Scope:
             storage = y.untyped_storage()
             value.original, value.version, value.address = TensorWeakRef(y), y._version, storage._cdata
             value.geometry = (y.size(), y.stride(), y.storage_offset())
+            value.nbytes, value.name = y.nbytes, y.grad_fn.name()
             self._outputs[storage._cdata] = _Noted(y, value)
             if y._base is None and y.output_nr == 0 and y._version == 0:
                 y.grad_fn.metadata[KEY] = value
@@ -159,21 +160,20 @@ class _Scope:
             return None
         if tensor.layout is not torch.strided or torch._C._functorch.peek_interpreter_stack() is not None:
             return None
-        value = value_of(node, base)
+        value = value_of(node, self.products, base)
         if value.original is not None:  # a layer's output that has other memory now
             return None
         if value.geometry is None:
             value.geometry = (base.size(), base.stride(), base.storage_offset())
-            value.is_small = base.nbytes < _SMALLEST
-            value.depth += not value.is_small
+            value.nbytes = base.nbytes
+            value.depth += 1
         return self._choose(value, tensor)
 
     def _choose(self, value: Value, tensor: Tensor) -> Kept | Recipe:
         kept = value.kept()
         if kept is not None and kept.is_intact():  # which keeps all of it
             return Kept(tensor)
-        may_be = value.may_be_rebuilt(_DEEPEST, _COSTLIEST)
-        if not may_be or tensor.is_neg() or tensor.is_conj():
+        if value.against() is not None or tensor.is_neg() or tensor.is_conj():
             kept = Kept(tensor)
             self._is_kept(value, kept)
             return kept

@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from .saved import Kept, Recipe
 
 
+_DEEPEST = 4  # rebuilt tensors that a recipe may go through
+_COSTLIEST = 40  # ops in one recipe
+_SMALLEST = 4096  # bytes that are worth a recipe
+
+
 def _nobody() -> None:
     return None
 
@@ -45,8 +50,8 @@ class Value:
     """What one op made. `depth` counts the rebuilt tensors that a recipe goes through, `cost` its ops."""
 
     __slots__ = (
-        "__weakref__", "address", "arguments", "cost", "depth", "function", "geometry", "is_small", "kept",
-        "original", "source", "version", "waiting",
+        "__weakref__", "address", "arguments", "cost", "depth", "function", "geometry", "kept", "name",
+        "nbytes", "original", "source", "version", "waiting",
     )  # fmt: skip
 
     def __init__(self):
@@ -54,7 +59,8 @@ class Value:
         self.function: Callable[..., Tensor] | None = None
         self.arguments: tuple[Argument, ...] = ()
         self.depth = self.cost = 0
-        self.is_small = False
+        self.name = ""  # of the op, as the graph has it
+        self.nbytes = 0
         self.geometry: tuple | None = None  # size, stride and offset of all of it
         self.source: Callable[[], Source | None] = _nobody
         self.waiting: list[weakref.ref[Recipe]] | None = None
@@ -66,9 +72,15 @@ class Value:
         kept = self.kept()
         return kept if kept is not None and kept.is_intact() else None
 
-    def may_be_rebuilt(self, deepest: int, costliest: int) -> bool:
-        worth_it = not self.is_small and self.depth <= deepest and self.cost <= costliest
-        return worth_it and self.function is not None
+    def against(self) -> str | None:
+        """Why this is not rebuilt whoever keeps what it is made from; None where it may be."""
+        if self.function is None:
+            return f"there is no recipe for what {self.name} makes"
+        if self.nbytes < _SMALLEST:
+            return f"it has less than {_SMALLEST} bytes"
+        if self.depth > _DEEPEST:
+            return f"it would be rebuilt through more than {_DEEPEST} others"
+        return f"it would take more than {_COSTLIEST} ops" if self.cost > _COSTLIEST else None
 
     def made_by(self, function: Callable[..., Tensor], arguments: tuple[Argument, ...]) -> None:
         self.function, self.arguments = function, arguments
