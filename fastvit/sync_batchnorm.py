@@ -1,5 +1,6 @@
 """SyncBatchNorm: batch normalisation over a process group, and converters from and to BatchNorm."""
 
+import contextlib
 import warnings
 
 import torch
@@ -104,6 +105,11 @@ class BatchNorm(_BatchNorm):
 SYNCHRONISED = {InPlaceABN: InPlaceABNSync, BatchNormAct: BatchNormActSync}
 
 
+def _unconverted(layer: nn.Module) -> contextlib.AbstractContextManager:
+    """In it a layer that `fastvit.convert` has changed is what it was; afterwards it is converted again."""
+    return getattr(layer, "_as_it_was", contextlib.nullcontext)()
+
+
 def convert_syncbn_model(
     module: nn.Module,
     process_group: "dist.ProcessGroup | None" = None,
@@ -116,28 +122,34 @@ def convert_syncbn_model(
     fastvit's SyncBatchNorm, and subclasses that use their forward are converted; InPlaceABN becomes
     InPlaceABNSync and BatchNormAct BatchNormActSync; InstanceNorm is not converted. A subclass with a forward
     of its own (timm's BatchNormAct2d, say) keeps its behaviour and is named in a warning. A SyncBatchNorm
-    keeps its process group where `process_group` is None, and its channel_last.
+    keeps its process group where `process_group` is None, and its channel_last. What `fastvit.convert` has
+    made of a layer it stays, with statistics over the group.
 
     A dimension check made by BatchNorm1d/2d/3d is given up: a SyncBatchNorm takes 2 to 5 dimensions.
     """
     left: dict[str, int] = {}
     for layer in module.modules():
-        if synchronised := SYNCHRONISED.get(type(layer)):
-            layer._reverts_to = type(layer)
-            layer.__class__ = synchronised
-            layer.set_group(process_group)
-        if not isinstance(layer, _BatchNorm):
-            continue
-        plain = type(layer).forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward)
-        if not plain or isinstance(layer, nn.modules.lazy.LazyModuleMixin):
-            left[type(layer).__qualname__] = left.get(type(layer).__qualname__, 0) + 1
-            continue
-        if not isinstance(layer, SyncBatchNorm):
-            layer._reverts_to = type(layer)
-            layer.__class__ = SyncBatchNorm
-            layer.fuse_relu = False
-        layer.set_group(process_group or getattr(layer, "process_group", None))
-        layer.channel_last = channel_last or getattr(layer, "channel_last", False)
+        with _unconverted(layer):
+            if synchronised := SYNCHRONISED.get(type(layer)):
+                layer._reverts_to = type(layer)
+                layer.__class__ = synchronised
+                layer.set_group(process_group)
+            if not isinstance(layer, _BatchNorm):
+                continue
+            plain = type(layer).forward in (
+                _BatchNorm.forward,
+                nn.SyncBatchNorm.forward,
+                SyncBatchNorm.forward,
+            )
+            if not plain or isinstance(layer, nn.modules.lazy.LazyModuleMixin):
+                left[type(layer).__qualname__] = left.get(type(layer).__qualname__, 0) + 1
+                continue
+            if not isinstance(layer, SyncBatchNorm):
+                layer._reverts_to = type(layer)
+                layer.__class__ = SyncBatchNorm
+                layer.fuse_relu = False
+            layer.set_group(process_group or getattr(layer, "process_group", None))
+            layer.channel_last = channel_last or getattr(layer, "channel_last", False)
     if left:
         names = ", ".join(f"{name} ({count})" for name, count in sorted(left.items()))
         warnings.warn(
@@ -156,21 +168,22 @@ def revert_syncbn_model(module: nn.Module) -> nn.Module:
     """
     left = []
     for name, layer in module.named_modules():
-        if isinstance(layer, tuple(SYNCHRONISED.values())) and "_reverts_to" in layer.__dict__:
-            delattr(layer, layer.group_attribute)
-            del layer.layer_number
-            layer.__class__ = layer.__dict__.pop("_reverts_to")
-        if not isinstance(layer, SyncBatchNorm):
-            continue
-        original = layer.__dict__.get("_reverts_to")
-        if layer.fuse_relu or (layer.channel_last and original is None):
-            left.append(name or type(layer).__name__)
-            continue
-        if original is not nn.SyncBatchNorm:
-            del layer.process_group
-        for attribute in ("channel_last", "fuse_relu", "layer_number", "_reverts_to"):
-            layer.__dict__.pop(attribute, None)
-        layer.__class__ = original or BatchNorm
+        with _unconverted(layer):
+            if isinstance(layer, tuple(SYNCHRONISED.values())) and "_reverts_to" in layer.__dict__:
+                delattr(layer, layer.group_attribute)
+                del layer.layer_number
+                layer.__class__ = layer.__dict__.pop("_reverts_to")
+            if not isinstance(layer, SyncBatchNorm):
+                continue
+            original = layer.__dict__.get("_reverts_to")
+            if layer.fuse_relu or (layer.channel_last and original is None):
+                left.append(name or type(layer).__name__)
+                continue
+            if original is not nn.SyncBatchNorm:
+                del layer.process_group
+            for attribute in ("channel_last", "fuse_relu", "layer_number", "_reverts_to"):
+                layer.__dict__.pop(attribute, None)
+            layer.__class__ = original or BatchNorm
     if left:
         warnings.warn(
             f"revert_syncbn_model: left as they are, for lack of a BatchNorm: {', '.join(left)}", stacklevel=2

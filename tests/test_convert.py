@@ -152,6 +152,26 @@ def test_verify_knows_what_is_zero_but_for_roundings():
     assert result, result
 
 
+class SetsRequiresGrad(Plain):
+    """As transformers' feature extractors do, for the checkpoints inside."""
+
+    def forward(self, x):
+        x = x[:, :]
+        if self.training:
+            x.requires_grad = True
+        return super().forward(x)
+
+
+def test_verify_of_a_model_that_sets_requires_grad_on_its_input():
+    model = spread(SetsRequiresGrad())
+    result = fastvit.verify(model, images())
+    assert result and "gradient of conv1.weight" in result.differences, result
+    assert "gradient of input 0" not in result.differences
+    fastvit.convert(model)
+    model.bn1.activation = "silu"
+    assert not fastvit.verify(model, images())
+
+
 def test_verify_converts_a_copy():
     model = spread(Plain())
     before = [p.clone() for p in model.parameters()]

@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 from convert_models import spread
+from packages import package
 from timm_families import FAMILIES
 from torch import nn
 
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 
 
 def timm_model(name, **options):
-    timm = pytest.importorskip("timm")
+    timm = package("timm")
     torch.manual_seed(0)
     return spread(timm.create_model(name, **options)).train()
 
@@ -75,7 +76,7 @@ def test_every_family_with_batch_norm(family, record_property):
 
 @pytest.mark.slow
 def test_the_table_names_every_family():
-    timm = pytest.importorskip("timm")
+    timm = package("timm")
     for module in timm.list_modules():
         if module in FAMILIES:
             continue
@@ -90,8 +91,8 @@ def test_the_table_names_every_family():
 
 
 def test_evaluated_model_to_onnx_is_plain():
-    pytest.importorskip("onnxscript")
-    onnxruntime = pytest.importorskip("onnxruntime")
+    package("onnxscript")
+    onnxruntime = package("onnxruntime")
     model, x = timm_model("test_resnet").eval(), torch.randn(2, 3, 64, 64)
     fastvit.convert(model)
     file = io.BytesIO()
@@ -119,8 +120,8 @@ class _PlainReference(nn.Module):
 
 def test_segmentation_models_with_inplace_decoder(monkeypatch):
     """`decoder_use_norm="inplace"` asks for a slope of 0, where mapillary's gradients are wrong by 15x."""
-    smp = pytest.importorskip("segmentation_models_pytorch")
-    layers = pytest.importorskip("fastvit.compat.inplace_abn")
+    smp = package("segmentation_models_pytorch")
+    layers = package("fastvit.compat.inplace_abn")
     monkeypatch.setattr(smp.base.modules, "InPlaceABN", layers.InPlaceABN)
     torch.manual_seed(0)
     model = smp.Unet("resnet18", encoder_weights=None, decoder_use_norm="inplace").double()

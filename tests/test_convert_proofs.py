@@ -113,6 +113,16 @@ def test_children_of_a_layer_that_are_replaced(child, by):
     assert_same(trained(other, x), trained(model, x))
 
 
+def test_a_layer_that_is_the_whole_model():
+    x = images().double()
+    model = spread(LookAlike()).double()
+    other, report = fastvit.convert(copy.deepcopy(model))
+    assert modes(report) == {"": "recompute"} and isinstance(other, fastvit.BatchNormAct)
+    assert_same(trained(copy.deepcopy(other), x), trained(copy.deepcopy(model), x))
+    fastvit.revert(other)
+    assert type(other) is LookAlike and other.__dict__.keys() == model.__dict__.keys()
+
+
 class InStages(Block):
     def __init__(self):
         super().__init__()

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from packages import package
 from training_runs import assert_equal_runs, state_of, train_on_rank, weights_of
 
 from fastvit.memory import live_bytes
@@ -121,7 +122,7 @@ def test_compiled_models_are_left_alone(capsys):
 
 def test_the_norm_of_timm_models():
     assert Config(model="timm/resnet18").norm == "fastvit-sync" and Config().norm == "inplace-abn-sync"
-    pytest.importorskip("timm")
+    package("timm")
     config = Config(model="timm/test_resnet", norm="inplace-abn-sync")
     with pytest.raises(ConfigError, match="--norm inplace-abn-sync is built into .* and --memory auto to sa"):
         model.build_model(config, (3, 32, 32), 10)
@@ -172,7 +173,7 @@ def _in_process(arguments, monkeypatch, directory):
 
 @pytest.mark.parametrize("name", ["test_resnet", "test_efficientnet"])
 def test_timm_models_train(name, tmp_path, monkeypatch, capsys):
-    pytest.importorskip("timm")
+    package("timm")
     threads = torch.get_num_threads()
     start = [
         "--model", f"timm/{name}", "--data", "synthetic", "--image-size", "32", "--synthetic-images", "128",

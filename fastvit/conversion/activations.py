@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from .watch import runs_as
+
 
 @dataclass(frozen=True)
 class Activation:
@@ -62,7 +64,7 @@ _TIMM = {
 
 def of_module(module: nn.Module) -> Activation | None:
     """The activation that `module` is; None for any other. Exact types: a subclass may do something else."""
-    kind = type(module)
+    kind = runs_as(module)
     if kind in _MODULES:
         return _MODULES[kind](module)
     if kind.__module__.startswith("timm.layers.activations"):
@@ -123,5 +125,5 @@ _KEEPS_INPUT_MODULES = (
 def keeps_input(node: fx.Node, module: nn.Module | None) -> bool:
     """Whether the op at `node` saves what it reads, by torch's derivative formulas."""
     if module is not None:
-        return isinstance(module, _KEEPS_INPUT_MODULES)
+        return issubclass(runs_as(module), _KEEPS_INPUT_MODULES)
     return node.target in _KEEPS_INPUT_FUNCTIONS

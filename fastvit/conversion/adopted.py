@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copyreg
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 
 from torch import nn
@@ -18,16 +18,41 @@ from torch.nn.utils import parametrize
 
 
 class Adopted:
-    """What the mixins have in common. `_mixin` and `_original` are set on each class that `adopt` makes."""
+    """What the mixins have in common.
+
+    `_mixin`, `_original` and the forward that this had then are set on each class that `adopt` makes.
+    """
 
     _mixin: type
     _original: type
+    _forward: Callable
 
     def __reduce_ex__(self, protocol):
         made, arguments, *state = super().__reduce_ex__(protocol)
         if made is not copyreg.__newobj__:  # a class that pickles in its own way
             return (made, arguments, *state)
         return (_blank, (self._mixin, self._original), *state)
+
+    @property
+    def qconfig(self) -> object:
+        """torch.ao.quantization's mark. It goes by exact classes, so it would pass over what is converted."""
+        if "qconfig" in self.__dict__:
+            return self.__dict__["qconfig"]
+        raise AttributeError("qconfig")
+
+    @qconfig.setter
+    def qconfig(self, value: object) -> None:
+        if value is not None:
+            raise RuntimeError(
+                f"fastvit.convert: qconfig was set on a converted {self._original.__name__}, but "
+                "torch.ao.quantization finds layers by their exact classes, so it would quantise a converted "
+                "model in other places than the original; fastvit.revert(model) first, and prepare that"
+            )
+        self.__dict__["qconfig"] = value
+
+    @qconfig.deleter
+    def qconfig(self) -> None:
+        self.__dict__.pop("qconfig", None)
 
 
 @cache
@@ -36,8 +61,10 @@ def _class(mixin: type, original: type) -> type:
         "_mixin": mixin,
         "_original": original,
         "__module__": original.__module__,
-        "__qualname__": original.__qualname__,
+        # what tools that look classes up print when they do not find this one
+        "__qualname__": f"{original.__qualname__}.<converted, until fastvit.revert>",
         "__doc__": original.__doc__,
+        "_forward": original.forward,
         # the format that state_dict writes and reads is the original's
         "_version": getattr(original, "_version", 1),
         "_load_from_state_dict": original._load_from_state_dict,
@@ -69,6 +96,7 @@ def _without(kind: type) -> type:
 
 def adopt(module: nn.Module, mixin: type, **attributes: object) -> None:
     """Lets `module` do what `mixin` does, with attributes that `release` takes back."""
+    attributes["_fastvit_before"] = None  # a layer can be the whole model, and is adopted twice then
     before = {name: module.__dict__[name] for name in attributes if name in module.__dict__}
     module.__dict__.update(attributes)
     module.__dict__["_fastvit_before"] = (before, tuple(attributes))
@@ -81,7 +109,7 @@ def adopt(module: nn.Module, mixin: type, **attributes: object) -> None:
 
 def release(module: nn.Module) -> None:
     """Undoes `adopt`."""
-    before, names = module.__dict__.pop("_fastvit_before")
+    before, names = module.__dict__["_fastvit_before"]
     for name in names:
         module.__dict__.pop(name, None)
     module.__dict__.update(before)

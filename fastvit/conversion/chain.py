@@ -8,6 +8,7 @@ from . import activations, residuals
 from .activations import Activation
 from .prove import describe
 from .tracing import Trace, is_permutation, is_reshape
+from .watch import runs_as
 
 
 class Chain:
@@ -47,7 +48,7 @@ class Chain:
             if reader.args[:1] != (value,) or reader.all_input_nodes.count(value) != 1:
                 self.against = f"its output is read by {describe(self.trace, reader)}"
                 return
-            if type(module) is nn.Identity:
+            if runs_as(module) is nn.Identity:
                 self.values.append(reader)
                 continue
             if is_permutation(reader) or (is_reshape(reader, module) and not permuted):

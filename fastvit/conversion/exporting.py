@@ -19,7 +19,8 @@ from torch.utils import _pytree as pytree
 
 from . import activations, layers
 from .sizes import Arguments
-from .tracing import Trace, untouched
+from .tracing import Trace, noting_errors, refuse_swallowed, untouched
+from .watch import runs_as
 
 # The op that is the module's own; BatchNorm counts its batches by another.
 _OPS = {
@@ -37,7 +38,11 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 def trace(model: nn.Module, arguments: Arguments) -> list[Trace]:
     """The graphs of `model` in training and in evaluation; none where it cannot be exported."""
-    traces = []
+    traces: list[Trace] = []
+    if (
+        "forward" in model.__dict__
+    ):  # then it is not the class's that runs, which is where a proof is looked up
+        return traces
     args, kwargs = arguments
     with untouched(model), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -47,8 +52,11 @@ def trace(model: nn.Module, arguments: Arguments) -> list[Trace]:
                 # hooks are the user's, and must not be shown fake tensors
                 module.__dict__.update({kind: OrderedDict() for kind in _HOOKS})
             left = _note_left_tensors(model)
+            errors: list[str] = []
             try:
-                program = torch.export.export(model, args, kwargs, strict=False)
+                with noting_errors(errors):
+                    program = torch.export.export(model, args, kwargs, strict=False)
+                refuse_swallowed(errors)
             except Exception:  # data-dependent control flow, ops without a fake: as many reasons as models
                 continue
             if left:
@@ -129,6 +137,8 @@ class _Rewriter:
 
     @staticmethod
     def _is_one_op(module: nn.Module) -> bool:
+        if runs_as(module) is nn.Module:
+            return layers.find(module) is not None
         of_torch = type(module).__module__.startswith("torch.nn.modules") and not any(module.children())
         return of_torch or activations.of_module(module) is not None or layers.find(module) is not None
 
@@ -145,7 +155,7 @@ class _Rewriter:
 
     def _seen_by(self) -> dict[fx.Node, list[nn.Module]]:
         # an Identity leaves no op behind, so each of them may be the one that passes a tensor on
-        identities = [module for module in self.model.modules() if type(module) is nn.Identity]
+        identities = [module for module in self.model.modules() if runs_as(module) is nn.Identity]
         seen: dict[fx.Node, list[nn.Module]] = defaultdict(list)
         for node in self.graph.nodes:
             made_in = self.stacks.get(node, [])

@@ -13,6 +13,7 @@ from ..inplace_abn import InPlaceABN
 from ..sync_batchnorm import SyncBatchNorm
 from . import activations, tracing
 from .activations import IDENTITY, Activation
+from .watch import runs_as
 
 _PLAIN = (_BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward)
 _TIMM = {"BatchNormAct2d": _NormBase, "SyncBatchNormAct": nn.SyncBatchNorm}
@@ -31,10 +32,6 @@ class Layer:
         """Whether it adds a residual and activates in one pass as it is."""
         return isinstance(self.module, SyncBatchNorm)
 
-    @property
-    def synchronised(self) -> bool:
-        return isinstance(self.module, (nn.SyncBatchNorm, SyncBatchNorm))
-
 
 def find(module: nn.Module) -> Layer | None:
     """What `module` is as a BatchNorm layer; None when it is no BatchNorm at all.
@@ -45,6 +42,8 @@ def find(module: nn.Module) -> Layer | None:
     kind = type(module)
     if isinstance(module, (BatchNormAct, InPlaceABN)):
         return Layer(module, None, f"is a {kind.__name__} already")
+    if (isinstance(module, _BatchNorm) or tracing.is_abn(module)) and runs_as(module) is nn.Module:
+        return Layer(module, None, "its forward, or how it is called, has been replaced")
     if tracing.is_abn(module):
         return _with_own_activation(module, _abn_activation(module))
     if not isinstance(module, _BatchNorm):

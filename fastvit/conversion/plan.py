@@ -28,7 +28,8 @@ class Plan:
     mode: str
     activation: Activation
     reason: str
-    roots: list[nn.Module] = field(default_factory=list)  # the traced modules whose forwards it is proven in
+    # The traced modules in whose forwards it is proven, each with the values of `training` that it is for.
+    roots: dict[nn.Module, set[bool]] = field(default_factory=dict)
     absorbs: list[nn.Module] = field(default_factory=list)  # activation modules that it does the work of
     adds: bool = False  # it adds a residual before
     watched: list[nn.Module] = field(default_factory=list)  # a hook on one of these makes the plan void
@@ -235,8 +236,11 @@ def _left(plan: Plan, reason: str) -> Plan:
     return Plan(plan.name, plan.layer, "left", IDENTITY, reason)
 
 
-def _roots(sites: list[_Site]) -> list[nn.Module]:
-    return list(dict.fromkeys(site.trace.root for site in sites))
+def _roots(sites: list[_Site]) -> dict[nn.Module, set[bool]]:
+    roots: dict[nn.Module, set[bool]] = {}
+    for site in sites:
+        roots.setdefault(site.trace.root, set()).add(site.trace.training)
+    return roots
 
 
 def _kept_outputs(activation: Activation, module: nn.Module | None, sites: list[_Site]) -> int:

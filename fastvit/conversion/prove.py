@@ -13,6 +13,7 @@ from .._arguments import IN_PLACE_ACTIVATIONS, recovery_error
 from . import activations
 from .activations import Activation
 from .tracing import Trace, is_part, is_permutation, is_reshape, overwrites
+from .watch import runs_as
 
 # Ops whose result is a new tensor that their own backward does not need.
 _FRESH_MODULES = (
@@ -47,17 +48,20 @@ def describe(trace: Trace, node: fx.Node) -> str:
 def against_hooks(modules: list[nn.Module], name_of) -> str | None:
     for module in modules:
         if hooked(module):
-            return f"{name_of(module)} has a hook, which would see another tensor"
+            return f"{name_of(module)} has a hook or a forward of its own, which would see another tensor"
     return None
 
 
 def hooked(module: nn.Module) -> bool:
     """Whether somebody listens to what goes into `module`, or comes out, in either direction.
 
+    A forward that was set on the module itself, a timing wrapper say, listens too.
+
     A module compiled by itself counts: what it computes was decided without a look at its neighbours.
     """
     return bool(
-        module._forward_hooks
+        "forward" in module.__dict__
+        or module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
@@ -83,9 +87,8 @@ def shares_memory(node: fx.Node, module: nn.Module | None) -> bool:
 
 def passes_on(module: nn.Module | None) -> bool:
     """Whether `module` returns the very tensor that it is given."""
-    return type(module) is nn.Identity or (
-        isinstance(module, nn.modules.dropout._DropoutNd) and module.p == 0
-    )
+    kind = runs_as(module)
+    return kind is nn.Identity or (issubclass(kind, nn.modules.dropout._DropoutNd) and module.p == 0)
 
 
 def kept_by(trace: Trace, output: fx.Node) -> str | None:
@@ -121,7 +124,7 @@ def against_overwriting(trace: Trace, call: fx.Node, output: fx.Node) -> str | N
 
 def is_fresh(module: nn.Module) -> bool:
     """Whether `module` returns a tensor of its own, which its backward does not need."""
-    return type(module) in _FRESH_MODULES
+    return runs_as(module) in _FRESH_MODULES
 
 
 def calls_fresh(node: fx.Node) -> bool:

@@ -14,6 +14,7 @@ from torch import fx, nn
 
 from . import activations, layers, prove
 from .tracing import Trace, overwrites, reads_metadata
+from .watch import runs_as
 
 _ADDITIONS = frozenset({operator.add, torch.add, "add"})
 _ADDITIONS_IN_PLACE = frozenset({operator.iadd, "add_"})
@@ -37,7 +38,7 @@ def against_adding(
 ) -> str | None:
     """Why the layer whose output is `values[0]` cannot do `addition` and `activation` in one pass."""
     for value in values[1:]:
-        if value is not addition and type(trace.module(value)) is not nn.Identity:
+        if value is not addition and runs_as(trace.module(value)) is not nn.Identity:
             return "there is a view in between"
     node = values[0].next
     while node is not activation:
@@ -110,5 +111,5 @@ def _makes_new(trace: Trace, node: fx.Node) -> bool:
 
 def _is_known(module: nn.Module) -> bool:
     """Whether a trace shows all that `module` does: it is one op, which overwrites only where it says so."""
-    of_torch = type(module).__module__.startswith("torch.nn")
+    of_torch = runs_as(module) is not nn.Module and type(module).__module__.startswith("torch.nn")
     return of_torch or layers.find(module) is not None or activations.of_module(module) is not None

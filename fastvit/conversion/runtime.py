@@ -13,6 +13,7 @@ import contextlib
 import functools
 import inspect
 import threading
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -22,12 +23,15 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.utils import _pytree as pytree
 
 from .. import _library
+from .._norm import next_layer_number
 from ..batch_norm_act import BatchNormAct, BatchNormActSync
 from ..recompute import recompute_scope
+from ..sync_batchnorm import SyncBatchNorm
 from . import prove
-from .adopted import Adopted, References
+from .adopted import Adopted, References, adopt, release
 from .deferred import Deferred
 from .sizes import Arguments
+from .watch import Watch, watched_globally
 
 _MARK = "_fastvit_activated"
 _running = threading.local()
@@ -66,30 +70,40 @@ def _frame(frame: _Frame) -> Iterator[None]:
         frames.pop()
 
 
+@dataclass
+class Proven:
+    """A layer by its key, the modes that it is proven in, and where a hook would see another tensor."""
+
+    key: str
+    modes: frozenset[bool]
+    listened: References
+
+    def is_void(self, training: bool) -> bool:
+        hooked = any(module is None or prove.hooked(module) for module in self.listened)
+        return hooked or training not in self.modes
+
+
 class Proof:
     """What was true when a module was traced, and whether it still is.
 
-    `layers` are the layers proven in its forward by their keys, each with the modules where a hook would see
-    another tensor than before. `modes` are the values of `training` that were traced; `example` is the
-    call that was, where that was one and not all with default arguments. `rebuilds` says whether any layer's
-    output is rebuilt, which needs a scope.
+    `layers` are the layers proven in its forward; `example` is the call that was traced, where that was one
+    and not all with default arguments. `rebuilds` says whether any layer's output is rebuilt, which needs a
+    scope.
     """
 
     def __init__(
         self,
         token: str,
         root: nn.Module,
-        layers: list[tuple[str, list[nn.Module]]],
-        modes: frozenset[bool],
+        layers: list[Proven],
         example: Arguments | None,
         rebuilds: bool,
     ):
         self.token = token
         self.rebuilds = rebuilds
-        self.layers = [(key, References(watched)) for key, watched in layers]
-        self.modes = modes
-        self.modules = References(root.modules())
-        self.children = [(tuple(m._modules.keys()), References(m._modules.values())) for m in root.modules()]
+        self.layers = layers
+        self.watch: Watch | None = None
+        self._told = False
         parameters = list(inspect.signature(type(root).forward).parameters.values())[1:]
         self.arguments = [
             p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
@@ -97,16 +111,39 @@ class Proof:
         self.example = example and self._shapes(*example)
         self.defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
 
-    def void(self, root: nn.Module, args: tuple, kwargs: dict[str, object]) -> frozenset[str]:
-        """The layers for which a call of `root` with these arguments proves nothing."""
-        another = root.training not in self.modes or self._is_another_call(args, kwargs)
-        if another or self._is_another_model() or nn.modules.module._has_any_global_hook():
-            return frozenset(key for key, _ in self.layers)
-        return frozenset(
-            key
-            for key, watched in self.layers
-            if any(module is None or prove.hooked(module) for module in watched)
-        )
+    def begin(self, root: nn.Module) -> None:
+        """Takes `root` for what was traced from now on; once it is complete, converted or copied."""
+        if self.watch is not None:
+            self.watch.record()
+        elif self.layers:
+            self.watch = Watch(root)
+
+    @contextlib.contextmanager
+    def call(self, root: nn.Module, args: tuple, kwargs: dict[str, object]) -> Iterator[None]:
+        """Runs a forward of `root` with these arguments as one that was traced, so far as it is."""
+        seen = not self.layers or watched_globally()
+        changed = None if seen else self.watch.changed()
+        before = None if changed is None else self.watch.differing()
+        if changed is not None and not self._told:
+            self._told = True
+            warnings.warn(
+                f"fastvit.convert: {changed} since {type(root).__name__} was converted, so its layers run as "
+                "they did before, and save no memory; convert the model again",
+                stacklevel=5,
+            )
+        if seen or changed or self._is_another_call(args, kwargs) or self.watch.in_mixed_modes(root.training):
+            void = frozenset(layer.key for layer in self.layers)
+        else:
+            void = frozenset(layer.key for layer in self.layers if layer.is_void(root.training))
+        try:
+            with _frame(_Frame(self.token, void)), self._scope():
+                yield
+        finally:
+            if not seen:
+                self.watch.accept(before)
+
+    def _scope(self) -> contextlib.AbstractContextManager:
+        return recompute_scope() if self.rebuilds else contextlib.nullcontext()
 
     def _shapes(self, args: tuple, kwargs: dict[str, object]) -> object:
         """What an export has followed, rather than values."""
@@ -121,14 +158,6 @@ class Proof:
         if any(value is None and name not in self.defaults for name, value in given.items()):
             return True
         return any(name in given and given[name] is not value for name, value in self.defaults.items())
-
-    def _is_another_model(self) -> bool:
-        return any(
-            parent is None
-            or tuple(parent._modules.keys()) != names
-            or not children.are(parent._modules.values())
-            for parent, (names, children) in zip(self.modules, self.children, strict=True)
-        )
 
 
 class ConvertedRoot(Adopted):
@@ -149,11 +178,15 @@ class ConvertedRoot(Adopted):
             proof = self.__dict__.get("_proof")
             if proof is None or _traced():
                 return original(self, *args, **kwargs)
-            scope = recompute_scope() if proof.rebuilds else contextlib.nullcontext()
-            with _frame(_Frame(proof.token, proof.void(self, args, kwargs))), scope:
+            with proof.call(self, args, kwargs):
                 return original(self, *args, **kwargs)
 
         cls.forward = forward
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        if "_proof" in self.__dict__:
+            self._proof.begin(self)
 
 
 class _ConvertedNorm(Adopted):
@@ -182,6 +215,26 @@ class _ConvertedNorm(Adopted):
     def extra_repr(self) -> str:
         return BatchNormAct.extra_repr(self)
 
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        if self._inside:
+            self._inside.record()
+
+    @contextlib.contextmanager
+    def _as_it_was(self) -> Iterator[None]:
+        """Takes the conversion back for as long as another layer of its kind is made of this one."""
+        conversions = []
+        while isinstance(self, Adopted):
+            _, names = self._fastvit_before
+            conversions.append((self._mixin, {name: self.__dict__[name] for name in names}))
+            release(self)
+        yield
+        for mixin, attributes in reversed(conversions):
+            if issubclass(mixin, _ConvertedNorm):
+                adopt_norm(self, **{name: attributes[name] for name in attributes["_proven"]})
+            else:
+                adopt(self, mixin, **attributes)
+
     def _with_residual(self, x: Tensor, z: Tensor) -> Tensor:
         alone = not self._absorbs and self.memory == "recompute"
         if _traced() or not alone or type(z) is not Tensor or not self._may_run(x):
@@ -197,7 +250,11 @@ class _ConvertedNorm(Adopted):
             return False  # views do not know their base there
         if self._reshaped and not x.is_contiguous():
             return False  # reshaping would copy the output, and the copy would not know who made it
-        if not self._inside.are(self._modules.values()) or any(map(prove.hooked, self._modules.values())):
+        if self._original.forward is not type(self)._forward:
+            return False  # it was patched
+        if getattr(self, "fuse_relu", False) != self._fused_relu:
+            return False
+        if self._inside and (self._inside.changed() or any(map(prove.hooked, self._modules.values()))):
             return False
         if not self._tokens:
             return True
@@ -214,6 +271,26 @@ class ConvertedNorm(_ConvertedNorm, BatchNormAct):
 
 class ConvertedNormSync(_ConvertedNorm, BatchNormActSync):
     pass
+
+
+def adopt_norm(module: nn.Module, **proven: object) -> None:
+    """Converts a layer. `proven` are attributes; those that follow from what the layer is are added."""
+    synchronised = isinstance(module, (nn.SyncBatchNorm, SyncBatchNorm))
+    # what BatchNormAct reads, and mapillary's ABN or torch's SyncBatchNorm does not have
+    read: dict[str, object] = {"track_running_stats": True, "num_batches_tracked": None}
+    if synchronised:
+        read["layer_number"] = next_layer_number()
+    adopt(
+        module,
+        ConvertedNormSync if synchronised else ConvertedNorm,
+        channel_last=getattr(module, "channel_last", False),
+        _ran=False,
+        _inside=Watch(module) if len(module._modules) else None,
+        _fused_relu=getattr(module, "fuse_relu", False),
+        _proven=tuple(proven),
+        **proven,
+        **{name: value for name, value in read.items() if not hasattr(module, name)},
+    )
 
 
 class AbsorbedActivation(Adopted):

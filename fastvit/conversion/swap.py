@@ -8,13 +8,12 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, fx, nn
 
-from .._norm import next_layer_number
 from . import exporting, tracing
 from .adopted import Adopted, References, adopt, release
 from .plan import MEMORY, Plan, Planner
 from .rebuilding import adopt_blocks
 from .report import LayerReport, Report
-from .runtime import AbsorbedActivation, ConvertedNorm, ConvertedNormSync, ConvertedRoot, Proof
+from .runtime import AbsorbedActivation, ConvertedRoot, Proof, Proven, adopt_norm
 from .sizes import as_arguments, output_bytes
 
 
@@ -106,31 +105,26 @@ def _apply(
     rebuilds: bool,
 ) -> None:
     tokens: dict[nn.Module, str] = {model: uuid.uuid4().hex}
-    proven: dict[nn.Module, list[tuple[str, list[nn.Module]]]] = defaultdict(list)
+    proven: dict[nn.Module, list[Proven]] = defaultdict(list)
     absorbed: dict[nn.Module, list[tuple[str, str]]] = defaultdict(list)
     for plan in plans:
         module, key = plan.layer.module, f"{tokens[model]}:{plan.name}"
-        for root in plan.roots:
+        for root, modes in plan.roots.items():
             tokens.setdefault(root, uuid.uuid4().hex)
-            proven[root].append((key, plan.watched))
+            proven[root].append(Proven(key, frozenset(modes), References(plan.watched)))
         for activation in plan.absorbs:
             absorbed[activation].append((key, plan.name))
-        adopt(
+        adopt_norm(
             module,
-            ConvertedNormSync if plan.layer.synchronised else ConvertedNorm,
             activation=plan.activation.name,
             activation_param=plan.activation.param,
             memory=plan.mode,
-            channel_last=getattr(module, "channel_last", False),
             _key=key,
             _tokens=frozenset(tokens[root] for root in plan.roots),
             _absorbs=bool(plan.absorbs),
             _adds=plan.adds,
             _through_views=plan.through_views,
             _reshaped=plan.reshaped,
-            _ran=False,
-            _inside=References(module._modules.values()),
-            **_missing(module, plan.layer.synchronised),
         )
     for activation, places in absorbed.items():
         adopt(
@@ -141,17 +135,10 @@ def _apply(
         )
     for root, token in tokens.items():
         mine = [trace for trace in traces if trace.root is root]
-        modes = frozenset(trace.training for trace in mine)
         example = next((trace.example for trace in mine if trace.example), None)
-        adopt(root, ConvertedRoot, _proof=Proof(token, root, proven[root], modes, example, rebuilds))
-
-
-def _missing(module: nn.Module, synchronised: bool) -> dict[str, object]:
-    """What BatchNormAct reads, and mapillary's ABN or torch's SyncBatchNorm does not have."""
-    read: dict[str, object] = {"track_running_stats": True, "num_batches_tracked": None}
-    if synchronised:
-        read["layer_number"] = next_layer_number()
-    return {name: value for name, value in read.items() if not hasattr(module, name)}
+        adopt(root, ConvertedRoot, _proof=Proof(token, root, proven[root], example, rebuilds))
+    for root in tokens:
+        root._proof.begin(root)
 
 
 def revert(model: nn.Module) -> nn.Module:

@@ -11,6 +11,8 @@ import copy
 import inspect
 import math
 import operator
+import sys
+import types
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -23,6 +25,7 @@ from torch.utils import checkpoint
 
 from . import activations
 from .sizes import Arguments
+from .watch import runs_as
 
 _METADATA_METHODS = frozenset(
     {"size", "dim", "numel", "ndimension", "stride", "is_contiguous", "element_size", "get_device"}
@@ -84,7 +87,7 @@ def reads_metadata(node: fx.Node) -> bool:
 
 
 def is_reshape(node: fx.Node, module: nn.Module | None) -> bool:
-    return type(module) in (nn.Flatten, nn.Unflatten) or _calls(node, _RESHAPES)
+    return runs_as(module) in (nn.Flatten, nn.Unflatten) or _calls(node, _RESHAPES)
 
 
 def is_permutation(node: fx.Node) -> bool:
@@ -137,6 +140,7 @@ class _Tracer(fx.Tracer):
 
     def __init__(self):
         super().__init__(autowrap_modules=(math,))
+        self.errors: list[str] = []  # those that reached code of the model
         self.opaque: list[nn.Module] = []
         self.seen_by: dict[fx.Node, list[nn.Module]] = defaultdict(list)
 
@@ -145,6 +149,7 @@ class _Tracer(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         of_torch = m.__module__.startswith("torch.nn") and not isinstance(m, nn.Sequential)
+        of_torch = of_torch and runs_as(m) is not nn.Module
         return of_torch or isinstance(m, _NormBase) or activations.of_module(m) is not None or is_abn(m)
 
     def call_module(self, m, forward, args, kwargs):
@@ -161,11 +166,14 @@ class _Tracer(fx.Tracer):
         if self.is_leaf_module(m, name):
             return self.create_proxy("call_module", name, args, kwargs)
         last = next(iter(reversed(self.graph.nodes)))
-        stack = dict(self.module_stack)
+        stack, errors = dict(self.module_stack), len(self.errors)
         try:
             # forward and not __call__: hooks are the user's, and must not be shown proxies
-            return super().call_module(m, m.forward, args, kwargs)
+            result = super().call_module(m, m.forward, args, kwargs)
+            refuse_swallowed(self.errors[errors:])
+            return result
         except Exception:  # whatever a forward does with a proxy that it cannot do
+            del self.errors[errors:]
             self._undo(last)
             self.module_stack.clear()
             self.module_stack.update(stack)
@@ -195,6 +203,68 @@ class _Tracer(fx.Tracer):
                 return
             self.seen_by.pop(node, None)
             self.graph.erase_node(node)
+
+
+@contextlib.contextmanager
+def noting_errors(errors: list[str]) -> Iterator[None]:
+    """Collects in `errors` the exceptions that reach code of a model, whether it catches them or not.
+
+    A forward that catches what a stand-in for a tensor cannot do goes another way than it does with tensors.
+    """
+
+    others: set[int] = set()
+
+    def in_function(frame: types.FrameType, event: str, argument: tuple):
+        if event == "exception" and not issubclass(argument[0], _ORDINARY_ERRORS):
+            errors.append(f"{frame.f_code.co_name}: {argument[0].__name__}")
+        return in_function
+
+    def at_call(frame: types.FrameType, event: str, argument: object):
+        if id(frame.f_globals) in others:  # most calls, and this is called for each
+            return None
+        if _module(frame).split(".")[0] in _NOT_MODELS:
+            others.add(id(frame.f_globals))
+            return None
+        caller = frame.f_back
+        while _module(caller) in _PASS_ON:
+            caller = caller.f_back
+        # an import, or torch at its own work, may come to code that is neither torch's nor the model's
+        if getattr(caller, "f_trace", None) is not in_function and not _module(caller).startswith(
+            _CALL_MODELS
+        ):
+            return None
+        frame.f_trace_lines = False
+        return in_function
+
+    before = sys.gettrace()
+    sys.settrace(at_call)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+# how iteration ends, and how it is asked what is there; a stand-in has all attributes
+_ORDINARY_ERRORS = (StopIteration, GeneratorExit, AttributeError, ImportError)
+_NOT_MODELS = {"torch", "fastvit", *sys.stdlib_module_names} - {"__main__"}
+_CALL_MODELS = ("torch.nn.modules.", "torch.fx._symbolic_trace")
+_PASS_ON = {
+    "contextlib",
+    "functools",
+    "torch.utils._contextlib",
+    "torch.amp.autocast_mode",
+    "torch.utils.checkpoint",
+}
+
+
+def _module(frame: types.FrameType | None) -> str:
+    return "" if frame is None else frame.f_globals.get("__name__") or ""
+
+
+def refuse_swallowed(errors: list[str]) -> None:
+    """Ends a trace in which a forward has caught an exception."""
+    if errors:
+        raise NotImplementedError(f"caught in a forward, which went on: {', '.join(errors)}")
 
 
 def an_attribute(value: object) -> None:
@@ -250,7 +320,9 @@ def _trace_in_pieces(
         try:
             if "forward" in root.__dict__ or isinstance(root, (_NormBase, fx.GraphModule)):
                 raise NotImplementedError("its forward is not its class's, or is one op")
-            graph = tracer.trace(root, _defaults(root))
+            with noting_errors(tracer.errors):
+                graph = tracer.trace(root, _defaults(root))
+            refuse_swallowed(tracer.errors)
             tracer.note_held()
         except Exception:
             untraced[root] = None

@@ -53,9 +53,10 @@ def verify(
 ) -> Verification:
     """Runs one training step of the original and of the converted model, and compares all that comes out.
 
-    Outputs, the gradient of every parameter and of every floating-point input, and every buffer; in the
-    modes (training or evaluation) that the modules of `model` are in. `model` itself is not touched: two
-    copies of it run, one reverted and one converted (with `memory`, unless it is converted already).
+    Outputs, the gradient of every parameter and of every floating-point input (of none where the model itself
+    sets requires_grad on what it is given, as some do for checkpointing), and every buffer; in the modes
+    (training or evaluation) that the modules of `model` are in. `model` itself is not touched: two copies of
+    it run, one reverted and one converted (with `memory`, unless it is converted already).
 
     Args:
         inputs: a tensor, a tuple of arguments or a dict of keyword arguments.
@@ -68,12 +69,22 @@ def verify(
     Returns a `Verification`: true when all are within the limit, and prints what differs.
     """
     arguments = as_arguments(inputs)
-    original, converted = revert(copy.deepcopy(model)), copy.deepcopy(model)
-    if not any(isinstance(module, Adopted) for module in model.modules()):
-        converted, _ = convert(converted, memory, inputs)
-    if dtype is not None:
-        original, converted = original.to(dtype), converted.to(dtype)
-    want, got = (_step(m, arguments, dtype) for m in (original, converted))
+
+    def both(inputs_require_grad: bool) -> list[dict[str, Tensor]]:
+        original, converted = revert(copy.deepcopy(model)), copy.deepcopy(model)
+        if not any(isinstance(module, Adopted) for module in model.modules()):
+            converted, _ = convert(converted, memory, inputs)
+        if dtype is not None:
+            original, converted = original.to(dtype), converted.to(dtype)
+        return [_step(m, arguments, dtype, inputs_require_grad) for m in (original, converted)]
+
+    try:
+        want, got = both(inputs_require_grad=True)
+    except RuntimeError as error:
+        if "requires_grad flags of leaf" not in str(error):
+            raise
+        # the model sets requires_grad on what it is given, which only a leaf allows
+        want, got = both(inputs_require_grad=False)
     largest = {kind: _largest(want, kind) for kind in _WITHOUT_SCALE}
     differences = {}
     for name in want.keys() | got.keys():
@@ -98,10 +109,12 @@ def _largest(tensors: dict[str, Tensor], kind: str) -> float:
     return max((value for value in values if math.isfinite(value)), default=0.0)
 
 
-def _step(model: nn.Module, arguments: Arguments, dtype: torch.dtype | None) -> dict[str, Tensor]:
+def _step(
+    model: nn.Module, arguments: Arguments, dtype: torch.dtype | None, inputs_require_grad: bool
+) -> dict[str, Tensor]:
     """Everything that one forward and backward leaves, by name."""
     model.zero_grad(set_to_none=True)
-    leaves = pytree.tree_map_only(Tensor, lambda t: _leaf(t, dtype), arguments)
+    leaves = pytree.tree_map_only(Tensor, lambda t: _leaf(t, dtype, inputs_require_grad), arguments)
     # results of an op and not leaves, so that a model may overwrite what it is given where the original does
     args, kwargs = given = pytree.tree_map_only(Tensor, torch.clone, leaves)
     devices = sorted({p.device.index for p in model.parameters() if p.is_cuda})
@@ -124,9 +137,9 @@ def _step(model: nn.Module, arguments: Arguments, dtype: torch.dtype | None) -> 
     return result | {f"buffer {name}": b.detach() for name, b in model.named_buffers()}
 
 
-def _leaf(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+def _leaf(tensor: Tensor, dtype: torch.dtype | None, requires_grad: bool) -> Tensor:
     copied = tensor.detach().clone()
-    return copied.to(dtype).requires_grad_() if copied.is_floating_point() else copied
+    return copied.to(dtype).requires_grad_(requires_grad) if copied.is_floating_point() else copied
 
 
 def _tensors(values: object) -> list[Tensor]:
