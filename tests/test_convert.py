@@ -108,7 +108,9 @@ def test_converting_again_replaces_the_conversion():
 
 
 def test_what_is_refused():
-    with pytest.raises(ValueError, match="memory is 'half'; one of auto, recompute, inplace, keep expected"):
+    with pytest.raises(
+        ValueError, match="memory is 'half'; one of auto, gemm, recompute, inplace, keep expected"
+    ):
         fastvit.convert(Plain(), "half")
     with pytest.raises(ValueError, match="GraphModule"):
         fastvit.convert(torch.fx.symbolic_trace(Plain()))

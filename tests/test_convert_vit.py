@@ -42,6 +42,15 @@ def test_autocast_keeps_less():
     assert after < 0.68 * before, after / before
 
 
+@pytest.mark.parametrize("block", ["plain", "rope, SwiGLU", "convnext", "separate, quick gelu"])
+def test_matrix_products_on_demand(block):
+    eager, x = Model(BLOCKS[block][0]), patches(16)
+    model = converted(copy.deepcopy(eager), "gemm")
+    for context in CONTEXTS.values():
+        assert not differing(step(model, x, context), step(eager, x, context))
+    assert kept(model, x) < 0.42 * kept(eager, x)
+
+
 def test_a_block_alone_and_features():
     eager, x = Model(), patches(16)
     model = converted(copy.deepcopy(eager))

@@ -16,7 +16,7 @@ from .chain import Chain
 from .layers import Layer
 from .tracing import Trace
 
-MEMORY = ("auto", "recompute", "inplace", "keep")
+MEMORY = ("auto", "gemm", "recompute", "inplace", "keep")
 
 
 @dataclass
@@ -64,7 +64,7 @@ class Planner:
     def __init__(self, model: nn.Module, memory: str):
         self.model = model
         self.names = {module: name for name, module in model.named_modules()}
-        self.memory = memory
+        self.memory = "auto" if memory == "gemm" else memory  # which differ in other layers alone
         self._rebuilt: set[fx.Node] = set()  # values that backward finds as a recipe
 
     def plans(self, traces: list[Trace], settled: Mapping[str, Plan] = MappingProxyType({})) -> list[Plan]:

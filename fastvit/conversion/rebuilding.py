@@ -63,20 +63,18 @@ class RebuiltBlock(_KeepsForward):
     """A block that opens a scope, so that it saves memory whoever calls it."""
 
     def _run(self, original, args, kwargs):
-        with recompute_scope():
+        with recompute_scope(self._products):
             return original(self, *args, **kwargs)
 
 
-def adopt_blocks(model: nn.Module) -> None:
+def adopt_blocks(model: nn.Module, products: bool) -> None:
     """Lets the normalisations of `model` tell their eps, and its blocks open scopes."""
     norms = {module: names for module in model.modules() if (names := _eps_names(module))}
-    blocks = [module for module in model.modules() if _is_block(module, norms)]
+    blocks = [module for module in model.modules() if module is not model and _is_block(module, norms)]
     for module, names in norms.items():
-        if not isinstance(module, Adopted):
-            adopt(module, RebuiltNorm, _eps=names, _known=type(module).forward)
+        adopt(module, RebuiltNorm, _eps=names, _known=type(module).forward)
     for module in blocks:
-        if not isinstance(module, Adopted):
-            adopt(module, RebuiltBlock)
+        adopt(module, RebuiltBlock, _products=products)
 
 
 def _is_block(module: nn.Module, norms: dict[nn.Module, tuple[str, ...]]) -> bool:

@@ -87,8 +87,8 @@ class Proof:
     """What was true when a module was traced, and whether it still is.
 
     `layers` are the layers proven in its forward; `example` is the call that was traced, where that was one
-    and not all with default arguments. `rebuilds` says whether any layer's output is rebuilt, which needs a
-    scope.
+    and not all with default arguments. `rebuilds` says whether its forward opens a scope in which outputs are
+    rebuilt, and `products` whether by matrix products too.
     """
 
     def __init__(
@@ -98,9 +98,10 @@ class Proof:
         layers: list[Proven],
         example: Arguments | None,
         rebuilds: bool,
+        products: bool,
     ):
         self.token = token
-        self.rebuilds = rebuilds
+        self.rebuilds, self.products = rebuilds, products
         self.layers = layers
         self.watch: Watch | None = None
         self._told = False
@@ -143,7 +144,7 @@ class Proof:
                 self.watch.accept(before)
 
     def _scope(self) -> contextlib.AbstractContextManager:
-        return recompute_scope() if self.rebuilds else contextlib.nullcontext()
+        return recompute_scope(self.products) if self.rebuilds else contextlib.nullcontext()
 
     def _shapes(self, args: tuple, kwargs: dict[str, object]) -> object:
         """What an export has followed, rather than values."""

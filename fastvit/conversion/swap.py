@@ -16,28 +16,39 @@ from .report import LayerReport, Report
 from .runtime import AbsorbedActivation, ConvertedRoot, Proof, Proven, adopt_norm
 from .sizes import as_arguments, output_bytes
 
+_REBUILDS = ("auto", "gemm", "recompute")
+
 
 def convert(
     model: nn.Module,
     memory: str = "auto",
     example_inputs: Tensor | Sequence | Mapping | None = None,
 ) -> tuple[nn.Module, Report]:
-    """Swaps BatchNorm, and the activation after it, for `BatchNormAct` wherever that is proven safe.
+    """Lets a model keep less for backward: BatchNorm and its activation become one layer wherever that is
+    proven safe, and outputs of LayerNorms, activations, gates and the like are rebuilt, to the same bits.
 
     Args:
         model: changed in place. Layers stay the objects they are, in a class derived from the one they had:
             parameters, buffers, state_dict, hooks, requires_grad and training flags are untouched, and
-            optimizers built before stay valid. No forward is rewritten.
-        memory: "auto" overwrites the layer's input where that is proven safe and the activation can be
-            inverted, and rebuilds the output elsewhere. "recompute" always rebuilds, to the same bits.
-            "inplace" converts only what may be overwritten. "keep" fuses without saving memory.
+            optimizers built before stay valid. No forward is rewritten, and no Linear touched.
+        memory: "auto" overwrites a BatchNorm's input where that is proven safe and the activation can be
+            inverted, and rebuilds what takes no matrix product elsewhere. "gemm" rebuilds the output of
+            Linears too that are no narrower than their input: less still, for more time. "recompute" is
+            "auto" without overwriting. "inplace" converts only what may be overwritten. "keep" fuses
+            BatchNorm and activation without saving memory.
         example_inputs: what forward takes (a tensor, a tuple of arguments or a dict of keyword arguments).
             Run once through the model in evaluation, for the sizes in the report.
 
     Returns the model, and a `Report` that prints as a table: per layer its mode, the reason, and the bytes
     that training keeps less for backward.
 
-    What is found: torch's BatchNorm1d/2d/3d and SyncBatchNorm, fastvit's SyncBatchNorm, timm's
+    Outputs that are rebuilt: of LayerNorm, RMSNorm and modules that are one of them, GELU, SiLU and other
+    activations, products (gates, LayerScale), sums, casts, concatenations, rolls and copies, wherever what
+    they are made from is kept anyhow. How they were made is read from autograd's graph as the forward runs,
+    whatever the model is, and the same op makes them again; `fastvit.recompute_scope` tells more. The model
+    and each of its blocks do so when they are called.
+
+    BatchNorms that are found: torch's BatchNorm1d/2d/3d and SyncBatchNorm, fastvit's SyncBatchNorm, timm's
     BatchNormAct2d and mapillary's ABN; an activation module that reads the layer's output alone, through
     views and Identity; the addition of a residual in between, where nothing else runs between the three and
     somebody keeps the residual for backward anyhow. A layer that an activation function follows is rebuilt by
@@ -76,10 +87,9 @@ def convert(
             plans, traces = planner.plans(exported, settled), traces + exported
     sizes = output_bytes(model, [plan.layer.module for plan in plans], arguments) if arguments else {}
     kinds = {plan.name: type(plan.layer.module).__name__ for plan in plans}
-    rebuilds = memory in ("auto", "recompute")
-    _apply(model, [plan for plan in plans if plan.mode != "left"], planner.names, traces, rebuilds)
-    if rebuilds:
-        adopt_blocks(model)
+    if memory in _REBUILDS:
+        adopt_blocks(model, memory == "gemm")
+    _apply(model, [plan for plan in plans if plan.mode != "left"], planner.names, traces, memory)
     rows = [_row(plan, kinds[plan.name], sizes.get(plan.layer.module)) for plan in plans]
     opaque = [planner.names[module] or type(module).__name__ for module in untraced if _holds_norms(module)]
     return model, Report(rows, opaque)
@@ -102,7 +112,7 @@ def _apply(
     plans: list[Plan],
     names: dict[nn.Module, str],
     traces: list[tracing.Trace],
-    rebuilds: bool,
+    memory: str,
 ) -> None:
     tokens: dict[nn.Module, str] = {model: uuid.uuid4().hex}
     proven: dict[nn.Module, list[Proven]] = defaultdict(list)
@@ -136,7 +146,8 @@ def _apply(
     for root, token in tokens.items():
         mine = [trace for trace in traces if trace.root is root]
         example = next((trace.example for trace in mine if trace.example), None)
-        adopt(root, ConvertedRoot, _proof=Proof(token, root, proven[root], example, rebuilds))
+        proof = Proof(token, root, proven[root], example, memory in _REBUILDS, memory == "gemm")
+        adopt(root, ConvertedRoot, _proof=proof)
     for root in tokens:
         root._proof.begin(root)
 
