@@ -3,7 +3,8 @@
 Contenders: the model as it is; converted; converted with memory="gemm"; each block checkpointed, where the
 model offers that; and the partitioner of torch.compile, which may recompute what it likes. Kept are the
 allocator's live bytes before and after one training forward; the peak is that of a whole step, over what is
-alive before it and without the gradients of weights. Whether the gradients have the eager model's bits is compared, not assumed.
+alive before it and without the gradients of weights. Whether the gradients have the eager model's bits is
+compared, not assumed.
 
     python benchmarks/bench_convert.py [--models vits|norms|vit_small_patch16_224,torchvision:vit_b_16]
                                        [--precision fp32|bf16] [--batch 8] [--threads 2] [--repeats 7]

@@ -40,7 +40,7 @@ def peak_bytes(work: Callable[[], object], device: str | torch.device = "cpu") -
 
 
 def _changes(work: Callable[[], object]) -> tuple[list[int], object]:
-    """Bytes that torch's allocator on the CPU has handed out (taken back: negative) in order; and the result."""
+    """Bytes that torch's allocator on the CPU hands out (takes back: negative) in order; and the result."""
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU],
         profile_memory=True,

@@ -9,6 +9,7 @@ adopted.py, runtime.py      how a module changes without ceasing to be what it w
 deferred.py                 an output that waits for its residual and its activation
 swap.py                     convert and revert
 report.py, sizes.py         what was done, and what it saves
+calls.py, untouched.py      how a forward is called for a look at it, and how nothing of that stays
 verification.py             whether it was right
 """
 

@@ -7,8 +7,13 @@ elsewhere.
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import threading
 import warnings
 from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Mapping
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +23,9 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _pytree as pytree
 
 from . import activations, layers
-from .sizes import Arguments
-from .tracing import Trace, noting_errors, refuse_swallowed, untouched
+from .calls import Arguments, Signature
+from .tracing import Trace, noting_errors, refuse_swallowed
+from .untouched import untouched
 from .watch import runs_as
 
 # The op that is the module's own; BatchNorm counts its batches by another.
@@ -44,8 +50,8 @@ def trace(model: nn.Module, arguments: Arguments) -> list[Trace]:
     ):  # then it is not the class's that runs, which is where a proof is looked up
         return traces
     args, kwargs = arguments
-    with untouched(model), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    constants = Signature(type(model).forward).constants(args, kwargs)
+    with untouched(model), _quiet():
         for training in (True, False):
             for module in model.modules():
                 module.__dict__["training"] = training
@@ -61,9 +67,29 @@ def trace(model: nn.Module, arguments: Arguments) -> list[Trace]:
                 continue
             if left:
                 continue
-            traces.append(_Rewriter(model, training, program.graph).trace())
+            traces.append(_Rewriter(model, training, program.graph, constants).trace())
             traces[-1].example = arguments
     return traces
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """What torch's exporter logs, warns of and prints is not shown, unlike what the model's own code does."""
+    here = threading.get_ident()
+
+    def of_another_thread(record: logging.LogRecord) -> bool:
+        return record.thread != here
+
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", module=r"(torch|fastvit|contextlib)(\.|$)")
+        # it prints the graph up to an error, whoever catches that
+        undo.enter_context(mock.patch("torch.export._trace.print", lambda *_, **__: None, create=True))
+        for name in list(logging.root.manager.loggerDict):
+            if name.split(".")[0] == "torch":
+                logging.getLogger(name).addFilter(of_another_thread)
+                undo.callback(logging.getLogger(name).removeFilter, of_another_thread)
+        yield
 
 
 def _note_left_tensors(model: nn.Module) -> list[object]:
@@ -89,7 +115,8 @@ def _note_left_tensors(model: nn.Module) -> list[object]:
 
 
 class _Rewriter:
-    def __init__(self, model: nn.Module, training: bool, exported: fx.Graph):
+    def __init__(self, model: nn.Module, training: bool, exported: fx.Graph, constants: Mapping[str, object]):
+        self.constants = constants
         self.model = model
         self.training = training
         self.exported = exported
@@ -100,7 +127,7 @@ class _Rewriter:
     def trace(self) -> Trace:
         for node in self.exported.nodes:
             self._rewrite(node)
-        return Trace(self.model, self.training, self.graph, self._seen_by())
+        return Trace(self.model, self.training, self.graph, self._seen_by(), self.constants)
 
     def _rewrite(self, node: fx.Node) -> None:
         if node.op == "placeholder":

@@ -141,6 +141,8 @@ def against_inverting(
         return f"{activation} cannot be inverted"
     if weight is None:
         return None
+    if weight.is_meta:
+        return "its weight is on the meta device, and may become as small as it likes"
     gamma = weight.detach().double().abs()
     if not bool((gamma >= _SMALLEST_WEIGHT).all()):
         return f"|weight| is as small as {gamma.min().item():.3g}"

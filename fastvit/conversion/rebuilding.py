@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 from ..recompute import recompute_scope, remember_eps
 from .adopted import Adopted, adopt
 from .runtime import _traced
-from .tracing import untouched
+from .untouched import untouched
 
 _PLAIN = (nn.LayerNorm.forward, nn.RMSNorm.forward)
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)

@@ -11,7 +11,8 @@ class LayerReport:
     """One layer. `mode` is "inplace", "recompute", "keep" or "left".
 
     `kept_bytes` is what the layer and its activation keep for backward as they are, `saved_bytes` how much
-    less that is than before; both None where sizes are unknown, for lack of example inputs.
+    less that is than before, in tensors of the output's size by what the trace tells; both None where sizes
+    are unknown, for lack of example inputs.
     """
 
     name: str
@@ -25,10 +26,16 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class Report:
-    """The rows of a conversion. Prints as a table; `saved_bytes` is what one training forward keeps less."""
+    """The rows of a conversion. Prints as a table; `saved_bytes` is what one training forward keeps less.
+
+    That is measured with the example inputs, while the rows count tensors by what the trace tells. Where it
+    could not be measured it is the sum of the rows, and `estimated` says why.
+    """
 
     layers: list[LayerReport]
     untraced: list[str] = field(default_factory=list)  # modules whose own forward could not be traced
+    measured_bytes: int | None = None
+    estimated: str = ""
 
     @property
     def converted(self) -> list[LayerReport]:
@@ -40,7 +47,9 @@ class Report:
 
     @property
     def saved_bytes(self) -> int | None:
-        """Summed over the layers; None where sizes are unknown."""
+        """Measured, or else summed over the layers; None where sizes are unknown."""
+        if self.measured_bytes is not None:
+            return self.measured_bytes
         known = [layer.saved_bytes for layer in self.layers if layer.saved_bytes is not None]
         return sum(known) if known else None
 
@@ -82,7 +91,10 @@ class Report:
         counts = (
             ", ".join(f"{count} {mode}" for mode, count in sorted(modes.items())) or "no BatchNorm layers"
         )
-        saved = f"; {_bytes(self.saved_bytes)} less kept for backward" if self.saved_bytes is not None else ""
+        saved = ""
+        if self.saved_bytes is not None:
+            how = f"estimated: {self.estimated}" if self.measured_bytes is None else "measured"
+            saved = f"; {_bytes(self.saved_bytes)} less kept for backward ({how})"
         opaque = f"; not traced: {', '.join(self.untraced)}" if self.untraced else ""
         return counts + saved + opaque
 

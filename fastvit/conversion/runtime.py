@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -29,8 +28,8 @@ from ..recompute import recompute_scope
 from ..sync_batchnorm import SyncBatchNorm
 from . import prove
 from .adopted import Adopted, References, adopt, release
+from .calls import Arguments, Signature, same_value
 from .deferred import Deferred
-from .sizes import Arguments
 from .watch import Watch, watched_globally
 
 _MARK = "_fastvit_activated"
@@ -86,9 +85,9 @@ class Proven:
 class Proof:
     """What was true when a module was traced, and whether it still is.
 
-    `layers` are the layers proven in its forward; `example` is the call that was traced, where that was one
-    and not all with default arguments. `rebuilds` says whether its forward opens a scope in which outputs are
-    rebuilt, and `products` whether by matrix products too.
+    `layers` are the layers proven in its forward, `constants` the arguments that were taken as they are;
+    `example` is the call that was followed, where its shapes count. `rebuilds` says whether its forward opens
+    a scope in which outputs are rebuilt, and `products` whether by matrix products too.
     """
 
     def __init__(
@@ -96,6 +95,7 @@ class Proof:
         token: str,
         root: nn.Module,
         layers: list[Proven],
+        constants: Mapping[str, object],
         example: Arguments | None,
         rebuilds: bool,
         products: bool,
@@ -105,12 +105,9 @@ class Proof:
         self.layers = layers
         self.watch: Watch | None = None
         self._told = False
-        parameters = list(inspect.signature(type(root).forward).parameters.values())[1:]
-        self.arguments = [
-            p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        ]
-        self.example = example and self._shapes(*example)
-        self.defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+        self.signature = Signature(type(root).forward)
+        self.constants = dict(constants)
+        self.example = example and _shapes(self.signature.bind(*example))
 
     def begin(self, root: nn.Module) -> None:
         """Takes `root` for what was traced from now on; once it is complete, converted or copied."""
@@ -146,19 +143,20 @@ class Proof:
     def _scope(self) -> contextlib.AbstractContextManager:
         return recompute_scope(self.products) if self.rebuilds else contextlib.nullcontext()
 
-    def _shapes(self, args: tuple, kwargs: dict[str, object]) -> object:
-        """What an export has followed, rather than values."""
-        given = dict(zip(self.arguments, args, strict=False)) | kwargs
-        return pytree.tree_map_only(Tensor, lambda t: (t.shape, t.dtype), given)
-
     def _is_another_call(self, args: tuple, kwargs: dict[str, object]) -> bool:
-        given = dict(zip(self.arguments, args, strict=False)) | kwargs
-        if self.example is not None and self._shapes(args, kwargs) != self.example:
+        given = self.signature.bind(args, kwargs)
+        if self.example is not None and not same_value(_shapes(given), self.example):
             return True
-        # a tracer's stand-in for an argument is never None
-        if any(value is None and name not in self.defaults for name, value in given.items()):
-            return True
-        return any(name in given and given[name] is not value for name, value in self.defaults.items())
+        return any(
+            # a tracer's stand-in for an argument is never None
+            value is None if name not in self.constants else not same_value(value, self.constants[name])
+            for name, value in given.items()
+        )
+
+
+def _shapes(given: dict[str, object]) -> object:
+    """What an export has followed, rather than values."""
+    return pytree.tree_map_only(Tensor, lambda t: (t.shape, str(t.dtype)), given)
 
 
 class ConvertedRoot(Adopted):
@@ -258,6 +256,7 @@ class _ConvertedNorm(Adopted):
         if self._inside and (self._inside.changed() or any(map(prove.hooked, self._modules.values()))):
             return False
         if not self._tokens:
+            self._ran = True
             return True
         if torch._C._current_graph_task_id() != -1 and not _frames():
             # a checkpointed forward runs again in backward, and must do what it did

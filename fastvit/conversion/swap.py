@@ -6,15 +6,25 @@ import uuid
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor, fx, nn
 
-from . import exporting, tracing
+from . import exporting, layers, tracing
 from .adopted import Adopted, References, adopt, release
+from .calls import Arguments, as_arguments
 from .plan import MEMORY, Plan, Planner
 from .rebuilding import adopt_blocks
 from .report import LayerReport, Report
-from .runtime import AbsorbedActivation, ConvertedRoot, Proof, Proven, adopt_norm
-from .sizes import as_arguments, output_bytes
+from .runtime import (
+    AbsorbedActivation,
+    ConvertedNorm,
+    ConvertedNormSync,
+    ConvertedRoot,
+    Proof,
+    Proven,
+    adopt_norm,
+)
+from .sizes import Observed, kept_bytes, observe
 
 _REBUILDS = ("auto", "gemm", "recompute")
 
@@ -36,8 +46,10 @@ def convert(
             Linears too that are no narrower than their input: less still, for more time. "recompute" is
             "auto" without overwriting. "inplace" converts only what may be overwritten. "keep" fuses
             BatchNorm and activation without saving memory.
-        example_inputs: what forward takes (a tensor, a tuple of arguments or a dict of keyword arguments).
-            Run once through the model in evaluation, for the sizes in the report.
+        example_inputs: what forward takes in training (a tensor, a tuple of arguments or a dict of keyword
+            arguments). A training forward is run with a copy of them before the conversion, which keeps
+            nothing, and one after, which keeps what a step does: the report has the difference. Where that
+            is not possible the report estimates, and says why. This is also the call that is traced.
 
     Returns the model, and a `Report` that prints as a table: per layer its mode, the reason, and the bytes
     that training keeps less for backward.
@@ -53,15 +65,19 @@ def convert(
     views and Identity; the addition of a residual in between, where nothing else runs between the three and
     somebody keeps the residual for backward anyhow. A layer that an activation function follows is rebuilt by
     itself where somebody keeps its output. Other subclasses are left and named. Who reads what is known from
-    tracing the forward symbolically, in training and in evaluation, with default arguments; modules that
-    cannot be traced are taken in the pieces that can, and where that leaves a layer alone torch.export is
-    asked, if there are example inputs.
+    tracing the forward symbolically, in training and in evaluation, called as with the example inputs, or
+    with default arguments where there are none; modules that cannot be traced are taken in the pieces that
+    can, and where that leaves a layer alone torch.export is asked, if there are example inputs.
 
-    A converted layer is what it was outside the forward that was traced, in a call with other than default
-    arguments (where torch.export was asked, with others than the examples in shape, dtype or value), under
-    torch.compile and exporters, once modules have been replaced, and once somebody registers a hook that
-    would see another tensor. Convert again after changing attributes that decide what a forward does.
-    torch.jit.script wants `revert` first. Converted layers are differentiable
+    But for its classes the model is left as it was, whatever its forward changes: attributes, buffers,
+    parameters, caches, hooks' counts and random states are put back. What a forward does to the world outside
+    (a file, say) is done.
+
+    A converted layer is what it was outside the forward that was traced, in another call (tensors where there
+    were none or the other way round, other values of arguments with defaults; where torch.export was asked,
+    other shapes and dtypes too), under torch.compile and exporters, once modules have been replaced, and once
+    somebody registers a hook that would see another tensor. Convert again after changing attributes that
+    decide what a forward does. torch.jit.script wants `revert` first. Converted layers are differentiable
     once, in reverse mode. What tracing cannot follow (a branch on a random number, say) it takes as it came
     out then: `verify` is the test.
 
@@ -76,8 +92,10 @@ def convert(
             "convert the module that it was traced from"
         )
     revert(model)
-    traces, untraced = tracing.trace(model)
     arguments = as_arguments(example_inputs)
+    norms = [module for module in model.modules() if layers.find(module)]
+    before = observe(model, norms, arguments) if arguments else Observed()
+    traces, untraced = tracing.trace(model, before.constants)
     planner = Planner(model, memory)
     plans = planner.plans(traces)
     if arguments and any(planner.is_open(plan, traces) for plan in plans):
@@ -85,21 +103,45 @@ def convert(
         if exported:
             settled = {plan.name: plan for plan in plans if not planner.is_open(plan, traces)}
             plans, traces = planner.plans(exported, settled), traces + exported
-    sizes = output_bytes(model, [plan.layer.module for plan in plans], arguments) if arguments else {}
     kinds = {plan.name: type(plan.layer.module).__name__ for plan in plans}
     if memory in _REBUILDS:
         adopt_blocks(model, memory == "gemm")
     _apply(model, [plan for plan in plans if plan.mode != "left"], planner.names, traces, memory)
-    rows = [_row(plan, kinds[plan.name], sizes.get(plan.layer.module)) for plan in plans]
+    saved, estimated, idle = _measured(model, arguments, before)
+    rows = [
+        _row(plan, kinds[plan.name], before.sizes.get(plan.layer.module), plan.layer.module in idle)
+        for plan in plans
+    ]
     opaque = [planner.names[module] or type(module).__name__ for module in untraced if _holds_norms(module)]
-    return model, Report(rows, opaque)
+    return model, Report(rows, opaque, saved, estimated)
 
 
-def _row(plan: Plan, kind: str, size: int | None) -> LayerReport:
+def _measured(
+    model: nn.Module, arguments: Arguments | None, before: Observed
+) -> tuple[int | None, str, set[nn.Module]]:
+    """What a training forward of the converted model keeps less, or why that is not known; layers at rest."""
+    if before.kept is None:
+        return None, before.unmeasured, set()
+    try:
+        kept, ran = kept_bytes(model, arguments)
+    except torch.OutOfMemoryError:
+        return None, "a training forward needs more memory than there is", set()
+    except BaseException:
+        revert(model)
+        raise
+    norms = (module for module in model.modules() if isinstance(module, (ConvertedNorm, ConvertedNormSync)))
+    return before.kept - kept, "", set(norms) - ran
+
+
+def _row(plan: Plan, kind: str, size: int | None, idle: bool) -> LayerReport:
     kept = saved = None
+    reason = plan.reason
     if size is not None:
-        kept, saved = plan.kept_after * size, (plan.kept_before - plan.kept_after) * size
-    return LayerReport(plan.name, kind, str(plan.activation), plan.mode, plan.reason, kept, saved)
+        after = plan.kept_before if idle else plan.kept_after
+        kept, saved = after * size, (plan.kept_before - after) * size
+    if idle:
+        reason += "; not with the example inputs, whose forward is not the traced one there"
+    return LayerReport(plan.name, kind, str(plan.activation), plan.mode, reason, kept, saved)
 
 
 def _holds_norms(module: nn.Module) -> bool:
@@ -146,7 +188,9 @@ def _apply(
     for root, token in tokens.items():
         mine = [trace for trace in traces if trace.root is root]
         example = next((trace.example for trace in mine if trace.example), None)
-        proof = Proof(token, root, proven[root], example, memory in _REBUILDS, memory == "gemm")
+        constants = mine[0].constants if mine else {}
+        rebuilds, products = memory in _REBUILDS, memory == "gemm"
+        proof = Proof(token, root, proven[root], constants, example, rebuilds, products)
         adopt(root, ConvertedRoot, _proof=proof)
     for root in tokens:
         root._proof.begin(root)

@@ -7,15 +7,15 @@ graph of its parent and is traced by itself, or failing that, in the pieces that
 from __future__ import annotations
 
 import contextlib
-import copy
-import inspect
 import math
 import operator
 import sys
 import types
-from collections import OrderedDict, defaultdict
-from collections.abc import Iterator
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from unittest import mock
 
 import torch
@@ -24,7 +24,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import checkpoint
 
 from . import activations
-from .sizes import Arguments
+from .calls import Arguments, Signature
+from .untouched import untouched
 from .watch import runs_as
 
 _METADATA_METHODS = frozenset(
@@ -59,9 +60,8 @@ class Trace:
     graph: fx.Graph
     # The modules that return a node's value, or are given it: where a hook could get hold of it.
     seen_by: dict[fx.Node, list[nn.Module]]
-    example: Arguments | None = (
-        None  # the one call that it is a trace of; None for all with default arguments
-    )
+    constants: Mapping[str, object]  # arguments that are taken as they are
+    example: Arguments | None = None  # the call whose shapes it holds for; None for any shapes
     calls: dict[nn.Module, list[fx.Node]] = field(default_factory=lambda: defaultdict(list))
 
     def __post_init__(self):
@@ -291,10 +291,13 @@ def is_abn(module: nn.Module) -> bool:
     return kind.__name__ == "ABN" and "inplace_abn" in kind.__module__.split(".")
 
 
-def trace(model: nn.Module) -> tuple[list[Trace], list[nn.Module]]:
+def trace(
+    model: nn.Module, constants: Mapping[nn.Module, Mapping[str, object]] = MappingProxyType({})
+) -> tuple[list[Trace], list[nn.Module]]:
     """The graphs that cover `model`, in training and in evaluation, and the modules that are in none.
 
-    Values of arguments with defaults are taken to be the defaults. `model` is left as it was.
+    `constants` are the arguments of a module's call that are taken as they are, those with a default being
+    the default for a module that is not named. `model` is left as it was.
     """
     traces: list[Trace] = []
     untraced: dict[nn.Module, None] = {}
@@ -303,12 +306,16 @@ def trace(model: nn.Module) -> tuple[list[Trace], list[nn.Module]]:
             for module in model.modules():
                 module.__dict__["training"] = training
             with _refused_checkpoints():
-                _trace_in_pieces(model, training, traces, untraced)
+                _trace_in_pieces(model, training, constants, traces, untraced)
     return traces, list(untraced)
 
 
 def _trace_in_pieces(
-    model: nn.Module, training: bool, traces: list[Trace], untraced: dict[nn.Module, None]
+    model: nn.Module,
+    training: bool,
+    constants: Mapping[nn.Module, Mapping[str, object]],
+    traces: list[Trace],
+    untraced: dict[nn.Module, None],
 ) -> None:
     roots, done = [model], set()
     while roots:
@@ -320,40 +327,16 @@ def _trace_in_pieces(
         try:
             if "forward" in root.__dict__ or isinstance(root, (_NormBase, fx.GraphModule)):
                 raise NotImplementedError("its forward is not its class's, or is one op")
-            with noting_errors(tracer.errors):
-                graph = tracer.trace(root, _defaults(root))
+            given = constants[root] if root in constants else Signature(type(root).forward).defaults
+            with warnings.catch_warnings():  # of arguments that are objects, which are compared in each call
+                warnings.filterwarnings("ignore", "Was not able to add assertion")
+                with noting_errors(tracer.errors):
+                    graph = tracer.trace(root, dict(given))
             refuse_swallowed(tracer.errors)
             tracer.note_held()
         except Exception:
             untraced[root] = None
             roots += root.children()
             continue
-        traces.append(Trace(root, training, graph, tracer.seen_by))
+        traces.append(Trace(root, training, graph, tracer.seen_by, given))
         roots += tracer.opaque
-
-
-def _defaults(root: nn.Module) -> dict[str, object]:
-    parameters = inspect.signature(type(root).forward).parameters.values()
-    return {p.name: p.default for p in parameters if p.default is not p.empty}
-
-
-@contextlib.contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """Puts back what a traced forward sets or appends to (it may be proxies), and training flags."""
-    before = []
-    for module in model.modules():
-        attributes = dict(module.__dict__)
-        held = [value for value in attributes.values() if type(value) in _CONTAINERS]
-        before.append((module, attributes, [(container, copy.copy(container)) for container in held]))
-    try:
-        yield
-    finally:
-        for module, attributes, contents in before:
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
-            for container, content in contents:
-                container.clear()
-                (container.extend if isinstance(container, list) else container.update)(content)
-
-
-_CONTAINERS = (dict, list, set, OrderedDict)  # parameters, buffers, modules and hooks among them

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .adopted import Adopted
-from .sizes import Arguments, as_arguments
+from .calls import Arguments, as_arguments
 from .swap import convert, revert
+from .untouched import untouched
 
 # Both compute the same in another order, so they differ by roundings, which depth multiplies.
 _TOLERANCES = {torch.float64: 1e-7, torch.float32: 2e-2}
@@ -76,7 +77,13 @@ def verify(
             converted, _ = convert(converted, memory, inputs)
         if dtype is not None:
             original, converted = original.to(dtype), converted.to(dtype)
-        return [_step(m, arguments, dtype, inputs_require_grad) for m in (original, converted)]
+        steps = []
+        for m in (original, converted):
+            with untouched(
+                model
+            ):  # copies share what hooks count in, and both begin with the same randomness
+                steps.append(_step(m, arguments, dtype, inputs_require_grad))
+        return steps
 
     try:
         want, got = both(inputs_require_grad=True)
