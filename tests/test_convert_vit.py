@@ -117,6 +117,29 @@ def test_a_patched_forward_is_not_taken_for_the_known_one(monkeypatch):
     assert not differing(step(model, x), step(eager, x))
 
 
+def test_the_report_tells_what_is_kept_and_why(tmp_path):
+    eager, x = Model(scale_block), patches(16)
+    model, report = fastvit.convert(copy.deepcopy(eager), example_inputs=x)
+    for found, measured in ((report.kept_before, kept(eager, x)), (report.kept_after, kept(model, x))):
+        assert found == pytest.approx(measured, rel=0.02)
+    tensor = 16 * 50 * 64 * 4
+    rows = {row.names: row for row in report.tensors if row.saved_bytes or row.kept_bytes > tensor}
+    gelu = rows[("blocks.*.mlp.fc2",)]
+    assert (gelu.count, gelu.saved_bytes, gelu.kept_bytes) == (3, 12 * tensor, 0)
+    assert gelu.reason == "gelu of what is kept for gelu before blocks.*.mlp.fc2"
+    left = rows[("gelu before blocks.*.mlp.fc2",)]
+    assert (left.count, left.kept_bytes) == (
+        3,
+        12 * tensor,
+    ) and "no recipe for what addmm makes" in left.reason
+    assert sum(row.saved_bytes for row in report.tensors) == pytest.approx(report.measured_bytes, rel=0.02)
+    assert str(report).startswith(f"a training forward keeps {report.kept_after / 2**20:.1f} MiB instead of")
+    report.plot(tmp_path / "kept.png")
+    assert (tmp_path / "kept.png").stat().st_size > 10_000
+    with pytest.raises(ValueError, match="example_inputs"):
+        fastvit.convert(copy.deepcopy(eager))[1].plot(tmp_path / "nothing.png")
+
+
 # --- what else may be going on in a step
 
 

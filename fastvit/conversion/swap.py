@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from . import exporting, layers, tracing
+from .accounts import Saved
 from .adopted import Adopted, References, adopt, release
 from .calls import Arguments, as_arguments
 from .plan import MEMORY, Plan, Planner
@@ -51,8 +52,9 @@ def convert(
             nothing, and one after, which keeps what a step does: the report has the difference. Where that
             is not possible the report estimates, and says why. This is also the call that is traced.
 
-    Returns the model, and a `Report` that prints as a table: per layer its mode, the reason, and the bytes
-    that training keeps less for backward.
+    Returns the model, and a `Report` that prints as tables: what a training forward keeps before and after,
+    both measured; the tensors that it keeps or rebuilds, from what, and why some are left; and per BatchNorm
+    layer its mode and the reason. `report.plot(path)` draws it.
 
     Outputs that are rebuilt: of LayerNorm, RMSNorm and modules that are one of them, GELU, SiLU and other
     activations, products (gates, LayerScale), sums, casts, concatenations, rolls and copies, wherever what
@@ -107,30 +109,31 @@ def convert(
     if memory in _REBUILDS:
         adopt_blocks(model, memory == "gemm")
     _apply(model, [plan for plan in plans if plan.mode != "left"], planner.names, traces, memory)
-    saved, estimated, idle = _measured(model, arguments, before)
+    after, estimated, idle, tensors = _measured(model, arguments, before)
     rows = [
         _row(plan, kinds[plan.name], before.sizes.get(plan.layer.module), plan.layer.module in idle)
         for plan in plans
     ]
     opaque = [planner.names[module] or type(module).__name__ for module in untraced if _holds_norms(module)]
-    return model, Report(rows, opaque, saved, estimated)
+    return model, Report(rows, opaque, None if after is None else before.kept, after, estimated, tensors)
 
 
 def _measured(
     model: nn.Module, arguments: Arguments | None, before: Observed
-) -> tuple[int | None, str, set[nn.Module]]:
-    """What a training forward of the converted model keeps less, or why that is not known; layers at rest."""
+) -> tuple[int | None, str, set[nn.Module], list[Saved]]:
+    """What a training forward of the converted model keeps, or why that is not known; layers at rest; of what
+    tensors that is."""
     if before.kept is None:
-        return None, before.unmeasured, set()
+        return None, before.unmeasured, set(), []
     try:
-        kept, ran = kept_bytes(model, arguments)
+        kept, ran, tensors = kept_bytes(model, arguments)
     except torch.OutOfMemoryError:
-        return None, "a training forward needs more memory than there is", set()
+        return None, "a training forward needs more memory than there is", set(), []
     except BaseException:
         revert(model)
         raise
     norms = (module for module in model.modules() if isinstance(module, (ConvertedNorm, ConvertedNormSync)))
-    return before.kept - kept, "", set(norms) - ran
+    return kept, "", set(norms) - ran, tensors
 
 
 def _row(plan: Plan, kind: str, size: int | None, idle: bool) -> LayerReport:
