@@ -140,6 +140,24 @@ def test_the_report_tells_what_is_kept_and_why(tmp_path):
         fastvit.convert(copy.deepcopy(eager))[1].plot(tmp_path / "nothing.png")
 
 
+def test_verify_allows_no_difference(monkeypatch):
+    model, x = Model(scale_block, 1), patches()
+    result = fastvit.verify(model, x)
+    assert result and result.limit == 0.0 and set(result.differences.values()) == {0.0}
+    gelu = nn.functional.gelu
+    fastvit.convert(model)
+
+    def almost(t, **options):
+        return gelu(t, **options) * (1 + 1e-12)
+
+    monkeypatch.setattr("fastvit.recompute.graph.F.gelu", almost)
+    original = model.blocks[0].mlp.act.forward
+    model.blocks[0].mlp.act.forward = lambda t: torch._C._nn.gelu(t)
+    result = fastvit.verify(model, x)
+    model.blocks[0].mlp.act.forward = original
+    assert not result and "mlp.fc2.weight" in str(result)
+
+
 # --- what else may be going on in a step
 
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .saved import Kept, Recipe
-from .values import Argument, Value
+from .values import Argument, Held, Value
 
 KEY = "fastvit.value"
 EPS = "fastvit.eps"
@@ -91,16 +91,13 @@ class _Node:
         """An input that the op saved; None where it saved nothing."""
         packed = getattr(self.node, f"_raw_saved_{name}").data
         if type(packed) is Kept:
-            value = Value()
-            value.kept = weakref.ref(packed)
-            return Argument(value)
+            return Argument(Held(weakref.ref(packed)))
         if type(packed) is Recipe:
             geometry = packed.geometry
             return Argument(packed.value, (lambda t: torch.as_strided(t, *geometry),))
         if isinstance(packed, Tensor) and packed.numel() == 1 and packed.grad_fn is None:
-            value, kept = Value(), Kept(packed)  # a number
-            value.kept = lambda: kept
-            return Argument(value)
+            number = Kept(packed)
+            return Argument(Held(lambda: number))
         if packed is not None:
             raise _Unknown  # saved outside of the scope
         return None
@@ -119,14 +116,13 @@ class _Node:
             return Argument(self.leaf(node.variable), views)
         return Argument(value_of(node, self.products, None, self.level + 1), views)
 
-    def leaf(self, tensor: Tensor) -> Value:
+    def leaf(self, tensor: Tensor) -> Held:
         """A copy: the op has not saved it, so it may be written to before the backward."""
         shape = self.metadata().shape
         if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.numel() * 64 > math.prod(shape):
             raise _Unknown
-        value, kept = Value(), Kept(tensor.detach().clone())
-        value.kept = lambda: kept
-        return value
+        kept = Kept(tensor.detach().clone())
+        return Held(lambda: kept)
 
     def input(self, name: str, index: int) -> Argument:
         return self.saved(name) or self.edge(index)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .values import Source, Value, plainly
+from .values import Held, Source, Value, plainly
 
 
 class Kept:
@@ -53,7 +53,7 @@ class Recipe:
         self.kept: Kept | None = None
         self.source: Source | None = None
 
-    def settle(self) -> Value | None:
+    def settle(self) -> Value | Held | None:
         """Lets go of the tensor; or says which value nobody keeps yet."""
         ingredients: list[Kept] = []
         missing = self.value.gather(ingredients)
@@ -71,5 +71,8 @@ class Recipe:
     def unpack(self) -> Tensor:
         if self.kept is not None:
             return self.kept.unpack()
-        with plainly():
-            return torch.as_strided(self.source.read(self.value), *self.geometry)
+        return plainly(self._rebuilt)
+
+    def _rebuilt(self) -> Tensor:
+        tensor = self.source.read(self.value)
+        return tensor if self.value.geometry == self.geometry else torch.as_strided(tensor, *self.geometry)

@@ -31,7 +31,7 @@ from torch.utils.weak import TensorWeakRef
 
 from .graph import KEY, value_of
 from .saved import Kept, Recipe
-from .values import Argument, Value
+from .values import Argument, Held, Value
 
 _autograd = torch._C._autograd
 
@@ -184,12 +184,13 @@ class _Scope:
             self._wait(recipe, missing)
         return recipe
 
-    def _wait(self, recipe: Recipe, missing: Value) -> None:
+    def _wait(self, recipe: Recipe, missing: Value | Held) -> None:
         reference = weakref.ref(recipe)
-        if missing.waiting is None:
-            missing.waiting = []
-        missing.waiting.append(reference)
         self._waiting.append(reference)
+        if type(missing) is Value:
+            if missing.waiting is None:
+                missing.waiting = []
+            missing.waiting.append(reference)
 
     def _is_kept(self, value: Value, kept: Kept) -> None:
         value.kept = weakref.ref(kept)
@@ -223,6 +224,4 @@ def _argument(packed: Kept | Recipe) -> Argument:
     if type(packed) is Recipe:
         geometry = packed.geometry
         return Argument(packed.value, (lambda t: torch.as_strided(t, *geometry),))
-    value = Value()
-    value.kept = weakref.ref(packed)
-    return Argument(value)
+    return Argument(Held(weakref.ref(packed)))

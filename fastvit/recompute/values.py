@@ -8,7 +8,6 @@ recipe, so all of this dies with the graph.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -35,7 +34,7 @@ class Argument:
 
     __slots__ = ("value", "views")
 
-    def __init__(self, value: Value, views: tuple[Callable[[Tensor], Tensor], ...] = ()):
+    def __init__(self, value: Value | Held, views: tuple[Callable[[Tensor], Tensor], ...] = ()):
         self.value = value
         self.views = views
 
@@ -46,27 +45,53 @@ class Argument:
         return result
 
 
+class Held:
+    """A tensor that an op has saved and that is nobody's value, as far as is known: it is kept, or lost."""
+
+    __slots__ = ("kept",)
+    depth = cost = 0
+
+    def __init__(self, kept: Callable[[], Kept | None]):
+        self.kept = kept
+
+    def gather(self, ingredients: list[Kept]) -> Held | None:
+        kept = self.kept()
+        if kept is None or not kept.is_intact() or kept.is_freed():
+            return self
+        ingredients.append(kept)
+        return None
+
+    def tensor(self) -> Tensor:
+        kept = self.kept()
+        if kept.is_freed():
+            _refuse_freed(kept.tensor)
+        return kept.unpack()
+
+
+def _refuse_freed(parameter: Tensor) -> None:
+    raise RuntimeError(
+        f"recompute_scope: a parameter {list(parameter.shape)} that a tensor is rebuilt with is sharded at "
+        "that time; shard whole blocks"
+    )
+
+
 class Value:
-    """What one op made. `depth` counts the rebuilt tensors that a recipe goes through, `cost` its ops."""
+    """What one op made. `depth` counts the rebuilt tensors that a recipe goes through, `cost` its ops.
 
-    __slots__ = (
-        "__weakref__", "address", "arguments", "cost", "depth", "function", "geometry", "kept", "name",
-        "nbytes", "original", "source", "version", "waiting",
-    )  # fmt: skip
+    What most values never have stands in the class: one is made for every other tensor that is saved.
+    """
 
-    def __init__(self):
-        self.kept: Callable[[], Kept | None] = _nobody
-        self.function: Callable[..., Tensor] | None = None
-        self.arguments: tuple[Argument, ...] = ()
-        self.depth = self.cost = 0
-        self.name = ""  # of the op, as the graph has it
-        self.nbytes = 0
-        self.geometry: tuple | None = None  # size, stride and offset of all of it
-        self.source: Callable[[], Source | None] = _nobody
-        self.waiting: list[weakref.ref[Recipe]] | None = None
-        # itself, where it may be alive still
-        self.original: TensorWeakRef | None = None
-        self.version = self.address = 0
+    kept: Callable[[], Kept | None] = staticmethod(_nobody)
+    function: Callable[..., Tensor] | None = None
+    arguments: tuple[Argument, ...] = ()
+    depth = cost = nbytes = 0
+    name = ""  # of the op, as the graph has it
+    geometry: tuple | None = None  # size, stride and offset of all of it
+    source: Callable[[], Source | None] = staticmethod(_nobody)
+    waiting: list[weakref.ref[Recipe]] | None = None
+    # itself, where it may be alive still
+    original: TensorWeakRef | None = None
+    version = address = 0
 
     def is_kept(self) -> Kept | None:
         kept = self.kept()
@@ -87,7 +112,7 @@ class Value:
         self.depth = max((a.value.depth for a in arguments if a.value.kept() is None), default=0)
         self.cost = 1 + sum(a.value.cost for a in arguments if a.value.kept() is None)
 
-    def gather(self, ingredients: list[Kept]) -> Value | None:
+    def gather(self, ingredients: list[Kept]) -> Value | Held | None:
         """Collects what has to stay alive for this to be rebuilt; or says which value nobody keeps."""
         kept = self.is_kept()
         if kept is not None:
@@ -117,10 +142,7 @@ class Value:
         if kept is not None and (self.function is None or kept.is_intact()):
             tensor = kept.unpack()
             if kept.is_freed():
-                raise RuntimeError(
-                    f"recompute_scope: a parameter {list(tensor.shape)} that a tensor is rebuilt with is "
-                    "sharded at that time; shard whole blocks"
-                )
+                _refuse_freed(tensor)
             return tensor if self.geometry is None else torch.as_strided(tensor, *self.geometry)
         source = self.source()
         if source is not None and source.rebuilt is not None:
@@ -164,12 +186,12 @@ class Source:
         return tensor
 
 
-@contextlib.contextmanager
-def plainly():
-    """The ops of a recipe run as they were recorded, whatever the backward runs in."""
-    with contextlib.ExitStack() as stack:
-        if torch.is_grad_enabled():
-            stack.enter_context(torch.no_grad())
-        if torch._C._is_any_autocast_enabled():
-            stack.enter_context(torch._C._DisableAutocast())
-        yield
+def plainly(work: Callable[..., Tensor], *arguments: object) -> Tensor:
+    """`work(*arguments)` with ops that run as they were recorded, whatever the backward runs in."""
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return plainly(work, *arguments)
+    if torch._C._is_any_autocast_enabled():
+        with torch._C._DisableAutocast():
+            return work(*arguments)
+    return work(*arguments)
