@@ -91,7 +91,7 @@ def _is_norm(module: nn.Module) -> bool:
 def _eps_names(module: nn.Module) -> tuple[str, ...]:
     """The attributes from which `module`, one normalisation, takes its eps; none where that is not known."""
     kind = type(module)
-    if isinstance(module, torch.jit.ScriptModule) or parametrize.is_parametrized(module):
+    if isinstance(module, (torch.jit.ScriptModule, _NormBase)) or parametrize.is_parametrized(module):
         return ()
     if kind.forward in _PLAIN or kind.__module__ in ("timm.layers.norm", "timm.layers.norm_act"):
         return ("eps",) if hasattr(module, "eps") else ()
