@@ -98,6 +98,24 @@ def test_an_exception_closes_the_scope(pair):
     assert converted.bn1(images().double()).grad_fn is not None
 
 
+class OwnNames(Plain):
+    """A method by a name that others use too."""
+
+    def _forward(self, x):
+        return super().forward(x)
+
+    def forward(self, x):
+        return self._forward(x)
+
+
+def test_a_model_keeps_its_methods():
+    model = spread(OwnNames()).double()
+    converted, report = fastvit.convert(copy.deepcopy(model))
+    assert len(report.converted) == 3
+    x = images().double()
+    assert_same(trained(converted, x), trained(model, x))
+
+
 def test_outside_the_traced_forward_a_layer_is_what_it_was(pair):
     model, converted = pair
     x = images().double()

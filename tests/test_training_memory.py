@@ -141,7 +141,7 @@ def test_resume_on_two_ranks_is_bitwise(ranks, tmp_path, norm):
     whole, parts = (weights_of(tmp_path / name, file="average") for name in ("whole", "parts"))
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
     report = (tmp_path / "parts" / "memory.txt").read_text()
-    assert report.startswith("--memory auto, a batch of 180 images on one rank\n\nlayer ")
+    assert report.startswith("--memory auto, a batch of 180 images on one rank\n\na training forward keeps ")
     assert "stem.layers.1.norm" in report and "MiB less kept for backward" in report
 
 

@@ -1,7 +1,9 @@
 """Finding BatchNorm layers in a model, proving what may be done to them, and doing it.
 
+watch.py                    what runs, and whether that has changed
 layers.py, activations.py   what is a BatchNorm, what is an activation
 tracing.py, exporting.py    who reads which tensor
+caught.py                   exceptions that a forward catches on the way
 chain.py                    from a layer to its activation
 prove.py, residuals.py      what that allows
 plan.py                     what each layer becomes

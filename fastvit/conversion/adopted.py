@@ -25,7 +25,7 @@ class Adopted:
 
     _mixin: type
     _original: type
-    _forward: Callable
+    _fastvit_forward: Callable
 
     def __reduce_ex__(self, protocol):
         made, arguments, *state = super().__reduce_ex__(protocol)
@@ -64,7 +64,7 @@ def _class(mixin: type, original: type) -> type:
         # what tools that look classes up print when they do not find this one
         "__qualname__": f"{original.__qualname__}.<converted, until fastvit.revert>",
         "__doc__": original.__doc__,
-        "_forward": original.forward,
+        "_fastvit_forward": original.forward,
         # the format that state_dict writes and reads is the original's
         "_version": getattr(original, "_version", 1),
         "_load_from_state_dict": original._load_from_state_dict,

@@ -24,7 +24,8 @@ from torch.utils import _pytree as pytree
 
 from . import activations, layers
 from .calls import Arguments, Signature
-from .tracing import Trace, noting_errors, refuse_swallowed
+from .caught import noting_errors, refuse_swallowed
+from .tracing import Trace
 from .untouched import untouched
 from .watch import runs_as
 

@@ -249,7 +249,7 @@ class _ConvertedNorm(Adopted):
             return False  # views do not know their base there
         if self._reshaped and not x.is_contiguous():
             return False  # reshaping would copy the output, and the copy would not know who made it
-        if self._original.forward is not type(self)._forward:
+        if self._original.forward is not type(self)._fastvit_forward:
             return False  # it was patched
         if getattr(self, "fuse_relu", False) != self._fused_relu:
             return False

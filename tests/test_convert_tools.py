@@ -1,0 +1,90 @@
+"""Converted models that other tools look through: synchronised BatchNorm, quantisation."""
+
+import copy
+
+import pytest
+import torch
+from convert_models import assert_same, conv, images, modes, spread, trained
+from test_convert_life import live_outputs
+from torch import nn
+
+import fastvit
+
+X = images().double()
+
+
+def mixed():
+    """In place, rebuilt, added to and left."""
+    parts = [conv(), nn.BatchNorm2d(8), nn.SiLU(), conv(), nn.BatchNorm2d(8), nn.LeakyReLU(0.1), conv()]
+    return spread(nn.Sequential(*parts, nn.BatchNorm2d(8))).double()
+
+
+def _synchronised_afterwards(rank, world):
+    torch.manual_seed(0)
+    model = mixed()
+    x = torch.randn(2 * world, 8, 6, 6, dtype=torch.float64)[2 * rank : 2 * rank + 2]
+    want = trained(fastvit.convert_syncbn_model(copy.deepcopy(model)), x)
+    other, report = fastvit.convert(copy.deepcopy(model))
+    assert modes(report) == {"1": "recompute", "4": "inplace", "7": "left"}
+    assert fastvit.convert_syncbn_model(other) is other
+    assert all(isinstance(other[i], fastvit.SyncBatchNorm) for i in (1, 4, 7))
+    assert all(isinstance(other[i], fastvit.BatchNormActSync) for i in (1, 4))
+    assert live_outputs(other, x) < live_outputs(fastvit.convert_syncbn_model(copy.deepcopy(model)), x)
+    other, _ = fastvit.convert(copy.deepcopy(model))
+    assert_same(trained(fastvit.convert_syncbn_model(other), x), want)
+    fastvit.revert_syncbn_model(other)
+    local = copy.deepcopy(model)
+    for changed in (local, other):
+        for i in (1, 4, 7):
+            changed[i].reset_running_stats()
+    assert_same(trained(other, x), trained(local, x))
+    assert all(isinstance(other[i], fastvit.BatchNormAct) for i in (1, 4))
+    fastvit.convert_syncbn_model(other)
+    fastvit.revert(other)
+    assert [type(m) for m in other] == [type(m) for m in fastvit.convert_syncbn_model(model)]
+
+
+def test_synchronised_after_the_conversion(ranks):
+    ranks.run(2, _synchronised_afterwards)
+
+
+def test_synchronised_by_torch_after_the_conversion():
+    """It puts layers of its own in the place of the converted ones."""
+    model = mixed()
+    other, _ = fastvit.convert(copy.deepcopy(model))
+    other = nn.SyncBatchNorm.convert_sync_batchnorm(other)
+    assert [type(other[i]) for i in (1, 4, 7)] == [nn.SyncBatchNorm] * 3
+    with pytest.warns(
+        UserWarning, match="a child of the model has been replaced since.*convert the model again"
+    ):
+        got = trained(other, X)
+    assert_same(got, trained(model, X))
+    _, report = fastvit.convert(other)
+    assert modes(report) == {"1": "recompute", "4": "inplace", "7": "left"}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_quantisation_is_told_to_revert_first():
+    quantization = pytest.importorskip("torch.ao.quantization")
+
+    def prepared(model):
+        model.qconfig = quantization.get_default_qat_qconfig("fbgemm")
+        return quantization.prepare_qat(model)
+
+    model = mixed().float()
+    other, _ = fastvit.convert(copy.deepcopy(model))
+    with pytest.raises(
+        RuntimeError, match=r"qconfig was set on a converted Sequential.*fastvit.revert\(model\)"
+    ):
+        prepared(other)
+    with pytest.raises(RuntimeError, match="qconfig was set on a converted BatchNorm2d"):
+        quantization.propagate_qconfig_(other[1], {"": quantization.default_qconfig})
+    with pytest.raises(AssertionError, match="BatchNorm2d.<converted, until fastvit.revert>"):
+        quantization.fuse_modules_qat(other, [["0", "1"]])
+    want, got = prepared(model), prepared(fastvit.revert(other))
+    assert [name for name, _ in got.named_modules()] == [name for name, _ in want.named_modules()]
+    x = X.float()
+    torch.testing.assert_close(got(x), want(x), rtol=0, atol=0)
+    _, report = fastvit.convert(got)
+    assert not report.converted
+    torch.testing.assert_close(got(x), want(x), rtol=0, atol=0)
