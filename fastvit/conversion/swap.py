@@ -78,11 +78,11 @@ def convert(
     A converted BatchNorm is what it was outside the forward that was traced, in another call (tensors where
     there were none or the other way round, other values of arguments with defaults; where torch.export was
     asked, other shapes and dtypes too), under torch.compile and exporters, and once somebody registers a hook
-    that would see another tensor. So it is, and a warning says why, once something is another than it was when
-    the model was converted: a module; a forward, another method or a plain value (a flag, a number, a word, a
-    dtype, a short list of these) of a class, of a module or of a configuration object that a module holds.
-    Convert again then. What a forward changes itself, module-level variables and the insides of other objects
-    are not watched.
+    that would see another tensor. So it is, and a warning says why, once something is another than it was
+    when the model was converted: a module; a forward, another method or a plain value (a flag, a number, a
+    word, a dtype, a short list of these) of a class, of a module or of a configuration object that a module
+    holds. Convert again then. What a forward changes itself, module-level variables and the insides of other
+    objects are not watched.
 
     convert_syncbn_model may come before or after. torch.jit.script and torch.ao.quantization want `revert`
     first. Converted BatchNorms are differentiable once, in reverse mode. A forward that catches an exception

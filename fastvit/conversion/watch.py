@@ -134,9 +134,11 @@ class Watch:
         if not found.plain.is_in(attributes):
             return ", ".join(sorted(found.plain.differing(attributes)))
         if kind is not found.kind:
-            if not (found.is_root or self._code[found.kind].is_in(kind)):
-                return "the class"
-            self._code[kind], found.kind = self._code[found.kind], kind  # of a parametrisation, say
+            if not found.is_root:
+                if not self._code[found.kind].is_in(kind):
+                    return "the class"
+                self._code[kind] = self._code[found.kind]  # of a parametrisation, say
+            found.kind = kind
         if len(module._modules) != found.children:
             return "the children"
         for name in attributes.keys() - found.names - found.ignored:
