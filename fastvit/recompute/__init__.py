@@ -2,6 +2,7 @@
 
 saved.py    what stands for a saved tensor: itself, or a recipe
 values.py   how a tensor is rebuilt, and from what
+rules.py    which ops are done again, and how
 graph.py    what autograd's graph tells of how it came about
 scope.py    the hooks that decide
 """

@@ -173,7 +173,9 @@ class _Scope:
         kept = value.kept()
         if kept is not None and kept.is_intact():  # which keeps all of it
             return Kept(tensor)
-        if value.against() is not None or tensor.is_neg() or tensor.is_conj():
+        if tensor.is_neg() or tensor.is_conj():  # a view whose memory has other values than it
+            return Kept(tensor)
+        if value.against() is not None:
             kept = Kept(tensor)
             self._is_kept(value, kept)
             return kept
