@@ -2,6 +2,7 @@
 #
 # TORCH    what `make install` puts into .venv (default torch==2.13.0)
 # PYTHON   the interpreter .venv is made from (>= 3.10)
+# MODELS   which tests `make test-models` runs (pytest's -k), say 'deit3 or dinov3'
 # OUT      the folder `make gpu` writes to; it builds with what is there and installs nothing
 
 TORCH  ?= torch==2.13.0
@@ -13,7 +14,7 @@ SOURCES := 'csrc/*' 'tests/*.cpp' 'tests/*.cu' 'tests/*.h' tests/cuda_host/cuda/
 TOOLED := $(if $(wildcard .venv/bin/ruff),,install)  # enough where the build may be older than its sources
 BUILT  := setup.py pyproject.toml $(shell find csrc -name '*.[ch]*')
 
-.PHONY: help install demo test test-cuda-host test-slow wheel matrix bench gpu sass lint format clean
+.PHONY: help install demo test test-cuda-host test-slow test-models wheel matrix bench gpu sass lint format clean
 
 help:  ## This list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 16
@@ -40,7 +41,7 @@ demo: install  ## Train a ViT on scikit-learn's digits with 2 ranks; leaves runs
 	$(RUN) examples/digits_demo.py
 
 test: install test-cuda-host  ## The whole test suite
-	$(RUN) -m pytest -m "not slow" --ignore tests/cuda_host
+	$(RUN) -m pytest -m "not slow and not models" --ignore tests/cuda_host
 
 MODEL := FASTVIT_TEST_DEVICE=cuda_host $(RUN) -m pytest -q -m "not slow"
 OPS   := tests/test_ops.py tests/test_local_ops.py tests/test_arguments.py tests/test_messages.py tests/cuda_host/test_cuda_host_kernels.py tests/cuda_host/test_cuda_host_exchange.py
@@ -53,6 +54,10 @@ test-cuda-host: install  ## The CUDA sources on a model of a GPU: plain, race ch
 
 test-slow: install  ## Tests that need many gigabytes
 	$(RUN) -m pytest -m slow
+
+test-models: install  ## fastvit.convert on models of timm, torchvision and transformers, which it installs
+	$(RUN) -m pip install --quiet --disable-pip-version-check timm torchvision transformers "torch==$$($(RUN) -c 'import torch; print(torch.__version__)')"
+	$(RUN) -m pytest tests/test_convert_models.py tests/test_vit_models.py -m "not slow" $(if $(MODELS),-k '$(MODELS)')
 
 wheel: install  ## A wheel for any Linux in dist/, which trains one step in a bare environment
 	rm -rf build/wheel dist

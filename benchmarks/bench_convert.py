@@ -1,15 +1,21 @@
-"""Real models before and after `fastvit.convert`: bytes kept for backward, and time of a step.
+"""Real models before and after `fastvit.convert`: bytes kept for backward, peak of a step, and its time.
 
-Live bytes are the allocator's, before and after one training forward. Three contenders, batch 8 at 224, fp32:
-the model as it is; the same under torch.compile's partitioner, which may recompute what it likes; converted.
+Contenders: the model as it is; converted; converted with memory="gemm"; each block checkpointed, where the
+model offers that; and the partitioner of torch.compile, which may recompute what it likes. Kept are the
+allocator's live bytes before and after one training forward; the peak is that of a whole step, over what is
+alive before it and without the gradients of weights. Whether the gradients have the eager model's bits is
+compared, not assumed.
 
-    python benchmarks/bench_convert.py [--models levit_256,resnet50] [--threads 2] [--repeats 7]
+    python benchmarks/bench_convert.py [--models vits|norms|vit_small_patch16_224,torchvision:vit_b_16]
+                                       [--precision fp32|bf16] [--batch 8] [--threads 2] [--repeats 7]
 
-Needs timm (`pip install '.[models]'`). Writes results/convert_cpu.csv and convert_cpu_layers.csv, in which
-rows of models that were not measured this time stay, and draws both to convert_cpu.md and .png.
+Needs timm, torchvision and transformers (`pip install '.[models]'`). Writes results/convert_vits_cpu.csv (of
+ViTs) and convert_cpu.csv (of models with BatchNorm), in which rows of models that were not measured this time
+stay, and draws each to .md and .png.
 """
 
 import argparse
+import contextlib
 import copy
 import csv
 import time
@@ -20,177 +26,230 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 import torch  # noqa: E402
+from real_models import create  # noqa: E402
 
 import fastvit  # noqa: E402
-from fastvit.memory import live_bytes  # noqa: E402
+from fastvit.memory import live_bytes, peak_bytes  # noqa: E402
 
-MODELS = ("mobilevit_s", "efficientformer_l1", "efficientvit_b1", "levit_256", "tresnet_m", "resnet50")
+MODELS = {
+    "convert_vits": (
+        "vit_small_patch16_224", "torchvision:vit_b_16", "transformers:vit", "transformers:siglip",
+        "transformers:clip", "deit3_small_patch16_224", "vit_small_patch14_dinov2",
+        "vit_small_patch16_dinov3", "vit_small_plus_patch16_dinov3", "eva02_small_patch14_224",
+        "convnext_tiny", "convnextv2_tiny", "mixer_s16_224", "swin_tiny_patch4_window7_224",
+        "torchvision:swin_t", "beit_base_patch16_224", "swinv2_tiny_window8_256", "pvt_v2_b1",
+        "maxvit_tiny_rw_224",
+    ),
+    "convert": (
+        "mobilevit_s", "efficientformer_l1", "efficientvit_b1", "levit_256", "tresnet_m", "resnet50",
+    ),
+}  # fmt: skip
+GROUPS = {"vits": "convert_vits", "norms": "convert"}
+SHOWN = {"eager": "#c9d1d9", "converted": "#1f77b4", "gemm": "#2ca02c", "checkpoint": "#d6a419"}
 MIB = 2**20
 
 
-def kept(model, x) -> float:
-    """MiB that a training forward leaves alive, once buffers made on first use exist."""
-    model(x).sum().backward()
-    model.zero_grad(set_to_none=True)
-    count, _ = live_bytes(lambda: model(x))
-    return count / MIB
+class Contender:
+    def __init__(self, model, precision: str):
+        self.model, self.precision = model, precision
+        self.ms, self.busy_ms = [], []
+
+    def forward(self, x):
+        bf16 = torch.autocast("cpu", torch.bfloat16) if self.precision == "bf16" else contextlib.nullcontext()
+        torch.manual_seed(0)  # of drop path and the like
+        with bf16:
+            return self.model(x)
+
+    def step(self, x) -> None:
+        self.forward(x).float().square().mean().backward()
+
+    def zero(self) -> None:
+        self.model.zero_grad(set_to_none=True)
+
+    def gradients(self, x) -> dict:
+        """After a first step, which makes the buffers that are made on first use."""
+        self.zero()
+        self.step(x)
+        gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        self.zero()
+        return gradients
+
+    def kept(self, x) -> float:
+        """MiB that a training forward leaves alive."""
+        return live_bytes(lambda: self.forward(x))[0] / MIB
+
+    def peak(self, x) -> float:
+        """MiB that a step takes at most; gradients of weights, which are no activations, go as they come."""
+        hooks = [p.register_post_accumulate_grad_hook(_forget) for p in self.model.parameters()]
+        peak = peak_bytes(lambda: self.step(x)) / MIB
+        for hook in hooks:
+            hook.remove()
+        return peak
+
+    def timed(self, x) -> None:
+        start, start_busy = time.perf_counter(), time.process_time()
+        self.step(x)
+        self.ms.append((time.perf_counter() - start) * 1e3)
+        self.busy_ms.append((time.process_time() - start_busy) * 1e3)
+        self.zero()
 
 
-def step(model, x):
-    model(x).square().mean().backward()
-    model.zero_grad(set_to_none=True)
+def _forget(parameter) -> None:
+    parameter.grad = None
 
 
-def compiled_kept(model, x) -> float | None:
-    """The same under the partitioner that torch.compile uses, without generating code for what it chose."""
+def contenders(eager, x, precision: str) -> dict[str, Contender]:
+    found = {"eager": Contender(eager, precision)}
+    for name, memory in (("converted", "auto"), ("gemm", "gemm")):
+        found[name] = Contender(fastvit.convert(copy.deepcopy(eager), memory)[0], precision)
+    if hasattr(eager, "set_grad_checkpointing"):
+        checkpointed = copy.deepcopy(eager)
+        checkpointed.set_grad_checkpointing()
+        found["checkpoint"] = Contender(checkpointed, precision)
+    return found
+
+
+def partitioned(eager, x, precision: str) -> float | None:
+    """MiB kept under the partitioner of torch.compile, without generating code for what it chose."""
     torch._dynamo.reset()
     try:
-        return kept(torch.compile(model, backend="aot_eager_decomp_partition"), x)
+        contender = Contender(torch.compile(eager, backend="aot_eager_decomp_partition"), precision)
+        contender.gradients(x)
+        return contender.kept(x)
     except Exception as error:  # a model that does not compile is no reason to lose the other rows
         print(f"not compiled: {type(error).__name__}: {str(error).splitlines()[0]}")
         return None
 
 
-def measure(name: str, arguments, where: dict) -> tuple[dict, list[dict]]:
-    """A row of the table, and one per layer."""
-    import timm
-
+def measure(name: str, arguments, where: dict) -> dict:
     torch.manual_seed(0)
-    eager = timm.create_model(name).train()
-    x = torch.randn(arguments.batch, 3, 224, 224)
-    converted, report = fastvit.convert(copy.deepcopy(eager), example_inputs=x)
-    before, after = kept(eager, x), kept(converted, x)
-    partitioner = compiled_kept(copy.deepcopy(eager), x) if arguments.compile else None
-    times, busy = {"eager": [], "converted": []}, {"eager": [], "converted": []}
-    for _ in range(arguments.repeats):  # in turn, so that a slow minute hits both
-        for contender, model in (("eager", eager), ("converted", converted)):
-            start, start_busy = time.perf_counter(), time.process_time()
-            step(model, x)
-            times[contender].append((time.perf_counter() - start) * 1e3)
-            busy[contender].append((time.process_time() - start_busy) * 1e3)
-    eager_ms, converted_ms = (harness.percentiles(times[c])["p50_ms"] for c in times)
-    eager_cpu, converted_cpu = (harness.percentiles(busy[c])["p50_ms"] for c in busy)
-    modes = [layer.mode for layer in report]
+    eager, size = create(name)
+    x = torch.randn(arguments.batch, 3, size, size)
+    found = contenders(eager, x, arguments.precision)
     row = {
         "model": name,
+        "precision": arguments.precision,
         "batch": arguments.batch,
+        "image": size,
         "threads": torch.get_num_threads(),
-        "bn_layers": len(report),
-        "recompute": modes.count("recompute"),
-        "inplace": modes.count("inplace"),
-        "left": modes.count("left"),
-        "eager_MiB": before,
-        "partitioner_MiB": partitioner if partitioner is not None else "",
-        "converted_MiB": after,
-        "saved": 1 - after / before,
-        "partitioner_saved": 1 - partitioner / before if partitioner is not None else "",
-        "predicted_MiB": sum(layer.saved_bytes for layer in report) / MIB,
-        "eager_ms": eager_ms,
-        "converted_ms": converted_ms,
-        "step_ratio": converted_ms / eager_ms,
-        "cpu_ratio": converted_cpu / eager_cpu,
     }
-    layers = [
-        {"model": name, "layer": layer.name, "memory": layer.mode, "before_MiB": before, "after_MiB": after}
-        for layer in report
-        for before, after in [((layer.kept_bytes + layer.saved_bytes) / MIB, layer.kept_bytes / MIB)]
-    ]
-    return row | where, layers
+    want = found["eager"].gradients(x)
+    for contender, by in found.items():
+        got = by.gradients(x)
+        row[f"{contender}_same_bits"] = sum(torch.equal(got[name], want[name]) for name in want) / len(want)
+        row[f"{contender}_kept_MiB"], row[f"{contender}_peak_MiB"] = by.kept(x), by.peak(x)
+    if arguments.compile and (kept := partitioned(copy.deepcopy(eager), x, arguments.precision)) is not None:
+        row["partitioner_kept_MiB"] = kept
+    for _ in range(arguments.repeats):  # in turn, so that a slow minute hits all
+        for by in found.values():
+            by.timed(x)
+    for contender, by in found.items():
+        row[f"{contender}_ms"] = harness.percentiles(by.ms)["p50_ms"]
+        row[f"{contender}_cpu_ms"] = harness.percentiles(by.busy_ms)["p50_ms"]
+    return row | where
 
 
-def merged(name: str, new: list[dict]) -> list[dict]:
+def merged(name: str, group: str, new: dict) -> list[dict]:
     """`new` and the rows that results/NAME.csv has of other models, in the order of MODELS."""
     path = harness.RESULTS / f"{name}.csv"
-    old = list(csv.DictReader(path.open())) if path.exists() else []
-    measured = {row["model"] for row in new}
-    rows = [row for row in old if row["model"] not in measured] + new
-    return sorted(rows, key=lambda row: MODELS.index(row["model"]) if row["model"] in MODELS else len(MODELS))
+    old = [row for row in csv.DictReader(path.open()) if row.get("precision")] if path.exists() else []
+    rows = [row for row in old if (row["model"], row["precision"]) != (new["model"], new["precision"])]
+    order = {model: i for i, model in enumerate(MODELS[group])}
+    return sorted([*rows, new], key=lambda r: (r["precision"] != "fp32", order.get(r["model"], len(order))))
+
+
+def less(row: dict, contender: str, what: str) -> str:
+    value = row.get(f"{contender}_{what}_MiB")
+    if value in (None, ""):
+        return ""
+    return f"{float(value) / float(row[f'eager_{what}_MiB']) - 1:+.1%}"
+
+
+def times(row: dict, contender: str) -> str:
+    value = row.get(f"{contender}_cpu_ms")
+    return f"{float(value) / float(row['eager_cpu_ms']):.2f}x" if value not in (None, "") else ""
 
 
 def table(rows: list[dict]) -> str:
     lines = [
-        "| model | BN layers: rebuilt, in place, left | eager MiB | partitioner | converted | saved "
-        "| step against eager | CPU time against eager |",
-        "|---|---|---|---|---|---|---|---|",
+        '| model | eager: kept, peak | converted: kept, peak | time | memory="gemm": kept, peak | time '
+        "| checkpoint: kept, peak | time | partitioner: kept |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for r in rows:
-        other = "?"
-        if r["partitioner_MiB"] != "":
-            other = f"{float(r['partitioner_MiB']):.0f} (-{float(r['partitioner_saved']):.1%})"
-        counts = f"{r['recompute']}, {r['inplace']}, {r['left']}"
-        lines.append(
-            f"| {r['model']} | {counts} | {float(r['eager_MiB']):.0f} | {other} "
-            f"| {float(r['converted_MiB']):.0f} | **-{float(r['saved']):.1%}** "
-            f"| {float(r['step_ratio']):.2f}x | {float(r['cpu_ratio']):.2f}x |"
-        )
+        cells = [f"{r['model']}{', bf16' if r['precision'] == 'bf16' else ''}"]
+        cells.append(f"{float(r['eager_kept_MiB']):.0f}, {float(r['eager_peak_MiB']):.0f} MiB")
+        for contender in ("converted", "gemm", "checkpoint"):
+            both = f"{less(r, contender, 'kept')}, {less(r, contender, 'peak')}"
+            cells += ["" if both == ", " else f"**{both}**" if contender == "converted" else both]
+            cells += [times(r, contender)]
+        lines.append(f"| {' | '.join([*cells, less(r, 'partitioner', 'kept')])} |")
     first = rows[0]
+    same = all(float(r[f"{c}_same_bits"]) == 1 for r in rows for c in ("converted", "gemm"))
     lines += [
         "",
-        "Bytes that one training forward leaves alive, by the allocator; "
-        f"batch {first['batch']} at 224, fp32.",
+        "Kept: bytes that one training forward leaves alive; peak: of a whole step, without the gradients of "
+        f"weights. Batch {first['batch']}, fp32 or autocast to bf16.",
+        "Every gradient of every converted model has the eager model's bits."
+        if same
+        else "Gradients differ where conversion fuses BatchNorm, by roundings.",
         f"{first['device']}, {first['threads']} threads, torch {first['torch']}, commit {first['commit']},",
-        f"{first['date']}. Steps are medians of one run, contenders in turn; CPU time is the process's,",
-        "which other work on the machine disturbs less.",
+        f"{first['date']}. Time is CPU time of a step, medians of one run, contenders in turn.",
         "",
-        "![bytes per layer](convert_cpu.png)",
+        "![bytes](IMAGE)",
         "",
     ]
     return "\n".join(lines)
 
 
-def picture(layers: list[dict], path) -> None:
-    """What each BatchNorm and its activation keep, in the order of the model: before, and after."""
-    models = list(dict.fromkeys(row["model"] for row in layers))
-    columns = 2 if len(models) > 1 else 1
-    height = -(-len(models) // columns)
-    figure, axes = plt.subplots(
-        height, columns, figsize=(11, 2.5 * height), layout="constrained", squeeze=False
-    )
-    for axis in axes.flat[len(models) :]:
-        axis.set_axis_off()
-    for axis, model in zip(axes.flat, models, strict=False):
-        rows = [row for row in layers if row["model"] == model]
-        for key, colour, label in (
-            ("before_MiB", "#c9d1d9", "before"),
-            ("after_MiB", "#1f77b4", "converted"),
-        ):
-            axis.bar(range(len(rows)), [float(r[key]) for r in rows], width=1.0, color=colour, label=label)
-        axis.set_title(model, fontsize=9)
-        axis.set_ylabel("MiB kept", fontsize=8)
-        axis.set_xlabel("BatchNorm layer, input side first", fontsize=8)
-        axis.tick_params(labelsize=7)
-        axis.spines[["top", "right"]].set_visible(False)
-    axes.flat[0].legend(fontsize=8)
+def picture(rows: list[dict], path) -> None:
+    """What a training forward keeps, as a share of the eager model's."""
+    figure, axis = plt.subplots(figsize=(9, 1 + 0.55 * len(rows)), layout="constrained")
+    labels = [f"{r['model']}{', bf16' if r['precision'] == 'bf16' else ''}" for r in rows]
+    height = 0.8 / len(SHOWN)
+    for i, (contender, colour) in enumerate(SHOWN.items()):
+        found = [(y, r) for y, r in enumerate(rows) if r.get(f"{contender}_kept_MiB") not in (None, "")]
+        shares = [float(r[f"{contender}_kept_MiB"]) / float(r["eager_kept_MiB"]) for _, r in found]
+        axis.barh([y + i * height for y, _ in found], shares, height, color=colour, label=contender)
+    axis.set_yticks([y + 0.4 - height / 2 for y in range(len(rows))], labels, fontsize=8)
+    axis.invert_yaxis()
+    axis.set_xlabel("kept for backward, eager = 1", fontsize=8)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(fontsize=8, loc="lower right")
     figure.savefig(path, dpi=110)
+    plt.close(figure)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--models", default=",".join(MODELS), help="names of timm models, by commas")
+    parser.add_argument("--models", default="vits,norms", help="vits, norms, or names of models, by commas")
+    parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16"))
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--name", default="convert_cpu", help="results/NAME.csv, .md, .png")
     arguments = parser.parse_args()
     harness.reuse_memory()
     torch.set_num_threads(arguments.threads)
     where = harness.provenance("cpu")
-    for name in arguments.models.split(","):
-        row, layers = measure(name, arguments, where)
-        rows = merged(arguments.name, [row])
-        layers = merged(f"{arguments.name}_layers", layers)
-        harness.write_csv(arguments.name, rows)
-        harness.write_csv(f"{arguments.name}_layers", layers)
-        picture(layers, harness.RESULTS / f"{arguments.name}.png")
-        (harness.RESULTS / f"{arguments.name}.md").write_text(table(rows))
-        print(
-            f"{name}: {row['eager_MiB']:.0f} -> {row['converted_MiB']:.0f} MiB (-{row['saved']:.1%}), "
-            f"step {row['step_ratio']:.2f}x, CPU time {row['cpu_ratio']:.2f}x",
-            flush=True,
-        )
+    for given in arguments.models.split(","):
+        for name in MODELS[GROUPS[given]] if given in GROUPS else (given,):
+            group = "convert" if name in MODELS["convert"] else "convert_vits"
+            row = measure(name, arguments, where)
+            rows = merged(f"{group}_cpu", group, row)
+            harness.write_csv(f"{group}_cpu", rows)
+            picture(rows, harness.RESULTS / f"{group}_cpu.png")
+            text = table(rows).replace("IMAGE", f"{group}_cpu.png")
+            (harness.RESULTS / f"{group}_cpu.md").write_text(text)
+            print(
+                f"{name} {arguments.precision}: kept {less(row, 'converted', 'kept')}, peak "
+                f"{less(row, 'converted', 'peak')}, CPU time {times(row, 'converted')}, same bits "
+                f"{row['converted_same_bits']:.0%}; gemm: kept {less(row, 'gemm', 'kept')}, CPU time "
+                f"{times(row, 'gemm')}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""How many bytes a piece of work leaves alive, asked of the allocator.
+"""How many bytes a piece of work leaves alive, and takes at most, asked of the allocator.
 
 Counting in saved-tensor hooks would measure something else: hooks hide each other, a tensor saved twice or
 alive for another reason is counted wrongly, and what recompute_scope() does is itself done by hooks.
 """
 
 import gc
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -23,6 +24,23 @@ def live_bytes(work: Callable[[], object], device: str | torch.device = "cpu") -
         result = work()
         gc.collect()
         return torch.cuda.memory_allocated(device) - before, result
+    changes, result = _changes(work)
+    return sum(changes), result
+
+
+def peak_bytes(work: Callable[[], object], device: str | torch.device = "cpu") -> int:
+    """Bytes that `work()` has allocated at most at a time, over those allocated before it."""
+    gc.collect()
+    if torch.device(device).type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        work()
+        return torch.cuda.max_memory_allocated(device) - before
+    return max(itertools.accumulate(_changes(work)[0], initial=0))
+
+
+def _changes(work: Callable[[], object]) -> tuple[list[int], object]:
+    """Bytes that torch's allocator on the CPU hands out (takes back: negative) in order; and the result."""
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU],
         profile_memory=True,
@@ -30,4 +48,7 @@ def live_bytes(work: Callable[[], object], device: str | torch.device = "cpu") -
     ) as profile:
         result = work()
         gc.collect()
-    return sum(event.self_cpu_memory_usage for event in profile.key_averages()), result
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    cpu = torch.autograd.DeviceType.CPU
+    return [event.nbytes() for event in events if event.device_type() == cpu], result

@@ -47,15 +47,15 @@ class Net(nn.Module):
 
 READERS = {  # name -> (what reads y, how often it is rebuilt)
     "conv": (lambda net, y: net.a(y), 1),
-    "two convs": (lambda net, y: net.a(y) + net.b(y), 2),
+    "two convs": (lambda net, y: net.a(y) + net.b(y), 1),
     "twice in one op": (lambda net, y: y * y, 1),
     "max_pool": (lambda net, y: nn.functional.max_pool2d(y, 2), 1),
     "linear": (lambda net, y: net.linear(y.flatten(2).transpose(1, 2)), None),
     "tokens": (lambda net, y: y.flatten(2).transpose(1, 2).square(), 1),
     "slice": (lambda net, y: y[1:, ::2, 1:-1, ::3].square(), 1),
-    "halves": (lambda net, y: torch.add(*(t.square() for t in y.chunk(2, 1))), 2),
+    "halves": (lambda net, y: torch.add(*(t.square() for t in y.chunk(2, 1))), 1),
     "unfold": (lambda net, y: y.unfold(2, 3, 1).square(), 1),
-    "detached": (lambda net, y: net.a(y) * net.b(y.detach()), 2),
+    "detached": (lambda net, y: net.a(y) * net.b(y.detach()), 1),
     "residual": (lambda net, y: y + y.square(), 1),
     "nothing": (lambda net, y: y + 1, 0),
     "complex": (lambda net, y: (torch.view_as_complex(y[..., :2].contiguous()).conj() * 2j).abs(), None),

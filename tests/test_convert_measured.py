@@ -124,7 +124,7 @@ def test_layers_that_need_no_activation_module_count():
     x = images(size=32)
     _, report = fastvit.convert(WithFunctions(), "recompute", x)
     assert report["bn1"].saved_bytes == x.nbytes and report["bn1"].reason == "its output is kept by gelu"
-    assert report.saved_bytes == pytest.approx(x.nbytes, rel=0.02)
+    assert report.saved_bytes == pytest.approx(2 * x.nbytes, rel=0.02)  # gelu's too, as the graph tells
 
 
 MEASURED = {

@@ -16,7 +16,7 @@ from .chain import Chain
 from .layers import Layer
 from .tracing import Trace
 
-MEMORY = ("auto", "recompute", "inplace", "keep")
+MEMORY = ("auto", "gemm", "recompute", "inplace", "keep")
 
 
 @dataclass
@@ -64,7 +64,7 @@ class Planner:
     def __init__(self, model: nn.Module, memory: str):
         self.model = model
         self.names = {module: name for name, module in model.named_modules()}
-        self.memory = memory
+        self.memory = "auto" if memory == "gemm" else memory  # which differ in other layers alone
         self._rebuilt: set[fx.Node] = set()  # values that backward finds as a recipe
 
     def plans(self, traces: list[Trace], settled: Mapping[str, Plan] = MappingProxyType({})) -> list[Plan]:
@@ -245,8 +245,7 @@ def _roots(sites: list[_Site]) -> dict[nn.Module, set[bool]]:
 
 def _kept_outputs(activation: Activation, module: nn.Module | None, sites: list[_Site]) -> int:
     """How many tensors a BatchNorm, this activation and those who read it keep besides the input."""
-    # relu6 in place keeps a copy of what it overwrites
-    in_place = getattr(module, "inplace", False) and activation.name in ("leaky_relu", "elu")
+    in_place = getattr(module, "inplace", False) and activation.name in ("relu6", "leaky_relu", "elu")
     if activation.name == "relu" or in_place:
         return 1  # the activation keeps its result, which the next layer keeps too
     return 1 + any(prove.kept_by(site.trace, site.output) for site in sites)

@@ -1,9 +1,14 @@
-"""What `fastvit.convert` did: a row per BatchNorm layer, as a table."""
+"""What `fastvit.convert` did: what a step keeps less, tensor by tensor, and a row per BatchNorm layer."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
+
+from .accounts import Saved
+
+_SHOWN = 0.005  # of all bytes, at least, in a line of the table
 
 
 @dataclass(frozen=True)
@@ -26,16 +31,27 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class Report:
-    """The rows of a conversion. Prints as a table; `saved_bytes` is what one training forward keeps less.
+    """What a conversion saves, and its rows. Prints as tables.
 
-    That is measured with the example inputs, while the rows count tensors by what the trace tells. Where it
-    could not be measured it is the sum of the rows, and `estimated` says why.
+    `kept_before` and `kept_after` are the bytes that a training forward with the example inputs leaves for
+    backward, both measured, and `tensors` what those are that are left or rebuilt, those alike in one row.
+    `layers` are the BatchNorm layers, counted in tensors by what the trace tells. Where nothing could be
+    measured `saved_bytes` is the sum over these, and `estimated` says why.
     """
 
     layers: list[LayerReport]
     untraced: list[str] = field(default_factory=list)  # modules whose own forward could not be traced
-    measured_bytes: int | None = None
+    kept_before: int | None = None
+    kept_after: int | None = None
     estimated: str = ""
+    tensors: list[Saved] = field(default_factory=list)
+
+    @property
+    def measured_bytes(self) -> int | None:
+        """What one training forward keeps less, measured; None where it was not."""
+        if self.kept_before is None or self.kept_after is None:
+            return None
+        return self.kept_before - self.kept_after
 
     @property
     def converted(self) -> list[LayerReport]:
@@ -66,7 +82,31 @@ class Report:
         return iter(self.layers)
 
     def __str__(self) -> str:
-        header = ("layer", "was", "activation", "memory", "saves", "why")
+        parts = [self.summary()]
+        if self.tensors:
+            parts.append(self._tensor_table())
+        if self.layers:
+            parts.append(self._layer_table())
+        return "\n\n".join(parts)
+
+    def _tensor_table(self) -> str:
+        least = _SHOWN * (self.kept_before or 0)
+        shown = [row for row in self.tensors if max(row.saved_bytes, row.kept_bytes) >= least]
+        rows = [
+            (
+                " & ".join(row.names),
+                str(row.count),
+                _amount(row.saved_bytes),
+                _amount(row.kept_bytes),
+                row.reason,
+            )
+            for row in shown
+        ]
+        lines = _aligned([("kept for", "times", "rebuilt", "kept", "why"), *rows])
+        rest = sum(row.kept_bytes for row in self.tensors if row not in shown)
+        return "\n".join([*lines, *([f"and {_bytes(rest)} in smaller ones"] if rest else [])])
+
+    def _layer_table(self) -> str:
         rows = [
             (
                 row.name or "(the model)",
@@ -78,25 +118,69 @@ class Report:
             )
             for row in self.layers
         ]
-        widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header) - 1)]
-        lines = [
-            "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]])
-            for row in [header, *rows]
-        ]
-        return "\n".join([*lines, self.summary()])
+        return "\n".join(_aligned([("layer", "was", "activation", "memory", "saves", "why"), *rows]))
 
     def summary(self) -> str:
-        """One line: how many layers became what, and what that saves."""
+        """One line: what a training forward keeps, before and after, and how many layers became what."""
         modes = Counter(layer.mode for layer in self.layers)
-        counts = (
-            ", ".join(f"{count} {mode}" for mode, count in sorted(modes.items())) or "no BatchNorm layers"
-        )
-        saved = ""
-        if self.saved_bytes is not None:
-            how = f"estimated: {self.estimated}" if self.measured_bytes is None else "measured"
-            saved = f"; {_bytes(self.saved_bytes)} less kept for backward ({how})"
-        opaque = f"; not traced: {', '.join(self.untraced)}" if self.untraced else ""
-        return counts + saved + opaque
+        counts = ", ".join(f"{count} {mode}" for mode, count in sorted(modes.items()))
+        parts = [f"BatchNorm layers: {counts}" if counts else "no BatchNorm layers"]
+        if self.measured_bytes is not None:
+            share = self.measured_bytes / self.kept_before if self.kept_before else 0.0
+            parts.insert(
+                0,
+                f"a training forward keeps {_bytes(self.kept_after)} instead of {_bytes(self.kept_before)}: "
+                f"{_bytes(self.measured_bytes)} or {share:.1%} less kept for backward (measured)",
+            )
+        elif self.saved_bytes is not None:
+            parts.insert(
+                0, f"{_bytes(self.saved_bytes)} less kept for backward (estimated: {self.estimated})"
+            )
+        if self.untraced:
+            parts.append(f"not traced: {', '.join(self.untraced)}")
+        return "; ".join(parts)
+
+    def plot(self, path: str | Path) -> None:
+        """Draws what is kept and what is rebuilt, tensors alike in one bar, to an image file.
+
+        Raises:
+            ValueError: nothing was measured, for lack of example inputs say.
+        """
+        if not self.tensors:
+            raise ValueError("plot: this report has no tensors; convert with example_inputs expected")
+        from matplotlib.figure import Figure
+
+        rows = [row for row in self.tensors if row.saved_bytes + row.kept_bytes >= _SHOWN * self.kept_before]
+        labels = [f"{row.count} x {' & '.join(row.names)}" for row in rows]
+        figure = Figure(figsize=(10, 1.2 + 0.3 * len(rows)), layout="constrained")
+        axis = figure.subplots()
+        for name, colour, left, values in (
+            ("kept", "#1f77b4", None, [row.kept_bytes for row in rows]),
+            ("rebuilt", "#c9d1d9", [row.kept_bytes for row in rows], [row.saved_bytes for row in rows]),
+        ):
+            axis.barh(
+                range(len(rows)), [value / 2**20 for value in values], label=name, color=colour,
+                left=None if left is None else [value / 2**20 for value in left],
+            )  # fmt: skip
+        axis.set_yticks(range(len(rows)), labels, fontsize=7)
+        axis.invert_yaxis()
+        axis.set_xlabel("MiB for backward", fontsize=8)
+        axis.set_title(self.summary(), fontsize=8)
+        axis.legend(fontsize=8)
+        axis.spines[["top", "right"]].set_visible(False)
+        figure.savefig(path, dpi=110)
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
+    return [
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]])
+        for row in rows
+    ]
+
+
+def _amount(count: int) -> str:
+    return _bytes(count) if count else ""
 
 
 def _bytes(count: int | None) -> str:

@@ -85,9 +85,9 @@ class Proven:
 class Proof:
     """What was true when a module was traced, and whether it still is.
 
-    `layers` are the layers proven in its forward. `constants` are the arguments that were taken as they are;
-    `example` is the call that was followed, where its shapes count. `rebuilds` says whether any layer's
-    output is rebuilt, which needs a scope.
+    `layers` are the layers proven in its forward, `constants` the arguments that were taken as they are;
+    `example` is the call that was followed, where its shapes count. `rebuilds` says whether its forward opens
+    a scope in which outputs are rebuilt, and `products` whether by matrix products too.
     """
 
     def __init__(
@@ -98,9 +98,10 @@ class Proof:
         constants: Mapping[str, object],
         example: Arguments | None,
         rebuilds: bool,
+        products: bool,
     ):
         self.token = token
-        self.rebuilds = rebuilds
+        self.rebuilds, self.products = rebuilds, products
         self.layers = layers
         self.watch: Watch | None = None
         self._told = False
@@ -140,7 +141,7 @@ class Proof:
                 self.watch.accept(before)
 
     def _scope(self) -> contextlib.AbstractContextManager:
-        return recompute_scope() if self.rebuilds else contextlib.nullcontext()
+        return recompute_scope(self.products) if self.rebuilds else contextlib.nullcontext()
 
     def _is_another_call(self, args: tuple, kwargs: dict[str, object]) -> bool:
         given = self.signature.bind(args, kwargs)

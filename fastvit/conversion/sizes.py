@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._norm import SharesGroup
+from .accounts import Saved, account
 from .calls import Arguments, Signature
 from .untouched import untouched
 
@@ -51,11 +52,13 @@ def observe(model: nn.Module, layers: Iterable[nn.Module], arguments: Arguments)
     return observed
 
 
-def kept_bytes(model: nn.Module, arguments: Arguments) -> tuple[int, set[nn.Module]]:
-    """Bytes that a training forward keeps, its result included, and the converted layers that ran as such."""
+def kept_bytes(model: nn.Module, arguments: Arguments) -> tuple[int, set[nn.Module], list[Saved]]:
+    """Bytes that a training forward keeps, its result included; the converted layers that ran as such; and
+    what tensors are kept and rebuilt."""
+    tensors: list[Saved] = []
     with untouched(model), _training(model):
-        kept = _kept_bytes(model, arguments)
-        return kept, {module for module in model.modules() if vars(module).get("_ran")}
+        kept = _kept_bytes(model, arguments, look=lambda result: tensors.extend(account(result, model)))
+        return kept, {module for module in model.modules() if vars(module).get("_ran")}, tensors
 
 
 def _against_measuring(model: nn.Module) -> str:
@@ -117,13 +120,17 @@ def _copied(model: nn.Module, arguments: Arguments) -> Arguments:
     return pytree.tree_map_only(Tensor, copied, arguments)
 
 
-def _kept_bytes(model: nn.Module, arguments: Arguments, dry: bool = False) -> int:
+def _kept_bytes(
+    model: nn.Module, arguments: Arguments, dry: bool = False, look: Callable[[object], None] | None = None
+) -> int:
     args, kwargs = _copied(model, arguments)
     made = _Made()
     hooks = saved_tensors_hooks(made.let_go, _refuse) if dry else contextlib.nullcontext()
     with made, hooks:
         result = model(*args, **kwargs)
         kept = made.kept_bytes()
+    if look is not None:
+        look(result)
     del result
     return kept
 

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from . import exporting, layers, tracing
+from .accounts import Saved
 from .adopted import Adopted, References, adopt, release
 from .calls import Arguments, as_arguments
 from .plan import MEMORY, Plan, Planner
+from .rebuilding import adopt_blocks
 from .report import LayerReport, Report
 from .runtime import (
     AbsorbedActivation,
@@ -25,30 +27,42 @@ from .runtime import (
 )
 from .sizes import Observed, kept_bytes, observe
 
+_REBUILDS = ("auto", "gemm", "recompute")
+
 
 def convert(
     model: nn.Module,
     memory: str = "auto",
     example_inputs: Tensor | Sequence | Mapping | None = None,
 ) -> tuple[nn.Module, Report]:
-    """Swaps BatchNorm, and the activation after it, for `BatchNormAct` wherever that is proven safe.
+    """Lets a model keep less for backward: BatchNorm and its activation become one layer wherever that is
+    proven safe, and outputs of LayerNorms, activations, gates and the like are rebuilt, to the same bits.
 
     Args:
         model: changed in place. Layers stay the objects they are, in a class derived from the one they had:
             parameters, buffers, state_dict, hooks, requires_grad and training flags are untouched, and
-            optimizers built before stay valid. No forward is rewritten.
-        memory: "auto" overwrites the layer's input where that is proven safe and the activation can be
-            inverted, and rebuilds the output elsewhere. "recompute" always rebuilds, to the same bits.
-            "inplace" converts only what may be overwritten. "keep" fuses without saving memory.
+            optimizers built before stay valid. No forward is rewritten, and no Linear touched.
+        memory: "auto" overwrites a BatchNorm's input where that is proven safe and the activation can be
+            inverted, and rebuilds what takes no matrix product elsewhere. "gemm" rebuilds the output of
+            Linears too that are no narrower than their input: less still, for more time. "recompute" is
+            "auto" without overwriting. "inplace" converts only what may be overwritten. "keep" fuses
+            BatchNorm and activation without saving memory.
         example_inputs: what forward takes in training (a tensor, a tuple of arguments or a dict of keyword
             arguments). A training forward is run with a copy of them before the conversion, which keeps
             nothing, and one after, which keeps what a step does: the report has the difference. Where that
             is not possible the report estimates, and says why. This is also the call that is traced.
 
-    Returns the model, and a `Report` that prints as a table: per layer its mode, the reason, and the bytes
-    that training keeps less for backward.
+    Returns the model, and a `Report` that prints as tables: what a training forward keeps before and after,
+    both measured; the tensors that it keeps or rebuilds, from what, and why some are left; and per BatchNorm
+    layer its mode and the reason. `report.plot(path)` draws it.
 
-    What is found: torch's BatchNorm1d/2d/3d and SyncBatchNorm, fastvit's SyncBatchNorm, timm's
+    Outputs that are rebuilt: of LayerNorm, RMSNorm and modules that are one of them, GELU, SiLU and other
+    activations, products (gates, LayerScale), sums, casts, concatenations, rolls and copies, wherever what
+    they are made from is kept anyhow. How they were made is read from autograd's graph as the forward runs,
+    whatever the model is, and the same op makes them again; `fastvit.recompute_scope` tells more. The model
+    and each of its blocks do so when they are called.
+
+    BatchNorms that are found: torch's BatchNorm1d/2d/3d and SyncBatchNorm, fastvit's SyncBatchNorm, timm's
     BatchNormAct2d and mapillary's ABN; an activation module that reads the layer's output alone, through
     views and Identity; the addition of a residual in between, where nothing else runs between the three and
     somebody keeps the residual for backward anyhow. A layer that an activation function follows is rebuilt by
@@ -61,17 +75,17 @@ def convert(
     parameters, caches, hooks' counts and random states are put back. What a forward does to the world outside
     (a file, say) is done.
 
-    A converted layer is what it was outside the forward that was traced, in another call (tensors where there
-    were none or the other way round, other values of arguments with defaults; where torch.export was asked,
-    other shapes and dtypes too), under torch.compile and exporters, and once somebody registers a hook that
-    would see another tensor. So it is, and a warning says why, once something is another than it was when the
-    model was converted: a module; a forward, another method or a plain value (a flag, a number, a word, a
-    dtype, a short list of these) of a class, of a module or of a configuration object that a module holds.
-    Convert again then. What a forward changes itself, module-level variables and the insides of other objects
-    are not watched.
+    A converted BatchNorm is what it was outside the forward that was traced, in another call (tensors where
+    there were none or the other way round, other values of arguments with defaults; where torch.export was
+    asked, other shapes and dtypes too), under torch.compile and exporters, and once somebody registers a hook
+    that would see another tensor. So it is, and a warning says why, once something is another than it was
+    when the model was converted: a module; a forward, another method or a plain value (a flag, a number, a
+    word, a dtype, a short list of these) of a class, of a module or of a configuration object that a module
+    holds. Convert again then. What a forward changes itself, module-level variables and the insides of other
+    objects are not watched.
 
     convert_syncbn_model may come before or after. torch.jit.script and torch.ao.quantization want `revert`
-    first. Converted layers are differentiable once, in reverse mode. A forward that catches an exception
+    first. Converted BatchNorms are differentiable once, in reverse mode. A forward that catches an exception
     while it is traced counts as one that cannot be. What tracing does not follow (a branch on a random
     number, say) it takes as it came out then: `verify` is the test.
 
@@ -98,26 +112,29 @@ def convert(
             settled = {plan.name: plan for plan in plans if not planner.is_open(plan, traces)}
             plans, traces = planner.plans(exported, settled), traces + exported
     kinds = {plan.name: type(plan.layer.module).__name__ for plan in plans}
-    _apply(model, [plan for plan in plans if plan.mode != "left"], planner.names, traces)
-    saved, estimated, idle = _measured(model, arguments, before)
+    if memory in _REBUILDS:
+        adopt_blocks(model, memory == "gemm")
+    _apply(model, [plan for plan in plans if plan.mode != "left"], planner.names, traces, memory)
+    after, estimated, idle, tensors = _measured(model, arguments, before)
     rows = [
         _row(plan, kinds[plan.name], before.sizes.get(plan.layer.module), plan.layer.module in idle)
         for plan in plans
     ]
     opaque = [planner.names[module] or type(module).__name__ for module in untraced if _holds_norms(module)]
-    return model, Report(rows, opaque, saved, estimated)
+    return model, Report(rows, opaque, None if after is None else before.kept, after, estimated, tensors)
 
 
 def _measured(
     model: nn.Module, arguments: Arguments | None, before: Observed
-) -> tuple[int | None, str, set[nn.Module]]:
-    """What a training forward of the converted model keeps less, or why that is not known; layers at rest."""
+) -> tuple[int | None, str, set[nn.Module], list[Saved]]:
+    """What a training forward of the converted model keeps, or why that is not known; layers at rest; of what
+    tensors that is."""
     if before.kept is None:
-        return None, before.unmeasured, set()
+        return None, before.unmeasured, set(), []
     try:
-        kept, ran = kept_bytes(model, arguments)
+        kept, ran, tensors = kept_bytes(model, arguments)
     except torch.OutOfMemoryError:
-        return None, "a training forward needs more memory than there is", set()
+        return None, "a training forward needs more memory than there is", set(), []
     except BaseException:
         revert(model)
         raise
@@ -125,7 +142,7 @@ def _measured(
         if isinstance(module, ConvertedRoot):
             module._proof.begin(module)  # from what was put back after the run
     norms = (module for module in model.modules() if isinstance(module, (ConvertedNorm, ConvertedNormSync)))
-    return before.kept - kept, "", set(norms) - ran
+    return kept, "", set(norms) - ran, tensors
 
 
 def _row(plan: Plan, kind: str, size: int | None, idle: bool) -> LayerReport:
@@ -145,7 +162,11 @@ def _holds_norms(module: nn.Module) -> bool:
 
 
 def _apply(
-    model: nn.Module, plans: list[Plan], names: dict[nn.Module, str], traces: list[tracing.Trace]
+    model: nn.Module,
+    plans: list[Plan],
+    names: dict[nn.Module, str],
+    traces: list[tracing.Trace],
+    memory: str,
 ) -> None:
     tokens: dict[nn.Module, str] = {model: uuid.uuid4().hex}
     proven: dict[nn.Module, list[Proven]] = defaultdict(list)
@@ -176,12 +197,13 @@ def _apply(
             _keys=frozenset(key for key, _ in places),
             _in=tuple(name for _, name in places),
         )
-    rebuilds = any(plan.mode == "recompute" for plan in plans)
     for root, token in tokens.items():
         mine = [trace for trace in traces if trace.root is root]
         example = next((trace.example for trace in mine if trace.example), None)
         constants = mine[0].constants if mine else {}
-        adopt(root, ConvertedRoot, _proof=Proof(token, root, proven[root], constants, example, rebuilds))
+        rebuilds, products = memory in _REBUILDS, memory == "gemm"
+        proof = Proof(token, root, proven[root], constants, example, rebuilds, products)
+        adopt(root, ConvertedRoot, _proof=proof)
     for root in tokens:
         root._proof.begin(root)
 

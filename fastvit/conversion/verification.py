@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from .adopted import Adopted
 from .calls import Arguments, as_arguments
+from .runtime import ConvertedNorm, ConvertedNormSync
 from .swap import convert, revert
 from .untouched import untouched
 
@@ -63,7 +64,8 @@ def verify(
         inputs: a tensor, a tuple of arguments or a dict of keyword arguments.
         dtype: what both copies compute in. float64 tells a wrong gradient from roundings, however deep the
             model; None keeps the model's own.
-        limit: on the largest difference of a tensor relative to its largest value (default by dtype). A
+        limit: on the largest difference of a tensor relative to its largest value. The default is by dtype
+            where a BatchNorm is fused; everything else is rebuilt by the same op, and none is allowed. A
             gradient is judged on a scale of no less than 1e-4 of the model's largest gradient, since one
             that is zero but for roundings has no scale of its own; a buffer likewise.
 
@@ -77,6 +79,8 @@ def verify(
             converted, _ = convert(converted, memory, inputs)
         if dtype is not None:
             original, converted = original.to(dtype), converted.to(dtype)
+        nonlocal fused
+        fused = any(isinstance(module, (ConvertedNorm, ConvertedNormSync)) for module in converted.modules())
         steps = []
         for m in (original, converted):
             # copies share what hooks count in, and both begin with the same random states
@@ -84,6 +88,7 @@ def verify(
                 steps.append(_step(m, arguments, dtype, inputs_require_grad))
         return steps
 
+    fused = False
     try:
         want, got = both(inputs_require_grad=True)
     except RuntimeError as error:
@@ -100,6 +105,8 @@ def verify(
         least = next((1e-4 * largest[kind] for kind in _WITHOUT_SCALE if name.startswith(kind)), 0.0)
         differences[name] = _difference(got[name], want[name], least)
     ordered = dict(sorted(differences.items(), key=lambda item: (-item[1], item[0])))
+    if limit is None and not fused:
+        limit = 0.0
     if limit is None:
         computed = dtype or next((p.dtype for p in model.parameters()), torch.float32)
         limit = _TOLERANCES.get(computed, _HALF_PRECISION)

@@ -1,0 +1,109 @@
+"""Where outputs of norms, activations and the like are rebuilt: around the model, and around each block.
+
+How such a tensor came about is told by autograd's graph, so nothing has to be proven for it and nothing in
+the model is replaced. Two things are missing there: a scope, which every block opens when it is called, and
+the eps of a normalisation, which the module tells.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils import parametrize
+
+from ..recompute import recompute_scope, remember_eps
+from .adopted import Adopted, adopt
+from .runtime import _traced
+from .untouched import untouched
+
+_PLAIN = (nn.LayerNorm.forward, nn.RMSNorm.forward)
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+class _KeepsForward(Adopted):
+    """A module that does what it did, in its own forward, which may have been patched since."""
+
+    @staticmethod
+    def name_for(original: type) -> str:
+        return original.__name__
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        if "_original" not in cls.__dict__:
+            return
+
+        @functools.wraps(cls._original.forward)  # tools read argument names from a forward
+        def forward(self, *args, **kwargs):
+            original = cls._original.forward
+            if _traced():
+                return original(self, *args, **kwargs)
+            return self._run(original, args, kwargs)
+
+        cls.forward = forward
+
+
+class RebuiltNorm(_KeepsForward):
+    """A normalisation that tells its eps, which is all that is missing to rebuild its output."""
+
+    def _run(self, original, args, kwargs):
+        y = original(self, *args, **kwargs)
+        # what another forward does with eps is not known
+        if type(y) is Tensor and y.requires_grad and original is self._known:
+            eps = {getattr(self, name) for name in self._eps}
+            if len(eps) == 1:
+                remember_eps(y, eps.pop())
+        return y
+
+
+class RebuiltBlock(_KeepsForward):
+    """A block that opens a scope, so that it saves memory whoever calls it."""
+
+    def _run(self, original, args, kwargs):
+        with recompute_scope(self._products):
+            return original(self, *args, **kwargs)
+
+
+def adopt_blocks(model: nn.Module, products: bool) -> None:
+    """Lets the normalisations of `model` tell their eps, and its blocks open scopes."""
+    norms = {module: names for module in model.modules() if (names := _eps_names(module))}
+    blocks = [module for module in model.modules() if module is not model and _is_block(module, norms)]
+    for module, names in norms.items():
+        adopt(module, RebuiltNorm, _eps=names, _known=type(module).forward)
+    for module in blocks:
+        adopt(module, RebuiltBlock, _products=products)
+
+
+def _is_block(module: nn.Module, norms: dict[nn.Module, tuple[str, ...]]) -> bool:
+    """Whether `module` normalises by itself what its children compute."""
+    if isinstance(module, (*_CONTAINERS, fx.GraphModule, torch.jit.ScriptModule)) or module in norms:
+        return False
+    return any(child in norms or _is_norm(child) for child in module.children())
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return "Norm" in type(module).__name__ and not isinstance(module, _NormBase)
+
+
+def _eps_names(module: nn.Module) -> tuple[str, ...]:
+    """The attributes from which `module`, one normalisation, takes its eps; none where that is not known."""
+    kind = type(module)
+    if isinstance(module, (torch.jit.ScriptModule, _NormBase)) or parametrize.is_parametrized(module):
+        return ()
+    if kind.forward in _PLAIN or kind.__module__ in ("timm.layers.norm", "timm.layers.norm_act"):
+        return ("eps",) if hasattr(module, "eps") else ()
+    if kind.__module__.startswith("torch.nn") or any(module.children()) or not module._parameters:
+        return ()
+    with untouched(module):
+        try:
+            graph = fx.Tracer().trace(module)
+        except Exception:  # whatever a forward does with a proxy that it cannot do
+            return ()
+    calls = [node for node in graph.nodes if node.target in (F.layer_norm, F.rms_norm, torch.layer_norm)]
+    if len(calls) != 1:
+        return ()
+    eps = calls[0].kwargs.get("eps", calls[0].args[4] if len(calls[0].args) > 4 else None)
+    return tuple(name for name, value in vars(module).items() if isinstance(value, float) and value == eps)

@@ -1,0 +1,122 @@
+"""What autograd's graph tells of how a tensor came about.
+
+A node has the op's name, what the op saved, and edges to the nodes that made its inputs. That is enough to
+do it again, with the same op on the same memory layout and so to the same bits, for ops that do little
+arithmetic, which are in a table (rules.py). What is in no table is never rebuilt. Views are followed to the
+memory that they are views of.
+
+What the graph does not tell stays unknown: a number that was added, the value of padding, a tensor without
+gradient that an op did not save.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+
+import torch
+from torch import Tensor
+
+from .rules import EPS, LEAF, PRODUCTS, RULES, VIEWS, Unknown, signed
+from .saved import Kept, Recipe
+from .values import Argument, Held, Value
+
+KEY = "fastvit.value"
+_DEEPEST = 12  # ops in a row of which nobody has saved anything
+
+
+def value_of(node, products: bool, like: Tensor | None = None, level: int = 0) -> Value:
+    """The value that `node` made; with `products`, rebuilt by a matrix product too.
+
+    `like` is all of it, if at hand.
+    """
+    metadata = node.metadata
+    value = metadata.get(KEY)
+    if value is None:
+        value = metadata[KEY] = Value()
+        value.name = node.name()
+        rule = RULES.get(value.name) or (PRODUCTS.get(value.name) if products else None)
+        if rule is not None and level < _DEEPEST:
+            try:
+                value.made_by(*rule(Node(node, products, like, level)))
+            except Unknown:
+                pass
+    return value
+
+
+def remember_eps(y: Tensor, eps: float | None) -> None:
+    """`y` comes out of a normalisation, whose node does not know its eps."""
+    base = y if y._base is None else y._base
+    node = base.grad_fn
+    for _ in range(2):  # the result may have been cast
+        if node is None:
+            return
+        if node.name() in ("NativeLayerNormBackward0", "FusedRmsNormBackward0"):
+            node.metadata[EPS] = eps
+            return
+        node = node.next_functions[0][0] if node.name() == "ToCopyBackward0" else None
+
+
+class Node:
+    """A node as its rule reads it."""
+
+    def __init__(self, node, products: bool, like: Tensor | None, level: int):
+        self.node = node
+        self.products = products
+        self.like = like
+        self.level = level
+
+    def number(self, name: str):
+        return getattr(self.node, f"_saved_{name}")
+
+    def integer(self, name: str) -> int:
+        return signed(self.number(name))
+
+    def integers(self, name: str) -> tuple[int, ...]:
+        return tuple(signed(i) for i in self.number(name))
+
+    def saved(self, name: str) -> Argument | None:
+        """An input that the op saved; None where it saved nothing."""
+        packed = getattr(self.node, f"_raw_saved_{name}").data
+        if type(packed) is Kept:
+            return Argument(Held(weakref.ref(packed)))
+        if type(packed) is Recipe:
+            geometry = packed.geometry
+            return Argument(packed.value, (lambda t: torch.as_strided(t, *geometry),))
+        if isinstance(packed, Tensor) and packed.numel() == 1 and packed.grad_fn is None:
+            number = Kept(packed)
+            return Argument(Held(lambda: number))
+        if packed is not None:
+            raise Unknown  # saved outside of the scope
+        return None
+
+    def edge(self, index: int) -> Argument:
+        """An input that requires a gradient."""
+        node, number = self.node.next_functions[index]
+        views = []
+        while node is not None and (view := VIEWS.get(node.name())) is not None:
+            views.append(view(self.behind(node), number))
+            node, number = node.next_functions[0]
+        if node is None or number:
+            raise Unknown
+        views = tuple(reversed(views))
+        if node.name() == LEAF:
+            return Argument(self.leaf(node.variable), views)
+        return Argument(value_of(node, self.products, None, self.level + 1), views)
+
+    def leaf(self, tensor: Tensor) -> Held:
+        """A copy: the op has not saved it, so it may be written to before the backward."""
+        shape = self.metadata().shape
+        if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.numel() * 64 > math.prod(shape):
+            raise Unknown
+        kept = Kept(tensor.detach().clone())
+        return Held(lambda: kept)
+
+    def input(self, name: str, index: int) -> Argument:
+        return self.saved(name) or self.edge(index)
+
+    def behind(self, node) -> Node:
+        return Node(node, self.products, None, self.level)
+
+    def metadata(self):
+        return self.node._input_metadata[0]

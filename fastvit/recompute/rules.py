@@ -1,0 +1,286 @@
+"""Which ops are done again, and how: a table by the names that autograd's nodes have.
+
+A rule reads a node and gives a function and what goes into it: the same op, on the same memory layout, so
+that the bits are the same. A rule raises `Unknown` where the node does not tell enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .saved import Kept
+from .values import Argument
+
+if TYPE_CHECKING:
+    from .graph import Node
+
+EPS = "fastvit.eps"
+LEAF = "torch::autograd::AccumulateGrad"
+
+
+class Unknown(Exception):
+    """A node does not tell what its op was given."""
+
+
+def signed(number: int) -> int:
+    """Nodes give their integers as if they were unsigned."""
+    return number - 2**64 if number >= 2**63 else number
+
+
+def _of_shape(read: Node, _: int) -> Callable[[Tensor], Tensor]:
+    shape = tuple(read.metadata().shape)
+    return lambda t: t.view(shape)
+
+
+def _expand(read: Node, _: int) -> Callable[[Tensor], Tensor]:
+    shape = tuple(read.metadata().shape)
+    return lambda t: t.expand(shape)
+
+
+def _method(name: str, *integers: str, part: bool = False) -> Callable:
+    """A view by a method of tensors that takes these integers; with `part`, one of several."""
+
+    def rule(read: Node, number: int) -> Callable[[Tensor], Tensor]:
+        given = [read.number(i) for i in integers]
+        given = [tuple(map(signed, g)) if isinstance(g, tuple) else signed(g) for g in given]
+        if part:
+            return lambda t: getattr(t, name)(*given)[number]
+        return lambda t: getattr(t, name)(*given)
+
+    return rule
+
+
+def _slice(read: Node, _: int) -> Callable[[Tensor], Tensor]:
+    given = [read.integer(name) for name in ("dim", "start", "end", "step")]
+    return lambda t: torch.ops.aten.slice.Tensor(t, *given)
+
+
+VIEWS: dict[str, Callable[[Node, int], Callable[[Tensor], Tensor]]] = {
+    "ViewBackward0": _of_shape,
+    "ReshapeAliasBackward0": _of_shape,
+    "AliasBackward0": lambda read, _: lambda t: t,
+    "ExpandBackward0": _expand,
+    "PermuteBackward0": _method("permute", "dims"),
+    "TransposeBackward0": _method("transpose", "dim0", "dim1"),
+    "TBackward0": _method("t"),
+    "UnbindBackward0": _method("unbind", "dim", part=True),
+    "SplitBackward0": _method("split", "split_size", "dim", part=True),
+    "SplitWithSizesBackward0": _method("split_with_sizes", "split_sizes", "dim", part=True),
+    "SelectBackward0": _method("select", "dim", "index"),
+    "SliceBackward0": _slice,
+    "UnsqueezeBackward0": _method("unsqueeze", "dim"),
+    "SqueezeBackward0": _method("squeeze"),
+    "SqueezeBackward1": _method("squeeze", "dim"),
+    "UnfoldBackward0": _method("unfold", "dimension", "size", "step"),
+}
+
+Rebuild = tuple[Callable[..., Tensor], tuple[Argument, ...]]
+
+
+def _unary(function: Callable[[Tensor], Tensor], saves_input: bool = True) -> Callable[[Node], Rebuild]:
+    return lambda read: (function, (read.input("self", 0) if saves_input else read.edge(0),))
+
+
+def _product(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Node], Rebuild]:
+    return lambda read: (function, (read.input("self", 0), read.input("other", 1)))
+
+
+def _sum(function: Callable[..., Tensor]) -> Callable[[Node], Rebuild]:
+    def rule(read: Node) -> Rebuild:
+        alpha = read.number("alpha")
+        return lambda a, b: function(a, b, alpha=alpha), (read.edge(0), read.edge(1))
+
+    return rule
+
+
+def _gelu(read: Node) -> Rebuild:
+    approximate = read.number("approximate")
+    return lambda t: F.gelu(t, approximate=approximate), (read.input("self", 0),)
+
+
+def _leaky_relu(read: Node) -> Rebuild:
+    slope = read.number("negative_slope")
+    return lambda t: F.leaky_relu(t, slope), (read.input("self", 0),)
+
+
+def _elu(read: Node) -> Rebuild:
+    given = [read.number(name) for name in ("alpha", "scale", "input_scale")]
+    return lambda t: torch.ops.aten.elu(t, *given), (read.input("self", 0),)
+
+
+def _hardtanh(read: Node) -> Rebuild:
+    low, high = read.number("min_val"), read.number("max_val")
+    return lambda t: F.hardtanh(t, low, high), (read.input("self", 0),)
+
+
+def _scaled(read: Node) -> Rebuild:
+    factor = read.number("other")
+    return lambda t: torch.mul(t, factor), (read.edge(0),)
+
+
+def _padded(read: Node) -> Rebuild:
+    if any(read.integers("pad")):
+        raise Unknown  # with which value
+    return torch.clone, (read.edge(0),)
+
+
+def _pow(read: Node) -> Rebuild:
+    exponent = read.number("exponent")
+    return lambda t: t.pow(exponent), (read.input("self", 0),)
+
+
+def _glu(read: Node) -> Rebuild:
+    dim = read.integer("dim")
+    return lambda t: F.glu(t, dim), (read.input("self", 0),)
+
+
+def _addcmul(read: Node) -> Rebuild:
+    value = read.number("value")
+    arguments = (read.edge(0), read.input("tensor1", 1), read.input("tensor2", 2))
+    return lambda a, b, c: torch.addcmul(a, b, c, value=value), arguments
+
+
+def _joined(function: Callable[..., Tensor]) -> Callable[[Node], Rebuild]:
+    def rule(read: Node) -> Rebuild:
+        dim = read.integer("dim")
+        arguments = tuple(read.edge(i) for i in range(len(read.node.next_functions)))
+        return lambda *tensors: function(tensors, dim), arguments
+
+    return rule
+
+
+def _roll(read: Node) -> Rebuild:
+    shifts, dims = read.integers("shifts"), read.integers("dims")
+    return lambda t: t.roll(shifts, dims), (read.edge(0),)
+
+
+def _repeat(read: Node) -> Rebuild:
+    repeats = read.integers("repeats")
+    return lambda t: t.repeat(repeats), (read.edge(0),)
+
+
+def _clone(read: Node) -> Rebuild:
+    if read.like is None:
+        raise Unknown  # in which memory format
+    size, stride = read.like.size(), read.like.stride()
+
+    def copy(t: Tensor) -> Tensor:
+        return torch.empty_strided(size, stride, dtype=t.dtype, device=t.device).copy_(t)
+
+    return copy, (read.edge(0),)
+
+
+def _to_copy(read: Node) -> Rebuild:
+    made, source = read.metadata(), read.node.next_functions[0][0]
+    if source is None or source.name() == LEAF or source._input_metadata[0].device != made.device:
+        raise Unknown
+    dtype = made.dtype
+    return lambda t: t.to(dtype), (read.edge(0),)
+
+
+def _reshaped(read: Node) -> Rebuild:
+    """A reshape that copies is a clone and then this; so is a product of more than two dimensions."""
+    source = read.node.next_functions[0][0]
+    if source is None:
+        raise Unknown
+    shape = tuple(read.metadata().shape)
+    if source.name() == "CloneBackward0":
+        inner = read.behind(source).edge(0)
+        return lambda t: t.contiguous().view(shape), (inner,)
+    if read.products and source.name() in PRODUCTS:
+        return lambda t: t.view(shape), (read.edge(0),)
+    raise Unknown
+
+
+def _addmm(read: Node) -> Rebuild:
+    alpha, beta = read.number("alpha"), read.number("beta")
+    x, weight = read.input("mat1", 1), read.input("mat2", 2)
+    _widens(read, "mat2")
+    return lambda b, x, w: torch.addmm(b, x, w, beta=beta, alpha=alpha), (read.edge(0), x, weight)
+
+
+def _mm(read: Node) -> Rebuild:
+    x, weight = read.input("self", 0), read.input("mat2", 1)
+    _widens(read, "mat2")
+    return torch.mm, (x, weight)
+
+
+def _widens(read: Node, weight: str) -> None:
+    """A product is worth its arithmetic where it makes no less than it reads."""
+    packed = getattr(read.node, f"_raw_saved_{weight}").data
+    if type(packed) is not Kept or packed.tensor.shape[0] > packed.tensor.shape[1]:
+        raise Unknown
+
+
+def _layer_norm(read: Node) -> Rebuild:
+    shape, eps = read.number("normalized_shape"), read.node.metadata.get(EPS)
+    if eps is None:
+        raise Unknown
+    return _with_affine(
+        read,
+        lambda x, weight, bias: torch.native_layer_norm(x, shape, weight, bias, eps)[0],
+        ("weight", "bias"),
+    )
+
+
+def _rms_norm(read: Node) -> Rebuild:
+    if EPS not in read.node.metadata:
+        raise Unknown
+    shape, eps = read.number("normalized_shape"), read.node.metadata[EPS]
+    return _with_affine(
+        read, lambda x, weight: torch.ops.aten._fused_rms_norm(x, shape, weight, eps)[0], ("weight",)
+    )
+
+
+def _with_affine(read: Node, function: Callable[..., Tensor], names: tuple[str, ...]) -> Rebuild:
+    x = read.saved("input")
+    if x is None:
+        raise Unknown
+    given = [read.saved(name) for name in names]
+
+    def norm(x: Tensor, *parameters: Tensor) -> Tensor:
+        left = iter(parameters)
+        return function(x, *(None if argument is None else next(left) for argument in given))
+
+    return norm, (x, *(argument for argument in given if argument is not None))
+
+
+RULES: dict[str, Callable[[Node], Rebuild]] = {
+    "NativeLayerNormBackward0": _layer_norm,
+    "FusedRmsNormBackward0": _rms_norm,
+    "GeluBackward0": _gelu,
+    "SiluBackward0": _unary(F.silu),
+    "MishBackward0": _unary(F.mish),
+    "HardswishBackward0": _unary(F.hardswish),
+    "HardsigmoidBackward0": _unary(F.hardsigmoid),
+    "HardtanhBackward0": _hardtanh,
+    "LeakyReluBackward0": _leaky_relu,
+    "EluBackward0": _elu,
+    "GluBackward0": _glu,
+    "ReluBackward0": _unary(torch.relu, saves_input=False),
+    "SigmoidBackward0": _unary(torch.sigmoid, saves_input=False),
+    "TanhBackward0": _unary(torch.tanh, saves_input=False),
+    "NegBackward0": _unary(torch.neg, saves_input=False),
+    "PowBackward0": _pow,
+    "MulBackward0": _product(torch.mul),
+    "MulBackward1": _scaled,
+    "DivBackward0": _product(torch.div),
+    "AddBackward0": _sum(torch.add),
+    "SubBackward0": _sum(torch.sub),
+    "AddcmulBackward0": _addcmul,
+    "CatBackward0": _joined(torch.cat),
+    "StackBackward0": _joined(torch.stack),
+    "RollBackward0": _roll,
+    "RepeatBackward0": _repeat,
+    "ConstantPadNdBackward0": _padded,
+    "CloneBackward0": _clone,
+    "UnsafeViewBackward0": _reshaped,
+    "ToCopyBackward0": _to_copy,
+}
+
+PRODUCTS: dict[str, Callable[[Node], Rebuild]] = {"AddmmBackward0": _addmm, "MmBackward0": _mm}

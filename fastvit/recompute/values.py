@@ -1,0 +1,197 @@
+"""Values of a graph, and how they are rebuilt.
+
+A `Value` is what one op made: all of its memory, of which views are parts. It is known to the op's node in
+the autograd graph and holds no tensor: where somebody keeps it for backward it refers to that weakly, and
+where it can be rebuilt it has the op and the values that go into it. What a recipe needs is held by the
+recipe, so all of this dies with the graph.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.utils.weak import TensorWeakRef
+
+if TYPE_CHECKING:
+    from .saved import Kept, Recipe
+
+
+_DEEPEST = 4  # rebuilt tensors that a recipe may go through
+_COSTLIEST = 40  # ops in one recipe
+_SMALLEST = 4096  # bytes that are worth a recipe
+
+
+def _nobody() -> None:
+    return None
+
+
+class Argument:
+    """A tensor that goes into an op: a value, or a view of it."""
+
+    __slots__ = ("value", "views")
+
+    def __init__(self, value: Value | Held, views: tuple[Callable[[Tensor], Tensor], ...] = ()):
+        self.value = value
+        self.views = views
+
+    def tensor(self) -> Tensor:
+        result = self.value.tensor()
+        for view in self.views:
+            result = view(result)
+        return result
+
+
+class Held:
+    """A tensor that an op has saved and that is nobody's value, as far as is known: it is kept, or lost."""
+
+    __slots__ = ("kept",)
+    depth = cost = 0
+
+    def __init__(self, kept: Callable[[], Kept | None]):
+        self.kept = kept
+
+    def gather(self, ingredients: list[Kept]) -> Held | None:
+        kept = self.kept()
+        if kept is None or not kept.is_intact() or kept.is_freed():
+            return self
+        ingredients.append(kept)
+        return None
+
+    def tensor(self) -> Tensor:
+        kept = self.kept()
+        if kept.is_freed():
+            _refuse_freed(kept.tensor)
+        return kept.unpack()
+
+
+def _refuse_freed(parameter: Tensor) -> None:
+    raise RuntimeError(
+        f"recompute_scope: a parameter {list(parameter.shape)} that a tensor is rebuilt with is sharded at "
+        "that time; shard whole blocks"
+    )
+
+
+class Value:
+    """What one op made. `depth` counts the rebuilt tensors that a recipe goes through, `cost` its ops.
+
+    What most values never have stands in the class: one is made for every other tensor that is saved.
+    """
+
+    kept: Callable[[], Kept | None] = staticmethod(_nobody)
+    function: Callable[..., Tensor] | None = None
+    arguments: tuple[Argument, ...] = ()
+    depth = cost = nbytes = 0
+    name = ""  # of the op, as the graph has it
+    geometry: tuple | None = None  # size, stride and offset of all of it
+    source: Callable[[], Source | None] = staticmethod(_nobody)
+    waiting: list[weakref.ref[Recipe]] | None = None
+    # itself, where it may be alive still
+    original: TensorWeakRef | None = None
+    version = address = 0
+
+    def is_kept(self) -> Kept | None:
+        kept = self.kept()
+        return kept if kept is not None and kept.is_intact() else None
+
+    def against(self) -> str | None:
+        """Why this is not rebuilt whoever keeps what it is made from; None where it may be."""
+        if self.function is None:
+            return f"there is no recipe for what {self.name} makes"
+        if self.nbytes < _SMALLEST:
+            return f"it has less than {_SMALLEST} bytes"
+        if self.depth > _DEEPEST:
+            return f"it would be rebuilt through more than {_DEEPEST} others"
+        return f"it would take more than {_COSTLIEST} ops" if self.cost > _COSTLIEST else None
+
+    def made_by(self, function: Callable[..., Tensor], arguments: tuple[Argument, ...]) -> None:
+        self.function, self.arguments = function, arguments
+        self.depth = max((a.value.depth for a in arguments if a.value.kept() is None), default=0)
+        self.cost = 1 + sum(a.value.cost for a in arguments if a.value.kept() is None)
+
+    def gather(self, ingredients: list[Kept]) -> Value | Held | None:
+        """Collects what has to stay alive for this to be rebuilt; or says which value nobody keeps."""
+        kept = self.is_kept()
+        if kept is not None:
+            if kept.is_freed():  # sharded again, as it may be when the recipe is followed
+                return self
+            ingredients.append(kept)
+            return None
+        if self.function is None:
+            return self
+        for argument in self.arguments:
+            missing = argument.value.gather(ingredients)
+            if missing is not None:
+                return missing
+        return None
+
+    def shared(self, ingredients: list[Kept]) -> Source:
+        """The same one for every recipe."""
+        source = self.source()
+        if source is None:
+            source = Source(ingredients)
+            self.source = weakref.ref(source)
+        return source
+
+    def tensor(self) -> Tensor:
+        """All of it: kept by somebody, or alive, or rebuilt for another reader, or rebuilt."""
+        kept = self.kept()
+        if kept is not None and (self.function is None or kept.is_intact()):
+            tensor = kept.unpack()
+            if kept.is_freed():
+                _refuse_freed(tensor)
+            return tensor if self.geometry is None else torch.as_strided(tensor, *self.geometry)
+        source = self.source()
+        if source is not None and source.rebuilt is not None:
+            return source.rebuilt
+        tensor = self._alive()
+        if tensor is None:
+            tensor = self.function(*[argument.tensor() for argument in self.arguments])
+            if self.geometry is not None and tensor.stride() != self.geometry[1]:
+                tensor = torch.empty_strided(
+                    *self.geometry[:2], dtype=tensor.dtype, device=tensor.device
+                ).copy_(tensor)
+        if source is not None and source.unread():
+            source.rebuilt = tensor
+        return tensor
+
+    def _alive(self) -> Tensor | None:
+        tensor = self.original and self.original()
+        if tensor is None or tensor._version != self.version:
+            return None
+        return tensor.detach() if tensor.untyped_storage()._cdata == self.address else None
+
+
+class Source:
+    """What a value is rebuilt from, held by all who have saved it; and the value while some wait for it."""
+
+    __slots__ = ("__weakref__", "ingredients", "readers", "reads", "rebuilt")
+
+    def __init__(self, ingredients: list[Kept]):
+        self.ingredients = ingredients
+        self.readers = self.reads = 0
+        self.rebuilt: Tensor | None = None
+
+    def unread(self) -> bool:
+        return self.reads < self.readers
+
+    def read(self, value: Value) -> Tensor:
+        self.reads += 1
+        tensor = value.tensor()
+        if not self.unread():  # with retain_graph another round follows
+            self.rebuilt, self.reads = None, 0
+        return tensor
+
+
+def plainly(work: Callable[..., Tensor], *arguments: object) -> Tensor:
+    """`work(*arguments)` with ops that run as they were recorded, whatever the backward runs in."""
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return plainly(work, *arguments)
+    if torch._C._is_any_autocast_enabled():
+        with torch._C._DisableAutocast():
+            return work(*arguments)
+    return work(*arguments)

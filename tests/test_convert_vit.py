@@ -1,0 +1,437 @@
+"""fastvit.convert in models without BatchNorm: the same bits, and less kept for backward."""
+
+import contextlib
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from vit_models import BLOCKS, Block, LayerScale, Mlp, Model, converted, differing, kept, patches, step
+
+import fastvit
+
+
+def autocast(dtype=torch.bfloat16):
+    return lambda: torch.autocast("cpu", dtype)
+
+
+CONTEXTS = {"fp32": contextlib.nullcontext, "bf16": autocast(), "fp16": autocast(torch.float16)}
+
+
+@pytest.mark.parametrize("precision", CONTEXTS)
+@pytest.mark.parametrize("block", BLOCKS)
+def test_the_same_bits_and_less_kept(block, precision):
+    make, share = BLOCKS[block]
+    context, x = CONTEXTS[precision], patches(16)
+    eager = Model(make)
+    model = converted(copy.deepcopy(eager))
+    want, again = step(eager, x, context), step(eager, x, context)
+    assert not differing(again, want), "the model itself does not repeat its bits"
+    assert not differing(step(model, x, context), want)
+    if precision == "fp32":
+        saved = 1 - kept(model, x) / kept(eager, x)
+        assert saved >= share, f"{saved:.1%}"
+
+
+def test_autocast_keeps_less():
+    """Casts are followed; what autocast makes of the weights is kept, whatever the batch."""
+    eager, x = Model(depth=2), patches(64)
+    model = converted(copy.deepcopy(eager))
+    before, after = (kept(m, x, autocast()) for m in (eager, model))
+    assert after < 0.68 * before, after / before
+
+
+@pytest.mark.parametrize("block", ["plain", "rope, SwiGLU", "convnext", "separate, quick gelu"])
+def test_matrix_products_on_demand(block):
+    eager, x = Model(BLOCKS[block][0]), patches(16)
+    model = converted(copy.deepcopy(eager), "gemm")
+    for context in CONTEXTS.values():
+        assert not differing(step(model, x, context), step(eager, x, context))
+    assert kept(model, x) < 0.42 * kept(eager, x)
+
+
+def test_a_block_alone_and_features():
+    eager, x = Model(), patches(16)
+    model = converted(copy.deepcopy(eager))
+    tokens = torch.randn(16, 50, 64)
+    for pick, inputs in ((lambda m: m.forward_features, x), (lambda m: m.blocks[1], tokens)):
+        want, got = (step(m, inputs, call=pick(m)) for m in (eager, model))
+        assert not differing(got, want)
+        before, after = (kept(m, inputs, call=pick(m)) for m in (eager, model))
+        assert after < 0.7 * before, after / before
+
+
+def test_what_waits_is_settled_at_the_end_of_each_block():
+    """Otherwise a forward would hold at its end what the conversion is to save."""
+    model, seen = converted(Model(depth=4)), []
+
+    class Probe(nn.Module):
+        def forward(self, x):
+            seen.append(len(fastvit.recompute.active_scope()._waiting))
+            return x
+
+    model.blocks.append(Probe())
+    model(patches(16)).sum().backward()
+    assert seen == [0]
+
+
+def test_the_peak_of_a_step_falls_too():
+    eager, x = Model(depth=6), patches(16)
+    model = converted(copy.deepcopy(eager))
+    peaks = []
+    for m in (eager, model):
+        for parameter in m.parameters():  # whose gradients are no activations
+            parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+        step(m, x)
+        peaks.append(fastvit.memory.peak_bytes(lambda m=m: m(x).sum().backward()))
+    assert peaks[1] - peaks[0] < 0.8 * (kept(model, x) - kept(eager, x))
+
+
+def test_it_comes_off_and_is_carried_along():
+    eager, x = Model(scale_block), patches()
+    model = copy.deepcopy(eager)
+    types = [type(module) for module in model.modules()]
+    attributes = [set(vars(module)) for module in model.modules()]
+    fastvit.convert(model)
+    assert all(isinstance(module, kind) for module, kind in zip(model.modules(), types, strict=True))
+    assert list(model.state_dict()) == list(eager.state_dict())
+    want = step(eager, x)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert not differing(step(other, x), want)
+        assert kept(other, x) == kept(model, x) < kept(eager, x)
+    fastvit.convert(model)
+    fastvit.revert(model)
+    assert [type(module) for module in model.modules()] == types
+    assert [set(vars(module)) for module in model.modules()] == attributes
+
+
+def scale_block():
+    return Block(scale=LayerScale)
+
+
+def test_eps_is_the_one_of_the_call():
+    eager, x = Model(depth=1), patches()
+    model = converted(copy.deepcopy(eager))
+    for m in (eager, model):
+        m.blocks[0].norm1.eps = 0.3
+    assert not differing(step(model, x), step(eager, x))
+
+
+def test_a_patched_forward_is_not_taken_for_the_known_one(monkeypatch):
+    eager, x = Model(depth=1), patches()
+    model = converted(copy.deepcopy(eager))
+
+    def another(self, x):
+        return nn.functional.layer_norm(x, self.normalized_shape, self.weight, self.bias, 0.5)
+
+    monkeypatch.setattr(nn.LayerNorm, "forward", another)
+    assert not differing(step(model, x), step(eager, x))
+
+
+def test_the_report_tells_what_is_kept_and_why(tmp_path):
+    eager, x = Model(scale_block), patches(16)
+    model, report = fastvit.convert(copy.deepcopy(eager), example_inputs=x)
+    for found, measured in ((report.kept_before, kept(eager, x)), (report.kept_after, kept(model, x))):
+        assert found == pytest.approx(measured, rel=0.02)
+    tensor = 16 * 50 * 64 * 4
+    rows = {row.names: row for row in report.tensors if row.saved_bytes or row.kept_bytes > tensor}
+    gelu = rows[("blocks.*.mlp.fc2",)]
+    assert (gelu.count, gelu.saved_bytes, gelu.kept_bytes) == (3, 12 * tensor, 0)
+    assert gelu.reason == "gelu of what is kept for gelu before blocks.*.mlp.fc2"
+    left = rows[("gelu before blocks.*.mlp.fc2",)]
+    assert (left.count, left.kept_bytes) == (
+        3,
+        12 * tensor,
+    ) and "no recipe for what addmm makes" in left.reason
+    assert sum(row.saved_bytes for row in report.tensors) == pytest.approx(report.measured_bytes, rel=0.02)
+    assert str(report).startswith(f"a training forward keeps {report.kept_after / 2**20:.1f} MiB instead of")
+    report.plot(tmp_path / "kept.png")
+    assert (tmp_path / "kept.png").stat().st_size > 10_000
+    with pytest.raises(ValueError, match="example_inputs"):
+        fastvit.convert(copy.deepcopy(eager))[1].plot(tmp_path / "nothing.png")
+
+
+def test_verify_allows_no_difference(monkeypatch):
+    model, x = Model(scale_block, 1), patches()
+    result = fastvit.verify(model, x)
+    assert result and result.limit == 0.0 and set(result.differences.values()) == {0.0}
+    gelu = nn.functional.gelu
+    fastvit.convert(model)
+
+    def almost(t, **options):
+        return gelu(t, **options) * (1 + 1e-12)
+
+    monkeypatch.setattr("fastvit.recompute.rules.F.gelu", almost)
+    original = model.blocks[0].mlp.act.forward
+    model.blocks[0].mlp.act.forward = lambda t: torch._C._nn.gelu(t)
+    result = fastvit.verify(model, x)
+    model.blocks[0].mlp.act.forward = original
+    assert not result and "mlp.fc2.weight" in str(result)
+
+
+# --- what else may be going on in a step
+
+
+def frozen(model):
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("blocks.1" in name or "ls" in name)
+    return model
+
+
+def biases_alone(model):
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.endswith("bias"))
+    return model
+
+
+class LoRA(nn.Module):
+    def __init__(self, linear):
+        super().__init__()
+        self.linear = linear.requires_grad_(False)
+        self.a = nn.Linear(linear.in_features, 4, bias=False)
+        self.b = nn.Linear(4, linear.out_features, bias=False)
+
+    def forward(self, x):
+        return self.linear(x) + self.b(self.a(x)) * 0.5
+
+
+def lora(model):
+    model.requires_grad_(False)
+    for block in model.blocks:
+        block.attn.qkv, block.mlp.fc1 = LoRA(block.attn.qkv), LoRA(block.mlp.fc1)
+    return model
+
+
+def hooked(model):
+    model.blocks[0].norm1.register_forward_hook(lambda m, i, y: y * 1.5)
+    model.blocks[0].mlp.act.register_full_backward_hook(lambda m, gi, go: (gi[0] * 2,))
+    model.blocks[1].attn.qkv.register_forward_pre_hook(lambda m, i: (i[0] + 1,))
+    return model
+
+
+def checkpointed(reentrant):
+    def change(model):
+        for block in model.blocks:
+            inner = block.forward
+            block.forward = lambda x, f=inner: torch.utils.checkpoint.checkpoint(
+                f, x, use_reentrant=reentrant
+            )
+        return model
+
+    return change
+
+
+def written(model):
+    """What a branch returns is overwritten by the sum."""
+
+    def forward(self, x):
+        x = self.ls1(self.attn(self.norm1(x))).add_(x)
+        return self.ls2(self.mlp(self.norm2(x))).add_(x)
+
+    for block in model.blocks:
+        block.forward = forward.__get__(block)
+    return model
+
+
+def pinned(model):
+    """Somebody holds views of what would be rebuilt, and writes to none of them."""
+    model.held = []
+    model.blocks[0].mlp.act.register_forward_hook(lambda m, i, y: model.held.append(y[:, :1]))
+    return model
+
+
+def compiled_part(model):
+    model.blocks[1].mlp = torch.compile(model.blocks[1].mlp, backend="aot_eager")
+    return model
+
+
+def with_dropout(model):
+    for block in model.blocks:
+        block.mlp.drop.p = 0.2
+    return model
+
+
+CHANGES = {
+    "frozen": frozen,
+    "biases alone": biases_alone,
+    "LoRA": lora,
+    "hooks": hooked,
+    "checkpoint": checkpointed(False),
+    "reentrant checkpoint": checkpointed(True),
+    "in place": written,
+    "views that pin": pinned,
+    "compiled part": compiled_part,
+    "dropout": with_dropout,
+    "evaluation": nn.Module.eval,
+}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_same_bits_when_something_else_goes_on(change, precision, when):
+    torch._dynamo.reset()
+    context, x = CONTEXTS[precision], patches()
+    eager = CHANGES[change](Model(scale_block, 2))
+    model = Model(scale_block, 2)
+    if when == "before":
+        model = converted(CHANGES[change](model))
+    else:
+        model = CHANGES[change](converted(model))
+    names = [name for name, _ in eager.named_parameters()]
+    model.load_state_dict(eager.state_dict())
+    assert [name for name, _ in model.named_parameters()] == names
+    assert not differing(step(model, x, context), step(eager, x, context))
+
+
+@pytest.mark.parametrize("n", [0, 1])
+def test_small_batches(n):
+    eager, x = Model(scale_block, 1), torch.randn(n, 50, 12)
+    assert not differing(step(converted(copy.deepcopy(eager)), x), step(eager, x))
+
+
+def test_retain_graph_and_partial_gradients():
+    eager, x = Model(scale_block, 2), patches()
+    model = converted(copy.deepcopy(eager))
+    results = []
+    for m in (eager, model):
+        loss = m(x).square().sum()
+        some = [m.blocks[0].mlp.fc2.weight, m.blocks[1].attn.qkv.weight]
+        parameters = list(m.parameters())
+        got = [torch.autograd.grad(loss, which, retain_graph=True) for which in (some, parameters, some[:1])]
+        got.append(torch.autograd.grad(loss, parameters))
+        results.append([gradient for gradients in got for gradient in gradients])
+        with pytest.raises(RuntimeError, match="second time"):
+            torch.autograd.grad(loss, parameters)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_rebuilt_tensors_are_not_held():
+    """After a backward that keeps its graph for another."""
+    model, x = converted(Model(depth=2)), patches(16)
+    loss = model(x).sum()
+
+    def backward():
+        loss.backward(retain_graph=True)
+        model.zero_grad()
+
+    backward()
+    assert abs(fastvit.memory.live_bytes(backward)[0]) < 4096
+
+
+@pytest.mark.parametrize("what", ["norm1.weight", "norm2.bias", "mlp.fc2.weight", "ls1.gamma"])
+def test_weights_changed_before_backward_are_an_error(what):
+    model = converted(Model(scale_block, 2))
+    loss = model(patches()).sum()
+    with torch.no_grad():
+        model.blocks[1].get_parameter(what).add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_bias_that_nobody_has_saved_may_change():
+    eager, x = Model(lambda: BLOCKS["convnext v2"][0](), 1), patches()
+    model = converted(copy.deepcopy(eager))
+    gradients = []
+    for m in (eager, model):
+        loss = m(x).square().sum()
+        with torch.no_grad():
+            m.blocks[0].grn.bias.add_(1)
+        gradients.append(torch.autograd.grad(loss, list(m.parameters())))
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_what_is_written_before_it_is_read_is_not_rebuilt_from_the_graph():
+    """A write without gradient leaves the graph as it was, and the version tells."""
+    linear, other = nn.Linear(64, 64), nn.Linear(64, 64)
+    x = torch.randn(64, 64)
+    results = []
+    for scope in (contextlib.nullcontext, fastvit.recompute_scope):
+        leaf = x.clone().requires_grad_()
+        with scope():
+            h = linear(leaf)
+            y = nn.functional.silu(h)
+            with torch.no_grad():
+                y.mul_(2)
+            out = other(y)
+        results.append(torch.autograd.grad(out.square().sum(), [leaf, other.weight, linear.weight]))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_conjugated_views_are_not_taken_for_their_memory():
+    linear = nn.Linear(64, 64)
+    x = torch.randn(64, 64)
+    results = []
+    for scope in (contextlib.nullcontext, fastvit.recompute_scope):
+        leaf = x.clone().requires_grad_()
+        with scope():
+            z = torch.complex(linear(leaf), linear(leaf) + 1) @ torch.eye(64, dtype=torch.complex64)
+            w = z.conj() * torch.complex(leaf, leaf)
+            out = (-z * w) * w.abs()
+        results.append(torch.autograd.grad(out.abs().sum(), [leaf, linear.weight]))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_double_backward():
+    """Right: torch's own ops are differentiable twice, and what is rebuilt is part of the graph."""
+    eager = nn.Sequential(nn.Linear(64, 64), nn.SiLU(), nn.LayerNorm(64), nn.Linear(64, 64))
+    model = converted(copy.deepcopy(eager))
+    x = torch.randn(64, 64)
+    results = []
+    for m in (eager, model):
+        leaf = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(m(leaf).square().sum(), leaf, create_graph=True)
+        results.append(
+            torch.autograd.grad(gradient.square().sum(), [leaf, *m.parameters()], allow_unused=True)
+        )
+    for a, b in zip(*results, strict=True):
+        assert (a is None and b is None) or torch.equal(a, b)
+
+
+def test_a_scope_around_a_whole_loop_holds_nothing():
+    model, x = converted(Model(scale_block, 2)), patches(16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def loop():
+        for _ in range(3):
+            model(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with fastvit.recompute_scope():
+        loop()
+        left, _ = fastvit.memory.live_bytes(loop)
+        assert abs(left) < 4096
+        assert not fastvit.recompute.active_scope()._waiting
+
+
+def test_where_another_mechanism_decides():
+    """save_on_cpu and non-reentrant checkpoints around it see every tensor; nothing is saved besides."""
+    eager, x = Model(depth=2), patches(16)
+    model = converted(copy.deepcopy(eager))
+    want = step(eager, x)
+    assert not differing(step(model, x, torch.autograd.graph.save_on_cpu), want)
+
+    def call(m):
+        return lambda x: torch.utils.checkpoint.checkpoint(m, x, use_reentrant=False)
+
+    assert not differing(step(model, x, call=call(model)), want)
+    assert kept(model, x, call=call(model)) == kept(eager, x, call=call(eager))
+
+
+def test_compiled_as_a_whole():
+    torch._dynamo.reset()
+    eager, x = Model(depth=1), patches()
+    want = step(torch.compile(eager, backend="aot_eager", fullgraph=True), x)
+    torch._dynamo.reset()
+    got = step(torch.compile(converted(copy.deepcopy(eager)), backend="aot_eager", fullgraph=True), x)
+    assert not differing(got, want)
+
+
+def test_activation_with_dropout_keeps_the_mask():
+    """The mask is not made again: what a Dropout returns is rebuilt from it."""
+    eager, x = Model(lambda: Block(mlp=lambda: Mlp(drop=0.1))), patches(16)
+    model = converted(copy.deepcopy(eager))
+    assert not differing(step(model, x), step(eager, x))
+    assert kept(model, x) < 0.75 * kept(eager, x)

@@ -1,0 +1,61 @@
+"""fastvit.convert on published ViTs: the same bits, and the share that it saves (`make test-models`)."""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+from packages import package
+from vit_models import differing, kept, step
+
+import fastvit
+
+pytestmark = [pytest.mark.models, pytest.mark.timeout(600)]
+
+GOALS = {  # name -> the share of what a training forward keeps that is rebuilt instead, at least
+    "vit_small_patch16_224": 0.36,
+    "torchvision:vit_b_16": 0.36,
+    "transformers:vit": 0.36,
+    "transformers:siglip": 0.36,
+    "transformers:clip": 0.29,
+    "deit3_small_patch16_224": 0.395,
+    "vit_small_patch14_dinov2": 0.4,
+    "vit_small_patch16_dinov3": 0.45,
+    "vit_small_plus_patch16_dinov3": 0.45,
+    "eva02_small_patch14_224": 0.45,
+    "convnext_tiny": 0.48,
+    "convnextv2_tiny": 0.48,
+    "mixer_s16_224": 0.46,  # at this batch, without the images
+    "swin_tiny_patch4_window7_224": 0.33,
+    "torchvision:swin_t": 0.33,
+    "beit_base_patch16_224": 0.3,
+    "swinv2_tiny_window8_256": 0.25,
+    "pvt_v2_b1": 0.33,
+    "maxvit_tiny_rw_224": 0.2,
+}
+
+
+def created(name):
+    for needed in ("timm", "torchvision", "transformers"):
+        package(needed)
+    from real_models import create
+
+    torch.manual_seed(0)
+    return create(name)
+
+
+def bf16():
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", GOALS)
+def test_the_same_bits_and_the_share(name):
+    eager, size = created(name)
+    x = torch.randn(2, 3, size, size)
+    model, report = fastvit.convert(copy.deepcopy(eager), example_inputs=x)
+    saved = 1 - kept(model, x) / kept(eager, x)
+    assert saved >= GOALS[name], f"{saved:.1%}"
+    assert report.measured_bytes == pytest.approx(report.kept_before - kept(model, x), rel=0.05)
+    if not len(report):  # a fused BatchNorm differs by roundings
+        for context in (contextlib.nullcontext, bf16):
+            assert not differing(step(model, x, context), step(eager, x, context))

@@ -1,0 +1,303 @@
+"""Small blocks as timm, transformers and torchvision spell them, and a step through them."""
+
+import contextlib
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fastvit
+from fastvit.memory import live_bytes
+
+DIM, TOKENS, HEADS = 64, 50, 4
+
+
+class Attention(nn.Module):
+    """timm: queries, keys and values by one Linear, unbound."""
+
+    def __init__(self, norm=None, rope=False, cosine=False):
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
+        self.q_norm, self.k_norm = (norm() if norm else nn.Identity() for _ in range(2))
+        angles = torch.randn(TOKENS - 1, DIM // HEADS)
+        self.register_buffer("sin", angles.sin() if rope else None)
+        self.register_buffer("cos", angles.cos() if rope else None)
+        self.cosine = cosine
+
+    def rotate(self, x):
+        tokens = x[:, :, 1:]
+        half = torch.stack([-tokens[..., 1::2], tokens[..., ::2]], -1).reshape(tokens.shape)
+        return torch.cat([x[:, :, :1], tokens * self.cos + half * self.sin], dim=2)
+
+    def forward(self, x):
+        n, length, dim = x.shape
+        q, k, v = self.qkv(x).reshape(n, length, 3, HEADS, DIM // HEADS).permute(2, 0, 3, 1, 4).unbind(0)
+        q, k = self.q_norm(q), self.k_norm(k)
+        if self.sin is not None:
+            q, k = self.rotate(q).type_as(v), self.rotate(k).type_as(v)
+        x = F.scaled_dot_product_attention(q, k, v)
+        return self.proj(x.transpose(1, 2).reshape(n, length, dim))
+
+
+class SeparateAttention(nn.Module):
+    """transformers: a Linear each, and a rope that rotates halves."""
+
+    def __init__(self, rope=False):
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(DIM, DIM) for _ in range(3))
+        self.output = nn.Linear(DIM, DIM)
+        angles = torch.randn(TOKENS, DIM // HEADS)
+        self.register_buffer("sin", angles.sin() if rope else None)
+        self.register_buffer("cos", angles.cos() if rope else None)
+
+    def rotate(self, x):
+        if self.sin is None:
+            return x
+        a, b = x.chunk(2, dim=-1)
+        return (x * self.cos) + (torch.cat((-b, a), dim=-1) * self.sin)
+
+    def forward(self, x):
+        shape = (*x.shape[:-1], HEADS, DIM // HEADS)
+        q, k, v = (m(x).view(shape).transpose(1, 2) for m in (self.query, self.key, self.value))
+        x = F.scaled_dot_product_attention(self.rotate(q), self.rotate(k), v)
+        return self.output(x.transpose(1, 2).reshape(*x.shape[:-3], TOKENS, DIM).contiguous())
+
+
+class QuickGELU(nn.Module):
+    def forward(self, x):
+        return x * torch.sigmoid(1.702 * x)
+
+
+class RMSNorm(nn.Module):
+    """transformers': in float32, then a weight."""
+
+    def __init__(self, dim=DIM):
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(torch.ones(dim)), 1e-6
+
+    def forward(self, x):
+        dtype = x.dtype
+        x = x.to(torch.float32)
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * x.to(dtype)
+
+
+class FunctionalNorm(nn.Module):
+    """A LayerNorm of somebody's own."""
+
+    def __init__(self, dim=DIM):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(dim)), nn.Parameter(torch.zeros(dim))
+        self.epsilon, self.shape = 1e-6, (dim,)
+
+    def forward(self, x):
+        return F.layer_norm(x, self.shape, self.weight, self.bias, self.epsilon)
+
+
+class Mlp(nn.Module):
+    def __init__(self, act=nn.GELU, drop=0.0):
+        super().__init__()
+        self.fc1, self.act, self.fc2 = nn.Linear(DIM, 4 * DIM), act(), nn.Linear(4 * DIM, DIM)
+        self.drop = nn.Dropout(drop)
+
+    def forward(self, x):
+        return self.fc2(self.drop(self.act(self.fc1(x))))
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, norm=nn.LayerNorm):
+        super().__init__()
+        self.fc1_g, self.fc1_x = nn.Linear(DIM, 4 * DIM), nn.Linear(DIM, 4 * DIM)
+        self.act, self.norm, self.fc2 = nn.SiLU(), norm(4 * DIM), nn.Linear(4 * DIM, DIM)
+
+    def forward(self, x):
+        return self.fc2(self.norm(self.act(self.fc1_g(x)) * self.fc1_x(x)))
+
+
+class PackedSwiGLU(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(DIM, 8 * DIM), nn.Linear(4 * DIM, DIM)
+
+    def forward(self, x):
+        gate, x = self.fc1(x).chunk(2, dim=-1)
+        return self.fc2(F.silu(gate) * x)
+
+
+class LayerScale(nn.Module):
+    def __init__(self, inplace=False):
+        super().__init__()
+        self.gamma, self.inplace = nn.Parameter(torch.full((DIM,), 0.5)), inplace
+
+    def forward(self, x):
+        return x.mul_(self.gamma) if self.inplace else x * self.gamma
+
+
+class Block(nn.Module):
+    def __init__(self, attention=Attention, mlp=Mlp, scale=nn.Identity, norm=lambda: nn.LayerNorm(DIM, 1e-6)):
+        super().__init__()
+        self.norm1, self.attn, self.ls1 = norm(), attention(), scale()
+        self.norm2, self.mlp, self.ls2 = norm(), mlp(), scale()
+
+    def forward(self, x):
+        x = x + self.ls1(self.attn(self.norm1(x)))
+        return x + self.ls2(self.mlp(self.norm2(x)))
+
+
+class MixerBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.norm2, self.mlp_channels = nn.LayerNorm(DIM), nn.LayerNorm(DIM), Mlp()
+        self.fc1, self.act, self.fc2 = nn.Linear(TOKENS, 32), nn.GELU(), nn.Linear(32, TOKENS)
+
+    def forward(self, x):
+        x = x + self.fc2(self.act(self.fc1(self.norm1(x).transpose(1, 2)))).transpose(1, 2)
+        return x + self.mlp_channels(self.norm2(x))
+
+
+class GlobalResponseNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4 * DIM))
+        self.bias = nn.Parameter(torch.randn(4 * DIM))
+
+    def forward(self, x):
+        g = x.norm(p=2, dim=(1, 2), keepdim=True)
+        n = g / (g.mean(dim=-1, keepdim=True) + 1e-6)
+        return x + torch.addcmul(self.bias.view(1, 1, 1, -1), self.weight.view(1, 1, 1, -1), x * n)
+
+
+class ConvBlock(nn.Module):
+    """ConvNeXt, in tokens of 7 by 7."""
+
+    def __init__(self, grn=False, scale=True):
+        super().__init__()
+        self.conv_dw, self.norm = nn.Conv2d(DIM, DIM, 3, padding=1, groups=DIM), nn.LayerNorm(DIM, 1e-6)
+        self.fc1, self.act, self.fc2 = nn.Linear(DIM, 4 * DIM), nn.GELU(), nn.Linear(4 * DIM, DIM)
+        self.grn = GlobalResponseNorm() if grn else nn.Identity()
+        self.gamma = nn.Parameter(torch.full((DIM,), 0.5)) if scale else None
+
+    def forward(self, tokens):
+        shortcut = tokens[:, 1:].transpose(1, 2).unflatten(2, (7, 7))
+        x = self.norm(self.conv_dw(shortcut).permute(0, 2, 3, 1))
+        x = self.fc2(self.grn(self.act(self.fc1(x)))).permute(0, 3, 1, 2)
+        if self.gamma is not None:
+            x = x.mul(self.gamma.reshape(1, -1, 1, 1))
+        x = (x + shortcut).flatten(2).transpose(1, 2)
+        return torch.cat([tokens[:, :1], x], 1)
+
+
+class WindowBlock(nn.Module):
+    """Swin: a cyclic shift, windows cut out by copies, and back."""
+
+    def __init__(self, window=7):
+        super().__init__()
+        self.norm1, self.norm2, self.mlp = nn.LayerNorm(DIM), nn.LayerNorm(DIM), Mlp()
+        self.qkv, self.proj, self.window = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM), window
+        self.table = nn.Parameter(torch.randn(HEADS, window**2, window**2))
+
+    def attend(self, x):
+        n, length, dim = x.shape
+        q, k, v = self.qkv(x).reshape(n, length, 3, HEADS, DIM // HEADS).permute(2, 0, 3, 1, 4).unbind(0)
+        scores = (q * (dim // HEADS) ** -0.5) @ k.transpose(-2, -1) + self.table
+        return self.proj((scores.softmax(-1) @ v).transpose(1, 2).reshape(n, length, dim))
+
+    def forward(self, tokens):
+        x = self.norm1(tokens[:, 1:]).unflatten(1, (7, 7))
+        x = F.pad(torch.roll(x, (-3, -3), (1, 2)), (0, 0, 0, 0, 0, 0))
+        n, w = len(x), self.window
+        x = x.view(n, 7 // w, w, 7 // w, w, DIM).permute(0, 1, 3, 2, 4, 5).contiguous().view(-1, w * w, DIM)
+        x = self.attend(x).view(n, 7 // w, 7 // w, w, w, DIM).permute(0, 1, 3, 2, 4, 5).reshape(n, 7, 7, DIM)
+        x = torch.roll(x, (3, 3), (1, 2)).flatten(1, 2)
+        x = tokens + torch.cat([torch.zeros_like(x[:, :1]), x], 1)
+        return x + self.mlp(self.norm2(x))
+
+
+def torch_layer():
+    return nn.TransformerEncoderLayer(DIM, HEADS, 4 * DIM, 0.0, F.gelu, batch_first=True, norm_first=True)
+
+
+def layer_norm():
+    return nn.LayerNorm(DIM // HEADS)
+
+
+BLOCKS = {  # name -> (how a block is made, the share of what training keeps that it saves at least)
+    "plain": (Block, 0.35),
+    "layer scale": (lambda: Block(scale=LayerScale), 0.38),
+    "layer scale in place": (lambda: Block(scale=lambda: LayerScale(inplace=True)), 0.3),
+    "rope": (lambda: Block(lambda: Attention(norm=layer_norm, rope=True), scale=LayerScale), 0.4),
+    "rope, SwiGLU": (lambda: Block(lambda: Attention(rope=True), SwiGLU), 0.4),
+    "separate, rope of halves": (lambda: Block(lambda: SeparateAttention(rope=True), PackedSwiGLU), 0.25),
+    "separate, quick gelu": (lambda: Block(SeparateAttention, lambda: Mlp(QuickGELU)), 0.45),
+    "tanh gelu": (lambda: Block(mlp=lambda: Mlp(lambda: nn.GELU(approximate="tanh"))), 0.35),
+    "rms of transformers": (lambda: Block(norm=RMSNorm), 0.4),
+    "rms of torch": (lambda: Block(norm=lambda: nn.RMSNorm(DIM)), 0.4),
+    "norm of somebody's own": (lambda: Block(norm=FunctionalNorm), 0.35),
+    "without affine": (lambda: Block(norm=lambda: nn.LayerNorm(DIM, elementwise_affine=False)), 0.35),
+    "mixer": (MixerBlock, 0.4),
+    "convnext": (ConvBlock, 0.4),
+    "convnext v2": (lambda: ConvBlock(grn=True, scale=False), 0.6),
+    "windows": (WindowBlock, 0.3),
+    "torch": (torch_layer, 0.3),
+}
+
+
+class Model(nn.Module):
+    """Blocks of a kind, behind a Linear and before a norm and a head."""
+
+    def __init__(self, block=Block, depth=3):
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed = nn.Linear(12, DIM)
+        self.blocks = nn.ModuleList(block() for _ in range(depth))
+        self.norm, self.head = nn.LayerNorm(DIM), nn.Linear(DIM, 10)
+        for name, parameter in self.named_parameters():
+            if "norm" in name:
+                nn.init.normal_(parameter, 1.0, 0.2)
+
+    def forward_features(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+    def forward(self, x):
+        return self.head(self.forward_features(x)[:, 0])
+
+
+def patches(n=4):
+    return torch.randn(n, TOKENS, 12, generator=torch.Generator().manual_seed(7))
+
+
+def step(model, x, context=contextlib.nullcontext, call=None):
+    """What comes out of a step: the result, and the gradients of the input and of every parameter."""
+    model.zero_grad()
+    leaf = x.clone().requires_grad_()
+    torch.manual_seed(5)
+    with context():
+        y = (call or model)(leaf)
+        loss = (y.float() * torch.linspace(-1, 1, y.numel()).view(y.shape)).sum()
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"output": y.detach(), "input": leaf.grad, **gradients}
+
+
+def differing(got, want):
+    """Names of the tensors that are not the same to the bit."""
+    return [name for name in want.keys() | got.keys() if not torch.equal(got[name], want[name])]
+
+
+def kept(model, x, context=contextlib.nullcontext, call=None):
+    """Bytes that a training forward leaves alive."""
+
+    def forward():
+        with context():
+            return (call or model)(x)
+
+    forward()
+    return live_bytes(forward, x.device)[0]
+
+
+def converted(model, *arguments):
+    fastvit.convert(model, *arguments)
+    return model
