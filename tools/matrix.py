@@ -72,10 +72,10 @@ def commands(include: Path, folder: Path) -> list[list[str | Path]]:
 
 def check(requirement: str, options: argparse.Namespace) -> None:
     python = environment(requirement)
-    include = run(python, "-c", "import torch; print(torch.__path__[0])", cwd=Path("/")).strip() + "/include"
+    packages = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
     if options.compile:
         with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
-            jobs = commands(Path(include), Path(folder))
+            jobs = commands(Path(packages) / "torch/include", Path(folder))
             list(pool.map(lambda job: run(*job), jobs))
         print(f"{requirement}: {len(jobs)} sources compile against its headers", flush=True)
     pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
