@@ -43,7 +43,7 @@ demo: install  ## Train a ViT on scikit-learn's digits with 2 ranks; leaves runs
 test: install test-cuda-host  ## The whole test suite
 	$(RUN) -m pytest -m "not slow and not models" --ignore tests/cuda_host
 
-MODEL := FASTVIT_TEST_DEVICE=cuda_host $(RUN) -m pytest -q -m "not slow"
+MODEL := FASTVIT_TEST_DEVICE=cuda_host OMP_NUM_THREADS=1 $(RUN) -m pytest -q -m "not slow" -n auto
 OPS   := tests/test_ops.py tests/test_local_ops.py tests/test_arguments.py tests/test_messages.py tests/cuda_host/test_cuda_host_kernels.py tests/cuda_host/test_cuda_host_exchange.py
 
 test-cuda-host: install  ## The CUDA sources on a model of a GPU: plain, race checker, sanitizers

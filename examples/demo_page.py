@@ -39,6 +39,7 @@ STYLE = {  # label, colour, dashes; colours that stand out on white and on near-
 MODE_COLOURS = {
     "off": STYLE["torch"][1],
     "auto": "#3b82f6",
+    "gemm": "#0ea5a4",
     "recompute": "#a855f7",
     "inplace": "#e2762d",
     "keep": "#22a06b",
