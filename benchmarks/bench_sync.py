@@ -160,14 +160,16 @@ def bench_step(shape: tuple[int, ...], groups: dict, repeats: int, device: torch
     gather, reduce = bare_exchange(
         torch.zeros(2 * channels + 2, device=device), torch.zeros(2 * channels, device=device)
     )
+    contenders = layers(channels, groups, device)
+    local = contenders["local"]
     steps = {
-        name: (lambda layer=layer: layer(x), lambda y: y.backward(dy))
-        for name, layer in layers(channels, groups, device).items()
+        name: (lambda layer=layer: layer(x), lambda y: y.backward(dy)) for name, layer in contenders.items()
     }
     steps["bare"] = gather, lambda _: reduce()
     times = {(name, d): [] for name in steps for d in DIRECTIONS}
     for repeat in range(repeats):
         for name, (forward, backward) in steps.items():
+            local(x).backward(dy)  # not timed: what the contender before has left in the caches goes
             x.grad, kept = None, []
             together()
             first = timed(lambda forward=forward, kept=kept: kept.append(forward()), device)
