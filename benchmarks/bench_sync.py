@@ -195,7 +195,7 @@ def bench_step(shape: tuple[int, ...], groups: dict, repeats: int, device: torch
         if name == "Collective":
             whole = [alone + collective for alone, collective in zip(local, bare, strict=True)]
             row["ratio_to_local_and_bare"] = median(t / w for t, w in zip(taken, whole, strict=True))
-        if (APEX, direction) in times:
+        if (APEX, direction) in times and name not in (APEX, "bare"):
             row["apex_ratio"] = median(a / t for a, t in zip(times[APEX, direction], taken, strict=True))
         rows.append(row)
     return rows
