@@ -5,13 +5,15 @@
 Forward and backward are timed apart and added, contenders in turn, each on a fresh input that no cache holds.
 `floor` is the time the 8 passes of a step (2R + 1W forward, 4R + 1W backward) take at the bandwidth of a
 large copy made in turn with the layers; ratios are medians over such turns. Memory: the tensors a forward
-saves for backward, and what each pass allocates.
+saves for backward, and what each pass allocates. apex's SyncBatchNorm (FASTVIT_APEX=folder of its sources)
+and mapillary's InPlaceABN, which has to be compiled, take part where they can be imported.
 """
 
 import argparse
 from statistics import median
 
 import torch
+from contenders import peer_layers
 from harness import Timer, percentiles, provenance, reuse_memory, write_csv
 from torch import nn
 
@@ -25,6 +27,7 @@ SHAPES = {
     "32x64x56x56 channels_last": ((32, 64, 56, 56), torch.channels_last),
 }
 PASSES = 8
+APEX = "apex SyncBatchNorm"
 
 
 class Source(torch.autograd.Function):
@@ -42,12 +45,16 @@ class Source(torch.autograd.Function):
 def contenders(channels: int, dims: int, device: str) -> dict[str, nn.Module]:
     batch_norm = (nn.BatchNorm1d if dims == 2 else nn.BatchNorm2d)(channels)
     eager = nn.Sequential(batch_norm, nn.LeakyReLU(0.01, inplace=True))
+    peers = peer_layers(channels)
+    if APEX in peers:
+        peers[APEX] = nn.Sequential(peers[APEX], nn.LeakyReLU(0.01, inplace=True))
     return {
         name: layer.to(device)
         for name, layer in {
             "torch": eager,
             "InPlaceABN": fastvit.InPlaceABN(channels),
             "SyncBatchNorm": nn.Sequential(fastvit.SyncBatchNorm(channels), nn.LeakyReLU(0.01, inplace=True)),
+            **peers,
         }.items()
     }
 

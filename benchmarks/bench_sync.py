@@ -8,9 +8,12 @@ Over NCCL where there are as many GPUs as ranks, else over gloo.
 Exchange: moments forward, sums backward, without a layer; `bare` is torch.distributed's collective of as many
 numbers and nothing else, and ratios are bare / time. Step: forward and backward of one layer on every rank at
 once, the contenders in turn; `local` shares nothing, and ratios are medians of time / local of the same turn.
-torch.nn.SyncBatchNorm and apex's run where they can: on CUDA. Each time begins when the ranks have left an
-exchange together, and is that of the rank which takes longest; the allocator keeps freed memory. What is
-called is counted by torch's profiler.
+torch.nn.SyncBatchNorm runs on CUDA. apex's runs where there is an apex (FASTVIT_APEX=folder of its sources):
+Python over collectives where nothing is compiled, on the CPU too; `apex_ratio` is the median of apex's time
+/ time of the same turn.
+
+Each time begins when the ranks have left an exchange together, and is that of the rank which takes longest;
+the allocator keeps freed memory. What is called is counted by torch's profiler.
 """
 
 import argparse
@@ -26,6 +29,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from contenders import peer_layers
 from harness import provenance, reuse_memory, write_csv
 from torch import nn
 
@@ -35,8 +39,11 @@ from fastvit.sync.collective import ALL_GATHER
 from fastvit.sync.group import group_of
 
 CHANNELS = (64, 256, 512, 1024, 2048)
-SHAPE = (32, 28, 28)  # of a step's input, without channels
-STEP_CHANNELS = {"cpu": (64,), "cuda": CHANNELS}
+SHAPES = {  # of a step's input, by device type
+    "cpu": ((32, 64, 28, 28), (32, 256, 14, 14)),
+    "cuda": tuple((32, channels, 28, 28) for channels in CHANNELS),
+}
+APEX = "apex SyncBatchNorm"
 DIRECTIONS = ("forward", "backward", "both")
 ROWS = "rows.json"
 
@@ -139,17 +146,13 @@ def layers(channels: int, groups: dict, device: torch.device) -> dict[str, nn.Mo
     chosen |= {name: fastvit.SyncBatchNorm(channels, process_group=g) for name, g in groups.items()}
     if device.type == "cuda":
         chosen["torch SyncBatchNorm"] = nn.SyncBatchNorm(channels)
-        try:
-            from apex.parallel import SyncBatchNorm
-
-            chosen["apex SyncBatchNorm"] = SyncBatchNorm(channels)
-        except ImportError:
-            print("apex.parallel is not there to compare with")
+    chosen |= peer_layers(channels, [APEX])
     return {name: layer.to(device) for name, layer in chosen.items()}
 
 
-def bench_step(channels: int, groups: dict, repeats: int, device: torch.device) -> list[dict]:
-    x = torch.randn(SHAPE[0], channels, *SHAPE[1:], device=device, requires_grad=True)
+def bench_step(shape: tuple[int, ...], groups: dict, repeats: int, device: torch.device) -> list[dict]:
+    channels = shape[1]
+    x = torch.randn(shape, device=device, requires_grad=True)
     dy = torch.randn_like(x)
     together = exchange(
         next(reversed(groups.values())), torch.zeros(10, device=device), torch.zeros(8, device=device)
@@ -157,14 +160,16 @@ def bench_step(channels: int, groups: dict, repeats: int, device: torch.device) 
     gather, reduce = bare_exchange(
         torch.zeros(2 * channels + 2, device=device), torch.zeros(2 * channels, device=device)
     )
+    contenders = layers(channels, groups, device)
+    local = contenders["local"]
     steps = {
-        name: (lambda layer=layer: layer(x), lambda y: y.backward(dy))
-        for name, layer in layers(channels, groups, device).items()
+        name: (lambda layer=layer: layer(x), lambda y: y.backward(dy)) for name, layer in contenders.items()
     }
     steps["bare"] = gather, lambda _: reduce()
     times = {(name, d): [] for name in steps for d in DIRECTIONS}
     for repeat in range(repeats):
         for name, (forward, backward) in steps.items():
+            local(x).backward(dy)  # not timed: what the contender before has left in the caches goes
             x.grad, kept = None, []
             together()
             first = timed(lambda forward=forward, kept=kept: kept.append(forward()), device)
@@ -182,13 +187,16 @@ def bench_step(channels: int, groups: dict, repeats: int, device: torch.device) 
         counts |= {(name, d): c for d, c in zip(DIRECTIONS, (once, again, both), strict=True)}
     rows = []
     for (name, direction), taken in times.items():
-        row = {"what": "step", "channels": channels, "way": name, "direction": direction}
+        row = {"what": "step", "shape": "x".join(map(str, shape)), "channels": channels}
+        row |= {"way": name, "direction": direction}
         row |= summary(taken) | counts[name, direction]
         local, bare = times["local", direction], times["bare", direction]
         row["ratio"] = median(t / alone for t, alone in zip(taken, local, strict=True))
         if name == "Collective":
             whole = [alone + collective for alone, collective in zip(local, bare, strict=True)]
             row["ratio_to_local_and_bare"] = median(t / w for t, w in zip(taken, whole, strict=True))
+        if (APEX, direction) in times and name not in (APEX, "bare"):
+            row["apex_ratio"] = median(a / t for a, t in zip(times[APEX, direction], taken, strict=True))
         rows.append(row)
     return rows
 
@@ -211,9 +219,9 @@ def rank_main(rank: int, world: int, folder: str, options: argparse.Namespace) -
     except RuntimeError as error:  # on all ranks
         print(error)
     repeats = max(20, options.repeats * 2 // world)
-    rows = bench_exchange(groups, repeats, device)
-    for channels in STEP_CHANNELS[device.type]:
-        rows += bench_step(channels, groups, repeats, device)
+    rows = bench_exchange(groups, repeats, device) if "exchange" in options.what else []
+    for shape in SHAPES[device.type] if "step" in options.what else ():
+        rows += bench_step(shape, groups, repeats, device)
     if rank == 0:
         where = provenance(device.type)
         here = {"device_type": device.type, "cores": os.cpu_count(), "world": world}
@@ -224,7 +232,7 @@ def rank_main(rank: int, world: int, folder: str, options: argparse.Namespace) -
                 f"{row['p50_us']:9.1f} us  p10 {row['p10_us']:9.1f}  p95 {row['p95_us']:9.1f}  "
                 f"collectives {row['collectives']}  ops {row['ops']:2}  kernels {row.get('kernels', '-')}  "
                 f"host waits {row.get('host_waits', '-')}  ratio {row['ratio']:.3f}  "
-                f"{row.get('ratio_to_local_and_bare', '')}"
+                f"{row.get('ratio_to_local_and_bare', '')}  apex / time {row.get('apex_ratio', '-')}"
             )
         if folder:
             (Path(folder) / ROWS).write_text(json.dumps(rows))
@@ -239,6 +247,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--world", type=int, nargs="+", default=[2], help="ranks, when torchrun does not say")
+    parser.add_argument("--what", nargs="+", default=["exchange", "step"], choices=["exchange", "step"])
     parser.add_argument("--threads", type=int, default=1, help="CPU threads per rank")
     parser.add_argument("--repeats", type=int, default=300, help="of each kind with 2 ranks, else fewer")
     parser.add_argument("--name", help="results/NAME.csv (default: sync_DEVICE)")

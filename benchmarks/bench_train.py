@@ -29,6 +29,7 @@ from fastvit.models import vit_digits
 from fastvit.training import datasets, distributed, learner, loaders, loop
 from fastvit.training.augmentation import random_shift
 from fastvit.training.config import ALL_NORMS, AMP_LEVELS, Config
+from fastvit.training.engine import import_apex
 from fastvit.training.launch import find_launch
 from fastvit.training.optimization import make_optimizer
 from fastvit.training.signals import StopRequest
@@ -103,9 +104,15 @@ def measure_accuracy(ranks: int, only: list[str]) -> list[dict]:
     if only and path.exists():
         with path.open() as file:
             rows = {f"{row['option']}={row['value']}": row for row in csv.DictReader(file)}
-    cases = [
-        f"norm={name}" for name in ALL_NORMS if name != "torch-sync" or torch.cuda.device_count() >= ranks
-    ]
+    left_out = set()
+    if torch.cuda.device_count() < ranks:
+        left_out.add("torch-sync")
+    try:
+        import_apex("parallel")
+    except ImportError as error:
+        left_out.add("apex-sync")
+        print(f"not measured: norm=apex-sync: {error}")
+    cases = [f"norm={name}" for name in ALL_NORMS if name not in left_out]
     cases += [f"amp={level}" for level in AMP_LEVELS]
     for case in only or cases:
         option, value = case.split("=")
@@ -139,7 +146,8 @@ def table(rows: list[dict]) -> str:
         f"vit_digits on scikit-learn's digits, {first['ranks']} gloo ranks, {first['epochs']} epochs of the "
         f"default recipe, the other option at its default (--norm {DEFAULT.norm}, --amp {DEFAULT.amp}). "
         f"{first['device']}, torch {first['torch']}, commit {first['commit']}, {first['date']}. On the CPU "
-        f"the half precision of O1 to O3 is bfloat16; --norm torch-sync trains on CUDA only.",
+        f"the half precision of O1 to O3 is bfloat16; --norm torch-sync trains on CUDA only; --norm "
+        f"apex-sync is apex 25.05's own layer, from the same initial weights.",
         "",
     ]
     return "\n".join(lines)

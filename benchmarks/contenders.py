@@ -1,7 +1,10 @@
-"""The layers that bench_ops.py compares, by the task they take part in. What cannot be had says why."""
+"""The layers that bench_ops.py compares, by the task they take part in, and those of other libraries.
+
+What cannot be had says why. apex is looked for as `fastvit.training.engine.import_apex` says.
+"""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import import_module
 
@@ -15,6 +18,7 @@ from torch.nn import functional as F
 import fastvit
 from fastvit import ops, sync
 from fastvit.sync.protocol import Tag
+from fastvit.training.engine import import_apex
 
 
 class BatchNormAct(nn.Module):
@@ -72,10 +76,28 @@ def _exchange(layer: type[nn.Module], case: Case, device: str, **options) -> nn.
     return layer(case.channels, **options)
 
 
-def _installed(module: str, layer: str, case: Case, **options) -> nn.Module:
+PEERS: dict[str, Callable[[int], nn.Module]] = {
+    "apex SyncBatchNorm": lambda channels: import_apex("parallel").SyncBatchNorm(channels),
+    "inplace_abn": lambda channels: import_module("inplace_abn").InPlaceABN(channels),
+}
+"""Layers of other libraries, over (N, C, *): how to make one; raises ImportError where it is not there."""
+
+
+def _peer(name: str, case: Case) -> nn.Module:
     if case.layout == "tokens":
         raise RuntimeError("takes (N, C, *)")
-    return getattr(import_module(module), layer)(case.channels, **options)
+    return PEERS[name](case.channels)
+
+
+def peer_layers(channels: int, names: Iterable[str] = PEERS) -> dict[str, nn.Module]:
+    """Those of PEERS that are here; says which are not, and why."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = PEERS[name](channels)
+        except ImportError as error:
+            print(f"not measured: {name}: {error}")
+    return found
 
 
 def layers(task: str, case: Case, device: str) -> dict[str, Callable[[], nn.Module]]:
@@ -94,10 +116,7 @@ def layers(task: str, case: Case, device: str) -> dict[str, Callable[[], nn.Modu
             "torch SyncBatchNorm, exchange": lambda: _exchange(TorchExchange, case, device),
             "SyncBatchNorm, exchange": lambda: _exchange(Exchange, case, device, channel_last=last),
         },
-        "peers": {
-            "apex SyncBatchNorm": lambda: _installed("apex.parallel", "SyncBatchNorm", case),
-            "inplace_abn": lambda: _installed("inplace_abn", "InPlaceABN", case),
-        },
+        "peers": {name: lambda name=name: _peer(name, case) for name in PEERS},
     }[task]
 
 

@@ -13,7 +13,10 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 from harness import RESULTS  # noqa: E402
 
-COLOURS = {"torch": "#9aa5b1", "InPlaceABN": "#1f77b4", "SyncBatchNorm": "#ff9f40"}
+COLOURS = {
+    "torch": "#9aa5b1", "InPlaceABN": "#1f77b4", "SyncBatchNorm": "#ff9f40",
+    "apex SyncBatchNorm": "#b05f6d", "inplace_abn": "#6db05f",
+}  # fmt: skip
 
 
 def read(name: str) -> list[dict[str, str]]:
@@ -53,6 +56,8 @@ def sync_table(rows: list[dict[str, str]]) -> str:
         ratio = f"{float(r['ratio']):.3g}"
         if r.get("ratio_to_local_and_bare"):
             ratio += f" ({float(r['ratio_to_local_and_bare']):.3g} of local + bare)"
+        if r.get("apex_ratio"):
+            ratio += f" ({float(r['apex_ratio']):.3g} times as fast as apex)"
         cells = [r["world"], r["what"], r["channels"], r["direction"], r["way"]]
         cells += [f"{float(r['p50_us']):.0f} ({float(r['p95_us']):.0f})", r["collectives"], r["ops"]]
         cells += [r.get("kernels", ""), r.get("host_waits", ""), ratio]

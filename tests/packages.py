@@ -6,6 +6,8 @@ import importlib
 import pytest
 import torch
 
+from fastvit.training.engine import import_apex
+
 
 def package(name: str):
     """The package, or the test is skipped with the reason why it cannot be imported."""
@@ -14,6 +16,14 @@ def package(name: str):
         return importlib.import_module(name)
     except Exception as error:  # what does not fit the installed torch fails in its own ways
         pytest.skip(f"{name} cannot be imported: {error}")
+
+
+def apex(part: str):
+    """A part of NVIDIA apex itself, or the test is skipped with the reason why there is none."""
+    try:
+        return import_apex(part)
+    except ImportError as error:
+        pytest.skip(f"FASTVIT_APEX may be a folder of apex 25.05's sources: {error}")
 
 
 @functools.cache

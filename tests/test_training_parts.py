@@ -1,8 +1,13 @@
 """The parts of the trainer: what ranks say to each other, how a step is made, which model it trains."""
 
 import copy
+import os
+import re
+import signal
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -25,7 +30,8 @@ def _conversation(rank, world):
     assert distributed.reduce_value(value).item() == 1.5
     assert distributed.reduce_value(value, average=False).item() == 3 and value.item() == 1.0 + rank
     report = distributed.StepReport(torch.tensor(float(rank)), flag=2 * rank)
-    assert report.read() == ([0.0, 1.0], [0, 2])
+    assert report.read() == ([0.0, 1.0], [0, 2], None)
+    assert distributed.StepReport(value, 2, norm=value / 2).read() == ([1.0, 2.0], [2, 2], 0.5)  # of rank 0
     assert distributed.gather_objects(rank) == [0, 1]
 
     def fail():
@@ -50,6 +56,34 @@ def _conversation(rank, world):
 
 def test_what_ranks_say_to_each_other(ranks):
     ranks.run(2, _conversation)
+
+
+def _interrupted(rank, world):
+    distributed.StepReport(torch.tensor(1.0)).read()
+    if rank == 1:
+        time.sleep(1.5)  # there, but with no loss
+        return None
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells have their background jobs ignore it
+    threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    report, begin = distributed.StepReport(torch.tensor(1.0)), time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        report.read()
+    return time.monotonic() - begin
+
+
+def test_the_wait_for_a_loss_obeys_an_interrupt_and_ends_with_the_other_rank(ranks):
+    assert ranks.run(2, _interrupted, breaks=True, group_timeout=3)[0] < 1.2
+    said = ranks.run(2, _left_alone, breaks=True, group_timeout=3)[0]
+    assert "imed out" in said or "closed" in said or "reset" in said, said
+
+
+def _left_alone(rank, world):
+    if rank == 1:
+        time.sleep(4)
+        return None
+    with pytest.raises(RuntimeError) as error:
+        distributed.StepReport(torch.tensor(1.0)).read()
+    return str(error.value)
 
 
 class Batches(list):
@@ -83,7 +117,7 @@ def _accumulated_gradients(rank, world, parts):
             )[1],
         )
     feed = loop._Feed(Batches(_batch(rank, part) for part in range(parts)), (5, 1, 2, 2))
-    report = loop._backward(small, feed, parts, StopRequest())
+    loss = loop._backward(small, feed, parts)
     expected = copy.deepcopy(small.model)
     expected.zero_grad()
     everything = [_batch(r, part) for r in range(world) for part in range(parts)]
@@ -91,7 +125,7 @@ def _accumulated_gradients(rank, world, parts):
     torch.nn.functional.cross_entropy(expected(images), labels).backward()
     for got, wanted in zip(small.model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(got.grad, wanted.grad)
-    return len(reduced), report.read()[0], small.model[1].weight.detach()
+    return len(reduced), distributed.StepReport(loss).read()[0], small.model[1].weight.detach()
 
 
 def test_accumulated_gradients_are_those_of_one_large_batch(ranks):
@@ -104,10 +138,71 @@ def test_accumulated_gradients_are_those_of_one_large_batch(ranks):
 
 def test_clipping_bounds_the_norm_and_reports_what_it_was():
     small = _small_learner(0, 1, Config(clip_norm=0.01))
-    loop._backward(small, loop._Feed(Batches([_batch(0, 0)]), (5, 1, 2, 2)), 1, StopRequest())
+    loop._backward(small, loop._Feed(Batches([_batch(0, 0)]), (5, 1, 2, 2)), 1)
     before = loop._gradient_norm(small).item()
     after = loop._gradient_norm(small).item()
     assert before > 0.1 and after == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_a_step_is_skipped_by_a_flag_on_the_device(name):
+    """What a step changes is as it was, the momenta and their count too."""
+    small = _small_learner(0, 1, Config(optimizer=name))
+    for part, poison in enumerate((0.0, float("nan"), float("inf"), 0.0)):
+        loop._backward(small, loop._Feed(Batches([_batch(0, part)]), (5, 1, 2, 2)), 1)
+        small.model[1].bias.grad += poison
+        before = copy.deepcopy((small.model.state_dict(), small.optimizer.state_dict()["state"]))
+        loop._skip_if_not_finite(small.optimizer, loop._gradient_norm(small))
+        loop._step(small)
+        after = small.model.state_dict(), small.optimizer.state_dict()["state"]
+        if poison:
+            torch.testing.assert_close(after, before, rtol=0, atol=0)
+        else:
+            assert not torch.equal(after[0]["1.weight"], before[0]["1.weight"])
+
+
+def _behind(rank, world, poisoned):
+    """Train as on a GPU, a step behind, with a gradient that is not finite in one of the steps."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3))
+    place = Ranks(rank, world, rank, world, torch.device("cpu"), "gloo" if world > 1 else None)
+    small = learner.make_learner(net, Config(batch_size=5), place, (1, 2, 2), 10, None)
+    gradients, weights = [], []
+    net[1].bias.register_hook(lambda g: gradients.append(1) or (g / 0 if len(gradients) == poisoned else g))
+    step = loop._step
+
+    def watched(one):
+        step(one)
+        weights.append(net[1].weight.detach().clone())
+
+    kept = loop.PIPELINE_STEPS
+    loop.PIPELINE_STEPS, loop._step = {"cpu": 1}, watched
+    try:
+        batches = Batches(_batch(rank, part) for part in range(4))
+        loop.train_one_epoch(small, batches, (1, 2, 2), 1, loop.Progress(), StopRequest())
+    except TrainingError as error:
+        return str(error), weights
+    finally:
+        loop.PIPELINE_STEPS, loop._step = kept, step
+    return None, weights
+
+
+@pytest.mark.parametrize("poisoned", [2, 4])
+def test_gradients_that_are_not_finite_end_the_run_a_step_later_with_the_weights_from_before(ranks, poisoned):
+    for said, weights in [*ranks.run(2, _behind, poisoned), _behind(0, 1, poisoned)]:
+        assert re.match(rf"epoch 1, step {poisoned}: the norm of the gradients is (nan|inf); training", said)
+        assert len(weights) == poisoned
+        assert torch.equal(weights[poisoned - 1], weights[poisoned - 2])
+        assert weights[-1].isfinite().all()
+
+
+def test_an_exchange_that_failed_in_a_backward_says_why(monkeypatch):
+    def check():
+        raise RuntimeError("rank 1 in backward of layer 0: nothing from rank 0")
+
+    monkeypatch.setattr(loop.sync, "check", check)
+    with pytest.raises(RuntimeError, match="nothing from rank 0"):
+        _behind(0, 1, 2)
 
 
 def test_learning_rate_is_scaled_by_accumulation_and_ranks():
@@ -135,7 +230,7 @@ def test_average_follows_the_weights_with_a_decay_that_grows():
 def test_average_of_half_weights_is_that_of_their_masters():
     small, expected = _small_learner(0, 1, Config(amp="O2", ema=0.5)), None
     for part in range(3):
-        loop._backward(small, loop._Feed(Batches([_batch(0, part)]), (5, 1, 2, 2)), 1, StopRequest())
+        loop._backward(small, loop._Feed(Batches([_batch(0, part)]), (5, 1, 2, 2)), 1)
         loop._step(small)
         stepped = [p.detach().clone() for p in small.precision.gradient_holders(small.optimizer)]
         weight = (1 + part) / (10 + part) if part else 0  # below 0.5
@@ -191,7 +286,7 @@ def test_one_process_needs_no_group():
     value = torch.tensor(2.0)
     assert distributed.reduce_value(value) is value
     report = distributed.StepReport(value, 1)
-    assert report.read() == ([2.0], [1])
+    assert report.read() == ([2.0], [1], None)
     with pytest.raises(TrainingError, match="no such"):
         distributed.on_main(lambda: (_ for _ in ()).throw(ValueError("no such")))
 

@@ -193,7 +193,7 @@ def test_stop_after_and_resume_with_three_ranks_is_bitwise(ranks, tmp_path):
         ["--amp", "bf16", "--optimizer", "sgd", "--clip-norm", "1"],
         ["--amp", "O1", "--accumulate", "2", "--label-smoothing", "0.1"],
         ["--amp", "O2", "--optimizer", "fused-adam", "--ema", "0.99", "--norm", "torch", "--memory", "auto"],
-        ["--amp", "O3", "--norm", "apex-sync"],
+        ["--amp", "O3", "--norm", "fastvit-sync"],
         ["--data", "synthetic", "--model", "vit_digits", "--image-size", "8", "--synthetic-images", "900"],
     ],
     ids=lambda options: "-".join(options[:2]),

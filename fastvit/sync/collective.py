@@ -6,6 +6,7 @@ makes it and one takes it apart; on a GPU the host waits for neither, and hears 
 next call. All collectives are called as attributes of torch.distributed.
 """
 
+import contextlib
 import datetime
 import weakref
 
@@ -77,13 +78,22 @@ class Collective(Way):
         if messages.is_cuda:
             work.wait()
             return
-        while True:
-            try:
-                work.wait(_SLICE)
-                return
-            except RuntimeError as error:
-                if work.is_completed():
-                    raise RuntimeError(
-                        f"rank {self._rank} in {what}: the collective failed, so a rank has died, did not "
-                        f"come or is elsewhere: {error}"
-                    ) from error
+        try:
+            wait_on_host(work)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {self._rank} in {what}: the collective failed, so a rank has died, did not "
+                f"come or is elsewhere: {error}"
+            ) from error
+
+
+def wait_on_host(work: "dist.Work") -> None:
+    """Waits for a collective over gloo, in slices, so that Ctrl-C is seen.
+
+    Raises:
+        RuntimeError: the collective failed.
+    """
+    while not work.is_completed():
+        with contextlib.suppress(RuntimeError):  # the slice is over, or what the last wait raises again
+            work.wait(_SLICE)
+    work.wait()

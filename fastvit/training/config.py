@@ -63,7 +63,7 @@ class Config:
 
     model: str = _option("auto", "model", f"{', '.join(VARIANTS)}, or timm/<name>; auto: by the images' size")
     norm: str | None = _option(None, "model", "BatchNorm layer (default inplace-abn-sync, for timm/ "
-        "fastvit-sync); torch-sync needs CUDA", ALL_NORMS)
+        "fastvit-sync); torch-sync needs CUDA, apex-sync NVIDIA apex 25.05", ALL_NORMS)
     mlp_norm: str = _option("batch", "model", "in the MLPs: GELU, or BatchNorm, leaky_relu", MLP_NORMS)
     pretrained: str = _option("", "model", "weights to begin with: a file of safetensors or torch.save, or "
         "'timm' for those that timm downloads")

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.rendezvous import rendezvous
 
-from ..sync.collective import ALL_GATHER
+from ..sync.collective import ALL_GATHER, wait_on_host
 from .config import ConfigError
 from .errors import TrainingError
 from .launch import Launch
@@ -176,21 +176,25 @@ def reduce_value(value: Tensor, average: bool = True) -> Tensor:
 
 
 class StepReport:
-    """What the ranks tell each other in every step: their loss, and a flag.
+    """What the ranks tell each other in every step: their loss, a flag, and the norm of the gradients.
 
     One collective under way until `read`. On CUDA a copy in pinned memory is asked for, so that `read` waits
     for that copy and not for what was launched since.
 
     Args:
         loss: of this rank, one number; fp32 is sent.
+        norm: one number, on all ranks or on none.
     """
 
-    def __init__(self, loss: Tensor, flag: int = 0) -> None:
-        self.values = loss.new_full((1, 2), flag, dtype=torch.float32)
+    def __init__(self, loss: Tensor, flag: int = 0, norm: Tensor | None = None) -> None:
+        self.has_norm = norm is not None
+        self.values = loss.new_full((1, 3), flag, dtype=torch.float32)
         self.values[0, 0] = loss.detach()
+        if norm is not None:
+            self.values[0, 2] = norm
         self.work: dist.Work | None = None
         if get_world_size() > 1:
-            mine, self.values = self.values, self.values.new_empty(get_world_size(), 2)
+            mine, self.values = self.values, self.values.new_empty(get_world_size(), 3)
             self.work = getattr(dist, ALL_GATHER)(self.values, mine, async_op=True)
         self.copied: torch.cuda.Event | None = None
         if self.values.is_cuda:
@@ -201,14 +205,14 @@ class StepReport:
             self.copied = torch.cuda.Event()
             self.copied.record()
 
-    def read(self) -> tuple[list[float], list[int]]:
-        """The losses and the flags of all ranks, in rank order."""
+    def read(self) -> tuple[list[float], list[int], float | None]:
+        """The losses and the flags of all ranks, in rank order; the norm, as rank 0 has it."""
         if self.copied is not None:
             self.copied.synchronize()
         elif self.work is not None:
-            self.work.wait()
-        losses, flags = self.values.T.tolist()
-        return losses, [int(flag) for flag in flags]
+            wait_on_host(self.work)
+        losses, flags, norms = self.values.T.tolist()
+        return losses, [int(flag) for flag in flags], norms[0] if self.has_norm else None
 
 
 def gather_objects(value: T) -> list[T]:

@@ -3,14 +3,42 @@
 from __future__ import annotations
 
 import importlib
-from importlib.util import find_spec
+import os
+import sys
 from types import ModuleType
+
+import torch
 
 from .config import ConfigError
 
-__all__ = ["engine_part"]
+__all__ = ["apex_part", "engine_part", "import_apex"]
 
 APEX_PARTS = ("amp", "parallel", "optimizers")
+
+
+def import_apex(part: str) -> ModuleType:
+    """``apex.<part>`` of NVIDIA apex itself: from the folder FASTVIT_APEX, or as installed.
+
+    The folder is a clone of apex at release 25.05, or an unpacked archive of it; nothing need be compiled.
+    What apex has in Python alone runs on the CPU too, with one change: it marks ranges for NVTX, and where
+    torch has none they are marked by nothing.
+
+    Raises:
+        ImportError: there is no apex, or it has not this part.
+    """
+    folder = os.environ.get("FASTVIT_APEX")
+    if folder and folder not in sys.path:
+        sys.path.insert(0, folder)
+    module = importlib.import_module(f"apex.{part}")
+    if module.__name__ != f"apex.{part}":  # fastvit.compat stands for what is missing
+        raise ImportError(f"apex.{part} is {module.__name__} here")
+    nvtx = torch.cuda.nvtx
+    try:
+        nvtx.range_push("")
+        nvtx.range_pop()
+    except RuntimeError:
+        nvtx.range_push = nvtx.range_pop = lambda *_: -1
+    return module
 
 
 def engine_part(engine: str, part: str) -> ModuleType:
@@ -20,23 +48,23 @@ def engine_part(engine: str, part: str) -> ModuleType:
         engine: ``apex`` or ``torch``.
 
     Raises:
-        ConfigError: ``apex`` was asked for, and what is installed under that name has not all of the parts.
+        ConfigError: ``apex`` was asked for, and what is found under that name has not all of the parts.
     """
     if engine == "torch":
         return importlib.import_module(f"fastvit.compat.apex.{part}")
-    if find_spec("apex") is None:
+    return {name: apex_part("--engine apex", name) for name in APEX_PARTS}[part]
+
+
+def apex_part(option: str, part: str) -> ModuleType:
+    """`import_apex` for an option of the trainer, which an error names.
+
+    Raises:
+        ConfigError: apex has not the part.
+    """
+    try:
+        return import_apex(part)
+    except ImportError as error:
         raise ConfigError(
-            "--engine apex needs NVIDIA apex, which is not installed; --engine torch needs none of it"
-        )
-    missing = []
-    for name in APEX_PARTS:
-        try:
-            importlib.import_module(f"apex.{name}")
-        except ImportError:
-            missing.append(f"apex.{name}")
-    if missing:
-        raise ConfigError(
-            f"--engine apex needs {', '.join(missing)}, which the installed apex has not (apex removed "
-            f"amp and parallel after release 25.05); --engine torch offers the same levels"
-        )
-    return importlib.import_module(f"apex.{part}")
+            f"{option} needs apex.{part} of NVIDIA apex 25.05 or older, which is not found ({error}); "
+            f"install it, or let FASTVIT_APEX be a folder of its sources"
+        ) from None

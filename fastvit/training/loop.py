@@ -11,8 +11,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from .. import sync
 from .distributed import StepReport, get_world_size, is_main_process, raise_together, reduce_value
 from .errors import TrainingError
 from .learner import Learner
@@ -22,8 +24,9 @@ __all__ = ["EpochResult", "Progress", "evaluate", "train_one_epoch"]
 
 STOP, FAILED = 1, 2  # flags that the ranks send each other
 UNREADABLE = (OSError, RuntimeError, ValueError)  # what a loader raises, workers and their timeouts included
+EXCHANGES = ("fastvit-sync", "inplace-abn-sync")  # norms whose exchanges a GPU reports afterwards
 NORM_EVERY = 10  # steps between two gradient norms, where clipping does not give every one
-PIPELINE_STEPS = 1  # steps that a GPU may be behind the host before the host waits for a loss
+PIPELINE_STEPS = {"cuda": 1}  # steps that a device may be behind the host before the host waits for a loss
 
 
 @dataclass
@@ -87,14 +90,20 @@ def _last_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[-1]
 
 
-def _check_finite(losses: list[float], epoch: int, step: int) -> None:
+def _check_finite(losses: list[float], norm: float, epoch: int, step: int) -> None:
     bad = [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)]
     if bad:
         where = f"rank {bad[0]}" if len(bad) == 1 else "ranks " + ", ".join(map(str, bad))
-        raise TrainingError(
-            f"epoch {epoch}, step {step}: the loss is {losses[bad[0]]} on {where}; training stopped, and the "
-            f"checkpoints hold none of it (try a smaller --lr or a longer --warmup-epochs)"
-        )
+        what = f"the loss is {losses[bad[0]]} on {where}"
+    elif not math.isfinite(norm):
+        sync.check()  # an exchange that failed in a backward has more to say
+        what = f"the norm of the gradients is {norm}"
+    else:
+        return
+    raise TrainingError(
+        f"epoch {epoch}, step {step}: {what}; training stopped, and the checkpoints hold none of it "
+        f"(try a smaller --lr or a longer --warmup-epochs)"
+    )
 
 
 def train_one_epoch(
@@ -110,7 +119,11 @@ def train_one_epoch(
 
     The ranks share their losses in every step. All of them see a loss that is not finite, on whichever rank
     it was, and stop at the same step: on the CPU before the optimizer writes it into the weights; on a GPU,
-    where the host launches a step without waiting for the last, one step later.
+    where the host launches a step without waiting for the last, one step later. The same holds for the norm
+    of the gradients, where it is measured and the loss is not scaled: every tenth step; with ``--clip-norm``
+    every one; and every one on a GPU with layers of fastvit's that share statistics, as an exchange that
+    failed in a backward is known to the host only afterwards. There torch's optimizers skip the step by a
+    flag on the device.
 
     Args:
         loader: its sampler begins at the batch that ``progress`` has come to.
@@ -121,8 +134,9 @@ def train_one_epoch(
         after_step: called after every step.
 
     Raises:
-        TrainingError: on every rank, naming the step and the ranks whose loss was not finite, or the rank
-            that could not read its data.
+        TrainingError: on every rank, naming the step and what was not finite, or the rank that could not
+            read its data.
+        RuntimeError: what a rank knows of an exchange of statistics that failed.
     """
     from tqdm import tqdm
 
@@ -131,9 +145,11 @@ def train_one_epoch(
     feed = _Feed(loader, (config.batch_size, *shape))
     batches = len(loader)
     steps = math.ceil(batches / accumulate)
-    behind = PIPELINE_STEPS if learner.device.type == "cuda" else 0
+    behind = PIPELINE_STEPS.get(learner.device.type, 0)
+    unheard = bool(behind) and config.norm in EXCHANGES
+    norm_every = 1 if config.clip_norm or unheard else NORM_EVERY
     reports: list[StepReport] = []
-    norm = torch.zeros(2, dtype=torch.float64, device=learner.device)  # sum, number
+    scaled = learner.precision.scales_loss
     start, first, asked = time.perf_counter(), progress.step, False
     bar = tqdm(
         total=steps, initial=first, desc=f"[epoch {epoch}]", leave=False, disable=not is_main_process(),
@@ -142,12 +158,14 @@ def train_one_epoch(
 
     def settle(report: StepReport) -> None:
         nonlocal asked
-        losses, flags = report.read()
+        losses, flags, norm = report.read()
         if FAILED in flags:
             raise_together(feed.error)
         progress.step += 1
-        _check_finite(losses, epoch, progress.step)
+        _check_finite(losses, 0.0 if norm is None or scaled else norm, epoch, progress.step)
         progress.loss += sum(losses) / len(losses)
+        if norm is not None and math.isfinite(norm):
+            progress.norm, progress.norms = progress.norm + norm, progress.norms + 1
         asked = asked or STOP in flags
         bar.set_description(f"[epoch {epoch}] mean loss {progress.loss / progress.step:.4f}", refresh=False)
         bar.update()
@@ -155,12 +173,14 @@ def train_one_epoch(
     with bar:
         for step in range(first, steps):
             parts = min(accumulate, batches - step * accumulate)
-            reports.append(_backward(learner, feed, parts, stop))
+            loss = _backward(learner, feed, parts)
+            norm = _gradient_norm(learner) if step % norm_every == 0 else None
+            flag = FAILED if feed.error else STOP if stop.came else 0
+            reports.append(StepReport(loss, flag, norm))
             while len(reports) > behind:
                 settle(reports.pop(0))
-            if config.clip_norm or step % NORM_EVERY == 0:
-                size = _gradient_norm(learner)
-                norm += torch.stack([size.nan_to_num(0.0, 0.0, 0.0), size.isfinite()]).double()
+            if unheard and not scaled:
+                _skip_if_not_finite(learner.optimizer, norm)
             _step(learner)
             after_step()
             if asked:
@@ -170,9 +190,8 @@ def train_one_epoch(
         bar.refresh()  # an epoch can be over before the bar is due to be drawn
     if learner.device.type == "cuda":
         torch.cuda.synchronize(learner.device)
+        sync.check()  # before the weights may be kept
     seconds = time.perf_counter() - start
-    size, count = norm.tolist()
-    progress.norm, progress.norms = progress.norm + size, progress.norms + int(count)
     trained = min(progress.step * accumulate, batches) - first * accumulate
     return EpochResult(
         progress,
@@ -184,9 +203,9 @@ def train_one_epoch(
     )
 
 
-def _backward(learner: Learner, feed: _Feed, parts: int, stop: StopRequest) -> StepReport:
-    """Gradients of the mean loss of ``parts`` batches, averaged over the ranks."""
-    total: Tensor | float = 0.0
+def _backward(learner: Learner, feed: _Feed, parts: int) -> Tensor:
+    """The mean loss of ``parts`` batches on this rank; its gradients are averaged over the ranks."""
+    total = torch.zeros((), device=learner.device)
     for part in range(parts):
         images, labels = learner.to_device(*feed.next())
         last = part == parts - 1
@@ -199,7 +218,7 @@ def _backward(learner: Learner, feed: _Feed, parts: int, stop: StopRequest) -> S
             )
             total = total + loss.detach()
             learner.precision.backward(loss, learner.optimizer, last)
-    return StepReport(total, FAILED if feed.error else STOP if stop.came else 0)
+    return total
 
 
 def _gradient_norm(learner: Learner) -> Tensor:
@@ -216,6 +235,15 @@ class _Masters:
     def __init__(self, learner: Learner) -> None:
         self.buffers = learner.model.buffers
         self.parameters = lambda: map(learner.precision.master, learner.model.parameters())
+
+
+def _skip_if_not_finite(optimizer: Optimizer, norm: Tensor) -> None:
+    """Have the next step change nothing if ``norm`` is not finite; the host waits for nothing.
+
+    The flag is what torch.amp.GradScaler gives to torch's fused optimizers. FusedAdam would wait to read it.
+    """
+    if optimizer.defaults.get("fused"):
+        optimizer.found_inf = norm.isfinite().logical_not().float()
 
 
 def _step(learner: Learner) -> None:

@@ -12,7 +12,7 @@ import fastvit
 
 from ..models import SYNCHRONISED, create_vit
 from .config import Config, ConfigError
-from .engine import engine_part
+from .engine import apex_part
 
 __all__ = ["SYNCHRONISED_NORMS", "build_model", "freeze", "load_pretrained"]
 
@@ -43,7 +43,7 @@ def build_model(config: Config, shape: tuple[int, int, int], classes: int) -> nn
         except ValueError as error:
             raise ConfigError(f"--model {name} does not fit images of {shape[1]} pixels: {error}") from None
     if config.norm == "apex-sync":
-        model = engine_part(config.engine, "parallel").convert_syncbn_model(model)
+        model = apex_part("--norm apex-sync", "parallel").convert_syncbn_model(model)
     return model
 
 

@@ -21,6 +21,7 @@ class Precision:
     """fp32, or torch.autocast in ``dtype`` around the forward pass."""
 
     loss_scale = 1.0
+    scales_loss = False  # where it does, gradients that are not finite are of its making, and its to skip
 
     def __init__(self, device: torch.device, dtype: torch.dtype | None = None) -> None:
         self.device, self.dtype = device, dtype
@@ -58,6 +59,8 @@ class Precision:
 
 class ApexLevel(Precision):
     """O0 to O3 of apex.amp: a loss that is scaled, and gradients that are put right before the step."""
+
+    scales_loss = True
 
     def __init__(self, device: torch.device, engine: str, level: str, loss_scale: str) -> None:
         super().__init__(device)

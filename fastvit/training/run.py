@@ -161,9 +161,10 @@ def _check_device(config: Config, ranks: Ranks) -> None:
             "--norm torch-sync trains on CUDA only and this run is on the CPU; "
             "fastvit-sync and inplace-abn-sync synchronise on the CPU too"
         )
-    if config.engine == "apex" and config.amp != "off":
+    if config.engine == "apex":
         raise TrainingError(
-            "--engine apex has amp on CUDA only and this run is on the CPU; take --engine torch"
+            "--engine apex trains on CUDA only and this run is on the CPU; "
+            "with --engine torch, --norm apex-sync is apex's own here too"
         )
 
 
