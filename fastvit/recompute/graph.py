@@ -17,7 +17,7 @@ import weakref
 import torch
 from torch import Tensor
 
-from .rules import EPS, LEAF, PRODUCTS, RULES, VIEWS, Unknown, signed
+from .rules import EPS, LEAF, PRODUCTS, RULES, VIEWS, Unknown, signed, signed_all
 from .saved import Kept, Recipe
 from .values import Argument, Held, Value
 
@@ -60,8 +60,11 @@ def remember_eps(y: Tensor, eps: float | None) -> None:
 class Node:
     """A node as its rule reads it."""
 
+    __slots__ = ("edges", "level", "like", "node", "products")
+
     def __init__(self, node, products: bool, like: Tensor | None, level: int):
         self.node = node
+        self.edges = node.next_functions
         self.products = products
         self.like = like
         self.level = level
@@ -73,7 +76,7 @@ class Node:
         return signed(self.number(name))
 
     def integers(self, name: str) -> tuple[int, ...]:
-        return tuple(signed(i) for i in self.number(name))
+        return signed_all(self.number(name))
 
     def saved(self, name: str) -> Argument | None:
         """An input that the op saved; None where it saved nothing."""
@@ -92,17 +95,17 @@ class Node:
 
     def edge(self, index: int) -> Argument:
         """An input that requires a gradient."""
-        node, number = self.node.next_functions[index]
-        views = []
-        while node is not None and (view := VIEWS.get(node.name())) is not None:
-            views.append(view(self.behind(node), number))
+        node, number = self.edges[index]
+        views = ()
+        while node is not None and (view := VIEWS.get(name := node.name())) is not None:
+            views = (view(node, number), *views)
             node, number = node.next_functions[0]
         if node is None or number:
             raise Unknown
-        views = tuple(reversed(views))
-        if node.name() == LEAF:
+        if name == LEAF:
             return Argument(self.leaf(node.variable), views)
-        return Argument(value_of(node, self.products, None, self.level + 1), views)
+        value = node.metadata.get(KEY)
+        return Argument(value or value_of(node, self.products, None, self.level + 1), views)
 
     def leaf(self, tensor: Tensor) -> Held:
         """A copy: the op has not saved it, so it may be written to before the backward."""

@@ -32,22 +32,27 @@ def signed(number: int) -> int:
     return number - 2**64 if number >= 2**63 else number
 
 
-def _of_shape(read: Node, _: int) -> Callable[[Tensor], Tensor]:
-    shape = tuple(read.metadata().shape)
+def signed_all(numbers: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple([signed(number) for number in numbers])
+
+
+def _of_shape(node, _: int) -> Callable[[Tensor], Tensor]:
+    shape = tuple(node._input_metadata[0].shape)
     return lambda t: t.view(shape)
 
 
-def _expand(read: Node, _: int) -> Callable[[Tensor], Tensor]:
-    shape = tuple(read.metadata().shape)
+def _expand(node, _: int) -> Callable[[Tensor], Tensor]:
+    shape = tuple(node._input_metadata[0].shape)
     return lambda t: t.expand(shape)
 
 
 def _method(name: str, *integers: str, part: bool = False) -> Callable:
     """A view by a method of tensors that takes these integers; with `part`, one of several."""
+    saved = [f"_saved_{integer}" for integer in integers]
 
-    def rule(read: Node, number: int) -> Callable[[Tensor], Tensor]:
-        given = [read.number(i) for i in integers]
-        given = [tuple(map(signed, g)) if isinstance(g, tuple) else signed(g) for g in given]
+    def rule(node, number: int) -> Callable[[Tensor], Tensor]:
+        given = [getattr(node, one) for one in saved]
+        given = [signed_all(g) if type(g) is tuple else signed(g) for g in given]
         if part:
             return lambda t: getattr(t, name)(*given)[number]
         return lambda t: getattr(t, name)(*given)
@@ -55,15 +60,16 @@ def _method(name: str, *integers: str, part: bool = False) -> Callable:
     return rule
 
 
-def _slice(read: Node, _: int) -> Callable[[Tensor], Tensor]:
-    given = [read.integer(name) for name in ("dim", "start", "end", "step")]
-    return lambda t: torch.ops.aten.slice.Tensor(t, *given)
+def _slice(node, _: int) -> Callable[[Tensor], Tensor]:
+    dim, step = signed(node._saved_dim), signed(node._saved_step)
+    start, end = signed(node._saved_start), signed(node._saved_end)
+    return lambda t: torch.ops.aten.slice.Tensor(t, dim, start, end, step)
 
 
-VIEWS: dict[str, Callable[[Node, int], Callable[[Tensor], Tensor]]] = {
+VIEWS: dict[str, Callable[..., Callable[[Tensor], Tensor]]] = {
     "ViewBackward0": _of_shape,
     "ReshapeAliasBackward0": _of_shape,
-    "AliasBackward0": lambda read, _: lambda t: t,
+    "AliasBackward0": lambda *_: lambda t: t,
     "ExpandBackward0": _expand,
     "PermuteBackward0": _method("permute", "dims"),
     "TransposeBackward0": _method("transpose", "dim0", "dim1"),
@@ -148,7 +154,7 @@ def _addcmul(read: Node) -> Rebuild:
 def _joined(function: Callable[..., Tensor]) -> Callable[[Node], Rebuild]:
     def rule(read: Node) -> Rebuild:
         dim = read.integer("dim")
-        arguments = tuple(read.edge(i) for i in range(len(read.node.next_functions)))
+        arguments = tuple(read.edge(i) for i in range(len(read.edges)))
         return lambda *tensors: function(tensors, dim), arguments
 
     return rule
@@ -176,7 +182,7 @@ def _clone(read: Node) -> Rebuild:
 
 
 def _to_copy(read: Node) -> Rebuild:
-    made, source = read.metadata(), read.node.next_functions[0][0]
+    made, source = read.metadata(), read.edges[0][0]
     if source is None or source.name() == LEAF or source._input_metadata[0].device != made.device:
         raise Unknown
     dtype = made.dtype
@@ -185,7 +191,7 @@ def _to_copy(read: Node) -> Rebuild:
 
 def _reshaped(read: Node) -> Rebuild:
     """A reshape that copies is a clone and then this; so is a product of more than two dimensions."""
-    source = read.node.next_functions[0][0]
+    source = read.edges[0][0]
     if source is None:
         raise Unknown
     shape = tuple(read.metadata().shape)

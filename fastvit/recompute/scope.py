@@ -34,6 +34,7 @@ from .saved import Kept, Recipe
 from .values import Argument, Held, Value
 
 _autograd = torch._C._autograd
+_transforms = torch._C._functorch.peek_interpreter_stack
 
 
 @contextlib.contextmanager
@@ -158,9 +159,9 @@ class _Scope:
         # The graph tells what was made and not what was written over it, nor which of several results it is.
         if node is None or base._version or base.output_nr or base.dtype != tensor.dtype:
             return None
-        if tensor.layout is not torch.strided or torch._C._functorch.peek_interpreter_stack() is not None:
+        if tensor.layout is not torch.strided or _transforms() is not None:
             return None
-        value = value_of(node, self.products, base)
+        value = node.metadata.get(KEY) or value_of(node, self.products, base)
         if value.original is not None:  # a layer's output that has other memory now
             return None
         if value.geometry is None:

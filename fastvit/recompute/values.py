@@ -93,10 +93,6 @@ class Value:
     original: TensorWeakRef | None = None
     version = address = 0
 
-    def is_kept(self) -> Kept | None:
-        kept = self.kept()
-        return kept if kept is not None and kept.is_intact() else None
-
     def against(self) -> str | None:
         """Why this is not rebuilt whoever keeps what it is made from; None where it may be."""
         if self.function is None:
@@ -109,13 +105,17 @@ class Value:
 
     def made_by(self, function: Callable[..., Tensor], arguments: tuple[Argument, ...]) -> None:
         self.function, self.arguments = function, arguments
-        self.depth = max((a.value.depth for a in arguments if a.value.kept() is None), default=0)
-        self.cost = 1 + sum(a.value.cost for a in arguments if a.value.kept() is None)
+        depth, cost = 0, 1
+        for argument in arguments:
+            value = argument.value
+            if value.cost and value.kept() is None:
+                depth, cost = max(depth, value.depth), cost + value.cost
+        self.depth, self.cost = depth, cost
 
     def gather(self, ingredients: list[Kept]) -> Value | Held | None:
         """Collects what has to stay alive for this to be rebuilt; or says which value nobody keeps."""
-        kept = self.is_kept()
-        if kept is not None:
+        kept = self.kept()
+        if kept is not None and kept.is_intact():
             if kept.is_freed():  # sharded again, as it may be when the recipe is followed
                 return self
             ingredients.append(kept)
