@@ -12,14 +12,13 @@ gradient that an op did not save.
 from __future__ import annotations
 
 import math
-import weakref
 
 import torch
 from torch import Tensor
 
 from .rules import EPS, LEAF, PRODUCTS, RULES, VIEWS, Unknown, signed, signed_all
 from .saved import Kept, Recipe
-from .values import Argument, Held, Value
+from .values import Argument, Copied, Held, Value
 
 KEY = "fastvit.value"
 _DEEPEST = 12  # ops in a row of which nobody has saved anything
@@ -82,13 +81,11 @@ class Node:
         """An input that the op saved; None where it saved nothing."""
         packed = getattr(self.node, f"_raw_saved_{name}").data
         if type(packed) is Kept:
-            return Argument(Held(weakref.ref(packed)))
+            return Argument(Held(packed))
         if type(packed) is Recipe:
-            geometry = packed.geometry
-            return Argument(packed.value, (lambda t: torch.as_strided(t, *geometry),))
+            return Argument(packed.value, ((torch.as_strided, *packed.geometry),))
         if isinstance(packed, Tensor) and packed.numel() == 1 and packed.grad_fn is None:
-            number = Kept(packed)
-            return Argument(Held(lambda: number))
+            return Argument(Copied(Kept(packed)))
         if packed is not None:
             raise Unknown  # saved outside of the scope
         return None
@@ -107,13 +104,12 @@ class Node:
         value = node.metadata.get(KEY)
         return Argument(value or value_of(node, self.products, None, self.level + 1), views)
 
-    def leaf(self, tensor: Tensor) -> Held:
+    def leaf(self, tensor: Tensor) -> Copied:
         """A copy: the op has not saved it, so it may be written to before the backward."""
         shape = self.metadata().shape
         if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.numel() * 64 > math.prod(shape):
             raise Unknown
-        kept = Kept(tensor.detach().clone())
-        return Held(lambda: kept)
+        return Copied(Kept(tensor.detach().clone()))
 
     def input(self, name: str, index: int) -> Argument:
         return self.saved(name) or self.edge(index)

@@ -36,40 +36,46 @@ def signed_all(numbers: tuple[int, ...]) -> tuple[int, ...]:
     return tuple([signed(number) for number in numbers])
 
 
-def _of_shape(node, _: int) -> Callable[[Tensor], Tensor]:
-    shape = tuple(node._input_metadata[0].shape)
-    return lambda t: t.view(shape)
+View = tuple  # a function of a tensor, and what it takes besides
 
 
-def _expand(node, _: int) -> Callable[[Tensor], Tensor]:
-    shape = tuple(node._input_metadata[0].shape)
-    return lambda t: t.expand(shape)
+def _of_shape(node, _: int) -> View:
+    return Tensor.view, tuple(node._input_metadata[0].shape)
+
+
+def _expand(node, _: int) -> View:
+    return Tensor.expand, tuple(node._input_metadata[0].shape)
 
 
 def _method(name: str, *integers: str, part: bool = False) -> Callable:
     """A view by a method of tensors that takes these integers; with `part`, one of several."""
-    saved = [f"_saved_{integer}" for integer in integers]
+    saved, method = [f"_saved_{integer}" for integer in integers], getattr(Tensor, name)
 
-    def rule(node, number: int) -> Callable[[Tensor], Tensor]:
+    def rule(node, number: int) -> View:
         given = [getattr(node, one) for one in saved]
         given = [signed_all(g) if type(g) is tuple else signed(g) for g in given]
-        if part:
-            return lambda t: getattr(t, name)(*given)[number]
-        return lambda t: getattr(t, name)(*given)
+        return (_part, method, number, *given) if part else (method, *given)
 
     return rule
 
 
-def _slice(node, _: int) -> Callable[[Tensor], Tensor]:
-    dim, step = signed(node._saved_dim), signed(node._saved_step)
-    start, end = signed(node._saved_start), signed(node._saved_end)
-    return lambda t: torch.ops.aten.slice.Tensor(t, dim, start, end, step)
+def _part(tensor: Tensor, method: Callable, number: int, *given) -> Tensor:
+    return method(tensor, *given)[number]
 
 
-VIEWS: dict[str, Callable[..., Callable[[Tensor], Tensor]]] = {
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _slice(node, _: int) -> View:
+    integers = (node._saved_dim, node._saved_start, node._saved_end, node._saved_step)
+    return torch.ops.aten.slice.Tensor, *signed_all(integers)
+
+
+VIEWS: dict[str, Callable[..., View]] = {
     "ViewBackward0": _of_shape,
     "ReshapeAliasBackward0": _of_shape,
-    "AliasBackward0": lambda *_: lambda t: t,
+    "AliasBackward0": lambda *_: (_itself,),
     "ExpandBackward0": _expand,
     "PermuteBackward0": _method("permute", "dims"),
     "TransposeBackward0": _method("transpose", "dim0", "dim1"),
@@ -98,8 +104,8 @@ def _product(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Node], R
 
 def _sum(function: Callable[..., Tensor]) -> Callable[[Node], Rebuild]:
     def rule(read: Node) -> Rebuild:
-        alpha = read.number("alpha")
-        return lambda a, b: function(a, b, alpha=alpha), (read.edge(0), read.edge(1))
+        alpha, arguments = read.number("alpha"), (read.edge(0), read.edge(1))
+        return function if alpha == 1 else lambda a, b: function(a, b, alpha=alpha), arguments
 
     return rule
 
@@ -227,33 +233,26 @@ def _layer_norm(read: Node) -> Rebuild:
     shape, eps = read.number("normalized_shape"), read.node.metadata.get(EPS)
     if eps is None:
         raise Unknown
-    return _with_affine(
-        read,
-        lambda x, weight, bias: torch.native_layer_norm(x, shape, weight, bias, eps)[0],
-        ("weight", "bias"),
-    )
+    arguments = _affine(read, "weight", "bias")
+    return lambda x, w=None, b=None: torch.native_layer_norm(x, shape, w, b, eps)[0], arguments
 
 
 def _rms_norm(read: Node) -> Rebuild:
     if EPS not in read.node.metadata:
         raise Unknown
     shape, eps = read.number("normalized_shape"), read.node.metadata[EPS]
-    return _with_affine(
-        read, lambda x, weight: torch.ops.aten._fused_rms_norm(x, shape, weight, eps)[0], ("weight",)
-    )
+    arguments = _affine(read, "weight")
+    return lambda x, w=None: torch.ops.aten._fused_rms_norm(x, shape, w, eps)[0], arguments
 
 
-def _with_affine(read: Node, function: Callable[..., Tensor], names: tuple[str, ...]) -> Rebuild:
-    x = read.saved("input")
-    if x is None:
+def _affine(read: Node, *names: str) -> tuple[Argument, ...]:
+    """What a normalisation takes, without the parameters that it does not have."""
+    given = [read.saved(name) for name in ("input", *names)]
+    while given and given[-1] is None:
+        given.pop()
+    if not given or None in given:
         raise Unknown
-    given = [read.saved(name) for name in names]
-
-    def norm(x: Tensor, *parameters: Tensor) -> Tensor:
-        left = iter(parameters)
-        return function(x, *(None if argument is None else next(left) for argument in given))
-
-    return norm, (x, *(argument for argument in given if argument is not None))
+    return tuple(given)
 
 
 RULES: dict[str, Callable[[Node], Rebuild]] = {

@@ -31,7 +31,7 @@ from torch.utils.weak import TensorWeakRef
 
 from .graph import KEY, value_of
 from .saved import Kept, Recipe
-from .values import Argument, Held, Value
+from .values import Argument, Given, Held, Value
 
 _autograd = torch._C._autograd
 _transforms = torch._C._functorch.peek_interpreter_stack
@@ -187,7 +187,7 @@ class _Scope:
             self._wait(recipe, missing)
         return recipe
 
-    def _wait(self, recipe: Recipe, missing: Value | Held) -> None:
+    def _wait(self, recipe: Recipe, missing: Value | Given) -> None:
         reference = weakref.ref(recipe)
         self._waiting.append(reference)
         if type(missing) is Value:
@@ -225,6 +225,5 @@ class _Scope:
 
 def _argument(packed: Kept | Recipe) -> Argument:
     if type(packed) is Recipe:
-        geometry = packed.geometry
-        return Argument(packed.value, (lambda t: torch.as_strided(t, *geometry),))
-    return Argument(Held(weakref.ref(packed)))
+        return Argument(packed.value, ((torch.as_strided, *packed.geometry),))
+    return Argument(Held(packed))

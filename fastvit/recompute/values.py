@@ -30,42 +30,57 @@ def _nobody() -> None:
 
 
 class Argument:
-    """A tensor that goes into an op: a value, or a view of it."""
+    """A tensor that goes into an op: a value, or a view of it by functions and what they take besides."""
 
     __slots__ = ("value", "views")
 
-    def __init__(self, value: Value | Held, views: tuple[Callable[[Tensor], Tensor], ...] = ()):
+    def __init__(self, value: Value | Given, views: tuple[tuple, ...] = ()):
         self.value = value
         self.views = views
 
     def tensor(self) -> Tensor:
         result = self.value.tensor()
-        for view in self.views:
-            result = view(result)
+        for function, *given in self.views:
+            result = function(result, *given)
         return result
 
 
-class Held:
-    """A tensor that an op has saved and that is nobody's value, as far as is known: it is kept, or lost."""
+class Given:
+    """A tensor that is nobody's value, as far as is known: it is kept, or lost."""
 
-    __slots__ = ("kept",)
+    __slots__ = ()
     depth = cost = 0
 
-    def __init__(self, kept: Callable[[], Kept | None]):
-        self.kept = kept
-
-    def gather(self, ingredients: list[Kept]) -> Held | None:
-        kept = self.kept()
+    def gather(self, ingredients: list[Kept]) -> Given | None:
+        kept = self()
         if kept is None or not kept.is_intact() or kept.is_freed():
             return self
         ingredients.append(kept)
         return None
 
     def tensor(self) -> Tensor:
-        kept = self.kept()
+        kept = self()
         if kept.is_freed():
             _refuse_freed(kept.tensor)
         return kept.unpack()
+
+
+class Held(Given, weakref.ref):
+    """What an op has saved. A reference itself: every object more brings the garbage collector sooner."""
+
+    __slots__ = ()
+
+
+class Copied(Given):
+    """What no op has saved, kept for this."""
+
+    __slots__ = ("kept",)
+
+    def __init__(self, kept: Kept):
+        self.kept = kept
+
+    def __call__(self) -> Kept:
+        return self.kept
 
 
 def _refuse_freed(parameter: Tensor) -> None:
@@ -112,7 +127,7 @@ class Value:
                 depth, cost = max(depth, value.depth), cost + value.cost
         self.depth, self.cost = depth, cost
 
-    def gather(self, ingredients: list[Kept]) -> Value | Held | None:
+    def gather(self, ingredients: list[Kept]) -> Value | Given | None:
         """Collects what has to stay alive for this to be rebuilt; or says which value nobody keeps."""
         kept = self.kept()
         if kept is not None and kept.is_intact():
