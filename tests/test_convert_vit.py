@@ -435,3 +435,42 @@ def test_activation_with_dropout_keeps_the_mask():
     model = converted(copy.deepcopy(eager))
     assert not differing(step(model, x), step(eager, x))
     assert kept(model, x) < 0.75 * kept(eager, x)
+
+
+class NativeDropout(nn.Module):
+    """With the op that torch uses on GPUs, whose mask is of booleans."""
+
+    def forward(self, x):
+        return torch.native_dropout(x, 0.1, True)[0]
+
+
+@pytest.mark.parametrize("op", ["mul", "in place", "native", "bf16"])
+def test_the_report_names_masks_of_dropout(op):
+    def make():
+        block = Block(mlp=lambda: Mlp(drop=0.1))
+        block.mlp.drop.inplace = op == "in place"
+        block.mlp.drop = NativeDropout() if op == "native" else block.mlp.drop
+        return block
+
+    model, x = Model(make), patches(16)
+    with CONTEXTS["bf16" if op == "bf16" else "fp32"]():
+        _, report = fastvit.convert(model, example_inputs=x)
+    masks = [row for row in report.tensors if "dropout's mask" in row.reason]
+    element = {"native": 1, "bf16": 2}.get(op, 4)
+    assert [(row.count, row.kept_bytes) for row in masks] == [(3, 3 * 16 * 50 * 4 * 64 * element)]
+
+
+def test_the_report_takes_no_other_factor_for_a_mask_of_dropout():
+    """Of two values too, 0 and 2, but in another share than dropout's."""
+
+    class Masked(nn.Module):
+        def forward(self, x):
+            return x * torch.where(torch.arange(x[0].numel()).view(x[0].shape) % 8 == 0, 0.0, 2.0)
+
+    def make():
+        block = Block()
+        block.mlp.drop = Masked()
+        return block
+
+    _, report = fastvit.convert(Model(make), example_inputs=patches(16))
+    assert not any("dropout" in row.reason for row in report.tensors)

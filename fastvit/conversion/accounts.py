@@ -6,6 +6,7 @@ that op's parameters; where an op has none, after the next module behind it.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -59,6 +60,7 @@ class _Graph:
         self.readers: dict[object, list[str]] = {}  # of a kept storage, or of a value that is rebuilt
         self.kept: dict[int, tuple[Kept, bool]] = {}  # by storage: whether it was to be rebuilt
         self.rebuilt: dict[Value, Recipe] = {}
+        self.masks: set[int] = set()  # of dropout, by storage
         self.values: dict[int, Value] = {}  # by storage of who keeps it
         self._walk(result)
 
@@ -75,13 +77,13 @@ class _Graph:
             module = self._module(node)
             label = module or f"{op_name(node.name())} before {behind}"
             for packed in _saved_by(node):
-                self._note(packed, label)
+                self._note(packed, label, node.name())
             value = node.metadata.get(KEY)
             if isinstance(value, Value) and (kept := value.kept()) is not None:
                 self.values[kept.tensor.untyped_storage()._cdata] = value
             todo += [(edge[0], module or behind) for edge in reversed(node.next_functions)]
 
-    def _note(self, packed: Kept | Recipe, label: str) -> None:
+    def _note(self, packed: Kept | Recipe, label: str, op: str) -> None:
         if type(packed) is Recipe and packed.kept is None:
             self.rebuilt[packed.value] = packed
             self._read(packed.value, label)
@@ -94,6 +96,10 @@ class _Graph:
         if address in self.given:
             return
         self.kept.setdefault(address, (kept, type(packed) is Recipe))
+        if op == "NativeDropoutBackward0" and tensor.dtype is torch.bool:
+            self.masks.add(address)
+        elif op == "MulBackward0" and type(packed) is Kept and _is_mask(tensor):
+            self.masks.add(address)
         self._read(address, label)
 
     def _read(self, key: object, label: str) -> None:
@@ -124,7 +130,12 @@ class _Graph:
             yield self._names(value), 0, value.nbytes, f"{op_name(value.name)}{what}"
         for address, (kept, waited) in self.kept.items():
             size = kept.tensor.untyped_storage().nbytes()
-            yield self._names(address), size, 0, self._against(self.values.get(address), waited)
+            value = self.values.get(address)
+            if value is None and address in self.masks:
+                reason = "dropout's mask, which is not drawn again"
+            else:
+                reason = self._against(value, waited)
+            yield self._names(address), size, 0, reason
 
     def _names(self, key: object) -> tuple[str, ...]:
         return tuple(sorted({_NUMBER.sub("*", label) for label in self.readers.get(key, ())}))
@@ -138,6 +149,20 @@ class _Graph:
         return (value.against() or "was kept before it was known what it is made from").replace(
             value.name, op_name(value.name)
         )
+
+
+def _is_mask(factor: Tensor) -> bool:
+    """Whether this is what torch's dropout multiplies by where it has no op of its own: 0 or 1 / (1 - p).
+
+    As often the latter as it should be, which sets it apart from other factors of two values.
+    """
+    if not factor.is_floating_point() or not factor.numel():
+        return False
+    most, count = factor.max().item(), factor.numel()
+    if not 1 < most < math.inf or not ((factor == 0) | (factor == most)).all():
+        return False
+    mean = most * torch.count_nonzero(factor).item() / count
+    return abs(mean - 1) < 5 * math.sqrt((most - 1) / count) + torch.finfo(factor.dtype).eps
 
 
 def op_name(name: str) -> str:

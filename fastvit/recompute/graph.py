@@ -12,14 +12,13 @@ gradient that an op did not save.
 from __future__ import annotations
 
 import math
-import weakref
 
 import torch
 from torch import Tensor
 
-from .rules import EPS, LEAF, PRODUCTS, RULES, VIEWS, Unknown, signed
+from .rules import EPS, LEAF, PRODUCTS, RULES, VIEWS, Unknown, signed, signed_all
 from .saved import Kept, Recipe
-from .values import Argument, Held, Value
+from .values import Argument, Copied, Held, Value
 
 KEY = "fastvit.value"
 _DEEPEST = 12  # ops in a row of which nobody has saved anything
@@ -60,8 +59,11 @@ def remember_eps(y: Tensor, eps: float | None) -> None:
 class Node:
     """A node as its rule reads it."""
 
+    __slots__ = ("edges", "level", "like", "node", "products")
+
     def __init__(self, node, products: bool, like: Tensor | None, level: int):
         self.node = node
+        self.edges = node.next_functions
         self.products = products
         self.like = like
         self.level = level
@@ -73,44 +75,41 @@ class Node:
         return signed(self.number(name))
 
     def integers(self, name: str) -> tuple[int, ...]:
-        return tuple(signed(i) for i in self.number(name))
+        return signed_all(self.number(name))
 
     def saved(self, name: str) -> Argument | None:
         """An input that the op saved; None where it saved nothing."""
         packed = getattr(self.node, f"_raw_saved_{name}").data
         if type(packed) is Kept:
-            return Argument(Held(weakref.ref(packed)))
+            return Argument(Held(packed))
         if type(packed) is Recipe:
-            geometry = packed.geometry
-            return Argument(packed.value, (lambda t: torch.as_strided(t, *geometry),))
+            return Argument(packed.value, ((torch.as_strided, *packed.geometry),))
         if isinstance(packed, Tensor) and packed.numel() == 1 and packed.grad_fn is None:
-            number = Kept(packed)
-            return Argument(Held(lambda: number))
+            return Argument(Copied(Kept(packed)))
         if packed is not None:
             raise Unknown  # saved outside of the scope
         return None
 
     def edge(self, index: int) -> Argument:
         """An input that requires a gradient."""
-        node, number = self.node.next_functions[index]
-        views = []
-        while node is not None and (view := VIEWS.get(node.name())) is not None:
-            views.append(view(self.behind(node), number))
+        node, number = self.edges[index]
+        views = ()
+        while node is not None and (view := VIEWS.get(name := node.name())) is not None:
+            views = (view(node, number), *views)
             node, number = node.next_functions[0]
         if node is None or number:
             raise Unknown
-        views = tuple(reversed(views))
-        if node.name() == LEAF:
+        if name == LEAF:
             return Argument(self.leaf(node.variable), views)
-        return Argument(value_of(node, self.products, None, self.level + 1), views)
+        value = node.metadata.get(KEY)
+        return Argument(value or value_of(node, self.products, None, self.level + 1), views)
 
-    def leaf(self, tensor: Tensor) -> Held:
+    def leaf(self, tensor: Tensor) -> Copied:
         """A copy: the op has not saved it, so it may be written to before the backward."""
         shape = self.metadata().shape
         if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.numel() * 64 > math.prod(shape):
             raise Unknown
-        kept = Kept(tensor.detach().clone())
-        return Held(lambda: kept)
+        return Copied(Kept(tensor.detach().clone()))
 
     def input(self, name: str, index: int) -> Argument:
         return self.saved(name) or self.edge(index)

@@ -32,38 +32,50 @@ def signed(number: int) -> int:
     return number - 2**64 if number >= 2**63 else number
 
 
-def _of_shape(read: Node, _: int) -> Callable[[Tensor], Tensor]:
-    shape = tuple(read.metadata().shape)
-    return lambda t: t.view(shape)
+def signed_all(numbers: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple([signed(number) for number in numbers])
 
 
-def _expand(read: Node, _: int) -> Callable[[Tensor], Tensor]:
-    shape = tuple(read.metadata().shape)
-    return lambda t: t.expand(shape)
+View = tuple  # a function of a tensor, and what it takes besides
+
+
+def _of_shape(node, _: int) -> View:
+    return Tensor.view, tuple(node._input_metadata[0].shape)
+
+
+def _expand(node, _: int) -> View:
+    return Tensor.expand, tuple(node._input_metadata[0].shape)
 
 
 def _method(name: str, *integers: str, part: bool = False) -> Callable:
     """A view by a method of tensors that takes these integers; with `part`, one of several."""
+    saved, method = [f"_saved_{integer}" for integer in integers], getattr(Tensor, name)
 
-    def rule(read: Node, number: int) -> Callable[[Tensor], Tensor]:
-        given = [read.number(i) for i in integers]
-        given = [tuple(map(signed, g)) if isinstance(g, tuple) else signed(g) for g in given]
-        if part:
-            return lambda t: getattr(t, name)(*given)[number]
-        return lambda t: getattr(t, name)(*given)
+    def rule(node, number: int) -> View:
+        given = [getattr(node, one) for one in saved]
+        given = [signed_all(g) if type(g) is tuple else signed(g) for g in given]
+        return (_part, method, number, *given) if part else (method, *given)
 
     return rule
 
 
-def _slice(read: Node, _: int) -> Callable[[Tensor], Tensor]:
-    given = [read.integer(name) for name in ("dim", "start", "end", "step")]
-    return lambda t: torch.ops.aten.slice.Tensor(t, *given)
+def _part(tensor: Tensor, method: Callable, number: int, *given) -> Tensor:
+    return method(tensor, *given)[number]
 
 
-VIEWS: dict[str, Callable[[Node, int], Callable[[Tensor], Tensor]]] = {
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _slice(node, _: int) -> View:
+    integers = (node._saved_dim, node._saved_start, node._saved_end, node._saved_step)
+    return torch.ops.aten.slice.Tensor, *signed_all(integers)
+
+
+VIEWS: dict[str, Callable[..., View]] = {
     "ViewBackward0": _of_shape,
     "ReshapeAliasBackward0": _of_shape,
-    "AliasBackward0": lambda read, _: lambda t: t,
+    "AliasBackward0": lambda *_: (_itself,),
     "ExpandBackward0": _expand,
     "PermuteBackward0": _method("permute", "dims"),
     "TransposeBackward0": _method("transpose", "dim0", "dim1"),
@@ -92,8 +104,8 @@ def _product(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Node], R
 
 def _sum(function: Callable[..., Tensor]) -> Callable[[Node], Rebuild]:
     def rule(read: Node) -> Rebuild:
-        alpha = read.number("alpha")
-        return lambda a, b: function(a, b, alpha=alpha), (read.edge(0), read.edge(1))
+        alpha, arguments = read.number("alpha"), (read.edge(0), read.edge(1))
+        return function if alpha == 1 else lambda a, b: function(a, b, alpha=alpha), arguments
 
     return rule
 
@@ -148,7 +160,7 @@ def _addcmul(read: Node) -> Rebuild:
 def _joined(function: Callable[..., Tensor]) -> Callable[[Node], Rebuild]:
     def rule(read: Node) -> Rebuild:
         dim = read.integer("dim")
-        arguments = tuple(read.edge(i) for i in range(len(read.node.next_functions)))
+        arguments = tuple(read.edge(i) for i in range(len(read.edges)))
         return lambda *tensors: function(tensors, dim), arguments
 
     return rule
@@ -176,7 +188,7 @@ def _clone(read: Node) -> Rebuild:
 
 
 def _to_copy(read: Node) -> Rebuild:
-    made, source = read.metadata(), read.node.next_functions[0][0]
+    made, source = read.metadata(), read.edges[0][0]
     if source is None or source.name() == LEAF or source._input_metadata[0].device != made.device:
         raise Unknown
     dtype = made.dtype
@@ -185,7 +197,7 @@ def _to_copy(read: Node) -> Rebuild:
 
 def _reshaped(read: Node) -> Rebuild:
     """A reshape that copies is a clone and then this; so is a product of more than two dimensions."""
-    source = read.node.next_functions[0][0]
+    source = read.edges[0][0]
     if source is None:
         raise Unknown
     shape = tuple(read.metadata().shape)
@@ -221,33 +233,26 @@ def _layer_norm(read: Node) -> Rebuild:
     shape, eps = read.number("normalized_shape"), read.node.metadata.get(EPS)
     if eps is None:
         raise Unknown
-    return _with_affine(
-        read,
-        lambda x, weight, bias: torch.native_layer_norm(x, shape, weight, bias, eps)[0],
-        ("weight", "bias"),
-    )
+    arguments = _affine(read, "weight", "bias")
+    return lambda x, w=None, b=None: torch.native_layer_norm(x, shape, w, b, eps)[0], arguments
 
 
 def _rms_norm(read: Node) -> Rebuild:
     if EPS not in read.node.metadata:
         raise Unknown
     shape, eps = read.number("normalized_shape"), read.node.metadata[EPS]
-    return _with_affine(
-        read, lambda x, weight: torch.ops.aten._fused_rms_norm(x, shape, weight, eps)[0], ("weight",)
-    )
+    arguments = _affine(read, "weight")
+    return lambda x, w=None: torch.ops.aten._fused_rms_norm(x, shape, w, eps)[0], arguments
 
 
-def _with_affine(read: Node, function: Callable[..., Tensor], names: tuple[str, ...]) -> Rebuild:
-    x = read.saved("input")
-    if x is None:
+def _affine(read: Node, *names: str) -> tuple[Argument, ...]:
+    """What a normalisation takes, without the parameters that it does not have."""
+    given = [read.saved(name) for name in ("input", *names)]
+    while given and given[-1] is None:
+        given.pop()
+    if not given or None in given:
         raise Unknown
-    given = [read.saved(name) for name in names]
-
-    def norm(x: Tensor, *parameters: Tensor) -> Tensor:
-        left = iter(parameters)
-        return function(x, *(None if argument is None else next(left) for argument in given))
-
-    return norm, (x, *(argument for argument in given if argument is not None))
+    return tuple(given)
 
 
 RULES: dict[str, Callable[[Node], Rebuild]] = {

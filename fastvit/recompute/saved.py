@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .values import Held, Source, Value, plainly
+from .values import Given, Source, Value, plainly
 
 
 class Kept:
@@ -49,11 +49,12 @@ class Recipe:
 
     def __init__(self, value: Value, tensor: Tensor):
         self.value = value
-        self.geometry = (tensor.size(), tensor.stride(), tensor.storage_offset())
+        geometry = (tensor.size(), tensor.stride(), tensor.storage_offset())
+        self.geometry = value.geometry if geometry == value.geometry else geometry
         self.kept: Kept | None = None
         self.source: Source | None = None
 
-    def settle(self) -> Value | Held | None:
+    def settle(self) -> Value | Given | None:
         """Lets go of the tensor; or says which value nobody keeps yet."""
         ingredients: list[Kept] = []
         missing = self.value.gather(ingredients)

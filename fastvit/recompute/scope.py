@@ -31,9 +31,10 @@ from torch.utils.weak import TensorWeakRef
 
 from .graph import KEY, value_of
 from .saved import Kept, Recipe
-from .values import Argument, Held, Value
+from .values import Argument, Given, Held, Value
 
 _autograd = torch._C._autograd
+_transforms = torch._C._functorch.peek_interpreter_stack
 
 
 @contextlib.contextmanager
@@ -158,9 +159,9 @@ class _Scope:
         # The graph tells what was made and not what was written over it, nor which of several results it is.
         if node is None or base._version or base.output_nr or base.dtype != tensor.dtype:
             return None
-        if tensor.layout is not torch.strided or torch._C._functorch.peek_interpreter_stack() is not None:
+        if tensor.layout is not torch.strided or _transforms() is not None:
             return None
-        value = value_of(node, self.products, base)
+        value = node.metadata.get(KEY) or value_of(node, self.products, base)
         if value.original is not None:  # a layer's output that has other memory now
             return None
         if value.geometry is None:
@@ -186,7 +187,7 @@ class _Scope:
             self._wait(recipe, missing)
         return recipe
 
-    def _wait(self, recipe: Recipe, missing: Value | Held) -> None:
+    def _wait(self, recipe: Recipe, missing: Value | Given) -> None:
         reference = weakref.ref(recipe)
         self._waiting.append(reference)
         if type(missing) is Value:
@@ -224,6 +225,5 @@ class _Scope:
 
 def _argument(packed: Kept | Recipe) -> Argument:
     if type(packed) is Recipe:
-        geometry = packed.geometry
-        return Argument(packed.value, (lambda t: torch.as_strided(t, *geometry),))
-    return Argument(Held(weakref.ref(packed)))
+        return Argument(packed.value, ((torch.as_strided, *packed.geometry),))
+    return Argument(Held(packed))

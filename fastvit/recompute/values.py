@@ -30,42 +30,57 @@ def _nobody() -> None:
 
 
 class Argument:
-    """A tensor that goes into an op: a value, or a view of it."""
+    """A tensor that goes into an op: a value, or a view of it by functions and what they take besides."""
 
     __slots__ = ("value", "views")
 
-    def __init__(self, value: Value | Held, views: tuple[Callable[[Tensor], Tensor], ...] = ()):
+    def __init__(self, value: Value | Given, views: tuple[tuple, ...] = ()):
         self.value = value
         self.views = views
 
     def tensor(self) -> Tensor:
         result = self.value.tensor()
-        for view in self.views:
-            result = view(result)
+        for function, *given in self.views:
+            result = function(result, *given)
         return result
 
 
-class Held:
-    """A tensor that an op has saved and that is nobody's value, as far as is known: it is kept, or lost."""
+class Given:
+    """A tensor that is nobody's value, as far as is known: it is kept, or lost."""
 
-    __slots__ = ("kept",)
+    __slots__ = ()
     depth = cost = 0
 
-    def __init__(self, kept: Callable[[], Kept | None]):
-        self.kept = kept
-
-    def gather(self, ingredients: list[Kept]) -> Held | None:
-        kept = self.kept()
+    def gather(self, ingredients: list[Kept]) -> Given | None:
+        kept = self()
         if kept is None or not kept.is_intact() or kept.is_freed():
             return self
         ingredients.append(kept)
         return None
 
     def tensor(self) -> Tensor:
-        kept = self.kept()
+        kept = self()
         if kept.is_freed():
             _refuse_freed(kept.tensor)
         return kept.unpack()
+
+
+class Held(Given, weakref.ref):
+    """What an op has saved. A reference itself: every object more brings the garbage collector sooner."""
+
+    __slots__ = ()
+
+
+class Copied(Given):
+    """What no op has saved, kept for this."""
+
+    __slots__ = ("kept",)
+
+    def __init__(self, kept: Kept):
+        self.kept = kept
+
+    def __call__(self) -> Kept:
+        return self.kept
 
 
 def _refuse_freed(parameter: Tensor) -> None:
@@ -93,10 +108,6 @@ class Value:
     original: TensorWeakRef | None = None
     version = address = 0
 
-    def is_kept(self) -> Kept | None:
-        kept = self.kept()
-        return kept if kept is not None and kept.is_intact() else None
-
     def against(self) -> str | None:
         """Why this is not rebuilt whoever keeps what it is made from; None where it may be."""
         if self.function is None:
@@ -109,13 +120,17 @@ class Value:
 
     def made_by(self, function: Callable[..., Tensor], arguments: tuple[Argument, ...]) -> None:
         self.function, self.arguments = function, arguments
-        self.depth = max((a.value.depth for a in arguments if a.value.kept() is None), default=0)
-        self.cost = 1 + sum(a.value.cost for a in arguments if a.value.kept() is None)
+        depth, cost = 0, 1
+        for argument in arguments:
+            value = argument.value
+            if value.cost and value.kept() is None:
+                depth, cost = max(depth, value.depth), cost + value.cost
+        self.depth, self.cost = depth, cost
 
-    def gather(self, ingredients: list[Kept]) -> Value | Held | None:
+    def gather(self, ingredients: list[Kept]) -> Value | Given | None:
         """Collects what has to stay alive for this to be rebuilt; or says which value nobody keeps."""
-        kept = self.is_kept()
-        if kept is not None:
+        kept = self.kept()
+        if kept is not None and kept.is_intact():
             if kept.is_freed():  # sharded again, as it may be when the recipe is followed
                 return self
             ingredients.append(kept)
