@@ -48,7 +48,8 @@ OPS   := tests/test_ops.py tests/test_local_ops.py tests/test_arguments.py tests
 
 test-cuda-host: install  ## The CUDA sources on a model of a GPU: plain, race checker, sanitizers
 	$(RUN) tests/cuda_host/build.py
-	$(MODEL) $(OPS) tests/test_peer_faults.py tests/cuda_host/test_cuda_host_bugs.py
+	$(MODEL) $(OPS) tests/test_peer_faults.py
+	$(MODEL) -n 0 tests/cuda_host/test_cuda_host_bugs.py
 	FASTVIT_CUDA_HOST=race $(MODEL) $(OPS)
 	env $$($(RUN) tests/cuda_host/redirect.py) FASTVIT_CUDA_HOST=asan $(MODEL) $(OPS) tests/test_layers.py tests/test_batch_norm_act.py
 
