@@ -296,16 +296,14 @@ def test_one_process_needs_no_group():
 
 @pytest.mark.parametrize(
     ("norm", "kind"),
-    [("torch", torch.nn.BatchNorm2d), ("fastvit-sync", fastvit.SyncBatchNorm), ("apex-sync", None),
+    [("torch", torch.nn.BatchNorm2d), ("fastvit-sync", fastvit.SyncBatchNorm),
      ("inplace-abn", fastvit.InPlaceABN), ("inplace-abn-sync", fastvit.InPlaceABNSync)],
 )  # fmt: skip
 def test_norm_chooses_the_layer(norm, kind):
-    from fastvit.compat.apex.parallel import SyncBatchNorm
-
     net = model.build_model(Config(norm=norm), (1, 8, 8), 10)
     norms = [net.stem.layers[1].norm, net.blocks[0].mlp.act.norm]
-    one_dimensional = torch.nn.BatchNorm1d if norm == "torch" else kind or SyncBatchNorm
-    assert [type(layer) for layer in norms] == [kind or SyncBatchNorm, one_dimensional]
+    one_dimensional = torch.nn.BatchNorm1d if norm == "torch" else kind
+    assert [type(layer) for layer in norms] == [kind, one_dimensional]
     assert net(torch.randn(4, 1, 8, 8)).shape == (4, 10)
 
 
