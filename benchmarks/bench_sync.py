@@ -59,7 +59,7 @@ def group_that_takes(way: str) -> "dist.ProcessGroup":
 
 def exchange(group, moments, sums) -> tuple[Callable, Callable]:
     """Of numbers that no op has at hand: moments, and this rank's sums."""
-    layer, shared = sync.Layer("bench_sync", moments.numel(), 0.1), group_of(group, moments.device)
+    layer, shared = sync.LayerKey("bench_sync", moments.numel(), 0.1), group_of(group, moments.device)
     tag = shared.share_moments(layer, moments)[1]
     return lambda: shared.share_moments(layer, moments), lambda: shared.share_sums(sums[None], tag)
 

@@ -26,7 +26,7 @@ from harness import RESULTS, provenance, write_csv
 from torch.utils.data import DistributedSampler
 
 from fastvit.models import vit_digits
-from fastvit.training import datasets, distributed, learner, loaders, loop
+from fastvit.training import datasets, distributed, loaders, loop, train_state
 from fastvit.training.augmentation import random_shift
 from fastvit.training.config import ALL_NORMS, AMP_LEVELS, Config
 from fastvit.training.engine import import_apex
@@ -63,10 +63,10 @@ def compare_loops(epochs: int) -> list[dict]:
     # Buffers need no broadcast, as the layers agree on them; the trainer leaves it out too.
     bare = vit_digits()
     optimizer = make_optimizer(bare, DEFAULT.optimizer, DEFAULT.lr, DEFAULT.weight_decay)
-    bare = learner.data_parallel(bare, DEFAULT, ranks)
+    bare = train_state.data_parallel(bare, DEFAULT, ranks)
     sampler = DistributedSampler(data.train.labels, ranks.world, ranks.rank, seed=0)
     batches, keys = loaders.make_train_loader(data.train, DEFAULT, ranks)
-    trainer = learner.make_learner(vit_digits(), DEFAULT, ranks, (1, 8, 8), len(batches), None)
+    trainer = train_state.make_train_state(vit_digits(), DEFAULT, ranks, (1, 8, 8), len(batches), None)
     rates: dict[str, list[float]] = {"bare loop": [], "fastvit-train": []}
     for epoch in range(1, epochs + 1):
         start = time.perf_counter()

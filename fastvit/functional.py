@@ -26,7 +26,7 @@ def _shared(op: str, training: bool, group, layer: int, momentum: float | None):
         if not torch.compiler.is_compiling():
             sync.check()  # what became of the last exchanges of training
         return sync.Local()
-    return sync.over(group, sync.Layer(op, layer, momentum))
+    return sync.over(group, sync.LayerKey(op, layer, momentum))
 
 
 def sync_batch_norm(

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fastvit.sync import agreement, cpu_peer
-from fastvit.sync.agreement import Agreement, Watch
+from fastvit.sync.agreement import Agreement, ProcessWatch
 from fastvit.sync.cpu_peer import SharedMemory
 from fastvit.sync.peer import arena_bytes
 from fastvit.sync.protocol import Arena, Tag
@@ -30,7 +30,7 @@ def agreements(world, timeout=20.0):
     for rank in range(world):
         made.append(Agreement.__new__(Agreement))  # the store of a group, without the group
         made[-1].__dict__.update(rank=rank, world=world, timeout=timeout, _store=store, _asked=0)
-        made[-1].watch = Watch(store, rank)
+        made[-1].watch = ProcessWatch(store, rank)
     return made
 
 
@@ -185,7 +185,7 @@ def test_other_files_are_neither_opened_nor_written(monkeypatch, tmp_path):
 def test_processes_that_have_ended():
     """Before and after they were looked for; what is on another host is not known."""
     store = dist.HashStore()
-    watch, away = Watch(store, 0), Watch(dist.PrefixStore("another host", store), 3)
+    watch, away = ProcessWatch(store, 0), ProcessWatch(dist.PrefixStore("another host", store), 3)
     children = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
     for rank, child in enumerate(children, 1):
         watch._store.set(str(watch._store.add("count", 1)), f"{rank} {child.pid}")

@@ -9,6 +9,7 @@ import pytest
 import torch.nn.functional as F
 from convert_models import assert_same, conv, images, modes, spread, trained
 from test_convert_life import live_outputs
+from test_convert_proofs import OnlyTracedInEvaluation
 from torch import nn
 
 import fastvit
@@ -266,21 +267,10 @@ def test_what_a_forward_changes_itself_and_what_nobody_reads_is_no_change():
         assert live_outputs(other, X) == less
 
 
-class InEvaluation(Block):
-    """Only in evaluation can it be traced, and there nothing else reads y."""
-
-    def forward(self, x):
-        y = self.bn(self.conv(x))
-        z = self.out(self.act(y))
-        if self.training and y.sum().item() < 1e9:
-            z = z + y
-        return z
-
-
 class Outer(nn.Module):
     def __init__(self):
         super().__init__()
-        self.block, self.head = InEvaluation(), conv()
+        self.block, self.head = OnlyTracedInEvaluation(), conv()
 
     def forward(self, x):
         return self.head(self.block(x))

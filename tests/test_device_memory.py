@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from fastvit import _library
 from fastvit.sync import cuda_peer
-from fastvit.sync.agreement import Agreement, Unavailable, Watch
+from fastvit.sync.agreement import Agreement, ProcessWatch, Unavailable
 from fastvit.sync.protocol import LEAST_PACKETS, Exchange
 
 raw = torch.ops.fastvit
@@ -94,7 +94,7 @@ def connect(monkeypatch, provider, gpus: Gpus, asked: bool = False) -> list:
         agreement.__dict__.update(
             rank=rank, world=gpus.world, timeout=20.0, group_name="the group", _store=store, _asked=0
         )
-        agreement.watch = Watch(store, rank)
+        agreement.watch = ProcessWatch(store, rank)
         describe = lambda tag, direction: f"{direction}, step {tag.step}"  # noqa: E731
         wish = ["symm_mem"] if provider == "SymmMem" else ["peer"] if asked else []
         try:

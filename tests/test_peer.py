@@ -252,7 +252,7 @@ def fields(source, name):
     "name,structure",
     [
         ("Handle", protocol.Handle),
-        ("Report", protocol.Report),
+        ("FaultReport", protocol.FaultReport),
         ("Arena", protocol.Arena),
         ("Tag", protocol._Words),
     ],

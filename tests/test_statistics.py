@@ -283,7 +283,7 @@ def test_a_first_call_is_not_captured(monkeypatch):
     shared = Group.__new__(Group)  # of GPUs, without a group
     shared.__dict__.update(_device=torch.device("cuda"), _layers={}, _process=os.getpid())
     with pytest.raises(RuntimeError, match=r"first call of a layer .bn, 6 channels. .* run a step before"):
-        shared.moments(sync.Layer("bn", 1, 0.1), torch.zeros(2, 6), 1)
+        shared.moments(sync.LayerKey("bn", 1, 0.1), torch.zeros(2, 6), 1)
 
 
 def counts(rank, world):
@@ -302,5 +302,5 @@ def test_steps(ranks, statistics):
 
 
 def test_without_a_group():
-    assert isinstance(sync.over(None, sync.Layer("sync_batch_norm")), sync.Local)
+    assert isinstance(sync.over(None, sync.LayerKey("sync_batch_norm")), sync.Local)
     assert "FASTVIT_STATISTICS=" in sync.possible() and not sync.taken()

@@ -53,8 +53,8 @@ FOLDER = ["--data", "folder", "--workers", "0", *SMALL_IMAGES]
 
 
 def _loses_its_data(rank, world, path, arguments):
-    def step(learner, step=loop._step):
-        step(learner)
+    def step(train_state, step=loop._step):
+        step(train_state)
         steps.append(1)
         if rank == 1 and len(steps) == 6:
             shutil.rmtree(path / "1" / "train")

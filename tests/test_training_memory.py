@@ -9,7 +9,7 @@ from training_runs import assert_equal_runs, state_of, train_on_rank, weights_of
 
 from fastvit.memory import live_bytes
 from fastvit.models import NORMS, create_vit
-from fastvit.training import learner, model, run
+from fastvit.training import model, run, train_state
 from fastvit.training.command_line import parse
 from fastvit.training.config import Config, ConfigError
 from fastvit.training.distributed import Ranks
@@ -20,7 +20,7 @@ ALONE = Ranks(0, 1, 0, 1, torch.device("cpu"), None)
 
 def make(config, saved=None, shape=SHAPE):
     torch.manual_seed(0)
-    return learner.make_learner(model.build_model(config, shape, 10), config, ALONE, shape, 10, saved)
+    return train_state.make_train_state(model.build_model(config, shape, 10), config, ALONE, shape, 10, saved)
 
 
 def modes(made):

@@ -16,7 +16,7 @@ from training_runs import LIMIT, train_on_rank, weights_of
 
 import fastvit
 from fastvit.models import vit_digits
-from fastvit.training import distributed, learner, loop, model, optimization
+from fastvit.training import distributed, loop, model, optimization, train_state
 from fastvit.training.config import Config, ConfigError
 from fastvit.training.distributed import Ranks
 from fastvit.training.errors import TrainingError
@@ -94,7 +94,7 @@ def _small_learner(rank, world, config, saved=None):
     torch.manual_seed(rank)  # the weights must come from rank 0 all the same
     net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3))
     place = Ranks(rank, world, rank, world, torch.device("cpu"), "gloo" if world > 1 else None)
-    return learner.make_learner(net, config, place, (1, 2, 2), 10, saved)
+    return train_state.make_train_state(net, config, place, (1, 2, 2), 10, saved)
 
 
 def _batch(rank, part):
@@ -166,7 +166,7 @@ def _behind(rank, world, poisoned):
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3))
     place = Ranks(rank, world, rank, world, torch.device("cpu"), "gloo" if world > 1 else None)
-    small = learner.make_learner(net, Config(batch_size=5), place, (1, 2, 2), 10, None)
+    small = train_state.make_train_state(net, Config(batch_size=5), place, (1, 2, 2), 10, None)
     gradients, weights = [], []
     net[1].bias.register_hook(lambda g: gradients.append(1) or (g / 0 if len(gradients) == poisoned else g))
     step = loop._step

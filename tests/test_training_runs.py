@@ -98,8 +98,8 @@ def test_killed_run_resumes_as_if_nothing_had_happened(whole, tmp_path):
             from fastvit.training.__main__ import main
 
             steps = []
-            def step(learner, step=loop._step):
-                step(learner)
+            def step(train_state, step=loop._step):
+                step(train_state)
                 steps.append(1)
                 if len(steps) == 5 and os.environ["RANK"] == "1":
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -122,8 +122,8 @@ def test_killed_run_resumes_as_if_nothing_had_happened(whole, tmp_path):
 def _stopped_by_sigterm(rank, world, arguments, step_of_signal):
     steps = []
 
-    def step(learner, step=loop._step):
-        step(learner)
+    def step(train_state, step=loop._step):
+        step(train_state)
         steps.append(1)
         if len(steps) == step_of_signal and rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)

@@ -21,10 +21,10 @@ namespace {
 
 struct Kernels {
   const char* name;
-  void (*stats)(const StatsKernel&);
-  void (*forward)(const ForwardKernel&);
-  void (*reduce)(const ReduceKernel&);
-  void (*backward)(const BackwardKernel&);
+  void (*stats)(const StatsParams&);
+  void (*forward)(const ForwardParams&);
+  void (*reduce)(const ReduceParams&);
+  void (*backward)(const BackwardParams&);
 };
 
 // ATEN_CPU_CAPABILITY=default|avx2|avx512 lowers the choice here just as it does in torch.
@@ -225,7 +225,7 @@ void Cpu::reduce(const ReduceArgs& args) {
       table[1][c] = A(gamma * double(saved[C + c]));
       table[2][c] = A(1 / gamma);
     }
-    ReduceKernel kernel{args.layout,
+    ReduceParams kernel{args.layout,
                         partition,
                         args.dtype,
                         args.in_place,

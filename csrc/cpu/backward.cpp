@@ -20,13 +20,13 @@ template <class T, class A, bool kRows, bool kInPlace, bool kResidual, Activatio
 struct Kernel {
   using Fn = ActivationFn<kActivation>;
   static constexpr int L = kLanes<A>;
-  const BackwardKernel& args;
+  const BackwardParams& args;
 
   struct Constants {
     using Constant = PerChannel<A, kRows>;
     Constant mean, scale, beta, inverse_gamma, a, b;
     A limit, param;
-    Constants(const BackwardKernel& args, int64_t c)
+    Constants(const BackwardParams& args, int64_t c)
         : mean(kInPlace ? args.beta : args.mean, c),
           scale(args.scale, c),
           beta(args.beta, c),
@@ -102,12 +102,12 @@ struct Kernel {
 
 template <class T, class A>
 struct Backward {
-  static void run(const BackwardKernel& args) { dispatch_gradient<Kernel, T, A>(args); }
+  static void run(const BackwardParams& args) { dispatch_gradient<Kernel, T, A>(args); }
 };
 
 }  // namespace
 
-void backward(const BackwardKernel& args) {
+void backward(const BackwardParams& args) {
   dispatch_dtype<Backward>(args);
 }
 

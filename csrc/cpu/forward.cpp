@@ -10,7 +10,7 @@ namespace FASTVIT_CAPABILITY {
 namespace {
 
 template <class T, class A, bool kRows, bool kResidual, Activation kActivation>
-void forward_span(const T* x, const T* z, T* y, int64_t n, int64_t c, const ForwardKernel& args) {
+void forward_span(const T* x, const T* z, T* y, int64_t n, int64_t c, const ForwardParams& args) {
   constexpr int L = kLanes<A>;
   const PerChannel<A, kRows> mean(args.mean, c), scale(args.scale, c), beta(args.beta, c);
   const A param = A(args.activation_param);
@@ -30,7 +30,7 @@ void forward_span(const T* x, const T* z, T* y, int64_t n, int64_t c, const Forw
 
 template <class T, class A>
 struct Forward {
-  static void run(const ForwardKernel& args) {
+  static void run(const ForwardParams& args) {
     dispatch_activation(args.activation, [&]<Activation kActivation>() {
       if (args.layout.rows)
         args.z ? walk<true, true, kActivation>(args) : walk<true, false, kActivation>(args);
@@ -40,7 +40,7 @@ struct Forward {
   }
 
   template <bool kRows, bool kResidual, Activation kActivation>
-  static void walk(const ForwardKernel& args) {
+  static void walk(const ForwardParams& args) {
     const Activations<T> x(args.x, args.layout, 0), y(args.y, args.layout, 1), z(args.z, args.layout, 2);
     torch::stable::parallel_for(
         0, positions(args.layout, args.partition), grain_of(args.partition.piece),
@@ -61,7 +61,7 @@ struct Forward {
 
 }  // namespace
 
-void forward(const ForwardKernel& args) {
+void forward(const ForwardParams& args) {
   dispatch_dtype<Forward>(args);
 }
 

@@ -27,7 +27,7 @@ struct Partition {
   int64_t blocks;  // a block is a range of channels; a task is a (slice, block)
 };
 
-struct StatsKernel {
+struct StatsParams {
   Layout layout;
   Partition partition;
   ScalarType dtype;
@@ -35,7 +35,7 @@ struct StatsKernel {
   double* partial;  // [slices][2][C]: mean, M2
 };
 
-struct ReduceKernel {
+struct ReduceParams {
   Layout layout;
   Partition partition;
   ScalarType dtype;
@@ -47,7 +47,7 @@ struct ReduceKernel {
   double* partial;  // [slices][2][C]: sum dz, and sum dz*(x - mean), or in place sum dz*xhat
 };
 
-struct ForwardKernel {
+struct ForwardParams {
   Layout layout;
   Partition partition;
   ScalarType dtype;
@@ -59,7 +59,7 @@ struct ForwardKernel {
   const void *mean, *scale, *beta;
 };
 
-struct BackwardKernel {  // dx = scale * (dz - a - b * (x - mean)), or in place scale * (dz - a - b * xhat)
+struct BackwardParams {  // dx = scale * (dz - a - b * (x - mean)), or in place scale * (dz - a - b * xhat)
   Layout layout;
   Partition partition;
   ScalarType dtype;
@@ -73,10 +73,10 @@ struct BackwardKernel {  // dx = scale * (dz - a - b * (x - mean)), or in place 
 
 #define FASTVIT_DECLARE_KERNELS(capability) \
   namespace capability {                    \
-  void stats(const StatsKernel&);           \
-  void forward(const ForwardKernel&);       \
-  void reduce(const ReduceKernel&);         \
-  void backward(const BackwardKernel&);     \
+  void stats(const StatsParams&);           \
+  void forward(const ForwardParams&);       \
+  void reduce(const ReduceParams&);         \
+  void backward(const BackwardParams&);     \
   }
 FASTVIT_DECLARE_KERNELS(baseline)
 FASTVIT_DECLARE_KERNELS(avx2)

@@ -35,7 +35,7 @@ FASTVIT_INLINE Terms<A> terms(Vector<A> input, Vector<A> dy, Vector<A> z, Vector
 template <class T, class A, bool kRows, bool kInPlace, bool kResidual, Activation kActivation>
 struct Kernel {
   static constexpr int L = kLanes<A>;
-  const ReduceKernel& args;
+  const ReduceParams& args;
   const Activations<T> input{args.input, args.layout, 0}, dy{args.dy, args.layout, 1},
       z{args.z, args.layout, 2};
   const A limit = A(args.limit), param = A(args.activation_param);
@@ -43,7 +43,7 @@ struct Kernel {
   using Constant = PerChannel<A, kRows>;
   struct Constants {
     Constant mean, scale, beta, inverse_gamma;
-    Constants(const ReduceKernel& args, int64_t c)
+    Constants(const ReduceParams& args, int64_t c)
         : mean(kInPlace ? args.beta : args.mean, c),
           scale(kInPlace ? args.beta : args.scale, c),
           beta(args.beta, c),
@@ -139,12 +139,12 @@ struct Kernel {
 
 template <class T, class A>
 struct Reduce {
-  static void run(const ReduceKernel& args) { dispatch_gradient<Kernel, T, A>(args); }
+  static void run(const ReduceParams& args) { dispatch_gradient<Kernel, T, A>(args); }
 };
 
 }  // namespace
 
-void reduce(const ReduceKernel& args) {
+void reduce(const ReduceParams& args) {
   dispatch_dtype<Reduce>(args);
 }
 

@@ -68,7 +68,7 @@ FASTVIT_INLINE void add_row(const T* row, int64_t n, const A* mean, A* sum, A* s
 
 template <class T, class A>
 struct Stats {
-  static void run(const StatsKernel& args) {
+  static void run(const StatsParams& args) {
     const Activations<T> x(args.x, args.layout, 0);
     for_each_task(args.layout, args.partition,
                   [&](int64_t slice, int64_t first, int64_t last, int64_t c0, int64_t c1) {
@@ -82,7 +82,7 @@ struct Stats {
                   });
   }
 
-  static void planes(const Activations<T>& x, const StatsKernel& args, int64_t first, int64_t last,
+  static void planes(const Activations<T>& x, const StatsParams& args, int64_t first, int64_t last,
                      int64_t c0, int64_t c1, double* mean, double* m2) {
     T buffer[kPiece];
     const Partition& partition = args.partition;
@@ -147,7 +147,7 @@ struct Stats {
 
 }  // namespace
 
-void stats(const StatsKernel& args) {
+void stats(const StatsParams& args) {
   dispatch_dtype<Stats>(args);
 }
 

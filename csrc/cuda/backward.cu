@@ -13,7 +13,7 @@
 namespace fastvit {
 
 template <class T>
-struct BackwardKernel {
+struct BackwardParams {
   using A = Accumulation<T>;
   Plan plan;
   const T* input;
@@ -28,7 +28,7 @@ struct BackwardKernel {
 // Operands 0: x or y, 1: dy, 2: dx, 3: z, 4: dz.
 template <class T, bool kRows, int V, Kept kKept>
 __global__ void __launch_bounds__(kThreads, kResident)
-    backward_kernel(const __grid_constant__ BackwardKernel<T> args) {
+    backward_kernel(const __grid_constant__ BackwardParams<T> args) {
   using A = Accumulation<T>;
   constexpr bool kResidual = kKept == Kept::input_and_residual;
   constexpr int kOperands = kResidual ? 5 : 3, U = kResidual ? kBatch / 2 : kBatch;
@@ -70,7 +70,7 @@ void Cuda::backward(const BackwardArgs& args) {
     using A = Accumulation<T>;
     const void* pointers[] = {args.input, args.dy, args.dx, args.z, args.dz};
     const Plan plan = Planner::make(args.layout, pointers, args.z ? 5 : 3, sizeof(T), device.limits);
-    const BackwardKernel<T> kernel{plan,
+    const BackwardParams<T> kernel{plan,
                                    static_cast<const T*>(args.input),
                                    static_cast<const T*>(args.dy),
                                    static_cast<T*>(args.dx),

@@ -40,9 +40,9 @@ struct RunningSums {
 };
 
 template <class A>
-struct Spread : Moments<A, A> {  // the count of one slice needs no more digits than its mean has
+struct WelfordState : Moments<A, A> {  // the count of one slice needs no more digits than its mean has
   using Moments<A, A>::merge;
-  __device__ __forceinline__ void merge(const Spread& other) {
+  __device__ __forceinline__ void merge(const WelfordState& other) {
     this->merge(other.count, other.mean, other.m2);
   }
 };
@@ -111,11 +111,11 @@ __device__ __forceinline__ void merge_slices(R* shared, const R* partial, const 
 
 // Hands write(c, total) the totals of the tile's channels, over all slices, and returns true: in the last
 // block of the tile to finish, or with kEverywhere in all of them, which wait for each other and so must run
-// at once. partial is [slices][C], tickets [tiles], zero before the launch and after it; both unused for a
+// at once. partial is [slices][C], semaphores [tiles], zero before the launch and after it; both unused for a
 // single slice. `shared` has kThreads * K >= kThreads places and holds what merge_block left, `step` apart.
 template <bool kEverywhere = false, class R, class Write>
-__device__ __forceinline__ bool finish(R* shared, int step, R* partial, unsigned* tickets, const Plan& plan,
-                                       const Work& work, const Write& write) {
+__device__ __forceinline__ bool finish(R* shared, int step, R* partial, unsigned* semaphores,
+                                       const Plan& plan, const Work& work, const Write& write) {
   const int channels = work.channels(plan);
   const int64_t first = work.first_channel(plan), C = plan.layout.C;
   if (plan.slices == 1) {
@@ -124,20 +124,21 @@ __device__ __forceinline__ bool finish(R* shared, int step, R* partial, unsigned
   }
   for (int g = threadIdx.x; g < channels; g += kThreads)
     partial[work.slice * C + first + g] = shared[g * step];
-  unsigned* const ticket = tickets + work.tile;
+  unsigned* const semaphore = semaphores + work.tile;
   __shared__ bool last;
   __syncthreads();
   if (threadIdx.x == 0) {
-    __threadfence();  // the barrier gathered the block's partials; the fence sends them out before the ticket
-    last = atomicAdd(ticket, 1u) == plan.slices - 1;
+    __threadfence();  // the barrier gathered the block's partials; the fence sends them out before the
+                      // semaphore
+    last = atomicAdd(semaphore, 1u) == plan.slices - 1;
     if constexpr (kEverywhere) {
-      const cuda::atomic_ref<unsigned, cuda::thread_scope_device> arrived(*ticket);
+      const cuda::atomic_ref<unsigned, cuda::thread_scope_device> arrived(*semaphore);
       while (arrived.load(cuda::std::memory_order_acquire) < plan.slices) {
       }
     }
     __threadfence();  // and the other blocks' are seen after it
-    // The second ticket of each block says that it waits no more; who takes the very last one clears it.
-    if (kEverywhere ? atomicAdd(ticket, 1u) == 2 * plan.slices - 1 : last) atomicExch(ticket, 0u);
+    // Each block adds once more when it no longer waits; the block that adds last clears the semaphore.
+    if (kEverywhere ? atomicAdd(semaphore, 1u) == 2 * plan.slices - 1 : last) atomicExch(semaphore, 0u);
   }
   __syncthreads();
   if (kEverywhere || last) merge_slices(shared, partial, plan, work, write);

@@ -12,7 +12,7 @@ namespace fastvit {
 
 enum class Storage : int { half, bfloat16, single, twice };
 
-struct PerChannel {  // C numbers; data is null when there are none
+struct ChannelArray {  // C numbers; data is null when there are none
   void* data;
   Storage storage;
 

@@ -1,7 +1,7 @@
 // bn_forward, bn_apply, abn_forward_: y = act((x - mean) * scale + beta (+ z)), scale = gamma * invstd; the
 // running statistics are updated in the same launch.
 // Memory   reads x (and z) once, writes y once, over x or to a tensor of its own. Bandwidth-bound.
-// Mapping  block 0 keeps the books (saved, running statistics, counter) for all channels; the others take
+// Mapping  block 0 updates running statistics, writes `saved` and counts the batch; the others take
 //          (tile of channels, slice of their values), see plan.h. 16-byte loads and stores, a batch in
 //          flight.
 // Numerics fp32 arithmetic (fp64 for double), see normalise.cuh.
@@ -12,9 +12,9 @@
 namespace fastvit {
 
 template <class A>
-struct Statistics : Books<A> {  // what mean and invstd come from, and where they are kept
-  const A* moments;             // [2C + 2]; null: the running statistics
-  const A* given;               // [2C + 2] of an earlier forward, or null; then there is nothing to keep
+struct Statistics : RunningStats<A> {  // what mean and invstd come from, and where they are kept
+  const A* moments;                    // [2C + 2]; null: the running statistics
+  const A* given;  // [2C + 2] of an earlier forward, or null; then there is nothing to keep
 
   __device__ __forceinline__ Moments<A> measured(int64_t c) const {
     return {load_count(moments + 2 * this->C), moments[c], moments[this->C + c]};
@@ -46,7 +46,7 @@ struct Statistics : Books<A> {  // what mean and invstd come from, and where the
 };
 
 template <class T>
-struct ForwardKernel {
+struct ForwardParams {
   using A = Accumulation<T>;
   Plan plan;
   const T* x;
@@ -59,7 +59,7 @@ struct ForwardKernel {
 // Operands 0: x, 1: y, 2: z.
 template <class T, bool kRows, int V, bool kResidual>
 __global__ void __launch_bounds__(kThreads, kResident)
-    forward_kernel(const __grid_constant__ ForwardKernel<T> args) {
+    forward_kernel(const __grid_constant__ ForwardParams<T> args) {
   using A = Accumulation<T>;
   if (blockIdx.x == 0) {
     args.statistics.keep();
@@ -92,12 +92,12 @@ void Cuda::forward(const ForwardArgs& args) {
     using A = Accumulation<T>;
     const void* pointers[] = {args.x, args.y, args.z};
     const Plan plan = Planner::make(args.layout, pointers, args.z ? 3 : 2, sizeof(T), device.limits);
-    const ForwardKernel<T> kernel{
+    const ForwardParams<T> kernel{
         plan,
         static_cast<const T*>(args.x),
         static_cast<T*>(args.y),
         static_cast<const T*>(args.z),
-        {books_of<A>(args), static_cast<const A*>(args.moments), static_cast<const A*>(args.given)},
+        {running_stats_of<A>(args), static_cast<const A*>(args.moments), static_cast<const A*>(args.given)},
         activated_of<T>(args)};
     const int64_t blocks = 1 + (args.layout.numel() > 0 ? plan.blocks() : 0);
     with_walk<T>(plan, [&]<bool kRows, int V>() {

@@ -19,7 +19,7 @@ template <class A>
 struct Saved {  // of the forward pass, and what is made of it
   int64_t C;
   const A* saved;  // mean[C], invstd[C], count
-  PerChannel weight, bias;
+  ChannelArray weight, bias;
   GammaFloor<A> floor;
   Activation activation;
   A param;

@@ -15,8 +15,8 @@
 #include "channels.cuh"
 #include "gradient.cuh"
 #include "normalise.cuh"
-#include "on_chip.cuh"
 #include "plan.h"
+#include "smem_cache.cuh"
 #include "vector_io.cuh"
 
 namespace fastvit {
@@ -36,7 +36,7 @@ class Device {
     STD_CUDA_CHECK(cudaDeviceGetAttribute(&limits.multiprocessors, cudaDevAttrMultiProcessorCount, current));
     int shared = 0;
     STD_CUDA_CHECK(cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerMultiprocessor, current));
-    limits.on_chip_bytes = std::max(0, shared / kResident - kOtherSharedBytes);
+    limits.smem_cache_bytes = std::max(0, shared / kResident - kOtherSharedBytes);
   }
 
  private:
@@ -64,16 +64,16 @@ class Scratch {
   void* data = nullptr;
 };
 
-// kTickets zeros and one, which every launch leaves as zeros. Launches of one stream follow each other, so a
-// stream has its own for as long as the process lives, and no launch has to clear them first.
-inline unsigned* tickets_of(const Device& device) {
+// kSemaphores zeros and one, which every launch leaves as zeros. Launches of one stream follow each other, so
+// a stream has its own for as long as the process lives, and no launch has to clear them first.
+inline unsigned* semaphores_of(const Device& device) {
   static std::mutex mutex;
-  static std::map<std::pair<int, cudaStream_t>, unsigned*> tickets;
+  static std::map<std::pair<int, cudaStream_t>, unsigned*> semaphores;
   const std::lock_guard lock(mutex);
-  unsigned*& mine = tickets[{device.current, device.stream}];
+  unsigned*& mine = semaphores[{device.current, device.stream}];
   if (!mine) {
     void* data = nullptr;
-    constexpr size_t bytes = (kTickets + 1) * sizeof(unsigned);
+    constexpr size_t bytes = (kSemaphores + 1) * sizeof(unsigned);
     TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_caching_allocator_raw_alloc(bytes, &data));
     STD_CUDA_CHECK(cudaMemsetAsync(data, 0, bytes, device.stream));
     mine = static_cast<unsigned*>(data);
@@ -81,29 +81,29 @@ inline unsigned* tickets_of(const Device& device) {
   return mine;
 }
 
-// What the merging of slices needs: partial results and tickets, and a counter of tiles where the grid's last
-// block waits for other ranks. A launch that is captured into a graph gets tickets of its own, cleared by the
-// graph, because the graph may run on any stream beside any other work.
+// What the merging of slices needs: partial results and semaphores, and a counter of tiles where the grid's
+// last block waits for other ranks. A launch that is captured into a graph gets semaphores of its own,
+// cleared by the graph, because the graph may run on any stream beside any other work.
 template <class R>
 class Slices {
  public:
   Slices(const Plan& plan, const Device& device, bool shared = false)
       : captured((plan.slices > 1 || shared) && capturing(device)),
         bytes(plan.slices > 1 ? int64_t(plan.slices) * plan.layout.C * int64_t(sizeof(R)) : 0),
-        scratch(bytes + (captured ? tickets_bytes(plan) : 0)) {
+        scratch(bytes + (captured ? semaphore_bytes(plan) : 0)) {
     if (plan.slices == 1 && !shared) return;
     if (captured) {
-      tickets = reinterpret_cast<unsigned*>(static_cast<char*>(scratch.data) + bytes);
-      STD_CUDA_CHECK(cudaMemsetAsync(tickets, 0, tickets_bytes(plan), device.stream));
+      semaphores = reinterpret_cast<unsigned*>(static_cast<char*>(scratch.data) + bytes);
+      STD_CUDA_CHECK(cudaMemsetAsync(semaphores, 0, semaphore_bytes(plan), device.stream));
     } else {
-      tickets = tickets_of(device);
+      semaphores = semaphores_of(device);
     }
-    finished = tickets + (plan.slices > 1 ? plan.tiles : 0);
+    finished = semaphores + (plan.slices > 1 ? plan.tiles : 0);
   }
   R* partial() const { return static_cast<R*>(scratch.data); }
 
  private:
-  static size_t tickets_bytes(const Plan& plan) {
+  static size_t semaphore_bytes(const Plan& plan) {
     return ((plan.slices > 1 ? plan.tiles : 0) + 1) * sizeof(unsigned);
   }
   static bool capturing(const Device& device) {
@@ -116,7 +116,7 @@ class Slices {
   Scratch scratch;
 
  public:
-  unsigned *tickets = nullptr, *finished = nullptr;
+  unsigned *semaphores = nullptr, *finished = nullptr;
 };
 
 // f(Shares<...>) for an exchange, or none.
@@ -125,7 +125,7 @@ void with_shares(const Exchange* exchange, const F& f) {
   exchange ? f(Shares<true>{*exchange}) : f(Shares<false>{});
 }
 
-inline PerChannel per_channel(const Channels& t) {
+inline ChannelArray per_channel(const Channels& t) {
   switch (t.dtype) {
     case ScalarType::Half:
       return {t.data, Storage::half};
@@ -171,8 +171,8 @@ void with_vector_walk(const Plan& plan, const F& f) {
 // Whether the blocks could be launched: where slices wait for each other they must all run at once.
 template <class Kernel, class Args>
 bool launch_on_chip(Kernel* kernel, const Plan& plan, int kept, const Device& device, const Args& args) {
-  const Launch how{plan.blocks(), device.stream, on_chip_bytes(plan, kept),
-                   size_t(device.limits.on_chip_bytes), plan.slices > 1};
+  const Launch how{plan.blocks(), device.stream, smem_cache_bytes(plan, kept),
+                   size_t(device.limits.smem_cache_bytes), plan.slices > 1};
   const cudaError_t status = launch(kernel, how, args);
   if (status == cudaErrorCooperativeLaunchTooLarge) {
     (void)cudaGetLastError();  // other work may hold multiprocessors back: two launches do it as well
@@ -183,7 +183,7 @@ bool launch_on_chip(Kernel* kernel, const Plan& plan, int kept, const Device& de
 }
 // What the forward pass is given, local or not.
 template <class A>
-Books<A> books_of(const ForwardArgs& args) {
+RunningStats<A> running_stats_of(const ForwardArgs& args) {
   return {args.layout.C,
           per_channel(args.running_mean),
           per_channel(args.running_var),

@@ -8,12 +8,12 @@
 // Source   Ioffe, Szegedy, arXiv:1502.03167, section 3; in place: arXiv:1712.02616, section 3.
 #include "gradient.cuh"
 #include "host.h"
-#include "on_chip.cuh"
+#include "smem_cache.cuh"
 
 namespace fastvit {
 
 template <class T>
-struct LocalBackwardKernel {
+struct LocalBackwardParams {
   using A = Accumulation<T>;
   Plan plan;
   const T* input;
@@ -24,13 +24,13 @@ struct LocalBackwardKernel {
   Saved<A> saved;
   A* sums;
   Sums<A>* partial;
-  unsigned* tickets;
+  unsigned* semaphores;
 };
 
 // Operands 0: x or y, 1: dy, 2: dx, 3: z, 4: dz.
 template <class T, bool kRows, int V, Kept kKept>
 __global__ void __launch_bounds__(kThreads, kResident)
-    local_backward_kernel(const __grid_constant__ LocalBackwardKernel<T> args) {
+    local_backward_kernel(const __grid_constant__ LocalBackwardParams<T> args) {
   using A = Accumulation<T>;
   constexpr bool kResidual = kKept == Kept::input_and_residual;
   constexpr int kOperands = kResidual ? 5 : 3, U = kResidual ? kBatch / 2 : kBatch;
@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
   const A limit = kKept == Kept::output ? args.saved.limit() : A(0);
 
   FASTVIT_DYNAMIC_SHARED(slots);
-  OnChip<T, V, kResidual ? 3 : 2> kept(slots);
+  SmemCache<T, V, kResidual ? 3 : 2> kept(slots);
   const auto get = [&]<class B>(const B& one, int j) {
     Read<T, kKept, B> read;
     kept.get(one, 0, read.input, j);
@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
   __shared__ __align__(16) unsigned char bytes[kThreads * K * sizeof(Sums<A>)];
   Sums<A>* shared = reinterpret_cast<Sums<A>*>(bytes);
   const int step = merge_block(shared, running, plan, work);
-  finish<true>(shared, step, args.partial, args.tickets, plan, work, [&](int64_t c, Sums<A> total) {
+  finish<true>(shared, step, args.partial, args.semaphores, plan, work, [&](int64_t c, Sums<A> total) {
     if (kKept != Kept::output) total.second *= args.saved.invstd(c);
     corrections[c - first] = Correction<A>::template of<kKept>(args.saved, c, total);
     if (work.slice == 0) {
@@ -112,7 +112,7 @@ bool Cuda::local_backward(const BackwardArgs& args) {
     const Plan plan = Planner::make(args.layout, pointers, args.z ? 5 : 3, sizeof(T), device.limits, kept);
     if (plan.slots == 0) return;
     const Slices<Sums<A>> slices(plan, device);
-    const LocalBackwardKernel<T> kernel{plan,
+    const LocalBackwardParams<T> kernel{plan,
                                         static_cast<const T*>(args.input),
                                         static_cast<const T*>(args.dy),
                                         static_cast<T*>(args.dx),
@@ -121,7 +121,7 @@ bool Cuda::local_backward(const BackwardArgs& args) {
                                         saved_of<A>(args),
                                         static_cast<A*>(args.local_sums),
                                         slices.partial(),
-                                        slices.tickets};
+                                        slices.semaphores};
     with_vector_walk<T>(plan, [&]<bool kRows, int V>() {
       with_kept(args, [&]<Kept kKept>() {
         done = launch_on_chip(local_backward_kernel<T, kRows, V, kKept>, plan, kept, device, kernel);

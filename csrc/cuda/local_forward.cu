@@ -6,36 +6,36 @@
 // Numerics as bn_stats and bn_forward.
 // Source   Ioffe, Szegedy, arXiv:1502.03167; in place: arXiv:1712.02616.
 #include "host.h"
-#include "on_chip.cuh"
+#include "smem_cache.cuh"
 #include "stats.cuh"
 
 namespace fastvit {
 
 template <class T>
-struct LocalForwardKernel {
+struct LocalForwardParams {
   using A = Accumulation<T>;
   Plan plan;
   const T* x;
   T* y;
   const T* z;
   double count;
-  Books<A> books;
+  RunningStats<A> running;
   Activated<T> act;
-  Spread<A>* partial;
-  unsigned* tickets;
+  WelfordState<A>* partial;
+  unsigned* semaphores;
 };
 
 // Operands 0: x, 1: y, 2: z.
 template <class T, bool kRows, int V, bool kResidual>
 __global__ void __launch_bounds__(kThreads, kResident)
-    local_forward_kernel(const __grid_constant__ LocalForwardKernel<T> args) {
+    local_forward_kernel(const __grid_constant__ LocalForwardParams<T> args) {
   using A = Accumulation<T>;
-  using Mine = Measured<T, kRows, V>;
+  using Mine = ThreadStats<T, kRows, V>;
   constexpr int kOperands = kResidual ? 3 : 2, kTile = kRows ? kMostTile : 1;
   const Plan& plan = args.plan;
   const Work work(plan, blockIdx.x);
   FASTVIT_DYNAMIC_SHARED(slots);
-  OnChip<T, V, 1> kept(slots);
+  SmemCache<T, V, 1> kept(slots);
   Mine mine(plan, work, args.x);
   walk<kRows, V, kBatch, kOperands, false>(plan, work, args.x, [&]<class B>(const B& batch) {
     Packet<T, B::V> x[B::U];
@@ -50,23 +50,24 @@ __global__ void __launch_bounds__(kThreads, kResident)
   // The pivots are read before the blocks have met: afterwards another one may have written over them.
   for (int g = threadIdx.x; g < work.channels(plan); g += kThreads)
     table[g].mean = Mine::pivot_of(plan, args.x, first + g);
-  __shared__ __align__(16) unsigned char bytes[kThreads * Mine::K * sizeof(Spread<A>)];
-  Spread<A>* shared = reinterpret_cast<Spread<A>*>(bytes);
+  __shared__ __align__(16) unsigned char bytes[kThreads * Mine::K * sizeof(WelfordState<A>)];
+  WelfordState<A>* shared = reinterpret_cast<WelfordState<A>*>(bytes);
   mine.close();
   const int step = merge_block(shared, mine.spread, plan, work);
-  finish<true>(shared, step, args.partial, args.tickets, plan, work, [&](int64_t c, const Spread<A>& total) {
-    Moments<A> all;
-    all.merge(args.count, table[c - first].mean + total.mean, total.m2);
-    const Normaliser<A> n = args.books.normaliser(all);
-    table[c - first] = args.act.affine(c, n);
-    if (work.slice == 0) {
-      args.books.update(c, all, args.books.momentum);
-      args.books.save(c, n);
-    }
-  });
+  finish<true>(shared, step, args.partial, args.semaphores, plan, work,
+               [&](int64_t c, const WelfordState<A>& total) {
+                 Moments<A> all;
+                 all.merge(args.count, table[c - first].mean + total.mean, total.m2);
+                 const Normaliser<A> n = args.running.normaliser(all);
+                 table[c - first] = args.act.affine(c, n);
+                 if (work.slice == 0) {
+                   args.running.update(c, all, args.running.momentum);
+                   args.running.save(c, n);
+                 }
+               });
   if (blockIdx.x == 0 && threadIdx.x == 0) {
-    store_count(args.books.saved + 2 * args.books.C, args.count);
-    if (args.books.num_batches_tracked) ++*args.books.num_batches_tracked;
+    store_count(args.running.saved + 2 * args.running.C, args.count);
+    if (args.running.num_batches_tracked) ++*args.running.num_batches_tracked;
   }
   __syncthreads();
 
@@ -93,16 +94,16 @@ bool Cuda::local_forward(const ForwardArgs& args) {
     const void* pointers[] = {args.x, args.y, args.z};
     const Plan plan = Planner::make(args.layout, pointers, args.z ? 3 : 2, sizeof(T), device.limits, 1);
     if (plan.slots == 0) return;
-    const Slices<Spread<A>> slices(plan, device);
-    const LocalForwardKernel<T> kernel{plan,
+    const Slices<WelfordState<A>> slices(plan, device);
+    const LocalForwardParams<T> kernel{plan,
                                        static_cast<const T*>(args.x),
                                        static_cast<T*>(args.y),
                                        static_cast<const T*>(args.z),
                                        double(args.layout.count()),
-                                       books_of<A>(args),
+                                       running_stats_of<A>(args),
                                        activated_of<T>(args),
                                        slices.partial(),
-                                       slices.tickets};
+                                       slices.semaphores};
     with_vector_walk<T>(plan, [&]<bool kRows, int V>() {
       done = args.z ? launch_on_chip(local_forward_kernel<T, kRows, V, true>, plan, 1, device, kernel)
                     : launch_on_chip(local_forward_kernel<T, kRows, V, false>, plan, 1, device, kernel);

@@ -14,9 +14,9 @@ struct Normaliser {
 };
 
 template <class A>
-struct Books {  // the running statistics, and `saved` for backward
+struct RunningStats {  // the running statistics, and `saved` for backward
   int64_t C;
-  PerChannel running_mean, running_var;
+  ChannelArray running_mean, running_var;
   int64_t* num_batches_tracked;
   bool cumulative;
   double momentum;
@@ -53,7 +53,7 @@ struct Affine {
 
 template <class T>
 struct Activated {  // what stands beside the statistics
-  PerChannel weight, bias;
+  ChannelArray weight, bias;
   GammaFloor<Accumulation<T>> floor;
   Activation activation;
   Accumulation<T> param;

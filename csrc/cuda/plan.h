@@ -17,13 +17,13 @@
 
 namespace fastvit {
 
-constexpr int kBatch = 4;       // packets of each operand that a thread has in flight
-constexpr int kMostTile = 256;  // channels of a block
-constexpr int kTickets = 4096;  // tiles whose slices are merged
+constexpr int kBatch = 4;          // packets of each operand that a thread has in flight
+constexpr int kMostTile = 256;     // channels of a block
+constexpr int kSemaphores = 4096;  // tiles whose slices are merged
 
 struct Limits {  // of a device
   int multiprocessors = 1;
-  int64_t on_chip_bytes = 0;  // of shared memory that a block may fill with packets
+  int64_t smem_cache_bytes = 0;  // of shared memory that a block may fill with packets
 };
 
 struct Plan {
@@ -57,7 +57,7 @@ class Planner {
     Plan plan;
     plan.layout = layout;
     if (!planner.fold(plan) && !planner.rows(plan)) planner.planes(plan);
-    planner.slice(plan, kept, limits.on_chip_bytes);
+    planner.slice(plan, kept, limits.smem_cache_bytes);
     return plan;
   }
 
@@ -164,19 +164,19 @@ class Planner {
 
   // What stays on chip takes one wave of blocks. Otherwise a few slices more than fill the device, if that
   // leaves fewer places idle in the last wave.
-  void slice(Plan& plan, int kept, int64_t on_chip_bytes) const {
+  void slice(Plan& plan, int kept, int64_t smem_cache_bytes) const {
     plan.teams = kThreads / plan.lanes;
     plan.tiles = unsigned(std::max<int64_t>(1, ceil_div(l.C, plan.tile)));
     plan.units = plan.rows ? l.N : l.N * plan.segments;
     const int64_t most =
-        kept && plan.tiles > kTickets
+        kept && plan.tiles > kSemaphores
             ? 1
             : std::max<int64_t>(1, ceil_div(plan.units, plan.teams * (plan.rows ? kBatch : 1)));
     const int64_t least = std::min(most, std::max<int64_t>(1, resident / plan.tiles));
     plan.slices = unsigned(least);
     if (kept && plan.vector) {
       const int64_t slots = packets(plan);
-      if (slots > 0 && slots * kept * kThreads * 16 <= on_chip_bytes) {
+      if (slots > 0 && slots * kept * kThreads * 16 <= smem_cache_bytes) {
         plan.slots = int(slots);
         return;
       }

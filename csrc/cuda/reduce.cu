@@ -14,7 +14,7 @@
 namespace fastvit {
 
 template <class T, bool kShared>
-struct ReduceKernel : Shares<kShared> {
+struct ReduceParams : Shares<kShared> {
   using A = Accumulation<T>;
   Plan plan;
   const T* input;
@@ -23,13 +23,13 @@ struct ReduceKernel : Shares<kShared> {
   Saved<A> saved;
   A* sums;
   Sums<A>* partial;
-  unsigned *tickets, *finished;
+  unsigned *semaphores, *finished;
 };
 
 // Operands 0: x or y, 1: dy, 2: z.
 template <class T, bool kShared, bool kRows, int V, Kept kKept>
 __global__ void __launch_bounds__(kThreads, kResident)
-    reduce_kernel(const __grid_constant__ ReduceKernel<T, kShared> args) {
+    reduce_kernel(const __grid_constant__ ReduceParams<T, kShared> args) {
   using A = Accumulation<T>;
   constexpr bool kResidual = kKept == Kept::input_and_residual;
   constexpr int kOperands = kResidual ? 3 : 2, U = kResidual ? kBatch / 2 : kBatch, K = kRows ? V : 1;
@@ -65,14 +65,14 @@ __global__ void __launch_bounds__(kThreads, kResident)
   };
   if constexpr (kShared) {
     const Push<A> push(args.exchange);
-    if (finish(shared, step, args.partial, args.tickets, args.plan, work,
+    if (finish(shared, step, args.partial, args.semaphores, args.plan, work,
                [&](int64_t c, const Sums<A>& total) {
                  keep(c, total, [&](int64_t i, A first, A second) { push.pair(i, first, second); });
                }) &&
         is_last(args.finished, args.plan.tiles))
       end_sums(args.exchange, args.sums + 2 * C, C);
   } else {
-    finish(shared, step, args.partial, args.tickets, args.plan, work,
+    finish(shared, step, args.partial, args.semaphores, args.plan, work,
            [&](int64_t c, const Sums<A>& total) { keep(c, total, [](int64_t, A, A) {}); });
   }
 }
@@ -87,7 +87,7 @@ void Cuda::reduce(const ReduceArgs& args) {
         Planner::make(args.layout, pointers, args.z ? 3 : 2, sizeof(T), device.limits, args.z ? 3 : 2);
     const Slices<Sums<A>> slices(plan, device, args.exchange);
     with_shares(args.exchange, [&]<bool kShared>(const Shares<kShared>& shares) {
-      const ReduceKernel<T, kShared> kernel{shares,
+      const ReduceParams<T, kShared> kernel{shares,
                                             plan,
                                             static_cast<const T*>(args.input),
                                             static_cast<const T*>(args.dy),
@@ -95,7 +95,7 @@ void Cuda::reduce(const ReduceArgs& args) {
                                             saved_of<A>(args),
                                             static_cast<A*>(args.sums),
                                             slices.partial(),
-                                            slices.tickets,
+                                            slices.semaphores,
                                             slices.finished};
       with_walk<T>(plan, [&]<bool kRows, int V>() {
         with_kept(args, [&]<Kept kKept>() {

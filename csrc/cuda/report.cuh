@@ -8,7 +8,7 @@
 namespace fastvit {
 
 // By one thread. The fault, which the host looks for, is written last.
-__device__ __forceinline__ void tell_host(peer::Report* host, const peer::Report& report) {
+__device__ __forceinline__ void tell_host(peer::FaultReport* host, const peer::FaultReport& report) {
   uint32_t words[sizeof(report) / sizeof(uint32_t)];
   memcpy(words, &report, sizeof(report));
   uint32_t* const to = reinterpret_cast<uint32_t*>(host);

@@ -14,21 +14,21 @@
 namespace fastvit {
 
 template <class T, bool kShared>
-struct StatsKernel : Shares<kShared> {
+struct StatsParams : Shares<kShared> {
   using A = Accumulation<T>;
   Plan plan;
   const T* x;
   A* moments;
   double count;
-  Spread<A>* partial;
-  unsigned *tickets, *finished;
+  WelfordState<A>* partial;
+  unsigned *semaphores, *finished;
 };
 
 template <class T, bool kShared, bool kRows, int V>
 __global__ void __launch_bounds__(kThreads, kResident)
-    stats_kernel(const __grid_constant__ StatsKernel<T, kShared> args) {
+    stats_kernel(const __grid_constant__ StatsParams<T, kShared> args) {
   using A = Accumulation<T>;
-  using Mine = Measured<T, kRows, V>;
+  using Mine = ThreadStats<T, kRows, V>;
   const Work work(args.plan, blockIdx.x);
   Mine mine(args.plan, work, args.x);
   walk<kRows, V, kBatch, 1, false>(args.plan, work, args.x, [&]<class B>(const B& batch) {
@@ -37,24 +37,25 @@ __global__ void __launch_bounds__(kThreads, kResident)
     mine.add(batch, x);
   });
 
-  __shared__ __align__(16) unsigned char bytes[kThreads * Mine::K * sizeof(Spread<A>)];
-  Spread<A>* shared = reinterpret_cast<Spread<A>*>(bytes);
+  __shared__ __align__(16) unsigned char bytes[kThreads * Mine::K * sizeof(WelfordState<A>)];
+  WelfordState<A>* shared = reinterpret_cast<WelfordState<A>*>(bytes);
   mine.close();
   const int step = merge_block(shared, mine.spread, args.plan, work);
   const int64_t C = args.plan.layout.C;
   if constexpr (kShared) {
     const Push<A> push(args.exchange);
-    const auto send = [&](int64_t c, const Spread<A>& total) {
+    const auto send = [&](int64_t c, const WelfordState<A>& total) {
       push.pair(c, Mine::pivot_of(args.plan, args.x, c) + total.mean, total.m2);
     };
-    if (finish(shared, step, args.partial, args.tickets, args.plan, work, send) &&
+    if (finish(shared, step, args.partial, args.semaphores, args.plan, work, send) &&
         is_last(args.finished, args.plan.tiles))
       end_moments(args.exchange, args.moments, C, args.count);
   } else {
-    finish(shared, step, args.partial, args.tickets, args.plan, work, [&](int64_t c, const Spread<A>& total) {
-      args.moments[c] = Mine::pivot_of(args.plan, args.x, c) + total.mean;
-      args.moments[C + c] = total.m2;
-    });
+    finish(shared, step, args.partial, args.semaphores, args.plan, work,
+           [&](int64_t c, const WelfordState<A>& total) {
+             args.moments[c] = Mine::pivot_of(args.plan, args.x, c) + total.mean;
+             args.moments[C + c] = total.m2;
+           });
     if (blockIdx.x == 0 && threadIdx.x == 0) store_count(args.moments + 2 * C, args.count);
   }
 }
@@ -65,15 +66,15 @@ void Cuda::stats(const StatsArgs& args) {
     using A = Accumulation<T>;
     const void* pointers[] = {args.x};
     const Plan plan = Planner::make(args.layout, pointers, 1, sizeof(T), device.limits, 1);
-    const Slices<Spread<A>> slices(plan, device, args.exchange);
+    const Slices<WelfordState<A>> slices(plan, device, args.exchange);
     with_shares(args.exchange, [&]<bool kShared>(const Shares<kShared>& shares) {
-      const StatsKernel<T, kShared> kernel{shares,
+      const StatsParams<T, kShared> kernel{shares,
                                            plan,
                                            static_cast<const T*>(args.x),
                                            static_cast<A*>(args.moments),
                                            double(args.layout.count()),
                                            slices.partial(),
-                                           slices.tickets,
+                                           slices.semaphores,
                                            slices.finished};
       with_walk<T>(plan, [&]<bool kRows, int V>() {
         STD_CUDA_CHECK(launch(stats_kernel<T, kShared, kRows, V>, {plan.blocks(), device.stream}, kernel));

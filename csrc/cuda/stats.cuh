@@ -22,12 +22,12 @@ __device__ __forceinline__ double quotient(double a, double b) {
 constexpr int kGroup = 32;
 
 template <class T, bool kRows, int V>
-struct Measured {  // rows: one channel per column; planes: one
+struct ThreadStats {  // rows: one channel per column; planes: one
   using A = Accumulation<T>;
   static constexpr int K = kRows ? V : 1;
-  Spread<A> spread[K];  // of the groups that are complete, or all of them after close()
+  WelfordState<A> spread[K];  // of the groups that are complete, or all of them after close()
 
-  __device__ __forceinline__ Measured(const Plan& plan, const Work& work, const T* x) {
+  __device__ __forceinline__ ThreadStats(const Plan& plan, const Work& work, const T* x) {
 #pragma unroll
     for (int k = 0; k < K; ++k)
       pivot[k] = pivot_of(plan, x, work.first_channel(plan) + (kRows ? work.channel<V>(plan, k) : 0));

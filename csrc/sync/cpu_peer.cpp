@@ -48,9 +48,9 @@ Packet load_packet(const Packet* from) {
 }
 
 // Spins, then yields, then sleeps; false when the slice is over.
-class Patience {
+class Backoff {
  public:
-  Patience(uint64_t nanoseconds, int ranks)
+  Backoff(uint64_t nanoseconds, int ranks)
       : begin_(Clock::now()), slice_(double(nanoseconds) * 1e-9), spin_(ranks <= cores() ? kSpin : 0) {}
 
   // `beside_peer` says whether this thread's core is that of a peer it waits for; asked when it matters.
@@ -144,7 +144,7 @@ class Sharing {
     } waiting[kMostRanks] = {};
     uint64_t missing = (exchange_.world == 64 ? 0 : uint64_t(1) << exchange_.world) - 1;
     missing &= ~(uint64_t(1) << exchange_.rank);
-    Patience patience(exchange_.nanoseconds, exchange_.world);
+    Backoff backoff(exchange_.nanoseconds, exchange_.world);
     const auto each_missing = [&](const auto& visit) {
       for (uint64_t left = missing; left; left &= left - 1) visit(std::countr_zero(left));
     };
@@ -171,7 +171,7 @@ class Sharing {
             [&](int peer) { any |= load(exchange_.arenas[peer]->core) == uint32_t(sched_getcpu()) + 1; });
         return any;
       };
-      if (!patience.wait(beside_peer)) return;
+      if (!backoff.wait(beside_peer)) return;
     }
     // The next push may only be seen after these loads: the peers take it as leave to use this slot again.
     __atomic_thread_fence(__ATOMIC_ACQ_REL);

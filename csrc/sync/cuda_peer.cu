@@ -14,7 +14,7 @@ namespace fastvit {
 namespace {
 
 template <class A>
-struct ShareKernel {
+struct ShareParams {
   Exchange exchange;
   const A* numbers;
   A* result;  // moments [2C + 2], or sums [2][2C]
@@ -23,7 +23,7 @@ struct ShareKernel {
 };
 
 template <class A>
-__global__ void __launch_bounds__(kThreads) share_kernel(const __grid_constant__ ShareKernel<A> args) {
+__global__ void __launch_bounds__(kThreads) share_kernel(const __grid_constant__ ShareParams<A> args) {
   const int64_t C = args.C;
   const Push<A> push(args.exchange);
   for (int64_t c = threadIdx.x; c < C; c += kThreads) {
@@ -50,7 +50,7 @@ Tensor cuda_peer_share(Tensor numbers, Tensor fields) {
       moments ? torch::stable::new_empty(numbers, {n}) : torch::stable::new_empty(numbers, {2, n});
   const Device device(numbers.get_device_index());
   const auto run = [&]<class A>(const A* own) {
-    const ShareKernel<A> kernel{exchange, own, static_cast<A*>(result.data_ptr()), n / 2 - moments, moments};
+    const ShareParams<A> kernel{exchange, own, static_cast<A*>(result.data_ptr()), n / 2 - moments, moments};
     STD_CUDA_CHECK(launch(share_kernel<A>, {1, device.stream}, kernel));
   };
   peer::is_double(numbers) ? run(static_cast<const double*>(numbers.data_ptr()))

@@ -94,7 +94,7 @@ class Wait {
   const Exchange& exchange;
   const uint64_t begin;
   const uint32_t epoch, generation;
-  peer::Report& blame;  // of the block, whose `fault` says whether there is one
+  peer::FaultReport& blame;  // of the block, whose `fault` says whether there is one
   using Packets = peer::Packet[peer::kPairPackets<A>];
 
   __device__ __forceinline__ peer::Packet* message(int rank) const {
@@ -203,7 +203,7 @@ class Wait {
   }
 
  public:
-  __device__ __forceinline__ Wait(const Exchange& exchange, peer::Report& blame)
+  __device__ __forceinline__ Wait(const Exchange& exchange, peer::FaultReport& blame)
       : exchange(exchange),
         begin(globaltimer()),
         epoch(peer::next_epoch(exchange.own().epoch)),
@@ -260,7 +260,7 @@ class Wait {
 template <class A>
 __device__ __forceinline__ void end_moments(const Exchange& exchange, A* row, int64_t C, double count) {
   static_assert(peer::kMostRanks < kThreads);
-  __shared__ peer::Report blame;
+  __shared__ peer::FaultReport blame;
   __shared__ Joining joining[peer::kMostRanks];
   __shared__ double counts[peer::kMostRanks];
   if (threadIdx.x == 0) {
@@ -275,7 +275,7 @@ __device__ __forceinline__ void end_moments(const Exchange& exchange, A* row, in
 
 template <class A>
 __device__ __forceinline__ void end_sums(const Exchange& exchange, A* row, int64_t C) {
-  __shared__ peer::Report blame;
+  __shared__ peer::FaultReport blame;
   if (threadIdx.x == 0) Push<A>(exchange).header();
   Wait<A>(exchange, blame).sums(row, C);
 }

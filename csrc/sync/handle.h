@@ -1,6 +1,6 @@
 // A group as Python hands it to an op: the argument `exchange`, a row of int64 on the CPU, which ops only
-// read; what they say of an exchange stands in the Report. Its fields, and
-// Report's and Arena's, are those of the structures in fastvit/sync/protocol.py, in their order.
+// read; what they say of an exchange stands in the FaultReport. Its fields, and
+// FaultReport's and Arena's, are those of the structures in fastvit/sync/protocol.py, in their order.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +16,7 @@ struct Handle {
   int64_t wide;                // a collective's messages are of float64
   int64_t nanoseconds;         // Exchange
   int64_t layer, step;         // of the exchange that follows
-  int64_t report;              // address of a Report
+  int64_t report;              // address of a FaultReport
   int64_t arenas[kMostRanks];  // addresses, by rank; as many as there are ranks
 };
 
@@ -78,7 +78,7 @@ inline Exchange exchange_of(const char* op, const Tensor& fields, int64_t n, Sca
   exchange.nanoseconds = uint64_t(handle.nanoseconds);
   exchange.tag = {uint32_t(handle.layer), uint32_t(handle.step), uint32_t(words),
                   uint32_t(kind) | (dtype == ScalarType::Double ? uint32_t(kDouble) : 0u)};
-  exchange.report = reinterpret_cast<Report*>(handle.report);
+  exchange.report = reinterpret_cast<FaultReport*>(handle.report);
   for (int64_t r = 0; r < handle.world; ++r) exchange.arenas[r] = reinterpret_cast<Arena*>(handle.arenas[r]);
   return exchange;
 }

@@ -63,7 +63,7 @@ struct Merging : Shape {
   const void* numbers;   // of this rank
   const void* messages;  // [rows][width]
   void* result;          // moments, or two rows of sums: this rank's, and the group's
-  peer::Report* report;
+  peer::FaultReport* report;
 
   template <class M>
   FASTVIT_INLINE const M* row(int64_t r) const {
@@ -108,8 +108,8 @@ struct Merging : Shape {
 
   // What to tell the host when tags differ; in place of an epoch the largest step, behind which all go on.
   template <class M>
-  FASTVIT_INLINE peer::Report mismatch() const {
-    peer::Report report{peer::kMismatch, uint32_t(rank), 0, 0, own_tag(), {}, 0};
+  FASTVIT_INLINE peer::FaultReport mismatch() const {
+    peer::FaultReport report{peer::kMismatch, uint32_t(rank), 0, 0, own_tag(), {}, 0};
     for (int64_t of = ranks - 1; of >= 0; --of) {
       const peer::Tag theirs = tag_of<M>(of);
       if (theirs.step > report.epoch) report.epoch = theirs.step;
@@ -151,7 +151,7 @@ Tensor message_pack(Tensor numbers, Tensor fields) {
   return result;
 }
 
-// What the messages of all ranks come to. NaN, and a peer::Report, if not all tags are this rank's.
+// What the messages of all ranks come to. NaN, and a peer::FaultReport, if not all tags are this rank's.
 template <class Backend>
 Tensor message_merge(Tensor messages, Tensor numbers, Tensor fields) {
   const char* const op = "message_merge";
@@ -166,7 +166,7 @@ Tensor message_merge(Tensor messages, Tensor numbers, Tensor fields) {
   Tensor result = shape.kind == peer::kMoments ? torch::stable::new_empty(numbers, {shape.n})
                                                : torch::stable::new_empty(numbers, {2, shape.n});
   Backend::merge(message::Merging{shape, numbers.data_ptr(), messages.data_ptr(), result.data_ptr(),
-                                  reinterpret_cast<peer::Report*>(handle.report)});
+                                  reinterpret_cast<peer::FaultReport*>(handle.report)});
   return result;
 }
 

@@ -22,7 +22,8 @@
 // Tags      {layer, step, words, kind}: compared before the payload is read, as a rank in another layer may
 //           have sent fewer words than are awaited. Each rank compares all tags with its own, so a mismatch
 //           is an error on every rank.
-// Faults    A rank that gives up an exchange (mismatch, timeout, interrupt) writes a Report for its host and
+// Faults    A rank that gives up an exchange (mismatch, timeout, interrupt) writes a FaultReport for its host
+// and
 //           {generation, epoch} into its peers' arenas, who then give up too instead of waiting for their own
 //           timeouts; its numbers are NaN. At their next use the ranks meet, and all go on behind the largest
 //           epoch, so no abandoned packet fits again.
@@ -125,7 +126,7 @@ enum Fault : uint32_t {
 };
 
 // What the host needs to say what happened. `peer` is the first that failed; `theirs` is set for kMismatch.
-struct Report {
+struct FaultReport {
   uint32_t fault, rank, peer, epoch;
   Tag mine, theirs;
   uint64_t missing;  // where the CPU waits: a bit per rank whose message is not there
@@ -164,7 +165,7 @@ struct Exchange {
   int64_t capacity = 0;
   uint64_t nanoseconds = 0;  // of waiting: on a GPU the timeout, on a CPU a slice
   Tag tag{};
-  Report* report = nullptr;  // in host memory; a GPU sees it too
+  FaultReport* report = nullptr;  // in host memory; a GPU sees it too
   Arena* arenas[kMostRanks] = {};
 
   FASTVIT_INLINE Arena& own() const { return *arenas[rank]; }

@@ -10,16 +10,16 @@ plan.py                     what each layer becomes
 adopted.py, runtime.py      how a module changes without ceasing to be what it was; what it then does
 deferred.py                 an output that waits for its residual and its activation
 rebuilding.py               blocks whose norms, activations and the like are rebuilt
-swap.py                     convert and revert
+convert.py                  convert and revert
 report.py, sizes.py         what was done, and what it saves
 accounts.py                 what is kept for backward, tensor by tensor, and why
 calls.py, untouched.py      how a forward is called for a look at it, and how nothing of that stays
 verification.py             whether it was right
 """
 
+from .convert import convert, revert
 from .plan import MEMORY
 from .report import LayerReport, Report
-from .swap import convert, revert
 from .verification import Verification, verify
 
 __all__ = ["MEMORY", "LayerReport", "Report", "Verification", "convert", "revert", "verify"]

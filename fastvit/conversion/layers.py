@@ -20,7 +20,7 @@ _TIMM = {"BatchNormAct2d": _NormBase, "SyncBatchNormAct": nn.SyncBatchNorm}
 
 
 @dataclass(frozen=True)
-class Layer:
+class BatchNormSite:
     """A BatchNorm layer as found. `activation` is its own one; None for a layer that must be left alone."""
 
     module: nn.Module
@@ -33,7 +33,7 @@ class Layer:
         return isinstance(self.module, SyncBatchNorm)
 
 
-def find(module: nn.Module) -> Layer | None:
+def find(module: nn.Module) -> BatchNormSite | None:
     """What `module` is as a BatchNorm layer; None when it is no BatchNorm at all.
 
     Only modules are looked at, never functions: F.batch_norm over a weight (weight standardisation) is not
@@ -41,30 +41,30 @@ def find(module: nn.Module) -> Layer | None:
     """
     kind = type(module)
     if isinstance(module, (BatchNormAct, InPlaceABN)):
-        return Layer(module, None, f"is a {kind.__name__} already")
+        return BatchNormSite(module, None, f"is a {kind.__name__} already")
     if (isinstance(module, _BatchNorm) or tracing.is_abn(module)) and runs_as(module) is nn.Module:
-        return Layer(module, None, "its forward, or how it is called, has been replaced")
+        return BatchNormSite(module, None, "its forward, or how it is called, has been replaced")
     if tracing.is_abn(module):
         return _with_own_activation(module, _abn_activation(module))
     if not isinstance(module, _BatchNorm):
         return None
     if isinstance(module, LazyModuleMixin):
-        return Layer(module, None, "has not seen an input yet, so it has no parameters to keep")
+        return BatchNormSite(module, None, "has not seen an input yet, so it has no parameters to keep")
     if kind.__module__ == "timm.layers.norm_act" and kind.__name__ in _TIMM:
         drop, act = getattr(module, "drop", None), getattr(module, "act", None)
         if drop is not None and type(drop) is not nn.Identity:
-            return Layer(module, None, f"drops with {type(drop).__name__} before its activation")
+            return BatchNormSite(module, None, f"drops with {type(drop).__name__} before its activation")
         return _with_own_activation(module, IDENTITY if act is None else activations.of_module(act))
     if kind.forward not in _PLAIN:
-        return Layer(module, None, f"{kind.__qualname__} has a forward of its own")
-    return Layer(module, Activation("relu") if getattr(module, "fuse_relu", False) else IDENTITY)
+        return BatchNormSite(module, None, f"{kind.__qualname__} has a forward of its own")
+    return BatchNormSite(module, Activation("relu") if getattr(module, "fuse_relu", False) else IDENTITY)
 
 
-def _with_own_activation(module: nn.Module, activation: Activation | None) -> Layer:
+def _with_own_activation(module: nn.Module, activation: Activation | None) -> BatchNormSite:
     if activation is None:
         inner = type(getattr(module, "act", None)).__name__ if hasattr(module, "act") else module.activation
-        return Layer(module, None, f"its activation, {inner}, is not one that BatchNormAct has")
-    return Layer(module, activation)
+        return BatchNormSite(module, None, f"its activation, {inner}, is not one that BatchNormAct has")
+    return BatchNormSite(module, activation)
 
 
 def _abn_activation(module: nn.Module) -> Activation | None:

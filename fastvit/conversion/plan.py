@@ -13,18 +13,18 @@ from .._arguments import IN_PLACE_ACTIVATIONS
 from . import layers, prove, residuals
 from .activations import IDENTITY, Activation
 from .chain import Chain
-from .layers import Layer
+from .layers import BatchNormSite
 from .tracing import Trace
 
 MEMORY = ("auto", "gemm", "recompute", "inplace", "keep")
 
 
 @dataclass
-class Plan:
+class LayerPlan:
     """What one layer becomes, and why. `mode` is a memory mode of BatchNormAct, or "left"."""
 
     name: str
-    layer: Layer
+    layer: BatchNormSite
     mode: str
     activation: Activation
     reason: str
@@ -58,7 +58,7 @@ class _Site:
         return self.chain.reader if self.chain.activation else self.call
 
 
-class Planner:
+class LayerPlanner:
     """Plans for the layers of a model, from traces of its forward."""
 
     def __init__(self, model: nn.Module, memory: str):
@@ -67,13 +67,15 @@ class Planner:
         self.memory = "auto" if memory == "gemm" else memory  # which differ in other layers alone
         self._rebuilt: set[fx.Node] = set()  # values that backward finds as a recipe
 
-    def plans(self, traces: list[Trace], settled: Mapping[str, Plan] = MappingProxyType({})) -> list[Plan]:
+    def plans(
+        self, traces: list[Trace], settled: Mapping[str, LayerPlan] = MappingProxyType({})
+    ) -> list[LayerPlan]:
         """In the order of the model's modules; those that are `settled` stay."""
         found = [(name, layer) for module, name in self.names.items() if (layer := layers.find(module))]
         order = {node: i for i, node in enumerate(node for trace in traces for node in trace.graph.nodes)}
         sites = {name: _sites(layer, traces) for name, layer in found}
 
-        def turn(item: tuple[str, Layer]) -> int:
+        def turn(item: tuple[str, BatchNormSite]) -> int:
             # what a layer with a residual saves depends on whether that is rebuilt: in the forward's order
             calls = sites[item[0]]
             return order[calls[0].call] if any(site.chain.residual for site in calls) else -1
@@ -85,34 +87,38 @@ class Planner:
                 self._rebuilt.update(site.output if plan.absorbs else site.call for site in sites[name])
         return [plans[name] for name, _ in found]
 
-    def is_open(self, plan: Plan, traces: list[Trace]) -> bool:
+    def is_open(self, plan: LayerPlan, traces: list[Trace]) -> bool:
         """Whether the layer was left although a trace of the whole model might tell more."""
         if plan.mode != "left" or plan.layer.activation is None:
             return False
         return not any(trace.root is self.model and plan.layer.module in trace.calls for trace in traces)
 
-    def _plan(self, name: str, layer: Layer, sites: list[_Site]) -> Plan:
+    def _plan(self, name: str, layer: BatchNormSite, sites: list[_Site]) -> LayerPlan:
         if layer.activation is None:
-            return Plan(name, layer, "left", IDENTITY, layer.reason)
+            return LayerPlan(name, layer, "left", IDENTITY, layer.reason)
         if layer.fused and (layer.activation != IDENTITY or any(site.given for site in sites)):
             return self._fused(name, layer, sites)
         if layer.activation != IDENTITY:
             return self._own_activation(name, layer, sites)
         if not sites:
-            return Plan(name, layer, "left", IDENTITY, "no trace reaches it to tell who reads its output")
+            return LayerPlan(
+                name, layer, "left", IDENTITY, "no trace reaches it to tell who reads its output"
+            )
         return self._absorbing(name, layer, sites) or self._alone(name, layer, sites)
 
-    def _own_activation(self, name: str, layer: Layer, sites: list[_Site]) -> Plan:
+    def _own_activation(self, name: str, layer: BatchNormSite, sites: list[_Site]) -> LayerPlan:
         """A layer with its activation inside (timm's, mapillary's): only in place needs a proof."""
         for site in sites:
             site.chain.activation = None  # what follows is not this layer's
-        plan = Plan(name, layer, "recompute", layer.activation, "has its activation inside")
+        plan = LayerPlan(name, layer, "recompute", layer.activation, "has its activation inside")
         plan.kept_before += _kept_outputs(layer.activation, getattr(layer.module, "act", None), sites)
         return self._choose(plan, sites)
 
-    def _fused(self, name: str, layer: Layer, sites: list[_Site]) -> Plan:
+    def _fused(self, name: str, layer: BatchNormSite, sites: list[_Site]) -> LayerPlan:
         """A layer that does all in one pass already, and keeps what its output can be rebuilt from."""
-        plan = Plan(name, layer, "recompute", layer.activation, "has its activation inside", kept_before=2)
+        plan = LayerPlan(
+            name, layer, "recompute", layer.activation, "has its activation inside", kept_before=2
+        )
         rebuilt = any(
             isinstance(site.given, fx.Node) and residuals.origin(site.trace, site.given) in self._rebuilt
             for site in sites
@@ -125,7 +131,7 @@ class Planner:
             return _left(plan, "is one pass already; nobody keeps its output for backward")
         return _left(plan, "its residual is to be rebuilt itself") if rebuilt else plan
 
-    def _absorbing(self, name: str, layer: Layer, sites: list[_Site]) -> Plan | None:
+    def _absorbing(self, name: str, layer: BatchNormSite, sites: list[_Site]) -> LayerPlan | None:
         """A layer whose every output goes to the same activation and nowhere else; None for another."""
         chains = [site.chain for site in sites]
         activation = chains[0].activation
@@ -137,7 +143,7 @@ class Planner:
         if any((chain.residual is not None) != adds for chain in chains):
             return None
         absorbed = list(dict.fromkeys(chain.module for chain in chains))
-        plan = Plan(
+        plan = LayerPlan(
             name, layer, "recompute", activation,
             f"its output{' and a residual go' if adds else ' goes'} "
             f"to {', '.join(self.names[module] for module in absorbed)} alone",
@@ -149,11 +155,11 @@ class Planner:
             reshaped=any(chain.reshaped for chain in chains),
         )  # fmt: skip
         if reason := prove.against_hooks(plan.watched, self.names.__getitem__):
-            return Plan(name, layer, "left", IDENTITY, reason)
+            return LayerPlan(name, layer, "left", IDENTITY, reason)
         plan.kept_before += _kept_outputs(activation, absorbed[0], sites)
         return self._adding(plan, sites) if adds else self._choose(plan, sites)
 
-    def _adding(self, plan: Plan, sites: list[_Site]) -> Plan:
+    def _adding(self, plan: LayerPlan, sites: list[_Site]) -> LayerPlan:
         """With a residual, which the layer keeps too: worth it where somebody else does anyhow."""
         if self.memory == "inplace":
             return _left(plan, "a residual is added before its activation, which cannot be done in place")
@@ -172,18 +178,18 @@ class Planner:
             )
         return plan
 
-    def _alone(self, name: str, layer: Layer, sites: list[_Site]) -> Plan:
+    def _alone(self, name: str, layer: BatchNormSite, sites: list[_Site]) -> LayerPlan:
         """A layer that no activation module follows; its output is rebuilt where somebody keeps it."""
         kept = next(filter(None, (prove.kept_by(site.trace, site.call) for site in sites)), None)
         against = sites[0].chain.against or "an activation function follows, in a forward that is not changed"
         if kept is None:
-            return Plan(name, layer, "left", IDENTITY, f"{against}; nobody keeps it for backward")
+            return LayerPlan(name, layer, "left", IDENTITY, f"{against}; nobody keeps it for backward")
         for site in sites:
             site.chain.activation = None
-        plan = Plan(name, layer, "recompute", IDENTITY, f"its output is kept by {kept}", kept_before=2)
+        plan = LayerPlan(name, layer, "recompute", IDENTITY, f"its output is kept by {kept}", kept_before=2)
         return self._choose(plan, sites)
 
-    def _choose(self, plan: Plan, sites: list[_Site]) -> Plan:
+    def _choose(self, plan: LayerPlan, sites: list[_Site]) -> LayerPlan:
         """The memory mode: in place where it was asked for or comes free, and is proven."""
         if self.memory in ("recompute", "keep"):
             plan.mode = self.memory
@@ -202,7 +208,7 @@ class Planner:
             plan.reason += f"; not in place: {against}"
         return plan
 
-    def _against_in_place(self, plan: Plan, sites: list[_Site]) -> str | None:
+    def _against_in_place(self, plan: LayerPlan, sites: list[_Site]) -> str | None:
         module = plan.layer.module
         # a later forward may run under autocast, whose coarsest dtype is bfloat16; float64 it leaves alone
         wide = module.weight is not None and module.weight.dtype == torch.float64
@@ -224,7 +230,7 @@ class Planner:
         return None
 
 
-def _sites(layer: Layer, traces: list[Trace]) -> list[_Site]:
+def _sites(layer: BatchNormSite, traces: list[Trace]) -> list[_Site]:
     return [
         _Site(trace, call, Chain(trace, call))
         for trace in traces
@@ -232,8 +238,8 @@ def _sites(layer: Layer, traces: list[Trace]) -> list[_Site]:
     ]
 
 
-def _left(plan: Plan, reason: str) -> Plan:
-    return Plan(plan.name, plan.layer, "left", IDENTITY, reason)
+def _left(plan: LayerPlan, reason: str) -> LayerPlan:
+    return LayerPlan(plan.name, plan.layer, "left", IDENTITY, reason)
 
 
 def _roots(sites: list[_Site]) -> dict[nn.Module, set[bool]]:

@@ -7,8 +7,6 @@ the eps of a normalisation, which the module tells.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
@@ -16,37 +14,15 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import parametrize
 
 from ..recompute import recompute_scope, remember_eps
-from .adopted import Adopted, adopt
-from .runtime import _traced
+from .adopted import adopt
+from .runtime import KeepsForward
 from .untouched import untouched
 
 _PLAIN = (nn.LayerNorm.forward, nn.RMSNorm.forward)
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
-class _KeepsForward(Adopted):
-    """A module that does what it did, in its own forward, which may have been patched since."""
-
-    @staticmethod
-    def name_for(original: type) -> str:
-        return original.__name__
-
-    def __init_subclass__(cls, **kwargs):
-        super().__init_subclass__(**kwargs)
-        if "_original" not in cls.__dict__:
-            return
-
-        @functools.wraps(cls._original.forward)  # tools read argument names from a forward
-        def forward(self, *args, **kwargs):
-            original = cls._original.forward
-            if _traced():
-                return original(self, *args, **kwargs)
-            return self._run(original, args, kwargs)
-
-        cls.forward = forward
-
-
-class RebuiltNorm(_KeepsForward):
+class RebuiltNorm(KeepsForward):
     """A normalisation that tells its eps, which is all that is missing to rebuild its output."""
 
     def _run(self, original, args, kwargs):
@@ -59,7 +35,7 @@ class RebuiltNorm(_KeepsForward):
         return y
 
 
-class RebuiltBlock(_KeepsForward):
+class RebuiltBlock(KeepsForward):
     """A block that opens a scope, so that it saves memory whoever calls it."""
 
     def _run(self, original, args, kwargs):

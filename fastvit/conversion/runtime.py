@@ -127,7 +127,7 @@ class Proof:
             warnings.warn(
                 f"fastvit.convert: {changed} since {type(root).__name__} was converted, so its layers run as "
                 "they did before, and save no memory; convert the model again",
-                stacklevel=5,
+                stacklevel=6,
             )
         if seen or changed or self._is_another_call(args, kwargs) or self.watch.in_mixed_modes(root.training):
             void = frozenset(layer.key for layer in self.layers)
@@ -159,8 +159,8 @@ def _shapes(given: dict[str, object]) -> object:
     return pytree.tree_map_only(Tensor, lambda t: (t.shape, str(t.dtype)), given)
 
 
-class ConvertedRoot(Adopted):
-    """A module whose forward was traced. Opens the scope in which outputs are rebuilt instead of kept."""
+class KeepsForward(Adopted):
+    """A module that does what it did, in its own forward, which may have been patched since."""
 
     @staticmethod
     def name_for(original: type) -> str:
@@ -169,18 +169,27 @@ class ConvertedRoot(Adopted):
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         if "_original" not in cls.__dict__:
-            return  # made by someone else from a converted model's class, with a forward of its own
+            return  # made by someone else from an adopted class, with a forward of its own
 
-        @functools.wraps(cls._original.forward)  # tools read argument names from a model's forward
+        @functools.wraps(cls._original.forward)  # tools read argument names from a forward
         def forward(self, *args, **kwargs):
-            original = cls._original.forward  # which may have been patched since
-            proof = self.__dict__.get("_proof")
-            if proof is None or _traced():
+            original = cls._original.forward
+            if _traced():
                 return original(self, *args, **kwargs)
-            with proof.call(self, args, kwargs):
-                return original(self, *args, **kwargs)
+            return self._run(original, args, kwargs)
 
         cls.forward = forward
+
+
+class ConvertedRoot(KeepsForward):
+    """A module whose forward was traced. Opens the scope in which outputs are rebuilt instead of kept."""
+
+    def _run(self, original, args, kwargs):
+        proof = self.__dict__.get("_proof")
+        if proof is None:
+            return original(self, *args, **kwargs)
+        with proof.call(self, args, kwargs):
+            return original(self, *args, **kwargs)
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)

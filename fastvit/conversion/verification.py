@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 
 from .adopted import Adopted
 from .calls import Arguments, as_arguments
+from .convert import convert, revert
 from .runtime import ConvertedNorm, ConvertedNormSync
-from .swap import convert, revert
 from .untouched import untouched
 
 # Both compute the same in another order, so they differ by roundings, which depth multiplies.

@@ -14,16 +14,16 @@ from torch import Tensor
 
 from .. import ops
 from .compiled import share
-from .group import Layer, check, group_of, possible, taken
+from .group import LayerKey, check, group_of, possible, taken
 from .transport import Local, Reduce, Transport
 
-__all__ = ["Layer", "Local", "Shared", "Transport", "check", "over", "possible", "taken"]
+__all__ = ["LayerKey", "Local", "Shared", "Transport", "check", "over", "possible", "taken"]
 
 
 class Shared:
     """Statistics over a process group, for one layer."""
 
-    def __init__(self, group: "dist.ProcessGroup", layer: Layer):
+    def __init__(self, group: "dist.ProcessGroup", layer: LayerKey):
         self._group, self._layer = group, layer
         self.world_size = dist.get_world_size(group)
 
@@ -49,7 +49,7 @@ class Shared:
         return share(numbers, tag, self._group.group_name, layer.op, layer.number, layer.momentum)
 
 
-def over(group: "dist.ProcessGroup | None", layer: Layer) -> Transport:
+def over(group: "dist.ProcessGroup | None", layer: LayerKey) -> Transport:
     """The statistics of a process group; None is the default group, or this process alone without one.
 
     Raises ValueError when this process is not in the group, RuntimeError when the group was destroyed.

@@ -35,7 +35,7 @@ def process_space() -> str:
     return f"host {boot}, {os.readlink('/proc/self/ns/pid')}"
 
 
-class Watch:
+class ProcessWatch:
     """Which processes of a group's ranks have ended, zombies included.
 
     Nothing is known of ranks on other hosts, nor where the system has no pidfd.
@@ -106,7 +106,7 @@ class Agreement:
         )
         # One store may outlive several groups of one name, which come after each other.
         self._store = dist.PrefixStore(str(store.add(f"made/{self.rank}", 1)), store)
-        self.watch = Watch(self._store, self.rank)
+        self.watch = ProcessWatch(self._store, self.rank)
         self._asked = 0
 
     def ask(self, question: str, answer: str) -> dict[str, list[int]]:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..ops import check_devices
-from .group import Layer, group_of
+from .group import LayerKey, group_of
 
 
 @torch.library.custom_op("fastvit::share", mutates_args=())
@@ -20,7 +20,7 @@ def share(
     they are sums, `(1, 2C)`: these, and the group's."""
     shared = group_of(dist.distributed_c10d._resolve_process_group(group), numbers.device)
     if tag is None:
-        return shared.share_moments(Layer(op, number, momentum), numbers)
+        return shared.share_moments(LayerKey(op, number, momentum), numbers)
     return shared.share_sums(numbers, tag), tag.clone()
 
 

@@ -21,7 +21,7 @@ from ..ops import accumulation_dtype
 from . import cpu_peer, cuda_peer
 from .agreement import Agreement, Unavailable, answers_text
 from .collective import Collective
-from .protocol import Tag, room
+from .protocol import Tag, capacity_for
 from .transport import Reduce, Way
 
 WISHES = ("auto", "collective", "peer", "symm_mem")
@@ -32,7 +32,7 @@ _log = logging.getLogger("fastvit.sync")
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerKey:
     """Which layer calls: `number` tells it from the other layers of this process (0: it has no number)."""
 
     op: str
@@ -58,20 +58,20 @@ class Group:
         self.way: Way | None = None
         self.why = ""
 
-    def moments(self, layer: Layer, x: Tensor, channel_dim: int) -> tuple[Tensor, Tensor]:
+    def moments(self, layer: LayerKey, x: Tensor, channel_dim: int) -> tuple[Tensor, Tensor]:
         """The moments of x over all ranks, and the tag for the backward."""
         tag = self._next(layer, x.shape[channel_dim], accumulation_dtype(x.dtype))
-        return self.way.moments(x, channel_dim, tag), torch.tensor(tag, device="cpu")
+        return self.way.moments(x, channel_dim, tag), self.way.tag()
 
     def sums(self, reduce: Reduce, tag: Tensor) -> Tensor:
         """This rank's sums, and those of all ranks."""
         self._enter_backward()
         return self.way.sums(reduce, Tag(*tag.tolist()))
 
-    def share_moments(self, layer: Layer, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    def share_moments(self, layer: LayerKey, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """The same from this rank's moments, `(2C + 2,)`, and sums, `(1, 2C)`."""
         tag = self._next(layer, numbers.numel() // 2 - 1, numbers.dtype)
-        return self.way.share(numbers, tag), torch.tensor(tag, device="cpu")
+        return self.way.share(numbers, tag), self.way.tag()
 
     def share_sums(self, numbers: Tensor, tag: Tensor) -> Tensor:
         self._enter_backward()
@@ -87,7 +87,7 @@ class Group:
                 f"{self.name}: it is no rank of the group; initialise torch.distributed in the child"
             )
 
-    def _next(self, layer: Layer, channels: int, dtype: torch.dtype) -> Tag:
+    def _next(self, layer: LayerKey, channels: int, dtype: torch.dtype) -> Tag:
         """What the next forward exchange is called.
 
         One more step is counted after a backward that raised on this rank. It may have raised when the other
@@ -111,7 +111,7 @@ class Group:
             end = functools.partial(self._backwards.discard, number)
             torch.autograd.Variable._execution_engine.queue_callback(end)  # unless it raises
 
-    def _agree(self, layer: Layer, channels: int, dtype: torch.dtype) -> int:
+    def _agree(self, layer: LayerKey, channels: int, dtype: torch.dtype) -> int:
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"the first call of a layer ({layer.op}, {channels} channels) that shares statistics cannot "
@@ -157,7 +157,7 @@ class Group:
                 raise Unavailable("FASTVIT_STATISTICS=collective")
             place = self._place()
             connect = PROVIDERS[self._device.type].connect
-            capacity = room(channels, dtype)
+            capacity = capacity_for(channels, dtype)
             way = connect(self._agreement, capacity, self._name_of, self._device, asked[-1:])
             return way, f"{way.name}, {place}"
         except Unavailable as reason:

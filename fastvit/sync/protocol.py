@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 MOST_RANKS = 64  # csrc/sync/protocol.h, kMostRanks
-LEAST_PACKETS = 2049  # room for float32 moments of 2048 channels
+LEAST_PACKETS = 2049  # enough for float32 moments of 2048 channels
 STEPS = 2**24  # steps wrap here: float32 holds such numbers exactly
 
 
@@ -37,7 +37,7 @@ class _Words(ctypes.Structure):  # csrc/sync/protocol.h, Tag
     _fields_ = [(name, ctypes.c_uint32) for name in ("layer", "step", "words", "kind")]
 
 
-class Report(ctypes.Structure):
+class FaultReport(ctypes.Structure):
     """What an op says about an exchange that failed."""
 
     _fields_ = [(name, ctypes.c_uint32) for name in ("fault", "rank", "peer", "epoch")]
@@ -72,16 +72,22 @@ class Exchange:
     def __init__(self, rank: int, world: int, on_gpu: bool = False, arenas: Sequence[Tensor] = ()):
         memory = (ctypes.c_int64 * (len(Handle._fields_) + len(arenas)))()
         memory[len(Handle._fields_) :] = [arena.data_ptr() for arena in arenas]
-        report = torch.zeros(ctypes.sizeof(Report), dtype=torch.uint8, device="cpu", pin_memory=on_gpu)
+        report = torch.zeros(ctypes.sizeof(FaultReport), dtype=torch.uint8, device="cpu", pin_memory=on_gpu)
         _reports.append(report)
-        self.report = Report.from_address(report.data_ptr())
+        self.report = FaultReport.from_address(report.data_ptr())
         self.handle = Handle.from_buffer(memory)
         self.handle.rank, self.handle.world, self.handle.report = rank, world, report.data_ptr()
         self.tensor = torch.frombuffer(memory, dtype=torch.int64)
+        first = Handle.layer.offset // 8
+        self._tag = self.tensor[first : first + len(Tag._fields)]
 
     def of(self, tag: Tag) -> Tensor:
         self.handle.layer, self.handle.step = tag
         return self.tensor
+
+    def tag(self) -> Tensor:
+        """The tag that `of` was last given, as a tensor of its own: a quarter of what torch.tensor takes."""
+        return self._tag.clone()
 
     def text(self, describe: Describe) -> str:
         """This rank's own exchange, after a fault."""
@@ -109,6 +115,6 @@ def packets(channels: int, dtype: torch.dtype) -> int:
     return (channels + 1) * dtype.itemsize // 4
 
 
-def room(channels: int, dtype: torch.dtype) -> int:
+def capacity_for(channels: int, dtype: torch.dtype) -> int:
     """Packets that memory in common is made for when this layer asks: most layers fit that come later."""
     return max(LEAST_PACKETS, packets(channels, dtype))

@@ -80,6 +80,10 @@ class Way:
     def sums(self, reduce: Reduce, tag: Tag) -> Tensor:
         return self.share(reduce(None), tag)
 
+    def tag(self) -> Tensor:
+        """The tag of the exchange that was begun last, for its backward."""
+        return self._exchange.tag()
+
     def check(self, wait: bool = False) -> None:
         """Raises what has been reported, once; with `wait` when the device has done all it was given."""
         if wait and self._device.type == "cuda":

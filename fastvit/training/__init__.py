@@ -4,7 +4,7 @@
 ``launch``, ``distributed``     who started the ranks, and what they say to each other
 ``datasets``, ``cifar``, ``image_folder``, ``augmentation``, ``loaders``
                                 where batches come from
-``model``, ``optimization``, ``precision``, ``engine``, ``learner``
+``model``, ``optimization``, ``precision``, ``engine``, ``train_state``
                                 what a step changes
 ``loop``, ``signals``, ``profiling``
                                 an epoch of training, and what may end or watch it

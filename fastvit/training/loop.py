@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 from .. import sync
 from .distributed import StepReport, get_world_size, is_main_process, raise_together, reduce_value
 from .errors import TrainingError
-from .learner import Learner
 from .signals import StopRequest
+from .train_state import TrainState
 
 __all__ = ["EpochResult", "Progress", "evaluate", "train_one_epoch"]
 
@@ -107,7 +107,7 @@ def _check_finite(losses: list[float], norm: float, epoch: int, step: int) -> No
 
 
 def train_one_epoch(
-    learner: Learner,
+    train_state: TrainState,
     loader: DataLoader,
     shape: tuple[int, int, int],
     epoch: int,
@@ -140,16 +140,16 @@ def train_one_epoch(
     """
     from tqdm import tqdm
 
-    config, accumulate = learner.config, learner.config.accumulate
-    learner.parallel.train()
+    config, accumulate = train_state.config, train_state.config.accumulate
+    train_state.parallel.train()
     feed = _Feed(loader, (config.batch_size, *shape))
     batches = len(loader)
     steps = math.ceil(batches / accumulate)
-    behind = PIPELINE_STEPS.get(learner.device.type, 0)
+    behind = PIPELINE_STEPS.get(train_state.device.type, 0)
     unheard = bool(behind) and config.norm in EXCHANGES
     norm_every = 1 if config.clip_norm or unheard else NORM_EVERY
     reports: list[StepReport] = []
-    scaled = learner.precision.scales_loss
+    scaled = train_state.precision.scales_loss
     start, first, asked = time.perf_counter(), progress.step, False
     bar = tqdm(
         total=steps, initial=first, desc=f"[epoch {epoch}]", leave=False, disable=not is_main_process(),
@@ -173,23 +173,23 @@ def train_one_epoch(
     with bar:
         for step in range(first, steps):
             parts = min(accumulate, batches - step * accumulate)
-            loss = _backward(learner, feed, parts)
-            norm = _gradient_norm(learner) if step % norm_every == 0 else None
+            loss = _backward(train_state, feed, parts)
+            norm = _gradient_norm(train_state) if step % norm_every == 0 else None
             flag = FAILED if feed.error else STOP if stop.came else 0
             reports.append(StepReport(loss, flag, norm))
             while len(reports) > behind:
                 settle(reports.pop(0))
             if unheard and not scaled:
-                _skip_if_not_finite(learner.optimizer, norm)
-            _step(learner)
+                _skip_if_not_finite(train_state.optimizer, norm)
+            _step(train_state)
             after_step()
             if asked:
                 break
         while reports:
             settle(reports.pop(0))
         bar.refresh()  # an epoch can be over before the bar is due to be drawn
-    if learner.device.type == "cuda":
-        torch.cuda.synchronize(learner.device)
+    if train_state.device.type == "cuda":
+        torch.cuda.synchronize(train_state.device)
         sync.check()  # before the weights may be kept
     seconds = time.perf_counter() - start
     trained = min(progress.step * accumulate, batches) - first * accumulate
@@ -203,38 +203,38 @@ def train_one_epoch(
     )
 
 
-def _backward(learner: Learner, feed: _Feed, parts: int) -> Tensor:
+def _backward(train_state: TrainState, feed: _Feed, parts: int) -> Tensor:
     """The mean loss of ``parts`` batches on this rank; its gradients are averaged over the ranks."""
-    total = torch.zeros((), device=learner.device)
+    total = torch.zeros((), device=train_state.device)
     for part in range(parts):
-        images, labels = learner.to_device(*feed.next())
+        images, labels = train_state.to_device(*feed.next())
         last = part == parts - 1
-        with learner.gradients_stay(local=not last):
-            with learner.precision.forward():
-                logits = learner.parallel(images)
+        with train_state.no_sync(local=not last):
+            with train_state.precision.forward():
+                logits = train_state.parallel(images)
             loss = (
-                F.cross_entropy(logits.float(), labels, label_smoothing=learner.config.label_smoothing)
+                F.cross_entropy(logits.float(), labels, label_smoothing=train_state.config.label_smoothing)
                 / parts
             )
             total = total + loss.detach()
-            learner.precision.backward(loss, learner.optimizer, last)
+            train_state.precision.backward(loss, train_state.optimizer, last)
     return total
 
 
-def _gradient_norm(learner: Learner) -> Tensor:
+def _gradient_norm(train_state: TrainState) -> Tensor:
     """Norm of all gradients together, before they are clipped if there is a limit."""
-    holders = list(learner.precision.gradient_holders(learner.optimizer))
-    if learner.config.clip_norm:
-        return nn.utils.clip_grad_norm_(holders, learner.config.clip_norm)
+    holders = list(train_state.precision.gradient_holders(train_state.optimizer))
+    if train_state.config.clip_norm:
+        return nn.utils.clip_grad_norm_(holders, train_state.config.clip_norm)
     return nn.utils.get_total_norm([holder.grad for holder in holders if holder.grad is not None])
 
 
 class _Masters:
     """A model to average: with the weights that the optimizer steps, which half ones are rounded from."""
 
-    def __init__(self, learner: Learner) -> None:
-        self.buffers = learner.model.buffers
-        self.parameters = lambda: map(learner.precision.master, learner.model.parameters())
+    def __init__(self, train_state: TrainState) -> None:
+        self.buffers = train_state.model.buffers
+        self.parameters = lambda: map(train_state.precision.master, train_state.model.parameters())
 
 
 def _skip_if_not_finite(optimizer: Optimizer, norm: Tensor) -> None:
@@ -246,16 +246,16 @@ def _skip_if_not_finite(optimizer: Optimizer, norm: Tensor) -> None:
         optimizer.found_inf = norm.isfinite().logical_not().float()
 
 
-def _step(learner: Learner) -> None:
-    learner.optimizer.step()
-    learner.optimizer.zero_grad(set_to_none=True)
-    learner.scheduler.step()
-    if learner.average is not None:
-        learner.average.update_parameters(_Masters(learner))
+def _step(train_state: TrainState) -> None:
+    train_state.optimizer.step()
+    train_state.optimizer.zero_grad(set_to_none=True)
+    train_state.scheduler.step()
+    if train_state.average is not None:
+        train_state.average.update_parameters(_Masters(train_state))
 
 
 @torch.no_grad()
-def evaluate(learner: Learner, model: nn.Module, loader: DataLoader) -> tuple[float, float]:
+def evaluate(train_state: TrainState, model: nn.Module, loader: DataLoader) -> tuple[float, float]:
     """Mean cross-entropy and accuracy over the test images of all ranks, each counted once.
 
     Args:
@@ -265,12 +265,14 @@ def evaluate(learner: Learner, model: nn.Module, loader: DataLoader) -> tuple[fl
         TrainingError: on every rank, when one could not read its images.
     """
     model.eval()
-    sums = torch.zeros(4, dtype=torch.float64, device=learner.device)  # loss, correct, images, failed ranks
+    sums = torch.zeros(
+        4, dtype=torch.float64, device=train_state.device
+    )  # loss, correct, images, failed ranks
     failed = None
     try:
         for batch in loader:
-            images, labels = learner.to_device(*batch)
-            with learner.precision.forward():
+            images, labels = train_state.to_device(*batch)
+            with train_state.precision.forward():
                 logits = model(images)
             sums[0] += F.cross_entropy(logits.float(), labels, reduction="sum")
             sums[1] += (logits.argmax(dim=1) == labels).sum()

@@ -17,7 +17,6 @@ from .config import Config, ConfigError
 from .datasets import DataSets, load
 from .distributed import Ranks, is_main_process, on_every, on_main
 from .errors import TrainingError
-from .learner import Learner, make_learner, settle_buckets
 from .loaders import make_test_loader, make_train_loader
 from .lock import RunLock
 from .log import RunLog, peak_memory
@@ -25,6 +24,7 @@ from .loop import EpochResult, Progress, evaluate, train_one_epoch
 from .model import SYNCHRONISED_NORMS, build_model, freeze, load_pretrained
 from .profiling import StepProfiler
 from .signals import StopRequest
+from .train_state import TrainState, make_train_state, settle_buckets
 
 __all__ = ["train"]
 
@@ -70,10 +70,10 @@ def _train(config: Config, given: dict[str, Any], ranks: Ranks, lock: RunLock) -
     model = _make_model(config, data, pretrained=state is None)
     steps = -(-len(batches) // config.accumulate)
     saved = (weights, state) if state is not None else None
-    learner = on_every(make_learner, model, config, ranks, data.shape, steps, saved)
-    _report_memory(learner, run)
+    train_state = on_every(make_train_state, model, config, ranks, data.shape, steps, saved)
+    _report_memory(train_state, run)
     if ranks.world > 2 and config.engine == "torch":
-        settle_buckets(learner, data.shape)
+        settle_buckets(train_state, data.shape)
     torch.manual_seed(config.seed + 1_000_003 * (ranks.rank + 1))  # each rank has its own dropout
     done, history, progress = 0, [], Progress()
     if state is not None:
@@ -89,19 +89,19 @@ def _train(config: Config, given: dict[str, Any], ranks: Ranks, lock: RunLock) -
     with StopRequest() as stop, profiler:
         for epoch in range(done + 1, end + 1):
             sampler.set_epoch(epoch, progress.step * config.accumulate)
-            result = train_one_epoch(learner, batches, data.shape, epoch, progress, stop, profiler.step)
-            _agree_on_statistics(learner)
+            result = train_one_epoch(train_state, batches, data.shape, epoch, progress, stop, profiler.step)
+            _agree_on_statistics(train_state)
             if result.complete:
-                row = _evaluated(learner, test, epoch, result)
+                row = _evaluated(train_state, test, epoch, result)
                 best = all(_score(row) > _score(other) for other in history)
                 history.append(row)
                 done, progress = epoch, Progress()
-            saved = _state(learner, ranks, data, done, progress, history)
+            saved = _state(train_state, ranks, data, done, progress, history)
             if result.complete:
-                on_main(_keep, run, learner, saved, config.keep, best, log, row)
+                on_main(_keep, run, train_state, saved, config.keep, best, log, row)
                 _say(_summary(row))
             else:
-                on_main(checkpoint.save_checkpoint, run, learner.weights(), saved, config.keep)
+                on_main(checkpoint.save_checkpoint, run, train_state.weights(), saved, config.keep)
             if result.stop_asked and done < end:
                 _say(f"stopped by SIGTERM in epoch {epoch}, after step {result.progress.step}")
                 break
@@ -204,11 +204,11 @@ def _make_model(config: Config, data: DataSets, pretrained: bool) -> nn.Module:
     return model
 
 
-def _report_memory(learner: Learner, run: Path) -> None:
-    config = learner.config
-    if learner.memory is not None:
-        _say(learner.memory.summary(config))
-        on_main(learner.memory.write, run, config)
+def _report_memory(train_state: TrainState, run: Path) -> None:
+    config = train_state.config
+    if train_state.memory is not None:
+        _say(train_state.memory.summary(config))
+        on_main(train_state.memory.write, run, config)
     elif config.memory != "off":
         _say(
             f"--memory {config.memory} does nothing with --compile: "
@@ -223,33 +223,33 @@ def _open_log(log: RunLog, history: list[dict[str, Any]], batches: Any, data: Da
     log.images(images, data.mean, data.std)
 
 
-def _agree_on_statistics(learner: Learner) -> None:
+def _agree_on_statistics(train_state: TrainState) -> None:
     # A timm model may have layers that the conversion left as they are.
-    if learner.config.norm in SYNCHRONISED_NORMS and not learner.config.model.startswith("timm/"):
+    if train_state.config.norm in SYNCHRONISED_NORMS and not train_state.config.model.startswith("timm/"):
         return
-    distributed.average_running_statistics(learner.model)
-    if learner.average is not None:
-        distributed.average_running_statistics(learner.average.module)
+    distributed.average_running_statistics(train_state.model)
+    if train_state.average is not None:
+        distributed.average_running_statistics(train_state.average.module)
 
 
-def _evaluated(learner: Learner, test: Any, epoch: int, result: EpochResult) -> dict[str, Any]:
+def _evaluated(train_state: TrainState, test: Any, epoch: int, result: EpochResult) -> dict[str, Any]:
     """The row of an epoch, for the log and the history."""
-    test_loss, accuracy = evaluate(learner, learner.model, test)
+    test_loss, accuracy = evaluate(train_state, train_state.model, test)
     row = {
         "epoch": epoch,
         "train_loss": result.loss,
         "test_loss": test_loss,
         "test_accuracy": accuracy,
-        "lr": learner.scheduler.get_last_lr()[0],
+        "lr": train_state.scheduler.get_last_lr()[0],
         "gradient_norm": result.gradient_norm,
-        "loss_scale": learner.precision.loss_scale,
+        "loss_scale": train_state.precision.loss_scale,
         "images_per_second": result.images / result.seconds,
         "data_wait": result.data_wait,
-        "memory": peak_memory(learner.device),
+        "memory": peak_memory(train_state.device),
         "time": time.time(),
     }
-    if learner.average is not None:
-        _, row["average_accuracy"] = evaluate(learner, learner.average.module, test)
+    if train_state.average is not None:
+        _, row["average_accuracy"] = evaluate(train_state, train_state.average.module, test)
     return row
 
 
@@ -267,19 +267,19 @@ def _summary(row: dict[str, Any]) -> str:
 
 
 def _state(
-    learner: Learner,
+    train_state: TrainState,
     ranks: Ranks,
     data: DataSets,
     done: int,
     progress: Progress,
     history: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    return learner.state_dict() | {
+    return train_state.state_dict() | {
         "epoch": done,
         "step": progress.step,
         "progress": asdict(progress),
         "rng": distributed.gather_objects(checkpoint.get_rng_state(ranks.device)),
-        "config": asdict(learner.config),
+        "config": asdict(train_state.config),
         "classes": list(data.classes),
         "world": ranks.world,
         "history": history,
@@ -288,7 +288,7 @@ def _state(
 
 def _keep(
     run: Path,
-    learner: Learner,
+    train_state: TrainState,
     state: dict[str, Any],
     keep: int,
     best: bool,
@@ -296,5 +296,5 @@ def _keep(
     row: dict[str, Any],
 ) -> None:
     # The checkpoint holds the history, so the log may lag behind it and is mended by a resumed run.
-    checkpoint.save_checkpoint(run, learner.weights(), state, keep, best)
+    checkpoint.save_checkpoint(run, train_state.weights(), state, keep, best)
     log.epoch(row)

@@ -428,7 +428,7 @@ def test_what_is_loaded_at_set_up(engine):
 
 @pytest.mark.parametrize("way,kernels", [("auto", 4), ("collective", 8)])
 def test_a_layer_over_a_group(engine, monkeypatch, way, kernels):
-    """SyncBatchNorm through the choice of a provider, tickets and autograd, in a group of one rank.
+    """SyncBatchNorm through the choice of a provider, semaphores and autograd, in a group of one rank.
 
     Two kernels each way; around a collective one more makes its message, and one takes it apart.
     """

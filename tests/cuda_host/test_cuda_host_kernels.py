@@ -100,7 +100,7 @@ def test_any_number_of_multiprocessors(engine, shape, sm_count):
 
 
 def test_capture_gives_the_same_bits(engine):
-    """A captured launch clears tickets of its own; others leave the stream's as they found them."""
+    """A captured launch clears semaphores of its own; others leave the stream's as they found them."""
     engine.config.sm_count = 6
     x, dy, weight, bias, _ = inputs("long_planes", torch.float32)
     want = step(x, dy, weight, bias)
@@ -203,7 +203,7 @@ def test_few_channels_fill_the_device(engine, n, c, channels_last, dtype):
 
 
 def test_captured_local_ops(engine):
-    """The tickets that blocks wait with are a captured launch's own, and are left as zeros by the others."""
+    """A captured launch has semaphores of its own; the others leave theirs as zeros."""
     engine.config.sm_count = 6
     x, dy, weight, bias, _ = inputs("long_planes", torch.float32)
     want, kernels = local_step(x, dy, weight, bias)

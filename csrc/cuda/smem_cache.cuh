@@ -10,7 +10,7 @@
 namespace fastvit {
 
 template <class T, int V, int kKept>
-class OnChip {
+class SmemCache {
   unsigned char* const bytes;
   int slot = 0;  // of the next packet
 
@@ -21,7 +21,7 @@ class OnChip {
   }
 
  public:
-  __device__ __forceinline__ explicit OnChip(unsigned char* bytes) : bytes(bytes) {}
+  __device__ __forceinline__ explicit SmemCache(unsigned char* bytes) : bytes(bytes) {}
 
   template <class B>
   __device__ __forceinline__ void put(const B&, int operand, const Packet<T, B::V> (&from)[B::U]) const {
@@ -45,7 +45,7 @@ __device__ __forceinline__ void forget_registers() {
   asm volatile("" ::: "memory");
 }
 
-inline size_t on_chip_bytes(const Plan& plan, int kept) {
+inline size_t smem_cache_bytes(const Plan& plan, int kept) {
   return size_t(plan.slots) * kept * kThreads * 16;
 }
 

@@ -24,11 +24,11 @@ from .memory import SavedMemory, save_memory
 from .optimization import make_average, make_optimizer, make_scheduler
 from .precision import Precision, make_precision
 
-__all__ = ["Learner", "data_parallel", "make_learner", "settle_buckets"]
+__all__ = ["TrainState", "data_parallel", "make_train_state", "settle_buckets"]
 
 
 @dataclass
-class Learner:
+class TrainState:
     """Everything that training changes, and the few numbers that say how a step is made."""
 
     model: nn.Module  # without DistributedDataParallel
@@ -48,7 +48,7 @@ class Learner:
         return images, labels.to(self.device, non_blocking=True)
 
     @contextmanager
-    def gradients_stay(self, local: bool) -> Iterator[None]:
+    def no_sync(self, local: bool) -> Iterator[None]:
         """When ``local``, gradients of forwards and backwards in here wait for the next ones outside."""
         if not local or self.parallel is self.model:
             yield
@@ -99,14 +99,14 @@ class Learner:
                 raise TrainingError(f"--resume: {name} of the checkpoint does not fit: {what}") from error
 
 
-def make_learner(
+def make_train_state(
     model: nn.Module,
     config: Config,
     ranks: Ranks,
     shape: tuple[int, int, int],
     steps_per_epoch: int,
     saved: tuple[dict[str, dict[str, Tensor]], dict[str, Any]] | None,
-) -> Learner:
+) -> TrainState:
     """Move the model to the device and put optimizer, precision and data parallelism around it.
 
     The order matters: weights are equal on all ranks before layers are converted according to them and amp
@@ -131,13 +131,15 @@ def make_learner(
     scheduler = make_scheduler(
         optimizer, config.epochs * steps_per_epoch, config.warmup_epochs * steps_per_epoch
     )
-    learner = Learner(model, model, optimizer, scheduler, precision, average, memory, ranks.device, config)
+    train_state = TrainState(
+        model, model, optimizer, scheduler, precision, average, memory, ranks.device, config
+    )
     if saved is not None:
-        learner.load(*saved)
+        train_state.load(*saved)
     if config.compile:
         model.compile()
-    learner.parallel = data_parallel(model, config, ranks)
-    return learner
+    train_state.parallel = data_parallel(model, config, ranks)
+    return train_state
 
 
 def data_parallel(model: nn.Module, config: Config, ranks: Ranks) -> nn.Module:
@@ -156,7 +158,7 @@ def data_parallel(model: nn.Module, config: Config, ranks: Ranks) -> nn.Module:
     return DistributedDataParallel(model, device_ids=devices, **{option: False})
 
 
-def settle_buckets(learner: Learner, shape: tuple[int, int, int]) -> None:
+def settle_buckets(train_state: TrainState, shape: tuple[int, int, int]) -> None:
     """Take a step whose gradients are thrown away, after which DDP's buckets keep their order.
 
     DDP re-orders its buckets once, after the first step of a start. A ring adds the gradients of three or
@@ -166,11 +168,11 @@ def settle_buckets(learner: Learner, shape: tuple[int, int, int]) -> None:
     Args:
         shape: C, H, W of the images.
     """
-    model, count = learner.parallel, learner.config.batch_size
-    images, _ = learner.to_device(torch.zeros(count, *shape), torch.zeros(count))
+    model, count = train_state.parallel, train_state.config.batch_size
+    images, _ = train_state.to_device(torch.zeros(count, *shape), torch.zeros(count))
     buffers = [buffer.clone() for buffer in model.buffers()]
     model.train()
-    with learner.precision.forward():
+    with train_state.precision.forward():
         logits = model(images)
     logits.sum().backward()
     model.zero_grad(set_to_none=True)

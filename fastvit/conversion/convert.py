@@ -13,7 +13,7 @@ from . import exporting, layers, tracing
 from .accounts import Saved
 from .adopted import Adopted, References, adopt, release
 from .calls import Arguments, as_arguments
-from .plan import MEMORY, Plan, Planner
+from .plan import MEMORY, LayerPlan, LayerPlanner
 from .rebuilding import adopt_blocks
 from .report import LayerReport, Report
 from .runtime import (
@@ -104,7 +104,7 @@ def convert(
     norms = [module for module in model.modules() if layers.find(module)]
     before = observe(model, norms, arguments) if arguments else Observed()
     traces, untraced = tracing.trace(model, before.constants)
-    planner = Planner(model, memory)
+    planner = LayerPlanner(model, memory)
     plans = planner.plans(traces)
     if arguments and any(planner.is_open(plan, traces) for plan in plans):
         exported = exporting.trace(model, arguments)
@@ -145,7 +145,7 @@ def _measured(
     return kept, "", set(norms) - ran, tensors
 
 
-def _row(plan: Plan, kind: str, size: int | None, idle: bool) -> LayerReport:
+def _row(plan: LayerPlan, kind: str, size: int | None, idle: bool) -> LayerReport:
     kept = saved = None
     reason = plan.reason
     if size is not None:
@@ -163,7 +163,7 @@ def _holds_norms(module: nn.Module) -> bool:
 
 def _apply(
     model: nn.Module,
-    plans: list[Plan],
+    plans: list[LayerPlan],
     names: dict[nn.Module, str],
     traces: list[tracing.Trace],
     memory: str,
