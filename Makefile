@@ -14,7 +14,7 @@ SOURCES := 'csrc/*' 'tests/*.cpp' 'tests/*.cu' 'tests/*.h' tests/cuda_host/cuda/
 TOOLED := $(if $(wildcard .venv/bin/ruff),,install)  # enough where the build may be older than its sources
 BUILT  := setup.py pyproject.toml $(shell find csrc -name '*.[ch]*')
 
-.PHONY: help install demo test test-cuda-host test-slow test-models wheel matrix bench gpu sass lint format clean
+.PHONY: help install demo test test-sanitizers test-slow test-models wheel matrix bench gpu sass lint format clean
 
 help:  ## This list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 16
@@ -40,15 +40,17 @@ $(STAMP): $(BUILT) fastvit/_C.so | .venv/bin/python
 demo: install  ## Train a ViT on scikit-learn's digits with 2 ranks; leaves runs/demo/index.html
 	$(RUN) examples/digits_demo.py
 
-test: install test-cuda-host  ## The whole test suite
-	$(RUN) -m pytest -m "not slow and not models" --ignore tests/cuda_host
-
-MODEL := FASTVIT_TEST_DEVICE=cuda_host OMP_NUM_THREADS=1 $(RUN) -m pytest -q -m "not slow" -n auto
+TESTS := $(RUN) -m pytest -q -n auto --maxprocesses 8 -m "not slow and not models"
+MODEL := FASTVIT_TEST_DEVICE=cuda_host OMP_NUM_THREADS=1 $(TESTS)
 OPS   := tests/test_ops.py tests/test_local_ops.py tests/test_arguments.py tests/test_messages.py tests/cuda_host/test_cuda_host_kernels.py tests/cuda_host/test_cuda_host_exchange.py
 
-test-cuda-host: install  ## The CUDA sources on a model of a GPU: plain, race checker, sanitizers
-	$(RUN) tests/cuda_host/build.py
+test: install  ## The whole test suite; the CUDA sources run on a model of a GPU
+	$(TESTS) --ignore tests/cuda_host
+	$(RUN) tests/cuda_host/build.py plain
 	$(MODEL) $(OPS) tests/test_peer_faults.py
+
+test-sanitizers: install  ## The CUDA sources on the model under the race checker, and under the sanitizers
+	$(RUN) tests/cuda_host/build.py
 	$(MODEL) -n 0 tests/cuda_host/test_cuda_host_bugs.py
 	FASTVIT_CUDA_HOST=race $(MODEL) $(OPS)
 	env $$($(RUN) tests/cuda_host/redirect.py) FASTVIT_CUDA_HOST=asan $(MODEL) $(OPS) tests/test_layers.py tests/test_batch_norm_act.py

@@ -108,26 +108,6 @@ def test_wider_layers_come_later(ranks, statistics):
     ranks.run(2, grows, statistics=statistics)
 
 
-def on_one_core(rank, world):
-    """Ranks that share a core part by themselves; what they are allowed stays as it was."""
-    allowed = os.sched_getaffinity(0)
-    layer = fastvit.SyncBatchNorm(6)
-    step(layer)
-    try:
-        os.sched_setaffinity(0, {min(allowed)})
-        step(layer)
-        assert os.sched_getaffinity(0) == {min(allowed)}
-    finally:
-        os.sched_setaffinity(0, allowed)
-    for _ in range(20):
-        step(layer)
-        assert os.sched_getaffinity(0) == allowed
-
-
-def test_ranks_on_one_core(ranks):
-    ranks.run(2, on_one_core, statistics="peer")
-
-
 def groups_in_one_model(rank, world):
     pairs = fastvit.create_syncbn_process_group(2)
     torch.manual_seed(0)

@@ -58,7 +58,7 @@ def commands(include: Path, folder: Path) -> list[list[str | Path]]:
         print(f"CUDA sources are not compiled: {why}", flush=True)
         return found
     ptx = [
-        "-gencode=arch=compute_90,code=compute_90",
+        "-gencode=arch=compute_80,code=compute_80",
         "-Xcicc",
         "-O0",
         "-DUSE_CUDA",

@@ -1,13 +1,11 @@
 // The peer protocol between processes of one host, over arenas in shared memory that each has mapped.
 // What the protocol is stands in protocol.h, who calls these ops in fastvit/sync/peer.py.
 //
-// Memory   a push writes 16 bytes per two floats and peer, a poll reads as many; a cache line crosses from
-// one
-//          core to the other once.
+// Memory   a push writes 16 bytes per two floats and peer, a poll reads as many. Each cache line crosses from
+//          one core to another once.
 // Waiting  in slices: the caller comes back for the next, so that Python sees signals and dead peers. Within
 //          one it spins for as long as a peer that runs needs, then yields (its threads may want this core),
-//          then sleeps. From a peer on the same core it moves away first: the two would run one after the
-//          other from then on, and the system would take milliseconds to part them.
+//          then sleeps.
 #include "cpu_peer.h"
 
 #include <sched.h>
@@ -53,14 +51,11 @@ class Backoff {
   Backoff(uint64_t nanoseconds, int ranks)
       : begin_(Clock::now()), slice_(double(nanoseconds) * 1e-9), spin_(ranks <= cores() ? kSpin : 0) {}
 
-  // `beside_peer` says whether this thread's core is that of a peer it waits for; asked when it matters.
-  template <class Ask>
-  bool wait(const Ask& beside_peer) {
+  bool wait() {
     if (++rounds_ % 64 == 0 || phase_ != Phase::spin) {
       const double waited = std::chrono::duration<double>(Clock::now() - begin_).count();
       if (waited >= slice_) return false;
       phase_ = waited < spin_ ? Phase::spin : waited < kYield ? Phase::yield : Phase::sleep;
-      if (!moved_ && spin_ > 0 && phase_ != Phase::spin && beside_peer()) leave_core(), moved_ = true;
     }
     if (phase_ == Phase::spin)
       pause();
@@ -89,19 +84,8 @@ class Backoff {
     return sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
   }
 
-  // Forbids this thread its core for a moment, and so is put on another one at once.
-  static void leave_core() {
-    cpu_set_t all;
-    if (sched_getaffinity(0, sizeof(all), &all) != 0) return;
-    cpu_set_t others = all;
-    CPU_CLR(sched_getcpu(), &others);
-    if (CPU_COUNT(&others) > 0 && sched_setaffinity(0, sizeof(others), &others) == 0)
-      sched_setaffinity(0, sizeof(all), &all);
-  }
-
   Clock::time_point begin_;
   double slice_, spin_;
-  bool moved_ = false;
   int rounds_ = 0;
   Phase phase_ = Phase::spin;
 };
@@ -121,7 +105,6 @@ class Sharing {
         epoch_(next_epoch(exchange.own().epoch)) {}
 
   void push() const {
-    __atomic_store_n(&exchange_.own().core, uint32_t(sched_getcpu()) + 1, __ATOMIC_RELAXED);
     for (int turn = 1; turn < exchange_.world; ++turn) {  // begin behind oneself: not all at one inbox
       Packet* to = exchange_.message((exchange_.rank + turn) % exchange_.world, exchange_.rank, epoch_);
       for (int64_t i = 0; i < kHeaderPackets; ++i)
@@ -165,13 +148,7 @@ class Sharing {
       exchange_.report->missing = fault ? 0 : missing;
       if (fault) return;
       if (missing == 0) break;
-      const auto beside_peer = [&] {
-        bool any = false;
-        each_missing(
-            [&](int peer) { any |= load(exchange_.arenas[peer]->core) == uint32_t(sched_getcpu()) + 1; });
-        return any;
-      };
-      if (!backoff.wait(beside_peer)) return;
+      if (!backoff.wait()) return;
     }
     // The next push may only be seen after these loads: the peers take it as leave to use this slot again.
     __atomic_thread_fence(__ATOMIC_ACQ_REL);

@@ -137,7 +137,6 @@ struct alignas(128) Arena {
   uint32_t epoch;       // of the last exchange that the rank polled to its end
   uint32_t generation;  // exchanges given up, as the ranks agreed when they last met
   uint32_t abandoned;   // not 0: an exchange was given up, and nothing is sent or awaited until they meet
-  uint32_t core;        // of a CPU, that the rank last sent from, plus 1
   uint64_t process;     // of the rank, where it marks a new arena as its own
   // By rank, and stored by it, whole: {generation, epoch} of the exchange that it gave up last.
   uint64_t gave_up[kMostRanks];

@@ -104,7 +104,7 @@ class Peer(Way):
             epoch = other if 0 < ahead < 2**31 else epoch  # epochs wrap
         self._generation = max(generation for _, generation, _ in everybody)
         self._step = max(step for _, _, step in everybody)
-        start = bytes(Arena(epoch, self._generation))[: Arena.core.offset]
+        start = bytes(Arena(epoch, self._generation))[: Arena.process.offset]
         self._arenas[self._rank][: len(start)] = torch.frombuffer(bytearray(start), dtype=torch.uint8)
         self._exchange.report.fault = 0
         self._abandoned = False

@@ -47,7 +47,7 @@ class FaultReport(ctypes.Structure):
 class Arena(ctypes.Structure):
     """The first fields of what a rank owns of a group's memory."""
 
-    _fields_ = [(name, ctypes.c_uint32) for name in ("epoch", "generation", "abandoned", "core")]
+    _fields_ = [(name, ctypes.c_uint32) for name in ("epoch", "generation", "abandoned")]
     _fields_ += [("process", ctypes.c_uint64)]
 
 
