@@ -23,57 +23,47 @@ struct StatsArgs {  // operand 0: x
   const peer::Exchange* exchange;  // null: none; else the moments become the group's
 };
 
-struct ForwardArgs {  // operands 0: x, 1: y, 2: z
+struct NormArgs {  // of all normalising ops
   Layout layout;
   ScalarType dtype;
   int device;
-  const void* x;
-  void* y;
-  const void* z;        // may be null
-  const void* moments;  // [2C + 2]; null: normalise with the running statistics (local: with x's own)
-  const void* given;    // [2C + 2], saved by an earlier forward; then no moments come, and nothing is saved
-  Channels weight, bias, running_mean, running_var;
-  int64_t* num_batches_tracked;  // may be null
-  bool cumulative;               // momentum=None: the factor is 1 / num_batches_tracked
-  double momentum, eps;
-  bool in_place;  // backward will invert y: gamma is kept away from 0
-  Activation activation;
-  double activation_param;
-  void* saved;  // [2C + 2]
-};
-
-struct ReduceArgs {  // operands 0: x or y, 1: dy, 2: z
-  Layout layout;
-  ScalarType dtype;
-  int device;
-  bool in_place;  // input is y
-  const void* input;
-  const void* dy;
-  const void* z;      // may be null
-  const void* saved;  // [2C + 2]
+  bool in_place;  // the input of backward is y, and gamma is kept away from 0
+  const void* z;  // may be null
   Channels weight, bias;
   Activation activation;
   double activation_param;
-  void* sums;                      // [2C], and with ranks the group's behind them
-  const peer::Exchange* exchange;  // null: none
 };
 
-struct BackwardArgs {  // operands 0: x or y, 1: dy, 2: dx, 3: z, 4: dz
-  Layout layout;
-  ScalarType dtype;
-  int device;
-  bool in_place;
-  const void* input;
-  const void* dy;
-  void* dx;
-  const void* z;  // may be null, with dz
-  void* dz;
-  const void* saved;
-  const void* sums;  // [2C], over all ranks; null: the statistics were constants
-  void* local_sums;  // [2C], written by local_backward, which reads no sums
-  Channels weight, bias;
-  Activation activation;
-  double activation_param;
+struct ForwardArgs : NormArgs {  // operands 0: x, 1: y, 2: z
+  const void* x = nullptr;
+  void* y = nullptr;
+  // [2C + 2]; null: normalise with the running statistics (local: with x's own).
+  const void* moments = nullptr;
+  // [2C + 2], saved by an earlier forward; then no moments come, and nothing is saved.
+  const void* given = nullptr;
+  Channels running_mean = {}, running_var = {};
+  int64_t* num_batches_tracked = nullptr;  // may be null
+  bool cumulative = false;                 // momentum=None: the factor is 1 / num_batches_tracked
+  double momentum = 0, eps = 0;
+  void* saved = nullptr;  // [2C + 2]
+};
+
+struct ReduceArgs : NormArgs {  // operands 0: x or y, 1: dy, 2: z
+  const void* input = nullptr;
+  const void* dy = nullptr;
+  const void* saved = nullptr;               // [2C + 2]
+  void* sums = nullptr;                      // [2C], and with ranks the group's behind them
+  const peer::Exchange* exchange = nullptr;  // null: none
+};
+
+struct BackwardArgs : NormArgs {  // operands 0: x or y, 1: dy, 2: dx, 3: z, 4: dz
+  const void* input = nullptr;
+  const void* dy = nullptr;
+  void* dx = nullptr;
+  void* dz = nullptr;  // null without z
+  const void* saved = nullptr;
+  const void* sums = nullptr;  // [2C], over all ranks; null: the statistics were constants
+  void* local_sums = nullptr;  // [2C], written by local_backward, which reads no sums
 };
 
 // The floor of effective_gamma for activations of `dtype`; 0 where nothing is inverted. fp16 has the short

@@ -1,40 +1,29 @@
 // The ops between torch and a backend: check, lay out, allocate, and hand plain structs to the
 // backend's kernels. `Backend` is Cpu or Cuda; both get the same arguments and give the same results. A local
 // op is a statistics op and the one that uses them: a backend may do both at once, or return false.
+// The public functions have the arguments of the schemas in ops.cpp; the private ones do the work.
 //
 // Only outputs and O(C) buffers are allocated here; no op makes an activation-sized temporary.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 
 #include <tuple>
 
-#include "arguments.h"
-#include "checks.h"
+#include "params.h"
 
 namespace fastvit {
 
-using OptionalTensor = std::optional<Tensor>;
-
-inline Channels channels_of(const OptionalTensor& t) {
-  return t ? Channels{t->data_ptr(), t->scalar_type()} : Channels{};
-}
-
-inline Tensor packed(const Tensor& x, int64_t numbers) {
-  return torch::stable::new_empty(x, {numbers}, accumulation_type(x.scalar_type()));
-}
-
-template <class... Tensors>
-Layout layout_of(int64_t channel_dim, const Tensor& first, const Tensors&... others) {
-  const Operand operands[] = {{first.strides().data()}, {others.strides().data()}...};
-  return make_layout(int(first.dim()), first.sizes().data(), int(channel_dim), 1 + sizeof...(others),
-                     operands);
-}
-
 template <class Backend>
-struct Frontend {
-  static Tensor bn_stats(Tensor x, int64_t channel_dim, OptionalTensor exchange) {
+class Frontend {
+  using Optional = OptionalTensor;
+  using Momentum = std::optional<double>;
+  using Text = std::string;
+  using Two = std::tuple<Tensor, Tensor>;
+  using Three = std::tuple<Tensor, Tensor, Tensor>;
+
+ public:
+  static Tensor bn_stats(Tensor x, int64_t channel_dim, Optional exchange) {
     check_input("bn_stats", "x", x, channel_dim);
     const int64_t numbers = 2 * x.size(channel_dim) + 2;
     Tensor moments = packed(x, numbers);
@@ -44,141 +33,77 @@ struct Frontend {
     return moments;
   }
 
-  static std::tuple<Tensor, Tensor> bn_forward(Tensor x, OptionalTensor moments, OptionalTensor weight,
-                                               OptionalTensor bias, OptionalTensor z,
-                                               OptionalTensor running_mean, OptionalTensor running_var,
-                                               OptionalTensor num_batches_tracked,
-                                               std::optional<double> momentum, double eps,
-                                               std::string activation, double activation_param,
-                                               int64_t channel_dim) {
-    check_input("bn_forward", "x", x, channel_dim);
-    if (z) check_like("bn_forward", "z", *z, x);
-    Tensor y = torch::stable::empty_like(x);
-    Tensor saved =
-        forward("bn_forward", x, y, moments, false, weight, bias, z, running_mean, running_var,
-                num_batches_tracked, momentum, eps, activation, activation_param, channel_dim, false);
-    return {y, saved};
+  static Two bn_forward(Tensor x, Optional moments, Optional weight, Optional bias, Optional z, Optional mean,
+                        Optional var, Optional batches, Momentum momentum, double eps, Text activation,
+                        double param, int64_t dim) {
+    return forward({"bn_forward", "x", x, z, weight, bias, activation, param, dim, false},
+                   {mean, var, batches, momentum, eps}, moments);
+  }
+  static Two abn_forward(Tensor x, Optional moments, Optional weight, Optional bias, Optional mean,
+                         Optional var, Optional batches, Momentum momentum, double eps, Text activation,
+                         double param, int64_t dim) {
+    return forward({"abn_forward", "x", x, {}, weight, bias, activation, param, dim, true},
+                   {mean, var, batches, momentum, eps}, moments);
+  }
+  static Tensor abn_forward_(Tensor x, Optional moments, Optional weight, Optional bias, Optional mean,
+                             Optional var, Optional batches, Momentum momentum, double eps, Text activation,
+                             double param, int64_t dim) {
+    return overwrite({"abn_forward_", "x", x, {}, weight, bias, activation, param, dim, true},
+                     {mean, var, batches, momentum, eps}, moments);
+  }
+  static Two bn_local_forward(Tensor x, Optional weight, Optional bias, Optional z, Optional mean,
+                              Optional var, Optional batches, Momentum momentum, double eps, Text activation,
+                              double param, int64_t dim) {
+    return forward({"bn_local_forward", "x", x, z, weight, bias, activation, param, dim, false},
+                   {mean, var, batches, momentum, eps}, {}, true);
+  }
+  static Tensor abn_local_forward_(Tensor x, Optional weight, Optional bias, Optional mean, Optional var,
+                                   Optional batches, Momentum momentum, double eps, Text activation,
+                                   double param, int64_t dim) {
+    return overwrite({"abn_local_forward_", "x", x, {}, weight, bias, activation, param, dim, true},
+                     {mean, var, batches, momentum, eps}, {}, true);
   }
 
-  static Tensor bn_apply(Tensor x, Tensor saved, OptionalTensor weight, OptionalTensor bias, OptionalTensor z,
-                         std::string activation, double activation_param, int64_t channel_dim) {
-    check_input("bn_apply", "x", x, channel_dim);
-    const int64_t C = x.size(channel_dim);
-    if (z) check_like("bn_apply", "z", *z, x);
-    check_packed("bn_apply", "saved", saved, x, 2 * C + 2);
-    check_channels("bn_apply", "weight", weight, x, C);
-    check_channels("bn_apply", "bias", bias, x, C);
+  static Tensor bn_apply(Tensor x, Tensor saved, Optional weight, Optional bias, Optional z, Text activation,
+                         double param, int64_t dim) {
+    const NormParams norm{"bn_apply", "x", x, z, weight, bias, activation, param, dim, false};
+    ForwardArgs args{checked(norm)};
+    check_packed(norm.op, "saved", saved, x, 2 * norm.channels() + 2);
     Tensor y = torch::stable::empty_like(x);
-    ForwardArgs args{};
-    args.layout = z ? layout_of(channel_dim, x, y, *z) : layout_of(channel_dim, x, y);
-    args.dtype = x.scalar_type();
-    args.device = x.get_device_index();
-    args.x = x.data_ptr();
-    args.y = y.data_ptr();
-    args.z = z ? z->data_ptr() : nullptr;
+    set_operands(args, norm, y);
     args.given = saved.data_ptr();
-    args.weight = channels_of(weight);
-    args.bias = channels_of(bias);
-    args.activation = parse_activation("bn_apply", activation, activation_param, false);
-    args.activation_param = activation_param;
     Backend::forward(args);
     return y;
   }
 
-  static Tensor abn_forward_(Tensor x, OptionalTensor moments, OptionalTensor weight, OptionalTensor bias,
-                             OptionalTensor running_mean, OptionalTensor running_var,
-                             OptionalTensor num_batches_tracked, std::optional<double> momentum, double eps,
-                             std::string activation, double activation_param, int64_t channel_dim) {
-    check_input("abn_forward_", "x", x, channel_dim);
-    check_may_be_overwritten("abn_forward_", "x", x);
-    return forward("abn_forward_", x, x, moments, false, weight, bias, std::nullopt, running_mean,
-                   running_var, num_batches_tracked, momentum, eps, activation, activation_param, channel_dim,
-                   true);
+  static Tensor bn_reduce(Tensor x, Tensor dy, Optional z, Tensor saved, Optional weight, Optional bias,
+                          Text activation, double param, int64_t dim, Optional exchange) {
+    return reduce({"bn_reduce", "x", x, z, weight, bias, activation, param, dim, false}, dy, saved, exchange);
+  }
+  static Tensor abn_reduce(Tensor y, Tensor dy, Tensor saved, Optional weight, Optional bias, Text activation,
+                           double param, int64_t dim, Optional exchange) {
+    return reduce({"abn_reduce", "y", y, {}, weight, bias, activation, param, dim, true}, dy, saved,
+                  exchange);
   }
 
-  static std::tuple<Tensor, Tensor> abn_forward(Tensor x, OptionalTensor moments, OptionalTensor weight,
-                                                OptionalTensor bias, OptionalTensor running_mean,
-                                                OptionalTensor running_var,
-                                                OptionalTensor num_batches_tracked,
-                                                std::optional<double> momentum, double eps,
-                                                std::string activation, double activation_param,
-                                                int64_t channel_dim) {
-    check_input("abn_forward", "x", x, channel_dim);
-    Tensor y = torch::stable::empty_like(x);
-    Tensor saved =
-        forward("abn_forward", x, y, moments, false, weight, bias, std::nullopt, running_mean, running_var,
-                num_batches_tracked, momentum, eps, activation, activation_param, channel_dim, true);
-    return {y, saved};
+  static Two bn_backward(Tensor x, Tensor dy, Optional z, Tensor saved, Optional sums, Optional weight,
+                         Optional bias, Text activation, double param, int64_t dim) {
+    return backward({"bn_backward", "x", x, z, weight, bias, activation, param, dim, false}, dy, saved, sums);
   }
-
-  static Tensor bn_reduce(Tensor x, Tensor dy, OptionalTensor z, Tensor saved, OptionalTensor weight,
-                          OptionalTensor bias, std::string activation, double activation_param,
-                          int64_t channel_dim, OptionalTensor exchange) {
-    return reduce("bn_reduce", "x", x, dy, z, saved, weight, bias, activation, activation_param, channel_dim,
-                  false, exchange);
+  static Tensor abn_backward(Tensor y, Tensor dy, Tensor saved, Optional sums, Optional weight, Optional bias,
+                             Text activation, double param, int64_t dim) {
+    const NormParams norm{"abn_backward", "y", y, {}, weight, bias, activation, param, dim, true};
+    return std::get<0>(backward(norm, dy, saved, sums));
   }
-
-  static Tensor abn_reduce(Tensor y, Tensor dy, Tensor saved, OptionalTensor weight, OptionalTensor bias,
-                           std::string activation, double activation_param, int64_t channel_dim,
-                           OptionalTensor exchange) {
-    return reduce("abn_reduce", "y", y, dy, std::nullopt, saved, weight, bias, activation, activation_param,
-                  channel_dim, true, exchange);
+  static Three bn_local_backward(Tensor x, Tensor dy, Optional z, Tensor saved, Optional weight,
+                                 Optional bias, Text activation, double param, int64_t dim) {
+    return local_backward({"bn_local_backward", "x", x, z, weight, bias, activation, param, dim, false}, dy,
+                          saved);
   }
-
-  static std::tuple<Tensor, Tensor> bn_backward(Tensor x, Tensor dy, OptionalTensor z, Tensor saved,
-                                                OptionalTensor sums, OptionalTensor weight,
-                                                OptionalTensor bias, std::string activation,
-                                                double activation_param, int64_t channel_dim) {
-    return backward("bn_backward", "x", x, dy, z, saved, sums, weight, bias, activation, activation_param,
-                    channel_dim, false);
-  }
-
-  static Tensor abn_backward(Tensor y, Tensor dy, Tensor saved, OptionalTensor sums, OptionalTensor weight,
-                             OptionalTensor bias, std::string activation, double activation_param,
-                             int64_t channel_dim) {
-    return std::get<0>(backward("abn_backward", "y", y, dy, std::nullopt, saved, sums, weight, bias,
-                                activation, activation_param, channel_dim, true));
-  }
-
-  static std::tuple<Tensor, Tensor> bn_local_forward(
-      Tensor x, OptionalTensor weight, OptionalTensor bias, OptionalTensor z, OptionalTensor running_mean,
-      OptionalTensor running_var, OptionalTensor num_batches_tracked, std::optional<double> momentum,
-      double eps, std::string activation, double activation_param, int64_t channel_dim) {
-    check_input("bn_local_forward", "x", x, channel_dim);
-    if (z) check_like("bn_local_forward", "z", *z, x);
-    Tensor y = torch::stable::empty_like(x);
-    Tensor saved =
-        forward("bn_local_forward", x, y, std::nullopt, true, weight, bias, z, running_mean, running_var,
-                num_batches_tracked, momentum, eps, activation, activation_param, channel_dim, false);
-    return {y, saved};
-  }
-
-  static Tensor abn_local_forward_(Tensor x, OptionalTensor weight, OptionalTensor bias,
-                                   OptionalTensor running_mean, OptionalTensor running_var,
-                                   OptionalTensor num_batches_tracked, std::optional<double> momentum,
-                                   double eps, std::string activation, double activation_param,
-                                   int64_t channel_dim) {
-    check_input("abn_local_forward_", "x", x, channel_dim);
-    check_may_be_overwritten("abn_local_forward_", "x", x);
-    return forward("abn_local_forward_", x, x, std::nullopt, true, weight, bias, std::nullopt, running_mean,
-                   running_var, num_batches_tracked, momentum, eps, activation, activation_param, channel_dim,
-                   true);
-  }
-
-  static std::tuple<Tensor, Tensor, Tensor> bn_local_backward(Tensor x, Tensor dy, OptionalTensor z,
-                                                              Tensor saved, OptionalTensor weight,
-                                                              OptionalTensor bias, std::string activation,
-                                                              double activation_param, int64_t channel_dim) {
-    return local_backward("bn_local_backward", "x", x, dy, z, saved, weight, bias, activation,
-                          activation_param, channel_dim, false);
-  }
-
-  static std::tuple<Tensor, Tensor> abn_local_backward(Tensor y, Tensor dy, Tensor saved,
-                                                       OptionalTensor weight, OptionalTensor bias,
-                                                       std::string activation, double activation_param,
-                                                       int64_t channel_dim) {
-    auto [dx, dz, sums] = local_backward("abn_local_backward", "y", y, dy, std::nullopt, saved, weight, bias,
-                                         activation, activation_param, channel_dim, true);
+  static Two abn_local_backward(Tensor y, Tensor dy, Tensor saved, Optional weight, Optional bias,
+                                Text activation, double param, int64_t dim) {
+    const NormParams norm{"abn_local_backward", "y", y, {}, weight, bias, activation, param, dim, true};
+    auto [dx, dz, sums] = local_backward(norm, dy, saved);
     return {dx, sums};
   }
 
@@ -206,172 +131,131 @@ struct Frontend {
     return peer::exchange_of(op, *exchange, numbers, result.scalar_type(), kind);
   }
 
-  static Tensor forward(const char* op, const Tensor& x, const Tensor& y, const OptionalTensor& moments,
-                        bool local, const OptionalTensor& weight, const OptionalTensor& bias,
-                        const OptionalTensor& z, const OptionalTensor& running_mean,
-                        const OptionalTensor& running_var, const OptionalTensor& num_batches_tracked,
-                        std::optional<double> momentum, double eps, const std::string& activation,
-                        double activation_param, int64_t channel_dim, bool in_place) {
-    const int64_t C = x.size(channel_dim);
-    const Activation act = parse_activation(op, activation, activation_param, in_place);
-    if (moments) check_packed(op, "moments", *moments, x, 2 * C + 2);
-    check_channels(op, "weight", weight, x, C);
-    check_channels(op, "bias", bias, x, C);
-    check_channels(op, "running_mean", running_mean, x, C);
-    check_channels(op, "running_var", running_var, x, C);
-    require(running_mean.has_value() == running_var.has_value(), op, "running_mean",
-            "and running_var must be given together or not at all");
-    require(local || moments.has_value() || running_mean.has_value(), op, "moments",
-            "is None; without running_mean and running_var it must be given");
-    if (num_batches_tracked) {
-      require(num_batches_tracked->scalar_type() == ScalarType::Long && num_batches_tracked->numel() == 1, op,
-              "num_batches_tracked", "is ", toString(num_batches_tracked->scalar_type()), " ",
-              shape_of(*num_batches_tracked), "; one int64 number expected");
-      check_device(op, "num_batches_tracked", *num_batches_tracked, x);
-      check_memory(op, "num_batches_tracked", *num_batches_tracked);
-    }
-    require(momentum || num_batches_tracked || !running_mean || !(moments || local), op, "momentum",
-            "is None (cumulative average), which needs num_batches_tracked");
-    Tensor saved = packed(x, 2 * C + 2);
-    ForwardArgs args{};
-    args.layout = z ? layout_of(channel_dim, x, y, *z) : layout_of(channel_dim, x, y);
-    args.dtype = x.scalar_type();
-    args.device = x.get_device_index();
-    args.x = x.data_ptr();
+  static void set_operands(ForwardArgs& args, const NormParams& norm, const Tensor& y) {
+    args.layout = norm.z ? layout_of(norm.channel_dim, norm.input, y, *norm.z)
+                         : layout_of(norm.channel_dim, norm.input, y);
+    args.x = norm.input.data_ptr();
     args.y = y.data_ptr();
-    args.z = z ? z->data_ptr() : nullptr;
-    args.moments = moments ? moments->data_ptr() : nullptr;
-    args.weight = channels_of(weight);
-    args.bias = channels_of(bias);
-    args.running_mean = channels_of(running_mean);
-    args.running_var = channels_of(running_var);
-    args.num_batches_tracked =
-        num_batches_tracked ? static_cast<int64_t*>(num_batches_tracked->data_ptr()) : nullptr;
+  }
+
+  static void set_running(ForwardArgs& args, const NormParams& norm, const RunningParams& running) {
+    const auto& [mean, var, batches, momentum, eps] = running;
+    check_channels(norm.op, "running_mean", mean, norm.input, norm.channels());
+    check_channels(norm.op, "running_var", var, norm.input, norm.channels());
+    require(mean.has_value() == var.has_value(), norm.op, "running_mean",
+            "and running_var must be given together or not at all");
+    if (batches) {
+      require(batches->scalar_type() == ScalarType::Long && batches->numel() == 1, norm.op,
+              "num_batches_tracked", "is ", toString(batches->scalar_type()), " ", shape_of(*batches),
+              "; one int64 number expected");
+      check_device(norm.op, "num_batches_tracked", *batches, norm.input);
+      check_memory(norm.op, "num_batches_tracked", *batches);
+      args.num_batches_tracked = static_cast<int64_t*>(batches->data_ptr());
+    }
+    args.running_mean = channels_of(mean);
+    args.running_var = channels_of(var);
     args.cumulative = !momentum;
     args.momentum = momentum.value_or(0);
     args.eps = eps;
-    args.in_place = in_place;
-    args.activation = act;
-    args.activation_param = activation_param;
+  }
+
+  static Two forward(const NormParams& norm, const RunningParams& running, const OptionalTensor& moments,
+                     bool local = false) {
+    ForwardArgs args{checked(norm)};
+    Tensor y = torch::stable::empty_like(norm.input);
+    return {y, forward_to(y, args, norm, running, moments, local)};
+  }
+  static Tensor overwrite(const NormParams& norm, const RunningParams& running, const OptionalTensor& moments,
+                          bool local = false) {
+    ForwardArgs args{checked(norm)};
+    check_may_be_overwritten(norm.op, norm.name, norm.input);
+    return forward_to(norm.input, args, norm, running, moments, local);
+  }
+
+  // Returns what backward needs. `local`: with x's own statistics.
+  static Tensor forward_to(const Tensor& y, ForwardArgs& args, const NormParams& norm,
+                           const RunningParams& running, const OptionalTensor& moments, bool local) {
+    const int64_t numbers = 2 * norm.channels() + 2;
+    if (moments) check_packed(norm.op, "moments", *moments, norm.input, numbers);
+    set_running(args, norm, running);
+    require(local || moments || running.mean, norm.op, "moments",
+            "is None; without running_mean and running_var it must be given");
+    require(running.momentum || running.num_batches_tracked || !running.mean || !(moments || local), norm.op,
+            "momentum", "is None (cumulative average), which needs num_batches_tracked");
+    Tensor saved = packed(norm.input, numbers);
+    set_operands(args, norm, y);
+    args.moments = moments ? moments->data_ptr() : nullptr;
     args.saved = saved.data_ptr();
     if (local && Backend::local_forward(args)) return saved;
-    Tensor own = local ? bn_stats(x, channel_dim, std::nullopt) : Tensor();
+    Tensor own = local ? bn_stats(norm.input, norm.channel_dim, std::nullopt) : Tensor();
     if (local) args.moments = own.data_ptr();
     Backend::forward(args);
     return saved;
   }
 
-  static Tensor reduce(const char* op, const char* name, const Tensor& input, const Tensor& dy,
-                       const OptionalTensor& z, const Tensor& saved, const OptionalTensor& weight,
-                       const OptionalTensor& bias, const std::string& activation, double activation_param,
-                       int64_t channel_dim, bool in_place, const OptionalTensor& exchange) {
-    const Activation act = check_backward(op, name, input, dy, z, saved, weight, bias, activation,
-                                          activation_param, channel_dim, in_place);
-    const int64_t numbers = 2 * input.size(channel_dim);
+  static Tensor reduce(const NormParams& norm, const Tensor& dy, const Tensor& saved,
+                       const OptionalTensor& exchange) {
+    ReduceArgs args = reduce_args(norm, dy, saved);
+    const int64_t numbers = 2 * norm.channels();
     Tensor sums =
-        torch::stable::new_empty(input, {exchange ? 2 : 1, numbers}, accumulation_type(input.scalar_type()));
-    const auto shared = exchange_of(op, exchange, sums, numbers, peer::kSums);
-    ReduceArgs args =
-        reduce_args(input, dy, z, saved, weight, bias, act, activation_param, channel_dim, in_place, sums);
+        torch::stable::new_empty(norm.input, {exchange ? 2 : 1, numbers}, accumulation_type(args.dtype));
+    const auto shared = exchange_of(norm.op, exchange, sums, numbers, peer::kSums);
+    args.sums = sums.data_ptr();
     args.exchange = shared ? &*shared : nullptr;
     Backend::reduce(args);
     return sums;
   }
 
-  static std::tuple<Tensor, Tensor> backward(const char* op, const char* name, const Tensor& input,
-                                             const Tensor& dy, const OptionalTensor& z, const Tensor& saved,
-                                             const OptionalTensor& sums, const OptionalTensor& weight,
-                                             const OptionalTensor& bias, const std::string& activation,
-                                             double activation_param, int64_t channel_dim, bool in_place) {
-    const Activation act = check_backward(op, name, input, dy, z, saved, weight, bias, activation,
-                                          activation_param, channel_dim, in_place);
-    if (sums) check_packed(op, "sums", *sums, input, 2 * input.size(channel_dim));
-    Tensor dx = torch::stable::empty_like(input);
-    Tensor dz = z ? torch::stable::empty_like(*z) : torch::stable::new_empty(input, {0});
-    BackwardArgs args = backward_args(input, dy, dx, z, dz, saved, weight, bias, act, activation_param,
-                                      channel_dim, in_place);
+  static Two backward(const NormParams& norm, const Tensor& dy, const Tensor& saved,
+                      const OptionalTensor& sums) {
+    BackwardArgs args = with_saved<BackwardArgs>(norm, dy, saved);
+    if (sums) check_packed(norm.op, "sums", *sums, norm.input, 2 * norm.channels());
+    auto [dx, dz] = set_gradients(args, norm, dy);
     args.sums = sums ? sums->data_ptr() : nullptr;
     Backend::backward(args);
     return {dx, dz};
   }
 
-  static std::tuple<Tensor, Tensor, Tensor> local_backward(
-      const char* op, const char* name, const Tensor& input, const Tensor& dy, const OptionalTensor& z,
-      const Tensor& saved, const OptionalTensor& weight, const OptionalTensor& bias,
-      const std::string& activation, double activation_param, int64_t channel_dim, bool in_place) {
-    const Activation act = check_backward(op, name, input, dy, z, saved, weight, bias, activation,
-                                          activation_param, channel_dim, in_place);
-    Tensor dx = torch::stable::empty_like(input);
-    Tensor dz = z ? torch::stable::empty_like(*z) : torch::stable::new_empty(input, {0});
-    Tensor sums = packed(input, 2 * input.size(channel_dim));
-    BackwardArgs args = backward_args(input, dy, dx, z, dz, saved, weight, bias, act, activation_param,
-                                      channel_dim, in_place);
+  static Three local_backward(const NormParams& norm, const Tensor& dy, const Tensor& saved) {
+    BackwardArgs args = with_saved<BackwardArgs>(norm, dy, saved);
+    auto [dx, dz] = set_gradients(args, norm, dy);
+    Tensor sums = packed(norm.input, 2 * norm.channels());
     args.local_sums = sums.data_ptr();
     if (!Backend::local_backward(args)) {
-      Backend::reduce(
-          reduce_args(input, dy, z, saved, weight, bias, act, activation_param, channel_dim, in_place, sums));
-      args.sums = sums.data_ptr();
+      ReduceArgs reducing = reduce_args(norm, dy, saved);
+      reducing.sums = args.local_sums;
+      Backend::reduce(reducing);
+      args.sums = args.local_sums;
       Backend::backward(args);
     }
     return {dx, dz, sums};
   }
 
-  static ReduceArgs reduce_args(const Tensor& input, const Tensor& dy, const OptionalTensor& z,
-                                const Tensor& saved, const OptionalTensor& weight, const OptionalTensor& bias,
-                                Activation activation, double activation_param, int64_t channel_dim,
-                                bool in_place, const Tensor& sums) {
-    ReduceArgs args{};
-    args.layout = z ? layout_of(channel_dim, input, dy, *z) : layout_of(channel_dim, input, dy);
-    args.dtype = input.scalar_type();
-    args.device = input.get_device_index();
-    args.in_place = in_place;
-    args.input = input.data_ptr();
+  template <class Args>
+  static Args with_saved(const NormParams& norm, const Tensor& dy, const Tensor& saved) {
+    Args args{checked(norm)};
+    check_like(norm.op, "dy", dy, norm.input);
+    check_packed(norm.op, "saved", saved, norm.input, 2 * norm.channels() + 2);
+    args.input = norm.input.data_ptr();
     args.dy = dy.data_ptr();
-    args.z = z ? z->data_ptr() : nullptr;
     args.saved = saved.data_ptr();
-    args.weight = channels_of(weight);
-    args.bias = channels_of(bias);
-    args.activation = activation;
-    args.activation_param = activation_param;
-    args.sums = sums.data_ptr();
     return args;
   }
-
-  static BackwardArgs backward_args(const Tensor& input, const Tensor& dy, const Tensor& dx,
-                                    const OptionalTensor& z, const Tensor& dz, const Tensor& saved,
-                                    const OptionalTensor& weight, const OptionalTensor& bias,
-                                    Activation activation, double activation_param, int64_t channel_dim,
-                                    bool in_place) {
-    BackwardArgs args{};
-    args.layout = z ? layout_of(channel_dim, input, dy, dx, *z, dz) : layout_of(channel_dim, input, dy, dx);
-    args.dtype = input.scalar_type();
-    args.device = input.get_device_index();
-    args.in_place = in_place;
-    args.input = input.data_ptr();
-    args.dy = dy.data_ptr();
+  static ReduceArgs reduce_args(const NormParams& norm, const Tensor& dy, const Tensor& saved) {
+    auto args = with_saved<ReduceArgs>(norm, dy, saved);
+    args.layout = norm.z ? layout_of(norm.channel_dim, norm.input, dy, *norm.z)
+                         : layout_of(norm.channel_dim, norm.input, dy);
+    return args;
+  }
+  // dx, and dz, which is empty without z.
+  static Two set_gradients(BackwardArgs& args, const NormParams& norm, const Tensor& dy) {
+    Tensor dx = torch::stable::empty_like(norm.input);
+    Tensor dz = norm.z ? torch::stable::empty_like(*norm.z) : torch::stable::new_empty(norm.input, {0});
+    args.layout = norm.z ? layout_of(norm.channel_dim, norm.input, dy, dx, *norm.z, dz)
+                         : layout_of(norm.channel_dim, norm.input, dy, dx);
     args.dx = dx.data_ptr();
-    args.z = z ? z->data_ptr() : nullptr;
-    args.dz = z ? dz.data_ptr() : nullptr;
-    args.saved = saved.data_ptr();
-    args.weight = channels_of(weight);
-    args.bias = channels_of(bias);
-    args.activation = activation;
-    args.activation_param = activation_param;
-    return args;
-  }
-
-  static Activation check_backward(const char* op, const char* name, const Tensor& input, const Tensor& dy,
-                                   const OptionalTensor& z, const Tensor& saved, const OptionalTensor& weight,
-                                   const OptionalTensor& bias, const std::string& activation,
-                                   double activation_param, int64_t channel_dim, bool in_place) {
-    check_input(op, name, input, channel_dim);
-    const int64_t C = input.size(channel_dim);
-    check_like(op, "dy", dy, input);
-    if (z) check_like(op, "z", *z, input);
-    check_packed(op, "saved", saved, input, 2 * C + 2);
-    check_channels(op, "weight", weight, input, C);
-    check_channels(op, "bias", bias, input, C);
-    return parse_activation(op, activation, activation_param, in_place);
+    args.dz = norm.z ? dz.data_ptr() : nullptr;
+    return {dx, dz};
   }
 };
 
