@@ -88,7 +88,7 @@ inline void check_memory(const char* op, const char* argument, const Tensor& t) 
 }
 
 // Ranks that share memory, and packets of 16 bytes in a message, of which sizes are made.
-inline void check_room(const char* op, const char* argument, int64_t world, int64_t capacity) {
+inline void check_capacity(const char* op, const char* argument, int64_t world, int64_t capacity) {
   require(world >= 1 && world <= 1 << 12 && capacity >= 0 && capacity <= int64_t(1) << 31, op, argument,
           "is for ", world, " ranks and ", capacity, " packets; 1 to 2^12 and 0 to 2^31 expected");
 }

@@ -48,8 +48,8 @@ class Device {
   Limits limits;
 };
 
-// Memory from torch's caching allocator for the kernels launched on `device` while this object lives: what is
-// freed is handed out again in the order of the stream, so nobody waits.
+// Memory from torch's caching allocator for the kernels launched on `device` while this object lives. Freed
+// blocks are reused in stream order, so the host does not wait.
 class Scratch {
  public:
   explicit Scratch(size_t bytes) {

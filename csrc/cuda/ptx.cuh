@@ -1,5 +1,5 @@
-// What takes an instruction that C++ has no name for. On the model of CUDA, which has no PTX, the nearest
-// that it knows: its clock, and two stores or loads of 8 bytes for a packet of 16 that may be read meanwhile.
+// Inline PTX: instructions without a C++ intrinsic. The CPU model of CUDA has no PTX and takes the nearest it
+// has: its clock, and two stores or loads of 8 bytes for a packet of 16 that may be read meanwhile.
 #pragma once
 
 #include <cuda/atomic>

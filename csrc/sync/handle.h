@@ -21,7 +21,7 @@ struct Handle {
 };
 
 inline int64_t arena_bytes(int64_t world, int64_t capacity) {  // arenas may lie one behind the other
-  check_room("peer_bytes", "world", world, capacity);
+  check_capacity("peer_bytes", "world", world, capacity);
   const int64_t bytes = int64_t(sizeof(Arena)) + Inbox{world, capacity}.packets() * int64_t(sizeof(Packet));
   return (bytes + alignof(Arena) - 1) / alignof(Arena) * alignof(Arena);
 }

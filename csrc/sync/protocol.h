@@ -12,13 +12,13 @@
 // Payload   Pairs: the two numbers of channel c, (mean, M2) or the two sums, are pair c, and the count of
 //           moments is the last. So who has a channel's numbers can send or take them alone. A pair of floats
 //           is one packet, of doubles two: fp32 moments are 16 (C + 1) bytes.
-// Slots     A message of epoch e goes into slot e % 2. Whoever pushes e has polled e - 1, so every peer had
+// Slots     A message of epoch e goes into slot e % 2. A rank that pushes e has polled e - 1, so every peer had
 //           pushed e - 1, so every peer had finished polling e - 2: the slot is free. With one slot a fast
 //           rank would write e over e - 1, which its peer, having pushed e - 1 itself, may not have read yet.
 //           This needs what both sides keep: a rank polls an exchange to its end before it pushes the next.
 // Epochs    1, 2, 3, ... in memory that survives graph replay; after 2^32 - 1 comes 2, which keeps the slots
 //           alternating and leaves out 0, the epoch of memory that was never written. A packet can be taken
-//           for a later one only if nobody has written it for 2^32 - 2 exchanges.
+//           for a later one only if no rank has written it for 2^32 - 2 exchanges.
 // Tags      {layer, step, words, kind}: compared before the payload is read, as a rank in another layer may
 //           have sent fewer words than are awaited. Each rank compares all tags with its own, so a mismatch
 //           is an error on every rank.
@@ -70,8 +70,7 @@ FASTVIT_INLINE bool operator==(const Tag& a, const Tag& b) {
   return a.layer == b.layer && a.step == b.step && a.words == b.words && a.kind == b.kind;
 }
 
-// A launch that was captured into a graph has no step of its own, as it may be replayed any number of times:
-// its 0 goes with every step.
+// 0 is a wildcard: captured graphs replay at any step.
 FASTVIT_INLINE bool same_exchange(const Tag& a, const Tag& b) {
   return a == Tag{b.layer, a.step, b.words, b.kind} && (a.step == b.step || a.step == 0 || b.step == 0);
 }

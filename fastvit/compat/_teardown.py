@@ -18,7 +18,7 @@ def leave_process_group(status: int | None) -> None:
 
     Destroying a gloo group while a peer still talks to it, or while DDP's hooks still hold it, aborts the
     process now and then; hence a barrier, and the globals of `__main__` dropped, first. A rank that failed
-    waits for nobody, because its peers may wait for it somewhere else. It, and a peer that sees the barrier
+    skips the barrier, because its peers may wait for it somewhere else. It, and a peer that sees the barrier
     fail, end with the group as it is: tearing the interpreter down would destroy it, and abort.
 
     Args:

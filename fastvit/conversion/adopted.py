@@ -1,9 +1,8 @@
-"""Changing what a module does without changing what it is.
+"""Swaps a module's class; identity, parameters and hooks stay.
 
-An adopted module is the object it was, of a class made from a mixin and the class it had: `isinstance`, its
-parameters, hooks and names stay, the mixin's forward comes first. Such classes are made on the fly, so a
-pickle holds the mixin and the original class in their place. Others do the same (torch's parametrize, fully
-sharded models), before and afterwards: their classes stay on top.
+The new class is made of a mixin and the original class, so `isinstance` holds and the mixin's forward comes
+first. A pickle holds the mixin and the original class, because the new class is made on the fly. torch's
+parametrize and fully sharded models swap classes too, before or afterwards; their classes stay on top.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The modules of a converted model at work.
 
-A proof holds for the forward that was traced, so that is where a converted layer does what it was converted
-to: inside the forward of the module that the trace started from (`ConvertedRoot`), called as it was traced,
-with the modules of then, without hooks that would see other tensors than before, on plain tensors that the
-ops take, and not while a compiler or exporter looks on. Everywhere else it does what it did before. Its
-activation module finds out from the tensor itself whether its work is done.
+A proof holds for the forward that was traced. So a converted layer runs as converted only inside the forward
+of the module that the trace started from (`ConvertedRoot`), called as it was traced, with the same modules,
+without hooks that would see other tensors than before, on plain tensors that the ops take, and not under a
+compiler or exporter. Everywhere else it runs as the original layer. A layer that has applied the activation
+marks its output; the activation module returns a marked tensor as it is.
 """
 
 from __future__ import annotations

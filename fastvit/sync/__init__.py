@@ -1,6 +1,6 @@
 """Who shares a layer's statistics, and how: the one place where ranks talk to each other.
 
-A layer takes its moments and sums from a `Transport`. `Local` has nobody to ask. `Shared` has them merged
+A layer takes its moments and sums from a `Transport`. `Local` is for one rank. `Shared` has them merged
 over the ranks of a group, which has chosen one way for all its layers: `SharedMemory` between the processes
 of one host, `CudaIpc` between its GPUs, `SymmMem` where that was asked for, or `Collective`, one packed
 all_gather and one all_reduce of torch.distributed. Ranks that are in different layers, that died or do not

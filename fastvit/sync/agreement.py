@@ -1,7 +1,7 @@
-"""What ranks must say alike before they exchange anything: questions to all, through the group's store.
+"""Agreement of the ranks before their first exchange: each writes its answer to the group's store, all compare.
 
-Not by collectives: ranks that differ about what comes next cannot meet in one, and gloo ends the process when
-their sizes differ. The store only has to exist, as it does for every group of torch.distributed.
+Collectives cannot do this: ranks in different layers would wait in different collectives, and gloo ends the
+process when their sizes differ. Every group of torch.distributed has a store.
 """
 
 import contextlib

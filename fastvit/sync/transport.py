@@ -16,7 +16,7 @@ class Transport(Protocol):
     """Whose statistics a layer takes, and the way that they go.
 
     moments: the moments of x over all ranks, `(2C + 2,)`, and a tag for the backward, a small tensor on the
-        CPU (None: nobody to meet), which a compiler saves like any other.
+        CPU (None: one rank), which a compiler saves like any other.
     sums: `reduce(exchange)`, this rank's sums and then those of all ranks, `(2, 2C)`, or one row for both.
     check: raises what became of exchanges that the host did not wait for.
     close: ends the use of the group.
@@ -96,7 +96,7 @@ class Way:
 
     def next_step(self) -> int:
         if self._capturing():
-            return 0  # which goes with every step
+            return 0  # a wildcard: the graph replays at any step
         self._step = (self._step + 1) % STEPS
         return self._step
 

@@ -1,4 +1,4 @@
-"""Who started this process: torchrun, torch.distributed.launch, srun, or nobody."""
+"""How this process was started: by torchrun, torch.distributed.launch, srun, or alone."""
 
 from __future__ import annotations
 
