@@ -1,7 +1,8 @@
 """What a trace proves of a residual that is added between a BatchNorm and its activation.
 
 The layer then computes when its activation is called, and keeps the residual for backward. So no op between
-the two may read or write what the layer reads, and no later op may write to the residual. Reasons against it are given as in prove.py.
+the two may read or write what the layer reads, and no later op may write to the residual. Reasons against it
+are given as in prove.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Agreement of the ranks before their first exchange: each writes its answer to the group's store, all compare.
+"""Agreement of the ranks before their first exchange: answers in the group's store, compared.
 
 Collectives cannot do this: ranks in different layers would wait in different collectives, and gloo ends the
 process when their sizes differ. Every group of torch.distributed has a store.

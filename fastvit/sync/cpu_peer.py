@@ -57,7 +57,8 @@ class SharedMemory(Peer):
         deadline = time.monotonic() + self.timeout - _SLICE
         while missing := self._missing():
             ended = [rank for rank in missing if self._watch.has_ended(rank)]
-            _ops.peer_wait(result, self._exchange.tensor)  # once more: a rank that has ended may have sent before
+            # Once more: a rank that has ended may have sent before.
+            _ops.peer_wait(result, self._exchange.tensor)
             still = self._missing()
             kind = direction(result.dim() - 1)
             for rank in set(ended).intersection(still):
