@@ -12,8 +12,8 @@
 // Payload   Pairs: the two numbers of channel c, (mean, M2) or the two sums, are pair c, and the count of
 //           moments is the last. So who has a channel's numbers can send or take them alone. A pair of floats
 //           is one packet, of doubles two: fp32 moments are 16 (C + 1) bytes.
-// Slots     A message of epoch e goes into slot e % 2. A rank pushes e after it has polled e - 1, so every peer
-//           had pushed e - 1, and every peer had finished polling e - 2: the slot is free. With one slot a fast
+// Slots     A message of epoch e goes into slot e % 2. A rank pushes e after it has polled e - 1; so every
+//           peer had pushed e - 1, and had finished polling e - 2: the slot is free. With one slot a fast
 //           rank would write e over e - 1, which its peer, having pushed e - 1 itself, may not have read yet.
 //           This needs what both sides keep: a rank polls an exchange to its end before it pushes the next.
 // Epochs    1, 2, 3, ... in memory that survives graph replay; after 2^32 - 1 comes 2, which keeps the slots
