@@ -165,7 +165,7 @@ class Report:
         axis.set_yticks(range(len(rows)), labels, fontsize=7)
         axis.invert_yaxis()
         axis.set_xlabel("MiB for backward", fontsize=8)
-        axis.set_title(self.summary(), fontsize=8)
+        figure.suptitle(self.summary().replace("; ", "\n"), fontsize=8)  # axes' titles are cut at the edge
         axis.legend(fontsize=8)
         axis.spines[["top", "right"]].set_visible(False)
         figure.savefig(path, dpi=110)
