@@ -6,6 +6,8 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from . import _arguments, _norm, functional
 
+__all__ = ["BatchNormAct", "BatchNormActSync"]
+
 MEMORY = ("recompute", "inplace", "keep")
 
 

@@ -20,6 +20,8 @@ from ._autograd import BatchNormFunction, InPlaceABNFunction, InvertibleABNFunct
 from .recompute import active_scope
 from .reference import activate
 
+__all__ = ["batch_norm_act", "batch_norm_act_sync", "inplace_abn", "inplace_abn_sync", "sync_batch_norm"]
+
 
 def _shared(op: str, training: bool, group, layer: int, momentum: float | None):
     if not training:

@@ -12,6 +12,14 @@ from . import _norm, functional
 from .batch_norm_act import BatchNormAct, BatchNormActSync
 from .inplace_abn import InPlaceABN, InPlaceABNSync
 
+__all__ = [
+    "BatchNorm",
+    "SyncBatchNorm",
+    "convert_syncbn_model",
+    "create_syncbn_process_group",
+    "revert_syncbn_model",
+]
+
 
 class SyncBatchNorm(_norm.SharesGroup, _norm.OptionalBias, _BatchNorm):
     """BatchNorm with statistics over a process group, on CPU and CUDA.

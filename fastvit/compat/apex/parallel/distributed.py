@@ -43,8 +43,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         gradient_predivide_factor: divide by it before the sum, and by the rest after it; without
             gradient_average by nothing after it.
         gradient_average_split_factor: older name of the former.
-        shared_param, allreduce_trigger_params, retain_allreduce_buffers, num_allreduce_streams,
-            allreduce_communicators, prof: have no effect, and say so once.
+
+    `shared_param`, `allreduce_trigger_params`, `retain_allreduce_buffers`, `num_allreduce_streams`,
+    `allreduce_communicators` and `prof` have no effect, and say so once.
     """
 
     def __init__(
