@@ -11,10 +11,10 @@ OUT    ?= runs/gpu
 RUN    := .venv/bin/python
 STAMP  := .venv/.installed-$(shell printf '%s' '$(TORCH) $(FASTVIT_CUDA) $(TORCH_CUDA_ARCH_LIST)' | cksum | cut -d' ' -f1)
 SOURCES := 'csrc/*' 'tests/*.cpp' 'tests/*.cu' 'tests/*.h' tests/cuda_host/cuda/atomic
-TOOLED := $(if $(wildcard .venv/bin/ruff),,install)  # enough where the build may be older than its sources
+TOOLED := $(if $(and $(wildcard .venv/bin/ruff),$(wildcard .venv/bin/mypy),$(wildcard .venv/bin/mkdocs)),,install)  # enough where the build may be older than its sources
 BUILT  := setup.py pyproject.toml $(shell find csrc -name '*.[ch]*')
 
-.PHONY: help install demo test test-cuda-host test-slow test-models wheel matrix bench gpu sass lint format clean
+.PHONY: help install demo test test-cuda-host test-slow test-models wheel matrix bench gpu sass lint docs coverage mutate format clean
 
 help:  ## This list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 16
@@ -85,6 +85,9 @@ lint: $(TOOLED)  ## What CI checks of the style
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/clang-format --dry-run --Werror $$(git ls-files $(SOURCES)) </dev/null
+
+docs: $(TOOLED)  ## The site in build/docs, from docs/ and the docstrings; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --quiet
 
 format: $(TOOLED)  ## Put the style right
 	.venv/bin/ruff check --fix .
