@@ -1,8 +1,8 @@
 """Hooks of mkdocs.yml: pages that lie outside docs/, and links to files of the repository.
 
 In docs/ a link like `../csrc/ops.cpp` works where the repository is browsed. On the site it becomes a link to
-the page made from that file (results of benchmarks, CONTRIBUTING, CHANGELOG), or plain text; a file that does not
-exist is a warning, and so an error of the strict build.
+the page made from that file (results of benchmarks, CONTRIBUTING, CHANGELOG), or plain text; a file that does
+not exist is a warning, and so an error of the strict build.
 """
 
 import logging

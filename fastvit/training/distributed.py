@@ -102,12 +102,12 @@ def init(launch: Launch | None, device: str = "auto", backend: str = "auto", tim
 
     Args:
         launch: what `find_launch` returned.
-        device: ``auto``, ``cpu`` or ``cuda``.
-        backend: ``auto``, ``gloo`` or ``nccl``.
+        device: `auto`, `cpu` or `cuda`.
+        backend: `auto`, `gloo` or `nccl`.
         timeout: seconds that a rank waits for the others, here and in every later collective.
 
     Raises:
-        ConfigError: ``cuda`` was asked for and a rank has no GPU, or ranks are missing.
+        ConfigError: `cuda` was asked for and a rank has no GPU, or ranks are missing.
     """
     if launch is None:
         print("not using distributed mode", flush=True)
@@ -162,7 +162,7 @@ def shutdown() -> None:
 
 
 def reduce_value(value: Tensor, average: bool = True) -> Tensor:
-    """Sum of ``value`` over the ranks, or its mean; the input itself when there is one rank.
+    """Sum of `value` over the ranks, or its mean; the input itself when there is one rank.
 
     Args:
         value: any shape, on the device of the run; not changed when there are several ranks.
@@ -216,7 +216,7 @@ class StepReport:
 
 
 def gather_objects(value: T) -> list[T]:
-    """``value`` of every rank in rank order, on every rank."""
+    """`value` of every rank in rank order, on every rank."""
     if get_world_size() < 2:
         return [value]
     values: list[Any] = [None] * get_world_size()

@@ -21,7 +21,7 @@ RATIO = (3 / 4, 4 / 3)  # its width over its height
 
 
 def find_split(path: str, names: tuple[str, ...]) -> Path:
-    """The first of the folders ``names`` in ``path``.
+    """The first of the folders `names` in `path`.
 
     Raises:
         ConfigError: there is none.
@@ -33,7 +33,7 @@ def find_split(path: str, names: tuple[str, ...]) -> Path:
 
 
 class ImageFolder:
-    """The images of ``folder/<class>/...``; classes are numbered in the order of their names.
+    """The images of `folder/<class>/...`; classes are numbered in the order of their names.
 
     Args:
         folder: of one split.

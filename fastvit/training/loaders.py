@@ -56,7 +56,7 @@ class TrainBatches(Sampler[Key]):
         self.first = 0
 
     def set_epoch(self, epoch: int, first: int = 0) -> None:
-        """Begin the next iteration at batch ``first`` of ``epoch``."""
+        """Begin the next iteration at batch `first` of `epoch`."""
         self.sampler.set_epoch(epoch)
         self.first = first
 
@@ -72,7 +72,7 @@ class TrainBatches(Sampler[Key]):
 
 
 class EveryImageOnce(Sampler[int]):
-    """Every ``world``-th index, starting at ``rank``: the ranks together see each image exactly once.
+    """Every `world`-th index, starting at `rank`: the ranks together see each image exactly once.
 
     DistributedSampler repeats images until all ranks have the same number, which counts some of them twice.
     """
@@ -130,7 +130,7 @@ def _loader(source: ImageSource, batches: Sampler[Key], config: Config, ranks: R
 
 
 def make_train_loader(source: ImageSource, config: Config, ranks: Ranks) -> tuple[DataLoader, TrainBatches]:
-    """Augmented training batches of this rank, and their sampler for ``set_epoch``."""
+    """Augmented training batches of this rank, and their sampler for `set_epoch`."""
     batches = TrainBatches(len(source.labels), config.batch_size, ranks.rank, ranks.world, config.seed)
     return _loader(source, batches, config, ranks), batches
 

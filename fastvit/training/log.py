@@ -53,11 +53,11 @@ def peak_memory(device: torch.device) -> float:
 
 
 class RunLog:
-    """Writes ``metrics.jsonl`` and TensorBoard events into the directory of a run.
+    """Writes `metrics.jsonl` and TensorBoard events into the directory of a run.
 
     Every rank may hold one; only the rank that calls `open` writes.
 
-    A row is a dict of numbers with ``epoch``, ``time`` (seconds since 1970) and keys of ``TAGS``.
+    A row is a dict of numbers with `epoch`, `time` (seconds since 1970) and keys of `TAGS`.
     """
 
     def __init__(self, run: Path) -> None:

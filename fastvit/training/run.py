@@ -30,7 +30,7 @@ __all__ = ["train"]
 
 
 def train(config: Config, given: dict[str, Any], ranks: Ranks) -> None:
-    """Train as ``config`` says; every rank calls it, and rank 0 prints ``test accuracy 0.xxx`` at the end.
+    """Train as `config` says; every rank calls it, and rank 0 prints `test accuracy 0.xxx` at the end.
 
     Args:
         config: the configuration of this start.
@@ -124,7 +124,7 @@ def _some(names: Any) -> str:
 def _claim_and_load(
     config: Config, given: dict[str, Any], world: int, lock: RunLock
 ) -> tuple[Config, dict | None, dict | None]:
-    """Lock the directory of a run to be resumed, then read its checkpoint; ``auto`` may find none."""
+    """Lock the directory of a run to be resumed, then read its checkpoint; `auto` may find none."""
     auto = config.resume == "auto"
     source = out = Path(config.out if auto else config.resume)
     if not auto:

@@ -49,7 +49,7 @@ class TrainState:
 
     @contextmanager
     def no_sync(self, local: bool) -> Iterator[None]:
-        """When ``local``, gradients of forwards and backwards in here wait for the next ones outside."""
+        """When `local`, gradients of forwards and backwards in here wait for the next ones outside."""
         if not local or self.parallel is self.model:
             yield
         elif hasattr(self.parallel, "no_sync"):
@@ -63,7 +63,7 @@ class TrainState:
                 self.parallel.enable_allreduce()
 
     def weights(self) -> dict[str, dict[str, Tensor]]:
-        """What a checkpoint keeps as safetensors: ``model``, and ``average`` when there is one."""
+        """What a checkpoint keeps as safetensors: `model`, and `average` when there is one."""
         files = {"model": self.model.state_dict()}
         if self.average is not None:
             files["average"] = self.average.module.state_dict()

@@ -14,7 +14,8 @@ _groups: WeakKeyDictionary = WeakKeyDictionary()
 
 def active_group(active: bool) -> dist.ProcessGroup | None:
     """The group of the ranks that passed True, None when none did. Every rank calls it; a group is made
-    once."""
+    once.
+    """
     world = dist.group.WORLD
     flags: list[bool] = [False] * dist.get_world_size()
     dist.all_gather_object(flags, bool(active))
