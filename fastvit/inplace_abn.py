@@ -110,6 +110,7 @@ class InPlaceABNSync(_norm.SharesGroup, InPlaceABN):
     """
 
     group_attribute = "group"
+    group: "torch.distributed.ProcessGroup | None"
 
     def __init__(self, *args, group: "torch.distributed.ProcessGroup | None" = None, **kwargs):
         super().__init__(*args, **kwargs)

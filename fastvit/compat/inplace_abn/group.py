@@ -31,5 +31,6 @@ def active_group(active: bool) -> dist.ProcessGroup | None:
 def set_active_group(module: nn.Module, group: dist.ProcessGroup | None) -> None:
     """Gives `group` to every layer in `module` that has `set_group`."""
     for layer in module.modules():
-        if hasattr(layer, "set_group"):
-            layer.set_group(group)
+        set_group = getattr(layer, "set_group", None)
+        if callable(set_group):
+            set_group(group)
