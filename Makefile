@@ -84,6 +84,7 @@ sass: $(TOOLED)  ## Registers, spills and widest accesses of the CUDA kernels; n
 lint: $(TOOLED)  ## What CI checks of the style
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
+	.venv/bin/mypy
 	.venv/bin/clang-format --dry-run --Werror $$(git ls-files $(SOURCES)) </dev/null
 
 docs: $(TOOLED)  ## The site in build/docs, from docs/ and the docstrings; a broken link is an error

@@ -150,7 +150,8 @@ class Report:
             raise ValueError("plot: this report has no tensors; convert with example_inputs expected")
         from matplotlib.figure import Figure
 
-        rows = [row for row in self.tensors if row.saved_bytes + row.kept_bytes >= _SHOWN * self.kept_before]
+        least = _SHOWN * (self.kept_before or 0)
+        rows = [row for row in self.tensors if row.saved_bytes + row.kept_bytes >= least]
         labels = [f"{row.count} x {' & '.join(row.names)}" for row in rows]
         figure = Figure(figsize=(10, 1.2 + 0.3 * len(rows)), layout="constrained")
         axis = figure.subplots()

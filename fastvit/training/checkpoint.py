@@ -47,7 +47,7 @@ KEYS = {
     "epoch": int, "step": int, "world": int, "averaged": int, "progress": dict, "history": list, "rng": list,
     "config": dict, "classes": list, "optimizer": dict, "scheduler": dict, "precision": dict,
 }  # fmt: skip
-KEYS_OF_PARTS = {
+KEYS_OF_PARTS: dict[str, dict[str, type]] = {
     "progress": {"step": int, "loss": float, "norm": float, "norms": int},
     "history": {"epoch": int, "time": float, "test_loss": float, "test_accuracy": float},
     "rng": {"cpu": Tensor},
@@ -59,6 +59,7 @@ Weights = dict[str, dict[str, Tensor]]  # by file, then by name
 def _place(path: Path) -> tuple[int, int]:
     """Epochs and further steps that a checkpoint has behind it, by its name."""
     found = NAME.fullmatch(path.name)
+    assert found  # the caller has looked
     return int(found[1]), int(found[2] or 0)
 
 

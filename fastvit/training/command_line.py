@@ -103,8 +103,8 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[Config, dict[str, Any
     parser = make_parser()
     known, unknown = parser.parse_known_args(arguments)
     if unknown:
-        flags = [flag(item) for item in FIELDS.values()]
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{nearest(unknown[0], flags)}")
+        possible = [flag(item) for item in FIELDS.values()]
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{nearest(unknown[0], possible)}")
     flags = vars(known)
     file, local_rank = flags.pop("config", None), flags.pop("local_rank", None)
     if "freeze" in flags:

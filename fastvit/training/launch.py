@@ -95,6 +95,6 @@ def _first_host(nodes: str) -> str:
 def _number(environment: Mapping[str, str], name: str, default: str | None = None) -> int:
     text = environment.get(name, default)
     try:
-        return int(text)
-    except (TypeError, ValueError):
+        return int(text or "")
+    except ValueError:
         raise ConfigError(f"environment variable {name} must be a whole number, got {text!r}") from None

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,7 +47,10 @@ class TrainBatches(Sampler[Key]):
 
     def __init__(self, images: int, batch_size: int, rank: int, world: int, seed: int) -> None:
         self.rank, self.seed = rank, seed
-        self.sampler = DistributedSampler(range(images), world, rank, shuffle=True, seed=seed)
+        every: Any = range(images)  # of which only the length is asked
+        self.sampler: DistributedSampler[int] = DistributedSampler(
+            every, world, rank, shuffle=True, seed=seed
+        )
         if len(self.sampler) < batch_size:
             raise ConfigError(
                 f"--batch-size must be at most the {len(self.sampler)} training images of one rank, "
@@ -110,6 +114,7 @@ def _obey_only_the_rank(worker: int) -> None:
 
 def _wait_for_the_rank() -> None:
     rank = multiprocessing.parent_process()
+    assert rank is not None
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank.pid and rank.is_alive():
         pass
     os._exit(0)  # DataLoader takes another status for a failure of the worker

@@ -180,6 +180,7 @@ def train_one_epoch(
             while len(reports) > behind:
                 settle(reports.pop(0))
             if unheard and not scaled:
+                assert norm is not None  # unheard makes norm_every 1
                 _skip_if_not_finite(train_state.optimizer, norm)
             _step(train_state)
             after_step()
@@ -243,7 +244,7 @@ def _skip_if_not_finite(optimizer: Optimizer, norm: Tensor) -> None:
     The flag is what torch.amp.GradScaler gives to torch's fused optimizers. FusedAdam would wait to read it.
     """
     if optimizer.defaults.get("fused"):
-        optimizer.found_inf = norm.isfinite().logical_not().float()
+        optimizer.found_inf = norm.isfinite().logical_not().float()  # type: ignore[attr-defined]
 
 
 def _step(train_state: TrainState) -> None:
@@ -251,7 +252,7 @@ def _step(train_state: TrainState) -> None:
     train_state.optimizer.zero_grad(set_to_none=True)
     train_state.scheduler.step()
     if train_state.average is not None:
-        train_state.average.update_parameters(_Masters(train_state))
+        train_state.average.update_parameters(_Masters(train_state))  # type: ignore[arg-type]
 
 
 @torch.no_grad()

@@ -21,8 +21,10 @@ def make_optimizer(
 
     Vectors (biases, gamma, beta) do not decay, nor what the model's `no_weight_decay()` names.
     """
-    spared = model.no_weight_decay() if hasattr(model, "no_weight_decay") else set()
-    decayed, free = [], []
+    no_weight_decay = getattr(model, "no_weight_decay", None)
+    spared = no_weight_decay() if callable(no_weight_decay) else set()
+    decayed: list[Tensor] = []
+    free: list[Tensor] = []
     for key, parameter in model.named_parameters():
         if parameter.requires_grad:
             (free if parameter.ndim < 2 or key in spared else decayed).append(parameter)
@@ -55,7 +57,7 @@ def make_average(model: nn.Module, decay: float) -> AveragedModel:
     The average stays in the precision that the model has here, whatever that of the model becomes.
     """
 
-    def average(mean: Tensor, value: Tensor, steps: Tensor) -> Tensor:
+    def average(mean: Tensor, value: Tensor, steps: Tensor | int) -> Tensor:
         n = int(steps)
         return mean.lerp(value.to(mean.dtype), 1 - min(decay, (1 + n) / (10 + n)))
 

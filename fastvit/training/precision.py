@@ -20,11 +20,14 @@ __all__ = ["ApexLevel", "Precision", "make_precision"]
 class Precision:
     """fp32, or torch.autocast in `dtype` around the forward pass."""
 
-    loss_scale = 1.0
     scales_loss = False  # where it does, gradients that are not finite are of its making, and its to skip
 
     def __init__(self, device: torch.device, dtype: torch.dtype | None = None) -> None:
         self.device, self.dtype = device, dtype
+
+    @property
+    def loss_scale(self) -> float:
+        return 1.0
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         """Model and optimizer as this level wants them; called once, before DistributedDataParallel."""

@@ -96,12 +96,12 @@ def _train(config: Config, given: dict[str, Any], ranks: Ranks, lock: RunLock) -
                 best = all(_score(row) > _score(other) for other in history)
                 history.append(row)
                 done, progress = epoch, Progress()
-            saved = _state(train_state, ranks, data, done, progress, history)
+            now = _state(train_state, ranks, data, done, progress, history)
             if result.complete:
-                on_main(_keep, run, train_state, saved, config.keep, best, log, row)
+                on_main(_keep, run, train_state, now, config.keep, best, log, row)
                 _say(_summary(row))
             else:
-                on_main(checkpoint.save_checkpoint, run, train_state.weights(), saved, config.keep)
+                on_main(checkpoint.save_checkpoint, run, train_state.weights(), now, config.keep)
             if result.stop_asked and done < end:
                 _say(f"stopped by SIGTERM in epoch {epoch}, after step {result.progress.step}")
                 break

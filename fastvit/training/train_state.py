@@ -32,7 +32,7 @@ class TrainState:
     """Everything that training changes, and the few numbers that say how a step is made."""
 
     model: nn.Module  # without DistributedDataParallel
-    parallel: nn.Module  # what a training step calls
+    parallel: Any  # a module: what a training step calls
     optimizer: Optimizer
     scheduler: LambdaLR
     precision: Precision
@@ -119,7 +119,7 @@ def make_train_state(
         saved: weights and state of a checkpoint to go on from.
     """
     layout = torch.channels_last if config.channels_last else torch.preserve_format
-    model = model.to(ranks.device, memory_format=layout)
+    model = model.to(ranks.device, memory_format=layout)  # type: ignore[call-overload]  # lacks this one
     broadcast_weights(model)
     precision = make_precision(config, ranks.device)
     # An older checkpoint has none of it.
@@ -153,9 +153,10 @@ def data_parallel(model: nn.Module, config: Config, ranks: Ranks) -> nn.Module:
     # torch 2.13 renamed the option.
     names = inspect.signature(DistributedDataParallel).parameters
     option = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
+    options: dict[str, Any] = {option: False}
     # A kernel with one input channel has two equally right strides; DDP and the convolution differ on them.
     warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
-    return DistributedDataParallel(model, device_ids=devices, **{option: False})
+    return DistributedDataParallel(model, device_ids=devices, **options)
 
 
 def settle_buckets(train_state: TrainState, shape: tuple[int, int, int]) -> None:
