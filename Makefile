@@ -3,18 +3,22 @@
 # TORCH    what `make install` puts into .venv (default torch==2.13.0)
 # PYTHON   the interpreter .venv is made from (>= 3.10)
 # MODELS   which tests `make test-models` runs (pytest's -k), say 'deit3 or dinov3'
+# COVERED  what `make coverage` runs (pytest's arguments; default the whole CPU suite)
+# SAMPLE   how many mutants `make mutate` tries (default 40 of about 600; empty: all, for hours)
 # OUT      the folder `make gpu` writes to; it builds with what is there and installs nothing
 
 TORCH  ?= torch==2.13.0
 PYTHON ?= python3
 OUT    ?= runs/gpu
+SAMPLE ?= 40
+COVERED ?= -m "not slow and not models" --ignore tests/cuda_host tests
 RUN    := .venv/bin/python
 STAMP  := .venv/.installed-$(shell printf '%s' '$(TORCH) $(FASTVIT_CUDA) $(TORCH_CUDA_ARCH_LIST)' | cksum | cut -d' ' -f1)
 SOURCES := 'csrc/*' 'tests/*.cpp' 'tests/*.cu' 'tests/*.h' tests/cuda_host/cuda/atomic
-TOOLED := $(if $(wildcard .venv/bin/ruff),,install)  # enough where the build may be older than its sources
+TOOLED := $(if $(and $(wildcard .venv/bin/ruff),$(wildcard .venv/bin/mypy),$(wildcard .venv/bin/mkdocs)),,install)  # enough where the build may be older than its sources
 BUILT  := setup.py pyproject.toml $(shell find csrc -name '*.[ch]*')
 
-.PHONY: help install demo test test-sanitizers test-slow test-models wheel matrix bench gpu sass lint format clean
+.PHONY: help install demo test test-sanitizers test-slow test-models wheel matrix bench gpu sass lint docs coverage mutate format clean
 
 help:  ## This list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 16
@@ -86,7 +90,25 @@ sass: $(TOOLED)  ## Registers, spills and widest accesses of the CUDA kernels; n
 lint: $(TOOLED)  ## What CI checks of the style
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
+	.venv/bin/mypy
 	.venv/bin/clang-format --dry-run --Werror $$(git ls-files $(SOURCES)) </dev/null
+
+docs: $(TOOLED)  ## The site in build/docs, from docs/ and the docstrings; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --quiet
+
+INSIDE := cd build/coverage && PYTHONPATH="$(CURDIR)/build/coverage" "$(CURDIR)/$(RUN)"
+
+coverage: install  ## Lines that the CPU tests reach: Python by coverage.py, C++ by gcov; works in build/coverage
+	rm -rf build/coverage && mkdir -p build/coverage
+	git ls-files -z | xargs -0 cp --parents --target-directory build/coverage
+	export CXX="$${CXX:-g++} --coverage" FASTVIT_CUDA=0; $(INSIDE) setup.py -q build_ext --inplace
+	$(INSIDE) -m coverage run -m pytest -q -n auto $(COVERED)
+	$(INSIDE) -m coverage combine -q
+	$(INSIDE) -m coverage report
+	$(INSIDE) -m gcovr --root . --filter csrc/ --gcov-ignore-parse-errors=negative_hits.warn_once_per_file
+
+mutate: install  ## Small faults in the CPU kernels and prove.py, and which of them no test notices; SAMPLE=
+	$(RUN) tools/mutate.py $(if $(SAMPLE),--sample $(SAMPLE))
 
 format: $(TOOLED)  ## Put the style right
 	.venv/bin/ruff check --fix .

@@ -48,7 +48,8 @@ MODE_COLOURS = {
 
 def _svg(name: str, width: float, height: float, draw: Callable[[Axes], None]) -> str:
     """Draw on one pair of axes and return the SVG element, with text that takes the page's font and
-    colour."""
+    colour.
+    """
     settings = {
         "svg.fonttype": "none",
         "svg.hashsalt": name,  # several pictures share a page, so their ids must differ
@@ -226,9 +227,9 @@ def write_page(path: Path, results: Sequence[Result], conversions: Sequence[Conv
 
     Args:
         path: the HTML file.
-        results: of all runs, the main one first; ``torch`` is among them.
-        conversions: of the model with torch BatchNorm; ``off`` is among them.
-        batch: images of the batch for which ``kept_bytes`` was measured.
+        results: of all runs, the main one first; `torch` is among them.
+        conversions: of the model with torch BatchNorm; `off` is among them.
+        batch: images of the batch for which `kept_bytes` was measured.
     """
     main = results[0]
     base = next(result.kept_bytes for result in results if result.norm == "torch")

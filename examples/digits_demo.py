@@ -4,8 +4,8 @@
 
 The main run, `InPlaceABNSync` over two ranks (one per GPU where there are GPUs), shows its progress; the same
 model and recipe with torch BatchNorm, `InPlaceABN` and `SyncBatchNorm` follow. All of it goes into
-``runs/demo``: for each run TensorBoard events, metrics and the last checkpoint, and ``index.html`` with the
-pictures. The last line is ``test accuracy 0.9xx`` of the main run.
+`runs/demo`: for each run TensorBoard events, metrics and the last checkpoint, and `index.html` with the
+pictures. The last line is `test accuracy 0.9xx` of the main run.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class Conversion:
 
 def kept_bytes(model: nn.Module, images: torch.Tensor) -> int:
     """Bytes that a training forward leaves alive, asked of the allocator: what is kept for the backward pass,
-    and the logits. Parameters and buffers do not count."""
+    and the logits. Parameters and buffers do not count.
+    """
     model.train()
     model(images)  # what is made once and stays does not count
     return live_bytes(lambda: model(images))[0]

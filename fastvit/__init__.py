@@ -2,9 +2,9 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-from . import functional, ops
+from . import functional, ops, sync
 from .batch_norm_act import BatchNormAct, BatchNormActSync
-from .conversion import convert, revert, verify
+from .conversion import LayerReport, Report, Verification, convert, revert, verify
 from .inplace_abn import InPlaceABN, InPlaceABNSync
 from .recompute import recompute_scope
 from .sync_batchnorm import (
@@ -24,7 +24,10 @@ __all__ = [
     "BatchNormActSync",
     "InPlaceABN",
     "InPlaceABNSync",
+    "LayerReport",
+    "Report",
     "SyncBatchNorm",
+    "Verification",
     "convert",
     "convert_syncbn_model",
     "create_syncbn_process_group",
@@ -33,5 +36,6 @@ __all__ = [
     "recompute_scope",
     "revert",
     "revert_syncbn_model",
+    "sync",
     "verify",
 ]

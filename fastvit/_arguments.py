@@ -118,7 +118,7 @@ def check_may_be_overwritten(name: str, x: Tensor) -> None:
         refuse = "is negated by a flag only (torch.Tensor.is_neg)"
     elif x.is_inference() and not torch.is_inference_mode_enabled():
         refuse = "is an inference tensor outside inference mode"
-    elif torch.is_grad_enabled() and x._is_view() and x._base.is_leaf and x._base.requires_grad:
+    elif torch.is_grad_enabled() and x._base is not None and x._base.is_leaf and x._base.requires_grad:
         refuse = "is a view of a leaf that requires grad"
     elif torch.is_grad_enabled() and x.requires_grad and x.is_leaf:
         refuse = "is a leaf that requires grad"

@@ -33,7 +33,8 @@ class BatchNormFunction(torch.autograd.Function):
     def backward(ctx, dy):
         x, weight, bias, z, saved, tag = ctx.saved_tensors
         wants_x, wants_weight, wants_bias, wants_z = ctx.needs_input_grad[:4]
-        rest = (weight, bias, *ctx.activation, ctx.channel_dim)
+        activation, activation_param = ctx.activation
+        rest = (weight, bias, activation, activation_param, ctx.channel_dim)
         dx = dz = None
         if wants_x and ctx.training and isinstance(ctx.shared, Local):
             dx, dz, own = ops.bn_local_backward(x, dy, z, saved, *rest)
@@ -110,7 +111,8 @@ def _remember(ctx, shared, training, activation, activation_param, channel_dim):
 def _invertible_backward(ctx, dy):
     y, weight, bias, saved, tag = ctx.saved_tensors
     wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-    rest = (weight, bias, *ctx.activation, ctx.channel_dim)
+    activation, activation_param = ctx.activation
+    rest = (weight, bias, activation, activation_param, ctx.channel_dim)
     dx = None
     if wants_x and ctx.training and isinstance(ctx.shared, Local):
         dx, own = ops.abn_local_backward(y, dy, saved, *rest)

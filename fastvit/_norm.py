@@ -3,6 +3,7 @@
 import copy
 import itertools
 import warnings
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 from torch import Tensor
@@ -13,6 +14,11 @@ from torch.nn.modules.batchnorm import _NormBase
 from ._arguments import channel_dimension, recovery_error
 from .reference import effective_gamma
 
+if TYPE_CHECKING:  # the mixins are for layers; as subclasses of _NormBase they would stand behind _BatchNorm
+    _Layer = _NormBase
+else:
+    _Layer = object
+
 _UNSAFE = 0.05  # the share of error in the recovered xhat that is worth a warning
 _CHECK_EVERY = 1024  # forwards; each check reads one number on the host
 
@@ -22,7 +28,15 @@ def check_num_features(name: str, num_features: int) -> None:
         raise ValueError(f"{name}: num_features is {num_features!r}; a positive int expected")
 
 
-def forward_state(layer: _NormBase) -> dict[str, "Tensor | bool | None"]:
+class ForwardState(TypedDict):
+    training: bool
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    num_batches_tracked: Tensor | None
+    momentum: float | None
+
+
+def forward_state(layer: _NormBase) -> ForwardState:
     """Which statistics and buffers a forward of `layer` takes, by torch BatchNorm's rules.
 
     Batch statistics in training, and in evaluation when there are no running ones. Running statistics are
@@ -54,13 +68,13 @@ def check_channels(layer: _NormBase, x: Tensor, channel_last: bool) -> None:
         )
 
 
-class OptionalBias:
+class OptionalBias(_Layer):
     """Gives a layer the option `bias=False`, a weight alone, as torch's have it since 2.13."""
 
     def __init__(self, *args, bias: bool = True, **kwargs):
         super().__init__(*args, **kwargs)
         if not bias:
-            self.bias = None
+            self.register_parameter("bias", None)
 
     def reset_parameters(self) -> None:
         self.reset_running_stats()
@@ -83,7 +97,7 @@ def cannot_read_values(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-class ChecksConditioning:
+class ChecksConditioning(_Layer):
     """A layer that can work in place, and so recovers its input from an output of few digits."""
 
     _forwards_to_check = 0
@@ -124,7 +138,7 @@ def next_layer_number() -> int:
     return next(_layer_numbers)
 
 
-class SharesGroup:
+class SharesGroup(_Layer):
     """A layer that holds a process group, which exists in its own process alone and cannot be copied.
 
     Copies talk to the same group; a pickle leaves it behind, as None. `group_attribute` names where it is.

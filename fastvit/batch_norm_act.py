@@ -6,6 +6,8 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from . import _arguments, _norm, functional
 
+__all__ = ["BatchNormAct", "BatchNormActSync"]
+
 MEMORY = ("recompute", "inplace", "keep")
 
 
@@ -73,7 +75,7 @@ class BatchNormAct(_norm.OptionalBias, _norm.ChecksConditioning, _NormBase):
 
     def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
         _norm.check_channels(self, input, self.channel_last)
-        options = _norm.forward_state(self) | {
+        options = dict(_norm.forward_state(self)) | {
             "eps": self.eps,
             "activation": self.activation,
             "activation_param": self.activation_param,
@@ -118,6 +120,7 @@ class BatchNormActSync(_norm.SharesGroup, BatchNormAct):
     """
 
     group_attribute = "process_group"
+    process_group: "torch.distributed.ProcessGroup | None"
 
     def __init__(self, *args, process_group: "torch.distributed.ProcessGroup | None" = None, **kwargs):
         super().__init__(*args, **kwargs)

@@ -4,6 +4,8 @@ Each saves one activation for backward, plus O(C) numbers: the plain layer its i
 often saves too), the in-place layer its output (which the layer after saves anyway).
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -19,6 +21,8 @@ from ._arguments import (
 from ._autograd import BatchNormFunction, InPlaceABNFunction, InvertibleABNFunction
 from .recompute import active_scope
 from .reference import activate
+
+__all__ = ["batch_norm_act", "batch_norm_act_sync", "inplace_abn", "inplace_abn_sync", "sync_batch_norm"]
 
 
 def _shared(op: str, training: bool, group, layer: int, momentum: float | None):
@@ -172,7 +176,8 @@ def _batch_norm_act(
 
     def rebuild(*saved_tensors):  # the last may be the tag of an exchange
         tensors = iter(saved_tensors)
-        x, weight, bias, z, saved = (next(tensors) if there else None for there in given)
+        arguments: list[Any] = [next(tensors) if there else None for there in given]
+        x, weight, bias, z, saved = arguments
         return ops.bn_apply(x, saved, weight, bias, z, activation, activation_param, channel_dim)
 
     return scope.call(layer, rebuild)

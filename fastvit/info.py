@@ -10,6 +10,8 @@ import fastvit
 
 from . import _library, sync
 
+__all__ = ["facts", "main"]
+
 
 def facts() -> dict[str, str]:
     """Name and value of everything `python -m fastvit.info` prints."""

@@ -10,6 +10,8 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from . import _arguments, _norm, functional
 
+__all__ = ["InPlaceABN", "InPlaceABNSync"]
+
 
 class InPlaceABN(_norm.OptionalBias, _norm.ChecksConditioning, _NormBase):
     """BatchNorm + activation, written over the input; saves its own output for backward and nothing else.
@@ -108,6 +110,7 @@ class InPlaceABNSync(_norm.SharesGroup, InPlaceABN):
     """
 
     group_attribute = "group"
+    group: "torch.distributed.ProcessGroup | None"
 
     def __init__(self, *args, group: "torch.distributed.ProcessGroup | None" = None, **kwargs):
         super().__init__(*args, **kwargs)

@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 import torch
 
+__all__ = ["live_bytes", "peak_bytes"]
+
 
 def live_bytes(work: Callable[[], object], device: str | torch.device = "cpu") -> tuple[int, object]:
     """`(bytes, result)`: bytes allocated less bytes freed while `work()` runs, with its result held.

@@ -32,6 +32,22 @@ from torch import Tensor
 
 from . import _library  # noqa: F401  (registers the ops)
 
+__all__ = [
+    "abn_backward",
+    "abn_forward",
+    "abn_forward_",
+    "abn_local_backward",
+    "abn_local_forward_",
+    "abn_reduce",
+    "bn_apply",
+    "bn_backward",
+    "bn_forward",
+    "bn_local_backward",
+    "bn_local_forward",
+    "bn_reduce",
+    "bn_stats",
+]
+
 _ops = torch.ops.fastvit
 
 

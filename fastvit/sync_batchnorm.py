@@ -2,6 +2,7 @@
 
 import contextlib
 import warnings
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from . import _norm, functional
 from .batch_norm_act import BatchNormAct, BatchNormActSync
 from .inplace_abn import InPlaceABN, InPlaceABNSync
+
+__all__ = [
+    "BatchNorm",
+    "SyncBatchNorm",
+    "convert_syncbn_model",
+    "create_syncbn_process_group",
+    "revert_syncbn_model",
+]
 
 
 class SyncBatchNorm(_norm.SharesGroup, _norm.OptionalBias, _BatchNorm):
@@ -49,6 +58,7 @@ class SyncBatchNorm(_norm.SharesGroup, _norm.OptionalBias, _BatchNorm):
     """
 
     group_attribute = "process_group"
+    process_group: "dist.ProcessGroup | None"
 
     def __init__(
         self,
@@ -132,13 +142,14 @@ def convert_syncbn_model(
     A dimension check made by BatchNorm1d/2d/3d is given up: a SyncBatchNorm takes 2 to 5 dimensions.
     """
     left: dict[str, int] = {}
+    layer: Any  # changes its class
     for layer in module.modules():
         with _unconverted(layer):
             if synchronised := SYNCHRONISED.get(type(layer)):
                 layer._reverts_to = type(layer)
                 layer.__class__ = synchronised
                 layer.set_group(process_group)
-            if not isinstance(layer, _BatchNorm):
+            if not issubclass(type(layer), _BatchNorm):
                 continue
             plain = type(layer).forward in (
                 _BatchNorm.forward,
@@ -148,7 +159,7 @@ def convert_syncbn_model(
             if not plain or isinstance(layer, nn.modules.lazy.LazyModuleMixin):
                 left[type(layer).__qualname__] = left.get(type(layer).__qualname__, 0) + 1
                 continue
-            if not isinstance(layer, SyncBatchNorm):
+            if not issubclass(type(layer), SyncBatchNorm):
                 layer._reverts_to = type(layer)
                 layer.__class__ = SyncBatchNorm
                 layer.fuse_relu = False
@@ -171,13 +182,14 @@ def revert_syncbn_model(module: nn.Module) -> nn.Module:
     named in a warning. An InPlaceABNSync or BatchNormActSync built as such is left.
     """
     left = []
+    layer: Any  # changes its class
     for name, layer in module.named_modules():
         with _unconverted(layer):
-            if isinstance(layer, tuple(SYNCHRONISED.values())) and "_reverts_to" in layer.__dict__:
+            if issubclass(type(layer), tuple(SYNCHRONISED.values())) and "_reverts_to" in layer.__dict__:
                 delattr(layer, layer.group_attribute)
                 del layer.layer_number
                 layer.__class__ = layer.__dict__.pop("_reverts_to")
-            if not isinstance(layer, SyncBatchNorm):
+            if not issubclass(type(layer), SyncBatchNorm):
                 continue
             original = layer.__dict__.get("_reverts_to")
             if layer.fuse_relu or (layer.channel_last and original is None):

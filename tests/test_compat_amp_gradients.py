@@ -1,5 +1,6 @@
 """fastvit.compat.apex.amp: gradients of a backward that fails, from before `initialize` and under static
-scales, what the state_dict of half weights holds, and models that come with half weights."""
+scales, what the state_dict of half weights holds, and models that come with half weights.
+"""
 
 import copy
 

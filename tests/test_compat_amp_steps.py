@@ -83,7 +83,8 @@ def two_networks(level: str, losses: int):
 @pytest.mark.parametrize("where", [0, 1, 2])
 def test_several_models_optimizers_and_losses(level, losses, where):
     """Loss 0 trains model 0, loss 1 model 1, loss 2 both; one of them overflows in the second of three
-    iterations. The same run in which the optimizers of that loss are not stepped is the reference."""
+    iterations. The same run in which the optimizers of that loss are not stepped is the reference.
+    """
     touched = {0: (0,), 1: (1,), 2: (0, 1)}[where]
 
     def train(inject: bool) -> tuple[torch.Tensor, dict]:

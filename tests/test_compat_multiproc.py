@@ -1,5 +1,6 @@
 """What fastvit.compat gives beside the imports: a distribution for `importlib.metadata`, `python -m` on its
-modules, `apex.parallel.multiproc`."""
+modules, `apex.parallel.multiproc`.
+"""
 
 import importlib.metadata
 import os

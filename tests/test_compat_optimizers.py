@@ -1,5 +1,6 @@
 """fastvit.compat.apex.optimizers and LARC: against torch's optimizers, and against the papers' formulas in
-float64."""
+float64.
+"""
 
 import copy
 

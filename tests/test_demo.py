@@ -1,4 +1,4 @@
-"""The demo of ``make demo``, in its quick form."""
+"""The demo of `make demo`, in its quick form."""
 
 import json
 import re

@@ -66,7 +66,7 @@ def test_files_of_two_checkpoints_are_told_apart(copied, tmp_path):
 
 
 def _without(place, state):
-    """A state without the key ``part/0/key``."""
+    """A state without the key `part/0/key`."""
     first, _, rest = place.partition("/")
     if isinstance(state, list):
         return [_without(rest, state[0])]

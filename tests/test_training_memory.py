@@ -1,4 +1,4 @@
-"""``--memory``: what the trainer makes of BatchNorm layers, and that a run stays the run that it was."""
+"""`--memory`: what the trainer makes of BatchNorm layers, and that a run stays the run that it was."""
 
 import copy
 

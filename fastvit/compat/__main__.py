@@ -1,4 +1,4 @@
-"""``python -m fastvit.compat [--prefer apex|fastvit] (script.py | -m module) args...``
+"""`python -m fastvit.compat [--prefer apex|fastvit] (script.py | -m module) args...`
 
 Runs a script as `python script.py args...` would, with `import apex` and `import inplace_abn` at hand. It
 is a module for torchrun and torch.distributed.launch too:

@@ -34,7 +34,8 @@ def _spelled(arguments: Sequence[str], declared: list[str]) -> list[str]:
 
 def spell_local_rank() -> None:
     """Has every `argparse` parser that reads the command line find the local rank, wherever in the script's
-    modules it is declared; `sys.argv` stays as it is."""
+    modules it is declared; `sys.argv` stays as it is.
+    """
     parse = argparse.ArgumentParser.parse_known_args
 
     @functools.wraps(parse)

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 @contextlib.contextmanager
 def noting_errors(errors: list[str]) -> Iterator[None]:
     """Collects in `errors` the exceptions that reach code of a model, whether it catches them or not."""
-
     others: set[int] = set()
 
     def in_function(frame: types.FrameType, event: str, argument: tuple):

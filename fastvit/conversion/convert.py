@@ -128,7 +128,8 @@ def _measured(
     model: nn.Module, arguments: Arguments | None, before: Observed
 ) -> tuple[int | None, str, set[nn.Module], list[Saved]]:
     """What a training forward of the converted model keeps, or why that is not known; layers at rest; of what
-    tensors that is."""
+    tensors that is.
+    """
     if before.kept is None:
         return None, before.unmeasured, set(), []
     try:

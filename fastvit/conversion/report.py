@@ -150,7 +150,8 @@ class Report:
             raise ValueError("plot: this report has no tensors; convert with example_inputs expected")
         from matplotlib.figure import Figure
 
-        rows = [row for row in self.tensors if row.saved_bytes + row.kept_bytes >= _SHOWN * self.kept_before]
+        least = _SHOWN * (self.kept_before or 0)
+        rows = [row for row in self.tensors if row.saved_bytes + row.kept_bytes >= least]
         labels = [f"{row.count} x {' & '.join(row.names)}" for row in rows]
         figure = Figure(figsize=(10, 1.2 + 0.3 * len(rows)), layout="constrained")
         axis = figure.subplots()
@@ -165,7 +166,7 @@ class Report:
         axis.set_yticks(range(len(rows)), labels, fontsize=7)
         axis.invert_yaxis()
         axis.set_xlabel("MiB for backward", fontsize=8)
-        axis.set_title(self.summary(), fontsize=8)
+        figure.suptitle(self.summary().replace("; ", "\n"), fontsize=8)  # axes' titles are cut at the edge
         axis.legend(fontsize=8)
         axis.spines[["top", "right"]].set_visible(False)
         figure.savefig(path, dpi=110)

@@ -54,7 +54,8 @@ def observe(model: nn.Module, layers: Iterable[nn.Module], arguments: Arguments)
 
 def kept_bytes(model: nn.Module, arguments: Arguments) -> tuple[int, set[nn.Module], list[Saved]]:
     """Bytes that a training forward keeps, its result included; the converted layers that ran as such; and
-    what tensors are kept and rebuilt."""
+    what tensors are kept and rebuilt.
+    """
     tensors: list[Saved] = []
     with untouched(model), _training(model):
         kept = _kept_bytes(model, arguments, look=lambda result: tensors.extend(account(result, model)))

@@ -16,7 +16,7 @@ from ..sync_batchnorm import SyncBatchNorm
 __all__ = ["NORMS", "SYNCHRONISED", "NormAct"]
 
 NORMS = ("torch", "torch-sync", "fastvit-sync", "inplace-abn", "inplace-abn-sync")
-"""What ``norm=`` takes."""
+"""What `norm=` takes."""
 
 SYNCHRONISED = frozenset({"torch-sync", "fastvit-sync", "inplace-abn-sync"})
 """The norms with statistics over the samples of every rank; all ranks hold the same running values."""
@@ -52,21 +52,21 @@ _MAKERS: dict[str, Callable[[int, bool, float], nn.Module]] = {
 
 
 class NormAct(nn.Module):
-    """BatchNorm and leaky_relu over the channels of ``(N, C, H, W)`` images or ``(N, L, C)`` tokens.
+    """BatchNorm and leaky_relu over the channels of `(N, C, H, W)` images or `(N, L, C)` tokens.
 
     Args:
         num_features: C.
-        norm: ``torch`` (nn.BatchNorm), ``torch-sync`` (nn.SyncBatchNorm; trains on CUDA tensors only and
-            raises ValueError on others), ``fastvit-sync`` (fastvit.SyncBatchNorm), ``inplace-abn``
-            (fastvit.InPlaceABN) or ``inplace-abn-sync`` (fastvit.InPlaceABNSync).
-        tokens: the input is ``(N, L, C)`` and C is its last dimension.
+        norm: `torch` (nn.BatchNorm), `torch-sync` (nn.SyncBatchNorm; trains on CUDA tensors only and
+            raises ValueError on others), `fastvit-sync` (fastvit.SyncBatchNorm), `inplace-abn`
+            (fastvit.InPlaceABN) or `inplace-abn-sync` (fastvit.InPlaceABNSync).
+        tokens: the input is `(N, L, C)` and C is its last dimension.
         slope: of leaky_relu for negative values.
 
-    ``forward(x)`` returns a tensor of the shape and dtype of ``x``. The in-place norms overwrite ``x`` and
-    return it, so ``x`` must be the fresh result of a convolution or matrix product that nothing else keeps.
+    `forward(x)` returns a tensor of the shape and dtype of `x`. The in-place norms overwrite `x` and
+    return it, so `x` must be the fresh result of a convolution or matrix product that nothing else keeps.
 
     Raises:
-        ValueError: ``norm`` is not one of the names above.
+        ValueError: `norm` is not one of the names above.
     """
 
     def __init__(self, num_features: int, norm: str, *, tokens: bool = False, slope: float = 0.01) -> None:

@@ -19,13 +19,13 @@ from .norm_act import NormAct
 __all__ = ["MLP_NORMS", "VARIANTS", "ViT", "create_vit", "vit_digits"]
 
 MLP_NORMS = ("none", "batch")
-"""What ``mlp_norm=`` takes."""
+"""What `mlp_norm=` takes."""
 
 
 class Stem(nn.Module):
     """3x3 convolutions, each followed by BatchNorm and leaky_relu, then one token for each patch.
 
-    ``(N, in_channels, H, W)`` -> ``(N, L, dim)`` with L the number of patches left after the strides.
+    `(N, in_channels, H, W)` -> `(N, L, dim)` with L the number of patches left after the strides.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Stem(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention, ``(N, L, dim)`` -> ``(N, L, dim)``."""
+    """Multi-head self-attention, `(N, L, dim)` -> `(N, L, dim)`."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Linear, GELU or BatchNorm with leaky_relu, linear: ``(N, L, dim)`` -> ``(N, L, dim)``."""
+    """Linear, GELU or BatchNorm with leaky_relu, linear: `(N, L, dim)` -> `(N, L, dim)`."""
 
     def __init__(self, dim: int, hidden: int, norm: str, mlp_norm: str) -> None:
         super().__init__()
@@ -107,16 +107,16 @@ class ViT(nn.Module):
         num_classes: length of the returned logits.
         stem_channels, stem_strides: width and stride of each 3x3 convolution of the stem.
         patch: side of the square of stem positions that becomes one token; it divides what the strides leave.
-        dim: width of the tokens; a multiple of ``heads``.
+        dim: width of the tokens; a multiple of `heads`.
         depth: number of blocks.
         heads: attention heads.
-        mlp_ratio: width of the MLP's hidden layer over ``dim``.
-        norm: BatchNorm and activation of the stem, and of the MLP with ``mlp_norm="batch"``; see `NormAct`.
-        mlp_norm: between the linear layers ``none`` (GELU alone) or ``batch`` (BatchNorm, leaky_relu).
+        mlp_ratio: width of the MLP's hidden layer over `dim`.
+        norm: BatchNorm and activation of the stem, and of the MLP with `mlp_norm="batch"`; see `NormAct`.
+        mlp_norm: between the linear layers `none` (GELU alone) or `batch` (BatchNorm, leaky_relu).
 
-    ``forward(images)`` takes ``(N, in_channels, image_size, image_size)`` and returns logits
-    ``(N, num_classes)``. The state_dict keys, and the initial weights after a given ``torch.manual_seed``,
-    do not depend on ``norm``.
+    `forward(images)` takes `(N, in_channels, image_size, image_size)` and returns logits
+    `(N, num_classes)`. The state_dict keys, and the initial weights after a given `torch.manual_seed`,
+    do not depend on `norm`.
 
     Raises:
         ValueError: an argument is impossible; the message says which and what it takes.
@@ -205,7 +205,7 @@ _VARIANTS = {
 }
 
 VARIANTS = tuple(_VARIANTS)
-"""What ``create_vit`` takes as a name."""
+"""What `create_vit` takes as a name."""
 
 
 def create_vit(
@@ -216,10 +216,10 @@ def create_vit(
     norm: str = "inplace-abn-sync",
     mlp_norm: str = "batch",
 ) -> ViT:
-    """A ViT by name: ``(N, in_channels, image_size, image_size)`` -> ``(N, num_classes)``.
+    """A ViT by name: `(N, in_channels, image_size, image_size)` -> `(N, num_classes)`.
 
-    ``vit_digits`` is meant for 8 pixels (247 thousand weights), ``vit_cifar`` for 32, ``vit_tiny``,
-    ``vit_small`` and ``vit_base`` for 224; each takes every size that leaves whole patches.
+    `vit_digits` is meant for 8 pixels (247 thousand weights), `vit_cifar` for 32, `vit_tiny`,
+    `vit_small` and `vit_base` for 224; each takes every size that leaves whole patches.
 
     Raises:
         ValueError: there is no such name, or the size leaves no whole patches.
@@ -237,5 +237,5 @@ def create_vit(
 
 
 def vit_digits(norm: str = "inplace-abn-sync", mlp_norm: str = "batch") -> ViT:
-    """The ViT for scikit-learn's digits: ``(N, 1, 8, 8)`` -> ``(N, 10)``, 16 tokens, 247 thousand weights."""
+    """The ViT for scikit-learn's digits: `(N, 1, 8, 8)` -> `(N, 10)`, 16 tokens, 247 thousand weights."""
     return create_vit("vit_digits", 8, 1, 10, norm, mlp_norm)

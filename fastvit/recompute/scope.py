@@ -123,7 +123,8 @@ class _Scope:
 
     def call(self, layer: Callable[[], Tensor], rebuild: Callable[..., Tensor]) -> Tensor:
         """y = layer(), known from then on as what `rebuild` makes of the tensors that `layer` saves, in the
-        order in which it saves them."""
+        order in which it saves them.
+        """
         self._recorded = recorded = []
         try:
             y = layer()

@@ -33,7 +33,8 @@ class Shared:
         self._device = x.device
         return group_of(self._group, x.device).moments(self._layer, x, channel_dim)
 
-    def sums(self, reduce: Reduce, tag: Tensor) -> Tensor:
+    def sums(self, reduce: Reduce, tag: Tensor | None) -> Tensor:
+        assert tag is not None  # moments gave one
         if torch.compiler.is_compiling():
             return self._traced(reduce(None), tag)[0]
         return group_of(self._group, self._device).sums(reduce, tag)
@@ -65,4 +66,6 @@ def over(group: "dist.ProcessGroup | None", layer: LayerKey) -> Transport:
         )
     if dist.get_world_size(group) == 1:
         return Local()
-    return Shared(dist.group.WORLD if group is None else group, layer)
+    shared = dist.group.WORLD if group is None else group
+    assert shared is not None
+    return Shared(shared, layer)

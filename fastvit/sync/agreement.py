@@ -154,7 +154,7 @@ class Agreement:
 
     def together(self, what: str, work: Callable[[], T]) -> T:
         """What `work()` gives. Raises Unavailable on all ranks when it fails on one."""
-        result, said = None, "done"
+        said = "done"
         try:
             result = work()
         except (OSError, RuntimeError, ValueError, ImportError, AttributeError) as error:

@@ -17,8 +17,10 @@ def share(
     numbers: Tensor, tag: Tensor | None, group: str, op: str, number: int, momentum: float | None
 ) -> tuple[Tensor, Tensor]:
     """Without a tag `numbers` are moments, `(2C + 2,)`: the group's, and their tag. With that of the forward
-    they are sums, `(1, 2C)`: these, and the group's."""
-    shared = group_of(dist.distributed_c10d._resolve_process_group(group), numbers.device)
+    they are sums, `(1, 2C)`: these, and the group's.
+    """
+    resolved = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]  # a name of its own
+    shared = group_of(resolved, numbers.device)
     if tag is None:
         return shared.share_moments(LayerKey(op, number, momentum), numbers)
     return shared.share_sums(numbers, tag), tag.clone()

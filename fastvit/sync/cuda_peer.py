@@ -146,7 +146,7 @@ def trial(
         numbers, changed = torch.arange(2 * capacity, device=device).float()[None], False
         for step in range(1, _TRIALS + 1):  # to the end, unless the peers know: nobody waits for this rank
             both = tested.share(numbers + (rank + step), Tag(0, step))
-            want = sum(numbers[0] + (peer + step) for peer in range(world))
+            want = torch.stack([numbers[0] + (peer + step) for peer in range(world)]).sum(0)
             changed |= not torch.equal(both, torch.stack([numbers[0] + (rank + step), want]))
             tested.check()
         if changed:
@@ -174,7 +174,7 @@ def load_kernels(device: torch.device) -> None:
                 moments = alone.moments(x, channel_dim, tag)
                 y, saved = ops.bn_forward(x, moments, z=z, channel_dim=channel_dim)
                 sums = alone.sums(
-                    lambda e, x=x, y=y, z=z, saved=saved, d=channel_dim: ops.bn_reduce(
+                    lambda e, x=x, y=y, z=z, saved=saved, d=channel_dim: ops.bn_reduce(  # type: ignore[misc]
                         x, y, z, saved, channel_dim=d, exchange=e
                     ),
                     tag,
@@ -182,7 +182,7 @@ def load_kernels(device: torch.device) -> None:
                 ops.bn_backward(x, y, z, saved, sums[1], channel_dim=channel_dim)
             saved = ops.abn_forward_(x, moments, channel_dim=channel_dim)
             sums = alone.sums(
-                lambda e, x=x, y=y, saved=saved, d=channel_dim: ops.abn_reduce(
+                lambda e, x=x, y=y, saved=saved, d=channel_dim: ops.abn_reduce(  # type: ignore[misc]
                     x, y, saved, channel_dim=d, exchange=e
                 ),
                 tag,

@@ -55,8 +55,14 @@ class Group:
         self._layers: dict[tuple, int] = {}
         self._names: list[str] = []
         self._backwards: set[int] = set()  # by autograd's number: have exchanged sums and not ended
-        self.way: Way | None = None
+        self._way: Way | None = None
         self.why = ""
+
+    @property
+    def way(self) -> Way:
+        """What the group has chosen, at the first call of a layer."""
+        assert self._way is not None
+        return self._way
 
     def moments(self, layer: LayerKey, x: Tensor, channel_dim: int) -> tuple[Tensor, Tensor]:
         """The moments of x over all ranks, and the tag for the backward."""
@@ -128,7 +134,7 @@ class Group:
                 f"rank {self._agreement.rank}: the ranks of group {self.name} differ in their layer "
                 f"{number}: {answers_text(answers)}"
             )
-        if self.way is None or not self.way.reserve(channels, dtype):
+        if self._way is None or not self._way.reserve(channels, dtype):
             self._choose(channels, dtype)
         self._names.append(name)
         return number
@@ -138,10 +144,10 @@ class Group:
         return f"{direction} of {name}, step {tag.step} of group {self.name}"
 
     def _choose(self, channels: int, dtype: torch.dtype) -> None:
-        before = self.way
-        self.way, self.why = self._vote(channels, dtype)
+        before = self._way
+        self._way, self.why = self._vote(channels, dtype)
         self.way.reserve(channels, dtype)
-        if getattr(before, "captured", False):
+        if before is not None and getattr(before, "captured", False):
             _captured.append((self, before))
         elif before is not None:
             before.close()
@@ -165,20 +171,16 @@ class Group:
                 raise RuntimeError(
                     f"FASTVIT_STATISTICS={asked[-1]}, but group {self.name} cannot: {reason}"
                 ) from None
-            return Collective(self._group(), self._device, self._name_of), f"Collective: {reason}"
+            group = self._group()
+            assert group is not None  # whose layer calls
+            return Collective(group, self._device, self._name_of), f"Collective: {reason}"
 
     def _place(self) -> str:
         """Where all ranks are, whose memory may be in common."""
         provider = PROVIDERS.get(self._device.type)
         if provider is None:
             raise Unavailable(f"no memory in common on {self._device.type}")
-        place = None
-
-        def find() -> None:
-            nonlocal place
-            place = provider.place(self._device)
-
-        self._agreement.together("place of the ranks", find)
+        place = self._agreement.together("place of the ranks", lambda: provider.place(self._device))
         if len(self._agreement.ask("place of the ranks", place)) > 1:
             raise Unavailable("several hosts")
         return place
@@ -199,7 +201,7 @@ def group_of(group: "dist.ProcessGroup", device: torch.device) -> Group:
 
 
 def _ways() -> list[tuple[Group, Way]]:
-    return [(one, one.way) for by_device in _groups.values() for one in by_device.values() if one.way]
+    return [(one, one._way) for by_device in _groups.values() for one in by_device.values() if one._way]
 
 
 def taken() -> list[str]:

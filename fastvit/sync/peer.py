@@ -126,7 +126,10 @@ def meeting(agreement: Agreement, one_step: bool) -> Callable[[Position], list[P
         texts = agreement.ask("the first exchange after an error", " ".join(map(str, position)))
         if wrong := {text: ranks for text, ranks in texts.items() if len(text.split()) != 3}:
             raise RuntimeError(f"rank {agreement.rank} is back after an error, but {answers_text(wrong)}")
-        steps = {tuple(map(int, text.split())): ranks for text, ranks in texts.items()}
+        steps: dict[Position, list[int]] = {}
+        for text, ranks in texts.items():
+            epoch, generation, step = map(int, text.split())
+            steps[epoch, generation, step] = ranks
         if one_step and len({step for _, _, step in steps}) > 1:
             by_rank = sorted((rank, step) for (_, _, step), ranks in steps.items() for rank in ranks)
             begun = ", ".join(f"{ranks_text([rank])} {step}" for rank, step in by_rank)

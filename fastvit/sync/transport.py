@@ -44,7 +44,7 @@ class Local:
     def moments(self, x: Tensor, channel_dim: int) -> tuple[Tensor, None]:
         return ops.bn_stats(x, channel_dim), None
 
-    def sums(self, reduce: Reduce, tag: None) -> Tensor:
+    def sums(self, reduce: Reduce, tag: Tensor | None) -> Tensor:
         return reduce(None)
 
     def check(self) -> None:

@@ -1,16 +1,16 @@
-"""The trainer: ``fastvit-train`` or ``python -m fastvit.training``, alone or on many ranks.
+"""The trainer: `fastvit-train` or `python -m fastvit.training`, alone or on many ranks.
 
-``command_line``, ``config``    what a run is told: flags, a TOML file, defaults
-``launch``, ``distributed``     who started the ranks, and what they say to each other
-``datasets``, ``cifar``, ``image_folder``, ``augmentation``, ``loaders``
-                                where batches come from
-``model``, ``optimization``, ``precision``, ``engine``, ``train_state``
-                                what a step changes
-``loop``, ``signals``, ``profiling``
-                                an epoch of training, and what may end or watch it
-``checkpoint``, ``log``         what a run leaves behind
-``run``                         all of it in order
+    command_line, config    what a run is told: flags, a TOML file, defaults
+    launch, distributed     who started the ranks, and what they say to each other
+    datasets, cifar, image_folder, augmentation, loaders
+                            where batches come from
+    model, optimization, precision, engine, train_state
+                            what a step changes
+    loop, signals, profiling
+                            an epoch of training, and what may end or watch it
+    checkpoint, log         what a run leaves behind
+    run                     all of it in order
 
 Importing this package imports nothing heavy; scikit-learn, TensorBoard, tqdm and safetensors come with the
-extra ``train`` (``pip install fastvit[train]``) and are imported when a run starts.
+extra `train` (`pip install fastvit[train]`) and are imported when a run starts.
 """

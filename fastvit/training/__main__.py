@@ -1,4 +1,4 @@
-"""``python -m fastvit.training``, also installed as ``fastvit-train``."""
+"""`python -m fastvit.training`, also installed as `fastvit-train`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _complain(error: object) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the trainer with command-line arguments (``sys.argv`` when None).
+    """Run the trainer with command-line arguments (`sys.argv` when None).
 
     Returns:
         0, or 1 when the run failed; a wrong option exits with 2.

@@ -10,12 +10,12 @@ __all__ = ["random_flip", "random_shift"]
 
 
 def random_shift(images: Tensor, pixels: int, generator: torch.Generator, background: float = 0.0) -> Tensor:
-    """Move each image by up to ``pixels`` along each axis; what moves in is background.
+    """Move each image by up to `pixels` along each axis; what moves in is background.
 
-    The same as padding by ``pixels`` and cropping at random.
+    The same as padding by `pixels` and cropping at random.
 
     Args:
-        images: ``(N, C, H, W)``.
+        images: `(N, C, H, W)`.
 
     Returns:
         a new tensor of the same shape.
@@ -31,6 +31,6 @@ def random_shift(images: Tensor, pixels: int, generator: torch.Generator, backgr
 
 
 def random_flip(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Mirror each image left to right with probability one half; ``(N, C, H, W)``, a new tensor."""
+    """Mirror each image left to right with probability one half; `(N, C, H, W)`, a new tensor."""
     flipped = torch.rand(len(images), 1, 1, 1, generator=generator) < 0.5
     return torch.where(flipped, images.flip(3), images)

@@ -1,18 +1,18 @@
 """Checkpoints: written whole or not at all, and loaded without running code from the file.
 
-A checkpoint is a directory ``<run>/checkpoints/epoch-0012`` (or ``epoch-0012-step-000340``, 340 steps into
+A checkpoint is a directory `<run>/checkpoints/epoch-0012` (or `epoch-0012-step-000340`, 340 steps into
 the epoch after) with these files:
 
-``model.safetensors``
+`model.safetensors`
     parameters and buffers under the model's own names, for anyone who wants the weights.
-``average.safetensors``
-    their moving average, with ``--ema``.
-``state.pt``
+`average.safetensors`
+    their moving average, with `--ema`.
+`state.pt`
     optimizer, schedule, loss scale, epoch, random generators of every rank, configuration and history;
-    ``torch.load(..., weights_only=True)`` reads it.
+    `torch.load(..., weights_only=True)` reads it.
 
 It is written under another name and renamed when all files are on the disk, so a crash at any moment leaves
-the previous checkpoint as it was. The links ``last`` and ``best`` beside it are replaced the same way.
+the previous checkpoint as it was. The links `last` and `best` beside it are replaced the same way.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ KEYS = {
     "epoch": int, "step": int, "world": int, "averaged": int, "progress": dict, "history": list, "rng": list,
     "config": dict, "classes": list, "optimizer": dict, "scheduler": dict, "precision": dict,
 }  # fmt: skip
-KEYS_OF_PARTS = {
+KEYS_OF_PARTS: dict[str, dict[str, type]] = {
     "progress": {"step": int, "loss": float, "norm": float, "norms": int},
     "history": {"epoch": int, "time": float, "test_loss": float, "test_accuracy": float},
     "rng": {"cpu": Tensor},
@@ -59,6 +59,7 @@ Weights = dict[str, dict[str, Tensor]]  # by file, then by name
 def _place(path: Path) -> tuple[int, int]:
     """Epochs and further steps that a checkpoint has behind it, by its name."""
     found = NAME.fullmatch(path.name)
+    assert found  # the caller has looked
     return int(found[1]), int(found[2] or 0)
 
 
@@ -99,16 +100,16 @@ def _own_memory(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def save_checkpoint(
     run: Path, weights: Weights, state: dict[str, Any], keep: int = 2, best: bool = False
 ) -> Path:
-    """Write a checkpoint and make ``last`` point to it, then remove what need not be kept.
+    """Write a checkpoint and make `last` point to it, then remove what need not be kept.
 
     Checkpoints that are further than this one belong to a continuation that was given up, and go too.
 
     Args:
         run: directory of the run.
-        weights: for each file its tensors; ``model`` among them.
-        state: what ``torch.load(weights_only=True)`` can read; ``epoch`` and ``step`` name the checkpoint.
+        weights: for each file its tensors; `model` among them.
+        state: what `torch.load(weights_only=True)` can read; `epoch` and `step` name the checkpoint.
         keep: number of newest checkpoints that stay, besides the best one.
-        best: make ``best`` point to it.
+        best: make `best` point to it.
 
     Raises:
         OSError: the disk is full or not writable; the previous checkpoint is intact.
@@ -156,7 +157,7 @@ def _remove_others(run: Path, newest: Path, keep: int) -> None:
 
 
 def mend_links(run: Path) -> None:
-    """Make ``last`` and ``best`` links again where a copy of the run has followed them.
+    """Make `last` and `best` links again where a copy of the run has followed them.
 
     Raises:
         TrainingError: what was copied does not say which checkpoint it is.
@@ -184,7 +185,7 @@ def last_checkpoint(run: Path) -> Path | None:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint that ``--resume path`` means: ``path`` itself, or the last one of the run ``path``.
+    """The checkpoint that `--resume path` means: `path` itself, or the last one of the run `path`.
 
     Raises:
         TrainingError: there is none.
@@ -272,7 +273,7 @@ def _damaged(path: Path, error: Exception) -> str:
 
 
 def get_rng_state(device: torch.device) -> dict[str, Tensor]:
-    """State of the random generators that training on ``device`` draws from."""
+    """State of the random generators that training on `device` draws from."""
     state = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)

@@ -65,11 +65,11 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_cifar(path: str, name: str) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], tuple[str, ...]]:
-    """Images ``(N, 3, 32, 32)`` uint8 and labels ``(N,)`` int64 for training and test, and the class names.
+    """Images `(N, 3, 32, 32)` uint8 and labels `(N,)` int64 for training and test, and the class names.
 
     Args:
         path: the unpacked folder, or the one that it lies in.
-        name: ``cifar10`` or ``cifar100``.
+        name: `cifar10` or `cifar100`.
 
     Raises:
         OSError: a file is missing or cannot be read.

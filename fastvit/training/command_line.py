@@ -23,7 +23,7 @@ FIELDS = {item.name: item for item in fields(Config)}
 
 
 def nearest(name: str, names: Sequence[str]) -> str:
-    """``; did you mean --epochs?``, or nothing when no name is near."""
+    """`; did you mean --epochs?`, or nothing when no name is near."""
     found = difflib.get_close_matches(name, names, n=1)
     return f"; did you mean {found[0]}?" if found else ""
 
@@ -91,7 +91,7 @@ def _as_field(value: Any) -> Any:
 
 
 def parse(arguments: Sequence[str] | None = None) -> tuple[Config, dict[str, Any], int | None]:
-    """Read the command line (``sys.argv`` when None) and the file it names.
+    """Read the command line (`sys.argv` when None) and the file it names.
 
     Returns:
         the configuration with the defaults filled in, the values that were really given, and the local rank
@@ -103,8 +103,8 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[Config, dict[str, Any
     parser = make_parser()
     known, unknown = parser.parse_known_args(arguments)
     if unknown:
-        flags = [flag(item) for item in FIELDS.values()]
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{nearest(unknown[0], flags)}")
+        possible = [flag(item) for item in FIELDS.values()]
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{nearest(unknown[0], possible)}")
     flags = vars(known)
     file, local_rank = flags.pop("config", None), flags.pop("local_rank", None)
     if "freeze" in flags:
@@ -122,7 +122,7 @@ def merge_saved(given: Mapping[str, Any], saved: Mapping[str, Any], run_director
     Args:
         given: the values on the command line and in the file of this start.
         saved: the configuration stored in the checkpoint.
-        run_directory: where the checkpoint lies; the run goes on there unless ``--out`` was given.
+        run_directory: where the checkpoint lies; the run goes on there unless `--out` was given.
 
     Raises:
         ConfigError: a value contradicts the checkpoint about what is trained.

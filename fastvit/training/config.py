@@ -47,7 +47,7 @@ def _option(default: Any, group: str, help: str, choices: Sequence[str] | None =
 class Config:
     """Everything that a run can be told. Each field is a flag and a key of the TOML file.
 
-    ``batch_size`` is ``--batch-size`` on the command line and ``batch_size = 32`` in the file. ``None`` means
+    `batch_size` is `--batch-size` on the command line and `batch_size = 32` in the file. `None` means
     that the value follows from others; it is filled in here, so that a saved configuration has every number.
     """
 
@@ -171,7 +171,7 @@ class Config:
                 raise ConfigError(f"{flag(name)} is for {where}, got {flag(name)} {getattr(self, name)}")
 
     def save(self, path: Path) -> None:
-        """Write the fields as TOML that ``--config`` takes back; what is None is left out."""
+        """Write the fields as TOML that `--config` takes back; what is None is left out."""
         lines = [f"{item.name} = {_toml(getattr(self, item.name))}" for item in fields(self)
                  if getattr(self, item.name) is not None]  # fmt: skip
         temporary = path.with_name(path.name + ".tmp")
@@ -180,7 +180,7 @@ class Config:
 
 
 def flag(item: Field | str) -> str:
-    """``batch_size`` -> ``--batch-size``."""
+    """`batch_size` -> `--batch-size`."""
     return "--" + (item if isinstance(item, str) else item.name).replace("_", "-")
 
 
@@ -190,7 +190,7 @@ def _toml(value: Any) -> str:
 
 
 def kind_of(item: Field) -> type:
-    """int, float, bool, str or tuple: of ``float | None`` the part that is not None."""
+    """int, float, bool, str or tuple: of `float | None` the part that is not None."""
     hint = _hints()[item.name]
     if typing.get_origin(hint) is tuple:
         return tuple

@@ -21,12 +21,12 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class ImageSource(Protocol):
-    """Images that are read a batch at a time, and their labels ``(N,)`` int64."""
+    """Images that are read a batch at a time, and their labels `(N,)` int64."""
 
     labels: Tensor
 
     def read(self, indices: list[int], generator: torch.Generator | None) -> Tensor:
-        """Images ``(n, C, H, W)`` fp32, ready for the model; augmented with what the generator draws.
+        """Images `(n, C, H, W)` fp32, ready for the model; augmented with what the generator draws.
 
         Raises:
             OSError: a file cannot be read.
@@ -90,7 +90,7 @@ def load(config: Config) -> DataSets:
 
     Raises:
         OSError: files are missing or damaged.
-        ConfigError: they are not what ``--data`` says.
+        ConfigError: they are not what `--data` says.
     """
     if config.data == "digits":
         return load_digits(config.data_seed)
@@ -104,7 +104,7 @@ def load(config: Config) -> DataSets:
 def load_digits(seed: int) -> DataSets:
     """The 1797 digits that come with scikit-learn, split at random into 1438 for training and 359 for test.
 
-    Images ``(N, 1, 8, 8)`` fp32 in [-1, 1]. The same seed gives the same split everywhere. Training images
+    Images `(N, 1, 8, 8)` fp32 in [-1, 1]. The same seed gives the same split everywhere. Training images
     move by up to a pixel.
     """
     from sklearn.datasets import load_digits as load

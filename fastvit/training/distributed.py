@@ -79,6 +79,7 @@ def _choose_device(option: str, index: int | None, all_have_gpu: bool, local_ran
         )
     if option == "cpu" or not all_have_gpu:
         return torch.device("cpu")
+    assert index is not None  # every rank has a GPU
     return torch.device("cuda", index)
 
 
@@ -102,12 +103,12 @@ def init(launch: Launch | None, device: str = "auto", backend: str = "auto", tim
 
     Args:
         launch: what `find_launch` returned.
-        device: ``auto``, ``cpu`` or ``cuda``.
-        backend: ``auto``, ``gloo`` or ``nccl``.
+        device: `auto`, `cpu` or `cuda`.
+        backend: `auto`, `gloo` or `nccl`.
         timeout: seconds that a rank waits for the others, here and in every later collective.
 
     Raises:
-        ConfigError: ``cuda`` was asked for and a rank has no GPU, or ranks are missing.
+        ConfigError: `cuda` was asked for and a rank has no GPU, or ranks are missing.
     """
     if launch is None:
         print("not using distributed mode", flush=True)
@@ -125,7 +126,7 @@ def init(launch: Launch | None, device: str = "auto", backend: str = "auto", tim
         store, rank, world = next(rendezvous("env://", rank, world, timeout=wait))
         store.set_timeout(wait)
         votes = dist.PrefixStore("fastvit/gpu", store)
-        votes.set(str(rank), b"0" if index is None else b"1")
+        votes.set(str(rank), "0" if index is None else "1")
         all_have_gpu = all(votes.get(str(peer)) == b"1" for peer in range(world))
     except RuntimeError as error:
         raise ConfigError(
@@ -137,7 +138,7 @@ def init(launch: Launch | None, device: str = "auto", backend: str = "auto", tim
         backend = "nccl" if chosen.type == "cuda" else "gloo"
     elif backend == "nccl" and chosen.type != "cuda":
         raise ConfigError("--backend must be gloo on the CPU, got 'nccl'")
-    bound = {}
+    bound: dict[str, Any] = {}
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
         if backend == "nccl":
@@ -162,7 +163,7 @@ def shutdown() -> None:
 
 
 def reduce_value(value: Tensor, average: bool = True) -> Tensor:
-    """Sum of ``value`` over the ranks, or its mean; the input itself when there is one rank.
+    """Sum of `value` over the ranks, or its mean; the input itself when there is one rank.
 
     Args:
         value: any shape, on the device of the run; not changed when there are several ranks.
@@ -216,7 +217,7 @@ class StepReport:
 
 
 def gather_objects(value: T) -> list[T]:
-    """``value`` of every rank in rank order, on every rank."""
+    """`value` of every rank in rank order, on every rank."""
     if get_world_size() < 2:
         return [value]
     values: list[Any] = [None] * get_world_size()
@@ -250,7 +251,7 @@ def on_every(function: Callable[..., T], *arguments: Any) -> T:
     Raises:
         TrainingError: on every rank, when a rank met an OSError, ValueError or TrainingError.
     """
-    result, failed = None, None
+    failed = None
     try:
         result = function(*arguments)
     except (OSError, ValueError, TrainingError) as error:

@@ -17,7 +17,7 @@ APEX_PARTS = ("amp", "parallel", "optimizers")
 
 
 def import_apex(part: str) -> ModuleType:
-    """``apex.<part>`` of NVIDIA apex itself: from the folder FASTVIT_APEX, or as installed.
+    """`apex.<part>` of NVIDIA apex itself: from the folder FASTVIT_APEX, or as installed.
 
     The folder is a clone of apex at release 25.05, or an unpacked archive of it; nothing need be compiled.
     What apex has in Python alone runs on the CPU too, with one change: it marks ranges for NVTX, and where
@@ -37,18 +37,18 @@ def import_apex(part: str) -> ModuleType:
         nvtx.range_push("")
         nvtx.range_pop()
     except RuntimeError:
-        nvtx.range_push = nvtx.range_pop = lambda *_: -1
+        nvtx.range_push = nvtx.range_pop = lambda *_: -1  # type: ignore[assignment]
     return module
 
 
 def engine_part(engine: str, part: str) -> ModuleType:
-    """The module ``amp``, ``parallel`` or ``optimizers``: NVIDIA apex's own, or fastvit's look-alike.
+    """The module `amp`, `parallel` or `optimizers`: NVIDIA apex's own, or fastvit's look-alike.
 
     Args:
-        engine: ``apex`` or ``torch``.
+        engine: `apex` or `torch`.
 
     Raises:
-        ConfigError: ``apex`` was asked for, and what is found under that name has not all of the parts.
+        ConfigError: `apex` was asked for, and what is found under that name has not all of the parts.
     """
     if engine == "torch":
         return importlib.import_module(f"fastvit.compat.apex.{part}")

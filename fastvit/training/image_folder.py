@@ -21,7 +21,7 @@ RATIO = (3 / 4, 4 / 3)  # its width over its height
 
 
 def find_split(path: str, names: tuple[str, ...]) -> Path:
-    """The first of the folders ``names`` in ``path``.
+    """The first of the folders `names` in `path`.
 
     Raises:
         ConfigError: there is none.
@@ -33,7 +33,7 @@ def find_split(path: str, names: tuple[str, ...]) -> Path:
 
 
 class ImageFolder:
-    """The images of ``folder/<class>/...``; classes are numbered in the order of their names.
+    """The images of `folder/<class>/...`; classes are numbered in the order of their names.
 
     Args:
         folder: of one split.
@@ -77,7 +77,11 @@ class ImageFolder:
             raise
         except Exception as error:  # a damaged file raises almost anything
             raise OSError(f"{path} is damaged: {error}") from error
-        box = _centre(*image.size) if generator is None else _random_box(*image.size, generator)
+        box = (
+            _centre(image.width, image.height)
+            if generator is None
+            else _random_box(image.width, image.height, generator)
+        )
         image = image.resize((self.size, self.size), Image.Resampling.BILINEAR, box=box)
         pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
         if generator is not None and torch.rand((), generator=generator) < 0.5:

@@ -33,7 +33,7 @@ def find_launch(local_rank: int | None = None, environment: Mapping[str, str] = 
     the port follows from the job's number, unless MASTER_ADDR and MASTER_PORT say otherwise.
 
     Args:
-        local_rank: as a flag, which torch.distributed.launch passes without ``--use_env``.
+        local_rank: as a flag, which torch.distributed.launch passes without `--use_env`.
 
     Raises:
         ConfigError: the variables are incomplete or are not whole numbers.
@@ -83,7 +83,7 @@ def _from_slurm(world: int, environment: Mapping[str, str]) -> Launch:
 
 
 def _first_host(nodes: str) -> str:
-    """``gpu[003-007,9],login1`` -> ``gpu003``; ``a,b`` -> ``a``."""
+    """`gpu[003-007,9],login1` -> `gpu003`; `a,b` -> `a`."""
     found = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\])?([^,]*)", nodes)
     if not found:
         raise ConfigError(
@@ -95,6 +95,6 @@ def _first_host(nodes: str) -> str:
 def _number(environment: Mapping[str, str], name: str, default: str | None = None) -> int:
     text = environment.get(name, default)
     try:
-        return int(text)
-    except (TypeError, ValueError):
+        return int(text or "")
+    except ValueError:
         raise ConfigError(f"environment variable {name} must be a whole number, got {text!r}") from None

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,7 +47,10 @@ class TrainBatches(Sampler[Key]):
 
     def __init__(self, images: int, batch_size: int, rank: int, world: int, seed: int) -> None:
         self.rank, self.seed = rank, seed
-        self.sampler = DistributedSampler(range(images), world, rank, shuffle=True, seed=seed)
+        every: Any = range(images)  # of which only the length is asked
+        self.sampler: DistributedSampler[int] = DistributedSampler(
+            every, world, rank, shuffle=True, seed=seed
+        )
         if len(self.sampler) < batch_size:
             raise ConfigError(
                 f"--batch-size must be at most the {len(self.sampler)} training images of one rank, "
@@ -56,7 +60,7 @@ class TrainBatches(Sampler[Key]):
         self.first = 0
 
     def set_epoch(self, epoch: int, first: int = 0) -> None:
-        """Begin the next iteration at batch ``first`` of ``epoch``."""
+        """Begin the next iteration at batch `first` of `epoch`."""
         self.sampler.set_epoch(epoch)
         self.first = first
 
@@ -72,7 +76,7 @@ class TrainBatches(Sampler[Key]):
 
 
 class EveryImageOnce(Sampler[int]):
-    """Every ``world``-th index, starting at ``rank``: the ranks together see each image exactly once.
+    """Every `world`-th index, starting at `rank`: the ranks together see each image exactly once.
 
     DistributedSampler repeats images until all ranks have the same number, which counts some of them twice.
     """
@@ -110,6 +114,7 @@ def _obey_only_the_rank(worker: int) -> None:
 
 def _wait_for_the_rank() -> None:
     rank = multiprocessing.parent_process()
+    assert rank is not None
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank.pid and rank.is_alive():
         pass
     os._exit(0)  # DataLoader takes another status for a failure of the worker
@@ -130,7 +135,7 @@ def _loader(source: ImageSource, batches: Sampler[Key], config: Config, ranks: R
 
 
 def make_train_loader(source: ImageSource, config: Config, ranks: Ranks) -> tuple[DataLoader, TrainBatches]:
-    """Augmented training batches of this rank, and their sampler for ``set_epoch``."""
+    """Augmented training batches of this rank, and their sampler for `set_epoch`."""
     batches = TrainBatches(len(source.labels), config.batch_size, ranks.rank, ranks.world, config.seed)
     return _loader(source, batches, config, ranks), batches
 

@@ -15,11 +15,11 @@ __all__ = ["RunLock"]
 
 
 class RunLock:
-    """Keeps other runs out of a directory, from `take` to the end of the ``with`` block.
+    """Keeps other runs out of a directory, from `take` to the end of the `with` block.
 
     Every rank may enter one; only the rank that calls `take` locks. The lock belongs to the process: the
     kernel gives it back when the process ends, however it ends. Workers do not inherit it, as they would one
-    of ``fcntl.flock``, and so cannot keep a restarted run out after their rank was killed.
+    of `fcntl.flock`, and so cannot keep a restarted run out after their rank was killed.
     """
 
     def __init__(self) -> None:

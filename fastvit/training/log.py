@@ -53,17 +53,17 @@ def peak_memory(device: torch.device) -> float:
 
 
 class RunLog:
-    """Writes ``metrics.jsonl`` and TensorBoard events into the directory of a run.
+    """Writes `metrics.jsonl` and TensorBoard events into the directory of a run.
 
     Every rank may hold one; only the rank that calls `open` writes.
 
-    A row is a dict of numbers with ``epoch``, ``time`` (seconds since 1970) and keys of ``TAGS``.
+    A row is a dict of numbers with `epoch`, `time` (seconds since 1970) and keys of `TAGS`.
     """
 
     def __init__(self, run: Path) -> None:
         self.run = run
         self.path = run / "metrics.jsonl"
-        self.writer: SummaryWriter | None = None
+        self.writer: SummaryWriter
 
     def open(self, history: list[dict[str, Any]]) -> None:
         """Begin, with the rows of the epochs that a resumed run has behind it.
@@ -110,5 +110,5 @@ class RunLog:
             # The table reads the results from the curves of these tags.
             results = {TAGS[name]: history[-1][name] for name in ("test_loss", "test_accuracy")}
             for summary in hparams(values, results):
-                self.writer.file_writer.add_summary(summary)
+                self.writer.file_writer.add_summary(summary)  # type: ignore[attr-defined]
         self.writer.close()

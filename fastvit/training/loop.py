@@ -120,13 +120,13 @@ def train_one_epoch(
     The ranks share their losses in every step. All of them see a loss that is not finite, on whichever rank
     it was, and stop at the same step: on the CPU before the optimizer writes it into the weights; on a GPU,
     where the host launches a step without waiting for the last, one step later. The same holds for the norm
-    of the gradients, where it is measured and the loss is not scaled: every tenth step; with ``--clip-norm``
+    of the gradients, where it is measured and the loss is not scaled: every tenth step; with `--clip-norm`
     every one; and every one on a GPU with layers of fastvit's that share statistics, as an exchange that
     failed in a backward is known to the host only afterwards. There torch's optimizers skip the step by a
     flag on the device.
 
     Args:
-        loader: its sampler begins at the batch that ``progress`` has come to.
+        loader: its sampler begins at the batch that `progress` has come to.
         shape: C, H, W of an image.
         epoch: counted from 1, for messages.
         progress: where the epoch begins; it is advanced.
@@ -180,6 +180,7 @@ def train_one_epoch(
             while len(reports) > behind:
                 settle(reports.pop(0))
             if unheard and not scaled:
+                assert norm is not None  # unheard makes norm_every 1
                 _skip_if_not_finite(train_state.optimizer, norm)
             _step(train_state)
             after_step()
@@ -204,7 +205,7 @@ def train_one_epoch(
 
 
 def _backward(train_state: TrainState, feed: _Feed, parts: int) -> Tensor:
-    """The mean loss of ``parts`` batches on this rank; its gradients are averaged over the ranks."""
+    """The mean loss of `parts` batches on this rank; its gradients are averaged over the ranks."""
     total = torch.zeros((), device=train_state.device)
     for part in range(parts):
         images, labels = train_state.to_device(*feed.next())
@@ -238,12 +239,12 @@ class _Masters:
 
 
 def _skip_if_not_finite(optimizer: Optimizer, norm: Tensor) -> None:
-    """Have the next step change nothing if ``norm`` is not finite; the host waits for nothing.
+    """Have the next step change nothing if `norm` is not finite; the host waits for nothing.
 
     The flag is what torch.amp.GradScaler gives to torch's fused optimizers. FusedAdam would wait to read it.
     """
     if optimizer.defaults.get("fused"):
-        optimizer.found_inf = norm.isfinite().logical_not().float()
+        optimizer.found_inf = norm.isfinite().logical_not().float()  # type: ignore[attr-defined]
 
 
 def _step(train_state: TrainState) -> None:
@@ -251,7 +252,7 @@ def _step(train_state: TrainState) -> None:
     train_state.optimizer.zero_grad(set_to_none=True)
     train_state.scheduler.step()
     if train_state.average is not None:
-        train_state.average.update_parameters(_Masters(train_state))
+        train_state.average.update_parameters(_Masters(train_state))  # type: ignore[arg-type]
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ SYNCHRONISED_NORMS = SYNCHRONISED | {"apex-sync"}
 
 
 def build_model(config: Config, shape: tuple[int, int, int], classes: int) -> nn.Module:
-    """The model of ``--model`` with the normalisation of ``--norm``, on the CPU, in fp32.
+    """The model of `--model` with the normalisation of `--norm`, on the CPU, in fp32.
 
     Args:
         shape: C, H, W of the images.

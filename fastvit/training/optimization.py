@@ -17,12 +17,14 @@ __all__ = ["make_average", "make_optimizer", "make_scheduler"]
 def make_optimizer(
     model: nn.Module, name: str, lr: float, weight_decay: float, engine: str = "torch"
 ) -> Optimizer:
-    """``sgd`` (momentum 0.9), ``adamw``, or apex's ``fused-adam``.
+    """`sgd` (momentum 0.9), `adamw`, or apex's `fused-adam`.
 
-    Vectors (biases, gamma, beta) do not decay, nor what the model's ``no_weight_decay()`` names.
+    Vectors (biases, gamma, beta) do not decay, nor what the model's `no_weight_decay()` names.
     """
-    spared = model.no_weight_decay() if hasattr(model, "no_weight_decay") else set()
-    decayed, free = [], []
+    no_weight_decay = getattr(model, "no_weight_decay", None)
+    spared = no_weight_decay() if callable(no_weight_decay) else set()
+    decayed: list[Tensor] = []
+    free: list[Tensor] = []
     for key, parameter in model.named_parameters():
         if parameter.requires_grad:
             (free if parameter.ndim < 2 or key in spared else decayed).append(parameter)
@@ -35,7 +37,7 @@ def make_optimizer(
 
 
 def make_scheduler(optimizer: Optimizer, steps: int, warmup: int) -> LambdaLR:
-    """Learning rate by step: linear from ``lr / warmup`` to ``lr``, then half a cosine, 0 after ``steps``.
+    """Learning rate by step: linear from `lr / warmup` to `lr`, then half a cosine, 0 after `steps`.
 
     A warm-up as long as the run leaves no room for the cosine.
     """
@@ -51,11 +53,11 @@ def make_scheduler(optimizer: Optimizer, steps: int, warmup: int) -> LambdaLR:
 def make_average(model: nn.Module, decay: float) -> AveragedModel:
     """A copy of the model whose parameters are an exponential moving average; its buffers are the model's.
 
-    The decay begins low, at ``(1 + n) / (10 + n)`` after n steps: the initial weights are soon forgotten.
+    The decay begins low, at `(1 + n) / (10 + n)` after n steps: the initial weights are soon forgotten.
     The average stays in the precision that the model has here, whatever that of the model becomes.
     """
 
-    def average(mean: Tensor, value: Tensor, steps: Tensor) -> Tensor:
+    def average(mean: Tensor, value: Tensor, steps: Tensor | int) -> Tensor:
         n = int(steps)
         return mean.lerp(value.to(mean.dtype), 1 - min(decay, (1 + n) / (10 + n)))
 

@@ -1,4 +1,4 @@
-"""Mixed precision: what surrounds forward and backward at each level of ``--amp``."""
+"""Mixed precision: what surrounds forward and backward at each level of `--amp`."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ __all__ = ["ApexLevel", "Precision", "make_precision"]
 
 
 class Precision:
-    """fp32, or torch.autocast in ``dtype`` around the forward pass."""
+    """fp32, or torch.autocast in `dtype` around the forward pass."""
 
-    loss_scale = 1.0
     scales_loss = False  # where it does, gradients that are not finite are of its making, and its to skip
 
     def __init__(self, device: torch.device, dtype: torch.dtype | None = None) -> None:
         self.device, self.dtype = device, dtype
+
+    @property
+    def loss_scale(self) -> float:
+        return 1.0
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         """Model and optimizer as this level wants them; called once, before DistributedDataParallel."""
@@ -39,7 +42,7 @@ class Precision:
         return self.forward()
 
     def backward(self, loss: Tensor, optimizer: Optimizer, last: bool) -> None:
-        """Add the gradients of ``loss``; ``last`` says that a step of the optimizer follows."""
+        """Add the gradients of `loss`; `last` says that a step of the optimizer follows."""
         loss.backward()
 
     def gradient_holders(self, optimizer: Optimizer) -> Iterable[Tensor]:
@@ -100,10 +103,10 @@ class ApexLevel(Precision):
 
 
 def make_precision(config: Config, device: torch.device) -> Precision:
-    """The precision of ``--amp`` and ``--engine``.
+    """The precision of `--amp` and `--engine`.
 
     Raises:
-        ConfigError: ``--engine apex`` without apex's amp.
+        ConfigError: `--engine apex` without apex's amp.
     """
     if config.amp.startswith("O"):
         return ApexLevel(device, config.engine, config.amp, config.loss_scale)

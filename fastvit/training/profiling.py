@@ -1,4 +1,4 @@
-"""A Chrome trace of some steps, for ``--profile``."""
+"""A Chrome trace of some steps, for `--profile`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WARMUP = 2  # steps with the profiler on whose records are thrown away; the firs
 
 
 class StepProfiler:
-    """Records ``steps`` steps of one rank, after two of warm-up, and writes ``trace.json``.
+    """Records `steps` steps of one rank, after two of warm-up, and writes `trace.json`.
 
     Open the file in chrome://tracing or https://ui.perfetto.dev.
     """

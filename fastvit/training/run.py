@@ -30,7 +30,7 @@ __all__ = ["train"]
 
 
 def train(config: Config, given: dict[str, Any], ranks: Ranks) -> None:
-    """Train as ``config`` says; every rank calls it, and rank 0 prints ``test accuracy 0.xxx`` at the end.
+    """Train as `config` says; every rank calls it, and rank 0 prints `test accuracy 0.xxx` at the end.
 
     Args:
         config: the configuration of this start.
@@ -96,12 +96,12 @@ def _train(config: Config, given: dict[str, Any], ranks: Ranks, lock: RunLock) -
                 best = all(_score(row) > _score(other) for other in history)
                 history.append(row)
                 done, progress = epoch, Progress()
-            saved = _state(train_state, ranks, data, done, progress, history)
+            now = _state(train_state, ranks, data, done, progress, history)
             if result.complete:
-                on_main(_keep, run, train_state, saved, config.keep, best, log, row)
+                on_main(_keep, run, train_state, now, config.keep, best, log, row)
                 _say(_summary(row))
             else:
-                on_main(checkpoint.save_checkpoint, run, train_state.weights(), saved, config.keep)
+                on_main(checkpoint.save_checkpoint, run, train_state.weights(), now, config.keep)
             if result.stop_asked and done < end:
                 _say(f"stopped by SIGTERM in epoch {epoch}, after step {result.progress.step}")
                 break
@@ -124,7 +124,7 @@ def _some(names: Any) -> str:
 def _claim_and_load(
     config: Config, given: dict[str, Any], world: int, lock: RunLock
 ) -> tuple[Config, dict | None, dict | None]:
-    """Lock the directory of a run to be resumed, then read its checkpoint; ``auto`` may find none."""
+    """Lock the directory of a run to be resumed, then read its checkpoint; `auto` may find none."""
     auto = config.resume == "auto"
     source = out = Path(config.out if auto else config.resume)
     if not auto:

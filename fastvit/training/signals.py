@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from types import FrameType
+from typing import Any
 
 __all__ = ["StopRequest"]
 
@@ -18,7 +19,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.came = False
-        self._before = None
+        self._before: Any = None  # what signal.signal has returned
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():  # others may not set handlers

@@ -32,7 +32,7 @@ class TrainState:
     """Everything that training changes, and the few numbers that say how a step is made."""
 
     model: nn.Module  # without DistributedDataParallel
-    parallel: nn.Module  # what a training step calls
+    parallel: Any  # a module: what a training step calls
     optimizer: Optimizer
     scheduler: LambdaLR
     precision: Precision
@@ -49,7 +49,7 @@ class TrainState:
 
     @contextmanager
     def no_sync(self, local: bool) -> Iterator[None]:
-        """When ``local``, gradients of forwards and backwards in here wait for the next ones outside."""
+        """When `local`, gradients of forwards and backwards in here wait for the next ones outside."""
         if not local or self.parallel is self.model:
             yield
         elif hasattr(self.parallel, "no_sync"):
@@ -63,7 +63,7 @@ class TrainState:
                 self.parallel.enable_allreduce()
 
     def weights(self) -> dict[str, dict[str, Tensor]]:
-        """What a checkpoint keeps as safetensors: ``model``, and ``average`` when there is one."""
+        """What a checkpoint keeps as safetensors: `model`, and `average` when there is one."""
         files = {"model": self.model.state_dict()}
         if self.average is not None:
             files["average"] = self.average.module.state_dict()
@@ -119,7 +119,7 @@ def make_train_state(
         saved: weights and state of a checkpoint to go on from.
     """
     layout = torch.channels_last if config.channels_last else torch.preserve_format
-    model = model.to(ranks.device, memory_format=layout)
+    model = model.to(ranks.device, memory_format=layout)  # type: ignore[call-overload]  # lacks this one
     broadcast_weights(model)
     precision = make_precision(config, ranks.device)
     # An older checkpoint has none of it.
@@ -153,9 +153,10 @@ def data_parallel(model: nn.Module, config: Config, ranks: Ranks) -> nn.Module:
     # torch 2.13 renamed the option.
     names = inspect.signature(DistributedDataParallel).parameters
     option = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
+    options: dict[str, Any] = {option: False}
     # A kernel with one input channel has two equally right strides; DDP and the convolution differ on them.
     warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
-    return DistributedDataParallel(model, device_ids=devices, **{option: False})
+    return DistributedDataParallel(model, device_ids=devices, **options)
 
 
 def settle_buckets(train_state: TrainState, shape: tuple[int, int, int]) -> None:

@@ -72,7 +72,8 @@ class FusedOptimizer(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step over all groups; `closure`, when given, computes the gradients and its result is
-        returned."""
+        returned.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -12,6 +14,10 @@ from fastvit.inplace_abn import InPlaceABNSync as _InPlaceABNSync
 
 __all__ = ["ABN", "InPlaceABN", "InPlaceABNSync"]
 
+if TYPE_CHECKING:  # what the mixin below is mixed into
+    _Layer = _InPlaceABN
+else:
+    _Layer = object
 _ACTIVATIONS = ("relu", "leaky_relu", "elu", "identity")
 
 
@@ -44,7 +50,7 @@ class ABN(nn.modules.batchnorm._NormBase):
             raise ValueError(f"ABN: an input (N, C, *) expected, got {tuple(input.shape)}")
 
     def forward(self, x: Tensor) -> Tensor:
-        x = nn.modules.batchnorm._BatchNorm.forward(self, x)
+        x = nn.modules.batchnorm._BatchNorm.forward(self, x)  # type: ignore[arg-type]  # a _NormBase will do
         if self.activation == "relu":
             return F.relu(x, inplace=True)
         if self.activation == "leaky_relu":
@@ -58,7 +64,7 @@ class ABN(nn.modules.batchnorm._NormBase):
         return f"{text}[{self.activation_param}]" if self.activation in ("leaky_relu", "elu") else text
 
 
-class _SlopeZero:
+class _SlopeZero(_Layer):
     """leaky_relu[0] is relu, which cannot be inverted: the input is kept and the output can be rebuilt."""
 
     def _set_slope(self, activation: str, slope: float) -> None:
@@ -70,7 +76,7 @@ class _SlopeZero:
         if not self._is_relu:
             super().check_conditioning(x)
 
-    def _relu_arguments(self) -> dict[str, object]:
+    def _relu_arguments(self) -> dict[str, Any]:
         weight = None if self.weight is None else functional.absolute_weight(self.weight, self.eps)
         return {"weight": weight, "bias": self.bias, "eps": self.eps, "activation": "relu", "recompute": True}
 

@@ -14,7 +14,8 @@ _groups: WeakKeyDictionary = WeakKeyDictionary()
 
 def active_group(active: bool) -> dist.ProcessGroup | None:
     """The group of the ranks that passed True, None when none did. Every rank calls it; a group is made
-    once."""
+    once.
+    """
     world = dist.group.WORLD
     flags: list[bool] = [False] * dist.get_world_size()
     dist.all_gather_object(flags, bool(active))
@@ -30,5 +31,6 @@ def active_group(active: bool) -> dist.ProcessGroup | None:
 def set_active_group(module: nn.Module, group: dist.ProcessGroup | None) -> None:
     """Gives `group` to every layer in `module` that has `set_group`."""
     for layer in module.modules():
-        if hasattr(layer, "set_group"):
-            layer.set_group(group)
+        set_group = getattr(layer, "set_group", None)
+        if callable(set_group):
+            set_group(group)

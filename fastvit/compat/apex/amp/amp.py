@@ -103,7 +103,8 @@ _CASTS = {"FP16_FUNCS": half_function, "FP32_FUNCS": float_function}
 
 def follow_changed_lists(handle: AmpHandle) -> None:
     """Has the functions that a script has listed otherwise than they were cast so under autocast, until
-    `handle._deactivate()`. One that is in no list any more takes its arguments as they are."""
+    `handle._deactivate()`. One that is in no list any more takes its arguments as they are.
+    """
     for overrides, before in zip(_OVERRIDES, _AT_FIRST, strict=True):
         now = _listed(overrides)
         for name in before.keys() | now.keys():

@@ -176,7 +176,8 @@ def ddp_groups(parameters: Iterable[Tensor]) -> dict[Tensor, set[dist.ProcessGro
 
 def without_sync(parameters: set[Tensor]) -> bool:
     """Whether a DDP model with some of these parameters is in `no_sync`, so that their gradients are this
-    rank's alone and wait for the backward that reduces them."""
+    rank's alone and wait for the backward that reduces them.
+    """
     return any(
         not ddp.require_backward_grad_sync and not parameters.isdisjoint(ddp.parameters())
         for ddp in list(_seen_ddp)

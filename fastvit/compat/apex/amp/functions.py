@@ -126,5 +126,6 @@ def register_float_function(module: Any, function_name: str) -> None:
 
 def register_promote_function(module: Any, function_name: str) -> None:
     """Replaces `module.function_name` by its `promote_function`; ValueError when there is none of that
-    name."""
+    name.
+    """
     _register(promote_function, module, function_name)

@@ -134,7 +134,8 @@ class AmpOptimizer:
 
     def _follow_weights(self) -> None:
         """Gives the masters what was written into the model after `initialize`: by hand, or by DDP, which
-        sends the weights of the first rank to the others."""
+        sends the weights of the first rank to the others.
+        """
         ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         groups_of = ddp_groups(half for half, _ in self.pairs)
         for half, master in self.pairs:
@@ -171,7 +172,8 @@ class AmpOptimizer:
 
     def abandon_backward(self) -> None:
         """Drops the gradients of a backward that failed, where they do not add to held ones, and puts back
-        what was set aside for it."""
+        what was set aside for it.
+        """
         if self.held_scale is not None:
             return
         for parameter in [half for half, _ in self.pairs] + self._own():
@@ -182,7 +184,8 @@ class AmpOptimizer:
 
     def hold(self, scale: float, scaler: LossScaler | None = None) -> None:
         """Leaves the gradients scaled until the next backward that does not delay, or the step, which then
-        counts for `scaler`."""
+        counts for `scaler`.
+        """
         self.held_scale, self._held_by = scale, scaler
 
     def must_hold(self) -> bool:

@@ -62,7 +62,8 @@ def cast_weights(
 @torch.no_grad()
 def restore_weights(model: nn.Module) -> None:
     """Undoes `cast_weights`: half parameters and buffers become float32, from their masters where they have
-    one. Those that `note_half` knows stay."""
+    one. Those that `note_half` knows stay.
+    """
     half_before = model.__dict__.pop("_amp_half_before", ())
     for path, module in model.named_modules(prefix="."):
         for name, parameter in module._parameters.items():

@@ -120,7 +120,8 @@ class FP16_Optimizer:
 
     def state_dict(self) -> dict[str, Any]:
         """The scaler, the optimizer and the masters; plain tensors and numbers, so that it loads with
-        weights_only."""
+        weights_only.
+        """
         return {
             "loss_scaler": dict(self.loss_scaler.__dict__),
             "dynamic_loss_scale": self.dynamic_loss_scale,

@@ -113,7 +113,7 @@ class FusedAdam(FusedOptimizer):
         if decay and self.adam_w_mode:
             torch._foreach_mul_(values, 1.0 - lr * decay)
         elif decay:
-            gradients = torch._foreach_add(gradients, values, alpha=decay)
+            gradients = list(torch._foreach_add(gradients, values, alpha=decay))
         torch._foreach_lerp_(moments[0], gradients, 1.0 - beta1)
         torch._foreach_mul_(moments[1], beta2)
         torch._foreach_addcmul_(moments[1], gradients, gradients, 1.0 - beta2)

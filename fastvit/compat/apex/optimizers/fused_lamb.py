@@ -82,9 +82,9 @@ class FusedLAMB(FusedOptimizer):
         values, gradients = batch.values, batch.gradients
         means, squares = batch.state("exp_avg"), batch.state("exp_avg_sq")
         if self._shrink is not None:
-            gradients = torch._foreach_div(gradients, self._shrink.to(values[0].device))
+            gradients = list(torch._foreach_div(gradients, self._shrink.to(values[0].device)))
         if decay and not self.adam_w_mode:
-            gradients = torch._foreach_add(gradients, values, alpha=decay)
+            gradients = list(torch._foreach_add(gradients, values, alpha=decay))
         torch._foreach_mul_(means, beta1)
         torch._foreach_add_(means, gradients, alpha=1.0 - beta1 if group["grad_averaging"] else 1.0)
         torch._foreach_mul_(squares, beta2)

@@ -87,7 +87,7 @@ class FusedNovoGrad(FusedOptimizer):
         moments = self._blend(group, batch, beta2)
         divisors = (moments / correction2 + group["eps"]).unbind()
         if self.reg_inside_moment:
-            gradients = torch._foreach_div(gradients, divisors)
+            gradients = list(torch._foreach_div(gradients, divisors))
             if decay:
                 torch._foreach_add_(gradients, values, alpha=decay)
         torch._foreach_mul_(means, beta1)

@@ -101,7 +101,7 @@ class LARC:
         if self.clip:
             rates = (rates / group["lr"]).clamp_max(1.0)
         moving = (sizes != 0) & (slopes != 0)
-        rates = torch.where(moving, rates, 1.0).unbind()
+        scales = torch.where(moving, rates, 1.0).unbind()
         decays = torch.where(moving, decay, 0.0).unbind()
-        for gradient, parameter, rate, share in zip(gradients, parameters, rates, decays, strict=True):
+        for gradient, parameter, rate, share in zip(gradients, parameters, scales, decays, strict=True):
             gradient.addcmul_(parameter, share.to(parameter.dtype)).mul_(rate.to(gradient.dtype))

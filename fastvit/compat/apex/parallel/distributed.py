@@ -43,8 +43,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         gradient_predivide_factor: divide by it before the sum, and by the rest after it; without
             gradient_average by nothing after it.
         gradient_average_split_factor: older name of the former.
-        shared_param, allreduce_trigger_params, retain_allreduce_buffers, num_allreduce_streams,
-            allreduce_communicators, prof: have no effect, and say so once.
+
+    `shared_param`, `allreduce_trigger_params`, `retain_allreduce_buffers`, `num_allreduce_streams`,
+    `allreduce_communicators` and `prof` have no effect, and say so once.
     """
 
     def __init__(
@@ -82,11 +83,12 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         # torch 2.13 renamed the option.
         names = inspect.signature(nn.parallel.DistributedDataParallel).parameters
         buffers = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
+        options: dict[str, Any] = {buffers: False}
         super().__init__(
             module,
             bucket_cap_mb=_ONE_BUCKET_MB if delay_allreduce else max(1, message_size * 4 / 2**20),
             find_unused_parameters=delay_allreduce,
-            **{buffers: False},
+            **options,
         )
         if allreduce_always_fp32 or not gradient_average or predivide != 1.0:
             world = dist.get_world_size()

@@ -1,4 +1,4 @@
-"""``python -m apex.parallel.multiproc main.py args...``
+"""`python -m apex.parallel.multiproc main.py args...`
 
 Starts `python -m fastvit.compat main.py args... --world-size N --rank R` once for each rank. N is what
 `--world-size` says, or the number of GPUs, or 1. Rank 0 prints, the others write to GPU_1.log and so on. If

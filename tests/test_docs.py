@@ -1,0 +1,112 @@
+"""README and docs: their Python runs, links lead somewhere, numbers are those of the results."""
+
+import contextlib
+import csv
+import importlib
+import io
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import fastvit
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+FRAGMENTS = {"why-nothing-waits-for-ever.md"}  # lines to put into a loop of one's own
+RUN = [page for page in PAGES if "```python" in page.read_text() and page.name not in FRAGMENTS]
+SUMMARY = re.compile(r"a training forward keeps .*")
+NUMBER = re.compile(r"\d+(?:\.\d+)?")
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.M | re.S)
+
+
+@pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)
+def test_the_code_of_a_page_runs_and_says_what_the_page_says(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if "matplotlib" in page.read_text() or "plot(" in page.read_text():
+        pytest.importorskip("matplotlib")
+    said, names = io.StringIO(), {"__name__": "__main__"}
+    with contextlib.redirect_stdout(said):
+        for i, block in enumerate(blocks(page, "python")):
+            exec(compile(block, f"{page.name}, block {i}", "exec"), names)
+    shown = [line for text in blocks(page, "text") for line in SUMMARY.findall(text)]
+    got = SUMMARY.findall(said.getvalue())
+    assert len(got) == len(shown)
+    for one, other in zip(got, shown, strict=True):
+        assert NUMBER.sub("#", one) == NUMBER.sub("#", other)
+        numbers = [torch.tensor([float(n) for n in NUMBER.findall(line)]) for line in (one, other)]
+        torch.testing.assert_close(*numbers, rtol=0.05, atol=0)
+
+
+def anchors(page: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_to_files_lead_somewhere(page):
+    """Where the repository is browsed; `make docs` checks those of the site."""
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", page.read_text()):
+        if "://" in target:
+            continue
+        found = (page.parent / target) if target else page
+        assert found.exists(), f"{page.name} links to {target}"
+        if anchor and found.suffix == ".md" and "api" not in found.parts:
+            assert anchor in anchors(found), f"{page.name} links to {target}#{anchor}"
+
+
+def test_the_table_of_the_readme_is_that_of_the_results():
+    results = {}
+    for name in ("convert_vits_cpu", "convert_cpu"):
+        with (ROOT / f"benchmarks/results/{name}.csv").open() as file:
+            results |= {row["model"]: row for row in csv.DictReader(file)}
+    rows = re.findall(
+        r"^\| ([\w:]+)(?: \(BatchNorm\))? \| (\d+) MiB \|(.*)\|$", (ROOT / "README.md").read_text(), re.M
+    )
+    assert len(rows) > 5
+    for name, kept, rest in rows:
+        row = {key: float(value) for key, value in results[name].items() if re.fullmatch(r"[\d.]+", value)}
+        before = row.get("eager_kept_MiB", row.get("eager_MiB"))
+        if "eager_kept_MiB" in row:
+            expected = []
+            for mode in ("converted", "gemm"):
+                expected += [100 * (row[f"{mode}_kept_MiB"] / before - 1)]
+                expected += [row[f"{mode}_cpu_ms"] / row["eager_cpu_ms"]]
+        else:
+            expected = [100 * (row["converted_MiB"] / before - 1), row["cpu_ratio"]]
+        shown = [float(cell.strip(" %x")) for cell in rest.split("|") if cell.strip()]
+        assert float(kept) == pytest.approx(before, abs=0.51), name
+        for got, want in zip(shown, expected, strict=True):
+            assert got == pytest.approx(want, abs=0.51 if want < 0 else 0.0051), name
+
+
+def test_make_targets_that_are_named_exist():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    for page in [*PAGES, *(ROOT / ".github/workflows").glob("*.yml")]:
+        for named in re.findall(r"(?:`|run: |^)make ([a-z-]+)", page.read_text(), re.M):
+            assert named in targets, f"{page.name} names make {named}"
+
+
+def test_public_modules_have_all_and_what_is_in_it():
+    public = [name for _, name, _ in pkgutil.iter_modules(fastvit.__path__) if not name.startswith("_")]
+    assert "functional" in public and "sync" in public
+    for name in public:
+        if name == "reference":  # for tests
+            continue
+        module = importlib.import_module(f"fastvit.{name}")
+        if name != "training":  # a program
+            assert module.__all__ and all(hasattr(module, one) for one in module.__all__), name
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 100

@@ -1,0 +1,43 @@
+"""Hooks of mkdocs.yml: pages that lie outside docs/, and links to files of the repository.
+
+In docs/ a link like `../csrc/ops.cpp` works where the repository is browsed. On the site it becomes a link to
+the page made from that file (results of benchmarks, CONTRIBUTING, CHANGELOG), or plain text; a file that does
+not exist is a warning, and so an error of the strict build.
+"""
+
+import logging
+import re
+from pathlib import Path
+
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+RESULTS = ROOT / "benchmarks/results"
+PAGES |= {
+    str(path.relative_to(ROOT)): f"results/{path.name}"
+    for path in sorted(RESULTS.iterdir())
+    if path.suffix in (".md", ".png")
+}
+_LINK = re.compile(r"\[([^\]]*)\]\(\.\./([^)#\s]+)(#[^)\s]*)?\)")
+_log = logging.getLogger("mkdocs.plugins.fastvit")
+
+
+def on_files(files, config):
+    for source, page in PAGES.items():
+        files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
+    return files
+
+
+def on_page_markdown(markdown, page, config, files):
+    def resolved(match: re.Match) -> str:
+        text, target, anchor = match[1], match[2], match[3] or ""
+        if target in PAGES:
+            return f"[{text}]({PAGES[target]}{anchor})"
+        if not (ROOT / target).exists():
+            _log.warning("%s links to %s, which does not exist", page.file.src_uri, target)
+        return text
+
+    if page.file.src_uri.startswith(("api/", "results/")):
+        return markdown
+    return _LINK.sub(resolved, markdown)
