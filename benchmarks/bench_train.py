@@ -27,8 +27,8 @@ from torch.utils.data import DistributedSampler
 
 from fastvit.models import vit_digits
 from fastvit.training import datasets, distributed, loaders, loop, train_state
-from fastvit.training.augmentation import random_shift
 from fastvit.training.config import ALL_NORMS, AMP_LEVELS, Config
+from fastvit.training.datasets import random_shift
 from fastvit.training.engine import import_apex
 from fastvit.training.launch import find_launch
 from fastvit.training.optimization import make_optimizer

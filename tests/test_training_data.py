@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from fastvit.training import augmentation, cifar, datasets, loaders
+from fastvit.training import cifar, datasets, loaders
 from fastvit.training.config import Config, ConfigError
 from fastvit.training.distributed import Ranks
 
@@ -31,7 +31,7 @@ def test_random_shift_moves_by_at_most_a_pixel():
     images = torch.full((200, 2, 5, 6), -1.0)
     images[:, 0, 2, 3] = 1.0
     images[:, 1, 0, 0] = 0.5
-    moved = augmentation.random_shift(images, 1, generator(), background=-1.0)
+    moved = datasets.random_shift(images, 1, generator(), background=-1.0)
     assert moved.shape == images.shape and moved.is_contiguous()
     place = (moved[:, 0] == 1).flatten(1).int().argmax(1)
     places = {(r, c) for r, c in zip((place // 6).tolist(), (place % 6).tolist(), strict=True)}
@@ -39,14 +39,14 @@ def test_random_shift_moves_by_at_most_a_pixel():
     assert (moved[:, 0] == 1).flatten(1).sum(1).eq(1).all()
     # The corner pixel leaves the image or stays in its corner; what comes in is background.
     assert set(moved[:, 1].unique().tolist()) == {-1.0, 0.5}
-    assert torch.equal(augmentation.random_shift(images, 0, generator()), images)
+    assert torch.equal(datasets.random_shift(images, 0, generator()), images)
 
 
 def test_random_flip_mirrors_half_of_the_images():
     images = torch.arange(3.0).expand(400, 1, 2, 3)
-    flipped = augmentation.random_flip(images, generator())[:, 0, 0, 0] == 2
+    flipped = datasets.random_flip(images, generator())[:, 0, 0, 0] == 2
     assert 150 < flipped.sum() < 250
-    kept = augmentation.random_flip(images, generator())[~flipped]
+    kept = datasets.random_flip(images, generator())[~flipped]
     assert torch.equal(kept, images[~flipped])
 
 

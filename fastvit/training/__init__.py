@@ -2,12 +2,11 @@
 
     command_line, config    what a run is told: flags, a TOML file, defaults
     launch, distributed     who started the ranks, and what they say to each other
-    datasets, cifar, image_folder, augmentation, loaders
-                            where batches come from
-    model, optimization, precision, engine, train_state
+    datasets, cifar, image_folder, loaders
+                            where batches come from, augmented
+    model, conversion, optimization, precision, engine, train_state
                             what a step changes
-    loop, signals, profiling
-                            an epoch of training, and what may end or watch it
+    loop, signals           an epoch of training, and what may end it
     checkpoint, log         what a run leaves behind
     run                     all of it in order
 

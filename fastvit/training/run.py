@@ -19,10 +19,9 @@ from .distributed import Ranks, is_main_process, on_every, on_main
 from .errors import TrainingError
 from .loaders import make_test_loader, make_train_loader
 from .lock import RunLock
-from .log import RunLog, peak_memory
+from .log import RunLog, StepProfiler, peak_memory
 from .loop import EpochResult, Progress, evaluate, train_one_epoch
 from .model import SYNCHRONISED_NORMS, build_model, freeze, load_pretrained
-from .profiling import StepProfiler
 from .signals import StopRequest
 from .train_state import TrainState, make_train_state, settle_buckets
 

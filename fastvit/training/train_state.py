@@ -17,10 +17,10 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel
 
 from .config import Config
+from .conversion import SavedMemory, save_memory
 from .distributed import Ranks, broadcast_weights
 from .engine import engine_part
 from .errors import TrainingError
-from .memory import SavedMemory, save_memory
 from .optimization import make_average, make_optimizer, make_scheduler
 from .precision import Precision, make_precision
 
