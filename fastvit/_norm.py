@@ -12,7 +12,7 @@ from torch.nn import init
 from torch.nn.modules.batchnorm import _NormBase
 
 from ._arguments import channel_dimension, recovery_error
-from .reference import effective_gamma
+from ._formulas import effective_gamma
 
 if TYPE_CHECKING:  # the mixins are for layers; as subclasses of _NormBase they would stand behind _BatchNorm
     _Layer = _NormBase

@@ -19,8 +19,8 @@ from ._arguments import (
     check_more_than_one_value,
 )
 from ._autograd import BatchNormFunction, InPlaceABNFunction, InvertibleABNFunction
+from ._formulas import activate
 from .recompute import active_scope
-from .reference import activate
 
 __all__ = ["batch_norm_act", "batch_norm_act_sync", "inplace_abn", "inplace_abn_sync", "sync_batch_norm"]
 

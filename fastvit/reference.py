@@ -6,17 +6,10 @@ results are rounded to the dtypes that the ops return. Nothing here is fast or s
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from ._formulas import activate, effective_gamma
 from .ops import accumulation_dtype
 
-# The least |gamma| that is divided by in place: a number, and a share of |beta|.
-GAMMA_FLOOR = {
-    torch.float64: (1e-12, 2.0**-46),
-    torch.float32: (1e-7, 2.0**-17),
-    torch.bfloat16: (1e-7, 0.0),
-    torch.float16: (1e-4, 0.0),
-}
 RADIX = 2.0**24
 
 
@@ -40,46 +33,12 @@ def _along(vector: Tensor | float, x: Tensor, channel_dim: int) -> Tensor | floa
     return vector.double().reshape([-1 if d == channel_dim else 1 for d in range(x.dim())])
 
 
-def effective_gamma(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The gamma that a layer in place takes for activations of `dtype`, float64."""
-    gamma = weight.double()
-    absolute, relative = GAMMA_FLOOR[dtype]
-    least = torch.full_like(gamma, absolute)
-    if bias is not None:
-        least = torch.maximum(least, relative * bias.double().abs())
-    return torch.where(gamma.abs() < least, torch.copysign(least, gamma), gamma)
-
-
 def _gamma(weight: Tensor | None, bias: Tensor | None, x: Tensor, in_place: bool) -> Tensor | float:
     if weight is None:
         if bias is None or not in_place:
             return 1.0
         weight = torch.ones_like(bias)
     return effective_gamma(weight, bias, x.dtype) if in_place else weight.double()
-
-
-def activate(v: Tensor, activation: str, param: float) -> Tensor:
-    """What every activation means, by torch's own; `param` is leaky_relu's slope or elu's alpha."""
-    match activation:
-        case "identity":
-            return v
-        case "relu":
-            return F.relu(v)
-        case "relu6":
-            return F.relu6(v)
-        case "leaky_relu":
-            return F.leaky_relu(v, param)
-        case "elu":
-            return F.elu(v, param)
-        case "gelu":
-            return F.gelu(v)
-        case "gelu_tanh":
-            return F.gelu(v, approximate="tanh")
-        case "silu":
-            return F.silu(v)
-        case "hardswish":
-            return F.hardswish(v)
-    raise RuntimeError(f"reference: activation is {activation!r}")
 
 
 def _derivative(v: Tensor, activation: str, param: float) -> Tensor:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import fastvit
 from fastvit import BatchNormAct, BatchNormActSync, _arguments, functional
-from fastvit.reference import activate
+from fastvit._formulas import activate
 
 
 def make(case, activation, memory="recompute", **options):
