@@ -94,7 +94,7 @@ lint: $(TOOLED)  ## What CI checks of the style
 	.venv/bin/clang-format --dry-run --Werror $$(git ls-files $(SOURCES)) </dev/null
 
 docs: $(TOOLED)  ## The site in build/docs, from docs/ and the docstrings; a broken link is an error
-	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build  # --quiet would not count warnings, which are errors here
 
 INSIDE := cd build/coverage && PYTHONPATH="$(CURDIR)/build/coverage" "$(CURDIR)/$(RUN)"
 

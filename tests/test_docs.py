@@ -108,5 +108,11 @@ def test_public_modules_have_all_and_what_is_in_it():
             assert module.__all__ and all(hasattr(module, one) for one in module.__all__), name
 
 
+def test_the_reference_has_everything_public():
+    reference = " ".join(page.read_text() for page in (ROOT / "docs/api").glob("*.md"))
+    for name in fastvit.__all__:
+        assert re.search(rf"::: fastvit\.([\w.]+\.)?{name}\b", reference), name
+
+
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 100

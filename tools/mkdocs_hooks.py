@@ -40,4 +40,6 @@ def on_page_markdown(markdown, page, config, files):
 
     if page.file.src_uri.startswith(("api/", "results/")):
         return markdown
+    if page.file.src_uri in PAGES.values():  # written for the root of the repository
+        return markdown.replace("](docs/", "](")
     return _LINK.sub(resolved, markdown)
