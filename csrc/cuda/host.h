@@ -64,8 +64,8 @@ class Scratch {
   void* data = nullptr;
 };
 
-// kSemaphores zeros and one, which every launch leaves as zeros. Launches of one stream follow each other, so
-// a stream has its own for as long as the process lives, and no launch has to clear them first.
+// kSemaphoreWords zeros and one, which every launch leaves as zeros. Launches of one stream follow each
+// other, so a stream has its own for as long as the process lives, and no launch has to clear them first.
 inline unsigned* semaphores_of(const Device& device) {
   static std::mutex mutex;
   static std::map<std::pair<int, cudaStream_t>, unsigned*> semaphores;
@@ -73,7 +73,7 @@ inline unsigned* semaphores_of(const Device& device) {
   unsigned*& mine = semaphores[{device.current, device.stream}];
   if (!mine) {
     void* data = nullptr;
-    constexpr size_t bytes = (kSemaphores + 1) * sizeof(unsigned);
+    constexpr size_t bytes = (kSemaphoreWords + 1) * sizeof(unsigned);
     TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_caching_allocator_raw_alloc(bytes, &data));
     STD_CUDA_CHECK(cudaMemsetAsync(data, 0, bytes, device.stream));
     mine = static_cast<unsigned*>(data);
@@ -88,35 +88,37 @@ template <class R>
 class Slices {
  public:
   Slices(const Plan& plan, const Device& device, bool shared = false)
-      : captured((plan.slices > 1 || shared) && capturing(device)),
+      : groups(plan),
+        words(plan.slices > 1 ? groups.semaphores(plan) : 0),
+        captured((plan.slices > 1 || shared) && capturing(device)),
         bytes(plan.slices > 1 ? int64_t(plan.slices) * plan.layout.C * int64_t(sizeof(R)) : 0),
-        scratch(bytes + (captured ? semaphore_bytes(plan) : 0)) {
+        scratch(bytes + (captured ? (words + 1) * sizeof(unsigned) : 0)) {
     if (plan.slices == 1 && !shared) return;
     if (captured) {
       semaphores = reinterpret_cast<unsigned*>(static_cast<char*>(scratch.data) + bytes);
-      STD_CUDA_CHECK(cudaMemsetAsync(semaphores, 0, semaphore_bytes(plan), device.stream));
+      STD_CUDA_CHECK(cudaMemsetAsync(semaphores, 0, (words + 1) * sizeof(unsigned), device.stream));
     } else {
       semaphores = semaphores_of(device);
     }
-    finished = semaphores + (plan.slices > 1 ? plan.tiles : 0);
+    finished = semaphores + words;
   }
-  R* partial() const { return static_cast<R*>(scratch.data); }
+  Partials<R> partials() const { return {static_cast<R*>(scratch.data), semaphores, groups}; }
 
  private:
-  static size_t semaphore_bytes(const Plan& plan) {
-    return ((plan.slices > 1 ? plan.tiles : 0) + 1) * sizeof(unsigned);
-  }
   static bool capturing(const Device& device) {
     cudaStreamCaptureStatus status;
     STD_CUDA_CHECK(cudaStreamIsCapturing(device.stream, &status));
     return status != cudaStreamCaptureStatusNone;
   }
+  SliceGroups groups;
+  int64_t words;  // semaphores of the tiles
   bool captured;
   int64_t bytes;
   Scratch scratch;
 
  public:
-  unsigned *semaphores = nullptr, *finished = nullptr;
+  unsigned* semaphores = nullptr;
+  unsigned* finished = nullptr;
 };
 
 // f(Shares<...>) for an exchange, or none.

@@ -23,8 +23,7 @@ struct LocalBackwardParams {
   T* dz;
   Saved<A> saved;
   A* sums;
-  Sums<A>* partial;
-  unsigned* semaphores;
+  Partials<Sums<A>> partials;
 };
 
 // Operands 0: x or y, 1: dy, 2: dx, 3: z, 4: dz.
@@ -74,7 +73,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
   __shared__ __align__(16) unsigned char bytes[kThreads * K * sizeof(Sums<A>)];
   Sums<A>* shared = reinterpret_cast<Sums<A>*>(bytes);
   const int step = merge_block(shared, running, plan, work);
-  finish<true>(shared, step, args.partial, args.semaphores, plan, work, [&](int64_t c, Sums<A> total) {
+  finish<true>(shared, step, args.partials, plan, work, [&](int64_t c, Sums<A> total) {
     if (kKept != Kept::output) total.second *= args.saved.invstd(c);
     corrections[c - first] = Correction<A>::template of<kKept>(args.saved, c, total);
     if (work.slice == 0) {
@@ -120,8 +119,7 @@ bool Cuda::local_backward(const BackwardArgs& args) {
                                         static_cast<T*>(args.dz),
                                         saved_of<A>(args),
                                         static_cast<A*>(args.local_sums),
-                                        slices.partial(),
-                                        slices.semaphores};
+                                        slices.partials()};
     with_vector_walk<T>(plan, [&]<bool kRows, int V>() {
       with_kept(args, [&]<Kept kKept>() {
         done = launch_on_chip(local_backward_kernel<T, kRows, V, kKept>, plan, kept, device, kernel);

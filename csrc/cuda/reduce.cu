@@ -22,8 +22,8 @@ struct ReduceParams : Shares<kShared> {
   const T* z;
   Saved<A> saved;
   A* sums;
-  Sums<A>* partial;
-  unsigned *semaphores, *finished;
+  Partials<Sums<A>> partials;
+  unsigned* finished;
 };
 
 // Operands 0: x or y, 1: dy, 2: z.
@@ -65,14 +65,14 @@ __global__ void __launch_bounds__(kThreads, kResident)
   };
   if constexpr (kShared) {
     const Push<A> push(args.exchange);
-    if (finish(shared, step, args.partial, args.semaphores, args.plan, work,
+    if (finish(shared, step, args.partials, args.plan, work,
                [&](int64_t c, const Sums<A>& total) {
                  keep(c, total, [&](int64_t i, A first, A second) { push.pair(i, first, second); });
                }) &&
         is_last(args.finished, args.plan.tiles))
       end_sums(args.exchange, args.sums + 2 * C, C);
   } else {
-    finish(shared, step, args.partial, args.semaphores, args.plan, work,
+    finish(shared, step, args.partials, args.plan, work,
            [&](int64_t c, const Sums<A>& total) { keep(c, total, [](int64_t, A, A) {}); });
   }
 }
@@ -94,8 +94,7 @@ void Cuda::reduce(const ReduceArgs& args) {
                                             static_cast<const T*>(args.z),
                                             saved_of<A>(args),
                                             static_cast<A*>(args.sums),
-                                            slices.partial(),
-                                            slices.semaphores,
+                                            slices.partials(),
                                             slices.finished};
       with_walk<T>(plan, [&]<bool kRows, int V>() {
         with_kept(args, [&]<Kept kKept>() {

@@ -36,8 +36,8 @@ struct Thread {
     uint64_t seen;
   } polls[16] = {};  // what it last read by atomic loads, since it last did anything else
   unsigned n_polls = 0;
-  uint64_t loads = 0;  // of flags, those together counted once
-  bool together = false, counted = false;
+  uint64_t loads = 0, merges = 0;  // of flags and of results, those together counted once
+  bool together = false, load_counted = false, merge_counted = false;
 };
 struct Grid {
   std::string name;
@@ -85,11 +85,11 @@ Thread* cur = nullptr;
 Block* loaded = nullptr;  // block whose static __shared__ contents are in place
 int device = 0;
 uint64_t n_steps = 0, n_launches = 0, n_blocks = 0,
-         progress = 0;    // progress: step at which a thread last did more than re-read unchanged flags
-uint64_t most_loads = 0;  // of any thread
-uint64_t n_clock_reads = 0, leapt = 0;   // what globaltimer() is made of, besides steps
-constexpr uint64_t kLeap = 100'000'000;  // nanoseconds
-constexpr int kMostLeaps = 100;          // in one run: a wait of more than 10 s has no end
+         progress = 0;  // progress: step at which a thread last did more than re-read unchanged flags
+uint64_t most_loads = 0, most_merges = 0;  // of any thread
+uint64_t n_clock_reads = 0, leapt = 0;     // what globaltimer() is made of, besides steps
+constexpr uint64_t kLeap = 100'000'000;    // nanoseconds
+constexpr int kMostLeaps = 100;            // in one run: a wait of more than 10 s has no end
 std::string error;
 unsigned rnd(size_t n) {
   return unsigned(rng() % n);
