@@ -33,13 +33,22 @@ class Device {
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(index, &s));
     stream = static_cast<cudaStream_t>(s);
     STD_CUDA_CHECK(cudaGetDevice(&current));
-    STD_CUDA_CHECK(cudaDeviceGetAttribute(&limits.multiprocessors, cudaDevAttrMultiProcessorCount, current));
-    int shared = 0;
-    STD_CUDA_CHECK(cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerMultiprocessor, current));
-    limits.smem_cache_bytes = std::max(0, shared / kResident - kOtherSharedBytes);
+    limits.multiprocessors = attribute<cudaDevAttrMultiProcessorCount>();
+    limits.smem_cache_bytes =
+        std::max(0, attribute<cudaDevAttrMaxSharedMemoryPerMultiprocessor>() / kResident - kOtherSharedBytes);
   }
 
  private:
+  template <cudaDeviceAttr kAttribute>  // of the current device, which is asked once
+  int attribute() const {
+    static std::atomic<int> known[kDevices];  // 0: not asked yet
+    int value = current < kDevices ? known[current].load() : 0;
+    if (value == 0) {
+      STD_CUDA_CHECK(cudaDeviceGetAttribute(&value, kAttribute, current));
+      if (current < kDevices) known[current].store(value);
+    }
+    return value;
+  }
   torch::stable::accelerator::DeviceGuard guard;
 
  public:
@@ -171,11 +180,11 @@ void with_vector_walk(const Plan& plan, const F& f) {
 }
 
 // Whether the blocks could be launched: where slices wait for each other they must all run at once.
-template <class Kernel, class Args>
-bool launch_on_chip(Kernel* kernel, const Plan& plan, int kept, const Device& device, const Args& args) {
-  const Launch how{plan.blocks(), device.stream, smem_cache_bytes(plan, kept),
-                   size_t(device.limits.smem_cache_bytes), plan.slices > 1};
-  const cudaError_t status = launch(kernel, how, args);
+template <auto kKernel, class Args>
+bool launch_on_chip(const Plan& plan, int kept, const Device& device, const Args& args) {
+  STD_CUDA_CHECK(allow_shared<kKernel>(device.current, int(device.limits.smem_cache_bytes)));
+  const Launch how{plan.blocks(), device.stream, smem_cache_bytes(plan, kept), plan.slices > 1};
+  const cudaError_t status = launch(kKernel, how, args);
   if (status == cudaErrorCooperativeLaunchTooLarge) {
     (void)cudaGetLastError();  // other work may hold multiprocessors back: two launches do it as well
     return false;

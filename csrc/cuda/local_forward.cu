@@ -25,7 +25,7 @@ struct LocalForwardParams {
 };
 
 // Operands 0: x, 1: y, 2: z.
-template <class T, bool kRows, int V, bool kResidual>
+template <class T, Activations kSet, bool kRows, int V, bool kResidual>
 __global__ void __launch_bounds__(kThreads, kResident)
     local_forward_kernel(const __grid_constant__ LocalForwardParams<T> args) {
   using A = Accumulation<T>;
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
     if constexpr (kResidual) batch.load(z, args.z, 2);
     kept.get(batch, 0, x);
     kept.next(batch);
-    args.act.template apply<kRows, kResidual>(batch, x, z, affine);
+    args.act.template apply<kSet, kRows, kResidual>(batch, x, z, affine);
     batch.store(x, args.y, 1);
   });
 }
@@ -101,8 +101,11 @@ bool Cuda::local_forward(const ForwardArgs& args) {
                                        activated_of<T>(args),
                                        slices.partials()};
     with_vector_walk<T>(plan, [&]<bool kRows, int V>() {
-      done = args.z ? launch_on_chip(local_forward_kernel<T, kRows, V, true>, plan, 1, device, kernel)
-                    : launch_on_chip(local_forward_kernel<T, kRows, V, false>, plan, 1, device, kernel);
+      with_activations<T, V>(args.activation, [&]<Activations kSet>() {
+        done = args.z
+                   ? launch_on_chip<local_forward_kernel<T, kSet, kRows, V, true>>(plan, 1, device, kernel)
+                   : launch_on_chip<local_forward_kernel<T, kSet, kRows, V, false>>(plan, 1, device, kernel);
+      });
     });
   });
   return done;

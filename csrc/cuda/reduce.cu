@@ -27,7 +27,7 @@ struct ReduceParams : Shares<kShared> {
 };
 
 // Operands 0: x or y, 1: dy, 2: z.
-template <class T, bool kShared, bool kRows, int V, Kept kKept>
+template <class T, bool kShared, Activations kSet, bool kRows, int V, Kept kKept>
 __global__ void __launch_bounds__(kThreads, kResident)
     reduce_kernel(const __grid_constant__ ReduceParams<T, kShared> args) {
   using A = Accumulation<T>;
@@ -49,8 +49,8 @@ __global__ void __launch_bounds__(kThreads, kResident)
     batch.load(read.input, args.input, 0);
     batch.load(read.dy, args.dy, 1);
     if constexpr (kResidual) batch.load(read.z, args.z, 2);
-    add_gradients<T, kRows>(running, batch, constants, args.saved, limit,
-                            [&](int j) { return read.packet(j); });
+    add_gradients<T, kSet, kRows>(running, batch, constants, args.saved, limit,
+                                  [&](int j) { return read.packet(j); });
   });
 
   __shared__ __align__(16) unsigned char bytes[kThreads * K * sizeof(Sums<A>)];
@@ -97,9 +97,11 @@ void Cuda::reduce(const ReduceArgs& args) {
                                             slices.partials(),
                                             slices.finished};
       with_walk<T>(plan, [&]<bool kRows, int V>() {
-        with_kept(args, [&]<Kept kKept>() {
-          STD_CUDA_CHECK(
-              launch(reduce_kernel<T, kShared, kRows, V, kKept>, {plan.blocks(), device.stream}, kernel));
+        with_activations<T, V>(args.activation, [&]<Activations kSet>() {
+          with_kept(args, [&]<Kept kKept>() {
+            STD_CUDA_CHECK(launch(reduce_kernel<T, kShared, kSet, kRows, V, kKept>,
+                                  {plan.blocks(), device.stream}, kernel));
+          });
         });
       });
     });

@@ -119,6 +119,7 @@ Config& config();
 void run();              // run deferred launches, all devices/streams interleaved
 uint64_t steps();        // number of fiber switches so far
 uint64_t launches();     // of kernels
+uint64_t questions();    // for attributes of a device, and settings of a kernel
 uint64_t blocks();       // of the latest launch
 uint64_t loads();        // dependent loads of flags by the slowest thread, since this was last asked
 uint64_t merges();       // likewise merges of results
