@@ -21,6 +21,10 @@ enum class Activation : int { identity, relu, relu6, leaky_relu, elu, gelu, gelu
 constexpr const char* kActivationNames[] = {"identity", "relu",      "relu6", "leaky_relu", "elu",
                                             "gelu",     "gelu_tanh", "silu",  "hardswish"};
 
+// Those that take an exponential, a logarithm or a quotient, and so more registers than the others.
+constexpr bool is_transcendental(Activation a) {
+  return a == Activation::elu || a == Activation::gelu || a == Activation::gelu_tanh || a == Activation::silu;
+}
 constexpr bool is_invertible(Activation a) {
   return a == Activation::identity || a == Activation::leaky_relu || a == Activation::elu;
 }
@@ -109,9 +113,8 @@ struct ActivationFn<Activation::elu> {  // param: alpha; y = alpha * expm1(v) on
   template <class V, class S>
   static FASTVIT_INLINE V inverse(V y, S alpha) {
     const S lowest = S(sizeof(S) == 8 ? -1 + 0x1p-53 : -1 + 0x1p-24);
-    V u = y * (S(1) / alpha);
-    u = u < lowest ? V{} + lowest : u;
-    return y > S(0) ? y : log1p_(u > S(0) ? V{} : u);
+    const V u = at_least(V(y * (S(1) / alpha)), lowest);
+    return y > S(0) ? y : log1p_(y > S(0) ? V{} : u);
   }
   template <class V, class S>
   static FASTVIT_INLINE V backward_y(V dy, V y, S alpha) {

@@ -1,6 +1,11 @@
-// exp_, expm1_, log1p_, reciprocal, within, sigmoid and the normal distribution: for a float or a double on
-// host and device, and on the host for each lane of a GCC/Clang vector of them (`V` is either, `S` the scalar
-// type). On the device what takes one instruction is spelled out where C++ would take many.
+// exp_, expm1_, log1p_, reciprocal, within and the like, sigmoid and the normal distribution: for a float or
+// a double on host and device, and on the host for each lane of a GCC/Clang vector of them (`V` is either,
+// `S` the scalar type). On the device what takes one instruction is spelled out where C++ would take many.
+//
+// expm1_ is for v <= 0 and log1p_ for -1 < v <= 0; elsewhere they give anything. On a GPU those of a float
+// are free of branches, from its instructions for 2^v and log2 v, which are as good as their own rounding but
+// for results near 0: there expm1_ and log1p_ are v + v^2 p(v), where p interpolates at Chebyshev points.
+// Errors are up to 2 + |v| units in the last place of exp_, 7 of expm1_ and 10 of log1p_.
 #pragma once
 
 #include <cmath>
@@ -13,20 +18,66 @@
 
 namespace fastvit {
 
+// c[0] + c[1] t + c[2] t^2 + ..., by Horner.
+template <class V, class S>
+FASTVIT_INLINE V polynomial(V, S c) {
+  return V{} + c;
+}
+template <class V, class S, class... More>
+FASTVIT_INLINE V polynomial(V t, S c, More... more) {
+  return polynomial(t, more...) * t + c;
+}
+
+#if defined(__CUDACC__) || defined(CUDA_HOST_EMULATION)
+FASTVIT_INLINE float exp2_approximate(float v) {
+#if defined(__CUDA_ARCH__)
+  float r;  // to 2 ulp; a result below the normal numbers is 0
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+  return r;
+#else
+  return exp2f(v);
+#endif
+}
+FASTVIT_INLINE float log2_approximate(float v) {
+#if defined(__CUDA_ARCH__)
+  float r;  // to 2^-22.6, absolute from 0.5 to 2 and relative elsewhere
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+  return r;
+#else
+  return log2f(v);
+#endif
+}
+constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;
+FASTVIT_INLINE float exp_(float v) {
+  return exp2_approximate(v * kLog2E);
+}
+FASTVIT_INLINE float expm1_(float v) {
+  const float near =
+      v * v * polynomial(v, 0.4999999896f, 0.1666656276f, 0.04164992996f, 0.008238221347f, 0.001164287033f) +
+      v;
+  return v > -0.5f ? near : exp_(v) - 1.0f;
+}
+FASTVIT_INLINE float log1p_(float v) {
+  const float near =
+      v * v * polynomial(v, -0.5000004977f, 0.3332342402f, -0.2530975051f, 0.1670630499f, -0.3006740087f) + v;
+  return v > -0.25f ? near : log2_approximate(1.0f + v) * kLn2;
+}
+#else
 FASTVIT_INLINE float exp_(float v) {
   return expf(v);
-}
-FASTVIT_INLINE double exp_(double v) {
-  return exp(v);
 }
 FASTVIT_INLINE float expm1_(float v) {
   return expm1f(v);
 }
-FASTVIT_INLINE double expm1_(double v) {
-  return expm1(v);
-}
 FASTVIT_INLINE float log1p_(float v) {
   return log1pf(v);
+}
+#endif
+FASTVIT_INLINE double exp_(double v) {
+  return exp(v);
+}
+FASTVIT_INLINE double expm1_(double v) {
+  return expm1(v);
 }
 FASTVIT_INLINE double log1p_(double v) {
   return log1p(v);
@@ -47,28 +98,30 @@ FASTVIT_INLINE float reciprocal(float v, float) {
 #endif
 }
 
-// v, or the end of [-limit, limit] that it lies beyond; a NaN stays one.
+// v, or `least` where it is less; a NaN stays one.
 template <class V, class S>
-FASTVIT_INLINE V within(V v, S limit) {
-  v = v > limit ? V{} + limit : v;
-  return v < -limit ? V{} - limit : v;
+FASTVIT_INLINE V at_least(V v, S least) {
+  return v < least ? V{} + least : v;
+}
+// v, or `most` where it is more; a NaN stays one.
+template <class V, class S>
+FASTVIT_INLINE V at_most(V v, S most) {
+  return v > most ? V{} + most : v;
 }
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-FASTVIT_INLINE float within(float v, float limit) {
-  asm("min.NaN.f32 %0, %0, %1;" : "+f"(v) : "f"(limit));
-  asm("max.NaN.f32 %0, %0, %1;" : "+f"(v) : "f"(-limit));
+FASTVIT_INLINE float at_least(float v, float least) {
+  asm("max.NaN.f32 %0, %0, %1;" : "+f"(v) : "f"(least));
+  return v;
+}
+FASTVIT_INLINE float at_most(float v, float most) {
+  asm("min.NaN.f32 %0, %0, %1;" : "+f"(v) : "f"(most));
   return v;
 }
 #endif
-
-// c[0] + c[1] t + c[2] t^2 + ..., by Horner.
+// v, or the end of [-limit, limit] that it lies beyond; a NaN stays one.
 template <class V, class S>
-FASTVIT_INLINE V polynomial(V, S c) {
-  return V{} + c;
-}
-template <class V, class S, class... More>
-FASTVIT_INLINE V polynomial(V t, S c, More... more) {
-  return polynomial(t, more...) * t + c;
+FASTVIT_INLINE V within(V v, S limit) {
+  return at_least(at_most(v, limit), -limit);
 }
 
 // 1 / (1 + exp(-v))

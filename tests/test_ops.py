@@ -245,6 +245,49 @@ def test_slopes_far_out_are_exactly_one_and_zero(activation, device):
     assert dx.flatten().tolist() == [1, 1, 1, 0, 0, 0]
 
 
+NEGATIVE = torch.cat([-torch.logspace(-12, 1.2, 4001, dtype=torch.float64), -torch.linspace(0.2, 0.6, 500)])
+
+
+def like_identity(channels, device):
+    """Saved statistics that change nothing: mean 0, deviation 1, of many values."""
+    return torch.tensor([0.0] * channels + [1.0] * channels + [1.0, 0.0], device=device)
+
+
+def test_elu_keeps_its_digits_near_zero(device):
+    """Relative to each value, not to the largest: forward, and what is recovered from the output in place."""
+    v = NEGATIVE.float()[None].to(device)
+    y = ops.bn_apply(v, like_identity(v.shape[1], device), activation="elu", activation_param=1.5)
+    torch.testing.assert_close(y.double(), 1.5 * torch.expm1(v.double()), rtol=1e-6, atol=0)
+    y = (torch.expm1(NEGATIVE) * 1.5).float()[None].to(device)
+    y = y[:, y[0] > -1.2]  # nearer to saturation the rounding of y shows
+    saved = like_identity(y.shape[1], device)
+    (sums,) = ops.abn_reduce(y, torch.ones_like(y), saved, activation="elu", activation_param=1.5)
+    want = torch.log1p(y.double() / 1.5) * (y.double() + 1.5)
+    torch.testing.assert_close(sums[y.shape[1] :].double(), want[0], rtol=2e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu", "elu"])
+def test_all_16_bit_values(activation, dtype, device):
+    """Every finite one through the activation and its gradient: rounded once, but for 2^-16 of a value."""
+    x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    x = x[x.isfinite() & (x.abs() < 1e4)][:, None].to(device)
+    saved = like_identity(1, device)
+    rounding = torch.finfo(dtype).eps / 2 + 2**-16
+    least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps + 2**-30
+    y = ops.bn_apply(x, saved, activation=activation, activation_param=PARAM).double().cpu()
+    want = reference.bn_apply(
+        x.double().cpu(), saved.double().cpu(), activation=activation, activation_param=PARAM
+    )
+    assert ((y - want).abs() <= rounding * want.abs() + least).all()
+    options = {"activation": activation, "activation_param": PARAM}
+    dx, _ = ops.bn_backward(x, torch.ones_like(x), None, saved, None, **options)
+    want, _ = reference.bn_backward(
+        x.double().cpu(), torch.ones_like(x).double().cpu(), None, saved.double().cpu(), None, **options
+    )
+    assert ((dx.double().cpu() - want).abs() <= rounding * want.abs() + 1e-5).all()
+
+
 def test_moments_of_values_near_the_ends_of_the_range(device):
     for scale in (1e-18, 1e15):
         x = torch.randn(8, 3, 40, device=device) * scale

@@ -26,7 +26,7 @@ struct BackwardParams {
 };
 
 // Operands 0: x or y, 1: dy, 2: dx, 3: z, 4: dz.
-template <class T, bool kRows, int V, Kept kKept>
+template <class T, Activations kSet, bool kRows, int V, Kept kKept>
 __global__ void __launch_bounds__(kThreads, kResident)
     backward_kernel(const __grid_constant__ BackwardParams<T> args) {
   using A = Accumulation<T>;
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
     batch.load(read.input, args.input, 0);
     batch.load(read.dy, args.dy, 1);
     if constexpr (kResidual) batch.load(read.z, args.z, 3);
-    propagate<kRows>(batch, read, constants, correction, args.saved, limit);
+    propagate<kSet, kRows>(batch, read, constants, correction, args.saved, limit);
     batch.store(read.input, args.dx, 2);
     if constexpr (kResidual) batch.store(read.dy, args.dz, 4);
   });
@@ -79,8 +79,11 @@ void Cuda::backward(const BackwardArgs& args) {
                                    saved_of<A>(args),
                                    static_cast<const A*>(args.sums)};
     with_walk<T>(plan, [&]<bool kRows, int V>() {
-      with_kept(args, [&]<Kept kKept>() {
-        STD_CUDA_CHECK(launch(backward_kernel<T, kRows, V, kKept>, {plan.blocks(), device.stream}, kernel));
+      with_activations<T, V>(args.activation, [&]<Activations kSet>() {
+        with_kept(args, [&]<Kept kKept>() {
+          STD_CUDA_CHECK(
+              launch(backward_kernel<T, kSet, kRows, V, kKept>, {plan.blocks(), device.stream}, kernel));
+        });
       });
     });
   });

@@ -1,20 +1,24 @@
-// Merging the threads' results: first within a block, then the blocks' slices, by the last block to finish.
+// Merging the threads' results: first within a block; then the slices of a tile, group by group, by the last
+// block of each group to finish; then the groups, by the last block of the tile.
 //
 // Everything merges in an order that the launch alone fixes, so the same call on the same device gives the
-// same bits. A result R is a plain struct with merge(const R&).
+// same bits. A result R is a plain struct with merge(const R&), free of branches, to which R{} adds nothing.
 #pragma once
 
-#include <cuda/atomic>
-
 #include "../moments.h"
+#include "ptx.cuh"
 #include "walk.cuh"
 
 namespace fastvit {
+
+constexpr unsigned kAhead = 8;                        // slices' results that a thread loads together
+constexpr int64_t kSemaphoreWords = 2 * kSemaphores;  // see SliceGroups
 
 template <class A>
 struct Sums {
   A first = 0, second = 0;
   __device__ __forceinline__ void merge(const Sums& other) {
+    count_merge();
     first += other.first;
     second += other.second;
   }
@@ -39,11 +43,26 @@ struct RunningSums {
   }
 };
 
+// a / b, in float to 2 ulp.
+__device__ __forceinline__ float quotient(float a, float b) {
+  return __fdividef(a, b);
+}
+__device__ __forceinline__ double quotient(double a, double b) {
+  return a / b;
+}
+
+// Moments of one channel (Chan, Golub, LeVeque, see moments.h). The count of one slice needs no more digits
+// than its mean has.
 template <class A>
-struct WelfordState : Moments<A, A> {  // the count of one slice needs no more digits than its mean has
-  using Moments<A, A>::merge;
+struct WelfordState {
+  A count = 0, mean = 0, m2 = 0;
   __device__ __forceinline__ void merge(const WelfordState& other) {
-    this->merge(other.count, other.mean, other.m2);
+    count_merge();
+    const A total = count + other.count, delta = other.mean - mean;
+    const A share = quotient(other.count, max(total, A(1)));  // 0 of two empty sets
+    m2 = added(m2, fused(delta * delta, count * share, other.m2));
+    mean = fused(delta, share, mean);
+    count = total;
   }
 };
 
@@ -54,6 +73,7 @@ __device__ __forceinline__ void merge_groups(R* shared, int groups, int group_st
   for (int left = length; left > 1; left = (left + 1) / 2) {
     const int half = (left + 1) / 2;
     __syncthreads();
+    const Together together;
     for (int t = threadIdx.x; t < (left - half) * groups; t += kThreads) {
       const int i = t / groups, g = t - i * groups;
       R* at = shared + g * group_stride + i * stride;
@@ -90,58 +110,136 @@ __device__ __forceinline__ R load_written(const R* p) {
   return value;
 }
 
-// Totals over all slices, from `partial`, [slices][C], which every slice's block has written: write(c,
-// total).
+// How the slices of a tile are merged: `count` groups of `size`, or each slice is a group of its own where
+// one block can merge them all as fast as it can merge a group.
+struct SliceGroups {
+  unsigned size, count;
+
+  FASTVIT_INLINE explicit SliceGroups(const Plan& plan) : size(1), count(plan.slices) {
+    const unsigned teams = unsigned(kThreads / plan.tile), most = 2 * kAhead * teams;
+    if (plan.slices <= most) return;
+    const unsigned groups = (plan.slices + most - 1) / most;
+    if (semaphores(plan, groups) <= kSemaphoreWords) size = most, count = groups;
+  }
+  // Words of semaphores: of each tile, of the totals that its blocks wait for, and of its groups.
+  FASTVIT_INLINE static int64_t semaphores(const Plan& plan, unsigned groups) {
+    return int64_t(plan.tiles) * (2 + int64_t(groups));
+  }
+  FASTVIT_INLINE int64_t semaphores(const Plan& plan) const { return semaphores(plan, size > 1 ? count : 0); }
+};
+
+// What the blocks of a tile merge through, unused for a single slice.
+template <class R>
+struct Partials {
+  R* results;            // [slices][C]
+  unsigned* semaphores;  // zero before the launch and after it
+  SliceGroups groups;
+};
+
+// Whether this block, all of whose threads call when their part of the work is done, is the last of `blocks`
+// that do; it then sees what they wrote. `counter` is zero before and after.
+__device__ __forceinline__ bool is_last(unsigned* counter, unsigned blocks) {
+  __shared__ bool last;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();  // the barrier gathered what the block wrote; the fence sends it out before the counter
+    last = atomicAdd(counter, 1u) == blocks - 1;
+    if (last) atomicExch(counter, 0u);
+    __threadfence();  // and the other blocks' is seen after it
+  }
+  __syncthreads();
+  return last;
+}
+
+// Merges `rows` rows of results, `stride` apart, of which each has one per channel of the tile, and that the
+// last block may read: write(g, total) for channel g of the tile, by one thread each.
 template <class R, class Write>
-__device__ __forceinline__ void merge_slices(R* shared, const R* partial, const Plan& plan, const Work& work,
-                                             const Write& write) {
+__device__ __forceinline__ void merge_rows(R* shared, const R* results, unsigned rows, int64_t stride,
+                                           int channels, const Write& write) {
   static_assert(kMostTile <= kThreads);
-  const int channels = work.channels(plan), teams = kThreads / channels, team = int(threadIdx.x) / channels;
-  const int64_t c = work.first_channel(plan) + int(threadIdx.x) - team * channels;
+  const unsigned teams = unsigned(kThreads / channels), team = threadIdx.x / unsigned(channels);
+  const int g = int(threadIdx.x - team * unsigned(channels));
   R total{};
-  if (team < teams) {
-#pragma unroll 4
-    for (unsigned s = team; s < plan.slices; s += teams)
-      total.merge(load_written(partial + int64_t(s) * plan.layout.C + c));
+  for (unsigned first = team < teams ? team : rows; first < rows; first += kAhead * teams) {
+    R ahead[kAhead];
+#pragma unroll
+    for (unsigned i = 0; i < kAhead; ++i) {
+      const unsigned row = first + i * teams;
+      ahead[i] = R{};
+      if (row < rows) ahead[i] = load_written(results + row * stride + g);
+    }
+#pragma unroll
+    for (unsigned half = kAhead / 2; half > 0; half /= 2) {
+      const Together together;
+#pragma unroll
+      for (unsigned i = 0; i < half; ++i) ahead[i].merge(ahead[i + half]);
+    }
+    total.merge(ahead[0]);
   }
   shared[threadIdx.x] = total;
-  merge_groups(shared, channels, 1, teams, channels);
-  if (team == 0) write(c, shared[threadIdx.x]);
+  merge_groups(shared, channels, 1, int(teams), channels);
+  if (team == 0) write(g, shared[threadIdx.x]);
+}
+
+constexpr unsigned kPublished = 1u << 31;
+
+// The last block of a tile to finish, all of whose threads call, lets the others see what it wrote.
+__device__ __forceinline__ void publish(unsigned* semaphore) {
+  __syncthreads();
+  if (threadIdx.x > 0) return;
+  __threadfence();
+  atomicAdd(semaphore, kPublished | 1u);
+}
+// The others wait for it. The last of them, of `blocks` in all, to have waited clears the semaphore.
+__device__ __forceinline__ void await(unsigned* semaphore, unsigned blocks) {
+  if (threadIdx.x == 0) {
+    const DeviceAtomic<unsigned> published(*semaphore);
+    while (published.load(cuda::std::memory_order_acquire) < kPublished) {
+    }
+    if (atomicAdd(semaphore, 1u) == (kPublished | (blocks - 1))) atomicExch(semaphore, 0u);
+  }
+  __syncthreads();
 }
 
 // Hands write(c, total) the totals of the tile's channels, over all slices, and returns true: in the last
-// block of the tile to finish, or with kEverywhere in all of them, which wait for each other and so must run
-// at once. partial is [slices][C], semaphores [tiles], zero before the launch and after it; both unused for a
-// single slice. `shared` has kThreads * K >= kThreads places and holds what merge_block left, `step` apart.
+// block of the tile to finish, or with kEverywhere in all of them, which wait for it and so must run at once.
+// `shared` has kThreads * K >= kThreads places and holds what merge_block left, `step` apart.
 template <bool kEverywhere = false, class R, class Write>
-__device__ __forceinline__ bool finish(R* shared, int step, R* partial, unsigned* semaphores,
-                                       const Plan& plan, const Work& work, const Write& write) {
+__device__ __forceinline__ bool finish(R* shared, int step, const Partials<R>& partials, const Plan& plan,
+                                       const Work& work, const Write& write) {
   const int channels = work.channels(plan);
   const int64_t first = work.first_channel(plan), C = plan.layout.C;
   if (plan.slices == 1) {
     for (int g = threadIdx.x; g < channels; g += kThreads) write(first + g, shared[g * step]);
     return true;
   }
-  for (int g = threadIdx.x; g < channels; g += kThreads)
-    partial[work.slice * C + first + g] = shared[g * step];
-  unsigned* const semaphore = semaphores + work.tile;
-  __shared__ bool last;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    __threadfence();  // the barrier gathered the block's partials; the fence sends them out before the
-                      // semaphore
-    last = atomicAdd(semaphore, 1u) == plan.slices - 1;
-    if constexpr (kEverywhere) {
-      const cuda::atomic_ref<unsigned, cuda::thread_scope_device> arrived(*semaphore);
-      while (arrived.load(cuda::std::memory_order_acquire) < plan.slices) {
-      }
-    }
-    __threadfence();  // and the other blocks' are seen after it
-    // Each block adds once more when it no longer waits; the block that adds last clears the semaphore.
-    if (kEverywhere ? atomicAdd(semaphore, 1u) == 2 * plan.slices - 1 : last) atomicExch(semaphore, 0u);
+  R* const results = partials.results + first;
+  for (int g = threadIdx.x; g < channels; g += kThreads) results[work.slice * C + g] = shared[g * step];
+  unsigned *const tile = partials.semaphores + work.tile, *const published = tile + plan.tiles;
+  const SliceGroups& groups = partials.groups;
+  bool last = true;
+  if (groups.size > 1) {
+    const unsigned group = work.slice / groups.size, begin = group * groups.size;
+    const unsigned slices = min(groups.size, plan.slices - begin);
+    R* const mine = results + begin * C;
+    last = is_last(partials.semaphores + 2 * plan.tiles + work.tile * groups.count + group, slices);
+    if (last)  // the group's result takes the place of its first slice's
+      merge_rows(shared, mine, slices, C, channels, [&](int g, const R& total) { mine[g] = total; });
   }
-  __syncthreads();
-  if (kEverywhere || last) merge_slices(shared, partial, plan, work, write);
+  last = last && is_last(tile, groups.count);
+  if (last)
+    merge_rows(shared, results, groups.count, groups.size * C, channels, [&](int g, const R& total) {
+      if (kEverywhere) results[g] = total;
+      write(first + g, total);
+    });
+  if constexpr (kEverywhere) {
+    if (last) {
+      publish(published);
+    } else {
+      await(published, plan.slices);
+      for (int g = threadIdx.x; g < channels; g += kThreads) write(first + g, load_written(results + g));
+    }
+  }
   return kEverywhere || last;
 }
 

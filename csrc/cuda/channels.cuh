@@ -1,10 +1,9 @@
-// What belongs to a channel: parameters and buffers in any dtype, merged moments, constants of the kernels.
+// What belongs to a channel: parameters and buffers in any dtype.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "../activation.h"
 #include "../moments.h"
 #include "launch.cuh"
 
@@ -45,39 +44,5 @@ struct ChannelArray {  // C numbers; data is null when there are none
     }
   }
 };
-
-// f(ActivationFn<...>{}) for the activation chosen at run time; the branch is uniform, so it costs a test
-// for a packet or more. Without kAny those that cannot be inverted are not compiled.
-template <bool kAny, class F>
-__device__ __forceinline__ void with_activation(Activation activation, const F& f) {
-  switch (activation) {
-    case Activation::leaky_relu:
-      f(ActivationFn<Activation::leaky_relu>{});
-      return;
-    case Activation::elu:
-      f(ActivationFn<Activation::elu>{});
-      return;
-    case Activation::relu:
-      if constexpr (kAny) f(ActivationFn<Activation::relu>{});
-      return;
-    case Activation::relu6:
-      if constexpr (kAny) f(ActivationFn<Activation::relu6>{});
-      return;
-    case Activation::gelu:
-      if constexpr (kAny) f(ActivationFn<Activation::gelu>{});
-      return;
-    case Activation::gelu_tanh:
-      if constexpr (kAny) f(ActivationFn<Activation::gelu_tanh>{});
-      return;
-    case Activation::silu:
-      if constexpr (kAny) f(ActivationFn<Activation::silu>{});
-      return;
-    case Activation::hardswish:
-      if constexpr (kAny) f(ActivationFn<Activation::hardswish>{});
-      return;
-    default:
-      f(ActivationFn<Activation::identity>{});
-  }
-}
 
 }  // namespace fastvit

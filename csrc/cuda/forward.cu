@@ -57,7 +57,7 @@ struct ForwardParams {
 };
 
 // Operands 0: x, 1: y, 2: z.
-template <class T, bool kRows, int V, bool kResidual>
+template <class T, Activations kSet, bool kRows, int V, bool kResidual>
 __global__ void __launch_bounds__(kThreads, kResident)
     forward_kernel(const __grid_constant__ ForwardParams<T> args) {
   using A = Accumulation<T>;
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
     Packet<T, B::V> x[B::U], z[kResidual ? B::U : 1];
     batch.load(x, args.x, 0);
     if constexpr (kResidual) batch.load(z, args.z, 2);
-    args.act.template apply<kRows, kResidual>(batch, x, z, affine);
+    args.act.template apply<kSet, kRows, kResidual>(batch, x, z, affine);
     batch.store(x, args.y, 1);
   });
 }
@@ -101,10 +101,12 @@ void Cuda::forward(const ForwardArgs& args) {
         activated_of<T>(args)};
     const int64_t blocks = 1 + (args.layout.numel() > 0 ? plan.blocks() : 0);
     with_walk<T>(plan, [&]<bool kRows, int V>() {
-      if (args.z)
-        STD_CUDA_CHECK(launch(forward_kernel<T, kRows, V, true>, {blocks, device.stream}, kernel));
-      else
-        STD_CUDA_CHECK(launch(forward_kernel<T, kRows, V, false>, {blocks, device.stream}, kernel));
+      with_activations<T, V>(args.activation, [&]<Activations kSet>() {
+        if (args.z)
+          STD_CUDA_CHECK(launch(forward_kernel<T, kSet, kRows, V, true>, {blocks, device.stream}, kernel));
+        else
+          STD_CUDA_CHECK(launch(forward_kernel<T, kSet, kRows, V, false>, {blocks, device.stream}, kernel));
+      });
     });
   });
 }

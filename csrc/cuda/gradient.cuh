@@ -8,6 +8,7 @@
 
 #include <cmath>
 
+#include "activations.cuh"
 #include "block_reduce.cuh"
 #include "channels.cuh"
 
@@ -77,14 +78,14 @@ struct Read {
 
 // Adds a batch to the thread's sums of dz and dz * centred; at(j) reads its j-th packet. The activation is
 // told for each packet, here and below: for all of them at once takes more registers.
-template <class T, bool kRows, Kept kKept, class B, class A, int K, class At>
+template <class T, Activations kSet, bool kRows, Kept kKept, class B, class A, int K, class At>
 __device__ __forceinline__ void add_gradients(RunningSums<A> (&running)[K], const B&,
                                               const Constants<A, kKept> (&constants)[K],
                                               const Saved<A>& saved, A limit, const At& at) {
   Sums<A> sums[K];
 #pragma unroll
   for (int j = 0; j < B::U; ++j)
-    with_activation<kKept != Kept::output>(saved.activation, [&]<class Fn>(Fn) {
+    with_activation<T, kSet, kKept != Kept::output>(saved.activation, [&]<class Fn>(Fn) {
       const Read<T, kKept, typename B::One> read = at(j);
       A in[B::V], g[B::V];
       [[maybe_unused]] A r[B::V];
@@ -119,7 +120,7 @@ struct Correction {
 };
 
 // Puts dx in the place of the input, and dz in the place of dy where there is a residual.
-template <bool kRows, Kept kKept, class T, class B, class A, int K>
+template <Activations kSet, bool kRows, Kept kKept, class T, class B, class A, int K>
 __device__ __forceinline__ void propagate(const B&, Read<T, kKept, B>& read,
                                           const Constants<A, kKept> (&constants)[K],
                                           const Correction<A> (&correction)[K], const Saved<A>& saved,
@@ -127,7 +128,7 @@ __device__ __forceinline__ void propagate(const B&, Read<T, kKept, B>& read,
   constexpr bool kResidual = Read<T, kKept, B>::kResidual;
 #pragma unroll
   for (int j = 0; j < B::U; ++j)
-    with_activation<kKept != Kept::output>(saved.activation, [&]<class Fn>(Fn) {
+    with_activation<T, kSet, kKept != Kept::output>(saved.activation, [&]<class Fn>(Fn) {
       A in[B::V], g[B::V];
       [[maybe_unused]] A r[B::V];
       read.input[j].unpack(in);

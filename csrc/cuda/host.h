@@ -33,13 +33,22 @@ class Device {
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(index, &s));
     stream = static_cast<cudaStream_t>(s);
     STD_CUDA_CHECK(cudaGetDevice(&current));
-    STD_CUDA_CHECK(cudaDeviceGetAttribute(&limits.multiprocessors, cudaDevAttrMultiProcessorCount, current));
-    int shared = 0;
-    STD_CUDA_CHECK(cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerMultiprocessor, current));
-    limits.smem_cache_bytes = std::max(0, shared / kResident - kOtherSharedBytes);
+    limits.multiprocessors = attribute<cudaDevAttrMultiProcessorCount>();
+    limits.smem_cache_bytes =
+        std::max(0, attribute<cudaDevAttrMaxSharedMemoryPerMultiprocessor>() / kResident - kOtherSharedBytes);
   }
 
  private:
+  template <cudaDeviceAttr kAttribute>  // of the current device, which is asked once
+  int attribute() const {
+    static std::atomic<int> known[kDevices];  // 0: not asked yet
+    int value = current < kDevices ? known[current].load() : 0;
+    if (value == 0) {
+      STD_CUDA_CHECK(cudaDeviceGetAttribute(&value, kAttribute, current));
+      if (current < kDevices) known[current].store(value);
+    }
+    return value;
+  }
   torch::stable::accelerator::DeviceGuard guard;
 
  public:
@@ -64,8 +73,8 @@ class Scratch {
   void* data = nullptr;
 };
 
-// kSemaphores zeros and one, which every launch leaves as zeros. Launches of one stream follow each other, so
-// a stream has its own for as long as the process lives, and no launch has to clear them first.
+// kSemaphoreWords zeros and one, which every launch leaves as zeros. Launches of one stream follow each
+// other, so a stream has its own for as long as the process lives, and no launch has to clear them first.
 inline unsigned* semaphores_of(const Device& device) {
   static std::mutex mutex;
   static std::map<std::pair<int, cudaStream_t>, unsigned*> semaphores;
@@ -73,7 +82,7 @@ inline unsigned* semaphores_of(const Device& device) {
   unsigned*& mine = semaphores[{device.current, device.stream}];
   if (!mine) {
     void* data = nullptr;
-    constexpr size_t bytes = (kSemaphores + 1) * sizeof(unsigned);
+    constexpr size_t bytes = (kSemaphoreWords + 1) * sizeof(unsigned);
     TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_caching_allocator_raw_alloc(bytes, &data));
     STD_CUDA_CHECK(cudaMemsetAsync(data, 0, bytes, device.stream));
     mine = static_cast<unsigned*>(data);
@@ -88,35 +97,37 @@ template <class R>
 class Slices {
  public:
   Slices(const Plan& plan, const Device& device, bool shared = false)
-      : captured((plan.slices > 1 || shared) && capturing(device)),
+      : groups(plan),
+        words(plan.slices > 1 ? groups.semaphores(plan) : 0),
+        captured((plan.slices > 1 || shared) && capturing(device)),
         bytes(plan.slices > 1 ? int64_t(plan.slices) * plan.layout.C * int64_t(sizeof(R)) : 0),
-        scratch(bytes + (captured ? semaphore_bytes(plan) : 0)) {
+        scratch(bytes + (captured ? (words + 1) * sizeof(unsigned) : 0)) {
     if (plan.slices == 1 && !shared) return;
     if (captured) {
       semaphores = reinterpret_cast<unsigned*>(static_cast<char*>(scratch.data) + bytes);
-      STD_CUDA_CHECK(cudaMemsetAsync(semaphores, 0, semaphore_bytes(plan), device.stream));
+      STD_CUDA_CHECK(cudaMemsetAsync(semaphores, 0, (words + 1) * sizeof(unsigned), device.stream));
     } else {
       semaphores = semaphores_of(device);
     }
-    finished = semaphores + (plan.slices > 1 ? plan.tiles : 0);
+    finished = semaphores + words;
   }
-  R* partial() const { return static_cast<R*>(scratch.data); }
+  Partials<R> partials() const { return {static_cast<R*>(scratch.data), semaphores, groups}; }
 
  private:
-  static size_t semaphore_bytes(const Plan& plan) {
-    return ((plan.slices > 1 ? plan.tiles : 0) + 1) * sizeof(unsigned);
-  }
   static bool capturing(const Device& device) {
     cudaStreamCaptureStatus status;
     STD_CUDA_CHECK(cudaStreamIsCapturing(device.stream, &status));
     return status != cudaStreamCaptureStatusNone;
   }
+  SliceGroups groups;
+  int64_t words;  // semaphores of the tiles
   bool captured;
   int64_t bytes;
   Scratch scratch;
 
  public:
-  unsigned *semaphores = nullptr, *finished = nullptr;
+  unsigned* semaphores = nullptr;
+  unsigned* finished = nullptr;
 };
 
 // f(Shares<...>) for an exchange, or none.
@@ -169,11 +180,11 @@ void with_vector_walk(const Plan& plan, const F& f) {
 }
 
 // Whether the blocks could be launched: where slices wait for each other they must all run at once.
-template <class Kernel, class Args>
-bool launch_on_chip(Kernel* kernel, const Plan& plan, int kept, const Device& device, const Args& args) {
-  const Launch how{plan.blocks(), device.stream, smem_cache_bytes(plan, kept),
-                   size_t(device.limits.smem_cache_bytes), plan.slices > 1};
-  const cudaError_t status = launch(kernel, how, args);
+template <auto kKernel, class Args>
+bool launch_on_chip(const Plan& plan, int kept, const Device& device, const Args& args) {
+  STD_CUDA_CHECK(allow_shared<kKernel>(device.current, int(device.limits.smem_cache_bytes)));
+  const Launch how{plan.blocks(), device.stream, smem_cache_bytes(plan, kept), plan.slices > 1};
+  const cudaError_t status = launch(kKernel, how, args);
   if (status == cudaErrorCooperativeLaunchTooLarge) {
     (void)cudaGetLastError();  // other work may hold multiprocessors back: two launches do it as well
     return false;

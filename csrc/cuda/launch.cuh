@@ -4,6 +4,8 @@
 
 #include <cuda_runtime.h>
 
+#include <atomic>
+
 namespace fastvit {
 
 constexpr int kThreads = 256;  // per block, in every kernel
@@ -14,22 +16,29 @@ constexpr int kResident = 2;   // blocks that a multiprocessor holds at least; l
 #define FASTVIT_DYNAMIC_SHARED(name) extern __shared__ __align__(16) unsigned char name[]
 #endif
 
+constexpr int kDevices = 64;  // whose answers are remembered; others are asked each time
+
+// Lets launches of a kernel on a device ask for as much dynamic shared memory as `bytes`.
+template <auto kKernel>
+cudaError_t allow_shared(int device, int bytes) {
+  static std::atomic<int> allowed[kDevices];
+  if (device < kDevices && allowed[device].load() >= bytes) return cudaSuccess;
+  const cudaError_t status =
+      cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (device < kDevices && status == cudaSuccess) allowed[device].store(bytes);
+  return status;
+}
+
 struct Launch {
   int64_t blocks;
   cudaStream_t stream;
-  size_t shared_bytes = 0;   // dynamic
-  size_t most_shared = 0;    // that any launch of the kernel asks for: another thread may launch it meanwhile
+  size_t shared_bytes = 0;   // dynamic; above 48 KiB see allow_shared
   bool cooperative = false;  // all blocks at once, or cudaErrorCooperativeLaunchTooLarge
 };
 
 template <class... Parameters, class... Arguments>
 cudaError_t launch(void (*kernel)(Parameters...), const Launch& how, const Arguments&... arguments) {
   if (how.blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  if (how.shared_bytes > 0) {
-    const cudaError_t status =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(how.most_shared));
-    if (status != cudaSuccess) return status;
-  }
   cudaLaunchAttribute cooperative{};
   cooperative.id = cudaLaunchAttributeCooperative;
   cooperative.val.cooperative = 1;

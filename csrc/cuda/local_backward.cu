@@ -23,12 +23,11 @@ struct LocalBackwardParams {
   T* dz;
   Saved<A> saved;
   A* sums;
-  Sums<A>* partial;
-  unsigned* semaphores;
+  Partials<Sums<A>> partials;
 };
 
 // Operands 0: x or y, 1: dy, 2: dx, 3: z, 4: dz.
-template <class T, bool kRows, int V, Kept kKept>
+template <class T, Activations kSet, bool kRows, int V, Kept kKept>
 __global__ void __launch_bounds__(kThreads, kResident)
     local_backward_kernel(const __grid_constant__ LocalBackwardParams<T> args) {
   using A = Accumulation<T>;
@@ -66,15 +65,15 @@ __global__ void __launch_bounds__(kThreads, kResident)
     kept.put(batch, 1, read.dy);
     if constexpr (kResidual) kept.put(batch, 2, read.z);
     forget_registers();
-    add_gradients<T, kRows>(running, batch, constants, args.saved, limit,
-                            [&](int j) { return get(batch.packet(j), j); });
+    add_gradients<T, kSet, kRows>(running, batch, constants, args.saved, limit,
+                                  [&](int j) { return get(batch.packet(j), j); });
     kept.next(batch);
   });
 
   __shared__ __align__(16) unsigned char bytes[kThreads * K * sizeof(Sums<A>)];
   Sums<A>* shared = reinterpret_cast<Sums<A>*>(bytes);
   const int step = merge_block(shared, running, plan, work);
-  finish<true>(shared, step, args.partial, args.semaphores, plan, work, [&](int64_t c, Sums<A> total) {
+  finish<true>(shared, step, args.partials, plan, work, [&](int64_t c, Sums<A> total) {
     if (kKept != Kept::output) total.second *= args.saved.invstd(c);
     corrections[c - first] = Correction<A>::template of<kKept>(args.saved, c, total);
     if (work.slice == 0) {
@@ -93,7 +92,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
     for (int j = 0; j < B::U; ++j) {
       const auto one = batch.packet(j);
       auto read = get(one, j);
-      propagate<kRows>(one, read, constants, correction, args.saved, limit);
+      propagate<kSet, kRows>(one, read, constants, correction, args.saved, limit);
       one.store(read.input, args.dx, 2);
       if constexpr (kResidual) one.store(read.dy, args.dz, 4);
     }
@@ -120,11 +119,12 @@ bool Cuda::local_backward(const BackwardArgs& args) {
                                         static_cast<T*>(args.dz),
                                         saved_of<A>(args),
                                         static_cast<A*>(args.local_sums),
-                                        slices.partial(),
-                                        slices.semaphores};
+                                        slices.partials()};
     with_vector_walk<T>(plan, [&]<bool kRows, int V>() {
-      with_kept(args, [&]<Kept kKept>() {
-        done = launch_on_chip(local_backward_kernel<T, kRows, V, kKept>, plan, kept, device, kernel);
+      with_activations<T, V>(args.activation, [&]<Activations kSet>() {
+        with_kept(args, [&]<Kept kKept>() {
+          done = launch_on_chip<local_backward_kernel<T, kSet, kRows, V, kKept>>(plan, kept, device, kernel);
+        });
       });
     });
   });

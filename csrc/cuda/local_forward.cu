@@ -21,17 +21,16 @@ struct LocalForwardParams {
   double count;
   RunningStats<A> running;
   Activated<T> act;
-  WelfordState<A>* partial;
-  unsigned* semaphores;
+  Partials<WelfordState<A>> partials;
 };
 
 // Operands 0: x, 1: y, 2: z.
-template <class T, bool kRows, int V, bool kResidual>
+template <class T, Activations kSet, bool kRows, int V, bool kResidual>
 __global__ void __launch_bounds__(kThreads, kResident)
     local_forward_kernel(const __grid_constant__ LocalForwardParams<T> args) {
   using A = Accumulation<T>;
   using Mine = ThreadStats<T, kRows, V>;
-  constexpr int kOperands = kResidual ? 3 : 2, kTile = kRows ? kMostTile : 1;
+  constexpr int kOperands = kResidual ? 3 : 2;
   const Plan& plan = args.plan;
   const Work work(plan, blockIdx.x);
   FASTVIT_DYNAMIC_SHARED(slots);
@@ -45,26 +44,24 @@ __global__ void __launch_bounds__(kThreads, kResident)
     mine.add(batch, x);
   });
 
-  __shared__ Affine<A> table[kTile];
+  // Pivots were read before the blocks meet: afterwards another one may have written over them.
+  __shared__ A pivots[Mine::kTile];
+  __shared__ Affine<A> table[Mine::kTile];
   const int64_t first = work.first_channel(plan);
-  // The pivots are read before the blocks have met: afterwards another one may have written over them.
-  for (int g = threadIdx.x; g < work.channels(plan); g += kThreads)
-    table[g].mean = Mine::pivot_of(plan, args.x, first + g);
   __shared__ __align__(16) unsigned char bytes[kThreads * Mine::K * sizeof(WelfordState<A>)];
   WelfordState<A>* shared = reinterpret_cast<WelfordState<A>*>(bytes);
-  mine.close();
+  mine.end(pivots, plan, work);
   const int step = merge_block(shared, mine.spread, plan, work);
-  finish<true>(shared, step, args.partial, args.semaphores, plan, work,
-               [&](int64_t c, const WelfordState<A>& total) {
-                 Moments<A> all;
-                 all.merge(args.count, table[c - first].mean + total.mean, total.m2);
-                 const Normaliser<A> n = args.running.normaliser(all);
-                 table[c - first] = args.act.affine(c, n);
-                 if (work.slice == 0) {
-                   args.running.update(c, all, args.running.momentum);
-                   args.running.save(c, n);
-                 }
-               });
+  finish<true>(shared, step, args.partials, plan, work, [&](int64_t c, const WelfordState<A>& total) {
+    Moments<A> all;
+    all.merge(args.count, pivots[c - first] + total.mean, total.m2);
+    const Normaliser<A> n = args.running.normaliser(all);
+    table[c - first] = args.act.affine(c, n);
+    if (work.slice == 0) {
+      args.running.update(c, all, args.running.momentum);
+      args.running.save(c, n);
+    }
+  });
   if (blockIdx.x == 0 && threadIdx.x == 0) {
     store_count(args.running.saved + 2 * args.running.C, args.count);
     if (args.running.num_batches_tracked) ++*args.running.num_batches_tracked;
@@ -79,7 +76,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
     if constexpr (kResidual) batch.load(z, args.z, 2);
     kept.get(batch, 0, x);
     kept.next(batch);
-    args.act.template apply<kRows, kResidual>(batch, x, z, affine);
+    args.act.template apply<kSet, kRows, kResidual>(batch, x, z, affine);
     batch.store(x, args.y, 1);
   });
 }
@@ -102,11 +99,13 @@ bool Cuda::local_forward(const ForwardArgs& args) {
                                        double(args.layout.count()),
                                        running_stats_of<A>(args),
                                        activated_of<T>(args),
-                                       slices.partial(),
-                                       slices.semaphores};
+                                       slices.partials()};
     with_vector_walk<T>(plan, [&]<bool kRows, int V>() {
-      done = args.z ? launch_on_chip(local_forward_kernel<T, kRows, V, true>, plan, 1, device, kernel)
-                    : launch_on_chip(local_forward_kernel<T, kRows, V, false>, plan, 1, device, kernel);
+      with_activations<T, V>(args.activation, [&]<Activations kSet>() {
+        done = args.z
+                   ? launch_on_chip<local_forward_kernel<T, kSet, kRows, V, true>>(plan, 1, device, kernel)
+                   : launch_on_chip<local_forward_kernel<T, kSet, kRows, V, false>>(plan, 1, device, kernel);
+      });
     });
   });
   return done;

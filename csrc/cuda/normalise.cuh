@@ -3,6 +3,8 @@
 
 #include <cmath>
 
+#include "../moments.h"
+#include "activations.cuh"
 #include "channels.cuh"
 #include "walk.cuh"
 
@@ -66,11 +68,11 @@ struct Activated {  // what stands beside the statistics
   }
 
   // A batch, over x.
-  template <bool kRows, bool kResidual, class B, int K, int Z>
+  template <Activations kSet, bool kRows, bool kResidual, class B, int K, int Z>
   __device__ __forceinline__ void apply(const B&, Packet<T, B::V> (&x)[B::U], const Packet<T, B::V> (&z)[Z],
                                         const Affine<Accumulation<T>> (&affine)[K]) const {
     using A = Accumulation<T>;
-    with_activation<true>(activation, [&]<class Fn>(Fn) {
+    with_activation<T, kSet, true>(activation, [&]<class Fn>(Fn) {
 #pragma unroll
       for (int j = 0; j < B::U; ++j) {
         A v[B::V];

@@ -63,14 +63,18 @@ __device__ __forceinline__ void load_halves(uint64_t* from, uint64_t& first, uin
 }
 #endif
 
-// While one lives, a thread's loads do not depend on each other: a GPU has them in flight together. The model
-// counts them as one.
+// While one lives, a thread's loads do not depend on each other, nor its merges: a GPU has them in flight
+// together. The model counts them as one.
 #ifdef CUDA_HOST_EMULATION
-using LoadedTogether = cuda_host::Together;
+using Together = cuda_host::Together;
+inline void count_merge() {
+  cuda_host::count_merge();
+}
 #else
-struct LoadedTogether {
-  __device__ __forceinline__ LoadedTogether() {}
+struct Together {
+  __device__ __forceinline__ Together() {}
 };
+__device__ __forceinline__ void count_merge() {}
 #endif
 
 // Relaxed and of system scope; each half of a packet is whole.

@@ -22,12 +22,12 @@ struct ReduceParams : Shares<kShared> {
   const T* z;
   Saved<A> saved;
   A* sums;
-  Sums<A>* partial;
-  unsigned *semaphores, *finished;
+  Partials<Sums<A>> partials;
+  unsigned* finished;
 };
 
 // Operands 0: x or y, 1: dy, 2: z.
-template <class T, bool kShared, bool kRows, int V, Kept kKept>
+template <class T, bool kShared, Activations kSet, bool kRows, int V, Kept kKept>
 __global__ void __launch_bounds__(kThreads, kResident)
     reduce_kernel(const __grid_constant__ ReduceParams<T, kShared> args) {
   using A = Accumulation<T>;
@@ -49,8 +49,8 @@ __global__ void __launch_bounds__(kThreads, kResident)
     batch.load(read.input, args.input, 0);
     batch.load(read.dy, args.dy, 1);
     if constexpr (kResidual) batch.load(read.z, args.z, 2);
-    add_gradients<T, kRows>(running, batch, constants, args.saved, limit,
-                            [&](int j) { return read.packet(j); });
+    add_gradients<T, kSet, kRows>(running, batch, constants, args.saved, limit,
+                                  [&](int j) { return read.packet(j); });
   });
 
   __shared__ __align__(16) unsigned char bytes[kThreads * K * sizeof(Sums<A>)];
@@ -65,14 +65,14 @@ __global__ void __launch_bounds__(kThreads, kResident)
   };
   if constexpr (kShared) {
     const Push<A> push(args.exchange);
-    if (finish(shared, step, args.partial, args.semaphores, args.plan, work,
+    if (finish(shared, step, args.partials, args.plan, work,
                [&](int64_t c, const Sums<A>& total) {
                  keep(c, total, [&](int64_t i, A first, A second) { push.pair(i, first, second); });
                }) &&
         is_last(args.finished, args.plan.tiles))
       end_sums(args.exchange, args.sums + 2 * C, C);
   } else {
-    finish(shared, step, args.partial, args.semaphores, args.plan, work,
+    finish(shared, step, args.partials, args.plan, work,
            [&](int64_t c, const Sums<A>& total) { keep(c, total, [](int64_t, A, A) {}); });
   }
 }
@@ -94,13 +94,14 @@ void Cuda::reduce(const ReduceArgs& args) {
                                             static_cast<const T*>(args.z),
                                             saved_of<A>(args),
                                             static_cast<A*>(args.sums),
-                                            slices.partial(),
-                                            slices.semaphores,
+                                            slices.partials(),
                                             slices.finished};
       with_walk<T>(plan, [&]<bool kRows, int V>() {
-        with_kept(args, [&]<Kept kKept>() {
-          STD_CUDA_CHECK(
-              launch(reduce_kernel<T, kShared, kRows, V, kKept>, {plan.blocks(), device.stream}, kernel));
+        with_activations<T, V>(args.activation, [&]<Activations kSet>() {
+          with_kept(args, [&]<Kept kKept>() {
+            STD_CUDA_CHECK(launch(reduce_kernel<T, kShared, kSet, kRows, V, kKept>,
+                                  {plan.blocks(), device.stream}, kernel));
+          });
         });
       });
     });

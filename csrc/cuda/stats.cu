@@ -20,8 +20,8 @@ struct StatsParams : Shares<kShared> {
   const T* x;
   A* moments;
   double count;
-  WelfordState<A>* partial;
-  unsigned *semaphores, *finished;
+  Partials<WelfordState<A>> partials;
+  unsigned* finished;
 };
 
 template <class T, bool kShared, bool kRows, int V>
@@ -37,25 +37,24 @@ __global__ void __launch_bounds__(kThreads, kResident)
     mine.add(batch, x);
   });
 
+  __shared__ A pivots[Mine::kTile];
   __shared__ __align__(16) unsigned char bytes[kThreads * Mine::K * sizeof(WelfordState<A>)];
   WelfordState<A>* shared = reinterpret_cast<WelfordState<A>*>(bytes);
-  mine.close();
+  mine.end(pivots, args.plan, work);
   const int step = merge_block(shared, mine.spread, args.plan, work);
-  const int64_t C = args.plan.layout.C;
+  const int64_t first = work.first_channel(args.plan), C = args.plan.layout.C;
   if constexpr (kShared) {
     const Push<A> push(args.exchange);
     const auto send = [&](int64_t c, const WelfordState<A>& total) {
-      push.pair(c, Mine::pivot_of(args.plan, args.x, c) + total.mean, total.m2);
+      push.pair(c, pivots[c - first] + total.mean, total.m2);
     };
-    if (finish(shared, step, args.partial, args.semaphores, args.plan, work, send) &&
-        is_last(args.finished, args.plan.tiles))
+    if (finish(shared, step, args.partials, args.plan, work, send) && is_last(args.finished, args.plan.tiles))
       end_moments(args.exchange, args.moments, C, args.count);
   } else {
-    finish(shared, step, args.partial, args.semaphores, args.plan, work,
-           [&](int64_t c, const WelfordState<A>& total) {
-             args.moments[c] = Mine::pivot_of(args.plan, args.x, c) + total.mean;
-             args.moments[C + c] = total.m2;
-           });
+    finish(shared, step, args.partials, args.plan, work, [&](int64_t c, const WelfordState<A>& total) {
+      args.moments[c] = pivots[c - first] + total.mean;
+      args.moments[C + c] = total.m2;
+    });
     if (blockIdx.x == 0 && threadIdx.x == 0) store_count(args.moments + 2 * C, args.count);
   }
 }
@@ -73,8 +72,7 @@ void Cuda::stats(const StatsArgs& args) {
                                            static_cast<const T*>(args.x),
                                            static_cast<A*>(args.moments),
                                            double(args.layout.count()),
-                                           slices.partial(),
-                                           slices.semaphores,
+                                           slices.partials(),
                                            slices.finished};
       with_walk<T>(plan, [&]<bool kRows, int V>() {
         STD_CUDA_CHECK(launch(stats_kernel<T, kShared, kRows, V>, {plan.blocks(), device.stream}, kernel));

@@ -84,20 +84,28 @@ struct Work {  // of this block and thread
     const int64_t left = plan.layout.C - first_channel(plan);
     return int(left < plan.tile ? left : plan.tile);
   }
-  // The tile's channel that this thread's k-th column belongs to.
-  template <int V>
-  __device__ __forceinline__ int channel(const Plan& plan, int k) const {
-    const int column = lane * V + k, g = plan.fold == 1 ? column : column / plan.fold;
-    return max(0, min(g, channels(plan) - 1));  // threads past the last column stay within the table
-  }
 };
 
 // What a tile's table holds for the channels of this thread: its K columns, or the one of a plane.
 template <bool kRows, int V, class Constants, int K>
 __device__ __forceinline__ void pick(Constants (&mine)[K], const Constants* table, const Plan& plan,
                                      const Work& work) {
+  if constexpr (kRows) {
+    const int last = max(0, work.channels(plan) - 1);  // threads past the last column stay within the table
+    int g = work.lane * V, left = 1;                   // columns until the next channel
+    if (plan.fold > 1) {
+      const int column = g;
+      g = column / plan.fold;
+      left = plan.fold - (column - g * plan.fold);
+    }
 #pragma unroll
-  for (int k = 0; k < K; ++k) mine[k] = table[kRows ? work.channel<V>(plan, k) : 0];
+    for (int k = 0; k < K; ++k) {
+      mine[k] = table[min(g, last)];
+      if (--left == 0) ++g, left = plan.fold;
+    }
+  } else {
+    mine[0] = table[0];
+  }
 }
 
 // Planes: body(batch) for this thread's elements of channel work.tile: packets where a whole one lies between

@@ -73,21 +73,6 @@ class Push {
   }
 };
 
-// Whether this block, all of whose threads call when their part of the grid's work is done, is the last of
-// `blocks` that do. `counter` is zero before the launch and after it.
-__device__ __forceinline__ bool is_last(unsigned* counter, unsigned blocks) {
-  __shared__ bool last;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    __threadfence();
-    last = atomicAdd(counter, 1u) == blocks - 1;
-    if (last) atomicExch(counter, 0u);
-    __threadfence();
-  }
-  __syncthreads();
-  return last;
-}
-
 // By the last block of a grid, all of whose threads call: the end of an exchange of C channels.
 template <class A>
 class Wait {
@@ -128,7 +113,7 @@ class Wait {
     peer::Pair<A> two{};
     while (true) {
       {
-        const LoadedTogether together;
+        const Together together;
         for (int k = 0; k < peer::kHeaderPackets; ++k) head[k] = load_packet(message(rank) + k);
         for (int k = 0; k < peer::kPairPackets<A> && i >= 0; ++k) packets[k] = load_packet(pair(rank, i) + k);
         quit = gave_up(rank);
@@ -158,7 +143,7 @@ class Wait {
         {
           Packets packets[kTogether];
           {
-            const LoadedTogether together;
+            const Together together;
 #pragma unroll
             for (int r = 0; r < kTogether; ++r)
 #pragma unroll

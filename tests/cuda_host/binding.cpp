@@ -33,6 +33,10 @@ PYBIND11_MODULE(_cuda_host, m) {
   m.def(
       "loads", &cuda_host::loads,
       "Dependent loads of flags by the slowest thread since this was last asked; those of a batch are one.");
+  m.def("merges", &cuda_host::merges,
+        "Dependent merges of results by the slowest thread since this was last asked.");
   m.def("launches", &cuda_host::launches, "Kernels launched so far.");
+  m.def("questions", &cuda_host::questions,
+        "Attributes of devices that were asked for, and of kernels that were set, so far.");
   m.def("set_device", [](int device) { cudaSetDevice(device); });
 }

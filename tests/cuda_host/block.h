@@ -1,6 +1,7 @@
 // Emulated threads, blocks and grids; what they wait for, and how barriers and warp operations complete. Part
 // of engine.cpp: one OS thread runs everything.
 #pragma once
+#include <array>
 #include <cstring>
 #include <deque>
 #include <map>
@@ -36,8 +37,8 @@ struct Thread {
     uint64_t seen;
   } polls[16] = {};  // what it last read by atomic loads, since it last did anything else
   unsigned n_polls = 0;
-  uint64_t loads = 0;  // of flags, those together counted once
-  bool together = false, counted = false;
+  uint64_t loads = 0, merges = 0;  // of flags and of results, those together counted once
+  bool together = false, load_counted = false, merge_counted = false;
 };
 struct Grid {
   std::string name;
@@ -76,7 +77,7 @@ Config cfg_init() {
 }
 std::recursive_mutex mtx;
 std::map<std::pair<int, cudaStream_t>, std::deque<Work>> queues;
-std::map<const void*, int> smem_limit;
+std::map<std::pair<const void*, int>, int> smem_limit;  // of a kernel on a device
 std::vector<std::unique_ptr<Block>> active, spare;
 std::vector<int> scratch;
 std::mt19937_64 rng;
@@ -84,12 +85,14 @@ Fiber main_fiber;
 Thread* cur = nullptr;
 Block* loaded = nullptr;  // block whose static __shared__ contents are in place
 int device = 0;
+std::vector<std::array<int, 3>> answers;  // by what cudaGetDevice says: number, multiprocessors, shared bytes
+uint64_t n_questions = 0;
 uint64_t n_steps = 0, n_launches = 0, n_blocks = 0,
-         progress = 0;    // progress: step at which a thread last did more than re-read unchanged flags
-uint64_t most_loads = 0;  // of any thread
-uint64_t n_clock_reads = 0, leapt = 0;   // what globaltimer() is made of, besides steps
-constexpr uint64_t kLeap = 100'000'000;  // nanoseconds
-constexpr int kMostLeaps = 100;          // in one run: a wait of more than 10 s has no end
+         progress = 0;  // progress: step at which a thread last did more than re-read unchanged flags
+uint64_t most_loads = 0, most_merges = 0;  // of any thread
+uint64_t n_clock_reads = 0, leapt = 0;     // what globaltimer() is made of, besides steps
+constexpr uint64_t kLeap = 100'000'000;    // nanoseconds
+constexpr int kMostLeaps = 100;            // in one run: a wait of more than 10 s has no end
 std::string error;
 unsigned rnd(size_t n) {
   return unsigned(rng() % n);

@@ -119,8 +119,10 @@ Config& config();
 void run();              // run deferred launches, all devices/streams interleaved
 uint64_t steps();        // number of fiber switches so far
 uint64_t launches();     // of kernels
+uint64_t questions();    // for attributes of a device, and settings of a kernel
 uint64_t blocks();       // of the latest launch
 uint64_t loads();        // dependent loads of flags by the slowest thread, since this was last asked
+uint64_t merges();       // likewise merges of results
 uint64_t globaltimer();  // nanoseconds; leaps ahead when all threads do nothing but wait
 cudaError_t launch(const cudaLaunchConfig_t&, const void* fn, std::function<void()> thread_body);
 void enqueue(cudaStream_t, std::function<void()> host_op);
@@ -149,7 +151,9 @@ enum Order { relaxed = 0, acquire = 1, release = 2, acq_rel = 3 };
 void fence(int order, int scope);
 void atomic_pre(Loc);  // may hand over to another thread
 void count_load();
-struct Together {  // while one lives, the thread's loads of flags count as one: none waits for another
+void count_merge();
+struct Together {  // while one lives, the thread's loads of flags count as one, as do its merges: none waits
+                   // for another
   Together();
   ~Together();
 };

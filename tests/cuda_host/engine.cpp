@@ -263,6 +263,9 @@ uint64_t steps() {
 uint64_t launches() {
   return n_launches;
 }
+uint64_t questions() {
+  return n_questions;
+}
 
 uint64_t blocks() {
   return n_blocks;
@@ -273,13 +276,21 @@ std::set<std::string> kernels() {
 uint64_t loads() {
   return std::exchange(most_loads, 0);
 }
+uint64_t merges() {
+  return std::exchange(most_merges, 0);
+}
 void count_load() {
-  if (!cur || (cur->together && cur->counted)) return;
-  cur->counted = true;
+  if (!cur || (cur->together && cur->load_counted)) return;
+  cur->load_counted = true;
   most_loads = std::max(most_loads, ++cur->loads);
 }
+void count_merge() {
+  if (cur->together && cur->merge_counted) return;
+  cur->merge_counted = true;
+  most_merges = std::max(most_merges, ++cur->merges);
+}
 Together::Together() {
-  cur->together = true, cur->counted = false;
+  cur->together = true, cur->load_counted = cur->merge_counted = false;
 }
 Together::~Together() {
   cur->together = false;
@@ -405,7 +416,10 @@ cudaError_t launch(const cudaLaunchConfig_t& c, const void* fn, std::function<vo
     size_t ti[2] = {q.mod, 0};
     g->tls = (char*)__tls_get_addr(ti), g->tls_size = q.size;
   }
-  size_t limit = smem_limit.count(fn) ? size_t(smem_limit[fn]) : 48 * 1024;
+  int asked;
+  cudaGetDevice(&asked);
+  const auto allowed = smem_limit.find({fn, asked});
+  size_t limit = allowed == smem_limit.end() ? 48 * 1024 : size_t(allowed->second);
   if (!n || n > 1024 || g->block.z > 64 || !blocks || g->grid.y > 65535 || g->grid.z > 65535 ||
       g->smem > limit)
     return cudaErrorInvalidConfiguration;
@@ -420,17 +434,27 @@ cudaError_t launch(const cudaLaunchConfig_t& c, const void* fn, std::function<vo
 }  // namespace cuda_host
 cudaError_t cuda_host_set_smem(const void* fn, int bytes) {
   if (bytes > 227 * 1024) return cudaErrorInvalidValue;
-  return cuda_host::smem_limit[fn] = bytes, cudaSuccess;
+  int asked;
+  cudaGetDevice(&asked);
+  ++cuda_host::n_questions;
+  return cuda_host::smem_limit[{fn, asked}] = bytes, cudaSuccess;
 }
-cudaError_t cudaGetDevice(int* d) {
-  return *d = cuda_host::device, cudaSuccess;
+cudaError_t cudaGetDevice(int* d) {  // a device whose answers a test changes is another device from then on
+  using namespace cuda_host;
+  const std::array<int, 3> mine{device, config().sm_count, config().shared_per_sm};
+  const auto at = std::find(answers.begin(), answers.end(), mine);
+  *d = int(at - answers.begin());
+  if (at == answers.end()) answers.push_back(mine);
+  return cudaSuccess;
 }
 cudaError_t cudaSetDevice(int d) {
   return cuda_host::device = d, cudaSuccess;
 }
-cudaError_t cudaDeviceGetAttribute(int* v, cudaDeviceAttr a, int) {
-  return *v = a == cudaDevAttrMultiProcessorCount                ? cuda_host::config().sm_count
-              : a == cudaDevAttrMaxSharedMemoryPerMultiprocessor ? cuda_host::config().shared_per_sm
+cudaError_t cudaDeviceGetAttribute(int* v, cudaDeviceAttr a, int d) {
+  const auto& [number, multiprocessors, shared] = cuda_host::answers.at(size_t(d));
+  ++cuda_host::n_questions;
+  return *v = a == cudaDevAttrMultiProcessorCount                ? multiprocessors
+              : a == cudaDevAttrMaxSharedMemoryPerMultiprocessor ? shared
                                                                  : 1,
          cudaSuccess;
 }

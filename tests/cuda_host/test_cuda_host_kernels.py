@@ -4,9 +4,11 @@ multiprocessors (hence slices and their merging), capture into a graph, misalign
 Runs with FASTVIT_TEST_DEVICE=cuda_host only.
 """
 
+import math
 import os
 
 import pytest
+import shapes
 import torch
 
 from fastvit import ops, reference
@@ -200,6 +202,62 @@ def test_few_channels_fill_the_device(engine, n, c, channels_last, dtype):
     ops.bn_backward(x, x, None, saved, sums)
     blocks.append(engine.blocks())
     assert min(blocks) >= 0.95 * 2 * engine.config.sm_count
+
+
+def small(case: shapes.Case) -> shapes.Case:
+    """With fewer samples, which still give each of the blocks that run at once some work."""
+    n = min(case.shape[0], math.ceil((9 << 18) / math.prod(case.shape[1:])))
+    return shapes.Case((n, *case.shape[1:]), case.layout, case.dtype)
+
+
+@pytest.mark.parametrize("case", dict.fromkeys(map(small, shapes.cases())), ids=str)
+def test_dependent_merges(engine, case):
+    """No thread merges more than 40 results one after another, on as many multiprocessors as an H200 has."""
+    engine.config.sm_count = 132
+    x = case.randn("cpu")
+    options = {"channel_dim": case.channel_dim}
+    engine.merges()
+    saved = ops.bn_stats(x, **options)
+    stats = engine.merges()
+    assert engine.blocks() >= 0.35 * 2 * engine.config.sm_count
+    ops.abn_reduce(x, x, saved, **options)
+    assert 0 < stats <= 40 and 0 < engine.merges() <= 40
+
+
+@pytest.mark.parametrize(
+    "dtype, rows, channels, sm_count",  # 40 slices in groups of 16, of one tile and of two; 70 of 32
+    [(torch.bfloat16, 1300, 256, 20), (torch.bfloat16, 1300, 512, 40), (torch.float32, 2240, 128, 35)],
+)
+def test_groups_of_slices(engine, dtype, rows, channels, sm_count):
+    """More slices than one block merges: in any order of blocks the same bits, by the local ops too."""
+    engine.config.sm_count = sm_count
+    x, dy = (torch.randn(rows, channels, generator=torch.Generator().manual_seed(i)) + 5 for i in range(2))
+    x, dy = x.to(dtype), dy.to(dtype)
+    weight, bias = torch.linspace(-1.5, 1.5, channels) + 0.07, torch.linspace(-0.5, 0.5, channels)
+    moments, *want = step(x, dy, weight, bias)
+    exact = reference.bn_stats(x.double())
+    torch.testing.assert_close(moments.double(), exact, rtol=1e-5, atol=1e-5)
+    for engine.config.capturing, engine.config.seed in ((False, 0), (True, 1), (False, 2)):
+        engine.merges()
+        got, kernels = local_step(x, dy, weight, bias)
+        assert kernels == [1, 1] and engine.merges() <= 40
+        for a, b in zip(got, want, strict=True):
+            assert torch.equal(a, b)
+        for a, b in zip(step(x, dy, weight, bias), (moments, *want), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_devices_and_kernels_are_asked_once(engine):
+    """Attributes of a device, and how much shared memory a kernel may take there."""
+    x, dy, weight, bias, _ = inputs("rows", torch.bfloat16)
+    for engine.config.sm_count in (50, 51):  # two devices, of which no other test has asked
+        before = engine.questions()
+        assert local_step(x, dy, weight, bias)[1] == [1, 1]
+        asked = engine.questions()
+        assert asked > before
+        step(x, dy, weight, bias)
+        assert local_step(x, dy, weight, bias)[1] == [1, 1]
+        assert engine.questions() == asked
 
 
 def test_captured_local_ops(engine):
