@@ -101,11 +101,12 @@ INSIDE := cd build/coverage && PYTHONPATH="$(CURDIR)/build/coverage" "$(CURDIR)/
 coverage: install  ## Lines that the CPU tests reach: Python by coverage.py, C++ by gcov; works in build/coverage
 	rm -rf build/coverage && mkdir -p build/coverage
 	git ls-files -z | xargs -0 cp --parents --target-directory build/coverage
-	export CXX="$${CXX:-g++} --coverage" FASTVIT_CUDA=0; $(INSIDE) setup.py -q build_ext --inplace
+	printf '#!/bin/sh\nexec %s "$$@" -O0 --coverage\n' "$${CXX:-g++}" >build/coverage/c++ && chmod +x build/coverage/c++
+	export CXX="$(CURDIR)/build/coverage/c++" FASTVIT_CUDA=0; $(INSIDE) setup.py -q build_ext --inplace
 	$(INSIDE) -m coverage run -m pytest -q -n auto $(COVERED)
 	$(INSIDE) -m coverage combine -q
 	$(INSIDE) -m coverage report
-	$(INSIDE) -m gcovr --root . --filter csrc/ --gcov-ignore-parse-errors=negative_hits.warn_once_per_file
+	$(INSIDE) -m gcovr --root . --filter csrc/ --merge-lines --gcov-ignore-parse-errors=negative_hits.warn_once_per_file
 
 mutate: install  ## Small faults in the CPU kernels and prove.py, and which of them no test notices; SAMPLE=
 	$(RUN) tools/mutate.py $(if $(SAMPLE),--sample $(SAMPLE))
