@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import parametrize
 
-from ..recompute import recompute_scope, remember_eps
+from ..recompute import active_scope, recompute_scope, remember_eps
 from .adopted import adopt
 from .runtime import KeepsForward
 from .untouched import untouched
@@ -39,8 +39,13 @@ class RebuiltBlock(KeepsForward):
     """A block that opens a scope, so that it saves memory whoever calls it."""
 
     def _run(self, original, args, kwargs):
-        with recompute_scope(self._products):
-            return original(self, *args, **kwargs)
+        scope = active_scope()
+        if scope is None:
+            with recompute_scope(self._products):
+                return original(self, *args, **kwargs)
+        result = original(self, *args, **kwargs)
+        scope.finish()
+        return result
 
 
 def adopt_blocks(model: nn.Module, products: bool) -> None:

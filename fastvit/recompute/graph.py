@@ -12,16 +12,32 @@ gradient that an op did not save.
 from __future__ import annotations
 
 import math
+import sys
 
 import torch
 from torch import Tensor
 
 from .rules import EPS, LEAF, PRODUCTS, RULES, VIEWS, Unknown, signed, signed_all
 from .saved import Kept, Recipe
-from .values import Argument, Copied, Held, Value
+from .values import Argument, Copied, Held, Value, View
 
 KEY = "fastvit.value"
 _DEEPEST = 12  # ops in a row of which nobody has saved anything
+
+
+class _Attributes(dict):
+    """The attributes of nodes by the names of what they save, each made once: Python's cache of attributes
+    finds those alone that are the same object every time."""
+
+    def __init__(self, prefix: str):
+        self.prefix = prefix
+
+    def __missing__(self, name: str) -> str:
+        self[name] = attribute = sys.intern(self.prefix + name)
+        return attribute
+
+
+_SAVED, _RAW_SAVED = _Attributes("_saved_"), _Attributes("_raw_saved_")
 
 
 def value_of(node, products: bool, like: Tensor | None = None, level: int = 0) -> Value:
@@ -33,13 +49,13 @@ def value_of(node, products: bool, like: Tensor | None = None, level: int = 0) -
     value = metadata.get(KEY)
     if value is None:
         value = metadata[KEY] = Value()
-        value.name = node.name()
-        rule = RULES.get(value.name) or (PRODUCTS.get(value.name) if products else None)
+        value.name = name = node.name()
+        rule = RULES.get(name) or (PRODUCTS.get(name) if products else None)
         if rule is not None and level < _DEEPEST:
             try:
                 value.made_by(*rule(Node(node, products, like, level)))
-            except Unknown:
-                pass
+            except Unknown as reason:
+                value.unknown = str(reason)
     return value
 
 
@@ -69,7 +85,7 @@ class Node:
         self.level = level
 
     def number(self, name: str):
-        return getattr(self.node, f"_saved_{name}")
+        return getattr(self.node, _SAVED[name])
 
     def integer(self, name: str) -> int:
         return signed(self.number(name))
@@ -79,16 +95,26 @@ class Node:
 
     def saved(self, name: str) -> Argument | None:
         """An input that the op saved; None where it saved nothing."""
-        packed = getattr(self.node, f"_raw_saved_{name}").data
+        packed = getattr(self.node, _RAW_SAVED[name]).data
         if type(packed) is Kept:
-            return Argument(Held(packed))
+            return Held(packed)
         if type(packed) is Recipe:
-            return Argument(packed.value, ((torch.as_strided, *packed.geometry),))
+            return View(packed.value, ((torch.as_strided, *packed.geometry),))
         if isinstance(packed, Tensor) and packed.numel() == 1 and packed.grad_fn is None:
-            return Argument(Copied(Kept(packed)))
+            return Copied(Kept(packed))
         if packed is not None:
             raise Unknown  # saved outside of the scope
         return None
+
+    def is_lost(self, index: int) -> bool:
+        """Whether an input comes out of an op that has no rule, and nobody has kept it so far."""
+        node, _ = self.edges[index]
+        while node is not None and (name := node.name()) in VIEWS:
+            node, _ = node.next_functions[0]
+        if node is None or name in RULES or name == LEAF or (self.products and name in PRODUCTS):
+            return False
+        value = node.metadata.get(KEY)
+        return value is None or (value.function is None and value.kept() is None)
 
     def edge(self, index: int) -> Argument:
         """An input that requires a gradient."""
@@ -100,9 +126,10 @@ class Node:
         if node is None or number:
             raise Unknown
         if name == LEAF:
-            return Argument(self.leaf(node.variable), views)
-        value = node.metadata.get(KEY)
-        return Argument(value or value_of(node, self.products, None, self.level + 1), views)
+            value = self.leaf(node.variable)
+        else:
+            value = node.metadata.get(KEY) or value_of(node, self.products, None, self.level + 1)
+        return View(value, views) if views else value
 
     def leaf(self, tensor: Tensor) -> Copied:
         """A copy: the op has not saved it, so it may be written to before the backward."""

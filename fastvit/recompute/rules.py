@@ -6,7 +6,9 @@ that the bits are the same. A rule raises `Unknown` where the node does not tell
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -49,7 +51,7 @@ def _expand(node, _: int) -> View:
 
 def _method(name: str, *integers: str, part: bool = False) -> Callable:
     """A view by a method of tensors that takes these integers; with `part`, one of several."""
-    saved, method = [f"_saved_{integer}" for integer in integers], getattr(Tensor, name)
+    saved, method = [sys.intern(f"_saved_{integer}") for integer in integers], getattr(Tensor, name)
 
     def rule(node, number: int) -> View:
         given = [getattr(node, one) for one in saved]
@@ -104,15 +106,24 @@ def _product(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Node], R
 
 def _sum(function: Callable[..., Tensor]) -> Callable[[Node], Rebuild]:
     def rule(read: Node) -> Rebuild:
+        # A residual, as a rule, which its reader keeps. That a term is kept by somebody later is rare enough
+        # not to make every norm of a sum wait for it.
+        if read.is_lost(0) or read.is_lost(1):
+            raise Unknown("a term of the sum is kept by nobody")
         alpha, arguments = read.number("alpha"), (read.edge(0), read.edge(1))
-        return function if alpha == 1 else lambda a, b: function(a, b, alpha=alpha), arguments
+        return function if alpha == 1 else partial(function, alpha=alpha), arguments
 
     return rule
 
 
 def _gelu(read: Node) -> Rebuild:
-    approximate = read.number("approximate")
-    return lambda t: F.gelu(t, approximate=approximate), (read.input("self", 0),)
+    return _gelu_of(read.number("approximate")), (read.input("self", 0),)
+
+
+@lru_cache
+def _gelu_of(approximate: str) -> Callable[[Tensor], Tensor]:
+    """One for all layers alike: every object more brings the garbage collector sooner."""
+    return lambda t: F.gelu(t, approximate=approximate)
 
 
 def _leaky_relu(read: Node) -> Rebuild:
@@ -224,25 +235,34 @@ def _mm(read: Node) -> Rebuild:
 
 def _widens(read: Node, weight: str) -> None:
     """A product is worth its arithmetic where it makes no less than it reads."""
-    packed = getattr(read.node, f"_raw_saved_{weight}").data
+    packed = getattr(read.node, "_raw_saved_" + weight).data
     if type(packed) is not Kept or packed.tensor.shape[0] > packed.tensor.shape[1]:
         raise Unknown
 
 
 def _layer_norm(read: Node) -> Rebuild:
-    shape, eps = read.number("normalized_shape"), read.node.metadata.get(EPS)
+    eps = read.node.metadata.get(EPS)
     if eps is None:
         raise Unknown
     arguments = _affine(read, "weight", "bias")
-    return lambda x, w=None, b=None: torch.native_layer_norm(x, shape, w, b, eps)[0], arguments
+    return _layer_norm_of(read.number("normalized_shape"), eps), arguments
+
+
+@lru_cache(256)
+def _layer_norm_of(shape: tuple[int, ...], eps: float) -> Callable[..., Tensor]:
+    return lambda x, w=None, b=None: torch.native_layer_norm(x, shape, w, b, eps)[0]
 
 
 def _rms_norm(read: Node) -> Rebuild:
     if EPS not in read.node.metadata:
         raise Unknown
-    shape, eps = read.number("normalized_shape"), read.node.metadata[EPS]
-    arguments = _affine(read, "weight")
-    return lambda x, w=None: torch.ops.aten._fused_rms_norm(x, shape, w, eps)[0], arguments
+    eps, arguments = read.node.metadata[EPS], _affine(read, "weight")
+    return _rms_norm_of(read.number("normalized_shape"), eps), arguments
+
+
+@lru_cache(256)
+def _rms_norm_of(shape: tuple[int, ...], eps: float | None) -> Callable[..., Tensor]:
+    return lambda x, w=None: torch.ops.aten._fused_rms_norm(x, shape, w, eps)[0]
 
 
 def _affine(read: Node, *names: str) -> tuple[Argument, ...]:

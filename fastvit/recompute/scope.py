@@ -30,8 +30,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import TensorWeakRef
 
 from .graph import KEY, value_of
+from .rules import VIEWS
 from .saved import Kept, Recipe
-from .values import Argument, Given, Held, Value
+from .values import Argument, Given, Held, Value, View
 
 _autograd = torch._C._autograd
 _transforms = torch._C._functorch.peek_interpreter_stack
@@ -149,38 +150,43 @@ class _Scope:
         noted = self._outputs.get(tensor.untyped_storage()._cdata)
         if noted is None or tensor._version != noted.version or tensor.dtype != noted.dtype:
             return None
-        return self._choose(noted.value, tensor)
+        return self._choose(noted.value, tensor, None)
 
     def _of_graph(self, tensor: Tensor) -> Kept | Recipe | None:
         base = tensor._base
         if base is None:
             base = tensor
         node = base.grad_fn
+        if node is None:  # a transposed weight, say
+            return Kept(tensor, is_input=tensor.grad_fn.name() in VIEWS)
         # The graph tells what was made and not what was written over it, nor which of several results it is.
-        if node is None or base._version or base.output_nr or base.dtype != tensor.dtype:
+        if base._version or base.output_nr or base.dtype != tensor.dtype:
             return None
         if tensor.layout is not torch.strided or _transforms() is not None:
             return None
         value = node.metadata.get(KEY) or value_of(node, self.products, base)
         if value.original is not None:  # a layer's output that has other memory now
             return None
-        if value.geometry is None:
-            value.geometry = (base.size(), base.stride(), base.storage_offset())
+        if not value.nbytes:
             value.nbytes = base.nbytes
             value.depth += 1
-        return self._choose(value, tensor)
+        return self._choose(value, tensor, base)
 
-    def _choose(self, value: Value, tensor: Tensor) -> Kept | Recipe:
+    def _choose(self, value: Value, tensor: Tensor, base: Tensor | None) -> Kept | Recipe:
+        """What stands for `tensor`, a view of `base`, or `base` itself: all that `value` is."""
         kept = value.kept()
         if kept is not None and kept.is_intact():  # which keeps all of it
             return Kept(tensor)
-        if tensor.is_neg() or tensor.is_conj():  # a view whose memory has other values than it
+        # a view whose memory has other values than it
+        if tensor is not base and (tensor.is_neg() or tensor.is_conj()):
             return Kept(tensor)
-        if value.against() is not None:
+        if not value.is_worth_it():
             kept = Kept(tensor)
+            if tensor is not base:
+                value.lies_in(base)
             self._is_kept(value, kept)
             return kept
-        recipe = Recipe(value, tensor)
+        recipe = Recipe(value, tensor, base)
         missing = recipe.settle()
         if missing is not None:
             recipe.kept = Kept(tensor)
@@ -196,7 +202,7 @@ class _Scope:
             missing.waiting.append(reference)
 
     def _is_kept(self, value: Value, kept: Kept) -> None:
-        value.kept = weakref.ref(kept)
+        value.keeper = weakref.ref(kept)
         waiting, value.waiting = value.waiting, None
         for reference in waiting or ():
             recipe = reference()
@@ -225,5 +231,5 @@ class _Scope:
 
 def _argument(packed: Kept | Recipe) -> Argument:
     if type(packed) is Recipe:
-        return Argument(packed.value, ((torch.as_strided, *packed.geometry),))
-    return Argument(Held(packed))
+        return View(packed.value, ((torch.as_strided, *packed.geometry),))
+    return Held(packed)
