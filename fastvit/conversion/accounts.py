@@ -52,6 +52,11 @@ def account(result: object, model: nn.Module) -> list[Saved]:
     return sorted(rows, key=lambda row: (-row.saved_bytes, -row.kept_bytes, row.names))
 
 
+def rebuilt(result: object, model: nn.Module) -> list[Value]:
+    """The values that the graph of `result` is to rebuild, each once."""
+    return list(_Graph(result, model).rebuilt)
+
+
 class _Graph:
     def __init__(self, result: object, model: nn.Module):
         self.parameters = {parameter: name for name, parameter in model.named_parameters()}

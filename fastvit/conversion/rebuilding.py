@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import parametrize
 
-from ..recompute import active_scope, recompute_scope, remember_eps
+from ..recompute import Policy, active_scope, policy_scope, remember_eps
 from .adopted import adopt
 from .runtime import KeepsForward
 from .untouched import untouched
@@ -41,21 +41,26 @@ class RebuiltBlock(KeepsForward):
     def _run(self, original, args, kwargs):
         scope = active_scope()
         if scope is None:
-            with recompute_scope(self._products):
+            with policy_scope(self._policy, self._name):
                 return original(self, *args, **kwargs)
-        result = original(self, *args, **kwargs)
+        outer, scope.block = scope.block, self._name
+        try:
+            result = original(self, *args, **kwargs)
+        finally:
+            scope.block = outer
         scope.finish()
         return result
 
 
-def adopt_blocks(model: nn.Module, products: bool) -> None:
+def adopt_blocks(model: nn.Module, policy: Policy) -> None:
     """Lets the normalisations of `model` tell their eps, and its blocks open scopes."""
-    norms = {module: names for module in model.modules() if (names := _eps_names(module))}
-    blocks = [module for module in model.modules() if module is not model and _is_block(module, norms)]
-    for module, names in norms.items():
-        adopt(module, RebuiltNorm, _eps=names, _known=type(module).forward)
+    names = {module: name for name, module in model.named_modules()}
+    norms = {module: eps for module in names if (eps := _eps_names(module))}
+    blocks = [module for module in names if module is not model and _is_block(module, norms)]
+    for module, eps in norms.items():
+        adopt(module, RebuiltNorm, _eps=eps, _known=type(module).forward)
     for module in blocks:
-        adopt(module, RebuiltBlock, _products=products)
+        adopt(module, RebuiltBlock, _policy=policy, _name=names[module])
 
 
 def _is_block(module: nn.Module, norms: dict[nn.Module, tuple[str, ...]]) -> bool:

@@ -17,7 +17,8 @@ import sys
 import torch
 from torch import Tensor
 
-from .rules import EPS, LEAF, PRODUCTS, RULES, VIEWS, Unknown, signed, signed_all
+from .policy import Policy
+from .rules import EPS, FLOPS, LEAF, PRODUCTS, RULES, VIEWS, Unknown, signed, signed_all
 from .saved import Kept, Recipe
 from .values import Argument, Copied, Held, Value, View
 
@@ -40,20 +41,19 @@ class _Attributes(dict):
 _SAVED, _RAW_SAVED = _Attributes("_saved_"), _Attributes("_raw_saved_")
 
 
-def value_of(node, products: bool, like: Tensor | None = None, level: int = 0) -> Value:
-    """The value that `node` made; with `products`, rebuilt by a matrix product too.
-
-    `like` is all of it, if at hand.
-    """
+def value_of(node, policy: Policy, like: Tensor | None = None, level: int = 0) -> Value:
+    """The value that `node` made; `like` is all of it, if at hand."""
     metadata = node.metadata
     value = metadata.get(KEY)
     if value is None:
         value = metadata[KEY] = Value()
         value.name = name = node.name()
-        rule = RULES.get(name) or (PRODUCTS.get(name) if products else None)
+        rule = RULES.get(name) or (PRODUCTS.get(name) if policy.products else None)
         if rule is not None and level < _DEEPEST:
             try:
-                value.made_by(*rule(Node(node, products, like, level)))
+                read = Node(node, policy, like, level)
+                value.made_by(*rule(read))
+                value.flops = read.flops or FLOPS.get(name, 1)
             except Unknown as reason:
                 value.unknown = str(reason)
     return value
@@ -75,12 +75,13 @@ def remember_eps(y: Tensor, eps: float | None) -> None:
 class Node:
     """A node as its rule reads it."""
 
-    __slots__ = ("edges", "level", "like", "node", "products")
+    __slots__ = ("edges", "flops", "level", "like", "node", "policy")
 
-    def __init__(self, node, products: bool, like: Tensor | None, level: int):
+    def __init__(self, node, policy: Policy, like: Tensor | None, level: int):
         self.node = node
         self.edges = node.next_functions
-        self.products = products
+        self.policy = policy
+        self.flops = 0  # for an element of the result, where that depends on more than the op
         self.like = like
         self.level = level
 
@@ -111,7 +112,7 @@ class Node:
         node, _ = self.edges[index]
         while node is not None and (name := node.name()) in VIEWS:
             node, _ = node.next_functions[0]
-        if node is None or name in RULES or name == LEAF or (self.products and name in PRODUCTS):
+        if node is None or name in RULES or name == LEAF or (self.policy.products and name in PRODUCTS):
             return False
         value = node.metadata.get(KEY)
         return value is None or (value.function is None and value.kept() is None)
@@ -128,7 +129,7 @@ class Node:
         if name == LEAF:
             value = self.leaf(node.variable)
         else:
-            value = node.metadata.get(KEY) or value_of(node, self.products, None, self.level + 1)
+            value = node.metadata.get(KEY) or value_of(node, self.policy, None, self.level + 1)
         return View(value, views) if views else value
 
     def leaf(self, tensor: Tensor) -> Copied:
@@ -142,7 +143,7 @@ class Node:
         return self.saved(name) or self.edge(index)
 
     def behind(self, node) -> Node:
-        return Node(node, self.products, None, self.level)
+        return Node(node, self.policy, None, self.level)
 
     def metadata(self):
         return self.node._input_metadata[0]

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import Parameter
 
-from .saved import Kept
-from .values import Argument
+from .saved import Kept, Recipe
+from .values import Argument, Copied
 
 if TYPE_CHECKING:
     from .graph import Node
@@ -200,10 +201,21 @@ def _clone(read: Node) -> Rebuild:
 
 def _to_copy(read: Node) -> Rebuild:
     made, source = read.metadata(), read.edges[0][0]
-    if source is None or source.name() == LEAF or source._input_metadata[0].device != made.device:
+    if source is None or source._input_metadata[0].device != made.device:
         raise Unknown
-    dtype = made.dtype
-    return lambda t: t.to(dtype), (read.edge(0),)
+    if source.name() != LEAF:
+        return _cast_to(made.dtype), (read.edge(0),)
+    weight = source.variable
+    if read.level and weight.dim() <= 1 and type(weight) is Parameter:  # the bias of a product
+        return _cast_to(made.dtype), (Copied(Kept(weight.detach().clone())),)
+    if not read.policy.weight_casts or type(weight) is not Parameter:
+        raise Unknown("a weight in another dtype, which is not cast again without weight_casts=True")
+    return _cast_to(made.dtype), (Copied(Kept(weight)),)
+
+
+@lru_cache
+def _cast_to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    return lambda t: t.to(dtype)
 
 
 def _reshaped(read: Node) -> Rebuild:
@@ -215,7 +227,7 @@ def _reshaped(read: Node) -> Rebuild:
     if source.name() == "CloneBackward0":
         inner = read.behind(source).edge(0)
         return lambda t: t.contiguous().view(shape), (inner,)
-    if read.products and source.name() in PRODUCTS:
+    if read.policy.products and source.name() in PRODUCTS:
         return lambda t: t.view(shape), (read.edge(0),)
     raise Unknown
 
@@ -236,8 +248,12 @@ def _mm(read: Node) -> Rebuild:
 def _widens(read: Node, weight: str) -> None:
     """A product is worth its arithmetic where it makes no less than it reads."""
     packed = getattr(read.node, "_raw_saved_" + weight).data
-    if type(packed) is not Kept or packed.tensor.shape[0] > packed.tensor.shape[1]:
+    if type(packed) not in (Kept, Recipe):
         raise Unknown
+    shape = packed.tensor.shape if type(packed) is Kept else packed.geometry[0]
+    if shape[0] > shape[1]:
+        raise Unknown
+    read.flops = 2 * shape[0]
 
 
 def _layer_norm(read: Node) -> Rebuild:
@@ -306,6 +322,20 @@ RULES: dict[str, Callable[[Node], Rebuild]] = {
     "CloneBackward0": _clone,
     "UnsafeViewBackward0": _reshaped,
     "ToCopyBackward0": _to_copy,
+}
+
+# Operations for an element of the result, where that is not 1: estimates, which tell cheap from dear.
+FLOPS = {
+    "NativeLayerNormBackward0": 8,
+    "FusedRmsNormBackward0": 6,
+    "GeluBackward0": 20,
+    "SiluBackward0": 12,
+    "MishBackward0": 25,
+    "SigmoidBackward0": 10,
+    "TanhBackward0": 10,
+    "EluBackward0": 10,
+    "GluBackward0": 12,
+    "PowBackward0": 10,
 }
 
 PRODUCTS: dict[str, Callable[[Node], Rebuild]] = {"AddmmBackward0": _addmm, "MmBackward0": _mm}

@@ -30,6 +30,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import TensorWeakRef
 
 from .graph import KEY, value_of
+from .policy import Policy
 from .rules import VIEWS
 from .saved import Kept, Recipe
 from .values import Argument, Given, Held, Value, View
@@ -38,8 +39,9 @@ _autograd = torch._C._autograd
 _transforms = torch._C._functorch.peek_interpreter_stack
 
 
-@contextlib.contextmanager
-def recompute_scope(products: bool = False) -> Iterator[None]:
+def recompute_scope(
+    products: bool = False, weight_casts: bool = False
+) -> contextlib.AbstractContextManager[None]:
     """Around a forward: what can be rebuilt by little arithmetic leaves no output behind.
 
         with fastvit.recompute_scope():
@@ -49,7 +51,10 @@ def recompute_scope(products: bool = False) -> Iterator[None]:
     That is the output of BatchNormAct layers with memory="recompute", and of torch's activations, products,
     sums, casts, copies and concatenations, wherever somebody keeps what they are made from. LayerNorms take
     `fastvit.convert`. With `products`, the output of a Linear that is no narrower than its input is rebuilt
-    too: about half of what is left, for the time of these matrix products.
+    too: about half of what is left, for the time of these matrix products. With `weight_casts`, the copies
+    in half precision that autocast makes of weights are cast again instead of kept: 2 bytes for each element
+    of a weight, whatever the batch. A weight that is written to before the backward is then an error, which
+    it is not without; a write through `weight.data` goes unnoticed, and the gradient is of the new weight.
 
     The backward may run inside or outside. Gradients have the bits they have without the scope. An output is
     kept as it would be without when it was written to before it was saved. Scopes nest: the end of an inner
@@ -60,6 +65,12 @@ def recompute_scope(products: bool = False) -> Iterator[None]:
     A write through `tensor.data` or from an op that does not count versions goes unnoticed, as it does
     everywhere in autograd.
     """
+    return policy_scope(Policy(products, weight_casts))
+
+
+@contextlib.contextmanager
+def policy_scope(policy: Policy, block: str = "") -> Iterator[None]:
+    """`recompute_scope` around the forward of a block of this name."""
     outer = active_scope()
     if outer is not None:
         yield
@@ -68,7 +79,7 @@ def recompute_scope(products: bool = False) -> Iterator[None]:
     if torch.compiler.is_compiling() or not _autograd._saved_tensors_hooks_is_enabled() or _top_hooks():
         yield
         return
-    scope = _Scope(products)
+    scope = _Scope(policy, block)
     with saved_tensors_hooks(scope.pack, scope.unpack):
         yield
     scope.finish()
@@ -98,8 +109,9 @@ class _Noted:
 class _Scope:
     _SWEEP_AT_LEAST = 64
 
-    def __init__(self, products: bool):
-        self.products = products
+    def __init__(self, policy: Policy, block: str):
+        self.policy = policy
+        self.block = block  # whose forward runs
         self._outputs: dict[int, _Noted] = {}  # by the address of y's storage, which `alive` reserves
         self._sweep_at = self._SWEEP_AT_LEAST
         self._recorded: list[Kept | Recipe] | None = None
@@ -164,7 +176,7 @@ class _Scope:
             return None
         if tensor.layout is not torch.strided or _transforms() is not None:
             return None
-        value = node.metadata.get(KEY) or value_of(node, self.products, base)
+        value = node.metadata.get(KEY) or value_of(node, self.policy, base)
         if value.original is not None:  # a layer's output that has other memory now
             return None
         if not value.nbytes:
@@ -180,12 +192,17 @@ class _Scope:
         # a view whose memory has other values than it
         if tensor is not base and (tensor.is_neg() or tensor.is_conj()):
             return Kept(tensor)
-        if not value.is_worth_it():
+        sites = self.policy.sites
+        if sites is not None and (self.block, value.name) not in sites and value.is_worth_it():
+            value.unknown = "the budget is met without it"
+        if value.unknown or not value.is_worth_it():
             kept = Kept(tensor)
             if tensor is not base:
                 value.lies_in(base)
             self._is_kept(value, kept)
             return kept
+        if value.site is None:
+            value.site = (self.block, value.name)
         recipe = Recipe(value, tensor, base)
         missing = recipe.settle()
         if missing is not None:

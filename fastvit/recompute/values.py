@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 if TYPE_CHECKING:
+    from .policy import Site
     from .saved import Kept, Recipe
 
 
@@ -99,13 +100,15 @@ class Value:
     arguments: tuple[Argument, ...] = ()
     depth = cost = nbytes = 0
     name = ""  # of the op, as the graph has it
+    flops = 1  # about, for an element of it
+    site: Site | None = None
     geometry: tuple | None = None  # size, stride and offset of all of it
     sharer: weakref.ref[Source] | None = None
     waiting: list[weakref.ref[Recipe]] | None = None
     # itself, where it may be alive still
     original: TensorWeakRef | None = None
     version = address = 0
-    unknown = ""  # why there is no function
+    unknown = ""  # why it is not rebuilt, where that is not in the numbers
 
     def kept(self) -> Kept | None:
         return None if self.keeper is None else self.keeper()
@@ -124,8 +127,10 @@ class Value:
 
     def against(self) -> str | None:
         """Why it is not worth it; None where it is."""
+        if self.unknown:
+            return self.unknown
         if self.function is None:
-            return self.unknown or f"there is no recipe for what {self.name} makes"
+            return f"there is no recipe for what {self.name} makes"
         if self.nbytes < _SMALLEST:
             return f"it has less than {_SMALLEST} bytes"
         if self.depth > _DEEPEST:
