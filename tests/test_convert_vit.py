@@ -429,12 +429,37 @@ def test_compiled_as_a_whole():
     assert not differing(got, want)
 
 
-def test_activation_with_dropout_keeps_the_mask():
-    """The mask is not made again: what a Dropout returns is rebuilt from it."""
-    eager, x = Model(lambda: Block(mlp=lambda: Mlp(drop=0.1))), patches(16)
+@pytest.mark.parametrize("precision", CONTEXTS)
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_mask_of_dropout_takes_a_byte_an_element(inplace, precision):
+    """And what the layer returns is rebuilt from it."""
+
+    def make(p=0.1):
+        block = Block(mlp=lambda: Mlp(drop=p))
+        block.mlp.drop.inplace = inplace
+        return block
+
+    context, x = CONTEXTS[precision], patches(16)
+    eager = Model(make)
+    model, without = converted(copy.deepcopy(eager)), converted(Model(lambda: make(0.0)))
+    for _ in range(2):
+        assert not differing(step(model, x, context), step(eager, x, context))
+    masks = 3 * 16 * 50 * 4 * 64
+    if inplace:  # what is written over is not rebuilt
+        masks *= 1 + (4 if precision == "fp32" else 2)
+    assert kept(model, x, context) == pytest.approx(kept(without, x, context) + masks, rel=0.01)
+
+
+def test_a_dropout_that_is_another_is_left(monkeypatch):
+    eager, x = Model(lambda: Block(mlp=lambda: Mlp(drop=0.1)), 1), patches(16)
     model = converted(copy.deepcopy(eager))
+    dropout = nn.functional.dropout
+
+    def scaled(x, p, training, inplace):
+        return x * (0.5 + torch.rand_like(x)) if training else dropout(x, p, training, inplace)
+
+    monkeypatch.setattr(nn.functional, "dropout", scaled)
     assert not differing(step(model, x), step(eager, x))
-    assert kept(model, x) < 0.75 * kept(eager, x)
 
 
 class NativeDropout(nn.Module):
@@ -444,20 +469,31 @@ class NativeDropout(nn.Module):
         return torch.native_dropout(x, 0.1, True)[0]
 
 
-@pytest.mark.parametrize("op", ["mul", "in place", "native", "bf16"])
+class FunctionalDropout(nn.Module):
+    def forward(self, x):
+        return nn.functional.dropout(x, 0.1, self.training)
+
+
+@pytest.mark.parametrize("op", ["mul", "in place", "native", "bf16", "functional"])
 def test_the_report_names_masks_of_dropout(op):
     def make():
         block = Block(mlp=lambda: Mlp(drop=0.1))
         block.mlp.drop.inplace = op == "in place"
-        block.mlp.drop = NativeDropout() if op == "native" else block.mlp.drop
+        if op in ("native", "functional"):
+            block.mlp.drop = {"native": NativeDropout, "functional": FunctionalDropout}[op]()
         return block
 
     model, x = Model(make), patches(16)
     with CONTEXTS["bf16" if op == "bf16" else "fp32"]():
         _, report = fastvit.convert(model, example_inputs=x)
-    masks = [row for row in report.tensors if "dropout's mask" in row.reason]
-    element = {"native": 1, "bf16": 2}.get(op, 4)
-    assert [(row.count, row.kept_bytes) for row in masks] == [(3, 3 * 16 * 50 * 4 * 64 * element)]
+    elements, reason = 3 * 16 * 50 * 4 * 64, "dropout_mask, a byte an element"
+    size, saved = {"native": (1, 0), "bf16": (1, 1), "functional": (4, 0)}.get(op, (1, 3))
+    if not saved:
+        reason = "dropout's mask, not of an nn.Dropout"
+    masks = [row for row in report.tensors if row.reason == reason]
+    assert [(row.count, row.kept_bytes, row.saved_bytes) for row in masks] == [
+        (3, size * elements, saved * elements)
+    ]
 
 
 def test_the_report_takes_no_other_factor_for_a_mask_of_dropout():

@@ -19,6 +19,7 @@ from .runtime import KeepsForward
 from .untouched import untouched
 
 _PLAIN = (nn.LayerNorm.forward, nn.RMSNorm.forward)
+_DROPOUT = F.dropout
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
@@ -33,6 +34,17 @@ class RebuiltNorm(KeepsForward):
             if len(eps) == 1:
                 remember_eps(y, eps.pop())
         return y
+
+
+class RebuiltDropout(KeepsForward):
+    """A dropout that tells its probability, with which a byte for each element is enough of its mask."""
+
+    def _run(self, original, args, kwargs):
+        scope = active_scope()
+        if scope is None or not self.training or original is not self._known or F.dropout is not _DROPOUT:
+            return original(self, *args, **kwargs)
+        with scope.dropout(self.p):
+            return original(self, *args, **kwargs)
 
 
 class RebuiltBlock(KeepsForward):
@@ -59,6 +71,9 @@ def adopt_blocks(model: nn.Module, policy: Policy) -> None:
     blocks = [module for module in names if module is not model and _is_block(module, norms)]
     for module, eps in norms.items():
         adopt(module, RebuiltNorm, _eps=eps, _known=type(module).forward)
+    for module in names:
+        if type(module) is nn.Dropout:
+            adopt(module, RebuiltDropout, _known=nn.Dropout.forward)
     for module in blocks:
         adopt(module, RebuiltBlock, _policy=policy, _name=names[module])
 

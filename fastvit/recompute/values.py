@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _DEEPEST = 4  # rebuilt tensors that a recipe may go through
 _COSTLIEST = 40  # ops in one recipe
-_SMALLEST = 4096  # bytes that are worth a recipe
+SMALLEST = 4096  # bytes that are worth a recipe
 
 
 class View:
@@ -120,7 +120,7 @@ class Value:
         """Whether this is rebuilt if somebody keeps what it is made from."""
         return (
             self.function is not None
-            and self.nbytes >= _SMALLEST
+            and self.nbytes >= SMALLEST
             and self.depth <= _DEEPEST
             and self.cost <= _COSTLIEST
         )
@@ -131,8 +131,8 @@ class Value:
             return self.unknown
         if self.function is None:
             return f"there is no recipe for what {self.name} makes"
-        if self.nbytes < _SMALLEST:
-            return f"it has less than {_SMALLEST} bytes"
+        if self.nbytes < SMALLEST:
+            return f"it has less than {SMALLEST} bytes"
         if self.depth > _DEEPEST:
             return f"it would be rebuilt through more than {_DEEPEST} others"
         return f"it would take more than {_COSTLIEST} ops" if self.cost > _COSTLIEST else None
