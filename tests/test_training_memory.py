@@ -120,6 +120,31 @@ def test_compiled_models_are_left_alone(capsys):
     assert capsys.readouterr().out.count("--memory auto does nothing with --compile") == 1
 
 
+def test_memory_takes_a_budget(tmp_path):
+    images, kept = torch.randn(32, *SHAPE), {}
+    for memory in ("off", "budget=0.7"):
+        made = make(Config(norm="torch", memory=memory))
+        made.model(images)
+        kept[memory], _ = live_bytes(lambda made=made: made.model(images))
+    assert kept["budget=0.7"] < 0.72 * kept["off"]
+    made.memory.write(tmp_path, Config(norm="torch", memory=memory))
+    assert "a budget of 70% takes " in (tmp_path / "memory.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    "memory", ["budget", "budget=", "budget=half", "budget=1", "budget=-0.5", "budget=nan"]
+)
+def test_a_budget_that_is_none(memory):
+    with pytest.raises(
+        ConfigError, match="--memory must be budget=<share> with one above 0 and below 1, got"
+    ):
+        Config(memory=memory)
+    with pytest.raises(
+        ConfigError, match="--memory must be one of off, auto, .*, or budget=<share>, got 'less'"
+    ):
+        Config(memory="less")
+
+
 def test_the_norm_of_timm_models():
     assert Config(model="timm/resnet18").norm == "fastvit-sync" and Config().norm == "inplace-abn-sync"
     package("timm")

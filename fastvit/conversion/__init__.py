@@ -9,6 +9,7 @@ prove.py, residuals.py      what that allows
 plan.py                     what each layer becomes
 adopted.py, runtime.py      how a module changes without ceasing to be what it was; what it then does
 deferred.py                 an output that waits for its residual and its activation
+budget.py                   which of them, so that no more than a share is kept
 rebuilding.py               blocks whose norms, activations and the like are rebuilt
 convert.py                  convert and revert
 report.py, sizes.py         what was done, and what it saves

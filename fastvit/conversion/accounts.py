@@ -52,6 +52,11 @@ def account(result: object, model: nn.Module) -> list[Saved]:
     return sorted(rows, key=lambda row: (-row.saved_bytes, -row.kept_bytes, row.names))
 
 
+def rebuilt(result: object, model: nn.Module) -> list[Value]:
+    """The values that the graph of `result` is to rebuild, each once."""
+    return list(_Graph(result, model).rebuilt)
+
+
 class _Graph:
     def __init__(self, result: object, model: nn.Module):
         self.parameters = {parameter: name for name, parameter in model.named_parameters()}
@@ -61,6 +66,7 @@ class _Graph:
         self.kept: dict[int, tuple[Kept, bool]] = {}  # by storage: whether it was to be rebuilt
         self.rebuilt: dict[Value, Recipe] = {}
         self.masks: set[int] = set()  # of dropout, by storage
+        self.copies: set[int] = set()  # kept for recipes alone, by storage
         self.values: dict[int, Value] = {}  # by storage of who keeps it
         self._walk(result)
 
@@ -121,21 +127,32 @@ class _Graph:
         return None
 
     def entries(self) -> Iterator[tuple[tuple[str, ...], int, int, str]]:
-        for value, recipe in self.rebuilt.items():
+        # one with a single ingredient first: what nobody has saved counts with what it is kept for
+        for value, recipe in sorted(self.rebuilt.items(), key=lambda item: len(item[1].source.ingredients)):
             made_from = [
                 self._names(kept.tensor.untyped_storage()._cdata) for kept in recipe.source.ingredients
             ]
             made_from = [" and ".join(names) for names in dict.fromkeys(made_from) if names]
+            own = [kept for kept in recipe.source.ingredients if self._is_nobodys(kept)]
             what = f" of what is kept for {'; '.join(made_from)}" if made_from else ""
-            yield self._names(value), 0, value.nbytes, f"{op_name(value.name)}{what}"
+            copies = sum(kept.tensor.nbytes for kept in own)
+            yield self._names(value), copies, value.nbytes, f"{op_name(value.name)}{what}"
         for address, (kept, waited) in self.kept.items():
             size = kept.tensor.untyped_storage().nbytes()
             value = self.values.get(address)
             if value is None and address in self.masks:
-                reason = "dropout's mask, which is not drawn again"
+                reason = "dropout's mask, not of an nn.Dropout"
             else:
                 reason = self._against(value, waited)
             yield self._names(address), size, 0, reason
+
+    def _is_nobodys(self, kept: Kept) -> bool:
+        """Whether nobody has saved it, and it is seen for the first time: a dropout's mask, say."""
+        address = kept.tensor.untyped_storage()._cdata
+        if address in self.given or address in self.kept or address in self.copies:
+            return False
+        self.copies.add(address)
+        return True
 
     def _names(self, key: object) -> tuple[str, ...]:
         return tuple(sorted({_NUMBER.sub("*", label) for label in self.readers.get(key, ())}))

@@ -9,9 +9,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, fx, nn
 
+from ..recompute import Policy
 from . import exporting, layers, tracing
-from .accounts import Saved
+from .accounts import Saved, account
 from .adopted import Adopted, References, adopt, release
+from .budget import keep_to
 from .calls import Arguments, as_arguments
 from .plan import MEMORY, LayerPlan, LayerPlanner
 from .rebuilding import adopt_blocks
@@ -34,6 +36,9 @@ def convert(
     model: nn.Module,
     memory: str = "auto",
     example_inputs: Tensor | Sequence | Mapping | None = None,
+    *,
+    weight_casts: bool = False,
+    budget: float | None = None,
 ) -> tuple[nn.Module, Report]:
     """Lets a model keep less for backward: BatchNorm and its activation become one layer wherever that is
     proven safe, and outputs of LayerNorms, activations, gates and the like are rebuilt, to the same bits.
@@ -51,6 +56,14 @@ def convert(
             arguments). A training forward is run with a copy of them before the conversion, which keeps
             nothing, and one after, which keeps what a step does: the report has the difference. Where that
             is not possible the report estimates, and says why. This is also the call that is traced.
+        weight_casts: cast weights again in the backward pass instead of keeping the copies in half precision
+            that autocast makes of them: 2 bytes for each element of a weight, whatever the batch. A weight
+            that is written to before the backward is then an error; a write through `weight.data` goes
+            unnoticed, and the gradient is that of the new weight.
+        budget: the share of what the model keeps now that it is to keep, above 0 and below 1: 0.5 for half.
+            Rebuilds no more than that takes, of everything that "gemm" would, what saves most bytes for its
+            arithmetic first, by measured training forwards; so it wants example_inputs. The report says what
+            was chosen, or that all of it is not enough.
 
     Returns the model, and a `Report` that prints as tables: what a training forward keeps before and after,
     both measured; the tensors that it keeps or rebuilds, from what, and why some are left; and per BatchNorm
@@ -90,10 +103,13 @@ def convert(
     number, say) it takes as it came out then: `verify` is the test.
 
     Raises:
-        ValueError: `memory` is none of the above, or `model` is a torch.fx.GraphModule.
+        ValueError: `memory` or `budget` is none of the above, `weight_casts` comes with a `memory` that
+            rebuilds nothing, `budget` with another than "auto" or without a forward that can be measured, or
+            `model` is a torch.fx.GraphModule.
     """
     if memory not in MEMORY:
         raise ValueError(f"convert: memory is {memory!r}; one of {', '.join(MEMORY)} expected")
+    _check_extent(memory, weight_casts, budget, example_inputs)
     if isinstance(model, fx.GraphModule):
         raise ValueError(
             "convert: model is a torch.fx.GraphModule, which generates its own forward; "
@@ -103,6 +119,10 @@ def convert(
     arguments = as_arguments(example_inputs)
     norms = [module for module in model.modules() if layers.find(module)]
     before = observe(model, norms, arguments) if arguments else Observed()
+    if budget is not None and before.kept is None:
+        raise ValueError(
+            f"convert: budget wants a training forward that can be measured; {before.unmeasured}"
+        )
     traces, untraced = tracing.trace(model, before.constants)
     planner = LayerPlanner(model, memory)
     plans = planner.plans(traces)
@@ -112,16 +132,40 @@ def convert(
             settled = {plan.name: plan for plan in plans if not planner.is_open(plan, traces)}
             plans, traces = planner.plans(exported, settled), traces + exported
     kinds = {plan.name: type(plan.layer.module).__name__ for plan in plans}
+    policy = None
     if memory in _REBUILDS:
-        adopt_blocks(model, memory == "gemm")
-    _apply(model, [plan for plan in plans if plan.mode != "left"], planner.names, traces, memory)
+        policy = Policy(products=memory == "gemm" or budget is not None, weight_casts=weight_casts)
+        adopt_blocks(model, policy)
+    _apply(model, [plan for plan in plans if plan.mode != "left"], planner.names, traces, policy)
+    try:
+        chosen = "" if budget is None else keep_to(model, arguments, budget, before.kept, policy)
+    except BaseException:
+        revert(model)
+        raise
     after, estimated, idle, tensors = _measured(model, arguments, before)
     rows = [
         _row(plan, kinds[plan.name], before.sizes.get(plan.layer.module), plan.layer.module in idle)
         for plan in plans
     ]
     opaque = [planner.names[module] or type(module).__name__ for module in untraced if _holds_norms(module)]
-    return model, Report(rows, opaque, None if after is None else before.kept, after, estimated, tensors)
+    kept_before = None if after is None else before.kept
+    return model, Report(rows, opaque, kept_before, after, estimated, tensors, chosen)
+
+
+def _check_extent(memory: str, weight_casts: bool, budget: float | None, example_inputs: object) -> None:
+    if weight_casts and memory not in _REBUILDS:
+        raise ValueError(
+            f"convert: weight_casts=True with memory={memory!r}, which rebuilds nothing; one of "
+            f"{', '.join(_REBUILDS)} expected"
+        )
+    if budget is None:
+        return
+    if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not 0 < budget < 1:
+        raise ValueError(f"convert: budget is {budget!r}; a number above 0 and below 1 expected")
+    if memory != "auto":
+        raise ValueError(f"convert: budget with memory={memory!r}; 'auto' expected, it chooses how far to go")
+    if example_inputs is None:
+        raise ValueError("convert: budget without example_inputs, with which to measure what is kept")
 
 
 def _measured(
@@ -132,8 +176,9 @@ def _measured(
     """
     if before.kept is None:
         return None, before.unmeasured, set(), []
+    tensors: list[Saved] = []
     try:
-        kept, ran, tensors = kept_bytes(model, arguments)
+        kept, ran = kept_bytes(model, arguments, lambda result: tensors.extend(account(result, model)))
     except torch.OutOfMemoryError:
         return None, "a training forward needs more memory than there is", set(), []
     except BaseException:
@@ -167,7 +212,7 @@ def _apply(
     plans: list[LayerPlan],
     names: dict[nn.Module, str],
     traces: list[tracing.Trace],
-    memory: str,
+    policy: Policy | None,
 ) -> None:
     tokens: dict[nn.Module, str] = {model: uuid.uuid4().hex}
     proven: dict[nn.Module, list[Proven]] = defaultdict(list)
@@ -202,8 +247,7 @@ def _apply(
         mine = [trace for trace in traces if trace.root is root]
         example = next((trace.example for trace in mine if trace.example), None)
         constants = mine[0].constants if mine else {}
-        rebuilds, products = memory in _REBUILDS, memory == "gemm"
-        proof = Proof(token, root, proven[root], constants, example, rebuilds, products)
+        proof = Proof(token, root, proven[root], constants, example, policy)
         adopt(root, ConvertedRoot, _proof=proof)
     for root in tokens:
         root._proof.begin(root)

@@ -13,12 +13,13 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import parametrize
 
-from ..recompute import recompute_scope, remember_eps
+from ..recompute import Policy, active_scope, policy_scope, remember_eps
 from .adopted import adopt
 from .runtime import KeepsForward
 from .untouched import untouched
 
 _PLAIN = (nn.LayerNorm.forward, nn.RMSNorm.forward)
+_DROPOUT = F.dropout
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
@@ -35,22 +36,46 @@ class RebuiltNorm(KeepsForward):
         return y
 
 
+class RebuiltDropout(KeepsForward):
+    """A dropout that tells its probability, with which a byte for each element is enough of its mask."""
+
+    def _run(self, original, args, kwargs):
+        scope = active_scope()
+        if scope is None or not self.training or original is not self._known or F.dropout is not _DROPOUT:
+            return original(self, *args, **kwargs)
+        with scope.dropout(self.p):
+            return original(self, *args, **kwargs)
+
+
 class RebuiltBlock(KeepsForward):
     """A block that opens a scope, so that it saves memory whoever calls it."""
 
     def _run(self, original, args, kwargs):
-        with recompute_scope(self._products):
-            return original(self, *args, **kwargs)
+        scope = active_scope()
+        if scope is None:
+            with policy_scope(self._policy, self._name):
+                return original(self, *args, **kwargs)
+        outer, scope.block = scope.block, self._name
+        try:
+            result = original(self, *args, **kwargs)
+        finally:
+            scope.block = outer
+        scope.finish()
+        return result
 
 
-def adopt_blocks(model: nn.Module, products: bool) -> None:
+def adopt_blocks(model: nn.Module, policy: Policy) -> None:
     """Lets the normalisations of `model` tell their eps, and its blocks open scopes."""
-    norms = {module: names for module in model.modules() if (names := _eps_names(module))}
-    blocks = [module for module in model.modules() if module is not model and _is_block(module, norms)]
-    for module, names in norms.items():
-        adopt(module, RebuiltNorm, _eps=names, _known=type(module).forward)
+    names = {module: name for name, module in model.named_modules()}
+    norms = {module: eps for module in names if (eps := _eps_names(module))}
+    blocks = [module for module in names if module is not model and _is_block(module, norms)]
+    for module, eps in norms.items():
+        adopt(module, RebuiltNorm, _eps=eps, _known=type(module).forward)
+    for module in names:
+        if type(module) is nn.Dropout:
+            adopt(module, RebuiltDropout, _known=nn.Dropout.forward)
     for module in blocks:
-        adopt(module, RebuiltBlock, _products=products)
+        adopt(module, RebuiltBlock, _policy=policy, _name=names[module])
 
 
 def _is_block(module: nn.Module, norms: dict[nn.Module, tuple[str, ...]]) -> bool:

@@ -45,6 +45,7 @@ class Report:
     kept_after: int | None = None
     estimated: str = ""
     tensors: list[Saved] = field(default_factory=list)
+    chosen: str = ""  # by a budget: what is rebuilt of what could be
 
     @property
     def measured_bytes(self) -> int | None:
@@ -136,6 +137,8 @@ class Report:
             parts.insert(
                 0, f"{_bytes(self.saved_bytes)} less kept for backward (estimated: {self.estimated})"
             )
+        if self.chosen:
+            parts.insert(1, self.chosen)
         if self.untraced:
             parts.append(f"not traced: {', '.join(self.untraced)}")
         return "; ".join(parts)

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from .. import _library
 from .._norm import next_layer_number
 from ..batch_norm_act import BatchNormAct, BatchNormActSync
-from ..recompute import recompute_scope
+from ..recompute import Policy, policy_scope
 from ..sync_batchnorm import SyncBatchNorm
 from . import prove
 from .adopted import Adopted, References, adopt, release
@@ -86,8 +86,8 @@ class Proof:
     """What was true when a module was traced, and whether it still is.
 
     `layers` are the layers proven in its forward, `constants` the arguments that were taken as they are;
-    `example` is the call that was followed, where its shapes count. `rebuilds` says whether its forward opens
-    a scope in which outputs are rebuilt, and `products` whether by matrix products too.
+    `example` is the call that was followed, where its shapes count. `policy` says what is rebuilt in the
+    scope that its forward opens; None for no scope.
     """
 
     def __init__(
@@ -97,11 +97,10 @@ class Proof:
         layers: list[Proven],
         constants: Mapping[str, object],
         example: Arguments | None,
-        rebuilds: bool,
-        products: bool,
+        policy: Policy | None,
     ):
         self.token = token
-        self.rebuilds, self.products = rebuilds, products
+        self.policy = policy
         self.layers = layers
         self.watch: Watch | None = None
         self._told = False
@@ -141,7 +140,7 @@ class Proof:
                 self.watch.accept(before)
 
     def _scope(self) -> contextlib.AbstractContextManager:
-        return recompute_scope(self.products) if self.rebuilds else contextlib.nullcontext()
+        return policy_scope(self.policy) if self.policy is not None else contextlib.nullcontext()
 
     def _is_another_call(self, args: tuple, kwargs: dict[str, object]) -> bool:
         given = self.signature.bind(args, kwargs)

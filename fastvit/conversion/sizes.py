@@ -15,7 +15,6 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._norm import SharesGroup
-from .accounts import Saved, account
 from .calls import Arguments, Signature
 from .untouched import untouched
 
@@ -52,14 +51,16 @@ def observe(model: nn.Module, layers: Iterable[nn.Module], arguments: Arguments)
     return observed
 
 
-def kept_bytes(model: nn.Module, arguments: Arguments) -> tuple[int, set[nn.Module], list[Saved]]:
-    """Bytes that a training forward keeps, its result included; the converted layers that ran as such; and
-    what tensors are kept and rebuilt.
+def kept_bytes(
+    model: nn.Module, arguments: Arguments, look: Callable[[object], None] | None = None
+) -> tuple[int, set[nn.Module]]:
+    """Bytes that a training forward keeps, its result included, and the converted layers that ran as such.
+
+    `look` is shown the result, whose graph stands.
     """
-    tensors: list[Saved] = []
     with untouched(model), _training(model):
-        kept = _kept_bytes(model, arguments, look=lambda result: tensors.extend(account(result, model)))
-        return kept, {module for module in model.modules() if vars(module).get("_ran")}, tensors
+        kept = _kept_bytes(model, arguments, look=look)
+        return kept, {module for module in model.modules() if vars(module).get("_ran")}
 
 
 def _against_measuring(model: nn.Module) -> str:

@@ -1,5 +1,6 @@
 """Rebuilding in the backward pass what the forward would otherwise have to keep for it.
 
+policy.py   how far a scope goes
 saved.py    what stands for a saved tensor: itself, or a recipe
 values.py   how a tensor is rebuilt, and from what
 rules.py    which ops are done again, and how
@@ -8,6 +9,7 @@ scope.py    the hooks that decide
 """
 
 from .graph import remember_eps
-from .scope import active_scope, recompute_scope
+from .policy import Policy
+from .scope import active_scope, policy_scope, recompute_scope
 
-__all__ = ["active_scope", "recompute_scope", "remember_eps"]
+__all__ = ["Policy", "active_scope", "policy_scope", "recompute_scope", "remember_eps"]

@@ -12,34 +12,51 @@ gradient that an op did not save.
 from __future__ import annotations
 
 import math
+import sys
 
 import torch
 from torch import Tensor
 
-from .rules import EPS, LEAF, PRODUCTS, RULES, VIEWS, Unknown, signed, signed_all
+from .policy import Policy
+from .rules import EPS, FLOPS, LEAF, PRODUCTS, RULES, VIEWS, Unknown, signed, signed_all
 from .saved import Kept, Recipe
-from .values import Argument, Copied, Held, Value
+from .values import Argument, Copied, Held, Value, View
 
 KEY = "fastvit.value"
 _DEEPEST = 12  # ops in a row of which nobody has saved anything
 
 
-def value_of(node, products: bool, like: Tensor | None = None, level: int = 0) -> Value:
-    """The value that `node` made; with `products`, rebuilt by a matrix product too.
-
-    `like` is all of it, if at hand.
+class _Attributes(dict):
+    """The attributes of nodes by the names of what they save, each made once: Python's cache of attributes
+    finds those alone that are the same object every time.
     """
+
+    def __init__(self, prefix: str):
+        self.prefix = prefix
+
+    def __missing__(self, name: str) -> str:
+        self[name] = attribute = sys.intern(self.prefix + name)
+        return attribute
+
+
+_SAVED, _RAW_SAVED = _Attributes("_saved_"), _Attributes("_raw_saved_")
+
+
+def value_of(node, policy: Policy, like: Tensor | None = None, level: int = 0) -> Value:
+    """The value that `node` made; `like` is all of it, if at hand."""
     metadata = node.metadata
     value = metadata.get(KEY)
     if value is None:
         value = metadata[KEY] = Value()
-        value.name = node.name()
-        rule = RULES.get(value.name) or (PRODUCTS.get(value.name) if products else None)
+        value.name = name = node.name()
+        rule = RULES.get(name) or (PRODUCTS.get(name) if policy.products else None)
         if rule is not None and level < _DEEPEST:
             try:
-                value.made_by(*rule(Node(node, products, like, level)))
-            except Unknown:
-                pass
+                read = Node(node, policy, like, level)
+                value.made_by(*rule(read))
+                value.flops = read.flops or FLOPS.get(name, 1)
+            except Unknown as reason:
+                value.unknown = str(reason)
     return value
 
 
@@ -59,17 +76,18 @@ def remember_eps(y: Tensor, eps: float | None) -> None:
 class Node:
     """A node as its rule reads it."""
 
-    __slots__ = ("edges", "level", "like", "node", "products")
+    __slots__ = ("edges", "flops", "level", "like", "node", "policy")
 
-    def __init__(self, node, products: bool, like: Tensor | None, level: int):
+    def __init__(self, node, policy: Policy, like: Tensor | None, level: int):
         self.node = node
         self.edges = node.next_functions
-        self.products = products
+        self.policy = policy
+        self.flops = 0  # for an element of the result, where that depends on more than the op
         self.like = like
         self.level = level
 
     def number(self, name: str):
-        return getattr(self.node, f"_saved_{name}")
+        return getattr(self.node, _SAVED[name])
 
     def integer(self, name: str) -> int:
         return signed(self.number(name))
@@ -79,16 +97,26 @@ class Node:
 
     def saved(self, name: str) -> Argument | None:
         """An input that the op saved; None where it saved nothing."""
-        packed = getattr(self.node, f"_raw_saved_{name}").data
+        packed = getattr(self.node, _RAW_SAVED[name]).data
         if type(packed) is Kept:
-            return Argument(Held(packed))
+            return Held(packed)
         if type(packed) is Recipe:
-            return Argument(packed.value, ((torch.as_strided, *packed.geometry),))
+            return View(packed.value, ((torch.as_strided, *packed.geometry),))
         if isinstance(packed, Tensor) and packed.numel() == 1 and packed.grad_fn is None:
-            return Argument(Copied(Kept(packed)))
+            return Copied(Kept(packed))
         if packed is not None:
             raise Unknown  # saved outside of the scope
         return None
+
+    def is_lost(self, index: int) -> bool:
+        """Whether an input comes out of an op that has no rule, and nobody has kept it so far."""
+        node, _ = self.edges[index]
+        while node is not None and (name := node.name()) in VIEWS:
+            node, _ = node.next_functions[0]
+        if node is None or name in RULES or name == LEAF or (self.policy.products and name in PRODUCTS):
+            return False
+        value = node.metadata.get(KEY)
+        return value is None or (value.function is None and value.kept() is None)
 
     def edge(self, index: int) -> Argument:
         """An input that requires a gradient."""
@@ -100,9 +128,10 @@ class Node:
         if node is None or number:
             raise Unknown
         if name == LEAF:
-            return Argument(self.leaf(node.variable), views)
-        value = node.metadata.get(KEY)
-        return Argument(value or value_of(node, self.products, None, self.level + 1), views)
+            value = self.leaf(node.variable)
+        else:
+            value = node.metadata.get(KEY) or value_of(node, self.policy, None, self.level + 1)
+        return View(value, views) if views else value
 
     def leaf(self, tensor: Tensor) -> Copied:
         """A copy: the op has not saved it, so it may be written to before the backward."""
@@ -115,7 +144,7 @@ class Node:
         return self.saved(name) or self.edge(index)
 
     def behind(self, node) -> Node:
-        return Node(node, self.products, None, self.level)
+        return Node(node, self.policy, None, self.level)
 
     def metadata(self):
         return self.node._input_metadata[0]

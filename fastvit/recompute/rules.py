@@ -6,15 +6,18 @@ that the bits are the same. A rule raises `Unknown` where the node does not tell
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import Parameter
 
-from .saved import Kept
-from .values import Argument
+from .saved import Kept, Recipe
+from .values import Argument, Copied
 
 if TYPE_CHECKING:
     from .graph import Node
@@ -49,7 +52,7 @@ def _expand(node, _: int) -> View:
 
 def _method(name: str, *integers: str, part: bool = False) -> Callable:
     """A view by a method of tensors that takes these integers; with `part`, one of several."""
-    saved, method = [f"_saved_{integer}" for integer in integers], getattr(Tensor, name)
+    saved, method = [sys.intern(f"_saved_{integer}") for integer in integers], getattr(Tensor, name)
 
     def rule(node, number: int) -> View:
         given = [getattr(node, one) for one in saved]
@@ -104,15 +107,24 @@ def _product(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Node], R
 
 def _sum(function: Callable[..., Tensor]) -> Callable[[Node], Rebuild]:
     def rule(read: Node) -> Rebuild:
+        # A residual, as a rule, which its reader keeps. That a term is kept by somebody later is rare enough
+        # not to make every norm of a sum wait for it.
+        if read.is_lost(0) or read.is_lost(1):
+            raise Unknown("a term of the sum is kept by nobody")
         alpha, arguments = read.number("alpha"), (read.edge(0), read.edge(1))
-        return function if alpha == 1 else lambda a, b: function(a, b, alpha=alpha), arguments
+        return function if alpha == 1 else partial(function, alpha=alpha), arguments
 
     return rule
 
 
 def _gelu(read: Node) -> Rebuild:
-    approximate = read.number("approximate")
-    return lambda t: F.gelu(t, approximate=approximate), (read.input("self", 0),)
+    return _gelu_of(read.number("approximate")), (read.input("self", 0),)
+
+
+@lru_cache
+def _gelu_of(approximate: str) -> Callable[[Tensor], Tensor]:
+    """One for all layers alike: every object more brings the garbage collector sooner."""
+    return lambda t: F.gelu(t, approximate=approximate)
 
 
 def _leaky_relu(read: Node) -> Rebuild:
@@ -189,10 +201,21 @@ def _clone(read: Node) -> Rebuild:
 
 def _to_copy(read: Node) -> Rebuild:
     made, source = read.metadata(), read.edges[0][0]
-    if source is None or source.name() == LEAF or source._input_metadata[0].device != made.device:
+    if source is None or source._input_metadata[0].device != made.device:
         raise Unknown
-    dtype = made.dtype
-    return lambda t: t.to(dtype), (read.edge(0),)
+    if source.name() != LEAF:
+        return _cast_to(made.dtype), (read.edge(0),)
+    weight = source.variable
+    if read.level and weight.dim() <= 1 and type(weight) is Parameter:  # the bias of a product
+        return _cast_to(made.dtype), (Copied(Kept(weight.detach().clone())),)
+    if not read.policy.weight_casts or type(weight) is not Parameter:
+        raise Unknown("a weight in another dtype, which is not cast again without weight_casts=True")
+    return _cast_to(made.dtype), (Copied(Kept(weight)),)
+
+
+@lru_cache
+def _cast_to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    return lambda t: t.to(dtype)
 
 
 def _reshaped(read: Node) -> Rebuild:
@@ -204,7 +227,7 @@ def _reshaped(read: Node) -> Rebuild:
     if source.name() == "CloneBackward0":
         inner = read.behind(source).edge(0)
         return lambda t: t.contiguous().view(shape), (inner,)
-    if read.products and source.name() in PRODUCTS:
+    if read.policy.products and source.name() in PRODUCTS:
         return lambda t: t.view(shape), (read.edge(0),)
     raise Unknown
 
@@ -224,25 +247,38 @@ def _mm(read: Node) -> Rebuild:
 
 def _widens(read: Node, weight: str) -> None:
     """A product is worth its arithmetic where it makes no less than it reads."""
-    packed = getattr(read.node, f"_raw_saved_{weight}").data
-    if type(packed) is not Kept or packed.tensor.shape[0] > packed.tensor.shape[1]:
+    packed = getattr(read.node, "_raw_saved_" + weight).data
+    if type(packed) not in (Kept, Recipe):
         raise Unknown
+    shape = packed.tensor.shape if type(packed) is Kept else packed.geometry[0]
+    if shape[0] > shape[1]:
+        raise Unknown
+    read.flops = 2 * shape[0]
 
 
 def _layer_norm(read: Node) -> Rebuild:
-    shape, eps = read.number("normalized_shape"), read.node.metadata.get(EPS)
+    eps = read.node.metadata.get(EPS)
     if eps is None:
         raise Unknown
     arguments = _affine(read, "weight", "bias")
-    return lambda x, w=None, b=None: torch.native_layer_norm(x, shape, w, b, eps)[0], arguments
+    return _layer_norm_of(read.number("normalized_shape"), eps), arguments
+
+
+@lru_cache(256)
+def _layer_norm_of(shape: tuple[int, ...], eps: float) -> Callable[..., Tensor]:
+    return lambda x, w=None, b=None: torch.native_layer_norm(x, shape, w, b, eps)[0]
 
 
 def _rms_norm(read: Node) -> Rebuild:
     if EPS not in read.node.metadata:
         raise Unknown
-    shape, eps = read.number("normalized_shape"), read.node.metadata[EPS]
-    arguments = _affine(read, "weight")
-    return lambda x, w=None: torch.ops.aten._fused_rms_norm(x, shape, w, eps)[0], arguments
+    eps, arguments = read.node.metadata[EPS], _affine(read, "weight")
+    return _rms_norm_of(read.number("normalized_shape"), eps), arguments
+
+
+@lru_cache(256)
+def _rms_norm_of(shape: tuple[int, ...], eps: float | None) -> Callable[..., Tensor]:
+    return lambda x, w=None: torch.ops.aten._fused_rms_norm(x, shape, w, eps)[0]
 
 
 def _affine(read: Node, *names: str) -> tuple[Argument, ...]:
@@ -286,6 +322,20 @@ RULES: dict[str, Callable[[Node], Rebuild]] = {
     "CloneBackward0": _clone,
     "UnsafeViewBackward0": _reshaped,
     "ToCopyBackward0": _to_copy,
+}
+
+# Operations for an element of the result, where that is not 1: estimates, which tell cheap from dear.
+FLOPS = {
+    "NativeLayerNormBackward0": 8,
+    "FusedRmsNormBackward0": 6,
+    "GeluBackward0": 20,
+    "SiluBackward0": 12,
+    "MishBackward0": 25,
+    "SigmoidBackward0": 10,
+    "TanhBackward0": 10,
+    "EluBackward0": 10,
+    "GluBackward0": 12,
+    "PowBackward0": 10,
 }
 
 PRODUCTS: dict[str, Callable[[Node], Rebuild]] = {"AddmmBackward0": _addmm, "MmBackward0": _mm}

@@ -16,9 +16,9 @@ class Kept:
 
     __slots__ = ("__weakref__", "tensor", "version")
 
-    def __init__(self, tensor: Tensor):
+    def __init__(self, tensor: Tensor, is_input: bool = False):
         # An op's own output would keep the op alive, which keeps this alive.
-        self.tensor = tensor if tensor.is_leaf else tensor.detach()
+        self.tensor = tensor if is_input or tensor.is_leaf else tensor.detach()
         self.version = tensor._version
 
     def is_intact(self) -> bool:
@@ -27,7 +27,11 @@ class Kept:
     def is_freed(self) -> bool:
         """Whether it is a parameter whose memory somebody has taken away for now, as sharding does."""
         tensor = self.tensor
-        return type(tensor) is Parameter and tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
+        return type(tensor) is Parameter and not tensor.untyped_storage().nbytes() and tensor.numel() > 0
+
+    def is_there(self) -> bool:
+        tensor = self.tensor
+        return tensor._version == self.version and not (type(tensor) is Parameter and self.is_freed())
 
     def unpack(self) -> Tensor:
         if self.tensor._version != self.version:
@@ -47,10 +51,13 @@ class Recipe:
 
     __slots__ = ("__weakref__", "geometry", "kept", "source", "value")
 
-    def __init__(self, value: Value, tensor: Tensor):
+    def __init__(self, value: Value, tensor: Tensor, base: Tensor):
         self.value = value
-        geometry = (tensor.size(), tensor.stride(), tensor.storage_offset())
-        self.geometry = value.geometry if geometry == value.geometry else geometry
+        self.geometry = whole = value.lies_in(base)
+        if tensor is not base:
+            geometry = (tensor.size(), tensor.stride(), tensor.storage_offset())
+            if geometry != whole:
+                self.geometry = geometry
         self.kept: Kept | None = None
         self.source: Source | None = None
 
@@ -67,7 +74,7 @@ class Recipe:
     def hold(self, kept: Kept) -> None:
         """Keeps the tensor after all, from which other recipes may then be followed."""
         self.kept = kept
-        self.value.kept = weakref.ref(kept)
+        self.value.keeper = weakref.ref(kept)
 
     def unpack(self) -> Tensor:
         if self.kept is not None:
@@ -76,4 +83,4 @@ class Recipe:
 
     def _rebuilt(self) -> Tensor:
         tensor = self.source.read(self.value)
-        return tensor if self.value.geometry == self.geometry else torch.as_strided(tensor, *self.geometry)
+        return tensor if self.value.geometry is self.geometry else torch.as_strided(tensor, *self.geometry)

@@ -30,15 +30,19 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import TensorWeakRef
 
 from .graph import KEY, value_of
+from .policy import Policy
+from .rules import VIEWS
 from .saved import Kept, Recipe
-from .values import Argument, Given, Held, Value
+from .values import SMALLEST, Argument, Given, Held, Value, View
 
+_MASK = "dropout_mask, a byte an element"
 _autograd = torch._C._autograd
 _transforms = torch._C._functorch.peek_interpreter_stack
 
 
-@contextlib.contextmanager
-def recompute_scope(products: bool = False) -> Iterator[None]:
+def recompute_scope(
+    products: bool = False, weight_casts: bool = False
+) -> contextlib.AbstractContextManager[None]:
     """Around a forward: what can be rebuilt by little arithmetic leaves no output behind.
 
         with fastvit.recompute_scope():
@@ -48,7 +52,10 @@ def recompute_scope(products: bool = False) -> Iterator[None]:
     That is the output of BatchNormAct layers with memory="recompute", and of torch's activations, products,
     sums, casts, copies and concatenations, wherever somebody keeps what they are made from. LayerNorms take
     `fastvit.convert`. With `products`, the output of a Linear that is no narrower than its input is rebuilt
-    too: about half of what is left, for the time of these matrix products.
+    too: about half of what is left, for the time of these matrix products. With `weight_casts`, the copies
+    in half precision that autocast makes of weights are cast again instead of kept: 2 bytes for each element
+    of a weight, whatever the batch. A weight that is written to before the backward is then an error, which
+    it is not without; a write through `weight.data` goes unnoticed, and the gradient is of the new weight.
 
     The backward may run inside or outside. Gradients have the bits they have without the scope. An output is
     kept as it would be without when it was written to before it was saved. Scopes nest: the end of an inner
@@ -59,6 +66,12 @@ def recompute_scope(products: bool = False) -> Iterator[None]:
     A write through `tensor.data` or from an op that does not count versions goes unnoticed, as it does
     everywhere in autograd.
     """
+    return policy_scope(Policy(products, weight_casts))
+
+
+@contextlib.contextmanager
+def policy_scope(policy: Policy, block: str = "") -> Iterator[None]:
+    """`recompute_scope` around the forward of a block of this name."""
     outer = active_scope()
     if outer is not None:
         yield
@@ -67,7 +80,7 @@ def recompute_scope(products: bool = False) -> Iterator[None]:
     if torch.compiler.is_compiling() or not _autograd._saved_tensors_hooks_is_enabled() or _top_hooks():
         yield
         return
-    scope = _Scope(products)
+    scope = _Scope(policy, block)
     with saved_tensors_hooks(scope.pack, scope.unpack):
         yield
     scope.finish()
@@ -97,17 +110,21 @@ class _Noted:
 class _Scope:
     _SWEEP_AT_LEAST = 64
 
-    def __init__(self, products: bool):
-        self.products = products
+    def __init__(self, policy: Policy, block: str):
+        self.policy = policy
+        self.block = block  # whose forward runs
         self._outputs: dict[int, _Noted] = {}  # by the address of y's storage, which `alive` reserves
         self._sweep_at = self._SWEEP_AT_LEAST
         self._recorded: list[Kept | Recipe] | None = None
+        self._dropout: float | None = None  # the probability of one that runs
         self._waiting: list[weakref.ref[Recipe]] = []
 
     def pack(self, tensor: Tensor) -> Kept | Recipe:
         packed = None
         if type(tensor) is Tensor:
-            if self._outputs:
+            if self._dropout is not None:
+                packed = self._mask(tensor, self._dropout)
+            elif self._outputs:
                 packed = self._noted(tensor)
             if packed is None and tensor.grad_fn is not None:
                 packed = self._of_graph(tensor)
@@ -144,44 +161,79 @@ class _Scope:
                 y.grad_fn.metadata[KEY] = value
         return y
 
+    @contextlib.contextmanager
+    def dropout(self, p: float) -> Iterator[None]:
+        """Around torch's dropout, which saves what it multiplies by: 0, or 1 / (1 - p)."""
+        outer, self._dropout = self._dropout, p
+        try:
+            yield
+        finally:
+            self._dropout = outer
+
+    def _mask(self, tensor: Tensor, p: float) -> Recipe | None:
+        """A byte an element in its place; drawing it again takes ten times as long."""
+        site, size = (self.block, _MASK), tensor.element_size()
+        if tensor.grad_fn is not None or not tensor.is_floating_point() or tensor.nbytes < SMALLEST:
+            return None
+        if self.policy.sites is not None and site not in self.policy.sites:
+            return None
+        kept, dtype = Kept(tensor != 0), tensor.dtype
+        value = Value()
+        value.made_by(lambda mask: mask.to(dtype).div_(1 - p), (Held(kept),))
+        value.name, value.site, value.flops, value.depth = _MASK, site, 2, 1
+        value.nbytes = tensor.nbytes // size * (size - 1)  # as much is saved
+        recipe = Recipe(value, tensor, tensor)
+        recipe.settle()
+        return recipe
+
     def _noted(self, tensor: Tensor) -> Kept | Recipe | None:
         if tensor.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             return None
         noted = self._outputs.get(tensor.untyped_storage()._cdata)
         if noted is None or tensor._version != noted.version or tensor.dtype != noted.dtype:
             return None
-        return self._choose(noted.value, tensor)
+        return self._choose(noted.value, tensor, None)
 
     def _of_graph(self, tensor: Tensor) -> Kept | Recipe | None:
         base = tensor._base
         if base is None:
             base = tensor
         node = base.grad_fn
+        if node is None:  # a transposed weight, say
+            return Kept(tensor, is_input=tensor.grad_fn.name() in VIEWS)
         # The graph tells what was made and not what was written over it, nor which of several results it is.
-        if node is None or base._version or base.output_nr or base.dtype != tensor.dtype:
+        if base._version or base.output_nr or base.dtype != tensor.dtype:
             return None
         if tensor.layout is not torch.strided or _transforms() is not None:
             return None
-        value = node.metadata.get(KEY) or value_of(node, self.products, base)
+        value = node.metadata.get(KEY) or value_of(node, self.policy, base)
         if value.original is not None:  # a layer's output that has other memory now
             return None
-        if value.geometry is None:
-            value.geometry = (base.size(), base.stride(), base.storage_offset())
+        if not value.nbytes:
             value.nbytes = base.nbytes
             value.depth += 1
-        return self._choose(value, tensor)
+        return self._choose(value, tensor, base)
 
-    def _choose(self, value: Value, tensor: Tensor) -> Kept | Recipe:
+    def _choose(self, value: Value, tensor: Tensor, base: Tensor | None) -> Kept | Recipe:
+        """What stands for `tensor`, a view of `base`, or `base` itself: all that `value` is."""
         kept = value.kept()
         if kept is not None and kept.is_intact():  # which keeps all of it
             return Kept(tensor)
-        if tensor.is_neg() or tensor.is_conj():  # a view whose memory has other values than it
+        # a view whose memory has other values than it
+        if tensor is not base and (tensor.is_neg() or tensor.is_conj()):
             return Kept(tensor)
-        if value.against() is not None:
+        sites = self.policy.sites
+        if sites is not None and (self.block, value.name) not in sites and value.is_worth_it():
+            value.unknown = "the budget is met without it"
+        if value.unknown or not value.is_worth_it():
             kept = Kept(tensor)
+            if tensor is not base:
+                value.lies_in(base)
             self._is_kept(value, kept)
             return kept
-        recipe = Recipe(value, tensor)
+        if value.site is None:
+            value.site = (self.block, value.name)
+        recipe = Recipe(value, tensor, base)
         missing = recipe.settle()
         if missing is not None:
             recipe.kept = Kept(tensor)
@@ -197,7 +249,7 @@ class _Scope:
             missing.waiting.append(reference)
 
     def _is_kept(self, value: Value, kept: Kept) -> None:
-        value.kept = weakref.ref(kept)
+        value.keeper = weakref.ref(kept)
         waiting, value.waiting = value.waiting, None
         for reference in waiting or ():
             recipe = reference()
@@ -226,5 +278,5 @@ class _Scope:
 
 def _argument(packed: Kept | Recipe) -> Argument:
     if type(packed) is Recipe:
-        return Argument(packed.value, ((torch.as_strided, *packed.geometry),))
-    return Argument(Held(packed))
+        return View(packed.value, ((torch.as_strided, *packed.geometry),))
+    return Held(packed)

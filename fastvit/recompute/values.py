@@ -17,26 +17,26 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 if TYPE_CHECKING:
+    from .policy import Site
     from .saved import Kept, Recipe
 
 
 _DEEPEST = 4  # rebuilt tensors that a recipe may go through
 _COSTLIEST = 40  # ops in one recipe
-_SMALLEST = 4096  # bytes that are worth a recipe
+SMALLEST = 4096  # bytes that are worth a recipe
 
 
-def _nobody() -> None:
-    return None
-
-
-class Argument:
-    """A tensor that goes into an op: a value, or a view of it by functions and what they take besides."""
+class View:
+    """A view of a value by functions and what they take besides."""
 
     __slots__ = ("value", "views")
 
-    def __init__(self, value: Value | Given, views: tuple[tuple, ...] = ()):
+    def __init__(self, value: Value | Given, views: tuple[tuple, ...]):
         self.value = value
         self.views = views
+
+    def gather(self, ingredients: list[Kept]) -> Value | Given | None:
+        return self.value.gather(ingredients)
 
     def tensor(self) -> Tensor:
         result = self.value.tensor()
@@ -49,11 +49,10 @@ class Given:
     """A tensor that is nobody's value, as far as is known: it is kept, or lost."""
 
     __slots__ = ()
-    depth = cost = 0
 
     def gather(self, ingredients: list[Kept]) -> Given | None:
         kept = self()
-        if kept is None or not kept.is_intact() or kept.is_freed():
+        if kept is None or not kept.is_there():
             return self
         ingredients.append(kept)
         return None
@@ -96,24 +95,44 @@ class Value:
     What most values never have stands in the class: one is made for every other tensor that is saved.
     """
 
-    kept: Callable[[], Kept | None] = staticmethod(_nobody)
+    keeper: weakref.ref[Kept] | None = None
     function: Callable[..., Tensor] | None = None
     arguments: tuple[Argument, ...] = ()
     depth = cost = nbytes = 0
     name = ""  # of the op, as the graph has it
+    flops = 1  # about, for an element of it
+    site: Site | None = None
     geometry: tuple | None = None  # size, stride and offset of all of it
-    source: Callable[[], Source | None] = staticmethod(_nobody)
+    sharer: weakref.ref[Source] | None = None
     waiting: list[weakref.ref[Recipe]] | None = None
     # itself, where it may be alive still
     original: TensorWeakRef | None = None
     version = address = 0
+    unknown = ""  # why it is not rebuilt, where that is not in the numbers
+
+    def kept(self) -> Kept | None:
+        return None if self.keeper is None else self.keeper()
+
+    def source(self) -> Source | None:
+        return None if self.sharer is None else self.sharer()
+
+    def is_worth_it(self) -> bool:
+        """Whether this is rebuilt if somebody keeps what it is made from."""
+        return (
+            self.function is not None
+            and self.nbytes >= SMALLEST
+            and self.depth <= _DEEPEST
+            and self.cost <= _COSTLIEST
+        )
 
     def against(self) -> str | None:
-        """Why this is not rebuilt whoever keeps what it is made from; None where it may be."""
+        """Why it is not worth it; None where it is."""
+        if self.unknown:
+            return self.unknown
         if self.function is None:
             return f"there is no recipe for what {self.name} makes"
-        if self.nbytes < _SMALLEST:
-            return f"it has less than {_SMALLEST} bytes"
+        if self.nbytes < SMALLEST:
+            return f"it has less than {SMALLEST} bytes"
         if self.depth > _DEEPEST:
             return f"it would be rebuilt through more than {_DEEPEST} others"
         return f"it would take more than {_COSTLIEST} ops" if self.cost > _COSTLIEST else None
@@ -122,23 +141,23 @@ class Value:
         self.function, self.arguments = function, arguments
         depth, cost = 0, 1
         for argument in arguments:
-            value = argument.value
-            if value.cost and value.kept() is None:
+            value = argument.value if type(argument) is View else argument
+            if type(value) is Value and value.function is not None and value.kept() is None:
                 depth, cost = max(depth, value.depth), cost + value.cost
         self.depth, self.cost = depth, cost
 
     def gather(self, ingredients: list[Kept]) -> Value | Given | None:
         """Collects what has to stay alive for this to be rebuilt; or says which value nobody keeps."""
-        kept = self.kept()
-        if kept is not None and kept.is_intact():
-            if kept.is_freed():  # sharded again, as it may be when the recipe is followed
+        reference = self.keeper
+        if reference is not None and (kept := reference()) is not None and kept.is_intact():
+            if not kept.is_there():  # sharded again, as it may be when the recipe is followed
                 return self
             ingredients.append(kept)
             return None
         if self.function is None:
             return self
         for argument in self.arguments:
-            missing = argument.value.gather(ingredients)
+            missing = argument.gather(ingredients)
             if missing is not None:
                 return missing
         return None
@@ -148,8 +167,14 @@ class Value:
         source = self.source()
         if source is None:
             source = Source(ingredients)
-            self.source = weakref.ref(source)
+            self.sharer = weakref.ref(source)
         return source
+
+    def lies_in(self, base: Tensor) -> tuple:
+        """How `base`, all of it, lies in memory."""
+        if self.geometry is None:
+            self.geometry = (base.size(), base.stride(), base.storage_offset())
+        return self.geometry
 
     def tensor(self) -> Tensor:
         """All of it: kept by somebody, or alive, or rebuilt for another reader, or rebuilt."""
@@ -199,6 +224,9 @@ class Source:
         if not self.unread():  # with retain_graph another round follows
             self.rebuilt, self.reads = None, 0
         return tensor
+
+
+Argument = Value | Given | View  # a tensor that goes into an op
 
 
 def plainly(work: Callable[..., Tensor], *arguments: object) -> Tensor:

@@ -67,9 +67,8 @@ class Config:
     mlp_norm: str = _option("batch", "model", "in the MLPs: GELU, or BatchNorm, leaky_relu", MLP_NORMS)
     pretrained: str = _option("", "model", "weights to begin with: a file of safetensors or torch.save, or "
         "'timm' for those that timm downloads")
-    memory: str = _option("off", "model", "keep less for backward in BatchNorm layers that are not in place "
-        "already: overwrite their input, rebuild their output, or what is best for each (auto); keep: "
-        "fused alone", ("off", *MEMORY))
+    memory: str = _option("off", "model", f"keep less for backward: {', '.join(('off', *MEMORY))}, as "
+        "fastvit.convert has them, or budget=0.5, the cheapest way to keep that share of it")
     freeze: tuple[str, ...] = _option((), "model", "names of parameters to keep as they are: 'stem.*'")
 
     engine: str = _option("torch", "precision", "torch: fastvit's amp and torch's DistributedDataParallel; "
@@ -147,6 +146,7 @@ class Config:
             )
         if self.engine == "apex" and self.amp == "bf16":
             raise ConfigError("--amp must be off or O0 to O3 with --engine apex, got 'bf16'")
+        self.convert_options()
         if self.pretrained == "timm" and not self.model.startswith("timm/"):
             raise ConfigError(f"--pretrained timm is for --model timm/<name>, got --model {self.model}")
         if self.backend == "nccl" and self.device == "cpu":
@@ -158,6 +158,20 @@ class Config:
                 scale = -1.0
             _require(0 < scale < math.inf, "loss_scale", "auto, dynamic or a number above 0", self.loss_scale)
         self._refuse_without_effect()
+
+    def convert_options(self) -> dict[str, Any]:
+        """``--memory`` as arguments of `fastvit.convert`."""
+        name, _, share = self.memory.partition("=")
+        if name != "budget":
+            takes = f"one of {', '.join(('off', *MEMORY))}, or budget=<share>"
+            _require(self.memory in ("off", *MEMORY), "memory", takes, repr(self.memory))
+            return {"memory": self.memory}
+        try:
+            budget = float(share)
+        except ValueError:
+            budget = 0.0
+        _require(0 < budget < 1, "memory", "budget=<share> with one above 0 and below 1", repr(self.memory))
+        return {"budget": budget}
 
     def _refuse_without_effect(self) -> None:
         made = ("folder", "synthetic")

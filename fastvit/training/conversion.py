@@ -67,7 +67,7 @@ def save_memory(
     device = next(model.parameters()).device
     images = torch.zeros(config.batch_size, *shape, device=device).to(memory_format=layout)
     with precision.half():
-        _, report = fastvit.convert(model, config.memory, images)
+        _, report = fastvit.convert(model, example_inputs=images, **config.convert_options())
     norms = {layer.name: model.get_submodule(layer.name) for layer in report}
     values = {
         f"{name}.{parameter}": value.detach().to("cpu", copy=True)
