@@ -3,7 +3,7 @@
 # TORCH    what `make install` puts into .venv (default torch==2.13.0)
 # PYTHON   the interpreter .venv is made from (>= 3.10)
 # MODELS   which tests `make test-models` runs (pytest's -k), say 'deit3 or dinov3'
-# OUT      the folder `make gpu` writes to; it builds with what is there and installs nothing
+# OUT      the folder `make gpu` writes to; it builds with what is there, if it must, and installs nothing
 
 TORCH  ?= torch==2.13.0
 PYTHON ?= python3
@@ -14,7 +14,7 @@ SOURCES := 'csrc/*' 'tests/*.cpp' 'tests/*.cu' 'tests/*.h' tests/cuda_host/cuda/
 TOOLED := $(if $(wildcard .venv/bin/ruff),,install)  # enough where the build may be older than its sources
 BUILT  := setup.py pyproject.toml $(shell find csrc -name '*.[ch]*')
 
-.PHONY: help install demo test test-cuda-host test-slow test-models wheel matrix bench gpu sass lint format clean
+.PHONY: help install demo test test-cuda-host test-slow test-models wheel matrix bench gpu gpu-proof gpu-measure sass lint format clean
 
 help:  ## This list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 16
@@ -75,8 +75,15 @@ bench: install  ## Time the layers against torch's, and ways to synchronise; wri
 	$(RUN) benchmarks/bench_sync.py --world 2 4 8
 	$(RUN) benchmarks/report.py --name sync_cpu
 
-gpu:  ## Tests, sanitizers and benchmarks on a CUDA GPU, in one go of 9 minutes; OUT=, RUN= an interpreter
-	$(or $(wildcard $(RUN)),$(shell command -v $(RUN)),$(PYTHON)) tools/gpu.py --out '$(OUT)'
+GPU := $(or $(wildcard $(RUN)),$(shell command -v $(RUN)),$(PYTHON)) tools/gpu.py
+
+gpu: gpu-proof gpu-measure  ## On a CUDA GPU: both calls below; OUT= a folder, RUN= an interpreter
+
+gpu-proof:  ## Is it right? Smoke test, tests and sanitizers, in 9 minutes
+	$(GPU) proof --out '$(OUT)'
+
+gpu-measure:  ## Is it fast? Benchmarks, in 9 minutes
+	$(GPU) measure --out '$(OUT)'
 
 sass: $(TOOLED)  ## Registers, spills and widest accesses of the CUDA kernels; needs nvcc
 	$(RUN) tools/sass.py
