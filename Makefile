@@ -77,7 +77,8 @@ bench: install  ## Time the layers against torch's, and ways to synchronise; wri
 
 GPU := $(or $(wildcard $(RUN)),$(shell command -v $(RUN)),$(PYTHON)) tools/gpu.py
 
-gpu: gpu-proof gpu-measure  ## On a CUDA GPU: both calls below; OUT= a folder, RUN= an interpreter
+gpu:  ## On a CUDA GPU: both calls below, the second whatever the first found; OUT= a folder, RUN= an interpreter
+	$(GPU) proof --out '$(OUT)'; status=$$?; $(GPU) measure --out '$(OUT)' && exit $$status
 
 gpu-proof:  ## Is it right? Smoke test, tests and sanitizers, in 9 minutes
 	$(GPU) proof --out '$(OUT)'

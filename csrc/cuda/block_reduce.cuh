@@ -69,7 +69,7 @@ template <int K, class R, class Mine>
 __device__ __forceinline__ int merge_block(R* shared, const Mine (&mine)[K], const Plan& plan,
                                            const Work& work) {
   const int width = plan.rows ? plan.lanes * K : 1;
-  const int teams = plan.rows ? plan.teams : kThreads;
+  const int teams = plan.rows ? plan.teams : plan.teams * plan.lanes;
   if (work.team < plan.teams) {
 #pragma unroll
     for (int k = 0; k < K; ++k) shared[(work.team * plan.lanes + work.lane) * K + k] = mine[k];
