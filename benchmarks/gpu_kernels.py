@@ -139,7 +139,8 @@ def activations(part) -> None:
 
 
 def host(part) -> None:
-    """On tensors so small that the device's work is nothing; the least of several rounds of many calls."""
+    """On tensors so small that the device's work is nothing; the least of several rounds of many calls. Of
+    `cpp_us` the launchers' planning takes `plan_us`, which is timed for large tensors too."""
     calls = 20 if part.quick else 2000
     raw = torch.ops.fastvit
 
@@ -171,6 +172,20 @@ def host(part) -> None:
                 forward = each(lambda layer=layer, leaf=leaf: layer(leaf * 1.0))
                 extra = each(lambda leaf=leaf: leaf * 1.0)  # a tensor that may be overwritten
                 part.row(op=f"{name}, forward", layout=layout, both_us=forward - extra)
+    try:
+        plan_times(part)
+    except (SystemExit, OSError) as error:
+        print(f"not measured: {error}")
+
+
+def plan_times(part) -> None:
+    import planner  # compiles the planner: a machine without a C++ compiler goes without
+
+    resident = {(rows, packets): 2 for rows in (False, True) for packets in (False, True)}
+    for case in quick_cases() if part.quick else FOUR_OPS[:7]:
+        for op, operands, kept in (("bn_stats", 1, 1), ("bn_forward", 2, 0)):
+            took = planner.nanoseconds(case, operands, kept, resident, 132, 82 << 10) / 1e3
+            part.row(op=f"{op}, plan", shape=case.size, layout=case.layout, dtype=case.dtype, plan_us=took)
 
 
 def host_calls(x, w, b, moments, saved, sums, raw, none) -> Iterator[tuple[str, Callable, Callable]]:

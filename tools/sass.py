@@ -5,9 +5,9 @@ the instructions of its loop.
 
 Exits with 1 if a kernel spills or keeps a stack frame, or if a loop takes more instructions than BUDGET.
 Widths are in bits, of the widest load and store of global memory, packets to other ranks aside. `least` and
-`most` are instructions of a warp per 16-byte access of its threads, see sass_loops.py: for the activation that
-costs nothing and the one that costs most. What was compiled is kept in build/sass and used again while neither csrc
-nor the compiler has changed. Needs nvcc and cuobjdump.
+`most` are instructions of a warp per 16-byte access of its threads, see sass_loops.py: for the activation
+that costs nothing and the one that costs most. What was compiled is kept in build/sass and used again while
+neither csrc nor the compiler has changed. Needs nvcc and cuobjdump.
 """
 
 import argparse
@@ -144,8 +144,8 @@ def measured(arch: str, stems: tuple[str, ...] = ()) -> list[dict]:
             rows.append(row | {"least": least, "most": most})
     for row, name in zip(rows, demangled([row["symbol"] for row in rows]), strict=True):
         row["kernel"] = name
-    # In place, an activation that has no inverse does nothing, which is the shortest way through; what the same
-    # kernel takes over x stands for it.
+    # In place, an activation that has no inverse does nothing, which is the shortest way through; what the
+    # same kernel takes over x stands for it.
     over_x = {row["kernel"]: row["least"] for row in rows if "(Kept)0" in row["kernel"]}
     for row in rows:
         if "(Kept)2" in row["kernel"]:
@@ -184,9 +184,7 @@ def main() -> None:
     dear = [row for row in rows if over_budget(row)]
     print(f"{len(rows)} kernels, {len(bad)} with spills or a stack frame, {len(dear)} over the budget")
     for row in dear:
-        print(
-            f"over the budget of {BUDGET} ({STATS_BUDGET} with statistics): {row['kernel']} sm_{row['sm']}: {row['least']} to {row['most']}"
-        )
+        print(f"over the budget: {row['kernel']} sm_{row['sm']}: {row['least']} to {row['most']}")
     sys.exit(1 if bad or dear else 0)
 
 
