@@ -87,10 +87,17 @@ def starts(gpu, monkeypatch, *answers, driver=True):
 
 def test_a_driver_that_is_there_before_its_gpu_is_waited_for(gpu, tmp_path, monkeypatch, capsys):
     run = proof(gpu, tmp_path, [], "cuda")
-    starts(gpu, monkeypatch, (0, '{"GPUs": "none"}'), (0, '{"GPUs": "none"}'), (0, UP))
+    starts(gpu, monkeypatch, (0, '{"GPUs": "none"}'), (1, "RuntimeError: CUDA unknown error"), (0, UP))
     run.environment()
     assert states(run) == {"environment": "passed"} and run.facts["architecture"] == "9.0"
-    assert capsys.readouterr().out.count("a driver is there, but no GPU yet") == 2
+    said = capsys.readouterr().out
+    assert said.count("not yet, but there is a driver") == 2 and "CUDA unknown error" in said
+
+
+def test_a_torch_that_is_missing_is_not_waited_for(gpu, tmp_path, monkeypatch):
+    run = proof(gpu, tmp_path, ["build"], "cuda")
+    starts(gpu, monkeypatch, (1, "ModuleNotFoundError: No module named 'torch'"))
+    assert run.all() == 1 and "No module named 'torch'" in details(run)["environment"]
 
 
 def test_a_gpu_that_is_not_there_is_not_waited_for(gpu, tmp_path, monkeypatch):

@@ -169,21 +169,23 @@ class Run:
         """Fills `facts`. The driver and CUDA may need two minutes before a GPU is there."""
         begin = time.monotonic()
         seconds = self.seconds("environment")
+        waiting = "CUDA to come up" if self.device == "cuda" else "torch"
         while True:
             left = seconds - (time.monotonic() - begin)
-            waiting = "CUDA to come up" if self.device == "cuda" else "torch"
             ((status, output),) = run([[sys.executable, "-c", MACHINE]], left, waiting=waiting)
-            if status:
+            if status == 0:
+                self.facts = json.loads(next(line for line in output.splitlines() if line.startswith("{")))
+                if self.device == "cpu" or self.facts["GPUs"] != "none":
+                    break
+                problem = "there is no GPU that torch can use; `--device cpu` rehearses without one"
+            else:
                 late = f"no answer within {seconds:.0f} s; " if status == LATE else ""
-                raise Blocked(f"torch cannot be used: {late}{counted(output)}")
-            self.facts = json.loads(next(line for line in output.splitlines() if line.startswith("{")))
-            if self.device == "cpu" or self.facts["GPUs"] != "none":
-                break
-            if not Path("/dev/nvidiactl").exists():
-                raise Blocked("there is no GPU that torch can use; `--device cpu` rehearses without one")
-            if time.monotonic() - begin > seconds - 5:
-                raise Blocked(f"there is a driver, but after {seconds:.0f} s no GPU that torch can use")
-            print("  a driver is there, but no GPU yet", flush=True)
+                problem = f"torch cannot be used: {late}{counted(output)}"
+            # A driver that is still starting shows no GPU, or gives errors of CUDA.
+            starting = Path("/dev/nvidiactl").exists() and (status == 0 or "CUDA" in output)
+            if not starting or time.monotonic() - begin > seconds - 5:
+                raise Blocked(problem)
+            print(f"  not yet, but there is a driver: {problem}", flush=True)
             time.sleep(3)
         taken = time.monotonic() - begin
         query = ["nvidia-smi", f"--query-gpu={','.join(SMI)}", "--format=csv,noheader"]
