@@ -14,7 +14,7 @@ SOURCES := 'csrc/*' 'tests/*.cpp' 'tests/*.cu' 'tests/*.h' tests/cuda_host/cuda/
 TOOLED := $(if $(wildcard .venv/bin/ruff),,install)  # enough where the build may be older than its sources
 BUILT  := setup.py pyproject.toml $(shell find csrc -name '*.[ch]*')
 
-.PHONY: help install demo test test-cuda-host test-slow test-models wheel matrix bench gpu gpu-proof gpu-measure sass lint format clean
+.PHONY: help install demo test test-cuda-host test-slow test-models wheel matrix bench gpu gpu-proof gpu-measure sass predict lint format clean
 
 help:  ## This list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 16
@@ -86,8 +86,11 @@ gpu-proof:  ## Is it right? Smoke test, tests and sanitizers, in 9 minutes
 gpu-measure:  ## Is it fast? Benchmarks, in 9 minutes
 	$(GPU) measure --out '$(OUT)'
 
-sass: $(TOOLED)  ## Registers, spills and widest accesses of the CUDA kernels; needs nvcc
+sass: $(TOOLED)  ## Registers, spills, accesses and instructions of the CUDA kernels; needs nvcc and cuobjdump
 	$(RUN) tools/sass.py
+
+predict: $(TOOLED)  ## What each op should take on an H200, beside what it took; needs nvcc and cuobjdump
+	$(RUN) benchmarks/predict.py
 
 lint: $(TOOLED)  ## What CI checks of the style
 	.venv/bin/ruff check .

@@ -69,13 +69,13 @@ void Cuda::backward(const BackwardArgs& args) {
   with_type(args.dtype, [&]<class T>() {
     using A = Accumulation<T>;
     const void* pointers[] = {args.input, args.dy, args.dx, args.z, args.dz};
-    const Plan plan =
-        Planner::make(args.layout, pointers, args.z ? 5 : 3, sizeof(T), device.limits, 0,
-                      resident_blocks<T>(device, [&]<bool kRows, int V>() {
-                        auto* kernel = backward_kernel<T, kRows, V, Kept::output>;
-                        with_kept(args, [&]<Kept kKept>() { kernel = backward_kernel<T, kRows, V, kKept>; });
-                        return kernel;
-                      }));
+    const Plan plan = Planner::make(
+        args.layout, pointers, args.z ? 5 : 3, sizeof(T), device.limits, 0,
+        resident_blocks<T>(device, [&]<bool kRows, int V>() {
+          const void* kernel = nullptr;
+          with_kept(args, [&]<Kept kKept>() { kernel = address(backward_kernel<T, kRows, V, kKept>); });
+          return kernel;
+        }));
     const BackwardParams<T> kernel{plan,
                                    static_cast<const T*>(args.input),
                                    static_cast<const T*>(args.dy),

@@ -93,8 +93,8 @@ void Cuda::forward(const ForwardArgs& args) {
     const void* pointers[] = {args.x, args.y, args.z};
     const Plan plan = Planner::make(args.layout, pointers, args.z ? 3 : 2, sizeof(T), device.limits, 0,
                                     resident_blocks<T>(device, [&]<bool kRows, int V>() {
-                                      return args.z ? forward_kernel<T, kRows, V, true>
-                                                    : forward_kernel<T, kRows, V, false>;
+                                      return args.z ? address(forward_kernel<T, kRows, V, true>)
+                                                    : address(forward_kernel<T, kRows, V, false>);
                                     }));
     const ForwardParams<T> kernel{
         plan,

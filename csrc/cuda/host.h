@@ -12,7 +12,6 @@
 #include <stdexcept>
 #include <string>
 #include <string_view>
-#include <unordered_map>
 #include <utility>
 
 #include "../sync/cuda_peer.cuh"
@@ -29,7 +28,6 @@ namespace fastvit {
 // Shared memory of a block that holds no packets: what merging and per-channel tables take in the hungriest
 // kernel (rows of 16-bit elements), and the system's 1 KiB.
 constexpr int kOtherSharedBytes = 32 << 10;
-constexpr int kDevices = 64;  // of a process whose answers are kept apart
 
 // FASTVIT_ON_CHIP=0: local ops are two kernels each, for comparison. Read once per process.
 inline bool on_chip_wanted() {
@@ -186,16 +184,22 @@ void with_vector_walk(const Plan& plan, const F& f) {
   plan.rows ? f.template operator()<true, kVector<T>>() : f.template operator()<false, kVector<T>>();
 }
 
-// For Planner::make: blocks that a multiprocessor holds of kernel_of<kRows, V>(), the kernel that a plan
-// takes. CUDA is asked once per thread, kernel and device.
+template <class Kernel>
+const void* address(Kernel* kernel) {
+  return reinterpret_cast<const void*>(kernel);
+}
+
+// For Planner::make: blocks that a multiprocessor holds of kernel_of<kRows, V>(), the address of the kernel
+// that a plan takes; of no other, as asking loads it, which may wait for the GPU and so for peers. CUDA is
+// asked once per thread, kernel and device.
 template <class T, class KernelOf>
 auto resident_blocks(const Device& device, const KernelOf& kernel_of) {
   return [&](const Plan& plan) {
     int blocks = 0;
     with_walk<T>(plan, [&]<bool kRows, int V>() {
-      auto* const kernel = kernel_of.template operator()<kRows, V>();
-      thread_local std::unordered_map<const void*, int> asked[kDevices];
-      int& known = asked[device.current % kDevices][reinterpret_cast<const void*>(kernel)];
+      const void* const kernel = kernel_of.template operator()<kRows, V>();
+      thread_local std::map<std::pair<const void*, int>, int> asked;
+      int& known = asked[{kernel, device.current}];
       if (known == 0)
         STD_CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&known, kernel, kThreads, 0));
       blocks = known;
