@@ -5,7 +5,7 @@
 # MODELS   which tests `make test-models` runs (pytest's -k), say 'deit3 or dinov3'
 # COVERED  what `make coverage` runs (pytest's arguments; default the whole CPU suite)
 # SAMPLE   how many mutants `make mutate` tries (default 40 of about 600; empty: all, for hours)
-# OUT      the folder `make gpu` writes to; it builds with what is there and installs nothing
+# OUT      the folder `make gpu` writes to; it builds with what is there, if it must, and installs nothing
 
 TORCH  ?= torch==2.13.0
 PYTHON ?= python3
@@ -14,11 +14,11 @@ SAMPLE ?= 40
 COVERED ?= -m "not slow and not models" --ignore tests/cuda_host tests
 RUN    := .venv/bin/python
 STAMP  := .venv/.installed-$(shell printf '%s' '$(TORCH) $(FASTVIT_CUDA) $(TORCH_CUDA_ARCH_LIST)' | cksum | cut -d' ' -f1)
-SOURCES := 'csrc/*' 'tests/*.cpp' 'tests/*.cu' 'tests/*.h' tests/cuda_host/cuda/atomic
+SOURCES := 'csrc/*' 'benchmarks/*.cpp' 'tests/*.cpp' 'tests/*.cu' 'tests/*.h' tests/cuda_host/cuda/atomic
 TOOLED := $(if $(and $(wildcard .venv/bin/ruff),$(wildcard .venv/bin/mypy),$(wildcard .venv/bin/mkdocs)),,install)  # enough where the build may be older than its sources
 BUILT  := setup.py pyproject.toml $(shell find csrc -name '*.[ch]*')
 
-.PHONY: help install demo test test-sanitizers test-slow test-models wheel matrix bench gpu sass lint docs coverage mutate format clean
+.PHONY: help install demo test test-sanitizers test-slow test-models wheel matrix bench gpu gpu-proof gpu-measure sass predict lint docs coverage mutate format clean
 
 help:  ## This list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 16
@@ -81,11 +81,22 @@ bench: install  ## Time the layers against torch's, and ways to synchronise; wri
 	$(RUN) benchmarks/bench_sync.py --world 2 4 8
 	$(RUN) benchmarks/report.py --name sync_cpu
 
-gpu:  ## Tests, sanitizers and benchmarks on a CUDA GPU, in one go of 9 minutes; OUT=, RUN= an interpreter
-	$(or $(wildcard $(RUN)),$(shell command -v $(RUN)),$(PYTHON)) tools/gpu.py --out '$(OUT)'
+GPU := $(or $(wildcard $(RUN)),$(shell command -v $(RUN)),$(PYTHON)) tools/gpu.py
 
-sass: $(TOOLED)  ## Registers, spills and widest accesses of the CUDA kernels; needs nvcc
+gpu:  ## On a CUDA GPU: both calls below, the second whatever the first found; OUT= a folder, RUN= an interpreter
+	$(GPU) proof --out '$(OUT)'; status=$$?; $(GPU) measure --out '$(OUT)' && exit $$status
+
+gpu-proof:  ## Is it right? Smoke test, tests and sanitizers, in 9 minutes
+	$(GPU) proof --out '$(OUT)'
+
+gpu-measure:  ## Is it fast? Benchmarks, in 9 minutes
+	$(GPU) measure --out '$(OUT)'
+
+sass: $(TOOLED)  ## Registers, spills, accesses and instructions of the CUDA kernels; needs nvcc and cuobjdump
 	$(RUN) tools/sass.py
+
+predict: $(TOOLED)  ## What each op should take on an H200, beside what it took; needs nvcc and cuobjdump
+	$(RUN) benchmarks/predict.py
 
 lint: $(TOOLED)  ## What CI checks of the style
 	.venv/bin/ruff check .

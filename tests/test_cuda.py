@@ -462,7 +462,7 @@ def test_two_processes_on_one_gpu(tmp_path):
     try:
         for process in processes:
             process.start()
-        got = dict((rank, rest) for rank, *rest in (results.get(timeout=80) for _ in processes))
+        got = dict((rank, rest) for rank, *rest in (results.get(timeout=50) for _ in processes))
         for process in processes:
             process.join(10)
     finally:

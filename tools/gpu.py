@@ -1,70 +1,92 @@
-"""All that a machine with a CUDA GPU is asked for, in one command and under nine minutes: `make gpu`.
+"""All that a machine with a CUDA GPU is asked for, in two calls of nine minutes each: `make gpu`.
 
-    python tools/gpu.py [--out runs/gpu] [--limit 530] [--device cpu] [--steps tests benchmarks]
+    python3 tools/gpu.py proof        is it right? smoke test, tests, sanitizers
+    python3 tools/gpu.py measure      is it fast? benchmarks/bench_gpu.py, the most telling part first
 
-Needs torch and nothing from a network. Steps follow each other, each within its time; a step that fails does
-not keep the next from running; one that cannot run says why. Writes into --out: summary.txt, a log per step,
-and the benchmarks' csv, md and png. Exits with 1 if anything failed.
+    [--out runs/gpu] [--limit 530] [--device cpu] [--steps ...]
 
-Seconds: the most a step gets, and what is kept back for it whatever the steps before it do.
+Needs torch and nothing from a network; make, nvcc, setuptools, pytest-timeout may be missing. Libraries that
+load here (carried along, say) are used as they are, others are built for this GPU's architecture alone. CUDA
+may take two minutes to come up. Without a GPU or without libraries nothing else is tried; any other step that
+fails keeps no other from running, and one that cannot run says why. Exits with 1 if anything failed.
 
-    environment   30        what is here: GPU, driver, torch, CUDA, commit, modules that are missing
-    build        220        only if fastvit does not load here with its CUDA kernels
-    tests        180 (100)  five pytest processes side by side: ops, layers, what only a GPU shows, compiling
-    benchmarks   190 (100)  benchmarks/bench_ops.py; 35 of them to start and to draw, the rest is its budget
-    sanitizer    230  (60)  what is left: memcheck, racecheck, synccheck, initcheck over a few op tests
-
-`--device cpu` rehearses all of it without a GPU, on tiny benchmarks.
+Writes into --out: summary_CALL.txt, which begins with what the smoke test found, a log per step, and the
+benchmarks' tables. `--device cpu` rehearses both calls without a GPU, on tiny shapes.
 """
 
 import argparse
-import contextlib
 import importlib.util
 import json
 import os
-import re
-import shutil
-import signal
-import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-SECONDS = {
-    "environment": (30, 0),
-    "build": (220, 0),
-    "tests": (180, 100),
-    "benchmarks": (190, 100),
-    "sanitizer": (230, 60),
-}
-BENCHMARK_ENDS = 35
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import gpu_process
+from gpu_process import LATE, ROOT, counted, cuda_tool, missing_for_a_build, pytest, verdict
+from gpu_tests import Workers
 
-TESTS = {  # processes of their own: after a fault in a kernel, a process can do nothing more
-    "ops": ["tests/test_ops.py", "tests/test_local_ops.py", "tests/test_arguments.py"],
-    "layers": ["tests/test_layers.py", "tests/test_peer_faults.py", "tests/test_convert_syncbn.py"],
-    "BatchNormAct": ["tests/test_batch_norm_act.py", "tests/test_recompute.py"],
-    "GPU": ["tests/test_cuda.py", "tests/test_messages.py"],
-    "compile": ["tests/test_compile.py"],
+# Seconds: the most that a step gets, and what is kept back for it whatever the steps before it do.
+CALLS = {
+    "proof": {
+        "environment": (150, 0),  # the GPU, torch, CUDA, commit, modules that are missing
+        "build": (300, 0),  # only if fastvit does not load here with its CUDA kernels
+        "smoke": (45, 30),  # tools/gpu_smoke.py, a process per dtype
+        "tests": (250, 80),  # as many as fit, the most telling first
+        "sanitizer": (230, 70),  # memcheck, racecheck, synccheck, initcheck over a few op tests
+    },
+    "measure": {
+        "environment": (150, 0),
+        "build": (300, 0),
+        "copy": (30, 0),
+        "four_ops": (110, 0),  # the four ops in three layouts, bf16 and fp32
+        "on_chip": (60, 0),  # one kernel a direction against two
+        "slices": (35, 0),  # bn_stats against the number of slices
+        "exchange": (50, 0),  # Loopback: 2, 4, 8 ranks, 64 to 2048 channels
+        "stream": (30, 0),  # what a second stream gets done while an exchange waits
+        "graph": (35, 0),
+        "ipc": (60, 0),  # two processes over CudaIpc
+        "sanitizer": (90, 0),  # memcheck, racecheck over local ops
+        "activations": (40, 0),  # elu, gelu, silu
+        "host": (30, 0),  # host us per op
+        "ncu": (60, 0),  # six kernels
+        "layers": (150, 0),  # benchmarks/bench_ops.py: layers against torch's and other libraries'
+    },
 }
+TESTS = (
+    "test_ops.py test_local_ops.py test_cuda.py test_layers.py test_peer_faults.py test_batch_norm_act.py "
+    "test_messages.py test_arguments.py test_convert_syncbn.py test_recompute.py test_compile.py"
+).split()
+SLOW = 60  # seconds that a test may take
+SMOKE = ("float32", "bfloat16", "float16", "float64")
+ON_CHIP = {"0": "two", "1": "one"}  # FASTVIT_ON_CHIP, and the name of its table
+
 # float32 and bfloat16 over planes, rows, short planes and memory with gaps; few enough for a sanitizer
 LAYOUTS = "(nchw_wide or nhwc_c96 or one_sample or cropped_nhwc)"
 OPS = f"{LAYOUTS} and (dtype0 or dtype2) and (test_bn_stats or leaky and test_abn_ops or -relu-)"
-TOOLS = {  # options, and pytest's -k
-    "memcheck": (["--report-api-errors", "no"], OPS),  # torch makes calls that it expects to fail
-    "racecheck": ([], OPS),
-    "synccheck": ([], OPS),
-    "initcheck": ([], f"{LAYOUTS} and dtype0 and leaky and test_abn_ops"),
+LOCAL = f"{LAYOUTS} and (dtype0 or dtype2) and (leaky and test_abn_local_ops or test_bn_local_ops)"
+SANITIZED = {  # by call and tool: options, file, pytest's -k
+    "proof": {
+        # torch makes calls that it expects to fail
+        "memcheck": (["--report-api-errors", "no"], "tests/test_ops.py", OPS),
+        "racecheck": ([], "tests/test_ops.py", OPS),
+        "synccheck": ([], "tests/test_ops.py", OPS),
+        "initcheck": ([], "tests/test_ops.py", f"{LAYOUTS} and dtype0 and leaky and test_abn_ops"),
+    },
+    "measure": {
+        "memcheck": (["--report-api-errors", "no"], "tests/test_local_ops.py", LOCAL),
+        "racecheck": ([], "tests/test_local_ops.py", LOCAL),
+    },
 }
-UNSUPPORTED = "Device not supported"
-ERROR_STATUS = 99
 
 MACHINE = """
-import importlib.util, json, platform, torch
+import importlib.util, json, os, platform, torch
 modules = "pytest pytest_timeout matplotlib numpy triton ninja setuptools tqdm".split()
 gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+if gpus:
+    torch.zeros(1, device="cuda").item()
 print(json.dumps({
     "python": platform.python_version(),
     "torch": torch.__version__,
@@ -74,16 +96,30 @@ print(json.dumps({
         f"{g.name} (sm_{g.major}{g.minor}, {g.multi_processor_count} SMs, {g.total_memory / 2**30:.0f} GiB)"
         for g in gpus
     ) or "none",
+    "architecture": ";".join(sorted({f"{g.major}.{g.minor}" for g in gpus})),
+    "cores": os.cpu_count(),
     "modules missing": ", ".join(m for m in modules if not importlib.util.find_spec(m)) or "none",
 }))
 """
 LIBRARY = """
-import fastvit
-from fastvit import _library
+import sys, torch, fastvit
+from fastvit import _library, ops
 print("CUDA kernels", _library.CUDA_STATUS)
-raise SystemExit(0 if _library.HAS_CUDA else 3)
+if sys.argv[1] == "cuda":
+    if not _library.HAS_CUDA:
+        raise SystemExit(3)
+    ops.bn_stats(torch.ones(2, 3, device="cuda")).sum().item()  # there is machine code for this GPU
 """
 SMI = ("name", "driver_version", "memory.total", "memory.used", "clocks.sm", "clocks.mem", "temperature.gpu")
+NCU_KERNELS = "regex:stats_kernel|forward_kernel|reduce_kernel|backward_kernel"
+
+
+def run(*arguments, **options) -> list[tuple[int, str]]:
+    return gpu_process.run(*arguments, **options)
+
+
+class Blocked(Exception):
+    """Nothing that follows can run."""
 
 
 @dataclass
@@ -94,264 +130,275 @@ class Result:
     seconds: float = 0.0
 
 
-def run(commands: list[list[str]], seconds: float, environment: dict | None = None) -> list[tuple[int, str]]:
-    """(status, output) of commands run side by side; 124 for one that is ended for not being done in time."""
-    deadline = time.monotonic() + seconds
-    started = []
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    variables = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **(environment or {})}
-    for command in commands:
-        output = tempfile.TemporaryFile("w+", errors="replace")
-        try:
-            process = subprocess.Popen(
-                command, cwd=ROOT, env=variables, stdin=subprocess.DEVNULL, stdout=output,
-                stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
-        except OSError as error:
-            output.write(f"{command[0]}: {error}\n")
-            process = None
-        started.append((process, output))
-    results = []
-    for process, output in started:
-        status = 127
-        if process:
-            try:
-                status = process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                status = 124
-            with contextlib.suppress(ProcessLookupError):  # also what it left behind, beside the next step
-                os.killpg(process.pid, signal.SIGKILL)
-            with contextlib.suppress(subprocess.TimeoutExpired):  # a driver that hangs may not let it go
-                process.wait(5)
-        output.seek(0)
-        results.append((status, output.read()))
-        output.close()
-    return results
-
-
-def pytest(*arguments: str, limit: int = 120) -> list[str]:
-    """A pytest command; without pytest-timeout the project's options would be refused."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "--tb=short",
-        "-p",
-        "no:cacheprovider",
-        "-o",
-        "addopts=-ra",
-    ]
-    if importlib.util.find_spec("pytest_timeout"):
-        # by a thread: a wait for a GPU that hangs is not in Python, where a signal would be handled
-        command += ["--timeout", str(limit), "--timeout-method", "thread"]
-    return [*command, *arguments]
-
-
-def counted(output: str) -> str:
-    """pytest's last line of counts, or the last thing that was said."""
-    lines = [line.strip("= ") for line in output.splitlines() if line.strip("= ")]
-    counts = [line for line in lines if re.search(r"\d+ (passed|failed|error|skipped)", line)]
-    return (counts or lines or ["no output"])[-1][:160]
-
-
 class Run:
-    """The steps, their time and their logs."""
+    """The steps of one call, their time and their logs."""
 
-    def __init__(self, out: Path, device: str, limit: float, steps: list[str]):
-        self.out, self.device, self.steps = out, device, steps
+    def __init__(self, call: str, out: Path, device: str, limit: float, steps: list[str]):
+        self.call, self.out, self.device, self.steps = call, out, device, steps
         self.begin, self.limit = time.monotonic(), limit
         self.results: list[Result] = []
         self.facts: dict[str, str] = {}
+        self.wrong: list[str] = []  # of the smoke test
         out.mkdir(parents=True, exist_ok=True)
-        old = [f"{step}.log" for step in steps]
-        old += [f"ops_{device}.{ending}" for ending in ("csv", "md", "png") if "benchmarks" in steps]
-        for name in old:
-            (out / name).unlink(missing_ok=True)
+        old = [self.log_of(step) for step in steps] + [out / f"{step}_{device}.csv" for step in steps]
+        for file in old:
+            file.unlink(missing_ok=True)
+
+    def log_of(self, step: str) -> Path:
+        return self.out / f"{step}.log" if step in CALLS["proof"] else self.out / f"measure_{step}.log"
 
     def seconds(self, step: str) -> float:
         """What a step may take: its most, and no more than the others leave."""
-        later = list(SECONDS)[list(SECONDS).index(step) + 1 :]
-        kept = sum(SECONDS[name][1] for name in later if name in self.steps)
+        table = CALLS[self.call]
+        later = list(table)[list(table).index(step) + 1 :]
+        kept = sum(table[name][1] for name in later if name in self.steps)
         left = self.limit - (time.monotonic() - self.begin) - kept
-        return max(1.0, min(SECONDS[step][0], left))
+        return max(1.0, min(table[step][0], left))
 
     def log(self, step: str, title: str, output: str) -> None:
-        with (self.out / f"{step}.log").open("a") as file:
+        with self.log_of(step).open("a") as file:
             file.write(f"\n##### {title}\n{output}")
 
-    def say(self, result: Result) -> None:
-        self.results.append(result)
-        print(f"{result.step:24} {result.state:8} {result.seconds:5.0f} s  {result.details}", flush=True)
+    def say(self, step: str, state: str, details: str, begin: float | None = None) -> None:
+        seconds = 0.0 if begin is None else time.monotonic() - begin
+        self.results.append(Result(step, state, details, seconds))
+        print(f"{step:24} {state:8} {seconds:5.0f} s  {details}", flush=True)
         self.write_summary()
 
     def environment(self) -> None:
-        """Fills `facts`; raises RuntimeError where nothing can go on."""
+        """Fills `facts`. The driver and CUDA may need two minutes before a GPU is there."""
         begin = time.monotonic()
-        seconds = SECONDS["environment"][0]
+        seconds = self.seconds("environment")
+        waiting = "CUDA to come up" if self.device == "cuda" else "torch"
+        while True:
+            left = seconds - (time.monotonic() - begin)
+            ((status, output),) = run([[sys.executable, "-c", MACHINE]], left, waiting=waiting)
+            if status == 0:
+                self.facts = json.loads(next(line for line in output.splitlines() if line.startswith("{")))
+                if self.device == "cpu" or self.facts["GPUs"] != "none":
+                    break
+                problem = "there is no GPU that torch can use; `--device cpu` rehearses without one"
+            else:
+                late = f"no answer within {seconds:.0f} s; " if status == LATE else ""
+                problem = f"torch cannot be used: {late}{counted(output)}"
+            # A driver that is still starting shows no GPU, or gives errors of CUDA.
+            starting = Path("/dev/nvidiactl").exists() and (status == 0 or "CUDA" in output)
+            if not starting or time.monotonic() - begin > seconds - 5:
+                raise Blocked(problem)
+            print(f"  not yet, but there is a driver: {problem}", flush=True)
+            time.sleep(3)
+        taken = time.monotonic() - begin
         query = ["nvidia-smi", f"--query-gpu={','.join(SMI)}", "--format=csv,noheader"]
         git = ["git", "-c", "safe.directory=*", "log", "-1", "--format=%h %cs %s"]
-        machine, smi, head = run([[sys.executable, "-c", MACHINE], query, git], seconds)
-        if machine[0]:
-            late = f"no answer within {seconds} s; " if machine[0] == 124 else ""
-            raise RuntimeError(f"torch cannot be used: {late}{counted(machine[1])}")
-        self.facts = json.loads(next(line for line in machine[1].splitlines() if line.startswith("{")))
+        smi, head = run([query, git], 20)
         self.facts["nvidia-smi"] = smi[1].strip() if smi[0] == 0 else "no answer"
         given = os.environ.get("FASTVIT_COMMIT") or "unknown (no git; FASTVIT_COMMIT is not set)"
         self.facts["commit"] = head[1].strip() if head[0] == 0 else given
-        self.facts["compute-sanitizer"] = sanitizer() or "not found"
+        for tool in ("compute-sanitizer", "ncu"):
+            self.facts[tool] = cuda_tool(tool) or "not found"
+        self.facts["missing for a build"] = ", ".join(missing_for_a_build()) or "nothing"
         for name, value in self.facts.items():
-            print(f"  {name:18} {value}", flush=True)
-        if self.device == "cuda" and self.facts["GPUs"] == "none":
-            raise RuntimeError("there is no GPU that torch can use; `--device cpu` rehearses without one")
-        self.say(Result("environment", "passed", self.facts["GPUs"], time.monotonic() - begin))
+            print(f"  {name:20} {value}", flush=True)
+        slow = f"; CUDA took {taken:.0f} s to come up" if taken > 20 and self.device == "cuda" else ""
+        self.say("environment", "passed", self.facts["GPUs"] + slow, begin)
 
     def build(self) -> None:
         begin = time.monotonic()
-        fine = (0,) if self.device == "cuda" else (0, 3)
-        ((status, output),) = run([[sys.executable, "-c", LIBRARY]], 60)
-        if status in fine:
-            self.say(Result("build", "passed", f"not needed: {counted(output)}", time.monotonic() - begin))
+        probe = [sys.executable, "-c", LIBRARY, self.device]
+        ((status, output),) = run([probe], 90, waiting="the libraries")
+        if status == 0:
+            self.say("build", "passed", f"not needed: {counted(output)}", begin)
             return
         self.log("build", "the libraries as they are", output)
+        if missing := missing_for_a_build():
+            raise Blocked(
+                f"no library that works here ({counted(output)}), and none can be built: "
+                f"{', '.join(missing)} missing"
+            )
         command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
-        wish = {"FASTVIT_CUDA": "1"} if self.device == "cuda" else {}
-        ((status, output),) = run([command], self.seconds("build"), wish)
-        self.log("build", " ".join(command), output)
-        if status == 0:
-            ((status, output),) = run([[sys.executable, "-c", LIBRARY]], 60)
-            self.log("build", "the libraries as built", output)
-        state = "passed" if status in fine else "FAILED"
-        self.say(Result("build", state, counted(output), time.monotonic() - begin))
+        wish = {}
+        if self.device == "cuda":
+            architecture = os.environ.get("TORCH_CUDA_ARCH_LIST") or self.facts["architecture"]
+            wish = {"FASTVIT_CUDA": "1", "TORCH_CUDA_ARCH_LIST": architecture}
+        ((status, output),) = run([command], self.seconds("build"), wish, waiting="the build")
+        self.log("build", " ".join([*(f"{k}={v}" for k, v in wish.items()), *command]), output)
+        if status:
+            why = "not done in time" if status == LATE else counted(output)
+            raise Blocked(f"the build failed: {why}; see {self.log_of('build')}")
+        ((status, output),) = run([probe], 90)
+        self.log("build", "the libraries as built", output)
+        if status:
+            raise Blocked(f"what was built does not work: {counted(output)}; see {self.log_of('build')}")
+        self.say("build", "passed", counted(output), begin)
+
+    def smoke(self) -> None:
+        begin, seconds = time.monotonic(), self.seconds("smoke")
+        program = [sys.executable, "tools/gpu_smoke.py", "--device", self.device]
+        program += ["--seconds", f"{max(5, seconds - 20):.0f}", "--dtype"]
+        outputs = run([[*program, dtype] for dtype in SMOKE], seconds)
+        states = []
+        for dtype, (status, output) in zip(SMOKE, outputs, strict=True):
+            self.log("smoke", dtype, output)
+            self.wrong += [line for line in output.splitlines() if line.startswith(("FAILED", "after "))]
+            late = f"not done within {seconds:.0f} s; " if status == LATE else ""
+            if status and not any(dtype in line for line in self.wrong):
+                self.wrong.append(f"FAILED {dtype}: {late}{counted(output)}")
+            states.append(f"{dtype} {late}{counted(output)}")
+        for line in self.wrong[:30]:
+            print(f"  {line}", flush=True)
+        self.say("smoke", "FAILED" if self.wrong else "passed", "; ".join(states), begin)
 
     def tests(self) -> None:
-        begin = time.monotonic()
-        seconds = self.seconds("tests")
-        commands = [pytest(*files) for files in TESTS.values()]
-        if self.device == "cpu":
-            commands = [[*command, "-m", "not slow"] for command in commands]
-        outputs = run(commands, seconds, {"FASTVIT_TEST_DEVICE": self.device})
-        for name, command, (status, output) in zip(TESTS, commands, outputs, strict=True):
-            self.log("tests", " ".join(command), output)
-            details = counted(output)
-            if status == 124:
-                details = f"not done within {seconds:.0f} s; {details}"
-            ran = " passed" in details or self.device == "cpu"  # on a GPU, skipping everything is no success
-            state = "passed" if status == 0 and ran else "FAILED"
-            self.say(Result(f"tests: {name}", state, details, time.monotonic() - begin))
-
-    def benchmarks(self) -> None:
-        begin = time.monotonic()
-        seconds = self.seconds("benchmarks")
-        command = [sys.executable, "benchmarks/bench_ops.py", "--device", self.device, "--out", str(self.out)]
-        command += ["--budget", f"{max(10, seconds - BENCHMARK_ENDS):.0f}"]
-        command += ["--quick"] if self.device == "cpu" else []
-        ((status, output),) = run([command], seconds)
-        self.log("benchmarks", " ".join(command), output)
-        table = self.out / f"ops_{self.device}.csv"
-        rows = len(table.read_text().splitlines()) - 1 if table.exists() else 0
-        details = f"{rows} rows in {table.name}"
-        if status:
-            details += f"; status {status}: {counted(output)}"
-        state = "FAILED" if status or not rows else "passed"
-        self.say(Result("benchmarks", state, details, time.monotonic() - begin))
+        begin, seconds = time.monotonic(), self.seconds("tests")
+        if not importlib.util.find_spec("pytest"):
+            self.say("tests", "FAILED", "pytest not found")
+            return
+        command = pytest("-m", "not slow and not models", *(str(Path("tests") / name) for name in TESTS))
+        number = max(1, min(6, (os.cpu_count() or 2) // 2))
+        workers = Workers(ROOT, self.out, command, {"FASTVIT_TEST_DEVICE": self.device}, number, SLOW)
+        workers.run(seconds - 2)
+        found = workers.outcomes
+        by = {what: sorted(n for n in found if found[n] == what) for what in ("failed", "slow", "passed")}
+        skipped = sum(what == "skipped" for what in found.values())
+        self.log("tests", " ".join(command), "\n".join(workers.said) + "\n")
+        for name in by["failed"]:
+            self.log("tests", name, workers.texts.get(name, "") + "\n")
+        for line in [*workers.said, *(f"FAILED {name}" for name in by["failed"])][:20]:
+            print(f"  {line}", flush=True)
+        counts = [f"{len(names)} {what}" for what, names in by.items() if names or what == "passed"]
+        details = f"{', '.join(counts)}, {skipped} skipped of {workers.tests} within {seconds:.0f} s"
+        first = next(iter(by["failed"] + by["slow"] + workers.said), "")
+        # Where all were skipped nothing was shown.
+        state = "FAILED" if first or not by["passed"] else "passed"
+        self.say("tests", state, details + (f"; first: {first}" if first else ""), begin)
 
     def sanitizer(self) -> None:
-        program = sanitizer()
+        program = cuda_tool("compute-sanitizer")
         missing = [] if program else ["compute-sanitizer not found"]
         missing += [] if importlib.util.find_spec("pytest") else ["pytest not found"]
         missing += ["a rehearsal without a GPU"] if self.device == "cpu" else []
         if missing:
-            self.say(Result("sanitizer", "not run", ", ".join(missing)))
+            self.say("sanitizer", "not run", ", ".join(missing))
             return
         ((_, help_text),) = run([[program, "--help"]], 20)
         ours = "--kernel-name" if "--kernel-name " in help_text else "--kernel-regex"
         deadline = time.monotonic() + self.seconds("sanitizer")
-        for i, (tool, (options, selection)) in enumerate(TOOLS.items()):
+        for i, (tool, (options, file, selection)) in enumerate(SANITIZED[self.call].items()):
             begin = time.monotonic()
-            seconds = (deadline - begin) / (len(TOOLS) - i)
+            seconds = max(1.0, (deadline - begin) / (len(SANITIZED[self.call]) - i))
             # initcheck has to see torch's kernels write what ours read
             kernels = [ours, "kns=fastvit"] if tool != "initcheck" else []
-            command = [program, "--tool", tool, "--error-exitcode", str(ERROR_STATUS), *options, *kernels]
-            command += pytest("tests/test_ops.py", "-k", selection, limit=int(seconds))
+            command = [program, "--tool", tool, "--error-exitcode", str(gpu_process.ERROR_STATUS)]
+            command += [*options, *kernels, *pytest(file, "-k", selection)]
             # one allocation per tensor, so that its end is known; torch's cache would hide an overrun
             wish = {"FASTVIT_TEST_DEVICE": "cuda", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
             ((status, output),) = run([command], seconds, wish)
             self.log("sanitizer", " ".join(command), output)
-            state, details = verdict(tool, status, output, seconds)
-            self.say(Result(f"sanitizer: {tool}", state, details, time.monotonic() - begin))
+            self.say(f"sanitizer: {tool}", *verdict(tool, status, output, seconds), begin)
+
+    def bench(self, step: str, *programs: tuple[str, list[str], dict]) -> None:
+        """Benchmarks, one after the other: (name of the table, command, environment)."""
+        for i, (table, command, environment) in enumerate(programs):
+            begin = time.monotonic()
+            seconds = self.seconds(step) / (len(programs) - i)
+            command = [sys.executable, *command, "--device", self.device, "--out", str(self.out)]
+            command += ["--budget", f"{max(2, seconds - 15):.0f}"]
+            command += ["--quick"] if self.device == "cpu" else []
+            ((status, output),) = run([command], seconds, environment)
+            self.log(step, " ".join(command), output)
+            file = self.out / f"{table}_{self.device}.csv"
+            rows = len(file.read_text().splitlines()) - 1 if file.exists() else 0
+            details = f"{rows} rows in {file.name}"
+            if status:
+                late = f"not done within {seconds:.0f} s; " if status == LATE else ""
+                details += f"; status {status}: {late}{counted(output)}"
+            self.say(f"{step}: {table}", "FAILED" if status or not rows else "passed", details, begin)
+
+    def part(self, step: str) -> None:
+        """A part of benchmarks/bench_gpu.py."""
+        command = ["benchmarks/bench_gpu.py", step]
+        if step == "on_chip":
+            names = {wish: f"on_chip_{name}" for wish, name in ON_CHIP.items()}
+            self.bench(
+                step,
+                *((n, [*command, "--name", n], {"FASTVIT_ON_CHIP": w}) for w, n in names.items()),
+            )
+        else:
+            self.bench(step, (step, command, {}))
+
+    def layers(self) -> None:
+        self.bench("layers", ("ops", ["benchmarks/bench_ops.py"], {}))
+
+    def ncu(self) -> None:
+        program, begin = cuda_tool("ncu"), time.monotonic()
+        missing = [] if program else ["ncu not found"]
+        missing += ["a rehearsal without a GPU"] if self.device == "cpu" else []
+        if missing:
+            self.say("ncu", "not run", ", ".join(missing))
+            return
+        seconds = self.seconds("ncu")
+        sections = "SpeedOfLight MemoryWorkloadAnalysis Occupancy WarpStateStats InstructionStats".split()
+        command = [program, "--kernel-name-base", "function", "--kernel-name", NCU_KERNELS]
+        command += [word for section in sections for word in ("--section", section)]
+        command += [sys.executable, "benchmarks/bench_gpu.py", "six_kernels", "--out", str(self.out)]
+        ((status, output),) = run([command], seconds)
+        self.log("ncu", " ".join(command), output)
+        found = output.count("Section: GPU Speed Of Light Throughput")
+        if "ERR_NVGPUCTRPERM" in output:
+            self.say("ncu", "not run", "counters are for administrators alone here", begin)
+        else:
+            state = "passed" if status == 0 and found else "FAILED"
+            self.say("ncu", state, f"{found} kernels in {self.log_of('ncu').name}, status {status}", begin)
 
     def all(self) -> int:
         """Runs the steps and writes the summary; the exit status."""
-        blocked = ""
-        try:
-            self.environment()
-        except (RuntimeError, ValueError) as error:
-            blocked = str(error)
-            self.say(Result("environment", "FAILED", blocked))
-        for step in self.steps if not blocked else []:
+        for step in ("environment", *self.steps):
+            begin = time.monotonic()
             try:
-                getattr(self, step)()
+                method = getattr(self, step, None)
+                method() if method else self.part(step)
+            except Blocked as error:
+                self.say(step, "FAILED", str(error), begin)
+                break
             except Exception as error:  # of this script: the steps that follow are still worth running
-                self.say(Result(step, "FAILED", f"{type(error).__name__}: {error}"))
+                self.say(step, "FAILED", f"{type(error).__name__}: {error}", begin)
+                if step == "environment":
+                    break
         return self.summary()
 
     def write_summary(self) -> str:
-        """After every step: a machine may be taken away."""
+        """After every step: a machine may be taken away. What the smoke test found comes first."""
         failed = [result.step for result in self.results if result.state == "FAILED"]
-        lines = [f"{name:18} {value}" for name, value in self.facts.items()] + [""]
+        lines = self.wrong[:30] + ([""] if self.wrong else [])
+        lines += [f"{name:20} {value}" for name, value in self.facts.items()] + [""]
         lines += [f"{r.step:24} {r.state:8} {r.seconds:5.0f} s  {r.details}" for r in self.results]
+        ran = {result.step.split(":")[0] for result in self.results}
+        lines += [f"{step:24} not begun" for step in self.steps if step not in ran]
         lines += ["", f"{time.monotonic() - self.begin:.0f} s in all; logs and tables in {self.out}"]
         lines += [f"FAILED: {', '.join(failed)}" if failed else "nothing failed"]
         text = "\n".join(lines) + "\n"
-        (self.out / "summary.txt").write_text(text)
+        (self.out / f"summary_{self.call}.txt").write_text(text)
         return text
 
     def summary(self) -> int:
         text = self.write_summary()
-        table = self.out / f"ops_{self.device}.md"
-        if table.exists():  # the most important rows first
-            print("\n" + "\n".join(table.read_text().splitlines()[:36]))
         print("\n" + text)
         return 1 if any(result.state == "FAILED" for result in self.results) else 0
-
-
-def sanitizer() -> str | None:
-    places = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
-    folders = [os.environ.get("PATH", ""), *(f"{place}/bin" for place in places if place)]
-    return shutil.which("compute-sanitizer", path=os.pathsep.join(folders))
-
-
-def verdict(tool: str, status: int, output: str, seconds: float) -> tuple[str, str]:
-    """State and details of one sanitizer run."""
-    reports = [line for line in output.splitlines() if line.startswith("=========")]
-    ours = [line for line in reports if "fastvit::" in line]
-    if status == 0:
-        return "passed", counted(output.replace("=========", ""))
-    if UNSUPPORTED in output:
-        return "not run", "compute-sanitizer does not support this device here"
-    if status == 124 and not ours:
-        return "not run", f"not done within {seconds:.0f} s"
-    if status == ERROR_STATUS and tool == "initcheck" and not ours:
-        return "passed", "reports about torch's kernels alone, see the log"
-    first = next(
-        (line.strip("= ") for line in reports if re.search(r"Invalid|Race|Barrier|Uninit|rror", line)), ""
-    )
-    return "FAILED", f"status {status}: {first or counted(output)}"[:200]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    later = [step for step in SECONDS if step != "environment"]
+    every = list(dict.fromkeys(step for table in CALLS.values() for step in table if step != "environment"))
+    parser.add_argument("call", choices=list(CALLS), help="which of the two")
     parser.add_argument("--out", type=Path, default=ROOT / "runs/gpu")
     parser.add_argument("--limit", type=float, default=530, help="seconds for all steps together")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--steps", nargs="+", default=later, choices=later)
+    parser.add_argument("--steps", nargs="+", default=every, choices=every, metavar="STEP")
     options = parser.parse_args()
-    steps = [step for step in later if step in options.steps]
-    sys.exit(Run(options.out.resolve(), options.device, options.limit, steps).all())
+    steps = [step for step in CALLS[options.call] if step in options.steps and step != "environment"]
+    sys.exit(Run(options.call, options.out.resolve(), options.device, options.limit, steps).all())
 
 
 if __name__ == "__main__":

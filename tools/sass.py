@@ -1,31 +1,46 @@
-"""Compiles the CUDA kernels and prints what each costs: registers, stack, spills, shared memory, widths.
+"""Compiles the CUDA kernels and prints what each costs: registers, stack, spills, shared memory, widths, and
+the instructions of its loop.
 
     python tools/sass.py [--arch 80 90] [--filter forward]
 
-Exits with 1 if a kernel spills or keeps a stack frame. Widths are in bits, of the widest load and store of
-global memory, packets to other ranks aside.
+Exits with 1 if a kernel spills or keeps a stack frame, or if a loop takes more instructions than BUDGET.
+Widths are in bits, of the widest load and store of global memory, packets to other ranks aside. `least` and
+`most` are instructions of a warp per 16-byte access of its threads, see sass_loops.py: for the activation
+that costs nothing and the one that costs most. What was compiled is kept in build/sass and used again while
+neither csrc nor the compiler has changed. Needs nvcc and cuobjdump.
 """
 
 import argparse
+import hashlib
 import re
 import runpy
+import shutil
 import subprocess
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from sass_loops import Loop, disassemble, disassembler, kernels  # noqa: E402
+
 ROOT = Path(__file__).resolve().parents[1]
 SETUP = runpy.run_path(str(ROOT / "setup.py"))
-COLUMNS = ("kernel", "sm", "registers", "stack", "spills", "shared", "load", "store")
+COLUMNS = ("kernel", "sm", "registers", "stack", "spills", "shared", "load", "store", "least", "most")
+# Instructions of a warp per access of 16 bytes a thread. 132 multiprocessors issue about 110 in the time that
+# memory takes for the 512 bytes (CONTRIBUTING.md): a loop whose cheapest activation stays within half of that
+# is bound by memory. Statistics have no activation; `most` counts what they do every 32 values in every pass.
+BUDGET, STATS_BUDGET = 55, 90
 
 
-def compile_source(nvcc: str, source: Path, arch: str, folder: Path) -> tuple[str, str]:
-    """The PTX of a source, and what ptxas says of the kernels it makes of it."""
+def compile_source(nvcc: str, source: Path, arch: str, folder: Path) -> Path:
+    """The folder with a source's cubin, its PTX and what ptxas says of the kernels."""
     import torch
 
     kept = folder / f"{source.stem}.sm_{arch}"
-    kept.mkdir()
+    if (kept / "log").exists():
+        return kept
+    shutil.rmtree(kept, ignore_errors=True)
+    kept.mkdir(parents=True)
     command = [
         *(nvcc, "-cubin", f"-arch=sm_{arch}", "-O3", "-std=c++20", "-DUSE_CUDA", "-Xptxas", "-v"),
         *(
@@ -38,7 +53,26 @@ def compile_source(nvcc: str, source: Path, arch: str, folder: Path) -> tuple[st
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         sys.exit(result.stdout + result.stderr)
-    return (kept / f"{source.stem}.ptx").read_text(), result.stderr
+    for file in kept.iterdir():
+        if file.suffix not in (".ptx", ".cubin"):
+            file.unlink()
+    (kept / "sass").write_text(disassemble(kept / "kernels.cubin"))
+    (kept / "log").write_text(result.stderr)  # last: all is there
+    return kept
+
+
+def cache(nvcc: str) -> Path:
+    """A folder for what these sources and this compiler give."""
+    version = subprocess.run([nvcc, "--version"], capture_output=True, check=True).stdout
+    files = sorted(path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".cu", ".cuh", ".h"))
+    digest = hashlib.sha256(version)
+    for file in files:
+        digest.update(str(file.relative_to(ROOT)).encode() + file.read_bytes())
+    folder = ROOT / "build/sass" / digest.hexdigest()[:16]
+    if not folder.exists():
+        shutil.rmtree(folder.parent, ignore_errors=True)  # of sources that have changed since
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def resources(log: str, arch: str) -> list[dict]:
@@ -77,6 +111,62 @@ def demangled(symbols: list[str]) -> list[str]:
     return [re.sub(noise, "", name) for name in names.stdout.splitlines()]
 
 
+def main_loop(found: list[Loop]) -> tuple[Loop, Loop] | None:
+    """The loop over a kernel's values, and the one around it, over planes, or the same again: the first loop
+    in the code with as many loads as any; what comes behind it ends an exchange."""
+    if not found:
+        return None
+    first = min(found, key=lambda loop: loop.begin)
+    inner = next(loop for loop in found if loop.begin >= first.begin and loop.end <= first.end)
+    return inner, first
+
+
+def measured(arch: str, stems: tuple[str, ...] = ()) -> list[dict]:
+    """A row per kernel of the sources of csrc (or of those named), compiled for an architecture."""
+    toolkit, why = SETUP["find_cuda"]()
+    if not toolkit:
+        sys.exit(f"sass: nvcc is needed: {why}")
+    if disassembler() is None:
+        disassemble(Path())  # which says what to install, before minutes of compiling
+    nvcc = str(toolkit / "bin/nvcc")
+    folder = cache(nvcc)
+    sources = [source for source in SETUP["cuda_sources"]() if source.stem not in ("register", "cuda_ipc")]
+    sources = [source for source in sources if not stems or source.stem in stems]
+    with ThreadPoolExecutor(2) as pool:
+        kept = list(pool.map(lambda source: compile_source(nvcc, source, arch, folder), sources))
+    rows = []
+    for source, place in zip(sources, kept, strict=True):
+        found = widths((place / f"{source.stem}.ptx").read_text())
+        code = kernels((place / "sass").read_text())
+        for row in resources((place / "log").read_text(), arch):
+            row |= found[row["symbol"]] | {"loops": main_loop(code[row["symbol"]])}
+            least, most = per_access(row)
+            rows.append(row | {"least": least, "most": most})
+    for row, name in zip(rows, demangled([row["symbol"] for row in rows]), strict=True):
+        row["kernel"] = name
+    # In place, an activation that has no inverse does nothing, which is the shortest way through; what the
+    # same kernel takes over x stands for it.
+    over_x = {row["kernel"]: row["least"] for row in rows if "(Kept)0" in row["kernel"]}
+    for row in rows:
+        if "(Kept)2" in row["kernel"]:
+            row["least"] = over_x[row["kernel"].replace("(Kept)2", "(Kept)0")]
+    return rows
+
+
+def per_access(row: dict) -> tuple[float | str, float | str]:
+    """Instructions of the inner loop; none where a kernel has no loop of wide accesses."""
+    if row["loops"] is None or row["load"] < 128:
+        return "", ""
+    inner, _ = row["loops"]
+    return tuple(round(count.instructions / count.accesses, 1) for count in (inner.least, inner.most))
+
+
+def over_budget(row: dict) -> bool:
+    stats = row["kernel"].startswith(("stats_kernel", "local_forward_kernel"))
+    count, budget = (row["most"], STATS_BUDGET) if stats else (row["least"], BUDGET)
+    return count != "" and "double" not in row["kernel"] and count > budget
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -84,30 +174,18 @@ def main() -> None:
     parser.add_argument("--arch", nargs="+", default=["80", "90"])
     parser.add_argument("--filter", default="", help="only kernels whose name contains this")
     options = parser.parse_args()
-    toolkit, why = SETUP["find_cuda"]()
-    if not toolkit:
-        sys.exit(f"nvcc is needed: {why}")
-    nvcc = str(toolkit / "bin/nvcc")
-    sources = [source for source in SETUP["cuda_sources"]() if source.stem not in ("register", "cuda_ipc")]
-    rows = []
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
-        jobs = [(source, arch) for arch in options.arch for source in sources]
-        compiled = pool.map(lambda job: compile_source(nvcc, *job, Path(folder)), jobs)
-        for (_, arch), (ptx, log) in zip(jobs, compiled, strict=True):
-            found = widths(ptx)
-            rows += [row | found[row["symbol"]] for row in resources(log, arch)]
-    for row, name in zip(rows, demangled([row["symbol"] for row in rows]), strict=True):
-        row["kernel"] = name
-    rows = sorted(
-        (row for row in rows if options.filter in row["kernel"]), key=lambda r: (r["sm"], r["kernel"])
-    )
+    rows = [row for arch in options.arch for row in measured(arch) if options.filter in row["kernel"]]
+    rows.sort(key=lambda row: (row["sm"], row["kernel"]))
     wide = max([len(row["kernel"]) for row in rows], default=6)
     print("  ".join(column.ljust(wide) if column == "kernel" else column.rjust(9) for column in COLUMNS))
     for row in rows:
         print("  ".join(str(row[c]).ljust(wide) if c == "kernel" else str(row[c]).rjust(9) for c in COLUMNS))
     bad = [row for row in rows if row["spills"] or row["stack"]]
-    print(f"{len(rows)} kernels, {len(bad)} with spills or a stack frame")
-    sys.exit(1 if bad else 0)
+    dear = [row for row in rows if over_budget(row)]
+    print(f"{len(rows)} kernels, {len(bad)} with spills or a stack frame, {len(dear)} over the budget")
+    for row in dear:
+        print(f"over the budget: {row['kernel']} sm_{row['sm']}: {row['least']} to {row['most']}")
+    sys.exit(1 if bad or dear else 0)
 
 
 if __name__ == "__main__":

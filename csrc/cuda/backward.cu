@@ -69,7 +69,16 @@ void Cuda::backward(const BackwardArgs& args) {
   with_type(args.dtype, [&]<class T>() {
     using A = Accumulation<T>;
     const void* pointers[] = {args.input, args.dy, args.dx, args.z, args.dz};
-    const Plan plan = Planner::make(args.layout, pointers, args.z ? 5 : 3, sizeof(T), device.limits);
+    const Plan plan = Planner::make(args.layout, pointers, args.z ? 5 : 3, sizeof(T), device.limits, 0,
+                                    resident_blocks<T>(device, [&]<bool kRows, int V>() {
+                                      const void* kernel = nullptr;
+                                      with_activations<T, V>(args.activation, [&]<Activations kSet>() {
+                                        with_kept(args, [&]<Kept kKept>() {
+                                          kernel = address(backward_kernel<T, kSet, kRows, V, kKept>);
+                                        });
+                                      });
+                                      return kernel;
+                                    }));
     const BackwardParams<T> kernel{plan,
                                    static_cast<const T*>(args.input),
                                    static_cast<const T*>(args.dy),

@@ -11,9 +11,6 @@
 
 namespace fastvit {
 
-constexpr unsigned kAhead = 8;                        // slices' results that a thread loads together
-constexpr int64_t kSemaphoreWords = 2 * kSemaphores;  // see SliceGroups
-
 template <class A>
 struct Sums {
   A first = 0, second = 0;
@@ -89,7 +86,7 @@ template <int K, class R, class Mine>
 __device__ __forceinline__ int merge_block(R* shared, const Mine (&mine)[K], const Plan& plan,
                                            const Work& work) {
   const int width = plan.rows ? plan.lanes * K : 1;
-  const int teams = plan.rows ? plan.teams : kThreads;
+  const int teams = plan.rows ? plan.teams : plan.teams * plan.lanes;
   if (work.team < plan.teams) {
 #pragma unroll
     for (int k = 0; k < K; ++k) shared[(work.team * plan.lanes + work.lane) * K + k] = mine[k];
@@ -109,24 +106,6 @@ __device__ __forceinline__ R load_written(const R* p) {
     reinterpret_cast<unsigned*>(&value)[i] = __ldcg(reinterpret_cast<const unsigned*>(p) + i);
   return value;
 }
-
-// How the slices of a tile are merged: `count` groups of `size`, or each slice is a group of its own where
-// one block can merge them all as fast as it can merge a group.
-struct SliceGroups {
-  unsigned size, count;
-
-  FASTVIT_INLINE explicit SliceGroups(const Plan& plan) : size(1), count(plan.slices) {
-    const unsigned teams = unsigned(kThreads / plan.tile), most = 2 * kAhead * teams;
-    if (plan.slices <= most) return;
-    const unsigned groups = (plan.slices + most - 1) / most;
-    if (semaphores(plan, groups) <= kSemaphoreWords) size = most, count = groups;
-  }
-  // Words of semaphores: of each tile, of the totals that its blocks wait for, and of its groups.
-  FASTVIT_INLINE static int64_t semaphores(const Plan& plan, unsigned groups) {
-    return int64_t(plan.tiles) * (2 + int64_t(groups));
-  }
-  FASTVIT_INLINE int64_t semaphores(const Plan& plan) const { return semaphores(plan, size > 1 ? count : 0); }
-};
 
 // What the blocks of a tile merge through, unused for a single slice.
 template <class R>

@@ -91,7 +91,15 @@ void Cuda::forward(const ForwardArgs& args) {
   with_type(args.dtype, [&]<class T>() {
     using A = Accumulation<T>;
     const void* pointers[] = {args.x, args.y, args.z};
-    const Plan plan = Planner::make(args.layout, pointers, args.z ? 3 : 2, sizeof(T), device.limits);
+    const Plan plan = Planner::make(args.layout, pointers, args.z ? 3 : 2, sizeof(T), device.limits, 0,
+                                    resident_blocks<T>(device, [&]<bool kRows, int V>() {
+                                      const void* kernel = nullptr;
+                                      with_activations<T, V>(args.activation, [&]<Activations kSet>() {
+                                        kernel = args.z ? address(forward_kernel<T, kSet, kRows, V, true>)
+                                                        : address(forward_kernel<T, kSet, kRows, V, false>);
+                                      });
+                                      return kernel;
+                                    }));
     const ForwardParams<T> kernel{
         plan,
         static_cast<const T*>(args.x),

@@ -6,8 +6,12 @@
 #include <torch/csrc/stable/macros.h>
 #include <torch/headeronly/util/shim_utils.h>
 
+#include <cstdlib>
 #include <map>
 #include <mutex>
+#include <stdexcept>
+#include <string>
+#include <string_view>
 #include <utility>
 
 #include "../sync/cuda_peer.cuh"
@@ -25,6 +29,18 @@ namespace fastvit {
 // kernel (rows of 16-bit elements), and the system's 1 KiB.
 constexpr int kOtherSharedBytes = 32 << 10;
 
+// FASTVIT_ON_CHIP=0: local ops are two kernels each, for comparison. Read once per process.
+inline bool on_chip_wanted() {
+  static const bool wanted = [] {
+    const char* const wish = std::getenv("FASTVIT_ON_CHIP");
+    const std::string_view said = wish ? wish : "1";
+    if (said != "0" && said != "1")
+      throw std::runtime_error("FASTVIT_ON_CHIP is '" + std::string(said) + "'; 0 or 1 expected");
+    return said == "1";
+  }();
+  return wanted;
+}
+
 // The input's device, made current, and its current stream.
 class Device {
  public:
@@ -34,8 +50,8 @@ class Device {
     stream = static_cast<cudaStream_t>(s);
     STD_CUDA_CHECK(cudaGetDevice(&current));
     limits.multiprocessors = attribute<cudaDevAttrMultiProcessorCount>();
-    limits.smem_cache_bytes =
-        std::max(0, attribute<cudaDevAttrMaxSharedMemoryPerMultiprocessor>() / kResident - kOtherSharedBytes);
+    const int shared = attribute<cudaDevAttrMaxSharedMemoryPerMultiprocessor>();
+    limits.smem_cache_bytes = on_chip_wanted() ? std::max(0, shared / kOnChipBlocks - kOtherSharedBytes) : 0;
   }
 
  private:
@@ -177,6 +193,30 @@ void with_walk(const Plan& plan, const F& f) {
 template <class T, class F>
 void with_vector_walk(const Plan& plan, const F& f) {
   plan.rows ? f.template operator()<true, kVector<T>>() : f.template operator()<false, kVector<T>>();
+}
+
+template <class Kernel>
+const void* address(Kernel* kernel) {
+  return reinterpret_cast<const void*>(kernel);
+}
+
+// For Planner::make: blocks that a multiprocessor holds of kernel_of<kRows, V>(), the address of the kernel
+// that a plan takes; of no other, as asking loads it, which may wait for the GPU and so for peers. CUDA is
+// asked once per thread, kernel and device.
+template <class T, class KernelOf>
+auto resident_blocks(const Device& device, const KernelOf& kernel_of) {
+  return [&](const Plan& plan) {
+    int blocks = 0;
+    with_walk<T>(plan, [&]<bool kRows, int V>() {
+      const void* const kernel = kernel_of.template operator()<kRows, V>();
+      thread_local std::map<std::pair<const void*, int>, int> asked;
+      int& known = asked[{kernel, device.current}];
+      if (known == 0)
+        STD_CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&known, kernel, kThreads, 0));
+      blocks = known;
+    });
+    return blocks;
+  };
 }
 
 // Whether the blocks could be launched: where slices wait for each other they must all run at once.

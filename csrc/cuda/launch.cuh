@@ -6,10 +6,9 @@
 
 #include <atomic>
 
-namespace fastvit {
+#include "threads.h"
 
-constexpr int kThreads = 256;  // per block, in every kernel
-constexpr int kResident = 2;   // blocks that a multiprocessor holds at least; leaves a thread 128 registers
+namespace fastvit {
 
 // Declares `name` as the launch's dynamic shared memory.
 #ifndef FASTVIT_DYNAMIC_SHARED

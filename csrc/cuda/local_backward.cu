@@ -108,7 +108,7 @@ bool Cuda::local_backward(const BackwardArgs& args) {
     using A = Accumulation<T>;
     const void* pointers[] = {args.input, args.dy, args.dx, args.z, args.dz};
     const int kept = args.z ? 3 : 2;
-    const Plan plan = Planner::make(args.layout, pointers, args.z ? 5 : 3, sizeof(T), device.limits, kept);
+    const Plan plan = Planner::on_chip(args.layout, pointers, args.z ? 5 : 3, sizeof(T), device.limits, kept);
     if (plan.slots == 0) return;
     const Slices<Sums<A>> slices(plan, device);
     const LocalBackwardParams<T> kernel{plan,

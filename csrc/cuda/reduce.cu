@@ -84,7 +84,17 @@ void Cuda::reduce(const ReduceArgs& args) {
     using A = Accumulation<T>;
     const void* pointers[] = {args.input, args.dy, args.z};
     const Plan plan =
-        Planner::make(args.layout, pointers, args.z ? 3 : 2, sizeof(T), device.limits, args.z ? 3 : 2);
+        Planner::make(args.layout, pointers, args.z ? 3 : 2, sizeof(T), device.limits, args.z ? 3 : 2,
+                      resident_blocks<T>(device, [&]<bool kRows, int V>() {
+                        const void* kernel = nullptr;
+                        with_activations<T, V>(args.activation, [&]<Activations kSet>() {
+                          with_kept(args, [&]<Kept kKept>() {
+                            kernel = args.exchange ? address(reduce_kernel<T, true, kSet, kRows, V, kKept>)
+                                                   : address(reduce_kernel<T, false, kSet, kRows, V, kKept>);
+                          });
+                        });
+                        return kernel;
+                      }));
     const Slices<Sums<A>> slices(plan, device, args.exchange);
     with_shares(args.exchange, [&]<bool kShared>(const Shares<kShared>& shares) {
       const ReduceParams<T, kShared> kernel{shares,

@@ -64,7 +64,11 @@ void Cuda::stats(const StatsArgs& args) {
   with_type(args.dtype, [&]<class T>() {
     using A = Accumulation<T>;
     const void* pointers[] = {args.x};
-    const Plan plan = Planner::make(args.layout, pointers, 1, sizeof(T), device.limits, 1);
+    const Plan plan = Planner::make(args.layout, pointers, 1, sizeof(T), device.limits, 1,
+                                    resident_blocks<T>(device, [&]<bool kRows, int V>() {
+                                      return args.exchange ? address(stats_kernel<T, true, kRows, V>)
+                                                           : address(stats_kernel<T, false, kRows, V>);
+                                    }));
     const Slices<WelfordState<A>> slices(plan, device, args.exchange);
     with_shares(args.exchange, [&]<bool kShared>(const Shares<kShared>& shares) {
       const StatsParams<T, kShared> kernel{shares,

@@ -113,6 +113,7 @@ __device__ __forceinline__ void pick(Constants (&mine)[K], const Constants* tabl
 template <int V, int U, int kOperands, bool kReverse, class T, class Body>
 __device__ __forceinline__ void walk_planes(const Plan& plan, const Work& work, const T* p,
                                             const Body& body) {
+  if (work.team >= plan.teams) return;
   const Layout& l = plan.layout;
   const int64_t step = int64_t(plan.slices) * plan.teams;
   for (int64_t i = int64_t(work.slice) * plan.teams + work.team; i < plan.units; i += step) {

@@ -6,6 +6,9 @@ Runs with FASTVIT_TEST_DEVICE=cuda_host only.
 
 import math
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import shapes
@@ -17,6 +20,9 @@ if os.environ.get("FASTVIT_TEST_DEVICE") != "cuda_host":
     pytest.skip("needs FASTVIT_TEST_DEVICE=cuda_host", allow_module_level=True)
 
 from cuda_host import redirect
+
+ROOT = Path(__file__).resolve().parents[2]
+PATHS = ROOT, ROOT / "tests"
 
 # Long planes (segments, slices), short planes (folded into rows), rows with and without whole packets.
 SHAPES = {
@@ -183,6 +189,29 @@ def test_local_ops_without_room(engine, shape):
         assert kernels == [2, 2], name
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+LOCAL_OP = """
+import torch
+from cuda_host import redirect
+engine = redirect.install()
+from fastvit import ops
+x = torch.randn(4, 16, 8, 8)
+before = engine.launches()
+ops.bn_local_forward(x)
+print(engine.launches() - before, "kernels")
+"""
+
+
+@pytest.mark.parametrize(
+    "wish,said", [("0", "2 kernels"), ("1", "1 kernels"), ("no", "FASTVIT_ON_CHIP is 'no'; 0 or 1 expected")]
+)
+def test_local_ops_stay_on_chip_unless_told_otherwise(wish, said):
+    result = subprocess.run(
+        [sys.executable, "-c", LOCAL_OP], capture_output=True, text=True, timeout=60,
+        env={**os.environ, "FASTVIT_ON_CHIP": wish, "PYTHONPATH": os.pathsep.join(map(str, PATHS))},
+    )  # fmt: skip
+    assert said in result.stdout + result.stderr and (result.returncode == 0) == (wish in "01")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

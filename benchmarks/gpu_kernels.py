@@ -1,0 +1,233 @@
+"""Parts of bench_gpu.py that time kernels one after the other, and the host that launches them."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from bench_ops import Bench
+from shapes import RESNET, Case, images, quick_cases, tokens
+
+import fastvit
+from fastvit import ops
+
+BOTH = ("nchw", "channels_last")
+FOUR_OPS = [
+    case
+    for dtype in ("bf16", "fp32")
+    for case in (
+        *images(128, [RESNET[1], RESNET[3], RESNET[0]], BOTH, (dtype,)),
+        *tokens([(128, 768)], (dtype,)),
+    )
+]
+FIT_ON_CHIP = [  # at most 25 MB in bf16
+    *images(8, RESNET[1:], BOTH, ("bf16",)),
+    *images(32, RESNET[3:], BOTH, ("bf16",)),
+    *tokens([(32, 384), (64, 384)], ("bf16",)),
+    *images(8, RESNET[2:], BOTH, ("fp32",)),
+]
+ACTIVATED = [*images(128, [RESNET[1]], BOTH, ("bf16", "fp32"))]
+SLICED_BYTES = 16 << 20, 64 << 20
+Call = tuple[int, Callable[[], object], Callable[[], object]]  # passes over an activation, the op, before it
+
+
+def nothing() -> None:
+    pass
+
+
+def time_calls(part, case: Case, calls: dict[str, Call], **row: object) -> None:
+    for op, (passes, call, prepare) in calls.items():
+        times = part.time(call, prepare)
+        part.row(
+            op=op, **row, shape=case.size, layout=case.layout, dtype=case.dtype, MB=case.nbytes / 1e6,
+            **times, GB_s=passes * case.nbytes / times["p50_us"] / 1e3,
+        )  # fmt: skip
+
+
+def copy(part) -> None:
+    for size in (1, 4, 16, 64, 256, 1024, 2048):
+        size = size << (8 if part.quick else 20)
+        source = torch.rand(size // 4, device=part.device)
+        target = torch.empty_like(source)
+        times = part.time(lambda target=target, source=source: target.copy_(source))
+        part.row(what="copy", MB=size / 1e6, **times, GB_s=2 * size / times["p50_us"] / 1e3)
+
+
+def four_ops(part) -> None:
+    bench = Bench(part.device, 0.02 if part.quick else 0.4, part.timer)
+    for case in quick_cases() if part.quick else FOUR_OPS:
+        if not part.late(case):
+            bench.task("ops", case)
+            part.rows = bench.rows
+            part.write()
+
+
+def local_calls(case: Case, device: str) -> dict[str, Call]:
+    x, dy, d = case.randn(device), case.randn(device), case.channel_dim
+    y, overwritten = x.clone(), x.clone()
+    _, saved = ops.bn_local_forward(x, channel_dim=d)
+    saved_of_y = ops.abn_local_forward_(y, channel_dim=d)
+    return {
+        "bn_local_forward": (3, lambda: ops.bn_local_forward(x, channel_dim=d), nothing),
+        "bn_local_backward": (
+            5,
+            lambda: ops.bn_local_backward(x, dy, None, saved, channel_dim=d),
+            nothing,
+        ),
+        "abn_local_forward_": (
+            3,
+            lambda: ops.abn_local_forward_(overwritten, channel_dim=d),
+            lambda: overwritten.copy_(x),
+        ),
+        "abn_local_backward": (5, lambda: ops.abn_local_backward(y, dy, saved_of_y, channel_dim=d), nothing),
+    }
+
+
+def on_chip(part) -> None:
+    wanted = os.environ.get("FASTVIT_ON_CHIP", "1")
+    for case in quick_cases() if part.quick else FIT_ON_CHIP:
+        if not part.late(case):
+            time_calls(part, case, local_calls(case, part.device), on_chip=wanted)
+
+
+def slices(part) -> None:
+    for total in (1 << 14,) if part.quick else SLICED_BYTES:
+        for layout in BOTH:
+            for c in (64, 128, 256, 512, 1024, 2048, 4096, 8192):
+                n = total // (2 * c * (4 if part.quick else 56 * 56))
+                if n == 0 or part.late(f"{total >> 20} MiB, C = {c}, {layout}"):
+                    continue
+                side = 2 if part.quick else 56
+                case = Case((n, c, side, side), layout, "bf16")
+                x = case.randn(part.device)
+                calls = {"bn_stats": (1, lambda x=x: ops.bn_stats(x), nothing)}
+                time_calls(part, case, calls, channels=c)
+
+
+def activation_calls(case: Case, device: str, activation: str) -> dict[str, Call]:
+    x, dy, d = case.randn(device), case.randn(device), case.channel_dim
+    act = {"activation": activation, "channel_dim": d}
+    moments = ops.bn_stats(x, d)
+    _, saved = ops.bn_forward(x, moments, **act)
+    (sums,) = ops.bn_reduce(x, dy, None, saved, **act)
+    calls: dict[str, Call] = {
+        "bn_forward": (2, lambda: ops.bn_forward(x, moments, **act), nothing),
+        "bn_reduce": (2, lambda: ops.bn_reduce(x, dy, None, saved, **act), nothing),
+        "bn_backward": (3, lambda: ops.bn_backward(x, dy, None, saved, sums, **act), nothing),
+    }
+    if activation in ("elu", "leaky_relu"):
+        y, overwritten = x.clone(), x.clone()
+        ops.abn_forward_(y, moments, **act)
+        calls |= {
+            "abn_forward_": (
+                2,
+                lambda: ops.abn_forward_(overwritten, moments, **act),
+                lambda: overwritten.copy_(x),
+            ),
+            "abn_reduce": (2, lambda: ops.abn_reduce(y, dy, saved, **act), nothing),
+            "abn_backward": (3, lambda: ops.abn_backward(y, dy, saved, sums, **act), nothing),
+        }
+    return calls
+
+
+def activations(part) -> None:
+    for case in quick_cases() if part.quick else ACTIVATED:
+        for activation in ("relu", "elu", "gelu", "silu", "gelu_tanh", "hardswish", "leaky_relu"):
+            if not part.late(f"{activation} {case}"):
+                calls = activation_calls(case, part.device, activation)
+                time_calls(part, case, calls, activation=activation)
+
+
+def host(part) -> None:
+    """On tensors so small that the device's work is nothing; the least of several rounds of many calls. Of
+    `cpp_us` the launchers' planning takes `plan_us`, which is timed for large tensors too."""
+    calls = 20 if part.quick else 2000
+    raw = torch.ops.fastvit
+
+    def each(work: Callable[[], object]) -> float:
+        best = float("inf")
+        for _ in range(2 if part.quick else 5):
+            part.synchronize()
+            begin = time.perf_counter()
+            for _ in range(calls):
+                work()
+            best = min(best, (time.perf_counter() - begin) / calls * 1e6)
+        return best
+
+    for layout, shape in (("nchw", (2, 8, 4, 4)), ("channels_last", (2, 8, 4, 4))):
+        x = Case(shape, layout, "fp32").randn(part.device)
+        w, b = torch.ones(8, device=part.device), torch.zeros(8, device=part.device)
+        moments = ops.bn_stats(x)
+        _, saved = ops.bn_forward(x, moments)
+        (sums,) = ops.bn_reduce(x, x, None, saved)
+        none = (None,) * 3
+        for op, python, cpp in host_calls(x, w, b, moments, saved, sums, raw, none):
+            if not part.late(f"{op} {layout}"):
+                below, whole = each(cpp), each(python)
+                part.row(op=op, layout=layout, cpp_us=below, python_us=whole - below, both_us=whole)
+        for name, layer in (("InPlaceABN", fastvit.InPlaceABN(8)), ("BatchNormAct", fastvit.BatchNormAct(8))):
+            layer = layer.to(part.device)
+            leaf = x.detach().requires_grad_()
+            if not part.late(f"{name} {layout}"):
+                forward = each(lambda layer=layer, leaf=leaf: layer(leaf * 1.0))
+                extra = each(lambda leaf=leaf: leaf * 1.0)  # a tensor that may be overwritten
+                part.row(op=f"{name}, forward", layout=layout, both_us=forward - extra)
+    try:
+        plan_times(part)
+    except (SystemExit, OSError) as error:
+        print(f"not measured: {error}")
+
+
+def plan_times(part) -> None:
+    import planner  # compiles the planner: a machine without a C++ compiler goes without
+
+    resident = {(rows, packets): 2 for rows in (False, True) for packets in (False, True)}
+    for case in quick_cases() if part.quick else FOUR_OPS[:7]:
+        for op, operands, kept in (("bn_stats", 1, 1), ("bn_forward", 2, 0)):
+            took = planner.nanoseconds(case, operands, kept, resident, 132, 82 << 10) / 1e3
+            part.row(op=f"{op}, plan", shape=case.size, layout=case.layout, dtype=case.dtype, plan_us=took)
+
+
+def host_calls(x, w, b, moments, saved, sums, raw, none) -> Iterator[tuple[str, Callable, Callable]]:
+    """(op, by fastvit.ops, by the dispatcher alone)."""
+    act = ("leaky_relu", 0.01, 1)
+    yield "bn_stats", lambda: ops.bn_stats(x), lambda: raw.bn_stats(x, 1, None)
+    yield (
+        "bn_forward",
+        lambda: ops.bn_forward(x, moments, w, b, activation="leaky_relu"),
+        lambda: raw.bn_forward(x, moments, w, b, None, *none, 0.1, 1e-5, *act),
+    )
+    yield (
+        "bn_reduce",
+        lambda: ops.bn_reduce(x, x, None, saved, w, b, "leaky_relu"),
+        lambda: raw.bn_reduce(x, x, None, saved, w, b, *act, None),
+    )
+    yield (
+        "bn_backward",
+        lambda: ops.bn_backward(x, x, None, saved, sums, w, b, "leaky_relu"),
+        lambda: raw.bn_backward(x, x, None, saved, sums, w, b, *act),
+    )
+    yield (
+        "bn_local_forward",
+        lambda: ops.bn_local_forward(x, w, b, activation="leaky_relu"),
+        lambda: raw.bn_local_forward(x, w, b, None, *none, 0.1, 1e-5, *act),
+    )
+    yield (
+        "bn_local_backward",
+        lambda: ops.bn_local_backward(x, x, None, saved, w, b, "leaky_relu"),
+        lambda: raw.bn_local_backward(x, x, None, saved, w, b, *act),
+    )
+
+
+def six_kernels(part) -> None:
+    """The four ops over rows, and over planes the two that read most."""
+    for layout in ("channels_last", "nchw"):
+        case = Case((4, 8, 6, 6), layout, "fp32") if part.quick else Case((128, 256, 56, 56), layout, "bf16")
+        x, dy = case.randn(part.device), case.randn(part.device)
+        moments = ops.bn_stats(x)
+        _, saved = ops.bn_forward(x, moments, activation="relu")
+        if layout == "channels_last":
+            (sums,) = ops.bn_reduce(x, dy, None, saved, activation="relu")
+            ops.bn_backward(x, dy, None, saved, sums, activation="relu")
+        part.synchronize()
+    part.row(what="launched")

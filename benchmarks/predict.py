@@ -1,0 +1,309 @@
+"""What each op should take on a GPU, from the plan and the machine code of its kernel; beside what it took.
+
+    python benchmarks/predict.py [--out benchmarks/results] [--measured benchmarks/results]
+
+The plan is that of csrc/cuda/plan.h (planner.py), instructions are counted in what nvcc makes of csrc/cuda
+(tools/sass.py, which needs nvcc and cuobjdump). For every op, shape and dtype:
+
+    bytes      that the op must read and write
+    waves      blocks over those that run at once, by the kernel's registers and shared memory
+    packet     instructions of a warp per 16-byte access: of the cheapest activation, and of the costliest
+    in flight  KB of loads that a multiprocessor has under way; memory's latency times its bandwidth is 26
+    stream     the longest of: bytes over what a copy reaches, latencies of batches that follow each other
+    issue      instructions over what the multiprocessors issue
+    tail       merging of slices by the last block, which nothing overlaps
+    us         stream and issue, which overlap (see OVERLAP), the tail, and the grid's start and end
+
+    share      bytes / us over what a copy reaches; in brackets with the costliest activation
+
+Where --measured has tables of a GPU run (four_ops_cuda.csv, ops_cuda.csv), their times stand beside, and what
+differs by more than 15 % is marked: the model is to be mended then. Writes predicted_h200.csv and .md.
+"""
+
+import argparse
+import csv
+import sys
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import planner
+from gpu_kernels import FOUR_OPS
+from harness import RESULTS, commit, write_csv
+from shapes import DTYPES, Case, cases
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
+import sass  # noqa: E402
+
+OFF = 0.15  # difference from which on a prediction is marked
+OVERLAP = 4  # (stream^4 + issue^4)^(1/4): the longer, and 19 % more where both take the same; assumed
+THREADS, BATCH, ON_CHIP_BLOCKS = planner.constants()
+
+
+@dataclass(frozen=True)
+class Gpu:
+    name: str = "H200"
+    multiprocessors: int = 132  # NVIDIA H200 (SXM), as the H100 SXM: H100 architecture white paper
+    peak_GB_s: float = 4800.0  # NVIDIA H200 data sheet
+    copy_GB_s: float = 4300.0  # about 0.9 of the peak, as copies reach on HBM3; bench_gpu.py copy measures it
+    clock_GHz: float = 1.75  # sustained; at most 1.98 (nvidia-smi -q -d CLOCK)
+    issue: int = 4  # instructions a cycle and multiprocessor: one for each of 4 schedulers, white paper
+    latency_ns: float = 800.0  # of memory under load; idle some 560 (arXiv:2402.13499, table 4), rest assumed
+    registers: int = 65536  # of a multiprocessor, as the next two: CUDA programming guide, 9.0
+    shared_bytes: int = 228 << 10
+    threads: int = 2048
+    ends_us: float = 3.0  # first loads and constants of a grid, last stores: assumed
+
+    def resident(self, registers: int, shared: int) -> int:
+        """Blocks of a kernel that a multiprocessor holds."""
+        of_thread = -(-registers // 8) * 8
+        by_shared = self.shared_bytes // (shared + 1024)  # 1 KiB of each block is the system's
+        return min(self.threads // THREADS, self.registers // (of_thread * THREADS), by_shared)
+
+    @property
+    def smem_cache_bytes(self) -> int:
+        """As csrc/cuda/host.h: what is left to packets of a block's share."""
+        return self.shared_bytes // ON_CHIP_BLOCKS - (32 << 10)
+
+
+H200 = Gpu()
+
+
+@dataclass(frozen=True)
+class Op:
+    kernel: str  # {T}, {rows}, {V}
+    reads: int
+    writes: int
+    merges: bool = False
+
+    @property
+    def operands(self) -> int:
+        return self.reads + self.writes
+
+
+OPS = {
+    "bn_stats": Op("stats_kernel<{T}, false, {rows}, {V}>", 1, 0, merges=True),
+    "bn_forward": Op("forward_kernel<{T}, {rows}, {V}, false>", 1, 1),
+    "abn_forward_": Op("forward_kernel<{T}, {rows}, {V}, false>", 1, 1),
+    "bn_reduce": Op("reduce_kernel<{T}, false, {rows}, {V}, (Kept)0>", 2, 0, merges=True),
+    "abn_reduce": Op("reduce_kernel<{T}, false, {rows}, {V}, (Kept)2>", 2, 0, merges=True),
+    "bn_backward": Op("backward_kernel<{T}, {rows}, {V}, (Kept)0>", 2, 1),
+    "abn_backward": Op("backward_kernel<{T}, {rows}, {V}, (Kept)2>", 2, 1),
+}
+SOURCES = ("stats", "forward", "reduce", "backward")
+TYPES = {"fp32": "float", "bf16": "__nv_bfloat16", "fp16": "__half"}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What the machine code of one kernel says. Instructions are of a warp and per batch of its loop."""
+
+    registers: int
+    shared: int
+    accesses: int = 0  # of 16 bytes, in a batch
+    inner: tuple[int, int] = (0, 0)  # least and most
+    outer: tuple[int, int] = (0, 0)  # with what is done once per plane around it
+
+    @classmethod
+    def of(cls, row: dict) -> "Kernel":
+        if row["loops"] is None or row["least"] == "":
+            return cls(row["registers"], row["shared"])
+        inner, outer = row["loops"]
+        stats = row["kernel"].startswith("stats_kernel")  # its shortest way leaves out packets
+        accesses, most = inner.most.accesses, inner.most.instructions
+        least = most if stats else round(row["least"] * accesses)
+        around = outer.most.instructions - most
+        return cls(row["registers"], row["shared"], accesses, (least, most), (least + around, most + around))
+
+
+@dataclass(frozen=True)
+class Prediction:
+    op: str
+    shape: str
+    layout: str
+    dtype: str
+    MB: float  # of the activation
+    bytes_MB: float
+    blocks: int
+    resident: int
+    waves: float
+    packet: float
+    packet_costliest: float
+    in_flight_KB: float
+    stream_us: float
+    issue_us: float
+    loads_in_a_row: int
+    merges_in_a_row: int
+    tail_us: float
+    us: float
+    share: float
+    us_costliest: float
+    share_costliest: float
+    measured_us: float | str = ""
+    measured_share: float | str = ""
+    difference: float | str = ""
+    mark: str = ""
+
+
+def predict(op: str, case: Case, kernels: dict[str, Kernel], gpu: Gpu = H200) -> Prediction:
+    """`kernels` by the names that OPS gives them."""
+    what, wide = OPS[op], 16 // DTYPES[case.dtype].itemsize
+
+    def kernel(rows: bool, packets: bool) -> Kernel:
+        words = {"T": TYPES[case.dtype], "rows": str(rows).lower(), "V": wide if packets else 1}
+        return kernels[what.kernel.format(**words)]
+
+    choices = [(rows, packets) for rows in (False, True) for packets in (False, True)]
+    found = {choice: kernel(*choice) for choice in choices}
+    resident = {choice: gpu.resident(k.registers, k.shared) for choice, k in found.items()}
+    plan = planner.plan(
+        case, what.operands, what.reads if what.merges else 0, resident, gpu.multiprocessors,
+        gpu.smem_cache_bytes,
+    )  # fmt: skip
+    code = found[bool(plan.rows), bool(plan.vector)]
+
+    # Batches of a thread, one after the other, and the share of their packets that exist.
+    teams = plan.slices * plan.teams
+    if plan.rows:
+        deep, batches = 1, -(-plan.units // (teams * BATCH))
+        exist = plan.lanes * plan.teams / THREADS
+    else:
+        packets = -(-plan.segment // (wide if plan.vector else 1))
+        deep = -(-packets // (plan.lanes * BATCH))
+        batches = deep * -(-plan.units // teams)
+        exist = packets * plan.teams / (deep * BATCH * THREADS)
+    at_once = gpu.multiprocessors * plan.resident
+    loads = BATCH * (16 if plan.vector else DTYPES[case.dtype].itemsize) * what.reads
+    in_flight = min(plan.resident, plan.blocks / gpu.multiprocessors) * THREADS * exist * loads
+
+    total = what.operands * case.nbytes
+    full, rest = divmod(plan.blocks, at_once)
+    bound = batches * gpu.latency_ns / 1e3  # microseconds of a wave, however few its blocks
+
+    def wave(blocks: int) -> float:
+        return max(bound, total * blocks / plan.blocks / gpu.copy_GB_s / 1e3) if blocks else 0.0
+
+    stream = full * wave(at_once) + wave(rest)
+    warps = plan.blocks * THREADS / 32
+
+    def issue(which: int) -> float:
+        of_batch = code.inner[which] + (code.outer[which] - code.inner[which]) / deep * (not plan.rows)
+        return warps * batches * of_batch / (gpu.multiprocessors * gpu.issue * gpu.clock_GHz) / 1e3
+
+    tail = plan.tail_nanoseconds / 1e3
+
+    def result(which: int) -> tuple[float, float]:  # us, share of the copy
+        us = (stream**OVERLAP + issue(which) ** OVERLAP) ** (1 / OVERLAP) + tail + gpu.ends_us
+        return us, total / us / gpu.copy_GB_s / 1e3
+
+    us, share = result(0)
+    us_costliest, share_costliest = result(1)
+    each = code.accesses or 1
+    return Prediction(
+        op, case.size, case.layout, case.dtype, case.nbytes / 1e6, total / 1e6, plan.blocks, plan.resident,
+        plan.blocks / at_once, code.inner[0] / each, code.inner[1] / each, in_flight / 1e3, stream, issue(0),
+        plan.dependent_loads, plan.dependent_merges, tail, us, share, us_costliest, share_costliest,
+    )  # fmt: skip
+
+
+Measured = dict[tuple[str, str, str, str], tuple[float, float]]
+
+
+def measurements(folder: Path) -> Measured:
+    """(us, share of the copy) by op, shape, layout and dtype, of a GPU run's tables."""
+    found: Measured = {}
+    for name in ("ops_cuda.csv", "four_ops_cuda.csv"):
+        if (folder / name).exists():
+            with (folder / name).open() as file:
+                for row in csv.DictReader(file):
+                    if row["contender"].startswith("fastvit.ops."):
+                        key = row["op"], row["shape"], row["layout"], row["dtype"]
+                        found[key] = float(row["p50_us"]), float(row["share_of_copy"])
+    return found
+
+
+def beside(predicted: Prediction, measured: Measured) -> Prediction:
+    key = predicted.op, predicted.shape, predicted.layout, predicted.dtype
+    if key not in measured:
+        return predicted
+    us, share = measured[key]
+    difference = predicted.us / us - 1
+    mark = "off" if abs(difference) > OFF else ""
+    return replace(predicted, measured_us=us, measured_share=share, difference=difference, mark=mark)
+
+
+def _lines(header: list[str], rows: list[list[object]]) -> list[str]:
+    cells = [header, ["---"] * len(header), *rows]
+    return ["| " + " | ".join(map(str, row)) + " |" for row in cells]
+
+
+def table(rows: list[Prediction], gpu: Gpu = H200) -> str:
+    """Markdown: what each figure is made of for the first cases, then shares of all."""
+    first = {(case.size, case.layout, case.dtype) for case in FOUR_OPS}
+    header = "op|shape|layout|dtype|waves|packet|in flight KB|stream us|issue us|merges|tail us|us|share"
+    header += "|measured us|share|difference"
+    lines = []
+    for row in rows:
+        if (row.shape, row.layout, row.dtype) not in first:
+            continue
+        costly = f" ({row.share_costliest:.2f})" if row.us_costliest > row.us else ""
+        line: list[object] = [row.op, row.shape, row.layout, row.dtype, f"{row.waves:.2f}"]
+        line += [f"{row.packet:.0f} ({row.packet_costliest:.0f})", f"{row.in_flight_KB:.0f}"]
+        line += [f"{row.stream_us:.1f}", f"{row.issue_us:.1f}", row.merges_in_a_row, f"{row.tail_us:.1f}"]
+        line += [f"{row.us:.1f}", f"{row.share:.2f}{costly}"]
+        if row.measured_us:
+            line += [
+                f"{row.measured_us:.1f}",
+                f"{row.measured_share:.2f}",
+                f"{row.difference:+.0%} {row.mark}",
+            ]
+        else:
+            line += ["", "", ""]
+        lines.append(line)
+    by_case: dict[tuple, dict[str, str]] = {}
+    for row in rows:
+        key = row.shape, row.layout, row.dtype
+        by_case.setdefault(key, {})[row.op] = f"{row.us:.1f} ({row.share:.2f})"
+    measured = [row for row in rows if row.measured_us]
+    off = sum(row.mark == "off" for row in measured)
+    said = f"{len(measured)} rows were measured; {off} differ by more than {OFF:.0%}." if measured else (
+        "Nothing here was measured: these are predictions of a model that no GPU has confirmed."
+    )  # fmt: skip
+    shares = [[*key, *(ops.get(name, "") for name in OPS)] for key, ops in by_case.items()]
+    text = [
+        f"Predicted for an {gpu.name} at commit {commit()} by benchmarks/predict.py. {said}",
+        "",
+        f"{gpu.multiprocessors} multiprocessors, a copy at {gpu.copy_GB_s:.0f} of {gpu.peak_GB_s:.0f} GB/s,",
+        f"{gpu.issue} instructions a cycle at {gpu.clock_GHz} GHz, {gpu.latency_ns:.0f} ns of latency under",
+        f"load, {gpu.ends_us:.0f} us for a grid's start and end; the program says where these are from.",
+        "packet: instructions of a warp per 16-byte access with the cheapest activation (the costliest);",
+        "merges: of slices, in a row; share: of what a copy reaches, likewise.",
+        "",
+        *_lines(header.split("|"), lines),
+        "",
+        "us (share of the copy), cheapest activation:",
+        "",
+        *_lines(["shape", "layout", "dtype", *OPS], shares),
+        "",
+    ]
+    return "\n".join(text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the csv and the table")
+    parser.add_argument("--measured", type=Path, default=RESULTS, help="folder with tables of a GPU run")
+    options = parser.parse_args()
+    kernels = {row["kernel"]: Kernel.of(row) for row in sass.measured("90", SOURCES)}
+    measured = measurements(options.measured)
+    every = dict.fromkeys([*FOUR_OPS, *cases()])
+    rows = [beside(predict(op, case, kernels), measured) for case in every for op in OPS]
+    write_csv("predicted_h200", [asdict(row) for row in rows], options.out)
+    text = table(rows)
+    (options.out / "predicted_h200.md").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""The model of cost: what the planner and the machine code say is read rightly, and priced."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import predict
+import pytest
+from predict import H200, OPS, Kernel
+from shapes import Case
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "tools"))
+import sass  # noqa: E402
+import sass_loops  # noqa: E402
+
+# As ptxas and cuobjdump write them; a loop of two loads, one store and a jump table of two activations.
+SASS = """
+\t\tFunction : one
+\t.headerflags\t@"EF_CUDA_SM90"
+        /*0000*/                   MOV R1, c[0x0][0x28] ;          /* 0x00 */
+                                                                   /* 0x00 */
+        /*0010*/              @!P0 BRA 0xf0 ;                      /* 0x00 */
+        /*0020*/               @P1 LDG.E.128 R4, desc[UR8][R2.64] ; /* 0x00 */
+        /*0030*/              @!P1 LDG.E.128 R8, desc[UR8][R2.64+0x10] ; /* 0x00 */
+        /*0040*/                   BRX R24 -0x50 ;                 /* 0x00 */
+        /*0050*/                   FADD R4, R4, 1 ;                /* 0x00 */
+        /*0060*/                   BRA 0xb0 ;                      /* 0x00 */
+        /*0070*/                   FMUL R4, R4, R5 ;               /* 0x00 */
+        /*0080*/                   MUFU.EX2 R4, R4 ;               /* 0x00 */
+        /*0090*/                   NOP ;                           /* 0x00 */
+        /*00a0*/                   FADD R4, R4, 1 ;                /* 0x00 */
+        /*00b0*/                   STG.E.128 desc[UR8][R6.64], R4 ; /* 0x00 */
+        /*00c0*/                   IADD3 R0, R0, 1, RZ ;           /* 0x00 */
+        /*00d0*/              @!P2 BRA 0x20 ;                      /* 0x00 */
+        /*00e0*/                   LDG.E R9, desc[UR8][R2.64] ;    /* 0x00 */
+        /*00f0*/                   EXIT ;                          /* 0x00 */
+\t\tFunction : two
+        /*0000*/                   EXIT ;                          /* 0x00 */
+"""
+
+
+def test_instructions_of_a_loop():
+    found = sass_loops.kernels(SASS)
+    (loop,) = found["one"]
+    assert (loop.begin, loop.end) == (0x20, 0xD0) and found["two"] == []
+    assert loop.least == sass_loops.Count(2, 1, 8)  # 3 to the table, FADD and BRA, 3 behind
+    assert loop.most == sass_loops.Count(2, 1, 9)
+    assert sass.main_loop(found["one"]) == (loop, loop)
+    row = {"loops": (loop, loop), "load": 128, "kernel": "forward_kernel<float, true, 4, false>"}
+    assert sass.per_access(row) == (2.7, 3.0)
+
+
+@pytest.mark.parametrize(
+    "kernel,least,most,over",
+    [
+        ("forward_kernel<__half, true, 8, false>", 50.0, 500.0, False),
+        ("forward_kernel<__half, true, 8, false>", 56.0, 60.0, True),
+        ("stats_kernel<__half, false, true, 8>", 20.0, 91.0, True),
+        ("stats_kernel<double, false, true, 2>", 20.0, 500.0, False),
+        ("stats_kernel<__half, false, true, 1>", "", "", False),
+    ],
+)
+def test_budget(kernel, least, most, over):
+    assert sass.over_budget({"kernel": kernel, "least": least, "most": most}) is over
+
+
+def test_a_missing_disassembler_is_an_error_that_says_what_to_install(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("CUOBJDUMP", raising=False)
+    for home in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(home, raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    real = sass_loops.shutil.which
+    monkeypatch.setattr(
+        sass_loops.shutil, "which", lambda n, path=None: None if n == "cuobjdump" else real(n, path=path)
+    )
+    with pytest.raises(SystemExit, match="pip install nvidia-cuda-cuobjdump"):
+        sass_loops.disassemble(Path("kernels.cubin"))
+    monkeypatch.setenv("CUOBJDUMP", "/nowhere/cuobjdump")
+    assert sass_loops.disassembler() is None
+    monkeypatch.setenv("CUOBJDUMP", sys.executable)
+    assert sass_loops.disassembler() == sys.executable
+
+
+def kernels(registers=72, shared=3088, instructions=100, costliest=400):
+    """The same for all of OPS."""
+    code = Kernel(registers, shared, 4, (instructions, costliest), (instructions, costliest))
+    words = [
+        {"T": t, "rows": rows, "V": v}
+        for t, wide in (("float", 4), ("__nv_bfloat16", 8))
+        for rows in ("true", "false")
+        for v in (wide, 1)
+    ]
+    return {op.kernel.format(**w): code for op in OPS.values() for w in words}
+
+
+BIG = Case((128, 256, 56, 56), "channels_last", "bf16")
+
+
+def test_blocks_of_a_multiprocessor():
+    assert H200.resident(72, 3088) == 3  # not 2: 72 registers are what bn_stats takes over planes
+    assert H200.resident(128, 3088) == 2 and H200.resident(32, 0) == 8 and H200.resident(32, 100 << 10) == 2
+    assert H200.resident(81, 0) == H200.resident(88, 0) == 2
+
+
+def test_bytes_and_bounds():
+    forward = predict.predict("bn_forward", BIG, kernels())
+    assert forward.bytes_MB == pytest.approx(2 * BIG.nbytes / 1e6)
+    assert forward.stream_us == pytest.approx(2 * BIG.nbytes / H200.copy_GB_s / 1e3, rel=0.02)
+    assert forward.tail_us == 0 and 0.9 < forward.share < 1
+    packets = 2 * BIG.nbytes / 16 / 32 / 2  # of a warp, for a loop of 4 loads and as many stores
+    cycles = packets / 4 * 100 / (H200.multiprocessors * H200.issue)
+    assert forward.issue_us == pytest.approx(cycles / H200.clock_GHz / 1e3, rel=0.05)
+    slow = predict.predict("bn_forward", BIG, kernels(instructions=3000))
+    assert slow.us > 2 * forward.us and slow.share < 0.5 * forward.share
+    assert forward.us_costliest > forward.us
+
+
+def test_merging_is_priced_and_shown():
+    stats = predict.predict("bn_stats", BIG, kernels())
+    assert stats.merges_in_a_row > 0 and stats.tail_us > 0
+    assert stats.us == pytest.approx(
+        (stats.stream_us**4 + stats.issue_us**4) ** 0.25 + stats.tail_us + H200.ends_us
+    )
+    planes = predict.predict("bn_stats", Case(BIG.shape, "nchw", "bf16"), kernels())
+    assert planes.merges_in_a_row == 0 and planes.share > stats.share
+
+
+def test_few_blocks_wait_for_latency():
+    small = Case((1, 64, 8, 8), "channels_last", "fp32")
+    row = predict.predict("bn_forward", small, kernels())
+    assert row.stream_us >= H200.latency_ns / 1e3 > 10 * small.nbytes / H200.copy_GB_s / 1e3
+
+
+def test_measurements_stand_beside(tmp_path):
+    (tmp_path / "four_ops_cuda.csv").write_text(
+        "contender,op,shape,layout,dtype,p50_us,share_of_copy\n"
+        "fastvit.ops.bn_forward,bn_forward,128x256x56x56,channels_last,bf16,100,0.95\n"
+        "fastvit.ops.bn_stats,bn_stats,128x256x56x56,channels_last,bf16,1000,0.05\n"
+        "torch,forward,128x256x56x56,channels_last,bf16,1,1\n"
+    )
+    measured = predict.measurements(tmp_path)
+    assert len(measured) == 2
+    close, far = (
+        predict.beside(predict.predict(op, BIG, kernels()), measured) for op in ("bn_forward", "bn_stats")
+    )
+    assert close.measured_us == 100 and close.mark == "" and abs(close.difference) < 0.15
+    assert far.mark == "off" and far.difference == pytest.approx(far.us / 1000 - 1)
+    text = predict.table([close, far])
+    assert "2 rows were measured; 1 differ by more than 15%" in text and "% off |" in text
+    alone = predict.predict("bn_forward", BIG, kernels())
+    assert predict.beside(alone, {}) == alone and "Nothing here was measured" in predict.table([alone])
+
+
+def test_the_planners_own_time():
+    import planner
+
+    resident = {(rows, wide): 2 for rows in (False, True) for wide in (False, True)}
+    for layout in ("nchw", "channels_last"):
+        case = Case(BIG.shape, layout, "bf16")
+        assert 1 < planner.nanoseconds(case, 1, 1, resident, 132, 80 << 10, repeats=4000) < 20_000
+
+
+def test_lanes_have_packets():
+    """At 56x56 in 16 bits, 392 packets: a team's batches are full, but for rounding to whole sectors."""
+    import planner
+
+    resident = {(rows, wide): 2 for rows in (False, True) for wide in (False, True)}
+    plan = planner.plan(Case(BIG.shape, "nchw", "bf16"), 2, 0, resident, 132, 0)
+    deep = -(-392 // (plan.lanes * 4))
+    assert 392 * plan.teams / (deep * 4 * 256) >= 0.95
+
+
+@pytest.mark.skipif(os.environ.get("FASTVIT_TEST_DEVICE") != "cuda_host", reason="asks the model of CUDA")
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "layout,shape",
+    [
+        ("nchw", (64, 12, 56, 56)),
+        ("nchw", (8, 24, 14, 14)),
+        ("channels_last", (16, 24, 28, 28)),
+        ("tokens", (3, 65, 48)),
+    ],
+)
+def test_the_launchers_plan_alike(layout, shape, dtype):
+    import planner
+    from cuda_host import redirect
+
+    from fastvit import ops
+
+    engine = redirect.install()
+    before = engine.config.sm_count
+    engine.config.sm_count = 132
+    try:
+        case = Case(shape, layout, dtype)
+        x = case.randn("cpu")
+        resident = {(rows, wide): 2 for rows in (False, True) for wide in (False, True)}  # as the model says
+        room = engine.config.shared_per_sm // 2 - (32 << 10)
+        moments = ops.bn_stats(x, case.channel_dim)
+        assert engine.blocks() == planner.plan(case, 1, 1, resident, 132, room).blocks
+        ops.bn_forward(x, moments, channel_dim=case.channel_dim)
+        assert engine.blocks() == 1 + planner.plan(case, 2, 0, resident, 132, room).blocks
+    finally:
+        engine.config.sm_count = before
+
+
+def test_program_says_what_it_needs(tmp_path):
+    """Where nvcc or cuobjdump is missing it ends before anything is written."""
+    if sass.SETUP["find_cuda"]()[0] and sass_loops.disassembler():
+        pytest.skip("nvcc and cuobjdump are here")
+    result = subprocess.run(
+        [sys.executable, "benchmarks/predict.py", "--out", str(tmp_path)],
+        cwd=ROOT, capture_output=True, text=True, timeout=100, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert result.returncode == 1 and (
+        "nvcc is needed" in result.stderr or "needs cuobjdump" in result.stderr
+    )
+    assert not list(tmp_path.iterdir())
