@@ -102,7 +102,8 @@ template <>
 struct ActivationFn<Activation::elu> {  // param: alpha; y = alpha * expm1(v) on the negative side
   template <class V, class S>
   static FASTVIT_INLINE V forward(V v, S alpha) {
-    return v > S(0) ? v : alpha * expm1_(v > S(0) ? V{} : v);
+    const V negative = alpha * expm1_(v > S(0) ? V{} : v);
+    return v > S(0) ? v : negative;
   }
   template <class V, class S>
   static FASTVIT_INLINE V backward(V dy, V v, S alpha) {
@@ -114,7 +115,8 @@ struct ActivationFn<Activation::elu> {  // param: alpha; y = alpha * expm1(v) on
   static FASTVIT_INLINE V inverse(V y, S alpha) {
     const S lowest = S(sizeof(S) == 8 ? -1 + 0x1p-53 : -1 + 0x1p-24);
     const V u = at_least(V(y * (S(1) / alpha)), lowest);
-    return y > S(0) ? y : log1p_(y > S(0) ? V{} : u);
+    const V negative = log1p_(y > S(0) ? V{} : u);
+    return y > S(0) ? y : negative;
   }
   template <class V, class S>
   static FASTVIT_INLINE V backward_y(V dy, V y, S alpha) {

@@ -55,12 +55,14 @@ FASTVIT_INLINE float expm1_(float v) {
   const float near =
       v * v * polynomial(v, 0.4999999896f, 0.1666656276f, 0.04164992996f, 0.008238221347f, 0.001164287033f) +
       v;
-  return v > -0.5f ? near : exp_(v) - 1.0f;
+  const float far = exp_(v) - 1.0f;
+  return v > -0.5f ? near : far;
 }
 FASTVIT_INLINE float log1p_(float v) {
   const float near =
       v * v * polynomial(v, -0.5000004977f, 0.3332342402f, -0.2530975051f, 0.1670630499f, -0.3006740087f) + v;
-  return v > -0.25f ? near : log2_approximate(1.0f + v) * kLn2;
+  const float far = log2_approximate(1.0f + v) * kLn2;
+  return v > -0.25f ? near : far;
 }
 #else
 FASTVIT_INLINE float exp_(float v) {

@@ -186,14 +186,14 @@ __device__ __forceinline__ void await(unsigned* semaphore, unsigned blocks) {
 template <bool kEverywhere = false, class R, class Write>
 __device__ __forceinline__ bool finish(R* shared, int step, const Partials<R>& partials, const Plan& plan,
                                        const Work& work, const Write& write) {
-  const int channels = work.channels(plan);
+  const int channels = work.channels(plan), own = int(threadIdx.x);  // one channel per thread at most
   const int64_t first = work.first_channel(plan), C = plan.layout.C;
   if (plan.slices == 1) {
-    for (int g = threadIdx.x; g < channels; g += kThreads) write(first + g, shared[g * step]);
+    if (own < channels) write(first + own, shared[own * step]);
     return true;
   }
   R* const results = partials.results + first;
-  for (int g = threadIdx.x; g < channels; g += kThreads) results[work.slice * C + g] = shared[g * step];
+  if (own < channels) results[work.slice * C + own] = shared[own * step];
   unsigned *const tile = partials.semaphores + work.tile, *const published = tile + plan.tiles;
   const SliceGroups& groups = partials.groups;
   bool last = true;
@@ -216,7 +216,7 @@ __device__ __forceinline__ bool finish(R* shared, int step, const Partials<R>& p
       publish(published);
     } else {
       await(published, plan.slices);
-      for (int g = threadIdx.x; g < channels; g += kThreads) write(first + g, load_written(results + g));
+      if (own < channels) write(first + own, load_written(results + own));
     }
   }
   return kEverywhere || last;
