@@ -1,7 +1,8 @@
 """Real models before and after `fastvit.convert`: bytes kept for backward, peak of a step, and its time.
 
-Contenders: the model as it is; converted; converted with memory="gemm"; each block checkpointed, where the
-model offers that; and the partitioner of torch.compile, which may recompute what it likes. Kept are the
+Contenders: the model as it is; converted; converted with memory="gemm"; with bf16, converted with
+weight_casts=True; each block checkpointed, where the model offers that; and the partitioner of torch.compile,
+which may recompute what it likes. Kept are the
 allocator's live bytes before and after one training forward; the peak is that of a whole step, over what is
 alive before it and without the gradients of weights. Whether the gradients have the eager model's bits is
 compared, not assumed.
@@ -102,6 +103,9 @@ def contenders(eager, x, precision: str) -> dict[str, Contender]:
     found = {"eager": Contender(eager, precision)}
     for name, memory in (("converted", "auto"), ("gemm", "gemm")):
         found[name] = Contender(fastvit.convert(copy.deepcopy(eager), memory)[0], precision)
+    if precision == "bf16":
+        recast, _ = fastvit.convert(copy.deepcopy(eager), weight_casts=True)
+        found["weight_casts"] = Contender(recast, precision)
     if hasattr(eager, "set_grad_checkpointing"):
         checkpointed = copy.deepcopy(eager)
         checkpointed.set_grad_checkpointing()
@@ -173,13 +177,13 @@ def times(row: dict, contender: str) -> str:
 def table(rows: list[dict]) -> str:
     lines = [
         '| model | eager: kept, peak | converted: kept, peak | time | memory="gemm": kept, peak | time '
-        "| checkpoint: kept, peak | time | partitioner: kept |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| weight_casts=True: kept, peak | time | checkpoint: kept, peak | time | partitioner: kept |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for r in rows:
         cells = [f"{r['model']}{', bf16' if r['precision'] == 'bf16' else ''}"]
         cells.append(f"{float(r['eager_kept_MiB']):.0f}, {float(r['eager_peak_MiB']):.0f} MiB")
-        for contender in ("converted", "gemm", "checkpoint"):
+        for contender in ("converted", "gemm", "weight_casts", "checkpoint"):
             both = f"{less(r, contender, 'kept')}, {less(r, contender, 'peak')}"
             cells += ["" if both == ", " else f"**{both}**" if contender == "converted" else both]
             cells += [times(r, contender)]

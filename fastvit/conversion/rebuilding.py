@@ -72,7 +72,7 @@ def adopt_blocks(model: nn.Module, policy: Policy) -> None:
     for module, eps in norms.items():
         adopt(module, RebuiltNorm, _eps=eps, _known=type(module).forward)
     for module in names:
-        if type(module) is nn.Dropout:
+        if type(module) is nn.Dropout and 0 < module.p < 1:
             adopt(module, RebuiltDropout, _known=nn.Dropout.forward)
     for module in blocks:
         adopt(module, RebuiltBlock, _policy=policy, _name=names[module])

@@ -172,15 +172,15 @@ class _Scope:
 
     def _mask(self, tensor: Tensor, p: float) -> Recipe | None:
         """A byte an element in its place; drawing it again takes ten times as long."""
-        site, size = (self.block, _MASK), tensor.element_size()
+        size = tensor.element_size()
         if tensor.grad_fn is not None or not tensor.is_floating_point() or tensor.nbytes < SMALLEST:
             return None
-        if self.policy.sites is not None and site not in self.policy.sites:
+        if self.policy.sites is not None and (self.block, _MASK) not in self.policy.sites:
             return None
         kept, dtype = Kept(tensor != 0), tensor.dtype
         value = Value()
         value.made_by(lambda mask: mask.to(dtype).div_(1 - p), (Held(kept),))
-        value.name, value.site, value.flops, value.depth = _MASK, site, 2, 1
+        value.name, value.block, value.flops, value.depth = _MASK, self.block, 2, 1
         value.nbytes = tensor.nbytes // size * (size - 1)  # as much is saved
         recipe = Recipe(value, tensor, tensor)
         recipe.settle()
@@ -231,8 +231,8 @@ class _Scope:
                 value.lies_in(base)
             self._is_kept(value, kept)
             return kept
-        if value.site is None:
-            value.site = (self.block, value.name)
+        if value.block is None:
+            value.block = self.block
         recipe = Recipe(value, tensor, base)
         missing = recipe.settle()
         if missing is not None:

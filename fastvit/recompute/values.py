@@ -101,7 +101,7 @@ class Value:
     depth = cost = nbytes = 0
     name = ""  # of the op, as the graph has it
     flops = 1  # about, for an element of it
-    site: Site | None = None
+    block: str | None = None  # whose op has saved it
     geometry: tuple | None = None  # size, stride and offset of all of it
     sharer: weakref.ref[Source] | None = None
     waiting: list[weakref.ref[Recipe]] | None = None
@@ -109,6 +109,10 @@ class Value:
     original: TensorWeakRef | None = None
     version = address = 0
     unknown = ""  # why it is not rebuilt, where that is not in the numbers
+
+    @property
+    def site(self) -> Site | None:
+        return None if self.block is None else (self.block, self.name)
 
     def kept(self) -> Kept | None:
         return None if self.keeper is None else self.keeper()
