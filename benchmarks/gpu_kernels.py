@@ -140,7 +140,8 @@ def activations(part) -> None:
 
 def host(part) -> None:
     """On tensors so small that the device's work is nothing; the least of several rounds of many calls. Of
-    `cpp_us` the launchers' planning takes `plan_us`, which is timed for large tensors too."""
+    `cpp_us` the launchers' planning takes `plan_us`, which is timed for large tensors too.
+    """
     calls = 20 if part.quick else 2000
     raw = torch.ops.fastvit
 

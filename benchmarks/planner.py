@@ -50,7 +50,8 @@ class _Answer(ctypes.Structure):
 @dataclass(frozen=True)
 class Plan:
     """csrc/cuda/plan.h's; `resident` blocks run on a multiprocessor, the last one to finish merges slices for
-    `tail_nanoseconds`, with so many loads and merges one after the other."""
+    `tail_nanoseconds`, with so many loads and merges one after the other.
+    """
 
     rows: int
     vector: int

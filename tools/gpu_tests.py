@@ -22,7 +22,8 @@ MOST_TEXT = 3000  # characters of a failure that are kept
 
 def informative(items: list) -> list:
     """Tests in an order whose every beginning tells most: first those in which a parameter of a test function
-    has a value for the first time, all functions in turn; then the others, mixed."""
+    has a value for the first time, all functions in turn; then the others, mixed.
+    """
     functions: dict[str, list] = {}
     for item in items:
         functions.setdefault(item.nodeid.split("[")[0], []).append(item)

@@ -113,7 +113,8 @@ def demangled(symbols: list[str]) -> list[str]:
 
 def main_loop(found: list[Loop]) -> tuple[Loop, Loop] | None:
     """The loop over a kernel's values, and the one around it, over planes, or the same again: the first loop
-    in the code with as many loads as any; what comes behind it ends an exchange."""
+    in the code with as many loads as any; what comes behind it ends an exchange.
+    """
     if not found:
         return None
     first = min(found, key=lambda loop: loop.begin)

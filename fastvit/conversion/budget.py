@@ -25,7 +25,8 @@ from .sizes import kept_bytes
 
 def keep_to(model: nn.Module, arguments: Arguments, budget: float, before: int, policy: Policy) -> str:
     """Restricts what `model`, converted with `policy`, rebuilds; returns what was chosen, for the report."""
-    fewest, sites = 0, []
+    fewest = 0
+    sites: list[Site] = []
     for products in (False, True):  # which come last: they take an order more arithmetic
         policy = dataclasses.replace(policy, products=products)
         fewest = len(sites)
@@ -52,7 +53,8 @@ def keep_to(model: nn.Module, arguments: Arguments, budget: float, before: int, 
 
 def _sites(model: nn.Module, arguments: Arguments, policy: Policy) -> tuple[int, list[Site]]:
     """What a forward keeps with `policy`, and what it rebuilds: most bytes for its arithmetic first."""
-    saved, work = Counter(), Counter()
+    saved: Counter[Site | None] = Counter()
+    work: Counter[Site | None] = Counter()
 
     def look(result: object) -> None:
         for value in rebuilt(result, model):

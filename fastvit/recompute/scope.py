@@ -120,7 +120,7 @@ class _Scope:
         self._waiting: list[weakref.ref[Recipe]] = []
 
     def pack(self, tensor: Tensor) -> Kept | Recipe:
-        packed = None
+        packed: Kept | Recipe | None = None
         if type(tensor) is Tensor:
             if self._dropout is not None:
                 packed = self._mask(tensor, self._dropout)
