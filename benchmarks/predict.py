@@ -70,7 +70,7 @@ H200 = Gpu()
 
 @dataclass(frozen=True)
 class Op:
-    kernel: str  # {T}, {rows}, {V}
+    kernel: str  # {T}, {set}, {rows}, {V}
     reads: int
     writes: int
     merges: bool = False
@@ -82,13 +82,16 @@ class Op:
 
 OPS = {
     "bn_stats": Op("stats_kernel<{T}, false, {rows}, {V}>", 1, 0, merges=True),
-    "bn_forward": Op("forward_kernel<{T}, {rows}, {V}, false>", 1, 1),
-    "abn_forward_": Op("forward_kernel<{T}, {rows}, {V}, false>", 1, 1),
-    "bn_reduce": Op("reduce_kernel<{T}, false, {rows}, {V}, (Kept)0>", 2, 0, merges=True),
-    "abn_reduce": Op("reduce_kernel<{T}, false, {rows}, {V}, (Kept)2>", 2, 0, merges=True),
-    "bn_backward": Op("backward_kernel<{T}, {rows}, {V}, (Kept)0>", 2, 1),
-    "abn_backward": Op("backward_kernel<{T}, {rows}, {V}, (Kept)2>", 2, 1),
+    "bn_forward": Op("forward_kernel<{T}, (Activations){set}, {rows}, {V}, false>", 1, 1),
+    "abn_forward_": Op("forward_kernel<{T}, (Activations){set}, {rows}, {V}, false>", 1, 1),
+    "bn_reduce": Op("reduce_kernel<{T}, false, (Activations){set}, {rows}, {V}, (Kept)0>", 2, 0, merges=True),
+    "abn_reduce": Op(
+        "reduce_kernel<{T}, false, (Activations){set}, {rows}, {V}, (Kept)2>", 2, 0, merges=True
+    ),
+    "bn_backward": Op("backward_kernel<{T}, (Activations){set}, {rows}, {V}, (Kept)0>", 2, 1),
+    "abn_backward": Op("backward_kernel<{T}, (Activations){set}, {rows}, {V}, (Kept)2>", 2, 1),
 }
+ALL, CHEAP, TRANSCENDENTAL = range(3)  # csrc/cuda/activations.cuh: Activations
 SOURCES = ("stats", "forward", "reduce", "backward")
 TYPES = {"fp32": "float", "bf16": "__nv_bfloat16", "fp16": "__half"}
 
@@ -146,10 +149,21 @@ class Prediction:
 
 def predict(op: str, case: Case, kernels: dict[str, Kernel], gpu: Gpu = H200) -> Prediction:
     """`kernels` by the names that OPS gives them."""
+    cheapest = _of_set(op, case, kernels, gpu, CHEAP)
+    costliest = _of_set(op, case, kernels, gpu, TRANSCENDENTAL)
+    return replace(
+        cheapest, packet_costliest=costliest.packet_costliest, us_costliest=costliest.us_costliest,
+        share_costliest=costliest.share_costliest,
+    )  # fmt: skip
+
+
+def _of_set(op: str, case: Case, kernels: dict[str, Kernel], gpu: Gpu, activations: int) -> Prediction:
+    """By the kernels of one set of activations, which differ in registers and so in their plans too."""
     what, wide = OPS[op], 16 // DTYPES[case.dtype].itemsize
 
     def kernel(rows: bool, packets: bool) -> Kernel:
         words = {"T": TYPES[case.dtype], "rows": str(rows).lower(), "V": wide if packets else 1}
+        words["set"] = activations if packets else ALL
         return kernels[what.kernel.format(**words)]
 
     choices = [(rows, packets) for rows in (False, True) for packets in (False, True)]

@@ -49,15 +49,19 @@ def test_instructions_of_a_loop():
     assert loop.least == sass_loops.Count(2, 1, 8)  # 3 to the table, FADD and BRA, 3 behind
     assert loop.most == sass_loops.Count(2, 1, 9)
     assert sass.main_loop(found["one"]) == (loop, loop)
-    row = {"loops": (loop, loop), "load": 128, "kernel": "forward_kernel<float, true, 4, false>"}
+    row = {
+        "loops": (loop, loop),
+        "load": 128,
+        "kernel": "forward_kernel<float, (Activations)1, true, 4, false>",
+    }
     assert sass.per_access(row) == (2.7, 3.0)
 
 
 @pytest.mark.parametrize(
     "kernel,least,most,over",
     [
-        ("forward_kernel<__half, true, 8, false>", 50.0, 500.0, False),
-        ("forward_kernel<__half, true, 8, false>", 56.0, 60.0, True),
+        ("forward_kernel<__half, (Activations)1, true, 8, false>", 50.0, 500.0, False),
+        ("forward_kernel<__half, (Activations)1, true, 8, false>", 56.0, 60.0, True),
         ("stats_kernel<__half, false, true, 8>", 20.0, 91.0, True),
         ("stats_kernel<double, false, true, 2>", 20.0, 500.0, False),
         ("stats_kernel<__half, false, true, 1>", "", "", False),
@@ -89,10 +93,10 @@ def kernels(registers=72, shared=3088, instructions=100, costliest=400):
     """The same for all of OPS."""
     code = Kernel(registers, shared, 4, (instructions, costliest), (instructions, costliest))
     words = [
-        {"T": t, "rows": rows, "V": v}
+        {"T": t, "set": which, "rows": rows, "V": v}
         for t, wide in (("float", 4), ("__nv_bfloat16", 8))
         for rows in ("true", "false")
-        for v in (wide, 1)
+        for v, which in ((wide, predict.CHEAP), (wide, predict.TRANSCENDENTAL), (1, predict.ALL))
     ]
     return {op.kernel.format(**w): code for op in OPS.values() for w in words}
 
