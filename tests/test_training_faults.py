@@ -1,5 +1,6 @@
 """What goes wrong in a run, and what the trainer says and keeps: bad data, bad checkpoints, bad requests."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -125,8 +126,12 @@ def test_an_interrupt_of_the_rank_alone_ends_its_workers(tmp_path):
     try:
         while "[epoch 1]" not in process.stdout.readline():
             assert process.poll() is None
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        # Python drops an interrupt that falls into a destructor, as the loader's at the end of an epoch.
+        for _ in range(3):
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                _, err = process.communicate(timeout=20)
+                break
     finally:
         process.kill()
     assert process.returncode != 0 and "KeyboardInterrupt" in err
