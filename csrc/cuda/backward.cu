@@ -63,23 +63,26 @@ __global__ void __launch_bounds__(kThreads, kResident)
   });
 }
 
+// Of all that are compiled, the kernel for these arguments.
+template <class T, bool kRows, int V>
+auto backward_kernel_of(const BackwardArgs& args) {
+  void (*kernel)(BackwardParams<T>) = nullptr;
+  with_activations<T, V>(args.activation, [&]<Activations kSet>() {
+    with_kept(args, [&]<Kept kKept>() { kernel = backward_kernel<T, kSet, kRows, V, kKept>; });
+  });
+  return kernel;
+}
+
 void Cuda::backward(const BackwardArgs& args) {
   const Device device(args.device);
   if (args.layout.numel() == 0) return;
   with_type(args.dtype, [&]<class T>() {
     using A = Accumulation<T>;
     const void* pointers[] = {args.input, args.dy, args.dx, args.z, args.dz};
+    const auto kernel_of = [&]<bool kRows, int V>() { return backward_kernel_of<T, kRows, V>(args); };
     const Plan plan = Planner::make(args.layout, pointers, args.z ? 5 : 3, sizeof(T), device.limits, 0,
-                                    resident_blocks<T>(device, [&]<bool kRows, int V>() {
-                                      const void* kernel = nullptr;
-                                      with_activations<T, V>(args.activation, [&]<Activations kSet>() {
-                                        with_kept(args, [&]<Kept kKept>() {
-                                          kernel = address(backward_kernel<T, kSet, kRows, V, kKept>);
-                                        });
-                                      });
-                                      return kernel;
-                                    }));
-    const BackwardParams<T> kernel{plan,
+                                    resident_blocks<T>(device, kernel_of));
+    const BackwardParams<T> params{plan,
                                    static_cast<const T*>(args.input),
                                    static_cast<const T*>(args.dy),
                                    static_cast<T*>(args.dx),
@@ -88,12 +91,8 @@ void Cuda::backward(const BackwardArgs& args) {
                                    saved_of<A>(args),
                                    static_cast<const A*>(args.sums)};
     with_walk<T>(plan, [&]<bool kRows, int V>() {
-      with_activations<T, V>(args.activation, [&]<Activations kSet>() {
-        with_kept(args, [&]<Kept kKept>() {
-          STD_CUDA_CHECK(
-              launch(backward_kernel<T, kSet, kRows, V, kKept>, {plan.blocks(), device.stream}, kernel));
-        });
-      });
+      STD_CUDA_CHECK(
+          launch(kernel_of.template operator()<kRows, V>(), {plan.blocks(), device.stream}, params));
     });
   });
 }

@@ -86,21 +86,25 @@ __global__ void __launch_bounds__(kThreads, kResident)
   });
 }
 
+// Of all that are compiled, the kernel for these arguments.
+template <class T, bool kRows, int V>
+auto forward_kernel_of(const ForwardArgs& args) {
+  void (*kernel)(ForwardParams<T>) = nullptr;
+  with_activations<T, V>(args.activation, [&]<Activations kSet>() {
+    kernel = args.z ? forward_kernel<T, kSet, kRows, V, true> : forward_kernel<T, kSet, kRows, V, false>;
+  });
+  return kernel;
+}
+
 void Cuda::forward(const ForwardArgs& args) {
   const Device device(args.device);
   with_type(args.dtype, [&]<class T>() {
     using A = Accumulation<T>;
     const void* pointers[] = {args.x, args.y, args.z};
+    const auto kernel_of = [&]<bool kRows, int V>() { return forward_kernel_of<T, kRows, V>(args); };
     const Plan plan = Planner::make(args.layout, pointers, args.z ? 3 : 2, sizeof(T), device.limits, 0,
-                                    resident_blocks<T>(device, [&]<bool kRows, int V>() {
-                                      const void* kernel = nullptr;
-                                      with_activations<T, V>(args.activation, [&]<Activations kSet>() {
-                                        kernel = args.z ? address(forward_kernel<T, kSet, kRows, V, true>)
-                                                        : address(forward_kernel<T, kSet, kRows, V, false>);
-                                      });
-                                      return kernel;
-                                    }));
-    const ForwardParams<T> kernel{
+                                    resident_blocks<T>(device, kernel_of));
+    const ForwardParams<T> params{
         plan,
         static_cast<const T*>(args.x),
         static_cast<T*>(args.y),
@@ -109,12 +113,7 @@ void Cuda::forward(const ForwardArgs& args) {
         activated_of<T>(args)};
     const int64_t blocks = 1 + (args.layout.numel() > 0 ? plan.blocks() : 0);
     with_walk<T>(plan, [&]<bool kRows, int V>() {
-      with_activations<T, V>(args.activation, [&]<Activations kSet>() {
-        if (args.z)
-          STD_CUDA_CHECK(launch(forward_kernel<T, kSet, kRows, V, true>, {blocks, device.stream}, kernel));
-        else
-          STD_CUDA_CHECK(launch(forward_kernel<T, kSet, kRows, V, false>, {blocks, device.stream}, kernel));
-      });
+      STD_CUDA_CHECK(launch(kernel_of.template operator()<kRows, V>(), {blocks, device.stream}, params));
     });
   });
 }

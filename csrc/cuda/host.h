@@ -140,9 +140,9 @@ class Slices {
   bool captured;
   int64_t bytes;
   Scratch scratch;
+  unsigned* semaphores = nullptr;
 
  public:
-  unsigned* semaphores = nullptr;
   unsigned* finished = nullptr;
 };
 
@@ -195,20 +195,15 @@ void with_vector_walk(const Plan& plan, const F& f) {
   plan.rows ? f.template operator()<true, kVector<T>>() : f.template operator()<false, kVector<T>>();
 }
 
-template <class Kernel>
-const void* address(Kernel* kernel) {
-  return reinterpret_cast<const void*>(kernel);
-}
-
-// For Planner::make: blocks that a multiprocessor holds of kernel_of<kRows, V>(), the address of the kernel
-// that a plan takes; of no other, as asking loads it, which may wait for the GPU and so for peers. CUDA is
-// asked once per thread, kernel and device.
+// For Planner::make: blocks that a multiprocessor holds of kernel_of<kRows, V>(), the kernel that a plan
+// takes; of no other, as asking loads it, which may wait for the GPU and so for peers. CUDA is asked once per
+// thread, kernel and device.
 template <class T, class KernelOf>
 auto resident_blocks(const Device& device, const KernelOf& kernel_of) {
   return [&](const Plan& plan) {
     int blocks = 0;
     with_walk<T>(plan, [&]<bool kRows, int V>() {
-      const void* const kernel = kernel_of.template operator()<kRows, V>();
+      const auto kernel = reinterpret_cast<const void*>(kernel_of.template operator()<kRows, V>());
       thread_local std::map<std::pair<const void*, int>, int> asked;
       int& known = asked[{kernel, device.current}];
       if (known == 0)

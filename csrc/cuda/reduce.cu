@@ -77,27 +77,31 @@ __global__ void __launch_bounds__(kThreads, kResident)
   }
 }
 
+// Of all that are compiled, the kernel for these arguments.
+template <class T, bool kShared, bool kRows, int V>
+auto reduce_kernel_of(const ReduceArgs& args) {
+  void (*kernel)(ReduceParams<T, kShared>) = nullptr;
+  with_activations<T, V>(args.activation, [&]<Activations kSet>() {
+    with_kept(args, [&]<Kept kKept>() { kernel = reduce_kernel<T, kShared, kSet, kRows, V, kKept>; });
+  });
+  return kernel;
+}
+
 void Cuda::reduce(const ReduceArgs& args) {
   const Device device(args.device);
   if (args.layout.C == 0) return;
   with_type(args.dtype, [&]<class T>() {
     using A = Accumulation<T>;
     const void* pointers[] = {args.input, args.dy, args.z};
-    const Plan plan =
-        Planner::make(args.layout, pointers, args.z ? 3 : 2, sizeof(T), device.limits, args.z ? 3 : 2,
-                      resident_blocks<T>(device, [&]<bool kRows, int V>() {
-                        const void* kernel = nullptr;
-                        with_activations<T, V>(args.activation, [&]<Activations kSet>() {
-                          with_kept(args, [&]<Kept kKept>() {
-                            kernel = args.exchange ? address(reduce_kernel<T, true, kSet, kRows, V, kKept>)
-                                                   : address(reduce_kernel<T, false, kSet, kRows, V, kKept>);
-                          });
-                        });
-                        return kernel;
-                      }));
-    const Slices<Sums<A>> slices(plan, device, args.exchange);
+    const int operands = args.z ? 3 : 2;
     with_shares(args.exchange, [&]<bool kShared>(const Shares<kShared>& shares) {
-      const ReduceParams<T, kShared> kernel{shares,
+      const auto kernel_of = [&]<bool kRows, int V>() {
+        return reduce_kernel_of<T, kShared, kRows, V>(args);
+      };
+      const Plan plan = Planner::make(args.layout, pointers, operands, sizeof(T), device.limits, operands,
+                                      resident_blocks<T>(device, kernel_of));
+      const Slices<Sums<A>> slices(plan, device, kShared);
+      const ReduceParams<T, kShared> params{shares,
                                             plan,
                                             static_cast<const T*>(args.input),
                                             static_cast<const T*>(args.dy),
@@ -107,12 +111,8 @@ void Cuda::reduce(const ReduceArgs& args) {
                                             slices.partials(),
                                             slices.finished};
       with_walk<T>(plan, [&]<bool kRows, int V>() {
-        with_activations<T, V>(args.activation, [&]<Activations kSet>() {
-          with_kept(args, [&]<Kept kKept>() {
-            STD_CUDA_CHECK(launch(reduce_kernel<T, kShared, kSet, kRows, V, kKept>,
-                                  {plan.blocks(), device.stream}, kernel));
-          });
-        });
+        STD_CUDA_CHECK(
+            launch(kernel_of.template operator()<kRows, V>(), {plan.blocks(), device.stream}, params));
       });
     });
   });

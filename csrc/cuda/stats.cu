@@ -64,14 +64,12 @@ void Cuda::stats(const StatsArgs& args) {
   with_type(args.dtype, [&]<class T>() {
     using A = Accumulation<T>;
     const void* pointers[] = {args.x};
-    const Plan plan = Planner::make(args.layout, pointers, 1, sizeof(T), device.limits, 1,
-                                    resident_blocks<T>(device, [&]<bool kRows, int V>() {
-                                      return args.exchange ? address(stats_kernel<T, true, kRows, V>)
-                                                           : address(stats_kernel<T, false, kRows, V>);
-                                    }));
-    const Slices<WelfordState<A>> slices(plan, device, args.exchange);
     with_shares(args.exchange, [&]<bool kShared>(const Shares<kShared>& shares) {
-      const StatsParams<T, kShared> kernel{shares,
+      const auto kernel_of = [&]<bool kRows, int V>() { return stats_kernel<T, kShared, kRows, V>; };
+      const Plan plan = Planner::make(args.layout, pointers, 1, sizeof(T), device.limits, 1,
+                                      resident_blocks<T>(device, kernel_of));
+      const Slices<WelfordState<A>> slices(plan, device, kShared);
+      const StatsParams<T, kShared> params{shares,
                                            plan,
                                            static_cast<const T*>(args.x),
                                            static_cast<A*>(args.moments),
@@ -79,7 +77,8 @@ void Cuda::stats(const StatsArgs& args) {
                                            slices.partials(),
                                            slices.finished};
       with_walk<T>(plan, [&]<bool kRows, int V>() {
-        STD_CUDA_CHECK(launch(stats_kernel<T, kShared, kRows, V>, {plan.blocks(), device.stream}, kernel));
+        STD_CUDA_CHECK(
+            launch(kernel_of.template operator()<kRows, V>(), {plan.blocks(), device.stream}, params));
       });
     });
   });
