@@ -160,7 +160,7 @@ class Config:
         self._refuse_without_effect()
 
     def convert_options(self) -> dict[str, Any]:
-        """``--memory`` as arguments of `fastvit.convert`."""
+        """`--memory` as arguments of `fastvit.convert`."""
         name, _, share = self.memory.partition("=")
         if name != "budget":
             takes = f"one of {', '.join(('off', *MEMORY))}, or budget=<share>"

@@ -1,4 +1,4 @@
-"""What `--memory` makes of the model's BatchNorm layers, by `fastvit.convert`."""
+"""What `--memory` makes of the model, by `fastvit.convert`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def save_memory(
     precision: Precision,
     decided_by: Mapping[str, Tensor] | None = None,
 ) -> SavedMemory | None:
-    """Convert the BatchNorm layers of `model`, in place, as `--memory` says.
+    """Convert `model`, in place, as `--memory` says.
 
     It wants the model on its device with the weights that training begins with, before amp casts them: an
     in-place layer must recover its input from weights and activations as they are. A compiled model is left
