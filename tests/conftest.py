@@ -4,10 +4,14 @@ cuda_host runs the CUDA sources on a model of a GPU on the CPU: tensors stay on 
 implementations are replaced by the emulated kernels.
 """
 
+import gc
 import os
 
-import pytest
-import torch
+# Before torch loads OpenMP: its threads spin by default, on cores that the other processes of a run want.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
 TARGET = os.environ.get("FASTVIT_TEST_DEVICE", "cpu")
 
@@ -22,6 +26,14 @@ def pytest_configure(config):
         torch.use_deterministic_algorithms(True, warn_only=True)  # new tensors hold NaN until written
     if TARGET == "cuda":
         torch.backends.cudnn.allow_tf32 = False  # convolutions around a layer are compared in float32
+
+
+def pytest_collection_finish():
+    """What imports and the collection have made stays, so gc.collect(), which tests of memory call, skips it."""
+    import torch._dynamo  # noqa: F401, which the first optimizer or profile imports
+
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

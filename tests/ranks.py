@@ -20,7 +20,10 @@ GROUP_TIMEOUT = 20
 
 
 def _serve(connection) -> None:
+    import torch._dynamo  # noqa: F401, which DDP and optimizers import
+
     torch.set_num_threads(1)
+    gc.freeze()  # a collection after each job looks at what the job has left alone
     connection.send("ready")
     while True:
         job = connection.recv()

@@ -60,7 +60,7 @@ def write(folder, files):
 def test_unit_tests(tmp_path):
     """What passed, what was skipped, what failed, and the one that a time limit ended."""
     write(tmp_path, {"L0/run_amp/test_own.py": UNIT, "L0/run_amp/test_broken.py": "import not_there\n"})
-    done = run(tmp_path, "--only", "run_amp", "--limit", "25", "--out", str(tmp_path / "table.md"))
+    done = run(tmp_path, "--only", "run_amp", "--limit", "15", "--out", str(tmp_path / "table.md"))
     assert done.returncode == 1
     lines = done.stdout.splitlines()
     assert (
