@@ -167,12 +167,20 @@ def bench_step(shape: tuple[int, ...], groups: dict, repeats: int, device: torch
     }
     steps["bare"] = gather, lambda _: reduce()
     times = {(name, d): [] for name in steps for d in DIRECTIONS}
+
+    def begin_cold() -> None:
+        """Not timed: what was in the caches goes, and the ranks begin together."""
+        local(x).backward(dy)
+        x.grad = None
+        together()
+
     for repeat in range(repeats):
         for name, (forward, backward) in steps.items():
-            local(x).backward(dy)  # not timed: what the contender before has left in the caches goes
-            x.grad, kept = None, []
-            together()
+            kept: list = []
+            begin_cold()
             first = timed(lambda forward=forward, kept=kept: kept.append(forward()), device)
+            if name == "bare":  # each comes after work, as a layer's do
+                begin_cold()
             second = timed(lambda backward=backward, kept=kept: backward(kept.pop()), device)
             if repeat >= repeats // 10:
                 for direction, taken in zip(DIRECTIONS, (first, second, first + second), strict=True):

@@ -6,7 +6,6 @@ makes it and one takes it apart; on a GPU the host waits for neither, and hears 
 next call. All collectives are called as attributes of torch.distributed.
 """
 
-import contextlib
 import datetime
 import weakref
 
@@ -93,7 +92,11 @@ def wait_on_host(work: "dist.Work") -> None:
     Raises:
         RuntimeError: the collective failed.
     """
-    while not work.is_completed():
-        with contextlib.suppress(RuntimeError):  # the slice is over, or what the last wait raises again
+    while True:
+        try:
             work.wait(_SLICE)
-    work.wait()
+            return
+        except RuntimeError:  # the slice is over, or the collective failed
+            if work.is_completed():
+                work.wait()  # raises why it failed
+                return
