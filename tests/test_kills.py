@@ -1,13 +1,13 @@
 """Ranks killed at random moments: every other one ends in an error, soon, and nothing hangs.
 
-Ranks are forked from one process that has loaded everything, so that a kill costs a fraction of a second.
+Ranks are forked from one process that has loaded everything, so that a kill costs a fraction of a second. Their
+store is another process: torch's FileStore reads for ever behind a rank that was killed while it wrote.
 """
 
 import os
 import random
 import signal
 import sys
-import tempfile
 import time
 
 import pytest
@@ -15,7 +15,7 @@ import pytest
 SOON = 8.0  # seconds; the group's timeout is far longer
 
 
-def _train(rank: int, world: int, store: str, statistics: str, ready: int) -> None:
+def _train(rank: int, world: int, store: tuple[int, int], statistics: str, ready: int) -> None:
     import datetime
 
     import torch
@@ -26,7 +26,9 @@ def _train(rank: int, world: int, store: str, statistics: str, ready: int) -> No
     os.environ["FASTVIT_STATISTICS"] = statistics
     torch.set_num_threads(1)
     limit = datetime.timedelta(seconds=120)
-    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=world, timeout=limit)
+    port, seed = store
+    ours = dist.PrefixStore(str(seed), dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit))
+    dist.init_process_group("gloo", store=ours, rank=rank, world_size=world, timeout=limit)
     net = torch.nn.Sequential(fastvit.SyncBatchNorm(6), fastvit.InPlaceABNSync(6), fastvit.SyncBatchNorm(6))
     x = torch.randn(4, 6, 3)
     net[0](x)  # from here on the ranks know each other's processes; the other layers are agreed on below
@@ -50,37 +52,52 @@ def _rank(*arguments) -> int:
         os._exit(status)
 
 
-def kill_at_random(seed: int) -> str:
-    """What went wrong, or nothing."""
+def kill_at_random(seed: int, port: int) -> str:
+    """What went wrong, or nothing. `port`: of the store."""
     choose = random.Random(seed)
     world, statistics = choose.choice([2, 3]), choose.choice(["peer", "collective"])
     victim, delay = choose.randrange(world), choose.choice([0.02, 0.2, 0.8]) * choose.random()
-    with tempfile.TemporaryDirectory() as folder:
-        ours, theirs = os.pipe()
-        children = [_rank(rank, world, f"{folder}/store", statistics, theirs) for rank in range(world)]
-        left = dict(enumerate(children))
-        try:
-            for _ in range(world):  # behind torch's own set-up, which waits for the group's timeout
-                os.read(ours, 1)
-            time.sleep(delay)
-            os.kill(left[victim], signal.SIGKILL)
-            os.waitpid(left.pop(victim), 0)
-            deadline = time.monotonic() + SOON
-            while left and time.monotonic() < deadline:
-                for rank, child in list(left.items()):
-                    done, status = os.waitpid(child, os.WNOHANG)
-                    if done:
-                        del left[rank]
-                        if status:
-                            return f"seed {seed}: rank {rank} of {world}, {statistics}: status {status}"
-                time.sleep(0.01)
-            what = f"ranks {sorted(left)} of {world}, {statistics}, wait after {delay:.3f} s"
-            return f"seed {seed}: {what}" if left else ""
-        finally:
-            os.close(ours), os.close(theirs)
-            for child in left.values():
-                os.kill(child, signal.SIGKILL)
-                os.waitpid(child, 0)
+    ours, theirs = os.pipe()
+    children = [_rank(rank, world, (port, seed), statistics, theirs) for rank in range(world)]
+    left = dict(enumerate(children))
+    try:
+        for _ in range(world):  # behind torch's own set-up, which waits for the group's timeout
+            os.read(ours, 1)
+        time.sleep(delay)
+        os.kill(left[victim], signal.SIGKILL)
+        os.waitpid(left.pop(victim), 0)
+        deadline = time.monotonic() + SOON
+        while left and time.monotonic() < deadline:
+            for rank, child in list(left.items()):
+                done, status = os.waitpid(child, os.WNOHANG)
+                if done:
+                    del left[rank]
+                    if status:
+                        return f"seed {seed}: rank {rank} of {world}, {statistics}: status {status}"
+            time.sleep(0.01)
+        what = f"ranks {sorted(left)} of {world}, {statistics}, wait after {delay:.3f} s"
+        return f"seed {seed}: {what}" if left else ""
+    finally:
+        os.close(ours), os.close(theirs)
+        for child in left.values():
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
+def _serve_store() -> int:
+    """The port of a store in a process that ends with this one."""
+    import torch.distributed as dist
+
+    ours, theirs = os.pipe()
+    if not os.fork():
+        os.close(ours)
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(theirs, str(store.port).encode())
+        parent = os.getppid()
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(0)
+    return int(os.read(ours, 5))
 
 
 def run(seeds: range) -> list[str]:
@@ -104,6 +121,7 @@ def test_two_hundred_kills():
 if __name__ == "__main__":
     import fastvit  # noqa: F401  (before the forks)
 
+    port = _serve_store()
     for seed in range(*map(int, sys.argv[1:])):
-        if said := kill_at_random(seed):
+        if said := kill_at_random(seed, port):
             print(said, flush=True)

@@ -133,9 +133,10 @@ class Agreement:
         if first != answer:
             self._store.set(f"{key}other/{self.rank}", answer)
             self._store.set(key + "differ", "yes")
-        self._store.set(f"{key}here/{self.rank}", "")
         if self._store.add(key + "count", 1) == self.world:
             self._store.compare_set(key + "end", "", "all")
+        # Last: a rank that was killed before this line may not have been counted, or not have said "all".
+        self._store.set(f"{key}here/{self.rank}", "")
         self._await(
             key + "end",
             came=lambda rank: self._store.check([f"{key}here/{rank}"]),
