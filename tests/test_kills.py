@@ -1,6 +1,6 @@
-"""Ranks killed at random moments: every other one ends in an error, soon, and nothing hangs.
+"""Ranks killed at random moments: all others raise soon, and none hangs.
 
-Ranks are forked from one process that has loaded everything, so that a kill costs a fraction of a second.
+Ranks are forked from one process that has loaded everything, so that a kill takes a fraction of a second.
 """
 
 import os
@@ -36,7 +36,7 @@ def _train(rank: int, world: int, store: str, statistics: str, ready: int) -> No
 
 
 def _rank(*arguments) -> int:
-    """A child; its exit status says how it ended."""
+    """A rank in a child process; the exit status is the kind of its end."""
     child = os.fork()
     if child:
         return child
@@ -51,7 +51,7 @@ def _rank(*arguments) -> int:
 
 
 def kill_at_random(seed: int) -> str:
-    """What went wrong, or nothing."""
+    """A description of the failure, or None."""
     choose = random.Random(seed)
     world, statistics = choose.choice([2, 3]), choose.choice(["peer", "collective"])
     victim, delay = choose.randrange(world), choose.choice([0.02, 0.2, 0.8]) * choose.random()
