@@ -1,4 +1,4 @@
-"""Half networks by hand: casting one, and float32 masters beside it."""
+"""Casts networks to half, and makes float32 masters, without amp."""
 
 from __future__ import annotations
 

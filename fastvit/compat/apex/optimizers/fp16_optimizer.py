@@ -26,7 +26,7 @@ class FP16_Optimizer(General):
     scale too, and its checkpoints are those of apex.contrib.optimizers.
 
     Args:
-        init_optimizer: changed in place; use the wrapper from here on.
+        init_optimizer: changed in place; use the wrapper instead of it.
         static_loss_scale: a fixed scale.
         dynamic_loss_scale: start at 2^16, halve it at an overflow, double it after 1000 clean steps.
         dynamic_loss_args: those of `DynamicLossScaler` instead.
