@@ -72,7 +72,7 @@ class _Before:
                     todo += self._note(value)
 
     def restore(self) -> None:
-        with torch._C.DisableTorchFunction(), self._undo:  # an ExitStack goes on after an error
+        with torch._C.DisableTorchFunction(), self._undo:  # an ExitStack continues after an error
             self.journal.restore()
 
     def _note(self, value: object) -> Iterable[object]:
@@ -172,7 +172,7 @@ class _Before:
         alias, leaf = tensor.data, tensor.is_leaf
         gradient, requires_grad = (tensor.grad if leaf else None), tensor.requires_grad
         if id(tensor) in self._buffers:
-            # batch_norm writes to running statistics, and its schema does not say so.
+            # batch_norm writes to running statistics, and its schema does not declare it.
             self.journal.save(storage)
         else:
             self.journal.protect(storage)

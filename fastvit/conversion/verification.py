@@ -67,7 +67,7 @@ def verify(
         limit: largest allowed difference of a tensor, relative to its largest value. The default depends on
             `dtype` where a BatchNorm is fused, and is 0 elsewhere, since rebuilding repeats the same op. The
             scale of a gradient is at least 1e-4 of the model's largest gradient, because a gradient that is
-            zero but for roundings has no scale of its own. The same holds for buffers.
+            zero up to rounding has no scale of its own. The same holds for buffers.
 
     Returns:
         A `Verification`: true when all differences are within the limit. It prints those that are not.
@@ -114,7 +114,7 @@ def verify(
     return Verification(ordered, limit)
 
 
-# A tensor of these kinds that is zero but for roundings (a mean after a normalisation) has no scale of its
+# A tensor of these kinds that is zero up to rounding (a mean after a normalisation) has no scale of its
 # own.
 _WITHOUT_SCALE = ("gradient of ", "buffer ")
 

@@ -72,7 +72,7 @@ class Recipe:
         return missing
 
     def hold(self, kept: Kept) -> None:
-        """Keeps the tensor for good, so that other recipes may use it as an ingredient."""
+        """Keeps the tensor, so that other recipes may use it as an ingredient."""
         self.kept = kept
         self.value.keeper = weakref.ref(kept)
 

@@ -143,7 +143,7 @@ def trial(
     def works() -> None:
         load_kernels(device)
         numbers, changed = torch.arange(2 * capacity, device=device).float()[None], False
-        # A rank that finds wrong numbers goes on to the last exchange, so that no peer waits for it.
+        # A rank that finds wrong numbers continues to the last exchange, so that no peer waits for it.
         for step in range(1, _TRIALS + 1):
             both = tested.share(numbers + (rank + step), Tag(0, step))
             want = torch.stack([numbers[0] + (peer + step) for peer in range(world)]).sum(0)

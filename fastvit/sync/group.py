@@ -99,7 +99,7 @@ class Group:
         """The tag of the next forward exchange.
 
         After a backward that raised on this rank the step is counted twice. The other ranks may have had all
-        of this rank's packets before. They go on with the next step, and the tags differ.
+        of this rank's packets before. They continue with the next step, and the tags differ.
         """
         self._check_process()
         key = (layer.number, layer.op, channels, dtype)

@@ -194,10 +194,10 @@ class FusedRMSNormFunction:
 
 
 class FusedLayerNorm(nn.LayerNorm):
-    """torch.nn.LayerNorm; the output has the dtype of the input, whatever that of the weight.
+    """torch.nn.LayerNorm; the output has the dtype of the input, not of the weight.
 
     Args:
-        memory_efficient: has no effect, and says so once.
+        memory_efficient: has no effect, and warns once.
     """
 
     def __init__(
@@ -225,10 +225,10 @@ class MixedFusedLayerNorm(FusedLayerNorm):
 
 
 class FusedRMSNorm(nn.RMSNorm):
-    """torch.nn.RMSNorm; the output has the dtype of the input, whatever that of the weight.
+    """torch.nn.RMSNorm; the output has the dtype of the input, not of the weight.
 
     Args:
-        memory_efficient: has no effect, and says so once.
+        memory_efficient: has no effect, and warns once.
     """
 
     def __init__(
