@@ -141,7 +141,7 @@ def test_wrong_models_and_optimizers():
     model, optimizer = start("O1")
     with pytest.raises(RuntimeError, match="loss_id 1 needs amp.initialize"), amp.scale_loss(0, optimizer, 1):
         pass
-    with pytest.raises(RuntimeError, match="SGD did not go through amp.initialize"):
+    with pytest.raises(RuntimeError, match="SGD was not given to amp.initialize"):
         step(model, torch.optim.SGD(model.parameters(), 0.1))
     with pytest.raises(RuntimeError, match="optimizer.step takes no closure"):
         optimizer.step(lambda: 0.0)
