@@ -21,12 +21,12 @@ class Options(NamedTuple):
     channel_dim: int
 
     @property
-    def of_forward(self) -> tuple:
+    def of_forward(self) -> tuple[float | None, float, str, float, int]:
         """The last arguments of a forward op."""
         return self.momentum, self.eps, self.activation, self.activation_param, self.channel_dim
 
     @property
-    def of_backward(self) -> tuple:
+    def of_backward(self) -> tuple[str, float, int]:
         """The last arguments of a backward op."""
         return self.activation, self.activation_param, self.channel_dim
 
@@ -60,9 +60,10 @@ class BatchNormFunction(torch.autograd.Function):
     def backward(ctx, dy):
         x, weight, bias, z, saved, tag = ctx.saved_tensors
         wants_x, wants_weight, wants_bias, wants_z = ctx.needs_input_grad[:4]
-        rest = (weight, bias, *ctx.options.of_backward)
+        options: Options = ctx.options
+        rest = (weight, bias, *options.of_backward)
         dx = dz = None
-        if wants_x and ctx.options.is_local:
+        if wants_x and options.is_local:
             dx, dz, own = ops.bn_local_backward(x, dy, z, saved, *rest)
         else:
             own, total = _sums(ctx, tag, lambda exchange: ops.bn_reduce(x, dy, z, saved, *rest, exchange))
@@ -122,9 +123,10 @@ class InvertibleABNFunction(torch.autograd.Function):
 def _invertible_backward(ctx, dy):
     y, weight, bias, saved, tag = ctx.saved_tensors
     wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-    rest = (weight, bias, *ctx.options.of_backward)
+    options: Options = ctx.options
+    rest = (weight, bias, *options.of_backward)
     dx = None
-    if wants_x and ctx.options.is_local:
+    if wants_x and options.is_local:
         dx, own = ops.abn_local_backward(y, dy, saved, *rest)
     else:
         own, total = _sums(ctx, tag, lambda exchange: ops.abn_reduce(y, dy, saved, *rest, exchange))

@@ -112,7 +112,7 @@ def test_kernels_that_do_not_compile_are_an_error(tmp_path):
     )  # fmt: skip
     assert run.returncode == 1 and "this is no GPU compiler" in run.stdout
     assert run.stderr.strip().splitlines()[-1] == (
-        "fastvit: it did not compile; the compiler's messages stand above. "
+        "fastvit: it did not compile; see the compiler's messages above. "
         "FASTVIT_CUDA=0 builds without the CUDA kernels."
     )
     assert not list((tmp_path / "lib").rglob("*.so"))
