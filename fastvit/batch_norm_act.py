@@ -38,10 +38,9 @@ class BatchNormAct(_norm.OptionalBias, _norm.ChecksConditioning, _NormBase):
     recomputed.
 
     Raises:
-        ValueError: at construction, for an unknown activation or memory, or an activation that
-        memory="inplace"
-            cannot invert; in forward, for a wrong rank or channel count, one value per channel in training,
-            or a residual in place.
+        ValueError: at construction, for an unknown activation or memory, or an activation that cannot be
+            inverted with memory="inplace"; in forward, for a wrong rank or channel count, one value per
+            channel in training, or a residual in place.
     """
 
     def __init__(

@@ -262,9 +262,8 @@ def inplace_abn(
     Args:
         activation: "identity", "leaky_relu" (activation_param is the slope, > 0) or "elu"
             (activation_param is alpha, > 0).
-        abs_weight: gamma is `|weight| + eps`, as in mapillary's inplace_abn; otherwise the signed weight,
-        with
-            |weight| raised to a small floor (see `fastvit.ops.abn_forward_`).
+        abs_weight: gamma is `|weight| + eps`, as in mapillary's inplace_abn; otherwise the signed weight, at
+            least a small floor away from 0 (see `fastvit.ops.abn_forward_`).
 
     Other arguments and errors as in `sync_batch_norm`. Source: Rota Bulò, Porzi, Kontschieder, "In-Place
     Activated BatchNorm for Memory-Optimized Training of DNNs", arXiv:1712.02616.

@@ -28,9 +28,8 @@ class InPlaceABN(_norm.OptionalBias, _norm.ChecksConditioning, _NormBase):
         activation_param: slope of leaky_relu or alpha of elu, > 0.
         channel_last: the input is (N, *, C), as tokens (N, L, C) are. Tensors in torch's channels_last
             memory format need no flag.
-        abs_weight: gamma is |weight| + eps, as in mapillary's inplace_abn; otherwise the weight, with
-        |weight|
-            raised to a small floor.
+        abs_weight: gamma is |weight| + eps, as in mapillary's inplace_abn; otherwise the signed weight, at
+            least a small floor away from 0.
         bias: False for no bias, as in torch.nn.BatchNorm2d.
 
     Shape: (N, C, *) with 2 to 5 dimensions, float16, bfloat16, float32 or float64; the output has the same.
