@@ -2,6 +2,7 @@
 
 #include <cstring>
 
+#include "../checks.h"
 #include "../cuda/device.h"
 #include "cuda_peer.h"
 
