@@ -24,7 +24,7 @@ from setuptools import Extension, setup  # noqa: E402
 from setuptools.command import bdist_wheel, build_ext  # noqa: E402
 
 ROOT, TORCH = Path(__file__).parent.resolve(), Path(sys.modules["torch"].__file__).parent
-TORCH_ABI = "0x020b000000000000"  # 2.11: the oldest torch whose stable ABI has all that is used here
+TORCH_ABI = "0x020b000000000000"  # 2.11: the oldest torch whose stable ABI has all functions used here
 ARCHITECTURES = os.environ.get("TORCH_CUDA_ARCH_LIST") or "8.0;9.0+PTX"  # torch's detection needs a GPU
 CUDA = os.environ.get("FASTVIT_CUDA", "auto")
 QUIET = "-Wno-psabi -Wno-maybe-uninitialized -Wno-uninitialized -Wno-unknown-warning-option"
@@ -35,13 +35,13 @@ if os.uname().machine == "x86_64":
 
 
 def find_cuda() -> tuple[Path | None, str]:
-    """The toolkit's folder (the one that holds include/cuda_runtime.h), or None, and why."""
+    """The toolkit's folder, which has include/cuda_runtime.h, or None; and the reason."""
     if CUDA not in ("auto", "0", "1"):
         sys.exit(f"fastvit: FASTVIT_CUDA is {CUDA!r}; auto, 0 or 1 expected.")
     if CUDA == "0":
         return None, "FASTVIT_CUDA=0"
     folders = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
-    if nvcc := shutil.which("nvcc"):  # may be a wrapper script, so ask it rather than its path
+    if nvcc := shutil.which("nvcc"):  # nvcc may be a wrapper script, so its path does not tell
         dryrun = subprocess.run([nvcc, "--dryrun", "-c", "x.cu"], capture_output=True, text=True)
         folders += re.findall(r"^#\$ TOP=(.*)$", dryrun.stderr, re.M)
     for folder in (Path(f).resolve() for f in [*folders, "/usr/local/cuda"] if f):
@@ -61,13 +61,13 @@ def cuda_sources() -> list[Path]:
 
 
 def codes() -> list[str]:
-    """What nvcc makes of ARCHITECTURES: sm_90 is machine code, compute_90 PTX for later GPUs."""
+    """nvcc's targets for ARCHITECTURES: sm_90 is machine code, compute_90 PTX for later GPUs."""
     pairs = [(re.sub(r"\+PTX|\.", "", a), a.endswith("+PTX")) for a in re.split(r"[; ]+", ARCHITECTURES)]
     return [f"{kind}_{a}" for a, ptx in pairs for kind in ("sm", "compute")[: 1 + ptx]]
 
 
 def ninja_file(cxx: str, cuda: Path | None, why: str) -> str:
-    """The build. The library keeps `why` it has no CUDA kernels (`cuda` is None), to tell its users."""
+    """The text of build.ninja. The library has the targets of its CUDA kernels, or `why` there are none."""
     built = f"built for {', '.join(codes())}" if cuda else f"not built: {why}"
     gencode = " ".join(f"-gencode=arch=compute_{code.split('_')[1]},code={code}" for code in codes())
     common = f"-O3 -std=c++20 -DTORCH_TARGET_VERSION={TORCH_ABI} -isystem '{TORCH}/include' -MMD -MF $out.d"
@@ -110,7 +110,7 @@ class NinjaBuild(build_ext.build_ext):
         ninja or sys.exit("fastvit: building needs ninja; pip install ninja.")
         cuda, why = find_cuda()
         print(f"fastvit: CUDA kernels {f'for {ARCHITECTURES}' if cuda else 'not built'}: {why}", flush=True)
-        if self.editable_mode:  # setuptools would take a new folder each time, and compile everything again
+        if self.editable_mode:  # setuptools would use a new folder each time, and compile everything
             self.build_temp = ROOT / f"build/temp.{self.plat_name}-{sys.implementation.cache_tag}"
         os.makedirs(folder := Path(self.build_temp).resolve(), exist_ok=True)
         (folder / "build.ninja").write_text(ninja_file(cxx, cuda, why))
@@ -119,12 +119,12 @@ class NinjaBuild(build_ext.build_ext):
             target = Path(self.get_ext_fullpath(f"fastvit.{library[:-3]}"))
             os.makedirs(target.parent, exist_ok=True)
             stale = ROOT / "fastvit" / library if self.editable_mode else target
-            stale.unlink(missing_ok=True)  # rather than written over: a running process keeps its own
+            stale.unlink(missing_ok=True)  # not overwritten, since a running process may have it mapped
             if wanted:
                 targets[library] = target
         if subprocess.run([ninja, "-C", str(folder), *targets]).returncode:
             without = " FASTVIT_CUDA=0 builds without the CUDA kernels." if cuda else ""
-            sys.exit(f"fastvit: it did not compile; the compiler's messages stand above.{without}")
+            sys.exit(f"fastvit: it did not compile; see the compiler's messages above.{without}")
         for library, target in targets.items():
             shutil.copy2(folder / library, target)
 

@@ -1,18 +1,17 @@
 """Real models before and after `fastvit.convert`: bytes kept for backward, peak of a step, and its time.
 
-Contenders: the model as it is; converted; converted with memory="gemm"; with bf16, converted with
-weight_casts=True; each block checkpointed, where the model offers that; and the partitioner of torch.compile,
-which may recompute what it likes. Kept are the
-allocator's live bytes before and after one training forward; the peak is that of a whole step, over what is
-alive before it and without the gradients of weights. Whether the gradients have the eager model's bits is
-compared, not assumed.
+Contenders: the eager model; converted; converted with memory="gemm"; with bf16, converted with
+weight_casts=True; with each block checkpointed, where the model has that option; and the partitioner of
+torch.compile, which chooses what to recompute. Kept bytes are the allocator's live bytes after one training
+forward minus those before. The peak is that of a whole step, above the bytes before it and without the
+gradients of weights. Gradients are compared with the eager model's, bit by bit.
 
     python benchmarks/bench_convert.py [--models vits|norms|vit_small_patch16_224,torchvision:vit_b_16]
                                        [--precision fp32|bf16] [--batch 8] [--threads 2] [--repeats 7]
 
 Needs timm, torchvision and transformers (`pip install '.[models]'`). Writes results/convert_vits_cpu.csv (of
-ViTs) and convert_cpu.csv (of models with BatchNorm), in which rows of models that were not measured this time
-stay, and draws each to .md and .png.
+ViTs) and convert_cpu.csv (of models with BatchNorm), in which rows of models that were not measured remain,
+and writes each as .md and .png.
 """
 
 import argparse
@@ -68,7 +67,7 @@ class Contender:
         self.model.zero_grad(set_to_none=True)
 
     def gradients(self, x) -> dict:
-        """After a first step, which makes the buffers that are made on first use."""
+        """Runs a first step, which allocates one-time buffers."""
         self.zero()
         self.step(x)
         gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
@@ -76,11 +75,11 @@ class Contender:
         return gradients
 
     def kept(self, x) -> float:
-        """MiB that a training forward leaves alive."""
+        """MiB that a training forward leaves allocated."""
         return live_bytes(lambda: self.forward(x))[0] / MIB
 
     def peak(self, x) -> float:
-        """MiB that a step takes at most; gradients of weights, which are no activations, go as they come."""
+        """Peak MiB of a step; gradients of weights, which are no activations, are freed at once."""
         hooks = [p.register_post_accumulate_grad_hook(_forget) for p in self.model.parameters()]
         peak = peak_bytes(lambda: self.step(x)) / MIB
         for hook in hooks:
@@ -114,13 +113,13 @@ def contenders(eager, x, precision: str) -> dict[str, Contender]:
 
 
 def partitioned(eager, x, precision: str) -> float | None:
-    """MiB kept under the partitioner of torch.compile, without generating code for what it chose."""
+    """MiB kept under the partitioner of torch.compile, without code generation."""
     torch._dynamo.reset()
     try:
         contender = Contender(torch.compile(eager, backend="aot_eager_decomp_partition"), precision)
         contender.gradients(x)
         return contender.kept(x)
-    except Exception as error:  # a model that does not compile is no reason to lose the other rows
+    except Exception as error:  # a model may not compile; other rows are still measured
         print(f"not compiled: {type(error).__name__}: {str(error).splitlines()[0]}")
         return None
 
@@ -207,7 +206,7 @@ def table(rows: list[dict]) -> str:
 
 
 def picture(rows: list[dict], path) -> None:
-    """What a training forward keeps, as a share of the eager model's."""
+    """The kept bytes of a training forward, relative to the eager model's."""
     figure, axis = plt.subplots(figsize=(9, 1 + 0.55 * len(rows)), layout="constrained")
     labels = [f"{r['model']}{', bf16' if r['precision'] == 'bf16' else ''}" for r in rows]
     height = 0.8 / len(SHOWN)

@@ -1,21 +1,21 @@
-"""What the first hours on a GPU are to show, part by part; `tools/gpu.py measure` runs them in this order.
+"""Benchmarks on a GPU in parts; `tools/gpu.py measure` runs them in this order.
 
     python benchmarks/bench_gpu.py PART [--device cuda] [--out benchmarks/results] [--budget 60]
 
-    copy         bandwidth of a copy by size, what all else is a share of
-    four_ops     stats, forward, reduce, backward, kept and in place: three layouts, bf16 and fp32
+    copy         bandwidth of a copy by size, to which others are compared
+    four_ops     stats, forward, reduce, backward, plain and in place: three layouts, bf16 and fp32
     on_chip      local ops on tensors that fit on chip; FASTVIT_ON_CHIP=0 for two kernels a direction
     slices       bn_stats of one size by number of channels, and so of slices that are merged
-    exchange     moments and sums by Loopback, the peers' packets there before: 2, 4, 8 ranks, C to 2048
-    stream       what a second stream gets done while an exchange waits for a peer
+    exchange     moments and sums by Loopback, with the peers' packets sent before: 2, 4, 8 ranks, C to 2048
+    stream       throughput of a second stream while an exchange waits for a peer
     graph        a step of four layers, eager and replayed from a CUDA graph
     ipc          a step of a layer in two processes that share one GPU's memory by CudaIpc
     activations  forward and backward by activation
-    host         microseconds that the host spends on an op, C++ and Python apart
-    six_kernels  nothing timed: one launch of six kernels, for a profiler
+    host         host microseconds per op, for C++ and Python
+    six_kernels  no timing: one launch of six kernels, for a profiler
 
-Times as harness.Timer says: the device's, cold caches, medians. Writes PART_DEVICE.csv after every row. With
-`--device cpu` every line runs, on tiny shapes with --quick: a rehearsal whose times mean nothing.
+Times by harness.Timer: of the device, with cold caches, medians. Writes PART_DEVICE.csv after every row.
+`--device cpu` runs all code, on tiny shapes with --quick; its times are meaningless.
 """
 
 import argparse
@@ -45,7 +45,7 @@ class Part:
         self.left: list[str] = []
 
     def late(self, what: object) -> bool:
-        """Whether there is no more time for `what`, which is then named."""
+        """Whether the time is over before `what`, whose name is then printed."""
         if time.perf_counter() < self.deadline:
             return False
         self.left.append(str(what))

@@ -2,11 +2,11 @@
 
     python benchmarks/bench_layers.py [--threads 1 2] [--repeats 15] [--device cpu|cuda]
 
-Forward and backward are timed apart and added, contenders in turn, each on a fresh input that no cache holds.
-`floor` is the time the 8 passes of a step (2R + 1W forward, 4R + 1W backward) take at the bandwidth of a
-large copy made in turn with the layers; ratios are medians over such turns. Memory: the tensors a forward
-saves for backward, and what each pass allocates. apex's SyncBatchNorm (FASTVIT_APEX=folder of its sources)
-and mapillary's InPlaceABN, which has to be compiled, take part where they can be imported.
+Forward and backward are timed separately and added, contenders in turn, each on a new input that is in no
+cache. `floor` is the time the 8 passes of a step (2R + 1W forward, 4R + 1W backward) take at the bandwidth of
+a large copy in turn with the layers; ratios are medians over turns. Memory: the tensors that a forward saves
+for backward, and the bytes that each pass allocates. apex's SyncBatchNorm (FASTVIT_APEX=folder of its
+sources) and mapillary's compiled InPlaceABN take part where they can be imported.
 """
 
 import argparse
@@ -31,7 +31,7 @@ APEX = "apex SyncBatchNorm"
 
 
 class Source(torch.autograd.Function):
-    """A fresh tensor that is no leaf, at no cost in backward: what a convolution would hand over."""
+    """Makes a new tensor that is no leaf, like a convolution's output, with a free backward."""
 
     @staticmethod
     def forward(ctx, leaf):
@@ -60,10 +60,10 @@ def contenders(channels: int, dims: int, device: str) -> dict[str, nn.Module]:
 
 
 def step(layer: nn.Module, leaf: torch.Tensor, dy: torch.Tensor, timer: Timer) -> tuple[float, float]:
-    """Milliseconds of one forward and one backward, on data that no cache holds.
+    """Milliseconds of one forward and one backward, on data that is in no cache.
 
-    What empties the caches takes the interpreter's and torch's own code along, which a training loop keeps
-    warm; so a step on a few numbers precedes each timing.
+    Flushing the caches also evicts the code of the interpreter and of torch, which is warm in a training
+    loop. So a step on a few numbers precedes each timing.
     """
     few = leaf.detach()[:2, :, :2, :2] if leaf.dim() == 4 else leaf.detach()[:2]
 
@@ -83,7 +83,7 @@ def step(layer: nn.Module, leaf: torch.Tensor, dy: torch.Tensor, timer: Timer) -
 
 
 def saved_bytes(layer: nn.Module, leaf: torch.Tensor) -> int:
-    """Bytes that one forward keeps for backward, each storage once, without parameters and buffers."""
+    """Bytes that one forward saves for backward, each storage once, without parameters and buffers."""
     own = {t.untyped_storage().data_ptr() for t in [*layer.parameters(), *layer.buffers()]}
     kept: dict[int, int] = {}
 
@@ -100,7 +100,7 @@ def saved_bytes(layer: nn.Module, leaf: torch.Tensor) -> int:
 
 
 def allocated(layer: nn.Module, leaf: torch.Tensor, dy: torch.Tensor) -> dict[str, float]:
-    """What forward and backward allocate in all, in activations; an upper bound of what they need on top."""
+    """All bytes that forward and backward allocate, in activations; an upper bound of their temporaries."""
     held, result = [Source.apply(leaf)], {}
     steps = {
         "forward_allocates": lambda: held.append(layer(held.pop())),

@@ -1,15 +1,15 @@
-"""Forward and backward of each layer, and each raw op, against torch's and against the copy bandwidth.
+"""Forward and backward of each layer, and each raw op, compared with torch's layers and the copy bandwidth.
 
     python benchmarks/bench_ops.py [--device cuda] [--out benchmarks/results] [--budget 150]
-    python benchmarks/bench_ops.py --device cpu --quick --out /tmp/smoke     # is the program in order?
+    python benchmarks/bench_ops.py --device cpu --quick --out /tmp/smoke     # tests the program
 
-Device time of what is named and nothing else (see harness.Timer): cold caches, a fresh input each time,
-contenders in turn. Forward and backward are timed apart; `both` is their sum. GB/s counts the passes over the
-activation that fastvit's ops make, whoever is measured: forward 3 (2R + 1W), backward 5 (4R + 1W). `host` is
-what the host spends on launching; where it is more than the device's time, it is what a training loop sees.
-`peak` is the most memory allocated during the pass, in activations: forward with its input, backward with
-what forward saved but without dy. Tasks are taken in order of importance until the budget is spent; those
-not reached are named. Writes ops_DEVICE.csv after every task, then a picture and a Markdown table.
+Device time of the named work only (see harness.Timer): cold caches, a new input each time, contenders in
+turn. Forward and backward are timed separately; `both` is their sum. GB/s is computed with the passes over
+the activation of fastvit's ops, for all contenders: forward 3 (2R + 1W), backward 5 (4R + 1W). `host` is the
+host's time for launching; where it is longer than the device's time, it limits a training loop. `peak` is the
+peak memory of the pass, in activations: forward with its input, backward with the saved tensors but without
+dy. Tasks run in order of importance until the budget is spent; the others are named. Writes ops_DEVICE.csv
+after every task, then a picture and a Markdown table.
 """
 
 import argparse
@@ -44,7 +44,7 @@ class Layer:
         self.held = [None]  # popped when used, so that nothing but autograd keeps a tensor
 
     def fresh(self) -> None:
-        self.held = [self.leaf.clone()]  # what a convolution would hand over: no leaf, and nobody else's
+        self.held = [self.leaf.clone()]  # like a convolution's output: no leaf, and not shared
 
     def forward(self) -> None:
         self.held.append(self.layer(self.held.pop()))
@@ -112,7 +112,7 @@ def peak(work: Callable[[], object], before: int) -> int:
 
 
 class Bench:
-    """Runs tasks, collects rows and what could not be measured."""
+    """Runs tasks; collects rows, and the contenders that could not be measured."""
 
     def __init__(self, device: str, seconds: float, timer: Timer):
         self.device, self.seconds, self.timer = device, seconds, timer
@@ -148,7 +148,7 @@ class Bench:
                 self._row(case, name, op, passes, times[name], copy, facts[name].get(op, {}))
 
     def _repeat(self, measured: dict) -> tuple[dict[str, list[dict]], float]:
-        """Times by contender, in turn, for as long as a task may take; and the copy bandwidth."""
+        """Times by contender, in turn, within the time of a task; and the copy bandwidth."""
         times: dict[str, list[dict]] = {name: [] for name in measured}
         copies = []
         begin = time.perf_counter()

@@ -3,7 +3,7 @@
     python benchmarks/bench_stacks.py [--threads 2] [--repeats 9] [--device cpu|cuda]
 
 Contenders take turns within a repeat; `ratio` is the median over repeats of the step's time against torch's
-in the same repeat. `live_MB` is what a forward leaves alive, by the allocator.
+in the same repeat. `live_MB` is the memory that a forward leaves allocated, by the allocator.
 """
 
 import argparse

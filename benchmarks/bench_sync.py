@@ -1,4 +1,4 @@
-"""Synchronised statistics: the exchange alone, and a whole step of a layer, by every way to share them.
+"""Synchronised statistics: the exchange alone, and a whole step of a layer, for every way of sharing.
 
     python benchmarks/bench_sync.py [--world 2 4 8]         ranks of this machine, one number after another
     torchrun --nproc_per_node=2 benchmarks/bench_sync.py    one number of ranks, on any machines
@@ -6,14 +6,14 @@
 Over NCCL where there are as many GPUs as ranks, else over gloo.
 
 Exchange: moments forward, sums backward, without a layer; `bare` is torch.distributed's collective of as many
-numbers and nothing else, and ratios are bare / time. Step: forward and backward of one layer on every rank at
-once, the contenders in turn; `local` shares nothing, and ratios are medians of time / local of the same turn.
+numbers, and ratios are bare / time. Step: forward and backward of one layer on all ranks at the same time,
+the contenders in turn; `local` does not share, and ratios are medians of time / local of the same turn.
 torch.nn.SyncBatchNorm runs on CUDA. apex's runs where there is an apex (FASTVIT_APEX=folder of its sources):
-Python over collectives where nothing is compiled, on the CPU too; `apex_ratio` is the median of apex's time
-/ time of the same turn.
+Python over collectives where nothing is compiled, on the CPU too; `apex_ratio` is the median of apex's time /
+time of the same turn.
 
-Each time begins when the ranks have left an exchange together, and is that of the rank which takes longest;
-the allocator keeps freed memory. What is called is counted by torch's profiler.
+Each time begins after an exchange of all ranks, and is that of the slowest rank. The allocator retains freed
+memory. torch's profiler counts the calls.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def group_that_takes(way: str) -> "dist.ProcessGroup":
 
 
 def exchange(group, moments, sums) -> tuple[Callable, Callable]:
-    """Of numbers that no op has at hand: moments, and this rank's sums."""
+    """The exchanges of given moments and sums."""
     layer, shared = sync.LayerKey("bench_sync", moments.numel(), 0.1), group_of(group, moments.device)
     tag = shared.share_moments(layer, moments)[1]
     return lambda: shared.share_moments(layer, moments), lambda: shared.share_sums(sums[None], tag)
@@ -79,7 +79,7 @@ def timed(work: Callable, device: torch.device) -> float:
 
 
 def slowest(times: dict[tuple[str, str], list[float]]) -> dict[tuple[str, str], list[float]]:
-    """In each turn the time of the rank that took longest: nobody is done before."""
+    """The time of the slowest rank in each turn."""
     everybody = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, times)
     return {key: [max(turn) for turn in zip(*(t[key] for t in everybody), strict=True)] for key in times}
@@ -94,7 +94,7 @@ WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize
 
 
 def counted(work: Callable, device: torch.device) -> dict[str, int]:
-    """What `work` calls, by torch's profiler: collectives, and torch's ops, those inside others left out.
+    """Calls in `work`, by torch's profiler: collectives, and torch's ops, without those inside of others.
 
     On CUDA also kernels, NCCL's among them, and how often the host waits for the GPU.
     """

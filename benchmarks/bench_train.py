@@ -5,7 +5,7 @@
 
 `overhead` runs both loops in the same processes, an epoch of each in turn, over the same model, data and
 augmentation; it reports the median over the epochs. `accuracy` trains with the default recipe, one case after
-another, and needs several minutes; `--only` does a part and leaves the other rows as they are.
+another, and takes several minutes; `--only` runs a part, and the other rows remain.
 Results go to results/train_overhead.csv, train_accuracy.csv and train_accuracy.md.
 """
 
@@ -26,6 +26,7 @@ from harness import RESULTS, provenance, write_csv
 from torch.utils.data import DistributedSampler
 
 from fastvit.models import vit_digits
+from fastvit.sync.teardown import destroy_process_group
 from fastvit.training import datasets, distributed, loaders, loop, train_state
 from fastvit.training.config import ALL_NORMS, AMP_LEVELS, Config
 from fastvit.training.datasets import random_shift
@@ -39,7 +40,7 @@ DEFAULT = Config()
 
 
 def bare_epoch(model, data, sampler, optimizer, epoch: int) -> int:
-    """What one would write by hand; returns the number of images."""
+    """A minimal training loop; returns the number of images."""
     sampler.set_epoch(epoch)
     order = torch.tensor(list(sampler))
     generator = torch.Generator().manual_seed(epoch)
@@ -55,7 +56,7 @@ def bare_epoch(model, data, sampler, optimizer, epoch: int) -> int:
 
 
 def compare_loops(epochs: int) -> list[dict]:
-    """On every rank: images/s of both loops, an epoch of each in turn, the first epochs thrown away."""
+    """On every rank: images/s of both loops, an epoch of each in turn, without the first epochs."""
     ranks = distributed.init(find_launch(), "cpu")
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks.local_world))
     data = datasets.load_digits(0)
@@ -87,7 +88,7 @@ def compare_loops(epochs: int) -> list[dict]:
         print(json.dumps(rows, indent=1))
         print(f"fastvit-train has {share:.3f} of the bare loop's images/s; {REQUIRED['overhead']} required")
     del bare, optimizer, trainer, sampler, batches, keys
-    distributed.shutdown()
+    destroy_process_group()
     return rows
 
 

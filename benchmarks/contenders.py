@@ -1,6 +1,6 @@
-"""The layers that bench_ops.py compares, by the task they take part in, and those of other libraries.
+"""The layers that bench_ops.py compares, by task, and those of other libraries.
 
-What cannot be had says why. apex is looked for as `fastvit.training.engine.import_apex` says.
+A contender that is not available has a reason. apex is imported by `fastvit.training.engine.import_apex`.
 """
 
 import os
@@ -36,7 +36,7 @@ class BatchNormAct(nn.Module):
 
 
 class TorchExchange(nn.SyncBatchNorm):
-    """nn.SyncBatchNorm made to exchange its statistics, which it leaves out in a world of one rank."""
+    """nn.SyncBatchNorm that exchanges its statistics also with one rank."""
 
     def forward(self, x):
         function = torch.nn.modules._functions.SyncBatchNorm
@@ -48,14 +48,14 @@ class TorchExchange(nn.SyncBatchNorm):
 
 
 class Exchange(fastvit.SyncBatchNorm):
-    """fastvit's SyncBatchNorm made to exchange its statistics likewise."""
+    """fastvit's SyncBatchNorm that exchanges its statistics also with one rank."""
 
     def forward(self, x):
-        kept, sync.over = sync.over, lambda _, layer: sync.Shared(dist.group.WORLD, layer)
+        original, sync.over = sync.over, lambda _, layer: sync.Shared(dist.group.WORLD, layer)
         try:
             return super().forward(x)
         finally:
-            sync.over = kept
+            sync.over = original
 
 
 def process_group(device: str) -> None:
@@ -90,7 +90,7 @@ def _peer(name: str, case: Case) -> nn.Module:
 
 
 def peer_layers(channels: int, names: Iterable[str] = PEERS) -> dict[str, nn.Module]:
-    """Those of PEERS that are here; says which are not, and why."""
+    """The available ones of PEERS; prints the others with the reason."""
     found = {}
     for name in names:
         try:
@@ -130,7 +130,7 @@ class Op:
 class Exchanges:
     """Forward and backward of one rank of eight on one GPU, and the same two kernels without an exchange.
 
-    The other ranks' numbers are there when the timer starts: what is measured is sending and taking them.
+    The other ranks' packets have arrived before the timer starts: the time is that of sending and reading.
     """
 
     WORLD = 8
@@ -170,7 +170,7 @@ class Exchanges:
 
 
 def raw_ops(case: Case, x: torch.Tensor, dy: torch.Tensor) -> dict[str, Op]:
-    """Each op on its own, with what the ops before it would have handed over."""
+    """Each op alone, with inputs as from the ops before it."""
     c, d = case.channels, case.channel_dim
     weight = 1 + torch.rand(c, device=x.device)
     bias = torch.rand(c, device=x.device) / 2

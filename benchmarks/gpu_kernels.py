@@ -139,8 +139,8 @@ def activations(part) -> None:
 
 
 def host(part) -> None:
-    """On tensors so small that the device's work is nothing; the least of several rounds of many calls. Of
-    `cpp_us` the launchers' planning takes `plan_us`, which is timed for large tensors too.
+    """On tensors so small that the device's time is negligible; the minimum over rounds of many calls.
+    `plan_us` is the planning in `cpp_us`, which is timed for large tensors too.
     """
     calls = 20 if part.quick else 2000
     raw = torch.ops.fastvit
@@ -184,8 +184,8 @@ def plan_times(part) -> None:
 
     resident = {(rows, packets): 2 for rows in (False, True) for packets in (False, True)}
     for case in quick_cases() if part.quick else FOUR_OPS[:7]:
-        for op, operands, kept in (("bn_stats", 1, 1), ("bn_forward", 2, 0)):
-            took = planner.nanoseconds(case, operands, kept, resident, 132, 82 << 10) / 1e3
+        for op, operands, cached in (("bn_stats", 1, 1), ("bn_forward", 2, 0)):
+            took = planner.nanoseconds(case, operands, cached, resident, 132, 82 << 10) / 1e3
             part.row(op=f"{op}, plan", shape=case.size, layout=case.layout, dtype=case.dtype, plan_us=took)
 
 

@@ -1,4 +1,4 @@
-"""Parts of bench_gpu.py in which kernels wait for each other, or the host launches none: exchange, graph."""
+"""Parts of bench_gpu.py in which kernels wait for each other, or a CUDA graph launches them."""
 
 import datetime
 import os
@@ -61,7 +61,7 @@ def exchange(part) -> None:
 
 
 def stream(part) -> None:
-    """A stream of small ops, alone and beside a kernel that waits for a peer's packets all the while."""
+    """A stream of small ops, alone and beside a kernel that waits for a peer's packets."""
     x = torch.randn(8, 64, 8, 8, device=part.device)
     work = torch.randn((8, 64, 8, 8) if part.quick else (64, 256, 28, 28), device=part.device)
     beside, waiting = part.stream(), part.stream()
@@ -78,7 +78,7 @@ def stream(part) -> None:
     part.synchronize()
     loop, tag, moments = Loopback(2, timeout=20.0, device=part.device), Tag(0, 0), ops.bn_stats(x)
     loop.send(0, [moments, moments], tag)  # once before: kernels are loaded at their first launch, which may
-    loop.ranks[0].moments(x, 1, tag)  # wait for whatever runs
+    loop.ranks[0].moments(x, 1, tag)  # wait for running kernels
     for repeat in range(3):
         if part.late(f"repeat {repeat}"):
             continue

@@ -1,6 +1,6 @@
-"""Timing that can be compared: only the work inside the timer, cold caches, contenders in turn.
+"""Comparable timing: only the work inside the timer, cold caches, contenders in turn.
 
-Every row of a results file says where it was measured: device, threads, torch, CUDA, commit, date.
+Every row of a results file has the place of the measurement: device, threads, torch, CUDA, commit, date.
 """
 
 import csv
@@ -21,7 +21,7 @@ FLUSH_BYTES = 256 << 20  # several times any cache
 COPY_BYTES = 2 << 30  # on a GPU: long enough that launching and the last wave do not show
 
 
-# glibc returns large tensors to the system when they are freed, so each new one pays for page faults that
+# glibc returns the memory of large tensors to the system, so each new tensor would cost page faults, which
 # depend on its size and not on the layer. A training loop on a GPU reuses memory; so do the benchmarks.
 REUSE_MEMORY = {
     "MALLOC_MMAP_MAX_": "0",
@@ -31,18 +31,18 @@ REUSE_MEMORY = {
 
 
 def reuse_memory() -> None:
-    """Starts this program again with an allocator that keeps freed memory; glibc reads that only at start."""
+    """Restarts this program with an allocator that retains freed memory; glibc reads the option at start."""
     if any(os.environ.get(name) != value for name, value in REUSE_MEMORY.items()):
         os.environ.update(REUSE_MEMORY)
         os.execv(sys.executable, [sys.executable, *sys.argv])
 
 
 class Timer:
-    """Times callables on one device, without what was timed before in its caches.
+    """Times callables on one device, with cold caches.
 
-    On a GPU by CUDA events. A wait is queued before the first event, long enough for the host to queue all of
-    the work behind it, so gaps between launches do not count; work that waits for the GPU itself pays for its
-    gaps. On a CPU by the clock.
+    On a GPU by CUDA events. Before the first event a delay kernel is queued, which is long enough for the
+    host to queue all of the work, so that gaps between launches are not measured; gaps are measured in work
+    that waits for the GPU itself. On a CPU by the clock.
     """
 
     HEAD_START = 0.5, 5.0  # milliseconds, least and most
@@ -63,7 +63,7 @@ class Timer:
             self._cycles = cycles / self._events(lambda: torch.cuda._sleep(cycles))
 
     def cold(self) -> None:
-        """Puts something else into the caches, by reading: written lines would have to go back first."""
+        """Flushes the caches by reading other data: written lines would have to be written back first."""
         self._flush.sum()
         if self.device.type == "cuda":
             torch.cuda.synchronize()
@@ -113,7 +113,7 @@ def percentiles(values: list[float], unit: str = "ms") -> dict[str, float]:
 
 
 def output_of(*command: str) -> str:
-    """What a command prints, or nothing where it is missing or fails."""
+    """The output of a command; empty where it is missing or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
     except (OSError, subprocess.SubprocessError):
@@ -145,7 +145,7 @@ def driver() -> str:
 
 
 def provenance(device: str) -> dict[str, str]:
-    """Where and with what a row was measured."""
+    """Device, software and date of a measurement."""
     return {
         "device": device_name(device),
         "driver": driver() if torch.device(device).type == "cuda" else "",

@@ -37,9 +37,8 @@ def message(numbers: Tensor, tag: Tag, epoch: int) -> Tensor:
 class Loopback:
     """Ranks on one device, each on a stream of its own: the kernels of one wait while the others' run.
 
-    `ranks[r]` is rank r's DeviceMemory. After an error, `rejoin()` stands for all of them meeting again.
-    Where one launch follows the other (sanitizers, profilers, timing), `send` writes what the others would
-    have sent.
+    `ranks[r]` is rank r's DeviceMemory. After an error, `rejoin()` stands for the meeting of all ranks. Where
+    launches run one after the other (sanitizers, profilers, timing), `send` writes the packets of the others.
     """
 
     def __init__(self, world: int, capacity: int = LEAST_PACKETS, timeout: float = 5.0, device="cuda"):
@@ -56,7 +55,7 @@ class Loopback:
 
     @contextlib.contextmanager
     def on(self, rank: int):
-        """What is launched here is this rank's; behind it, what comes after is launched."""
+        """Inside, launches are this rank's; later launches wait for them."""
         if (stream := self.streams[rank]) is None:
             yield
             return
@@ -65,7 +64,7 @@ class Loopback:
             yield
 
     def each(self, work: Callable[[int, DeviceMemory], T]) -> list[T]:
-        """`work(rank, way)` of every rank, each on its stream; all of them are waited for."""
+        """Runs `work(rank, way)` of every rank on its stream, and waits for all of them."""
         results = []
         for rank, way in enumerate(self.ranks):
             with self.on(rank):

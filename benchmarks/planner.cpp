@@ -8,7 +8,7 @@ using namespace fastvit;
 
 struct Request {
   int64_t dims, sizes[kMaxDims], strides[kMaxDims], channel_dim;
-  int64_t operands, element_size, kept, multiprocessors, smem_cache_bytes;
+  int64_t operands, element_size, cached, multiprocessors, smem_cache_bytes;
   int64_t resident[2][2];  // blocks of a multiprocessor, by rows and by packets
 };
 
@@ -22,7 +22,7 @@ static Plan plan_of(const Request& r, const Layout& layout) {
   const void* pointers[kMaxOperands];
   for (const void*& p : pointers) p = reinterpret_cast<const void*>(uintptr_t(1) << 20);
   const Limits limits{int(r.multiprocessors), r.smem_cache_bytes};
-  return Planner::make(layout, pointers, int(r.operands), int(r.element_size), limits, int(r.kept),
+  return Planner::make(layout, pointers, int(r.operands), int(r.element_size), limits, int(r.cached),
                        [&](const Plan& plan) { return int(r.resident[plan.rows][plan.vector]); });
 }
 
@@ -34,7 +34,7 @@ static Layout layout_of(const Request& r) {
 
 extern "C" void fastvit_plan(const Request* request, Answer* answer) {
   const Plan p = plan_of(*request, layout_of(*request));
-  const bool merges = request->kept > 0;
+  const bool merges = request->cached > 0;
   const MergeDepth depth = merges ? MergeDepth::of(p) : MergeDepth{};
   const int64_t resident = p.slots ? kOnChipBlocks : request->resident[p.rows][p.vector];
   *answer = {p.rows,       p.vector,           p.lanes,    p.teams, p.fold,  p.tile,   p.tiles,

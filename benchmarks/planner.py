@@ -34,7 +34,7 @@ class _Request(ctypes.Structure):
                 "channel_dim",
                 "operands",
                 "element_size",
-                "kept",
+                "cached",
                 "multiprocessors",
                 "smem_cache_bytes",
             )
@@ -49,8 +49,8 @@ class _Answer(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Plan:
-    """csrc/cuda/plan.h's; `resident` blocks run on a multiprocessor, the last one to finish merges slices for
-    `tail_nanoseconds`, with so many loads and merges one after the other.
+    """The Plan of csrc/cuda/plan.h; `resident` blocks per multiprocessor. The last block merges slices for
+    `tail_nanoseconds`, with this number of sequential loads and merges.
     """
 
     rows: int
@@ -76,7 +76,7 @@ class Plan:
 
 
 def _library() -> ctypes.CDLL:
-    """Compiled once for these sources."""
+    """The compiled planner, cached for these sources."""
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in SOURCES)).hexdigest()[:16]
     library = ROOT / "build/planner" / f"{digest}.so"
     if not library.exists():
@@ -107,7 +107,7 @@ def _library() -> ctypes.CDLL:
 def _request(
     case: Case,
     operands: int,
-    kept: int,
+    cached: int,
     resident: dict[tuple[bool, bool], int],
     multiprocessors: int,
     smem: int,
@@ -123,7 +123,7 @@ def _request(
         case.channel_dim,
         operands,
         DTYPES[case.dtype].itemsize,
-        kept,
+        cached,
         multiprocessors,
         smem,
         (ctypes.c_int64 * 4)(*(resident[rows, wide] for rows in (False, True) for wide in (False, True))),
@@ -133,9 +133,9 @@ def _request(
 def plan(*request) -> Plan:
     """The plan of one op for contiguous, aligned operands of a case.
 
-    (case, operands, kept, resident, multiprocessors, smem): `operands` of the kernel, `kept` of them that it
-    reads and might keep on chip (0: it merges no slices), `resident` blocks of a multiprocessor by (rows,
-    packets), and the bytes of shared memory that a block may keep packets in.
+    (case, operands, cached, resident, multiprocessors, smem): the number of operands of the kernel; of those
+    that it reads and may hold in shared memory (0: it merges no slices); the blocks per multiprocessor by
+    (rows, packets); the bytes of shared memory of a block for packets.
     """
     answer = _Answer()
     _library().fastvit_plan(ctypes.byref(_request(*request)), ctypes.byref(answer))

@@ -1,4 +1,4 @@
-"""What each op should take on a GPU, from the plan and the machine code of its kernel; beside what it took.
+"""Predicts the time of each op on a GPU from the plan and the machine code of its kernel.
 
     python benchmarks/predict.py [--out benchmarks/results] [--measured benchmarks/results]
 
@@ -16,8 +16,9 @@ The plan is that of csrc/cuda/plan.h (planner.py), instructions are counted in w
 
     share      bytes / us over what a copy reaches; in brackets with the costliest activation
 
-Where --measured has tables of a GPU run (four_ops_cuda.csv, ops_cuda.csv), their times stand beside, and what
-differs by more than 15 % is marked: the model is to be mended then. Writes predicted_h200.csv and .md.
+Where --measured has tables of a GPU run (four_ops_cuda.csv, ops_cuda.csv), their times are added, and
+differences of more than 15 % are marked: the model needs a correction then. Writes predicted_h200.csv and
+.md.
 """
 
 import argparse
@@ -61,7 +62,7 @@ class Gpu:
 
     @property
     def smem_cache_bytes(self) -> int:
-        """As csrc/cuda/host.h: what is left to packets of a block's share."""
+        """The shared memory of a block for packets, as in csrc/cuda/device.h."""
         return self.shared_bytes // ON_CHIP_BLOCKS - (32 << 10)
 
 
@@ -84,12 +85,14 @@ OPS = {
     "bn_stats": Op("stats_kernel<{T}, false, {rows}, {V}>", 1, 0, merges=True),
     "bn_forward": Op("forward_kernel<{T}, (Activations){set}, {rows}, {V}, false>", 1, 1),
     "abn_forward_": Op("forward_kernel<{T}, (Activations){set}, {rows}, {V}, false>", 1, 1),
-    "bn_reduce": Op("reduce_kernel<{T}, false, (Activations){set}, {rows}, {V}, (Kept)0>", 2, 0, merges=True),
-    "abn_reduce": Op(
-        "reduce_kernel<{T}, false, (Activations){set}, {rows}, {V}, (Kept)2>", 2, 0, merges=True
+    "bn_reduce": Op(
+        "reduce_kernel<{T}, false, (Activations){set}, {rows}, {V}, (Source)0>", 2, 0, merges=True
     ),
-    "bn_backward": Op("backward_kernel<{T}, (Activations){set}, {rows}, {V}, (Kept)0>", 2, 1),
-    "abn_backward": Op("backward_kernel<{T}, (Activations){set}, {rows}, {V}, (Kept)2>", 2, 1),
+    "abn_reduce": Op(
+        "reduce_kernel<{T}, false, (Activations){set}, {rows}, {V}, (Source)2>", 2, 0, merges=True
+    ),
+    "bn_backward": Op("backward_kernel<{T}, (Activations){set}, {rows}, {V}, (Source)0>", 2, 1),
+    "abn_backward": Op("backward_kernel<{T}, (Activations){set}, {rows}, {V}, (Source)2>", 2, 1),
 }
 ALL, CHEAP, TRANSCENDENTAL = range(3)  # csrc/cuda/activations.cuh: Activations
 SOURCES = ("stats", "forward", "reduce", "backward")
@@ -98,7 +101,7 @@ TYPES = {"fp32": "float", "bf16": "__nv_bfloat16", "fp16": "__half"}
 
 @dataclass(frozen=True)
 class Kernel:
-    """What the machine code of one kernel says. Instructions are of a warp and per batch of its loop."""
+    """Figures of one kernel's machine code. Instructions are of a warp and per batch of its loop."""
 
     registers: int
     shared: int
@@ -158,7 +161,7 @@ def predict(op: str, case: Case, kernels: dict[str, Kernel], gpu: Gpu = H200) ->
 
 
 def _of_set(op: str, case: Case, kernels: dict[str, Kernel], gpu: Gpu, activations: int) -> Prediction:
-    """By the kernels of one set of activations, which differ in registers and so in their plans too."""
+    """For the kernels of one set of activations; sets differ in registers, and so in their plans."""
     what, wide = OPS[op], 16 // DTYPES[case.dtype].itemsize
 
     def kernel(rows: bool, packets: bool) -> Kernel:

@@ -73,7 +73,7 @@ def _ops(rows: list[dict]) -> list[tuple]:
 
 
 def table(rows: list[dict], absent: dict[str, str], unreached: list[str]) -> str:
-    """Markdown: layers, raw ops, where it was measured, and what was not."""
+    """Markdown: layers, raw ops, place of the measurement, and contenders without a result."""
     if not rows:
         return "Nothing was measured.\n"
     first, copy = rows[0], median(row["copy_GB_s"] for row in rows)
@@ -100,7 +100,7 @@ def table(rows: list[dict], absent: dict[str, str], unreached: list[str]) -> str
 
 
 def picture(rows: list[dict], path: Path) -> str:
-    """Draws the rooflines; returns what was done, as matplotlib may be missing."""
+    """Draws the rooflines; returns a message, since matplotlib may be missing."""
     try:
         import matplotlib
     except ImportError:

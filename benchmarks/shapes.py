@@ -1,4 +1,4 @@
-"""What bench_ops.py measures, the most important first: activations of convolutional nets and of ViTs."""
+"""The cases of bench_ops.py, the most important first: activations of convolutional nets and of ViTs."""
 
 from dataclasses import dataclass
 
@@ -76,7 +76,7 @@ def cases() -> list[Case]:
 
 
 def quick_cases() -> list[Case]:
-    """Small enough for a test of the program itself; nothing they measure means anything."""
+    """Small cases for a test of the program; their times are meaningless."""
     return [
         Case((4, 8, 6, 6), "nchw", "fp32"),
         Case((4, 8, 6, 6), "channels_last", "bf16"),

@@ -1,15 +1,15 @@
-// The activations and what their gradients and inverses need, written once for host and device.
+// The activations, their gradients and inverses, for host and device.
 //
-// `V` is a floating-point scalar or a GCC/Clang vector of them, `S` the scalar type. Every branch is a
-// select on both outcomes, which means the same for a scalar and for each lane of a vector.
+// `V` is a floating-point scalar or a GCC/Clang vector of them, `S` the scalar type. Every branch selects one
+// of two computed values, so the code is the same for a scalar and for the lanes of a vector.
 //
 //   forward(v)        y = act(v)
 //   backward(dy, v)   dy * act'(v), from the pre-activation v
-//   inverse(y)        v, from the output, where that is possible (is_invertible)
+//   inverse(y)        v, from the output, for an invertible activation (is_invertible)
 //   backward_y(dy, y) dy * act'(v), from the output
 //
-// At a kink the slope is torch's; at v = 0 that of the negative side, so an underflow of slope * v to -0 or
-// +0 keeps the right sign. A NaN stays NaN in y.
+// The slope at a kink is torch's. At v = 0 it is that of the negative side, so the inverse is correct where
+// slope * v underflows to -0 or +0. NaN stays NaN in y.
 #pragma once
 
 #include "elementary.h"
@@ -21,7 +21,7 @@ enum class Activation : int { identity, relu, relu6, leaky_relu, elu, gelu, gelu
 constexpr const char* kActivationNames[] = {"identity", "relu",      "relu6", "leaky_relu", "elu",
                                             "gelu",     "gelu_tanh", "silu",  "hardswish"};
 
-// Those that take an exponential, a logarithm or a quotient, and so more registers than the others.
+// Activations with an exponential, a logarithm or a quotient, which take more registers than the others.
 constexpr bool is_transcendental(Activation a) {
   return a == Activation::elu || a == Activation::gelu || a == Activation::gelu_tanh || a == Activation::silu;
 }
@@ -109,8 +109,8 @@ struct ActivationFn<Activation::elu> {  // param: alpha; y = alpha * expm1(v) on
   static FASTVIT_INLINE V backward(V dy, V v, S alpha) {
     return v > S(0) ? dy : dy * (alpha * exp_(v > S(0) ? V{} : v));
   }
-  // A saturated y (rounded to -alpha) came from a v that the storage type can no longer tell: the smallest
-  // v that S can tell is taken, never log1p(-1). Its gradient is dy * (y + alpha) = 0 there.
+  // A saturated y is rounded to -alpha, and v is lost. The smallest v that S can represent stands for it,
+  // which avoids log1p(-1). The gradient, dy * (y + alpha), is 0 there.
   template <class V, class S>
   static FASTVIT_INLINE V inverse(V y, S alpha) {
     const S lowest = S(sizeof(S) == 8 ? -1 + 0x1p-53 : -1 + 0x1p-24);
@@ -147,8 +147,7 @@ struct ActivationFn<Activation::gelu_tanh> {
   template <class V, class S>
   static FASTVIT_INLINE V backward(V dy, V v, S s) {
     V square = v * v;
-    square =
-        square > S(400) ? V{} + S(400) : square;  // p is 0 or 1 from there on, and must not meet infinity
+    square = square > S(400) ? V{} + S(400) : square;  // p is 0 or 1 beyond, and infinity would give NaN
     const V p = sigmoid(V(v * (S(kTwice) + S(kTwice * kCubic) * square)), s);
     return dy * (p + p * (S(1) - p) * v * (S(kTwice) + S(3 * kTwice * kCubic) * square));
   }
@@ -185,8 +184,8 @@ struct ActivationFn<Activation::hardswish> {  // v * min(max(v + 3, 0), 6) / 6
   }
 };
 
-// xhat, recovered from the pre-activation v. Rounding of a stored y can push it outside what n samples
-// allow, |xhat| <= sqrt(n - 1), so it is clamped to that; limit is infinite for running statistics.
+// xhat, recovered from the pre-activation v. Of n samples |xhat| <= sqrt(n - 1). Rounding of the stored y may
+// violate this, so xhat is clamped. The limit is infinite for running statistics.
 template <class V, class W, class S>
 FASTVIT_INLINE V recover_xhat(V v, W beta, W inverse_gamma, S limit) {
   return within(V((v - beta) * inverse_gamma), limit);

@@ -1,4 +1,4 @@
-// What a backend's kernels are given, checked and allocated by frontend.h: pointers, layouts and numbers.
+// The arguments of a backend's functions: pointers, layouts and numbers, checked and allocated by frontend.h.
 #pragma once
 
 #include "activation.h"
@@ -9,7 +9,7 @@
 
 namespace fastvit {
 
-struct Channels {  // a parameter or buffer of C numbers; data is null when there is none
+struct Channels {  // a parameter or buffer of C numbers, or null
   void* data = nullptr;
   ScalarType dtype = ScalarType::Float;
 };
@@ -20,14 +20,14 @@ struct StatsArgs {  // operand 0: x
   int device;
   const void* x;
   void* moments;                   // [2C + 2]
-  const peer::Exchange* exchange;  // null: none; else the moments become the group's
+  const peer::Exchange* exchange;  // merges the moments over its ranks; may be null
 };
 
-struct NormArgs {  // of all normalising ops
+struct NormArgs {  // common to all normalising ops
   Layout layout;
   ScalarType dtype;
   int device;
-  bool in_place;  // the input of backward is y, and gamma is kept away from 0
+  bool in_place;  // the input of backward is y, and |gamma| has a floor
   const void* z;  // may be null
   Channels weight, bias;
   Activation activation;
@@ -37,9 +37,9 @@ struct NormArgs {  // of all normalising ops
 struct ForwardArgs : NormArgs {  // operands 0: x, 1: y, 2: z
   const void* x = nullptr;
   void* y = nullptr;
-  // [2C + 2]; null: normalise with the running statistics (local: with x's own).
+  // [2C + 2]; null: normalise with the running statistics, or in a local op with x's own.
   const void* moments = nullptr;
-  // [2C + 2], saved by an earlier forward; then no moments come, and nothing is saved.
+  // [2C + 2]: `saved` of an earlier forward. Then moments and saved are null.
   const void* given = nullptr;
   Channels running_mean = {}, running_var = {};
   int64_t* num_batches_tracked = nullptr;  // may be null
@@ -52,8 +52,8 @@ struct ReduceArgs : NormArgs {  // operands 0: x or y, 1: dy, 2: z
   const void* input = nullptr;
   const void* dy = nullptr;
   const void* saved = nullptr;               // [2C + 2]
-  void* sums = nullptr;                      // [2C], and with ranks the group's behind them
-  const peer::Exchange* exchange = nullptr;  // null: none
+  void* sums = nullptr;                      // [2C]; with an exchange [2][2C]: this rank's, the group's
+  const peer::Exchange* exchange = nullptr;  // may be null
 };
 
 struct BackwardArgs : NormArgs {  // operands 0: x or y, 1: dy, 2: dx, 3: z, 4: dz
@@ -66,9 +66,9 @@ struct BackwardArgs : NormArgs {  // operands 0: x or y, 1: dy, 2: dx, 3: z, 4: 
   void* local_sums = nullptr;  // [2C], written by local_backward, which reads no sums
 };
 
-// The floor of effective_gamma for activations of `dtype`; 0 where nothing is inverted. fp16 has the short
-// exponent. In half precision 2^7 roundings of beta are too much for y to be off by, so there the layer
-// warns instead.
+// The floor of |gamma| for activations of `dtype`; 0 where nothing is inverted. fp16's is larger because of
+// its short exponent. The 16-bit types have no floor relative to |beta|: 2^7 roundings of beta would be too
+// large an error of y. The layer warns instead.
 template <class A>
 GammaFloor<A> gamma_floor(bool in_place, ScalarType dtype) {
   if (!in_place) return {};

@@ -1,4 +1,4 @@
-// Input checks of the ops. Every message names the op, the argument, what it got and what it takes.
+// Argument checks of the ops. Every message has the op, the argument, its value and the valid values.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -28,7 +28,7 @@ void require(bool ok, const char* op, const char* argument, const Parts&... part
   throw std::runtime_error(message.str());
 }
 
-// Parts of a message that are only made into text when there is one.
+// Parts of a message, which become text only if the check fails.
 struct ShapeOf {
   const Tensor& t;
 };
@@ -58,12 +58,11 @@ inline void check_device(const char* op, const char* argument, const Tensor& t, 
           " expected, where the other tensors are");
 }
 
-// Elements of one tensor, expanded or not: what is made of their number (bytes, ranks, slices of work) fits
-// in int64.
+// The largest number of elements of a tensor, expanded or not. Products with it (bytes, slices) fit in int64.
 constexpr int64_t kMostElements = int64_t(1) << 48;
 
-// Every tensor that an op is given passes here before anything of it is read: its storage may have been freed
-// or shrunk beneath it (FSDP does that to parameters), and its shape then says more than there is.
+// Called for every tensor before it is read: its storage may have been freed or shrunk (FSDP does that to
+// parameters), and its shape does not show it.
 inline void check_memory(const char* op, const char* argument, const Tensor& t) {
   const int64_t dims = t.dim(), *sizes = t.sizes().data(), *strides = t.strides().data();
   int64_t elements = 1;
@@ -78,7 +77,7 @@ inline void check_memory(const char* op, const char* argument, const Tensor& t) 
   if (empty) return;
   int64_t bytes = 0;
   require(aoti_torch_get_storage_size(t.get(), &bytes) == 0, op, argument, "has no storage");
-  int64_t left = bytes / int64_t(t.element_size()) - t.storage_offset() - 1;  // behind the first element
+  int64_t left = bytes / int64_t(t.element_size()) - t.storage_offset() - 1;  // after the first element
   for (int64_t d = 0; d < dims && left >= 0; ++d) {
     const int64_t steps = sizes[d] - 1;
     if (steps > 0) left = strides[d] > left / steps ? -1 : left - steps * strides[d];
@@ -87,7 +86,7 @@ inline void check_memory(const char* op, const char* argument, const Tensor& t) 
           bytes, " bytes; a tensor that has its memory expected");
 }
 
-// Ranks that share memory, and packets of 16 bytes in a message, of which sizes are made.
+// Limits of ranks and packets, from which sizes in bytes are computed.
 inline void check_capacity(const char* op, const char* argument, int64_t world, int64_t capacity) {
   require(world >= 1 && world <= 1 << 12 && capacity >= 0 && capacity <= int64_t(1) << 31, op, argument,
           "is for ", world, " ranks and ", capacity, " packets; 1 to 2^12 and 0 to 2^31 expected");

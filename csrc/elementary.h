@@ -1,11 +1,11 @@
 // exp_, expm1_, log1p_, reciprocal, within and the like, sigmoid and the normal distribution: for a float or
 // a double on host and device, and on the host for each lane of a GCC/Clang vector of them (`V` is either,
-// `S` the scalar type). On the device what takes one instruction is spelled out where C++ would take many.
+// `S` the scalar type). On the device, inline PTX replaces several C++ operations by one instruction.
 //
-// expm1_ is for v <= 0 and log1p_ for -1 < v <= 0; elsewhere they give anything. On a GPU those of a float
-// are free of branches, from its instructions for 2^v and log2 v, which are as good as their own rounding but
-// for results near 0: there expm1_ and log1p_ are v + v^2 p(v), where p interpolates at Chebyshev points.
-// Errors are up to 2 + |v| units in the last place of exp_, 7 of expm1_ and 10 of log1p_.
+// expm1_ is defined for v <= 0 and log1p_ for -1 < v <= 0. On a GPU the float versions have no branches and
+// use the instructions for 2^v and log2 v. These are accurate to their rounding, except where the result is
+// near 0; there expm1_ and log1p_ are v + v^2 p(v), where p interpolates at Chebyshev points. Errors are up
+// to 2 + |v| units in the last place of exp_, 7 of expm1_ and 10 of log1p_.
 #pragma once
 
 #include <cmath>
@@ -100,12 +100,12 @@ FASTVIT_INLINE float reciprocal(float v, float) {
 #endif
 }
 
-// v, or `least` where it is less; a NaN stays one.
+// max(v, least); NaN stays NaN.
 template <class V, class S>
 FASTVIT_INLINE V at_least(V v, S least) {
   return v < least ? V{} + least : v;
 }
-// v, or `most` where it is more; a NaN stays one.
+// min(v, most); NaN stays NaN.
 template <class V, class S>
 FASTVIT_INLINE V at_most(V v, S most) {
   return v > most ? V{} + most : v;
@@ -120,7 +120,7 @@ FASTVIT_INLINE float at_most(float v, float most) {
   return v;
 }
 #endif
-// v, or the end of [-limit, limit] that it lies beyond; a NaN stays one.
+// v clamped to [-limit, limit]; NaN stays NaN.
 template <class V, class S>
 FASTVIT_INLINE V within(V v, S limit) {
   return at_least(at_most(v, limit), -limit);

@@ -1,9 +1,9 @@
-// The ops between torch and a backend: check, lay out, allocate, and hand plain structs to the
-// backend's kernels. `Backend` is Cpu or Cuda; both get the same arguments and give the same results. A local
-// op is a statistics op and the one that uses them: a backend may do both at once, or return false.
-// The public functions have the arguments of the schemas in ops.cpp; the private ones do the work.
+// The front end of the ops: checks arguments, computes layouts, allocates results, and calls the backend with
+// plain structs. `Backend` is Cpu or Cuda; both take the same arguments and compute the same results. A local
+// op is a statistics op followed by a normalising op: a backend may do both in one pass, or return false. The
+// public functions have the arguments of the schemas in ops.cpp.
 //
-// Only outputs and O(C) buffers are allocated here; no op makes an activation-sized temporary.
+// Only outputs and O(C) buffers are allocated; no op has an activation-sized temporary.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -138,27 +138,6 @@ class Frontend {
     args.y = y.data_ptr();
   }
 
-  static void set_running(ForwardArgs& args, const NormParams& norm, const RunningParams& running) {
-    const auto& [mean, var, batches, momentum, eps] = running;
-    check_channels(norm.op, "running_mean", mean, norm.input, norm.channels());
-    check_channels(norm.op, "running_var", var, norm.input, norm.channels());
-    require(mean.has_value() == var.has_value(), norm.op, "running_mean",
-            "and running_var must be given together or not at all");
-    if (batches) {
-      require(batches->scalar_type() == ScalarType::Long && batches->numel() == 1, norm.op,
-              "num_batches_tracked", "is ", toString(batches->scalar_type()), " ", shape_of(*batches),
-              "; one int64 number expected");
-      check_device(norm.op, "num_batches_tracked", *batches, norm.input);
-      check_memory(norm.op, "num_batches_tracked", *batches);
-      args.num_batches_tracked = static_cast<int64_t*>(batches->data_ptr());
-    }
-    args.running_mean = channels_of(mean);
-    args.running_var = channels_of(var);
-    args.cumulative = !momentum;
-    args.momentum = momentum.value_or(0);
-    args.eps = eps;
-  }
-
   static Two forward(const NormParams& norm, const RunningParams& running, const OptionalTensor& moments,
                      bool local = false) {
     ForwardArgs args{checked(norm)};
@@ -172,7 +151,7 @@ class Frontend {
     return forward_to(norm.input, args, norm, running, moments, local);
   }
 
-  // Returns what backward needs. `local`: with x's own statistics.
+  // Returns `saved`. `local`: normalise with x's own statistics.
   static Tensor forward_to(const Tensor& y, ForwardArgs& args, const NormParams& norm,
                            const RunningParams& running, const OptionalTensor& moments, bool local) {
     const int64_t numbers = 2 * norm.channels() + 2;
@@ -247,7 +226,7 @@ class Frontend {
                          : layout_of(norm.channel_dim, norm.input, dy);
     return args;
   }
-  // dx, and dz, which is empty without z.
+  // Returns dx and dz; dz is empty without z.
   static Two set_gradients(BackwardArgs& args, const NormParams& norm, const Tensor& dy) {
     Tensor dx = torch::stable::empty_like(norm.input);
     Tensor dz = norm.z ? torch::stable::empty_like(*norm.z) : torch::stable::new_empty(norm.input, {0});

@@ -1,12 +1,12 @@
-// How an activation lies in memory: (outer..., C, inner) for every tensor an op touches, never by a copy.
+// Views every activation of an op as (outer..., C, inner), without a copy.
 //
 // The dimensions other than the channel's are sorted by the first operand's strides and merged wherever all
-// operands allow it. What is left is walked as N x M spans:
+// operands allow it. The result is walked as N x M spans:
 //   planes  (NCHW, and anything whose fastest dimension is not the channel): a span is the innermost
 //           dimension, S long; M = C; N counts the rest.
 //   rows    (channels_last, tokens, (N, C)): a span is the C channels; M = 1; N counts everything else.
-// A contiguous NCHW tensor has one outer dimension (N), a channels_last one has one too (N * H * W).
-// Strides are per operand and arbitrary: cropped, transposed and expanded tensors need no special case.
+// A contiguous NCHW tensor has one outer dimension, N; a channels_last tensor has one, N * H * W.
+// Strides are arbitrary and per operand, which covers cropped, transposed and expanded tensors.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@
 namespace fastvit {
 
 constexpr int kMaxDims = 5;              // (N, C, D, H, W)
-constexpr int kMaxOuter = kMaxDims - 1;  // everything but the channel
+constexpr int kMaxOuter = kMaxDims - 1;  // all but the channel
 constexpr int kMaxOperands = 5;          // x or y, dy, dx, z, dz
 
 struct Strides {  // in elements
@@ -35,7 +35,7 @@ struct Layout {
   int64_t count() const { return N * S; }  // values per channel
 };
 
-struct Operand {  // what layout needs of a tensor
+struct Operand {  // the strides of a tensor
   const int64_t* strides;
 };
 
@@ -45,11 +45,11 @@ inline Layout make_layout(int dims, const int64_t* sizes, int channel_dim, int o
   layout.C = sizes[channel_dim];
   bool empty = layout.C == 0;
   int order[kMaxOuter];
-  int kept = 0;
+  int sorted = 0;
   for (int d = 0; d < dims; ++d) {
     empty = empty || sizes[d] == 0;
     if (d == channel_dim || sizes[d] == 1) continue;
-    int at = kept++;  // insertion sort, stable, largest stride of the first operand first
+    int at = sorted++;  // insertion sort, stable, largest stride of the first operand first
     for (; at > 0 && operand[0].strides[order[at - 1]] < operand[0].strides[d]; --at)
       order[at] = order[at - 1];
     order[at] = d;
@@ -63,7 +63,7 @@ inline Layout make_layout(int dims, const int64_t* sizes, int channel_dim, int o
   int64_t size[kMaxOuter];
   int64_t stride[kMaxOperands][kMaxOuter];
   int merged = 0;
-  for (int i = 0; i < kept; ++i) {
+  for (int i = 0; i < sorted; ++i) {
     const int d = order[i];
     bool joins = merged > 0;
     for (int k = 0; k < operands && joins; ++k)
@@ -73,7 +73,7 @@ inline Layout make_layout(int dims, const int64_t* sizes, int channel_dim, int o
     for (int k = 0; k < operands; ++k) stride[k][merged - 1] = operand[k].strides[d];
   }
 
-  // The first operand decides the walk: along its unit stride, along the channels if there is neither.
+  // The walk follows the unit stride of the first operand, or the channels if it has none.
   layout.rows = merged == 0 || (stride[0][merged - 1] != 1 && layout.C > 1 &&
                                 operand[0].strides[channel_dim] < stride[0][merged - 1]);
   layout.outer_dims = layout.rows ? merged : merged - 1;

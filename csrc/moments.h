@@ -1,12 +1,12 @@
-// Moments of one channel and how they travel.
+// Moments of one channel, and their packed form.
 //
 // A packed `moments` tensor holds mean[C], M2[C] (sum of squared deviations from the mean) and the count
 // of values per channel; a packed `saved` tensor holds mean[C], invstd[C] and the count. Both are 2C + 2
-// numbers of the accumulation type. The count takes the last two: high * 2^24 + low, exact in float far
-// beyond 2^24, so that one buffer of one type is all that ranks exchange.
+// numbers of the accumulation type. The count takes the last two, high * 2^24 + low, and so is exact in float
+// beyond 2^24. Ranks exchange this one buffer.
 //
 // Source: Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing sample
-// variances" (1979). Nothing here forms a sum of squares.
+// variances" (1979). No sum of squares is formed.
 #pragma once
 
 #include <cmath>
@@ -36,7 +36,7 @@ struct Moments {
   A mean = 0;
   A m2 = 0;
 
-  // Joins the moments of another set of values. An empty set changes nothing.
+  // Merges the moments of another set of values, which may be empty.
   FASTVIT_INLINE void merge(Count other_count, A other_mean, A other_m2) {
     if (other_count <= 0) return;
     const Count total = count + other_count;
@@ -48,7 +48,7 @@ struct Moments {
   }
 };
 
-// How the moments of `other` more values join those of `count`; one for all channels. None change nothing.
+// The weights by which the moments of `other` values merge into those of `count`; the same for all channels.
 struct Joining {
   double share = 0, weight = 0;
 
@@ -63,12 +63,12 @@ struct Joining {
   }
 };
 
-// The least |gamma| that the in-place layers divide by.
+// The floor of |gamma| in place, where the inversion divides by it.
 template <class A>
 struct GammaFloor {
-  A absolute = 0;  // keeps 1/gamma and gamma * xhat away from the ends of the storage type's range
-  // Of |beta|. y is rounded at the size of |beta|, so the recovered xhat is off by u |beta| / |gamma|, u the
-  // rounding: with relative = 2^7 u by no more than 2^-7.
+  A absolute = 0;  // so that 1/gamma and gamma * xhat do not leave the range of the storage type
+  // Factor of |beta|. y is rounded at the size of |beta|, so the recovered xhat has an error of
+  // u |beta| / |gamma|, u the rounding. With relative = 2^7 u this is at most 2^-7.
   A relative = 0;
 };
 
@@ -77,7 +77,7 @@ FASTVIT_INLINE A effective_gamma(A gamma, A beta, const GammaFloor<A>& floor) {
   const A magnitude = gamma < 0 ? -gamma : gamma;
   const A wanted = floor.relative * (beta < 0 ? -beta : beta);
   const A least = wanted > floor.absolute ? wanted : floor.absolute;
-  // A comparison written so that a NaN stays a NaN; copysign, so that -0 keeps its sign.
+  // The comparison is false for NaN, which stays NaN; copysign keeps the sign of -0.
   return magnitude < least ? A(copysign(double(least), double(gamma))) : gamma;
 }
 

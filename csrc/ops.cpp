@@ -1,8 +1,8 @@
-// The ops' schemas, and their CPU implementations. What each op does stands in fastvit/ops.py.
+// The ops' schemas, and their CPU implementations. fastvit/ops.py documents the ops.
 //
-// abn_forward_ returns no alias of x: that, with mark_dirty(x) alone, is what autograd and torch.compile
-// can both follow in eager mode; abn_forward is the same with a result of its own. Sums and moments are
-// packed so that ranks exchange each with one collective.
+// abn_forward_ returns no alias of x: in this form, with mark_dirty(x), both autograd and torch.compile
+// handle it in eager mode. abn_forward returns a new tensor. Sums and moments are packed, so that ranks
+// exchange each with one collective.
 #include "cpu/backend.h"
 #include "frontend.h"
 #include "sync/cpu_peer.h"
@@ -55,7 +55,7 @@ STABLE_TORCH_LIBRARY(fastvit, m) {
   m.def(
       "abn_backward(Tensor y, Tensor dy, Tensor saved, Tensor? sums, Tensor? weight, Tensor? bias, "
       "str activation, float activation_param, int channel_dim) -> Tensor");
-  // Of ranks: see fastvit/sync.
+  // Exchanges between ranks: see fastvit/sync.
   m.def("peer_bytes(int world, int capacity) -> int");
   m.def("peer_share(Tensor numbers, Tensor exchange) -> Tensor");
   m.def("peer_wait(Tensor(a!) result, Tensor exchange) -> ()");

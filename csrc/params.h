@@ -1,4 +1,4 @@
-// What the front end of an op is given, and the arguments that all kernels have in common made of it.
+// The parameters of the front end, and the checks that make a backend's arguments of them.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -25,9 +25,9 @@ Layout layout_of(int64_t channel_dim, const Tensor& first, const Tensors&... oth
                      operands);
 }
 
-// What every normalising op is given, unchecked; for use within the op's call.
+// The unchecked arguments of a normalising op; references, valid during the op's call.
 struct NormParams {
-  const char *op, *name;  // of the op, and of `input` in its schema
+  const char *op, *name;  // the op's name, and that of `input` in its schema
   const Tensor& input;    // x, or y in place
   const OptionalTensor &z, &weight, &bias;
   const std::string& activation;
@@ -44,7 +44,7 @@ struct RunningParams {
   double eps;
 };
 
-// Checks `norm`, and makes of it what all kernels are given; but for the layout.
+// Checks `norm`, and returns the arguments of all kernels, without the layout.
 inline NormArgs checked(const NormParams& norm) {
   const auto& [op, name, input, z, weight, bias, activation, activation_param, channel_dim, in_place] = norm;
   check_input(op, name, input, channel_dim);
@@ -61,6 +61,28 @@ inline NormArgs checked(const NormParams& norm) {
   args.activation = parse_activation(op, activation, activation_param, in_place);
   args.activation_param = activation_param;
   return args;
+}
+
+// Checks `running`, and adds it to the arguments of a forward op.
+inline void set_running(ForwardArgs& args, const NormParams& norm, const RunningParams& running) {
+  const auto& [mean, var, batches, momentum, eps] = running;
+  check_channels(norm.op, "running_mean", mean, norm.input, norm.channels());
+  check_channels(norm.op, "running_var", var, norm.input, norm.channels());
+  require(mean.has_value() == var.has_value(), norm.op, "running_mean",
+          "and running_var must be given together or not at all");
+  if (batches) {
+    require(batches->scalar_type() == ScalarType::Long && batches->numel() == 1, norm.op,
+            "num_batches_tracked", "is ", toString(batches->scalar_type()), " ", shape_of(*batches),
+            "; one int64 number expected");
+    check_device(norm.op, "num_batches_tracked", *batches, norm.input);
+    check_memory(norm.op, "num_batches_tracked", *batches);
+    args.num_batches_tracked = static_cast<int64_t*>(batches->data_ptr());
+  }
+  args.running_mean = channels_of(mean);
+  args.running_var = channels_of(var);
+  args.cumulative = !momentum;
+  args.momentum = momentum.value_or(0);
+  args.eps = eps;
 }
 
 }  // namespace fastvit

@@ -16,7 +16,7 @@ from .sync_batchnorm import (
 
 try:
     __version__ = version("fastvit")
-except PackageNotFoundError:  # a source tree that was built in place and never installed
+except PackageNotFoundError:  # a source tree that was built in place
     __version__ = "0+unknown"
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""What the layers take: activations, shapes, dtypes, inputs that may be overwritten."""
+"""Checks of the layers' arguments: activations, shapes, dtypes, inputs that may be overwritten."""
 
 from numbers import Real
 
@@ -10,7 +10,7 @@ from .sync.transport import Transport
 
 _SMALLEST = 2.0**-126  # normal float32
 IN_PLACE_ACTIVATIONS = ("identity", "leaky_relu", "elu")
-# Every activation, and its parameter where the caller names none: slope of leaky_relu, alpha of elu.
+# Every activation with the default of its parameter: slope of leaky_relu, alpha of elu.
 ACTIVATIONS = {
     "identity": None,
     "relu": None,
@@ -25,7 +25,7 @@ ACTIVATIONS = {
 
 
 def check_activation(activation: str, activation_param: float | None) -> float:
-    """The parameter to use, 0 where the activation has none. Raises ValueError for what does not exist."""
+    """The parameter to use, 0 for an activation without one. Raises ValueError for a wrong name or value."""
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}; one of {', '.join(ACTIVATIONS)} expected")
     default = ACTIVATIONS[activation]
@@ -41,8 +41,8 @@ def check_in_place_activation(activation: str, activation_param: float) -> None:
     """Raises ValueError unless the activation can be inverted."""
     if activation not in IN_PLACE_ACTIVATIONS:
         raise ValueError(
-            f"activation is {activation!r}; in place it is recovered from its output, so it must be one of "
-            f"{', '.join(IN_PLACE_ACTIVATIONS)}"
+            f"activation is {activation!r}; in place it must be invertible: one of "
+            f"{', '.join(IN_PLACE_ACTIVATIONS)} expected"
         )
     if activation != "identity" and not (
         isinstance(activation_param, Real) and _SMALLEST <= activation_param <= 1 / _SMALLEST
@@ -55,15 +55,15 @@ def check_in_place_activation(activation: str, activation_param: float) -> None:
 
 
 def recovery_error(ratio: float, dtype: torch.dtype) -> float:
-    """Share of xhat that is lost when it is recovered from y, where |bias| / |weight| is `ratio`.
+    """Relative error of xhat when it is recovered from y, where |bias| / |weight| is `ratio`.
 
-    y is rounded at the size of |bias| + |weight| |xhat|; a quarter of eps is rounding's mean.
+    y is rounded at the size of |bias| + |weight| |xhat|. The mean rounding error is a quarter of eps.
     """
     return torch.finfo(dtype).eps / 4 * (1 + ratio**2) ** 0.5
 
 
 def channel_dimension(name: str, x: Tensor, channel_last: bool) -> int:
-    """Which dimension of x is C; raises ValueError when x has not 2 to 5 dimensions."""
+    """The dimension of x that is C; raises ValueError unless x has 2 to 5 dimensions."""
     if not 2 <= x.dim() <= 5:
         raise ValueError(f"{name}: expected an input of 2 to 5 dimensions, got {x.dim()}D {tuple(x.shape)}")
     return x.dim() - 1 if channel_last else 1
@@ -77,9 +77,9 @@ def check_input(
     num_batches_tracked: Tensor | None = None,
     **per_channel: Tensor | None,
 ) -> int:
-    """The channel dimension of x; raises ValueError for a shape, dtype or device that cannot be.
+    """The channel dimension of x; raises ValueError for a wrong shape, dtype or device.
 
-    Before anything is written or sent: an error here leaves no statistics half updated.
+    Called before anything is written or sent, so that an error leaves no statistics half updated.
     """
     channel_dim = channel_dimension(name, x, channel_last)
     if not x.is_floating_point():
@@ -110,7 +110,7 @@ def check_input(
 
 
 def check_may_be_overwritten(name: str, x: Tensor) -> None:
-    """Raises RuntimeError where autograd would, but before x is overwritten and not after."""
+    """Raises RuntimeError where autograd would, but before x is overwritten."""
     if torch.compiler.is_compiling():
         return
     refuse = None
@@ -127,7 +127,7 @@ def check_may_be_overwritten(name: str, x: Tensor) -> None:
     if refuse:
         raise RuntimeError(
             f"{name}: the input {refuse}, which cannot be overwritten; "
-            "pass the result of an op (its clone, say)"
+            "pass the result of an op (a clone of it, for example)"
         )
 
 
@@ -137,6 +137,6 @@ def _several_views_made(x: Tensor) -> bool:
 
 
 def check_more_than_one_value(x: Tensor, channel_dim: int, shared: Transport) -> None:
-    # Over several ranks the others may hold values, and their counts are never read back to the host.
+    # With several ranks the others may have values. Their counts are never read back to the host.
     if shared.world_size == 1 and x.numel() == x.shape[channel_dim]:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")

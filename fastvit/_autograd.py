@@ -1,31 +1,58 @@
-"""The layers' autograd: which ops run forward and backward, what is saved, what is dirty."""
+"""The layers' autograd functions: the ops of forward and backward, the saved tensors, mark_dirty."""
+
+from typing import NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from . import ops
-from .sync import Local
+from .sync import Local, Transport
+
+
+class Options(NamedTuple):
+    """The arguments of the functions that have no gradient and are no tensors."""
+
+    shared: Transport
+    training: bool
+    momentum: float | None
+    eps: float
+    activation: str
+    activation_param: float
+    channel_dim: int
+
+    @property
+    def of_forward(self) -> tuple[float | None, float, str, float, int]:
+        """The last arguments of a forward op."""
+        return self.momentum, self.eps, self.activation, self.activation_param, self.channel_dim
+
+    @property
+    def of_backward(self) -> tuple[str, float, int]:
+        """The last arguments of a backward op."""
+        return self.activation, self.activation_param, self.channel_dim
+
+    @property
+    def is_local(self) -> bool:
+        """Whether batch statistics are those of this process alone."""
+        return self.training and isinstance(self.shared, Local)
+
+    def moments(self, x: torch.Tensor) -> tuple:
+        """The moments and their tag; None where running statistics are used."""
+        return self.shared.moments(x, self.channel_dim) if self.training else (None, None)
 
 
 class BatchNormFunction(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx, x, weight, bias, z, running_mean, running_var, num_batches_tracked,
-        shared, training, momentum, eps, activation, activation_param, channel_dim,
-    ):  # fmt: skip
-        rest = (
-            weight, bias, z, running_mean, running_var, num_batches_tracked,
-            momentum, eps, activation, activation_param, channel_dim,
-        )  # fmt: skip
+    def forward(ctx, x, weight, bias, z, running_mean, running_var, num_batches_tracked, options):
+        rest = (weight, bias, z, running_mean, running_var, num_batches_tracked, *options.of_forward)
         tag = None
-        if training and isinstance(shared, Local):
+        if options.is_local:
             y, saved = ops.bn_local_forward(x, *rest)
         else:
-            moments, tag = shared.moments(x, channel_dim) if training else (None, None)
+            moments, tag = options.moments(x)
             y, saved = ops.bn_forward(x, moments, *rest)
-        # Without an activation z decides nothing in backward: its gradient is dy itself.
-        ctx.save_for_backward(x, weight, bias, None if activation == "identity" else z, saved, tag)
-        _remember(ctx, shared, training, activation, activation_param, channel_dim)
+        # Without an activation backward does not need z: its gradient is dy.
+        ctx.save_for_backward(x, weight, bias, None if options.activation == "identity" else z, saved, tag)
+        ctx.options = options
         return y
 
     @staticmethod
@@ -33,10 +60,10 @@ class BatchNormFunction(torch.autograd.Function):
     def backward(ctx, dy):
         x, weight, bias, z, saved, tag = ctx.saved_tensors
         wants_x, wants_weight, wants_bias, wants_z = ctx.needs_input_grad[:4]
-        activation, activation_param = ctx.activation
-        rest = (weight, bias, activation, activation_param, ctx.channel_dim)
+        options: Options = ctx.options
+        rest = (weight, bias, *options.of_backward)
         dx = dz = None
-        if wants_x and ctx.training and isinstance(ctx.shared, Local):
+        if wants_x and options.is_local:
             dx, dz, own = ops.bn_local_backward(x, dy, z, saved, *rest)
         else:
             own, total = _sums(ctx, tag, lambda exchange: ops.bn_reduce(x, dy, z, saved, *rest, exchange))
@@ -45,28 +72,22 @@ class BatchNormFunction(torch.autograd.Function):
         dweight, dbias = _parameter_gradients(own, weight, bias, wants_weight, wants_bias)
         if wants_z and z is None:
             dz = dy
-        return (dx if wants_x else None, dweight, dbias, dz if wants_z else None, *[None] * 10)
+        return (dx if wants_x else None, dweight, dbias, dz if wants_z else None, *[None] * 4)
 
 
 class InPlaceABNFunction(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx, x, weight, bias, running_mean, running_var, num_batches_tracked,
-        shared, training, momentum, eps, activation, activation_param, channel_dim,
-    ):  # fmt: skip
-        rest = (
-            weight, bias, running_mean, running_var, num_batches_tracked,
-            momentum, eps, activation, activation_param, channel_dim,
-        )  # fmt: skip
+    def forward(ctx, x, weight, bias, running_mean, running_var, num_batches_tracked, options):
+        rest = (weight, bias, running_mean, running_var, num_batches_tracked, *options.of_forward)
         tag = None
-        if training and isinstance(shared, Local):
+        if options.is_local:
             saved = ops.abn_local_forward_(x, *rest)
         else:
-            moments, tag = shared.moments(x, channel_dim) if training else (None, None)
+            moments, tag = options.moments(x)
             saved = ops.abn_forward_(x, moments, *rest)
         ctx.mark_dirty(x)
         ctx.save_for_backward(x, weight, bias, saved, tag)
-        _remember(ctx, shared, training, activation, activation_param, channel_dim)
+        ctx.options = options
         return x
 
     @staticmethod
@@ -76,25 +97,21 @@ class InPlaceABNFunction(torch.autograd.Function):
 
 
 class InvertibleABNFunction(torch.autograd.Function):
-    """InPlaceABNFunction with a result of its own, for torch.compile.
+    """InPlaceABNFunction with a new result, for torch.compile.
 
-    mark_dirty on an input of a compiled graph loses this backward in torch 2.13 (aot_autograd then takes the
-    gradient of the plain overwrite), so what is traced never mutates. The caller copies y over x, which the
-    compiler drops wherever x is its own.
+    torch 2.13 loses the backward of a function that calls mark_dirty on an input of a compiled graph:
+    aot_autograd takes the gradient of the plain overwrite. So the traced function does not mutate x. The
+    caller copies y over x, and the compiler removes the copy where x is its own buffer.
     """
 
     @staticmethod
-    def forward(
-        ctx, x, weight, bias, running_mean, running_var, num_batches_tracked,
-        shared, training, momentum, eps, activation, activation_param, channel_dim,
-    ):  # fmt: skip
-        moments, tag = shared.moments(x, channel_dim) if training else (None, None)
+    def forward(ctx, x, weight, bias, running_mean, running_var, num_batches_tracked, options):
+        moments, tag = options.moments(x)
         y, saved = ops.abn_forward(
-            x, moments, weight, bias, running_mean, running_var, num_batches_tracked,
-            momentum, eps, activation, activation_param, channel_dim,
-        )  # fmt: skip
+            x, moments, weight, bias, running_mean, running_var, num_batches_tracked, *options.of_forward
+        )
         ctx.save_for_backward(y, weight, bias, saved, tag)
-        _remember(ctx, shared, training, activation, activation_param, channel_dim)
+        ctx.options = options
         return y
 
     @staticmethod
@@ -103,31 +120,26 @@ class InvertibleABNFunction(torch.autograd.Function):
         return _invertible_backward(ctx, dy)
 
 
-def _remember(ctx, shared, training, activation, activation_param, channel_dim):
-    ctx.shared, ctx.training = shared, training
-    ctx.activation, ctx.channel_dim = (activation, activation_param), channel_dim
-
-
 def _invertible_backward(ctx, dy):
     y, weight, bias, saved, tag = ctx.saved_tensors
     wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-    activation, activation_param = ctx.activation
-    rest = (weight, bias, activation, activation_param, ctx.channel_dim)
+    options: Options = ctx.options
+    rest = (weight, bias, *options.of_backward)
     dx = None
-    if wants_x and ctx.training and isinstance(ctx.shared, Local):
+    if wants_x and options.is_local:
         dx, own = ops.abn_local_backward(y, dy, saved, *rest)
     else:
         own, total = _sums(ctx, tag, lambda exchange: ops.abn_reduce(y, dy, saved, *rest, exchange))
         if wants_x:
             dx = ops.abn_backward(y, dy, saved, total, *rest)
     dweight, dbias = _parameter_gradients(own, weight, bias, wants_weight, wants_bias)
-    return (dx, dweight, dbias, *[None] * 10)
+    return (dx, dweight, dbias, *[None] * 4)
 
 
 def _sums(ctx, tag, reduce):
-    """This rank's sums and, where dx takes them, those of all ranks; None where nobody wants any."""
-    if ctx.needs_input_grad[0] and ctx.training:
-        sums = ctx.shared.sums(reduce, tag)
+    """This rank's sums and, where dx needs them, those of all ranks; None where no gradient needs them."""
+    if ctx.needs_input_grad[0] and ctx.options.training:
+        sums = ctx.options.shared.sums(reduce, tag)
         return sums[0], sums[-1]
     if any(ctx.needs_input_grad[1:3]):
         return reduce(None)[0], None
@@ -135,7 +147,7 @@ def _sums(ctx, tag, reduce):
 
 
 def _parameter_gradients(sums, weight, bias, wants_weight, wants_bias):
-    """Gradients of weight and bias from this rank's sums: ranks are averaged by DDP, like all parameters."""
+    """Gradients of weight and bias from this rank's sums; DDP averages them like all gradients."""
     if not (wants_weight or wants_bias):
         return None, None
     dbias, dweight = sums.chunk(2)

@@ -1,10 +1,10 @@
-"""What layers and their reference both compute in plain PyTorch: activations, and gamma in place."""
+"""Formulas in plain PyTorch that layers and reference share: activations, and gamma in place."""
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# The least |gamma| that is divided by in place: a number, and a share of |beta|.
+# The floor of |gamma| in place, by which the inversion divides: a number, and a factor of |beta|.
 GAMMA_FLOOR = {
     torch.float64: (1e-12, 2.0**-46),
     torch.float32: (1e-7, 2.0**-17),
@@ -14,7 +14,7 @@ GAMMA_FLOOR = {
 
 
 def effective_gamma(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The gamma that a layer in place takes for activations of `dtype`, float64."""
+    """The gamma of a layer in place for activations of `dtype`, as float64."""
     gamma = weight.double()
     absolute, relative = GAMMA_FLOOR[dtype]
     least = torch.full_like(gamma, absolute)
@@ -24,7 +24,7 @@ def effective_gamma(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> 
 
 
 def activate(v: Tensor, activation: str, param: float) -> Tensor:
-    """What every activation means, by torch's own; `param` is leaky_relu's slope or elu's alpha."""
+    """Applies an activation by its name; `param` is leaky_relu's slope or elu's alpha."""
     match activation:
         case "identity":
             return v

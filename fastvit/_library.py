@@ -8,7 +8,7 @@ FOLDER = Path(__file__).parent
 
 
 def load() -> tuple[bool, str]:
-    """Loads what there is. Returns whether the CUDA kernels are in, and why."""
+    """Loads the libraries that exist. Returns whether the CUDA kernels are loaded, and a reason."""
     cpu, cuda = FOLDER / "_C.so", FOLDER / "_cuda.so"
     if not cpu.exists():
         raise ImportError(
@@ -19,8 +19,8 @@ def load() -> tuple[bool, str]:
     built = torch.ops.fastvit.cuda_build()
     if not cuda.exists():
         return False, built if built.startswith("not built") else f"missing from {FOLDER}; {built}"
-    if torch.version.cuda is None:  # the stream function it needs is not in a CPU build of torch
-        return False, f"not loaded, as this torch is a CPU build; {built}"
+    if torch.version.cuda is None:  # a CPU build of torch lacks the stream function that it needs
+        return False, f"not loaded, because this torch is a CPU build; {built}"
     torch.ops.load_library(str(cuda))
     return True, f"loaded; {built}"
 

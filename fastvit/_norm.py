@@ -1,4 +1,4 @@
-"""What the normalisation layers have in common: whose statistics a forward uses, and argument checks."""
+"""Shared parts of the normalisation layers: the statistics that a forward uses, checks, process groups."""
 
 import copy
 import itertools
@@ -14,12 +14,12 @@ from torch.nn.modules.batchnorm import _NormBase
 from ._arguments import channel_dimension, recovery_error
 from ._formulas import effective_gamma
 
-if TYPE_CHECKING:  # the mixins are for layers; as subclasses of _NormBase they would stand behind _BatchNorm
+if TYPE_CHECKING:  # not at run time: subclasses of _NormBase would come after _BatchNorm in the MRO
     _Layer = _NormBase
 else:
     _Layer = object
 
-_UNSAFE = 0.05  # the share of error in the recovered xhat that is worth a warning
+_UNSAFE = 0.05  # relative error of the recovered xhat above which a layer warns
 _CHECK_EVERY = 1024  # forwards; each check reads one number on the host
 
 
@@ -37,28 +37,28 @@ class ForwardState(TypedDict):
 
 
 def forward_state(layer: _NormBase) -> ForwardState:
-    """Which statistics and buffers a forward of `layer` takes, by torch BatchNorm's rules.
+    """The statistics and buffers that a forward of `layer` uses, by torch BatchNorm's rules.
 
-    Batch statistics in training, and in evaluation when there are no running ones. Running statistics are
-    updated only in training with track_running_stats.
+    Batch statistics are used in training, and in evaluation without running statistics. Running statistics
+    are updated only in training with track_running_stats.
     """
     training = layer.training or layer.running_mean is None
     use_running = not layer.training or layer.track_running_stats
     update = layer.training and layer.track_running_stats
-    # torch leaves the running statistics alone when there is nothing to count a cumulative average with
+    # Like torch: a cumulative average without a counter does not update.
     uncounted = layer.momentum is None and layer.num_batches_tracked is None
     return {
         "training": training,
         "running_mean": layer.running_mean if use_running else None,
         "running_var": layer.running_var if use_running else None,
         "num_batches_tracked": layer.num_batches_tracked if update else None,
-        # without running statistics to update the factor is not used, but an op wants a number
+        # Without an update the factor is not used, but an op needs a number.
         "momentum": layer.momentum if update and not uncounted else 0.0,
     }
 
 
 def check_channels(layer: _NormBase, x: Tensor, channel_last: bool) -> None:
-    """Raises ValueError when x has not `layer.num_features` channels (a layer may have no weight to tell)."""
+    """Raises ValueError unless x has `layer.num_features` channels."""
     name = type(layer).__name__
     channel_dim = channel_dimension(name, x, channel_last)
     if x.shape[channel_dim] != layer.num_features:
@@ -69,7 +69,7 @@ def check_channels(layer: _NormBase, x: Tensor, channel_last: bool) -> None:
 
 
 class OptionalBias(_Layer):
-    """Gives a layer the option `bias=False`, a weight alone, as torch's have it since 2.13."""
+    """Adds the option `bias=False`, a weight alone, as torch's layers have since 2.13."""
 
     def __init__(self, *args, bias: bool = True, **kwargs):
         super().__init__(*args, **kwargs)
@@ -91,21 +91,21 @@ class OptionalBias(_Layer):
 
 
 def cannot_read_values(x: Tensor) -> bool:
-    """Whether reading a number on the host is impossible or would stall: no data, or capturing a graph."""
+    """Whether reading a number on the host is impossible: x has no data, or a CUDA graph is captured."""
     if torch.compiler.is_compiling() or x.is_meta or isinstance(x, FakeTensor):
         return True
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 class ChecksConditioning(_Layer):
-    """A layer that can work in place, and so recovers its input from an output of few digits."""
+    """A layer that can work in place, and then recovers its input from the rounded output."""
 
     _forwards_to_check = 0
 
     def check_conditioning(self, x: Tensor) -> None:
-        """Says once when |bias| / |weight| leaves the stored output too few digits to recover xhat from.
+        """Warns once when |bias| / |weight| is so large that the recovered xhat has a large error.
 
-        Called after the op, which has seen to it that weight and bias can be read.
+        Called after the op, which has checked weight and bias.
         """
         if not self.training or self.weight is None or self.bias is None:
             return
@@ -124,7 +124,7 @@ class ChecksConditioning(_Layer):
             warnings.warn(
                 f"{type(self).__name__}({self.num_features}): |bias| / |weight| is up to {ratio:.3g}, so in "
                 f"{x.dtype} the input recovered in backward is off by about {min(error, 1):.0%} in that "
-                "channel; keep this layer in a wider dtype, or use one that keeps its input "
+                "channel; use a wider dtype for this layer, or a layer that saves its input "
                 "(BatchNormAct with memory='recompute')",
                 stacklevel=4,
             )
@@ -134,23 +134,23 @@ _layer_numbers = itertools.count(1)
 
 
 def next_layer_number() -> int:
-    """A number for a layer that shares statistics, unlike all others of this process."""
+    """A number for a layer that shares statistics, unique in this process."""
     return next(_layer_numbers)
 
 
 class SharesGroup(_Layer):
-    """A layer that holds a process group, which exists in its own process alone and cannot be copied.
+    """A layer with a process group, which is valid in its own process only and cannot be copied.
 
-    Copies talk to the same group; a pickle leaves it behind, as None. `group_attribute` names where it is.
-    `layer_number` tells the layer from the others of this process; ranks compare their order.
+    Copies of the layer share the group. A pickle has None in its place. `group_attribute` is the name of the
+    attribute that holds it. `layer_number` is unique in this process; ranks compare the order of layers.
     """
 
     group_attribute: str
     layer_number: int
 
-    def set_group(self, group: "torch.distributed.ProcessGroup | None") -> None:
-        """Shares statistics over another group from now on; None is the default group."""
-        setattr(self, self.group_attribute, group)
+    def set_group(self, process_group: "torch.distributed.ProcessGroup | None") -> None:
+        """Sets the process group over which statistics are shared; None is the default group."""
+        setattr(self, self.group_attribute, process_group)
         self.layer_number = next_layer_number()
 
     def __getstate__(self) -> dict:
@@ -167,9 +167,9 @@ class SharesGroup(_Layer):
         return copied
 
     def __deepcopy__(self, memo: dict):
-        group = getattr(self, self.group_attribute)
-        if group is not None:
-            memo[id(group)] = group
+        process_group = getattr(self, self.group_attribute)
+        if process_group is not None:
+            memo[id(process_group)] = process_group
         copied = self.__class__.__new__(self.__class__)
         memo[id(self)] = copied
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))

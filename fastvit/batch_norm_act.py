@@ -1,4 +1,4 @@
-"""BatchNormAct: BatchNorm, an optional residual and any activation in one layer that keeps one activation."""
+"""BatchNormAct: BatchNorm, an optional residual and any activation in one layer that saves one tensor."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ MEMORY = ("recompute", "inplace", "keep")
 
 
 class BatchNormAct(_norm.OptionalBias, _norm.ChecksConditioning, _NormBase):
-    """BatchNorm + residual + activation in one pass; a choice of what is kept for backward.
+    """BatchNorm + residual + activation in one pass, with a choice of what is kept for backward.
 
     Args:
         num_features: C.
@@ -21,26 +21,26 @@ class BatchNormAct(_norm.OptionalBias, _norm.ChecksConditioning, _NormBase):
         activation: "identity", "relu", "relu6", "leaky_relu", "elu", "gelu" (by erf), "gelu_tanh", "silu" or
             "hardswish".
         activation_param: slope of leaky_relu (None: 0.01) or alpha of elu (None: 1); the others have none.
-        memory: what backward finds.
-            "recompute": the input is saved and the output is not; where a later layer saved the output, it is
-            rebuilt by one pass when that layer's backward asks for it, to the same bits. This takes an open
-            `fastvit.recompute_scope()` around the forward; without one the layer is "keep".
-            "inplace": the output is written over the input, as `InPlaceABN` does, with what that asks of the
-            input and of the activation; no residual.
-            "keep": the input is saved by this layer, the output by whoever needs it.
+        memory: what is kept for backward.
+            "recompute": the input. Where a later layer saves the output, the output is rebuilt in one pass
+            when that layer's backward needs it, to the same bits. This needs an open
+            `fastvit.recompute_scope()` around the forward; without one the layer works as with "keep".
+            "inplace": the output, which is written over the input, with the conditions of `InPlaceABN` on
+            input and activation; takes no residual.
+            "keep": the input, and the output where a later layer saves it.
         channel_last: the input is (N, *, C), as tokens (N, L, C) are. Tensors in torch's channels_last
             memory format need no flag.
         bias: False for no bias, as in torch.nn.BatchNorm2d.
 
     `forward(input, z=None)`: input (N, C, *) with 2 to 5 dimensions, float16, bfloat16, float32 or float64;
     z a residual of the same shape, added before the activation. The state_dict is BatchNorm's. Not
-    differentiable twice. Under torch.compile it is traced as plain torch ops, and what is recomputed is the
-    partitioner's choice.
+    differentiable twice. torch.compile traces it as plain torch ops, and its partitioner chooses what is
+    recomputed.
 
     Raises:
-        ValueError: at construction, for an activation or memory that does not exist, or cannot be had
-            together; in forward, for a wrong rank or channel count, one value per channel in training, or
-            a residual in place.
+        ValueError: at construction, for an unknown activation or memory, or an activation that cannot be
+            inverted with memory="inplace"; in forward, for a wrong rank or channel count, one value per
+            channel in training, or a residual in place.
     """
 
     def __init__(
@@ -84,13 +84,13 @@ class BatchNormAct(_norm.OptionalBias, _norm.ChecksConditioning, _NormBase):
         if self.memory == "inplace":
             if z is not None:
                 raise ValueError(
-                    f"{type(self).__name__}: got a residual z, which memory='inplace' cannot take; "
-                    "'recompute' and 'keep' can"
+                    f"{type(self).__name__}: got a residual z with memory='inplace'; "
+                    "'recompute' or 'keep' expected"
                 )
             y = self._in_place(input, options)
             self.check_conditioning(input)
             return y
-        if z is not None and z.dtype != input.dtype:  # autocast can leave a residual in another precision
+        if z is not None and z.dtype != input.dtype:  # under autocast a residual may have another dtype
             z = z.to(input.dtype)
         return self._normalise(input, z, options | {"recompute": self.memory == "recompute"})
 
@@ -114,9 +114,9 @@ class BatchNormActSync(_norm.SharesGroup, BatchNormAct):
         process_group: None is the default group (this process alone when torch.distributed is not
             initialised).
 
-    One packed collective in each direction in training, none in evaluation, and none for rebuilding an
-    output. Ranks may hold different numbers of samples, or none. In training every rank of the group must run
-    the layer. Copies share the group; pickles leave it behind (a group exists in its process alone).
+    One exchange in each direction in training, none in evaluation, and none for rebuilding an output. Ranks
+    may have different numbers of samples, or none. In training every rank of the group must run the layer.
+    Copies share the group; pickles have None in its place, since a group is valid in its process only.
     """
 
     group_attribute = "process_group"
@@ -128,7 +128,7 @@ class BatchNormActSync(_norm.SharesGroup, BatchNormAct):
 
     def _in_place(self, x: Tensor, options: dict) -> Tensor:
         return functional.inplace_abn_sync(
-            x, self.weight, self.bias, group=self.process_group, layer=self.layer_number, **options
+            x, self.weight, self.bias, process_group=self.process_group, layer=self.layer_number, **options
         )
 
     def _normalise(self, x: Tensor, z: Tensor | None, options: dict) -> Tensor:

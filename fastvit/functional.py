@@ -1,10 +1,10 @@
-"""The layers as functions: checks, whose statistics, and autograd around the ops.
+"""The layers as functions: argument checks, the choice of statistics, and autograd around the ops.
 
-Each saves one activation for backward, plus O(C) numbers: the plain layer its input (which the layer before
-often saves too), the in-place layer its output (which the layer after saves anyway).
+Each saves one activation for backward, plus O(C) numbers: the plain layers their input, the in-place layers
+their output, which the next layer often saves too.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,19 +18,57 @@ from ._arguments import (
     check_may_be_overwritten,
     check_more_than_one_value,
 )
-from ._autograd import BatchNormFunction, InPlaceABNFunction, InvertibleABNFunction
+from ._autograd import BatchNormFunction, InPlaceABNFunction, InvertibleABNFunction, Options
 from ._formulas import activate
 from .recompute import active_scope
 
 __all__ = ["batch_norm_act", "batch_norm_act_sync", "inplace_abn", "inplace_abn_sync", "sync_batch_norm"]
 
 
-def _shared(op: str, training: bool, group, layer: int, momentum: float | None):
+class _NormParams(NamedTuple):
+    """The arguments of a layer after x, as in csrc/params.h."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    num_batches_tracked: Tensor | None
+    training: bool
+    momentum: float | None
+    eps: float
+    activation: str
+    activation_param: float
+    channel_last: bool
+    z: Tensor | None = None
+
+    def check(self, name: str, x: Tensor, shared: sync.Transport) -> int:
+        """Checks x and the tensors; returns the channel dimension."""
+        channel_dim = check_input(
+            name, x, self.channel_last, self.z, self.num_batches_tracked, weight=self.weight,
+            bias=self.bias, running_mean=self.running_mean, running_var=self.running_var,
+        )  # fmt: skip
+        if self.training:
+            check_more_than_one_value(x, channel_dim, shared)
+        return channel_dim
+
+    def options(self, shared: sync.Transport, channel_dim: int) -> Options:
+        return Options(
+            shared,
+            self.training,
+            self.momentum,
+            self.eps,
+            self.activation,
+            self.activation_param,
+            channel_dim,
+        )
+
+
+def _shared(op: str, training: bool, process_group, layer: int, momentum: float | None):
     if not training:
         if not torch.compiler.is_compiling():
-            sync.check()  # what became of the last exchanges of training
+            sync.check()  # raises errors of the last exchanges of training
         return sync.Local()
-    return sync.over(group, sync.LayerKey(op, layer, momentum))
+    return sync.over(process_group, sync.LayerKey(op, layer, momentum))
 
 
 def sync_batch_norm(
@@ -60,24 +98,26 @@ def sync_batch_norm(
         z: residual of x's shape and dtype, added before the ReLU.
         momentum: None averages cumulatively and needs num_batches_tracked (int64, one number, counted up).
         process_group: None is the default group, or this process alone when there is none.
-        layer: a number that tells this layer from the others of this process, so that ranks which are in
-            different layers notice; 0 for those that have none.
+        layer: a number that is unique among the layers of this process, by which ranks detect that they are
+            in different layers; 0 for a layer without one.
 
-    Returns a new tensor of x's dtype and memory format. Saves x for backward (and z with fuse_relu).
-    Not differentiable twice.
+    Returns:
+        A new tensor of x's dtype and memory format. Saves x for backward (and z with fuse_relu). Not
+        differentiable twice.
 
     Raises:
         ValueError: wrong rank, dtype, device or channel count; one value per channel in training where the
             sizes are known; a group that does not contain this rank.
         RuntimeError: an argument that an op cannot take; ranks that differ in this layer's channels, dtype
-            or momentum, or are in another layer; a rank that died or did not come within the group's
-            timeout. Nothing has been written then.
+            or momentum, or are in another layer; a rank that died or did not arrive within the group's
+            timeout. Nothing is written then.
     """
-    return _batch_norm_act(
-        "sync_batch_norm", x, weight, bias, running_mean, running_var, z, training, momentum, eps,
-        "relu" if fuse_relu else "identity", 0.0, channel_last, num_batches_tracked,
-        _shared("sync_batch_norm", training, process_group, layer, momentum), False,
+    norm = _NormParams(
+        weight, bias, running_mean, running_var, num_batches_tracked, training, momentum, eps,
+        "relu" if fuse_relu else "identity", 0.0, channel_last, z,
     )  # fmt: skip
+    shared = _shared("sync_batch_norm", training, process_group, layer, momentum)
+    return _batch_norm_act("sync_batch_norm", x, norm, shared, recompute=False)
 
 
 def batch_norm_act(
@@ -103,17 +143,17 @@ def batch_norm_act(
         activation: "identity", "relu", "relu6", "leaky_relu", "elu", "gelu" (by erf), "gelu_tanh", "silu" or
             "hardswish", as in torch.nn.functional, derivatives at kinks included.
         activation_param: slope of leaky_relu (None: 0.01) or alpha of elu (None: 1); the others have none.
-        recompute: inside `fastvit.recompute_scope()` those who save the result for backward get it rebuilt
-            instead; elsewhere this changes nothing.
+        recompute: inside `fastvit.recompute_scope()` the result is rebuilt for later ops that save it;
+            elsewhere this has no effect.
 
-    The rest as in `sync_batch_norm`. Saves x for backward, and z where the activation's gradient depends on
-    it. Traced by torch.compile as plain torch ops wherever those can do it.
+    Other arguments and errors as in `sync_batch_norm`. Saves x for backward, and z where the activation's
+    gradient depends on it. torch.compile traces plain torch ops where they compute the same.
     """
-    return _batch_norm_act(
-        "batch_norm_act", x, weight, bias, running_mean, running_var, z, training, momentum, eps,
-        activation, check_activation(activation, activation_param), channel_last, num_batches_tracked,
-        sync.Local(), recompute,
+    norm = _NormParams(
+        weight, bias, running_mean, running_var, num_batches_tracked, training, momentum, eps,
+        activation, check_activation(activation, activation_param), channel_last, z,
     )  # fmt: skip
+    return _batch_norm_act("batch_norm_act", x, norm, sync.Local(), recompute)
 
 
 def batch_norm_act_sync(
@@ -137,40 +177,31 @@ def batch_norm_act_sync(
 ) -> Tensor:
     """`batch_norm_act` with statistics over the ranks of `process_group` (None: the default group).
 
-    layer, and what raises RuntimeError: as in `sync_batch_norm`.
+    `layer` and errors as in `sync_batch_norm`.
     """
-    return _batch_norm_act(
-        "batch_norm_act_sync", x, weight, bias, running_mean, running_var, z, training, momentum, eps,
-        activation, check_activation(activation, activation_param), channel_last, num_batches_tracked,
-        _shared("batch_norm_act_sync", training, process_group, layer, momentum), recompute,
+    norm = _NormParams(
+        weight, bias, running_mean, running_var, num_batches_tracked, training, momentum, eps,
+        activation, check_activation(activation, activation_param), channel_last, z,
     )  # fmt: skip
+    shared = _shared("batch_norm_act_sync", training, process_group, layer, momentum)
+    return _batch_norm_act("batch_norm_act_sync", x, norm, shared, recompute)
 
 
 def _batch_norm_act(
-    name, x, weight, bias, running_mean, running_var, z, training, momentum, eps,
-    activation, activation_param, channel_last, num_batches_tracked, shared, recompute,
-):  # fmt: skip
-    channel_dim = check_input(
-        name, x, channel_last, z, num_batches_tracked,
-        weight=weight, bias=bias, running_mean=running_mean, running_var=running_var,
-    )  # fmt: skip
-    if training:
-        check_more_than_one_value(x, channel_dim, shared)
-    state = (weight, bias, running_mean, running_var)
-    if torch.compiler.is_compiling() and _torch_can(x, *state, momentum, shared):
-        return _plain_batch_norm_act(
-            x, *state, z, num_batches_tracked,
-            training, momentum, eps, activation, activation_param, channel_dim,
-        )  # fmt: skip
+    name: str, x: Tensor, norm: _NormParams, shared: sync.Transport, recompute: bool
+) -> Tensor:
+    channel_dim = norm.check(name, x, shared)
+    if torch.compiler.is_compiling() and _torch_can(x, norm, shared):
+        return _plain_batch_norm_act(x, norm, channel_dim)
+    weight, bias, z, activation = norm.weight, norm.bias, norm.z, norm.activation
+    buffers, options = norm[2:5], norm.options(shared, channel_dim)
 
     def layer():
-        return BatchNormFunction.apply(
-            x, weight, bias, z, running_mean, running_var, num_batches_tracked,
-            shared, training, momentum, eps, activation, activation_param, channel_dim,
-        )  # fmt: skip
+        return BatchNormFunction.apply(x, weight, bias, z, *buffers, options)
 
     scope = active_scope() if recompute else None
-    if scope is None or (z is not None and activation == "identity"):  # which does not save z to rebuild from
+    # With a residual and no activation z is not saved, so y cannot be rebuilt.
+    if scope is None or (z is not None and activation == "identity"):
         return layer()
     given = [t is not None for t in (x, weight, bias, z)] + [True]
 
@@ -178,34 +209,32 @@ def _batch_norm_act(
         tensors = iter(saved_tensors)
         arguments: list[Any] = [next(tensors) if there else None for there in given]
         x, weight, bias, z, saved = arguments
-        return ops.bn_apply(x, saved, weight, bias, z, activation, activation_param, channel_dim)
+        return ops.bn_apply(x, saved, weight, bias, z, *options.of_backward)
 
     return scope.call(layer, rebuild)
 
 
-def _torch_can(x, weight, bias, running_mean, running_var, momentum, shared) -> bool:
-    """Whether torch's own batch_norm means the same for these arguments, within one graph."""
-    # F.batch_norm wants a number for the factor, which a cumulative average would read back from the device
-    if momentum is None or not isinstance(shared, sync.Local):
+def _torch_can(x: Tensor, norm: _NormParams, shared: sync.Transport) -> bool:
+    """Whether torch's batch_norm computes the same for these arguments, within one graph."""
+    # F.batch_norm needs a number as factor, which a cumulative average would have to read from the device.
+    if norm.momentum is None or not isinstance(shared, sync.Local):
         return False
-    dtypes = {t.dtype for t in (weight, bias, running_mean, running_var) if t is not None}
+    dtypes = {t.dtype for t in norm[:4] if t is not None}
     return dtypes <= {x.dtype} or (x.dtype in (torch.float16, torch.bfloat16) and dtypes == {torch.float32})
 
 
-def _plain_batch_norm_act(
-    x, weight, bias, running_mean, running_var, z, num_batches_tracked,
-    training, momentum, eps, activation, activation_param, channel_dim,
-):  # fmt: skip
-    """What torch.compile is given: ops it can fuse with their neighbours and recompute as it likes."""
-    if num_batches_tracked is not None:
-        num_batches_tracked.add_(1)
+def _plain_batch_norm_act(x: Tensor, norm: _NormParams, channel_dim: int) -> Tensor:
+    """The layer in plain torch ops, which torch.compile can fuse with others and recompute."""
+    if norm.num_batches_tracked is not None:
+        norm.num_batches_tracked.add_(1)
     moved = channel_dim != 1
+    assert norm.momentum is not None  # see _torch_can
     y = F.batch_norm(
         x.movedim(channel_dim, 1) if moved else x,
-        running_mean, running_var, weight, bias, training, momentum, eps,
+        norm.running_mean, norm.running_var, norm.weight, norm.bias, norm.training, norm.momentum, norm.eps,
     )  # fmt: skip
     y = y.movedim(1, channel_dim) if moved else y
-    return activate(y if z is None else y + z, activation, activation_param)
+    return activate(y if norm.z is None else y + norm.z, norm.activation, norm.activation_param)
 
 
 def inplace_abn(
@@ -226,23 +255,24 @@ def inplace_abn(
 ) -> Tensor:
     """Batch normalisation and activation written over x, which is returned.
 
-    x must not be needed by anyone else: not a leaf that requires grad, not read again after the call, not
-    saved by the op that made it. Backward recovers what it needs from the output, the one activation saved.
-    In evaluation and without gradients x is overwritten too.
+    x is lost, also in evaluation and without gradients. So it must not be a leaf that requires grad, must not
+    be read again after the call, and must not be saved by the op that made it. Backward recovers xhat from
+    the output, the only activation that is saved.
 
     Args:
         activation: "identity", "leaky_relu" (activation_param is the slope, > 0) or "elu"
             (activation_param is alpha, > 0).
-        abs_weight: take gamma as `|weight| + eps`, as mapillary's inplace_abn does. Otherwise the signed
-            weight, kept at least a small floor away from 0 (see `fastvit.ops.abn_forward_`).
+        abs_weight: gamma is `|weight| + eps`, as in mapillary's inplace_abn; otherwise the signed weight, at
+            least a small floor away from 0 (see `fastvit.ops.abn_forward_`).
 
-    The rest as in `sync_batch_norm`. Source: Rota Bulò, Porzi, Kontschieder, "In-Place Activated BatchNorm
-    for Memory-Optimized Training of DNNs", arXiv:1712.02616.
+    Other arguments and errors as in `sync_batch_norm`. Source: Rota Bulò, Porzi, Kontschieder, "In-Place
+    Activated BatchNorm for Memory-Optimized Training of DNNs", arXiv:1712.02616.
     """
-    return _inplace_abn(
-        x, weight, bias, running_mean, running_var, training, momentum, eps, activation, activation_param,
-        channel_last, num_batches_tracked, abs_weight, sync.Local(), "inplace_abn",
+    norm = _NormParams(
+        weight, bias, running_mean, running_var, num_batches_tracked, training, momentum, eps,
+        activation, activation_param, channel_last,
     )  # fmt: skip
+    return _inplace_abn("inplace_abn", x, norm, abs_weight, sync.Local())
 
 
 def inplace_abn_sync(
@@ -256,22 +286,23 @@ def inplace_abn_sync(
     eps: float = 1e-5,
     activation: str = "leaky_relu",
     activation_param: float = 0.01,
-    group: "torch.distributed.ProcessGroup | None" = None,
+    process_group: "torch.distributed.ProcessGroup | None" = None,
     *,
     channel_last: bool = False,
     num_batches_tracked: Tensor | None = None,
     abs_weight: bool = False,
     layer: int = 0,
 ) -> Tensor:
-    """`inplace_abn` with statistics over the ranks of `group` (None: the default group).
+    """`inplace_abn` with statistics over the ranks of `process_group` (None: the default group).
 
-    layer, and what raises RuntimeError: as in `sync_batch_norm`.
+    `layer` and errors as in `sync_batch_norm`.
     """
-    return _inplace_abn(
-        x, weight, bias, running_mean, running_var, training, momentum, eps, activation, activation_param,
-        channel_last, num_batches_tracked, abs_weight,
-        _shared("inplace_abn_sync", training, group, layer, momentum), "inplace_abn_sync",
+    norm = _NormParams(
+        weight, bias, running_mean, running_var, num_batches_tracked, training, momentum, eps,
+        activation, activation_param, channel_last,
     )  # fmt: skip
+    shared = _shared("inplace_abn_sync", training, process_group, layer, momentum)
+    return _inplace_abn("inplace_abn_sync", x, norm, abs_weight, shared)
 
 
 def absolute_weight(weight: Tensor, eps: float) -> Tensor:
@@ -279,24 +310,14 @@ def absolute_weight(weight: Tensor, eps: float) -> Tensor:
     return weight * torch.where(weight < 0, -1.0, 1.0).to(weight.dtype) + eps
 
 
-def _inplace_abn(
-    x, weight, bias, running_mean, running_var, training, momentum, eps, activation, activation_param,
-    channel_last, num_batches_tracked, abs_weight, shared, name,
-):  # fmt: skip
-    check_in_place_activation(activation, activation_param)
-    channel_dim = check_input(
-        name, x, channel_last, None, num_batches_tracked,
-        weight=weight, bias=bias, running_mean=running_mean, running_var=running_var,
-    )  # fmt: skip
-    if training:
-        check_more_than_one_value(x, channel_dim, shared)
+def _inplace_abn(name: str, x: Tensor, norm: _NormParams, abs_weight: bool, shared: sync.Transport) -> Tensor:
+    check_in_place_activation(norm.activation, norm.activation_param)
+    channel_dim = norm.check(name, x, shared)
     check_may_be_overwritten(name, x)
+    weight = norm.weight
     if abs_weight and weight is not None:
-        weight = absolute_weight(weight, eps)
-    arguments = (
-        x, weight, bias, running_mean, running_var, num_batches_tracked,
-        shared, training, momentum, eps, activation, activation_param, channel_dim,
-    )  # fmt: skip
+        weight = absolute_weight(weight, norm.eps)
+    arguments = (x, weight, *norm[1:5], norm.options(shared, channel_dim))
     if torch.compiler.is_compiling():
         return x.copy_(InvertibleABNFunction.apply(*arguments))
     return InPlaceABNFunction.apply(*arguments)

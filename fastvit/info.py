@@ -1,4 +1,4 @@
-"""`python -m fastvit.info`: what was built, what this machine offers, and how statistics are shared."""
+"""`python -m fastvit.info`: the build, this machine, and the ways of sharing statistics."""
 
 import os
 import platform

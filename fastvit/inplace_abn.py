@@ -14,10 +14,11 @@ __all__ = ["InPlaceABN", "InPlaceABNSync"]
 
 
 class InPlaceABN(_norm.OptionalBias, _norm.ChecksConditioning, _NormBase):
-    """BatchNorm + activation, written over the input; saves its own output for backward and nothing else.
+    """BatchNorm + activation, written over the input; saves its output for backward, plus O(C) numbers.
 
-    The input must be nobody else's: not a leaf that requires grad, not saved by the op that made it (conv and
-    linear do not save their output; relu, sigmoid and pooling do), not read again later (a residual, a hook).
+    The input is lost. So it must not be a leaf that requires grad, must not be saved by the op that made it
+    (conv and linear do not save their output; relu, sigmoid and pooling do), and must not be read again (by a
+    residual or a hook).
 
     Args:
         num_features: C.
@@ -27,20 +28,20 @@ class InPlaceABN(_norm.OptionalBias, _norm.ChecksConditioning, _NormBase):
         activation_param: slope of leaky_relu or alpha of elu, > 0.
         channel_last: the input is (N, *, C), as tokens (N, L, C) are. Tensors in torch's channels_last
             memory format need no flag.
-        abs_weight: take gamma as |weight| + eps, as mapillary's inplace_abn does; otherwise as it is,
-            kept a small floor away from 0.
+        abs_weight: gamma is |weight| + eps, as in mapillary's inplace_abn; otherwise the signed weight, at
+            least a small floor away from 0.
         bias: False for no bias, as in torch.nn.BatchNorm2d.
 
-    Shape: (N, C, *) with 2 to 5 dimensions, float16, bfloat16, float32 or float64; returned as it came.
+    Shape: (N, C, *) with 2 to 5 dimensions, float16, bfloat16, float32 or float64; the output has the same.
     The state_dict is BatchNorm's. Weights trained with BatchNorm give the same outputs, negative ones too.
 
     Backward recovers the normalised input with a relative error of about u * sqrt(1 + (bias / weight)^2),
-    u the rounding of the storage type. A layer where that passes 5% says so once.
+    u the rounding of the dtype. A layer where the error is above 5% warns once.
 
-    The floor: in float32 the larger of 1e-7 and 2^-17 |bias|, so a weight that training takes through 0 has a
-    gradient that is off by less than 1% for that step, and y is off by 2^-17 |bias| at most per unit of the
-    normalised input (float64: 1e-12 and 2^-46). In half precision it is 1e-7, and 1e-4 in float16: there such
-    a channel's weight has a gradient that means little for that step. The input's gradient has no floor.
+    The floor is the larger of 1e-7 and 2^-17 |bias| in float32 (float64: 1e-12 and 2^-46). At a weight below
+    it the weight's gradient has an error of less than 1%, and y one of at most 2^-17 |bias| per unit of the
+    normalised input. In bfloat16 the floor is 1e-7 and in float16 1e-4; the gradient of a weight below it is
+    inaccurate there. The input's gradient has no floor.
 
     Raises:
         ValueError: at construction, for an activation or slope that cannot be inverted; in forward, for a
@@ -104,9 +105,9 @@ class InPlaceABNSync(_norm.SharesGroup, InPlaceABN):
     Args:
         group: None is the default group (this process alone when torch.distributed is not initialised).
 
-    One exchange in each direction in training, none in evaluation, made and checked as in SyncBatchNorm.
-    Ranks may hold different numbers of samples, or none. In training every rank of the group must run the
-    layer. Copies share the group; pickles leave it behind (a group exists in its process alone).
+    One exchange in each direction in training, none in evaluation, with the checks of SyncBatchNorm. Ranks
+    may have different numbers of samples, or none. In training every rank of the group must run the layer.
+    Copies share the group; pickles have None in its place, since a group is valid in its process only.
     """
 
     group_attribute = "group"
@@ -118,5 +119,11 @@ class InPlaceABNSync(_norm.SharesGroup, InPlaceABN):
 
     def _normalise(self, x: Tensor, **state) -> Tensor:
         return functional.inplace_abn_sync(
-            x, self.weight, self.bias, **state, **self._options(), group=self.group, layer=self.layer_number
+            x,
+            self.weight,
+            self.bias,
+            **state,
+            **self._options(),
+            process_group=self.group,
+            layer=self.layer_number,
         )

@@ -1,7 +1,7 @@
-"""How many bytes a piece of work leaves alive, and takes at most, asked of the allocator.
+"""Measures the bytes that a function leaves allocated, and its peak, by the allocator.
 
-Counting in saved-tensor hooks would measure something else: hooks hide each other, a tensor saved twice or
-alive for another reason is counted wrongly, and what recompute_scope() does is itself done by hooks.
+Saved-tensor hooks would count other numbers: hooks hide each other, a tensor that is saved twice or alive for
+another reason is counted wrongly, and recompute_scope() works by hooks itself.
 """
 
 import gc
@@ -14,11 +14,11 @@ __all__ = ["live_bytes", "peak_bytes"]
 
 
 def live_bytes(work: Callable[[], object], device: str | torch.device = "cpu") -> tuple[int, object]:
-    """`(bytes, result)`: bytes allocated less bytes freed while `work()` runs, with its result held.
+    """Returns `(bytes, result)`: bytes allocated minus bytes freed by `work()`, while its result is held.
 
-    For a training forward that is the graph, what it saved, the result, and state made on the way. On CUDA
-    the caching allocator's count of what is in use; on the CPU the sum of what torch's allocator reports to
-    the profiler, frees outside of any op included. A first call of `work` outside keeps one-time caches out.
+    For a training forward these are the saved tensors, the result, and new state. On CUDA the number is the
+    caching allocator's count of bytes in use; on the CPU it is the sum of the events that torch's allocator
+    reports to the profiler. Call `work` once before, so that one-time caches are not counted.
     """
     gc.collect()
     if torch.device(device).type == "cuda":
@@ -31,7 +31,7 @@ def live_bytes(work: Callable[[], object], device: str | torch.device = "cpu") -
 
 
 def peak_bytes(work: Callable[[], object], device: str | torch.device = "cpu") -> int:
-    """Bytes that `work()` has allocated at most at a time, over those allocated before it."""
+    """The largest number of bytes that `work()` has allocated at a time, above those allocated before."""
     gc.collect()
     if torch.device(device).type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -42,11 +42,11 @@ def peak_bytes(work: Callable[[], object], device: str | torch.device = "cpu") -
 
 
 def _changes(work: Callable[[], object]) -> tuple[list[int], object]:
-    """Bytes that torch's allocator on the CPU hands out (takes back: negative) in order; and the result."""
+    """The allocations (positive) and frees (negative) of torch's CPU allocator in order; and the result."""
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU],
         profile_memory=True,
-        acc_events=True,  # torch 2.11 warns without, although there is one cycle only
+        acc_events=True,  # torch 2.11 warns without it
     ) as profile:
         result = work()
         gc.collect()

@@ -14,17 +14,16 @@ Packed tensors. `moments` is `mean[C], M2[C], count` and `saved` is `mean[C], in
 numbers each: the count takes two (`high * 2**24 + low`), so it is exact in float32. M2 is the sum of squared
 deviations from the mean. `sums` is `sum dz[C], sum dz*xhat[C]`, with dz the gradient before the activation.
 
-`exchange` (made by `fastvit.sync`) is a group of ranks that see each other's memory. The ops that make
-moments and sums then send this rank's to all, await theirs and merge them in rank order. What an exchange
-that failed would have given is NaN, the count included; y and `saved` are NaN then, and nothing else is
-written.
+`exchange` (made by `fastvit.sync`) is a group of ranks that see each other's memory. With it, the ops that
+form moments and sums send this rank's to all ranks, await theirs, and merge in rank order. After a failed
+exchange the result is NaN, the count included. y and `saved` are NaN then, and nothing else is written.
 
 Activations: "identity", "leaky_relu" (`activation_param` is the slope), "elu" (`activation_param` is alpha),
 and not in place "relu", "relu6", "gelu", "gelu_tanh", "silu" and "hardswish".
 
 Errors are RuntimeErrors that name the op and the argument, before anything is read or written. All tensors of
-a call are on one device, meta included, where ops have shapes alone; only `exchange` is on the CPU. A tensor
-whose storage was freed or shrunk (`resize_` of it, as FSDP does) is an error unless it is empty.
+a call are on one device; only `exchange` is on the CPU. On the meta device ops compute shapes only. A tensor
+whose storage was freed or shrunk (by `resize_`, as FSDP does) is an error unless it is empty.
 """
 
 import torch
@@ -122,10 +121,10 @@ def abn_forward_(
     """`bn_forward` written over x, to be inverted later; returns `saved`.
 
     gamma is taken as `copysign(max(|weight|, floor), weight)`; the floor is `max(1e-7, 2^-17 |bias|)` for
-    float32, `max(1e-12, 2^-46 |bias|)` for float64, 1e-7 for bfloat16 and 1e-4 for float16. It decides y and
-    the inversion, where it bounds the error of xhat (2^-7 in the first two); gradients are those of weight
-    itself, which is never written. x must own its memory (no stride of 0). Source: Rota Bulò, Porzi,
-    Kontschieder, arXiv:1712.02616.
+    float32, `max(1e-12, 2^-46 |bias|)` for float64, 1e-7 for bfloat16 and 1e-4 for float16. It is used for y
+    and for the inversion, where it bounds the error of xhat (to 2^-7 in the first two). Gradients are those
+    of the weight itself, which is never written. x must own its memory (no stride of 0). Source: Rota Bulò,
+    Porzi, Kontschieder, arXiv:1712.02616.
     """
     saved = _ops.abn_forward_(
         x, moments, weight, bias, running_mean, running_var, num_batches_tracked,
@@ -151,9 +150,9 @@ def abn_forward(
     activation_param: float = 0.01,
     channel_dim: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """`abn_forward_` with a result of its own, `(y, saved)`; x is left as it is.
+    """`abn_forward_` with a new result; returns `(y, saved)` and does not change x.
 
-    What torch.compile traces: there the compiler, not the op, decides whose memory y takes.
+    torch.compile traces this op, and the compiler chooses the memory of y.
     """
     y, saved = _ops.abn_forward(
         x, moments, weight, bias, running_mean, running_var, num_batches_tracked,
@@ -252,8 +251,8 @@ def bn_local_forward(
 ) -> tuple[Tensor, Tensor]:
     """`bn_forward` with x's own moments, `bn_stats(x)`; returns `(y, saved)`, the same bits.
 
-    For statistics that nobody shares. On CUDA an x that fits on chip (shared memory of all multiprocessors
-    together) is read once, by one kernel.
+    For statistics of this process alone. On CUDA an x that fits on chip (the shared memory of all
+    multiprocessors together) is read once, by one kernel.
     """
     y, saved = _ops.bn_local_forward(
         x, weight, bias, z, running_mean, running_var, num_batches_tracked,
@@ -315,7 +314,7 @@ def abn_local_backward(
 
 
 def _mutated(*tensors: Tensor | None) -> None:
-    """Tells autograd that these were written: ops registered from C++ do not count versions by themselves."""
+    """Increments autograd's version counters, which ops registered from C++ do not do."""
     if not torch.compiler.is_compiling():
         for tensor in tensors:
             if tensor is not None and not tensor.is_inference():
@@ -338,8 +337,8 @@ def _sums(x: Tensor, channel_dim: int, exchange: Tensor | None) -> Tensor:
 def check_devices(op: str, tensors: dict[str, Tensor], on_cpu: tuple[str, ...] = ("exchange",)) -> None:
     """Raises RuntimeError unless all tensors are on the first one's device, and those of `on_cpu` on the CPU.
 
-    For fakes: one argument on meta is enough for torch to call a fake instead of a kernel, and beside real
-    tensors its result would be memory that nobody wrote.
+    For fakes: torch calls a fake instead of a kernel when one argument is on meta. If the others are real
+    tensors, its result is uninitialised memory.
     """
     first, device = next((name, tensor.device) for name, tensor in tensors.items())
     for name, tensor in tensors.items():

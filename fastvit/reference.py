@@ -1,8 +1,10 @@
-"""The ops again, in plain PyTorch: the definition that the kernels are tested against.
+"""The ops in plain PyTorch: the definition against which the kernels are tested.
 
-Signatures, shapes and results are those of `fastvit.ops`. Computed in float64 whatever the input's dtype;
-results are rounded to the dtypes that the ops return. Nothing here is fast or saves memory.
+Signatures, shapes and results are those of `fastvit.ops`. Everything is computed in float64, and results are
+rounded to the dtypes that the ops return.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -86,10 +88,18 @@ def merge_moments(moments: Tensor) -> Tensor:
     return torch.cat([mean, m2, packed]).to(moments.dtype)
 
 
-def _forward(
-    x, moments, weight, bias, z, running_mean, running_var, num_batches_tracked,
-    momentum, eps, activation, param, channel_dim, in_place,
-):  # fmt: skip
+class _Norm(NamedTuple):
+    weight: Tensor | None
+    bias: Tensor | None
+    activation: str
+    param: float
+    channel_dim: int
+    in_place: bool
+
+
+def _forward(x, moments, norm, z, running, eps):
+    running_mean, running_var, num_batches_tracked, momentum = running
+    channel_dim = norm.channel_dim
     if moments is None:
         mean, var = running_mean.double(), running_var.double()
         packed_count = (float("inf"), 0.0)
@@ -106,10 +116,10 @@ def _forward(
             running_var.copy_(running_var.double().lerp(m2 / max(count.item() - 1, 1), factor))
     invstd = torch.rsqrt(var + eps)
     v = (x.double() - _along(mean, x, channel_dim)) * _along(invstd, x, channel_dim)
-    v = v * _along(_gamma(weight, bias, x, in_place), x, channel_dim)
-    v = v + (0 if bias is None else _along(bias, x, channel_dim)) + (0 if z is None else z.double())
+    v = v * _along(_gamma(norm.weight, norm.bias, x, norm.in_place), x, channel_dim)
+    v = v + (0 if norm.bias is None else _along(norm.bias, x, channel_dim)) + (0 if z is None else z.double())
     saved = torch.cat([mean, invstd, torch.tensor(packed_count, dtype=torch.float64, device=x.device)])
-    return activate(v, activation, param), saved.to(accumulation_dtype(x.dtype))
+    return activate(v, norm.activation, norm.param), saved.to(accumulation_dtype(x.dtype))
 
 
 def bn_forward(
@@ -117,10 +127,9 @@ def bn_forward(
     num_batches_tracked=None, momentum=0.1, eps=1e-5, activation="identity", activation_param=0.01,
     channel_dim=1,
 ):  # fmt: skip
-    y, saved = _forward(
-        x, moments, weight, bias, z, running_mean, running_var, num_batches_tracked,
-        momentum, eps, activation, activation_param, channel_dim, False,
-    )  # fmt: skip
+    norm = _Norm(weight, bias, activation, activation_param, channel_dim, False)
+    running = running_mean, running_var, num_batches_tracked, momentum
+    y, saved = _forward(x, moments, norm, z, running, eps)
     return torch.empty_like(x).copy_(y), saved
 
 
@@ -138,10 +147,9 @@ def abn_forward_(
     x, moments, weight=None, bias=None, running_mean=None, running_var=None, num_batches_tracked=None,
     momentum=0.1, eps=1e-5, activation="leaky_relu", activation_param=0.01, channel_dim=1,
 ):  # fmt: skip
-    y, saved = _forward(
-        x, moments, weight, bias, None, running_mean, running_var, num_batches_tracked,
-        momentum, eps, activation, activation_param, channel_dim, True,
-    )  # fmt: skip
+    norm = _Norm(weight, bias, activation, activation_param, channel_dim, True)
+    running = running_mean, running_var, num_batches_tracked, momentum
+    y, saved = _forward(x, moments, norm, None, running, eps)
     x.copy_(y)
     return saved
 
@@ -158,14 +166,15 @@ def abn_forward(
     return y, saved
 
 
-def _recover(input, dy, z, saved, weight, bias, activation, param, channel_dim, in_place):
+def _recover(input, dy, z, saved, norm):
     """(dz, xhat, invstd, count) of a backward step, all float64."""
+    channel_dim, activation, param = norm.channel_dim, norm.activation, norm.param
     channels = input.shape[channel_dim]
     saved_dtype, saved = saved.dtype, saved.double()
     mean, invstd, count = saved[:channels], saved[channels : 2 * channels], unpack_count(saved)
-    beta = 0 if bias is None else _along(bias, input, channel_dim)
-    gamma = _along(_gamma(weight, bias, input, in_place), input, channel_dim)
-    if in_place:
+    beta = 0 if norm.bias is None else _along(norm.bias, input, channel_dim)
+    gamma = _along(_gamma(norm.weight, norm.bias, input, norm.in_place), input, channel_dim)
+    if norm.in_place:
         v = _invert(input.double(), activation, param, saved_dtype)
         limit = (count - 1).clamp(min=0).sqrt()
         xhat = ((v - beta) / gamma).clamp(-limit, limit)
@@ -181,33 +190,31 @@ def _recover(input, dy, z, saved, weight, bias, activation, param, channel_dim, 
     return dz, xhat, invstd, count
 
 
-def _reduce(input, dy, z, saved, weight, bias, activation, param, channel_dim, in_place):
-    dz, xhat, *_ = _recover(input, dy, z, saved, weight, bias, activation, param, channel_dim, in_place)
-    sums = torch.cat([channels_first(dz, channel_dim).sum(1), channels_first(dz * xhat, channel_dim).sum(1)])
-    return sums[None].to(accumulation_dtype(input.dtype))
+def _reduce(input, dy, z, saved, norm):
+    dz, xhat, *_ = _recover(input, dy, z, saved, norm)
+    values = [channels_first(t, norm.channel_dim) for t in (dz, dz * xhat)]
+    return torch.cat([t.sum(1) for t in values])[None].to(accumulation_dtype(input.dtype))
 
 
 def bn_reduce(
     x, dy, z, saved, weight=None, bias=None, activation="identity", activation_param=0.01, channel_dim=1
 ):
-    return _reduce(x, dy, z, saved, weight, bias, activation, activation_param, channel_dim, False)
+    return _reduce(x, dy, z, saved, _Norm(weight, bias, activation, activation_param, channel_dim, False))
 
 
 def abn_reduce(
     y, dy, saved, weight=None, bias=None, activation="leaky_relu", activation_param=0.01, channel_dim=1
 ):
-    return _reduce(y, dy, None, saved, weight, bias, activation, activation_param, channel_dim, True)
+    return _reduce(y, dy, None, saved, _Norm(weight, bias, activation, activation_param, channel_dim, True))
 
 
-def _backward(input, dy, z, saved, sums, weight, bias, activation, param, channel_dim, in_place):
-    dz, xhat, invstd, count = _recover(
-        input, dy, z, saved, weight, bias, activation, param, channel_dim, in_place
-    )
-    dx = dz
+def _backward(input, dy, z, saved, sums, norm):
+    dz, xhat, invstd, count = _recover(input, dy, z, saved, norm)
+    dx, channel_dim = dz, norm.channel_dim
     if sums is not None and count > 0:
         mean_dz, mean_dz_xhat = (sums.double() / count).chunk(2)
         dx = dz - _along(mean_dz, input, channel_dim) - xhat * _along(mean_dz_xhat, input, channel_dim)
-    gamma = 1.0 if weight is None else weight.double()  # the floor is for the inversion alone
+    gamma = 1.0 if norm.weight is None else norm.weight.double()  # the floor applies to the inversion only
     return dx * _along(gamma * invstd, input, channel_dim), dz
 
 
@@ -215,7 +222,8 @@ def bn_backward(
     x, dy, z, saved, sums, weight=None, bias=None, activation="identity", activation_param=0.01,
     channel_dim=1,
 ):  # fmt: skip
-    dx, dz = _backward(x, dy, z, saved, sums, weight, bias, activation, activation_param, channel_dim, False)
+    norm = _Norm(weight, bias, activation, activation_param, channel_dim, False)
+    dx, dz = _backward(x, dy, z, saved, sums, norm)
     return torch.empty_like(x).copy_(dx), x.new_empty(0) if z is None else torch.empty_like(z).copy_(dz)
 
 
@@ -223,5 +231,6 @@ def abn_backward(
     y, dy, saved, sums, weight=None, bias=None, activation="leaky_relu", activation_param=0.01,
     channel_dim=1,
 ):  # fmt: skip
-    dx, _ = _backward(y, dy, None, saved, sums, weight, bias, activation, activation_param, channel_dim, True)
+    norm = _Norm(weight, bias, activation, activation_param, channel_dim, True)
+    dx, _ = _backward(y, dy, None, saved, sums, norm)
     return torch.empty_like(y).copy_(dx)

@@ -39,22 +39,24 @@ class SyncBatchNorm(_norm.SharesGroup, _norm.OptionalBias, _BatchNorm):
     `forward(input, z=None)`: input (N, C, *), 2 to 5 dimensions, any floating-point dtype; z a residual of
     the same shape that is added before the ReLU. Returns a new tensor. The state_dict is BatchNorm's.
 
-    In training with more than one rank, one exchange each way, nothing otherwise: through memory in common
+    In training with several ranks there is one exchange in each direction: through shared or peer memory
     where all ranks are CPU processes of one host or have a GPU of one host each, else one packed all_gather
-    forward and one all_reduce backward. FASTVIT_STATISTICS=collective always takes the latter, `peer` raises
-    where they would be needed, `symm_mem` shares GPUs' memory as torch.distributed does; the logger
-    fastvit.sync says at level DEBUG what a group takes. Every rank of the group must run the same
-    layers in the same order, so DDP's Join needs throw_on_early_termination=True.
+    forward and one all_reduce backward. FASTVIT_STATISTICS=collective always uses collectives, `peer` raises
+    where they would be needed, and `symm_mem` uses torch.distributed's symmetric memory. The logger
+    fastvit.sync names the choice of a group at level DEBUG. Every rank of the group must run the same layers
+    in the same order, so DDP's Join needs throw_on_early_termination=True.
 
     Uneven and empty ranks are exact. Gradients of weight and bias are this rank's own, which DDP averages.
-    Not differentiable twice. Copies share the group; pickles leave it behind (a group exists in its process
-    alone).
+    Not differentiable twice. Copies share the group; pickles have None in its place, since a group is valid
+    in its process only.
 
-    Raises ValueError for a wrong rank or channel count, a group without this rank, or one value per channel
-    in training where the sizes are known. RuntimeError on every rank when ranks differ in channels, dtype,
-    momentum or order of their layers, or when one died or did not come within the group's timeout; nothing
-    has been written then. On GPUs, which the host does not wait for, at the next call, in evaluation too, or
-    by `fastvit.sync.check()`; until then outputs are NaN, and running statistics are left alone.
+    Raises:
+        ValueError: a wrong rank or channel count, a group without this rank, or one value per channel in
+            training where the sizes are known.
+        RuntimeError: on every rank, when ranks differ in channels, dtype, momentum or order of their layers,
+            or when one died or did not arrive within the group's timeout. Nothing is written then. On GPUs
+            the error is raised by the next call, in evaluation too, or by `fastvit.sync.check()`; until then
+            outputs are NaN, and running statistics do not change.
     """
 
     group_attribute = "process_group"
@@ -109,19 +111,19 @@ class SyncBatchNorm(_norm.SharesGroup, _norm.OptionalBias, _BatchNorm):
 
 
 class BatchNorm(_norm.OptionalBias, _BatchNorm):
-    """BatchNorm for inputs of any rank: what a SyncBatchNorm built as such becomes when it is reverted."""
+    """BatchNorm for 2 to 5 dimensions: `revert_syncbn_model` makes it of a SyncBatchNorm built as such."""
 
     def _check_input_dim(self, input: Tensor) -> None:
         _norm.check_channels(self, input, False)
 
 
-# Layers that become another class of their own, with a group and nothing else besides.
+# Layers with a synchronised subclass, which adds a process group and no other state.
 SYNCHRONISED = {InPlaceABN: InPlaceABNSync, BatchNormAct: BatchNormActSync}
 
 
 def _unconverted(layer: nn.Module) -> contextlib.AbstractContextManager:
-    """In it a layer that `fastvit.convert` has changed is what it was; afterwards it is converted again."""
-    return getattr(layer, "_as_it_was", contextlib.nullcontext)()
+    """Reverts a layer that `fastvit.convert` has changed, and converts it again at the end."""
+    return getattr(layer, "_as_original", contextlib.nullcontext)()
 
 
 def convert_syncbn_model(
@@ -131,15 +133,15 @@ def convert_syncbn_model(
 ) -> nn.Module:
     """Turns every BatchNorm in `module` into a SyncBatchNorm, in place, and returns `module`.
 
-    Layers change class and stay the objects they are: parameters, buffers, hooks, requires_grad, training
-    flags and sharing are untouched, so optimizers built before stay valid. BatchNorm1d/2d/3d, torch's and
-    fastvit's SyncBatchNorm, and subclasses that use their forward are converted; InPlaceABN becomes
-    InPlaceABNSync and BatchNormAct BatchNormActSync; InstanceNorm is not converted. A subclass with a forward
-    of its own (timm's BatchNormAct2d, say) keeps its behaviour and is named in a warning. A SyncBatchNorm
-    keeps its process group where `process_group` is None, and its channel_last. What `fastvit.convert` has
-    made of a layer it stays, with statistics over the group.
+    Layers change class and stay the same objects: parameters, buffers, hooks, requires_grad, training flags
+    and sharing do not change, so optimizers built before stay valid. BatchNorm1d/2d/3d, torch's and fastvit's
+    SyncBatchNorm, and subclasses that use their forward are converted. InPlaceABN becomes InPlaceABNSync, and
+    BatchNormAct becomes BatchNormActSync. InstanceNorm is not converted. A subclass that overrides forward
+    (timm's BatchNormAct2d, for example) is not converted, and a warning names it. A SyncBatchNorm retains its
+    process group where `process_group` is None, and its channel_last. Layers that `fastvit.convert` has
+    converted stay converted, with statistics over the group.
 
-    A dimension check made by BatchNorm1d/2d/3d is given up: a SyncBatchNorm takes 2 to 5 dimensions.
+    The check of dimensions of BatchNorm1d/2d/3d is lost: a SyncBatchNorm takes 2 to 5 dimensions.
     """
     left: dict[str, int] = {}
     layer: Any  # changes its class
@@ -168,7 +170,7 @@ def convert_syncbn_model(
     if left:
         names = ", ".join(f"{name} ({count})" for name, count in sorted(left.items()))
         warnings.warn(
-            f"convert_syncbn_model: left as they are, because their forward is their own: {names}",
+            f"convert_syncbn_model: left as they are, because they override forward: {names}",
             stacklevel=2,
         )
     return module
@@ -177,9 +179,9 @@ def convert_syncbn_model(
 def revert_syncbn_model(module: nn.Module) -> nn.Module:
     """Undoes `convert_syncbn_model` in `module`, in place, and returns `module`.
 
-    A SyncBatchNorm built as such becomes a BatchNorm for inputs of any rank. One that does more than
-    BatchNorm (fuse_relu, or channel_last without having been converted) has no counterpart: it is left and
-    named in a warning. An InPlaceABNSync or BatchNormActSync built as such is left.
+    A SyncBatchNorm built as such becomes a BatchNorm for 2 to 5 dimensions. One with fuse_relu, or with
+    channel_last and built as such, has no counterpart: it is left, and a warning names it. An InPlaceABNSync
+    or BatchNormActSync built as such is left.
     """
     left = []
     layer: Any  # changes its class
@@ -210,8 +212,11 @@ def revert_syncbn_model(module: nn.Module) -> nn.Module:
 def create_syncbn_process_group(group_size: int) -> "dist.ProcessGroup | None":
     """Splits the ranks into groups of `group_size` neighbours and returns this rank's group.
 
-    0 gives None, which is all ranks. Every rank must call this, as it makes every group. Raises ValueError
-    when group_size is negative, larger than the number of ranks or does not divide it.
+    A size of 0 returns None, the default group. Every rank must call this, since every rank takes part in
+    the creation of every group.
+
+    Raises:
+        ValueError: group_size is negative, or does not divide the number of ranks.
     """
     if group_size == 0:
         return None

@@ -1,4 +1,4 @@
-"""Inputs for the tests: every layout in memory, and numbers that are hard on a normalisation."""
+"""Inputs for the tests: every layout in memory, and values with large means or small deviations."""
 
 import torch
 
@@ -59,7 +59,7 @@ def randn(g: torch.Generator):
 
 
 def strided_like(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """`values` in a tensor with the very strides of x, also where x has gaps."""
+    """`values` in a tensor with the strides of x, gaps included."""
     strided = torch.empty_strided(x.shape, x.stride(), dtype=values.dtype, device=values.device)
     everything = strided.untyped_storage().nbytes() // strided.element_size()
     strided.as_strided((everything,), (1,)).fill_(float("nan"))
@@ -67,7 +67,7 @@ def strided_like(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 class Case:
-    """One layer's worth of inputs: x, dy, z, weight (both signs), bias, running statistics."""
+    """The inputs of one layer: x, dy, z, weight (both signs), bias, running statistics."""
 
     def __init__(self, layout: str, dtype: torch.dtype, device: str = "cpu", seed: int = 0, parameters=None):
         g = generator(seed)

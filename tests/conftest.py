@@ -1,4 +1,4 @@
-"""FASTVIT_TEST_DEVICE=cpu|cuda|cuda_host: where the op and layer tests run.
+"""FASTVIT_TEST_DEVICE=cpu|cuda|cuda_host: the device of the op and layer tests.
 
 cuda_host runs the CUDA sources on a model of a GPU on the CPU: tensors stay on the CPU and the ops' CPU
 implementations are replaced by the emulated kernels.

@@ -9,7 +9,7 @@ def conv(channels=8, features=8):
 
 
 def spread(model):
-    """Weights of both signs and biases, as training leaves them: fresh ones are all 1 and 0."""
+    """Random weights of both signs and biases, as after training; new layers have 1 and 0."""
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine:
             with torch.no_grad():
@@ -27,7 +27,7 @@ def modes(report):
 
 
 class Plain(nn.Module):
-    """Two pairs with modules of their own, one with a module that is used twice, and a residual."""
+    """Three BatchNorm layers with activations, two of which are one module; a residual before the last."""
 
     def __init__(self, act=nn.GELU, **options):
         super().__init__()
@@ -46,7 +46,7 @@ class Plain(nn.Module):
 
 
 def trained(model, x):
-    """The output of a step, and every gradient that there is."""
+    """The output of a step, and all gradients."""
     model.zero_grad()
     out = model(x)
     out.square().mean().backward()

@@ -10,7 +10,7 @@ from fastvit.training.engine import import_apex
 
 
 def package(name: str):
-    """The package, or the test is skipped with the reason why it cannot be imported."""
+    """Imports the package, or skips the test with the reason."""
     try:
         with contextlib.suppress(ImportError):
             import_torchvision()  # timm imports it, and no model here calls its operators
@@ -20,7 +20,7 @@ def package(name: str):
 
 
 def apex(part: str):
-    """A part of NVIDIA apex itself, or the test is skipped with the reason why there is none."""
+    """Imports a part of NVIDIA apex, or skips the test with the reason."""
     try:
         return import_apex(part)
     except ImportError as error:

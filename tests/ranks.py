@@ -1,6 +1,6 @@
 """Several ranks over gloo for tests: a pool of processes, started once, that runs functions as a group.
 
-Every wait is bounded: a rank that does not answer fails the test, and the pool is made anew.
+Every wait is bounded: a rank that does not answer fails the test, and a new pool is started.
 """
 
 import contextlib
@@ -79,7 +79,7 @@ class Ranks:
         statistics: str = "auto",
         breaks: bool = False,
     ) -> list:
-        """The results by rank. A rank's exception or death fails with every rank's traceback.
+        """Returns the results by rank. A rank's exception or death fails the test with all tracebacks.
 
         `statistics` is FASTVIT_STATISTICS: auto and peer take shared memory here. With `breaks` the group is
         of no use afterwards, and a rank may die, which gives None.

@@ -1,4 +1,4 @@
-"""Models with layers whose outputs are rebuilt, steps through them, and a count of what is rebuilt."""
+"""Models with layers whose outputs are rebuilt, steps through them, and a count of rebuilds."""
 
 from unittest import mock
 
@@ -29,7 +29,7 @@ class Rebuilds:
 
 
 class Net(nn.Module):
-    """conv, BatchNormAct, and something that reads its output."""
+    """conv, BatchNormAct, and a reader of its output."""
 
     def __init__(self, read, memory, **options):
         super().__init__()
@@ -45,7 +45,7 @@ class Net(nn.Module):
         return self.read(self, self.norm(self.first(x)))
 
 
-READERS = {  # name -> (what reads y, how often it is rebuilt)
+READERS = {  # name -> (reader of y, number of rebuilds)
     "conv": (lambda net, y: net.a(y), 1),
     "two convs": (lambda net, y: net.a(y) + net.b(y), 1),
     "twice in one op": (lambda net, y: y * y, 1),
@@ -93,7 +93,7 @@ def stack(kind, depth=4):
 
 
 def forward_leaves(net, x, scope=recompute_scope):
-    """Activations that a forward leaves alive, and its result."""
+    """Activations that a forward leaves allocated, and its result."""
 
     def forward():
         with scope():

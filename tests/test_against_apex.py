@@ -1,4 +1,4 @@
-"""fastvit's SyncBatchNorm against apex's own, and apex's own in the trainer.
+"""fastvit's SyncBatchNorm against NVIDIA apex's, and apex's parts in the trainer.
 
 The comparisons need apex 25.05: FASTVIT_APEX=folder of its sources, nothing compiled.
 """
@@ -21,7 +21,7 @@ SHAPES = {"images": (6, 5, 4, 3), "rows": (8, 5), "sequences": (4, 5, 7), "volum
 
 
 def _layers(dtype, **options):
-    """apex's and ours, with the same parameters on every rank."""
+    """apex's and fastvit's layer, with the same parameters on every rank."""
     torch.manual_seed(1)
     theirs = engine.import_apex("parallel").SyncBatchNorm(5, **options).to(dtype)
     ours = fastvit.SyncBatchNorm(5, **options).to(dtype)
@@ -91,7 +91,7 @@ def convert_syncbn_model(model):
 
 @pytest.fixture
 def no_apex(monkeypatch):
-    """apex is what a test puts there."""
+    """A stand-in for the package apex."""
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p != os.environ.get("FASTVIT_APEX")])
     monkeypatch.delenv("FASTVIT_APEX", raising=False)
     kept = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "apex"}
@@ -142,7 +142,7 @@ def test_the_look_alike_is_not_apex(no_apex):
 
 
 def test_two_ranks_train_with_the_layer_of_apex(ranks, tmp_path):
-    """From the same weights, in the same order: as ours, but for the rounding of the statistics."""
+    """From equal weights and batches the results agree with fastvit's up to rounding of the statistics."""
     apex("parallel")
     recipe = ["--epochs", "1", "--batch-size", "180", "--warmup-epochs", "0", "--lr", "1e-4"]
     status, out, err = torchrun(tmp_path, *COMMON, *recipe, "--norm", "apex-sync", "--out", "apex")

@@ -1,4 +1,4 @@
-"""fastvit's InPlaceABN against mapillary's own on the CPU, where that can be imported.
+"""fastvit's InPlaceABN against mapillary's on the CPU; skipped where that cannot be imported.
 
 For a checkout of its sources: compile its extension in place and put the folder on PYTHONPATH.
 """

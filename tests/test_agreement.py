@@ -1,6 +1,6 @@
-"""Questions to all ranks, and memory in common, when a rank leaves or ends at the worst moment.
+"""Agreement of ranks and shared memory, when a rank leaves or ends at a critical moment.
 
-Ranks are threads or take turns: what happens when can then be said.
+Ranks are threads or take turns, so that the order of events is fixed.
 """
 
 import os
@@ -78,7 +78,7 @@ def pair():
 
 
 def test_a_rank_that_sends_and_ends_has_sent(pair):
-    """Its message comes after this rank has looked for it, and before it looks whether the rank is alive."""
+    """The peer's message arrives between this rank's poll and its check whether the peer lives."""
     numbers = torch.arange(6.0)[None]
     pool = ThreadPoolExecutor(1)
 
@@ -94,23 +94,23 @@ def test_a_rank_that_sends_and_ends_has_sent(pair):
 
 
 def test_an_error_in_the_midst_of_an_exchange(pair, monkeypatch):
-    """The peer is told at once, and both go on when both have come back."""
+    """The peer raises at once, and both continue when both are back."""
     numbers = torch.arange(6.0)[None]
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(pair[0]._watch, "has_ended", lambda rank: (_ for _ in ()).throw(KeyboardInterrupt()))
         pair[0].share(numbers, Tag(0, 1))
     begin = time.monotonic()
-    with pytest.raises(RuntimeError, match="rank 1 in backward of layer 0, step 1: rank 0 gave up"):
+    with pytest.raises(RuntimeError, match="backward of layer 0, step 1: rank 0 raised an error and gave up"):
         pair[1].share(numbers, Tag(0, 1))
     assert time.monotonic() - begin < 5
-    with ThreadPoolExecutor(2) as pool:  # they meet again
+    with ThreadPoolExecutor(2) as pool:  # both ask again
         assert [one.result(10) for one in [pool.submit(member.next_step) for member in pair]] == [1, 1]
         both = [pool.submit(member.share, numbers, Tag(0, 2)) for member in pair]
         assert all(torch.equal(one.result(10)[1:], 2 * numbers) for one in both)
 
 
 def test_how_often_a_waiting_rank_looks(monkeypatch):
-    """Soon at first, so that an answer costs little time, and then seldom, so that waiting costs little."""
+    """Pauses begin short, for a low latency, and grow, so that waiting takes little CPU time."""
     (one,) = agreements(1)
     pauses = []
 
@@ -129,7 +129,7 @@ SIZE = 2 * EACH
 
 
 def segment(process, size=SIZE):
-    """A file such as rank 0 makes, and what is told of it."""
+    """A file such as rank 0 makes, and rank 0's message about it."""
     file = tempfile.TemporaryFile(dir=cpu_peer.FOLDER, buffering=0)
     os.posix_fallocate(file.fileno(), 0, size)
     os.pwrite(file.fileno(), struct.pack("=q", process), Arena.process.offset)
@@ -155,7 +155,7 @@ def test_what_is_no_name_of_a_segment_is_not_opened(monkeypatch, forged):
 
 
 def test_other_files_are_neither_opened_nor_written(monkeypatch, tmp_path):
-    """Whatever the store says: named, of another size, elsewhere, a pipe, or not made for this."""
+    """Files that are refused: named, of another size, in another folder, a pipe, or not marked by rank 0."""
     named = tempfile.NamedTemporaryFile(dir=cpu_peer.FOLDER, buffering=0)
     os.posix_fallocate(named.fileno(), 0, SIZE)
     elsewhere = open(tmp_path / "file", "wb+")
@@ -183,7 +183,7 @@ def test_other_files_are_neither_opened_nor_written(monkeypatch, tmp_path):
 
 
 def test_processes_that_have_ended():
-    """Before and after they were looked for; what is on another host is not known."""
+    """Processes that end before or after they were registered; ranks of another host are unknown."""
     store = dist.HashStore()
     watch, away = ProcessWatch(store, 0), ProcessWatch(dist.PrefixStore("another host", store), 3)
     children = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]

@@ -58,7 +58,7 @@ def write(folder, files):
 
 
 def test_unit_tests(tmp_path):
-    """What passed, what was skipped, what failed, and the one that a time limit ended."""
+    """Passed, skipped and failed tests, and one that a time limit ended."""
     write(tmp_path, {"L0/run_amp/test_own.py": UNIT, "L0/run_amp/test_broken.py": "import not_there\n"})
     done = run(tmp_path, "--only", "run_amp", "--limit", "15", "--out", str(tmp_path / "table.md"))
     assert done.returncode == 1
@@ -76,7 +76,7 @@ def test_unit_tests(tmp_path):
 
 
 def test_scripts(tmp_path):
-    """On ranks over gloo; a comparison that is False fails the script, but for the two it does not count."""
+    """On ranks over gloo. A comparison that is False fails the script, except for two that are ignored."""
     name = "distributed/synced_batchnorm/two_gpu_test_different_batch_size.py"
     for verdict, status in (("close", 0), ("not close", 1)):
         write(tmp_path, {name: SCRIPT.format(verdict=verdict), "L0/run_amp/README": ""})

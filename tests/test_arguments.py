@@ -1,4 +1,4 @@
-"""What every op asks of its tensors: one device, memory that is there, sizes that can be counted with."""
+"""Checks of every op on its tensors: one device, existing storage, a bounded number of elements."""
 
 import pytest
 import torch
@@ -64,7 +64,7 @@ def test_opcheck(layout, device):
 
 @pytest.mark.parametrize("traced", [False, True])
 def test_an_argument_on_meta_beside_others_is_refused(traced, device):
-    """One on meta is enough for torch to ask the fake, whose result would be memory that nobody wrote."""
+    """torch calls the fake when one tensor is on meta, and its result would be uninitialised memory."""
     mode = FakeTensorMode()
     for op, arguments, at, name in every_tensor(Case("nchw", torch.float32, device)):
         here, first = arguments[0].device, arguments[0]

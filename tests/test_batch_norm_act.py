@@ -29,7 +29,7 @@ def make(case, activation, memory="recompute", **options):
 
 
 def torch_layer(layer, x, z):
-    """The same by torch's ops in float64, with parameters and buffers of its own."""
+    """The layer in torch's ops in float64, with copies of parameters and buffers."""
     own = {name: t.detach().double().requires_grad_() for name, t in layer.named_parameters()}
     buffers = [layer.running_mean.double(), layer.running_var.double()]
     channel_dim = x.dim() - 1 if layer.channel_last else 1
@@ -104,7 +104,7 @@ KINKS = {"relu": [0.0], "relu6": [0.0, 6.0], "leaky_relu": [0.0], "elu": [0.0], 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_kinks_and_ends_of_the_range_like_torch(activation, dtype, device):
-    """Where torch's value is exact so is ours; the derivative at a kink is torch's; NaN stays NaN."""
+    """Values are exact where torch's are; the derivative at a kink is torch's; NaN stays NaN."""
     last = min(torch.finfo(dtype).max, 1e100)  # torch itself overflows in float64 past that
     points = [*KINKS.get(activation, []), 1e-6, -1e-6, 50.0, -50.0, last, float("nan")]
     v = torch.tensor([points], dtype=dtype, device=device).repeat(3, 1)
@@ -128,7 +128,7 @@ def _slopes(y, v):
 @pytest.mark.parametrize("capability", ["float32", "float64"])
 @pytest.mark.parametrize("activation", ["elu", "gelu", "gelu_tanh", "silu"])
 def test_smooth_activations_to_a_few_units_in_the_last_place(activation, capability, device):
-    """Against definitions without cancellation: the normal distribution by erfc, sigmoids from both sides."""
+    """Against formulas without cancellation: the normal distribution by erfc, sigmoids from both sides."""
     dtype = getattr(torch, capability)
     v = torch.linspace(-5, 12, 1009, dtype=torch.float64).to(dtype)
     wide = v.double()
@@ -224,7 +224,7 @@ def test_converts_to_synchronised_and_back():
         (lambda: BatchNormAct(3)(torch.randn(2, 3), torch.randn(2, 1)), r"z is \(2, 1\)"),
         (
             lambda: BatchNormAct(3, activation="elu", memory="inplace")(torch.ones(2, 3), torch.ones(2, 3)),
-            "BatchNormAct: got a residual z, which memory='inplace' cannot take",
+            "BatchNormAct: got a residual z with memory='inplace'; 'recompute' or 'keep' expected",
         ),
     ],
 )
@@ -243,7 +243,7 @@ def test_unsafe_ratio_in_place_names_the_layer():
 
 
 class Graphs:
-    """A compiler backend that keeps the graphs it is given."""
+    """A compiler backend that records its graphs."""
 
     def __init__(self):
         self.targets = []

@@ -1,4 +1,4 @@
-"""The benchmarks run, write what they promise and say what they leave out."""
+"""The benchmarks run, write their results and name what they leave out."""
 
 import csv
 import os

@@ -1,4 +1,4 @@
-"""setup.py: what it decides, and the sentences it fails with."""
+"""setup.py: its choices and its error messages."""
 
 import os
 import runpy
@@ -62,7 +62,7 @@ def test_cuda_choice(tmp_path):
 
 
 def test_toolkit_behind_a_wrapper_script(tmp_path):
-    """nvcc on PATH may be a script elsewhere: the toolkit's folder is asked of it."""
+    """nvcc on PATH may be a wrapper script: it prints the toolkit's folder."""
     toolkit, path = tmp_path / "cuda", tmp_path / "bin"
     for folder in (toolkit / "include", toolkit / "bin", path):
         folder.mkdir(parents=True)
@@ -95,7 +95,7 @@ def test_architectures():
 
 
 def test_kernels_that_do_not_compile_are_an_error(tmp_path):
-    """A toolkit was found, so the CUDA kernels are wanted: they are not left out in silence."""
+    """With a toolkit the CUDA kernels are built, and a failure is an error."""
     for tool, code in {
         "include/cuda_runtime.h": "",
         "bin/nvcc": "#!/bin/sh\necho this is no GPU compiler >&2\nexit 1\n",
@@ -112,7 +112,7 @@ def test_kernels_that_do_not_compile_are_an_error(tmp_path):
     )  # fmt: skip
     assert run.returncode == 1 and "this is no GPU compiler" in run.stdout
     assert run.stderr.strip().splitlines()[-1] == (
-        "fastvit: it did not compile; the compiler's messages stand above. "
+        "fastvit: it did not compile; see the compiler's messages above. "
         "FASTVIT_CUDA=0 builds without the CUDA kernels."
     )
     assert not list((tmp_path / "lib").rglob("*.so"))

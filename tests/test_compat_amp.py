@@ -1,4 +1,4 @@
-"""fastvit.compat.apex.amp: what each level computes in, against plain float32 torch, and what it casts."""
+"""fastvit.compat.apex.amp: the dtypes of each level, and results against float32 torch."""
 
 import copy
 
@@ -18,7 +18,7 @@ def quiet_and_clean():
     amp.initialize([], enabled=False)
 
 
-# What each level computes in
+# The dtypes of each level
 
 
 @pytest.mark.parametrize(
@@ -112,8 +112,8 @@ def test_overrides():
     ("options", "error", "message"),
     [
         ({"opt_level": "02"}, RuntimeError, "opt_level takes 'O0', 'O1', 'O2' or 'O3', got '02'"),
-        ({"opt_level": "O1", "master_weights": True}, RuntimeError, "master_weights says nothing under O1"),
-        ({"opt_level": "O1", "keep_batchnorm_fp32": True}, RuntimeError, "keep_batchnorm_fp32 says nothing"),
+        ({"opt_level": "O1", "master_weights": True}, RuntimeError, "master_weights has no effect under O1"),
+        ({"opt_level": "O1", "keep_batchnorm_fp32": True}, RuntimeError, "keep_batchnorm_fp32 has no effect"),
         ({"opt_level": "O2", "patch_torch_functions": True}, RuntimeError, "patch_torch_functions=True"),
         (
             {"keep_batchnorm_fp32": "yes", "opt_level": "O2"},
@@ -132,7 +132,7 @@ def test_contradictions_are_refused(options, error, message):
 
 
 def test_wrong_models_and_optimizers():
-    with pytest.raises(RuntimeError, match="parameter 0.weight is torch.bfloat16; give the model in float32"):
+    with pytest.raises(RuntimeError, match="parameter 0.weight is torch.bfloat16; a float32 model expected"):
         amp.initialize(network().bfloat16(), verbosity=0)
     with pytest.raises(TypeError, match="models takes one torch.nn.Module or a list, got function"):
         amp.initialize(F.relu, verbosity=0)
@@ -141,7 +141,7 @@ def test_wrong_models_and_optimizers():
     model, optimizer = start("O1")
     with pytest.raises(RuntimeError, match="loss_id 1 needs amp.initialize"), amp.scale_loss(0, optimizer, 1):
         pass
-    with pytest.raises(RuntimeError, match="SGD did not go through amp.initialize"):
+    with pytest.raises(RuntimeError, match="SGD was not given to amp.initialize"):
         step(model, torch.optim.SGD(model.parameters(), 0.1))
     with pytest.raises(RuntimeError, match="optimizer.step takes no closure"):
         optimizer.step(lambda: 0.0)
@@ -166,7 +166,7 @@ def test_loss_is_scaled_in_float32():
         assert scaled.item() == 3 * 2.0**16
 
 
-# Functions of the user's own
+# Functions of the user
 
 
 class UsesOwn(nn.Module):
@@ -243,7 +243,7 @@ def test_casts_reach_into_containers():
     assert out[5:] == ("text", None)
 
 
-# What O1 casts
+# The casts of O1
 
 
 @pytest.mark.parametrize("given", [torch.float32, HALF])

@@ -36,7 +36,7 @@ def gradients(optimizer):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_first_backward_that_fails_leaves_no_gradients(level):
-    """They are scaled, so a step that the caller takes nevertheless would be 65536 times too long."""
+    """They are scaled, so a step of the caller would be 65536 times too long."""
     model, optimizer = start(level, loss_scale="dynamic")
     before = values(model)
     with pytest.raises(MemoryError), amp.scale_loss(loss_of(model), optimizer) as scaled:
@@ -134,7 +134,7 @@ def test_state_dict_of_half_weights(level, norm):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_half_weights_on_arrival(level):
-    """Refused by name, unless the script says that it knows; undone, they are half again."""
+    """Refused by name, unless allow_incoming_model_not_fp32 is set; they are half again after an undo."""
 
     def mixed():
         model = network()

@@ -23,7 +23,7 @@ def quiet_and_clean():
 
 
 def test_state():
-    """What scripts reach for beside the functions."""
+    """Names that scripts use besides the functions."""
     assert amp._amp_state.handle is None and amp._amp_state.allow_incoming_model_not_fp32 is False
     start("O2")
     assert amp._amp_state.handle is None
@@ -116,7 +116,7 @@ def test_what_half_tensors_are_refused_for():
 
 
 def test_own_functions():
-    """Those registered or decorated act with `init` too, everywhere."""
+    """Registered and decorated functions cast everywhere after `init`."""
     seen = []
 
     @amp.float_function
@@ -300,7 +300,7 @@ def test_added_to_lists(monkeypatch, kind):
     assert seen[::2] == [HALF if kind == "FP16_FUNCS" else torch.float32] * 2
 
 
-# utils and wrap by hand, as an extension of apex would use them
+# utils and wrap, as an extension of apex uses them
 
 
 def test_utils():

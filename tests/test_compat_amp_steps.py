@@ -164,7 +164,7 @@ def test_delay_after_unscaled_gradients_and_a_step_without_unscaling():
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_backward_that_fails_leaves_earlier_gradients(level):
-    """As when memory runs out and the caller goes on with the next batch."""
+    """As after an out-of-memory error, when the caller continues with the next batch."""
     model, optimizer = start(level, loss_scale="dynamic")
     for seed in range(3):
         images, labels = data(seed)
@@ -224,7 +224,7 @@ def test_clipping(level):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_add_param_group(level):
-    """A group added late is trained from then on exactly as one that was there with rate 0."""
+    """A group that is added later trains exactly as one that had rate 0 before."""
 
     def train(late: bool) -> torch.Tensor:
         model = network()
@@ -272,7 +272,7 @@ def test_initialize_again(first, second):
 
 
 class Wrapper(torch.optim.Optimizer):
-    """Around another optimizer, and without Optimizer.__init__: as people write Lookahead."""
+    """A wrapper of another optimizer, without Optimizer.__init__, as in implementations of Lookahead."""
 
     def __init__(self, parameters):
         self.inner = torch.optim.SGD(parameters, 0.05)
@@ -317,7 +317,7 @@ def test_optimizers_that_step_another(make, level, capsys):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_weights_written_after_initialize(level):
-    """What a script initialises by hand, after `initialize`, is what is trained."""
+    """Weights that a script writes after `initialize` are trained."""
     model, optimizer = start(level, lambda parameters: torch.optim.SGD(parameters, 1e-9))
     others = [p.detach().float().clone() for p in amp.master_params(optimizer)]
     with torch.no_grad():
@@ -331,7 +331,7 @@ def test_weights_written_after_initialize(level):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_disabled_afterwards(level):
-    """What an earlier call did is undone: a plain step trains the model again."""
+    """Changes of an earlier call are undone: a plain step trains the model again."""
     model, optimizer = start(level)
     step(model, optimizer)
     model, optimizer = amp.initialize(model, optimizer, enabled=False)
@@ -464,7 +464,7 @@ def test_larc(level, inside):
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_larc_with_held_gradients(level):
-    """Its rates are those of unscaled gradients, whenever these are unscaled."""
+    """Its rates use unscaled gradients, whenever these are unscaled."""
     results = []
     for delay in (False, True):
         torch.manual_seed(0)
@@ -483,7 +483,7 @@ def test_larc_with_held_gradients(level):
 @pytest.mark.parametrize("kind", [FusedLAMB, FusedNovoGrad, FusedAdam])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_skipped_steps_are_not_counted(level, kind):
-    """Bias corrections depend on the count, and an optimizer's first steps on them most."""
+    """Bias corrections depend on the step count, mostly in the first steps."""
     results = []
     for skips in (0, 3):
         model, optimizer = start(level, lambda p: kind(p, lr=0.05), loss_scale="dynamic")

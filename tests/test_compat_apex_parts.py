@@ -209,7 +209,7 @@ def test_manual_rms_norm(weight):
 
 
 def test_norms_as_autograd_functions():
-    """What extensions of apex call: `apply`, with gradients for all tensors."""
+    """`apply`, which extensions of apex call, with gradients for all tensors."""
     module = normalization.fused_layer_norm
     x, w, b = (torch.randn(size, requires_grad=True) for size in ((3, 8), (8,), (8,)))
     for name, args, want in (
@@ -234,7 +234,7 @@ def test_norms_as_autograd_functions():
 
 @pytest.mark.parametrize("norm", [normalization.FusedLayerNorm, normalization.MixedFusedRMSNorm])
 def test_norms_under_autocast(norm):
-    """They compute in its dtype, and under O1, which is not autocast with apex, in that of the input."""
+    """They compute in autocast's dtype; under O1, which is not autocast in apex, in the input's dtype."""
     layer, x = norm(8), torch.randn(3, 8)
     want = layer.bfloat16()(x.bfloat16())
     layer.float()

@@ -1,4 +1,4 @@
-"""examples/apex_script: a script in the old style, run as it is."""
+"""examples/apex_script: a script in the old style, run unchanged."""
 
 import os
 import re

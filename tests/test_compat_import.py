@@ -67,7 +67,7 @@ def test_without_a_real_one(fake):
 
 
 def test_real_one_without_the_parts(fake):
-    """As apex is since 2025, and as PyPI's unrelated apex always was."""
+    """Like apex since 2025, and like PyPI's unrelated package apex."""
     fake(
         {
             "apex/__init__.py": "from . import optimizers\nversion = 1\n",
@@ -334,7 +334,7 @@ def test_ranks_that_leave_their_group_open(tmp_path):
 
 
 def test_rank_that_fails(tmp_path):
-    """Its status reaches the launcher, here the one that passes --local-rank, and nobody waits for it."""
+    """Its status reaches the launcher, here the one that passes --local-rank, and no rank waits for it."""
     (tmp_path / "main.py").write_text(GROUP)
     launch = ("--nproc_per_node=2", "--standalone", "-m", "fastvit.compat", "main.py", "--fail", "1")
     done = run(*launch, cwd=tmp_path, module="torch.distributed.launch", check=1)
@@ -342,7 +342,7 @@ def test_rank_that_fails(tmp_path):
 
 
 def test_every_rank_fails(tmp_path):
-    """As after a loss that is not finite: what the script does at its end is done, and nothing aborts."""
+    """As after a loss that is not finite: the script's exit handlers run, and no rank aborts."""
     (tmp_path / "main.py").write_text(GROUP)
     launch = ("--nproc_per_node=2", "--standalone", "-m", "fastvit.compat", "main.py", "--fail", "2")
     done = run(*launch, cwd=tmp_path, module="torch.distributed.run", check=1)

@@ -1,5 +1,5 @@
-"""What fastvit.compat gives beside the imports: a distribution for `importlib.metadata`, `python -m` on its
-modules, `apex.parallel.multiproc`.
+"""fastvit.compat besides imports: a distribution for `importlib.metadata`, `python -m` on its modules,
+`apex.parallel.multiproc`.
 """
 
 import importlib.metadata
@@ -33,7 +33,7 @@ def installed(monkeypatch, tmp_path):
 
 
 def test_distribution(installed):
-    """Programs ask for it before they import: transformers does."""
+    """Programs such as transformers read it before they import."""
     assert importlib.metadata.version("apex") == "25.05+fastvit"
     assert importlib.metadata.version("inplace-abn") == importlib.metadata.version("inplace_abn")
     found = importlib.metadata.distribution("apex")
@@ -102,7 +102,7 @@ def test_multiproc_counts_gpus(tmp_path, monkeypatch):
 
 
 def test_multiproc_ends_with_the_rank_that_fails(tmp_path, monkeypatch):
-    """The others are ended, and the status is its own."""
+    """The others are terminated, and the status is that of the failed rank."""
     monkeypatch.setattr(multiproc, "_PATIENCE", 1.0)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.chdir(tmp_path)

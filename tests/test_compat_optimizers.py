@@ -262,7 +262,7 @@ def test_apex_checkpoints_of_novograd():
 
 
 def test_late_and_missing_gradients():
-    """A parameter without a gradient is left alone; one that gets its first gradient late starts then."""
+    """A parameter without a gradient does not change; its state begins at its first gradient."""
     for make, theirs in (
         (lambda p: FusedSGD(p, 0.1, 0.9), lambda p: torch.optim.SGD(p, 0.1, 0.9)),
         (lambda p: FusedAdam(p), lambda p: torch.optim.Adam(p)),

@@ -1,4 +1,4 @@
-"""fastvit.compat.apex.optimizers: what scripts for BERT take, torch's GradScaler, norms of large layers."""
+"""fastvit.compat.apex.optimizers: FP16_Optimizer of BERT scripts, GradScaler, norms of large layers."""
 
 import copy
 import io
@@ -155,7 +155,7 @@ MAKERS = {
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_grad_scaler_steps_half_parameters(name):
-    """As the same optimizer without a scaler; an overflow halves the scale and changes nothing else."""
+    """Equal to the same optimizer without a scaler; an overflow halves the scale and skips the step."""
     model = network()
     plain = copy.deepcopy(model)
     start = values(model)
@@ -213,7 +213,7 @@ def test_mixed_precision_lamb_without_masters_rounds():
 
 
 def test_rates_of_mixed_precision_lamb_are_tensors():
-    """Each group has its own, which schedulers write in place; checkpoints keep them and the step."""
+    """Each group has its own rate, which schedulers write in place; checkpoints have rates and step."""
     model = network()
     groups = [{"params": [p]} for p in model.parameters()]
     optimizer = FusedMixedPrecisionLamb(groups, 1e-2, step=7, reduced_precision_dtype=torch.float16)

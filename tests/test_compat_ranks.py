@@ -171,7 +171,7 @@ def step_under_no_sync(rank, world, level, compiled):
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_no_sync_with_a_compiled_model(ranks, level):
-    """Whose forward does not say that DDP has called it."""
+    """A compiled model, whose forward does not record that DDP called it."""
     want = ranks.run(2, step_under_no_sync, level, False)[0]
     one, two = ranks.run(2, step_under_no_sync, level, True)
     assert torch.equal(one, two)

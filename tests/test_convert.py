@@ -1,4 +1,4 @@
-"""fastvit.convert: a converted model is what it was, and the report and verify tell so."""
+"""fastvit.convert: a converted model computes the same, and has a correct report; fastvit.verify."""
 
 import copy
 
@@ -33,8 +33,8 @@ def test_every_activation_gives_the_same_step(act, memory):
     assert converted is model
     expected = "inplace" if memory == "auto" and act in ("leaky_relu", "leaky_relu_", "elu") else memory
     expected = "recompute" if expected == "auto" else expected
-    # act1's output, bn3's residual, is itself rebuilt: then bn3's own is kept, and with an activation that
-    # keeps nothing else that is all that was kept before
+    # act1's output, bn3's residual, is rebuilt, so bn3's output is kept. With an activation that saves its
+    # result no memory is freed then.
     keeps_its_result = act in ("relu", "relu_", "leaky_relu_0") or (act, expected) == (
         "leaky_relu_",
         "recompute",
@@ -104,7 +104,7 @@ def test_converting_again_replaces_the_conversion():
     _, report = fastvit.convert(model)
     assert report["bn1"].mode == "inplace" and model.bn1.memory == "inplace"
     fastvit.revert(model)
-    assert not any(isinstance(module, adopted.Adopted) for module in model.modules())
+    assert not any(isinstance(module, adopted.Converted) for module in model.modules())
 
 
 def test_what_is_refused():
@@ -124,16 +124,16 @@ def test_the_report_prints_as_a_table():
     text = str(report)
     assert text.startswith("a training forward keeps ")
     headers = [line.split() for line in text.splitlines() if line.endswith("  why")]
-    assert headers[0] == ["kept", "for", "times", "rebuilt", "kept", "why"]
+    assert headers[0] == ["saved", "by", "count", "rebuilt", "kept", "why"]
     assert headers[1] == ["layer", "was", "activation", "memory", "saves", "why"]
     assert "its output goes to act1 alone" in text and "3 recompute" in text
-    # gelu keeps its input and the convolution after it the output
+    # gelu saves its input, and the convolution after it the output
     assert report["bn1"].saved_bytes == 2 * images().nbytes
     assert report["bn1"].kept_bytes == images().nbytes  # its input
-    # what is added to bn3's output is to be rebuilt, so act2's output is kept by the layer's own account
+    # bn3's residual is rebuilt, so by the layer's row act2's output is kept
     assert (report["bn3"].saved_bytes, report["bn3"].kept_bytes) == (images().nbytes, 2 * images().nbytes)
     assert sum(layer.saved_bytes for layer in report) == 5 * images().nbytes
-    # but is rebuilt all the same, through what is rebuilt
+    # the scope rebuilds it nevertheless, through the rebuilt residual
     assert report.saved_bytes == pytest.approx(6 * images().nbytes, rel=0.02) and "measured" in text
     assert fastvit.convert(Plain())[1].saved_bytes is None
     with pytest.raises(KeyError):
@@ -150,7 +150,7 @@ def test_verify_tells_a_wrong_gradient():
 
 
 def test_verify_knows_what_is_zero_but_for_roundings():
-    """A running mean, and a convolution's bias: normalisation takes both away."""
+    """A running mean and a convolution's bias, which are zero up to rounding after a normalisation."""
     biased = nn.Conv2d(8, 8, 3, padding=1)
     model = nn.Sequential(
         nn.BatchNorm2d(8), nn.Conv2d(8, 8, 1, bias=False), nn.BatchNorm2d(8), nn.GELU(), biased
@@ -160,7 +160,7 @@ def test_verify_knows_what_is_zero_but_for_roundings():
 
 
 class SetsRequiresGrad(Plain):
-    """As transformers' feature extractors do, for the checkpoints inside."""
+    """As in transformers' feature extractors, for checkpointing."""
 
     def forward(self, x):
         x = x[:, :]

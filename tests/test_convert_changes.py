@@ -1,4 +1,4 @@
-"""fastvit.convert and models that are patched or flagged, before it or afterwards."""
+"""fastvit.convert and models that are patched or reconfigured, before or after it."""
 
 import copy
 import pickle
@@ -16,7 +16,7 @@ import fastvit
 
 
 class Config:
-    """What models are configured by: an object of plain attributes."""
+    """A configuration: an object with plain attributes."""
 
     def __init__(self):
         self.skip = False
@@ -27,7 +27,7 @@ def helper(module, z, y):
 
 
 class Block(nn.Module):
-    """conv -> bn -> act -> out; many a switch has it read bn's output once more."""
+    """conv -> bn -> act -> out, with switches that add another reader of bn's output."""
 
     of_class = False
 
@@ -303,7 +303,7 @@ class Catches(Block):
 
 
 class Careful(Block):
-    """Errors that say what there is are ordinary."""
+    """Errors of hasattr and optional imports do not end a trace."""
 
     def forward(self, x):
         try:

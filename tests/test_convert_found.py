@@ -1,4 +1,4 @@
-"""fastvit.convert: which layers are found, by which trace, and what stands in the way of the others."""
+"""fastvit.convert: the layers that are found, the kind of trace, and the reasons against others."""
 
 import copy
 
@@ -41,7 +41,7 @@ class Functional(Twice):
 
 
 class Tokens(nn.Module):
-    """LeViT's way: (N, L, C) flattened for the layer and viewed as it was before the activation."""
+    """As in LeViT: (N, L, C) is flattened for the layer, and viewed as (N, L, C) before the activation."""
 
     def __init__(self):
         super().__init__()
@@ -54,7 +54,7 @@ class Tokens(nn.Module):
 
 
 class Transposed(Tokens):
-    """A reshape that copies: the activation sees another tensor than the layer made."""
+    """A reshape that copies: the activation's input is not the layer's output."""
 
     def forward(self, x):
         x = self.linear(x).transpose(1, 2)
@@ -92,7 +92,7 @@ class ByShape(nn.Module):
 
 
 class PeeksInside(nn.Module):
-    """Untraceable, and reads the layer's output from between: nothing but running tells."""
+    """Untraceable, and reads the layer's output before the activation, which only a run shows."""
 
     def __init__(self):
         super().__init__()
@@ -110,7 +110,7 @@ class OwnForward(nn.BatchNorm2d):
 
 
 class OwnCheck(nn.BatchNorm2d):
-    """A subclass that changes nothing about the forward."""
+    """A subclass with an unchanged forward."""
 
 
 class Apex(nn.Module):
@@ -249,9 +249,9 @@ def test_reasons_name_what_stands_in_the_way():
         _, report = fastvit.convert(FOUND[name][0]())
         return next(iter(report)).reason
 
-    assert "OwnForward has a forward of its own" in reason("own forward")
+    assert "OwnForward overrides forward" in reason("own forward")
     assert "Tanh" in reason("other activation")
-    assert "InPlaceABN already" in reason("fused already")
+    assert "already a InPlaceABN" in reason("fused already")
     _, report = fastvit.convert(Untraceable())
     assert "no trace reaches it" in report["bn"].reason and report.untraced == ["Untraceable"]
 
@@ -267,7 +267,7 @@ def test_torch_sync_batch_norm_becomes_synchronised():
 
 
 def test_mapillarys_abn():
-    """By name, so a module of theirs need not be installed."""
+    """By name, so that the packages need not be installed."""
 
     class ABN(nn.Module):
         def __init__(self, features, activation, slope):

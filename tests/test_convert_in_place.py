@@ -1,4 +1,4 @@
-"""fastvit.convert in place: every case in which overwriting x would be wrong, and nothing would say so."""
+"""fastvit.convert in place: the cases in which overwriting x would be wrong without an error."""
 
 import copy
 
@@ -12,7 +12,7 @@ from fastvit.conversion import prove
 
 
 class InPlaceCase(nn.Module):
-    """conv -> bn -> leaky_relu -> conv, with room for someone else who reads x."""
+    """conv -> bn -> leaky_relu -> conv, with a place for another reader of x."""
 
     def __init__(self):
         super().__init__()
@@ -114,7 +114,7 @@ def test_not_in_place_where_somebody_else_reads(case):
 
 @pytest.mark.parametrize("case", [*SILENT, *LOUD])
 def test_what_the_proof_is_there_for(case, monkeypatch):
-    """The same models in place: silently wrong, or an error; so the proof decides something."""
+    """Without the proof the same models are wrong or raise, so the proof is needed."""
     model = spread(case())
     monkeypatch.setattr(prove, "against_overwriting", lambda *_: None)
     _, report = fastvit.convert(model)
@@ -164,7 +164,7 @@ def test_a_hook_that_keeps_x(module):
 
 @pytest.mark.parametrize("module", ["conv", "bn"])
 def test_what_a_hook_would_see_in_place(module, monkeypatch):
-    """What looking for hooks is there for: the tensor that one has kept is overwritten in silence."""
+    """Without the check for hooks, the tensor that a hook holds is overwritten."""
     monkeypatch.setattr(prove, "hooked", lambda _: False)
     kept, model, x = [], InPlaceCase(), images()
     getattr(model, module).register_forward_hook(
@@ -199,13 +199,13 @@ def test_not_in_place_with_a_vanishing_weight(weight, bias):
     assert modes(report) == {"bn": "recompute"} and "|weight| is as small as" in report["bn"].reason
     result = fastvit.verify(model, images())
     assert result, result
-    model.bn.memory = "inplace"  # what the proof is there for: xhat cannot be recovered from y = bias
+    model.bn.memory = "inplace"  # xhat cannot be recovered from y = bias
     result = fastvit.verify(model, images())
     assert not result and "bn.weight" in str(result) and "output 0" not in str(result)
 
 
 def test_not_in_place_with_a_bias_too_large_for_the_dtype():
-    """Which may be autocast's, whatever the weights are."""
+    """The dtype may be autocast's, also with float32 weights."""
     model = InPlaceCase()
     with torch.no_grad():
         model.bn.weight.fill_(0.05)

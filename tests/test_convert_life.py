@@ -1,4 +1,4 @@
-"""A converted model in its life: copied, checkpointed, called otherwise, compiled, exported, distributed."""
+"""Converted models: copied, checkpointed, called with other arguments, compiled, exported, distributed."""
 
 import copy
 import gc
@@ -51,7 +51,7 @@ def test_copies(how, pair):
 
 
 def live_outputs(model, x):
-    """How many bytes the tensors hold that a forward leaves for backward, each storage once."""
+    """The bytes of the tensors that a forward saves for backward, each storage once."""
     storages, seen = {}, set()
     out = model(x)
     functions = [out.grad_fn]
@@ -63,7 +63,7 @@ def live_outputs(model, x):
         for name in dir(function):
             if name.startswith("_raw_saved_"):
                 saved = getattr(function, name)
-                # what a hook has packed is read without asking for it to be rebuilt
+                # packed objects are read without unpacking, which would rebuild tensors
                 for one in saved if isinstance(saved, (tuple, list)) else [saved]:
                     value = one.data if hasattr(one, "data") else one
                     tensor = getattr(value, "tensor", value)
@@ -99,7 +99,7 @@ def test_an_exception_closes_the_scope(pair):
 
 
 class OwnNames(Plain):
-    """A method by a name that others use too."""
+    """A method with a common name."""
 
     def _forward(self, x):
         return super().forward(x)
@@ -124,7 +124,7 @@ def test_outside_the_traced_forward_a_layer_is_what_it_was(pair):
 
 
 class Optional(Plain):
-    """Returns what lies between on demand: the trace is of a call that does not ask for it."""
+    """Returns intermediate tensors on request; the traced call does not request them."""
 
     def forward(self, x, between=False):
         z = self.bn1(self.conv1(x))

@@ -107,7 +107,7 @@ def test_evaluated_model_to_onnx_is_plain():
 
 
 class _PlainReference(nn.Module):
-    """What an in-place layer of slope 0 means: mapillary's effective weight, torch's BatchNorm and relu."""
+    """The reference for slope 0: mapillary's effective weight, torch's BatchNorm and relu."""
 
     def __init__(self, layer):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a trace does not prove: other modes, calls and modules, checkpoints, tensors that are kept."""
+"""Limits of a trace: other modes, calls and modules, checkpoints, tensors stored in attributes."""
 
 import copy
 import dataclasses
@@ -13,7 +13,7 @@ import fastvit
 
 
 class Block(nn.Module):
-    """conv -> bn -> act -> out; `read` is the part of a forward that makes something of y, bn's output."""
+    """conv -> bn -> act -> out; `read` is a part of the forward that reads y, bn's output."""
 
     def __init__(self, act=nn.SiLU):
         super().__init__()
@@ -38,7 +38,7 @@ def double_images(**sizes):
 
 
 class OnlyTracedInEvaluation(Block):
-    """y is read in training alone, where a branch on a value ends the trace."""
+    """y is read only in training, where a branch on a value ends the trace."""
 
     def forward(self, x):
         y = self.bn(self.conv(x))
@@ -133,7 +133,7 @@ class InStages(Block):
 
 
 def test_a_module_that_is_appended():
-    """Between the layer and its activation, which would activate the wrong tensor."""
+    """A module between the layer and its activation, which would activate the wrong tensor."""
     model, other, report = converted(InStages)
     assert report["bn"].mode == "recompute"
     extra = conv().double()
@@ -158,7 +158,7 @@ def test_a_forward_that_was_patched_between_two_conversions():
 
 
 class ByShape(Block):
-    """Only torch.export follows the branch, for the example alone."""
+    """Only torch.export follows the branch, and its graph holds for the example only."""
 
     def forward(self, x, simple=False):
         y = self.bn(self.conv(x))
@@ -236,7 +236,7 @@ def test_an_activation_inside_a_checkpoint_and_its_layer_outside(reentrant):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_runs_again_as_it_ran(reentrant):
-    """A call that proves nothing, and before its backward another that does."""
+    """A call outside of the proof, and before its backward another one inside of it."""
     results = []
     pair = converted(PositionalOnly)[:2]
     x = double_images()
@@ -281,7 +281,7 @@ class KeptOutput(Kept):
 
 
 class KeptInput(Kept):
-    """What the layer in place would overwrite."""
+    """The input of the layer, which in place is overwritten."""
 
     def forward(self, x):
         y = self.conv(x)
@@ -354,5 +354,5 @@ class GivesNoTensor(Block):
 
 
 def test_verify_needs_tensors_to_compare():
-    with pytest.raises(ValueError, match="verify: no tensors found in what the model returns"):
+    with pytest.raises(ValueError, match="verify: the model returned no tensor"):
         fastvit.verify(GivesNoTensor(), images())

@@ -9,12 +9,12 @@ from convert_models import assert_same, conv, images, modes, spread, trained
 from torch import nn
 
 import fastvit
-from fastvit.conversion import deferred, residuals
+from fastvit.conversion import chain, deferred
 from fastvit.memory import live_bytes
 
 
 class Block(nn.Module):
-    """act(bn(conv(z)) + z), with z an output that the convolution keeps."""
+    """act(bn(conv(z)) + z), with z an output that the convolution saves."""
 
     def __init__(self, act=nn.ReLU, add=operator.add, between=nn.Identity):
         super().__init__()
@@ -90,7 +90,7 @@ def test_saved_bytes_are_what_the_report_says(act, tensors):
 
 
 class ByShape(Block):
-    """Control flow that depends on shapes: torch.export alone can follow."""
+    """Control flow that depends on shapes, which only torch.export follows."""
 
     def forward(self, x):
         return super().forward(x) if x.shape[-1] > 3 else x
@@ -125,7 +125,7 @@ def test_nothing_is_rebuilt_from_what_is_rebuilt():
     x = double_images()
     model, other, report = converted(Stack, example_inputs=x)
     assert list(modes(report).values()) == ["recompute", "left", "recompute", "left"]
-    assert "is to be rebuilt itself" in report["bns.1"].reason
+    assert "is rebuilt too" in report["bns.1"].reason
     assert_same(trained(other, x), trained(model, x))
 
 
@@ -134,7 +134,7 @@ def test_in_place_is_not_for_residuals():
     assert modes(report) == {"bn": "left"} and "cannot be done in place" in report["bn"].reason
 
 
-# --- what stands in the way
+# --- reasons against fusion
 
 
 class RunsBetween(Block):
@@ -163,7 +163,7 @@ class OverwritesResidual(Block):
 
 
 class OverwritesResidualLater(Block):
-    """After the activation, through a view; nobody but a fused layer would have kept it."""
+    """After the activation, through a view; only a fused layer saves the residual."""
 
     def __init__(self):
         super().__init__(nn.GELU)
@@ -232,7 +232,7 @@ class AddsItself(Block):
 
 
 class KeepsForItself(Block):
-    """relu keeps only its result, so that the residual would be kept in its place."""
+    """relu saves only its result, so the residual would be kept in its place."""
 
     def forward(self, x):
         z = self.first(x)
@@ -253,7 +253,7 @@ AGAINST = {
     AddsScaled: "read by add",
     AddsNumber: "read by add",
     AddsItself: "read by add",
-    KeepsForItself: "nobody else keeps, so nothing is saved",
+    KeepsForItself: "no other op saves: no memory is freed",
 }
 
 
@@ -267,7 +267,7 @@ def test_not_added_where_that_is_not_proven(kind):
 
 @pytest.mark.parametrize("kind", [RunsBetween, AddsView, AddsCallers])
 def test_without_the_proof_the_result_is_still_right(kind, monkeypatch):
-    monkeypatch.setattr(residuals, "against_adding", lambda *_: None)
+    monkeypatch.setattr(chain, "against_adding", lambda *_: None)
     x = double_images()
     model, other, report = converted(kind, "keep")
     assert modes(report) == {"bn": "keep"}
@@ -277,13 +277,13 @@ def test_without_the_proof_the_result_is_still_right(kind, monkeypatch):
 @pytest.mark.parametrize(
     "kind,message",
     [
-        (OverwritesInput, "what it reads was overwritten"),
-        (OverwritesResidual, "what it reads was overwritten"),
+        (OverwritesInput, "an input of it was overwritten"),
+        (OverwritesResidual, "an input of it was overwritten"),
         (OverwritesResidualLater, "modified by an inplace operation"),
     ],
 )
 def test_without_the_proof_an_overwritten_tensor_is_an_error(kind, message, monkeypatch):
-    monkeypatch.setattr(residuals, "against_adding", lambda *_: None)
+    monkeypatch.setattr(chain, "against_adding", lambda *_: None)
     x = double_images()
     _, other, report = converted(kind, "keep")
     assert modes(report) == {"bn": "keep"}
@@ -291,7 +291,7 @@ def test_without_the_proof_an_overwritten_tensor_is_an_error(kind, message, monk
         other(x).sum().backward()
 
 
-# --- what no trace tells: values, modes, hooks, attributes
+# --- what a trace does not show: values, modes, hooks, attributes
 
 
 class Broadcasts(Block):
@@ -348,7 +348,7 @@ def test_sizes_can_be_read_in_between(monkeypatch):
 
 
 def test_with_a_default_device():
-    """A mode that sees every function before the stand-in does."""
+    """A mode that sees every function before the deferred tensor does."""
     x = double_images()
     model, other, _ = converted(Block)
     with torch.device("cpu"):
@@ -356,7 +356,7 @@ def test_with_a_default_device():
 
 
 class WithoutGradients(Block):
-    """Cuts the gradient around one of the three; what a symbolic trace does not record."""
+    """Disables gradients around one of the three ops, which a symbolic trace does not record."""
 
     around = "bn"
 
@@ -408,7 +408,7 @@ READ = {"what": None}
 
 
 class Switched(Block):
-    """What no trace shows and nobody watches, a variable elsewhere, decides what a forward does."""
+    """A module-level variable, which is neither traced nor watched, changes the forward."""
 
     def forward(self, x):
         z = self.first(x)

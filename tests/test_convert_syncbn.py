@@ -1,4 +1,4 @@
-"""convert_syncbn_model and revert_syncbn_model: classes change, and nothing else."""
+"""convert_syncbn_model and revert_syncbn_model change classes only."""
 
 import copy
 
@@ -18,7 +18,7 @@ class OwnForward(nn.BatchNorm2d):
 
 
 class OwnName(nn.BatchNorm2d):
-    """A subclass that changes nothing about the forward."""
+    """A subclass with an unchanged forward."""
 
 
 class Net(nn.Module):
@@ -44,7 +44,7 @@ def net():
 
 def convert(net, **options):
     with pytest.warns(
-        UserWarning, match=r"left as they are, because their forward is their own: OwnForward \(1\)"
+        UserWarning, match=r"left as they are, because they override forward: OwnForward \(1\)"
     ):
         return convert_syncbn_model(net, **options)
 

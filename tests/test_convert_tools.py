@@ -1,20 +1,22 @@
-"""Converted models that other tools look through: synchronised BatchNorm, quantisation."""
+"""Converted models in other tools: synchronised BatchNorm, quantisation, amp, jit."""
 
 import copy
 
 import pytest
 import torch
-from convert_models import assert_same, conv, images, modes, spread, trained
+from convert_models import Plain, assert_same, conv, images, modes, spread, trained
 from test_convert_life import live_outputs
 from torch import nn
 
 import fastvit
+from fastvit.compat import inplace_abn
+from fastvit.compat.apex import amp
 
 X = images().double()
 
 
 def mixed():
-    """In place, rebuilt, added to and left."""
+    """Layers of all modes: in place, recompute, with a residual, left."""
     parts = [conv(), nn.BatchNorm2d(8), nn.SiLU(), conv(), nn.BatchNorm2d(8), nn.LeakyReLU(0.1), conv()]
     return spread(nn.Sequential(*parts, nn.BatchNorm2d(8))).double()
 
@@ -49,7 +51,7 @@ def test_synchronised_after_the_conversion(ranks):
 
 
 def test_synchronised_by_torch_after_the_conversion():
-    """It puts layers of its own in the place of the converted ones."""
+    """torch's converter replaces the converted layers."""
     model = mixed()
     other, _ = fastvit.convert(copy.deepcopy(model))
     other = nn.SyncBatchNorm.convert_sync_batchnorm(other)
@@ -88,3 +90,26 @@ def test_quantisation_is_told_to_revert_first():
     _, report = fastvit.convert(got)
     assert not report.converted
     torch.testing.assert_close(got(x), want(x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("amp_first", [False, True])
+def test_amp_and_the_conversion_are_undone_in_any_order(amp_first):
+    model = Plain()
+    original = copy.deepcopy(model)
+    fastvit.convert(model, example_inputs=images())
+    amp.initialize(model, opt_level="O1", verbosity=0)
+    assert model(images()).dtype == torch.float32 and isinstance(model, Plain)
+    undo = [lambda: amp.initialize(model, enabled=False), lambda: fastvit.revert(model)]
+    for step in undo if amp_first else reversed(undo):
+        step()
+    assert [type(m) for m in model.modules()] == [type(m) for m in original.modules()]
+    assert not any("adopt" in name for m in model.modules() for name in vars(m))
+
+
+def test_a_layer_that_is_the_whole_model_is_traced_as_the_original():
+    layer = inplace_abn.ABN(8, activation="relu")
+    plain = copy.deepcopy(layer)
+    _, report = fastvit.convert(layer, "recompute", images())
+    assert report[""].mode == "recompute"
+    x = images()
+    torch.testing.assert_close(torch.jit.trace(layer.eval(), x)(x), plain.eval()(x))

@@ -1,4 +1,4 @@
-"""fastvit.convert and verify run a model's forward: nothing of that stays behind."""
+"""fastvit.convert and verify restore a model after their trial runs."""
 
 import copy
 import random
@@ -31,7 +31,7 @@ class Counter:
 
 
 class Restless(nn.Module):
-    """A forward that changes all that it can reach."""
+    """A forward with all kinds of side effects."""
 
     shared_cache = {}
     shared_count = 0
@@ -77,7 +77,7 @@ class Restless(nn.Module):
 
 
 def values(held):
-    """All that a model holds, in plain values."""
+    """The state of a model as plain values."""
     if isinstance(held, torch.Tensor):
         return held.tolist(), held.requires_grad, values(held.grad) if held.is_leaf else None
     if isinstance(held, torch.Generator):
@@ -207,7 +207,7 @@ def test_the_inputs_are_what_they_were():
 
 
 class CachesInEvaluation(nn.Module):
-    """As attention with relative positions does: what is looked up once is kept until training goes on."""
+    """As in attention with relative positions: a lookup is cached until training continues."""
 
     def __init__(self):
         super().__init__()
@@ -272,7 +272,7 @@ def test_verify_draws_the_same_python_numbers_twice():
 
 
 def test_casts_of_weights_are_not_what_a_conversion_saves():
-    """Autocast keeps them until its region ends."""
+    """Autocast caches them until its region ends."""
     model, x, kept = Plain(), images(), []
     with torch.autocast("cpu", torch.bfloat16):
         other, report = fastvit.convert(copy.deepcopy(model), example_inputs=x)

@@ -35,7 +35,7 @@ def test_the_same_bits_and_less_kept(block, precision):
 
 
 def test_autocast_keeps_less():
-    """Casts are followed; what autocast makes of the weights is kept, whatever the batch."""
+    """Casts of activations are rebuilt; autocast's casts of weights are kept at any batch size."""
     eager, x = Model(depth=2), patches(64)
     model = converted(copy.deepcopy(eager))
     before, after = (kept(m, x, autocast()) for m in (eager, model))
@@ -63,7 +63,7 @@ def test_a_block_alone_and_features():
 
 
 def test_what_waits_is_settled_at_the_end_of_each_block():
-    """Otherwise a forward would hold at its end what the conversion is to save."""
+    """A recipe that waited until the end of the forward would hold its tensor until then."""
     model, seen = converted(Model(depth=4)), []
 
     class Probe(nn.Module):
@@ -135,16 +135,16 @@ def test_the_report_tells_what_is_kept_and_why(tmp_path):
     for found, measured in ((report.kept_before, kept(eager, x)), (report.kept_after, kept(model, x))):
         assert found == pytest.approx(measured, rel=0.02)
     tensor = 16 * 50 * 64 * 4
-    rows = {row.names: row for row in report.tensors if row.saved_bytes or row.kept_bytes > tensor}
+    rows = {row.names: row for row in report.tensors if row.rebuilt_bytes or row.kept_bytes > tensor}
     gelu = rows[("blocks.*.mlp.fc2",)]
-    assert (gelu.count, gelu.saved_bytes, gelu.kept_bytes) == (3, 12 * tensor, 0)
-    assert gelu.reason == "gelu of what is kept for gelu before blocks.*.mlp.fc2"
+    assert (gelu.count, gelu.rebuilt_bytes, gelu.kept_bytes) == (3, 12 * tensor, 0)
+    assert gelu.reason == "gelu of what gelu before blocks.*.mlp.fc2 saved"
     left = rows[("gelu before blocks.*.mlp.fc2",)]
     assert (left.count, left.kept_bytes) == (
         3,
         12 * tensor,
-    ) and "no recipe for what addmm makes" in left.reason
-    assert sum(row.saved_bytes for row in report.tensors) == pytest.approx(report.measured_bytes, rel=0.02)
+    ) and "no recipe for addmm" in left.reason
+    assert sum(row.rebuilt_bytes for row in report.tensors) == pytest.approx(report.measured_bytes, rel=0.02)
     assert str(report).startswith(f"a training forward keeps {report.kept_after / 2**20:.1f} MiB instead of")
     report.plot(tmp_path / "kept.png")
     assert (tmp_path / "kept.png").stat().st_size > 10_000
@@ -170,7 +170,7 @@ def test_verify_allows_no_difference(monkeypatch):
     assert not result and "mlp.fc2.weight" in str(result)
 
 
-# --- what else may be going on in a step
+# --- other things in a step
 
 
 def frozen(model):
@@ -223,7 +223,7 @@ def checkpointed(reentrant):
 
 
 def written(model):
-    """What a branch returns is overwritten by the sum."""
+    """The sum overwrites the result of a branch."""
 
     def forward(self, x):
         x = self.ls1(self.attn(self.norm1(x))).add_(x)
@@ -235,7 +235,7 @@ def written(model):
 
 
 def pinned(model):
-    """Somebody holds views of what would be rebuilt, and writes to none of them."""
+    """The model holds views of a tensor that is rebuilt, and does not write to them."""
     model.held = []
     model.blocks[0].mlp.act.register_forward_hook(lambda m, i, y: model.held.append(y[:, :1]))
     return model
@@ -308,7 +308,7 @@ def test_retain_graph_and_partial_gradients():
 
 
 def test_rebuilt_tensors_are_not_held():
-    """After a backward that keeps its graph for another."""
+    """After a backward with retain_graph."""
     model, x = converted(Model(depth=2)), patches(16)
     loss = model(x).sum()
 
@@ -343,7 +343,7 @@ def test_a_bias_that_nobody_has_saved_may_change():
 
 
 def test_what_is_written_before_it_is_read_is_not_rebuilt_from_the_graph():
-    """A write without gradient leaves the graph as it was, and the version tells."""
+    """A write without gradient does not change the graph, but the version."""
     linear, other = nn.Linear(64, 64), nn.Linear(64, 64)
     x = torch.randn(64, 64)
     results = []
@@ -374,7 +374,7 @@ def test_conjugated_views_are_not_taken_for_their_memory():
 
 
 def test_double_backward():
-    """Right: torch's own ops are differentiable twice, and what is rebuilt is part of the graph."""
+    """Correct: torch's ops are differentiable twice, and rebuilt tensors are part of the graph."""
     eager = nn.Sequential(nn.Linear(64, 64), nn.SiLU(), nn.LayerNorm(64), nn.Linear(64, 64))
     model = converted(copy.deepcopy(eager))
     x = torch.randn(64, 64)
@@ -407,7 +407,7 @@ def test_a_scope_around_a_whole_loop_holds_nothing():
 
 
 def test_where_another_mechanism_decides():
-    """save_on_cpu and non-reentrant checkpoints around it see every tensor; nothing is saved besides."""
+    """save_on_cpu and non-reentrant checkpoints around it see every tensor, and the scope has no effect."""
     eager, x = Model(depth=2), patches(16)
     model = converted(copy.deepcopy(eager))
     want = step(eager, x)
@@ -432,7 +432,7 @@ def test_compiled_as_a_whole():
 @pytest.mark.parametrize("precision", CONTEXTS)
 @pytest.mark.parametrize("inplace", [False, True])
 def test_a_mask_of_dropout_takes_a_byte_an_element(inplace, precision):
-    """And what the layer returns is rebuilt from it."""
+    """The layer's result is rebuilt from it."""
 
     def make(p=0.1):
         block = Block(mlp=lambda: Mlp(drop=p))
@@ -463,7 +463,7 @@ def test_a_dropout_that_is_another_is_left(monkeypatch):
 
 
 class NativeDropout(nn.Module):
-    """With the op that torch uses on GPUs, whose mask is of booleans."""
+    """With the op that torch uses on GPUs, which has a boolean mask."""
 
     def forward(self, x):
         return torch.native_dropout(x, 0.1, True)[0]
@@ -491,13 +491,13 @@ def test_the_report_names_masks_of_dropout(op):
     if not saved:
         reason = "dropout's mask, not of an nn.Dropout"
     masks = [row for row in report.tensors if row.reason == reason]
-    assert [(row.count, row.kept_bytes, row.saved_bytes) for row in masks] == [
+    assert [(row.count, row.kept_bytes, row.rebuilt_bytes) for row in masks] == [
         (3, size * elements, saved * elements)
     ]
 
 
 def test_the_report_takes_no_other_factor_for_a_mask_of_dropout():
-    """Of two values too, 0 and 2, but in another share than dropout's."""
+    """A factor with two values, 0 and 2, but another frequency than dropout's."""
 
     class Masked(nn.Module):
         def forward(self, x):
@@ -516,7 +516,7 @@ def test_the_report_takes_no_other_factor_for_a_mask_of_dropout():
 
 
 def test_weight_casts_are_made_again():
-    """What is saved is the copies, 2 bytes for each element of a matrix, whatever the batch."""
+    """The copies are not kept: 2 bytes for each element of a matrix, at any batch size."""
     eager = Model(scale_block, 3)
     models = [converted(copy.deepcopy(eager)), converted(copy.deepcopy(eager))]
     fastvit.convert(models[1], weight_casts=True)
@@ -618,5 +618,5 @@ def test_a_budget_that_is_none(given, message):
 
 
 def test_a_budget_that_cannot_be_measured():
-    with pytest.raises(ValueError, match="budget wants a training forward .* raised ValueError"):
+    with pytest.raises(ValueError, match="budget needs a training forward .* raised ValueError"):
         fastvit.convert(TakesTargets(depth=1), example_inputs=patches(), budget=0.5)

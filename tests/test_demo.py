@@ -51,7 +51,7 @@ def test_page_is_whole_and_stands_alone(demo):
 def test_in_place_layers_save_memory(demo):
     kept = {row["norm"]: row["kept_bytes"] for row in json.loads((demo[0] / "summary.json").read_text())}
     assert list(kept) == NORMS
-    # 32 images: three layers of the stem at 8x8 and four of MLPs at 16 tokens of 256 do not keep their input.
+    # 32 images: three layers of the stem at 8x8 and four of MLPs at 16 tokens of 256 do not save their input.
     inputs = 32 * 4 * ((32 + 32 + 64) * 64 + 4 * 16 * 256)
     slack = 64 * 1024  # mean and deviation per channel
     assert abs(kept["torch"] - kept["inplace-abn"] - inputs) < slack

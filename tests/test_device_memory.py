@@ -1,7 +1,7 @@
-"""How ranks come to have each other's GPU memory open, or to agree that they cannot; the memory is the CPU's.
+"""Set-up of peer memory between GPUs, and the agreement of all ranks when it fails; on CPU memory.
 
-Each rank is a thread, and what CUDA or torch does between processes is made up here. What is exchanged
-through it: tests/cuda_host/test_cuda_host_exchange.py, and tests/test_cuda.py on a GPU.
+Each rank is a thread, and stand-ins replace the functions of CUDA and torch that map memory of another
+process. Exchanges: tests/cuda_host/test_cuda_host_exchange.py, and tests/test_cuda.py on a GPU.
 """
 
 import threading
@@ -22,7 +22,7 @@ PROVIDERS = pytest.mark.parametrize("provider", ["CudaIpc", "SymmMem"])
 
 
 class Gpus:
-    """The ops of all ranks. `fails` names, by rank, what it refuses."""
+    """Stand-ins for the ops of all ranks. `fails` has, by rank, the call that raises."""
 
     def __init__(self, world: int, fails: dict[int, str], gpus: int | None = None):
         self.world, self.fails, self.gpus = world, fails, gpus or world
@@ -80,7 +80,7 @@ class Gpus:
 
 
 def connect(monkeypatch, provider, gpus: Gpus, asked: bool = False) -> list:
-    """What connect gives, or raises, on each rank."""
+    """The result or the error of `connect` on each rank."""
     store = dist.HashStore()
     monkeypatch.setattr(cuda_peer, "_ops", gpus)
     monkeypatch.setattr(cuda_peer, "load_kernels", lambda device: None)
@@ -150,7 +150,7 @@ def test_where_there_are_no_kernels(monkeypatch):
 
 
 def test_memory_that_a_graph_holds_stays(monkeypatch):
-    """A replay writes to it for as long as the process lives, whatever the group takes now."""
+    """A replay writes to it during the life of the process, also when the group has another way."""
     arenas = [torch.zeros(raw.peer_bytes(1, 9), dtype=torch.uint8)]
     for capturing in (False, True):
         way = cuda_peer.DeviceMemory("way", arenas, 0, 9, 1.0, None, None)

@@ -1,4 +1,4 @@
-"""README and docs: their Python runs, links lead somewhere, numbers are those of the results."""
+"""README and docs: their Python runs, links are valid, numbers equal those of the results."""
 
 import contextlib
 import csv
@@ -55,7 +55,7 @@ def anchors(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_to_files_lead_somewhere(page):
-    """Where the repository is browsed; `make docs` checks those of the site."""
+    """Links between files of the repository; `make docs` checks those of the site."""
     for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", page.read_text()):
         if "://" in target:
             continue

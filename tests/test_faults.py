@@ -1,4 +1,4 @@
-"""Ranks that die, differ, skip, come late or are forked: an error on every living rank, and no harm done.
+"""Ranks that die, differ, skip, are late or are forked: an error on every living rank, and no buffer changes.
 
 Over gloo's collectives and over shared memory. Each wait is bounded by a short timeout of the group.
 """
@@ -33,7 +33,7 @@ def state(layer):
 
 
 def error_of(call, *touched):
-    """Message and seconds of the RuntimeError that `call` ends with; `touched` layers stay as they are."""
+    """Message and seconds of the RuntimeError of `call`; `touched` layers do not change."""
     before = [state(layer) for layer in touched]
     begin = time.monotonic()
     with pytest.raises(RuntimeError) as caught:
@@ -163,12 +163,12 @@ class Fails(torch.autograd.Function):
     def backward(ctx, dy):
         if dist.get_rank() == 1 and not Fails.failed:
             Fails.failed = True
-            raise ValueError("an error of its own")
+            raise ValueError("an error of the model")
         return dy
 
 
 def begins_anew(rank, world, where):
-    """Tries again after every error, as often as it takes; and then with a new group."""
+    """Repeats the step after every error, and then uses a new group."""
     a, b = chosen = layers(2)
     works(chosen)
     parts = [a, b]
@@ -191,14 +191,14 @@ def begins_anew(rank, world, where):
 
 @pytest.mark.parametrize("where,statistics", [(0, "peer"), (1, "peer"), (2, "peer"), (0, "collective")])
 def test_a_rank_begins_anew_after_an_error_of_its_own(ranks, where, statistics):
-    """No try of one meets another try of the other, wherever in its backward the one had its error."""
+    """Different tries of a step are never mixed, at any place of the error in the backward."""
     first, second = ranks.run(2, begins_anew, where, statistics=statistics)
-    assert second.pop(0) == "an error of its own"
+    assert second.pop(0) == "an error of the model"
     if where == 0:
         assert first.pop(0) == "done"  # it had what it needed
     for rank, said in enumerate((first, second)):
-        assert f"rank {rank} is in " in said[0] and "begin anew after an error of its own" in said[0]
-        again = "in different steps" if statistics == "peer" else "begin anew after an error of its own"
+        assert f"rank {rank} is in " in said[0] and "repeat a step after an error" in said[0]
+        again = "in different steps" if statistics == "peer" else "repeat a step after an error"
         assert all(again in text for text in said[1:]), said
 
 
@@ -235,7 +235,7 @@ def test_layers_that_differ(ranks, what, statistics):
 
 
 def differ_at_first(rank, world, wide):
-    channels = 4096 if rank == wide else 6  # 4096 need more memory in common than is made at first
+    channels = 4096 if rank == wide else 6  # 4096 need larger arenas than the first ones
     layer = fastvit.SyncBatchNorm(channels)
     message, seconds = error_of(lambda: layer(leaf(channels)), layer)
     works(layers(2))
@@ -286,7 +286,7 @@ def test_a_rank_that_comes_late(ranks):
         in first[0]
     )
     assert "within 1.5 s" in first[0] and 1.4 < first[1] < 4
-    assert "rank 0 gave up after an error of its own" in second[0] and second[1] < 1
+    assert "rank 0 raised an error and gave up the exchange" in second[0] and second[1] < 1
 
 
 def interrupted(rank, world):
@@ -348,4 +348,4 @@ def forked(rank, world):
 @both_ways
 def test_forked_after_initialisation(ranks, statistics):
     for message in ranks.run(2, forked, statistics=statistics):
-        assert "was forked from process" in message and "no rank of the group" in message
+        assert "was forked from process" in message and "which is a rank of group" in message

@@ -1,4 +1,4 @@
-"""tools/gpu.py: what fails is said, what cannot run is said, nothing outlasts its time."""
+"""tools/gpu.py: reports failures and steps that cannot run; everything ends in time."""
 
 import os
 import subprocess
@@ -72,7 +72,7 @@ UP = '{"GPUs": "NVIDIA X (sm_90)", "architecture": "9.0"}'
 
 
 def starts(gpu, monkeypatch, *answers, driver=True):
-    """torch's answers, one after the other."""
+    """Replaces torch's answers, one after the other."""
     given = iter(answers)
 
     def run(commands, seconds, *rest, **options):

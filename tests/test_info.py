@@ -1,4 +1,4 @@
-"""What `python -m fastvit.info` says is what is there."""
+"""`python -m fastvit.info` describes the build and the machine."""
 
 import os
 import subprocess

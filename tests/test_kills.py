@@ -1,7 +1,7 @@
-"""Ranks killed at random moments: every other one ends in an error, soon, and nothing hangs.
+"""Ranks killed at random moments: all others raise soon, and none hangs.
 
-Ranks are forked from one process that has loaded everything, so that a kill costs a fraction of a second. Their
-store is another process: torch's FileStore reads for ever behind a rank that was killed while it wrote.
+Ranks are forked from one process that has loaded everything, so that a kill takes a fraction of a second. Their
+store is another process: torch's FileStore never returns after a rank was killed while it wrote to the file.
 """
 
 import os
@@ -38,7 +38,7 @@ def _train(rank: int, world: int, store: tuple[int, int], statistics: str, ready
 
 
 def _rank(*arguments) -> int:
-    """A child; its exit status says how it ended."""
+    """A rank in a child process; the exit status is the kind of its end."""
     child = os.fork()
     if child:
         return child
@@ -53,7 +53,7 @@ def _rank(*arguments) -> int:
 
 
 def kill_at_random(seed: int, port: int) -> str:
-    """What went wrong, or nothing. `port`: of the store."""
+    """A description of the failure, or nothing. `port` is the store's."""
     choose = random.Random(seed)
     world, statistics = choose.choice([2, 3]), choose.choice(["peer", "collective"])
     victim, delay = choose.randrange(world), choose.choice([0.02, 0.2, 0.8]) * choose.random()

@@ -42,7 +42,7 @@ class TorchLayer(nn.Module):
 
 
 def make(kind, case, activation, **options):
-    """Ours, and torch's with the same parameters (in float64, which is also exact for half)."""
+    """fastvit's layer, and torch's with the same parameters (in float64, which is also exact for half)."""
     channel_last = case.channel_dim == case.x.dim() - 1 and case.x.dim() > 2
     dtype = case.weight.dtype
     common = dict(channel_last=channel_last, dtype=dtype, device=case.x.device, **options)
@@ -63,7 +63,7 @@ def make(kind, case, activation, **options):
 
 
 def step(layer, x, dy, *z):
-    """Output and gradients of one step, on a fresh input that is no leaf."""
+    """Output and gradients of one step, on a new input that is no leaf."""
     leaf = x.detach().clone().requires_grad_()
     residual = [t.detach().clone().requires_grad_() for t in z]
     layer.zero_grad()
@@ -119,7 +119,7 @@ def test_options_like_torch(kind, options, device):
 
 @pytest.mark.parametrize("kind", ["abn", "sbn"])
 def test_frozen_parameters(kind, device):
-    """Only what requires grad gets one, and freezing does not switch anything else off."""
+    """Only tensors that require grad get one, and freezing does not affect the others."""
     case = Case("nchw", torch.float32, device)
     ours, theirs = make(kind, case, "identity")
     for frozen in (["weight"], ["bias"], ["weight", "bias"]):
@@ -309,7 +309,7 @@ def test_gamma_zero_is_floored_and_its_gradient_passes(dtype):
 @pytest.mark.parametrize("activation", INVERTIBLE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_weights_on_their_way_through_zero(dtype, activation, device):
-    """y is rounded at the size of bias; however small weight is, gradients are those of torch's layer."""
+    """y is rounded at the size of bias; gradients equal torch's for any weight, however small."""
     channels = 60
     layer = InPlaceABN(channels, activation=activation, activation_param=PARAM, device=device, dtype=dtype)
     theirs = TorchLayer(channels, 4, activation).to(device).double()
@@ -371,8 +371,11 @@ def test_accessors():
 @pytest.mark.parametrize(
     "call,message",
     [
-        (lambda: InPlaceABN(3, activation="relu"), "activation is 'relu'; in place it is recovered"),
-        (lambda: InPlaceABN(3, activation="gelu"), "must be one of identity, leaky_relu, elu"),
+        (lambda: InPlaceABN(3, activation="relu"), "activation is 'relu'; in place it must be invertible"),
+        (
+            lambda: InPlaceABN(3, activation="gelu"),
+            "must be invertible: one of identity, leaky_relu, elu expected",
+        ),
         (lambda: InPlaceABN(3, activation_param=0.0), "slope 0 is relu"),
         (lambda: InPlaceABN(3, activation_param=-0.1), "activation_param is -0.1; leaky_relu in place"),
         (lambda: InPlaceABN(3, activation_param=float("nan")), "activation_param is nan"),
@@ -465,7 +468,7 @@ LAYERS = [InPlaceABN, InPlaceABNSync, SyncBatchNorm, fastvit.BatchNormAct, fastv
 
 @pytest.mark.parametrize("make_layer", LAYERS)
 def test_a_count_on_another_device_is_refused(make_layer):
-    """As loading with assign=True leaves it, when the file has none and the model was made on meta."""
+    """The state after load_state_dict(assign=True), for a file without it and a model made on meta."""
     layer, x = make_layer(3), torch.randn(4, 3)
     layer.num_batches_tracked = torch.zeros((), dtype=torch.int64, device="meta")
     kept = x.clone()

@@ -1,4 +1,4 @@
-"""The local ops: a statistics op and the one that uses them, at once, with the same bits."""
+"""The local ops: the bits of the statistics op and the op that uses it, by one call."""
 
 import pytest
 import torch

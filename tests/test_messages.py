@@ -1,4 +1,4 @@
-"""What collectives carry: message_pack and message_merge, here and on a GPU or its model."""
+"""Messages of collectives: message_pack and message_merge, on CPU, GPU or the CUDA model."""
 
 import pytest
 import torch
@@ -56,7 +56,7 @@ def test_numbers_are_merged(world, n, dtype, wide, sums, device):
 @pytest.mark.parametrize("other", [Tag(8, 5), Tag(7, 9)])
 @pytest.mark.parametrize("rank", [0, 2])
 def test_tags_that_differ(rank, other, sums, device):
-    """Nothing of the numbers is left, and the report names the first rank that is elsewhere."""
+    """All numbers are NaN, and the report names the first rank with another tag."""
     numbers, tags = rows(4, 6, sums, device=device), [Tag(7, 5), Tag(7, 5), other, Tag(7, 5)]
     made = exchanges(tags, False, device)
     got = ops.message_merge(travel(numbers, made), numbers[rank], made[rank].tensor)

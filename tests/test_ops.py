@@ -226,7 +226,7 @@ def test_mean_far_larger_than_deviation(layout, dtype, device):
 
 @pytest.mark.parametrize("every", [4, 16, 32, 128, 1024])
 def test_outliers(every, device):
-    """Far out and at equal distances, so that some sum begins with one, in planes and in rows."""
+    """Outliers at equal distances, so that some group begins with one, in planes and in rows."""
     for shape, channel_dim in (((4, 8, 32, 32), 1), ((4096, 8), 1), ((16, 64, 64), 2)):
         c = shape[channel_dim]
         x = torch.randn(shape, generator=generator()).to(device)
@@ -254,7 +254,7 @@ def like_identity(channels, device):
 
 
 def test_elu_keeps_its_digits_near_zero(device):
-    """Relative to each value, not to the largest: forward, and what is recovered from the output in place."""
+    """Errors relative to each value, not to the largest: forward, and the value recovered in place."""
     v = NEGATIVE.float()[None].to(device)
     y = ops.bn_apply(v, like_identity(v.shape[1], device), activation="elu", activation_param=1.5)
     torch.testing.assert_close(y.double(), 1.5 * torch.expm1(v.double()), rtol=1e-6, atol=0)
@@ -269,7 +269,7 @@ def test_elu_keeps_its_digits_near_zero(device):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu", "elu"])
 def test_all_16_bit_values(activation, dtype, device):
-    """Every finite one through the activation and its gradient: rounded once, but for 2^-16 of a value."""
+    """All finite values through the activation and its gradient: rounded once, up to 2^-16 of a value."""
     x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     x = x[x.isfinite() & (x.abs() < 1e4)][:, None].to(device)
     saved = like_identity(1, device)
@@ -374,7 +374,7 @@ def test_rounding_to_storage_is_to_nearest_even(dtype, device):
 
 
 def test_no_op_allocates_more_than_its_outputs():
-    """Counted by the profiler: outputs, and O(C)."""
+    """The profiler counts the outputs and O(C) bytes."""
     x = torch.randn(16, 8, 64, 64)
     dy, z = torch.randn_like(x), torch.randn_like(x)
     moments = ops.bn_stats(x)

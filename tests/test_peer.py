@@ -21,7 +21,7 @@ CSRC = Path(__file__).resolve().parents[1] / "csrc/sync"
 
 
 class Ranks:
-    """Logical ranks over one segment; what each sends is known, so what each gets can be checked."""
+    """Logical ranks over one segment, which send known numbers."""
 
     def __init__(self, world, capacity=CAPACITY, epoch=0):
         self.world, self.capacity = world, capacity
@@ -39,7 +39,7 @@ class Ranks:
         return ops.bn_stats(x.to(dtype))
 
     def begin(self, rank, step, numbers=None, layer=3, seconds=0.0):
-        """Sends, and looks for the others' once."""
+        """Sends this rank's packets, and polls the others' once."""
         exchange = self.exchanges[rank]
         exchange.handle.nanoseconds = int(seconds * 1e9)
         numbers = self.numbers(rank, step) if numbers is None else numbers
@@ -158,7 +158,7 @@ def test_another_tag_is_a_mismatch_on_both(what):
 
 
 def test_a_torn_message_is_not_taken():
-    """Some packets of an exchange are not enough, whichever are missing."""
+    """An exchange is incomplete as long as any packet is missing."""
     for missing in range(7):
         ranks = Ranks(2)
         for step in range(2):
@@ -207,7 +207,7 @@ def test_waiting_releases_the_interpreter():
 
 
 def test_ops_of_a_layer_share():
-    """bn_stats, bn_reduce and abn_reduce give what peer_share makes of their own numbers."""
+    """bn_stats, bn_reduce and abn_reduce with an exchange equal peer_share of their own numbers."""
     x, dy = torch.randn(2, 4, 5, 3), torch.randn(2, 4, 5, 3)
     saved = torch.cat([torch.rand(10) + 0.5, torch.tensor([0.0, 24.0])])
     for work in (
@@ -236,7 +236,7 @@ def test_bad_arguments():
         ops.bn_stats(torch.randn(3, 4), exchange=torch.zeros(3))
     with pytest.raises(RuntimeError, match="exchange has rank 2 of 2"):
         ops.bn_stats(torch.randn(3, 4), exchange=torch.tensor([2, 2, CAPACITY] + [0] * 7))
-    with pytest.raises(RuntimeError, match="exchange has 2 ranks and no memory in common"):
+    with pytest.raises(RuntimeError, match="exchange has 2 ranks and no peer memory"):
         raw.peer_give_up(Exchange(0, 2).tensor + torch.tensor([0, 0, 1, 0, 0, 0, 0, 0]))
 
 

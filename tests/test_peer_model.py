@@ -1,9 +1,8 @@
 """Every interleaving of a model of csrc/peer.h: one slot loses packets or deadlocks, two do not.
 
-A rank's stores become visible one by one, in any order, at any later time; only stores to one place keep
-their order. A rank reads the packets of an exchange in any order, each when its epoch is there; when all are
-read it goes on to the next exchange. The model holds epochs in place of words: what is read is right when
-the epoch is.
+A rank's stores become visible one by one, in any order, at any later time; only stores to one place have a
+fixed order. A rank reads the packets of an exchange in any order, each when its epoch has arrived, and then
+begins the next exchange. The model has epochs in place of words: a packet is correct when its epoch is.
 """
 
 from collections.abc import Iterator
@@ -32,7 +31,7 @@ class Model:
         return State(ranks, tuple(() for _ in range(self.world)))
 
     def _enter(self, rank: int, epoch: int, pending: tuple) -> Rank:
-        """Pushes an exchange, and never waits; then everything of its peers is unread."""
+        """Pushes an exchange without waiting; then all packets of its peers are unread."""
         if epoch > self.exchanges:
             return Rank(epoch, pending, frozenset())
         peers = [peer for peer in range(self.world) if peer != rank]
@@ -86,7 +85,7 @@ def _with(items: tuple, index: int, item) -> tuple:
 
 
 def explore(model: Model) -> tuple[int, str]:
-    """How many states can be reached, and what is wrong with one of them."""
+    """The number of reachable states, and a fault of one of them."""
     seen = {model.start()}
     stack = list(seen)
     while stack:

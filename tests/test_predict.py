@@ -1,4 +1,4 @@
-"""The model of cost: what the planner and the machine code say is read rightly, and priced."""
+"""The cost model: reads the planner and the machine code correctly, and predicts times."""
 
 import importlib.util
 import os

@@ -1,4 +1,4 @@
-"""recompute_scope: outputs rebuilt to the same bits, whoever reads them and whatever happens to them."""
+"""recompute_scope: outputs are rebuilt to the same bits, for all readers and after writes."""
 
 import contextlib
 import gc
@@ -33,7 +33,7 @@ def test_the_bits_of_keep(reader, channels_last, device):
 @pytest.mark.parametrize("mode", ["train", "eval", "no_stats", "cumulative"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_the_bits_of_keep_in_every_mode(activation, mode, residual, device):
-    """Running statistics move on between forward and backward; what is rebuilt does not see that."""
+    """Running statistics change between forward and backward; rebuilt outputs do not depend on them."""
     x, z = (torch.randn(6, 5, 7, device=device) for _ in range(2))
     results = []
     with Rebuilds() as rebuilds:
@@ -101,7 +101,7 @@ def test_readers_that_outlive_the_layers_graph(device):
 
 
 def test_written_after_it_was_saved(device):
-    """Autograd would refuse; the copy that is rebuilt is the one that was saved, so the gradient is right."""
+    """Autograd refuses it; the rebuilt tensor has the saved values, so the gradient is correct."""
     x = torch.randn(4, 3, 9, 9, device=device)
     want = run(Net(READERS["conv"][0], "keep").to(device), x)
     for alive in (True, False):
@@ -135,7 +135,7 @@ def test_writes_that_make_the_gradient_wrong_are_refused(what, device):
 
 
 def test_x_written_before_y_is_saved(device):
-    """Then y cannot be rebuilt, and is kept: only the layer's own backward is wrong, and refused."""
+    """y cannot be rebuilt then, and is kept; only the layer's own backward raises."""
     net = Net(None, "recompute").to(device)
     with recompute_scope():
         x = net.first(torch.randn(4, 3, 9, 9, device=device))
@@ -152,7 +152,7 @@ def test_x_written_before_y_is_saved(device):
 
 
 def test_data_of_another_tensor(device):
-    """y.data = other leaves the version alone; the storage tells."""
+    """`y.data = other` does not change the version; the storage shows it."""
     net = Net(None, "recompute").to(device)
     x = torch.randn(4, 3, 9, 9, device=device)
     results = []
@@ -171,7 +171,7 @@ def test_data_of_another_tensor(device):
 
 
 def test_memory_that_is_handed_out_again(device):
-    """Tensors that come to lie where outputs lay are not taken for them."""
+    """Tensors at the address of a freed output are not taken for it."""
     layer = BatchNormAct(8, activation="gelu", device=device)
     leaf = torch.randn(64, 8, 16, 16, device=device, requires_grad=True)
     w = torch.ones(8, 1, 1, device=device, requires_grad=True)
@@ -219,7 +219,7 @@ def test_a_scope_around_a_whole_loop_forgets(device):
 
 
 def test_chains_do_not_grow(device):
-    """y of a layer that reads y of another: every second one is kept, so nothing is rebuilt over and over."""
+    """A layer that reads another's y: every second y is kept, so that recipes do not grow with depth."""
 
     class Chain(nn.Module):
         def __init__(self, memory):

@@ -141,7 +141,7 @@ def test_without_gradients(device):
 
 
 def test_double_backward(device):
-    """Refused through the layer, as everywhere; right through the ops around it."""
+    """Refused through the layer, as everywhere; correct through the ops around it."""
     x = torch.randn(4, 6, 5, 5, device=device, requires_grad=True)
     layer = BatchNormAct(6, activation="silu", device=device)
     with recompute_scope():

@@ -1,4 +1,4 @@
-"""How ranks come to have memory in common: what it needs of the system, and ranks that end on the way."""
+"""Set-up of shared memory: its needs of the system, and ranks that end during it."""
 
 import os
 import shutil
@@ -30,7 +30,7 @@ dist.destroy_process_group()
 @pytest.mark.parametrize(
     "options,said",
     [
-        ("ro", "Collective: ranks 0, 1: no /dev/shm to write to"),
+        ("ro", "Collective: ranks 0, 1: /dev/shm is not writable"),
         ("size=64k", "Collective: ranks 0, 1: [Errno 28]"),
         ("size=1m", "SharedMemory, host"),
     ],
@@ -84,7 +84,7 @@ def test_killed_with_the_segment_leaves_nothing_behind(ranks, when):
     with tempfile.TemporaryDirectory(dir=cpu_peer.FOLDER) as folder:
         results = ranks.run(2, killed_with_the_segment, folder, when, group_timeout=30, breaks=True)
         assert not list(Path(folder).iterdir())
-    ranks.close()  # whoever lives has another folder
+    ranks.close()  # running ranks have another folder
     dead = 0 if when == "made" else 1
     message, seconds = results[1 - dead]
     assert results[dead] is None and f"rank {dead} has ended" in message and seconds < 5

@@ -1,4 +1,4 @@
-"""Which way a group shares statistics, who decides it, and what else may be in the model at the same time."""
+"""The way by which a group shares statistics, the choice of it, and other collectives in a model."""
 
 import copy
 import errno
@@ -220,7 +220,7 @@ def test_a_compiled_rank_meets_one_that_is_not(ranks, statistics):
 
 
 def checked_later(rank, world, where):
-    """What a GPU does, whose host does not wait: NaN first, an error at the next call, no harm done."""
+    """As on a GPU, whose host does not wait: NaN first, an error at the next call, no buffer changes."""
     a, b = fastvit.SyncBatchNorm(6), fastvit.SyncBatchNorm(6)
     step(a), step(b)
     group_of(dist.group.WORLD, CPU).way._deferred = True
@@ -267,7 +267,7 @@ def test_a_first_call_is_not_captured(monkeypatch):
 
 
 def counts(rank, world):
-    """The steps that ranks compare are 1, 2, 3, ... and begin anew where a float32 would not hold them."""
+    """Steps are 1, 2, 3, ... and wrap where float32 does not represent them exactly."""
     layer = fastvit.SyncBatchNorm(6)
     step(layer)
     transport = group_of(dist.group.WORLD, CPU).way

@@ -174,7 +174,7 @@ def test_subgroups(ranks):
 
 
 def one_value_on_one_rank(rank, world):
-    """Several ranks with one value each are fine: nobody reads the counts back."""
+    """Several ranks with one value each do not raise, since counts are not read back."""
     layer = fastvit.SyncBatchNorm(6, momentum=1.0)
     x = torch.full((1, 6), float(rank))
     layer(x)
@@ -240,7 +240,7 @@ def test_compiles_fullgraph_with_the_same_gradients(ranks, kind):
 
 
 def recomputed(rank, world):
-    """Within a scope, over ranks and under DDP: the bits of keep, with as many collectives."""
+    """In a scope, over ranks and under DDP: the bits of memory="keep", with as many collectives."""
     from torch.nn.parallel import DistributedDataParallel
 
     x, _ = batch(2 + rank, seed=rank)

@@ -231,7 +231,9 @@ def test_another_number_of_ranks_cannot_resume(copied, capsys):
     path = copied / "checkpoints" / "epoch-0001" / "state.pt"
     state = torch.load(path, weights_only=True)
     torch.save(state | {"world": 2, "rng": 2 * state["rng"]}, path)
-    assert "must go on with the 2 rank(s) that wrote it, got 1" in fails(capsys, "--resume", str(copied))
+    assert "must be continued with the 2 rank(s) that wrote it, got 1" in fails(
+        capsys, "--resume", str(copied)
+    )
 
 
 # Two runs at once

@@ -1,4 +1,4 @@
-"""What a run is told, and by whom it was started: flags, TOML files, launchers' variables."""
+"""Options and launchers: flags, TOML files, environment variables."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Where batches come from: digits, CIFAR's files, folders of images, and the share of each rank."""
+"""Data: digits, CIFAR's files, folders of images, and the share of each rank."""
 
 import pickle
 
@@ -107,7 +107,7 @@ def test_cifar_files_that_are_not(tmp_path, capsys):
     whole = (folder / "data_batch_2").read_bytes()
     wrong = {b"data": np.zeros((2, 3072), np.uint8), b"labels": [3, 10]}
     for content, message in (
-        (pickle.dumps({b"data": Evil()}), "builtins.print has no place in a file of CIFAR"),
+        (pickle.dumps({b"data": Evil()}), "builtins.print is not allowed in a file of CIFAR"),
         (whole[:500], "is cut off or no file of CIFAR"),
         (pickle.dumps([1]), "it holds a list"),
         (pickle.dumps({b"data": 1}), "has no images and labels"),

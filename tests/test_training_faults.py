@@ -1,4 +1,4 @@
-"""What goes wrong in a run, and what the trainer says and keeps: bad data, bad checkpoints, bad requests."""
+"""Faults of a run: bad data, bad checkpoints, bad options; error messages and intact checkpoints."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""`--memory`: what the trainer makes of BatchNorm layers, and that a run stays the run that it was."""
+"""`--memory`: the converted layers, and bitwise resume."""
 
 import copy
 
@@ -28,7 +28,7 @@ def modes(made):
 
 
 def losses(made, steps=4):
-    """The losses of some steps of training, with images that are the same for all."""
+    """The losses of some steps of training, with the same images in all of them."""
     random = torch.Generator().manual_seed(3)
     images = torch.randn(steps, 16, *SHAPE, generator=random)
     labels = torch.randint(0, 10, (steps, 16), generator=random)
@@ -117,7 +117,7 @@ def test_compiled_models_are_left_alone(capsys):
     made = make(Config(norm="torch", memory="auto", compile=True))
     assert made.memory is None and type(made.model) is type(create_vit("vit_digits", 8, 1, 10, "torch"))
     run._report_memory(made, None)
-    assert capsys.readouterr().out.count("--memory auto does nothing with --compile") == 1
+    assert capsys.readouterr().out.count("--memory auto has no effect with --compile") == 1
 
 
 def test_memory_takes_a_budget(tmp_path):

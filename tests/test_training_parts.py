@@ -1,4 +1,4 @@
-"""The parts of the trainer: what ranks say to each other, how a step is made, which model it trains."""
+"""The parts of the trainer: messages between ranks, steps, models."""
 
 import copy
 import os
@@ -146,7 +146,7 @@ def test_clipping_bounds_the_norm_and_reports_what_it_was():
 
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_a_step_is_skipped_by_a_flag_on_the_device(name):
-    """What a step changes is as it was, the momenta and their count too."""
+    """The state that a step changes is unchanged, momenta and step count included."""
     small = _small_learner(0, 1, Config(optimizer=name))
     for part, poison in enumerate((0.0, float("nan"), float("inf"), 0.0)):
         loop._backward(small, loop._Feed(Batches([_batch(0, part)]), (5, 1, 2, 2)), 1)
@@ -162,7 +162,7 @@ def test_a_step_is_skipped_by_a_flag_on_the_device(name):
 
 
 def _behind(rank, world, poisoned):
-    """Train as on a GPU, a step behind, with a gradient that is not finite in one of the steps."""
+    """Trains one step behind, as on a GPU, with a gradient that is not finite in one of the steps."""
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3))
     place = Ranks(rank, world, rank, world, torch.device("cpu"), "gloo" if world > 1 else None)
@@ -334,7 +334,7 @@ def test_pretrained_weights_and_their_report(tmp_path, suffix):
     assert f"pretrained: {len(weights) - 2} of {len(weights)} tensors from {path}" in report
     assert "missing in the file: norm.bias" in report
     assert "unexpected, not in the model: extra" in report
-    assert "for another number of classes, initialised anew: head.weight" in report
+    assert "for another number of classes, not loaded: head.weight" in report
     assert torch.equal(net.head.weight, head) and torch.equal(net.position, weights["position"])
 
 

@@ -1,4 +1,4 @@
-"""Whole runs of the trainer: what they leave, and that a resumed run is the run that never stopped."""
+"""Whole runs of the trainer: their files, and a resumed run that equals an uninterrupted one."""
 
 import os
 import re
@@ -174,7 +174,7 @@ def test_sigterm_to_every_process_of_a_job_ends_it_cleanly(tmp_path):
     finally:
         process.kill()
     assert process.returncode == 0, err
-    assert "stopped by SIGTERM in epoch" in out and "go on with --resume run" in out
+    assert "stopped by SIGTERM in epoch" in out and "continue it with --resume run" in out
     state = state_of(tmp_path / "run")
     assert state["epoch"] >= 1 and len(state["history"]) == state["epoch"]
 

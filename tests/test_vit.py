@@ -28,7 +28,7 @@ def test_keys_and_initial_weights_do_not_depend_on_norm(norm, mlp_norm):
 @pytest.mark.parametrize("mlp_norm", MLP_NORMS)
 @pytest.mark.parametrize("norm", [norm for norm in ON_CPU if norm != "torch"])
 def test_training_step_equals_torch(norm, mlp_norm):
-    # In fp64, where recovering the input from the output costs no digit that matters here.
+    # In fp64, where recovering the input from the output loses no relevant digit.
     expected, got = make("torch", mlp_norm).double(), make(norm, mlp_norm).double()
     batch, results = images().double(), []
     for model in (expected, got):

@@ -1,4 +1,4 @@
-"""fastvit.convert on published ViTs: the same bits, and the share that it saves (`make test-models`)."""
+"""fastvit.convert on published ViTs: the same bits, and the share of bytes freed (`make test-models`)."""
 
 import contextlib
 import copy
@@ -12,7 +12,7 @@ import fastvit
 
 pytestmark = [pytest.mark.models, pytest.mark.timeout(600)]
 
-GOALS = {  # name -> the share of what a training forward keeps that is rebuilt instead, at least
+GOALS = {  # name -> the least share of the kept bytes that is rebuilt instead
     "vit_small_patch16_224": 0.36,
     "torchvision:vit_b_16": 0.36,
     "transformers:vit": 0.36,

@@ -1,4 +1,4 @@
-"""How far from the float64 reference an op may be, and why. A missing row fails the test.
+"""Largest differences of an op from the float64 reference, with the reason. A missing row fails the test.
 
 An error is the largest absolute difference over the largest reference value. u is the rounding of a dtype:
 float64 1.1e-16, float32 6e-8, float16 4.9e-4, bfloat16 3.9e-3.
@@ -63,7 +63,7 @@ def check(
     dtype: torch.dtype | None = None,
     least_scale: float = 1e-30,
 ) -> None:
-    """`least_scale`: for sums that may cancel to nothing, what they would be if they did not."""
+    """`least_scale`: for sums that may cancel, their size without cancellation."""
     table, reason = TOLERANCES[op]
     limit = table[dtype or got.dtype]
     measured = error(got, want, least_scale)

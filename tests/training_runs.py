@@ -26,7 +26,7 @@ def torchrun(directory, *arguments, ranks=2, **options):
 
 
 def train_on_rank(rank, world, arguments):
-    """Train inside a rank of the pool; returns what TrainingError says, or None."""
+    """Trains inside a rank of the pool; returns the message of TrainingError, or None."""
     config, given, _ = parse([*arguments, "--device", "cpu", "--threads", "1"])
     try:
         run.train(config, given, Ranks(rank, world, rank, world, torch.device("cpu"), "gloo"))
@@ -35,7 +35,7 @@ def train_on_rank(rank, world, arguments):
 
 
 def fails(capsys, *arguments):
-    """What the trainer says when it fails, in this process."""
+    """The trainer's error message, for a run in this process."""
     assert main([*arguments, "--device", "cpu", "--threads", "1"]) == 1
     return capsys.readouterr().err
 
@@ -49,7 +49,7 @@ def state_of(directory, name="last"):
 
 
 def rows_of(directory):
-    """The rows of metrics.jsonl without what depends on the clock and the machine."""
+    """The rows of metrics.jsonl without times and memory."""
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     measured = {"time", "images_per_second", "data_wait", "memory"}
     return [{key: value for key, value in row.items() if key not in measured} for row in rows]

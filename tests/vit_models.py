@@ -1,4 +1,4 @@
-"""Small blocks as timm, transformers and torchvision spell them, and a step through them."""
+"""Small blocks in the styles of timm, transformers and torchvision, and a step through them."""
 
 import contextlib
 
@@ -83,7 +83,7 @@ class RMSNorm(nn.Module):
 
 
 class FunctionalNorm(nn.Module):
-    """A LayerNorm of somebody's own."""
+    """A custom LayerNorm."""
 
     def __init__(self, dim=DIM):
         super().__init__()
@@ -221,7 +221,7 @@ def layer_norm():
     return nn.LayerNorm(DIM // HEADS)
 
 
-BLOCKS = {  # name -> (how a block is made, the share of what training keeps that it saves at least)
+BLOCKS = {  # name -> (maker of a block, least share of the kept bytes that is freed)
     "plain": (Block, 0.35),
     "layer scale": (lambda: Block(scale=LayerScale), 0.38),
     "layer scale in place": (lambda: Block(scale=lambda: LayerScale(inplace=True)), 0.3),
@@ -232,7 +232,7 @@ BLOCKS = {  # name -> (how a block is made, the share of what training keeps tha
     "tanh gelu": (lambda: Block(mlp=lambda: Mlp(lambda: nn.GELU(approximate="tanh"))), 0.35),
     "rms of transformers": (lambda: Block(norm=RMSNorm), 0.4),
     "rms of torch": (lambda: Block(norm=lambda: nn.RMSNorm(DIM)), 0.4),
-    "norm of somebody's own": (lambda: Block(norm=FunctionalNorm), 0.35),
+    "a custom norm": (lambda: Block(norm=FunctionalNorm), 0.35),
     "without affine": (lambda: Block(norm=lambda: nn.LayerNorm(DIM, elementwise_affine=False)), 0.35),
     "mixer": (MixerBlock, 0.4),
     "convnext": (ConvBlock, 0.4),
@@ -243,7 +243,7 @@ BLOCKS = {  # name -> (how a block is made, the share of what training keeps tha
 
 
 class Model(nn.Module):
-    """Blocks of a kind, behind a Linear and before a norm and a head."""
+    """Blocks of a kind between a Linear and a norm with a head."""
 
     def __init__(self, block=Block, depth=3):
         super().__init__()
@@ -270,7 +270,7 @@ def patches(n=4):
 
 
 def step(model, x, context=contextlib.nullcontext, call=None):
-    """What comes out of a step: the result, and the gradients of the input and of every parameter."""
+    """The result of a step, and the gradients of the input and of every parameter."""
     model.zero_grad()
     leaf = x.clone().requires_grad_()
     torch.manual_seed(5)
@@ -283,12 +283,12 @@ def step(model, x, context=contextlib.nullcontext, call=None):
 
 
 def differing(got, want):
-    """Names of the tensors that are not the same to the bit."""
+    """Names of the tensors whose bits differ."""
     return [name for name in want.keys() | got.keys() if not torch.equal(got[name], want[name])]
 
 
 def kept(model, x, context=contextlib.nullcontext, call=None):
-    """Bytes that a training forward leaves alive."""
+    """Bytes that a training forward leaves allocated."""
 
     def forward():
         with context():

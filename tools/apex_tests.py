@@ -3,11 +3,11 @@
     git clone --branch 25.05 https://github.com/NVIDIA/apex /tmp/apex
     python tools/apex_tests.py /tmp/apex [--only run_amp] [--limit 900] [--out docs/apex-tests.md]
 
-Fetches nothing. The tests are read from the folder and run from a temporary copy in which `cuda` is turned
-into `cpu`; half precision is float16 for them, as on a GPU. What calls apex's compiled modules itself,
-`amp_C` and `syncbn`, finds torch's and fastvit's operations under those names, as far as it compares a layer
-or an optimizer with them. Exits with 1 if a test fails for which `REASONS` has no reason.
-test_fused_layer_norm.py needs the package expecttest, as torch.testing does, and onnx for two of its tests.
+Downloads nothing. The tests are read from the folder and run from a temporary copy, in which `cuda` is
+replaced by `cpu`; half precision is float16, as on a GPU. For tests that call apex's compiled modules `amp_C`
+and `syncbn` to compare a layer or an optimizer, these names have torch's and fastvit's operations. Exits with
+1 if a test fails without a reason in `REASONS`. test_fused_layer_norm.py needs the package expecttest, as
+torch.testing does, and onnx for two of its tests.
 """
 
 from __future__ import annotations
@@ -52,8 +52,7 @@ TO_CPU = (
     (r"""(["'])nccl\1""", '"gloo"'),
 )
 
-# What a test file finds of apex's compiled `amp_C`: FusedSGD's ask whether it is there, LAMB's own reference
-# calls a norm.
+# Stand-ins for apex's compiled `amp_C`: FusedSGD's tests check that it exists, LAMB's reference calls a norm.
 AMP_C = {"test_fused_sgd.py": (), "test_lamb.py": ("multi_tensor_l2norm", "multi_tensor_lamb")}
 
 REASONS = (
@@ -143,7 +142,7 @@ def _syncbn(older: bool) -> types.ModuleType:
 
 
 def prepare(file: Path) -> None:
-    """apex and its compiled modules, as `file` is to find them."""
+    """Installs apex and its compiled modules for `file`."""
     import torch
 
     from fastvit import compat
@@ -162,7 +161,7 @@ def prepare(file: Path) -> None:
 
 
 class _Recorder(unittest.TestResult):
-    """Writes a line for each test when it starts and when it ends, so that a time limit loses none."""
+    """Writes a line when a test starts and when it ends, so that results remain after a time limit."""
 
     def __init__(self, file: Path) -> None:
         super().__init__()
@@ -211,7 +210,7 @@ def run_script(file: Path, arguments: list[str]) -> None:
 
 
 def call(command: list[str], limit: float) -> tuple[int | None, str]:
-    """Status (None: time limit) and output of a command, whose children end with it."""
+    """Status (None: time limit) and output of a command; its children are killed with it."""
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, start_new_session=True

@@ -1,16 +1,16 @@
-"""All that a machine with a CUDA GPU is asked for, in two calls of nine minutes each: `make gpu`.
+"""Runs tests and benchmarks on a machine with a CUDA GPU, in two calls of nine minutes each: `make gpu`.
 
-    python3 tools/gpu.py proof        is it right? smoke test, tests, sanitizers
-    python3 tools/gpu.py measure      is it fast? benchmarks/bench_gpu.py, the most telling part first
+    python3 tools/gpu.py proof        smoke test, tests, sanitizers
+    python3 tools/gpu.py measure      benchmarks/bench_gpu.py, the most informative part first
 
     [--out runs/gpu] [--limit 530] [--device cpu] [--steps ...]
 
-Needs torch and nothing from a network; make, nvcc, setuptools, pytest-timeout may be missing. Libraries that
-load here (carried along, say) are used as they are, others are built for this GPU's architecture alone. CUDA
-may take two minutes to come up. Without a GPU or without libraries nothing else is tried; any other step that
-fails keeps no other from running, and one that cannot run says why. Exits with 1 if anything failed.
+Needs torch and no network; make, nvcc, setuptools, pytest-timeout may be missing. Libraries that load here
+are used as they are; others are built for this GPU's architecture only. CUDA may need two minutes to start.
+Without a GPU or without libraries the call ends. Any other step that fails does not stop the following ones,
+and a step that cannot run reports the reason. Exits with 1 if a step failed.
 
-Writes into --out: summary_CALL.txt, which begins with what the smoke test found, a log per step, and the
+Writes to --out: summary_CALL.txt, which begins with the result of the smoke test, a log per step, and the
 benchmarks' tables. `--device cpu` rehearses both calls without a GPU, on tiny shapes.
 """
 
@@ -28,7 +28,7 @@ import gpu_process
 from gpu_process import LATE, ROOT, counted, cuda_tool, missing_for_a_build, pytest, verdict
 from gpu_tests import Workers
 
-# Seconds: the most that a step gets, and what is kept back for it whatever the steps before it do.
+# Seconds: the most for a step, and the time that is reserved for it.
 CALLS = {
     "proof": {
         "environment": (150, 0),  # the GPU, torch, CUDA, commit, modules that are missing
@@ -119,7 +119,7 @@ def run(*arguments, **options) -> list[tuple[int, str]]:
 
 
 class Blocked(Exception):
-    """Nothing that follows can run."""
+    """No further step can run."""
 
 
 @dataclass
@@ -148,7 +148,7 @@ class Run:
         return self.out / f"{step}.log" if step in CALLS["proof"] else self.out / f"measure_{step}.log"
 
     def seconds(self, step: str) -> float:
-        """What a step may take: its most, and no more than the others leave."""
+        """The time for a step: its most, minus what is reserved for later steps."""
         table = CALLS[self.call]
         later = list(table)[list(table).index(step) + 1 :]
         kept = sum(table[name][1] for name in later if name in self.steps)

@@ -1,4 +1,4 @@
-"""Programs that tools/gpu.py runs: within a time, with everything that they leave behind."""
+"""Runs programs for tools/gpu.py with a time limit, and kills their children too."""
 
 import contextlib
 import importlib.util
@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LATE = 124  # status of what was ended for not being done in time
+LATE = 124  # status of a command that exceeded the limit
 SAY_EVERY = 15  # seconds
 UNSUPPORTED = "Device not supported"
 ERROR_STATUS = 99
@@ -22,9 +22,9 @@ ERROR_STATUS = 99
 def run(
     commands: list[list[str]], seconds: float, environment: dict | None = None, waiting: str = ""
 ) -> list[tuple[int, str]]:
-    """(status, output) of commands run side by side; LATE for one that is ended for not being done in time.
+    """(status, output) of commands that run in parallel; LATE for one that exceeds the time limit.
 
-    `waiting` says from time to time what is waited for.
+    `waiting` is called from time to time with the names of running commands.
     """
     begin = time.monotonic()
     started = []
@@ -46,7 +46,7 @@ def run(
         status = 127
         if process:
             status = _wait(process, begin, seconds, waiting)
-            with contextlib.suppress(ProcessLookupError):  # also what it left behind, beside the next step
+            with contextlib.suppress(ProcessLookupError):  # its remaining children too
                 os.killpg(process.pid, signal.SIGKILL)
             with contextlib.suppress(subprocess.TimeoutExpired):  # a driver that hangs may not let it go
                 process.wait(5)
@@ -77,7 +77,7 @@ def pytest(*arguments: str) -> list[str]:
 
 
 def counted(output: str) -> str:
-    """pytest's last line of counts, or the last thing that was said."""
+    """pytest's last line of counts, or the last line of output."""
     lines = [line.strip("= ") for line in output.splitlines() if line.strip("= ")]
     counts = [line for line in lines if re.search(r"\d+ (passed|failed|error|skipped)", line)]
     return (counts or lines or ["no output"])[-1][:160]
@@ -91,7 +91,7 @@ def cuda_tool(name: str) -> str | None:
 
 
 def missing_for_a_build() -> list[str]:
-    """What setup.py needs and this machine lacks."""
+    """The requirements of setup.py that this machine lacks."""
     missing = [] if cuda_tool("nvcc") else ["nvcc"]
     compilers = (os.environ.get("CXX", "").split() or ["c++"])[0], "g++", "clang++"
     missing += [] if any(map(shutil.which, compilers)) else ["a C++ compiler"]

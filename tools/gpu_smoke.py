@@ -1,10 +1,10 @@
-"""Every op once, in every layout of tests/cases.py, against the float64 reference: in seconds.
+"""Every op once, in every layout of tests/cases.py, against the float64 reference; takes seconds.
 
     python tools/gpu_smoke.py [--device cuda] [--dtype float32 bfloat16 ...] [--seconds 25]
 
 Needs torch and nothing else. Prints a line for each comparison that fails and `N passed, M failed` last;
 exits with 1 if any failed or none ran. Kernels are launched one by one (CUDA_LAUNCH_BLOCKING), so that a
-fault is reported by the op that made it. After such a fault the process can do nothing more, and ends.
+fault is reported by its own op. After such a fault the process cannot use the GPU, and ends.
 """
 
 import argparse
@@ -156,7 +156,7 @@ def exchange(device: str, dtype: torch.dtype) -> Iterator[Check]:
 
 
 def checks(device: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Iterator[Check]]]]:
-    """(layout, its checks), activations in turn: every one is met in some layout."""
+    """(layout, its checks), with activations in turn: each is used in some layout."""
     LAYOUTS.update(LARGE)
     outputs = ("relu", "gelu", "identity", "silu", "leaky_relu", "hardswish", "relu6", "gelu_tanh", "elu")
     order = ("nchw", "nhwc_c96", "tokens", *LARGE)
@@ -173,7 +173,7 @@ def checks(device: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], 
 
 
 def usable(device: str) -> bool:
-    """False after a fault from which no process recovers."""
+    """Whether the GPU still works for this process after a fault."""
     try:
         if device == "cuda":
             torch.cuda.synchronize()

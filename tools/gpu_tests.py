@@ -1,9 +1,9 @@
-"""Runs pytest's tests on one GPU within a time, in an order that tells most; for tools/gpu.py.
+"""Runs pytest's tests on one GPU within a time limit, the most informative tests first; for tools/gpu.py.
 
-`Workers` starts several processes of pytest, which share the tests by this file as a plugin: it orders them
-(see `informative`), records what begins and how it ends, and stops when the time is over. A test that takes
-longer than a test may is ended with its process, and so is a process whose GPU context a fault has spoiled;
-another process goes on behind that test. pytest-timeout is not needed.
+`Workers` starts several processes of pytest, with this file as a plugin that divides the tests. It orders
+them (see `informative`), records start and outcome of each, and stops at the time limit. A process is killed
+when a test exceeds its limit, or when a fault has destroyed its GPU context; another process continues after
+that test. pytest-timeout is not needed.
 """
 
 import hashlib
@@ -21,8 +21,8 @@ MOST_TEXT = 3000  # characters of a failure that are kept
 
 
 def informative(items: list) -> list:
-    """Tests in an order whose every beginning tells most: first those in which a parameter of a test function
-    has a value for the first time, all functions in turn; then the others, mixed.
+    """Orders tests so that every prefix covers much: first those in which a parameter of a test function has
+    a new value, all functions in turn; then the others, mixed.
     """
     functions: dict[str, list] = {}
     for item in items:
@@ -47,7 +47,7 @@ def _parameters(item) -> dict:
 
 
 def _mixed(item) -> str:
-    """The same on every machine, and no test next to its like."""
+    """A fixed pseudo-random order, equal on every machine."""
     return hashlib.md5(item.nodeid.encode()).hexdigest()
 
 
@@ -209,7 +209,7 @@ class Workers:
             self.said.append(f"pytest ended with status {status}, see {worker.log.name}")
 
     def _lost(self, worker: Worker, outcome: str, why: str, deadline: float) -> None:
-        """The running test took its process with it: another one goes on behind it."""
+        """The process ended in a running test: another process continues after that test."""
         name, _ = worker.running
         worker.outcomes[name], worker.running = outcome, None
         self.said.append(f"{name} {why}")

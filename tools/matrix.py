@@ -1,4 +1,4 @@
-"""One wheel beside several releases of torch: `make wheel`, `make matrix`.
+"""Tests one wheel with several releases of torch: `make wheel`, `make matrix`.
 
     python tools/matrix.py dist/*.whl --torch torch==2.11.0 torch [--compile] [--tests FILE ...]
 
@@ -37,7 +37,7 @@ def run(*command: str | Path, cwd: Path = ROOT, seconds: int = 900) -> str:
 
 
 def environment(requirement: str) -> Path:
-    """The interpreter of a virtual environment that holds torch and nothing else that was asked for."""
+    """The interpreter of a new virtual environment with that torch."""
     folder = ROOT / "runs/matrix" / requirement
     venv.create(folder, with_pip=True, clear=True)
     python = folder / "bin/python"

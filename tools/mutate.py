@@ -1,11 +1,11 @@
-"""Small faults put into the code, one at a time, and whether a test notices: `make mutate`.
+"""Mutation tests: inserts small faults into the code, one at a time, and runs the tests: `make mutate`.
 
     python tools/mutate.py [--only csrc/cpu/stats.cpp fastvit/conversion/prove.py] [--sample 40] [--seed 0]
 
-A mutant is the tree with one operator, number or word of one line changed. Those that every test passes are
-listed: a test is missing there, or the change means nothing (a grain size, say). All work is done in a copy,
-build/mutate. Kernels are compiled for the plain instruction set alone (ATEN_CPU_CAPABILITY=default). Without
---sample all mutants run, which takes hours. Exits with 0: survivors are for people to look at.
+A mutant is the tree with one operator, number or word of one line changed. Mutants that pass all tests are
+listed: a test is missing, or the change has no effect (a grain size, for example). All work is done in a
+copy, build/mutate. Kernels are compiled for the baseline instruction set only (ATEN_CPU_CAPABILITY=default).
+Without --sample all mutants run, which takes hours. Exits with 0: survivors need a review.
 """
 
 import argparse
@@ -38,7 +38,7 @@ SWAPS = {
                      "any(": "all(", "all(": "any(", "True": "False", "False": "True"},
 }  # fmt: skip
 NUMBER = re.compile(r"(?<![\w.])(\d+)(?![\w.])")
-# Lines without behaviour of their own: text, declarations, and what only time depends on.
+# Lines without behaviour: text, declarations, and code that affects only speed.
 SKIPPED = re.compile(r'^\s*(//|#|"""|template|using|import|from|static_assert|constexpr)|prefetch|describe\(')
 
 
@@ -54,7 +54,7 @@ class Mutant:
 
 
 def mutants_of(path: str) -> list[Mutant]:
-    """Every single change of every line; text in quotes and comments is left alone."""
+    """Every single change of every line, except in strings and comments."""
     found, inside = [], False
     for number, line in enumerate((ROOT / path).read_text().splitlines(), 1):
         quotes = line.count('"""') % 2
@@ -71,7 +71,7 @@ def mutants_of(path: str) -> list[Mutant]:
 
 
 def run(command: str | list[str], seconds: float = 900, **environment: str) -> tuple[int, str]:
-    """Status and output; a command that takes longer ends with all that it has started, status -1."""
+    """Status and output; a command that exceeds the limit is killed with its children, status -1."""
     env = os.environ | {"PYTHONPATH": str(COPY), "ATEN_CPU_CAPABILITY": "default"} | environment
     process = subprocess.Popen(
         command, cwd=COPY, shell=isinstance(command, str), env=env, start_new_session=True,

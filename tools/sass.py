@@ -1,13 +1,13 @@
-"""Compiles the CUDA kernels and prints what each costs: registers, stack, spills, shared memory, widths, and
-the instructions of its loop.
+"""Compiles the CUDA kernels and prints their costs: registers, stack, spills, shared memory, widths of
+accesses, and instructions of the loop.
 
     python tools/sass.py [--arch 80 90] [--filter forward]
 
 Exits with 1 if a kernel spills or keeps a stack frame, or if a loop takes more instructions than BUDGET.
-Widths are in bits, of the widest load and store of global memory, packets to other ranks aside. `least` and
-`most` are instructions of a warp per 16-byte access of its threads, see sass_loops.py: for the activation
-that costs nothing and the one that costs most. What was compiled is kept in build/sass and used again while
-neither csrc nor the compiler has changed. Needs nvcc and cuobjdump.
+Widths are in bits, of the widest load and store of global memory, except packets to other ranks. `least` and
+`most` are instructions of a warp per 16-byte access of its threads (see sass_loops.py), for the cheapest and
+the most expensive activation. Compiled files are cached in build/sass until csrc or the compiler changes.
+Needs nvcc and cuobjdump.
 """
 
 import argparse
@@ -33,7 +33,7 @@ BUDGET, STATS_BUDGET = 55, 100
 
 
 def compile_source(nvcc: str, source: Path, arch: str, folder: Path) -> Path:
-    """The folder with a source's cubin, its PTX and what ptxas says of the kernels."""
+    """The folder with a source's cubin, its PTX and ptxas' report of the kernels."""
     import torch
 
     kept = folder / f"{source.stem}.sm_{arch}"
@@ -62,7 +62,7 @@ def compile_source(nvcc: str, source: Path, arch: str, folder: Path) -> Path:
 
 
 def cache(nvcc: str) -> Path:
-    """A folder for what these sources and this compiler give."""
+    """The cache folder for these sources and this compiler."""
     version = subprocess.run([nvcc, "--version"], capture_output=True, check=True).stdout
     files = sorted(path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".cu", ".cuh", ".h"))
     digest = hashlib.sha256(version)
@@ -76,7 +76,7 @@ def cache(nvcc: str) -> Path:
 
 
 def resources(log: str, arch: str) -> list[dict]:
-    """One row per kernel from what ptxas -v says."""
+    """One row per kernel from the output of ptxas -v."""
     rows = []
     for block in re.split(r"Compiling entry function '", log)[1:]:
         number = lambda pattern: int(m.group(1)) if (m := re.search(pattern, block)) else 0  # noqa: B023, E731
@@ -147,10 +147,10 @@ def measured(arch: str, stems: tuple[str, ...] = ()) -> list[dict]:
         row["kernel"] = name
     # In place, an activation that has no inverse does nothing, which is the shortest way through; what the
     # same kernel takes over x stands for it.
-    over_x = {row["kernel"]: row["least"] for row in rows if "(Kept)0" in row["kernel"]}
+    over_x = {row["kernel"]: row["least"] for row in rows if "(Source)0" in row["kernel"]}
     for row in rows:
-        if "(Kept)2" in row["kernel"]:
-            row["least"] = over_x[row["kernel"].replace("(Kept)2", "(Kept)0")]
+        if "(Source)2" in row["kernel"]:
+            row["least"] = over_x[row["kernel"].replace("(Source)2", "(Source)0")]
     return rows
 
 

@@ -1,5 +1,5 @@
 // The O(C) part of every op on the CPU, in double: merging moments, running statistics, per-channel tables.
-// The activation-sized part is in the kernels, compiled once per instruction set and chosen here.
+// The activation-sized part is in the kernels. They are compiled once per instruction set, and chosen here.
 #include "backend.h"
 
 #include <algorithm>
@@ -27,7 +27,7 @@ struct Kernels {
   void (*backward)(const BackwardParams&);
 };
 
-// ATEN_CPU_CAPABILITY=default|avx2|avx512 lowers the choice here just as it does in torch.
+// ATEN_CPU_CAPABILITY=default|avx2|avx512 lowers the choice, as in torch.
 Kernels choose_kernels() {
 #if defined(__x86_64__)
   const char* wish = std::getenv("ATEN_CPU_CAPABILITY");
@@ -49,10 +49,10 @@ const Kernels& kernels() {
   return chosen;
 }
 
-constexpr int64_t kTaskElements = 1 << 16;     // enough work to be worth a task of its own
-constexpr int64_t kValuesPerPartial = 1 << 8;  // keeps partial results far smaller than the activation
+constexpr int64_t kTaskElements = 1 << 16;     // fewest elements that are worth a task
+constexpr int64_t kValuesPerPartial = 1 << 8;  // so that partial results are far smaller than the activation
 constexpr int64_t kMostSlices = 64, kMostTasks = 256;
-constexpr int64_t kEnoughTasks = 32;  // rows are only cut into blocks of channels for want of tasks
+constexpr int64_t kEnoughTasks = 32;  // with fewer, rows are divided into blocks of channels
 
 int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
@@ -180,7 +180,7 @@ void Cpu::forward(const ForwardArgs& args) {
       } else if (moments) {
         const double m2 = moments[C + c];
         mean = moments[c];
-        variance = count == 0 ? 0 : m2 / count;  // NaN after an exchange that failed
+        variance = count == 0 ? 0 : m2 / count;  // NaN after a failed exchange
         if (args.running_mean.data && count > 0) {
           const double unbiased = m2 / std::max(count - 1, 1.0);
           const double old_mean = number(args.running_mean, c, 0), old_var = number(args.running_var, c, 1);
@@ -264,7 +264,7 @@ void Cpu::backward(const BackwardArgs& args) {
     Tables<A> table(5, C);
     for (int64_t c = 0; c < C; ++c) {
       const double invstd = saved[C + c];
-      table[0][c] = A(number(args.weight, c, 1) * invstd);  // the floor is for the inversion alone
+      table[0][c] = A(number(args.weight, c, 1) * invstd);  // the floor applies to the inversion only
       table[1][c] = A(number(args.bias, c, 0));
       table[2][c] = A(1 / gamma_of(args, c));
       table[3][c] = sums && count > 0 ? A(sums[c] / count) : A(0);

@@ -1,4 +1,4 @@
-// The CPU backend of the ops: see arguments.h for what each function is given.
+// The CPU backend of the ops; arguments.h defines the arguments.
 #pragma once
 
 #include "../arguments.h"
@@ -10,12 +10,12 @@ struct Cpu {
   static void forward(const ForwardArgs& args);
   static void reduce(const ReduceArgs& args);
   static void backward(const BackwardArgs& args);
-  // Two passes over memory are two kernels here, with nothing to launch.
+  // No launch to save on a CPU: the two ops run one after the other.
   static bool local_forward(const ForwardArgs&) { return false; }
   static bool local_backward(const BackwardArgs&) { return false; }
 };
 
-// The instruction set the kernels run with: avx512, avx2 or baseline (what the compiler targets by itself).
+// The instruction set of the chosen kernels: avx512, avx2 or baseline (the compiler's default).
 const char* cpu_capability();
 
 }  // namespace fastvit

@@ -1,8 +1,8 @@
 // bn_backward, abn_backward: dx = scale * (dz - a - b * (x - mean)), in place scale * (dz - a - b * xhat),
-// with a and b from the sums over all ranks; dz = dy * act'(v) is written too when a residual was added.
+// with a and b from the sums over all ranks; dz = dy * act'(v) is written too if a residual was added.
 // Memory   reads x (or y), dy (and z) once; writes dx (and dz) once.
 // Mapping  span by span in the order of memory; threads take contiguous ranges.
-// Numerics v is formed exactly as in the forward pass, so the activation takes the same side.
+// Numerics v has the same bits as in the forward pass, so the activation is on the same side of its kink.
 // Needs    in place: gamma != 0 and an invertible activation.
 // Source   Ioffe, Szegedy, arXiv:1502.03167, section 3; in place: arXiv:1712.02616, section 3.
 #include "walk.h"
@@ -37,7 +37,7 @@ struct Kernel {
           param(A(args.activation_param)) {}
   };
 
-  // `get(constant)` gives this vector's worth of a per-channel constant.
+  // `get(constant)` returns the lanes of a per-channel constant.
   template <class Get>
   static FASTVIT_INLINE Gradients<A> gradients(Vector<A> input, Vector<A> dy, Vector<A> z, const Constants& k,
                                                const Get& get) {

@@ -1,7 +1,7 @@
 // bn_forward, bn_apply, abn_forward_: y = act((x - mean) * scale + beta (+ z)), scale = gamma * invstd.
-// Memory   reads x (and z) once, writes y once, over x or to a tensor of its own.
+// Memory   reads x (and z) once, writes y once, over x or to a new tensor.
 // Mapping  span by span in the order of memory; threads take contiguous ranges.
-// Numerics the mean is taken off first, so a mean much larger than the deviation costs no digits.
+// Numerics the mean is subtracted first, so a mean much larger than the deviation loses no digits.
 // Source   Ioffe, Szegedy, arXiv:1502.03167; in place: arXiv:1712.02616.
 #include "walk.h"
 

@@ -1,7 +1,7 @@
-// What backend.cpp, compiled once, asks of the kernels, compiled once per instruction set.
+// The interface between backend.cpp, compiled once, and the kernels, compiled once per instruction set.
 //
-// Only plain structs cross this line, and every buffer comes from the caller: the kernels' files must not
-// instantiate library templates that the linker could share between instruction sets.
+// Arguments are plain structs, and the caller allocates every buffer: the kernels' files must not instantiate
+// library templates, which the linker could share between instruction sets.
 #pragma once
 
 #include <torch/headeronly/core/ScalarType.h>
@@ -15,10 +15,10 @@ namespace fastvit {
 
 using torch::headeronly::ScalarType;
 
-constexpr int kPiece = 2048;  // longest run of elements handled at once; bounds the buffers on the stack
+constexpr int kPiece = 2048;  // longest run of elements processed at once; bounds the buffers on the stack
 
-// Pieces of spans, and how reductions divide the work. It depends on shapes alone, so results do not
-// depend on the number of threads.
+// The division of spans into pieces, and of reductions into tasks. It depends only on shapes, so results do
+// not depend on the number of threads.
 struct Partition {
   int64_t pieces;  // pieces per span
   int64_t piece;   // elements per piece (the last may be shorter)

@@ -12,7 +12,7 @@ namespace FASTVIT_CAPABILITY {
 namespace {
 
 template <class A>
-struct Terms {  // what one vector of elements adds to the two sums
+struct Terms {  // the terms of one vector of elements in the two sums
   Vector<A> dz, weighted;
 };
 
@@ -97,7 +97,7 @@ struct Kernel {
     }
   }
 
-  static constexpr int64_t kGroup = 64;  // rows summed in the accumulation type before they join in double
+  static constexpr int64_t kGroup = 64;  // rows summed in the accumulation type, before the sum in double
 
   void rows(int64_t first, int64_t last, int64_t c0, int64_t n, double* sum, double* weighted) const {
     T x_buffer[kPiece], dy_buffer[kPiece], z_buffer[kResidual ? kPiece : 1];

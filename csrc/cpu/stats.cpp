@@ -1,8 +1,8 @@
 // bn_stats: mean and M2 (sum of squared deviations) per channel.
 // Memory   reads x once from memory and a second time from cache; writes two doubles per slice and channel.
 // Mapping  task = (slice of planes or rows, block of channels), in the order of memory.
-// Numerics each piece is small enough for the cache, so it is passed over twice: sum, then deviations from
-//          that mean, whose own sum corrects it. Pieces merge in double, in order (moments.h).
+// Numerics each piece fits in the cache and is read twice: for the sum, then for the deviations from that
+//          mean, whose sum corrects it. Pieces merge in double, in order (moments.h).
 // Source   Chan, Golub, LeVeque (1979).
 #include "walk.h"
 
@@ -26,7 +26,7 @@ PieceMoments moments_of(const T* x, int64_t n) {
   if (rest) sum[1] += load_some<A>(x + i, rest);
   const A mean = sum_lanes<A>((sum[0] + sum[1]) + (sum[2] + sum[3])) / A(n);
 
-  prefetch(x + n, n);  // the next piece, most of the time; memory would idle during the second pass
+  prefetch(x + n, n);  // usually the next piece; without it memory idles during the second pass
   Vector<A> deviation[kUnroll] = {}, square[kUnroll] = {};
   const Vector<A> center = Vector<A>{} + mean;
   for (i = 0; i + L * kUnroll <= n; i += L * kUnroll)
@@ -51,7 +51,7 @@ PieceMoments moments_of(const T* x, int64_t n) {
   return {double(mean) + correction, s - d * correction};
 }
 
-// Rows are taken in groups small enough to stay in cache between the two passes.
+// Rows are processed in groups that stay in the cache between the two passes.
 constexpr int64_t kGroupBytes = 1 << 16;
 
 // Adds one row to sum, or its deviations from the mean and their squares.

@@ -1,8 +1,7 @@
-// Vectors of the accumulation type, and moving activations in and out of them.
+// Vectors of the accumulation type, with loads and stores that convert.
 //
-// GCC/Clang vector extensions, as wide as the instruction set this file is compiled for: the kernels are
-// compiled once per instruction set (see backend.cpp), each copy in a namespace of its own so that the
-// linker can never mix them.
+// GCC/Clang vector extensions, as wide as the registers of the instruction set. The kernels are compiled once
+// per instruction set (see backend.cpp), each time in another namespace, so that the linker cannot mix them.
 #pragma once
 
 #include <torch/headeronly/util/BFloat16.h>
@@ -104,7 +103,7 @@ FASTVIT_INLINE void store(Half* p, FloatVector v) {
 #endif
 }
 
-// The last n < kLanes elements; the other lanes are 0, and no byte outside the span is touched.
+// The last n < kLanes elements; the other lanes are 0, and memory past the span is not accessed.
 template <class A, class T>
 FASTVIT_INLINE Vector<A> load_some(const T* p, int n) {
   T padded[kLanes<A>] = {};
@@ -149,7 +148,7 @@ FASTVIT_INLINE void store_some<float>(float* p, FloatVector v, int n) {
 }
 #endif
 
-// Asks for n elements at p, which may lie anywhere: a prefetch of what is not there does nothing.
+// Prefetches n elements at p; an invalid address has no effect.
 template <class T>
 FASTVIT_INLINE void prefetch(const T* p, int64_t n) {
   const char* byte = reinterpret_cast<const char*>(p);

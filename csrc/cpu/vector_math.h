@@ -1,8 +1,8 @@
 // exp_, expm1_ and log1p_ for GCC/Clang vectors of float or double, of any width.
 //
-// exp(v) = 2^n exp(r), n the integer nearest v / ln 2, so |r| <= ln 2 / 2; ln 2 is taken off in two parts, of
-// which the first times n is exact (Cody, Waite, "Software Manual for the Elementary Functions", 1980,
-// chapter 6). exp(r) is its Taylor series, to a remainder below half a unit in the last place: degree 7 for
+// exp(v) = 2^n exp(r), with n the integer nearest v / ln 2, so |r| <= ln 2 / 2. n ln 2 is subtracted in two
+// parts, the first of which is exact (Cody, Waite, "Software Manual for the Elementary Functions", 1980,
+// chapter 6). exp(r) is its Taylor series with a remainder below half a unit in the last place: degree 7 for
 // float, 13 for double. Errors are 1 to 2 units in the last place.
 #pragma once
 
@@ -17,8 +17,8 @@ struct ExpConstants;
 template <>
 struct ExpConstants<float> {
   static constexpr float kLog2E = 1.44269504f, kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;
-  static constexpr float kRound = 0x1.8p23f;             // added, it leaves an integer in the low bits
-  static constexpr float kLowest = -104, kHighest = 89;  // past them exp is 0, and infinite
+  static constexpr float kRound = 0x1.8p23f;             // adding it rounds to an integer, in the low bits
+  static constexpr float kLowest = -104, kHighest = 89;  // exp is 0 below, infinite above
   static constexpr float kSaturated = -30;               // below it expm1 is -1
   static constexpr int kFraction = 23, kBias = 127;
 };
@@ -75,7 +75,7 @@ FASTVIT_INLINE V exp_(V v) {
   v = v < E::Constants::kLowest ? V{} + E::Constants::kLowest : v;
   v = v > E::Constants::kHighest ? V{} + E::Constants::kHighest : v;
   const E e(v);
-  const typename E::Integers half = e.n >> 1;  // 2^n itself may be out of range where the result is not
+  const typename E::Integers half = e.n >> 1;  // two factors: 2^n may overflow where the result does not
   return (e.expm1_of_r() + typename E::S(1)) * E::power_of_2(half) * E::power_of_2(e.n - half);
 }
 

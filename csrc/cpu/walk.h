@@ -1,4 +1,4 @@
-// Walking activations span by span, whatever their strides; and choosing a kernel by dtype and activation.
+// Walks activations of any strides span by span, and selects a kernel by dtype and activation.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -9,8 +9,8 @@
 namespace fastvit {
 namespace FASTVIT_CAPABILITY {
 
-// One operand. A span with unit step is read and written where it lies; any other is gathered into a
-// buffer on the stack and scattered back.
+// One operand. A span with unit step is read and written in place. Any other is copied to a buffer on the
+// stack and back.
 template <class T>
 struct Activations {
   T* data;
@@ -48,7 +48,7 @@ struct Activations {
   }
 };
 
-// A per-channel constant along a span: one number for a plane, a vector's worth of table for a row.
+// A per-channel constant along a span: one number for a plane, a vector of the table for a row.
 template <class A, bool kRows>
 struct PerChannel {
   const A* table;
@@ -94,7 +94,7 @@ void for_each_task(const Layout& layout, const Partition& partition, const F& f)
   });
 }
 
-constexpr int64_t kGrain = 32768;  // elements below which another thread does not pay
+constexpr int64_t kGrain = 32768;  // fewest elements that are worth a thread
 
 inline int64_t grain_of(int64_t piece) {
   return piece > 0 && kGrain > piece ? kGrain / piece : 1;
@@ -149,7 +149,7 @@ FASTVIT_INLINE void dispatch_activation(Activation activation, const F& f) {
   }
 }
 
-// Runs Kernel<T, A, rows, in place, residual, activation> for what the args of a backward op ask for.
+// Runs the Kernel<T, A, rows, in place, residual, activation> for the args of a backward op.
 template <template <class, class, bool, bool, bool, Activation> class Kernel, class T, class A, class Args>
 void dispatch_gradient(const Args& args) {
   dispatch_activation(args.activation, [&]<Activation kActivation>() {

@@ -1,18 +1,18 @@
-// Which activations a kernel is compiled with, and gelu as 16-bit elements need it.
+// The sets of activations that kernels are compiled with, and gelu for 16-bit elements.
 #pragma once
 
-#include <cuda_runtime.h>  // first: elementary.h asks whether it is compiled for a GPU
+#include <cuda_runtime.h>  // first, since elementary.h depends on its macros
 
 #include "../activation.h"
 #include "vector_io.cuh"
 
 namespace fastvit {
 
-// Kernels that move whole packets are compiled twice, so that relu does not pay for gelu's registers. Those
-// of single elements, and of doubles, take few registers more: one kernel has them all.
+// Kernels with packets of 16 bytes are compiled twice, so that relu does not take gelu's registers. For
+// single elements and doubles the difference is small, so one kernel has all activations.
 enum class Activations { all, cheap, transcendental };
 
-template <class T, int V, class F>  // f.template operator()<Activations>() for what `activation` belongs to
+template <class T, int V, class F>  // f.template operator()<Activations>() for the set of `activation`
 void with_activations(Activation activation, const F& f) {
   if constexpr (V == 1 || sizeof(T) == 8)
     f.template operator()<Activations::all>();
@@ -22,16 +22,16 @@ void with_activations(Activation activation, const F& f) {
     f.template operator()<Activations::cheap>();
 }
 
-// gelu for elements of 16 bits, in half the instructions: log2 of the upper tail of the standard normal
-// distribution is a polynomial in |v|, fitted to |v| <= 5.5 so that |v| * tail is off by 2^-18.9 of itself,
-// or of 2^-14 where it is less. Its leading coefficient is negative: far out the tail is 0.
+// gelu for 16-bit elements, with half the instructions: log2 of the upper tail of the standard normal
+// distribution is a polynomial in |v|, fitted to |v| <= 5.5. The error of |v| * tail is at most 2^-18.9 of
+// max(|v| * tail, 2^-14). The leading coefficient is negative, so the tail tends to 0.
 struct NarrowGelu {
   __device__ __forceinline__ static float tail(float a) {
     return exp2_approximate(polynomial(a, -0.9999969954f, -1.151208385f, -0.4586367653f, -0.0537061647f,
                                        0.008333964781f, -0.0008705157893f, 5.148573649e-05f,
                                        -1.173408903e-06f));
   }
-  __device__ __forceinline__ static float size(float v) {  // finite: infinity times a tail of 0 is NaN
+  __device__ __forceinline__ static float size(float v) {  // finite, since infinity times a tail of 0 is NaN
     return at_most(fabsf(v), 1e4f);
   }
   __device__ __forceinline__ static float forward(float v, float) {
@@ -54,8 +54,8 @@ constexpr bool kCompiled =
     (kAny || is_invertible(kActivation)) &&
     (is_transcendental(kActivation) ? kSet != Activations::cheap : kSet != Activations::transcendental);
 
-// f(FnOf<T, ...>{}) for the activation chosen at run time; the branch is uniform, so it costs a test for a
-// packet or more. Without kAny those that cannot be inverted are not compiled.
+// f(FnOf<T, ...>{}) for the activation chosen at run time. The branch is uniform and is taken once for a
+// packet or more. Without kAny only invertible activations are compiled.
 template <class T, Activations kSet, bool kAny, class F>
 __device__ __forceinline__ void with_activation(Activation activation, const F& f) {
   const auto call = [&]<Activation kActivation>() {

@@ -1,4 +1,4 @@
-// The CUDA backend of the ops: see arguments.h for what each function is given.
+// The CUDA backend of the ops; arguments.h defines the arguments.
 #pragma once
 
 #include "../arguments.h"

@@ -1,11 +1,11 @@
 // bn_backward, abn_backward: dx = scale * (dz - a - b * (x - mean)), in place scale * (dz - a - b * xhat),
-// scale = gamma * invstd, with a and b from the sums over all ranks; dz is written too when a residual was
+// scale = gamma * invstd, with a and b from the sums over all ranks; dz is written too if a residual was
 // added.
 // Memory   reads x or y, dy (and z) once; writes dx (and dz) once. Bandwidth-bound.
 // Mapping  block = (tile of channels, slice of their values), see plan.h; 16-byte loads and stores, a batch
 //          in flight.
 // Numerics fp32 arithmetic (fp64 for double).
-// Needs    in place: gamma != 0 (its floor sees to it) and an invertible activation.
+// Needs    in place: gamma != 0 (ensured by its floor) and an invertible activation.
 // Source   Ioffe, Szegedy, arXiv:1502.03167, section 3; in place: arXiv:1712.02616, section 3.
 #include "gradient.cuh"
 #include "host.h"
@@ -26,34 +26,34 @@ struct BackwardParams {
 };
 
 // Operands 0: x or y, 1: dy, 2: dx, 3: z, 4: dz.
-template <class T, Activations kSet, bool kRows, int V, Kept kKept>
+template <class T, Activations kSet, bool kRows, int V, Source kSource>
 __global__ void __launch_bounds__(kThreads, kResident)
     backward_kernel(const __grid_constant__ BackwardParams<T> args) {
   using A = Accumulation<T>;
-  constexpr bool kResidual = kKept == Kept::input_and_residual;
+  constexpr bool kResidual = kSource == Source::input_and_residual;
   constexpr int kOperands = kResidual ? 5 : 3, U = kResidual ? kBatch / 2 : kBatch;
   constexpr int K = kRows ? V : 1, kTile = kRows ? kMostTile : 1;
   const Work work(args.plan, blockIdx.x);
-  __shared__ Constants<A, kKept> table[kTile];
+  __shared__ Constants<A, kSource> table[kTile];
   __shared__ Correction<A> corrections[kTile];
   const int channels = work.channels(args.plan);
   const int64_t C = args.saved.C;
   for (int g = threadIdx.x; g < channels; g += kThreads) {
     const int64_t c = work.first_channel(args.plan) + g;
-    table[g] = Constants<A, kKept>::of(args.saved, c);
+    table[g] = Constants<A, kSource>::of(args.saved, c);
     corrections[g] = {0, 0};
     if (args.sums)
-      corrections[g] = Correction<A>::template of<kKept>(args.saved, c, {args.sums[c], args.sums[C + c]});
+      corrections[g] = Correction<A>::template of<kSource>(args.saved, c, {args.sums[c], args.sums[C + c]});
   }
   __syncthreads();
-  Constants<A, kKept> constants[K];
+  Constants<A, kSource> constants[K];
   Correction<A> correction[K];
   pick<kRows, V>(constants, table, args.plan, work);
   pick<kRows, V>(correction, corrections, args.plan, work);
-  const A limit = kKept == Kept::output ? args.saved.limit() : A(0);
+  const A limit = kSource == Source::output ? args.saved.limit() : A(0);
 
   walk<kRows, V, U, kOperands, false>(args.plan, work, args.input, [&]<class B>(const B& batch) {
-    Read<T, kKept, B> read;
+    Read<T, kSource, B> read;
     batch.load(read.input, args.input, 0);
     batch.load(read.dy, args.dy, 1);
     if constexpr (kResidual) batch.load(read.z, args.z, 3);
@@ -63,12 +63,12 @@ __global__ void __launch_bounds__(kThreads, kResident)
   });
 }
 
-// Of all that are compiled, the kernel for these arguments.
+// Selects the compiled kernel for these arguments.
 template <class T, bool kRows, int V>
 auto backward_kernel_of(const BackwardArgs& args) {
   void (*kernel)(BackwardParams<T>) = nullptr;
   with_activations<T, V>(args.activation, [&]<Activations kSet>() {
-    with_kept(args, [&]<Kept kKept>() { kernel = backward_kernel<T, kSet, kRows, V, kKept>; });
+    with_source(args, [&]<Source kSource>() { kernel = backward_kernel<T, kSet, kRows, V, kSource>; });
   });
   return kernel;
 }

@@ -1,8 +1,8 @@
-// Merging the threads' results: first within a block; then the slices of a tile, group by group, by the last
-// block of each group to finish; then the groups, by the last block of the tile.
+// Merges the threads' results: first within a block; then the slices of a tile, group by group, in the last
+// block of each group to finish; then the groups, in the last block of the tile.
 //
-// Everything merges in an order that the launch alone fixes, so the same call on the same device gives the
-// same bits. A result R is a plain struct with merge(const R&), free of branches, to which R{} adds nothing.
+// The order depends only on the launch, so the same call on the same device gives the same bits. A result R
+// is a plain struct with merge(const R&), without branches; merging R{} has no effect.
 #pragma once
 
 #include "../moments.h"
@@ -21,8 +21,8 @@ struct Sums {
   }
 };
 
-// A thread's running sums: each addition's rounding error is carried into the next (Kahan, 1965), so that the
-// number of values does not show.
+// A thread's running sums. The rounding error of each addition is carried into the next (Kahan, 1965), so the
+// error does not grow with the number of values.
 template <class A>
 struct RunningSums {
   Sums<A> sums, lost;
@@ -48,15 +48,15 @@ __device__ __forceinline__ double quotient(double a, double b) {
   return a / b;
 }
 
-// Moments of one channel (Chan, Golub, LeVeque, see moments.h). The count of one slice needs no more digits
-// than its mean has.
+// Moments of one channel (Chan, Golub, LeVeque, see moments.h). The count is only a weight, and needs no more
+// digits than the mean.
 template <class A>
 struct WelfordState {
   A count = 0, mean = 0, m2 = 0;
   __device__ __forceinline__ void merge(const WelfordState& other) {
     count_merge();
     const A total = count + other.count, delta = other.mean - mean;
-    const A share = quotient(other.count, max(total, A(1)));  // 0 of two empty sets
+    const A share = quotient(other.count, max(total, A(1)));  // 0 for two empty sets
     m2 = added(m2, fused(delta * delta, count * share, other.m2));
     mean = fused(delta, share, mean);
     count = total;
@@ -80,8 +80,8 @@ __device__ __forceinline__ void merge_groups(R* shared, int groups, int group_st
   __syncthreads();
 }
 
-// The results of a block's threads, K each (rows: one per column; planes: one), merged per channel of its
-// tile. The total of the tile's channel g is then shared[g * the value returned].
+// Merges the results of a block's threads, K each (rows: one per column; planes: one), per channel of its
+// tile. Returns a stride: shared[g * stride] is the total of the tile's channel g.
 template <int K, class R, class Mine>
 __device__ __forceinline__ int merge_block(R* shared, const Mine (&mine)[K], const Plan& plan,
                                            const Work& work) {
@@ -96,7 +96,8 @@ __device__ __forceinline__ int merge_block(R* shared, const Mine (&mine)[K], con
   return plan.fold;
 }
 
-// Global memory that another block wrote during this launch: read past the L1 cache, which is not coherent.
+// Reads global memory that another block wrote during this launch. Bypasses the L1 cache, which is not
+// coherent.
 template <class R>
 __device__ __forceinline__ R load_written(const R* p) {
   static_assert(sizeof(R) % 4 == 0);
@@ -107,7 +108,7 @@ __device__ __forceinline__ R load_written(const R* p) {
   return value;
 }
 
-// What the blocks of a tile merge through, unused for a single slice.
+// Global memory through which the blocks of a tile merge; unused for a single slice.
 template <class R>
 struct Partials {
   R* results;            // [slices][C]
@@ -115,23 +116,23 @@ struct Partials {
   SliceGroups groups;
 };
 
-// Whether this block, all of whose threads call when their part of the work is done, is the last of `blocks`
-// that do; it then sees what they wrote. `counter` is zero before and after.
+// Whether this block is the last of `blocks` to call. It then sees all that the others wrote before. All
+// threads call. `counter` is zero before and after.
 __device__ __forceinline__ bool is_last(unsigned* counter, unsigned blocks) {
   __shared__ bool last;
   __syncthreads();
   if (threadIdx.x == 0) {
-    __threadfence();  // the barrier gathered what the block wrote; the fence sends it out before the counter
+    __threadfence();  // orders the block's writes, which the barrier has collected, before the counter
     last = atomicAdd(counter, 1u) == blocks - 1;
     if (last) atomicExch(counter, 0u);
-    __threadfence();  // and the other blocks' is seen after it
+    __threadfence();  // orders reads of the other blocks' writes after the counter
   }
   __syncthreads();
   return last;
 }
 
-// Merges `rows` rows of results, `stride` apart, of which each has one per channel of the tile, and that the
-// last block may read: write(g, total) for channel g of the tile, by one thread each.
+// Merges `rows` rows of results, `stride` apart, each with one result per channel of the tile. One thread
+// calls write(g, total) for channel g of the tile. Runs in the last block, which may read all rows.
 template <class R, class Write>
 __device__ __forceinline__ void merge_rows(R* shared, const R* results, unsigned rows, int64_t stride,
                                            int channels, const Write& write) {
@@ -162,14 +163,14 @@ __device__ __forceinline__ void merge_rows(R* shared, const R* results, unsigned
 
 constexpr unsigned kPublished = 1u << 31;
 
-// The last block of a tile to finish, all of whose threads call, lets the others see what it wrote.
+// In the last block of a tile: publishes its writes to the others. All threads call.
 __device__ __forceinline__ void publish(unsigned* semaphore) {
   __syncthreads();
   if (threadIdx.x > 0) return;
   __threadfence();
   atomicAdd(semaphore, kPublished | 1u);
 }
-// The others wait for it. The last of them, of `blocks` in all, to have waited clears the semaphore.
+// In the other blocks: waits for `publish`. The last of the `blocks` blocks to pass clears the semaphore.
 __device__ __forceinline__ void await(unsigned* semaphore, unsigned blocks) {
   if (threadIdx.x == 0) {
     const DeviceAtomic<unsigned> published(*semaphore);
@@ -180,9 +181,9 @@ __device__ __forceinline__ void await(unsigned* semaphore, unsigned blocks) {
   __syncthreads();
 }
 
-// Hands write(c, total) the totals of the tile's channels, over all slices, and returns true: in the last
-// block of the tile to finish, or with kEverywhere in all of them, which wait for it and so must run at once.
-// `shared` has kThreads * K >= kThreads places and holds what merge_block left, `step` apart.
+// Calls write(c, total) with the totals of the tile's channels over all slices, and returns true: in the last
+// block of the tile to finish; with kEverywhere in all its blocks, which wait for the last and must all be
+// resident. `shared` has room for kThreads * K results, and has those of merge_block, `step` apart.
 template <bool kEverywhere = false, class R, class Write>
 __device__ __forceinline__ bool finish(R* shared, int step, const Partials<R>& partials, const Plan& plan,
                                        const Work& work, const Write& write) {
@@ -202,7 +203,7 @@ __device__ __forceinline__ bool finish(R* shared, int step, const Partials<R>& p
     const unsigned slices = min(groups.size, plan.slices - begin);
     R* const mine = results + begin * C;
     last = is_last(partials.semaphores + 2 * plan.tiles + work.tile * groups.count + group, slices);
-    if (last)  // the group's result takes the place of its first slice's
+    if (last)  // the group's result replaces that of its first slice
       merge_rows(shared, mine, slices, C, channels, [&](int g, const R& total) { mine[g] = total; });
   }
   last = last && is_last(tile, groups.count);

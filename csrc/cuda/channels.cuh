@@ -1,4 +1,4 @@
-// What belongs to a channel: parameters and buffers in any dtype.
+// Parameters and buffers of C numbers in any floating-point dtype.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -11,7 +11,7 @@ namespace fastvit {
 
 enum class Storage : int { half, bfloat16, single, twice };
 
-struct ChannelArray {  // C numbers; data is null when there are none
+struct ChannelArray {  // C numbers, or null
   void* data;
   Storage storage;
 

@@ -1,6 +1,6 @@
 // bn_forward, bn_apply, abn_forward_: y = act((x - mean) * scale + beta (+ z)), scale = gamma * invstd; the
 // running statistics are updated in the same launch.
-// Memory   reads x (and z) once, writes y once, over x or to a tensor of its own. Bandwidth-bound.
+// Memory   reads x (and z) once, writes y once, over x or to a new tensor. Bandwidth-bound.
 // Mapping  block 0 updates running statistics, writes `saved` and counts the batch; the others take
 //          (tile of channels, slice of their values), see plan.h. 16-byte loads and stores, a batch in
 //          flight.
@@ -12,9 +12,9 @@
 namespace fastvit {
 
 template <class A>
-struct Statistics : RunningStats<A> {  // what mean and invstd come from, and where they are kept
+struct Statistics : RunningStats<A> {  // the sources of mean and invstd
   const A* moments;                    // [2C + 2]; null: the running statistics
-  const A* given;  // [2C + 2] of an earlier forward, or null; then there is nothing to keep
+  const A* given;  // [2C + 2]: `saved` of an earlier forward, then nothing is updated or saved; or null
 
   __device__ __forceinline__ Moments<A> measured(int64_t c) const {
     return {load_count(moments + 2 * this->C), moments[c], moments[this->C + c]};
@@ -24,9 +24,9 @@ struct Statistics : RunningStats<A> {  // what mean and invstd come from, and wh
     return moments ? this->normaliser(measured(c)) : this->running(c);
   }
 
-  // By one block for all channels: the factor comes from a counter that must change exactly once, after
-  // everybody has read it.
-  __device__ __forceinline__ void keep() const {
+  // One block does this for all channels, because the factor comes from a counter that must be incremented
+  // exactly once, after it was read.
+  __device__ __forceinline__ void update_all() const {
     if (given) return;
     const int64_t C = this->C;
     int64_t* const tracked = this->num_batches_tracked;
@@ -41,7 +41,7 @@ struct Statistics : RunningStats<A> {  // what mean and invstd come from, and wh
     A* const count = this->saved + 2 * C;
     count[0] = moments ? moments[2 * C] : A(INFINITY);
     count[1] = moments ? moments[2 * C + 1] : A(0);
-    if (moments && tracked && count[0] == count[0]) ++*tracked;  // of NaN nothing is kept
+    if (moments && tracked && count[0] == count[0]) ++*tracked;  // no update for NaN
   }
 };
 
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
     forward_kernel(const __grid_constant__ ForwardParams<T> args) {
   using A = Accumulation<T>;
   if (blockIdx.x == 0) {
-    args.statistics.keep();
+    args.statistics.update_all();
     return;
   }
   constexpr int kOperands = kResidual ? 3 : 2;
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
   });
 }
 
-// Of all that are compiled, the kernel for these arguments.
+// Selects the compiled kernel for these arguments.
 template <class T, bool kRows, int V>
 auto forward_kernel_of(const ForwardArgs& args) {
   void (*kernel)(ForwardParams<T>) = nullptr;

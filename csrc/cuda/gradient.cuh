@@ -1,8 +1,8 @@
-// What reduce and backward share: the gradient before the activation, and what multiplies it in the second
-// sum; from x, or in place from y.
+// Shared by reduce and backward: the gradient before the activation, dz, and its factor in the second sum,
+// `centred`.
 //
-//   kept      centred = x - mean; v = centred * scale + beta (+ z), exactly as the forward pass forms it, so
-//             that the activation takes the same side; dz = dy * act'(v)
+//   from x    centred = x - mean; v = centred * scale + beta (+ z), with the bits of the forward pass, so
+//             that the activation is on the same side of its kink; dz = dy * act'(v)
 //   in place  centred = xhat, recovered from y; dz = dy * act'(v) from y
 #pragma once
 
@@ -14,10 +14,10 @@
 
 namespace fastvit {
 
-enum class Kept { input, input_and_residual, output };
+enum class Source { input, input_and_residual, output };
 
 template <class A>
-struct Saved {  // of the forward pass, and what is made of it
+struct Saved {  // `saved` of the forward pass, and the parameters
   int64_t C;
   const A* saved;  // mean[C], invstd[C], count
   ChannelArray weight, bias;
@@ -27,21 +27,21 @@ struct Saved {  // of the forward pass, and what is made of it
 
   __device__ __forceinline__ A invstd(int64_t c) const { return saved[C + c]; }
   __device__ __forceinline__ double count() const { return load_count(saved + 2 * C); }
-  __device__ __forceinline__ A limit() const {  // of |xhat|
+  __device__ __forceinline__ A limit() const {  // largest |xhat|
     const double n = count();
     return A(std::sqrt(n > 1 ? n - 1 : 0));
   }
 };
 
-// One channel's constants; what stands for what depends on what was kept.
-template <class A, Kept kKept>
+// The constants of one channel; their meaning depends on the saved operand.
+template <class A, Source kSource>
 struct Constants {
   A mean_or_inverse_gamma, scale, beta;
 
   __device__ __forceinline__ static Constants of(const Saved<A>& s, int64_t c) {
     const A beta = A(s.bias.read(c, 0));
-    const A gamma = A(s.weight.read(c, 1));  // its floor is for the inversion alone
-    return {kKept == Kept::output ? A(1) / effective_gamma(gamma, beta, s.floor) : s.saved[c],
+    const A gamma = A(s.weight.read(c, 1));  // the floor applies to the inversion only
+    return {kSource == Source::output ? A(1) / effective_gamma(gamma, beta, s.floor) : s.saved[c],
             gamma * s.invstd(c), beta};
   }
 };
@@ -51,51 +51,51 @@ struct Gradient {
   A dz, centred;
 };
 
-template <class Fn, Kept kKept, class A>
-__device__ __forceinline__ Gradient<A> gradient(A input, A dy, A z, const Constants<A, kKept>& k, A param,
+template <class Fn, Source kSource, class A>
+__device__ __forceinline__ Gradient<A> gradient(A input, A dy, A z, const Constants<A, kSource>& k, A param,
                                                 A limit) {
-  if constexpr (kKept == Kept::output) {
+  if constexpr (kSource == Source::output) {
     return {Fn::backward_y(dy, input, param),
             recover_xhat(Fn::inverse(input, param), k.beta, k.mean_or_inverse_gamma, limit)};
   } else {
     const A centred = input - k.mean_or_inverse_gamma;
     A v = fused(centred, k.scale, k.beta);
-    if constexpr (kKept == Kept::input_and_residual) v = added(v, z);
+    if constexpr (kSource == Source::input_and_residual) v = added(v, z);
     return {Fn::backward(dy, v, param), centred};
   }
 }
 
-// Operands of a batch that are read: x or y, dy, and z where the activation sits behind a residual.
-template <class T, Kept kKept, class B>
+// The operands of a batch that are read: x or y, dy, and z where a residual is added before the activation.
+template <class T, Source kSource, class B>
 struct Read {
-  static constexpr bool kResidual = kKept == Kept::input_and_residual;
+  static constexpr bool kResidual = kSource == Source::input_and_residual;
   Packet<T, B::V> input[B::U], dy[B::U], z[kResidual ? B::U : 1];
 
-  __device__ __forceinline__ Read<T, kKept, typename B::One> packet(int j) const {
+  __device__ __forceinline__ Read<T, kSource, typename B::One> packet(int j) const {
     return {{input[j]}, {dy[j]}, {z[kResidual ? j : 0]}};
   }
 };
 
-// Adds a batch to the thread's sums of dz and dz * centred; at(j) reads its j-th packet. The activation is
-// told for each packet, here and below: for all of them at once takes more registers.
-template <class T, Activations kSet, bool kRows, Kept kKept, class B, class A, int K, class At>
+// Adds a batch to the thread's sums of dz and dz * centred; at(j) reads its j-th packet. The branch on the
+// activation is inside the loop over packets, here and below, which takes fewer registers than outside.
+template <class T, Activations kSet, bool kRows, Source kSource, class B, class A, int K, class At>
 __device__ __forceinline__ void add_gradients(RunningSums<A> (&running)[K], const B&,
-                                              const Constants<A, kKept> (&constants)[K],
+                                              const Constants<A, kSource> (&constants)[K],
                                               const Saved<A>& saved, A limit, const At& at) {
   Sums<A> sums[K];
 #pragma unroll
   for (int j = 0; j < B::U; ++j)
-    with_activation<T, kSet, kKept != Kept::output>(saved.activation, [&]<class Fn>(Fn) {
-      const Read<T, kKept, typename B::One> read = at(j);
+    with_activation<T, kSet, kSource != Source::output>(saved.activation, [&]<class Fn>(Fn) {
+      const Read<T, kSource, typename B::One> read = at(j);
       A in[B::V], g[B::V];
       [[maybe_unused]] A r[B::V];
       read.input[0].unpack(in);
       read.dy[0].unpack(g);
       if constexpr (read.kResidual) read.z[0].unpack(r);
 #pragma unroll
-      for (int k = 0; k < B::V; ++k) {  // what does not exist has dy = 0 and adds nothing
-        const Gradient<A> t = gradient<Fn, kKept>(in[k], g[k], read.kResidual ? r[k] : A(0),
-                                                  constants[kRows ? k : 0], saved.param, limit);
+      for (int k = 0; k < B::V; ++k) {  // elements past the end have dy = 0
+        const Gradient<A> t = gradient<Fn, kSource>(in[k], g[k], read.kResidual ? r[k] : A(0),
+                                                    constants[kRows ? k : 0], saved.param, limit);
         Sums<A>& sum = sums[kRows ? k : 0];
         sum.first = added(sum.first, t.dz);
         sum.second = fused(t.dz, t.centred, sum.second);
@@ -105,30 +105,30 @@ __device__ __forceinline__ void add_gradients(RunningSums<A> (&running)[K], cons
   for (int k = 0; k < K; ++k) running[k].add(sums[k]);
 }
 
-// What a channel's sums over all ranks take off: dx = scale * (dz - offset - slope * centred).
+// The terms of a channel's sums over all ranks: dx = scale * (dz - offset - slope * centred).
 template <class A>
 struct Correction {
   A offset, slope;
 
-  template <Kept kKept>
+  template <Source kSource>
   __device__ __forceinline__ static Correction of(const Saved<A>& s, int64_t c, const Sums<A>& sums) {
     const double n = s.count();
     if (!(n > 0)) return {0, 0};
     return {A(double(sums.first) / n),
-            A(double(sums.second) / n) * (kKept == Kept::output ? A(1) : s.invstd(c))};
+            A(double(sums.second) / n) * (kSource == Source::output ? A(1) : s.invstd(c))};
   }
 };
 
-// Puts dx in the place of the input, and dz in the place of dy where there is a residual.
-template <Activations kSet, bool kRows, Kept kKept, class T, class B, class A, int K>
-__device__ __forceinline__ void propagate(const B&, Read<T, kKept, B>& read,
-                                          const Constants<A, kKept> (&constants)[K],
+// Replaces the input by dx and, where there is a residual, dy by dz.
+template <Activations kSet, bool kRows, Source kSource, class T, class B, class A, int K>
+__device__ __forceinline__ void propagate(const B&, Read<T, kSource, B>& read,
+                                          const Constants<A, kSource> (&constants)[K],
                                           const Correction<A> (&correction)[K], const Saved<A>& saved,
                                           A limit) {
-  constexpr bool kResidual = Read<T, kKept, B>::kResidual;
+  constexpr bool kResidual = Read<T, kSource, B>::kResidual;
 #pragma unroll
   for (int j = 0; j < B::U; ++j)
-    with_activation<T, kSet, kKept != Kept::output>(saved.activation, [&]<class Fn>(Fn) {
+    with_activation<T, kSet, kSource != Source::output>(saved.activation, [&]<class Fn>(Fn) {
       A in[B::V], g[B::V];
       [[maybe_unused]] A r[B::V];
       read.input[j].unpack(in);
@@ -138,7 +138,7 @@ __device__ __forceinline__ void propagate(const B&, Read<T, kKept, B>& read,
       for (int k = 0; k < B::V; ++k) {
         const int i = kRows ? k : 0;
         const Gradient<A> t =
-            gradient<Fn, kKept>(in[k], g[k], kResidual ? r[k] : A(0), constants[i], saved.param, limit);
+            gradient<Fn, kSource>(in[k], g[k], kResidual ? r[k] : A(0), constants[i], saved.param, limit);
         const A rest = added(t.dz, -correction[i].offset);
         in[k] = constants[i].scale * fused(-t.centred, correction[i].slope, rest);
         g[k] = t.dz;

@@ -1,10 +1,10 @@
 // bn_local_backward, abn_local_backward: bn_reduce and bn_backward of one process in one launch, for tensors
-// that fit on chip; the same bits as the two.
+// that fit on chip; the same bits as the two ops.
 // Memory   reads x or y, dy (and z) once; writes dx (and dz) once.
-// Mapping  block = (tile of channels, slice of their values), see plan.h; what a block reads it keeps in
-//          shared memory. The slices' blocks wait for each other, tile by tile, so they all run at once.
+// Mapping  block = (tile of channels, slice of their values), see plan.h; a block holds its values in shared
+//          memory. The slices' blocks wait for each other, tile by tile, so all must be resident.
 // Numerics as bn_reduce and bn_backward.
-// Needs    in place: gamma != 0 (its floor sees to it) and an invertible activation.
+// Needs    in place: gamma != 0 (ensured by its floor) and an invertible activation.
 // Source   Ioffe, Szegedy, arXiv:1502.03167, section 3; in place: arXiv:1712.02616, section 3.
 #include "gradient.cuh"
 #include "host.h"
@@ -27,55 +27,55 @@ struct LocalBackwardParams {
 };
 
 // Operands 0: x or y, 1: dy, 2: dx, 3: z, 4: dz.
-template <class T, Activations kSet, bool kRows, int V, Kept kKept>
+template <class T, Activations kSet, bool kRows, int V, Source kSource>
 __global__ void __launch_bounds__(kThreads, kResident)
     local_backward_kernel(const __grid_constant__ LocalBackwardParams<T> args) {
   using A = Accumulation<T>;
-  constexpr bool kResidual = kKept == Kept::input_and_residual;
+  constexpr bool kResidual = kSource == Source::input_and_residual;
   constexpr int kOperands = kResidual ? 5 : 3, U = kResidual ? kBatch / 2 : kBatch;
   constexpr int K = kRows ? V : 1, kTile = kRows ? kMostTile : 1;
   const Plan& plan = args.plan;
   const Work work(plan, blockIdx.x);
-  __shared__ Constants<A, kKept> table[kTile];
+  __shared__ Constants<A, kSource> table[kTile];
   __shared__ Correction<A> corrections[kTile];
   const int64_t first = work.first_channel(plan), C = plan.layout.C;
   for (int g = threadIdx.x; g < work.channels(plan); g += kThreads)
-    table[g] = Constants<A, kKept>::of(args.saved, first + g);
+    table[g] = Constants<A, kSource>::of(args.saved, first + g);
   __syncthreads();
-  const A limit = kKept == Kept::output ? args.saved.limit() : A(0);
+  const A limit = kSource == Source::output ? args.saved.limit() : A(0);
 
   FASTVIT_DYNAMIC_SHARED(slots);
-  SmemCache<T, V, kResidual ? 3 : 2> kept(slots);
+  SmemCache<T, V, kResidual ? 3 : 2> cache(slots);
   const auto get = [&]<class B>(const B& one, int j) {
-    Read<T, kKept, B> read;
-    kept.get(one, 0, read.input, j);
-    kept.get(one, 1, read.dy, j);
-    if constexpr (kResidual) kept.get(one, 2, read.z, j);
+    Read<T, kSource, B> read;
+    cache.get(one, 0, read.input, j);
+    cache.get(one, 1, read.dy, j);
+    if constexpr (kResidual) cache.get(one, 2, read.z, j);
     return read;
   };
   RunningSums<A> running[K];
-  Constants<A, kKept> constants[K];
+  Constants<A, kSource> constants[K];
   pick<kRows, V>(constants, table, plan, work);
   walk<kRows, V, U, kOperands, true>(plan, work, args.input, [&]<class B>(const B& batch) {
-    Read<T, kKept, B> read;
+    Read<T, kSource, B> read;
     batch.load(read.input, args.input, 0);
     batch.load(read.dy, args.dy, 1);
     if constexpr (kResidual) batch.load(read.z, args.z, 3);
-    kept.put(batch, 0, read.input);
-    kept.put(batch, 1, read.dy);
-    if constexpr (kResidual) kept.put(batch, 2, read.z);
+    cache.put(batch, 0, read.input);
+    cache.put(batch, 1, read.dy);
+    if constexpr (kResidual) cache.put(batch, 2, read.z);
     forget_registers();
     add_gradients<T, kSet, kRows>(running, batch, constants, args.saved, limit,
                                   [&](int j) { return get(batch.packet(j), j); });
-    kept.next(batch);
+    cache.next(batch);
   });
 
   __shared__ __align__(16) unsigned char bytes[kThreads * K * sizeof(Sums<A>)];
   Sums<A>* shared = reinterpret_cast<Sums<A>*>(bytes);
   const int step = merge_block(shared, running, plan, work);
   finish<true>(shared, step, args.partials, plan, work, [&](int64_t c, Sums<A> total) {
-    if (kKept != Kept::output) total.second *= args.saved.invstd(c);
-    corrections[c - first] = Correction<A>::template of<kKept>(args.saved, c, total);
+    if (kSource != Source::output) total.second *= args.saved.invstd(c);
+    corrections[c - first] = Correction<A>::template of<kSource>(args.saved, c, total);
     if (work.slice == 0) {
       args.sums[c] = total.first;
       args.sums[C + c] = total.second;
@@ -84,9 +84,9 @@ __global__ void __launch_bounds__(kThreads, kResident)
   __syncthreads();
 
   Correction<A> correction[K];
-  pick<kRows, V>(constants, table, plan, work);  // again, rather than to hold them in registers meanwhile
+  pick<kRows, V>(constants, table, plan, work);  // read again, to free registers in between
   pick<kRows, V>(correction, corrections, plan, work);
-  kept.rewind();
+  cache.rewind();
   walk<kRows, V, U, kOperands, true>(plan, work, args.input, [&]<class B>(const B& batch) {
 #pragma unroll
     for (int j = 0; j < B::U; ++j) {
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
       one.store(read.input, args.dx, 2);
       if constexpr (kResidual) one.store(read.dy, args.dz, 4);
     }
-    kept.next(batch);
+    cache.next(batch);
   });
 }
 
@@ -107,8 +107,9 @@ bool Cuda::local_backward(const BackwardArgs& args) {
   with_type(args.dtype, [&]<class T>() {
     using A = Accumulation<T>;
     const void* pointers[] = {args.input, args.dy, args.dx, args.z, args.dz};
-    const int kept = args.z ? 3 : 2;
-    const Plan plan = Planner::on_chip(args.layout, pointers, args.z ? 5 : 3, sizeof(T), device.limits, kept);
+    const int cached = args.z ? 3 : 2;
+    const Plan plan =
+        Planner::on_chip(args.layout, pointers, args.z ? 5 : 3, sizeof(T), device.limits, cached);
     if (plan.slots == 0) return;
     const Slices<Sums<A>> slices(plan, device);
     const LocalBackwardParams<T> kernel{plan,
@@ -122,8 +123,9 @@ bool Cuda::local_backward(const BackwardArgs& args) {
                                         slices.partials()};
     with_vector_walk<T>(plan, [&]<bool kRows, int V>() {
       with_activations<T, V>(args.activation, [&]<Activations kSet>() {
-        with_kept(args, [&]<Kept kKept>() {
-          done = launch_on_chip<local_backward_kernel<T, kSet, kRows, V, kKept>>(plan, kept, device, kernel);
+        with_source(args, [&]<Source kSource>() {
+          done =
+              launch_on_chip<local_backward_kernel<T, kSet, kRows, V, kSource>>(plan, cached, device, kernel);
         });
       });
     });

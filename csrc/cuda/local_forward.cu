@@ -1,8 +1,8 @@
 // bn_local_forward, abn_local_forward_: bn_stats and bn_forward of one process in one launch, for tensors
-// that fit on chip; the same bits as the two.
-// Memory   reads x (and z) once, writes y once, over x or to a tensor of its own.
-// Mapping  block = (tile of channels, slice of their values), see plan.h; what a block reads it keeps in
-//          shared memory. The slices' blocks wait for each other, tile by tile, so they all run at once.
+// that fit on chip; the same bits as the two ops.
+// Memory   reads x (and z) once, writes y once, over x or to a new tensor.
+// Mapping  block = (tile of channels, slice of their values), see plan.h; a block holds its values in shared
+//          memory. The slices' blocks wait for each other, tile by tile, so all must be resident.
 // Numerics as bn_stats and bn_forward.
 // Source   Ioffe, Szegedy, arXiv:1502.03167; in place: arXiv:1712.02616.
 #include "host.h"
@@ -34,17 +34,17 @@ __global__ void __launch_bounds__(kThreads, kResident)
   const Plan& plan = args.plan;
   const Work work(plan, blockIdx.x);
   FASTVIT_DYNAMIC_SHARED(slots);
-  SmemCache<T, V, 1> kept(slots);
+  SmemCache<T, V, 1> cache(slots);
   Mine mine(plan, work, args.x);
   walk<kRows, V, kBatch, kOperands, false>(plan, work, args.x, [&]<class B>(const B& batch) {
     Packet<T, B::V> x[B::U];
     batch.load(x, args.x, 0);
-    kept.put(batch, 0, x);
-    kept.next(batch);
+    cache.put(batch, 0, x);
+    cache.next(batch);
     mine.add(batch, x);
   });
 
-  // Pivots were read before the blocks meet: afterwards another one may have written over them.
+  // Pivots are read before the blocks wait for each other; afterwards another block may overwrite them.
   __shared__ A pivots[Mine::kTile];
   __shared__ Affine<A> table[Mine::kTile];
   const int64_t first = work.first_channel(plan);
@@ -70,19 +70,19 @@ __global__ void __launch_bounds__(kThreads, kResident)
 
   Affine<A> affine[kRows ? V : 1];
   pick<kRows, V>(affine, table, plan, work);
-  kept.rewind();
+  cache.rewind();
   walk<kRows, V, kBatch, kOperands, false>(plan, work, args.x, [&]<class B>(const B& batch) {
     Packet<T, B::V> x[B::U], z[kResidual ? B::U : 1];
     if constexpr (kResidual) batch.load(z, args.z, 2);
-    kept.get(batch, 0, x);
-    kept.next(batch);
+    cache.get(batch, 0, x);
+    cache.next(batch);
     args.act.template apply<kSet, kRows, kResidual>(batch, x, z, affine);
     batch.store(x, args.y, 1);
   });
 }
 
 bool Cuda::local_forward(const ForwardArgs& args) {
-  // A cumulative average takes its factor from a counter that changes when every block has read it.
+  // The counter of a cumulative average is incremented after every block has read it.
   if (args.layout.numel() == 0 || args.cumulative) return false;
   const Device device(args.device);
   bool done = false;

@@ -1,4 +1,4 @@
-// What the forward kernels share: from a channel's moments to y, and what is kept of them.
+// Shared by the forward kernels: from a channel's moments to y, `saved` and the running statistics.
 #pragma once
 
 #include <cmath>
@@ -26,7 +26,7 @@ struct RunningStats {  // the running statistics, and `saved` for backward
   A* saved;
 
   __device__ __forceinline__ Normaliser<A> normaliser(const Moments<A>& all) const {
-    const A variance = all.count == 0 ? A(0) : A(double(all.m2) / all.count);  // NaN of what was not had
+    const A variance = all.count == 0 ? A(0) : A(double(all.m2) / all.count);  // NaN after a failed exchange
     return {all.mean, A(1) / std::sqrt(variance + eps)};
   }
   __device__ __forceinline__ Normaliser<A> running(int64_t c) const {
@@ -47,14 +47,14 @@ struct RunningStats {  // the running statistics, and `saved` for backward
 };
 
 // y = act((x - mean) * scale + beta (+ z)), scale = gamma * invstd, for the channels of a tile. The mean is
-// taken off first, so a mean much larger than the deviation costs no digits.
+// subtracted first, so a mean much larger than the deviation loses no digits.
 template <class A>
 struct Affine {
   A mean, scale, beta;
 };
 
 template <class T>
-struct Activated {  // what stands beside the statistics
+struct Activated {  // parameters and activation
   ChannelArray weight, bias;
   GammaFloor<Accumulation<T>> floor;
   Activation activation;
@@ -67,7 +67,7 @@ struct Activated {  // what stands beside the statistics
     return {n.mean, (floor.absolute > 0 ? effective_gamma(gamma, beta, floor) : gamma) * n.invstd, beta};
   }
 
-  // A batch, over x.
+  // Overwrites x of a batch with y.
   template <Activations kSet, bool kRows, bool kResidual, class B, int K, int Z>
   __device__ __forceinline__ void apply(const B&, Packet<T, B::V> (&x)[B::U], const Packet<T, B::V> (&z)[Z],
                                         const Affine<Accumulation<T>> (&affine)[K]) const {

@@ -1,12 +1,13 @@
-// How an op's work is divided among blocks and threads; made on the host, for any strides. Plain C++, so that
+// Divides the work of an op among blocks and threads, on the host, for any strides. Plain C++, so that
 // benchmarks/predict.py plans without CUDA.
 //
-// A block takes a tile of channels and a slice of the values of each; `lanes` threads stand side by side
-// along memory, `teams` such groups take turns over the units of the slice.
+// A block processes a tile of channels and a slice of the values of each. `lanes` threads access consecutive
+// memory; `teams` such groups of threads share the units of the slice.
 //   planes  a tile is one channel; a unit is a plane, or a segment of a long one.
-//   rows    a unit is one row; a thread keeps to the same columns throughout, so what belongs to its
-//           channels stays in registers. Short contiguous planes are rows too: all channels of one n make a
-//           row of C * S columns, `fold` = S columns to a channel, so that loads stay wide at 7x7 and 14x14.
+//   rows    a unit is one row; a thread has the same columns in all rows, so the constants of its channels
+//           stay in registers. Short contiguous planes are walked as rows too: all channels of one n are a
+//           row of C * S columns, `fold` = S columns per channel, so that loads are 16 bytes wide at 7x7 and
+//           14x14.
 #pragma once
 
 #include <algorithm>
@@ -19,18 +20,18 @@
 
 namespace fastvit {
 
-constexpr double kFull = 0.95;               // of lanes or blocks with work: no better division is looked for
-constexpr double kBytesPerNanosecond = 32;   // of a multiprocessor, on an H200
+constexpr double kFull = 0.95;               // share of busy lanes or blocks at which the search ends
+constexpr double kBytesPerNanosecond = 32;   // of a multiprocessor of an H200
 constexpr double kLatencyNanoseconds = 800;  // of a batch under load; both weigh waves against merging
 constexpr int kBatch = 4;                    // packets of each operand that a thread has in flight
-constexpr int kMostTile = 256;               // channels of a block
-constexpr int kSemaphores = 4096;            // tiles whose slices are merged
+constexpr int kMostTile = 256;               // most channels of a block
+constexpr int kSemaphores = 4096;            // most tiles whose slices are merged
 constexpr int64_t kSemaphoreWords = 2 * kSemaphores;
-constexpr unsigned kAhead = 8;  // slices' results that a thread loads together
+constexpr unsigned kAhead = 8;  // results of slices that a thread loads together
 
-struct Limits {  // of a device
+struct Limits {  // properties of a device
   int multiprocessors = 1;
-  int64_t smem_cache_bytes = 0;  // of shared memory that a block may fill with packets
+  int64_t smem_cache_bytes = 0;  // shared memory of a block for packets
 };
 
 struct Plan {
@@ -42,9 +43,9 @@ struct Plan {
   int tile = 1;  // channels of a block
   unsigned tiles = 1, slices = 1;
   int64_t columns = 1;
-  int64_t segment = 1, segments = 1;  // of a plane
+  int64_t segment = 1, segments = 1;  // length and number of segments of a plane
   int64_t units = 0;
-  int slots = 0;  // packets of each operand that a thread keeps on chip; 0: they do not fit
+  int slots = 0;  // packets of each operand that a thread holds in shared memory; 0: they do not fit
 
   int64_t blocks() const { return int64_t(tiles) * slices; }
 };
@@ -53,8 +54,8 @@ inline int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
 }
 
-// How the slices of a tile are merged: `count` groups of `size`, or each slice is a group of its own where
-// one block can merge them all as fast as it can merge a group.
+// The merging of a tile's slices: in `count` groups of `size`. Groups of one slice where a block merges all
+// slices as fast as one group.
 struct SliceGroups {
   unsigned size, count;
 
@@ -64,16 +65,17 @@ struct SliceGroups {
     const unsigned groups = (plan.slices + most - 1) / most;
     if (semaphores(plan, groups) <= kSemaphoreWords) size = most, count = groups;
   }
-  // Words of semaphores: of each tile, of the totals that its blocks wait for, and of its groups.
+  // Semaphores: one per tile, one for the totals that its blocks wait for, and one per group.
   static int64_t semaphores(const Plan& plan, unsigned groups) {
     return int64_t(plan.tiles) * (2 + int64_t(groups));
   }
   int64_t semaphores(const Plan& plan) const { return semaphores(plan, size > 1 ? count : 0); }
 };
 
-// What the slowest thread does one after the other when slices are merged (block_reduce.cuh: merge_rows).
+// The sequential loads and merges of the slowest thread when slices are merged (block_reduce.cuh:
+// merge_rows).
 struct MergeDepth {
-  int64_t loads = 0, merges = 0;  // a load is of kAhead results at once
+  int64_t loads = 0, merges = 0;  // a load has kAhead results
 
   static MergeDepth of(const Plan& plan) {
     MergeDepth depth;
@@ -97,24 +99,25 @@ struct MergeDepth {
 
 class Planner {
  public:
-  // What reads `kept` operands and merges the slices of a channel stays on chip where there is room, planned
-  // alike for an op and its local form, which so give the same bits. slots = 0 where there is no room.
+  // The plan of an op that merges slices. Where there is room, `cached` operands stay in shared memory. The
+  // plan is the same for an op and its local form, so both give the same bits. slots = 0 where there is no
+  // room.
   static Plan on_chip(const Layout& layout, const void* const* pointers, int operands, int element_size,
-                      const Limits& limits, int kept) {
+                      const Limits& limits, int cached) {
     Planner planner(layout, pointers, operands, element_size, limits.multiprocessors);
     Plan plan = planner.walk();
-    planner.keep(plan, kept, limits.smem_cache_bytes);
+    planner.cache(plan, cached, limits.smem_cache_bytes);
     return plan;
   }
-  // resident(plan): blocks that a multiprocessor holds of the kernel that walks as `plan` does.
+  // resident(plan): blocks per multiprocessor of the kernel with the walk of `plan`.
   template <class Resident>
   static Plan make(const Layout& layout, const void* const* pointers, int operands, int element_size,
-                   const Limits& limits, int kept, const Resident& resident) {
+                   const Limits& limits, int cached, const Resident& resident) {
     Planner planner(layout, pointers, operands, element_size, limits.multiprocessors);
     const Plan walk = planner.walk();
     Plan plan = walk;
-    if (planner.keep(plan, kept, limits.smem_cache_bytes)) return plan;
-    planner.spread(plan = walk, kept, std::max(1, int(resident(walk))));
+    if (planner.cache(plan, cached, limits.smem_cache_bytes)) return plan;
+    planner.spread(plan = walk, cached, std::max(1, int(resident(walk))));
     return plan;
   }
 
@@ -131,9 +134,9 @@ class Planner {
   const Layout& l;
   const void* const* pointers;
   const int operands, element_size, V, multiprocessors;
-  int64_t resident = 1;  // blocks that run at once
+  int64_t resident = 1;  // blocks that are resident at once on the device
 
-  // Which kernel; how it is spread over blocks follows when it is known how many of them run at once.
+  // Selects the kernel. The division into blocks follows when its number of resident blocks is known.
   Plan walk() const {
     Plan plan;
     plan.layout = l;
@@ -147,12 +150,12 @@ class Planner {
       if (!condition(l.strides[k], reinterpret_cast<uintptr_t>(pointers[k]))) return false;
     return true;
   }
-  bool aligned_rows(int64_t columns) const {  // and so near each other that a batch of them spans 32 bits
+  bool aligned_rows(int64_t columns) const {  // and the offsets within a batch fit in 32 bits
     return l.outer_dims <= 1 && columns % V == 0 && all([&](const Strides& s, uintptr_t p) {
              return p % 16 == 0 && s.outer[0] % V == 0 && s.outer[0] * kThreads * kBatch <= INT32_MAX;
            });
   }
-  static int used(int lanes) { return kThreads / lanes * lanes; }  // threads that find work
+  static int used(int lanes) { return kThreads / lanes * lanes; }  // threads with work
 
   bool rows(Plan& plan) const {
     if (!l.rows && l.N > 0) return false;
@@ -160,13 +163,13 @@ class Planner {
     plan.columns = l.C;
     plan.vector = aligned_rows(l.C) && all([](const Strides& s, uintptr_t) { return s.channel == 1; });
     const int64_t packets = std::max<int64_t>(1, plan.vector ? l.C / V : l.C);
-    // At most 32 lanes keeps the last block's share of the merging small; 4 are the least that read a sector
-    // or two in full. Among them, those that leave the fewest threads and columns without work.
+    // At most 32 lanes, so that the last block has few results to merge. At least 4, which read one or two
+    // whole sectors. Among these, the number that leaves the fewest threads and columns without work.
     double best = 0;
     for (int lanes = int(std::min<int64_t>(packets, 32)); lanes >= std::min<int64_t>(packets, 4); --lanes) {
       const double score = double(packets) * used(lanes) / double(ceil_div(packets, lanes) * lanes);
       if (score > best) best = score, plan.lanes = lanes;
-      if (best == kThreads) break;  // all have work
+      if (best == kThreads) break;  // no thread is idle
     }
     plan.tile = plan.lanes * (plan.vector ? V : 1);
     return true;
@@ -195,7 +198,7 @@ class Planner {
   }
 
   bool aligned_planes() const {
-    // Packets are cut at 16-byte boundaries, which must fall alike in all operands.
+    // Packets begin at 16-byte boundaries, which must be at the same elements of all operands.
     const Strides& first = l.strides[0];
     const uintptr_t p = reinterpret_cast<uintptr_t>(pointers[0]);
     return l.outer_dims <= 1 && l.S >= 2 * V && all([&](const Strides& s, uintptr_t q) {
@@ -211,9 +214,9 @@ class Planner {
       plan.segments = ceil_div(l.S, plan.segment);
       return l.C * ceil_div(l.N * plan.segments, kThreads / plan.lanes);
     };
-    // As many lanes as take a unit in one to eight batches with the fewest packets that do not exist: at
-    // 56x56 16-bit values 50, eight of whose batches are full, where 128 have 8 fourth packets. Even, for
-    // whole sectors.
+    // The number of lanes with which one to eight batches cover a unit with the fewest empty packets: 50 for
+    // 56x56 values of 16 bits, whose eight batches are nearly full; with 128 most fourth packets are empty.
+    // Even, for whole sectors.
     const int64_t packets = ceil_div(plan.segment, width);
     double best = 0;
     for (int batches = 1; batches <= 8 && best < kFull; ++batches) {
@@ -228,11 +231,11 @@ class Planner {
         plan.lanes = before;
     }
     if (best > 0) {
-      blocks();  // for the segments of the lanes that were chosen
+      blocks();  // for the segments of the chosen lanes
       return;
     }
     while (plan.lanes < kThreads && plan.lanes * width * kBatch < plan.segment) plan.lanes *= 2;
-    // Too few blocks: fewer packets in flight per thread, then shorter segments, down to one packet each.
+    // With too few blocks: fewer packets in flight per thread, then shorter segments, down to one packet.
     while (blocks() < resident && plan.segment > int64_t(plan.lanes) * width) {
       if (plan.lanes < kThreads)
         plan.lanes *= 2;
@@ -241,7 +244,7 @@ class Planner {
     }
   }
 
-  // Packets of an operand that a thread meets at most, whether they exist or not.
+  // The most packets of an operand in a thread's walk, empty ones included.
   int64_t packets(const Plan& plan) const {
     if (plan.rows) return ceil_div(plan.units, int64_t(plan.slices) * plan.teams * kBatch) * kBatch;
     const bool ends = !all([&](const Strides& s, uintptr_t p) {
@@ -252,39 +255,39 @@ class Planner {
     return ceil_div(plan.units, int64_t(plan.slices) * plan.teams) * (whole + single);
   }
 
-  // Units that a team takes between two looks at the loop's end.
+  // Units of a team per iteration of the loop.
   static int64_t step(const Plan& plan) { return int64_t(plan.teams) * (plan.rows ? kBatch : 1); }
 
-  // The slices that units are there for, and as many of them as run at once.
+  // The most slices: one per unit, and no more than are resident at once.
   struct Bounds {
     int64_t most, least;
   };
-  Bounds bounds(Plan& plan, int kept) const {
+  Bounds bounds(Plan& plan, int cached) const {
     if (!plan.rows) planes(plan);
     plan.teams = kThreads / plan.lanes;
     plan.tiles = unsigned(std::max<int64_t>(1, ceil_div(l.C, plan.tile)));
     plan.units = plan.rows ? l.N : l.N * plan.segments;
     const int64_t most =
-        kept && plan.tiles > kSemaphores ? 1 : std::max<int64_t>(1, ceil_div(plan.units, step(plan)));
+        cached && plan.tiles > kSemaphores ? 1 : std::max<int64_t>(1, ceil_div(plan.units, step(plan)));
     return {most, std::min(most, std::max<int64_t>(1, resident / plan.tiles))};
   }
 
-  // Whether the plan stays on chip, which takes one wave of blocks.
-  bool keep(Plan& plan, int kept, int64_t smem_cache_bytes) {
-    const int64_t packet = int64_t(kept) * kThreads * 16;
+  // Whether the plan stays on chip, in one wave of blocks.
+  bool cache(Plan& plan, int cached, int64_t smem_cache_bytes) {
+    const int64_t packet = int64_t(cached) * kThreads * 16;
     if (packet == 0 || !plan.vector || packet > smem_cache_bytes) return false;
     resident = int64_t(multiprocessors) * kOnChipBlocks;
-    plan.slices = unsigned(bounds(plan, kept).least);
+    plan.slices = unsigned(bounds(plan, cached).least);
     const int64_t slots = packets(plan);
     if (slots * packet <= smem_cache_bytes) plan.slots = int(slots);
     return plan.slots > 0;
   }
 
-  // As many slices as fill one to four waves of blocks: the first that leave hardly a place idle, or else the
-  // cheapest. A turn of all blocks takes as long as memory takes, or as its latency where they are few.
-  void spread(Plan& plan, int kept, int blocks_per_multiprocessor) {
+  // The number of slices that fills one to four waves of blocks: the first with at least kFull of the places
+  // busy, else the cheapest. A wave takes the time of its memory traffic, or the latency if that is longer.
+  void spread(Plan& plan, int cached, int blocks_per_multiprocessor) {
     resident = int64_t(multiprocessors) * blocks_per_multiprocessor;
-    const auto [most, least] = bounds(plan, kept);
+    const auto [most, least] = bounds(plan, cached);
     const double bytes = double(l.numel()) * operands * element_size;
     const double per_nanosecond = kBytesPerNanosecond * multiprocessors;
     const double of_block =
@@ -302,7 +305,7 @@ class Planner {
       const double stream =
           double(ceil_div(plan.units, slices * step(plan))) * (double(full) * turn(resident) + turn(rest));
       const unsigned before = std::exchange(plan.slices, unsigned(slices));
-      const double price = stream + (kept ? MergeDepth::of(plan).nanoseconds() : 0);
+      const double price = stream + (cached ? MergeDepth::of(plan).nanoseconds() : 0);
       if (best == 0 || price < 0.97 * best)
         best = price;
       else

@@ -1,5 +1,6 @@
-// Inline PTX: instructions without a C++ intrinsic. The CPU model of CUDA has no PTX and takes the nearest it
-// has: its clock, and two stores or loads of 8 bytes for a packet of 16 that may be read meanwhile.
+// Inline PTX for instructions without a C++ intrinsic. The CPU model of CUDA has no PTX. It has its own
+// clock, and two stores or loads of 8 bytes for a packet of 16 that another thread may access at the same
+// time.
 #pragma once
 
 #include <cuda/atomic>
@@ -33,8 +34,8 @@ inline void load_halves(uint64_t* from, uint64_t& first, uint64_t& second) {
   second = SystemAtomic<uint64_t>(from[1]).load(cuda::std::memory_order_relaxed);
 }
 #else
-// Ordinary accesses to global memory that stay 16 bytes wide. An assignment of a uint4 is four accesses to
-// the compiler, which it joins again only where it sees through their addresses.
+// Accesses to global memory of 16 bytes. The compiler splits the assignment of a uint4 into four accesses,
+// and merges them again only where it can prove their alignment.
 __device__ __forceinline__ uint4 load_wide(const uint4* from) {
   uint4 value;
   asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -63,8 +64,8 @@ __device__ __forceinline__ void load_halves(uint64_t* from, uint64_t& first, uin
 }
 #endif
 
-// While one lives, a thread's loads do not depend on each other, nor its merges: a GPU has them in flight
-// together. The model counts them as one.
+// While an object lives, a thread's loads are independent of each other, and so are its merges: a GPU has
+// them in flight together. The CPU model counts them as one.
 #ifdef CUDA_HOST_EMULATION
 using Together = cuda_host::Together;
 inline void count_merge() {
@@ -77,7 +78,7 @@ struct Together {
 __device__ __forceinline__ void count_merge() {}
 #endif
 
-// Relaxed and of system scope; each half of a packet is whole.
+// Relaxed, of system scope; each half of a packet is atomic.
 __device__ __forceinline__ void store_packet(peer::Packet* to, const peer::Packet& p) {
   store_halves(reinterpret_cast<uint64_t*>(to), p.word0 | uint64_t(p.epoch0) << 32,
                p.word1 | uint64_t(p.epoch1) << 32);

@@ -1,11 +1,11 @@
-// bn_reduce, abn_reduce: sum dz and sum dz*xhat per channel; dz is the gradient before the activation. Behind
-// them those of all ranks, where they are shared.
+// bn_reduce, abn_reduce: sum dz and sum dz*xhat per channel; dz is the gradient before the activation. With
+// an exchange a second row has the sums over all ranks.
 // Memory   reads x or y, dy (and z) once; writes 2C numbers. Bandwidth-bound.
 // Mapping  block = (tile of channels, slice of their values), see plan.h; 16-byte loads, a batch in flight;
 //          slices are merged by the last block of a tile to finish.
 // Numerics fp32 accumulation (fp64 for double), compensated, in a fixed order, no float atomics. From x the
 //          second sum is of dz*(x - mean), multiplied by invstd at the end.
-// Needs    in place: gamma != 0 (its floor sees to it) and an invertible activation.
+// Needs    in place: gamma != 0 (ensured by its floor) and an invertible activation.
 // Source   arXiv:1712.02616, section 3.
 #include "../sync/cuda_peer.cuh"
 #include "gradient.cuh"
@@ -27,25 +27,25 @@ struct ReduceParams : Shares<kShared> {
 };
 
 // Operands 0: x or y, 1: dy, 2: z.
-template <class T, bool kShared, Activations kSet, bool kRows, int V, Kept kKept>
+template <class T, bool kShared, Activations kSet, bool kRows, int V, Source kSource>
 __global__ void __launch_bounds__(kThreads, kResident)
     reduce_kernel(const __grid_constant__ ReduceParams<T, kShared> args) {
   using A = Accumulation<T>;
-  constexpr bool kResidual = kKept == Kept::input_and_residual;
+  constexpr bool kResidual = kSource == Source::input_and_residual;
   constexpr int kOperands = kResidual ? 3 : 2, U = kResidual ? kBatch / 2 : kBatch, K = kRows ? V : 1;
   const Work work(args.plan, gridDim.x - 1 - blockIdx.x);
-  __shared__ Constants<A, kKept> table[kRows ? kMostTile : 1];
+  __shared__ Constants<A, kSource> table[kRows ? kMostTile : 1];
   const int channels = work.channels(args.plan);
   for (int g = threadIdx.x; g < channels; g += kThreads)
-    table[g] = Constants<A, kKept>::of(args.saved, work.first_channel(args.plan) + g);
+    table[g] = Constants<A, kSource>::of(args.saved, work.first_channel(args.plan) + g);
   __syncthreads();
-  Constants<A, kKept> constants[K];
+  Constants<A, kSource> constants[K];
   pick<kRows, V>(constants, table, args.plan, work);
-  const A limit = kKept == Kept::output ? args.saved.limit() : A(0);
+  const A limit = kSource == Source::output ? args.saved.limit() : A(0);
 
   RunningSums<A> running[K];
   walk<kRows, V, U, kOperands, true>(args.plan, work, args.input, [&]<class B>(const B& batch) {
-    Read<T, kKept, B> read;
+    Read<T, kSource, B> read;
     batch.load(read.input, args.input, 0);
     batch.load(read.dy, args.dy, 1);
     if constexpr (kResidual) batch.load(read.z, args.z, 2);
@@ -57,8 +57,8 @@ __global__ void __launch_bounds__(kThreads, kResident)
   Sums<A>* shared = reinterpret_cast<Sums<A>*>(bytes);
   const int step = merge_block(shared, running, args.plan, work);
   const int64_t C = args.plan.layout.C;
-  const auto keep = [&](int64_t c, const Sums<A>& total, const auto& send) {
-    const A second = kKept == Kept::output ? total.second : total.second * args.saved.invstd(c);
+  const auto write = [&](int64_t c, const Sums<A>& total, const auto& send) {
+    const A second = kSource == Source::output ? total.second : total.second * args.saved.invstd(c);
     args.sums[c] = total.first;
     args.sums[C + c] = second;
     send(c, total.first, second);
@@ -67,22 +67,22 @@ __global__ void __launch_bounds__(kThreads, kResident)
     const Push<A> push(args.exchange);
     if (finish(shared, step, args.partials, args.plan, work,
                [&](int64_t c, const Sums<A>& total) {
-                 keep(c, total, [&](int64_t i, A first, A second) { push.pair(i, first, second); });
+                 write(c, total, [&](int64_t i, A first, A second) { push.pair(i, first, second); });
                }) &&
         is_last(args.finished, args.plan.tiles))
       end_sums(args.exchange, args.sums + 2 * C, C);
   } else {
     finish(shared, step, args.partials, args.plan, work,
-           [&](int64_t c, const Sums<A>& total) { keep(c, total, [](int64_t, A, A) {}); });
+           [&](int64_t c, const Sums<A>& total) { write(c, total, [](int64_t, A, A) {}); });
   }
 }
 
-// Of all that are compiled, the kernel for these arguments.
+// Selects the compiled kernel for these arguments.
 template <class T, bool kShared, bool kRows, int V>
 auto reduce_kernel_of(const ReduceArgs& args) {
   void (*kernel)(ReduceParams<T, kShared>) = nullptr;
   with_activations<T, V>(args.activation, [&]<Activations kSet>() {
-    with_kept(args, [&]<Kept kKept>() { kernel = reduce_kernel<T, kShared, kSet, kRows, V, kKept>; });
+    with_source(args, [&]<Source kSource>() { kernel = reduce_kernel<T, kShared, kSet, kRows, V, kSource>; });
   });
   return kernel;
 }

@@ -1,4 +1,4 @@
-// The CUDA implementations of the ops, whose schemas stand in ops.cpp.
+// Registers the CUDA implementations of the ops; ops.cpp has their schemas.
 #include "../frontend.h"
 #include "../sync/cuda_peer.h"
 #include "../sync/message.h"

@@ -1,4 +1,4 @@
-// What a kernel says to the host, which does not wait for it.
+// A kernel's report to the host, which does not wait for the kernel.
 #pragma once
 
 #include <cstring>
@@ -7,7 +7,7 @@
 
 namespace fastvit {
 
-// By one thread. The fault, which the host looks for, is written last.
+// Called by one thread. The fault, which the host polls, is written last.
 __device__ __forceinline__ void tell_host(peer::FaultReport* host, const peer::FaultReport& report) {
   uint32_t words[sizeof(report) / sizeof(uint32_t)];
   memcpy(words, &report, sizeof(report));

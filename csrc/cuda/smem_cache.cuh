@@ -1,22 +1,22 @@
-// Packets that stay on chip between the two walks of a local op, so that memory is read once.
+// Holds packets in shared memory between the two walks of a local op, so that global memory is read once.
 //
-// They lie in shared memory, a slot per packet. A thread reads back only what it wrote itself, so no barrier
-// is needed, and neighbours' slots lie side by side, so there are no bank conflicts. The second walk must be
-// the first one again.
+// Each packet has a slot. A thread reads only slots that it wrote, so no barrier is needed. Slots of
+// neighbouring threads are adjacent, so there are no bank conflicts. The second walk must be equal to the
+// first.
 #pragma once
 
 #include "walk.cuh"
 
 namespace fastvit {
 
-template <class T, int V, int kKept>
+template <class T, int V, int kOperands>
 class SmemCache {
   unsigned char* const bytes;
   int slot = 0;  // of the next packet
 
   template <class B>
   __device__ __forceinline__ Packet<T, B::V>* at(int operand, int j) const {
-    const int index = ((slot + j) * kKept + operand) * kThreads + int(threadIdx.x);
+    const int index = ((slot + j) * kOperands + operand) * kThreads + int(threadIdx.x);
     return reinterpret_cast<Packet<T, B::V>*>(bytes + index * int(sizeof(Packet<T, V>)));
   }
 
@@ -40,13 +40,13 @@ class SmemCache {
   __device__ __forceinline__ void rewind() { slot = 0; }
 };
 
-// What was put is read back from here on, not remembered in registers.
+// Forces later reads to come from shared memory, not from registers.
 __device__ __forceinline__ void forget_registers() {
   asm volatile("" ::: "memory");
 }
 
-inline size_t smem_cache_bytes(const Plan& plan, int kept) {
-  return size_t(plan.slots) * kept * kThreads * 16;
+inline size_t smem_cache_bytes(const Plan& plan, int operands) {
+  return size_t(plan.slots) * operands * kThreads * 16;
 }
 
 }  // namespace fastvit

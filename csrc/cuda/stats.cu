@@ -1,11 +1,10 @@
-// bn_stats: mean, M2 (sum of squared deviations) and the count of values, per channel; of all ranks where
-// they are shared.
+// bn_stats: mean, M2 (sum of squared deviations) and the count of values, per channel; with an exchange over
+// all ranks.
 // Memory   reads x once; writes 2C + 2 numbers. Bandwidth-bound.
 // Mapping  block = (tile of channels, slice of their values), see plan.h; 16-byte loads, a batch in flight;
 //          slices are merged by the last block of a tile to finish.
-// Numerics groups of 32 values, each relative to its first, joined by Chan's update, see stats.cuh; fp32
-// (fp64
-//          for double), fixed order, no float atomics.
+// Numerics groups of 32 values, relative to the first of the group, merged by Chan's update, see stats.cuh;
+//          fp32 (fp64 for double), fixed order, no float atomics.
 // Source   Chan, Golub, LeVeque (1979), see moments.h.
 #include "../sync/cuda_peer.cuh"
 #include "host.h"

@@ -1,15 +1,15 @@
-// A thread's share of the statistics, as bn_stats and the local forward gather it.
+// The statistics of one thread, for bn_stats and the local forward.
 //
 // Values are summed in groups of 32, relative to the first of the group: sum of d and of d * d, then
-// m2 = squares - sum * sum / n. As that first value is one of the n, at most n - 1 parts of n cancel: one or
-// two digits, however far out it lies, for four instructions an element where two passes over registers take
-// five, and one joining for 32 values. Values may lie 1e18 apart before a float's square overflows. Groups
-// join by Chan's update, with a reciprocal that is good to 2 ulp.
+// m2 = squares - sum * sum / n. The first value is one of the n, so at most a share of (n - 1) / n cancels,
+// which costs one or two digits for any first value. This takes four instructions per element; two passes
+// over registers take five. Squares of float overflow only if values differ by more than 1e18. Groups are
+// merged by Chan's update, once per 32 values, with a reciprocal that is accurate to 2 ulp.
 //
-// A thread keeps its mean relative to the first value of its latest group, and moves it when a group begins;
-// before threads merge, all means of a channel become relative to its first value in memory, the pivot. Of
-// the size of the deviations, they move and merge without loss however large the mean is. The pivots are
-// loaded when the kernel begins and needed when it ends, so nobody waits for them.
+// A thread's mean is relative to the first value of its current group, and is shifted when a group begins.
+// Before threads merge, all means of a channel are shifted to be relative to the pivot, the channel's first
+// value in memory. Such means are of the size of the deviations, so shifts and merges lose no digits for any
+// mean. Pivots are loaded at the kernel's start and used at its end, which hides the latency.
 #pragma once
 
 #include "block_reduce.cuh"
@@ -23,7 +23,7 @@ struct ThreadStats {  // rows: one channel per column; planes: one
   using A = Accumulation<T>;
   static constexpr int K = kRows ? V : 1;
   static constexpr int kTile = kRows ? kMostTile : 1;
-  WelfordState<A> spread[K];  // of the groups that are complete, or all of them after end()
+  WelfordState<A> spread[K];  // of the complete groups; of all values after end()
 
   __device__ __forceinline__ ThreadStats(const Plan& plan, const Work& work, const T* x) {
     static_assert(kTile <= kThreads);
@@ -75,7 +75,7 @@ struct ThreadStats {  // rows: one channel per column; planes: one
     group = 0;
   }
 
-  // All threads call when their values are through; `pivots` gets those of the tile's channels.
+  // All threads call it after their last value; writes the pivots of the tile's channels to `pivots`.
   __device__ __forceinline__ void end(A (&pivots)[kTile], const Plan& plan, const Work& work) {
     if (int(threadIdx.x) < work.channels(plan)) {
       A value[1];
@@ -91,14 +91,14 @@ struct ThreadStats {  // rows: one channel per column; planes: one
   }
 
  private:
-  // The mean so far relative to `to`; 0 of no values.
+  // The mean so far, relative to `to`; 0 without values.
   __device__ __forceinline__ void rebase(int k, A to) {
     spread[k].mean = spread[0].count > 0 ? added(spread[k].mean, added(first[k], -to)) : A(0);
   }
 
   A first[K], sum[K], squares[K];
-  int group = 0;       // values in it
-  Packet<T, 1> pivot;  // of channel threadIdx.x of the tile
+  int group = 0;       // values in the current group
+  Packet<T, 1> pivot;  // the pivot of channel threadIdx.x of the tile
 };
 
 }  // namespace fastvit

@@ -22,8 +22,8 @@ struct AccumulationOf<double> {
 template <class T>
 using Accumulation = typename AccumulationOf<T>::type;
 
-// a * b + c rounded once, and a + b with nothing fused into it: where several kernels must give the same
-// bits, the compiler is not left to fuse in one and not in another.
+// a * b + c rounded once, and a + b that is never fused with a product. Used where several kernels must give
+// the same bits, so that the compiler does not fuse in one kernel and not in another.
 __device__ __forceinline__ float fused(float a, float b, float c) {
   return __fmaf_rn(a, b, c);
 }

@@ -1,7 +1,7 @@
-// The walk of one block over its slice, as the plan divides it: batches of packets for a kernel's body.
+// The walk of one block over its slice: calls a kernel's body with batches of packets, by the plan.
 //
-// Slices interleave, so that all blocks together pass over memory once, in order; kReverse passes from the
-// end, which finds in the L2 cache what the op before it read or wrote last.
+// Slices interleave, so that all blocks together read memory once, in order. kReverse walks from the end,
+// where the data that the previous op accessed last is still in the L2 cache.
 #pragma once
 
 #include "plan.h"
@@ -9,8 +9,8 @@
 
 namespace fastvit {
 
-// Where a thread's next U packets of V elements lie, as element offsets into each operand; a packet past the
-// end does not exist, is loaded as zeros and never stored.
+// The element offsets of a thread's next U packets of V elements, for each operand. A packet past the end is
+// loaded as zeros and is not stored.
 template <int V_, int U_, int kOperands>
 struct Batch {
   static constexpr int V = V_, U = U_;
@@ -67,7 +67,7 @@ __device__ __forceinline__ void outer_offsets(const Layout& l, int64_t n, int64_
   }
 }
 
-struct Work {  // of this block and thread
+struct Work {  // the tile, slice and position of this block and thread
   unsigned tile, slice;
   int lane, team;
 
@@ -86,12 +86,12 @@ struct Work {  // of this block and thread
   }
 };
 
-// What a tile's table holds for the channels of this thread: its K columns, or the one of a plane.
+// The entries of a tile's table for the channels of this thread: its K columns, or the one of a plane.
 template <bool kRows, int V, class Constants, int K>
 __device__ __forceinline__ void pick(Constants (&mine)[K], const Constants* table, const Plan& plan,
                                      const Work& work) {
   if constexpr (kRows) {
-    const int last = max(0, work.channels(plan) - 1);  // threads past the last column stay within the table
+    const int last = max(0, work.channels(plan) - 1);  // keeps threads past the last column within the table
     int g = work.lane * V, left = 1;                   // columns until the next channel
     if (plan.fold > 1) {
       const int column = g;
@@ -162,7 +162,7 @@ __device__ __forceinline__ void walk_rows(const Plan& plan, const Work& work, co
   const int64_t column = work.first_channel(plan) * plan.fold + work.lane * V;
   if (work.team >= plan.teams || column >= plan.columns) return;
   int64_t at_column[kOperands];
-  int next[kOperands];  // from a packet of the batch to the one after it; see Planner::aligned_rows
+  int next[kOperands];  // elements from a packet of the batch to the next; see Planner::aligned_rows
 #pragma unroll
   for (int k = 0; k < kOperands; ++k) {
     at_column[k] = column * (V > 1 || plan.fold > 1 ? 1 : l.strides[k].channel);

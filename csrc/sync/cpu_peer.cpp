@@ -1,10 +1,10 @@
 // The peer protocol between processes of one host, over arenas in shared memory that each has mapped.
-// What the protocol is stands in protocol.h, who calls these ops in fastvit/sync/peer.py.
+// protocol.h defines the protocol; fastvit/sync/peer.py calls these ops.
 //
 // Memory   a push writes 16 bytes per two floats and peer, a poll reads as many. Each cache line crosses from
 //          one core to another once.
-// Waiting  in slices: the caller comes back for the next, so that Python sees signals and dead peers. Within
-//          one it spins for as long as a peer that runs needs, then yields (its threads may want this core),
+// Waiting  in slices of time: between slices Python handles signals and checks for dead peers. Within a slice
+//          the thread spins for about the delay of a running peer, then yields (a peer may need this core),
 //          then sleeps.
 #include "cpu_peer.h"
 
@@ -79,7 +79,7 @@ class Backoff {
 #endif
   }
 
-  static int64_t cores() {  // that this process may run on
+  static int64_t cores() {  // cores of this process's affinity mask
     cpu_set_t set;
     return sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
   }
@@ -90,8 +90,8 @@ class Backoff {
   Phase phase_ = Phase::spin;
 };
 
-// One exchange as one rank sees it. Pair i of a row is its numbers i and C + i; behind the channels' comes
-// the count of moments, in its last two.
+// One exchange of one rank. Pair i of a row is its numbers i and C + i. The last pair of moments is the
+// count, in the last two numbers.
 template <class A>
 class Sharing {
  public:
@@ -105,7 +105,8 @@ class Sharing {
         epoch_(next_epoch(exchange.own().epoch)) {}
 
   void push() const {
-    for (int turn = 1; turn < exchange_.world; ++turn) {  // begin behind oneself: not all at one inbox
+    // From the next rank on, so that ranks do not all write to one inbox.
+    for (int turn = 1; turn < exchange_.world; ++turn) {
       Packet* to = exchange_.message((exchange_.rank + turn) % exchange_.world, exchange_.rank, epoch_);
       for (int64_t i = 0; i < kHeaderPackets; ++i)
         store_packet(to + i, header_packet(exchange_.tag, i, epoch_));
@@ -119,7 +120,7 @@ class Sharing {
   }
 
   void await() {
-    // Not cleared first: a vector would write all of it.
+    // Uninitialised on purpose: a std::vector would write all of it.
     const std::unique_ptr<A[]> rows(new A[exchange_.world * 2 * pairs_]);
     struct Waiting {
       bool checked;
@@ -150,7 +151,7 @@ class Sharing {
       if (missing == 0) break;
       if (!backoff.wait()) return;
     }
-    // The next push may only be seen after these loads: the peers take it as leave to use this slot again.
+    // These loads must come before the next push, after which the peers reuse this slot.
     __atomic_thread_fence(__ATOMIC_ACQ_REL);
     exchange_.own().epoch = epoch_;
     merge(rows.get());
@@ -173,11 +174,12 @@ class Sharing {
     return arrived(first, epoch_) && arrived(second, epoch_);
   }
 
-  // Takes what has arrived of a peer's pairs from `next` on; false while some of it is missing.
+  // Reads the pairs of a peer that have arrived, from `next` on; false while some are missing.
   bool take(int peer, A* row, int64_t& next) const {
     constexpr int K = kPairPackets<A>;
     const Packet* payload = message(peer) + kHeaderPackets;
-    // The last one first: to read behind the writer would take every cache line from it before it is full.
+    // The last pair first: reading just behind the writer would take each cache line from it before it is
+    // full.
     if (next == 0 && !arrived(load_packet(payload + pairs_ * K - 1), epoch_)) return false;
     for (; next < pairs_; ++next) {
       Packet packets[K];
@@ -190,7 +192,7 @@ class Sharing {
     return true;
   }
 
-  // Whether a peer gave up this exchange; unless that is complete, to give up any is as bad.
+  // Whether a peer gave up this exchange, or any exchange while this one is incomplete.
   bool gave_up(int peer, bool complete) const {
     const uint64_t at = load(exchange_.own().gave_up[peer]);
     return at >> 32 > exchange_.own().generation && (!complete || uint32_t(at) == epoch_);
@@ -203,7 +205,7 @@ class Sharing {
     return fault;
   }
 
-  // In rank order and in double, a block of channels at a time: such loops the compiler vectorises.
+  // In rank order and in double, a block of channels at a time, so that the compiler vectorises the loops.
   void merge(const A* rows) const {
     constexpr int64_t kBlock = 256;
     const auto row = [&](int rank) { return rank == exchange_.rank ? own_ : rows + rank * 2 * pairs_; };
@@ -234,7 +236,7 @@ class Sharing {
   }
 };
 
-// f(own, result, C) of the rows of a tensor that an op returns.
+// f(own, result, C) with the rows of an op's result.
 template <class F>
 void with_rows(const Tensor& result, Kind kind, const F& f) {
   const int64_t n = result.size(result.dim() - 1), C = kind == kMoments ? n / 2 - 1 : n / 2;
@@ -288,7 +290,7 @@ void peer_give_up(Tensor fields) {
   const uint32_t epoch = next_epoch(own.epoch);
   exchange.report->epoch = epoch;
   own.abandoned = 1;
-  // Released after every store of the abandoned push, so none of them can land in a later exchange.
+  // A release after all stores of the abandoned push, so that none of them is seen in a later exchange.
   for (int peer = 0; peer < exchange.world; ++peer)
     if (peer != exchange.rank)
       __atomic_store_n(&exchange.arenas[peer]->gave_up[exchange.rank],

@@ -5,23 +5,22 @@
 
 namespace fastvit {
 
-// Sends this rank's numbers, `own`, and waits a slice of time for the others'; see await.
+// Sends this rank's numbers, `own`, and waits one slice of time for the others'; see await.
 template <class A>
 void share(const peer::Exchange& exchange, const A* own, A* result, int64_t channels);
 
-// Waits a slice of time for what an exchange awaits. `result` gets the ranks' numbers merged, moments over
-// `own`; NaN where it failed, and a report, which also says whose numbers
-// are not there yet.
+// Waits one slice of time for the packets of an exchange. When they are complete, `result` gets the merged
+// numbers (moments overwrite `own`); after a fault NaN. The report has the fault, or the missing ranks.
 template <class A>
 void await(const peer::Exchange& exchange, const A* own, A* result, int64_t channels);
 
-// The exchange of numbers that no other op has at hand: see fastvit/sync/transport.py.
+// The exchange of numbers that were formed before: see fastvit/sync/transport.py.
 Tensor peer_share(Tensor numbers, Tensor exchange);
 
-// Another slice of an exchange that an op began; `result` is what that returned.
+// Waits another slice of time for an exchange; `result` is the result of its op.
 void peer_wait(Tensor result, Tensor exchange);
 
-// Leaves the exchange for good and lets the peers know.
+// Gives up the exchange and notifies the peers.
 void peer_give_up(Tensor exchange);
 
 }  // namespace fastvit

@@ -2,7 +2,8 @@
 
 #include <cstring>
 
-#include "../cuda/host.h"
+#include "../checks.h"
+#include "../cuda/device.h"
 #include "cuda_peer.h"
 
 namespace fastvit {
@@ -24,7 +25,7 @@ std::tuple<Tensor, Tensor> ipc_memory(int64_t bytes, int64_t index, std::optiona
   cudaIpcMemHandle_t handle;
   void* data = nullptr;
   if (!name) {
-    // Not torch's allocator: it hands out parts of larger pieces, and a handle opens the whole piece.
+    // Not torch's allocator: it returns parts of larger allocations, and a handle opens the whole allocation.
     STD_CUDA_CHECK(cudaMalloc(&data, size_t(bytes)));
     STD_CUDA_CHECK(cudaMemset(data, 0, size_t(bytes)));
     STD_CUDA_CHECK(cudaDeviceSynchronize());
@@ -49,7 +50,7 @@ std::tuple<Tensor, Tensor> ipc_memory(int64_t bytes, int64_t index, std::optiona
                                              int before = mapped;
                                              (void)cudaGetDevice(&before);
                                              (void)cudaSetDevice(mapped);
-                                             // kernels under way may still write there
+                                             // running kernels may still write to it
                                              (void)cudaDeviceSynchronize();
                                              (void)cudaIpcCloseMemHandle(p);
                                              (void)cudaSetDevice(before);

@@ -1,7 +1,8 @@
-// message_pack, message_merge: what a collective of torch.distributed carries.
+// message_pack, message_merge: the messages of a collective of torch.distributed.
 // Memory   reads and writes each message once. Bound by latency.
-// Mapping  a thread per part; every block looks at all tags, so that it writes numbers or NaN.
-#include "../cuda/host.h"
+// Mapping  a thread per part; every block compares all tags, and writes numbers or NaN.
+#include "../cuda/device.h"
+#include "../cuda/launch.cuh"
 #include "../cuda/report.cuh"
 #include "message.h"
 

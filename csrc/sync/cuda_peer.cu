@@ -1,12 +1,13 @@
-// peer_share: an exchange of moments or sums that no other kernel has at hand.
+// peer_share: an exchange of moments or sums that were formed before.
 // Memory   writes and reads 16 bytes per two floats and rank. Bound by latency.
-// Mapping  one block: a thread per pair, and then it waits.
+// Mapping  one block, a thread per pair; it sends, then waits.
 #include "cuda_peer.cuh"
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
-#include "../cuda/host.h"
+#include "../cuda/device.h"
+#include "../cuda/launch.cuh"
 #include "cuda_peer.h"
 #include "handle.h"
 

@@ -1,16 +1,16 @@
-// The peer protocol between GPUs: what the kernels of an exchange push to their peers' memory, and the one
-// block of a grid that waits for the peers'.
+// The peer protocol between GPUs: kernels push packets to their peers' memory, and one block of a grid waits
+// for the packets of the peers.
 //
-// Push     never waits. Whoever has a channel's two numbers stores them to every rank, its own included, so
-//          that all ranks are read alike.
-// Wait     by the last block of the grid to finish, which sends the header too: the rest of the GPU is free
-//          for other kernels, those included that the peers' hosts wait for. It polls its own memory, one
-//          channel's ranks in flight together, and merges them in rank order. A wait has an end: a tag that
-//          differs, a rank that gave up, or the timeout, by the GPU's own clock.
-// Fault    What was awaited is NaN then, all of it; the peers are told, and the host, by a report. Until the
-//          ranks have met, exchanges fail at once.
-// Order    Between ranks only packets, whose flags travel with the data; between the blocks of a grid the
-//          counter that elects the last; between the kernels of a rank its stream.
+// Push     never waits. The thread with a channel's two numbers stores them to every rank, this one included,
+//          so that all ranks are read in the same way.
+// Wait     in the last block of the grid to finish, which also sends the header. The rest of the GPU is free
+//          for other kernels, including those that the peers' hosts wait for. The block polls local memory,
+//          with the ranks of one channel in flight together, and merges in rank order. A wait ends by a
+//          different tag, by a rank that gave up, or by the timeout, measured by the GPU's clock.
+// Fault    The whole result is NaN. The peers are notified, and the host by a report. Until all ranks are
+//          back, exchanges fail at once.
+// Order    Between ranks: the flag of each packet, which travels with its data. Between the blocks of a grid:
+//          the counter that selects the last block. Between the kernels of a rank: its stream.
 #pragma once
 
 #include <cmath>
@@ -24,11 +24,11 @@ namespace fastvit {
 using peer::Exchange;
 using peer::Fault;
 
-// Ranks whose numbers a thread loads together; of doubles half as many, for want of registers.
+// Ranks whose numbers a thread loads together; half as many for doubles, to save registers.
 template <class A>
 constexpr int kInFlight = 32 / int(sizeof(A));
 
-// The exchange of a kernel that has one.
+// The exchange argument of a kernel; empty without one.
 template <bool kShared>
 struct Shares {
   Exchange exchange;
@@ -43,7 +43,8 @@ class Push {
 
   template <class At>
   __device__ __forceinline__ void to_all(const At& store) const {
-    for (int turn = 0; turn < exchange.world; ++turn) {  // begin at oneself: not all at one inbox
+    // From this rank on, so that ranks do not all write to one inbox.
+    for (int turn = 0; turn < exchange.world; ++turn) {
       int peer = exchange.rank + turn;
       if (peer >= exchange.world) peer -= exchange.world;
       store(exchange.message(peer, exchange.rank, epoch));
@@ -73,13 +74,13 @@ class Push {
   }
 };
 
-// By the last block of a grid, all of whose threads call: the end of an exchange of C channels.
+// The end of an exchange of C channels, in the last block of a grid. All threads call.
 template <class A>
 class Wait {
   const Exchange& exchange;
   const uint64_t begin;
   const uint32_t epoch, generation;
-  peer::FaultReport& blame;  // of the block, whose `fault` says whether there is one
+  peer::FaultReport& blame;  // shared by the block; `fault` is not 0 after a fault
   using Packets = peer::Packet[peer::kPairPackets<A>];
 
   __device__ __forceinline__ peer::Packet* message(int rank) const {
@@ -99,13 +100,13 @@ class Wait {
     }
     return false;
   }
-  // What a thread does whose packets of a rank are not all there: false when it must not wait on.
+  // Called while packets of a rank are missing; false when the thread must stop waiting.
   __device__ __forceinline__ bool patient(int rank) const {
     if (gave_up(rank) >> 32 > generation) return fail(peer::kGaveUp, rank);
     return globaltimer() - begin <= exchange.nanoseconds || fail(peer::kTimeout, rank);
   }
 
-  // Waits for a rank's header, and for the count that is pair `i` of moments (none where i < 0).
+  // Waits for a rank's header, and for the count, pair `i` of moments (none for i < 0).
   __device__ __forceinline__ bool header(int rank, int64_t i, A (&count)[2]) const {
     peer::Packet head[peer::kHeaderPackets];
     Packets packets;
@@ -121,7 +122,7 @@ class Wait {
       if (arrived(head[0], epoch) && arrived(head[1], epoch)) {
         const peer::Tag theirs = peer::tag_of(head[0], head[1]);
         if (!same_exchange(theirs, exchange.tag)) return fail(peer::kMismatch, rank, theirs);
-        // A message that is there counts, unless its rank gave up this very exchange.
+        // A complete message is valid, unless its rank gave up this same exchange.
         if (quit == peer::generation_at(uint64_t(generation) + 1, epoch)) return fail(peer::kGaveUp, rank);
         if (i < 0 || two.unpack(epoch, packets)) break;
       }
@@ -131,7 +132,7 @@ class Wait {
     return true;
   }
 
-  // use(rank, first, second) for pair i of all ranks, in their order.
+  // use(rank, first, second) for pair i of all ranks, in rank order.
   template <class Use>
   __device__ __forceinline__ bool all_ranks(int64_t i, const Use& use) const {
     constexpr int kTogether = kInFlight<A>;
@@ -164,7 +165,7 @@ class Wait {
     return true;
   }
 
-  // By all threads: tells the host and the peers, if there is a fault, and ends the exchange.
+  // Ends the exchange; reports a fault to the host and the peers. All threads call.
   __device__ __forceinline__ bool end(bool good) const {
     if (!__syncthreads_or(!good)) {
       if (threadIdx.x == 0) exchange.own().epoch = epoch;
@@ -182,7 +183,7 @@ class Wait {
 
   __device__ __forceinline__ bool abandoned() const {
     const bool before = exchange.own().abandoned;
-    if (threadIdx.x == 0) blame.fault = before ? peer::kDone : peer::kPending;  // done: it was said
+    if (threadIdx.x == 0) blame.fault = before ? peer::kDone : peer::kPending;  // kDone: reported before
     __syncthreads();
     return before;
   }
@@ -195,8 +196,8 @@ class Wait {
         generation(exchange.own().generation),
         blame(blame) {}
 
-  // `row`, [2C + 2], gets the moments of all ranks. The counts come first: what they make of a rank's numbers
-  // is the same for all channels.
+  // `row`, [2C + 2], gets the moments of all ranks. The counts come first, since the weights of the ranks are
+  // the same for all channels.
   __device__ __forceinline__ void moments(A* row, int64_t C, Joining* joining, double* counts) const {
     bool good = !abandoned();
     if (const int rank = int(threadIdx.x); good && rank < exchange.world) {
@@ -241,7 +242,7 @@ class Wait {
   }
 };
 
-// The last block's part in an exchange of moments, whose count is `count`.
+// The last block's part in an exchange of moments of `count` values.
 template <class A>
 __device__ __forceinline__ void end_moments(const Exchange& exchange, A* row, int64_t C, double count) {
   static_assert(peer::kMostRanks < kThreads);

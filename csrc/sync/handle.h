@@ -1,6 +1,6 @@
-// A group as Python hands it to an op: the argument `exchange`, a row of int64 on the CPU, which ops only
-// read; what they say of an exchange stands in the FaultReport. Its fields, and
-// FaultReport's and Arena's, are those of the structures in fastvit/sync/protocol.py, in their order.
+// The ops' argument `exchange`: a group, as a row of int64 on the CPU, which ops only read. Faults are
+// written to a FaultReport. The fields here and of FaultReport and Arena must equal those in
+// fastvit/sync/protocol.py.
 #pragma once
 
 #include <cstddef>
@@ -12,15 +12,16 @@ namespace fastvit::peer {
 
 struct Handle {
   int64_t rank, world;
-  int64_t capacity;            // of a message: in packets, or where a collective carries it in numbers
-  int64_t wide;                // a collective's messages are of float64
+  int64_t capacity;            // of a message: packets, or for a collective numbers
+  int64_t wide;                // a collective's messages are float64
   int64_t nanoseconds;         // Exchange
   int64_t layer, step;         // of the exchange that follows
   int64_t report;              // address of a FaultReport
-  int64_t arenas[kMostRanks];  // addresses, by rank; as many as there are ranks
+  int64_t arenas[kMostRanks];  // addresses, by rank
 };
 
-inline int64_t arena_bytes(int64_t world, int64_t capacity) {  // arenas may lie one behind the other
+// A multiple of the alignment, so that arenas may be consecutive.
+inline int64_t arena_bytes(int64_t world, int64_t capacity) {
   check_capacity("peer_bytes", "world", world, capacity);
   const int64_t bytes = int64_t(sizeof(Arena)) + Inbox{world, capacity}.packets() * int64_t(sizeof(Packet));
   return (bytes + alignof(Arena) - 1) / alignof(Arena) * alignof(Arena);
@@ -30,8 +31,8 @@ inline bool is_double(const Tensor& t) {
   return t.scalar_type() == ScalarType::Double;
 }
 
-// What an op that shares numbers makes is moments, one row, or sums, a row of this rank's and then one of the
-// group's; what it begins with is this rank's row alone.
+// This rank's numbers are moments, `[2C + 2]`, or sums, `[1, 2C]`. The op returns the group's moments, or two
+// rows of sums, this rank's and the group's.
 inline Kind kind_of(const Tensor& numbers) {
   return numbers.dim() == 1 ? kMoments : kSums;
 }
@@ -57,17 +58,17 @@ inline const Handle& handle_of(const char* op, const Tensor& fields) {
               (fields.numel() == kFields || fields.numel() == kFields + handle.world),
           op, "exchange", "has rank ", handle.rank, " of ", handle.world, ", capacity ", handle.capacity,
           ", ", fields.numel(), " numbers");
-  // A collective's capacity is in numbers, and its ranks are any.
+  // A collective has its capacity in numbers, and any number of ranks.
   require(handle.world <= kMostElements && handle.capacity <= int64_t(1) << 31, op, "exchange", "is for ",
           handle.world, " ranks, capacity ", handle.capacity, "; at most 2^48 and 2^31 expected");
   return handle;
 }
 
-// The exchange of `n` numbers of `dtype` that an op is given.
+// Checks `exchange` for `n` numbers of `dtype`, and returns its fields.
 inline Exchange exchange_of(const char* op, const Tensor& fields, int64_t n, ScalarType dtype, Kind kind) {
   const Handle& handle = handle_of(op, fields);
   require(fields.numel() > kFields && handle.world <= kMostRanks, op, "exchange", "has ", handle.world,
-          " ranks and no memory in common; at most ", kMostRanks, " with theirs expected");
+          " ranks and no peer memory; at most ", kMostRanks, " ranks with their arenas expected");
   const int64_t words = n * (dtype == ScalarType::Double ? 2 : 1);
   require(n > 0 && n % 2 == 0 && words / 2 <= handle.capacity, op, "exchange", "takes ", words / 2,
           " packets of ", n, " numbers; 1 to ", handle.capacity, " expected, the capacity, and pairs");

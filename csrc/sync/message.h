@@ -1,11 +1,10 @@
-// What ranks exchange by one collective of torch.distributed: numbers, and tags by which they see whether all
-// are in the same exchange. Written once for host and device; who calls the ops stands in
-// fastvit/sync/collective.py.
+// The message of a collective of torch.distributed: numbers, and tags by which ranks detect that they are in
+// different exchanges. For host and device; fastvit/sync/collective.py calls the ops.
 //
-// A message is `capacity` numbers, of which the first n count, and two numbers {layer, step} per tag; the
-// rest is 0. All ranks' messages are of one size, whatever layer each is in. Forward it has one tag, and
-// all_gather leaves one message per rank. Backward it has one per rank, each writes its own, and all_reduce
-// leaves one message with the sums and all tags.
+// A message has `capacity` numbers, of which the first n are used, and two numbers {layer, step} per tag; the
+// rest is 0. All messages have the same size, also in different layers. Forward a message has one tag, and
+// all_gather returns one message per rank. Backward it has one tag per rank, each rank writes its own, and
+// all_reduce returns one message with the sums and all tags.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -28,11 +27,12 @@ struct Shape {
   int64_t n, capacity, ranks, rank;
   int64_t layer, step;  // below 2^24, so a float holds them
 
-  FASTVIT_INLINE int64_t rows() const { return kind == peer::kMoments ? ranks : 1; }  // of what comes back
+  // The number of messages that the collective returns.
+  FASTVIT_INLINE int64_t rows() const { return kind == peer::kMoments ? ranks : 1; }
   FASTVIT_INLINE int64_t tags() const { return kind == peer::kMoments ? 1 : ranks; }
   FASTVIT_INLINE int64_t width() const { return capacity + kTagNumbers * tags(); }
 
-  // f with A, the type of the numbers, and M, that of the message.
+  // Calls f with A, the type of the numbers, and M, that of the message.
   template <class F>
   void call(const F& f) const {
     if (wide_numbers)
@@ -60,7 +60,7 @@ struct Packing : Shape {
 };
 
 struct Merging : Shape {
-  const void* numbers;   // of this rank
+  const void* numbers;   // this rank's
   const void* messages;  // [rows][width]
   void* result;          // moments, or two rows of sums: this rank's, and the group's
   peer::FaultReport* report;
@@ -81,7 +81,7 @@ struct Merging : Shape {
   }
 
   FASTVIT_INLINE int64_t parts() const { return kind == peer::kMoments ? n / 2 : n; }
-  // Part i of the result: of moments a channel or, last, the count; of sums a number.
+  // Writes part i of the result: a channel of moments or, as the last part, the count; a number of sums.
   template <class A, class M>
   FASTVIT_INLINE void write(int64_t i, bool good) const {
     A* const to = static_cast<A*>(result);
@@ -106,7 +106,7 @@ struct Merging : Shape {
     }
   }
 
-  // What to tell the host when tags differ; in place of an epoch the largest step, behind which all go on.
+  // The report for different tags. Its epoch is the largest step, after which all ranks continue.
   template <class M>
   FASTVIT_INLINE peer::FaultReport mismatch() const {
     peer::FaultReport report{peer::kMismatch, uint32_t(rank), 0, 0, own_tag(), {}, 0};
@@ -139,8 +139,8 @@ inline Shape shape_of(const char* op, const Tensor& numbers, const peer::Handle&
 
 }  // namespace message
 
-// The ops that make a message and take it apart, for any backend, whose pack(Packing) and merge(Merging) do
-// the work. `numbers` are this rank's.
+// The ops that pack a message and merge messages, by a backend's pack(Packing) and merge(Merging). `numbers`
+// are this rank's.
 template <class Backend>
 Tensor message_pack(Tensor numbers, Tensor fields) {
   const peer::Handle& handle = peer::handle_of("message_pack", fields);
@@ -151,7 +151,7 @@ Tensor message_pack(Tensor numbers, Tensor fields) {
   return result;
 }
 
-// What the messages of all ranks come to. NaN, and a peer::FaultReport, if not all tags are this rank's.
+// Merges the messages of all ranks. NaN, and a peer::FaultReport, unless all tags equal this rank's.
 template <class Backend>
 Tensor message_merge(Tensor messages, Tensor numbers, Tensor fields) {
   const char* const op = "message_merge";

@@ -1,32 +1,30 @@
 // The peer protocol: how ranks that see each other's memory exchange O(C) numbers without a collective.
-// Written once for host and device; what moves the packets stands in cpu_peer.cpp and cuda_peer.cuh.
+// For host and device; cpu_peer.cpp and cuda_peer.cuh move the packets.
 //
-// Protocol  Every rank owns an arena: a few words of its own, and an inbox. In exchange `epoch` a rank
-// *pushes*
-//           one message into every rank's inbox, its own included, and never waits for it; then it *polls*
-//           its own inbox, in local memory, until all messages are there, and merges them in rank order. A
-//           message is a header of kHeaderPackets, which carries the tag, and the payload. A packet is 16
-//           bytes {word, epoch, word, epoch}: the flag travels with the data, so a packet is read when its
-//           epoch is the one awaited, and there is no fence, no counter and nothing to reset. Each aligned
-//           half of 8 bytes has a flag of its own: stores of 8 bytes need be atomic, not of 16.
+// Protocol  Every rank owns an arena: a few words, and an inbox. In exchange `epoch` a rank *pushes* one
+//           message into every rank's inbox, its own included, without waiting. Then it *polls* its own
+//           inbox, in local memory, until all messages are complete, and merges them in rank order. A message
+//           is a header of kHeaderPackets, with the tag, and the payload. A packet is 16 bytes {word, epoch,
+//           word, epoch}: the flag travels with the data. A packet is valid when its epoch is the current
+//           one, so there is no fence, no counter and no reset. Each aligned half of 8 bytes has its own
+//           flag, so only stores of 8 bytes must be atomic, not of 16.
 // Payload   Pairs: the two numbers of channel c, (mean, M2) or the two sums, are pair c, and the count of
-//           moments is the last. So who has a channel's numbers can send or take them alone. A pair of floats
+//           moments is the last pair. So threads can send and read channels independently. A pair of floats
 //           is one packet, of doubles two: fp32 moments are 16 (C + 1) bytes.
-// Slots     A message of epoch e goes into slot e % 2. A rank pushes e after it has polled e - 1; so every
-//           peer had pushed e - 1, and had finished polling e - 2: the slot is free. With one slot a fast
-//           rank would write e over e - 1, which its peer, having pushed e - 1 itself, may not have read yet.
-//           This needs what both sides keep: a rank polls an exchange to its end before it pushes the next.
-// Epochs    1, 2, 3, ... in memory that survives graph replay; after 2^32 - 1 comes 2, which keeps the slots
-//           alternating and leaves out 0, the epoch of memory that was never written. A packet can be taken
-//           for a later one only if no rank has written it for 2^32 - 2 exchanges.
-// Tags      {layer, step, words, kind}: compared before the payload is read, as a rank in another layer may
-//           have sent fewer words than are awaited. Each rank compares all tags with its own, so a mismatch
-//           is an error on every rank.
-// Faults    A rank that gives up an exchange (mismatch, timeout, interrupt) writes a FaultReport for its host
-// and
-//           {generation, epoch} into its peers' arenas, who then give up too instead of waiting for their own
-//           timeouts; its numbers are NaN. At their next use the ranks meet, and all go on behind the largest
-//           epoch, so no abandoned packet fits again.
+// Slots     A message of epoch e goes into slot e % 2. A rank pushes e after it has polled e - 1. Then every
+//           peer has pushed e - 1, and so has polled e - 2: the slot is free. With one slot a fast rank could
+//           overwrite e - 1 with e before its peer has read it. Every rank must poll an exchange to its end
+//           before it pushes the next.
+// Epochs    1, 2, 3, ... in memory that survives graph replay. 2 follows 2^32 - 1, so that slots alternate
+//           and 0, the epoch of memory that was never written, is not used. A stale packet can be taken for a
+//           valid one only if it was not overwritten for 2^32 - 2 exchanges.
+// Tags      {layer, step, words, kind}: compared before the payload is read, since a rank in another layer
+//           may have sent fewer words. Each rank compares all tags with its own, so a mismatch is an error on
+//           every rank.
+// Faults    A rank that gives up an exchange (mismatch, timeout, interrupt) writes a FaultReport for its
+//           host, and {generation, epoch} into its peers' arenas. The peers then give up too, before their
+//           own timeouts. Its result is NaN. At their next use the ranks wait for each other, and continue
+//           after the largest epoch, so that no abandoned packet is valid again.
 // Source    The flag inside the data is that of NCCL's LL protocol (NCCL_PROTO in its documentation); buffers
 //           with one writer and one reader: Lamport, "Proving the Correctness of Multiprocess Programs"
 //           (1977). tests/test_peer_model.py enumerates every interleaving of a model of this file.
@@ -47,16 +45,16 @@ constexpr int kMostRanks = 64;
 constexpr int kSlots = 2;
 constexpr int64_t kHeaderPackets = 2;  // {layer, step}, {words, kind}
 
-// The first epoch that a fresh, zeroed inbox takes is next_epoch(0).
+// The first epoch of a new, zeroed inbox is next_epoch(0).
 FASTVIT_INLINE uint32_t next_epoch(uint32_t epoch) {
   return epoch == 0xffffffffu ? 2u : epoch + 1u;
 }
 
-// What is in a message, besides its numbers.
+// The kind of a message's numbers.
 enum Kind : uint32_t {
   kMoments = 0,  // forward
   kSums = 1,     // backward
-  kDouble = 2,   // or-ed in: a number is a double, two words, instead of a float
+  kDouble = 2,   // a flag: numbers are doubles of two words, not floats
 };
 
 struct Tag {
@@ -70,7 +68,7 @@ FASTVIT_INLINE bool operator==(const Tag& a, const Tag& b) {
   return a.layer == b.layer && a.step == b.step && a.words == b.words && a.kind == b.kind;
 }
 
-// 0 is a wildcard: captured graphs replay at any step.
+// Step 0 is a wildcard: captured graphs replay at any step.
 FASTVIT_INLINE bool same_exchange(const Tag& a, const Tag& b) {
   return a == Tag{b.layer, a.step, b.words, b.kind} && (a.step == b.step || a.step == 0 || b.step == 0);
 }
@@ -101,7 +99,7 @@ struct Pair {
     for (int k = 0; k < kPairPackets<A>; ++k)
       packets[k] = Packet{words[2 * k], epoch, words[2 * k + 1], epoch};
   }
-  // False if some of it has not arrived.
+  // False if a part has not arrived.
   FASTVIT_INLINE bool unpack(uint32_t epoch, const Packet (&packets)[kPairPackets<A>]) {
     uint32_t words[2 * kPairPackets<A>];
     bool all = true;
@@ -115,29 +113,29 @@ struct Pair {
   }
 };
 
-// Why an exchange ended.
+// The state of an exchange.
 enum Fault : uint32_t {
-  kPending = 0,   // not ended: on a CPU a slice of waiting is over, and nothing is wrong
-  kDone = 1,      // every message was there
-  kMismatch = 2,  // a peer's tag is another
+  kPending = 0,   // not ended; on a CPU after a slice of waiting
+  kDone = 1,      // all messages arrived
+  kMismatch = 2,  // a peer's tag differs
   kGaveUp = 3,    // a peer has given up this or an earlier exchange
-  kTimeout = 4,   // a peer's message was not there in time
+  kTimeout = 4,   // a peer's message did not arrive in time
 };
 
-// What the host needs to say what happened. `peer` is the first that failed; `theirs` is set for kMismatch.
+// A fault, for the host. `peer` is the first rank that failed; `theirs` is set for kMismatch.
 struct FaultReport {
   uint32_t fault, rank, peer, epoch;
   Tag mine, theirs;
-  uint64_t missing;  // where the CPU waits: a bit per rank whose message is not there
+  uint64_t missing;  // on a CPU: a bit per rank whose message has not arrived
 };
 
-// What a rank owns of a group's memory; behind it lies its inbox. All of it is zero at first.
+// The memory of a group that a rank owns; its inbox follows. All of it is zero at first.
 struct alignas(128) Arena {
-  uint32_t epoch;       // of the last exchange that the rank polled to its end
-  uint32_t generation;  // exchanges given up, as the ranks agreed when they last met
-  uint32_t abandoned;   // not 0: an exchange was given up, and nothing is sent or awaited until they meet
-  uint64_t process;     // of the rank, where it marks a new arena as its own
-  // By rank, and stored by it, whole: {generation, epoch} of the exchange that it gave up last.
+  uint32_t epoch;       // the last exchange that the rank polled to its end
+  uint32_t generation;  // number of exchanges given up, equal on all ranks after they were back
+  uint32_t abandoned;   // not 0: an exchange was given up, and others fail until all ranks are back
+  uint64_t process;     // PID of the rank, by which it marks a new arena as its own
+  // By rank, stored atomically by that rank: {generation, epoch} of the exchange that it gave up last.
   uint64_t gave_up[kMostRanks];
 };
 
@@ -145,7 +143,7 @@ FASTVIT_INLINE uint64_t generation_at(uint64_t generation, uint32_t epoch) {
   return generation << 32 | epoch;
 }
 
-// Where things are in an inbox; all in packets. `capacity` packets are the largest payload.
+// Offsets in an inbox, in packets. `capacity` packets are the largest payload.
 struct Inbox {
   int64_t world, capacity;
 
@@ -156,14 +154,14 @@ struct Inbox {
   }
 };
 
-// One exchange, as an op gets it: who the ranks are, where their memory is, what the messages are called.
+// The parameters of one exchange: ranks, arenas and the tag of its messages.
 struct Exchange {
-  int world = 0;  // 0: nothing is exchanged
+  int world = 0;  // 0: no exchange
   int rank = 0;
   int64_t capacity = 0;
-  uint64_t nanoseconds = 0;  // of waiting: on a GPU the timeout, on a CPU a slice
+  uint64_t nanoseconds = 0;  // timeout of a GPU, slice of waiting of a CPU
   Tag tag{};
-  FaultReport* report = nullptr;  // in host memory; a GPU sees it too
+  FaultReport* report = nullptr;  // in host memory, mapped for GPUs
   Arena* arenas[kMostRanks] = {};
 
   FASTVIT_INLINE Arena& own() const { return *arenas[rank]; }

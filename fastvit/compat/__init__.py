@@ -2,7 +2,7 @@
 
     python -m fastvit.compat script.py args...
 
-runs a script as it is; `fastvit.compat.install()` does the same for the imports of a running program.
+runs an unchanged script; `fastvit.compat.install()` does the same for the imports of a running program.
 """
 
 from ._finder import install

@@ -1,7 +1,7 @@
 """`python -m fastvit.compat [--prefer apex|fastvit] (script.py | -m module) args...`
 
-Runs a script as `python script.py args...` would, with `import apex` and `import inplace_abn` at hand. It
-is a module for torchrun and torch.distributed.launch too:
+Runs a script like `python script.py args...`, with `import apex` and `import inplace_abn` available. torchrun
+and torch.distributed.launch can start it:
 
     torchrun --nproc_per_node 2 -m fastvit.compat main.py args...
 """
@@ -15,13 +15,18 @@ import io
 import os
 import runpy
 import sys
+from datetime import timedelta
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType, TracebackType
 
+import torch.distributed as dist
+
+from ..sync.teardown import destroy_process_group, end_process
 from ._finder import PREFERENCES, install
 from ._local_rank import LOCAL_RANK, spell_local_rank
-from ._teardown import leave_process_group
+
+_PATIENCE = timedelta(seconds=30)  # for the barrier at the end
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
@@ -35,16 +40,16 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         "--prefer",
         choices=PREFERENCES,
         default="apex",
-        help="who provides a part that a real apex has too (default: apex)",
+        help="the package that provides a part that both have (default: apex)",
     )
     parser.add_argument("-m", dest="module", metavar="module", help="run a module instead of a file")
     parser.add_argument("script", nargs="?", help="the script, or the first argument of the module")
-    parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments, untouched")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments, passed unchanged")
     return parser.parse_args(arguments)
 
 
 def _split(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Our options, and the arguments of the script; torch.distributed.launch puts its --local-rank first."""
+    """Options of fastvit.compat, and arguments of the script; the launcher may put --local-rank first."""
     own: list[str] = []
     launcher: list[str] = []
     rest = list(arguments)
@@ -84,8 +89,27 @@ def _run_script(path: str, arguments: list[str]) -> None:
     exec(compile(source, main.__file__, "exec", dont_inherit=True), main.__dict__)
 
 
+def _leave_process_group(status: int | None) -> None:
+    """Destroys the default process group of a script that leaves it open; runs last in the process.
+
+    A rank that failed skips the barrier, because its peers may wait in another collective. It, and a peer
+    whose barrier fails, end without destroying the group.
+
+    Args:
+        status: the script's exit status; None for an end by a signal.
+    """
+    if status is None or not dist.is_available() or not dist.is_initialized():
+        return
+    if status:
+        end_process(status)
+    try:
+        destroy_process_group(_PATIENCE, drop=sys.modules["__main__"].__dict__.clear)
+    except RuntimeError:
+        end_process(status)
+
+
 def _without_our_frames(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback from the script's first frame on; all of it when the script never ran."""
+    """The traceback from the script's first frame on; the whole one when the script did not run."""
     ours = {__file__, runpy.__file__, "<frozen runpy>"}
     inner = trace
     while inner is not None and inner.tb_frame.f_code.co_filename in ours:
@@ -98,8 +122,8 @@ def main() -> None:
     install(options.prefer)
     spell_local_rank()
     status: int | None = 1
-    # Registered first, so run last: after what the script registers itself.
-    atexit.register(lambda: leave_process_group(status))
+    # Registered first, so it runs after all functions that the script registers.
+    atexit.register(lambda: _leave_process_group(status))
     try:
         if options.module:
             sys.argv = [options.module, *arguments]
@@ -110,11 +134,11 @@ def main() -> None:
         else:
             _run_script(options.script, arguments)
         status = 0
-    except SystemExit as end:  # anything but a number is printed, and is a failure
+    except SystemExit as end:  # Python prints other codes than numbers, and exits with 1
         status = 0 if end.code is None else end.code & 0xFF if isinstance(end.code, int) else 1
         raise
     except KeyboardInterrupt as error:
-        status = None  # Python ends by the signal
+        status = None  # Python ends itself by the signal
         raise error.with_traceback(_without_our_frames(error.__traceback__)) from None
     except BaseException as error:
         error.__traceback__ = _without_our_frames(error.__traceback__)

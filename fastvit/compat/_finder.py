@@ -1,7 +1,7 @@
-"""The import hook that gives `apex` and `inplace_abn` to scripts.
+"""The import hook that provides `apex` and `inplace_abn`.
 
-A real package that has the part asked for is used; what it lacks, or fails to import, comes from here. That
-holds for modules (`apex.amp`) and for the names in them (`apex.parallel.LARC`). An alias and fastvit's own
+An installed package is used for the parts that it has. Parts that it lacks, or that fail to import, come from
+fastvit. Parts are modules (`apex.amp`) and names in modules (`apex.parallel.LARC`). An alias and fastvit's
 name are the same module object, so they share their state.
 """
 
@@ -23,16 +23,16 @@ from typing import Any
 __all__ = ["PREFERENCES", "install"]
 
 PREFERENCES = ("apex", "fastvit")
-"""Who provides a part that both have: the real package, or fastvit."""
+"""The package that provides a part that both have: the installed one, or fastvit."""
 
 _VERSIONS = {"apex": "25.05", "inplace_abn": "1.1.0"}
-"""Of each package the version that fastvit's has the names of."""
+"""The version of each package whose names fastvit provides."""
 
 _HERE = __name__.rpartition(".")[0]
 
 
 def _ours(name: str) -> str | None:
-    """fastvit's module for `name`, None when it has none."""
+    """fastvit's module for `name`, or None."""
     target = f"{_HERE}.{name}"
     try:
         return target if target in sys.modules or importlib.util.find_spec(target) else None
@@ -54,12 +54,12 @@ class _Alias(Loader):
     def create_module(self, spec: ModuleSpec) -> None:
         return None
 
-    def get_code(self, name: str) -> CodeType | None:  # what `python -m` runs
+    def get_code(self, name: str) -> CodeType | None:  # for `python -m`
         return importlib.util.find_spec(self.target).loader.get_code(self.target)
 
     def exec_module(self, module: ModuleType) -> None:
-        # The import system takes what stands in sys.modules afterwards. Modules inside get their names there
-        # too: importing one later would bind it in its parent, over a class of the same name (LARC).
+        # The import system returns the entry of sys.modules. Submodules get entries too, since importing one
+        # later would bind it in its parent, over a class of the same name (LARC).
         alias, real = module.__name__, importlib.import_module(self.target)
         inside = {n: m for n, m in sys.modules.items() if n.startswith(f"{self.target}.")}
         sys.modules.update({alias + name.removeprefix(self.target): m for name, m in inside.items()})
@@ -67,7 +67,7 @@ class _Alias(Loader):
 
 
 class _Completed(Loader):
-    """Loads a real module, and has fastvit's stand behind it for names that it lacks."""
+    """Loads an installed module, and looks names that it lacks up in fastvit's."""
 
     def __init__(self, loader: Loader, name: str, target: str) -> None:
         self._loader, self._name, self._target = loader, name, target
@@ -115,7 +115,7 @@ class _Completed(Loader):
 
 
 class _Distribution(Distribution):
-    """What `importlib.metadata` tells of a package that is not installed and that fastvit stands for."""
+    """The metadata of a package that is not installed and that fastvit replaces."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -155,9 +155,9 @@ class _Finder(DistributionFinder):
         if root not in _VERSIONS:
             return None
         ours = _ours(name)
-        if dot and _is_ours(root):  # the path of fastvit's package would give a second copy
+        if dot and _is_ours(root):  # a search on the package's path would load a second copy
             return self._alias(name, ours) if ours else None
-        # A real apex keeps its other parts (apex.contrib) even where fastvit's are preferred.
+        # An installed apex provides its other parts (apex.contrib) even where fastvit is preferred.
         whole = name == "inplace_abn"
         if ours and self.prefer == "fastvit" and (dot or whole):
             return self._alias(name, ours)
@@ -173,7 +173,8 @@ class _Finder(DistributionFinder):
             if finder is self or not hasattr(finder, "find_spec"):
                 continue
             spec = finder.find_spec(name, path, target)
-            # A folder without __init__.py (no origin), such as a clone of apex beside the script, is none.
+            # A folder without __init__.py (no origin), such as a clone of apex beside the script, is no
+            # package.
             if spec is not None and spec.loader is not None and spec.origin is not None:
                 return spec
         return None
@@ -185,11 +186,14 @@ class _Finder(DistributionFinder):
 
 
 def install(prefer: str = "apex") -> None:
-    """Makes `import apex` and `import inplace_abn` work in this process and in those that
-    torch.multiprocessing starts from it. Call it before the first such import; again to change `prefer`.
+    """Makes `import apex` and `import inplace_abn` work in this process and in its torch.multiprocessing
+    children. Call it before the first such import, or again to change `prefer`.
 
     Args:
-        prefer: "apex" uses a real package where it has the part asked for, "fastvit" never does.
+        prefer: "apex" uses an installed package for the parts that it has, "fastvit" does not.
+
+    Raises:
+        ValueError: `prefer` is neither.
     """
     if prefer not in PREFERENCES:
         raise ValueError(f"fastvit.compat.install: prefer takes {' or '.join(PREFERENCES)}, got {prefer!r}")
@@ -202,7 +206,7 @@ def install(prefer: str = "apex") -> None:
 
 
 class _InstallFirst:
-    """Unpickles by installing the hook: what a spawned process reads before it runs the script again."""
+    """Installs the hook when it is unpickled: a spawned process does that before it runs the script."""
 
     def __reduce__(self) -> tuple:
         prefer = next(finder.prefer for finder in sys.meta_path if isinstance(finder, _Finder))

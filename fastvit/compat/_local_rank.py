@@ -1,6 +1,6 @@
-"""The local rank on the command line, spelled as the script declares it.
+"""Passes the local rank to a script under the option name that the script declares.
 
-Old scripts know `--local_rank` alone; launchers of today pass `--local-rank` or, as torchrun, only LOCAL_RANK
+Old scripts declare `--local_rank`. Newer launchers pass `--local-rank`, and torchrun passes only LOCAL_RANK
 in the environment.
 """
 
@@ -33,8 +33,9 @@ def _spelled(arguments: Sequence[str], declared: list[str]) -> list[str]:
 
 
 def spell_local_rank() -> None:
-    """Has every `argparse` parser that reads the command line find the local rank, wherever in the script's
-    modules it is declared; `sys.argv` stays as it is.
+    """Patches argparse so that every parser of the command line gets the local rank under a declared name.
+
+    `sys.argv` does not change.
     """
     parse = argparse.ArgumentParser.parse_known_args
 

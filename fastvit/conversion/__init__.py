@@ -1,26 +1,25 @@
-"""Letting a model keep less for backward: BatchNorm layers where that is proven, and blocks of any kind.
+"""Reduces the memory that a model keeps for backward: fuses BatchNorm layers, and rebuilds outputs of any op.
 
-watch.py                    what runs, and whether that has changed
-layers.py, activations.py   what is a BatchNorm, what is an activation
-tracing.py, exporting.py    who reads which tensor
-caught.py                   exceptions that a forward catches on the way
-chain.py                    from a layer to its activation
-prove.py, residuals.py      what that allows
-plan.py                     what each layer becomes
-adopted.py, runtime.py      how a module changes without ceasing to be what it was; what it then does
-deferred.py                 an output that waits for its residual and its activation
-budget.py                   which of them, so that no more than a share is kept
-rebuilding.py               blocks whose norms, activations and the like are rebuilt
-convert.py                  convert and revert
-report.py, sizes.py         what was done, and what it saves
-accounts.py                 what is kept for backward, tensor by tensor, and why
-calls.py, untouched.py      how a forward is called for a look at it, and how nothing of that stays
-verification.py             whether it was right
+convert.py                  `convert` and `revert`
+layers.py, activations.py   recognise BatchNorm layers and activations
+tracing.py, exporting.py    graphs of a forward: which op reads which tensor
+caught.py                   finds exceptions that a forward catches while it is traced
+chain.py                    the nodes from a layer to its activation
+prove.py                    whether the activation may move, and whether x may be overwritten
+plan.py                     the mode of each layer
+adopted.py, runtime.py      swap a module's class; the forwards of the new classes
+deferred.py                 the output of a layer that adds a residual
+rebuilding.py               opens recompute scopes around blocks
+budget.py                   chooses what to rebuild for a given share
+watch.py                    checks at each call that the model is the one that was traced
+calls.py, untouched.py      arguments of a forward; restores a model after a trial run
+measure.py, report.py       bytes and tensors that a training forward keeps; the tables
+verification.py             `verify`: compares a step of the original and of the converted model
 """
 
 from .convert import convert, revert
 from .plan import MEMORY
-from .report import LayerReport, Report
+from .report import LayerReport, Report, TensorReport
 from .verification import Verification, verify
 
-__all__ = ["MEMORY", "LayerReport", "Report", "Verification", "convert", "revert", "verify"]
+__all__ = ["MEMORY", "LayerReport", "Report", "TensorReport", "Verification", "convert", "revert", "verify"]

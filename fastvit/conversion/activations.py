@@ -1,4 +1,4 @@
-"""Which modules and functions are the activations that `BatchNormAct` knows, and with which parameter."""
+"""Recognises the modules and functions that are activations of `BatchNormAct`, with their parameter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .watch import runs_as
 
 @dataclass(frozen=True)
 class Activation:
-    """An activation by BatchNormAct's name. `param` is leaky_relu's slope or elu's alpha, otherwise 0."""
+    """An activation by its name in BatchNormAct. `param` is leaky_relu's slope or elu's alpha, else 0."""
 
     name: str
     param: float = 0.0
@@ -32,7 +32,7 @@ def _gelu(approximate: str) -> Activation | None:
 
 
 def _leaky_relu(slope: float) -> Activation | None:
-    # slope 0 is relu: it takes nothing back, so it must not be taken for an invertible one
+    # Slope 0 is relu, which cannot be inverted.
     return Activation("relu") if slope == 0 else Activation("leaky_relu", float(slope))
 
 
@@ -51,7 +51,7 @@ _MODULES = {
     nn.Hardswish: lambda m: Activation("hardswish"),
 }
 
-# timm's own modules, by name: timm need not be installed.
+# timm's modules, by name, so that timm need not be installed.
 _TIMM = {
     "Swish": Activation("silu"),
     "SwishMe": Activation("silu"),
@@ -63,7 +63,7 @@ _TIMM = {
 
 
 def of_module(module: nn.Module) -> Activation | None:
-    """The activation that `module` is; None for any other. Exact types: a subclass may do something else."""
+    """The activation that `module` is, or None. Types are exact, since a subclass may differ."""
     kind = runs_as(module)
     if kind in _MODULES:
         return _MODULES[kind](module)
@@ -94,7 +94,7 @@ def of_function(target, args: tuple, kwargs: dict) -> Activation | None:
         return _FIXED[target]
     if target in _WITH_PARAM:
         name, default, make = _WITH_PARAM[target]
-        # gelu takes its option by keyword only
+        # gelu's option is keyword-only.
         value = kwargs.get(name, args[1] if len(args) > 1 else default)
         return make(value) if isinstance(value, str) or _is_number(value) else None
     return None
@@ -104,9 +104,9 @@ def _is_number(value) -> bool:
     return isinstance(value, (int, float)) and math.isfinite(value)
 
 
-# What keeps its own input for backward, so that a BatchNorm output read by it is kept. A node that is not
-# listed here (add, cat, mean, relu, a view) keeps its output or nothing.
-_KEEPS_INPUT_FUNCTIONS = frozenset(
+# Ops that save their input for backward. An op that is not listed (add, cat, mean, relu, a view) saves its
+# output or nothing.
+_SAVES_INPUT_FUNCTIONS = frozenset(
     {
         torch.conv1d, torch.conv2d, torch.conv3d, F.conv1d, F.conv2d, F.conv3d, F.linear,
         F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d,
@@ -116,14 +116,14 @@ _KEEPS_INPUT_FUNCTIONS = frozenset(
         F.max_pool2d, F.scaled_dot_product_attention,
     }
 )  # fmt: skip
-_KEEPS_INPUT_MODULES = (
+_SAVES_INPUT_MODULES = (
     nn.modules.conv._ConvNd, nn.Linear, nn.GELU, nn.SiLU, nn.Hardswish, nn.ReLU6, nn.LeakyReLU, nn.ELU,
     nn.PReLU, nn.Mish, nn.MaxPool2d, nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm,
 )  # fmt: skip
 
 
-def keeps_input(node: fx.Node, module: nn.Module | None) -> bool:
-    """Whether the op at `node` saves what it reads, by torch's derivative formulas."""
+def saves_input(node: fx.Node, module: nn.Module | None) -> bool:
+    """Whether the op at `node` saves its input for backward, by torch's derivative formulas."""
     if module is not None:
-        return issubclass(runs_as(module), _KEEPS_INPUT_MODULES)
-    return node.target in _KEEPS_INPUT_FUNCTIONS
+        return issubclass(runs_as(module), _SAVES_INPUT_MODULES)
+    return node.target in _SAVES_INPUT_FUNCTIONS

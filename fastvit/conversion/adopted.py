@@ -1,8 +1,8 @@
 """Swaps a module's class; identity, parameters and hooks stay.
 
-The new class is made of a mixin and the original class, so `isinstance` holds and the mixin's forward comes
-first. A pickle holds the mixin and the original class, because the new class is made on the fly. torch's
-parametrize and fully sharded models swap classes too, before or afterwards; their classes stay on top.
+The new class derives from a mixin and the original class, so `isinstance` holds and the mixin's forward comes
+first. The new class is made at run time, so a pickle names the mixin and the original class instead. torch's
+parametrize and FSDP swap classes too, before or after; their classes stay on top.
 """
 
 from __future__ import annotations
@@ -15,26 +15,44 @@ from functools import cache
 from torch import nn
 from torch.nn.utils import parametrize
 
+_ADOPTIONS = "_fastvit_adoptions"  # attribute: by mixin, the attributes before and the names of those set
+
 
 class Adopted:
-    """What the mixins have in common.
+    """Base of the mixins.
 
-    `_mixin`, `_original` and the forward that this had then are set on each class that `adopt` makes.
+    Each class that `adopt` makes has `_mixin`, `_original`, and `_fastvit_forward`, the forward that the
+    original class had at that time.
     """
 
     _mixin: type
     _original: type
     _fastvit_forward: Callable
+    _note = ""  # added to the class's qualified name
+
+    @staticmethod
+    def name_for(original: type) -> str:
+        return original.__name__
 
     def __reduce_ex__(self, protocol):
         made, arguments, *state = super().__reduce_ex__(protocol)
-        if made is not copyreg.__newobj__:  # a class that pickles in its own way
+        if made is not copyreg.__newobj__:  # a class with its own reduction
             return (made, arguments, *state)
         return (_blank, (self._mixin, self._original), *state)
 
+
+class Converted(Adopted):
+    """Base of the mixins of `fastvit.convert`."""
+
+    # Tools that look a class up by name print this when they do not find it.
+    _note = ".<converted, until fastvit.revert>"
+
     @property
     def qconfig(self) -> object:
-        """torch.ao.quantization's mark. It goes by exact classes, so it would pass over what is converted."""
+        """The attribute by which torch.ao.quantization marks a layer.
+
+        Quantization finds layers by their exact class, so it would miss converted ones; hence the error.
+        """
         if "qconfig" in self.__dict__:
             return self.__dict__["qconfig"]
         raise AttributeError("qconfig")
@@ -43,9 +61,9 @@ class Adopted:
     def qconfig(self, value: object) -> None:
         if value is not None:
             raise RuntimeError(
-                f"fastvit.convert: qconfig was set on a converted {self._original.__name__}, but "
-                "torch.ao.quantization finds layers by their exact classes, so it would quantise a converted "
-                "model in other places than the original; fastvit.revert(model) first, and prepare that"
+                f"fastvit.convert: qconfig was set on a converted {self._original.__name__}. "
+                "torch.ao.quantization finds layers by their exact class and would miss converted ones; "
+                "call fastvit.revert(model) first"
             )
         self.__dict__["qconfig"] = value
 
@@ -60,11 +78,10 @@ def _class(mixin: type, original: type) -> type:
         "_mixin": mixin,
         "_original": original,
         "__module__": original.__module__,
-        # what tools that look classes up print when they do not find this one
-        "__qualname__": f"{original.__qualname__}.<converted, until fastvit.revert>",
+        "__qualname__": original.__qualname__.removesuffix(mixin._note) + mixin._note,
         "__doc__": original.__doc__,
         "_fastvit_forward": original.forward,
-        # the format that state_dict writes and reads is the original's
+        # state_dict has the original's format.
         "_version": getattr(original, "_version", 1),
         "_load_from_state_dict": original._load_from_state_dict,
         "_save_to_state_dict": original._save_to_state_dict,
@@ -78,45 +95,60 @@ def _blank(mixin: type, original: type) -> nn.Module:
 
 
 def _over(bases: tuple[type, ...], top: type) -> type:
-    """`top` as it would be had it been made from `bases`."""
+    """A class like `top`, derived from `bases`."""
     namespace = {name: value for name, value in vars(top).items() if name not in ("__dict__", "__weakref__")}
     name = top.__name__
-    for before, after in zip(top.__bases__, bases, strict=True):  # parametrize's are called after their base
+    for before, after in zip(top.__bases__, bases, strict=True):  # parametrize names its classes by the base
         name = name.replace(before.__name__, after.__name__)
     return type(top)(name, bases, namespace)
 
 
-def _without(kind: type) -> type:
-    """The class that `kind` would be without the last mixin below it."""
-    if "_original" in vars(kind):
+def _without(kind: type, mixin: type) -> type:
+    """`kind` without `mixin` among its bases."""
+    if vars(kind).get("_mixin") is mixin:
         return kind._original
-    return _over(tuple(_without(b) if issubclass(b, Adopted) else b for b in kind.__bases__), kind)
+    if "_mixin" in vars(kind):
+        return _class(kind._mixin, _without(kind._original, mixin))
+    return _over(tuple(_without(b, mixin) if issubclass(b, mixin) else b for b in kind.__bases__), kind)
 
 
 def adopt(module: nn.Module, mixin: type, **attributes: object) -> None:
-    """Lets `module` do what `mixin` does, with attributes that `release` takes back."""
-    attributes["_fastvit_before"] = None  # a layer can be the whole model, and is adopted twice then
+    """Gives `module` a class derived from `mixin` and its own class, and sets `attributes` on it."""
     before = {name: module.__dict__[name] for name in attributes if name in module.__dict__}
     module.__dict__.update(attributes)
-    module.__dict__["_fastvit_before"] = (before, tuple(attributes))
+    adoptions = dict(module.__dict__.get(_ADOPTIONS, {}))  # a new one: a shallow copy shares the old
+    module.__dict__[_ADOPTIONS] = adoptions | {mixin: (before, tuple(attributes))}
     kind = type(module)
-    if parametrize.is_parametrized(module):  # which takes the first base for what was there before
+    if parametrize.is_parametrized(module):  # parametrize restores the first base
         module.__class__ = _over((_class(mixin, kind.__bases__[0]),), kind)
     else:
         module.__class__ = _class(mixin, kind)
 
 
-def release(module: nn.Module) -> None:
-    """Undoes `adopt`."""
-    before, names = module.__dict__["_fastvit_before"]
-    for name in names:
-        module.__dict__.pop(name, None)
+def release(module: nn.Module, mixin: type) -> dict[str, object]:
+    """Undoes `adopt(module, mixin)`; returns the attributes that it had set."""
+    adoptions = dict(module.__dict__.pop(_ADOPTIONS))
+    before, names = adoptions.pop(mixin)
+    attributes = {name: module.__dict__.pop(name) for name in names if name in module.__dict__}
     module.__dict__.update(before)
-    module.__class__ = _without(type(module))
+    if adoptions:
+        module.__dict__[_ADOPTIONS] = adoptions
+    module.__class__ = _without(type(module), mixin)
+    return attributes
+
+
+def class_of(module: nn.Module, mixin: type) -> type[Adopted]:
+    """The class that `adopt` made of `mixin`, or of a subclass of it, for `module`."""
+    return next(kind for kind in type(module).__mro__ if issubclass(vars(kind).get("_mixin", object), mixin))
+
+
+def conversions(module: nn.Module) -> list[type]:
+    """The mixins of `fastvit.convert` that `module` has, the last one first."""
+    return [mixin for mixin in reversed(module.__dict__.get(_ADOPTIONS, {})) if issubclass(mixin, Converted)]
 
 
 class References:
-    """Modules in order, not kept alive by it. A copy refers to the copies of those that are left."""
+    """Weak references to modules, in order. A copy refers to the copies of the modules."""
 
     def __init__(self, modules: Iterable[nn.Module | None]):
         self._all = self._to(modules)
@@ -126,7 +158,7 @@ class References:
         return tuple(None if module is None else weakref.ref(module) for module in modules)
 
     def __iter__(self):
-        """The modules; None for one that is gone, or was None."""
+        """The modules; None for one that was destroyed, or was None."""
         return (reference and reference() for reference in self._all)
 
     def are(self, modules: Iterable[nn.Module | None]) -> bool:

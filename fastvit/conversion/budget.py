@@ -1,9 +1,8 @@
-"""Which tensors are rebuilt so that a training forward keeps no more than a share of what it kept.
+"""Chooses which tensors to rebuild, so that a training forward keeps no more than a given share.
 
-The cheapest: those that free most bytes for the arithmetic of making them again. They are chosen by block and
-op, since the same op in another block is as cheap. Bytes and arithmetic are read from the graph of one
-training forward that rebuilds all it can; how many sites the budget takes is found by measuring, since what
-one site frees depends on the others (two may keep views of the same memory).
+A site is an op in a block. Sites are ordered by the bytes that they free per operation of rebuilding; both
+numbers are read from the graph of a training forward that rebuilds every site. The number of sites is found
+by bisection over measured forwards, because sites are not independent: two may save views of one storage.
 """
 
 from __future__ import annotations
@@ -16,18 +15,21 @@ from torch import nn
 from ..recompute import Policy
 from ..recompute.policy import Site
 from ..recompute.values import Value
-from .accounts import op_name, rebuilt
 from .calls import Arguments
+from .measure import kept_bytes, op_name, rebuilt_values
 from .rebuilding import RebuiltBlock
 from .runtime import ConvertedRoot
-from .sizes import kept_bytes
 
 
-def keep_to(model: nn.Module, arguments: Arguments, budget: float, before: int, policy: Policy) -> str:
-    """Restricts what `model`, converted with `policy`, rebuilds; returns what was chosen, for the report."""
+def apply_budget(model: nn.Module, arguments: Arguments, budget: float, before: int, policy: Policy) -> str:
+    """Sets the sites that `model`, converted with `policy`, rebuilds; returns a line for the report.
+
+    Args:
+        before: bytes that a training forward of the original keeps.
+    """
     fewest = 0
     sites: list[Site] = []
-    for products in (False, True):  # which come last: they take an order more arithmetic
+    for products in (False, True):  # products last: they take an order of magnitude more arithmetic
         policy = dataclasses.replace(policy, products=products)
         fewest = len(sites)
         everything, found = _sites(model, arguments, policy)
@@ -52,23 +54,24 @@ def keep_to(model: nn.Module, arguments: Arguments, budget: float, before: int, 
 
 
 def _sites(model: nn.Module, arguments: Arguments, policy: Policy) -> tuple[int, list[Site]]:
-    """What a forward keeps with `policy`, and what it rebuilds: most bytes for its arithmetic first."""
-    saved: Counter[Site | None] = Counter()
+    """The bytes that a forward keeps with `policy`, and its sites: most bytes per operation first."""
+    freed: Counter[Site | None] = Counter()
     work: Counter[Site | None] = Counter()
 
     def look(result: object) -> None:
-        for value in rebuilt(result, model):
-            saved[value.site] += value.nbytes
+        for value in rebuilt_values(result, model):
+            freed[value.site] += value.nbytes
             work[value.site] += _arithmetic(value, value.nbytes)
 
     _restrict(model, policy)
     kept, _ = kept_bytes(model, arguments, look)
-    return kept, sorted(saved, key=lambda site: -saved[site] / work[site])  # alike in their order
+    return kept, sorted(freed, key=lambda site: -freed[site] / work[site])
 
 
 def _arithmetic(value: Value, nbytes: int) -> int:
-    """Operations, up to a constant, that rebuild `value` from what somebody has saved, kept or rebuilt
-    itself; what nobody has saved on the way is taken to be of its size.
+    """Operations, up to a constant, that rebuild `value` from saved values.
+
+    Unsaved values in between are rebuilt on the way, and are taken to be of the same size.
     """
     todo, total = [value], 0
     while todo:
@@ -90,7 +93,7 @@ def _restrict(model: nn.Module, policy: Policy) -> None:
 
 
 def _described(chosen: list[Site], sites: list[Site]) -> str:
-    """Ops, and in how many of the blocks that have them."""
+    """The chosen ops, each with the number of blocks that rebuild it and of blocks that have it."""
     some, all_ = (Counter(op_name(op) for _, op in which) for which in (chosen, sites))
     parts = [f"{op} in {count} of {all_[op]} blocks" for op, count in some.items()]
-    return ", ".join(parts) or "nothing: fused layers meet it"
+    return ", ".join(parts) or "nothing: fused layers alone meet it"

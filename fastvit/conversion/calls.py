@@ -1,7 +1,8 @@
-"""How a forward is called: which arguments a trace takes as they are, and whether a call is the same."""
+"""The arguments of a forward: which of them a trace takes as constants, and whether two calls are alike."""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 
@@ -13,7 +14,7 @@ Arguments = tuple[tuple, dict[str, object]]
 
 
 def as_arguments(inputs: Tensor | Sequence | Mapping | None) -> Arguments | None:
-    """Positional and keyword arguments from what a caller names `inputs`."""
+    """Positional and keyword arguments from a tensor, a tuple of arguments or a dict of keyword arguments."""
     if inputs is None:
         return None
     if isinstance(inputs, Mapping):
@@ -34,14 +35,14 @@ class Signature:
         self.defaults = {p.name: p.default for p in named if p.default is not p.empty}
 
     def bind(self, args: tuple, kwargs: Mapping[str, object]) -> dict[str, object]:
-        """Every argument by its name, however it was given, and the defaults of those that were not."""
+        """Every argument by its name, defaults included."""
         return self.defaults | dict(zip(self.positional, args, strict=False)) | kwargs
 
     def constants(self, args: tuple, kwargs: Mapping[str, object]) -> dict[str, object]:
-        """The arguments that a trace of this call takes as they are, in place of a stand-in for any value.
+        """The arguments that a trace of this call takes as constants; the others become proxies.
 
-        Defaults and plain values. Tensors and other objects are different ones in every call, and so may a
-        number be that has no default.
+        Constants are defaults and plain values. A tensor, another object, or a number without a default may
+        differ in every call.
         """
         return {name: value for name, value in self.bind(args, kwargs).items() if self._constant(name, value)}
 
@@ -53,6 +54,13 @@ class Signature:
 
 
 _PLAIN = (type(None), int, float, str, torch.dtype, torch.device, torch.Size)
+
+
+def plain_output(output: object) -> object:
+    """A dataclass (as in transformers) or a mapping as a dict, which pytree flattens."""
+    if dataclasses.is_dataclass(output):
+        return vars(output)
+    return dict(output) if isinstance(output, Mapping) else output
 
 
 def same_value(a: object, b: object) -> bool:

@@ -1,6 +1,7 @@
-"""Exceptions that a forward catches while it is traced.
+"""Finds exceptions that a forward catches while it is traced.
 
-A forward that catches what a stand-in for a tensor cannot do goes another way than it does with tensors.
+A forward may catch the error that a proxy raises where a tensor would not. It then takes another branch than
+it takes with tensors, and its trace is worthless.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def noting_errors(errors: list[str]) -> Iterator[None]:
-    """Collects in `errors` the exceptions that reach code of a model, whether it catches them or not."""
+    """Collects in `errors` the exceptions that reach code of a model, caught or not."""
     others: set[int] = set()
 
     def in_function(frame: types.FrameType, event: str, argument: tuple):
@@ -22,7 +23,7 @@ def noting_errors(errors: list[str]) -> Iterator[None]:
         return in_function
 
     def at_call(frame: types.FrameType, event: str, argument: object):
-        if id(frame.f_globals) in others:  # most calls, and this is called for each
+        if id(frame.f_globals) in others:  # a fast path: this function runs at every call
             return None
         if _module(frame).split(".")[0] in _NOT_MODELS:
             others.add(id(frame.f_globals))
@@ -30,7 +31,7 @@ def noting_errors(errors: list[str]) -> Iterator[None]:
         caller = frame.f_back
         while _module(caller) in _PASS_ON:
             caller = caller.f_back
-        # an import, or torch at its own work, may come to code that is neither torch's nor the model's
+        # Code called by an import or by torch's internals is not the model's.
         if getattr(caller, "f_trace", None) is not in_function and not _module(caller).startswith(
             _CALL_MODELS
         ):
@@ -46,7 +47,7 @@ def noting_errors(errors: list[str]) -> Iterator[None]:
         sys.settrace(before)
 
 
-# how iteration ends, and how it is asked what is there; a stand-in has all attributes
+# Iteration ends by the first two; hasattr and optional imports use the others. A proxy has all attributes.
 _ORDINARY_ERRORS = (StopIteration, GeneratorExit, AttributeError, ImportError)
 _NOT_MODELS = {"torch", "fastvit", *sys.stdlib_module_names} - {"__main__"}
 _CALL_MODELS = ("torch.nn.modules.", "torch.fx._symbolic_trace")
@@ -64,6 +65,6 @@ def _module(frame: types.FrameType | None) -> str:
 
 
 def refuse_swallowed(errors: list[str]) -> None:
-    """Ends a trace in which a forward has caught an exception."""
+    """Raises when a forward has caught one of `errors` during a trace."""
     if errors:
-        raise NotImplementedError(f"caught in a forward, which went on: {', '.join(errors)}")
+        raise NotImplementedError(f"the forward caught an exception: {', '.join(errors)}")

@@ -11,13 +11,13 @@ from torch import Tensor, fx, nn
 
 from ..recompute import Policy
 from . import exporting, layers, tracing
-from .accounts import Saved, account
-from .adopted import Adopted, References, adopt, release
-from .budget import keep_to
+from .adopted import References, adopt, conversions, release
+from .budget import apply_budget
 from .calls import Arguments, as_arguments
+from .measure import Observed, account, kept_bytes, observe
 from .plan import MEMORY, LayerPlan, LayerPlanner
 from .rebuilding import adopt_blocks
-from .report import LayerReport, Report
+from .report import LayerReport, Report, TensorReport
 from .runtime import (
     AbsorbedActivation,
     ConvertedNorm,
@@ -27,7 +27,6 @@ from .runtime import (
     Proven,
     adopt_norm,
 )
-from .sizes import Observed, kept_bytes, observe
 
 _REBUILDS = ("auto", "gemm", "recompute")
 
@@ -40,79 +39,80 @@ def convert(
     weight_casts: bool = False,
     budget: float | None = None,
 ) -> tuple[nn.Module, Report]:
-    """Lets a model keep less for backward: BatchNorm and its activation become one layer wherever that is
-    proven safe, and outputs of LayerNorms, activations, gates and the like are rebuilt, to the same bits.
+    """Reduces the memory that a model keeps for backward.
+
+    BatchNorm and its activation become one layer where that is proven safe. Outputs of LayerNorms,
+    activations, gates and other cheap ops are rebuilt in the backward pass, to the same bits.
 
     Args:
-        model: changed in place. Layers stay the objects they are, in a class derived from the one they had:
-            parameters, buffers, state_dict, hooks, requires_grad and training flags are untouched, and
-            optimizers built before stay valid. No forward is rewritten, and no Linear touched.
+        model: changed in place. Modules stay the same objects, with a class derived from their own.
+            Parameters, buffers, state_dict, hooks, requires_grad and training flags do not change, and
+            optimizers built before stay valid. No forward is rewritten, and no Linear is replaced.
         memory: "auto" overwrites a BatchNorm's input where that is proven safe and the activation can be
-            inverted, and rebuilds what takes no matrix product elsewhere. "gemm" rebuilds the output of
-            Linears too that are no narrower than their input: less still, for more time. "recompute" is
-            "auto" without overwriting. "inplace" converts only what may be overwritten. "keep" fuses
-            BatchNorm and activation without saving memory.
-        example_inputs: what forward takes in training (a tensor, a tuple of arguments or a dict of keyword
-            arguments). A training forward is run with a copy of them before the conversion, which keeps
-            nothing, and one after, which keeps what a step does: the report has the difference. Where that
-            is not possible the report estimates, and says why. This is also the call that is traced.
-        weight_casts: cast weights again in the backward pass instead of keeping the copies in half precision
-            that autocast makes of them: 2 bytes for each element of a weight, whatever the batch. A weight
-            that is written to before the backward is then an error; a write through `weight.data` goes
-            unnoticed, and the gradient is that of the new weight.
-        budget: the share of what the model keeps now that it is to keep, above 0 and below 1: 0.5 for half.
-            Rebuilds no more than that takes, of everything that "gemm" would, what saves most bytes for its
-            arithmetic first, by measured training forwards; so it wants example_inputs. The report says what
-            was chosen, or that all of it is not enough.
+            inverted; elsewhere it rebuilds outputs that take no matrix product. "gemm" also rebuilds the
+            output of Linears that are no narrower than their input: less memory, more time. "recompute" is
+            "auto" without overwriting. "inplace" converts only layers whose input may be overwritten. "keep"
+            fuses BatchNorm and activation without reducing memory.
+        example_inputs: inputs of a training forward (a tensor, a tuple of arguments or a dict of keyword
+            arguments). A training forward runs with a copy of them before the conversion, in which nothing
+            is kept, and another after it; the report has the difference. Where a forward cannot be measured
+            the report has an estimate and the reason. The trace follows the same call.
+        weight_casts: cast weights again in backward instead of keeping the half-precision copies that
+            autocast makes: 2 bytes for each element of a weight, at any batch size. A write to a weight
+            before the backward is then an error. A write through `weight.data` is not noticed, and the
+            gradient is that of the new weight.
+        budget: the share of the kept bytes that remains, above 0 and below 1: 0.5 for half. Of the outputs
+            that "gemm" rebuilds it takes only as many as the budget needs, those with most bytes per
+            operation first. It measures training forwards, so it needs `example_inputs`. The report says
+            which outputs were chosen, or that the budget cannot be met.
 
-    Returns the model, and a `Report` that prints as tables: what a training forward keeps before and after,
-    both measured; the tensors that it keeps or rebuilds, from what, and why some are left; and per BatchNorm
-    layer its mode and the reason. `report.plot(path)` draws it.
+    Returns:
+        The model, and a `Report` that prints as tables: the bytes that a training forward keeps before and
+        after, both measured; the tensors that it keeps or rebuilds, from what, and why some are not rebuilt;
+        the mode of each BatchNorm layer, with the reason. `report.plot(path)` draws it.
 
-    Outputs that are rebuilt: of LayerNorm, RMSNorm and modules that are one of them, GELU, SiLU and other
-    activations, products (gates, LayerScale), sums, casts, concatenations, rolls and copies, wherever what
-    they are made from is kept anyhow. How they were made is read from autograd's graph as the forward runs,
-    whatever the model is, and the same op makes them again; `fastvit.recompute_scope` tells more. The model
-    and each of its blocks do so when they are called.
+    Rebuilt are outputs of LayerNorm, RMSNorm and modules that call one of them once, of GELU, SiLU and other
+    activations, of products (gates, LayerScale), sums, casts, concatenations, rolls and copies, where the
+    inputs of the op are kept for another reason. The op and its inputs are read from autograd's graph as the
+    forward runs, so this works for any model; `fastvit.recompute_scope` describes it. The model and each of
+    its blocks open such a scope when they are called.
 
-    BatchNorms that are found: torch's BatchNorm1d/2d/3d and SyncBatchNorm, fastvit's SyncBatchNorm, timm's
-    BatchNormAct2d and mapillary's ABN; an activation module that reads the layer's output alone, through
-    views and Identity; the addition of a residual in between, where nothing else runs between the three and
-    somebody keeps the residual for backward anyhow. A layer that an activation function follows is rebuilt by
-    itself where somebody keeps its output. Other subclasses are left and named. Who reads what is known from
-    tracing the forward symbolically, in training and in evaluation, called as with the example inputs, or
-    with default arguments where there are none; modules that cannot be traced are taken in the pieces that
-    can, and where that leaves a layer alone torch.export is asked, if there are example inputs.
+    Converted BatchNorms are torch's BatchNorm1d/2d/3d and SyncBatchNorm, fastvit's SyncBatchNorm, timm's
+    BatchNormAct2d and mapillary's ABN. A layer is fused with an activation module that is the only reader of
+    its output, through views and Identity. It is fused with the addition of a residual in between too, where
+    no other op runs between the three and another op saves the residual for backward. Where an activation
+    function follows, the layer's output is rebuilt if an op saves it. Other subclasses are left, and the
+    report names them. Readers are found by tracing the forward symbolically, in training and in evaluation,
+    with the call of the example inputs, or with default arguments. Of modules that cannot be traced, the
+    children are. Where a layer is still left and there are example inputs, torch.export traces the model.
 
-    But for its classes the model is left as it was, whatever its forward changes: attributes, buffers,
-    parameters, caches, hooks' counts and random states are put back. What a forward does to the world outside
-    (a file, say) is done.
+    Trial runs leave the model as it was: attributes, buffers, parameters, caches, counts of hooks and random
+    states are restored. Effects outside of the process (a written file, for example) remain.
 
-    A converted BatchNorm is what it was outside the forward that was traced, in another call (tensors where
-    there were none or the other way round, other values of arguments with defaults; where torch.export was
-    asked, other shapes and dtypes too), under torch.compile and exporters, and once somebody registers a hook
-    that would see another tensor. So it is, and a warning says why, once something is another than it was
-    when the model was converted: a module; a forward, another method or a plain value (a flag, a number, a
-    word, a dtype, a short list of these) of a class, of a module or of a configuration object that a module
-    holds. Convert again then. What a forward changes itself, module-level variables and the insides of other
-    objects are not watched.
+    A converted BatchNorm runs as the original layer outside of the traced forward; in another call (a tensor
+    in place of None or the reverse, another value of an argument with a default, and after torch.export other
+    shapes or dtypes); under torch.compile and exporters; and when a hook is registered that would see another
+    tensor. It also does, with a warning, when the model has changed since the conversion: a module; or a
+    method or plain value (a flag, a number, a string, a dtype, a short list of these) of a class, of a module
+    or of a configuration object in a module. Convert again then. Changes by the forward itself, module-level
+    variables and attributes of other objects are not checked.
 
-    convert_syncbn_model may come before or after. torch.jit.script and torch.ao.quantization want `revert`
+    `convert_syncbn_model` may come before or after. torch.jit.script and torch.ao.quantization need `revert`
     first. Converted BatchNorms are differentiable once, in reverse mode. A forward that catches an exception
-    while it is traced counts as one that cannot be. What tracing does not follow (a branch on a random
-    number, say) it takes as it came out then: `verify` is the test.
+    while it is traced counts as one that cannot be traced. A trace has one outcome of a branch that depends
+    on a random number; `verify` tests the others.
 
     Raises:
-        ValueError: `memory` or `budget` is none of the above, `weight_casts` comes with a `memory` that
-            rebuilds nothing, `budget` with another than "auto" or without a forward that can be measured, or
-            `model` is a torch.fx.GraphModule.
+        ValueError: `memory` or `budget` is none of the above, `weight_casts` is given with a `memory` that
+            rebuilds nothing, `budget` with a `memory` other than "auto" or without a forward that can be
+            measured, or `model` is a torch.fx.GraphModule.
     """
     if memory not in MEMORY:
         raise ValueError(f"convert: memory is {memory!r}; one of {', '.join(MEMORY)} expected")
     _check_extent(memory, weight_casts, budget, example_inputs)
     if isinstance(model, fx.GraphModule):
         raise ValueError(
-            "convert: model is a torch.fx.GraphModule, which generates its own forward; "
+            "convert: model is a torch.fx.GraphModule, whose forward is generated; "
             "convert the module that it was traced from"
         )
     revert(model)
@@ -121,7 +121,7 @@ def convert(
     before = observe(model, norms, arguments) if arguments else Observed()
     if budget is not None and before.kept is None:
         raise ValueError(
-            f"convert: budget wants a training forward that can be measured; {before.unmeasured}"
+            f"convert: budget needs a training forward that can be measured; {before.unmeasured}"
         )
     traces, untraced = tracing.trace(model, before.constants)
     planner = LayerPlanner(model, memory)
@@ -138,7 +138,7 @@ def convert(
         adopt_blocks(model, policy)
     _apply(model, [plan for plan in plans if plan.mode != "left"], planner.names, traces, policy)
     try:
-        chosen = "" if budget is None else keep_to(model, arguments, budget, before.kept, policy)
+        chosen = "" if budget is None else apply_budget(model, arguments, budget, before.kept, policy)
     except BaseException:
         revert(model)
         raise
@@ -163,20 +163,24 @@ def _check_extent(memory: str, weight_casts: bool, budget: float | None, example
     if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not 0 < budget < 1:
         raise ValueError(f"convert: budget is {budget!r}; a number above 0 and below 1 expected")
     if memory != "auto":
-        raise ValueError(f"convert: budget with memory={memory!r}; 'auto' expected, it chooses how far to go")
+        raise ValueError(
+            f"convert: budget with memory={memory!r}; 'auto' expected, since the budget sets the extent"
+        )
     if example_inputs is None:
-        raise ValueError("convert: budget without example_inputs, with which to measure what is kept")
+        raise ValueError("convert: budget without example_inputs; they are needed to measure a forward")
 
 
 def _measured(
     model: nn.Module, arguments: Arguments | None, before: Observed
-) -> tuple[int | None, str, set[nn.Module], list[Saved]]:
-    """What a training forward of the converted model keeps, or why that is not known; layers at rest; of what
-    tensors that is.
+) -> tuple[int | None, str, set[nn.Module], list[TensorReport]]:
+    """Measures a training forward of the converted model.
+
+    Returns:
+        The kept bytes, or None and the reason; the layers that did not run as converted; the saved tensors.
     """
     if before.kept is None:
         return None, before.unmeasured, set(), []
-    tensors: list[Saved] = []
+    tensors: list[TensorReport] = []
     try:
         kept, ran = kept_bytes(model, arguments, lambda result: tensors.extend(account(result, model)))
     except torch.OutOfMemoryError:
@@ -186,7 +190,7 @@ def _measured(
         raise
     for module in model.modules():
         if isinstance(module, ConvertedRoot):
-            module._proof.begin(module)  # from what was put back after the run
+            module._proof.begin(module)  # records the restored state
     norms = (module for module in model.modules() if isinstance(module, (ConvertedNorm, ConvertedNormSync)))
     return kept, "", set(norms) - ran, tensors
 
@@ -198,12 +202,14 @@ def _row(plan: LayerPlan, kind: str, size: int | None, idle: bool) -> LayerRepor
         after = plan.kept_before if idle else plan.kept_after
         kept, saved = after * size, (plan.kept_before - after) * size
     if idle:
-        reason += "; not with the example inputs, whose forward is not the traced one there"
+        reason += (
+            "; with the example inputs it runs as the original, since their forward was not traced there"
+        )
     return LayerReport(plan.name, kind, str(plan.activation), plan.mode, reason, kept, saved)
 
 
 def _holds_norms(module: nn.Module) -> bool:
-    """Whether a BatchNorm is among the children whose outputs only this module's forward sees."""
+    """Whether a child is a BatchNorm, whose output only the forward of `module` reads."""
     return any(isinstance(child, nn.modules.batchnorm._NormBase) for child in module.children())
 
 
@@ -254,8 +260,8 @@ def _apply(
 
 
 def revert(model: nn.Module) -> nn.Module:
-    """Undoes `convert` in `model`, in place, and returns `model`; the classes and attributes of before."""
+    """Undoes `convert` in place: restores the original classes and attributes. Returns `model`."""
     for module in model.modules():
-        while isinstance(module, Adopted):
-            release(module)
+        for mixin in conversions(module):
+            release(module, mixin)
     return model

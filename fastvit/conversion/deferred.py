@@ -1,9 +1,9 @@
-"""The output of a BatchNorm that waits for its residual and its activation, so that one pass does all three.
+"""A deferred output of a BatchNorm, so that one pass normalises, adds the residual and activates.
 
-The trace proves that nothing else runs in between: the layer's output is read by one addition, the sum by one
-activation. So the layer returns a stand-in that has no values; the addition, which is the user's code and
-stays as it is, hands it the residual; and the activation has the layer compute. Whoever else reads a stand-in
-after all gets what the original modules compute.
+The trace proves that no other op runs in between: one addition reads the layer's output, and one activation
+reads the sum. The layer returns a `Deferred` tensor without values. The addition, which is the user's code
+and runs as it is, records the residual. The activation runs the layer. Any other op that reads a `Deferred`
+tensor gets the values that the original modules compute.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ _METADATA = (
 
 def _refuse_gradient(_: Tensor) -> None:
     raise RuntimeError(
-        "fastvit.convert: an autograd.Function has read an output that was to be fused with an addition and "
-        "an activation; the forward has changed since it was traced; convert the model again"
+        "fastvit.convert: an autograd.Function has read the output of a layer that is fused with the "
+        "addition and the activation after it; the forward has changed since it was traced; convert the "
+        "model again"
     )
 
 
 class Deferred(Tensor):
-    """`layer(x)`, or `layer(x) + z`, not computed yet; has the shape, dtype and device that it will have."""
+    """`layer(x)`, or `layer(x) + z`, not computed yet; has the shape, dtype and device of the result."""
 
     layer: nn.Module
     x: Tensor
@@ -47,8 +48,8 @@ class Deferred(Tensor):
         self.value: Tensor | None = None
         self.done = False
         if self.gradients:
-            # An autograd.Function is given its inputs without being asked: what it makes of this one would
-            # be cut off from the layer.
+            # An autograd.Function reads its inputs without __torch_function__. Its result would have no
+            # gradient path to the layer.
             with torch._C.DisableTorchFunctionSubclass():
                 self.requires_grad_().register_hook(_refuse_gradient)
 
@@ -56,10 +57,10 @@ class Deferred(Tensor):
         return [None if t is None or t.is_inference() else t._version for t in (self.x, self.z)]
 
     def plus(self, z: object) -> Deferred | None:
-        """The sum, not computed either; None where the layer cannot add `z` to the same result."""
-        if not self._is_as_it_was() or self.z is not None or type(z) is not Tensor:
+        """The deferred sum; None where the layer cannot add `z` with the same result."""
+        if not self._is_valid() or self.z is not None or type(z) is not Tensor:
             return None
-        # the sum of two memory formats may have either
+        # The sum of two memory formats may have either.
         if any(getattr(z, what) != getattr(self.x, what) for what in ("shape", "dtype", "device", "layout")):
             return None
         if z.stride() != self.x.stride():
@@ -68,14 +69,14 @@ class Deferred(Tensor):
         return Deferred(self.layer, self.x, z)
 
     def activated(self) -> Tensor | None:
-        """What comes out of the activation, by one pass; None where that is not what was deferred."""
-        if self.z is None or not self._is_as_it_was():
+        """The activated sum, in one pass; None without a residual, or when a tensor has changed."""
+        if self.z is None or not self._is_valid():
             return None
         self.done = True
-        # by name: a fastvit.SyncBatchNorm comes before it in the order of classes
+        # By name, since a fastvit.SyncBatchNorm comes first in the method resolution order.
         return BatchNormAct.forward(self.layer, self.x, self.z)
 
-    def _is_as_it_was(self) -> bool:
+    def _is_valid(self) -> bool:
         untouched = self.value is None and not self.done and self._versions() == self.versions
         return untouched and torch.is_grad_enabled() == self.gradients
 
@@ -84,13 +85,13 @@ class Deferred(Tensor):
         if self.value is None:
             if self.done or self._versions() != self.versions:
                 raise RuntimeError(
-                    f"fastvit.convert: {type(self.layer).__name__} was to be fused with an addition and an "
-                    "activation, but the forward has changed since it was traced "
-                    f"({'its output is read again' if self.done else 'what it reads was overwritten'}); "
+                    f"fastvit.convert: {type(self.layer).__name__} is fused with the addition and the "
+                    "activation after it, but the forward has changed since it was traced "
+                    f"({'its output is read again' if self.done else 'an input of it was overwritten'}); "
                     "convert the model again"
                 )
             with torch.set_grad_enabled(self.gradients):
-                y = self.layer._original.forward(self.layer, self.x)
+                y = self.layer._plain.forward(self.layer, self.x)
                 self.value = y if self.z is None else y + self.z
         return self.value
 
@@ -113,4 +114,4 @@ class Deferred(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        raise RuntimeError(f"fastvit.convert: {function} was given an output that has not been computed yet")
+        raise RuntimeError(f"fastvit.convert: {function} was given a deferred output of a fused layer")

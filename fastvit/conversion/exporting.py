@@ -1,7 +1,7 @@
-"""Who reads which tensor, by torch.export: for layers whose module cannot be traced symbolically.
+"""Traces a model by torch.export, for layers whose module cannot be traced symbolically.
 
 An export follows one forward with real shapes, so control flow may depend on them. Its graph of aten ops is
-rewritten into the terms of tracing.py: modules where an op is a module, torch's functions and methods
+rewritten as a graph of tracing.py: calls of modules where an op is a module, torch's functions and methods
 elsewhere.
 """
 
@@ -29,7 +29,7 @@ from .tracing import Trace
 from .untouched import untouched
 from .watch import runs_as
 
-# The op that is the module's own; BatchNorm counts its batches by another.
+# The op that a module consists of. BatchNorm has a second one, which counts its batches.
 _OPS = {
     "batch_norm", "linear", "relu", "relu6", "hardtanh", "leaky_relu", "elu", "gelu", "silu", "hardswish",
     "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
@@ -46,7 +46,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 def trace(model: nn.Module, arguments: Arguments) -> list[Trace]:
     """The graphs of `model` in training and in evaluation; none where it cannot be exported."""
     traces: list[Trace] = []
-    if "forward" in model.__dict__:  # then not the class's runs, which is where a proof is looked up
+    if "forward" in model.__dict__:  # then the forward of the class, which checks the proof, does not run
         return traces
     args, kwargs = arguments
     constants = Signature(type(model).forward).constants(args, kwargs)
@@ -54,17 +54,17 @@ def trace(model: nn.Module, arguments: Arguments) -> list[Trace]:
         for training in (True, False):
             for module in model.modules():
                 module.__dict__["training"] = training
-                # hooks are the user's, and must not be shown fake tensors
+                # The user's hooks must not see fake tensors.
                 module.__dict__.update({kind: OrderedDict() for kind in _HOOKS})
-            left = _note_left_tensors(model)
+            stored = _note_stored_tensors(model)
             errors: list[str] = []
             try:
                 with noting_errors(errors):
                     program = torch.export.export(model, args, kwargs, strict=False)
                 refuse_swallowed(errors)
-            except Exception:  # data-dependent control flow, ops without a fake: as many reasons as models
+            except Exception:  # data-dependent control flow, ops without a fake, and others
                 continue
-            if left:
+            if stored:
                 continue
             traces.append(_Rewriter(model, training, program.graph, constants).trace())
             traces[-1].example = arguments
@@ -73,7 +73,7 @@ def trace(model: nn.Module, arguments: Arguments) -> list[Trace]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """What torch's exporter logs, warns of and prints is not shown, unlike what the model's own code does."""
+    """Silences logs, warnings and prints of torch's exporter, but not those of the model's code."""
     here = threading.get_ident()
 
     def of_another_thread(record: logging.LogRecord) -> bool:
@@ -82,7 +82,7 @@ def _quiet() -> Iterator[None]:
     with contextlib.ExitStack() as undo:
         undo.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", module=r"(torch|fastvit|contextlib)(\.|$)")
-        # it prints the graph up to an error, whoever catches that
+        # The exporter prints the graph at an error, even at one that is caught.
         undo.enter_context(mock.patch("torch.export._trace.print", lambda *_, **__: None, create=True))
         for name in list(logging.root.manager.loggerDict):
             if name.split(".")[0] == "torch":
@@ -91,26 +91,26 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _note_left_tensors(model: nn.Module) -> list[object]:
-    """Collects what the forward leaves in attributes: it may be read there, which no graph says.
+def _note_stored_tensors(model: nn.Module) -> list[object]:
+    """Collects tensors that the forward stores in attributes, where they may be read outside of the graph.
 
-    By a hook, since torch.export puts attributes back before it returns.
+    A hook collects them, since torch.export restores attributes before it returns.
     """
-    left: list[object] = []
+    stored: list[object] = []
 
     def note(*_: object) -> None:
         held = [
             value
             for module in model.modules()
             for name, value in module.__dict__.items()
-            if name not in ("_parameters", "_buffers")  # fake ones while it runs
+            if name not in ("_parameters", "_buffers")  # fake while the forward runs
         ]
-        left.extend(
+        stored.extend(
             leaf for leaf in pytree.tree_leaves(held) if isinstance(leaf, (FakeTensor, FunctionalTensor))
         )
 
-    model.register_forward_hook(note)  # `untouched` takes it away
-    return left
+    model.register_forward_hook(note)  # `untouched` removes it
+    return stored
 
 
 class _Rewriter:
@@ -137,7 +137,7 @@ class _Rewriter:
             made = self.graph.output(args[0])
         elif node.op == "call_function":
             made = self._call(node, args, kwargs)
-        else:  # the graph of a region, under autocast say: opaque to those outside
+        else:  # the graph of a region (under autocast, for example), which is opaque
             made = self.graph.create_node(node.op, node.target, args, kwargs)
         self.nodes[node] = made
         self.stacks.setdefault(made, self._stack(node))
@@ -151,7 +151,7 @@ class _Rewriter:
         stack = self._stack(node)
         inside = next((m for m in stack[:-1] if layers.find(m) is not None), None)
         if inside is not None:
-            return args[0]  # the activation inside a layer is the layer's
+            return args[0]  # the layer's call includes its activation
         path = self._path(node)
         if stack and plain in _OPS and self._is_one_op(stack[-1]):
             return self.graph.call_module(path, args[:1])
@@ -180,7 +180,7 @@ class _Rewriter:
         return [self.model.get_submodule(path) for path in paths if path]
 
     def _seen_by(self) -> dict[fx.Node, list[nn.Module]]:
-        # an Identity leaves no op behind, so each of them may be the one that passes a tensor on
+        # An Identity has no op in the graph, so each of them may have received any tensor.
         identities = [module for module in self.model.modules() if runs_as(module) is nn.Identity]
         seen: dict[fx.Node, list[nn.Module]] = defaultdict(list)
         for node in self.graph.nodes:

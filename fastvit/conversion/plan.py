@@ -1,4 +1,4 @@
-"""Decides, layer by layer, what a BatchNorm becomes: in place, recomputing, plainly fused, or left."""
+"""Chooses the mode of each BatchNorm layer: in place, recompute, keep (fused without rebuilding), or left."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from torch import fx, nn
 
 from .._arguments import IN_PLACE_ACTIVATIONS
-from . import layers, prove, residuals
+from . import layers, prove
 from .activations import IDENTITY, Activation
-from .chain import Chain
+from .chain import Chain, is_saved, origin
 from .layers import BatchNormSite
 from .tracing import Trace
 
@@ -21,21 +21,22 @@ MEMORY = ("auto", "gemm", "recompute", "inplace", "keep")
 
 @dataclass
 class LayerPlan:
-    """What one layer becomes, and why. `mode` is a memory mode of BatchNormAct, or "left"."""
+    """The mode of one layer, with the reason. `mode` is a memory mode of BatchNormAct, or "left"."""
 
     name: str
     layer: BatchNormSite
     mode: str
     activation: Activation
     reason: str
-    # The traced modules in whose forwards it is proven, each with the values of `training` that it is for.
+    # The traced modules in whose forwards the plan is proven, each with the values of `training` it holds
+    # for.
     roots: dict[nn.Module, set[bool]] = field(default_factory=dict)
-    absorbs: list[nn.Module] = field(default_factory=list)  # activation modules that it does the work of
-    adds: bool = False  # it adds a residual before
-    watched: list[nn.Module] = field(default_factory=list)  # a hook on one of these makes the plan void
+    absorbs: list[nn.Module] = field(default_factory=list)  # activation modules that the layer replaces
+    adds: bool = False  # the layer adds a residual before its activation
+    watched: list[nn.Module] = field(default_factory=list)  # a hook on one of these invalidates the plan
     through_views: bool = False  # there is a view between the layer and its activation
-    reshaped: bool = False  # one that copies what is not contiguous
-    # Tensors of the output's size that it and its activation keep for backward, as found and as planned.
+    reshaped: bool = False  # there is a reshape, which copies a tensor that is not contiguous
+    # Tensors of the output's size that the layer and its activation keep for backward, before and after.
     kept_before: int = 1
     kept_after: int = 1
 
@@ -50,7 +51,7 @@ class _Site:
 
     @property
     def given(self) -> fx.Node | None:
-        """The residual that the layer itself is called with."""
+        """The residual argument of the call."""
         return self.call.args[1] if len(self.call.args) > 1 else self.call.kwargs.get("z")
 
     @property
@@ -64,19 +65,20 @@ class LayerPlanner:
     def __init__(self, model: nn.Module, memory: str):
         self.model = model
         self.names = {module: name for name, module in model.named_modules()}
-        self.memory = "auto" if memory == "gemm" else memory  # which differ in other layers alone
-        self._rebuilt: set[fx.Node] = set()  # values that backward finds as a recipe
+        self.memory = "auto" if memory == "gemm" else memory  # they differ only in other layers
+        self._rebuilt: set[fx.Node] = set()  # values that backward rebuilds
 
     def plans(
         self, traces: list[Trace], settled: Mapping[str, LayerPlan] = MappingProxyType({})
     ) -> list[LayerPlan]:
-        """In the order of the model's modules; those that are `settled` stay."""
+        """A plan for each layer, in the order of the model's modules. Plans in `settled` are taken over."""
         found = [(name, layer) for module, name in self.names.items() if (layer := layers.find(module))]
         order = {node: i for i, node in enumerate(node for trace in traces for node in trace.graph.nodes)}
         sites = {name: _sites(layer, traces) for name, layer in found}
 
         def turn(item: tuple[str, BatchNormSite]) -> int:
-            # what a layer with a residual saves depends on whether that is rebuilt: in the forward's order
+            # Layers with a residual are planned in the order of the forward, because what they free depends
+            # on whether their residual is rebuilt.
             calls = sites[item[0]]
             return order[calls[0].call] if any(site.chain.residual for site in calls) else -1
 
@@ -88,7 +90,7 @@ class LayerPlanner:
         return [plans[name] for name, _ in found]
 
     def is_open(self, plan: LayerPlan, traces: list[Trace]) -> bool:
-        """Whether the layer was left although a trace of the whole model might tell more."""
+        """Whether the layer was left, and a trace of the whole model might change that."""
         if plan.mode != "left" or plan.layer.activation is None:
             return False
         return not any(trace.root is self.model and plan.layer.module in trace.calls for trace in traces)
@@ -102,43 +104,43 @@ class LayerPlanner:
             return self._own_activation(name, layer, sites)
         if not sites:
             return LayerPlan(
-                name, layer, "left", IDENTITY, "no trace reaches it to tell who reads its output"
+                name, layer, "left", IDENTITY, "no trace reaches it, so the readers of its output are unknown"
             )
         return self._absorbing(name, layer, sites) or self._alone(name, layer, sites)
 
     def _own_activation(self, name: str, layer: BatchNormSite, sites: list[_Site]) -> LayerPlan:
-        """A layer with its activation inside (timm's, mapillary's): only in place needs a proof."""
+        """A layer that applies an activation (timm's, mapillary's). Only overwriting needs a proof."""
         for site in sites:
-            site.chain.activation = None  # what follows is not this layer's
+            site.chain.activation = None  # an activation that follows is a second one
         plan = LayerPlan(name, layer, "recompute", layer.activation, "has its activation inside")
-        plan.kept_before += _kept_outputs(layer.activation, getattr(layer.module, "act", None), sites)
+        plan.kept_before += _saved_outputs(layer.activation, getattr(layer.module, "act", None), sites)
         return self._choose(plan, sites)
 
     def _fused(self, name: str, layer: BatchNormSite, sites: list[_Site]) -> LayerPlan:
-        """A layer that does all in one pass already, and keeps what its output can be rebuilt from."""
+        """A fastvit.SyncBatchNorm with relu or a residual: one pass, whose output can be rebuilt."""
         plan = LayerPlan(
             name, layer, "recompute", layer.activation, "has its activation inside", kept_before=2
         )
         rebuilt = any(
-            isinstance(site.given, fx.Node) and residuals.origin(site.trace, site.given) in self._rebuilt
+            isinstance(site.given, fx.Node) and origin(site.trace, site.given) in self._rebuilt
             for site in sites
         )
         if self.memory in ("inplace", "keep"):
-            return _left(plan, f"is one pass already, and not to be rebuilt by memory={self.memory!r}")
+            return _left(plan, f"is already one pass, and memory={self.memory!r} rebuilds nothing")
         if layer.activation == IDENTITY:
-            return _left(plan, "adds a residual, which it does not keep to rebuild its output from")
-        if not any(prove.kept_by(site.trace, site.call) for site in sites):
-            return _left(plan, "is one pass already; nobody keeps its output for backward")
-        return _left(plan, "its residual is to be rebuilt itself") if rebuilt else plan
+            return _left(plan, "adds a residual and does not save it, so its output cannot be rebuilt")
+        if not any(prove.saved_by(site.trace, site.call) for site in sites):
+            return _left(plan, "is already one pass, and no op saves its output for backward")
+        return _left(plan, "its residual is rebuilt too") if rebuilt else plan
 
     def _absorbing(self, name: str, layer: BatchNormSite, sites: list[_Site]) -> LayerPlan | None:
-        """A layer whose every output goes to the same activation and nowhere else; None for another."""
+        """The plan of a layer whose outputs are all read by the same activation alone; None for any other."""
         chains = [site.chain for site in sites]
         activation = chains[0].activation
         if activation in (None, IDENTITY) or any(chain.activation != activation for chain in chains):
             return None
         if any(chain.module is None for chain in chains):
-            return None  # a function is called by the user's forward, which stays as it is
+            return None  # a function is called in the user's forward, which is not rewritten
         adds = chains[0].residual is not None
         if any((chain.residual is not None) != adds for chain in chains):
             return None
@@ -156,52 +158,49 @@ class LayerPlanner:
         )  # fmt: skip
         if reason := prove.against_hooks(plan.watched, self.names.__getitem__):
             return LayerPlan(name, layer, "left", IDENTITY, reason)
-        plan.kept_before += _kept_outputs(activation, absorbed[0], sites)
+        plan.kept_before += _saved_outputs(activation, absorbed[0], sites)
         return self._adding(plan, sites) if adds else self._choose(plan, sites)
 
     def _adding(self, plan: LayerPlan, sites: list[_Site]) -> LayerPlan:
-        """With a residual, which the layer keeps too: worth it where somebody else does anyhow."""
+        """Plans a layer with a residual, which it saves too: this pays where another op saves it as well."""
         if self.memory == "inplace":
             return _left(plan, "a residual is added before its activation, which cannot be done in place")
         plan.mode = "keep" if self.memory == "keep" else "recompute"
-        origins = [residuals.origin(site.trace, site.chain.residual) for site in sites]
-        # an output is not rebuilt from what is to be rebuilt itself: that would go on and on
-        rebuilt = any(origin in self._rebuilt for origin in origins)
-        kept = rebuilt or all(residuals.is_kept(site.trace, site.chain.residual) for site in sites)
-        plan.kept_after += not kept
+        # No output is rebuilt from a rebuilt residual: such a recipe would grow with every block.
+        rebuilt = any(origin(site.trace, site.chain.residual) in self._rebuilt for site in sites)
+        saved = rebuilt or all(is_saved(site.trace, site.chain.residual) for site in sites)
+        plan.kept_after += not saved
         if plan.mode == "keep" or rebuilt:
-            plan.kept_after += any(prove.kept_by(site.trace, site.output) for site in sites)
+            plan.kept_after += any(prove.saved_by(site.trace, site.output) for site in sites)
         if plan.kept_after > plan.kept_before - (plan.mode == "recompute"):
-            why = "is to be rebuilt itself" if rebuilt else "nobody else keeps"
-            return _left(
-                plan, f"to rebuild its output would take the residual, which {why}, so nothing is saved"
-            )
+            why = "is rebuilt too" if rebuilt else "no other op saves"
+            return _left(plan, f"rebuilding its output needs the residual, which {why}: no memory is freed")
         return plan
 
     def _alone(self, name: str, layer: BatchNormSite, sites: list[_Site]) -> LayerPlan:
-        """A layer that no activation module follows; its output is rebuilt where somebody keeps it."""
-        kept = next(filter(None, (prove.kept_by(site.trace, site.call) for site in sites)), None)
-        against = sites[0].chain.against or "an activation function follows, in a forward that is not changed"
-        if kept is None:
-            return LayerPlan(name, layer, "left", IDENTITY, f"{against}; nobody keeps it for backward")
+        """A layer that no activation module follows. Its output is rebuilt where an op saves it."""
+        saved = next(filter(None, (prove.saved_by(site.trace, site.call) for site in sites)), None)
+        against = sites[0].chain.against or "an activation function follows, and a forward is not rewritten"
+        if saved is None:
+            return LayerPlan(name, layer, "left", IDENTITY, f"{against}; no op saves it for backward")
         for site in sites:
             site.chain.activation = None
-        plan = LayerPlan(name, layer, "recompute", IDENTITY, f"its output is kept by {kept}", kept_before=2)
+        plan = LayerPlan(name, layer, "recompute", IDENTITY, f"its output is saved by {saved}", kept_before=2)
         return self._choose(plan, sites)
 
     def _choose(self, plan: LayerPlan, sites: list[_Site]) -> LayerPlan:
-        """The memory mode: in place where it was asked for or comes free, and is proven."""
+        """Chooses the memory mode: in place where `memory` allows it and it is proven safe."""
         if self.memory in ("recompute", "keep"):
             plan.mode = self.memory
             if self.memory == "keep":
-                plan.kept_after += any(prove.kept_by(site.trace, site.output) for site in sites)
+                plan.kept_after += any(prove.saved_by(site.trace, site.output) for site in sites)
             return plan
         against = self._against_in_place(plan, sites)
         if against is None:
             plan.mode, plan.roots = "inplace", _roots(sites)
             plan.watched += [m for site in sites for m in site.trace.seen_by.get(site.call.args[0], ())]
             plan.watched = list(dict.fromkeys(plan.watched))
-            plan.reason += ", and nobody else reads its input"
+            plan.reason += ", and no other op reads its input"
         elif self.memory == "inplace":
             return _left(plan, against)
         elif plan.activation.name in IN_PLACE_ACTIVATIONS:
@@ -210,7 +209,7 @@ class LayerPlanner:
 
     def _against_in_place(self, plan: LayerPlan, sites: list[_Site]) -> str | None:
         module = plan.layer.module
-        # a later forward may run under autocast, whose coarsest dtype is bfloat16; float64 it leaves alone
+        # A later forward may run under autocast, whose coarsest dtype is bfloat16. It does not cast float64.
         wide = module.weight is not None and module.weight.dtype == torch.float64
         dtype = torch.float64 if wide else torch.bfloat16
         if reason := prove.against_inverting(plan.activation, module.weight, module.bias, dtype):
@@ -249,9 +248,9 @@ def _roots(sites: list[_Site]) -> dict[nn.Module, set[bool]]:
     return roots
 
 
-def _kept_outputs(activation: Activation, module: nn.Module | None, sites: list[_Site]) -> int:
-    """How many tensors a BatchNorm, this activation and those who read it keep besides the input."""
+def _saved_outputs(activation: Activation, module: nn.Module | None, sites: list[_Site]) -> int:
+    """How many tensors a BatchNorm, this activation and its readers save besides the input."""
     in_place = getattr(module, "inplace", False) and activation.name in ("relu6", "leaky_relu", "elu")
     if activation.name == "relu" or in_place:
-        return 1  # the activation keeps its result, which the next layer keeps too
-    return 1 + any(prove.kept_by(site.trace, site.output) for site in sites)
+        return 1  # the activation saves its result, as the next layer does
+    return 1 + any(prove.saved_by(site.trace, site.output) for site in sites)

@@ -1,6 +1,6 @@
-"""What a trace proves: that an activation can move into its BatchNorm, and that x may be overwritten.
+"""Proofs from a trace: that an activation can move into its BatchNorm, and that x may be overwritten.
 
-Each question is answered with a reason against it, or None. The reasons stand in the report as they are.
+Each function returns a reason against it, or None. The report prints the reasons as they are.
 """
 
 from __future__ import annotations
@@ -26,20 +26,18 @@ _FRESH_FUNCTIONS = frozenset(
         torch.matmul, torch.bmm, torch.cat, F.avg_pool2d, F.max_pool2d,
     }
 )  # fmt: skip
-# The recovered x is off by about u * sqrt(1 + (bias / weight)^2), u a quarter of the type's eps.
+# The error of the recovered x is about u * sqrt(1 + (bias / weight)^2), with u a quarter of the dtype's eps.
 _LARGEST_ERROR = 0.01
-_SMALLEST_WEIGHT = (
-    1e-3  # below, the floor that keeps weight away from 0 in place is not far in half precision
-)
+_SMALLEST_WEIGHT = 1e-3  # well above the floor of |weight| that the in-place ops apply in half precision
 
 
 def describe(trace: Trace, node: fx.Node) -> str:
-    """A node as a reader of the report knows it."""
+    """The name of a node in the report."""
     module = trace.module(node)
     if node.op == "placeholder":
         return "the caller"
     if node.op == "output":
-        return "whoever calls the model" if node.graph is not None else "the caller"
+        return "the model's output"
     if module is not None:
         return f"{node.target} ({type(module).__name__})"
     return getattr(node.target, "__name__", str(node.target)).strip("_")
@@ -48,16 +46,15 @@ def describe(trace: Trace, node: fx.Node) -> str:
 def against_hooks(modules: list[nn.Module], name_of) -> str | None:
     for module in modules:
         if hooked(module):
-            return f"{name_of(module)} has a hook or a forward of its own, which would see another tensor"
+            return f"{name_of(module)} has a hook or a replaced forward, which would see another tensor"
     return None
 
 
 def hooked(module: nn.Module) -> bool:
-    """Whether somebody listens to what goes into `module`, or comes out, in either direction.
+    """Whether other code sees the inputs or outputs of `module`, in forward or backward.
 
-    A forward that was set on the module itself, a timing wrapper say, listens too.
-
-    A module compiled by itself counts: what it computes was decided without a look at its neighbours.
+    A hook does, and so does a forward that was set on the instance (a timing wrapper, for example). A
+    module that was compiled by itself counts too: its code does not depend on the layers around it.
     """
     return bool(
         "forward" in module.__dict__
@@ -70,7 +67,7 @@ def hooked(module: nn.Module) -> bool:
 
 
 def all_readers(trace: Trace, node: fx.Node, parts: bool = False) -> list[tuple[fx.Node, fx.Node]]:
-    """Readers of a value and of its views, each with what it reads; of views of a part of it if asked for."""
+    """Readers of a value and of its views, each with the node that it reads; `parts` adds partial views."""
     found = []
     for reader in trace.readers(node):
         module = trace.module(reader)
@@ -81,29 +78,29 @@ def all_readers(trace: Trace, node: fx.Node, parts: bool = False) -> list[tuple[
 
 
 def shares_memory(node: fx.Node, module: nn.Module | None) -> bool:
-    """Whether `node` returns what it reads, or a view of it."""
+    """Whether `node` returns its input, or a view of it."""
     return passes_on(module) or is_permutation(node) or is_reshape(node, module) or is_part(node)
 
 
 def passes_on(module: nn.Module | None) -> bool:
-    """Whether `module` returns the very tensor that it is given."""
+    """Whether `module` returns its input itself."""
     kind = runs_as(module)
     return kind is nn.Identity or (issubclass(kind, nn.modules.dropout._DropoutNd) and module.p == 0)
 
 
-def kept_by(trace: Trace, output: fx.Node) -> str | None:
-    """Who saves the value of `output` for its backward, so that rebuilding it saves memory.
+def saved_by(trace: Trace, output: fx.Node) -> str | None:
+    """The op that saves the value of `output` for backward, so that rebuilding it frees memory.
 
-    Who saves parts of it (queries, keys and values, say) often has copied them.
+    Readers of partial views are excluded, since they often copy (queries, keys and values, for example).
     """
     for reader, _ in all_readers(trace, output):
-        if activations.keeps_input(reader, trace.module(reader)):
+        if activations.saves_input(reader, trace.module(reader)):
             return describe(trace, reader)
     return None
 
 
 def against_overwriting(trace: Trace, call: fx.Node, output: fx.Node) -> str | None:
-    """Why x, which `call` normalises and whose result is `output`, must not be overwritten."""
+    """Why x, the input of `call`, must not be overwritten with `output`."""
     x = call.args[0]
     if not isinstance(x, fx.Node):
         return "its input is not a tensor of the trace"
@@ -118,12 +115,12 @@ def against_overwriting(trace: Trace, call: fx.Node, output: fx.Node) -> str | N
         return f"its input is also read by {', '.join(sorted(set(others)))}"
     for reader, read in all_readers(trace, output, parts=True):
         if reader.args[:1] == (read,) and overwrites(reader, trace.module(reader)):
-            return f"{describe(trace, reader)} overwrites its output, from which x would be recovered"
+            return f"{describe(trace, reader)} overwrites its output, from which x is recovered"
     return None
 
 
 def is_fresh(module: nn.Module) -> bool:
-    """Whether `module` returns a tensor of its own, which its backward does not need."""
+    """Whether `module` returns a new tensor that its own backward does not need."""
     return runs_as(module) in _FRESH_MODULES
 
 
@@ -134,7 +131,7 @@ def calls_fresh(node: fx.Node) -> bool:
 def against_inverting(
     activation: Activation, weight: torch.Tensor | None, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> str | None:
-    """Why x cannot be recovered from y well enough: the activation, or gamma against beta in this dtype."""
+    """Why x cannot be recovered from y accurately: the activation, or |beta| / |gamma| in this dtype."""
     if activation.name not in IN_PLACE_ACTIVATIONS or (
         activation.name != "identity" and activation.param <= 0
     ):
@@ -142,7 +139,7 @@ def against_inverting(
     if weight is None:
         return None
     if weight.is_meta:
-        return "its weight is on the meta device, and may become as small as it likes"
+        return "its weight is on the meta device, so its size is unknown"
     gamma = weight.detach().double().abs()
     if not bool((gamma >= _SMALLEST_WEIGHT).all()):
         return f"|weight| is as small as {gamma.min().item():.3g}"

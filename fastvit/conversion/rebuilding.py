@@ -1,8 +1,7 @@
-"""Where outputs of norms, activations and the like are rebuilt: around the model, and around each block.
+"""Opens recompute scopes around the model's blocks, in which outputs of norms and activations are rebuilt.
 
-How such a tensor came about is told by autograd's graph, so nothing has to be proven for it and nothing in
-the model is replaced. Two things are missing there: a scope, which every block opens when it is called, and
-the eps of a normalisation, which the module tells.
+Autograd's graph tells the op and the inputs of each tensor, so rebuilding needs no proof and replaces no
+module. The graph lacks the eps of a normalisation and the probability of a dropout; modules add both.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch.nn.utils import parametrize
 
 from ..recompute import Policy, active_scope, policy_scope, remember_eps
 from .adopted import adopt
-from .runtime import KeepsForward
+from .runtime import ForwardWrapper
 from .untouched import untouched
 
 _PLAIN = (nn.LayerNorm.forward, nn.RMSNorm.forward)
@@ -23,12 +22,12 @@ _DROPOUT = F.dropout
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
-class RebuiltNorm(KeepsForward):
-    """A normalisation that tells its eps, which is all that is missing to rebuild its output."""
+class RebuiltNorm(ForwardWrapper):
+    """A normalisation that records its eps, which the graph lacks."""
 
     def _run(self, original, args, kwargs):
         y = original(self, *args, **kwargs)
-        # what another forward does with eps is not known
+        # A forward that was patched later may use eps in another way.
         if type(y) is Tensor and y.requires_grad and original is self._known:
             eps = {getattr(self, name) for name in self._eps}
             if len(eps) == 1:
@@ -36,8 +35,8 @@ class RebuiltNorm(KeepsForward):
         return y
 
 
-class RebuiltDropout(KeepsForward):
-    """A dropout that tells its probability, with which a byte for each element is enough of its mask."""
+class RebuiltDropout(ForwardWrapper):
+    """A dropout that records its probability, so that its mask takes a byte for each element."""
 
     def _run(self, original, args, kwargs):
         scope = active_scope()
@@ -47,8 +46,8 @@ class RebuiltDropout(KeepsForward):
             return original(self, *args, **kwargs)
 
 
-class RebuiltBlock(KeepsForward):
-    """A block that opens a scope, so that it saves memory whoever calls it."""
+class RebuiltBlock(ForwardWrapper):
+    """A block that opens a scope, so that its outputs are rebuilt outside of the model's forward too."""
 
     def _run(self, original, args, kwargs):
         scope = active_scope()
@@ -65,7 +64,7 @@ class RebuiltBlock(KeepsForward):
 
 
 def adopt_blocks(model: nn.Module, policy: Policy) -> None:
-    """Lets the normalisations of `model` tell their eps, and its blocks open scopes."""
+    """Adopts the normalisations, dropouts and blocks of `model`."""
     names = {module: name for name, module in model.named_modules()}
     norms = {module: eps for module in names if (eps := _eps_names(module))}
     blocks = [module for module in names if module is not model and _is_block(module, norms)]
@@ -79,7 +78,7 @@ def adopt_blocks(model: nn.Module, policy: Policy) -> None:
 
 
 def _is_block(module: nn.Module, norms: dict[nn.Module, tuple[str, ...]]) -> bool:
-    """Whether `module` normalises by itself what its children compute."""
+    """Whether a normalisation is a direct child of `module`."""
     if isinstance(module, (*_CONTAINERS, fx.GraphModule, torch.jit.ScriptModule)) or module in norms:
         return False
     return any(child in norms or _is_norm(child) for child in module.children())
@@ -90,7 +89,7 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _eps_names(module: nn.Module) -> tuple[str, ...]:
-    """The attributes from which `module`, one normalisation, takes its eps; none where that is not known."""
+    """The attributes that may hold the eps of `module`, a normalisation; none where that is not known."""
     kind = type(module)
     if isinstance(module, (torch.jit.ScriptModule, _NormBase)) or parametrize.is_parametrized(module):
         return ()
@@ -101,7 +100,7 @@ def _eps_names(module: nn.Module) -> tuple[str, ...]:
     with untouched(module):
         try:
             graph = fx.Tracer().trace(module)
-        except Exception:  # whatever a forward does with a proxy that it cannot do
+        except Exception:  # a proxy cannot do all that a tensor can
             return ()
     calls = [node for node in graph.nodes if node.target in (F.layer_norm, F.rms_norm, torch.layer_norm)]
     if len(calls) != 1:

@@ -1,4 +1,4 @@
-"""What `fastvit.convert` did: what a step keeps less, tensor by tensor, and a row per BatchNorm layer."""
+"""The report of `fastvit.convert`: tensors that a step keeps or rebuilds, and a row per BatchNorm layer."""
 
 from __future__ import annotations
 
@@ -6,18 +6,35 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .accounts import Saved
+_SHOWN = 0.005  # smallest share of all bytes that has a line in the table
 
-_SHOWN = 0.005  # of all bytes, at least, in a line of the table
+
+@dataclass(frozen=True)
+class TensorReport:
+    """Saved tensors of one kind, over all blocks.
+
+    Attributes:
+        names: the modules whose ops saved one of them; a number that changes from block to block is `*`.
+        count: the number of tensors.
+        kept_bytes: bytes of them that stay in memory until backward.
+        rebuilt_bytes: bytes of them that are rebuilt instead.
+        reason: the op that rebuilds them and its inputs, or why they are kept.
+    """
+
+    names: tuple[str, ...]
+    count: int
+    kept_bytes: int
+    rebuilt_bytes: int
+    reason: str
 
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One layer. `mode` is "inplace", "recompute", "keep" or "left".
+    """One BatchNorm layer. `mode` is "inplace", "recompute", "keep" or "left".
 
-    `kept_bytes` is what the layer and its activation keep for backward as they are, `saved_bytes` how much
-    less that is than before, in tensors of the output's size by what the trace tells; both None where sizes
-    are unknown, for lack of example inputs.
+    `kept_bytes` is what the layer and its activation keep for backward after the conversion, `saved_bytes`
+    the bytes that they kept before minus that. Both count tensors of the output's size, as the trace shows
+    them. Both are None without example inputs, where sizes are unknown.
     """
 
     name: str
@@ -31,12 +48,12 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class Report:
-    """What a conversion saves, and its rows. Prints as tables.
+    """The result of a conversion. Prints as tables.
 
-    `kept_before` and `kept_after` are the bytes that a training forward with the example inputs leaves for
-    backward, both measured, and `tensors` what those are that are left or rebuilt, those alike in one row.
-    `layers` are the BatchNorm layers, counted in tensors by what the trace tells. Where nothing could be
-    measured `saved_bytes` is the sum over these, and `estimated` says why.
+    `kept_before` and `kept_after` are the measured bytes that a training forward with the example inputs
+    keeps for backward. `tensors` are the tensors that it keeps or rebuilds, those of one kind in one row.
+    `layers` are the BatchNorm layers. Where nothing could be measured `saved_bytes` is the sum over the
+    layers, and `estimated` is the reason.
     """
 
     layers: list[LayerReport]
@@ -44,12 +61,12 @@ class Report:
     kept_before: int | None = None
     kept_after: int | None = None
     estimated: str = ""
-    tensors: list[Saved] = field(default_factory=list)
-    chosen: str = ""  # by a budget: what is rebuilt of what could be
+    tensors: list[TensorReport] = field(default_factory=list)
+    chosen: str = ""  # what a budget has chosen to rebuild
 
     @property
     def measured_bytes(self) -> int | None:
-        """What one training forward keeps less, measured; None where it was not."""
+        """`kept_before` minus `kept_after`; None where they were not measured."""
         if self.kept_before is None or self.kept_after is None:
             return None
         return self.kept_before - self.kept_after
@@ -64,7 +81,7 @@ class Report:
 
     @property
     def saved_bytes(self) -> int | None:
-        """Measured, or else summed over the layers; None where sizes are unknown."""
+        """`measured_bytes`, or the sum over the layers; None where sizes are unknown."""
         if self.measured_bytes is not None:
             return self.measured_bytes
         known = [layer.saved_bytes for layer in self.layers if layer.saved_bytes is not None]
@@ -92,20 +109,20 @@ class Report:
 
     def _tensor_table(self) -> str:
         least = _SHOWN * (self.kept_before or 0)
-        shown = [row for row in self.tensors if max(row.saved_bytes, row.kept_bytes) >= least]
+        shown = [row for row in self.tensors if max(row.rebuilt_bytes, row.kept_bytes) >= least]
         rows = [
             (
                 " & ".join(row.names),
                 str(row.count),
-                _amount(row.saved_bytes),
+                _amount(row.rebuilt_bytes),
                 _amount(row.kept_bytes),
                 row.reason,
             )
             for row in shown
         ]
-        lines = _aligned([("kept for", "times", "rebuilt", "kept", "why"), *rows])
+        lines = _aligned([("saved by", "count", "rebuilt", "kept", "why"), *rows])
         rest = sum(row.kept_bytes for row in self.tensors if row not in shown)
-        return "\n".join([*lines, *([f"and {_bytes(rest)} in smaller ones"] if rest else [])])
+        return "\n".join([*lines, *([f"and {_bytes(rest)} kept in smaller tensors"] if rest else [])])
 
     def _layer_table(self) -> str:
         rows = [
@@ -122,7 +139,7 @@ class Report:
         return "\n".join(_aligned([("layer", "was", "activation", "memory", "saves", "why"), *rows]))
 
     def summary(self) -> str:
-        """One line: what a training forward keeps, before and after, and how many layers became what."""
+        """One line: the bytes that a training forward keeps before and after, and the layers by mode."""
         modes = Counter(layer.mode for layer in self.layers)
         counts = ", ".join(f"{count} {mode}" for mode, count in sorted(modes.items()))
         parts = [f"BatchNorm layers: {counts}" if counts else "no BatchNorm layers"]
@@ -144,23 +161,25 @@ class Report:
         return "; ".join(parts)
 
     def plot(self, path: str | Path) -> None:
-        """Draws what is kept and what is rebuilt, tensors alike in one bar, to an image file.
+        """Draws the kept and the rebuilt bytes to an image file, tensors of one kind in one bar.
 
         Raises:
-            ValueError: nothing was measured, for lack of example inputs say.
+            ValueError: nothing was measured, because there were no example inputs, for example.
         """
         if not self.tensors:
-            raise ValueError("plot: this report has no tensors; convert with example_inputs expected")
+            raise ValueError(
+                "plot: the report has no tensors; a report of convert with example_inputs expected"
+            )
         from matplotlib.figure import Figure
 
         least = _SHOWN * (self.kept_before or 0)
-        rows = [row for row in self.tensors if row.saved_bytes + row.kept_bytes >= least]
+        rows = [row for row in self.tensors if row.rebuilt_bytes + row.kept_bytes >= least]
         labels = [f"{row.count} x {' & '.join(row.names)}" for row in rows]
         figure = Figure(figsize=(10, 1.2 + 0.3 * len(rows)), layout="constrained")
         axis = figure.subplots()
         for name, colour, left, values in (
             ("kept", "#1f77b4", None, [row.kept_bytes for row in rows]),
-            ("rebuilt", "#c9d1d9", [row.kept_bytes for row in rows], [row.saved_bytes for row in rows]),
+            ("rebuilt", "#c9d1d9", [row.kept_bytes for row in rows], [row.rebuilt_bytes for row in rows]),
         ):
             axis.barh(
                 range(len(rows)), [value / 2**20 for value in values], label=name, color=colour,
@@ -169,7 +188,9 @@ class Report:
         axis.set_yticks(range(len(rows)), labels, fontsize=7)
         axis.invert_yaxis()
         axis.set_xlabel("MiB for backward", fontsize=8)
-        figure.suptitle(self.summary().replace("; ", "\n"), fontsize=8)  # axes' titles are cut at the edge
+        figure.suptitle(
+            self.summary().replace("; ", "\n"), fontsize=8
+        )  # a title of the axes would be cut off
         axis.legend(fontsize=8)
         axis.spines[["top", "right"]].set_visible(False)
         figure.savefig(path, dpi=110)

@@ -1,10 +1,10 @@
-"""The modules of a converted model at work.
+"""The forwards of converted modules.
 
-A proof holds for the forward that was traced. So a converted layer runs as converted only inside the forward
-of the module that the trace started from (`ConvertedRoot`), called as it was traced, with the same modules,
-without hooks that would see other tensors than before, on plain tensors that the ops take, and not under a
-compiler or exporter. Everywhere else it runs as the original layer. A layer that has applied the activation
-marks its output; the activation module returns a marked tensor as it is.
+A proof holds for the forward that was traced. A converted layer runs as converted only inside the forward of
+the traced module (`ConvertedRoot`), called as it was traced, with the same modules, without hooks that would
+see other tensors, on plain tensors that the ops take, and not under a compiler or exporter. Everywhere else
+it runs as the original layer. A layer that has applied the activation marks its output. The activation module
+returns a marked tensor unchanged.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..batch_norm_act import BatchNormAct, BatchNormActSync
 from ..recompute import Policy, policy_scope
 from ..sync_batchnorm import SyncBatchNorm
 from . import prove
-from .adopted import Adopted, References, adopt, release
+from .adopted import Adopted, Converted, References, adopt, class_of, conversions, release
 from .calls import Arguments, Signature, same_value
 from .deferred import Deferred
 from .watch import Watch, watched_globally
@@ -41,7 +41,7 @@ class _Frame:
     """A traced forward that runs in this thread."""
 
     token: str
-    void: frozenset[str]  # layers that hooks have made void since
+    void: frozenset[str]  # keys of layers that must run as the original in this call
 
 
 def _frames() -> list[_Frame]:
@@ -51,10 +51,10 @@ def _frames() -> list[_Frame]:
 
 
 def _traced() -> bool:
-    """Whether what runs is being recorded, and must be made of plain ops.
+    """Whether a compiler or exporter records this call, which then must consist of plain ops.
 
-    So must what runs eagerly inside a compiled call, after a graph break: the layer and its activation could
-    find themselves on different sides of it.
+    Code that runs eagerly inside a compiled call counts too: a graph break may separate a layer from its
+    activation.
     """
     return torch.compiler.is_compiling() or torch.jit.is_tracing() or get_eval_frame_callback() is not None
 
@@ -71,23 +71,25 @@ def _frame(frame: _Frame) -> Iterator[None]:
 
 @dataclass
 class Proven:
-    """A layer by its key, the modes that it is proven in, and where a hook would see another tensor."""
+    """The proof of one layer: its key, the values of `training` it holds for, the modules without hooks."""
 
     key: str
     modes: frozenset[bool]
-    listened: References
+    unhooked: References
 
     def is_void(self, training: bool) -> bool:
-        hooked = any(module is None or prove.hooked(module) for module in self.listened)
+        hooked = any(module is None or prove.hooked(module) for module in self.unhooked)
         return hooked or training not in self.modes
 
 
 class Proof:
-    """What was true when a module was traced, and whether it still is.
+    """The conditions under which a module was traced, checked at each call.
 
-    `layers` are the layers proven in its forward, `constants` the arguments that were taken as they are;
-    `example` is the call that was followed, where its shapes count. `policy` says what is rebuilt in the
-    scope that its forward opens; None for no scope.
+    Args:
+        layers: the layers proven in its forward.
+        constants: the arguments that the trace took as constants.
+        example: the exported call, where the graph holds for its shapes only.
+        policy: of the scope that the forward opens; None for no scope.
     """
 
     def __init__(
@@ -103,13 +105,13 @@ class Proof:
         self.policy = policy
         self.layers = layers
         self.watch: Watch | None = None
-        self._told = False
+        self._warned = False
         self.signature = Signature(type(root).forward)
         self.constants = dict(constants)
         self.example = example and _shapes(self.signature.bind(*example))
 
     def begin(self, root: nn.Module) -> None:
-        """Takes `root` for what was traced from now on; once it is complete, converted or copied."""
+        """Records the state of `root`. Called when its conversion or its copy is complete."""
         if self.watch is not None:
             self.watch.record()
         elif self.layers:
@@ -117,15 +119,15 @@ class Proof:
 
     @contextlib.contextmanager
     def call(self, root: nn.Module, args: tuple, kwargs: dict[str, object]) -> Iterator[None]:
-        """Runs a forward of `root` with these arguments as one that was traced, so far as it is."""
+        """Around a forward of `root`: checks the call, and lets its layers run as converted."""
         seen = not self.layers or watched_globally()
         changed = None if seen else self.watch.changed()
         before = None if changed is None else self.watch.differing()
-        if changed is not None and not self._told:
-            self._told = True
+        if changed is not None and not self._warned:
+            self._warned = True
             warnings.warn(
                 f"fastvit.convert: {changed} since {type(root).__name__} was converted, so its layers run as "
-                "they did before, and save no memory; convert the model again",
+                "the original ones and reduce no memory; convert the model again",
                 stacklevel=6,
             )
         if seen or changed or self._is_another_call(args, kwargs) or self.watch.in_mixed_modes(root.training):
@@ -147,30 +149,26 @@ class Proof:
         if self.example is not None and not same_value(_shapes(given), self.example):
             return True
         return any(
-            # a tracer's stand-in for an argument is never None
+            # The trace had a proxy for this argument, and a proxy is never None.
             value is None if name not in self.constants else not same_value(value, self.constants[name])
             for name, value in given.items()
         )
 
 
 def _shapes(given: dict[str, object]) -> object:
-    """What an export has followed, rather than values."""
+    """The arguments with shapes and dtypes in place of tensors, as an export depends on them."""
     return pytree.tree_map_only(Tensor, lambda t: (t.shape, str(t.dtype)), given)
 
 
-class KeepsForward(Adopted):
-    """A module that does what it did, in its own forward, which may have been patched since."""
-
-    @staticmethod
-    def name_for(original: type) -> str:
-        return original.__name__
+class ForwardWrapper(Converted):
+    """Runs the original forward inside `_run`. The original may have been patched after the conversion."""
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
-        if "_original" not in cls.__dict__:
-            return  # made by someone else from an adopted class, with a forward of its own
+        if not issubclass(cls.__dict__.get("_mixin", object), ForwardWrapper):
+            return  # a subclass by amp or by other code, with its own forward
 
-        @functools.wraps(cls._original.forward)  # tools read argument names from a forward
+        @functools.wraps(cls._original.forward)  # tools read the names of a forward's arguments
         def forward(self, *args, **kwargs):
             original = cls._original.forward
             if _traced():
@@ -180,8 +178,8 @@ class KeepsForward(Adopted):
         cls.forward = forward
 
 
-class ConvertedRoot(KeepsForward):
-    """A module whose forward was traced. Opens the scope in which outputs are rebuilt instead of kept."""
+class ConvertedRoot(ForwardWrapper):
+    """A module whose forward was traced. Checks the proof, and opens the recompute scope."""
 
     def _run(self, original, args, kwargs):
         proof = self.__dict__.get("_proof")
@@ -196,8 +194,8 @@ class ConvertedRoot(KeepsForward):
             self._proof.begin(self)
 
 
-class _ConvertedNorm(Adopted):
-    """A BatchNorm that does the work of the activation after it, where that is proven."""
+class _ConvertedNorm(Converted):
+    """A BatchNorm that applies the activation after it, where that is proven."""
 
     @staticmethod
     def name_for(original: type) -> str:
@@ -207,17 +205,26 @@ class _ConvertedNorm(Adopted):
         if z is not None:  # a fastvit.SyncBatchNorm's residual
             return self._with_residual(input, z)
         if _traced() or not self._may_run(input):
-            return self._original.forward(self, input)
-        check = getattr(self._original, "_check_input_dim", None)
+            return self._plain.forward(self, input)
+        check = getattr(self._plain, "_check_input_dim", None)
         if check is not None:
             check(self, input)
         if self._adds:
             return Deferred(self, input)
-        # by name: a fastvit.SyncBatchNorm comes before it in the order of classes
+        # By name, since a fastvit.SyncBatchNorm comes first in the method resolution order.
         y = BatchNormAct.forward(self, input)
         if self._absorbs:
             setattr(y, _MARK, self._key)
         return y
+
+    @property
+    def _converted(self) -> type[Adopted]:
+        """The class of the conversion; a layer that is the whole model has others on top."""
+        return class_of(self, _ConvertedNorm)
+
+    @property
+    def _plain(self) -> type:
+        return self._converted._original
 
     def extra_repr(self) -> str:
         return BatchNormAct.extra_repr(self)
@@ -228,15 +235,11 @@ class _ConvertedNorm(Adopted):
             self._inside.record()
 
     @contextlib.contextmanager
-    def _as_it_was(self) -> Iterator[None]:
-        """Takes the conversion back for as long as another layer of its kind is made of this one."""
-        conversions = []
-        while isinstance(self, Adopted):
-            _, names = self._fastvit_before
-            conversions.append((self._mixin, {name: self.__dict__[name] for name in names}))
-            release(self)
+    def _as_original(self) -> Iterator[None]:
+        """Reverts the layer while convert_syncbn_model makes another layer of it."""
+        released = [(mixin, release(self, mixin)) for mixin in conversions(self)]
         yield
-        for mixin, attributes in reversed(conversions):
+        for mixin, attributes in reversed(released):
             if issubclass(mixin, _ConvertedNorm):
                 adopt_norm(self, **{name: attributes[name] for name in attributes["_proven"]})
             else:
@@ -245,7 +248,7 @@ class _ConvertedNorm(Adopted):
     def _with_residual(self, x: Tensor, z: Tensor) -> Tensor:
         alone = not self._absorbs and self.memory == "recompute"
         if _traced() or not alone or type(z) is not Tensor or not self._may_run(x):
-            return self._original.forward(self, x, z)
+            return self._plain.forward(self, x, z)
         return BatchNormAct.forward(self, x, z)
 
     def _may_run(self, x: Tensor) -> bool:
@@ -254,11 +257,11 @@ class _ConvertedNorm(Adopted):
         if not x.is_floating_point() or _under_functorch():
             return False
         if self._through_views and torch.is_inference_mode_enabled():
-            return False  # views do not know their base there
+            return False  # views have no _base there, by which the mark is found
         if self._reshaped and not x.is_contiguous():
-            return False  # reshaping would copy the output, and the copy would not know who made it
-        if self._original.forward is not type(self)._fastvit_forward:
-            return False  # it was patched
+            return False  # the reshape would copy the output, and a copy has no mark
+        if self._plain.forward is not self._converted._fastvit_forward:
+            return False  # the class was patched
         if getattr(self, "fuse_relu", False) != self._fused_relu:
             return False
         if self._inside and (self._inside.changed() or any(map(prove.hooked, self._modules.values()))):
@@ -267,7 +270,7 @@ class _ConvertedNorm(Adopted):
             self._ran = True
             return True
         if torch._C._current_graph_task_id() != -1 and not _frames():
-            # a checkpointed forward runs again in backward, and must do what it did
+            # A checkpointed forward runs again in backward, and must repeat the first run.
             return self.__dict__.get("_ran", False)
         self._ran = any(frame.token in self._tokens and self._key not in frame.void for frame in _frames())
         return self._ran
@@ -282,9 +285,9 @@ class ConvertedNormSync(_ConvertedNorm, BatchNormActSync):
 
 
 def adopt_norm(module: nn.Module, **proven: object) -> None:
-    """Converts a layer. `proven` are attributes; those that follow from what the layer is are added."""
+    """Converts a layer, with `proven` as attributes and those that follow from the layer's class."""
     synchronised = isinstance(module, (nn.SyncBatchNorm, SyncBatchNorm))
-    # what BatchNormAct reads, and mapillary's ABN or torch's SyncBatchNorm does not have
+    # BatchNormAct reads these; mapillary's ABN or torch's SyncBatchNorm lack some.
     read: dict[str, object] = {"track_running_stats": True, "num_batches_tracked": None}
     if synchronised:
         read["layer_number"] = next_layer_number()
@@ -301,12 +304,8 @@ def adopt_norm(module: nn.Module, **proven: object) -> None:
     )
 
 
-class AbsorbedActivation(Adopted):
-    """An activation module whose work a BatchNorm before it does; it does it itself for all other inputs."""
-
-    @staticmethod
-    def name_for(original: type) -> str:
-        return original.__name__
+class AbsorbedActivation(Converted):
+    """An activation module that returns inputs unchanged where a BatchNorm has applied the activation."""
 
     def forward(self, input: Tensor) -> Tensor:
         if type(input) is Deferred:
@@ -324,7 +323,7 @@ class AbsorbedActivation(Adopted):
 
 
 def _take_mark(x: Tensor, keys: frozenset[str]) -> bool:
-    """Whether x, or what it is a view of, has been activated by one of `keys`; asks once per activation."""
+    """Whether a layer of `keys` has activated x or the base of x. Removes the mark."""
     for tensor in (x, x._base):
         if tensor is not None and getattr(tensor, _MARK, None) in keys:
             delattr(tensor, _MARK)

@@ -1,7 +1,7 @@
-"""Who reads which tensor: the graph of a model's forward, by symbolic tracing, in as few pieces as possible.
+"""Traces a model's forward symbolically into graphs that show which op reads which tensor.
 
-A module whose forward cannot be traced (its control flow depends on values) becomes one opaque call in the
-graph of its parent and is traced by itself, or failing that, in the pieces that its children are.
+A module whose forward cannot be traced (its control flow depends on values, for example) becomes one opaque
+call in the graph of its parent. It is then traced by itself; where that fails too, its children are.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ _OVERWRITES = frozenset(getattr(operator, name) for name in (*_IN_PLACE_OPERATOR
 
 @dataclass
 class Trace:
-    """The graph of one forward. `root` runs it; modules are known by identity, as they may be shared."""
+    """The graph of one forward of `root`. Modules are compared by identity, since they may be shared."""
 
     root: nn.Module
     training: bool
     graph: fx.Graph
-    # The modules that return a node's value, or are given it: where a hook could get hold of it.
+    # For each node, the modules that return its value or receive it: their hooks would see it.
     seen_by: dict[fx.Node, list[nn.Module]]
-    constants: Mapping[str, object]  # arguments that are taken as they are
+    constants: Mapping[str, object]  # arguments that are constants in the graph
     example: Arguments | None = None  # the call whose shapes it holds for; None for any shapes
     calls: dict[nn.Module, list[fx.Node]] = field(default_factory=lambda: defaultdict(list))
 
@@ -94,7 +94,7 @@ def is_permutation(node: fx.Node) -> bool:
 
 
 def is_part(node: fx.Node) -> bool:
-    """Whether `node` returns other views than reshapes and permutations, or what may be one."""
+    """Whether `node` may return a view that is neither a reshape nor a permutation."""
     return _calls(node, _PARTS)
 
 
@@ -120,7 +120,7 @@ def overwrites(node: fx.Node, module: nn.Module | None) -> bool:
 
 
 class _Proxy(fx.Proxy):
-    """Records `y += z` as what it is; fx's own proxies make it `y + z`."""
+    """Records `y += z` as an op in place; fx's proxies record `y + z`."""
 
 
 def _in_place_method(operation):
@@ -135,11 +135,11 @@ for _name in _IN_PLACE_OPERATORS:
 
 
 class _Tracer(fx.Tracer):
-    """Traces through every module that is not one op, and past those whose forward cannot be traced."""
+    """Traces into every module that is not one op. A module that cannot be traced becomes one call."""
 
     def __init__(self):
         super().__init__(autowrap_modules=(math,))
-        self.errors: list[str] = []  # those that reached code of the model
+        self.errors: list[str] = []  # exceptions that reached code of the model
         self.opaque: list[nn.Module] = []
         self.seen_by: dict[fx.Node, list[nn.Module]] = defaultdict(list)
 
@@ -167,11 +167,11 @@ class _Tracer(fx.Tracer):
         last = next(iter(reversed(self.graph.nodes)))
         stack, errors = dict(self.module_stack), len(self.errors)
         try:
-            # forward and not __call__: hooks are the user's, and must not be shown proxies
+            # forward and not __call__, since the user's hooks must not see proxies.
             result = super().call_module(m, m.forward, args, kwargs)
             refuse_swallowed(self.errors[errors:])
             return result
-        except Exception:  # whatever a forward does with a proxy that it cannot do
+        except Exception:  # a proxy cannot do all that a tensor can
             del self.errors[errors:]
             self._undo(last)
             self.module_stack.clear()
@@ -180,7 +180,7 @@ class _Tracer(fx.Tracer):
             return self.create_proxy("call_module", name, args, kwargs)
 
     def note_held(self) -> None:
-        """Makes what the forward left in a module's attributes read: it is looked at after the forward."""
+        """Adds a reader to each value that the forward stored in a module's attribute."""
         output = next(iter(reversed(self.graph.nodes)))
 
         def note(value: object) -> None:
@@ -205,15 +205,15 @@ class _Tracer(fx.Tracer):
 
 
 def an_attribute(value: object) -> None:
-    """Stands in a graph for an attribute of a module, in which a forward leaves a tensor."""
+    """The reader, in a graph, of a value that a forward stores in a module's attribute."""
 
 
 @contextlib.contextmanager
 def _refused_checkpoints() -> Iterator[None]:
-    """A checkpointed forward runs again alone: what is inside must not depend on what is outside."""
+    """Refuses checkpointed forwards: they run again alone, so no proof may cross their border."""
 
     def refuse(*_, **__):
-        raise NotImplementedError("a checkpointed forward is not traced together with what is around it")
+        raise NotImplementedError("a checkpointed forward is not traced together with its caller")
 
     with (
         mock.patch.object(checkpoint.CheckpointFunction, "apply", refuse),
@@ -223,7 +223,7 @@ def _refused_checkpoints() -> Iterator[None]:
 
 
 def is_abn(module: nn.Module) -> bool:
-    """ABN, mapillary's or compat's: BatchNorm, then the activation. By name: theirs need not be installed."""
+    """Whether `module` is ABN, mapillary's or compat's; by name, since mapillary's need not be installed."""
     kind = type(module)
     return kind.__name__ == "ABN" and "inplace_abn" in kind.__module__.split(".")
 
@@ -231,10 +231,14 @@ def is_abn(module: nn.Module) -> bool:
 def trace(
     model: nn.Module, constants: Mapping[nn.Module, Mapping[str, object]] = MappingProxyType({})
 ) -> tuple[list[Trace], list[nn.Module]]:
-    """The graphs that cover `model`, in training and in evaluation, and the modules that are in none.
+    """Traces `model` in training and in evaluation, and restores it.
 
-    `constants` are the arguments of a module's call that are taken as they are, those with a default being
-    the default for a module that is not named. `model` is left as it was.
+    Args:
+        constants: for a module, the arguments that are constants in its graph; for a module that is not
+            named, the defaults of its forward.
+
+    Returns:
+        The graphs, and the modules whose own forward could not be traced.
     """
     traces: list[Trace] = []
     untraced: dict[nn.Module, None] = {}
@@ -263,9 +267,9 @@ def _trace_in_pieces(
         tracer = _Tracer()
         try:
             if "forward" in root.__dict__ or isinstance(root, (_NormBase, fx.GraphModule)):
-                raise NotImplementedError("its forward is not its class's, or is one op")
+                raise NotImplementedError("its forward is not that of its class, or is one op")
             given = constants[root] if root in constants else Signature(type(root).forward).defaults
-            with warnings.catch_warnings():  # of arguments that are objects, which are compared in each call
+            with warnings.catch_warnings():  # about arguments that are objects; each call compares them
                 warnings.filterwarnings("ignore", "Was not able to add assertion")
                 with noting_errors(tracer.errors):
                     graph = tracer.trace(root, dict(given))

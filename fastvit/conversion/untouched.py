@@ -1,9 +1,9 @@
-"""Leaving a model as it was, after its forward has run for a look at it.
+"""Restores a model after a trial run of its forward.
 
-A forward may do more than compute: fill caches, move a queue on, count in Python, write to buffers and even
-to parameters, draw random numbers. What a model holds is put back in place, and it is not a copy that runs:
-a trace must know the modules themselves, not every model can be copied, and a copy takes memory. Parameters
-are copied only when an op is about to write to them, so that a large model is not held twice.
+A forward may have side effects: fill caches, advance a queue, count in Python, write to buffers and even to
+parameters, draw random numbers. The model itself runs, not a copy, because a trace needs the modules
+themselves, not every model can be copied, and a copy takes memory. A parameter is copied only when an op is
+about to write to it, so that a large model is not held twice.
 """
 
 from __future__ import annotations
@@ -22,14 +22,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_CONTAINERS = (
-    OrderedDict,
-    dict,
-    list,
-    set,
-    deque,
-)  # parameters, buffers, modules and hooks are in some of them
-# Namespaces that a model's own code makes, besides its own classes.
+_CONTAINERS = (OrderedDict, dict, list, set, deque)  # they hold parameters, buffers, modules and hooks too
+# Modules whose classes a model's code often uses as namespaces.
 _OWN_PACKAGES = frozenset({"__main__", "types", "argparse"})
 
 Undo = Callable[[], None]
@@ -37,52 +31,52 @@ Undo = Callable[[], None]
 
 @contextlib.contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Puts back, at the end, all that `model` held at the beginning, by identity and by value.
+    """Restores at its end the state that `model` has at its beginning, by identity and by value.
 
-    Attributes, training flags, hooks and classes of its modules; containers, and objects of its own code,
-    in its attributes, however deep; data attributes of its modules' classes; what its hooks, where they are
-    plain functions, hold in their closures and name in their globals; tensors, their `grad` and
-    `requires_grad`; the random states of torch, Python and, where it is loaded, NumPy. Objects of other
-    packages (a logger, say) and the world outside are left alone. What an op makes of a parameter without
-    saying in its schema that it writes is not seen.
+    Restored are attributes, training flags, hooks and classes of modules; containers and objects of the
+    model's own code in attributes, at any depth; data attributes of the modules' classes; values in the
+    closures and globals of hooks that are plain functions; tensors, their `grad` and `requires_grad`; the
+    random states of torch, Python and, where it is loaded, NumPy. Objects of other packages (a logger, for
+    example) and effects outside of the process are not. A write to a parameter by an op whose schema does
+    not say that it writes is missed.
     """
     before = _Before(model)
-    torch.clear_autocast_cache()  # in which casts of weights stay as long as its region
+    torch.clear_autocast_cache()  # it holds casts of weights until its region ends
     try:
         with before.journal:
             yield
     finally:
-        before.put_back()
+        before.restore()
         torch.clear_autocast_cache()
 
 
 class _Before:
-    """What a model holds, and how to put that back."""
+    """The state of a model, and the functions that restore it."""
 
     def __init__(self, model: nn.Module):
         self.journal = _Journal()
         self._undo = contextlib.ExitStack()
         for undo in _random_states():
             self._undo.callback(undo)
-        self._seen: dict[int, object] = {}  # holds the objects, so that their ids stay theirs
+        self._seen: dict[int, object] = {}  # holds the objects, so that no id is reused
         packages = {_package(type(module)) for module in model.modules()}
         self._own = (packages - {"torch"}) | _OWN_PACKAGES
-        # of scripted modules the tensors are in no attribute
+        # The tensors of scripted modules are in no attribute.
         todo: list[object] = [model, *model.modules(), *model.parameters(), *model.buffers()]
         self._buffers = {id(tensor) for tensor in model.buffers()}
-        with torch._C.DisableTorchFunction():  # tensors of all kinds are looked at as what they are
+        with torch._C.DisableTorchFunction():  # subclasses of Tensor are read like plain tensors
             while todo:
                 value = todo.pop()
                 if id(value) not in self._seen:
                     self._seen[id(value)] = value
                     todo += self._note(value)
 
-    def put_back(self) -> None:
-        with torch._C.DisableTorchFunction(), self._undo:  # which goes on where one of them raises
-            self.journal.put_back()
+    def restore(self) -> None:
+        with torch._C.DisableTorchFunction(), self._undo:  # an ExitStack continues after an error
+            self.journal.restore()
 
     def _note(self, value: object) -> Iterable[object]:
-        """Notes how to put `value` back, and returns what it holds."""
+        """Records how to restore `value`, and returns the objects in it."""
         if isinstance(value, Tensor):
             return self._tensor(value)
         if isinstance(value, _CONTAINERS):
@@ -106,7 +100,7 @@ class _Before:
         return ()
 
     def _container(self, value: object) -> list[object]:
-        # the methods of the base, which subclasses may have put more into
+        # Methods of the base class, since a subclass may override them with side effects.
         base = next(kind for kind in _CONTAINERS if isinstance(value, kind))
         held = list(base.items(value)) if issubclass(base, dict) else list(base.__iter__(value))
 
@@ -126,7 +120,7 @@ class _Before:
         in_slots = {name: getattr(value, name) for name in slots}
 
         def undo() -> None:
-            if type(value) is not kind:  # a lazy module that has seen an input
+            if type(value) is not kind:  # a lazy module changes class at its first input
                 value.__class__ = kind
             now = getattr(value, "__dict__", {})
             if not _same(list(now.items()), list(before.items())):
@@ -140,26 +134,26 @@ class _Before:
         return [*before.values(), *in_slots.values()]
 
     def _class_attributes(self, kind: type) -> list[object]:
-        """The data that the classes of a module's own code hold: counters and caches for all instances."""
+        """Data attributes of the classes of the model's own code: counters and caches of all instances."""
         parts: list[object] = []
         for base in kind.__mro__:
             if id(base) in self._seen or _package(base) not in self._own or _package(base) == "builtins":
                 continue
             self._seen[id(base)] = base
             before = _data(base)
-            self._undo.callback(_put_data_back, base, before)
+            self._undo.callback(_restore_data, base, before)
             parts += before.values()
         return parts
 
     def _function(self, function: types.FunctionType) -> list[object]:
-        """A hook, say, that counts: what it names outside of itself, of the kinds that it may count with."""
+        """Values in the closure and the globals of a function: a hook may count there."""
         if _package(function) == "torch":
             return []
         parts: list[object] = []
         for cell in function.__closure__ or ():
             try:
                 content = cell.cell_contents
-            except ValueError:  # not bound yet
+            except ValueError:  # an empty cell
                 continue
             parts.append(content)
             self._undo.callback(setattr, cell, "cell_contents", content)
@@ -178,7 +172,7 @@ class _Before:
         alias, leaf = tensor.data, tensor.is_leaf
         gradient, requires_grad = (tensor.grad if leaf else None), tensor.requires_grad
         if id(tensor) in self._buffers:
-            # a BatchNorm's op writes to running statistics without a word in its schema
+            # batch_norm writes to running statistics, and its schema does not declare it.
             self.journal.save(storage)
         else:
             self.journal.protect(storage)
@@ -211,7 +205,7 @@ class _Journal(TorchDispatchMode):
         if storage._cdata not in self._saved and storage.device.type != "meta":
             self._saved[storage._cdata] = storage.clone()
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         for address, saved in self._saved.items():
             storage = self._protected[address]
             if storage.nbytes() == saved.nbytes() and not torch.equal(_bytes(storage), _bytes(saved)):
@@ -238,7 +232,7 @@ def _written(func: object) -> list[tuple[int, str]]:
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
-    """The memory of a tensor; None for one that has none of its own, a wrapper or a sparse one."""
+    """The storage of a tensor; None for a wrapper or a sparse tensor, which have none."""
     if tensor.layout is not torch.strided or not torch._C._has_storage(tensor):
         return None
     return tensor.untyped_storage()
@@ -259,7 +253,7 @@ def _place(tensor: Tensor) -> tuple:
 
 
 def _same(now: list, before: list) -> bool:
-    """Whether the same objects, or pairs of them, come in the same order."""
+    """Whether both lists have the same objects, or pairs of the same objects, in the same order."""
     if len(now) != len(before):
         return False
     for a, b in zip(now, before, strict=True):
@@ -281,7 +275,7 @@ def _data(kind: type) -> dict[str, object]:
     }
 
 
-def _put_data_back(kind: type, before: dict[str, object]) -> None:
+def _restore_data(kind: type, before: dict[str, object]) -> None:
     now = _data(kind)
     for name in now.keys() - before.keys():
         delattr(kind, name)
@@ -302,7 +296,7 @@ def _random_states() -> list[Undo]:
 
 
 def _state(value: object) -> Undo | None:
-    """How to put back an object whose state is in none of its attributes."""
+    """How to restore an object whose state is not in its attributes; None for any other."""
     if isinstance(value, torch.Generator):
         return functools.partial(value.set_state, value.get_state())
     if isinstance(value, random.Random):

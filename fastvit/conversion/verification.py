@@ -1,9 +1,8 @@
-"""`verify`: the same step through the original and the converted model, and what came out compared."""
+"""`verify`: runs the same step on the original and on the converted model, and compares the results."""
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,20 +11,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .adopted import Adopted
-from .calls import Arguments, as_arguments
+from .adopted import Converted
+from .calls import Arguments, as_arguments, plain_output
 from .convert import convert, revert
 from .runtime import ConvertedNorm, ConvertedNormSync
 from .untouched import untouched
 
-# Both compute the same in another order, so they differ by roundings, which depth multiplies.
+# The order of operations differs, so results differ by roundings, which depth multiplies.
 _TOLERANCES = {torch.float64: 1e-7, torch.float32: 2e-2}
 _HALF_PRECISION = 0.2
 
 
 @dataclass(frozen=True)
 class Verification:
-    """What `verify` found: relative differences by name, largest first; true where all are within limits."""
+    """Result of `verify`: relative differences by name, largest first; true where all are within `limit`."""
 
     differences: dict[str, float]
     limit: float
@@ -53,29 +52,31 @@ def verify(
     dtype: torch.dtype | None = torch.float64,
     limit: float | None = None,
 ) -> Verification:
-    """Runs one training step of the original and of the converted model, and compares all that comes out.
+    """Runs one training step of the original and of the converted model, and compares the results.
 
-    Outputs, the gradient of every parameter and of every floating-point input (of none where the model itself
-    sets requires_grad on what it is given, as some do for checkpointing), and every buffer; in the modes
-    (training or evaluation) that the modules of `model` are in. `model` itself is not touched: two copies of
-    it run, one reverted and one converted (with `memory`, unless it is converted already).
+    Compared are outputs, inputs after the step, the gradient of every parameter and of every floating-point
+    input, and every buffer. Gradients of inputs are left out where the model sets requires_grad on its
+    inputs, as some do for checkpointing. Modules run in the modes (training or evaluation) that they are in.
+    `model` is not changed: two copies of it run, one reverted, and one converted (with `memory`, unless
+    `model` is converted).
 
     Args:
         inputs: a tensor, a tuple of arguments or a dict of keyword arguments.
-        dtype: what both copies compute in. float64 tells a wrong gradient from roundings, however deep the
-            model; None keeps the model's own.
-        limit: on the largest difference of a tensor relative to its largest value. The default is by dtype
-            where a BatchNorm is fused; everything else is rebuilt by the same op, and none is allowed. A
-            gradient is judged on a scale of no less than 1e-4 of the model's largest gradient, since one
-            that is zero but for roundings has no scale of its own; a buffer likewise.
+        dtype: both copies compute in it. float64 tells a wrong gradient from roundings at any depth. None is
+            the model's own dtype.
+        limit: largest allowed difference of a tensor, relative to its largest value. The default depends on
+            `dtype` where a BatchNorm is fused, and is 0 elsewhere, since rebuilding repeats the same op. The
+            scale of a gradient is at least 1e-4 of the model's largest gradient, because a gradient that is
+            zero up to rounding has no scale of its own. The same holds for buffers.
 
-    Returns a `Verification`: true when all are within the limit, and prints what differs.
+    Returns:
+        A `Verification`: true when all differences are within the limit. It prints those that are not.
     """
     arguments = as_arguments(inputs)
 
     def both(inputs_require_grad: bool) -> list[dict[str, Tensor]]:
         original, converted = revert(copy.deepcopy(model)), copy.deepcopy(model)
-        if not any(isinstance(module, Adopted) for module in model.modules()):
+        if not any(isinstance(module, Converted) for module in model.modules()):
             converted, _ = convert(converted, memory, inputs)
         if dtype is not None:
             original, converted = original.to(dtype), converted.to(dtype)
@@ -83,7 +84,7 @@ def verify(
         fused = any(isinstance(module, (ConvertedNorm, ConvertedNormSync)) for module in converted.modules())
         steps = []
         for m in (original, converted):
-            # copies share what hooks count in, and both begin with the same random states
+            # Copies share the state of hooks, and both begin with the same random states.
             with untouched(model):
                 steps.append(_step(m, arguments, dtype, inputs_require_grad))
         return steps
@@ -94,7 +95,7 @@ def verify(
     except RuntimeError as error:
         if "requires_grad flags of leaf" not in str(error):
             raise
-        # the model sets requires_grad on what it is given, which only a leaf allows
+        # The model sets requires_grad on its inputs, which only a leaf allows.
         want, got = both(inputs_require_grad=False)
     largest = {kind: _largest(want, kind) for kind in _WITHOUT_SCALE}
     differences = {}
@@ -113,7 +114,8 @@ def verify(
     return Verification(ordered, limit)
 
 
-# One of these that is zero but for roundings (a mean after a normalisation, say) has no scale of its own.
+# A tensor of these kinds that is zero up to rounding (a mean after a normalisation) has no scale of its
+# own.
 _WITHOUT_SCALE = ("gradient of ", "buffer ")
 
 
@@ -125,20 +127,20 @@ def _largest(tensors: dict[str, Tensor], kind: str) -> float:
 def _step(
     model: nn.Module, arguments: Arguments, dtype: torch.dtype | None, inputs_require_grad: bool
 ) -> dict[str, Tensor]:
-    """Everything that one forward and backward leaves, by name."""
+    """Outputs, gradients and buffers of one forward and backward, by name."""
     model.zero_grad(set_to_none=True)
     leaves = pytree.tree_map_only(Tensor, lambda t: _leaf(t, dtype, inputs_require_grad), arguments)
-    # results of an op and not leaves, so that a model may overwrite what it is given where the original does
+    # Results of an op, not leaves, so that the model may overwrite its inputs where the original does.
     args, kwargs = given = pytree.tree_map_only(Tensor, torch.clone, leaves)
     devices = sorted({p.device.index for p in model.parameters() if p.is_cuda})
     with torch.random.fork_rng(devices):
         torch.manual_seed(0)
         outputs = _tensors(model(*args, **kwargs))
         if not outputs:
-            raise ValueError("verify: no tensors found in what the model returns, so nothing to compare")
+            raise ValueError("verify: the model returned no tensor; a forward that returns tensors expected")
         result = {f"output {i}": t.detach().clone() for i, t in enumerate(outputs)}
         result |= {f"input {i} afterwards": t.detach().clone() for i, t in enumerate(_tensors(given))}
-        # weights of both signs: a plain sum has no gradient through a normalisation
+        # Weights of both signs, since a plain sum has no gradient through a normalisation.
         losses = [
             (t * torch.randn(t.shape, dtype=torch.float64).to(t)).sum() for t in outputs if t.requires_grad
         ]
@@ -156,14 +158,7 @@ def _leaf(tensor: Tensor, dtype: torch.dtype | None, requires_grad: bool) -> Ten
 
 
 def _tensors(values: object) -> list[Tensor]:
-    return [t for t in pytree.tree_leaves(_plain(values)) if isinstance(t, Tensor)]
-
-
-def _plain(output: object) -> object:
-    """Outputs in dataclass-like objects (of transformers, say) as a dict."""
-    if dataclasses.is_dataclass(output):
-        return vars(output)
-    return dict(output) if isinstance(output, Mapping) else output
+    return [t for t in pytree.tree_leaves(plain_output(values)) if isinstance(t, Tensor)]
 
 
 def _difference(got: Tensor, want: Tensor, least: float) -> float:

@@ -1,11 +1,11 @@
-"""What decides what a forward does besides its arguments: the code that runs, and what that code reads.
+"""Detects changes of a model after its trace: of the code that a forward runs, and of the values it reads.
 
-A trace takes both as they are. `runs_as` asks before the trace; a `Watch` compares afterwards, at each call:
-the children and the class of each module; the functions and plain values of those classes; and attributes
-that are plain values or functions, of modules and of the configuration objects that they hold, if their names
-stand in code that a forward may come to. What a forward changes itself is its own affair, and accepted. Of
-normalisation layers, which other tools turn into others of their kind, of convolutions and the like no
-attribute decides who reads what.
+A trace is valid as long as both are the same. `runs_as` checks a module before the trace. A `Watch` compares
+at each call: the children and the class of each module; functions and plain values of those classes; and
+attributes that are plain values or functions, of modules and of configuration objects in them, whose names
+occur in code that a forward may run. Changes by the forward itself are accepted. Attributes of normalisation
+layers, convolutions and the like are not compared: they do not change which op reads which tensor, and other
+tools replace normalisation layers by others of their kind.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from .adopted import Adopted, References
+from .adopted import Converted, References
 
 _CALL, _CALL_IMPL = nn.Module.__call__, nn.Module._call_impl
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | {"_compiled_call_impl"}
@@ -36,15 +36,12 @@ _FUNCTIONS = (
 )  # fmt: skip
 _PLAIN = _VALUES + _FUNCTIONS
 _CONTAINERS = (tuple, list, set, frozenset, dict)
-_LONGEST = 64  # of a container whose items are compared
-_DECIDE_NOTHING = (_NormBase, nn.modules.conv._ConvNd, nn.Linear, nn.Embedding)
+_LONGEST = 64  # longest container whose items are compared
+_NOT_COMPARED = (_NormBase, nn.modules.conv._ConvNd, nn.Linear, nn.Embedding)
 
 
 def runs_as(module: nn.Module | None) -> type:
-    """The class of `module` where calling it runs the forward that came with that class.
-
-    Where something else runs, that is nn.Module, of which nothing is known.
-    """
+    """The class of `module` if a call runs the forward of that class's definition; else nn.Module."""
     kind = type(module)
     if not isinstance(module, nn.Module) or "forward" in module.__dict__:
         return nn.Module
@@ -56,25 +53,25 @@ def runs_as(module: nn.Module | None) -> type:
 
 
 def watched_globally() -> bool:
-    """Whether somebody sees what every module is given or returns: a global hook, a tracer, a profiler."""
+    """Whether a global hook, a tracer or a profiler sees the inputs and outputs of every module."""
     patched = nn.Module.__call__ is not _CALL or nn.Module._call_impl is not _CALL_IMPL
     return patched or nn.modules.module._has_any_global_hook()
 
 
 class Watch:
-    """The modules of `root` as they are when it is made. A copy starts with what it is copied to."""
+    """The recorded state of the modules of `root`. A copy records the copied modules."""
 
     def __init__(self, root: nn.Module):
         self._names, modules = zip(*root.named_modules(), strict=True)
         self._modules = References(modules)
-        self._before: str | None = None  # what had changed when it was copied
+        self._before: str | None = None  # the change that was found when it was copied
         self.record()
 
     def __getstate__(self) -> dict:
         return {"_names": self._names, "_modules": self._modules, "_before": self.changed(), "_found": None}
 
     def record(self) -> None:
-        """Takes everything as it is now; a copy calls this once it is complete."""
+        """Records the present state. A copy calls this when it is complete."""
         modules = list(self._modules)
         if None in modules:
             self._before = self._before or "a module has been replaced"
@@ -94,7 +91,7 @@ class Watch:
             for i, module in enumerate(modules)
             if len(module._modules)
         }
-        self._held: dict[tuple[int, str], _Plain] = {}  # configuration objects, by who holds them and where
+        self._held: dict[tuple[int, str], _Plain] = {}  # configuration objects, by module and attribute
         known = set()
         for i, module in enumerate(modules):
             for name, value in module.__dict__.items():
@@ -104,7 +101,7 @@ class Watch:
                     self._held[i, name] = _Plain(vars(value), names)
 
     def changed(self) -> str | None:
-        """What is not as it was, in words; None where everything is."""
+        """A description of the first difference from the recorded state; None without one."""
         if self._before is None and self._found is None:
             self.record()
         if self._before is not None:
@@ -127,19 +124,19 @@ class Watch:
         return None
 
     def _different(self, found: _Found, module: nn.Module) -> str | None:
-        """What has changed of a module whose class, attributes or number of attributes is another."""
+        """The change of a module whose class or attributes differ; None if it is harmless."""
         kind, attributes = type(module), module.__dict__
         if found.kind is None:
             return "forward"
         if not found.plain.is_in(attributes):
             return ", ".join(sorted(found.plain.differing(attributes)))
         if kind is not found.kind:
-            # a class on top of the root's, as amp puts there: the code below it is what was traced
+            # A class derived from the root's, as amp makes one: the code of the base is what was traced.
             on_top = found.is_root and (issubclass(kind, found.kind) or issubclass(found.kind, kind))
             if not on_top:
                 if not self._code[found.kind].is_in(kind):
                     return "the class"
-                self._code[kind] = self._code[found.kind]  # of a parametrisation, say
+                self._code[kind] = self._code[found.kind]  # the class of a parametrisation, for example
             found.kind = kind
         if len(module._modules) != found.children:
             return "the children"
@@ -150,7 +147,7 @@ class Watch:
         return None
 
     def accept(self, before: list[set[str]] | None = None) -> None:
-        """Takes attributes as they are now, after a forward, but for those that were others `before` it."""
+        """Records attributes after a forward, except those that differed `before` it."""
         if self._before is not None:
             return
         modules = list(self._modules)
@@ -159,14 +156,14 @@ class Watch:
                 continue
             if before is None:
                 self._found[i] = _Found(module, self._read, is_root=i == 0)
-                self._code.setdefault(type(module), _Code(type(module)))  # a lazy module is another now
+                self._code.setdefault(type(module), _Code(type(module)))  # a lazy module has changed class
             else:
                 found.plain.take(module.__dict__, before[i])
         for n, ((i, name), plain) in enumerate(self._held.items()):
             plain.take(_attributes(modules[i], name), before[len(modules) + n] if before else ())
 
     def differing(self) -> list[set[str]]:
-        """The names of the attributes that are others than before, by module and by configuration object."""
+        """The names of the attributes that differ, by module and by configuration object."""
         if self._before is not None:
             return []
         modules = list(self._modules)
@@ -179,22 +176,22 @@ class Watch:
         ]
 
     def in_mixed_modes(self, training: bool) -> bool:
-        """Whether a module whose forward asks for its mode is in another."""
+        """Whether a module whose forward reads `training` is in another mode than `training`."""
         return any(module is not None and module.training != training for module in self._asking)
 
 
 class _Found:
-    """A module as it was found."""
+    """The recorded state of one module."""
 
     def __init__(self, module: nn.Module, read: frozenset[str], is_root: bool):
         attributes = module.__dict__
         self.kind = None if isinstance(module, _NormBase) else type(module)
         self.names, self.size, self.children = frozenset(attributes), len(attributes), len(module._modules)
-        # what is put around the whole, on the object or by a class on top, is not part of what was traced
+        # A wrapper around the whole model, on the instance or by a derived class, is not part of the trace.
         self.is_root = is_root
         self.ignored = _OF_EVERY_MODULE | ({"forward"} if is_root else set())
         self.forward = attributes.get("forward")
-        names = {"forward"} if isinstance(module, _DECIDE_NOTHING) else read
+        names = {"forward"} if isinstance(module, _NOT_COMPARED) else read
         self.plain = _Plain(attributes, names - self.ignored)
 
     def is_in(self, module: nn.Module) -> bool:
@@ -206,11 +203,11 @@ class _Found:
 
 
 class _Code:
-    """A class, by what can be looked up in it."""
+    """The functions and plain values of a class."""
 
     def __init__(self, kind: type):
         own = [name for name in dir(kind) if not name.startswith("__") and not hasattr(nn.Module, name)]
-        # as it stands in the class: a descriptor (a script module's forward is one) may not want to be read
+        # Read without descriptors, some of which raise (a script module's forward).
         plain = (*_PLAIN, staticmethod, classmethod)
         names = [*own, "forward", "__call__", "_call_impl"]
         self._get = attrgetter(*(n for n in names if isinstance(inspect.getattr_static(kind, n), plain)))
@@ -224,24 +221,24 @@ class _Code:
 
 
 class _Plain:
-    """Those attributes of an object, among some, that are plain: values, functions, short containers."""
+    """Those attributes `among` some names that are plain: values, functions, short containers."""
 
     def __init__(self, attributes: dict[str, object], among: frozenset[str]):
         self._among = among
         self.take(attributes)
 
-    def take(self, attributes: dict[str, object], keep: Collection[str] = ()) -> None:
-        """Takes the values as they are now, but for those that are to `keep`."""
-        kept = {name: self._values[name] for name in keep}
+    def take(self, attributes: dict[str, object], excluded: Collection[str] = ()) -> None:
+        """Records the present values, except of the names in `excluded`."""
+        old = {name: self._values[name] for name in excluded}
         names = [name for name in attributes.keys() & self._among if _is_plain(attributes[name])]
-        self._values = {name: _copied(attributes[name]) for name in names} | kept
+        self._values = {name: _copied(attributes[name]) for name in names} | old
         self._get = _getter(list(self._values))
         self._in_order = tuple(self._values.values())
 
     def is_in(self, attributes: dict[str, object]) -> bool:
         try:
             return bool(self._get(attributes) == self._in_order)
-        except Exception:  # one is gone, or is now something that cannot be compared
+        except Exception:  # an attribute was deleted, or cannot be compared
             return False
 
     def differing(self, attributes: dict[str, object]) -> set[str]:
@@ -252,7 +249,7 @@ class _Plain:
 
 
 def _getter(keys: list) -> Callable[[object], tuple]:
-    """An itemgetter that gives a tuple whatever the number of keys."""
+    """An itemgetter that returns a tuple for any number of keys."""
     if len(keys) > 1:
         return itemgetter(*keys)
     return (lambda items: (items[keys[0]],)) if keys else (lambda items: ())
@@ -262,7 +259,7 @@ def _is_plain(value: object) -> bool:
     if not isinstance(value, _CONTAINERS):
         return isinstance(value, _PLAIN)
     items = [*value.keys(), *value.values()] if isinstance(value, dict) else value
-    # an empty one is to be filled, as caches are
+    # An empty container is not compared: it may be a cache.
     return 0 < len(value) <= _LONGEST and all(map(_is_plain, items))
 
 
@@ -271,7 +268,7 @@ def _copied(value: object) -> object:
 
 
 def _is_held(value: object) -> bool:
-    """Whether `value` is an object with attributes, as configurations are, and nothing else that is known."""
+    """Whether `value` is an object with attributes, such as a configuration, and of no other known kind."""
     known = (nn.Module, Tensor, types.ModuleType, *_PLAIN, *_CONTAINERS)
     return hasattr(value, "__dict__") and not callable(value) and not isinstance(value, known)
 
@@ -285,13 +282,13 @@ def _of_torch(kind: type) -> bool:
 
 
 def _unconverted(kind: type) -> type:
-    while issubclass(kind, Adopted):
+    while issubclass(kind, Converted):
         kind = kind._original
     return kind
 
 
 def _names_read(kinds: Iterable[type]) -> dict[type, set[str]]:
-    """By class, the names in its code, and in its helpers, that a forward of `kinds` may come to."""
+    """For each class, the names in the code, helpers included, that a forward of `kinds` may run."""
     functions: dict[str, list[tuple[type, types.FunctionType]]] = defaultdict(list)
     for kind in kinds:
         for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
@@ -313,7 +310,7 @@ def _names_read(kinds: Iterable[type]) -> dict[type, set[str]]:
 
 
 def _functions(value: object) -> list[types.FunctionType]:
-    """The Python functions that `value` calls by being read or called, but for torch's."""
+    """The Python functions that run when `value` is read or called, except torch's."""
     value = getattr(value, "fget", None) or getattr(value, "__func__", value)
     if (
         not isinstance(value, types.FunctionType)
@@ -325,13 +322,13 @@ def _functions(value: object) -> list[types.FunctionType]:
 
 
 def _names_in(code: types.CodeType) -> set[str]:
-    """The names that code reads, and words, which getattr may read."""
+    """The names that the code reads, and its strings, which getattr may read."""
     names = {*code.co_names, *(value for value in code.co_consts if isinstance(value, str))}
     return names.union(*(_names_in(value) for value in code.co_consts if isinstance(value, types.CodeType)))
 
 
 def _behind_properties(value: object, names: frozenset[str]) -> set[str]:
-    """What the properties of an object read, among `names`."""
+    """The names that those properties of an object that are in `names` read."""
     found = (getattr(type(value), name, None) for name in names)
     return set().union(
         *(_names_in(f.__code__) for p in found if isinstance(p, property) for f in _functions(p))

@@ -1,7 +1,7 @@
-"""BatchNorm followed by leaky_relu, made by name: one place where a model chooses its normalisation.
+"""BatchNorm followed by leaky_relu, by name.
 
-The five names differ in speed, memory and in which samples share their statistics. They agree in what they
-compute on one rank, in their state_dict keys and in their initial values, so weights move between them.
+The five names differ in speed, in memory, and in the samples that share statistics. On one rank they compute
+the same. They have the same state_dict keys and initial values, so weights can be exchanged.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from ..sync_batchnorm import SyncBatchNorm
 __all__ = ["NORMS", "SYNCHRONISED", "NormAct"]
 
 NORMS = ("torch", "torch-sync", "fastvit-sync", "inplace-abn", "inplace-abn-sync")
-"""What `norm=` takes."""
+"""Values of `norm=`."""
 
 SYNCHRONISED = frozenset({"torch-sync", "fastvit-sync", "inplace-abn-sync"})
-"""The norms with statistics over the samples of every rank; all ranks hold the same running values."""
+"""The norms with statistics over the samples of all ranks, which have the same running values."""
 
 
 def _torch(features: int, tokens: bool, slope: float) -> nn.Module:
@@ -63,7 +63,7 @@ class NormAct(nn.Module):
         slope: of leaky_relu for negative values.
 
     `forward(x)` returns a tensor of the shape and dtype of `x`. The in-place norms overwrite `x` and
-    return it, so `x` must be the fresh result of a convolution or matrix product that nothing else keeps.
+    return it, so `x` must be a new result of a convolution or matrix product that no other op reads.
 
     Raises:
         ValueError: `norm` is not one of the names above.
@@ -76,11 +76,9 @@ class NormAct(nn.Module):
         self.norm = _MAKERS[norm](num_features, tokens, slope)
         in_place = norm.startswith("inplace-abn")
         self.act = nn.Identity() if in_place else nn.LeakyReLU(slope, inplace=True)
-        # torch's layers take channels in dimension 1 only. Tokens get there without a copy as (N * L, C),
-        # which has the same statistics; transposed to (N, C, L) they would cost one. fastvit's layers read
-        # them as they lie.
+        # torch's layers take channels in dimension 1. As (N * L, C) tokens have the same statistics without
+        # a copy; as (N, C, L) they would need one. fastvit's layers take (N, L, C).
         self.flat = tokens and norm.startswith("torch")
-
         self.cuda_only = norm == "torch-sync"
 
     def forward(self, x: Tensor) -> Tensor:

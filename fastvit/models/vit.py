@@ -1,4 +1,4 @@
-"""A small vision transformer with a convolutional stem, the place where BatchNorm belongs in a ViT.
+"""A vision transformer with BatchNorm in a convolutional stem and, by option, in the MLPs.
 
 Stem: Xiao et al., "Early Convolutions Help Transformers See Better", arXiv:2106.14881. Blocks: pre-norm, as
 in Dosovitskiy et al., arXiv:2010.11929. BatchNorm in the MLP: Yao et al., "Leveraging Batch Normalization for
@@ -19,7 +19,7 @@ from .norm_act import NormAct
 __all__ = ["MLP_NORMS", "VARIANTS", "ViT", "create_vit", "vit_digits"]
 
 MLP_NORMS = ("none", "batch")
-"""What `mlp_norm=` takes."""
+"""Values of `mlp_norm=`."""
 
 
 class Stem(nn.Module):
@@ -40,7 +40,7 @@ class Stem(nn.Module):
         super().__init__()
         layers: list[nn.Module] = []
         for width, stride in zip(channels, strides, strict=True):
-            # No bias: the BatchNorm that follows subtracts any constant and has a bias of its own.
+            # No bias, since the BatchNorm that follows subtracts any constant.
             layers.append(nn.Conv2d(in_channels, width, 3, stride=stride, padding=1, bias=False))
             layers.append(NormAct(width, norm))
             in_channels = width
@@ -73,8 +73,8 @@ class MLP(nn.Module):
     def __init__(self, dim: int, hidden: int, norm: str, mlp_norm: str) -> None:
         super().__init__()
         batch = mlp_norm == "batch"
-        # Without a bias the product of 3-D tokens is a tensor of its own; with one it is a view, and autograd
-        # would copy its gradient twice on behalf of a layer that writes in place.
+        # Without a bias the product of 3-D tokens is a new tensor. With one it is a view, and autograd would
+        # copy its gradient twice for a layer that writes in place.
         self.expand = nn.Linear(dim, hidden, bias=not batch)
         self.act = NormAct(hidden, norm, tokens=True) if batch else nn.GELU()
         self.contract = nn.Linear(hidden, dim)
@@ -84,7 +84,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind a LayerNorm and beside a residual connection."""
+    """Attention and MLP, each after a LayerNorm and with a residual connection."""
 
     def __init__(self, dim: int, heads: int, hidden: int, norm: str, mlp_norm: str) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class ViT(nn.Module):
     do not depend on `norm`.
 
     Raises:
-        ValueError: an argument is impossible; the message says which and what it takes.
+        ValueError: an argument is invalid; the message names it and its valid values.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class ViT(nn.Module):
         for stride in stem_strides:
             side = (side - 1) // stride + 1
         if side % patch:
-            raise ValueError(f"ViT: patch must divide the {side} positions that the stem leaves, got {patch}")
+            raise ValueError(f"ViT: patch must divide the {side} positions after the stem, got {patch}")
         self.stem = Stem(in_channels, stem_channels, stem_strides, patch, dim, norm)
         self.position = nn.Parameter(torch.empty(1, (side // patch) ** 2, dim))
         self.blocks = nn.Sequential(
@@ -195,17 +195,17 @@ class _Variant:
 
 
 _VARIANTS = {
-    # The stem keeps the full resolution, because a digit of 8x8 pixels has none to give away.
+    # No strides in the stem, since digits have 8x8 pixels only.
     "vit_digits": _Variant((32, 32, 64), (1, 1, 1), 2, 64, 4, 4),
     "vit_cifar": _Variant((64, 64, 128), (1, 1, 2), 2, 192, 9, 3),
-    # Of the size of DeiT's, with a stem that takes 224 pixels to 14 tokens a side.
+    # The sizes of DeiT's, with a stem that reduces 224 pixels to 14 tokens a side.
     "vit_tiny": _Variant((24, 48, 96, 192), (2, 2, 2, 2), 1, 192, 12, 3),
     "vit_small": _Variant((48, 96, 192, 384), (2, 2, 2, 2), 1, 384, 12, 6),
     "vit_base": _Variant((96, 192, 384, 768), (2, 2, 2, 2), 1, 768, 12, 12),
 }
 
 VARIANTS = tuple(_VARIANTS)
-"""What `create_vit` takes as a name."""
+"""Names that `create_vit` takes."""
 
 
 def create_vit(
@@ -219,10 +219,10 @@ def create_vit(
     """A ViT by name: `(N, in_channels, image_size, image_size)` -> `(N, num_classes)`.
 
     `vit_digits` is meant for 8 pixels (247 thousand weights), `vit_cifar` for 32, `vit_tiny`,
-    `vit_small` and `vit_base` for 224; each takes every size that leaves whole patches.
+    `vit_small` and `vit_base` for 224. Each takes every size that its strides and patches divide.
 
     Raises:
-        ValueError: there is no such name, or the size leaves no whole patches.
+        ValueError: an unknown name, or a size that strides and patches do not divide.
     """
     if name not in _VARIANTS:
         raise ValueError(f"create_vit: name must be one of {', '.join(VARIANTS)}, got {name!r}")

@@ -1,11 +1,11 @@
-"""Rebuilding in the backward pass what the forward would otherwise have to keep for it.
+"""Rebuilds saved tensors in the backward pass instead of keeping them.
 
-policy.py   how far a scope goes
-saved.py    what stands for a saved tensor: itself, or a recipe
-values.py   how a tensor is rebuilt, and from what
-rules.py    which ops are done again, and how
-graph.py    what autograd's graph tells of how it came about
-scope.py    the hooks that decide
+policy.py   what a scope rebuilds
+saved.py    the objects that autograd holds for a saved tensor: the tensor, or a recipe
+values.py   the op and the inputs of a tensor, and how it is rebuilt
+rules.py    the ops that are repeated, by the names of autograd's nodes
+graph.py    reads the op and its inputs from autograd's graph
+scope.py    the saved-tensor hooks
 """
 
 from .graph import remember_eps

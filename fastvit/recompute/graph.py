@@ -1,12 +1,11 @@
-"""What autograd's graph tells of how a tensor came about.
+"""Reads from autograd's graph the op that made a tensor, and its inputs.
 
-A node has the op's name, what the op saved, and edges to the nodes that made its inputs. That is enough to
-do it again, with the same op on the same memory layout and so to the same bits, for ops that do little
-arithmetic, which are in a table (rules.py). What is in no table is never rebuilt. Views are followed to the
-memory that they are views of.
+A node has the op's name, the tensors that the op saved, and edges to the nodes that made its inputs. With the
+same op on the same memory layout the result has the same bits. rules.py lists the ops that are repeated,
+those with little arithmetic; the results of other ops are never rebuilt. Views are followed to their base.
 
-What the graph does not tell stays unknown: a number that was added, the value of padding, a tensor without
-gradient that an op did not save.
+The graph lacks a number that was added, the value of padding, and inputs without gradient that the op did not
+save. A tensor that depends on one of these is not rebuilt.
 """
 
 from __future__ import annotations
@@ -23,13 +22,11 @@ from .saved import Kept, Recipe
 from .values import Argument, Copied, Held, Value, View
 
 KEY = "fastvit.value"
-_DEEPEST = 12  # ops in a row of which nobody has saved anything
+_DEEPEST = 12  # consecutive ops whose results no op has saved
 
 
 class _Attributes(dict):
-    """The attributes of nodes by the names of what they save, each made once: Python's cache of attributes
-    finds those alone that are the same object every time.
-    """
+    """The attribute names of nodes, each interned: Python's attribute cache compares names by identity."""
 
     def __init__(self, prefix: str):
         self.prefix = prefix
@@ -43,7 +40,7 @@ _SAVED, _RAW_SAVED = _Attributes("_saved_"), _Attributes("_raw_saved_")
 
 
 def value_of(node, policy: Policy, like: Tensor | None = None, level: int = 0) -> Value:
-    """The value that `node` made; `like` is all of it, if at hand."""
+    """The value that `node` made. `like` is the whole tensor, where it is available."""
     metadata = node.metadata
     value = metadata.get(KEY)
     if value is None:
@@ -61,7 +58,7 @@ def value_of(node, policy: Policy, like: Tensor | None = None, level: int = 0) -
 
 
 def remember_eps(y: Tensor, eps: float | None) -> None:
-    """`y` comes out of a normalisation, whose node does not know its eps."""
+    """Records the eps of the normalisation that made `y`, which its node lacks."""
     base = y if y._base is None else y._base
     node = base.grad_fn
     for _ in range(2):  # the result may have been cast
@@ -74,7 +71,7 @@ def remember_eps(y: Tensor, eps: float | None) -> None:
 
 
 class Node:
-    """A node as its rule reads it."""
+    """An autograd node, with the accessors that rules use."""
 
     __slots__ = ("edges", "flops", "level", "like", "node", "policy")
 
@@ -82,7 +79,7 @@ class Node:
         self.node = node
         self.edges = node.next_functions
         self.policy = policy
-        self.flops = 0  # for an element of the result, where that depends on more than the op
+        self.flops = 0  # per element of the result, where it depends on shapes; else 0
         self.like = like
         self.level = level
 
@@ -109,7 +106,7 @@ class Node:
         return None
 
     def is_lost(self, index: int) -> bool:
-        """Whether an input comes out of an op that has no rule, and nobody has kept it so far."""
+        """Whether an input is the result of an op without a rule, and no op has saved it so far."""
         node, _ = self.edges[index]
         while node is not None and (name := node.name()) in VIEWS:
             node, _ = node.next_functions[0]
@@ -134,7 +131,7 @@ class Node:
         return View(value, views) if views else value
 
     def leaf(self, tensor: Tensor) -> Copied:
-        """A copy: the op has not saved it, so it may be written to before the backward."""
+        """A copy of a leaf, which may be written to before the backward, since the op has not saved it."""
         shape = self.metadata().shape
         if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.numel() * 64 > math.prod(shape):
             raise Unknown

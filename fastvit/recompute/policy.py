@@ -1,16 +1,20 @@
-"""What a scope rebuilds, of all that it could."""
+"""What a recompute scope rebuilds."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-Site = tuple[str, str]  # the name of a block, and of an op as the graph has it
+Site = tuple[str, str]  # the name of a block, and the name of an autograd node
 
 
 @dataclass(frozen=True)
 class Policy:
-    """`products`: by matrix products too. `weight_casts`: autocast's copies of weights. `sites`: nothing but
-    what these ops make in these blocks; None for all.
+    """What a scope rebuilds.
+
+    Args:
+        products: results of matrix products too.
+        weight_casts: autocast's copies of weights too.
+        sites: only the results of these ops in these blocks; None for all.
     """
 
     products: bool = False

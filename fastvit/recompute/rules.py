@@ -1,7 +1,7 @@
-"""Which ops are done again, and how: a table by the names that autograd's nodes have.
+"""The ops that are repeated to rebuild a tensor: a table by the names of autograd's nodes.
 
-A rule reads a node and gives a function and what goes into it: the same op, on the same memory layout, so
-that the bits are the same. A rule raises `Unknown` where the node does not tell enough.
+A rule reads a node and returns a function and its arguments: the same op on the same memory layout, for the
+same bits. A rule raises `Unknown` where the node lacks an argument.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ LEAF = "torch::autograd::AccumulateGrad"
 
 
 class Unknown(Exception):
-    """A node does not tell what its op was given."""
+    """A node lacks an argument of its op."""
 
 
 def signed(number: int) -> int:
-    """Nodes give their integers as if they were unsigned."""
+    """The signed value of an integer attribute, which nodes return as unsigned."""
     return number - 2**64 if number >= 2**63 else number
 
 
@@ -39,7 +39,7 @@ def signed_all(numbers: tuple[int, ...]) -> tuple[int, ...]:
     return tuple([signed(number) for number in numbers])
 
 
-View = tuple  # a function of a tensor, and what it takes besides
+View = tuple  # a function of a tensor, and its other arguments
 
 
 def _of_shape(node, _: int) -> View:
@@ -51,7 +51,7 @@ def _expand(node, _: int) -> View:
 
 
 def _method(name: str, *integers: str, part: bool = False) -> Callable:
-    """A view by a method of tensors that takes these integers; with `part`, one of several."""
+    """A view by a method of Tensor with these integers; `part` for a method that returns several views."""
     saved, method = [sys.intern(f"_saved_{integer}") for integer in integers], getattr(Tensor, name)
 
     def rule(node, number: int) -> View:
@@ -107,10 +107,10 @@ def _product(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Node], R
 
 def _sum(function: Callable[..., Tensor]) -> Callable[[Node], Rebuild]:
     def rule(read: Node) -> Rebuild:
-        # A residual, as a rule, which its reader keeps. That a term is kept by somebody later is rare enough
-        # not to make every norm of a sum wait for it.
+        # The sum is mostly a residual stream, and a later op saves a term only rarely. So a recipe does not
+        # wait for a term that no op has saved yet.
         if read.is_lost(0) or read.is_lost(1):
-            raise Unknown("a term of the sum is kept by nobody")
+            raise Unknown("a term of the sum is not kept")
         alpha, arguments = read.number("alpha"), (read.edge(0), read.edge(1))
         return function if alpha == 1 else partial(function, alpha=alpha), arguments
 
@@ -123,7 +123,7 @@ def _gelu(read: Node) -> Rebuild:
 
 @lru_cache
 def _gelu_of(approximate: str) -> Callable[[Tensor], Tensor]:
-    """One for all layers alike: every object more brings the garbage collector sooner."""
+    """Cached, since every new object makes the garbage collector run sooner."""
     return lambda t: F.gelu(t, approximate=approximate)
 
 
@@ -149,7 +149,7 @@ def _scaled(read: Node) -> Rebuild:
 
 def _padded(read: Node) -> Rebuild:
     if any(read.integers("pad")):
-        raise Unknown  # with which value
+        raise Unknown  # the padding value
     return torch.clone, (read.edge(0),)
 
 
@@ -190,7 +190,7 @@ def _repeat(read: Node) -> Rebuild:
 
 def _clone(read: Node) -> Rebuild:
     if read.like is None:
-        raise Unknown  # in which memory format
+        raise Unknown  # the memory format
     size, stride = read.like.size(), read.like.stride()
 
     def copy(t: Tensor) -> Tensor:
@@ -209,7 +209,7 @@ def _to_copy(read: Node) -> Rebuild:
     if read.level and weight.dim() <= 1 and type(weight) is Parameter:  # the bias of a product
         return _cast_to(made.dtype), (Copied(Kept(weight.detach().clone())),)
     if not read.policy.weight_casts or type(weight) is not Parameter:
-        raise Unknown("a weight in another dtype, which is not cast again without weight_casts=True")
+        raise Unknown("the cast of a weight, which is not cast again without weight_casts=True")
     return _cast_to(made.dtype), (Copied(Kept(weight)),)
 
 
@@ -219,7 +219,7 @@ def _cast_to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
 
 
 def _reshaped(read: Node) -> Rebuild:
-    """A reshape that copies is a clone and then this; so is a product of more than two dimensions."""
+    """The view after a clone, in a reshape that copies, or after a product of more than two dimensions."""
     source = read.edges[0][0]
     if source is None:
         raise Unknown
@@ -246,7 +246,7 @@ def _mm(read: Node) -> Rebuild:
 
 
 def _widens(read: Node, weight: str) -> None:
-    """A product is worth its arithmetic where it makes no less than it reads."""
+    """Raises Unknown for a product whose result is narrower than its input: it takes too much arithmetic."""
     packed = getattr(read.node, "_raw_saved_" + weight).data
     if type(packed) not in (Kept, Recipe):
         raise Unknown
@@ -282,7 +282,7 @@ def _rms_norm_of(shape: tuple[int, ...], eps: float | None) -> Callable[..., Ten
 
 
 def _affine(read: Node, *names: str) -> tuple[Argument, ...]:
-    """What a normalisation takes, without the parameters that it does not have."""
+    """The arguments of a normalisation, without trailing parameters that are None."""
     given = [read.saved(name) for name in ("input", *names)]
     while given and given[-1] is None:
         given.pop()
@@ -324,7 +324,7 @@ RULES: dict[str, Callable[[Node], Rebuild]] = {
     "ToCopyBackward0": _to_copy,
 }
 
-# Operations for an element of the result, where that is not 1: estimates, which tell cheap from dear.
+# Estimated operations per element of the result, where they are not 1. They order sites by cost.
 FLOPS = {
     "NativeLayerNormBackward0": 8,
     "FusedRmsNormBackward0": 6,

@@ -1,4 +1,4 @@
-"""What a pack hook hands to autograd in place of a tensor: the tensor, or a recipe for it."""
+"""The objects that a pack hook returns to autograd for a saved tensor: the tensor itself, or a recipe."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .values import Given, Source, Value, plainly
 
 
 class Kept:
-    """A saved tensor, with the check that autograd leaves to whoever installs hooks."""
+    """A saved tensor that stays in memory, with the version check that autograd skips under hooks."""
 
     __slots__ = ("__weakref__", "tensor", "version")
 
     def __init__(self, tensor: Tensor, is_input: bool = False):
-        # An op's own output would keep the op alive, which keeps this alive.
+        # Detached, because an op's output refers to its node, and the node refers to this object: a cycle.
         self.tensor = tensor if is_input or tensor.is_leaf else tensor.detach()
         self.version = tensor._version
 
@@ -25,7 +25,7 @@ class Kept:
         return self.tensor._version == self.version
 
     def is_freed(self) -> bool:
-        """Whether it is a parameter whose memory somebody has taken away for now, as sharding does."""
+        """Whether it is a parameter whose memory is freed for now, as FSDP does between uses."""
         tensor = self.tensor
         return type(tensor) is Parameter and not tensor.untyped_storage().nbytes() and tensor.numel() > 0
 
@@ -44,9 +44,9 @@ class Kept:
 
 
 class Recipe:
-    """Stands for a saved tensor that lies in a value that can be rebuilt: all of it, or a view.
+    """Stands for a saved tensor that is a value that can be rebuilt, or a view of one.
 
-    Until all that the value is made from is kept by somebody, it holds the tensor.
+    It holds the tensor until all inputs of the value are kept.
     """
 
     __slots__ = ("__weakref__", "geometry", "kept", "source", "value")
@@ -62,7 +62,7 @@ class Recipe:
         self.source: Source | None = None
 
     def settle(self) -> Value | Given | None:
-        """Lets go of the tensor; or says which value nobody keeps yet."""
+        """Drops the tensor where all ingredients are kept; otherwise returns the first that is not."""
         ingredients: list[Kept] = []
         missing = self.value.gather(ingredients)
         if missing is None:
@@ -72,7 +72,7 @@ class Recipe:
         return missing
 
     def hold(self, kept: Kept) -> None:
-        """Keeps the tensor after all, from which other recipes may then be followed."""
+        """Keeps the tensor, so that other recipes may use it as an ingredient."""
         self.kept = kept
         self.value.keeper = weakref.ref(kept)
 

@@ -1,17 +1,17 @@
-"""The hooks under which outputs are rebuilt in the backward pass instead of kept for it.
+"""The saved-tensor hooks under which outputs are rebuilt in the backward pass instead of kept.
 
-Inside `recompute_scope()` autograd hands every tensor that an op saves for backward to a pack hook
-(torch.autograd.graph.saved_tensors_hooks). Where the tensor can be made again from what others keep anyway,
-the hook puts a recipe in its place; the unpack hook follows it. Two things tell how a tensor came about: a
-layer of fastvit says so itself (`_Scope.call`), and for ops of torch autograd's graph does (graph.py).
+Inside `recompute_scope()` autograd passes every tensor that an op saves to a pack hook
+(torch.autograd.graph.saved_tensors_hooks). Where the tensor can be rebuilt from tensors that other ops keep,
+the hook returns a recipe; the unpack hook follows it. The op and the inputs of a tensor come from a layer of
+fastvit (`_Scope.call`), or from autograd's graph for ops of torch (graph.py).
 
-Nothing more is kept for the sake of a recipe. Where it turns out only later that somebody keeps what a recipe
-takes (queries and keys are saved before the values with which they share their memory), the tensor is held
-until then. A rebuilt tensor is held only while another reader waits for it.
+No tensor is kept only for a recipe, except copies of small leaves and byte masks. An ingredient may be saved
+later than the tensor that needs it: queries and keys are saved before the values with which they share
+memory. The recipe holds the tensor until then. A rebuilt tensor is held only while another reader waits.
 
-Nothing is taken for a layer's output by its address. A weak reference to its storage is held, so the address
-cannot be handed out again while the storage is looked for; the version counter tells whether it was written
-since. All references are weak: the scope keeps nothing alive but tensors that wait as above.
+A layer's output is recognised by the address of its storage. A weak reference to the storage reserves the
+address, so no other storage can have it, and the version counter shows writes. All references are weak: a
+scope holds no tensors but those that wait as above.
 
 Source of the idea: Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost",
 arXiv:1604.06174.
@@ -43,35 +43,38 @@ _transforms = torch._C._functorch.peek_interpreter_stack
 def recompute_scope(
     products: bool = False, weight_casts: bool = False
 ) -> contextlib.AbstractContextManager[None]:
-    """Around a forward: what can be rebuilt by little arithmetic leaves no output behind.
+    """Around a forward: outputs that take little arithmetic are rebuilt in backward instead of kept.
 
         with fastvit.recompute_scope():
             loss = criterion(model(x), target)
         loss.backward()
 
-    That is the output of BatchNormAct layers with memory="recompute", and of torch's activations, products,
-    sums, casts, copies and concatenations, wherever somebody keeps what they are made from. LayerNorms take
-    `fastvit.convert`. With `products`, the output of a Linear that is no narrower than its input is rebuilt
-    too: about half of what is left, for the time of these matrix products. With `weight_casts`, the copies
-    in half precision that autocast makes of weights are cast again instead of kept: 2 bytes for each element
-    of a weight, whatever the batch. A weight that is written to before the backward is then an error, which
-    it is not without; a write through `weight.data` goes unnoticed, and the gradient is of the new weight.
+    These are outputs of BatchNormAct layers with memory="recompute", and of torch's activations, elementwise
+    products, sums, casts, copies and concatenations, where the inputs of the op are kept. LayerNorms need
+    `fastvit.convert`.
 
-    The backward may run inside or outside. Gradients have the bits they have without the scope. An output is
-    kept as it would be without when it was written to before it was saved. Scopes nest: the end of an inner
-    one settles what was held because its ingredients might yet be kept. Inside other saved-tensor hooks
-    (non-reentrant checkpointing, save_on_cpu) a scope does nothing: they go on deciding what is kept. Nor
-    does it under torch.compile.
+    The backward may run inside or outside of the scope. Gradients have the same bits as without it. An output
+    that was written to before it was saved is kept. Scopes nest: at the end of an inner one, outputs that
+    wait for an ingredient are kept. A scope has no effect inside other saved-tensor hooks (non-reentrant
+    checkpointing, save_on_cpu) and under torch.compile.
 
-    A write through `tensor.data` or from an op that does not count versions goes unnoticed, as it does
-    everywhere in autograd.
+    A write through `tensor.data`, or by an op that does not count versions, is not noticed, as everywhere in
+    autograd.
+
+    Args:
+        products: rebuild the output of a Linear too, where it is no narrower than the input. This halves the
+            remaining bytes, about, for the time of these matrix products.
+        weight_casts: cast weights again instead of keeping the half-precision copies that autocast makes: 2
+            bytes for each element of a weight, at any batch size. A write to a weight before the backward is
+            then an error. A write through `weight.data` is not noticed, and the gradient is that of the new
+            weight.
     """
     return policy_scope(Policy(products, weight_casts))
 
 
 @contextlib.contextmanager
 def policy_scope(policy: Policy, block: str = "") -> Iterator[None]:
-    """`recompute_scope` around the forward of a block of this name."""
+    """`recompute_scope` with a policy, around the forward of a block of this name."""
     outer = active_scope()
     if outer is not None:
         yield
@@ -87,7 +90,7 @@ def policy_scope(policy: Policy, block: str = "") -> Iterator[None]:
 
 
 def active_scope() -> _Scope | None:
-    """The scope whose hooks autograd would call, if it is one's turn."""
+    """The scope whose hooks are on top of autograd's stack of hooks, if they are a scope's."""
     if torch.compiler.is_compiling():
         return None
     hooks = _top_hooks()
@@ -100,7 +103,7 @@ def _top_hooks() -> tuple[Callable, Callable] | None:
 
 
 class _Noted:
-    """An output of a layer of ours, by its storage."""
+    """An output of a layer of fastvit, with its storage."""
 
     def __init__(self, y: Tensor, value: Value):
         self.alive = StorageWeakRef(y.untyped_storage())
@@ -112,11 +115,11 @@ class _Scope:
 
     def __init__(self, policy: Policy, block: str):
         self.policy = policy
-        self.block = block  # whose forward runs
+        self.block = block  # the block whose forward runs
         self._outputs: dict[int, _Noted] = {}  # by the address of y's storage, which `alive` reserves
         self._sweep_at = self._SWEEP_AT_LEAST
         self._recorded: list[Kept | Recipe] | None = None
-        self._dropout: float | None = None  # the probability of one that runs
+        self._dropout: float | None = None  # the probability of the dropout that runs
         self._waiting: list[weakref.ref[Recipe]] = []
 
     def pack(self, tensor: Tensor) -> Kept | Recipe:
@@ -139,8 +142,9 @@ class _Scope:
         return packed.unpack()
 
     def call(self, layer: Callable[[], Tensor], rebuild: Callable[..., Tensor]) -> Tensor:
-        """y = layer(), known from then on as what `rebuild` makes of the tensors that `layer` saves, in the
-        order in which it saves them.
+        """Runs `layer`, and records that `rebuild` makes its result from the tensors that `layer` saves.
+
+        `rebuild` takes those tensors in the order in which `layer` saves them.
         """
         self._recorded = recorded = []
         try:
@@ -163,7 +167,7 @@ class _Scope:
 
     @contextlib.contextmanager
     def dropout(self, p: float) -> Iterator[None]:
-        """Around torch's dropout, which saves what it multiplies by: 0, or 1 / (1 - p)."""
+        """Around torch's dropout, which saves its factor: 0, or 1 / (1 - p)."""
         outer, self._dropout = self._dropout, p
         try:
             yield
@@ -171,7 +175,7 @@ class _Scope:
             self._dropout = outer
 
     def _mask(self, tensor: Tensor, p: float) -> Recipe | None:
-        """A byte an element in its place; drawing it again takes ten times as long."""
+        """A mask of one byte an element in place of the factor. Drawing it again takes ten times as long."""
         size = tensor.element_size()
         if tensor.grad_fn is not None or not tensor.is_floating_point() or tensor.nbytes < SMALLEST:
             return None
@@ -181,7 +185,7 @@ class _Scope:
         value = Value()
         value.made_by(lambda mask: mask.to(dtype).div_(1 - p), (Held(kept),))
         value.name, value.block, value.flops, value.depth = _MASK, self.block, 2, 1
-        value.nbytes = tensor.nbytes // size * (size - 1)  # as much is saved
+        value.nbytes = tensor.nbytes // size * (size - 1)  # the bytes that the mask saves
         recipe = Recipe(value, tensor, tensor)
         recipe.settle()
         return recipe
@@ -199,15 +203,15 @@ class _Scope:
         if base is None:
             base = tensor
         node = base.grad_fn
-        if node is None:  # a transposed weight, say
+        if node is None:  # a view of a leaf, such as a transposed weight
             return Kept(tensor, is_input=tensor.grad_fn.name() in VIEWS)
-        # The graph tells what was made and not what was written over it, nor which of several results it is.
+        # The graph shows neither later writes nor which of several results this is.
         if base._version or base.output_nr or base.dtype != tensor.dtype:
             return None
         if tensor.layout is not torch.strided or _transforms() is not None:
             return None
         value = node.metadata.get(KEY) or value_of(node, self.policy, base)
-        if value.original is not None:  # a layer's output that has other memory now
+        if value.original is not None:  # a layer's output whose memory was replaced
             return None
         if not value.nbytes:
             value.nbytes = base.nbytes
@@ -215,11 +219,11 @@ class _Scope:
         return self._choose(value, tensor, base)
 
     def _choose(self, value: Value, tensor: Tensor, base: Tensor | None) -> Kept | Recipe:
-        """What stands for `tensor`, a view of `base`, or `base` itself: all that `value` is."""
+        """Keeps `tensor`, which is `base` or a view of it, or makes a recipe. `value` is that of `base`."""
         kept = value.kept()
-        if kept is not None and kept.is_intact():  # which keeps all of it
+        if kept is not None and kept.is_intact():  # its storage is kept already
             return Kept(tensor)
-        # a view whose memory has other values than it
+        # The values of a conjugate or negative view differ from those in memory.
         if tensor is not base and (tensor.is_neg() or tensor.is_conj()):
             return Kept(tensor)
         sites = self.policy.sites
@@ -259,7 +263,7 @@ class _Scope:
                     self._wait(recipe, missing)
 
     def finish(self) -> None:
-        """What nobody turned out to keep is kept by those who wait; others may then be made from it."""
+        """Recipes that still wait for an ingredient keep their tensor, which may then be an ingredient."""
         for reference in self._waiting:
             recipe = reference()
             if recipe is not None and recipe.source is None and recipe.settle() is not None:
@@ -267,7 +271,7 @@ class _Scope:
         self._waiting = []
 
     def _sweep(self) -> None:
-        """Forgets outputs that are gone, now and then: a scope may stand around a whole training loop."""
+        """Drops freed outputs from time to time, since a scope may enclose a whole training loop."""
         if len(self._outputs) < self._sweep_at:
             return
         self._outputs = {

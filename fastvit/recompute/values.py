@@ -1,9 +1,9 @@
 """Values of a graph, and how they are rebuilt.
 
-A `Value` is what one op made: all of its memory, of which views are parts. It is known to the op's node in
-the autograd graph and holds no tensor: where somebody keeps it for backward it refers to that weakly, and
-where it can be rebuilt it has the op and the values that go into it. What a recipe needs is held by the
-recipe, so all of this dies with the graph.
+A `Value` is the result of one op, of which views are parts. The op's node in the autograd graph holds it. It
+holds no tensor: it has a weak reference to the tensor where that is kept for backward, and the op and the
+values that the op takes where it can be rebuilt. A recipe holds its ingredients, so everything is freed with
+the graph.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from .saved import Kept, Recipe
 
 
-_DEEPEST = 4  # rebuilt tensors that a recipe may go through
-_COSTLIEST = 40  # ops in one recipe
-SMALLEST = 4096  # bytes that are worth a recipe
+_DEEPEST = 4  # most rebuilt tensors on the way to an ingredient
+_COSTLIEST = 40  # most ops in one recipe
+SMALLEST = 4096  # fewest bytes that are worth a recipe
 
 
 class View:
-    """A view of a value by functions and what they take besides."""
+    """A view of a value, by functions and their other arguments."""
 
     __slots__ = ("value", "views")
 
@@ -46,7 +46,7 @@ class View:
 
 
 class Given:
-    """A tensor that is nobody's value, as far as is known: it is kept, or lost."""
+    """A tensor without a known value, which cannot be rebuilt."""
 
     __slots__ = ()
 
@@ -65,13 +65,13 @@ class Given:
 
 
 class Held(Given, weakref.ref):
-    """What an op has saved. A reference itself: every object more brings the garbage collector sooner."""
+    """A tensor that an op saved. A subclass of weakref, to save an object for the garbage collector."""
 
     __slots__ = ()
 
 
 class Copied(Given):
-    """What no op has saved, kept for this."""
+    """A tensor that no op has saved, and that the recipe keeps."""
 
     __slots__ = ("kept",)
 
@@ -84,31 +84,31 @@ class Copied(Given):
 
 def _refuse_freed(parameter: Tensor) -> None:
     raise RuntimeError(
-        f"recompute_scope: a parameter {list(parameter.shape)} that a tensor is rebuilt with is sharded at "
-        "that time; shard whole blocks"
+        f"recompute_scope: a tensor is to be rebuilt from a parameter {list(parameter.shape)} that is "
+        "sharded now; shard whole blocks"
     )
 
 
 class Value:
-    """What one op made. `depth` counts the rebuilt tensors that a recipe goes through, `cost` its ops.
+    """The result of one op. `depth` counts the rebuilt tensors that a recipe goes through, `cost` its ops.
 
-    What most values never have stands in the class: one is made for every other tensor that is saved.
+    Defaults are class attributes, because a value is made for about every second saved tensor.
     """
 
     keeper: weakref.ref[Kept] | None = None
     function: Callable[..., Tensor] | None = None
     arguments: tuple[Argument, ...] = ()
     depth = cost = nbytes = 0
-    name = ""  # of the op, as the graph has it
-    flops = 1  # about, for an element of it
-    block: str | None = None  # whose op has saved it
-    geometry: tuple | None = None  # size, stride and offset of all of it
+    name = ""  # of the autograd node
+    flops = 1  # estimated operations per element
+    block: str | None = None  # the block in which it was saved
+    geometry: tuple | None = None  # size, stride and offset of the whole tensor
     sharer: weakref.ref[Source] | None = None
     waiting: list[weakref.ref[Recipe]] | None = None
-    # itself, where it may be alive still
+    # the tensor itself, where it may be alive
     original: TensorWeakRef | None = None
     version = address = 0
-    unknown = ""  # why it is not rebuilt, where that is not in the numbers
+    unknown = ""  # why it is not rebuilt, where size, depth and cost are not the reason
 
     @property
     def site(self) -> Site | None:
@@ -121,7 +121,7 @@ class Value:
         return None if self.sharer is None else self.sharer()
 
     def is_worth_it(self) -> bool:
-        """Whether this is rebuilt if somebody keeps what it is made from."""
+        """Whether it is rebuilt where its inputs are kept."""
         return (
             self.function is not None
             and self.nbytes >= SMALLEST
@@ -130,16 +130,16 @@ class Value:
         )
 
     def against(self) -> str | None:
-        """Why it is not worth it; None where it is."""
+        """Why it is never rebuilt; None where it is."""
         if self.unknown:
             return self.unknown
         if self.function is None:
-            return f"there is no recipe for what {self.name} makes"
+            return f"there is no recipe for {self.name}"
         if self.nbytes < SMALLEST:
             return f"it has less than {SMALLEST} bytes"
         if self.depth > _DEEPEST:
-            return f"it would be rebuilt through more than {_DEEPEST} others"
-        return f"it would take more than {_COSTLIEST} ops" if self.cost > _COSTLIEST else None
+            return f"its recipe goes through more than {_DEEPEST} rebuilt tensors"
+        return f"its recipe has more than {_COSTLIEST} ops" if self.cost > _COSTLIEST else None
 
     def made_by(self, function: Callable[..., Tensor], arguments: tuple[Argument, ...]) -> None:
         self.function, self.arguments = function, arguments
@@ -151,10 +151,10 @@ class Value:
         self.depth, self.cost = depth, cost
 
     def gather(self, ingredients: list[Kept]) -> Value | Given | None:
-        """Collects what has to stay alive for this to be rebuilt; or says which value nobody keeps."""
+        """Collects the kept tensors from which this is rebuilt, or returns the first that is not kept."""
         reference = self.keeper
         if reference is not None and (kept := reference()) is not None and kept.is_intact():
-            if not kept.is_there():  # sharded again, as it may be when the recipe is followed
+            if not kept.is_there():  # a sharded parameter, which may be freed when the recipe is followed
                 return self
             ingredients.append(kept)
             return None
@@ -167,7 +167,7 @@ class Value:
         return None
 
     def shared(self, ingredients: list[Kept]) -> Source:
-        """The same one for every recipe."""
+        """The source, one for all recipes of this value."""
         source = self.source()
         if source is None:
             source = Source(ingredients)
@@ -175,13 +175,13 @@ class Value:
         return source
 
     def lies_in(self, base: Tensor) -> tuple:
-        """How `base`, all of it, lies in memory."""
+        """Size, stride and offset of `base`, the whole tensor."""
         if self.geometry is None:
             self.geometry = (base.size(), base.stride(), base.storage_offset())
         return self.geometry
 
     def tensor(self) -> Tensor:
-        """All of it: kept by somebody, or alive, or rebuilt for another reader, or rebuilt."""
+        """The whole tensor: the kept one, one that is alive, one rebuilt for another reader, or rebuilt."""
         kept = self.kept()
         if kept is not None and (self.function is None or kept.is_intact()):
             tensor = kept.unpack()
@@ -210,7 +210,7 @@ class Value:
 
 
 class Source:
-    """What a value is rebuilt from, held by all who have saved it; and the value while some wait for it."""
+    """The ingredients of a value, shared by its recipes, and the rebuilt tensor while recipes wait for it."""
 
     __slots__ = ("__weakref__", "ingredients", "readers", "reads", "rebuilt")
 
@@ -225,7 +225,7 @@ class Source:
     def read(self, value: Value) -> Tensor:
         self.reads += 1
         tensor = value.tensor()
-        if not self.unread():  # with retain_graph another round follows
+        if not self.unread():  # starts again, for a second backward with retain_graph
             self.rebuilt, self.reads = None, 0
         return tensor
 
@@ -234,7 +234,7 @@ Argument = Value | Given | View  # a tensor that goes into an op
 
 
 def plainly(work: Callable[..., Tensor], *arguments: object) -> Tensor:
-    """`work(*arguments)` with ops that run as they were recorded, whatever the backward runs in."""
+    """`work(*arguments)` without gradients and autocast, whatever mode the backward runs in."""
     if torch.is_grad_enabled():
         with torch.no_grad():
             return plainly(work, *arguments)

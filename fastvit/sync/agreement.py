@@ -1,7 +1,7 @@
-"""Agreement of the ranks before their first exchange: answers in the group's store, compared.
+"""Agreement of the ranks before their first exchange: each writes an answer to the group's store, to compare.
 
-Collectives cannot do this: ranks in different layers would wait in different collectives, and gloo ends the
-process when their sizes differ. Every group of torch.distributed has a store.
+Collectives cannot do this: ranks in different layers would wait in different collectives, and gloo aborts the
+process when their sizes differ. Every process group of torch.distributed has a store.
 """
 
 import contextlib
@@ -19,37 +19,40 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 _LONGEST_PAUSE = 0.02  # seconds between looks at the store
-_LOOK = 0.1  # seconds of waiting between looks at processes that have ended
+_LOOK = 0.1  # seconds between checks for ended processes
 
 
-def timeout_of(group: "dist.ProcessGroup", device_type: str) -> float:
+def timeout_of(process_group: "dist.ProcessGroup", device_type: str) -> float:
     """The group's timeout in seconds."""
-    backend = group._get_backend(torch.device(device_type))
+    backend = process_group._get_backend(torch.device(device_type))
     default: datetime.timedelta = dist.distributed_c10d.default_pg_timeout
     return getattr(backend.options, "_timeout", default).total_seconds()
 
 
 def process_space() -> str:
-    """The same for processes of one host that see each other by number. Raises OSError without /proc."""
+    """A name of the host and its PID namespace: equal on processes that see each other by PID.
+
+    Raises OSError without /proc.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"host {boot}, {os.readlink('/proc/self/ns/pid')}"
 
 
 class ProcessWatch:
-    """Which processes of a group's ranks have ended, zombies included.
+    """Finds ranks of a group whose process has ended, zombies included.
 
-    Nothing is known of ranks on other hosts, nor where the system has no pidfd.
+    Ranks on other hosts are unknown, and so are all ranks where the system has no pidfd.
     """
 
     def __init__(self, store: "dist.Store", rank: int):
         self.processes: dict[int, int] = {}
-        self._files: dict[int, int | None] = {}  # None: ended before it was looked for
+        self._files: dict[int, int | None] = {}  # pidfds; None for a process that had ended before
         self._read = 0
         try:
             place = process_space()
         except OSError:
             place = f"rank {rank} alone"
-        # Numbered by place, so that a rank reads no more entries than its host has ranks.
+        # Entries are numbered by place, so that a rank reads only those of its own host.
         self._store = dist.PrefixStore(place, store)
         self._store.set(str(self._store.add("count", 1)), f"{rank} {os.getpid()}")
         weakref.finalize(self, _close, self._files)
@@ -69,7 +72,7 @@ class ProcessWatch:
         return [rank for rank in self._files if self.has_ended(rank)]
 
     def learn(self) -> None:
-        """Reads which processes have come since."""
+        """Reads the processes that have registered since the last call."""
         while self._store.check([key := str(self._read + 1)]):
             rank, process = map(int, self._store.get(key).split())
             self._read += 1
@@ -91,41 +94,43 @@ def _close(files: dict[int, int | None]) -> None:
 
 
 class Unavailable(Exception):
-    """Why ranks cannot share numbers in some way; all ranks get it alike."""
+    """Why ranks cannot share numbers in some way. Raised on all ranks."""
 
 
 class Agreement:
     """Questions that every rank of a group answers in the same order."""
 
-    def __init__(self, group: "dist.ProcessGroup", device_type: str):
-        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
-        self.group_name = group.group_name
-        self.timeout = timeout_of(group, device_type)
+    def __init__(self, process_group: "dist.ProcessGroup", device_type: str):
+        self.rank, self.world = dist.get_rank(process_group), dist.get_world_size(process_group)
+        self.group_name = process_group.group_name
+        self.timeout = timeout_of(process_group, device_type)
         store = dist.PrefixStore(
-            f"fastvit/{device_type}", dist.distributed_c10d._get_process_group_store(group)
+            f"fastvit/{device_type}", dist.distributed_c10d._get_process_group_store(process_group)
         )
-        # One store may outlive several groups of one name, which come after each other.
+        # Several groups of one name may use a store, one after the other.
         self._store = dist.PrefixStore(str(store.add(f"made/{self.rank}", 1)), store)
         self.watch = ProcessWatch(self._store, self.rank)
         self._asked = 0
 
     def ask(self, question: str, answer: str) -> dict[str, list[int]]:
-        """The ranks by what they answered; one key when they agree. Waits for all of them.
+        """Waits for all ranks; returns the ranks by their answer, one key when they agree.
 
-        Raises RuntimeError, naming the ranks that did not come, after the group's timeout, or as soon as one
-        on this host has ended; a rank that comes later raises too. All do when one leaves, after Ctrl-C or an
-        error. The first answer is the one others are compared with, so a question costs each rank a handful
-        of messages in a group of any size.
+        Answers are compared with the first one, so a question costs each rank a constant number of messages.
+
+        Raises:
+            RuntimeError: on all ranks, when ranks did not answer within the group's timeout (the message
+                names them), when one on this host has ended, or when one left after Ctrl-C or an error. A
+                rank that answers later raises too.
         """
         self._asked += 1
         key = f"{self._asked}/"
         try:
             return self._ask(key, question, answer)
         except BaseException as error:
-            with contextlib.suppress(RuntimeError):  # of a store that is gone
+            with contextlib.suppress(RuntimeError):  # the store may be destroyed
                 left = f"rank {self.rank} left it: {type(error).__name__}"
                 if self._store.compare_set(key + "end", "", left) == b"all":
-                    self._asked -= 1  # the others go on: this rank catches up when it asks again
+                    self._asked -= 1  # the others have an answer, which this rank reads when it asks again
             raise
 
     def _ask(self, key: str, question: str, answer: str) -> dict[str, list[int]]:
@@ -154,7 +159,7 @@ class Agreement:
         return answers
 
     def together(self, what: str, work: Callable[[], T]) -> T:
-        """What `work()` gives. Raises Unavailable on all ranks when it fails on one."""
+        """The result of `work()`. Raises Unavailable on all ranks when it fails on one."""
         said = "done"
         try:
             result = work()
@@ -181,9 +186,11 @@ class Agreement:
         return self._store.get(key).decode()
 
     def _await(self, key: str, came: Callable[[int], bool], end: Callable[[str], object]) -> None:
-        """Waits by looking, so that signals are seen.
+        """Waits for `key` by polling, so that signals are handled.
 
-        `end` is called once, with why, when a rank that has ended had not come before, or time is up.
+        Args:
+            came: whether a rank has answered.
+            end: called once, with the reason, when a rank ended without an answer or the time is up.
         """
         begin, pause = time.monotonic(), 1e-4
         look = begin + _LOOK

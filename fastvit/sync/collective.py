@@ -1,43 +1,52 @@
 """Statistics by torch.distributed: one packed all_gather forward, one all_reduce backward, on any backend.
 
-Every message of a group is as long as its widest layer's: ranks that are in different layers then see it in
-the tags, where gloo ends the process when sizes differ. What is in a message: csrc/sync/message.h. One op
-makes it and one takes it apart; on a GPU the host waits for neither, and hears of tags that differ at the
-next call. All collectives are called as attributes of torch.distributed.
+Every message of a group has the length of its widest layer. Ranks in different layers then find different
+tags, where gloo would abort the process because of different sizes. csrc/sync/message.h defines a message.
+One op packs it and one merges all. On a GPU the host waits for neither, and different tags raise at the next
+call. All collectives are called as attributes of torch.distributed, so that tests can count them.
 """
 
 import datetime
+import time
 import weakref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .agreement import Agreement, ProcessWatch
 from .protocol import Describe, Exchange, Kind, Tag
 from .transport import Way
 
 # torch 2.13 renamed all_gather_into_tensor and warns about the old name.
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-_SLICE = datetime.timedelta(seconds=0.2)  # of waiting, between looks at signals
+_SLICE = datetime.timedelta(seconds=0.2)  # of waiting, between checks for signals
+_GRACE = 2.0  # seconds in which a collective ends that a rank had completed before it ended
 _ops = torch.ops.fastvit
 
 
 class Collective(Way):
     """Statistics over a process group of any size, on one host or many.
 
-    A rank that dies, never calls or is in a backward when others are in a forward makes the others raise
-    within the group's timeout. Gloo closes its connections then: that group cannot be used again. After tags
-    that differ it can, where the ranks are in the same step.
+    When a rank dies, does not call, or is in a backward while others are in a forward, the others raise
+    within the group's timeout. gloo closes its connections then, and the group cannot be used again. After
+    different tags it can, where the ranks are in the same step.
     """
 
     name = "Collective"
 
-    def __init__(self, group: "dist.ProcessGroup", device: torch.device, describe: Describe):
+    def __init__(
+        self,
+        process_group: "dist.ProcessGroup",
+        agreement: Agreement,
+        device: torch.device,
+        describe: Describe,
+    ):
         on_gpu = device.type == "cuda"
-        world = dist.get_world_size(group)
-        super().__init__(Exchange(dist.get_rank(group), world, on_gpu), describe, device)
-        self._group = weakref.ref(group)
-        self._deferred = on_gpu  # the host does not wait to see what an op reports
+        super().__init__(Exchange(agreement.rank, agreement.world, on_gpu), describe, device)
+        self._process_group, self._watch = weakref.ref(process_group), agreement.watch
+        self._watch.learn()  # the store may be gone when it is needed
+        self._deferred = on_gpu  # the host reads an op's report at the next call
 
     def reserve(self, channels: int, dtype: torch.dtype) -> bool:
         handle = self._exchange.handle
@@ -55,10 +64,10 @@ class Collective(Way):
         message = _ops.message_pack(numbers, exchange)
         if kind == Kind.MOMENTS:
             messages = message.new_empty(self._exchange.handle.world * message.numel())
-            work = getattr(dist, ALL_GATHER)(messages, message, group=self._group(), async_op=True)
+            work = getattr(dist, ALL_GATHER)(messages, message, group=self._process_group(), async_op=True)
         else:
             messages = message
-            work = dist.all_reduce(messages, group=self._group(), async_op=True)
+            work = dist.all_reduce(messages, group=self._process_group(), async_op=True)
         self._wait(work, messages, self._text(tag, kind))
         result = _ops.message_merge(messages, numbers, exchange)
         if not self._deferred:
@@ -68,35 +77,43 @@ class Collective(Way):
     def _fail(self) -> None:
         report = self._exchange.report
         report.fault = 0
-        if self._deferred:  # the hosts have run on, not equally far; on a CPU who is ahead began anew alone
+        # GPU hosts run ahead of the failed exchange by different numbers of steps. On CPUs a rank that is
+        # ahead has started again alone, so steps stay different and the next exchange raises.
+        if self._deferred:
             self._step = max(self._step, report.epoch)
         raise self._exchange.mismatch(self._describe)
 
     def _wait(self, work: "dist.Work", messages: Tensor, what: str) -> None:
-        """Waits; in slices where that blocks the host, as gloo's does on a CPU, so that Ctrl-C is seen."""
+        """Waits for the collective; on a CPU in slices, so that Ctrl-C is handled."""
         if messages.is_cuda:
             work.wait()
             return
         try:
-            wait_on_host(work)
+            wait_on_host(work, self._watch)
         except RuntimeError as error:
             raise RuntimeError(
                 f"rank {self._rank} in {what}: the collective failed, so a rank has died, did not "
-                f"come or is elsewhere: {error}"
+                f"arrive or is in another collective: {error}"
             ) from error
 
 
-def wait_on_host(work: "dist.Work") -> None:
-    """Waits for a collective over gloo, in slices, so that Ctrl-C is seen.
+def wait_on_host(work: "dist.Work", watch: ProcessWatch | None = None) -> None:
+    """Waits for a collective over gloo, in slices, so that signals are seen.
 
     Raises:
-        RuntimeError: the collective failed.
+        RuntimeError: the collective failed, or a rank of `watch` has ended and it does not.
     """
+    seen = None  # when a rank was first seen to have ended
     while True:
         try:
             work.wait(_SLICE)
             return
-        except RuntimeError:  # the slice is over, or the collective failed
+        except RuntimeError:  # the end of a slice, or an error
             if work.is_completed():
-                work.wait()  # raises why it failed
+                work.wait()  # raises the error
                 return
+        # gloo sometimes misses that a connection has closed, and then waits for the group's timeout.
+        if watch and (ended := list(filter(watch.has_ended, watch.processes))):
+            seen = seen or time.monotonic()
+            if time.monotonic() - seen > _GRACE:
+                raise RuntimeError(watch.text(ended[0]))

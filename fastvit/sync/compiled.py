@@ -1,7 +1,6 @@
-"""Sharing as an op that torch.compile does not look into.
+"""An exchange as a custom op, which torch.compile does not trace into.
 
-At run time a group does there what it does in eager mode, so ranks that compile and ranks that do not can
-meet.
+At run time the op does the same as eager mode, so ranks that compile can exchange with ranks that do not.
 """
 
 import torch
@@ -14,12 +13,18 @@ from .group import LayerKey, group_of
 
 @torch.library.custom_op("fastvit::share", mutates_args=())
 def share(
-    numbers: Tensor, tag: Tensor | None, group: str, op: str, number: int, momentum: float | None
+    numbers: Tensor, tag: Tensor | None, process_group: str, op: str, number: int, momentum: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Without a tag `numbers` are moments, `(2C + 2,)`: the group's, and their tag. With that of the forward
-    they are sums, `(1, 2C)`: these, and the group's.
+    """Shares moments, or sums where `tag` is given.
+
+    Args:
+        numbers: this rank's moments, `(2C + 2,)`, or sums, `(1, 2C)`.
+        tag: of the forward, for sums; None for moments.
+
+    Returns:
+        The group's moments and their tag; or this rank's and the group's sums, `(2, 2C)`, and the tag.
     """
-    resolved = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]  # a name of its own
+    resolved = dist.distributed_c10d._resolve_process_group(process_group)  # type: ignore[arg-type]
     shared = group_of(resolved, numbers.device)
     if tag is None:
         return shared.share_moments(LayerKey(op, number, momentum), numbers)
@@ -27,7 +32,7 @@ def share(
 
 
 @share.register_fake
-def _(numbers, tag, group, op, number, momentum):
+def _(numbers, tag, process_group, op, number, momentum):
     if tag is not None:
         check_devices("share", {"numbers": numbers, "tag": tag}, on_cpu=("tag",))
     like = torch.empty_like(numbers) if tag is None else numbers.new_empty(2, numbers.shape[1])

@@ -1,7 +1,7 @@
 """Statistics between processes of one host through shared memory: no collective, no system call.
 
-The arenas of all ranks lie in one segment that every rank maps. It never has a name, so nothing is left
-behind whatever becomes of the ranks.
+The arenas of all ranks lie in one segment that every rank maps. The segment has no name, so the kernel frees
+it when the last rank has ended, by whatever cause.
 """
 
 import mmap
@@ -22,24 +22,24 @@ from .transport import Reduce
 
 NAME = "SharedMemory"
 FOLDER = Path("/dev/shm")  # where POSIX shared memory lives on Linux
-_SLICE = 0.05  # seconds of waiting in C++ between looks at signals and at peers that died
+_SLICE = 0.05  # seconds of waiting in C++ between checks for signals and for dead peers
 _ops = torch.ops.fastvit
 
 
 class SharedMemory(Peer):
-    """Statistics over the ranks of one host. A call of the host waits for what it began, or raises."""
+    """Statistics over the ranks of one host. A call waits until its exchange is complete, or raises."""
 
     def __init__(self, arenas: list[Tensor], capacity: int, agreement: Agreement, describe: Describe):
         meet = meeting(agreement, one_step=True)
         super().__init__(NAME, arenas, agreement.rank, capacity, _SLICE, describe, meet)
         self.timeout = agreement.timeout
         self._watch = agreement.watch
-        self._watch.learn()  # while the store is there for certain
+        self._watch.learn()  # now, since the store may be destroyed later
 
     def _run(self, op: Reduce, tag: Tag) -> Tensor:
         self._begin()
         report = self._exchange.report
-        report.missing = 1 << self._rank  # until the op says which
+        report.missing = 1 << self._rank  # until the op writes the missing ranks
         try:
             result = op(self._exchange.of(tag))
             if report.missing:
@@ -53,11 +53,11 @@ class SharedMemory(Peer):
         return result
 
     def _wait(self, result: Tensor, tag: Tag) -> None:
-        """Until the op that made `result` has ended."""
+        """Waits until the exchange of `result` is complete."""
         deadline = time.monotonic() + self.timeout - _SLICE
         while missing := self._missing():
             ended = [rank for rank in missing if self._watch.has_ended(rank)]
-            # Once more: a rank that has ended may have sent before.
+            # Read once more after the check: a rank may have sent its packets before it ended.
             _ops.peer_wait(result, self._exchange.tensor)
             still = self._missing()
             kind = direction(result.dim() - 1)
@@ -73,7 +73,7 @@ class SharedMemory(Peer):
         return [rank for rank in range(len(self._arenas)) if self._exchange.report.missing >> rank & 1]
 
     def _fail(self) -> None:
-        """A rank that has ended may be why another gave up."""
+        """Raises for an ended rank first, since other ranks may have given up because of it."""
         for rank in filter(self._watch.has_ended, range(len(self._arenas))):
             raise self._has_ended(rank, self._exchange.text(self._describe))
         super()._fail()
@@ -86,19 +86,19 @@ class SharedMemory(Peer):
 
 
 def place(device: torch.device) -> str:
-    """The same on all ranks that can map one segment and see each other's processes.
+    """A name that is equal on ranks that can map one segment and see each other's processes.
 
-    Raises OSError where there is no such memory.
+    Raises OSError without writable shared memory.
     """
     if not os.access(FOLDER, os.W_OK):
-        raise OSError(f"no {FOLDER} to write to")
+        raise OSError(f"{FOLDER} is not writable")
     return process_space()
 
 
 def connect(
     agreement: Agreement, capacity: int, describe: Describe, device: torch.device, asked: bool
 ) -> SharedMemory:
-    """A segment that all ranks have mapped. Raises Unavailable, on all ranks alike, where there is none."""
+    """Maps one segment on all ranks. Raises Unavailable on all ranks where that fails on one."""
     if agreement.world > MOST_RANKS:
         raise Unavailable(f"{agreement.world} ranks, more than {MOST_RANKS}")
     each, file, told = arena_bytes(agreement.world, capacity), None, ""
@@ -106,7 +106,9 @@ def connect(
         try:
             if agreement.rank == 0:
                 file = os.open(FOLDER, os.O_TMPFILE | os.O_RDWR, 0o600)
-                os.posix_fallocate(file, 0, agreement.world * each)  # now: a full disk kills at a store
+                os.posix_fallocate(
+                    file, 0, agreement.world * each
+                )  # else a full disk kills the process later, at a store
                 os.pwrite(file, struct.pack("=Q", os.getpid()), Arena.process.offset)
                 told = f"{os.getpid()} {file}"
         except OSError as error:
@@ -121,16 +123,16 @@ def connect(
 
 
 def _map(told: str, each: int, rank: int, world: int) -> Tensor:
-    """The segment that rank 0 has told of: its process, and the file there. ValueError if it is no such.
+    """Maps the segment that rank 0 announced as its PID and file descriptor; ValueError for anything else.
 
-    Others may write to the store. So a file is looked at before it is opened, and only a new segment is
-    taken: memory without a name, of this user and this size, marked by that process and not by this rank.
+    Other programs may write to the store. So a file is checked before it is opened, and only a new segment
+    is accepted: an unnamed file of this user and this size, marked by that process and not by this rank.
     """
     if not re.fullmatch("[1-9][0-9]{0,9} [0-9]{1,9}", told):
         raise ValueError(told)
     process, number = told.split()
     size = world * each
-    found = os.open(f"/proc/{process}/fd/{number}", os.O_PATH)  # which does nothing to the file
+    found = os.open(f"/proc/{process}/fd/{number}", os.O_PATH)  # without opening the file itself
     try:
         seen = os.fstat(found)
         expected = (stat.S_IFREG | 0o600, 0, size, os.geteuid(), os.stat(FOLDER).st_dev)

@@ -1,8 +1,8 @@
-"""Statistics between GPUs that see each other's memory: no collective, and no kernels but the layers' own.
+"""Statistics between GPUs that see each other's memory: no collective, and no additional kernels.
 
-The host never waits: when an exchange has failed, the GPU writes a report into memory of the host, which the
-next call raises as an error. Memory comes from handles of CUDA's, sent through the group's store, or where
-FASTVIT_STATISTICS=symm_mem asks for it from torch's symmetric memory.
+The host never waits. When an exchange fails, the GPU writes a report to host memory, and the next call raises
+it. Memory is shared by CUDA IPC handles, which are sent through the group's store, or by torch's symmetric
+memory with FASTVIT_STATISTICS=symm_mem.
 """
 
 import torch
@@ -16,15 +16,15 @@ from .transport import Reduce
 
 _ops = torch.ops.fastvit
 _TRIALS, _TRIAL_SECONDS = 4, 10.0
-# Of the group's timeout: a GPU gives up first, so that its report and not NCCL's watchdog ends the process.
+# Share of the group's timeout after which a GPU gives up, so that its report comes before NCCL's watchdog.
 _SHARE_OF_TIMEOUT = 0.8
 
 
 class DeviceMemory(Peer):
-    """Statistics over ranks that have each other's arenas mapped.
+    """Statistics over ranks that have mapped each other's arenas.
 
-    One stream at a time: when the caller's stream changes, the new one waits for the one before. What is
-    captured into a CUDA graph exchanges anew at every replay; on which stream is for the caller to order.
+    One stream at a time: when the current stream changes, the new one waits for the old one. A captured CUDA
+    graph exchanges at every replay; the caller orders the streams of replays.
     """
 
     _stream = None
@@ -47,7 +47,7 @@ class DeviceMemory(Peer):
 
 
 def place(device: torch.device) -> str:
-    """The same on all ranks whose GPUs may see each other's memory; OSError where that cannot be."""
+    """A name that is equal on ranks whose GPUs may see each other's memory; OSError without CUDA kernels."""
     if not _library.HAS_CUDA:
         raise OSError(f"no CUDA kernels: {_library.CUDA_STATUS}")
     return process_space()
@@ -56,10 +56,10 @@ def place(device: torch.device) -> str:
 def connect(
     agreement: Agreement, capacity: int, describe: Describe, device: torch.device, asked: list[str]
 ) -> DeviceMemory:
-    """Arenas that all ranks have opened and tried. Raises Unavailable, on all alike, where there are none.
+    """Opens and tests arenas on all ranks. Raises Unavailable on all ranks where that fails on one.
 
-    Two ranks on one GPU do it only when asked: where a service lets their kernels run at once (MPS) they
-    share its multiprocessors too.
+    Two ranks share a GPU only with FASTVIT_STATISTICS=peer or symm_mem, since both must run at the same time
+    (under MPS), and they share its multiprocessors then.
     """
     if agreement.world > MOST_RANKS:
         raise Unavailable(f"{agreement.world} ranks, more than {MOST_RANKS}")
@@ -71,11 +71,10 @@ def connect(
 
 
 def ipc_memory(agreement: Agreement, size: int, device: torch.device, asked: bool) -> list[Tensor]:
-    """Memory of each rank's GPU, opened by all."""
-    made = agreement.together("memory of a GPU", lambda: _ops.ipc_memory(size, device.index or 0))
-    own, handle = made
-    said = f"{agreement.rank}|{_gpu(device)}|{bytes(handle.tolist()).hex()}"
-    by_rank = [answer.split("|") for answer in agreement.ask("handle of a GPU's memory", said)]
+    """Allocates memory on each rank's GPU and opens that of all ranks."""
+    own, handle = agreement.together("memory of a GPU", lambda: _ops.ipc_memory(size, device.index or 0))
+    answer = f"{agreement.rank}|{_gpu(device)}|{bytes(handle.tolist()).hex()}"
+    by_rank = [answer.split("|") for answer in agreement.ask("handle of a GPU's memory", answer)]
     handles = {int(rank): bytearray.fromhex(handle) for rank, _, handle in by_rank}
     gpus = {gpu for _, gpu, _ in by_rank}
     if len(gpus) < agreement.world and not asked:
@@ -92,7 +91,7 @@ def ipc_memory(agreement: Agreement, size: int, device: torch.device, asked: boo
 
 
 def _gpu(device: torch.device) -> str:
-    """Tells the GPU from all others of the host, whatever CUDA_VISIBLE_DEVICES calls it."""
+    """The UUID of the GPU, which does not depend on CUDA_VISIBLE_DEVICES."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
@@ -100,12 +99,12 @@ _symmetric: list[tuple[Tensor, object]] = []  # never freed: a peer may still wr
 
 
 def symmetric_memory(agreement: Agreement, size: int, device: torch.device, asked: bool) -> list[Tensor]:
-    """The same by torch.distributed's symmetric memory, whose API is torch's own and not yet stable.
+    """Like `ipc_memory`, by torch.distributed's symmetric memory, whose API is not stable yet.
 
-    It maps physical memory (cuMemMap, NVSHMEM or NCCL, as torch.distributed._symmetric_memory.set_backend
-    says) where handles of CUDA's are not to be had, as for GPUs of other hosts in one NVLink domain.
+    It maps physical memory (cuMemMap, NVSHMEM or NCCL, by torch.distributed._symmetric_memory.set_backend)
+    where CUDA IPC is not available, such as between hosts of one NVLink domain.
     """
-    own = agreement.together(  # before a rendezvous, which all must come to
+    own = agreement.together(  # all ranks allocate before the rendezvous, in which all must take part
         "symmetric memory",
         lambda: _symmetric_module().empty(size, dtype=torch.uint8, device=device).zero_(),
     )
@@ -114,7 +113,7 @@ def symmetric_memory(agreement: Agreement, size: int, device: torch.device, aske
         handle = _symmetric_module().rendezvous(own, agreement.group_name)
         _symmetric.append((own, handle))
         if device.type == "cuda":
-            torch.cuda.synchronize(device)  # zeros, before anybody sends
+            torch.cuda.synchronize(device)  # zeros are written before a peer sends
         return [
             own if rank == agreement.rank else handle.get_remote_tensor(rank, (size,), torch.uint8)
             for rank in range(agreement.world)
@@ -124,7 +123,7 @@ def symmetric_memory(agreement: Agreement, size: int, device: torch.device, aske
 
 
 def _symmetric_module():
-    import torch.distributed._symmetric_memory as module  # which not every build of torch has
+    import torch.distributed._symmetric_memory as module  # missing in some builds of torch
 
     return module
 
@@ -132,10 +131,10 @@ def _symmetric_module():
 def trial(
     name: str, arenas: list[Tensor], agreement: Agreement, capacity: int, describe: Describe
 ) -> DeviceMemory:
-    """Statistics over arenas that all ranks have opened, after exchanges whose numbers are known.
+    """Tests arenas that all ranks have opened by exchanges of known numbers, and returns the way over them.
 
-    Memory that could be opened is not yet memory that works: a path between two GPUs may be blocked, and then
-    a peer's packets do not arrive. The GPU gives up after a few seconds, and nobody has trained with it.
+    A path between two GPUs may be blocked although their memory can be opened. Packets do not arrive then,
+    and the GPU gives up after a few seconds, before training begins.
     """
     rank, world, device = agreement.rank, agreement.world, arenas[0].device
     seconds = min(_TRIAL_SECONDS, agreement.timeout / 2)
@@ -144,7 +143,8 @@ def trial(
     def works() -> None:
         load_kernels(device)
         numbers, changed = torch.arange(2 * capacity, device=device).float()[None], False
-        for step in range(1, _TRIALS + 1):  # to the end, unless the peers know: nobody waits for this rank
+        # A rank that finds wrong numbers continues to the last exchange, so that no peer waits for it.
+        for step in range(1, _TRIALS + 1):
             both = tested.share(numbers + (rank + step), Tag(0, step))
             want = torch.stack([numbers[0] + (peer + step) for peer in range(world)]).sum(0)
             changed |= not torch.equal(both, torch.stack([numbers[0] + (rank + step), want]))
@@ -160,8 +160,8 @@ def trial(
 def load_kernels(device: torch.device) -> None:
     """Runs the layers' kernels once, over a group of this rank alone.
 
-    CUDA loads a kernel at its first launch, and may wait for the GPU then: behind an exchange that waits for
-    a peer, which may be waiting for what this rank would launch next.
+    CUDA loads a kernel at its first launch and may wait for the GPU. Behind an exchange that waits for a peer
+    this is a deadlock, if the peer waits for a kernel that this rank launches later.
     """
     capacity = 2 * 9
     arena = torch.zeros(arena_bytes(1, capacity), dtype=torch.uint8, device=device)

@@ -1,9 +1,9 @@
-"""A process group's way of sharing statistics: chosen once by all its ranks, and what its layers agree on.
+"""The way in which a process group shares statistics, and the agreement of its ranks on their layers.
 
-FASTVIT_STATISTICS=auto|collective|peer|symm_mem, read when a group is first used: `auto` takes memory in
-common where all ranks are CPU processes of one host, or have a GPU of one host each, else collectives;
-`collective` always takes those; `peer` raises where no memory is in common, and lets ranks share a GPU;
-`symm_mem` does so over torch's symmetric memory of GPUs. One rank that says `collective` decides for all.
+FASTVIT_STATISTICS is read when a group is first used. `auto`: shared memory where all ranks are CPU processes
+of one host, peer memory where each has a GPU of one host, else collectives. `collective`: collectives; one
+rank with this value is enough. `peer`: like `auto`, but an error in place of collectives, and ranks may share
+a GPU. `symm_mem`: like `peer`, over torch's symmetric memory of GPUs.
 """
 
 import functools
@@ -25,7 +25,7 @@ from .protocol import Tag, capacity_for
 from .transport import Reduce, Way
 
 WISHES = ("auto", "collective", "peer", "symm_mem")
-# Ways over memory in common, by device type: place() says where that is, connect() makes one.
+# Ways over peer memory, by device type. place() names the ranks' host, connect() makes a way.
 PROVIDERS = {"cpu": cpu_peer, "cuda": cuda_peer}
 
 _log = logging.getLogger("fastvit.sync")
@@ -33,7 +33,7 @@ _log = logging.getLogger("fastvit.sync")
 
 @dataclass(frozen=True)
 class LayerKey:
-    """Which layer calls: `number` tells it from the other layers of this process (0: it has no number)."""
+    """A layer. `number` is unique among the layers of this process; 0 for a layer without one."""
 
     op: str
     number: int = 0
@@ -41,26 +41,28 @@ class LayerKey:
 
 
 class Group:
-    """How the ranks of one group share numbers of one device type, and which layers they have agreed on.
+    """A process group on devices of one type: its way, and the layers that its ranks have agreed on.
 
-    A layer's first call makes the ranks compare channels, dtype, momentum and order; each exchange carries
-    the layer's number in the group and the count of forward exchanges so far.
+    At the first call of a layer the ranks compare channels, dtype, momentum and order. Each exchange carries
+    the layer's number in the group and the count of forward exchanges.
     """
 
-    def __init__(self, group: "dist.ProcessGroup", device: torch.device):
-        self._group, self._device = weakref.ref(group), device
-        self.name = group.group_name
+    def __init__(self, process_group: "dist.ProcessGroup", device: torch.device):
+        self._process_group, self._device = weakref.ref(process_group), device
+        self.name = process_group.group_name
         self._process = os.getpid()
-        self._agreement = Agreement(group, device.type)
+        self._agreement = Agreement(process_group, device.type)
         self._layers: dict[tuple, int] = {}
         self._names: list[str] = []
-        self._backwards: set[int] = set()  # by autograd's number: have exchanged sums and not ended
+        self._backwards: set[int] = (
+            set()
+        )  # autograd's numbers of backwards that have exchanged sums and not ended
         self._way: Way | None = None
         self.why = ""
 
     @property
     def way(self) -> Way:
-        """What the group has chosen, at the first call of a layer."""
+        """The way that the group chose at the first call of a layer."""
         assert self._way is not None
         return self._way
 
@@ -75,7 +77,7 @@ class Group:
         return self.way.sums(reduce, Tag(*tag.tolist()))
 
     def share_moments(self, layer: LayerKey, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """The same from this rank's moments, `(2C + 2,)`, and sums, `(1, 2C)`."""
+        """`moments` of a rank that has formed its own already, `(2C + 2,)`."""
         tag = self._next(layer, numbers.numel() // 2 - 1, numbers.dtype)
         return self.way.share(numbers, tag), self.way.tag()
 
@@ -89,15 +91,15 @@ class Group:
     def _check_process(self) -> None:
         if os.getpid() != self._process:
             raise RuntimeError(
-                f"process {os.getpid()} was forked from process {self._process} after that had joined group "
-                f"{self.name}: it is no rank of the group; initialise torch.distributed in the child"
+                f"process {os.getpid()} was forked from process {self._process}, which is a rank of group "
+                f"{self.name}; the child is not: initialise torch.distributed in the child"
             )
 
     def _next(self, layer: LayerKey, channels: int, dtype: torch.dtype) -> Tag:
-        """What the next forward exchange is called.
+        """The tag of the next forward exchange.
 
-        One more step is counted after a backward that raised on this rank. It may have raised when the other
-        ranks had all they needed of it. They are in the next step then, and the tags differ.
+        After a backward that raised on this rank the step is counted twice. The other ranks may have had all
+        of this rank's packets before. They continue with the next step, and the tags differ.
         """
         self._check_process()
         key = (layer.number, layer.op, channels, dtype)
@@ -115,13 +117,13 @@ class Group:
         if number != -1 and number not in self._backwards:
             self._backwards.add(number)
             end = functools.partial(self._backwards.discard, number)
-            torch.autograd.Variable._execution_engine.queue_callback(end)  # unless it raises
+            torch.autograd.Variable._execution_engine.queue_callback(end)  # not called if the backward raises
 
     def _agree(self, layer: LayerKey, channels: int, dtype: torch.dtype) -> int:
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"the first call of a layer ({layer.op}, {channels} channels) that shares statistics cannot "
-                "be captured into a CUDA graph: the ranks agree on it, and allocate; run a step before"
+                "be captured into a CUDA graph, because the ranks compare it and allocate; run a step before"
             )
         number = len(self._names)
         momentum = "cumulative" if layer.momentum is None else f"{layer.momentum:g}"
@@ -171,32 +173,33 @@ class Group:
                 raise RuntimeError(
                     f"FASTVIT_STATISTICS={asked[-1]}, but group {self.name} cannot: {reason}"
                 ) from None
-            group = self._group()
-            assert group is not None  # whose layer calls
-            return Collective(group, self._device, self._name_of), f"Collective: {reason}"
+            process_group = self._process_group()
+            assert process_group is not None  # the calling layer holds it
+            way = Collective(process_group, self._device, self._name_of)
+            return way, f"Collective: {reason}"
 
     def _place(self) -> str:
-        """Where all ranks are, whose memory may be in common."""
+        """The host of all ranks. Raises Unavailable where they have several, or none with peer memory."""
         provider = PROVIDERS.get(self._device.type)
         if provider is None:
-            raise Unavailable(f"no memory in common on {self._device.type}")
+            raise Unavailable(f"no peer memory on {self._device.type}")
         place = self._agreement.together("place of the ranks", lambda: provider.place(self._device))
         if len(self._agreement.ask("place of the ranks", place)) > 1:
             raise Unavailable("several hosts")
         return place
 
 
-_captured: list[tuple[Group, Way]] = []  # what CUDA graphs still use when their group has another way
+_captured: list[tuple[Group, Way]] = []  # replaced ways that CUDA graphs still use
 _groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Group]]" = weakref.WeakKeyDictionary()
 
 
-def group_of(group: "dist.ProcessGroup", device: torch.device) -> Group:
-    """The group's way for tensors of this device type; made at the first call, by all ranks."""
-    by_device = _groups.get(group)
+def group_of(process_group: "dist.ProcessGroup", device: torch.device) -> Group:
+    """The `Group` for tensors of this device type; all ranks make it at the first call."""
+    by_device = _groups.get(process_group)
     if by_device is None:
-        by_device = _groups[group] = {}
+        by_device = _groups[process_group] = {}
     if device.type not in by_device:
-        by_device[device.type] = Group(group, device)
+        by_device[device.type] = Group(process_group, device)
     return by_device[device.type]
 
 
@@ -205,26 +208,29 @@ def _ways() -> list[tuple[Group, Way]]:
 
 
 def taken() -> list[str]:
-    """For each group of this process that has exchanged statistics: which way it took, and why."""
+    """For each group that has exchanged statistics: its way, and the reason."""
     return [one.describe() for one, _ in _ways()]
 
 
 def check(wait: bool = False) -> None:
-    """Raises what GPUs have reported about exchanges that failed, of any group.
+    """Raises errors that GPUs have reported about exchanges of any group.
 
-    Every forward and backward that shares statistics does this, and every evaluation of such a layer; without
-    `wait` the host waits for nothing, and what happened to the last of them is known when the GPU is done.
+    Every forward, backward and evaluation of a layer that shares statistics calls this. Without `wait` the
+    host does not wait, so an error of an exchange that still runs is raised by a later call.
 
     Args:
-        wait: for the GPUs first. For loops that must know before they use what a step has made, when nothing
-            else follows that would say so: a bare optimizer step, a replay of a CUDA graph.
+        wait: waits for the GPUs first. For loops that use the result of a step before another call of such a
+            layer: an optimizer step, a replay of a CUDA graph.
+
+    Raises:
+        RuntimeError: an exchange failed; the message names the ranks, the layers and the step.
     """
     for _, way in _captured + _ways():
         way.check(wait)
 
 
 def possible() -> str:
-    """What a group made on this machine would take."""
+    """The ways that new groups on this machine would choose, as text."""
     wish = os.environ.get("FASTVIT_STATISTICS", "auto")
     ways = {"CPU": "SharedMemory on one host", "CUDA": "CudaIpc on one host with peer access, a GPU per rank"}
     if wish == "peer":

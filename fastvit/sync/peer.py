@@ -1,7 +1,7 @@
 """Statistics over ranks that see each other's memory, by the protocol of csrc/sync/protocol.h.
 
-The ops that have numbers send them, await the others' and merge: `bn_stats` and the reducing ops, given the
-group as `exchange`. No collective is called.
+`bn_stats` and the reducing ops take the group as `exchange`. They send this rank's numbers, await those of
+the others, and merge. No collective is called.
 """
 
 from collections.abc import Callable
@@ -19,11 +19,13 @@ Position = tuple[int, int, int]  # epoch, generation and step of a rank
 
 
 class Peer(Way):
-    """Args:
-    arenas: of all ranks (csrc/sync/protocol.h, Arena), each `peer_bytes` zeros at first.
-    seconds: of waiting: a GPU's timeout, or a CPU's slice.
-    describe: what to call an exchange in an error.
-    meet: called after an error with this rank's position; waits for the others and returns all of them.
+    """A way over peer memory.
+
+    Args:
+        arenas: of all ranks (csrc/sync/protocol.h, Arena), each `peer_bytes` bytes, zeros at first.
+        seconds: a GPU's timeout, or the length of a CPU's slice of waiting.
+        describe: the text for an exchange in an error.
+        meet: called after an error with this rank's position; waits for all ranks, returns their positions.
     """
 
     def __init__(
@@ -42,7 +44,7 @@ class Peer(Way):
         handle = self._exchange.handle
         handle.capacity, handle.nanoseconds = capacity, int(seconds * 1e9)
         self._generation = 0
-        self._abandoned = False  # an exchange: the ranks meet before the next
+        self._abandoned = False  # an exchange failed: the ranks meet before the next one
 
     def reserve(self, channels: int, dtype: torch.dtype) -> bool:
         return packets(channels, dtype) <= self._exchange.handle.capacity
@@ -61,7 +63,7 @@ class Peer(Way):
         return super().next_step()
 
     def check(self, wait: bool = False) -> None:
-        if not self._abandoned:  # else it was said
+        if not self._abandoned:  # else the error was raised before
             super().check(wait)
 
     def _run(self, op: Reduce, tag: Tag) -> Tensor:
@@ -69,10 +71,12 @@ class Peer(Way):
         return op(self._exchange.of(tag))
 
     def _begin(self) -> None:
-        """Before an exchange: raises what was reported, or has the ranks meet after that."""
+        """Before an exchange: raises a reported fault. After one, waits until all ranks are back."""
         if self._abandoned:
             if self._capturing():
-                raise RuntimeError("an exchange has failed; run a step outside of the CUDA graph first")
+                raise RuntimeError(
+                    "an exchange has failed; run a step before the next capture of a CUDA graph"
+                )
             self._rejoin()
         self.check()
 
@@ -83,27 +87,27 @@ class Peer(Way):
             raise self._exchange.mismatch(self._describe)
         what = f"rank {report.rank} in {self._exchange.text(self._describe)}"
         if report.fault == Fault.GAVE_UP:
-            raise RuntimeError(f"{what}: rank {report.peer} gave up after an error of its own")
+            raise RuntimeError(f"{what}: rank {report.peer} raised an error and gave up the exchange")
         raise RuntimeError(
             f"{what}: nothing from rank {report.peer} within {self.timeout:g} s "
             "(reported by the GPU; what it computed since is NaN)"
         )
 
     def position(self) -> Position:
-        """As told to the others when the ranks meet."""
+        """This rank's position for `meet`."""
         return self._exchange.report.epoch, self._generation + 1, self._step
 
     def _rejoin(self) -> None:
-        """Waits until every rank has come back from the error; all go on behind the largest epoch."""
+        """Waits until every rank is back after the error. All continue after the largest epoch."""
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # no kernel of this rank sends or awaits any more
-        everybody = self._meet(self.position())
-        epoch = everybody[0][0]
-        for other, _, _ in everybody[1:]:
+            torch.cuda.synchronize(self._device)  # kernels of this rank have ended
+        positions = self._meet(self.position())
+        epoch = positions[0][0]
+        for other, _, _ in positions[1:]:
             ahead = (other - epoch) % 2**32
             epoch = other if 0 < ahead < 2**31 else epoch  # epochs wrap
-        self._generation = max(generation for _, generation, _ in everybody)
-        self._step = max(step for _, _, step in everybody)
+        self._generation = max(generation for _, generation, _ in positions)
+        self._step = max(step for _, _, step in positions)
         start = bytes(Arena(epoch, self._generation))[: Arena.process.offset]
         self._arenas[self._rank][: len(start)] = torch.frombuffer(bytearray(start), dtype=torch.uint8)
         self._exchange.report.fault = 0
@@ -111,11 +115,11 @@ class Peer(Way):
 
 
 def meeting(agreement: Agreement, one_step: bool) -> Callable[[Position], list[Position]]:
-    """`meet` of ranks that ask each other.
+    """`Peer`'s argument `meet`, by questions of `agreement`.
 
-    With `one_step` RuntimeError, at every call, when the ranks come back in different steps: one had raised
-    an error of its own and begun anew while the others were still where it had left them. If they went on
-    together now, the first would be a try, and so perhaps a batch, ahead of the others for ever.
+    With `one_step` it raises RuntimeError, at this and every later call, when the ranks are back in different
+    steps. One rank then raised an error and restarted its step while the others still waited in theirs. If
+    they continued, that rank would stay one try, and so perhaps one batch, ahead of the others.
     """
     apart = ""
 
@@ -135,9 +139,8 @@ def meeting(agreement: Agreement, one_step: bool) -> Callable[[Position], list[P
             begun = ", ".join(f"{ranks_text([rank])} {step}" for rank, step in by_rank)
             apart = (
                 f"rank {agreement.rank}: the ranks are back after an error, but in different steps "
-                f"({begun}): one began anew after an error of its own that the others had not seen, so from "
-                "now on they would mix different batches; make the process group anew, with all ranks at "
-                "the same batch"
+                f"({begun}): one repeated its step after an error that the others did not have, so they "
+                "would mix different batches; create a new process group, with all ranks at the same batch"
             )
             raise RuntimeError(apart)
         return list(steps)

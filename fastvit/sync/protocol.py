@@ -1,4 +1,4 @@
-"""What Python and C++ share about an exchange: structures of csrc/sync, field by field, and its numbers."""
+"""The structures and constants of csrc/sync that Python uses, field by field."""
 
 import ctypes
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ STEPS = 2**24  # steps wrap here: float32 holds such numbers exactly
 
 
 class Fault(IntEnum):
-    """Why an exchange ended."""
+    """The state of an exchange."""
 
     PENDING, DONE, MISMATCH, GAVE_UP, TIMEOUT = range(5)
 
@@ -24,13 +24,13 @@ class Kind(IntEnum):
 
 
 class Tag(NamedTuple):
-    """What ranks compare in every exchange, so that different layers are never mixed."""
+    """Compared by the ranks in every exchange, so that different layers are never merged."""
 
     layer: int  # order in which the group first saw the layer
     step: int  # count of the group's forward exchanges; a backward has that of its forward
 
 
-Describe = Callable[[Tag, str], str]  # what to call an exchange of a tag and a direction
+Describe = Callable[[Tag, str], str]  # the text for an exchange, from its tag and direction
 
 
 class _Words(ctypes.Structure):  # csrc/sync/protocol.h, Tag
@@ -38,21 +38,21 @@ class _Words(ctypes.Structure):  # csrc/sync/protocol.h, Tag
 
 
 class FaultReport(ctypes.Structure):
-    """What an op says about an exchange that failed."""
+    """An op's report of a failed exchange."""
 
     _fields_ = [(name, ctypes.c_uint32) for name in ("fault", "rank", "peer", "epoch")]
     _fields_ += [("mine", _Words), ("theirs", _Words), ("missing", ctypes.c_uint64)]
 
 
 class Arena(ctypes.Structure):
-    """The first fields of what a rank owns of a group's memory."""
+    """The first fields of an arena, the part of a group's memory that one rank owns."""
 
     _fields_ = [(name, ctypes.c_uint32) for name in ("epoch", "generation", "abandoned")]
     _fields_ += [("process", ctypes.c_uint64)]
 
 
 class Handle(ctypes.Structure):
-    """A group as an op gets it, in `exchange`; behind it lie the addresses of the ranks' arenas."""
+    """The fields of the ops' argument `exchange`; the addresses of the ranks' arenas follow."""
 
     _fields_ = [
         (name, ctypes.c_int64)
@@ -60,13 +60,14 @@ class Handle(ctypes.Structure):
     ]
 
 
-_reports: list[Tensor] = []  # never freed: a kernel that is under way when its group ends may still write
+_reports: list[Tensor] = []  # never freed: a running kernel may write after its group was destroyed
 
 
 class Exchange:
-    """The argument `exchange` of the ops, `tensor`, whose fields are `handle`; and the report they write.
+    """The ops' argument `exchange` (`tensor`, with the fields of `handle`), and the report that they write.
 
-    The host looks at the report without waiting for the GPU, so it may see a fault late, never half of one.
+    The host reads the report without waiting for the GPU, so it may see a fault late, but never a part of
+    one.
     """
 
     def __init__(self, rank: int, world: int, on_gpu: bool = False, arenas: Sequence[Tensor] = ()):
@@ -86,11 +87,11 @@ class Exchange:
         return self.tensor
 
     def tag(self) -> Tensor:
-        """The tag that `of` was last given, as a new tensor; torch.tensor takes three times as long."""
+        """The last tag that `of` set, as a new tensor. clone() takes a third of the time of torch.tensor."""
         return self._tag.clone()
 
     def text(self, describe: Describe) -> str:
-        """This rank's own exchange, after a fault."""
+        """The text for this rank's exchange, after a fault."""
         return _text(self.report.mine, describe)
 
     def mismatch(self, describe: Describe) -> RuntimeError:
@@ -98,7 +99,7 @@ class Exchange:
         return RuntimeError(
             f"rank {report.rank} is in {_text(report.mine, describe)}, but rank {report.peer} in "
             f"{_text(report.theirs, describe)}: the ranks of a group must run the same layers in the same "
-            "order; did one of them skip a layer, or begin anew after an error of its own?"
+            "order; did one of them skip a layer, or repeat a step after an error?"
         )
 
 
@@ -111,10 +112,10 @@ def direction(kind: int) -> str:
 
 
 def packets(channels: int, dtype: torch.dtype) -> int:
-    """Packets that the moments of a layer take."""
+    """The number of packets of a layer's moments."""
     return (channels + 1) * dtype.itemsize // 4
 
 
 def capacity_for(channels: int, dtype: torch.dtype) -> int:
-    """Packets that memory in common is made for when this layer asks: most layers fit that come later."""
+    """The capacity of new arenas, in packets: that of this layer, and at least LEAST_PACKETS."""
     return max(LEAST_PACKETS, packets(channels, dtype))

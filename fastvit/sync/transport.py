@@ -1,4 +1,4 @@
-"""How the numbers of several ranks become one row: the interface, and what its ways have in common."""
+"""The interface by which a layer gets statistics, and the base class of the ways to share them."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -13,16 +13,17 @@ Reduce = Callable[[Tensor | None], Tensor]  # bn_reduce or abn_reduce of a layer
 
 
 class Transport(Protocol):
-    """Whose statistics a layer takes, and the way that they go.
+    """The source of a layer's statistics: one process, or a group.
 
-    moments: the moments of x over all ranks, `(2C + 2,)`, and a tag for the backward, a small tensor on the
-        CPU (None: one rank), which a compiler saves like any other.
-    sums: `reduce(exchange)`, this rank's sums and then those of all ranks, `(2, 2C)`, or one row for both.
-    check: raises what became of exchanges that the host did not wait for.
-    close: ends the use of the group.
+    moments: returns the moments of x over all ranks, `(2C + 2,)`, and a tag for the backward: a small CPU
+        tensor, which a compiler saves like any other; None with one rank.
+    sums: returns `reduce(exchange)`: this rank's sums and those of all ranks, `(2, 2C)`; one row with one
+        rank.
+    check: raises errors of exchanges that the host did not wait for.
+    close: releases the group.
 
-    What cannot be had of all ranks is NaN, the count included, and the next call of the host raises, this one
-    where it waits. Then nothing has been written that outlives the call.
+    After a failed exchange the result is NaN, the count included, and the next call of the host raises; where
+    the host waits, this call does. No running statistics or parameters are written then.
     """
 
     world_size: int
@@ -37,7 +38,7 @@ class Transport(Protocol):
 
 
 class Local:
-    """Statistics of this process alone: nothing to exchange, so a layer may take the local ops."""
+    """Statistics of this process alone. There is no exchange, so a layer may use the local ops."""
 
     world_size = 1
 
@@ -55,10 +56,10 @@ class Local:
 
 
 class Way:
-    """One way of sharing numbers, for all layers of a group on devices of one type.
+    """A way of sharing numbers, for all layers of a group on devices of one type.
 
-    Exchanges are called by a Tag here. `share` is for numbers that no op has at hand: moments, `(2C + 2,)`,
-    become the group's; sums, `(1, 2C)`, get the group's as a second row.
+    A Tag names an exchange. `share` takes numbers that were formed before: for moments, `(2C + 2,)`, it
+    returns the group's; for sums, `(1, 2C)`, it adds the group's as a second row.
     """
 
     name: str
@@ -68,7 +69,7 @@ class Way:
         self._rank, self._step = exchange.handle.rank, 0
 
     def reserve(self, channels: int, dtype: torch.dtype) -> bool:
-        """Whether a layer fits; called by all ranks between the same exchanges."""
+        """Whether a layer fits. All ranks call it between the same exchanges."""
         raise NotImplementedError
 
     def share(self, numbers: Tensor, tag: Tag) -> Tensor:
@@ -81,18 +82,18 @@ class Way:
         return self.share(reduce(None), tag)
 
     def tag(self) -> Tensor:
-        """The tag of the exchange that was begun last, for its backward."""
+        """The tag of the last exchange, for its backward."""
         return self._exchange.tag()
 
     def check(self, wait: bool = False) -> None:
-        """Raises what has been reported, once; with `wait` when the device has done all it was given."""
+        """Raises a reported fault, once; with `wait` after the device has finished its work."""
         if wait and self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         if self._exchange.report.fault:
             self._fail()
 
     def close(self) -> None:
-        """Lets go of what the way holds; it is not used again."""
+        """Frees the memory of the way, which is not used again."""
 
     def next_step(self) -> int:
         if self._capturing():

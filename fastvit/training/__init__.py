@@ -1,15 +1,16 @@
 """The trainer: `fastvit-train` or `python -m fastvit.training`, alone or on many ranks.
 
-    command_line, config    what a run is told: flags, a TOML file, defaults
-    launch, distributed     who started the ranks, and what they say to each other
+    command_line, config    options: flags, a TOML file, defaults
+    launch, distributed     launchers, process group, messages between ranks
     datasets, cifar, image_folder, loaders
-                            where batches come from, augmented
+                            images, augmentation, batches
     model, conversion, optimization, precision, engine, train_state
-                            what a step changes
-    loop, signals           an epoch of training, and what may end it
-    checkpoint, log         what a run leaves behind
-    run                     all of it in order
+                            the model, and the state that a step changes
+    loop, signals           one epoch of training; the request to stop
+    checkpoint, log         the files of a run
+    lock                    one run at a time in a directory
+    run                     a run from start to end
 
-Importing this package imports nothing heavy; scikit-learn, TensorBoard, tqdm and safetensors come with the
-extra `train` (`pip install fastvit[train]`) and are imported when a run starts.
+scikit-learn, TensorBoard, tqdm and safetensors come with the extra `train` (`pip install fastvit[train]`).
+They are imported when a run starts, not with this package.
 """

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import threading
 import traceback
 from collections.abc import Sequence
+from typing import NoReturn
 
+from ..sync.teardown import destroy_process_group, end_process
 from . import distributed
 from .command_line import parse
 from .errors import MissingPackage, TrainingError, check_packages
@@ -37,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     status = 0
     try:
         train(config, given, ranks)
-    except TrainingError as error:  # every rank has it, so one of them says it
+    except TrainingError as error:  # raised on every rank; rank 0 prints it
         if distributed.is_main_process():
             _complain(error)
         status = 1
@@ -45,24 +46,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if ranks.world < 2:
             raise
         _give_up(ranks.rank)
-    # The frames of train, and with them the model and the optimizer, are gone here.
-    distributed.shutdown()
+    # The frames of train have ended, and with them the model and the optimizer.
+    destroy_process_group()
     return status
 
 
-def _give_up(rank: int) -> None:
-    """End a rank that has met an error of its own, or whose peer is gone, without waiting for the others.
+def _give_up(rank: int) -> NoReturn:
+    """Ends a rank after an error that the others do not have, without waiting for them.
 
-    The barrier of an orderly end would wait for ranks that never come, and destroying the group aborts. A
-    launcher that has noticed as well asks this rank to end by SIGTERM, which may not cut short what it says.
+    A barrier would wait for ranks that do not arrive, and destroying the group aborts. SIGTERM, by which the
+    launcher ends the other ranks, is ignored so that the message is complete.
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     traceback.print_exc()
     _complain(f"rank {rank} ends alone; the other ranks notice it, and the last checkpoint is intact")
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)
+    end_process(1)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ A checkpoint is a directory `<run>/checkpoints/epoch-0012` (or `epoch-0012-step-
 the epoch after) with these files:
 
 `model.safetensors`
-    parameters and buffers under the model's own names, for anyone who wants the weights.
+    parameters and buffers under the names of the model's state_dict.
 `average.safetensors`
     their moving average, with `--ema`.
 `state.pt`
@@ -12,7 +12,7 @@ the epoch after) with these files:
     `torch.load(..., weights_only=True)` reads it.
 
 It is written under another name and renamed when all files are on the disk, so a crash at any moment leaves
-the previous checkpoint as it was. The links `last` and `best` beside it are replaced the same way.
+the previous checkpoint intact. The links `last` and `best` beside it are replaced in the same way.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ STATE = "state.pt"
 SUFFIX = ".safetensors"
 NAME = re.compile(r"epoch-(\d+)(?:-step-(\d+))?")
 
-# What a run takes from a state, and from the parts of a state that are dicts or lists of dicts.
+# Keys that a run reads from a state, and from those parts of it that are dicts or lists of dicts; by type.
 KEYS = {
     "epoch": int, "step": int, "world": int, "averaged": int, "progress": dict, "history": list, "rng": list,
     "config": dict, "classes": list, "optimizer": dict, "scheduler": dict, "precision": dict,
@@ -57,9 +57,9 @@ Weights = dict[str, dict[str, Tensor]]  # by file, then by name
 
 
 def _place(path: Path) -> tuple[int, int]:
-    """Epochs and further steps that a checkpoint has behind it, by its name."""
+    """The finished epochs, and steps of the next epoch, of a checkpoint, from its name."""
     found = NAME.fullmatch(path.name)
-    assert found  # the caller has looked
+    assert found  # checked by the caller
     return int(found[1]), int(found[2] or 0)
 
 
@@ -100,15 +100,15 @@ def _own_memory(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def save_checkpoint(
     run: Path, weights: Weights, state: dict[str, Any], keep: int = 2, best: bool = False
 ) -> Path:
-    """Write a checkpoint and make `last` point to it, then remove what need not be kept.
+    """Write a checkpoint and make `last` point to it, then remove older ones.
 
-    Checkpoints that are further than this one belong to a continuation that was given up, and go too.
+    Later checkpoints than this one belong to an abandoned continuation of the run, and are removed too.
 
     Args:
         run: directory of the run.
         weights: for each file its tensors; `model` among them.
-        state: what `torch.load(weights_only=True)` can read; `epoch` and `step` name the checkpoint.
-        keep: number of newest checkpoints that stay, besides the best one.
+        state: values that `torch.load(weights_only=True)` can read; `epoch` and `step` name the checkpoint.
+        keep: number of newest checkpoints that are not removed; the best one is not removed either.
         best: make `best` point to it.
 
     Raises:
@@ -124,7 +124,7 @@ def save_checkpoint(
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        origin = {"format": "pt", "checkpoint": final.name}  # every file says which checkpoint it is of
+        origin = {"format": "pt", "checkpoint": final.name}  # the name of the checkpoint, in every file
         for name, tensors in weights.items():
             save_file(_own_memory(tensors), temporary / (name + SUFFIX), origin)
         torch.save(state, temporary / STATE)
@@ -139,8 +139,8 @@ def save_checkpoint(
             _link(final.parent / "best", final.name)
     except (OSError, RuntimeError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        kept = f"; {older[-1]} is intact" if older else ""
-        raise OSError(f"cannot write the checkpoint {final}: {_first_line(error)}{kept}") from error
+        previous = f"; {older[-1]} is intact" if older else ""
+        raise OSError(f"cannot write the checkpoint {final}: {_first_line(error)}{previous}") from error
     _remove_others(run, final, keep)
     return final
 
@@ -157,10 +157,10 @@ def _remove_others(run: Path, newest: Path, keep: int) -> None:
 
 
 def mend_links(run: Path) -> None:
-    """Make `last` and `best` links again where a copy of the run has followed them.
+    """Turn `last` and `best` back into links where copying the run has replaced them by directories.
 
     Raises:
-        TrainingError: what was copied does not say which checkpoint it is.
+        TrainingError: a copied file does not name its checkpoint.
     """
     for link in (run / "checkpoints" / "last", run / "checkpoints" / "best"):
         if link.is_dir() and not link.is_symlink():
@@ -177,7 +177,7 @@ def mend_links(run: Path) -> None:
 
 
 def last_checkpoint(run: Path) -> Path | None:
-    """The checkpoint that a run goes on from, or None when it has none."""
+    """The checkpoint from which a run is resumed, or None when it has none."""
     last = run / "checkpoints" / "last"
     if last.is_dir():  # a copy of the run may have followed the link
         return last.parent / os.readlink(last) if last.is_symlink() else last
@@ -188,7 +188,7 @@ def find_checkpoint(path: Path) -> Path:
     """The checkpoint that `--resume path` means: `path` itself, or the last one of the run `path`.
 
     Raises:
-        TrainingError: there is none.
+        TrainingError: there is no checkpoint.
     """
     path = Path(os.path.abspath(path))
     if (path / STATE).is_file() or (path / ("model" + SUFFIX)).is_file():
@@ -209,7 +209,9 @@ def load_checkpoint(path: Path) -> tuple[Weights, dict[str, Any]]:
     """
     try:
         state = torch.load(path / STATE, map_location="cpu", weights_only=True)
-    except Exception as error:  # a cut zip file gives RuntimeError, EOFError, KeyError or UnpicklingError
+    except (
+        Exception
+    ) as error:  # a truncated zip file raises RuntimeError, EOFError, KeyError or UnpicklingError
         raise TrainingError(_damaged(path / STATE, error)) from error
     _check_state(path / STATE, state)
     place = state["epoch"], state["step"]
@@ -226,7 +228,7 @@ def load_checkpoint(path: Path) -> tuple[Weights, dict[str, Any]]:
 
 
 def _read_weights(path: Path) -> tuple[dict[str, Tensor], str]:
-    """The tensors of a file, and the name of the checkpoint that it is of."""
+    """The tensors of a file, and the name of its checkpoint."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -273,7 +275,7 @@ def _damaged(path: Path, error: Exception) -> str:
 
 
 def get_rng_state(device: torch.device) -> dict[str, Tensor]:
-    """State of the random generators that training on `device` draws from."""
+    """State of the random generators that training on `device` uses."""
     state = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
@@ -281,7 +283,7 @@ def get_rng_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_rng_state(state: dict[str, Tensor], device: torch.device) -> None:
-    """Put back what `get_rng_state` gave; a CUDA state is ignored on the CPU."""
+    """Restore a state of `get_rng_state`; a CUDA state is ignored on the CPU."""
     torch.set_rng_state(state["cpu"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)

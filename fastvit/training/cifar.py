@@ -1,8 +1,7 @@
 """CIFAR-10 and CIFAR-100 from the files that their authors publish, the Python version or the binary one.
 
 Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009. The Python version consists of
-pickles; they are read by an unpickler that knows arrays, lists and strings and refuses everything else, so a
-file from somewhere else cannot run code.
+pickles. The unpickler here allows arrays, lists and strings only, so an untrusted file cannot run code.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class _Layout:
     test: str
     label_key: bytes
     label_bytes: int  # before each binary image; the last one is the label
-    names_file: tuple[str, str]  # of the Python version and of the binary one
+    names_file: tuple[str, str]  # of the Python version and of the binary version
     names_key: bytes
 
 
@@ -60,7 +59,7 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in self.ALLOWED:
-            raise pickle.UnpicklingError(f"{module}.{name} has no place in a file of CIFAR")
+            raise pickle.UnpicklingError(f"{module}.{name} is not allowed in a file of CIFAR")
         return super().find_class(module, name)
 
 
@@ -68,12 +67,12 @@ def read_cifar(path: str, name: str) -> tuple[tuple[Tensor, Tensor], tuple[Tenso
     """Images `(N, 3, 32, 32)` uint8 and labels `(N,)` int64 for training and test, and the class names.
 
     Args:
-        path: the unpacked folder, or the one that it lies in.
+        path: the unpacked folder, or its parent.
         name: `cifar10` or `cifar100`.
 
     Raises:
         OSError: a file is missing or cannot be read.
-        ConfigError: there is no such folder, or a file does not hold what it should.
+        ConfigError: there is no such folder, or a file has another content.
     """
     layout = LAYOUTS[name]
     for folder in (Path(path), Path(path) / layout.python_folder, Path(path) / layout.binary_folder):
@@ -94,7 +93,7 @@ def _unpickle(path: Path) -> dict[bytes, Any]:
         content = _Unpickler(io.BytesIO(path.read_bytes()), encoding="bytes").load()
     except OSError:
         raise
-    except Exception as error:  # a damaged pickle raises almost anything
+    except Exception as error:  # a damaged pickle may raise any exception
         raise ConfigError(f"--data-path: {path} is cut off or no file of CIFAR: {error}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"--data-path: {path} is no file of CIFAR: it holds a {type(content).__name__}")

@@ -1,4 +1,4 @@
-"""Where a configuration comes from: the command line, then a TOML file, then the defaults."""
+"""Reads the configuration: a value on the command line, else in a TOML file, else the default."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .config import Config, ConfigError, flag, kind_of
 
 __all__ = ["make_parser", "merge_saved", "parse", "read_file"]
 
-# What a resumed run may set anew. Everything else defines what is trained, and must stay as it was.
+# Options that may change when a run is resumed. All others define the training, and must be equal.
 CHANGEABLE = frozenset({
     "backend", "compile", "data_path", "device", "keep", "out", "profile", "resume", "stop_after", "threads",
     "timeout", "workers",
@@ -86,7 +86,7 @@ def read_file(path: str | Path) -> dict[str, Any]:
 
 
 def _as_field(value: Any) -> Any:
-    # TOML has lists alone.
+    # TOML has lists only.
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -94,11 +94,11 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[Config, dict[str, Any
     """Read the command line (`sys.argv` when None) and the file it names.
 
     Returns:
-        the configuration with the defaults filled in, the values that were really given, and the local rank
-        if the launcher passed it as a flag.
+        The configuration with the defaults filled in, the values that were given explicitly, and the local
+        rank if the launcher passed it as a flag.
 
     Raises:
-        SystemExit: status 2 for a wrong option, after a message that names it, what it got and what it takes.
+        SystemExit: status 2 for a wrong option, after a message with its name, its value and valid values.
     """
     parser = make_parser()
     known, unknown = parser.parse_known_args(arguments)
@@ -117,15 +117,15 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[Config, dict[str, Any
 
 
 def merge_saved(given: Mapping[str, Any], saved: Mapping[str, Any], run_directory: Path) -> Config:
-    """The configuration of a resumed run: a value that was given, else what the run was started with.
+    """The configuration of a resumed run: a value that is given now, else the value of the checkpoint.
 
     Args:
         given: the values on the command line and in the file of this start.
         saved: the configuration stored in the checkpoint.
-        run_directory: where the checkpoint lies; the run goes on there unless `--out` was given.
+        run_directory: the directory of the checkpoint's run, which is continued there without `--out`.
 
     Raises:
-        ConfigError: a value contradicts the checkpoint about what is trained.
+        ConfigError: a value that defines the training differs from the checkpoint.
     """
     saved = {name: _as_field(value) for name, value in saved.items() if name in FIELDS}
     for name, value in given.items():
@@ -134,8 +134,8 @@ def merge_saved(given: Mapping[str, Any], saved: Mapping[str, Any], run_director
                 f"--resume: {flag(name)} must be {saved[name]!r} as in the checkpoint, got {value!r}; "
                 f"start a new run to change it"
             )
-    # Where this start runs is not taken from the checkpoint; where the data lies is, unless it is given.
+    # Options of the machine are not taken from the checkpoint.
     machine = CHANGEABLE - {"data_path", "workers", "compile", "keep"}
-    kept = {name: value for name, value in saved.items() if name not in machine}
+    from_checkpoint = {name: value for name, value in saved.items() if name not in machine}
     changed = {name: value for name, value in given.items() if name in CHANGEABLE}
-    return Config(**(kept | {"out": str(run_directory)} | changed))
+    return Config(**(from_checkpoint | {"out": str(run_directory)} | changed))

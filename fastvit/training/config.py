@@ -29,14 +29,14 @@ LIMITS = {  # smallest and largest value of every whole number
     **dict.fromkeys(("epochs", "batch_size", "accumulate", "keep"), (1, MANY)),
     **dict.fromkeys(("warmup_epochs", "profile", "stop_after"), (0, MANY)),
     "image_size": (1, 2**13), "classes": (1, 10**6), "synthetic_images": (1, 10**7),
-    **dict.fromkeys(("workers", "threads"), (0, 1024)),  # the system may end at more of them
-    **dict.fromkeys(("seed", "data_seed"), (0, 2**63 - 1)),  # torch takes 64 bits; ranks add to them
+    **dict.fromkeys(("workers", "threads"), (0, 1024)),  # more may exhaust the system
+    **dict.fromkeys(("seed", "data_seed"), (0, 2**63 - 1)),  # torch takes 64 bits, and ranks add to the seed
 }  # fmt: skip
-LONGEST_WAIT = 2_000_000  # seconds; poll, by which workers are waited for, takes 31 bits of milliseconds
+LONGEST_WAIT = 2_000_000  # seconds; poll(), used for workers, takes 31 bits of milliseconds
 
 
 class ConfigError(ValueError):
-    """An option has a value that it does not take; the message names it, what it got and what it takes."""
+    """An option has an invalid value; the message has its name, its value and valid values."""
 
 
 def _option(default: Any, group: str, help: str, choices: Sequence[str] | None = None) -> Any:
@@ -45,16 +45,16 @@ def _option(default: Any, group: str, help: str, choices: Sequence[str] | None =
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that a run can be told. Each field is a flag and a key of the TOML file.
+    """The options of a run. Each field is a flag and a key of the TOML file.
 
-    `batch_size` is `--batch-size` on the command line and `batch_size = 32` in the file. `None` means
-    that the value follows from others; it is filled in here, so that a saved configuration has every number.
+    `batch_size` is `--batch-size` on the command line and `batch_size = 32` in the file. `None` is replaced
+    by a value that depends on other options, so that a saved configuration has every number.
     """
 
     # fmt: off
     data: str = _option("digits", "data", "digits: scikit-learn's; cifar10, cifar100: local files; folder: "
-        "train/ and val/ with a folder of images for each class; synthetic: made up", DATA)
-    data_path: str = _option("", "data", "where the files of cifar10, cifar100 or folder lie")
+        "train/ and val/ with a folder of images for each class; synthetic: generated", DATA)
+    data_path: str = _option("", "data", "folder with the files of cifar10, cifar100 or folder")
     data_seed: int = _option(0, "data", "seed of the 80/20 split of digits, and of the synthetic images")
     image_size: int | None = _option(None, "data", "side of folder's (224) or synthetic (32) images")
     synthetic_images: int = _option(2048, "data", "number of synthetic training images")
@@ -65,22 +65,22 @@ class Config:
     norm: str | None = _option(None, "model", "BatchNorm layer (default inplace-abn-sync, for timm/ "
         "fastvit-sync); torch-sync needs CUDA, apex-sync NVIDIA apex 25.05", ALL_NORMS)
     mlp_norm: str = _option("batch", "model", "in the MLPs: GELU, or BatchNorm, leaky_relu", MLP_NORMS)
-    pretrained: str = _option("", "model", "weights to begin with: a file of safetensors or torch.save, or "
+    pretrained: str = _option("", "model", "initial weights: a file of safetensors or torch.save, or "
         "'timm' for those that timm downloads")
-    memory: str = _option("off", "model", f"keep less for backward: {', '.join(('off', *MEMORY))}, as "
-        "fastvit.convert has them, or budget=0.5, the cheapest way to keep that share of it")
-    freeze: tuple[str, ...] = _option((), "model", "names of parameters to keep as they are: 'stem.*'")
+    memory: str = _option("off", "model", f"keep less for backward: {', '.join(('off', *MEMORY))}, as in "
+        "fastvit.convert, or budget=0.5, the cheapest way to keep half of it")
+    freeze: tuple[str, ...] = _option((), "model", "names of parameters that are not trained: 'stem.*'")
 
     engine: str = _option("torch", "precision", "torch: fastvit's amp and torch's DistributedDataParallel; "
-        "apex: NVIDIA apex's own, where it still has them", ("torch", "apex"))
-    amp: str = _option("off", "precision", "off: fp32; bf16: autocast; O0 to O3: as apex's", AMP_LEVELS)
-    loss_scale: str = _option("auto", "precision", "of O0 to O3: dynamic, a number, or what the level has")
+        "apex: those of NVIDIA apex, in releases that have them", ("torch", "apex"))
+    amp: str = _option("off", "precision", "off: fp32; bf16: autocast; O0 to O3: as in apex", AMP_LEVELS)
+    loss_scale: str = _option("auto", "precision", "of O0 to O3: dynamic, a number, or auto: by the level")
 
     epochs: int = _option(30, "recipe", "epochs of the whole schedule")
     batch_size: int = _option(32, "recipe", "images per rank in one forward")
     accumulate: int = _option(1, "recipe", "batches whose gradients make one step")
     optimizer: str = _option("adamw", "recipe", "sgd has momentum 0.9; fused-adam is apex's", tuple(BASE_LR))
-    lr: float | None = _option(None, "recipe", "learning rate at the top of the schedule, for one rank and "
+    lr: float | None = _option(None, "recipe", "largest learning rate of the schedule, for one rank and "
         "accumulate 1 (default 0.05 for sgd, else 0.001)")
     scale_lr: bool = _option(True, "recipe", "multiply lr by the number of ranks and by accumulate")
     weight_decay: float | None = _option(None, "recipe", "of matrices and kernels; vectors have none "
@@ -88,7 +88,7 @@ class Config:
     warmup_epochs: int = _option(3, "recipe", "epochs of linear warm-up, before half a cosine to 0")
     clip_norm: float = _option(0.0, "recipe", "largest norm of all gradients together; 0: not clipped")
     label_smoothing: float = _option(0.0, "recipe", "share of each label that is spread over all classes")
-    ema: float = _option(0.0, "recipe", "decay of an average of the weights, kept beside them; 0: none")
+    ema: float = _option(0.0, "recipe", "decay of a moving average of the weights; 0: none")
     seed: int = _option(0, "recipe", "seed of the initial weights, the order of images and the augmentation")
     deterministic: bool = _option(False, "recipe", "use only operations that give the same bits in every run")
 
@@ -96,14 +96,14 @@ class Config:
     backend: str = _option("auto", "machine", "auto: nccl on CUDA, else gloo", ("auto", "gloo", "nccl"))
     threads: int = _option(0, "machine", "CPU threads of each rank; 0 shares the cores among the ranks")
     timeout: float = _option(300.0, "machine", "seconds after which a rank that waits for another gives up")
-    channels_last: bool = _option(False, "machine", "keep images and kernels in torch's channels_last format")
+    channels_last: bool = _option(False, "machine", "images and kernels in torch's channels_last format")
     compile: bool = _option(False, "machine", "compile the model with torch.compile")
     profile: int = _option(0, "machine", "write a Chrome trace of this many steps of rank 0; 0: none")
 
     out: str = _option("runs/train", "run", "directory of the run: config, metrics, TensorBoard, checkpoints")
-    resume: str = _option("", "run", "go on from this run or checkpoint; auto: from --out if it holds one")
+    resume: str = _option("", "run", "continue this run or checkpoint; auto: the run in --out, if any")
     stop_after: int = _option(0, "run", "end after this many epochs of this start, for --resume; 0: none")
-    keep: int = _option(2, "run", "newest checkpoints to keep; the best one is kept besides")
+    keep: int = _option(2, "run", "number of newest checkpoints that are not removed, besides the best one")
     # fmt: on
 
     def __post_init__(self) -> None:
@@ -138,7 +138,7 @@ class Config:
                 f"--model must be auto, one of {', '.join(VARIANTS)}, or timm/<name>, got {self.model!r}"
             )
         if self.data in ("cifar10", "cifar100", "folder") and not self.data_path:
-            raise ConfigError(f"--data {self.data} needs --data-path, the folder where its files lie")
+            raise ConfigError(f"--data {self.data} needs --data-path, the folder with its files")
         if self.norm == "torch-sync" and self.device == "cpu":
             raise ConfigError(
                 "--norm torch-sync trains on CUDA only, got --device cpu; "
@@ -185,7 +185,7 @@ class Config:
                 raise ConfigError(f"{flag(name)} is for {where}, got {flag(name)} {getattr(self, name)}")
 
     def save(self, path: Path) -> None:
-        """Write the fields as TOML that `--config` takes back; what is None is left out."""
+        """Write the fields as TOML, which `--config` reads; fields that are None are left out."""
         lines = [f"{item.name} = {_toml(getattr(self, item.name))}" for item in fields(self)
                  if getattr(self, item.name) is not None]  # fmt: skip
         temporary = path.with_name(path.name + ".tmp")
@@ -199,12 +199,12 @@ def flag(item: Field | str) -> str:
 
 
 def _toml(value: Any) -> str:
-    # Strings, booleans, numbers and lists of strings look the same in JSON and TOML.
+    # Strings, booleans, numbers and lists of strings are the same in JSON and TOML.
     return json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)
 
 
 def kind_of(item: Field) -> type:
-    """int, float, bool, str or tuple: of `float | None` the part that is not None."""
+    """int, float, bool, str or tuple; for `float | None` it is float."""
     hint = _hints()[item.name]
     if typing.get_origin(hint) is tuple:
         return tuple
@@ -229,7 +229,7 @@ def _checked(item: Field, value: Any) -> Any:
     if choices:
         _require(value in choices, item, f"one of {', '.join(choices)}", repr(value))
     if kind in (str, tuple):
-        # Names of files come from the system with bytes that are not UTF-8 in them as lone surrogates.
+        # File names that are not UTF-8 have lone surrogates in them.
         text = "".join(value)
         right = "\0" not in text and text == text.encode(errors="ignore").decode()
         _require(right, item, "text in UTF-8 without NUL", repr(value))
@@ -241,6 +241,6 @@ def _checked(item: Field, value: Any) -> Any:
 
 
 def _require(holds: bool, name: Field | str, takes: str, got: object) -> None:
-    # A comparison with nan is false, so nan is refused with the rest.
+    # A comparison with nan is false, so nan is refused too.
     if not holds:
         raise ConfigError(f"{flag(name)} must be {takes}, got {got}")

@@ -1,4 +1,4 @@
-"""What `--memory` makes of the model, by `fastvit.convert`."""
+"""Applies `--memory` to the model, by `fastvit.convert`."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = ["SavedMemory", "save_memory"]
 
 @dataclass(frozen=True)
 class SavedMemory:
-    """What a conversion did, and what it decided by."""
+    """A conversion: its report, and the values on which it depends."""
 
     report: Report
-    decided_by: dict[str, Tensor]  # weights and biases of the BatchNorm layers when they were converted
+    decided_by: dict[str, Tensor]  # weights and biases of the BatchNorm layers at the conversion
 
     def summary(self, config: Config) -> str:
         """One line for the user."""
@@ -31,7 +31,7 @@ class SavedMemory:
         return f"--memory {config.memory}: {counts} ({self.report.summary()})"
 
     def write(self, run: Path, config: Config) -> None:
-        """Write `memory.txt`: what became of each layer, why, and what it saves."""
+        """Write `memory.txt`: the report of the conversion."""
         title = f"--memory {config.memory}, a batch of {config.batch_size} images on one rank"
         (run / "memory.txt").write_text(f"{title}\n\n{self.report}\n", encoding="utf-8")
 
@@ -43,21 +43,21 @@ def save_memory(
     precision: Precision,
     decided_by: Mapping[str, Tensor] | None = None,
 ) -> SavedMemory | None:
-    """Convert `model`, in place, as `--memory` says.
+    """Convert `model`, in place, by `--memory`.
 
-    It wants the model on its device with the weights that training begins with, before amp casts them: an
-    in-place layer must recover its input from weights and activations as they are. A compiled model is left
-    alone: its layers would be plain ops, and torch.compile decides by itself what is kept for backward.
+    The model must be on its device and have its initial weights, before amp casts them, because the choice of
+    in-place layers depends on the weights. A model that will be compiled is not converted: its layers would
+    be plain ops, and torch.compile chooses what is kept for backward.
 
     Args:
         shape: C, H, W of the images.
-        precision: of the run; tells what activations become, whose bytes are reported.
-        decided_by: of the conversion that a resumed run began with. The same layers are chosen again,
-            whatever their weights have become: the same layers give the same bits. These values are left in
-            the model, for the checkpoint's to replace.
+        precision: of the run; it sets the dtype of activations, whose bytes are reported.
+        decided_by: values of the first conversion, for a resumed run. With them the same layers are chosen
+            again, and the same layers give the same bits. They remain in the model until the checkpoint's
+            weights replace them.
 
     Returns:
-        what was done; None where there was nothing to do.
+        The conversion; None with `--memory off` or `--compile`.
     """
     if config.memory == "off" or config.compile:
         return None

@@ -1,4 +1,4 @@
-"""Data sets: where images and labels come from, and how a batch of them is read and augmented."""
+"""Data sets: reads batches of images and labels, and augments them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ImageSource(Protocol):
     labels: Tensor
 
     def read(self, indices: list[int], generator: torch.Generator | None) -> Tensor:
-        """Images `(n, C, H, W)` fp32, ready for the model; augmented with what the generator draws.
+        """Images `(n, C, H, W)` fp32, ready for the model; augmented by random numbers of the generator.
 
         Raises:
             OSError: a file cannot be read.
@@ -41,8 +41,8 @@ class DataSets:
     test: ImageSource
     classes: tuple[str, ...]  # name of each label
     shape: tuple[int, int, int]  # C, H, W
-    mean: tuple[float, ...]  # what was subtracted from pixels in [0, 1], by channel
-    std: tuple[float, ...]  # and what they were divided by
+    mean: tuple[float, ...]  # subtracted from pixels in [0, 1], by channel
+    std: tuple[float, ...]  # divisor of the result, by channel
 
 
 class InMemory:
@@ -69,7 +69,7 @@ class InMemory:
 
 
 class Synthetic:
-    """Images made up when they are read: a pattern of the class under noise, the same for the same index."""
+    """Generated images: the pattern of the class plus noise; the same for the same index."""
 
     NOISE_FIELDS = 64
 
@@ -90,7 +90,7 @@ def load(config: Config) -> DataSets:
 
     Raises:
         OSError: files are missing or damaged.
-        ConfigError: they are not what `--data` says.
+        ConfigError: they are of another data set than `--data`.
     """
     if config.data == "digits":
         return load_digits(config.data_seed)
@@ -167,7 +167,7 @@ def _make_synthetic(config: Config) -> DataSets:
 
 
 def random_shift(images: Tensor, pixels: int, generator: torch.Generator, background: float = 0.0) -> Tensor:
-    """Move each image by up to `pixels` along each axis; what moves in is background.
+    """Move each image by up to `pixels` along each axis; new pixels are background.
 
     The same as padding by `pixels` and cropping at random.
 
@@ -175,7 +175,7 @@ def random_shift(images: Tensor, pixels: int, generator: torch.Generator, backgr
         images: `(N, C, H, W)`.
 
     Returns:
-        a new tensor of the same shape.
+        A new tensor of the same shape.
     """
     n, _, height, width = images.shape
     padded = F.pad(images, [pixels] * 4, value=background)

@@ -1,8 +1,7 @@
-"""Ranks: who they are, how they start and end together, and what they say to each other."""
+"""Ranks: the process group from start to end, and messages between ranks."""
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,7 +32,6 @@ __all__ = [
     "on_main",
     "raise_together",
     "reduce_value",
-    "shutdown",
 ]
 
 T = TypeVar("T")
@@ -41,7 +39,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among its peers, and the device it computes on."""
+    """The rank of this process, and its device."""
 
     rank: int
     world: int
@@ -84,10 +82,10 @@ def _choose_device(option: str, index: int | None, all_have_gpu: bool, local_ran
 
 
 def _gpu_index(launch: Launch, backend: str) -> int | None:
-    """Which of the visible GPUs this rank takes, or None when there is none for it.
+    """The index of this rank's GPU among the visible ones, or None without one.
 
-    srun may show each task its own GPU alone, which then has number 0 whatever the local rank; gloo lets
-    ranks share a GPU, NCCL does not.
+    srun may make only its own GPU visible to each task, as number 0. With gloo ranks may share a GPU, with
+    NCCL not.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if gpus and (launch.launcher == "srun" or backend == "gloo"):
@@ -96,13 +94,13 @@ def _gpu_index(launch: Launch, backend: str) -> int | None:
 
 
 def init(launch: Launch | None, device: str = "auto", backend: str = "auto", timeout: float = 300.0) -> Ranks:
-    """Join the process group that the launcher described; without a launcher go on alone and say so.
+    """Join the process group of the launcher; without a launcher print a message and use this process alone.
 
-    The ranks agree on their device before the backend is chosen: NCCL when every one of them has a GPU, else
-    gloo and the CPU.
+    The ranks agree on their device before the backend is chosen: NCCL when each of them has a GPU, else gloo
+    and the CPU.
 
     Args:
-        launch: what `find_launch` returned.
+        launch: the result of `find_launch`.
         device: `auto`, `cpu` or `cuda`.
         backend: `auto`, `gloo` or `nccl`.
         timeout: seconds that a rank waits for the others, here and in every later collective.
@@ -149,19 +147,6 @@ def init(launch: Launch | None, device: str = "auto", backend: str = "auto", tim
     return Ranks(rank, world, launch.local_rank, launch.local_world, chosen, backend)
 
 
-def shutdown() -> None:
-    """Leave the process group. Every rank calls it, after it has dropped its model and optimizer.
-
-    Destroying a gloo group while a peer still talks to it, or while DDP's hooks still hold it, aborts the
-    process now and then; hence the barrier and the collection of reference cycles first.
-    """
-    if not is_distributed():
-        return
-    dist.barrier()
-    gc.collect()
-    dist.destroy_process_group()
-
-
 def reduce_value(value: Tensor, average: bool = True) -> Tensor:
     """Sum of `value` over the ranks, or its mean; the input itself when there is one rank.
 
@@ -177,10 +162,10 @@ def reduce_value(value: Tensor, average: bool = True) -> Tensor:
 
 
 class StepReport:
-    """What the ranks tell each other in every step: their loss, a flag, and the norm of the gradients.
+    """The message of the ranks in every step: their loss, a flag, and the norm of the gradients.
 
-    One collective under way until `read`. On CUDA a copy in pinned memory is asked for, so that `read` waits
-    for that copy and not for what was launched since.
+    The collective runs until `read`. On CUDA its result is copied to pinned memory, so that `read` waits for
+    the copy and not for later kernels.
 
     Args:
         loss: of this rank, one number; fp32 is sent.
@@ -200,14 +185,14 @@ class StepReport:
         self.copied: torch.cuda.Event | None = None
         if self.values.is_cuda:
             if self.work is not None:
-                self.work.wait()  # by the stream
+                self.work.wait()  # on the stream, not on the host
             host = torch.empty(self.values.shape, pin_memory=True)
             self.values = host.copy_(self.values, non_blocking=True)
             self.copied = torch.cuda.Event()
             self.copied.record()
 
     def read(self) -> tuple[list[float], list[int], float | None]:
-        """The losses and the flags of all ranks, in rank order; the norm, as rank 0 has it."""
+        """The losses and the flags of all ranks, in rank order, and rank 0's norm."""
         if self.copied is not None:
             self.copied.synchronize()
         elif self.work is not None:
@@ -226,11 +211,10 @@ def gather_objects(value: T) -> list[T]:
 
 
 def on_main(function: Callable[..., T], *arguments: Any) -> T:
-    """Call a function on rank 0 alone and give its result to every rank.
+    """Call a function on rank 0, and return its result on every rank.
 
     Raises:
-        TrainingError: on every rank, when rank 0 met an OSError, ValueError or TrainingError; so no rank
-            waits for one that has failed.
+        TrainingError: on every rank, when rank 0 raised an OSError, ValueError or TrainingError.
     """
     outcome: list[Any] = [None, None]
     if is_main_process():
@@ -249,7 +233,7 @@ def on_every(function: Callable[..., T], *arguments: Any) -> T:
     """Call a function on every rank and return its result there.
 
     Raises:
-        TrainingError: on every rank, when a rank met an OSError, ValueError or TrainingError.
+        TrainingError: on every rank, when a rank raised an OSError, ValueError or TrainingError.
     """
     failed = None
     try:
@@ -261,7 +245,7 @@ def on_every(function: Callable[..., T], *arguments: Any) -> T:
 
 
 def raise_together(failed: str | None) -> None:
-    """Raise TrainingError on every rank when one of them comes with a message; every rank calls it."""
+    """Raise TrainingError on every rank when one of them passes a message; every rank calls it."""
     messages = gather_objects(failed)
     ranks = [rank for rank, message in enumerate(messages) if message is not None]
     if not ranks:
@@ -274,10 +258,10 @@ def raise_together(failed: str | None) -> None:
 
 @torch.no_grad()
 def broadcast_weights(model: nn.Module) -> None:
-    """Give every rank the parameters and buffers of rank 0."""
+    """Copy the parameters and buffers of rank 0 to every rank."""
     if get_world_size() > 1:
         for value in model.state_dict(keep_vars=True).values():
-            # A broadcast wants dense memory, which a parameter in channels_last has too.
+            # A broadcast needs dense memory, which a parameter in channels_last has too.
             dist.broadcast(value.detach(), src=0)
 
 
@@ -285,8 +269,8 @@ def broadcast_weights(model: nn.Module) -> None:
 def average_running_statistics(model: nn.Module) -> None:
     """Replace the running mean and variance of every BatchNorm by their mean over the ranks.
 
-    Layers that are not synchronised see only the samples of their own rank; afterwards all ranks evaluate the
-    same model, and it is the model that rank 0 writes to the checkpoint.
+    Layers that are not synchronised use only the samples of their own rank. Afterwards all ranks evaluate the
+    model that rank 0 writes to the checkpoint.
     """
     world = get_world_size()
     names = ("running_mean", "running_var")

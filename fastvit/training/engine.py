@@ -1,4 +1,4 @@
-"""Where amp, FusedAdam, SyncBatchNorm and DistributedDataParallel with apex's names come from."""
+"""Imports amp, FusedAdam, SyncBatchNorm and DistributedDataParallel from NVIDIA apex or fastvit.compat."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ APEX_PARTS = ("amp", "parallel", "optimizers")
 def import_apex(part: str) -> ModuleType:
     """`apex.<part>` of NVIDIA apex itself: from the folder FASTVIT_APEX, or as installed.
 
-    The folder is a clone of apex at release 25.05, or an unpacked archive of it; nothing need be compiled.
-    What apex has in Python alone runs on the CPU too, with one change: it marks ranges for NVTX, and where
-    torch has none they are marked by nothing.
+    The folder is a clone of apex at release 25.05, or an unpacked archive of it; it need not be compiled.
+    apex's Python code runs on the CPU too, with one change: its NVTX ranges are disabled where torch has no
+    NVTX.
 
     Raises:
-        ImportError: there is no apex, or it has not this part.
+        ImportError: there is no apex, or it lacks this part.
     """
     folder = os.environ.get("FASTVIT_APEX")
     if folder and folder not in sys.path:
         sys.path.insert(0, folder)
     module = importlib.import_module(f"apex.{part}")
-    if module.__name__ != f"apex.{part}":  # fastvit.compat stands for what is missing
+    if module.__name__ != f"apex.{part}":  # fastvit.compat provides missing parts under apex's names
         raise ImportError(f"apex.{part} is {module.__name__} here")
     nvtx = torch.cuda.nvtx
     try:
@@ -42,13 +42,13 @@ def import_apex(part: str) -> ModuleType:
 
 
 def engine_part(engine: str, part: str) -> ModuleType:
-    """The module `amp`, `parallel` or `optimizers`: NVIDIA apex's own, or fastvit's look-alike.
+    """The module `amp`, `parallel` or `optimizers` of NVIDIA apex, or fastvit's look-alike.
 
     Args:
         engine: `apex` or `torch`.
 
     Raises:
-        ConfigError: `apex` was asked for, and what is found under that name has not all of the parts.
+        ConfigError: `apex` was asked for, and the installed apex lacks a part.
     """
     if engine == "torch":
         return importlib.import_module(f"fastvit.compat.apex.{part}")
@@ -59,7 +59,7 @@ def apex_part(option: str, part: str) -> ModuleType:
     """`import_apex` for an option of the trainer, which an error names.
 
     Raises:
-        ConfigError: apex has not the part.
+        ConfigError: apex lacks the part.
     """
     try:
         return import_apex(part)

@@ -13,7 +13,7 @@ _FOR_DATA = {"digits": ("sklearn", "scikit-learn"), "folder": ("PIL", "pillow")}
 
 
 class TrainingError(RuntimeError):
-    """Something ended the run, and every rank raises this with the same message at the same point."""
+    """An error that ends the run. Every rank raises it with the same message at the same point."""
 
 
 class MissingPackage(RuntimeError):
@@ -21,7 +21,7 @@ class MissingPackage(RuntimeError):
 
 
 def check_packages(config: Config) -> None:
-    """Raise MissingPackage, naming all that is missing, before a run starts any work."""
+    """Raise MissingPackage with the names of all missing packages, before a run starts."""
     needed = _PACKAGES | dict([_FOR_DATA[config.data]] if config.data in _FOR_DATA else [])
     missing = [package for module, package in needed.items() if find_spec(module) is None]
     if missing:

@@ -15,16 +15,16 @@ from .config import ConfigError
 __all__ = ["ImageFolder", "find_split"]
 
 SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"}
-CROP_SHARE = 0.875  # of the shorter side, that a test image keeps
-AREA = (0.08, 1.0)  # share of the area that a training crop keeps
-RATIO = (3 / 4, 4 / 3)  # its width over its height
+CROP_SHARE = 0.875  # side of a test crop over the shorter side of the image
+AREA = (0.08, 1.0)  # area of a training crop over the area of the image
+RATIO = (3 / 4, 4 / 3)  # width over height of a training crop
 
 
 def find_split(path: str, names: tuple[str, ...]) -> Path:
     """The first of the folders `names` in `path`.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: none of them exists.
     """
     for name in names:
         if (Path(path) / name).is_dir():
@@ -37,7 +37,7 @@ class ImageFolder:
 
     Args:
         folder: of one split.
-        size: height and width of what `read` returns.
+        size: height and width of the returned images.
         mean, std: of pixels in [0, 1] by channel; subtracted, divided by.
 
     Training crops are drawn as in Szegedy et al., arXiv:1409.4842: an area, a ratio, a place, and whether to
@@ -75,7 +75,7 @@ class ImageFolder:
                 image = file.convert("RGB")
         except FileNotFoundError:
             raise
-        except Exception as error:  # a damaged file raises almost anything
+        except Exception as error:  # a damaged file may raise any exception
             raise OSError(f"{path} is damaged: {error}") from error
         box = (
             _centre(image.width, image.height)
@@ -100,7 +100,7 @@ def _random_box(width: int, height: int, generator: torch.Generator) -> tuple[fl
     area = width * height * (AREA[0] + area * (AREA[1] - AREA[0]))
     low, high = (math.log(bound) for bound in RATIO)
     ratio = math.exp(low + ratio * (high - low))
-    # What would stick out is cut, so that no draw is thrown away.
+    # A box larger than the image is cut to it, so that no draw is rejected.
     wide, high_ = min(width, math.sqrt(area * ratio)), min(height, math.sqrt(area / ratio))
     left, top = x * (width - wide), y * (height - high_)
     return left, top, left + wide, top + high_

@@ -1,4 +1,4 @@
-"""How this process was started: by torchrun, torch.distributed.launch, srun, or alone."""
+"""Detects the launcher of this process: torchrun, torch.distributed.launch, srun, or none."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Launch", "find_launch"]
 
 @dataclass(frozen=True)
 class Launch:
-    """This process's place among its peers, and where rank 0 listens."""
+    """This process's rank, and the address of rank 0."""
 
     rank: int
     world: int
@@ -33,7 +33,7 @@ def find_launch(local_rank: int | None = None, environment: Mapping[str, str] = 
     the port follows from the job's number, unless MASTER_ADDR and MASTER_PORT say otherwise.
 
     Args:
-        local_rank: as a flag, which torch.distributed.launch passes without `--use_env`.
+        local_rank: the flag that torch.distributed.launch passes without `--use_env`.
 
     Raises:
         ConfigError: the variables are incomplete or are not whole numbers.

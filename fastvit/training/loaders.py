@@ -1,4 +1,4 @@
-"""How each rank gets its share of the images, a batch at a time."""
+"""Loads each rank's share of the images, a batch at a time."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class _Batches(Dataset):
 class TrainBatches(Sampler[Key]):
     """Shuffled batches of one rank; the last, smaller batch is dropped.
 
-    The order depends on (seed, epoch) and the augmentation of a batch on (seed, epoch, rank, batch) alone: an
-    epoch can be continued in the middle, and does not depend on the number of workers.
+    The order depends only on (seed, epoch), and the augmentation of a batch only on (seed, epoch, rank,
+    batch). So an epoch can be continued in the middle, and does not depend on the number of workers.
 
     Raises:
         ConfigError: the rank's share is smaller than one batch.
@@ -47,7 +47,7 @@ class TrainBatches(Sampler[Key]):
 
     def __init__(self, images: int, batch_size: int, rank: int, world: int, seed: int) -> None:
         self.rank, self.seed = rank, seed
-        every: Any = range(images)  # of which only the length is asked
+        every: Any = range(images)  # the sampler uses only its length
         self.sampler: DistributedSampler[int] = DistributedSampler(
             every, world, rank, shuffle=True, seed=seed
         )
@@ -102,22 +102,22 @@ class _TestBatches(Sampler[Key]):
         return len(self.batches)
 
 
-def _obey_only_the_rank(worker: int) -> None:
-    """Let SIGTERM end a worker only when its rank sends it, or when the rank is gone.
+def _ignore_foreign_sigterm(worker: int) -> None:
+    """Let SIGTERM end a worker only when its rank sends it, or when the rank has ended.
 
-    A scheduler signals every process of a job, and the rank needs its workers until it has ended its step.
-    DataLoader and the interpreter's exit end workers by SIGTERM, those that hang in a read too.
+    A scheduler signals every process of a job, and the rank needs its workers until its step is complete.
+    DataLoader and the interpreter's exit end workers by SIGTERM, even those that hang in a read.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    threading.Thread(target=_wait_for_the_rank, daemon=True).start()
+    threading.Thread(target=_wait_for_rank, daemon=True).start()
 
 
-def _wait_for_the_rank() -> None:
+def _wait_for_rank() -> None:
     rank = multiprocessing.parent_process()
     assert rank is not None
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank.pid and rank.is_alive():
         pass
-    os._exit(0)  # DataLoader takes another status for a failure of the worker
+    os._exit(0)  # DataLoader reports any other status as a failure of the worker
 
 
 def _loader(source: ImageSource, batches: Sampler[Key], config: Config, ranks: Ranks) -> DataLoader:
@@ -127,10 +127,10 @@ def _loader(source: ImageSource, batches: Sampler[Key], config: Config, ranks: R
         batch_size=None,  # an item is a batch
         num_workers=config.workers,
         persistent_workers=config.workers > 0,
-        worker_init_fn=_obey_only_the_rank,
+        worker_init_fn=_ignore_foreign_sigterm,
         pin_memory=ranks.device.type == "cuda",
         timeout=config.timeout if config.workers else 0,
-        generator=torch.Generator(),  # else each epoch would draw from the generator that dropout uses
+        generator=torch.Generator(),  # not the global one, which dropout uses
     )
 
 
@@ -142,5 +142,5 @@ def make_train_loader(source: ImageSource, config: Config, ranks: Ranks) -> tupl
 
 def make_test_loader(source: ImageSource, config: Config, ranks: Ranks) -> DataLoader:
     """This rank's share of the test images; shares differ by up to one image, the last batch is smaller."""
-    size = 2 * config.batch_size  # nothing is kept for a backward pass
+    size = 2 * config.batch_size  # evaluation keeps no activations
     return _loader(source, _TestBatches(len(source.labels), size, ranks.rank, ranks.world), config, ranks)

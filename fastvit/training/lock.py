@@ -15,11 +15,11 @@ __all__ = ["RunLock"]
 
 
 class RunLock:
-    """Keeps other runs out of a directory, from `take` to the end of the `with` block.
+    """A lock on the directory of a run, from `take` to the end of the `with` block.
 
-    Every rank may enter one; only the rank that calls `take` locks. The lock belongs to the process: the
-    kernel gives it back when the process ends, however it ends. Workers do not inherit it, as they would one
-    of `fcntl.flock`, and so cannot keep a restarted run out after their rank was killed.
+    Every rank may enter one; only the rank that calls `take` locks. The lock belongs to the process, and the
+    kernel releases it when the process ends for any reason. Workers do not inherit it, unlike a lock of
+    `fcntl.flock`, so surviving workers of a killed rank do not block a restarted run.
     """
 
     def __init__(self) -> None:
@@ -33,10 +33,10 @@ class RunLock:
             self.file.close()
 
     def take(self, run: Path) -> None:
-        """Make the directory and lock it; where the file system has no locks, say so and go on.
+        """Make the directory and lock it; without locks in the file system, print a message and continue.
 
         Raises:
-            TrainingError: another run has it.
+            TrainingError: another run has locked it.
             OSError: the directory is not writable.
         """
         run.mkdir(parents=True, exist_ok=True)
@@ -46,7 +46,7 @@ class RunLock:
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
                 print(
-                    f"{run} cannot be locked ({error.strerror}): nothing keeps a second run out of it",
+                    f"{run} cannot be locked ({error.strerror}): a second run in it would not be detected",
                     flush=True,
                 )
                 return

@@ -1,4 +1,4 @@
-"""What a run leaves to look at: TensorBoard events, one JSON line per epoch, a Chrome trace. Rank 0 only."""
+"""Logs of a run: TensorBoard events, one JSON line per epoch, a Chrome trace. Written by rank 0."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ GRID_IMAGES = 64
 
 
 def peak_memory(device: torch.device) -> float:
-    """GiB: what torch has allocated on the GPU at most, or the largest resident size of this process."""
+    """Peak memory in GiB: allocated by torch on the GPU, or the resident size of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
@@ -56,7 +56,7 @@ def peak_memory(device: torch.device) -> float:
 class RunLog:
     """Writes `metrics.jsonl` and TensorBoard events into the directory of a run.
 
-    Every rank may hold one; only the rank that calls `open` writes.
+    Every rank may have one; only the rank that calls `open` writes.
 
     A row is a dict of numbers with `epoch`, `time` (seconds since 1970) and keys of `TAGS`.
     """
@@ -67,24 +67,23 @@ class RunLog:
         self.writer: SummaryWriter
 
     def open(self, history: list[dict[str, Any]]) -> None:
-        """Begin, with the rows of the epochs that a resumed run has behind it.
+        """Open the files and write the rows of the epochs before a resume.
 
-        They are written again, so that the curve is whole wherever the run goes on; what the directory holds
-        beyond them is dropped.
+        The curve is then complete in any directory. Later rows of the directory are dropped.
         """
         from torch.utils.tensorboard import SummaryWriter
 
         temporary = self.path.with_name(self.path.name + ".tmp")
         temporary.write_text("".join(json.dumps(row) + "\n" for row in history))
         os.replace(temporary, self.path)
-        # purge_step 0 makes TensorBoard forget what earlier starts wrote into the same directory.
+        # With purge_step 0 TensorBoard drops the events of earlier starts in the same directory.
         self.writer = SummaryWriter(str(self.run), purge_step=0 if history else None)
         self.writer.add_custom_scalars(LAYOUT)
         for row in history:
             self._scalars(row)
 
     def images(self, images: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
-        """Show a batch as the model gets it, augmentation included, as one grid."""
+        """Write an augmented batch as one grid of images."""
         images = images[:GRID_IMAGES].float().cpu()
         pixels = images * torch.tensor(std).view(-1, 1, 1) + torch.tensor(mean).view(-1, 1, 1)
         self.writer.add_images("training images", pixels.clamp(0, 1), 0)
@@ -95,14 +94,14 @@ class RunLog:
                 self.writer.add_scalar(tag, row[name], row["epoch"], walltime=row["time"])
 
     def epoch(self, row: dict[str, Any]) -> None:
-        """Add one epoch; it is in the files when this returns."""
+        """Write the row of one epoch, and flush the files."""
         with self.path.open("a") as file:
             file.write(json.dumps(row) + "\n")
         self._scalars(row)
         self.writer.flush()
 
     def close(self, options: dict[str, Any], history: list[dict[str, Any]]) -> None:
-        """Finish the events file, with the options and the last results for TensorBoard's table of runs."""
+        """Close the events file, after writing options and last results for TensorBoard's table of runs."""
         from torch.utils.tensorboard.summary import hparams
 
         values = {name: value if isinstance(value, bool | int | float) else str(value)
@@ -115,7 +114,7 @@ class RunLog:
         self.writer.close()
 
 
-WARMUP = 2  # steps with the profiler on whose records are thrown away; the first ones cost extra
+WARMUP = 2  # first steps under the profiler, which are slower and are not recorded
 
 
 class StepProfiler:
@@ -149,9 +148,9 @@ class StepProfiler:
 
     def __exit__(self, *_: object) -> None:
         if self.profile is not None:
-            self.profile.stop()  # a run shorter than the schedule still leaves its trace
+            self.profile.stop()  # writes the trace of a run that is shorter than the schedule too
 
     def step(self) -> None:
-        """Say that a step has ended."""
+        """Mark the end of a step."""
         if self.profile is not None:
             self.profile.step()

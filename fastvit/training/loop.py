@@ -22,33 +22,33 @@ from .train_state import TrainState
 
 __all__ = ["EpochResult", "Progress", "evaluate", "train_one_epoch"]
 
-STOP, FAILED = 1, 2  # flags that the ranks send each other
-UNREADABLE = (OSError, RuntimeError, ValueError)  # what a loader raises, workers and their timeouts included
-EXCHANGES = ("fastvit-sync", "inplace-abn-sync")  # norms whose exchanges a GPU reports afterwards
-NORM_EVERY = 10  # steps between two gradient norms, where clipping does not give every one
-PIPELINE_STEPS = {"cuda": 1}  # steps that a device may be behind the host before the host waits for a loss
+STOP, FAILED = 1, 2  # flags in the ranks' reports
+UNREADABLE = (OSError, RuntimeError, ValueError)  # errors of a loader, of workers and their timeouts
+EXCHANGES = ("fastvit-sync", "inplace-abn-sync")  # norms whose failed exchanges a GPU reports later
+NORM_EVERY = 10  # steps between two gradient norms, where clipping does not measure every one
+PIPELINE_STEPS = {"cuda": 1}  # steps that a device may be behind the host
 
 
 @dataclass
 class Progress:
-    """How far an epoch has come, and its sums over these steps; a checkpoint in mid-epoch keeps it."""
+    """The finished steps of an epoch, and sums over them; part of a checkpoint within an epoch."""
 
     step: int = 0  # finished steps of the optimizer
     loss: float = 0.0  # sum of the mean loss of all ranks
     norm: float = 0.0  # sum of gradient norms
-    norms: int = 0  # number of these
+    norms: int = 0  # number of gradient norms in the sum
 
 
 @dataclass(frozen=True)
 class EpochResult:
-    """What one epoch of training gave, equal on every rank but for the times."""
+    """The result of one epoch of training; equal on every rank, except for the times."""
 
     progress: Progress
     images: int  # of all ranks, in this start
     seconds: float
     data_wait: float  # share of the seconds in which this rank waited for a batch
     complete: bool  # every step of the epoch is done
-    stop_asked: bool  # SIGTERM came to a rank
+    stop_asked: bool  # a rank received SIGTERM
 
     @property
     def loss(self) -> float:
@@ -62,8 +62,8 @@ class EpochResult:
 class _Feed:
     """Batches, the time spent waiting for them, and the error that ended them.
 
-    After an error it gives empty images: a rank that cannot read goes through the step with the others, and
-    tells them in the report of the step.
+    After an error it returns zeros as images, so that the rank takes part in the step and reports the error
+    in its `StepReport`.
     """
 
     def __init__(self, loader: DataLoader, shape: tuple[int, ...]) -> None:
@@ -86,7 +86,7 @@ class _Feed:
 
 
 def _last_line(error: Exception) -> str:
-    # A worker's error carries its traceback, whose last line is the error.
+    # A worker's error is a traceback, whose last line is the message.
     return (str(error).strip().splitlines() or [type(error).__name__])[-1]
 
 
@@ -96,12 +96,12 @@ def _check_finite(losses: list[float], norm: float, epoch: int, step: int) -> No
         where = f"rank {bad[0]}" if len(bad) == 1 else "ranks " + ", ".join(map(str, bad))
         what = f"the loss is {losses[bad[0]]} on {where}"
     elif not math.isfinite(norm):
-        sync.check()  # an exchange that failed in a backward has more to say
+        sync.check()  # a failed exchange in the backward has a better message
         what = f"the norm of the gradients is {norm}"
     else:
         return
     raise TrainingError(
-        f"epoch {epoch}, step {step}: {what}; training stopped, and the checkpoints hold none of it "
+        f"epoch {epoch}, step {step}: {what}; training stopped before it reached a checkpoint "
         f"(try a smaller --lr or a longer --warmup-epochs)"
     )
 
@@ -115,28 +115,29 @@ def train_one_epoch(
     stop: StopRequest,
     after_step: Callable[[], Any] = lambda: None,
 ) -> EpochResult:
-    """Train on the batches that are left of an epoch; rank 0 shows a progress bar.
+    """Train on the remaining batches of an epoch; rank 0 shows a progress bar.
 
-    The ranks share their losses in every step. All of them see a loss that is not finite, on whichever rank
-    it was, and stop at the same step: on the CPU before the optimizer writes it into the weights; on a GPU,
-    where the host launches a step without waiting for the last, one step later. The same holds for the norm
-    of the gradients, where it is measured and the loss is not scaled: every tenth step; with `--clip-norm`
-    every one; and every one on a GPU with layers of fastvit's that share statistics, as an exchange that
-    failed in a backward is known to the host only afterwards. There torch's optimizers skip the step by a
-    flag on the device.
+    The ranks share their losses in every step, so all of them stop at the same step when one has a loss that
+    is not finite. On the CPU this is before the optimizer changes the weights. On a GPU it is one step later,
+    because the host launches a step before the previous one has ended.
+
+    The norm of the gradients is checked likewise, where the loss is not scaled: in every step with
+    `--clip-norm`, else in every tenth. On a GPU with layers of fastvit that share statistics it is checked in
+    every step, because the host sees a failed exchange of a backward late; torch's optimizers skip such a
+    step by a flag on the device.
 
     Args:
-        loader: its sampler begins at the batch that `progress` has come to.
+        loader: its sampler begins at the first batch after `progress`.
         shape: C, H, W of an image.
         epoch: counted from 1, for messages.
-        progress: where the epoch begins; it is advanced.
-        stop: asked in every step, on every rank.
+        progress: the finished steps of the epoch; updated.
+        stop: read in every step, on every rank.
         after_step: called after every step.
 
     Raises:
-        TrainingError: on every rank, naming the step and what was not finite, or the rank that could not
-            read its data.
-        RuntimeError: what a rank knows of an exchange of statistics that failed.
+        TrainingError: on every rank, with the step and the value that was not finite, or the rank that could
+            not read its data.
+        RuntimeError: on a rank that detected a failed exchange of statistics.
     """
     from tqdm import tqdm
 
@@ -146,8 +147,8 @@ def train_one_epoch(
     batches = len(loader)
     steps = math.ceil(batches / accumulate)
     behind = PIPELINE_STEPS.get(train_state.device.type, 0)
-    unheard = bool(behind) and config.norm in EXCHANGES
-    norm_every = 1 if config.clip_norm or unheard else NORM_EVERY
+    late_errors = bool(behind) and config.norm in EXCHANGES
+    norm_every = 1 if config.clip_norm or late_errors else NORM_EVERY
     reports: list[StepReport] = []
     scaled = train_state.precision.scales_loss
     start, first, asked = time.perf_counter(), progress.step, False
@@ -179,8 +180,8 @@ def train_one_epoch(
             reports.append(StepReport(loss, flag, norm))
             while len(reports) > behind:
                 settle(reports.pop(0))
-            if unheard and not scaled:
-                assert norm is not None  # unheard makes norm_every 1
+            if late_errors and not scaled:
+                assert norm is not None  # norm_every is 1 then
                 _skip_if_not_finite(train_state.optimizer, norm)
             _step(train_state)
             after_step()
@@ -188,10 +189,10 @@ def train_one_epoch(
                 break
         while reports:
             settle(reports.pop(0))
-        bar.refresh()  # an epoch can be over before the bar is due to be drawn
+        bar.refresh()  # draws the last state, within mininterval too
     if train_state.device.type == "cuda":
         torch.cuda.synchronize(train_state.device)
-        sync.check()  # before the weights may be kept
+        sync.check()  # before the weights are written to a checkpoint
     seconds = time.perf_counter() - start
     trained = min(progress.step * accumulate, batches) - first * accumulate
     return EpochResult(
@@ -231,7 +232,7 @@ def _gradient_norm(train_state: TrainState) -> Tensor:
 
 
 class _Masters:
-    """A model to average: with the weights that the optimizer steps, which half ones are rounded from."""
+    """A model for the moving average: its parameters are the optimizer's masters of half parameters."""
 
     def __init__(self, train_state: TrainState) -> None:
         self.buffers = train_state.model.buffers
@@ -239,9 +240,9 @@ class _Masters:
 
 
 def _skip_if_not_finite(optimizer: Optimizer, norm: Tensor) -> None:
-    """Have the next step change nothing if `norm` is not finite; the host waits for nothing.
+    """Make the next step a no-op if `norm` is not finite, without waiting on the host.
 
-    The flag is what torch.amp.GradScaler gives to torch's fused optimizers. FusedAdam would wait to read it.
+    torch.amp.GradScaler sets the same flag for torch's fused optimizers. FusedAdam would wait for it.
     """
     if optimizer.defaults.get("fused"):
         optimizer.found_inf = norm.isfinite().logical_not().float()  # type: ignore[attr-defined]
@@ -260,7 +261,7 @@ def evaluate(train_state: TrainState, model: nn.Module, loader: DataLoader) -> t
     """Mean cross-entropy and accuracy over the test images of all ranks, each counted once.
 
     Args:
-        model: without DistributedDataParallel, whose forward would wait for ranks with more batches.
+        model: without DistributedDataParallel, whose forward would wait for all ranks in every batch.
 
     Raises:
         TrainingError: on every rank, when one could not read its images.

@@ -1,4 +1,4 @@
-"""The model of a run: built by name, with its normalisation, first weights and frozen parameters."""
+"""The model of a run: built by name, with its normalisation, initial weights and frozen parameters."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def build_model(config: Config, shape: tuple[int, int, int], classes: int) -> nn
         classes: of the data.
 
     Raises:
-        ConfigError: the name, the norm or the number of classes does not fit.
+        ConfigError: the name, the norm or the number of classes is invalid.
     """
     outputs = config.classes or classes
     if outputs < classes:
         raise ConfigError(f"--classes must be at least the {classes} classes of the data, got {outputs}")
-    # fastvit's ViT is built with its norm; apex's is put in by apex's own function, as for any other model.
+    # fastvit's ViT is built with its norm; apex's norm is inserted by apex's converter.
     if config.model.startswith("timm/"):
         model = _from_timm(config, shape, outputs)
     else:
@@ -57,7 +57,7 @@ def _from_timm(config: Config, shape: tuple[int, int, int], outputs: int) -> nn.
 
     if config.norm.startswith("inplace-abn"):
         raise ConfigError(
-            f"--norm {config.norm} is built into fastvit's ViT; for --model {config.model} take torch, "
+            f"--norm {config.norm} is built into fastvit's ViT; for --model {config.model} use torch, "
             f"torch-sync, apex-sync or fastvit-sync, and --memory auto to save memory in these layers"
         )
     name, options = config.model.removeprefix("timm/"), {"in_chans": shape[0], "num_classes": outputs}
@@ -69,7 +69,9 @@ def _from_timm(config: Config, shape: tuple[int, int, int], outputs: int) -> nn.
     except TypeError:  # convolutional models take every size and have no such argument
         model = timm.create_model(name, pretrained=pretrained, **options)
     if config.norm == "torch-sync":
-        model = convert_sync_batchnorm(model)  # torch's own drops the activation of timm's BatchNormAct2d
+        model = convert_sync_batchnorm(
+            model
+        )  # torch's converter drops the activation of timm's BatchNormAct2d
     elif config.norm == "fastvit-sync":
         model = fastvit.convert_syncbn_model(model)
     return model
@@ -90,10 +92,10 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
         weights = torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
         raise
-    except Exception as error:  # a damaged file raises almost anything; code in it is refused
+    except Exception as error:  # a damaged file may raise any exception; code in it is refused
         reason = (str(error).splitlines() or [""])[0]
         raise ConfigError(f"--pretrained: {path} is no file of weights: {reason}") from None
-    # Other trainers keep the weights among other things, or under DistributedDataParallel's prefix.
+    # Other trainers write the weights as one entry of a dict, or with DistributedDataParallel's prefix.
     for key in ("state_dict", "model"):
         if isinstance(weights, dict) and isinstance(weights.get(key), dict):
             weights = weights[key]
@@ -103,9 +105,9 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def load_pretrained(model: nn.Module, path: Path) -> str:
-    """Load weights by name and return a report of what did not fit.
+    """Load weights by name, and return a report of missing, unexpected and unused ones.
 
-    A head for another number of classes keeps its initial weights. Missing and unexpected names are reported.
+    The head is not loaded where the file has one for another number of classes.
 
     Raises:
         OSError, ConfigError: the file cannot be read, no name fits, or a tensor other than the head's has
@@ -133,7 +135,7 @@ def load_pretrained(model: nn.Module, path: Path) -> str:
     for names, what in (
         (missing, "missing in the file"),
         (unexpected, "unexpected, not in the model"),
-        (other, "for another number of classes, initialised anew"),
+        (other, "for another number of classes, not loaded"),
     ):
         if names:
             lines.append(
@@ -143,18 +145,17 @@ def load_pretrained(model: nn.Module, path: Path) -> str:
 
 
 def _head_of(model: nn.Module) -> str:
-    """Name of the linear layer that gives the logits: the last one."""
+    """Name of the linear layer that computes the logits: the last one."""
     return [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)][-1]
 
 
 def freeze(model: nn.Module, patterns: tuple[str, ...]) -> int:
-    """Stop the training of every parameter whose name matches one of the patterns; returns how many.
+    """Freeze every parameter whose name matches one of the patterns; returns their number.
 
-    Only parameters are frozen: BatchNorm layers stay in training mode, with the statistics of the batch over
-    all ranks if they are synchronised, on every rank alike.
+    BatchNorm layers stay in training mode and use batch statistics.
 
     Raises:
-        ConfigError: a pattern matches nothing, or nothing is left to train.
+        ConfigError: a pattern matches no parameter, or all parameters are frozen.
     """
     parameters, frozen = dict(model.named_parameters()), set()
     for pattern in patterns:

@@ -19,7 +19,7 @@ def make_optimizer(
 ) -> Optimizer:
     """`sgd` (momentum 0.9), `adamw`, or apex's `fused-adam`.
 
-    Vectors (biases, gamma, beta) do not decay, nor what the model's `no_weight_decay()` names.
+    Vectors (biases, gamma, beta) and the parameters of the model's `no_weight_decay()` have no weight decay.
     """
     no_weight_decay = getattr(model, "no_weight_decay", None)
     spared = no_weight_decay() if callable(no_weight_decay) else set()
@@ -39,7 +39,7 @@ def make_optimizer(
 def make_scheduler(optimizer: Optimizer, steps: int, warmup: int) -> LambdaLR:
     """Learning rate by step: linear from `lr / warmup` to `lr`, then half a cosine, 0 after `steps`.
 
-    A warm-up as long as the run leaves no room for the cosine.
+    With a warm-up as long as the run there is no cosine.
     """
 
     def factor(step: int) -> float:
@@ -51,10 +51,10 @@ def make_scheduler(optimizer: Optimizer, steps: int, warmup: int) -> LambdaLR:
 
 
 def make_average(model: nn.Module, decay: float) -> AveragedModel:
-    """A copy of the model whose parameters are an exponential moving average; its buffers are the model's.
+    """A copy of the model whose parameters are an exponential moving average; its buffers are copies.
 
-    The decay begins low, at `(1 + n) / (10 + n)` after n steps: the initial weights are soon forgotten.
-    The average stays in the precision that the model has here, whatever that of the model becomes.
+    The decay begins at `(1 + n) / (10 + n)` after n steps, so that the initial weights lose their share soon.
+    The average has the dtype that the model has now, also after amp has cast the model.
     """
 
     def average(mean: Tensor, value: Tensor, steps: Tensor | int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Mixed precision: what surrounds forward and backward at each level of `--amp`."""
+"""Mixed precision: the contexts of forward and backward at each level of `--amp`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["ApexLevel", "Precision", "make_precision"]
 class Precision:
     """fp32, or torch.autocast in `dtype` around the forward pass."""
 
-    scales_loss = False  # where it does, gradients that are not finite are of its making, and its to skip
+    scales_loss = False  # if True, the scale may cause gradients that are not finite, and amp skips the step
 
     def __init__(self, device: torch.device, dtype: torch.dtype | None = None) -> None:
         self.device, self.dtype = device, dtype
@@ -30,19 +30,19 @@ class Precision:
         return 1.0
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-        """Model and optimizer as this level wants them; called once, before DistributedDataParallel."""
+        """Prepare model and optimizer for this level; called once, before DistributedDataParallel."""
         return model, optimizer
 
     def forward(self) -> AbstractContextManager:
-        """What surrounds a forward pass, in training and in evaluation."""
+        """The context of a forward pass, in training and in evaluation."""
         return torch.autocast(self.device.type, self.dtype) if self.dtype else nullcontext()
 
     def half(self) -> AbstractContextManager:
-        """Autocast to the dtype that activations have at this level, whatever surrounds a forward pass."""
+        """Autocast to the dtype that activations have at this level."""
         return self.forward()
 
     def backward(self, loss: Tensor, optimizer: Optimizer, last: bool) -> None:
-        """Add the gradients of `loss`; `last` says that a step of the optimizer follows."""
+        """Add the gradients of `loss`; `last` means that a step of the optimizer follows."""
         loss.backward()
 
     def gradient_holders(self, optimizer: Optimizer) -> Iterable[Tensor]:
@@ -50,7 +50,7 @@ class Precision:
         return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
     def master(self, parameter: Tensor) -> Tensor:
-        """What the optimizer steps for a parameter of the model."""
+        """The tensor that the optimizer steps for a parameter of the model."""
         return parameter
 
     def state_dict(self) -> dict[str, Any]:
@@ -61,7 +61,7 @@ class Precision:
 
 
 class ApexLevel(Precision):
-    """O0 to O3 of apex.amp: a loss that is scaled, and gradients that are put right before the step."""
+    """O0 to O3 of apex.amp: the loss is scaled, and gradients are unscaled before the step."""
 
     scales_loss = True
 

@@ -1,4 +1,4 @@
-"""One run from start to end: set up, train and evaluate every epoch, keep its checkpoints and its log."""
+"""One run from start to end: set up, train and evaluate every epoch, write checkpoints and logs."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ __all__ = ["train"]
 
 
 def train(config: Config, given: dict[str, Any], ranks: Ranks) -> None:
-    """Train as `config` says; every rank calls it, and rank 0 prints `test accuracy 0.xxx` at the end.
+    """Train by `config`; every rank calls it, and rank 0 prints `test accuracy 0.xxx` at the end.
 
     Args:
         config: the configuration of this start.
         given: the values that were given explicitly; a resumed run takes the others from its checkpoint.
-        ranks: what `distributed.init` returned.
+        ranks: the result of `distributed.init`.
 
     Raises:
-        TrainingError: on every rank alike, with a message for the user.
+        TrainingError: on every rank, with a message for the user.
     """
     with RunLock() as lock:
         _train(config, given, ranks, lock)
@@ -73,7 +73,7 @@ def _train(config: Config, given: dict[str, Any], ranks: Ranks, lock: RunLock) -
     _report_memory(train_state, run)
     if ranks.world > 2 and config.engine == "torch":
         settle_buckets(train_state, data.shape)
-    torch.manual_seed(config.seed + 1_000_003 * (ranks.rank + 1))  # each rank has its own dropout
+    torch.manual_seed(config.seed + 1_000_003 * (ranks.rank + 1))  # dropout differs between ranks
     done, history, progress = 0, [], Progress()
     if state is not None:
         checkpoint.set_rng_state(state["rng"][ranks.rank], ranks.device)
@@ -97,7 +97,7 @@ def _train(config: Config, given: dict[str, Any], ranks: Ranks, lock: RunLock) -
                 done, progress = epoch, Progress()
             now = _state(train_state, ranks, data, done, progress, history)
             if result.complete:
-                on_main(_keep, run, train_state, now, config.keep, best, log, row)
+                on_main(_write, run, train_state, now, config.keep, best, log, row)
                 _say(_summary(row))
             else:
                 on_main(checkpoint.save_checkpoint, run, train_state.weights(), now, config.keep)
@@ -106,7 +106,7 @@ def _train(config: Config, given: dict[str, Any], ranks: Ranks, lock: RunLock) -
                 break
     on_main(log.close, asdict(config), history)
     if done < config.epochs:
-        _say(f"stopped after epoch {done} of {config.epochs}; go on with --resume {run}")
+        _say(f"stopped after epoch {done} of {config.epochs}; continue it with --resume {run}")
     if history:
         _say(f"test accuracy {history[-1]['test_accuracy']:.3f}")
 
@@ -131,12 +131,12 @@ def _claim_and_load(
     lock.take(out)
     if auto and checkpoint.last_checkpoint(out) is None:
         return config, None, None
-    path = checkpoint.find_checkpoint(source)  # after the lock: its last holder may have left a newer one
+    path = checkpoint.find_checkpoint(source)  # after the lock, before which another run may have written one
     weights, state = checkpoint.load_checkpoint(path)
     if state["world"] != world:
         raise TrainingError(
-            f"--resume: {path} must go on with the {state['world']} rank(s) that wrote it, got {world}; "
-            f"each rank has a random state of its own"
+            f"--resume: {path} must be continued with the {state['world']} rank(s) that wrote it, got "
+            f"{world}; it has one random state for each rank"
         )
     try:
         merge_saved({}, state["config"], out)
@@ -148,7 +148,7 @@ def _claim_and_load(
 
 
 def _run_of(path: Path) -> Path:
-    """<run>/checkpoints/epoch-0012; a checkpoint that was moved elsewhere goes on where it lies."""
+    """The run of <run>/checkpoints/epoch-0012; for a checkpoint that was moved, the checkpoint itself."""
     return path.parent.parent if path.parent.name == "checkpoints" else path
 
 
@@ -163,13 +163,13 @@ def _check_device(config: Config, ranks: Ranks) -> None:
     if config.engine == "apex":
         raise TrainingError(
             "--engine apex trains on CUDA only and this run is on the CPU; "
-            "with --engine torch, --norm apex-sync is apex's own here too"
+            "with --engine torch, --norm apex-sync uses NVIDIA apex on the CPU too"
         )
 
 
 def _prepare_directory(run: Path, config: Config) -> None:
     used = (run / "metrics.jsonl").exists() or (run / "checkpoints").exists()
-    # Only the run that is being resumed may go on in a directory that holds one.
+    # Only a resumed run may write to a directory that has a run.
     source = Path(config.resume).resolve() if config.resume not in ("", "auto") else None
     if (
         used
@@ -177,7 +177,7 @@ def _prepare_directory(run: Path, config: Config) -> None:
         and (source is None or run.resolve() not in (source, *source.parents))
     ):
         raise TrainingError(
-            f"--out {run} already holds a run; give another directory, or go on with --resume {run}"
+            f"--out {run} already holds a run; give another directory, or continue it with --resume {run}"
         )
     config.save(run / "config.toml")
 
@@ -193,7 +193,7 @@ def _set_up_torch(config: Config, ranks: Ranks) -> None:
 
 
 def _make_model(config: Config, data: DataSets, pretrained: bool) -> nn.Module:
-    """The model on the CPU, the same on every rank but for pretrained weights, which rank 0 alone reads."""
+    """The model on the CPU, equal on every rank except for pretrained weights, which only rank 0 reads."""
     torch.manual_seed(config.seed)
     model = on_every(build_model, config, data.shape, len(data.classes))
     if pretrained and config.pretrained not in ("", "timm"):
@@ -210,8 +210,8 @@ def _report_memory(train_state: TrainState, run: Path) -> None:
         on_main(train_state.memory.write, run, config)
     elif config.memory != "off":
         _say(
-            f"--memory {config.memory} does nothing with --compile: "
-            f"torch.compile decides by itself what is kept for backward"
+            f"--memory {config.memory} has no effect with --compile: "
+            f"torch.compile chooses what is kept for backward"
         )
 
 
@@ -223,7 +223,7 @@ def _open_log(log: RunLog, history: list[dict[str, Any]], batches: Any, data: Da
 
 
 def _agree_on_statistics(train_state: TrainState) -> None:
-    # A timm model may have layers that the conversion left as they are.
+    # A timm model may have layers that convert_syncbn_model does not convert.
     if train_state.config.norm in SYNCHRONISED_NORMS and not train_state.config.model.startswith("timm/"):
         return
     distributed.average_running_statistics(train_state.model)
@@ -253,7 +253,7 @@ def _evaluated(train_state: TrainState, test: Any, epoch: int, result: EpochResu
 
 
 def _score(row: dict[str, Any]) -> float:
-    """What decides which checkpoint is the best."""
+    """The accuracy by which checkpoints are compared."""
     return row.get("average_accuracy", row["test_accuracy"])
 
 
@@ -285,7 +285,7 @@ def _state(
     }
 
 
-def _keep(
+def _write(
     run: Path,
     train_state: TrainState,
     state: dict[str, Any],
@@ -294,6 +294,7 @@ def _keep(
     log: RunLog,
     row: dict[str, Any],
 ) -> None:
-    # The checkpoint holds the history, so the log may lag behind it and is mended by a resumed run.
+    # The checkpoint has the history, from which a resumed run completes the log after a crash between the
+    # two.
     checkpoint.save_checkpoint(run, train_state.weights(), state, keep, best)
     log.epoch(row)

@@ -11,18 +11,18 @@ __all__ = ["StopRequest"]
 
 
 class StopRequest:
-    """Remembers that SIGTERM came while it was entered; a repeated one changes nothing.
+    """Records SIGTERM inside the `with` block; a repeated one has no effect.
 
-    A scheduler and the launcher may both send it. The ranks tell each other in every step, so one rank that
-    gets it stops all of them at the same step.
+    A scheduler and the launcher may both send it. The ranks share the flag in every step, so all of them stop
+    at the same step when one receives it.
     """
 
     def __init__(self) -> None:
         self.came = False
-        self._before: Any = None  # what signal.signal has returned
+        self._before: Any = None  # the previous handler
 
     def __enter__(self) -> StopRequest:
-        if threading.current_thread() is threading.main_thread():  # others may not set handlers
+        if threading.current_thread() is threading.main_thread():  # other threads may not set handlers
             self._before = signal.signal(signal.SIGTERM, self._note)
         return self
 

@@ -1,4 +1,4 @@
-"""What a step changes: model, optimizer, schedule, loss scale and averaged weights, built in order."""
+"""The state that a step changes: model, optimizer, schedule, loss scale and averaged weights."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ __all__ = ["TrainState", "data_parallel", "make_train_state", "settle_buckets"]
 
 @dataclass
 class TrainState:
-    """Everything that training changes, and the few numbers that say how a step is made."""
+    """The objects that training changes, with the device and the configuration."""
 
     model: nn.Module  # without DistributedDataParallel
-    parallel: Any  # a module: what a training step calls
+    parallel: Any  # the module that a training step calls
     optimizer: Optimizer
     scheduler: LambdaLR
     precision: Precision
@@ -42,14 +42,14 @@ class TrainState:
     config: Config
 
     def to_device(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """A batch where and how the model takes it."""
+        """A batch on the device and in the memory format of the model."""
         layout = torch.channels_last if self.config.channels_last else torch.contiguous_format
         images = images.to(self.device, non_blocking=True, memory_format=layout)
         return images, labels.to(self.device, non_blocking=True)
 
     @contextmanager
     def no_sync(self, local: bool) -> Iterator[None]:
-        """When `local`, gradients of forwards and backwards in here wait for the next ones outside."""
+        """With `local`, gradients inside are not reduced; the next backward outside reduces them too."""
         if not local or self.parallel is self.model:
             yield
         elif hasattr(self.parallel, "no_sync"):
@@ -63,14 +63,14 @@ class TrainState:
                 self.parallel.enable_allreduce()
 
     def weights(self) -> dict[str, dict[str, Tensor]]:
-        """What a checkpoint keeps as safetensors: `model`, and `average` when there is one."""
+        """The safetensors of a checkpoint: `model`, and `average` where there is one."""
         files = {"model": self.model.state_dict()}
         if self.average is not None:
             files["average"] = self.average.module.state_dict()
         return files
 
     def state_dict(self) -> dict[str, Any]:
-        """The rest of what a checkpoint keeps."""
+        """The other state of a checkpoint."""
         return {
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict(),
@@ -80,7 +80,7 @@ class TrainState:
         }
 
     def load(self, weights: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> None:
-        """Put back what `weights` and `state_dict` gave.
+        """Restore the results of `weights` and `state_dict`.
 
         Raises:
             TrainingError: they are of another model.
@@ -107,22 +107,22 @@ def make_train_state(
     steps_per_epoch: int,
     saved: tuple[dict[str, dict[str, Tensor]], dict[str, Any]] | None,
 ) -> TrainState:
-    """Move the model to the device and put optimizer, precision and data parallelism around it.
+    """Move the model to the device, and make optimizer, precision and data parallelism for it.
 
-    The order matters: weights are equal on all ranks before layers are converted according to them and amp
-    makes its masters of them, the average is a copy of the converted model, and amp has changed the model
-    before DistributedDataParallel looks at its parameters.
+    The order matters. Weights are equal on all ranks before layers are converted, which depends on them, and
+    before amp makes its masters. The average is a copy of the converted model. amp changes the model before
+    DistributedDataParallel reads its parameters.
 
     Args:
         shape: C, H, W of the images.
         steps_per_epoch: steps of the optimizer.
-        saved: weights and state of a checkpoint to go on from.
+        saved: weights and state of a checkpoint to continue from.
     """
     layout = torch.channels_last if config.channels_last else torch.preserve_format
     model = model.to(ranks.device, memory_format=layout)  # type: ignore[call-overload]  # lacks this one
     broadcast_weights(model)
     precision = make_precision(config, ranks.device)
-    # An older checkpoint has none of it.
+    # A checkpoint of an older version lacks "memory".
     memory = save_memory(model, config, shape, precision, saved[1].get("memory") if saved else None)
     average = make_average(model, config.ema) if config.ema else None
     lr = config.lr * (ranks.world * config.accumulate if config.scale_lr else 1)
@@ -149,22 +149,22 @@ def data_parallel(model: nn.Module, config: Config, ranks: Ranks) -> nn.Module:
     if config.engine == "apex":
         return engine_part("apex", "parallel").DistributedDataParallel(model)
     devices = [ranks.device] if ranks.device.type == "cuda" else None
-    # BatchNorm keeps the buffers: synchronised layers agree on them, the others are averaged once per epoch.
-    # torch 2.13 renamed the option.
+    # DDP must not broadcast buffers: those of synchronised layers are equal, the others are averaged once per
+    # epoch. torch 2.13 renamed the option.
     names = inspect.signature(DistributedDataParallel).parameters
     option = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
     options: dict[str, Any] = {option: False}
-    # A kernel with one input channel has two equally right strides; DDP and the convolution differ on them.
+    # A kernel with one input channel has two valid strides; DDP and the convolution choose different ones.
     warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
     return DistributedDataParallel(model, device_ids=devices, **options)
 
 
 def settle_buckets(train_state: TrainState, shape: tuple[int, int, int]) -> None:
-    """Take a step whose gradients are thrown away, after which DDP's buckets keep their order.
+    """Run a backward whose gradients are dropped, after which DDP's buckets have their final order.
 
-    DDP re-orders its buckets once, after the first step of a start. A ring adds the gradients of three or
-    more ranks in an order that depends on the place in the bucket, so the step that follows a start would
-    round differently from the same step in the middle of a run, and a resumed run would not be the same run.
+    DDP orders its buckets anew once, after the first backward. With three or more ranks the rounding of a sum
+    depends on the place in the bucket. Without this, the first step after a resume would round differently
+    from the same step of an uninterrupted run.
 
     Args:
         shape: C, H, W of the images.

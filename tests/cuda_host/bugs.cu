@@ -151,7 +151,7 @@ __global__ void hist_kernel(const int* x, int* h, int n, bool atomic) {
   else
     h[x[i]] += 1;
 }
-// grid-wide sum: each block publishes, barrier, everybody adds up. mode: what is wrong with the barrier
+// grid-wide sum: each block publishes, barrier, each block sums. mode: the fault of the barrier
 enum Grid {
   g_ok,
   g_no_sync_before,

@@ -1,6 +1,6 @@
 """Builds the CUDA sources for the CPU model of CUDA: python tests/cuda_host/build.py [plain|asan|race ...]
 
-    plain   as fast as it gets
+    plain   without a checker
     asan    kernels and engine under the address and undefined-behaviour sanitizers
     race    kernels under the happens-before race checker
 

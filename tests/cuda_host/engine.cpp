@@ -208,7 +208,7 @@ void run_all() {
     for (auto& x : active) pollers += x->ready.size() - x->head;
     bool dead = pollers == 0;
     uint64_t idle = n_steps - progress;
-    if (!dead && idle > 64 * pollers + 4096) {  // nobody did anything but re-read unchanged flags
+    if (!dead && idle > 64 * pollers + 4096) {  // no thread did anything but re-read unchanged flags
       auto now = clock::now();
       if (n_clock_reads != clock_reads_before && leaps < kMostLeaps) {  // they wait, but not forever
         clock_reads_before = n_clock_reads, ++leaps, leapt += kLeap, progress = n_steps;

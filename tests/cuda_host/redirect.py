@@ -17,7 +17,7 @@ _keep = []  # torch.library.Library undoes its registrations when it dies
 
 
 def sanitizer_environment() -> dict:
-    """What Python must be started with before it can load the asan build."""
+    """The environment variables with which Python must be started to load the asan build."""
     libraries = [
         subprocess.run(
             ["g++", f"-print-file-name=lib{name}.so"], capture_output=True, text=True
@@ -52,7 +52,7 @@ def install():
         schema = str(getattr(torch.ops.fastvit, name).default._schema)
         definitions.define(schema.removeprefix("fastvit::"))
         emulated = getattr(getattr(torch.ops, NAMESPACE), name).default
-        with warnings.catch_warnings():  # that an implementation is replaced is what is wanted
+        with warnings.catch_warnings():  # the warning about a replaced implementation
             warnings.simplefilter("ignore")
             overrides.impl(name, emulated, "CPU", allow_override=True)
     _keep.extend([engine, definitions, overrides])

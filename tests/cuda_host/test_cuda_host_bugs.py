@@ -1,4 +1,4 @@
-"""Bugs seeded in small kernels: the builds that must notice each, and the correct controls."""
+"""Bugs seeded in small kernels, with the builds that must report each, and correct controls."""
 
 import os
 import re
@@ -19,7 +19,7 @@ def listing():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_seeded_bug(listing, name):
-    """A report, a wrong result or a sanitizer's abort, in every build that bugs.cu says must notice."""
+    """A report, a wrong result or a sanitizer's abort, in every build that bugs.cu lists."""
     expected, listed = listing[NAMES.index(name)]
     assert listed == name
     for mode in MODES:

@@ -45,7 +45,7 @@ class Ranks(Loopback):
 
     @contextlib.contextmanager
     def together(self):
-        """Launches queue up, and run together behind this."""
+        """Inside, launches are queued; at the end they run together."""
         self.engine.config.deferred = True
         yield
         self.engine.run()
@@ -70,7 +70,7 @@ def engine():
 
 
 class Rank:
-    """What one rank trains: a layer's buffers, and inputs that differ by rank and step."""
+    """One rank's data: a layer's buffers, and inputs that differ by rank and step."""
 
     def __init__(self, rank, channels=5, dtype=torch.float32, rows=None):
         self.rank, self.channels, self.dtype = rank, channels, dtype
@@ -105,7 +105,7 @@ class Rank:
 
 
 def merged(rows):
-    """What a collective makes of the same moments."""
+    """The result of a collective with the same moments."""
     exchanges = [Exchange(rank, len(rows)) for rank in range(len(rows))]
     for exchange in exchanges:
         exchange.handle.capacity, exchange.handle.wide = rows[0].numel(), rows[0].dtype == torch.float64
@@ -114,7 +114,7 @@ def merged(rows):
 
 
 def local_step(ranks, step, residual=False):
-    """What the ranks compute when their moments and sums are merged from memory, in rank order."""
+    """The ranks' results when their moments and sums are merged on the host, in rank order."""
     x, dy = [r.input(step) for r in ranks], [r.input(step + 50) for r in ranks]
     z = [r.input(step + 70) if residual else None for r in ranks]
     moments = merged([ops.bn_stats(t) for t in x])
@@ -129,7 +129,7 @@ def local_step(ranks, step, residual=False):
 
 
 def launch_step(member, rank, step, residual=False, tag=None):
-    """The same by one rank's four launches."""
+    """One rank's step, by its four launches."""
     x, dy, z = rank.input(step), rank.input(step + 50), rank.input(step + 70) if residual else None
     moments = member.moments(x, 1, tag or Tag(3, step))
     y, saved = rank.forward(x if residual else x.clone(), moments, z)
@@ -218,7 +218,7 @@ def test_streams_that_share_a_small_gpu(engine, seed):
 
 
 def test_loads_that_wait_for_each_other(engine):
-    """Of the slowest thread, when all messages are there: what the exchange costs in latencies of memory."""
+    """The slowest thread's memory latencies in an exchange whose messages have all arrived."""
     loop, took = Ranks(engine, 8), {}
     for channels in (1, 256, 512, 1024, 2040):
         x = torch.randn(8, 3, channels)
@@ -252,7 +252,7 @@ def test_epochs_wrap(engine):
 
 
 def test_channel_counts_that_change(engine):
-    """What an earlier, longer message left behind is never taken."""
+    """Packets of an earlier, longer message are never read."""
     loop = Ranks(engine, 2)
     for channels, steps in ((40, (1, 2)), (3, (3, 4)), (90, (5,))):
         check_steps(engine, 2, steps=steps, loop=loop, channels=channels)
@@ -293,7 +293,7 @@ def all_nan(*tensors):
 
 @pytest.mark.parametrize("seed", [0, 3])
 def test_a_dead_peer(engine, seed):
-    """Rank 1 never sends: the others end in an error, all of them, and go on when it is back."""
+    """Rank 1 does not send: all others raise, and continue when it is back."""
     engine.config.seed = seed
     loop, ranks = Ranks(engine, 3), [Rank(r) for r in range(3)]
     results = {}
@@ -313,7 +313,9 @@ def test_a_dead_peer(engine, seed):
     with loop.together(), loop.on(1):  # it comes late, and is told
         late, keep = launch_step(loop.ranks[1], ranks[1], 7)
     assert all_nan(late[0]) and keep
-    with pytest.raises(RuntimeError, match=r"rank 1 in forward of layer 3, step 7: rank [02] gave up"):
+    with pytest.raises(
+        RuntimeError, match=r"forward of layer 3, step 7: rank [02] raised an error and gave up"
+    ):
         loop.ranks[1].check()
     loop.rejoin()
     check_steps(engine, 3, steps=range(8, 11), loop=loop)
@@ -333,7 +335,7 @@ def test_exchanges_after_a_fault_wait_for_nobody(engine):
 @pytest.mark.parametrize("packet", [0, 1, HEADER, HEADER + 2, HEADER + 5])
 @pytest.mark.parametrize("half", [0, 8])
 def test_a_lost_packet(engine, packet, half):
-    """Header, channel or count, or half of one: the rank that misses it keeps nothing; the other is told."""
+    """A lost header, channel or count, or half of one: that rank's result is NaN; the other is notified."""
     loop, ranks = Ranks(engine, 2), [Rank(0), Rank(1)]
     inputs = [rank.input(1) for rank in ranks]
     loop.send(0, [ops.bn_stats(x) for x in inputs], Tag(3, 1))
@@ -348,7 +350,7 @@ def test_a_lost_packet(engine, packet, half):
     ):
         loop.ranks[0].next_step()
     assert all_nan(ranks[1].forward(inputs[1], loop.ranks[1].moments(inputs[1], 1, Tag(3, 1)))[1])
-    with pytest.raises(RuntimeError, match="rank 1 in forward of layer 3, step 1: rank 0 gave up"):
+    with pytest.raises(RuntimeError, match="rank 1 in forward of layer 3, step 1: rank 0 raised an error"):
         loop.ranks[1].next_step()
 
 
@@ -411,7 +413,7 @@ def test_bad_arguments(engine):
 
 
 def test_what_is_loaded_at_set_up(engine):
-    """Every kernel that a shared layer launches has run once when the ranks begin to wait for each other."""
+    """All kernels of a shared layer have run once before the ranks wait for each other."""
     engine.kernels()
     cuda_peer.load_kernels(torch.device("cpu"))
     loaded = set(engine.kernels())

@@ -218,7 +218,7 @@ def test_local_ops_stay_on_chip_unless_told_otherwise(wish, said):
 @pytest.mark.parametrize("channels_last", [False, True], ids=["planes", "rows"])
 @pytest.mark.parametrize("n, c", [(64, 3), (12, 64)])
 def test_few_channels_fill_the_device(engine, n, c, channels_last, dtype):
-    """At 56x56 the plan leaves hardly a place idle of the 2 blocks that each multiprocessor holds."""
+    """At 56x56 the plan fills nearly all places of the 2 blocks per multiprocessor."""
     engine.config.sm_count = 132
     layout = torch.channels_last if channels_last else torch.contiguous_format
     x = torch.randn(n, c, 56, 56).to(dtype).contiguous(memory_format=layout)

@@ -1,4 +1,4 @@
-"""apex as its scripts know it: amp, parallel, optimizers, fp16_utils and normalization over torch's parts."""
+"""apex's public names over torch: amp, parallel, optimizers, fp16_utils and normalization."""
 
 from . import amp, fp16_utils, multi_tensor_apply, normalization, optimizers, parallel
 from .fp16_utils import FP16_Optimizer

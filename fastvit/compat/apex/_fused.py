@@ -1,4 +1,4 @@
-"""What the optimizers share: float32 arithmetic, one list of tensors per device, apex's checkpoints."""
+"""Base of the optimizers: float32 arithmetic, one list of tensors per device, apex's checkpoints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Batch", "FusedOptimizer", "norms", "steps_per_parameter"]
 
 @dataclass
 class Batch:
-    """The parameters of one group on one device that have gradients, in float32 (float64 stays)."""
+    """The parameters of one group on one device that have gradients, as float32 or float64."""
 
     parameters: list[nn.Parameter] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)  # the parameter, or a float32 copy of a half one
@@ -30,7 +30,7 @@ class Batch:
 
 def norms(tensors: Sequence[Tensor], ord: float = 2.0) -> tuple[Tensor, ...]:
     """The norm of each of the tensors."""
-    # On the CPU torch adds up in float32 from end to end, and is 0.15 % off at 33 million elements: in parts.
+    # In parts, since torch's CPU sum in float32 has an error of 0.15 % at 33 million elements.
     parts = [
         torch.stack(torch._foreach_norm(t.flatten().split(1 << 16), ord)) if t.device.type == "cpu" else t
         for t in tensors
@@ -43,9 +43,9 @@ class FusedOptimizer(Optimizer):
 
     Args:
         defaults: of the parameter groups.
-        set_grad_none: what `zero_grad` does without an argument.
-        amsgrad: refused, as apex refuses it.
-        master_weights: keep a float32 copy of each half parameter in the state instead of rounding every
+        set_grad_none: the default of `zero_grad`'s `set_to_none`.
+        amsgrad: not supported, as in apex.
+        master_weights: hold a float32 copy of each half parameter in the state, instead of rounding every
             step.
     """
 
@@ -92,14 +92,14 @@ class FusedOptimizer(Optimizer):
     def _overflowed(self) -> bool:
         """Whether torch's GradScaler has found a gradient that is not finite; reads one number on the host.
 
-        It tells, and leaves the gradients scaled, where `_step_supports_amp_scaling` is True; half parameters
-        it steps in no other way.
+        GradScaler sets `found_inf`, and leaves gradients scaled, for optimizers whose
+        `_step_supports_amp_scaling` is True. It refuses half parameters with any other.
         """
         found = getattr(self, "found_inf", None)
         return found is not None and bool(found.item())
 
     def _gradient(self, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
-        """The gradient in `dtype`, divided by GradScaler's scale, as is then the parameter's own."""
+        """The gradient in `dtype`, divided by GradScaler's scale; the parameter's gradient is divided too."""
         gradient, scale = parameter.grad.to(dtype), getattr(self, "grad_scale", None)
         if scale is not None:
             gradient.div_(scale.to(gradient.device))
@@ -107,10 +107,10 @@ class FusedOptimizer(Optimizer):
         return gradient
 
     def _prepare(self) -> None:
-        """Looks at all groups before the first is stepped."""
+        """Runs before the first group is stepped."""
 
     def _count_step(self) -> None:
-        """Counts a step in every group, where apex keeps it; one without any gradient is none."""
+        """Counts a step in every group, as apex does. A step without any gradient is not counted."""
         if any(p.grad is not None for group in self.param_groups for p in group["params"]):
             for group in self.param_groups:
                 group["step"] = group.get("step", 0) + 1
@@ -120,7 +120,7 @@ class FusedOptimizer(Optimizer):
         raise NotImplementedError
 
     def _start(self, state: dict[str, Any], value: Tensor, group: dict[str, Any]) -> None:
-        """Fills what `state` lacks for a parameter."""
+        """Adds missing entries to the state of a parameter."""
         for name in self.moments:
             if name not in state:
                 state[name] = torch.zeros_like(value, memory_format=torch.preserve_format)
@@ -155,7 +155,7 @@ class FusedOptimizer(Optimizer):
         return state["master_param"]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes apex's files too. The state of half parameters stays float32."""
+        """Loads apex's files too. The state of half parameters stays float32."""
         super().load_state_dict(state_dict)
         names = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         parameters = chain.from_iterable(group["params"] for group in self.param_groups)
@@ -170,7 +170,7 @@ class FusedOptimizer(Optimizer):
 
 
 def steps_per_parameter(optimizer: FusedOptimizer) -> None:
-    """Moves the count that apex keeps in a group to the parameters, where torch keeps it."""
+    """Moves the step count from the groups, where apex has it, to the parameters, where torch has it."""
     for group in optimizer.param_groups:
         if (step := group.pop("step", None)) is not None:
             for parameter in group["params"]:

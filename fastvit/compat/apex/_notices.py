@@ -1,4 +1,4 @@
-"""What holds for the whole process is said once."""
+"""Warnings that are issued once in a process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _said: set[str] = set()
 
 
 def warn_once(text: str) -> None:
-    """Warn on rank 0 the first time that `text` comes up."""
+    """Warn on rank 0 at the first call with `text`."""
     first = text not in _said
     _said.add(text)
     if first and not (dist.is_available() and dist.is_initialized() and dist.get_rank()):

@@ -1,7 +1,7 @@
 """mapillary's inplace_abn under its names, with its effective weight `|weight| + eps`.
 
-In place: leaky_relu, elu and identity; relu in `ABN` alone. A module built for leaky_relu with a slope of 0,
-with which mapillary's gradients are wrong, is relu: it keeps its input, and its output is rebuilt inside
+In place: leaky_relu, elu and identity; relu only in `ABN`. leaky_relu with a slope of 0, with which
+mapillary's gradients are wrong, is relu here: the layer saves its input, and its output is rebuilt inside
 `fastvit.recompute_scope()` or a converted model. Negative slopes are refused.
 """
 

@@ -14,7 +14,7 @@ from fastvit.inplace_abn import InPlaceABNSync as _InPlaceABNSync
 
 __all__ = ["ABN", "InPlaceABN", "InPlaceABNSync"]
 
-if TYPE_CHECKING:  # what the mixin below is mixed into
+if TYPE_CHECKING:  # the base of the classes that use the mixin below
     _Layer = _InPlaceABN
 else:
     _Layer = object
@@ -50,7 +50,7 @@ class ABN(nn.modules.batchnorm._NormBase):
             raise ValueError(f"ABN: an input (N, C, *) expected, got {tuple(input.shape)}")
 
     def forward(self, x: Tensor) -> Tensor:
-        x = nn.modules.batchnorm._BatchNorm.forward(self, x)  # type: ignore[arg-type]  # a _NormBase will do
+        x = nn.modules.batchnorm._BatchNorm.forward(self, x)  # type: ignore[arg-type]  # a _NormBase suffices
         if self.activation == "relu":
             return F.relu(x, inplace=True)
         if self.activation == "leaky_relu":
@@ -65,7 +65,7 @@ class ABN(nn.modules.batchnorm._NormBase):
 
 
 class _SlopeZero(_Layer):
-    """leaky_relu[0] is relu, which cannot be inverted: the input is kept and the output can be rebuilt."""
+    """leaky_relu with slope 0 is relu, which cannot be inverted: the layer saves its input instead."""
 
     def _set_slope(self, activation: str, slope: float) -> None:
         self._is_relu = activation == "leaky_relu" and slope == 0
@@ -82,7 +82,7 @@ class _SlopeZero(_Layer):
 
 
 def _invertible(activation: str, slope: float) -> tuple[str, float]:
-    """What the layer underneath is built with: it would refuse a slope of 0."""
+    """The activation and slope for the base class, which refuses a slope of 0."""
     return ("identity", 0.01) if activation == "leaky_relu" and slope == 0 else (activation, slope)
 
 

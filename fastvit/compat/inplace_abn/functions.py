@@ -45,5 +45,5 @@ def inplace_abn_sync(
     """`inplace_abn` with statistics over the ranks of `group` (None: all)."""
     return functional.inplace_abn_sync(
         x, weight, bias, running_mean, running_var, training, momentum, eps, activation, activation_param,
-        group, abs_weight=True,
+        process_group=group, abs_weight=True,
     )  # fmt: skip

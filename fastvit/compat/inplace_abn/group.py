@@ -1,4 +1,4 @@
-"""Groups of ranks for the synchronised layers."""
+"""Process groups of the synchronised layers, with mapillary's names."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ _groups: WeakKeyDictionary = WeakKeyDictionary()
 
 
 def active_group(active: bool) -> dist.ProcessGroup | None:
-    """The group of the ranks that passed True, None when none did. Every rank calls it; a group is made
-    once.
-    """
+    """The group of the ranks that passed True, or None. Every rank calls it; each group is made once."""
     world = dist.group.WORLD
     flags: list[bool] = [False] * dist.get_world_size()
     dist.all_gather_object(flags, bool(active))
@@ -29,7 +27,7 @@ def active_group(active: bool) -> dist.ProcessGroup | None:
 
 
 def set_active_group(module: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Gives `group` to every layer in `module` that has `set_group`."""
+    """Calls `set_group(group)` of every layer in `module` that has it."""
     for layer in module.modules():
         set_group = getattr(layer, "set_group", None)
         if callable(set_group):

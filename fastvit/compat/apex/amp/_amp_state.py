@@ -1,4 +1,4 @@
-"""What the last `amp.initialize` decided, shared by the whole process."""
+"""The options and scalers of the last `amp.initialize`, shared by the whole process."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["AmpState", "master_params", "maybe_print"]
 
 
 class AmpState:
-    """The chosen options (None before the first `initialize`), one scaler per loss, how much to print.
+    """The chosen options (None before the first `initialize`), one scaler per loss, the verbosity.
 
-    `handle` is what `init`, or `initialize` for O1, has switched on (None before); with its `_is_active`
-    False nothing is cast. With `allow_incoming_model_not_fp32` True `initialize` takes models with half
+    `handle` is the active handle of `init`, or of `initialize` for O1 (None before). No casts are done while
+    its `_is_active` is False. With `allow_incoming_model_not_fp32` True `initialize` takes models with half
     weights.
     """
 
@@ -36,16 +36,16 @@ _amp_state = AmpState()
 
 
 def maybe_print(msg: str, rank0: bool = False) -> None:
-    """Print, with `rank0` on rank 0 alone, unless verbosity is 0."""
+    """Print unless verbosity is 0; with `rank0` only on rank 0."""
     elsewhere = rank0 and dist.is_available() and dist.is_initialized() and dist.get_rank()
     if _amp_state.verbosity and not elsewhere:
         print(msg, flush=True)
 
 
 def master_params(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter]:
-    """The parameters that `optimizer` steps, in order: float32 masters under O2, the model's own otherwise.
+    """The parameters that `optimizer` steps, in order: float32 masters under O2, else the model's parameters.
 
-    Their gradients are unscaled when `scale_loss` has been left, so these are the ones to clip.
+    After `scale_loss` their gradients are unscaled, so clipping applies to these.
     """
     for group in optimizer.param_groups:
         yield from group["params"]

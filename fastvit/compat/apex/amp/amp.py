@@ -1,4 +1,4 @@
-"""`init`, the older way to switch amp on: torch's functions themselves cast, as `lists` says."""
+"""`init`, the older way to switch amp on: torch's functions cast their arguments by `lists`."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ def init(
     verbose: bool = False,
     allow_banned: bool = False,
 ) -> AmpHandle | NoOpHandle:
-    """Has torch's functions, and those registered with amp, cast their arguments from here on, everywhere.
+    """Patches torch's functions, and those registered with amp, to cast their arguments.
 
-    Weights stay float32. The loss is scaled by `handle.scale_loss(loss, optimizer)`, or by
-    `handle.wrap_optimizer(optimizer)` and its own `scale_loss`. Half is float16, and bfloat16 on the CPU.
-    What an earlier `init` or `initialize` did to torch's functions is undone first.
+    Weights stay float32. The loss is scaled by `handle.scale_loss(loss, optimizer)`, or by `scale_loss` of
+    `handle.wrap_optimizer(optimizer)`. Half is float16, and bfloat16 on the CPU. Patches of an earlier `init`
+    or `initialize` are removed first.
 
     Args:
-        enabled: False only undoes, and returns a handle that does nothing.
+        enabled: False only removes patches, and returns a handle without effect.
         loss_scale: "dynamic" or a number.
-        enable_caching: keep the half copy of a weight until it is written.
+        enable_caching: reuse the half copy of a weight until the weight is written.
         verbose: print each cast.
         allow_banned: run F.binary_cross_entropy in float32 instead of refusing half tensors.
 
@@ -102,15 +102,15 @@ _CASTS = {"FP16_FUNCS": half_function, "FP32_FUNCS": float_function}
 
 
 def follow_changed_lists(handle: AmpHandle) -> None:
-    """Has the functions that a script has listed otherwise than they were cast so under autocast, until
-    `handle._deactivate()`. One that is in no list any more takes its arguments as they are.
+    """Applies changes that a script has made to `lists` to casts under autocast, until
+    `handle._deactivate()`. A function that was removed from all lists gets its arguments without a cast.
     """
     for overrides, before in zip(_OVERRIDES, _AT_FIRST, strict=True):
         now = _listed(overrides)
         for name in before.keys() | now.keys():
             if before.get(name) == now.get(name) or not utils.has_func(overrides.MODULE, name):
                 continue
-            # autocast would cast inside once more
+            # without the cast that autocast would do inside
             function = uncast_function(utils.get_func(overrides.MODULE, name))
             cast = _CASTS.get(now.get(name))
             utils.set_func_save(handle, overrides.MODULE, name, function if cast is None else cast(function))

@@ -1,8 +1,7 @@
-"""What amp does around a model's forward: autocast, inputs cast to half, outputs cast to float32."""
+"""Casts around a model's forward: autocast, inputs to half, outputs to float32."""
 
 from __future__ import annotations
 
-import functools
 import gc
 import weakref
 from collections.abc import Iterable, Mapping
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ....conversion.adopted import Adopted, adopt, release
 from .._notices import warn_once
 from ._amp_state import _amp_state
 
@@ -34,18 +34,18 @@ __all__ = [
 _seen_ddp: weakref.WeakSet = weakref.WeakSet()
 
 CPU_HALF = torch.bfloat16
-"""Half precision on the CPU, where float16 is slow and its range is not worth the scaling."""
+"""Half precision on the CPU: bfloat16, since float16 is slow there and needs loss scaling."""
 
 
 @dataclass(frozen=True)
 class ForwardCasts:
-    """What happens around one model's forward.
+    """The casts around one model's forward.
 
     Args:
-        autocast: whether it runs under torch.autocast.
+        autocast: run it under torch.autocast.
         autocast_type: autocast's dtype; None is float16, and bfloat16 on the CPU.
-        inputs: dtype of floating-point inputs; None leaves them.
-        outputs: dtype of floating-point outputs; None leaves them.
+        inputs: dtype of floating-point inputs; None for no cast.
+        outputs: dtype of floating-point outputs; None for no cast.
     """
 
     autocast: bool = False
@@ -68,7 +68,8 @@ def half_type(device: torch.device | str) -> torch.dtype:
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     """`value` with every floating-point tensor inside tuples, lists and mappings cast to `dtype`.
 
-    Other objects with a `to` method (a PackedSequence, say) are cast by it; the rest comes back as it is.
+    Other objects with a `to` method (a PackedSequence, for example) are cast by it, all others returned as
+    they are.
     """
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
@@ -86,13 +87,13 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
 
 
 def device_type(model: nn.Module) -> str:
-    """Where the parameters of `model` are; "cpu" when it has none."""
+    """The device type of the parameters of `model`; "cpu" without parameters."""
     tensor = next(model.parameters(), None)
     return "cpu" if tensor is None else tensor.device.type
 
 
-class _AmpForward:
-    """Mixed in before a model's class, so that copies, replicas and subclasses' `super()` keep working."""
+class _AmpForward(Adopted):
+    """A model whose forward has casts around it. Copies, replicas and pickles have them too."""
 
     _amp_casts: ForwardCasts
 
@@ -104,7 +105,7 @@ class _AmpForward:
                 _seen_ddp.add(ddp)
         if casts.inputs is not None:
             args, kwargs = cast_floating(args, casts.inputs), cast_floating(kwargs, casts.inputs)
-        # A forward that was put on the instance comes before the class's.
+        # A forward that was set on the instance overrides that of the class.
         inner = self.__dict__.get("_amp_own_forward") or super().forward
         handle = _amp_state.handle
         if casts.autocast and (handle is None or handle.is_active()):
@@ -115,57 +116,40 @@ class _AmpForward:
             outputs = inner(*args, **kwargs)
         return outputs if casts.outputs is None else cast_floating(outputs, casts.outputs)
 
-    def __reduce_ex__(self, protocol: int) -> tuple:
-        # The class exists in this process alone; a pickle names the one it was made from.
-        reduced = list(super().__reduce_ex__(protocol))
-        reduced[:2] = _rebuild, (type(self).__bases__[1],)
-        return tuple(reduced)
-
-
-@functools.cache
-def _amp_class(base: type) -> type:
-    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    return type(base.__name__, (_AmpForward, base), names)
-
-
-def _rebuild(base: type) -> nn.Module:
-    made = _amp_class(base)
-    return made.__new__(made)
-
 
 def is_wrapped(model: nn.Module) -> bool:
     return isinstance(model, _AmpForward)
 
 
 def wrap(model: nn.Module, casts: ForwardCasts) -> None:
-    """Puts `casts` around the forward of `model`, in place of those it may have."""
+    """Puts `casts` around the forward of `model`; they replace earlier ones."""
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError("amp.initialize: a torch.jit.ScriptModule has a fixed forward; script it afterwards")
-    if not is_wrapped(model):
-        if "forward" in model.__dict__:
-            model._amp_own_forward = model.__dict__.pop("forward")
-        model.__class__ = _amp_class(type(model))
-    model._amp_casts = casts
+    if is_wrapped(model):
+        model._amp_casts = casts
+        return
+    own_forward = model.__dict__.pop("forward", None)
+    adopt(model, _AmpForward, _amp_casts=casts, _amp_own_forward=own_forward)
 
 
 def unwrap(model: nn.Module) -> None:
-    """Gives `model` its own class and forward back."""
+    """Restores the class and the forward of `model`."""
     if is_wrapped(model):
-        model.__class__ = type(model).__bases__[1]
-        del model._amp_casts
-        if "_amp_own_forward" in model.__dict__:
-            model.forward = model.__dict__.pop("_amp_own_forward")
+        own_forward = model._amp_own_forward
+        release(model, _AmpForward)
+        if own_forward is not None:
+            model.forward = own_forward
 
 
 def find_ddp() -> None:
-    """Takes note of every DDP model there is: a forward inside a compiled graph does not tell of its own."""
+    """Records all DDP models of the process, since forwards inside a compiled graph do not record theirs."""
     if dist.is_available() and dist.is_initialized():
-        # the type, as isinstance would ask proxies, which may raise
+        # By type(), since isinstance reads an attribute of proxies, which may raise.
         _seen_ddp.update(o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel))
 
 
 def ddp_groups(parameters: Iterable[Tensor]) -> dict[Tensor, set[dist.ProcessGroup]]:
-    """For each of these parameters the process groups over which a DDP model keeps it equal."""
+    """For each of these parameters, the process groups of the DDP models that reduce its gradient."""
     groups: dict[Tensor, set[dist.ProcessGroup]] = {parameter: set() for parameter in parameters}
     for ddp in list(_seen_ddp):
         for parameter in ddp.parameters():
@@ -175,8 +159,8 @@ def ddp_groups(parameters: Iterable[Tensor]) -> dict[Tensor, set[dist.ProcessGro
 
 
 def without_sync(parameters: set[Tensor]) -> bool:
-    """Whether a DDP model with some of these parameters is in `no_sync`, so that their gradients are this
-    rank's alone and wait for the backward that reduces them.
+    """Whether a DDP model with some of these parameters is in `no_sync`, so that their gradients are not
+    reduced yet.
     """
     return any(
         not ddp.require_backward_grad_sync and not parameters.isdisjoint(ddp.parameters())

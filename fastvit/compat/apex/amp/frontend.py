@@ -44,25 +44,25 @@ def initialize(
     min_loss_scale: float | None = None,
     max_loss_scale: float = 2.0**24,
 ) -> Any:
-    """Sets models and optimizers up for mixed precision, in place, and returns them in the shape they came.
+    """Prepares models and optimizers for mixed precision, in place, and returns them: one, or a list.
 
-    Comes after the model was moved to its device and before it is wrapped in DDP. O0 is float32. O1 runs
-    forward under torch.autocast. O2 casts the weights to half, but for BatchNorm's, and has the optimizers
-    step float32 masters. O3 casts all weights to half. Outputs come back in float32 at every level, so that
-    a scaled loss does not overflow. Half is float16 on CUDA and bfloat16 on the CPU unless cast_model_type
-    says otherwise. Called again with the same models or optimizers, it first undoes what it did to them.
+    Call it after the model was moved to its device and before it is wrapped in DDP. O0 is float32. O1 runs
+    forward under torch.autocast. O2 casts the weights to half, except those of BatchNorm, and the optimizers
+    step float32 masters. O3 casts all weights to half. Outputs are float32 at every level, so that a scaled
+    loss does not overflow. Half is float16 on CUDA and bfloat16 on the CPU, or `cast_model_type`. A second
+    call with the same models or optimizers first undoes the changes of the first.
 
     Args:
-        optimizers: None for inference alone.
-        enabled: False only undoes what an earlier call did, and turns the other functions of amp into no-ops.
-        opt_level: "O0", "O1", "O2" or "O3": the defaults of the next five, each of which may be given.
+        optimizers: None for inference.
+        enabled: False only undoes an earlier call, and turns the other functions of amp into no-ops.
+        opt_level: "O0", "O1", "O2" or "O3": the defaults of the next five arguments.
         cast_model_type: dtype of weights and inputs, False for none; with O1 the dtype of autocast.
         patch_torch_functions: False turns O1's autocast off.
-        keep_batchnorm_fp32: leave BatchNorm layers, torch's and fastvit's, in float32.
+        keep_batchnorm_fp32: BatchNorm layers, torch's and fastvit's, stay float32.
         master_weights: step float32 masters of half parameters.
         loss_scale: "dynamic" (2^16, doubled after 2000 clean steps, halved by an overflow), or a number.
         cast_model_outputs: dtype of floating-point outputs instead of float32.
-        num_losses: number of losses with a scale of their own; see `scale_loss`'s loss_id.
+        num_losses: number of losses, each with its own scale; see `scale_loss`'s loss_id.
         verbosity: 0 prints nothing.
         min_loss_scale, max_loss_scale: floor and ceiling of the dynamic scale; without a floor it is 2^-24.
 
@@ -133,8 +133,8 @@ def _inside_wrappers(model: nn.Module, properties: Properties) -> nn.Module:
         return model
     if properties.cast_model_type not in (None, torch.float32):
         raise RuntimeError(
-            f"amp.initialize: {properties.opt_level} casts weights, which {type(model).__name__} has already "
-            "sorted by dtype; wrap the model afterwards"
+            f"amp.initialize: {properties.opt_level} casts weights, but {type(model).__name__} has already "
+            "put them into buckets by dtype; wrap the model afterwards"
         )
     return model.module
 
@@ -160,8 +160,8 @@ def _prepare_model(
     for name, parameter in model.named_parameters():
         if parameter.dtype in HALF_TYPES and not _amp_state.allow_incoming_model_not_fp32:
             raise RuntimeError(
-                f"amp.initialize: parameter {name} is {parameter.dtype}; give the model in float32, "
-                "which amp casts as the level says"
+                f"amp.initialize: parameter {name} is {parameter.dtype}; a float32 model expected, "
+                "which amp casts by the level"
             )
     note_half(model)
     if properties.opt_level == "O1":
@@ -189,12 +189,13 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def load_state_dict(state: dict[str, Any]) -> None:
-    """Restores what `state_dict` gave, apex's own included; call it after `initialize`.
+    """Restores a result of `state_dict`, of apex's too; call it after `initialize`.
 
-    Entries for more losses than there are scalers are named and left out, scalers without one keep theirs.
+    A different number of scalers is printed; surplus entries are ignored, and scalers without an entry do not
+    change.
 
     Raises:
-        RuntimeError: keys that are not of this kind.
+        RuntimeError: other keys than those of `state_dict`.
     """
     unexpected = [key for key in state if not (key.startswith("loss_scaler") and key[11:].isdigit())]
     if unexpected:

@@ -1,7 +1,7 @@
-"""Functions of the user's own under O1: run in half, in float32, or in the widest type of their arguments.
+"""Casts for the user's functions: to half, to float32, or to the widest dtype of the arguments.
 
-They act where autocast is on, which is inside the forward of a model that O1 was given, or everywhere after
-`amp.init`, and do nothing elsewhere.
+They are active where autocast is on, which is inside the forward of a model under O1, or everywhere after
+`amp.init`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _half(args: tuple, kwargs: dict) -> torch.dtype | None:
-    """What half is for the first tensor where casts are on for it; None where they are not."""
+    """The half dtype for the first tensor, where casts are active for its device; else None."""
     tensor = next(_tensors((args, kwargs)), None)
     device = None if tensor is None else tensor.device.type
     if device not in ("cpu", "cuda"):
@@ -96,7 +96,7 @@ def promote_function(fn: Function) -> Function:
 
 
 def uncast_function(fn: Function) -> Function:
-    """Takes its arguments as they are, and casts nothing inside."""
+    """Passes arguments without casts, and disables casts inside."""
 
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -115,17 +115,15 @@ def _register(wrap: Callable[[Function], Function], module: Any, function_name: 
 
 
 def register_half_function(module: Any, function_name: str) -> None:
-    """Replaces `module.function_name` by its `half_function`; ValueError when there is none of that name."""
+    """Replaces `module.function_name` by its `half_function`; ValueError for an unknown name."""
     _register(half_function, module, function_name)
 
 
 def register_float_function(module: Any, function_name: str) -> None:
-    """Replaces `module.function_name` by its `float_function`; ValueError when there is none of that name."""
+    """Replaces `module.function_name` by its `float_function`; ValueError for an unknown name."""
     _register(float_function, module, function_name)
 
 
 def register_promote_function(module: Any, function_name: str) -> None:
-    """Replaces `module.function_name` by its `promote_function`; ValueError when there is none of that
-    name.
-    """
+    """Replaces `module.function_name` by its `promote_function`; ValueError for an unknown name."""
     _register(promote_function, module, function_name)

@@ -1,4 +1,4 @@
-"""Around each backward: `scale_loss`; switching casts off: `disable_casts`; and the handle of `amp.init`."""
+"""`scale_loss` around each backward, `disable_casts`, and the handle of `amp.init`."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ def scale_loss(
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
 ) -> Iterator[Tensor]:
-    """Yields the loss in float32, times its scale; on leaving, unscales the gradients that backward made.
+    """Yields the loss in float32, times its scale; at the end unscales the gradients of the backward.
 
     Gradients of several losses and of several backwards add up unscaled. With a dynamic scale a gradient that
-    is not finite halves the scale, and the next step of each of these optimizers does nothing and says so.
+    is not finite halves the scale, and the next step of each of these optimizers is skipped with a message.
 
     Args:
         optimizers: those whose parameters receive gradients from this loss.
-        loss_id: which of the `num_losses` scales to use.
-        model: has no effect, as with apex.
-        delay_unscale: leave gradients scaled; for all but the last backward before a step. Under DDP's
-            `no_sync` that happens by itself.
-        delay_overflow_check: has no effect: the check decides about the step, so it cannot wait for it.
+        loss_id: the index of the scale, below `num_losses`.
+        model: has no effect, as in apex.
+        delay_unscale: do not unscale gradients; for all but the last backward before a step. Under DDP's
+            `no_sync` this is automatic.
+        delay_overflow_check: has no effect, since the check must come before the step.
 
     Raises:
         RuntimeError: before `amp.initialize`, or for an optimizer that it was not given.
@@ -69,13 +69,13 @@ def scale_loss(
 def scaled(
     loss: Tensor, attached: list[AmpOptimizer], scaler: LossScaler, name: str, delay_unscale: bool = False
 ) -> Iterator[Tensor]:
-    """`scale_loss` with the scaler itself; `name` is what it is called when a step is skipped."""
+    """`scale_loss` with a scaler, and its `name` for the message of a skipped step."""
     scale = scaler.loss_scale()
     for optimizer in attached:
         optimizer.before_backward(scale)
     try:
         yield loss.float() * scale
-    except BaseException:  # running out of memory may be caught outside
+    except BaseException:  # a caller may catch it (out of memory) and continue
         for optimizer in attached:
             optimizer.abandon_backward()
         raise
@@ -99,15 +99,13 @@ def scaled(
 def _attached(optimizer: Optimizer) -> AmpOptimizer:
     attached = of(optimizer)
     if attached is None:
-        raise RuntimeError(
-            f"amp.scale_loss: this {type(optimizer).__name__} did not go through amp.initialize"
-        )
+        raise RuntimeError(f"amp.scale_loss: this {type(optimizer).__name__} was not given to amp.initialize")
     return attached
 
 
 @contextlib.contextmanager
 def disable_casts() -> Iterator[None]:
-    """No casts inside: torch.autocast is off, on the CPU and on CUDA, and so is what `amp.init` did."""
+    """No casts inside: disables torch.autocast, on the CPU and on CUDA, and the casts of `amp.init`."""
     handle = _amp_state.handle
     with torch.autocast("cpu", enabled=False), contextlib.ExitStack() as stack:
         if torch.cuda.is_available():
@@ -118,13 +116,13 @@ def disable_casts() -> Iterator[None]:
 
 
 class AmpHandle:
-    """What `amp.init` returns, and what O1 keeps in `_amp_state.handle`.
+    """The result of `amp.init`, and under O1 `_amp_state.handle`.
 
-    Nothing is cast while `_is_active` is False. `_deactivate()` gives torch its own functions back and ends
-    the casts for good.
+    There are no casts while `_is_active` is False. `_deactivate()` restores torch's functions and ends the
+    casts.
 
     Args:
-        everywhere: torch's functions themselves cast; False is O1, which casts inside a model's forward.
+        everywhere: torch's functions cast; False is O1, with casts only inside a model's forward.
     """
 
     def __init__(
@@ -165,7 +163,7 @@ class AmpHandle:
         """As `amp.scale_loss`, for any optimizer.
 
         Raises:
-            RuntimeError: after `wrap_optimizer`, whose result has scales of its own.
+            RuntimeError: after `wrap_optimizer`, whose result has its own scales.
         """
         if not self._is_active:
             yield loss
@@ -186,7 +184,7 @@ class AmpHandle:
         self.cache.pop(param, None)
 
     def _save_func(self, mod: Any, fn: str, func: Any) -> None:
-        """Has `_deactivate` put `func` back, or take the name away where `mod` only inherits it."""
+        """Records that `_deactivate` restores `func`, or deletes the name where `mod` inherits it."""
         if isinstance(mod, dict):
             self._replaced.append(lambda: mod.__setitem__(fn, func))
         elif fn in vars(mod):
@@ -195,15 +193,15 @@ class AmpHandle:
             self._replaced.append(lambda: delattr(mod, fn))
 
     def _deactivate(self) -> None:
-        for put_back in reversed(self._replaced):
-            put_back()
+        for restore in reversed(self._replaced):
+            restore()
         self._replaced.clear()
         self._clear_cache()
         self._is_active = False
 
 
 class NoOpHandle(AmpHandle):
-    """The handle of `amp.init(enabled=False)`: nothing is cast, no loss is scaled."""
+    """The handle of `amp.init(enabled=False)`: no casts, no loss scale."""
 
     def __init__(self) -> None:
         super().__init__(enable_caching=False)

@@ -19,8 +19,8 @@ __all__ = ["OptimWrapper"]
 class OptimWrapper:
     """An optimizer with `scale_loss`, called for each of `num_loss` losses in turn before `step`.
 
-    Each has a dynamic scale of its own. If any of them overflows, the step does nothing and says so.
-    Everything else is the optimizer's.
+    Each loss has its own dynamic scale. If one of them overflows, the step is skipped with a message. All
+    other attributes are those of the optimizer.
     """
 
     def __init__(self, optimizer: Optimizer, amp_handle: AmpHandle, num_loss: int) -> None:
@@ -49,7 +49,7 @@ class OptimWrapper:
         """One step of the optimizer.
 
         Raises:
-            NotImplementedError: with a closure, whose backward would come after the gradients were looked at.
+            NotImplementedError: with a closure, whose backward would come after the check for overflow.
         """
         if closure is not None and self._amp_handle.is_active():
             raise NotImplementedError(

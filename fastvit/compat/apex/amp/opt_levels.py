@@ -1,4 +1,4 @@
-"""O0 to O3: the four sets of defaults and what a caller may override in them."""
+"""O0 to O3: four sets of defaults, and the options that override them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["LEVELS", "Properties", "choose"]
 
 @dataclass(frozen=True)
 class Properties:
-    """The options of one `amp.initialize`. None means that the level has no use for the option."""
+    """The options of one `amp.initialize`. None means that the level does not use the option."""
 
     enabled: bool = False
     opt_level: str | None = None
@@ -80,10 +80,8 @@ def choose(opt_level: str, overrides: dict[str, Any]) -> Properties:
         for name in ("keep_batchnorm_fp32", "master_weights"):
             if name in given:
                 raise RuntimeError(
-                    f"amp.initialize: {name} says nothing under O1, whose weights are float32; leave it out"
+                    f"amp.initialize: {name} has no effect under O1, whose weights are float32; leave it out"
                 )
     elif given.get("patch_torch_functions"):
-        raise RuntimeError(
-            f"amp.initialize: patch_torch_functions=True is what O1 does; got it with {opt_level}"
-        )
+        raise RuntimeError(f"amp.initialize: patch_torch_functions=True is for O1, got it with {opt_level}")
     return replace(LEVELS[opt_level], **given)

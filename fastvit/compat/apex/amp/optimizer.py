@@ -1,4 +1,4 @@
-"""What amp does to an optimizer: masters in its parameter groups, unscaled gradients, skipped steps."""
+"""amp's changes to an optimizer: masters in its parameter groups, unscaled gradients, skipped steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def innermost(optimizer: Any) -> Optimizer:
 
 
 def of(optimizer: Any) -> AmpOptimizer | None:
-    """What `amp.initialize` attached to `optimizer`; None when it did not."""
+    """The `AmpOptimizer` that `amp.initialize` attached to `optimizer`, or None."""
     return innermost(optimizer).__dict__.get("_amp_optimizer")
 
 
@@ -38,7 +38,7 @@ class AmpOptimizer:
     Args:
         optimizer: its parameter groups are changed in place.
         master_weights: half parameters in the groups are replaced by float32 masters.
-        originals: float32 values of parameters that have just been cast to half.
+        originals: float32 values of parameters that `amp.initialize` has cast to half.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class AmpOptimizer:
         self.optimizer = optimizer
         self.master_weights = master_weights
         self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []  # (half, master)
-        self.held_scale: float | None = None  # the scale that is still in the model's gradients
+        self.held_scale: float | None = None  # the scale of gradients that are not unscaled yet
         self._held_by: LossScaler | None = None
         self._unscaled: list[tuple[nn.Parameter, Tensor]] = []  # sums of earlier backwards
         self._withheld: list[tuple[nn.Parameter, Tensor]] = []
@@ -55,7 +55,7 @@ class AmpOptimizer:
         self._started = False
         for group in optimizer.param_groups:
             self._put_masters(group, originals)
-        # What load_state_dict put into the state before this point takes the dtype of its parameter.
+        # State that was loaded before gets the dtype of its parameter.
         for parameter, state in () if isinstance(optimizer, FusedOptimizer) else optimizer.state.items():
             for name, value in state.items():
                 if isinstance(value, Tensor) and value.is_floating_point() and value.dim():
@@ -64,8 +64,8 @@ class AmpOptimizer:
             optimizer, "_optimizer_step_pre_hooks"
         )
         if not hooked:
-            # An optimizer around another one (Lookahead) may leave out Optimizer.__init__, without which
-            # torch runs no hooks; what torch repairs after unpickling makes up for it.
+            # A wrapper of an optimizer (Lookahead) may not call Optimizer.__init__, without which torch runs
+            # no hooks. __setstate__ adds what is missing.
             vars(optimizer).setdefault("defaults", {})
             Optimizer.__setstate__(optimizer, {})
         self._handles = [
@@ -77,7 +77,7 @@ class AmpOptimizer:
         optimizer._amp_optimizer = self
 
     def remove(self) -> None:
-        """Takes everything off the optimizer again; its groups hold the model's parameters."""
+        """Undoes all changes of the optimizer; its groups have the model's parameters again."""
         model_parameters = {master: half for half, master in self.pairs}
         for group in self.optimizer.param_groups:
             group["params"] = [model_parameters.get(p, p) for p in group["params"]]
@@ -117,12 +117,12 @@ class AmpOptimizer:
         self.held_scale = self._skip = None
 
     def _own(self) -> list[nn.Parameter]:
-        """The model's parameters that are stepped without a master."""
+        """The model's parameters without a master."""
         known = {master for _, master in self.pairs}
         return [p for group in self.optimizer.param_groups for p in group["params"] if p not in known]
 
     def _gradients(self) -> list[Tensor]:
-        """The model's gradients, as dense tensors whose change changes them."""
+        """The model's gradients as dense tensors that share their memory."""
         gradients = []
         for parameter in [half for half, _ in self.pairs] + self._own():
             if parameter.grad is not None and parameter.grad.is_sparse:
@@ -133,15 +133,15 @@ class AmpOptimizer:
         return gradients
 
     def _follow_weights(self) -> None:
-        """Gives the masters what was written into the model after `initialize`: by hand, or by DDP, which
-        sends the weights of the first rank to the others.
+        """Copies weights that were written to the model after `initialize` to the masters: by the script, or
+        by DDP, which broadcasts the weights of the first rank.
         """
         ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         groups_of = ddp_groups(half for half, _ in self.pairs)
         for half, master in self.pairs:
             groups = groups_of[half]
-            # Weights that a script has made equal over the ranks itself are so in half alone. A master that
-            # was loaded, and so has a version, is of a checkpoint that every rank has read.
+            # A script without DDP makes only the half weights equal over the ranks, so masters are rounded.
+            # A loaded master, whose version is above 0, is equal on all ranks.
             rounded = ranks > 1 and not groups and master._version == 0
             master.copy_(half if rounded else torch.where(half == master.to(half.dtype), master, half))
             for group in groups:
@@ -149,16 +149,16 @@ class AmpOptimizer:
 
     @torch.no_grad()
     def before_backward(self, scale: float) -> None:
-        """Sets aside the gradients of earlier losses, which are unscaled, from those about to come.
+        """Stores the unscaled gradients of earlier losses apart from those of the next backward.
 
-        The first one has the masters follow the model's weights; with DDP every rank takes part in that.
+        The first call copies the model's weights to the masters; with DDP every rank takes part.
         """
         if not self._started:
             find_ddp()
             self._follow_weights()
             self._started = True
         if self.held_scale is not None:
-            # `model.zero_grad()` throws away what was set aside with what is held.
+            # `model.zero_grad()` has dropped held gradients, so the stored ones are dropped too.
             self._unscaled = [(p, g) for p, g in self._unscaled if p.grad is not None]
             if self.held_scale != scale:
                 torch._foreach_mul_(self._gradients(), scale / self.held_scale)
@@ -171,8 +171,8 @@ class AmpOptimizer:
             parameter.grad.zero_()
 
     def abandon_backward(self) -> None:
-        """Drops the gradients of a backward that failed, where they do not add to held ones, and puts back
-        what was set aside for it.
+        """Drops the gradients of a backward that failed, and restores the stored ones. Does nothing with held
+        gradients, to which the backward has added.
         """
         if self.held_scale is not None:
             return
@@ -183,17 +183,17 @@ class AmpOptimizer:
         self._unscaled.clear()
 
     def hold(self, scale: float, scaler: LossScaler | None = None) -> None:
-        """Leaves the gradients scaled until the next backward that does not delay, or the step, which then
-        counts for `scaler`.
+        """Leaves the gradients scaled until the next backward without a delay, or the step, which `scaler`
+        then counts.
         """
         self.held_scale, self._held_by = scale, scaler
 
     def must_hold(self) -> bool:
-        """Whether the gradients are not reduced over the ranks yet: DDP's `no_sync`."""
+        """Whether gradients are not reduced over the ranks yet, in DDP's `no_sync`."""
         return without_sync({half for half, _ in self.pairs} | set(self._own()))
 
     def release(self) -> None:
-        """Unscales gradients that are still held, and decides about the step."""
+        """Unscales held gradients, and skips the step after an overflow."""
         if self.held_scale is None:
             return
         flags = self.unscale(self.held_scale)
@@ -203,14 +203,14 @@ class AmpOptimizer:
 
     @torch.no_grad()
     def unscale(self, scale: float) -> list[Tensor]:
-        """Brings the model's gradients, divided by `scale`, to the parameters that are stepped.
+        """Adds the model's gradients, divided by `scale`, to those of the stepped parameters.
 
-        Returns flags as `scaler.unscale_` does.
+        Returns flags like `scaler.unscale_`.
         """
         self.held_scale = None
         fresh = [(master, half.grad.float()) for half, master in self.pairs if half.grad is not None]
         for half, _ in self.pairs:
-            half.grad = None  # it goes on in the master
+            half.grad = None  # the master has it as float32
         flags = unscale_([gradient for _, gradient in fresh] + self._gradients(), scale)
         for master, gradient in fresh:
             master.grad = gradient if master.grad is None else master.grad.add_(gradient)
@@ -220,23 +220,23 @@ class AmpOptimizer:
         return flags
 
     def skip(self, reason: str) -> None:
-        """The next step does nothing, and prints why."""
+        """Makes the next step print `reason` and do nothing."""
         self._skip = reason
 
     def _before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
         if closure is not None and (self.pairs or any(s.dynamic for s in _amp_state.loss_scalers)):
             raise RuntimeError(
-                "amp: optimizer.step takes no closure, because whether a step is skipped is known only after "
-                "the gradients; compute them before"
+                "amp: optimizer.step takes no closure, because the gradients decide whether the step is "
+                "skipped; compute them before"
             )
         self.release()
-        # A derived class that calls the step of its base comes here twice; an earlier step that failed leaves
-        # withheld gradients, but then there are others.
+        # A step that calls the step of its base class runs the hooks twice. After a failed step there are
+        # withheld gradients too, but also new gradients.
         withheld = bool(self._withheld) and all(p.grad is None for p, _ in self._withheld)
         if self._skip is not None and not withheld:
             maybe_print(self._skip, rank0=True)
-            # An optimizer leaves parameters without a gradient alone, its own state with them.
+            # An optimizer changes neither a parameter without a gradient nor its state.
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             self._withheld = [(p, p.grad) for p in parameters if p.grad is not None]
             for parameter, _ in self._withheld:
@@ -250,6 +250,6 @@ class AmpOptimizer:
         if self._skip is None and self.pairs:
             halves, values = zip(*self.pairs, strict=True)
             torch._foreach_copy_(halves, values)
-        for _, master in self.pairs:  # model.zero_grad() does not reach these
+        for _, master in self.pairs:  # model.zero_grad() does not clear these
             master.grad = None
         self._skip = None

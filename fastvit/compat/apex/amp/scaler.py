@@ -12,7 +12,7 @@ from torch import Tensor
 
 __all__ = ["LossScaler", "unscale_"]
 
-# Gradients that overflow at this scale are not finite at any; further halving would only reach 0.
+# Gradients that overflow at this scale overflow at any scale.
 _SMALLEST = 2.0**-24
 
 
@@ -22,7 +22,7 @@ class LossScaler:
     Args:
         loss_scale: a number, or "dynamic".
         init_scale: where the dynamic scale starts.
-        scale_factor, scale_window: it grows by the factor after so many clean steps on end.
+        scale_factor, scale_window: it grows by the factor after this number of consecutive clean steps.
         min_loss_scale: floor of the dynamic scale; None is 2^-24.
         max_loss_scale: its ceiling.
     """
@@ -56,7 +56,7 @@ class LossScaler:
         return self._loss_scale
 
     def update_scale(self, overflow: bool) -> bool:
-        """Counts one step; returns whether it has to be skipped, which a static scale never asks for."""
+        """Counts one step; returns whether it must be skipped, False with a static scale."""
         if not self.dynamic:
             self._unskipped += 1
             return False
@@ -82,8 +82,8 @@ class LossScaler:
 def unscale_(gradients: list[Tensor], scale: float) -> list[Tensor]:
     """Divides dense gradients by `scale`, in place; devices and dtypes may be mixed.
 
-    Returns one float32 scalar per device, 1 where any gradient there is not finite. Nothing is read on the
-    host.
+    Returns one float32 scalar per device, 1 where any gradient there is not finite. Does not wait for the
+    device.
     """
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for gradient in gradients:

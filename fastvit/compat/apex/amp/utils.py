@@ -1,4 +1,4 @@
-"""Casts of arguments, and replacing functions in modules: what `wrap` is made of."""
+"""Casts of arguments, and replacement of functions in modules, for `wrap`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def is_cuda_enabled() -> bool:
 
 
 def get_cuda_version() -> tuple[int, ...]:
-    """Of torch, (12, 6) say; empty for a CPU build."""
+    """torch's CUDA version, (12, 6) for example; empty for a CPU build."""
     return tuple(int(part) for part in (torch.version.cuda or "").split(".") if part)
 
 
@@ -48,21 +48,21 @@ def is_nested(x: Any) -> bool:
 
 
 def is_fp_tensor(x: Any) -> bool:
-    """Whether x is a floating-point tensor, or a tuple or list of nothing else."""
+    """Whether x is a floating-point tensor, or a tuple or list of these only."""
     if is_nested(x):
         return all(is_fp_tensor(item) for item in x)
     return isinstance(x, Tensor) and x.is_floating_point()
 
 
 def should_cache(x: Any) -> bool:
-    """Whether x is a float32 Parameter, or a tuple or list of nothing else: its cast is worth keeping."""
+    """Whether the cast of x is cached: x is a float32 Parameter, or a tuple or list of these only."""
     if is_nested(x):
         return all(should_cache(item) for item in x)
     return isinstance(x, nn.Parameter) and x.dtype == torch.float32
 
 
 def type_string(x: Tensor) -> str:
-    """HalfTensor, FloatTensor and so on, wherever x is."""
+    """HalfTensor, FloatTensor and so on, on any device."""
     return x.type().rpartition(".")[2]
 
 
@@ -76,7 +76,7 @@ def collect_fp_tensor_types(args: Iterable[Any], kwargs: dict[str, Any]) -> set[
 
 
 def cast_to(dtype_of: Callable[[Tensor], torch.dtype], x: Any, name: str = "", verbose: bool = False) -> Any:
-    """x, a tensor or a nest of them, each in the dtype that `dtype_of` gives for it."""
+    """x, a tensor or nested tensors, each cast to `dtype_of(tensor)`."""
     if is_nested(x):
         items = [cast_to(dtype_of, item, name, verbose) for item in x]
         return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
@@ -87,12 +87,12 @@ def cast_to(dtype_of: Callable[[Tensor], torch.dtype], x: Any, name: str = "", v
 
 
 def maybe_half(x: Any, name: str = "", verbose: bool = False) -> Any:
-    """x, a tensor or a nest of them, in half: float16, and bfloat16 on the CPU."""
+    """x, a tensor or nested tensors, in half: float16, and bfloat16 on the CPU."""
     return cast_to(lambda tensor: half_type(tensor.device), x, name, verbose)
 
 
 def maybe_float(x: Any, name: str = "", verbose: bool = False) -> Any:
-    """x, a tensor or a nest of them, in float32."""
+    """x, a tensor or nested tensors, in float32."""
     return cast_to(lambda tensor: torch.float32, x, name, verbose)
 
 
@@ -103,9 +103,9 @@ def casted_args(cast_fn: Callable[[Any], Any], args: Iterable[Any], kwargs: dict
 
 
 def cached_cast(cast_fn: Callable[[Any], Any], x: Any, cache: dict[Tensor, tuple[int, Tensor]]) -> Any:
-    """`cast_fn(x)`, kept in `cache` for as long as x is not written.
+    """`cast_fn(x)`, cached until x is written.
 
-    A cast made without gradients is no parent for a backward, and the other way round, so it is made anew.
+    A cast without gradients is not used with gradients, and the reverse; it is repeated then.
     """
     if is_nested(x):
         return type(x)([cached_cast(cast_fn, item, cache) for item in x])
@@ -117,7 +117,7 @@ def cached_cast(cast_fn: Callable[[Any], Any], x: Any, cache: dict[Tensor, tuple
 
 
 def verbosify(cast_fn: Callable[..., Any], fn_name: str, verbose: bool) -> Callable[..., Any]:
-    """`cast_fn`, which prints what it casts for `fn_name` if `verbose`."""
+    """`cast_fn`, which with `verbose` prints its casts for `fn_name`."""
     return functools.partial(cast_fn, name=fn_name, verbose=True) if verbose else cast_fn
 
 

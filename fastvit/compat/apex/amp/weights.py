@@ -1,4 +1,4 @@
-"""Half weights in a model: casting them, and checkpoints that hold them in float32."""
+"""Casts a model's weights to half; its checkpoints have them in float32."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ def is_batchnorm(module: nn.Module) -> bool:
 def cast_weights(
     model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool | None
 ) -> dict[nn.Parameter, Tensor]:
-    """Casts floating-point parameters, their gradients and buffers to `dtype`; Parameters stay the objects
-    they are, so optimizers built before stay valid.
+    """Casts floating-point parameters, their gradients and buffers to `dtype`. Parameters stay the same
+    objects, so optimizers built before stay valid.
 
     Args:
-        keep_batchnorm_fp32: leave BatchNorm layers that have a weight alone.
+        keep_batchnorm_fp32: do not cast BatchNorm layers that have a weight.
 
-    Returns the values that each cast parameter had before.
+    Returns:
+        The earlier values of each cast parameter.
     """
     before: dict[nn.Parameter, Tensor] = {}
     for module in model.modules():
@@ -61,8 +62,8 @@ def cast_weights(
 
 @torch.no_grad()
 def restore_weights(model: nn.Module) -> None:
-    """Undoes `cast_weights`: half parameters and buffers become float32, from their masters where they have
-    one. Those that `note_half` knows stay.
+    """Undoes `cast_weights`: half parameters and buffers become float32, with the values of their masters.
+    Those that `note_half` has recorded stay half.
     """
     half_before = model.__dict__.pop("_amp_half_before", ())
     for path, module in model.named_modules(prefix="."):
@@ -79,7 +80,7 @@ def restore_weights(model: nn.Module) -> None:
 
 
 def note_half(model: nn.Module) -> None:
-    """Notes which parameters and buffers are half before `cast_weights`."""
+    """Records the parameters and buffers that are half before `cast_weights`."""
     model._amp_half_before = {
         f"{path}.{name}"
         for path, module in model.named_modules(prefix=".")
@@ -89,7 +90,7 @@ def note_half(model: nn.Module) -> None:
 
 
 def _save_in_float32(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-    # The masters' digits, not those that the half copies have left: a checkpoint restores exactly.
+    # The masters and not the rounded half copies, so that a checkpoint restores exactly.
     for name, parameter in module._parameters.items():
         if parameter is not None and parameter.dtype in HALF_TYPES and prefix + name in state:
             master = masters.get(parameter)

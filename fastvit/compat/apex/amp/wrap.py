@@ -1,7 +1,7 @@
-"""Functions that cast their arguments first, in place of a module's own, until their handle is deactivated.
+"""Replaces functions by wrappers that cast their arguments, until their handle is deactivated.
 
-`mod` is a module, a class or a dict, `fn` a name in it, and `handle` what `amp.init` returns: its wrappers do
-nothing while it is not active. A name that `mod` lacks is passed over.
+`mod` is a module, a class or a dict, `fn` a name in it, and `handle` the result of `amp.init`. Wrappers do
+not cast while the handle is not active. A name that `mod` lacks is ignored.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _HALF = ("HalfTensor", "BFloat16Tensor")
 def make_cast_wrapper(
     orig_fn: Function, cast_fn: Function, handle: Any, try_caching: bool = False
 ) -> Function:
-    """`orig_fn` with floating-point arguments cast by `cast_fn`; casts of Parameters are kept if asked."""
+    """`orig_fn` with floating-point arguments cast by `cast_fn`; `try_caching` caches casts of Parameters."""
 
     def cast(x: Any) -> Any:
-        keep = (
+        cached = (
             try_caching and handle.has_cache and utils.should_cache(x) and not torch.compiler.is_compiling()
         )
-        return utils.cached_cast(cast_fn, x, handle.cache) if keep else cast_fn(x)
+        return utils.cached_cast(cast_fn, x, handle.cache) if cached else cast_fn(x)
 
     @functools.wraps(orig_fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -85,13 +85,13 @@ def cached_cast(
 
 
 def promote(mod: Any, fn: str, handle: Any, verbose: bool = False) -> None:
-    """Has `mod.fn` take tensors of which some are half and some float32 as float32."""
+    """Makes `mod.fn` cast its arguments to float32 where some are half and some float32."""
     cast_fn = utils.verbosify(utils.maybe_float, fn, verbose)
     _replace(mod, fn, handle, lambda function: make_promote_wrapper(function, cast_fn, handle))
 
 
 def sequence_promote(mod: Any, fn: str, handle: Any, verbose: bool = False) -> None:
-    """The same for a function whose first argument is a sequence of tensors."""
+    """`promote` for a function whose first argument is a sequence of tensors."""
 
     def make(function: Function) -> Function:
         @functools.wraps(function)
@@ -106,7 +106,7 @@ def sequence_promote(mod: Any, fn: str, handle: Any, verbose: bool = False) -> N
 
 
 def promote_match_arg0(mod: Any, fn: str, handle: Any, verbose: bool = False) -> None:
-    """Has a function that writes its first argument take the others in the dtype of that one."""
+    """Makes a function that writes its first argument cast the others to the dtype of the first."""
 
     def make(function: Function) -> Function:
         @functools.wraps(function)
@@ -122,12 +122,12 @@ def promote_match_arg0(mod: Any, fn: str, handle: Any, verbose: bool = False) ->
 
 def _refuse(fn: str, message: str | None) -> NoReturn:
     raise NotImplementedError(
-        message or f"amp: {fn} takes no half tensors, which it would write; cast them to float32"
+        message or f"amp: {fn} takes no half tensors, because it writes them in place; cast them to float32"
     )
 
 
 def err_if_any_half(mod: Any, fn: str, handle: Any, custom_err_msg: str | None = None) -> None:
-    """Has `mod.fn` raise NotImplementedError when an argument is half."""
+    """Makes `mod.fn` raise NotImplementedError when an argument is half."""
 
     def make(function: Function) -> Function:
         @functools.wraps(function)
@@ -142,7 +142,7 @@ def err_if_any_half(mod: Any, fn: str, handle: Any, custom_err_msg: str | None =
 
 
 def err_if_arg0_half(mod: Any, fn: str, handle: Any, verbose: bool = False) -> None:
-    """Has `mod.fn` raise NotImplementedError when its first argument is half; the others become float32."""
+    """Makes `mod.fn` raise NotImplementedError for a half first argument, and cast the others to float32."""
 
     def make(function: Function) -> Function:
         @functools.wraps(function)
@@ -159,12 +159,12 @@ def err_if_arg0_half(mod: Any, fn: str, handle: Any, verbose: bool = False) -> N
 
 
 def new_rnn_cast(fn: str, handle: Any, verbose: bool = False) -> None:
-    """Has torch.nn's "LSTM", "GRU", "RNN_TANH" or "RNN_RELU", or a cell ("LSTM_CELL"), run in half."""
+    """Makes torch.nn's "LSTM", "GRU", "RNN_TANH" or "RNN_RELU", or a cell ("LSTM_CELL"), run in half."""
 
     def make(forward: Function) -> Function:
         @functools.wraps(forward)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if handle.is_active():  # torch.nn takes no input whose dtype is not the weights'
+            if handle.is_active():  # torch.nn requires the dtype of the weights
                 args, kwargs = cast_floating(args, torch.float32), cast_floating(kwargs, torch.float32)
             return forward(*args, **kwargs)
 
@@ -176,7 +176,7 @@ def new_rnn_cast(fn: str, handle: Any, verbose: bool = False) -> None:
 
 
 def disable_casts(mod: Any, fn: str, handle: Any) -> None:
-    """Has nothing cast inside `mod.fn`."""
+    """Disables casts inside `mod.fn`."""
 
     def make(function: Function) -> Function:
         @functools.wraps(function)

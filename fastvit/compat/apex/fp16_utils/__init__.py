@@ -1,4 +1,4 @@
-"""apex.fp16_utils: half networks, masters and loss scaling by hand."""
+"""apex.fp16_utils: half networks, masters and loss scaling without amp."""
 
 from .fp16_optimizer import FP16_Optimizer
 from .fp16util import (

@@ -24,7 +24,7 @@ class FP16_Optimizer:
         optimizer.step()
 
     Args:
-        init_optimizer: changed in place; use the wrapper from here on.
+        init_optimizer: changed in place; use the wrapper instead of it.
         static_loss_scale: a fixed scale.
         dynamic_loss_scale: use a `DynamicLossScaler` instead, made with `dynamic_loss_args`.
         verbose: print skipped steps.
@@ -74,9 +74,9 @@ class FP16_Optimizer:
         self.optimizer.zero_grad(set_to_none)
 
     def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
-        """Backward of the loss times its scale; then `update_master_grads`, unless told not to.
+        """Backward of the loss times its scale; then `update_master_grads`, unless that argument is False.
 
-        Under DDP's `no_sync` gradients wait for the backward that reduces them.
+        Under DDP's `no_sync` gradients stay scaled until the backward that reduces them.
         """
         self._amp.before_backward(self.loss_scale)
         self.loss_scaler.backward(loss.float(), retain_graph=retain_graph)
@@ -100,7 +100,7 @@ class FP16_Optimizer:
         """Steps the masters and copies them to the model; after an overflow it does neither.
 
         Raises:
-            TypeError: with a closure, whose backward would have to come before it is known whether to step.
+            TypeError: with a closure, whose backward would have to come before the check for overflow.
         """
         if closure is not None:
             raise TypeError("FP16_Optimizer.step takes no closure; call backward(loss) before it")
@@ -119,9 +119,7 @@ class FP16_Optimizer:
         return self.optimizer.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """The scaler, the optimizer and the masters; plain tensors and numbers, so that it loads with
-        weights_only.
-        """
+        """The scaler, the optimizer and the masters, as tensors and numbers that weights_only loads."""
         return {
             "loss_scaler": dict(self.loss_scaler.__dict__),
             "dynamic_loss_scale": self.dynamic_loss_scale,
@@ -132,7 +130,7 @@ class FP16_Optimizer:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores masters and model exactly; takes apex's files, whose scaler is an object."""
+        """Restores masters and model exactly; loads apex's files too, whose scaler is an object."""
         scaler = state_dict["loss_scaler"]
         self.dynamic_loss_scale = state_dict["dynamic_loss_scale"]
         self.loss_scaler = DynamicLossScaler() if self.dynamic_loss_scale else LossScaler()

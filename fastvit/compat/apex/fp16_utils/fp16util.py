@@ -1,4 +1,4 @@
-"""Half networks by hand: casting one, and float32 masters beside it."""
+"""Casts networks to half, and makes float32 masters, without amp."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Casts `network` in place, but for BatchNorm layers that have a weight."""
+    """Casts `network` in place, except BatchNorm layers that have a weight."""
     for module in network.modules():
         if not (is_batchnorm(module) and module.affine):
             convert_module(module, dtype)
@@ -67,7 +67,7 @@ def network_to_half(network: nn.Module) -> nn.Module:
 
 
 class FP16Model(nn.Module):
-    """`network`, cast in place to half but for BatchNorm; inputs are cast too, outputs are half."""
+    """`network`, cast in place to half except BatchNorm; inputs are cast too, outputs are half."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()

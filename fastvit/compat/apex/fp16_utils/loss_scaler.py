@@ -17,7 +17,7 @@ def to_python_float(t: Any) -> float:
 
 
 class LossScaler:
-    """A static scale: nothing overflows, nothing changes."""
+    """A static scale, without a check for overflow."""
 
     dynamic = False
 

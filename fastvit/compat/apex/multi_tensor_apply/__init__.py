@@ -1,4 +1,4 @@
-"""apex.multi_tensor_apply, which calls operations that apex compiles (`amp_C`); there are none here.
+"""apex.multi_tensor_apply, which calls compiled operations of apex (`amp_C`). fastvit has none of them.
 
 Scripts import it, often for nothing, and ask whether it is `available` before they use it.
 """

@@ -46,10 +46,10 @@ def _explain(memory_efficient: bool) -> None:
 
 
 def _in_one_dtype(norm: Callable[..., Tensor], mixed: bool, x: Tensor, *parameters: Tensor | None) -> Tensor:
-    """`norm(x, *parameters)` in the widest dtype of all, returned in that of x, or if `mixed` of the weight.
+    """`norm(x, *parameters)` in the widest dtype of its arguments; returned in x's dtype, or with `mixed` in
+    the weight's.
 
-    Under autocast, which itself would return float32, all but float64 are in its dtype, as with apex. Under
-    O1 they are not, as with apex.
+    As in apex, all arguments but float64 are cast to autocast's dtype under autocast, but not under O1.
     """
     device, handle = x.device.type, _amp_state.handle
     autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
@@ -194,10 +194,10 @@ class FusedRMSNormFunction:
 
 
 class FusedLayerNorm(nn.LayerNorm):
-    """torch.nn.LayerNorm; the output has the dtype of the input, whatever that of the weight.
+    """torch.nn.LayerNorm; the output has the dtype of the input, not of the weight.
 
     Args:
-        memory_efficient: has no effect, and says so once.
+        memory_efficient: has no effect, and warns once.
     """
 
     def __init__(
@@ -225,10 +225,10 @@ class MixedFusedLayerNorm(FusedLayerNorm):
 
 
 class FusedRMSNorm(nn.RMSNorm):
-    """torch.nn.RMSNorm; the output has the dtype of the input, whatever that of the weight.
+    """torch.nn.RMSNorm; the output has the dtype of the input, not of the weight.
 
     Args:
-        memory_efficient: has no effect, and says so once.
+        memory_efficient: has no effect, and warns once.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ class FP16_Optimizer(General):
     scale too, and its checkpoints are those of apex.contrib.optimizers.
 
     Args:
-        init_optimizer: changed in place; use the wrapper from here on.
+        init_optimizer: changed in place; use the wrapper instead of it.
         static_loss_scale: a fixed scale.
         dynamic_loss_scale: start at 2^16, halve it at an overflow, double it after 1000 clean steps.
         dynamic_loss_args: those of `DynamicLossScaler` instead.
@@ -84,7 +84,7 @@ class FP16_Optimizer(General):
         if "fp32_groups" not in state_dict:
             raise RuntimeError(
                 f"FP16_Optimizer.load_state_dict: needs 'fp32_groups', got {sorted(state_dict)}; load the "
-                "weights of files with 'fp32_groups_flat' into the model and start the optimizer anew"
+                "weights of files with 'fp32_groups_flat' into the model and use a new optimizer"
             )
         self.dynamic_loss_scale = state_dict["dynamic_loss_scale"]
         names = {"cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window"}

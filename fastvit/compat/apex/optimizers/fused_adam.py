@@ -87,7 +87,7 @@ class FusedAdam(FusedOptimizer):
 
     def _start(self, state: dict[str, Any], value: Tensor, group: dict[str, Any]) -> None:
         super()._start(state, value, group)
-        # A fused kernel counts where the parameter is; a loaded count may lie elsewhere.
+        # A fused kernel needs its count on the device of the parameter; a loaded one may be on another.
         step = state.get("step")
         state["step"] = torch.zeros((), device=value.device) if step is None else step.to(value.device)
 

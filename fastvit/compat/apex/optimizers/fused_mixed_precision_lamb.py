@@ -17,11 +17,11 @@ __all__ = ["FusedMixedPrecisionLamb"]
 class FusedMixedPrecisionLamb(FusedLAMB):
     """`FusedLAMB` whose learning rate and step count are tensors in the groups, to be written in place.
 
-    `torch.amp.GradScaler.step(optimizer)` leaves the gradients to it: they are unscaled in float32, and the
-    step is left out if one of them is not finite.
+    `torch.amp.GradScaler.step(optimizer)` passes scaled gradients: they are unscaled in float32, and the step
+    is skipped if one of them is not finite.
 
     Args:
-        step: where the count starts.
+        step: the initial step count.
         reduced_precision_dtype: parameters of this dtype have a float32 master, made at the first step; None
             rounds every step.
     """

@@ -20,7 +20,7 @@ class FusedSGD(FusedOptimizer):
     Args:
         wd_after_momentum: decay the weights by `lr * weight_decay` instead of adding `weight_decay * w` to
             the gradient before the momentum.
-        materialize_master_grads: False has no effect, and says so: amp's masters always have gradients.
+        materialize_master_grads: False has no effect, and warns: amp's masters always have gradients.
         set_grad_none: `zero_grad()` sets gradients to None.
     """
 

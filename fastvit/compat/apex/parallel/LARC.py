@@ -17,17 +17,17 @@ __all__ = ["LARC"]
 
 
 class LARC:
-    """Multiplies each parameter's gradient by its layer's rate, then lets `optimizer` step.
+    """Multiplies each parameter's gradient by its layer's rate, then calls the step of `optimizer`.
 
     With w the parameter, g its gradient and wd the group's weight decay, the rate is
-    `trust_coefficient * |w| / (|g| + wd * |w| + eps)`, and g becomes `rate * (g + wd * w)`; the optimizer
-    itself decays nothing. A parameter with |w| or |g| of 0 is stepped by its bare gradient.
+    `trust_coefficient * |w| / (|g| + wd * |w| + eps)`, and g becomes `rate * (g + wd * w)`. The weight decay
+    of `optimizer` is 0 meanwhile. A parameter with |w| or |g| of 0 has its gradient unchanged.
 
     Args:
-        optimizer: a torch optimizer; its groups, state and schedulers are used as they are.
-        trust_coefficient: the share of |w| that one step of rate 1 may move.
+        optimizer: a torch optimizer, with its groups, state and schedulers.
+        trust_coefficient: the largest change of |w| in one step of rate 1, relative to |w|.
         clip: take `min(rate / lr, 1)`, so that a layer is never faster than lr (LARC); False is LARS.
-        eps: keeps the rate finite.
+        eps: avoids a division by 0.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ ReduceOp = dist.ReduceOp
 
 _ONE_BUCKET_MB = 1 << 20  # larger than any model
 
-# What each option of apex's that has no effect was for, and why torch needs no word about it.
+# Options of apex without an effect, with the reason.
 _WITHOUT_EFFECT = {
     "shared_param": "torch DDP reduces a shared parameter once",
     "allreduce_trigger_params": "torch DDP chooses its buckets from message_size and the order of gradients",
@@ -31,21 +31,21 @@ _WITHOUT_EFFECT = {
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     """torch's DistributedDataParallel with apex's arguments.
 
-    Parameters and buffers are those of rank 0 at the start; buffers are not broadcast later, so BatchNorm
-    that is not synchronised keeps statistics of its own on each rank, as with apex.
+    At construction parameters and buffers of rank 0 are broadcast. Buffers are not broadcast later, so a
+    BatchNorm that is not synchronised has different statistics on each rank, as in apex.
 
     Args:
         module: on its device, after `amp.initialize`.
         message_size: elements per bucket; torch's bucket_cap_mb at four bytes each.
-        delay_allreduce: one reduction when all gradients are there; allows unused parameters.
+        delay_allreduce: one reduction after all gradients are computed; allows unused parameters.
         allreduce_always_fp32: reduce half gradients in float32.
         gradient_average: divide the sum of gradients by the number of ranks.
-        gradient_predivide_factor: divide by it before the sum, and by the rest after it; without
-            gradient_average by nothing after it.
-        gradient_average_split_factor: older name of the former.
+        gradient_predivide_factor: divide by it before the sum and, with gradient_average, by
+            ranks / gradient_predivide_factor after it.
+        gradient_average_split_factor: older name of gradient_predivide_factor.
 
     `shared_param`, `allreduce_trigger_params`, `retain_allreduce_buffers`, `num_allreduce_streams`,
-    `allreduce_communicators` and `prof` have no effect, and say so once.
+    `allreduce_communicators` and `prof` have no effect, and warn once.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self.require_backward_grad_sync = True
 
 
-# torch looks at these annotations, so they are not postponed in this file.
+# torch reads these annotations, so they are not postponed in this file.
 def _reduce(state: tuple[float, float, bool], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     before, after, in_float32 = state
     buffer = bucket.buffer()
@@ -120,7 +120,7 @@ def _reduce(state: tuple[float, float, bool], bucket: dist.GradBucket) -> torch.
 
 
 class Reducer:
-    """Averages gradients over the ranks when `reduce` is called, and not before.
+    """Averages gradients over the ranks when `reduce` is called.
 
     Args:
         module_or_grads_list: a module, whose parameters and buffers become rank 0's; or the gradients
@@ -156,8 +156,8 @@ def flat_dist_call(
     """One collective for each dtype and device instead of one for each tensor; changes the tensors in place.
 
     Args:
-        call: `torch.distributed.broadcast`, say; after `all_reduce` sums become means.
-        extra_args: what `call` takes after the tensor.
+        call: a collective such as `torch.distributed.broadcast`; sums of `all_reduce` become means.
+        extra_args: arguments of `call` after the tensor.
     """
     groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
     for tensor in tensors:

@@ -1,8 +1,8 @@
 """`python -m apex.parallel.multiproc main.py args...`
 
-Starts `python -m fastvit.compat main.py args... --world-size N --rank R` once for each rank. N is what
-`--world-size` says, or the number of GPUs, or 1. Rank 0 prints, the others write to GPU_1.log and so on. If
-one of them fails, the others are ended, and its status is returned.
+Starts `python -m fastvit.compat main.py args... --world-size N --rank R` once for each rank. N is the value
+of `--world-size`, or the number of GPUs, or 1. Rank 0 prints, the others write to GPU_1.log and so on. When
+one of them fails, the others are terminated, and its status is returned.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 
 __all__ = ["main"]
 
-_PATIENCE = 10.0  # seconds that the other ranks have to end when one has failed, and once more when asked to
+_PATIENCE = 10.0  # seconds before the other ranks are terminated after a failure, and again before a kill
 
 
 def _with(arguments: list[str], name: str, value: int) -> list[str]:
-    """`arguments` in which option `name` is `value`."""
+    """`arguments` with option `name` set to `value`."""
     if name not in arguments:
         return [*arguments, name, str(value)]
     place = arguments.index(name) + 1
@@ -39,7 +39,7 @@ def _world_size(arguments: list[str]) -> int:
 
 
 def _ended(workers: list[subprocess.Popen], seconds: float) -> bool:
-    """Whether all of them end within so many seconds."""
+    """Waits for at most `seconds`; returns whether all workers have ended."""
     deadline = time.monotonic() + seconds
     while (running := [worker.poll() for worker in workers].count(None)) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -47,7 +47,7 @@ def _ended(workers: list[subprocess.Popen], seconds: float) -> bool:
 
 
 def _wait(workers: list[subprocess.Popen]) -> int:
-    """The status of the first worker that fails, 0 when none does; all have ended then."""
+    """Waits for all workers; returns the status of the first that fails, or 0."""
     while not any(statuses := [worker.poll() for worker in workers]) and None in statuses:
         time.sleep(0.05)
     for end in (subprocess.Popen.terminate, subprocess.Popen.kill):

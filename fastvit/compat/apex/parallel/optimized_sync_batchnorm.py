@@ -1,4 +1,4 @@
-"""The SyncBatchNorm that apex compiles: here there is one, fastvit's."""
+"""The module of apex's compiled SyncBatchNorm, here fastvit's."""
 
 from fastvit.sync_batchnorm import SyncBatchNorm
 

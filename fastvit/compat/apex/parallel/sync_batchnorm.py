@@ -1,4 +1,4 @@
-"""The SyncBatchNorm that apex writes in Python: here there is one, fastvit's."""
+"""The module of apex's Python SyncBatchNorm, here fastvit's."""
 
 from fastvit.sync_batchnorm import SyncBatchNorm
 

@@ -1,8 +1,8 @@
-"""Which functions `amp.init` casts, by name.
+"""The functions that `amp.init` casts, by name.
 
 `functional_overrides` is for torch.nn.functional, `torch_overrides` for torch, `tensor_overrides` for methods
-of torch.Tensor. O1 casts by autocast's own lists; a name that a script moves, adds or takes away here before
-`initialize` is cast as the script says.
+of torch.Tensor. O1 uses autocast's lists, with the changes that a script makes to these lists before
+`initialize`.
 """
 
 from . import functional_overrides, tensor_overrides, torch_overrides

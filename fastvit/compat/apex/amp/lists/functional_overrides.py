@@ -1,4 +1,4 @@
-"""torch.nn.functional: what runs in half, in float32, and not at all on half tensors."""
+"""torch.nn.functional: functions that run in half, in float32, or refuse half tensors."""
 
 import torch.nn.functional
 
@@ -36,4 +36,4 @@ BANNED_FUNCS = [
         "amp.init(allow_banned=True), which casts to float32",
     )
 ]
-"""(name, what the error says)."""
+"""(name, message of the error)."""

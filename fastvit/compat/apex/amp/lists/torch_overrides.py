@@ -1,4 +1,4 @@
-"""torch: what runs in half, in float32, and in the widest dtype of its arguments."""
+"""torch: functions that run in half, in float32, or in the widest dtype of their arguments."""
 
 import torch
 
@@ -24,6 +24,6 @@ FP32_FUNCS = [
 ]
 
 CASTS = ["addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot"]
-"""Those that do not mix dtypes by themselves; torch promotes the arguments of arithmetic and comparisons."""
+"""Functions that refuse mixed dtypes; torch promotes the arguments of arithmetic and comparisons itself."""
 
 SEQUENCE_CASTS = ["cat", "stack"]
