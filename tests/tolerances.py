@@ -33,6 +33,17 @@ TOLERANCES = {
         "one rounding to storage; elu near saturation multiplies the accumulation type's rounding",
     ),
     "running": ({F64: 1e-13, F32: 1e-6, F16: 1e-3, BF16: 8e-3}, "one rounding to the buffer's dtype"),
+    "layer_norm_forward": (_ROUNDED, "one rounding to storage"),
+    "layer_norm_saved": (_SUMMED, "a row's mean and deviation in the accumulation type"),
+    "layer_norm_backward": (_ROUNDED, "one rounding to storage"),
+    "layer_norm_sums": (
+        {F64: 1e-12, F32: 1e-5, F16: 1e-5, BF16: 1e-5},
+        "sums of mixed sign cancel: relative to the largest column's sum only",
+    ),
+    "act_forward": (_ROUNDED, "one rounding to storage"),
+    "act_backward": (_ROUNDED, "one rounding to storage"),
+    "glu_forward": (_ROUNDED, "one rounding to storage"),
+    "glu_backward": (_ROUNDED, "one rounding to storage"),
     # Whole layers against torch, whose own float32 statistics carry an error of some 1e-6.
     "layer": (
         {F64: 1e-11, F32: 2e-5, F16: 3e-3, BF16: 2.5e-2},
