@@ -195,20 +195,22 @@ void with_vector_walk(const Plan& plan, const F& f) {
   plan.rows ? f.template operator()<true, kVector<T>>() : f.template operator()<false, kVector<T>>();
 }
 
+// Blocks that a multiprocessor holds of a kernel. CUDA is asked once per thread, kernel and device.
+inline int blocks_of(const Device& device, const void* kernel) {
+  thread_local std::map<std::pair<const void*, int>, int> asked;
+  int& known = asked[{kernel, device.current}];
+  if (known == 0) STD_CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&known, kernel, kThreads, 0));
+  return known;
+}
+
 // For Planner::make: blocks that a multiprocessor holds of kernel_of<kRows, V>(), the kernel that a plan
-// takes; of no other, as asking loads it, which may wait for the GPU and so for peers. CUDA is asked once per
-// thread, kernel and device.
+// takes; of no other, as asking loads it, which may wait for the GPU and so for peers.
 template <class T, class KernelOf>
 auto resident_blocks(const Device& device, const KernelOf& kernel_of) {
   return [&](const Plan& plan) {
     int blocks = 0;
     with_walk<T>(plan, [&]<bool kRows, int V>() {
-      const auto kernel = reinterpret_cast<const void*>(kernel_of.template operator()<kRows, V>());
-      thread_local std::map<std::pair<const void*, int>, int> asked;
-      int& known = asked[{kernel, device.current}];
-      if (known == 0)
-        STD_CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&known, kernel, kThreads, 0));
-      blocks = known;
+      blocks = blocks_of(device, reinterpret_cast<const void*>(kernel_of.template operator()<kRows, V>()));
     });
     return blocks;
   };

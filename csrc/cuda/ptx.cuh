@@ -21,6 +21,12 @@ inline uint4 load_wide(const uint4* from) {
 inline void store_wide(uint4* to, uint4 value) {
   *to = value;
 }
+inline uint2 load_wide(const uint2* from) {
+  return *from;
+}
+inline void store_wide(uint2* to, uint2 value) {
+  *to = value;
+}
 inline uint64_t globaltimer() {
   return cuda_host::globaltimer();
 }
@@ -33,8 +39,8 @@ inline void load_halves(uint64_t* from, uint64_t& first, uint64_t& second) {
   second = SystemAtomic<uint64_t>(from[1]).load(cuda::std::memory_order_relaxed);
 }
 #else
-// Ordinary accesses to global memory that stay 16 bytes wide. An assignment of a uint4 is four accesses to
-// the compiler, which it joins again only where it sees through their addresses.
+// Ordinary accesses to global memory that stay 16 or 8 bytes wide. An assignment of a uint4 is four accesses
+// to the compiler, which it joins again only where it sees through their addresses.
 __device__ __forceinline__ uint4 load_wide(const uint4* from) {
   uint4 value;
   asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -45,6 +51,18 @@ __device__ __forceinline__ uint4 load_wide(const uint4* from) {
 __device__ __forceinline__ void store_wide(uint4* to, uint4 value) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)), "r"(value.x),
                "r"(value.y), "r"(value.z), "r"(value.w)
+               : "memory");
+}
+__device__ __forceinline__ uint2 load_wide(const uint2* from) {
+  uint2 value;
+  asm volatile("ld.global.v2.u32 {%0, %1}, [%2];"
+               : "=r"(value.x), "=r"(value.y)
+               : "l"(__cvta_generic_to_global(from)));
+  return value;
+}
+__device__ __forceinline__ void store_wide(uint2* to, uint2 value) {
+  asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(to)), "r"(value.x),
+               "r"(value.y)
                : "memory");
 }
 __device__ __forceinline__ uint64_t globaltimer() {  // nanoseconds
