@@ -5,6 +5,8 @@ from torch import Tensor, nn
 
 from . import functional
 
+__all__ = ["LayerNorm"]
+
 
 class LayerNorm(nn.LayerNorm):
     """torch.nn.LayerNorm with the same constructor and `state_dict`, and other bits.

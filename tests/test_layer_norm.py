@@ -245,6 +245,11 @@ def test_what_backward_keeps(device):
     assert sorted(t.nbytes for t in kept if t.data_ptr() not in own) == [2 * 10 * 4, x.nbytes]
 
 
+def test_on_meta_there_are_shapes_alone():
+    y = fastvit.LayerNorm((2, 8), device="meta")(torch.empty(3, 2, 8, device="meta", dtype=BF16))
+    assert y.is_meta and y.shape == (3, 2, 8) and y.dtype == BF16
+
+
 def test_frozen_parts(device):
     for frozen in ("weight", "bias", "both", "x"):
         layer = fastvit.LayerNorm(32, device=device)
