@@ -46,7 +46,7 @@ demo: install  ## Train a ViT on scikit-learn's digits with 2 ranks; leaves runs
 
 TESTS := $(RUN) -m pytest -q -n auto --maxprocesses 8 -m "not slow and not models"
 MODEL := FASTVIT_TEST_DEVICE=cuda_host OMP_NUM_THREADS=1 $(TESTS)
-OPS   := tests/test_ops.py tests/test_local_ops.py tests/test_arguments.py tests/test_messages.py tests/cuda_host/test_cuda_host_kernels.py tests/cuda_host/test_cuda_host_exchange.py
+OPS   := tests/test_ops.py tests/test_local_ops.py tests/test_layer_norm.py tests/test_act.py tests/test_arguments.py tests/test_messages.py tests/cuda_host/test_cuda_host_kernels.py tests/cuda_host/test_cuda_host_exchange.py
 
 test: install  ## The whole test suite; the CUDA sources run on a model of a GPU
 	$(TESTS) --ignore tests/cuda_host

@@ -2,6 +2,7 @@
 
 python benchmarks/report.py [--name layers_cpu]     of bench_layers.py
 python benchmarks/report.py --name sync_cpu         of bench_sync.py
+python benchmarks/report.py --name vit_ops_cpu      of bench_vit_ops.py
 """
 
 import argparse
@@ -76,6 +77,26 @@ def sync_table(rows: list[dict[str, str]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def vit_ops_table(rows: list[dict[str, str]]) -> str:
+    lines = [
+        "| op | shape | dtype | direction | torch | fastvit | times as fast |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for torchs, own in zip(rows[::2], rows[1::2], strict=True):
+        speeds = [f"{float(r['p50_ms']):.2f} ms, {float(r['GB_s']):.1f} GB/s" for r in (torchs, own)]
+        what = (own["op"], own["shape"], own["dtype"], own["direction"])
+        lines.append(f"| {' | '.join((*what, *speeds))} | {float(own['times']):.2f} |")
+    first, copies = rows[0], [float(r["copy_GB_s"]) for r in rows]
+    lines += [
+        "",
+        "Processor time of the process; GB/s of what the operation has to read and write at least; a copy "
+        f"moves {min(copies):.0f} to {max(copies):.0f} GB/s.",
+        f"{first['device']}, {first['threads']} thread(s), torch {first['torch']}, "
+        f"commit {first['commit']}, {first['date']}.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def picture(rows: list[dict[str, str]], path) -> None:
     groups = list(dict.fromkeys((r["shape"], r["threads"]) for r in rows))
     layers = list(dict.fromkeys(r["layer"] for r in rows))
@@ -106,7 +127,7 @@ def main() -> None:
     parser.add_argument("--name", default="layers_cpu", help="results/NAME.csv")
     name = parser.parse_args().name
     rows = read(name)
-    text = sync_table(rows) if "way" in rows[0] else table(rows)
+    text = (sync_table if "way" in rows[0] else vit_ops_table if "direction" in rows[0] else table)(rows)
     if "layer" in rows[0]:
         picture(rows, RESULTS / f"{name}.png")
     (RESULTS / f"{name}.md").write_text(text)

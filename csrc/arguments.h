@@ -66,6 +66,40 @@ struct BackwardArgs : NormArgs {  // operands 0: x or y, 1: dy, 2: dx, 3: z, 4: 
   void* local_sums = nullptr;  // [2C], written by local_backward, which reads no sums
 };
 
+struct LayerNormArgs {  // of rows of `columns` values, which lie side by side in x, y, dy and dx
+  int64_t rows, columns;
+  ScalarType dtype, output_dtype;  // of x and dx, and of y and dy
+  int device;
+  const void* x;
+  Channels weight, bias;
+};
+
+struct LayerNormForwardArgs : LayerNormArgs {
+  void* y = nullptr;
+  void* saved = nullptr;  // mean[rows], invstd[rows]
+  double eps = 0;
+};
+
+struct LayerNormBackwardArgs : LayerNormArgs {
+  const void* dy = nullptr;
+  const void* saved = nullptr;
+  void* dx = nullptr;
+  void* sums = nullptr;  // [2 * columns]; null: not needed
+};
+
+struct ActArgs {  // forward: operands 0: x, 1: y, 2: b; backward: 0: x, 1: dy, 2: dx, 3: b, 4: db
+  Layout layout;
+  ScalarType dtype;
+  int device;
+  Activation activation;
+  double activation_param;
+  const void* x;
+  const void* b;             // null: no gate
+  const void* dy = nullptr;  // null in forward
+  void* out = nullptr;       // y, or dx
+  void* db = nullptr;
+};
+
 // The floor of |gamma| for activations of `dtype`; 0 where nothing is inverted. fp16's is larger because of
 // its short exponent. The 16-bit types have no floor relative to |beta|: 2^7 roundings of beta would be too
 // large an error of y. The layer warns instead.

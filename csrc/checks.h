@@ -101,9 +101,13 @@ inline ScalarType accumulation_type(ScalarType t) {
   return t == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
 
-inline void check_input(const char* op, const char* argument, const Tensor& x, int64_t channel_dim) {
-  require(is_floating(x.scalar_type()), op, argument, "has dtype ", toString(x.scalar_type()),
+inline void check_floating(const char* op, const char* argument, const Tensor& t) {
+  require(is_floating(t.scalar_type()), op, argument, "has dtype ", toString(t.scalar_type()),
           "; float16, bfloat16, float32 or float64 expected");
+}
+
+inline void check_input(const char* op, const char* argument, const Tensor& x, int64_t channel_dim) {
+  check_floating(op, argument, x);
   require(x.dim() >= 2 && x.dim() <= kMaxDims, op, argument, "has shape ", shape_of(x), "; 2 to ", kMaxDims,
           " dimensions expected");
   require(channel_dim >= 0 && channel_dim < x.dim(), op, "channel_dim", "is ", channel_dim, "; 0 to ",
@@ -118,23 +122,25 @@ inline void check_may_be_overwritten(const char* op, const char* argument, const
             "overwritten; a tensor that owns its memory expected");
 }
 
-// `t` is another activation: same shape, dtype and device as `x`.
-inline void check_like(const char* op, const char* argument, const Tensor& t, const Tensor& x) {
+// `t` is another activation: same shape and device as `x`; check_like: and dtype.
+inline void check_shape(const char* op, const char* argument, const Tensor& t, const Tensor& x) {
   bool same = t.dim() == x.dim();
   for (int64_t d = 0; same && d < x.dim(); ++d) same = t.size(d) == x.size(d);
   require(same, op, argument, "has shape ", shape_of(t), "; ", shape_of(x), " expected");
-  require(t.scalar_type() == x.scalar_type(), op, argument, "has dtype ", toString(t.scalar_type()), "; ",
-          toString(x.scalar_type()), " expected, as the input's");
   check_device(op, argument, t, x);
   check_memory(op, argument, t);
+}
+inline void check_like(const char* op, const char* argument, const Tensor& t, const Tensor& x) {
+  require(t.scalar_type() == x.scalar_type(), op, argument, "has dtype ", toString(t.scalar_type()), "; ",
+          toString(x.scalar_type()), " expected, as the input's");
+  check_shape(op, argument, t, x);
 }
 
 // `t` is a parameter or a buffer: C numbers of any floating-point type, contiguous.
 inline void check_channels(const char* op, const char* argument, const std::optional<Tensor>& t,
                            const Tensor& x, int64_t channels) {
   if (!t) return;
-  require(is_floating(t->scalar_type()), op, argument, "has dtype ", toString(t->scalar_type()),
-          "; float16, bfloat16, float32 or float64 expected");
+  check_floating(op, argument, *t);
   require(t->dim() == 1 && t->size(0) == channels, op, argument, "has shape ", shape_of(*t), "; (", channels,
           ",) expected, one number per channel");
   require(t->is_contiguous(), op, argument, "is not contiguous");

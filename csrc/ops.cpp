@@ -3,8 +3,10 @@
 // abn_forward_ returns no alias of x: in this form, with mark_dirty(x), both autograd and torch.compile
 // handle it in eager mode. abn_forward returns a new tensor. Sums and moments are packed, so that ranks
 // exchange each with one collective.
+#include "act.h"
 #include "cpu/backend.h"
 #include "frontend.h"
+#include "layer_norm.h"
 #include "sync/cpu_peer.h"
 #include "sync/message.h"
 
@@ -55,6 +57,18 @@ STABLE_TORCH_LIBRARY(fastvit, m) {
   m.def(
       "abn_backward(Tensor y, Tensor dy, Tensor saved, Tensor? sums, Tensor? weight, Tensor? bias, "
       "str activation, float activation_param, int channel_dim) -> Tensor");
+  m.def(
+      "layer_norm_forward(Tensor x, Tensor? weight, Tensor? bias, float eps, ScalarType? output_dtype=None) "
+      "-> (Tensor, Tensor)");
+  m.def(
+      "layer_norm_backward(Tensor x, Tensor dy, Tensor saved, Tensor? weight, bool parameters) "
+      "-> (Tensor, Tensor)");
+  m.def("act_forward(Tensor x, str activation, float activation_param) -> Tensor");
+  m.def("act_backward(Tensor x, Tensor dy, str activation, float activation_param) -> Tensor");
+  m.def("glu_forward(Tensor a, Tensor b, str activation, float activation_param) -> Tensor");
+  m.def(
+      "glu_backward(Tensor a, Tensor b, Tensor dy, str activation, float activation_param) "
+      "-> (Tensor, Tensor)");
   // Exchanges between ranks: see fastvit/sync.
   m.def("peer_bytes(int world, int capacity) -> int");
   m.def("peer_share(Tensor numbers, Tensor exchange) -> Tensor");
@@ -67,6 +81,8 @@ STABLE_TORCH_LIBRARY(fastvit, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(fastvit, CPU, m) {
   fastvit::Frontend<fastvit::Cpu>::implement(m);
+  fastvit::LayerNormOps<fastvit::Cpu>::implement(m);
+  fastvit::ActOps<fastvit::Cpu>::implement(m);
   fastvit::implement_messages<fastvit::CpuMessages>(m);
   m.impl("peer_share", TORCH_BOX(&fastvit::peer_share));
   m.impl("peer_wait", TORCH_BOX(&fastvit::peer_wait));

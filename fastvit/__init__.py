@@ -6,6 +6,7 @@ from . import functional, ops, sync
 from .batch_norm_act import BatchNormAct, BatchNormActSync
 from .conversion import LayerReport, Report, Verification, convert, revert, verify
 from .inplace_abn import InPlaceABN, InPlaceABNSync
+from .layer_norm import LayerNorm
 from .recompute import recompute_scope
 from .sync_batchnorm import (
     SyncBatchNorm,
@@ -24,6 +25,7 @@ __all__ = [
     "BatchNormActSync",
     "InPlaceABN",
     "InPlaceABNSync",
+    "LayerNorm",
     "LayerReport",
     "Report",
     "SyncBatchNorm",

@@ -69,6 +69,14 @@ def channel_dimension(name: str, x: Tensor, channel_last: bool) -> int:
     return x.dim() - 1 if channel_last else 1
 
 
+def check_kernels(name: str, x: Tensor) -> None:
+    """Raises ValueError where x is on a GPU for which there are no kernels."""
+    if x.is_cuda and not _library.HAS_CUDA:
+        raise ValueError(
+            f"{name}: the input is on {x.device}, but the CUDA kernels are {_library.CUDA_STATUS}"
+        )
+
+
 def check_input(
     name: str,
     x: Tensor,
@@ -84,10 +92,7 @@ def check_input(
     channel_dim = channel_dimension(name, x, channel_last)
     if not x.is_floating_point():
         raise ValueError(f"{name}: expected a floating-point input, got {x.dtype}")
-    if x.is_cuda and not _library.HAS_CUDA:
-        raise ValueError(
-            f"{name}: the input is on {x.device}, but the CUDA kernels are {_library.CUDA_STATUS}"
-        )
+    check_kernels(name, x)
     for what, tensor in per_channel.items():
         if tensor is None:
             continue

@@ -120,6 +120,51 @@ class InvertibleABNFunction(torch.autograd.Function):
         return _invertible_backward(ctx, dy)
 
 
+class LayerNormFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, eps, output_dtype):
+        y, saved = ops.layer_norm_forward(x, weight, bias, eps, output_dtype)
+        ctx.save_for_backward(x, weight, bias, saved)  # with bias, so that y can be rebuilt
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, weight, bias, saved = ctx.saved_tensors
+        wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
+        dx, sums = ops.layer_norm_backward(x, dy, saved, weight, wants_weight or wants_bias)
+        dweight, dbias = _parameter_gradients(sums, weight, bias, wants_weight, wants_bias)
+        return dx if wants_x else None, dweight, dbias, None, None
+
+
+class ActFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, activation, activation_param):
+        ctx.save_for_backward(x)
+        ctx.activation = activation, activation_param
+        return ops.act_forward(x, activation, activation_param)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensors
+        return ops.act_backward(x, dy, *ctx.activation), None, None
+
+
+class GluFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a, b, activation, activation_param):
+        ctx.save_for_backward(a, b)
+        ctx.activation = activation, activation_param
+        return ops.glu_forward(a, b, activation, activation_param)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        a, b = ctx.saved_tensors
+        return *ops.glu_backward(a, b, dy, *ctx.activation), None, None
+
+
 def _invertible_backward(ctx, dy):
     y, weight, bias, saved, tag = ctx.saved_tensors
     wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]

@@ -4,6 +4,8 @@ Each saves one activation for backward, plus O(C) numbers: the plain layers thei
 their output, which the next layer often saves too.
 """
 
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,14 +17,32 @@ from ._arguments import (
     check_activation,
     check_in_place_activation,
     check_input,
+    check_kernels,
     check_may_be_overwritten,
     check_more_than_one_value,
 )
-from ._autograd import BatchNormFunction, InPlaceABNFunction, InvertibleABNFunction, Options
+from ._autograd import (
+    ActFunction,
+    BatchNormFunction,
+    GluFunction,
+    InPlaceABNFunction,
+    InvertibleABNFunction,
+    LayerNormFunction,
+    Options,
+)
 from ._formulas import activate
 from .recompute import active_scope
 
-__all__ = ["batch_norm_act", "batch_norm_act_sync", "inplace_abn", "inplace_abn_sync", "sync_batch_norm"]
+__all__ = [
+    "act",
+    "batch_norm_act",
+    "batch_norm_act_sync",
+    "glu",
+    "inplace_abn",
+    "inplace_abn_sync",
+    "layer_norm",
+    "sync_batch_norm",
+]
 
 
 class _NormParams(NamedTuple):
@@ -321,3 +341,107 @@ def _inplace_abn(name: str, x: Tensor, norm: _NormParams, abs_weight: bool, shar
     if torch.compiler.is_compiling():
         return x.copy_(InvertibleABNFunction.apply(*arguments))
     return InPlaceABNFunction.apply(*arguments)
+
+
+def layer_norm(
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    output_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Layer normalisation over the last dimensions, as torch.nn.functional.layer_norm but for its dtypes.
+
+    Args:
+        x: `(*, *normalized_shape)` in float16, bfloat16, float32 or float64.
+        weight, bias: of normalized_shape in any dtype, or None.
+        output_dtype: of the result. None is x's dtype; for a float32 x under autocast it is autocast's, so
+            that the next Linear does not cast. Only float32 may become another dtype: float16 or bfloat16.
+
+    Returns:
+        A new contiguous tensor. Statistics and sums are in float32 (float64 for float64). Saves x for
+        backward, and two numbers a row; inside `fastvit.recompute_scope()` the result is rebuilt for later
+        ops that save it. torch.compile traces torch's ops. Not differentiable twice. The bits are not torch's.
+
+    Raises:
+        ValueError: x does not end with normalized_shape, or is on a GPU and there are no CUDA kernels.
+        RuntimeError: an argument that `fastvit.ops.layer_norm_forward` cannot take.
+    """
+    shape = tuple(normalized_shape)
+    if not shape or tuple(x.shape[-len(shape) :]) != shape:
+        raise ValueError(
+            f"layer_norm: x has shape {tuple(x.shape)}; (*, {', '.join(map(str, shape))}) expected"
+        )
+    if output_dtype is None:
+        kind, output_dtype = x.device.type, x.dtype
+        # Some device types, such as meta, have no autocast.
+        if x.dtype == torch.float32 and torch.amp.is_autocast_available(kind):
+            output_dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    if torch.compiler.is_compiling():
+        wide = ops.accumulation_dtype(x.dtype)
+        weight, bias = (t if t is None else t.to(wide) for t in (weight, bias))
+        return F.layer_norm(x.to(wide), shape, weight, bias, eps).to(output_dtype)
+    check_kernels("layer_norm", x)
+    if len(shape) > 1:
+        weight, bias = (t if t is None else t.flatten() for t in (weight, bias))
+        rows = layer_norm(
+            x.flatten(-len(shape)), (math.prod(shape),), weight, bias, eps, output_dtype=output_dtype
+        )
+        return rows.view(x.shape)
+    given = [t is not None for t in (x, weight, bias)]
+
+    def rebuild(*saved_tensors):
+        tensors = iter(saved_tensors)
+        arguments: list[Any] = [next(tensors) if there else None for there in given]
+        x, weight, bias = arguments
+        return ops.layer_norm_forward(x, weight, bias, eps, output_dtype)[0]
+
+    return _rebuildable(lambda: LayerNormFunction.apply(x, weight, bias, eps, output_dtype), rebuild)
+
+
+def act(x: Tensor, activation: str = "gelu", activation_param: float | None = None) -> Tensor:
+    """An activation: "gelu" (by erf), "gelu_tanh", "silu" and the others of `batch_norm_act`.
+
+    On a CPU only "gelu_tanh" is much faster than torch's.
+
+    Args:
+        x: any shape and strides, in float16, bfloat16, float32 or float64.
+        activation_param: slope of leaky_relu (None: 0.01) or alpha of elu (None: 1); the others have none.
+
+    Returns:
+        A new tensor of x's dtype and memory format. Saves x for backward. torch.compile, `recompute_scope`
+        and derivatives as in `layer_norm`.
+    """
+    param = check_activation(activation, activation_param)
+    if torch.compiler.is_compiling():
+        return activate(x, activation, param)
+    check_kernels("act", x)
+    return _rebuildable(
+        lambda: ActFunction.apply(x, activation, param), lambda x: ops.act_forward(x, activation, param)
+    )
+
+
+def glu(a: Tensor, b: Tensor, activation: str = "silu", activation_param: float | None = None) -> Tensor:
+    """`act(a) * b` in one pass: SwiGLU, or GEGLU with "gelu".
+
+    Args:
+        a, b: one shape and dtype; any strides, so they may be the halves of one tensor.
+
+    Other arguments and the result as in `act`. Saves a and b for backward; torch's two ops also save `act(a)`.
+    """
+    param = check_activation(activation, activation_param)
+    if torch.compiler.is_compiling():
+        return activate(a, activation, param) * b
+    check_kernels("glu", a)
+    return _rebuildable(
+        lambda: GluFunction.apply(a, b, activation, param),
+        lambda a, b: ops.glu_forward(a, b, activation, param),
+    )
+
+
+def _rebuildable(layer, rebuild) -> Tensor:
+    """layer(); an active scope can rebuild its result by `rebuild`, from the tensors that layer saves."""
+    scope = active_scope()
+    return layer() if scope is None else scope.call(layer, rebuild)

@@ -1,4 +1,5 @@
-"""The raw ops: four memory-bound steps of a normalisation layer, for plain BN and in place.
+"""The raw ops: four memory-bound steps of a normalisation layer, for plain BN and in place; LayerNorm,
+activations and gates.
 
 Each op is registered as `torch.ops.fastvit.<name>` for CPU and CUDA, has a fake for tracing, and has the
 same definition in plain PyTorch in `fastvit.reference`. None of them is differentiable by itself:
@@ -21,10 +22,14 @@ exchange the result is NaN, the count included. y and `saved` are NaN then, and 
 Activations: "identity", "leaky_relu" (`activation_param` is the slope), "elu" (`activation_param` is alpha),
 and not in place "relu", "relu6", "gelu", "gelu_tanh", "silu" and "hardswish".
 
+The ops of LayerNorm, activations and gates take any shape; the rows of LayerNorm are the last dimension.
+
 Errors are RuntimeErrors that name the op and the argument, before anything is read or written. All tensors of
 a call are on one device; only `exchange` is on the CPU. On the meta device ops compute shapes only. A tensor
 whose storage was freed or shrunk (by `resize_`, as FSDP does) is an error unless it is empty.
 """
+
+import math
 
 import torch
 from torch import Tensor
@@ -38,6 +43,8 @@ __all__ = [
     "abn_local_backward",
     "abn_local_forward_",
     "abn_reduce",
+    "act_backward",
+    "act_forward",
     "bn_apply",
     "bn_backward",
     "bn_forward",
@@ -45,6 +52,10 @@ __all__ = [
     "bn_local_forward",
     "bn_reduce",
     "bn_stats",
+    "glu_backward",
+    "glu_forward",
+    "layer_norm_backward",
+    "layer_norm_forward",
 ]
 
 _ops = torch.ops.fastvit
@@ -313,6 +324,68 @@ def abn_local_backward(
     return _ops.abn_local_backward(y, dy, saved, weight, bias, activation, activation_param, channel_dim)
 
 
+def layer_norm_forward(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    output_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`y = (x - mean) * invstd * weight + bias` over the last dimension; returns `(y, saved)`.
+
+    Args:
+        x: `(*, D)`, D >= 1; copied first where it is not contiguous.
+        weight, bias: `(D,)`, or None.
+        output_dtype: of y; None is x's. float32 may become float16 or bfloat16 on the way out, and nothing
+            else another dtype.
+
+    y is contiguous. `saved` is `mean[rows], invstd[rows]` in the accumulation type. Source: Ba, Kiros,
+    Hinton, arXiv:1607.06450.
+    """
+    return _ops.layer_norm_forward(x, weight, bias, eps, output_dtype)
+
+
+def layer_norm_backward(
+    x: Tensor, dy: Tensor, saved: Tensor, weight: Tensor | None = None, parameters: bool = True
+) -> tuple[Tensor, Tensor]:
+    """`(dx, sums)` of `layer_norm_forward`: `sums` is `sum dy[D], sum dy*xhat[D]`, the gradients of bias and
+    weight, and empty without `parameters`.
+
+    dy has y's dtype, dx has x's. The order of summation depends on shapes alone, on CUDA on the device too.
+    """
+    return _ops.layer_norm_backward(x, dy, saved, weight, parameters)
+
+
+def act_forward(x: Tensor, activation: str = "gelu", activation_param: float = 0.0) -> Tensor:
+    """`act(x)`, in x's dtype and memory format.
+
+    No operand of these four ops is copied, however it lies in memory, but one of more than 5 dimensions with
+    other strides than the first's.
+    """
+    return _ops.act_forward(x, activation, activation_param)
+
+
+def act_backward(x: Tensor, dy: Tensor, activation: str = "gelu", activation_param: float = 0.0) -> Tensor:
+    """`dx = dy * act'(x)`."""
+    return _ops.act_backward(x, dy, activation, activation_param)
+
+
+def glu_forward(a: Tensor, b: Tensor, activation: str = "silu", activation_param: float = 0.0) -> Tensor:
+    """`act(a) * b`, the gate of a GLU: SwiGLU with "silu", GEGLU with "gelu".
+
+    a and b have one shape and dtype and any strides, so they may be the halves of one tensor. Source:
+    Shazeer, arXiv:2002.05202.
+    """
+    return _ops.glu_forward(a, b, activation, activation_param)
+
+
+def glu_backward(
+    a: Tensor, b: Tensor, dy: Tensor, activation: str = "silu", activation_param: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """`(da, db)`: da = dy * b * act'(a), db = dy * act(a), in one pass."""
+    return _ops.glu_backward(a, b, dy, activation, activation_param)
+
+
 def _mutated(*tensors: Tensor | None) -> None:
     """Increments autograd's version counters, which ops registered from C++ do not do."""
     if not torch.compiler.is_compiling():
@@ -427,3 +500,36 @@ def _(x, dy, z, saved, weight, bias, activation, param, channel_dim):
 @_fake("abn_local_backward")
 def _(y, dy, saved, weight, bias, activation, param, channel_dim):
     return torch.empty_like(y), _packed(y, channel_dim, 0)
+
+
+@_fake("layer_norm_forward")
+def _(x, weight, bias, eps, output_dtype=None):
+    saved = x.new_empty(2 * math.prod(x.shape[:-1]), dtype=accumulation_dtype(x.dtype))
+    return x.new_empty(x.shape, dtype=output_dtype), saved
+
+
+@_fake("layer_norm_backward")
+def _(x, dy, saved, weight, parameters):
+    return x.new_empty(x.shape), _packed(x, -1, 0) if parameters else x.new_empty(
+        0, dtype=accumulation_dtype(x.dtype)
+    )
+
+
+@_fake("act_forward")
+def _(x, activation, param):
+    return torch.empty_like(x)
+
+
+@_fake("act_backward")
+def _(x, dy, activation, param):
+    return torch.empty_like(x)
+
+
+@_fake("glu_forward")
+def _(a, b, activation, param):
+    return torch.empty_like(a)
+
+
+@_fake("glu_backward")
+def _(a, b, dy, activation, param):
+    return torch.empty_like(a), torch.empty_like(a)

@@ -234,3 +234,46 @@ def abn_backward(
     norm = _Norm(weight, bias, activation, activation_param, channel_dim, True)
     dx, _ = _backward(y, dy, None, saved, sums, norm)
     return torch.empty_like(y).copy_(dx)
+
+
+def _per_row(saved, x):
+    """mean and invstd of layer_norm_forward, as columns."""
+    return (part.double().reshape(*x.shape[:-1], 1) for part in saved.chunk(2))
+
+
+def layer_norm_forward(x, weight=None, bias=None, eps=1e-5, output_dtype=None):
+    values = x.double()
+    mean = values.mean(-1, keepdim=True)
+    invstd = torch.rsqrt((values - mean).square().mean(-1, keepdim=True) + eps)
+    y = (values - mean) * invstd * (1.0 if weight is None else weight.double())
+    y = y + (0.0 if bias is None else bias.double())
+    saved = torch.cat([mean.flatten(), invstd.flatten()]).to(accumulation_dtype(x.dtype))
+    return y.to(output_dtype or x.dtype).contiguous(), saved
+
+
+def layer_norm_backward(x, dy, saved, weight=None, parameters=True):
+    mean, invstd = _per_row(saved, x)
+    xhat, dy = (x.double() - mean) * invstd, dy.double()
+    g = dy if weight is None else dy * weight.double()
+    dx = invstd * (g - g.mean(-1, keepdim=True) - xhat * (g * xhat).mean(-1, keepdim=True))
+    sums = torch.cat([t.reshape(-1, x.shape[-1]).sum(0) for t in (dy, dy * xhat)])
+    return dx.to(x.dtype).contiguous(), sums[: None if parameters else 0].to(accumulation_dtype(x.dtype))
+
+
+def act_forward(x, activation="gelu", activation_param=0.0):
+    return torch.empty_like(x).copy_(activate(x.double(), activation, activation_param))
+
+
+def act_backward(x, dy, activation="gelu", activation_param=0.0):
+    slope = _derivative(x.double(), activation, activation_param)
+    return torch.empty_like(x).copy_(dy.double() * slope)
+
+
+def glu_forward(a, b, activation="silu", activation_param=0.0):
+    return torch.empty_like(a).copy_(activate(a.double(), activation, activation_param) * b.double())
+
+
+def glu_backward(a, b, dy, activation="silu", activation_param=0.0):
+    da = dy.double() * b.double() * _derivative(a.double(), activation, activation_param)
+    db = dy.double() * activate(a.double(), activation, activation_param)
+    return torch.empty_like(a).copy_(da), torch.empty_like(a).copy_(db)

@@ -16,6 +16,8 @@ def every_call(case):
     moments = ops.bn_stats(x, d)
     y, saved = ops.bn_forward(x, moments, w, b, channel_dim=d)
     (sums,) = ops.bn_reduce(x, dy, None, saved, w, b, channel_dim=d)
+    _, rows = ops.layer_norm_forward(x)
+    columns = torch.ones(x.shape[-1], device=x.device)
     buffers = tuple(case.buffers().values())
     relu, identity, leaky = (("relu", 0.0, d), ("identity", 0.0, d), ("leaky_relu", 0.1, d))
     return [
@@ -36,6 +38,14 @@ def every_call(case):
         ("bn_local_backward", (x, dy, z, saved, w, b, *relu)),
         ("bn_local_backward", (x, dy, None, saved, w, b, *relu)),
         ("abn_local_backward", (y, dy, saved, w, b, *leaky)),
+        ("layer_norm_forward", (x, columns, columns.half(), 1e-5, torch.bfloat16)),
+        ("layer_norm_forward", (x, None, None, 1e-5)),
+        ("layer_norm_backward", (x, dy, rows, columns, True)),
+        ("layer_norm_backward", (x, dy.bfloat16(), rows, None, False)),
+        ("act_forward", (x, "gelu_tanh", 0.0)),
+        ("act_backward", (x, dy, "elu", 1.0)),
+        ("glu_forward", (x, z, "silu", 0.0)),
+        ("glu_backward", (x, z, dy, "gelu", 0.0)),
     ]
 
 
@@ -71,9 +81,9 @@ def test_an_argument_on_meta_beside_others_is_refused(traced, device):
         if len(tensors(arguments)) == 1:
             continue
         arguments[at] = arguments[at].to("meta")
-        expected = rf"{op}: \w+ is on {here}; meta expected, where [xy] is"
+        expected = rf"{op}: \w+ is on {here}; meta expected, where [axy] is"
         if at:
-            expected = rf"{op}: {name} is on meta; {here} expected, where [xy] is"
+            expected = rf"{op}: {name} is on meta; {here} expected, where [axy] is"
         kept = first.clone()
         with pytest.raises(RuntimeError, match=expected):
             if traced:

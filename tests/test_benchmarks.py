@@ -51,3 +51,20 @@ def test_bench_ops_needs_no_git_and_takes_the_commit_it_is_told(tmp_path):
     result = bench(tmp_path, "--budget", "2", PATH="/nowhere", FASTVIT_COMMIT="abc1234")
     assert result.returncode == 0, result.stdout + result.stderr
     assert "commit abc1234" in (tmp_path / "ops_cpu.md").read_text()
+
+
+def test_bench_vit_ops_measures_both_contenders(tmp_path):
+    command = ["benchmarks/bench_vit_ops.py", "--quick", "--repeats", "1", "--out", str(tmp_path)]
+    result = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=100,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr
+    with (tmp_path / "vit_ops_cpu.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    pairs = list(zip(rows[::2], rows[1::2], strict=True))
+    assert len(pairs) == 2 * (3 * 6 + 1)
+    for torchs, own in pairs:
+        assert (torchs["contender"], own["contender"]) == ("torch", "fastvit")
+        assert all(torchs[key] == own[key] for key in ("op", "dtype", "direction")), own
+        assert float(torchs["times"]) == 1 and float(own["times"]) > 0 and own["commit"]

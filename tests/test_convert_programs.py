@@ -105,4 +105,6 @@ def test_random_programs(memory, programs):
             compared += 1
             added += sum("residual go" in layer.reason for layer in report)
             overwritten += any(layer.mode == "inplace" for layer in report)
-    assert compared > programs / 2 and added > programs / 4 and (overwritten > programs / 10 or memory != "auto")
+    assert (
+        compared > programs / 2 and added > programs / 4 and (overwritten > programs / 10 or memory != "auto")
+    )

@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
-from vit_models import BLOCKS, Block, LayerScale, Mlp, Model, converted, differing, kept, patches, step
+from vit_models import BLOCKS, DIM, Block, LayerScale, Mlp, Model, converted, differing, kept, patches, step
 
 import fastvit
 
@@ -32,6 +32,19 @@ def test_the_same_bits_and_less_kept(block, precision):
     if precision == "fp32":
         saved = 1 - kept(model, x) / kept(eager, x)
         assert saved >= share, f"{saved:.1%}"
+
+
+def test_a_layer_norm_of_ours_saves_as_much_as_torchs():
+    x, shares = patches(64), {}
+    for norm in (nn.LayerNorm, fastvit.LayerNorm):
+        eager = Model(lambda norm=norm: Block(norm=lambda: norm(DIM)))
+        model = converted(copy.deepcopy(eager))
+        for name, context in CONTEXTS.items():
+            before, after = (kept(m, x, context) for m in (eager, model))
+            shares.setdefault(name, []).append((before, after))
+    for name, ((before, after), (own_before, own_after)) in shares.items():
+        assert own_after <= 1.005 * after, (name, own_after / after)
+        assert own_before <= 1.005 * before, (name, own_before / before)
 
 
 def test_autocast_keeps_less():

@@ -114,6 +114,20 @@ class SwiGLU(nn.Module):
         return self.fc2(self.norm(self.act(self.fc1_g(x)) * self.fc1_x(x)))
 
 
+class Act(nn.Module):
+    def __init__(self, activation):
+        super().__init__()
+        self.activation = activation
+
+    def forward(self, x):
+        return fastvit.functional.act(x, self.activation)
+
+
+class OwnSwiGLU(SwiGLU):
+    def forward(self, x):
+        return self.fc2(self.norm(fastvit.functional.glu(self.fc1_g(x), self.fc1_x(x))))
+
+
 class PackedSwiGLU(nn.Module):
     def __init__(self):
         super().__init__()
@@ -233,6 +247,9 @@ BLOCKS = {  # name -> (maker of a block, least share of the kept bytes that is f
     "rms of transformers": (lambda: Block(norm=RMSNorm), 0.4),
     "rms of torch": (lambda: Block(norm=lambda: nn.RMSNorm(DIM)), 0.4),
     "a custom norm": (lambda: Block(norm=FunctionalNorm), 0.35),
+    "norm of ours": (lambda: Block(norm=lambda: fastvit.LayerNorm(DIM)), 0.35),
+    "gelu of ours": (lambda: Block(mlp=lambda: Mlp(lambda: Act("gelu_tanh"))), 0.35),
+    "SwiGLU of ours": (lambda: Block(lambda: Attention(rope=True), OwnSwiGLU), 0.4),
     "without affine": (lambda: Block(norm=lambda: nn.LayerNorm(DIM, elementwise_affine=False)), 0.35),
     "mixer": (MixerBlock, 0.4),
     "convnext": (ConvBlock, 0.4),

@@ -129,6 +129,40 @@ def in_place(case: Case, activation: str) -> Iterator[Check]:
     yield "abn_local_backward", lambda: backward(local=True)
 
 
+def vit_ops(case: Case, activation: str) -> Iterator[Check]:
+    """LayerNorm over the last dimension, and from float32 to bfloat16; an activation, and a gate."""
+    x, dy, z = case.x, case.dy, case.z
+    weight = torch.linspace(0.5, 1.5, x.shape[-1], device=x.device)
+
+    def layer_norm(output_dtype: torch.dtype) -> None:
+        y, saved = ops.layer_norm_forward(x, weight, weight, output_dtype=output_dtype)
+        want, want_saved = reference.layer_norm_forward(x, weight, weight, output_dtype=output_dtype)
+        check("layer_norm_forward", y, want)
+        check("layer_norm_saved", saved, want_saved, x.dtype)
+        given = (x, dy.to(output_dtype), want_saved, weight)
+        results = zip(ops.layer_norm_backward(*given), reference.layer_norm_backward(*given), strict=True)
+        rows = (x.numel() / x.shape[-1]) ** 0.5
+        for (got, want), row in zip(results, ("layer_norm_backward", "layer_norm_sums"), strict=True):
+            check(row, got, want, x.dtype, least_scale=rows if row == "layer_norm_sums" else 1e-3)
+
+    def gates() -> None:
+        for op, given in (
+            ("act_forward", (x,)),
+            ("act_backward", (x, dy)),
+            ("glu_forward", (x, z)),
+            ("glu_backward", (x, z, dy)),
+        ):
+            results = [getattr(of, op)(*given, activation, 1.0) for of in (ops, reference)]
+            results = [r if isinstance(r, tuple) else (r,) for r in results]
+            for got, want in zip(*results, strict=True):
+                check(op, got, want)
+
+    yield "layer_norm", lambda: layer_norm(x.dtype)
+    if x.dtype == torch.float32:
+        yield "layer_norm to bfloat16", lambda: layer_norm(torch.bfloat16)
+    yield "act, glu", gates
+
+
 def exchange(device: str, dtype: torch.dtype) -> Iterator[Check]:
     """One of two ranks, whose peer's packets are there before it is launched: moments and sums of both."""
     x, other = Case("nchw", dtype, device), Case("nchw", dtype, device, seed=1)
@@ -167,6 +201,7 @@ def checks(device: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], 
             case = Case(layout, dtype, device)
             yield from not_in_place(case, outputs[i % len(outputs)], residual=i % 2 == 1)
             yield from in_place(case, ("leaky_relu", "elu", "identity")[i % 3])
+            yield from vit_ops(case, outputs[i % len(outputs)])
 
         yield layout, both
     yield "nchw", lambda: exchange(device, dtype)

@@ -25,7 +25,18 @@ struct Kernels {
   void (*forward)(const ForwardParams&);
   void (*reduce)(const ReduceParams&);
   void (*backward)(const BackwardParams&);
+  void (*layer_norm_forward)(const LayerNormForwardParams&);
+  void (*layer_norm_backward)(const LayerNormBackwardParams&);
+  void (*act_forward)(const ActParams&);
+  void (*act_backward)(const ActParams&);
 };
+
+#define FASTVIT_KERNELS(capability)                                                                \
+  Kernels {                                                                                        \
+    #capability, capability::stats, capability::forward, capability::reduce, capability::backward, \
+        capability::layer_norm_forward, capability::layer_norm_backward, capability::act_forward,  \
+        capability::act_backward                                                                   \
+  }
 
 // ATEN_CPU_CAPABILITY=default|avx2|avx512 lowers the choice, as in torch.
 Kernels choose_kernels() {
@@ -37,11 +48,10 @@ Kernels choose_kernels() {
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && f16c;
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  if (avx512 && most == "avx512")
-    return {"avx512", avx512::stats, avx512::forward, avx512::reduce, avx512::backward};
-  if (avx2 && most != "default") return {"avx2", avx2::stats, avx2::forward, avx2::reduce, avx2::backward};
+  if (avx512 && most == "avx512") return FASTVIT_KERNELS(avx512);
+  if (avx2 && most != "default") return FASTVIT_KERNELS(avx2);
 #endif
-  return {"baseline", baseline::stats, baseline::forward, baseline::reduce, baseline::backward};
+  return FASTVIT_KERNELS(baseline);
 }
 
 const Kernels& kernels() {
@@ -275,6 +285,80 @@ void Cpu::backward(const BackwardArgs& args) {
                           args.activation_param, std::sqrt(std::max(count - 1, 0.0)), args.input, args.dy,
                           args.z, args.dx, args.dz, saved, table[0], table[1], table[2], table[3], table[4]});
   });
+}
+
+namespace {
+
+constexpr int64_t kRowsPerSlice = 16;  // at least: keeps a slice's sums smaller than its rows
+
+// weight or bias in the accumulation type.
+template <class A>
+std::vector<A> column_table(const Channels& given, int64_t columns, double absent) {
+  std::vector<A> table(columns);
+  for (int64_t c = 0; c < columns; ++c) table[c] = A(number(given, c, absent));
+  return table;
+}
+
+}  // namespace
+
+void Cpu::layer_norm_forward(const LayerNormForwardArgs& args) {
+  if (args.rows == 0) return;
+  with_accumulation(args.dtype, [&](auto zero) {
+    using A = decltype(zero);
+    const auto gamma = column_table<A>(args.weight, args.columns, 1),
+               beta = column_table<A>(args.bias, args.columns, 0);
+    kernels().layer_norm_forward({args.rows, args.columns, args.dtype, args.output_dtype, args.eps, args.x,
+                                  args.y, gamma.data(), beta.data(), args.saved});
+  });
+}
+
+void Cpu::layer_norm_backward(const LayerNormBackwardArgs& args) {
+  const int64_t D = args.columns, stride = ceil_div(D, 16) * 16;
+  const int64_t slices = std::clamp<int64_t>(
+      std::min(ceil_div(args.rows * D, kTaskElements), args.rows / kRowsPerSlice), 1, kMostSlices);
+  with_accumulation(args.dtype, [&](auto zero) {
+    using A = decltype(zero);
+    const auto gamma = column_table<A>(args.weight, D, 1);
+    const int64_t numbers = args.sums ? slices * 2 * stride : 0;
+    std::vector<A> group(numbers);
+    std::vector<double> partial(numbers);
+    if (args.rows > 0)
+      kernels().layer_norm_backward({args.rows, D, args.dtype, args.output_dtype, slices, args.x, args.dy,
+                                     args.dx, gamma.data(), args.saved, stride,
+                                     args.sums ? group.data() : nullptr, partial.data()});
+    A* sums = static_cast<A*>(args.sums);
+    for (int64_t i = 0; sums && i < 2 * D; ++i) {
+      const int64_t at = i < D ? i : stride + i - D;
+      double sum = 0;
+      for (int64_t s = 0; s < slices; ++s) sum += partial[s * 2 * stride + at];
+      sums[i] = A(sum);
+    }
+  });
+}
+
+namespace {
+
+ActParams act_params(const ActArgs& args) {
+  return {args.layout,
+          partition_of(args.layout),
+          args.dtype,
+          args.activation,
+          args.activation_param,
+          args.x,
+          args.b,
+          args.dy,
+          args.out,
+          args.db};
+}
+
+}  // namespace
+
+void Cpu::act_forward(const ActArgs& args) {
+  if (args.layout.numel() > 0) kernels().act_forward(act_params(args));
+}
+
+void Cpu::act_backward(const ActArgs& args) {
+  if (args.layout.numel() > 0) kernels().act_backward(act_params(args));
 }
 
 }  // namespace fastvit

@@ -71,12 +71,50 @@ struct BackwardParams {  // dx = scale * (dz - a - b * (x - mean)), or in place 
   const void *mean, *scale, *beta, *inverse_gamma, *a, *b;
 };
 
-#define FASTVIT_DECLARE_KERNELS(capability) \
-  namespace capability {                    \
-  void stats(const StatsParams&);           \
-  void forward(const ForwardParams&);       \
-  void reduce(const ReduceParams&);         \
-  void backward(const BackwardParams&);     \
+struct LayerNormForwardParams {
+  int64_t rows, columns;
+  ScalarType dtype, output_dtype;
+  double eps;
+  const void* x;
+  void* y;
+  const void *gamma, *beta;  // [columns], accumulation type
+  void* saved;               // mean[rows], invstd[rows]
+};
+
+struct LayerNormBackwardParams {
+  int64_t rows, columns;
+  ScalarType dtype, output_dtype;
+  int64_t slices;  // of rows
+  const void *x, *dy;
+  void* dx;
+  const void* gamma;
+  const void* saved;
+  // Null where nobody wants them: sum dy and sum dy*xhat, each `stride` numbers long, whole vectors of them.
+  int64_t stride;
+  void* group;      // [slices][2][stride], accumulation type: of a few rows
+  double* partial;  // [slices][2][stride]
+};
+
+struct ActParams {  // out = act(x) (* b), or dx = dy (* b) * act'(x) and db = dy * act(x)
+  Layout layout;
+  Partition partition;
+  ScalarType dtype;
+  Activation activation;
+  double activation_param;
+  const void *x, *b, *dy;
+  void *out, *db;
+};
+
+#define FASTVIT_DECLARE_KERNELS(capability)                 \
+  namespace capability {                                    \
+  void stats(const StatsParams&);                           \
+  void forward(const ForwardParams&);                       \
+  void reduce(const ReduceParams&);                         \
+  void backward(const BackwardParams&);                     \
+  void layer_norm_forward(const LayerNormForwardParams&);   \
+  void layer_norm_backward(const LayerNormBackwardParams&); \
+  void act_forward(const ActParams&);                       \
+  void act_backward(const ActParams&);                      \
   }
 FASTVIT_DECLARE_KERNELS(baseline)
 FASTVIT_DECLARE_KERNELS(avx2)

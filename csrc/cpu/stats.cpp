@@ -4,52 +4,12 @@
 // Numerics each piece fits in the cache and is read twice: for the sum, then for the deviations from that
 //          mean, whose sum corrects it. Pieces merge in double, in order (moments.h).
 // Source   Chan, Golub, LeVeque (1979).
+#include "piece_moments.h"
 #include "walk.h"
 
 namespace fastvit {
 namespace FASTVIT_CAPABILITY {
 namespace {
-
-struct PieceMoments {
-  double mean, m2;
-};
-
-template <class T, class A>
-PieceMoments moments_of(const T* x, int64_t n) {
-  constexpr int L = kLanes<A>, kUnroll = 4;
-  Vector<A> sum[kUnroll] = {};
-  int64_t i = 0;
-  for (; i + L * kUnroll <= n; i += L * kUnroll)
-    for (int u = 0; u < kUnroll; ++u) sum[u] += load<A>(x + i + u * L);
-  for (; i + L <= n; i += L) sum[0] += load<A>(x + i);
-  const int rest = int(n - i);
-  if (rest) sum[1] += load_some<A>(x + i, rest);
-  const A mean = sum_lanes<A>((sum[0] + sum[1]) + (sum[2] + sum[3])) / A(n);
-
-  prefetch(x + n, n);  // usually the next piece; without it memory idles during the second pass
-  Vector<A> deviation[kUnroll] = {}, square[kUnroll] = {};
-  const Vector<A> center = Vector<A>{} + mean;
-  for (i = 0; i + L * kUnroll <= n; i += L * kUnroll)
-    for (int u = 0; u < kUnroll; ++u) {
-      const Vector<A> d = load<A>(x + i + u * L) - center;
-      deviation[u] += d;
-      square[u] += d * d;
-    }
-  for (; i + L <= n; i += L) {
-    const Vector<A> d = load<A>(x + i) - center;
-    deviation[0] += d;
-    square[0] += d * d;
-  }
-  if (rest) {
-    const Vector<A> d = first_lanes<A>(load_some<A>(x + i, rest) - center, rest);
-    deviation[1] += d;
-    square[1] += d * d;
-  }
-  const double d = sum_lanes<A>((deviation[0] + deviation[1]) + (deviation[2] + deviation[3]));
-  const double s = sum_lanes<A>((square[0] + square[1]) + (square[2] + square[3]));
-  const double correction = d / double(n);
-  return {double(mean) + correction, s - d * correction};
-}
 
 // Rows are processed in groups that stay in the cache between the two passes.
 constexpr int64_t kGroupBytes = 1 << 16;

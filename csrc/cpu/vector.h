@@ -66,6 +66,23 @@ FASTVIT_INLINE void store(A* p, Vector<A> v) {
   *reinterpret_cast<typename VectorOf<A>::unaligned*>(p) = v;
 }
 
+#if defined(__AVX512F__)  // one permutation of words takes the place of a conversion and a shift
+template <class A>
+FASTVIT_INLINE FloatVector load(const BFloat16* p) {
+  const __m512i words = _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  const WordVector upper = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  return FloatVector(_mm512_maskz_permutexvar_epi16(0xaaaaaaaau, __m512i(upper << 16), words));
+}
+template <class A>
+FASTVIT_INLINE void store(BFloat16* p, FloatVector v) {  // to nearest, ties to even; a quiet NaN stays NaN
+  const WordVector bits = reinterpret_cast<WordVector>(v), more = 0x7fffu + ((bits >> 16) & 1u);
+  const __mmask16 ordered = _mm512_cmp_ps_mask(__m512(v), __m512(v), _CMP_ORD_Q);
+  const __m512i rounded = _mm512_mask_add_epi32(__m512i(bits), ordered, __m512i(bits), __m512i(more));
+  const WordVector odd = {0x30001, 0x70005, 0xb0009, 0xf000d, 0x130011, 0x170015, 0x1b0019, 0x1f001d};
+  const __m512i words = _mm512_permutexvar_epi16(__m512i(odd), rounded);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_castsi512_si256(words));
+}
+#else
 template <class A>
 FASTVIT_INLINE FloatVector load(const BFloat16* p) {
   const HalfWordVector bits = *reinterpret_cast<const UnalignedHalfWords*>(p);
@@ -79,6 +96,7 @@ FASTVIT_INLINE void store(BFloat16* p, FloatVector v) {  // to nearest, ties to 
   const WordVector chosen = v == v ? rounded : nan;
   *reinterpret_cast<UnalignedHalfWords*>(p) = __builtin_convertvector(chosen, HalfWordVector);
 }
+#endif
 
 template <class A>
 FASTVIT_INLINE FloatVector load(const Half* p) {

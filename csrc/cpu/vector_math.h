@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cmath>
+#include <type_traits>
 
 #include "../macros.h"
 
@@ -32,6 +33,28 @@ struct ExpConstants<double> {
   static constexpr int kFraction = 52, kBias = 1023;
 };
 
+// exp(r) - 1 for |r| <= ln 2 / 2.
+template <class V>
+FASTVIT_INLINE V expm1_near_0(V r) {
+  using S = std::remove_reference_t<decltype(V{}[0])>;
+  V p{};
+  if constexpr (sizeof(S) == 8) {
+    p = p * r + 1.0 / 6227020800;
+    p = p * r + 1.0 / 479001600;
+    p = p * r + 1.0 / 39916800;
+    p = p * r + 1.0 / 3628800;
+    p = p * r + 1.0 / 362880;
+    p = p * r + 1.0 / 40320;
+  }
+  p = p * r + S(1.0 / 5040);
+  p = p * r + S(1.0 / 720);
+  p = p * r + S(1.0 / 120);
+  p = p * r + S(1.0 / 24);
+  p = p * r + S(1.0 / 6);
+  p = p * r + S(0.5);
+  return p * r * r + r;
+}
+
 template <class V>
 struct Exponent {  // v = n ln 2 + r
   using S = std::remove_reference_t<decltype(V{}[0])>;
@@ -47,25 +70,6 @@ struct Exponent {  // v = n ln 2 + r
     r = (v - whole * Constants::kLn2High) - whole * Constants::kLn2Low;
   }
 
-  FASTVIT_INLINE V expm1_of_r() const {
-    V p{};
-    if constexpr (sizeof(S) == 8) {
-      p = p * r + 1.0 / 6227020800;
-      p = p * r + 1.0 / 479001600;
-      p = p * r + 1.0 / 39916800;
-      p = p * r + 1.0 / 3628800;
-      p = p * r + 1.0 / 362880;
-      p = p * r + 1.0 / 40320;
-    }
-    p = p * r + S(1.0 / 5040);
-    p = p * r + S(1.0 / 720);
-    p = p * r + S(1.0 / 120);
-    p = p * r + S(1.0 / 24);
-    p = p * r + S(1.0 / 6);
-    p = p * r + S(0.5);
-    return p * r * r + r;
-  }
-
   static FASTVIT_INLINE V power_of_2(Integers k) { return V((k + Constants::kBias) << Constants::kFraction); }
 };
 
@@ -76,7 +80,7 @@ FASTVIT_INLINE V exp_(V v) {
   v = v > E::Constants::kHighest ? V{} + E::Constants::kHighest : v;
   const E e(v);
   const typename E::Integers half = e.n >> 1;  // two factors: 2^n may overflow where the result does not
-  return (e.expm1_of_r() + typename E::S(1)) * E::power_of_2(half) * E::power_of_2(e.n - half);
+  return (expm1_near_0(e.r) + typename E::S(1)) * E::power_of_2(half) * E::power_of_2(e.n - half);
 }
 
 // For v <= 0.
@@ -86,7 +90,7 @@ FASTVIT_INLINE V expm1_(V v) {
   v = v < E::Constants::kSaturated ? V{} + E::Constants::kSaturated : v;
   const E e(v);
   const V scale = E::power_of_2(e.n);
-  return scale * e.expm1_of_r() + (scale - typename E::S(1));
+  return scale * expm1_near_0(e.r) + (scale - typename E::S(1));
 }
 
 template <class V, class = decltype(V{}[0])>
@@ -96,3 +100,7 @@ FASTVIT_INLINE V log1p_(V v) {
 }
 
 }  // namespace fastvit
+
+#if defined(__AVX512F__)
+#include "vector_math_avx512.h"
+#endif

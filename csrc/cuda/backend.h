@@ -12,6 +12,10 @@ struct Cuda {
   static void backward(const BackwardArgs& args);
   static bool local_forward(const ForwardArgs& args);
   static bool local_backward(const BackwardArgs& args);
+  static void layer_norm_forward(const LayerNormForwardArgs& args);
+  static void layer_norm_backward(const LayerNormBackwardArgs& args);
+  static void act_forward(const ActArgs& args);
+  static void act_backward(const ActArgs& args);
 };
 
 }  // namespace fastvit

@@ -62,6 +62,13 @@ void with_vector_walk(const Plan& plan, const F& f) {
   plan.rows ? f.template operator()<true, kVector<T>>() : f.template operator()<false, kVector<T>>();
 }
 
+// Blocks of a kernel that fit on a multiprocessor.
+inline int blocks_of(const Device& device, const void* kernel) {
+  return asked_once(kernel, device.current, [&](int& value) {
+    return cudaOccupancyMaxActiveBlocksPerMultiprocessor(&value, kernel, kThreads, 0);
+  });
+}
+
 // For Planner::make: the blocks per multiprocessor of kernel_of<kRows, V>(), the kernel of a plan. No other
 // kernel is asked about, since that loads it, which may wait for the GPU and so for peers.
 template <class T, class KernelOf>
@@ -69,10 +76,7 @@ auto resident_blocks(const Device& device, const KernelOf& kernel_of) {
   return [&](const Plan& plan) {
     int blocks = 0;
     with_walk<T>(plan, [&]<bool kRows, int V>() {
-      const auto kernel = reinterpret_cast<const void*>(kernel_of.template operator()<kRows, V>());
-      blocks = asked_once(kernel, device.current, [&](int& value) {
-        return cudaOccupancyMaxActiveBlocksPerMultiprocessor(&value, kernel, kThreads, 0);
-      });
+      blocks = blocks_of(device, reinterpret_cast<const void*>(kernel_of.template operator()<kRows, V>()));
     });
     return blocks;
   };

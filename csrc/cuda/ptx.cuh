@@ -22,6 +22,12 @@ inline uint4 load_wide(const uint4* from) {
 inline void store_wide(uint4* to, uint4 value) {
   *to = value;
 }
+inline uint2 load_wide(const uint2* from) {
+  return *from;
+}
+inline void store_wide(uint2* to, uint2 value) {
+  *to = value;
+}
 inline uint64_t globaltimer() {
   return cuda_host::globaltimer();
 }
@@ -34,7 +40,7 @@ inline void load_halves(uint64_t* from, uint64_t& first, uint64_t& second) {
   second = SystemAtomic<uint64_t>(from[1]).load(cuda::std::memory_order_relaxed);
 }
 #else
-// Accesses to global memory of 16 bytes. The compiler splits the assignment of a uint4 into four accesses,
+// Accesses to global memory of 16 or 8 bytes. The compiler splits the assignment of a uint4 into four accesses,
 // and merges them again only where it can prove their alignment.
 __device__ __forceinline__ uint4 load_wide(const uint4* from) {
   uint4 value;
@@ -46,6 +52,18 @@ __device__ __forceinline__ uint4 load_wide(const uint4* from) {
 __device__ __forceinline__ void store_wide(uint4* to, uint4 value) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)), "r"(value.x),
                "r"(value.y), "r"(value.z), "r"(value.w)
+               : "memory");
+}
+__device__ __forceinline__ uint2 load_wide(const uint2* from) {
+  uint2 value;
+  asm volatile("ld.global.v2.u32 {%0, %1}, [%2];"
+               : "=r"(value.x), "=r"(value.y)
+               : "l"(__cvta_generic_to_global(from)));
+  return value;
+}
+__device__ __forceinline__ void store_wide(uint2* to, uint2 value) {
+  asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(to)), "r"(value.x),
+               "r"(value.y)
                : "memory");
 }
 __device__ __forceinline__ uint64_t globaltimer() {  // nanoseconds

@@ -1,11 +1,15 @@
 // Registers the CUDA implementations of the ops; ops.cpp has their schemas.
+#include "../act.h"
 #include "../frontend.h"
+#include "../layer_norm.h"
 #include "../sync/cuda_peer.h"
 #include "../sync/message.h"
 #include "backend.h"
 
 STABLE_TORCH_LIBRARY_IMPL(fastvit, CUDA, m) {
   fastvit::Frontend<fastvit::Cuda>::implement(m);
+  fastvit::LayerNormOps<fastvit::Cuda>::implement(m);
+  fastvit::ActOps<fastvit::Cuda>::implement(m);
   m.impl("peer_share", TORCH_BOX(&fastvit::cuda_peer_share));
   fastvit::implement_messages<fastvit::CudaMessages>(m);
 }

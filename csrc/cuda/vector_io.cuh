@@ -1,4 +1,5 @@
-// Elements in memory and in registers: a Packet is one element, or the 16 bytes that one load or store moves.
+// Elements in memory and in registers: a Packet is one element, or what one load or store moves: 16 bytes, or
+// 8 where elements of 16 bits go beside those of 32.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -6,6 +7,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "ptx.cuh"
 
@@ -57,6 +59,7 @@ __device__ __forceinline__ void convert(float a, float b, __nv_bfloat16* to) {
 template <class T, int V>
 struct __align__(sizeof(T) * V) Packet {
   using A = Accumulation<T>;
+  using Words = std::conditional_t<sizeof(T) * V == 16, uint4, uint2>;
   T at[V];
 
   __device__ __forceinline__ void unpack(A (&out)[V]) const {
@@ -77,19 +80,19 @@ struct __align__(sizeof(T) * V) Packet {
     if constexpr (V == 1)
       at[0] = *p;
     else
-      *reinterpret_cast<uint4*>(at) = load_wide(reinterpret_cast<const uint4*>(p));
+      *reinterpret_cast<Words*>(at) = load_wide(reinterpret_cast<const Words*>(p));
   }
   __device__ __forceinline__ void store(T* p) const {
     if constexpr (V == 1)
       *p = at[0];
     else
-      store_wide(reinterpret_cast<uint4*>(p), *reinterpret_cast<const uint4*>(at));
+      store_wide(reinterpret_cast<Words*>(p), *reinterpret_cast<const Words*>(at));
   }
   __device__ __forceinline__ void clear() {
     if constexpr (V == 1)
       at[0] = T(0.f);
     else
-      *reinterpret_cast<uint4*>(at) = make_uint4(0, 0, 0, 0);
+      *reinterpret_cast<Words*>(at) = Words{};
   }
 };
 

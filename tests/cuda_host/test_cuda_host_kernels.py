@@ -298,3 +298,27 @@ def test_captured_local_ops(engine):
     for engine.config.capturing in (True, False, True):
         for a, b in zip(local_step(x, dy, weight, bias)[0], want, strict=True):
             assert torch.equal(a, b)
+
+
+def norm_step(x, dy, weight):
+    y, saved = ops.layer_norm_forward(x, weight, weight, 1e-5, dy.dtype)
+    return [y, saved, *ops.layer_norm_backward(x, dy, saved, weight)]
+
+
+@pytest.mark.parametrize("sm_count", [1, 5])
+@pytest.mark.parametrize("narrow", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("columns", [33, 192, 384, 768, 4100])  # teams of lanes, of warps; parts
+def test_layer_norm_in_any_order(engine, columns, narrow, sm_count):
+    """Teams, warps and blocks in any order give the same bits, on however many blocks the right ones."""
+    engine.config.sm_count = sm_count
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(90 if columns < 1000 else 30, columns, generator=g) * 2 + 3
+    dy, weight = torch.randn(x.shape, generator=g).to(narrow), torch.linspace(-1.5, 1.5, columns)
+    want = norm_step(x, dy, weight)
+    exact, saved = reference.layer_norm_forward(x, weight, weight, 1e-5, narrow)
+    gradients = reference.layer_norm_backward(x, dy, saved, weight)
+    for a, b in zip(want, (exact, saved, *gradients), strict=True):
+        limits = {"rtol": 1e-2, "atol": 1e-3} if a.dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
+        torch.testing.assert_close(a, b, **limits)
+    for engine.config.seed in (1, 2):
+        assert all(map(torch.equal, norm_step(x, dy, weight), want))

@@ -1,0 +1,104 @@
+// act_forward, glu_forward: y = act(x) (* b). act_backward, glu_backward: dx = dy (* b) * act'(x), and with a
+// gate db = dy * act(x).
+// Memory   reads x (and b) once, writes y once; backward reads x, dy (and b) once, writes dx (and db) once.
+//          Bandwidth-bound.
+// Mapping  operands that lie alike are one plane, others rows or planes, see plan.h; 16-byte loads and
+//          stores, a batch in flight.
+// Numerics fp32 arithmetic (fp64 for double).
+// Source   Hendrycks, Gimpel, arXiv:1606.08415; gates: Shazeer, arXiv:2002.05202.
+#include "activations.cuh"
+#include "host.h"
+
+namespace fastvit {
+
+template <class T>
+struct ActParams {
+  Plan plan;
+  const T *x, *b, *dy;
+  T *out, *db;
+  Activation activation;
+  Accumulation<T> param;
+};
+
+// Operands 0: x, 1: y, 2: b; backward 0: x, 1: dy, 2: dx, 3: b, 4: db.
+template <class T, Activations kSet, bool kRows, int V, bool kBackward, bool kGated>
+__global__ void __launch_bounds__(kThreads, kResident) act_kernel(const __grid_constant__ ActParams<T> args) {
+  using A = Accumulation<T>;
+  constexpr int kOperands = (kBackward ? 3 : 2) + (kGated ? (kBackward ? 2 : 1) : 0);
+  constexpr int U = kOperands > 3 ? kBatch / 2 : kBatch;
+  const Work work(args.plan, blockIdx.x);
+  walk<kRows, V, U, kOperands, false>(args.plan, work, args.x, [&]<class B>(const B& batch) {
+    Packet<T, B::V> x[B::U], dy[kBackward ? B::U : 1], b[kGated ? B::U : 1];
+    batch.load(x, args.x, 0);
+    if constexpr (kBackward) batch.load(dy, args.dy, 1);
+    if constexpr (kGated) batch.load(b, args.b, kBackward ? 3 : 2);
+#pragma unroll
+    for (int j = 0; j < B::U; ++j)
+      with_activation<T, kSet, true>(args.activation, [&]<class Fn>(Fn) {
+        A v[B::V];
+        [[maybe_unused]] A g[B::V], gate[B::V];
+        x[j].unpack(v);
+        if constexpr (kBackward) dy[j].unpack(g);
+        if constexpr (kGated) b[j].unpack(gate);
+#pragma unroll
+        for (int k = 0; k < B::V; ++k) {
+          const A at = v[k];
+          if constexpr (!kBackward) {
+            v[k] = Fn::forward(at, args.param);
+            if constexpr (kGated) v[k] *= gate[k];
+          } else if constexpr (kGated) {
+            v[k] = Fn::backward(g[k] * gate[k], at, args.param);
+            gate[k] = g[k] * Fn::forward(at, args.param);
+          } else {
+            v[k] = Fn::backward(g[k], at, args.param);
+          }
+        }
+        x[j].pack(v);
+        if constexpr (kBackward && kGated) b[j].pack(gate);
+      });
+    batch.store(x, args.out, kBackward ? 2 : 1);
+    if constexpr (kBackward && kGated) batch.store(b, args.db, 4);
+  });
+}
+
+template <bool kBackward, bool kGated>
+void run_act(const ActArgs& args) {
+  const Device device(args.device);
+  if (args.layout.numel() == 0) return;
+  with_type(args.dtype, [&]<class T>() {
+    const auto kernel_of = [&]<bool kRows, int V>() {
+      void (*kernel)(ActParams<T>) = nullptr;
+      with_activations<T, V>(args.activation, [&]<Activations kSet>() {
+        kernel = act_kernel<T, kSet, kRows, V, kBackward, kGated>;
+      });
+      return kernel;
+    };
+    const void* forward[] = {args.x, args.out, args.b};
+    const void* backward[] = {args.x, args.dy, args.out, args.b, args.db};
+    const int operands = kBackward ? (kGated ? 5 : 3) : (kGated ? 3 : 2);
+    const Plan plan = Planner::make(args.layout, kBackward ? backward : forward, operands, sizeof(T),
+                                    device.limits, 0, resident_blocks<T>(device, kernel_of));
+    const ActParams<T> params{plan,
+                              static_cast<const T*>(args.x),
+                              static_cast<const T*>(args.b),
+                              static_cast<const T*>(args.dy),
+                              static_cast<T*>(args.out),
+                              static_cast<T*>(args.db),
+                              args.activation,
+                              Accumulation<T>(args.activation_param)};
+    with_walk<T>(plan, [&]<bool kRows, int V>() {
+      STD_CUDA_CHECK(
+          launch(kernel_of.template operator()<kRows, V>(), {plan.blocks(), device.stream}, params));
+    });
+  });
+}
+
+void Cuda::act_forward(const ActArgs& args) {
+  args.b ? run_act<false, true>(args) : run_act<false, false>(args);
+}
+
+void Cuda::act_backward(const ActArgs& args) {
+  args.b ? run_act<true, true>(args) : run_act<true, false>(args);
+}
+
+}  // namespace fastvit

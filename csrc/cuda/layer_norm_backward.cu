@@ -1,0 +1,174 @@
+// layer_norm_backward: dx = invstd * (g - mean(g) - xhat * mean(g * xhat)), g = dy * gamma; and per column
+// sum dy and sum dy * xhat. Memory   reads x and dy once, writes dx, and two numbers per block and column.
+// Bandwidth-bound. Mapping  a team of lanes per row, see layer_norm.cuh. A lane keeps its columns' sums from
+// row to row, teams
+//          merge them in shared memory; a second kernel adds up the blocks' sums, 32 columns a block.
+// Numerics fp32 (fp64 for double). Sums in an order that the shapes and the device fix; no atomics.
+// Source   Ba, Kiros, Hinton, arXiv:1607.06450.
+#include "layer_norm.cuh"
+
+namespace fastvit {
+
+template <class T, class G>
+struct LayerNormBackwardParams {
+  using A = Accumulation<T>;
+  RowPlan plan;
+  const T* x;
+  const G* dy;
+  T* dx;
+  const A* saved;
+  ChannelArray weight;
+  A* partial;  // [blocks][2][columns]; null: nobody wants the sums
+};
+
+template <class T, class G, int V>
+__global__ void __launch_bounds__(kThreads, kResident)
+    layer_norm_backward_kernel(const __grid_constant__ LayerNormBackwardParams<T, G> args) {
+  using A = Accumulation<T>;
+  constexpr int K = kPackets<A, V>, kColumns = K * V;
+  const RowPlan& plan = args.plan;
+  const RowLane<V, K> mine(plan);
+  const A n = A(plan.columns);
+  ColumnTable<A, V, K> gamma;
+  if (plan.parts == 1) gamma.load(mine, 0, args.weight, A(1));
+  A bias_sums[K][V] = {}, weight_sums[K][V] = {};
+  // Of a row in several parts there is one team, and a column's sums belong to one thread, in `partial`.
+  A* const bias_own = args.partial ? args.partial + 2 * blockIdx.x * plan.columns : nullptr;
+  A* const weight_own = args.partial ? bias_own + plan.columns : nullptr;
+  for (int part = 0; args.partial && plan.parts > 1 && part < plan.parts; ++part)
+    mine.each(part, [&](int, int64_t column) {
+#pragma unroll
+      for (int k = 0; k < V; ++k) bias_own[column + k] = weight_own[column + k] = 0;
+    });
+
+  for (int64_t first = int64_t(blockIdx.x) * plan.teams(); first < plan.rows;
+       first += int64_t(gridDim.x) * plan.teams()) {
+    const int64_t row = first + mine.team;
+    const bool exists = row < plan.rows;
+    const int64_t begin = row * plan.columns;
+    const A mean = exists ? args.saved[row] : A(0), invstd = exists ? args.saved[plan.rows + row] : A(0);
+    Packet<T, V> x[K];
+    Packet<G, V> dy[K];
+    const auto load = [&](int part) {
+      mine.each(part, [&](int j, int64_t column) {
+        x[j].clear(), dy[j].clear();
+        if (exists) x[j].load(args.x + begin + column), dy[j].load(args.dy + begin + column);
+      });
+      if (plan.parts > 1) gamma.load(mine, part, args.weight, A(1));
+    };
+
+    A sums[2] = {0, 0};  // of g and g * xhat
+    for (int part = 0; part < plan.parts; ++part) {
+      load(part);
+      mine.each(part, [&](int j, int64_t column) {
+        A v[V], g[V];
+        x[j].unpack(v), dy[j].unpack(g);
+#pragma unroll
+        for (int k = 0; k < V; ++k) {
+          const A xhat = (v[k] - mean) * invstd, weighted = g[k] * gamma.at[j][k];
+          sums[0] += weighted;
+          sums[1] = fused(weighted, xhat, sums[1]);
+          if (plan.parts == 1) {
+            bias_sums[j][k] += g[k];
+            weight_sums[j][k] = fused(g[k], xhat, weight_sums[j][k]);
+          } else if (args.partial) {
+            bias_own[column + k] += g[k];
+            weight_own[column + k] = fused(g[k], xhat, weight_own[column + k]);
+          }
+        }
+      });
+    }
+    sum_team(sums, mine.lanes);
+    const A a = sums[0] / n, b = sums[1] / n;
+    for (int part = 0; part < plan.parts; ++part) {
+      if (plan.parts > 1) load(part);
+      mine.each(part, [&](int j, int64_t column) {
+        A v[V], g[V];
+        x[j].unpack(v), dy[j].unpack(g);
+#pragma unroll
+        for (int k = 0; k < V; ++k) {
+          const A xhat = (v[k] - mean) * invstd;
+          v[k] = fused(-xhat, b, fused(g[k], gamma.at[j][k], -a)) * invstd;
+        }
+        x[j].pack(v);
+        if (exists) x[j].store(args.dx + begin + column);
+      });
+    }
+  }
+
+  if (!args.partial || plan.parts > 1) return;
+  __shared__ A merged[kThreads * kColumns];  // [teams][columns of a team]
+  const int width = mine.lanes * kColumns;
+  const auto merge = [&](const A(&own)[K][V], A* to) {
+    __syncthreads();
+    mine.each(0, [&](int j, int64_t column) {
+#pragma unroll
+      for (int k = 0; k < V; ++k) merged[mine.team * width + column + k] = own[j][k];
+    });
+    __syncthreads();
+    for (int column = int(threadIdx.x); column < plan.columns; column += kThreads) {
+      A sum = 0;
+      for (int team = 0; team < plan.teams(); ++team) sum += merged[team * width + column];
+      to[column] = sum;
+    }
+  };
+  merge(bias_sums, bias_own);
+  merge(weight_sums, weight_own);
+}
+
+template <class A>
+struct SumRowsParams {
+  const A* rows;
+  A* sums;
+  int64_t count, columns;
+};
+
+template <class A>
+__global__ void __launch_bounds__(kThreads, kResident)
+    sum_rows_kernel(const __grid_constant__ SumRowsParams<A> args) {
+  constexpr int kWarps = kThreads / 32;
+  __shared__ A merged[kWarps][32];
+  const int lane = int(threadIdx.x) % 32, warp = int(threadIdx.x) / 32;
+  const int64_t column = int64_t(blockIdx.x) * 32 + lane;
+  A sum = 0;
+  if (column < args.columns) {
+#pragma unroll 8
+    for (int64_t row = warp; row < args.count; row += kWarps) sum += args.rows[row * args.columns + column];
+  }
+  merged[warp][lane] = sum;
+  __syncthreads();
+  if (warp > 0 || column >= args.columns) return;
+  for (int w = 1; w < kWarps; ++w) sum += merged[w][lane];
+  args.sums[column] = sum;
+}
+
+void Cuda::layer_norm_backward(const LayerNormBackwardArgs& args) {
+  const Device device(args.device);
+  const int64_t numbers = 2 * args.columns;
+  with_row_types(args.dtype, args.output_dtype, [&]<class T, class G>() {
+    using A = Accumulation<T>;
+    if (args.rows == 0) {
+      if (args.sums) STD_CUDA_CHECK(cudaMemsetAsync(args.sums, 0, numbers * sizeof(A), device.stream));
+      return;
+    }
+    with_row_width<T, G>(args.columns, {args.x, args.dy, args.dx}, [&]<int V>() {
+      const auto kernel = layer_norm_backward_kernel<T, G, V>;
+      const RowPlan plan = row_plan<A, V>(args.rows, args.columns);
+      const int64_t blocks = row_blocks(device, kernel, plan);
+      const Scratch partial(args.sums ? blocks * numbers * sizeof(A) : 0);
+      const LayerNormBackwardParams<T, G> params{plan,
+                                                 static_cast<const T*>(args.x),
+                                                 static_cast<const G*>(args.dy),
+                                                 static_cast<T*>(args.dx),
+                                                 static_cast<const A*>(args.saved),
+                                                 per_channel(args.weight),
+                                                 static_cast<A*>(partial.data)};
+      STD_CUDA_CHECK(launch(kernel, {blocks, device.stream}, params));
+      if (!args.sums) return;
+      const SumRowsParams<A> sums{params.partial, static_cast<A*>(args.sums), blocks, numbers};
+      STD_CUDA_CHECK(launch(sum_rows_kernel<A>, {ceil_div(numbers, 32), device.stream}, sums));
+    });
+  });
+}
+
+}  // namespace fastvit
