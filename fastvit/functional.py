@@ -363,7 +363,8 @@ def layer_norm(
     Returns:
         A new contiguous tensor. Statistics and sums are in float32 (float64 for float64). Saves x for
         backward, and two numbers a row; inside `fastvit.recompute_scope()` the result is rebuilt for later
-        ops that save it. torch.compile traces torch's ops. Not differentiable twice. The bits are not torch's.
+        ops that save it. torch.compile traces torch's ops. Not differentiable twice. Its bits differ from
+        torch's.
 
     Raises:
         ValueError: x does not end with normalized_shape, or is on a GPU and there are no CUDA kernels.
@@ -429,7 +430,7 @@ def glu(a: Tensor, b: Tensor, activation: str = "silu", activation_param: float 
     Args:
         a, b: one shape and dtype; any strides, so they may be the halves of one tensor.
 
-    Other arguments and the result as in `act`. Saves a and b for backward; torch's two ops also save `act(a)`.
+    Other arguments and the result as in `act`. Saves a and b for backward; torch's two ops save `act(a)` too.
     """
     param = check_activation(activation, activation_param)
     if torch.compiler.is_compiling():

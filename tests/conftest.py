@@ -7,7 +7,7 @@ implementations are replaced by the emulated kernels.
 import gc
 import os
 
-# Before torch loads OpenMP: its threads spin by default, on cores that the other processes of a run want.
+# Before torch loads OpenMP: by default idle threads spin on the cores that other test processes need.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest  # noqa: E402
@@ -29,8 +29,8 @@ def pytest_configure(config):
 
 
 def pytest_collection_finish():
-    """What imports and the collection have made stays, so gc.collect(), which tests of memory call, skips it."""
-    import torch._dynamo  # noqa: F401, which the first optimizer or profile imports
+    """gc.collect(), which tests of memory call, skips the objects of imports and of the collection."""
+    import torch._dynamo  # noqa: F401  (the first optimizer or profile would import it)
 
     gc.collect()
     gc.freeze()

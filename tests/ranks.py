@@ -12,7 +12,6 @@ import time
 import traceback
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 

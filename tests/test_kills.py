@@ -1,7 +1,7 @@
 """Ranks killed at random moments: all others raise soon, and none hangs.
 
-Ranks are forked from one process that has loaded everything, so that a kill takes a fraction of a second. Their
-store is another process: torch's FileStore never returns after a rank was killed while it wrote to the file.
+Ranks are forked from one process that has loaded everything, so that a kill takes a fraction of a second.
+Their store is another process: torch's FileStore never returns after a rank was killed while it wrote.
 """
 
 import os

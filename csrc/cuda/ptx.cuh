@@ -40,8 +40,8 @@ inline void load_halves(uint64_t* from, uint64_t& first, uint64_t& second) {
   second = SystemAtomic<uint64_t>(from[1]).load(cuda::std::memory_order_relaxed);
 }
 #else
-// Accesses to global memory of 16 or 8 bytes. The compiler splits the assignment of a uint4 into four accesses,
-// and merges them again only where it can prove their alignment.
+// Accesses to global memory of 16 or 8 bytes. The compiler splits the assignment of a uint4 into four
+// accesses, and merges them again only where it can prove their alignment.
 __device__ __forceinline__ uint4 load_wide(const uint4* from) {
   uint4 value;
   asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"

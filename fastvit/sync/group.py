@@ -175,7 +175,7 @@ class Group:
                 ) from None
             process_group = self._process_group()
             assert process_group is not None  # the calling layer holds it
-            way = Collective(process_group, self._device, self._name_of)
+            way = Collective(process_group, self._agreement, self._device, self._name_of)
             return way, f"Collective: {reason}"
 
     def _place(self) -> str:
