@@ -2,8 +2,10 @@
 //
 //     driver [filter]    only the cases whose name contains it
 //
+// With SIMULATE_TIMING, local ops whose blocks wait for each other; else all ops whose blocks do not.
 // Every tensor lies between guards, inputs must stay what they were, outputs begin as NaN.
 #include <cstdio>
+#include <cstdlib>
 #include <random>
 
 #include "simulated.h"
@@ -99,6 +101,19 @@ class Run {
       channels.push_back(measure(channel(x_values, shape, c), w[size_t(c)], b[size_t(c)], kEps));
   }
 
+  // Local ops alone, whose blocks must have waited for each other.
+  void together() {
+    checks.where = test.name();
+    const size_t before = simulated_together();
+    const Array saved = forward("bn_local_forward", nullptr, false);
+    if (test.in_place()) forward("abn_local_forward_", nullptr, true);
+    backward(saved, false, true);
+    if (test.in_place()) backward(saved, true, true);
+    const size_t expected = test.in_place() ? 4 : 2, waited = simulated_together() - before;
+    checks.report("launches whose blocks wait for each other: " + std::to_string(waited), waited == expected,
+                  0, 0);
+    inputs_unchanged();
+  }
   void all() {
     checks.where = test.name();
     Array moments = statistics();
@@ -106,16 +121,19 @@ class Run {
     if (test.in_place()) forward("abn_forward_", &moments, true);
     forward("bn_local_forward", nullptr, false);
     if (test.in_place()) forward("abn_local_forward_", nullptr, true);
-    backward(saved, false);
-    if (test.in_place()) backward(saved, true);
+    backward(saved, false, false);
+    if (test.in_place()) backward(saved, true, false);
+    inputs_unchanged();
+  }
+
+ private:
+  void inputs_unchanged() {
     checks.same("x", *x, x_values);
     checks.same("dy", *dy, dy_values);
     if (z) checks.same("z", *z, z_values);
     checks.same("weight", *weight, w);
     checks.same("bias", *bias, b);
   }
-
- private:
   static Shape row(int64_t numbers) { return {Walk::planes, 1, numbers, 1}; }
   double normal() { return distribution(random); }
   ScalarType accumulated() const {
@@ -206,7 +224,7 @@ class Run {
     return saved;
   }
 
-  void backward(const Array& saved, bool in_place) {
+  void backward(const Array& saved, bool in_place, bool only_local) {
     const std::string prefix = in_place ? "abn_" : "bn_";
     Array& kept = in_place ? *y : *x;
     const Values kept_values = kept.read();
@@ -234,14 +252,17 @@ class Run {
     const double scale = channels[0].n;  // of a sum of so many values
 
     Array sums("sums", accumulated(), row(2 * C()));
-    ReduceArgs reduce{};
-    set(reduce);
-    reduce.layout = z ? layout_of(kept, *dy, *z) : layout_of(kept, *dy);
-    reduce.sums = sums.data();
-    Cuda::reduce(reduce);
-    check_packed(prefix + "reduce", sums, first, second, scale);
+    if (!only_local) {
+      ReduceArgs reduce{};
+      set(reduce);
+      reduce.layout = z ? layout_of(kept, *dy, *z) : layout_of(kept, *dy);
+      reduce.sums = sums.data();
+      Cuda::reduce(reduce);
+      check_packed(prefix + "reduce", sums, first, second, scale);
+    }
 
     for (const bool local : {false, true}) {
+      if (only_local && !local) continue;
       const std::string op = prefix + (local ? "local_backward" : "backward");
       Array dx("dx", test.dtype, test.shape);
       std::optional<Array> dz;
@@ -277,29 +298,39 @@ class Run {
 
 namespace fastvit::simulate {
 
-// Planes with and without ends that fill no packet, rows with and without packets, short planes that are
-// rows, planes of which a walk has no packets; slices of one block and of several.
+// Planes with and without ends that fill no packet, or of single elements; rows with and without packets;
+// short planes that are rows; slices of one block and of several.
 std::vector<Case> cases() {
   using enum Activation;
   constexpr ScalarType kTypes[] = {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half,
                                    ScalarType::Double};
+  const Shape planes{Walk::planes, 3, 5, 200}, rows{Walk::rows, 4, 24, 35}, narrow{Walk::rows, 3, 7, 11},
+      single{Walk::cropped, 2, 5, 3};
   std::vector<Case> found;
   for (const ScalarType dtype : kTypes) {
-    for (const Shape& shape :
-         {Shape{Walk::planes, 3, 5, 200}, Shape{Walk::planes, 2, 3, 77}, Shape{Walk::rows, 4, 24, 35},
-          Shape{Walk::rows, 3, 7, 11}, Shape{Walk::planes, 16, 16, 9}, Shape{Walk::cropped, 2, 5, 37}})
+    for (const Shape& shape : {planes, rows, narrow, single, Shape{Walk::planes, 2, 3, 77},
+                               Shape{Walk::planes, 16, 16, 9}, Shape{Walk::cropped, 2, 5, 37}})
       for (const Activation activation : {leaky_relu, elu}) found.push_back({dtype, shape, activation});
-    found.push_back({dtype, {Walk::planes, 3, 5, 200}, relu, true});
-    found.push_back({dtype, {Walk::rows, 4, 24, 35}, relu, true});
+    for (const Shape& shape : {planes, rows, narrow, single})
+      for (const Activation activation : {relu, silu}) found.push_back({dtype, shape, activation, true});
   }
   for (const ScalarType dtype : {ScalarType::Float, ScalarType::BFloat16})
     for (const Activation activation : {identity, relu, relu6, gelu, gelu_tanh, silu, hardswish})
       for (const Shape& shape : {Shape{Walk::planes, 2, 3, 96}, Shape{Walk::rows, 3, 16, 20}})
-        found.push_back({dtype, shape, activation, activation == silu});
+        found.push_back({dtype, shape, activation});
   // Slices merge: in one level, and in two.
   found.push_back({ScalarType::Float, {Walk::planes, 40, 2, 300}, leaky_relu});
   found.push_back({ScalarType::BFloat16, {Walk::rows, 8, 256, 150}, leaky_relu});
   return found;
+}
+
+// Local ops of two or three slices: a launch takes half a minute.
+std::vector<Case> cases_together() {
+  using enum Activation;
+  return {{ScalarType::Float, {Walk::rows, 2, 24, 170}, leaky_relu},
+          {ScalarType::Float, {Walk::planes, 4, 2, 300}, elu},
+          {ScalarType::BFloat16, {Walk::rows, 2, 24, 340}, elu},
+          {ScalarType::Half, {Walk::planes, 3, 2, 600}, relu, true}};
 }
 
 }  // namespace fastvit::simulate
@@ -307,11 +338,13 @@ std::vector<Case> cases() {
 int main(int count, char** arguments) {
   using namespace fastvit::simulate;
   const std::string filter = count > 1 ? arguments[1] : "";
+  const bool timing = std::getenv("SIMULATE_TIMING") != nullptr;
   Checks checks;
-  for (const Case& test : cases()) {
+  for (const Case& test : timing ? cases_together() : cases()) {
     if (test.name().find(filter) == std::string::npos) continue;
     try {
-      Run(test, checks).all();
+      Run run(test, checks);
+      timing ? run.together() : run.all();
     } catch (const std::exception& error) {
       checks.report(error.what(), false, NAN, 0);
     }

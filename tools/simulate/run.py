@@ -9,9 +9,11 @@ before_build.h gives it what was removed since, and it is told that CUDA is of v
 flex, bison, ninja, zlib's headers and 2 GB of memory.
 
 functional  every op, block after block. Local ops only where no blocks wait for each other.
-timing      local ops whose blocks do, side by side on 16 simulated multiprocessors.
+timing      local ops whose blocks do, side by side on the multiprocessors.
 
-What the simulator does otherwise than a GPU is said in ptx.py.
+The GPU that the planner is told of has 16 multiprocessors of 228 KiB, and two blocks of a kernel run on each
+(simulated.h). What the simulator does otherwise than a GPU is said in ptx.py. Kernels that wait for other
+ranks are not run: the simulator has no %globaltimer.
 """
 
 import argparse
@@ -40,6 +42,7 @@ CHANGES = {  # of that configuration: the GPU of simulated.h
     "-gpgpu_shmem_size": SHARED_BYTES,
     "-gpgpu_shmem_sizeDefault": SHARED_BYTES,
     "-gpgpu_shmem_per_block": SHARED_BYTES,
+    "-gpgpu_kernel_launch_latency": 0,  # cycles that tell nothing
     "-visualizer_enabled": 0,
 }
 

@@ -67,6 +67,7 @@ class Simulator {
   }
 
   const bool timing = std::getenv("SIMULATE_TIMING") != nullptr;
+  size_t together = 0;  // launches whose blocks wait for each other
   size_t kernels_run() const { return kernels.size(); }
 
  private:
@@ -103,6 +104,10 @@ size_t simulated_kernels() {
   return Simulator::get().kernels_run();
 }
 
+size_t simulated_together() {
+  return Simulator::get().together;
+}
+
 extern "C" {
 
 // What nvcc's host code says of itself when the program starts.
@@ -135,6 +140,7 @@ cudaError_t __cudaLaunchKernel(void*, dim3, dim3, void**, size_t, void*) {
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel, void** arguments) {
   const bool together = config->numAttrs > 0 && config->attrs->id == cudaLaunchAttributeCooperative;
   if (together && !Simulator::get().timing) return cudaErrorCooperativeLaunchTooLarge;
+  Simulator::get().together += together;
   Simulator::get().launch(kernel, *config, arguments);
   return cudaSuccess;
 }
