@@ -308,7 +308,7 @@ std::vector<Case> cases() {
       single{Walk::cropped, 2, 5, 3};
   std::vector<Case> found;
   for (const ScalarType dtype : kTypes) {
-    for (const Shape& shape : {planes, rows, narrow, single, Shape{Walk::planes, 2, 3, 77},
+    for (const Shape& shape : {planes, rows, narrow, single, Shape{Walk::planes, 2, 3, 520},
                                Shape{Walk::planes, 16, 16, 9}, Shape{Walk::cropped, 2, 5, 37}})
       for (const Activation activation : {leaky_relu, elu}) found.push_back({dtype, shape, activation});
     for (const Shape& shape : {planes, rows, narrow, single})
