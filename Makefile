@@ -5,6 +5,7 @@
 # MODELS   which tests `make test-models` runs (pytest's -k), say 'deit3 or dinov3'
 # COVERED  what `make coverage` runs (pytest's arguments; default the whole CPU suite)
 # SAMPLE   how many mutants `make mutate` tries (default 40 of about 600; empty: all, for hours)
+# GPGPUSIM the folder of GPGPU-Sim's sources, for `make simulate`
 # OUT      the folder `make gpu` writes to; it builds with what is there, if it must, and installs nothing
 
 TORCH  ?= torch==2.13.0
@@ -14,11 +15,11 @@ SAMPLE ?= 40
 COVERED ?= -m "not slow and not models" --ignore tests/cuda_host tests
 RUN    := .venv/bin/python
 STAMP  := .venv/.installed-$(shell printf '%s' '$(TORCH) $(FASTVIT_CUDA) $(TORCH_CUDA_ARCH_LIST)' | cksum | cut -d' ' -f1)
-SOURCES := 'csrc/*' 'benchmarks/*.cpp' 'tests/*.cpp' 'tests/*.cu' 'tests/*.h' tests/cuda_host/cuda/atomic
+SOURCES := 'csrc/*' 'benchmarks/*.cpp' 'tools/*.cpp' 'tools/*.h' 'tests/*.cpp' 'tests/*.cu' 'tests/*.h' tests/cuda_host/cuda/atomic
 TOOLED := $(if $(and $(wildcard .venv/bin/ruff),$(wildcard .venv/bin/mypy),$(wildcard .venv/bin/mkdocs)),,install)  # enough where the build may be older than its sources
 BUILT  := setup.py pyproject.toml $(shell find csrc -name '*.[ch]*')
 
-.PHONY: help install demo test test-sanitizers test-slow test-models wheel matrix bench gpu gpu-proof gpu-measure sass predict lint docs coverage mutate format clean
+.PHONY: help install demo test test-sanitizers test-slow test-models wheel matrix bench gpu gpu-proof gpu-measure sass predict simulate lint docs coverage mutate format clean
 
 help:  ## This list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 16
@@ -97,6 +98,9 @@ sass: $(TOOLED)  ## Registers, spills, accesses and instructions of the CUDA ker
 
 predict: $(TOOLED)  ## What each op should take on an H200, beside what it took; needs nvcc and cuobjdump
 	$(RUN) benchmarks/predict.py
+
+simulate: $(TOOLED)  ## The kernels' PTX on GPGPU-Sim, whose sources are in GPGPUSIM=; needs nvcc, flex and bison
+	$(RUN) tools/simulate/run.py$(if $(GPGPUSIM), --gpgpusim '$(GPGPUSIM)')
 
 lint: $(TOOLED)  ## What CI checks of the style
 	.venv/bin/ruff check .

@@ -114,9 +114,9 @@ class Kernel:
         if row["loops"] is None or row["least"] == "":
             return cls(row["registers"], row["shared"])
         inner, outer = row["loops"]
-        stats = row["kernel"].startswith("stats_kernel")  # its shortest way leaves out packets
+        stats = row["kernel"].startswith("stats_kernel")  # its shortest way never ends a group of values
         accesses, most = inner.most.accesses, inner.most.instructions
-        least = most if stats else round(row["least"] * accesses)
+        least = most if stats else inner.least.instructions
         around = outer.most.instructions - most
         return cls(row["registers"], row["shared"], accesses, (least, most), (least + around, most + around))
 

@@ -42,8 +42,9 @@ SASS = """
 """
 
 
-def test_instructions_of_a_loop():
-    found = sass_loops.kernels(SASS)
+@pytest.mark.parametrize("jump", ["BRX R24 -0x50", "BRXU UR4 -0x50"])
+def test_instructions_of_a_loop(jump):
+    found = sass_loops.kernels(SASS.replace("BRX R24 -0x50", jump))
     (loop,) = found["one"]
     assert (loop.begin, loop.end) == (0x20, 0xD0) and found["two"] == []
     assert loop.least == sass_loops.Count(2, 1, 8)  # 3 to the table, FADD and BRA, 3 behind
@@ -57,11 +58,46 @@ def test_instructions_of_a_loop():
     assert sass.per_access(row) == (2.7, 3.0)
 
 
+# A loop of two activations told apart by comparisons, and the way of those that it was not compiled with: it
+# moves packets about, stores one as it came, and is shorter than either.
+AROUND = """
+\t\tFunction : one
+        /*0000*/                   LDG.E.128 R4, desc[UR8][R2.64] ; /* 0x00 */
+        /*0010*/                   LDG.E.128 R8, desc[UR8][R2.64+0x10] ; /* 0x00 */
+        /*0020*/                   ISETP.EQ.AND P0, PT, R30, RZ, PT ; /* 0x00 */
+        /*0030*/                   MOV R12, R8 ;                   /* 0x00 */
+        /*0040*/               @P0 BRA 0x0a0 ;                     /* 0x00 */
+        /*0050*/                   ISETP.NE.AND P0, PT, R30, 0x1, PT ; /* 0x00 */
+        /*0060*/               @P0 BRA 0x0d0 ;                     /* 0x00 */
+        /*0070*/                   FMUL R4, R4, R20 ;              /* 0x00 */
+        /*0080*/                   FFMA R12, R12, R20, R21 ;       /* 0x00 */
+        /*0090*/                   BRA 0x0d0 ;                     /* 0x00 */
+        /*00a0*/                   FADD R4, R4, R21 ;              /* 0x00 */
+        /*00b0*/                   FMNMX R4, R4, RZ, !PT ;         /* 0x00 */
+        /*00c0*/                   FADD R12, R12, R21 ;            /* 0x00 */
+        /*00d0*/                   STG.E.128 desc[UR8][R6.64], R4 ; /* 0x00 */
+        /*00e0*/                   MOV R12, R0 ;                   /* 0x00 */
+        /*00f0*/                   IADD3 R0, R12, 0x1, RZ ;        /* 0x00 */
+        /*0100*/              @!P2 BRA 0x000 ;                     /* 0x00 */
+        /*0110*/                   EXIT ;                          /* 0x00 */
+"""
+
+
+def test_the_way_around_an_activation_is_no_pass():
+    (loop,) = sass_loops.kernels(AROUND)["one"]
+    assert loop.least == sass_loops.Count(2, 1, 12)  # by 0xa0; around it 11, by 0x70 14
+    assert loop.most == sass_loops.Count(2, 1, 14)
+
+
 @pytest.mark.parametrize(
     "kernel,least,most,over",
     [
         ("forward_kernel<__half, (Activations)1, true, 8, false>", 50.0, 500.0, False),
         ("forward_kernel<__half, (Activations)1, true, 8, false>", 56.0, 60.0, True),
+        ("forward_kernel<__half, (Activations)2, true, 8, false>", 56.0, 60.0, False),
+        ("forward_kernel<__half, (Activations)2, true, 8, false>", 136.0, 136.0, True),
+        ("local_backward_kernel<__half, (Activations)1, true, 8, (Source)2>", 64.0, 76.0, False),
+        ("local_backward_kernel<__half, (Activations)1, true, 8, (Source)2>", 66.0, 76.0, True),
         ("stats_kernel<__half, false, true, 8>", 20.0, 101.0, True),
         ("stats_kernel<double, false, true, 2>", 20.0, 500.0, False),
         ("stats_kernel<__half, false, true, 1>", "", "", False),

@@ -1,8 +1,10 @@
 """Reads machine code: the loops of each kernel, and how many instructions a pass of them takes.
 
-A pass is a way through the loop's blocks that performs all of its 16-byte accesses. `least` is the shortest
-one: the activation that costs nothing. `most` is the longest: the activation that costs most, with both sides
-of what may diverge in turn. Loops inside of a loop count once.
+A pass is a way through the loop's blocks that performs all of its 16-byte accesses and works on what they
+load: to copy it or store it as it came is no work. So the way around an activation that the kernel was not
+compiled with is no pass. `least` is the shortest one: the activation that costs nothing. `most` is the
+longest: the activation that costs most, with both sides of what may diverge in turn. Loops inside of a loop
+count once.
 """
 
 import importlib.util
@@ -15,6 +17,8 @@ from pathlib import Path
 
 INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(.*?);")
 PARTS = re.compile(r"(?:@(!?U?P\w+)\s+)?(\S+)(.*)")
+TABLES = ("BRX", "BRXU")  # jumps by a table, the second with the same for the whole warp
+REGISTER = re.compile(r"\bR(\d+)\b")
 
 
 @dataclass(frozen=True)
@@ -66,10 +70,16 @@ def disassemble(cubin: Path) -> str:
     program = disassembler()
     if program is None:
         raise SystemExit(
-            "sass: counting instructions needs cuobjdump: `pip install nvidia-cuda-cuobjdump` (or triton, "
-            "that carries it), or the toolkit's package cuda-cuobjdump; CUOBJDUMP may say where it is"
+            "sass: counting instructions needs cuobjdump: `pip install nvidia-cuda-cuobjdump "
+            "nvidia-cuda-nvdisasm` (or triton, that carries both), or the toolkit's packages cuda-cuobjdump "
+            "and cuda-nvdisasm; CUOBJDUMP may say where it is"
         )
-    return subprocess.run([program, "-sass", str(cubin)], capture_output=True, text=True, check=True).stdout
+    # It starts nvdisasm, which lies beside it or on PATH.
+    environment = os.environ | {"PATH": f"{Path(program).resolve().parent}{os.pathsep}{os.environ['PATH']}"}
+    result = subprocess.run([program, "-sass", str(cubin)], capture_output=True, text=True, env=environment)
+    if result.returncode:
+        raise SystemExit(f"sass: {program} -sass failed: {result.stderr.strip()}")
+    return result.stdout
 
 
 def kernels(text: str) -> dict[str, list[Loop]]:
@@ -98,6 +108,28 @@ def loops(code: list[tuple[int, str]]) -> list[Loop]:
     return sorted(found, key=lambda loop: (loop.end, -loop.begin))
 
 
+class _Step:
+    """What an instruction does to registers."""
+
+    def __init__(self, address: int, text: str):
+        predicate, opcode, rest = PARTS.match(text).groups()
+        first, _, others = rest.partition(",")
+        stores = opcode.startswith(("STG", "STS", "STL", "RED"))
+        target = None if stores else REGISTER.match(first.strip())
+        # Of 64 bits are doubles, products of addresses and the like.
+        words = 4 if ".128" in opcode else 2 if re.search(r"\.64|WIDE|^D[AFM]|F64\.", opcode) else 1
+        self.address = address
+        self.maybe = predicate is not None
+        self.copies = opcode.startswith(("MOV", "IMAD.MOV"))
+        self.loads = opcode.startswith(("LDG", "LDS")) and ".128" in opcode
+        self.writes = range(int(target[1]), int(target[1]) + words) if target else range(0)
+        read = others if target else "" if opcode.startswith("STG") else rest
+        self.reads = {int(number) for number in REGISTER.findall(read)}
+
+
+Held = frozenset[tuple[int, int]]  # registers, and the address of the load that filled each
+
+
 class _Blocks:
     """Basic blocks, and which may follow which."""
 
@@ -107,7 +139,7 @@ class _Blocks:
         for i, (_, text) in enumerate(code):
             predicate, opcode, rest = PARTS.match(text).groups()
             kind = opcode.split(".")[0]
-            if kind not in ("BRA", "BRX", "EXIT", "RET"):
+            if kind not in ("BRA", *TABLES, "EXIT", "RET"):
                 continue
             target = at.get(int(re.findall(r"0x([0-9a-f]+)", rest)[-1], 16)) if kind == "BRA" else None
             maybe = predicate is not None or (kind == "BRA" and re.search(r"\bU?P\d", rest) is not None)
@@ -119,6 +151,11 @@ class _Blocks:
         self.count = [
             self._count(code[i][1] for i in range(b, e)) for b, e in zip(self.begin, self.end, strict=True)
         ]
+        self.steps = [
+            [_Step(*code[i]) for i in range(b, e)] for b, e in zip(self.begin, self.end, strict=True)
+        ]
+        self.loads = [any(step.loads for step in steps) for steps in self.steps]
+        self.known: dict[tuple[int, Held], tuple[Held, int]] = {}
         self.next: list[list[int]] = []
         for k, end in enumerate(self.end):
             kind, target, maybe = jumps.get(end - 1, ("", None, True))
@@ -130,7 +167,7 @@ class _Blocks:
         for k, end in enumerate(self.end):
             if table is not None and k not in known:
                 self.next[table].append(k)
-            if jumps.get(end - 1, ("",))[0] == "BRX":
+            if jumps.get(end - 1, ("",))[0] in TABLES:
                 table = k
 
     @staticmethod
@@ -140,11 +177,47 @@ class _Blocks:
         loads = sum(opcode.startswith("LDG") for opcode in wide)
         return Count(loads, len(wide) - loads, sum(opcode != "NOP" for opcode in opcodes))
 
+    def _through(self, k: int, held: Held) -> tuple[Held, int]:
+        """What is loaded and not worked on yet behind block k, and how many loads were worked on in it."""
+        if not held and not self.loads[k]:
+            return held, 0
+        if (k, held) in self.known:
+            return self.known[k, held]
+        now, worked = set(held), 0
+        for step in self.steps[k]:
+            read = {load for register, load in now if register in step.reads}
+            copied = {(step.writes[0], load) for load in read} if step.copies and step.writes else set()
+            if read and not step.copies:
+                now = {(register, load) for register, load in now if load not in read}
+                worked += len(read)
+            if not step.maybe:
+                now = {(register, load) for register, load in now if register not in step.writes}
+            now |= copied
+            if step.loads:
+                now |= {(register, step.address) for register in step.writes}
+        self.known[k, held] = frozenset(now), worked
+        return self.known[k, held]
+
     def way(self, head: int, tail: int, sign: int) -> Count | None:
-        """From head to tail without going back: most accesses first, then least (or most) instructions."""
-        best = {tail: self.count[tail]}
-        for k in range(tail - 1, head - 1, -1):
-            ways = [best[n] for n in self.next[k] if n > k and n in best]
-            if ways:
-                best[k] = self.count[k] + min(ways, key=lambda c: (-c.accesses, sign * c.instructions))
-        return best.get(head)
+        """From head to tail without going back: most accesses first, then most loads that are worked on, then
+        least (or most) instructions.
+        """
+
+        def rank(found: tuple[Count, int]) -> tuple[int, int, int]:
+            count, worked = found
+            return -count.accesses, -worked, sign * count.instructions
+
+        start: Held = frozenset()
+        best: dict[int, dict[Held, tuple[Count, int]]] = {head: {start: (Count(0, 0, 0), 0)}}
+        ends = []
+        for k in range(head, tail + 1):
+            for held, (count, worked) in best.pop(k, {}).items():
+                after, more = self._through(k, held)
+                found = count + self.count[k], worked + more
+                if k == tail:
+                    ends.append(found)
+                for n in self.next[k]:
+                    if k < n <= tail:
+                        known = best.setdefault(n, {})
+                        known[after] = min(known.get(after, found), found, key=rank)
+        return min(ends, key=rank)[0] if ends else None

@@ -1,16 +1,21 @@
-// What libtorch_cuda and libc10_cuda would answer, for tensors that lie on the CPU: the emulated device, its
-// stream, and memory whose release waits for the stream, poisoned and of the exact size.
+// What libtorch_cuda and libc10_cuda would answer: for the CPU model of CUDA, whose tensors lie on the CPU,
+// its device, its stream, and memory whose release waits for the stream, poisoned and of the exact size; for
+// tools/simulate the default stream and the simulated memory.
+#include <cuda_runtime.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
-
-#include "cuda_runtime.h"
 
 extern "C" {
 
 AOTITorchError aoti_torch_get_current_cuda_stream(int32_t, void** stream) {
+#ifdef CUDA_HOST_EMULATION
   *stream = reinterpret_cast<void*>(cuda_host::config().stream);
+#else
+  *stream = nullptr;
+#endif
   return AOTI_TORCH_SUCCESS;
 }
 AOTITorchError aoti_torch_create_device_guard(int32_t, DeviceGuardHandle* guard) {
@@ -21,6 +26,7 @@ AOTITorchError aoti_torch_delete_device_guard(DeviceGuardHandle) {
   return AOTI_TORCH_SUCCESS;
 }
 
+#ifdef CUDA_HOST_EMULATION
 AOTITorchError aoti_torch_cuda_caching_allocator_raw_alloc(uint64_t bytes, void** data) {
   if (posix_memalign(data, 512, bytes)) return AOTI_TORCH_FAILURE;
   std::memset(*data, 0xff, bytes);
@@ -30,6 +36,15 @@ AOTITorchError aoti_torch_cuda_caching_allocator_raw_delete(void* data) {
   cuda_host::enqueue(reinterpret_cast<cudaStream_t>(cuda_host::config().stream), [data] { std::free(data); });
   return AOTI_TORCH_SUCCESS;
 }
+#else
+AOTITorchError aoti_torch_cuda_caching_allocator_raw_alloc(uint64_t bytes, void** data) {
+  if (cudaMalloc(data, bytes)) return AOTI_TORCH_FAILURE;
+  return cudaMemsetAsync(*data, 0xff, bytes, nullptr) ? AOTI_TORCH_FAILURE : AOTI_TORCH_SUCCESS;
+}
+AOTITorchError aoti_torch_cuda_caching_allocator_raw_delete(void* data) {
+  return cudaFree(data) ? AOTI_TORCH_FAILURE : AOTI_TORCH_SUCCESS;
+}
+#endif
 
 AOTITorchError torch_c10_cuda_check_msg(int32_t error, const char* file, const char*, uint32_t line, bool,
                                         char** message) {
