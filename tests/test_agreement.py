@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from fastvit.sync import agreement, cpu_peer
 from fastvit.sync.agreement import Agreement, ProcessWatch
+from fastvit.sync.collective import wait_on_host
 from fastvit.sync.cpu_peer import SharedMemory
 from fastvit.sync.peer import arena_bytes
 from fastvit.sync.protocol import Arena, Tag
@@ -107,6 +108,60 @@ def test_an_error_in_the_midst_of_an_exchange(pair, monkeypatch):
         assert [one.result(10) for one in [pool.submit(member.next_step) for member in pair]] == [1, 1]
         both = [pool.submit(member.share, numbers, Tag(0, 2)) for member in pair]
         assert all(torch.equal(one.result(10)[1:], 2 * numbers) for one in both)
+
+
+class Killed(Exception):
+    """Ends a rank at once, as a signal would."""
+
+
+@pytest.mark.parametrize("after", ["add", "compare_set"])
+def test_a_rank_that_ends_in_the_midst_of_its_answer(after, monkeypatch):
+    """It may have been counted, or even the last to come: the others do not wait for its `all`."""
+    one, two = agreements(2, timeout=60.0)
+    done: list[str] = []
+
+    class Store:  # of the rank that is killed after its call of `after`
+        def __getattr__(self, name):
+            def call(*arguments):
+                if done:
+                    raise Killed  # what the rank does on its way out, too
+                result = getattr(two._store, name)(*arguments)
+                done.extend([name] * (name == after))
+                return result
+
+            return call
+
+    dying = Agreement.__new__(Agreement)
+    dying.__dict__.update(two.__dict__, _store=Store())
+    with pytest.raises(Killed):
+        dying.ask("a question", "yes")
+    monkeypatch.setattr(one.watch, "ended", lambda: [1])
+    monkeypatch.setattr(one.watch, "text", lambda rank: f"rank {rank} has ended")
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match="rank 0: a question: rank 1 has ended"):
+        one.ask("a question", "yes")
+    assert time.monotonic() - begin < 5
+
+
+class NeverEnds:
+    """A collective over gloo that has missed the end of a connection."""
+
+    def wait(self, timeout):
+        time.sleep(timeout.total_seconds())
+        raise RuntimeError("Operation timed out!")
+
+    def is_completed(self):
+        return False
+
+
+def test_a_collective_that_misses_the_end_of_a_rank(monkeypatch):
+    one, _ = agreements(2)
+    one.watch.learn()
+    monkeypatch.setattr(one.watch, "has_ended", lambda rank: rank == 1)
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match="rank 1 has ended"):
+        wait_on_host(NeverEnds(), one.watch)
+    assert 1 < time.monotonic() - begin < 10
 
 
 def test_how_often_a_waiting_rank_looks(monkeypatch):

@@ -29,8 +29,9 @@ class Collective(Way):
     """Statistics over a process group of any size, on one host or many.
 
     When a rank dies, does not call, or is in a backward while others are in a forward, the others raise
-    within the group's timeout. gloo closes its connections then, and the group cannot be used again. After
-    different tags it can, where the ranks are in the same step.
+    within the group's timeout; over gloo within seconds when a process of this host has ended. gloo closes
+    its connections then, and the group cannot be used again. After different tags it can, where the ranks
+    are in the same step.
     """
 
     name = "Collective"
