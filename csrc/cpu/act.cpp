@@ -1,9 +1,9 @@
 // act_forward, glu_forward: y = act(x) (* b). act_backward, glu_backward: dx = dy (* b) * act'(x), and with a
 // gate db = dy * act(x).
-// Memory   reads x (and b) once and writes y once; backward reads x, dy (and b) once, writes dx (and db)
-// once. Mapping  span by span in the order of memory; threads take contiguous ranges. Numerics act' from x,
-// in the accumulation type; one rounding to storage. Source   Hendrycks, Gimpel, arXiv:1606.08415; gates:
-// Shazeer, arXiv:2002.05202.
+// Memory   reads x (and b) once and writes y once; backward reads x, dy (and b) once and writes dx (and db).
+// Mapping  span by span in the order of memory; threads take contiguous ranges.
+// Numerics act' from x, in the accumulation type; one rounding to storage.
+// Source   Hendrycks, Gimpel, arXiv:1606.08415; gates: Shazeer, arXiv:2002.05202.
 #include "walk.h"
 
 namespace fastvit {

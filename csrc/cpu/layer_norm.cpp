@@ -1,12 +1,11 @@
-// layer_norm_forward: y = (x - mean) * invstd * gamma + beta for each row, in y's own dtype.
-// layer_norm_backward: dx = invstd * (g - mean(g) - xhat * mean(g * xhat)), g = dy * gamma; and per column
-// sum dy and sum dy * xhat. Memory   forward reads x once and writes y once; backward reads x and dy once and
-// writes dx once. A row
+// layer_norm_forward: y = (x - mean) * invstd * gamma + beta for each row, in the dtype of y.
+// layer_norm_backward: dx = invstd * (g - mean(g) - xhat * mean(g * xhat)) with g = dy * gamma; and for each
+// column sum dy and sum dy * xhat.
+// Memory   forward reads x once and writes y once; backward reads x and dy once and writes dx once. A row
 //          stays in the L1 cache between the passes over it.
-// Mapping  forward: threads take rows. Backward: a task is a slice of rows, which fixes the order of its
-// sums. Numerics moments as in bn_stats, pieces of a row merge in double; 64 rows' sums add up in the
-// accumulation
-//          type, their sums in double, in a fixed order.
+// Mapping  forward: threads take rows. Backward: a task is a slice of rows, which fixes the order of sums.
+// Numerics moments as in bn_stats; pieces of a row merge in double. The sums of 64 rows are added in the
+//          accumulation type, and these in double, in a fixed order.
 // Source   Ba, Kiros, Hinton, arXiv:1607.06450; moments: Chan, Golub, LeVeque (1979).
 #include <cmath>
 

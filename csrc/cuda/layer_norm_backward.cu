@@ -1,9 +1,10 @@
-// layer_norm_backward: dx = invstd * (g - mean(g) - xhat * mean(g * xhat)), g = dy * gamma; and per column
-// sum dy and sum dy * xhat. Memory   reads x and dy once, writes dx, and two numbers per block and column.
-// Bandwidth-bound. Mapping  a team of lanes per row, see layer_norm.cuh. A lane keeps its columns' sums from
-// row to row, teams
-//          merge them in shared memory; a second kernel adds up the blocks' sums, 32 columns a block.
-// Numerics fp32 (fp64 for double). Sums in an order that the shapes and the device fix; no atomics.
+// layer_norm_backward: dx = invstd * (g - mean(g) - xhat * mean(g * xhat)) with g = dy * gamma; and for each
+// column sum dy and sum dy * xhat.
+// Memory   reads x and dy once; writes dx, and two numbers per block and column. Bandwidth-bound.
+// Mapping  a team of lanes per row, see layer_norm.cuh. A lane keeps the sums of its columns from row to row;
+//          teams merge them in shared memory. A second kernel adds the sums of the blocks, 32 columns a
+//          block.
+// Numerics fp32 (fp64 for double). Shapes and device fix the order of the sums; no atomics.
 // Source   Ba, Kiros, Hinton, arXiv:1607.06450.
 #include "layer_norm.cuh"
 
@@ -18,7 +19,7 @@ struct LayerNormBackwardParams {
   T* dx;
   const A* saved;
   ChannelArray weight;
-  A* partial;  // [blocks][2][columns]; null: nobody wants the sums
+  A* partial;  // [blocks][2][columns]; null: no sums
 };
 
 template <class T, class G, int V>

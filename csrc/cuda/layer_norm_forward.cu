@@ -1,10 +1,8 @@
-// layer_norm_forward: y = (x - mean) * invstd * gamma + beta for each row, in y's own dtype.
-// Memory   reads x once, writes y and two numbers a row; an x of float32 becomes a y of 16 bits on the way,
-// so
-//          autocast has nothing left to cast. Bandwidth-bound.
+// layer_norm_forward: y = (x - mean) * invstd * gamma + beta for each row, in the dtype of y.
+// Memory   reads x once; writes y, and two numbers per row. It can write 16 bits from a float32 x, so that
+//          autocast does not cast y. Bandwidth-bound.
 // Mapping  a team of lanes per row, see layer_norm.cuh; weight and bias stay in registers from row to row.
-// Numerics fp32 (fp64 for double): the mean, then deviations from it, whose own sum corrects it. No sum of
-//          squares.
+// Numerics fp32 (fp64 for double): the mean, then deviations from it, whose sum corrects it.
 // Source   Ba, Kiros, Hinton, arXiv:1607.06450.
 #include "layer_norm.cuh"
 
@@ -45,11 +43,11 @@ __global__ void __launch_bounds__(kThreads, kForwardResident<T>)
     const int64_t row = first + mine.team;
     const bool exists = row < plan.rows;
     const T* const x = args.x + row * plan.columns;
-    Packet<T, V> kept[K];
+    Packet<T, V> packets[K];
     const auto load = [&](int part) {
       mine.each(part, [&](int j, int64_t column) {
-        kept[j].clear();
-        if (exists) kept[j].load(x + column);
+        packets[j].clear();
+        if (exists) packets[j].load(x + column);
       });
     };
     // f(values) for the packets of the row.
@@ -58,7 +56,7 @@ __global__ void __launch_bounds__(kThreads, kForwardResident<T>)
         if (first || plan.parts > 1) load(part);
         mine.each(part, [&](int j, int64_t) {
           A v[V];
-          kept[j].unpack(v);
+          packets[j].unpack(v);
           f(v);
         });
       }
@@ -93,7 +91,7 @@ __global__ void __launch_bounds__(kThreads, kForwardResident<T>)
       if (plan.parts > 1) load(part), load_table(part);
       mine.each(part, [&](int j, int64_t column) {
         A v[V];
-        kept[j].unpack(v);
+        packets[j].unpack(v);
 #pragma unroll
         for (int k = 0; k < V; ++k) v[k] = fused((v[k] - mean) * invstd, gamma.at[j][k], beta.at[j][k]);
         Packet<G, V> out;
