@@ -19,7 +19,7 @@ SOURCES := 'csrc/*' 'benchmarks/*.cpp' 'tools/*.cpp' 'tools/*.h' 'tests/*.cpp' '
 TOOLED := $(if $(and $(wildcard .venv/bin/ruff),$(wildcard .venv/bin/mypy),$(wildcard .venv/bin/mkdocs)),,install)  # enough where the build may be older than its sources
 BUILT  := setup.py pyproject.toml $(shell find csrc -name '*.[ch]*')
 
-.PHONY: help install demo test test-sanitizers test-slow test-models wheel matrix bench gpu gpu-proof gpu-measure sass predict simulate lint docs coverage mutate format clean
+.PHONY: help install demo test test-sanitizers test-slow test-models dist wheel matrix bench gpu gpu-proof gpu-measure sass predict simulate lint docs coverage mutate format clean
 
 help:  ## This list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 16
@@ -67,14 +67,16 @@ test-models: install  ## fastvit.convert on models of timm, torchvision and tran
 	$(RUN) -m pip install --quiet --disable-pip-version-check timm torchvision transformers "torch==$$($(RUN) -c 'import torch; print(torch.__version__)')"
 	$(RUN) -m pytest tests/test_convert_models.py tests/test_vit_models.py -m "not slow" $(if $(MODELS),-k '$(MODELS)')
 
-wheel: install  ## A wheel for any Linux in dist/, which trains one step in a bare environment
+dist: install
 	rm -rf build/wheel dist
 	$(RUN) -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir build/wheel .
 	PATH="$(CURDIR)/.venv/bin:$$PATH" $(RUN) -m auditwheel repair --exclude 'libtorch*' --exclude libc10.so --wheel-dir dist build/wheel/*.whl
+
+wheel: dist  ## A wheel for any Linux in dist/, which trains one step in a bare environment
 	$(RUN) tools/matrix.py dist/*.whl --torch '$(TORCH)'
 
-matrix: wheel  ## Oldest and newest torch: all sources compile, the one wheel trains a step; 10 GB in runs/matrix
-	$(RUN) tools/matrix.py dist/*.whl --compile --torch torch==2.11.0 torch
+matrix: dist  ## Oldest and newest torch: all sources compile, the one wheel trains a step; 10 GB in runs/matrix
+	$(RUN) tools/matrix.py dist/*.whl --compile torch==2.11.0 torch --torch '$(TORCH)'
 
 bench: install  ## Time the layers against torch's, and ways to synchronise; writes benchmarks/results
 	$(RUN) benchmarks/bench_layers.py

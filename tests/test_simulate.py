@@ -169,7 +169,6 @@ def simulate(*arguments: str, **environment: str) -> str:
 def test_what_it_needs_is_said(tmp_path):
     assert "GPGPUSIM is not set" in simulate()
     assert f"{tmp_path} is not GPGPU-Sim's sources" in simulate(GPGPUSIM=str(tmp_path))
-    assert f"{tmp_path} is not GPGPU-Sim's sources" in simulate("--gpgpusim", str(tmp_path))
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")

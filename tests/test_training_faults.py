@@ -1,6 +1,5 @@
 """Faults of a run: bad data, bad checkpoints, bad options; error messages and intact checkpoints."""
 
-import contextlib
 import os
 import shutil
 import signal
@@ -120,24 +119,18 @@ def test_a_run_that_cannot_read_ends_with_its_workers(tmp_path, split, kind, mes
 def test_an_interrupt_of_the_rank_alone_ends_its_workers(tmp_path):
     options = ["--epochs", "500", "--batch-size", "256", "--norm", "torch", "--workers", "1", "--out", "run"]
     process = subprocess.Popen(
-        [sys.executable, "-X", "faulthandler", *COMMON, *options],
+        [sys.executable, *COMMON, *options],
         cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background ignores it
     )  # fmt: skip
-    err = ""
     try:
         while "[epoch 1]" not in process.stdout.readline():
             assert process.poll() is None
-        # Python drops an interrupt that falls into a destructor, as the loader's at the end of an epoch.
-        for number in [signal.SIGINT] * 3 + [signal.SIGABRT]:  # the last has a rank that hangs show where
-            process.send_signal(number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                _, err = process.communicate(timeout=15)  # until the workers, too, have closed their ends
-                break
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)  # until the workers, too, have closed their ends
     finally:
         process.kill()
-    assert number == signal.SIGINT and process.returncode != 0 and "KeyboardInterrupt" in err, (
-        process.poll(), number, err,
-    )  # fmt: skip
+    assert process.returncode != 0 and "KeyboardInterrupt" in err
 
 
 @pytest.mark.parametrize("workers", ["0", "1"])

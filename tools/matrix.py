@@ -1,11 +1,11 @@
 """Tests one wheel with several releases of torch: `make wheel`, `make matrix`.
 
-    python tools/matrix.py dist/*.whl --torch torch==2.11.0 torch [--compile] [--tests FILE ...]
+    python tools/matrix.py dist/*.whl [--torch torch==2.13.0] [--compile torch==2.11.0 torch] [--tests ...]
 
 Each requirement gets a bare virtual environment in runs/matrix with that torch and the wheel, which trains
-one step there (examples/first_step.py). --compile also compiles every source, C++ and CUDA, against that
-torch's headers; CUDA only as far as PTX without optimisation, because no kernel includes torch. --tests also
-runs these tests there. Exits with 1 if anything failed.
+one step there (examples/first_step.py). With those of --compile every source, C++ and CUDA, is compiled
+against that torch's headers; CUDA only as far as PTX without optimisation, because no kernel includes torch.
+--tests FILE ... also runs these tests there. Exits with 1 if anything failed.
 """
 
 import argparse
@@ -78,7 +78,7 @@ def commands(include: Path, folder: Path) -> list[list[str | Path]]:
 def check(requirement: str, options: argparse.Namespace) -> None:
     python = environment(requirement)
     packages = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
-    if options.compile:
+    if requirement in options.compile:
         with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
             jobs = commands(Path(packages) / "torch/include", Path(folder))
             list(pool.map(lambda job: run(*job), jobs))
@@ -98,8 +98,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("wheel", type=Path)
-    parser.add_argument("--torch", nargs="+", default=["torch==2.11.0", "torch"], help="requirements of pip")
-    parser.add_argument("--compile", action="store_true")
+    for option in ("--torch", "--compile"):
+        parser.add_argument(option, nargs="+", default=[], metavar="REQUIREMENT")
     parser.add_argument("--tests", nargs="+", default=[], metavar="FILE")
     options = parser.parse_args()
     options.wheel = options.wheel.resolve()
@@ -113,7 +113,7 @@ def main() -> None:
         return None
 
     with ThreadPoolExecutor(2) as pool:  # one is downloaded and unpacked while another compiles
-        failed = list(filter(None, pool.map(failure, options.torch)))
+        failed = list(filter(None, pool.map(failure, options.compile + options.torch)))
     sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
 
 
