@@ -128,7 +128,8 @@ def bench_exchange(groups: dict, repeats: int, device: torch.device) -> list[dic
         for repeat in range(repeats):
             for name, both in ways.items():
                 for direction, work in zip(("forward", "backward"), both, strict=True):
-                    work()  # ranks leave this together: the next one is not timed from when one was late
+                    for _ in range(3):  # until gloo's threads, of the contender before, are off the cores;
+                        work()  # and the ranks leave the last one together
                     taken = timed(work, device)
                     if repeat >= repeats // 10:
                         times[name, direction].append(taken)

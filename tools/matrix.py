@@ -4,7 +4,8 @@
 
 Each requirement gets a bare virtual environment in runs/matrix with that torch and the wheel, which trains
 one step there (examples/first_step.py). With those of --compile every source, C++ and CUDA, is compiled
-against that torch's headers; CUDA only as far as PTX without optimisation, because no kernel includes torch.
+against that torch's headers; CUDA code of the device only as far as its syntax, because no kernel includes
+torch.
 --tests FILE ... also runs these tests there. Exits with 1 if anything failed.
 """
 
@@ -64,8 +65,7 @@ def commands(include: Path, folder: Path) -> list[list[str | Path]]:
         return found
     ptx = [
         "-gencode=arch=compute_80,code=compute_80",
-        "-Xcicc",
-        "-O0",
+        "-fdevice-syntax-only",
         "-DUSE_CUDA",
         "-Xcompiler",
         "-Wno-psabi",
