@@ -6,7 +6,7 @@ their output, which the next layer often saves too.
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -219,19 +219,14 @@ def _batch_norm_act(
     def layer():
         return BatchNormFunction.apply(x, weight, bias, z, *buffers, options)
 
-    scope = active_scope() if recompute else None
     # With a residual and no activation z is not saved, so y cannot be rebuilt.
-    if scope is None or (z is not None and activation == "identity"):
+    if not recompute or (z is not None and activation == "identity"):
         return layer()
-    given = [t is not None for t in (x, weight, bias, z)] + [True]
 
-    def rebuild(*saved_tensors):  # the last may be the tag of an exchange
-        tensors = iter(saved_tensors)
-        arguments: list[Any] = [next(tensors) if there else None for there in given]
-        x, weight, bias, z, saved = arguments
+    def rebuild(x, weight, bias, z, saved, *_):  # after these there may be the tag of an exchange
         return ops.bn_apply(x, saved, weight, bias, z, *options.of_backward)
 
-    return scope.call(layer, rebuild)
+    return _rebuildable(layer, (x, weight, bias, z), rebuild)
 
 
 def _torch_can(x: Tensor, norm: _NormParams, shared: sync.Transport) -> bool:
@@ -391,15 +386,12 @@ def layer_norm(
             x.flatten(-len(shape)), (math.prod(shape),), weight, bias, eps, output_dtype=output_dtype
         )
         return rows.view(x.shape)
-    given = [t is not None for t in (x, weight, bias)]
 
-    def rebuild(*saved_tensors):
-        tensors = iter(saved_tensors)
-        arguments: list[Any] = [next(tensors) if there else None for there in given]
-        x, weight, bias = arguments
+    def rebuild(x, weight, bias, _):
         return ops.layer_norm_forward(x, weight, bias, eps, output_dtype)[0]
 
-    return _rebuildable(lambda: LayerNormFunction.apply(x, weight, bias, eps, output_dtype), rebuild)
+    layer = lambda: LayerNormFunction.apply(x, weight, bias, eps, output_dtype)  # noqa: E731
+    return _rebuildable(layer, (x, weight, bias), rebuild)
 
 
 def act(x: Tensor, activation: str = "gelu", activation_param: float | None = None) -> Tensor:
@@ -420,7 +412,9 @@ def act(x: Tensor, activation: str = "gelu", activation_param: float | None = No
         return activate(x, activation, param)
     check_kernels("act", x)
     return _rebuildable(
-        lambda: ActFunction.apply(x, activation, param), lambda x: ops.act_forward(x, activation, param)
+        lambda: ActFunction.apply(x, activation, param),
+        (x,),
+        lambda x: ops.act_forward(x, activation, param),
     )
 
 
@@ -438,11 +432,22 @@ def glu(a: Tensor, b: Tensor, activation: str = "silu", activation_param: float 
     check_kernels("glu", a)
     return _rebuildable(
         lambda: GluFunction.apply(a, b, activation, param),
+        (a, b),
         lambda a, b: ops.glu_forward(a, b, activation, param),
     )
 
 
-def _rebuildable(layer, rebuild) -> Tensor:
-    """layer(); an active scope can rebuild its result by `rebuild`, from the tensors that layer saves."""
+def _rebuildable(layer, inputs, rebuild) -> Tensor:
+    """layer(), whose result an active scope can rebuild by `rebuild`, from the tensors that layer saves: the
+    inputs, which may be None and are then not saved, and others after them.
+    """
     scope = active_scope()
-    return layer() if scope is None else scope.call(layer, rebuild)
+    if scope is None:
+        return layer()
+    given = [t is not None for t in inputs]
+
+    def from_saved(*saved):
+        tensors = iter(saved)
+        return rebuild(*[next(tensors) if there else None for there in given], *tensors)
+
+    return scope.call(layer, from_saved)

@@ -116,6 +116,19 @@ def restride(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return copied
 
 
+def check_threads(run) -> None:
+    """run() gives tensors of the same bits when repeated, with any number of threads."""
+    before = torch.get_num_threads()
+    try:
+        first = run()
+        for threads in (1, 2, 3, 1):
+            torch.set_num_threads(threads)
+            for a, b in zip(first, run(), strict=True):
+                assert torch.equal(a, b)
+    finally:
+        torch.set_num_threads(before)
+
+
 def fresh(x: torch.Tensor) -> torch.Tensor:
     """A copy with the same strides, to be overwritten."""
     return strided_like(x, x)

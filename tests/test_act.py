@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import ACTIVATIONS, DTYPES, LAYOUTS, PARAM, Case, generator
+from cases import ACTIVATIONS, DTYPES, LAYOUTS, PARAM, Case, check_threads, generator
 from tolerances import check
 
 from fastvit import functional, ops, reference
@@ -88,18 +88,11 @@ def test_all_16_bit_values(activation, dtype, device):
 
 def test_repeats_and_threads_give_the_same_bits(device):
     a, b, dy = torch.randn(3, 40, 2100, device=device).unbind(0)
-    before = torch.get_num_threads()
 
     def run():
         return ops.act_forward(a), ops.act_backward(a, dy), ops.glu_forward(a, b), *ops.glu_backward(a, b, dy)
 
-    try:
-        first = run()
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            assert all(map(torch.equal, run(), first))
-    finally:
-        torch.set_num_threads(before)
+    check_threads(run)
 
 
 def test_what_is_allocated():

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from cases import DTYPES, generator
+from cases import DTYPES, check_threads, generator
 from tolerances import check
 from torch import nn
 from torch.nn import functional as F
@@ -111,19 +111,12 @@ def test_nan_and_infinity_stay_in_their_row(device):
 @pytest.mark.parametrize("dtypes", [(F32, F32), (F32, BF16), (BF16, BF16)])
 def test_repeats_and_threads_give_the_same_bits(dtypes, device):
     x, dy, weight, bias = inputs((4000, 96), *dtypes, device)
-    before = torch.get_num_threads()
 
     def run():
         y, saved = ops.layer_norm_forward(x, weight, bias, 1e-5, dtypes[1])
         return y, saved, *ops.layer_norm_backward(x, dy, saved, weight)
 
-    try:
-        first = run()
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            assert all(map(torch.equal, run(), first))
-    finally:
-        torch.set_num_threads(before)
+    check_threads(run)
 
 
 def test_what_is_allocated():

@@ -4,7 +4,18 @@ import math
 
 import pytest
 import torch
-from cases import ACTIVATIONS, CORE_LAYOUTS, DTYPES, INVERTIBLE, LAYOUTS, PARAM, Case, fresh, generator
+from cases import (
+    ACTIVATIONS,
+    CORE_LAYOUTS,
+    DTYPES,
+    INVERTIBLE,
+    LAYOUTS,
+    PARAM,
+    Case,
+    check_threads,
+    fresh,
+    generator,
+)
 from tolerances import check, error
 
 from fastvit import ops, reference
@@ -337,7 +348,6 @@ def test_nan_and_infinity_stay_in_their_channel(layout, device):
 @pytest.mark.parametrize("layout", ["nchw_wide", "nhwc_c96", "tokens_c192"])
 def test_repeats_and_threads_give_the_same_bits(layout, device):
     case = Case(layout, torch.float32, device)
-    before = torch.get_num_threads()
 
     def run():
         x = fresh(case.x)
@@ -347,14 +357,7 @@ def test_repeats_and_threads_give_the_same_bits(layout, device):
         dx = ops.abn_backward(x, case.dy, saved, sums, case.weight, case.bias, channel_dim=case.channel_dim)
         return moments, x, saved, sums, dx
 
-    try:
-        first = run()
-        for threads in (1, 2, 3, 1):
-            torch.set_num_threads(threads)
-            for a, b in zip(first, run(), strict=True):
-                assert torch.equal(a, b)
-    finally:
-        torch.set_num_threads(before)
+    check_threads(run)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -4,9 +4,8 @@
 
 Each requirement gets a bare virtual environment in runs/matrix with that torch and the wheel, which trains
 one step there (examples/first_step.py). With those of --compile every source, C++ and CUDA, is compiled
-against that torch's headers; CUDA code of the device only as far as its syntax, because no kernel includes
-torch.
---tests FILE ... also runs these tests there. Exits with 1 if anything failed.
+against that torch's headers; code for the device only as far as its syntax, because no kernel includes
+torch. --tests FILE ... also runs these tests there. Exits with 1 if anything failed.
 """
 
 import argparse
@@ -63,7 +62,7 @@ def commands(include: Path, folder: Path) -> list[list[str | Path]]:
     if not toolkit:
         print(f"CUDA sources are not compiled: {why}", flush=True)
         return found
-    ptx = [
+    host = [
         "-gencode=arch=compute_80,code=compute_80",
         "-fdevice-syntax-only",
         "-DUSE_CUDA",
@@ -71,7 +70,7 @@ def commands(include: Path, folder: Path) -> list[list[str | Path]]:
         "-Wno-psabi",
     ]
     for source in SETUP["cuda_sources"]():
-        found.append([toolkit / "bin/nvcc", *ptx, *common, "-c", source, "-o", folder / f"{source.stem}.o"])
+        found.append([toolkit / "bin/nvcc", *host, *common, "-c", source, "-o", folder / f"{source.stem}.o"])
     return found
 
 

@@ -89,8 +89,7 @@ struct LayerNormBackwardParams {
   void* dx;
   const void* gamma;
   const void* saved;
-  // Null where they are not needed: sum dy and sum dy*xhat, each `stride` numbers long, whole vectors of
-  // them.
+  // Sum dy and sum dy*xhat, each `stride` numbers (whole vectors); null where they are not needed.
   int64_t stride;
   void* group;      // [slices][2][stride], accumulation type: of a few rows
   double* partial;  // [slices][2][stride]

@@ -80,7 +80,7 @@ __device__ __forceinline__ void sum_team(A (&v)[kNumbers], int lanes) {
   }
   if (lanes <= 32) return;
   __shared__ A warps[kNumbers][kThreads / 32];
-  __syncthreads();  // what the sums before left has been read
+  __syncthreads();  // every thread has read the previous sums
   if (threadIdx.x % 32 == 0) {
 #pragma unroll
     for (int i = 0; i < kNumbers; ++i) warps[i][threadIdx.x / 32] = v[i];
