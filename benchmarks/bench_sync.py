@@ -12,8 +12,9 @@ torch.nn.SyncBatchNorm runs on CUDA. apex's runs where there is an apex (FASTVIT
 Python over collectives where nothing is compiled, on the CPU too; `apex_ratio` is the median of apex's time /
 time of the same turn.
 
-Each time begins after an exchange of all ranks, and is that of the slowest rank. The allocator retains freed
-memory. torch's profiler counts the calls.
+Each time begins after an exchange of all ranks, and is that of the slowest rank. On a CPU each rank stays on
+a core of its own, where there are enough: two ranks that meet on one core take turns, and an exchange then
+takes two to ten times as long. The allocator retains freed memory. torch's profiler counts the calls.
 """
 
 import argparse
@@ -227,6 +228,9 @@ def rank_main(rank: int, world: int, folder: str, options: argparse.Namespace) -
         groups["CudaIpc" if cuda else "SharedMemory"] = group_that_takes("peer")
     except RuntimeError as error:  # on all ranks
         print(error)
+    cores = sorted(os.sched_getaffinity(0))
+    if not cuda and options.threads == 1 and world <= len(cores):
+        os.sched_setaffinity(0, {cores[rank]})  # this thread; gloo's, which exist by now, stay free
     repeats = max(20, options.repeats * 2 // world)
     rows = bench_exchange(groups, repeats, device) if "exchange" in options.what else []
     for shape in SHAPES[device.type] if "step" in options.what else ():

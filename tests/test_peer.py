@@ -157,26 +157,45 @@ def test_another_tag_is_a_mismatch_on_both(what):
     assert all(result.flatten()[-6:].isnan().all() for result in ranks.results)
 
 
-def test_a_torn_message_is_not_taken():
-    """An exchange is incomplete as long as any packet is missing."""
-    for missing in range(7):
-        ranks = Ranks(2)
-        for step in range(2):
-            ranks.begin(0, step)
-            assert ranks.begin(1, step) == Fault.DONE == ranks.wait(0)
-        before = ranks.arenas[0].clone()
-        ranks.begin(0, 2), ranks.begin(1, 2)
-        inbox = ranks.arenas[0][INBOX:]
-        changed = (inbox != before[INBOX:]).view(-1, 16).any(1).nonzero().flatten()
-        assert len(changed) == 7  # two of header, four channels, and the count
-        packet = slice(16 * changed[missing], 16 * changed[missing] + 16)
-        half = slice(packet.start, packet.start + 8 * (1 + missing % 2))  # or only half of it
-        whole = inbox[half].clone()
-        inbox[half] = before[INBOX:][half]
-        assert ranks.wait(0) == Fault.PENDING
-        inbox[half] = whole
-        assert ranks.wait(0) == Fault.DONE
-        ranks.check(0, 2)
+@pytest.mark.parametrize("packet", [0, 1])
+@pytest.mark.parametrize("bytes_missing", [slice(0, 8), slice(8, 16), slice(0, 16)])
+def test_a_torn_header_is_not_taken(packet, bytes_missing):
+    """An exchange is incomplete as long as any half of a header's packets is missing."""
+    ranks = Ranks(2)
+    for step in range(2):
+        ranks.begin(0, step)
+        assert ranks.begin(1, step) == Fault.DONE == ranks.wait(0)
+    before = ranks.arenas[0].clone()
+    ranks.begin(0, 2), ranks.begin(1, 2)
+    inbox = ranks.arenas[0][INBOX:]
+    header = 16 * int((inbox != before[INBOX:]).view(-1, 16).any(1).nonzero()[packet])
+    half = slice(header + bytes_missing.start, header + bytes_missing.stop)
+    whole = inbox[half].clone()
+    inbox[half] = before[INBOX:][half]
+    assert ranks.wait(0) == Fault.PENDING
+    inbox[half] = whole
+    assert ranks.wait(0) == Fault.DONE
+    ranks.check(0, 2)
+
+
+def test_no_exchange_mixes_the_numbers_of_two():
+    """Two ranks in threads, with numbers that take a while to copy: a header before them would show."""
+    ranks, wrong = Ranks(2, capacity=2**17), []
+
+    def exchange(rank):
+        for step in range(200):
+            numbers = torch.full((1, 2**18), float(step + rank))
+            state = ranks.begin(rank, step, numbers, seconds=20)
+            if state != Fault.DONE or (ranks.results[rank][1] != 2 * step + 1).any():
+                wrong.append((rank, step, state))
+                return
+
+    threads = [threading.Thread(target=exchange, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong
 
 
 @pytest.mark.parametrize("later", [False, True])

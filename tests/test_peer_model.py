@@ -1,4 +1,4 @@
-"""Every interleaving of a model of csrc/peer.h: one slot loses packets or deadlocks, two do not.
+"""Every interleaving of a model of csrc/sync/protocol.h: one slot loses packets or deadlocks, two do not.
 
 A rank's stores become visible one by one, in any order, at any later time; only stores to one place have a
 fixed order. A rank reads the packets of an exchange in any order, each when its epoch has arrived, and then

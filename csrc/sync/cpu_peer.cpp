@@ -1,8 +1,10 @@
 // The peer protocol between processes of one host, over arenas in shared memory that each has mapped.
 // protocol.h defines the protocol; fastvit/sync/peer.py calls these ops.
 //
-// Memory   a push writes 16 bytes per two floats and peer, a poll reads as many. Each cache line crosses from
-//          one core to another once.
+// Memory   the payload is the row of numbers as the op has it, 4 bytes per float. A push copies it into the
+//          inbox of each peer, behind it the header, and the merge reads it there: each cache line crosses
+//          from one core to another once. A fence of the sender before the header, and one of the receiver
+//          after it, order them; on x86 they cost nothing.
 // Waiting  in slices of time: between slices Python handles signals and checks for dead peers. Within a slice
 //          the thread spins for about the delay of a running peer, then yields (a peer may need this core),
 //          then sleeps.
@@ -16,8 +18,8 @@
 #include <bit>
 #include <chrono>
 #include <cmath>
+#include <cstring>
 #include <limits>
-#include <memory>
 #include <thread>
 
 #include "../moments.h"
@@ -90,8 +92,7 @@ class Backoff {
   Phase phase_ = Phase::spin;
 };
 
-// One exchange of one rank. Pair i of a row is its numbers i and C + i. The last pair of moments is the
-// count, in the last two numbers.
+// One exchange of one rank.
 template <class A>
 class Sharing {
  public:
@@ -101,49 +102,33 @@ class Sharing {
         result_(result),
         C_(channels),
         moments_((exchange.tag.kind & kSums) == 0),
-        pairs_(channels + moments_),
+        numbers_(2 * (channels + moments_)),
         epoch_(next_epoch(exchange.own().epoch)) {}
 
   void push() const {
     // From the next rank on, so that ranks do not all write to one inbox.
     for (int turn = 1; turn < exchange_.world; ++turn) {
       Packet* to = exchange_.message((exchange_.rank + turn) % exchange_.world, exchange_.rank, epoch_);
+      std::memcpy(to + kHeaderPackets, own_, numbers_ * sizeof(A));
+      __atomic_thread_fence(__ATOMIC_RELEASE);
       for (int64_t i = 0; i < kHeaderPackets; ++i)
         store_packet(to + i, header_packet(exchange_.tag, i, epoch_));
-      to += kHeaderPackets;
-      for (int64_t i = 0; i < pairs_; ++i) {
-        Packet packets[kPairPackets<A>];
-        Pair<A>{own_[i < C_ ? i : 2 * C_], own_[i < C_ ? C_ + i : 2 * C_ + 1]}.pack(epoch_, packets);
-        for (const Packet& packet : packets) store_packet(to++, packet);
-      }
     }
   }
 
   void await() {
-    // Uninitialised on purpose: a std::vector would write all of it.
-    const std::unique_ptr<A[]> rows(new A[exchange_.world * 2 * pairs_]);
-    struct Waiting {
-      bool checked;
-      int64_t next;
-    } waiting[kMostRanks] = {};
     uint64_t missing = (exchange_.world == 64 ? 0 : uint64_t(1) << exchange_.world) - 1;
     missing &= ~(uint64_t(1) << exchange_.rank);
     Backoff backoff(exchange_.nanoseconds, exchange_.world);
-    const auto each_missing = [&](const auto& visit) {
-      for (uint64_t left = missing; left; left &= left - 1) visit(std::countr_zero(left));
-    };
     while (true) {
       Fault fault = kPending;
-      each_missing([&](int peer) {
+      for (uint64_t left = missing; left && !fault; left &= left - 1) {
+        const int peer = std::countr_zero(left);
         Tag theirs;
-        if (waiting[peer].checked || fault || !header(peer, theirs)) return;
-        waiting[peer].checked = true;
+        if (!header(peer, theirs)) continue;
+        missing &= ~(uint64_t(1) << peer);
         if (!(theirs == exchange_.tag)) fault = fail(kMismatch, peer, theirs);
-      });
-      each_missing([&](int peer) {
-        if (waiting[peer].checked && take(peer, rows.get() + peer * 2 * pairs_, waiting[peer].next))
-          missing &= ~(uint64_t(1) << peer);
-      });
+      }
       for (int peer = 0; peer < exchange_.world && !fault; ++peer)
         if (gave_up(peer, missing == 0)) fault = fail(kGaveUp, peer);
       exchange_.report->missing = fault ? 0 : missing;
@@ -151,10 +136,9 @@ class Sharing {
       if (missing == 0) break;
       if (!backoff.wait()) return;
     }
-    // These loads must come before the next push, after which the peers reuse this slot.
-    __atomic_thread_fence(__ATOMIC_ACQ_REL);
+    __atomic_thread_fence(__ATOMIC_ACQUIRE);
+    merge();  // ends before the next push, after which the peers reuse this slot
     exchange_.own().epoch = epoch_;
-    merge(rows.get());
   }
 
  private:
@@ -163,7 +147,7 @@ class Sharing {
   A* result_;
   const int64_t C_;
   const bool moments_;
-  const int64_t pairs_;
+  const int64_t numbers_;
   const uint32_t epoch_;
 
   const Packet* message(int peer) const { return exchange_.message(exchange_.rank, peer, epoch_); }
@@ -174,24 +158,6 @@ class Sharing {
     return arrived(first, epoch_) && arrived(second, epoch_);
   }
 
-  // Reads the pairs of a peer that have arrived, from `next` on; false while some are missing.
-  bool take(int peer, A* row, int64_t& next) const {
-    constexpr int K = kPairPackets<A>;
-    const Packet* payload = message(peer) + kHeaderPackets;
-    // The last pair first: reading just behind the writer would take each cache line from it before it is
-    // full.
-    if (next == 0 && !arrived(load_packet(payload + pairs_ * K - 1), epoch_)) return false;
-    for (; next < pairs_; ++next) {
-      Packet packets[K];
-      for (int k = 0; k < K; ++k) packets[k] = load_packet(payload + next * K + k);
-      Pair<A> pair;
-      if (!pair.unpack(epoch_, packets)) return false;
-      row[next < C_ ? next : 2 * C_] = pair.first;
-      row[next < C_ ? C_ + next : 2 * C_ + 1] = pair.second;
-    }
-    return true;
-  }
-
   // Whether a peer gave up this exchange, or any exchange while this one is incomplete.
   bool gave_up(int peer, bool complete) const {
     const uint64_t at = load(exchange_.own().gave_up[peer]);
@@ -199,16 +165,17 @@ class Sharing {
   }
 
   Fault fail(Fault fault, int peer, const Tag& theirs = {}) const {
-    const int64_t n = 2 * pairs_;
-    std::fill_n(result_, n, std::numeric_limits<A>::quiet_NaN());
+    std::fill_n(result_, numbers_, std::numeric_limits<A>::quiet_NaN());
     *exchange_.report = {fault, uint32_t(exchange_.rank), uint32_t(peer), epoch_, exchange_.tag, theirs, 0};
     return fault;
   }
 
   // In rank order and in double, a block of channels at a time, so that the compiler vectorises the loops.
-  void merge(const A* rows) const {
+  void merge() const {
     constexpr int64_t kBlock = 256;
-    const auto row = [&](int rank) { return rank == exchange_.rank ? own_ : rows + rank * 2 * pairs_; };
+    const auto row = [&](int rank) {
+      return rank == exchange_.rank ? own_ : reinterpret_cast<const A*>(message(rank) + kHeaderPackets);
+    };
     Joining joining[kMostRanks];
     double count = 0;
     for (int rank = 0; rank < exchange_.world && moments_; ++rank) {

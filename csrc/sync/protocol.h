@@ -6,11 +6,12 @@
 //           inbox, in local memory, until all messages are complete, and merges them in rank order. A message
 //           is a header of kHeaderPackets, with the tag, and the payload. A packet is 16 bytes {word, epoch,
 //           word, epoch}: the flag travels with the data. A packet is valid when its epoch is the current
-//           one, so there is no fence, no counter and no reset. Each aligned half of 8 bytes has its own
-//           flag, so only stores of 8 bytes must be atomic, not of 16.
-// Payload   Pairs: the two numbers of channel c, (mean, M2) or the two sums, are pair c, and the count of
-//           moments is the last pair. So threads can send and read channels independently. A pair of floats
-//           is one packet, of doubles two: fp32 moments are 16 (C + 1) bytes.
+//           one, so there is no counter and no reset. Each aligned half of 8 bytes has its own flag, so only
+//           stores of 8 bytes must be atomic, not of 16.
+// Payload   Of a GPU, packets too, so there is no fence. Pairs: the two numbers of channel c, (mean, M2) or
+//           the two sums, are pair c, and the count of moments is the last pair. So threads can send and read
+//           channels independently. A pair of floats is one packet, of doubles two: fp32 moments are
+//           16 (C + 1) bytes. Of a CPU, the numbers alone: the header follows them behind a fence.
 // Slots     A message of epoch e goes into slot e % 2. A rank pushes e after it has polled e - 1. Then every
 //           peer has pushed e - 1, and so has polled e - 2: the slot is free. With one slot a fast rank could
 //           overwrite e - 1 with e before its peer has read it. Every rank must poll an exchange to its end
