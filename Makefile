@@ -45,7 +45,7 @@ $(STAMP): $(BUILT) fastvit/_C.so | .venv/bin/python
 demo: install  ## Train a ViT on scikit-learn's digits with 2 ranks; leaves runs/demo/index.html
 	$(RUN) examples/digits_demo.py
 
-TESTS := $(RUN) -m pytest -q -n auto --maxprocesses 8 -m "not slow and not models"
+TESTS := $(RUN) -m pytest -q -n auto --maxprocesses 8 --dist worksteal -m "not slow and not models"
 MODEL := FASTVIT_TEST_DEVICE=cuda_host OMP_NUM_THREADS=1 $(TESTS)
 OPS   := tests/test_ops.py tests/test_local_ops.py tests/test_layer_norm.py tests/test_act.py tests/test_arguments.py tests/test_messages.py tests/cuda_host/test_cuda_host_kernels.py tests/cuda_host/test_cuda_host_exchange.py
 

@@ -16,6 +16,17 @@ def generator(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
+def test_digits_are_those_of_scikit_learn():
+    from sklearn.datasets import load_digits
+
+    expected, data = load_digits(), datasets.load_digits(0)
+    images = torch.cat([data.test.images, data.train.images])
+    labels = torch.cat([data.test.labels, data.train.labels])
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    assert torch.equal((images[:, 0] + 1) * 8, torch.tensor(expected.images[order], dtype=torch.float32))
+    assert torch.equal(labels, torch.tensor(expected.target[order]))
+
+
 def test_split_of_digits_is_reproducible_and_disjoint():
     split, again, other = (datasets.load_digits(seed) for seed in (0, 0, 1))
     assert (len(split.train.labels), len(split.test.labels)) == (1438, 359)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -107,11 +108,13 @@ def load_digits(seed: int) -> DataSets:
     Images `(N, 1, 8, 8)` fp32 in [-1, 1]. The same seed gives the same split everywhere. Training images
     move by up to a pixel.
     """
-    from sklearn.datasets import load_digits as load
+    import numpy as np
 
-    digits = load()
-    images = torch.from_numpy(digits.images).to(torch.float32).unsqueeze(1) / 8 - 1  # 16 grey levels
-    labels = torch.from_numpy(digits.target).to(torch.int64)
+    # The file that sklearn.datasets.load_digits reads; importing sklearn takes as long as importing torch.
+    (folder,) = importlib.util.find_spec("sklearn").submodule_search_locations  # type: ignore[misc]
+    digits = torch.from_numpy(np.loadtxt(f"{folder}/datasets/data/digits.csv.gz", delimiter=","))
+    images = digits[:, :64].view(-1, 1, 8, 8).to(torch.float32) / 8 - 1  # 16 grey levels
+    labels = digits[:, 64].to(torch.int64)
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
     test, train = order.tensor_split([len(images) // TEST_SHARE])
 
