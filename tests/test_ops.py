@@ -360,6 +360,23 @@ def test_repeats_and_threads_give_the_same_bits(layout, device):
     check_threads(run)
 
 
+@pytest.mark.parametrize("shape", [(2, 2, 181, 191), (9001, 16)])
+def test_partial_results_of_several_tasks(shape, device):
+    """Large enough for three slices; of two planes, the middle slice takes a part of each."""
+    x, dy = (torch.randn(shape, generator=generator(seed), dtype=torch.float64).to(device) for seed in (0, 1))
+    x += 3
+    moments = reference.bn_stats(x)
+    saved = reference.bn_forward(x, moments)[1]
+
+    def run():
+        return ops.bn_stats(x), ops.bn_reduce(x, dy, None, saved)[0]
+
+    got = run()
+    check("bn_stats", got[0], moments)
+    check("bn_reduce", got[1], reference.bn_reduce(x, dy, None, saved)[0])
+    check_threads(run)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_rounding_to_storage_is_to_nearest_even(dtype, device):
     """The vector conversions, value by value: every finite half, infinities, NaN, ties and subnormals."""
