@@ -1,6 +1,9 @@
 """Every op against the float64 reference, in every layout, dtype and activation."""
 
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -391,6 +394,21 @@ def test_rounding_to_storage_is_to_nearest_even(dtype, device):
     want = (x.float() * scale + 0.0).to(dtype)  # + bias, which makes -0 a 0
     assert torch.equal(y.isnan(), want.isnan())
     assert torch.equal(y.nan_to_num(7.0).view(torch.int16), want.nan_to_num(7.0).view(torch.int16))
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() or "FASTVIT_TEST_DEVICE" in os.environ, reason="kernels of the CPU"
+)
+@pytest.mark.parametrize("capability", ["default", "avx2"])
+def test_kernels_of_other_instruction_sets(capability):
+    """They are chosen on machines without AVX-512. The tests run in a process that is told to take them."""
+    tests = ("test_bn_stats", "test_abn_ops", "test_rounding_to_storage_is_to_nearest_even")
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"]
+        + [f"{__file__}::{name}" for name in tests],
+        env=os.environ | {"ATEN_CPU_CAPABILITY": capability}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout[-3000:]
 
 
 def test_no_op_allocates_more_than_its_outputs():

@@ -11,6 +11,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import fastvit
 from fastvit import BatchNormAct, recompute_scope
 from fastvit.memory import live_bytes
 
@@ -249,3 +250,29 @@ def test_ops_of_torch(name, device):
     (before, *want), (after, *got) = results
     assert before - after >= x.nbytes
     assert all(map(torch.equal, got, want))
+
+
+@pytest.mark.parametrize("pieces,rebuilt", [(30, True), (45, False)])
+def test_a_recipe_has_at_most_40_ops(pieces, rebuilt, device):
+    last = nn.Linear(90 * 8, 8, device=device)
+    x = torch.randn(32, 90 * 8, device=device, requires_grad=True)
+
+    def forward(context):
+        with context():
+            return last(torch.cat([F.silu(t) for t in (x * 2).tensor_split(pieces, 1)], 1))
+
+    before, after = (
+        live_bytes(lambda c=c: forward(c), x.device)[0] for c in (contextlib.nullcontext, recompute_scope)
+    )
+    assert (before - after >= x.nbytes) == rebuilt
+
+
+def test_a_parameter_that_is_freed_before_the_backward(device):
+    """As by FSDP2, where a norm and the Linear after it are sharded apart."""
+    norm, last = fastvit.LayerNorm(64, device=device), nn.Linear(64, 64, device=device)
+    x = torch.randn(32, 64, device=device, requires_grad=True)
+    with recompute_scope():
+        y = last(norm(x))
+    norm.weight.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=r"parameter \[64\] that is sharded now; shard whole blocks"):
+        y.sum().backward()
