@@ -74,7 +74,7 @@ def _svg(name: str, width: float, height: float, draw: Callable[[Axes], None]) -
         figure.savefig(target, format="svg", transparent=True, metadata=nothing)
     text = target.getvalue()
     text = text[text.index("<svg") :].replace(INK, "currentColor")
-    text = re.sub(r' xmlns(:xlink)?="[^"]*"', "", text)  # known to HTML
+    text = re.sub(r' xmlns(:xlink)?="[^"]*"', "", text)  # HTML needs none
     text = re.sub(r'<g id="[^"]*">', "<g>", text)
     text = re.sub(r'(<svg[^>]*?) (?:width|height)="[^"]*"', r"\1", text)
     text = re.sub(r'(<svg[^>]*?) (?:width|height)="[^"]*"', r"\1", text)
@@ -153,7 +153,7 @@ def _table_of_conversions(conversions: Sequence[Conversion]) -> str:
 
 
 def _speed(result: Result) -> float:
-    # The first epoch pays for everything that happens once.
+    # The first epoch includes work that is done once.
     return statistics.median(row["images_per_second"] for row in result.history[1:] or result.history)
 
 

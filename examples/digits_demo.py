@@ -43,18 +43,18 @@ RUN_LIMIT = 900  # seconds after which a run counts as hung
 
 
 class DemoError(RuntimeError):
-    """The demo did not reach its end; the message is for the user."""
+    """The demo failed; the message is for the user."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What one run gave."""
+    """The result of one run."""
 
     norm: str
     command: str
     ranks: int
     seconds: float  # of the whole run, start of the processes included
-    kept_bytes: int  # left alive by the forward pass of one batch on one rank, for the backward pass
+    kept_bytes: int  # that the forward pass of one batch on one rank keeps for the backward pass
     history: list[dict]  # one row per epoch, as in metrics.jsonl
 
     @property
@@ -64,19 +64,20 @@ class Result:
 
 @dataclass(frozen=True)
 class Conversion:
-    """What `fastvit.convert` makes of the demo's model with torch BatchNorm."""
+    """The demo's model with torch BatchNorm after `fastvit.convert`."""
 
     memory: str  # convert's argument; "off" for the model as it is
     kept_bytes: int  # as in `Result`
-    layers: dict[str, int]  # how many BatchNorm layers became what
+    layers: dict[str, int]  # the number of BatchNorm layers by their mode in the report
 
 
 def kept_bytes(model: nn.Module, images: torch.Tensor) -> int:
-    """Bytes that a training forward leaves alive, asked of the allocator: what is kept for the backward pass,
-    and the logits. Parameters and buffers do not count.
+    """Bytes that a training forward leaves allocated: tensors kept for the backward pass, and the logits.
+
+    Parameters and buffers do not count.
     """
     model.train()
-    model(images)  # what is made once and stays does not count
+    model(images)  # allocations of the first forward alone do not count
     return live_bytes(lambda: model(images))[0]
 
 
@@ -98,7 +99,7 @@ class Run:
         torchrun = f"torchrun --standalone --nproc_per_node={ranks}"
         flags = f"--norm {norm} --epochs {epochs} --batch-size {BATCH} --threads {threads}"
         started = f"{torchrun if ranks > 1 else 'python'} -m fastvit.training {flags} --out"
-        self.command = f"{started} {norm}"  # as one would type it in the demo's directory
+        self.command = f"{started} {norm}"  # to be typed in the demo's directory
         words = started.replace("torchrun", "python -m torch.distributed.run").split()
         self.log = None if stream else out / f"{norm}.log"
         # torchrun warns about an unset OMP_NUM_THREADS; the trainer sets the number of threads itself.
@@ -117,7 +118,7 @@ class Run:
             sink.close()
 
     def finish(self, bytes_kept: int) -> Result:
-        """Wait for the end and collect what the run left.
+        """Wait for the end and collect the results.
 
         Raises:
             DemoError: it failed or hung.
@@ -149,7 +150,7 @@ class Run:
 
 
 def clear(out: Path) -> None:
-    """Make room for new runs: remove what an earlier demo left, and nothing else."""
+    """Remove the results of earlier runs of the demo, and nothing else."""
     out.mkdir(parents=True, exist_ok=True)
     for norm in (MAIN, *OTHERS):
         if (out / norm / "metrics.jsonl").is_file():
@@ -209,11 +210,11 @@ def main() -> int:
         parser.error(f"--epochs must be at least 1, got {options.epochs}")
     out = options.out.resolve()
     start = time.perf_counter()
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler would say when it starts and stops
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler logs its start and stop
     try:
         check_packages(Config())
         clear(out)
-        gc.freeze()  # memory is measured between two looks for garbage, which is not among what was imported
+        gc.freeze()  # measuring memory collects garbage, which is faster without the imported objects
         images = load_digits(0).train.images[:BATCH]
         converted = conversions(images)
         results = compare(out, options.epochs, options.quick, images)

@@ -203,6 +203,18 @@ class AddsView(Block):
         return self.out(self.act(self.bn(self.conv(z)) + z))
 
 
+class ViewsOutput(Block):
+    def forward(self, x):
+        z = self.first(x)
+        return self.out(self.act(self.bn(self.conv(z)).view(z.shape) + z))
+
+
+class ViewsSum(Block):
+    def forward(self, x):
+        z = self.first(x)
+        return self.out(self.act((self.bn(self.conv(z)) + z).view(z.shape)))
+
+
 class AddsCallers(Block):
     def forward(self, x):
         return self.out(self.act(self.bn(self.conv(x)) + x))
@@ -248,6 +260,8 @@ AGAINST = {
     ReadsSum: "no activation module follows",
     ReadsOutput: "read by add",
     AddsView: "the residual comes from getitem, which may return a view",
+    ViewsOutput: "there is a view in between",
+    ViewsSum: "there is a view in between",
     AddsCallers: "the residual belongs to the caller",
     AddsTwice: "no activation module follows",
     AddsScaled: "read by add",

@@ -7,7 +7,21 @@ import pickle
 import pytest
 import torch
 from torch import nn
-from vit_models import BLOCKS, DIM, Block, LayerScale, Mlp, Model, converted, differing, kept, patches, step
+from vit_models import (
+    BLOCKS,
+    DIM,
+    TOKENS,
+    Act,
+    Block,
+    LayerScale,
+    Mlp,
+    Model,
+    converted,
+    differing,
+    kept,
+    patches,
+    step,
+)
 
 import fastvit
 
@@ -604,6 +618,36 @@ def test_a_budget_that_is_not_met_rebuilds_all():
     _, report = fastvit.convert(model, example_inputs=x, budget=0.05)
     assert "a budget of 5% is not met: all that can be rebuilt leaves " in str(report)
     assert kept(model, x) == kept(converted(copy.deepcopy(eager), "gemm"), x)
+
+
+def batch_norm(activation):
+    return fastvit.BatchNormAct(TOKENS, activation=activation, memory="recompute")
+
+
+class Gate(nn.Module):
+    def __init__(self, activation):
+        super().__init__()
+        self.activation = activation
+
+    def forward(self, x):
+        return fastvit.functional.glu(x, x.detach().cos(), self.activation)
+
+
+PRICES = {  # the first takes less arithmetic than the second, for a result of the same size
+    "act": (lambda: Act("relu"), lambda: Act("gelu_tanh")),
+    "norm": (lambda: Act("hardswish"), lambda: fastvit.LayerNorm(4 * DIM)),
+    "batch norm": (lambda: batch_norm("relu"), lambda: batch_norm("gelu")),
+    "glu": (lambda: Gate("relu"), lambda: Gate("silu")),
+}
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("which", PRICES)
+def test_a_budget_knows_what_ops_of_ours_cost(which, place):
+    makes = iter(PRICES[which] if place == 0 else PRICES[which][::-1])
+    model = Model(lambda: Block(mlp=lambda: Mlp(next(makes))), depth=2)
+    fastvit.convert(model, example_inputs=patches(16), budget=0.93)
+    assert {block[:8] for block, _ in model.blocks[0]._policy.sites} == {f"blocks.{place}"}
 
 
 class TakesTargets(Model):

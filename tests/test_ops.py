@@ -1,6 +1,9 @@
 """Every op against the float64 reference, in every layout, dtype and activation."""
 
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -360,6 +363,23 @@ def test_repeats_and_threads_give_the_same_bits(layout, device):
     check_threads(run)
 
 
+@pytest.mark.parametrize("shape", [(2, 2, 181, 191), (9001, 16)])
+def test_partial_results_of_several_tasks(shape, device):
+    """Large enough for three slices; of two planes, the middle slice takes a part of each."""
+    x, dy = (torch.randn(shape, generator=generator(seed), dtype=torch.float64).to(device) for seed in (0, 1))
+    x += 3
+    moments = reference.bn_stats(x)
+    saved = reference.bn_forward(x, moments)[1]
+
+    def run():
+        return ops.bn_stats(x), ops.bn_reduce(x, dy, None, saved)[0]
+
+    got = run()
+    check("bn_stats", got[0], moments)
+    check("bn_reduce", got[1], reference.bn_reduce(x, dy, None, saved)[0])
+    check_threads(run)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_rounding_to_storage_is_to_nearest_even(dtype, device):
     """The vector conversions, value by value: every finite half, infinities, NaN, ties and subnormals."""
@@ -374,6 +394,21 @@ def test_rounding_to_storage_is_to_nearest_even(dtype, device):
     want = (x.float() * scale + 0.0).to(dtype)  # + bias, which makes -0 a 0
     assert torch.equal(y.isnan(), want.isnan())
     assert torch.equal(y.nan_to_num(7.0).view(torch.int16), want.nan_to_num(7.0).view(torch.int16))
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() or "FASTVIT_TEST_DEVICE" in os.environ, reason="kernels of the CPU"
+)
+@pytest.mark.parametrize("capability", ["default", "avx2"])
+def test_kernels_of_other_instruction_sets(capability):
+    """They are chosen on machines without AVX-512. The tests run in a process that is told to take them."""
+    tests = ("test_bn_stats", "test_abn_ops", "test_rounding_to_storage_is_to_nearest_even")
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"]
+        + [f"{__file__}::{name}" for name in tests],
+        env=os.environ | {"ATEN_CPU_CAPABILITY": capability}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout[-3000:]
 
 
 def test_no_op_allocates_more_than_its_outputs():

@@ -8,9 +8,12 @@ import torch
 from recompute_models import READERS, Net, Rebuilds, forward_leaves, run, same_bits, stack
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import fastvit
 from fastvit import BatchNormAct, recompute_scope
+from fastvit.memory import live_bytes
 
 
 @pytest.mark.parametrize("where", ["scope outside", "scope inside", "converted submodule"])
@@ -212,3 +215,64 @@ def test_compiled(where):
     got = run(Compiled(), x, contextlib.nullcontext if where == "inside" else recompute_scope)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+OPS = {  # from the result of a Linear, which the op or a part of it saves, to what the next Linear saves
+    "elu": lambda t: F.elu(t, 0.7),
+    "hardtanh": lambda t: F.hardtanh(t, -0.5, 0.4),
+    "leaky_relu": lambda t: F.leaky_relu(t, 0.2),
+    "mish": F.mish,
+    "hardswish": F.hardswish,
+    "glu": lambda t: F.glu(torch.cat([t, t], 1)),
+    "pow": lambda t: t.pow(3),
+    "repeat": lambda t: F.silu(t).repeat(2, 1),
+    "roll": lambda t: F.silu(t).roll(3, 1),
+    "negative": lambda t: -F.silu(t),
+}
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_ops_of_torch(name, device):
+    """Rebuilt, with the same bits."""
+    torch.manual_seed(0)
+    first, last = (nn.Linear(64, 64, device=device) for _ in range(2))
+    x = torch.randn(32, 64, device=device)
+    results = []
+
+    def forward(context):
+        with context():
+            return last(OPS[name](first(x)))
+
+    for context in (contextlib.nullcontext, recompute_scope):
+        kept, y = live_bytes(lambda context=context: forward(context), x.device)
+        gradients = torch.autograd.grad(y.sin().sum(), [*first.parameters(), *last.parameters()])
+        results.append((kept, y, *gradients))
+    (before, *want), (after, *got) = results
+    assert before - after >= x.nbytes
+    assert all(map(torch.equal, got, want))
+
+
+@pytest.mark.parametrize("pieces,rebuilt", [(30, True), (45, False)])
+def test_a_recipe_has_at_most_40_ops(pieces, rebuilt, device):
+    last = nn.Linear(90 * 8, 8, device=device)
+    x = torch.randn(32, 90 * 8, device=device, requires_grad=True)
+
+    def forward(context):
+        with context():
+            return last(torch.cat([F.silu(t) for t in (x * 2).tensor_split(pieces, 1)], 1))
+
+    before, after = (
+        live_bytes(lambda c=c: forward(c), x.device)[0] for c in (contextlib.nullcontext, recompute_scope)
+    )
+    assert (before - after >= x.nbytes) == rebuilt
+
+
+def test_a_parameter_that_is_freed_before_the_backward(device):
+    """As by FSDP2, where a norm and the Linear after it are sharded apart."""
+    norm, last = fastvit.LayerNorm(64, device=device), nn.Linear(64, 64, device=device)
+    x = torch.randn(32, 64, device=device, requires_grad=True)
+    with recompute_scope():
+        y = last(norm(x))
+    norm.weight.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=r"parameter \[64\] that is sharded now; shard whole blocks"):
+        y.sum().backward()

@@ -22,12 +22,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 COPY = ROOT / "build/mutate"
-KERNEL_TESTS = ("tests/test_local_ops.py", "tests/test_ops.py")
+NORM_TESTS = ("tests/test_local_ops.py", "tests/test_ops.py")
+LAYER_NORM_TESTS, ACT_TESTS = ("tests/test_layer_norm.py",), ("tests/test_act.py",)
 PROOF_TESTS = tuple(f"tests/test_convert{name}.py" for name in ("_proofs", "_in_place", "_residuals", ""))
 TARGETS = {
-    **{
-        f"csrc/cpu/{name}.cpp": KERNEL_TESTS for name in ("stats", "forward", "reduce", "backward", "backend")
-    },
+    **{f"csrc/cpu/{name}.cpp": NORM_TESTS for name in ("stats", "forward", "reduce", "backward")},
+    "csrc/cpu/layer_norm.cpp": LAYER_NORM_TESTS,
+    "csrc/cpu/act.cpp": ACT_TESTS,
+    "csrc/cpu/backend.cpp": NORM_TESTS + LAYER_NORM_TESTS + ACT_TESTS,
     "fastvit/conversion/prove.py": PROOF_TESTS,
 }
 SHARED = {" < ": " <= ", " <= ": " < ", " > ": " >= ", " >= ": " > ", " == ": " != ", " != ": " == ",

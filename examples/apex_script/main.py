@@ -1,6 +1,6 @@
 """A training script in the style of 2020: apex AMP, apex DDP, synchronised BatchNorm, InPlaceABN, FusedAdam.
 
-It imports apex and inplace_abn, neither of which has to be installed, and knows nothing of fastvit:
+It imports apex and inplace_abn, neither of which has to be installed, and does not import fastvit:
 
     python -m fastvit.compat main.py --opt-level O2
     torchrun --standalone --nproc_per_node 2 -m fastvit.compat main.py --opt-level O1

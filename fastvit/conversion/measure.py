@@ -335,7 +335,7 @@ def _is_mask(factor: Tensor) -> bool:
 
 def op_name(name: str) -> str:
     """`GeluBackward0` is gelu."""
-    plain = re.sub(r"(Backward\d*|<.*>)$", "", name.split("::")[-1])
+    plain = re.sub(r"((Function)?Backward\d*|<.*>)$", "", name.split("::")[-1])
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", plain).lower()
 
 

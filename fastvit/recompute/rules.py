@@ -337,5 +337,13 @@ FLOPS = {
     "GluBackward0": 12,
     "PowBackward0": 10,
 }
+# The same for an activation within an op of fastvit.
+ACTIVATION_FLOPS = {
+    "identity": 0,
+    "gelu": FLOPS["GeluBackward0"],
+    "gelu_tanh": FLOPS["GeluBackward0"],
+    "silu": FLOPS["SiluBackward0"],
+    "elu": FLOPS["EluBackward0"],
+}
 
 PRODUCTS: dict[str, Callable[[Node], Rebuild]] = {"AddmmBackward0": _addmm, "MmBackward0": _mm}

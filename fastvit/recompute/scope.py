@@ -141,10 +141,11 @@ class _Scope:
     def unpack(packed: Kept | Recipe) -> Tensor:
         return packed.unpack()
 
-    def call(self, layer: Callable[[], Tensor], rebuild: Callable[..., Tensor]) -> Tensor:
+    def call(self, layer: Callable[[], Tensor], rebuild: Callable[..., Tensor], flops: int) -> Tensor:
         """Runs `layer`, and records that `rebuild` makes its result from the tensors that `layer` saves.
 
-        `rebuild` takes those tensors in the order in which `layer` saves them.
+        `rebuild` takes those tensors in the order in which `layer` saves them. `flops` are its operations per
+        element.
         """
         self._recorded = recorded = []
         try:
@@ -155,7 +156,7 @@ class _Scope:
             self._sweep()
             value = Value()
             value.made_by(rebuild, tuple(_argument(packed) for packed in recorded))
-            value.depth += 1
+            value.depth, value.flops = value.depth + 1, flops
             storage = y.untyped_storage()
             value.original, value.version, value.address = TensorWeakRef(y), y._version, storage._cdata
             value.geometry = (y.size(), y.stride(), y.storage_offset())

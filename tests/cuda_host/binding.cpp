@@ -15,11 +15,10 @@ PYBIND11_MODULE(_cuda_host, m) {
   using cuda_host::Config;
   pybind11::class_<Config>(m, "Config")
       .def_readwrite("seed", &Config::seed, "0: in index order; otherwise a random but repeatable schedule")
-      .def_readwrite("sm_count", &Config::sm_count, "multiprocessors that the device claims to have")
+      .def_readwrite("sm_count", &Config::sm_count, "multiprocessors of the device")
       .def_readwrite("blocks_per_sm", &Config::blocks_per_sm, "co-resident blocks of a cooperative launch")
       .def_readwrite("shared_per_sm", &Config::shared_per_sm, "bytes of shared memory of a multiprocessor")
-      .def_readwrite("timeout", &Config::timeout,
-                     "idle seconds before a wait for another process is given up")
+      .def_readwrite("timeout", &Config::timeout, "idle seconds after which a wait for another process fails")
       .def_readwrite("capturing", &Config::capturing, "whether launches are captured into a graph")
       .def_readwrite("stream", &Config::stream, "the current stream, by number")
       .def_readwrite("resident", &Config::resident,
@@ -29,14 +28,13 @@ PYBIND11_MODULE(_cuda_host, m) {
   m.def("run", &cuda_host::run, "Runs the deferred launches of all devices and streams, interleaved.");
   m.def("steps", &cuda_host::steps, "Switches between emulated threads so far.");
   m.def("blocks", &cuda_host::blocks, "Blocks of the latest launch.");
-  m.def("kernels", &cuda_host::kernels, "Names of the kernels launched since this was last asked.");
-  m.def(
-      "loads", &cuda_host::loads,
-      "Dependent loads of flags by the slowest thread since this was last asked; those of a batch are one.");
+  m.def("kernels", &cuda_host::kernels, "Names of the kernels launched since the last call.");
+  m.def("loads", &cuda_host::loads,
+        "Dependent loads of flags by the slowest thread since the last call; those of a batch count as one.");
   m.def("merges", &cuda_host::merges,
-        "Dependent merges of results by the slowest thread since this was last asked.");
+        "Dependent merges of results by the slowest thread since the last call.");
   m.def("launches", &cuda_host::launches, "Kernels launched so far.");
-  m.def("questions", &cuda_host::questions,
-        "Attributes of devices that were asked for, and of kernels that were set, so far.");
+  m.def("queries", &cuda_host::queries,
+        "Queries of device attributes and settings of kernel attributes so far.");
   m.def("set_device", [](int device) { cudaSetDevice(device); });
 }

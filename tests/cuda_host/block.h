@@ -27,7 +27,7 @@ struct Thread {
   uint3 tid;
   int lin = 0, race_id = -1, pred = 0, src = 0;
   St st = St::ready;
-  bool idle = false;  // gave up its turn because a polled value had not changed
+  bool idle = false;  // yielded because a polled value had not changed
   Op op = Op::none;
   unsigned mask = 0;
   Loc at{"?", 0};
@@ -35,9 +35,9 @@ struct Thread {
   struct {
     const void* at;
     uint64_t seen;
-  } polls[16] = {};  // what it last read by atomic loads, since it last did anything else
+  } polls[16] = {};  // its latest atomic loads, since it last did anything else
   unsigned n_polls = 0;
-  uint64_t loads = 0, merges = 0;  // of flags and of results, those together counted once
+  uint64_t loads = 0, merges = 0;  // of flags and of results; those within a Together count once
   bool together = false, load_counted = false, merge_counted = false;
 };
 struct Grid {
@@ -85,14 +85,15 @@ Fiber main_fiber;
 Thread* cur = nullptr;
 Block* loaded = nullptr;  // block whose static __shared__ contents are in place
 int device = 0;
-std::vector<std::array<int, 3>> answers;  // by what cudaGetDevice says: number, multiprocessors, shared bytes
-uint64_t n_questions = 0;
-uint64_t n_steps = 0, n_launches = 0, n_blocks = 0,
-         progress = 0;  // progress: step at which a thread last did more than re-read unchanged flags
+// At index i the device that cudaGetDevice calls i: number, multiprocessors, bytes of shared memory.
+std::vector<std::array<int, 3>> devices;
+uint64_t n_queries = 0;
+uint64_t n_steps = 0, n_launches = 0, n_blocks = 0;
+uint64_t progress = 0;  // step at which a thread last did more than re-read unchanged flags
 uint64_t most_loads = 0, most_merges = 0;  // of any thread
-uint64_t n_clock_reads = 0, leapt = 0;     // what globaltimer() is made of, besides steps
+uint64_t n_clock_reads = 0, leapt = 0;     // globaltimer() is steps and leaps
 constexpr uint64_t kLeap = 100'000'000;    // nanoseconds
-constexpr int kMostLeaps = 100;            // in one run: a wait of more than 10 s has no end
+constexpr int kMostLeaps = 100;            // in one run; a wait of more than 10 s is a deadlock
 std::string error;
 unsigned rnd(size_t n) {
   return unsigned(rng() % n);

@@ -1,7 +1,7 @@
-// Seeded bugs, to prove that the model of CUDA sees them: `seeded N` runs the N-th at a size where a GPU
-// would often still give the right answer. Without arguments it lists them, before each the builds that must
-// notice (plain, asan, race; "none" for the correct controls that nothing may complain about). Exit code: 0
-// right answer and nothing reported, 2 wrong answer, 3 the engine reported; otherwise a sanitizer.
+// Seeded bugs, which the model of CUDA must report: `seeded N` runs the N-th, at a size where a GPU would
+// often still give the right result. Without arguments it lists them, each after the builds that must report
+// it (plain, asan, race; "none" for correct controls, which no build may report). Exit code: 0 right result
+// and no report, 2 wrong result, 3 report of the engine; otherwise a sanitizer's.
 #include <cuda_runtime.h>
 
 #include <cmath>

@@ -18,8 +18,8 @@ ROOT = HERE.parents[1]
 OUT = ROOT / "build/cuda_host"
 MODES = ("plain", "asan", "race")
 
-# Device code meets host rules here: 16-byte loads of other types' memory, and static thread_local variables
-# in templates, one set per library, which the engine swaps per block.
+# The flags allow what device code does: 16-byte loads of other types' memory, and static thread_local
+# variables in templates, one set for each library, which the engine swaps for each block.
 COMMON = (
     "-std=c++20 -g1 -fPIC -fno-strict-aliasing -fno-gnu-unique -fno-omit-frame-pointer -ffp-contract=off "
     "-DTORCH_TARGET_VERSION=0x020b000000000000 -DUSE_CUDA -Wall -Wextra -Wno-unknown-pragmas "

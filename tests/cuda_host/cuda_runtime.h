@@ -1,6 +1,6 @@
 // Test-only stand-in for <cuda_runtime.h>: runs CUDA kernels on the CPU when the .cu/.cuh is built by
-// `g++ -x c++ -Itests/cuda_host`. One fiber per CUDA thread; see engine.cpp. Not a CUDA implementation:
-// only what kernels of this project need; anything else fails to compile, on purpose.
+// `g++ -x c++ -Itests/cuda_host`. One fiber per CUDA thread; see engine.cpp. It has only what the kernels of
+// this project need; other uses of CUDA do not compile.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -106,12 +106,12 @@ struct Loc {
 };
 struct Config {           // set from the test (or CUDA_HOST_SEED / CUDA_HOST_TIMEOUT in the environment)
   uint64_t seed = 0;      // 0: threads and blocks in index order; else a random but repeatable schedule
-  int sm_count = 4;       // what cudaDevAttrMultiProcessorCount answers
+  int sm_count = 4;       // cudaDevAttrMultiProcessorCount
   int blocks_per_sm = 2;  // limit for co-resident (cooperative) blocks, together with 2048 threads per SM
   int shared_per_sm = 228 << 10;  // bytes of shared memory, which limit co-resident blocks too
-  double timeout = 0;      // > 0: peers may be other processes; give up only after that many idle seconds
-  bool capturing = false;  // what cudaStreamIsCapturing answers
-  uint64_t stream = 0;     // what the current stream is
+  double timeout = 0;      // > 0: peers may be other processes; idle seconds until a deadlock is reported
+  bool capturing = false;  // the result of cudaStreamIsCapturing
+  uint64_t stream = 0;     // the current stream
   int resident = 0;        // > 0: blocks that a device holds at most, of all streams; 0: a few of each grid
   bool deferred = false;  // launches queue up per (device, stream); cuda_host::run() runs the queues together
 };
@@ -119,11 +119,11 @@ Config& config();
 void run();              // run deferred launches, all devices/streams interleaved
 uint64_t steps();        // number of fiber switches so far
 uint64_t launches();     // of kernels
-uint64_t questions();    // for attributes of a device, and settings of a kernel
+uint64_t queries();      // of a device's attributes, and settings of a kernel's
 uint64_t blocks();       // of the latest launch
-uint64_t loads();        // dependent loads of flags by the slowest thread, since this was last asked
+uint64_t loads();        // dependent loads of flags by the slowest thread, since the last call
 uint64_t merges();       // likewise merges of results
-uint64_t globaltimer();  // nanoseconds; leaps ahead when all threads do nothing but wait
+uint64_t globaltimer();  // nanoseconds; jumps ahead when all threads only wait
 cudaError_t launch(const cudaLaunchConfig_t&, const void* fn, std::function<void()> thread_body);
 void enqueue(cudaStream_t, std::function<void()> host_op);
 void* dynamic_shared();
@@ -152,12 +152,12 @@ void fence(int order, int scope);
 void atomic_pre(Loc);  // may hand over to another thread
 void count_load();
 void count_merge();
-struct Together {  // while one lives, the thread's loads of flags count as one, as do its merges: none waits
-                   // for another
+// While one lives, the thread's loads of flags count as one, and its merges too, since they are independent.
+struct Together {
   Together();
   ~Together();
 };
-void poll(const void*, uint64_t seen);  // ... does, if it saw this value before
+void poll(const void*, uint64_t seen);  // hands over if it has read this value before
 void atomic_post(const void*, uint64_t seen, size_t size, bool wrote, bool rmw, int order, int scope, Loc);
 template <class T>
 uint64_t bits(T v) {

@@ -1,6 +1,5 @@
-// Execution engine behind the test-only cuda_runtime.h: which block and which thread runs next, and what is
-// launched when. One OS thread runs everything; all state is guarded by one mutex taken in launch() and
-// run().
+// The engine of the test-only cuda_runtime.h, which schedules launches, blocks and threads. One OS thread
+// runs everything. One mutex, taken in launch() and run(), guards all state.
 #include <cxxabi.h>
 #include <dlfcn.h>
 #include <link.h>
@@ -75,7 +74,7 @@ void start_block(Grid* g) {
     makecontext(&t.f.uc, fiber_main, 0);
 #else
     auto* sp =
-        (void**)(t.stack + kStack - (i % 32) * 64);  // colour the stacks: equal tops would share cache sets
+        (void**)(t.stack + kStack - (i % 32) * 64);  // offsets, since equal tops would share cache sets
     *--sp = nullptr;  // return address of fiber_main; leaves rsp % 16 == 8 at its entry, as the ABI wants
     *--sp = (void*)fiber_main;
     sp -= 6;
@@ -210,7 +209,7 @@ void run_all() {
     uint64_t idle = n_steps - progress;
     if (!dead && idle > 64 * pollers + 4096) {  // no thread did anything but re-read unchanged flags
       auto now = clock::now();
-      if (n_clock_reads != clock_reads_before && leaps < kMostLeaps) {  // they wait, but not forever
+      if (n_clock_reads != clock_reads_before && leaps < kMostLeaps) {  // they wait with a timeout
         clock_reads_before = n_clock_reads, ++leaps, leapt += kLeap, progress = n_steps;
       } else if (config().timeout <= 0)
         dead = true;
@@ -263,8 +262,8 @@ uint64_t steps() {
 uint64_t launches() {
   return n_launches;
 }
-uint64_t questions() {
-  return n_questions;
+uint64_t queries() {
+  return n_queries;
 }
 
 uint64_t blocks() {
@@ -345,10 +344,10 @@ void atomic_post(const void* p, uint64_t seen, size_t size, bool wrote, bool is_
   else
     poll(p, seen);
 }
-void poll(const void* p, uint64_t seen) {  // gives up its turn if it saw this value before
+void poll(const void* p, uint64_t seen) {  // yields if it has read this value before
   unsigned i = 0, n = std::min(cur->n_polls, 16u);
   while (i < n && cur->polls[i].at != p) ++i;
-  if (i < n && cur->polls[i].seen == seen) {  // spinning: let the others run
+  if (i < n && cur->polls[i].seen == seen) {  // it spins
     cur->idle = true;
     back_to_scheduler();
     cur->idle = false;
@@ -369,8 +368,7 @@ void enqueue(cudaStream_t s, std::function<void()> f) {
 void run() {
   std::lock_guard lock(mtx);
   if (cur) return;
-  std::map<char*, std::vector<char>>
-      host;  // the caller's own thread-local variables: blocks take their place
+  std::map<char*, std::vector<char>> host;  // the caller's thread-local variables, which blocks overwrite
   for (const auto& [key, queue] : queues)
     for (const Work& w : queue)
       if (w.g && w.g->tls && host[w.g->tls].empty())
@@ -436,23 +434,24 @@ cudaError_t cuda_host_set_smem(const void* fn, int bytes) {
   if (bytes > 227 * 1024) return cudaErrorInvalidValue;
   int asked;
   cudaGetDevice(&asked);
-  ++cuda_host::n_questions;
+  ++cuda_host::n_queries;
   return cuda_host::smem_limit[{fn, asked}] = bytes, cudaSuccess;
 }
-cudaError_t cudaGetDevice(int* d) {  // a device whose answers a test changes is another device from then on
+// A device whose attributes a test changes gets a new number.
+cudaError_t cudaGetDevice(int* d) {
   using namespace cuda_host;
   const std::array<int, 3> mine{device, config().sm_count, config().shared_per_sm};
-  const auto at = std::find(answers.begin(), answers.end(), mine);
-  *d = int(at - answers.begin());
-  if (at == answers.end()) answers.push_back(mine);
+  const auto at = std::find(devices.begin(), devices.end(), mine);
+  *d = int(at - devices.begin());
+  if (at == devices.end()) devices.push_back(mine);
   return cudaSuccess;
 }
 cudaError_t cudaSetDevice(int d) {
   return cuda_host::device = d, cudaSuccess;
 }
 cudaError_t cudaDeviceGetAttribute(int* v, cudaDeviceAttr a, int d) {
-  const auto& [number, multiprocessors, shared] = cuda_host::answers.at(size_t(d));
-  ++cuda_host::n_questions;
+  const auto& [number, multiprocessors, shared] = cuda_host::devices.at(size_t(d));
+  ++cuda_host::n_queries;
   return *v = a == cudaDevAttrMultiProcessorCount                ? multiprocessors
               : a == cudaDevAttrMaxSharedMemoryPerMultiprocessor ? shared
                                                                  : 1,

@@ -1,8 +1,8 @@
-// Happens-before data race checker for emulated kernels. Kernels are compiled with -fsanitize=thread, but
-// instead of libtsan this file answers the __tsan_* calls, with CUDA's rules: __syncthreads and __syncwarp
-// order memory, shuffles and votes do not; other blocks and GPUs are ordered only by release/acquire (or
-// fence + flag) of sufficient scope. Independent of the schedule that happens to run: a missing barrier is
-// reported even when the result came out right.
+// Happens-before data race checker for emulated kernels. Kernels are compiled with -fsanitize=thread. This
+// file implements the __tsan_* functions in place of libtsan, with CUDA's rules: __syncthreads and __syncwarp
+// order memory; shuffles and votes do not; other blocks and GPUs are ordered only by release/acquire (or
+// fence + flag) of sufficient scope. Reports do not depend on the schedule: a missing barrier is reported
+// even when the result is right.
 #include "race.h"
 
 #include <dlfcn.h>
@@ -40,7 +40,7 @@ struct Cell {
 struct Site {
   int dev;
   Clock gpu, sys;
-};  // what releases on a flag carry, by releasing GPU and scope
+};  // clocks of the releases on a flag, by releasing GPU and scope
 constexpr uint32_t kAtomic = 1u << 31;
 
 std::vector<Thread> th;
@@ -69,7 +69,8 @@ Clock snapshot(int id) {
   c[id] = th[id].own;
   return c;
 }
-uint64_t key(uintptr_t p) {  // __shared__ variables have one address for all blocks: tell the blocks apart
+// __shared__ variables have one address for all blocks, so their key contains the block.
+uint64_t key(uintptr_t p) {
   return p - tls_lo < tls_size ? (uint64_t(th[me].block + 1) << 40 | 1ull << 63) + (p - tls_lo) : p;
 }
 std::string line_of(uint32_t pc) {
@@ -87,7 +88,7 @@ std::string line_of(uint32_t pc) {
   s = s.substr(0, s.find_first_of(" \n"));
   return s.substr(s.rfind('/') + 1);
 }
-uint32_t site_of(Loc at) {  // atomics know their source line; plain accesses only their pc
+uint32_t site_of(Loc at) {  // of an atomic; a plain access has only its pc
   auto i =
       std::find_if(sites.begin(), sites.end(), [&](Loc l) { return l.file == at.file && l.line == at.line; });
   if (i == sites.end()) i = sites.insert(i, at);
@@ -226,7 +227,7 @@ void forget(const void* p, size_t n) {
 }  // namespace race
 }  // namespace cuda_host
 
-// ---- what -fsanitize=thread makes the kernels call ----
+// ---- called by kernels compiled with -fsanitize=thread ----
 using namespace cuda_host::race;
 #define PC uint32_t((uintptr_t)__builtin_return_address(0) - pc_base)
 #define ACCESS(N)                                                                                      \

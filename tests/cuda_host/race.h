@@ -1,4 +1,4 @@
-// Happens-before race checking, in builds with CUDA_HOST_RACE (race.cpp); otherwise all of it is empty.
+// Happens-before race checking, in builds with CUDA_HOST_RACE (race.cpp). In others the functions do nothing.
 #pragma once
 #include <string>
 

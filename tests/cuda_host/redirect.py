@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 NAMESPACE = "fastvit_cuda_host"
-_keep = []  # torch.library.Library undoes its registrations when it dies
+_keep = []  # torch.library.Library undoes its registrations when it is freed
 
 
 def sanitizer_environment() -> dict:
@@ -34,7 +34,7 @@ def emulated_ops() -> list[str]:
 
 
 def install():
-    """The engine's controls (module `_cuda_host`), once every op of the namespace fastvit runs emulated."""
+    """Re-points every op of the namespace fastvit; returns the engine's controls (module `_cuda_host`)."""
     if _keep:
         return _keep[0]
     import fastvit.ops  # noqa: F401  defines the schemas

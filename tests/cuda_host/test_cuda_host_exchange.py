@@ -1,7 +1,7 @@
 """Exchanges by the layers' kernels (csrc/sync/cuda_peer.cuh), between logical ranks on GPUs of the model.
 
-Each rank is a device of its own, or a stream of one device, whose launches interleave with the others' as the
-seed says. Runs with FASTVIT_TEST_DEVICE=cuda_host only.
+Each rank is a device of its own, or a stream of one device, whose launches interleave with the others' in an
+order that the seed determines. Runs with FASTVIT_TEST_DEVICE=cuda_host only.
 """
 
 import contextlib
@@ -271,7 +271,7 @@ def test_a_captured_launch_goes_with_every_step(engine):
 
 
 def test_counters_of_a_captured_launch_are_the_graphs_own(engine):
-    """It may run beside any other work: the counter that elects the last block is cleared by the graph."""
+    """The graph clears the counter that elects the last block, since it may run beside any other work."""
     loop, x = Ranks(engine, 1), torch.randn(3, 300, 5)
     want = ops.bn_stats(x)
     engine.config.capturing = True
@@ -310,7 +310,7 @@ def test_a_dead_peer(engine, seed):
             loop.ranks[r].next_step()
         messages.append(str(error.value))
     assert any("nothing from rank 1 within 0.5 s" in message for message in messages)
-    with loop.together(), loop.on(1):  # it comes late, and is told
+    with loop.together(), loop.on(1):  # it is late, and gets an error
         late, keep = launch_step(loop.ranks[1], ranks[1], 7)
     assert all_nan(late[0]) and keep
     with pytest.raises(
@@ -340,7 +340,7 @@ def test_a_lost_packet(engine, packet, half):
     inputs = [rank.input(1) for rank in ranks]
     loop.send(0, [ops.bn_stats(x) for x in inputs], Tag(3, 1))
     lost = loop.place(0, 1, 1, packet)[half : half + 8]
-    assert lost[4:].view(torch.int32) == 1  # the epoch is where it is thought
+    assert lost[4:].view(torch.int32) == 1  # the epoch
     lost.zero_()
     y, saved = ranks[0].forward(inputs[0], loop.ranks[0].moments(inputs[0], 1, Tag(3, 1)))
     assert all_nan(saved, y)
@@ -432,7 +432,7 @@ def test_what_is_loaded_at_set_up(engine):
 def test_a_layer_over_a_group(engine, monkeypatch, way, kernels):
     """SyncBatchNorm through the choice of a provider, semaphores and autograd, in a group of one rank.
 
-    Two kernels each way; around a collective one more makes its message, and one takes it apart.
+    Forward and backward launch two kernels each; with a collective, two more write and read its message.
     """
     monkeypatch.setenv("FASTVIT_STATISTICS", way)
 

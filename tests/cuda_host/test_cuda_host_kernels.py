@@ -1,5 +1,6 @@
-"""The CUDA kernels under what the op tests do not vary: the order of threads and blocks, the number of
-multiprocessors (hence slices and their merging), capture into a graph, misaligned and mixed operands.
+"""The CUDA kernels under conditions that the op tests do not vary: the order of threads and blocks, the
+number of multiprocessors (hence slices and their merging), capture into a graph, misaligned and mixed
+operands.
 
 Runs with FASTVIT_TEST_DEVICE=cuda_host only.
 """
@@ -276,17 +277,17 @@ def test_groups_of_slices(engine, dtype, rows, channels, sm_count):
             assert torch.equal(a, b)
 
 
-def test_devices_and_kernels_are_asked_once(engine):
+def test_attributes_are_queried_once(engine):
     """Attributes of a device, and how much shared memory a kernel may take there."""
     x, dy, weight, bias, _ = inputs("rows", torch.bfloat16)
-    for engine.config.sm_count in (50, 51):  # two devices, of which no other test has asked
-        before = engine.questions()
+    for engine.config.sm_count in (50, 51):  # two devices that no other test uses
+        before = engine.queries()
         assert local_step(x, dy, weight, bias)[1] == [1, 1]
-        asked = engine.questions()
-        assert asked > before
+        after = engine.queries()
+        assert after > before
         step(x, dy, weight, bias)
         assert local_step(x, dy, weight, bias)[1] == [1, 1]
-        assert engine.questions() == asked
+        assert engine.queries() == after
 
 
 def test_captured_local_ops(engine):
@@ -309,7 +310,7 @@ def norm_step(x, dy, weight):
 @pytest.mark.parametrize("narrow", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("columns", [33, 192, 384, 768, 4100])  # teams of lanes, of warps; parts
 def test_layer_norm_in_any_order(engine, columns, narrow, sm_count):
-    """Teams, warps and blocks in any order give the same bits, on however many blocks the right ones."""
+    """The same bits in any order of teams, warps and blocks; right results at any number of blocks."""
     engine.config.sm_count = sm_count
     g = torch.Generator().manual_seed(0)
     x = torch.randn(90 if columns < 1000 else 30, columns, generator=g) * 2 + 3

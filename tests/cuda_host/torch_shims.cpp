@@ -1,6 +1,6 @@
-// What libtorch_cuda and libc10_cuda would answer: for the CPU model of CUDA, whose tensors lie on the CPU,
-// its device, its stream, and memory whose release waits for the stream, poisoned and of the exact size; for
-// tools/simulate the default stream and the simulated memory.
+// Stands in for libtorch_cuda and libc10_cuda. For the CPU model of CUDA: its device and stream, and memory
+// of the exact size, filled with NaN and freed in the order of the stream. For tools/simulate: the default
+// stream and the simulated memory.
 #include <cuda_runtime.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
