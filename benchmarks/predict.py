@@ -9,12 +9,16 @@ The plan is that of csrc/cuda/plan.h (planner.py), instructions are counted in w
     waves      blocks over those that run at once, by the kernel's registers and shared memory
     packet     instructions of a warp per 16-byte access: of the cheapest activation, and of the costliest
     in flight  KB of loads that a multiprocessor has under way; memory's latency times its bandwidth is 26
-    stream     the longest of: bytes over what a copy reaches, latencies of batches that follow each other
+    stream     the longest of: bytes over what a copy reaches, latencies of batches that follow each other;
+               of local ops, first that of their reads, then that of their writes
     issue      instructions over what the multiprocessors issue
     tail       merging of slices by the last block, which nothing overlaps
     us         stream and issue, which overlap (see OVERLAP), the tail, and the grid's start and end
 
     share      bytes / us over what a copy reaches; in brackets with the costliest activation
+
+Local ops have rows where the tensor fits on chip. Elsewhere they are two of the other ops. Activations and
+gates are predicted for the MLP of bench_vit_ops.py.
 
 Where --measured has tables of a GPU run (four_ops_cuda.csv, ops_cuda.csv), their times are added, and
 differences of more than 15 % are marked: the model needs a correction then. Writes predicted_h200.csv and
@@ -28,8 +32,21 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import planner
-from gpu_kernels import FOUR_OPS
+from gpu_kernels import FIT_ON_CHIP, FOUR_OPS
 from harness import RESULTS, commit, write_csv
+from predict_kernels import (
+    ALL,
+    CHEAP,
+    H200,
+    MLP,
+    OPS,
+    SOURCES,
+    THREADS,
+    TRANSCENDENTAL,
+    TYPES,
+    Gpu,
+    Kernel,
+)
 from shapes import DTYPES, Case, cases
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
@@ -37,88 +54,6 @@ import sass  # noqa: E402
 
 OFF = 0.15  # difference from which on a prediction is marked
 OVERLAP = 4  # (stream^4 + issue^4)^(1/4): the longer, and 19 % more where both take the same; assumed
-THREADS, BATCH, ON_CHIP_BLOCKS = planner.constants()
-
-
-@dataclass(frozen=True)
-class Gpu:
-    name: str = "H200"
-    multiprocessors: int = 132  # NVIDIA H200 (SXM), as the H100 SXM: H100 architecture white paper
-    peak_GB_s: float = 4800.0  # NVIDIA H200 data sheet
-    copy_GB_s: float = 4300.0  # about 0.9 of the peak, as copies reach on HBM3; bench_gpu.py copy measures it
-    clock_GHz: float = 1.75  # sustained; at most 1.98 (nvidia-smi -q -d CLOCK)
-    issue: int = 4  # instructions a cycle and multiprocessor: one for each of 4 schedulers, white paper
-    latency_ns: float = 800.0  # of memory under load; idle some 560 (arXiv:2402.13499, table 4), rest assumed
-    registers: int = 65536  # of a multiprocessor, as the next two: CUDA programming guide, 9.0
-    shared_bytes: int = 228 << 10
-    threads: int = 2048
-    ends_us: float = 3.0  # first loads and constants of a grid, last stores: assumed
-
-    def resident(self, registers: int, shared: int) -> int:
-        """Blocks of a kernel that a multiprocessor holds."""
-        of_thread = -(-registers // 8) * 8
-        by_shared = self.shared_bytes // (shared + 1024)  # 1 KiB of each block is the system's
-        return min(self.threads // THREADS, self.registers // (of_thread * THREADS), by_shared)
-
-    @property
-    def smem_cache_bytes(self) -> int:
-        """The shared memory of a block for packets, as in csrc/cuda/device.h."""
-        return self.shared_bytes // ON_CHIP_BLOCKS - (32 << 10)
-
-
-H200 = Gpu()
-
-
-@dataclass(frozen=True)
-class Op:
-    kernel: str  # {T}, {set}, {rows}, {V}
-    reads: int
-    writes: int
-    merges: bool = False
-
-    @property
-    def operands(self) -> int:
-        return self.reads + self.writes
-
-
-OPS = {
-    "bn_stats": Op("stats_kernel<{T}, false, {rows}, {V}>", 1, 0, merges=True),
-    "bn_forward": Op("forward_kernel<{T}, (Activations){set}, {rows}, {V}, false>", 1, 1),
-    "abn_forward_": Op("forward_kernel<{T}, (Activations){set}, {rows}, {V}, false>", 1, 1),
-    "bn_reduce": Op(
-        "reduce_kernel<{T}, false, (Activations){set}, {rows}, {V}, (Source)0>", 2, 0, merges=True
-    ),
-    "abn_reduce": Op(
-        "reduce_kernel<{T}, false, (Activations){set}, {rows}, {V}, (Source)2>", 2, 0, merges=True
-    ),
-    "bn_backward": Op("backward_kernel<{T}, (Activations){set}, {rows}, {V}, (Source)0>", 2, 1),
-    "abn_backward": Op("backward_kernel<{T}, (Activations){set}, {rows}, {V}, (Source)2>", 2, 1),
-}
-ALL, CHEAP, TRANSCENDENTAL = range(3)  # csrc/cuda/activations.cuh: Activations
-SOURCES = ("stats", "forward", "reduce", "backward")
-TYPES = {"fp32": "float", "bf16": "__nv_bfloat16", "fp16": "__half"}
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """Figures of one kernel's machine code. Instructions are of a warp and per batch of its loop."""
-
-    registers: int
-    shared: int
-    accesses: int = 0  # of 16 bytes, in a batch
-    inner: tuple[int, int] = (0, 0)  # least and most
-    outer: tuple[int, int] = (0, 0)  # with what is done once per plane around it
-
-    @classmethod
-    def of(cls, row: dict) -> "Kernel":
-        if row["loops"] is None or row["least"] == "":
-            return cls(row["registers"], row["shared"])
-        inner, outer = row["loops"]
-        stats = row["kernel"].startswith("stats_kernel")  # its shortest way never ends a group of values
-        accesses, most = inner.most.accesses, inner.most.instructions
-        least = most if stats else inner.least.instructions
-        around = outer.most.instructions - most
-        return cls(row["registers"], row["shared"], accesses, (least, most), (least + around, most + around))
 
 
 @dataclass(frozen=True)
@@ -150,21 +85,22 @@ class Prediction:
     mark: str = ""
 
 
-def predict(op: str, case: Case, kernels: dict[str, Kernel], gpu: Gpu = H200) -> Prediction:
-    """`kernels` by the names that OPS gives them."""
+def predict(op: str, case: Case, kernels: dict[str, Kernel], gpu: Gpu = H200) -> Prediction | None:
+    """`kernels` by the names that OPS gives them. None for a local op whose tensor does not fit on chip."""
     cheapest = _of_set(op, case, kernels, gpu, CHEAP)
     costliest = _of_set(op, case, kernels, gpu, TRANSCENDENTAL)
-    return replace(
+    return cheapest and replace(
         cheapest, packet_costliest=costliest.packet_costliest, us_costliest=costliest.us_costliest,
         share_costliest=costliest.share_costliest,
     )  # fmt: skip
 
 
-def _of_set(op: str, case: Case, kernels: dict[str, Kernel], gpu: Gpu, activations: int) -> Prediction:
+def _of_set(op: str, case: Case, kernels: dict[str, Kernel], gpu: Gpu, activations: int) -> Prediction | None:
     """For the kernels of one set of activations; sets differ in registers, and so in their plans."""
     what, wide = OPS[op], 16 // DTYPES[case.dtype].itemsize
 
     def kernel(rows: bool, packets: bool) -> Kernel:
+        packets = packets or what.local
         words = {"T": TYPES[case.dtype], "rows": str(rows).lower(), "V": wide if packets else 1}
         words["set"] = activations if packets else ALL
         return kernels[what.kernel.format(**words)]
@@ -176,20 +112,22 @@ def _of_set(op: str, case: Case, kernels: dict[str, Kernel], gpu: Gpu, activatio
         case, what.operands, what.reads if what.merges else 0, resident, gpu.multiprocessors,
         gpu.smem_cache_bytes,
     )  # fmt: skip
+    if what.local and not plan.slots:
+        return None
     code = found[bool(plan.rows), bool(plan.vector)]
 
     # Batches of a thread, one after the other, and the share of their packets that exist.
     teams = plan.slices * plan.teams
     if plan.rows:
-        deep, batches = 1, -(-plan.units // (teams * BATCH))
+        deep, batches = 1, -(-plan.units // (teams * what.batch))
         exist = plan.lanes * plan.teams / THREADS
     else:
         packets = -(-plan.segment // (wide if plan.vector else 1))
-        deep = -(-packets // (plan.lanes * BATCH))
+        deep = -(-packets // (plan.lanes * what.batch))
         batches = deep * -(-plan.units // teams)
-        exist = packets * plan.teams / (deep * BATCH * THREADS)
+        exist = packets * plan.teams / (deep * what.batch * THREADS)
     at_once = gpu.multiprocessors * plan.resident
-    loads = BATCH * (16 if plan.vector else DTYPES[case.dtype].itemsize) * what.reads
+    loads = what.batch * (16 if plan.vector else DTYPES[case.dtype].itemsize) * what.reads
     in_flight = min(plan.resident, plan.blocks / gpu.multiprocessors) * THREADS * exist * loads
 
     total = what.operands * case.nbytes
@@ -199,14 +137,17 @@ def _of_set(op: str, case: Case, kernels: dict[str, Kernel], gpu: Gpu, activatio
     def wave(blocks: int) -> float:
         return max(bound, total * blocks / plan.blocks / gpu.copy_GB_s / 1e3) if blocks else 0.0
 
-    stream = full * wave(at_once) + wave(rest)
+    stream, tail = full * wave(at_once) + wave(rest), plan.tail_nanoseconds / 1e3
+    if what.local:  # one wave, which reads everything before it writes anything
+        stream = max(bound, what.reads * case.nbytes / gpu.copy_GB_s / 1e3)
+        stream += what.writes * case.nbytes / gpu.copy_GB_s / 1e3
+        tail += 2 * gpu.latency_ns / 1e3 * (plan.slices > 1)  # publishing totals and reading them: assumed
     warps = plan.blocks * THREADS / 32
 
     def issue(which: int) -> float:
         of_batch = code.inner[which] + (code.outer[which] - code.inner[which]) / deep * (not plan.rows)
+        of_batch += code.again[which]
         return warps * batches * of_batch / (gpu.multiprocessors * gpu.issue * gpu.clock_GHz) / 1e3
-
-    tail = plan.tail_nanoseconds / 1e3
 
     def result(which: int) -> tuple[float, float]:  # us, share of the copy
         us = (stream**OVERLAP + issue(which) ** OVERLAP) ** (1 / OVERLAP) + tail + gpu.ends_us
@@ -255,12 +196,16 @@ def _lines(header: list[str], rows: list[list[object]]) -> list[str]:
 
 def table(rows: list[Prediction], gpu: Gpu = H200) -> str:
     """Markdown: what each figure is made of for the first cases, then shares of all."""
-    first = {(case.size, case.layout, case.dtype) for case in FOUR_OPS}
+    shown = {
+        (op, case.size, case.layout, case.dtype)
+        for op, what in OPS.items()
+        for case in what.cases or (FIT_ON_CHIP if what.local else FOUR_OPS)
+    }
     header = "op|shape|layout|dtype|waves|packet|in flight KB|stream us|issue us|merges|tail us|us|share"
     header += "|measured us|share|difference"
     lines = []
     for row in rows:
-        if (row.shape, row.layout, row.dtype) not in first:
+        if (row.op, row.shape, row.layout, row.dtype) not in shown:
             continue
         costly = f" ({row.share_costliest:.2f})" if row.us_costliest > row.us else ""
         line: list[object] = [row.op, row.shape, row.layout, row.dtype, f"{row.waves:.2f}"]
@@ -276,16 +221,17 @@ def table(rows: list[Prediction], gpu: Gpu = H200) -> str:
         else:
             line += ["", "", ""]
         lines.append(line)
-    by_case: dict[tuple, dict[str, str]] = {}
+    tables: dict[tuple[str, ...], dict[tuple, dict[str, str]]] = {}
     for row in rows:
-        key = row.shape, row.layout, row.dtype
-        by_case.setdefault(key, {})[row.op] = f"{row.us:.1f} ({row.share:.2f})"
+        kind = OPS[row.op].local, OPS[row.op].cases
+        ops = tuple(op for op, what in OPS.items() if (what.local, what.cases) == kind)
+        by_case = tables.setdefault(ops, {}).setdefault((row.shape, row.layout, row.dtype), {})
+        by_case[row.op] = f"{row.us:.1f} ({row.share:.2f})"
     measured = [row for row in rows if row.measured_us]
     off = sum(row.mark == "off" for row in measured)
     said = f"{len(measured)} rows were measured; {off} differ by more than {OFF:.0%}." if measured else (
         "Nothing here was measured: these are predictions of a model that no GPU has confirmed."
     )  # fmt: skip
-    shares = [[*key, *(ops.get(name, "") for name in OPS)] for key, ops in by_case.items()]
     text = [
         f"Predicted for an {gpu.name} at commit {commit()} by benchmarks/predict.py. {said}",
         "",
@@ -299,9 +245,10 @@ def table(rows: list[Prediction], gpu: Gpu = H200) -> str:
         "",
         "us (share of the copy), cheapest activation:",
         "",
-        *_lines(["shape", "layout", "dtype", *OPS], shares),
-        "",
     ]
+    for ops, by_case in tables.items():
+        shares = [[*key, *(found.get(op, "") for op in ops)] for key, found in by_case.items()]
+        text += [*_lines(["shape", "layout", "dtype", *ops], shares), ""]
     return "\n".join(text)
 
 
@@ -314,8 +261,14 @@ def main() -> None:
     options = parser.parse_args()
     kernels = {row["kernel"]: Kernel.of(row) for row in sass.measured("90", SOURCES)}
     measured = measurements(options.measured)
-    every = dict.fromkeys([*FOUR_OPS, *cases()])
-    rows = [beside(predict(op, case, kernels), measured) for case in every for op in OPS]
+    every = tuple(dict.fromkeys([*FOUR_OPS, *cases(), *FIT_ON_CHIP]))
+    found = [
+        predict(op, case, kernels)
+        for case in (*every, *MLP)
+        for op, what in OPS.items()
+        if case in (what.cases or every)
+    ]
+    rows = [beside(row, measured) for row in found if row]
     write_csv("predicted_h200", [asdict(row) for row in rows], options.out)
     text = table(rows)
     (options.out / "predicted_h200.md").write_text(text)

@@ -98,7 +98,10 @@ def test_the_way_around_an_activation_is_no_pass():
         ("forward_kernel<__half, (Activations)2, true, 8, false>", 136.0, 136.0, True),
         ("local_backward_kernel<__half, (Activations)1, true, 8, (Source)2>", 64.0, 76.0, False),
         ("local_backward_kernel<__half, (Activations)1, true, 8, (Source)2>", 66.0, 76.0, True),
-        ("stats_kernel<__half, false, true, 8>", 20.0, 101.0, True),
+        ("layer_norm_backward_kernel<__half, __half, 8>", 64.0, 160.0, False),
+        ("layer_norm_backward_kernel<__half, __half, 8>", 66.0, 160.0, True),
+        ("stats_kernel<__half, false, true, 8>", 20.0, 74.0, False),
+        ("stats_kernel<__half, false, true, 8>", 20.0, 76.0, True),
         ("stats_kernel<double, false, true, 2>", 20.0, 500.0, False),
         ("stats_kernel<__half, false, true, 1>", "", "", False),
     ],
@@ -193,6 +196,41 @@ def test_measurements_stand_beside(tmp_path):
     assert "2 rows were measured; 1 differ by more than 15%" in text and "% off |" in text
     alone = predict.predict("bn_forward", BIG, kernels())
     assert predict.beside(alone, {}) == alone and "Nothing here was measured" in predict.table([alone])
+
+
+@pytest.mark.parametrize(
+    "kernel,instructions",
+    [
+        ("stats_kernel<__nv_bfloat16, false, true, 8>", 110),  # 4 rows: one batch of 8 ends a group
+        ("stats_kernel<float, false, false, 4>", 140),  # 16 values of a plane
+        ("stats_kernel<__nv_bfloat16, false, false, 8>", 180),
+        ("local_forward_kernel<__half, (Activations)1, true, 8, false>", 110),
+        ("local_forward_kernel<float, (Activations)1, false, 4, false>", 180),
+    ],
+)
+def test_a_group_of_values_ends_in_some_batches(kernel, instructions):
+    loop = sass_loops.Loop(0, 0, sass_loops.Count(4, 0, 100), sass_loops.Count(4, 0, 180))
+    second = sass_loops.Loop(0, 0, sass_loops.Count(0, 4, 50), sass_loops.Count(0, 4, 90))
+    row = {"kernel": kernel, "registers": 80, "shared": 0, "loops": (loop, loop), "least": 25.0}
+    assert Kernel.of(row | {"second": None}) == Kernel(80, 0, 4, (instructions,) * 2, (instructions,) * 2)
+    assert Kernel.of(row | {"second": second}).again == (50, 90)
+
+
+def test_local_ops_have_rows_where_they_fit():
+    assert predict.predict("bn_local_forward", BIG, kernels()) is None
+    case = Case((8, 256, 56, 56), "channels_last", "bf16")
+    local, stats, forward = (
+        predict.predict(op, case, kernels()) for op in ("bn_local_forward", "bn_stats", "bn_forward")
+    )
+    assert local.bytes_MB == pytest.approx(2 * case.nbytes / 1e6)
+    assert max(stats.us, forward.us) < local.us < stats.us + forward.us
+
+
+def test_gates_have_fewer_packets_in_flight():
+    (case,) = (case for case in predict.MLP if case.dtype == "bf16")
+    gate, act = (predict.predict(op, case, kernels()) for op in ("glu_backward", "act_backward"))
+    assert gate.bytes_MB == pytest.approx(5 * case.nbytes / 1e6)
+    assert gate.in_flight_KB / act.in_flight_KB == pytest.approx(2 * 3 / (4 * 2), rel=0.2)
 
 
 def test_the_planners_own_time():

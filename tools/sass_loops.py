@@ -83,7 +83,7 @@ def disassemble(cubin: Path) -> str:
 
 
 def kernels(text: str) -> dict[str, list[Loop]]:
-    """Loops with 16-byte loads by kernel, in the order of their ends: inner ones come first."""
+    """Loops with 16-byte accesses by kernel, in the order of their ends: inner ones come first."""
     found = {}
     for block in text.split("Function : ")[1:]:
         name = block.split("\n", 1)[0].strip()
@@ -102,7 +102,7 @@ def loops(code: list[tuple[int, str]]) -> list[Loop]:
             if head > tail:
                 continue
             least, most = (blocks.way(head, tail, sign) for sign in (1, -1))
-            if least and least.loads:
+            if least and least.accesses:
                 end = code[blocks.end[tail] - 1][0]
                 found.append(Loop(code[blocks.begin[head]][0], end, least, most))
     return sorted(found, key=lambda loop: (loop.end, -loop.begin))

@@ -40,9 +40,9 @@ struct RunningSums {
   }
 };
 
-// a / b, in float to 2 ulp.
+// a / b, in float to 2 ulp, for b that is not denormal.
 __device__ __forceinline__ float quotient(float a, float b) {
-  return __fdividef(a, b);
+  return a * reciprocal(b);
 }
 __device__ __forceinline__ double quotient(double a, double b) {
   return a / b;

@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
   FASTVIT_DYNAMIC_SHARED(slots);
   SmemCache<T, V, 1> cache(slots);
   Mine mine(plan, work, args.x);
-  walk<kRows, V, kBatch, kOperands, false>(plan, work, args.x, [&]<class B>(const B& batch) {
+  walk<kRows, V, kBatch, kOperands, false, true>(plan, work, args.x, [&]<class B>(const B& batch) {
     Packet<T, B::V> x[B::U];
     batch.load(x, args.x, 0);
     cache.put(batch, 0, x);

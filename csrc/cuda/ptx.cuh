@@ -28,6 +28,13 @@ inline uint2 load_wide(const uint2* from) {
 inline void store_wide(uint2* to, uint2 value) {
   *to = value;
 }
+template <class T>
+T* advanced(T* p, int n, int scale) {
+  return p + int64_t(n) * scale;
+}
+inline float reciprocal(float a) {
+  return 1 / a;
+}
 inline uint64_t globaltimer() {
   return cuda_host::globaltimer();
 }
@@ -65,6 +72,19 @@ __device__ __forceinline__ void store_wide(uint2* to, uint2 value) {
   asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(to)), "r"(value.x),
                "r"(value.y)
                : "memory");
+}
+// p + n * scale in one instruction, for a constant scale. The compiler adds the product to the offset that
+// made p, in 64 bits, and takes five.
+template <class T>
+__device__ __forceinline__ T* advanced(T* p, int n, int scale) {
+  T* result;
+  asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(result) : "r"(n), "r"(scale * int(sizeof(T))), "l"(p));
+  return result;
+}
+__device__ __forceinline__ float reciprocal(float a) {  // to 1 ulp, in one instruction; denormals are 0
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(a));
+  return result;
 }
 __device__ __forceinline__ uint64_t globaltimer() {  // nanoseconds
   uint64_t now;

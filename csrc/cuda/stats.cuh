@@ -33,11 +33,10 @@ struct ThreadStats {  // rows: one channel per column; planes: one
       pivot.clear();
   }
 
-  // The first packet of a batch always exists.
   template <class B>
   __device__ __forceinline__ void add(const B& batch, const Packet<T, B::V> (&x)[B::U]) {
     A value[B::V];
-    if (group == 0) {
+    if (kOneBatch || group == 0) {
       x[0].unpack(value);
 #pragma unroll
       for (int k = 0; k < K; ++k) {
@@ -47,7 +46,7 @@ struct ThreadStats {  // rows: one channel per column; planes: one
     }
 #pragma unroll
     for (int j = 0; j < B::U; ++j)
-      if (batch.exists[j]) {
+      if (batch.exists(j)) {
         x[j].unpack(value);
 #pragma unroll
         for (int k = 0; k < B::V; ++k) {
@@ -56,13 +55,32 @@ struct ThreadStats {  // rows: one channel per column; planes: one
           sum[i] += d;
           squares[i] = fused(d, d, squares[i]);
         }
+        group += kRows ? 1 : B::V;
       }
-    group += batch.packets() * (kRows ? 1 : B::V);
-    if (group >= kGroup) close();
+    if (kOneBatch || group >= kGroup) close();
   }
 
+  // All threads call it after their last value; writes the pivots of the tile's channels to `pivots`.
+  __device__ __forceinline__ void end(A (&pivots)[kTile], const Plan& plan, const Work& work) {
+    if (int(threadIdx.x) < work.channels(plan)) {
+      A value[1];
+      pivot.unpack(value);
+      pivots[threadIdx.x] = value[0];
+    }
+    __syncthreads();
+    if (group > 0) close();
+    A mine[K];
+    pick<kRows, V>(mine, pivots, plan, work);
+#pragma unroll
+    for (int k = 0; k < K; ++k) rebase(k, mine[k]);
+  }
+
+ private:
+  // A batch of 16-bit planes has the values of a group, so groups do not extend over batches.
+  static constexpr bool kOneBatch = !kRows && V * kBatch >= kGroup;
+
+  // Merges the group into the values before it.
   __device__ __forceinline__ void close() {
-    if (group == 0) return;
     const A n = A(group), one_over_n = quotient(A(1), n);
     const A count = spread[0].count, total = count + n, share = quotient(n, total), weight = count * share;
 #pragma unroll
@@ -75,28 +93,13 @@ struct ThreadStats {  // rows: one channel per column; planes: one
     group = 0;
   }
 
-  // All threads call it after their last value; writes the pivots of the tile's channels to `pivots`.
-  __device__ __forceinline__ void end(A (&pivots)[kTile], const Plan& plan, const Work& work) {
-    if (int(threadIdx.x) < work.channels(plan)) {
-      A value[1];
-      pivot.unpack(value);
-      pivots[threadIdx.x] = value[0];
-    }
-    __syncthreads();
-    close();
-    A mine[K];
-    pick<kRows, V>(mine, pivots, plan, work);
-#pragma unroll
-    for (int k = 0; k < K; ++k) rebase(k, mine[k]);
-  }
-
- private:
   // The mean so far, relative to `to`; 0 without values.
   __device__ __forceinline__ void rebase(int k, A to) {
-    spread[k].mean = spread[0].count > 0 ? added(spread[k].mean, added(first[k], -to)) : A(0);
+    const A any = min(spread[0].count, A(1));  // a factor, as a condition becomes a branch
+    spread[k].mean = any * added(spread[k].mean, added(first[k], -to));
   }
 
-  A first[K], sum[K], squares[K];
+  A first[K] = {}, sum[K], squares[K];
   int group = 0;       // values in the current group
   Packet<T, 1> pivot;  // the pivot of channel threadIdx.x of the tile
 };

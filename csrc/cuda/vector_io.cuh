@@ -63,8 +63,17 @@ struct __align__(sizeof(T) * V) Packet {
   T at[V];
 
   __device__ __forceinline__ void unpack(A (&out)[V]) const {
+    if constexpr (V > 1 && std::is_same_v<T, __nv_bfloat16>) {  // the upper half of a float
+      const unsigned* const words = reinterpret_cast<const unsigned*>(at);
 #pragma unroll
-    for (int k = 0; k < V; ++k) out[k] = A(at[k]);
+      for (int k = 0; k < V; k += 2) {
+        out[k] = __uint_as_float(words[k / 2] << 16);
+        out[k + 1] = __uint_as_float(words[k / 2] & 0xffff0000u);
+      }
+    } else {
+#pragma unroll
+      for (int k = 0; k < V; ++k) out[k] = A(at[k]);
+    }
   }
   __device__ __forceinline__ void pack(const A (&in)[V]) {
     if constexpr (V == 1) {

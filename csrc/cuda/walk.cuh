@@ -9,35 +9,33 @@
 
 namespace fastvit {
 
-// The element offsets of a thread's next U packets of V elements, for each operand. A packet past the end is
-// loaded as zeros and is not stored.
-template <int V_, int U_, int kOperands>
+// A thread's next U packets of V elements. The first packet exists, and with kWhole all do. One past the end
+// is loaded as zeros and is not stored.
+template <int V_, int U_, int kOperands, bool kWhole = false>
 struct Batch {
   static constexpr int V = V_, U = U_;
   using One = Batch<V, 1, kOperands>;
-  int64_t offset[kOperands][U];
-  bool exists[U];
+  static constexpr int kOffsets = V == 1 ? U : 1;
+  int64_t offset[kOperands][kOffsets];  // in elements: of the first packet, or of each that is one element
+  int next[kOperands];                  // packets of an operand from one of the batch to the next
+  bool exist[U];
 
+  __device__ __forceinline__ bool exists(int j) const { return kWhole || exist[j]; }
   __device__ __forceinline__ One packet(int j) const {
     One one;
 #pragma unroll
-    for (int k = 0; k < kOperands; ++k) one.offset[k][0] = offset[k][j];
-    one.exists[0] = exists[j];
+    for (int k = 0; k < kOperands; ++k)
+      one.offset[k][0] = V == 1 ? offset[k][j] : offset[k][0] + int64_t(next[k]) * (j * V);
+    one.exist[0] = exists(j);
     return one;
-  }
-  __device__ __forceinline__ int packets() const {
-    int n = 0;
-#pragma unroll
-    for (int j = 0; j < U; ++j) n += exists[j];
-    return n;
   }
 
   template <class T>
   __device__ __forceinline__ void load(Packet<T, V> (&to)[U], const T* p, int operand) const {
 #pragma unroll
     for (int j = 0; j < U; ++j) {
-      if (exists[j])
-        to[j].load(p + offset[operand][j]);
+      if (exists(j))
+        to[j].load(at(p, operand, j));
       else
         to[j].clear();
     }
@@ -46,7 +44,14 @@ struct Batch {
   __device__ __forceinline__ void store(const Packet<T, V> (&from)[U], T* p, int operand) const {
 #pragma unroll
     for (int j = 0; j < U; ++j)
-      if (exists[j]) from[j].store(p + offset[operand][j]);
+      if (exists(j)) from[j].store(at(p, operand, j));
+  }
+
+ private:
+  template <class T>
+  __device__ __forceinline__ T* at(T* p, int operand, int j) const {
+    if (V == 1 || j == 0) return p + offset[operand][V == 1 ? j : 0];
+    return advanced(p + offset[operand][0], next[operand], j * V);
   }
 };
 
@@ -133,8 +138,7 @@ __device__ __forceinline__ void walk_planes(const Plan& plan, const Work& work, 
       packets = (length - head) / V;
       const int ends = length - packets * V;
       for (int e = work.lane; e < ends; e += plan.lanes) {
-        Batch<1, 1, kOperands> single;
-        single.exists[0] = true;
+        Batch<1, 1, kOperands, true> single;
 #pragma unroll
         for (int k = 0; k < kOperands; ++k) single.offset[k][0] = base[k] + (e < head ? e : e + packets * V);
         body(single);
@@ -143,56 +147,62 @@ __device__ __forceinline__ void walk_planes(const Plan& plan, const Work& work, 
     for (int packet = work.lane; packet < packets; packet += plan.lanes * U) {
       Batch<V, U, kOperands> batch;
 #pragma unroll
-      for (int j = 0; j < U; ++j) {
-        const int at = head + (packet + j * plan.lanes) * V;
-        batch.exists[j] = packet + j * plan.lanes < packets;
+      for (int j = 0; j < U; ++j) batch.exist[j] = j == 0 || packet + j * plan.lanes < packets;
 #pragma unroll
-        for (int k = 0; k < kOperands; ++k)
-          batch.offset[k][j] = base[k] + (V > 1 ? at : at * l.strides[k].inner);
+      for (int k = 0; k < kOperands; ++k) {
+        batch.next[k] = plan.lanes;
+#pragma unroll
+        for (int j = 0; j < batch.kOffsets; ++j)
+          batch.offset[k][j] =
+              base[k] + (V > 1 ? head + packet * V : (packet + j * plan.lanes) * l.strides[k].inner);
       }
       body(batch);
     }
   }
 }
 
-// Rows: body(batch) for this thread's columns, of which the first is column lane * V of the tile.
-template <int V, int U, int kOperands, bool kReverse, class Body>
+// Rows: body(batch) for this thread's columns, of which the first is column lane * V of the tile. With kWhole
+// batches in which every packet exists have a type of their own.
+template <int V, int U, int kOperands, bool kReverse, bool kWhole, class Body>
 __device__ __forceinline__ void walk_rows(const Plan& plan, const Work& work, const Body& body) {
   const Layout& l = plan.layout;
   const int64_t column = work.first_channel(plan) * plan.fold + work.lane * V;
   if (work.team >= plan.teams || column >= plan.columns) return;
   int64_t at_column[kOperands];
-  int next[kOperands];  // elements from a packet of the batch to the next; see Planner::aligned_rows
+  int next[kOperands];  // see Planner::aligned_rows
 #pragma unroll
   for (int k = 0; k < kOperands; ++k) {
     at_column[k] = column * (V > 1 || plan.fold > 1 ? 1 : l.strides[k].channel);
-    next[k] = (kReverse ? -plan.teams : plan.teams) * int(l.strides[k].outer[0]);
+    next[k] = (kReverse ? -plan.teams : plan.teams) * int(l.strides[k].outer[0] / V);
   }
-  const int64_t step = int64_t(plan.slices) * plan.teams * U;
-  for (int64_t i = int64_t(work.slice) * plan.teams * U + work.team; i < plan.units; i += step) {
-    const auto outer = [&](int64_t row, int64_t(&to)[kOperands]) {
-      outer_offsets<(V > 1)>(l, kReverse ? plan.units - 1 - row : row, to);
-    };
-    const int left = int(min(plan.units - i, int64_t(plan.teams) * U));
-    Batch<V, U, kOperands> batch;
-    int64_t base[kOperands];
-    outer(i, base);
+  const unsigned step = plan.slices * unsigned(plan.teams * U);
+  int64_t i = int64_t(work.slice) * unsigned(plan.teams * U) + work.team;
+  const auto visit = [&]<class B>(B batch) {
+    const int left = int(min(plan.units - i, int64_t(plan.teams * U)));
 #pragma unroll
-    for (int j = 0; j < U; ++j) {
-      batch.exists[j] = j * plan.teams < left;
-      if (V == 1 && j > 0) outer(i + j * plan.teams, base);
+    for (int j = 0; j < U; ++j) batch.exist[j] = j == 0 || j * plan.teams < left;
 #pragma unroll
-      for (int k = 0; k < kOperands; ++k)
-        batch.offset[k][j] = base[k] + at_column[k] + (V > 1 ? j * next[k] : 0);
+    for (int j = 0; j < batch.kOffsets; ++j) {
+      const int64_t row = i + j * plan.teams;
+      int64_t at[kOperands];
+      outer_offsets<(V > 1)>(l, kReverse ? plan.units - 1 - row : row, at);
+#pragma unroll
+      for (int k = 0; k < kOperands; ++k) batch.offset[k][j] = at[k] + at_column[k];
     }
+#pragma unroll
+    for (int k = 0; k < kOperands; ++k) batch.next[k] = next[k];
     body(batch);
-  }
+  };
+  if constexpr (kWhole)
+    for (; i + (U - 1) * plan.teams < plan.units; i += step) visit(Batch<V, U, kOperands, true>());
+  for (; i < plan.units; i += step) visit(Batch<V, U, kOperands>());
 }
 
-template <bool kRows, int V, int U, int kOperands, bool kReverse, class T, class Body>
+// body(batch) for all elements of this thread, see above.
+template <bool kRows, int V, int U, int kOperands, bool kReverse, bool kWhole = false, class T, class Body>
 __device__ __forceinline__ void walk(const Plan& plan, const Work& work, const T* p, const Body& body) {
   if constexpr (kRows)
-    walk_rows<V, U, kOperands, kReverse>(plan, work, body);
+    walk_rows<V, U, kOperands, kReverse, kWhole>(plan, work, body);
   else
     walk_planes<V, U, kOperands, kReverse>(plan, work, p, body);
 }

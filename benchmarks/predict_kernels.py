@@ -1,0 +1,127 @@
+"""What predict.py computes with: a GPU's figures, the ops with their kernels and shapes, and the figures of a
+kernel's machine code.
+"""
+
+import re
+from dataclasses import dataclass
+
+import bench_vit_ops
+import planner
+from shapes import Case
+
+THREADS, BATCH, ON_CHIP_BLOCKS = planner.constants()
+GROUP = 32  # values of a channel after which a thread of bn_stats merges: csrc/cuda/stats.cuh, kGroup
+
+
+@dataclass(frozen=True)
+class Gpu:
+    name: str = "H200"
+    multiprocessors: int = 132  # NVIDIA H200 (SXM), as the H100 SXM: H100 architecture white paper
+    peak_GB_s: float = 4800.0  # NVIDIA H200 data sheet
+    copy_GB_s: float = 4300.0  # about 0.9 of the peak, as copies reach on HBM3; bench_gpu.py copy measures it
+    clock_GHz: float = 1.75  # sustained; at most 1.98 (nvidia-smi -q -d CLOCK)
+    issue: int = 4  # instructions a cycle and multiprocessor: one for each of 4 schedulers, white paper
+    latency_ns: float = 800.0  # of memory under load; idle some 560 (arXiv:2402.13499, table 4), rest assumed
+    registers: int = 65536  # of a multiprocessor, as the next two: CUDA programming guide, 9.0
+    shared_bytes: int = 228 << 10
+    threads: int = 2048
+    ends_us: float = 3.0  # first loads and constants of a grid, last stores: assumed
+
+    def resident(self, registers: int, shared: int) -> int:
+        """Blocks of a kernel that a multiprocessor holds."""
+        of_thread = -(-registers // 8) * 8
+        by_shared = self.shared_bytes // (shared + 1024)  # 1 KiB of each block is the system's
+        return min(self.threads // THREADS, self.registers // (of_thread * THREADS), by_shared)
+
+    @property
+    def smem_cache_bytes(self) -> int:
+        """The shared memory of a block for packets, as in csrc/cuda/device.h."""
+        return self.shared_bytes // ON_CHIP_BLOCKS - (32 << 10)
+
+
+H200 = Gpu()
+
+
+@dataclass(frozen=True)
+class Op:
+    kernel: str  # {T}, {set}, {rows}, {V}
+    reads: int
+    writes: int
+    merges: bool = False
+    local: bool = False  # on chip only
+    cases: tuple[Case, ...] | None = None  # instead of those of convolutional nets and of ViTs' norms
+
+    @property
+    def operands(self) -> int:
+        return self.reads + self.writes
+
+    @property
+    def batch(self) -> int:  # packets of an operand that a thread has in flight
+        return BATCH if self.operands <= 3 else BATCH // 2
+
+
+MLP = tuple(
+    Case((1, 1, bench_vit_ops.ROWS, bench_vit_ops.HIDDEN), "nchw", dtype)
+    for dtype in ("bf16", "fp32", "fp16")
+)
+OPS = {
+    "bn_stats": Op("stats_kernel<{T}, false, {rows}, {V}>", 1, 0, merges=True),
+    "bn_forward": Op("forward_kernel<{T}, (Activations){set}, {rows}, {V}, false>", 1, 1),
+    "abn_forward_": Op("forward_kernel<{T}, (Activations){set}, {rows}, {V}, false>", 1, 1),
+    "bn_reduce": Op(
+        "reduce_kernel<{T}, false, (Activations){set}, {rows}, {V}, (Source)0>", 2, 0, merges=True
+    ),
+    "abn_reduce": Op(
+        "reduce_kernel<{T}, false, (Activations){set}, {rows}, {V}, (Source)2>", 2, 0, merges=True
+    ),
+    "bn_backward": Op("backward_kernel<{T}, (Activations){set}, {rows}, {V}, (Source)0>", 2, 1),
+    "abn_backward": Op("backward_kernel<{T}, (Activations){set}, {rows}, {V}, (Source)2>", 2, 1),
+    **dict.fromkeys(
+        ("bn_local_forward", "abn_local_forward_"),
+        Op("local_forward_kernel<{T}, (Activations){set}, {rows}, {V}, false>", 1, 1, True, True),
+    ),
+    "bn_local_backward": Op(
+        "local_backward_kernel<{T}, (Activations){set}, {rows}, {V}, (Source)0>", 2, 1, True, True
+    ),
+    "abn_local_backward": Op(
+        "local_backward_kernel<{T}, (Activations){set}, {rows}, {V}, (Source)2>", 2, 1, True, True
+    ),
+    "act_forward": Op("act_kernel<{T}, (Activations){set}, {rows}, {V}, false, false>", 1, 1, cases=MLP),
+    "act_backward": Op("act_kernel<{T}, (Activations){set}, {rows}, {V}, true, false>", 2, 1, cases=MLP),
+    "glu_forward": Op("act_kernel<{T}, (Activations){set}, {rows}, {V}, false, true>", 2, 1, cases=MLP),
+    "glu_backward": Op("act_kernel<{T}, (Activations){set}, {rows}, {V}, true, true>", 3, 2, cases=MLP),
+}
+ALL, CHEAP, TRANSCENDENTAL = range(3)  # csrc/cuda/activations.cuh: Activations
+SOURCES = ("stats", "forward", "reduce", "backward", "local_forward", "local_backward", "act")
+TYPES = {"fp32": "float", "bf16": "__nv_bfloat16", "fp16": "__half"}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Figures of one kernel's machine code. Instructions are of a warp and per batch of its loop."""
+
+    registers: int
+    shared: int
+    accesses: int = 0  # of 16 bytes, in a batch
+    inner: tuple[float, float] = (0, 0)  # least and most
+    outer: tuple[float, float] = (0, 0)  # with what is done once per plane around it
+    again: tuple[float, float] = (0, 0)  # of the second walk of a local op
+
+    @classmethod
+    def of(cls, row: dict) -> "Kernel":
+        if row["loops"] is None or row["least"] == "":
+            return cls(row["registers"], row["shared"])
+        inner, outer = row["loops"]
+        accesses, least, most = inner.most.accesses, inner.least.instructions, inner.most.instructions
+        around = outer.most.instructions - most
+        if row["kernel"].startswith(("stats_kernel", "local_forward_kernel")):
+            # The shortest way never ends a group of values, the longest does so in every batch. Over planes a
+            # local op's shortest way puts packets into shared memory only: there the longest counts.
+            rows, width = re.findall(r"(true|false), (\d+)", row["kernel"])[0]
+            values = accesses * (1 if rows == "true" else int(width))
+            every = 1 if rows == "false" and "local" in row["kernel"] else max(1, GROUP // values)
+            least = most = least + (most - least) / every
+        second = row["second"]
+        again = (second.least.instructions, second.most.instructions) if second else (0, 0)
+        inside, outside = (least, most), (least + around, most + around)
+        return cls(row["registers"], row["shared"], accesses, inside, outside, again)
