@@ -8,9 +8,17 @@
 
 namespace fastvit {
 
+// Before sm_90 a result narrower than x takes more registers than three blocks leave.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr bool kNarrowingSpills = true;
+#else
+constexpr bool kNarrowingSpills = false;
+#endif
+
 // Blocks of a multiprocessor: with two, a row of 384 float32 would leave too few packets in flight.
-template <class T>
-constexpr int kForwardResident = sizeof(T) == 8 ? kResident : kResident + 1;
+template <class T, class G>
+constexpr int kForwardResident =
+    sizeof(T) == 8 || (kNarrowingSpills && sizeof(G) < sizeof(T)) ? kResident : kResident + 1;
 
 template <class T, class G>
 struct LayerNormForwardParams {
@@ -24,7 +32,7 @@ struct LayerNormForwardParams {
 };
 
 template <class T, class G, int V>
-__global__ void __launch_bounds__(kThreads, kForwardResident<T>)
+__global__ void __launch_bounds__(kThreads, kForwardResident<T, G>)
     layer_norm_forward_kernel(const __grid_constant__ LayerNormForwardParams<T, G> args) {
   using A = Accumulation<T>;
   constexpr int K = kPackets<A, V>;
