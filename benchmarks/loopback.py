@@ -20,25 +20,32 @@ def describe(tag: Tag, direction: str) -> str:
     return f"{direction} of layer {tag.layer}, step {tag.step}"
 
 
-def message(numbers: Tensor, tag: Tag, epoch: int) -> Tensor:
-    """The packets that a rank sends: moments, `(2C + 2,)`, or sums, `(1, 2C)`; as bytes."""
+def in_packets(words: Tensor, epoch: int) -> Tensor:
+    even, odd = words.view(-1, 2).T
+    flags = torch.full_like(even, epoch - (epoch >> 31 << 32))
+    return torch.stack([even, flags, odd, flags], 1).flatten()
+
+
+def message(numbers: Tensor, tag: Tag, epoch: int, of_gpu: bool) -> Tensor:
+    """The bytes that a rank sends: moments, `(2C + 2,)`, or sums, `(1, 2C)`; a GPU sends pairs in packets."""
     kind = numbers.dim() - 1
     flat = numbers.flatten()
-    channels = flat.numel() // 2 - (kind == Kind.MOMENTS)
-    pairs = torch.stack([flat[:channels], flat[channels : 2 * channels]], 1).flatten()
-    words = torch.cat([pairs, flat[2 * channels :]]).view(torch.int32)
+    payload = flat.view(torch.int32)
+    if of_gpu:
+        channels = flat.numel() // 2 - (kind == Kind.MOMENTS)
+        pairs = torch.stack([flat[:channels], flat[channels : 2 * channels]], 1).flatten()
+        payload = in_packets(torch.cat([pairs, flat[2 * channels :]]).view(torch.int32), epoch)
     kind |= Kind.DOUBLE if flat.dtype == torch.float64 else 0
-    head = torch.tensor([*tag, words.numel(), kind], dtype=torch.int32, device=words.device)
-    even, odd = torch.cat([head, words]).view(-1, 2).T
-    flags = torch.full_like(even, epoch - (epoch >> 31 << 32))
-    return torch.stack([even, flags, odd, flags], 1).contiguous().view(torch.uint8).flatten()
+    words = flat.numel() * flat.element_size() // 4
+    head = torch.tensor([*tag, words, kind], dtype=torch.int32, device=flat.device)
+    return torch.cat([in_packets(head, epoch), payload]).view(torch.uint8)
 
 
 class Loopback:
     """Ranks on one device, each on a stream of its own: the kernels of one wait while the others' run.
 
     `ranks[r]` is rank r's DeviceMemory. After an error, `rejoin()` stands for the meeting of all ranks. Where
-    launches run one after the other (sanitizers, profilers, timing), `send` writes the packets of the others.
+    launches run one after the other (sanitizers, profilers, timing), `send` writes the others' messages.
     """
 
     def __init__(self, world: int, capacity: int = LEAST_PACKETS, timeout: float = 5.0, device="cuda"):
@@ -50,8 +57,8 @@ class Loopback:
             DeviceMemory("Loopback", self.arenas, rank, capacity, timeout, describe, lambda _: self.said)
             for rank in range(world)
         ]
-        on_gpu = self.arenas[0].is_cuda
-        self.streams = [torch.cuda.Stream() if on_gpu else None for _ in self.ranks]
+        self.of_gpu = self.arenas[0].is_cuda  # a model of a GPU on the CPU sets it
+        self.streams = [torch.cuda.Stream() if self.of_gpu else None for _ in self.ranks]
 
     @contextlib.contextmanager
     def on(self, rank: int):
@@ -83,8 +90,8 @@ class Loopback:
         words = self.arenas[receiver][: Arena.generation.offset].view(torch.int32)
         epoch = int(words[0]) % 2**32 + 1
         for sender, row in enumerate(numbers):
-            packets = message(row, tag, epoch)
-            self.place(receiver, sender, epoch)[: packets.numel()] = packets
+            data = message(row, tag, epoch, self.of_gpu)
+            self.place(receiver, sender, epoch)[: data.numel()] = data
 
     def rejoin(self) -> None:
         self.said = [rank.position() for rank in self.ranks]

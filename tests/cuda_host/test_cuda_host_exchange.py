@@ -31,7 +31,7 @@ class Ranks(Loopback):
 
     def __init__(self, engine, world, streams=False, **options):
         super().__init__(world, timeout=0.5, device="cpu", **options)
-        self.engine, self.side_by_side = engine, streams
+        self.engine, self.side_by_side, self.of_gpu = engine, streams, True
 
     @contextlib.contextmanager
     def on(self, rank):
