@@ -214,16 +214,25 @@ class Planner {
       plan.segments = ceil_div(l.S, plan.segment);
       return l.C * ceil_div(l.N * plan.segments, kThreads / plan.lanes);
     };
-    // The number of lanes with which one to eight batches cover a unit with the fewest empty packets: 50 for
-    // 56x56 values of 16 bits, whose eight batches are nearly full; with 128 most fourth packets are empty.
-    // Even, for whole sectors.
+    // The number of lanes with which one to eight batches cover a unit with the fewest empty packets, and one
+    // wave of blocks all units with the fewest idle teams. 50 for 56x56 values of 16 bits, whose eight
+    // batches are nearly full; with 128 most fourth packets are empty. 56 for 128 images of 112x112 values,
+    // whose four teams have four images each; of five teams of 50 lanes, one would have a fourth. Even, for
+    // whole sectors, and at least 16, which read 256 bytes in a row.
     const int64_t packets = ceil_div(plan.segment, width);
+    const auto evenness = [&](int64_t lanes) {
+      const int64_t units = l.N * ceil_div(l.S, plan.segment), teams = kThreads / lanes;
+      const int64_t at_once = teams * std::clamp<int64_t>(resident / std::max<int64_t>(1, l.C), 1,
+                                                          std::max<int64_t>(1, ceil_div(units, teams)));
+      return double(units) / double(std::max<int64_t>(1, ceil_div(units, at_once)) * at_once);
+    };
     double best = 0;
     for (int batches = 1; batches <= 8 && best < kFull; ++batches) {
       int64_t lanes = ceil_div(packets, batches * kBatch);
       if (plan.vector) lanes += lanes % 2;
-      if (lanes > kThreads) continue;
-      const double full = double(packets) * used(int(lanes)) / double(lanes * batches * kBatch * kThreads);
+      if (lanes > kThreads || (best > 0 && lanes < 16)) continue;
+      const double full =
+          double(packets) * used(int(lanes)) / double(lanes * batches * kBatch * kThreads) * evenness(lanes);
       const int before = std::exchange(plan.lanes, int(lanes));
       if (full > best + 0.02 && blocks() >= resident)
         best = full;
