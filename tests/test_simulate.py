@@ -117,10 +117,26 @@ def test_signs_and_nans():
          ["mov.b16 %spelled_b16_1, 0;", "mov.b32 %r1, {%spelled_b16_1, %rs1};"]),
         ("mov.b64 {_, %r1}, %rd1;", ["mov.b64 {%spelled_b32_1, %r1}, %rd1;"]),
         ("add.s64 %rd1, %rd2, -16;", ["add.s64 %rd1, %rd2, -16;"]),
+        ("cvt.rn.f32.s64 %f1, %rd1;",
+         ["mov.b64 {%spelled_b32_1, %spelled_b32_2}, %rd1;", "cvt.rn.f64.u32 %spelled_f64_1, %spelled_b32_1;",
+          "cvt.rn.f64.s32 %spelled_f64_2, %spelled_b32_2;",
+          "mul.rn.f64 %spelled_f64_2, %spelled_f64_2, 0d41F0000000000000;",  # 2^32
+          "add.rn.f64 %spelled_f64_1, %spelled_f64_2, %spelled_f64_1;",
+          "cvt.rn.f32.f64 %f1, %spelled_f64_1;"]),
     ],
 )  # fmt: skip
 def test_spelling(statement, lines):
     assert spelled(statement) == lines
+
+
+def test_shuffles_pass_through_shared_memory():
+    lines = spelled("shfl.sync.bfly.b32 %r2|%p1, %r1, %r3, 31, -1;")
+    stores = [line for line in lines if line.startswith("st.shared.b32") and line.endswith("%r1;")]
+    loads = [line for line in lines if line.startswith("ld.shared.b32 %r2, ")]
+    assert len(stores) == len(loads) == 1 and lines.index(stores[0]) < lines.index(loads[0])
+    text = PTX["spell"](module("shfl.sync.bfly.b32 %r2, %r1, 4, 31, -1;"))["one"]
+    assert ".shared .align 4 .b32 spelled_shuffled[256];" in text
+    assert "spelled_shuffled" not in PTX["spell"](module("ret;"))["one"]
 
 
 def test_fences_stay_where_blocks_run_side_by_side():

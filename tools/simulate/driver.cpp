@@ -1,15 +1,15 @@
-// Calls the launchers of the local and split ops on GPGPU-Sim and compares what they write with reference.h.
+// Calls the launchers of the ops on GPGPU-Sim and compares what they write with reference.h and vit_ops.h.
 //
 //     driver [filter]    only the cases whose name contains it
 //
 // With SIMULATE_TIMING, local ops whose blocks wait for each other; else all ops whose blocks do not.
 // Every tensor lies between guards, inputs must stay what they were, outputs begin as NaN.
-#include <cstdio>
 #include <cstdlib>
 #include <random>
 
+#include "checks.h"
 #include "simulated.h"
-#include "tensors.h"
+#include "vit_ops.h"
 
 namespace fastvit::simulate {
 
@@ -22,55 +22,11 @@ struct Case {
   bool in_place() const { return is_invertible(activation) && !residual; }
   std::string name() const {
     constexpr const char* walks[] = {"planes", "rows", "cropped"};
-    const char* const type = dtype == ScalarType::Double  ? "fp64"
-                             : dtype == ScalarType::Float ? "fp32"
-                             : dtype == ScalarType::Half  ? "fp16"
-                                                          : "bf16";
-    return std::string(type) + " " + walks[int(shape.walk)] + " " + std::to_string(shape.N) + "x" +
+    return std::string(name_of(dtype)) + " " + walks[int(shape.walk)] + " " + std::to_string(shape.N) + "x" +
            std::to_string(shape.C) + "x" + std::to_string(shape.S) + " " + kActivationNames[int(activation)] +
            (residual ? " residual" : "");
   }
 };
-
-class Checks {
- public:
-  int made = 0, failed = 0;
-  std::string where;
-
-  // |actual - expected| <= tolerance * (|expected| + scale), everywhere.
-  void close(const std::string& what, const Values& actual, const Values& expected, double tolerance,
-             double scale = 1) {
-    double worst = 0;
-    for (size_t i = 0; i < expected.size(); ++i) {
-      const double error = std::fabs(actual[i] - expected[i]) / (std::fabs(expected[i]) + scale);
-      worst = error >= worst || std::isnan(error) ? error : worst;
-      if (std::isnan(error)) break;
-    }
-    report(what, worst <= tolerance, worst, tolerance);
-  }
-  void same(const std::string& what, Array& array, const Values& before) {
-    report(what + " unchanged", array.read() == before, 0, 0);
-  }
-  void report(const std::string& what, bool passed, double error, double tolerance) {
-    ++made;
-    failed += !passed;
-    std::fprintf(stderr, "%s %s: %s: %.2g of %.2g\n", passed ? "ok  " : "FAIL", where.c_str(), what.c_str(),
-                 error, tolerance);
-  }
-};
-
-constexpr double kEps = 1e-5, kMomentum = 0.1;
-
-double parameter(Activation a) {
-  return a == Activation::elu ? 1.0 : 0.01;
-}
-// Half a unit in the last place of results, twice; of float arithmetic some roundings of 2^-24 in a row.
-double tolerance_of(ScalarType dtype) {
-  return dtype == ScalarType::Double     ? 1e-9
-         : dtype == ScalarType::Float    ? 4e-6
-         : dtype == ScalarType::BFloat16 ? 0x1p-8
-                                         : 0x1p-10;
-}
 
 class Run {
  public:
@@ -103,7 +59,6 @@ class Run {
 
   // Local ops alone, whose blocks must have waited for each other.
   void together() {
-    checks.where = test.name();
     const size_t before = simulated_together();
     const Array saved = forward("bn_local_forward", nullptr, false);
     if (test.in_place()) forward("abn_local_forward_", nullptr, true);
@@ -115,7 +70,6 @@ class Run {
     inputs_unchanged();
   }
   void all() {
-    checks.where = test.name();
     Array moments = statistics();
     Array saved = forward("bn_forward", &moments, false);
     if (test.in_place()) forward("abn_forward_", &moments, true);
@@ -134,11 +88,7 @@ class Run {
     checks.same("weight", *weight, w);
     checks.same("bias", *bias, b);
   }
-  static Shape row(int64_t numbers) { return {Walk::planes, 1, numbers, 1}; }
   double normal() { return distribution(random); }
-  ScalarType accumulated() const {
-    return test.dtype == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
-  }
   Channels of(const Array& array) const { return {array.data(), array.dtype}; }
   int64_t C() const { return test.shape.C; }
 
@@ -154,12 +104,12 @@ class Run {
     values.resize(size_t(2 * C()));
     Values expected = first;
     expected.insert(expected.end(), second.begin(), second.end());
-    checks.close(what, values, expected, tolerance_of(accumulated()), scale);
+    checks.close(what, values, expected, tolerance_of(accumulated(test.dtype)), scale);
     if (!count.empty()) checks.close(what + " count", {load_count(count.data())}, {channels[0].n}, 0);
   }
 
   Array statistics() {
-    Array moments("moments", accumulated(), row(2 * C() + 2));
+    Array moments("moments", accumulated(test.dtype), row(2 * C() + 2));
     Cuda::stats({layout_of(*x), test.dtype, 0, x->data(), moments.data(), nullptr});
     check_packed("bn_stats", moments, per_channel([](const Channel& c) { return c.mean; }),
                  per_channel([](const Channel& c) { return c.m2; }), 1);
@@ -179,7 +129,7 @@ class Run {
 
   // Of the moments, or by the local op, with x's own statistics. Returns what backward needs.
   Array forward(const std::string& op, const Array* moments, bool in_place) {
-    Array saved("saved", accumulated(), row(2 * C() + 2));
+    Array saved("saved", accumulated(test.dtype), row(2 * C() + 2));
     Array y = in_place ? Array("y", test.dtype, test.shape, x_values) : Array("y", test.dtype, test.shape);
     const Values old_mean(size_t(C()), 0.5), old_var(size_t(C()), 2);
     Array running_mean("running_mean", ScalarType::Float, row(C()), old_mean);
@@ -251,7 +201,7 @@ class Run {
     };
     const double scale = channels[0].n;  // of a sum of so many values
 
-    Array sums("sums", accumulated(), row(2 * C()));
+    Array sums("sums", accumulated(test.dtype), row(2 * C()));
     if (!only_local) {
       ReduceArgs reduce{};
       set(reduce);
@@ -267,7 +217,7 @@ class Run {
       Array dx("dx", test.dtype, test.shape);
       std::optional<Array> dz;
       if (z) dz.emplace("dz", test.dtype, test.shape);
-      Array own("sums", accumulated(), row(2 * C()));
+      Array own("sums", accumulated(test.dtype), row(2 * C()));
       BackwardArgs args{};
       set(args);
       args.layout = z ? layout_of(kept, *dy, dx, *z, *dz) : layout_of(kept, *dy, dx);
@@ -293,10 +243,6 @@ class Run {
   Values x_values, dy_values, z_values, w, b;
   std::vector<Channel> channels;
 };
-
-}  // namespace fastvit::simulate
-
-namespace fastvit::simulate {
 
 // Planes with and without ends that fill no packet, or of single elements; rows with and without packets;
 // short planes that are rows; slices of one block and of several.
@@ -335,19 +281,35 @@ std::vector<Case> cases_together() {
 
 }  // namespace fastvit::simulate
 
-int main(int count, char** arguments) {
-  using namespace fastvit::simulate;
-  const std::string filter = count > 1 ? arguments[1] : "";
-  const bool timing = std::getenv("SIMULATE_TIMING") != nullptr;
-  Checks checks;
-  for (const Case& test : timing ? cases_together() : cases()) {
+namespace {
+
+template <class Case, class F>
+void each(const std::vector<Case>& cases, const std::string& filter, fastvit::simulate::Checks& checks,
+          const F& run) {
+  for (const Case& test : cases) {
     if (test.name().find(filter) == std::string::npos) continue;
+    checks.where = test.name();
     try {
-      Run run(test, checks);
-      timing ? run.together() : run.all();
+      run(test);
     } catch (const std::exception& error) {
       checks.report(error.what(), false, NAN, 0);
     }
+  }
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  using namespace fastvit::simulate;
+  const std::string filter = count > 1 ? arguments[1] : "";
+  Checks checks;
+  const auto run = [&](const auto& test) { test.run(checks); };
+  if (std::getenv("SIMULATE_TIMING")) {
+    each(cases_together(), filter, checks, [&](const Case& test) { Run(test, checks).together(); });
+  } else {
+    each(cases(), filter, checks, [&](const Case& test) { Run(test, checks).all(); });
+    each(layer_norm_cases(), filter, checks, run);
+    each(act_cases(), filter, checks, run);
   }
   std::fprintf(stderr, "%d checks, %d failed; %zu kernels ran\n", checks.made, checks.failed,
                simulated_kernels());

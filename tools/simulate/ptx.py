@@ -12,6 +12,7 @@ that wait for other ranks (%globaltimer) are left out. What differs from a GPU, 
     rounding       fma.rn.f32 is a product and a sum in double, rounded once more; fma.rn.f64 is not fused.
                    Approximations (ex2, lg2, rcp, div) are the host's.
     bf16           packs and unpacks are integer arithmetic, which rounds to nearest even.
+    shuffles       go through shared memory: the simulator has them in timing mode only.
 """
 
 import argparse
@@ -27,6 +28,7 @@ NEXT = re.compile(r"\s*(?:([$%\w]+:)(?!:)|([{}])|([^;]+);)")
 HINTS = re.compile(r"\.(?:relaxed|acquire|release|acq_rel|weak|volatile|gpu|sys|cta|L[12]::\w+)(?=\.|$)")
 HEADER = ".version 6.0\n.target sm_70\n.address_size 64\n"
 DYNAMIC_BYTES = (228 << 10) // 2 - (32 << 10)  # as csrc/cuda/host.h gives a block of simulated.h's GPU
+SHUFFLED, THREADS = "spelled_shuffled", 256  # a number of each thread of a block: csrc/cuda/threads.h
 INTEGER = re.compile(r"-?\d+|0[xX][0-9a-fA-F]+")
 
 FLOATS, INTS, BITS = r"f(?:32|64)", r"[su](?:16|32|64)", r"b(?:16|32|64)"
@@ -43,7 +45,7 @@ AS_THEY_ARE = re.compile(
         rf"selp\.(?:{FLOATS}|{BITS}|{INTS})", rf"(?:and|or|xor|not)\.(?:pred|{BITS})", rf"shl\.{BITS}",
         rf"shr\.(?:{INTS}|{BITS})", r"shf\.[lr]\.(?:wrap|clamp)\.b32", r"bfe\.u32", r"prmt\.b32",
         rf"mov\.(?:pred|{FLOATS}|{INTS}|{BITS})", r"clz\.b32", r"popc\.b32",
-        r"cvt\.[su](?:8|16|32|64)\.[su](?:8|16|32|64)", r"cvt\.rn\.f(?:32|64)\.[su](?:16|32|64)",
+        r"cvt\.[su](?:8|16|32|64)\.[su](?:8|16|32|64)", r"cvt\.rn\.f(?:32|64)\.[su](?:16|32)",
         r"cvt\.(?:f64\.f32|rn\.f32\.f64|f32\.f16|rn\.f16\.f32)", r"cvt\.r[nzmp]i\.[su]32\.f32",
         r"cvt\.r[nzmp]i\.f(?:32\.f32|64\.f64)", r"cvta\.to\.global\.u64",
         rf"ld{MEMORY}", rf"st{MEMORY}", r"atom\.global\.(?:add|exch)\.[bu]32",
@@ -63,6 +65,7 @@ class Kernel:
         self.timing = timing
         self.temporaries: dict[str, int] = {}
         self.targets: dict[str, list[str]] = {}  # of brx.idx
+        self.shuffles = False
 
     def new(self, kind: str) -> str:
         """A register of its own for .b16, .b32, .b64, .f32, .f64 or .pred."""
@@ -215,6 +218,30 @@ class Kernel:
             f"or.b32 {high}, {high}, {sign_high}", *join,
         ]  # fmt: skip
 
+    def shuffle(self, opcode: str, operands: list[str]) -> list[str]:
+        """All lanes of the warp take part, in each instruction together. The predicate is not used."""
+        target, source, lane, _, _ = operands
+        self.shuffles = True
+        thread, base, own, other = (self.new("b32") for _ in range(4))
+        return [
+            f"mov.u32 {thread}, %tid.x", f"mov.u32 {base}, {SHUFFLED}", f"shl.b32 {own}, {thread}, 2",
+            f"add.u32 {own}, {own}, {base}", f"st.shared.b32 [{own}], {source}",
+            f"xor.b32 {other}, {thread}, {lane}", f"shl.b32 {other}, {other}, 2",
+            f"add.u32 {other}, {other}, {base}", f"ld.shared.b32 {target.partition('|')[0]}, [{other}]",
+        ]  # fmt: skip
+
+    def from_wide(self, opcode: str, operands: list[str]) -> list[str]:
+        """By halves in doubles: the simulator converts 64-bit integers from an undefined number."""
+        target, source = operands
+        low, high, wide, upper = self.new("b32"), self.new("b32"), self.new("f64"), self.new("f64")
+        sign = "s" if opcode.endswith("s64") else "u"
+        return [
+            f"mov.b64 {{{low}, {high}}}, {source}", f"cvt.rn.f64.u32 {wide}, {low}",
+            f"cvt.rn.f64.{sign}32 {upper}, {high}", f"mul.rn.f64 {upper}, {upper}, 0d41F0000000000000",
+            f"add.rn.f64 {wide}, {upper}, {wide}",
+            f"cvt.rn.f32.f64 {target}, {wide}" if ".f32." in opcode else f"mov.f64 {target}, {wide}",
+        ]  # fmt: skip
+
     def fence(self, opcode: str, operands: list[str]) -> list[str]:
         return ["membar.gl"] if self.timing else []
 
@@ -232,6 +259,8 @@ RULES: dict[str, Rule] = {
     r"cvt\.rn\.f16x2\.f32": Kernel.pack_f16,
     r"(?:min|max)\.NaN\.f32": Kernel.keeping_nan,
     r"copysign\.f(?:32|64)": Kernel.copysign,
+    r"cvt\.rn\.f(?:32|64)\.[su]64": Kernel.from_wide,
+    r"shfl\.sync\.bfly\.b32": Kernel.shuffle,
     r"(?:fence|membar)\..*": Kernel.fence,
     r"barrier(?:\.cta)?\.sync(?:\.aligned)?": lambda kernel, opcode, operands: [f"bar.sync {operands[0]}"],
 }
@@ -294,18 +323,20 @@ def spell_kernel(head: str, body: str, timing: bool, shared: dict[str, str]) -> 
         if statement.startswith(".branchtargets"):
             kernel.targets[label.rstrip(":")] = split(statement.removeprefix(".branchtargets"))
     used = set(re.findall(r"[\w$]+", body))
-    lines = [f"{declaration};" for name, declaration in shared.items() if name in used]
+    lines = []
     for statement in found:
         if statement.startswith((".branchtargets", ".pragma")) or statement.rstrip(":") in kernel.targets:
             continue
         lines += [statement] if statement in "{}" else kernel.spell(statement)
+    declared = [declaration for name, declaration in shared.items() if name in used]
+    declared += [f".shared .align 4 .b32 {SHUFFLED}[{THREADS}]"] if kernel.shuffles else []
     head = re.sub(r"\.maxntid\s+(\d+)(?=\s|$)", r".maxntid \1, 1, 1", head)
     registers = [
         f".reg .{kind} %spelled_{kind}_{i};"
         for kind, count in kernel.temporaries.items()
         for i in range(1, count + 1)
     ]
-    return "\n".join([HEADER, head, "{", *registers, *lines, "}", ""])
+    return "\n".join([HEADER, head, "{", *registers, *(f"{line};" for line in declared), *lines, "}", ""])
 
 
 def shared_memory(outside: str) -> dict[str, str]:

@@ -33,7 +33,10 @@ import ptx  # noqa: E402
 
 OUT = ROOT / "build/simulate"
 SETUP = runpy.run_path(str(ROOT / "setup.py"))
-LAUNCHERS = ("stats", "forward", "reduce", "backward", "local_forward", "local_backward")
+LAUNCHERS = (
+    "stats", "forward", "reduce", "backward", "local_forward", "local_backward", "layer_norm_forward",
+    "layer_norm_backward", "act",
+)  # fmt: skip
 CONFIGURATION = "configs/tested-cfgs/SM7_QV100"
 SHARED_BYTES = 228 << 10  # as simulated.h
 CHANGES = {  # of that configuration: the GPU of simulated.h
