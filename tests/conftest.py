@@ -5,10 +5,16 @@ implementations are replaced by the emulated kernels.
 """
 
 import gc
+import getpass
 import os
+import tempfile
 
 # Before torch loads OpenMP: by default idle threads spin on the cores that other test processes need.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# torch's compiler finds code in its cache whatever the instruction set, and then fails to compile it.
+if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
+    cache = os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}_{capability}")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
