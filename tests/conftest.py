@@ -5,7 +5,6 @@ implementations are replaced by the emulated kernels.
 """
 
 import gc
-import getpass
 import os
 import tempfile
 
@@ -13,7 +12,7 @@ import tempfile
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # torch's compiler finds code in its cache whatever the instruction set, and then fails to compile it.
 if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
-    cache = os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}_{capability}")
+    cache = os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}_{capability}")
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
 
 import pytest  # noqa: E402
