@@ -1,6 +1,8 @@
-// csrc/cuda/plan.h for benchmarks/planner.py: the plans that the CUDA launchers make, and what one costs the
-// host.
+// csrc/cuda/plan.h and row_plan.h for benchmarks/planner.py: the plans that the CUDA launchers make, and what
+// one costs the host.
 #include "cuda/plan.h"
+
+#include "cuda/row_plan.h"
 
 #include <chrono>
 
@@ -54,6 +56,13 @@ extern "C" double fastvit_plan_nanoseconds(const Request* request, int64_t repea
   }
   const double taken = std::chrono::duration<double, std::nano>(Clock::now() - begin).count();
   return taken / double(repeats);
+}
+
+// Of rows in packets of `width` float32 or 16-bit numbers, 4 or 8. Answers lanes, parts, packets of a lane.
+extern "C" void fastvit_row_plan(int64_t rows, int64_t columns, int64_t width, int64_t* answer) {
+  const RowPlan plan = width == 8 ? row_plan<float, 8>(rows, columns) : row_plan<float, 4>(rows, columns);
+  answer[0] = plan.lanes, answer[1] = plan.parts;
+  answer[2] = width == 8 ? kPackets<float, 8> : kPackets<float, 4>;
 }
 
 extern "C" void fastvit_plan_constants(int64_t* threads, int64_t* batch, int64_t* on_chip_blocks) {

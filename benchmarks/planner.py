@@ -14,7 +14,10 @@ from shapes import DTYPES, Case
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = [
     Path(__file__).with_suffix(".cpp"),
-    *(ROOT / "csrc" / name for name in ("cuda/plan.h", "cuda/threads.h", "layout.h")),
+    *(
+        ROOT / "csrc" / name
+        for name in ("cuda/plan.h", "cuda/row_plan.h", "cuda/threads.h", "layout.h", "macros.h")
+    ),
 ]
 WORDS = (
     "rows vector lanes teams fold tile tiles slices segment segments units slots resident "
@@ -140,6 +143,13 @@ def plan(*request) -> Plan:
     answer = _Answer()
     _library().fastvit_plan(ctypes.byref(_request(*request)), ctypes.byref(answer))
     return Plan(**{name: getattr(answer, name) for name, _ in _Answer._fields_})
+
+
+def row_plan(rows: int, columns: int, width: int) -> tuple[int, int, int]:
+    """Lanes of a team, parts of a row and packets of a lane, for a LayerNorm in packets of `width`."""
+    answer = (ctypes.c_int64 * 3)()
+    _library().fastvit_row_plan(*map(ctypes.c_int64, (rows, columns, width)), answer)
+    return tuple(answer)
 
 
 def nanoseconds(*request, repeats: int = 200_000) -> float:

@@ -18,7 +18,7 @@ The plan is that of csrc/cuda/plan.h (planner.py), instructions are counted in w
     share      bytes / us over what a copy reaches; in brackets with the costliest activation
 
 Local ops have rows where the tensor fits on chip. Elsewhere they are two of the other ops. Activations and
-gates are predicted for the MLP of bench_vit_ops.py.
+gates are predicted for the MLP of bench_vit_ops.py, LayerNorm for tokens of ViTs.
 
 Where --measured has tables of a GPU run (four_ops_cuda.csv, ops_cuda.csv), their times are added, and
 differences of more than 15 % are marked: the model needs a correction then. Writes predicted_h200.csv and
@@ -39,6 +39,7 @@ from predict_kernels import (
     CHEAP,
     H200,
     MLP,
+    NORMS,
     OPS,
     SOURCES,
     THREADS,
@@ -86,7 +87,11 @@ class Prediction:
 
 
 def predict(op: str, case: Case, kernels: dict[str, Kernel], gpu: Gpu = H200) -> Prediction | None:
-    """`kernels` by the names that OPS gives them. None for a local op whose tensor does not fit on chip."""
+    """`kernels` by the names that OPS gives them. None for a local op whose tensor does not fit on chip, and
+    for an op that takes another dtype.
+    """
+    if OPS[op].by_row:
+        return _of_rows(op, case, kernels, gpu)
     cheapest = _of_set(op, case, kernels, gpu, CHEAP)
     costliest = _of_set(op, case, kernels, gpu, TRANSCENDENTAL)
     return cheapest and replace(
@@ -160,6 +165,41 @@ def _of_set(op: str, case: Case, kernels: dict[str, Kernel], gpu: Gpu, activatio
         op, case.size, case.layout, case.dtype, case.nbytes / 1e6, total / 1e6, plan.blocks, plan.resident,
         plan.blocks / at_once, code.inner[0] / each, code.inner[1] / each, in_flight / 1e3, stream, issue(0),
         plan.dependent_loads, plan.dependent_merges, tail, us, share, us_costliest, share_costliest,
+    )  # fmt: skip
+
+
+def _of_rows(op: str, case: Case, kernels: dict[str, Kernel], gpu: Gpu) -> Prediction | None:
+    """Of a LayerNorm: blocks stay, and take the rows in turns, each a batch of loads and two sums."""
+    what, to = OPS[op], OPS[op].to or case.dtype
+    wide, narrow = DTYPES[case.dtype].itemsize, DTYPES[to].itemsize
+    if what.to and case.dtype != "fp32":
+        return None
+    width = 16 // wide
+    words = {"T": TYPES[case.dtype], "G": TYPES[to], "V": width}
+    code = kernels[what.kernel.format(**words)]
+    columns, rows = case.shape[-1], case.nbytes // wide // case.shape[-1]
+    lanes, parts, held = planner.row_plan(rows, columns, width)
+    teams, resident = THREADS // lanes, gpu.resident(code.registers, code.shared)
+    at_once = resident * gpu.multiprocessors
+    blocks = min(-(-rows // teams), at_once)
+    turns = -(-rows // (blocks * teams)) * parts
+    exist = columns / width / (lanes * parts * held)
+    each = held * width * (wide + narrow * (what.reads - 1))
+    total = rows * columns * (wide * what.reads + narrow)
+    sums = 2 * columns * blocks * 4 * (what.reads - 1)  # of the backward: two numbers a column and block
+    turn = (gpu.latency_ns + 2 * gpu.sum_ns) / 1e3
+    stream = max(turns * turn, (total + sums) / gpu.copy_GB_s / 1e3)
+    issue = blocks * THREADS / 32 * turns * code.inner[1]
+    issue /= gpu.multiprocessors * gpu.issue * gpu.clock_GHz * 1e3
+    # A second grid adds the sums of the blocks: 32 rows at a time, and 8 times as many in flight.
+    tail = gpu.ends_us + -(-blocks // 256) * turn if sums else 0.0
+    us = (stream**OVERLAP + issue**OVERLAP) ** (1 / OVERLAP) + tail + gpu.ends_us
+    share = total / us / gpu.copy_GB_s / 1e3
+    packet = code.inner[1] / (code.accesses or 1)
+    in_flight = min(resident, blocks / gpu.multiprocessors) * THREADS * exist * each
+    return Prediction(
+        op, case.size, case.layout, case.dtype, case.nbytes / 1e6, total / 1e6, blocks, resident,
+        blocks / at_once, packet, packet, in_flight / 1e3, stream, issue, 0, 0, tail, us, share, us, share,
     )  # fmt: skip
 
 
@@ -264,7 +304,7 @@ def main() -> None:
     every = tuple(dict.fromkeys([*FOUR_OPS, *cases(), *FIT_ON_CHIP]))
     found = [
         predict(op, case, kernels)
-        for case in (*every, *MLP)
+        for case in dict.fromkeys((*every, *MLP, *NORMS))
         for op, what in OPS.items()
         if case in (what.cases or every)
     ]

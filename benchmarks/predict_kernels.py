@@ -21,6 +21,7 @@ class Gpu:
     copy_GB_s: float = 4300.0  # about 0.9 of the peak, as copies reach on HBM3; bench_gpu.py copy measures it
     clock_GHz: float = 1.75  # sustained; at most 1.98 (nvidia-smi -q -d CLOCK)
     issue: int = 4  # instructions a cycle and multiprocessor: one for each of 4 schedulers, white paper
+    sum_ns: float = 150.0  # of one sum over the lanes of a row: shuffles and two barriers, assumed
     latency_ns: float = 800.0  # of memory under load; idle some 560 (arXiv:2402.13499, table 4), rest assumed
     registers: int = 65536  # of a multiprocessor, as the next two: CUDA programming guide, 9.0
     shared_bytes: int = 228 << 10
@@ -44,12 +45,14 @@ H200 = Gpu()
 
 @dataclass(frozen=True)
 class Op:
-    kernel: str  # {T}, {set}, {rows}, {V}
+    kernel: str  # {T}, {G}, {set}, {rows}, {V}
     reads: int
     writes: int
     merges: bool = False
     local: bool = False  # on chip only
     cases: tuple[Case, ...] | None = None  # instead of those of convolutional nets and of ViTs' norms
+    by_row: bool = False  # planned by csrc/cuda/row_plan.h
+    to: str | None = None  # the dtype of y and dy; None: x's
 
     @property
     def operands(self) -> int:
@@ -63,6 +66,14 @@ class Op:
 MLP = tuple(
     Case((1, 1, bench_vit_ops.ROWS, bench_vit_ops.HIDDEN), "nchw", dtype)
     for dtype in ("bf16", "fp32", "fp16")
+)
+NORMS = tuple(
+    Case((n, 197, c), "tokens", dtype)
+    for dtype in ("bf16", "fp32", "fp16")
+    for n, c in ((32, 384), (128, 384), (128, 768))
+)
+FORWARD_ROWS, BACKWARD_ROWS = (
+    f"layer_norm_{way}_kernel<{{T}}, {{G}}, {{V}}>" for way in ("forward", "backward")
 )
 OPS = {
     "bn_stats": Op("stats_kernel<{T}, false, {rows}, {V}>", 1, 0, merges=True),
@@ -90,9 +101,16 @@ OPS = {
     "act_backward": Op("act_kernel<{T}, (Activations){set}, {rows}, {V}, true, false>", 2, 1, cases=MLP),
     "glu_forward": Op("act_kernel<{T}, (Activations){set}, {rows}, {V}, false, true>", 2, 1, cases=MLP),
     "glu_backward": Op("act_kernel<{T}, (Activations){set}, {rows}, {V}, true, true>", 3, 2, cases=MLP),
+    "layer_norm_forward": Op(FORWARD_ROWS, 1, 1, cases=NORMS, by_row=True),
+    "layer_norm_forward to bf16": Op(FORWARD_ROWS, 1, 1, cases=NORMS, by_row=True, to="bf16"),
+    "layer_norm_backward": Op(BACKWARD_ROWS, 2, 1, cases=NORMS, by_row=True),
+    "layer_norm_backward from bf16": Op(BACKWARD_ROWS, 2, 1, cases=NORMS, by_row=True, to="bf16"),
 }
 ALL, CHEAP, TRANSCENDENTAL = range(3)  # csrc/cuda/activations.cuh: Activations
-SOURCES = ("stats", "forward", "reduce", "backward", "local_forward", "local_backward", "act")
+SOURCES = (
+    "stats", "forward", "reduce", "backward", "local_forward", "local_backward", "act", "layer_norm_forward",
+    "layer_norm_backward",
+)  # fmt: skip
 TYPES = {"fp32": "float", "bf16": "__nv_bfloat16", "fp16": "__half"}
 
 

@@ -132,7 +132,7 @@ def kernels(registers=72, shared=3088, instructions=100, costliest=400):
     """The same for all of OPS."""
     code = Kernel(registers, shared, 4, (instructions, costliest), (instructions, costliest))
     words = [
-        {"T": t, "set": which, "rows": rows, "V": v}
+        {"T": t, "G": t, "set": which, "rows": rows, "V": v}
         for t, wide in (("float", 4), ("__nv_bfloat16", 8))
         for rows in ("true", "false")
         for v, which in ((wide, predict.CHEAP), (wide, predict.TRANSCENDENTAL), (1, predict.ALL))
@@ -231,6 +231,33 @@ def test_gates_have_fewer_packets_in_flight():
     gate, act = (predict.predict(op, case, kernels()) for op in ("glu_backward", "act_backward"))
     assert gate.bytes_MB == pytest.approx(5 * case.nbytes / 1e6)
     assert gate.in_flight_KB / act.in_flight_KB == pytest.approx(2 * 3 / (4 * 2), rel=0.2)
+
+
+def test_rows_of_a_layer_norm():
+    import planner
+
+    assert planner.row_plan(1000, 384, 4) == (32, 1, 4)  # 96 packets: 24 lanes, rounded to a power of two
+    assert planner.row_plan(1000, 8192, 8) == (256, 2, 2)
+    found = {case.dtype: predict.predict("layer_norm_forward", case, kernels()) for case in predict.NORMS[:6]}
+    assert found["bf16"].bytes_MB == pytest.approx(2 * 128 * 197 * 768 * 2 / 1e6)
+    assert 0.5 < found["bf16"].share < found["fp32"].share < 1 and found["fp32"].tail_us == 0
+    backward = predict.predict("layer_norm_backward", predict.NORMS[5], kernels())
+    assert (
+        backward.bytes_MB == pytest.approx(1.5 * found["fp32"].bytes_MB) and backward.tail_us > H200.ends_us
+    )
+    assert predict.predict("layer_norm_forward to bf16", predict.NORMS[0], kernels()) is None
+
+
+def test_no_team_is_idle_in_the_last_turn():
+    """At 128x64x112x112 in 16 bits five teams of 50 lanes would fill a fifth of their fourth turn."""
+    import planner
+
+    for resident in (3, 4):
+        kernels = {(rows, wide): resident for rows in (False, True) for wide in (False, True)}
+        plan = planner.plan(Case((128, 64, 112, 112), "nchw", "bf16"), 2, 0, kernels, 132, 0)
+        teams, at_once = plan.slices * plan.teams, 132 * resident
+        assert 128 / (-(-128 // teams) * teams) > 0.85
+        assert plan.blocks / (-(-plan.blocks // at_once) * at_once) > 0.9
 
 
 def test_the_planners_own_time():

@@ -1,8 +1,4 @@
-// Rows of a LayerNorm: which threads take which columns, and sums over a row.
-//
-// A row is taken by a team of `lanes` threads, a power of two up to the block; a block has several teams, or
-// one. A lane keeps its kPackets packets of a row in registers, so that the row is read once. A row too long
-// for a block's registers is taken part by part, and read again for each pass over it.
+// Rows of a LayerNorm: which threads take which columns (row_plan.h), and sums over a row.
 #pragma once
 
 #include <cstdint>
@@ -10,30 +6,9 @@
 #include <type_traits>
 
 #include "host.h"
+#include "row_plan.h"
 
 namespace fastvit {
-
-struct RowPlan {
-  int64_t rows, columns;
-  int lanes;  // of a team
-  int parts;  // of a row; 1: it stays in registers
-
-  __host__ __device__ int teams() const { return kThreads / lanes; }
-};
-
-// Packets of a row that a lane holds: 16 columns, whose sums take two registers each; 8 of double, or of
-// single elements, whose addresses take registers too.
-template <class A, int V>
-constexpr int kPackets = (sizeof(A) == 8 ? 8 : 16) / (V == 1 ? 2 : V);
-
-template <class A, int V>
-RowPlan row_plan(int64_t rows, int64_t columns) {
-  const int64_t packets = columns / V, wanted = (packets + kPackets<A, V> - 1) / kPackets<A, V>;
-  RowPlan plan{rows, columns, 1, 1};
-  while (plan.lanes < kThreads && plan.lanes < wanted) plan.lanes *= 2;
-  plan.parts = int((wanted + plan.lanes - 1) / plan.lanes);
-  return plan;
-}
 
 template <int V, int K>
 struct RowLane {  // this thread in its team

@@ -2,8 +2,8 @@
 // column sum dy and sum dy * xhat.
 // Memory   reads x and dy once; writes dx, and two numbers per block and column. Bandwidth-bound.
 // Mapping  a team of lanes per row, see layer_norm.cuh. A lane keeps the sums of its columns from row to row;
-//          teams merge them in shared memory. A second kernel adds the sums of the blocks, 32 columns a
-//          block.
+//          teams merge them in shared memory. A second kernel adds the sums of the blocks: a block takes 8
+//          columns, a sector of each row, and each of its threads kAhead rows at a time.
 // Numerics fp32 (fp64 for double). Shapes and device fix the order of the sums; no atomics.
 // Source   Ba, Kiros, Hinton, arXiv:1607.06450.
 #include "layer_norm.cuh"
@@ -117,6 +117,8 @@ __global__ void __launch_bounds__(kThreads, kResident)
   merge(weight_sums, weight_own);
 }
 
+constexpr int kSumColumns = 8;  // of a block that adds rows
+
 template <class A>
 struct SumRowsParams {
   const A* rows;
@@ -127,19 +129,26 @@ struct SumRowsParams {
 template <class A>
 __global__ void __launch_bounds__(kThreads, kResident)
     sum_rows_kernel(const __grid_constant__ SumRowsParams<A> args) {
-  constexpr int kWarps = kThreads / 32;
-  __shared__ A merged[kWarps][32];
-  const int lane = int(threadIdx.x) % 32, warp = int(threadIdx.x) / 32;
-  const int64_t column = int64_t(blockIdx.x) * 32 + lane;
+  constexpr int kWarps = kThreads / 32, kRows = kThreads / kSumColumns;
+  __shared__ A merged[kWarps][kSumColumns];
+  const int at = int(threadIdx.x) % kSumColumns;
+  const int64_t column = int64_t(blockIdx.x) * kSumColumns + at;
   A sum = 0;
-  if (column < args.columns) {
-#pragma unroll 8
-    for (int64_t row = warp; row < args.count; row += kWarps) sum += args.rows[row * args.columns + column];
+  for (int64_t first = int(threadIdx.x) / kSumColumns; first < args.count; first += kRows * int(kAhead)) {
+    A ahead[kAhead];
+#pragma unroll
+    for (int k = 0; k < int(kAhead); ++k) {
+      const int64_t row = first + k * kRows;
+      ahead[k] = row < args.count && column < args.columns ? args.rows[row * args.columns + column] : A(0);
+    }
+#pragma unroll
+    for (int k = 0; k < int(kAhead); ++k) sum += ahead[k];
   }
-  merged[warp][lane] = sum;
+  for (int offset = kSumColumns; offset < 32; offset *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+  if (threadIdx.x % 32 < kSumColumns) merged[threadIdx.x / 32][at] = sum;
   __syncthreads();
-  if (warp > 0 || column >= args.columns) return;
-  for (int w = 1; w < kWarps; ++w) sum += merged[w][lane];
+  if (int(threadIdx.x) >= kSumColumns || column >= args.columns) return;
+  for (int w = 1; w < kWarps; ++w) sum += merged[w][at];
   args.sums[column] = sum;
 }
 
@@ -167,7 +176,7 @@ void Cuda::layer_norm_backward(const LayerNormBackwardArgs& args) {
       STD_CUDA_CHECK(launch(kernel, {blocks, device.stream}, params));
       if (!args.sums) return;
       const SumRowsParams<A> sums{params.partial, static_cast<A*>(args.sums), blocks, numbers};
-      STD_CUDA_CHECK(launch(sum_rows_kernel<A>, {ceil_div(numbers, 32), device.stream}, sums));
+      STD_CUDA_CHECK(launch(sum_rows_kernel<A>, {ceil_div(numbers, kSumColumns), device.stream}, sums));
     });
   });
 }
