@@ -155,7 +155,7 @@ def measure(name: str, arguments, where: dict) -> dict:
 def merged(name: str, group: str, new: dict) -> list[dict]:
     """`new` and the rows that results/NAME.csv has of other models, in the order of MODELS."""
     path = harness.RESULTS / f"{name}.csv"
-    old = [row for row in csv.DictReader(path.open()) if row.get("precision")] if path.exists() else []
+    old = list(csv.DictReader(path.open())) if path.exists() else []
     rows = [row for row in old if (row["model"], row["precision"]) != (new["model"], new["precision"])]
     order = {model: i for i, model in enumerate(MODELS[group])}
     return sorted([*rows, new], key=lambda r: (r["precision"] != "fp32", order.get(r["model"], len(order))))

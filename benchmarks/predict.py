@@ -15,7 +15,7 @@ The plan is that of csrc/cuda/plan.h (planner.py), instructions are counted in w
     tail       merging of slices by the last block, which nothing overlaps
     us         stream and issue, which overlap (see OVERLAP), the tail, and the grid's start and end
 
-    share      bytes / us over what a copy reaches; in brackets with the costliest activation
+    share      bytes / us over what a copy reaches; in brackets with the costliest activation, or the longest way
 
 Local ops have rows where the tensor fits on chip. Elsewhere they are two of the other ops. Activations and
 gates are predicted for the MLP of bench_vit_ops.py, LayerNorm for tokens of ViTs.
@@ -169,7 +169,9 @@ def _of_set(op: str, case: Case, kernels: dict[str, Kernel], gpu: Gpu, activatio
 
 
 def _of_rows(op: str, case: Case, kernels: dict[str, Kernel], gpu: Gpu) -> Prediction | None:
-    """Of a LayerNorm: blocks stay, and take the rows in turns, each a batch of loads and two sums."""
+    """Of a LayerNorm: blocks stay, and take the rows in turns, each a batch of loads and two sums. The longest
+    way through the loop is that of rows in parts, which read weight and bias for every row.
+    """
     what, to = OPS[op], OPS[op].to or case.dtype
     wide, narrow = DTYPES[case.dtype].itemsize, DTYPES[to].itemsize
     if what.to and case.dtype != "fp32":
@@ -189,17 +191,23 @@ def _of_rows(op: str, case: Case, kernels: dict[str, Kernel], gpu: Gpu) -> Predi
     sums = 2 * columns * blocks * 4 * (what.reads - 1)  # of the backward: two numbers a column and block
     turn = (gpu.latency_ns + 2 * gpu.sum_ns) / 1e3
     stream = max(turns * turn, (total + sums) / gpu.copy_GB_s / 1e3)
-    issue = blocks * THREADS / 32 * turns * code.inner[1]
-    issue /= gpu.multiprocessors * gpu.issue * gpu.clock_GHz * 1e3
     # A second grid adds the sums of the blocks: 32 rows at a time, and 8 times as many in flight.
     tail = gpu.ends_us + -(-blocks // 256) * turn if sums else 0.0
-    us = (stream**OVERLAP + issue**OVERLAP) ** (1 / OVERLAP) + tail + gpu.ends_us
-    share = total / us / gpu.copy_GB_s / 1e3
-    packet = code.inner[1] / (code.accesses or 1)
+    warps = blocks * THREADS / 32
     in_flight = min(resident, blocks / gpu.multiprocessors) * THREADS * exist * each
+
+    def issue(which: int) -> float:
+        return warps * turns * code.inner[which] / (gpu.multiprocessors * gpu.issue * gpu.clock_GHz) / 1e3
+
+    def result(which: int) -> tuple[float, float]:  # us, share of the copy
+        us = (stream**OVERLAP + issue(which) ** OVERLAP) ** (1 / OVERLAP) + tail + gpu.ends_us
+        return us, total / us / gpu.copy_GB_s / 1e3
+
+    packet, packet_costliest = (count / (code.accesses or 1) for count in code.inner)
     return Prediction(
         op, case.size, case.layout, case.dtype, case.nbytes / 1e6, total / 1e6, blocks, resident,
-        blocks / at_once, packet, packet, in_flight / 1e3, stream, issue, 0, 0, tail, us, share, us, share,
+        blocks / at_once, packet, packet_costliest, in_flight / 1e3, stream, issue(0), 0, 0, tail,
+        *result(0), *result(1),
     )  # fmt: skip
 
 
