@@ -15,7 +15,8 @@ The plan is that of csrc/cuda/plan.h (planner.py), instructions are counted in w
     tail       merging of slices by the last block, which nothing overlaps
     us         stream and issue, which overlap (see OVERLAP), the tail, and the grid's start and end
 
-    share      bytes / us over what a copy reaches; in brackets with the costliest activation, or the longest way
+    share      bytes / us over what a copy reaches; in brackets with the costliest activation, or the
+               longest way through the loop
 
 Local ops have rows where the tensor fits on chip. Elsewhere they are two of the other ops. Activations and
 gates are predicted for the MLP of bench_vit_ops.py, LayerNorm for tokens of ViTs.
@@ -169,8 +170,8 @@ def _of_set(op: str, case: Case, kernels: dict[str, Kernel], gpu: Gpu, activatio
 
 
 def _of_rows(op: str, case: Case, kernels: dict[str, Kernel], gpu: Gpu) -> Prediction | None:
-    """Of a LayerNorm: blocks stay, and take the rows in turns, each a batch of loads and two sums. The longest
-    way through the loop is that of rows in parts, which read weight and bias for every row.
+    """Of a LayerNorm: blocks stay, and take the rows in turns, each a batch of loads and two sums. The
+    longest way through the loop is that of rows in parts, which read weight and bias for every row.
     """
     what, to = OPS[op], OPS[op].to or case.dtype
     wide, narrow = DTYPES[case.dtype].itemsize, DTYPES[to].itemsize
