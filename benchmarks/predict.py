@@ -101,6 +101,12 @@ def predict(op: str, case: Case, kernels: dict[str, Kernel], gpu: Gpu = H200) ->
     )  # fmt: skip
 
 
+def _taken(stream: float, issue: float, tail: float, total: float, gpu: Gpu) -> tuple[float, float]:
+    """us, and the share of the copy of `total` bytes."""
+    us = (stream**OVERLAP + issue**OVERLAP) ** (1 / OVERLAP) + tail + gpu.ends_us
+    return us, total / us / gpu.copy_GB_s / 1e3
+
+
 def _of_set(op: str, case: Case, kernels: dict[str, Kernel], gpu: Gpu, activations: int) -> Prediction | None:
     """For the kernels of one set of activations; sets differ in registers, and so in their plans."""
     what, wide = OPS[op], 16 // DTYPES[case.dtype].itemsize
@@ -153,14 +159,10 @@ def _of_set(op: str, case: Case, kernels: dict[str, Kernel], gpu: Gpu, activatio
     def issue(which: int) -> float:
         of_batch = code.inner[which] + (code.outer[which] - code.inner[which]) / deep * (not plan.rows)
         of_batch += code.again[which]
-        return warps * batches * of_batch / (gpu.multiprocessors * gpu.issue * gpu.clock_GHz) / 1e3
+        return gpu.issue_us(warps * batches * of_batch)
 
-    def result(which: int) -> tuple[float, float]:  # us, share of the copy
-        us = (stream**OVERLAP + issue(which) ** OVERLAP) ** (1 / OVERLAP) + tail + gpu.ends_us
-        return us, total / us / gpu.copy_GB_s / 1e3
-
-    us, share = result(0)
-    us_costliest, share_costliest = result(1)
+    us, share = _taken(stream, issue(0), tail, total, gpu)
+    us_costliest, share_costliest = _taken(stream, issue(1), tail, total, gpu)
     each = code.accesses or 1
     return Prediction(
         op, case.size, case.layout, case.dtype, case.nbytes / 1e6, total / 1e6, plan.blocks, plan.resident,
@@ -197,18 +199,12 @@ def _of_rows(op: str, case: Case, kernels: dict[str, Kernel], gpu: Gpu) -> Predi
     warps = blocks * THREADS / 32
     in_flight = min(resident, blocks / gpu.multiprocessors) * THREADS * exist * each
 
-    def issue(which: int) -> float:
-        return warps * turns * code.inner[which] / (gpu.multiprocessors * gpu.issue * gpu.clock_GHz) / 1e3
-
-    def result(which: int) -> tuple[float, float]:  # us, share of the copy
-        us = (stream**OVERLAP + issue(which) ** OVERLAP) ** (1 / OVERLAP) + tail + gpu.ends_us
-        return us, total / us / gpu.copy_GB_s / 1e3
-
+    least, most = (gpu.issue_us(warps * turns * count) for count in code.inner)
     packet, packet_costliest = (count / (code.accesses or 1) for count in code.inner)
     return Prediction(
         op, case.size, case.layout, case.dtype, case.nbytes / 1e6, total / 1e6, blocks, resident,
-        blocks / at_once, packet, packet_costliest, in_flight / 1e3, stream, issue(0), 0, 0, tail,
-        *result(0), *result(1),
+        blocks / at_once, packet, packet_costliest, in_flight / 1e3, stream, least, 0, 0, tail,
+        *_taken(stream, least, tail, total, gpu), *_taken(stream, most, tail, total, gpu),
     )  # fmt: skip
 
 

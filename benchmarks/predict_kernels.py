@@ -34,6 +34,10 @@ class Gpu:
         by_shared = self.shared_bytes // (shared + 1024)  # 1 KiB of each block is the system's
         return min(self.threads // THREADS, self.registers // (of_thread * THREADS), by_shared)
 
+    def issue_us(self, instructions: float) -> float:
+        """Of so many instructions of warps, spread evenly."""
+        return instructions / (self.multiprocessors * self.issue * self.clock_GHz) / 1e3
+
     @property
     def smem_cache_bytes(self) -> int:
         """The shared memory of a block for packets, as in csrc/cuda/device.h."""

@@ -13,6 +13,11 @@ inline const char* name_of(ScalarType dtype) {
          : dtype == ScalarType::Half  ? "fp16"
                                       : "bf16";
 }
+inline std::string name_of(const Shape& shape) {
+  constexpr const char* walks[] = {"planes", "rows", "cropped"};
+  return std::string(walks[int(shape.walk)]) + " " + std::to_string(shape.N) + "x" + std::to_string(shape.C) +
+         "x" + std::to_string(shape.S);
+}
 inline ScalarType accumulated(ScalarType dtype) {
   return dtype == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }

@@ -21,9 +21,7 @@ struct Case {
 
   bool in_place() const { return is_invertible(activation) && !residual; }
   std::string name() const {
-    constexpr const char* walks[] = {"planes", "rows", "cropped"};
-    return std::string(name_of(dtype)) + " " + walks[int(shape.walk)] + " " + std::to_string(shape.N) + "x" +
-           std::to_string(shape.C) + "x" + std::to_string(shape.S) + " " + kActivationNames[int(activation)] +
+    return std::string(name_of(dtype)) + " " + name_of(shape) + " " + kActivationNames[int(activation)] +
            (residual ? " residual" : "");
   }
 };

@@ -111,9 +111,8 @@ struct ActCase {
   bool gated;
 
   std::string name() const {
-    return std::string(gated ? "glu " : "act ") + name_of(dtype) + " " + std::to_string(int(shape.walk)) +
-           " " + std::to_string(shape.N) + "x" + std::to_string(shape.C) + "x" + std::to_string(shape.S) +
-           " " + kActivationNames[int(activation)];
+    return std::string(gated ? "glu " : "act ") + name_of(dtype) + " " + name_of(shape) + " " +
+           kActivationNames[int(activation)];
   }
 
   void run(Checks& checks) const {
