@@ -102,11 +102,15 @@ def copy_tree() -> Path:
     return folder
 
 
+def object_of(path: str) -> Path:
+    """The plain version of one source, relative to the folder of objects."""
+    return Path(path).relative_to("csrc").with_suffix(".baseline.o")
+
+
 def compiled(path: str, folder: Path) -> bool:
     """Compiles the plain version of one source and links the library; False where it does not compile."""
-    name = Path(path).relative_to("csrc").with_suffix("")
     ninja = shutil.which("ninja", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}") or "ninja"
-    for target in (f"{name}.baseline.o", "_C.so"):
+    for target in (str(object_of(path)), "_C.so"):
         listed = subprocess.run(
             [ninja, "-C", str(folder), "-t", "commands", target],
             capture_output=True, text=True, check=True,
@@ -138,7 +142,9 @@ def outcome(mutant: Mutant, folder: Path, seconds: float) -> str:
     finally:
         source.write_text(original)
         if is_kernel:
-            compiled(mutant.path, folder)
+            for built in (folder.relative_to(COPY) / object_of(mutant.path), "fastvit/_C.so"):
+                (COPY / built).unlink(missing_ok=True)
+                shutil.copy2(ROOT / built, COPY / built)
 
 
 def main() -> None:

@@ -5,8 +5,9 @@
 //          so that all ranks are read in the same way.
 // Wait     in the last block of the grid to finish, which also sends the header. The rest of the GPU is free
 //          for other kernels, including those that the peers' hosts wait for. The block polls local memory,
-//          with the ranks of one channel in flight together, and merges in rank order. A wait ends by a
-//          different tag, by a rank that gave up, or by the timeout, measured by the GPU's clock.
+//          with up to 8 ranks of one channel, or fewer ranks of several, in flight together, and merges in
+//          rank order. A wait ends by a different tag, by a rank that gave up, or by the timeout, measured
+//          by the GPU's clock.
 // Fault    The whole result is NaN. The peers are notified, and the host by a report. Until all ranks are
 //          back, exchanges fail at once.
 // Order    Between ranks: the flag of each packet, which travels with its data. Between the blocks of a grid:
@@ -24,7 +25,7 @@ namespace fastvit {
 using peer::Exchange;
 using peer::Fault;
 
-// Ranks whose numbers a thread loads together; half as many for doubles, to save registers.
+// Pairs of numbers that a thread loads together; half as many of doubles, to save registers.
 template <class A>
 constexpr int kInFlight = 32 / int(sizeof(A));
 
@@ -82,6 +83,14 @@ class Wait {
   const uint32_t epoch, generation;
   peer::FaultReport& blame;  // shared by the block; `fault` is not 0 after a fault
   using Packets = peer::Packet[peer::kPairPackets<A>];
+  struct Write {  // of one channel's two numbers
+    A* row;
+    int64_t C;
+    __device__ __forceinline__ void operator()(int64_t c, const double (&sums)[2]) const {
+      row[c] = A(sums[0]);
+      row[C + c] = A(sums[1]);
+    }
+  };
 
   __device__ __forceinline__ peer::Packet* message(int rank) const {
     return exchange.message(exchange.rank, rank, epoch);
@@ -132,37 +141,55 @@ class Wait {
     return true;
   }
 
-  // use(rank, first, second) for pair i of all ranks, in rank order.
-  template <class Use>
-  __device__ __forceinline__ bool all_ranks(int64_t i, const Use& use) const {
-    constexpr int kTogether = kInFlight<A>;
-    for (int first = 0; first < exchange.world; first += kTogether) {
-      const int ranks = min(kTogether, exchange.world - first);
-      peer::Pair<A> numbers[kTogether];
-      while (true) {
-        int missing = -1;
-        {
-          Packets packets[kTogether];
-          {
-            const Together together;
+  // A thread's part of all C pairs: use(rank, pair, sums) for all ranks in rank order, then write(i, sums).
+  // Up to kRanks ranks are loaded together, for as many pairs as are in flight with them. Missing ranks and
+  // pairs repeat the last, since the compiler puts a wait between loads that have conditions.
+  template <int kRanks, class Use, class Write>
+  __device__ __forceinline__ bool each(int64_t C, const Use& use, const Write& write) const {
+    constexpr int kPairs = kInFlight<A> / kRanks;
+    if constexpr (kRanks > 2)
+      if (exchange.world <= kRanks / 2) return each<kRanks / 2>(C, use, write);
+    for (int64_t begin = threadIdx.x; begin < C; begin += kThreads * kPairs) {
+      double sums[kPairs][2] = {};
+      for (int first = 0; first < exchange.world; first += kRanks) {
+        peer::Pair<A> pairs[kPairs][kRanks];
+        for (int missing; (missing = load(begin, C, first, pairs)) >= 0;)
+          if (!patient(missing)) return false;
 #pragma unroll
-            for (int r = 0; r < kTogether; ++r)
+        for (int r = 0; r < kRanks; ++r)
 #pragma unroll
-              for (int k = 0; k < peer::kPairPackets<A>; ++k)
-                if (r < ranks) packets[r][k] = load_packet(pair(first + r, i) + k);
-          }
-#pragma unroll
-          for (int r = kTogether - 1; r >= 0; --r)
-            if (r < ranks && !numbers[r].unpack(epoch, packets[r])) missing = first + r;
-        }
-        if (missing < 0) break;
-        if (!patient(missing)) return false;
+          for (int p = 0; p < kPairs; ++p)
+            if (first + r < exchange.world) use(first + r, pairs[p][r], sums[p]);
       }
 #pragma unroll
-      for (int r = 0; r < kTogether; ++r)
-        if (r < ranks) use(first + r, numbers[r].first, numbers[r].second);
+      for (int p = 0; p < kPairs; ++p)
+        if (begin + p * kThreads < C) write(begin + p * kThreads, sums[p]);
     }
     return true;
+  }
+  // The first rank of which something is missing, or -1.
+  template <int kPairs, int kRanks>
+  __device__ __forceinline__ int load(int64_t begin, int64_t C, int first,
+                                      peer::Pair<A> (&pairs)[kPairs][kRanks]) const {
+    Packets packets[kPairs][kRanks];
+    {
+      const Together together;
+#pragma unroll
+      for (int r = 0; r < kRanks; ++r)
+#pragma unroll
+        for (int p = 0; p < kPairs; ++p)
+#pragma unroll
+          for (int k = 0; k < peer::kPairPackets<A>; ++k)
+            packets[p][r][k] =
+                load_packet(pair(min(first + r, exchange.world - 1), min(begin + p * kThreads, C - 1)) + k);
+    }
+    int missing = -1;
+#pragma unroll
+    for (int r = kRanks - 1; r >= 0; --r)
+#pragma unroll
+      for (int p = 0; p < kPairs; ++p)
+        if (!pairs[p][r].unpack(epoch, packets[p][r])) missing = min(first + r, exchange.world - 1);
+    return missing;
   }
 
   // Ends the exchange; reports a fault to the host and the peers. All threads call.
@@ -215,12 +242,10 @@ class Wait {
         store_count(row + 2 * C, before);
     }
     __syncthreads();
-    for (int64_t c = threadIdx.x; c < C && good; c += kThreads) {
-      double mean = 0, m2 = 0;
-      good = all_ranks(c, [&](int r, A first, A second) { joining[r].join(mean, m2, first, second); });
-      row[c] = A(mean);
-      row[C + c] = A(m2);
-    }
+    const auto join = [&](int r, const peer::Pair<A>& pair, double(&sums)[2]) {
+      joining[r].join(sums[0], sums[1], pair.first, pair.second);
+    };
+    good = good && each<kInFlight<A>>(C, join, Write{row, C});
     if (!end(good))
       for (int64_t i = threadIdx.x; i < 2 * C + 2; i += kThreads) row[i] = A(NAN);
   }
@@ -231,12 +256,10 @@ class Wait {
     A none[2];
     if (good && int(threadIdx.x) < exchange.world) good = header(int(threadIdx.x), -1, none);
     good = !__syncthreads_or(!good);
-    for (int64_t c = threadIdx.x; c < C && good; c += kThreads) {
-      double sums[2] = {0, 0};
-      good = all_ranks(c, [&](int, A first, A second) { sums[0] += first, sums[1] += second; });
-      row[c] = A(sums[0]);
-      row[C + c] = A(sums[1]);
-    }
+    const auto add = [](int, const peer::Pair<A>& pair, double(&sums)[2]) {
+      sums[0] += pair.first, sums[1] += pair.second;
+    };
+    good = good && each<kInFlight<A>>(C, add, Write{row, C});
     if (!end(good))
       for (int64_t i = threadIdx.x; i < 2 * C; i += kThreads) row[i] = A(NAN);
   }
