@@ -3,7 +3,6 @@
 # TORCH    what `make install` puts into .venv (default torch==2.13.0)
 # PYTHON   the interpreter .venv is made from (>= 3.10)
 # MODELS   which tests `make test-models` runs (pytest's -k), say 'deit3 or dinov3'
-# COVERED  what `make coverage` runs (pytest's arguments; default the whole CPU suite)
 # SAMPLE   how many mutants `make mutate` tries (default 40 of about 750; empty: all, for hours)
 # GPGPUSIM the folder of GPGPU-Sim's sources, for `make simulate`
 # OUT      the folder `make gpu` writes to; it builds with what is there, if it must, and installs nothing
@@ -12,7 +11,6 @@ TORCH  ?= torch==2.13.0
 PYTHON ?= python3
 OUT    ?= runs/gpu
 SAMPLE ?= 40
-COVERED ?= -m "not slow and not models" --ignore tests/cuda_host tests
 RUN    := .venv/bin/python
 STAMP  := .venv/.installed-$(shell printf '%s' '$(TORCH) $(FASTVIT_CUDA) $(TORCH_CUDA_ARCH_LIST)' | cksum | cut -d' ' -f1)
 SOURCES := 'csrc/*' 'benchmarks/*.cpp' 'tools/*.cpp' 'tools/*.h' 'tests/*.cpp' 'tests/*.cu' 'tests/*.h' tests/cuda_host/cuda/atomic
@@ -45,20 +43,35 @@ $(STAMP): $(BUILT) fastvit/_C.so | .venv/bin/python
 demo: install  ## Train a ViT on scikit-learn's digits with 2 ranks; leaves runs/demo/index.html
 	$(RUN) examples/digits_demo.py
 
-TESTS := $(RUN) -m pytest -q -n auto --maxprocesses 8 --dist worksteal -m "not slow and not models"
-MODEL := FASTVIT_TEST_DEVICE=cuda_host OMP_NUM_THREADS=1 $(TESTS)
-OPS   := tests/test_ops.py tests/test_local_ops.py tests/test_layer_norm.py tests/test_act.py tests/test_arguments.py tests/test_messages.py tests/cuda_host/test_cuda_host_kernels.py tests/cuda_host/test_cuda_host_exchange.py
+PYTEST := -m pytest -q -n auto --maxprocesses 8 --dist worksteal -m "not slow and not models"
+MODEL  := FASTVIT_TEST_DEVICE=cuda_host OMP_NUM_THREADS=1 $(RUN) $(PYTEST)
+OPS    := tests/test_ops.py tests/test_local_ops.py tests/test_layer_norm.py tests/test_act.py tests/test_arguments.py tests/test_messages.py
+ON_MODEL := $(OPS) tests/cuda_host/test_cuda_host_kernels.py tests/cuda_host/test_cuda_host_exchange.py
 
-test: install  ## The whole test suite; the CUDA sources run on a model of a GPU
-	$(TESTS) --ignore tests/cuda_host
+test: install  ## All tests, and the lines that they reach; the CUDA sources run on a model of a GPU
+	rm -f build/python.coverage*
+	$(RUN) -m coverage run $(PYTEST) --ignore tests/cuda_host
 	$(RUN) tests/cuda_host/build.py plain
-	$(MODEL) $(OPS) tests/test_peer_faults.py
+	$(MODEL) $(ON_MODEL) tests/test_peer_faults.py
+	$(RUN) -m coverage combine -q
+	$(RUN) -m coverage report
+	@if command -v g++ >/dev/null && command -v gcov >/dev/null; then $(MAKE) --no-print-directory coverage; else echo "lines of C++ are not counted: g++ and gcov are needed"; fi
+
+INSIDE := cd build/coverage && PYTHONPATH="$(CURDIR)/build/coverage" OMP_NUM_THREADS=1 "$(CURDIR)/$(RUN)"
+
+coverage: install  ## Lines of C++ that the ops' tests reach on the CPU, by gcov; works in build/coverage
+	rm -rf build/coverage && mkdir -p build/coverage
+	git ls-files -z | xargs -0 cp --parents --target-directory build/coverage
+	printf '#!/bin/sh\nexec g++ "$$@" -O0 --coverage\n' >build/coverage/c++ && chmod +x build/coverage/c++
+	export CXX="$(CURDIR)/build/coverage/c++" FASTVIT_CUDA=0; $(INSIDE) setup.py -q build_ext --inplace
+	$(INSIDE) $(PYTEST) -k "not compiled" $(OPS) tests/test_peer.py tests/test_statistics.py
+	$(INSIDE) -m gcovr --root . --filter csrc/ --merge-lines --gcov-ignore-parse-errors=negative_hits.warn_once_per_file --gcov-ignore-parse-errors=suspicious_hits.warn_once_per_file
 
 test-sanitizers: install  ## The CUDA sources on the model under the race checker, and under the sanitizers
 	$(RUN) tests/cuda_host/build.py
 	$(MODEL) -n 0 tests/cuda_host/test_cuda_host_bugs.py
-	FASTVIT_CUDA_HOST=race $(MODEL) $(OPS)
-	env $$($(RUN) tests/cuda_host/redirect.py) FASTVIT_CUDA_HOST=asan $(MODEL) $(OPS) tests/test_layers.py tests/test_batch_norm_act.py
+	FASTVIT_CUDA_HOST=race $(MODEL) $(ON_MODEL)
+	env $$($(RUN) tests/cuda_host/redirect.py) FASTVIT_CUDA_HOST=asan $(MODEL) $(ON_MODEL) tests/test_layers.py tests/test_batch_norm_act.py
 
 test-slow: install  ## Tests that need many gigabytes
 	$(RUN) -m pytest -m slow
@@ -76,7 +89,7 @@ wheel: dist  ## A wheel for any Linux in dist/, which trains one step in a bare 
 	$(RUN) tools/matrix.py dist/*.whl --torch '$(TORCH)'
 
 matrix: dist  ## Oldest and newest torch: all sources compile, the one wheel trains a step; 10 GB in runs/matrix
-	$(RUN) tools/matrix.py dist/*.whl --compile torch==2.11.0 torch --torch '$(TORCH)'
+	$(RUN) tools/matrix.py dist/*.whl --compile torch==2.11.0 torch
 
 bench: install  ## Time the layers against torch's, and ways to synchronise; writes benchmarks/results
 	$(RUN) benchmarks/bench_layers.py
@@ -112,18 +125,6 @@ lint: $(TOOLED)  ## What CI checks of the style
 
 docs: $(TOOLED)  ## The site in build/docs, from docs/ and the docstrings; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build  # --quiet would not count warnings, which are errors here
-
-INSIDE := cd build/coverage && PYTHONPATH="$(CURDIR)/build/coverage" "$(CURDIR)/$(RUN)"
-
-coverage: install  ## Lines that the CPU tests reach: Python by coverage.py, C++ by gcov; works in build/coverage
-	rm -rf build/coverage && mkdir -p build/coverage
-	git ls-files -z | xargs -0 cp --parents --target-directory build/coverage
-	printf '#!/bin/sh\nexec %s "$$@" -O0 --coverage\n' "$${CXX:-g++}" >build/coverage/c++ && chmod +x build/coverage/c++
-	export CXX="$(CURDIR)/build/coverage/c++" FASTVIT_CUDA=0; $(INSIDE) setup.py -q build_ext --inplace
-	$(INSIDE) -m coverage run -m pytest -q -n auto $(COVERED)
-	$(INSIDE) -m coverage combine -q
-	$(INSIDE) -m coverage report
-	$(INSIDE) -m gcovr --root . --filter csrc/ --merge-lines --gcov-ignore-parse-errors=negative_hits.warn_once_per_file --gcov-ignore-parse-errors=suspicious_hits.warn_once_per_file
 
 mutate: install  ## Small faults in the CPU kernels and prove.py, and which of them no test notices; SAMPLE=
 	$(RUN) tools/mutate.py $(if $(SAMPLE),--sample $(SAMPLE))

@@ -22,8 +22,8 @@ Local ops have rows where the tensor fits on chip. Elsewhere they are two of the
 gates are predicted for the MLP of bench_vit_ops.py, LayerNorm for tokens of ViTs.
 
 Where --measured has tables of a GPU run (four_ops_cuda.csv, ops_cuda.csv), their times are added, and
-differences of more than 15 % are marked: the model needs a correction then. Writes predicted_h200.csv and
-.md.
+differences of more than 15 % are marked: the model needs a correction then. predict_exchange.py predicts
+what an exchange adds. Writes predicted_h200.csv, predicted_exchange_h200.csv and predicted_h200.md.
 """
 
 import argparse
@@ -33,6 +33,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import planner
+import predict_exchange
 from gpu_kernels import FIT_ON_CHIP, FOUR_OPS
 from harness import RESULTS, commit, write_csv
 from predict_kernels import (
@@ -239,6 +240,17 @@ def _lines(header: list[str], rows: list[list[object]]) -> list[str]:
     return ["| " + " | ".join(map(str, row)) + " |" for row in cells]
 
 
+def exchange_table(found: list[predict_exchange.Exchange]) -> str:
+    """Markdown: us by ranks and channels."""
+    channels = sorted({one.channels for one in found})
+    lines: dict[tuple[str, int], list[object]] = {}
+    for one in found:
+        measured = f" (measured {one.measured_us:.1f})" if one.measured_us else ""
+        lines.setdefault((one.what, one.world), [one.what, one.world]).append(f"{one.us:.1f}{measured}")
+    header = ["exchange", "ranks", *(f"C = {c}" for c in channels)]
+    return "\n".join(["us that an exchange adds:", "", *_lines(header, list(lines.values())), ""])
+
+
 def table(rows: list[Prediction], gpu: Gpu = H200) -> str:
     """Markdown: what each figure is made of for the first cases, then shares of all."""
     shown = {
@@ -304,7 +316,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the csv and the table")
     parser.add_argument("--measured", type=Path, default=RESULTS, help="folder with tables of a GPU run")
     options = parser.parse_args()
-    kernels = {row["kernel"]: Kernel.of(row) for row in sass.measured("90", SOURCES)}
+    compiled = sass.measured("90", SOURCES)
+    kernels = {row["kernel"]: Kernel.of(row) for row in compiled}
     measured = measurements(options.measured)
     every = tuple(dict.fromkeys([*FOUR_OPS, *cases(), *FIT_ON_CHIP]))
     found = [
@@ -315,7 +328,9 @@ def main() -> None:
     ]
     rows = [beside(row, measured) for row in found if row]
     write_csv("predicted_h200", [asdict(row) for row in rows], options.out)
-    text = table(rows)
+    exchanges = predict_exchange.predict_all(compiled, options.measured)
+    write_csv("predicted_exchange_h200", [asdict(one) for one in exchanges], options.out)
+    text = f"{table(rows)}\n{exchange_table(exchanges)}"
     (options.out / "predicted_h200.md").write_text(text)
     print(text)
 

@@ -23,6 +23,7 @@ class Gpu:
     issue: int = 4  # instructions a cycle and multiprocessor: one for each of 4 schedulers, white paper
     sum_ns: float = 150.0  # of one sum over the lanes of a row: shuffles and two barriers, assumed
     latency_ns: float = 800.0  # of memory under load; idle some 560 (arXiv:2402.13499, table 4), rest assumed
+    l2_ns: float = 200.0  # of a load from the L2: near some 260 cycles (arXiv:2402.13499), far more, assumed
     registers: int = 65536  # of a multiprocessor, as the next two: CUDA programming guide, 9.0
     shared_bytes: int = 228 << 10
     threads: int = 2048

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import predict
+import predict_exchange
 import pytest
 from predict import H200, OPS, Kernel
 from shapes import Case
@@ -246,6 +247,37 @@ def test_rows_of_a_layer_norm():
         backward.bytes_MB == pytest.approx(1.5 * found["fp32"].bytes_MB) and backward.tail_us > H200.ends_us
     )
     assert predict.predict("layer_norm_forward to bf16", predict.NORMS[0], kernels()) is None
+
+
+def loop(begin, end, loads, instructions=100):
+    count = sass_loops.Count(loads, 0, instructions)
+    return sass_loops.Loop(begin, end, count, count)
+
+
+def test_loops_of_an_exchange():
+    """Behind the main loop; of those with the same accesses the one around all."""
+    main, header = loop(0, 10, 4), loop(20, 25, 3)
+    of_8, of_4, of_2 = loop(30, 60, 8), loop(70, 90, 8), loop(100, 120, 8)
+    inside = [loop(41, 45, 8), loop(35, 50, 8), loop(75, 80, 8), loop(101, 110, 8)]
+    assert sass.exchange_loops([main, header, *inside, of_8, of_4, of_2]) == [of_8, of_4, of_2]
+    assert sass.exchange_loops([main]) == []
+
+
+def test_an_exchange(tmp_path):
+    loops = [loop(0, 0, 8, instructions) for instructions in (220, 170, 180)]
+    rows = [{"kernel": kernel, "exchange": loops} for kernel in predict_exchange.KERNELS.values()]
+    found = predict_exchange.predict_all(rows, tmp_path)
+    by = {(one.what, one.world, one.channels): one for one in found}
+    assert [by["moments", world, 2048].batches for world in (2, 4, 8)] == [2, 4, 8]
+    assert [by["sums", world, 64].batches for world in (2, 4, 8)] == [1, 1, 1]
+    assert by["sums", 4, 2048].packets == 170
+    us = 5 * H200.l2_ns + 4 * (H200.l2_ns + 2 * 170 * 2 / H200.clock_GHz)
+    assert by["moments", 4, 2048].us == pytest.approx(us / 1e3)
+    header = "what,world,channels,exchange_us\n"
+    (tmp_path / "exchange_cuda.csv").write_text(f"{header}moments,4,2048,{us / 2e3}\n")
+    (one,) = (one for one in predict_exchange.predict_all(rows, tmp_path) if one.measured_us)
+    assert one.difference == pytest.approx(1)
+    assert f"{us / 1e3:.1f} (measured {us / 2e3:.1f}) |" in predict.exchange_table([one])
 
 
 def test_no_team_is_idle_in_the_last_turn():

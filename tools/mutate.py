@@ -29,7 +29,7 @@ TARGETS = {
     **{f"csrc/cpu/{name}.cpp": NORM_TESTS for name in ("stats", "forward", "reduce", "backward")},
     "csrc/cpu/layer_norm.cpp": LAYER_NORM_TESTS,
     "csrc/cpu/act.cpp": ACT_TESTS,
-    "csrc/cpu/backend.cpp": NORM_TESTS + LAYER_NORM_TESTS + ACT_TESTS,
+    "csrc/cpu/backend.cpp": (*NORM_TESTS, *LAYER_NORM_TESTS, *ACT_TESTS, "tests/test_peer.py"),
     "fastvit/conversion/prove.py": PROOF_TESTS,
 }
 SHARED = {" < ": " <= ", " <= ": " < ", " > ": " >= ", " >= ": " > ", " == ": " != ", " != ": " == ",

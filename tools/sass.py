@@ -133,6 +133,18 @@ def second_loop(found: list[Loop]) -> Loop | None:
     return behind[0] if behind else None
 
 
+def exchange_loops(found: list[Loop]) -> list[Loop]:
+    """The loops over channels that end an exchange, each of which loads 8 packets: for up to 8 ranks in
+    flight, 4 and 2. A loop around another one has the same accesses.
+    """
+    main = main_loop(found)
+    behind = [loop for loop in found if main and loop.begin > main[1].end and loop.least.loads == 8]
+    return [
+        loop for loop in behind
+        if not any(other.begin < loop.begin and loop.end < other.end for other in behind)
+    ]  # fmt: skip
+
+
 def measured(arch: str, stems: tuple[str, ...] = ()) -> list[dict]:
     """A row per kernel of the sources of csrc (or of those named), compiled for an architecture."""
     toolkit, why = SETUP["find_cuda"]()
@@ -153,6 +165,7 @@ def measured(arch: str, stems: tuple[str, ...] = ()) -> list[dict]:
         for row in resources((place / "log").read_text(), arch):
             loops = code[row["symbol"]]
             row |= found[row["symbol"]] | {"loops": main_loop(loops), "second": second_loop(loops)}
+            row["exchange"] = exchange_loops(loops)
             least, most = per_access(row)
             rows.append(row | {"least": least, "most": most})
     for row, name in zip(rows, demangled([row["symbol"] for row in rows]), strict=True):

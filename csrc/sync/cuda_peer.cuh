@@ -85,8 +85,8 @@ class Wait {
   using Packets = peer::Packet[peer::kPairPackets<A>];
   struct Write {  // of one channel's two numbers
     A* row;
-    int64_t C;
-    __device__ __forceinline__ void operator()(int64_t c, const double (&sums)[2]) const {
+    int C;
+    __device__ __forceinline__ void operator()(int c, const double (&sums)[2]) const {
       row[c] = A(sums[0]);
       row[C + c] = A(sums[1]);
     }
@@ -145,13 +145,14 @@ class Wait {
   // Up to kRanks ranks are loaded together, for as many pairs as are in flight with them. Missing ranks and
   // pairs repeat the last, since the compiler puts a wait between loads that have conditions.
   template <int kRanks, class Use, class Write>
-  __device__ __forceinline__ bool each(int64_t C, const Use& use, const Write& write) const {
+  __device__ __forceinline__ bool each(int C, const Use& use, const Write& write) const {
     constexpr int kPairs = kInFlight<A> / kRanks;
     if constexpr (kRanks > 2)
       if (exchange.world <= kRanks / 2) return each<kRanks / 2>(C, use, write);
-    for (int64_t begin = threadIdx.x; begin < C; begin += kThreads * kPairs) {
+    for (int begin = threadIdx.x; begin < C; begin += kThreads * kPairs) {
       double sums[kPairs][2] = {};
-      for (int first = 0; first < exchange.world; first += kRanks) {
+      const int end = kRanks < kInFlight<A> ? kRanks : exchange.world;  // one pass where ranks are few
+      for (int first = 0; first < end; first += kRanks) {
         peer::Pair<A> pairs[kPairs][kRanks];
         for (int missing; (missing = load(begin, C, first, pairs)) >= 0;)
           if (!patient(missing)) return false;
@@ -169,7 +170,7 @@ class Wait {
   }
   // The first rank of which something is missing, or -1.
   template <int kPairs, int kRanks>
-  __device__ __forceinline__ int load(int64_t begin, int64_t C, int first,
+  __device__ __forceinline__ int load(int begin, int C, int first,
                                       peer::Pair<A> (&pairs)[kPairs][kRanks]) const {
     Packets packets[kPairs][kRanks];
     {
@@ -245,7 +246,7 @@ class Wait {
     const auto join = [&](int r, const peer::Pair<A>& pair, double(&sums)[2]) {
       joining[r].join(sums[0], sums[1], pair.first, pair.second);
     };
-    good = good && each<kInFlight<A>>(C, join, Write{row, C});
+    good = good && each<kInFlight<A>>(int(C), join, Write{row, int(C)});
     if (!end(good))
       for (int64_t i = threadIdx.x; i < 2 * C + 2; i += kThreads) row[i] = A(NAN);
   }
@@ -259,7 +260,7 @@ class Wait {
     const auto add = [](int, const peer::Pair<A>& pair, double(&sums)[2]) {
       sums[0] += pair.first, sums[1] += pair.second;
     };
-    good = good && each<kInFlight<A>>(C, add, Write{row, C});
+    good = good && each<kInFlight<A>>(int(C), add, Write{row, int(C)});
     if (!end(good))
       for (int64_t i = threadIdx.x; i < 2 * C; i += kThreads) row[i] = A(NAN);
   }

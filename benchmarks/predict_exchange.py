@@ -1,0 +1,69 @@
+"""Predicts what an exchange adds to a kernel whose peers' packets have arrived; predict.py prints it.
+
+One block waits and merges (csrc/sync/cuda_peer.cuh). The L2 answers its loads, 8 packets at a time: of 8
+ranks, of 4 for two channels, or of 2 for four. Those of a thread's next batch depend on the one before.
+
+    batches    of the slowest thread
+    packets    instructions of a warp per batch
+    us         trips to the L2 before and behind (the grid's counter, the own header, the result); per batch
+               one trip, and the instructions of all warps of a scheduler
+"""
+
+import csv
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from gpu_waits import CHANNELS, WORLDS
+from predict_kernels import H200, THREADS, Gpu
+
+IN_FLIGHT = 8  # packets of a thread: csrc/sync/cuda_peer.cuh, kInFlight of float
+KERNELS = {
+    "moments": "stats_kernel<float, true, true, 4>",
+    "sums": "reduce_kernel<float, true, (Activations)1, true, 4, (Source)0>",
+}
+TRIPS = 5  # a fence, the counter of blocks, the own header to the L2 and back, the stores of the result
+SCHEDULERS = 4  # of a multiprocessor
+CYCLES = (
+    2.0  # per instruction: 2 for arithmetic of doubles, 8 for conversions to them, else 1 (programming guide)
+)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    what: str
+    world: int
+    channels: int
+    batches: int
+    packets: float
+    us: float
+    measured_us: float | str = ""
+    difference: float | str = ""
+
+
+def predict(what: str, world: int, channels: int, loops: list, gpu: Gpu = H200) -> Exchange:
+    """`loops` of the kernel's exchange, from 8 ranks in flight down to 2."""
+    together = next(ranks for ranks in (2, 4, 8) if world <= ranks)
+    instructions = loops[(8, 4, 2).index(together)].most.instructions
+    batches = -(-channels // (THREADS * IN_FLIGHT // together))
+    warps = min(THREADS, channels) / 32 / SCHEDULERS
+    batch = gpu.l2_ns + max(1.0, warps) * instructions * CYCLES / gpu.clock_GHz
+    return Exchange(what, world, channels, batches, instructions, (TRIPS * gpu.l2_ns + batches * batch) / 1e3)
+
+
+def predict_all(rows: list[dict], measured: Path) -> list[Exchange]:
+    """`rows` are of tools/sass.py; `measured` is the folder of a GPU run's tables."""
+    took = {}
+    if (measured / "exchange_cuda.csv").exists():
+        with (measured / "exchange_cuda.csv").open() as file:
+            for row in csv.DictReader(file):
+                took[row["what"], int(row["world"]), int(row["channels"])] = float(row["exchange_us"])
+    loops = {row["kernel"]: row["exchange"] for row in rows}
+    found = []
+    for what, kernel in KERNELS.items():
+        for world in WORLDS:
+            for channels in CHANNELS:
+                one = predict(what, world, channels, loops[kernel])
+                if us := took.get((what, world, channels)):
+                    one = replace(one, measured_us=us, difference=one.us / us - 1)
+                found.append(one)
+    return found
