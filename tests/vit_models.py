@@ -35,7 +35,11 @@ class Attention(nn.Module):
         q, k = self.q_norm(q), self.k_norm(k)
         if self.sin is not None:
             q, k = self.rotate(q).type_as(v), self.rotate(k).type_as(v)
-        x = F.scaled_dot_product_attention(q, k, v)
+        if self.cosine:  # Swin v2
+            scores = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(-2, -1)
+            x = (scores * 10).softmax(-1) @ v
+        else:
+            x = F.scaled_dot_product_attention(q, k, v)
         return self.proj(x.transpose(1, 2).reshape(n, length, dim))
 
 
@@ -251,6 +255,7 @@ BLOCKS = {  # name -> (maker of a block, least share of the kept bytes that is f
     "gelu of ours": (lambda: Block(mlp=lambda: Mlp(lambda: Act("gelu_tanh"))), 0.35),
     "SwiGLU of ours": (lambda: Block(lambda: Attention(rope=True), OwnSwiGLU), 0.4),
     "without affine": (lambda: Block(norm=lambda: nn.LayerNorm(DIM, elementwise_affine=False)), 0.35),
+    "cosine attention": (lambda: Block(lambda: Attention(cosine=True)), 0.4),
     "mixer": (MixerBlock, 0.4),
     "convnext": (ConvBlock, 0.4),
     "convnext v2": (lambda: ConvBlock(grn=True, scale=False), 0.6),

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .saved import Kept, Recipe
-from .values import Argument, Copied
+from .values import Argument, Copied, Value, View
 
 if TYPE_CHECKING:
     from .graph import Node
@@ -39,22 +39,23 @@ def signed_all(numbers: tuple[int, ...]) -> tuple[int, ...]:
     return tuple([signed(number) for number in numbers])
 
 
-View = tuple  # a function of a tensor, and its other arguments
+ViewOp = tuple  # a function of a tensor, and its other arguments
 
 
-def _of_shape(node, _: int) -> View:
+def _of_shape(node, _: int) -> ViewOp:
     return Tensor.view, tuple(node._input_metadata[0].shape)
 
 
-def _expand(node, _: int) -> View:
-    return Tensor.expand, tuple(node._input_metadata[0].shape)
+def _expand(node, _: int) -> ViewOp:
+    shape = tuple(node._input_metadata[0].shape)
+    return (_itself,) if node._saved_self_sym_sizes == shape else (Tensor.expand, *shape)
 
 
 def _method(name: str, *integers: str, part: bool = False) -> Callable:
     """A view by a method of Tensor with these integers; `part` for a method that returns several views."""
     saved, method = [sys.intern(f"_saved_{integer}") for integer in integers], getattr(Tensor, name)
 
-    def rule(node, number: int) -> View:
+    def rule(node, number: int) -> ViewOp:
         given = [getattr(node, one) for one in saved]
         given = [signed_all(g) if type(g) is tuple else signed(g) for g in given]
         return (_part, method, number, *given) if part else (method, *given)
@@ -70,12 +71,12 @@ def _itself(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _slice(node, _: int) -> View:
+def _slice(node, _: int) -> ViewOp:
     integers = (node._saved_dim, node._saved_start, node._saved_end, node._saved_step)
     return torch.ops.aten.slice.Tensor, *signed_all(integers)
 
 
-VIEWS: dict[str, Callable[..., View]] = {
+VIEWS: dict[str, Callable[..., ViewOp]] = {
     "ViewBackward0": _of_shape,
     "ReshapeAliasBackward0": _of_shape,
     "AliasBackward0": lambda *_: (_itself,),
@@ -97,12 +98,30 @@ VIEWS: dict[str, Callable[..., View]] = {
 Rebuild = tuple[Callable[..., Tensor], tuple[Argument, ...]]
 
 
+class Pointwise:
+    """An op on elements, which can write its result into a tensor of any strides."""
+
+    __slots__ = ("given", "op")
+
+    def __init__(self, op: Callable[..., Tensor], *given):
+        self.op = op
+        self.given = given  # arguments behind the tensors
+
+    def __call__(self, *tensors: Tensor, out: Tensor | None = None) -> Tensor:
+        return self.op(*tensors, *self.given, out=out)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+    return tensor.to(dtype) if out is None else out.copy_(tensor)
+
+
 def _unary(function: Callable[[Tensor], Tensor], saves_input: bool = True) -> Callable[[Node], Rebuild]:
     return lambda read: (function, (read.input("self", 0) if saves_input else read.edge(0),))
 
 
-def _product(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Node], Rebuild]:
-    return lambda read: (function, (read.input("self", 0), read.input("other", 1)))
+def _product(function: Callable[..., Tensor]) -> Callable[[Node], Rebuild]:
+    op = Pointwise(function)
+    return lambda read: (op, (read.input("self", 0), read.input("other", 1)))
 
 
 def _sum(function: Callable[..., Tensor]) -> Callable[[Node], Rebuild]:
@@ -143,8 +162,7 @@ def _hardtanh(read: Node) -> Rebuild:
 
 
 def _scaled(read: Node) -> Rebuild:
-    factor = read.number("other")
-    return lambda t: torch.mul(t, factor), (read.edge(0),)
+    return Pointwise(torch.mul, read.number("other")), (read.edge(0),)
 
 
 def _padded(read: Node) -> Rebuild:
@@ -214,8 +232,8 @@ def _to_copy(read: Node) -> Rebuild:
 
 
 @lru_cache
-def _cast_to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    return lambda t: t.to(dtype)
+def _cast_to(dtype: torch.dtype) -> Pointwise:
+    return Pointwise(_cast, dtype)
 
 
 def _reshaped(read: Node) -> Rebuild:
@@ -225,11 +243,33 @@ def _reshaped(read: Node) -> Rebuild:
         raise Unknown
     shape = tuple(read.metadata().shape)
     if source.name() == "CloneBackward0":
-        inner = read.behind(source).edge(0)
-        return lambda t: t.contiguous().view(shape), (inner,)
+        copy = read.behind(source)
+        inner = copy.edge(0)
+        return _written_at_once(inner, copy, shape) or (lambda t: t.contiguous().view(shape), (inner,))
     if read.policy.products and source.name() in PRODUCTS:
         return lambda t: t.view(shape), (read.edge(0),)
     raise Unknown
+
+
+def _written_at_once(inner: Argument, copy: Node, shape: tuple[int, ...]) -> Rebuild | None:
+    """For a copy of a pointwise op's result that is not kept: the op writes the copy. None for others."""
+    value, views = (inner.value, inner.views) if type(inner) is View else (inner, ())
+    if type(value) is not Value or value.kept() is not None or type(value.function) is not Pointwise:
+        return None
+    if any(view[0] not in (_itself, Tensor.transpose) for view in views):
+        return None
+    op, made = value.function, copy.metadata()
+    size, dtype, device = tuple(made.shape), made.dtype, made.device
+    swaps = [given for function, *given in reversed(views) if function is Tensor.transpose]
+
+    def write(*tensors: Tensor) -> Tensor:
+        whole = out = torch.empty(size, dtype=dtype, device=device)
+        for dims in swaps:
+            out = out.transpose(*dims)
+        op(*tensors, out=out)
+        return whole.view(shape)
+
+    return write, value.arguments
 
 
 def _addmm(read: Node) -> Rebuild:
