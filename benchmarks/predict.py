@@ -23,7 +23,9 @@ gates are predicted for the MLP of bench_vit_ops.py, LayerNorm for tokens of ViT
 
 Where --measured has tables of a GPU run (four_ops_cuda.csv, ops_cuda.csv), their times are added, and
 differences of more than 15 % are marked: the model needs a correction then. predict_exchange.py predicts
-what an exchange adds. Writes predicted_h200.csv, predicted_exchange_h200.csv and predicted_h200.md.
+what an exchange adds, beside the times in exchange_cuda.csv.
+
+Writes predicted_h200.csv, predicted_exchange_h200.csv and predicted_h200.md.
 """
 
 import argparse

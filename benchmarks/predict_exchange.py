@@ -3,10 +3,10 @@
 One block waits and merges (csrc/sync/cuda_peer.cuh). The L2 answers its loads, 8 packets at a time: of 8
 ranks, of 4 for two channels, or of 2 for four. Those of a thread's next batch depend on the one before.
 
-    batches    of the slowest thread
-    packets    instructions of a warp per batch
-    us         trips to the L2 before and behind (the grid's counter, the own header, the result); per batch
-               one trip, and the instructions of all warps of a scheduler
+    batches       of the slowest thread
+    instructions  of a warp per batch
+    us            trips to the L2 before and behind (the grid's counter, the own header, the result); per
+                  batch one trip, and the instructions of all warps of a scheduler
 """
 
 import csv
@@ -34,7 +34,7 @@ class Exchange:
     world: int
     channels: int
     batches: int
-    packets: float
+    instructions: float
     us: float
     measured_us: float | str = ""
     difference: float | str = ""
@@ -58,6 +58,9 @@ def predict_all(rows: list[dict], measured: Path) -> list[Exchange]:
             for row in csv.DictReader(file):
                 took[row["what"], int(row["world"]), int(row["channels"])] = float(row["exchange_us"])
     loops = {row["kernel"]: row["exchange"] for row in rows}
+    for kernel in KERNELS.values():
+        if len(loops[kernel]) != 3:
+            raise SystemExit(f"predict: {kernel}: {len(loops[kernel])} loops over packets; 3 expected")
     found = []
     for what, kernel in KERNELS.items():
         for world in WORLDS:

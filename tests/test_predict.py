@@ -270,9 +270,11 @@ def test_an_exchange(tmp_path):
     by = {(one.what, one.world, one.channels): one for one in found}
     assert [by["moments", world, 2048].batches for world in (2, 4, 8)] == [2, 4, 8]
     assert [by["sums", world, 64].batches for world in (2, 4, 8)] == [1, 1, 1]
-    assert by["sums", 4, 2048].packets == 170
+    assert by["sums", 4, 2048].instructions == 170
     us = 5 * H200.l2_ns + 4 * (H200.l2_ns + 2 * 170 * 2 / H200.clock_GHz)
     assert by["moments", 4, 2048].us == pytest.approx(us / 1e3)
+    with pytest.raises(SystemExit, match="2 loops over packets; 3 expected"):
+        predict_exchange.predict_all([row | {"exchange": loops[:2]} for row in rows], tmp_path)
     header = "what,world,channels,exchange_us\n"
     (tmp_path / "exchange_cuda.csv").write_text(f"{header}moments,4,2048,{us / 2e3}\n")
     (one,) = (one for one in predict_exchange.predict_all(rows, tmp_path) if one.measured_us)

@@ -317,3 +317,25 @@ def test_a_pointwise_op_writes_the_copy_that_a_product_saves(swapped, precision)
     made = "aten.div.out" if single else "aten.div.Tensor"
     assert names.count(made) == plain.count(made) + 1
     assert names.count("aten.clone.default") == plain.count("aten.clone.default") + single
+
+
+def test_a_copy_is_made_from_a_result_that_another_op_saves():
+    """The op could not write it: the product that made the op's input is not kept."""
+    linear, x = torch.nn.Linear(32, 32), torch.randn(4, 64, 32)
+    weight = torch.randn(4, 4, 8, 8, requires_grad=True)
+
+    def forward():
+        h = linear(x).view(4, 64, 4, 8) * 2.0
+        return F.gelu(h), h.transpose(1, 2) @ weight
+
+    def scoped():
+        with recompute_scope():
+            return forward()
+
+    def gradient(forward):
+        linear.zero_grad()
+        sum(y.square().sum() for y in forward()).backward()
+        return linear.weight.grad.clone()
+
+    assert torch.equal(gradient(scoped), gradient(forward))
+    assert live_bytes(scoped)[0] == live_bytes(forward)[0] - x.nbytes  # the copy

@@ -134,17 +134,17 @@ def outcome(mutant: Mutant, folder: Path, seconds: float) -> str:
     lines = original.splitlines()
     lines[mutant.line - 1] = mutant.after
     source.write_text("\n".join(lines) + "\n")
-    is_kernel = source.suffix == ".cpp"
+    built = [folder / object_of(mutant.path), COPY / "fastvit/_C.so"] if source.suffix == ".cpp" else []
+    before = [file.read_bytes() for file in built]
     try:
-        if is_kernel and not compiled(mutant.path, folder):
+        if built and not compiled(mutant.path, folder):
             return "does not compile"
         return "noticed" if noticed(TARGETS[mutant.path], seconds) else "survived"
     finally:
         source.write_text(original)
-        if is_kernel:
-            for built in (folder.relative_to(COPY) / object_of(mutant.path), "fastvit/_C.so"):
-                (COPY / built).unlink(missing_ok=True)
-                shutil.copy2(ROOT / built, COPY / built)
+        for file, content in zip(built, before, strict=True):
+            file.unlink(missing_ok=True)
+            file.write_bytes(content)
 
 
 def main() -> None:

@@ -141,7 +141,7 @@ def exchange_loops(found: list[Loop]) -> list[Loop]:
     behind = [loop for loop in found if main and loop.begin > main[1].end and loop.least.loads == 8]
     return [
         loop for loop in behind
-        if not any(other.begin < loop.begin and loop.end < other.end for other in behind)
+        if not any(o is not loop and o.begin <= loop.begin and loop.end <= o.end for o in behind)
     ]  # fmt: skip
 
 

@@ -83,12 +83,12 @@ class Wait {
   const uint32_t epoch, generation;
   peer::FaultReport& blame;  // shared by the block; `fault` is not 0 after a fault
   using Packets = peer::Packet[peer::kPairPackets<A>];
-  struct Write {  // of one channel's two numbers
-    A* row;
+  struct Row {  // of the result; writes one channel's two numbers
+    A* numbers;
     int C;
     __device__ __forceinline__ void operator()(int c, const double (&sums)[2]) const {
-      row[c] = A(sums[0]);
-      row[C + c] = A(sums[1]);
+      numbers[c] = A(sums[0]);
+      numbers[C + c] = A(sums[1]);
     }
   };
 
@@ -149,12 +149,12 @@ class Wait {
     constexpr int kPairs = kInFlight<A> / kRanks;
     if constexpr (kRanks > 2)
       if (exchange.world <= kRanks / 2) return each<kRanks / 2>(C, use, write);
-    for (int begin = threadIdx.x; begin < C; begin += kThreads * kPairs) {
+    for (int pair0 = threadIdx.x; pair0 < C; pair0 += kThreads * kPairs) {
       double sums[kPairs][2] = {};
-      const int end = kRanks < kInFlight<A> ? kRanks : exchange.world;  // one pass where ranks are few
-      for (int first = 0; first < end; first += kRanks) {
+      const int ranks = kRanks < kInFlight<A> ? kRanks : exchange.world;  // one pass where ranks are few
+      for (int first = 0; first < ranks; first += kRanks) {
         peer::Pair<A> pairs[kPairs][kRanks];
-        for (int missing; (missing = load(begin, C, first, pairs)) >= 0;)
+        for (int missing; (missing = load(pair0, C, first, pairs)) >= 0;)
           if (!patient(missing)) return false;
 #pragma unroll
         for (int r = 0; r < kRanks; ++r)
@@ -164,13 +164,13 @@ class Wait {
       }
 #pragma unroll
       for (int p = 0; p < kPairs; ++p)
-        if (begin + p * kThreads < C) write(begin + p * kThreads, sums[p]);
+        if (pair0 + p * kThreads < C) write(pair0 + p * kThreads, sums[p]);
     }
     return true;
   }
   // The first rank of which something is missing, or -1.
   template <int kPairs, int kRanks>
-  __device__ __forceinline__ int load(int begin, int C, int first,
+  __device__ __forceinline__ int load(int pair0, int C, int first,
                                       peer::Pair<A> (&pairs)[kPairs][kRanks]) const {
     Packets packets[kPairs][kRanks];
     {
@@ -182,7 +182,7 @@ class Wait {
 #pragma unroll
           for (int k = 0; k < peer::kPairPackets<A>; ++k)
             packets[p][r][k] =
-                load_packet(pair(min(first + r, exchange.world - 1), min(begin + p * kThreads, C - 1)) + k);
+                load_packet(pair(min(first + r, exchange.world - 1), min(pair0 + p * kThreads, C - 1)) + k);
     }
     int missing = -1;
 #pragma unroll
@@ -246,7 +246,7 @@ class Wait {
     const auto join = [&](int r, const peer::Pair<A>& pair, double(&sums)[2]) {
       joining[r].join(sums[0], sums[1], pair.first, pair.second);
     };
-    good = good && each<kInFlight<A>>(int(C), join, Write{row, int(C)});
+    good = good && each<kInFlight<A>>(int(C), join, Row{row, int(C)});
     if (!end(good))
       for (int64_t i = threadIdx.x; i < 2 * C + 2; i += kThreads) row[i] = A(NAN);
   }
@@ -260,7 +260,7 @@ class Wait {
     const auto add = [](int, const peer::Pair<A>& pair, double(&sums)[2]) {
       sums[0] += pair.first, sums[1] += pair.second;
     };
-    good = good && each<kInFlight<A>>(int(C), add, Write{row, int(C)});
+    good = good && each<kInFlight<A>>(int(C), add, Row{row, int(C)});
     if (!end(good))
       for (int64_t i = threadIdx.x; i < 2 * C; i += kThreads) row[i] = A(NAN);
   }

@@ -252,14 +252,17 @@ def _reshaped(read: Node) -> Rebuild:
 
 
 def _written_at_once(inner: Argument, copy: Node, shape: tuple[int, ...]) -> Rebuild | None:
-    """For a copy of a pointwise op's result that is not kept: the op writes the copy. None for others."""
+    """For a copy of a pointwise op's result that no op has saved: the op writes the copy. None for others."""
     value, views = (inner.value, inner.views) if type(inner) is View else (inner, ())
-    if type(value) is not Value or value.kept() is not None or type(value.function) is not Pointwise:
+    if type(value) is not Value or type(value.function) is not Pointwise:
         return None
-    if any(view[0] not in (_itself, Tensor.transpose) for view in views):
-        return None
+    if value.nbytes or any(argument.gather([]) is not None for argument in value.arguments):
+        return None  # saved before, or perhaps later: then the copy is made from it
     op, made = value.function, copy.metadata()
     size, dtype, device = tuple(made.shape), made.dtype, made.device
+    # Loops over complex numbers of other strides may round otherwise.
+    if dtype.is_complex or any(view[0] not in (_itself, Tensor.transpose) for view in views):
+        return None
     swaps = [given for function, *given in reversed(views) if function is Tensor.transpose]
 
     def write(*tensors: Tensor) -> Tensor:
