@@ -27,7 +27,7 @@ COMMON = (
 )
 SANITIZE = "-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-sanitize=vptr"
 RACE = "-fsanitize=thread --param tsan-distinguish-volatile=1 --param tsan-instrument-func-entry-exit=0"
-KERNELS = {"plain": "-O2", "asan": f"-O1 {SANITIZE}", "race": f"-O1 {RACE}"}
+KERNELS = {"plain": "-O1 -g0", "asan": f"-O1 {SANITIZE}", "race": f"-O1 {RACE}"}
 ENGINE = {"plain": "-O2", "asan": f"-O1 {SANITIZE}", "race": "-O2 -DCUDA_HOST_RACE"}
 LINK = {"plain": "", "asan": SANITIZE, "race": ""}
 
