@@ -41,7 +41,7 @@ from fastvit.sync.group import group_of
 
 CHANNELS = (64, 256, 512, 1024, 2048)
 SHAPES = {  # of a step's input, by device type
-    "cpu": ((32, 64, 28, 28), (32, 256, 14, 14)),
+    "cpu": ((32, 64, 28, 28), (32, 256, 14, 14), (32, 64, 56, 56)),
     "cuda": tuple((32, channels, 28, 28) for channels in CHANNELS),
 }
 APEX = "apex SyncBatchNorm"
