@@ -49,8 +49,8 @@ def table(rows: list[dict[str, str]]) -> str:
 def sync_table(rows: list[dict[str, str]]) -> str:
     first = rows[0]
     lines = [
-        "| ranks | what | C | direction | way | us (p95) | collectives | ops | kernels | host waits "
-        "| bare / time, or time / local |",
+        "| ranks | what | C, or shape | direction | way | us (p95) | collectives | ops | kernels "
+        "| host waits | bare / time, or time / local |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for r in rows:
@@ -59,7 +59,7 @@ def sync_table(rows: list[dict[str, str]]) -> str:
             ratio += f" ({float(r['ratio_to_local_and_bare']):.3g} of local + bare)"
         if r.get("apex_ratio"):
             ratio += f" ({float(r['apex_ratio']):.3g} times as fast as apex)"
-        cells = [r["world"], r["what"], r["channels"], r["direction"], r["way"]]
+        cells = [r["world"], r["what"], r["shape"] or r["channels"], r["direction"], r["way"]]
         cells += [f"{float(r['p50_us']):.0f} ({float(r['p95_us']):.0f})", r["collectives"], r["ops"]]
         cells += [r.get("kernels", ""), r.get("host_waits", ""), ratio]
         lines.append(f"| {' | '.join(cells)} |")
