@@ -89,7 +89,7 @@ wheel: dist  ## A wheel for any Linux in dist/, which trains one step in a bare 
 	$(RUN) tools/matrix.py dist/*.whl --torch '$(TORCH)'
 
 matrix: dist  ## Oldest and newest torch: all sources compile, the one wheel trains a step; 10 GB in runs/matrix
-	$(RUN) tools/matrix.py dist/*.whl --compile torch==2.11.0 torch
+	$(RUN) tools/matrix.py dist/*.whl --compile torch==2.11.0 torch --torch '$(TORCH)'
 
 bench: install  ## Time the layers against torch's, and ways to synchronise; writes benchmarks/results
 	$(RUN) benchmarks/bench_layers.py
