@@ -184,8 +184,8 @@ def _invertible_backward(ctx, dy):
 def _sums(ctx, tag, reduce):
     """This rank's sums and, where dx needs them, those of all ranks; None where no gradient needs them."""
     if ctx.needs_input_grad[0] and ctx.options.training:
-        sums = ctx.options.shared.sums(reduce, tag)
-        return sums[0], sums[-1]
+        rows = ctx.options.shared.sums(reduce, tag).unbind()
+        return rows[0], rows[-1]
     if any(ctx.needs_input_grad[1:3]):
         return reduce(None)[0], None
     return None, None

@@ -24,19 +24,19 @@ class Shared:
 
     def __init__(self, process_group: "dist.ProcessGroup", layer: LayerKey):
         self._process_group, self._layer = process_group, layer
-        self.world_size = dist.get_world_size(process_group)
+        self.world_size = process_group.size()
 
     def moments(self, x: Tensor, channel_dim: int) -> tuple[Tensor, Tensor]:
         if torch.compiler.is_compiling():
             return self._traced(ops.bn_stats(x, channel_dim), None)
-        self._device = x.device
-        return group_of(self._process_group, x.device).moments(self._layer, x, channel_dim)
+        self._group = group_of(self._process_group, x.device)
+        return self._group.moments(self._layer, x, channel_dim)
 
     def sums(self, reduce: Reduce, tag: Tensor | None) -> Tensor:
         assert tag is not None  # moments returned one
         if torch.compiler.is_compiling():
             return self._traced(reduce(None), tag)[0]
-        return group_of(self._process_group, self._device).sums(reduce, tag)
+        return self._group.sums(reduce, tag)
 
     def check(self) -> None:
         check()
@@ -65,8 +65,6 @@ def over(process_group: "dist.ProcessGroup | None", layer: LayerKey) -> Transpor
             "process_group does not contain this rank "
             f"(global rank {dist.get_rank()}); a group that does, or None, expected"
         )
-    if dist.get_world_size(process_group) == 1:
-        return Local()
     shared = dist.group.WORLD if process_group is None else process_group
     assert shared is not None
-    return Shared(shared, layer)
+    return Local() if shared.size() == 1 else Shared(shared, layer)

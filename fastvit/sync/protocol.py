@@ -79,16 +79,15 @@ class Exchange:
         self.handle = Handle.from_buffer(memory)
         self.handle.rank, self.handle.world, self.handle.report = rank, world, report.data_ptr()
         self.tensor = torch.frombuffer(memory, dtype=torch.int64)
-        first = Handle.layer.offset // 8
-        self._tag = self.tensor[first : first + len(Tag._fields)]
+        self._tag = memoryview(memory).cast("B")[Handle.layer.offset : Handle.report.offset]
 
     def of(self, tag: Tag) -> Tensor:
         self.handle.layer, self.handle.step = tag
         return self.tensor
 
     def tag(self) -> Tensor:
-        """The last tag that `of` set, as a new tensor. clone() takes a third of the time of torch.tensor."""
-        return self._tag.clone()
+        """The last tag that `of` set, as a new tensor. frombuffer() calls no kernel, as clone() would."""
+        return torch.frombuffer(bytearray(self._tag), dtype=torch.int64)
 
     def text(self, describe: Describe) -> str:
         """The text for this rank's exchange, after a fault."""
