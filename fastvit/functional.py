@@ -32,7 +32,6 @@ from ._autograd import (
 )
 from ._formulas import activate
 from .recompute import active_scope
-from .recompute.rules import ACTIVATION_FLOPS, FLOPS
 
 __all__ = [
     "act",
@@ -227,8 +226,7 @@ def _batch_norm_act(
     def rebuild(x, weight, bias, z, saved, *_):  # after these there may be the tag of an exchange
         return ops.bn_apply(x, saved, weight, bias, z, *options.of_backward)
 
-    flops = 2 + (z is not None) + ACTIVATION_FLOPS.get(activation, 1)
-    return _rebuildable(layer, (x, weight, bias, z), rebuild, flops)
+    return _rebuildable(layer, (x, weight, bias, z), rebuild)
 
 
 def _torch_can(x: Tensor, norm: _NormParams, shared: sync.Transport) -> bool:
@@ -393,7 +391,7 @@ def layer_norm(
         return ops.layer_norm_forward(x, weight, bias, eps, output_dtype)[0]
 
     layer = lambda: LayerNormFunction.apply(x, weight, bias, eps, output_dtype)  # noqa: E731
-    return _rebuildable(layer, (x, weight, bias), rebuild, FLOPS["NativeLayerNormBackward0"])
+    return _rebuildable(layer, (x, weight, bias), rebuild)
 
 
 def act(x: Tensor, activation: str = "gelu", activation_param: float | None = None) -> Tensor:
@@ -417,7 +415,6 @@ def act(x: Tensor, activation: str = "gelu", activation_param: float | None = No
         lambda: ActFunction.apply(x, activation, param),
         (x,),
         lambda x: ops.act_forward(x, activation, param),
-        ACTIVATION_FLOPS.get(activation, 1),
     )
 
 
@@ -437,13 +434,12 @@ def glu(a: Tensor, b: Tensor, activation: str = "silu", activation_param: float 
         lambda: GluFunction.apply(a, b, activation, param),
         (a, b),
         lambda a, b: ops.glu_forward(a, b, activation, param),
-        1 + ACTIVATION_FLOPS.get(activation, 1),
     )
 
 
-def _rebuildable(layer, inputs, rebuild, flops) -> Tensor:
+def _rebuildable(layer, inputs, rebuild) -> Tensor:
     """layer(), whose result an active scope can rebuild by `rebuild`, from the tensors that layer saves: the
-    inputs, which may be None and are then not saved, and others after them. `flops` are per element.
+    inputs, which may be None and are then not saved, and others after them.
     """
     scope = active_scope()
     if scope is None:
@@ -454,4 +450,4 @@ def _rebuildable(layer, inputs, rebuild, flops) -> Tensor:
         tensors = iter(saved)
         return rebuild(*[next(tensors) if there else None for there in given], *tensors)
 
-    return scope.call(layer, from_saved, flops)
+    return scope.call(layer, from_saved)

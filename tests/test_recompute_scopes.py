@@ -319,6 +319,45 @@ def test_a_pointwise_op_writes_the_copy_that_a_product_saves(swapped, precision)
     assert names.count("aten.clone.default") == plain.count("aten.clone.default") + single
 
 
+def test_equal_casts_are_one_value():
+    """Autocast casts a tensor again for each Linear that reads it: queries, keys and values."""
+    readers, results = nn.ModuleList(nn.Linear(64, 64) for _ in range(3)), []
+    x, scale = (torch.randn(64, 64, requires_grad=True) for _ in range(2))
+
+    def forward(context):
+        with context(), torch.autocast("cpu", torch.bfloat16):
+            h = x * scale
+            return sum(reader(h) for reader in readers)
+
+    for context in (contextlib.nullcontext, recompute_scope):
+        kept, y = live_bytes(lambda c=context: forward(c))
+        with Calls() as calls:
+            gradients = torch.autograd.grad(y.float().square().sum(), [x, scale, *readers.parameters()])
+        results.append((kept, calls.names.count("aten.mul.Tensor"), *gradients))
+    (before, plain, *want), (after, products, *got) = results
+    assert all(map(torch.equal, got, want))
+    assert products == plain + 1, "rebuilt once for all readers"
+    assert before - after >= 3 * 2 * x.numel()
+
+
+@pytest.mark.parametrize("dtype,products", [("float32", False), ("bfloat16", False), ("bfloat16", True)])
+def test_a_recipe_that_moves_many_bytes(dtype, products):
+    """A product and two scalings in float32 move 7 bytes for each of the result; with a cast 17 for each of it."""
+    linear, autocast = nn.Linear(64, 64), dtype == "bfloat16"
+    x, y = (torch.randn(64, 64, requires_grad=True) for _ in range(2))
+
+    def forward(context):
+        with context(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return linear(x * y * 2.0 * 3.0)
+
+    before, after = (
+        live_bytes(lambda c=c: forward(c))[0]
+        for c in (contextlib.nullcontext, lambda: recompute_scope(products=products))
+    )
+    saved = x.numel() * (2 if autocast else 4)
+    assert before - after == (0 if autocast and not products else saved)
+
+
 def test_a_copy_is_made_from_a_result_that_another_op_saves():
     """The op could not write it: the product that made the op's input is not kept."""
     linear, x = torch.nn.Linear(32, 32), torch.randn(4, 64, 32)

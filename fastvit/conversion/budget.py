@@ -1,7 +1,7 @@
 """Chooses which tensors to rebuild, so that a training forward keeps no more than a given share.
 
-A site is an op in a block. Sites are ordered by the bytes that they free per operation of rebuilding; both
-numbers are read from the graph of a training forward that rebuilds every site. The number of sites is found
+A site is an op in a block. Sites are ordered by the bytes that they free per byte that rebuilding moves, since
+memory bounds these ops; both numbers are read from the graph of a training forward that rebuilds every site. The number of sites is found
 by bisection over measured forwards, because sites are not independent: two may save views of one storage.
 """
 
@@ -14,7 +14,6 @@ from torch import nn
 
 from ..recompute import Policy
 from ..recompute.policy import Site
-from ..recompute.values import Value
 from .calls import Arguments
 from .measure import kept_bytes, op_name, rebuilt_values
 from .rebuilding import RebuiltBlock
@@ -54,34 +53,18 @@ def apply_budget(model: nn.Module, arguments: Arguments, budget: float, before: 
 
 
 def _sites(model: nn.Module, arguments: Arguments, policy: Policy) -> tuple[int, list[Site]]:
-    """The bytes that a forward keeps with `policy`, and its sites: most bytes per operation first."""
+    """The bytes that a forward keeps with `policy`, and its sites: most bytes per byte moved first."""
     freed: Counter[Site | None] = Counter()
     work: Counter[Site | None] = Counter()
 
     def look(result: object) -> None:
         for value in rebuilt_values(result, model):
             freed[value.site] += value.nbytes
-            work[value.site] += _arithmetic(value, value.nbytes)
+            work[value.site] += value.moved + value.flops * value.size
 
     _restrict(model, policy)
     kept, _ = kept_bytes(model, arguments, look)
     return kept, sorted(freed, key=lambda site: -freed[site] / work[site])
-
-
-def _arithmetic(value: Value, nbytes: int) -> int:
-    """Operations, up to a constant, that rebuild `value` from saved values.
-
-    Unsaved values in between are rebuilt on the way, and are taken to be of the same size.
-    """
-    todo, total = [value], 0
-    while todo:
-        value = todo.pop()
-        total += value.flops * nbytes
-        for argument in value.arguments:
-            source = getattr(argument, "value", argument)  # of a view
-            if isinstance(source, Value) and source.site is None and source.kept() is None:
-                todo.append(source)
-    return total
 
 
 def _restrict(model: nn.Module, policy: Policy) -> None:

@@ -139,6 +139,7 @@ def _kept_bytes(
     hooks = saved_tensors_hooks(allocated.drop, _refuse) if dry else contextlib.nullcontext()
     with allocated, hooks:
         result = model(*args, **kwargs)
+        torch.clear_autocast_cache()  # it holds casts of weights, which a backward may not need
         kept = allocated.kept_bytes()
     if look is not None:
         look(result)

@@ -17,12 +17,18 @@ import torch
 from torch import Tensor
 
 from .policy import Policy
-from .rules import EPS, FLOPS, LEAF, PRODUCTS, RULES, VIEWS, Unknown, signed, signed_all
+from .rules import EPS, LEAF, PRODUCTS, RULES, VIEWS, Unknown, signed, signed_all
 from .saved import Kept, Recipe
 from .values import Argument, Copied, Held, Value, View
 
 KEY = "fastvit.value"
+CAST = "ToCopyBackward0"
 _DEEPEST = 12  # consecutive ops whose results no op has saved
+# Most bytes that a recipe moves for each byte of the tensor; in float32 a rotary embedding moves 17. Half
+# precision makes matrix products so fast that long recipes show in a step's time: there a LayerNorm and a cast
+# move 7, a residual sum and a cast 11, a rotary embedding and a cast 26.
+_MOST_MOVED, _MOST_MOVED_IN_HALF = 24, 10
+_WITH_PRODUCTS = 4  # times as many where matrix products are repeated too
 
 
 class _Attributes(dict):
@@ -44,16 +50,35 @@ def value_of(node, policy: Policy, like: Tensor | None = None, level: int = 0) -
     metadata = node.metadata
     value = metadata.get(KEY)
     if value is None:
-        value = metadata[KEY] = Value()
-        value.name = name = node.name()
+        name = node.name()
+        value = metadata[KEY] = Value() if like is None or name != CAST else _cast_of_input(node, like)
+        if value.name:  # of an equal cast before
+            return value
+        value.name = name
+        made = node._input_metadata[0]
+        value.size = math.prod(made.shape) * made.dtype.itemsize
         rule = RULES.get(name) or (PRODUCTS.get(name) if policy.products else None)
         if rule is not None and level < _DEEPEST:
             try:
                 read = Node(node, policy, like, level)
                 value.made_by(*rule(read))
-                value.flops = read.flops or FLOPS.get(name, 1)
+                value.flops = read.flops
             except Unknown as reason:
                 value.unknown = str(reason)
+            most = _MOST_MOVED_IN_HALF if made.dtype.itemsize == 2 else _MOST_MOVED
+            if value.moved > value.size * most * (_WITH_PRODUCTS if policy.products else 1):
+                value.unknown = f"its recipe moves {value.moved / value.size:.0f} bytes for each that it frees"
+    return value
+
+
+def _cast_of_input(node, like: Tensor) -> Value:
+    """One value for all casts of a tensor with the same result: autocast casts it anew for each op."""
+    source, number = node.next_functions[0]
+    if source is None or source.name() == LEAF:
+        return Value()
+    value = source.metadata.setdefault((CAST, number, like.dtype, like.device, like.stride()), Value())
+    if value.nbytes:
+        value.nbytes += like.nbytes
     return value
 
 
@@ -67,7 +92,7 @@ def remember_eps(y: Tensor, eps: float | None) -> None:
         if node.name() in ("NativeLayerNormBackward0", "FusedRmsNormBackward0"):
             node.metadata[EPS] = eps
             return
-        node = node.next_functions[0][0] if node.name() == "ToCopyBackward0" else None
+        node = node.next_functions[0][0] if node.name() == CAST else None
 
 
 class Node:
@@ -79,7 +104,7 @@ class Node:
         self.node = node
         self.edges = node.next_functions
         self.policy = policy
-        self.flops = 0  # per element of the result, where it depends on shapes; else 0
+        self.flops = 0  # per element of the result, of a matrix product
         self.like = like
         self.level = level
 

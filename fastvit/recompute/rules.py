@@ -367,26 +367,4 @@ RULES: dict[str, Callable[[Node], Rebuild]] = {
     "ToCopyBackward0": _to_copy,
 }
 
-# Estimated operations per element of the result, where they are not 1. They order sites by cost.
-FLOPS = {
-    "NativeLayerNormBackward0": 8,
-    "FusedRmsNormBackward0": 6,
-    "GeluBackward0": 20,
-    "SiluBackward0": 12,
-    "MishBackward0": 25,
-    "SigmoidBackward0": 10,
-    "TanhBackward0": 10,
-    "EluBackward0": 10,
-    "GluBackward0": 12,
-    "PowBackward0": 10,
-}
-# The same for an activation within an op of fastvit.
-ACTIVATION_FLOPS = {
-    "identity": 0,
-    "gelu": FLOPS["GeluBackward0"],
-    "gelu_tanh": FLOPS["GeluBackward0"],
-    "silu": FLOPS["SiluBackward0"],
-    "elu": FLOPS["EluBackward0"],
-}
-
 PRODUCTS: dict[str, Callable[[Node], Rebuild]] = {"AddmmBackward0": _addmm, "MmBackward0": _mm}

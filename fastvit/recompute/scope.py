@@ -141,11 +141,10 @@ class _Scope:
     def unpack(packed: Kept | Recipe) -> Tensor:
         return packed.unpack()
 
-    def call(self, layer: Callable[[], Tensor], rebuild: Callable[..., Tensor], flops: int) -> Tensor:
+    def call(self, layer: Callable[[], Tensor], rebuild: Callable[..., Tensor]) -> Tensor:
         """Runs `layer`, and records that `rebuild` makes its result from the tensors that `layer` saves.
 
-        `rebuild` takes those tensors in the order in which `layer` saves them. `flops` are its operations per
-        element.
+        `rebuild` takes those tensors in the order in which `layer` saves them.
         """
         self._recorded = recorded = []
         try:
@@ -155,8 +154,9 @@ class _Scope:
         if y.requires_grad:
             self._sweep()
             value = Value()
+            value.size = y.nbytes
             value.made_by(rebuild, tuple(_argument(packed) for packed in recorded))
-            value.depth, value.flops = value.depth + 1, flops
+            value.depth += 1
             storage = y.untyped_storage()
             value.original, value.version, value.address = TensorWeakRef(y), y._version, storage._cdata
             value.geometry = (y.size(), y.stride(), y.storage_offset())
@@ -184,8 +184,9 @@ class _Scope:
             return None
         kept, dtype = Kept(tensor != 0), tensor.dtype
         value = Value()
+        value.size = tensor.nbytes
         value.made_by(lambda mask: mask.to(dtype).div_(1 - p), (Held(kept),))
-        value.name, value.block, value.flops, value.depth = _MASK, self.block, 2, 1
+        value.name, value.block, value.depth = _MASK, self.block, 1
         value.nbytes = tensor.nbytes // size * (size - 1)  # the bytes that the mask saves
         recipe = Recipe(value, tensor, tensor)
         recipe.settle()

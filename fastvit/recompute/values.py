@@ -99,8 +99,10 @@ class Value:
     function: Callable[..., Tensor] | None = None
     arguments: tuple[Argument, ...] = ()
     depth = cost = nbytes = 0
+    moved = 0  # estimated bytes that the recipe reads and writes
+    size = 0  # bytes of the result
     name = ""  # of the autograd node
-    flops = 1  # estimated operations per element
+    flops = 0  # per element, of a matrix product
     block: str | None = None  # the block in which it was saved
     geometry: tuple | None = None  # size, stride and offset of the whole tensor
     sharer: weakref.ref[Source] | None = None
@@ -143,12 +145,18 @@ class Value:
 
     def made_by(self, function: Callable[..., Tensor], arguments: tuple[Argument, ...]) -> None:
         self.function, self.arguments = function, arguments
-        depth, cost = 0, 1
+        depth, cost, moved = 0, 1, self.size
         for argument in arguments:
             value = argument.value if type(argument) is View else argument
-            if type(value) is Value and value.function is not None and value.kept() is None:
+            if type(value) is not Value:
+                moved += min(value().tensor.nbytes, 2 * self.size)
+                continue
+            moved += min(value.size, 2 * self.size)
+            if value.function is not None and value.kept() is None:
                 depth, cost = max(depth, value.depth), cost + value.cost
-        self.depth, self.cost = depth, cost
+                if not value.nbytes:  # else another op has saved it, and it is rebuilt for that op anyway
+                    moved += value.moved
+        self.depth, self.cost, self.moved = depth, cost, moved
 
     def gather(self, ingredients: list[Kept]) -> Value | Given | None:
         """Collects the kept tensors from which this is rebuilt, or returns the first that is not kept."""
