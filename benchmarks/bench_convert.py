@@ -50,12 +50,13 @@ MIB = 2**20
 
 
 class Contender:
-    def __init__(self, model, precision: str):
-        self.model, self.precision = model, precision
+    def __init__(self, model, precision: str, cache: bool = True):
+        self.model, self.precision, self.cache = model, precision, cache
         self.ms, self.busy_ms = [], []
 
     def forward(self, x):
-        bf16 = torch.autocast("cpu", torch.bfloat16) if self.precision == "bf16" else contextlib.nullcontext()
+        autocast = torch.autocast("cpu", torch.bfloat16, cache_enabled=self.cache)
+        bf16 = autocast if self.precision == "bf16" else contextlib.nullcontext()
         torch.manual_seed(0)  # of drop path and the like
         with bf16:
             return self.model(x)
@@ -104,7 +105,7 @@ def contenders(eager, x, precision: str) -> dict[str, Contender]:
         found[name] = Contender(fastvit.convert(copy.deepcopy(eager), memory)[0], precision)
     if precision == "bf16":
         recast, _ = fastvit.convert(copy.deepcopy(eager), weight_casts=True)
-        found["weight_casts"] = Contender(recast, precision)
+        found["weight_casts"] = Contender(recast, precision, cache=False)
     if hasattr(eager, "set_grad_checkpointing"):
         checkpointed = copy.deepcopy(eager)
         checkpointed.set_grad_checkpointing()
@@ -188,6 +189,7 @@ def table(rows: list[dict]) -> str:
             cells += [times(r, contender)]
         lines.append(f"| {' | '.join([*cells, less(r, 'partitioner', 'kept')])} |")
     first = rows[0]
+    where = {f"{r['precision']} on {r['device']}, torch {r['torch']}, {r['date']}": None for r in rows}
     same = all(float(r[f"{c}_same_bits"]) == 1 for r in rows for c in ("converted", "gemm"))
     lines += [
         "",
@@ -196,8 +198,8 @@ def table(rows: list[dict]) -> str:
         "Every gradient of every converted model has the eager model's bits."
         if same
         else "Gradients differ where conversion fuses BatchNorm, by roundings.",
-        f"{first['device']}, {first['threads']} threads, torch {first['torch']}, commit {first['commit']},",
-        f"{first['date']}. Time is CPU time of a step, medians of one run, contenders in turn.",
+        f"Time is CPU time of a step on {first['threads']} threads, medians of one run, contenders in turn:",
+        f"{'; '.join(where)}. With weight_casts=True autocast has cache_enabled=False.",
         "",
         "![bytes](IMAGE)",
         "",

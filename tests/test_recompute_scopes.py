@@ -342,7 +342,7 @@ def test_equal_casts_are_one_value():
 
 @pytest.mark.parametrize("dtype,products", [("float32", False), ("bfloat16", False), ("bfloat16", True)])
 def test_a_recipe_that_moves_many_bytes(dtype, products):
-    """A product and two scalings in float32 move 7 bytes for each of the result; with a cast 17 for each of it."""
+    """A product and two scalings in float32 move 7 bytes for each of the result; and a cast 17."""
     linear, autocast = nn.Linear(64, 64), dtype == "bfloat16"
     x, y = (torch.randn(64, 64, requires_grad=True) for _ in range(2))
 

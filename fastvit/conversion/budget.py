@@ -1,8 +1,9 @@
 """Chooses which tensors to rebuild, so that a training forward keeps no more than a given share.
 
-A site is an op in a block. Sites are ordered by the bytes that they free per byte that rebuilding moves, since
-memory bounds these ops; both numbers are read from the graph of a training forward that rebuilds every site. The number of sites is found
-by bisection over measured forwards, because sites are not independent: two may save views of one storage.
+A site is an op in a block. Sites are ordered by the bytes that they free per byte that rebuilding moves,
+since memory bounds these ops; both numbers are read from the graph of a training forward that rebuilds every
+site. The number of sites is found by bisection over measured forwards, because sites are not independent:
+two may save views of one storage.
 """
 
 from __future__ import annotations

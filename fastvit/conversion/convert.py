@@ -60,10 +60,11 @@ def convert(
         weight_casts: cast weights again in backward instead of keeping the half-precision copies that
             autocast makes: 2 bytes for each element of a weight, at any batch size. A write to a weight
             before the backward is then an error. A write through `weight.data` is not noticed, and the
-            gradient is that of the new weight.
+            gradient is that of the new weight. autocast's own cache holds the copies until its block ends,
+            unless it has cache_enabled=False.
         budget: the share of the kept bytes that remains, above 0 and below 1: 0.5 for half. Of the outputs
-            that "gemm" rebuilds it takes only as many as the budget needs, those with most bytes per
-            operation first. It measures training forwards, so it needs `example_inputs`. The report says
+            that "gemm" rebuilds it takes only as many as the budget needs, those with most bytes per byte
+            that is moved first. It measures training forwards, so it needs `example_inputs`. The report says
             which outputs were chosen, or that the budget cannot be met.
 
     Returns:

@@ -25,8 +25,8 @@ KEY = "fastvit.value"
 CAST = "ToCopyBackward0"
 _DEEPEST = 12  # consecutive ops whose results no op has saved
 # Most bytes that a recipe moves for each byte of the tensor; in float32 a rotary embedding moves 17. Half
-# precision makes matrix products so fast that long recipes show in a step's time: there a LayerNorm and a cast
-# move 7, a residual sum and a cast 11, a rotary embedding and a cast 26.
+# precision makes matrix products so fast that long recipes show in a step's time: there a LayerNorm and a
+# cast move 7, a residual sum and a cast 11, a rotary embedding and a cast 26.
 _MOST_MOVED, _MOST_MOVED_IN_HALF = 24, 10
 _WITH_PRODUCTS = 4  # times as many where matrix products are repeated too
 
@@ -67,7 +67,8 @@ def value_of(node, policy: Policy, like: Tensor | None = None, level: int = 0) -
                 value.unknown = str(reason)
             most = _MOST_MOVED_IN_HALF if made.dtype.itemsize == 2 else _MOST_MOVED
             if value.moved > value.size * most * (_WITH_PRODUCTS if policy.products else 1):
-                value.unknown = f"its recipe moves {value.moved / value.size:.0f} bytes for each that it frees"
+                share = value.moved / value.size
+                value.unknown = f"its recipe moves {share:.0f} bytes for each that it frees"
     return value
 
 
