@@ -24,11 +24,10 @@ from .values import Argument, Copied, Held, Value, View
 KEY = "fastvit.value"
 CAST = "ToCopyBackward0"
 _DEEPEST = 12  # consecutive ops whose results no op has saved
-# Most bytes that a recipe moves for each byte of the tensor; in float32 a rotary embedding moves 17. Half
-# precision makes matrix products so fast that long recipes show in a step's time: there a LayerNorm and a
-# cast move 7, a residual sum and a cast 11, a rotary embedding and a cast 26.
-_MOST_MOVED, _MOST_MOVED_IN_HALF = 24, 10
-_WITH_PRODUCTS = 4  # times as many where matrix products are repeated too
+# Most bytes that a recipe in half precision moves for each byte of the tensor. Matrix products are so fast
+# there that long recipes show in a step's time: a LayerNorm and a cast move 7, a residual sum and a cast 11,
+# a rotary embedding and a cast 26.
+_MOST_MOVED_IN_HALF = 10
 
 
 class _Attributes(dict):
@@ -65,9 +64,8 @@ def value_of(node, policy: Policy, like: Tensor | None = None, level: int = 0) -
                 value.flops = read.flops
             except Unknown as reason:
                 value.unknown = str(reason)
-            most = _MOST_MOVED_IN_HALF if made.dtype.itemsize == 2 else _MOST_MOVED
-            if value.moved > value.size * most * (_WITH_PRODUCTS if policy.products else 1):
-                share = value.moved / value.size
+            share = value.moved / (value.size or 1)
+            if share > _MOST_MOVED_IN_HALF and made.dtype.itemsize == 2 and not policy.products:
                 value.unknown = f"its recipe moves {share:.0f} bytes for each that it frees"
     return value
 
