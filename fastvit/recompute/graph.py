@@ -24,9 +24,9 @@ from .values import Argument, Copied, Held, Value, View
 KEY = "fastvit.value"
 CAST = "ToCopyBackward0"
 _DEEPEST = 12  # consecutive ops whose results no op has saved
-# Most bytes that a recipe in half precision moves for each byte of the tensor. Matrix products are so fast
-# there that long recipes show in a step's time: a LayerNorm and a cast move 7, a residual sum and a cast 11,
-# a rotary embedding and a cast 26.
+# Most bytes that a recipe moves for each byte of the tensor, in half precision or under autocast. Matrix
+# products are so fast there that long recipes show in a step's time: a LayerNorm and a cast move 7, a
+# residual sum and a cast 11, a rotary embedding and a cast 26.
 _MOST_MOVED_IN_HALF = 10
 
 
@@ -65,9 +65,13 @@ def value_of(node, policy: Policy, like: Tensor | None = None, level: int = 0) -
             except Unknown as reason:
                 value.unknown = str(reason)
             share = value.moved / (value.size or 1)
-            if share > _MOST_MOVED_IN_HALF and made.dtype.itemsize == 2 and not policy.products:
+            if share > _MOST_MOVED_IN_HALF and not policy.products and _in_half(made.dtype):
                 value.unknown = f"its recipe moves {share:.0f} bytes for each that it frees"
     return value
+
+
+def _in_half(dtype: torch.dtype) -> bool:
+    return dtype.itemsize == 2 or torch._C._is_any_autocast_enabled()
 
 
 def _cast_of_input(node, like: Tensor) -> Value:

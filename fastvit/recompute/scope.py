@@ -63,8 +63,8 @@ def recompute_scope(
 
     Args:
         products: rebuild the output of a Linear too, where it is no narrower than the input. This halves the
-            remaining bytes, about, for the time of these matrix products. Then tensors in half precision are
-            rebuilt too that move more than 10 bytes for each of theirs.
+            remaining bytes, about, for the time of these matrix products. In half precision and under
+            autocast tensors are rebuilt then too whose recipe moves more than ten times their bytes.
         weight_casts: cast weights again instead of keeping the half-precision copies that autocast makes: 2
             bytes for each element of a weight, at any batch size. A write to a weight before the backward is
             then an error. A write through `weight.data` is not noticed, and the gradient is that of the new
