@@ -319,6 +319,20 @@ def test_a_pointwise_op_writes_the_copy_that_a_product_saves(swapped, precision)
     assert names.count("aten.clone.default") == plain.count("aten.clone.default") + single
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_kept():
+    """They have no shape, and so have no recipe; what is made of their padded form has one."""
+    torch.manual_seed(0)
+    first, last, results = nn.Linear(64, 64), nn.Linear(64, 8), []
+    x = torch.nested.nested_tensor([torch.randn(n, 64) for n in (40, 50)], requires_grad=True)
+    for context in (contextlib.nullcontext, recompute_scope):
+        with context():
+            y = last(F.silu(torch.nested.to_padded_tensor(F.gelu(first(x)), 0.0)))
+        parameters = [*first.parameters(), *last.parameters()]
+        results.append(torch.autograd.grad(y.square().sum(), parameters))
+    assert all(map(torch.equal, *results))
+
+
 def test_equal_casts_are_one_value():
     """Autocast casts a tensor again for each Linear that reads it: queries, keys and values."""
     readers, results = nn.ModuleList(nn.Linear(64, 64) for _ in range(3)), []

@@ -55,6 +55,8 @@ def value_of(node, policy: Policy, like: Tensor | None = None, level: int = 0) -
             return value
         value.name = name
         made = node._input_metadata[0]
+        if made.is_cpp_nested_tensor:  # it has no shape
+            return value
         value.size = math.prod(made.shape) * made.dtype.itemsize
         rule = RULES.get(name) or (PRODUCTS.get(name) if policy.products else None)
         if rule is not None and level < _DEEPEST:

@@ -211,7 +211,7 @@ class _Scope:
         # The graph shows neither later writes nor which of several results this is.
         if base._version or base.output_nr or base.dtype != tensor.dtype:
             return None
-        if tensor.layout is not torch.strided or _transforms() is not None:
+        if tensor.layout is not torch.strided or tensor.is_nested or _transforms() is not None:
             return None
         value = node.metadata.get(KEY) or value_of(node, self.policy, base)
         if value.original is not None:  # a layer's output whose memory was replaced
