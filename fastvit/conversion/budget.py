@@ -1,9 +1,9 @@
 """Chooses which tensors to rebuild, so that a training forward keeps no more than a given share.
 
 A site is an op in a block. Sites are ordered by the bytes that they free per byte that rebuilding moves,
-since memory bounds these ops; both numbers are read from the graph of a training forward that rebuilds every
-site. The number of sites is found by bisection over measured forwards, because sites are not independent:
-two may save views of one storage.
+since memory bounds these ops, and per operation of matrix products; the numbers are read from the graph of a
+training forward that rebuilds every site. The number of sites is found by bisection over measured forwards,
+because sites are not independent: two may save views of one storage.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ def apply_budget(model: nn.Module, arguments: Arguments, budget: float, before: 
 
 
 def _sites(model: nn.Module, arguments: Arguments, policy: Policy) -> tuple[int, list[Site]]:
-    """The bytes that a forward keeps with `policy`, and its sites: most bytes per byte moved first."""
+    """The bytes that a forward keeps with `policy`, and its sites: most bytes for their work first."""
     freed: Counter[Site | None] = Counter()
     work: Counter[Site | None] = Counter()
 
     def look(result: object) -> None:
         for value in rebuilt_values(result, model):
             freed[value.site] += value.nbytes
-            work[value.site] += value.moved + value.flops * value.size
+            work[value.site] += value.moved + value.flops
 
     _restrict(model, policy)
     kept, _ = kept_bytes(model, arguments, look)

@@ -22,11 +22,10 @@ from .saved import Kept, Recipe
 from .values import Argument, Copied, Held, Value, View
 
 KEY = "fastvit.value"
-CAST = "ToCopyBackward0"
 _DEEPEST = 12  # consecutive ops whose results no op has saved
 # Most bytes that a recipe moves for each byte of the tensor, in half precision or under autocast. Matrix
 # products are so fast there that long recipes show in a step's time: a LayerNorm and a cast move 7, a
-# residual sum and a cast 11, a rotary embedding and a cast 26.
+# LayerScale, a residual sum and a cast 11, a rotary embedding and a cast 26.
 _MOST_MOVED_IN_HALF = 10
 
 
@@ -49,11 +48,8 @@ def value_of(node, policy: Policy, like: Tensor | None = None, level: int = 0) -
     metadata = node.metadata
     value = metadata.get(KEY)
     if value is None:
-        name = node.name()
-        value = metadata[KEY] = Value() if like is None or name != CAST else _cast_of_input(node, like)
-        if value.name:  # of an equal cast before
-            return value
-        value.name = name
+        value = metadata[KEY] = Value()
+        value.name = name = node.name()
         made = node._input_metadata[0]
         if made.is_cpp_nested_tensor:  # it has no shape
             return value
@@ -63,7 +59,7 @@ def value_of(node, policy: Policy, like: Tensor | None = None, level: int = 0) -
             try:
                 read = Node(node, policy, like, level)
                 value.made_by(*rule(read))
-                value.flops = read.flops
+                value.flops += read.flops * math.prod(made.shape)
             except Unknown as reason:
                 value.unknown = str(reason)
             share = value.moved / (value.size or 1)
@@ -76,17 +72,6 @@ def _in_half(dtype: torch.dtype) -> bool:
     return dtype.itemsize == 2 or torch._C._is_any_autocast_enabled()
 
 
-def _cast_of_input(node, like: Tensor) -> Value:
-    """One value for all casts of a tensor with the same result: autocast casts it anew for each op."""
-    source, number = node.next_functions[0]
-    if source is None or source.name() == LEAF:
-        return Value()
-    value = source.metadata.setdefault((CAST, number, like.dtype, like.device, like.stride()), Value())
-    if value.nbytes:
-        value.nbytes += like.nbytes
-    return value
-
-
 def remember_eps(y: Tensor, eps: float | None) -> None:
     """Records the eps of the normalisation that made `y`, which its node lacks."""
     base = y if y._base is None else y._base
@@ -97,7 +82,7 @@ def remember_eps(y: Tensor, eps: float | None) -> None:
         if node.name() in ("NativeLayerNormBackward0", "FusedRmsNormBackward0"):
             node.metadata[EPS] = eps
             return
-        node = node.next_functions[0][0] if node.name() == CAST else None
+        node = node.next_functions[0][0] if node.name() == "ToCopyBackward0" else None
 
 
 class Node:

@@ -59,7 +59,8 @@ def recompute_scope(
     checkpointing, save_on_cpu) and under torch.compile.
 
     A write through `tensor.data`, or by an op that does not count versions, is not noticed, as everywhere in
-    autograd.
+    autograd. Nor is one under no_grad to a result that no op has saved, where the result of a later op is
+    rebuilt from what it was made of.
 
     Args:
         products: rebuild the output of a Linear too, where it is no narrower than the input. This halves the
@@ -211,7 +212,7 @@ class _Scope:
         # The graph shows neither later writes nor which of several results this is.
         if base._version or base.output_nr or base.dtype != tensor.dtype:
             return None
-        if tensor.layout is not torch.strided or tensor.is_nested or _transforms() is not None:
+        if tensor.layout is not torch.strided or base.is_nested or _transforms() is not None:
             return None
         value = node.metadata.get(KEY) or value_of(node, self.policy, base)
         if value.original is not None:  # a layer's output whose memory was replaced

@@ -99,10 +99,10 @@ class Value:
     function: Callable[..., Tensor] | None = None
     arguments: tuple[Argument, ...] = ()
     depth = cost = nbytes = 0
-    moved = 0  # estimated bytes that the recipe reads and writes
+    moved = 0  # estimated bytes that the recipe reads and writes, from tensors that ops have saved
     size = 0  # bytes of the result
     name = ""  # of the autograd node
-    flops = 0  # per element, of a matrix product
+    flops = 0  # of the recipe's matrix products
     block: str | None = None  # the block in which it was saved
     geometry: tuple | None = None  # size, stride and offset of the whole tensor
     sharer: weakref.ref[Source] | None = None
@@ -149,13 +149,15 @@ class Value:
         for argument in arguments:
             value = argument.value if type(argument) is View else argument
             if type(value) is not Value:
-                moved += min(value().tensor.nbytes, 2 * self.size)
+                tensor = value().tensor
+                moved += min(tensor.numel() * tensor.element_size(), 2 * self.size)
                 continue
             moved += min(value.size, 2 * self.size)
             if value.function is not None and value.kept() is None:
                 depth, cost = max(depth, value.depth), cost + value.cost
                 if not value.nbytes:  # else another op has saved it, and it is rebuilt for that op anyway
                     moved += value.moved
+                    self.flops += value.flops
         self.depth, self.cost, self.moved = depth, cost, moved
 
     def gather(self, ingredients: list[Kept]) -> Value | Given | None:
