@@ -15,7 +15,6 @@ and writes each as .md and .png.
 """
 
 import argparse
-import contextlib
 import copy
 import csv
 import time
@@ -55,10 +54,9 @@ class Contender:
         self.ms, self.busy_ms = [], []
 
     def forward(self, x):
-        autocast = torch.autocast("cpu", torch.bfloat16, cache_enabled=self.cache)
-        bf16 = autocast if self.precision == "bf16" else contextlib.nullcontext()
         torch.manual_seed(0)  # of drop path and the like
-        with bf16:
+        is_bf16 = self.precision == "bf16"
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_bf16, cache_enabled=self.cache):
             return self.model(x)
 
     def step(self, x) -> None:

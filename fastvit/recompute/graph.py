@@ -53,13 +53,14 @@ def value_of(node, policy: Policy, like: Tensor | None = None, level: int = 0) -
         made = node._input_metadata[0]
         if made.is_cpp_nested_tensor:  # it has no shape
             return value
-        value.size = math.prod(made.shape) * made.dtype.itemsize
+        elements = math.prod(made.shape)
+        value.size = elements * made.dtype.itemsize
         rule = RULES.get(name) or (PRODUCTS.get(name) if policy.products else None)
         if rule is not None and level < _DEEPEST:
             try:
                 read = Node(node, policy, like, level)
                 value.made_by(*rule(read))
-                value.flops += read.flops * math.prod(made.shape)
+                value.flops += read.flops * elements
             except Unknown as reason:
                 value.unknown = str(reason)
             share = value.moved / (value.size or 1)

@@ -145,7 +145,7 @@ class Value:
 
     def made_by(self, function: Callable[..., Tensor], arguments: tuple[Argument, ...]) -> None:
         self.function, self.arguments = function, arguments
-        depth, cost, moved = 0, 1, self.size
+        depth, cost, moved, flops = 0, 1, self.size, 0
         for argument in arguments:
             value = argument.value if type(argument) is View else argument
             if type(value) is not Value:
@@ -157,8 +157,8 @@ class Value:
                 depth, cost = max(depth, value.depth), cost + value.cost
                 if not value.nbytes:  # else another op has saved it, and it is rebuilt for that op anyway
                     moved += value.moved
-                    self.flops += value.flops
-        self.depth, self.cost, self.moved = depth, cost, moved
+                    flops += value.flops
+        self.depth, self.cost, self.moved, self.flops = depth, cost, moved, flops
 
     def gather(self, ingredients: list[Kept]) -> Value | Given | None:
         """Collects the kept tensors from which this is rebuilt, or returns the first that is not kept."""
