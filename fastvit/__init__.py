@@ -4,7 +4,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from . import functional, ops, sync
 from .batch_norm_act import BatchNormAct, BatchNormActSync
-from .conversion import LayerReport, Report, Verification, convert, revert, verify
+from .convert import convert, revert
 from .inplace_abn import InPlaceABN, InPlaceABNSync
 from .layer_norm import LayerNorm
 from .recompute import recompute_scope
@@ -26,10 +26,7 @@ __all__ = [
     "InPlaceABN",
     "InPlaceABNSync",
     "LayerNorm",
-    "LayerReport",
-    "Report",
     "SyncBatchNorm",
-    "Verification",
     "convert",
     "convert_syncbn_model",
     "create_syncbn_process_group",
@@ -39,5 +36,4 @@ __all__ = [
     "revert",
     "revert_syncbn_model",
     "sync",
-    "verify",
 ]

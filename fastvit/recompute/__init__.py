@@ -5,11 +5,11 @@ saved.py    the objects that autograd holds for a saved tensor: the tensor, or a
 values.py   the op and the inputs of a tensor, and how it is rebuilt
 rules.py    the ops that are repeated, by the names of autograd's nodes
 graph.py    reads the op and its inputs from autograd's graph
+calls.py    what the graph lacks, from the calls of torch's functions
 scope.py    the saved-tensor hooks
 """
 
-from .graph import remember_eps
 from .policy import Policy
-from .scope import active_scope, policy_scope, recompute_scope
+from .scope import active_scope, close_scope, open_scope, policy_scope, recompute_scope
 
-__all__ = ["Policy", "active_scope", "policy_scope", "recompute_scope", "remember_eps"]
+__all__ = ["Policy", "active_scope", "close_scope", "open_scope", "policy_scope", "recompute_scope"]

@@ -22,7 +22,6 @@ from .values import Argument, Copied, Value, View
 if TYPE_CHECKING:
     from .graph import Node
 
-EPS = "fastvit.eps"
 LEAF = "torch::autograd::AccumulateGrad"
 
 
@@ -30,12 +29,12 @@ class Unknown(Exception):
     """A node lacks an argument of its op."""
 
 
-def signed(number: int) -> int:
-    """The signed value of an integer attribute, which nodes return as unsigned."""
-    return number - 2**64 if number >= 2**63 else number
+def signed(number: int | None) -> int | None:
+    """The signed value of an integer attribute, which nodes return as unsigned; None where there is none."""
+    return number if number is None or number < 2**63 else number - 2**64
 
 
-def signed_all(numbers: tuple[int, ...]) -> tuple[int, ...]:
+def signed_all(numbers: tuple[int | None, ...]) -> tuple[int | None, ...]:
     return tuple([signed(number) for number in numbers])
 
 
@@ -112,7 +111,7 @@ class Pointwise:
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
-    return tensor.to(dtype) if out is None else out.copy_(tensor)
+    return tensor.to(dtype, copy=True) if out is None else out.copy_(tensor)
 
 
 def _unary(function: Callable[[Tensor], Tensor], saves_input: bool = True) -> Callable[[Node], Rebuild]:
@@ -130,6 +129,8 @@ def _sum(function: Callable[..., Tensor]) -> Callable[[Node], Rebuild]:
         # wait for a term that no op has saved yet.
         if read.is_lost(0) or read.is_lost(1):
             raise Unknown("a term of the sum is not kept")
+        if read.policy.products and (read.is_product(0) or read.is_product(1)):
+            raise Unknown("the sum is kept instead of repeating the product that is its term")
         alpha, arguments = read.number("alpha"), (read.edge(0), read.edge(1))
         return function if alpha == 1 else partial(function, alpha=alpha), arguments
 
@@ -146,14 +147,20 @@ def _gelu_of(approximate: str) -> Callable[[Tensor], Tensor]:
     return lambda t: F.gelu(t, approximate=approximate)
 
 
-def _leaky_relu(read: Node) -> Rebuild:
+def _leaky_relu(read: Node, in_place: bool = False) -> Rebuild:
     slope = read.number("negative_slope")
-    return lambda t: F.leaky_relu(t, slope), (read.input("self", 0),)
+    return lambda t: F.leaky_relu(t, slope), (read.edge(0) if in_place else read.input("self", 0),)
 
 
-def _elu(read: Node) -> Rebuild:
+def _elu(read: Node, in_place: bool = False) -> Rebuild:
     given = [read.number(name) for name in ("alpha", "scale", "input_scale")]
-    return lambda t: torch.ops.aten.elu(t, *given), (read.input("self", 0),)
+    argument = read.edge(0) if in_place else read.input("self", 0)
+    return lambda t: torch.ops.aten.elu(t, *given), (argument,)
+
+
+def _clamp(read: Node) -> Rebuild:
+    low, high = read.number("min"), read.number("max")
+    return lambda t: t.clamp(low, high), (read.input("self", 0),)
 
 
 def _hardtanh(read: Node) -> Rebuild:
@@ -212,6 +219,8 @@ def _clone(read: Node) -> Rebuild:
     size, stride = read.like.size(), read.like.stride()
 
     def copy(t: Tensor) -> Tensor:
+        if t.stride() == stride and t.size() == size:
+            return t
         return torch.empty_strided(size, stride, dtype=t.dtype, device=t.device).copy_(t)
 
     return copy, (read.edge(0),)
@@ -300,11 +309,8 @@ def _widens(read: Node, weight: str) -> None:
 
 
 def _layer_norm(read: Node) -> Rebuild:
-    eps = read.node.metadata.get(EPS)
-    if eps is None:
-        raise Unknown
-    arguments = _affine(read, "weight", "bias")
-    return _layer_norm_of(read.number("normalized_shape"), eps), arguments
+    eps, _ = read.noted()
+    return _layer_norm_of(read.number("normalized_shape"), eps), _present(read, "input", "weight", "bias")
 
 
 @lru_cache(256)
@@ -313,10 +319,8 @@ def _layer_norm_of(shape: tuple[int, ...], eps: float) -> Callable[..., Tensor]:
 
 
 def _rms_norm(read: Node) -> Rebuild:
-    if EPS not in read.node.metadata:
-        raise Unknown
-    eps, arguments = read.node.metadata[EPS], _affine(read, "weight")
-    return _rms_norm_of(read.number("normalized_shape"), eps), arguments
+    eps, _ = read.noted()
+    return _rms_norm_of(read.number("normalized_shape"), eps), _present(read, "input", "weight")
 
 
 @lru_cache(256)
@@ -324,9 +328,9 @@ def _rms_norm_of(shape: tuple[int, ...], eps: float | None) -> Callable[..., Ten
     return lambda x, w=None: torch.ops.aten._fused_rms_norm(x, shape, w, eps)[0]
 
 
-def _affine(read: Node, *names: str) -> tuple[Argument, ...]:
+def _present(read: Node, *names: str) -> tuple[Argument, ...]:
     """The arguments of a normalisation, without trailing parameters that are None."""
-    given = [read.saved(name) for name in ("input", *names)]
+    given = [read.saved(name) for name in names]
     while given and given[-1] is None:
         given.pop()
     if not given or None in given:
@@ -334,9 +338,122 @@ def _affine(read: Node, *names: str) -> tuple[Argument, ...]:
     return tuple(given)
 
 
+def _group_norm(read: Node) -> Rebuild:
+    eps, _ = read.noted()
+    sizes = [read.integer(name) for name in ("N", "C", "HxW", "group")]
+    weight, bias = read.saved("weight"), read.bias(2)
+    present = weight is not None, bias is not None
+
+    def norm(x: Tensor, *affine: Tensor) -> Tensor:
+        return torch.native_group_norm(x, *_affine(affine, *present), *sizes, eps)[0]
+
+    return norm, _all_of(read.saved("input"), weight, bias)
+
+
+def _affine(given: tuple[Tensor, ...], weight: bool, bias: bool) -> tuple[Tensor | None, Tensor | None]:
+    """Weight and bias, of which `given` has those that there are."""
+    tensors = iter(given)
+    return next(tensors) if weight else None, next(tensors) if bias else None
+
+
+def _all_of(x: Argument | None, *rest: Argument | None) -> tuple[Argument, ...]:
+    if x is None:
+        raise Unknown
+    return x, *[argument for argument in rest if argument is not None]
+
+
+def _batch_norm(read: Node) -> Rebuild:
+    return _batch_norm_of(read, read.number("eps"), _from_statistics)
+
+
+def _cudnn_batch_norm(read: Node) -> Rebuild:
+    return _batch_norm_of(read, read.number("epsilon"), _by_cudnn)
+
+
+def _batch_norm_of(read: Node, eps: float, in_training: Callable[..., Tensor]) -> Rebuild:
+    """BatchNorm; running statistics are read in evaluation alone, and never written."""
+    weight, bias = read.saved("weight"), read.bias(2)
+    present = weight is not None, bias is not None
+    if read.number("training"):
+        statistics = read.saved("result1"), read.saved("result2")
+    else:
+        statistics = read.saved("running_mean"), read.saved("running_var")
+        in_training = _in_evaluation
+    if None in statistics:
+        raise Unknown
+
+    def norm(x: Tensor, mean: Tensor, spread: Tensor, *affine: Tensor) -> Tensor:
+        return in_training(x, *_affine(affine, *present), mean, spread, eps)
+
+    return norm, _all_of(read.saved("input"), *statistics, weight, bias)
+
+
+def _in_evaluation(x: Tensor, w: Tensor | None, b: Tensor | None, mean: Tensor, var: Tensor, eps: float):
+    return torch.native_batch_norm(x, w, b, mean, var, False, 0.0, eps)[0]
+
+
+def _by_cudnn(x: Tensor, w: Tensor, b: Tensor, mean: Tensor, invstd: Tensor, eps: float) -> Tensor:
+    return torch.cudnn_batch_norm(x, w, b, None, None, True, 0.0, eps)[0]
+
+
+def _from_statistics(
+    x: Tensor, w: Tensor | None, b: Tensor | None, mean: Tensor, invstd: Tensor, eps: float
+) -> Tensor:
+    """BatchNorm from its saved mean and 1 / sqrt(var + eps), in one pass over x where that has the same bits.
+
+    torch's CPU kernel for dense tensors computes x * scale + (bias - mean * scale) with scale = weight *
+    invstd, in training as in evaluation. With `scale` for a weight, a variance of 1 and an eps of 0 the
+    evaluation computes the same numbers. Elsewhere the statistics are computed again.
+    """
+    if x.is_cuda:
+        return torch.batch_norm_elemt(x, w, b, mean, invstd, eps)
+    if x.device.type == "cpu" and _is_dense(x) and all(t is None or t.dtype == mean.dtype for t in (w, b)):
+        scale = invstd if w is None else invstd * w
+        return torch.native_batch_norm(x, scale, b, mean, torch.ones_like(mean), False, 0.0, 0.0)[0]
+    return torch.native_batch_norm(x, w, b, None, None, True, 0.0, eps)[0]
+
+
+def _is_dense(x: Tensor) -> bool:
+    if x.is_contiguous():
+        return True
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()])
+
+
+def _sync_batch_norm(read: Node) -> Rebuild:
+    """torch.nn.SyncBatchNorm, from the statistics of all ranks, which it saves."""
+    packed = [one.data for one in read.node._raw_saved_tensors]
+    x, weight, mean, invstd, *_ = [None if one is None else read.packed(one) for one in packed]
+    bias = read.bias(2)
+    present = weight is not None, bias is not None
+
+    def norm(x: Tensor, mean: Tensor, invstd: Tensor, *affine: Tensor) -> Tensor:
+        return torch.batch_norm_elemt(x, *_affine(affine, *present), mean, invstd, 0.0)
+
+    return norm, _all_of(x, mean, invstd, weight, bias)
+
+
+def _max_pool2d(read: Node) -> Rebuild:
+    sizes = [read.integers(name) for name in ("kernel_size", "stride", "padding", "dilation")]
+    ceil = read.number("ceil_mode")
+    return lambda x: torch.ops.aten.max_pool2d_with_indices(x, *sizes, ceil)[0], (read.input("self", 0),)
+
+
+def _avg_pool2d(read: Node) -> Rebuild:
+    sizes = [read.integers(name) for name in ("kernel_size", "stride", "padding")]
+    flags = [read.number(name) for name in ("ceil_mode", "count_include_pad", "divisor_override")]
+    return lambda x: F.avg_pool2d(x, *sizes, *flags), (read.input("self", 0),)
+
+
 RULES: dict[str, Callable[[Node], Rebuild]] = {
     "NativeLayerNormBackward0": _layer_norm,
     "FusedRmsNormBackward0": _rms_norm,
+    "NativeGroupNormBackward0": _group_norm,
+    "NativeBatchNormBackward0": _batch_norm,
+    "CudnnBatchNormBackward0": _cudnn_batch_norm,
+    "SyncBatchNormBackward": _sync_batch_norm,
+    "MaxPool2DWithIndicesBackward0": _max_pool2d,
+    "AvgPool2DBackward0": _avg_pool2d,
     "GeluBackward0": _gelu,
     "SiluBackward0": _unary(F.silu),
     "MishBackward0": _unary(F.mish),
@@ -344,7 +461,10 @@ RULES: dict[str, Callable[[Node], Rebuild]] = {
     "HardsigmoidBackward0": _unary(F.hardsigmoid),
     "HardtanhBackward0": _hardtanh,
     "LeakyReluBackward0": _leaky_relu,
+    "LeakyReluBackward1": partial(_leaky_relu, in_place=True),
     "EluBackward0": _elu,
+    "EluBackward1": partial(_elu, in_place=True),
+    "ClampBackward1": _clamp,
     "GluBackward0": _glu,
     "ReluBackward0": _unary(torch.relu, saves_input=False),
     "SigmoidBackward0": _unary(torch.sigmoid, saves_input=False),

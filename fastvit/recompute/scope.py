@@ -3,7 +3,7 @@
 Inside `recompute_scope()` autograd passes every tensor that an op saves to a pack hook
 (torch.autograd.graph.saved_tensors_hooks). Where the tensor can be rebuilt from tensors that other ops keep,
 the hook returns a recipe; the unpack hook follows it. The op and the inputs of a tensor come from a layer of
-fastvit (`_Scope.call`), or from autograd's graph for ops of torch (graph.py).
+fastvit (`Scope.call`), or from autograd's graph for ops of torch (graph.py) and from their calls (calls.py).
 
 No tensor is kept only for a recipe, except copies of small leaves and byte masks. An ingredient may be saved
 later than the tensor that needs it: queries and keys are saved before the values with which they share
@@ -20,24 +20,29 @@ arXiv:1604.06174.
 from __future__ import annotations
 
 import contextlib
+import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import TensorWeakRef
 
-from .graph import KEY, value_of
+from .calls import VALUE, VERSION, Calls
+from .graph import value_of
 from .policy import Policy
 from .rules import VIEWS
 from .saved import Kept, Recipe
 from .values import SMALLEST, Argument, Given, Held, Value, View
 
+_VIEWS = {*VIEWS, "AsStridedBackward0", "DiagonalBackward0", "SqueezeBackward2"}
 _MASK = "dropout_mask, a byte an element"
 _autograd = torch._C._autograd
 _transforms = torch._C._functorch.peek_interpreter_stack
+
+Hooks = tuple[Callable, Callable]
 
 
 def recompute_scope(
@@ -49,18 +54,19 @@ def recompute_scope(
             loss = criterion(model(x), target)
         loss.backward()
 
-    These are outputs of BatchNormAct layers with memory="recompute", and of torch's activations, elementwise
-    products, sums, casts, copies and concatenations, where the inputs of the op are kept. LayerNorms need
-    `fastvit.convert`.
+    These are outputs of torch's normalisations, activations, elementwise products, sums, casts, copies,
+    concatenations and poolings, and of BatchNormAct layers with memory="recompute", where the inputs of the op
+    are kept. An op is repeated by the same op on the same memory layout, so gradients have the same bits as
+    without the scope. Running statistics are not touched.
 
-    The backward may run inside or outside of the scope. Gradients have the same bits as without it. An output
-    that was written to before it was saved is kept. Scopes nest: at the end of an inner one, outputs that
-    wait for an ingredient are kept. A scope has no effect inside other saved-tensor hooks (non-reentrant
-    checkpointing, save_on_cpu) and under torch.compile.
+    The backward may run inside or outside of the scope. Scopes nest: at the end of an inner one, outputs that
+    wait for an ingredient are kept. Inside other saved-tensor hooks (save_on_cpu, an activation offloader) a
+    scope hands on what it keeps; inside torch's checkpoint it has no effect. Where saved-tensor hooks are
+    disabled it has none either, and warns once.
 
-    A write through `tensor.data`, or by an op that does not count versions, is not noticed, as everywhere in
-    autograd. Nor is one under no_grad to a result that no op has saved, where the result of a later op is
-    rebuilt from what it was made of.
+    An output that was written to before it was saved is kept, unless the write is an op in place that was
+    called in Python and is repeated too. Not noticed is a write through `tensor.data` or NumPy, or by an op that
+    does not count versions, to a result that is rebuilt or from which another is: `fastvit.verify` finds it.
 
     Args:
         products: rebuild the output of a Linear too, where it is no narrower than the input. This halves the
@@ -77,30 +83,82 @@ def recompute_scope(
 @contextlib.contextmanager
 def policy_scope(policy: Policy, block: str = "") -> Iterator[None]:
     """`recompute_scope` with a policy, around the forward of a block of this name."""
-    outer = active_scope()
-    if outer is not None:
-        yield
-        outer.finish()
-        return
-    if torch.compiler.is_compiling() or not _autograd._saved_tensors_hooks_is_enabled() or _top_hooks():
+    if torch.compiler.is_compiling():
         yield
         return
-    scope = _Scope(policy, block)
-    with saved_tensors_hooks(scope.pack, scope.unpack):
+    owner = object()
+    open_scope(owner, policy, block)
+    try:
         yield
-    scope.finish()
+    finally:
+        close_scope(owner)
 
 
-def active_scope() -> _Scope | None:
+class _Opened(threading.local):
+    """The scopes that are open in this thread, inner ones last: owner, scope, and its policy and block before."""
+
+    def __init__(self):
+        self.stack: list[tuple[object, Scope | None, tuple[Policy, str] | None]] = []
+
+
+_opened = _Opened()
+
+
+def open_scope(owner: object, policy: Policy, block: str) -> None:
+    """Opens a scope until `close_scope(owner)`, or sets policy and block of the one that is open."""
+    scope = active_scope()
+    before = None
+    if scope is not None:
+        before = scope.policy, scope.block
+        scope.policy, scope.block = policy, block
+    elif _can_open():
+        scope = Scope(policy, block)
+        scope.enter()
+    _opened.stack.append((owner, scope, before))
+
+
+def close_scope(owner: object) -> None:
+    """Closes the scope that `owner` opened, and those inside it that an exception has left open."""
+    stack = _opened.stack
+    if not any(entry[0] is owner for entry in stack):
+        return
+    while True:
+        one, scope, before = stack.pop()
+        if scope is not None:
+            scope.finish()
+            if before is None:
+                scope.leave()
+            else:
+                scope.policy, scope.block = before
+        if one is owner:
+            return
+
+
+def _can_open() -> bool:
+    hooks = _top_hooks()
+    if hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint":
+        return False  # it keeps nothing in its first forward, and counts what is saved in its second
+    if _autograd._saved_tensors_hooks_is_enabled():
+        return True
+    if _transforms() is None:  # torch.func disables hooks, and keeps what it needs
+        warnings.warn(
+            "fastvit: nothing is rebuilt here, because saved-tensor hooks are disabled: "
+            f"{_autograd._saved_tensors_hooks_get_disabled_error_message()}",
+            stacklevel=5,
+        )
+    return False
+
+
+def active_scope() -> Scope | None:
     """The scope whose hooks are on top of autograd's stack of hooks, if they are a scope's."""
     if torch.compiler.is_compiling():
         return None
     hooks = _top_hooks()
     scope = getattr(hooks[0], "__self__", None) if hooks else None
-    return scope if isinstance(scope, _Scope) else None
+    return scope if isinstance(scope, Scope) else None
 
 
-def _top_hooks() -> tuple[Callable, Callable] | None:
+def _top_hooks() -> Hooks | None:
     return _autograd._top_saved_tensors_default_hooks(True)
 
 
@@ -112,29 +170,45 @@ class _Noted:
         self.value, self.version, self.dtype = value, y._version, y.dtype
 
 
-class _Scope:
+class Scope:
+    """One open scope: its pack hook, and what it knows of the forward that runs."""
+
     _SWEEP_AT_LEAST = 64
 
     def __init__(self, policy: Policy, block: str):
         self.policy = policy
         self.block = block  # the block whose forward runs
+        self.dropout: float | None = None  # the probability of the dropout that runs
+        self.written: tuple[Tensor, int] | None = None  # what the op that runs may write to; its version then
+        self._outer: Hooks | None = None  # hooks around this scope, to which kept tensors are handed on
         self._outputs: dict[int, _Noted] = {}  # by the address of y's storage, which `alive` reserves
         self._sweep_at = self._SWEEP_AT_LEAST
         self._recorded: list[Kept | Recipe] | None = None
-        self._dropout: float | None = None  # the probability of the dropout that runs
         self._waiting: list[weakref.ref[Recipe]] = []
+        self._calls = Calls(self)
+
+    def enter(self) -> None:
+        self._outer = _top_hooks()
+        _autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
+        self._calls.__enter__()
+
+    def leave(self) -> None:
+        self._calls.__exit__(None, None, None)
+        _autograd._pop_saved_tensors_default_hooks()
 
     def pack(self, tensor: Tensor) -> Kept | Recipe:
         packed: Kept | Recipe | None = None
         if type(tensor) is Tensor:
-            if self._dropout is not None:
-                packed = self._mask(tensor, self._dropout)
+            if self.dropout is not None:
+                packed = self._mask(tensor, self.dropout)
             elif self._outputs:
                 packed = self._noted(tensor)
             if packed is None and tensor.grad_fn is not None:
                 packed = self._of_graph(tensor)
         if packed is None:
             packed = Kept(tensor)
+        if self._outer is not None and type(packed) is Kept:
+            packed.hand_on(self._outer)
         if self._recorded is not None:
             self._recorded.append(packed)
         return packed
@@ -156,7 +230,7 @@ class _Scope:
         if y.requires_grad:
             self._sweep()
             value = Value()
-            value.size = y.nbytes
+            value.size, value.dtype = y.nbytes, y.dtype
             value.made_by(rebuild, tuple(_argument(packed) for packed in recorded))
             value.depth += 1
             storage = y.untyped_storage()
@@ -165,17 +239,15 @@ class _Scope:
             value.nbytes, value.name = y.nbytes, y.grad_fn.name()
             self._outputs[storage._cdata] = _Noted(y, value)
             if y._base is None and y.output_nr == 0 and y._version == 0:
-                y.grad_fn.metadata[KEY] = value
+                y.grad_fn.metadata[VALUE] = value
         return y
 
-    @contextlib.contextmanager
-    def dropout(self, p: float) -> Iterator[None]:
-        """Around torch's dropout, which saves its factor: 0, or 1 / (1 - p)."""
-        outer, self._dropout = self._dropout, p
-        try:
-            yield
-        finally:
-            self._dropout = outer
+    @staticmethod
+    def unknown(reason: str) -> Value:
+        """A value that is never rebuilt."""
+        value = Value()
+        value.unknown = reason
+        return value
 
     def _mask(self, tensor: Tensor, p: float) -> Recipe | None:
         """A mask of one byte an element in place of the factor. Drawing it again takes ten times as long."""
@@ -209,18 +281,29 @@ class _Scope:
         node = base.grad_fn
         if node is None:  # a view of a leaf, such as a transposed weight
             return Kept(tensor, is_input=tensor.grad_fn.name() in VIEWS)
-        # The graph shows neither later writes nor which of several results this is.
-        if base._version or base.output_nr or base.dtype != tensor.dtype:
+        # The graph shows neither which of several results this is, nor a cast of the memory.
+        if base.output_nr or base.dtype != tensor.dtype:
+            return None
+        if base._version and not self._is_written_once(base, node):
             return None
         if tensor.layout is not torch.strided or base.is_nested or _transforms() is not None:
             return None
-        value = node.metadata.get(KEY) or value_of(node, self.policy, base)
+        if tensor is not base and not _is_view(tensor, node):
+            return None
+        value = node.metadata.get(VALUE) or value_of(node, self.policy, base)
         if value.original is not None:  # a layer's output whose memory was replaced
             return None
         if not value.nbytes:
             value.nbytes = base.nbytes
             value.depth += 1
         return self._choose(value, tensor, base)
+
+    def _is_written_once(self, base: Tensor, node) -> bool:
+        """Whether all writes to `base` are ops in place that the graph shows, the last one being `node`."""
+        written = self.written
+        if written is not None and written[0] is base and written[1] == base._version:
+            node.metadata[VERSION] = base._version  # the op saves its result before its call returns
+        return node.metadata.get(VERSION) == base._version
 
     def _choose(self, value: Value, tensor: Tensor, base: Tensor | None) -> Kept | Recipe:
         """Keeps `tensor`, which is `base` or a view of it, or makes a recipe. `value` is that of `base`."""
@@ -236,6 +319,8 @@ class _Scope:
         if value.unknown or not value.is_worth_it():
             kept = Kept(tensor)
             if tensor is not base:
+                if self._outer is not None:  # hooks around hold the view, and not its base
+                    return kept
                 value.lies_in(base)
             self._is_kept(value, kept)
             return kept
@@ -250,6 +335,7 @@ class _Scope:
 
     def _wait(self, recipe: Recipe, missing: Value | Given) -> None:
         reference = weakref.ref(recipe)
+        self._sweep()
         self._waiting.append(reference)
         if type(missing) is Value:
             if missing.waiting is None:
@@ -271,17 +357,34 @@ class _Scope:
         for reference in self._waiting:
             recipe = reference()
             if recipe is not None and recipe.source is None and recipe.settle() is not None:
-                recipe.hold(recipe.kept)
+                if self._outer is not None:
+                    recipe.kept.hand_on(self._outer)
+                else:
+                    recipe.hold(recipe.kept)
         self._waiting = []
 
     def _sweep(self) -> None:
-        """Drops freed outputs from time to time, since a scope may enclose a whole training loop."""
-        if len(self._outputs) < self._sweep_at:
+        """Drops freed references from time to time, since a scope may enclose a whole training loop."""
+        if len(self._outputs) + len(self._waiting) < self._sweep_at:
             return
         self._outputs = {
             address: output for address, output in self._outputs.items() if not output.alive.expired()
         }
-        self._sweep_at = max(self._SWEEP_AT_LEAST, 2 * len(self._outputs))
+        self._waiting = [reference for reference in self._waiting if reference() is not None]
+        self._sweep_at = max(self._SWEEP_AT_LEAST, 2 * (len(self._outputs) + len(self._waiting)))
+
+
+def _is_view(tensor: Tensor, made) -> bool:
+    """Whether the graph leads from `tensor` by views alone to its base, which the node `made` made.
+
+    A Function may write into its input and return it, without a version.
+    """
+    node = tensor.grad_fn
+    while node is not made:
+        if node is None or node.name() not in _VIEWS:
+            return False
+        node = node.next_functions[0][0]
+    return True
 
 
 def _argument(packed: Kept | Recipe) -> Argument:

@@ -1,0 +1,77 @@
+"""`convert` and `revert`: recompute scopes round the forward of a model and of its blocks, by module hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from .recompute import Policy, close_scope, open_scope
+
+__all__ = ["convert", "revert"]
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+class OpenScope:
+    """The forward pre-hook: opens a recompute scope."""
+
+    def __init__(self, policy: Policy, block: str):
+        self.policy = policy
+        self.block = block
+
+    def __call__(self, module: nn.Module, args: object) -> None:
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+            open_scope(module, self.policy, self.block)
+
+
+class CloseScope:
+    """The forward hook, which runs after an exception too."""
+
+    def __call__(self, module: nn.Module, args: object, output: object) -> None:
+        if not torch.compiler.is_compiling():
+            close_scope(module)
+
+
+def convert(
+    model: nn.Module,
+    *,
+    products: bool = False,
+    weight_casts: bool = False,
+    budget: float | None = None,
+    example_inputs: Tensor | Sequence | Mapping | None = None,
+) -> nn.Module:
+    revert(model)
+    policy = Policy(products, weight_casts)
+    names = {module: name for name, module in model.named_modules()}
+    for module in dict.fromkeys([model, *blocks(model)]):
+        # First of all pre-hooks and last of all hooks, so that the scope is round those of others.
+        module.register_forward_pre_hook(OpenScope(policy, names[module]), prepend=True)
+        module.register_forward_hook(CloseScope(), always_call=True)
+    return model
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The elements of containers in which there is a normalisation."""
+    return [
+        module
+        for container in model.modules()
+        if isinstance(container, _CONTAINERS)
+        for module in container.children()
+        if not isinstance(module, _CONTAINERS) and any(module.children()) and _has_norm(module)
+    ]
+
+
+def _has_norm(module: nn.Module) -> bool:
+    return any("Norm" in type(part).__name__ for part in module.modules())
+
+
+def revert(model: nn.Module) -> nn.Module:
+    """Undoes `convert` in place, and returns `model`."""
+    for module in model.modules():
+        for hooks, kind in ((module._forward_pre_hooks, OpenScope), (module._forward_hooks, CloseScope)):
+            for key in [key for key, hook in hooks.items() if isinstance(hook, kind)]:
+                del hooks[key]
+                module._forward_hooks_always_called.pop(key, None)
+    return model

@@ -1,0 +1,152 @@
+"""What autograd's graph lacks, taken from the calls themselves: a torch function mode.
+
+A node of the graph lacks the eps of a normalisation and a bias without gradient; a tensor's version tells that
+it was written to, and not by which op. The mode sees each call of a torch function in Python with its arguments.
+It changes no call. Calls from TorchScript and from compiled code are not seen: what they make is kept.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+if TYPE_CHECKING:
+    from .scope import Scope
+
+NORM = "fastvit.norm"  # key of a node's metadata: (eps, bias) of the call
+VERSION = "fastvit.version"  # key of a node's metadata: the version of the tensor that the node made
+VALUE = "fastvit.value"  # key of a node's metadata: its Value
+
+See = Callable[["Scope", Callable, tuple, dict], Any]  # runs the call
+
+
+def _norm(eps: int | None, bias: int) -> See:
+    """Sees a normalisation, whose eps and bias have these positions."""
+
+    def see(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
+        y = func(*args, **kwargs)
+        if type(y) is Tensor:
+            base = y if y._base is None else y._base
+            if base.grad_fn is not None:
+                added = _argument(args, kwargs, bias, "bias")
+                if added is not None and added.requires_grad:  # the graph has it
+                    added = None
+                base.grad_fn.metadata[NORM] = _argument(args, kwargs, eps, "eps"), added
+        return y
+
+    return see
+
+
+def _argument(args: tuple, kwargs: dict, position: int | None, name: str) -> Any:
+    if position is None:
+        return None
+    return args[position] if len(args) > position else kwargs.get(name, _DEFAULTS.get(name))
+
+
+_DEFAULTS = {"eps": 1e-5}
+
+
+def _rms_norm(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
+    y = func(*args, **kwargs)
+    if type(y) is Tensor and y.grad_fn is not None:
+        y.grad_fn.metadata[NORM] = (args[3] if len(args) > 3 else kwargs.get("eps"), None)
+    return y
+
+
+def _dropout(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
+    p = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+    outer, scope.dropout = scope.dropout, p if type(p) is float and 0 < p < 1 else None
+    try:
+        return _written(scope, func, args, kwargs)
+    finally:
+        scope.dropout = outer
+
+
+def _written(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Sees an op that may write into its first argument.
+
+    Where it does, and makes a node, the tensor has one more version than before by this very op. Where it
+    makes none, as under no_grad, the graph no longer shows what the tensor holds.
+    """
+    x = args[0] if args else kwargs.get("input")
+    if type(x) is not Tensor:
+        return func(*args, **kwargs)
+    base = x if x._base is None else x._base
+    node, before = base.grad_fn, base._version
+    if node is None:
+        return func(*args, **kwargs)
+    value = node.metadata.get(VALUE)
+    kept = None if value is None else value.kept()
+    if kept is not None:
+        kept.copy_for_recipes()
+        value.keeper = None
+    known = base is x and before == node.metadata.get(VERSION, 0) and torch.is_grad_enabled()
+    outer, scope.written = scope.written, (x, before + 1) if known else None
+    try:
+        return func(*args, **kwargs)
+    finally:
+        scope.written = outer
+        if base._version != before:
+            if base.grad_fn is node:
+                node.metadata[VALUE] = scope.unknown("written to without gradient")
+            elif known and base._version == before + 1:
+                base.grad_fn.metadata[VERSION] = before + 1
+
+
+_SEEN: dict[Callable, See] = {
+    F.layer_norm: _norm(4, 3),
+    torch.layer_norm: _norm(4, 3),
+    F.group_norm: _norm(4, 3),
+    torch.group_norm: _norm(4, 3),
+    F.rms_norm: _rms_norm,
+    torch.rms_norm: _rms_norm,
+    F.batch_norm: _norm(None, 4),
+    torch.batch_norm: _norm(None, 2),
+    F.dropout: _dropout,
+    torch.dropout: _dropout,
+}
+_SEEN.update(
+    (function, _written)
+    for name, function in vars(F).items()
+    if not name.startswith("_")
+    and inspect.isfunction(function)
+    and function not in _SEEN
+    and "inplace" in inspect.signature(function).parameters
+)
+_WRITING = frozenset(
+    f"__{name}__"
+    for name in "setitem iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift".split()
+)
+
+
+class _Seers(dict):
+    """By function, what sees its calls; None where nothing does. Filled at the first call of a function."""
+
+    def __missing__(self, func: Callable) -> See | None:
+        name = getattr(func, "__name__", "")
+        writes = name in _WRITING or (name.endswith("_") and not name.endswith("__"))
+        see = self[func] = _SEEN.get(func) or (_written if writes else None)
+        return see
+
+
+_seers = _Seers()
+
+
+class Calls(TorchFunctionMode):
+    """The mode of a scope."""
+
+    def __init__(self, scope: Scope):
+        super().__init__()
+        self.scope = scope
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        see = _seers[func]
+        if see is None or torch.compiler.is_compiling():
+            return func(*args, **kwargs) if kwargs else func(*args)
+        return see(self.scope, func, args, kwargs or {})
