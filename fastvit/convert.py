@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +64,27 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     ]
 
 
+def _hidden_from_torchscript(get_hook_stubs: Callable) -> Callable:
+    """torch.jit.script compiles hooks; those of a scope mean nothing to it."""
+
+    @functools.wraps(get_hook_stubs)
+    def get_hook_stubs_without_scopes(module: nn.Module):
+        hooks = module._forward_hooks, module._forward_pre_hooks
+        before = [dict(each) for each in hooks]
+        _remove(module)
+        try:
+            return get_hook_stubs(module)
+        finally:
+            for each, old in zip(hooks, before, strict=True):
+                each.clear()
+                each.update(old)
+
+    return get_hook_stubs_without_scopes
+
+
+torch.jit._recursive.get_hook_stubs = _hidden_from_torchscript(torch.jit._recursive.get_hook_stubs)
+
+
 def _has_norm(module: nn.Module) -> bool:
     return any("Norm" in type(part).__name__ for part in module.modules())
 
@@ -70,8 +92,17 @@ def _has_norm(module: nn.Module) -> bool:
 def revert(model: nn.Module) -> nn.Module:
     """Undoes `convert` in place, and returns `model`."""
     for module in model.modules():
-        for hooks, kind in ((module._forward_pre_hooks, OpenScope), (module._forward_hooks, CloseScope)):
-            for key in [key for key, hook in hooks.items() if isinstance(hook, kind)]:
-                del hooks[key]
-                module._forward_hooks_always_called.pop(key, None)
+        for key in _remove(module):
+            module._forward_hooks_always_called.pop(key, None)
     return model
+
+
+def _remove(module: nn.Module) -> list[int]:
+    """Removes the hooks of a scope from `module`; returns their keys."""
+    removed = []
+    for hooks, kind in ((module._forward_pre_hooks, OpenScope), (module._forward_hooks, CloseScope)):
+        keys = [key for key, hook in hooks.items() if isinstance(hook, kind)]
+        removed += keys
+        for key in keys:
+            del hooks[key]
+    return removed

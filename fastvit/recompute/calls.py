@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import TensorWeakRef
 
 if TYPE_CHECKING:
     from .scope import Scope
@@ -78,14 +80,11 @@ def _written(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
     if type(x) is not Tensor:
         return func(*args, **kwargs)
     base = x if x._base is None else x._base
+    if base.grad_fn is None:
+        of = scope.aliases.source(base) if scope.aliases else None
+        return _forgotten(scope, of, func, args, kwargs) if of is not None else func(*args, **kwargs)
     node, before = base.grad_fn, base._version
-    if node is None:
-        return func(*args, **kwargs)
-    value = node.metadata.get(VALUE)
-    kept = None if value is None else value.kept()
-    if kept is not None:
-        kept.copy_for_recipes()
-        value.keeper = None
+    _copy_for_recipes(node)
     known = base is x and before == node.metadata.get(VERSION, 0) and torch.is_grad_enabled()
     outer, scope.written = scope.written, (x, before + 1) if known else None
     try:
@@ -94,9 +93,77 @@ def _written(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
         scope.written = outer
         if base._version != before:
             if base.grad_fn is node:
-                node.metadata[VALUE] = scope.unknown("written to without gradient")
+                node.metadata[VALUE] = scope.unknown(_UNSEEN)
             elif known and base._version == before + 1:
                 base.grad_fn.metadata[VERSION] = before + 1
+
+
+_UNSEEN = "written to without a gradient"
+
+
+def _forgotten(scope: Scope, base: Tensor, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Sees a write into the memory of `base` of which autograd knows nothing."""
+    node = base.grad_fn
+    if node is not None:
+        _copy_for_recipes(node)
+        node.metadata[VALUE] = scope.unknown(_UNSEEN)
+    return func(*args, **kwargs)
+
+
+def _copy_for_recipes(node) -> None:
+    """Before a write to the tensor that `node` made: recipes so far take a copy, and no later one takes it.
+
+    Eager code may write to a saved tensor whose reader never runs a backward.
+    """
+    value = node.metadata.get(VALUE)
+    kept = None if value is None else value.kept()
+    if kept is not None and not kept.copy_for_recipes():
+        value.keeper = None
+
+
+def _replaced(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Sees `tensor.data = other`."""
+    return _forgotten(scope, args[0], func, args, kwargs)
+
+
+def _aliased(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Sees `detach()` and `.data`, whose result has the memory and not the graph."""
+    y = func(*args, **kwargs)
+    x = args[0] if args else kwargs.get("input")
+    if type(x) is Tensor and type(y) is Tensor and has_memory(y):
+        base = x if x._base is None else x._base
+        if base.grad_fn is not None:
+            scope.aliases.add(y, base)
+    return y
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether it is a plain tensor, and not one of torch.func's."""
+    return tensor.layout is torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+class Aliases:
+    """Tensors outside of the graph with the memory of one inside of it."""
+
+    def __init__(self):
+        self._sources: dict[int, tuple[StorageWeakRef, TensorWeakRef]] = {}  # by the address of the storage
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+    def add(self, alias: Tensor, base: Tensor) -> None:
+        storage = alias.untyped_storage()
+        self._sources[storage._cdata] = StorageWeakRef(storage), TensorWeakRef(base)
+
+    def source(self, alias: Tensor) -> Tensor | None:
+        """The tensor of the graph whose memory `alias` has."""
+        found = self._sources.get(alias.untyped_storage()._cdata) if has_memory(alias) else None
+        return found and found[1]()
+
+    def sweep(self) -> None:
+        self._sources = {
+            address: source for address, source in self._sources.items() if not source[0].expired()
+        }
 
 
 _SEEN: dict[Callable, See] = {
@@ -110,6 +177,12 @@ _SEEN: dict[Callable, See] = {
     torch.batch_norm: _norm(None, 2),
     F.dropout: _dropout,
     torch.dropout: _dropout,
+    Tensor.detach: _aliased,
+    torch.detach: _aliased,
+    Tensor.data.__get__: _aliased,  # type: ignore[attr-defined]
+    Tensor.data.__set__: _replaced,  # type: ignore[attr-defined]
+    Tensor.numpy: _written,
+    Tensor.__array__: _written,
 }
 _SEEN.update(
     (function, _written)

@@ -25,10 +25,11 @@ class Kept:
         self.is_read = False  # by a recipe
         self.before: Tensor | None = None  # a copy for recipes, where the tensor was written to
 
-    def copy_for_recipes(self) -> None:
-        """Before a write in place, which eager code may do where the op that saved the tensor has no backward."""
-        if self.is_read and self.before is None:
+    def copy_for_recipes(self) -> bool:
+        """Before a write to the tensor: makes a copy for the recipes that read it; whether there are any."""
+        if self.is_read and self.before is None and self.outer is None:
             self.before = self.tensor.clone()
+        return self.is_read
 
     def hand_on(self, hooks: tuple[Callable, Callable]) -> None:
         """Passes the tensor to the pack hook around the scope, and drops it."""
@@ -37,7 +38,7 @@ class Kept:
             self.tensor, self.version = torch.empty_like(self.tensor, device="meta"), 0
 
     def is_intact(self) -> bool:
-        return self.tensor._version == self.version
+        return self.tensor._version == self.version and self.before is None
 
     def is_freed(self) -> bool:
         """Whether it is a parameter, or a view of one, whose memory is freed for now, as FSDP does."""
@@ -47,7 +48,7 @@ class Kept:
         return type(tensor) is Parameter or tensor.grad_fn is not None
 
     def is_there(self) -> bool:
-        return self.tensor._version == self.version and not self.is_freed()
+        return self.is_intact() and not self.is_freed()
 
     def read(self) -> Tensor:
         """The tensor as it was saved, for a recipe."""

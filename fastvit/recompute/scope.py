@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import TensorWeakRef
 
-from .calls import VALUE, VERSION, Calls
+from .calls import VALUE, VERSION, Aliases, Calls, has_memory
 from .graph import value_of
 from .policy import Policy
 from .rules import VIEWS
@@ -162,6 +162,22 @@ def _top_hooks() -> Hooks | None:
     return _autograd._top_saved_tensors_default_hooks(True)
 
 
+def _with_scopes_aside(disable: Callable) -> Callable:
+    @contextlib.contextmanager
+    def disable_saved_tensors_hooks(*args, **kwargs):
+        scope = active_scope()
+        with contextlib.nullcontext() if scope is None else scope.aside(), disable(*args, **kwargs):
+            yield
+
+    return disable_saved_tensors_hooks
+
+
+# torch.func calls it by this name, and it raises where there are hooks.
+torch.autograd.graph.disable_saved_tensors_hooks = _with_scopes_aside(  # type: ignore[assignment]
+    torch.autograd.graph.disable_saved_tensors_hooks
+)
+
+
 class _Noted:
     """An output of a layer of fastvit, with its storage."""
 
@@ -180,6 +196,7 @@ class Scope:
         self.block = block  # the block whose forward runs
         self.dropout: float | None = None  # the probability of the dropout that runs
         self.written: tuple[Tensor, int] | None = None  # what the op that runs may write to; its version then
+        self.aliases = Aliases()
         self._outer: Hooks | None = None  # hooks around this scope, to which kept tensors are handed on
         self._outputs: dict[int, _Noted] = {}  # by the address of y's storage, which `alive` reserves
         self._sweep_at = self._SWEEP_AT_LEAST
@@ -195,6 +212,15 @@ class Scope:
     def leave(self) -> None:
         self._calls.__exit__(None, None, None)
         _autograd._pop_saved_tensors_default_hooks()
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Without the hooks for a while."""
+        _autograd._pop_saved_tensors_default_hooks()
+        try:
+            yield
+        finally:
+            _autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
 
     def pack(self, tensor: Tensor) -> Kept | Recipe:
         packed: Kept | Recipe | None = None
@@ -267,7 +293,7 @@ class Scope:
         return recipe
 
     def _noted(self, tensor: Tensor) -> Kept | Recipe | None:
-        if tensor.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        if not has_memory(tensor):
             return None
         noted = self._outputs.get(tensor.untyped_storage()._cdata)
         if noted is None or tensor._version != noted.version or tensor.dtype != noted.dtype:
@@ -365,13 +391,14 @@ class Scope:
 
     def _sweep(self) -> None:
         """Drops freed references from time to time, since a scope may enclose a whole training loop."""
-        if len(self._outputs) + len(self._waiting) < self._sweep_at:
+        if len(self._outputs) + len(self._waiting) + len(self.aliases) < self._sweep_at:
             return
+        self.aliases.sweep()
         self._outputs = {
             address: output for address, output in self._outputs.items() if not output.alive.expired()
         }
         self._waiting = [reference for reference in self._waiting if reference() is not None]
-        self._sweep_at = max(self._SWEEP_AT_LEAST, 2 * (len(self._outputs) + len(self._waiting)))
+        self._sweep_at = max(self._SWEEP_AT_LEAST, 2 * (len(self._outputs) + len(self._waiting) + len(self.aliases)))
 
 
 def _is_view(tensor: Tensor, made) -> bool:

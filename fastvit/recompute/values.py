@@ -192,7 +192,7 @@ class Value:
     def tensor(self) -> Tensor:
         """The whole tensor: the kept one, one that is alive, one rebuilt for another reader, or rebuilt."""
         kept = self.kept()
-        if kept is not None and (self.function is None or kept.is_intact()):
+        if kept is not None and (self.function is None or kept.before is not None or kept.is_intact()):
             tensor = kept.read()
             if kept.is_freed():
                 _refuse_freed(tensor)
