@@ -55,12 +55,17 @@ def convert(
 
 def blocks(model: nn.Module) -> list[nn.Module]:
     """The elements of containers in which there is a normalisation."""
+    with_norm = set()
+    for name, module in model.named_modules(remove_duplicate=False):
+        if "Norm" in type(module).__name__:
+            parts = name.split(".")
+            with_norm.update(".".join(parts[:depth]) for depth in range(len(parts)))
     return [
-        module
-        for container in model.modules()
-        if isinstance(container, _CONTAINERS)
-        for module in container.children()
-        if not isinstance(module, _CONTAINERS) and any(module.children()) and _has_norm(module)
+        child
+        for name, container in model.named_modules(remove_duplicate=False)
+        if isinstance(container, _CONTAINERS) and (name in with_norm or not name)
+        for key, child in container.named_children()
+        if not isinstance(child, _CONTAINERS) and f"{name}.{key}".lstrip(".") in with_norm
     ]
 
 
@@ -83,10 +88,6 @@ def _hidden_from_torchscript(get_hook_stubs: Callable) -> Callable:
 
 
 torch.jit._recursive.get_hook_stubs = _hidden_from_torchscript(torch.jit._recursive.get_hook_stubs)
-
-
-def _has_norm(module: nn.Module) -> bool:
-    return any("Norm" in type(part).__name__ for part in module.modules())
 
 
 def revert(model: nn.Module) -> nn.Module:

@@ -102,12 +102,21 @@ _UNSEEN = "written to without a gradient"
 
 
 def _forgotten(scope: Scope, base: Tensor, func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Sees a write into the memory of `base` of which autograd knows nothing."""
+    """Sees a write into the memory of `base` of which autograd's graph knows nothing.
+
+    Without a new version autograd does not notice it either: an op that saved the tensor reads what was
+    written, and so do recipes.
+    """
     node = base.grad_fn
-    if node is not None:
-        _copy_for_recipes(node)
-        node.metadata[VALUE] = scope.unknown(_UNSEEN)
-    return func(*args, **kwargs)
+    if node is None:
+        return func(*args, **kwargs)
+    _copy_for_recipes(node)
+    value, version, memory = node.metadata.get(VALUE), base._version, base.detach()
+    node.metadata[VALUE] = scope.unknown(_UNSEEN)
+    result = func(*args, **kwargs)
+    if value is not None and base._version == version:
+        value.memory = memory
+    return result
 
 
 def _copy_for_recipes(node) -> None:

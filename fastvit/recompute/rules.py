@@ -407,7 +407,9 @@ def _from_statistics(
     """
     if x.is_cuda:
         return torch.batch_norm_elemt(x, w, b, mean, invstd, eps)
-    if x.device.type == "cpu" and _is_dense(x) and all(t is None or t.dtype == mean.dtype for t in (w, b)):
+    # In half precision the product would be rounded.
+    wide = mean.dtype in (torch.float32, torch.float64) and (w is None or w.dtype == mean.dtype)
+    if x.device.type == "cpu" and wide and _is_dense(x):
         scale = invstd if w is None else invstd * w
         return torch.native_batch_norm(x, scale, b, mean, torch.ones_like(mean), False, 0.0, 0.0)[0]
     return torch.native_batch_norm(x, w, b, None, None, True, 0.0, eps)[0]

@@ -43,9 +43,9 @@ class Kept:
     def is_freed(self) -> bool:
         """Whether it is a parameter, or a view of one, whose memory is freed for now, as FSDP does."""
         tensor = self.tensor
-        if tensor.untyped_storage().nbytes() or not tensor.numel() or self.outer is not None:
+        if self.outer is not None or (type(tensor) is not Parameter and tensor.grad_fn is None):
             return False
-        return type(tensor) is Parameter or tensor.grad_fn is not None
+        return not tensor.untyped_storage().nbytes() and tensor.numel() > 0
 
     def is_there(self) -> bool:
         return self.is_intact() and not self.is_freed()

@@ -107,6 +107,9 @@ _opened = _Opened()
 def open_scope(owner: object, policy: Policy, block: str) -> None:
     """Opens a scope until `close_scope(owner)`, or sets policy and block of the one that is open."""
     scope = active_scope()
+    if scope is not None and any(entry[0] is owner and entry[1] is scope for entry in _opened.stack):
+        close_scope(owner)  # left open by a KeyboardInterrupt, after which no hook of a module runs
+        scope = active_scope()
     before = None
     if scope is not None:
         before = scope.policy, scope.block
@@ -135,6 +138,8 @@ def close_scope(owner: object) -> None:
 
 
 def _can_open() -> bool:
+    if torch.jit.is_tracing():
+        return False
     hooks = _top_hooks()
     if hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint":
         return False  # it keeps nothing in its first forward, and counts what is saved in its second

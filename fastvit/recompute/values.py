@@ -108,6 +108,7 @@ class Value:
     geometry: tuple | None = None  # size, stride and offset of the whole tensor
     sharer: weakref.ref[Source] | None = None
     waiting: list[weakref.ref[Recipe]] | None = None
+    memory: Tensor | None = None  # of the tensor, where it was written to without a new version
     # the tensor itself, where it may be alive
     original: TensorWeakRef | None = None
     version = address = 0
@@ -235,7 +236,7 @@ class Source:
 
     def read(self, value: Value) -> Tensor:
         self.reads += 1
-        tensor = value.tensor()
+        tensor = value.tensor() if value.memory is None else value.memory
         if not self.unread():  # starts again, for a second backward with retain_graph
             self.rebuilt, self.reads = None, 0
         return tensor
