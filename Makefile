@@ -78,7 +78,7 @@ test-slow: install  ## Tests that need many gigabytes
 
 test-models: install  ## fastvit.convert on models of timm, torchvision and transformers, which it installs
 	$(RUN) -m pip install --quiet --disable-pip-version-check timm torchvision transformers "torch==$$($(RUN) -c 'import torch; print(torch.__version__)')"
-	$(RUN) -m pytest tests/test_convert_models.py tests/test_vit_models.py -m "not slow" $(if $(MODELS),-k '$(MODELS)')
+	$(RUN) -m pytest tests/test_convert_models.py -m "not slow" $(if $(MODELS),-k '$(MODELS)')
 
 dist: install
 	rm -rf build/wheel dist
@@ -126,7 +126,7 @@ lint: $(TOOLED)  ## What CI checks of the style
 docs: $(TOOLED)  ## The site in build/docs, from docs/ and the docstrings; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build  # --quiet would not count warnings, which are errors here
 
-mutate: install  ## Small faults in the CPU kernels and prove.py, and which of them no test notices; SAMPLE=
+mutate: install  ## Small faults in the CPU kernels and what a scope sees, and which of them no test notices; SAMPLE=
 	$(RUN) tools/mutate.py $(if $(SAMPLE),--sample $(SAMPLE))
 
 format: $(TOOLED)  ## Put the style right

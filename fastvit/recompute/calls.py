@@ -188,8 +188,8 @@ _SEEN: dict[Callable, See] = {
     torch.dropout: _dropout,
     Tensor.detach: _aliased,
     torch.detach: _aliased,
-    Tensor.data.__get__: _aliased,  # type: ignore[attr-defined]
-    Tensor.data.__set__: _replaced,  # type: ignore[attr-defined]
+    Tensor.data.__get__: _aliased,
+    Tensor.data.__set__: _replaced,
     Tensor.numpy: _written,
     Tensor.__array__: _written,
 }

@@ -90,10 +90,10 @@ class Node:
     def number(self, name: str):
         return getattr(self.node, _SAVED[name])
 
-    def integer(self, name: str) -> int:
+    def integer(self, name: str) -> int | None:
         return signed(self.number(name))
 
-    def integers(self, name: str) -> tuple[int, ...]:
+    def integers(self, name: str) -> tuple[int | None, ...]:
         return signed_all(self.number(name))
 
     def saved(self, name: str) -> Argument | None:

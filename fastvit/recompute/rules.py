@@ -340,12 +340,13 @@ def _present(read: Node, *names: str) -> tuple[Argument, ...]:
 
 def _group_norm(read: Node) -> Rebuild:
     eps, _ = read.noted()
-    sizes = [read.integer(name) for name in ("N", "C", "HxW", "group")]
+    n, c, area, groups = (read.integer(name) for name in ("N", "C", "HxW", "group"))
     weight, bias = read.saved("weight"), read.bias(2)
     present = weight is not None, bias is not None
 
     def norm(x: Tensor, *affine: Tensor) -> Tensor:
-        return torch.native_group_norm(x, *_affine(affine, *present), *sizes, eps)[0]
+        weight, bias = _affine(affine, *present)
+        return torch.native_group_norm(x, weight, bias, n, c, area, groups, eps)[0]
 
     return norm, _all_of(read.saved("input"), weight, bias)
 

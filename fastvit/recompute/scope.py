@@ -178,7 +178,7 @@ def _with_scopes_aside(disable: Callable) -> Callable:
 
 
 # torch.func calls it by this name, and it raises where there are hooks.
-torch.autograd.graph.disable_saved_tensors_hooks = _with_scopes_aside(  # type: ignore[assignment]
+torch.autograd.graph.disable_saved_tensors_hooks = _with_scopes_aside(
     torch.autograd.graph.disable_saved_tensors_hooks
 )
 
@@ -403,7 +403,9 @@ class Scope:
             address: output for address, output in self._outputs.items() if not output.alive.expired()
         }
         self._waiting = [reference for reference in self._waiting if reference() is not None]
-        self._sweep_at = max(self._SWEEP_AT_LEAST, 2 * (len(self._outputs) + len(self._waiting) + len(self.aliases)))
+        self._sweep_at = max(
+            self._SWEEP_AT_LEAST, 2 * (len(self._outputs) + len(self._waiting) + len(self.aliases))
+        )
 
 
 def _is_view(tensor: Tensor, made) -> bool:
