@@ -1,4 +1,4 @@
-"""`convert` and `revert`: recompute scopes round the forward of a model and of its blocks, by module hooks."""
+"""`convert` and `revert`: recompute scopes round the forwards of a model and of its blocks, by hooks."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """What autograd's graph lacks, taken from the calls themselves: a torch function mode.
 
-A node of the graph lacks the eps of a normalisation and a bias without gradient; a tensor's version tells that
-it was written to, and not by which op. The mode sees each call of a torch function in Python with its arguments.
-It changes no call. Calls from TorchScript and from compiled code are not seen: what they make is kept.
+A node of the graph lacks the eps of a normalisation and a bias without gradient. A tensor's version tells
+that it was written to, and not by which op. The mode sees each call of a torch function in Python with its
+arguments, and changes none. It does not see calls from TorchScript and from compiled code: what they make in
+these ways is kept.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
 if TYPE_CHECKING:
+    from .saved import Kept
     from .scope import Scope
 
 NORM = "fastvit.norm"  # key of a node's metadata: (eps, bias) of the call
@@ -84,7 +86,7 @@ def _written(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
         of = scope.aliases.source(base) if scope.aliases else None
         return _forgotten(scope, of, func, args, kwargs) if of is not None else func(*args, **kwargs)
     node, before = base.grad_fn, base._version
-    _copy_for_recipes(node)
+    _copied_for_recipes(node)
     known = base is x and before == node.metadata.get(VERSION, 0) and torch.is_grad_enabled()
     outer, scope.written = scope.written, (x, before + 1) if known else None
     try:
@@ -110,24 +112,32 @@ def _forgotten(scope: Scope, base: Tensor, func: Callable, args: tuple, kwargs: 
     node = base.grad_fn
     if node is None:
         return func(*args, **kwargs)
-    _copy_for_recipes(node)
+    kept = _copied_for_recipes(node)
     value, version, memory = node.metadata.get(VALUE), base._version, base.detach()
     node.metadata[VALUE] = scope.unknown(_UNSEEN)
     result = func(*args, **kwargs)
     if value is not None and base._version == version:
         value.memory = memory
+        for one in kept:
+            one.is_overwritten = True
     return result
 
 
-def _copy_for_recipes(node) -> None:
+def _copied_for_recipes(node) -> list[Kept]:
     """Before a write to the tensor that `node` made: recipes so far take a copy, and no later one takes it.
 
-    Eager code may write to a saved tensor whose reader never runs a backward.
+    Eager code may write to a saved tensor whose reader never runs a backward. Returns what has saved it.
     """
     value = node.metadata.get(VALUE)
     kept = None if value is None else value.kept()
-    if kept is not None and not kept.copy_for_recipes():
+    if kept is None:
+        return []
+    every = kept.same_memory()
+    for one in every:
+        one.copy_for_recipes()
+    if kept.before is None:
         value.keeper = None
+    return every
 
 
 def _replaced(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from .calls import NORM, VALUE
 from .policy import Policy
-from .rules import LEAF, PRODUCTS, RULES, VIEWS, Unknown, signed, signed_all
+from .rules import LEAF, PRODUCTS, RULES
 from .saved import Kept, Recipe
-from .values import Argument, Copied, Held, Value, View
+from .values import Argument, Copied, Held, Unknown, Value, View
+from .views import VIEWS, signed, signed_all
 
 _LONGEST = 12  # consecutive ops whose results no op has saved
 # Most bytes that a recipe moves for each byte of the tensor, in half precision or under autocast. Matrix

@@ -6,7 +6,6 @@ same bits. A rule raises `Unknown` where the node lacks an argument.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING
@@ -16,85 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
+from . import norms
 from .saved import Kept, Recipe
-from .values import Argument, Copied, Value, View
+from .values import Argument, Copied, Rebuild, Unknown, Value, View
+from .views import itself
 
 if TYPE_CHECKING:
     from .graph import Node
 
 LEAF = "torch::autograd::AccumulateGrad"
-
-
-class Unknown(Exception):
-    """A node lacks an argument of its op."""
-
-
-def signed(number: int | None) -> int | None:
-    """The signed value of an integer attribute, which nodes return as unsigned; None where there is none."""
-    return number if number is None or number < 2**63 else number - 2**64
-
-
-def signed_all(numbers: tuple[int | None, ...]) -> tuple[int | None, ...]:
-    return tuple([signed(number) for number in numbers])
-
-
-ViewOp = tuple  # a function of a tensor, and its other arguments
-
-
-def _of_shape(node, _: int) -> ViewOp:
-    return Tensor.view, tuple(node._input_metadata[0].shape)
-
-
-def _expand(node, _: int) -> ViewOp:
-    shape = tuple(node._input_metadata[0].shape)
-    return (_itself,) if node._saved_self_sym_sizes == shape else (Tensor.expand, *shape)
-
-
-def _method(name: str, *integers: str, part: bool = False) -> Callable:
-    """A view by a method of Tensor with these integers; `part` for a method that returns several views."""
-    saved, method = [sys.intern(f"_saved_{integer}") for integer in integers], getattr(Tensor, name)
-
-    def rule(node, number: int) -> ViewOp:
-        given = [getattr(node, one) for one in saved]
-        given = [signed_all(g) if type(g) is tuple else signed(g) for g in given]
-        return (_part, method, number, *given) if part else (method, *given)
-
-    return rule
-
-
-def _part(tensor: Tensor, method: Callable, number: int, *given) -> Tensor:
-    return method(tensor, *given)[number]
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _slice(node, _: int) -> ViewOp:
-    integers = (node._saved_dim, node._saved_start, node._saved_end, node._saved_step)
-    return torch.ops.aten.slice.Tensor, *signed_all(integers)
-
-
-VIEWS: dict[str, Callable[..., ViewOp]] = {
-    "ViewBackward0": _of_shape,
-    "ReshapeAliasBackward0": _of_shape,
-    "AliasBackward0": lambda *_: (_itself,),
-    "ExpandBackward0": _expand,
-    "PermuteBackward0": _method("permute", "dims"),
-    "TransposeBackward0": _method("transpose", "dim0", "dim1"),
-    "TBackward0": _method("t"),
-    "UnbindBackward0": _method("unbind", "dim", part=True),
-    "SplitBackward0": _method("split", "split_size", "dim", part=True),
-    "SplitWithSizesBackward0": _method("split_with_sizes", "split_sizes", "dim", part=True),
-    "SelectBackward0": _method("select", "dim", "index"),
-    "SliceBackward0": _slice,
-    "UnsqueezeBackward0": _method("unsqueeze", "dim"),
-    "SqueezeBackward0": _method("squeeze"),
-    "SqueezeBackward1": _method("squeeze", "dim"),
-    "UnfoldBackward0": _method("unfold", "dimension", "size", "step"),
-}
-
-Rebuild = tuple[Callable[..., Tensor], tuple[Argument, ...]]
 
 
 class Pointwise:
@@ -270,7 +199,7 @@ def _written_at_once(inner: Argument, copy: Node, shape: tuple[int, ...]) -> Reb
     op, made = value.function, copy.metadata()
     size, dtype, device = tuple(made.shape), made.dtype, made.device
     # Loops over complex numbers of other strides may round otherwise.
-    if dtype.is_complex or any(view[0] not in (_itself, Tensor.transpose) for view in views):
+    if dtype.is_complex or any(view[0] not in (itself, Tensor.transpose) for view in views):
         return None
     swaps = [given for function, *given in reversed(views) if function is Tensor.transpose]
 
@@ -308,134 +237,6 @@ def _widens(read: Node, weight: str) -> None:
     read.flops = 2 * shape[0]
 
 
-def _layer_norm(read: Node) -> Rebuild:
-    eps, _ = read.noted()
-    return _layer_norm_of(read.number("normalized_shape"), eps), _present(read, "input", "weight", "bias")
-
-
-@lru_cache(256)
-def _layer_norm_of(shape: tuple[int, ...], eps: float) -> Callable[..., Tensor]:
-    return lambda x, w=None, b=None: torch.native_layer_norm(x, shape, w, b, eps)[0]
-
-
-def _rms_norm(read: Node) -> Rebuild:
-    eps, _ = read.noted()
-    return _rms_norm_of(read.number("normalized_shape"), eps), _present(read, "input", "weight")
-
-
-@lru_cache(256)
-def _rms_norm_of(shape: tuple[int, ...], eps: float | None) -> Callable[..., Tensor]:
-    return lambda x, w=None: torch.ops.aten._fused_rms_norm(x, shape, w, eps)[0]
-
-
-def _present(read: Node, *names: str) -> tuple[Argument, ...]:
-    """The arguments of a normalisation, without trailing parameters that are None."""
-    given = [read.saved(name) for name in names]
-    while given and given[-1] is None:
-        given.pop()
-    if not given or None in given:
-        raise Unknown
-    return tuple(given)
-
-
-def _group_norm(read: Node) -> Rebuild:
-    eps, _ = read.noted()
-    n, c, area, groups = (read.integer(name) for name in ("N", "C", "HxW", "group"))
-    weight, bias = read.saved("weight"), read.bias(2)
-    present = weight is not None, bias is not None
-
-    def norm(x: Tensor, *affine: Tensor) -> Tensor:
-        weight, bias = _affine(affine, *present)
-        return torch.native_group_norm(x, weight, bias, n, c, area, groups, eps)[0]
-
-    return norm, _all_of(read.saved("input"), weight, bias)
-
-
-def _affine(given: tuple[Tensor, ...], weight: bool, bias: bool) -> tuple[Tensor | None, Tensor | None]:
-    """Weight and bias, of which `given` has those that there are."""
-    tensors = iter(given)
-    return next(tensors) if weight else None, next(tensors) if bias else None
-
-
-def _all_of(x: Argument | None, *rest: Argument | None) -> tuple[Argument, ...]:
-    if x is None:
-        raise Unknown
-    return x, *[argument for argument in rest if argument is not None]
-
-
-def _batch_norm(read: Node) -> Rebuild:
-    return _batch_norm_of(read, read.number("eps"), _from_statistics)
-
-
-def _cudnn_batch_norm(read: Node) -> Rebuild:
-    return _batch_norm_of(read, read.number("epsilon"), _by_cudnn)
-
-
-def _batch_norm_of(read: Node, eps: float, in_training: Callable[..., Tensor]) -> Rebuild:
-    """BatchNorm; running statistics are read in evaluation alone, and never written."""
-    weight, bias = read.saved("weight"), read.bias(2)
-    present = weight is not None, bias is not None
-    if read.number("training"):
-        statistics = read.saved("result1"), read.saved("result2")
-    else:
-        statistics = read.saved("running_mean"), read.saved("running_var")
-        in_training = _in_evaluation
-    if None in statistics:
-        raise Unknown
-
-    def norm(x: Tensor, mean: Tensor, spread: Tensor, *affine: Tensor) -> Tensor:
-        return in_training(x, *_affine(affine, *present), mean, spread, eps)
-
-    return norm, _all_of(read.saved("input"), *statistics, weight, bias)
-
-
-def _in_evaluation(x: Tensor, w: Tensor | None, b: Tensor | None, mean: Tensor, var: Tensor, eps: float):
-    return torch.native_batch_norm(x, w, b, mean, var, False, 0.0, eps)[0]
-
-
-def _by_cudnn(x: Tensor, w: Tensor, b: Tensor, mean: Tensor, invstd: Tensor, eps: float) -> Tensor:
-    return torch.cudnn_batch_norm(x, w, b, None, None, True, 0.0, eps)[0]
-
-
-def _from_statistics(
-    x: Tensor, w: Tensor | None, b: Tensor | None, mean: Tensor, invstd: Tensor, eps: float
-) -> Tensor:
-    """BatchNorm from its saved mean and 1 / sqrt(var + eps), in one pass over x where that has the same bits.
-
-    torch's CPU kernel for dense tensors computes x * scale + (bias - mean * scale) with scale = weight *
-    invstd, in training as in evaluation. With `scale` for a weight, a variance of 1 and an eps of 0 the
-    evaluation computes the same numbers. Elsewhere the statistics are computed again.
-    """
-    if x.is_cuda:
-        return torch.batch_norm_elemt(x, w, b, mean, invstd, eps)
-    # In half precision the product would be rounded.
-    wide = mean.dtype in (torch.float32, torch.float64) and (w is None or w.dtype == mean.dtype)
-    if x.device.type == "cpu" and wide and _is_dense(x):
-        scale = invstd if w is None else invstd * w
-        return torch.native_batch_norm(x, scale, b, mean, torch.ones_like(mean), False, 0.0, 0.0)[0]
-    return torch.native_batch_norm(x, w, b, None, None, True, 0.0, eps)[0]
-
-
-def _is_dense(x: Tensor) -> bool:
-    if x.is_contiguous():
-        return True
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    return x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()])
-
-
-def _sync_batch_norm(read: Node) -> Rebuild:
-    """torch.nn.SyncBatchNorm, from the statistics of all ranks, which it saves."""
-    packed = [one.data for one in read.node._raw_saved_tensors]
-    x, weight, mean, invstd, *_ = [None if one is None else read.packed(one) for one in packed]
-    bias = read.bias(2)
-    present = weight is not None, bias is not None
-
-    def norm(x: Tensor, mean: Tensor, invstd: Tensor, *affine: Tensor) -> Tensor:
-        return torch.batch_norm_elemt(x, *_affine(affine, *present), mean, invstd, 0.0)
-
-    return norm, _all_of(x, mean, invstd, weight, bias)
-
-
 def _max_pool2d(read: Node) -> Rebuild:
     sizes = [read.integers(name) for name in ("kernel_size", "stride", "padding", "dilation")]
     ceil = read.number("ceil_mode")
@@ -449,12 +250,12 @@ def _avg_pool2d(read: Node) -> Rebuild:
 
 
 RULES: dict[str, Callable[[Node], Rebuild]] = {
-    "NativeLayerNormBackward0": _layer_norm,
-    "FusedRmsNormBackward0": _rms_norm,
-    "NativeGroupNormBackward0": _group_norm,
-    "NativeBatchNormBackward0": _batch_norm,
-    "CudnnBatchNormBackward0": _cudnn_batch_norm,
-    "SyncBatchNormBackward": _sync_batch_norm,
+    "NativeLayerNormBackward0": norms.layer_norm,
+    "FusedRmsNormBackward0": norms.rms_norm,
+    "NativeGroupNormBackward0": norms.group_norm,
+    "NativeBatchNormBackward0": norms.batch_norm,
+    "CudnnBatchNormBackward0": norms.cudnn_batch_norm,
+    "SyncBatchNormBackward": norms.sync_batch_norm,
     "MaxPool2DWithIndicesBackward0": _max_pool2d,
     "AvgPool2DBackward0": _avg_pool2d,
     "GeluBackward0": _gelu,

@@ -15,7 +15,7 @@ from .values import Given, Source, Value, plainly
 class Kept:
     """A saved tensor that stays in memory, with the version check that autograd skips under hooks."""
 
-    __slots__ = ("__weakref__", "before", "is_read", "outer", "tensor", "version")
+    __slots__ = ("__weakref__", "before", "is_overwritten", "is_read", "outer", "tensor", "version", "views")
 
     def __init__(self, tensor: Tensor, is_input: bool = False):
         # Detached, because an op's output refers to its node, and the node refers to this object: a cycle.
@@ -23,13 +23,27 @@ class Kept:
         self.version = tensor._version
         self.outer: HandedOn | None = None
         self.is_read = False  # by a recipe
+        self.is_overwritten = False  # without a new version
         self.before: Tensor | None = None  # a copy for recipes, where the tensor was written to
+        self.views: list[weakref.ref[Kept]] = []  # of the same memory
 
-    def copy_for_recipes(self) -> bool:
-        """Before a write to the tensor: makes a copy for the recipes that read it; whether there are any."""
+    def again(self, tensor: Tensor) -> Kept:
+        """For another save of the same memory."""
+        mine = self.tensor
+        if tensor.size() == mine.size() and tensor.stride() == mine.stride() and self.outer is None:
+            if tensor.storage_offset() == mine.storage_offset():
+                return self
+        kept = Kept(tensor)
+        self.views.append(weakref.ref(kept))
+        return kept
+
+    def same_memory(self) -> list[Kept]:
+        return [self, *[kept for view in self.views if (kept := view()) is not None]]
+
+    def copy_for_recipes(self) -> None:
+        """Before a write to the tensor, for the recipes that read it."""
         if self.is_read and self.before is None and self.outer is None:
             self.before = self.tensor.clone()
-        return self.is_read
 
     def hand_on(self, hooks: tuple[Callable, Callable]) -> None:
         """Passes the tensor to the pack hook around the scope, and drops it."""
@@ -38,7 +52,7 @@ class Kept:
             self.tensor, self.version = torch.empty_like(self.tensor, device="meta"), 0
 
     def is_intact(self) -> bool:
-        return self.tensor._version == self.version and self.before is None
+        return self.tensor._version == self.version and self.before is None and not self.is_overwritten
 
     def is_freed(self) -> bool:
         """Whether it is a parameter, or a view of one, whose memory is freed for now, as FSDP does."""

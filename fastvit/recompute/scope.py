@@ -1,9 +1,8 @@
-"""The saved-tensor hooks under which outputs are rebuilt in the backward pass instead of kept.
+"""One recompute scope: the hooks under which saved tensors become recipes.
 
-Inside `recompute_scope()` autograd passes every tensor that an op saves to a pack hook
-(torch.autograd.graph.saved_tensors_hooks). Where the tensor can be rebuilt from tensors that other ops keep,
-the hook returns a recipe; the unpack hook follows it. The op and the inputs of a tensor come from a layer of
-fastvit (`Scope.call`), or from autograd's graph for ops of torch (graph.py) and from their calls (calls.py).
+Where a tensor that autograd saves can be rebuilt from tensors that other ops keep, the pack hook returns a
+recipe; the unpack hook follows it. The op and the inputs of a tensor come from a layer of fastvit
+(`Scope.call`), or from autograd's graph for ops of torch (graph.py) and from their calls (calls.py).
 
 No tensor is kept only for a recipe, except copies of small leaves and byte masks. An ingredient may be saved
 later than the tensor that needs it: queries and keys are saved before the values with which they share
@@ -20,8 +19,6 @@ arXiv:1604.06174.
 from __future__ import annotations
 
 import contextlib
-import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 
@@ -33,11 +30,10 @@ from torch.utils.weak import TensorWeakRef
 from .calls import VALUE, VERSION, Aliases, Calls, has_memory
 from .graph import value_of
 from .policy import Policy
-from .rules import VIEWS
 from .saved import Kept, Recipe
 from .values import SMALLEST, Argument, Given, Held, Value, View
+from .views import VIEWS, leads_to
 
-_VIEWS = {*VIEWS, "AsStridedBackward0", "DiagonalBackward0", "SqueezeBackward2"}
 _MASK = "dropout_mask, a byte an element"
 _autograd = torch._C._autograd
 _transforms = torch._C._functorch.peek_interpreter_stack
@@ -45,142 +41,9 @@ _transforms = torch._C._functorch.peek_interpreter_stack
 Hooks = tuple[Callable, Callable]
 
 
-def recompute_scope(
-    products: bool = False, weight_casts: bool = False
-) -> contextlib.AbstractContextManager[None]:
-    """Around a forward: outputs that take little arithmetic are rebuilt in backward instead of kept.
-
-        with fastvit.recompute_scope():
-            loss = criterion(model(x), target)
-        loss.backward()
-
-    These are outputs of torch's normalisations, activations, elementwise products, sums, casts, copies,
-    concatenations and poolings, and of BatchNormAct layers with memory="recompute", where the inputs of the op
-    are kept. An op is repeated by the same op on the same memory layout, so gradients have the same bits as
-    without the scope. Running statistics are not touched.
-
-    The backward may run inside or outside of the scope. Scopes nest: at the end of an inner one, outputs that
-    wait for an ingredient are kept. Inside other saved-tensor hooks (save_on_cpu, an activation offloader) a
-    scope hands on what it keeps; inside torch's checkpoint it has no effect. Where saved-tensor hooks are
-    disabled it has none either, and warns once.
-
-    An output that was written to before it was saved is kept, unless the write is an op in place that was
-    called in Python and is repeated too. Not noticed is a write through `tensor.data` or NumPy, or by an op that
-    does not count versions, to a result that is rebuilt or from which another is: `fastvit.verify` finds it.
-
-    Args:
-        products: rebuild the output of a Linear too, where it is no narrower than the input. This halves the
-            remaining bytes, about, for the time of these matrix products. In half precision and under
-            autocast tensors are rebuilt then too whose recipe moves more than ten times their bytes.
-        weight_casts: cast weights again instead of keeping the half-precision copies that autocast makes: 2
-            bytes for each element of a weight, at any batch size. A write to a weight before the backward is
-            then an error. A write through `weight.data` is not noticed, and the gradient is that of the new
-            weight.
-    """
-    return policy_scope(Policy(products, weight_casts))
-
-
-@contextlib.contextmanager
-def policy_scope(policy: Policy, block: str = "") -> Iterator[None]:
-    """`recompute_scope` with a policy, around the forward of a block of this name."""
-    if torch.compiler.is_compiling():
-        yield
-        return
-    owner = object()
-    open_scope(owner, policy, block)
-    try:
-        yield
-    finally:
-        close_scope(owner)
-
-
-class _Opened(threading.local):
-    """The scopes that are open in this thread, inner ones last: owner, scope, and its policy and block before."""
-
-    def __init__(self):
-        self.stack: list[tuple[object, Scope | None, tuple[Policy, str] | None]] = []
-
-
-_opened = _Opened()
-
-
-def open_scope(owner: object, policy: Policy, block: str) -> None:
-    """Opens a scope until `close_scope(owner)`, or sets policy and block of the one that is open."""
-    scope = active_scope()
-    if scope is not None and any(entry[0] is owner and entry[1] is scope for entry in _opened.stack):
-        close_scope(owner)  # left open by a KeyboardInterrupt, after which no hook of a module runs
-        scope = active_scope()
-    before = None
-    if scope is not None:
-        before = scope.policy, scope.block
-        scope.policy, scope.block = policy, block
-    elif _can_open():
-        scope = Scope(policy, block)
-        scope.enter()
-    _opened.stack.append((owner, scope, before))
-
-
-def close_scope(owner: object) -> None:
-    """Closes the scope that `owner` opened, and those inside it that an exception has left open."""
-    stack = _opened.stack
-    if not any(entry[0] is owner for entry in stack):
-        return
-    while True:
-        one, scope, before = stack.pop()
-        if scope is not None:
-            scope.finish()
-            if before is None:
-                scope.leave()
-            else:
-                scope.policy, scope.block = before
-        if one is owner:
-            return
-
-
-def _can_open() -> bool:
-    if torch.jit.is_tracing():
-        return False
-    hooks = _top_hooks()
-    if hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint":
-        return False  # it keeps nothing in its first forward, and counts what is saved in its second
-    if _autograd._saved_tensors_hooks_is_enabled():
-        return True
-    if _transforms() is None:  # torch.func disables hooks, and keeps what it needs
-        warnings.warn(
-            "fastvit: nothing is rebuilt here, because saved-tensor hooks are disabled: "
-            f"{_autograd._saved_tensors_hooks_get_disabled_error_message()}",
-            stacklevel=5,
-        )
-    return False
-
-
-def active_scope() -> Scope | None:
-    """The scope whose hooks are on top of autograd's stack of hooks, if they are a scope's."""
-    if torch.compiler.is_compiling():
-        return None
-    hooks = _top_hooks()
-    scope = getattr(hooks[0], "__self__", None) if hooks else None
-    return scope if isinstance(scope, Scope) else None
-
-
-def _top_hooks() -> Hooks | None:
+def top_hooks() -> Hooks | None:
+    """The saved-tensor hooks that autograd calls now."""
     return _autograd._top_saved_tensors_default_hooks(True)
-
-
-def _with_scopes_aside(disable: Callable) -> Callable:
-    @contextlib.contextmanager
-    def disable_saved_tensors_hooks(*args, **kwargs):
-        scope = active_scope()
-        with contextlib.nullcontext() if scope is None else scope.aside(), disable(*args, **kwargs):
-            yield
-
-    return disable_saved_tensors_hooks
-
-
-# torch.func calls it by this name, and it raises where there are hooks.
-torch.autograd.graph.disable_saved_tensors_hooks = _with_scopes_aside(
-    torch.autograd.graph.disable_saved_tensors_hooks
-)
 
 
 class _Noted:
@@ -210,7 +73,7 @@ class Scope:
         self._calls = Calls(self)
 
     def enter(self) -> None:
-        self._outer = _top_hooks()
+        self._outer = top_hooks()
         _autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
         self._calls.__enter__()
 
@@ -319,7 +182,7 @@ class Scope:
             return None
         if tensor.layout is not torch.strided or base.is_nested or _transforms() is not None:
             return None
-        if tensor is not base and not _is_view(tensor, node):
+        if tensor is not base and not leads_to(tensor, node):
             return None
         value = node.metadata.get(VALUE) or value_of(node, self.policy, base)
         if value.original is not None:  # a layer's output whose memory was replaced
@@ -340,7 +203,7 @@ class Scope:
         """Keeps `tensor`, which is `base` or a view of it, or makes a recipe. `value` is that of `base`."""
         kept = value.kept()
         if kept is not None and kept.is_intact():  # its storage is kept already
-            return Kept(tensor)
+            return kept.again(tensor)
         # The values of a conjugate or negative view differ from those in memory.
         if tensor is not base and (tensor.is_neg() or tensor.is_conj()):
             return Kept(tensor)
@@ -406,19 +269,6 @@ class Scope:
         self._sweep_at = max(
             self._SWEEP_AT_LEAST, 2 * (len(self._outputs) + len(self._waiting) + len(self.aliases))
         )
-
-
-def _is_view(tensor: Tensor, made) -> bool:
-    """Whether the graph leads from `tensor` by views alone to its base, which the node `made` made.
-
-    A Function may write into its input and return it, without a version.
-    """
-    node = tensor.grad_fn
-    while node is not made:
-        if node is None or node.name() not in _VIEWS:
-            return False
-        node = node.next_functions[0][0]
-    return True
 
 
 def _argument(packed: Kept | Recipe) -> Argument:

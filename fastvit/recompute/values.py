@@ -243,6 +243,11 @@ class Source:
 
 
 Argument = Value | Given | View  # a tensor that goes into an op
+Rebuild = tuple[Callable[..., Tensor], tuple[Argument, ...]]  # an op and what goes into it
+
+
+class Unknown(Exception):
+    """A node lacks an argument of its op."""
 
 
 def plainly(work: Callable[..., Tensor], *arguments: object) -> Tensor:
