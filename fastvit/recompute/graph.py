@@ -112,9 +112,16 @@ class Node:
             return Copied(Kept(packed))
         raise Unknown("saved outside of the scope")
 
-    def is_product(self, index: int) -> bool:
-        """Whether an input is the result of a matrix product that no op has saved so far."""
-        node, _ = self.edges[index]
+    def is_residual(self) -> bool:
+        """Whether this sum has two terms of its shape, one a matrix product that no op has saved so far."""
+        shape = self.metadata().shape
+        terms = [node for node, _ in self.edges]
+        if any(node is None or node._input_metadata[0].shape != shape for node in terms):
+            return False
+        return any(map(self._is_unsaved_product, terms))
+
+    @staticmethod
+    def _is_unsaved_product(node) -> bool:
         while node is not None and ((name := node.name()) in VIEWS or name == "UnsafeViewBackward0"):
             node, _ = node.next_functions[0]
         if node is None or name not in PRODUCTS:

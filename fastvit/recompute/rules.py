@@ -58,7 +58,7 @@ def _sum(function: Callable[..., Tensor]) -> Callable[[Node], Rebuild]:
         # wait for a term that no op has saved yet.
         if read.is_lost(0) or read.is_lost(1):
             raise Unknown("a term of the sum is not kept")
-        if read.policy.products and (read.is_product(0) or read.is_product(1)):
+        if read.policy.products and read.is_residual():
             raise Unknown("the sum is kept instead of repeating the product that is its term")
         alpha, arguments = read.number("alpha"), (read.edge(0), read.edge(1))
         return function if alpha == 1 else partial(function, alpha=alpha), arguments
