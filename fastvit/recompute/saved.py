@@ -135,7 +135,8 @@ class Recipe:
     def hold(self, kept: Kept) -> None:
         """Keeps the tensor, so that other recipes may use it as an ingredient."""
         self.kept = kept
-        self.value.keeper = weakref.ref(kept)
+        if self.value.memory is None:
+            self.value.keeper = weakref.ref(kept)
 
     def unpack(self) -> Tensor:
         if self.kept is not None:
