@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 from convert_models import Plain, assert_same, conv, images, modes, spread, trained
-from test_convert_life import live_outputs
 from torch import nn
 
 import fastvit
@@ -19,35 +18,6 @@ def mixed():
     """Layers of all modes: in place, recompute, with a residual, left."""
     parts = [conv(), nn.BatchNorm2d(8), nn.SiLU(), conv(), nn.BatchNorm2d(8), nn.LeakyReLU(0.1), conv()]
     return spread(nn.Sequential(*parts, nn.BatchNorm2d(8))).double()
-
-
-def _synchronised_afterwards(rank, world):
-    torch.manual_seed(0)
-    model = mixed()
-    x = torch.randn(2 * world, 8, 6, 6, dtype=torch.float64)[2 * rank : 2 * rank + 2]
-    want = trained(fastvit.convert_syncbn_model(copy.deepcopy(model)), x)
-    other, report = fastvit.convert(copy.deepcopy(model))
-    assert modes(report) == {"1": "recompute", "4": "inplace", "7": "left"}
-    assert fastvit.convert_syncbn_model(other) is other
-    assert all(isinstance(other[i], fastvit.SyncBatchNorm) for i in (1, 4, 7))
-    assert all(isinstance(other[i], fastvit.BatchNormActSync) for i in (1, 4))
-    assert live_outputs(other, x) < live_outputs(fastvit.convert_syncbn_model(copy.deepcopy(model)), x)
-    other, _ = fastvit.convert(copy.deepcopy(model))
-    assert_same(trained(fastvit.convert_syncbn_model(other), x), want)
-    fastvit.revert_syncbn_model(other)
-    local = copy.deepcopy(model)
-    for changed in (local, other):
-        for i in (1, 4, 7):
-            changed[i].reset_running_stats()
-    assert_same(trained(other, x), trained(local, x))
-    assert all(isinstance(other[i], fastvit.BatchNormAct) for i in (1, 4))
-    fastvit.convert_syncbn_model(other)
-    fastvit.revert(other)
-    assert [type(m) for m in other] == [type(m) for m in fastvit.convert_syncbn_model(model)]
-
-
-def test_synchronised_after_the_conversion(ranks):
-    ranks.run(2, _synchronised_afterwards)
 
 
 def test_synchronised_by_torch_after_the_conversion():
