@@ -5,15 +5,11 @@ from importlib.metadata import PackageNotFoundError, version
 from . import functional, ops, sync
 from .batch_norm_act import BatchNormAct, BatchNormActSync
 from .convert import convert, revert
+from .fuse import convert_syncbn_model, fuse, revert_syncbn_model
 from .inplace_abn import InPlaceABN, InPlaceABNSync
 from .layer_norm import LayerNorm
 from .recompute import recompute_scope
-from .sync_batchnorm import (
-    SyncBatchNorm,
-    convert_syncbn_model,
-    create_syncbn_process_group,
-    revert_syncbn_model,
-)
+from .sync_batchnorm import SyncBatchNorm, create_syncbn_process_group
 
 try:
     __version__ = version("fastvit")
@@ -31,6 +27,7 @@ __all__ = [
     "convert_syncbn_model",
     "create_syncbn_process_group",
     "functional",
+    "fuse",
     "ops",
     "recompute_scope",
     "revert",

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from .fuse import unfuse
 from .recompute import Policy, close_scope, open_scope
 
 __all__ = ["convert", "revert"]
@@ -43,7 +44,7 @@ def convert(
     budget: float | None = None,
     example_inputs: Tensor | Sequence | Mapping | None = None,
 ) -> nn.Module:
-    revert(model)
+    _take_off(model)
     policy = Policy(products, weight_casts)
     names = {module: name for name, module in model.named_modules()}
     for module in dict.fromkeys([model, *blocks(model)]):
@@ -91,11 +92,15 @@ torch.jit._recursive.get_hook_stubs = _hidden_from_torchscript(torch.jit._recurs
 
 
 def revert(model: nn.Module) -> nn.Module:
-    """Undoes `convert` in place, and returns `model`."""
+    """Undoes `convert` and `fuse` in place, and returns `model`."""
+    _take_off(model)
+    return unfuse(model)
+
+
+def _take_off(model: nn.Module) -> None:
     for module in model.modules():
         for key in _remove(module):
             module._forward_hooks_always_called.pop(key, None)
-    return model
 
 
 def _remove(module: nn.Module) -> list[int]:

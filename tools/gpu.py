@@ -58,7 +58,7 @@ CALLS = {
 TESTS = (
     "test_ops.py test_local_ops.py test_cuda.py test_layers.py test_peer_faults.py test_batch_norm_act.py "
     "test_layer_norm.py test_act.py test_messages.py test_arguments.py test_convert_syncbn.py "
-    "test_recompute.py test_compile.py"
+    "test_fuse.py test_recompute.py test_compile.py"
 ).split()
 SLOW = 60  # seconds that a test may take
 SMOKE = ("float32", "bfloat16", "float16", "float64")
