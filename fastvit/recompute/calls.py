@@ -238,7 +238,7 @@ class Calls(TorchFunctionMode):
         self.scope = scope
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        see = _seers[func]
-        if see is None or torch.compiler.is_compiling():
+        see = None if torch.compiler.is_compiling() else _seers[func]
+        if see is None:
             return func(*args, **kwargs) if kwargs else func(*args)
         return see(self.scope, func, args, kwargs or {})
