@@ -24,10 +24,11 @@ from .values import Argument, Copied, Held, Unknown, Value, View
 from .views import VIEWS, signed, signed_all
 
 _LONGEST = 12  # consecutive ops whose results no op has saved
-# Most bytes that a recipe moves for each byte of the tensor, in half precision or under autocast. Matrix
-# products are so fast there that long recipes show in a step's time: a LayerNorm and a cast move 7, a
-# LayerScale, a residual sum and a cast 11, a rotary embedding and a cast 26.
-_MOST_MOVED_IN_HALF = 10
+# Most bytes that a recipe moves for each byte of the tensor. In half precision and under autocast matrix
+# products are so fast that long recipes show in a step's time: a LayerNorm and a cast move 7, a LayerScale, a
+# residual sum and a cast 11, a rotary embedding and a cast 26. In float32 residual sums of BatchNorms, each
+# made of the one before, move 5 more each.
+_MOST_MOVED, _MOST_MOVED_IN_HALF = 18, 10
 
 
 class _Attributes(dict):
@@ -66,7 +67,8 @@ def value_of(node, policy: Policy, like: Tensor | None = None, level: int = 0) -
             except Unknown as reason:
                 value.unknown = str(reason)
             share = value.moved / (value.size or 1)
-            if share > _MOST_MOVED_IN_HALF and not policy.products and _in_half(made.dtype):
+            most = _MOST_MOVED_IN_HALF if _in_half(made.dtype) else _MOST_MOVED
+            if share > most and not policy.products:
                 value.unknown = f"its recipe moves {share:.0f} bytes for each that it frees"
     return value
 
