@@ -9,7 +9,9 @@ from .fuse import convert_syncbn_model, fuse, revert_syncbn_model
 from .inplace_abn import InPlaceABN, InPlaceABNSync
 from .layer_norm import LayerNorm
 from .recompute import recompute_scope
+from .report import Report, TensorReport, report
 from .sync_batchnorm import SyncBatchNorm, create_syncbn_process_group
+from .verification import Verification, verify
 
 try:
     __version__ = version("fastvit")
@@ -22,7 +24,10 @@ __all__ = [
     "InPlaceABN",
     "InPlaceABNSync",
     "LayerNorm",
+    "Report",
     "SyncBatchNorm",
+    "TensorReport",
+    "Verification",
     "convert",
     "convert_syncbn_model",
     "create_syncbn_process_group",
@@ -30,7 +35,9 @@ __all__ = [
     "fuse",
     "ops",
     "recompute_scope",
+    "report",
     "revert",
     "revert_syncbn_model",
     "sync",
+    "verify",
 ]

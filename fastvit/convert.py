@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from .budget import within_budget
 from .fuse import unfuse
 from .recompute import Policy, close_scope, open_scope
 
@@ -43,15 +44,89 @@ def convert(
     weight_casts: bool = False,
     budget: float | None = None,
     example_inputs: Tensor | Sequence | Mapping | None = None,
+    skip: Iterable[tuple[str, str]] = (),
 ) -> nn.Module:
+    """Reduces the memory that a model keeps for backward. Gradients have the same bits.
+
+    Outputs that take little arithmetic (normalisations, activations, elementwise products, sums, casts,
+    copies, poolings) are rebuilt in backward instead of kept, where the inputs of the op are kept anyway. The
+    forward of the model and of its blocks (elements of containers in which there is a normalisation) runs in
+    a `recompute_scope`, by module hooks. Nothing is run or traced; no module, class, parameter or buffer
+    changes. Results, running statistics and random numbers are as before. A second call replaces the first.
+
+    Kept are results of ops that are not known, and tensors that were written to before they were saved. A
+    write by other ways than torch's, such as an extension's, is not noticed; `verify` finds it. A forward
+    that does not go through the call of the model or of a block is as before, and so is one without
+    gradients or inside torch's checkpoint. Under torch.compile the compiler chooses what is kept.
+
+    Args:
+        model: changed in place, by hooks alone.
+        products: rebuild outputs of Linears too, where they are no narrower than the input. A plain ViT then
+            keeps a fifth instead of three fifths, for the time of these matrix products.
+        weight_casts: cast weights again instead of keeping the half-precision copies that autocast makes. A
+            write to a weight before the backward is then an error, and one through `weight.data` is not
+            noticed: the gradient is that of the new weight.
+        budget: the share of the kept bytes that remains, above 0 and below 1. Of what `products=True`
+            rebuilds it takes what is needed, the ops with most bytes for their work first. Forwards of a copy
+            are measured for this. Where the budget cannot be met all is rebuilt, and a warning has the share.
+        example_inputs: for `budget`: a tensor, a tuple of arguments or a dict of keyword arguments. Call
+            `convert` as the model is trained, under the same autocast.
+        skip: pairs of a block's name and an op, whose results are kept: `[("blocks.3", "gelu")]`. "" is the
+            model itself. `verify(...).sites` has those that differ.
+
+    Returns:
+        `model`.
+
+    Raises:
+        TypeError: `model` is not a module, or an example input is not what its forward takes.
+        ValueError: `budget` is out of range, it or `example_inputs` is given alone, the model cannot be
+            copied for it, or a block of `skip` does not exist.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"convert: model must be a torch.nn.Module, got an object of type {type(model).__name__}"
+        )
+    policy = Policy(products, weight_casts, skip=_skipped(model, skip))
+    if budget is None and example_inputs is not None:
+        raise ValueError("convert: example_inputs needs budget, which was not given")
+    if budget is not None:
+        if example_inputs is None:
+            raise ValueError("convert: budget needs example_inputs, which was not given")
+        policy = within_budget(model, policy, budget, example_inputs, revert, _add)
+    return _add(model, policy)
+
+
+def _skipped(model: nn.Module, skip: Iterable[tuple[str, str]]) -> frozenset[tuple[str, str]]:
+    pairs = list(skip)
+    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+        raise ValueError(f"convert: skip must have pairs of a block's name and an op, got {pairs}")
+    opening = {model, *blocks(model)}
+    names = [name for name, module in model.named_modules() if module in opening]
+    for block, _ in pairs:
+        if block not in names:
+            raise ValueError(f"convert: skip must have names of blocks ({names}), got {block!r}")
+    return frozenset(pairs)
+
+
+def _add(model: nn.Module, policy: Policy) -> nn.Module:
+    """Adds hooks in place of those that there are."""
     _take_off(model)
-    policy = Policy(products, weight_casts)
     names = {module: name for name, module in model.named_modules()}
     for module in dict.fromkeys([model, *blocks(model)]):
         # First of all pre-hooks and last of all hooks, so that the scope is round those of others.
         module.register_forward_pre_hook(OpenScope(policy, names[module]), prepend=True)
         module.register_forward_hook(CloseScope(), always_call=True)
     return model
+
+
+def opens_scope(module: nn.Module) -> bool:
+    """Whether the forward of `module` runs in a scope of its own."""
+    return any(isinstance(hook, OpenScope) for hook in module._forward_pre_hooks.values())
+
+
+def is_converted(model: nn.Module) -> bool:
+    """Whether there are scopes in `model`."""
+    return any(map(opens_scope, model.modules()))
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
@@ -92,7 +167,14 @@ torch.jit._recursive.get_hook_stubs = _hidden_from_torchscript(torch.jit._recurs
 
 
 def revert(model: nn.Module) -> nn.Module:
-    """Undoes `convert` and `fuse` in place, and returns `model`."""
+    """Undoes `convert` and `fuse` in place.
+
+    Args:
+        model: converted, fused or neither.
+
+    Returns:
+        `model`.
+    """
     _take_off(model)
     return unfuse(model)
 

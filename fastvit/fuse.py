@@ -248,6 +248,11 @@ def unfuse(model: nn.Module) -> nn.Module:
     return model
 
 
+def is_fused(model: nn.Module) -> bool:
+    """Whether `model` has layers that `fuse` changed."""
+    return any(_FUSED in layer.__dict__ for layer in model.modules())
+
+
 # Synchronised BatchNorm
 
 # Layers with a synchronised subclass, which adds a process group and no other state.

@@ -10,7 +10,16 @@ scope.py    the saved-tensor hooks
 opening.py  opens and closes scopes
 """
 
-from .opening import active_scope, close_scope, open_scope, policy_scope, recompute_scope
+from .opening import active_scope, close_scope, open_scope, policy_scope, recompute_scope, watched, why_closed
 from .policy import Policy
 
-__all__ = ["Policy", "active_scope", "close_scope", "open_scope", "policy_scope", "recompute_scope"]
+__all__ = [
+    "Policy",
+    "active_scope",
+    "close_scope",
+    "open_scope",
+    "policy_scope",
+    "recompute_scope",
+    "watched",
+    "why_closed",
+]

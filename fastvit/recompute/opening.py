@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from .policy import Policy
-from .scope import Scope, top_hooks
+from .scope import Look, Scope, top_hooks
 
 _autograd = torch._C._autograd
 
@@ -73,6 +73,7 @@ class _Opened(threading.local):
 
     def __init__(self):
         self.stack: list[tuple[object, Scope | None, tuple[Policy, str] | None]] = []
+        self.look: Look | None = None
 
 
 _opened = _Opened()
@@ -88,8 +89,9 @@ def open_scope(owner: object, policy: Policy, block: str) -> None:
     if scope is not None:
         before = scope.policy, scope.block
         scope.policy, scope.block = policy, block
+        scope.numbers.pop(block, None)
     elif _can_open():
-        scope = Scope(policy, block)
+        scope = Scope(policy, block, _opened.look)
         scope.enter()
     _opened.stack.append((owner, scope, before))
 
@@ -111,21 +113,36 @@ def close_scope(owner: object) -> None:
             return
 
 
-def _can_open() -> bool:
+@contextlib.contextmanager
+def watched(look: Look) -> Iterator[None]:
+    """Scopes that this thread opens inside call `look` with what an op saves: packed object, and tensor."""
+    before, _opened.look = _opened.look, look
+    try:
+        yield
+    finally:
+        _opened.look = before
+
+
+def why_closed() -> str:
+    """Why no scope can be opened here; empty where one can."""
     if torch.jit.is_tracing():
-        return False
+        return "torch.jit.trace records it"
     hooks = top_hooks()
     if hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint":
-        return False  # it keeps nothing in its first forward, and counts what is saved in its second
+        # It keeps nothing in its first forward, and counts what is saved in its second.
+        return "torch.utils.checkpoint runs it"
     if _autograd._saved_tensors_hooks_is_enabled():
-        return True
-    if torch._C._functorch.peek_interpreter_stack() is None:  # torch.func disables hooks itself
-        warnings.warn(
-            "fastvit: nothing is rebuilt here, because saved-tensor hooks are disabled: "
-            f"{_autograd._saved_tensors_hooks_get_disabled_error_message()}",
-            stacklevel=5,
-        )
-    return False
+        return ""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "torch.func keeps what it needs"
+    return f"saved-tensor hooks are disabled: {_autograd._saved_tensors_hooks_get_disabled_error_message()}"
+
+
+def _can_open() -> bool:
+    reason = why_closed()
+    if reason.startswith("saved-tensor hooks"):
+        warnings.warn(f"fastvit: nothing is rebuilt here, because {reason}", stacklevel=5)
+    return not reason
 
 
 def active_scope() -> Scope | None:

@@ -29,7 +29,7 @@ from torch.utils.weak import TensorWeakRef
 
 from .calls import VALUE, VERSION, Aliases, Calls, has_memory
 from .graph import value_of
-from .policy import Policy
+from .policy import Policy, Site
 from .saved import Kept, Recipe
 from .values import SMALLEST, Argument, Given, Held, Value, View
 from .views import VIEWS, leads_to
@@ -39,6 +39,7 @@ _autograd = torch._C._autograd
 _transforms = torch._C._functorch.peek_interpreter_stack
 
 Hooks = tuple[Callable, Callable]
+Look = Callable[["Kept | Recipe", Tensor], None]
 
 
 def top_hooks() -> Hooks | None:
@@ -59,9 +60,10 @@ class Scope:
 
     _SWEEP_AT_LEAST = 64
 
-    def __init__(self, policy: Policy, block: str):
+    def __init__(self, policy: Policy, block: str, look: Look | None = None):
         self.policy = policy
         self.block = block  # the block whose forward runs
+        self.numbers: dict[str, dict[str, int]] = {}  # by block and name, how many values have a site
         self.dropout: float | None = None  # the probability of the dropout that runs
         self.written: tuple[Tensor, int] | None = None  # what the op that runs may write to; its version then
         self.aliases = Aliases()
@@ -71,6 +73,7 @@ class Scope:
         self._recorded: list[Kept | Recipe] | None = None
         self._waiting: list[weakref.ref[Recipe]] = []
         self._calls = Calls(self)
+        self._look = look  # called with what an op saves: the packed object, the tensor
 
     def enter(self) -> None:
         self._outer = top_hooks()
@@ -105,6 +108,8 @@ class Scope:
             packed.hand_on(self._outer)
         if self._recorded is not None:
             self._recorded.append(packed)
+        if self._look is not None:
+            self._look(packed, tensor)
         return packed
 
     @staticmethod
@@ -138,9 +143,9 @@ class Scope:
 
     @staticmethod
     def unknown(reason: str) -> Value:
-        """A value that is never rebuilt, nor another from it: an op before may have read something else."""
+        """A value that is never rebuilt."""
         value = Value()
-        value.unknown, value.is_ingredient = reason, False
+        value.unknown = reason
         return value
 
     def _mask(self, tensor: Tensor, p: float) -> Recipe | None:
@@ -148,17 +153,23 @@ class Scope:
         size = tensor.element_size()
         if tensor.grad_fn is not None or not tensor.is_floating_point() or tensor.nbytes < SMALLEST:
             return None
-        if self.policy.sites is not None and (self.block, _MASK) not in self.policy.sites:
+        site = self._next_site(_MASK)
+        if self.policy.against(site):
             return None
         kept, dtype = Kept(tensor != 0), tensor.dtype
         value = Value()
         value.size = tensor.nbytes
         value.made_by(lambda mask: mask.to(dtype).div_(1 - p), (Held(kept),))
-        value.name, value.block, value.depth = _MASK, self.block, 1
+        value.name, value.site, value.depth = _MASK, site, 1
         value.nbytes = tensor.nbytes // size * (size - 1)  # the bytes that the mask saves
         recipe = Recipe(value, tensor, tensor)
         recipe.settle()
         return recipe
+
+    def _next_site(self, name: str) -> Site:
+        numbers = self.numbers.setdefault(self.block, {})
+        numbers[name] = number = numbers.get(name, 0) + 1
+        return self.block, name, number
 
     def _noted(self, tensor: Tensor) -> Kept | Recipe | None:
         if not has_memory(tensor):
@@ -207,21 +218,18 @@ class Scope:
         # The values of a conjugate or negative view differ from those in memory.
         if tensor is not base and (tensor.is_neg() or tensor.is_conj()):
             return Kept(tensor)
-        sites = self.policy.sites
-        if sites is not None and (self.block, value.name) not in sites and value.is_worth_it():
-            value.unknown = "the budget is met without it"
+        if not value.site[2]:
+            value.site = self._next_site(value.name)
+            if value.is_worth_it():
+                value.unknown = value.unknown or self.policy.against(value.site)
         if value.unknown or not value.is_worth_it():
             kept = Kept(tensor)
-            if not value.is_ingredient:
-                return kept
             if tensor is not base:
                 if self._outer is not None:  # hooks around hold the view, and not its base
                     return kept
                 value.lies_in(base)
             self._is_kept(value, kept)
             return kept
-        if value.block is None:
-            value.block = self.block
         recipe = Recipe(value, tensor, base)
         missing = recipe.settle()
         if missing is not None:

@@ -104,8 +104,7 @@ class Value:
     dtype: torch.dtype | None = None  # of the result; an op in place may have had wider operands
     name = ""  # of the autograd node
     flops = 0  # of the recipe's matrix products
-    is_ingredient = True  # where it is kept
-    block: str | None = None  # the block in which it was saved
+    site: Site = ("", "", 0)  # where it was saved first
     geometry: tuple | None = None  # size, stride and offset of the whole tensor
     sharer: weakref.ref[Source] | None = None
     waiting: list[weakref.ref[Recipe]] | None = None
@@ -114,10 +113,6 @@ class Value:
     original: TensorWeakRef | None = None
     version = address = 0
     unknown = ""  # why it is not rebuilt, where size, depth and cost are not the reason
-
-    @property
-    def site(self) -> Site | None:
-        return None if self.block is None else (self.block, self.name)
 
     def kept(self) -> Kept | None:
         return None if self.keeper is None else self.keeper()
