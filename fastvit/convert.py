@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .budget import within_budget
 from .fuse import unfuse
-from .recompute import Policy, close_scope, open_scope
+from .recompute import Policy, close_scope, compiled, open_scope
 
 __all__ = ["convert", "revert"]
 
@@ -25,15 +25,22 @@ class OpenScope:
         self.block = block
 
     def __call__(self, module: nn.Module, args: object) -> None:
-        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+        if torch.compiler.is_compiling():
+            compiled.opened()
+        elif torch.is_grad_enabled():
             open_scope(module, self.policy, self.block)
 
 
 class CloseScope:
     """The forward hook, which runs after an exception too."""
 
+    def __init__(self, products: bool, weight_casts: bool):
+        self.options = products, weight_casts
+
     def __call__(self, module: nn.Module, args: object, output: object) -> None:
-        if not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            compiled.closed(*self.options)
+        else:
             close_scope(module)
 
 
@@ -57,7 +64,7 @@ def convert(
     Kept are results of ops that are not known, and tensors that were written to before they were saved. A
     write by other ways than torch's, such as an extension's, is not noticed; `verify` finds it. A forward
     that does not go through the call of the model or of a block is as before, and so is one without
-    gradients or inside torch's checkpoint. Under torch.compile the compiler chooses what is kept.
+    gradients or inside torch's checkpoint. Compiled code recomputes the same ops by torch's partitioner.
 
     Args:
         model: changed in place, by hooks alone.
@@ -115,7 +122,9 @@ def _add(model: nn.Module, policy: Policy) -> nn.Module:
     for module in dict.fromkeys([model, *blocks(model)]):
         # First of all pre-hooks and last of all hooks, so that the scope is round those of others.
         module.register_forward_pre_hook(OpenScope(policy, names[module]), prepend=True)
-        module.register_forward_hook(CloseScope(), always_call=True)
+        close = CloseScope(policy.products, policy.weight_casts)
+        module.register_forward_hook(close, always_call=True)
+        compiled.enable(module, policy.products, policy.weight_casts)
     return model
 
 
@@ -183,13 +192,18 @@ def _take_off(model: nn.Module) -> None:
     for module in model.modules():
         for key in _remove(module):
             module._forward_hooks_always_called.pop(key, None)
+        compiled.disable(module)
+
+
+def _is_ours(hook: object) -> bool:
+    return hook is compiled.tell or isinstance(hook, (OpenScope, CloseScope))
 
 
 def _remove(module: nn.Module) -> list[int]:
     """Removes the hooks of a scope from `module`; returns their keys."""
     removed = []
-    for hooks, kind in ((module._forward_pre_hooks, OpenScope), (module._forward_hooks, CloseScope)):
-        keys = [key for key, hook in hooks.items() if isinstance(hook, kind)]
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        keys = [key for key, hook in hooks.items() if _is_ours(hook)]
         removed += keys
         for key in keys:
             del hooks[key]
