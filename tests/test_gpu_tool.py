@@ -397,7 +397,8 @@ def test_what_ncu_says_is_read_rightly(gpu, tmp_path, monkeypatch, said, status,
     run = gpu.Run("measure", tmp_path / "out", "cuda", 530, ["ncu"])
     run.ncu()
     assert states(run) == {"ncu": state}
-    assert "benchmarks/bench_gpu.py six_kernels" in (tmp_path / "ncu.calls").read_text()
+    calls = (tmp_path / "ncu.calls").read_text()
+    assert "benchmarks/bench_gpu.py six_kernels" in calls and "--clock-control none" in calls
 
 
 def call(tmp_path, *options):

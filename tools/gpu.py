@@ -339,7 +339,8 @@ class Run:
             return
         seconds = self.seconds("ncu")
         sections = "SpeedOfLight MemoryWorkloadAnalysis Occupancy WarpStateStats InstructionStats".split()
-        command = [program, "--kernel-name-base", "function", "--kernel-name", NCU_KERNELS]
+        command = [program, "--clock-control", "none"]  # the clocks are not ours to set
+        command += ["--kernel-name-base", "function", "--kernel-name", NCU_KERNELS]
         command += [word for section in sections for word in ("--section", section)]
         command += [sys.executable, "benchmarks/bench_gpu.py", "six_kernels", "--out", str(self.out)]
         ((status, output),) = run([command], seconds)

@@ -188,6 +188,9 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status)
   *status = cudaStreamCaptureStatusNone;
   return cudaSuccess;
 }
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) {
+  return cudaSuccess;
+}
 cudaError_t cudaGetLastError() {
   return cudaSuccess;
 }
