@@ -1,6 +1,6 @@
 """Predicts the time of each op on a GPU from the plan and the machine code of its kernel.
 
-    python benchmarks/predict.py [--out benchmarks/results] [--measured benchmarks/results]
+    python benchmarks/predict.py [--out benchmarks/results]
 
 The plan is that of csrc/cuda/plan.h (planner.py), instructions are counted in what nvcc makes of csrc/cuda
 (tools/sass.py, which needs nvcc and cuobjdump). For every op, shape and dtype:
@@ -21,15 +21,13 @@ The plan is that of csrc/cuda/plan.h (planner.py), instructions are counted in w
 Local ops have rows where the tensor fits on chip. Elsewhere they are two of the other ops. Activations and
 gates are predicted for the MLP of bench_vit_ops.py, LayerNorm for tokens of ViTs.
 
-Where --measured has tables of a GPU run (four_ops_cuda.csv, ops_cuda.csv), their times are added, and
-differences of more than 15 % are marked: the model needs a correction then. predict_exchange.py predicts
-what an exchange adds, beside the times in exchange_cuda.csv.
+predict_exchange.py predicts what an exchange adds. compare.py sets a GPU's tables beside all this: where they
+differ by more than 15 % the model needs a correction.
 
 Writes predicted_h200.csv, predicted_exchange_h200.csv and predicted_h200.md.
 """
 
 import argparse
-import csv
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -42,8 +40,6 @@ from predict_kernels import (
     ALL,
     CHEAP,
     H200,
-    MLP,
-    NORMS,
     OPS,
     SOURCES,
     THREADS,
@@ -52,12 +48,11 @@ from predict_kernels import (
     Gpu,
     Kernel,
 )
-from shapes import DTYPES, Case, cases
+from shapes import DTYPES, MLP, NORMS, Case, cases
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
 import sass  # noqa: E402
 
-OFF = 0.15  # difference from which on a prediction is marked
 OVERLAP = 4  # (stream^4 + issue^4)^(1/4): the longer, and 19 % more where both take the same; assumed
 
 
@@ -84,10 +79,6 @@ class Prediction:
     share: float
     us_costliest: float
     share_costliest: float
-    measured_us: float | str = ""
-    measured_share: float | str = ""
-    difference: float | str = ""
-    mark: str = ""
 
 
 def predict(op: str, case: Case, kernels: dict[str, Kernel], gpu: Gpu = H200) -> Prediction | None:
@@ -211,32 +202,6 @@ def _of_rows(op: str, case: Case, kernels: dict[str, Kernel], gpu: Gpu) -> Predi
     )  # fmt: skip
 
 
-Measured = dict[tuple[str, str, str, str], tuple[float, float]]
-
-
-def measurements(folder: Path) -> Measured:
-    """(us, share of the copy) by op, shape, layout and dtype, of a GPU run's tables."""
-    found: Measured = {}
-    for name in ("ops_cuda.csv", "four_ops_cuda.csv"):
-        if (folder / name).exists():
-            with (folder / name).open() as file:
-                for row in csv.DictReader(file):
-                    if row["contender"].startswith("fastvit.ops."):
-                        key = row["op"], row["shape"], row["layout"], row["dtype"]
-                        found[key] = float(row["p50_us"]), float(row["share_of_copy"])
-    return found
-
-
-def beside(predicted: Prediction, measured: Measured) -> Prediction:
-    key = predicted.op, predicted.shape, predicted.layout, predicted.dtype
-    if key not in measured:
-        return predicted
-    us, share = measured[key]
-    difference = predicted.us / us - 1
-    mark = "off" if abs(difference) > OFF else ""
-    return replace(predicted, measured_us=us, measured_share=share, difference=difference, mark=mark)
-
-
 def _lines(header: list[str], rows: list[list[object]]) -> list[str]:
     cells = [header, ["---"] * len(header), *rows]
     return ["| " + " | ".join(map(str, row)) + " |" for row in cells]
@@ -247,8 +212,7 @@ def exchange_table(found: list[predict_exchange.Exchange]) -> str:
     channels = sorted({one.channels for one in found})
     lines: dict[tuple[str, int], list[object]] = {}
     for one in found:
-        measured = f" (measured {one.measured_us:.1f})" if one.measured_us else ""
-        lines.setdefault((one.what, one.world), [one.what, one.world]).append(f"{one.us:.1f}{measured}")
+        lines.setdefault((one.what, one.world), [one.what, one.world]).append(f"{one.us:.1f}")
     header = ["exchange", "ranks", *(f"C = {c}" for c in channels)]
     return "\n".join(["us that an exchange adds:", "", *_lines(header, list(lines.values())), ""])
 
@@ -261,7 +225,6 @@ def table(rows: list[Prediction], gpu: Gpu = H200) -> str:
         for case in what.cases or (FIT_ON_CHIP if what.local else FOUR_OPS)
     }
     header = "op|shape|layout|dtype|waves|packet|in flight KB|stream us|issue us|merges|tail us|us|share"
-    header += "|measured us|share|difference"
     lines = []
     for row in rows:
         if (row.op, row.shape, row.layout, row.dtype) not in shown:
@@ -271,14 +234,6 @@ def table(rows: list[Prediction], gpu: Gpu = H200) -> str:
         line += [f"{row.packet:.0f} ({row.packet_costliest:.0f})", f"{row.in_flight_KB:.0f}"]
         line += [f"{row.stream_us:.1f}", f"{row.issue_us:.1f}", row.merges_in_a_row, f"{row.tail_us:.1f}"]
         line += [f"{row.us:.1f}", f"{row.share:.2f}{costly}"]
-        if row.measured_us:
-            line += [
-                f"{row.measured_us:.1f}",
-                f"{row.measured_share:.2f}",
-                f"{row.difference:+.0%} {row.mark}",
-            ]
-        else:
-            line += ["", "", ""]
         lines.append(line)
     tables: dict[tuple[str, ...], dict[tuple, dict[str, str]]] = {}
     for row in rows:
@@ -286,11 +241,7 @@ def table(rows: list[Prediction], gpu: Gpu = H200) -> str:
         ops = tuple(op for op, what in OPS.items() if (what.local, what.cases) == kind)
         by_case = tables.setdefault(ops, {}).setdefault((row.shape, row.layout, row.dtype), {})
         by_case[row.op] = f"{row.us:.1f} ({row.share:.2f})"
-    measured = [row for row in rows if row.measured_us]
-    off = sum(row.mark == "off" for row in measured)
-    said = f"{len(measured)} rows were measured; {off} differ by more than {OFF:.0%}." if measured else (
-        "Nothing here was measured: these are predictions of a model that no GPU has confirmed."
-    )  # fmt: skip
+    said = "Nothing here was measured: these are predictions of a model that no GPU has confirmed."
     text = [
         f"Predicted for an {gpu.name} at commit {commit()} by benchmarks/predict.py. {said}",
         "",
@@ -316,11 +267,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the csv and the table")
-    parser.add_argument("--measured", type=Path, default=RESULTS, help="folder with tables of a GPU run")
     options = parser.parse_args()
     compiled = sass.measured("90", SOURCES)
     kernels = {row["kernel"]: Kernel.of(row) for row in compiled}
-    measured = measurements(options.measured)
     every = tuple(dict.fromkeys([*FOUR_OPS, *cases(), *FIT_ON_CHIP]))
     found = [
         predict(op, case, kernels)
@@ -328,9 +277,9 @@ def main() -> None:
         for op, what in OPS.items()
         if case in (what.cases or every)
     ]
-    rows = [beside(row, measured) for row in found if row]
+    rows = [row for row in found if row]
     write_csv("predicted_h200", [asdict(row) for row in rows], options.out)
-    exchanges = predict_exchange.predict_all(compiled, options.measured)
+    exchanges = predict_exchange.predict_all(compiled)
     write_csv("predicted_exchange_h200", [asdict(one) for one in exchanges], options.out)
     text = f"{table(rows)}\n{exchange_table(exchanges)}"
     (options.out / "predicted_h200.md").write_text(text)

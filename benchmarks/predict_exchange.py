@@ -9,9 +9,7 @@ ranks, of 4 for two channels, or of 2 for four. Those of a thread's next batch d
                   batch one trip, and the instructions of all warps of a scheduler
 """
 
-import csv
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
 from gpu_waits import CHANNELS, WORLDS
 from predict_kernels import H200, THREADS, Gpu
@@ -36,8 +34,6 @@ class Exchange:
     batches: int
     instructions: float
     us: float
-    measured_us: float | str = ""
-    difference: float | str = ""
 
 
 def predict(what: str, world: int, channels: int, loops: list, gpu: Gpu = H200) -> Exchange:
@@ -50,23 +46,15 @@ def predict(what: str, world: int, channels: int, loops: list, gpu: Gpu = H200) 
     return Exchange(what, world, channels, batches, instructions, (TRIPS * gpu.l2_ns + batches * batch) / 1e3)
 
 
-def predict_all(rows: list[dict], measured: Path) -> list[Exchange]:
-    """`rows` are of tools/sass.py; `measured` is the folder of a GPU run's tables."""
-    took = {}
-    if (measured / "exchange_cuda.csv").exists():
-        with (measured / "exchange_cuda.csv").open() as file:
-            for row in csv.DictReader(file):
-                took[row["what"], int(row["world"]), int(row["channels"])] = float(row["exchange_us"])
+def predict_all(rows: list[dict]) -> list[Exchange]:
+    """`rows` are of tools/sass.py."""
     loops = {row["kernel"]: row["exchange"] for row in rows}
     for kernel in KERNELS.values():
         if len(loops[kernel]) != 3:
             raise SystemExit(f"predict: {kernel}: {len(loops[kernel])} loops over packets; 3 expected")
-    found = []
-    for what, kernel in KERNELS.items():
-        for world in WORLDS:
-            for channels in CHANNELS:
-                one = predict(what, world, channels, loops[kernel])
-                if us := took.get((what, world, channels)):
-                    one = replace(one, measured_us=us, difference=one.us / us - 1)
-                found.append(one)
-    return found
+    return [
+        predict(what, world, channels, loops[kernel])
+        for what, kernel in KERNELS.items()
+        for world in WORLDS
+        for channels in CHANNELS
+    ]

@@ -5,9 +5,8 @@ kernel's machine code.
 import re
 from dataclasses import dataclass
 
-import bench_vit_ops
 import planner
-from shapes import Case
+from shapes import MLP, NORMS, Case
 
 THREADS, BATCH, ON_CHIP_BLOCKS = planner.constants()
 GROUP = 32  # values of a channel after which a thread of bn_stats merges: csrc/cuda/stats.cuh, kGroup
@@ -68,15 +67,6 @@ class Op:
         return BATCH if self.operands <= 3 else BATCH // 2
 
 
-MLP = tuple(
-    Case((1, 1, bench_vit_ops.ROWS, bench_vit_ops.HIDDEN), "nchw", dtype)
-    for dtype in ("bf16", "fp32", "fp16")
-)
-NORMS = tuple(
-    Case((n, 197, c), "tokens", dtype)
-    for dtype in ("bf16", "fp32", "fp16")
-    for n, c in ((32, 384), (128, 384), (128, 768))
-)
 FORWARD_ROWS, BACKWARD_ROWS = (
     f"layer_norm_{way}_kernel<{{T}}, {{G}}, {{V}}>" for way in ("forward", "backward")
 )
