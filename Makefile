@@ -116,7 +116,7 @@ gpu-libraries: $(TOOLED)  ## Both libraries for a GPU of 9.0 alone, in build/gpu
 sass: $(TOOLED)  ## Registers, spills, accesses and instructions of the CUDA kernels; needs nvcc and cuobjdump
 	$(RUN) tools/sass.py
 
-predict: $(TOOLED)  ## What each op should take on an H200, beside what it took; needs nvcc and cuobjdump
+predict: $(TOOLED)  ## What each op should take on an H200; needs nvcc and cuobjdump
 	$(RUN) benchmarks/predict.py
 
 simulate: $(TOOLED)  ## The kernels' PTX on GPGPU-Sim, whose sources are in GPGPUSIM=; needs nvcc, flex and bison

@@ -21,7 +21,7 @@ FOUR_OPS = [
         *images(128, [RESNET[1], RESNET[3], RESNET[0]], BOTH, (dtype,)),
         *tokens([(128, 768)], (dtype,)),
     )
-]
+] + images(32, RESNET[4:], BOTH, ("bf16",))
 FIT_ON_CHIP = [  # at most 25 MB in bf16
     *images(8, RESNET[1:], BOTH, ("bf16",)),
     *images(32, RESNET[3:], BOTH, ("bf16",)),

@@ -5,8 +5,8 @@ ranks, of 4 for two channels, or of 2 for four. Those of a thread's next batch d
 
     batches       of the slowest thread
     instructions  of a warp per batch
-    us            trips to the L2 before and behind (the grid's counter, the own header, the result); per
-                  batch one trip, and the instructions of all warps of a scheduler
+    us            finding the last block, the headers, trips to the L2 before and behind; per batch one
+                  trip, and the instructions of all warps of a scheduler
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,8 @@ KERNELS = {
     "moments": "stats_kernel<float, true, true, 4>",
     "sums": "reduce_kernel<float, true, (Activations)1, true, 4, (Source)0>",
 }
-TRIPS = 5  # a fence, the counter of blocks, the own header to the L2 and back, the stores of the result
+TRIPS = 4  # the own header to the L2 and back, the first packets, the stores of the result
+HEADER_NS = 800.0  # of a barrier each before and behind the headers, and double divisions of counts; assumed
 SCHEDULERS = 4  # of a multiprocessor
 CYCLES = (
     2.0  # per instruction: 2 for arithmetic of doubles, 8 for conversions to them, else 1 (programming guide)
@@ -43,7 +44,8 @@ def predict(what: str, world: int, channels: int, loops: list, gpu: Gpu = H200) 
     batches = -(-channels // (THREADS * IN_FLIGHT // together))
     warps = min(THREADS, channels) / 32 / SCHEDULERS
     batch = gpu.l2_ns + max(1.0, warps) * instructions * CYCLES / gpu.clock_GHz
-    return Exchange(what, world, channels, batches, instructions, (TRIPS * gpu.l2_ns + batches * batch) / 1e3)
+    once = gpu.last_ns + HEADER_NS + TRIPS * gpu.l2_ns
+    return Exchange(what, world, channels, batches, instructions, (once + batches * batch) / 1e3)
 
 
 def predict_all(rows: list[dict]) -> list[Exchange]:

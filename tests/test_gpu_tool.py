@@ -439,13 +439,13 @@ def test_a_rehearsal_of_the_measurements(tmp_path, steps):
     "kind,why",
     [
         ("fail", "RuntimeError: a fault for rehearsal"),
-        ("hang", "no answer in 2 s"),
+        ("hang", "no answer in 4 s"),
         ("spoil", "ended its process (70)"),
     ],
 )
 def test_one_fault_costs_one_row(gpu, tmp_path, monkeypatch, capsys, kind, why):
     monkeypatch.setenv("FASTVIT_REHEARSE", f"{kind}:bn_stats 4x8x6x6 channels_last")
-    monkeypatch.setattr(gpu, "PATIENCE", 2)
+    monkeypatch.setattr(gpu, "PATIENCE", 4)
     run = gpu.Run("measure", tmp_path / "gpu", "cpu", 60, ["four_ops"])
     run.part("four_ops")
     assert states(run) == {"four_ops: four_ops": "FAILED"}

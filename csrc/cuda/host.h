@@ -62,7 +62,7 @@ void with_vector_walk(const Plan& plan, const F& f) {
   plan.rows ? f.template operator()<true, kVector<T>>() : f.template operator()<false, kVector<T>>();
 }
 
-// Blocks of a kernel that fit on a multiprocessor.
+// Blocks of a kernel that fit on a multiprocessor, without dynamic shared memory.
 inline int blocks_of(const Device& device, const void* kernel) {
   return asked_once(kernel, device.current, [&](int& value) {
     return cudaOccupancyMaxActiveBlocksPerMultiprocessor(&value, kernel, kThreads, 0);

@@ -76,9 +76,12 @@ enum cudaError_t {
   cudaErrorCooperativeLaunchTooLarge = 720
 };
 using cudaStream_t = struct CUstream_st*;
-enum cudaLaunchAttributeID { cudaLaunchAttributeCooperative = 2 };
+enum cudaLaunchAttributeID {
+  cudaLaunchAttributeCooperative = 2,
+  cudaLaunchAttributeProgrammaticStreamSerialization = 6
+};
 union cudaLaunchAttributeValue {
-  int cooperative;
+  int cooperative, programmaticStreamSerializationAllowed;
   char pad[64];
 };
 struct cudaLaunchAttribute {
@@ -95,6 +98,7 @@ struct cudaLaunchConfig_t {
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
 enum cudaDeviceAttr {
   cudaDevAttrMultiProcessorCount = 16,
+  cudaDevAttrComputeCapabilityMajor = 75,
   cudaDevAttrMaxSharedMemoryPerMultiprocessor = 81,
   cudaDevAttrCooperativeLaunch = 95
 };

@@ -173,6 +173,8 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
     *value = kSimulatedMultiprocessors;
   else if (attribute == cudaDevAttrMaxSharedMemoryPerMultiprocessor)
     *value = kSimulatedSharedBytes;
+  else if (attribute == cudaDevAttrComputeCapabilityMajor)
+    *value = 7;
   else
     return cudaErrorInvalidValue;
   return cudaSuccess;
