@@ -230,6 +230,10 @@ class _Seers(dict):
 _seers = _Seers()
 
 
+# Dynamo inlines methods that torch.Tensor defines in Python, and knows `super()` in the call of a method alone.
+_PYTHON_METHODS = frozenset(name for name, f in vars(Tensor).items() if inspect.isfunction(f))
+
+
 class Calls(TorchFunctionMode):
     """The mode of a scope."""
 
@@ -238,7 +242,12 @@ class Calls(TorchFunctionMode):
         self.scope = scope
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        see = None if torch.compiler.is_compiling() else _seers[func]
+        if torch.compiler.is_compiling():
+            name = getattr(func, "__name__", "")
+            if name in _PYTHON_METHODS and args and isinstance(args[0], Tensor):
+                return getattr(args[0], name)(*args[1:], **kwargs or {})
+            return func(*args, **kwargs or {})
+        see = _seers[func]
         if see is None:
             return func(*args, **kwargs) if kwargs else func(*args)
         return see(self.scope, func, args, kwargs or {})
