@@ -230,7 +230,7 @@ class _Seers(dict):
 _seers = _Seers()
 
 
-# Dynamo inlines methods that torch.Tensor defines in Python, and knows `super()` in the call of a method alone.
+# Methods that torch.Tensor defines in Python: Dynamo traces their `super()` in the call of a method alone.
 _PYTHON_METHODS = frozenset(name for name, f in vars(Tensor).items() if inspect.isfunction(f))
 
 
