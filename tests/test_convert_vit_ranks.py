@@ -73,3 +73,29 @@ def test_fsdp2(ranks, units, converts_last):
         assert same
         # a norm that is sharded by itself is so again when its reader asks
         assert share < (0.9 if units == "layers" else 0.75)
+
+
+def under_fsdp1(rank, world, kinds, converts_last):
+    """Its flat parameters are freed between uses, and parameters of modules are views of them."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    results = []
+    for convert in (False, True):
+        model = Model(lambda: Block(scale=LayerScale), 2)
+        if convert and not converts_last:
+            converted(model, products=True)
+        sharded = FullyShardedDataParallel(
+            model, auto_wrap_policy=ModuleWrapPolicy(kinds), device_id=torch.device("cpu")
+        )
+        if convert and converts_last:
+            converted(model, products=True)
+        results.append(trained(sharded, patches(8)[rank::world], sharded.parameters))
+    return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("converts_last", [False, True])
+@pytest.mark.parametrize("kinds", [{Block}, {torch.nn.LayerNorm, torch.nn.Linear}], ids=["blocks", "layers"])
+def test_fsdp1(ranks, kinds, converts_last):
+    assert all(ranks.run(2, under_fsdp1, kinds, converts_last))
