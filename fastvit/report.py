@@ -26,7 +26,7 @@ from .trial import Trial
 __all__ = ["Report", "TensorReport", "report"]
 
 _SHOWN = 0.005  # smallest share of all bytes that has a line in the table
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole part of a name
+_NUMBER = re.compile(r"\d+(?=\.)|(?<![^.])\d+$")  # of all parts of a name but the last, unless it is one
 _PLAIN = {"to_copy": "cast", "unsafe_view": "copy", "clone": "copy", "reshape_alias": "view"}
 
 
@@ -78,7 +78,7 @@ class Report:
                 " & ".join(row.names),
                 str(row.count),
                 _bytes(row.rebuilt_bytes) if row.rebuilt_bytes else "",
-                _bytes(row.kept_bytes) if row.kept_bytes else "",
+                _bytes(row.kept_bytes) if row.kept_bytes > row.rebuilt_bytes // 100 else "",
                 row.reason,
             )
             for row in shown
