@@ -107,7 +107,7 @@ def _skipped(model: nn.Module, skip: Iterable[tuple[str, str]]) -> frozenset[tup
     pairs = list(skip)
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
         raise ValueError(f"convert: skip must have pairs of a block's name and an op, got {pairs}")
-    opening = {model, *blocks(model)}
+    opening = {model, *blocks(model)} if pairs else set()
     names = [name for name, module in model.named_modules() if module in opening]
     for block, _ in pairs:
         if block not in names:

@@ -26,7 +26,7 @@ from .trial import Trial
 __all__ = ["Report", "TensorReport", "report"]
 
 _SHOWN = 0.005  # smallest share of all bytes that has a line in the table
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole part of a name
+_NUMBER = re.compile(r"\d+(?=\.)|(?<![^.])\d+$")  # of all parts of a name but the last, unless it is one
 _PLAIN = {"to_copy": "cast", "unsafe_view": "copy", "clone": "copy", "reshape_alias": "view"}
 
 
@@ -78,7 +78,7 @@ class Report:
                 " & ".join(row.names),
                 str(row.count),
                 _bytes(row.rebuilt_bytes) if row.rebuilt_bytes else "",
-                _bytes(row.kept_bytes) if row.kept_bytes else "",
+                _bytes(row.kept_bytes) if row.kept_bytes > row.rebuilt_bytes // 100 else "",
                 row.reason,
             )
             for row in shown
@@ -88,7 +88,9 @@ class Report:
             lines += _aligned([("saved by", "count", "rebuilt", "kept", "why"), *rows])
         rest = self.kept_after - sum(row.kept_bytes for row in shown)
         if rest > 0:
-            lines.append(f"and {_bytes(rest)} kept in smaller tensors, the result and autograd's graph")
+            lines.append(
+                f"and {_bytes(rest)} in smaller tensors, the result, autograd's graph, compiled code"
+            )
         return "\n".join([*lines, *[f"note: {note}" for note in self.notes]])
 
     def summary(self) -> str:
@@ -166,15 +168,10 @@ def report(model: nn.Module, *inputs: object, **kwinputs: object) -> Report:
     rows: list[TensorReport] = []
     with seen.forward():
         trial.warm_up(converted, lambda: rows.extend(seen.rows()))
-    return Report(before, trial.kept_bytes(converted), rows, [*_compiled(model), *seen.notes])
-
-
-def _compiled(model: nn.Module) -> Iterator[str]:
-    """`Module.compile` is not copied with the module; `torch.compile` is, and runs compiled here too."""
+    notes = list(seen.notes)
     if any(module._compiled_call_impl is not None for module in model.modules()):
-        yield "measured without torch.compile, which chooses by itself what is kept"
-    if any(isinstance(module, torch._dynamo.OptimizedModule) for module in model.modules()):
-        yield "torch.compile chooses by itself what is kept"
+        notes.append("measured without Module.compile, which is not copied; pass torch.compile(model)")
+    return Report(before, trial.kept_bytes(converted), rows, notes)
 
 
 class Seen:
@@ -263,7 +260,7 @@ def _against(tensor: Tensor) -> str:
     base = tensor if tensor._base is None else tensor._base
     node: Any = base.grad_fn
     if node is None:
-        return "an input, a constant, indices or a mask: no differentiable op made it"
+        return "no op of the graph made it: an input, a constant, indices, compiled code"
     value, op = node.metadata.get(VALUE), _plain(node.name())
     if not isinstance(value, Value):
         return f"one of several results of {op}, or written to before it was saved"

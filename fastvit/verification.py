@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from .convert import convert, is_converted, revert
 from .fuse import is_fused
 from .recompute import watched
-from .recompute.policy import Site, op_name
+from .recompute.policy import op_name
 from .recompute.saved import Kept, Recipe
 from .recompute.values import plainly
 from .trial import Trial, tensors_of
@@ -123,30 +123,19 @@ def verify(
     if limit is None:
         computed = dtype or next((p.dtype for p in model.parameters()), torch.float32)
         limit = _TOLERANCES.get(computed, _HALF_PRECISION) if is_fused(model) else 0.0
-
-    def step(recipes: _Recipes | None, inputs_require_grad: bool) -> dict[str, Tensor]:
-        copied = trial.copy()
-        if recipes is None:
-            revert(copied)
-        elif not is_converted(copied):
-            convert(copied)
-        return _step(
-            trial, copied if dtype is None else copied.to(dtype), dtype, inputs_require_grad, recipes
-        )
-
-    inputs_require_grad = True
+    recipes = _Recipes()
+    marks_inputs = False
     try:
-        want = step(None, inputs_require_grad)
+        want = _step(trial, dtype, marks_inputs)
     except RuntimeError as error:
         if "requires_grad flags of leaf" not in str(error):
             raise
-        # The model sets requires_grad on its inputs, which only a leaf allows.
-        inputs_require_grad = False
-        want = step(None, inputs_require_grad)
-    recipes = _Recipes()
-    found = Verification(_differences(step(recipes, inputs_require_grad), want), limit, recipes.sites)
+        marks_inputs = True  # the model sets requires_grad on its inputs, which only a leaf allows
+        want = _step(trial, dtype, marks_inputs)
+    differences = _differences(_step(trial, dtype, marks_inputs, recipes), want)
+    found = Verification(differences, limit, recipes.sites)
     if found.wrong:
-        again = _differences(step(None, inputs_require_grad), want)
+        again = _differences(_step(trial, dtype, marks_inputs), want)
         unsteady = {name: value for name, value in again.items() if value}
         found = dataclasses.replace(found, unsteady=unsteady)
     return found
@@ -156,23 +145,19 @@ class _Recipes:
     """The recipes of a forward, with the tensors for which they stand."""
 
     def __init__(self):
-        self.sites: tuple[tuple[str, str], ...] = ()
+        self.sites: tuple[tuple[str, str], ...] = ()  # of those that are wrong
         self._held: list[tuple[Recipe, Tensor, int]] = []
 
     def look(self, packed: Kept | Recipe, tensor: Tensor) -> None:
-        if type(packed) is Recipe:
+        if isinstance(packed, Recipe):
             self._held.append((packed, tensor.detach(), tensor._version))
 
     def check(self) -> None:
-        """Follows every recipe, and drops what was held."""
-        held = [
-            (one, tensor) for one, tensor, version in self._held if one.source and tensor._version == version
-        ]
+        """Follows every recipe, and drops what was held. autograd refuses what was written to since."""
+        held = [(one, t) for one, t, version in self._held if one.source and t._version == version]
         for recipe, _ in held:
             recipe.value.original = None  # the tensor itself, which is alive only because it is held here
-        wrong: dict[Site, None] = {
-            recipe.value.site: None for recipe, tensor in held if not _agrees(recipe, tensor)
-        }
+        wrong = [recipe.value.site for recipe, tensor in held if not _agrees(recipe, tensor)]
         self.sites = tuple(dict.fromkeys((block, op_name(name)) for block, name, _ in wrong))
         for recipe, _ in held:
             if recipe.source is not None:
@@ -182,31 +167,33 @@ class _Recipes:
 
 def _agrees(recipe: Recipe, tensor: Tensor) -> bool:
     """Whether the rebuilt tensor has the bits of `tensor`. One that cannot be rebuilt has not."""
-
-    def rebuilt() -> Tensor:
-        return torch.as_strided(recipe.value.tensor(), *recipe.geometry)
-
     try:
-        got = plainly(rebuilt)
+        got = plainly(lambda: torch.as_strided(recipe.value.tensor(), *recipe.geometry))
     except Exception:
         return False
-    return got.dtype == tensor.dtype and torch.equal(_bits(got), _bits(tensor))
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().flatten().view(torch.uint8)
+    bits = [one.contiguous().flatten().view(torch.uint8) for one in (got, tensor)]
+    return got.dtype == tensor.dtype and torch.equal(*bits)
 
 
 def _step(
-    trial: Trial,
-    model: nn.Module,
-    dtype: torch.dtype | None,
-    inputs_require_grad: bool,
-    recipes: _Recipes | None,
+    trial: Trial, dtype: torch.dtype | None, marks_inputs: bool, recipes: _Recipes | None = None
 ) -> dict[str, Tensor]:
-    """Outputs, gradients and buffers of one forward and backward, by name."""
+    """Outputs, gradients and buffers of a forward and backward of a copy, by name.
+
+    The copy is the original, or with `recipes` a converted one.
+    """
+    model = trial.copy().to(dtype)
+    if recipes is None:
+        revert(model)
+    elif not is_converted(model):
+        convert(model)
     model.zero_grad(set_to_none=True)
-    leaves = pytree.tree_map_only(Tensor, lambda t: _leaf(t, dtype, inputs_require_grad), trial.arguments)
+
+    def leaf(tensor: Tensor) -> Tensor:
+        copied = tensor.detach().clone()
+        return copied.to(dtype).requires_grad_(not marks_inputs) if copied.is_floating_point() else copied
+
+    leaves = pytree.tree_map_only(Tensor, leaf, trial.arguments)
     with trial.untouched(), watched(recipes.look) if recipes else contextlib.nullcontext():
         torch.manual_seed(0)
         # Results of an op, not leaves, so that the model may overwrite its inputs where the original does.
@@ -230,40 +217,29 @@ def _step(
     return result | {f"buffer {name}": b.detach() for name, b in model.named_buffers()}
 
 
-def _leaf(tensor: Tensor, dtype: torch.dtype | None, requires_grad: bool) -> Tensor:
-    copied = tensor.detach().clone()
-    return copied.to(dtype).requires_grad_(requires_grad) if copied.is_floating_point() else copied
-
-
 # A tensor of these kinds that is zero up to rounding (a mean after a normalisation) has no scale of its own.
 _WITHOUT_SCALE = ("gradient of ", "buffer ")
 
 
 def _differences(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
     """Relative differences by name, largest first."""
-    largest = {kind: _largest(want, kind) for kind in _WITHOUT_SCALE}
-    differences = {}
-    for name in want.keys() | got.keys():
-        if name not in want or name not in got:
-            differences[name] = math.inf
-            continue
+    largest = {kind: max((_largest(t) for name, t in want.items() if name.startswith(kind)), default=0.0)
+               for kind in _WITHOUT_SCALE}  # fmt: skip
+    differences = dict.fromkeys(want.keys() ^ got.keys(), math.inf)
+    for name in want.keys() & got.keys():
         least = next((1e-4 * largest[kind] for kind in _WITHOUT_SCALE if name.startswith(kind)), 0.0)
-        differences[name] = _difference(got[name], want[name], least)
+        differences[name] = _difference(got[name].double(), want[name].double(), least)
     return dict(sorted(differences.items(), key=lambda item: (-item[1], item[0])))
 
 
-def _largest(tensors: dict[str, Tensor], kind: str) -> float:
-    values = [t.abs().max().item() for name, t in tensors.items() if name.startswith(kind) and t.numel()]
-    return max((value for value in values if math.isfinite(value)), default=0.0)
+def _largest(tensor: Tensor) -> float:
+    """The largest finite value."""
+    return tensor.double().nan_to_num(0, 0, 0).abs().max().item() if tensor.numel() else 0.0
 
 
 def _difference(got: Tensor, want: Tensor, least: float) -> float:
     if got.shape != want.shape:
         return math.inf
-    if want.numel() == 0:
-        return 0.0
-    got, want = got.double(), want.double()
     if any(not torch.equal(kind(got), kind(want)) for kind in (torch.isnan, torch.isposinf, torch.isneginf)):
         return math.inf
-    scale = max(want.nan_to_num(0, 0, 0).abs().max().item(), least, 1e-30)
-    return (got - want).nan_to_num(0, 0, 0).abs().max().item() / scale
+    return _largest(got.nan_to_num(0, 0, 0) - want.nan_to_num(0, 0, 0)) / max(_largest(want), least, 1e-30)

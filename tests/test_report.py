@@ -6,7 +6,7 @@ import random
 import numpy
 import pytest
 import torch
-import torch.nn.functional as F
+from report_models import WIDTH, Net, holding, kept
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -18,47 +18,10 @@ from fastvit.memory import held_bytes, live_bytes
 CPU = [torch.device("cpu")]
 
 
-class Block(nn.Module):
-    def __init__(self, width=64):
-        super().__init__()
-        self.norm, self.fc1, self.fc2 = (
-            nn.LayerNorm(width),
-            nn.Linear(width, 4 * width),
-            nn.Linear(4 * width, width),
-        )
-        self.drop = nn.Dropout(0.1)
-
-    def forward(self, x):
-        return x + self.fc2(self.drop(F.gelu(self.fc1(self.norm(x)))))
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-
-    def forward(self, x, mask=None):
-        for block in self.blocks:
-            x = block(x)
-        return x if mask is None else x * mask
-
-
-def conv_net():
-    layers = [
-        nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(True)) for _ in range(4)
-    ]
-    return nn.Sequential(*layers, nn.MaxPool2d(2), nn.Flatten(), nn.LazyLinear(10))
-
-
 @pytest.fixture
 def x():
     torch.manual_seed(1)
-    return torch.randn(16, 50, 64)
-
-
-def kept(model, *args, **kwargs):
-    model(*args, **kwargs)
-    return live_bytes(lambda: model(*args, **kwargs))[0]
+    return torch.randn(16, 48, WIDTH)
 
 
 # --- bytes
@@ -71,16 +34,10 @@ def test_the_allocator_is_asked():
 
 
 def test_without_glibc_torch_is_asked(monkeypatch):
-    for counts in (lambda: False, memory._glibc_counts):
-        monkeypatch.setattr(memory, "_glibc_counts", counts)
-        assert abs(held_bytes(lambda: torch.zeros(2**20), CPU)[0] - 2**22) < 2**16
-    monkeypatch.setattr(memory, "_mallinfo2", lambda: 1 / 0)
+    monkeypatch.setattr(memory, "_glibc_bytes", lambda: 0)  # of an allocator that torch does not use
     memory._glibc_counts.cache_clear()
     try:
-        with pytest.raises(ZeroDivisionError):
-            memory._glibc_counts()
-        monkeypatch.setattr(memory, "_glibc_bytes", lambda: 0)  # of an allocator that torch does not use
-        assert not memory._glibc_counts()
+        assert held_bytes(lambda: torch.zeros(2**20), CPU)[0] == 2**22
     finally:
         memory._glibc_counts.cache_clear()
 
@@ -92,7 +49,7 @@ def test_what_is_said_is_what_a_step_keeps(products, training, x):
     converted = fastvit.convert(copy.deepcopy(model), products=products)
     found = fastvit.report(converted.train(training), x)
     before, after = kept(model, x), kept(converted.train(), x)
-    assert abs(found.kept_before - before) < 2**16 and abs(found.kept_after - after) < 2**17
+    assert abs(found.kept_before - before) < 2**17 and abs(found.kept_after - after) < 2**17
     assert found.saved_bytes == found.kept_before - found.kept_after > 0.25 * before
     rows = found.tensors
     assert sum(row.kept_bytes for row in rows) <= found.kept_after
@@ -108,50 +65,31 @@ def test_a_forward_is_measured_as_it_runs(x):
         assert abs(fastvit.report(converted, y).kept_after - kept(converted, y)) < 2**16
 
 
-def test_a_convolutional_net():
-    model, y = conv_net(), torch.randn(4, 8, 32, 32)
-    model(y)
-    found = fastvit.report(model, y)
-    assert found.saved_bytes > 0.3 * found.kept_before
-    reasons = {row.reason for row in found.tensors}
-    assert any(reason.startswith("recomputed by batch_norm") for reason in reasons), reasons
-    assert not any(hasattr(module, "_forward_pre_hooks") and module._forward_pre_hooks for module in model)
-
-
 def test_under_autocast(x):
-    def forward(model):
-        with torch.autocast("cpu", torch.bfloat16):
-            return model(x)
-
     model = fastvit.convert(Net())
-    with torch.autocast("cpu", torch.bfloat16):
-        found = fastvit.report(model, x)
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        found, after = fastvit.report(model, x), kept(model, x)
+    assert abs(found.kept_after - after) < 2**17
+    with torch.autocast("cpu", torch.bfloat16):  # the copies' casts, in autocast's cache, count
         assert fastvit.report(model, x).kept_after == pytest.approx(found.kept_after, rel=0.01)
-    forward(model)
-    assert abs(found.kept_after - live_bytes(lambda: forward(model))[0]) < 2**17
-
-
-def test_while_somebody_profiles(x):
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        assert fastvit.report(Net(), x).saved_bytes > 0
 
 
 # --- rows
 
 
 def test_rows_name_modules_and_reasons(x):
-    by_reason = {row.reason: row for row in fastvit.report(Net(), x).tensors}
+    by_reason = {row.reason: row for row in fastvit.report(Net(drop=0.1), x).tensors}
     rebuilt = by_reason["recomputed by layer_norm from its saved input"]
-    assert rebuilt.names == ("blocks.*.fc1",) and rebuilt.count == 4
+    assert rebuilt.names in (("blocks.*.fc1",), ("blocks.*.qkv",)) and rebuilt.count == 4
     assert rebuilt.rebuilt_bytes == 4 * x.nbytes and rebuilt.kept_bytes == 0
     mask = by_reason["dropout's mask, kept as a byte an element"]
     assert mask.names == ("blocks.*.drop",) and mask.kept_bytes == 4 * x.numel() * 4
     product = by_reason[
         "the result of addmm: rebuilt with products=True, where it is no narrower than its input"
     ]
-    assert product.names == ("blocks.*",) and product.kept_bytes == 4 * 4 * x.nbytes
+    assert product.names == ("blocks.*",) and product.kept_bytes == 4 * 7 * x.nbytes
     by_reason = {row.reason: row for row in fastvit.report(fastvit.convert(Net(), products=True), x).tensors}
-    assert by_reason["recomputed by layer_norm, addmm from the saved input"].rebuilt_bytes == 16 * x.nbytes
+    assert by_reason["recomputed by layer_norm, addmm from the saved input"].rebuilt_bytes == 28 * x.nbytes
 
 
 def test_it_prints_and_plots(x, tmp_path):
@@ -159,7 +97,7 @@ def test_it_prints_and_plots(x, tmp_path):
     text = str(found)
     assert text.splitlines()[0] == found.summary() and "less kept for backward (measured)" in found.summary()
     assert text.splitlines()[2].split() == ["saved", "by", "count", "rebuilt", "kept", "why"]
-    assert "kept in smaller tensors, the result and autograd's graph" in text
+    assert "in smaller tensors, the result, autograd's graph, compiled code" in text
     found.plot(tmp_path / "report.png")
     assert (tmp_path / "report.png").stat().st_size > 10_000
 
@@ -235,35 +173,33 @@ def test_disabled_hooks_are_noted(x):
     with torch.autograd.graph.disable_saved_tensors_hooks("not now"):
         found = fastvit.report(Net(), x)
     assert found.notes[0].endswith("because saved-tensor hooks are disabled: not now")
-    assert abs(found.saved_bytes) < 2**16 and not found.tensors
+    assert abs(found.saved_bytes) < 2**16
 
 
-def test_a_compiled_model_is_noted(x):
+def test_compiled_models(x):
     model = Net()
+    found = fastvit.report(torch.compile(model, backend="aot_eager"), x)
+    assert found.saved_bytes > 0.2 * found.kept_before
+    assert fastvit.convert(torch.compile(model, backend="aot_eager"))(x).shape == x.shape
     model.compile(backend="eager")
-    assert fastvit.report(model, x).notes == [
-        "measured without torch.compile, which chooses by itself what is kept"
-    ]
+    notes = fastvit.report(model, x).notes
+    assert notes == ["measured without Module.compile, which is not copied; pass torch.compile(model)"]
 
 
 # --- errors
 
+SIZE = r"must be a tensor, such as torch.randn\(16, 48, 64\), got the size"
+WRONG = [
+    ((torch.Size((16, 48, 64)),), {}, f"input 0 {SIZE}"),
+    (((16, 48, 64),), {}, f"input 0 {SIZE}"),
+    ((numpy.zeros((16, 48, 64)),), {}, "input 0 must be a tensor, such as torch.from_numpy"),
+    ((torch.zeros(1, 2, 64),), {"mask": numpy.array(["a"])}, "mask must be a tensor"),
+    ((torch.zeros(1, 2, 64),), {"masks": None}, r"do not fit Net.forward\(x, mask=None\): .* 'masks'"),
+    ((), {}, "do not fit Net.forward.* missing a required argument: 'x'"),
+]
 
-@pytest.mark.parametrize(
-    ("args", "kwargs", "message"),
-    [
-        (
-            (torch.Size((16, 50, 64)),),
-            {},
-            r"input 0 must be a tensor, such as torch.randn\(16, 50, 64\), got the s",
-        ),
-        (((16, 50, 64),), {}, r"input 0 must be a tensor, such as torch.randn\(16, 50, 64\), got the size"),
-        ((numpy.zeros((16, 50, 64)),), {}, "input 0 must be a tensor, such as torch.from_numpy"),
-        ((torch.zeros(1, 2, 64),), {"mask": numpy.array(["a"])}, "mask must be a tensor"),
-        ((torch.zeros(1, 2, 64),), {"masks": None}, r"do not fit Net.forward\(x, mask=None\): .* 'masks'"),
-        ((), {}, "do not fit Net.forward.* missing a required argument: 'x'"),
-    ],
-)
+
+@pytest.mark.parametrize(("args", "kwargs", "message"), WRONG)
 @pytest.mark.parametrize("function", [fastvit.report, fastvit.verify])
 def test_wrong_inputs_are_named(function, args, kwargs, message):
     with pytest.raises(TypeError, match=f"{function.__name__}: .*{message}"):
@@ -272,47 +208,28 @@ def test_wrong_inputs_are_named(function, args, kwargs, message):
 
 @pytest.mark.parametrize("function", [fastvit.report, fastvit.verify, fastvit.convert])
 def test_a_model_that_is_none(function):
-    with pytest.raises(
-        TypeError, match=f"{function.__name__}: model must be a torch.nn.Module, got .* function"
+    with pytest.raises(TypeError, match=f"{function.__name__}: model must be a torch.nn.Module, got .* type"):
+        function(kept)
+
+
+def test_models_that_cannot_be_measured(x):
+    for model, y, message in (
+        (holding(Net(), x), x, r"it runs a copy of the model, and copy.deepcopy\(model\) raised "),
+        (Net().to("meta"), x.to("meta"), "a model and inputs on the CPU or on CUDA expected, got meta"),
     ):
-        function(F.dropout, *[torch.zeros(1)] * (function is not fastvit.convert))
-
-
-def test_other_errors_are_those_of_the_model():
+        with pytest.raises(ValueError, match=f"report: {message}"):
+            fastvit.report(model, y)
     with pytest.raises(RuntimeError, match="normalized_shape"):
-        fastvit.report(Net(), torch.zeros(2, 3))
-
-
-def test_a_model_that_cannot_be_copied(x):
-    model = Net()
-    model.last = model(x)
-    with pytest.raises(
-        ValueError, match=r"report: it runs a copy of the model, and copy.deepcopy\(model\) raised "
-    ):
-        fastvit.report(model, x)
-
-
-def test_devices_without_an_allocator(x):
-    with pytest.raises(
-        ValueError, match="report: a model and inputs on the CPU or on CUDA expected, got meta"
-    ):
-        fastvit.report(Net().to("meta"), x.to("meta"))
-
-
-def test_inside_a_scope(x):
-    with (
-        fastvit.recompute_scope(),
-        pytest.raises(RuntimeError, match="report: call it outside of recompute_s"),
-    ):
+        fastvit.report(Net(), torch.zeros(2, 3))  # an error of the model
+    with fastvit.recompute_scope(), pytest.raises(RuntimeError, match="call it outside of recompute_scope"):
         fastvit.report(Net(), x)
 
 
 def test_wrapped_models_name_what_to_pass(tmp_path, x):
     distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        model = DistributedDataParallel(Net())
         with pytest.raises(ValueError, match="DistributedDataParallel cannot run .* pass its .module"):
-            fastvit.report(model, x)
+            fastvit.report(DistributedDataParallel(Net()), x)
         layers = nn.Sequential(nn.Conv2d(8, 8, 3), nn.SyncBatchNorm(8), fastvit.SyncBatchNorm(8), nn.GELU())
         assert fastvit.report(layers, torch.randn(4, 8, 16, 16)).saved_bytes > 0  # no exchange
         sharded = Net()

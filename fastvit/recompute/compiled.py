@@ -38,8 +38,9 @@ def enable(module: nn.Module, products: bool = False, weight_casts: bool = False
     on hooks. It guards on the type of the dictionary of submodules. And Dynamo does not trace the hooks of
     the module that is compiled itself, so one of its submodules gets a hook that tells of it.
     """
-    setattr(module, _FLAG, (products, weight_casts))
-    module._modules = OrderedDict(module._modules)
+    # By __dict__, since the result of torch.compile passes attributes on to the module inside.
+    module.__dict__[_FLAG] = products, weight_casts
+    module.__dict__["_modules"] = OrderedDict(module._modules)
     inner = _inner(module)
     if inner is not None and tell not in inner._forward_pre_hooks.values():
         inner.register_forward_pre_hook(tell)
@@ -48,7 +49,7 @@ def enable(module: nn.Module, products: bool = False, weight_casts: bool = False
 def disable(module: nn.Module) -> None:
     """Takes `enable` back, except for the hook that tells of it."""
     if module.__dict__.pop(_FLAG, None) is not None:
-        module._modules = dict(module._modules)
+        module.__dict__["_modules"] = dict(module._modules)
 
 
 def _inner(module: nn.Module) -> nn.Module | None:

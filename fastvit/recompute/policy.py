@@ -39,4 +39,4 @@ class Policy:
 def op_name(name: str) -> str:
     """The plain name of an autograd node: `GeluBackward0` is gelu."""
     plain = re.sub(r"((Function)?Backward\d*|<.*>)$", "", name.split("::")[-1])
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", plain).lower().removeprefix("native_")
+    return re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[0-9]D)(?=[A-Z])", "_", plain).lower().removeprefix("native_")

@@ -143,9 +143,9 @@ class Scope:
 
     @staticmethod
     def unknown(reason: str) -> Value:
-        """A value that is never rebuilt."""
+        """A value that is never rebuilt, nor another from it: an op before may have read something else."""
         value = Value()
-        value.unknown = reason
+        value.unknown, value.is_ingredient = reason, False
         return value
 
     def _mask(self, tensor: Tensor, p: float) -> Recipe | None:
@@ -224,6 +224,8 @@ class Scope:
                 value.unknown = value.unknown or self.policy.against(value.site)
         if value.unknown or not value.is_worth_it():
             kept = Kept(tensor)
+            if not value.is_ingredient:
+                return kept
             if tensor is not base:
                 if self._outer is not None:  # hooks around hold the view, and not its base
                     return kept

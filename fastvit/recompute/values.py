@@ -104,6 +104,7 @@ class Value:
     dtype: torch.dtype | None = None  # of the result; an op in place may have had wider operands
     name = ""  # of the autograd node
     flops = 0  # of the recipe's matrix products
+    is_ingredient = True  # where it is kept
     site: Site = ("", "", 0)  # where it was saved first
     geometry: tuple | None = None  # size, stride and offset of the whole tensor
     sharer: weakref.ref[Source] | None = None

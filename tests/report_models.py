@@ -1,0 +1,48 @@
+"""A small ViT for the tests of `report`, `verify` and budgets."""
+
+import torch.nn.functional as F
+from torch import nn
+
+from fastvit.memory import live_bytes
+
+WIDTH = 64
+
+
+class Block(nn.Module):
+    def __init__(self, drop=0.0, width=WIDTH):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.fc1, self.fc2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.drop = nn.Dropout(drop)
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        x = x + self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.fc2(self.drop(self.act(self.fc1(self.norm2(x)))))
+
+    def act(self, x):
+        return F.gelu(x)
+
+
+class Net(nn.Module):
+    def __init__(self, blocks=4, drop=0.0):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(drop) for _ in range(blocks))
+
+    def forward(self, x, mask=None):
+        for block in self.blocks:
+            x = block(x)
+        return x if mask is None else x * mask
+
+
+def kept(model, x):
+    """Bytes that a forward keeps, by torch's allocator."""
+    model(x)
+    return live_bytes(lambda: model(x))[0]
+
+
+def holding(model, x):
+    """A model that holds a tensor of a graph, which cannot be copied."""
+    model.last = model(x)
+    return model
