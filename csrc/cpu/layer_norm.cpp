@@ -2,10 +2,10 @@
 // layer_norm_backward: dx = invstd * (g - mean(g) - xhat * mean(g * xhat)) with g = dy * gamma; and for each
 // column sum dy and sum dy * xhat.
 // Memory   forward reads x once and writes y once; backward reads x and dy once and writes dx once. A row
-//          stays in the L1 cache between the passes over it.
+//          stays in the L1 cache between the passes over it, and some rows in L2 for the columns' sums.
 // Mapping  forward: threads take rows. Backward: a task is a slice of rows, which fixes the order of sums.
-// Numerics moments as in bn_stats; pieces of a row merge in double. The sums of 64 rows are added in the
-//          accumulation type, and these in double, in a fixed order.
+// Numerics moments as in bn_stats; pieces of a row merge in double. The columns' sums of 32 rows are in
+//          the accumulation type, and these are added in double, in a fixed order.
 // Source   Ba, Kiros, Hinton, arXiv:1607.06450; moments: Chan, Golub, LeVeque (1979).
 #include <cmath>
 
@@ -21,17 +21,9 @@ namespace {
 template <class T, class G, class A>
 struct Forward {
   static void row(const T* x, G* y, int64_t n, const A* gamma, const A* beta, A mean, A invstd) {
-    constexpr int L = kLanes<A>;
-    int64_t i = 0;
-    for (; i + L <= n; i += L)
-      store<A>(y + i, (load<A>(x + i) - mean) * invstd * load<A>(gamma + i) + load<A>(beta + i));
-    if (i < n) {
-      const int rest = int(n - i);
-      store_some<A>(y + i,
-                    (load_some<A>(x + i, rest) - mean) * invstd * load_some<A>(gamma + i, rest) +
-                        load_some<A>(beta + i, rest),
-                    rest);
-    }
+    for_each_vector<A>(
+        n, [&](auto at) { return (at.load(x) - mean) * invstd * at.load(gamma) + at.load(beta); },
+        [&](auto at, Vector<A> result) { at.store(y, result); });
   }
 
   static void run(const LayerNormForwardParams& args) {
@@ -58,66 +50,22 @@ struct Forward {
 
 template <class T, class G, class A>
 struct Backward {
-  static constexpr int L = kLanes<A>;
-  static constexpr int64_t kGroup = 64;  // rows summed in the accumulation type before they join in double
+  static constexpr int64_t kTogether = 32;  // rows that stay in the L2 cache until their columns are summed
 
-  // The sums of g and g * xhat over a row; adds dy and dy * xhat to the group's.
-  template <bool kSums>
-  struct Means {
-    A mean, invstd;
-    A *bias, *weight;
-    Vector<A> g_sum[2] = {}, product_sum[2] = {};
-
-    FASTVIT_INLINE void add(Vector<A> x, Vector<A> dy, Vector<A> gamma, int64_t i, int u) {
-      const Vector<A> xhat = (x - mean) * invstd, g = dy * gamma;
-      g_sum[u] += g;
-      product_sum[u] += g * xhat;
-      if constexpr (kSums) {  // the tables are padded to whole vectors
-        store<A>(bias + i, load<A>(bias + i) + dy);
-        store<A>(weight + i, load<A>(weight + i) + dy * xhat);
-      }
-    }
-  };
-
-  template <bool kSums>
-  static void row(const T* x, const G* dy, T* dx, int64_t n, const A* gamma, A mean, A invstd, A* bias,
-                  A* weight) {
-    Means<kSums> means{mean, invstd, bias, weight};
-    int64_t i = 0;
-    for (; i + 2 * L <= n; i += 2 * L)
-      for (int u = 0; u < 2; ++u) {
-        const int64_t at = i + u * L;
-        means.add(load<A>(x + at), load<A>(dy + at), load<A>(gamma + at), at, u);
-      }
-    if (i + L <= n) {
-      means.add(load<A>(x + i), load<A>(dy + i), load<A>(gamma + i), i, 0);
-      i += L;
-    }
-    const int rest = int(n - i);
-    if (rest)  // lanes past the end hold dy = 0, so they add nothing
-      means.add(load_some<A>(x + i, rest), load_some<A>(dy + i, rest), load_some<A>(gamma + i, rest), i, 1);
-    const A a = sum_lanes<A>(means.g_sum[0] + means.g_sum[1]) / A(n);
-    const A b = sum_lanes<A>(means.product_sum[0] + means.product_sum[1]) / A(n);
-
-    const auto gradient = [&](Vector<A> x, Vector<A> dy, Vector<A> gamma) {
-      return (dy * gamma - a - (x - mean) * invstd * b) * invstd;
-    };
-    for (i = 0; i + L <= n; i += L)
-      store<A>(dx + i, gradient(load<A>(x + i), load<A>(dy + i), load<A>(gamma + i)));
-    if (rest)
-      store_some<A>(
-          dx + i,
-          gradient(load_some<A>(x + i, rest), load_some<A>(dy + i, rest), load_some<A>(gamma + i, rest)),
-          rest);
+  static void row(const T* x, const G* dy, T* dx, int64_t n, const A* gamma, A mean, A invstd) {
+    const auto xhat = [&](auto at) -> Vector<A> { return (at.load(x) - mean) * invstd; };
+    const Terms<A> sums = sum_plane<A, 2>(n, [&](auto at) {
+      const Vector<A> g = at.load(dy) * at.load(gamma);
+      return Terms<A>{g, g * xhat(at)};
+    });
+    const A a = sum_lanes<A>(sums.first) / A(n), b = sum_lanes<A>(sums.second) / A(n);
+    for_each_vector<A>(
+        n, [&](auto at) -> Vector<A> { return (at.load(dy) * at.load(gamma) - a - xhat(at) * b) * invstd; },
+        [&](auto at, Vector<A> result) { at.store(dx, result); });
   }
 
   static void run(const LayerNormBackwardParams& args) {
-    args.group ? slices<true>(args) : slices<false>(args);
-  }
-
-  template <bool kSums>
-  static void slices(const LayerNormBackwardParams& args) {
-    const int64_t n = args.columns, numbers = 2 * args.stride;
+    const int64_t n = args.columns;
     const T* x = static_cast<const T*>(args.x);
     const G* dy = static_cast<const G*>(args.dy);
     T* dx = static_cast<T*>(args.dx);
@@ -125,21 +73,36 @@ struct Backward {
     const A *mean = static_cast<const A*>(args.saved), *invstd = mean + args.rows;
     torch::stable::parallel_for(0, args.slices, 1, [&](int64_t first, int64_t last) {
       for (int64_t slice = first; slice < last; ++slice) {
-        A* group = kSums ? static_cast<A*>(args.group) + slice * numbers : nullptr;
-        double* partial = args.partial + slice * numbers;
         const int64_t end = args.rows * (slice + 1) / args.slices;
-        for (int64_t r = args.rows * slice / args.slices; r < end;) {
-          const int64_t until = r + kGroup < end ? r + kGroup : end;
-          for (; r < until; ++r)
-            row<kSums>(x + r * n, dy + r * n, dx + r * n, n, gamma, mean[r], invstd[r], group,
-                       kSums ? group + args.stride : nullptr);
-          for (int64_t i = 0; kSums && i < numbers; ++i) {
-            partial[i] += double(group[i]);
-            group[i] = 0;
-          }
+        for (int64_t r = args.rows * slice / args.slices, until; r < end; r = until) {
+          until = r + kTogether < end ? r + kTogether : end;
+          for (int64_t i = r; i < until; ++i)
+            row(x + i * n, dy + i * n, dx + i * n, n, gamma, mean[i], invstd[i]);
+          if (args.partial) add_columns(x, dy, mean, invstd, n, r, until, args.partial + slice * 2 * n);
         }
       }
     });
+  }
+
+  // Adds sum dy and sum dy * xhat of rows [begin, end) to total[2][n].
+  static void add_columns(const T* x, const G* dy, const A* mean, const A* invstd, int64_t n, int64_t begin,
+                          int64_t end, double* total) {
+    constexpr int kAtOnce = 4;
+    RowSums<A, kAtOnce> sums;
+    int64_t row[kAtOnce];
+    for (int64_t c0 = 0; c0 < n; c0 += kPiece) {
+      sums.sum(
+          n - c0 < kPiece ? n - c0 : kPiece, begin, end, true, [&](int slot, int64_t r) { row[slot] = r; },
+          [&](auto at, int slot) {
+            const int64_t r = row[slot];
+            const Vector<A> g = at.load(dy + r * n + c0);
+            return Terms<A>{g, g * ((at.load(x + r * n + c0) - mean[r]) * invstd[r])};
+          });
+      sums.for_each_channel(n - c0 < kPiece ? n - c0 : kPiece, [&](int64_t c, A first, A second) {
+        total[c0 + c] += double(first);
+        total[n + c0 + c] += double(second);
+      });
+    }
   }
 };
 
