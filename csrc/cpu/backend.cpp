@@ -62,6 +62,7 @@ const Kernels& kernels() {
 constexpr int64_t kTaskElements = 1 << 16;     // fewest elements that are worth a task
 constexpr int64_t kValuesPerPartial = 1 << 8;  // so that partial results are far smaller than the activation
 constexpr int64_t kMostSlices = 64, kMostTasks = 256;
+constexpr int64_t kLongPlane = 512;   // elements of a plane that is summed by itself
 constexpr int64_t kEnoughTasks = 32;  // with fewer, rows are divided into blocks of channels
 
 int64_t ceil_div(int64_t a, int64_t b) {
@@ -74,7 +75,7 @@ Partition partition_of(const Layout& layout) {
   p.pieces = std::max<int64_t>(1, ceil_div(span, kPiece));
   p.piece = std::min<int64_t>(kPiece, ceil_div(ceil_div(span, p.pieces), 16) * 16);
   p.pieces = std::max<int64_t>(1, ceil_div(span, std::max<int64_t>(p.piece, 1)));
-  p.planes = p.pieces > 1 ? 1 : std::max<int64_t>(1, kPiece / std::max<int64_t>(layout.S, 1));
+  p.planes = layout.S < kLongPlane ? kPiece / std::max<int64_t>(layout.S, 1) : 1;
   p.steps = layout.rows ? layout.N : layout.N * p.pieces;
   const int64_t tasks = std::clamp<int64_t>(ceil_div(layout.numel(), kTaskElements), 1, kMostTasks);
   p.slices = std::clamp<int64_t>(std::min({p.steps, tasks, kMostSlices, layout.count() / kValuesPerPartial}),
@@ -308,17 +309,18 @@ void Cpu::layer_norm_forward(const LayerNormForwardArgs& args) {
 }
 
 void Cpu::layer_norm_backward(const LayerNormBackwardArgs& args) {
-  const int64_t D = args.columns;
+  const int64_t D = args.columns, stride = ceil_div(D, 16) * 16;
   const int64_t slices = std::clamp<int64_t>(
       std::min(ceil_div(args.rows * D, kTaskElements), args.rows / kRowsPerSlice), 1, kMostSlices);
   with_accumulation(args.dtype, [&](auto zero) {
     using A = decltype(zero);
     const auto gamma = column_table<A>(args.weight, D, 1);
+    std::vector<A> group(args.sums ? slices * 2 * stride : 0);
     std::vector<double> partial(args.sums ? slices * 2 * D : 0);
     if (args.rows > 0)
       kernels().layer_norm_backward({args.rows, D, args.dtype, args.output_dtype, slices, args.x, args.dy,
-                                     args.dx, gamma.data(), args.saved,
-                                     args.sums ? partial.data() : nullptr});
+                                     args.dx, gamma.data(), args.saved, stride,
+                                     args.sums ? group.data() : nullptr, partial.data()});
     A* sums = static_cast<A*>(args.sums);
     for (int64_t i = 0; sums && i < 2 * D; ++i) {
       double sum = 0;

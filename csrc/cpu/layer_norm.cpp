@@ -2,9 +2,9 @@
 // layer_norm_backward: dx = invstd * (g - mean(g) - xhat * mean(g * xhat)) with g = dy * gamma; and for each
 // column sum dy and sum dy * xhat.
 // Memory   forward reads x once and writes y once; backward reads x and dy once and writes dx once. A row
-//          stays in the L1 cache between the passes over it, and some rows in L2 for the columns' sums.
+//          stays in the L1 cache between the passes over it.
 // Mapping  forward: threads take rows. Backward: a task is a slice of rows, which fixes the order of sums.
-// Numerics moments as in bn_stats; pieces of a row merge in double. The columns' sums of 32 rows are in
+// Numerics moments as in bn_stats; pieces of a row merge in double. The columns' sums of 128 rows are in
 //          the accumulation type, and these are added in double, in a fixed order.
 // Source   Ba, Kiros, Hinton, arXiv:1607.06450; moments: Chan, Golub, LeVeque (1979).
 #include <cmath>
@@ -50,13 +50,25 @@ struct Forward {
 
 template <class T, class G, class A>
 struct Backward {
-  static constexpr int64_t kTogether = 32;  // rows that stay in the L2 cache until their columns are summed
+  static constexpr int L = kLanes<A>;
 
-  static void row(const T* x, const G* dy, T* dx, int64_t n, const A* gamma, A mean, A invstd) {
+  // Where a vector is added to the columns' sums. The last has a place of its own, also where it overlaps the
+  // one before.
+  static int64_t column(Whole<A> at) { return at.i; }
+  static int64_t column(End<A> at) { return at.n / L * L; }
+  static FASTVIT_INLINE void add(A* sums, Vector<A> terms) { store<A>(sums, load<A>(sums) + terms); }
+
+  template <bool kColumns>
+  static void row(const T* x, const G* dy, T* dx, int64_t n, const A* gamma, A mean, A invstd, A* bias,
+                  A* weight) {
     const auto xhat = [&](auto at) -> Vector<A> { return (at.load(x) - mean) * invstd; };
     const Terms<A> sums = sum_plane<A, 2>(n, [&](auto at) {
-      const Vector<A> g = at.load(dy) * at.load(gamma);
-      return Terms<A>{g, g * xhat(at)};
+      const Vector<A> y = at.load(dy), h = xhat(at), g = y * at.load(gamma);
+      if constexpr (kColumns) {
+        add(bias + column(at), y);
+        add(weight + column(at), y * h);
+      }
+      return Terms<A>{g, g * h};
     });
     const A a = sum_lanes<A>(sums.first) / A(n), b = sum_lanes<A>(sums.second) / A(n);
     for_each_vector<A>(
@@ -65,6 +77,11 @@ struct Backward {
   }
 
   static void run(const LayerNormBackwardParams& args) {
+    args.group ? slices<true>(args) : slices<false>(args);
+  }
+
+  template <bool kColumns>
+  static void slices(const LayerNormBackwardParams& args) {
     const int64_t n = args.columns;
     const T* x = static_cast<const T*>(args.x);
     const G* dy = static_cast<const G*>(args.dy);
@@ -73,36 +90,29 @@ struct Backward {
     const A *mean = static_cast<const A*>(args.saved), *invstd = mean + args.rows;
     torch::stable::parallel_for(0, args.slices, 1, [&](int64_t first, int64_t last) {
       for (int64_t slice = first; slice < last; ++slice) {
+        A* bias = kColumns ? static_cast<A*>(args.group) + slice * 2 * args.stride : nullptr;
+        A* weight = kColumns ? bias + args.stride : nullptr;
         const int64_t end = args.rows * (slice + 1) / args.slices;
-        for (int64_t r = args.rows * slice / args.slices, until; r < end; r = until) {
-          until = r + kTogether < end ? r + kTogether : end;
-          for (int64_t i = r; i < until; ++i)
-            row(x + i * n, dy + i * n, dx + i * n, n, gamma, mean[i], invstd[i]);
-          if (args.partial) add_columns(x, dy, mean, invstd, n, r, until, args.partial + slice * 2 * n);
+        for (int64_t r = args.rows * slice / args.slices; r < end;) {
+          const int64_t until = r + kGroup < end ? r + kGroup : end;
+          for (; r < until; ++r)
+            row<kColumns>(x + r * n, dy + r * n, dx + r * n, n, gamma, mean[r], invstd[r], bias, weight);
+          if constexpr (kColumns) {
+            double* partial = args.partial + slice * 2 * n;
+            flush(bias, n, partial);
+            flush(weight, n, partial + n);
+          }
         }
       }
     });
   }
 
-  // Adds sum dy and sum dy * xhat of rows [begin, end) to total[2][n].
-  static void add_columns(const T* x, const G* dy, const A* mean, const A* invstd, int64_t n, int64_t begin,
-                          int64_t end, double* total) {
-    constexpr int kAtOnce = 4;
-    RowSums<A, kAtOnce> sums;
-    int64_t row[kAtOnce];
-    for (int64_t c0 = 0; c0 < n; c0 += kPiece) {
-      sums.sum(
-          n - c0 < kPiece ? n - c0 : kPiece, begin, end, true, [&](int slot, int64_t r) { row[slot] = r; },
-          [&](auto at, int slot) {
-            const int64_t r = row[slot];
-            const Vector<A> g = at.load(dy + r * n + c0);
-            return Terms<A>{g, g * ((at.load(x + r * n + c0) - mean[r]) * invstd[r])};
-          });
-      sums.for_each_channel(n - c0 < kPiece ? n - c0 : kPiece, [&](int64_t c, A first, A second) {
-        total[c0 + c] += double(first);
-        total[n + c0 + c] += double(second);
-      });
-    }
+  // Adds the sums of a group of rows to total[n], and sets them to 0.
+  static void flush(A* sums, int64_t n, double* total) {
+    const int64_t whole = n / L * L, padded = whole < n ? whole + L : n;
+    for (int64_t c = 0; c < whole; ++c) total[c] += double(sums[c]);
+    for (int64_t c = whole; c < n; ++c) total[c] += double(sums[c + padded - n]);
+    for (int64_t c = 0; c < padded; ++c) sums[c] = 0;
   }
 };
 

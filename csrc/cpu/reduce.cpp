@@ -63,8 +63,6 @@ struct Kernel {
         [&](int, int64_t c, int64_t n, int64_t s, int64_t length, bool) {
           const Constants k(args, c);
           const Inputs in = read(n, c, s, length, buffers);
-          fetch_ahead(in.x, length);
-          fetch_ahead(in.dy, length);
           return sum_plane<A, 2>(length, [&](auto at) { return terms(at, in, k); });
         },
         [&](int, int64_t c, const Terms<A>& sums, int64_t, int64_t) {

@@ -1,7 +1,8 @@
 // Two sums per channel of terms of the elements: what bn_stats and bn_reduce have in common.
 //
-// Sums of a plane, and of a few rows, are in registers, and of planes and rows in tables: in the accumulation
-// type, for at most kPiece elements of planes or kGroup rows, which the caller then adds in double.
+// Sums of a plane, and of a few rows, are in registers, and of short planes and rows in tables: in the
+// accumulation type, for at most kPiece elements of planes or kGroup rows, which the caller then adds in
+// double.
 #pragma once
 
 #include "walk.h"
@@ -9,8 +10,7 @@
 namespace fastvit {
 namespace FASTVIT_CAPABILITY {
 
-// Fetches what follows n elements at p at some distance in memory. The processor's own prefetchers stop at
-// the end of a page, and do not look up the address of the next.
+// Fetches n elements that follow p at some distance in memory.
 template <class T>
 FASTVIT_INLINE void fetch_ahead(const T* p, int64_t n) {
   constexpr int64_t kBytes = 8192;
@@ -57,36 +57,41 @@ constexpr int kSlots = 64;
 template <class A, class Sum, class Finish>
 FASTVIT_INLINE void sum_planes(const Layout& layout, const Partition& partition, int64_t first, int64_t last,
                                int64_t c0, int64_t c1, const Sum& sum, const Finish& finish) {
+  if (partition.planes == 1) {  // each by itself
+    for (int64_t begin = first, end; begin < last; begin = end) {
+      const int64_t n = begin / partition.pieces, until = (n + 1) * partition.pieces;
+      end = until < last ? until : last;
+      for (int64_t c = c0; c < c1; ++c)
+        for (int64_t step = begin; step < end; ++step) {
+          const int64_t s = (step - n * partition.pieces) * partition.piece;
+          const int64_t length = layout.S - s < partition.piece ? layout.S - s : partition.piece;
+          finish(0, c, sum(0, c, n, s, length, true), step, length);
+        }
+    }
+    return;
+  }
   Terms<A> sums[kSlots];
-  const bool divided = partition.pieces > 1;
-  const int64_t block = divided ? 1 : kSlots;
   for (int64_t begin = first, end; begin < last; begin = end) {
-    const int64_t n = begin / partition.pieces, until = (n + partition.planes) * partition.pieces;
-    end = until < last ? until : last;
-    const int64_t planes = divided ? 1 : end - begin;
-    for (int64_t c = c0; c < c1; c += block) {
-      const int slots = int(c + block < c1 ? block : c1 - c);
-      for (int64_t step = begin; step < end; step += planes) {
-        const int64_t s = (step - n * partition.pieces) * partition.piece * divided;
-        const int64_t length = layout.S - s < partition.piece ? layout.S - s : partition.piece;
-        for (int64_t plane = 0; plane < planes; ++plane)
-          for (int slot = 0; slot < slots; ++slot) {
-            const Terms<A> t = sum(slot, c + slot, n + plane, s, length, plane == 0);
-            if (plane == 0) sums[slot] = Terms<A>{};
-            sums[slot].first += t.first;
-            sums[slot].second += t.second;
-          }
-        for (int slot = 0; slot < slots; ++slot) finish(slot, c + slot, sums[slot], step, planes * length);
-      }
+    end = begin + partition.planes < last ? begin + partition.planes : last;
+    for (int64_t c = c0; c < c1; c += kSlots) {
+      const int slots = int(c + kSlots < c1 ? kSlots : c1 - c);
+      for (int64_t n = begin; n < end; ++n)
+        for (int slot = 0; slot < slots; ++slot) {
+          const Terms<A> t = sum(slot, c + slot, n, 0, layout.S, n == begin);
+          if (n == begin) sums[slot] = Terms<A>{};
+          sums[slot].first += t.first;
+          sums[slot].second += t.second;
+        }
+      for (int slot = 0; slot < slots; ++slot)
+        finish(slot, c + slot, sums[slot], begin, (end - begin) * layout.S);
     }
   }
 }
 
 constexpr int64_t kGroup = 128;  // rows summed in the accumulation type
 
-// The sums over groups of rows, for up to kPiece channels. kAtOnce rows are added to a table at once, each by
-// instructions of its own: the processor's prefetchers follow instructions, and lose rows that take turns in
-// one.
+// The sums over groups of rows, for up to kPiece channels. kAtOnce rows are added to a table at once, so that
+// it is loaded and stored once for all of them.
 template <class A, int kAtOnce>
 struct RowSums {
   static constexpr int L = kLanes<A>;

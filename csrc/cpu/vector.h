@@ -246,9 +246,12 @@ struct End {
 // write(place, read(place)) for the vectors of a span of n elements.
 template <class A, class Read, class Write>
 FASTVIT_INLINE void for_each_vector(int64_t n, const Read& read, const Write& write) {
+  constexpr int L = kLanes<A>;
+  int64_t i = 0;
+  for (; i + 2 * L <= n; i += L) write(Whole<A>{i}, read(Whole<A>{i}));
   const End<A> end{n};
-  const auto last = read(end);  // before anything is written, perhaps over what it overlaps
-  for (int64_t i = 0; i < n - kLanes<A>; i += kLanes<A>) write(Whole<A>{i}, read(Whole<A>{i}));
+  const auto last = read(end);  // before the vector that it overlaps is written, perhaps in place
+  if (i + L < n) write(Whole<A>{i}, read(Whole<A>{i}));
   write(end, last);
 }
 
