@@ -25,7 +25,8 @@ from setuptools.command import bdist_wheel, build_ext  # noqa: E402
 
 ROOT, TORCH = Path(__file__).parent.resolve(), Path(sys.modules["torch"].__file__).parent
 TORCH_ABI = "0x020b000000000000"  # 2.11: the oldest torch whose stable ABI has all functions used here
-ARCHITECTURES = os.environ.get("TORCH_CUDA_ARCH_LIST") or "8.0;9.0+PTX"  # torch's detection needs a GPU
+# torch's detection needs a GPU
+ARCHITECTURES = os.environ.get("TORCH_CUDA_ARCH_LIST") or "8.0;9.0;10.0;12.0+PTX"
 CUDA = os.environ.get("FASTVIT_CUDA", "auto")
 QUIET = "-Wno-psabi -Wno-maybe-uninitialized -Wno-uninitialized -Wno-unknown-warning-option"
 CAPABILITIES = {"baseline": f"-Wall -Wextra {QUIET}"}
@@ -60,6 +61,13 @@ def cuda_sources() -> list[Path]:
     return sorted((ROOT / "csrc").rglob("*.cu"))
 
 
+def version_of(cuda: Path) -> str:
+    """The version of a toolkit, whose runtime becomes a part of the library."""
+    header = cuda / "include/cuda_runtime_api.h"
+    found = re.search(r"define CUDART_VERSION +(\d+)(\d\d)\d", header.read_text() if header.exists() else "")
+    return f"{found[1]}.{int(found[2])}" if found else "unknown"
+
+
 def codes() -> list[str]:
     """nvcc's targets for ARCHITECTURES: sm_90 is machine code, compute_90 PTX for later GPUs."""
     pairs = [(re.sub(r"\+PTX|\.", "", a), a.endswith("+PTX")) for a in re.split(r"[; ]+", ARCHITECTURES)]
@@ -68,13 +76,15 @@ def codes() -> list[str]:
 
 def ninja_file(cxx: str, cuda: Path | None, why: str) -> str:
     """The text of build.ninja. The library has the targets of its CUDA kernels, or `why` there are none."""
-    built = f"built for {', '.join(codes())}" if cuda else f"not built: {why}"
+    built = f"not built: {why}"
+    if cuda:
+        built = f"built for {', '.join(codes())} with CUDA {version_of(cuda)}"
     gencode = " ".join(f"-gencode=arch=compute_{code.split('_')[1]},code={code}" for code in codes())
     common = f"-O3 -std=c++20 -DTORCH_TARGET_VERSION={TORCH_ABI} -isystem '{TORCH}/include' -MMD -MF $out.d"
     fpic, depends = "-fPIC -fvisibility=hidden", "depfile = $out.d\n deps = gcc\n description = $out"
     lines = [
         f"rule cxx\n command = {cxx} {common} {fpic} $flags -c $in -o $out\n {depends}",
-        f"rule nvcc\n command = '{cuda}/bin/nvcc' {common} {gencode} "
+        f"rule nvcc\n command = '{cuda}/bin/nvcc' {common} {gencode} -Xfatbin -compress-all "
         f"-ccbin {cxx.split()[-1]} -Xcompiler '{fpic} -Wno-psabi' -DUSE_CUDA -c $in -o $out\n {depends}",
         f"rule link\n command = {cxx} -shared $in -Wl,--no-as-needed -L'{TORCH}/lib' -ltorch -ltorch_cpu "
         "-lc10 $libs -o $out\n description = $out",

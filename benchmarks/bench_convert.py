@@ -1,13 +1,23 @@
-"""Real models before and after `fastvit.convert`: bytes kept for backward, peak of a step, and its time.
+"""Real models by `fastvit.convert` and by what else reduces kept bytes: bytes, peak of a step, and its time.
 
-Contenders: the eager model; converted; converted with memory="gemm"; with bf16, converted with
-weight_casts=True; with each block checkpointed, where the model has that option; and the partitioner of
-torch.compile, which chooses what to recompute. Kept bytes are the allocator's live bytes after one training
-forward minus those before. The peak is that of a whole step, above the bytes before it and without the
-gradients of weights. Gradients are compared with the eager model's, bit by bit.
+Contenders, each from the eager model:
+
+    convert, products   fastvit.convert, and with products=True
+    budget              with budget=0.57
+    weight_casts        with weight_casts=True (bf16 only)
+    fuse                fastvit.fuse, then fastvit.convert (models with BatchNorm only): other roundings
+    sac                 selective checkpointing of each block: products, convolutions and attention are kept
+    sac_half            torchtitan's: every second matrix product is repeated too
+    checkpoint          each block is checkpointed as a whole
+    compile, compile_sac, compile_convert    torch.compile of the eager model, of sac, of convert (--compile)
+
+Kept bytes are the allocator's live bytes after one training forward minus those before. The peak is that of a
+whole step, above the bytes before it and without the gradients of weights. Gradients are compared with the
+eager model's, bit by bit.
 
     python benchmarks/bench_convert.py [--models vits|norms|vit_small_patch16_224,torchvision:vit_b_16]
-                                       [--precision fp32|bf16] [--batch 8] [--threads 2] [--repeats 7]
+                                       [--precision fp32|bf16] [--batch 8] [--threads 1] [--repeats 5]
+                                       [--contenders convert,products] [--compile]
 
 Needs timm, torchvision and transformers (`pip install '.[models]'`). Writes results/convert_vits_cpu.csv (of
 ViTs) and convert_cpu.csv (of models with BatchNorm), in which rows of models that were not measured remain,
@@ -17,6 +27,7 @@ and writes each as .md and .png.
 import argparse
 import copy
 import csv
+import functools
 import time
 
 import harness
@@ -26,8 +37,14 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 import torch  # noqa: E402
 from real_models import create  # noqa: E402
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (  # noqa: E402
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts  # noqa: E402
 
 import fastvit  # noqa: E402
+from fastvit.convert import blocks  # noqa: E402
 from fastvit.memory import live_bytes, peak_bytes  # noqa: E402
 
 MODELS = {
@@ -41,10 +58,12 @@ MODELS = {
     ),
     "convert": (
         "mobilevit_s", "efficientformer_l1", "efficientvit_b1", "levit_256", "tresnet_m", "resnet50",
+        "repvit_m1_1", "mobilenetv4_hybrid_medium", "densenet121", "tiny_vit_11m_224", "coatnet_0_rw_224",
+        "efficientformerv2_s1",
     ),
 }  # fmt: skip
 GROUPS = {"vits": "convert_vits", "norms": "convert"}
-SHOWN = {"eager": "#c9d1d9", "converted": "#1f77b4", "gemm": "#2ca02c", "checkpoint": "#d6a419"}
+SHOWN = {"eager": "#c9d1d9", "convert": "#1f77b4", "products": "#2ca02c", "sac": "#d6a419"}
 MIB = 2**20
 
 
@@ -97,37 +116,86 @@ def _forget(parameter) -> None:
     parameter.grad = None
 
 
-def contenders(eager, x, precision: str) -> dict[str, Contender]:
-    found = {"eager": Contender(eager, precision)}
-    for name, memory in (("converted", "auto"), ("gemm", "gemm")):
-        found[name] = Contender(fastvit.convert(copy.deepcopy(eager), memory)[0], precision)
-    if precision == "bf16":
-        recast, _ = fastvit.convert(copy.deepcopy(eager), weight_casts=True)
-        found["weight_casts"] = Contender(recast, precision, cache=False)
-    if hasattr(eager, "set_grad_checkpointing"):
-        checkpointed = copy.deepcopy(eager)
-        checkpointed.set_grad_checkpointing()
-        found["checkpoint"] = Contender(checkpointed, precision)
-    return found
+def _innermost_blocks(model) -> set:
+    found = set(blocks(model))
+    return {block for block in found if not any(m in found for m in block.modules() if m is not block)}
 
 
-def partitioned(eager, x, precision: str) -> float | None:
-    """MiB kept under the partitioner of torch.compile, without code generation."""
-    torch._dynamo.reset()
-    try:
-        contender = Contender(torch.compile(eager, backend="aot_eager_decomp_partition"), precision)
-        contender.gradients(x)
-        return contender.kept(x)
-    except Exception as error:  # a model may not compile; other rows are still measured
-        print(f"not compiled: {type(error).__name__}: {str(error).splitlines()[0]}")
-        return None
+def checkpointed(eager, context_fn=None):
+    model = copy.deepcopy(eager)
+    options = {} if context_fn is None else {"context_fn": context_fn}
+    found = _innermost_blocks(model)
+    apply_activation_checkpointing(
+        model,
+        checkpoint_wrapper_fn=functools.partial(checkpoint_wrapper, **options),
+        check_fn=lambda module: module in found,
+    )
+    return model
+
+
+aten = torch.ops.aten
+PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
+KEPT = PRODUCTS | {
+    aten.convolution.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+}
+
+
+def selective(repeats_second: bool):
+    """Keeps products, convolutions and attention, or of the products every first of two."""
+
+    def context_fn():
+        count = {False: 0, True: 0}
+
+        def policy(context, op, *args, **kwargs):
+            if op in PRODUCTS:
+                count[context.is_recompute] += 1
+                if repeats_second and count[context.is_recompute] % 2 == 0:
+                    return CheckpointPolicy.PREFER_RECOMPUTE
+            return CheckpointPolicy.MUST_SAVE if op in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+        return create_selective_checkpoint_contexts(policy)
+
+    return context_fn
+
+
+MAKERS = {  # name -> (eager model, inputs) -> model
+    "convert": lambda eager, x: fastvit.convert(copy.deepcopy(eager)),
+    "products": lambda eager, x: fastvit.convert(copy.deepcopy(eager), products=True),
+    "budget": lambda eager, x: fastvit.convert(copy.deepcopy(eager), budget=0.57, example_inputs=x),
+    "weight_casts": lambda eager, x: fastvit.convert(copy.deepcopy(eager), weight_casts=True),
+    "fuse": lambda eager, x: fastvit.convert(fastvit.fuse(copy.deepcopy(eager))),
+    "sac": lambda eager, x: checkpointed(eager, selective(False)),
+    "sac_half": lambda eager, x: checkpointed(eager, selective(True)),
+    "checkpoint": lambda eager, x: checkpointed(eager),
+    "compile": lambda eager, x: torch.compile(copy.deepcopy(eager)),
+    "compile_sac": lambda eager, x: torch.compile(checkpointed(eager, selective(False))),
+    "compile_convert": lambda eager, x: torch.compile(fastvit.convert(copy.deepcopy(eager))),
+}
+EXACT = ("convert", "products", "budget", "weight_casts")
+
+
+def chosen(name: str, arguments) -> list[str]:
+    """The contenders that are measured for a model."""
+    if arguments.contenders:
+        return arguments.contenders.split(",")
+    left_out = set() if name in MODELS["convert"] else {"fuse"}
+    left_out |= set() if arguments.precision == "bf16" else {"weight_casts"}
+    left_out |= set() if arguments.compile else {"compile", "compile_sac", "compile_convert"}
+    return [contender for contender in MAKERS if contender not in left_out]
+
+
+def _plain(name: str) -> str:
+    """A parameter's name without those of wrappers."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
 def measure(name: str, arguments, where: dict) -> dict:
     torch.manual_seed(0)
     eager, size = create(name)
     x = torch.randn(arguments.batch, 3, size, size)
-    found = contenders(eager, x, arguments.precision)
     row = {
         "model": name,
         "precision": arguments.precision,
@@ -135,19 +203,29 @@ def measure(name: str, arguments, where: dict) -> dict:
         "image": size,
         "threads": torch.get_num_threads(),
     }
-    want = found["eager"].gradients(x)
-    for contender, by in found.items():
-        got = by.gradients(x)
-        row[f"{contender}_same_bits"] = sum(torch.equal(got[name], want[name]) for name in want) / len(want)
-        row[f"{contender}_kept_MiB"], row[f"{contender}_peak_MiB"] = by.kept(x), by.peak(x)
-    if arguments.compile and (kept := partitioned(copy.deepcopy(eager), x, arguments.precision)) is not None:
-        row["partitioner_kept_MiB"] = kept
+    by = {"eager": Contender(eager, arguments.precision)}
+    want = by["eager"].gradients(x)
+    for contender in ["eager", *chosen(name, arguments)]:
+        try:
+            if contender != "eager":
+                torch._dynamo.reset()
+                with torch.autocast("cpu", torch.bfloat16, enabled=arguments.precision == "bf16"):
+                    model = MAKERS[contender](eager, x)
+                cache = contender != "weight_casts"
+                by[contender] = Contender(model, arguments.precision, cache)
+            got = {_plain(n): g for n, g in by[contender].gradients(x).items()}
+            row[f"{contender}_same_bits"] = sum(torch.equal(got[n], want[n]) for n in want) / len(want)
+            row[f"{contender}_kept_MiB"] = by[contender].kept(x)
+            row[f"{contender}_peak_MiB"] = by[contender].peak(x)
+        except Exception as error:  # another way may not take a model; the rest is still measured
+            print(f"{name}: {contender}: {type(error).__name__}: {str(error).splitlines()[0][:150]}")
+            del by[contender]
     for _ in range(arguments.repeats):  # in turn, so that a slow minute hits all
-        for by in found.values():
-            by.timed(x)
-    for contender, by in found.items():
-        row[f"{contender}_ms"] = harness.percentiles(by.ms)["p50_ms"]
-        row[f"{contender}_cpu_ms"] = harness.percentiles(by.busy_ms)["p50_ms"]
+        for one in by.values():
+            one.timed(x)
+    for contender, one in by.items():
+        row[f"{contender}_ms"] = harness.percentiles(one.ms)["p50_ms"]
+        row[f"{contender}_cpu_ms"] = harness.percentiles(one.busy_ms)["p50_ms"]
     return row | where
 
 
@@ -172,31 +250,40 @@ def times(row: dict, contender: str) -> str:
     return f"{float(value) / float(row['eager_cpu_ms']):.2f}x" if value not in (None, "") else ""
 
 
+TITLES = {
+    "convert": "convert", "products": "products=True", "budget": "budget=0.57",
+    "weight_casts": "weight_casts=True", "fuse": "fuse, then convert", "sac": "selective checkpointing",
+    "sac_half": "every second product", "checkpoint": "block checkpointing", "compile": "compile",
+    "compile_sac": "compile, selective", "compile_convert": "compile, convert",
+}  # fmt: skip
+
+
 def table(rows: list[dict]) -> str:
+    """A cell: kept bytes and peak over the eager model's, and the time over its time."""
+    shown = [c for c in TITLES if any(r.get(f"{c}_kept_MiB") not in (None, "") for r in rows)]
     lines = [
-        '| model | eager: kept, peak | converted: kept, peak | time | memory="gemm": kept, peak | time '
-        "| weight_casts=True: kept, peak | time | checkpoint: kept, peak | time | partitioner: kept |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        f"| model | eager: kept, peak | {' | '.join(TITLES[c] for c in shown)} |",
+        f"|---|---|{'---|' * len(shown)}",
     ]
     for r in rows:
         cells = [f"{r['model']}{', bf16' if r['precision'] == 'bf16' else ''}"]
         cells.append(f"{float(r['eager_kept_MiB']):.0f}, {float(r['eager_peak_MiB']):.0f} MiB")
-        for contender in ("converted", "gemm", "weight_casts", "checkpoint"):
-            both = f"{less(r, contender, 'kept')}, {less(r, contender, 'peak')}"
-            cells += ["" if both == ", " else f"**{both}**" if contender == "converted" else both]
-            cells += [times(r, contender)]
-        lines.append(f"| {' | '.join([*cells, less(r, 'partitioner', 'kept')])} |")
+        for contender in shown:
+            parts = [less(r, contender, "kept"), less(r, contender, "peak"), times(r, contender)]
+            cells.append(", ".join(parts) if parts[0] else "")
+        lines.append(f"| {' | '.join(cells)} |")
     first = rows[0]
     where = {f"{r['precision']} on {r['device']}, torch {r['torch']}, {r['date']}": None for r in rows}
-    same = all(float(r[f"{c}_same_bits"]) == 1 for r in rows for c in ("converted", "gemm"))
+    exact = [r[f"{c}_same_bits"] for r in rows for c in EXACT if r.get(f"{c}_same_bits") not in (None, "")]
     lines += [
         "",
-        "Kept: bytes that one training forward leaves alive; peak: of a whole step, without the gradients of "
-        f"weights. Batch {first['batch']}, fp32 or autocast to bf16.",
-        "Every gradient of every converted model has the eager model's bits."
-        if same
-        else "Gradients differ where conversion fuses BatchNorm, by roundings.",
-        f"Time is CPU time of a step on {first['threads']} threads, medians of one run, contenders in turn:",
+        "A cell: kept bytes that one training forward leaves alive, peak of a whole step without the "
+        "gradients of weights, and CPU time of a step, over the eager model's. "
+        f"Batch {first['batch']}, fp32 or autocast to bf16.",
+        "Every gradient by convert has the eager model's bits."
+        if all(float(share) == 1 for share in exact)
+        else "Gradients by convert that have the eager model's bits: see the same_bits columns of the CSV.",
+        f"Medians of one run on {first['threads']} thread(s), contenders in turn:",
         f"{'; '.join(where)}. With weight_casts=True autocast has cache_enabled=False.",
         "",
         "![bytes](IMAGE)",
@@ -230,9 +317,10 @@ def main() -> None:
     parser.add_argument("--models", default="vits,norms", help="vits, norms, or names of models, by commas")
     parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16"))
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--contenders", help="names from the list above, by commas")
+    parser.add_argument("--compile", action="store_true", help="torch.compile too, which takes minutes")
     arguments = parser.parse_args()
     harness.reuse_memory()
     torch.set_num_threads(arguments.threads)
@@ -246,13 +334,9 @@ def main() -> None:
             picture(rows, harness.RESULTS / f"{group}_cpu.png")
             text = table(rows).replace("IMAGE", f"{group}_cpu.png")
             (harness.RESULTS / f"{group}_cpu.md").write_text(text)
-            print(
-                f"{name} {arguments.precision}: kept {less(row, 'converted', 'kept')}, peak "
-                f"{less(row, 'converted', 'peak')}, CPU time {times(row, 'converted')}, same bits "
-                f"{row['converted_same_bits']:.0%}; gemm: kept {less(row, 'gemm', 'kept')}, CPU time "
-                f"{times(row, 'gemm')}",
-                flush=True,
-            )
+            measured = [c for c in TITLES if row.get(f"{c}_kept_MiB")]
+            cells = [f"{c} {less(row, c, 'kept')} {times(row, c)}" for c in measured]
+            print(f"{name} {arguments.precision}: {'; '.join(cells)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
-"""Benchmarks on a GPU in parts; `tools/gpu.py measure` runs them in this order.
+"""Benchmarks on a GPU in parts; `tools/gpu.py` runs them, in its order.
 
     python benchmarks/bench_gpu.py PART [--device cuda] [--out benchmarks/results] [--budget 60]
 
     copy         bandwidth of a copy by size, to which others are compared
+    versus       layers beside torch's, eager and compiled: forward and backward
+    row_ops      LayerNorm, activations and gates beside torch's
+    models       fastvit.convert on a ViT and a ResNet: a step's time, memory, host, the largest batch
     four_ops     stats, forward, reduce, backward, plain and in place: three layouts, bf16 and fp32
     on_chip      local ops on tensors that fit on chip; FASTVIT_ON_CHIP=0 for two kernels a direction
     slices       bn_stats of one size by number of channels, and so of slices that are merged
@@ -15,22 +18,50 @@
     six_kernels  no timing: one launch of six kernels, for a profiler
 
 Times by harness.Timer: of the device, with cold caches, medians. Writes PART_DEVICE.csv after every row.
+A part is a sequence of tasks. One that raises costs its own rows; a fault that spoils the GPU for this
+process ends it with status 70, and FASTVIT_BEGUN names the tasks that a new process leaves out.
+
 `--device cpu` runs all code, on tiny shapes with --quick; its times are meaningless.
+FASTVIT_REHEARSE=KIND:TEXT puts a fault into tasks whose name contains TEXT: `fail`, `hang` or `spoil`.
 """
 
 import argparse
 import contextlib
+import csv
+import json
+import os
 import sys
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import gpu_kernels
+import gpu_models
+import gpu_versus
 import gpu_waits
 import torch
 from harness import RESULTS, Timer, percentiles, provenance, write_csv
 
 REPEATS = 15
+SPOILED = 70  # exit status: the GPU takes no more work of this process
+Task = tuple[object, Callable[[], None]]  # a name, and what adds rows
+
+
+def nothing() -> None:
+    pass
+
+
+def rehearse(name: str) -> None:
+    """The fault that FASTVIT_REHEARSE asks for."""
+    kind, _, text = os.environ.get("FASTVIT_REHEARSE", "").partition(":")
+    if not kind or text not in name:
+        return
+    if kind == "hang":
+        time.sleep(3600)
+    if kind == "spoil":
+        os._exit(SPOILED)
+    raise RuntimeError("a fault for rehearsal")
 
 
 class Part:
@@ -39,24 +70,59 @@ class Part:
     def __init__(self, name: str, table: str, device: str, out: Path, budget: float, quick: bool):
         self.name, self.table, self.device, self.out, self.quick = name, table, device, out, quick
         self.deadline = time.perf_counter() + budget
+        self.begun: set[str] = set(json.loads(os.environ.get("FASTVIT_BEGUN", "[]")))
         self.rows: list[dict] = []
+        before = out / f"{table}_{device}.csv"
+        if self.begun and before.exists():
+            with before.open() as file:
+                self.rows = list(csv.DictReader(file))
         self.timer = Timer(device, 1 << 20 if quick else None)
         self.where = provenance(device)
         self.left: list[str] = []
+        self.failed: list[str] = []
 
-    def late(self, what: object) -> bool:
-        """Whether the time is over before `what`, whose name is then printed."""
-        if time.perf_counter() < self.deadline:
+    def run(self, tasks: Iterable[Task]) -> None:
+        for what, work in tasks:
+            name = str(what)
+            if name in self.begun:
+                continue
+            if time.perf_counter() > self.deadline:
+                self.left.append(name)
+                continue
+            print(f"begin {name}", flush=True)
+            try:
+                rehearse(name)
+                work()
+                self.synchronize()
+            except Exception as error:
+                self.failed.append(name)
+                traceback.print_exc()
+                print(f"failed {name}: {type(error).__name__}: {error}".splitlines()[0][:300], flush=True)
+                if not self.usable():
+                    os._exit(SPOILED)
+
+    def usable(self) -> bool:
+        try:
+            self.synchronize()
+        except RuntimeError:
             return False
-        self.left.append(str(what))
         return True
 
-    def time(self, work: Callable[[], object], prepare: Callable[[], object] = lambda: None) -> dict:
-        """Percentiles of microseconds, device and host."""
+    def time(
+        self,
+        work: Callable[[], object],
+        prepare: Callable[[], object] = nothing,
+        send: Callable[[], object] = nothing,
+    ) -> dict:
+        """Percentiles of microseconds, device and host. Caches are cold for what `prepare` left, and not for
+        what `send` writes.
+        """
         device, host = [], []
         for repeat in range((2 if self.quick else REPEATS) + 2):
             prepare()
             self.timer.cold()
+            send()
+            self.synchronize()
             taken = self.timer(work)
             if repeat >= 2:  # the first launches load kernels
                 device.append(taken * 1e3)
@@ -65,11 +131,12 @@ class Part:
 
     def row(self, **row: object) -> None:
         self.rows.append({"part": self.name, **row} | self.where)
-        print("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()))
-        self.write()
-
-    def write(self) -> None:
-        write_csv(f"{self.table}_{self.device}", self.rows, self.out)
+        cells = (f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items())
+        print("  ".join(cells), flush=True)
+        try:
+            write_csv(f"{self.table}_{self.device}", self.rows, self.out)
+        except OSError as error:  # a full disk: what is printed is still seen
+            print(f"not written: {error}", flush=True)
 
     def synchronize(self) -> None:
         if self.device == "cuda":
@@ -85,9 +152,9 @@ class Part:
 PARTS = {
     part.__name__: part
     for part in (
-        gpu_kernels.copy, gpu_kernels.four_ops, gpu_kernels.on_chip, gpu_kernels.slices, gpu_waits.exchange,
-        gpu_waits.stream, gpu_waits.graph, gpu_waits.ipc, gpu_kernels.activations, gpu_kernels.host,
-        gpu_kernels.six_kernels,
+        gpu_kernels.copy, gpu_versus.versus, gpu_versus.row_ops, gpu_models.models, gpu_kernels.four_ops,
+        gpu_kernels.on_chip, gpu_kernels.slices, gpu_waits.exchange, gpu_waits.stream, gpu_waits.graph,
+        gpu_waits.ipc, gpu_kernels.activations, gpu_kernels.host, gpu_kernels.six_kernels,
     )
 }  # fmt: skip
 
@@ -100,17 +167,17 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the table")
     parser.add_argument("--name", help="of the table (default: the part's)")
-    parser.add_argument("--budget", type=float, default=60, help="seconds after which no row is begun")
+    parser.add_argument("--budget", type=float, default=60, help="seconds after which no task is begun")
     parser.add_argument("--quick", action="store_true", help="tiny shapes: is the program in order?")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.exit(1, "bench_gpu: there is no CUDA GPU (--device cpu --quick needs none)\n")
     table = options.name or options.part
     part = Part(options.part, table, options.device, options.out, options.budget, options.quick)
-    PARTS[options.part](part)
+    part.run(PARTS[options.part](part))
     if part.left:
         print(f"not reached within {options.budget:.0f} s: {', '.join(part.left)}")
-    sys.exit(0 if part.rows else 1)
+    sys.exit(1 if part.failed or not part.rows else 0)
 
 
 if __name__ == "__main__":

@@ -125,6 +125,7 @@ class Op:
     passes: int  # over an activation
     call: Callable[[], object]
     prepare: Callable[[], object] = lambda: None
+    send: Callable[[], object] = lambda: None  # what other ranks do; caches need not be cold for it
 
 
 class Exchanges:
@@ -163,10 +164,22 @@ class Exchanges:
 
         return {
             "forward": Op(3, lambda: self.forward(alone)),
-            "forward, exchange": Op(3, lambda: self.forward(shared), lambda: others_send(self.moments)),
+            "forward, exchange": Op(3, lambda: self.forward(shared), send=lambda: others_send(self.moments)),
             "backward": Op(5, lambda: self.backward(alone)),
-            "backward, exchange": Op(5, lambda: self.backward(shared), lambda: others_send(self.own)),
+            "backward, exchange": Op(5, lambda: self.backward(shared), send=lambda: others_send(self.own)),
         }
+
+
+EXCHANGES = ("forward", "forward, exchange", "backward", "backward, exchange")
+
+
+def exchanges(case: Case, x: torch.Tensor, dy: torch.Tensor) -> dict[str, Op]:
+    return Exchanges(case, x, dy).ops()
+
+
+RAW_OPS = (
+    "bn_stats", "bn_forward", "abn_forward_", "bn_reduce", "abn_reduce", "bn_backward", "abn_backward"
+)  # fmt: skip
 
 
 def raw_ops(case: Case, x: torch.Tensor, dy: torch.Tensor) -> dict[str, Op]:
@@ -181,8 +194,7 @@ def raw_ops(case: Case, x: torch.Tensor, dy: torch.Tensor) -> dict[str, Op]:
     (sums,) = ops.abn_reduce(y, dy, saved, weight, bias, channel_dim=d)
     parameters = (weight, bias)
     plain = {"activation": "leaky_relu", "channel_dim": d}
-    exchanges = Exchanges(case, x, dy).ops() if x.is_cuda else {}
-    return exchanges | {
+    return {
         "bn_stats": Op(1, lambda: ops.bn_stats(x, d)),
         "bn_forward": Op(2, lambda: ops.bn_forward(x, moments, *parameters, None, *running, **plain)),
         "abn_forward_": Op(

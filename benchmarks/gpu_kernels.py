@@ -1,11 +1,13 @@
 """Parts of bench_gpu.py that time kernels one after the other, and the host that launches them."""
 
+import functools
 import os
 import time
 from collections.abc import Callable, Iterator
+from statistics import median
 
+import contenders
 import torch
-from bench_ops import Bench
 from shapes import RESNET, Case, images, quick_cases, tokens
 
 import fastvit
@@ -19,7 +21,7 @@ FOUR_OPS = [
         *images(128, [RESNET[1], RESNET[3], RESNET[0]], BOTH, (dtype,)),
         *tokens([(128, 768)], (dtype,)),
     )
-]
+] + images(32, RESNET[4:], BOTH, ("bf16",))
 FIT_ON_CHIP = [  # at most 25 MB in bf16
     *images(8, RESNET[1:], BOTH, ("bf16",)),
     *images(32, RESNET[3:], BOTH, ("bf16",)),
@@ -29,37 +31,73 @@ FIT_ON_CHIP = [  # at most 25 MB in bf16
 ACTIVATED = [*images(128, [RESNET[1]], BOTH, ("bf16", "fp32"))]
 SLICED_BYTES = 16 << 20, 64 << 20
 Call = tuple[int, Callable[[], object], Callable[[], object]]  # passes over an activation, the op, before it
+Tasks = Iterator[tuple[object, Callable[[], None]]]  # see bench_gpu.Part
 
 
 def nothing() -> None:
     pass
 
 
-def time_calls(part, case: Case, calls: dict[str, Call], **row: object) -> None:
-    for op, (passes, call, prepare) in calls.items():
-        times = part.time(call, prepare)
-        part.row(
-            op=op, **row, shape=case.size, layout=case.layout, dtype=case.dtype, MB=case.nbytes / 1e6,
-            **times, GB_s=passes * case.nbytes / times["p50_us"] / 1e3,
-        )  # fmt: skip
+def timed(part, case: Case, op: str, nbytes: float, call, prepare=nothing, send=nothing, **row) -> None:
+    """One row: times, and the share of a copy of as many bytes."""
+    times = part.time(call, prepare, send)
+    copy = median(part.timer.copy_bandwidth() for _ in range(3))
+    bandwidth = nbytes / times["p50_us"] / 1e3
+    part.row(
+        op=op, **row, shape=case.size, layout=case.layout, dtype=case.dtype, MB=case.nbytes / 1e6, **times,
+        GB_s=bandwidth, copy_GB_s=copy, share_of_copy=bandwidth / copy,
+    )  # fmt: skip
 
 
-def copy(part) -> None:
-    for size in (1, 4, 16, 64, 256, 1024, 2048):
-        size = size << (8 if part.quick else 20)
+def calls_of(part, case: Case, names: tuple[str, ...], make: Callable[[], dict[str, Call]], **row) -> Tasks:
+    """A task per op. The tensors are made once, by the first task that needs them."""
+    made = functools.cache(make)
+
+    def work(op: str) -> None:
+        passes, call, prepare = made()[op]
+        timed(part, case, op, passes * case.nbytes, call, prepare, **row)
+
+    for op in names:
+        yield " ".join(map(str, (op, case, *row.values()))), functools.partial(work, op)
+
+
+def copy(part) -> Tasks:
+    def work(size: int) -> None:
         source = torch.rand(size // 4, device=part.device)
         target = torch.empty_like(source)
-        times = part.time(lambda target=target, source=source: target.copy_(source))
+        times = part.time(lambda: target.copy_(source))
         part.row(what="copy", MB=size / 1e6, **times, GB_s=2 * size / times["p50_us"] / 1e3)
 
+    for size in (1, 4, 16, 64, 256, 1024, 2048):
+        yield f"{size} MiB", functools.partial(work, size << (8 if part.quick else 20))
 
-def four_ops(part) -> None:
-    bench = Bench(part.device, 0.02 if part.quick else 0.4, part.timer)
-    for case in quick_cases() if part.quick else FOUR_OPS:
-        if not part.late(case):
-            bench.task("ops", case)
-            part.rows = bench.rows
-            part.write()
+
+def four_ops(part) -> Tasks:
+    """Each op alone, then forward and backward of one rank of eight with their exchanges."""
+
+    def work(raw: Callable[[], dict], case: Case, op: str) -> None:
+        one = raw()[op]
+        timed(
+            part, case, op, one.passes * case.nbytes, one.call, one.prepare, one.send,
+            contender=f"fastvit.ops.{op}",
+        )  # fmt: skip
+
+    chosen = quick_cases() if part.quick else FOUR_OPS
+    for make, names in (
+        (contenders.raw_ops, contenders.RAW_OPS),
+        (contenders.exchanges, contenders.EXCHANGES if part.device == "cuda" else ()),
+    ):
+        for case in chosen:
+            raw = functools.cache(lambda make=make, case=case: make(case, *_operands(case, part.device)))
+            for op in names:
+                yield f"{op} {case}", functools.partial(work, raw, case, op)
+
+
+def _operands(case: Case, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    return case.randn(device), case.randn(device)
+
+
+LOCAL_OPS = ("bn_local_forward", "bn_local_backward", "abn_local_forward_", "abn_local_backward")
 
 
 def local_calls(case: Case, device: str) -> dict[str, Call]:
@@ -83,25 +121,27 @@ def local_calls(case: Case, device: str) -> dict[str, Call]:
     }
 
 
-def on_chip(part) -> None:
+def on_chip(part) -> Tasks:
     wanted = os.environ.get("FASTVIT_ON_CHIP", "1")
     for case in quick_cases() if part.quick else FIT_ON_CHIP:
-        if not part.late(case):
-            time_calls(part, case, local_calls(case, part.device), on_chip=wanted)
+        make = functools.partial(local_calls, case, part.device)
+        yield from calls_of(part, case, LOCAL_OPS, make, on_chip=wanted)
 
 
-def slices(part) -> None:
+def slices(part) -> Tasks:
+    def stats(case: Case) -> dict[str, Call]:
+        x = case.randn(part.device)
+        return {"bn_stats": (1, lambda: ops.bn_stats(x), nothing)}
+
     for total in (1 << 14,) if part.quick else SLICED_BYTES:
         for layout in BOTH:
             for c in (64, 128, 256, 512, 1024, 2048, 4096, 8192):
                 n = total // (2 * c * (4 if part.quick else 56 * 56))
-                if n == 0 or part.late(f"{total >> 20} MiB, C = {c}, {layout}"):
-                    continue
                 side = 2 if part.quick else 56
-                case = Case((n, c, side, side), layout, "bf16")
-                x = case.randn(part.device)
-                calls = {"bn_stats": (1, lambda x=x: ops.bn_stats(x), nothing)}
-                time_calls(part, case, calls, channels=c)
+                if n > 0:
+                    case = Case((n, c, side, side), layout, "bf16")
+                    make = functools.partial(stats, case)
+                    yield from calls_of(part, case, ("bn_stats",), make, channels=c)
 
 
 def activation_calls(case: Case, device: str, activation: str) -> dict[str, Call]:
@@ -130,24 +170,26 @@ def activation_calls(case: Case, device: str, activation: str) -> dict[str, Call
     return calls
 
 
-def activations(part) -> None:
+def activations(part) -> Tasks:
     for case in quick_cases() if part.quick else ACTIVATED:
         for activation in ("relu", "elu", "gelu", "silu", "gelu_tanh", "hardswish", "leaky_relu"):
-            if not part.late(f"{activation} {case}"):
-                calls = activation_calls(case, part.device, activation)
-                time_calls(part, case, calls, activation=activation)
+            names = ("bn_forward", "bn_reduce", "bn_backward")
+            if activation in ("elu", "leaky_relu"):
+                names += ("abn_forward_", "abn_reduce", "abn_backward")
+            make = functools.partial(activation_calls, case, part.device, activation)
+            yield from calls_of(part, case, names, make, activation=activation)
 
 
-def host(part) -> None:
-    """On tensors so small that the device's time is negligible; the minimum over rounds of many calls.
-    `plan_us` is the planning in `cpp_us`, which is timed for large tensors too.
+def host(part) -> Tasks:
+    """On tensors so small that the device's time is short; the minimum over rounds of calls, so few that a
+    launch never waits for room in the stream. `plan_us` is the planning in `cpp_us`, for large tensors too.
     """
-    calls = 20 if part.quick else 2000
+    calls, rounds = 200, 2 if part.quick else 30
     raw = torch.ops.fastvit
 
     def each(work: Callable[[], object]) -> float:
         best = float("inf")
-        for _ in range(2 if part.quick else 5):
+        for _ in range(rounds):
             part.synchronize()
             begin = time.perf_counter()
             for _ in range(calls):
@@ -155,28 +197,26 @@ def host(part) -> None:
             best = min(best, (time.perf_counter() - begin) / calls * 1e6)
         return best
 
-    for layout, shape in (("nchw", (2, 8, 4, 4)), ("channels_last", (2, 8, 4, 4))):
-        x = Case(shape, layout, "fp32").randn(part.device)
+    def of_op(layout: str, python: Callable, cpp: Callable, op: str) -> None:
+        below, whole = each(cpp), each(python)
+        part.row(op=op, layout=layout, cpp_us=below, python_us=whole - below, both_us=whole)
+
+    def of_layer(layout: str, x: torch.Tensor, name: str) -> None:
+        layer = getattr(fastvit, name)(8).to(part.device)
+        leaf = x.detach().requires_grad_()
+        forward = each(lambda: layer(leaf * 1.0))
+        extra = each(lambda: leaf * 1.0)  # a tensor that may be overwritten
+        part.row(op=f"{name}, forward", layout=layout, both_us=forward - extra)
+
+    for layout in BOTH:
+        x = Case((2, 8, 4, 4), layout, "fp32").randn(part.device)
         w, b = torch.ones(8, device=part.device), torch.zeros(8, device=part.device)
-        moments = ops.bn_stats(x)
-        _, saved = ops.bn_forward(x, moments)
-        (sums,) = ops.bn_reduce(x, x, None, saved)
-        none = (None,) * 3
-        for op, python, cpp in host_calls(x, w, b, moments, saved, sums, raw, none):
-            if not part.late(f"{op} {layout}"):
-                below, whole = each(cpp), each(python)
-                part.row(op=op, layout=layout, cpp_us=below, python_us=whole - below, both_us=whole)
-        for name, layer in (("InPlaceABN", fastvit.InPlaceABN(8)), ("BatchNormAct", fastvit.BatchNormAct(8))):
-            layer = layer.to(part.device)
-            leaf = x.detach().requires_grad_()
-            if not part.late(f"{name} {layout}"):
-                forward = each(lambda layer=layer, leaf=leaf: layer(leaf * 1.0))
-                extra = each(lambda leaf=leaf: leaf * 1.0)  # a tensor that may be overwritten
-                part.row(op=f"{name}, forward", layout=layout, both_us=forward - extra)
-    try:
-        plan_times(part)
-    except (SystemExit, OSError) as error:
-        print(f"not measured: {error}")
+        moments = torch.rand(18, device=part.device)
+        for op, python, cpp in host_calls(x, w, b, moments, moments.clone(), moments[:16], raw, (None,) * 3):
+            yield f"{op} {layout}", functools.partial(of_op, layout, python, cpp, op)
+        for name in ("InPlaceABN", "BatchNormAct"):
+            yield f"{name} {layout}", functools.partial(of_layer, layout, x, name)
+    yield "plans", functools.partial(plan_times, part)
 
 
 def plan_times(part) -> None:
@@ -220,9 +260,10 @@ def host_calls(x, w, b, moments, saved, sums, raw, none) -> Iterator[tuple[str, 
     )
 
 
-def six_kernels(part) -> None:
+def six_kernels(part) -> Tasks:
     """The four ops over rows, and over planes the two that read most."""
-    for layout in ("channels_last", "nchw"):
+
+    def work(layout: str) -> None:
         case = Case((4, 8, 6, 6), layout, "fp32") if part.quick else Case((128, 256, 56, 56), layout, "bf16")
         x, dy = case.randn(part.device), case.randn(part.device)
         moments = ops.bn_stats(x)
@@ -230,5 +271,7 @@ def six_kernels(part) -> None:
         if layout == "channels_last":
             (sums,) = ops.bn_reduce(x, dy, None, saved, activation="relu")
             ops.bn_backward(x, dy, None, saved, sums, activation="relu")
-        part.synchronize()
-    part.row(what="launched")
+        part.row(what="launched")
+
+    for layout in ("channels_last", "nchw"):
+        yield layout, functools.partial(work, layout)

@@ -1,6 +1,7 @@
 """Parts of bench_gpu.py in which kernels wait for each other, or a CUDA graph launches them."""
 
 import datetime
+import functools
 import os
 import tempfile
 import time
@@ -8,6 +9,7 @@ import time
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from gpu_kernels import Tasks
 from harness import Timer, percentiles
 from loopback import Loopback
 from shapes import RESNET, Case, images
@@ -21,47 +23,46 @@ BOTH = ("nchw", "channels_last")
 WORLDS, CHANNELS = (2, 4, 8), (64, 256, 512, 1024, 2048)
 
 
-def exchange(part) -> None:
+def exchange(part) -> Tasks:
     """The device's time with the exchange, without it, and the difference; `share` is the message alone."""
+
+    def work(world: int, c: int, what: str) -> None:
+        x, dy = torch.randn(4, c, device=part.device), torch.randn(4, c, device=part.device)
+        loop, tag = Loopback(world, device=part.device), Tag(0, 0)
+        way = loop.ranks[0]
+        moments = ops.bn_stats(x)
+        _, saved = ops.bn_forward(x, moments)
+        sums = ops.bn_reduce(x, dy, None, saved)
+
+        def reduce(e):
+            return ops.bn_reduce(x, dy, None, saved, exchange=e)
+
+        numbers, alone, shared = {
+            "moments": (moments, lambda: ops.bn_stats(x), lambda: way.moments(x, 1, tag)),
+            "sums": (sums, lambda: reduce(None), lambda: way.sums(reduce, tag)),
+            "share": (sums, None, lambda: way.share(sums, tag)),
+        }[what]
+        without = part.time(alone)["p50_us"] if alone else 0.0
+        times = part.time(shared, send=lambda: loop.send(0, [numbers] * world, tag))
+        way.check(wait=True)
+        part.row(
+            what=what, world=world, channels=c, **times, without_us=without,
+            exchange_us=times["p50_us"] - without,
+        )  # fmt: skip
+
     for world in WORLDS:
         for c in (8,) if part.quick else CHANNELS:
-            if part.late(f"W = {world}, C = {c}"):
-                continue
-            x, dy = torch.randn(4, c, device=part.device), torch.randn(4, c, device=part.device)
-            loop, tag = Loopback(world, device=part.device), Tag(0, 0)
-            way = loop.ranks[0]
-            moments = ops.bn_stats(x)
-            _, saved = ops.bn_forward(x, moments)
-            sums = ops.bn_reduce(x, dy, None, saved)
-
-            def reduce(e, x=x, dy=dy, saved=saved):
-                return ops.bn_reduce(x, dy, None, saved, exchange=e)
-
-            calls = {
-                "moments": (
-                    moments,
-                    lambda x=x: ops.bn_stats(x),
-                    lambda w=way, x=x, t=tag: w.moments(x, 1, t),
-                ),
-                "sums": (sums, lambda: reduce(None), lambda w=way, r=reduce, t=tag: w.sums(r, t)),
-                "share": (sums, lambda: None, lambda w=way, s=sums, t=tag: w.share(s, t)),
-            }
-            for what, (numbers, alone, shared) in calls.items():
-
-                def others_send(loop=loop, numbers=numbers, tag=tag, world=world):
-                    loop.send(0, [numbers] * world, tag)
-
-                without = part.time(alone)["p50_us"] if what != "share" else 0.0
-                times = part.time(shared, others_send)
-                part.row(
-                    what=what, world=world, channels=c, **times, without_us=without,
-                    exchange_us=times["p50_us"] - without,
-                )  # fmt: skip
-            way.check(wait=True)
+            for what in ("moments", "sums", "share"):
+                yield f"{what}, W = {world}, C = {c}", functools.partial(work, world, c, what)
 
 
-def stream(part) -> None:
+def stream(part) -> Tasks:
     """A stream of small ops, alone and beside a kernel that waits for a peer's packets."""
+    for repeat in range(3):
+        yield f"repeat {repeat}", functools.partial(_stream, part)
+
+
+def _stream(part) -> None:
     x = torch.randn(8, 64, 8, 8, device=part.device)
     work = torch.randn((8, 64, 8, 8) if part.quick else (64, 256, 28, 28), device=part.device)
     beside, waiting = part.stream(), part.stream()
@@ -79,54 +80,53 @@ def stream(part) -> None:
     loop, tag, moments = Loopback(2, timeout=20.0, device=part.device), Tag(0, 0), ops.bn_stats(x)
     loop.send(0, [moments, moments], tag)  # once before: kernels are loaded at their first launch, which may
     loop.ranks[0].moments(x, 1, tag)  # wait for running kernels
-    for repeat in range(3):
-        if part.late(f"repeat {repeat}"):
-            continue
-        alone = min(busy() for _ in range(3))
-        if waiting is None:  # on a CPU a wait is the caller's
+    alone = min(busy() for _ in range(3))
+    if waiting is None:  # on a CPU a wait is the caller's
+        loop.send(0, [moments, moments], tag)
+    part.synchronize()
+    with part.on(waiting):
+        got = loop.ranks[0].moments(x, 1, tag)
+    during = min(busy() for _ in range(3))
+    still = waiting is None or not waiting.query()
+    if waiting:
+        with part.on(beside):
             loop.send(0, [moments, moments], tag)
-        part.synchronize()
-        with part.on(waiting):
-            got = loop.ranks[0].moments(x, 1, tag)
-        during = min(busy() for _ in range(3))
-        still = waiting is None or not waiting.query()
-        if waiting:
-            with part.on(beside):
-                loop.send(0, [moments, moments], tag)
-        part.synchronize()
-        loop.ranks[0].check(wait=True)
-        part.row(
-            what="50 x bn_stats", alone_us=alone, during_us=during, ratio=during / alone,
-            exchange_waited=still, arrived=bool(got.isfinite().all()),
-        )  # fmt: skip
+    part.synchronize()
+    loop.ranks[0].check(wait=True)
+    part.row(
+        what="50 x bn_stats", alone_us=alone, during_us=during, ratio=during / alone,
+        exchange_waited=still, arrived=bool(got.isfinite().all()),
+    )  # fmt: skip
 
 
-def graph(part) -> None:
+def graph(part) -> Tasks:
     cases = [Case((4, 8, 6, 6), "nchw", "fp32")] if part.quick else images(32, RESNET[1:4], BOTH, ("bf16",))
     for case in cases:
-        if part.late(case):
-            continue
-        model = nn.Sequential(*(fastvit.BatchNormAct(case.channels) for _ in range(4))).to(part.device)
-        leaf, dy = case.randn(part.device).requires_grad_(), case.randn(part.device)
-        inputs = [leaf, *model.parameters()]
+        yield case, functools.partial(_graph, part, case)
 
-        def step(model=model, leaf=leaf, dy=dy, inputs=inputs):
-            return torch.autograd.grad(model(leaf), inputs, dy)
 
-        eager = part.time(step)
-        replay = step
-        if part.device == "cuda":
-            side = part.stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with part.on(side):
-                step()
-            torch.cuda.current_stream().wait_stream(side)
-            captured = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(captured):
-                step()
-            replay = captured.replay
-        for what, times in (("eager", eager), ("replayed", part.time(replay))):
-            part.row(what=what, shape=case.size, layout=case.layout, dtype=case.dtype, **times)
+def _graph(part, case: Case) -> None:
+    model = nn.Sequential(*(fastvit.BatchNormAct(case.channels) for _ in range(4))).to(part.device)
+    leaf, dy = case.randn(part.device).requires_grad_(), case.randn(part.device)
+    inputs = [leaf, *model.parameters()]
+
+    def step():
+        return torch.autograd.grad(model(leaf), inputs, dy)
+
+    eager = part.time(step)
+    replay = step
+    if part.device == "cuda":
+        side = part.stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with part.on(side):
+            step()
+        torch.cuda.current_stream().wait_stream(side)
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            step()
+        replay = captured.replay
+    for what, times in (("eager", eager), ("replayed", part.time(replay))):
+        part.row(what=what, shape=case.size, layout=case.layout, dtype=case.dtype, **times)
 
 
 def _rank(rank: int, store: str, device: str, sizes: list, quick: bool, results) -> None:
@@ -156,8 +156,12 @@ def _rank(rank: int, store: str, device: str, sizes: list, quick: bool, results)
     dist.destroy_process_group()
 
 
-def ipc(part) -> None:
+def ipc(part) -> Tasks:
     """The two take turns on the GPU, so times are those of switching; it shows that numbers arrive."""
+    yield "two processes", functools.partial(_ipc, part)
+
+
+def _ipc(part) -> None:
     sizes = [(4, 8, 6, 6)] if part.quick else [(8, 64, 28, 28), (32, 256, 28, 28), (32, 2048, 7, 7)]
     context = mp.get_context("spawn")
     results = context.Queue()

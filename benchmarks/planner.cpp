@@ -16,7 +16,7 @@ struct Request {
 
 struct Answer {
   int64_t rows, vector, lanes, teams, fold, tile, tiles, slices, segment, segments, units, slots, resident;
-  int64_t dependent_loads, dependent_merges;
+  int64_t dependent_loads, dependent_merges, levels;
   double tail_nanoseconds;
 };
 
@@ -38,10 +38,25 @@ extern "C" void fastvit_plan(const Request* request, Answer* answer) {
   const Plan p = plan_of(*request, layout_of(*request));
   const bool merges = request->cached > 0;
   const MergeDepth depth = merges ? MergeDepth::of(p) : MergeDepth{};
+  const int64_t levels = merges && p.slices > 1 ? 1 + (SliceGroups(p).size > 1) : 0;
   const int64_t resident = p.slots ? kOnChipBlocks : request->resident[p.rows][p.vector];
-  *answer = {p.rows,       p.vector,           p.lanes,    p.teams, p.fold,  p.tile,   p.tiles,
-             p.slices,     p.segment,          p.segments, p.units, p.slots, resident, depth.loads,
-             depth.merges, depth.nanoseconds()};
+  *answer = {p.rows,
+             p.vector,
+             p.lanes,
+             p.teams,
+             p.fold,
+             p.tile,
+             p.tiles,
+             p.slices,
+             p.segment,
+             p.segments,
+             p.units,
+             p.slots,
+             resident,
+             depth.loads,
+             depth.merges,
+             levels,
+             depth.nanoseconds()};
 }
 
 extern "C" double fastvit_plan_nanoseconds(const Request* request, int64_t repeats) {
@@ -59,10 +74,13 @@ extern "C" double fastvit_plan_nanoseconds(const Request* request, int64_t repea
 }
 
 // Of rows in packets of `width` float32 or 16-bit numbers, 4 or 8. Answers lanes, parts, packets of a lane.
-extern "C" void fastvit_row_plan(int64_t rows, int64_t columns, int64_t width, int64_t* answer) {
-  const RowPlan plan = width == 8 ? row_plan<float, 8>(rows, columns) : row_plan<float, 4>(rows, columns);
-  answer[0] = plan.lanes, answer[1] = plan.parts;
-  answer[2] = width == 8 ? kPackets<float, 8> : kPackets<float, 4>;
+extern "C" void fastvit_row_plan(int64_t rows, int64_t columns, int64_t width, int64_t backward,
+                                 int64_t* answer) {
+  const auto& of_backward = width == 8 ? kBackwardColumns<uint16_t> : kBackwardColumns<float>;
+  const auto& choices = backward ? of_backward : kForwardColumns;
+  const RowPlan plan =
+      width == 8 ? row_plan<float, 8>(rows, columns, choices) : row_plan<float, 4>(rows, columns, choices);
+  answer[0] = plan.lanes, answer[1] = plan.parts, answer[2] = plan.held / width;
 }
 
 extern "C" void fastvit_plan_constants(int64_t* threads, int64_t* batch, int64_t* on_chip_blocks) {

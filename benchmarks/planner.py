@@ -21,7 +21,7 @@ SOURCES = [
 ]
 WORDS = (
     "rows vector lanes teams fold tile tiles slices segment segments units slots resident "
-    "dependent_loads dependent_merges"
+    "dependent_loads dependent_merges levels"
 ).split()
 MOST_DIMS = 5
 
@@ -53,7 +53,7 @@ class _Answer(ctypes.Structure):
 @dataclass(frozen=True)
 class Plan:
     """The Plan of csrc/cuda/plan.h; `resident` blocks per multiprocessor. The last block merges slices for
-    `tail_nanoseconds`, with this number of sequential loads and merges.
+    `tail_nanoseconds`, with this number of sequential loads and merges, and is found `levels` times.
     """
 
     rows: int
@@ -71,6 +71,7 @@ class Plan:
     resident: int
     dependent_loads: int
     dependent_merges: int
+    levels: int
     tail_nanoseconds: float
 
     @property
@@ -145,10 +146,10 @@ def plan(*request) -> Plan:
     return Plan(**{name: getattr(answer, name) for name, _ in _Answer._fields_})
 
 
-def row_plan(rows: int, columns: int, width: int) -> tuple[int, int, int]:
+def row_plan(rows: int, columns: int, width: int, backward: bool = False) -> tuple[int, int, int]:
     """Lanes of a team, parts of a row and packets of a lane, for a LayerNorm in packets of `width`."""
     answer = (ctypes.c_int64 * 3)()
-    _library().fastvit_row_plan(*map(ctypes.c_int64, (rows, columns, width)), answer)
+    _library().fastvit_row_plan(*map(ctypes.c_int64, (rows, columns, width, backward)), answer)
     return tuple(answer)
 
 

@@ -1,35 +1,35 @@
 """Predicts the time of each op on a GPU from the plan and the machine code of its kernel.
 
-    python benchmarks/predict.py [--out benchmarks/results] [--measured benchmarks/results]
+    python benchmarks/predict.py [--out benchmarks/results]
 
 The plan is that of csrc/cuda/plan.h (planner.py), instructions are counted in what nvcc makes of csrc/cuda
 (tools/sass.py, which needs nvcc and cuobjdump). For every op, shape and dtype:
 
     bytes      that the op must read and write
     waves      blocks over those that run at once, by the kernel's registers and shared memory
-    packet     instructions of a warp per 16-byte access: of the cheapest activation, and of the costliest
+    packet     issue slots of a warp per 16-byte access: of the cheapest activation, and of the costliest
     in flight  KB of loads that a multiprocessor has under way; memory's latency times its bandwidth is 26
     stream     the longest of: bytes over what a copy reaches, latencies of batches that follow each other;
                of local ops, first that of their reads, then that of their writes
-    issue      instructions over what the multiprocessors issue
-    tail       merging of slices by the last block, which nothing overlaps
-    us         stream and issue, which overlap (see OVERLAP), the tail, and the grid's start and end
+    issue      issue slots over what the multiprocessors have
+    prologue   the table of channels, or of columns, before a block's first values
+    tail       merging in a block, finding the last block, merging of slices; nothing overlaps with it
+    us         stream and issue, which overlap (see OVERLAP), prologue and tail, and the grid's start and end
 
-    share      bytes / us over what a copy reaches; in brackets with the costliest activation, or the
+    share      bytes / us over what a large copy reaches; in brackets with the costliest activation, or the
                longest way through the loop
+    equal      likewise, over a copy of as many bytes, which has a start and an end too
 
 Local ops have rows where the tensor fits on chip. Elsewhere they are two of the other ops. Activations and
 gates are predicted for the MLP of bench_vit_ops.py, LayerNorm for tokens of ViTs.
 
-Where --measured has tables of a GPU run (four_ops_cuda.csv, ops_cuda.csv), their times are added, and
-differences of more than 15 % are marked: the model needs a correction then. predict_exchange.py predicts
-what an exchange adds, beside the times in exchange_cuda.csv.
+predict_exchange.py predicts what an exchange adds. compare.py sets a GPU's tables beside all this: where they
+differ by more than 15 % the model needs a correction.
 
 Writes predicted_h200.csv, predicted_exchange_h200.csv and predicted_h200.md.
 """
 
 import argparse
-import csv
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -42,8 +42,6 @@ from predict_kernels import (
     ALL,
     CHEAP,
     H200,
-    MLP,
-    NORMS,
     OPS,
     SOURCES,
     THREADS,
@@ -52,12 +50,11 @@ from predict_kernels import (
     Gpu,
     Kernel,
 )
-from shapes import DTYPES, Case, cases
+from shapes import DTYPES, MLP, NORMS, Case, cases
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
 import sass  # noqa: E402
 
-OFF = 0.15  # difference from which on a prediction is marked
 OVERLAP = 4  # (stream^4 + issue^4)^(1/4): the longer, and 19 % more where both take the same; assumed
 
 
@@ -79,15 +76,13 @@ class Prediction:
     issue_us: float
     loads_in_a_row: int
     merges_in_a_row: int
+    prologue_us: float
     tail_us: float
     us: float
     share: float
+    equal: float
     us_costliest: float
     share_costliest: float
-    measured_us: float | str = ""
-    measured_share: float | str = ""
-    difference: float | str = ""
-    mark: str = ""
 
 
 def predict(op: str, case: Case, kernels: dict[str, Kernel], gpu: Gpu = H200) -> Prediction | None:
@@ -104,10 +99,11 @@ def predict(op: str, case: Case, kernels: dict[str, Kernel], gpu: Gpu = H200) ->
     )  # fmt: skip
 
 
-def _taken(stream: float, issue: float, tail: float, total: float, gpu: Gpu) -> tuple[float, float]:
-    """us, and the share of the copy of `total` bytes."""
-    us = (stream**OVERLAP + issue**OVERLAP) ** (1 / OVERLAP) + tail + gpu.ends_us
-    return us, total / us / gpu.copy_GB_s / 1e3
+def _taken(stream: float, issue: float, rest: float, total: float, gpu: Gpu) -> tuple[float, float, float]:
+    """us, and the share of a large and of an equal copy of `total` bytes; `rest` overlaps with nothing."""
+    us = (stream**OVERLAP + issue**OVERLAP) ** (1 / OVERLAP) + rest + gpu.ends_us
+    copy = total / gpu.copy_GB_s / 1e3
+    return us, copy / us, (copy + gpu.ends_us) / us
 
 
 def _of_set(op: str, case: Case, kernels: dict[str, Kernel], gpu: Gpu, activations: int) -> Prediction | None:
@@ -157,6 +153,10 @@ def _of_set(op: str, case: Case, kernels: dict[str, Kernel], gpu: Gpu, activatio
         stream = max(bound, what.reads * case.nbytes / gpu.copy_GB_s / 1e3)
         stream += what.writes * case.nbytes / gpu.copy_GB_s / 1e3
         tail += 2 * gpu.latency_ns / 1e3 * (plan.slices > 1)  # publishing totals and reading them: assumed
+    if what.merges:
+        merging = plan.teams * (1 if plan.rows else plan.lanes)
+        tail += (gpu.merge_ns * (merging - 1).bit_length() + gpu.last_ns * plan.levels) / 1e3
+    prologue = (gpu.table_ns + gpu.l2_ns - gpu.latency_ns) / 1e3 if what.tabled else 0.0
     warps = plan.blocks * THREADS / 32
 
     def issue(which: int) -> float:
@@ -164,29 +164,30 @@ def _of_set(op: str, case: Case, kernels: dict[str, Kernel], gpu: Gpu, activatio
         of_batch += code.again[which]
         return gpu.issue_us(warps * batches * of_batch)
 
-    us, share = _taken(stream, issue(0), tail, total, gpu)
-    us_costliest, share_costliest = _taken(stream, issue(1), tail, total, gpu)
+    us_costliest, share_costliest, _ = _taken(stream, issue(1), prologue + tail, total, gpu)
     each = code.accesses or 1
     return Prediction(
         op, case.size, case.layout, case.dtype, case.nbytes / 1e6, total / 1e6, plan.blocks, plan.resident,
         plan.blocks / at_once, code.inner[0] / each, code.inner[1] / each, in_flight / 1e3, stream, issue(0),
-        plan.dependent_loads, plan.dependent_merges, tail, us, share, us_costliest, share_costliest,
+        plan.dependent_loads, plan.dependent_merges, prologue, tail,
+        *_taken(stream, issue(0), prologue + tail, total, gpu), us_costliest, share_costliest,
     )  # fmt: skip
 
 
 def _of_rows(op: str, case: Case, kernels: dict[str, Kernel], gpu: Gpu) -> Prediction | None:
-    """Of a LayerNorm: blocks stay, and take the rows in turns, each a batch of loads and two sums. The
-    longest way through the loop is that of rows in parts, which read weight and bias for every row.
+    """Of a LayerNorm: blocks stay, and take the rows in turns, each a batch of loads and the sums over it.
+
+    The longest way through the loop is that of rows in parts, which read weight and bias for every row.
     """
     what, to = OPS[op], OPS[op].to or case.dtype
     wide, narrow = DTYPES[case.dtype].itemsize, DTYPES[to].itemsize
     if what.to and case.dtype != "fp32":
         return None
-    width = 16 // wide
-    words = {"T": TYPES[case.dtype], "G": TYPES[to], "V": width}
-    code = kernels[what.kernel.format(**words)]
+    width, backward = 16 // wide, what.reads > 1
     columns, rows = case.shape[-1], case.nbytes // wide // case.shape[-1]
-    lanes, parts, held = planner.row_plan(rows, columns, width)
+    lanes, parts, held = planner.row_plan(rows, columns, width, backward)
+    words = {"T": TYPES[case.dtype], "G": TYPES[to], "V": width, "K": held}
+    code = kernels[what.kernel.format(**words)]
     teams, resident = THREADS // lanes, gpu.resident(code.registers, code.shared)
     at_once = resident * gpu.multiprocessors
     blocks = min(-(-rows // teams), at_once)
@@ -194,47 +195,25 @@ def _of_rows(op: str, case: Case, kernels: dict[str, Kernel], gpu: Gpu) -> Predi
     exist = columns / width / (lanes * parts * held)
     each = held * width * (wide + narrow * (what.reads - 1))
     total = rows * columns * (wide * what.reads + narrow)
-    sums = 2 * columns * blocks * 4 * (what.reads - 1)  # of the backward: two numbers a column and block
-    turn = (gpu.latency_ns + 2 * gpu.sum_ns) / 1e3
+    sums = 2 * columns * blocks * 4 if backward else 0  # two numbers a column and block
+    over_lanes = gpu.shuffle_ns * (min(lanes, 32) - 1).bit_length() + 2 * gpu.barrier_ns * (lanes > 32)
+    turn = (gpu.latency_ns + (1 if backward else 2) * over_lanes) / 1e3
     stream = max(turns * turn, (total + sums) / gpu.copy_GB_s / 1e3)
     # A second grid adds the sums of the blocks: 32 rows at a time, and 8 times as many in flight.
-    tail = gpu.ends_us + -(-blocks // 256) * turn if sums else 0.0
+    tail = gpu.ends_us - gpu.early_us + -(-blocks // 256) * gpu.latency_ns / 1e3 if backward else 0.0
+    prologue = gpu.fill_ns / 1e3
     warps = blocks * THREADS / 32
     in_flight = min(resident, blocks / gpu.multiprocessors) * THREADS * exist * each
 
-    least, most = (gpu.issue_us(warps * turns * count) for count in code.inner)
     packet, packet_costliest = (count / (code.accesses or 1) for count in code.inner)
+    accesses = warps * turns * held * what.operands
+    least, most = (gpu.issue_us(accesses * count) for count in (packet, packet_costliest))
+    us_costliest, share_costliest, _ = _taken(stream, most, prologue + tail, total, gpu)
     return Prediction(
         op, case.size, case.layout, case.dtype, case.nbytes / 1e6, total / 1e6, blocks, resident,
-        blocks / at_once, packet, packet_costliest, in_flight / 1e3, stream, least, 0, 0, tail,
-        *_taken(stream, least, tail, total, gpu), *_taken(stream, most, tail, total, gpu),
+        blocks / at_once, packet, packet_costliest, in_flight / 1e3, stream, least, 0, 0, prologue, tail,
+        *_taken(stream, least, prologue + tail, total, gpu), us_costliest, share_costliest,
     )  # fmt: skip
-
-
-Measured = dict[tuple[str, str, str, str], tuple[float, float]]
-
-
-def measurements(folder: Path) -> Measured:
-    """(us, share of the copy) by op, shape, layout and dtype, of a GPU run's tables."""
-    found: Measured = {}
-    for name in ("ops_cuda.csv", "four_ops_cuda.csv"):
-        if (folder / name).exists():
-            with (folder / name).open() as file:
-                for row in csv.DictReader(file):
-                    if row["contender"].startswith("fastvit.ops."):
-                        key = row["op"], row["shape"], row["layout"], row["dtype"]
-                        found[key] = float(row["p50_us"]), float(row["share_of_copy"])
-    return found
-
-
-def beside(predicted: Prediction, measured: Measured) -> Prediction:
-    key = predicted.op, predicted.shape, predicted.layout, predicted.dtype
-    if key not in measured:
-        return predicted
-    us, share = measured[key]
-    difference = predicted.us / us - 1
-    mark = "off" if abs(difference) > OFF else ""
-    return replace(predicted, measured_us=us, measured_share=share, difference=difference, mark=mark)
 
 
 def _lines(header: list[str], rows: list[list[object]]) -> list[str]:
@@ -247,8 +226,7 @@ def exchange_table(found: list[predict_exchange.Exchange]) -> str:
     channels = sorted({one.channels for one in found})
     lines: dict[tuple[str, int], list[object]] = {}
     for one in found:
-        measured = f" (measured {one.measured_us:.1f})" if one.measured_us else ""
-        lines.setdefault((one.what, one.world), [one.what, one.world]).append(f"{one.us:.1f}{measured}")
+        lines.setdefault((one.what, one.world), [one.what, one.world]).append(f"{one.us:.1f}")
     header = ["exchange", "ranks", *(f"C = {c}" for c in channels)]
     return "\n".join(["us that an exchange adds:", "", *_lines(header, list(lines.values())), ""])
 
@@ -260,8 +238,8 @@ def table(rows: list[Prediction], gpu: Gpu = H200) -> str:
         for op, what in OPS.items()
         for case in what.cases or (FIT_ON_CHIP if what.local else FOUR_OPS)
     }
-    header = "op|shape|layout|dtype|waves|packet|in flight KB|stream us|issue us|merges|tail us|us|share"
-    header += "|measured us|share|difference"
+    header = "op|shape|layout|dtype|waves|packet|in flight KB|stream us|issue us|prologue us|tail us|us|share"
+    header += "|equal"
     lines = []
     for row in rows:
         if (row.op, row.shape, row.layout, row.dtype) not in shown:
@@ -269,16 +247,9 @@ def table(rows: list[Prediction], gpu: Gpu = H200) -> str:
         costly = f" ({row.share_costliest:.2f})" if row.us_costliest > row.us else ""
         line: list[object] = [row.op, row.shape, row.layout, row.dtype, f"{row.waves:.2f}"]
         line += [f"{row.packet:.0f} ({row.packet_costliest:.0f})", f"{row.in_flight_KB:.0f}"]
-        line += [f"{row.stream_us:.1f}", f"{row.issue_us:.1f}", row.merges_in_a_row, f"{row.tail_us:.1f}"]
-        line += [f"{row.us:.1f}", f"{row.share:.2f}{costly}"]
-        if row.measured_us:
-            line += [
-                f"{row.measured_us:.1f}",
-                f"{row.measured_share:.2f}",
-                f"{row.difference:+.0%} {row.mark}",
-            ]
-        else:
-            line += ["", "", ""]
+        times = row.stream_us, row.issue_us, row.prologue_us, row.tail_us
+        line += [f"{one:.1f}" for one in times]
+        line += [f"{row.us:.1f}", f"{row.share:.2f}{costly}", f"{row.equal:.2f}"]
         lines.append(line)
     tables: dict[tuple[str, ...], dict[tuple, dict[str, str]]] = {}
     for row in rows:
@@ -286,19 +257,15 @@ def table(rows: list[Prediction], gpu: Gpu = H200) -> str:
         ops = tuple(op for op, what in OPS.items() if (what.local, what.cases) == kind)
         by_case = tables.setdefault(ops, {}).setdefault((row.shape, row.layout, row.dtype), {})
         by_case[row.op] = f"{row.us:.1f} ({row.share:.2f})"
-    measured = [row for row in rows if row.measured_us]
-    off = sum(row.mark == "off" for row in measured)
-    said = f"{len(measured)} rows were measured; {off} differ by more than {OFF:.0%}." if measured else (
-        "Nothing here was measured: these are predictions of a model that no GPU has confirmed."
-    )  # fmt: skip
+    said = "Nothing here was measured: these are predictions of a model that no GPU has confirmed."
     text = [
         f"Predicted for an {gpu.name} at commit {commit()} by benchmarks/predict.py. {said}",
         "",
         f"{gpu.multiprocessors} multiprocessors, a copy at {gpu.copy_GB_s:.0f} of {gpu.peak_GB_s:.0f} GB/s,",
         f"{gpu.issue} instructions a cycle at {gpu.clock_GHz} GHz, {gpu.latency_ns:.0f} ns of latency under",
         f"load, {gpu.ends_us:.0f} us for a grid's start and end; the program says where these are from.",
-        "packet: instructions of a warp per 16-byte access with the cheapest activation (the costliest);",
-        "merges: of slices, in a row; share: of what a copy reaches, likewise.",
+        "packet: issue slots of a warp per 16-byte access with the cheapest activation (the costliest);",
+        "share: of what a large copy reaches, likewise; equal: of a copy of as many bytes.",
         "",
         *_lines(header.split("|"), lines),
         "",
@@ -316,11 +283,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the csv and the table")
-    parser.add_argument("--measured", type=Path, default=RESULTS, help="folder with tables of a GPU run")
     options = parser.parse_args()
     compiled = sass.measured("90", SOURCES)
     kernels = {row["kernel"]: Kernel.of(row) for row in compiled}
-    measured = measurements(options.measured)
     every = tuple(dict.fromkeys([*FOUR_OPS, *cases(), *FIT_ON_CHIP]))
     found = [
         predict(op, case, kernels)
@@ -328,9 +293,9 @@ def main() -> None:
         for op, what in OPS.items()
         if case in (what.cases or every)
     ]
-    rows = [beside(row, measured) for row in found if row]
+    rows = [row for row in found if row]
     write_csv("predicted_h200", [asdict(row) for row in rows], options.out)
-    exchanges = predict_exchange.predict_all(compiled, options.measured)
+    exchanges = predict_exchange.predict_all(compiled)
     write_csv("predicted_exchange_h200", [asdict(one) for one in exchanges], options.out)
     text = f"{table(rows)}\n{exchange_table(exchanges)}"
     (options.out / "predicted_h200.md").write_text(text)

@@ -5,13 +5,11 @@ ranks, of 4 for two channels, or of 2 for four. Those of a thread's next batch d
 
     batches       of the slowest thread
     instructions  of a warp per batch
-    us            trips to the L2 before and behind (the grid's counter, the own header, the result); per
-                  batch one trip, and the instructions of all warps of a scheduler
+    us            finding the last block, the headers, trips to the L2 before and behind; per batch one
+                  trip, and the instructions of all warps of a scheduler
 """
 
-import csv
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
 from gpu_waits import CHANNELS, WORLDS
 from predict_kernels import H200, THREADS, Gpu
@@ -21,7 +19,8 @@ KERNELS = {
     "moments": "stats_kernel<float, true, true, 4>",
     "sums": "reduce_kernel<float, true, (Activations)1, true, 4, (Source)0>",
 }
-TRIPS = 5  # a fence, the counter of blocks, the own header to the L2 and back, the stores of the result
+TRIPS = 4  # the own header to the L2 and back, the first packets, the stores of the result
+HEADER_NS = 800.0  # of a barrier each before and behind the headers, and double divisions of counts; assumed
 SCHEDULERS = 4  # of a multiprocessor
 CYCLES = (
     2.0  # per instruction: 2 for arithmetic of doubles, 8 for conversions to them, else 1 (programming guide)
@@ -36,8 +35,6 @@ class Exchange:
     batches: int
     instructions: float
     us: float
-    measured_us: float | str = ""
-    difference: float | str = ""
 
 
 def predict(what: str, world: int, channels: int, loops: list, gpu: Gpu = H200) -> Exchange:
@@ -47,26 +44,19 @@ def predict(what: str, world: int, channels: int, loops: list, gpu: Gpu = H200) 
     batches = -(-channels // (THREADS * IN_FLIGHT // together))
     warps = min(THREADS, channels) / 32 / SCHEDULERS
     batch = gpu.l2_ns + max(1.0, warps) * instructions * CYCLES / gpu.clock_GHz
-    return Exchange(what, world, channels, batches, instructions, (TRIPS * gpu.l2_ns + batches * batch) / 1e3)
+    once = gpu.last_ns + HEADER_NS + TRIPS * gpu.l2_ns
+    return Exchange(what, world, channels, batches, instructions, (once + batches * batch) / 1e3)
 
 
-def predict_all(rows: list[dict], measured: Path) -> list[Exchange]:
-    """`rows` are of tools/sass.py; `measured` is the folder of a GPU run's tables."""
-    took = {}
-    if (measured / "exchange_cuda.csv").exists():
-        with (measured / "exchange_cuda.csv").open() as file:
-            for row in csv.DictReader(file):
-                took[row["what"], int(row["world"]), int(row["channels"])] = float(row["exchange_us"])
+def predict_all(rows: list[dict]) -> list[Exchange]:
+    """`rows` are of tools/sass.py."""
     loops = {row["kernel"]: row["exchange"] for row in rows}
     for kernel in KERNELS.values():
         if len(loops[kernel]) != 3:
             raise SystemExit(f"predict: {kernel}: {len(loops[kernel])} loops over packets; 3 expected")
-    found = []
-    for what, kernel in KERNELS.items():
-        for world in WORLDS:
-            for channels in CHANNELS:
-                one = predict(what, world, channels, loops[kernel])
-                if us := took.get((what, world, channels)):
-                    one = replace(one, measured_us=us, difference=one.us / us - 1)
-                found.append(one)
-    return found
+    return [
+        predict(what, world, channels, loops[kernel])
+        for what, kernel in KERNELS.items()
+        for world in WORLDS
+        for channels in CHANNELS
+    ]

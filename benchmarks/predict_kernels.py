@@ -5,9 +5,8 @@ kernel's machine code.
 import re
 from dataclasses import dataclass
 
-import bench_vit_ops
 import planner
-from shapes import Case
+from shapes import MLP, NORMS, Case
 
 THREADS, BATCH, ON_CHIP_BLOCKS = planner.constants()
 GROUP = 32  # values of a channel after which a thread of bn_stats merges: csrc/cuda/stats.cuh, kGroup
@@ -21,7 +20,13 @@ class Gpu:
     copy_GB_s: float = 4300.0  # about 0.9 of the peak, as copies reach on HBM3; bench_gpu.py copy measures it
     clock_GHz: float = 1.75  # sustained; at most 1.98 (nvidia-smi -q -d CLOCK)
     issue: int = 4  # instructions a cycle and multiprocessor: one for each of 4 schedulers, white paper
-    sum_ns: float = 150.0  # of one sum over the lanes of a row: shuffles and two barriers, assumed
+    shuffle_ns: float = 15.0  # of a step of a sum over lanes: some 25 cycles, assumed
+    barrier_ns: float = 75.0  # of a block of 256 threads, assumed
+    last_ns: float = 500.0  # of finding the last block: stores and an atomic operation reach the L2, assumed
+    merge_ns: float = 65.0  # of a step of merging in a block, as csrc/cuda/plan.h has it
+    table_ns: float = 800.0  # of a table of channels: a trip to memory, arithmetic, a barrier, assumed
+    fill_ns: float = 300.0  # of weight and bias in shared memory, beside the loads of the first row, assumed
+    early_us: float = 1.5  # that a launch before the previous kernel's end saves, assumed
     latency_ns: float = 800.0  # of memory under load; idle some 560 (arXiv:2402.13499, table 4), rest assumed
     l2_ns: float = 200.0  # of a load from the L2: near some 260 cycles (arXiv:2402.13499), far more, assumed
     registers: int = 65536  # of a multiprocessor, as the next two: CUDA programming guide, 9.0
@@ -60,6 +65,11 @@ class Op:
     to: str | None = None  # the dtype of y and dy; None: x's
 
     @property
+    def tabled(self) -> bool:
+        """Whether blocks make a table of channels before their first loads, which are in the L2 by then."""
+        return self.kernel.startswith(("forward", "reduce", "backward", "local_backward"))
+
+    @property
     def operands(self) -> int:
         return self.reads + self.writes
 
@@ -68,17 +78,8 @@ class Op:
         return BATCH if self.operands <= 3 else BATCH // 2
 
 
-MLP = tuple(
-    Case((1, 1, bench_vit_ops.ROWS, bench_vit_ops.HIDDEN), "nchw", dtype)
-    for dtype in ("bf16", "fp32", "fp16")
-)
-NORMS = tuple(
-    Case((n, 197, c), "tokens", dtype)
-    for dtype in ("bf16", "fp32", "fp16")
-    for n, c in ((32, 384), (128, 384), (128, 768))
-)
 FORWARD_ROWS, BACKWARD_ROWS = (
-    f"layer_norm_{way}_kernel<{{T}}, {{G}}, {{V}}>" for way in ("forward", "backward")
+    f"layer_norm_{way}_kernel<{{T}}, {{G}}, {{V}}, {{K}}>" for way in ("forward", "backward")
 )
 OPS = {
     "bn_stats": Op("stats_kernel<{T}, false, {rows}, {V}>", 1, 0, merges=True),
@@ -121,7 +122,7 @@ TYPES = {"fp32": "float", "bf16": "__nv_bfloat16", "fp16": "__half"}
 
 @dataclass(frozen=True)
 class Kernel:
-    """Figures of one kernel's machine code. Instructions are of a warp and per batch of its loop."""
+    """Figures of one kernel's machine code. Issue slots are of a warp and per batch of its loop."""
 
     registers: int
     shared: int
@@ -135,8 +136,8 @@ class Kernel:
         if row["loops"] is None or row["least"] == "":
             return cls(row["registers"], row["shared"])
         inner, outer = row["loops"]
-        accesses, least, most = inner.most.accesses, inner.least.instructions, inner.most.instructions
-        around = outer.most.instructions - most
+        accesses, least, most = inner.most.accesses, inner.least.slots, inner.most.slots
+        around = outer.most.slots - most
         if row["kernel"].startswith(("stats_kernel", "local_forward_kernel")):
             # The shortest way never ends a group of values, the longest does so in every batch. Over planes a
             # local op's shortest way puts packets into shared memory only: there the longest counts.
@@ -145,6 +146,6 @@ class Kernel:
             every = 1 if rows == "false" and "local" in row["kernel"] else max(1, GROUP // values)
             least = most = least + (most - least) / every
         second = row["second"]
-        again = (second.least.instructions, second.most.instructions) if second else (0, 0)
+        again = (second.least.slots, second.most.slots) if second else (0, 0)
         inside, outside = (least, most), (least + around, most + around)
         return cls(row["registers"], row["shared"], accesses, inside, outside, again)

@@ -38,12 +38,10 @@ STYLE = {  # label, colour, dashes; colours that stand out on white and on near-
 }
 MODE_COLOURS = {
     "off": STYLE["torch"][1],
-    "auto": "#3b82f6",
-    "gemm": "#0ea5a4",
-    "recompute": "#a855f7",
-    "inplace": "#e2762d",
-    "keep": "#22a06b",
+    "convert": "#3b82f6",
+    "products": "#0ea5a4",
 }
+CALLS = {"off": "as it is", "convert": "convert(model)", "products": "convert(model, products=True)"}
 
 
 def _svg(name: str, width: float, height: float, draw: Callable[[Axes], None]) -> str:
@@ -130,23 +128,19 @@ def _bars_of_layers(results: Sequence[Result]) -> Callable[[Axes], None]:
 
 
 def _bars_of_conversions(conversions: Sequence[Conversion]) -> Callable[[Axes], None]:
-    def label(conversion: Conversion) -> str:
-        return "as it is" if conversion.memory == "off" else f'memory="{conversion.memory}"'
-
-    return _bars([(label(each), each.kept_bytes, MODE_COLOURS[each.memory]) for each in conversions])
+    return _bars([(CALLS[each.memory], each.kept_bytes, MODE_COLOURS[each.memory]) for each in conversions])
 
 
 def _table_of_conversions(conversions: Sequence[Conversion]) -> str:
-    names = ("fastvit.convert", "kept for backward", "saved", "layers")
+    names = ("fastvit.convert", "kept for backward", "saved")
     head = "<tr>" + "".join(f"<th>{name}</th>" for name in names) + "</tr>"
     base, rows = next(each.kept_bytes for each in conversions if each.memory == "off"), []
     for each in conversions:
         saved = base - each.kept_bytes
         cells = [
-            "not called" if each.memory == "off" else f"memory=&quot;{each.memory}&quot;",
+            CALLS[each.memory],
             f"{each.kept_bytes:,} B",
             f"{saved:,} B ({round(100 * saved / base)}%)",
-            ", ".join(f"{count} {mode}" for mode, count in sorted(each.layers.items())),
         ]
         rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
     return f'<div class="scroll"><table>{head}{"".join(rows)}</table></div>'
@@ -251,7 +245,7 @@ def write_page(path: Path, results: Sequence[Result], conversions: Sequence[Conv
         "charts": "".join(f"<figure><figcaption>{title}</figcaption>{svg}</figure>" for title, svg in charts),
         "bars": _svg("kept for backward by layer", 8.2, 2.3, _bars_of_layers(results)),
         "table": _table(results, base),
-        "conversion_bars": _svg("kept for backward by mode", 8.2, 2.6, _bars_of_conversions(conversions)),
+        "conversion_bars": _svg("kept for backward by mode", 8.2, 1.9, _bars_of_conversions(conversions)),
         "conversion_table": _table_of_conversions(conversions),
         "facts": _facts(results, batch),
         "commands": html.escape("\n".join(result.command for result in results)),

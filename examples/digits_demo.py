@@ -18,7 +18,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -27,10 +26,9 @@ from demo_page import write_page
 from torch import nn
 
 import fastvit
-from fastvit.conversion import MEMORY
 from fastvit.memory import live_bytes
 from fastvit.models import vit_digits
-from fastvit.training.config import Config
+from fastvit.training.config import MEMORY, Config
 from fastvit.training.datasets import load_digits
 from fastvit.training.errors import MissingPackage, check_packages
 
@@ -66,9 +64,8 @@ class Result:
 class Conversion:
     """The demo's model with torch BatchNorm after `fastvit.convert`."""
 
-    memory: str  # convert's argument; "off" for the model as it is
+    memory: str  # as in the trainer's --memory; "off" for the model as it is
     kept_bytes: int  # as in `Result`
-    layers: dict[str, int]  # the number of BatchNorm layers by their mode in the report
 
 
 def kept_bytes(model: nn.Module, images: torch.Tensor) -> int:
@@ -83,11 +80,12 @@ def kept_bytes(model: nn.Module, images: torch.Tensor) -> int:
 
 def conversions(images: torch.Tensor) -> list[Conversion]:
     """The demo's model with torch BatchNorm, as it is and converted in each way."""
-    measured = [Conversion("off", kept_bytes(vit_digits("torch"), images), {})]
+    measured = []
     for memory in MEMORY:
-        model, report = fastvit.convert(vit_digits("torch"), memory, images)
-        layers = Counter(layer.mode for layer in report)
-        measured.append(Conversion(memory, kept_bytes(model, images), dict(layers)))
+        model = vit_digits("torch")
+        if memory != "off":
+            fastvit.convert(model, products=memory == "products")
+        measured.append(Conversion(memory, kept_bytes(model, images)))
     return measured
 
 

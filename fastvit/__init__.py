@@ -4,16 +4,14 @@ from importlib.metadata import PackageNotFoundError, version
 
 from . import functional, ops, sync
 from .batch_norm_act import BatchNormAct, BatchNormActSync
-from .conversion import LayerReport, Report, Verification, convert, revert, verify
+from .convert import convert, revert
+from .fuse import convert_syncbn_model, fuse, revert_syncbn_model
 from .inplace_abn import InPlaceABN, InPlaceABNSync
 from .layer_norm import LayerNorm
 from .recompute import recompute_scope
-from .sync_batchnorm import (
-    SyncBatchNorm,
-    convert_syncbn_model,
-    create_syncbn_process_group,
-    revert_syncbn_model,
-)
+from .report import Report, TensorReport, report
+from .sync_batchnorm import SyncBatchNorm, create_syncbn_process_group
+from .verification import Verification, verify
 
 try:
     __version__ = version("fastvit")
@@ -26,16 +24,18 @@ __all__ = [
     "InPlaceABN",
     "InPlaceABNSync",
     "LayerNorm",
-    "LayerReport",
     "Report",
     "SyncBatchNorm",
+    "TensorReport",
     "Verification",
     "convert",
     "convert_syncbn_model",
     "create_syncbn_process_group",
     "functional",
+    "fuse",
     "ops",
     "recompute_scope",
+    "report",
     "revert",
     "revert_syncbn_model",
     "sync",

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from . import ops
@@ -30,14 +31,28 @@ class Options(NamedTuple):
         """The last arguments of a backward op."""
         return self.activation, self.activation_param, self.channel_dim
 
-    @property
-    def is_local(self) -> bool:
-        """Whether batch statistics are those of this process alone."""
-        return self.training and isinstance(self.shared, Local)
+    def in_one_pass(self, x: torch.Tensor) -> bool:
+        """Whether a local op does both passes: with batch statistics of this process alone.
+
+        On a GPU its blocks wait for each other, which holds up the multiprocessors while a collective kernel
+        takes the places of some. So beside other ranks both passes are launched, which give the same bits.
+        """
+        beside_others = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        return self.training and isinstance(self.shared, Local) and not (x.is_cuda and beside_others)
 
     def moments(self, x: torch.Tensor) -> tuple:
         """The moments and their tag; None where running statistics are used."""
         return self.shared.moments(x, self.channel_dim) if self.training else (None, None)
+
+
+def lying_like(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """dy, or on a GPU a copy of it, with the strides of x: operands that lie differently are read element by
+    element. An x with gaps in memory takes no copy.
+    """
+    if not x.is_cuda or dy.stride() == x.stride():
+        return dy
+    copy = torch.empty_like(x)
+    return copy.copy_(dy) if copy.stride() == x.stride() else dy
 
 
 class BatchNormFunction(torch.autograd.Function):
@@ -45,7 +60,7 @@ class BatchNormFunction(torch.autograd.Function):
     def forward(ctx, x, weight, bias, z, running_mean, running_var, num_batches_tracked, options):
         rest = (weight, bias, z, running_mean, running_var, num_batches_tracked, *options.of_forward)
         tag = None
-        if options.is_local:
+        if options.in_one_pass(x):
             y, saved = ops.bn_local_forward(x, *rest)
         else:
             moments, tag = options.moments(x)
@@ -61,9 +76,10 @@ class BatchNormFunction(torch.autograd.Function):
         x, weight, bias, z, saved, tag = ctx.saved_tensors
         wants_x, wants_weight, wants_bias, wants_z = ctx.needs_input_grad[:4]
         options: Options = ctx.options
+        dy = lying_like(dy, x)
         rest = (weight, bias, *options.of_backward)
         dx = dz = None
-        if wants_x and options.is_local:
+        if wants_x and options.in_one_pass(x):
             dx, dz, own = ops.bn_local_backward(x, dy, z, saved, *rest)
         else:
             own, total = _sums(ctx, tag, lambda exchange: ops.bn_reduce(x, dy, z, saved, *rest, exchange))
@@ -80,7 +96,7 @@ class InPlaceABNFunction(torch.autograd.Function):
     def forward(ctx, x, weight, bias, running_mean, running_var, num_batches_tracked, options):
         rest = (weight, bias, running_mean, running_var, num_batches_tracked, *options.of_forward)
         tag = None
-        if options.is_local:
+        if options.in_one_pass(x):
             saved = ops.abn_local_forward_(x, *rest)
         else:
             moments, tag = options.moments(x)
@@ -169,9 +185,10 @@ def _invertible_backward(ctx, dy):
     y, weight, bias, saved, tag = ctx.saved_tensors
     wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
     options: Options = ctx.options
+    dy = lying_like(dy, y)
     rest = (weight, bias, *options.of_backward)
     dx = None
-    if wants_x and options.is_local:
+    if wants_x and options.in_one_pass(y):
         dx, own = ops.abn_local_backward(y, dy, saved, *rest)
     else:
         own, total = _sums(ctx, tag, lambda exchange: ops.abn_reduce(y, dy, saved, *rest, exchange))

@@ -1,10 +1,25 @@
 """Loads the compiled libraries: `_C.so` (schemas, CPU kernels) and, where it was built, `_cuda.so`."""
 
+import re
+import warnings
 from pathlib import Path
 
 import torch
 
 FOLDER = Path(__file__).parent
+
+
+def driver_problem(built: str) -> str:
+    """What is wrong with the driver for a library that was `built` with a CUDA runtime inside; or nothing.
+
+    A runtime needs a driver of its major version; torch may be content with an older one.
+    """
+    needed = re.search(r"CUDA (\d+)", built)
+    driver = vars(torch._C)["_cuda_getDriverVersion"]() // 1000  # 0: there is none
+    if needed is None or not 0 < driver < int(needed[1]):
+        return ""
+    known = " (580 or later)" if needed[1] == "13" else ""
+    return f"they need a driver for CUDA {needed[1]}{known}, this one is for CUDA {driver}"
 
 
 def load() -> tuple[bool, str]:
@@ -21,6 +36,9 @@ def load() -> tuple[bool, str]:
         return False, built if built.startswith("not built") else f"missing from {FOLDER}; {built}"
     if torch.version.cuda is None:  # a CPU build of torch lacks the stream function that it needs
         return False, f"not loaded, because this torch is a CPU build; {built}"
+    if problem := driver_problem(built):
+        warnings.warn(f"fastvit: the CUDA kernels are not loaded: {problem}", stacklevel=2)
+        return False, f"not loaded: {problem}; {built}"
     torch.ops.load_library(str(cuda))
     return True, f"loaded; {built}"
 

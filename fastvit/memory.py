@@ -4,13 +4,17 @@ Saved-tensor hooks would count other numbers: hooks hide each other, a tensor th
 another reason is counted wrongly, and recompute_scope() works by hooks itself.
 """
 
+import ctypes
 import gc
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import torch
 
-__all__ = ["live_bytes", "peak_bytes"]
+__all__ = ["held_bytes", "live_bytes", "peak_bytes"]
+
+_PROBE = 2**22
 
 
 def live_bytes(work: Callable[[], object], device: str | torch.device = "cpu") -> tuple[int, object]:
@@ -28,6 +32,58 @@ def live_bytes(work: Callable[[], object], device: str | torch.device = "cpu") -
         return torch.cuda.memory_allocated(device) - before, result
     changes, result = _changes(work)
     return sum(changes), result
+
+
+def held_bytes(work: Callable[[], object], devices: Sequence[torch.device]) -> tuple[int, object]:
+    """As `live_bytes`, by what the allocators of `devices` say before and after; `work` runs as elsewhere.
+
+    On the CPU glibc tells what the process holds, which includes autograd's graph, objects of Python and what
+    other threads allocate meanwhile. Where another allocator is in use, the result is that of `live_bytes`.
+    """
+    gpus = [device for device in devices if device.type == "cuda"]
+    if not gpus and not _glibc_counts():
+        return live_bytes(work)
+
+    def count() -> int:
+        gc.collect()
+        return sum(map(torch.cuda.memory_allocated, gpus)) if gpus else _glibc_bytes()
+
+    before = count()
+    result = work()
+    return count() - before, result
+
+
+class _Mallinfo2(ctypes.Structure):
+    """glibc's `struct mallinfo2`, from 2.33 on."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    ]
+
+
+def _glibc_bytes() -> int:
+    """Bytes that malloc has given out, in all arenas, and in mapped memory."""
+    counts = _mallinfo2()()
+    return counts.uordblks + counts.hblkhd
+
+
+@lru_cache
+def _mallinfo2() -> Callable[[], _Mallinfo2]:
+    function = ctypes.CDLL(None).mallinfo2
+    function.restype = _Mallinfo2
+    return function
+
+
+@lru_cache
+def _glibc_counts() -> bool:
+    """Whether torch's tensors are in glibc's memory: there are other C libraries, and other allocators."""
+    try:
+        before = _glibc_bytes()
+        probe = torch.empty(_PROBE, dtype=torch.uint8)
+        return 0 <= _glibc_bytes() - before - probe.nbytes < _PROBE // 8
+    except (AttributeError, OSError, TypeError):
+        return False
 
 
 def peak_bytes(work: Callable[[], object], device: str | torch.device = "cpu") -> int:

@@ -1,25 +1,13 @@
-"""SyncBatchNorm: batch normalisation over a process group, and converters from and to BatchNorm."""
-
-import contextlib
-import warnings
-from typing import Any
+"""SyncBatchNorm: batch normalisation over a process group."""
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import _norm, functional
-from .batch_norm_act import BatchNormAct, BatchNormActSync
-from .inplace_abn import InPlaceABN, InPlaceABNSync
 
-__all__ = [
-    "BatchNorm",
-    "SyncBatchNorm",
-    "convert_syncbn_model",
-    "create_syncbn_process_group",
-    "revert_syncbn_model",
-]
+__all__ = ["BatchNorm", "SyncBatchNorm", "create_syncbn_process_group"]
 
 
 class SyncBatchNorm(_norm.SharesGroup, _norm.OptionalBias, _BatchNorm):
@@ -115,98 +103,6 @@ class BatchNorm(_norm.OptionalBias, _BatchNorm):
 
     def _check_input_dim(self, input: Tensor) -> None:
         _norm.check_channels(self, input, False)
-
-
-# Layers with a synchronised subclass, which adds a process group and no other state.
-SYNCHRONISED = {InPlaceABN: InPlaceABNSync, BatchNormAct: BatchNormActSync}
-
-
-def _unconverted(layer: nn.Module) -> contextlib.AbstractContextManager:
-    """Reverts a layer that `fastvit.convert` has changed, and converts it again at the end."""
-    return getattr(layer, "_as_original", contextlib.nullcontext)()
-
-
-def convert_syncbn_model(
-    module: nn.Module,
-    process_group: "dist.ProcessGroup | None" = None,
-    channel_last: bool = False,
-) -> nn.Module:
-    """Turns every BatchNorm in `module` into a SyncBatchNorm, in place, and returns `module`.
-
-    Layers change class and stay the same objects: parameters, buffers, hooks, requires_grad, training flags
-    and sharing do not change, so optimizers built before stay valid. BatchNorm1d/2d/3d, torch's and fastvit's
-    SyncBatchNorm, and subclasses that use their forward are converted. InPlaceABN becomes InPlaceABNSync, and
-    BatchNormAct becomes BatchNormActSync. InstanceNorm is not converted. A subclass that overrides forward
-    (timm's BatchNormAct2d, for example) is not converted, and a warning names it. A SyncBatchNorm retains its
-    process group where `process_group` is None, and its channel_last. Layers that `fastvit.convert` has
-    converted stay converted, with statistics over the group.
-
-    The check of dimensions of BatchNorm1d/2d/3d is lost: a SyncBatchNorm takes 2 to 5 dimensions.
-    """
-    left: dict[str, int] = {}
-    layer: Any  # changes its class
-    for layer in module.modules():
-        with _unconverted(layer):
-            if synchronised := SYNCHRONISED.get(type(layer)):
-                layer._reverts_to = type(layer)
-                layer.__class__ = synchronised
-                layer.set_group(process_group)
-            if not issubclass(type(layer), _BatchNorm):
-                continue
-            plain = type(layer).forward in (
-                _BatchNorm.forward,
-                nn.SyncBatchNorm.forward,
-                SyncBatchNorm.forward,
-            )
-            if not plain or isinstance(layer, nn.modules.lazy.LazyModuleMixin):
-                left[type(layer).__qualname__] = left.get(type(layer).__qualname__, 0) + 1
-                continue
-            if not issubclass(type(layer), SyncBatchNorm):
-                layer._reverts_to = type(layer)
-                layer.__class__ = SyncBatchNorm
-                layer.fuse_relu = False
-            layer.set_group(process_group or getattr(layer, "process_group", None))
-            layer.channel_last = channel_last or getattr(layer, "channel_last", False)
-    if left:
-        names = ", ".join(f"{name} ({count})" for name, count in sorted(left.items()))
-        warnings.warn(
-            f"convert_syncbn_model: left as they are, because they override forward: {names}",
-            stacklevel=2,
-        )
-    return module
-
-
-def revert_syncbn_model(module: nn.Module) -> nn.Module:
-    """Undoes `convert_syncbn_model` in `module`, in place, and returns `module`.
-
-    A SyncBatchNorm built as such becomes a BatchNorm for 2 to 5 dimensions. One with fuse_relu, or with
-    channel_last and built as such, has no counterpart: it is left, and a warning names it. An InPlaceABNSync
-    or BatchNormActSync built as such is left.
-    """
-    left = []
-    layer: Any  # changes its class
-    for name, layer in module.named_modules():
-        with _unconverted(layer):
-            if issubclass(type(layer), tuple(SYNCHRONISED.values())) and "_reverts_to" in layer.__dict__:
-                delattr(layer, layer.group_attribute)
-                del layer.layer_number
-                layer.__class__ = layer.__dict__.pop("_reverts_to")
-            if not issubclass(type(layer), SyncBatchNorm):
-                continue
-            original = layer.__dict__.get("_reverts_to")
-            if layer.fuse_relu or (layer.channel_last and original is None):
-                left.append(name or type(layer).__name__)
-                continue
-            if original is not nn.SyncBatchNorm:
-                del layer.process_group
-            for attribute in ("channel_last", "fuse_relu", "layer_number", "_reverts_to"):
-                layer.__dict__.pop(attribute, None)
-            layer.__class__ = original or BatchNorm
-    if left:
-        warnings.warn(
-            f"revert_syncbn_model: left as they are, for lack of a BatchNorm: {', '.join(left)}", stacklevel=2
-        )
-    return module
 
 
 def create_syncbn_process_group(group_size: int) -> "dist.ProcessGroup | None":

@@ -88,10 +88,21 @@ def test_no_toolkit(tmp_path):
 
 
 def test_architectures():
-    assert setup_globals(TORCH_CUDA_ARCH_LIST="")["codes"]() == ["sm_80", "sm_90", "compute_90"]
+    assert setup_globals(TORCH_CUDA_ARCH_LIST="")["codes"]() == [
+        *(f"sm_{arch}" for arch in (80, 90, 100, 120)),
+        "compute_120",
+    ]
     assert setup_globals(TORCH_CUDA_ARCH_LIST="8.6 9.0a")["codes"]() == ["sm_86", "sm_90a"]
     lines = setup_globals(TORCH_CUDA_ARCH_LIST="9.0+PTX")["ninja_file"]("g++", Path("/cuda"), "a toolkit")
     assert "-gencode=arch=compute_90,code=sm_90 -gencode=arch=compute_90,code=compute_90 " in lines
+
+
+def test_the_library_says_whose_runtime_it_has(tmp_path):
+    version = setup_globals()["version_of"]
+    assert version(tmp_path) == "unknown"
+    (tmp_path / "include").mkdir()
+    (tmp_path / "include/cuda_runtime_api.h").write_text("#define CUDART_VERSION  12080\n")
+    assert version(tmp_path) == "12.8"
 
 
 def test_kernels_that_do_not_compile_are_an_error(tmp_path):

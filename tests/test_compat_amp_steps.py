@@ -2,6 +2,7 @@
 
 import copy
 import io
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -419,6 +420,35 @@ def test_copies_and_pickles_run_their_own_forward():
     file.seek(0)
     loaded = torch.load(file, weights_only=False)
     assert torch.equal(loaded(images), model(images)) and type(loaded) is type(model)
+    replica = model._replicate_for_data_parallel()
+    replica._parameters = {}
+    replica._modules = {name: layer for name, layer in model.named_children() if name != "5"}
+    assert replica(images).shape != model(images).shape
+    amp.initialize(copied := copy.deepcopy(model), enabled=False)
+    assert type(copied) is nn.Sequential and type(model) is type(loaded)
+
+
+def test_errors_leave_no_autocast():
+    """Not even an interrupt, of which module hooks are not told."""
+    model = nn.Sequential(nn.Identity())
+    model[0].forward = Mock(side_effect=KeyboardInterrupt)
+    model = amp.initialize(model, opt_level="O1", verbosity=0)
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.ones(2))
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_a_class_above():
+    """torch's FSDP and parametrize give a model a class of their own."""
+    model, _ = start("O2")
+    images, _ = data()
+    want = model(images)
+    model.__class__ = above = type("Above", (type(model),), {})
+    assert torch.equal(model(images), want)
+    amp.initialize(model, opt_level="O1", verbosity=0)
+    assert torch.equal(model(images), start("O1")[0](images))
+    amp.initialize(model, enabled=False)
+    assert type(model) is above and torch.equal(model(images), network()(images))
 
 
 def test_forward_on_the_instance_and_scheduler_made_before():

@@ -119,6 +119,22 @@ def test_graph_replays_equal_eager_steps(name):
     assert model.second.num_batches_tracked == 3
 
 
+def test_graphs_that_the_compiler_makes():
+    """`mode="reduce-overhead"` warms up in the graph's memory pool, and expects all of it back."""
+    torch._dynamo.reset()
+    model = nn.Sequential(SyncBatchNorm(8, fuse_relu=True), nn.Conv2d(8, 8, 1), InPlaceABN(8)).to(DEVICE)
+    eager, dy = copy.deepcopy(model), randn("planes", 9)
+    compiled = torch.compile(model, mode="reduce-overhead")
+    for seed in range(4):  # warm-up, capture, replays
+        torch.compiler.cudagraph_mark_step_begin()
+        leaves = [randn("planes", seed).requires_grad_() for _ in range(2)]
+        got, want = (m(leaf) for m, leaf in zip((compiled, eager), leaves, strict=True))
+        check("layer", got, want.double(), torch.float32)
+        got.backward(dy)
+        want.backward(dy)
+        check("layer", leaves[0].grad, leaves[1].grad.double(), torch.float32, least_scale=1.0)
+
+
 @pytest.mark.parametrize("name", ["planes", "rows"])
 def test_streams_do_not_disturb_each_other(name):
     """What the blocks of a launch share belongs to its stream."""

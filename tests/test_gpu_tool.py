@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-MODULES = ("gpu", "gpu_process", "gpu_tests", "gpu_smoke")
+MODULES = ("gpu", "gpu_bench", "gpu_process", "gpu_tests", "gpu_smoke")
 
 
 @pytest.fixture
@@ -397,29 +398,127 @@ def test_what_ncu_says_is_read_rightly(gpu, tmp_path, monkeypatch, said, status,
     run = gpu.Run("measure", tmp_path / "out", "cuda", 530, ["ncu"])
     run.ncu()
     assert states(run) == {"ncu": state}
-    assert "benchmarks/bench_gpu.py six_kernels" in (tmp_path / "ncu.calls").read_text()
+    calls = (tmp_path / "ncu.calls").read_text()
+    assert "benchmarks/bench_gpu.py six_kernels" in calls and "--clock-control none" in calls
 
 
-def call(tmp_path, *options):
+def call(tmp_path, *options, **environment):
     return subprocess.run(
-        [sys.executable, "tools/gpu.py", *options, "--out", str(tmp_path)],
-        cwd=ROOT, capture_output=True, text=True, timeout=110, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        [sys.executable, "tools/gpu.py", *options, "--out", str(tmp_path / "gpu")],
+        cwd=ROOT, capture_output=True, text=True, timeout=110,
+        env={**os.environ, "OMP_NUM_THREADS": "1"} | environment,
     )  # fmt: skip
 
 
-PARTS = "copy four_ops on_chip slices exchange stream graph ipc activations host".split()
+def packed(tmp_path) -> dict[str, str]:
+    """The files of the archive."""
+    with tarfile.open(tmp_path / "gpu.tar.gz") as tar:
+        files = {m.name.removeprefix("gpu/"): tar.extractfile(m).read() for m in tar.getmembers()}
+    return {name: content.decode(errors="replace") for name, content in files.items()}
 
 
-@pytest.mark.parametrize("steps", [PARTS[:5], PARTS[5:], ["sanitizer", "ncu", "layers"]])
+PARTS = (
+    "copy versus row_ops four_ops models exchange host on_chip slices stream graph ipc activations"
+).split()
+
+
+@pytest.mark.parametrize("steps", [PARTS[:4], PARTS[4:8], PARTS[8:], ["sanitizer", "ncu", "layers"]])
 def test_a_rehearsal_of_the_measurements(tmp_path, steps):
     result = call(tmp_path, "measure", "--device", "cpu", "--steps", *steps)
     assert result.returncode == 0, result.stdout + result.stderr
     tables = {"on_chip": ["on_chip_two", "on_chip_one"], "layers": ["ops"], "sanitizer": [], "ncu": []}
+    files = packed(tmp_path)
     for step in steps:
         for table in tables.get(step, [step]):
-            assert len((tmp_path / f"{table}_cpu.csv").read_text().splitlines()) > 1, table
+            assert len(files[f"{table}_cpu.csv"].splitlines()) > 1, table
             assert f"{step}: {table}" in result.stdout
-    assert "nothing failed" in (tmp_path / "summary_measure.txt").read_text()
+    assert "nothing failed" in files["summary_measure.txt"]
+
+
+@pytest.mark.parametrize(
+    "kind,why",
+    [
+        ("fail", "RuntimeError: a fault for rehearsal"),
+        ("hang", "no answer in 4 s"),
+        ("spoil", "ended its process (70)"),
+    ],
+)
+def test_one_fault_costs_one_row(gpu, tmp_path, monkeypatch, capsys, kind, why):
+    monkeypatch.setenv("FASTVIT_REHEARSE", f"{kind}:bn_stats 4x8x6x6 channels_last")
+    monkeypatch.setattr(gpu, "PATIENCE", 4)
+    run = gpu.Run("measure", tmp_path / "gpu", "cpu", 60, ["four_ops"])
+    run.part("four_ops")
+    assert states(run) == {"four_ops: four_ops": "FAILED"}
+    assert f"bn_stats 4x8x6x6 channels_last bf16: {why}" in details(run)["four_ops: four_ops"]
+    rows = packed(tmp_path)["four_ops_cpu.csv"].splitlines()[1:]
+    assert len(rows) == 7 * 3 - 1 and sum("fastvit.ops.bn_stats" in row for row in rows) == 2
+
+
+def test_a_full_disk_stops_nothing(tmp_path):
+    """What cannot be written is printed all the same."""
+    limit = (
+        "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (600, 600)); "
+        "sys.argv = sys.argv[1:]; sys.path.insert(0, 'tools'); "
+        "runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    steps = ["measure", "--device", "cpu", "--steps", "copy", "graph", "--out", str(tmp_path / "gpu")]
+    result = subprocess.run(
+        [sys.executable, "-c", limit, "tools/gpu.py", *steps],
+        cwd=ROOT, capture_output=True, text=True, timeout=110, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert "not written: [Errno 27] File too large" in result.stdout, result.stdout + result.stderr
+    assert "what copy  MB" in result.stdout and "what replayed" in result.stdout
+    assert "copy: copy" in result.stdout and "graph: graph" in result.stdout
+
+
+def test_without_a_profiler_tables_have_no_kernels(monkeypatch):
+    import harness
+
+    def broken(**_):
+        raise RuntimeError("CUPTI_ERROR_NOT_INITIALIZED")
+
+    monkeypatch.setattr(torch.profiler, "profile", broken)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert harness.kernel_count(lambda: None) == 0
+    monkeypatch.setenv("FASTVIT_PROFILER", "0")
+    monkeypatch.setattr(torch.profiler, "profile", None)
+    assert harness.kernel_count(lambda: None) == 0
+
+
+HEADER = "contender,op,shape,layout,dtype,p50_us,activation\n"
+
+
+def test_a_row_that_is_off_its_prediction_is_marked(gpu, tmp_path):
+    import compare
+
+    (tmp_path / "four_ops_cuda.csv").write_text(
+        f"{HEADER}fastvit.ops.bn_forward,bn_forward,128x256x56x56,channels_last,bf16,100,\n"
+        "fastvit.ops.bn_stats,bn_stats,128x256x56x56,channels_last,bf16,1000,\n"
+        "fastvit.ops.bn_stats,bn_stats,1x2x3x4,channels_last,bf16,1000,\n"
+        "torch,bn_forward,128x256x56x56,channels_last,bf16,1,\n"
+    )
+    predicted = compare.predictions()
+    close, far = compare.compared(compare.read(tmp_path / "four_ops_cuda.csv"), predicted)
+    assert (close["mark"], far["mark"]) == ("", "off") and far["difference"] < -0.9
+    *_, second, counts = compare.lines([close, far])
+    assert second.endswith(" off") and counts == "2 rows were predicted; 1 differ by more than 15%"
+    (tmp_path / "exchange_cuda.csv").write_text(
+        "what,world,channels,exchange_us,p50_us\nmoments,4,2048,0.1,9\n"
+    )
+    (one,) = compare.compared(compare.read(tmp_path / "exchange_cuda.csv"), predicted)
+    assert one["row"] == "moments 4 2048" and one["mark"] == "off"
+
+
+def test_libraries_are_unpacked_where_none_lie(gpu, tmp_path, monkeypatch):
+    (tmp_path / "fastvit").mkdir()
+    (tmp_path / "fastvit/_cuda.so").write_text("a library")
+    with tarfile.open(tmp_path / "libraries.tar.xz", "w:xz") as tar:
+        tar.add(tmp_path / "fastvit", "fastvit")
+    monkeypatch.setattr(gpu, "ROOT", tmp_path / "copy")
+    monkeypatch.setattr(gpu, "CARRIED", tmp_path / "libraries.tar.xz")
+    builds(gpu, monkeypatch, (0, "CUDA kernels loaded"))
+    proof(gpu, tmp_path / "out", [], "cuda").build()
+    assert (tmp_path / "copy/fastvit/_cuda.so").read_text() == "a library"
 
 
 def test_every_part_has_its_time(gpu, monkeypatch):
@@ -433,11 +532,12 @@ def test_every_part_has_its_time(gpu, monkeypatch):
 
 def test_command_line_of_a_proof(tmp_path):
     """A rehearsal on the CPU; and, where there is no GPU, a refusal that says so."""
-    result = call(tmp_path, "proof", "--device", "cpu", "--steps", "smoke", "sanitizer")
+    result = call(tmp_path, "proof", "--device", "cpu", "--steps", "smoke", "copy", "versus", "sanitizer")
     assert result.returncode == 0, result.stdout + result.stderr
     assert "nothing failed" in result.stdout and "sanitizer                not run" in result.stdout
-    assert "bfloat16" in (tmp_path / "smoke.log").read_text()
+    files = packed(tmp_path)
+    assert "bfloat16" in files["smoke.log"] and {"first_copy_cpu.csv", "first_versus_cpu.csv"} <= files.keys()
     if not torch.cuda.is_available():
         result = call(tmp_path, "measure")
         assert result.returncode == 1 and "there is no GPU that torch can use" in result.stdout
-        assert "there is no GPU" in (tmp_path / "summary_measure.txt").read_text()
+        assert "there is no GPU" in packed(tmp_path)["summary_measure.txt"]

@@ -23,6 +23,22 @@ def test_facts():
     assert "gloo" in facts["process groups"]
 
 
+@pytest.mark.parametrize(
+    "built,driver,problem",
+    [
+        ("built for sm_90 with CUDA 13.0", 12080, "CUDA 13 (580 or later), this one is for CUDA 12"),
+        ("built for sm_90 with CUDA 13.2", 13000, ""),
+        ("built for sm_90 with CUDA 14.0", 13000, "a driver for CUDA 14, this one is for CUDA 13"),
+        ("built for sm_90 with CUDA 13.0", 0, ""),  # no driver, no GPU
+        ("not built: FASTVIT_CUDA=0", 12080, ""),
+    ],
+)
+def test_a_driver_that_is_too_old_is_named(monkeypatch, built, driver, problem):
+    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: driver, raising=False)
+    found = _library.driver_problem(built)
+    assert problem in found and bool(problem) == bool(found)
+
+
 @pytest.mark.skipif(_library.HAS_CUDA, reason="the CUDA kernels are there")
 def test_a_cuda_tensor_without_cuda_kernels_hears_why():
     with FakeTensorMode(allow_non_fake_inputs=True):

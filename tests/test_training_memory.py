@@ -1,7 +1,5 @@
 """`--memory`: the converted layers, and bitwise resume."""
 
-import copy
-
 import pytest
 import torch
 from packages import package
@@ -23,10 +21,6 @@ def make(config, saved=None, shape=SHAPE):
     return train_state.make_train_state(model.build_model(config, shape, 10), config, ALONE, shape, 10, saved)
 
 
-def modes(made):
-    return {layer.name: layer.mode for layer in made.memory.report}
-
-
 def losses(made, steps=4):
     """The losses of some steps of training, with the same images in all of them."""
     random = torch.Generator().manual_seed(3)
@@ -46,61 +40,48 @@ def losses(made, steps=4):
 
 @pytest.mark.parametrize("norm", [*NORMS[:1], *NORMS[2:]])
 def test_memory_changes_no_loss(norm):
-    expected, given = losses(make(Config(norm=norm))), {}
-    for memory in ("keep", "recompute", "auto", "inplace"):
+    expected = losses(make(Config(norm=norm)))
+    for memory in ("convert", "products", "budget=0.8"):
         made = make(Config(norm=norm, memory=memory))
         assert list(made.model.state_dict()) == list(make(Config(norm=norm)).model.state_dict())
-        assert (set(modes(made).values()) == {"left"}) == norm.startswith("inplace-abn")
-        given[memory] = losses(made)
-        assert given[memory] == pytest.approx(expected, rel=2e-5)
-    assert given["recompute"] == given["keep"]
-    if norm == "fastvit-sync" or norm.startswith("inplace-abn"):
-        assert given["recompute"] == expected  # the same kernels, or the same layers
+        assert losses(made) == expected, memory
 
 
-def test_memory_of_a_training_step_is_what_the_report_says(capsys):
+def test_memory_of_a_training_step_is_what_the_report_says():
     images, used = torch.randn(32, *SHAPE), {}
-    for memory in ("off", "auto", "recompute", "keep"):
+    for memory in ("off", "convert", "products"):
         made = make(Config(norm="torch", memory=memory))
         made.model(images)
         used[memory] = live_bytes(lambda made=made: made.model(images))[0], made.memory
     whole = used["off"][0]
-    for memory in ("auto", "recompute", "keep"):
+    for memory in ("convert", "products"):
         kept, saved = used[memory]
-        assert abs(whole - kept - saved.report.saved_bytes) < 2**16, memory
-    assert used["auto"][1].report.saved_bytes > 0.25 * whole
+        assert abs(whole - kept - saved.report.saved_bytes) < 2**17, memory
+    assert used["products"][1].report.saved_bytes > used["convert"][1].report.saved_bytes > 0.35 * whole
 
 
 @pytest.mark.parametrize("amp", ["bf16", "O1", "O2", "O3"])
 @pytest.mark.filterwarnings("ignore:amp. on the CPU half precision")
-def test_every_precision_runs_the_converted_layers(amp):
+def test_every_precision_runs_the_converted_model(amp):
     images, kept, given = torch.randn(32, *SHAPE), [], []
-    for memory in ("off", "auto"):  # one after the other: amp serves one model at a time
+    for memory in ("off", "convert"):  # one after the other: amp serves one model at a time
         made = make(Config(norm="torch", memory=memory, amp=amp))
         with made.precision.forward():
             made.model(images)
             kept.append(live_bytes(lambda made=made: made.model(images))[0])
         given.append(losses(made))
     assert kept[0] - kept[1] > 0.8 * made.memory.report.saved_bytes
-    assert given[1] == pytest.approx(given[0], rel=0.03)
+    assert given[1] == given[0]
 
 
-def test_a_resumed_run_chooses_as_it_did_whatever_the_weights_became():
-    config = Config(norm="torch", memory="auto")
-    first = make(config)
-    with torch.no_grad():
-        first.model.stem.layers[1].norm.weight.zero_()  # after training, too small for in place
-    saved = first.weights(), first.state_dict()
-    resumed = make(config, saved)
-    assert modes(resumed) == modes(first) and modes(first)["stem.layers.1.norm"] == "inplace"
-    assert torch.equal(resumed.model.stem.layers[1].norm.weight, torch.zeros(32))
-    state = saved[1] | {"memory": copy.deepcopy(saved[1]["memory"])}
-    state["memory"]["stem.layers.1.norm.weight"].zero_()  # pretrained weights that the run began with
-    assert modes(make(config, (saved[0], state)))["stem.layers.1.norm"] == "recompute"
+def test_a_checkpoint_of_an_older_version_has_more_state():
+    first = make(Config(memory="convert"))
+    state = first.state_dict() | {"memory": {"stem.layers.1.norm.weight": torch.zeros(32)}}
+    assert make(Config(memory="convert"), (first.weights(), state)).memory is not None
 
 
 def test_average_and_checkpoints_go_with_and_without():
-    made, plain = make(Config(norm="torch", memory="auto", ema=0.9)), make(Config(norm="torch", ema=0.9))
+    made, plain = make(Config(norm="torch", memory="convert", ema=0.9)), make(Config(norm="torch", ema=0.9))
     losses(made)
     made.average.update_parameters(made.model)
     saved = made.weights()
@@ -114,10 +95,10 @@ def test_average_and_checkpoints_go_with_and_without():
 
 
 def test_compiled_models_are_left_alone(capsys):
-    made = make(Config(norm="torch", memory="auto", compile=True))
+    made = make(Config(norm="torch", memory="convert", compile=True))
     assert made.memory is None and type(made.model) is type(create_vit("vit_digits", 8, 1, 10, "torch"))
     run._report_memory(made, None)
-    assert capsys.readouterr().out.count("--memory auto has no effect with --compile") == 1
+    assert capsys.readouterr().out.count("--memory convert has no effect with --compile") == 1
 
 
 def test_memory_takes_a_budget(tmp_path):
@@ -128,7 +109,7 @@ def test_memory_takes_a_budget(tmp_path):
         kept[memory], _ = live_bytes(lambda made=made: made.model(images))
     assert kept["budget=0.7"] < 0.72 * kept["off"]
     made.memory.write(tmp_path, Config(norm="torch", memory=memory))
-    assert "a budget of 70% takes " in (tmp_path / "memory.txt").read_text()
+    assert "the budget is met without it" in (tmp_path / "memory.txt").read_text()
 
 
 @pytest.mark.parametrize(
@@ -140,7 +121,7 @@ def test_a_budget_that_is_none(memory):
     ):
         Config(memory=memory)
     with pytest.raises(
-        ConfigError, match="--memory must be one of off, auto, .*, or budget=<share>, got 'less'"
+        ConfigError, match="--memory must be one of off, convert, products, or budget=<share>, got 'less'"
     ):
         Config(memory="less")
 
@@ -149,11 +130,24 @@ def test_the_norm_of_timm_models():
     assert Config(model="timm/resnet18").norm == "fastvit-sync" and Config().norm == "inplace-abn-sync"
     package("timm")
     config = Config(model="timm/test_resnet", norm="inplace-abn-sync")
-    with pytest.raises(ConfigError, match="--norm inplace-abn-sync is built into .* and --memory auto to sa"):
+    with pytest.raises(
+        ConfigError, match="--norm inplace-abn-sync is built into .* and --memory convert to sa"
+    ):
         model.build_model(config, (3, 32, 32), 10)
 
 
-START = ["--epochs", "2", "--batch-size", "180", "--warmup-epochs", "1", "--memory", "auto", "--ema", "0.9"]
+START = [
+    "--epochs",
+    "2",
+    "--batch-size",
+    "180",
+    "--warmup-epochs",
+    "1",
+    "--memory",
+    "convert",
+    "--ema",
+    "0.9",
+]
 
 
 @pytest.mark.parametrize("norm", ["torch", "fastvit-sync"])
@@ -166,28 +160,10 @@ def test_resume_on_two_ranks_is_bitwise(ranks, tmp_path, norm):
     whole, parts = (weights_of(tmp_path / name, file="average") for name in ("whole", "parts"))
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
     report = (tmp_path / "parts" / "memory.txt").read_text()
-    assert report.startswith("--memory auto, a batch of 180 images on one rank\n\na training forward keeps ")
-    assert "stem.layers.1.norm" in report and "less kept for backward (measured)" in report
-
-
-def test_resumed_runs_go_on_from_the_weights_that_they_were_given(tmp_path, monkeypatch, capsys):
-    """In the file one layer is too small for in place; the file is gone when the run is resumed."""
-    net = create_vit("vit_digits", 8, 1, 10, "torch")
-    net.stem.layers[3].norm.weight.data.fill_(1e-6)
-    torch.save(net.state_dict(), tmp_path / "weights.pt")
-    start = [*START, "--norm", "torch", "--pretrained", str(tmp_path / "weights.pt")]
-    threads = torch.get_num_threads()
-    try:
-        for arguments in (["--out", "whole"], ["--out", "parts", "--stop-after", "1"]):
-            _in_process([*start, *arguments], monkeypatch, tmp_path)
-        (tmp_path / "weights.pt").unlink()
-        capsys.readouterr()
-        _in_process(["--resume", "parts"], monkeypatch, tmp_path)
-    finally:
-        torch.set_num_threads(threads)
-    assert "BatchNorm layers: 2 inplace, 5 recompute)" in capsys.readouterr().out
-    assert_equal_runs(tmp_path / "parts", tmp_path / "whole")
-    assert state_of(tmp_path / "parts")["memory"]["stem.layers.3.norm.weight"].max() < 1e-5
+    assert report.startswith(
+        "--memory convert, a batch of 180 images on one rank\n\na training forward keeps "
+    )
+    assert "stem.layers.*" in report and "less kept for backward (measured)" in report
 
 
 def _in_process(arguments, monkeypatch, directory):
@@ -206,12 +182,11 @@ def test_timm_models_train(name, tmp_path, monkeypatch, capsys):
     ]  # fmt: skip
     rows = {}
     try:
-        for memory in ("off", "auto", "recompute", "keep"):
+        for memory in ("off", "convert", "products"):
             _in_process([*start, "--memory", memory, "--out", memory], monkeypatch, tmp_path)
             rows[memory] = state_of(tmp_path / memory)["history"][-1]["train_loss"]
     finally:
         torch.set_num_threads(threads)
-    assert rows["auto"] == pytest.approx(rows["off"], rel=1e-3)
-    assert rows["recompute"] == rows["keep"]
-    assert list(weights_of(tmp_path / "auto")) == list(weights_of(tmp_path / "off"))
+    assert rows["convert"] == rows["products"] == rows["off"]
+    assert list(weights_of(tmp_path / "convert")) == list(weights_of(tmp_path / "off"))
     assert "less kept for backward" in capsys.readouterr().out

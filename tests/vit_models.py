@@ -320,6 +320,5 @@ def kept(model, x, context=contextlib.nullcontext, call=None):
     return live_bytes(forward, x.device)[0]
 
 
-def converted(model, *arguments):
-    fastvit.convert(model, *arguments)
-    return model
+def converted(model, **options):
+    return fastvit.convert(model, **options)

@@ -1,17 +1,19 @@
 """Runs tests and benchmarks on a machine with a CUDA GPU, in two calls of nine minutes each: `make gpu`.
 
-    python3 tools/gpu.py proof        smoke test, tests, sanitizers
+    python3 tools/gpu.py proof        smoke test, a copy, a minute beside torch, tests, sanitizers
     python3 tools/gpu.py measure      benchmarks/bench_gpu.py, the most informative part first
 
-    [--out runs/gpu] [--limit 530] [--device cpu] [--steps ...]
+    [--out runs/gpu] [--archive runs/gpu.tar.gz] [--limit 530] [--device cpu] [--steps ...]
 
 Needs torch and no network; make, nvcc, setuptools, pytest-timeout may be missing. Libraries that load here
-are used as they are; others are built for this GPU's architecture only. CUDA may need two minutes to start.
-Without a GPU or without libraries the call ends. Any other step that fails does not stop the following ones,
-and a step that cannot run reports the reason. Exits with 1 if a step failed.
+are used as they are (`make gpu-libraries` makes small ones); others are built for this GPU's architecture
+only. CUDA may need two minutes to start. Without a GPU or without libraries the call ends. Any other step
+that fails does not stop the following ones, and a step that cannot run reports the reason. Exits with 1 if a
+step failed.
 
 Writes to --out: summary_CALL.txt, which begins with the result of the smoke test, a log per step, and the
-benchmarks' tables. `--device cpu` rehearses both calls without a GPU, on tiny shapes.
+benchmarks' tables, beside their predictions. After every step all of it is packed into --archive, the one
+file to take home. `--device cpu` rehearses both calls without a GPU, on tiny shapes.
 """
 
 import argparse
@@ -19,12 +21,14 @@ import importlib.util
 import json
 import os
 import sys
+import tarfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import gpu_process
+from gpu_bench import ENDED, Benchmark, full_disk, pack
 from gpu_process import LATE, ROOT, counted, cuda_tool, missing_for_a_build, pytest, verdict
 from gpu_tests import Workers
 
@@ -34,33 +38,40 @@ CALLS = {
         "environment": (150, 0),  # the GPU, torch, CUDA, commit, modules that are missing
         "build": (300, 0),  # only if fastvit does not load here with its CUDA kernels
         "smoke": (45, 30),  # tools/gpu_smoke.py, a process per dtype
-        "tests": (250, 80),  # as many as fit, the most telling first
-        "sanitizer": (230, 70),  # memcheck, racecheck, synccheck, initcheck over a few op tests
+        "copy": (25, 10),
+        "versus": (75, 45),  # layers beside torch's, eager and compiled
+        "tests": (250, 50),  # as many as fit, the most telling first
+        "sanitizer": (230, 50),  # memcheck, racecheck, synccheck, initcheck over a few op tests
     },
     "measure": {
         "environment": (150, 0),
         "build": (300, 0),
-        "copy": (30, 0),
-        "four_ops": (110, 0),  # the four ops in three layouts, bf16 and fp32
-        "on_chip": (60, 0),  # one kernel a direction against two
-        "slices": (35, 0),  # bn_stats against the number of slices
-        "exchange": (50, 0),  # Loopback: 2, 4, 8 ranks, 64 to 2048 channels
+        "copy": (25, 0),
+        "versus": (120, 100),
+        "row_ops": (60, 30),  # LayerNorm, activations, gates beside torch's
+        "four_ops": (110, 60),  # the four ops in three layouts, bf16 and fp32
+        "models": (100, 60),  # fastvit.convert on a ViT and a ResNet
+        "exchange": (40, 20),  # Loopback: 2, 4, 8 ranks, 64 to 2048 channels
+        "host": (20, 10),  # host us per op
+        "on_chip": (50, 20),  # one kernel a direction against two
+        "ncu": (50, 0),  # six kernels
+        "slices": (30, 0),  # bn_stats against the number of slices
         "stream": (30, 0),  # what a second stream gets done while an exchange waits
         "graph": (35, 0),
         "ipc": (60, 0),  # two processes over CudaIpc
-        "sanitizer": (90, 0),  # memcheck, racecheck over local ops
         "activations": (40, 0),  # elu, gelu, silu
-        "host": (30, 0),  # host us per op
-        "ncu": (60, 0),  # six kernels
+        "sanitizer": (90, 0),  # memcheck, racecheck over local ops
         "layers": (150, 0),  # benchmarks/bench_ops.py: layers against torch's and other libraries'
     },
 }
 TESTS = (
     "test_ops.py test_local_ops.py test_cuda.py test_layers.py test_peer_faults.py test_batch_norm_act.py "
     "test_layer_norm.py test_act.py test_messages.py test_arguments.py test_convert_syncbn.py "
-    "test_recompute.py test_compile.py"
+    "test_fuse.py test_recompute.py test_compile.py"
 ).split()
+CARRIED = ROOT / "build/gpu/libraries.tar.xz"  # of `make gpu-libraries`
 SLOW = 60  # seconds that a test may take
+PATIENCE = 40  # seconds in which a row of a benchmark has to come
 SMOKE = ("float32", "bfloat16", "float16", "float64")
 ON_CHIP = {"0": "two", "1": "one"}  # FASTVIT_ON_CHIP, and the name of its table
 
@@ -134,19 +145,23 @@ class Result:
 class Run:
     """The steps of one call, their time and their logs."""
 
-    def __init__(self, call: str, out: Path, device: str, limit: float, steps: list[str]):
+    def __init__(
+        self, call: str, out: Path, device: str, limit: float, steps: list[str], archive: Path | None = None
+    ):
         self.call, self.out, self.device, self.steps = call, out, device, steps
+        self.archive = archive or out.with_name(f"{out.name}.tar.gz")
         self.begin, self.limit = time.monotonic(), limit
         self.results: list[Result] = []
         self.facts: dict[str, str] = {}
         self.wrong: list[str] = []  # of the smoke test
         out.mkdir(parents=True, exist_ok=True)
-        old = [self.log_of(step) for step in steps] + [out / f"{step}_{device}.csv" for step in steps]
+        first = "first_" if call == "proof" else ""
+        old = [self.log_of(step) for step in steps] + [out / f"{first}{step}_{device}.csv" for step in steps]
         for file in old:
             file.unlink(missing_ok=True)
 
     def log_of(self, step: str) -> Path:
-        return self.out / f"{step}.log" if step in CALLS["proof"] else self.out / f"measure_{step}.log"
+        return self.out / (f"{step}.log" if self.call == "proof" else f"measure_{step}.log")
 
     def seconds(self, step: str) -> float:
         """The time for a step: its most, minus what is reserved for later steps."""
@@ -157,7 +172,7 @@ class Run:
         return max(1.0, min(table[step][0], left))
 
     def log(self, step: str, title: str, output: str) -> None:
-        with self.log_of(step).open("a") as file:
+        with full_disk(), self.log_of(step).open("a") as file:
             file.write(f"\n##### {title}\n{output}")
 
     def say(self, step: str, state: str, details: str, begin: float | None = None) -> None:
@@ -206,6 +221,9 @@ class Run:
     def build(self) -> None:
         begin = time.monotonic()
         probe = [sys.executable, "-c", LIBRARY, self.device]
+        if CARRIED.exists() and not (ROOT / "fastvit/_cuda.so").exists():
+            with tarfile.open(CARRIED) as tar:
+                tar.extractall(ROOT, filter="data")
         ((status, output),) = run([probe], 90, waiting="the libraries")
         if status == 0:
             self.say("build", "passed", f"not needed: {counted(output)}", begin)
@@ -303,31 +321,33 @@ class Run:
             begin = time.monotonic()
             seconds = self.seconds(step) / (len(programs) - i)
             command = [sys.executable, *command, "--device", self.device, "--out", str(self.out)]
-            command += ["--budget", f"{max(2, seconds - 15):.0f}"]
             command += ["--quick"] if self.device == "cpu" else []
-            ((status, output),) = run([command], seconds, environment)
-            self.log(step, " ".join(command), output)
-            file = self.out / f"{table}_{self.device}.csv"
-            rows = len(file.read_text().splitlines()) - 1 if file.exists() else 0
-            details = f"{rows} rows in {file.name}"
-            if status:
-                late = f"not done within {seconds:.0f} s; " if status == LATE else ""
-                details += f"; status {status}: {late}{counted(output)}"
-            self.say(f"{step}: {table}", "FAILED" if status or not rows else "passed", details, begin)
+            patience = None if step == "layers" else PATIENCE
+            one = Benchmark(command, {**environment, "FASTVIT_PROFILER": "0"}, patience)
+            one.run(seconds)
+            self.log(step, " ".join(command), one.output)
+            compared = one.compared(self.out / f"{table}_{self.device}.csv")
+            self.log(step, "beside the predictions", "\n".join(compared) + "\n")
+            for line in [*one.faults, *(line for line in compared if line.endswith(" off"))][:20]:
+                print(f"  {line}", flush=True)
+            details = f"{one.rows} rows in {table}_{self.device}.csv; {compared[-1]}"
+            if one.status not in ENDED:
+                late = f"not done within {seconds:.0f} s; " if one.status == LATE else ""
+                details += f"; status {one.status}: {late}{counted(one.output)}"
+            details += "".join(f"; {fault}" for fault in one.faults)
+            bad = one.status or one.faults or not one.rows
+            self.say(f"{step}: {table}", "FAILED" if bad else "passed", details, begin)
 
     def part(self, step: str) -> None:
         """A part of benchmarks/bench_gpu.py."""
+        first = "first_" if self.call == "proof" else ""  # the second call has a table of its own
+        tables = {f"on_chip_{n}": {"FASTVIT_ON_CHIP": w} for w, n in ON_CHIP.items()}
+        tables = tables if step == "on_chip" else {f"{first}{step}": {}}
         command = ["benchmarks/bench_gpu.py", step]
-        if step == "on_chip":
-            names = {wish: f"on_chip_{name}" for wish, name in ON_CHIP.items()}
-            self.bench(
-                step,
-                *((n, [*command, "--name", n], {"FASTVIT_ON_CHIP": w}) for w, n in names.items()),
-            )
-        else:
-            self.bench(step, (step, command, {}))
+        self.bench(step, *(([name, [*command, "--name", name], wish]) for name, wish in tables.items()))
 
     def layers(self) -> None:
+        """benchmarks/bench_ops.py, which compiles for longer than a row may take."""
         self.bench("layers", ("ops", ["benchmarks/bench_ops.py"], {}))
 
     def ncu(self) -> None:
@@ -339,7 +359,8 @@ class Run:
             return
         seconds = self.seconds("ncu")
         sections = "SpeedOfLight MemoryWorkloadAnalysis Occupancy WarpStateStats InstructionStats".split()
-        command = [program, "--kernel-name-base", "function", "--kernel-name", NCU_KERNELS]
+        command = [program, "--clock-control", "none"]  # the clocks are not ours to set
+        command += ["--kernel-name-base", "function", "--kernel-name", NCU_KERNELS]
         command += [word for section in sections for word in ("--section", section)]
         command += [sys.executable, "benchmarks/bench_gpu.py", "six_kernels", "--out", str(self.out)]
         ((status, output),) = run([command], seconds)
@@ -378,7 +399,9 @@ class Run:
         lines += ["", f"{time.monotonic() - self.begin:.0f} s in all; logs and tables in {self.out}"]
         lines += [f"FAILED: {', '.join(failed)}" if failed else "nothing failed"]
         text = "\n".join(lines) + "\n"
-        (self.out / f"summary_{self.call}.txt").write_text(text)
+        with full_disk():
+            (self.out / f"summary_{self.call}.txt").write_text(text)
+            pack(self.out, self.archive)
         return text
 
     def summary(self) -> int:
@@ -394,12 +417,15 @@ def main() -> None:
     every = list(dict.fromkeys(step for table in CALLS.values() for step in table if step != "environment"))
     parser.add_argument("call", choices=list(CALLS), help="which of the two")
     parser.add_argument("--out", type=Path, default=ROOT / "runs/gpu")
+    parser.add_argument("--archive", type=Path, help="default: the folder's name with .tar.gz")
     parser.add_argument("--limit", type=float, default=530, help="seconds for all steps together")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--steps", nargs="+", default=every, choices=every, metavar="STEP")
     options = parser.parse_args()
     steps = [step for step in CALLS[options.call] if step in options.steps and step != "environment"]
-    sys.exit(Run(options.call, options.out.resolve(), options.device, options.limit, steps).all())
+    archive = options.archive and options.archive.resolve()
+    run = Run(options.call, options.out.resolve(), options.device, options.limit, steps, archive)
+    sys.exit(run.all())
 
 
 if __name__ == "__main__":

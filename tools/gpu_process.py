@@ -8,64 +8,94 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LATE = 124  # status of a command that exceeded the limit
+SILENT = 125  # of one that said nothing for too long
 SAY_EVERY = 15  # seconds
 UNSUPPORTED = "Device not supported"
 ERROR_STATUS = 99
 
 
-def run(
-    commands: list[list[str]], seconds: float, environment: dict | None = None, waiting: str = ""
-) -> list[tuple[int, str]]:
-    """(status, output) of commands that run in parallel; LATE for one that exceeds the time limit.
+class _Process:
+    """A running command, and a thread that reads its output: a file would need room on the disk."""
 
-    `waiting` is called from time to time with the names of running commands.
-    """
-    begin = time.monotonic()
-    started = []
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    variables = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **(environment or {})}
-    for command in commands:
-        output = tempfile.TemporaryFile("w+", errors="replace")
+    def __init__(self, command: list[str], variables: dict, each_line: Callable[[str], None]):
+        self.lines: list[str] = []
+        self.heard = time.monotonic()
+        self.process = self.thread = None
         try:
-            process = subprocess.Popen(
-                command, cwd=ROOT, env=variables, stdin=subprocess.DEVNULL, stdout=output,
-                stderr=subprocess.STDOUT, start_new_session=True,
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, env=variables, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT, start_new_session=True, text=True, errors="replace",
             )  # fmt: skip
         except OSError as error:
-            output.write(f"{command[0]}: {error}\n")
-            process = None
-        started.append((process, output))
+            self.lines.append(f"{command[0]}: {error}\n")
+            return
+        self.thread = threading.Thread(target=self._read, args=(each_line,), daemon=True)
+        self.thread.start()
+
+    def _read(self, each_line: Callable[[str], None]) -> None:
+        for line in self.process.stdout:
+            self.heard = time.monotonic()
+            self.lines.append(line)
+            each_line(line)
+
+    def ended(self) -> None:
+        """Kills what it left behind."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a driver that hangs may not let it go
+            self.process.wait(5)
+        self.thread.join(2)
+
+
+def run(
+    commands: list[list[str]],
+    seconds: float,
+    environment: dict | None = None,
+    waiting: str = "",
+    each_line: Callable[[str], None] = lambda line: None,
+    patience: float | None = None,
+) -> list[tuple[int, str]]:
+    """(status, output) of commands that run in parallel; LATE for one that exceeds the time limit, SILENT for
+    one that says nothing for `patience` seconds after its first line.
+
+    What is waited for is printed from time to time, if it has a name.
+    """
+    begin = time.monotonic()
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    variables = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **(environment or {})}
+    started = [_Process(command, variables, each_line) for command in commands]
     results = []
-    for process, output in started:
+    for one in started:
         status = 127
-        if process:
-            status = _wait(process, begin, seconds, waiting)
-            with contextlib.suppress(ProcessLookupError):  # its remaining children too
-                os.killpg(process.pid, signal.SIGKILL)
-            with contextlib.suppress(subprocess.TimeoutExpired):  # a driver that hangs may not let it go
-                process.wait(5)
-        output.seek(0)
-        results.append((status, output.read()))
-        output.close()
+        if one.process:
+            status = _wait(one, begin, seconds, waiting, patience)
+            one.ended()
+        results.append((status, "".join(one.lines)))
     return results
 
 
-def _wait(process: subprocess.Popen, begin: float, seconds: float, waiting: str) -> int:
+def _wait(one: _Process, begin: float, seconds: float, waiting: str, patience: float | None) -> int:
+    said = begin
     while True:
-        gone = time.monotonic() - begin
+        left = seconds - (time.monotonic() - begin)
         try:
-            return process.wait(max(0.0, min(seconds - gone, SAY_EVERY if waiting else seconds)))
+            return one.process.wait(max(0.0, min(left, 1.0)))
         except subprocess.TimeoutExpired:
-            gone = time.monotonic() - begin
-            if gone >= seconds:
-                return LATE
-            print(f"  waiting for {waiting}: {gone:.0f} of {seconds:.0f} s", flush=True)
+            now = time.monotonic()
+        if now - begin >= seconds:
+            return LATE
+        if patience and one.lines and now - one.heard > patience:
+            return SILENT
+        if waiting and now - said >= SAY_EVERY:
+            said = now
+            print(f"  waiting for {waiting}: {now - begin:.0f} of {seconds:.0f} s", flush=True)
 
 
 def pytest(*arguments: str) -> list[str]:

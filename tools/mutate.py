@@ -1,6 +1,6 @@
 """Mutation tests: inserts small faults into the code, one at a time, and runs the tests: `make mutate`.
 
-    python tools/mutate.py [--only csrc/cpu/stats.cpp fastvit/conversion/prove.py] [--sample 40] [--seed 0]
+    python tools/mutate.py [--only csrc/cpu/stats.cpp fastvit/recompute/calls.py] [--sample 40] [--seed 0]
 
 A mutant is the tree with one operator, number or word of one line changed. Mutants that pass all tests are
 listed: a test is missing, or the change has no effect (a grain size, for example). All work is done in a
@@ -24,13 +24,13 @@ ROOT = Path(__file__).resolve().parents[1]
 COPY = ROOT / "build/mutate"
 NORM_TESTS = ("tests/test_local_ops.py", "tests/test_ops.py")
 LAYER_NORM_TESTS, ACT_TESTS = ("tests/test_layer_norm.py",), ("tests/test_act.py",)
-PROOF_TESTS = tuple(f"tests/test_convert{name}.py" for name in ("_proofs", "_in_place", "_residuals", ""))
+SCOPE_TESTS = ("tests/test_recompute_writes.py", "tests/test_convert.py")
 TARGETS = {
     **{f"csrc/cpu/{name}.cpp": NORM_TESTS for name in ("stats", "forward", "reduce", "backward")},
     "csrc/cpu/layer_norm.cpp": LAYER_NORM_TESTS,
     "csrc/cpu/act.cpp": ACT_TESTS,
     "csrc/cpu/backend.cpp": (*NORM_TESTS, *LAYER_NORM_TESTS, *ACT_TESTS, "tests/test_peer.py"),
-    "fastvit/conversion/prove.py": PROOF_TESTS,
+    "fastvit/recompute/calls.py": SCOPE_TESTS,
 }
 SHARED = {" < ": " <= ", " <= ": " < ", " > ": " >= ", " >= ": " > ", " == ": " != ", " != ": " == ",
           " + ": " - ", " - ": " + ", " * ": " / ", " / ": " * ", " += ": " -= "}  # fmt: skip

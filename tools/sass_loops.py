@@ -12,13 +12,20 @@ import os
 import re
 import shutil
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(.*?);")
 PARTS = re.compile(r"(?:@(!?U?P\w+)\s+)?(\S+)(.*)")
 TABLES = ("BRX", "BRXU")  # jumps by a table, the second with the same for the whole warp
+MOST_WAYS = 64  # to a block, of which the best go on: n conditions on packets would give 2^n
 REGISTER = re.compile(r"\bR(\d+)\b")
+
+
+# Of integers, comparisons and conversions: half as many a cycle as of products and sums of floats.
+HALF_RATE = tuple(
+    "IADD LOP3 SHF ISETP PRMT SEL FSEL IMNMX VIMNMX FMNMX FSETP F2FP LEA PLOP3 R2P IABS".split()
+)
 
 
 @dataclass(frozen=True)
@@ -26,13 +33,20 @@ class Count:  # of one pass
     loads: int  # of 16 bytes
     stores: int
     instructions: int
+    half: int = field(default=0, compare=False)  # of them, those of HALF_RATE
 
     def __add__(self, other: "Count") -> "Count":
         return Count(
             self.loads + other.loads,
             self.stores + other.stores,
             self.instructions + other.instructions,
+            self.half + other.half,
         )
+
+    @property
+    def slots(self) -> int:
+        """Cycles of a scheduler: instructions, or twice those of half rate where they take longer."""
+        return max(self.instructions, 2 * self.half)
 
     @property
     def accesses(self) -> int:
@@ -175,7 +189,8 @@ class _Blocks:
         opcodes = [PARTS.match(text).group(2) for text in texts]
         wide = [opcode for opcode in opcodes if opcode.startswith(("LDG", "STG")) and ".128" in opcode]
         loads = sum(opcode.startswith("LDG") for opcode in wide)
-        return Count(loads, len(wide) - loads, sum(opcode != "NOP" for opcode in opcodes))
+        half = sum(opcode.startswith(HALF_RATE) for opcode in opcodes)
+        return Count(loads, len(wide) - loads, sum(opcode != "NOP" for opcode in opcodes), half)
 
     def _through(self, k: int, held: Held) -> tuple[Held, int]:
         """What is loaded and not worked on yet behind block k, and how many loads were worked on in it."""
@@ -211,7 +226,10 @@ class _Blocks:
         best: dict[int, dict[Held, tuple[Count, int]]] = {head: {start: (Count(0, 0, 0), 0)}}
         ends = []
         for k in range(head, tail + 1):
-            for held, (count, worked) in best.pop(k, {}).items():
+            ways = best.pop(k, {}).items()
+            if len(ways) > MOST_WAYS:
+                ways = sorted(ways, key=lambda way: rank(way[1]))[:MOST_WAYS]
+            for held, (count, worked) in ways:
                 after, more = self._through(k, held)
                 found = count + self.count[k], worked + more
                 if k == tail:

@@ -34,6 +34,8 @@ __global__ void __launch_bounds__(kThreads, kResident)
   constexpr int kOperands = kResidual ? 5 : 3, U = kResidual ? kBatch / 2 : kBatch;
   constexpr int K = kRows ? V : 1, kTile = kRows ? kMostTile : 1;
   const Work work(args.plan, blockIdx.x);
+  prefetch_first<kRows, V, U, kOperands, false, kResidual ? 3 : 0>(args.plan, work, args.input, args.dy,
+                                                                   args.z);
   __shared__ Constants<A, kSource> table[kTile];
   __shared__ Correction<A> corrections[kTile];
   const int channels = work.channels(args.plan);

@@ -120,13 +120,8 @@ struct Partials {
 // threads call. `counter` is zero before and after.
 __device__ __forceinline__ bool is_last(unsigned* counter, unsigned blocks) {
   __shared__ bool last;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    __threadfence();  // orders the block's writes, which the barrier has collected, before the counter
-    last = atomicAdd(counter, 1u) == blocks - 1;
-    if (last) atomicExch(counter, 0u);
-    __threadfence();  // orders reads of the other blocks' writes after the counter
-  }
+  __syncthreads();  // collects the block's writes
+  if (threadIdx.x == 0) last = count_up(counter, blocks - 1) == blocks - 1;
   __syncthreads();
   return last;
 }
@@ -166,9 +161,8 @@ constexpr unsigned kPublished = 1u << 31;
 // In the last block of a tile: publishes its writes to the others. All threads call.
 __device__ __forceinline__ void publish(unsigned* semaphore) {
   __syncthreads();
-  if (threadIdx.x > 0) return;
-  __threadfence();
-  atomicAdd(semaphore, kPublished | 1u);
+  if (threadIdx.x == 0)
+    DeviceAtomic<unsigned>(*semaphore).fetch_add(kPublished | 1u, cuda::std::memory_order_release);
 }
 // In the other blocks: waits for `publish`. The last of the `blocks` blocks to pass clears the semaphore.
 __device__ __forceinline__ void await(unsigned* semaphore, unsigned blocks) {
@@ -176,9 +170,9 @@ __device__ __forceinline__ void await(unsigned* semaphore, unsigned blocks) {
     const DeviceAtomic<unsigned> published(*semaphore);
     while (published.load(cuda::std::memory_order_acquire) < kPublished) {
     }
-    if (atomicAdd(semaphore, 1u) == (kPublished | (blocks - 1))) atomicExch(semaphore, 0u);
   }
   __syncthreads();
+  if (threadIdx.x == 0) atomicInc(semaphore, kPublished | (blocks - 1));  // nobody waits for it
 }
 
 // Calls write(c, total) with the totals of the tile's channels over all slices, and returns true: in the last

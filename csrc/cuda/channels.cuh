@@ -5,7 +5,7 @@
 #include <cuda_fp16.h>
 
 #include "../moments.h"
-#include "launch.cuh"
+#include "vector_io.cuh"
 
 namespace fastvit {
 
@@ -28,6 +28,25 @@ struct ChannelArray {  // C numbers, or null
         return static_cast<const double*>(data)[c];
     }
   }
+  // V numbers from a multiple of V on: one switch, and wide loads where the memory is aligned for them.
+  template <int V, class A>
+  __device__ __forceinline__ void read(int64_t c, A (&to)[V], A absent) const {
+    if (!data) {
+#pragma unroll
+      for (int k = 0; k < V; ++k) to[k] = absent;
+      return;
+    }
+    switch (storage) {
+      case Storage::half:
+        return read_as<__half>(c, to);
+      case Storage::bfloat16:
+        return read_as<__nv_bfloat16>(c, to);
+      case Storage::single:
+        return read_as<float>(c, to);
+      default:
+        return read_as<double>(c, to);
+    }
+  }
   __device__ __forceinline__ void write(int64_t c, double value) const {
     switch (storage) {
       case Storage::half:
@@ -42,6 +61,27 @@ struct ChannelArray {  // C numbers, or null
       default:
         static_cast<double*>(data)[c] = value;
     }
+  }
+
+ private:
+  template <class S, int V, class A>
+  __device__ __forceinline__ void read_as(int64_t c, A (&to)[V]) const {
+    const S* const from = static_cast<const S*>(data) + c;
+    constexpr int kWide = V < kVector<S> ? V : kVector<S>;
+    if constexpr (kWide * sizeof(S) >= 8) {
+      if (reinterpret_cast<uintptr_t>(data) % 16 == 0) {
+#pragma unroll
+        for (int first = 0; first < V; first += kWide) {
+          Packet<S, kWide> packet;
+          packet.load(from + first);
+#pragma unroll
+          for (int k = 0; k < kWide; ++k) to[first + k] = A(Accumulation<S>(packet.at[k]));
+        }
+        return;
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < V; ++k) to[k] = A(Accumulation<S>(from[k]));
   }
 };
 

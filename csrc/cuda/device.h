@@ -56,6 +56,7 @@ class Device {
     stream = static_cast<cudaStream_t>(s);
     STD_CUDA_CHECK(cudaGetDevice(&current));
     limits.multiprocessors = attribute<cudaDevAttrMultiProcessorCount>();
+    early_launches = attribute<cudaDevAttrComputeCapabilityMajor>() >= 9;
     const int shared = attribute<cudaDevAttrMaxSharedMemoryPerMultiprocessor>();
     limits.smem_cache_bytes = on_chip_wanted() ? std::max(0, shared / kOnChipBlocks - kOtherSharedBytes) : 0;
   }
@@ -72,6 +73,7 @@ class Device {
   cudaStream_t stream;
   int current;
   Limits limits;
+  bool early_launches;  // see Launch::early
 };
 
 }  // namespace fastvit

@@ -1,9 +1,8 @@
 // bn_forward, bn_apply, abn_forward_: y = act((x - mean) * scale + beta (+ z)), scale = gamma * invstd; the
 // running statistics are updated in the same launch.
 // Memory   reads x (and z) once, writes y once, over x or to a new tensor. Bandwidth-bound.
-// Mapping  block 0 updates running statistics, writes `saved` and counts the batch; the others take
-//          (tile of channels, slice of their values), see plan.h. 16-byte loads and stores, a batch in
-//          flight.
+// Mapping  block = (tile of channels, slice of their values), see plan.h; that of slice 0 updates running
+//          statistics and writes `saved`. 16-byte loads and stores, a batch in flight.
 // Numerics fp32 arithmetic (fp64 for double), see normalise.cuh.
 // Source   Ioffe, Szegedy, arXiv:1502.03167; in place: arXiv:1712.02616.
 #include "host.h"
@@ -24,24 +23,29 @@ struct Statistics : RunningStats<A> {  // the sources of mean and invstd
     return moments ? this->normaliser(measured(c)) : this->running(c);
   }
 
-  // One block does this for all channels, because the factor comes from a counter that must be incremented
-  // exactly once, after it was read.
-  __device__ __forceinline__ void update_all() const {
-    if (given) return;
+  // Updates and saves one channel.
+  __device__ __forceinline__ void record(int64_t c, double factor) const {
+    if (moments) this->update(c, measured(c), factor);
+    this->save(c, of(c));
+  }
+  // Once per launch, after all that reads the counter.
+  __device__ __forceinline__ void count_batch() const {
     const int64_t C = this->C;
     int64_t* const tracked = this->num_batches_tracked;
-    const double factor =
-        moments && tracked && this->cumulative ? 1.0 / double(*tracked + 1) : this->momentum;
-    for (int64_t c = threadIdx.x; c < C; c += kThreads) {
-      if (moments) this->update(c, measured(c), factor);
-      this->save(c, of(c));
-    }
-    __syncthreads();
-    if (threadIdx.x > 0) return;
     A* const count = this->saved + 2 * C;
     count[0] = moments ? moments[2 * C] : A(INFINITY);
     count[1] = moments ? moments[2 * C + 1] : A(0);
     if (moments && tracked && count[0] == count[0]) ++*tracked;  // no update for NaN
+  }
+  // A block of its own does this for all channels where a factor comes from the counter, which is counted up
+  // after it was read, or where nothing else is to be done.
+  __device__ __forceinline__ void record_all() const {
+    const double factor = moments && this->num_batches_tracked && this->cumulative
+                              ? 1.0 / double(*this->num_batches_tracked + 1)
+                              : this->momentum;
+    for (int64_t c = threadIdx.x; c < this->C; c += kThreads) record(c, factor);
+    __syncthreads();
+    if (threadIdx.x == 0) count_batch();
   }
 };
 
@@ -54,6 +58,7 @@ struct ForwardParams {
   const T* z;
   Statistics<A> statistics;
   Activated<T> act;
+  bool apart;  // block 0 updates and saves for all channels
 };
 
 // Operands 0: x, 1: y, 2: z.
@@ -61,18 +66,24 @@ template <class T, Activations kSet, bool kRows, int V, bool kResidual>
 __global__ void __launch_bounds__(kThreads, kResident)
     forward_kernel(const __grid_constant__ ForwardParams<T> args) {
   using A = Accumulation<T>;
-  if (blockIdx.x == 0) {
-    args.statistics.update_all();
+  if (args.apart && blockIdx.x == 0) {
+    args.statistics.record_all();
     return;
   }
   constexpr int kOperands = kResidual ? 3 : 2;
   const Work work(args.plan, gridDim.x - 1 - blockIdx.x);
+  prefetch_first<kRows, V, kBatch, kOperands, true, kResidual ? 2 : 0, T>(args.plan, work, args.x, nullptr,
+                                                                          args.z);
   __shared__ Affine<A> table[kRows ? kMostTile : 1];
   const int channels = work.channels(args.plan);
   for (int g = threadIdx.x; g < channels; g += kThreads) {
     const int64_t c = work.first_channel(args.plan) + g;
     table[g] = args.act.affine(c, args.statistics.of(c));
+    if (work.slice == 0 && !args.apart && !args.statistics.given)
+      args.statistics.record(c, args.statistics.momentum);
   }
+  if (work.slice == 0 && work.tile == 0 && threadIdx.x == 0 && !args.apart && !args.statistics.given)
+    args.statistics.count_batch();
   __syncthreads();
   Affine<A> affine[kRows ? V : 1];
   pick<kRows, V>(affine, table, args.plan, work);
@@ -104,14 +115,17 @@ void Cuda::forward(const ForwardArgs& args) {
     const auto kernel_of = [&]<bool kRows, int V>() { return forward_kernel_of<T, kRows, V>(args); };
     const Plan plan = Planner::make(args.layout, pointers, args.z ? 3 : 2, sizeof(T), device.limits, 0,
                                     resident_blocks<T>(device, kernel_of));
+    const bool empty = args.layout.numel() == 0, apart = !args.given && (empty || args.cumulative);
     const ForwardParams<T> params{
         plan,
         static_cast<const T*>(args.x),
         static_cast<T*>(args.y),
         static_cast<const T*>(args.z),
         {running_stats_of<A>(args), static_cast<const A*>(args.moments), static_cast<const A*>(args.given)},
-        activated_of<T>(args)};
-    const int64_t blocks = 1 + (args.layout.numel() > 0 ? plan.blocks() : 0);
+        activated_of<T>(args),
+        apart};
+    const int64_t blocks = apart + (empty ? 0 : plan.blocks());
+    if (blocks == 0) return;
     with_walk<T>(plan, [&]<bool kRows, int V>() {
       STD_CUDA_CHECK(launch(kernel_of.template operator()<kRows, V>(), {blocks, device.stream}, params));
     });

@@ -62,7 +62,7 @@ void with_vector_walk(const Plan& plan, const F& f) {
   plan.rows ? f.template operator()<true, kVector<T>>() : f.template operator()<false, kVector<T>>();
 }
 
-// Blocks of a kernel that fit on a multiprocessor.
+// Blocks of a kernel that fit on a multiprocessor, without dynamic shared memory.
 inline int blocks_of(const Device& device, const void* kernel) {
   return asked_once(kernel, device.current, [&](int& value) {
     return cudaOccupancyMaxActiveBlocksPerMultiprocessor(&value, kernel, kThreads, 0);
@@ -92,7 +92,7 @@ bool launch_on_chip(const Plan& plan, int cached, const Device& device, const Ar
   const Launch how{plan.blocks(), device.stream, smem_cache_bytes(plan, cached), plan.slices > 1};
   const cudaError_t status = launch(kKernel, how, args);
   if (status == cudaErrorCooperativeLaunchTooLarge) {
-    (void)cudaGetLastError();  // other work may occupy multiprocessors; then the op takes two launches
+    (void)cudaGetLastError();  // an empty device has too few places; then the op takes two launches
     return false;
   }
   STD_CUDA_CHECK(status);

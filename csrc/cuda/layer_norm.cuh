@@ -1,4 +1,4 @@
-// Rows of a LayerNorm: which threads take which columns (row_plan.h), and sums over a row.
+// Rows of a LayerNorm: which threads take which columns (row_plan.h), weight and bias, and sums over a row.
 #pragma once
 
 #include <cstdint>
@@ -26,24 +26,57 @@ struct RowLane {  // this thread in its team
 #pragma unroll
     for (int j = 0; j < K; ++j) {
       const int packet = (part * K + j) * lanes + lane;
-      if (packet < packets) f(j, int64_t(packet) * V);
+      if (packet < packets) f(j, packet * V);
     }
   }
 };
 
-// A lane's columns of weight or bias, in the type of the arithmetic.
-template <class A, int V, int K>
-struct ColumnTable {
-  A at[K][V];
+// Weight or bias in the type of the arithmetic: in shared memory, where a row is not taken in parts. There
+// the 16-byte units of all packets lie side by side, so that a warp's accesses have no bank conflicts.
+template <class A, int V>
+class ColumnTable {
+  static constexpr int kUnit = V < kVector<A> ? V : kVector<A>;
+  const ChannelArray from;
+  const A absent;
+  A* const table;  // null: in global memory
+  const int packets;
 
-  __device__ __forceinline__ void load(const RowLane<V, K>& mine, int part, const ChannelArray& from,
-                                       A absent) {
-    mine.each(part, [&](int j, int64_t column) {
+  __device__ __forceinline__ A* unit(int packet, int first) const {
+    return table + (first / kUnit * packets + packet) * kUnit;
+  }
+
+ public:
+  // `number` 0 or 1: which of the tables in `shared`. All threads call fill() before they synchronise.
+  __device__ __forceinline__ ColumnTable(const ChannelArray& from, A absent, unsigned char* shared,
+                                         int number, const RowPlan& plan)
+      : from(from),
+        absent(absent),
+        table(plan.parts > 1 ? nullptr : reinterpret_cast<A*>(shared) + number * plan.columns),
+        packets(int(plan.columns / V)) {}
+
+  __device__ __forceinline__ void fill() const {
+    for (int packet = int(threadIdx.x); table && packet < packets; packet += kThreads) {
+      A values[V];
+      from.template read<V>(int64_t(packet) * V, values, absent);
 #pragma unroll
-      for (int k = 0; k < V; ++k) at[j][k] = A(from.read(column + k, double(absent)));
-    });
+      for (int k = 0; k < V; ++k) unit(packet, k)[k % kUnit] = values[k];
+    }
+  }
+  __device__ __forceinline__ void get(int column, A (&to)[V]) const {
+    if (!table) return from.template read<V>(column, to, absent);
+#pragma unroll
+    for (int first = 0; first < V; first += kUnit) {
+      Packet<A, kUnit> packet = *reinterpret_cast<const Packet<A, kUnit>*>(unit(column / V, first));
+#pragma unroll
+      for (int k = 0; k < kUnit; ++k) to[first + k] = packet.at[k];
+    }
   }
 };
+
+template <class A>
+size_t table_bytes(const RowPlan& plan) {
+  return plan.parts > 1 ? 0 : size_t(plan.columns) * sizeof(A);
+}
 
 // Makes each of v its sum over the lanes of a team, in all of them to the same bits. All threads of the block
 // call.
@@ -82,21 +115,34 @@ void with_row_types(ScalarType dtype, ScalarType output_dtype, const F& f) {
   });
 }
 
-// f.template operator()<V>(): elements in a packet, by what both types have room for in 16 bytes and the rows
-// begin with; one element where they do not.
-template <class T, class G, class F>
-void with_row_width(int64_t columns, std::initializer_list<const void*> pointers, const F& f) {
+// f.template operator()<V, K>(plan): elements in a packet, by what both types have room for in 16 bytes and
+// the rows begin with, one element where they do not; and packets of a lane, which holds kChoices columns.
+template <class T, class G, const int (&kChoices)[2], class F>
+void with_row_plan(int64_t rows, int64_t columns, std::initializer_list<const void*> pointers, const F& f) {
+  using A = Accumulation<T>;
   constexpr int V = kVector<T> < kVector<G> ? kVector<T> : kVector<G>;
   bool aligned = columns % V == 0;
   for (const void* p : pointers) aligned = aligned && reinterpret_cast<uintptr_t>(p) % 16 == 0;
-  aligned ? f.template operator()<V>() : f.template operator()<1>();
+  if (!aligned) {
+    const RowPlan plan = row_plan<A, 1>(rows, columns, kChoices);
+    return f.template operator()<1, kSparingColumns<A, 1>>(plan);
+  }
+  const RowPlan plan = row_plan<A, V>(rows, columns, kChoices);
+  if constexpr (sizeof(A) == 8)
+    f.template operator()<V, kSparingColumns<A, V> / V>(plan);
+  else if (plan.held == kChoices[0])
+    f.template operator()<V, kChoices[0] / V>(plan);
+  else
+    f.template operator()<V, kChoices[1] / V>(plan);
 }
 
-// As many blocks as run at once, which take the rows in turns.
+// As many blocks as run at once, which take the rows in turns. More where the tables of a long row leave room
+// for fewer.
 template <class... Parameters>
-int64_t row_blocks(const Device& device, void (*kernel)(Parameters...), const RowPlan& plan) {
+Launch row_launch(const Device& device, void (*kernel)(Parameters...), const RowPlan& plan, size_t shared) {
   const int64_t resident = blocks_of(device, reinterpret_cast<const void*>(kernel));
-  return std::min(ceil_div(plan.rows, plan.teams()), resident * device.limits.multiprocessors);
+  const int64_t most = resident * device.limits.multiprocessors;
+  return {std::min(ceil_div(plan.rows, plan.teams()), most), device.stream, shared};
 }
 
 }  // namespace fastvit

@@ -1,9 +1,10 @@
 // layer_norm_backward: dx = invstd * (g - mean(g) - xhat * mean(g * xhat)) with g = dy * gamma; and for each
 // column sum dy and sum dy * xhat.
 // Memory   reads x and dy once; writes dx, and two numbers per block and column. Bandwidth-bound.
-// Mapping  a team of lanes per row, see layer_norm.cuh. A lane keeps the sums of its columns from row to row;
-//          teams merge them in shared memory. A second kernel adds the sums of the blocks: a block takes 8
-//          columns, a sector of each row, and each of its threads kAhead rows at a time.
+// Mapping  a team of lanes per row, see row_plan.h; blocks stay, and keep the weight in shared memory. A lane
+//          keeps the sums of its columns from row to row; teams merge them in shared memory. A second kernel
+//          adds the sums of the blocks: a block takes 8 columns, a sector of each row, and each of its
+//          threads kAhead rows at a time.
 // Numerics fp32 (fp64 for double). Shapes and device fix the order of the sums; no atomics.
 // Source   Ba, Kiros, Hinton, arXiv:1607.06450.
 #include "layer_norm.cuh"
@@ -22,51 +23,64 @@ struct LayerNormBackwardParams {
   A* partial;  // [blocks][2][columns]; null: no sums
 };
 
-template <class T, class G, int V>
-__global__ void __launch_bounds__(kThreads, kResident)
+// Before sm_90 24 columns of half take a few registers more than two blocks leave.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+template <class T, int kColumns>
+constexpr int kBackwardResident = std::is_same_v<T, __half> && kColumns > 16 ? 1 : kResident;
+#else
+template <class T, int kColumns>
+constexpr int kBackwardResident = kResident;
+#endif
+
+template <class T, class G, int V, int K>
+__global__ void __launch_bounds__(kThreads, kBackwardResident<T, K * V>)
     layer_norm_backward_kernel(const __grid_constant__ LayerNormBackwardParams<T, G> args) {
   using A = Accumulation<T>;
-  constexpr int K = kPackets<A, V>, kColumns = K * V;
   const RowPlan& plan = args.plan;
   const RowLane<V, K> mine(plan);
   const A n = A(plan.columns);
-  ColumnTable<A, V, K> gamma;
-  if (plan.parts == 1) gamma.load(mine, 0, args.weight, A(1));
   A bias_sums[K][V] = {}, weight_sums[K][V] = {};
   // Of a row in several parts there is one team, and a column's sums belong to one thread, in `partial`.
   A* const bias_own = args.partial ? args.partial + 2 * blockIdx.x * plan.columns : nullptr;
   A* const weight_own = args.partial ? bias_own + plan.columns : nullptr;
   for (int part = 0; args.partial && plan.parts > 1 && part < plan.parts; ++part)
-    mine.each(part, [&](int, int64_t column) {
+    mine.each(part, [&](int, int column) {
 #pragma unroll
       for (int k = 0; k < V; ++k) bias_own[column + k] = weight_own[column + k] = 0;
     });
 
-  for (int64_t first = int64_t(blockIdx.x) * plan.teams(); first < plan.rows;
-       first += int64_t(gridDim.x) * plan.teams()) {
+  Packet<T, V> x[K];
+  Packet<G, V> dy[K];
+  A mean, invstd;
+  const auto load = [&](int64_t row, int part) {
+    const bool exists = row < plan.rows;
+    mean = exists ? args.saved[row] : A(0), invstd = exists ? args.saved[plan.rows + row] : A(0);
+    const int64_t begin = row * plan.columns;
+    mine.each(part, [&](int j, int column) {
+      x[j].clear(), dy[j].clear();
+      if (exists) x[j].load(args.x + begin + column), dy[j].load(args.dy + begin + column);
+    });
+  };
+  const int step = int(gridDim.x) * plan.teams();
+  int64_t first = int64_t(blockIdx.x) * plan.teams();
+  load(first + mine.team, 0);
+  FASTVIT_DYNAMIC_SHARED(shared);
+  const ColumnTable<A, V> gamma(args.weight, 1, shared, 0, plan);
+  gamma.fill();
+  __syncthreads();
+
+  for (; first < plan.rows; first += step) {
     const int64_t row = first + mine.team;
     const bool exists = row < plan.rows;
-    const int64_t begin = row * plan.columns;
-    const A mean = exists ? args.saved[row] : A(0), invstd = exists ? args.saved[plan.rows + row] : A(0);
-    Packet<T, V> x[K];
-    Packet<G, V> dy[K];
-    const auto load = [&](int part) {
-      mine.each(part, [&](int j, int64_t column) {
-        x[j].clear(), dy[j].clear();
-        if (exists) x[j].load(args.x + begin + column), dy[j].load(args.dy + begin + column);
-      });
-      if (plan.parts > 1) gamma.load(mine, part, args.weight, A(1));
-    };
-
     A sums[2] = {0, 0};  // of g and g * xhat
     for (int part = 0; part < plan.parts; ++part) {
-      load(part);
-      mine.each(part, [&](int j, int64_t column) {
-        A v[V], g[V];
-        x[j].unpack(v), dy[j].unpack(g);
+      if (plan.parts > 1) load(row, part);
+      mine.each(part, [&](int j, int column) {
+        A v[V], g[V], scale[V];
+        x[j].unpack(v), dy[j].unpack(g), gamma.get(column, scale);
 #pragma unroll
         for (int k = 0; k < V; ++k) {
-          const A xhat = (v[k] - mean) * invstd, weighted = g[k] * gamma.at[j][k];
+          const A xhat = (v[k] - mean) * invstd, weighted = g[k] * scale[k];
           sums[0] += weighted;
           sums[1] = fused(weighted, xhat, sums[1]);
           if (plan.parts == 1) {
@@ -82,27 +96,28 @@ __global__ void __launch_bounds__(kThreads, kResident)
     sum_team(sums, mine.lanes);
     const A a = sums[0] / n, b = sums[1] / n;
     for (int part = 0; part < plan.parts; ++part) {
-      if (plan.parts > 1) load(part);
-      mine.each(part, [&](int j, int64_t column) {
-        A v[V], g[V];
-        x[j].unpack(v), dy[j].unpack(g);
+      if (plan.parts > 1) load(row, part);
+      mine.each(part, [&](int j, int column) {
+        A v[V], g[V], scale[V];
+        x[j].unpack(v), dy[j].unpack(g), gamma.get(column, scale);
 #pragma unroll
         for (int k = 0; k < V; ++k) {
           const A xhat = (v[k] - mean) * invstd;
-          v[k] = fused(-xhat, b, fused(g[k], gamma.at[j][k], -a)) * invstd;
+          v[k] = fused(-xhat, b, fused(g[k], scale[k], -a)) * invstd;
         }
         x[j].pack(v);
-        if (exists) x[j].store(args.dx + begin + column);
+        if (exists) x[j].store(args.dx + row * plan.columns + column);
       });
     }
+    if (plan.parts == 1) load(row + step, 0);
   }
 
   if (!args.partial || plan.parts > 1) return;
-  __shared__ A merged[kThreads * kColumns];  // [teams][columns of a team]
-  const int width = mine.lanes * kColumns;
+  A* const merged = reinterpret_cast<A*>(shared);  // [teams][columns of a team]
+  const int width = mine.lanes * K * V;
   const auto merge = [&](const A(&own)[K][V], A* to) {
     __syncthreads();
-    mine.each(0, [&](int j, int64_t column) {
+    mine.each(0, [&](int j, int column) {
 #pragma unroll
       for (int k = 0; k < V; ++k) merged[mine.team * width + column + k] = own[j][k];
     });
@@ -134,6 +149,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
   const int at = int(threadIdx.x) % kSumColumns;
   const int64_t column = int64_t(blockIdx.x) * kSumColumns + at;
   A sum = 0;
+  wait_for_previous_kernel();
   for (int64_t first = int(threadIdx.x) / kSumColumns; first < args.count; first += kRows * int(kAhead)) {
     A ahead[kAhead];
 #pragma unroll
@@ -161,23 +177,27 @@ void Cuda::layer_norm_backward(const LayerNormBackwardArgs& args) {
       if (args.sums) STD_CUDA_CHECK(cudaMemsetAsync(args.sums, 0, numbers * sizeof(A), device.stream));
       return;
     }
-    with_row_width<T, G>(args.columns, {args.x, args.dy, args.dx}, [&]<int V>() {
-      const auto kernel = layer_norm_backward_kernel<T, G, V>;
-      const RowPlan plan = row_plan<A, V>(args.rows, args.columns);
-      const int64_t blocks = row_blocks(device, kernel, plan);
-      const Scratch partial(args.sums ? blocks * numbers * sizeof(A) : 0);
-      const LayerNormBackwardParams<T, G> params{plan,
-                                                 static_cast<const T*>(args.x),
-                                                 static_cast<const G*>(args.dy),
-                                                 static_cast<T*>(args.dx),
-                                                 static_cast<const A*>(args.saved),
-                                                 per_channel(args.weight),
-                                                 static_cast<A*>(partial.data)};
-      STD_CUDA_CHECK(launch(kernel, {blocks, device.stream}, params));
-      if (!args.sums) return;
-      const SumRowsParams<A> sums{params.partial, static_cast<A*>(args.sums), blocks, numbers};
-      STD_CUDA_CHECK(launch(sum_rows_kernel<A>, {ceil_div(numbers, kSumColumns), device.stream}, sums));
-    });
+    const std::initializer_list<const void*> pointers = {args.x, args.dy, args.dx};
+    with_row_plan<T, G, kBackwardColumns<T>>(
+        args.rows, args.columns, pointers, [&]<int V, int K>(const RowPlan& plan) {
+          const auto kernel = layer_norm_backward_kernel<T, G, V, K>;
+          const Launch how =
+              row_launch(device, kernel, plan, std::max(table_bytes<A>(plan), kThreads * K * V * sizeof(A)));
+          const Scratch partial(args.sums ? how.blocks * numbers * sizeof(A) : 0);
+          const LayerNormBackwardParams<T, G> params{plan,
+                                                     static_cast<const T*>(args.x),
+                                                     static_cast<const G*>(args.dy),
+                                                     static_cast<T*>(args.dx),
+                                                     static_cast<const A*>(args.saved),
+                                                     per_channel(args.weight),
+                                                     static_cast<A*>(partial.data)};
+          STD_CUDA_CHECK(launch(kernel, how, params));
+          if (!args.sums) return;
+          const SumRowsParams<A> sums{params.partial, static_cast<A*>(args.sums), how.blocks, numbers};
+          const int64_t blocks = ceil_div(numbers, kSumColumns);
+          STD_CUDA_CHECK(
+              launch(sum_rows_kernel<A>, {blocks, device.stream, 0, false, device.early_launches}, sums));
+        });
   });
 }
 

@@ -1,24 +1,19 @@
 // layer_norm_forward: y = (x - mean) * invstd * gamma + beta for each row, in the dtype of y.
 // Memory   reads x once; writes y, and two numbers per row. It can write 16 bits from a float32 x, so that
 //          autocast does not cast y. Bandwidth-bound.
-// Mapping  a team of lanes per row, see layer_norm.cuh; weight and bias stay in registers from row to row.
+// Mapping  a team of lanes per row, see row_plan.h; blocks stay, and keep weight and bias in shared memory.
+// The
+//          first row is loaded before those, and the next row before the sums of this one.
 // Numerics fp32 (fp64 for double): the mean, then deviations from it, whose sum corrects it.
 // Source   Ba, Kiros, Hinton, arXiv:1607.06450.
 #include "layer_norm.cuh"
 
 namespace fastvit {
 
-// Before sm_90 a result narrower than x takes more registers than three blocks leave.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-constexpr bool kNarrowingSpills = true;
-#else
-constexpr bool kNarrowingSpills = false;
-#endif
-
-// Blocks of a multiprocessor: with two, a row of 384 float32 would leave too few packets in flight.
-template <class T, class G>
-constexpr int kForwardResident =
-    sizeof(T) == 8 || (kNarrowingSpills && sizeof(G) < sizeof(T)) ? kResident : kResident + 1;
+// Blocks of a multiprocessor, whose warps hide the latency of the sums; four have too few registers for two
+// rows.
+template <class T>
+constexpr int kForwardResident = sizeof(T) == 8 ? kResident : kResident + 1;
 
 template <class T, class G>
 struct LayerNormForwardParams {
@@ -31,54 +26,56 @@ struct LayerNormForwardParams {
   A eps;
 };
 
-template <class T, class G, int V>
-__global__ void __launch_bounds__(kThreads, kForwardResident<T, G>)
+template <class T, class G, int V, int K>
+__global__ void __launch_bounds__(kThreads, kForwardResident<T>)
     layer_norm_forward_kernel(const __grid_constant__ LayerNormForwardParams<T, G> args) {
   using A = Accumulation<T>;
-  constexpr int K = kPackets<A, V>;
+  constexpr bool kAheadOfSums = sizeof(T) * K * V <= 48;  // there are registers for two rows
   const RowPlan& plan = args.plan;
   const RowLane<V, K> mine(plan);
   const A n = A(plan.columns);
-  ColumnTable<A, V, K> gamma, beta;
-  const auto load_table = [&](int part) {
-    gamma.load(mine, part, args.weight, A(1));
-    beta.load(mine, part, args.bias, A(0));
+  Packet<T, V> packets[K], ahead[kAheadOfSums ? K : 1];
+  const auto load = [&](Packet<T, V>* to, int64_t row, int part) {
+    mine.each(part, [&](int j, int column) {
+      to[j].clear();
+      if (row < plan.rows) to[j].load(args.x + row * plan.columns + column);
+    });
   };
-  if (plan.parts == 1) load_table(0);
+  const int64_t step = int64_t(gridDim.x) * plan.teams();
+  int64_t first = int64_t(blockIdx.x) * plan.teams();
+  if (plan.parts == 1) load(packets, first + mine.team, 0);
 
-  for (int64_t first = int64_t(blockIdx.x) * plan.teams(); first < plan.rows;
-       first += int64_t(gridDim.x) * plan.teams()) {
+  FASTVIT_DYNAMIC_SHARED(shared);
+  const ColumnTable<A, V> gamma(args.weight, 1, shared, 0, plan), beta(args.bias, 0, shared, 1, plan);
+  gamma.fill();
+  beta.fill();
+  __syncthreads();
+
+  for (; first < plan.rows; first += step) {
     const int64_t row = first + mine.team;
     const bool exists = row < plan.rows;
-    const T* const x = args.x + row * plan.columns;
-    Packet<T, V> packets[K];
-    const auto load = [&](int part) {
-      mine.each(part, [&](int j, int64_t column) {
-        packets[j].clear();
-        if (exists) packets[j].load(x + column);
-      });
-    };
+    if (kAheadOfSums && plan.parts == 1) load(ahead, row + step, 0);
     // f(values) for the packets of the row.
-    const auto pass = [&](bool first, const auto& f) {
+    const auto pass = [&](const auto& f) {
       for (int part = 0; part < plan.parts; ++part) {
-        if (first || plan.parts > 1) load(part);
-        mine.each(part, [&](int j, int64_t) {
+        if (plan.parts > 1) load(packets, row, part);
+        mine.each(part, [&](int j, int column) {
           A v[V];
           packets[j].unpack(v);
-          f(v);
+          f(v, column);
         });
       }
     };
 
     A sum[1] = {0};
-    pass(true, [&](const A(&v)[V]) {
+    pass([&](const A(&v)[V], int) {
 #pragma unroll
       for (int k = 0; k < V; ++k) sum[0] += v[k];
     });
     sum_team(sum, mine.lanes);
     A mean = sum[0] / n;
     A centred[2] = {0, 0};
-    pass(false, [&](const A(&v)[V]) {
+    pass([&](const A(&v)[V], int) {
 #pragma unroll
       for (int k = 0; k < V; ++k) {
         const A d = v[k] - mean;
@@ -94,18 +91,21 @@ __global__ void __launch_bounds__(kThreads, kForwardResident<T, G>)
       args.saved[row] = mean;
       args.saved[plan.rows + row] = invstd;
     }
-    G* const y = args.y + row * plan.columns;
-    for (int part = 0; part < plan.parts; ++part) {
-      if (plan.parts > 1) load(part), load_table(part);
-      mine.each(part, [&](int j, int64_t column) {
-        A v[V];
-        packets[j].unpack(v);
+    pass([&](A(&v)[V], int column) {
+      A scale[V], shift[V];
+      gamma.get(column, scale), beta.get(column, shift);
 #pragma unroll
-        for (int k = 0; k < V; ++k) v[k] = fused((v[k] - mean) * invstd, gamma.at[j][k], beta.at[j][k]);
-        Packet<G, V> out;
-        out.pack(v);
-        if (exists) out.store(y + column);
-      });
+      for (int k = 0; k < V; ++k) v[k] = fused((v[k] - mean) * invstd, scale[k], shift[k]);
+      Packet<G, V> out;
+      out.pack(v);
+      if (exists) out.store(args.y + row * plan.columns + column);
+    });
+    if (plan.parts > 1) continue;
+    if constexpr (kAheadOfSums) {
+#pragma unroll
+      for (int j = 0; j < K; ++j) packets[j] = ahead[j];
+    } else {
+      load(packets, row + step, 0);
     }
   }
 }
@@ -115,17 +115,18 @@ void Cuda::layer_norm_forward(const LayerNormForwardArgs& args) {
   if (args.rows == 0) return;
   with_row_types(args.dtype, args.output_dtype, [&]<class T, class G>() {
     using A = Accumulation<T>;
-    with_row_width<T, G>(args.columns, {args.x, args.y}, [&]<int V>() {
-      const auto kernel = layer_norm_forward_kernel<T, G, V>;
-      const LayerNormForwardParams<T, G> params{row_plan<A, V>(args.rows, args.columns),
-                                                static_cast<const T*>(args.x),
-                                                static_cast<G*>(args.y),
-                                                per_channel(args.weight),
-                                                per_channel(args.bias),
-                                                static_cast<A*>(args.saved),
-                                                A(args.eps)};
-      STD_CUDA_CHECK(launch(kernel, {row_blocks(device, kernel, params.plan), device.stream}, params));
-    });
+    with_row_plan<T, G, kForwardColumns>(
+        args.rows, args.columns, {args.x, args.y}, [&]<int V, int K>(const RowPlan& plan) {
+          const auto kernel = layer_norm_forward_kernel<T, G, V, K>;
+          const LayerNormForwardParams<T, G> params{plan,
+                                                    static_cast<const T*>(args.x),
+                                                    static_cast<G*>(args.y),
+                                                    per_channel(args.weight),
+                                                    per_channel(args.bias),
+                                                    static_cast<A*>(args.saved),
+                                                    A(args.eps)};
+          STD_CUDA_CHECK(launch(kernel, row_launch(device, kernel, plan, 2 * table_bytes<A>(plan)), params));
+        });
   });
 }
 

@@ -36,6 +36,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
   constexpr int K = kRows ? V : 1, kTile = kRows ? kMostTile : 1;
   const Plan& plan = args.plan;
   const Work work(plan, blockIdx.x);
+  prefetch_first<kRows, V, U, kOperands, true, kResidual ? 3 : 0>(plan, work, args.input, args.dy, args.z);
   __shared__ Constants<A, kSource> table[kTile];
   __shared__ Correction<A> corrections[kTile];
   const int64_t first = work.first_channel(plan), C = plan.layout.C;

@@ -35,6 +35,12 @@ T* advanced(T* p, int n, int scale) {
 inline float reciprocal(float a) {
   return 1 / a;
 }
+inline unsigned count_up(unsigned* counter, unsigned most, CUDA_HOST_AT) {
+  const auto next = [=](unsigned before) { return before >= most ? 0 : before + 1; };
+  return cuda_host::rmw(counter, next, CUDA_HOST_LOC, cuda_host::acq_rel, cuda_host::gpu);
+}
+inline void prefetch(const void*) {}
+inline void wait_for_previous_kernel() {}
 inline uint64_t globaltimer() {
   return cuda_host::globaltimer();
 }
@@ -80,6 +86,25 @@ __device__ __forceinline__ T* advanced(T* p, int n, int scale) {
   T* result;
   asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(result) : "r"(n), "r"(scale * int(sizeof(T))), "l"(p));
   return result;
+}
+// The counter before it is counted up, from `most` to 0. Orders the thread's earlier writes before it and its
+// later reads behind it, for all blocks.
+__device__ __forceinline__ unsigned count_up(unsigned* counter, unsigned most) {
+  unsigned before;
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(__cvta_generic_to_global(counter)), "r"(most)
+               : "memory");
+  return before;
+}
+__device__ __forceinline__ void prefetch(const void* p) {  // to the L2 cache
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(p)));
+}
+// In a kernel that may be launched before the previous one of its stream has ended; see Launch::early.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 }
 __device__ __forceinline__ float reciprocal(float a) {  // to 1 ulp, in one instruction; denormals are 0
   float result;

@@ -34,6 +34,8 @@ __global__ void __launch_bounds__(kThreads, kResident)
   constexpr bool kResidual = kSource == Source::input_and_residual;
   constexpr int kOperands = kResidual ? 3 : 2, U = kResidual ? kBatch / 2 : kBatch, K = kRows ? V : 1;
   const Work work(args.plan, gridDim.x - 1 - blockIdx.x);
+  prefetch_first<kRows, V, U, kOperands, true, kResidual ? 2 : 0>(args.plan, work, args.input, args.dy,
+                                                                  args.z);
   __shared__ Constants<A, kSource> table[kRows ? kMostTile : 1];
   const int channels = work.channels(args.plan);
   for (int g = threadIdx.x; g < channels; g += kThreads)

@@ -27,7 +27,8 @@ class Scratch {
 };
 
 // kSemaphoreWords + 1 zeros of a stream, which every launch leaves as zeros. Launches of one stream do not
-// overlap, so they share these, and no launch has to clear them. Never freed.
+// overlap, so they share these, and no launch has to clear them. Never freed, so not from torch's allocator:
+// a first use while a CUDA graph is warmed up would take memory of the graph's pool, which expects it back.
 inline unsigned* semaphores_of(const Device& device) {
   static std::mutex mutex;
   static std::map<std::pair<int, cudaStream_t>, unsigned*> semaphores;
@@ -36,7 +37,11 @@ inline unsigned* semaphores_of(const Device& device) {
   if (!mine) {
     void* data = nullptr;
     constexpr size_t bytes = (kSemaphoreWords + 1) * sizeof(unsigned);
-    TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_caching_allocator_raw_alloc(bytes, &data));
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;  // another stream may be capturing
+    STD_CUDA_CHECK(cudaThreadExchangeStreamCaptureMode(&mode));
+    const cudaError_t status = cudaMalloc(&data, bytes);
+    STD_CUDA_CHECK(cudaThreadExchangeStreamCaptureMode(&mode));
+    STD_CUDA_CHECK(status);
     STD_CUDA_CHECK(cudaMemsetAsync(data, 0, bytes, device.stream));
     mine = static_cast<unsigned*>(data);
   }

@@ -41,6 +41,12 @@ struct Batch {
     }
   }
   template <class T>
+  __device__ __forceinline__ void prefetch_from(const T* p, int operand) const {
+#pragma unroll
+    for (int j = 0; j < U; ++j)
+      if (exists(j)) prefetch(at(p, operand, j));
+  }
+  template <class T>
   __device__ __forceinline__ void store(const Packet<T, V> (&from)[U], T* p, int operand) const {
 #pragma unroll
     for (int j = 0; j < U; ++j)
@@ -115,7 +121,7 @@ __device__ __forceinline__ void pick(Constants (&mine)[K], const Constants* tabl
 
 // Planes: body(batch) for this thread's elements of channel work.tile: packets where a whole one lies between
 // 16-byte boundaries, single elements before and after. `p` is operand 0, for its alignment.
-template <int V, int U, int kOperands, bool kReverse, class T, class Body>
+template <int V, int U, int kOperands, bool kReverse, bool kFirst, class T, class Body>
 __device__ __forceinline__ void walk_planes(const Plan& plan, const Work& work, const T* p,
                                             const Body& body) {
   if (work.team >= plan.teams) return;
@@ -137,7 +143,7 @@ __device__ __forceinline__ void walk_planes(const Plan& plan, const Work& work, 
       head = min(length, int(-reinterpret_cast<intptr_t>(p + base[0]) & 15) / int(sizeof(T)));
       packets = (length - head) / V;
       const int ends = length - packets * V;
-      for (int e = work.lane; e < ends; e += plan.lanes) {
+      for (int e = kFirst ? ends : work.lane; e < ends; e += plan.lanes) {
         Batch<1, 1, kOperands, true> single;
 #pragma unroll
         for (int k = 0; k < kOperands; ++k) single.offset[k][0] = base[k] + (e < head ? e : e + packets * V);
@@ -157,13 +163,14 @@ __device__ __forceinline__ void walk_planes(const Plan& plan, const Work& work, 
               base[k] + (V > 1 ? head + packet * V : (packet + j * plan.lanes) * l.strides[k].inner);
       }
       body(batch);
+      if (kFirst) return;
     }
   }
 }
 
 // Rows: body(batch) for this thread's columns, of which the first is column lane * V of the tile. With kWhole
 // batches in which every packet exists have a type of their own.
-template <int V, int U, int kOperands, bool kReverse, bool kWhole, class Body>
+template <int V, int U, int kOperands, bool kReverse, bool kWhole, bool kFirst, class Body>
 __device__ __forceinline__ void walk_rows(const Plan& plan, const Work& work, const Body& body) {
   const Layout& l = plan.layout;
   const int64_t column = work.first_channel(plan) * plan.fold + work.lane * V;
@@ -195,16 +202,32 @@ __device__ __forceinline__ void walk_rows(const Plan& plan, const Work& work, co
   };
   if constexpr (kWhole)
     for (; i + (U - 1) * plan.teams < plan.units; i += step) visit(Batch<V, U, kOperands, true>());
-  for (; i < plan.units; i += step) visit(Batch<V, U, kOperands>());
+  for (; i < plan.units; i += step) {
+    visit(Batch<V, U, kOperands>());
+    if (kFirst) return;
+  }
 }
 
-// body(batch) for all elements of this thread, see above.
-template <bool kRows, int V, int U, int kOperands, bool kReverse, bool kWhole = false, class T, class Body>
+// body(batch) for all elements of this thread, see above; with kFirst for its first batch of packets alone.
+template <bool kRows, int V, int U, int kOperands, bool kReverse, bool kWhole = false, bool kFirst = false,
+          class T, class Body>
 __device__ __forceinline__ void walk(const Plan& plan, const Work& work, const T* p, const Body& body) {
   if constexpr (kRows)
-    walk_rows<V, U, kOperands, kReverse, kWhole>(plan, work, body);
+    walk_rows<V, U, kOperands, kReverse, kWhole, kFirst>(plan, work, body);
   else
-    walk_planes<V, U, kOperands, kReverse>(plan, work, p, body);
+    walk_planes<V, U, kOperands, kReverse, kFirst>(plan, work, p, body);
+}
+
+// Brings the first batch of a walk to the L2 cache, while the block makes its table of channels. `z`, operand
+// kZ, may be absent.
+template <bool kRows, int V, int U, int kOperands, bool kReverse, int kZ, class T>
+__device__ __forceinline__ void prefetch_first(const Plan& plan, const Work& work, const T* p, const T* dy,
+                                               const T* z) {
+  walk<kRows, V, U, kOperands, kReverse, false, true>(plan, work, p, [&]<class B>(const B& batch) {
+    batch.prefetch_from(p, 0);
+    if (dy) batch.prefetch_from(dy, 1);
+    if constexpr (kZ > 0) batch.prefetch_from(z, kZ);
+  });
 }
 
 }  // namespace fastvit

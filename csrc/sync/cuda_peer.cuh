@@ -112,7 +112,8 @@ class Wait {
   // Called while packets of a rank are missing; false when the thread must stop waiting.
   __device__ __forceinline__ bool patient(int rank) const {
     if (gave_up(rank) >> 32 > generation) return fail(peer::kGaveUp, rank);
-    return globaltimer() - begin <= exchange.nanoseconds || fail(peer::kTimeout, rank);
+    // Signed, since the clock of another multiprocessor may be a tick behind.
+    return int64_t(globaltimer() - begin) <= int64_t(exchange.nanoseconds) || fail(peer::kTimeout, rank);
   }
 
   // Waits for a rank's header, and for the count, pair `i` of moments (none for i < 0).

@@ -3,13 +3,23 @@
 policy.py   what a scope rebuilds
 saved.py    the objects that autograd holds for a saved tensor: the tensor, or a recipe
 values.py   the op and the inputs of a tensor, and how it is rebuilt
-rules.py    the ops that are repeated, by the names of autograd's nodes
+rules.py    the ops that are repeated, by the names of autograd's nodes; norms.py, views.py
 graph.py    reads the op and its inputs from autograd's graph
+calls.py    what the graph lacks, from the calls of torch's functions
 scope.py    the saved-tensor hooks
+opening.py  opens and closes scopes
 """
 
-from .graph import remember_eps
+from .opening import active_scope, close_scope, open_scope, policy_scope, recompute_scope, watched, why_closed
 from .policy import Policy
-from .scope import active_scope, policy_scope, recompute_scope
 
-__all__ = ["Policy", "active_scope", "policy_scope", "recompute_scope", "remember_eps"]
+__all__ = [
+    "Policy",
+    "active_scope",
+    "close_scope",
+    "open_scope",
+    "policy_scope",
+    "recompute_scope",
+    "watched",
+    "why_closed",
+]

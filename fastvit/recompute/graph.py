@@ -5,7 +5,7 @@ same op on the same memory layout the result has the same bits. rules.py lists t
 those with little arithmetic; the results of other ops are never rebuilt. Views are followed to their base.
 
 The graph lacks a number that was added, the value of padding, and inputs without gradient that the op did not
-save. A tensor that depends on one of these is not rebuilt.
+save. A tensor that depends on one of these is not rebuilt. calls.py notes the eps of a normalisation.
 """
 
 from __future__ import annotations
@@ -16,17 +16,19 @@ import sys
 import torch
 from torch import Tensor
 
+from .calls import NORM, VALUE
 from .policy import Policy
-from .rules import EPS, LEAF, PRODUCTS, RULES, VIEWS, Unknown, signed, signed_all
+from .rules import LEAF, PRODUCTS, RULES
 from .saved import Kept, Recipe
-from .values import Argument, Copied, Held, Value, View
+from .values import Argument, Copied, Held, Unknown, Value, View
+from .views import VIEWS, signed, signed_all
 
-KEY = "fastvit.value"
-_DEEPEST = 12  # consecutive ops whose results no op has saved
-# Most bytes that a recipe moves for each byte of the tensor, in half precision or under autocast. Matrix
-# products are so fast there that long recipes show in a step's time: a LayerNorm and a cast move 7, a
-# LayerScale, a residual sum and a cast 11, a rotary embedding and a cast 26.
-_MOST_MOVED_IN_HALF = 10
+_LONGEST = 12  # consecutive ops whose results no op has saved
+# Most bytes that a recipe moves for each byte of the tensor. In half precision and under autocast matrix
+# products are so fast that long recipes show in a step's time: a LayerNorm and a cast move 7, a LayerScale, a
+# residual sum and a cast 11, a rotary embedding and a cast 26. In float32 residual sums of BatchNorms, each
+# made of the one before, move 5 more each.
+_MOST_MOVED, _MOST_MOVED_IN_HALF = 18, 10
 
 
 class _Attributes(dict):
@@ -46,17 +48,18 @@ _SAVED, _RAW_SAVED = _Attributes("_saved_"), _Attributes("_raw_saved_")
 def value_of(node, policy: Policy, like: Tensor | None = None, level: int = 0) -> Value:
     """The value that `node` made. `like` is the whole tensor, where it is available."""
     metadata = node.metadata
-    value = metadata.get(KEY)
+    value = metadata.get(VALUE)
     if value is None:
-        value = metadata[KEY] = Value()
+        value = metadata[VALUE] = Value()
         value.name = name = node.name()
         made = node._input_metadata[0]
         if made.is_cpp_nested_tensor:  # it has no shape
             return value
+        value.dtype = made.dtype
         elements = math.prod(made.shape)
         value.size = elements * made.dtype.itemsize
         rule = RULES.get(name) or (PRODUCTS.get(name) if policy.products else None)
-        if rule is not None and level < _DEEPEST:
+        if rule is not None and level < _LONGEST:
             try:
                 read = Node(node, policy, like, level)
                 value.made_by(*rule(read))
@@ -64,26 +67,14 @@ def value_of(node, policy: Policy, like: Tensor | None = None, level: int = 0) -
             except Unknown as reason:
                 value.unknown = str(reason)
             share = value.moved / (value.size or 1)
-            if share > _MOST_MOVED_IN_HALF and not policy.products and _in_half(made.dtype):
+            most = _MOST_MOVED_IN_HALF if _in_half(made.dtype) else _MOST_MOVED
+            if share > most and not policy.products:
                 value.unknown = f"its recipe moves {share:.0f} bytes for each that it frees"
     return value
 
 
 def _in_half(dtype: torch.dtype) -> bool:
     return dtype.itemsize == 2 or torch._C._is_any_autocast_enabled()
-
-
-def remember_eps(y: Tensor, eps: float | None) -> None:
-    """Records the eps of the normalisation that made `y`, which its node lacks."""
-    base = y if y._base is None else y._base
-    node = base.grad_fn
-    for _ in range(2):  # the result may have been cast
-        if node is None:
-            return
-        if node.name() in ("NativeLayerNormBackward0", "FusedRmsNormBackward0"):
-            node.metadata[EPS] = eps
-            return
-        node = node.next_functions[0][0] if node.name() == "ToCopyBackward0" else None
 
 
 class Node:
@@ -102,24 +93,43 @@ class Node:
     def number(self, name: str):
         return getattr(self.node, _SAVED[name])
 
-    def integer(self, name: str) -> int:
+    def integer(self, name: str) -> int | None:
         return signed(self.number(name))
 
-    def integers(self, name: str) -> tuple[int, ...]:
+    def integers(self, name: str) -> tuple[int | None, ...]:
         return signed_all(self.number(name))
 
     def saved(self, name: str) -> Argument | None:
         """An input that the op saved; None where it saved nothing."""
         packed = getattr(self.node, _RAW_SAVED[name]).data
+        return None if packed is None else self.packed(packed)
+
+    def packed(self, packed: object) -> Argument:
+        """What an op of this scope has packed."""
         if type(packed) is Kept:
             return Held(packed)
         if type(packed) is Recipe:
             return View(packed.value, ((torch.as_strided, *packed.geometry),))
         if isinstance(packed, Tensor) and packed.numel() == 1 and packed.grad_fn is None:
             return Copied(Kept(packed))
-        if packed is not None:
-            raise Unknown  # saved outside of the scope
-        return None
+        raise Unknown("saved outside of the scope")
+
+    def is_residual(self) -> bool:
+        """Whether this sum has two terms of its shape, one a matrix product that no op has saved so far."""
+        shape = self.metadata().shape
+        terms = [node for node, _ in self.edges]
+        if any(node is None or node._input_metadata[0].shape != shape for node in terms):
+            return False
+        return any(map(self._is_unsaved_product, terms))
+
+    @staticmethod
+    def _is_unsaved_product(node) -> bool:
+        while node is not None and ((name := node.name()) in VIEWS or name == "UnsafeViewBackward0"):
+            node, _ = node.next_functions[0]
+        if node is None or name not in PRODUCTS:
+            return False
+        value = node.metadata.get(VALUE)
+        return value is None or value.kept() is None
 
     def is_lost(self, index: int) -> bool:
         """Whether an input is the result of an op without a rule, and no op has saved it so far."""
@@ -128,7 +138,7 @@ class Node:
             node, _ = node.next_functions[0]
         if node is None or name in RULES or name == LEAF or (self.policy.products and name in PRODUCTS):
             return False
-        value = node.metadata.get(KEY)
+        value = node.metadata.get(VALUE)
         return value is None or (value.function is None and value.kept() is None)
 
     def edge(self, index: int) -> Argument:
@@ -143,7 +153,7 @@ class Node:
         if name == LEAF:
             value = self.leaf(node.variable)
         else:
-            value = node.metadata.get(KEY) or value_of(node, self.policy, None, self.level + 1)
+            value = node.metadata.get(VALUE) or value_of(node, self.policy, None, self.level + 1)
         return View(value, views) if views else value
 
     def leaf(self, tensor: Tensor) -> Copied:
@@ -151,7 +161,23 @@ class Node:
         shape = self.metadata().shape
         if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.numel() * 64 > math.prod(shape):
             raise Unknown
+        if Kept(tensor).is_freed():
+            raise Unknown("a parameter that is sharded now")
         return Copied(Kept(tensor.detach().clone()))
+
+    def noted(self) -> tuple[float | None, Tensor | None]:
+        """The eps and the bias of the call of a normalisation."""
+        noted = self.node.metadata.get(NORM)
+        if noted is None:
+            raise Unknown("the call of the normalisation was not seen")
+        return noted
+
+    def bias(self, index: int) -> Argument | None:
+        """The bias of a normalisation; None where it has none."""
+        if self.edges[index][0] is not None:
+            return self.edge(index)
+        bias = self.noted()[1]
+        return None if bias is None else Copied(Kept(bias))
 
     def input(self, name: str, index: int) -> Argument:
         return self.saved(name) or self.edge(index)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from functools import lru_cache
 
-Site = tuple[str, str]  # the name of a block, and the name of an autograd node
+# The name of a block, the name of an autograd node, and its number among those of this name in the block.
+Site = tuple[str, str, int]
 
 
 @dataclass(frozen=True)
@@ -15,8 +18,25 @@ class Policy:
         products: results of matrix products too.
         weight_casts: autocast's copies of weights too.
         sites: only the results of these ops in these blocks; None for all.
+        skip: not the results of ops of these plain names in these blocks.
     """
 
     products: bool = False
     weight_casts: bool = False
     sites: frozenset[Site] | None = None
+    skip: frozenset[tuple[str, str]] = frozenset()
+
+    def against(self, site: Site) -> str:
+        """Why the result of `site` is kept; empty where it may be rebuilt."""
+        if self.sites is not None and site not in self.sites:
+            return "the budget is met without it"
+        if self.skip and (site[0], op_name(site[1])) in self.skip:
+            return "skipped"
+        return ""
+
+
+@lru_cache(1024)
+def op_name(name: str) -> str:
+    """The plain name of an autograd node: `GeluBackward0` is gelu."""
+    plain = re.sub(r"((Function)?Backward\d*|<.*>)$", "", name.split("::")[-1])
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", plain).lower().removeprefix("native_")

@@ -6,7 +6,6 @@ same bits. A rule raises `Unknown` where the node lacks an argument.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING
@@ -16,86 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
+from . import norms
 from .saved import Kept, Recipe
-from .values import Argument, Copied, Value, View
+from .values import Argument, Copied, Rebuild, Unknown, Value, View
+from .views import itself
 
 if TYPE_CHECKING:
     from .graph import Node
 
-EPS = "fastvit.eps"
 LEAF = "torch::autograd::AccumulateGrad"
-
-
-class Unknown(Exception):
-    """A node lacks an argument of its op."""
-
-
-def signed(number: int) -> int:
-    """The signed value of an integer attribute, which nodes return as unsigned."""
-    return number - 2**64 if number >= 2**63 else number
-
-
-def signed_all(numbers: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple([signed(number) for number in numbers])
-
-
-ViewOp = tuple  # a function of a tensor, and its other arguments
-
-
-def _of_shape(node, _: int) -> ViewOp:
-    return Tensor.view, tuple(node._input_metadata[0].shape)
-
-
-def _expand(node, _: int) -> ViewOp:
-    shape = tuple(node._input_metadata[0].shape)
-    return (_itself,) if node._saved_self_sym_sizes == shape else (Tensor.expand, *shape)
-
-
-def _method(name: str, *integers: str, part: bool = False) -> Callable:
-    """A view by a method of Tensor with these integers; `part` for a method that returns several views."""
-    saved, method = [sys.intern(f"_saved_{integer}") for integer in integers], getattr(Tensor, name)
-
-    def rule(node, number: int) -> ViewOp:
-        given = [getattr(node, one) for one in saved]
-        given = [signed_all(g) if type(g) is tuple else signed(g) for g in given]
-        return (_part, method, number, *given) if part else (method, *given)
-
-    return rule
-
-
-def _part(tensor: Tensor, method: Callable, number: int, *given) -> Tensor:
-    return method(tensor, *given)[number]
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _slice(node, _: int) -> ViewOp:
-    integers = (node._saved_dim, node._saved_start, node._saved_end, node._saved_step)
-    return torch.ops.aten.slice.Tensor, *signed_all(integers)
-
-
-VIEWS: dict[str, Callable[..., ViewOp]] = {
-    "ViewBackward0": _of_shape,
-    "ReshapeAliasBackward0": _of_shape,
-    "AliasBackward0": lambda *_: (_itself,),
-    "ExpandBackward0": _expand,
-    "PermuteBackward0": _method("permute", "dims"),
-    "TransposeBackward0": _method("transpose", "dim0", "dim1"),
-    "TBackward0": _method("t"),
-    "UnbindBackward0": _method("unbind", "dim", part=True),
-    "SplitBackward0": _method("split", "split_size", "dim", part=True),
-    "SplitWithSizesBackward0": _method("split_with_sizes", "split_sizes", "dim", part=True),
-    "SelectBackward0": _method("select", "dim", "index"),
-    "SliceBackward0": _slice,
-    "UnsqueezeBackward0": _method("unsqueeze", "dim"),
-    "SqueezeBackward0": _method("squeeze"),
-    "SqueezeBackward1": _method("squeeze", "dim"),
-    "UnfoldBackward0": _method("unfold", "dimension", "size", "step"),
-}
-
-Rebuild = tuple[Callable[..., Tensor], tuple[Argument, ...]]
 
 
 class Pointwise:
@@ -112,7 +40,7 @@ class Pointwise:
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
-    return tensor.to(dtype) if out is None else out.copy_(tensor)
+    return tensor.to(dtype, copy=True) if out is None else out.copy_(tensor)
 
 
 def _unary(function: Callable[[Tensor], Tensor], saves_input: bool = True) -> Callable[[Node], Rebuild]:
@@ -130,6 +58,8 @@ def _sum(function: Callable[..., Tensor]) -> Callable[[Node], Rebuild]:
         # wait for a term that no op has saved yet.
         if read.is_lost(0) or read.is_lost(1):
             raise Unknown("a term of the sum is not kept")
+        if read.policy.products and read.is_residual():
+            raise Unknown("the sum is kept instead of repeating the product that is its term")
         alpha, arguments = read.number("alpha"), (read.edge(0), read.edge(1))
         return function if alpha == 1 else partial(function, alpha=alpha), arguments
 
@@ -146,14 +76,20 @@ def _gelu_of(approximate: str) -> Callable[[Tensor], Tensor]:
     return lambda t: F.gelu(t, approximate=approximate)
 
 
-def _leaky_relu(read: Node) -> Rebuild:
+def _leaky_relu(read: Node, in_place: bool = False) -> Rebuild:
     slope = read.number("negative_slope")
-    return lambda t: F.leaky_relu(t, slope), (read.input("self", 0),)
+    return lambda t: F.leaky_relu(t, slope), (read.edge(0) if in_place else read.input("self", 0),)
 
 
-def _elu(read: Node) -> Rebuild:
+def _elu(read: Node, in_place: bool = False) -> Rebuild:
     given = [read.number(name) for name in ("alpha", "scale", "input_scale")]
-    return lambda t: torch.ops.aten.elu(t, *given), (read.input("self", 0),)
+    argument = read.edge(0) if in_place else read.input("self", 0)
+    return lambda t: torch.ops.aten.elu(t, *given), (argument,)
+
+
+def _clamp(read: Node) -> Rebuild:
+    low, high = read.number("min"), read.number("max")
+    return lambda t: t.clamp(low, high), (read.input("self", 0),)
 
 
 def _hardtanh(read: Node) -> Rebuild:
@@ -212,6 +148,8 @@ def _clone(read: Node) -> Rebuild:
     size, stride = read.like.size(), read.like.stride()
 
     def copy(t: Tensor) -> Tensor:
+        if t.stride() == stride and t.size() == size:
+            return t
         return torch.empty_strided(size, stride, dtype=t.dtype, device=t.device).copy_(t)
 
     return copy, (read.edge(0),)
@@ -261,7 +199,7 @@ def _written_at_once(inner: Argument, copy: Node, shape: tuple[int, ...]) -> Reb
     op, made = value.function, copy.metadata()
     size, dtype, device = tuple(made.shape), made.dtype, made.device
     # Loops over complex numbers of other strides may round otherwise.
-    if dtype.is_complex or any(view[0] not in (_itself, Tensor.transpose) for view in views):
+    if dtype.is_complex or any(view[0] not in (itself, Tensor.transpose) for view in views):
         return None
     swaps = [given for function, *given in reversed(views) if function is Tensor.transpose]
 
@@ -299,44 +237,27 @@ def _widens(read: Node, weight: str) -> None:
     read.flops = 2 * shape[0]
 
 
-def _layer_norm(read: Node) -> Rebuild:
-    eps = read.node.metadata.get(EPS)
-    if eps is None:
-        raise Unknown
-    arguments = _affine(read, "weight", "bias")
-    return _layer_norm_of(read.number("normalized_shape"), eps), arguments
+def _max_pool2d(read: Node) -> Rebuild:
+    sizes = [read.integers(name) for name in ("kernel_size", "stride", "padding", "dilation")]
+    ceil = read.number("ceil_mode")
+    return lambda x: torch.ops.aten.max_pool2d_with_indices(x, *sizes, ceil)[0], (read.input("self", 0),)
 
 
-@lru_cache(256)
-def _layer_norm_of(shape: tuple[int, ...], eps: float) -> Callable[..., Tensor]:
-    return lambda x, w=None, b=None: torch.native_layer_norm(x, shape, w, b, eps)[0]
-
-
-def _rms_norm(read: Node) -> Rebuild:
-    if EPS not in read.node.metadata:
-        raise Unknown
-    eps, arguments = read.node.metadata[EPS], _affine(read, "weight")
-    return _rms_norm_of(read.number("normalized_shape"), eps), arguments
-
-
-@lru_cache(256)
-def _rms_norm_of(shape: tuple[int, ...], eps: float | None) -> Callable[..., Tensor]:
-    return lambda x, w=None: torch.ops.aten._fused_rms_norm(x, shape, w, eps)[0]
-
-
-def _affine(read: Node, *names: str) -> tuple[Argument, ...]:
-    """The arguments of a normalisation, without trailing parameters that are None."""
-    given = [read.saved(name) for name in ("input", *names)]
-    while given and given[-1] is None:
-        given.pop()
-    if not given or None in given:
-        raise Unknown
-    return tuple(given)
+def _avg_pool2d(read: Node) -> Rebuild:
+    sizes = [read.integers(name) for name in ("kernel_size", "stride", "padding")]
+    flags = [read.number(name) for name in ("ceil_mode", "count_include_pad", "divisor_override")]
+    return lambda x: F.avg_pool2d(x, *sizes, *flags), (read.input("self", 0),)
 
 
 RULES: dict[str, Callable[[Node], Rebuild]] = {
-    "NativeLayerNormBackward0": _layer_norm,
-    "FusedRmsNormBackward0": _rms_norm,
+    "NativeLayerNormBackward0": norms.layer_norm,
+    "FusedRmsNormBackward0": norms.rms_norm,
+    "NativeGroupNormBackward0": norms.group_norm,
+    "NativeBatchNormBackward0": norms.batch_norm,
+    "CudnnBatchNormBackward0": norms.cudnn_batch_norm,
+    "SyncBatchNormBackward": norms.sync_batch_norm,
+    "MaxPool2DWithIndicesBackward0": _max_pool2d,
+    "AvgPool2DBackward0": _avg_pool2d,
     "GeluBackward0": _gelu,
     "SiluBackward0": _unary(F.silu),
     "MishBackward0": _unary(F.mish),
@@ -344,7 +265,10 @@ RULES: dict[str, Callable[[Node], Rebuild]] = {
     "HardsigmoidBackward0": _unary(F.hardsigmoid),
     "HardtanhBackward0": _hardtanh,
     "LeakyReluBackward0": _leaky_relu,
+    "LeakyReluBackward1": partial(_leaky_relu, in_place=True),
     "EluBackward0": _elu,
+    "EluBackward1": partial(_elu, in_place=True),
+    "ClampBackward1": _clamp,
     "GluBackward0": _glu,
     "ReluBackward0": _unary(torch.relu, saves_input=False),
     "SigmoidBackward0": _unary(torch.sigmoid, saves_input=False),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -14,32 +15,90 @@ from .values import Given, Source, Value, plainly
 class Kept:
     """A saved tensor that stays in memory, with the version check that autograd skips under hooks."""
 
-    __slots__ = ("__weakref__", "tensor", "version")
+    __slots__ = ("__weakref__", "before", "is_overwritten", "is_read", "outer", "tensor", "version", "views")
 
     def __init__(self, tensor: Tensor, is_input: bool = False):
         # Detached, because an op's output refers to its node, and the node refers to this object: a cycle.
         self.tensor = tensor if is_input or tensor.is_leaf else tensor.detach()
         self.version = tensor._version
+        self.outer: HandedOn | None = None
+        self.is_read = False  # by a recipe
+        self.is_overwritten = False  # without a new version
+        self.before: Tensor | None = None  # a copy for recipes, where the tensor was written to
+        self.views: list[weakref.ref[Kept]] = []  # of the same memory
+
+    def again(self, tensor: Tensor) -> Kept:
+        """For another save of the same memory."""
+        mine = self.tensor
+        if tensor.size() == mine.size() and tensor.stride() == mine.stride() and self.outer is None:
+            if tensor.storage_offset() == mine.storage_offset():
+                return self
+        kept = Kept(tensor)
+        self.views.append(weakref.ref(kept))
+        return kept
+
+    def same_memory(self) -> list[Kept]:
+        return [self, *[kept for view in self.views if (kept := view()) is not None]]
+
+    def copy_for_recipes(self) -> None:
+        """Before a write to the tensor, for the recipes that read it."""
+        if self.is_read and self.before is None and self.outer is None:
+            self.before = self.tensor.clone()
+
+    def hand_on(self, hooks: tuple[Callable, Callable]) -> None:
+        """Passes the tensor to the pack hook around the scope, and drops it."""
+        if self.outer is None:
+            self.outer = HandedOn(self.tensor, *hooks)
+            self.tensor, self.version = torch.empty_like(self.tensor, device="meta"), 0
 
     def is_intact(self) -> bool:
-        return self.tensor._version == self.version
+        return self.tensor._version == self.version and self.before is None and not self.is_overwritten
 
     def is_freed(self) -> bool:
-        """Whether it is a parameter whose memory is freed for now, as FSDP does between uses."""
+        """Whether it is a parameter, or a view of one, whose memory is freed for now, as FSDP does."""
         tensor = self.tensor
-        return type(tensor) is Parameter and not tensor.untyped_storage().nbytes() and tensor.numel() > 0
+        if self.outer is not None or (type(tensor) is not Parameter and tensor.grad_fn is None):
+            return False
+        return not tensor.untyped_storage().nbytes() and tensor.numel() > 0
 
     def is_there(self) -> bool:
-        tensor = self.tensor
-        return tensor._version == self.version and not (type(tensor) is Parameter and self.is_freed())
+        return self.is_intact() and not self.is_freed()
+
+    def read(self) -> Tensor:
+        """The tensor as it was saved, for a recipe."""
+        return self.unpack() if self.before is None else self.before
 
     def unpack(self) -> Tensor:
+        if self.outer is not None:
+            return self.outer.unpack()
         if self.tensor._version != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace "
                 f"operation: [{self.tensor.type()} {list(self.tensor.shape)}] is at version "
                 f"{self.tensor._version}; expected version {self.version} instead."
             )
+        return self.tensor
+
+
+class HandedOn:
+    """A tensor that hooks around the scope hold, such as those of save_on_cpu."""
+
+    __slots__ = ("geometry", "packed", "tensor", "unpack_hook")
+
+    def __init__(self, tensor: Tensor, pack_hook: Callable, unpack_hook: Callable):
+        self.geometry = tensor.size(), tensor.stride()
+        self.packed = pack_hook(tensor)
+        self.unpack_hook = unpack_hook
+        self.tensor: Tensor | None = None
+
+    def unpack(self) -> Tensor:
+        """The tensor in its own layout. Unpacked once, since a hook may drop what it has returned."""
+        if self.tensor is None:
+            tensor = self.unpack_hook(self.packed)
+            if tensor.stride() != self.geometry[1]:
+                laid = torch.empty_strided(*self.geometry, dtype=tensor.dtype, device=tensor.device)
+                tensor = laid.copy_(tensor)
+            self.tensor, self.packed = tensor, None
         return self.tensor
 
 
@@ -66,6 +125,8 @@ class Recipe:
         ingredients: list[Kept] = []
         missing = self.value.gather(ingredients)
         if missing is None:
+            for kept in ingredients:
+                kept.is_read = True
             self.source = self.value.shared(ingredients)
             self.source.readers += 1
             self.kept = None
@@ -74,7 +135,8 @@ class Recipe:
     def hold(self, kept: Kept) -> None:
         """Keeps the tensor, so that other recipes may use it as an ingredient."""
         self.kept = kept
-        self.value.keeper = weakref.ref(kept)
+        if self.value.memory is None:
+            self.value.keeper = weakref.ref(kept)
 
     def unpack(self) -> Tensor:
         if self.kept is not None:

@@ -1,9 +1,8 @@
-"""The saved-tensor hooks under which outputs are rebuilt in the backward pass instead of kept.
+"""One recompute scope: the hooks under which saved tensors become recipes.
 
-Inside `recompute_scope()` autograd passes every tensor that an op saves to a pack hook
-(torch.autograd.graph.saved_tensors_hooks). Where the tensor can be rebuilt from tensors that other ops keep,
-the hook returns a recipe; the unpack hook follows it. The op and the inputs of a tensor come from a layer of
-fastvit (`_Scope.call`), or from autograd's graph for ops of torch (graph.py).
+Where a tensor that autograd saves can be rebuilt from tensors that other ops keep, the pack hook returns a
+recipe; the unpack hook follows it. The op and the inputs of a tensor come from a layer of fastvit
+(`Scope.call`), or from autograd's graph for ops of torch (graph.py) and from their calls (calls.py).
 
 No tensor is kept only for a recipe, except copies of small leaves and byte masks. An ingredient may be saved
 later than the tensor that needs it: queries and keys are saved before the values with which they share
@@ -25,82 +24,26 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import TensorWeakRef
 
-from .graph import KEY, value_of
-from .policy import Policy
-from .rules import VIEWS
+from .calls import VALUE, VERSION, Aliases, Calls, has_memory
+from .graph import value_of
+from .policy import Policy, Site
 from .saved import Kept, Recipe
 from .values import SMALLEST, Argument, Given, Held, Value, View
+from .views import VIEWS, leads_to
 
 _MASK = "dropout_mask, a byte an element"
 _autograd = torch._C._autograd
 _transforms = torch._C._functorch.peek_interpreter_stack
 
-
-def recompute_scope(
-    products: bool = False, weight_casts: bool = False
-) -> contextlib.AbstractContextManager[None]:
-    """Around a forward: outputs that take little arithmetic are rebuilt in backward instead of kept.
-
-        with fastvit.recompute_scope():
-            loss = criterion(model(x), target)
-        loss.backward()
-
-    These are outputs of BatchNormAct layers with memory="recompute", and of torch's activations, elementwise
-    products, sums, casts, copies and concatenations, where the inputs of the op are kept. LayerNorms need
-    `fastvit.convert`.
-
-    The backward may run inside or outside of the scope. Gradients have the same bits as without it. An output
-    that was written to before it was saved is kept. Scopes nest: at the end of an inner one, outputs that
-    wait for an ingredient are kept. A scope has no effect inside other saved-tensor hooks (non-reentrant
-    checkpointing, save_on_cpu) and under torch.compile.
-
-    A write through `tensor.data`, or by an op that does not count versions, is not noticed, as everywhere in
-    autograd. Nor is one under no_grad to a result that no op has saved, where the result of a later op is
-    rebuilt from what it was made of.
-
-    Args:
-        products: rebuild the output of a Linear too, where it is no narrower than the input. This halves the
-            remaining bytes, about, for the time of these matrix products. In half precision and under
-            autocast tensors are rebuilt then too whose recipe moves more than ten times their bytes.
-        weight_casts: cast weights again instead of keeping the half-precision copies that autocast makes: 2
-            bytes for each element of a weight, at any batch size. A write to a weight before the backward is
-            then an error. A write through `weight.data` is not noticed, and the gradient is that of the new
-            weight.
-    """
-    return policy_scope(Policy(products, weight_casts))
+Hooks = tuple[Callable, Callable]
+Look = Callable[["Kept | Recipe", Tensor], None]
 
 
-@contextlib.contextmanager
-def policy_scope(policy: Policy, block: str = "") -> Iterator[None]:
-    """`recompute_scope` with a policy, around the forward of a block of this name."""
-    outer = active_scope()
-    if outer is not None:
-        yield
-        outer.finish()
-        return
-    if torch.compiler.is_compiling() or not _autograd._saved_tensors_hooks_is_enabled() or _top_hooks():
-        yield
-        return
-    scope = _Scope(policy, block)
-    with saved_tensors_hooks(scope.pack, scope.unpack):
-        yield
-    scope.finish()
-
-
-def active_scope() -> _Scope | None:
-    """The scope whose hooks are on top of autograd's stack of hooks, if they are a scope's."""
-    if torch.compiler.is_compiling():
-        return None
-    hooks = _top_hooks()
-    scope = getattr(hooks[0], "__self__", None) if hooks else None
-    return scope if isinstance(scope, _Scope) else None
-
-
-def _top_hooks() -> tuple[Callable, Callable] | None:
+def top_hooks() -> Hooks | None:
+    """The saved-tensor hooks that autograd calls now."""
     return _autograd._top_saved_tensors_default_hooks(True)
 
 
@@ -112,31 +55,61 @@ class _Noted:
         self.value, self.version, self.dtype = value, y._version, y.dtype
 
 
-class _Scope:
+class Scope:
+    """One open scope: its pack hook, and what it knows of the forward that runs."""
+
     _SWEEP_AT_LEAST = 64
 
-    def __init__(self, policy: Policy, block: str):
+    def __init__(self, policy: Policy, block: str, look: Look | None = None):
         self.policy = policy
         self.block = block  # the block whose forward runs
+        self.numbers: dict[str, dict[str, int]] = {}  # by block and name, how many values have a site
+        self.dropout: float | None = None  # the probability of the dropout that runs
+        self.written: tuple[Tensor, int] | None = None  # what the op that runs may write to; its version then
+        self.aliases = Aliases()
+        self._outer: Hooks | None = None  # hooks around this scope, to which kept tensors are handed on
         self._outputs: dict[int, _Noted] = {}  # by the address of y's storage, which `alive` reserves
         self._sweep_at = self._SWEEP_AT_LEAST
         self._recorded: list[Kept | Recipe] | None = None
-        self._dropout: float | None = None  # the probability of the dropout that runs
         self._waiting: list[weakref.ref[Recipe]] = []
+        self._calls = Calls(self)
+        self._look = look  # called with what an op saves: the packed object, the tensor
+
+    def enter(self) -> None:
+        self._outer = top_hooks()
+        _autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
+        self._calls.__enter__()
+
+    def leave(self) -> None:
+        self._calls.__exit__(None, None, None)
+        _autograd._pop_saved_tensors_default_hooks()
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Without the hooks for a while."""
+        _autograd._pop_saved_tensors_default_hooks()
+        try:
+            yield
+        finally:
+            _autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
 
     def pack(self, tensor: Tensor) -> Kept | Recipe:
         packed: Kept | Recipe | None = None
         if type(tensor) is Tensor:
-            if self._dropout is not None:
-                packed = self._mask(tensor, self._dropout)
+            if self.dropout is not None:
+                packed = self._mask(tensor, self.dropout)
             elif self._outputs:
                 packed = self._noted(tensor)
             if packed is None and tensor.grad_fn is not None:
                 packed = self._of_graph(tensor)
         if packed is None:
             packed = Kept(tensor)
+        if self._outer is not None and type(packed) is Kept:
+            packed.hand_on(self._outer)
         if self._recorded is not None:
             self._recorded.append(packed)
+        if self._look is not None:
+            self._look(packed, tensor)
         return packed
 
     @staticmethod
@@ -156,7 +129,7 @@ class _Scope:
         if y.requires_grad:
             self._sweep()
             value = Value()
-            value.size = y.nbytes
+            value.size, value.dtype = y.nbytes, y.dtype
             value.made_by(rebuild, tuple(_argument(packed) for packed in recorded))
             value.depth += 1
             storage = y.untyped_storage()
@@ -165,37 +138,41 @@ class _Scope:
             value.nbytes, value.name = y.nbytes, y.grad_fn.name()
             self._outputs[storage._cdata] = _Noted(y, value)
             if y._base is None and y.output_nr == 0 and y._version == 0:
-                y.grad_fn.metadata[KEY] = value
+                y.grad_fn.metadata[VALUE] = value
         return y
 
-    @contextlib.contextmanager
-    def dropout(self, p: float) -> Iterator[None]:
-        """Around torch's dropout, which saves its factor: 0, or 1 / (1 - p)."""
-        outer, self._dropout = self._dropout, p
-        try:
-            yield
-        finally:
-            self._dropout = outer
+    @staticmethod
+    def unknown(reason: str) -> Value:
+        """A value that is never rebuilt."""
+        value = Value()
+        value.unknown = reason
+        return value
 
     def _mask(self, tensor: Tensor, p: float) -> Recipe | None:
         """A mask of one byte an element in place of the factor. Drawing it again takes ten times as long."""
         size = tensor.element_size()
         if tensor.grad_fn is not None or not tensor.is_floating_point() or tensor.nbytes < SMALLEST:
             return None
-        if self.policy.sites is not None and (self.block, _MASK) not in self.policy.sites:
+        site = self._next_site(_MASK)
+        if self.policy.against(site):
             return None
         kept, dtype = Kept(tensor != 0), tensor.dtype
         value = Value()
         value.size = tensor.nbytes
         value.made_by(lambda mask: mask.to(dtype).div_(1 - p), (Held(kept),))
-        value.name, value.block, value.depth = _MASK, self.block, 1
+        value.name, value.site, value.depth = _MASK, site, 1
         value.nbytes = tensor.nbytes // size * (size - 1)  # the bytes that the mask saves
         recipe = Recipe(value, tensor, tensor)
         recipe.settle()
         return recipe
 
+    def _next_site(self, name: str) -> Site:
+        numbers = self.numbers.setdefault(self.block, {})
+        numbers[name] = number = numbers.get(name, 0) + 1
+        return self.block, name, number
+
     def _noted(self, tensor: Tensor) -> Kept | Recipe | None:
-        if tensor.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        if not has_memory(tensor):
             return None
         noted = self._outputs.get(tensor.untyped_storage()._cdata)
         if noted is None or tensor._version != noted.version or tensor.dtype != noted.dtype:
@@ -209,12 +186,16 @@ class _Scope:
         node = base.grad_fn
         if node is None:  # a view of a leaf, such as a transposed weight
             return Kept(tensor, is_input=tensor.grad_fn.name() in VIEWS)
-        # The graph shows neither later writes nor which of several results this is.
-        if base._version or base.output_nr or base.dtype != tensor.dtype:
+        # The graph shows neither which of several results this is, nor a cast of the memory.
+        if base.output_nr or base.dtype != tensor.dtype:
+            return None
+        if base._version and not self._is_written_once(base, node):
             return None
         if tensor.layout is not torch.strided or base.is_nested or _transforms() is not None:
             return None
-        value = node.metadata.get(KEY) or value_of(node, self.policy, base)
+        if tensor is not base and not leads_to(tensor, node):
+            return None
+        value = node.metadata.get(VALUE) or value_of(node, self.policy, base)
         if value.original is not None:  # a layer's output whose memory was replaced
             return None
         if not value.nbytes:
@@ -222,25 +203,33 @@ class _Scope:
             value.depth += 1
         return self._choose(value, tensor, base)
 
+    def _is_written_once(self, base: Tensor, node) -> bool:
+        """Whether all writes to `base` are ops in place that the graph shows, the last one being `node`."""
+        written = self.written
+        if written is not None and written[0] is base and written[1] == base._version:
+            node.metadata[VERSION] = base._version  # the op saves its result before its call returns
+        return node.metadata.get(VERSION) == base._version
+
     def _choose(self, value: Value, tensor: Tensor, base: Tensor | None) -> Kept | Recipe:
         """Keeps `tensor`, which is `base` or a view of it, or makes a recipe. `value` is that of `base`."""
         kept = value.kept()
         if kept is not None and kept.is_intact():  # its storage is kept already
-            return Kept(tensor)
+            return kept.again(tensor)
         # The values of a conjugate or negative view differ from those in memory.
         if tensor is not base and (tensor.is_neg() or tensor.is_conj()):
             return Kept(tensor)
-        sites = self.policy.sites
-        if sites is not None and (self.block, value.name) not in sites and value.is_worth_it():
-            value.unknown = "the budget is met without it"
+        if not value.site[2]:
+            value.site = self._next_site(value.name)
+            if value.is_worth_it():
+                value.unknown = value.unknown or self.policy.against(value.site)
         if value.unknown or not value.is_worth_it():
             kept = Kept(tensor)
             if tensor is not base:
+                if self._outer is not None:  # hooks around hold the view, and not its base
+                    return kept
                 value.lies_in(base)
             self._is_kept(value, kept)
             return kept
-        if value.block is None:
-            value.block = self.block
         recipe = Recipe(value, tensor, base)
         missing = recipe.settle()
         if missing is not None:
@@ -250,6 +239,7 @@ class _Scope:
 
     def _wait(self, recipe: Recipe, missing: Value | Given) -> None:
         reference = weakref.ref(recipe)
+        self._sweep()
         self._waiting.append(reference)
         if type(missing) is Value:
             if missing.waiting is None:
@@ -271,17 +261,24 @@ class _Scope:
         for reference in self._waiting:
             recipe = reference()
             if recipe is not None and recipe.source is None and recipe.settle() is not None:
-                recipe.hold(recipe.kept)
+                if self._outer is not None:
+                    recipe.kept.hand_on(self._outer)
+                else:
+                    recipe.hold(recipe.kept)
         self._waiting = []
 
     def _sweep(self) -> None:
-        """Drops freed outputs from time to time, since a scope may enclose a whole training loop."""
-        if len(self._outputs) < self._sweep_at:
+        """Drops freed references from time to time, since a scope may enclose a whole training loop."""
+        if len(self._outputs) + len(self._waiting) + len(self.aliases) < self._sweep_at:
             return
+        self.aliases.sweep()
         self._outputs = {
             address: output for address, output in self._outputs.items() if not output.alive.expired()
         }
-        self._sweep_at = max(self._SWEEP_AT_LEAST, 2 * len(self._outputs))
+        self._waiting = [reference for reference in self._waiting if reference() is not None]
+        self._sweep_at = max(
+            self._SWEEP_AT_LEAST, 2 * (len(self._outputs) + len(self._waiting) + len(self.aliases))
+        )
 
 
 def _argument(packed: Kept | Recipe) -> Argument:

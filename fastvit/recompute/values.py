@@ -61,7 +61,7 @@ class Given:
         kept = self()
         if kept.is_freed():
             _refuse_freed(kept.tensor)
-        return kept.unpack()
+        return kept.read()
 
 
 class Held(Given, weakref.ref):
@@ -101,20 +101,18 @@ class Value:
     depth = cost = nbytes = 0
     moved = 0  # estimated bytes that the recipe reads and writes, from tensors that ops have saved
     size = 0  # bytes of the result
+    dtype: torch.dtype | None = None  # of the result; an op in place may have had wider operands
     name = ""  # of the autograd node
     flops = 0  # of the recipe's matrix products
-    block: str | None = None  # the block in which it was saved
+    site: Site = ("", "", 0)  # where it was saved first
     geometry: tuple | None = None  # size, stride and offset of the whole tensor
     sharer: weakref.ref[Source] | None = None
     waiting: list[weakref.ref[Recipe]] | None = None
+    memory: Tensor | None = None  # of the tensor, where it was written to without a new version
     # the tensor itself, where it may be alive
     original: TensorWeakRef | None = None
     version = address = 0
     unknown = ""  # why it is not rebuilt, where size, depth and cost are not the reason
-
-    @property
-    def site(self) -> Site | None:
-        return None if self.block is None else (self.block, self.name)
 
     def kept(self) -> Kept | None:
         return None if self.keeper is None else self.keeper()
@@ -124,12 +122,7 @@ class Value:
 
     def is_worth_it(self) -> bool:
         """Whether it is rebuilt where its inputs are kept."""
-        return (
-            self.function is not None
-            and self.nbytes >= SMALLEST
-            and self.depth <= _DEEPEST
-            and self.cost <= _COSTLIEST
-        )
+        return self.function is not None and self.nbytes >= SMALLEST and self.depth <= _DEEPEST
 
     def against(self) -> str | None:
         """Why it is never rebuilt; None where it is."""
@@ -141,10 +134,9 @@ class Value:
             return f"it has less than {SMALLEST} bytes"
         if self.depth > _DEEPEST:
             return f"its recipe goes through more than {_DEEPEST} rebuilt tensors"
-        return f"its recipe has more than {_COSTLIEST} ops" if self.cost > _COSTLIEST else None
+        return None
 
     def made_by(self, function: Callable[..., Tensor], arguments: tuple[Argument, ...]) -> None:
-        self.function, self.arguments = function, arguments
         depth, cost, moved, flops = 0, 1, self.size, 0
         for argument in arguments:
             value = argument.value if type(argument) is View else argument
@@ -159,6 +151,10 @@ class Value:
                     moved += value.moved
                     flops += value.flops
         self.depth, self.cost, self.moved, self.flops = depth, cost, moved, flops
+        if cost > _COSTLIEST:  # so that no walk over a recipe visits more ops
+            self.unknown = f"its recipe has more than {_COSTLIEST} ops"
+        else:
+            self.function, self.arguments = function, arguments
 
     def gather(self, ingredients: list[Kept]) -> Value | Given | None:
         """Collects the kept tensors from which this is rebuilt, or returns the first that is not kept."""
@@ -193,8 +189,8 @@ class Value:
     def tensor(self) -> Tensor:
         """The whole tensor: the kept one, one that is alive, one rebuilt for another reader, or rebuilt."""
         kept = self.kept()
-        if kept is not None and (self.function is None or kept.is_intact()):
-            tensor = kept.unpack()
+        if kept is not None and (self.function is None or kept.before is not None or kept.is_intact()):
+            tensor = kept.read()
             if kept.is_freed():
                 _refuse_freed(tensor)
             return tensor if self.geometry is None else torch.as_strided(tensor, *self.geometry)
@@ -204,6 +200,8 @@ class Value:
         tensor = self._alive()
         if tensor is None:
             tensor = self.function(*[argument.tensor() for argument in self.arguments])
+            if tensor.dtype is not self.dtype and self.dtype is not None:
+                tensor = tensor.to(self.dtype)
             if self.geometry is not None and tensor.stride() != self.geometry[1]:
                 tensor = torch.empty_strided(
                     *self.geometry[:2], dtype=tensor.dtype, device=tensor.device
@@ -234,13 +232,18 @@ class Source:
 
     def read(self, value: Value) -> Tensor:
         self.reads += 1
-        tensor = value.tensor()
+        tensor = value.tensor() if value.memory is None else value.memory
         if not self.unread():  # starts again, for a second backward with retain_graph
             self.rebuilt, self.reads = None, 0
         return tensor
 
 
 Argument = Value | Given | View  # a tensor that goes into an op
+Rebuild = tuple[Callable[..., Tensor], tuple[Argument, ...]]  # an op and what goes into it
+
+
+class Unknown(Exception):
+    """A node lacks an argument of its op."""
 
 
 def plainly(work: Callable[..., Tensor], *arguments: object) -> Tensor:

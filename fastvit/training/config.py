@@ -13,12 +13,12 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from ..conversion import MEMORY
 from ..models import MLP_NORMS, NORMS, VARIANTS
 
 __all__ = ["AMP_LEVELS", "Config", "ConfigError", "DATA", "flag", "kind_of"]
 
 DATA = ("digits", "cifar10", "cifar100", "folder", "synthetic")
+MEMORY = ("off", "convert", "products")
 AMP_LEVELS = ("off", "bf16", "O0", "O1", "O2", "O3")
 ALL_NORMS = (*NORMS[:2], "apex-sync", *NORMS[2:])
 BASE_LR = {"sgd": 0.05, "adamw": 1e-3, "fused-adam": 1e-3}
@@ -67,8 +67,8 @@ class Config:
     mlp_norm: str = _option("batch", "model", "in the MLPs: GELU, or BatchNorm, leaky_relu", MLP_NORMS)
     pretrained: str = _option("", "model", "initial weights: a file of safetensors or torch.save, or "
         "'timm' for those that timm downloads")
-    memory: str = _option("off", "model", f"keep less for backward: {', '.join(('off', *MEMORY))}, as in "
-        "fastvit.convert, or budget=0.5, the cheapest way to keep half of it")
+    memory: str = _option("off", "model", f"keep less for backward: {', '.join(MEMORY)} (matrix products are "
+        "repeated too), or budget=0.5, the cheapest way to keep half of it; as in fastvit.convert")
     freeze: tuple[str, ...] = _option((), "model", "names of parameters that are not trained: 'stem.*'")
 
     engine: str = _option("torch", "precision", "torch: fastvit's amp and torch's DistributedDataParallel; "
@@ -163,9 +163,9 @@ class Config:
         """`--memory` as arguments of `fastvit.convert`."""
         name, _, share = self.memory.partition("=")
         if name != "budget":
-            takes = f"one of {', '.join(('off', *MEMORY))}, or budget=<share>"
-            _require(self.memory in ("off", *MEMORY), "memory", takes, repr(self.memory))
-            return {"memory": self.memory}
+            takes = f"one of {', '.join(MEMORY)}, or budget=<share>"
+            _require(self.memory in MEMORY, "memory", takes, repr(self.memory))
+            return {"products": self.memory == "products"}
         try:
             budget = float(share)
         except ValueError:

@@ -58,7 +58,7 @@ def _from_timm(config: Config, shape: tuple[int, int, int], outputs: int) -> nn.
     if config.norm.startswith("inplace-abn"):
         raise ConfigError(
             f"--norm {config.norm} is built into fastvit's ViT; for --model {config.model} use torch, "
-            f"torch-sync, apex-sync or fastvit-sync, and --memory auto to save memory in these layers"
+            f"torch-sync, apex-sync or fastvit-sync, and --memory convert to save memory"
         )
     name, options = config.model.removeprefix("timm/"), {"in_chans": shape[0], "num_classes": outputs}
     if not timm.is_model(name):

@@ -76,7 +76,6 @@ class TrainState:
             "scheduler": self.scheduler.state_dict(),
             "precision": self.precision.state_dict(),
             "averaged": int(self.average.n_averaged) if self.average is not None else 0,
-            "memory": self.memory.decided_by if self.memory is not None else {},
         }
 
     def load(self, weights: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> None:
@@ -109,9 +108,8 @@ def make_train_state(
 ) -> TrainState:
     """Move the model to the device, and make optimizer, precision and data parallelism for it.
 
-    The order matters. Weights are equal on all ranks before layers are converted, which depends on them, and
-    before amp makes its masters. The average is a copy of the converted model. amp changes the model before
-    DistributedDataParallel reads its parameters.
+    The order matters. Weights are equal on all ranks before amp makes its masters. The average is a copy of
+    the converted model. amp changes the model before DistributedDataParallel reads its parameters.
 
     Args:
         shape: C, H, W of the images.
@@ -122,8 +120,7 @@ def make_train_state(
     model = model.to(ranks.device, memory_format=layout)  # type: ignore[call-overload]  # lacks this one
     broadcast_weights(model)
     precision = make_precision(config, ranks.device)
-    # A checkpoint of an older version lacks "memory".
-    memory = save_memory(model, config, shape, precision, saved[1].get("memory") if saved else None)
+    memory = save_memory(model, config, shape, precision)
     average = make_average(model, config.ema) if config.ema else None
     lr = config.lr * (ranks.world * config.accumulate if config.scale_lr else 1)
     optimizer = make_optimizer(model, config.optimizer, lr, config.weight_decay, config.engine)

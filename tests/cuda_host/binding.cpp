@@ -7,6 +7,8 @@
 
 #include "cuda_runtime.h"
 
+extern "C" int cuda_host_allocations;
+
 namespace cuda_host {
 std::set<std::string> kernels();
 }
@@ -33,6 +35,7 @@ PYBIND11_MODULE(_cuda_host, m) {
         "Dependent loads of flags by the slowest thread since the last call; those of a batch count as one.");
   m.def("merges", &cuda_host::merges,
         "Dependent merges of results by the slowest thread since the last call.");
+  m.def("allocations", [] { return cuda_host_allocations; }, "Memory of torch's allocator that is in use.");
   m.def("launches", &cuda_host::launches, "Kernels launched so far.");
   m.def("queries", &cuda_host::queries,
         "Queries of device attributes and settings of kernel attributes so far.");

@@ -76,9 +76,12 @@ enum cudaError_t {
   cudaErrorCooperativeLaunchTooLarge = 720
 };
 using cudaStream_t = struct CUstream_st*;
-enum cudaLaunchAttributeID { cudaLaunchAttributeCooperative = 2 };
+enum cudaLaunchAttributeID {
+  cudaLaunchAttributeCooperative = 2,
+  cudaLaunchAttributeProgrammaticStreamSerialization = 6
+};
 union cudaLaunchAttributeValue {
-  int cooperative;
+  int cooperative, programmaticStreamSerializationAllowed;
   char pad[64];
 };
 struct cudaLaunchAttribute {
@@ -95,6 +98,7 @@ struct cudaLaunchConfig_t {
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
 enum cudaDeviceAttr {
   cudaDevAttrMultiProcessorCount = 16,
+  cudaDevAttrComputeCapabilityMajor = 75,
   cudaDevAttrMaxSharedMemoryPerMultiprocessor = 81,
   cudaDevAttrCooperativeLaunch = 95
 };
@@ -226,6 +230,14 @@ enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone = 0, cudaStreamCaptur
 inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* s) {
   *s = cuda_host::config().capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
   return cudaSuccess;
+}
+enum cudaStreamCaptureMode { cudaStreamCaptureModeGlobal, cudaStreamCaptureModeRelaxed = 2 };
+inline cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) {
+  return cudaSuccess;
+}
+inline cudaError_t cudaMalloc(void** p, size_t bytes) {
+  if (posix_memalign(p, 512, bytes)) return cudaErrorInvalidValue;
+  return std::memset(*p, 0xff, bytes), cudaSuccess;
 }
 inline cudaError_t cudaGetLastError() {
   return cudaSuccess;

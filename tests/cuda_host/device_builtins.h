@@ -67,6 +67,9 @@ template <class T>
 T atomicAdd(T* p, std::common_type_t<T> v, CUDA_HOST_AT) {
   return cuda_host::rmw(p, [=](T o) { return T(o + v); }, CUDA_HOST_LOC);
 }
+inline unsigned atomicInc(unsigned* p, unsigned most, CUDA_HOST_AT) {
+  return cuda_host::rmw(p, [=](unsigned o) { return o >= most ? 0 : o + 1; }, CUDA_HOST_LOC);
+}
 template <class T>
 T atomicSub(T* p, std::common_type_t<T> v, CUDA_HOST_AT) {
   return cuda_host::rmw(p, [=](T o) { return T(o - v); }, CUDA_HOST_LOC);

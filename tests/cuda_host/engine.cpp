@@ -454,6 +454,7 @@ cudaError_t cudaDeviceGetAttribute(int* v, cudaDeviceAttr a, int d) {
   ++cuda_host::n_queries;
   return *v = a == cudaDevAttrMultiProcessorCount                ? multiprocessors
               : a == cudaDevAttrMaxSharedMemoryPerMultiprocessor ? shared
+              : a == cudaDevAttrComputeCapabilityMajor           ? 9
                                                                  : 1,
          cudaSuccess;
 }

@@ -27,12 +27,15 @@ AOTITorchError aoti_torch_delete_device_guard(DeviceGuardHandle) {
 }
 
 #ifdef CUDA_HOST_EMULATION
+int cuda_host_allocations = 0;  // of torch's allocator that are in use
 AOTITorchError aoti_torch_cuda_caching_allocator_raw_alloc(uint64_t bytes, void** data) {
   if (posix_memalign(data, 512, bytes)) return AOTI_TORCH_FAILURE;
+  ++cuda_host_allocations;
   std::memset(*data, 0xff, bytes);
   return AOTI_TORCH_SUCCESS;
 }
 AOTITorchError aoti_torch_cuda_caching_allocator_raw_delete(void* data) {
+  --cuda_host_allocations;
   cuda_host::enqueue(reinterpret_cast<cudaStream_t>(cuda_host::config().stream), [data] { std::free(data); });
   return AOTI_TORCH_SUCCESS;
 }

@@ -48,7 +48,7 @@ AS_THEY_ARE = re.compile(
         r"cvt\.[su](?:8|16|32|64)\.[su](?:8|16|32|64)", r"cvt\.rn\.f(?:32|64)\.[su](?:16|32)",
         r"cvt\.(?:f64\.f32|rn\.f32\.f64|f32\.f16|rn\.f16\.f32)", r"cvt\.r[nzmp]i\.[su]32\.f32",
         r"cvt\.r[nzmp]i\.f(?:32\.f32|64\.f64)", r"cvta\.to\.global\.u64",
-        rf"ld{MEMORY}", rf"st{MEMORY}", r"atom\.global\.(?:add|exch)\.[bu]32",
+        rf"ld{MEMORY}", rf"st{MEMORY}", r"atom\.global\.(?:add|inc|exch)\.[bu]32",
         r"bar\.sync", r"bra(?:\.uni)?", r"ret", r"exit",
     ])
 )  # fmt: skip
@@ -262,6 +262,7 @@ RULES: dict[str, Rule] = {
     r"cvt\.rn\.f(?:32|64)\.[su]64": Kernel.from_wide,
     r"shfl\.sync\.bfly\.b32": Kernel.shuffle,
     r"(?:fence|membar)\..*": Kernel.fence,
+    r"prefetch\..*": lambda kernel, opcode, operands: [],
     r"barrier(?:\.cta)?\.sync(?:\.aligned)?": lambda kernel, opcode, operands: [f"bar.sync {operands[0]}"],
 }
 

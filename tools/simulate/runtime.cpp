@@ -173,6 +173,8 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
     *value = kSimulatedMultiprocessors;
   else if (attribute == cudaDevAttrMaxSharedMemoryPerMultiprocessor)
     *value = kSimulatedSharedBytes;
+  else if (attribute == cudaDevAttrComputeCapabilityMajor)
+    *value = 7;
   else
     return cudaErrorInvalidValue;
   return cudaSuccess;
@@ -186,6 +188,9 @@ cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) {
 }
 cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
   *status = cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) {
   return cudaSuccess;
 }
 cudaError_t cudaGetLastError() {

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import copyreg
 import gc
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ....conversion.adopted import Adopted, adopt, release
 from .._notices import warn_once
 from ._amp_state import _amp_state
 
@@ -92,13 +93,18 @@ def device_type(model: nn.Module) -> str:
     return "cpu" if tensor is None else tensor.device.type
 
 
-class _AmpForward(Adopted):
-    """A model whose forward has casts around it. Copies, replicas and pickles have them too."""
+class _AmpForward:
+    """First base of the class that `wrap` gives a model, whose own class is the second.
 
-    _amp_casts: ForwardCasts
+    A class and not hooks, which a KeyboardInterrupt in forward would leave inside autocast, and not a
+    function on the instance, which replicas and shallow copies would share: copies, replicas and pickles have
+    casts of their own.
+    """
+
+    _amp_casts: ForwardCasts | None  # None after `unwrap`, where another class lies above this one
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        casts = self._amp_casts
+        casts = self._amp_casts or ForwardCasts()
         if not torch.compiler.is_compiling():
             ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)
             if ddp is not None:
@@ -109,36 +115,62 @@ class _AmpForward(Adopted):
         inner = self.__dict__.get("_amp_own_forward") or super().forward
         handle = _amp_state.handle
         if casts.autocast and (handle is None or handle.is_active()):
-            device = device_type(self)
+            device = device_type(cast("nn.Module", self))
             with torch.autocast(device, casts.autocast_type or half_type(device)):
                 outputs = inner(*args, **kwargs)
         else:
             outputs = inner(*args, **kwargs)
         return outputs if casts.outputs is None else cast_floating(outputs, casts.outputs)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced: Any = super().__reduce_ex__(protocol)
+        made, arguments, *state = reduced
+        if made is copyreg.__newobj__ and type(self).__bases__[0] is _AmpForward:
+            # No module has this class, so a pickle names the model's own.
+            made, arguments = _blank, type(self).__bases__[1:]
+        return (made, arguments, *state)
+
+
+@cache
+def _class(own: type) -> type:
+    """The class for models of class `own`, whose name and metaclass it has."""
+    names = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(own)(own.__name__, (_AmpForward, own), names)
+
+
+def _blank(own: type) -> Any:
+    made = _class(own)
+    return made.__new__(made)
+
 
 def is_wrapped(model: nn.Module) -> bool:
-    return isinstance(model, _AmpForward)
+    return model.__dict__.get("_amp_casts") is not None
 
 
 def wrap(model: nn.Module, casts: ForwardCasts) -> None:
     """Puts `casts` around the forward of `model`; they replace earlier ones."""
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError("amp.initialize: a torch.jit.ScriptModule has a fixed forward; script it afterwards")
-    if is_wrapped(model):
-        model._amp_casts = casts
-        return
-    own_forward = model.__dict__.pop("forward", None)
-    adopt(model, _AmpForward, _amp_casts=casts, _amp_own_forward=own_forward)
+    model.__dict__["_amp_casts"] = casts
+    if not isinstance(model, _AmpForward):
+        if "forward" in model.__dict__:
+            model.__dict__["_amp_own_forward"] = model.__dict__.pop("forward")
+        model.__class__ = _class(type(model))
 
 
 def unwrap(model: nn.Module) -> None:
-    """Restores the class and the forward of `model`."""
-    if is_wrapped(model):
-        own_forward = model._amp_own_forward
-        release(model, _AmpForward)
-        if own_forward is not None:
-            model.forward = own_forward
+    """Restores the class and the forward of `model`.
+
+    Where torch has put another class above (FSDP, parametrize), the class stays, without casts.
+    """
+    if not is_wrapped(model):
+        return
+    model.__dict__["_amp_casts"] = None
+    if type(model).__bases__[0] is _AmpForward:
+        del model.__dict__["_amp_casts"]
+        model.__class__ = type(model).__bases__[1]
+        if "_amp_own_forward" in model.__dict__:
+            model.__dict__["forward"] = model.__dict__.pop("_amp_own_forward")
 
 
 def find_ddp() -> None:

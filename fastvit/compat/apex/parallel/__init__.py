@@ -1,6 +1,7 @@
 """apex.parallel over torch DDP and fastvit's SyncBatchNorm."""
 
-from fastvit.sync_batchnorm import SyncBatchNorm, convert_syncbn_model, create_syncbn_process_group
+from fastvit.fuse import convert_syncbn_model
+from fastvit.sync_batchnorm import SyncBatchNorm, create_syncbn_process_group
 
 from . import optimized_sync_batchnorm, sync_batchnorm
 from .distributed import DistributedDataParallel, ReduceOp, Reducer

@@ -1,0 +1,94 @@
+"""Sets the tables of a GPU run beside the predictions for it, row by row.
+
+    python benchmarks/compare.py runs/gpu
+
+Reads every `*_cuda.csv` of the folder, and predicted_h200.csv and predicted_exchange_h200.csv of
+benchmarks/results. Prints each measured row that was predicted, those that differ by more than 15 % marked
+`off`, and writes compared.csv into the folder. Needs neither torch nor a GPU.
+"""
+
+import argparse
+import csv
+from pathlib import Path
+
+RESULTS = Path(__file__).resolve().parent / "results"
+OFF = 0.15  # difference from which on the model needs a correction
+COSTLY = ("elu", "gelu", "gelu_tanh", "silu")  # activations of the costliest set
+Key = tuple[str, ...]
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    if not path.exists():
+        return []
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def predictions(folder: Path = RESULTS) -> dict[Key, dict[str, str]]:
+    found = {_op_key(row): row for row in read(folder / "predicted_h200.csv")}
+    return found | {_exchange_key(row): row for row in read(folder / "predicted_exchange_h200.csv")}
+
+
+def _op_key(row: dict) -> Key:
+    return tuple(row.get(name, "") for name in ("op", "shape", "layout", "dtype"))
+
+
+def _exchange_key(row: dict) -> Key:
+    return tuple(row.get(name, "") for name in ("what", "world", "channels"))
+
+
+def compared(rows: list[dict[str, str]], predicted: dict[Key, dict[str, str]]) -> list[dict]:
+    """The rows of a table that are predicted: measured and predicted us, and the difference."""
+    found = []
+    for row in rows:
+        if not row.get("contender", "fastvit.").startswith("fastvit.") or row.get("on_chip") == "0":
+            continue
+        us = row.get("exchange_us") or row.get("p50_us")
+        key = _exchange_key(row) if "exchange_us" in row else _op_key(row)
+        if key not in predicted or not us or float(us) <= 0:
+            continue
+        costly = row.get("activation") in COSTLY
+        expected = float(predicted[key]["us_costliest" if costly else "us"])
+        difference = expected / float(us) - 1
+        found.append({
+            "row": " ".join([*key, *filter(None, [row.get("activation")])]),
+            "measured_us": float(us),
+            "predicted_us": expected,
+            "difference": difference,
+            "mark": "off" if abs(difference) > OFF else "",
+        })  # fmt: skip
+    return found
+
+
+def lines(found: list[dict]) -> list[str]:
+    """A line per row, and how many are off."""
+    text = [
+        f"{row['row']:56} {row['measured_us']:9.1f} us, predicted {row['predicted_us']:9.1f} "
+        f"{row['difference']:+7.0%} {row['mark']}"
+        for row in found
+    ]
+    off = sum(row["mark"] == "off" for row in found)
+    return [*text, f"{len(found)} rows were predicted; {off} differ by more than {OFF:.0%}"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, help="with tables of a GPU run")
+    folder = parser.parse_args().folder
+    predicted, every = predictions(), []
+    for path in sorted(folder.glob("*_cuda.csv")):
+        found = compared(read(path), predicted)
+        if found:
+            print("\n".join([f"# {path.name}", *lines(found)]))
+            every += [{"table": path.stem, **row} for row in found]
+    with (folder / "compared.csv").open("w", newline="") as file:
+        names = ["table", "row", "measured_us", "predicted_us", "difference", "mark"]
+        writer = csv.DictWriter(file, names, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(every)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""The part of bench_gpu.py that trains whole models, before and after `fastvit.convert`."""
+
+import functools
+import time
+from collections.abc import Callable
+
+import torch
+from gpu_kernels import Tasks
+from harness import percentiles
+from torch import nn
+
+import fastvit
+
+MODELS = ("vit_small_patch16_224", "resnet50")
+BATCHES = (64, 256)
+REPEATS = 7
+ROOM = 0.97  # of the memory, which the largest batch may take
+
+
+def convert(model: nn.Module) -> nn.Module:
+    return fastvit.convert(model)[0]
+
+
+WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "eager": lambda model: model,
+    "convert": convert,
+    "compiled": lambda model: torch.compile(model, dynamic=False),
+    "convert, compiled": lambda model: torch.compile(convert(model), dynamic=False),
+}
+
+
+class Step:
+    """A training step under autocast to bf16."""
+
+    def __init__(self, name: str, way: str, device: str, quick: bool):
+        torch.manual_seed(0)
+        self.device, self.size = device, 8 if quick else 224
+        model = self._tiny() if quick else self._real(name)
+        self.model = WAYS[way](model.to(device).train())
+
+    @staticmethod
+    def _tiny() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.LazyLinear(4))
+
+    @staticmethod
+    def _real(name: str) -> nn.Module:
+        from real_models import create
+
+        return create(name)[0]
+
+    def __call__(self, x: torch.Tensor) -> None:
+        with torch.autocast(self.device, torch.bfloat16):
+            y = self.model(x)
+        y.float().square().mean().backward()
+        self.model.zero_grad(set_to_none=True)
+
+    def images(self, batch: int) -> torch.Tensor:
+        return torch.randn(batch, 3, self.size, self.size, device=self.device)
+
+    def peak(self, batch: int) -> int:
+        """Bytes at the peak of a step."""
+        x = self.images(batch)
+        if self.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        self(x)
+        return torch.cuda.max_memory_allocated() if self.device == "cuda" else x.nbytes
+
+
+def models(part) -> Tasks:
+    for name in MODELS:
+        for batch in (2,) if part.quick else BATCHES:
+            for way in tuple(WAYS)[: 2 if part.quick else None]:
+                work = functools.partial(_times, part, name, way, batch)
+                yield f"{name} {way} {batch}", work
+        for way in ("eager", "convert"):
+            yield f"{name} {way} largest batch", functools.partial(_largest, part, name, way)
+
+
+def _times(part, name: str, way: str, batch: int) -> None:
+    step = Step(name, way, part.device, part.quick)
+    x = step.images(batch)
+    for _ in range(3):
+        step(x)
+    device, host = [], []
+    for _ in range(2 if part.quick else REPEATS):
+        part.synchronize()
+        begin = time.perf_counter()
+        step(x)
+        host.append((time.perf_counter() - begin) * 1e3)
+        part.synchronize()
+        device.append((time.perf_counter() - begin) * 1e3)
+    part.row(
+        model=name, way=way, batch=batch, dtype="bf16", **percentiles(device),
+        host_ms=percentiles(host)["p50_ms"], peak_MiB=step.peak(batch) / 2**20,
+    )  # fmt: skip
+
+
+def _largest(part, name: str, way: str) -> None:
+    """The largest batch that fits: by the peaks of two batches, then tried."""
+    small, large = (1, 2) if part.quick else BATCHES
+    step = Step(name, way, part.device, part.quick)
+    step.peak(small)  # allocates what is allocated once
+    first, second = step.peak(small), step.peak(large)
+    free = torch.cuda.mem_get_info()[1] if part.device == "cuda" else 16 * second
+    batch = int((ROOM * free - first) / ((second - first) / (large - small))) + small
+    while True:
+        if part.device == "cuda":
+            torch.cuda.empty_cache()
+        try:
+            peak = step.peak(batch)
+            break
+        except torch.OutOfMemoryError:
+            step.model.zero_grad(set_to_none=True)
+            batch = int(0.95 * batch)
+    part.row(model=name, way=way, batch=batch, dtype="bf16", largest=True, peak_MiB=peak / 2**20)

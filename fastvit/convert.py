@@ -1,0 +1,210 @@
+"""`convert` and `revert`: recompute scopes round the forwards of a model and of its blocks, by hooks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from .budget import within_budget
+from .fuse import unfuse
+from .recompute import Policy, close_scope, compiled, open_scope
+
+__all__ = ["convert", "revert"]
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+class OpenScope:
+    """The forward pre-hook: opens a recompute scope."""
+
+    def __init__(self, policy: Policy, block: str):
+        self.policy = policy
+        self.block = block
+
+    def __call__(self, module: nn.Module, args: object) -> None:
+        if torch.compiler.is_compiling():
+            compiled.opened()
+        elif torch.is_grad_enabled():
+            open_scope(module, self.policy, self.block)
+
+
+class CloseScope:
+    """The forward hook, which runs after an exception too."""
+
+    def __init__(self, products: bool, weight_casts: bool):
+        self.options = products, weight_casts
+
+    def __call__(self, module: nn.Module, args: object, output: object) -> None:
+        if torch.compiler.is_compiling():
+            compiled.closed(*self.options)
+        else:
+            close_scope(module)
+
+
+def convert(
+    model: nn.Module,
+    *,
+    products: bool = False,
+    weight_casts: bool = False,
+    budget: float | None = None,
+    example_inputs: Tensor | Sequence | Mapping | None = None,
+    skip: Iterable[tuple[str, str]] = (),
+) -> nn.Module:
+    """Reduces the memory that a model keeps for backward. Gradients have the same bits.
+
+    Outputs that take little arithmetic (normalisations, activations, elementwise products, sums, casts,
+    copies, poolings) are rebuilt in backward instead of kept, where the inputs of the op are kept anyway. The
+    forward of the model and of its blocks (elements of containers in which there is a normalisation) runs in
+    a `recompute_scope`, by module hooks. Nothing is run or traced; no module, class, parameter or buffer
+    changes. Results, running statistics and random numbers are as before. A second call replaces the first.
+
+    Kept are results of ops that are not known, and tensors that were written to before they were saved. A
+    write by other ways than torch's, such as an extension's, is not noticed; `verify` finds it. A forward
+    that does not go through the call of the model or of a block is as before, and so is one without
+    gradients or inside torch's checkpoint. Compiled code recomputes the same ops by torch's partitioner.
+
+    Args:
+        model: changed in place, by hooks alone.
+        products: rebuild outputs of Linears too, where they are no narrower than the input. A plain ViT then
+            keeps a fifth instead of three fifths, for the time of these matrix products.
+        weight_casts: cast weights again instead of keeping the half-precision copies that autocast makes. A
+            write to a weight before the backward is then an error, and one through `weight.data` is not
+            noticed: the gradient is that of the new weight.
+        budget: the share of the kept bytes that remains, above 0 and below 1. Of what `products=True`
+            rebuilds it takes what is needed, the ops with most bytes for their work first. Forwards of a copy
+            are measured for this. Where the budget cannot be met all is rebuilt, and a warning has the share.
+        example_inputs: for `budget`: a tensor, a tuple of arguments or a dict of keyword arguments. Call
+            `convert` as the model is trained, under the same autocast.
+        skip: pairs of a block's name and an op, whose results are kept: `[("blocks.3", "gelu")]`. "" is the
+            model itself. `verify(...).sites` has those that differ.
+
+    Returns:
+        `model`.
+
+    Raises:
+        TypeError: `model` is not a module, or an example input is not what its forward takes.
+        ValueError: `budget` is out of range, it or `example_inputs` is given alone, the model cannot be
+            copied for it, or a block of `skip` does not exist.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"convert: model must be a torch.nn.Module, got an object of type {type(model).__name__}"
+        )
+    policy = Policy(products, weight_casts, skip=_skipped(model, skip))
+    if budget is None and example_inputs is not None:
+        raise ValueError("convert: example_inputs needs budget, which was not given")
+    if budget is not None:
+        if example_inputs is None:
+            raise ValueError("convert: budget needs example_inputs, which was not given")
+        policy = within_budget(model, policy, budget, example_inputs, revert, _add)
+    return _add(model, policy)
+
+
+def _skipped(model: nn.Module, skip: Iterable[tuple[str, str]]) -> frozenset[tuple[str, str]]:
+    pairs = list(skip)
+    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+        raise ValueError(f"convert: skip must have pairs of a block's name and an op, got {pairs}")
+    opening = {model, *blocks(model)}
+    names = [name for name, module in model.named_modules() if module in opening]
+    for block, _ in pairs:
+        if block not in names:
+            raise ValueError(f"convert: skip must have names of blocks ({names}), got {block!r}")
+    return frozenset(pairs)
+
+
+def _add(model: nn.Module, policy: Policy) -> nn.Module:
+    """Adds hooks in place of those that there are."""
+    _take_off(model)
+    names = {module: name for name, module in model.named_modules()}
+    for module in dict.fromkeys([model, *blocks(model)]):
+        # First of all pre-hooks and last of all hooks, so that the scope is round those of others.
+        module.register_forward_pre_hook(OpenScope(policy, names[module]), prepend=True)
+        close = CloseScope(policy.products, policy.weight_casts)
+        module.register_forward_hook(close, always_call=True)
+        compiled.enable(module, policy.products, policy.weight_casts)
+    return model
+
+
+def opens_scope(module: nn.Module) -> bool:
+    """Whether the forward of `module` runs in a scope of its own."""
+    return any(isinstance(hook, OpenScope) for hook in module._forward_pre_hooks.values())
+
+
+def is_converted(model: nn.Module) -> bool:
+    """Whether there are scopes in `model`."""
+    return any(map(opens_scope, model.modules()))
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The elements of containers in which there is a normalisation."""
+    with_norm = set()
+    for name, module in model.named_modules(remove_duplicate=False):
+        if "Norm" in type(module).__name__:
+            parts = name.split(".")
+            with_norm.update(".".join(parts[:depth]) for depth in range(len(parts)))
+    return [
+        child
+        for name, container in model.named_modules(remove_duplicate=False)
+        if isinstance(container, _CONTAINERS) and (name in with_norm or not name)
+        for key, child in container.named_children()
+        if not isinstance(child, _CONTAINERS) and f"{name}.{key}".lstrip(".") in with_norm
+    ]
+
+
+def _hidden_from_torchscript(get_hook_stubs: Callable) -> Callable:
+    """torch.jit.script compiles hooks; those of a scope mean nothing to it."""
+
+    @functools.wraps(get_hook_stubs)
+    def get_hook_stubs_without_scopes(module: nn.Module):
+        hooks = module._forward_hooks, module._forward_pre_hooks
+        before = [dict(each) for each in hooks]
+        _remove(module)
+        try:
+            return get_hook_stubs(module)
+        finally:
+            for each, old in zip(hooks, before, strict=True):
+                each.clear()
+                each.update(old)
+
+    return get_hook_stubs_without_scopes
+
+
+torch.jit._recursive.get_hook_stubs = _hidden_from_torchscript(torch.jit._recursive.get_hook_stubs)
+
+
+def revert(model: nn.Module) -> nn.Module:
+    """Undoes `convert` and `fuse` in place.
+
+    Args:
+        model: converted, fused or neither.
+
+    Returns:
+        `model`.
+    """
+    _take_off(model)
+    return unfuse(model)
+
+
+def _take_off(model: nn.Module) -> None:
+    for module in model.modules():
+        for key in _remove(module):
+            module._forward_hooks_always_called.pop(key, None)
+        compiled.disable(module)
+
+
+def _is_ours(hook: object) -> bool:
+    return hook is compiled.tell or isinstance(hook, (OpenScope, CloseScope))
+
+
+def _remove(module: nn.Module) -> list[int]:
+    """Removes the hooks of a scope from `module`; returns their keys."""
+    removed = []
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        keys = [key for key, hook in hooks.items() if _is_ours(hook)]
+        removed += keys
+        for key in keys:
+            del hooks[key]
+    return removed

@@ -1,0 +1,354 @@
+"""Converters of models: torch's layers to fastvit's, and BatchNorm to synchronised BatchNorm.
+
+A layer changes its class and stays the same object. It notes its earlier class and attributes, by which it is
+reverted. A layer may be both fused and synchronised, and each is reverted without the other.
+"""
+
+import contextlib
+import itertools
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.parametrize import is_parametrized
+
+from . import _arguments, _library, _norm, functional, layer_norm
+from .batch_norm_act import BatchNormAct, BatchNormActSync
+from .inplace_abn import InPlaceABN, InPlaceABNSync
+from .sync_batchnorm import BatchNorm, SyncBatchNorm
+
+__all__ = ["convert_syncbn_model", "fuse", "revert_syncbn_model", "unfuse"]
+
+_FUSED, _SYNCHRONISED = "_fused_from", "_synchronised_from"  # attributes of a layer that has changed
+
+
+def _become(layer: nn.Module, kind: type, note: str, **attributes: object) -> None:
+    """Changes the class of `layer`, sets `attributes` on it, and notes what was there before."""
+    if issubclass(kind, _norm.SharesGroup):
+        missing = {kind.group_attribute, "layer_number"} - layer.__dict__.keys()
+        attributes |= dict.fromkeys(missing)
+    before = {name: layer.__dict__[name] for name in attributes if name in layer.__dict__}
+    layer.__dict__.update(attributes)
+    layer.__dict__[note] = type(layer), before, tuple(attributes)
+    layer.__class__ = kind
+
+
+def _restore(layer: nn.Module, note: str) -> None:
+    """Undoes `_become`."""
+    kind, before, names = layer.__dict__.pop(note)
+    for name in names:
+        layer.__dict__.pop(name, None)
+    layer.__dict__.update(before)
+    layer.__class__ = kind
+
+
+# Layers of torch by structure
+
+_SILENT = {"__init__", "__module__", "__qualname__", "__doc__", "__annotations__"}
+_SILENT |= {"__static_attributes__", "__firstlineno__"}  # since Python 3.13
+_TIMM = ("timm.layers.", "timm.models.layers.")  # by name, so that timm need not be installed
+
+
+def _same_as(kind: type, known: dict) -> Any:
+    """`known` of `kind`, or of its base where the classes down to `kind` add nothing but a constructor.
+
+    Classes of timm stand in `known` by name.
+    """
+    if kind.__module__.startswith(_TIMM) and kind.__name__ in known:
+        return known[kind.__name__]
+    for base in kind.__mro__:
+        if base in known:
+            return known[base]
+        if not vars(base).keys() <= _SILENT:
+            return None
+    return None
+
+
+def _is_touched(module: nn.Module) -> bool:
+    """Whether something else than the class says what `module` does, or sees what goes through it."""
+    attributes = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "forward")
+    return any(module.__dict__.get(name) for name in attributes) or is_parametrized(module)
+
+
+def _lacks_kernels(module: nn.Module) -> bool:
+    kinds = {tensor.device.type for tensor in itertools.chain(module.parameters(), module.buffers())}
+    return not kinds <= {"cpu", "meta", *(["cuda"] if _library.HAS_CUDA else [])}
+
+
+_ACTIVATIONS = {
+    nn.Identity: lambda m: ("identity", None),
+    nn.ReLU: lambda m: ("relu", None),
+    nn.ReLU6: lambda m: ("relu6", None),
+    # Slope 0 is relu, whose gradient needs no product.
+    nn.LeakyReLU: lambda m: ("leaky_relu", m.negative_slope) if m.negative_slope else ("relu", None),
+    nn.ELU: lambda m: ("elu", m.alpha),
+    nn.GELU: lambda m: ({"none": "gelu", "tanh": "gelu_tanh"}[m.approximate], None),
+    nn.SiLU: lambda m: ("silu", None),
+    nn.Hardswish: lambda m: ("hardswish", None),
+    "Swish": lambda m: ("silu", None),
+    "HardSwish": lambda m: ("hardswish", None),
+    "GELU": lambda m: ("gelu", None),
+    "GELUTanh": lambda m: ("gelu_tanh", None),
+}
+
+
+def _activation(module: nn.Module) -> tuple[str, float] | None:
+    """The activation that `module` is, with its parameter."""
+    found = None if _is_touched(module) else _same_as(type(module), _ACTIVATIONS)
+    if found is None:
+        return None
+    try:
+        name, param = found(module)
+        return name, _arguments.check_activation(name, param)
+    except (AttributeError, KeyError, ValueError):  # options that torch's layer takes and ours does not
+        return None
+
+
+_BATCH_NORMS: dict = {
+    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, BatchNorm), BatchNormAct),
+    **dict.fromkeys((nn.SyncBatchNorm, SyncBatchNorm), BatchNormActSync),
+    "BatchNormAct2d": BatchNormAct,
+    "SyncBatchNormAct": BatchNormActSync,
+}
+
+
+def _batch_norm(layer: nn.Module) -> tuple[str, float] | None:
+    """The activation behind the BatchNorm that `layer` is; None for any other layer."""
+    kind: type = type(layer)
+    if _is_touched(layer) or _same_as(kind, _BATCH_NORMS) is None or _lacks_kernels(layer):
+        return None
+    if kind.__module__.startswith(_TIMM):
+        drop, act = getattr(layer, "drop", None), getattr(layer, "act", None)
+        dropped = drop is None or _activation(drop) == ("identity", 0.0)
+        return _activation(act) if dropped and act is not None else None
+    if getattr(layer, "fuse_relu", False):
+        return None if _SYNCHRONISED in layer.__dict__ else ("relu", 0.0)
+    return "identity", 0.0
+
+
+class Absorbed(nn.Identity):
+    """In the place of an activation in nn.Sequential that the BatchNorm before it applies."""
+
+    def __init__(self, activation: nn.Module):
+        super().__init__()
+        self.training = activation.training
+        self.__dict__["activation"] = activation  # not a child, which model.modules() would find
+
+    def extra_repr(self) -> str:
+        return repr(self.__dict__["activation"])
+
+
+class LayerNorm(layer_norm.LayerNorm):
+    """LayerNorm whose result has the dtype that torch's has, under autocast too."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if input.is_cuda and input.itemsize == 2 and torch.is_autocast_enabled("cuda"):
+            input = input.float()
+        return functional.layer_norm(
+            input, self.normalized_shape, self.weight, self.bias, self.eps, output_dtype=input.dtype
+        )
+
+
+class GELU(nn.GELU):
+    """GELU by tanh."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return functional.act(input, "gelu_tanh")
+
+
+def fuse(model: nn.Module) -> nn.Module:
+    """Makes fastvit's layers of torch's in `model`, in place, and returns `model`.
+
+    Only types, options and visible structure decide; nothing is run.
+
+    | layers | become |
+    |---|---|
+    | BatchNorm1d, BatchNorm2d, BatchNorm3d | `BatchNormAct` with `memory="recompute"` |
+    | torch's and fastvit's SyncBatchNorm | `BatchNormActSync` with the same group |
+    | timm's BatchNormAct2d and SyncBatchNormAct, without a drop layer | the same, with their activation |
+    | BatchNorm and the activation after it in an nn.Sequential | the same, and an Identity in its place |
+    | LayerNorm | `LayerNorm` of fastvit, with torch's dtypes under autocast |
+    | GELU by tanh | a module of `functional.act` |
+
+    Activations are Identity, ReLU, ReLU6, LeakyReLU, ELU, GELU, SiLU and Hardswish, in place or not. Layers
+    stay the same objects, as parameters and buffers do. state_dict keys, requires_grad, training flags and
+    sharing do not change. Optimizers built before stay valid.
+
+    Left as they are: layers with hooks, parametrizations or a forward of their own; subclasses that define
+    more than a constructor; lazy and scripted layers; layers on a device without kernels. An activation is
+    left where its BatchNorm has several places in the model, and in an nn.Sequential with hooks.
+
+    Results and gradients differ from torch's by roundings; those of `fastvit.convert` do not. Outputs are
+    rebuilt in backward only inside `fastvit.recompute_scope()`, so use `fastvit.convert` after `fuse`. Fused
+    layers have the limits of fastvit's: they are once differentiable, do not work under torch.func and
+    TorchScript, and run on a CPU, or on a GPU for which there are kernels. A fused BatchNorm takes 2 to 5
+    dimensions, and in an nn.Sequential its own output is that of the activation. Being no instance of torch's
+    BatchNorm, it is missed by `torch.optim.swa_utils.update_bn` and by torch's and timm's converters to
+    SyncBatchNorm, so call `fastvit.revert` before them. `convert_syncbn_model` may come before or after.
+    """
+    places = Counter(id(child) for parent in model.modules() for child in parent._modules.values())
+    for parent in list(model.modules()):
+        if not _is_touched(parent) and _same_as(type(parent), {nn.Sequential: True}):
+            _absorb(parent, places)
+    for layer in model.modules():
+        if (activation := _batch_norm(layer)) is not None:
+            _fuse(layer, activation)
+        elif _is_touched(layer):
+            continue
+        elif _same_as(type(layer), {nn.LayerNorm: True}) and not _lacks_kernels(layer):
+            _become(layer, LayerNorm, _FUSED, output_dtype=None)
+        elif _activation(layer) == ("gelu_tanh", 0.0):
+            _become(layer, GELU, _FUSED, approximate="tanh")
+    return model
+
+
+def _absorb(sequential: nn.Module, places: Counter) -> None:
+    """Fuses BatchNorms of `sequential` with the activations that follow."""
+    children = list(sequential._modules.items())
+    for i, (_, layer) in enumerate(children):
+        if layer is None or places[id(layer)] != 1 or _batch_norm(layer) != ("identity", 0.0):
+            continue
+        for name, later in children[i + 1 :]:
+            activation = None if later is None else _activation(later)
+            if later is None or activation == ("identity", 0.0):
+                continue
+            if activation is not None:
+                _fuse(layer, activation)
+                sequential._modules[name] = Absorbed(later)
+            break
+
+
+def _fuse(layer: nn.Module, activation: tuple[str, float]) -> None:
+    with _unsynchronised(layer):
+        _become(
+            layer,
+            _same_as(type(layer), _BATCH_NORMS),
+            _FUSED,
+            activation=activation[0],
+            activation_param=activation[1],
+            memory="recompute",
+            channel_last=getattr(layer, "channel_last", False),
+        )
+
+
+def unfuse(model: nn.Module) -> nn.Module:
+    """Undoes `fuse` in `model`, in place, and returns `model`. Layers stay synchronised."""
+    for layer in list(model.modules()):
+        if _FUSED in layer.__dict__:
+            with _unsynchronised(layer):
+                _restore(layer, _FUSED)
+        for name, child in layer._modules.items():
+            if isinstance(child, Absorbed):
+                layer._modules[name] = child.__dict__["activation"].train(child.training)
+    return model
+
+
+def is_fused(model: nn.Module) -> bool:
+    """Whether `model` has layers that `fuse` changed."""
+    return any(_FUSED in layer.__dict__ for layer in model.modules())
+
+
+# Synchronised BatchNorm
+
+# Layers with a synchronised subclass, which adds a process group and no other state.
+_TWINS = {InPlaceABN: InPlaceABNSync, BatchNormAct: BatchNormActSync}
+_PLAIN = (_BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward)
+
+
+@contextlib.contextmanager
+def _unsynchronised(layer: Any) -> Iterator[None]:
+    """`layer` as it was before `convert_syncbn_model`, which it goes through again at the end."""
+    if _SYNCHRONISED not in layer.__dict__:
+        yield
+        return
+    group, channel_last = getattr(layer, layer.group_attribute), layer.channel_last
+    _restore(layer, _SYNCHRONISED)
+    yield
+    _synchronise(layer, group, channel_last)
+
+
+def _synchronise(layer: Any, process_group: "dist.ProcessGroup | None", channel_last: bool) -> bool:
+    """Synchronises a layer that can be; returns whether it is a BatchNorm that cannot."""
+    kind = type(layer)
+    if kind in _TWINS:
+        channel_last = layer.channel_last or (channel_last and _FUSED in layer.__dict__)
+        _become(layer, _TWINS[kind], _SYNCHRONISED, channel_last=channel_last)
+        layer.set_group(process_group)
+    elif kind is BatchNormActSync and _FUSED in layer.__dict__:  # torch's SyncBatchNorm once
+        if _SYNCHRONISED not in layer.__dict__:
+            _become(layer, kind, _SYNCHRONISED, channel_last=layer.channel_last)
+        layer.set_group(process_group or layer.process_group)
+        layer.channel_last = channel_last or layer.channel_last
+    elif issubclass(kind, _BatchNorm):
+        if kind.forward not in _PLAIN or isinstance(layer, nn.modules.lazy.LazyModuleMixin):
+            return True
+        channel_last = channel_last or getattr(layer, "channel_last", False)
+        if not issubclass(kind, SyncBatchNorm):
+            _become(layer, SyncBatchNorm, _SYNCHRONISED, channel_last=channel_last, fuse_relu=False)
+        layer.set_group(process_group or layer.process_group)
+        layer.channel_last = channel_last
+    return False
+
+
+def convert_syncbn_model(
+    module: nn.Module,
+    process_group: "dist.ProcessGroup | None" = None,
+    channel_last: bool = False,
+) -> nn.Module:
+    """Turns every BatchNorm in `module` into a SyncBatchNorm, in place, and returns `module`.
+
+    Layers change class and stay the same objects: parameters, buffers, hooks, requires_grad, training flags
+    and sharing do not change, so optimizers built before stay valid. BatchNorm1d/2d/3d, torch's and fastvit's
+    SyncBatchNorm, and subclasses that use their forward are converted. InPlaceABN becomes InPlaceABNSync, and
+    BatchNormAct becomes BatchNormActSync. InstanceNorm is not converted. A subclass that overrides forward
+    (timm's BatchNormAct2d, for example) is not converted, and a warning names it; `fastvit.fuse` before makes
+    timm's a BatchNormAct. A SyncBatchNorm retains its process group where `process_group` is None, and its
+    channel_last. Layers that `fastvit.fuse` has made stay fused, with statistics over the group.
+
+    The check of dimensions of BatchNorm1d/2d/3d is lost: a SyncBatchNorm takes 2 to 5 dimensions.
+    """
+    left = Counter(
+        type(layer).__qualname__
+        for layer in module.modules()
+        if _synchronise(layer, process_group, channel_last)
+    )
+    if left:
+        names = ", ".join(f"{name} ({count})" for name, count in sorted(left.items()))
+        warnings.warn(
+            f"convert_syncbn_model: left as they are, because they override forward: {names}",
+            stacklevel=2,
+        )
+    return module
+
+
+def revert_syncbn_model(module: nn.Module) -> nn.Module:
+    """Undoes `convert_syncbn_model` in `module`, in place, and returns `module`.
+
+    A SyncBatchNorm built as such becomes a BatchNorm for 2 to 5 dimensions. One with fuse_relu, or with
+    channel_last and built as such, has no counterpart: it is left, and a warning names it. An InPlaceABNSync
+    or BatchNormActSync built as such is left.
+    """
+    left = []
+    layer: Any  # changes its class
+    for name, layer in module.named_modules():
+        changed = _SYNCHRONISED in layer.__dict__
+        if issubclass(type(layer), SyncBatchNorm):
+            if layer.fuse_relu or (layer.channel_last and not changed):
+                left.append(name or type(layer).__name__)
+                continue
+            if not changed:
+                for attribute in ("process_group", "channel_last", "fuse_relu", "layer_number"):
+                    del layer.__dict__[attribute]
+                layer.__class__ = BatchNorm
+        if changed:
+            _restore(layer, _SYNCHRONISED)
+    if left:
+        warnings.warn(
+            f"revert_syncbn_model: left as they are, for lack of a BatchNorm: {', '.join(left)}", stacklevel=2
+        )
+    return module

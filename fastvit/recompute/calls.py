@@ -1,0 +1,253 @@
+"""What autograd's graph lacks, taken from the calls themselves: a torch function mode.
+
+A node of the graph lacks the eps of a normalisation and a bias without gradient. A tensor's version tells
+that it was written to, and not by which op. The mode sees each call of a torch function in Python with its
+arguments, and changes none. It does not see calls from TorchScript and from compiled code: what they make in
+these ways is kept.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import TensorWeakRef
+
+if TYPE_CHECKING:
+    from .saved import Kept
+    from .scope import Scope
+
+NORM = "fastvit.norm"  # key of a node's metadata: (eps, bias) of the call
+VERSION = "fastvit.version"  # key of a node's metadata: the version of the tensor that the node made
+VALUE = "fastvit.value"  # key of a node's metadata: its Value
+
+See = Callable[["Scope", Callable, tuple, dict], Any]  # runs the call
+
+
+def _norm(eps: int | None, bias: int) -> See:
+    """Sees a normalisation, whose eps and bias have these positions."""
+
+    def see(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
+        y = func(*args, **kwargs)
+        if type(y) is Tensor:
+            base = y if y._base is None else y._base
+            if base.grad_fn is not None:
+                added = _argument(args, kwargs, bias, "bias")
+                if added is not None and added.requires_grad:  # the graph has it
+                    added = None
+                base.grad_fn.metadata[NORM] = _argument(args, kwargs, eps, "eps"), added
+        return y
+
+    return see
+
+
+def _argument(args: tuple, kwargs: dict, position: int | None, name: str) -> Any:
+    if position is None:
+        return None
+    return args[position] if len(args) > position else kwargs.get(name, _DEFAULTS.get(name))
+
+
+_DEFAULTS = {"eps": 1e-5}
+
+
+def _rms_norm(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
+    y = func(*args, **kwargs)
+    if type(y) is Tensor and y.grad_fn is not None:
+        y.grad_fn.metadata[NORM] = (args[3] if len(args) > 3 else kwargs.get("eps"), None)
+    return y
+
+
+def _dropout(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
+    p = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+    outer, scope.dropout = scope.dropout, p if type(p) is float and 0 < p < 1 else None
+    try:
+        return _written(scope, func, args, kwargs)
+    finally:
+        scope.dropout = outer
+
+
+def _written(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Sees an op that may write into its first argument.
+
+    Where it does, and makes a node, the tensor has one more version than before by this very op. Where it
+    makes none, as under no_grad, the graph no longer shows what the tensor holds.
+    """
+    x = args[0] if args else kwargs.get("input")
+    if type(x) is not Tensor:
+        return func(*args, **kwargs)
+    base = x if x._base is None else x._base
+    if base.grad_fn is None:
+        of = scope.aliases.source(base) if scope.aliases else None
+        return _forgotten(scope, of, func, args, kwargs) if of is not None else func(*args, **kwargs)
+    node, before = base.grad_fn, base._version
+    _copied_for_recipes(node)
+    known = base is x and before == node.metadata.get(VERSION, 0) and torch.is_grad_enabled()
+    outer, scope.written = scope.written, (x, before + 1) if known else None
+    try:
+        return func(*args, **kwargs)
+    finally:
+        scope.written = outer
+        if base._version != before:
+            if base.grad_fn is node:
+                node.metadata[VALUE] = scope.unknown(_UNSEEN)
+            elif known and base._version == before + 1:
+                base.grad_fn.metadata[VERSION] = before + 1
+
+
+_UNSEEN = "written to without a gradient"
+
+
+def _forgotten(scope: Scope, base: Tensor, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Sees a write into the memory of `base` of which autograd's graph knows nothing.
+
+    Without a new version autograd does not notice it either: an op that saved the tensor reads what was
+    written, and so do recipes.
+    """
+    node = base.grad_fn
+    if node is None:
+        return func(*args, **kwargs)
+    kept = _copied_for_recipes(node)
+    value, version, memory = node.metadata.get(VALUE), base._version, base.detach()
+    node.metadata[VALUE] = scope.unknown(_UNSEEN)
+    result = func(*args, **kwargs)
+    if value is not None and base._version == version:
+        value.memory = memory
+        for one in kept:
+            one.is_overwritten = True
+    return result
+
+
+def _copied_for_recipes(node) -> list[Kept]:
+    """Before a write to the tensor that `node` made: recipes so far take a copy, and no later one takes it.
+
+    Eager code may write to a saved tensor whose reader never runs a backward. Returns what has saved it.
+    """
+    value = node.metadata.get(VALUE)
+    kept = None if value is None else value.kept()
+    if kept is None:
+        return []
+    every = kept.same_memory()
+    for one in every:
+        one.copy_for_recipes()
+    if kept.before is None:
+        value.keeper = None
+    return every
+
+
+def _replaced(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Sees `tensor.data = other`."""
+    return _forgotten(scope, args[0], func, args, kwargs)
+
+
+def _aliased(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Sees `detach()` and `.data`, whose result has the memory and not the graph."""
+    y = func(*args, **kwargs)
+    x = args[0] if args else kwargs.get("input")
+    if type(x) is Tensor and type(y) is Tensor and has_memory(y):
+        base = x if x._base is None else x._base
+        if base.grad_fn is not None:
+            scope.aliases.add(y, base)
+    return y
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether it is a plain tensor, and not one of torch.func's."""
+    return tensor.layout is torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+class Aliases:
+    """Tensors outside of the graph with the memory of one inside of it."""
+
+    def __init__(self):
+        self._sources: dict[int, tuple[StorageWeakRef, TensorWeakRef]] = {}  # by the address of the storage
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+    def add(self, alias: Tensor, base: Tensor) -> None:
+        storage = alias.untyped_storage()
+        self._sources[storage._cdata] = StorageWeakRef(storage), TensorWeakRef(base)
+
+    def source(self, alias: Tensor) -> Tensor | None:
+        """The tensor of the graph whose memory `alias` has."""
+        found = self._sources.get(alias.untyped_storage()._cdata) if has_memory(alias) else None
+        return found and found[1]()
+
+    def sweep(self) -> None:
+        self._sources = {
+            address: source for address, source in self._sources.items() if not source[0].expired()
+        }
+
+
+_SEEN: dict[Callable, See] = {
+    F.layer_norm: _norm(4, 3),
+    torch.layer_norm: _norm(4, 3),
+    F.group_norm: _norm(4, 3),
+    torch.group_norm: _norm(4, 3),
+    F.rms_norm: _rms_norm,
+    torch.rms_norm: _rms_norm,
+    F.batch_norm: _norm(None, 4),
+    torch.batch_norm: _norm(None, 2),
+    F.dropout: _dropout,
+    torch.dropout: _dropout,
+    Tensor.detach: _aliased,
+    torch.detach: _aliased,
+    Tensor.data.__get__: _aliased,
+    Tensor.data.__set__: _replaced,
+    Tensor.numpy: _written,
+    Tensor.__array__: _written,
+}
+_SEEN.update(
+    (function, _written)
+    for name, function in vars(F).items()
+    if not name.startswith("_")
+    and inspect.isfunction(function)
+    and function not in _SEEN
+    and "inplace" in inspect.signature(function).parameters
+)
+_WRITING = frozenset(
+    f"__{name}__"
+    for name in "setitem iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift".split()
+)
+
+
+class _Seers(dict):
+    """By function, what sees its calls; None where nothing does. Filled at the first call of a function."""
+
+    def __missing__(self, func: Callable) -> See | None:
+        name = getattr(func, "__name__", "")
+        writes = name in _WRITING or (name.endswith("_") and not name.endswith("__"))
+        see = self[func] = _SEEN.get(func) or (_written if writes else None)
+        return see
+
+
+_seers = _Seers()
+
+
+# Dynamo inlines methods that torch.Tensor defines in Python, and knows `super()` in the call of a method alone.
+_PYTHON_METHODS = frozenset(name for name, f in vars(Tensor).items() if inspect.isfunction(f))
+
+
+class Calls(TorchFunctionMode):
+    """The mode of a scope."""
+
+    def __init__(self, scope: Scope):
+        super().__init__()
+        self.scope = scope
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if torch.compiler.is_compiling():
+            name = getattr(func, "__name__", "")
+            if name in _PYTHON_METHODS and args and isinstance(args[0], Tensor):
+                return getattr(args[0], name)(*args[1:], **kwargs or {})
+            return func(*args, **kwargs or {})
+        see = _seers[func]
+        if see is None:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        return see(self.scope, func, args, kwargs or {})

@@ -1,0 +1,141 @@
+"""What a recompute scope does under torch.compile, where there is no graph of autograd to read.
+
+Dynamo records ops in a graph. `opened` and `closed` run while it does (torch._dynamo.comptime), and mark the
+ops between them. AOTAutograd carries the marks to the joint graph of forward and backward, and calls `_pass`
+before it divides that graph. The pass tags ops like a policy of selective checkpointing (joint.py), and
+torch's partitioner recomputes or saves them. No op is added or replaced.
+
+The pass is set in torch's configuration only while the backend compiles a graph with marks. A tag in the key
+of torch's caches keeps its result apart from that of the same graph without marks. Backends without
+AOTAutograd ("eager") ignore the marks. Works from torch 2.11.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.fx import Graph, GraphModule, Node
+
+from . import joint
+from .joint import MARK, Options, options_of
+
+_FLAG = "_fastvit_compiled"
+# For each graph with an open scope: the nodes that it had before, and how many scopes are open.
+_open: weakref.WeakKeyDictionary[Graph, tuple[set[str], int]] = weakref.WeakKeyDictionary()
+
+
+def enable(module: nn.Module, products: bool = False, weight_casts: bool = False) -> None:
+    """Prepares a module whose hooks call `opened` and `closed`.
+
+    Code that Dynamo compiled for a module without hooks would run for this one, because Dynamo does not guard
+    on hooks. It guards on the type of the dictionary of submodules. And Dynamo does not trace the hooks of
+    the module that is compiled itself, so one of its submodules gets a hook that tells of it.
+    """
+    setattr(module, _FLAG, (products, weight_casts))
+    module._modules = OrderedDict(module._modules)
+    inner = _inner(module)
+    if inner is not None and tell not in inner._forward_pre_hooks.values():
+        inner.register_forward_pre_hook(tell)
+
+
+def disable(module: nn.Module) -> None:
+    """Takes `enable` back, except for the hook that tells of it."""
+    if module.__dict__.pop(_FLAG, None) is not None:
+        module._modules = dict(module._modules)
+
+
+def _inner(module: nn.Module) -> nn.Module | None:
+    """A submodule that the module calls, most likely: the first with parameters."""
+    lists = (nn.ModuleList, nn.ModuleDict)
+    inner = [m for m in module.modules() if m is not module and not isinstance(m, lists)]
+    return next((m for m in inner if next(m.parameters(), None) is not None), None)
+
+
+def tell(module: nn.Module, arguments: tuple) -> None:
+    if torch.compiler.is_compiling():
+        from torch._dynamo.comptime import comptime
+
+        comptime(_compile)
+
+
+def opened() -> None:
+    """Begins a scope, while Dynamo traces."""
+    from torch._dynamo.comptime import comptime
+
+    comptime(_begin)
+
+
+def closed(products: bool = False, weight_casts: bool = False) -> None:
+    """Ends a scope, while Dynamo traces: marks the ops since `opened`."""
+    from torch._dynamo.comptime import comptime
+
+    comptime(_end)
+
+
+def _begin(context) -> None:
+    graph = context.graph()
+    before, count = _open.get(graph) or ({node.name for node in graph.nodes}, 0)
+    _open[graph] = before, count + 1
+
+
+def _end(context) -> None:
+    graph = context.graph()
+    before, count = _open.pop(graph, (set(), 0))
+    if count > 1:  # the outer scope marks the ops
+        _open[graph] = before, count - 1
+    if count != 1:  # 0 where the graph began inside the scope
+        return
+    products, weight_casts = (context.get_local(name) for name in ("products", "weight_casts"))
+    options = products.as_python_constant(), weight_casts.as_python_constant()
+    _mark([node for node in graph.nodes if node.name not in before], options)
+    _compile(context)
+
+
+def _compile(context) -> None:
+    """Lets the pass see the graph that is being traced."""
+    output = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output
+    if not isinstance(output.compiler_fn, _Backend):
+        output.compiler_fn = _Backend(output.compiler_fn)
+    compiled = output.root_tx.f_locals.get("self")  # also in the rest of a forward after a graph break
+    output.compiler_fn.options = getattr(compiled, _FLAG, None)
+
+
+def _mark(nodes: list[Node], options: Options) -> None:
+    for node in nodes:
+        node.meta["custom"] = {MARK: options, **node.meta.get("custom", {})}
+
+
+class _Backend:
+    """The backend of one graph, with the pass."""
+
+    def __init__(self, backend: Callable):
+        self.backend = backend
+        self.options: Options | None = None  # of ops without a mark
+        functools.update_wrapper(self, backend, updated=())
+
+    def __call__(self, top: GraphModule, inputs: list) -> Callable:
+        from torch._functorch import config
+
+        if self.options is not None:
+            _mark(list(top.graph.nodes), self.options)
+        graphs = [module.graph for module in top.modules() if isinstance(module, GraphModule)]
+        marks = [f"{node.name} {options_of(node)}" for graph in graphs for node in graph.nodes]
+        marks += [torch.compiler.config.cache_key_tag, inspect.getsource(joint)]
+        key = hashlib.sha256("\n".join(marks).encode()).hexdigest()
+        passes = functools.partial(_pass, config.joint_custom_pass)
+        with config.patch(joint_custom_pass=passes), torch.compiler.config.patch(cache_key_tag=key):
+            return self.backend(top, inputs)
+
+
+def _pass(configured: Callable | None, both: GraphModule, inputs: object) -> GraphModule:
+    if configured is not None:
+        both = configured(both, inputs)
+    joint.tag(both.graph)
+    return both

@@ -1,0 +1,127 @@
+"""Decides in the joint graph of forward and backward what torch's partitioner recomputes.
+
+Cheap ops are recomputed, as by the rules of a scope (rules.py), where the tensors that they take are saved
+for the backward anyway. Residual sums of others are saved. Products, convolutions, attention and random ops
+get no tag: the partitioner saves their results. In contrast to a scope the whole graph is known, so
+concatenations are recomputed too where several take the same tensors.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch._ops import OpOverload
+from torch.fx import Graph, Node
+from torch.utils.checkpoint import CheckpointPolicy
+
+MARK = "fastvit"
+Options = tuple[bool, bool]  # products and weight_casts of a policy
+
+_DEEPEST = 4  # recomputed sums in a row
+_aten = torch.ops.aten
+_CASTS = {_aten._to_copy, torch.ops.prims.convert_element_type}
+_JOINS = {_aten.cat, _aten.stack}
+_SUMS = {_aten.add, _aten.sub}
+_PRODUCTS = {_aten.mm, _aten.addmm}
+_CHEAP = {  # and the ops with torch's tag "pointwise"
+    *(_CASTS | _JOINS),
+    *(_aten.roll, _aten.repeat, _aten.constant_pad_nd, _aten.glu, _aten.hardswish),
+    *(_aten.native_layer_norm, _aten._fused_rms_norm, _aten.native_group_norm),
+    *(_aten._native_batch_norm_legit_functional, _aten._native_batch_norm_legit_no_training),
+    *(_aten._batch_norm_with_update_functional,),
+}
+
+
+def options_of(node: Node) -> Options | None:
+    """The options of the scope in which an op was; None outside of scopes."""
+    return node.meta.get("custom", {}).get(MARK)
+
+
+def tag(graph: Graph) -> None:
+    """Tags the ops of a joint graph that the partitioner is to recompute, or not to."""
+    forward = _forward(graph)
+    is_read: set[Node] = set()  # by the backward, itself or a view of it
+    for node in reversed(graph.nodes):
+        for user in node.users:
+            if user.op != "output" and (user not in forward or (_is_view(user) and user in is_read)):
+                is_read.add(node)
+    sums: dict[Node, int] = {}  # of each op that may be recomputed: the recomputed sums on the way to it
+    for node in graph.nodes:
+        if node in forward and "recompute" not in node.meta and options_of(node) is not None:
+            count = _count(node, sums, is_read)
+            if count is not None:
+                sums[node] = count
+            elif _packet(node) in _SUMS:  # or its terms would be saved, and all earlier sums repeated
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    needed: set[Node] = set()
+    for node in reversed(graph.nodes):
+        if node in sums and (node in is_read or not needed.isdisjoint(node.users)):
+            needed.add(node)
+            if not _is_view(node):
+                node.meta.update(recompute=CheckpointPolicy.MUST_RECOMPUTE, ac_graph_id=0)
+
+
+def _forward(graph: Graph) -> set[Node]:
+    """The nodes that the results of the forward, and what it writes, are made of."""
+    behind: set[Node] = set()  # the gradients of the results
+    for node in graph.nodes:
+        is_gradient = node.op == "placeholder" and "tangents" in node.name
+        if is_gradient or not behind.isdisjoint(node.all_input_nodes):
+            behind.add(node)
+    results = set(graph.output_node().all_input_nodes)
+    forward = {node for node in graph.nodes if node not in behind and (node in results or _writes(node))}
+    for node in reversed(graph.nodes):
+        if node in forward:
+            forward.update(node.all_input_nodes)
+    return forward
+
+
+def _count(node: Node, sums: dict[Node, int], is_read: set[Node]) -> int | None:
+    """The recomputed sums on the way to this op, and it; None where it is not recomputed."""
+    from torch._functorch.partitioners import _size_of
+
+    if _is_view(node) or node.target is operator.getitem:
+        return sums.get(node.all_input_nodes[0])
+    op, (products, weight_casts) = _packet(node), options_of(node)
+    sources = [_base(source) for source in node.all_input_nodes]
+    if op in _PRODUCTS:
+        rows, columns = node.args[-1].meta["val"].shape
+        is_known = isinstance(rows, int) and isinstance(columns, int)
+        if not products or not is_known or rows > columns:  # as in a scope
+            return None
+    elif op not in _CHEAP and (op is None or torch.Tag.pointwise not in node.target.tags):
+        return None
+    if op in _CASTS and sources[0].op == "placeholder" and not weight_casts:
+        return None
+    count = 0
+    for source in sources:
+        if source in sums and not (op in _SUMS and _packet(source) in _PRODUCTS):
+            count = max(count, sums[source])
+        elif source not in is_read and source.op not in ("placeholder", "get_attr"):
+            # It would be saved for this op, which frees nothing, except where a list shares it with others.
+            if 2 * _size_of(source) >= _size_of(node) and not (op in _JOINS and len(source.users) > 1):
+                return None
+    count += op in _SUMS
+    return count if count <= _DEEPEST else None
+
+
+def _packet(node: Node) -> object:
+    return node.target.overloadpacket if isinstance(node.target, OpOverload) else None
+
+
+def _writes(node: Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+
+
+def _is_view(node: Node) -> bool:
+    if node.target is operator.getitem:
+        return _is_view(node.all_input_nodes[0])  # of a split
+    is_op = isinstance(node.target, OpOverload)
+    return is_op and (node.target.is_view or node.target is _aten._unsafe_view.default)
+
+
+def _base(node: Node) -> Node:
+    while _is_view(node):
+        node = node.all_input_nodes[0]
+    return node

@@ -1,0 +1,91 @@
+"""Views, by the names of autograd's nodes: a tensor is followed by them to its base."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def signed(number: int | None) -> int | None:
+    """The signed value of an integer attribute, which nodes return as unsigned; None where there is none."""
+    return number if number is None or number < 2**63 else number - 2**64
+
+
+def signed_all(numbers: tuple[int | None, ...]) -> tuple[int | None, ...]:
+    return tuple([signed(number) for number in numbers])
+
+
+ViewOp = tuple  # a function of a tensor, and its other arguments
+
+
+def _of_shape(node, _: int) -> ViewOp:
+    return Tensor.view, tuple(node._input_metadata[0].shape)
+
+
+def _expand(node, _: int) -> ViewOp:
+    shape = tuple(node._input_metadata[0].shape)
+    return (itself,) if node._saved_self_sym_sizes == shape else (Tensor.expand, *shape)
+
+
+def _method(name: str, *integers: str, part: bool = False) -> Callable:
+    """A view by a method of Tensor with these integers; `part` for a method that returns several views."""
+    saved, method = [sys.intern(f"_saved_{integer}") for integer in integers], getattr(Tensor, name)
+
+    def rule(node, number: int) -> ViewOp:
+        given = [getattr(node, one) for one in saved]
+        given = [signed_all(g) if type(g) is tuple else signed(g) for g in given]
+        return (_part, method, number, *given) if part else (method, *given)
+
+    return rule
+
+
+def _part(tensor: Tensor, method: Callable, number: int, *given) -> Tensor:
+    return method(tensor, *given)[number]
+
+
+def itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _slice(node, _: int) -> ViewOp:
+    integers = (node._saved_dim, node._saved_start, node._saved_end, node._saved_step)
+    return torch.ops.aten.slice.Tensor, *signed_all(integers)
+
+
+VIEWS: dict[str, Callable[..., ViewOp]] = {
+    "ViewBackward0": _of_shape,
+    "ReshapeAliasBackward0": _of_shape,
+    "AliasBackward0": lambda *_: (itself,),
+    "ExpandBackward0": _expand,
+    "PermuteBackward0": _method("permute", "dims"),
+    "TransposeBackward0": _method("transpose", "dim0", "dim1"),
+    "TBackward0": _method("t"),
+    "UnbindBackward0": _method("unbind", "dim", part=True),
+    "SplitBackward0": _method("split", "split_size", "dim", part=True),
+    "SplitWithSizesBackward0": _method("split_with_sizes", "split_sizes", "dim", part=True),
+    "SelectBackward0": _method("select", "dim", "index"),
+    "SliceBackward0": _slice,
+    "UnsqueezeBackward0": _method("unsqueeze", "dim"),
+    "SqueezeBackward0": _method("squeeze"),
+    "SqueezeBackward1": _method("squeeze", "dim"),
+    "UnfoldBackward0": _method("unfold", "dimension", "size", "step"),
+}
+
+
+def leads_to(tensor: Tensor, made) -> bool:
+    """Whether the graph leads from `tensor` by views alone to its base, which the node `made` made.
+
+    A Function may write into its input and return it, without a version.
+    """
+    node = tensor.grad_fn
+    while node is not made:
+        if node is None or node.name() not in _ALL:
+            return False
+        node = node.next_functions[0][0]
+    return True
+
+
+_ALL = {*VIEWS, "AsStridedBackward0", "DiagonalBackward0", "SqueezeBackward2"}

@@ -1,0 +1,314 @@
+"""`report`: what a training forward keeps for backward, measured, and which tensors these are."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .convert import convert, is_converted, opens_scope, revert
+from .recompute import active_scope, watched, why_closed
+from .recompute.calls import VALUE
+from .recompute.policy import op_name
+from .recompute.rules import PRODUCTS, RULES
+from .recompute.saved import Kept, Recipe
+from .recompute.values import SMALLEST, Given, Value, View
+from .trial import Trial
+
+__all__ = ["Report", "TensorReport", "report"]
+
+_SHOWN = 0.005  # smallest share of all bytes that has a line in the table
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole part of a name
+_PLAIN = {"to_copy": "cast", "unsafe_view": "copy", "clone": "copy", "reshape_alias": "view"}
+
+
+@dataclass(frozen=True)
+class TensorReport:
+    """Saved tensors of one kind, over all blocks.
+
+    Attributes:
+        names: the modules whose forward saved one of them; a number that changes from block to block is `*`.
+        count: the number of tensors.
+        kept_bytes: bytes of them that stay in memory until backward.
+        rebuilt_bytes: bytes of them that are rebuilt instead.
+        reason: the ops that rebuild them, or why they are kept.
+    """
+
+    names: tuple[str, ...]
+    count: int
+    kept_bytes: int
+    rebuilt_bytes: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a training forward keeps for backward. Prints as a table.
+
+    Attributes:
+        kept_before: bytes that a forward of the original model keeps, its result included, measured.
+        kept_after: bytes that a forward of the converted model keeps, measured.
+        tensors: the tensors that the converted model keeps or rebuilds, those of one kind in one row.
+        notes: where nothing can be rebuilt, and why.
+    """
+
+    kept_before: int
+    kept_after: int
+    tensors: list[TensorReport] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def saved_bytes(self) -> int:
+        """`kept_before` minus `kept_after`: below 0 where the converted model keeps more."""
+        return self.kept_before - self.kept_after
+
+    def __str__(self) -> str:
+        least = _SHOWN * self.kept_before
+        shown = [row for row in self.tensors if max(row.rebuilt_bytes, row.kept_bytes) >= least]
+        rows = [
+            (
+                " & ".join(row.names),
+                str(row.count),
+                _bytes(row.rebuilt_bytes) if row.rebuilt_bytes else "",
+                _bytes(row.kept_bytes) if row.kept_bytes else "",
+                row.reason,
+            )
+            for row in shown
+        ]
+        lines = [self.summary(), ""]
+        if rows:
+            lines += _aligned([("saved by", "count", "rebuilt", "kept", "why"), *rows])
+        rest = self.kept_after - sum(row.kept_bytes for row in shown)
+        if rest > 0:
+            lines.append(f"and {_bytes(rest)} kept in smaller tensors, the result and autograd's graph")
+        return "\n".join([*lines, *[f"note: {note}" for note in self.notes]])
+
+    def summary(self) -> str:
+        """One line: the bytes that a training forward keeps as converted and as it was."""
+        saved = self.saved_bytes
+        share = abs(saved) / self.kept_before if self.kept_before else 0.0
+        sign = "less" if saved >= 0 else "more"
+        return (
+            f"a training forward keeps {_bytes(self.kept_after)} instead of {_bytes(self.kept_before)}: "
+            f"{_bytes(abs(saved))} or {share:.1%} {sign} kept for backward (measured)"
+        )
+
+    def plot(self, path: str | Path) -> None:
+        """Draws the kept and the rebuilt bytes to an image file, tensors of one kind in one bar."""
+        from matplotlib.figure import Figure
+
+        least = _SHOWN * self.kept_before
+        rows = [row for row in self.tensors if row.rebuilt_bytes + row.kept_bytes >= least]
+        kept, rebuilt = ([size / 2**20 for size in sizes] for sizes in (
+            [row.kept_bytes for row in rows], [row.rebuilt_bytes for row in rows]
+        ))  # fmt: skip
+        figure = Figure(figsize=(10, 1.2 + 0.3 * len(rows)), layout="constrained")
+        axis = figure.subplots()
+        axis.barh(range(len(rows)), kept, label="kept", color="#1f77b4")
+        axis.barh(range(len(rows)), rebuilt, label="rebuilt", color="#c9d1d9", left=kept)
+        labels = [f"{row.count} x {' & '.join(row.names)}" for row in rows]
+        axis.set_yticks(range(len(rows)), labels, fontsize=7)
+        axis.invert_yaxis()
+        axis.set_xlabel("MiB for backward", fontsize=8)
+        figure.suptitle(self.summary().replace(": ", "\n"), fontsize=8)  # the axes would cut off a title
+        axis.legend(fontsize=8)
+        axis.spines[["top", "right"]].set_visible(False)
+        figure.savefig(path, dpi=110)
+
+
+def report(model: nn.Module, *inputs: object, **kwinputs: object) -> Report:
+    """Measures what a training forward keeps for backward, as the model was and as it is converted.
+
+        print(fastvit.report(model, images))
+
+    Two copies of the model run: one reverted, and one converted as `model` is, or by `convert(model)` where
+    it is not converted. Each runs twice with copies of the inputs, and the second forward is measured by the
+    memory allocator: torch's on CUDA, glibc's on the CPU. So the bytes are those of all that stays allocated
+    while the result is held: saved tensors, the result, autograd's graph. Neither the model nor its buffers,
+    training flags and hooks change, nor do random states. Forwards that last longer than a few seconds
+    are announced on stderr.
+
+    Call it as the model is trained: under the same autocast, with inputs of the same shape and dtype. Where
+    the model is in evaluation the copies are set to training. A copy runs without
+    DistributedDataParallel, so it has to be the module inside: `report(ddp.module, images)`.
+
+    Args:
+        model: converted or not. One more copy of its parameters must fit in memory.
+        inputs: positional arguments of its forward.
+        kwinputs: keyword arguments of its forward.
+
+    Returns:
+        A `Report`, which prints as a table: `str(report)`, `report.summary()`, `report.plot(path)`.
+
+    Raises:
+        TypeError: `model` is not a module, or the forward failed and an input is the likely reason.
+        ValueError: the model cannot be copied, is wrapped for data parallelism or sharded, or is neither on
+            the CPU nor on CUDA.
+        RuntimeError: inside `recompute_scope()`.
+    """
+    trial = Trial("report", model, (inputs, kwinputs))
+    original = revert(trial.training_copy())
+    trial.warm_up(original)
+    before = trial.kept_bytes(original)
+    del original
+    converted = trial.training_copy()
+    if not is_converted(converted):
+        convert(converted)
+    seen = Seen(converted)
+    rows: list[TensorReport] = []
+    with seen.forward():
+        trial.warm_up(converted, lambda: rows.extend(seen.rows()))
+    return Report(before, trial.kept_bytes(converted), rows, [*_compiled(model), *seen.notes])
+
+
+def _compiled(model: nn.Module) -> Iterator[str]:
+    """`Module.compile` is not copied with the module; `torch.compile` is, and runs compiled here too."""
+    if any(module._compiled_call_impl is not None for module in model.modules()):
+        yield "measured without torch.compile, which chooses by itself what is kept"
+    if any(isinstance(module, torch._dynamo.OptimizedModule) for module in model.modules()):
+        yield "torch.compile chooses by itself what is kept"
+
+
+class Seen:
+    """What the ops of a forward of `model` save. It keeps no tensor alive."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self.notes: dict[str, None] = {}
+        # Of each saved tensor: what it became, the module whose forward ran, and why it is kept if it is.
+        self._saved: list[tuple[weakref.ref[Kept | Recipe], str, str]] = []
+        self._running = ["the model"]  # names of modules, inner ones last
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """Inside, one forward is seen."""
+        handles = []
+        for name, module in self.model.named_modules():
+            if not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+                handles.append(module.register_forward_pre_hook(self._enter(name)))
+                handles.append(module.register_forward_hook(self._leave, always_call=True))
+        try:
+            with watched(self._look):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _look(self, packed: Kept | Recipe, tensor: Tensor) -> None:
+        self._saved.append((weakref.ref(packed), self._running[-1], _against(tensor)))
+
+    def _enter(self, name: str) -> Callable[[nn.Module, object], None]:
+        label = _NUMBER.sub("*", name) or "the model"
+
+        def enter(module: nn.Module, _: object) -> None:
+            if not torch.compiler.is_compiling():
+                self._running.append(label)
+                if opens_scope(module) and active_scope() is None:
+                    self.notes[f"{label}: nothing is rebuilt, because {why_closed()}"] = None
+
+        return enter
+
+    def _leave(self, *_: object) -> None:
+        if not torch.compiler.is_compiling():
+            self._running.pop()
+
+    def rows(self) -> list[TensorReport]:
+        """The tensors that are kept or rebuilt; largest first."""
+        readers: dict[object, set[str]] = defaultdict(set)  # by value, or by the address of a kept storage
+        rebuilt: dict[Value, list[Tensor]] = {}  # what it is rebuilt from
+        sizes: dict[int, tuple[int, str]] = {}  # kept bytes and reason
+        known = {0} | {_address(tensor) for tensor in [*self.model.parameters(), *self.model.buffers()]}
+        for reference, module, reason in self._saved:
+            packed = reference()
+            if isinstance(packed, Recipe) and packed.source is not None:
+                rebuilt[packed.value] = [kept.tensor for kept in packed.source.ingredients]
+                readers[packed.value].add(module)
+                continue
+            kept = packed.kept if isinstance(packed, Recipe) else packed
+            if kept is None:  # freed since
+                continue
+            address = _address(kept.tensor)
+            if address not in known:
+                readers[address].add(module)
+                outer = kept.outer and "handed on to the saved-tensor hooks around"
+                sizes.setdefault(address, (kept.tensor.untyped_storage().nbytes(), outer or reason))
+        known |= set(sizes)
+        groups: dict[tuple[tuple[str, ...], str], list[tuple[int, int]]] = defaultdict(list)
+        for address, (size, reason) in sizes.items():
+            groups[tuple(sorted(readers[address])), reason].append((size, 0))
+        for value, tensors in rebuilt.items():
+            ingredients = {_address(tensor): tensor.nbytes for tensor in tensors}
+            own = ingredients.keys() - known
+            known |= own  # a copy counts once
+            inputs = sum(address in sizes and size >= SMALLEST for address, size in ingredients.items())
+            key = tuple(sorted(readers[value])), _recomputed(value, inputs)
+            groups[key].append((sum(ingredients[address] for address in own), value.nbytes))
+        rows = [
+            TensorReport(names, len(parts), sum(k for k, _ in parts), sum(r for _, r in parts), reason)
+            for (names, reason), parts in groups.items()
+        ]
+        return sorted(rows, key=lambda row: (-row.rebuilt_bytes, -row.kept_bytes, row.names))
+
+
+def _against(tensor: Tensor) -> str:
+    """Why a tensor that was packed just now is kept, if it is."""
+    base = tensor if tensor._base is None else tensor._base
+    node: Any = base.grad_fn
+    if node is None:
+        return "an input, a constant, indices or a mask: no differentiable op made it"
+    value, op = node.metadata.get(VALUE), _plain(node.name())
+    if not isinstance(value, Value):
+        return f"one of several results of {op}, or written to before it was saved"
+    if value.unknown or value.function is not None:
+        return (value.against() or f"an input of {op} is not kept").replace(value.name, op)
+    if value.name in PRODUCTS:
+        return f"the result of {op}: rebuilt with products=True, where it is no narrower than its input"
+    return f"the result of {op}, " + (
+        "an argument of which is unknown" if value.name in RULES else "which is not repeated"
+    )
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else 0
+
+
+def _recomputed(value: Value, inputs: int) -> str:
+    """How `value` is rebuilt, from a number of saved tensors."""
+    if value.name.startswith("dropout_mask"):
+        return "dropout's mask, kept as a byte an element"
+    ops = list(dict.fromkeys(_ops(value)))
+    its = "its saved input" if len(ops) == 1 else "the saved input"
+    return f"recomputed by {', '.join(ops)} from {its}{'s' if inputs > 1 else ''}"
+
+
+def _ops(value: Value) -> Iterator[str]:
+    for argument in value.arguments:
+        inner = argument.value if isinstance(argument, View) else argument
+        if not isinstance(inner, Given) and inner.function is not None and inner.kept() is None:
+            yield from _ops(inner)
+    yield _plain(value.name)
+
+
+def _plain(name: str) -> str:
+    op = op_name(name)
+    return _PLAIN.get(op, op)
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
+    return [
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]])
+        for row in rows
+    ]
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB" if count >= 2**18 else f"{count / 2**10:.1f} KiB"

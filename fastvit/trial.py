@@ -1,0 +1,197 @@
+"""Forwards of copies of a model, for `report`, `verify` and a budget. Nothing of the model itself changes."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import inspect
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.utils import _pytree as pytree
+
+from ._norm import SharesGroup
+from .memory import held_bytes
+from .recompute import active_scope
+
+Arguments = tuple[tuple, dict[str, object]]
+
+_QUIET = 3.0  # seconds before progress is shown
+
+
+def as_arguments(inputs: Tensor | Sequence | Mapping) -> Arguments:
+    """Positional and keyword arguments from a tensor, a tuple of arguments or a dict of keyword arguments."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    if isinstance(inputs, (tuple, list)) and not isinstance(inputs, torch.Size):
+        return tuple(inputs), {}
+    return (inputs,), {}
+
+
+def tensors_of(values: object) -> list[Tensor]:
+    """The tensors in a structure, which may be a dataclass, as in transformers, or a mapping."""
+    if dataclasses.is_dataclass(values):
+        values = vars(values)
+    elif isinstance(values, Mapping):
+        values = dict(values)
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+class Trial:
+    """A model and the inputs with which copies of it run.
+
+    Args:
+        caller: the public function, named in errors.
+        model: never called, and never changed.
+        arguments: of the forward.
+        names: of the positional arguments in errors, with {} for the number.
+    """
+
+    def __init__(self, caller: str, model: nn.Module, arguments: Arguments, names: str = "input {}"):
+        self.caller, self.model, self.arguments, self._names = caller, model, arguments, names
+        self._refuse()
+        tensors = [*model.parameters(), *model.buffers(), *tensors_of(arguments)]
+        self.devices = list(dict.fromkeys(tensor.device for tensor in tensors)) or [torch.device("cpu")]
+        if any(device.type not in ("cpu", "cuda") for device in self.devices):
+            names = ", ".join(map(str, self.devices))
+            raise ValueError(f"{caller}: a model and inputs on the CPU or on CUDA expected, got {names}")
+        self._begun, self._forwards = time.monotonic(), 0
+
+    def _refuse(self) -> None:
+        if not isinstance(self.model, nn.Module):
+            kind = type(self.model).__name__
+            raise TypeError(f"{self.caller}: model must be a torch.nn.Module, got an object of type {kind}")
+        if active_scope() is not None:
+            raise RuntimeError(f"{self.caller}: call it outside of recompute_scope()")
+        for module in self.model.modules():
+            name = type(module).__name__
+            if any(kind.__module__.startswith("torch.distributed.fsdp") for kind in type(module).__mro__):
+                raise ValueError(
+                    f"{self.caller}: {name} is sharded, and copies of it cannot run alone; pass the model "
+                    "as it is before it is sharded"
+                )
+            if type(module).__module__.startswith("torch.nn.parallel"):
+                raise ValueError(
+                    f"{self.caller}: the forward of {name} cannot run without its backward; pass its .module"
+                )
+
+    def copy(self) -> nn.Module:
+        """A copy of the model, hooks included."""
+        try:
+            return copy.deepcopy(self.model)
+        except Exception as error:
+            raise ValueError(
+                f"{self.caller}: it runs a copy of the model, and copy.deepcopy(model) raised "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+    def training_copy(self) -> nn.Module:
+        """A copy that is in training; modules that are not, in a model that is, stay so."""
+        copied = self.copy()
+        if not copied.training:
+            copied.train()
+        if distributed.is_available() and distributed.is_initialized():
+            # Other ranks may not run this, so no exchange may. In evaluation such a layer keeps as much.
+            for module in copied.modules():
+                if isinstance(module, (nn.SyncBatchNorm, SharesGroup)):
+                    module.training = False
+        return copied
+
+    def inputs(self) -> Arguments:
+        """Copies of the inputs, since a forward may overwrite them."""
+
+        def copied(tensor: Tensor) -> Tensor:
+            return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+        return pytree.tree_map_only(Tensor, copied, self.arguments)
+
+    def forward(self, model: nn.Module, arguments: Arguments) -> object:
+        """Runs a copy.
+
+        Raises:
+            TypeError: it failed, and an argument is the likely reason.
+        """
+        self._forwards += 1
+        if time.monotonic() - self._begun > _QUIET:
+            seconds = f"{time.monotonic() - self._begun:.0f} s"
+            print(f"fastvit.{self.caller}: forward {self._forwards}, after {seconds}", file=sys.stderr)
+        args, kwargs = arguments
+        try:
+            return model(*args, **kwargs)
+        except Exception as error:
+            reason = self._wrong_argument()
+            if reason:
+                raise TypeError(f"{self.caller}: {reason}") from error
+            raise
+
+    def _wrong_argument(self) -> str:
+        args, kwargs = self.arguments
+        with contextlib.suppress(ValueError):  # no signature
+            signature = inspect.signature(self.model.forward)
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                kind = type(self.model).__name__
+                return f"the inputs do not fit {kind}.forward{signature}: {error}"
+        given = {self._names.format(i): value for i, value in enumerate(args)} | kwargs
+        for name, value in given.items():
+            kind = f"{type(value).__module__}.{type(value).__name__}".removeprefix("builtins.")
+            if isinstance(value, torch.Size) or (isinstance(value, (tuple, list)) and _is_size(value)):
+                return f"{name} must be a tensor, such as torch.randn{tuple(value)}, got the size {value}"
+            if kind == "numpy.ndarray":
+                return f"{name} must be a tensor, such as torch.from_numpy(array), got a {kind}"
+            if isinstance(value, Tensor) and value.device not in self._model_devices():
+                where = " and ".join(map(str, self._model_devices()))
+                return f"{name} must be on the model's device {where}, got a tensor on {value.device}"
+        return ""
+
+    def _model_devices(self) -> list[torch.device]:
+        return list(dict.fromkeys(parameter.device for parameter in self.model.parameters())) or self.devices
+
+    def kept_bytes(self, model: nn.Module) -> int:
+        """Bytes that a forward keeps for backward, its result included."""
+        with self.untouched():
+            arguments = self.inputs()
+
+            def work() -> object:
+                result = self.forward(model, arguments)
+                torch.clear_autocast_cache()  # it holds casts of weights, which a backward may not need
+                return result
+
+            torch.clear_autocast_cache()
+            return held_bytes(work, self.devices)[0]
+
+    def warm_up(self, model: nn.Module, look: Callable[[], None] | None = None) -> None:
+        """A forward whose allocations do not count, such as those of caches.
+
+        `look` is called while the result is held.
+        """
+        with self.untouched():
+            result = self.forward(model, self.inputs())
+            if look is not None:
+                look()
+            del result
+            torch.clear_autocast_cache()
+
+    @contextlib.contextmanager
+    def untouched(self) -> Iterator[None]:
+        """With gradients; random states are restored."""
+        numpy = sys.modules.get("numpy.random")
+        states = random.getstate(), numpy.get_state() if numpy else None
+        gpus = sorted({device.index or 0 for device in self.devices if device.type == "cuda"})
+        with torch.random.fork_rng(gpus), torch.inference_mode(False), torch.enable_grad():
+            try:
+                yield
+            finally:
+                random.setstate(states[0])
+                if numpy:
+                    numpy.set_state(states[1])
+
+
+def _is_size(value: Sequence) -> bool:
+    return len(value) > 0 and all(type(number) is int for number in value)

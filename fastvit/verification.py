@@ -1,0 +1,269 @@
+"""`verify`: runs the same step on the original and on the converted model, and compares the results."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from .convert import convert, is_converted, revert
+from .fuse import is_fused
+from .recompute import watched
+from .recompute.policy import Site, op_name
+from .recompute.saved import Kept, Recipe
+from .recompute.values import plainly
+from .trial import Trial, tensors_of
+
+__all__ = ["Verification", "verify"]
+
+# Layers of fastvit round otherwise than torch's, and depth multiplies it.
+_TOLERANCES = {torch.float64: 1e-7, torch.float32: 2e-2}
+_HALF_PRECISION = 0.2
+_UNSTEADY = 4.0  # times the difference between two runs of the original that a difference may have
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The result of `verify`; true where everything agrees. Prints what does not.
+
+    Attributes:
+        differences: relative differences by name, largest first.
+        limit: the largest that is allowed.
+        sites: pairs of a block's name and an op whose result differs when it is rebuilt;
+            `convert(model, skip=verification.sites)` keeps these.
+        unsteady: differences between two runs of the original, where it differs from itself.
+    """
+
+    differences: dict[str, float]
+    limit: float
+    sites: tuple[tuple[str, str], ...] = ()
+    unsteady: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def wrong(self) -> dict[str, float]:
+        """The differences that are not allowed."""
+        allowed = {name: _UNSTEADY * value for name, value in self.unsteady.items()}
+        return {
+            name: value
+            for name, value in self.differences.items()
+            if not value <= max(self.limit, allowed.get(name, 0.0))
+        }
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing differs by more than is allowed."""
+        return not self.wrong and not self.sites
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        wrong = self.wrong
+        shown = wrong or dict(list(self.differences.items())[:1])
+        lines = [f"  {name}: {value:.3g}" for name, value in list(shown.items())[:20]]
+        verdict = f"{len(wrong)} of {len(self.differences)} tensors differ by more than {self.limit:g}"
+        if not wrong:
+            verdict = f"{len(self.differences)} tensors agree; the largest difference is"
+        lines.insert(0, verdict)
+        if self.unsteady:
+            lines.append(f"{len(self.unsteady)} tensors differ between two runs of the original")
+        if self.sites:
+            lines += ["rebuilt results that differ, which convert(model, skip=verification.sites) keeps:"]
+            lines += [f"  {op} in {block or 'the model'}" for block, op in self.sites[:20]]
+        return "\n".join(lines)
+
+
+def verify(
+    model: nn.Module,
+    *inputs: object,
+    dtype: torch.dtype | None = torch.float64,
+    limit: float | None = None,
+    **kwinputs: object,
+) -> Verification:
+    """Runs one training step of the original and of the converted model, and compares the results.
+
+        assert fastvit.verify(model, images)
+
+    Copies of `model` run with the same random numbers: one reverted, and one converted as `model` is, or
+    by `convert(model)` where it is not converted. Compared are outputs, inputs after the step, gradients of
+    all parameters and floating-point inputs, and buffers. At the end of the forward everything that is
+    rebuilt in backward is also rebuilt at once, and compared bit by bit with the tensor for which it stands:
+    it differs where something wrote to that tensor unnoticed. Modules run in the modes (training or
+    evaluation) that they are in. Neither the model nor random states change.
+
+    Gradients of inputs are left out where the model sets requires_grad on its inputs, as some do for
+    checkpointing. Where the original differs from itself in a second run (atomic additions on CUDA, for
+    example), so may the converted model.
+
+    Args:
+        model: converted or not. One more copy of it at a time must fit in memory.
+        inputs: positional arguments of its forward.
+        dtype: both copies compute in it. float64 tells a wrong gradient from roundings at any depth. None is
+            the model's own dtype: what is rebuilt may depend on it, and on autocast.
+        limit: largest allowed difference of a tensor, relative to its largest value. The default is 0, since
+            the same op is repeated; for a model with layers of `fastvit.fuse` it depends on `dtype`. The
+            scale of a gradient or buffer is at least 1e-4 of the model's largest one, because one that is
+            zero up to rounding has no scale of its own.
+        kwinputs: keyword arguments of its forward.
+
+    Returns:
+        A `Verification`: true where all agrees. It prints what differs.
+
+    Raises:
+        TypeError: `model` is not a module, or the forward failed and an input is the likely reason.
+        ValueError: the model cannot be copied, is wrapped for data parallelism or sharded, is neither on the
+            CPU nor on CUDA, or returns no tensor.
+    """
+    trial = Trial("verify", model, (inputs, kwinputs))
+    if limit is None:
+        computed = dtype or next((p.dtype for p in model.parameters()), torch.float32)
+        limit = _TOLERANCES.get(computed, _HALF_PRECISION) if is_fused(model) else 0.0
+
+    def step(recipes: _Recipes | None, inputs_require_grad: bool) -> dict[str, Tensor]:
+        copied = trial.copy()
+        if recipes is None:
+            revert(copied)
+        elif not is_converted(copied):
+            convert(copied)
+        return _step(
+            trial, copied if dtype is None else copied.to(dtype), dtype, inputs_require_grad, recipes
+        )
+
+    inputs_require_grad = True
+    try:
+        want = step(None, inputs_require_grad)
+    except RuntimeError as error:
+        if "requires_grad flags of leaf" not in str(error):
+            raise
+        # The model sets requires_grad on its inputs, which only a leaf allows.
+        inputs_require_grad = False
+        want = step(None, inputs_require_grad)
+    recipes = _Recipes()
+    found = Verification(_differences(step(recipes, inputs_require_grad), want), limit, recipes.sites)
+    if found.wrong:
+        again = _differences(step(None, inputs_require_grad), want)
+        unsteady = {name: value for name, value in again.items() if value}
+        found = dataclasses.replace(found, unsteady=unsteady)
+    return found
+
+
+class _Recipes:
+    """The recipes of a forward, with the tensors for which they stand."""
+
+    def __init__(self):
+        self.sites: tuple[tuple[str, str], ...] = ()
+        self._held: list[tuple[Recipe, Tensor, int]] = []
+
+    def look(self, packed: Kept | Recipe, tensor: Tensor) -> None:
+        if type(packed) is Recipe:
+            self._held.append((packed, tensor.detach(), tensor._version))
+
+    def check(self) -> None:
+        """Follows every recipe, and drops what was held."""
+        held = [
+            (one, tensor) for one, tensor, version in self._held if one.source and tensor._version == version
+        ]
+        for recipe, _ in held:
+            recipe.value.original = None  # the tensor itself, which is alive only because it is held here
+        wrong: dict[Site, None] = {
+            recipe.value.site: None for recipe, tensor in held if not _agrees(recipe, tensor)
+        }
+        self.sites = tuple(dict.fromkeys((block, op_name(name)) for block, name, _ in wrong))
+        for recipe, _ in held:
+            if recipe.source is not None:
+                recipe.source.rebuilt = None
+        self._held = []
+
+
+def _agrees(recipe: Recipe, tensor: Tensor) -> bool:
+    """Whether the rebuilt tensor has the bits of `tensor`. One that cannot be rebuilt has not."""
+
+    def rebuilt() -> Tensor:
+        return torch.as_strided(recipe.value.tensor(), *recipe.geometry)
+
+    try:
+        got = plainly(rebuilt)
+    except Exception:
+        return False
+    return got.dtype == tensor.dtype and torch.equal(_bits(got), _bits(tensor))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().flatten().view(torch.uint8)
+
+
+def _step(
+    trial: Trial,
+    model: nn.Module,
+    dtype: torch.dtype | None,
+    inputs_require_grad: bool,
+    recipes: _Recipes | None,
+) -> dict[str, Tensor]:
+    """Outputs, gradients and buffers of one forward and backward, by name."""
+    model.zero_grad(set_to_none=True)
+    leaves = pytree.tree_map_only(Tensor, lambda t: _leaf(t, dtype, inputs_require_grad), trial.arguments)
+    with trial.untouched(), watched(recipes.look) if recipes else contextlib.nullcontext():
+        torch.manual_seed(0)
+        # Results of an op, not leaves, so that the model may overwrite its inputs where the original does.
+        given = pytree.tree_map_only(Tensor, torch.clone, leaves)
+        outputs = tensors_of(trial.forward(model, given))
+        if recipes is not None:
+            recipes.check()
+        if not outputs:
+            raise ValueError("verify: a forward that returns tensors expected; the model returned none")
+        result = {f"output {i}": t.detach().clone() for i, t in enumerate(outputs)}
+        result |= {f"input {i} afterwards": t.detach().clone() for i, t in enumerate(tensors_of(given))}
+        # Weights of both signs, since a plain sum has no gradient through a normalisation.
+        losses = [
+            (t * torch.randn(t.shape, dtype=torch.float64).to(t)).sum() for t in outputs if t.requires_grad
+        ]
+        if losses:
+            torch.stack([loss.double() for loss in losses]).sum().backward()
+    gradients = [(f"input {i}", t.grad) for i, t in enumerate(tensors_of(leaves))]
+    gradients += [(name, p.grad) for name, p in model.named_parameters()]
+    result |= {f"gradient of {name}": g.detach() for name, g in gradients if g is not None}
+    return result | {f"buffer {name}": b.detach() for name, b in model.named_buffers()}
+
+
+def _leaf(tensor: Tensor, dtype: torch.dtype | None, requires_grad: bool) -> Tensor:
+    copied = tensor.detach().clone()
+    return copied.to(dtype).requires_grad_(requires_grad) if copied.is_floating_point() else copied
+
+
+# A tensor of these kinds that is zero up to rounding (a mean after a normalisation) has no scale of its own.
+_WITHOUT_SCALE = ("gradient of ", "buffer ")
+
+
+def _differences(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
+    """Relative differences by name, largest first."""
+    largest = {kind: _largest(want, kind) for kind in _WITHOUT_SCALE}
+    differences = {}
+    for name in want.keys() | got.keys():
+        if name not in want or name not in got:
+            differences[name] = math.inf
+            continue
+        least = next((1e-4 * largest[kind] for kind in _WITHOUT_SCALE if name.startswith(kind)), 0.0)
+        differences[name] = _difference(got[name], want[name], least)
+    return dict(sorted(differences.items(), key=lambda item: (-item[1], item[0])))
+
+
+def _largest(tensors: dict[str, Tensor], kind: str) -> float:
+    values = [t.abs().max().item() for name, t in tensors.items() if name.startswith(kind) and t.numel()]
+    return max((value for value in values if math.isfinite(value)), default=0.0)
+
+
+def _difference(got: Tensor, want: Tensor, least: float) -> float:
+    if got.shape != want.shape:
+        return math.inf
+    if want.numel() == 0:
+        return 0.0
+    got, want = got.double(), want.double()
+    if any(not torch.equal(kind(got), kind(want)) for kind in (torch.isnan, torch.isposinf, torch.isneginf)):
+        return math.inf
+    scale = max(want.nan_to_num(0, 0, 0).abs().max().item(), least, 1e-30)
+    return (got - want).nan_to_num(0, 0, 0).abs().max().item() / scale

@@ -1,0 +1,164 @@
+"""torch.compile of a model with scopes: what it keeps, its values, and what it leaves alone."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+from torch._functorch import config
+
+from fastvit import convert, revert
+from fastvit.memory import live_bytes
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float = 0.0, breaks: bool = False):
+        super().__init__()
+        self.norm1, self.qkv, self.proj = nn.LayerNorm(64), nn.Linear(64, 192), nn.Linear(64, 64)
+        self.norm2, self.fc1, self.fc2 = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)
+        self.dropout, self.breaks = dropout, breaks
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4).unbind()
+        x = x + self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return x + F.dropout(self.fc2(F.gelu(self.fc1(self.norm2(x)))), self.dropout)
+
+
+class Net(nn.Module):
+    def __init__(self, make=Block, blocks: int = 2, **options):
+        super().__init__()
+        self.blocks = nn.Sequential(*[make(**options) for _ in range(blocks)])
+        self.norm = nn.LayerNorm(64)
+
+    def forward(self, x):
+        return self.norm(self.blocks(x))
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.bn = nn.Conv1d(64, 64, 3, padding=1), nn.BatchNorm1d(64)
+
+    def forward(self, x):
+        return F.relu(x + self.bn(self.conv(x)))
+
+
+def as_module(model, **options):
+    return torch.compile(model, **options)
+
+
+def in_place(model, **options):
+    model.compile(**options)
+    return model
+
+
+def as_function(model, **options):
+    return torch.compile(lambda x: model(x) * 2, **options)
+
+
+def each_block(model, **options):
+    for block in model.blocks:
+        block.compile(**options)
+    return model
+
+
+def step(model, run, x):
+    """The bytes that a forward keeps, gradients and buffers after two steps, and graph breaks."""
+
+    def loss():
+        torch.manual_seed(1)
+        return run(x).square().mean()
+
+    model.zero_grad()
+    counters.clear()
+    loss().backward()
+    kept, result = live_bytes(loss)
+    result.backward()
+    grads = [parameter.grad.clone() for parameter in model.parameters()]
+    return kept, [*grads, *map(torch.clone, model.buffers())], sum(counters["graph_break"].values())
+
+
+def both(make, how, x, options=None, **given):
+    """Bytes kept by a converted model over those of the model, both compiled; their values are equal."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = make()
+    converted = convert(copy.deepcopy(model), **(options or {}))
+    plain = step(model, how(model, **given), x)
+    ours = step(converted, how(converted, **given), x)
+    assert all(map(torch.equal, ours[1], plain[1]))
+    assert ours[2] <= plain[2]
+    return ours[0] / plain[0]
+
+
+@pytest.mark.parametrize("how", [as_module, in_place, as_function, each_block])
+def test_keeps_less_with_the_same_values(how):
+    assert both(Net, how, torch.randn(4, 64, 64), backend="aot_eager", fullgraph=True) <= 0.66
+    assert config.joint_custom_pass is None and torch.compiler.config.cache_key_tag == ""
+
+
+@pytest.mark.slow
+def test_inductor_and_its_caches():
+    make, x = lambda: Net(blocks=1, dropout=0.1), torch.randn(4, 64, 64)
+    for _ in range(2):  # the second time from the caches
+        assert both(make, as_module, x, fullgraph=True) <= 0.7
+
+
+def test_statistics_of_batch_norm():
+    x = torch.randn(4, 64, 64)
+    assert both(lambda: Net(Residual), as_module, x, backend="aot_eager", fullgraph=True) <= 0.66
+
+
+def test_autocast():
+    def how(model, **options):
+        return torch.compile(lambda x: autocast(model, x), **options)
+
+    def autocast(model, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x).float()
+
+    assert both(Net, how, torch.randn(32, 64, 64), backend="aot_eager", fullgraph=True) <= 0.7
+
+
+def test_dynamic_shapes():
+    counts = []
+    for change in (convert, lambda model: model):
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend("aot_eager")
+        model = torch.compile(change(Net()), backend=counter, fullgraph=True, dynamic=True)
+        for batch in (2, 3, 5):
+            model(torch.randn(batch, 64, 64)).sum().backward()
+        counts.append(counter.frame_count)
+    assert counts[0] <= counts[1]
+    assert both(Net, as_module, torch.randn(4, 64, 64), backend="aot_eager", dynamic=True) <= 0.66
+
+
+def test_products():
+    x = torch.randn(4, 64, 64)
+    assert both(Net, as_module, x, {"products": True}, backend="aot_eager", fullgraph=True) <= 0.45
+
+
+@pytest.mark.parametrize("how", [as_module, as_function])
+def test_graph_breaks_in_a_model(how):
+    assert both(lambda: Net(breaks=True), how, torch.randn(4, 64, 64), backend="aot_eager") < 0.95
+
+
+def test_a_backend_without_autograd_runs_it():
+    assert both(Net, as_module, torch.randn(4, 64, 64), backend="eager", fullgraph=True) == 1
+
+
+def test_other_models_of_the_process_and_revert():
+    torch._dynamo.reset()
+    x, model = torch.randn(4, 64, 64), Net()
+    converted = convert(copy.deepcopy(model))
+    plain, ours = (torch.compile(m, backend="aot_eager", fullgraph=True) for m in (model, converted))
+    less, all_of_it = step(converted, ours, x)[0], step(model, plain, x)[0]
+    assert less <= 0.66 * all_of_it
+    assert (step(converted, ours, x)[0], step(model, plain, x)[0]) == (less, all_of_it)
+    revert(converted)
+    assert step(converted, ours, x)[0] == all_of_it

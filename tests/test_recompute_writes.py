@@ -1,0 +1,315 @@
+"""Code that writes, casts, and calls what a scope cannot see: eager's bits, or a tensor that is kept."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fastvit import recompute_scope
+from fastvit.memory import live_bytes
+
+B, D = 32, 128
+SCOPES = {"scope": recompute_scope, "products": lambda: recompute_scope(products=True)}
+
+
+def leaves():
+    torch.manual_seed(0)
+    return [torch.randn(B, D).requires_grad_() for _ in range(3)] + [torch.randn(D, D).requires_grad_()]
+
+
+def same_as_eager(function, scope):
+    """`function(a, b, c, w)` returns a tensor; three leaves of B x D and a D x D one."""
+    results = []
+    for context in (contextlib.nullcontext, scope):
+        given = leaves()
+        torch.manual_seed(1)
+        with context():
+            y = function(*given)
+            loss = y.float().square().sum()
+        results.append([y.detach(), *torch.autograd.grad(loss, given, allow_unused=True)])
+    for want, got in zip(*results, strict=True):
+        assert (want is None and got is None) or torch.equal(want, got)
+
+
+def no_grad(write):
+    def run(h, b):
+        with torch.no_grad():
+            write(h, b)
+
+    return run
+
+
+WRITES = {  # of a tensor that is made and not saved, before an op whose result is saved
+    "add_": lambda h, b: h.add_(b),
+    "add_ with alpha": lambda h, b: h.add_(b, alpha=0.3),
+    "mul_": lambda h, b: h.mul_(b),
+    "mul_ by a number": lambda h, b: h.mul_(0.3),
+    "div_": lambda h, b: h.div_(b),
+    "relu_": lambda h, b: h.relu_(),
+    "relu_ by functional": lambda h, b: F.relu(h, inplace=True),
+    "silu": lambda h, b: F.silu(h, inplace=True),
+    "hardtanh_": lambda h, b: F.hardtanh_(h),
+    "celu_": lambda h, b: F.celu_(h),
+    "abs_, pow_": lambda h, b: h.abs_().pow_(1.5),
+    "masked_fill_": lambda h, b: h.masked_fill_(b > 1, 0.0),
+    "item": lambda h, b: h.__setitem__(b > 1, 3.0),
+    "slice": lambda h, b: h.__setitem__((slice(None), slice(0, 5)), b[:, :5]),
+    "copy_": lambda h, b: h.copy_(b),
+    "zero_": lambda h, b: h.zero_(),
+    "view": lambda h, b: h.view(-1).mul_(2),
+    "strided view": lambda h, b: h[:, ::2].mul_(2),
+    "addcmul_": lambda h, b: h.addcmul_(b, b, value=0.5),
+    "lerp_": lambda h, b: h.lerp_(b, 0.5),
+    "dropout": lambda h, b: F.dropout(h, 0.3, True, True),
+    "bernoulli_": lambda h, b: h.bernoulli_(0.5),
+    "transpose_": lambda h, b: h.transpose_(0, 1).mul_(2).transpose_(0, 1),
+    "no_grad": no_grad(lambda h, b: h.mul_(2)),
+    "no_grad, a view": no_grad(lambda h, b: h[:, 3:].clamp_(-1, 1)),
+    "detach": lambda h, b: h.detach().mul_(2),
+    "a view of detach": lambda h, b: h.detach()[1:].mul_(2),
+    "data": lambda h, b: h.data.clamp_(max=0.5),
+    "data is set": lambda h, b: setattr(h, "data", h.data.sign()),
+    "numpy": lambda h, b: h.detach().numpy().__imul__(2),
+}
+MAKES = {
+    "product": lambda a, b, c: a * c,
+    "sum": lambda a, b, c: a.sin() + c,
+    "gelu": lambda a, b, c: F.gelu(a),
+    "matrix product": lambda a, b, c: F.linear(a, torch.ones(D, D)),
+}
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("make", MAKES)
+@pytest.mark.parametrize("write", WRITES)
+def test_writes(write, make, scope):
+    def function(a, b, c, w):
+        h = MAKES[make](a, b, c)
+        WRITES[write](h, b)
+        return torch.relu(h) @ w + (h @ w).tanh() + torch.sigmoid(h) @ w
+
+    same_as_eager(function, SCOPES[scope])
+
+
+@pytest.mark.parametrize("write", ["silu", "mul_", "mul_ by a number", "abs_, pow_"])
+def test_a_result_that_an_op_in_place_made_is_rebuilt(write):
+    """Twice in a row, so that the second starts from a tensor that was written to."""
+    given = leaves()
+
+    def forward(context):
+        a, b, c, w = given
+        with context():
+            h = a * c
+            WRITES[write](h, b)
+            WRITES["mul_ by a number"](h, b)
+            return h @ w
+
+    before, after = (live_bytes(lambda c=c: forward(c))[0] for c in (contextlib.nullcontext, recompute_scope))
+    assert before - after >= given[0].nbytes
+
+
+class Rotated(torch.autograd.Function):
+    """Writes into its input without mark_dirty and returns it, as rotary kernels do."""
+
+    @staticmethod
+    def forward(ctx, x):
+        x.data.mul_(2)
+        return x
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * 2
+
+
+class MarksDirty(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * 2
+
+
+class SavesBoth(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y):
+        ctx.save_for_backward(x, y, x * y)
+        return x * y
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, y, z = ctx.saved_tensors
+        return dy * y + z * 0, dy * x
+
+
+def heads(t):
+    return t.view(2, 16, 4, 32).transpose(1, 2)
+
+
+@torch.jit.script
+def rotate_half(x):
+    half = x.shape[-1] // 2
+    return torch.cat([-x[..., half:], x[..., :half]], dim=-1)
+
+
+def unused_branch(write, read):
+    """An op that has no part in the loss has saved h, which is overwritten."""
+
+    def function(a, b, c, w):
+        h = a @ w
+        h.sin(), F.gelu(h)
+        y = read(h)
+        write(h)
+        return y @ w
+
+    return function
+
+
+def forces(a, b, c, w):
+    energy = F.gelu(a * c).sum()
+    (force,) = torch.autograd.grad(energy, a, create_graph=True)
+    return force @ w
+
+
+def disabled(a, b, c, w):
+    with torch.autograd.graph.disable_saved_tensors_hooks("no hooks here"):
+        return F.gelu(a * c) @ w
+
+
+def of_func(transform):
+    return lambda a, b, c, w: (F.gelu(a) * c + transform(lambda t: torch.sin(t).pow(2).sum())(F.gelu(c))) @ w
+
+
+PROGRAMS = {
+    "a Function that writes": lambda a, b, c, w: Rotated.apply(F.gelu(a)) @ w,
+    "a part of what a Function wrote": lambda a, b, c, w: (
+        Rotated.apply((a.sin() @ w).view(B, 2, -1)).unbind(1)[0].tanh() @ w[: D // 2]
+    ),
+    "a Function that marks": lambda a, b, c, w: torch.relu(MarksDirty.apply(F.gelu(a) * 1.0)) @ w,
+    "a Function that saves its result": lambda a, b, c, w: SavesBoth.apply(F.gelu(a), b * c) @ w,
+    "attention": lambda a, b, c, w: F.scaled_dot_product_attention(
+        heads(F.gelu(a)), heads(b * c), heads(torch.tanh(c))
+    )
+    .transpose(1, 2)
+    .reshape(B, D)
+    @ w,
+    "a half written by a float": lambda a, b, c, w: torch.relu((a.bfloat16() * 1.5).mul_(c[0])).float() @ w,
+    "a half plus a float": lambda a, b, c, w: torch.tanh((a.half() * 1.0).add_(b.exp())).float() @ w,
+    "a float over a double": lambda a, b, c, w: torch.sigmoid((a * 1.5).div_(b.double().exp())) @ w,
+    "a copy of a slice": lambda a, b, c, w: a.exp()[4:].to(torch.float32, copy=True)[6:] @ w,
+    "slices of TorchScript": lambda a, b, c, w: (rotate_half(F.gelu(a)) * a) @ w,
+    "unused, then in place": unused_branch(lambda h: None, lambda h: F.silu(h, inplace=True)),
+    "unused, then written": unused_branch(lambda h: h.add_(1), torch.relu),
+    "unused, then zeroed": unused_branch(lambda h: h.zero_(), lambda h: torch.relu(h) * 2.0),
+    "a gradient inside": forces,
+    "hooks disabled": disabled,
+    "func.grad": of_func(torch.func.grad),
+    "func.jacrev": of_func(lambda f: torch.func.vmap(torch.func.jacrev(f))),
+    "func.vjp": lambda a, b, c, w: (F.gelu(a) * torch.func.vjp(torch.sin, F.gelu(c))[1](b)[0]) @ w,
+    "func.jvp": lambda a, b, c, w: (F.gelu(a) * torch.func.jvp(torch.sin, (F.gelu(c),), (b,))[1]) @ w,
+    "vmap": lambda a, b, c, w: torch.vmap(lambda t: torch.tanh(t @ w))(F.gelu(a)) @ w,
+    "cond": lambda a, b, c, w: torch.cond(a.sum() > 0, torch.sin, torch.cos, (F.gelu(a),)) @ w,
+    "checkpoint": lambda a, b, c, w: checkpoint(lambda t: F.gelu(t @ w), F.silu(a), use_reentrant=False) @ w,
+    "hooks inside": lambda a, b, c, w: on_cpu(F.gelu(a), c) @ w,
+}
+
+
+def on_cpu(x, y):
+    with torch.autograd.graph.save_on_cpu():
+        return F.silu(x) * y
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_programs(program, scope):
+    torch._dynamo.reset()
+    same_as_eager(PROGRAMS[program], SCOPES[scope])
+
+
+def test_a_write_that_autograd_does_not_notice_reaches_what_was_saved():
+    def function(a, b, c, w):
+        h = F.gelu(a)
+        y = h @ w
+        h.data.clamp_(-0.1, 0.1)
+        return y + torch.relu(h) @ w
+
+    for scope in SCOPES.values():
+        same_as_eager(function, scope)
+
+
+class SkippedNorm(nn.LayerNorm):
+    """Returns its input: the result of another norm."""
+
+    def forward(self, x):
+        return x
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_eps_comes_from_the_call(scope, monkeypatch):
+    norm, skipped = nn.LayerNorm(D, eps=1e-2), SkippedNorm(D, eps=1e-6)
+    same_as_eager(lambda a, b, c, w: skipped(norm(a * 0.01)) @ w, SCOPES[scope])
+    norm.eps = 1e-4
+    same_as_eager(lambda a, b, c, w: skipped(norm(a * 0.01)) @ w, SCOPES[scope])
+    original = F.layer_norm
+
+    def patched(input, normalized_shape, weight=None, bias=None, eps=1e-5):
+        return original(input, normalized_shape, weight, bias, 0.5)
+
+    monkeypatch.setattr(F, "layer_norm", patched)
+    same_as_eager(lambda a, b, c, w: norm(a * 0.01) @ w, SCOPES[scope])
+
+
+@pytest.mark.parametrize("step", ["chain", "doubling", "recurrence"])
+@pytest.mark.timeout(20)
+def test_long_chains_take_no_longer_than_they_are(step):
+    """Recipes have a bounded number of ops, or the walk over them would take exponential time."""
+    x = torch.randn(64, 64).requires_grad_()
+    with recompute_scope(products=True):
+        a, b, total = x * 1.0, x.sin(), 0.0
+        for _ in range(300 if step == "chain" else 40):
+            if step == "chain":
+                a = a * 0.999
+            elif step == "doubling":
+                a = (a + a) * 0.5
+            else:
+                a, b = (a * 0.6 + b * 0.4) * 1.01, a
+            total = total + torch.sigmoid(a.t().reshape(-1)).sum()
+    total.backward()
+
+
+# --- hooks of others
+
+
+def test_save_on_cpu_holds_what_a_scope_keeps():
+    """Both savings add up: what is rebuilt is not moved."""
+    packed = []
+
+    class Counted(torch.autograd.graph.save_on_cpu):
+        def __init__(self):
+            super().__init__()
+            pack = self.pack_hook
+            self.pack_hook = lambda t: (packed.append(t.nbytes), pack(t))[1]
+
+    def function(a, b, c, w):
+        norm = nn.LayerNorm(D)
+        return F.gelu(norm(a) @ w).view(B, 4, -1).transpose(0, 1).reshape(B, D) @ w
+
+    counts = []
+    for scope in (contextlib.nullcontext, recompute_scope):
+        packed.clear()
+        with Counted():
+            same_as_eager(function, scope)
+        counts.append(sum(packed))
+    assert counts[1] <= counts[0] - 2 * B * D * 4
+
+
+def test_disabled_hooks_are_told_of_once():
+    x = torch.randn(64, 64).requires_grad_()
+    with torch.autograd.graph.disable_saved_tensors_hooks("none of them here"):
+        with pytest.warns(UserWarning, match="hooks are disabled: none of them here"), recompute_scope():
+            F.gelu(x).sum().backward()

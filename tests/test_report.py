@@ -1,0 +1,323 @@
+"""`report`: the measured bytes, the tensors in the table, and what it says where it cannot work."""
+
+import copy
+import random
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import fastvit
+from fastvit import memory
+from fastvit.memory import held_bytes, live_bytes
+
+CPU = [torch.device("cpu")]
+
+
+class Block(nn.Module):
+    def __init__(self, width=64):
+        super().__init__()
+        self.norm, self.fc1, self.fc2 = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+        )
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x):
+        return x + self.fc2(self.drop(F.gelu(self.fc1(self.norm(x)))))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x, mask=None):
+        for block in self.blocks:
+            x = block(x)
+        return x if mask is None else x * mask
+
+
+def conv_net():
+    layers = [
+        nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(True)) for _ in range(4)
+    ]
+    return nn.Sequential(*layers, nn.MaxPool2d(2), nn.Flatten(), nn.LazyLinear(10))
+
+
+@pytest.fixture
+def x():
+    torch.manual_seed(1)
+    return torch.randn(16, 50, 64)
+
+
+def kept(model, *args, **kwargs):
+    model(*args, **kwargs)
+    return live_bytes(lambda: model(*args, **kwargs))[0]
+
+
+# --- bytes
+
+
+def test_the_allocator_is_asked():
+    kilobytes = held_bytes(lambda: torch.zeros(2**20), CPU)[0] / 2**10
+    assert abs(kilobytes - 4096) < 64
+    assert live_bytes(lambda: torch.zeros(2**20))[0] == 2**22
+
+
+def test_without_glibc_torch_is_asked(monkeypatch):
+    for counts in (lambda: False, memory._glibc_counts):
+        monkeypatch.setattr(memory, "_glibc_counts", counts)
+        assert abs(held_bytes(lambda: torch.zeros(2**20), CPU)[0] - 2**22) < 2**16
+    monkeypatch.setattr(memory, "_mallinfo2", lambda: 1 / 0)
+    memory._glibc_counts.cache_clear()
+    try:
+        with pytest.raises(ZeroDivisionError):
+            memory._glibc_counts()
+        monkeypatch.setattr(memory, "_glibc_bytes", lambda: 0)  # of an allocator that torch does not use
+        assert not memory._glibc_counts()
+    finally:
+        memory._glibc_counts.cache_clear()
+
+
+@pytest.mark.parametrize("products", [False, True])
+@pytest.mark.parametrize("training", [True, False])
+def test_what_is_said_is_what_a_step_keeps(products, training, x):
+    model = Net()
+    converted = fastvit.convert(copy.deepcopy(model), products=products)
+    found = fastvit.report(converted.train(training), x)
+    before, after = kept(model, x), kept(converted.train(), x)
+    assert abs(found.kept_before - before) < 2**16 and abs(found.kept_after - after) < 2**17
+    assert found.saved_bytes == found.kept_before - found.kept_after > 0.25 * before
+    rows = found.tensors
+    assert sum(row.kept_bytes for row in rows) <= found.kept_after
+    assert sum(row.rebuilt_bytes for row in rows) == pytest.approx(found.saved_bytes, rel=0.05)
+
+
+def test_a_forward_is_measured_as_it_runs(x):
+    """A mode that sees the ops would change which kernels run: this linear keeps more than its input."""
+    model = nn.Sequential(nn.Linear(50, 256), nn.GELU(), nn.Linear(256, 256))
+    y = torch.randn(16, 50, 512).transpose(1, 2)
+    for products in (False, True):
+        converted = fastvit.convert(copy.deepcopy(model), products=products)
+        assert abs(fastvit.report(converted, y).kept_after - kept(converted, y)) < 2**16
+
+
+def test_a_convolutional_net():
+    model, y = conv_net(), torch.randn(4, 8, 32, 32)
+    model(y)
+    found = fastvit.report(model, y)
+    assert found.saved_bytes > 0.3 * found.kept_before
+    reasons = {row.reason for row in found.tensors}
+    assert any(reason.startswith("recomputed by batch_norm") for reason in reasons), reasons
+    assert not any(hasattr(module, "_forward_pre_hooks") and module._forward_pre_hooks for module in model)
+
+
+def test_under_autocast(x):
+    def forward(model):
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x)
+
+    model = fastvit.convert(Net())
+    with torch.autocast("cpu", torch.bfloat16):
+        found = fastvit.report(model, x)
+        assert fastvit.report(model, x).kept_after == pytest.approx(found.kept_after, rel=0.01)
+    forward(model)
+    assert abs(found.kept_after - live_bytes(lambda: forward(model))[0]) < 2**17
+
+
+def test_while_somebody_profiles(x):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert fastvit.report(Net(), x).saved_bytes > 0
+
+
+# --- rows
+
+
+def test_rows_name_modules_and_reasons(x):
+    by_reason = {row.reason: row for row in fastvit.report(Net(), x).tensors}
+    rebuilt = by_reason["recomputed by layer_norm from its saved input"]
+    assert rebuilt.names == ("blocks.*.fc1",) and rebuilt.count == 4
+    assert rebuilt.rebuilt_bytes == 4 * x.nbytes and rebuilt.kept_bytes == 0
+    mask = by_reason["dropout's mask, kept as a byte an element"]
+    assert mask.names == ("blocks.*.drop",) and mask.kept_bytes == 4 * x.numel() * 4
+    product = by_reason[
+        "the result of addmm: rebuilt with products=True, where it is no narrower than its input"
+    ]
+    assert product.names == ("blocks.*",) and product.kept_bytes == 4 * 4 * x.nbytes
+    by_reason = {row.reason: row for row in fastvit.report(fastvit.convert(Net(), products=True), x).tensors}
+    assert by_reason["recomputed by layer_norm, addmm from the saved input"].rebuilt_bytes == 16 * x.nbytes
+
+
+def test_it_prints_and_plots(x, tmp_path):
+    found = fastvit.report(Net(), x)
+    text = str(found)
+    assert text.splitlines()[0] == found.summary() and "less kept for backward (measured)" in found.summary()
+    assert text.splitlines()[2].split() == ["saved", "by", "count", "rebuilt", "kept", "why"]
+    assert "kept in smaller tensors, the result and autograd's graph" in text
+    found.plot(tmp_path / "report.png")
+    assert (tmp_path / "report.png").stat().st_size > 10_000
+
+
+def test_more_is_not_a_negative_less():
+    assert "1.0 MiB or 50.0% more kept for backward" in fastvit.Report(2**21, 3 * 2**20).summary()
+    assert "0.0 KiB or 0.0% less" in fastvit.Report(0, 0).summary()
+
+
+def test_hooks_around_hold_what_is_kept(x):
+    with torch.autograd.graph.save_on_cpu():
+        rows = fastvit.report(Net(), x).tensors
+    assert any(row.reason == "handed on to the saved-tensor hooks around" for row in rows)
+
+
+def test_a_budget_shows_in_the_reasons(x):
+    model = fastvit.convert(Net(), budget=0.9, example_inputs=x)
+    assert any("the budget is met without it" == row.reason for row in fastvit.report(model, x).tensors)
+    skipping = fastvit.convert(Net(), skip=[("blocks.1", "layer_norm")])
+    assert any("skipped" == row.reason for row in fastvit.report(skipping, x).tensors)
+
+
+# --- the model
+
+
+def test_nothing_of_the_model_changes():
+    class Random(nn.Sequential):
+        def forward(self, x):
+            scale = random.random() + numpy.random.random() + torch.rand(())
+            return super().forward(x) * scale.to(x)
+
+    model = Random(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.GELU()).train()
+    model[1].eval()
+    handle = model[2].register_forward_hook(lambda *_: None)
+    state, flags = copy.deepcopy(model.state_dict()), [module.training for module in model.modules()]
+    y = torch.randn(4, 8, 16, 16)
+    given = y.clone()
+    states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].copy()
+    found = fastvit.report(model, y)
+    assert found.kept_before > 0 and torch.equal(y, given)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert [module.training for module in model.modules()] == flags
+    assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
+    assert (numpy.random.get_state()[1] == states[2]).all()
+    assert list(model[2]._forward_hooks) == [handle.id] and not model._forward_pre_hooks
+
+
+def test_progress_of_slow_models(x, monkeypatch, capsys):
+    fastvit.report(Net(), x)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("fastvit.trial._QUIET", 0.0)
+    fastvit.report(Net(), x)
+    assert capsys.readouterr().err.splitlines()[-1].startswith("fastvit.report: forward 4, after ")
+
+
+# --- where a scope cannot work
+
+
+def test_checkpointed_blocks_are_noted(x):
+    class Checkpointed(Net):
+        def forward(self, x):
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            return x
+
+    found = fastvit.report(Checkpointed(), x)
+    assert found.notes == ["blocks.*: nothing is rebuilt, because torch.utils.checkpoint runs it"]
+    assert f"note: {found.notes[0]}" in str(found)
+
+
+@pytest.mark.filterwarnings("ignore:fastvit. nothing is rebuilt here")
+def test_disabled_hooks_are_noted(x):
+    with torch.autograd.graph.disable_saved_tensors_hooks("not now"):
+        found = fastvit.report(Net(), x)
+    assert found.notes[0].endswith("because saved-tensor hooks are disabled: not now")
+    assert abs(found.saved_bytes) < 2**16 and not found.tensors
+
+
+def test_a_compiled_model_is_noted(x):
+    model = Net()
+    model.compile(backend="eager")
+    assert fastvit.report(model, x).notes == [
+        "measured without torch.compile, which chooses by itself what is kept"
+    ]
+
+
+# --- errors
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "message"),
+    [
+        (
+            (torch.Size((16, 50, 64)),),
+            {},
+            r"input 0 must be a tensor, such as torch.randn\(16, 50, 64\), got the s",
+        ),
+        (((16, 50, 64),), {}, r"input 0 must be a tensor, such as torch.randn\(16, 50, 64\), got the size"),
+        ((numpy.zeros((16, 50, 64)),), {}, "input 0 must be a tensor, such as torch.from_numpy"),
+        ((torch.zeros(1, 2, 64),), {"mask": numpy.array(["a"])}, "mask must be a tensor"),
+        ((torch.zeros(1, 2, 64),), {"masks": None}, r"do not fit Net.forward\(x, mask=None\): .* 'masks'"),
+        ((), {}, "do not fit Net.forward.* missing a required argument: 'x'"),
+    ],
+)
+@pytest.mark.parametrize("function", [fastvit.report, fastvit.verify])
+def test_wrong_inputs_are_named(function, args, kwargs, message):
+    with pytest.raises(TypeError, match=f"{function.__name__}: .*{message}"):
+        function(Net(), *args, **kwargs)
+
+
+@pytest.mark.parametrize("function", [fastvit.report, fastvit.verify, fastvit.convert])
+def test_a_model_that_is_none(function):
+    with pytest.raises(
+        TypeError, match=f"{function.__name__}: model must be a torch.nn.Module, got .* function"
+    ):
+        function(F.dropout, *[torch.zeros(1)] * (function is not fastvit.convert))
+
+
+def test_other_errors_are_those_of_the_model():
+    with pytest.raises(RuntimeError, match="normalized_shape"):
+        fastvit.report(Net(), torch.zeros(2, 3))
+
+
+def test_a_model_that_cannot_be_copied(x):
+    model = Net()
+    model.last = model(x)
+    with pytest.raises(
+        ValueError, match=r"report: it runs a copy of the model, and copy.deepcopy\(model\) raised "
+    ):
+        fastvit.report(model, x)
+
+
+def test_devices_without_an_allocator(x):
+    with pytest.raises(
+        ValueError, match="report: a model and inputs on the CPU or on CUDA expected, got meta"
+    ):
+        fastvit.report(Net().to("meta"), x.to("meta"))
+
+
+def test_inside_a_scope(x):
+    with (
+        fastvit.recompute_scope(),
+        pytest.raises(RuntimeError, match="report: call it outside of recompute_s"),
+    ):
+        fastvit.report(Net(), x)
+
+
+def test_wrapped_models_name_what_to_pass(tmp_path, x):
+    distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = DistributedDataParallel(Net())
+        with pytest.raises(ValueError, match="DistributedDataParallel cannot run .* pass its .module"):
+            fastvit.report(model, x)
+        layers = nn.Sequential(nn.Conv2d(8, 8, 3), nn.SyncBatchNorm(8), fastvit.SyncBatchNorm(8), nn.GELU())
+        assert fastvit.report(layers, torch.randn(4, 8, 16, 16)).saved_bytes > 0  # no exchange
+        sharded = Net()
+        distributed.fsdp.fully_shard(sharded, mesh=distributed.init_device_mesh("cpu", (1,)))
+        with pytest.raises(ValueError, match="FSDPNet is sharded, .* pass the model as it is before"):
+            fastvit.report(sharded, x)
+    finally:
+        distributed.destroy_process_group()
