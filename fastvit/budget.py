@@ -19,6 +19,8 @@ from .recompute.policy import Site
 from .recompute.saved import Kept, Recipe
 from .trial import Trial, as_arguments
 
+__all__ = ["within_budget"]
+
 # Operations of a matrix product in the time of moving a byte: 10 to 20 in fp32 on CPUs and GPUs, 200 in half
 # precision on a GPU.
 _OPERATIONS_A_BYTE = 16

@@ -19,6 +19,8 @@ from ._norm import SharesGroup
 from .memory import held_bytes
 from .recompute import active_scope
 
+__all__ = ["Arguments", "Trial", "as_arguments", "tensors_of"]
+
 Arguments = tuple[tuple, dict[str, object]]
 
 _QUIET = 3.0  # seconds before progress is shown

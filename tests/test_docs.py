@@ -71,13 +71,13 @@ def test_the_table_of_the_readme_is_that_of_the_results():
         with (ROOT / f"benchmarks/results/{name}.csv").open() as file:
             results |= {row["model"]: row for row in csv.DictReader(file) if row["precision"] == "fp32"}
     rows = re.findall(
-        r"^\| ([\w:]+)(?: \(BatchNorm\))? \| (\d+) MiB \|(.*)\|$", (ROOT / "README.md").read_text(), re.M
+        r"^\| ([\w:]+)( \(BatchNorm\))? \| (\d+) MiB \|(.*)\|$", (ROOT / "README.md").read_text(), re.M
     )
     assert len(rows) > 5
-    for name, kept, rest in rows:
+    for name, with_batch_norm, kept, rest in rows:
         row = {key: float(value) for key, value in results[name].items() if re.fullmatch(r"[\d.e+]+", value)}
         before, expected = row["eager_kept_MiB"], []
-        for mode in ("converted", "gemm"):
+        for mode in ("convert", "fuse" if with_batch_norm else "products"):
             expected += [100 * (row[f"{mode}_kept_MiB"] / before - 1)]
             expected += [row[f"{mode}_cpu_ms"] / row["eager_cpu_ms"]]
         shown = [float(cell.strip(" %x")) for cell in rest.split("|") if cell.strip()]

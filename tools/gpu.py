@@ -52,7 +52,7 @@ CALLS = {
         "four_ops": (110, 60),  # the four ops in three layouts, bf16 and fp32
         "models": (100, 60),  # fastvit.convert on a ViT and a ResNet
         "exchange": (40, 20),  # Loopback: 2, 4, 8 ranks, 64 to 2048 channels
-        "host": (20, 10),  # host us per op
+        "host": (30, 10),  # host us per op
         "on_chip": (50, 20),  # one kernel a direction against two
         "ncu": (50, 0),  # six kernels
         "slices": (30, 0),  # bn_stats against the number of slices

@@ -67,13 +67,18 @@ def _dropout(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
     p = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
     outer, scope.dropout = scope.dropout, p if type(p) is float and 0 < p < 1 else None
     try:
-        return _written(scope, func, args, kwargs)
+        return _maybe_in_place(scope, func, args, kwargs)
     finally:
         scope.dropout = outer
 
 
+def _maybe_in_place(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Sees a function of torch.nn.functional with the option `inplace`, which it passes by name."""
+    return _written(scope, func, args, kwargs) if kwargs.get("inplace") else func(*args, **kwargs)
+
+
 def _written(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Sees an op that may write into its first argument.
+    """Sees an op that writes into its first argument.
 
     Where it does, and makes a node, the tensor has one more version than before by this very op. Where it
     makes none, as under no_grad, the graph no longer shows what the tensor holds.
@@ -204,7 +209,7 @@ _SEEN: dict[Callable, See] = {
     Tensor.__array__: _written,
 }
 _SEEN.update(
-    (function, _written)
+    (function, _maybe_in_place)
     for name, function in vars(F).items()
     if not name.startswith("_")
     and inspect.isfunction(function)
@@ -230,7 +235,7 @@ class _Seers(dict):
 _seers = _Seers()
 
 
-# Dynamo inlines methods that torch.Tensor defines in Python, and knows `super()` in the call of a method alone.
+# Methods that torch.Tensor defines in Python: Dynamo traces their `super()` in the call of a method alone.
 _PYTHON_METHODS = frozenset(name for name, f in vars(Tensor).items() if inspect.isfunction(f))
 
 

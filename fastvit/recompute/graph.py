@@ -28,7 +28,7 @@ _LONGEST = 12  # consecutive ops whose results no op has saved
 # products are so fast that long recipes show in a step's time: a LayerNorm and a cast move 7, a LayerScale, a
 # residual sum and a cast 11, a rotary embedding and a cast 26. In float32 residual sums of BatchNorms, each
 # made of the one before, move 5 more each.
-_MOST_MOVED, _MOST_MOVED_IN_HALF = 18, 10
+_MOST_MOVED, _MOST_MOVED_IN_HALF = 24, 10
 
 
 class _Attributes(dict):

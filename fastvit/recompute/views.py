@@ -80,12 +80,17 @@ def leads_to(tensor: Tensor, made) -> bool:
 
     A Function may write into its input and return it, without a version.
     """
-    node = tensor.grad_fn
+    node, number = tensor.grad_fn, tensor.output_nr
     while node is not made:
-        if node is None or node.name() not in _ALL:
+        if node is None:
             return False
-        node = node.next_functions[0][0]
+        if (name := node.name()) in _ALL:
+            number = 0
+        elif name not in _RETURN_THEIR_INPUTS:
+            return False
+        node, number = node.next_functions[number]
     return True
 
 
 _ALL = {*VIEWS, "AsStridedBackward0", "DiagonalBackward0", "SqueezeBackward2"}
+_RETURN_THEIR_INPUTS = {"RegisterPostBackwardFunctionBackward"}  # FSDP2, round the forward of each unit
