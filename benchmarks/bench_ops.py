@@ -1,6 +1,7 @@
 """Forward and backward of each layer, and each raw op, compared with torch's layers and the copy bandwidth.
 
     python benchmarks/bench_ops.py [--device cuda] [--out benchmarks/results] [--budget 150]
+    python benchmarks/bench_ops.py --device cpu --threads 1
     python benchmarks/bench_ops.py --device cpu --quick --out /tmp/smoke     # tests the program
 
 Device time of the named work only (see harness.Timer): cold caches, a new input each time, contenders in
@@ -8,8 +9,9 @@ turn. Forward and backward are timed separately; `both` is their sum. GB/s is co
 the activation of fastvit's ops, for all contenders: forward 3 (2R + 1W), backward 5 (4R + 1W). `host` is the
 host's time for launching; where it is longer than the device's time, it limits a training loop. `peak` is the
 peak memory of the pass, in activations: forward with its input, backward with the saved tensors but without
-dy. Tasks run in order of importance until the budget is spent; the others are named. Writes ops_DEVICE.csv
-after every task, then a picture and a Markdown table.
+dy. On a CPU the copy is of an activation of the same size with cold caches, and torch's functions for the
+work of single ops take part. Tasks run in order of importance until the budget is spent; the others are
+named. Writes ops_DEVICE.csv after every task, then a picture and a Markdown table.
 """
 
 import argparse
@@ -25,8 +27,8 @@ from statistics import median
 import contenders
 import roofline
 import torch
-from harness import RESULTS, Timer, kernel_count, percentiles, provenance, write_csv
-from shapes import LAYOUTS, Case, cases, quick_cases
+from harness import RESULTS, Timer, kernel_count, percentiles, provenance, reuse_memory, write_csv
+from shapes import LAYOUTS, Case, cases, cpu_cases, quick_cases
 from torch import nn
 
 MOST_REPEATS, LEAST_REPEATS = 40, 5
@@ -129,6 +131,8 @@ class Bench:
         if task == "ops":
             for name, op in contenders.raw_ops(case, x, dy).items():
                 measured[f"fastvit.ops.{name}"] = RawOp(name, op, x.nbytes)
+            for name, op in contenders.torch_ops(case, x, dy).items() if self.device == "cpu" else ():
+                measured[f"torch {name}"] = RawOp(name, op, x.nbytes)
         else:
             x.requires_grad_()
             for name, make in contenders.layers(task, case, self.device).items():
@@ -142,12 +146,12 @@ class Bench:
                         raise
                     self._leave_out(name, f"{type(error).__name__}: {error}".splitlines()[0][:160])
         facts = {name: m.facts() if self.device == "cuda" else {} for name, m in measured.items()}
-        times, copy = self._repeat(measured)
+        times, copy = self._repeat(measured, x.nbytes)
         for name, work in measured.items():
             for op, passes in work.passes.items():
                 self._row(case, name, op, passes, times[name], copy, facts[name].get(op, {}))
 
-    def _repeat(self, measured: dict) -> tuple[dict[str, list[dict]], float]:
+    def _repeat(self, measured: dict, nbytes: int) -> tuple[dict[str, list[dict]], float]:
         """Times by contender, in turn, within the time of a task; and the copy bandwidth."""
         times: dict[str, list[dict]] = {name: [] for name in measured}
         copies = []
@@ -159,7 +163,7 @@ class Bench:
                 late = time.perf_counter() - begin > self.seconds
                 if repeat == MOST_REPEATS or (repeat >= LEAST_REPEATS and late):
                     break
-                copies.append(self.timer.copy_bandwidth())
+                copies.append(self.timer.copy_bandwidth(nbytes if self.device == "cpu" else None))
                 for name, work in measured.items():
                     times[name].append(work.step(self.timer))
         finally:
@@ -175,6 +179,7 @@ class Bench:
             "shape": case.size,
             "layout": case.layout,
             "dtype": case.dtype,
+            "threads": torch.get_num_threads() if self.device == "cpu" else "",
             "MB": case.nbytes / 1e6,
             **device,
             "host_us": percentiles([step[op][1] * 1e3 for step in steps], "us")["p50_us"],
@@ -199,12 +204,12 @@ class Bench:
             print(f"not measured: {what}: {why}", flush=True)
 
 
-def name_of(task: tuple[str, Case]) -> str:
-    return f"{task[0]} {task[1]}"
+def name_of(task: tuple[int, str, Case]) -> str:
+    return f"{task[1]} {task[2]}"
 
 
 def tasks(all_cases: list[Case], compiled: int) -> list[tuple[str, Case]]:
-    """(task, case) in order of importance."""
+    """(task, case) in order of importance, on a GPU."""
     first, rest = all_cases[:14], all_cases[14:]
     one_of_each = {case.layout: case for case in reversed(first)}
     few = [one_of_each[layout] for layout in LAYOUTS if layout in one_of_each]
@@ -228,10 +233,13 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=150, help="seconds after which no task is begun")
     parser.add_argument("--seconds", type=float, default=0.6, help="of repeats per task")
     parser.add_argument("--quick", action="store_true", help="tiny shapes: is the program in order?")
+    parser.add_argument("--threads", type=int, nargs="+", help="on a CPU, each in turn (default: torch's)")
     parser.add_argument("--compiled", type=int, help="cases for torch.compile (default 2, with --quick 0)")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.exit(1, "bench_ops: there is no CUDA GPU (--device cpu --quick needs none)\n")
+    if options.device == "cpu":
+        reuse_memory()
     begin = time.perf_counter()
     name = f"ops_{options.device}"
     bench = Bench(
@@ -241,8 +249,13 @@ def main() -> None:
     )
     compiled = (0 if options.quick else 2) if options.compiled is None else options.compiled
     failed, todo = 0, tasks(quick_cases() if options.quick else cases(), compiled)
+    if options.device == "cpu" and not options.quick:
+        todo = [(task, case) for case in cpu_cases() for task in ("layers", "ops")]
+    each = options.threads or [torch.get_num_threads()]
+    todo = [(threads, *task) for threads in each for task in todo]
     while todo and time.perf_counter() - begin < options.budget:
-        task, case = todo.pop(0)
+        threads, task, case = todo.pop(0)
+        torch.set_num_threads(threads)
         try:
             bench.task(task, case)
         except Exception:  # of one task; what the others measured is still worth having

@@ -207,3 +207,27 @@ def raw_ops(case: Case, x: torch.Tensor, dy: torch.Tensor) -> dict[str, Op]:
         "bn_backward": Op(3, lambda: ops.bn_backward(x, dy, None, saved, sums, *parameters, **plain)),
         "abn_backward": Op(3, lambda: ops.abn_backward(y, dy, saved, sums, *parameters, channel_dim=d)),
     }
+
+
+def torch_ops(case: Case, x: torch.Tensor, dy: torch.Tensor) -> dict[str, Op]:
+    """torch's functions for the same work, with names as those of `raw_ops`; its backward is one function."""
+    if case.layout == "tokens":
+        x, dy = x.flatten(0, 1), dy.flatten(0, 1)
+    weight, bias = torch.ones(case.channels), torch.zeros(case.channels)
+    mean, var = torch.zeros(case.channels), torch.ones(case.channels)
+
+    def forward():
+        return F.leaky_relu(F.batch_norm(x, mean, var, weight, bias), 0.01, inplace=True)
+
+    def backward():
+        dz = torch.ops.aten.leaky_relu_backward(dy, y, 0.01, True)
+        return torch.ops.aten.native_batch_norm_backward(
+            dz, x, weight, mean, var, mean, var, True, 1e-5, [True, True, True]
+        )
+
+    y = forward()
+    return {
+        "bn_stats": Op(1, lambda: torch.batch_norm_update_stats(x, mean.clone(), var.clone(), 0.1)),
+        "bn_forward": Op(2, forward),
+        "bn_reduce, bn_backward": Op(5, backward),
+    }

@@ -91,9 +91,13 @@ class Timer:
         torch.cuda.synchronize()
         return start.elapsed_time(end)
 
-    def copy_bandwidth(self) -> float:
-        """GB/s of one large copy, bytes read plus bytes written."""
-        return 2 * self._source.nbytes / self(lambda: self._copy.copy_(self._source)) / 1e6
+    def copy_bandwidth(self, nbytes: int | None = None) -> float:
+        """GB/s of one copy, bytes read plus bytes written: a large one, or `nbytes` with cold caches."""
+        source, copy = self._source, self._copy
+        if nbytes is not None:
+            source, copy = source[: nbytes // 4], copy[: nbytes // 4]
+            self.cold()
+        return 2 * source.nbytes / self(lambda: copy.copy_(source)) / 1e6
 
 
 def kernel_count(work: Callable[[], object]) -> int:

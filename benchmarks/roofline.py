@@ -15,7 +15,7 @@ LAYER_COLOURS = {
     "inplace_abn": "#9c36b5",
 }
 COLUMNS = (
-    "shape", "layout", "dtype", "layer", "forward us", "backward us", "both us (p20 to p80)",
+    "shape", "layout", "dtype", "threads", "layer", "forward us", "backward us", "both us (p20 to p80)",
     "against torch", "8 passes / time", "host us", "kernels", "peak",
 )  # fmt: skip
 
@@ -24,8 +24,8 @@ def _is_op(row: dict) -> bool:
     return row["op"] not in PASSES
 
 
-def _case(row: dict) -> tuple[str, str, str]:
-    return row["shape"], row["layout"], row["dtype"]
+def _case(row: dict) -> tuple[str, str, str, int | str]:
+    return row["shape"], row["layout"], row["dtype"], row["threads"]
 
 
 def _lines(header: tuple[str, ...], rows: list[tuple]) -> list[str]:
@@ -43,9 +43,9 @@ def _layers(rows: list[dict]) -> list[tuple]:
         if not _is_op(row):
             found.setdefault((*_case(row), row["contender"]), {})[row["op"]] = row
     lines = []
-    for key, by_pass in sorted(found.items(), key=lambda item: list(map(_case, rows)).index(item[0][:3])):
+    for key, by_pass in sorted(found.items(), key=lambda item: list(map(_case, rows)).index(item[0][:4])):
         forward, backward, both = (by_pass[op] for op in PASSES)
-        torch_both = found.get((*key[:3], "torch"), {}).get("both")
+        torch_both = found.get((*key[:4], "torch"), {}).get("both")
         lines.append((
             *key,
             f"{forward['p50_us']:.1f}",
@@ -61,15 +61,17 @@ def _layers(rows: list[dict]) -> list[tuple]:
 
 
 def _ops(rows: list[dict]) -> list[tuple]:
-    """Share of the copy bandwidth, one line per case and one column per op."""
+    """Time and bandwidth, one line per case and one column per op, with torch's where it was measured."""
     names = list(dict.fromkeys(row["op"] for row in rows if _is_op(row)))
     by_case: dict[tuple, dict[str, str]] = {}
     for row in rows:
         if _is_op(row):
-            text = f"{row['p50_us']:.1f} ({row['share_of_copy']:.2f})"
-            by_case.setdefault(_case(row), {})[row["op"]] = text
+            text = f"{row['p50_us']:.1f}, {row['GB_s']:.0f} GB/s ({row['share_of_copy']:.2f})"
+            found = by_case.setdefault(_case(row), {})
+            torchs = row["contender"].startswith("torch") and row["op"] in found
+            found[row["op"]] = f"{found[row['op']]}; torch {row['p50_us']:.1f}" if torchs else text
     lines = [(*case, *(ops.get(name, "") for name in names)) for case, ops in by_case.items()]
-    return _lines(("shape", "layout", "dtype", *names), lines) if lines else []
+    return _lines(("shape", "layout", "dtype", "threads", *names), lines) if lines else []
 
 
 def table(rows: list[dict], absent: dict[str, str], unreached: list[str]) -> str:
@@ -88,7 +90,7 @@ def table(rows: list[dict], absent: dict[str, str], unreached: list[str]) -> str
         "",
         *_lines(COLUMNS, _layers(rows)),
         "",
-        "Raw ops, medians in us (share of the copy bandwidth):",
+        "Raw ops, medians in us, GB/s (share of the copy bandwidth); torch's functions for the same work:",
         "",
         *_ops(rows),
         "",

@@ -1,4 +1,4 @@
-"""The cases of bench_ops.py, the most important first: activations of convolutional nets and of ViTs."""
+"""The cases of bench_ops.py: activations of convolutional nets and of ViTs."""
 
 from dataclasses import dataclass
 
@@ -79,6 +79,21 @@ def cases() -> list[Case]:
         *images(128, CONV_STEM, both, ("fp32",)),
     ]
     return list(dict.fromkeys(ordered))
+
+
+def cpu_cases() -> list[Case]:
+    """Tokens, channels_last and small planes, of 4 to 13 MB."""
+    return [
+        case
+        for dtype in ("fp32", "bf16")
+        for case in (
+            *tokens([(32, 384)], (dtype,)),
+            *images(64, [(320, 10)], ("channels_last", "nchw"), (dtype,)),
+            *images(32, [(2048, 7)], ("channels_last", "nchw"), (dtype,)),
+            *images(24, [(192, 20)], ("nchw",), (dtype,)),
+            *images(16, [(96, 40)], ("channels_last", "nchw"), (dtype,)),
+        )
+    ]
 
 
 def quick_cases() -> list[Case]:

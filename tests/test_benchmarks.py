@@ -29,7 +29,8 @@ def test_bench_ops_measures_every_layer_and_op(tmp_path):
         found = [(row["op"], row["layout"], row["dtype"]) for row in rows if row["contender"] == layer]
         assert len(found) == 9, f"{layer}: {found}"
     for op in RAW_OPS:
-        assert sum(row["op"] == op for row in rows) == 3, op
+        assert sum(row["contender"] == f"fastvit.ops.{op}" for row in rows) == 3, op
+    assert sum(row["contender"] == "torch bn_reduce, bn_backward" for row in rows) == 3
     for row in rows:
         times = [float(row[f"p{p}_us"]) for p in (20, 50, 80)]
         assert 0 < times[0] <= times[1] <= times[2], row
@@ -37,7 +38,7 @@ def test_bench_ops_measures_every_layer_and_op(tmp_path):
         assert float(row["GB_s"]) == pytest.approx(int(row["passes"]) * elements / times[1] / 1e3, rel=2e-3)
         assert row["torch"] and row["commit"] and row["date"] and row["device"]
     table = (tmp_path / "ops_cpu.md").read_text()
-    assert "4x9x16 | tokens | fp32 | InPlaceABN" in table and "Not measured: apex SyncBatchNorm" in table
+    assert "4x9x16 | tokens | fp32 | 1 | InPlaceABN" in table and "Not measured: apex SyncBatchNorm" in table
     assert "Not reached within the time: nothing" in table
 
 

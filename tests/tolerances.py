@@ -16,7 +16,7 @@ _ROUNDED = {F64: 1e-13, F32: 2e-6, F16: 6e-4, BF16: 4.5e-3}
 _EITHER = {F64: 1e-13, F32: 2e-6, F16: 1e-3, BF16: 8e-3}
 
 TOLERANCES = {
-    "bn_stats": (_SUMMED, "pieces of 2048 values in the accumulation type, merged in float64"),
+    "bn_stats": (_SUMMED, "up to 2048 values in the accumulation type, merged in float64"),
     "bn_forward": (_ROUNDED, "one rounding to storage"),
     "bn_apply": (_ROUNDED, "one rounding to storage"),
     "abn_forward_": (_ROUNDED, "one rounding to storage"),

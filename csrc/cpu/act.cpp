@@ -31,26 +31,19 @@ FASTVIT_INLINE Results<A> results(Vector<A> x, Vector<A> dy, Vector<A> b, A para
 
 template <class T, class A, bool kBackward, bool kGated, Activation kActivation>
 struct Kernel {
-  static constexpr int L = kLanes<A>;
   static constexpr bool kSecond = kBackward && kGated;
 
   static void span(const T* x, const T* g, const T* b, T* out, T* db, int64_t n, A param) {
-    int64_t i = 0;
-    for (; i + L <= n; i += L) {
-      const Results<A> r =
-          results<A, kBackward, kGated, kActivation>(load<A>(x + i), kBackward ? load<A>(g + i) : Vector<A>{},
-                                                     kGated ? load<A>(b + i) : Vector<A>{}, param);
-      store<A>(out + i, r.first);
-      if (kSecond) store<A>(db + i, r.second);
-    }
-    if (i < n) {
-      const int rest = int(n - i);
-      const Results<A> r = results<A, kBackward, kGated, kActivation>(
-          load_some<A>(x + i, rest), kBackward ? load_some<A>(g + i, rest) : Vector<A>{},
-          kGated ? load_some<A>(b + i, rest) : Vector<A>{}, param);
-      store_some<A>(out + i, r.first, rest);
-      if (kSecond) store_some<A>(db + i, r.second, rest);
-    }
+    for_each_vector<A>(
+        n,
+        [&](auto at) {
+          return results<A, kBackward, kGated, kActivation>(at.load(x), kBackward ? at.load(g) : Vector<A>{},
+                                                            kGated ? at.load(b) : Vector<A>{}, param);
+        },
+        [&](auto at, const Results<A>& r) {
+          at.store(out, r.first);
+          if (kSecond) at.store(db, r.second);
+        });
   }
 
   static void run(const ActParams& args) {

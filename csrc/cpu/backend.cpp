@@ -62,6 +62,7 @@ const Kernels& kernels() {
 constexpr int64_t kTaskElements = 1 << 16;     // fewest elements that are worth a task
 constexpr int64_t kValuesPerPartial = 1 << 8;  // so that partial results are far smaller than the activation
 constexpr int64_t kMostSlices = 64, kMostTasks = 256;
+constexpr int64_t kLongPlane = 512;   // elements of a plane that is summed by itself
 constexpr int64_t kEnoughTasks = 32;  // with fewer, rows are divided into blocks of channels
 
 int64_t ceil_div(int64_t a, int64_t b) {
@@ -74,6 +75,7 @@ Partition partition_of(const Layout& layout) {
   p.pieces = std::max<int64_t>(1, ceil_div(span, kPiece));
   p.piece = std::min<int64_t>(kPiece, ceil_div(ceil_div(span, p.pieces), 16) * 16);
   p.pieces = std::max<int64_t>(1, ceil_div(span, std::max<int64_t>(p.piece, 1)));
+  p.planes = layout.S < kLongPlane ? kPiece / std::max<int64_t>(layout.S, 1) : 1;
   p.steps = layout.rows ? layout.N : layout.N * p.pieces;
   const int64_t tasks = std::clamp<int64_t>(ceil_div(layout.numel(), kTaskElements), 1, kMostTasks);
   p.slices = std::clamp<int64_t>(std::min({p.steps, tasks, kMostSlices, layout.count() / kValuesPerPartial}),
@@ -149,18 +151,15 @@ void Cpu::stats(const StatsArgs& args) {
   with_accumulation(args.dtype, [&](auto zero) {
     using A = decltype(zero);
     A* moments = static_cast<A*>(args.moments);
-    for (int64_t c = 0; c < C; ++c) {
-      Moments<double> all;
-      for (int64_t s = 0; s < partition.slices; ++s) {
-        const int64_t begin = partition.steps * s / partition.slices,
-                      end = partition.steps * (s + 1) / partition.slices;
-        const double* slice = partial.data() + s * 2 * C;
-        all.merge(double(values_before(layout, partition, end) - values_before(layout, partition, begin)),
-                  slice[c], slice[C + c]);
-      }
-      moments[c] = A(all.mean);
-      moments[C + c] = A(all.m2);
+    double *mean = partial.data(), *m2 = mean + C;  // of the first slice, which the others join
+    for (int64_t s = 1; s < partition.slices; ++s) {
+      const int64_t begin = values_before(layout, partition, partition.steps * s / partition.slices),
+                    end = values_before(layout, partition, partition.steps * (s + 1) / partition.slices);
+      const Joining joining = Joining::of(double(begin), double(end - begin));
+      const double* slice = mean + s * 2 * C;
+      for (int64_t c = 0; c < C; ++c) joining.join(mean[c], m2[c], slice[c], slice[C + c]);
     }
+    for (int64_t i = 0; i < 2 * C; ++i) moments[i] = A(mean[i]);
     store_count(moments + 2 * C, double(layout.count()));
     if (args.exchange) share(*args.exchange, moments, moments, C);
   });
@@ -251,14 +250,11 @@ void Cpu::reduce(const ReduceArgs& args) {
                         table[2],
                         partial.data()};
     if (args.layout.numel() > 0) kernels().reduce(kernel);
+    for (int64_t s = 1; s < partition.slices; ++s)
+      for (int64_t i = 0; i < 2 * C; ++i) partial[i] += partial[s * 2 * C + i];
     for (int64_t c = 0; c < C; ++c) {
-      double sum = 0, weighted = 0;
-      for (int64_t s = 0; s < partition.slices; ++s) {
-        sum += partial[s * 2 * C + c];
-        weighted += partial[(s * 2 + 1) * C + c];
-      }
-      sums[c] = A(sum);
-      sums[C + c] = A(args.in_place ? weighted : weighted * double(saved[C + c]));
+      sums[c] = A(partial[c]);
+      sums[C + c] = A(args.in_place ? partial[C + c] : partial[C + c] * double(saved[C + c]));
     }
     if (args.exchange) share(*args.exchange, sums, sums + 2 * C, C);
   });
@@ -319,18 +315,16 @@ void Cpu::layer_norm_backward(const LayerNormBackwardArgs& args) {
   with_accumulation(args.dtype, [&](auto zero) {
     using A = decltype(zero);
     const auto gamma = column_table<A>(args.weight, D, 1);
-    const int64_t numbers = args.sums ? slices * 2 * stride : 0;
-    std::vector<A> group(numbers);
-    std::vector<double> partial(numbers);
+    std::vector<A> group(args.sums ? slices * 2 * stride : 0);
+    std::vector<double> partial(args.sums ? slices * 2 * D : 0);
     if (args.rows > 0)
       kernels().layer_norm_backward({args.rows, D, args.dtype, args.output_dtype, slices, args.x, args.dy,
                                      args.dx, gamma.data(), args.saved, stride,
                                      args.sums ? group.data() : nullptr, partial.data()});
     A* sums = static_cast<A*>(args.sums);
     for (int64_t i = 0; sums && i < 2 * D; ++i) {
-      const int64_t at = i < D ? i : stride + i - D;
       double sum = 0;
-      for (int64_t s = 0; s < slices; ++s) sum += partial[s * 2 * stride + at];
+      for (int64_t s = 0; s < slices; ++s) sum += partial[s * 2 * D + i];
       sums[i] = A(sum);
     }
   });

@@ -19,7 +19,6 @@ struct Gradients {
 template <class T, class A, bool kRows, bool kInPlace, bool kResidual, Activation kActivation>
 struct Kernel {
   using Fn = ActivationFn<kActivation>;
-  static constexpr int L = kLanes<A>;
   const BackwardParams& args;
 
   struct Constants {
@@ -37,42 +36,31 @@ struct Kernel {
           param(A(args.activation_param)) {}
   };
 
-  // `get(constant)` returns the lanes of a per-channel constant.
-  template <class Get>
-  static FASTVIT_INLINE Gradients<A> gradients(Vector<A> input, Vector<A> dy, Vector<A> z, const Constants& k,
-                                               const Get& get) {
-    const Vector<A> scale = get(k.scale);
+  template <class Place>
+  static FASTVIT_INLINE Gradients<A> gradients(Place at, const T* x, const T* g, const T* r,
+                                               const Constants& k) {
+    const Vector<A> input = at.load(x), dy = at.load(g), scale = k.scale.at(at);
     if constexpr (kInPlace) {
       const Vector<A> dz = Fn::backward_y(dy, input, k.param);
       const Vector<A> xhat =
-          recover_xhat(Fn::inverse(input, k.param), get(k.beta), get(k.inverse_gamma), k.limit);
-      return {scale * (dz - get(k.a) - xhat * get(k.b)), dz};
+          recover_xhat(Fn::inverse(input, k.param), k.beta.at(at), k.inverse_gamma.at(at), k.limit);
+      return {scale * (dz - k.a.at(at) - xhat * k.b.at(at)), dz};
     } else {
-      const Vector<A> t = input - get(k.mean);
-      Vector<A> v = t * scale + get(k.beta);
-      if (kResidual) v += z;
+      const Vector<A> t = input - k.mean.at(at);
+      Vector<A> v = t * scale + k.beta.at(at);
+      if (kResidual) v += at.load(r);
       const Vector<A> dz = Fn::backward(dy, v, k.param);
-      return {scale * (dz - get(k.a) - t * get(k.b)), dz};
+      return {scale * (dz - k.a.at(at) - t * k.b.at(at)), dz};
     }
   }
 
   static void span(const T* x, const T* g, const T* r, T* dx, T* dr, int64_t n, const Constants& k) {
-    int64_t i = 0;
-    for (; i + L <= n; i += L) {
-      const Gradients<A> out =
-          gradients(load<A>(x + i), load<A>(g + i), kResidual ? load<A>(r + i) : Vector<A>{}, k,
-                    [i](const auto& constant) { return constant.at(i); });
-      store<A>(dx + i, out.dx);
-      if (kResidual) store<A>(dr + i, out.dz);
-    }
-    if (i < n) {
-      const int rest = int(n - i);
-      const Gradients<A> out = gradients(load_some<A>(x + i, rest), load_some<A>(g + i, rest),
-                                         kResidual ? load_some<A>(r + i, rest) : Vector<A>{}, k,
-                                         [=](const auto& constant) { return constant.some(i, rest); });
-      store_some<A>(dx + i, out.dx, rest);
-      if (kResidual) store_some<A>(dr + i, out.dz, rest);
-    }
+    for_each_vector<A>(
+        n, [&](auto at) { return gradients(at, x, g, r, k); },
+        [&](auto at, const Gradients<A>& out) {
+          at.store(dx, out.dx);
+          if (kResidual) at.store(dr, out.dz);
+        });
   }
 
   void run() const {

@@ -11,21 +11,16 @@ namespace {
 
 template <class T, class A, bool kRows, bool kResidual, Activation kActivation>
 void forward_span(const T* x, const T* z, T* y, int64_t n, int64_t c, const ForwardParams& args) {
-  constexpr int L = kLanes<A>;
   const PerChannel<A, kRows> mean(args.mean, c), scale(args.scale, c), beta(args.beta, c);
   const A param = A(args.activation_param);
-  int64_t i = 0;
-  for (; i + L <= n; i += L) {
-    Vector<A> v = (load<A>(x + i) - mean.at(i)) * scale.at(i) + beta.at(i);
-    if (kResidual) v += load<A>(z + i);
-    store<A>(y + i, ActivationFn<kActivation>::forward(v, param));
-  }
-  if (i < n) {
-    const int rest = int(n - i);
-    Vector<A> v = (load_some<A>(x + i, rest) - mean.some(i, rest)) * scale.some(i, rest) + beta.some(i, rest);
-    if (kResidual) v += load_some<A>(z + i, rest);
-    store_some<A>(y + i, ActivationFn<kActivation>::forward(v, param), rest);
-  }
+  for_each_vector<A>(
+      n,
+      [&](auto at) {
+        Vector<A> v = (at.load(x) - mean.at(at)) * scale.at(at) + beta.at(at);
+        if (kResidual) v += at.load(z);
+        return ActivationFn<kActivation>::forward(v, param);
+      },
+      [&](auto at, Vector<A> result) { at.store(y, result); });
 }
 
 template <class T, class A>

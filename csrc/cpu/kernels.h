@@ -22,6 +22,7 @@ constexpr int kPiece = 2048;  // longest run of elements processed at once; boun
 struct Partition {
   int64_t pieces;  // pieces per span
   int64_t piece;   // elements per piece (the last may be shorter)
+  int64_t planes;  // short ones that a reduction sums together; 1 where planes are long
   int64_t steps;   // planes: N * pieces of each channel; rows: N
   int64_t slices;  // a slice is a range of steps, with one partial result per channel
   int64_t blocks;  // a block is a range of channels; a task is a (slice, block)
@@ -89,10 +90,10 @@ struct LayerNormBackwardParams {
   void* dx;
   const void* gamma;
   const void* saved;
-  // Sum dy and sum dy*xhat, each `stride` numbers (whole vectors); null where they are not needed.
-  int64_t stride;
+  // Sum dy and sum dy*xhat; null where they are not needed.
+  int64_t stride;   // columns, rounded up to whole vectors
   void* group;      // [slices][2][stride], accumulation type: of a few rows
-  double* partial;  // [slices][2][stride]
+  double* partial;  // [slices][2][columns]
 };
 
 struct ActParams {  // out = act(x) (* b), or dx = dy (* b) * act'(x) and db = dy * act(x)

@@ -4,8 +4,8 @@
 // Memory   forward reads x once and writes y once; backward reads x and dy once and writes dx once. A row
 //          stays in the L1 cache between the passes over it.
 // Mapping  forward: threads take rows. Backward: a task is a slice of rows, which fixes the order of sums.
-// Numerics moments as in bn_stats; pieces of a row merge in double. The sums of 64 rows are added in the
-//          accumulation type, and these in double, in a fixed order.
+// Numerics moments as in bn_stats; pieces of a row merge in double. The columns' sums of 128 rows are in
+//          the accumulation type, and these are added in double, in a fixed order.
 // Source   Ba, Kiros, Hinton, arXiv:1607.06450; moments: Chan, Golub, LeVeque (1979).
 #include <cmath>
 
@@ -21,17 +21,9 @@ namespace {
 template <class T, class G, class A>
 struct Forward {
   static void row(const T* x, G* y, int64_t n, const A* gamma, const A* beta, A mean, A invstd) {
-    constexpr int L = kLanes<A>;
-    int64_t i = 0;
-    for (; i + L <= n; i += L)
-      store<A>(y + i, (load<A>(x + i) - mean) * invstd * load<A>(gamma + i) + load<A>(beta + i));
-    if (i < n) {
-      const int rest = int(n - i);
-      store_some<A>(y + i,
-                    (load_some<A>(x + i, rest) - mean) * invstd * load_some<A>(gamma + i, rest) +
-                        load_some<A>(beta + i, rest),
-                    rest);
-    }
+    for_each_vector<A>(
+        n, [&](auto at) { return (at.load(x) - mean) * invstd * at.load(gamma) + at.load(beta); },
+        [&](auto at, Vector<A> result) { at.store(y, result); });
   }
 
   static void run(const LayerNormForwardParams& args) {
@@ -59,65 +51,38 @@ struct Forward {
 template <class T, class G, class A>
 struct Backward {
   static constexpr int L = kLanes<A>;
-  static constexpr int64_t kGroup = 64;  // rows summed in the accumulation type before they join in double
 
-  // The sums of g and g * xhat over a row; adds dy and dy * xhat to the group's.
-  template <bool kSums>
-  struct Means {
-    A mean, invstd;
-    A *bias, *weight;
-    Vector<A> g_sum[2] = {}, product_sum[2] = {};
+  // Where a vector is added to the columns' sums. The last has a place of its own, also where it overlaps the
+  // one before.
+  static int64_t column(Whole<A> at) { return at.i; }
+  static int64_t column(End<A> at) { return at.n / L * L; }
+  static FASTVIT_INLINE void add(A* sums, Vector<A> terms) { store<A>(sums, load<A>(sums) + terms); }
 
-    FASTVIT_INLINE void add(Vector<A> x, Vector<A> dy, Vector<A> gamma, int64_t i, int u) {
-      const Vector<A> xhat = (x - mean) * invstd, g = dy * gamma;
-      g_sum[u] += g;
-      product_sum[u] += g * xhat;
-      if constexpr (kSums) {  // the tables are padded to whole vectors
-        store<A>(bias + i, load<A>(bias + i) + dy);
-        store<A>(weight + i, load<A>(weight + i) + dy * xhat);
-      }
-    }
-  };
-
-  template <bool kSums>
+  template <bool kColumns>
   static void row(const T* x, const G* dy, T* dx, int64_t n, const A* gamma, A mean, A invstd, A* bias,
                   A* weight) {
-    Means<kSums> means{mean, invstd, bias, weight};
-    int64_t i = 0;
-    for (; i + 2 * L <= n; i += 2 * L)
-      for (int u = 0; u < 2; ++u) {
-        const int64_t at = i + u * L;
-        means.add(load<A>(x + at), load<A>(dy + at), load<A>(gamma + at), at, u);
+    const auto xhat = [&](auto at) -> Vector<A> { return (at.load(x) - mean) * invstd; };
+    const Terms<A> sums = sum_plane<A, 2>(n, [&](auto at) {
+      const Vector<A> y = at.load(dy), h = xhat(at), g = y * at.load(gamma);
+      if constexpr (kColumns) {
+        add(bias + column(at), y);
+        add(weight + column(at), y * h);
       }
-    if (i + L <= n) {
-      means.add(load<A>(x + i), load<A>(dy + i), load<A>(gamma + i), i, 0);
-      i += L;
-    }
-    const int rest = int(n - i);
-    if (rest)  // lanes past the end hold dy = 0, so they add nothing
-      means.add(load_some<A>(x + i, rest), load_some<A>(dy + i, rest), load_some<A>(gamma + i, rest), i, 1);
-    const A a = sum_lanes<A>(means.g_sum[0] + means.g_sum[1]) / A(n);
-    const A b = sum_lanes<A>(means.product_sum[0] + means.product_sum[1]) / A(n);
-
-    const auto gradient = [&](Vector<A> x, Vector<A> dy, Vector<A> gamma) {
-      return (dy * gamma - a - (x - mean) * invstd * b) * invstd;
-    };
-    for (i = 0; i + L <= n; i += L)
-      store<A>(dx + i, gradient(load<A>(x + i), load<A>(dy + i), load<A>(gamma + i)));
-    if (rest)
-      store_some<A>(
-          dx + i,
-          gradient(load_some<A>(x + i, rest), load_some<A>(dy + i, rest), load_some<A>(gamma + i, rest)),
-          rest);
+      return Terms<A>{g, g * h};
+    });
+    const A a = sum_lanes<A>(sums.first) / A(n), b = sum_lanes<A>(sums.second) / A(n);
+    for_each_vector<A>(
+        n, [&](auto at) -> Vector<A> { return (at.load(dy) * at.load(gamma) - a - xhat(at) * b) * invstd; },
+        [&](auto at, Vector<A> result) { at.store(dx, result); });
   }
 
   static void run(const LayerNormBackwardParams& args) {
     args.group ? slices<true>(args) : slices<false>(args);
   }
 
-  template <bool kSums>
+  template <bool kColumns>
   static void slices(const LayerNormBackwardParams& args) {
-    const int64_t n = args.columns, numbers = 2 * args.stride;
+    const int64_t n = args.columns;
     const T* x = static_cast<const T*>(args.x);
     const G* dy = static_cast<const G*>(args.dy);
     T* dx = static_cast<T*>(args.dx);
@@ -125,21 +90,29 @@ struct Backward {
     const A *mean = static_cast<const A*>(args.saved), *invstd = mean + args.rows;
     torch::stable::parallel_for(0, args.slices, 1, [&](int64_t first, int64_t last) {
       for (int64_t slice = first; slice < last; ++slice) {
-        A* group = kSums ? static_cast<A*>(args.group) + slice * numbers : nullptr;
-        double* partial = args.partial + slice * numbers;
+        A* bias = kColumns ? static_cast<A*>(args.group) + slice * 2 * args.stride : nullptr;
+        A* weight = kColumns ? bias + args.stride : nullptr;
         const int64_t end = args.rows * (slice + 1) / args.slices;
         for (int64_t r = args.rows * slice / args.slices; r < end;) {
           const int64_t until = r + kGroup < end ? r + kGroup : end;
           for (; r < until; ++r)
-            row<kSums>(x + r * n, dy + r * n, dx + r * n, n, gamma, mean[r], invstd[r], group,
-                       kSums ? group + args.stride : nullptr);
-          for (int64_t i = 0; kSums && i < numbers; ++i) {
-            partial[i] += double(group[i]);
-            group[i] = 0;
+            row<kColumns>(x + r * n, dy + r * n, dx + r * n, n, gamma, mean[r], invstd[r], bias, weight);
+          if constexpr (kColumns) {
+            double* partial = args.partial + slice * 2 * n;
+            flush(bias, n, partial);
+            flush(weight, n, partial + n);
           }
         }
       }
     });
+  }
+
+  // Adds the sums of a group of rows to total[n], and sets them to 0.
+  static void flush(A* sums, int64_t n, double* total) {
+    const int64_t whole = n / L * L, padded = whole < n ? whole + L : n;
+    for (int64_t c = 0; c < whole; ++c) total[c] += double(sums[c]);
+    for (int64_t c = whole; c < n; ++c) total[c] += double(sums[c + padded - n]);
+    for (int64_t c = 0; c < padded; ++c) sums[c] = 0;
   }
 };
 

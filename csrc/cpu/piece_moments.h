@@ -1,8 +1,11 @@
-// Mean and M2 of a run of values that is short enough for the cache, which is passed over twice: sum, then
-// deviations from that mean, whose own sum corrects it.
+// Mean and M2 of runs of values in one pass: sums of the deviations from a center, whose mean corrects it,
+// and of their squares.
+//
+// The center is the mean of the first values. Where it is that of k of n values, the squares are at most n /
+// k times M2, whatever the values are, so that few digits cancel.
 #pragma once
 
-#include "vector.h"
+#include "sums.h"
 
 namespace fastvit {
 namespace FASTVIT_CAPABILITY {
@@ -11,41 +14,39 @@ struct PieceMoments {
   double mean, m2;
 };
 
+// share: 1 / count
+template <class A>
+FASTVIT_INLINE PieceMoments moments_about(A center, double share, double deviations, double squares) {
+  const double correction = deviations * share;
+  return {double(center) + correction, squares - deviations * correction};
+}
+
+// The terms of bn_stats and of layer_norm_forward.
+template <class A>
+FASTVIT_INLINE Terms<A> deviations(Vector<A> x, Vector<A> center) {
+  const Vector<A> d = x - center;
+  return {d, d * d};
+}
+
+template <class T, class A>
+FASTVIT_INLINE A mean_of_first(const T* x, int64_t n) {
+  constexpr int64_t kFirst = 64;
+  const int64_t k = n < kFirst ? n : kFirst;
+  const auto value = [&](auto at) { return Terms<A>{at.load(x), Vector<A>{}}; };
+  return sum_lanes<A>(sum_plane<A, 1>(k, value).first) / A(k);
+}
+
+template <class T, class A>
+FASTVIT_INLINE Terms<A> sum_deviations(const T* x, int64_t n, A center) {
+  const Vector<A> centers = Vector<A>{} + center;
+  return sum_plane<A, 4>(n, [&](auto at) { return deviations<A>(at.load(x), centers); });
+}
+
 template <class T, class A>
 FASTVIT_INLINE PieceMoments moments_of(const T* x, int64_t n) {
-  constexpr int L = kLanes<A>, kUnroll = 4;
-  Vector<A> sum[kUnroll] = {};
-  int64_t i = 0;
-  for (; i + L * kUnroll <= n; i += L * kUnroll)
-    for (int u = 0; u < kUnroll; ++u) sum[u] += load<A>(x + i + u * L);
-  for (; i + L <= n; i += L) sum[0] += load<A>(x + i);
-  const int rest = int(n - i);
-  if (rest) sum[1] += load_some<A>(x + i, rest);
-  const A mean = sum_lanes<A>((sum[0] + sum[1]) + (sum[2] + sum[3])) / A(n);
-
-  prefetch(x + n, n);  // the next piece, most of the time; memory would idle during the second pass
-  Vector<A> deviation[kUnroll] = {}, square[kUnroll] = {};
-  const Vector<A> center = Vector<A>{} + mean;
-  for (i = 0; i + L * kUnroll <= n; i += L * kUnroll)
-    for (int u = 0; u < kUnroll; ++u) {
-      const Vector<A> d = load<A>(x + i + u * L) - center;
-      deviation[u] += d;
-      square[u] += d * d;
-    }
-  for (; i + L <= n; i += L) {
-    const Vector<A> d = load<A>(x + i) - center;
-    deviation[0] += d;
-    square[0] += d * d;
-  }
-  if (rest) {
-    const Vector<A> d = first_lanes<A>(load_some<A>(x + i, rest) - center, rest);
-    deviation[1] += d;
-    square[1] += d * d;
-  }
-  const double d = sum_lanes<A>((deviation[0] + deviation[1]) + (deviation[2] + deviation[3]));
-  const double s = sum_lanes<A>((square[0] + square[1]) + (square[2] + square[3]));
-  const double correction = d / double(n);
-  return {double(mean) + correction, s - d * correction};
+  const A center = mean_of_first<T, A>(x, n);
+  const Terms<A> sums = sum_deviations(x, n, center);
+  return moments_about(center, 1 / double(n), sum_lanes<A>(sums.first), sum_lanes<A>(sums.second));
 }
 
 }  // namespace FASTVIT_CAPABILITY

@@ -5,36 +5,15 @@
 //          second sum is of dz * (x - mean); the caller multiplies by invstd. From y, xhat is recovered.
 // Needs    in place: gamma != 0 and an invertible activation.
 // Source   arXiv:1712.02616, section 3.
-#include "walk.h"
+#include "sums.h"
 
 namespace fastvit {
 namespace FASTVIT_CAPABILITY {
 namespace {
 
-template <class A>
-struct Terms {  // the terms of one vector of elements in the two sums
-  Vector<A> dz, weighted;
-};
-
-template <class A, bool kInPlace, bool kResidual, Activation kActivation>
-FASTVIT_INLINE Terms<A> terms(Vector<A> input, Vector<A> dy, Vector<A> z, Vector<A> mean, Vector<A> scale,
-                              Vector<A> beta, Vector<A> inverse_gamma, A limit, A param) {
-  using Fn = ActivationFn<kActivation>;
-  if constexpr (kInPlace) {
-    const Vector<A> dz = Fn::backward_y(dy, input, param);
-    return {dz, dz * recover_xhat(Fn::inverse(input, param), beta, inverse_gamma, limit)};
-  } else {
-    const Vector<A> t = input - mean;
-    Vector<A> v = t * scale + beta;
-    if (kResidual) v += z;
-    const Vector<A> dz = Fn::backward(dy, v, param);
-    return {dz, dz * t};
-  }
-}
-
 template <class T, class A, bool kRows, bool kInPlace, bool kResidual, Activation kActivation>
 struct Kernel {
-  static constexpr int L = kLanes<A>;
+  using Fn = ActivationFn<kActivation>;
   const ReduceParams& args;
   const Activations<T> input{args.input, args.layout, 0}, dy{args.dy, args.layout, 1},
       z{args.z, args.layout, 2};
@@ -50,76 +29,68 @@ struct Kernel {
           inverse_gamma(kInPlace ? args.inverse_gamma : args.beta, c) {}
   };
 
-  FASTVIT_INLINE Terms<A> at(const T* x, const T* g, const T* r, const Constants& k, int64_t i) const {
-    return terms<A, kInPlace, kResidual, kActivation>(
-        load<A>(x + i), load<A>(g + i), kResidual ? load<A>(r + i) : Vector<A>{}, k.mean.at(i), k.scale.at(i),
-        k.beta.at(i), k.inverse_gamma.at(i), limit, param);
-  }
-  FASTVIT_INLINE Terms<A> some(const T* x, const T* g, const T* r, const Constants& k, int64_t i,
-                               int n) const {
-    // Lanes past the end hold dy = 0 and a finite input, so they add nothing.
-    return terms<A, kInPlace, kResidual, kActivation>(
-        load_some<A>(x + i, n), load_some<A>(g + i, n), kResidual ? load_some<A>(r + i, n) : Vector<A>{},
-        k.mean.some(i, n), k.scale.some(i, n), k.beta.some(i, n), k.inverse_gamma.some(i, n), limit, param);
-  }
-
-  void planes(int64_t first, int64_t last, int64_t c0, int64_t c1, double* sum, double* weighted) const {
-    T x_buffer[kPiece], dy_buffer[kPiece], z_buffer[kResidual ? kPiece : 1];
-    const Partition& partition = args.partition;
-    for (int64_t begin = first, end; begin < last; begin = end) {  // the steps of one plane, for each channel
-      const int64_t outer = begin / partition.pieces;
-      end = (outer + 1) * partition.pieces < last ? (outer + 1) * partition.pieces : last;
-      const int64_t at_x = input.outer(outer), at_dy = dy.outer(outer), at_z = kResidual ? z.outer(outer) : 0;
-      for (int64_t c = c0; c < c1; ++c)
-        for (int64_t step = begin; step < end; ++step) {
-          const int64_t s = step % partition.pieces * partition.piece;
-          const int64_t n = args.layout.S - s < partition.piece ? args.layout.S - s : partition.piece;
-          const T* x = input.read(input.at(at_x, c, s), n, x_buffer);
-          const T* g = dy.read(dy.at(at_dy, c, s), n, dy_buffer);
-          const T* r = kResidual ? z.read(z.at(at_z, c, s), n, z_buffer) : nullptr;
-          const Constants k(args, c);
-          Vector<A> a[2] = {}, b[2] = {};
-          int64_t i = 0;
-          for (; i + 2 * L <= n; i += 2 * L)
-            for (int u = 0; u < 2; ++u) {
-              const Terms<A> t = at(x, g, r, k, i + u * L);
-              a[u] += t.dz;
-              b[u] += t.weighted;
-            }
-          for (; i < n; i += L) {
-            const Terms<A> t = i + L <= n ? at(x, g, r, k, i) : some(x, g, r, k, i, int(n - i));
-            a[0] += t.dz;
-            b[0] += t.weighted;
-          }
-          sum[c] += double(sum_lanes<A>(a[0] + a[1]));
-          weighted[c] += double(sum_lanes<A>(b[0] + b[1]));
-        }
+  struct Inputs {
+    const T *x, *dy, *z;
+  };
+  template <class Place>
+  FASTVIT_INLINE Terms<A> terms(Place at, const Inputs& in, const Constants& k) const {
+    const Vector<A> x = at.load(in.x), g = at.load(in.dy);
+    if constexpr (kInPlace) {
+      const Vector<A> dz = Fn::backward_y(g, x, param);
+      return {dz, dz * recover_xhat(Fn::inverse(x, param), k.beta.at(at), k.inverse_gamma.at(at), limit)};
+    } else {
+      const Vector<A> t = x - k.mean.at(at);
+      Vector<A> v = t * k.scale.at(at) + k.beta.at(at);
+      if (kResidual) v += at.load(in.z);
+      const Vector<A> dz = Fn::backward(g, v, param);
+      return {dz, dz * t};
     }
   }
 
-  static constexpr int64_t kGroup = 64;  // rows summed in the accumulation type, before the sum in double
+  struct Buffers {
+    T x[kPiece], dy[kPiece], z[kResidual ? kPiece : 1];
+  };
+  Inputs read(int64_t n, int64_t c, int64_t s, int64_t length, Buffers& buffers) const {
+    return {input.read(input.at(input.outer(n), c, s), length, buffers.x),
+            dy.read(dy.at(dy.outer(n), c, s), length, buffers.dy),
+            kResidual ? z.read(z.at(z.outer(n), c, s), length, buffers.z) : nullptr};
+  }
+
+  void planes(int64_t first, int64_t last, int64_t c0, int64_t c1, double* sum, double* weighted) const {
+    Buffers buffers;
+    sum_planes<A>(
+        args.layout, args.partition, first, last, c0, c1,
+        [&](int, int64_t c, int64_t n, int64_t s, int64_t length, bool) {
+          const Constants k(args, c);
+          const Inputs in = read(n, c, s, length, buffers);
+          return sum_plane<A, 2>(length, [&](auto at) { return terms(at, in, k); });
+        },
+        [&](int, int64_t c, const Terms<A>& sums, int64_t, int64_t) {
+          sum[c] += double(sum_lanes<A>(sums.first));
+          weighted[c] += double(sum_lanes<A>(sums.second));
+        });
+  }
 
   void rows(int64_t first, int64_t last, int64_t c0, int64_t n, double* sum, double* weighted) const {
-    T x_buffer[kPiece], dy_buffer[kPiece], z_buffer[kResidual ? kPiece : 1];
-    A a[kPiece + L], b[kPiece + L];  // padded to whole vectors
+    constexpr int kAtOnce = is_transcendental(kActivation) ? 1 : 4;  // those wait for arithmetic
+    Buffers buffers;
+    RowSums<A, kAtOnce> sums;
+    Inputs in[kAtOnce];
     const Constants k(args, c0);
-    for (int64_t begin = first; begin < last; begin += kGroup) {
-      const int64_t end = begin + kGroup < last ? begin + kGroup : last;
-      for (int64_t i = 0; i < n + L; ++i) a[i] = b[i] = 0;
-      for (int64_t row = begin; row < end; ++row) {
-        const T* x = input.read(input.at(input.outer(row), c0, 0), n, x_buffer);
-        const T* g = dy.read(dy.at(dy.outer(row), c0, 0), n, dy_buffer);
-        const T* r = kResidual ? z.read(z.at(z.outer(row), c0, 0), n, z_buffer) : nullptr;
-        for (int64_t i = 0; i < n; i += L) {
-          const Terms<A> t = i + L <= n ? at(x, g, r, k, i) : some(x, g, r, k, i, int(n - i));
-          store<A>(a + i, load<A>(a + i) + t.dz);
-          store<A>(b + i, load<A>(b + i) + t.weighted);
-        }
-      }
-      for (int64_t i = 0; i < n; ++i) {
-        sum[i] += double(a[i]);
-        weighted[i] += double(b[i]);
-      }
+    const bool in_place = input.lies_in_place(n) && dy.lies_in_place(n) && (!kResidual || z.lies_in_place(n));
+    for (int64_t begin = first, end; begin < last; begin = end) {
+      end = begin + kGroup < last ? begin + kGroup : last;
+      sums.sum(
+          n, begin, end, in_place, [&](int slot, int64_t row) { in[slot] = read(row, c0, 0, n, buffers); },
+          [&](auto at, int slot) {
+            fetch_ahead(at.of(in[slot].x), 1);
+            fetch_ahead(at.of(in[slot].dy), 1);
+            return terms(at, in[slot], k);
+          });
+      sums.for_each_channel(n, [&](int64_t c, A a, A b) {
+        sum[c] += double(a);
+        weighted[c] += double(b);
+      });
     }
   }
 

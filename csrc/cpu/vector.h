@@ -66,37 +66,40 @@ FASTVIT_INLINE void store(A* p, Vector<A> v) {
   *reinterpret_cast<typename VectorOf<A>::unaligned*>(p) = v;
 }
 
-#if defined(__AVX512F__)  // one permutation of words takes the place of a conversion and a shift
 template <class A>
 FASTVIT_INLINE FloatVector load(const BFloat16* p) {
+#if defined(__AVX512F__)  // one permutation of words takes the place of a conversion and a shift
   const __m512i words = _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   const WordVector upper = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   return FloatVector(_mm512_maskz_permutexvar_epi16(0xaaaaaaaau, __m512i(upper << 16), words));
+#elif defined(__AVX2__)  // the compiler would convert each half by itself
+  const __m128i words = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return FloatVector(_mm256_slli_epi32(_mm256_cvtepu16_epi32(words), 16));
+#else
+  const HalfWordVector bits = *reinterpret_cast<const UnalignedHalfWords*>(p);
+  return reinterpret_cast<FloatVector>(__builtin_convertvector(bits, WordVector) << 16);
+#endif
 }
 template <class A>
 FASTVIT_INLINE void store(BFloat16* p, FloatVector v) {  // to nearest, ties to even; a quiet NaN stays NaN
   const WordVector bits = reinterpret_cast<WordVector>(v), more = 0x7fffu + ((bits >> 16) & 1u);
+#if defined(__AVX512F__)
   const __mmask16 ordered = _mm512_cmp_ps_mask(__m512(v), __m512(v), _CMP_ORD_Q);
   const __m512i rounded = _mm512_mask_add_epi32(__m512i(bits), ordered, __m512i(bits), __m512i(more));
   const WordVector odd = {0x30001, 0x70005, 0xb0009, 0xf000d, 0x130011, 0x170015, 0x1b0019, 0x1f001d};
   const __m512i words = _mm512_permutexvar_epi16(__m512i(odd), rounded);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_castsi512_si256(words));
-}
 #else
-template <class A>
-FASTVIT_INLINE FloatVector load(const BFloat16* p) {
-  const HalfWordVector bits = *reinterpret_cast<const UnalignedHalfWords*>(p);
-  return reinterpret_cast<FloatVector>(__builtin_convertvector(bits, WordVector) << 16);
-}
-template <class A>
-FASTVIT_INLINE void store(BFloat16* p, FloatVector v) {  // to nearest, ties to even; NaN stays NaN
-  const WordVector bits = reinterpret_cast<WordVector>(v);
-  const WordVector rounded = (bits + (0x7fffu + ((bits >> 16) & 1u))) >> 16;
-  const WordVector nan = (bits >> 16) | 0x40u;
-  const WordVector chosen = v == v ? rounded : nan;
-  *reinterpret_cast<UnalignedHalfWords*>(p) = __builtin_convertvector(chosen, HalfWordVector);
-}
+  const WordVector rounded = bits + (more & WordVector(v == v));
+#if defined(__AVX2__)
+  const __m256i words = _mm256_srai_epi32(__m256i(rounded), 16);  // signed, so that packing saturates none
+  const __m128i packed = _mm_packs_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), packed);
+#else
+  *reinterpret_cast<UnalignedHalfWords*>(p) = __builtin_convertvector(rounded >> 16, HalfWordVector);
 #endif
+#endif
+}
 
 template <class A>
 FASTVIT_INLINE FloatVector load(const Half* p) {
@@ -121,48 +124,43 @@ FASTVIT_INLINE void store(Half* p, FloatVector v) {
 #endif
 }
 
-// The last n < kLanes elements; the other lanes are 0, and memory past the span is not accessed.
+// The n < kLanes elements at p, in the last lanes. The other lanes are 0, and other memory is not accessed.
 template <class A, class T>
 FASTVIT_INLINE Vector<A> load_some(const T* p, int n) {
   T padded[kLanes<A>] = {};
-  for (int i = 0; i < n; ++i) padded[i] = p[i];
+  for (int i = 0; i < n; ++i) padded[kLanes<A> - n + i] = p[i];
   return load<A>(padded);
 }
 template <class A, class T>
 FASTVIT_INLINE void store_some(T* p, Vector<A> v, int n) {
   T padded[kLanes<A>];
   store<A>(padded, v);
-  for (int i = 0; i < n; ++i) p[i] = padded[i];
+  for (int i = 0; i < n; ++i) p[i] = padded[kLanes<A> - n + i];
 }
 
 #if defined(__AVX512F__)  // masked instructions; the copies above cost more than the rest of a short span
+FASTVIT_INLINE __mmask16 last_lanes_mask(int n) {
+  return __mmask16(0xffff0000u >> n);
+}
 template <>
 FASTVIT_INLINE FloatVector load_some<float>(const float* p, int n) {
-  return FloatVector(_mm512_maskz_loadu_ps(__mmask16((1u << n) - 1), p));
+  return FloatVector(_mm512_maskz_loadu_ps(last_lanes_mask(n), p - (16 - n)));
 }
 template <>
 FASTVIT_INLINE void store_some<float>(float* p, FloatVector v, int n) {
-  _mm512_mask_storeu_ps(p, __mmask16((1u << n) - 1), __m512(v));
-}
-template <>
-FASTVIT_INLINE FloatVector load_some<float>(const Half* p, int n) {
-  return FloatVector(_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(__mmask16((1u << n) - 1), p)));
-}
-template <>
-FASTVIT_INLINE void store_some<float>(Half* p, FloatVector v, int n) {
-  _mm256_mask_storeu_epi16(p, __mmask16((1u << n) - 1), _mm512_cvtps_ph(__m512(v), 0));
+  _mm512_mask_storeu_ps(p - (16 - n), last_lanes_mask(n), __m512(v));
 }
 #elif defined(__AVX2__)
-FASTVIT_INLINE __m256i first_lanes_mask(int n) {
-  return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+FASTVIT_INLINE __m256i last_lanes_mask(int n) {
+  return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(7, 6, 5, 4, 3, 2, 1, 0));
 }
 template <>
 FASTVIT_INLINE FloatVector load_some<float>(const float* p, int n) {
-  return FloatVector(_mm256_maskload_ps(p, first_lanes_mask(n)));
+  return FloatVector(_mm256_maskload_ps(p - (8 - n), last_lanes_mask(n)));
 }
 template <>
 FASTVIT_INLINE void store_some<float>(float* p, FloatVector v, int n) {
-  _mm256_maskstore_ps(p, first_lanes_mask(n), __m256(v));
+  _mm256_maskstore_ps(p - (8 - n), last_lanes_mask(n), __m256(v));
 }
 #endif
 
@@ -190,10 +188,10 @@ FASTVIT_INLINE typename LaneNumbers<A>::type lane_numbers() {
   return lanes;
 }
 
-// v with every lane from n on set to 0.
+// v with all lanes but the last n set to 0.
 template <class A>
-FASTVIT_INLINE Vector<A> first_lanes(Vector<A> v, int n) {
-  return lane_numbers<A>() < n ? v : Vector<A>{};
+FASTVIT_INLINE Vector<A> last_lanes(Vector<A> v, int n) {
+  return lane_numbers<A>() >= kLanes<A> - n ? v : Vector<A>{};
 }
 
 template <class A>
@@ -208,6 +206,53 @@ FASTVIT_INLINE A sum_lanes(Vector<A> v) {  // pairwise, always in the same order
   for (int half = kLanes<A> / 2; half > 0; half /= 2) v += __builtin_shuffle(v, lane_numbers<A>() ^ half);
   return v[0];
 #endif
+}
+
+// Places in a span of n elements: the vector at element i, and the one that ends with the span. The latter
+// overlaps the vector before it, or begins with zeros where the span is shorter than a vector.
+template <class A>
+struct Whole {
+  int64_t i;
+  template <class T>
+  FASTVIT_INLINE const T* of(const T* span) const {
+    return span + i;
+  }
+  template <class T>
+  FASTVIT_INLINE Vector<A> load(const T* span) const {
+    return FASTVIT_CAPABILITY::load<A>(span + i);
+  }
+  template <class T>
+  FASTVIT_INLINE void store(T* span, Vector<A> v) const {
+    FASTVIT_CAPABILITY::store<A>(span + i, v);
+  }
+};
+template <class A>
+struct End {
+  int64_t n;
+  template <class T>
+  FASTVIT_INLINE const T* of(const T* span) const {
+    return span + n - 1;
+  }
+  template <class T>
+  FASTVIT_INLINE Vector<A> load(const T* span) const {
+    return n < kLanes<A> ? load_some<A>(span, int(n)) : FASTVIT_CAPABILITY::load<A>(span + n - kLanes<A>);
+  }
+  template <class T>
+  FASTVIT_INLINE void store(T* span, Vector<A> v) const {
+    n < kLanes<A> ? store_some<A>(span, v, int(n)) : FASTVIT_CAPABILITY::store<A>(span + n - kLanes<A>, v);
+  }
+};
+
+// write(place, read(place)) for the vectors of a span of n elements.
+template <class A, class Read, class Write>
+FASTVIT_INLINE void for_each_vector(int64_t n, const Read& read, const Write& write) {
+  constexpr int L = kLanes<A>;
+  int64_t i = 0;
+  for (; i + 2 * L <= n; i += L) write(Whole<A>{i}, read(Whole<A>{i}));
+  const End<A> end{n};
+  const auto last = read(end);  // before the vector that it overlaps is written, perhaps in place
+  if (i + L < n) write(Whole<A>{i}, read(Whole<A>{i}));
+  write(end, last);
 }
 
 }  // namespace FASTVIT_CAPABILITY

@@ -36,14 +36,15 @@ struct Activations {
   T* at(int64_t outer, int64_t c, int64_t s) const {
     return data + (outer + c * strides.channel + s * strides.inner);
   }
+  bool lies_in_place(int64_t n) const { return step == 1 || n == 1; }
   const T* read(T* span, int64_t n, T* buffer) const {
-    if (step == 1 || n == 1) return span;
+    if (lies_in_place(n)) return span;
     for (int64_t i = 0; i < n; ++i) buffer[i] = span[i * step];
     return buffer;
   }
-  T* target(T* span, int64_t n, T* buffer) const { return step == 1 || n == 1 ? span : buffer; }
+  T* target(T* span, int64_t n, T* buffer) const { return lies_in_place(n) ? span : buffer; }
   void written(T* span, int64_t n, const T* buffer) const {
-    if (step == 1 || n == 1) return;
+    if (lies_in_place(n)) return;
     for (int64_t i = 0; i < n; ++i) span[i * step] = buffer[i];
   }
 };
@@ -55,8 +56,10 @@ struct PerChannel {
   Vector<A> value;
   PerChannel(const void* table_, int64_t c)
       : table(static_cast<const A*>(table_) + c), value(Vector<A>{} + (kRows ? A(0) : *table)) {}
-  FASTVIT_INLINE Vector<A> at(int64_t i) const { return kRows ? load<A>(table + i) : value; }
-  FASTVIT_INLINE Vector<A> some(int64_t i, int n) const { return kRows ? load_some<A>(table + i, n) : value; }
+  template <class Place>
+  FASTVIT_INLINE Vector<A> at(Place place) const {
+    return kRows ? place.load(table) : value;
+  }
 };
 
 // f(n, c, s, length) for every span piece of positions [begin, end), in the order of memory. Planes: a

@@ -1,0 +1,151 @@
+// Two sums per channel of terms of the elements: what bn_stats and bn_reduce have in common.
+//
+// Sums of a plane, and of a few rows, are in registers, and of short planes and rows in tables: in the
+// accumulation type, for at most kPiece elements of planes or kGroup rows, which the caller then adds in
+// double.
+#pragma once
+
+#include "walk.h"
+
+namespace fastvit {
+namespace FASTVIT_CAPABILITY {
+
+// Fetches n elements that follow p at some distance in memory.
+template <class T>
+FASTVIT_INLINE void fetch_ahead(const T* p, int64_t n) {
+  constexpr int64_t kBytes = 8192;
+  prefetch(p + kBytes / int64_t(sizeof(T)), n);
+}
+
+template <class A>
+struct Terms {  // what the elements of a vector add to the two sums of their channels
+  Vector<A> first, second;
+};
+
+// The sums of terms(place) over the n elements of a plane, lane by lane. They are made in kParts parts, as an
+// addition has to wait for the one before.
+template <class A, int kParts, class F>
+FASTVIT_INLINE Terms<A> sum_plane(int64_t n, const F& terms) {
+  constexpr int L = kLanes<A>;
+  Terms<A> parts[kParts] = {};
+  const auto add = [&](int part, const Terms<A>& t) {
+    parts[part].first += t.first;
+    parts[part].second += t.second;
+  };
+  int64_t i = 0;
+  for (; i + kParts * L <= n; i += kParts * L)
+    for (int part = 0; part < kParts; ++part) add(part, terms(Whole<A>{i + part * L}));
+  for (int part = 0; part < kParts - 1; ++part)
+    if (i + L <= n) {
+      add(part, terms(Whole<A>{i}));
+      i += L;
+    }
+  if (i < n) {
+    const Terms<A> end = terms(End<A>{n});
+    const int rest = int(n - i);
+    add(kParts - 1, {last_lanes<A>(end.first, rest), last_lanes<A>(end.second, rest)});
+  }
+  for (int part = 1; part < kParts; ++part) add(0, parts[part]);
+  return parts[0];
+}
+
+// The sums over planes, or over pieces of a plane, of channels [c0, c1) in steps [first, last), in the order
+// of memory: sum(slot, c, n, s, length, is_first) returns those of a piece; finish(slot, c, sums, step,
+// count) takes those of `count` elements per channel from `step` on. The slot is the channel's, less than
+// kSlots.
+constexpr int kSlots = 64;
+template <class A, class Sum, class Finish>
+FASTVIT_INLINE void sum_planes(const Layout& layout, const Partition& partition, int64_t first, int64_t last,
+                               int64_t c0, int64_t c1, const Sum& sum, const Finish& finish) {
+  if (partition.planes == 1) {  // each by itself
+    for (int64_t begin = first, end; begin < last; begin = end) {
+      const int64_t n = begin / partition.pieces, until = (n + 1) * partition.pieces;
+      end = until < last ? until : last;
+      for (int64_t c = c0; c < c1; ++c)
+        for (int64_t step = begin; step < end; ++step) {
+          const int64_t s = (step - n * partition.pieces) * partition.piece;
+          const int64_t length = layout.S - s < partition.piece ? layout.S - s : partition.piece;
+          finish(0, c, sum(0, c, n, s, length, true), step, length);
+        }
+    }
+    return;
+  }
+  Terms<A> sums[kSlots];
+  for (int64_t begin = first, end; begin < last; begin = end) {
+    end = begin + partition.planes < last ? begin + partition.planes : last;
+    for (int64_t c = c0; c < c1; c += kSlots) {
+      const int slots = int(c + kSlots < c1 ? kSlots : c1 - c);
+      for (int64_t n = begin; n < end; ++n)
+        for (int slot = 0; slot < slots; ++slot) {
+          const Terms<A> t = sum(slot, c + slot, n, 0, layout.S, n == begin);
+          if (n == begin) sums[slot] = Terms<A>{};
+          sums[slot].first += t.first;
+          sums[slot].second += t.second;
+        }
+      for (int slot = 0; slot < slots; ++slot)
+        finish(slot, c + slot, sums[slot], begin, (end - begin) * layout.S);
+    }
+  }
+}
+
+constexpr int64_t kGroup = 128;  // rows summed in the accumulation type
+
+// The sums over groups of rows, for up to kPiece channels. kAtOnce rows are added to a table at once, so that
+// it is loaded and stored once for all of them.
+template <class A, int kAtOnce>
+struct RowSums {
+  static constexpr int L = kLanes<A>;
+  // The channels of the last vector have places of their own, also where the vector overlaps the one before.
+  alignas(64) A first[kPiece + L];
+  alignas(64) A second[kPiece + L];
+
+  // Sums rows [begin, end) of n channels: get(slot, row) is called for kAtOnce rows or, where one buffer has
+  // to do for all, for one, before terms(place, slot) of them.
+  template <class Get, class F>
+  FASTVIT_INLINE void sum(int64_t n, int64_t begin, int64_t end, bool in_place, const Get& get,
+                          const F& terms) {
+    for (int64_t i = 0; i < n + L; ++i) first[i] = second[i] = 0;
+    int64_t row = begin;
+    for (; in_place && row + kAtOnce <= end; row += kAtOnce) {
+      for (int slot = 0; slot < kAtOnce; ++slot) get(slot, row + slot);
+      add<kAtOnce>(n, terms);
+    }
+    for (; row < end; ++row) {
+      get(0, row);
+      add<1>(n, terms);
+    }
+  }
+
+  // f(channel, first, second)
+  template <class F>
+  FASTVIT_INLINE void for_each_channel(int64_t n, const F& f) const {
+    const int64_t whole = n / L * L, ends = whole + L - n;  // what the last vector repeats comes first in it
+    for (int64_t c = 0; c < whole; ++c) f(c, first[c], second[c]);
+    for (int64_t c = whole; c < n; ++c) f(c, first[ends + c], second[ends + c]);
+  }
+
+ private:
+  template <int kRows, class F>
+  FASTVIT_INLINE void add(int64_t n, const F& terms) {
+    int64_t i = 0;
+    for (; i + L <= n; i += L) {
+      Vector<A> a = load<A>(first + i), b = load<A>(second + i);
+#pragma GCC unroll 8
+      for (int slot = 0; slot < kRows; ++slot) {
+        const Terms<A> t = terms(Whole<A>{i}, slot);
+        a += t.first;
+        b += t.second;
+      }
+      store<A>(first + i, a);
+      store<A>(second + i, b);
+    }
+    for (int slot = 0; i < n && slot < kRows; ++slot) {
+      const Terms<A> t = terms(End<A>{n}, slot);
+      store<A>(first + i, load<A>(first + i) + t.first);
+      store<A>(second + i, load<A>(second + i) + t.second);
+    }
+  }
+};
+
+}  // namespace FASTVIT_CAPABILITY
+}  // namespace fastvit
