@@ -262,12 +262,13 @@ def table(rows: list[dict]) -> str:
     """A cell: kept bytes and peak over the eager model's, and the time over its time."""
     shown = [c for c in TITLES if any(r.get(f"{c}_kept_MiB") not in (None, "") for r in rows)]
     lines = [
-        f"| model | eager: kept, peak | {' | '.join(TITLES[c] for c in shown)} |",
-        f"|---|---|{'---|' * len(shown)}",
+        f"| model | eager: kept, peak | batch | {' | '.join(TITLES[c] for c in shown)} |",
+        f"|---|---|---|{'---|' * len(shown)}",
     ]
     for r in rows:
         cells = [f"{r['model']}{', bf16' if r['precision'] == 'bf16' else ''}"]
         cells.append(f"{float(r['eager_kept_MiB']):.0f}, {float(r['eager_peak_MiB']):.0f} MiB")
+        cells.append(str(r["batch"]))
         for contender in shown:
             parts = [less(r, contender, "kept"), less(r, contender, "peak"), times(r, contender)]
             cells.append(", ".join(parts) if parts[0] else "")
@@ -279,7 +280,7 @@ def table(rows: list[dict]) -> str:
         "",
         "A cell: kept bytes that one training forward leaves alive, peak of a whole step without the "
         "gradients of weights, and CPU time of a step, over the eager model's. "
-        f"Batch {first['batch']}, fp32 or autocast to bf16.",
+        "In fp32, or under autocast to bf16.",
         "Every gradient by convert has the eager model's bits."
         if all(float(share) == 1 for share in exact)
         else "Gradients by convert that have the eager model's bits: see the same_bits columns of the CSV.",
