@@ -15,7 +15,8 @@ def driver_problem(built: str) -> str:
     A runtime needs a driver of its major version; torch may be content with an older one.
     """
     needed = re.search(r"CUDA (\d+)", built)
-    driver = vars(torch._C)["_cuda_getDriverVersion"]() // 1000  # 0: there is none
+    version = getattr(torch._C, "_cuda_getDriverVersion", None)  # torch 2.15 lacks it
+    driver = 0 if version is None else version() // 1000  # 0: there is none
     if needed is None or not 0 < driver < int(needed[1]):
         return ""
     known = " (580 or later)" if needed[1] == "13" else ""
