@@ -1,5 +1,6 @@
 """Loads the compiled libraries: `_C.so` (schemas, CPU kernels) and, where it was built, `_cuda.so`."""
 
+import ctypes
 import re
 import warnings
 from pathlib import Path
@@ -9,14 +10,24 @@ import torch
 FOLDER = Path(__file__).parent
 
 
+def driver_version() -> int:
+    """The CUDA version that the driver supports, as 13000 for 13.0; 0 where there is no driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    version = ctypes.c_int(0)
+    driver.cuDriverGetVersion(ctypes.byref(version))
+    return version.value
+
+
 def driver_problem(built: str) -> str:
     """What is wrong with the driver for a library that was `built` with a CUDA runtime inside; or nothing.
 
     A runtime needs a driver of its major version; torch may be content with an older one.
     """
     needed = re.search(r"CUDA (\d+)", built)
-    version = getattr(torch._C, "_cuda_getDriverVersion", None)  # torch 2.15 lacks it
-    driver = 0 if version is None else version() // 1000  # 0: there is none
+    driver = driver_version() // 1000
     if needed is None or not 0 < driver < int(needed[1]):
         return ""
     known = " (580 or later)" if needed[1] == "13" else ""
