@@ -77,6 +77,13 @@ def _in_half(dtype: torch.dtype) -> bool:
     return dtype.itemsize == 2 or torch._C._is_any_autocast_enabled()
 
 
+def argument_of(packed: Kept | Recipe) -> Argument:
+    """A tensor that an op has saved, as an argument of another."""
+    if type(packed) is Recipe:
+        return View(packed.value, ((torch.as_strided, *packed.geometry),))
+    return Held(packed)
+
+
 class Node:
     """An autograd node, with the accessors that rules use."""
 
@@ -106,10 +113,8 @@ class Node:
 
     def packed(self, packed: object) -> Argument:
         """What an op of this scope has packed."""
-        if type(packed) is Kept:
-            return Held(packed)
-        if type(packed) is Recipe:
-            return View(packed.value, ((torch.as_strided, *packed.geometry),))
+        if type(packed) in (Kept, Recipe):
+            return argument_of(packed)
         if isinstance(packed, Tensor) and packed.numel() == 1 and packed.grad_fn is None:
             return Copied(Kept(packed))
         raise Unknown("saved outside of the scope")

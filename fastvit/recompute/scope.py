@@ -28,10 +28,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import TensorWeakRef
 
 from .calls import VALUE, VERSION, Aliases, Calls, has_memory
-from .graph import value_of
+from .graph import argument_of, value_of
 from .policy import Policy, Site
 from .saved import Kept, Recipe
-from .values import SMALLEST, Argument, Given, Held, Value, View
+from .values import SMALLEST, Given, Held, Value
 from .views import VIEWS, leads_to
 
 _MASK = "dropout_mask, a byte an element"
@@ -130,7 +130,7 @@ class Scope:
             self._sweep()
             value = Value()
             value.size, value.dtype = y.nbytes, y.dtype
-            value.made_by(rebuild, tuple(_argument(packed) for packed in recorded))
+            value.made_by(rebuild, tuple(argument_of(packed) for packed in recorded))
             value.depth += 1
             storage = y.untyped_storage()
             value.original, value.version, value.address = TensorWeakRef(y), y._version, storage._cdata
@@ -281,9 +281,3 @@ class Scope:
         self._sweep_at = max(
             self._SWEEP_AT_LEAST, 2 * (len(self._outputs) + len(self._waiting) + len(self.aliases))
         )
-
-
-def _argument(packed: Kept | Recipe) -> Argument:
-    if type(packed) is Recipe:
-        return View(packed.value, ((torch.as_strided, *packed.geometry),))
-    return Held(packed)
