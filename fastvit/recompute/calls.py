@@ -31,29 +31,21 @@ See = Callable[["Scope", Callable, tuple, dict], Any]  # runs the call
 
 
 def _norm(eps: int | None, bias: int) -> See:
-    """Sees a normalisation, whose eps and bias have these positions."""
+    """Sees a normalisation, whose eps and bias have these positions; None where the graph has the eps."""
 
     def see(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
         y = func(*args, **kwargs)
         if type(y) is Tensor:
             base = y if y._base is None else y._base
             if base.grad_fn is not None:
-                added = _argument(args, kwargs, bias, "bias")
+                added = args[bias] if len(args) > bias else kwargs.get("bias")
                 if added is not None and added.requires_grad:  # the graph has it
                     added = None
-                base.grad_fn.metadata[NORM] = _argument(args, kwargs, eps, "eps"), added
+                given = args[eps] if eps is not None and len(args) > eps else kwargs.get("eps", 1e-5)
+                base.grad_fn.metadata[NORM] = given, added
         return y
 
     return see
-
-
-def _argument(args: tuple, kwargs: dict, position: int | None, name: str) -> Any:
-    if position is None:
-        return None
-    return args[position] if len(args) > position else kwargs.get(name, _DEFAULTS.get(name))
-
-
-_DEFAULTS = {"eps": 1e-5}
 
 
 def _rms_norm(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
