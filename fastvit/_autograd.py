@@ -1,4 +1,8 @@
-"""The layers' autograd functions: the ops of forward and backward, the saved tensors, mark_dirty."""
+"""The layers' autograd functions: the ops of forward and backward, the saved tensors, mark_dirty.
+
+`rebuilding(ctx)` returns the function by which a recompute scope makes the result again from the saved
+tensors, in their order, None where there is none; or None where the result cannot be made.
+"""
 
 from typing import NamedTuple
 
@@ -20,6 +24,8 @@ class Options(NamedTuple):
     activation: str
     activation_param: float
     channel_dim: int
+    has_z: bool = False
+    recompute: bool = False
 
     @property
     def of_forward(self) -> tuple[float | None, float, str, float, int]:
@@ -69,6 +75,16 @@ class BatchNormFunction(torch.autograd.Function):
         ctx.save_for_backward(x, weight, bias, None if options.activation == "identity" else z, saved, tag)
         ctx.options = options
         return y
+
+    @staticmethod
+    def rebuilding(ctx):
+        options: Options = ctx.options
+        # With a residual and no activation z is not saved.
+        if not options.recompute or (options.has_z and options.activation == "identity"):
+            return None
+        return lambda x, weight, bias, z, saved, _: ops.bn_apply(
+            x, saved, weight, bias, z, *options.of_backward
+        )
 
     @staticmethod
     @once_differentiable
@@ -141,7 +157,13 @@ class LayerNormFunction(torch.autograd.Function):
     def forward(ctx, x, weight, bias, eps, output_dtype):
         y, saved = ops.layer_norm_forward(x, weight, bias, eps, output_dtype)
         ctx.save_for_backward(x, weight, bias, saved)  # with bias, so that y can be rebuilt
+        ctx.options = eps, output_dtype
         return y
+
+    @staticmethod
+    def rebuilding(ctx):
+        options = ctx.options
+        return lambda x, weight, bias, _: ops.layer_norm_forward(x, weight, bias, *options)[0]
 
     @staticmethod
     @once_differentiable
@@ -161,6 +183,11 @@ class ActFunction(torch.autograd.Function):
         return ops.act_forward(x, activation, activation_param)
 
     @staticmethod
+    def rebuilding(ctx):
+        activation = ctx.activation
+        return lambda x: ops.act_forward(x, *activation)
+
+    @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         (x,) = ctx.saved_tensors
@@ -173,6 +200,11 @@ class GluFunction(torch.autograd.Function):
         ctx.save_for_backward(a, b)
         ctx.activation = activation, activation_param
         return ops.glu_forward(a, b, activation, activation_param)
+
+    @staticmethod
+    def rebuilding(ctx):
+        activation = ctx.activation
+        return lambda a, b: ops.glu_forward(a, b, *activation)
 
     @staticmethod
     @once_differentiable

@@ -88,7 +88,8 @@ def _sites(trial: Trial, model: nn.Module) -> list[tuple[Site, _Cost]]:
         for value in dict.fromkeys(recipe.value for recipe in recipes if recipe.kept is None):
             cost = sites.setdefault(value.site, _Cost())
             cost.freed += value.nbytes
-            cost.work += value.moved + value.flops / _OPERATIONS_A_BYTE
+            price = value.price()
+            cost.work += price.moved + price.flops / _OPERATIONS_A_BYTE
 
     with watched(look):
         trial.warm_up(model, count)

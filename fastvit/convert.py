@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .budget import within_budget
 from .fuse import unfuse
-from .recompute import Policy, close_scope, compiled, open_scope
+from .recompute import Place, Policy, close_scope, compiled, open_scope
 
 __all__ = ["convert", "revert"]
 
@@ -23,12 +23,16 @@ class OpenScope:
     def __init__(self, policy: Policy, block: str):
         self.policy = policy
         self.block = block
+        self._start = Place()
+
+    def __reduce__(self):
+        return OpenScope, (self.policy, self.block)
 
     def __call__(self, module: nn.Module, args: object) -> None:
         if torch.compiler.is_compiling():
             compiled.opened()
         elif torch.is_grad_enabled():
-            open_scope(module, self.policy, self.block)
+            open_scope(module, self.policy, self.block, self._start)
 
 
 class CloseScope:

@@ -31,7 +31,6 @@ from ._autograd import (
     Options,
 )
 from ._formulas import activate
-from .recompute import active_scope
 
 __all__ = [
     "act",
@@ -213,20 +212,8 @@ def _batch_norm_act(
     channel_dim = norm.check(name, x, shared)
     if torch.compiler.is_compiling() and _torch_can(x, norm, shared):
         return _plain_batch_norm_act(x, norm, channel_dim)
-    weight, bias, z, activation = norm.weight, norm.bias, norm.z, norm.activation
-    buffers, options = norm[2:5], norm.options(shared, channel_dim)
-
-    def layer():
-        return BatchNormFunction.apply(x, weight, bias, z, *buffers, options)
-
-    # With a residual and no activation z is not saved, so y cannot be rebuilt.
-    if not recompute or (z is not None and activation == "identity"):
-        return layer()
-
-    def rebuild(x, weight, bias, z, saved, *_):  # after these there may be the tag of an exchange
-        return ops.bn_apply(x, saved, weight, bias, z, *options.of_backward)
-
-    return _rebuildable(layer, (x, weight, bias, z), rebuild)
+    options = norm.options(shared, channel_dim)._replace(has_z=norm.z is not None, recompute=recompute)
+    return BatchNormFunction.apply(x, norm.weight, norm.bias, norm.z, *norm[2:5], options)
 
 
 def _torch_can(x: Tensor, norm: _NormParams, shared: sync.Transport) -> bool:
@@ -387,11 +374,7 @@ def layer_norm(
         )
         return rows.view(x.shape)
 
-    def rebuild(x, weight, bias, _):
-        return ops.layer_norm_forward(x, weight, bias, eps, output_dtype)[0]
-
-    layer = lambda: LayerNormFunction.apply(x, weight, bias, eps, output_dtype)  # noqa: E731
-    return _rebuildable(layer, (x, weight, bias), rebuild)
+    return LayerNormFunction.apply(x, weight, bias, eps, output_dtype)
 
 
 def act(x: Tensor, activation: str = "gelu", activation_param: float | None = None) -> Tensor:
@@ -411,11 +394,7 @@ def act(x: Tensor, activation: str = "gelu", activation_param: float | None = No
     if torch.compiler.is_compiling():
         return activate(x, activation, param)
     check_kernels("act", x)
-    return _rebuildable(
-        lambda: ActFunction.apply(x, activation, param),
-        (x,),
-        lambda x: ops.act_forward(x, activation, param),
-    )
+    return ActFunction.apply(x, activation, param)
 
 
 def glu(a: Tensor, b: Tensor, activation: str = "silu", activation_param: float | None = None) -> Tensor:
@@ -430,24 +409,4 @@ def glu(a: Tensor, b: Tensor, activation: str = "silu", activation_param: float 
     if torch.compiler.is_compiling():
         return activate(a, activation, param) * b
     check_kernels("glu", a)
-    return _rebuildable(
-        lambda: GluFunction.apply(a, b, activation, param),
-        (a, b),
-        lambda a, b: ops.glu_forward(a, b, activation, param),
-    )
-
-
-def _rebuildable(layer, inputs, rebuild) -> Tensor:
-    """layer(), whose result an active scope can rebuild by `rebuild`, from the tensors that layer saves: the
-    inputs, which may be None and are then not saved, and others after them.
-    """
-    scope = active_scope()
-    if scope is None:
-        return layer()
-    given = [t is not None for t in inputs]
-
-    def from_saved(*saved):
-        tensors = iter(saved)
-        return rebuild(*[next(tensors) if there else None for there in given], *tensors)
-
-    return scope.call(layer, from_saved)
+    return GluFunction.apply(a, b, activation, param)

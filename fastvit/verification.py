@@ -155,8 +155,6 @@ class _Recipes:
     def check(self) -> None:
         """Follows every recipe, and drops what was held. autograd refuses what was written to since."""
         held = [(one, t) for one, t, version in self._held if one.source and t._version == version]
-        for recipe, _ in held:
-            recipe.value.original = None  # the tensor itself, which is alive only because it is held here
         wrong = [recipe.value.site for recipe, tensor in held if not _agrees(recipe, tensor)]
         self.sites = tuple(dict.fromkeys((block, op_name(name)) for block, name, _ in wrong))
         for recipe, _ in held:

@@ -59,7 +59,7 @@ READERS = {  # name -> (reader of y, number of rebuilds)
     "residual": (lambda net, y: y + y.square(), 1),
     "nothing": (lambda net, y: y + 1, 0),
     "complex": (lambda net, y: (torch.view_as_complex(y[..., :2].contiguous()).conj() * 2j).abs(), None),
-    "other dtype": (lambda net, y: y.view(torch.int32).view(torch.float32) * net.linear.weight.sum() + y, 1),
+    "other dtype": (lambda net, y: y.view(torch.int32).view(torch.float32) * net.linear.weight.sum() + y, 0),
     "in place before": (lambda net, y: net.a(y.mul_(2)), 1),
     "in place on a view before": (lambda net, y: (y[:, 0].zero_(), net.a(y))[1], 0),
     "relu_ over it": (lambda net, y: net.a(torch.relu_(y)), 1),

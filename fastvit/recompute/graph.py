@@ -24,11 +24,6 @@ from .values import Argument, Copied, Held, Unknown, Value, View
 from .views import VIEWS, signed, signed_all
 
 _LONGEST = 12  # consecutive ops whose results no op has saved
-# Most bytes that a recipe moves for each byte of the tensor. In half precision and under autocast matrix
-# products are so fast that long recipes show in a step's time: a LayerNorm and a cast move 7, a LayerScale, a
-# residual sum and a cast 11, a rotary embedding and a cast 26. In float32 residual sums of BatchNorms, each
-# made of the one before, move 5 more each.
-_MOST_MOVED, _MOST_MOVED_IN_HALF = 24, 10
 
 
 class _Attributes(dict):
@@ -52,29 +47,24 @@ def value_of(node, policy: Policy, like: Tensor | None = None, level: int = 0) -
     if value is None:
         value = metadata[VALUE] = Value()
         value.name = name = node.name()
-        made = node._input_metadata[0]
-        if made.is_cpp_nested_tensor:  # it has no shape
-            return value
-        value.dtype = made.dtype
-        elements = math.prod(made.shape)
-        value.size = elements * made.dtype.itemsize
+        if like is not None:
+            value.dtype, value.size = like.dtype, like.nbytes
+        else:
+            made = node._input_metadata[0]
+            if made.is_cpp_nested_tensor:  # it has no shape
+                return value
+            value.dtype = made.dtype
+            value.size = math.prod(made.shape) * value.dtype.itemsize
         rule = RULES.get(name) or (PRODUCTS.get(name) if policy.products else None)
         if rule is not None and level < _LONGEST:
             try:
                 read = Node(node, policy, like, level)
-                value.made_by(*rule(read))
-                value.flops += read.flops * elements
+                value.function, value.arguments = rule(read)
+                if read.flops:
+                    value.flops = read.flops * (value.size // value.dtype.itemsize)
             except Unknown as reason:
-                value.unknown = str(reason)
-            share = value.moved / (value.size or 1)
-            most = _MOST_MOVED_IN_HALF if _in_half(made.dtype) else _MOST_MOVED
-            if share > most and not policy.products:
-                value.unknown = f"its recipe moves {share:.0f} bytes for each that it frees"
+                value.unknown, value.lasts = str(reason), reason.lasts
     return value
-
-
-def _in_half(dtype: torch.dtype) -> bool:
-    return dtype.itemsize == 2 or torch._C._is_any_autocast_enabled()
 
 
 def argument_of(packed: Kept | Recipe) -> Argument:

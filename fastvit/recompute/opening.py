@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from .places import Place
 from .policy import Policy
 from .scope import Look, Scope, top_hooks
 
@@ -58,7 +59,7 @@ def policy_scope(policy: Policy, block: str = "") -> Iterator[None]:
         yield
         return
     owner = object()
-    open_scope(owner, policy, block)
+    open_scope(owner, policy, block, Place())
     try:
         yield
     finally:
@@ -68,30 +69,32 @@ def policy_scope(policy: Policy, block: str = "") -> Iterator[None]:
 class _Opened(threading.local):
     """The scopes that are open in this thread, inner ones last.
 
-    An entry is an owner, its scope, and the policy and the block of that scope before.
+    An entry is an owner, its scope, and the policy, the block and the place of that scope before.
     """
 
     def __init__(self):
-        self.stack: list[tuple[object, Scope | None, tuple[Policy, str] | None]] = []
+        self.stack: list[tuple[object, Scope | None, tuple[Policy, str, Place] | None]] = []
         self.look: Look | None = None
 
 
 _opened = _Opened()
 
 
-def open_scope(owner: object, policy: Policy, block: str) -> None:
-    """Opens a scope until `close_scope(owner)`, or sets policy and block of the one that is open."""
+def open_scope(owner: object, policy: Policy, block: str, start: Place) -> None:
+    """Opens a scope until `close_scope(owner)`, or sets policy and block of the one that is open.
+
+    `start` is one object for all forwards of the block under this policy.
+    """
     scope = active_scope()
     if scope is not None and any(entry[0] is owner and entry[1] is scope for entry in _opened.stack):
         close_scope(owner)  # left open by a KeyboardInterrupt, after which no hook of a module runs
         scope = active_scope()
     before = None
     if scope is not None:
-        before = scope.policy, scope.block
-        scope.policy, scope.block = policy, block
-        scope.numbers.pop(block, None)
+        before = scope.policy, scope.block, scope.place
+        scope.policy, scope.block, scope.place = policy, block, start
     elif _can_open():
-        scope = Scope(policy, block, _opened.look)
+        scope = Scope(policy, block, start, _opened.look)
         scope.enter()
     _opened.stack.append((owner, scope, before))
 
@@ -108,7 +111,7 @@ def close_scope(owner: object) -> None:
             if before is None:
                 scope.leave()
             else:
-                scope.policy, scope.block = before
+                scope.policy, scope.block, scope.place = before
         if one is owner:
             return
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from . import norms
+from .layers import layer
 from .saved import Kept, Recipe
 from .values import Argument, Copied, Rebuild, Unknown, Value, View
 from .views import itself
@@ -57,9 +58,9 @@ def _sum(function: Callable[..., Tensor]) -> Callable[[Node], Rebuild]:
         # The sum is mostly a residual stream, and a later op saves a term only rarely. So a recipe does not
         # wait for a term that no op has saved yet.
         if read.is_lost(0) or read.is_lost(1):
-            raise Unknown("a term of the sum is not kept")
+            raise Unknown("a term of the sum is not kept", lasts=True)
         if read.policy.products and read.is_residual():
-            raise Unknown("the sum is kept instead of repeating the product that is its term")
+            raise Unknown("the sum is kept instead of repeating the product that is its term", lasts=True)
         alpha, arguments = read.number("alpha"), (read.edge(0), read.edge(1))
         return function if alpha == 1 else partial(function, alpha=alpha), arguments
 
@@ -289,6 +290,10 @@ RULES: dict[str, Callable[[Node], Rebuild]] = {
     "CloneBackward0": _clone,
     "UnsafeViewBackward0": _reshaped,
     "ToCopyBackward0": _to_copy,
+    "BatchNormFunctionBackward": layer,
+    "LayerNormFunctionBackward": layer,
+    "ActFunctionBackward": layer,
+    "GluFunctionBackward": layer,
 }
 
 PRODUCTS: dict[str, Callable[[Node], Rebuild]] = {"AddmmBackward0": _addmm, "MmBackward0": _mm}

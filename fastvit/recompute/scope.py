@@ -1,16 +1,16 @@
 """One recompute scope: the hooks under which saved tensors become recipes.
 
 Where a tensor that autograd saves can be rebuilt from tensors that other ops keep, the pack hook returns a
-recipe; the unpack hook follows it. The op and the inputs of a tensor come from a layer of fastvit
-(`Scope.call`), or from autograd's graph for ops of torch (graph.py) and from their calls (calls.py).
+recipe; the unpack hook follows it. The op and the inputs of a tensor come from autograd's graph (graph.py),
+and what the graph lacks from the ops' calls (calls.py).
 
 No tensor is kept only for a recipe, except copies of small leaves and byte masks. An ingredient may be saved
 later than the tensor that needs it: queries and keys are saved before the values with which they share
-memory. The recipe holds the tensor until then. A rebuilt tensor is held only while another reader waits.
+memory. The recipe holds the tensor until then. A rebuilt tensor is held only while another reader waits. All
+references are weak: a scope holds no tensors but those that wait as above.
 
-A layer's output is recognised by the address of its storage. A weak reference to the storage reserves the
-address, so no other storage can have it, and the version counter shows writes. All references are weak: a
-scope holds no tensors but those that wait as above.
+A training loop runs the same ops again and again. So whether a tensor is worth its recipe is decided once
+(places.py). The recipe itself is read from the graph of every forward.
 
 Source of the idea: Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost",
 arXiv:1604.06174.
@@ -24,12 +24,11 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.weak import TensorWeakRef
 
-from .calls import VALUE, VERSION, Aliases, Calls, has_memory
-from .graph import argument_of, value_of
-from .policy import Policy, Site
+from .calls import VALUE, VERSION, Aliases, Calls
+from .graph import value_of
+from .places import Place
+from .policy import Policy
 from .saved import Kept, Recipe
 from .values import SMALLEST, Given, Held, Value
 from .views import VIEWS, leads_to
@@ -37,6 +36,12 @@ from .views import VIEWS, leads_to
 _MASK = "dropout_mask, a byte an element"
 _autograd = torch._C._autograd
 _transforms = torch._C._functorch.peek_interpreter_stack
+_modes = torch._C._len_torch_function_stack
+# Most bytes that a recipe moves for each byte of the tensor. In half precision and under autocast matrix
+# products are so fast that long recipes show in a step's time: a LayerNorm and a cast move 7, a LayerScale, a
+# residual sum and a cast 11, a rotary embedding and a cast 26. In float32 residual sums of BatchNorms, each
+# made of the one before, move 5 more each.
+_MOST_MOVED, _MOST_MOVED_IN_HALF = 24, 10
 
 Hooks = tuple[Callable, Callable]
 Look = Callable[["Kept | Recipe", Tensor], None]
@@ -47,30 +52,20 @@ def top_hooks() -> Hooks | None:
     return _autograd._top_saved_tensors_default_hooks(True)
 
 
-class _Noted:
-    """An output of a layer of fastvit, with its storage."""
-
-    def __init__(self, y: Tensor, value: Value):
-        self.alive = StorageWeakRef(y.untyped_storage())
-        self.value, self.version, self.dtype = value, y._version, y.dtype
-
-
 class Scope:
     """One open scope: its pack hook, and what it knows of the forward that runs."""
 
     _SWEEP_AT_LEAST = 64
 
-    def __init__(self, policy: Policy, block: str, look: Look | None = None):
+    def __init__(self, policy: Policy, block: str, place: Place, look: Look | None = None):
         self.policy = policy
         self.block = block  # the block whose forward runs
-        self.numbers: dict[str, dict[str, int]] = {}  # by block and name, how many values have a site
+        self.place = place  # how far it has got
         self.dropout: float | None = None  # the probability of the dropout that runs
         self.written: tuple[Tensor, int] | None = None  # what the op that runs may write to; its version then
         self.aliases = Aliases()
         self._outer: Hooks | None = None  # hooks around this scope, to which kept tensors are handed on
-        self._outputs: dict[int, _Noted] = {}  # by the address of y's storage, which `alive` reserves
         self._sweep_at = self._SWEEP_AT_LEAST
-        self._recorded: list[Kept | Recipe] | None = None
         self._waiting: list[weakref.ref[Recipe]] = []
         self._calls = Calls(self)
         self._look = look  # called with what an op saves: the packed object, the tensor
@@ -94,58 +89,35 @@ class Scope:
             _autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
 
     def pack(self, tensor: Tensor) -> Kept | Recipe:
-        packed: Kept | Recipe | None = None
-        if type(tensor) is Tensor:
-            if self.dropout is not None:
-                packed = self._mask(tensor, self.dropout)
-            elif self._outputs:
-                packed = self._noted(tensor)
-            if packed is None and tensor.grad_fn is not None:
-                packed = self._of_graph(tensor)
-        if packed is None:
-            packed = Kept(tensor)
+        if _modes():  # they would see each attribute that is read here
+            with torch._C.DisableTorchFunction():
+                packed = self._packed(tensor)
+        else:
+            packed = self._packed(tensor)
         if self._outer is not None and type(packed) is Kept:
             packed.hand_on(self._outer)
-        if self._recorded is not None:
-            self._recorded.append(packed)
         if self._look is not None:
             self._look(packed, tensor)
         return packed
+
+    def _packed(self, tensor: Tensor) -> Kept | Recipe:
+        if type(tensor) is Tensor:
+            node = tensor.grad_fn
+            if node is not None:
+                return self._of_graph(tensor, node)
+            if self.dropout is not None:
+                return self._mask(tensor, self.dropout) or Kept(tensor)
+        return Kept(tensor)
 
     @staticmethod
     def unpack(packed: Kept | Recipe) -> Tensor:
         return packed.unpack()
 
-    def call(self, layer: Callable[[], Tensor], rebuild: Callable[..., Tensor]) -> Tensor:
-        """Runs `layer`, and records that `rebuild` makes its result from the tensors that `layer` saves.
-
-        `rebuild` takes those tensors in the order in which `layer` saves them.
-        """
-        self._recorded = recorded = []
-        try:
-            y = layer()
-        finally:
-            self._recorded = None
-        if y.requires_grad:
-            self._sweep()
-            value = Value()
-            value.size, value.dtype = y.nbytes, y.dtype
-            value.made_by(rebuild, tuple(argument_of(packed) for packed in recorded))
-            value.depth += 1
-            storage = y.untyped_storage()
-            value.original, value.version, value.address = TensorWeakRef(y), y._version, storage._cdata
-            value.geometry = (y.size(), y.stride(), y.storage_offset())
-            value.nbytes, value.name = y.nbytes, y.grad_fn.name()
-            self._outputs[storage._cdata] = _Noted(y, value)
-            if y._base is None and y.output_nr == 0 and y._version == 0:
-                y.grad_fn.metadata[VALUE] = value
-        return y
-
     @staticmethod
     def unknown(reason: str) -> Value:
         """A value that is never rebuilt, nor another from it: an op before may have read something else."""
         value = Value()
-        value.unknown, value.is_ingredient = reason, False
+        value.unknown, value.is_ingredient, value.lasts = reason, False, False
         return value
 
     def _mask(self, tensor: Tensor, p: float) -> Recipe | None:
@@ -153,55 +125,88 @@ class Scope:
         size = tensor.element_size()
         if tensor.grad_fn is not None or not tensor.is_floating_point() or tensor.nbytes < SMALLEST:
             return None
-        site = self._next_site(_MASK)
+        self.place = self.place.next((_MASK, tensor.size(), tensor.dtype))
+        site = self.block, _MASK, self.place.depth
         if self.policy.against(site):
             return None
         kept, dtype = Kept(tensor != 0), tensor.dtype
         value = Value()
         value.size = tensor.nbytes
-        value.made_by(lambda mask: mask.to(dtype).div_(1 - p), (Held(kept),))
-        value.name, value.site, value.depth = _MASK, site, 1
+        value.function, value.arguments = lambda mask: mask.to(dtype).div_(1 - p), (Held(kept),)
+        value.name, value.site, value.is_rebuilt = _MASK, site, True
         value.nbytes = tensor.nbytes // size * (size - 1)  # the bytes that the mask saves
         recipe = Recipe(value, tensor, tensor)
         recipe.settle()
         return recipe
 
-    def _next_site(self, name: str) -> Site:
-        numbers = self.numbers.setdefault(self.block, {})
-        numbers[name] = number = numbers.get(name, 0) + 1
-        return self.block, name, number
-
-    def _noted(self, tensor: Tensor) -> Kept | Recipe | None:
-        if not has_memory(tensor):
-            return None
-        noted = self._outputs.get(tensor.untyped_storage()._cdata)
-        if noted is None or tensor._version != noted.version or tensor.dtype != noted.dtype:
-            return None
-        return self._choose(noted.value, tensor, None)
-
-    def _of_graph(self, tensor: Tensor) -> Kept | Recipe | None:
+    def _of_graph(self, tensor: Tensor, node) -> Kept | Recipe:
         base = tensor._base
         if base is None:
-            base = tensor
-        node = base.grad_fn
-        if node is None:  # a view of a leaf, such as a transposed weight
-            return Kept(tensor, is_input=tensor.grad_fn.name() in VIEWS)
+            base, made = tensor, node
+        else:
+            made = base.grad_fn
+            if made is None:  # a view of a leaf, such as a transposed weight
+                return Kept(tensor, is_input=node.name() in VIEWS)
         # The graph shows neither which of several results this is, nor a cast of the memory.
-        if base.output_nr or base.dtype != tensor.dtype:
-            return None
-        if base._version and not self._is_written_once(base, node):
-            return None
+        if base.output_nr or base.dtype is not tensor.dtype:
+            return Kept(tensor)
+        if base._version and not self._is_written_once(base, made):
+            return Kept(tensor)
         if tensor.layout is not torch.strided or base.is_nested or _transforms() is not None:
-            return None
-        if tensor is not base and not leads_to(tensor, node):
-            return None
-        value = node.metadata.get(VALUE) or value_of(node, self.policy, base)
-        if value.original is not None:  # a layer's output whose memory was replaced
-            return None
-        if not value.nbytes:
-            value.nbytes = base.nbytes
-            value.depth += 1
-        return self._choose(value, tensor, base)
+            return Kept(tensor)
+        if tensor is not base and not leads_to(tensor, made):
+            return Kept(tensor)
+        metadata = made.metadata
+        value = metadata.get(VALUE)
+        if value is not None and value.keeper is not None:
+            kept = value.keeper()
+            if kept is not None and kept.is_intact():  # its storage is kept already
+                return kept.again(tensor)
+        # The values of a conjugate or negative view differ from those in memory.
+        if tensor is not base and (tensor.is_neg() or tensor.is_conj()):
+            return Kept(tensor)
+        if value is None or value.is_rebuilt is None:
+            place = self.place = self.place.next((made.name(), base.size(), base.dtype))
+            if place.is_rebuilt is None or self._look is not None:
+                value = value or value_of(made, self.policy, base)
+                self._decide(value, base, place)
+            elif place.is_rebuilt:
+                value = value or value_of(made, self.policy, base)
+                value.nbytes, value.is_rebuilt = base.nbytes, value.function is not None
+            else:
+                if value is None:
+                    value = metadata[VALUE] = Value()
+                value.is_rebuilt = False
+        if value.is_rebuilt:
+            recipe = Recipe(value, tensor, base)
+            missing = recipe.settle()
+            if missing is not None:
+                recipe.kept = Kept(tensor)
+                self._wait(recipe, missing)
+            return recipe
+        kept = Kept(tensor)
+        if value.is_ingredient:
+            if tensor is not base:
+                if self._outer is not None:  # hooks around hold the view, and not its base
+                    return kept
+                value.lies_in(base)
+            self._is_kept(value, kept)
+        return kept
+
+    def _decide(self, value: Value, base: Tensor, place: Place) -> None:
+        """Whether `value` is rebuilt, which an op saves for the first time."""
+        value.nbytes = base.nbytes
+        value.site = self.block, value.name, place.depth
+        against = value.against()
+        if not against:
+            share = value.price().moved / (value.size or 1)
+            half = base.element_size() == 2 or torch._C._is_any_autocast_enabled()
+            if share > (_MOST_MOVED_IN_HALF if half else _MOST_MOVED) and not self.policy.products:
+                against = f"its recipe moves {share:.0f} bytes for each that it frees"
+            value.unknown = against = against or self.policy.against(value.site)
+        value.is_rebuilt = not against
+        if value.lasts:
+            place.is_rebuilt = value.is_rebuilt
 
     def _is_written_once(self, base: Tensor, node) -> bool:
         """Whether all writes to `base` are ops in place that the graph shows, the last one being `node`."""
@@ -209,35 +214,6 @@ class Scope:
         if written is not None and written[0] is base and written[1] == base._version:
             node.metadata[VERSION] = base._version  # the op saves its result before its call returns
         return node.metadata.get(VERSION) == base._version
-
-    def _choose(self, value: Value, tensor: Tensor, base: Tensor | None) -> Kept | Recipe:
-        """Keeps `tensor`, which is `base` or a view of it, or makes a recipe. `value` is that of `base`."""
-        kept = value.kept()
-        if kept is not None and kept.is_intact():  # its storage is kept already
-            return kept.again(tensor)
-        # The values of a conjugate or negative view differ from those in memory.
-        if tensor is not base and (tensor.is_neg() or tensor.is_conj()):
-            return Kept(tensor)
-        if not value.site[2]:
-            value.site = self._next_site(value.name)
-            if value.is_worth_it():
-                value.unknown = value.unknown or self.policy.against(value.site)
-        if value.unknown or not value.is_worth_it():
-            kept = Kept(tensor)
-            if not value.is_ingredient:
-                return kept
-            if tensor is not base:
-                if self._outer is not None:  # hooks around hold the view, and not its base
-                    return kept
-                value.lies_in(base)
-            self._is_kept(value, kept)
-            return kept
-        recipe = Recipe(value, tensor, base)
-        missing = recipe.settle()
-        if missing is not None:
-            recipe.kept = Kept(tensor)
-            self._wait(recipe, missing)
-        return recipe
 
     def _wait(self, recipe: Recipe, missing: Value | Given) -> None:
         reference = weakref.ref(recipe)
@@ -271,13 +247,8 @@ class Scope:
 
     def _sweep(self) -> None:
         """Drops freed references from time to time, since a scope may enclose a whole training loop."""
-        if len(self._outputs) + len(self._waiting) + len(self.aliases) < self._sweep_at:
+        if len(self._waiting) + len(self.aliases) < self._sweep_at:
             return
         self.aliases.sweep()
-        self._outputs = {
-            address: output for address, output in self._outputs.items() if not output.alive.expired()
-        }
         self._waiting = [reference for reference in self._waiting if reference() is not None]
-        self._sweep_at = max(
-            self._SWEEP_AT_LEAST, 2 * (len(self._outputs) + len(self._waiting) + len(self.aliases))
-        )
+        self._sweep_at = max(self._SWEEP_AT_LEAST, 2 * (len(self._waiting) + len(self.aliases)))

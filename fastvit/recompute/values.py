@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.weak import TensorWeakRef
 
 if TYPE_CHECKING:
     from .policy import Site
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 
 _DEEPEST = 4  # most rebuilt tensors on the way to an ingredient
-_COSTLIEST = 40  # most ops in one recipe
+MOST_OPS = 40  # in one recipe
 SMALLEST = 4096  # fewest bytes that are worth a recipe
 
 
@@ -89,8 +88,17 @@ def _refuse_freed(parameter: Tensor) -> None:
     )
 
 
+class Price(NamedTuple):
+    """What a recipe costs."""
+
+    depth: int  # rebuilt tensors on the way
+    ops: int
+    moved: int  # estimated bytes that it reads and writes, from tensors that ops have saved
+    flops: int  # of its matrix products
+
+
 class Value:
-    """The result of one op. `depth` counts the rebuilt tensors that a recipe goes through, `cost` its ops.
+    """The result of one op.
 
     Defaults are class attributes, because a value is made for about every second saved tensor.
     """
@@ -98,22 +106,21 @@ class Value:
     keeper: weakref.ref[Kept] | None = None
     function: Callable[..., Tensor] | None = None
     arguments: tuple[Argument, ...] = ()
-    depth = cost = nbytes = 0
-    moved = 0  # estimated bytes that the recipe reads and writes, from tensors that ops have saved
+    nbytes = 0  # of the result, where an op has saved it
     size = 0  # bytes of the result
+    flops = 0  # of the op, a matrix product
     dtype: torch.dtype | None = None  # of the result; an op in place may have had wider operands
     name = ""  # of the autograd node
-    flops = 0  # of the recipe's matrix products
     is_ingredient = True  # where it is kept
+    is_rebuilt: bool | None = None  # None before an op has saved it
     site: Site = ("", "", 0)  # where it was saved first
     geometry: tuple | None = None  # size, stride and offset of the whole tensor
     sharer: weakref.ref[Source] | None = None
     waiting: list[weakref.ref[Recipe]] | None = None
     memory: Tensor | None = None  # of the tensor, where it was written to without a new version
-    # the tensor itself, where it may be alive
-    original: TensorWeakRef | None = None
-    version = address = 0
-    unknown = ""  # why it is not rebuilt, where size, depth and cost are not the reason
+    unknown = ""  # why it is not rebuilt, where its price is not the reason
+    lasts = True  # the reason, in each forward that saves the same tensors
+    _price: Price | None = None
 
     def kept(self) -> Kept | None:
         return None if self.keeper is None else self.keeper()
@@ -121,41 +128,41 @@ class Value:
     def source(self) -> Source | None:
         return None if self.sharer is None else self.sharer()
 
-    def is_worth_it(self) -> bool:
-        """Whether it is rebuilt where its inputs are kept."""
-        return self.function is not None and self.nbytes >= SMALLEST and self.depth <= _DEEPEST
+    def price(self) -> Price:
+        if self._price is None:
+            depth, ops, moved, flops = 0, 1, self.size, self.flops
+            for argument in self.arguments:
+                value = argument.value if type(argument) is View else argument
+                if type(value) is not Value:
+                    kept = value()
+                    if kept is not None:
+                        tensor = kept.tensor
+                        moved += min(tensor.numel() * tensor.element_size(), 2 * self.size)
+                    continue
+                moved += min(value.size, 2 * self.size)
+                if value.function is not None and value.kept() is None:
+                    price = value.price()
+                    depth, ops = max(depth, price.depth + (value.nbytes > 0)), ops + price.ops
+                    if not value.nbytes:  # else another op has saved it, and it is rebuilt for that op anyway
+                        moved += price.moved
+                        flops += price.flops
+            self._price = Price(depth, ops, moved, flops)
+        return self._price
 
-    def against(self) -> str | None:
-        """Why it is never rebuilt; None where it is."""
+    def against(self) -> str:
+        """Why it is never rebuilt; empty where it is."""
         if self.unknown:
             return self.unknown
         if self.function is None:
             return f"there is no recipe for {self.name}"
         if self.nbytes < SMALLEST:
             return f"it has less than {SMALLEST} bytes"
-        if self.depth > _DEEPEST:
+        price = self.price()
+        if price.depth >= _DEEPEST:
             return f"its recipe goes through more than {_DEEPEST} rebuilt tensors"
-        return None
-
-    def made_by(self, function: Callable[..., Tensor], arguments: tuple[Argument, ...]) -> None:
-        depth, cost, moved, flops = 0, 1, self.size, 0
-        for argument in arguments:
-            value = argument.value if type(argument) is View else argument
-            if type(value) is not Value:
-                tensor = value().tensor
-                moved += min(tensor.numel() * tensor.element_size(), 2 * self.size)
-                continue
-            moved += min(value.size, 2 * self.size)
-            if value.function is not None and value.kept() is None:
-                depth, cost = max(depth, value.depth), cost + value.cost
-                if not value.nbytes:  # else another op has saved it, and it is rebuilt for that op anyway
-                    moved += value.moved
-                    flops += value.flops
-        self.depth, self.cost, self.moved, self.flops = depth, cost, moved, flops
-        if cost > _COSTLIEST:  # so that no walk over a recipe visits more ops
-            self.unknown = f"its recipe has more than {_COSTLIEST} ops"
-        else:
-            self.function, self.arguments = function, arguments
+        if price.ops > MOST_OPS:
+            return f"its recipe has more than {MOST_OPS} ops"
+        return ""
 
     def gather(self, ingredients: list[Kept]) -> Value | Given | None:
         """Collects the kept tensors from which this is rebuilt, or returns the first that is not kept."""
@@ -165,7 +172,7 @@ class Value:
                 return self
             ingredients.append(kept)
             return None
-        if self.function is None:
+        if self.function is None or len(ingredients) > MOST_OPS:  # so that no walk over a recipe is longer
             return self
         for argument in self.arguments:
             missing = argument.gather(ingredients)
@@ -188,7 +195,7 @@ class Value:
         return self.geometry
 
     def tensor(self) -> Tensor:
-        """The whole tensor: the kept one, one that is alive, one rebuilt for another reader, or rebuilt."""
+        """The whole tensor: the kept one, one rebuilt for another reader, or rebuilt."""
         kept = self.kept()
         if kept is not None and (self.function is None or kept.before is not None or kept.is_intact()):
             tensor = kept.read()
@@ -198,24 +205,16 @@ class Value:
         source = self.source()
         if source is not None and source.rebuilt is not None:
             return source.rebuilt
-        tensor = self._alive()
-        if tensor is None:
-            tensor = self.function(*[argument.tensor() for argument in self.arguments])
-            if tensor.dtype is not self.dtype and self.dtype is not None:
-                tensor = tensor.to(self.dtype)
-            if self.geometry is not None and tensor.stride() != self.geometry[1]:
-                tensor = torch.empty_strided(
-                    *self.geometry[:2], dtype=tensor.dtype, device=tensor.device
-                ).copy_(tensor)
+        tensor = self.function(*[argument.tensor() for argument in self.arguments])
+        if tensor.dtype is not self.dtype and self.dtype is not None:
+            tensor = tensor.to(self.dtype)
+        if self.geometry is not None and tensor.stride() != self.geometry[1]:
+            tensor = torch.empty_strided(
+                *self.geometry[:2], dtype=tensor.dtype, device=tensor.device
+            ).copy_(tensor)
         if source is not None and source.unread():
             source.rebuilt = tensor
         return tensor
-
-    def _alive(self) -> Tensor | None:
-        tensor = self.original and self.original()
-        if tensor is None or tensor._version != self.version:
-            return None
-        return tensor.detach() if tensor.untyped_storage()._cdata == self.address else None
 
 
 class Source:
@@ -244,7 +243,15 @@ Rebuild = tuple[Callable[..., Tensor], tuple[Argument, ...]]  # an op and what g
 
 
 class Unknown(Exception):
-    """A node lacks an argument of its op."""
+    """A node lacks an argument of its op.
+
+    Attributes:
+        lasts: whether it is so in each forward that saves the same tensors.
+    """
+
+    def __init__(self, reason: str = "", lasts: bool = False):
+        super().__init__(reason)
+        self.lasts = lasts
 
 
 def plainly(work: Callable[..., Tensor], *arguments: object) -> Tensor:
