@@ -23,7 +23,7 @@ class OpenScope:
     def __init__(self, policy: Policy, block: str):
         self.policy = policy
         self.block = block
-        self._start = Place()
+        self.start = Place()
 
     def __reduce__(self):
         return OpenScope, (self.policy, self.block)
@@ -32,7 +32,7 @@ class OpenScope:
         if torch.compiler.is_compiling():
             compiled.opened()
         elif torch.is_grad_enabled():
-            open_scope(module, self.policy, self.block, self._start)
+            open_scope(module, self.policy, self.block, self.start)
 
 
 class CloseScope:

@@ -101,13 +101,14 @@ def test_random_programs(products, programs):
         for training in (True, False):
             original, converted = (copy.deepcopy(model).train(training) for _ in range(2))
             fastvit.convert(converted, products=products)
-            want, got = (step(m, x) for m in (original, converted))
-            if want is None:
-                continue
-            assert got is not None and got.keys() == want.keys(), f"{seed}\n{source}"
-            wrong = [name for name in want if not torch.equal(got[name], want[name])]
-            assert not wrong, f"{seed} {training} {wrong}\n{source}"
-            compared += 1
+            for again in range(2):  # by then what is worth a recipe has been decided
+                want, got = (step(m, x) for m in (original, converted))
+                if want is None:
+                    break
+                assert got is not None and got.keys() == want.keys(), f"{seed}\n{source}"
+                wrong = [name for name in want if not torch.equal(got[name], want[name])]
+                assert not wrong, f"{seed} {training} {again} {wrong}\n{source}"
+                compared += again
         if seed % 6 == 0:
             less += kept(converted, x) < kept(original, x)
     assert compared > programs / 2 and less > programs / 10, (compared, less)

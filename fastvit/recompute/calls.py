@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
@@ -57,7 +58,9 @@ def _rms_norm(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
 
 def _dropout(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
     p = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
-    outer, scope.dropout = scope.dropout, p if type(p) is float and 0 < p < 1 else None
+    if type(p) is not float or not 0 < p < 1:
+        return _maybe_in_place(scope, func, args, kwargs)
+    outer, scope.dropout = scope.dropout, p
     try:
         return _maybe_in_place(scope, func, args, kwargs)
     finally:
@@ -239,7 +242,7 @@ class Calls(TorchFunctionMode):
         self.scope = scope
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if torch.compiler.is_compiling():
+        if is_compiling():
             name = getattr(func, "__name__", "")
             if name in _PYTHON_METHODS and args and isinstance(args[0], Tensor):
                 return getattr(args[0], name)(*args[1:], **kwargs or {})

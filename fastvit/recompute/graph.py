@@ -67,25 +67,21 @@ def value_of(node, policy: Policy, like: Tensor | None = None, level: int = 0) -
     return value
 
 
-def argument_of(packed: Kept | Recipe) -> Argument:
-    """A tensor that an op has saved, as an argument of another."""
-    if type(packed) is Recipe:
-        return View(packed.value, ((torch.as_strided, *packed.geometry),))
-    return Held(packed)
-
-
 class Node:
     """An autograd node, with the accessors that rules use."""
 
-    __slots__ = ("edges", "flops", "level", "like", "node", "policy")
+    __slots__ = ("flops", "level", "like", "node", "policy")
 
     def __init__(self, node, policy: Policy, like: Tensor | None, level: int):
         self.node = node
-        self.edges = node.next_functions
         self.policy = policy
         self.flops = 0  # per element of the result, of a matrix product
         self.like = like
         self.level = level
+
+    @property
+    def edges(self):
+        return self.node.next_functions
 
     def number(self, name: str):
         return getattr(self.node, _SAVED[name])
@@ -99,12 +95,16 @@ class Node:
     def saved(self, name: str) -> Argument | None:
         """An input that the op saved; None where it saved nothing."""
         packed = getattr(self.node, _RAW_SAVED[name]).data
+        if type(packed) is Kept:
+            return Held(packed)
         return None if packed is None else self.packed(packed)
 
     def packed(self, packed: object) -> Argument:
         """What an op of this scope has packed."""
-        if type(packed) in (Kept, Recipe):
-            return argument_of(packed)
+        if type(packed) is Kept:
+            return Held(packed)
+        if type(packed) is Recipe:
+            return View(packed.value, ((torch.as_strided, *packed.geometry),))
         if isinstance(packed, Tensor) and packed.numel() == 1 and packed.grad_fn is None:
             return Copied(Kept(packed))
         raise Unknown("saved outside of the scope")

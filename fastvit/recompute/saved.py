@@ -112,10 +112,10 @@ class Recipe:
 
     def __init__(self, value: Value, tensor: Tensor, base: Tensor):
         self.value = value
-        self.geometry = whole = value.lies_in(base)
+        self.geometry = value.lies_in(base)
         if tensor is not base:
             geometry = (tensor.size(), tensor.stride(), tensor.storage_offset())
-            if geometry != whole:
+            if geometry != self.geometry:
                 self.geometry = geometry
         self.kept: Kept | None = None
         self.source: Source | None = None
@@ -146,3 +146,12 @@ class Recipe:
     def _rebuilt(self) -> Tensor:
         tensor = self.source.read(self.value)
         return tensor if self.value.geometry is self.geometry else torch.as_strided(tensor, *self.geometry)
+
+
+def unpack(packed: Kept | Recipe) -> Tensor:
+    """The unpack hook."""
+    if type(packed) is Kept and packed.outer is None:
+        tensor = packed.tensor
+        if tensor._version == packed.version:
+            return tensor
+    return packed.unpack()

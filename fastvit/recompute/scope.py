@@ -29,7 +29,7 @@ from .calls import VALUE, VERSION, Aliases, Calls
 from .graph import value_of
 from .places import Place
 from .policy import Policy
-from .saved import Kept, Recipe
+from .saved import Kept, Recipe, unpack
 from .values import SMALLEST, Given, Held, Value
 from .views import VIEWS, leads_to
 
@@ -72,7 +72,7 @@ class Scope:
 
     def enter(self) -> None:
         self._outer = top_hooks()
-        _autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
+        _autograd._push_saved_tensors_default_hooks(self.pack, unpack)
         self._calls.__enter__()
 
     def leave(self) -> None:
@@ -86,32 +86,29 @@ class Scope:
         try:
             yield
         finally:
-            _autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
+            _autograd._push_saved_tensors_default_hooks(self.pack, unpack)
 
     def pack(self, tensor: Tensor) -> Kept | Recipe:
         if _modes():  # they would see each attribute that is read here
             with torch._C.DisableTorchFunction():
-                packed = self._packed(tensor)
-        else:
-            packed = self._packed(tensor)
+                return self._pack(tensor)
+        return self._pack(tensor)
+
+    def _pack(self, tensor: Tensor) -> Kept | Recipe:
+        node = tensor.grad_fn
+        packed: Kept | Recipe | None = None
+        if type(tensor) is Tensor:
+            if node is not None:
+                packed = self._of_graph(tensor, node)
+            elif self.dropout is not None:
+                packed = self._mask(tensor, self.dropout)
+        if packed is None:
+            packed = Kept(tensor)
         if self._outer is not None and type(packed) is Kept:
             packed.hand_on(self._outer)
         if self._look is not None:
             self._look(packed, tensor)
         return packed
-
-    def _packed(self, tensor: Tensor) -> Kept | Recipe:
-        if type(tensor) is Tensor:
-            node = tensor.grad_fn
-            if node is not None:
-                return self._of_graph(tensor, node)
-            if self.dropout is not None:
-                return self._mask(tensor, self.dropout) or Kept(tensor)
-        return Kept(tensor)
-
-    @staticmethod
-    def unpack(packed: Kept | Recipe) -> Tensor:
-        return packed.unpack()
 
     @staticmethod
     def unknown(reason: str) -> Value:

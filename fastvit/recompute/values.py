@@ -209,9 +209,9 @@ class Value:
         if tensor.dtype is not self.dtype and self.dtype is not None:
             tensor = tensor.to(self.dtype)
         if self.geometry is not None and tensor.stride() != self.geometry[1]:
-            tensor = torch.empty_strided(
-                *self.geometry[:2], dtype=tensor.dtype, device=tensor.device
-            ).copy_(tensor)
+            tensor = torch.empty_strided(*self.geometry[:2], dtype=tensor.dtype, device=tensor.device).copy_(
+                tensor
+            )
         if source is not None and source.unread():
             source.rebuilt = tensor
         return tensor
