@@ -18,9 +18,9 @@ class ActOps {
   using Two = std::tuple<Tensor, Tensor>;
 
  public:
-  static Tensor act_forward(Tensor x, Text activation, double param) {
+  static Tensor act_forward(Tensor x, const Text& activation, double param) {
     ActArgs args = checked("act_forward", "x", x, activation, param);
-    Tensor y = torch::stable::empty_like(x);
+    Tensor y = allocate_like(x);
     x = fitting(x, y);
     args.layout = layout(y, x, y);
     args.x = x.data_ptr();
@@ -28,10 +28,10 @@ class ActOps {
     Backend::act_forward(args);
     return y;
   }
-  static Tensor glu_forward(Tensor a, Tensor b, Text activation, double param) {
+  static Tensor glu_forward(Tensor a, Tensor b, const Text& activation, double param) {
     ActArgs args = checked("glu_forward", "a", a, activation, param);
     check_like("glu_forward", "b", b, a);
-    Tensor y = torch::stable::empty_like(a);
+    Tensor y = allocate_like(a);
     a = fitting(a, y), b = fitting(b, y);
     args.layout = layout(y, a, y, b);
     args.x = a.data_ptr();
@@ -41,10 +41,10 @@ class ActOps {
     return y;
   }
 
-  static Tensor act_backward(Tensor x, Tensor dy, Text activation, double param) {
+  static Tensor act_backward(Tensor x, Tensor dy, const Text& activation, double param) {
     ActArgs args = checked("act_backward", "x", x, activation, param);
     check_like("act_backward", "dy", dy, x);
-    Tensor dx = torch::stable::empty_like(x);
+    Tensor dx = allocate_like(x);
     x = fitting(x, dx), dy = fitting(dy, dx);
     args.layout = layout(dx, x, dy, dx);
     args.x = x.data_ptr();
@@ -53,11 +53,11 @@ class ActOps {
     Backend::act_backward(args);
     return dx;
   }
-  static Two glu_backward(Tensor a, Tensor b, Tensor dy, Text activation, double param) {
+  static Two glu_backward(Tensor a, Tensor b, Tensor dy, const Text& activation, double param) {
     ActArgs args = checked("glu_backward", "a", a, activation, param);
     check_like("glu_backward", "b", b, a);
     check_like("glu_backward", "dy", dy, a);
-    Tensor da = torch::stable::empty_like(a), db = torch::stable::empty_like(a);
+    Tensor da = allocate_like(a), db = allocate_like(a);
     a = fitting(a, da), b = fitting(b, da), dy = fitting(dy, da);
     args.layout = layout(da, a, dy, da, b, db);
     args.x = a.data_ptr();
@@ -98,7 +98,7 @@ class ActOps {
   // `t`, or a copy that lies as `dense` does where it has more dimensions than strides can be walked by.
   static Tensor fitting(const Tensor& t, const Tensor& dense) {
     if (t.dim() <= kMaxDims || lies_like(t, dense)) return t;
-    Tensor copy = torch::stable::empty_like(dense);
+    Tensor copy = allocate_like(dense);
     torch::stable::copy_(copy, t);
     return copy;
   }

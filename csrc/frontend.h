@@ -23,7 +23,7 @@ class Frontend {
   using Three = std::tuple<Tensor, Tensor, Tensor>;
 
  public:
-  static Tensor bn_stats(Tensor x, int64_t channel_dim, Optional exchange) {
+  static Tensor bn_stats(const Tensor& x, int64_t channel_dim, const Optional& exchange) {
     check_input("bn_stats", "x", x, channel_dim);
     const int64_t numbers = 2 * x.size(channel_dim) + 2;
     Tensor moments = packed(x, numbers);
@@ -33,75 +33,75 @@ class Frontend {
     return moments;
   }
 
-  static Two bn_forward(Tensor x, Optional moments, Optional weight, Optional bias, Optional z, Optional mean,
-                        Optional var, Optional batches, Momentum momentum, double eps, Text activation,
+  static Two bn_forward(const Tensor& x, const Optional& moments, const Optional& weight, const Optional& bias, const Optional& z, const Optional& mean,
+                        const Optional& var, const Optional& batches, Momentum momentum, double eps, const Text& activation,
                         double param, int64_t dim) {
     return forward({"bn_forward", "x", x, z, weight, bias, activation, param, dim, false},
                    {mean, var, batches, momentum, eps}, moments);
   }
-  static Two abn_forward(Tensor x, Optional moments, Optional weight, Optional bias, Optional mean,
-                         Optional var, Optional batches, Momentum momentum, double eps, Text activation,
+  static Two abn_forward(const Tensor& x, const Optional& moments, const Optional& weight, const Optional& bias, const Optional& mean,
+                         const Optional& var, const Optional& batches, Momentum momentum, double eps, const Text& activation,
                          double param, int64_t dim) {
     return forward({"abn_forward", "x", x, {}, weight, bias, activation, param, dim, true},
                    {mean, var, batches, momentum, eps}, moments);
   }
-  static Tensor abn_forward_(Tensor x, Optional moments, Optional weight, Optional bias, Optional mean,
-                             Optional var, Optional batches, Momentum momentum, double eps, Text activation,
+  static Tensor abn_forward_(const Tensor& x, const Optional& moments, const Optional& weight, const Optional& bias, const Optional& mean,
+                             const Optional& var, const Optional& batches, Momentum momentum, double eps, const Text& activation,
                              double param, int64_t dim) {
     return overwrite({"abn_forward_", "x", x, {}, weight, bias, activation, param, dim, true},
                      {mean, var, batches, momentum, eps}, moments);
   }
-  static Two bn_local_forward(Tensor x, Optional weight, Optional bias, Optional z, Optional mean,
-                              Optional var, Optional batches, Momentum momentum, double eps, Text activation,
+  static Two bn_local_forward(const Tensor& x, const Optional& weight, const Optional& bias, const Optional& z, const Optional& mean,
+                              const Optional& var, const Optional& batches, Momentum momentum, double eps, const Text& activation,
                               double param, int64_t dim) {
     return forward({"bn_local_forward", "x", x, z, weight, bias, activation, param, dim, false},
                    {mean, var, batches, momentum, eps}, {}, true);
   }
-  static Tensor abn_local_forward_(Tensor x, Optional weight, Optional bias, Optional mean, Optional var,
-                                   Optional batches, Momentum momentum, double eps, Text activation,
+  static Tensor abn_local_forward_(const Tensor& x, const Optional& weight, const Optional& bias, const Optional& mean, const Optional& var,
+                                   const Optional& batches, Momentum momentum, double eps, const Text& activation,
                                    double param, int64_t dim) {
     return overwrite({"abn_local_forward_", "x", x, {}, weight, bias, activation, param, dim, true},
                      {mean, var, batches, momentum, eps}, {}, true);
   }
 
-  static Tensor bn_apply(Tensor x, Tensor saved, Optional weight, Optional bias, Optional z, Text activation,
+  static Tensor bn_apply(const Tensor& x, const Tensor& saved, const Optional& weight, const Optional& bias, const Optional& z, const Text& activation,
                          double param, int64_t dim) {
     const NormParams norm{"bn_apply", "x", x, z, weight, bias, activation, param, dim, false};
     ForwardArgs args{checked(norm)};
     check_packed(norm.op, "saved", saved, x, 2 * norm.channels() + 2);
-    Tensor y = torch::stable::empty_like(x);
+    Tensor y = allocate_like(x);
     set_operands(args, norm, y);
     args.given = saved.data_ptr();
     Backend::forward(args);
     return y;
   }
 
-  static Tensor bn_reduce(Tensor x, Tensor dy, Optional z, Tensor saved, Optional weight, Optional bias,
-                          Text activation, double param, int64_t dim, Optional exchange) {
+  static Tensor bn_reduce(const Tensor& x, const Tensor& dy, const Optional& z, const Tensor& saved, const Optional& weight, const Optional& bias,
+                          const Text& activation, double param, int64_t dim, const Optional& exchange) {
     return reduce({"bn_reduce", "x", x, z, weight, bias, activation, param, dim, false}, dy, saved, exchange);
   }
-  static Tensor abn_reduce(Tensor y, Tensor dy, Tensor saved, Optional weight, Optional bias, Text activation,
-                           double param, int64_t dim, Optional exchange) {
+  static Tensor abn_reduce(const Tensor& y, const Tensor& dy, const Tensor& saved, const Optional& weight, const Optional& bias, const Text& activation,
+                           double param, int64_t dim, const Optional& exchange) {
     return reduce({"abn_reduce", "y", y, {}, weight, bias, activation, param, dim, true}, dy, saved,
                   exchange);
   }
 
-  static Two bn_backward(Tensor x, Tensor dy, Optional z, Tensor saved, Optional sums, Optional weight,
-                         Optional bias, Text activation, double param, int64_t dim) {
+  static Two bn_backward(const Tensor& x, const Tensor& dy, const Optional& z, const Tensor& saved, const Optional& sums, const Optional& weight,
+                         const Optional& bias, const Text& activation, double param, int64_t dim) {
     return backward({"bn_backward", "x", x, z, weight, bias, activation, param, dim, false}, dy, saved, sums);
   }
-  static Tensor abn_backward(Tensor y, Tensor dy, Tensor saved, Optional sums, Optional weight, Optional bias,
-                             Text activation, double param, int64_t dim) {
+  static Tensor abn_backward(const Tensor& y, const Tensor& dy, const Tensor& saved, const Optional& sums, const Optional& weight, const Optional& bias,
+                             const Text& activation, double param, int64_t dim) {
     const NormParams norm{"abn_backward", "y", y, {}, weight, bias, activation, param, dim, true};
     return std::get<0>(backward(norm, dy, saved, sums));
   }
-  static Three bn_local_backward(Tensor x, Tensor dy, Optional z, Tensor saved, Optional weight,
-                                 Optional bias, Text activation, double param, int64_t dim) {
+  static Three bn_local_backward(const Tensor& x, const Tensor& dy, const Optional& z, const Tensor& saved, const Optional& weight,
+                                 const Optional& bias, const Text& activation, double param, int64_t dim) {
     return local_backward({"bn_local_backward", "x", x, z, weight, bias, activation, param, dim, false}, dy,
                           saved);
   }
-  static Two abn_local_backward(Tensor y, Tensor dy, Tensor saved, Optional weight, Optional bias,
-                                Text activation, double param, int64_t dim) {
+  static Two abn_local_backward(const Tensor& y, const Tensor& dy, const Tensor& saved, const Optional& weight, const Optional& bias,
+                                const Text& activation, double param, int64_t dim) {
     const NormParams norm{"abn_local_backward", "y", y, {}, weight, bias, activation, param, dim, true};
     auto [dx, dz, sums] = local_backward(norm, dy, saved);
     return {dx, sums};
@@ -141,7 +141,7 @@ class Frontend {
   static Two forward(const NormParams& norm, const RunningParams& running, const OptionalTensor& moments,
                      bool local = false) {
     ForwardArgs args{checked(norm)};
-    Tensor y = torch::stable::empty_like(norm.input);
+    Tensor y = allocate_like(norm.input);
     return {y, forward_to(y, args, norm, running, moments, local)};
   }
   static Tensor overwrite(const NormParams& norm, const RunningParams& running, const OptionalTensor& moments,
@@ -177,7 +177,7 @@ class Frontend {
     ReduceArgs args = reduce_args(norm, dy, saved);
     const int64_t numbers = 2 * norm.channels();
     Tensor sums =
-        torch::stable::new_empty(norm.input, {exchange ? 2 : 1, numbers}, accumulation_type(args.dtype));
+        packed(norm.input, exchange ? 2 : 1, numbers);
     const auto shared = exchange_of(norm.op, exchange, sums, numbers, peer::kSums);
     args.sums = sums.data_ptr();
     args.exchange = shared ? &*shared : nullptr;
@@ -228,8 +228,8 @@ class Frontend {
   }
   // Returns dx and dz; dz is empty without z.
   static Two set_gradients(BackwardArgs& args, const NormParams& norm, const Tensor& dy) {
-    Tensor dx = torch::stable::empty_like(norm.input);
-    Tensor dz = norm.z ? torch::stable::empty_like(*norm.z) : torch::stable::new_empty(norm.input, {0});
+    Tensor dx = allocate_like(norm.input);
+    Tensor dz = norm.z ? allocate_like(*norm.z) : allocate(norm.input, {0}, {1}, norm.input.scalar_type());
     args.layout = norm.z ? layout_of(norm.channel_dim, norm.input, dy, dx, *norm.z, dz)
                          : layout_of(norm.channel_dim, norm.input, dy, dx);
     args.dx = dx.data_ptr();

@@ -9,13 +9,45 @@
 namespace fastvit {
 
 using OptionalTensor = std::optional<Tensor>;
+using torch::headeronly::IntHeaderOnlyArrayRef;
 
 inline Channels channels_of(const OptionalTensor& t) {
   return t ? Channels{t->data_ptr(), t->scalar_type()} : Channels{};
 }
 
+// A new tensor on x's device. torch::stable's functions look an operator up by its name in every call, which
+// takes longer than the allocation.
+inline Tensor allocate(const Tensor& x, IntHeaderOnlyArrayRef sizes, IntHeaderOnlyArrayRef strides,
+                       ScalarType dtype) {
+  using torch::stable::detail::from, torch::stable::detail::to;
+  int32_t type = 0, index = 0;
+  AtenTensorHandle made = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(x.get(), &type));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(x.get(), &index));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(int64_t(sizes.size()), sizes.data(), strides.data(),
+                                                         to<int32_t>(from(dtype)), type, index, &made));
+  return Tensor(made);
+}
+
+// Numbers in the accumulation type, in one dimension, or in rows.
 inline Tensor packed(const Tensor& x, int64_t numbers) {
-  return torch::stable::new_empty(x, {numbers}, accumulation_type(x.scalar_type()));
+  return allocate(x, {numbers}, {1}, accumulation_type(x.scalar_type()));
+}
+inline Tensor packed(const Tensor& x, int64_t rows, int64_t numbers) {
+  return allocate(x, {rows, numbers}, {numbers, 1}, accumulation_type(x.scalar_type()));
+}
+
+// A new tensor with x's shape, dtype and strides, as torch.empty_like.
+inline Tensor allocate_like(const Tensor& x) {
+  const auto sizes = x.sizes(), strides = x.strides();
+  int64_t run = 1;  // elements that lie side by side, along the dimensions found so far
+  for (size_t d = 0; d < sizes.size();) {
+    const bool continues = sizes[d] > 1 && strides[d] == run;
+    if (continues) run *= sizes[d];
+    d = continues ? 0 : d + 1;
+  }
+  if (run == x.numel()) return allocate(x, sizes, strides, x.scalar_type());
+  return torch::stable::empty_like(x);  // with gaps or overlaps, or empty
 }
 
 template <class... Tensors>

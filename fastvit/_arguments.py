@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from . import _library
-from .sync.transport import Transport
 
 _SMALLEST = 2.0**-126  # normal float32
 IN_PLACE_ACTIVATIONS = ("identity", "leaky_relu", "elu")
@@ -77,26 +76,21 @@ def check_kernels(name: str, x: Tensor) -> None:
         )
 
 
-def check_input(
-    name: str,
-    x: Tensor,
-    channel_last: bool,
-    z: Tensor | None = None,
-    num_batches_tracked: Tensor | None = None,
-    **per_channel: Tensor | None,
-) -> int:
-    """The channel dimension of x; raises ValueError for a wrong shape, dtype or device.
+def check_input(name: str, tensors: tuple[Tensor | None, ...], channel_last: bool) -> None:
+    """Raises ValueError for a wrong shape, dtype or device.
 
-    Called before anything is written or sent, so that an error leaves no statistics half updated.
+    Args:
+        tensors: x, weight, bias, z, running_mean, running_var, num_batches_tracked.
     """
+    x, weight, bias, z, running_mean, running_var, num_batches_tracked = tensors
+    assert x is not None
     channel_dim = channel_dimension(name, x, channel_last)
     if not x.is_floating_point():
         raise ValueError(f"{name}: expected a floating-point input, got {x.dtype}")
     check_kernels(name, x)
+    per_channel = {"weight": weight, "bias": bias, "running_mean": running_mean, "running_var": running_var}
     for what, tensor in per_channel.items():
-        if tensor is None:
-            continue
-        if tensor.dim() != 1 or tensor.shape[0] != x.shape[channel_dim]:
+        if tensor is not None and (tensor.dim() != 1 or tensor.shape[0] != x.shape[channel_dim]):
             raise ValueError(
                 f"{name}: {what} has shape {tuple(tensor.shape)}, so expected as many channels in dimension "
                 f"{channel_dim}, got {x.shape[channel_dim]} (input {tuple(x.shape)}, {channel_last=})"
@@ -111,7 +105,6 @@ def check_input(
             f"{name}: z is {tuple(z.shape)}, {z.dtype}, on {z.device}; "
             f"{tuple(x.shape)}, {x.dtype}, on {x.device} expected, as the input"
         )
-    return channel_dim
 
 
 def check_may_be_overwritten(name: str, x: Tensor) -> None:
@@ -139,9 +132,3 @@ def check_may_be_overwritten(name: str, x: Tensor) -> None:
 def _several_views_made(x: Tensor) -> bool:
     meta = torch._C._autograd
     return x.requires_grad and meta._get_creation_meta(x) != meta.CreationMeta.DEFAULT
-
-
-def check_more_than_one_value(x: Tensor, channel_dim: int, shared: Transport) -> None:
-    # With several ranks the others may have values. Their counts are never read back to the host.
-    if shared.world_size == 1 and x.numel() == x.shape[channel_dim]:
-        raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")

@@ -4,51 +4,36 @@
 tensors, in their order, None where there is none; or None where the result cannot be made.
 """
 
-from typing import NamedTuple
+import functools
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from . import ops
-from .sync import Local, Transport
+from .sync import LOCAL, Transport
 
 
-class Options(NamedTuple):
-    """The arguments of the functions that have no gradient and are no tensors."""
+def once(backward):
+    """torch's once_differentiable, without its context manager where no graph of the backward is made."""
+    guarded = once_differentiable(backward)
 
-    shared: Transport
-    training: bool
-    momentum: float | None
-    eps: float
-    activation: str
-    activation_param: float
-    channel_dim: int
-    has_z: bool = False
-    recompute: bool = False
+    @functools.wraps(backward)
+    def chosen(ctx, *gradients):
+        return guarded(ctx, *gradients) if torch.is_grad_enabled() else backward(ctx, *gradients)
 
-    @property
-    def of_forward(self) -> tuple[float | None, float, str, float, int]:
-        """The last arguments of a forward op."""
-        return self.momentum, self.eps, self.activation, self.activation_param, self.channel_dim
+    return chosen
 
-    @property
-    def of_backward(self) -> tuple[str, float, int]:
-        """The last arguments of a backward op."""
-        return self.activation, self.activation_param, self.channel_dim
 
-    def in_one_pass(self, x: torch.Tensor) -> bool:
-        """Whether a local op does both passes: with batch statistics of this process alone.
+def in_one_pass(shared: Transport, x: torch.Tensor) -> bool:
+    """Whether a local op does both passes: with batch statistics of this process alone.
 
-        On a GPU its blocks wait for each other, which holds up the multiprocessors while a collective kernel
-        takes the places of some. So beside other ranks both passes are launched, which give the same bits.
-        """
-        beside_others = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        return self.training and isinstance(self.shared, Local) and not (x.is_cuda and beside_others)
-
-    def moments(self, x: torch.Tensor) -> tuple:
-        """The moments and their tag; None where running statistics are used."""
-        return self.shared.moments(x, self.channel_dim) if self.training else (None, None)
+    On a GPU its blocks wait for each other, which holds up the multiprocessors while a collective kernel
+    takes the places of some. So beside other ranks both passes are launched, which give the same bits.
+    """
+    if shared is not LOCAL:
+        return False
+    return not x.is_cuda or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1
 
 
 def lying_like(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -62,68 +47,70 @@ def lying_like(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 class BatchNormFunction(torch.autograd.Function):
+    """`options` is `shared, training, (momentum, eps), (activation, activation_param, channel_dim)`, of which the
+    last two end the arguments of the ops.
+    """
+
     @staticmethod
-    def forward(ctx, x, weight, bias, z, running_mean, running_var, num_batches_tracked, options):
-        rest = (weight, bias, z, running_mean, running_var, num_batches_tracked, *options.of_forward)
+    def forward(ctx, x, weight, bias, z, running_mean, running_var, tracked, options, recompute):
+        shared, training, statistics, activation = ctx.options = options
+        ctx.recompute = recompute
+        rest = (weight, bias, z, running_mean, running_var, tracked, *statistics, *activation)
         tag = None
-        if options.in_one_pass(x):
+        if training and in_one_pass(shared, x):
             y, saved = ops.bn_local_forward(x, *rest)
         else:
-            moments, tag = options.moments(x)
+            moments, tag = shared.moments(x, activation[-1]) if training else (None, None)
             y, saved = ops.bn_forward(x, moments, *rest)
         # Without an activation backward does not need z: its gradient is dy.
-        ctx.save_for_backward(x, weight, bias, None if options.activation == "identity" else z, saved, tag)
-        ctx.options = options
+        ctx.save_for_backward(x, weight, bias, None if activation[0] == "identity" else z, saved, tag)
         return y
 
     @staticmethod
     def rebuilding(ctx):
-        options: Options = ctx.options
-        # With a residual and no activation z is not saved.
-        if not options.recompute or (options.has_z and options.activation == "identity"):
+        *_, activation = ctx.options
+        if not ctx.recompute:
             return None
-        return lambda x, weight, bias, z, saved, _: ops.bn_apply(
-            x, saved, weight, bias, z, *options.of_backward
-        )
+        return lambda x, weight, bias, z, saved, _: ops.bn_apply(x, saved, weight, bias, z, *activation)
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx, dy):
         x, weight, bias, z, saved, tag = ctx.saved_tensors
         wants_x, wants_weight, wants_bias, wants_z = ctx.needs_input_grad[:4]
-        options: Options = ctx.options
+        shared, training, _, activation = ctx.options
         dy = lying_like(dy, x)
-        rest = (weight, bias, *options.of_backward)
         dx = dz = None
-        if wants_x and options.in_one_pass(x):
-            dx, dz, own = ops.bn_local_backward(x, dy, z, saved, *rest)
+        if wants_x and training and in_one_pass(shared, x):
+            dx, dz, own = ops.bn_local_backward(x, dy, z, saved, weight, bias, *activation)
         else:
+            rest = (weight, bias, *activation)
             own, total = _sums(ctx, tag, lambda exchange: ops.bn_reduce(x, dy, z, saved, *rest, exchange))
             if wants_x or (wants_z and z is not None):
                 dx, dz = ops.bn_backward(x, dy, z, saved, total, *rest)
         dweight, dbias = _parameter_gradients(own, weight, bias, wants_weight, wants_bias)
         if wants_z and z is None:
             dz = dy
-        return (dx if wants_x else None, dweight, dbias, dz if wants_z else None, *[None] * 4)
+        return (dx if wants_x else None, dweight, dbias, dz if wants_z else None, *[None] * 5)
 
 
 class InPlaceABNFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, running_mean, running_var, num_batches_tracked, options):
-        rest = (weight, bias, running_mean, running_var, num_batches_tracked, *options.of_forward)
+    def forward(ctx, x, weight, bias, running_mean, running_var, tracked, options):
+        shared, training, statistics, activation = ctx.options = options
+        rest = (weight, bias, running_mean, running_var, tracked, *statistics, *activation)
         tag = None
-        if options.in_one_pass(x):
+        if training and in_one_pass(shared, x):
             saved = ops.abn_local_forward_(x, *rest)
         else:
-            moments, tag = options.moments(x)
+            moments, tag = shared.moments(x, activation[-1]) if training else (None, None)
             saved = ops.abn_forward_(x, moments, *rest)
         ctx.mark_dirty(x)
         ctx.save_for_backward(x, weight, bias, saved, tag)
-        ctx.options = options
         return x
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx, dy):
         return _invertible_backward(ctx, dy)
 
@@ -137,17 +124,16 @@ class InvertibleABNFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, running_mean, running_var, num_batches_tracked, options):
-        moments, tag = options.moments(x)
-        y, saved = ops.abn_forward(
-            x, moments, weight, bias, running_mean, running_var, num_batches_tracked, *options.of_forward
-        )
+    def forward(ctx, x, weight, bias, running_mean, running_var, tracked, options):
+        shared, training, statistics, activation = ctx.options = options
+        rest = (weight, bias, running_mean, running_var, tracked, *statistics, *activation)
+        moments, tag = shared.moments(x, activation[-1]) if training else (None, None)
+        y, saved = ops.abn_forward(x, moments, *rest)
         ctx.save_for_backward(y, weight, bias, saved, tag)
-        ctx.options = options
         return y
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx, dy):
         return _invertible_backward(ctx, dy)
 
@@ -166,7 +152,7 @@ class LayerNormFunction(torch.autograd.Function):
         return lambda x, weight, bias, _: ops.layer_norm_forward(x, weight, bias, *options)[0]
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx, dy):
         x, weight, bias, saved = ctx.saved_tensors
         wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
@@ -188,7 +174,7 @@ class ActFunction(torch.autograd.Function):
         return lambda x: ops.act_forward(x, *activation)
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx, dy):
         (x,) = ctx.saved_tensors
         return ops.act_backward(x, dy, *ctx.activation), None, None
@@ -207,7 +193,7 @@ class GluFunction(torch.autograd.Function):
         return lambda a, b: ops.glu_forward(a, b, *activation)
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx, dy):
         a, b = ctx.saved_tensors
         return *ops.glu_backward(a, b, dy, *ctx.activation), None, None
@@ -216,13 +202,13 @@ class GluFunction(torch.autograd.Function):
 def _invertible_backward(ctx, dy):
     y, weight, bias, saved, tag = ctx.saved_tensors
     wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-    options: Options = ctx.options
+    shared, training, _, activation = ctx.options
     dy = lying_like(dy, y)
-    rest = (weight, bias, *options.of_backward)
     dx = None
-    if wants_x and options.in_one_pass(y):
-        dx, own = ops.abn_local_backward(y, dy, saved, *rest)
+    if wants_x and training and in_one_pass(shared, y):
+        dx, own = ops.abn_local_backward(y, dy, saved, weight, bias, *activation)
     else:
+        rest = (weight, bias, *activation)
         own, total = _sums(ctx, tag, lambda exchange: ops.abn_reduce(y, dy, saved, *rest, exchange))
         if wants_x:
             dx = ops.abn_backward(y, dy, saved, total, *rest)
@@ -232,8 +218,9 @@ def _invertible_backward(ctx, dy):
 
 def _sums(ctx, tag, reduce):
     """This rank's sums and, where dx needs them, those of all ranks; None where no gradient needs them."""
-    if ctx.needs_input_grad[0] and ctx.options.training:
-        rows = ctx.options.shared.sums(reduce, tag).unbind()
+    shared, training, *_ = ctx.options
+    if ctx.needs_input_grad[0] and training:
+        rows = shared.sums(reduce, tag).unbind()
         return rows[0], rows[-1]
     if any(ctx.needs_input_grad[1:3]):
         return reduce(None)[0], None
@@ -245,7 +232,8 @@ def _parameter_gradients(sums, weight, bias, wants_weight, wants_bias):
     if not (wants_weight or wants_bias):
         return None, None
     dbias, dweight = sums.chunk(2)
-    return (
-        dweight.to(weight.dtype) if wants_weight else None,
-        dbias.to(bias.dtype) if wants_bias else None,
-    )
+    return _cast(dweight, weight) if wants_weight else None, _cast(dbias, bias) if wants_bias else None
+
+
+def _cast(gradient, parameter):
+    return gradient if gradient.dtype == parameter.dtype else gradient.to(parameter.dtype)

@@ -3,7 +3,7 @@
 import copy
 import itertools
 import warnings
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import init
 from torch.nn.modules.batchnorm import _NormBase
 
+from . import sync
 from ._arguments import channel_dimension, recovery_error
 from ._formulas import effective_gamma
 
@@ -28,44 +29,53 @@ def check_num_features(name: str, num_features: int) -> None:
         raise ValueError(f"{name}: num_features is {num_features!r}; a positive int expected")
 
 
-class ForwardState(TypedDict):
-    training: bool
-    running_mean: Tensor | None
-    running_var: Tensor | None
-    num_batches_tracked: Tensor | None
-    momentum: float | None
+# weight, bias, running_mean, running_var, num_batches_tracked, training, momentum
+ForwardState = tuple[
+    Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, bool, float | None
+]
+
+
+def _tensors(layer: _NormBase) -> tuple[Tensor | None, ...]:
+    """Parameters and buffers. nn.Module.__getattr__ takes half a microsecond for each, which adds up."""
+    try:
+        parameters, buffers = layer._parameters, layer._buffers
+        return (
+            parameters["weight"], parameters["bias"],
+            buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"],
+        )  # fmt: skip
+    except KeyError:  # one is computed (torch.nn.utils.parametrize) or was replaced by a plain attribute
+        return layer.weight, layer.bias, layer.running_mean, layer.running_var, layer.num_batches_tracked
 
 
 def forward_state(layer: _NormBase) -> ForwardState:
-    """The statistics and buffers that a forward of `layer` uses, by torch BatchNorm's rules.
+    """The parameters, statistics and buffers that a forward of `layer` uses, by torch BatchNorm's rules.
 
     Batch statistics are used in training, and in evaluation without running statistics. Running statistics
     are updated only in training with track_running_stats.
     """
-    training = layer.training or layer.running_mean is None
-    use_running = not layer.training or layer.track_running_stats
-    update = layer.training and layer.track_running_stats
+    weight, bias, running_mean, running_var, tracked = _tensors(layer)
+    if not layer.training:
+        return weight, bias, running_mean, running_var, None, running_mean is None, 0.0
+    if not layer.track_running_stats:
+        return weight, bias, None, None, None, True, 0.0  # without an update the factor is not used
+    momentum = layer.momentum
     # Like torch: a cumulative average without a counter does not update.
-    uncounted = layer.momentum is None and layer.num_batches_tracked is None
-    return {
-        "training": training,
-        "running_mean": layer.running_mean if use_running else None,
-        "running_var": layer.running_var if use_running else None,
-        "num_batches_tracked": layer.num_batches_tracked if update else None,
-        # Without an update the factor is not used, but an op needs a number.
-        "momentum": layer.momentum if update and not uncounted else 0.0,
-    }
+    factor = 0.0 if momentum is None and tracked is None else momentum
+    return weight, bias, running_mean, running_var, tracked, True, factor
 
 
 def check_channels(layer: _NormBase, x: Tensor, channel_last: bool) -> None:
     """Raises ValueError unless x has `layer.num_features` channels."""
+    dims = x.dim()
+    channel_dim = dims - 1 if channel_last else 1
+    if 2 <= dims <= 5 and x.shape[channel_dim] == layer.num_features:
+        return
     name = type(layer).__name__
-    channel_dim = channel_dimension(name, x, channel_last)
-    if x.shape[channel_dim] != layer.num_features:
-        raise ValueError(
-            f"{name}: expected {layer.num_features} channels in dimension {channel_dim}, "
-            f"got {x.shape[channel_dim]} (input {tuple(x.shape)}, channel_last={channel_last})"
-        )
+    channel_dimension(name, x, channel_last)
+    raise ValueError(
+        f"{name}: expected {layer.num_features} channels in dimension {channel_dim}, "
+        f"got {x.shape[channel_dim]} (input {tuple(x.shape)}, channel_last={channel_last})"
+    )
 
 
 class OptionalBias(_Layer):
@@ -92,7 +102,7 @@ class OptionalBias(_Layer):
 
 def cannot_read_values(x: Tensor) -> bool:
     """Whether reading a number on the host is impossible: x has no data, or a CUDA graph is captured."""
-    if torch.compiler.is_compiling() or x.is_meta or isinstance(x, FakeTensor):
+    if x.is_meta or isinstance(x, FakeTensor):
         return True
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
@@ -107,12 +117,13 @@ class ChecksConditioning(_Layer):
 
         Called after the op, which has checked weight and bias.
         """
-        if not self.training or self.weight is None or self.bias is None:
+        left = self._forwards_to_check
+        if not self.training or left < 0 or torch.compiler.is_compiling():
             return
-        if self._forwards_to_check < 0 or cannot_read_values(x):
+        if left > 0:
+            self.__dict__["_forwards_to_check"] = left - 1  # Module.__setattr__ takes as long as a small op
             return
-        self._forwards_to_check -= 1
-        if self._forwards_to_check >= 0:
+        if self.weight is None or self.bias is None or cannot_read_values(x):
             return
         self._forwards_to_check = _CHECK_EVERY
         with torch.no_grad():
@@ -138,6 +149,13 @@ def next_layer_number() -> int:
     return next(_layer_numbers)
 
 
+class Alone(_Layer):
+    """A layer with the statistics of its process, unless SharesGroup comes before it."""
+
+    def _statistics_group(self) -> "tuple[torch.distributed.ProcessGroup | None, int]":
+        return None, 0
+
+
 class SharesGroup(_Layer):
     """A layer with a process group, which is valid in its own process only and cannot be copied.
 
@@ -152,6 +170,10 @@ class SharesGroup(_Layer):
         """Sets the process group over which statistics are shared; None is the default group."""
         setattr(self, self.group_attribute, process_group)
         self.layer_number = next_layer_number()
+
+    def _statistics_group(self) -> "tuple[torch.distributed.ProcessGroup | None, int]":
+        """The group of the next forward, None without torch.distributed, and this layer's number."""
+        return sync.default_group(getattr(self, self.group_attribute)), self.layer_number
 
     def __getstate__(self) -> dict:
         return self.__dict__ | {self.group_attribute: None}

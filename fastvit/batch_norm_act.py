@@ -11,7 +11,7 @@ __all__ = ["BatchNormAct", "BatchNormActSync"]
 MEMORY = ("recompute", "inplace", "keep")
 
 
-class BatchNormAct(_norm.OptionalBias, _norm.ChecksConditioning, _NormBase):
+class BatchNormAct(_norm.OptionalBias, _norm.ChecksConditioning, _norm.Alone, _NormBase):
     """BatchNorm + residual + activation in one pass, with a choice of what is kept for backward.
 
     Args:
@@ -75,30 +75,52 @@ class BatchNormAct(_norm.OptionalBias, _norm.ChecksConditioning, _NormBase):
 
     def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
         _norm.check_channels(self, input, self.channel_last)
-        options = dict(_norm.forward_state(self)) | {
-            "eps": self.eps,
-            "activation": self.activation,
-            "activation_param": self.activation_param,
-            "channel_last": self.channel_last,
-        }
+        weight, bias, running_mean, running_var, tracked, training, momentum = _norm.forward_state(self)
+        process_group, layer = self._statistics_group()
         if self.memory == "inplace":
             if z is not None:
                 raise ValueError(
                     f"{type(self).__name__}: got a residual z with memory='inplace'; "
                     "'recompute' or 'keep' expected"
                 )
-            y = self._in_place(input, options)
+            y = functional.inplace_abn(
+                input,
+                weight,
+                bias,
+                running_mean,
+                running_var,
+                training,
+                momentum,
+                self.eps,
+                self.activation,
+                self.activation_param,
+                channel_last=self.channel_last,
+                num_batches_tracked=tracked,
+                process_group=process_group,
+                layer=layer,
+            )
             self.check_conditioning(input)
             return y
         if z is not None and z.dtype != input.dtype:  # under autocast a residual may have another dtype
             z = z.to(input.dtype)
-        return self._normalise(input, z, options | {"recompute": self.memory == "recompute"})
-
-    def _in_place(self, x: Tensor, options: dict) -> Tensor:
-        return functional.inplace_abn(x, self.weight, self.bias, **options)
-
-    def _normalise(self, x: Tensor, z: Tensor | None, options: dict) -> Tensor:
-        return functional.batch_norm_act(x, self.weight, self.bias, z=z, **options)
+        return functional.batch_norm_act(
+            input,
+            weight,
+            bias,
+            running_mean,
+            running_var,
+            z,
+            training,
+            momentum,
+            self.eps,
+            self.activation,
+            self.activation_param,
+            channel_last=self.channel_last,
+            num_batches_tracked=tracked,
+            recompute=self.memory == "recompute",
+            process_group=process_group,
+            layer=layer,
+        )
 
     def extra_repr(self) -> str:
         text = f"{super().extra_repr()}, activation={self.activation}"
@@ -125,19 +147,3 @@ class BatchNormActSync(_norm.SharesGroup, BatchNormAct):
     def __init__(self, *args, process_group: "torch.distributed.ProcessGroup | None" = None, **kwargs):
         super().__init__(*args, **kwargs)
         self.set_group(process_group)
-
-    def _in_place(self, x: Tensor, options: dict) -> Tensor:
-        return functional.inplace_abn_sync(
-            x, self.weight, self.bias, process_group=self.process_group, layer=self.layer_number, **options
-        )
-
-    def _normalise(self, x: Tensor, z: Tensor | None, options: dict) -> Tensor:
-        return functional.batch_norm_act_sync(
-            x,
-            self.weight,
-            self.bias,
-            z=z,
-            process_group=self.process_group,
-            layer=self.layer_number,
-            **options,
-        )

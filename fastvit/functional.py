@@ -6,7 +6,6 @@ their output, which the next layer often saves too.
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +18,6 @@ from ._arguments import (
     check_input,
     check_kernels,
     check_may_be_overwritten,
-    check_more_than_one_value,
 )
 from ._autograd import (
     ActFunction,
@@ -28,14 +26,12 @@ from ._autograd import (
     InPlaceABNFunction,
     InvertibleABNFunction,
     LayerNormFunction,
-    Options,
 )
 from ._formulas import activate
 
 __all__ = [
     "act",
     "batch_norm_act",
-    "batch_norm_act_sync",
     "glu",
     "inplace_abn",
     "inplace_abn_sync",
@@ -44,49 +40,13 @@ __all__ = [
 ]
 
 
-class _NormParams(NamedTuple):
-    """The arguments of a layer after x, as in csrc/params.h."""
-
-    weight: Tensor | None
-    bias: Tensor | None
-    running_mean: Tensor | None
-    running_var: Tensor | None
-    num_batches_tracked: Tensor | None
-    training: bool
-    momentum: float | None
-    eps: float
-    activation: str
-    activation_param: float
-    channel_last: bool
-    z: Tensor | None = None
-
-    def check(self, name: str, x: Tensor, shared: sync.Transport) -> int:
-        """Checks x and the tensors; returns the channel dimension."""
-        channel_dim = check_input(
-            name, x, self.channel_last, self.z, self.num_batches_tracked, weight=self.weight,
-            bias=self.bias, running_mean=self.running_mean, running_var=self.running_var,
-        )  # fmt: skip
-        if self.training:
-            check_more_than_one_value(x, channel_dim, shared)
-        return channel_dim
-
-    def options(self, shared: sync.Transport, channel_dim: int) -> Options:
-        return Options(
-            shared,
-            self.training,
-            self.momentum,
-            self.eps,
-            self.activation,
-            self.activation_param,
-            channel_dim,
-        )
-
-
-def _shared(op: str, training: bool, process_group, layer: int, momentum: float | None):
+def _transport(op: str, training: bool, process_group, layer: int, momentum: float | None) -> sync.Transport:
+    if process_group is None:
+        return sync.LOCAL
     if not training:
         if not torch.compiler.is_compiling():
             sync.check()  # raises errors of the last exchanges of training
-        return sync.Local()
+        return sync.LOCAL
     return sync.over(process_group, sync.LayerKey(op, layer, momentum))
 
 
@@ -131,12 +91,11 @@ def sync_batch_norm(
             or momentum, or are in another layer; a rank that died or did not arrive within the group's
             timeout. Nothing is written then.
     """
-    norm = _NormParams(
-        weight, bias, running_mean, running_var, num_batches_tracked, training, momentum, eps,
-        "relu" if fuse_relu else "identity", 0.0, channel_last, z,
+    return _batch_norm_act(
+        "sync_batch_norm", x, weight, bias, running_mean, running_var, num_batches_tracked, z, training,
+        momentum, eps, "relu" if fuse_relu else "identity", 0.0, channel_last, False,
+        sync.default_group(process_group), layer,
     )  # fmt: skip
-    shared = _shared("sync_batch_norm", training, process_group, layer, momentum)
-    return _batch_norm_act("sync_batch_norm", x, norm, shared, recompute=False)
 
 
 def batch_norm_act(
@@ -155,8 +114,10 @@ def batch_norm_act(
     channel_last: bool = False,
     num_batches_tracked: Tensor | None = None,
     recompute: bool = False,
+    process_group: "torch.distributed.ProcessGroup | None" = None,
+    layer: int = 0,
 ) -> Tensor:
-    """Batch normalisation, plus a residual, and an activation, with the statistics of this process.
+    """Batch normalisation, plus a residual, and an activation.
 
     Args:
         activation: "identity", "relu", "relu6", "leaky_relu", "elu", "gelu" (by erf), "gelu_tanh", "silu" or
@@ -164,79 +125,83 @@ def batch_norm_act(
         activation_param: slope of leaky_relu (None: 0.01) or alpha of elu (None: 1); the others have none.
         recompute: inside `fastvit.recompute_scope()` the result is rebuilt for later ops that save it;
             elsewhere this has no effect.
+        process_group: the ranks that share statistics; None is this process alone.
 
     Other arguments and errors as in `sync_batch_norm`. Saves x for backward, and z where the activation's
     gradient depends on it. torch.compile traces plain torch ops where they compute the same.
     """
-    norm = _NormParams(
-        weight, bias, running_mean, running_var, num_batches_tracked, training, momentum, eps,
-        activation, check_activation(activation, activation_param), channel_last, z,
+    return _batch_norm_act(
+        "batch_norm_act", x, weight, bias, running_mean, running_var, num_batches_tracked, z, training,
+        momentum, eps, activation, check_activation(activation, activation_param), channel_last, recompute,
+        process_group, layer,
     )  # fmt: skip
-    return _batch_norm_act("batch_norm_act", x, norm, sync.Local(), recompute)
-
-
-def batch_norm_act_sync(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    z: Tensor | None = None,
-    training: bool = True,
-    momentum: float | None = 0.1,
-    eps: float = 1e-5,
-    activation: str = "relu",
-    activation_param: float | None = None,
-    *,
-    process_group: "torch.distributed.ProcessGroup | None" = None,
-    channel_last: bool = False,
-    num_batches_tracked: Tensor | None = None,
-    recompute: bool = False,
-    layer: int = 0,
-) -> Tensor:
-    """`batch_norm_act` with statistics over the ranks of `process_group` (None: the default group).
-
-    `layer` and errors as in `sync_batch_norm`.
-    """
-    norm = _NormParams(
-        weight, bias, running_mean, running_var, num_batches_tracked, training, momentum, eps,
-        activation, check_activation(activation, activation_param), channel_last, z,
-    )  # fmt: skip
-    shared = _shared("batch_norm_act_sync", training, process_group, layer, momentum)
-    return _batch_norm_act("batch_norm_act_sync", x, norm, shared, recompute)
 
 
 def _batch_norm_act(
-    name: str, x: Tensor, norm: _NormParams, shared: sync.Transport, recompute: bool
-) -> Tensor:
-    channel_dim = norm.check(name, x, shared)
-    if torch.compiler.is_compiling() and _torch_can(x, norm, shared):
-        return _plain_batch_norm_act(x, norm, channel_dim)
-    options = norm.options(shared, channel_dim)._replace(has_z=norm.z is not None, recompute=recompute)
-    return BatchNormFunction.apply(x, norm.weight, norm.bias, norm.z, *norm[2:5], options)
+    name: str, x: Tensor, weight, bias, running_mean, running_var, num_batches_tracked, z, training: bool,
+    momentum: float | None, eps: float, activation: str, activation_param: float, channel_last: bool,
+    recompute: bool, process_group, layer: int,
+) -> Tensor:  # fmt: skip
+    shared = _transport(name, training, process_group, layer, momentum)
+    channel_dim = x.dim() - 1 if channel_last else 1
+    tensors = (x, weight, bias, z, running_mean, running_var, num_batches_tracked)
+    of_backward = (activation, activation_param, channel_dim)
+    options = (shared, training, (momentum, eps), of_backward)
+    checked = _check_first(name, tensors, channel_last, training, shared)
+    if checked and torch.compiler.is_compiling() and _torch_can(tensors, momentum, shared):
+        return _plain_batch_norm_act(*tensors, training, momentum, eps, *of_backward)
+    # With a residual and no activation z is not saved, so y cannot be rebuilt.
+    recompute = recompute and (z is None or activation != "identity")
+    try:
+        return BatchNormFunction.apply(*tensors, options, recompute)
+    except RuntimeError:
+        if not checked:
+            check_input(name, tensors, channel_last)
+        raise
 
 
-def _torch_can(x: Tensor, norm: _NormParams, shared: sync.Transport) -> bool:
+def _check_first(name: str, tensors, channel_last: bool, training: bool, shared: sync.Transport) -> bool:
+    """Checks the input; False where the op does it before it writes anything, and takes less time."""
+    x = tensors[0]
+    first = shared is not sync.LOCAL or torch.compiler.is_compiling()
+    if first:
+        check_input(name, tensors, channel_last)
+    # With several ranks the others may have values. Their counts are never read back to the host.
+    if (
+        training
+        and shared.world_size == 1
+        and x.dim() > 1
+        and x.numel() == x.shape[-1 if channel_last else 1]
+    ):
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
+    return first
+
+
+def _torch_can(tensors: tuple[Tensor | None, ...], momentum: float | None, shared: sync.Transport) -> bool:
     """Whether torch's batch_norm computes the same for these arguments, within one graph."""
     # F.batch_norm needs a number as factor, which a cumulative average would have to read from the device.
-    if norm.momentum is None or not isinstance(shared, sync.Local):
+    if momentum is None or shared is not sync.LOCAL:
         return False
-    dtypes = {t.dtype for t in norm[:4] if t is not None}
+    x, weight, bias, _, running_mean, running_var, _ = tensors
+    assert x is not None
+    dtypes = {t.dtype for t in (weight, bias, running_mean, running_var) if t is not None}
     return dtypes <= {x.dtype} or (x.dtype in (torch.float16, torch.bfloat16) and dtypes == {torch.float32})
 
 
-def _plain_batch_norm_act(x: Tensor, norm: _NormParams, channel_dim: int) -> Tensor:
+def _plain_batch_norm_act(
+    x: Tensor, weight, bias, z, running_mean, running_var, num_batches_tracked, training: bool, momentum: float,
+    eps: float, activation: str, activation_param: float, channel_dim: int,
+) -> Tensor:  # fmt: skip
     """The layer in plain torch ops, which torch.compile can fuse with others and recompute."""
-    if norm.num_batches_tracked is not None:
-        norm.num_batches_tracked.add_(1)
+    if num_batches_tracked is not None:
+        num_batches_tracked.add_(1)
     moved = channel_dim != 1
-    assert norm.momentum is not None  # see _torch_can
     y = F.batch_norm(
         x.movedim(channel_dim, 1) if moved else x,
-        norm.running_mean, norm.running_var, norm.weight, norm.bias, norm.training, norm.momentum, norm.eps,
+        running_mean, running_var, weight, bias, training, momentum, eps,
     )  # fmt: skip
     y = y.movedim(1, channel_dim) if moved else y
-    return activate(y if norm.z is None else y + norm.z, norm.activation, norm.activation_param)
+    return activate(y if z is None else y + z, activation, activation_param)
 
 
 def inplace_abn(
@@ -254,6 +219,8 @@ def inplace_abn(
     channel_last: bool = False,
     num_batches_tracked: Tensor | None = None,
     abs_weight: bool = False,
+    process_group: "torch.distributed.ProcessGroup | None" = None,
+    layer: int = 0,
 ) -> Tensor:
     """Batch normalisation and activation written over x, which is returned.
 
@@ -266,63 +233,44 @@ def inplace_abn(
             (activation_param is alpha, > 0).
         abs_weight: gamma is `|weight| + eps`, as in mapillary's inplace_abn; otherwise the signed weight, at
             least a small floor away from 0 (see `fastvit.ops.abn_forward_`).
+        process_group: the ranks that share statistics; None is this process alone.
 
     Other arguments and errors as in `sync_batch_norm`. Source: Rota Bulò, Porzi, Kontschieder, "In-Place
     Activated BatchNorm for Memory-Optimized Training of DNNs", arXiv:1712.02616.
     """
-    norm = _NormParams(
-        weight, bias, running_mean, running_var, num_batches_tracked, training, momentum, eps,
-        activation, activation_param, channel_last,
-    )  # fmt: skip
-    return _inplace_abn("inplace_abn", x, norm, abs_weight, sync.Local())
+    check_in_place_activation(activation, activation_param)
+    shared = _transport("inplace_abn", training, process_group, layer, momentum)
+    tensors = (x, weight, bias, None, running_mean, running_var, num_batches_tracked)
+    checked = _check_first("inplace_abn", tensors, channel_last, training, shared)
+    check_may_be_overwritten("inplace_abn", x)
+    if abs_weight and weight is not None:
+        weight = absolute_weight(weight, eps)
+    channel_dim = x.dim() - 1 if channel_last else 1
+    options = (shared, training, (momentum, eps), (activation, activation_param, channel_dim))
+    arguments = (x, weight, bias, running_mean, running_var, num_batches_tracked, options)
+    if torch.compiler.is_compiling():
+        return x.copy_(InvertibleABNFunction.apply(*arguments))
+    try:
+        return InPlaceABNFunction.apply(*arguments)
+    except RuntimeError:
+        if not checked:
+            check_input("inplace_abn", tensors, channel_last)
+        raise
 
 
 def inplace_abn_sync(
     x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool = True,
-    momentum: float | None = 0.1,
-    eps: float = 1e-5,
-    activation: str = "leaky_relu",
-    activation_param: float = 0.01,
+    *arguments,
     process_group: "torch.distributed.ProcessGroup | None" = None,
-    *,
-    channel_last: bool = False,
-    num_batches_tracked: Tensor | None = None,
-    abs_weight: bool = False,
-    layer: int = 0,
+    **options,
 ) -> Tensor:
-    """`inplace_abn` with statistics over the ranks of `process_group` (None: the default group).
-
-    `layer` and errors as in `sync_batch_norm`.
-    """
-    norm = _NormParams(
-        weight, bias, running_mean, running_var, num_batches_tracked, training, momentum, eps,
-        activation, activation_param, channel_last,
-    )  # fmt: skip
-    shared = _shared("inplace_abn_sync", training, process_group, layer, momentum)
-    return _inplace_abn("inplace_abn_sync", x, norm, abs_weight, shared)
+    """`inplace_abn` with statistics over the ranks of `process_group` (None: the default group)."""
+    return inplace_abn(x, *arguments, process_group=sync.default_group(process_group), **options)
 
 
 def absolute_weight(weight: Tensor, eps: float) -> Tensor:
     """`|weight| + eps`, with a slope of 1 at 0."""
     return weight * torch.where(weight < 0, -1.0, 1.0).to(weight.dtype) + eps
-
-
-def _inplace_abn(name: str, x: Tensor, norm: _NormParams, abs_weight: bool, shared: sync.Transport) -> Tensor:
-    check_in_place_activation(norm.activation, norm.activation_param)
-    channel_dim = norm.check(name, x, shared)
-    check_may_be_overwritten(name, x)
-    weight = norm.weight
-    if abs_weight and weight is not None:
-        weight = absolute_weight(weight, norm.eps)
-    arguments = (x, weight, *norm[1:5], norm.options(shared, channel_dim))
-    if torch.compiler.is_compiling():
-        return x.copy_(InvertibleABNFunction.apply(*arguments))
-    return InPlaceABNFunction.apply(*arguments)
 
 
 def layer_norm(

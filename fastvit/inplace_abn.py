@@ -13,7 +13,7 @@ from . import _arguments, _norm, functional
 __all__ = ["InPlaceABN", "InPlaceABNSync"]
 
 
-class InPlaceABN(_norm.OptionalBias, _norm.ChecksConditioning, _NormBase):
+class InPlaceABN(_norm.OptionalBias, _norm.ChecksConditioning, _norm.Alone, _NormBase):
     """BatchNorm + activation, written over the input; saves its output for backward, plus O(C) numbers.
 
     The input is lost. So it must not be a leaf that requires grad, must not be saved by the op that made it
@@ -76,21 +76,30 @@ class InPlaceABN(_norm.OptionalBias, _norm.ChecksConditioning, _NormBase):
 
     def forward(self, x: Tensor) -> Tensor:
         _norm.check_channels(self, x, self.channel_last)
-        y = self._normalise(x, **_norm.forward_state(self))
+        y = self._normalise(x)
         self.check_conditioning(x)
         return y
 
-    def _normalise(self, x: Tensor, **state) -> Tensor:
-        return functional.inplace_abn(x, self.weight, self.bias, **state, **self._options())
-
-    def _options(self) -> dict:
-        return {
-            "eps": self.eps,
-            "activation": self.activation,
-            "activation_param": self.activation_param,
-            "channel_last": self.channel_last,
-            "abs_weight": self.abs_weight,
-        }
+    def _normalise(self, x: Tensor) -> Tensor:
+        weight, bias, running_mean, running_var, tracked, training, momentum = _norm.forward_state(self)
+        process_group, layer = self._statistics_group()
+        return functional.inplace_abn(
+            x,
+            weight,
+            bias,
+            running_mean,
+            running_var,
+            training,
+            momentum,
+            self.eps,
+            self.activation,
+            self.activation_param,
+            channel_last=self.channel_last,
+            num_batches_tracked=tracked,
+            abs_weight=self.abs_weight,
+            process_group=process_group,
+            layer=layer,
+        )
 
     def extra_repr(self) -> str:
         text = f"{super().extra_repr()}, activation={self.activation}"
@@ -116,14 +125,3 @@ class InPlaceABNSync(_norm.SharesGroup, InPlaceABN):
     def __init__(self, *args, group: "torch.distributed.ProcessGroup | None" = None, **kwargs):
         super().__init__(*args, **kwargs)
         self.set_group(group)
-
-    def _normalise(self, x: Tensor, **state) -> Tensor:
-        return functional.inplace_abn_sync(
-            x,
-            self.weight,
-            self.bias,
-            **state,
-            **self._options(),
-            process_group=self.group,
-            layer=self.layer_number,
-        )

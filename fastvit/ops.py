@@ -389,9 +389,7 @@ def glu_backward(
 def _mutated(*tensors: Tensor | None) -> None:
     """Increments autograd's version counters, which ops registered from C++ do not do."""
     if not torch.compiler.is_compiling():
-        for tensor in tensors:
-            if tensor is not None and not tensor.is_inference():
-                torch.autograd.graph.increment_version(tensor)
+        torch.autograd.graph.increment_version([tensor for tensor in tensors if tensor is not None])
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -73,24 +73,26 @@ class SyncBatchNorm(_norm.SharesGroup, _norm.OptionalBias, _BatchNorm):
         self.channel_last = channel_last
         self.fuse_relu = fuse_relu
 
-    def _check_input_dim(self, input: Tensor) -> None:
-        _norm.check_channels(self, input, self.channel_last)
-
     def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
-        self._check_input_dim(input)
+        _norm.check_channels(self, input, self.channel_last)
         if z is not None and z.dtype != input.dtype:  # autocast can leave a residual in another precision
             z = z.to(input.dtype)
+        weight, bias, running_mean, running_var, tracked, training, momentum = _norm.forward_state(self)
         return functional.sync_batch_norm(
             input,
-            self.weight,
-            self.bias,
-            z=z,
-            eps=self.eps,
+            weight,
+            bias,
+            running_mean,
+            running_var,
+            z,
+            training,
+            momentum,
+            self.eps,
             process_group=self.process_group,
             fuse_relu=self.fuse_relu,
             channel_last=self.channel_last,
+            num_batches_tracked=tracked,
             layer=self.layer_number,
-            **_norm.forward_state(self),
         )
 
     def extra_repr(self) -> str:

@@ -14,9 +14,20 @@ from torch import Tensor
 from .. import ops
 from .compiled import share
 from .group import LayerKey, check, group_of, possible, taken
-from .transport import Local, Reduce, Transport
+from .transport import LOCAL, Local, Reduce, Transport
 
-__all__ = ["LayerKey", "Local", "Shared", "Transport", "check", "over", "possible", "taken"]
+__all__ = [
+    "LOCAL",
+    "LayerKey",
+    "Local",
+    "Shared",
+    "Transport",
+    "check",
+    "default_group",
+    "over",
+    "possible",
+    "taken",
+]
 
 
 class Shared:
@@ -49,22 +60,25 @@ class Shared:
         return share(numbers, tag, self._process_group.group_name, layer.op, layer.number, layer.momentum)
 
 
-def over(process_group: "dist.ProcessGroup | None", layer: LayerKey) -> Transport:
-    """The transport of a process group; None is the default group, or this process alone without one.
+def default_group(process_group: "dist.ProcessGroup | None") -> "dist.ProcessGroup | None":
+    """`process_group`, or where it is None the default group; None where there is none."""
+    if process_group is None and dist.is_available() and dist.is_initialized():
+        return dist.group.WORLD
+    return process_group
+
+
+def over(process_group: "dist.ProcessGroup", layer: LayerKey) -> Transport:
+    """The transport of a process group.
 
     Raises:
         ValueError: this process is not in the group.
         RuntimeError: the group was destroyed.
     """
     if not (dist.is_available() and dist.is_initialized()):
-        if process_group is not None:
-            raise RuntimeError("process_group was destroyed; a group that exists, or None, expected")
-        return Local()
+        raise RuntimeError("process_group was destroyed; a group that exists, or None, expected")
     if dist.get_rank(process_group) < 0:
         raise ValueError(
             "process_group does not contain this rank "
             f"(global rank {dist.get_rank()}); a group that does, or None, expected"
         )
-    shared = dist.group.WORLD if process_group is None else process_group
-    assert shared is not None
-    return Local() if shared.size() == 1 else Shared(shared, layer)
+    return LOCAL if process_group.size() == 1 else Shared(process_group, layer)

@@ -10,7 +10,7 @@ import functools
 import logging
 import os
 import weakref
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,8 +31,7 @@ PROVIDERS = {"cpu": cpu_peer, "cuda": cuda_peer}
 _log = logging.getLogger("fastvit.sync")
 
 
-@dataclass(frozen=True)
-class LayerKey:
+class LayerKey(NamedTuple):
     """A layer. `number` is unique among the layers of this process; 0 for a layer without one."""
 
     op: str

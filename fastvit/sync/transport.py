@@ -55,6 +55,9 @@ class Local:
         """Nothing."""
 
 
+LOCAL = Local()
+
+
 class Way:
     """A way of sharing numbers, for all layers of a group on devices of one type.
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fastvit import functional
+from fastvit import _norm, functional
 from fastvit.inplace_abn import InPlaceABN as _InPlaceABN
 from fastvit.inplace_abn import InPlaceABNSync as _InPlaceABNSync
 
@@ -76,9 +76,17 @@ class _SlopeZero(_Layer):
         if not self._is_relu:
             super().check_conditioning(x)
 
-    def _relu_arguments(self) -> dict[str, Any]:
-        weight = None if self.weight is None else functional.absolute_weight(self.weight, self.eps)
-        return {"weight": weight, "bias": self.bias, "eps": self.eps, "activation": "relu", "recompute": True}
+    def _normalise(self, x: Tensor) -> Tensor:
+        if not self._is_relu:
+            return super()._normalise(x)
+        weight, bias, running_mean, running_var, tracked, training, momentum = _norm.forward_state(self)
+        if weight is not None:
+            weight = functional.absolute_weight(weight, self.eps)
+        process_group, layer = self._statistics_group()
+        return functional.batch_norm_act(
+            x, weight, bias, running_mean, running_var, None, training, momentum, self.eps, "relu",
+            num_batches_tracked=tracked, recompute=True, process_group=process_group, layer=layer,
+        )  # fmt: skip
 
 
 def _invertible(activation: str, slope: float) -> tuple[str, float]:
@@ -105,11 +113,6 @@ class InPlaceABN(_SlopeZero, _InPlaceABN):
         )  # fmt: skip
         self._set_slope(activation, activation_param)
 
-    def _normalise(self, x: Tensor, **state) -> Tensor:
-        if self._is_relu:
-            return functional.batch_norm_act(x, **self._relu_arguments(), **state)
-        return super()._normalise(x, **state)
-
 
 class InPlaceABNSync(_SlopeZero, _InPlaceABNSync):
     """`fastvit.InPlaceABNSync` with mapillary's arguments and `|weight| + eps`."""
@@ -130,10 +133,3 @@ class InPlaceABNSync(_SlopeZero, _InPlaceABNSync):
             *_invertible(activation, activation_param), abs_weight=True, group=group,
         )  # fmt: skip
         self._set_slope(activation, activation_param)
-
-    def _normalise(self, x: Tensor, **state) -> Tensor:
-        if self._is_relu:
-            return functional.batch_norm_act_sync(
-                x, **self._relu_arguments(), **state, process_group=self.group
-            )
-        return super()._normalise(x, **state)
