@@ -24,6 +24,7 @@ FRAGMENTS = {"why-nothing-waits-for-ever.md"}  # lines to put into a loop of one
 RUN = [page for page in PAGES if "```python" in page.read_text() and page.name not in FRAGMENTS]
 SUMMARY = re.compile(r"a training forward keeps .*")
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
+README = (ROOT / "README.md").read_text()
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -70,9 +71,7 @@ def test_the_table_of_the_readme_is_that_of_the_results():
     for name in ("convert_vits_cpu", "convert_cpu"):
         with (ROOT / f"benchmarks/results/{name}.csv").open() as file:
             results |= {row["model"]: row for row in csv.DictReader(file) if row["precision"] == "fp32"}
-    rows = re.findall(
-        r"^\| ([\w:]+)( \(BatchNorm\))? \| (\d+) MiB \|(.*)\|$", (ROOT / "README.md").read_text(), re.M
-    )
+    rows = re.findall(r"^\| ([\w:]+)( \(BatchNorm\))? \| (\d+) MiB \|(.*)\|$", README, re.M)
     assert len(rows) > 5
     for name, with_batch_norm, kept, rest in rows:
         row = {key: float(value) for key, value in results[name].items() if re.fullmatch(r"[\d.e+]+", value)}
@@ -84,6 +83,33 @@ def test_the_table_of_the_readme_is_that_of_the_results():
         assert float(kept) == pytest.approx(before, abs=0.51), name
         for got, want in zip(shown, expected, strict=True):
             assert got == pytest.approx(want, abs=0.51 if want < 0 else 0.0051), name
+
+
+def test_the_layers_of_the_readme_are_those_of_the_results():
+    def rows(name):
+        with (ROOT / f"benchmarks/results/{name}.csv").open() as file:
+            return list(csv.DictReader(file))
+
+    measured = {(r["shape"], r["layer"]): r for r in rows("layers_cpu") if r["threads"] == "1"}
+    shown = re.findall(
+        r"^\| InPlaceABN, (.*?) \|.*\| ([\d.]+)x \| ([\d.]+) tensors, not ([\d.]+) \|", README, re.M
+    )
+    for shape, times, kept, before in shown:
+        ours, torchs = (measured[shape, layer] for layer in ("InPlaceABN", "torch"))
+        assert float(times) == pytest.approx(1 / float(ours["speedup"]), abs=0.0051), shape
+        assert (kept, before) == tuple(f"{float(r['saved_activations']):.2f}" for r in (ours, torchs)), shape
+    ways = {
+        (r["world"], r["shape"], r["way"]): float(r["p50_us"])
+        for r in rows("sync_apex_cpu")
+        if r["what"] == "step" and r["direction"] == "both"
+    }
+    others = {"apex SyncBatchNorm": "apex SyncBatchNorm", "itself over gloo's collectives": "Collective"}
+    others["itself without other ranks"] = "local"
+    synced = re.findall(r"^\| SyncBatchNorm, (\d) ranks, (.*?) \| (.*?) \| ([\d.]+)x \|", README, re.M)
+    for world, shape, other, times in synced:
+        want = ways[world, shape, "SharedMemory"] / ways[world, shape, others[other]]
+        assert float(times) == pytest.approx(want, abs=0.0051), other
+    assert len(shown) == 2 and len(synced) == 3
 
 
 def test_make_targets_that_are_named_exist():
@@ -111,4 +137,4 @@ def test_the_reference_has_everything_public():
 
 
 def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 100
+    assert len(README.splitlines()) <= 110
