@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .recompute import Policy, watched
 from .recompute.policy import Site
-from .recompute.saved import Kept, Recipe
+from .recompute.saved import Kept, Recipe, Unread
 from .trial import Trial, as_arguments
 
 __all__ = ["within_budget"]
@@ -80,7 +80,7 @@ def _sites(trial: Trial, model: nn.Module) -> list[tuple[Site, _Cost]]:
     recipes: list[Recipe] = []
     sites: dict[Site, _Cost] = {}
 
-    def look(packed: Kept | Recipe, _: Tensor) -> None:
+    def look(packed: Kept | Recipe | Unread, _: Tensor) -> None:
         if isinstance(packed, Recipe):
             recipes.append(packed)
 

@@ -19,7 +19,7 @@ from .recompute import active_scope, watched, why_closed
 from .recompute.calls import VALUE
 from .recompute.policy import op_name
 from .recompute.rules import PRODUCTS, RULES
-from .recompute.saved import Kept, Recipe
+from .recompute.saved import Kept, Recipe, Signs, Unread
 from .recompute.values import SMALLEST, Given, Value, View
 from .trial import Trial
 
@@ -181,7 +181,7 @@ class Seen:
         self.model = model
         self.notes: dict[str, None] = {}
         # Of each saved tensor: what it became, the module whose forward ran, and why it is kept if it is.
-        self._saved: list[tuple[weakref.ref[Kept | Recipe], str, str]] = []
+        self._saved: list[tuple[weakref.ref[Kept | Recipe | Unread], str, str]] = []
         self._running = ["the model"]  # names of modules, inner ones last
 
     @contextlib.contextmanager
@@ -199,7 +199,7 @@ class Seen:
             for handle in handles:
                 handle.remove()
 
-    def _look(self, packed: Kept | Recipe, tensor: Tensor) -> None:
+    def _look(self, packed: Kept | Recipe | Unread, tensor: Tensor) -> None:
         self._saved.append((weakref.ref(packed), self._running[-1], _against(tensor)))
 
     def _enter(self, name: str) -> Callable[[nn.Module, object], None]:
@@ -230,13 +230,20 @@ class Seen:
                 readers[packed.value].add(module)
                 continue
             kept = packed.kept if isinstance(packed, Recipe) else packed
-            if kept is None:  # freed since
+            if not isinstance(kept, Kept):  # freed since, or not read
                 continue
             address = _address(kept.tensor)
             if address not in known:
                 readers[address].add(module)
-                outer = kept.outer and "handed on to the saved-tensor hooks around"
-                sizes.setdefault(address, (kept.tensor.untyped_storage().nbytes(), outer or reason))
+                nbytes = kept.tensor.untyped_storage().nbytes()
+                if isinstance(kept.outer, Signs):
+                    nbytes, reason = (
+                        kept.outer.positive.nbytes,
+                        "the signs of a ReLU's result, a byte an element",
+                    )
+                elif kept.outer is not None:
+                    reason = "handed on to the saved-tensor hooks around"
+                sizes.setdefault(address, (nbytes, reason))
         known |= set(sizes)
         groups: dict[tuple[tuple[str, ...], str], list[tuple[int, int]]] = defaultdict(list)
         for address, (size, reason) in sizes.items():

@@ -15,7 +15,7 @@ from .convert import convert, is_converted, revert
 from .fuse import is_fused
 from .recompute import watched
 from .recompute.policy import op_name
-from .recompute.saved import Kept, Recipe
+from .recompute.saved import Kept, Recipe, Unread
 from .recompute.values import plainly
 from .trial import Trial, tensors_of
 
@@ -148,7 +148,7 @@ class _Recipes:
         self.sites: tuple[tuple[str, str], ...] = ()  # of those that are wrong
         self._held: list[tuple[Recipe, Tensor, int]] = []
 
-    def look(self, packed: Kept | Recipe, tensor: Tensor) -> None:
+    def look(self, packed: Kept | Recipe | Unread, tensor: Tensor) -> None:
         if isinstance(packed, Recipe):
             self._held.append((packed, tensor.detach(), tensor._version))
 

@@ -20,11 +20,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
+from .saved import reduce_to_signs
+
 if TYPE_CHECKING:
     from .saved import Kept
     from .scope import Scope
 
-NORM = "fastvit.norm"  # key of a node's metadata: (eps, bias) of the call
+CALL = "fastvit.call"  # key of a node's metadata: the eps of the call, and its bias without gradient
 VERSION = "fastvit.version"  # key of a node's metadata: the version of the tensor that the node made
 VALUE = "fastvit.value"  # key of a node's metadata: its Value
 
@@ -43,16 +45,26 @@ def _norm(eps: int | None, bias: int) -> See:
                 if added is not None and added.requires_grad:  # the graph has it
                     added = None
                 given = args[eps] if eps is not None and len(args) > eps else kwargs.get("eps", 1e-5)
-                base.grad_fn.metadata[NORM] = given, added
+                base.grad_fn.metadata[CALL] = given, added
         return y
 
     return see
 
 
+def _linear(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
+    y = func(*args, **kwargs)
+    bias = args[2] if len(args) > 2 else kwargs.get("bias")
+    if bias is not None and not bias.requires_grad and type(y) is Tensor:
+        base = y if y._base is None else y._base
+        if base.grad_fn is not None:
+            base.grad_fn.metadata[CALL] = None, bias
+    return y
+
+
 def _rms_norm(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
     y = func(*args, **kwargs)
     if type(y) is Tensor and y.grad_fn is not None:
-        y.grad_fn.metadata[NORM] = (args[3] if len(args) > 3 else kwargs.get("eps"), None)
+        y.grad_fn.metadata[CALL] = (args[3] if len(args) > 3 else kwargs.get("eps"), None)
     return y
 
 
@@ -65,6 +77,27 @@ def _dropout(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
         return _maybe_in_place(scope, func, args, kwargs)
     finally:
         scope.dropout = outer
+
+
+def _convolution(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Sees a convolution, whose backward reads the input for the gradient of the weight alone.
+
+    torch saves the input of a frozen one too (pytorch#133566). Where the input is the result of a ReLU that
+    nothing else has saved, the ReLU needs its signs.
+    """
+    x = args[0] if args else kwargs.get("input")
+    weight = args[1] if len(args) > 1 else kwargs.get("weight")
+    if type(x) is not Tensor or x.grad_fn is None or not isinstance(weight, Tensor) or weight.requires_grad:
+        return func(*args, **kwargs)
+    outer, scope.unread = scope.unread, x.size()
+    try:
+        y = func(*args, **kwargs)
+    finally:
+        scope.unread = outer
+    node = x.grad_fn
+    if node.name() == "ReluBackward0" and (packed := node._raw_saved_result.data) is not None:
+        reduce_to_signs(packed, node.metadata.get(VALUE))
+    return y
 
 
 def _maybe_in_place(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
@@ -190,10 +223,13 @@ _SEEN: dict[Callable, See] = {
     torch.layer_norm: _norm(4, 3),
     F.group_norm: _norm(4, 3),
     torch.group_norm: _norm(4, 3),
+    F.linear: _linear,
     F.rms_norm: _rms_norm,
     torch.rms_norm: _rms_norm,
     F.batch_norm: _norm(None, 4),
     torch.batch_norm: _norm(None, 2),
+    **dict.fromkeys([torch.conv1d, torch.conv2d, torch.conv3d, torch.convolution], _convolution),
+    **dict.fromkeys([torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d], _convolution),
     F.dropout: _dropout,
     torch.dropout: _dropout,
     Tensor.detach: _aliased,

@@ -16,7 +16,7 @@ import sys
 import torch
 from torch import Tensor
 
-from .calls import NORM, VALUE
+from .calls import CALL, VALUE
 from .policy import Policy
 from .rules import LEAF, PRODUCTS, RULES
 from .saved import Kept, Recipe
@@ -161,14 +161,14 @@ class Node:
         return Copied(Kept(tensor.detach().clone()))
 
     def noted(self) -> tuple[float | None, Tensor | None]:
-        """The eps and the bias of the call of a normalisation."""
-        noted = self.node.metadata.get(NORM)
+        """The eps of the call, and its bias where that has no gradient."""
+        noted = self.node.metadata.get(CALL)
         if noted is None:
-            raise Unknown("the call of the normalisation was not seen")
+            raise Unknown("the call was not seen")
         return noted
 
     def bias(self, index: int) -> Argument | None:
-        """The bias of a normalisation; None where it has none."""
+        """The bias; None where there is none."""
         if self.edges[index][0] is not None:
             return self.edge(index)
         bias = self.noted()[1]

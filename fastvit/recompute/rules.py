@@ -218,7 +218,10 @@ def _addmm(read: Node) -> Rebuild:
     alpha, beta = read.number("alpha"), read.number("beta")
     x, weight = read.input("mat1", 1), read.input("mat2", 2)
     _widens(read, "mat2")
-    return lambda b, x, w: torch.addmm(b, x, w, beta=beta, alpha=alpha), (read.edge(0), x, weight)
+    bias = read.bias(0)
+    if bias is None:
+        raise Unknown
+    return lambda b, x, w: torch.addmm(b, x, w, beta=beta, alpha=alpha), (bias, x, weight)
 
 
 def _mm(read: Node) -> Rebuild:

@@ -9,20 +9,24 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .values import Given, Source, Value, plainly
+from .values import SMALLEST, Given, Source, Value, plainly
 
 
 class Kept:
     """A saved tensor that stays in memory, with the version check that autograd skips under hooks."""
 
-    __slots__ = ("__weakref__", "before", "is_overwritten", "is_read", "outer", "tensor", "version", "views")
+    __slots__ = (
+        "__weakref__", "before", "is_overwritten", "is_read", "is_shared", "outer", "tensor", "version",
+        "views",
+    )  # fmt: skip
 
     def __init__(self, tensor: Tensor, is_input: bool = False):
-        # Detached, because an op's output refers to its node, and the node refers to this object: a cycle.
+        # An op's own output refers to its node, and the node to this object: a cycle, if not detached.
         self.tensor = tensor if is_input or tensor.is_leaf else tensor.detach()
         self.version = tensor._version
-        self.outer: HandedOn | None = None
+        self.outer: HandedOn | Signs | None = None  # has the tensor in place of this object
         self.is_read = False  # by a recipe
+        self.is_shared = False  # by several ops that have saved it
         self.is_overwritten = False  # without a new version
         self.before: Tensor | None = None  # a copy for recipes, where the tensor was written to
         self.views: list[weakref.ref[Kept]] = []  # of the same memory
@@ -32,6 +36,7 @@ class Kept:
         mine = self.tensor
         if tensor.size() == mine.size() and tensor.stride() == mine.stride() and self.outer is None:
             if tensor.storage_offset() == mine.storage_offset():
+                self.is_shared = True
                 return self
         kept = Kept(tensor)
         self.views.append(weakref.ref(kept))
@@ -48,8 +53,20 @@ class Kept:
     def hand_on(self, hooks: tuple[Callable, Callable]) -> None:
         """Passes the tensor to the pack hook around the scope, and drops it."""
         if self.outer is None:
-            self.outer = HandedOn(self.tensor, *hooks)
-            self.tensor, self.version = torch.empty_like(self.tensor, device="meta"), 0
+            self._replace(HandedOn(self.tensor, *hooks))
+
+    def reduce_to_signs(self) -> bool:
+        """Drops all but the signs, where the op that saved the tensor alone reads it. Whether it did."""
+        if self.is_shared or self.is_read or self.views or self.outer is not None or not self.is_intact():
+            return False
+        if self.tensor.nbytes < SMALLEST or self.tensor.element_size() == 1:
+            return False
+        self._replace(Signs(self.tensor))
+        return True
+
+    def _replace(self, outer: HandedOn | Signs) -> None:
+        self.outer = outer
+        self.tensor, self.version = torch.empty_like(self.tensor, device="meta"), 0
 
     def is_intact(self) -> bool:
         return self.tensor._version == self.version and self.before is None and not self.is_overwritten
@@ -78,6 +95,32 @@ class Kept:
                 f"{self.tensor._version}; expected version {self.version} instead."
             )
         return self.tensor
+
+
+class Signs:
+    """The result of a ReLU, of which its backward reads whether an element is above 0: a byte an element."""
+
+    __slots__ = ("dtype", "positive")
+
+    def __init__(self, tensor: Tensor):
+        self.dtype = tensor.dtype
+        self.positive = (tensor <= 0).logical_not_()  # so that a NaN passes its gradient on, as in eager mode
+
+    def unpack(self) -> Tensor:
+        return self.positive.to(self.dtype)
+
+
+class Unread:
+    """Stands for an input of which the backward of its op reads the sizes and strides alone."""
+
+    __slots__ = ("__weakref__", "device", "dtype", "size", "stride")
+
+    def __init__(self, tensor: Tensor):
+        self.size, self.stride = tensor.size(), tensor.stride()
+        self.dtype, self.device = tensor.dtype, tensor.device
+
+    def unpack(self) -> Tensor:
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
 
 
 class HandedOn:
@@ -135,7 +178,7 @@ class Recipe:
     def hold(self, kept: Kept) -> None:
         """Keeps the tensor, so that other recipes may use it as an ingredient."""
         self.kept = kept
-        if self.value.memory is None:
+        if self.value.memory is None and type(kept.outer) is not Signs:
             self.value.keeper = weakref.ref(kept)
 
     def unpack(self) -> Tensor:
@@ -148,7 +191,14 @@ class Recipe:
         return tensor if self.value.geometry is self.geometry else torch.as_strided(tensor, *self.geometry)
 
 
-def unpack(packed: Kept | Recipe) -> Tensor:
+def reduce_to_signs(packed: object, value: Value | None) -> None:
+    """Keeps the signs of what a ReLU has saved as its result, where nothing else reads that object."""
+    kept = packed.kept if type(packed) is Recipe else packed  # a recipe that waits has the tensor
+    if type(kept) is Kept and kept.reduce_to_signs() and value is not None and value.kept() is kept:
+        value.keeper = None
+
+
+def unpack(packed: Kept | Recipe | Unread) -> Tensor:
     """The unpack hook."""
     if type(packed) is Kept and packed.outer is None:
         tensor = packed.tensor

@@ -29,13 +29,14 @@ from .calls import VALUE, VERSION, Aliases, Calls
 from .graph import value_of
 from .places import Place
 from .policy import Policy
-from .saved import Kept, Recipe, unpack
+from .saved import Kept, Recipe, Unread, unpack
 from .values import SMALLEST, Given, Held, Value
 from .views import VIEWS, leads_to
 
 _MASK = "dropout_mask, a byte an element"
 _autograd = torch._C._autograd
 _transforms = torch._C._functorch.peek_interpreter_stack
+_next_sequence_nr = torch.autograd._get_sequence_nr
 _modes = torch._C._len_torch_function_stack
 # Most bytes that a recipe moves for each byte of the tensor. In half precision and under autocast matrix
 # products are so fast that long recipes show in a step's time: a LayerNorm and a cast move 7, a LayerScale, a
@@ -44,12 +45,17 @@ _modes = torch._C._len_torch_function_stack
 _MOST_MOVED, _MOST_MOVED_IN_HALF = 24, 10
 
 Hooks = tuple[Callable, Callable]
-Look = Callable[["Kept | Recipe", Tensor], None]
+Look = Callable[[Kept | Recipe | Unread, Tensor], None]
 
 
 def top_hooks() -> Hooks | None:
     """The saved-tensor hooks that autograd calls now."""
     return _autograd._top_saved_tensors_default_hooks(True)
+
+
+def _is_older(node) -> bool:
+    """Whether `node` is one of torch's own, and not that of the op that saves a tensor now."""
+    return node._sequence_nr() + 1 < _next_sequence_nr() and node.name()[-1].isdigit()
 
 
 class Scope:
@@ -62,6 +68,9 @@ class Scope:
         self.block = block  # the block whose forward runs
         self.place = place  # how far it has got
         self.dropout: float | None = None  # the probability of the dropout that runs
+        self.unread: torch.Size | None = (
+            None  # of the input that the backward of the op that runs does not read
+        )
         self.written: tuple[Tensor, int] | None = None  # what the op that runs may write to; its version then
         self.aliases = Aliases()
         self._outer: Hooks | None = None  # hooks around this scope, to which kept tensors are handed on
@@ -88,18 +97,19 @@ class Scope:
         finally:
             _autograd._push_saved_tensors_default_hooks(self.pack, unpack)
 
-    def pack(self, tensor: Tensor) -> Kept | Recipe:
+    def pack(self, tensor: Tensor) -> Kept | Recipe | Unread:
         if _modes():  # they would see each attribute that is read here
             with torch._C.DisableTorchFunction():
                 return self._pack(tensor)
         return self._pack(tensor)
 
-    def _pack(self, tensor: Tensor) -> Kept | Recipe:
+    def _pack(self, tensor: Tensor) -> Kept | Recipe | Unread:
         node = tensor.grad_fn
-        packed: Kept | Recipe | None = None
+        packed: Kept | Recipe | Unread | None = None
         if type(tensor) is Tensor:
             if node is not None:
-                packed = self._of_graph(tensor, node)
+                is_unread = self.unread is not None and self.unread == tensor.size()
+                packed = Unread(tensor) if is_unread else self._of_graph(tensor, node)
             elif self.dropout is not None:
                 packed = self._mask(tensor, self.dropout)
         if packed is None:
@@ -151,7 +161,7 @@ class Scope:
             return Kept(tensor)
         if tensor.layout is not torch.strided or base.is_nested or _transforms() is not None:
             return Kept(tensor)
-        if tensor is not base and not leads_to(tensor, made):
+        if tensor is not base and not leads_to(node, tensor.output_nr, made):
             return Kept(tensor)
         metadata = made.metadata
         value = metadata.get(VALUE)
@@ -181,7 +191,7 @@ class Scope:
                 recipe.kept = Kept(tensor)
                 self._wait(recipe, missing)
             return recipe
-        kept = Kept(tensor)
+        kept = Kept(tensor, is_input=_is_older(made))
         if value.is_ingredient:
             if tensor is not base:
                 if self._outer is not None:  # hooks around hold the view, and not its base

@@ -75,12 +75,14 @@ VIEWS: dict[str, Callable[..., ViewOp]] = {
 }
 
 
-def leads_to(tensor: Tensor, made) -> bool:
-    """Whether the graph leads from `tensor` by views alone to its base, which the node `made` made.
+def leads_to(node, number: int, made) -> bool:
+    """Whether the graph leads from a tensor by views alone to its base, which the node `made` made.
 
     A Function may write into its input and return it, without a version.
+
+    Args:
+        node, number: the node that made the tensor, and which of its results that is.
     """
-    node, number = tensor.grad_fn, tensor.output_nr
     while node is not made:
         if node is None:
             return False

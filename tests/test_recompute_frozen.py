@@ -1,0 +1,174 @@
+"""Frozen convolutions: their inputs are not kept, nor what only they read; gradients have eager's bits."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from vit_models import DIM, TOKENS, Block
+
+import fastvit
+from fastvit.memory import live_bytes
+
+C, SIZE = 16, 24
+
+
+def chain(act, conv=lambda: nn.Conv2d(C, C, 3, padding=1), depth=4):
+    torch.manual_seed(0)
+    return nn.Sequential(*(part for _ in range(depth) for part in (conv(), act()))).requires_grad_(False)
+
+
+class Perceptual(nn.Module):
+    """A trained layer before frozen ones, whose features a loss reads."""
+
+    def __init__(self, frozen, taps=()):
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.frozen, self.taps = nn.Conv2d(3, C, 3, padding=1), frozen, taps
+
+    def forward(self, x):
+        x, seen = self.first(x), []
+        for i, layer in enumerate(self.frozen):
+            x = layer(x)
+            if i in self.taps:
+                seen.append(x.flatten(1))
+        return torch.cat([*(one * one for one in seen), x.flatten(1)], 1)
+
+
+def images(grad=False):
+    x = torch.randn(4, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(2))
+    return x.requires_grad_(grad)
+
+
+def gradients(model, x, second=False):
+    y = model(x).square().sum()
+    inputs = [x, *(p for p in model.parameters() if p.requires_grad)]
+    got = torch.autograd.grad(y, inputs, create_graph=second)
+    if second:
+        got += torch.autograd.grad(got[0].square().sum(), inputs, allow_unused=True)
+    return [one for one in got if one is not None]
+
+
+def kept(model):
+    model(images())
+    return live_bytes(lambda: model(images()))[0]
+
+
+ACTIVATIONS = {  # and the most that is kept of eager's bytes
+    "relu": (nn.ReLU, 0.5),
+    "relu in place": (lambda: nn.ReLU(inplace=True), 0.5),
+    "silu": (nn.SiLU, 0.6),
+    "none": (nn.Identity, 0.45),
+}
+
+
+@pytest.mark.parametrize("second", [False, True], ids=["", "second derivatives"])
+@pytest.mark.parametrize("taps", [(), (3,)], ids=["", "a tap"])
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_a_frozen_chain(act, taps, second):
+    eager = Perceptual(chain(ACTIVATIONS[act][0]), taps)
+    model = fastvit.convert(copy.deepcopy(eager))
+    for _ in range(2):
+        want, got = (gradients(one, images(True), second) for one in (eager, model))
+        assert len(got) == len(want) and all(map(torch.equal, got, want))
+    if not taps:
+        assert kept(model) <= ACTIVATIONS[act][1] * kept(eager)
+
+
+@pytest.mark.parametrize(
+    "kind", ["conv1d", "conv3d", "transposed", "channels_last", "autocast", "padding same"]
+)
+def test_kinds_of_convolutions(kind):
+    conv, shape = {
+        "conv1d": (lambda: nn.Conv1d(C, C, 3, padding=1), (4, C, 300)),
+        "conv3d": (lambda: nn.Conv3d(C, C, 3, padding=1), (2, C, 6, 8, 8)),
+        "transposed": (lambda: nn.ConvTranspose2d(C, C, 3, padding=1), (4, C, SIZE, SIZE)),
+        "padding same": (lambda: nn.Conv2d(C, C, 4, padding="same"), (4, C, SIZE, SIZE)),
+    }.get(kind, (lambda: nn.Conv2d(C, C, 3, padding=1), (4, C, SIZE, SIZE)))
+    eager = chain(nn.ReLU, conv)
+    model = fastvit.convert(copy.deepcopy(eager))
+    x = torch.randn(shape)
+    if kind == "channels_last":
+        x = x.to(memory_format=torch.channels_last)
+        eager, model = (one.to(memory_format=torch.channels_last) for one in (eager, model))
+    leaves = [x.clone().requires_grad_() for _ in range(2)]
+    for one, leaf in zip((eager, model), leaves, strict=True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
+            y = one(leaf * 1)
+        y.float().square().sum().backward()
+    assert torch.equal(leaves[0].grad, leaves[1].grad)
+
+
+def test_what_else_reads_the_result():
+    """A ReLU's result that a trained layer, a recipe or a later op reads too is whole."""
+    torch.manual_seed(0)
+    frozen, trained = (nn.Conv2d(C, C, 3, padding=1) for _ in range(2))
+    frozen.requires_grad_(False)
+    norm = nn.BatchNorm2d(C)
+    readers = [
+        lambda y: frozen(y) + trained(y),
+        lambda y: trained(y) + frozen(y),
+        lambda y: frozen(y) * y,
+        lambda y: y * y + frozen(y),
+        lambda y: frozen(y[:2]) + frozen(F.max_pool2d(y, 3, 1, 1))[:2],
+        lambda y: frozen(y) + norm(y),
+        lambda y: trained((y + 1).sigmoid()) + frozen(y),
+    ]
+    for index, reader in enumerate(readers):
+        results = []
+        for context in (torch.enable_grad, fastvit.recompute_scope):
+            leaf = torch.randn(4, C, SIZE, SIZE, generator=torch.Generator().manual_seed(3)).requires_grad_()
+            with context():
+                y = reader(F.relu(leaf.cumsum(0)))
+            results.append(
+                torch.autograd.grad(y.square().sum(), [leaf, *trained.parameters()], allow_unused=True)
+            )
+        for got, want in zip(*results, strict=True):
+            assert (got is None and want is None) or torch.equal(got, want), index
+
+
+def test_infinities_and_nans():
+    frozen, results = chain(nn.Identity, depth=1), []
+    x = torch.tensor([0.0, -0.0, 1.0, -1.0, torch.inf, -torch.inf, torch.nan, 1e-40]).repeat(SIZE**2 * 2)
+    for context in (torch.enable_grad, fastvit.recompute_scope):
+        leaf = x.view(1, C, SIZE, SIZE).clone().requires_grad_()
+        with context():
+            y = frozen(F.relu(leaf * 1))
+        results.append(torch.autograd.grad(y, leaf, torch.ones_like(y))[0])
+    assert torch.equal(results[0], results[1]) and results[0].isfinite().all()
+
+
+def test_the_report_names_signs():
+    model = fastvit.convert(Perceptual(chain(nn.ReLU)))
+    assert "the signs of a ReLU's result" in str(fastvit.report(model, images()))
+    assert not fastvit.verify(model, images()).sites
+
+
+def test_products_of_frozen_weights():
+    """Adapters in a frozen ViT: a frozen bias is neither saved nor in the graph."""
+
+    class Adapted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.adapters = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(2))
+            self.blocks = nn.ModuleList(Block() for _ in range(2)).requires_grad_(False)
+
+        def forward(self, x):
+            for adapter, block in zip(self.adapters, self.blocks, strict=True):
+                x = block(x + adapter(x))
+            return x
+
+    eager, x = Adapted(), torch.randn(4, TOKENS, DIM)
+    converted = [fastvit.convert(copy.deepcopy(eager), products=products) for products in (False, True)]
+    sizes = []
+    for model in (eager, *converted):
+        model(x).square().sum().backward()
+        sizes.append(live_bytes(lambda: model(x))[0])  # noqa: B023
+    for model in converted:
+        assert all(
+            torch.equal(a.grad, b.grad)
+            for a, b in zip(model.adapters.parameters(), eager.adapters.parameters(), strict=True)
+        )
+    assert sizes[2] < 0.6 * sizes[0] and sizes[2] < 0.8 * sizes[1]
