@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import fastvit.compat.amp_C
 import fastvit.compat.apex
 import fastvit.compat.inplace_abn
 from fastvit.compat import __main__ as runner
@@ -25,7 +26,7 @@ def fake(tmp_path, monkeypatch):
     """`fake({path: text})` puts packages on the path; imports of apex and inplace_abn start afresh."""
 
     def forget():
-        for name in [n for n in sys.modules if n.partition(".")[0] in ("apex", "inplace_abn")]:
+        for name in [n for n in sys.modules if n.partition(".")[0] in _finder._ROOTS]:
             del sys.modules[name]
         sys.meta_path[:] = [f for f in sys.meta_path if not isinstance(f, _finder._Finder)]
         importlib.invalidate_caches()
@@ -62,8 +63,17 @@ def test_without_a_real_one(fake):
     for name in apex.__all__:
         assert getattr(apex, name) is not None
     assert importlib.import_module("apex.optimizers") is apex.optimizers
-    with pytest.raises(ModuleNotFoundError, match="No module named 'apex.contrib'"):
-        importlib.import_module("apex.contrib")
+    import amp_C
+    from apex.contrib.layer_norm.layer_norm import FastLayerNormFN
+
+    assert amp_C is fastvit.compat.amp_C and FastLayerNormFN.apply
+    for lines in (
+        "import apex.transformer",
+        "from apex.transformer import parallel_state",
+        "from apex.contrib.sparsity import ASP",
+    ):
+        with pytest.raises(ModuleNotFoundError, match="No module named .*; see docs/migrating-from-apex.md"):
+            exec(lines)
 
 
 def test_real_one_without_the_parts(fake):

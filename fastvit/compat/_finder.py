@@ -1,4 +1,4 @@
-"""The import hook that provides `apex` and `inplace_abn`.
+"""The import hook that provides `apex`, with its compiled modules `amp_C` and `apex_C`, and `inplace_abn`.
 
 An installed package is used for the parts that it has. Parts that it lacks, or that fail to import, come from
 fastvit. Parts are modules (`apex.amp`) and names in modules (`apex.parallel.LARC`). An alias and fastvit's
@@ -27,6 +27,11 @@ PREFERENCES = ("apex", "fastvit")
 
 _VERSIONS = {"apex": "25.05", "inplace_abn": "1.1.0"}
 """The version of each package whose names fastvit provides."""
+
+_ROOTS = (*_VERSIONS, "amp_C", "apex_C")
+
+_PARTIAL = ("apex", "apex.contrib", "apex.contrib.optimizers")
+"""Packages of which an installed apex provides the other parts, even where fastvit is preferred."""
 
 _HERE = __name__.rpartition(".")[0]
 
@@ -152,14 +157,16 @@ class _Finder(DistributionFinder):
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         root, dot, _ = name.partition(".")
-        if root not in _VERSIONS:
+        if root not in _ROOTS:
             return None
         ours = _ours(name)
         if dot and _is_ours(root):  # a search on the package's path would load a second copy
-            return self._alias(name, ours) if ours else None
-        # An installed apex provides its other parts (apex.contrib) even where fastvit is preferred.
-        whole = name == "inplace_abn"
-        if ours and self.prefer == "fastvit" and (dot or whole):
+            if not ours:  # as without any apex; returning None would leave out the reason
+                raise ModuleNotFoundError(
+                    f"No module named {name!r} in fastvit.compat; see docs/migrating-from-apex.md"
+                )
+            return self._alias(name, ours)
+        if ours and self.prefer == "fastvit" and name not in _PARTIAL:
             return self._alias(name, ours)
         spec = self._real(name, path, target)
         if spec is None:

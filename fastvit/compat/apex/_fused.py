@@ -28,14 +28,17 @@ class Batch:
         return [state[name] for state in self.states]
 
 
-def norms(tensors: Sequence[Tensor], ord: float = 2.0) -> tuple[Tensor, ...]:
-    """The norm of each of the tensors."""
+def norms(
+    tensors: Sequence[Tensor], ord: float = 2.0, dtype: torch.dtype | None = None
+) -> tuple[Tensor, ...]:
+    """The norm of each of the tensors, computed in `dtype` or its own."""
+
     # In parts, since torch's CPU sum in float32 has an error of 0.15 % at 33 million elements.
-    parts = [
-        torch.stack(torch._foreach_norm(t.flatten().split(1 << 16), ord)) if t.device.type == "cpu" else t
-        for t in tensors
-    ]
-    return torch._foreach_norm(parts, ord)
+    def parts(t: Tensor) -> Tensor:
+        return torch.stack(torch._foreach_norm(t.flatten().split(1 << 16), ord, dtype))
+
+    tensors = [parts(t) if t.device.type == "cpu" else t for t in tensors]
+    return torch._foreach_norm(tensors, ord, dtype)
 
 
 class FusedOptimizer(Optimizer):

@@ -1,35 +1,27 @@
-"""apex.multi_tensor_apply, which calls compiled operations of apex (`amp_C`). fastvit has none of them.
-
-Scripts import it, often for nothing, and ask whether it is `available` before they use it.
-"""
+"""apex.multi_tensor_apply: calls the operations of `amp_C` on lists of tensors."""
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any
 
 __all__ = ["MultiTensorApply", "multi_tensor_applier"]
 
 
 class MultiTensorApply:
-    """Takes apex's argument; `available` is False.
+    """Calls `op(chunk_size, noop_flag_buffer, tensor_lists, *args)`.
 
     Args:
-        chunk_size: elements that one block of threads would work on.
+        chunk_size: passed on; the operations of fastvit's `amp_C` need none.
     """
 
-    available = False
+    available = True
 
     def __init__(self, chunk_size: int) -> None:
         self.chunk_size = chunk_size
 
-    def check_avail(self) -> NoReturn:
-        raise RuntimeError(
-            "multi_tensor_applier: needs the operations of NVIDIA apex (amp_C), which fastvit has not; "
-            "torch._foreach_* do the same on lists of tensors"
-        )
-
-    def __call__(self, op: Any, noop_flag_buffer: Any, tensor_lists: Any, *args: Any) -> NoReturn:
-        self.check_avail()
+    def __call__(self, op: Callable[..., Any], noop_flag_buffer: Any, tensor_lists: Any, *args: Any) -> Any:
+        return op(self.chunk_size, noop_flag_buffer, tensor_lists, *args)
 
 
 multi_tensor_applier = MultiTensorApply(2048 * 32)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -157,40 +159,48 @@ def manual_rms_norm(
     )
 
 
-class FusedLayerNormAffineFunction:
+class _Function:
+    """apex's names for a norm: `apply(...)`, and `forward(ctx, ...)`, whose arguments scripts look at."""
+
+    apply: Callable[..., Tensor]
+    forward: Callable[..., Tensor]
+
+    def __init_subclass__(cls, norm: Callable[..., Tensor]) -> None:
+        def forward(ctx: Any, *arguments: Any) -> Tensor:
+            return norm(*arguments)
+
+        ctx = inspect.signature(forward).parameters["ctx"]
+        signature = inspect.signature(norm)
+        forward.__signature__ = signature.replace(parameters=[ctx, *signature.parameters.values()])
+        cls.apply, cls.forward = staticmethod(norm), staticmethod(forward)
+
+
+class FusedLayerNormAffineFunction(_Function, norm=fused_layer_norm_affine):
     """`apply(input, weight, bias, shape, eps, memory_efficient=False)`: `fused_layer_norm_affine`."""
 
-    apply = staticmethod(fused_layer_norm_affine)
 
-
-class FusedLayerNormAffineMixedDtypesFunction(FusedLayerNormAffineFunction):
+class FusedLayerNormAffineMixedDtypesFunction(
+    FusedLayerNormAffineFunction, norm=mixed_dtype_fused_layer_norm_affine
+):
     """The same with the dtype of the weight: `mixed_dtype_fused_layer_norm_affine`."""
 
-    apply = staticmethod(mixed_dtype_fused_layer_norm_affine)
 
-
-class FusedLayerNormFunction:
+class FusedLayerNormFunction(_Function, norm=fused_layer_norm):
     """`apply(input, shape, eps, memory_efficient=False)`: `fused_layer_norm`."""
 
-    apply = staticmethod(fused_layer_norm)
 
-
-class FusedRMSNormAffineFunction:
+class FusedRMSNormAffineFunction(_Function, norm=fused_rms_norm_affine):
     """`apply(input, weight, shape, eps, memory_efficient=False)`: `fused_rms_norm_affine`."""
 
-    apply = staticmethod(fused_rms_norm_affine)
 
-
-class FusedRMSNormAffineMixedDtypesFunction(FusedRMSNormAffineFunction):
+class FusedRMSNormAffineMixedDtypesFunction(
+    FusedRMSNormAffineFunction, norm=mixed_dtype_fused_rms_norm_affine
+):
     """The same with the dtype of the weight: `mixed_dtype_fused_rms_norm_affine`."""
 
-    apply = staticmethod(mixed_dtype_fused_rms_norm_affine)
 
-
-class FusedRMSNormFunction:
+class FusedRMSNormFunction(_Function, norm=fused_rms_norm):
     """`apply(input, shape, eps, memory_efficient=False)`: `fused_rms_norm`."""
-
-    apply = staticmethod(fused_rms_norm)
 
 
 class FusedLayerNorm(nn.LayerNorm):

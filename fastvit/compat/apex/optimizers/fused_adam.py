@@ -15,7 +15,7 @@ from torch.optim.adam import adam
 
 from .._fused import Batch, FusedOptimizer, norms, steps_per_parameter
 
-__all__ = ["FusedAdam"]
+__all__ = ["FusedAdam", "adam_"]
 
 
 class FusedAdam(FusedOptimizer):
@@ -92,31 +92,54 @@ class FusedAdam(FusedOptimizer):
         state["step"] = torch.zeros((), device=value.device) if step is None else step.to(value.device)
 
     def _update(self, group: dict[str, Any], batch: Batch) -> None:
-        beta1, beta2 = group["betas"]
         if group["max_grad_norm"] > 0:
             size = torch.stack(norms(batch.gradients)).norm()
             shrink = (size / group["max_grad_norm"]).clamp_min(1.0)
             batch.gradients = list(torch._foreach_div(batch.gradients, shrink))
-        moments = batch.state("exp_avg"), batch.state("exp_avg_sq")
-        if group["bias_correction"]:
-            adam(
-                batch.values, batch.gradients, *moments, [], batch.state("step"),
-                foreach=False, fused=True, capturable=self.capturable, amsgrad=False, maximize=False,
-                decoupled_weight_decay=self.adam_w_mode, beta1=beta1, beta2=beta2, lr=group["lr"],
-                weight_decay=group["weight_decay"], eps=group["eps"],
-                found_inf=getattr(self, "found_inf", None),
-            )  # fmt: skip
-            return
-        # torch has no Adam without the correction.
-        torch._foreach_add_(batch.state("step"), 1.0)
-        values, gradients, lr, decay = batch.values, batch.gradients, group["lr"], group["weight_decay"]
-        if decay and self.adam_w_mode:
-            torch._foreach_mul_(values, 1.0 - lr * decay)
-        elif decay:
-            gradients = list(torch._foreach_add(gradients, values, alpha=decay))
-        torch._foreach_lerp_(moments[0], gradients, 1.0 - beta1)
-        torch._foreach_mul_(moments[1], beta2)
-        torch._foreach_addcmul_(moments[1], gradients, gradients, 1.0 - beta2)
-        denominators = torch._foreach_sqrt(moments[1])
-        torch._foreach_add_(denominators, group["eps"])
-        torch._foreach_addcdiv_(values, moments[0], denominators, -lr)
+        adam_(
+            batch.values, batch.gradients, batch.state("exp_avg"), batch.state("exp_avg_sq"),
+            batch.state("step"), lr=group["lr"], betas=group["betas"], eps=group["eps"],
+            weight_decay=group["weight_decay"], bias_correction=group["bias_correction"],
+            adam_w_mode=self.adam_w_mode, capturable=self.capturable,
+            found_inf=getattr(self, "found_inf", None),
+        )  # fmt: skip
+
+
+def adam_(
+    values: list[Tensor],
+    gradients: list[Tensor],
+    means: list[Tensor],
+    squares: list[Tensor],
+    steps: list[Tensor],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    bias_correction: bool,
+    adam_w_mode: bool,
+    capturable: bool = False,
+    found_inf: Tensor | None = None,
+) -> None:
+    """One step of Adam, in place but for the gradients; `steps`, on their device, count those before."""
+    beta1, beta2 = betas
+    if bias_correction:
+        adam(
+            values, gradients, means, squares, [], steps,
+            foreach=False, fused=True, capturable=capturable, amsgrad=False, maximize=False,
+            decoupled_weight_decay=adam_w_mode, beta1=beta1, beta2=beta2, lr=lr,
+            weight_decay=weight_decay, eps=eps, found_inf=found_inf,
+        )  # fmt: skip
+        return
+    # torch has no Adam without the correction.
+    torch._foreach_add_(steps, 1.0)
+    if weight_decay and adam_w_mode:
+        torch._foreach_mul_(values, 1.0 - lr * weight_decay)
+    elif weight_decay:
+        gradients = list(torch._foreach_add(gradients, values, alpha=weight_decay))
+    torch._foreach_lerp_(means, gradients, 1.0 - beta1)
+    torch._foreach_mul_(squares, beta2)
+    torch._foreach_addcmul_(squares, gradients, gradients, 1.0 - beta2)
+    denominators = torch._foreach_sqrt(squares)
+    torch._foreach_add_(denominators, eps)
+    torch._foreach_addcdiv_(values, means, denominators, -lr)

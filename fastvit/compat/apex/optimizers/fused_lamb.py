@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .._fused import Batch, FusedOptimizer, norms
 
-__all__ = ["FusedLAMB"]
+__all__ = ["FusedLAMB", "lamb_"]
 
 
 class FusedLAMB(FusedOptimizer):
@@ -75,29 +75,53 @@ class FusedLAMB(FusedOptimizer):
         return (sizes.norm() / (largest * getattr(self, "grad_scale", 1.0))).clamp_min(1.0)
 
     def _update(self, group: dict[str, Any], batch: Batch) -> None:
-        beta1, beta2 = group["betas"]
-        lr, decay, step = group["lr"], group["weight_decay"], group["step"]
-        correction1 = 1.0 - beta1**step if group["bias_correction"] else 1.0
-        correction2 = 1.0 - beta2**step if group["bias_correction"] else 1.0
-        values, gradients = batch.values, batch.gradients
-        means, squares = batch.state("exp_avg"), batch.state("exp_avg_sq")
-        if self._shrink is not None:
-            gradients = list(torch._foreach_div(gradients, self._shrink.to(values[0].device)))
-        if decay and not self.adam_w_mode:
-            gradients = list(torch._foreach_add(gradients, values, alpha=decay))
-        torch._foreach_mul_(means, beta1)
-        torch._foreach_add_(means, gradients, alpha=1.0 - beta1 if group["grad_averaging"] else 1.0)
-        torch._foreach_mul_(squares, beta2)
-        torch._foreach_addcmul_(squares, gradients, gradients, 1.0 - beta2)
-        updates = torch._foreach_sqrt(squares)
-        torch._foreach_div_(updates, correction2**0.5)
-        torch._foreach_add_(updates, group["eps"])
-        updates = torch._foreach_div(means, updates)
-        torch._foreach_div_(updates, correction1)
-        if decay and self.adam_w_mode:
-            torch._foreach_add_(updates, values, alpha=decay)
-        if decay or self.use_nvlamb:
-            sizes, lengths = (torch.stack(norms(tensors)) for tensors in (values, updates))
-            ratios = torch.where((sizes != 0) & (lengths != 0), sizes / lengths, 1.0)
-            torch._foreach_mul_(updates, ratios.unbind())
-        torch._foreach_add_(values, updates, alpha=-lr)
+        shrink = None if self._shrink is None else self._shrink.to(batch.values[0].device)
+        lamb_(
+            batch.values, batch.gradients, batch.state("exp_avg"), batch.state("exp_avg_sq"), group["step"],
+            shrink, lr=group["lr"], betas=group["betas"], eps=group["eps"],
+            weight_decay=group["weight_decay"], bias_correction=group["bias_correction"],
+            grad_averaging=group["grad_averaging"], adam_w_mode=self.adam_w_mode, use_nvlamb=self.use_nvlamb,
+        )  # fmt: skip
+
+
+def lamb_(
+    values: list[Tensor],
+    gradients: list[Tensor],
+    means: list[Tensor],
+    squares: list[Tensor],
+    step: int,
+    shrink: Tensor | None,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    bias_correction: bool,
+    grad_averaging: bool,
+    adam_w_mode: bool,
+    use_nvlamb: bool,
+) -> None:
+    """Step number `step` of LAMB, in place but for the gradients, which are divided by `shrink` first."""
+    beta1, beta2 = betas
+    correction1 = 1.0 - beta1**step if bias_correction else 1.0
+    correction2 = 1.0 - beta2**step if bias_correction else 1.0
+    if shrink is not None:
+        gradients = list(torch._foreach_div(gradients, shrink))
+    if weight_decay and not adam_w_mode:
+        gradients = list(torch._foreach_add(gradients, values, alpha=weight_decay))
+    torch._foreach_mul_(means, beta1)
+    torch._foreach_add_(means, gradients, alpha=1.0 - beta1 if grad_averaging else 1.0)
+    torch._foreach_mul_(squares, beta2)
+    torch._foreach_addcmul_(squares, gradients, gradients, 1.0 - beta2)
+    updates = torch._foreach_sqrt(squares)
+    torch._foreach_div_(updates, correction2**0.5)
+    torch._foreach_add_(updates, eps)
+    updates = torch._foreach_div(means, updates)
+    torch._foreach_div_(updates, correction1)
+    if weight_decay and adam_w_mode:
+        torch._foreach_add_(updates, values, alpha=weight_decay)
+    if weight_decay or use_nvlamb:
+        sizes, lengths = (torch.stack(norms(tensors)) for tensors in (values, updates))
+        ratios = torch.where((sizes != 0) & (lengths != 0), sizes / lengths, 1.0)
+        torch._foreach_mul_(updates, ratios.unbind())
+    torch._foreach_add_(values, updates, alpha=-lr)

@@ -1,0 +1,187 @@
+"""apex's compiled module `amp_C` over torch's operations on lists of tensors, on the CPU and on CUDA.
+
+All take `chunk_size`, which has no effect, an int32 flag `(1,)`, which is set to 1 for values that are not
+finite, and lists of tensors of one device. Arithmetic is float32 for half tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from .apex._fused import norms
+from .apex.optimizers.fused_adam import adam_
+from .apex.optimizers.fused_lamb import lamb_
+
+__all__ = [
+    "multi_tensor_adam",
+    "multi_tensor_axpby",
+    "multi_tensor_l2norm",
+    "multi_tensor_lamb",
+    "multi_tensor_scale",
+    "multi_tensor_sgd",
+    "multi_tensor_unscale_l2norm",
+]
+
+Lists = Sequence[list[Tensor]]
+
+
+def __getattr__(name: str) -> NoReturn:
+    raise AttributeError(f"amp_C: fastvit has no {name}; see docs/migrating-from-apex.md")
+
+
+def _float32(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [t if t.dtype == torch.float64 else t.float() for t in tensors]
+
+
+def _write(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    for target, value in zip(targets, values, strict=True):
+        if target is not value:
+            target.copy_(value)
+
+
+def _check(flag: Tensor, tensors: Sequence[Tensor]) -> None:
+    largest = [size.float() for size in torch._foreach_norm([t for t in tensors if t.numel()], float("inf"))]
+    if largest:
+        flag.masked_fill_(~torch.stack(largest).isfinite().all(), 1)
+
+
+@torch.no_grad()
+def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, scale: float) -> None:
+    """Writes `scale` times the tensors of the first list into those of the second."""
+    values, outputs = tensor_lists
+    _check(noop_flag, values)
+    _write(outputs, torch._foreach_mul(_float32(values), scale))
+
+
+@torch.no_grad()
+def multi_tensor_axpby(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, a: float, b: float, arg_to_check: int
+) -> None:
+    """Writes `a * x + b * y` of the first two lists into the third; checks x (0), y (1) or both (-1)."""
+    x, y, outputs = tensor_lists
+    _check(noop_flag, [*x, *y] if arg_to_check == -1 else tensor_lists[arg_to_check])
+    values = torch._foreach_mul(_float32(x), a)
+    _write(outputs, torch._foreach_add(values, torch._foreach_mul(_float32(y), b)))
+
+
+@torch.no_grad()
+def multi_tensor_l2norm(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, per_tensor: bool | None = False
+) -> tuple[Tensor, Tensor]:
+    """The norm `(1,)` of all tensors together in float32; and of each, empty without `per_tensor`."""
+    each = torch.stack(norms(tensor_lists[0], dtype=torch.float32))
+    total = each.norm().reshape(1)
+    noop_flag.masked_fill_(~total.isfinite(), 1)
+    return total, each if per_tensor else each.new_empty(0)
+
+
+def multi_tensor_unscale_l2norm(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: Lists,
+    inv_scale: Tensor,
+    per_tensor: bool | None = False,
+) -> tuple[Tensor, Tensor]:
+    """`multi_tensor_l2norm` times `inv_scale`; the tensors stay."""
+    total, each = multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists, per_tensor)
+    return total * inv_scale, each * inv_scale
+
+
+@torch.no_grad()
+def multi_tensor_adam(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: Lists,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: int,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+) -> None:
+    """Step number `step` of FusedAdam; lists of gradients, parameters and both moments; mode 1 is AdamW."""
+    gradients, parameters, means, squares = tensor_lists
+    values = _float32(parameters)
+    adam_(
+        values, _float32(gradients), means, squares,
+        [torch.full((), step - 1.0, device=value.device) for value in values],
+        lr=lr, betas=(beta1, beta2), eps=epsilon, weight_decay=weight_decay,
+        bias_correction=bool(bias_correction), adam_w_mode=mode == 1,
+    )  # fmt: skip
+    _write(parameters, values)
+
+
+@torch.no_grad()
+def multi_tensor_lamb(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: Lists,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: int,
+    bias_correction: int,
+    weight_decay: float,
+    grad_averaging: int,
+    mode: int,
+    global_grad_norm: Tensor,
+    max_grad_norm: float,
+    use_nvlamb: bool | None = False,
+) -> None:
+    """Step number `step` of FusedLAMB; lists as for `multi_tensor_adam`. Gradients are left as they are."""
+    gradients, parameters, means, squares = tensor_lists
+    values = _float32(parameters)
+    lamb_(
+        values, _float32(gradients), means, squares, step,
+        (global_grad_norm / max_grad_norm).clamp_min(1.0).squeeze() if max_grad_norm else None,
+        lr=lr, betas=(beta1, beta2), eps=epsilon, weight_decay=weight_decay,
+        bias_correction=bool(bias_correction), grad_averaging=bool(grad_averaging),
+        adam_w_mode=mode == 1, use_nvlamb=bool(use_nvlamb),
+    )  # fmt: skip
+    _write(parameters, values)
+
+
+@torch.no_grad()
+def multi_tensor_sgd(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: Lists,
+    wd: float,
+    momentum: float,
+    dampening: float,
+    lr: float,
+    nesterov: bool,
+    first_run: bool,
+    wd_after_momentum: bool,
+    scale: float,
+) -> None:
+    """A step of FusedSGD; lists of gradients, parameters, momenta and, if given, copies in half to write.
+
+    Nothing happens where the flag is 1, which is read on the host. Gradients are multiplied by `scale`.
+    """
+    if noop_flag.item():
+        return
+    gradients, parameters, momenta, *copies = tensor_lists
+    values = _float32(parameters)
+    updates = list(torch._foreach_mul(_float32(gradients), scale))
+    if wd and not wd_after_momentum:
+        torch._foreach_add_(updates, values, alpha=wd)
+    if momentum:
+        buffers = updates
+        if not first_run:
+            buffers = list(torch._foreach_mul(_float32(momenta), momentum))
+            torch._foreach_add_(buffers, updates, alpha=1.0 - dampening)
+        _write(momenta, buffers)
+        updates = list(torch._foreach_add(updates, buffers, alpha=momentum)) if nesterov else buffers
+    if wd and wd_after_momentum:
+        updates = list(torch._foreach_add(updates, values, alpha=wd))
+    torch._foreach_add_(values, updates, alpha=-lr)
+    for targets in (parameters, *copies):
+        _write(targets, values)

@@ -1,0 +1,5 @@
+"""apex.contrib.clip_grad: torch's own, which works on lists of tensors too."""
+
+from torch.nn.utils import clip_grad_norm_
+
+__all__ = ["clip_grad_norm_"]

@@ -1,0 +1,36 @@
+"""FastLayerNorm over torch's layer_norm."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ...normalization.fused_layer_norm import (
+    MixedFusedLayerNorm,
+    _Function,
+    mixed_dtype_fused_layer_norm_affine,
+)
+
+__all__ = ["FastLayerNorm", "FastLayerNormFN"]
+
+
+def _fast_layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, epsilon: float, memory_efficient: bool = False
+) -> Tensor:
+    shape = tuple(weight.shape)
+    return mixed_dtype_fused_layer_norm_affine(x, weight, bias, shape, epsilon, memory_efficient)
+
+
+class FastLayerNormFN(_Function, norm=_fast_layer_norm):
+    """`apply(x, gamma, beta, epsilon, memory_efficient=False)`: LayerNorm in the dtype of gamma."""
+
+
+class FastLayerNorm(MixedFusedLayerNorm):
+    """LayerNorm over the last dimension; the output has the dtype of the weight.
+
+    Args:
+        memory_efficient: has no effect, and warns once.
+    """
+
+    def __init__(self, hidden_size: int, eps: float = 1e-5, memory_efficient: bool = False) -> None:
+        super().__init__(hidden_size, eps, memory_efficient=memory_efficient)
+        self.epsilon, self.memory_efficient = eps, memory_efficient  # subclasses read them
