@@ -17,7 +17,7 @@ SOURCES := 'csrc/*' 'benchmarks/*.cpp' 'tools/*.cpp' 'tools/*.h' 'tests/*.cpp' '
 TOOLED := $(if $(and $(wildcard .venv/bin/ruff),$(wildcard .venv/bin/mypy),$(wildcard .venv/bin/mkdocs)),,install)  # enough where the build may be older than its sources
 BUILT  := setup.py pyproject.toml $(shell find csrc -name '*.[ch]*')
 
-.PHONY: help install demo test test-sanitizers test-slow test-models dist wheel matrix bench gpu gpu-proof gpu-measure gpu-libraries sass predict simulate lint docs coverage mutate format clean
+.PHONY: help install demo test test-sanitizers test-slow test-models test-stacks dist wheel matrix bench gpu gpu-proof gpu-measure gpu-libraries sass predict simulate lint docs coverage mutate format clean
 
 help:  ## This list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 16
@@ -79,6 +79,11 @@ test-slow: install  ## Tests that need many gigabytes
 test-models: install  ## fastvit.convert on models of timm, torchvision and transformers, which it installs
 	$(RUN) -m pip install --quiet --disable-pip-version-check timm torchvision transformers "torch==$$($(RUN) -c 'import torch; print(torch.__version__)')"
 	$(RUN) -m pytest tests/test_convert_models.py -m "not slow" $(if $(MODELS),-k '$(MODELS)')
+
+test-stacks: install  ## fastvit.convert in trainers and other models, which it installs: docs/in-your-trainer.md
+	$(RUN) -m pip install --quiet --disable-pip-version-check timm torchvision transformers accelerate peft lightning mmengine diffusers monai ultralytics tyro spmd_types==0.2.3 "torch==$$($(RUN) -c 'import torch; print(torch.__version__)')"
+	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps torchtitan  # its trainer's data and logging are not needed
+	$(RUN) -m pytest tests/test_stacks.py tests/test_stacks_models.py
 
 dist: install
 	rm -rf build/wheel dist

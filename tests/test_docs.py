@@ -20,7 +20,10 @@ PAGES = [
     ROOT / "CHANGELOG.md",
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-FRAGMENTS = {"why-nothing-waits-for-ever.md"}  # lines to put into a loop of one's own
+FRAGMENTS = {  # lines to put into a loop of one's own; those of trainers are run by test_stacks.py
+    "why-nothing-waits-for-ever.md",
+    "in-your-trainer.md",
+}
 RUN = [page for page in PAGES if "```python" in page.read_text() and page.name not in FRAGMENTS]
 SUMMARY = re.compile(r"a training forward keeps .*")
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
@@ -123,7 +126,7 @@ def test_public_modules_have_all_and_what_is_in_it():
     public = [name for _, name, _ in pkgutil.iter_modules(fastvit.__path__) if not name.startswith("_")]
     assert "functional" in public and "sync" in public
     for name in public:
-        if name == "reference":  # for tests
+        if name in ("reference", "adapters"):  # for tests; and each with a framework of its own
             continue
         module = importlib.import_module(f"fastvit.{name}")
         if name != "training":  # a program

@@ -56,6 +56,10 @@ TO_CPU = (
 
 REASONS = (
     (r"update_scale_hysteresis", "`amp_C.update_scale_hysteresis` is not there"),
+    (
+        r"unscale_l2norm.*torch.Size\(\[1\]\) != torch.Size\(\[\]\)",
+        "compares a norm of shape (1,), which apex's operation has too, with one of shape ()",
+    ),
     (r"more than 1 GPU required$", "needs two GPUs"),
     (r"Insufficient \w+ memory|psutil", "needs 60 GB of GPU memory"),
     (

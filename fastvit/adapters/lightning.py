@@ -1,0 +1,38 @@
+"""A callback and a plugin for Lightning's Trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins import LayerSync
+from torch import nn
+
+from ..convert import convert
+from ..fuse import convert_syncbn_model, revert_syncbn_model
+
+__all__ = ["Convert", "SyncBatchNorm"]
+
+
+class Convert(Callback):
+    """Converts the module when training begins.
+
+    Args:
+        options: of `fastvit.convert`.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        convert(pl_module, **self.options)
+
+
+class SyncBatchNorm(LayerSync):
+    """`Trainer(plugins=[SyncBatchNorm()])`: fastvit's in place of torch's, on CPUs too."""
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        return convert_syncbn_model(model)
+
+    def revert(self, model: nn.Module) -> nn.Module:
+        return revert_syncbn_model(model)

@@ -1,0 +1,257 @@
+"""fastvit.convert in other training than a classifier's: the same bits, fewer bytes (`make test-stacks`)."""
+
+import copy
+
+import pytest
+import torch
+from packages import package
+from stack_models import IMAGES, batches, kept, same, timm_vit, trained
+from torch import nn
+from torch.nn import functional as F
+
+import fastvit
+
+pytestmark = [pytest.mark.models, pytest.mark.timeout(300)]
+
+
+def compare(make, run, measure, convert=fastvit.convert):
+    """`run(model)` gives the losses of a plain model and of a converted one, which keeps less."""
+    torch.manual_seed(0)
+    plain = make()
+    converted = copy.deepcopy(plain)
+    convert(converted)
+    results = []
+    for model in (plain, converted):
+        torch.manual_seed(1)
+        results.append((run(model), model))
+    same(*results)
+    torch.manual_seed(2)
+    before = measure(plain)
+    torch.manual_seed(2)
+    assert measure(converted) < before
+
+
+def steps(model, loss_of, lr=1e-2):
+    optimizer, losses = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr), []
+    for images, _ in batches(8):
+        loss = loss_of(images)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def convolutions(*widths, norm=nn.BatchNorm2d):
+    layers = []
+    for one, other in zip(widths, widths[1:], strict=False):
+        layers += [nn.Conv2d(one, other, 3, 2, 1), norm(other), nn.SiLU()]
+    return nn.Sequential(*layers, nn.Flatten(), nn.LazyLinear(1))
+
+
+def test_gan_with_r1():
+    """The penalty takes second derivatives. Each network is converted: their container is never called."""
+
+    def make():
+        model = nn.ModuleDict(
+            {
+                "discriminator": convolutions(3, 16, 32, norm=lambda c: nn.GroupNorm(4, c)),
+                "generator": nn.Sequential(nn.Linear(8, 3 * 32 * 32), nn.LayerNorm(3 * 32 * 32), nn.GELU()),
+            }
+        )
+        model["discriminator"](IMAGES)
+        return model
+
+    def run(model):
+        def loss_of(images):
+            fake = model["generator"](torch.randn(len(images), 8)).view_as(images)
+            real = images.clone().requires_grad_()
+            scores = model["discriminator"](real)
+            slope = torch.autograd.grad(scores.sum(), real, create_graph=True)[0]
+            loss = F.softplus(-scores).mean() + F.softplus(model["discriminator"](fake)).mean()
+            return loss + 5.0 * slope.square().sum((1, 2, 3)).mean()
+
+        return steps(model, loss_of)
+
+    compare(
+        make,
+        run,
+        lambda model: kept(model["discriminator"], IMAGES),
+        lambda model: [fastvit.convert(network) for network in model.values()],
+    )
+
+
+class Byol(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.online = timm_vit()
+        self.predictor = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+        self.target = copy.deepcopy(self.online).requires_grad_(False)
+
+    def forward(self, images):
+        with torch.no_grad():
+            want = self.target(images.flip(-1))
+        return F.mse_loss(self.predictor(self.online(images)), want)
+
+    @torch.no_grad()
+    def follow(self):
+        for own, other in zip(self.target.parameters(), self.online.parameters(), strict=True):
+            own.lerp_(other, 0.1)
+
+
+def test_byol():
+    package("timm")
+
+    def run(model):
+        def loss_of(images):
+            model.follow()
+            return model(images)
+
+        return steps(model, loss_of)
+
+    compare(Byol, run, lambda model: kept(model, IMAGES))
+
+
+def test_dino_with_two_sizes():
+    timm = package("timm")
+    sizes = {"img_size": 32, "patch_size": 4, "embed_dim": 64, "depth": 3, "num_heads": 4}
+
+    def make():
+        return timm.create_model("vit_tiny_patch16_224", num_classes=8, dynamic_img_size=True, **sizes)
+
+    def run(model):
+        teacher = copy.deepcopy(model)
+
+        def loss_of(images):
+            with torch.no_grad():
+                want = teacher(images).softmax(-1)
+            views = [model(images), model(images[..., :16, :16])]
+            return -sum((want * view.log_softmax(-1)).sum(-1).mean() for view in views)
+
+        return steps(model, loss_of)
+
+    compare(make, run, lambda model: kept(model, IMAGES))
+
+
+def test_mae():
+    transformers = package("transformers")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+    sizes |= {f"decoder_{name}": 64 if "size" in name else 2 for name in list(sizes)}
+    config = transformers.ViTMAEConfig(image_size=32, patch_size=4, **sizes)
+    compare(
+        lambda: transformers.ViTMAEForPreTraining(config),
+        lambda model: steps(model, lambda images: model(images).loss),
+        lambda model: kept(model, IMAGES),
+    )
+
+
+def test_diffusers_dit():
+    diffusers = package("diffusers")
+    package("diffusers.models")
+    times, classes = torch.arange(8) * 10, torch.arange(8) % 4
+
+    def make():
+        return diffusers.DiTTransformer2DModel(
+            num_attention_heads=2, attention_head_dim=16, in_channels=3, num_layers=2, sample_size=32,
+            patch_size=4, num_embeds_ada_norm=4, out_channels=3, norm_num_groups=1,
+        )  # fmt: skip
+
+    def call(model, images):
+        return model(images, timestep=times, class_labels=classes).sample
+
+    compare(
+        make,
+        lambda model: steps(model, lambda images: F.mse_loss(call(model, images), images)),
+        lambda model: kept(model, IMAGES[:8], timestep=times, class_labels=classes),
+    )
+
+
+def test_diffusers_unet():
+    diffusers = package("diffusers")
+    times = torch.arange(8) * 10
+
+    def make():
+        return diffusers.UNet2DModel(
+            sample_size=32, block_out_channels=(16, 32), norm_num_groups=4, layers_per_block=1,
+            down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+            up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+        )  # fmt: skip
+
+    compare(
+        make,
+        lambda model: steps(model, lambda images: F.mse_loss(model(images, times).sample, images)),
+        lambda model: kept(model, IMAGES[:8], times),
+    )
+
+
+def test_detector_with_a_frozen_backbone():
+    torchvision = package("torchvision")
+    targets = [
+        {"boxes": torch.tensor([[4.0, 4.0, 20.0, 28.0]]), "labels": torch.tensor([1])} for _ in range(8)
+    ]
+
+    def make():
+        return torchvision.models.detection.retinanet_resnet50_fpn(
+            weights=None, weights_backbone=None, num_classes=3, trainable_backbone_layers=3,
+            norm_layer=torchvision.ops.FrozenBatchNorm2d, min_size=32, max_size=32,
+        )  # fmt: skip
+
+    def loss_of(model, images):
+        return sum(model(list(images), targets).values())
+
+    compare(
+        make,
+        lambda model: steps(model, lambda images: loss_of(model, images), 1e-4),
+        lambda model: kept(model, list(IMAGES[:8]), targets),
+    )
+
+
+def test_monai_swin_unetr():
+    monai = package("monai")
+    package("monai.networks.nets")
+    volume = torch.randn(1, 1, 64, 64, 64, generator=torch.Generator().manual_seed(0))
+
+    def make():
+        return monai.networks.nets.SwinUNETR(in_channels=1, out_channels=2, feature_size=12)
+
+    compare(
+        make,
+        lambda model: steps(model, lambda _: model(volume).square().mean()),
+        lambda model: kept(model, volume),
+    )
+
+
+def test_ultralytics():
+    package("ultralytics")
+    from ultralytics.cfg import get_cfg
+    from ultralytics.nn.tasks import DetectionModel
+
+    boxes = {"cls": torch.zeros(8, 1), "bboxes": torch.full((8, 4), 0.4), "batch_idx": torch.arange(8.0)}
+
+    def make():
+        model = DetectionModel("yolov8n.yaml", nc=2, verbose=False)
+        model.args = get_cfg()
+        return model.train()
+
+    def loss_of(model, images):
+        return model.loss({"img": images, **boxes})[0].sum()
+
+    compare(
+        make,
+        lambda model: steps(model, lambda images: loss_of(model, images), 1e-4),
+        lambda model: kept(model, IMAGES),
+    )
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_exponential_average_and_a_pickled_copy(late):
+    """A deep copy of a converted model is converted, and runs as one."""
+    package("timm")
+    plain = timm_vit()
+    model = copy.deepcopy(plain)
+    if late:
+        model = copy.deepcopy(fastvit.convert(model))
+    else:
+        model = fastvit.convert(copy.deepcopy(model))
+    assert kept(model, IMAGES) < kept(plain, IMAGES)
+    same((trained(plain), plain), (trained(model), model))
