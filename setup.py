@@ -103,7 +103,7 @@ def ninja_file(cxx: str, cuda: Path | None, why: str) -> str:
     kernels = [str(path.relative_to(ROOT / "csrc").with_suffix("")) for path in cuda_sources() if cuda]
     lines += [f"build {source}.o: nvcc $csrc/{source}.cu" for source in kernels]
     lines.append(f"build _C.so: link {' '.join(objects)}")
-    lines.append(f"build _cuda.so: link {' '.join(f'{source}.o' for source in kernels)}")
+    lines.append(f"build _cuda.so: link glibc.baseline.o {' '.join(f'{source}.o' for source in kernels)}")
     lines.append(f" libs = -L'{cuda}/lib64' -lcudart_static -ldl -lrt -lpthread")
     return "\n".join(lines) + "\n"
 
