@@ -126,27 +126,32 @@ class Trial:
         try:
             return model(*args, **kwargs)
         except Exception as error:
-            reason = self._wrong_argument()
+            reason = self._wrong_argument(str(error))
             if reason:
                 raise TypeError(f"{self.caller}: {reason}") from error
             raise
 
-    def _wrong_argument(self) -> str:
+    def _wrong_argument(self, said: str) -> str:
         args, kwargs = self.arguments
+        every = self._names.partition("[")[0].replace("input {}", "the inputs")
+        if _is_size(args):
+            return f"{every} must have a tensor, such as torch.zeros{args}, got the size {args}"
         with contextlib.suppress(ValueError):  # no signature
             signature = inspect.signature(self.model.forward)
             try:
                 signature.bind(*args, **kwargs)
             except TypeError as error:
                 kind = type(self.model).__name__
-                return f"the inputs do not fit {kind}.forward{signature}: {error}"
+                return f"{every} do not fit {kind}.forward{signature}: {error}"
         given = {self._names.format(i): value for i, value in enumerate(args)} | kwargs
         for name, value in given.items():
             kind = f"{type(value).__module__}.{type(value).__name__}".removeprefix("builtins.")
             if isinstance(value, torch.Size) or (isinstance(value, (tuple, list)) and _is_size(value)):
-                return f"{name} must be a tensor, such as torch.randn{tuple(value)}, got the size {value}"
+                return f"{name} must be a tensor, such as torch.zeros{tuple(value)}, got the size {value}"
             if kind == "numpy.ndarray":
                 return f"{name} must be a tensor, such as torch.from_numpy(array), got a {kind}"
+            if f"must be Tensor, not {kind}" in said:
+                return f"{name} must be a tensor, got a {kind}"
             if isinstance(value, Tensor) and value.device not in self._model_devices():
                 where = " and ".join(map(str, self._model_devices()))
                 return f"{name} must be on the model's device {where}, got a tensor on {value.device}"

@@ -132,9 +132,11 @@ def test_a_budget_out_of_range(budget, x):
         ({"budget": 0.5}, ValueError, "budget needs example_inputs, which was not given"),
         ({"example_inputs": 1}, ValueError, "example_inputs needs budget, which was not given"),
         ({"budget": 0.5, "example_inputs": torch.Size((8, 49, 64))}, TypeError,
-         r"example_inputs\[0\] must be a tensor, such as torch.randn\(8, 49, 64\), got the size"),
+         r"example_inputs\[0\] must be a tensor, such as torch.zeros\(8, 49, 64\), got the size"),
+        ({"budget": 0.5, "example_inputs": (8, 49, 64)}, TypeError,
+         r"example_inputs must have a tensor, such as torch.zeros\(8, 49, 64\), got the size"),
         ({"budget": 0.5, "example_inputs": {"y": 1}}, TypeError,
-         r"the inputs do not fit Net.forward\(x, mask=None\): .*'[xy]'"),
+         r"example_inputs do not fit Net.forward\(x, mask=None\): .*'[xy]'"),
     ],
 )  # fmt: skip
 def test_example_inputs_that_are_wrong(given, error, message):

@@ -188,10 +188,12 @@ def test_compiled_models(x):
 
 # --- errors
 
-SIZE = r"must be a tensor, such as torch.randn\(16, 48, 64\), got the size"
+SIZE = r"must be a tensor, such as torch.zeros\(16, 48, 64\), got the size"
 WRONG = [
     ((torch.Size((16, 48, 64)),), {}, f"input 0 {SIZE}"),
     (((16, 48, 64),), {}, f"input 0 {SIZE}"),
+    ((16, 48, 64), {}, r"the inputs must have a tensor, such as torch.zeros\(16, 48, 64\), got the size"),
+    (("x",), {}, "input 0 must be a tensor, got a str"),
     ((numpy.zeros((16, 48, 64)),), {}, "input 0 must be a tensor, such as torch.from_numpy"),
     ((torch.zeros(1, 2, 64),), {"mask": numpy.array(["a"])}, "mask must be a tensor"),
     ((torch.zeros(1, 2, 64),), {"masks": None}, r"do not fit Net.forward\(x, mask=None\): .* 'masks'"),

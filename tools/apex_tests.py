@@ -270,7 +270,8 @@ def main() -> int:
         copy = Path(temporary) / "tests"
         shutil.copytree(tests, copy)
         for part in CONTRIB:
-            shutil.copytree(args.folder / "apex/contrib/test" / part, copy / "contrib" / part)
+            if (source := args.folder / "apex/contrib/test" / part).is_dir():
+                shutil.copytree(source, copy / "contrib" / part)
         for source in copy.rglob("*.py"):
             source.write_text(to_cpu(source.read_text()))
         files = [f for folder in (*FOLDERS, "contrib/*") for f in sorted(copy.glob(f"{folder}/test_*.py"))]
