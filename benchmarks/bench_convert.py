@@ -20,8 +20,8 @@ eager model's, bit by bit.
                                        [--contenders convert,products] [--compile]
 
 Needs timm, torchvision and transformers (`pip install '.[models]'`). Writes results/convert_vits_cpu.csv (of
-ViTs) and convert_cpu.csv (of models with BatchNorm), in which rows of models that were not measured remain,
-and writes each as .md and .png.
+ViTs and two language models) and convert_cpu.csv (of models with BatchNorm), in which rows of models that
+were not measured remain, and writes each as .md and .png.
 """
 
 import argparse
@@ -36,7 +36,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 import torch  # noqa: E402
-from real_models import create  # noqa: E402
+from real_models import create, inputs  # noqa: E402
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (  # noqa: E402
     apply_activation_checkpointing,
     checkpoint_wrapper,
@@ -54,7 +54,7 @@ MODELS = {
         "vit_small_patch16_dinov3", "vit_small_plus_patch16_dinov3", "eva02_small_patch14_224",
         "convnext_tiny", "convnextv2_tiny", "mixer_s16_224", "swin_tiny_patch4_window7_224",
         "torchvision:swin_t", "beit_base_patch16_224", "swinv2_tiny_window8_256", "pvt_v2_b1",
-        "maxvit_tiny_rw_224",
+        "maxvit_tiny_rw_224", "transformers:llama", "transformers:gpt2",
     ),
     "convert": (
         "mobilevit_s", "efficientformer_l1", "efficientvit_b1", "levit_256", "tresnet_m", "resnet50",
@@ -195,7 +195,7 @@ def _plain(name: str) -> str:
 def measure(name: str, arguments, where: dict) -> dict:
     torch.manual_seed(0)
     eager, size = create(name)
-    x = torch.randn(arguments.batch, 3, size, size)
+    x = inputs(name, arguments.batch, size)
     row = {
         "model": name,
         "precision": arguments.precision,

@@ -18,32 +18,50 @@ def import_torchvision():
         return importlib.import_module("torchvision")
 
 
-class _Pooled(nn.Module):
-    """A transformers model that takes images and returns one tensor."""
+class _Plain(nn.Module):
+    """A transformers model that takes a tensor and returns one: images and features, or tokens and logits."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, result: str):
         super().__init__()
-        self.model = model
+        self.model, self.result = model, result
 
     def forward(self, x):
-        return self.model(x).pooler_output
+        return self.model(x)[self.result]
 
     def set_grad_checkpointing(self):
         self.model.gradient_checkpointing_enable({"use_reentrant": False})
 
 
+LANGUAGE = {  # sizes that keep about what a small ViT keeps, without dropout
+    "llama": {
+        "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8,
+        "num_key_value_heads": 2, "vocab_size": 2048, "tie_word_embeddings": True, "use_cache": False,
+    },
+    "gpt2": {
+        "n_embd": 512, "n_layer": 8, "n_head": 8, "vocab_size": 2048, "n_positions": 512,
+        "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False,
+        "bos_token_id": 0, "eos_token_id": 0,
+    },
+}  # fmt: skip
+
+
 def _transformers(name: str) -> nn.Module:
     import transformers
 
+    if name in LANGUAGE:
+        kind = {"llama": "Llama", "gpt2": "GPT2"}[name]
+        config = getattr(transformers, f"{kind}Config")(**LANGUAGE[name], attn_implementation="sdpa")
+        causal = {"llama": "LlamaForCausalLM", "gpt2": "GPT2LMHeadModel"}[name]
+        return _Plain(getattr(transformers, causal)(config), "logits")
     small = {"hidden_size": 384, "intermediate_size": 1536, "num_attention_heads": 6, "patch_size": 16}
     small |= {"image_size": 224, "num_hidden_layers": 12, "attn_implementation": "sdpa"}
     kinds = {"vit": "ViT", "siglip": "SiglipVision", "clip": "CLIPVision"}
     config = getattr(transformers, f"{kinds[name]}Config")(**small)
-    return _Pooled(getattr(transformers, f"{kinds[name]}Model")(config))
+    return _Plain(getattr(transformers, f"{kinds[name]}Model")(config), "pooler_output")
 
 
 def create(name: str) -> tuple[nn.Module, int]:
-    """The model in training, and the size of the images that it takes."""
+    """The model in training, and the size of the images, or the number of tokens, that it takes."""
     library, _, plain = name.rpartition(":")
     import_torchvision()
     if library == "torchvision":
@@ -51,9 +69,16 @@ def create(name: str) -> tuple[nn.Module, int]:
 
         return torchvision.models.get_model(plain).train(), 224
     if library == "transformers":
-        return _transformers(plain).train(), 224
+        return _transformers(plain).train(), 512 if plain in LANGUAGE else 224
     import timm
 
     sized = {"img_size": 224} if "patch14_dinov2" in plain else {}
     model = timm.create_model(plain, **sized).train()
     return model, sized.get("img_size", model.pretrained_cfg["input_size"][-1])
+
+
+def inputs(name: str, batch: int, size: int) -> torch.Tensor:
+    """A batch of random images, or of tokens for a language model."""
+    if name.rpartition(":")[2] in LANGUAGE:
+        return torch.randint(2048, (batch, size))
+    return torch.randn(batch, 3, size, size)

@@ -292,16 +292,18 @@ def patches(n=4):
 
 
 def step(model, x, context=contextlib.nullcontext, call=None):
-    """The result of a step, and the gradients of the input and of every parameter."""
+    """The result of a step, and the gradients of the input, where it has any, and of every parameter."""
     model.zero_grad()
-    leaf = x.clone().requires_grad_()
+    leaf = x.clone().requires_grad_(x.is_floating_point())
     torch.manual_seed(5)
     with context():
         y = (call or model)(leaf)
         loss = (y.float() * torch.linspace(-1, 1, y.numel()).view(y.shape)).sum()
     loss.backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return {"output": y.detach(), "input": leaf.grad, **gradients}
+    if leaf.requires_grad:
+        gradients["input"] = leaf.grad
+    return {"output": y.detach(), **gradients}
 
 
 def differing(got, want):
