@@ -88,7 +88,7 @@ test-stacks: install  ## fastvit.convert in trainers and other models, which it 
 dist: install
 	rm -rf build/wheel dist
 	$(RUN) -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir build/wheel .
-	PATH="$(CURDIR)/.venv/bin:$$PATH" $(RUN) -m auditwheel repair --plat manylinux_2_28_$$(uname -m) --exclude 'libtorch*' --exclude libc10.so --wheel-dir dist build/wheel/*.whl
+	PATH="$(CURDIR)/.venv/bin:$$PATH" $(RUN) -m auditwheel repair --exclude 'libtorch*' --exclude libc10.so --wheel-dir dist build/wheel/*.whl
 
 wheel: dist  ## A wheel for any Linux in dist/, which trains one step in a bare environment
 	$(RUN) tools/matrix.py dist/*.whl --torch '$(TORCH)'

@@ -215,8 +215,8 @@ def test_scripts_and_modules_find_apex(tmp_path):
 def test_spawned_processes_find_apex(tmp_path):
     """torch.multiprocessing.spawn imports the script again, in a fresh interpreter."""
     (tmp_path / "main.py").write_text(
-        "import apex, torch.multiprocessing as mp\n"
-        "def work(rank): print('rank', rank, apex.amp.__name__, flush=True)\n"
+        "import apex, os, torch.multiprocessing as mp\n"
+        "def work(rank): os.write(1, f'rank {rank} {apex.amp.__name__}\\n'.encode())\n"
         "if __name__ == '__main__': mp.spawn(work, nprocs=2)\n"
     )
     done = run("main.py", cwd=tmp_path, check=0)

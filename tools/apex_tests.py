@@ -4,10 +4,10 @@
     python tools/apex_tests.py /tmp/apex [--only run_amp] [--limit 900] [--out docs/apex-tests.md]
 
 Downloads nothing. The tests are read from the folder and run from a temporary copy, in which `cuda` is
-replaced by `cpu`; half precision is float16, as on a GPU. For tests that call apex's compiled module `syncbn`
-to compare a layer, its names have fastvit's operations. Exits with 1 if a test fails without a reason in
-`REASONS`. test_fused_layer_norm.py needs the package expecttest, as
-torch.testing does, and onnx for two of its tests.
+replaced by `cpu`, and a loss is computed once instead of a thousand times; half precision is float16, as on a
+GPU. For tests that call apex's compiled module `syncbn` to compare a layer, its names have fastvit's
+operations. Exits with 1 if a test fails without a reason in `REASONS`. test_fused_layer_norm.py needs the
+package expecttest, as torch.testing does, and onnx for two of its tests.
 """
 
 from __future__ import annotations
