@@ -32,6 +32,7 @@ def test_scale(flag):
     multi_tensor_applier(amp_C.multi_tensor_scale, flag, [values, outputs], 0.5)
     for value, output in zip(values, outputs, strict=True):
         assert torch.equal(output, (value.float() * 0.5).half())
+    multi_tensor_applier(amp_C.multi_tensor_scale, flag, [[torch.empty(0)], [torch.empty(0)]], 0.5)
     assert flag.item() == 0
     amp_C.multi_tensor_scale(65536, flag, [values, values], 3.0)  # in place
     assert torch.equal(values[1], (outputs[1].float() * 6.0).half())

@@ -43,10 +43,10 @@ def _write(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
             target.copy_(value)
 
 
-def _check(flag: Tensor, tensors: Sequence[Tensor]) -> None:
-    largest = [size.float() for size in torch._foreach_norm([t for t in tensors if t.numel()], float("inf"))]
-    if largest:
-        flag.masked_fill_(~torch.stack(largest).isfinite().all(), 1)
+def _check(flag: Tensor, tensors: list[Tensor]) -> None:
+    if filled := [t for t in tensors if t.numel()]:
+        largest = torch.stack([size.float() for size in torch._foreach_norm(filled, float("inf"))])
+        flag.masked_fill_(~largest.isfinite().all(), 1)
 
 
 @torch.no_grad()
