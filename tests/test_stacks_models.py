@@ -221,7 +221,8 @@ def test_monai_swin_unetr():
     )
 
 
-def test_ultralytics():
+def test_ultralytics(tmp_path, monkeypatch):
+    monkeypatch.setenv("YOLO_CONFIG_DIR", str(tmp_path))  # its import writes settings
     package("ultralytics")
     from ultralytics.cfg import get_cfg
     from ultralytics.nn.tasks import DetectionModel
