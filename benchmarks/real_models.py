@@ -1,4 +1,4 @@
-"""Real models by name: timm's, `torchvision:NAME`, `transformers:NAME`, with random weights."""
+"""Real models by name: timm's, `torchvision:NAME`, `transformers:NAME`, `frozen:NAME`, with random weights."""
 
 import importlib
 
@@ -60,6 +60,34 @@ def _transformers(name: str) -> nn.Module:
     return _Plain(getattr(transformers, f"{kinds[name]}Model")(config), "pooler_output")
 
 
+class _LowRank(nn.Module):
+    """LoRA: a frozen Linear, and a trained product of rank 8 beside it."""
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        self.linear = linear
+        self.down = nn.Linear(linear.in_features, 8, bias=False)
+        self.up = nn.Linear(8, linear.out_features, bias=False)
+
+    def forward(self, x):
+        return self.linear(x) + self.up(self.down(x))
+
+
+def _frozen(plain: str) -> nn.Module:
+    """A frozen network behind a trained layer, as under a perceptual loss, or with trained adapters."""
+    if plain == "vgg16":
+        import torchvision
+
+        features = torchvision.models.vgg16().features[:23].requires_grad_(False)
+        return nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), features).train()
+    import timm
+
+    model = timm.create_model(plain).train().requires_grad_(False)
+    for block in model.blocks:
+        block.attn.qkv = _LowRank(block.attn.qkv)
+    return model
+
+
 def create(name: str) -> tuple[nn.Module, int]:
     """The model in training, and the size of the images, or the number of tokens, that it takes."""
     library, _, plain = name.rpartition(":")
@@ -70,6 +98,8 @@ def create(name: str) -> tuple[nn.Module, int]:
         return torchvision.models.get_model(plain).train(), 224
     if library == "transformers":
         return _transformers(plain).train(), 512 if plain in LANGUAGE else 224
+    if library == "frozen":
+        return _frozen(plain), 224
     import timm
 
     sized = {"img_size": 224} if "patch14_dinov2" in plain else {}

@@ -123,13 +123,20 @@ def _add(model: nn.Module, policy: Policy) -> nn.Module:
     """Adds hooks in place of those that there are."""
     _take_off(model)
     names = {module: name for name, module in model.named_modules()}
-    for module in dict.fromkeys([model, *blocks(model)]):
+    for module in dict.fromkeys([*_called(model), *blocks(model)]):
         # First of all pre-hooks and last of all hooks, so that the scope is round those of others.
         module.register_forward_pre_hook(OpenScope(policy, names[module]), prepend=True)
         close = CloseScope(policy.products, policy.weight_casts)
         module.register_forward_hook(close, always_call=True)
         compiled.enable(module, policy.products, policy.weight_casts)
     return model
+
+
+def _called(model: nn.Module) -> list[nn.Module]:
+    """The model, or where it is a list or a dictionary of modules, which is never called, those."""
+    if isinstance(model, (nn.ModuleList, nn.ModuleDict)):
+        return [module for child in model.children() for module in _called(child)]
+    return [model]
 
 
 def opens_scope(module: nn.Module) -> bool:

@@ -455,3 +455,10 @@ def test_without_gradients_no_scope_is_opened():
     with torch.no_grad():
         model(patches())
     assert seen == [None]
+
+
+@pytest.mark.parametrize("container", [nn.ModuleList, lambda nets: nn.ModuleDict({"net": nets[0]})])
+def test_a_container_that_is_never_called(container):
+    nets = [Stage(batch_norm()) for _ in range(2)]
+    fastvit.convert(container([nets[0]]))
+    assert kept(nets[0], images()) < 0.8 * kept(nets[1], images())
