@@ -1,4 +1,4 @@
-"""Real models by name: timm's, `torchvision:NAME`, `transformers:NAME`, `frozen:NAME`, with random weights."""
+"""Real models by name: timm's, and `LIBRARY:NAME` of torchvision, transformers, frozen; random weights."""
 
 import importlib
 
