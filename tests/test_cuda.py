@@ -10,7 +10,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from cases import CORE_LAYOUTS, Case, fresh
+from cases import CORE_LAYOUTS, LAYOUTS, Case, channels_last, fresh
 from harness import kernel_count
 from loopback import Loopback
 from tolerances import check
@@ -27,6 +27,12 @@ SHAPES = {
     "planes": ((16, 8, 40, 40), torch.contiguous_format),
     "rows": ((16, 24, 40, 40), torch.channels_last),
     "small": ((4, 8, 3, 3), torch.contiguous_format),
+}
+LARGE = {
+    "large planes": (lambda r: r(32, 4, 56, 56), 1),
+    "large short planes": (lambda r: r(64, 64, 14, 14), 1),
+    "large rows": (lambda r: channels_last(r(16, 64, 56, 56)), 1),
+    "large tokens": (lambda r: r(32, 197, 96), 2),
 }
 
 
@@ -68,9 +74,11 @@ def everything(results: list[torch.Tensor], model: nn.Module) -> list[torch.Tens
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("layout", CORE_LAYOUTS)
+@pytest.mark.parametrize("layout", [*CORE_LAYOUTS, *LARGE])
 @pytest.mark.parametrize("kind", ["abn", "sbn"])
-def test_equals_the_cpu(kind, layout, dtype):
+def test_equals_the_cpu(kind, layout, dtype, monkeypatch):
+    for name, make in LARGE.items():
+        monkeypatch.setitem(LAYOUTS, name, make)
     results = []
     for device in ("cpu", DEVICE):
         case = Case(layout, dtype, device)
