@@ -341,7 +341,7 @@ def test_exchange_in_a_group_of_one(monkeypatch, way, name):
             if way != "symm_mem" or "symm_mem, but group" not in str(error):
                 raise
             pytest.skip(str(error))  # torch has none for this machine
-        assert f": {name}" in " ".join(sync.taken())
+        assert f": {name}" in " ".join(sync.describe_groups())
         torch.cuda.set_sync_debug_mode("error")
         step(shared, leaf, dy)  # the host waits for no exchange
         torch.cuda.set_sync_debug_mode("default")
@@ -470,7 +470,9 @@ def _train_with_a_peer(rank: int, store: str, results) -> None:
     for _ in range(5):
         y = layer(leaf.clone())
         (dx,) = torch.autograd.grad(y, leaf, torch.ones_like(y) * (1 + rank))
-    results.put((rank, " ".join(sync.taken()), y.detach().cpu(), dx.cpu(), layer.running_mean.cpu()))
+    results.put(
+        (rank, " ".join(sync.describe_groups()), y.detach().cpu(), dx.cpu(), layer.running_mean.cpu())
+    )
     results.close()
     results.join_thread()
     dist.barrier()
