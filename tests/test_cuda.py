@@ -334,7 +334,7 @@ def test_exchange_in_a_group_of_one(monkeypatch, way, name):
     limit = datetime.timedelta(seconds=30)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
     try:
-        monkeypatch.setattr(sync, "over", lambda _, layer: sync.Shared(dist.group.WORLD, layer))
+        monkeypatch.setattr(sync, "transport_for", lambda _, layer: sync.Shared(dist.group.WORLD, layer))
         try:
             got = everything(step(shared, leaf, dy), shared)
         except RuntimeError as error:

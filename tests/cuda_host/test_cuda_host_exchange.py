@@ -440,7 +440,8 @@ def test_a_layer_over_a_group(engine, monkeypatch, way, kernels):
 
     provider = type("Provider", (), {"connect": staticmethod(connect), "place": lambda device: "host here"})
     monkeypatch.setitem(group.PROVIDERS, "cpu", provider)
-    monkeypatch.setattr(sync, "over", lambda process_group, layer: sync.Shared(dist.group.WORLD, layer))
+    shared_transport = lambda _, layer: sync.Shared(dist.group.WORLD, layer)  # noqa: E731
+    monkeypatch.setattr(sync, "transport_for", shared_transport)
     limit = datetime.timedelta(seconds=20)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
     try:
