@@ -183,8 +183,8 @@ def test_folders_that_are_not(folder, tmp_path):
 
 @pytest.mark.parametrize(("length", "world"), [(7, 2), (8, 3), (2, 4)])
 def test_every_test_image_once(length, world):
-    shares = [list(loaders.EveryImageOnce(length, rank, world)) for rank in range(world)]
-    assert sorted(sum(shares, [])) == list(range(length))
+    batches = [batch for rank in range(world) for batch, _ in loaders.test_batches(length, 4, rank, world)]
+    assert sorted(sum(batches, [])) == list(range(length)) and all(len(batch) <= 4 for batch in batches)
 
 
 def test_training_batches_depend_on_epoch_rank_and_place_alone():

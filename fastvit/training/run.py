@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ def train(config: Config, given: dict[str, Any], ranks: Ranks) -> None:
     Raises:
         TrainingError: on every rank, with a message for the user.
     """
-    with RunLock() as lock:
+    with closing(RunLock()) as lock:
         _train(config, given, ranks, lock)
 
 
@@ -208,8 +208,9 @@ def _make_model(config: Config, data: DataSets, pretrained: bool) -> nn.Module:
 def _report_memory(train_state: TrainState, run: Path) -> None:
     config = train_state.config
     if train_state.memory is not None:
-        _say(train_state.memory.summary(config))
-        on_main(train_state.memory.write, run, config)
+        _say(f"--memory {config.memory}: {train_state.memory.summary()}")
+        title = f"--memory {config.memory}, a batch of {config.batch_size} images on one rank"
+        on_main((run / "memory.txt").write_text, f"{title}\n\n{train_state.memory}\n", "utf-8")
     elif config.memory != "off":
         _say(
             f"--memory {config.memory} has no effect with --compile: "
