@@ -72,12 +72,12 @@ if sys.argv[1] == "cuda":
     ops.bn_stats(torch.ones(2, 3, device="cuda")).sum().item()  # a GPU, and machine code for it
 print(json.dumps(info.facts()))
 """
-STARTING = r"CUDA (unknown )?error|No CUDA GPUs|no NVIDIA driver"  # said while a driver comes up
+STARTING = r"CUDA unknown error|initializ|No CUDA GPUs|no NVIDIA driver"  # said while a driver comes up
 SMI = "nvidia-smi --format=csv,noheader --query-gpu=driver_version,memory.used,clocks.sm,clocks.mem"
 GIT = "git -c safe.directory=* log -1 --format=%h,%cs,%s"
 NCU = "--clock-control none --kernel-name-base function"  # the clocks are not ours to set
 NCU += " --kernel-name regex:stats_kernel|forward_kernel|reduce_kernel|backward_kernel --section SpeedOfLight"
-NCU += " --section MemoryWorkloadAnalysis --section Occupancy --section WarpStateStats"
+NCU += " --section MemoryWorkloadAnalysis --section Occupancy"
 
 
 def pytest(options: str, selection: str, *files: str) -> list[str]:
