@@ -2,22 +2,21 @@
 #
 # TORCH    what `make install` puts into .venv (default torch==2.13.0)
 # PYTHON   the interpreter .venv is made from (>= 3.10)
-# MODELS   which tests `make test-models` runs (pytest's -k), say 'deit3 or dinov3'
-# SAMPLE   how many mutants `make mutate` tries (default 40 of about 750; empty: all, for hours)
-# GPGPUSIM the folder of GPGPU-Sim's sources, for `make simulate`
-# OUT      the folder `make gpu` writes to; it builds with what is there, if it must, and installs nothing
+# ARGS     more options of pytest for `make test`, say '-m slow' (tests of many gigabytes)
+# MODELS   published models that `make test` runs alone (pytest's -k, say 'deit3 or dinov3'); installs what they need
+# COMPILE  releases of torch that `make wheel` compiles all sources for, say 'torch==2.11.0 torch'
+# CALL     proof, measure or libraries: a part of `make gpu`; OUT is the folder that it writes to
 
 TORCH  ?= torch==2.13.0
 PYTHON ?= python3
 OUT    ?= runs/gpu
-SAMPLE ?= 40
 RUN    := .venv/bin/python
 STAMP  := .venv/.installed-$(shell printf '%s' '$(TORCH) $(FASTVIT_CUDA) $(TORCH_CUDA_ARCH_LIST)' | cksum | cut -d' ' -f1)
 SOURCES := 'csrc/*' 'benchmarks/*.cpp' 'tools/*.cpp' 'tools/*.h' 'tests/*.cpp' 'tests/*.cu' 'tests/*.h' tests/cuda_host/cuda/atomic
 TOOLED := $(if $(and $(wildcard .venv/bin/ruff),$(wildcard .venv/bin/mypy),$(wildcard .venv/bin/mkdocs)),,install)  # enough where the build may be older than its sources
 BUILT  := setup.py pyproject.toml $(shell find csrc -name '*.[ch]*')
 
-.PHONY: help install demo test test-sanitizers test-slow test-models test-stacks dist wheel matrix bench gpu gpu-proof gpu-measure gpu-libraries sass predict simulate lint docs coverage mutate format clean
+.PHONY: help install demo test test-stacks sanitizers wheel bench gpu sass lint docs format clean
 
 help:  ## This list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 16
@@ -46,55 +45,50 @@ demo: install  ## Train a ViT on scikit-learn's digits with 2 ranks; leaves runs
 PYTEST := -m pytest -q -n auto --maxprocesses 8 --dist worksteal -m "not slow and not models"
 MODEL  := FASTVIT_TEST_DEVICE=cuda_host OMP_NUM_THREADS=1 $(RUN) $(PYTEST)
 OPS    := tests/test_ops.py tests/test_local_ops.py tests/test_layer_norm.py tests/test_act.py tests/test_arguments.py tests/test_messages.py
+INSIDE := cd "$(CURDIR)/build/coverage" && PYTHONPATH="$(CURDIR)/build/coverage" OMP_NUM_THREADS=1 "$(CURDIR)/$(RUN)"
 ON_MODEL := $(OPS) tests/cuda_host/test_cuda_host_kernels.py tests/cuda_host/test_cuda_host_exchange.py
 
+ifdef MODELS
+test: install
+	$(RUN) -m pip install --quiet --disable-pip-version-check timm torchvision transformers "torch==$$($(RUN) -c 'import torch; print(torch.__version__)')"
+	$(RUN) -m pytest tests/test_convert_models.py -m "not slow" -k '$(MODELS)' $(ARGS)
+else ifdef ARGS
+test: install
+	$(RUN) $(PYTEST) $(ARGS)
+else
 test: install  ## All tests, and the lines that they reach; the CUDA sources run on a model of a GPU
-	rm -f build/python.coverage*
+	rm -rf build/python.coverage* build/coverage && mkdir -p build/coverage
 	$(RUN) -m coverage run $(PYTEST) --ignore tests/cuda_host
 	$(RUN) tests/cuda_host/build.py plain
 	$(MODEL) $(ON_MODEL) tests/test_peer_faults.py
 	$(RUN) -m coverage combine -q
 	$(RUN) -m coverage report
-	@if command -v g++ >/dev/null && command -v gcov >/dev/null; then $(MAKE) --no-print-directory coverage; else echo "lines of C++ are not counted: g++ and gcov are needed"; fi
-
-INSIDE := cd build/coverage && PYTHONPATH="$(CURDIR)/build/coverage" OMP_NUM_THREADS=1 "$(CURDIR)/$(RUN)"
-
-coverage: install  ## Lines of C++ that the ops' tests reach on the CPU, by gcov; works in build/coverage
-	rm -rf build/coverage && mkdir -p build/coverage
-	cp -r setup.py pyproject.toml README.md LICENSE csrc fastvit tests benchmarks build/coverage && rm -f build/coverage/fastvit/*.so
-	printf '#!/bin/sh\nexec g++ "$$@" -O0 --coverage\n' >build/coverage/c++ && chmod +x build/coverage/c++
-	export CXX="$(CURDIR)/build/coverage/c++" FASTVIT_CUDA=0; $(INSIDE) setup.py -q build_ext --inplace
-	$(INSIDE) $(PYTEST) -k "not compiled" $(OPS) tests/test_peer.py tests/test_statistics.py
+	command -v g++ >/dev/null && command -v gcov >/dev/null || { echo "C++ is not counted: no g++ or gcov"; exit; } ;\
+	set -e ;\
+	cp -r setup.py pyproject.toml README.md LICENSE csrc fastvit tests benchmarks build/coverage ;\
+	rm -f build/coverage/fastvit/*.so; printf '#!/bin/sh\nexec g++ "$$@" -O0 --coverage\n' >build/coverage/c++ ;\
+	chmod +x build/coverage/c++; export CXX="$(CURDIR)/build/coverage/c++" FASTVIT_CUDA=0 ;\
+	$(INSIDE) setup.py -q build_ext --inplace ;\
+	$(INSIDE) $(PYTEST) -k "not compiled" $(OPS) tests/test_peer.py tests/test_statistics.py ;\
 	$(INSIDE) -m gcovr --root . --filter csrc/ --merge-lines --gcov-ignore-parse-errors=negative_hits.warn_once_per_file --gcov-ignore-parse-errors=suspicious_hits.warn_once_per_file
+endif
 
-test-sanitizers: install  ## The CUDA sources on the model under the race checker, and under the sanitizers
+sanitizers: install  ## The CUDA sources on the model under the race checker, and under the sanitizers
 	$(RUN) tests/cuda_host/build.py
 	$(MODEL) -n 0 tests/cuda_host/test_cuda_host_bugs.py
 	FASTVIT_CUDA_HOST=race $(MODEL) $(ON_MODEL)
 	env $$($(RUN) tests/cuda_host/redirect.py) FASTVIT_CUDA_HOST=asan $(MODEL) $(ON_MODEL) tests/test_layers.py tests/test_batch_norm_act.py
-
-test-slow: install  ## Tests that need many gigabytes
-	$(RUN) -m pytest -m slow
-
-test-models: install  ## fastvit.convert on models of timm, torchvision and transformers, which it installs
-	$(RUN) -m pip install --quiet --disable-pip-version-check timm torchvision transformers "torch==$$($(RUN) -c 'import torch; print(torch.__version__)')"
-	$(RUN) -m pytest tests/test_convert_models.py -m "not slow" $(if $(MODELS),-k '$(MODELS)')
 
 test-stacks: install  ## fastvit.convert in trainers and other models, which it installs: docs/in-your-trainer.md
 	$(RUN) -m pip install --quiet --disable-pip-version-check timm torchvision transformers accelerate peft lightning mmengine diffusers monai ultralytics tyro spmd_types==0.2.3 "torch==$$($(RUN) -c 'import torch; print(torch.__version__)')"
 	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps torchtitan  # its trainer's data and logging are not needed
 	$(RUN) -m pytest tests/test_stacks.py tests/test_stacks_models.py
 
-dist: install
+wheel: install  ## A wheel for any Linux in dist/, which trains a step in a bare environment; COMPILE=
 	rm -rf build/wheel dist
 	$(RUN) -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir build/wheel .
 	PATH="$(CURDIR)/.venv/bin:$$PATH" $(RUN) -m auditwheel repair --exclude 'libtorch*' --exclude libc10.so --wheel-dir dist build/wheel/*.whl
-
-wheel: dist  ## A wheel for any Linux in dist/, which trains one step in a bare environment
-	$(RUN) tools/matrix.py dist/*.whl --torch '$(TORCH)'
-
-matrix: dist  ## Oldest and newest torch: all sources compile, the one wheel trains a step; 10 GB in runs/matrix
-	$(RUN) tools/matrix.py dist/*.whl --compile torch==2.11.0 torch --torch '$(TORCH)'
+	$(RUN) tools/matrix.py dist/*.whl $(if $(COMPILE),--compile $(COMPILE)) --torch '$(TORCH)'
 
 bench: install  ## Time the layers against torch's, and ways to synchronise; writes benchmarks/results
 	$(RUN) benchmarks/bench_layers.py
@@ -104,28 +98,17 @@ bench: install  ## Time the layers against torch's, and ways to synchronise; wri
 
 GPU := $(or $(wildcard $(RUN)),$(shell command -v $(RUN)),$(PYTHON)) tools/gpu.py
 
-gpu:  ## On a CUDA GPU: both calls below, the second whatever the first found; OUT= a folder, RUN= an interpreter
-	$(GPU) proof --out '$(OUT)'; status=$$?; $(GPU) measure --out '$(OUT)' && exit $$status
-
-gpu-proof:  ## Is it right? Smoke test, a minute beside torch, tests and sanitizers, in 9 minutes
-	$(GPU) proof --out '$(OUT)'
-
-gpu-measure:  ## Is it fast? Benchmarks, in 9 minutes
-	$(GPU) measure --out '$(OUT)'
-
-gpu-libraries: $(TOOLED)  ## Both libraries for a GPU of 9.0 alone, in build/gpu/libraries.tar.xz, which gpu.py unpacks
+gpu:  ## On a CUDA GPU: is it right (9 minutes), is it fast (9); CALL=libraries packs them where nvcc is
+ifeq ($(CALL),libraries)
 	FASTVIT_CUDA=1 TORCH_CUDA_ARCH_LIST=9.0 $(RUN) setup.py -q build_ext --build-temp build/gpu/temp --build-lib build/gpu/lib
 	strip --strip-unneeded build/gpu/lib/fastvit/*.so
 	tar -C build/gpu/lib -cJf build/gpu/libraries.tar.xz fastvit
+else
+	status=0; for call in $(or $(CALL),proof measure); do $(GPU) $$call --out '$(OUT)' || status=1; done; exit $$status
+endif
 
 sass: $(TOOLED)  ## Registers, spills, accesses and instructions of the CUDA kernels; needs nvcc and cuobjdump
 	$(RUN) tools/sass.py
-
-predict: $(TOOLED)  ## What each op should take on an H200; needs nvcc and cuobjdump
-	$(RUN) benchmarks/predict.py
-
-simulate: $(TOOLED)  ## The kernels' PTX on GPGPU-Sim, whose sources are in GPGPUSIM=; needs nvcc, flex and bison
-	$(RUN) tools/simulate/run.py$(if $(GPGPUSIM), --gpgpusim '$(GPGPUSIM)')
 
 lint: $(TOOLED)  ## What CI checks of the style
 	.venv/bin/ruff check .
@@ -135,9 +118,6 @@ lint: $(TOOLED)  ## What CI checks of the style
 
 docs: $(TOOLED)  ## The site in build/docs, from docs/ and the docstrings; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build  # --quiet would not count warnings, which are errors here
-
-mutate: install  ## Small faults in the CPU kernels and what a scope sees, and which of them no test notices; SAMPLE=
-	$(RUN) tools/mutate.py $(if $(SAMPLE),--sample $(SAMPLE))
 
 format: $(TOOLED)  ## Put the style right
 	.venv/bin/ruff check --fix .

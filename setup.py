@@ -1,6 +1,7 @@
 """Builds the libraries of fastvit against torch's stable ABI, with ninja:
 fastvit/_C.so     schemas and CPU kernels (the kernels once per instruction set)
-fastvit/_cuda.so  CUDA kernels; FASTVIT_CUDA=auto|0|1 (auto: with a toolkit; 1: no toolkit is an error)
+fastvit/_cuda.so  CUDA kernels; FASTVIT_CUDA=auto|0|1 (1: no toolkit is an error; auto: with a toolkit, but in
+                  an editable install not for a torch without CUDA, which could not load them)
 Neither needs Python's headers, torch's CUDA headers or a GPU, and both load in every torch from 2.11 on.
 """
 
@@ -35,12 +36,14 @@ if os.uname().machine == "x86_64":
     CAPABILITIES["avx512"] = "$avx2 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mprefer-vector-width=512"
 
 
-def find_cuda() -> tuple[Path | None, str]:
+def find_cuda(editable: bool = False) -> tuple[Path | None, str]:
     """The toolkit's folder, which has include/cuda_runtime.h, or None; and the reason."""
     if CUDA not in ("auto", "0", "1"):
         sys.exit(f"fastvit: FASTVIT_CUDA is {CUDA!r}; auto, 0 or 1 expected.")
     if CUDA == "0":
         return None, "FASTVIT_CUDA=0"
+    if editable and CUDA == "auto" and not sys.modules["torch"].version.cuda:
+        return None, "this torch is a CPU build, which cannot load them; FASTVIT_CUDA=1 builds them"
     folders = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
     if nvcc := shutil.which("nvcc"):  # nvcc may be a wrapper script, so its path does not tell
         dryrun = subprocess.run([nvcc, "--dryrun", "-c", "x.cu"], capture_output=True, text=True)
@@ -118,7 +121,7 @@ class NinjaBuild(build_ext.build_ext):
         if not cxx or not shutil.which(cxx.split()[0]):
             sys.exit("fastvit: there is no C++ compiler; install g++ (>= 11) or clang++, or set CXX.")
         ninja or sys.exit("fastvit: building needs ninja; pip install ninja.")
-        cuda, why = find_cuda()
+        cuda, why = find_cuda(self.editable_mode)
         print(f"fastvit: CUDA kernels {f'for {ARCHITECTURES}' if cuda else 'not built'}: {why}", flush=True)
         if self.editable_mode:  # setuptools would use a new folder each time, and compile everything
             self.build_temp = ROOT / f"build/temp.{self.plat_name}-{sys.implementation.cache_tag}"

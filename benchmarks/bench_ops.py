@@ -267,7 +267,6 @@ def main() -> None:
         text = roofline.table(bench.rows, bench.absent, list(map(name_of, todo)))
         (options.out / f"{name}.md").write_text(text)
     print(f"not reached within {options.budget:.0f} s: {', '.join(map(name_of, todo)) or 'nothing'}")
-    print(roofline.picture(bench.rows, options.out / f"{name}.png"))
     contenders.end_process_group()
     sys.exit(1 if failed else 0)
 

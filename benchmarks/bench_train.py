@@ -27,7 +27,7 @@ from torch.utils.data import DistributedSampler
 
 from fastvit.models import vit_digits
 from fastvit.sync.teardown import destroy_process_group
-from fastvit.training import datasets, distributed, loaders, loop, train_state
+from fastvit.training import datasets, distributed, loaders, loop, train_state, watch
 from fastvit.training.config import ALL_NORMS, AMP_LEVELS, Config
 from fastvit.training.datasets import random_shift
 from fastvit.training.engine import import_apex
@@ -74,7 +74,7 @@ def compare_loops(epochs: int) -> list[dict]:
         images = bare_epoch(bare, data, sampler, optimizer, epoch) * ranks.world
         rates["bare loop"].append(images / (time.perf_counter() - start))
         keys.set_epoch(epoch)
-        result = loop.train_one_epoch(trainer, batches, data.shape, epoch, loop.Progress(), StopRequest())
+        result = loop.train_one_epoch(trainer, batches, data.shape, epoch, watch.Progress(), StopRequest())
         rates["fastvit-train"].append(result.images / result.seconds)
     share = median(b / a for a, b in list(zip(*rates.values(), strict=True))[1:])
     where = {"model": "vit_digits", "ranks": ranks.world, "threads": torch.get_num_threads()}

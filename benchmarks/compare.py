@@ -1,6 +1,6 @@
 """Sets the tables of a GPU run beside the predictions for it, row by row.
 
-    python benchmarks/compare.py runs/gpu
+    python benchmarks/compare.py runs/gpu/measure
 
 Reads every `*_cuda.csv` of the folder, and predicted_h200.csv and predicted_exchange_h200.csv of
 benchmarks/results. Prints each measured row that was predicted, those that differ by more than 15 % marked

@@ -51,11 +51,14 @@ class Exchange(fastvit.SyncBatchNorm):
     """fastvit's SyncBatchNorm that exchanges its statistics also with one rank."""
 
     def forward(self, x):
-        original, sync.over = sync.over, lambda _, layer: sync.Shared(dist.group.WORLD, layer)
+        original, sync.transport_for = (
+            sync.transport_for,
+            lambda _, layer: sync.Shared(dist.group.WORLD, layer),
+        )
         try:
             return super().forward(x)
         finally:
-            sync.over = original
+            sync.transport_for = original
 
 
 def process_group(device: str) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastvit.sync.cuda_peer import DeviceMemory
-from fastvit.sync.peer import Position, arena_bytes
+from fastvit.sync.peer import arena_bytes
 from fastvit.sync.protocol import LEAST_PACKETS, Arena, Kind, Tag
 
 T = TypeVar("T")
@@ -44,18 +44,16 @@ def message(numbers: Tensor, tag: Tag, epoch: int, of_gpu: bool) -> Tensor:
 class Loopback:
     """Ranks on one device, each on a stream of its own: the kernels of one wait while the others' run.
 
-    `ranks[r]` is rank r's DeviceMemory. After an error, `rejoin()` stands for the meeting of all ranks. Where
-    launches run one after the other (sanitizers, profilers, timing), `send` writes the others' messages.
+    `ranks[r]` is rank r's DeviceMemory. Where launches run one after the other (sanitizers, profilers,
+    timing), `send` writes the others' messages.
     """
 
     def __init__(self, world: int, capacity: int = LEAST_PACKETS, timeout: float = 5.0, device="cuda"):
         self.capacity = capacity
         size = arena_bytes(world, capacity)
         self.arenas = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(world)]
-        self.said: list[Position] = []
         self.ranks = [
-            DeviceMemory("Loopback", self.arenas, rank, capacity, timeout, describe, lambda _: self.said)
-            for rank in range(world)
+            DeviceMemory("Loopback", self.arenas, rank, capacity, timeout, describe) for rank in range(world)
         ]
         self.of_gpu = self.arenas[0].is_cuda  # a model of a GPU on the CPU sets it
         self.streams = [torch.cuda.Stream() if self.of_gpu else None for _ in self.ranks]
@@ -87,13 +85,8 @@ class Loopback:
 
     def send(self, receiver: int, numbers: list[Tensor], tag: Tag) -> None:
         """Messages of all ranks, for the next exchange of one of them."""
-        words = self.arenas[receiver][: Arena.generation.offset].view(torch.int32)
+        words = self.arenas[receiver][: Arena.abandoned.offset].view(torch.int32)
         epoch = int(words[0]) % 2**32 + 1
         for sender, row in enumerate(numbers):
             data = message(row, tag, epoch, self.of_gpu)
             self.place(receiver, sender, epoch)[: data.numel()] = data
-
-    def rejoin(self) -> None:
-        self.said = [rank.position() for rank in self.ranks]
-        for rank in self.ranks:
-            rank._rejoin()

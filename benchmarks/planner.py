@@ -5,74 +5,37 @@ import hashlib
 import os
 import shutil
 import subprocess
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from shapes import DTYPES, Case
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = [
-    Path(__file__).with_suffix(".cpp"),
-    *(
-        ROOT / "csrc" / name
-        for name in ("cuda/plan.h", "cuda/row_plan.h", "cuda/threads.h", "layout.h", "macros.h")
-    ),
-]
+HEADERS = "cuda/plan.h cuda/row_plan.h cuda/threads.h layout.h macros.h".split()
+SOURCES = [Path(__file__).with_suffix(".cpp"), *(ROOT / "csrc" / name for name in HEADERS)]
 WORDS = (
     "rows vector lanes teams fold tile tiles slices segment segments units slots resident "
     "dependent_loads dependent_merges levels"
 ).split()
 MOST_DIMS = 5
+Dims = ctypes.c_int64 * MOST_DIMS
 
 
 class _Request(ctypes.Structure):
     _fields_ = [
-        ("dims", ctypes.c_int64),
-        ("sizes", ctypes.c_int64 * MOST_DIMS),
-        ("strides", ctypes.c_int64 * MOST_DIMS),
-        *(
-            (name, ctypes.c_int64)
-            for name in (
-                "channel_dim",
-                "operands",
-                "element_size",
-                "cached",
-                "multiprocessors",
-                "smem_cache_bytes",
-            )
-        ),
+        ("dims", ctypes.c_int64), ("sizes", Dims), ("strides", Dims), ("channel_dim", ctypes.c_int64),
+        ("operands", ctypes.c_int64), ("element_size", ctypes.c_int64), ("cached", ctypes.c_int64),
+        ("multiprocessors", ctypes.c_int64), ("smem_cache_bytes", ctypes.c_int64),
         ("resident", ctypes.c_int64 * 4),
-    ]
+    ]  # fmt: skip
 
 
-class _Answer(ctypes.Structure):
-    _fields_ = [*((name, ctypes.c_int64) for name in WORDS), ("tail_nanoseconds", ctypes.c_double)]
-
-
-@dataclass(frozen=True)
-class Plan:
+class Plan(ctypes.Structure):
     """The Plan of csrc/cuda/plan.h; `resident` blocks per multiprocessor. The last block merges slices for
     `tail_nanoseconds`, with this number of sequential loads and merges, and is found `levels` times.
     """
 
-    rows: int
-    vector: int
-    lanes: int
-    teams: int
-    fold: int
-    tile: int
-    tiles: int
-    slices: int
-    segment: int
-    segments: int
-    units: int
-    slots: int
-    resident: int
-    dependent_loads: int
-    dependent_merges: int
-    levels: int
-    tail_nanoseconds: float
+    _fields_ = [*((name, ctypes.c_int64) for name in WORDS), ("tail_nanoseconds", ctypes.c_double)]
 
     @property
     def blocks(self) -> int:
@@ -90,17 +53,7 @@ def _library() -> ctypes.CDLL:
             raise SystemExit("planner: csrc/cuda/plan.h needs a C++ compiler; install g++ or set CXX")
         library.parent.mkdir(parents=True, exist_ok=True)
         new = library.with_suffix(f".{os.getpid()}")
-        command = [
-            compiler,
-            "-std=c++20",
-            "-O3",
-            "-shared",
-            "-fPIC",
-            "-I",
-            str(ROOT / "csrc"),
-            "-o",
-            str(new),
-        ]
+        command = [compiler, *"-std=c++20 -O3 -shared -fPIC -I".split(), str(ROOT / "csrc"), "-o", str(new)]
         subprocess.run([*command, str(SOURCES[0])], check=True)
         new.rename(library)  # several processes may compile it at once
     loaded = ctypes.CDLL(str(library))
@@ -108,30 +61,15 @@ def _library() -> ctypes.CDLL:
     return loaded
 
 
-def _request(
-    case: Case,
-    operands: int,
-    cached: int,
-    resident: dict[tuple[bool, bool], int],
-    multiprocessors: int,
-    smem: int,
-) -> _Request:
+def _request(case: Case, operands: int, cached: int, resident: dict, multiprocessors: int, smem: int):
     x = torch.empty(case.shape, device="meta")
     if case.layout == "channels_last":
         x = x.contiguous(memory_format=torch.channels_last)
-    pad = [0] * (MOST_DIMS - x.dim())
+    blocks = (ctypes.c_int64 * 4)(*(resident[rows, wide] for rows in (False, True) for wide in (False, True)))
     return _Request(
-        x.dim(),
-        (ctypes.c_int64 * MOST_DIMS)(*x.shape, *pad),
-        (ctypes.c_int64 * MOST_DIMS)(*x.stride(), *pad),
-        case.channel_dim,
-        operands,
-        DTYPES[case.dtype].itemsize,
-        cached,
-        multiprocessors,
-        smem,
-        (ctypes.c_int64 * 4)(*(resident[rows, wide] for rows in (False, True) for wide in (False, True))),
-    )
+        x.dim(), Dims(*x.shape), Dims(*x.stride()), case.channel_dim, operands, DTYPES[case.dtype].itemsize,
+        cached, multiprocessors, smem, blocks,
+    )  # fmt: skip
 
 
 def plan(*request) -> Plan:
@@ -141,9 +79,9 @@ def plan(*request) -> Plan:
     that it reads and may hold in shared memory (0: it merges no slices); the blocks per multiprocessor by
     (rows, packets); the bytes of shared memory of a block for packets.
     """
-    answer = _Answer()
+    answer = Plan()
     _library().fastvit_plan(ctypes.byref(_request(*request)), ctypes.byref(answer))
-    return Plan(**{name: getattr(answer, name) for name, _ in _Answer._fields_})
+    return answer
 
 
 def row_plan(rows: int, columns: int, width: int, backward: bool = False) -> tuple[int, int, int]:

@@ -1,19 +1,8 @@
-"""The results of bench_ops.py as a Markdown table and as a picture: bandwidth against size."""
+"""The results of bench_ops.py as a Markdown table."""
 
-from pathlib import Path
 from statistics import median
 
 PASSES = ("forward", "backward", "both")
-LAYER_COLOURS = {
-    "torch": "#9aa5b1",
-    "torch.compile": "#52606d",
-    "InPlaceABN": "#1f77b4",
-    "SyncBatchNorm": "#ff9f40",
-    "torch SyncBatchNorm, exchange": "#7b8794",
-    "SyncBatchNorm, exchange": "#d9480f",
-    "apex SyncBatchNorm": "#2f9e44",
-    "inplace_abn": "#9c36b5",
-}
 COLUMNS = (
     "shape", "layout", "dtype", "threads", "layer", "forward us", "backward us", "both us (p20 to p80)",
     "against torch", "8 passes / time", "host us", "kernels", "peak",
@@ -99,55 +88,3 @@ def table(rows: list[dict], absent: dict[str, str], unreached: list[str]) -> str
         "",
     ]
     return "\n".join(lines)
-
-
-def picture(rows: list[dict], path: Path) -> str:
-    """Draws the rooflines; returns a message, since matplotlib may be missing."""
-    try:
-        import matplotlib
-    except ImportError:
-        return "no picture: matplotlib is not installed"
-    if not rows:
-        return "no picture: nothing was measured"
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    layouts = list(dict.fromkeys(row["layout"] for row in rows))
-    panels = ("forward", "backward", "raw ops")
-    figure, axes = plt.subplots(
-        len(panels), len(layouts), figsize=(4.6 * len(layouts), 9), squeeze=False, sharex=True, sharey="row",
-        layout="constrained",
-    )  # fmt: skip
-    roof = median(row["copy_GB_s"] for row in rows)
-    for i, panel in enumerate(panels):
-        for j, layout in enumerate(layouts):
-            axis = axes[i][j]
-            chosen = [
-                row
-                for row in rows
-                if row["layout"] == layout and (_is_op(row) if panel == "raw ops" else row["op"] == panel)
-            ]
-            for name in dict.fromkeys(row["contender"] for row in chosen):
-                by_size: dict[float, list[float]] = {}
-                for row in chosen:
-                    if row["contender"] == name:
-                        by_size.setdefault(row["MB"], []).append(row["GB_s"])
-                points = sorted((size, median(values)) for size, values in by_size.items())
-                label = name.removeprefix("fastvit.ops.")
-                axis.plot(
-                    *zip(*points, strict=True), "o-", ms=3, lw=1, label=label, color=LAYER_COLOURS.get(name)
-                )
-            axis.axhline(roof, color="black", lw=0.8, ls="--", label="copy bandwidth")
-            axis.set_xscale("log")
-            axis.set_ylim(bottom=0)
-            axis.set_title(f"{panel}, {layout}", fontsize=9)
-            axis.spines[["top", "right"]].set_visible(False)
-            axis.legend(fontsize=6)
-            if j == 0:
-                axis.set_ylabel("GB/s")
-            if panel == panels[-1]:
-                axis.set_xlabel("MB of the activation")
-    figure.suptitle(f"{rows[0]['device']}, torch {rows[0]['torch']}, commit {rows[0]['commit']}", fontsize=9)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-    return str(path)

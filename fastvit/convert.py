@@ -151,7 +151,7 @@ def is_converted(model: nn.Module) -> bool:
 
 def blocks(model: nn.Module) -> list[nn.Module]:
     """The elements of containers in which there is a normalisation."""
-    with_norm = set()
+    with_norm: set[str] = set()
     for name, module in model.named_modules(remove_duplicate=False):
         if "Norm" in type(module).__name__:
             parts = name.split(".")

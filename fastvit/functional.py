@@ -47,7 +47,7 @@ def _transport(op: str, training: bool, process_group, layer: int, momentum: flo
         if not torch.compiler.is_compiling():
             sync.check()  # raises errors of the last exchanges of training
         return sync.LOCAL
-    return sync.over(process_group, sync.LayerKey(op, layer, momentum))
+    return sync.transport_for(process_group, sync.LayerKey(op, layer, momentum))
 
 
 def sync_batch_norm(

@@ -33,7 +33,7 @@ def facts() -> dict[str, str]:
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "GPUs": gpu,
         "process groups": ", ".join(backends) or "none",
-        "statistics": "; ".join([sync.possible(), *sync.taken()]),
+        "statistics": "; ".join([sync.available_backends(), *sync.describe_groups()]),
     }
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="not a source tree")
@@ -85,6 +86,31 @@ def test_no_toolkit(tmp_path):
         assert cuda is None and why.startswith("no CUDA toolkit found")
         with pytest.raises(SystemExit, match="FASTVIT_CUDA=1, but there is no CUDA toolkit; set CUDA_HOME"):
             setup_globals(FASTVIT_CUDA="1")["find_cuda"]()
+
+
+def test_an_editable_install_builds_no_kernels_that_its_torch_cannot_load(tmp_path, monkeypatch):
+    for file in ("include/cuda_runtime.h", "bin/nvcc"):
+        (tmp_path / file).parent.mkdir()
+        (tmp_path / file).touch()
+    find = setup_globals(FASTVIT_CUDA="auto", CUDA_HOME=str(tmp_path))["find_cuda"]
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert find(editable=True)[0] is None and "this torch is a CPU build" in find(editable=True)[1]
+    assert find()[0] == tmp_path  # a wheel is for every torch
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert find(editable=True)[0] == tmp_path
+
+
+def test_a_script_beside_the_clone_imports_the_package(tmp_path):
+    """And not the clone's folder, which has the package's name."""
+    (tmp_path / "fastvit").symlink_to(ROOT)
+    (tmp_path / "script.py").write_text("import fastvit; print(fastvit.InPlaceABN(4))\n")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    result = subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert result.returncode == 0 and result.stdout.startswith("InPlaceABN(4"), result.stderr
 
 
 def test_architectures():

@@ -1,4 +1,4 @@
-"""examples/apex_script: a script in the old style, run unchanged."""
+"""examples/train_vit_apex.py: a script that imports apex, run over fastvit's look-alike."""
 
 import os
 import re
@@ -6,36 +6,32 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
-SCRIPT = ROOT / "examples" / "apex_script" / "main.py"
+SCRIPT = ROOT / "examples/train_vit_apex.py"
 
 
 def run(*command, cwd):
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-m", *map(str, command)],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=env,
-    )
+        cwd=cwd, capture_output=True, text=True, timeout=100, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return [float(value) for value in re.findall(r"accuracy ([\d.]+)", done.stdout)], done.stderr
 
 
-def test_two_ranks_then_one(tmp_path):
+@pytest.mark.parametrize("norm", ["apex", "fastvit", "inplace-abn"])
+def test_two_ranks_then_one(tmp_path, norm):
     launch = ("torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "fastvit.compat", SCRIPT)
-    options = ("--opt-level", "O2", "--accumulate", 2, "--checkpoint", "last.pt")
-    accuracy, messages = run(*launch, *options, "--epochs", 2, cwd=tmp_path)
-    assert len(accuracy) == 2 and accuracy[-1] >= 0.9
+    options = ("--norm", norm, "--opt-level", "O2", "--out", "out")
+    accuracy, messages = run(*launch, *options, "--accumulate", 2, "--epochs", 4, cwd=tmp_path)
+    assert len(accuracy) == 4 and accuracy[-1] >= 0.75, accuracy
     assert messages.count("half precision is bfloat16") <= 1 and "terminate" not in messages
-    saved = torch.load(tmp_path / "last.pt", weights_only=True)
+    saved = torch.load(tmp_path / "out/last.pt", weights_only=True)
     assert saved["amp"]["loss_scaler0"]["loss_scale"] == 2.0**16
-    assert saved["model"]["0.weight"].dtype == torch.float32
-    accuracy, _ = run(
-        "fastvit.compat", SCRIPT, "--opt-level", "O1", "--resume", "last.pt", "--epochs", 3, cwd=tmp_path
-    )
-    assert len(accuracy) == 1 and accuracy[0] >= 0.9
+    assert saved["model"]["head.weight"].dtype == torch.float32
+    assert any(name.name.startswith("events") for name in (tmp_path / "out").iterdir())
+    after, _ = run("fastvit.compat", SCRIPT, *options, "--resume", "out/last.pt", "--epochs", 5, cwd=tmp_path)
+    assert len(after) == 1 and after[0] >= accuracy[-1] - 0.02

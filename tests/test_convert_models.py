@@ -1,4 +1,4 @@
-"""fastvit.convert on published models: the same bits, and the share of bytes freed (`make test-models`)."""
+"""fastvit.convert on published models: the same bits, and the bytes freed (`make test MODELS=vit`)."""
 
 import contextlib
 import copy

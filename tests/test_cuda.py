@@ -10,7 +10,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from cases import CORE_LAYOUTS, Case, fresh
+from cases import CORE_LAYOUTS, LAYOUTS, Case, channels_last, fresh
 from harness import kernel_count
 from loopback import Loopback
 from tolerances import check
@@ -27,6 +27,12 @@ SHAPES = {
     "planes": ((16, 8, 40, 40), torch.contiguous_format),
     "rows": ((16, 24, 40, 40), torch.channels_last),
     "small": ((4, 8, 3, 3), torch.contiguous_format),
+}
+LARGE = {
+    "large planes": (lambda r: r(32, 4, 56, 56), 1),
+    "large short planes": (lambda r: r(64, 64, 14, 14), 1),
+    "large rows": (lambda r: channels_last(r(16, 64, 56, 56)), 1),
+    "large tokens": (lambda r: r(32, 197, 96), 2),
 }
 
 
@@ -68,9 +74,11 @@ def everything(results: list[torch.Tensor], model: nn.Module) -> list[torch.Tens
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("layout", CORE_LAYOUTS)
+@pytest.mark.parametrize("layout", [*CORE_LAYOUTS, *LARGE])
 @pytest.mark.parametrize("kind", ["abn", "sbn"])
-def test_equals_the_cpu(kind, layout, dtype):
+def test_equals_the_cpu(kind, layout, dtype, monkeypatch):
+    for name, make in LARGE.items():
+        monkeypatch.setitem(LAYOUTS, name, make)
     results = []
     for device in ("cpu", DEVICE):
         case = Case(layout, dtype, device)
@@ -326,14 +334,14 @@ def test_exchange_in_a_group_of_one(monkeypatch, way, name):
     limit = datetime.timedelta(seconds=30)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
     try:
-        monkeypatch.setattr(sync, "over", lambda _, layer: sync.Shared(dist.group.WORLD, layer))
+        monkeypatch.setattr(sync, "transport_for", lambda _, layer: sync.Shared(dist.group.WORLD, layer))
         try:
             got = everything(step(shared, leaf, dy), shared)
         except RuntimeError as error:
             if way != "symm_mem" or "symm_mem, but group" not in str(error):
                 raise
             pytest.skip(str(error))  # torch has none for this machine
-        assert f": {name}" in " ".join(sync.taken())
+        assert f": {name}" in " ".join(sync.describe_groups())
         torch.cuda.set_sync_debug_mode("error")
         step(shared, leaf, dy)  # the host waits for no exchange
         torch.cuda.set_sync_debug_mode("default")
@@ -462,7 +470,9 @@ def _train_with_a_peer(rank: int, store: str, results) -> None:
     for _ in range(5):
         y = layer(leaf.clone())
         (dx,) = torch.autograd.grad(y, leaf, torch.ones_like(y) * (1 + rank))
-    results.put((rank, " ".join(sync.taken()), y.detach().cpu(), dx.cpu(), layer.running_mean.cpu()))
+    results.put(
+        (rank, " ".join(sync.describe_groups()), y.detach().cpu(), dx.cpu(), layer.running_mean.cpu())
+    )
     results.close()
     results.join_thread()
     dist.barrier()

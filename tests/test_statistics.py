@@ -223,7 +223,7 @@ def checked_later(rank, world, where):
     """As on a GPU, whose host does not wait: NaN first, an error at the next call, no buffer changes."""
     a, b = fastvit.SyncBatchNorm(6), fastvit.SyncBatchNorm(6)
     step(a), step(b)
-    group_of(dist.group.WORLD, CPU).way._deferred = True
+    group_of(dist.group.WORLD, CPU).backend._deferred = True
     step(a), step(b)
     sync.check()
     before = [t.clone() for layer in (a, b) for t in (layer.running_mean, layer.running_var)]
@@ -270,7 +270,7 @@ def counts(rank, world):
     """Steps are 1, 2, 3, ... and wrap where float32 does not represent them exactly."""
     layer = fastvit.SyncBatchNorm(6)
     step(layer)
-    transport = group_of(dist.group.WORLD, CPU).way
+    transport = group_of(dist.group.WORLD, CPU).backend
     steps = [transport._step] + [transport.next_step() for _ in range(3)]
     transport._step = 2**24 - 2
     return steps + [transport.next_step() for _ in range(3)]
@@ -283,4 +283,4 @@ def test_steps(ranks, statistics):
 
 def test_without_a_group():
     assert sync.default_group(None) is None
-    assert "FASTVIT_STATISTICS=" in sync.possible() and not sync.taken()
+    assert "FASTVIT_STATISTICS=" in sync.available_backends() and not sync.describe_groups()

@@ -65,38 +65,17 @@ def test_files_of_two_checkpoints_are_told_apart(copied, tmp_path):
         checkpoint.load_checkpoint(tmp_path / "checkpoints" / "last")
 
 
-def _without(place, state):
-    """A state without the key `part/0/key`."""
-    first, _, rest = place.partition("/")
-    if isinstance(state, list):
-        return [_without(rest, state[0])]
-    if rest:
-        return state | {first: _without(rest, state[first])}
-    return {key: value for key, value in state.items() if key != first}
-
-
-@pytest.mark.parametrize(
-    "place",
-    [*checkpoint.KEYS, *(
-        f"{part}/{'0/' * (checkpoint.KEYS[part] is list)}{key}"
-        for part, keys in checkpoint.KEYS_OF_PARTS.items() for key in keys
-    )],
-)  # fmt: skip
-def test_a_state_without_a_key_is_refused_by_file_and_key(copied, capsys, place):
+@pytest.mark.parametrize("key", sorted(checkpoint.KEYS))
+def test_a_state_without_a_key_is_refused_by_file_and_key(copied, capsys, key):
     path = copied / "checkpoints" / "epoch-0001" / "state.pt"
-    torch.save(_without(place, torch.load(path, weights_only=True)), path)
-    part, _, key = place.rpartition("/")
-    said = fails(capsys, "--resume", str(copied))
-    named = f"{path}: {key!r} in {part.partition('/')[0] or 'the state'} must be of type "
-    assert named in said and said.endswith(", got nothing\n")
+    state = torch.load(path, weights_only=True)
+    torch.save({name: value for name, value in state.items() if name != key}, path)
+    assert f"{path} has no {key}: no checkpoint of this trainer" in fails(capsys, "--resume", str(copied))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"epoch": "1"}, "state.pt: 'epoch' in the state must be of type int, got str"),
-        ({"history": [7]}, "state.pt: 'epoch' in history must be of type int, got nothing"),
-        ({"rng": []}, "state.pt: rng must have 1 states, as many as world says, got 0"),
         ({"config": {"epochs": "2"}}, "state.pt: config of the run: --epochs must be of type int, got '2'"),
         ({"config": {"ema": 0.5}}, "average.safetensors is missing, cut off or damaged"),
         ({"optimizer": {}}, "optimizer in state.pt of the checkpoint does not fit"),
@@ -127,36 +106,18 @@ def test_a_checkpoint_below_the_root_of_the_files():
         checkpoint.load_checkpoint(Path("/no-checkpoint"))
 
 
-@pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("named", [None, "", "checkpoints/last"])
-def test_a_copy_that_followed_the_links_is_resumed(started, tmp_path, named, whole):
+def test_a_copy_that_followed_the_links_is_resumed(started, tmp_path, named):
     copy = shutil.copytree(started, tmp_path / "copy")
     folder = copy / "checkpoints"
     assert not (folder / "last").is_symlink()
-    if not whole:  # the folders that were links are all there is
-        shutil.rmtree(folder / "epoch-0001")
-    common = ["--device", "cpu", "--threads", "1"]
-    if named is None:
-        options = [*SMALL, "--resume", "auto", "--out", str(copy)]
-    else:
-        options = ["--resume", str(copy / named)]
-        assert main([*options, "--out", str(tmp_path / "other"), *common]) == 0
-        assert not (folder / "last").is_symlink() and rows_of(copy) == rows_of(started)
-    assert main([*options, *common]) == 0
+    options = (
+        [*SMALL, "--resume", "auto", "--out", str(copy)] if named is None else ["--resume", str(copy / named)]
+    )
+    assert main([*options, "--device", "cpu", "--threads", "1"]) == 0
     assert [row["epoch"] for row in rows_of(copy)] == [1, 2] and rows_of(copy)[:1] == rows_of(started)
-    names = ["best", "epoch-0001", "epoch-0002", "last"]
-    assert sorted(path.name for path in folder.iterdir()) == names
-    assert (folder / "last").is_symlink() and (folder / "best").is_symlink()
-    assert state_of(copy)["epoch"] == 2
-
-
-def test_a_copied_folder_that_is_no_checkpoint(started, tmp_path, capsys):
-    copy = shutil.copytree(started, tmp_path / "copy")
-    path = copy / "checkpoints" / "best" / "model.safetensors"
-    save_file({"a": torch.zeros(1)}, path)
-    assert "checkpoints/best must be a link to a checkpoint" in fails(capsys, "--resume", str(copy))
-    path.write_bytes(b"cut")
-    assert f"{path} is missing, cut off or damaged" in fails(capsys, "--resume", str(copy))
+    assert {"epoch-0002", "last"} <= {path.name for path in folder.iterdir()}
+    assert (folder / "last").is_symlink() and state_of(copy)["epoch"] == 2
 
 
 def test_full_disk_keeps_the_previous_checkpoint(copied):

@@ -64,42 +64,33 @@ def test_random_flip_mirrors_half_of_the_images():
 # CIFAR
 
 
-def make_cifar(folder, name, version, images=6):
+def make_cifar(folder, name, images=6):
     """The files of one data set with few images; returns pixels and labels by file."""
-    layout, random, made = cifar.LAYOUTS[name], np.random.default_rng(0), {}
-    target = folder / (layout.python_folder if version == "python" else layout.binary_folder)
+    inner, train, test, key, names_file, names_key = cifar.FILES[name]
+    random, made, target = np.random.default_rng(0), {}, folder / inner
+    names = [f"thing_{number}" for number in range(int(name[5:]))]
     target.mkdir(parents=True)
-    for part in (*layout.train, layout.test):
-        pixels = random.integers(0, 256, (images, 3072), dtype=np.uint8)
-        labels = random.integers(0, layout.classes, images)
-        made[part] = pixels, labels
-        if version == "python":
-            content = {b"data": pixels, layout.label_key: labels.tolist(), b"batch_label": b"x"}
-            (target / part).write_bytes(pickle.dumps(content, protocol=2))
-        else:
-            coarse = np.zeros((images, layout.label_bytes - 1), np.uint8)
-            rows = np.concatenate([coarse, labels[:, None].astype(np.uint8), pixels], axis=1)
-            (target / f"{part}.bin").write_bytes(rows.tobytes())
-    names = [f"thing {number}".replace(" ", "_") for number in range(layout.classes)]
-    if version == "python":
-        meta = {layout.names_key: [name.encode() for name in names]}
-        (target / layout.names_file[0]).write_bytes(pickle.dumps(meta, protocol=2))
-    else:
-        (target / layout.names_file[1]).write_text("\n".join(names) + "\n")
+    for part in (*train, test):
+        made[part] = (
+            random.integers(0, 256, (images, 3072), dtype=np.uint8),
+            random.integers(0, len(names), images),
+        )
+        content = {b"data": made[part][0], key: made[part][1].tolist(), b"batch_label": b"x"}
+        (target / part).write_bytes(pickle.dumps(content, protocol=2))
+    (target / names_file).write_bytes(pickle.dumps({names_key: [n.encode() for n in names]}, protocol=2))
     return target, made, tuple(names)
 
 
-@pytest.mark.parametrize("version", ["python", "binary"])
 @pytest.mark.parametrize("name", ["cifar10", "cifar100"])
-def test_cifar(tmp_path, name, version):
-    folder, made, names = make_cifar(tmp_path, name, version)
-    layout = cifar.LAYOUTS[name]
+def test_cifar(tmp_path, name):
+    folder, made, names = make_cifar(tmp_path, name)
+    _, train, test, *_ = cifar.FILES[name]
     for path in (folder, tmp_path):
         data = datasets.load(Config(data=name, data_path=str(path)))
-        expected = np.concatenate([made[part][0] for part in layout.train]).reshape(-1, 3, 32, 32)
+        expected = np.concatenate([made[part][0] for part in train]).reshape(-1, 3, 32, 32)
         assert np.array_equal(data.train.images.numpy(), expected)
-        assert data.train.labels.tolist() == np.concatenate([made[p][1] for p in layout.train]).tolist()
-        assert data.test.labels.tolist() == made[layout.test][1].tolist()
+        assert data.train.labels.tolist() == np.concatenate([made[p][1] for p in train]).tolist()
+        assert data.test.labels.tolist() == made[test][1].tolist()
         assert (data.classes, data.shape) == (names, (3, 32, 32))
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (data.mean, data.std))
     plain = (data.test.images[[3, 1]] / 255 - mean) / std
@@ -114,14 +105,14 @@ class Evil:
 
 
 def test_cifar_files_that_are_not(tmp_path, capsys):
-    folder, _, _ = make_cifar(tmp_path, "cifar10", "python")
+    folder, _, _ = make_cifar(tmp_path, "cifar10")
     whole = (folder / "data_batch_2").read_bytes()
     wrong = {b"data": np.zeros((2, 3072), np.uint8), b"labels": [3, 10]}
     for content, message in (
         (pickle.dumps({b"data": Evil()}), "builtins.print is not allowed in a file of CIFAR"),
         (whole[:500], "is cut off or no file of CIFAR"),
         (pickle.dumps([1]), "it holds a list"),
-        (pickle.dumps({b"data": 1}), "has no images and labels"),
+        (pickle.dumps({b"data": 1}), "must hold 3072 bytes for each of its 0 labels"),
         (pickle.dumps(wrong, protocol=2), "must be below 10, got 10"),
         (pickle.dumps(wrong | {b"labels": [3]}, protocol=2), "must hold 3072 bytes for each of its 1 labels"),
     ):
@@ -129,15 +120,11 @@ def test_cifar_files_that_are_not(tmp_path, capsys):
         with pytest.raises(ConfigError, match=message):
             datasets.load(Config(data="cifar10", data_path=str(tmp_path)))
     assert "code from a file" not in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="must hold cifar-100-python or cifar-100-binary"):
+    with pytest.raises(ConfigError, match="must hold cifar-100-python for"):
         datasets.load(Config(data="cifar100", data_path=str(tmp_path)))
     (folder / "data_batch_2").unlink()
     with pytest.raises(FileNotFoundError, match="data_batch_2"):
         datasets.load(Config(data="cifar10", data_path=str(tmp_path)))
-    binary, _, _ = make_cifar(tmp_path / "b", "cifar10", "binary")
-    (binary / "test_batch.bin").write_bytes(b"\0" * 3000)
-    with pytest.raises(ConfigError, match="3000 bytes are no multiple of 3073"):
-        datasets.load(Config(data="cifar10", data_path=str(binary)))
 
 
 # Folders
@@ -196,8 +183,8 @@ def test_folders_that_are_not(folder, tmp_path):
 
 @pytest.mark.parametrize(("length", "world"), [(7, 2), (8, 3), (2, 4)])
 def test_every_test_image_once(length, world):
-    shares = [list(loaders.EveryImageOnce(length, rank, world)) for rank in range(world)]
-    assert sorted(sum(shares, [])) == list(range(length))
+    batches = [batch for rank in range(world) for batch, _ in loaders.test_batches(length, 4, rank, world)]
+    assert sorted(sum(batches, [])) == list(range(length)) and all(len(batch) <= 4 for batch in batches)
 
 
 def test_training_batches_depend_on_epoch_rank_and_place_alone():

@@ -16,7 +16,7 @@ from training_runs import LIMIT, train_on_rank, weights_of
 
 import fastvit
 from fastvit.models import vit_digits
-from fastvit.training import distributed, loop, model, optimization, train_state
+from fastvit.training import distributed, loop, model, optimization, train_state, watch
 from fastvit.training.config import Config, ConfigError
 from fastvit.training.distributed import Ranks
 from fastvit.training.errors import TrainingError
@@ -116,7 +116,7 @@ def _accumulated_gradients(rank, world, parts):
                 .then(lambda future: future.value()[0]),
             )[1],
         )
-    feed = loop._Feed(Batches(_batch(rank, part) for part in range(parts)), (5, 1, 2, 2))
+    feed = watch.Feed(Batches(_batch(rank, part) for part in range(parts)), (5, 1, 2, 2))
     loss = loop._backward(small, feed, parts)
     expected = copy.deepcopy(small.model)
     expected.zero_grad()
@@ -138,7 +138,7 @@ def test_accumulated_gradients_are_those_of_one_large_batch(ranks):
 
 def test_clipping_bounds_the_norm_and_reports_what_it_was():
     small = _small_learner(0, 1, Config(clip_norm=0.01))
-    loop._backward(small, loop._Feed(Batches([_batch(0, 0)]), (5, 1, 2, 2)), 1)
+    loop._backward(small, watch.Feed(Batches([_batch(0, 0)]), (5, 1, 2, 2)), 1)
     before = loop._gradient_norm(small).item()
     after = loop._gradient_norm(small).item()
     assert before > 0.1 and after == pytest.approx(0.01, rel=1e-3)
@@ -149,10 +149,10 @@ def test_a_step_is_skipped_by_a_flag_on_the_device(name):
     """The state that a step changes is unchanged, momenta and step count included."""
     small = _small_learner(0, 1, Config(optimizer=name))
     for part, poison in enumerate((0.0, float("nan"), float("inf"), 0.0)):
-        loop._backward(small, loop._Feed(Batches([_batch(0, part)]), (5, 1, 2, 2)), 1)
+        loop._backward(small, watch.Feed(Batches([_batch(0, part)]), (5, 1, 2, 2)), 1)
         small.model[1].bias.grad += poison
         before = copy.deepcopy((small.model.state_dict(), small.optimizer.state_dict()["state"]))
-        loop._skip_if_not_finite(small.optimizer, loop._gradient_norm(small))
+        watch._skip_if_not_finite(small.optimizer, loop._gradient_norm(small))
         loop._step(small)
         after = small.model.state_dict(), small.optimizer.state_dict()["state"]
         if poison:
@@ -175,15 +175,15 @@ def _behind(rank, world, poisoned):
         step(one)
         weights.append(net[1].weight.detach().clone())
 
-    kept = loop.PIPELINE_STEPS
-    loop.PIPELINE_STEPS, loop._step = {"cpu": 1}, watched
+    kept = watch.PIPELINE_STEPS
+    watch.PIPELINE_STEPS, loop._step = {"cpu": 1}, watched
     try:
         batches = Batches(_batch(rank, part) for part in range(4))
-        loop.train_one_epoch(small, batches, (1, 2, 2), 1, loop.Progress(), StopRequest())
+        loop.train_one_epoch(small, batches, (1, 2, 2), 1, watch.Progress(), StopRequest())
     except TrainingError as error:
         return str(error), weights
     finally:
-        loop.PIPELINE_STEPS, loop._step = kept, step
+        watch.PIPELINE_STEPS, loop._step = kept, step
     return None, weights
 
 
@@ -200,7 +200,7 @@ def test_an_exchange_that_failed_in_a_backward_says_why(monkeypatch):
     def check():
         raise RuntimeError("rank 1 in backward of layer 0: nothing from rank 0")
 
-    monkeypatch.setattr(loop.sync, "check", check)
+    monkeypatch.setattr(watch.sync, "check", check)
     with pytest.raises(RuntimeError, match="nothing from rank 0"):
         _behind(0, 1, 2)
 
@@ -230,7 +230,7 @@ def test_average_follows_the_weights_with_a_decay_that_grows():
 def test_average_of_half_weights_is_that_of_their_masters():
     small, expected = _small_learner(0, 1, Config(amp="O2", ema=0.5)), None
     for part in range(3):
-        loop._backward(small, loop._Feed(Batches([_batch(0, part)]), (5, 1, 2, 2)), 1)
+        loop._backward(small, watch.Feed(Batches([_batch(0, part)]), (5, 1, 2, 2)), 1)
         loop._step(small)
         stepped = [p.detach().clone() for p in small.precision.gradient_holders(small.optimizer)]
         weight = (1 + part) / (10 + part) if part else 0  # below 0.5

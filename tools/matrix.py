@@ -1,4 +1,4 @@
-"""Tests one wheel with several releases of torch: `make wheel`, `make matrix`.
+"""Tests one wheel with several releases of torch: `make wheel`.
 
     python tools/matrix.py dist/*.whl [--torch torch==2.13.0] [--compile torch==2.11.0 torch] [--tests ...]
 

@@ -1,4 +1,4 @@
-"""Mutation tests: inserts small faults into the code, one at a time, and runs the tests: `make mutate`.
+"""Mutation tests: inserts small faults into the code, one at a time, and runs the tests.
 
     python tools/mutate.py [--only csrc/cpu/stats.cpp fastvit/recompute/calls.py] [--sample 40] [--seed 0]
 

@@ -44,15 +44,13 @@ def compile_source(nvcc: str, source: Path, arch: str, folder: Path) -> Path:
         return kept
     shutil.rmtree(kept, ignore_errors=True)
     kept.mkdir(parents=True)
-    command = [
-        *(nvcc, "-cubin", f"-arch=sm_{arch}", "-O3", "-std=c++20", "-DUSE_CUDA", "-Xptxas", "-v"),
-        *(
-            f"-DTORCH_TARGET_VERSION={SETUP['TORCH_ABI']}",
-            "-isystem",
-            f"{Path(torch.__file__).parent}/include",
-        ),
-        *(str(source), "--keep", "--keep-dir", str(kept), "-o", str(kept / "kernels.cubin")),
+    command = [nvcc, "-cubin", f"-arch=sm_{arch}", *"-O3 -std=c++20 -DUSE_CUDA -Xptxas -v --keep".split()]
+    command += [
+        f"-DTORCH_TARGET_VERSION={SETUP['TORCH_ABI']}",
+        "-isystem",
+        f"{Path(torch.__file__).parent}/include",
     ]
+    command += [str(source), "--keep-dir", str(kept), "-o", str(kept / "kernels.cubin")]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         sys.exit(result.stdout + result.stderr)

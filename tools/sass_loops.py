@@ -7,12 +7,12 @@ longest: the activation that costs most, with both sides of what may diverge in 
 count once.
 """
 
-import importlib.util
 import os
 import re
 import shutil
 import subprocess
-from dataclasses import dataclass, field
+import sys
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(.*?);")
@@ -36,12 +36,7 @@ class Count:  # of one pass
     half: int = field(default=0, compare=False)  # of them, those of HALF_RATE
 
     def __add__(self, other: "Count") -> "Count":
-        return Count(
-            self.loads + other.loads,
-            self.stores + other.stores,
-            self.instructions + other.instructions,
-            self.half + other.half,
-        )
+        return Count(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
     @property
     def slots(self) -> int:
@@ -63,17 +58,9 @@ class Loop:
 
 def disassembler() -> str | None:
     """cuobjdump: CUOBJDUMP, PATH, the CUDA toolkit, or a Python package that carries it."""
-    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
-    folders = [Path(home) / "bin" for home in homes if home]
-    for package, inside in (
-        ("triton", "backends/nvidia/bin"),
-        ("nvidia", "cu13/bin"),
-        ("nvidia", "cu12/bin"),
-    ):
-        spec = importlib.util.find_spec(package)
-        folders += [
-            Path(place) / inside for place in (spec.submodule_search_locations if spec else None) or ()
-        ]
+    folders = [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin"]
+    for inside in ("triton/backends/nvidia/bin", "nvidia/cu13/bin", "nvidia/cu12/bin"):
+        folders += [Path(place) / inside for place in sys.path]
     given = os.environ.get("CUOBJDUMP")
     if given:
         return given if Path(given).is_file() else None

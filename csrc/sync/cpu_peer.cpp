@@ -161,7 +161,7 @@ class Sharing {
   // Whether a peer gave up this exchange, or any exchange while this one is incomplete.
   bool gave_up(int peer, bool complete) const {
     const uint64_t at = load(exchange_.own().gave_up[peer]);
-    return at >> 32 > exchange_.own().generation && (!complete || uint32_t(at) == epoch_);
+    return at != 0 && (!complete || at == epoch_);
   }
 
   Fault fail(Fault fault, int peer, const Tag& theirs = {}) const {
@@ -257,11 +257,9 @@ void peer_give_up(Tensor fields) {
   const uint32_t epoch = next_epoch(own.epoch);
   exchange.report->epoch = epoch;
   own.abandoned = 1;
-  // A release after all stores of the abandoned push, so that none of them is seen in a later exchange.
   for (int peer = 0; peer < exchange.world; ++peer)
     if (peer != exchange.rank)
-      __atomic_store_n(&exchange.arenas[peer]->gave_up[exchange.rank],
-                       generation_at(uint64_t(own.generation) + 1, epoch), __ATOMIC_RELEASE);
+      __atomic_store_n(&exchange.arenas[peer]->gave_up[exchange.rank], uint64_t(epoch), __ATOMIC_RELEASE);
 }
 
 }  // namespace fastvit

@@ -80,7 +80,7 @@ template <class A>
 class Wait {
   const Exchange& exchange;
   const uint64_t begin;
-  const uint32_t epoch, generation;
+  const uint32_t epoch;
   peer::FaultReport& blame;  // shared by the block; `fault` is not 0 after a fault
   using Packets = peer::Packet[peer::kPairPackets<A>];
   struct Row {  // of the result; writes one channel's two numbers
@@ -111,7 +111,7 @@ class Wait {
   }
   // Called while packets of a rank are missing; false when the thread must stop waiting.
   __device__ __forceinline__ bool patient(int rank) const {
-    if (gave_up(rank) >> 32 > generation) return fail(peer::kGaveUp, rank);
+    if (gave_up(rank) != 0) return fail(peer::kGaveUp, rank);
     // Signed, since the clock of another multiprocessor may be a tick behind.
     return int64_t(globaltimer() - begin) <= int64_t(exchange.nanoseconds) || fail(peer::kTimeout, rank);
   }
@@ -133,7 +133,7 @@ class Wait {
         const peer::Tag theirs = peer::tag_of(head[0], head[1]);
         if (!same_exchange(theirs, exchange.tag)) return fail(peer::kMismatch, rank, theirs);
         // A complete message is valid, unless its rank gave up this same exchange.
-        if (quit == peer::generation_at(uint64_t(generation) + 1, epoch)) return fail(peer::kGaveUp, rank);
+        if (quit == epoch) return fail(peer::kGaveUp, rank);
         if (i < 0 || two.unpack(epoch, packets)) break;
       }
       if (!patient(rank)) return false;
@@ -206,7 +206,7 @@ class Wait {
     }
     if (int(threadIdx.x) < exchange.world && int(threadIdx.x) != exchange.rank && blame.fault != peer::kDone)
       SystemAtomic<uint64_t>(exchange.arenas[threadIdx.x]->gave_up[exchange.rank])
-          .store(peer::generation_at(uint64_t(generation) + 1, epoch), cuda::std::memory_order_relaxed);
+          .store(uint64_t(epoch), cuda::std::memory_order_relaxed);
     return false;
   }
 
@@ -222,7 +222,6 @@ class Wait {
       : exchange(exchange),
         begin(globaltimer()),
         epoch(peer::next_epoch(exchange.own().epoch)),
-        generation(exchange.own().generation),
         blame(blame) {}
 
   // `row`, [2C + 2], gets the moments of all ranks. The counts come first, since the weights of the ranks are

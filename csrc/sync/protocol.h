@@ -23,9 +23,8 @@
 //           may have sent fewer words. Each rank compares all tags with its own, so a mismatch is an error on
 //           every rank.
 // Faults    A rank that gives up an exchange (mismatch, timeout, interrupt) writes a FaultReport for its
-//           host, and {generation, epoch} into its peers' arenas. The peers then give up too, before their
-//           own timeouts. Its result is NaN. At their next use the ranks wait for each other, and continue
-//           after the largest epoch, so that no abandoned packet is valid again.
+//           host, and the epoch into its peers' arenas. The peers then give up too, before their own
+//           timeouts. Its result is NaN, and so is that of every later exchange: no rank goes on.
 // Source    The flag inside the data is that of NCCL's LL protocol (NCCL_PROTO in its documentation); buffers
 //           with one writer and one reader: Lamport, "Proving the Correctness of Multiprocess Programs"
 //           (1977). tests/test_peer_model.py enumerates every interleaving of a model of this file.
@@ -132,17 +131,12 @@ struct FaultReport {
 
 // The memory of a group that a rank owns; its inbox follows. All of it is zero at first.
 struct alignas(128) Arena {
-  uint32_t epoch;       // the last exchange that the rank polled to its end
-  uint32_t generation;  // number of exchanges given up, equal on all ranks after they were back
-  uint32_t abandoned;   // not 0: an exchange was given up, and others fail until all ranks are back
-  uint64_t process;     // PID of the rank, by which it marks a new arena as its own
-  // By rank, stored atomically by that rank: {generation, epoch} of the exchange that it gave up last.
+  uint32_t epoch;      // the last exchange that the rank polled to its end
+  uint32_t abandoned;  // not 0: an exchange was given up, and all later ones fail
+  uint64_t process;    // PID of the rank, by which it marks a new arena as its own
+  // By rank, stored atomically by that rank: the epoch of the exchange that it gave up; 0 for none.
   uint64_t gave_up[kMostRanks];
 };
-
-FASTVIT_INLINE uint64_t generation_at(uint64_t generation, uint32_t epoch) {
-  return generation << 32 | epoch;
-}
 
 // Offsets in an inbox, in packets. `capacity` packets are the largest payload.
 struct Inbox {

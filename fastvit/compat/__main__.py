@@ -86,7 +86,7 @@ def _run_script(path: str, arguments: list[str]) -> None:
         __cached__=None,
     )
     sys.modules["__main__"] = main
-    exec(compile(source, main.__file__, "exec", dont_inherit=True), main.__dict__)
+    exec(compile(source, os.path.abspath(path), "exec", dont_inherit=True), main.__dict__)
 
 
 def _leave_process_group(status: int | None) -> None:

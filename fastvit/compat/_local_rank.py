@@ -46,4 +46,4 @@ def spell_local_rank() -> None:
             args = _spelled(sys.argv[1:], declared)
         return parse(self, args, namespace)
 
-    argparse.ArgumentParser.parse_known_args = parse_known_args
+    argparse.ArgumentParser.parse_known_args = parse_known_args  # type: ignore[method-assign]

@@ -131,7 +131,7 @@ class _Backend:
         marks += [torch.compiler.config.cache_key_tag, inspect.getsource(joint)]
         key = hashlib.sha256("\n".join(marks).encode()).hexdigest()
         passes = functools.partial(_pass, config.joint_custom_pass)
-        with config.patch(joint_custom_pass=passes), torch.compiler.config.patch(cache_key_tag=key):
+        with config.patch(joint_custom_pass=passes), torch.compiler.config.patch(cache_key_tag=key):  # type: ignore[attr-defined]
             return self.backend(top, inputs)
 
 

@@ -20,7 +20,7 @@ from .calls import CALL, VALUE
 from .policy import Policy
 from .rules import LEAF, PRODUCTS, RULES
 from .saved import Kept, Recipe
-from .values import Argument, Copied, Held, Unknown, Value, View
+from .values import Argument, Copied, Given, Held, Unknown, Value, View
 from .views import VIEWS, signed, signed_all
 
 _LONGEST = 12  # consecutive ops whose results no op has saved
@@ -139,14 +139,14 @@ class Node:
     def edge(self, index: int) -> Argument:
         """An input that requires a gradient."""
         node, number = self.edges[index]
-        views = ()
+        views: tuple = ()
         while node is not None and (view := VIEWS.get(name := node.name())) is not None:
             views = (view(node, number), *views)
             node, number = node.next_functions[0]
         if node is None or number:
             raise Unknown
         if name == LEAF:
-            value = self.leaf(node.variable)
+            value: Value | Given = self.leaf(node.variable)
         else:
             value = node.metadata.get(VALUE) or value_of(node, self.policy, None, self.level + 1)
         return View(value, views) if views else value

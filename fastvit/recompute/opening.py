@@ -134,7 +134,7 @@ def why_closed() -> str:
     if hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint":
         # It keeps nothing in its first forward, and counts what is saved in its second.
         return "torch.utils.checkpoint runs it"
-    if _autograd._saved_tensors_hooks_is_enabled():
+    if _autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
         return ""
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return "torch.func keeps what it needs"

@@ -187,6 +187,7 @@ class Recipe:
         return plainly(self._rebuilt)
 
     def _rebuilt(self) -> Tensor:
+        assert self.source is not None
         tensor = self.source.read(self.value)
         return tensor if self.value.geometry is self.geometry else torch.as_strided(tensor, *self.geometry)
 

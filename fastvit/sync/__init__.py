@@ -1,8 +1,8 @@
 """Shares statistics between ranks.
 
 A layer takes its moments and sums from a `Transport`. `Local` is one process. `Shared` merges them over the
-ranks of a process group. A group chooses one way for all its layers: `SharedMemory` between the processes of
-one host, `CudaIpc` between its GPUs, `SymmMem` on request, or `Collective`, one packed all_gather and one
+ranks of a process group. A group chooses one backend for all its layers: `SharedMemory` between the processes
+of one host, `CudaIpc` between its GPUs, `SymmMem` on request, or `Collective`, one packed all_gather and one
 all_reduce of torch.distributed. When a rank is in another layer, dies or does not arrive, all others raise:
 on CPUs before anything is written; on GPUs, which the host does not wait for, at the next call.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import ops
 from .compiled import share
-from .group import LayerKey, check, group_of, possible, taken
+from .group import LayerKey, available_backends, check, describe_groups, group_of
 from .transport import LOCAL, Local, Reduce, Transport
 
 __all__ = [
@@ -22,11 +22,11 @@ __all__ = [
     "Local",
     "Shared",
     "Transport",
+    "available_backends",
     "check",
     "default_group",
-    "over",
-    "possible",
-    "taken",
+    "describe_groups",
+    "transport_for",
 ]
 
 
@@ -67,7 +67,7 @@ def default_group(process_group: "dist.ProcessGroup | None") -> "dist.ProcessGro
     return process_group
 
 
-def over(process_group: "dist.ProcessGroup", layer: LayerKey) -> Transport:
+def transport_for(process_group: "dist.ProcessGroup", layer: LayerKey) -> Transport:
     """The transport of a process group.
 
     Raises:

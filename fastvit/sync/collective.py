@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .agreement import Agreement, ProcessWatch
 from .protocol import Describe, Exchange, Kind, Tag
-from .transport import Way
+from .transport import Backend
 
 # torch 2.13 renamed all_gather_into_tensor and warns about the old name.
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -25,7 +25,7 @@ _GRACE = 2.0  # seconds in which a collective ends that a rank had completed bef
 _ops = torch.ops.fastvit
 
 
-class Collective(Way):
+class Collective(Backend):
     """Statistics over a process group of any size, on one host or many.
 
     When a rank dies, does not call, or is in a backward while others are in a forward, the others raise

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .agreement import Agreement, Unavailable, process_space
-from .peer import Peer, arena_bytes, meeting
+from .peer import Peer, arena_bytes
 from .protocol import MOST_RANKS, Arena, Describe, Tag, direction
 from .transport import Reduce
 
@@ -30,8 +30,7 @@ class SharedMemory(Peer):
     """Statistics over the ranks of one host. A call waits until its exchange is complete, or raises."""
 
     def __init__(self, arenas: list[Tensor], capacity: int, agreement: Agreement, describe: Describe):
-        meet = meeting(agreement, one_step=True)
-        super().__init__(NAME, arenas, agreement.rank, capacity, _SLICE, describe, meet)
+        super().__init__(NAME, arenas, agreement.rank, capacity, _SLICE, describe)
         self.timeout = agreement.timeout
         self._watch = agreement.watch
         self._watch.learn()  # now, since the store may be destroyed later
@@ -46,9 +45,9 @@ class SharedMemory(Peer):
                 self._wait(result, tag)
             if report.fault:
                 self._fail()
-        except BaseException:
+        except BaseException as error:
             _ops.peer_give_up(self._exchange.tensor)
-            self._abandoned = True
+            self._failed = str(error) or type(error).__name__
             raise
         return result
 

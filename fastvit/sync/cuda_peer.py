@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import _library, ops
 from .agreement import Agreement, Unavailable, process_space
-from .peer import Peer, arena_bytes, meeting
+from .peer import Peer, arena_bytes
 from .protocol import MOST_RANKS, Describe, Kind, Tag
 from .transport import Reduce
 
@@ -131,14 +131,14 @@ def _symmetric_module():
 def trial(
     name: str, arenas: list[Tensor], agreement: Agreement, capacity: int, describe: Describe
 ) -> DeviceMemory:
-    """Tests arenas that all ranks have opened by exchanges of known numbers, and returns the way over them.
+    """Tests arenas that all ranks have opened by exchanges of known numbers, and returns a backend.
 
     A path between two GPUs may be blocked although their memory can be opened. Packets do not arrive then,
     and the GPU gives up after a few seconds, before training begins.
     """
     rank, world, device = agreement.rank, agreement.world, arenas[0].device
     seconds = min(_TRIAL_SECONDS, agreement.timeout / 2)
-    tested = DeviceMemory(name, arenas, rank, capacity, seconds, describe, lambda said: [said])
+    tested = DeviceMemory(name, arenas, rank, capacity, seconds, describe)
 
     def works() -> None:
         load_kernels(device)
@@ -153,8 +153,7 @@ def trial(
             raise RuntimeError("numbers arrived changed")
 
     agreement.together(f"trial of {name}", works)
-    seconds, meet = _SHARE_OF_TIMEOUT * agreement.timeout, meeting(agreement, one_step=False)
-    return DeviceMemory(name, arenas, rank, capacity, seconds, describe, meet)
+    return DeviceMemory(name, arenas, rank, capacity, _SHARE_OF_TIMEOUT * agreement.timeout, describe)
 
 
 def load_kernels(device: torch.device) -> None:
@@ -165,7 +164,7 @@ def load_kernels(device: torch.device) -> None:
     """
     capacity = 2 * 9
     arena = torch.zeros(arena_bytes(1, capacity), dtype=torch.uint8, device=device)
-    alone = DeviceMemory("alone", [arena], 0, capacity, 1.0, lambda *_: "", lambda said: [said])
+    alone = DeviceMemory("alone", [arena], 0, capacity, 1.0, lambda *_: "")
     tag = Tag(0, 0)
     for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
         for shape, channel_dim in (((2, 8), 1), ((2, 3), 1), ((2, 1, 64), 1), ((2, 1, 3), 1)):

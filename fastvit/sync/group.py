@@ -1,4 +1,4 @@
-"""The way in which a process group shares statistics, and the agreement of its ranks on their layers.
+"""The backend by which a process group shares statistics, and the agreement of its ranks on their layers.
 
 FASTVIT_STATISTICS is read when a group is first used. `auto`: shared memory where all ranks are CPU processes
 of one host, peer memory where each has a GPU of one host, else collectives. `collective`: collectives; one
@@ -22,10 +22,10 @@ from . import cpu_peer, cuda_peer
 from .agreement import Agreement, Unavailable, answers_text
 from .collective import Collective
 from .protocol import Tag, capacity_for
-from .transport import Reduce, Way
+from .transport import Backend, Reduce
 
 WISHES = ("auto", "collective", "peer", "symm_mem")
-# Ways over peer memory, by device type. place() names the ranks' host, connect() makes a way.
+# Backends over peer memory, by device type. place() names the ranks' host, connect() makes a backend.
 PROVIDERS = {"cpu": cpu_peer, "cuda": cuda_peer}
 
 _log = logging.getLogger("fastvit.sync")
@@ -40,7 +40,7 @@ class LayerKey(NamedTuple):
 
 
 class Group:
-    """A process group on devices of one type: its way, and the layers that its ranks have agreed on.
+    """A process group on devices of one type: its backend, and the layers that its ranks have agreed on.
 
     At the first call of a layer the ranks compare channels, dtype, momentum and order. Each exchange carries
     the layer's number in the group and the count of forward exchanges.
@@ -56,33 +56,33 @@ class Group:
         self._backwards: set[int] = (
             set()
         )  # autograd's numbers of backwards that have exchanged sums and not ended
-        self._way: Way | None = None
+        self._backend: Backend | None = None
         self.why = ""
 
     @property
-    def way(self) -> Way:
-        """The way that the group chose at the first call of a layer."""
-        assert self._way is not None
-        return self._way
+    def backend(self) -> Backend:
+        """The backend that the group chose at the first call of a layer."""
+        assert self._backend is not None
+        return self._backend
 
     def moments(self, layer: LayerKey, x: Tensor, channel_dim: int) -> tuple[Tensor, Tensor]:
         """The moments of x over all ranks, and the tag for the backward."""
         tag = self._next(layer, x.shape[channel_dim], accumulation_dtype(x.dtype))
-        return self.way.moments(x, channel_dim, tag), self.way.tag()
+        return self.backend.moments(x, channel_dim, tag), self.backend.tag()
 
     def sums(self, reduce: Reduce, tag: Tensor) -> Tensor:
         """This rank's sums, and those of all ranks."""
         self._enter_backward()
-        return self.way.sums(reduce, Tag(*tag.tolist()))
+        return self.backend.sums(reduce, Tag(*tag.tolist()))
 
     def share_moments(self, layer: LayerKey, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """`moments` of a rank that has formed its own already, `(2C + 2,)`."""
         tag = self._next(layer, numbers.numel() // 2 - 1, numbers.dtype)
-        return self.way.share(numbers, tag), self.way.tag()
+        return self.backend.share(numbers, tag), self.backend.tag()
 
     def share_sums(self, numbers: Tensor, tag: Tensor) -> Tensor:
         self._enter_backward()
-        return self.way.share(numbers, Tag(*tag.tolist()))
+        return self.backend.share(numbers, Tag(*tag.tolist()))
 
     def describe(self) -> str:
         return f"group {self.name} ({self._agreement.world} ranks, {self._device.type}): {self.why}"
@@ -107,8 +107,8 @@ class Group:
             number = self._layers[key] = self._agree(layer, channels, dtype)
         if self._backwards and torch._C._current_graph_task_id() == -1:  # not a forward within a backward
             self._backwards.clear()
-            self.way.next_step()
-        return Tag(number, self.way.next_step())
+            self.backend.next_step()
+        return Tag(number, self.backend.next_step())
 
     def _enter_backward(self) -> None:
         self._check_process()
@@ -135,7 +135,7 @@ class Group:
                 f"rank {self._agreement.rank}: the ranks of group {self.name} differ in their layer "
                 f"{number}: {answers_text(answers)}"
             )
-        if self._way is None or not self._way.reserve(channels, dtype):
+        if self._backend is None or not self._backend.reserve(channels, dtype):
             self._choose(channels, dtype)
         self._names.append(name)
         return number
@@ -145,16 +145,16 @@ class Group:
         return f"{direction} of {name}, step {tag.step} of group {self.name}"
 
     def _choose(self, channels: int, dtype: torch.dtype) -> None:
-        before = self._way
-        self._way, self.why = self._vote(channels, dtype)
-        self.way.reserve(channels, dtype)
+        before = self._backend
+        self._backend, self.why = self._vote(channels, dtype)
+        self.backend.reserve(channels, dtype)
         if before is not None and getattr(before, "captured", False):
             _captured.append((self, before))
         elif before is not None:
             before.close()
         _log.debug("rank %d, %s", self._agreement.rank, self.describe())
 
-    def _vote(self, channels: int, dtype: torch.dtype) -> tuple[Way, str]:
+    def _vote(self, channels: int, dtype: torch.dtype) -> tuple[Backend, str]:
         wishes = self._agreement.ask("choice of statistics", os.environ.get("FASTVIT_STATISTICS", "auto"))
         if wrong := set(wishes).difference(WISHES):
             raise ValueError(f"FASTVIT_STATISTICS is {sorted(wrong)[0]!r}; {', '.join(WISHES)} expected")
@@ -165,8 +165,8 @@ class Group:
             place = self._place()
             connect = PROVIDERS[self._device.type].connect
             capacity = capacity_for(channels, dtype)
-            way = connect(self._agreement, capacity, self._name_of, self._device, asked[-1:])
-            return way, f"{way.name}, {place}"
+            backend = connect(self._agreement, capacity, self._name_of, self._device, asked[-1:])
+            return backend, f"{backend.name}, {place}"
         except Unavailable as reason:
             if asked:
                 raise RuntimeError(
@@ -174,8 +174,8 @@ class Group:
                 ) from None
             process_group = self._process_group()
             assert process_group is not None  # the calling layer holds it
-            way = Collective(process_group, self._agreement, self._device, self._name_of)
-            return way, f"Collective: {reason}"
+            backend = Collective(process_group, self._agreement, self._device, self._name_of)
+            return backend, f"Collective: {reason}"
 
     def _place(self) -> str:
         """The host of all ranks. Raises Unavailable where they have several, or none with peer memory."""
@@ -188,7 +188,7 @@ class Group:
         return place
 
 
-_captured: list[tuple[Group, Way]] = []  # replaced ways that CUDA graphs still use
+_captured: list[tuple[Group, Backend]] = []  # replaced backends that CUDA graphs still use
 _groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Group]]" = weakref.WeakKeyDictionary()
 
 
@@ -202,13 +202,15 @@ def group_of(process_group: "dist.ProcessGroup", device: torch.device) -> Group:
     return by_device[device.type]
 
 
-def _ways() -> list[tuple[Group, Way]]:
-    return [(one, one._way) for by_device in _groups.values() for one in by_device.values() if one._way]
+def _backends() -> list[tuple[Group, Backend]]:
+    return [
+        (one, one._backend) for by_device in _groups.values() for one in by_device.values() if one._backend
+    ]
 
 
-def taken() -> list[str]:
-    """For each group that has exchanged statistics: its way, and the reason."""
-    return [one.describe() for one, _ in _ways()]
+def describe_groups() -> list[str]:
+    """For each group that has exchanged statistics: its backend, and the reason."""
+    return [one.describe() for one, _ in _backends()]
 
 
 def check(wait: bool = False) -> None:
@@ -224,26 +226,29 @@ def check(wait: bool = False) -> None:
     Raises:
         RuntimeError: an exchange failed; the message names the ranks, the layers and the step.
     """
-    for _, way in _captured + _ways():
-        way.check(wait)
+    for _, backend in _captured + _backends():
+        backend.check(wait)
 
 
-def possible() -> str:
-    """The ways that new groups on this machine would choose, as text."""
+def available_backends() -> str:
+    """The backends that new groups on this machine would choose, as text."""
     wish = os.environ.get("FASTVIT_STATISTICS", "auto")
-    ways = {"CPU": "SharedMemory on one host", "CUDA": "CudaIpc on one host with peer access, a GPU per rank"}
+    backends = {
+        "CPU": "SharedMemory on one host",
+        "CUDA": "CudaIpc on one host with peer access, a GPU per rank",
+    }
     if wish == "peer":
-        ways["CUDA"] = "CudaIpc on one host with peer access"
+        backends["CUDA"] = "CudaIpc on one host with peer access"
     if wish == "symm_mem":
-        ways["CUDA"] = "SymmMem where torch maps it"
+        backends["CUDA"] = "SymmMem where torch maps it"
     try:
         cpu_peer.place(torch.device("cpu"))
     except OSError:
-        ways["CPU"] = "Collective"
+        backends["CPU"] = "Collective"
     if not _library.HAS_CUDA:
-        ways["CUDA"] = "Collective"
+        backends["CUDA"] = "Collective"
     if wish == "collective":
-        ways = dict.fromkeys(ways, "Collective")
-    text = ", ".join(f"{name} {way}" for name, way in ways.items())
+        backends = dict.fromkeys(backends, "Collective")
+    text = ", ".join(f"{name} {backend}" for name, backend in backends.items())
     elsewhere = "otherwise an error" if wish in ("peer", "symm_mem") else "otherwise Collective"
     return f"FASTVIT_STATISTICS={wish}: {text}, {elsewhere}"

@@ -47,7 +47,7 @@ class FaultReport(ctypes.Structure):
 class Arena(ctypes.Structure):
     """The first fields of an arena, the part of a group's memory that one rank owns."""
 
-    _fields_ = [(name, ctypes.c_uint32) for name in ("epoch", "generation", "abandoned")]
+    _fields_ = [(name, ctypes.c_uint32) for name in ("epoch", "abandoned")]
     _fields_ += [("process", ctypes.c_uint64)]
 
 

@@ -1,4 +1,4 @@
-"""The interface by which a layer gets statistics, and the base class of the ways to share them."""
+"""The interface by which a layer gets statistics, and the base class of the backends to share them."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -58,8 +58,8 @@ class Local:
 LOCAL = Local()
 
 
-class Way:
-    """A way of sharing numbers, for all layers of a group on devices of one type.
+class Backend:
+    """A backend that shares numbers, for all layers of a group on devices of one type.
 
     A Tag names an exchange. `share` takes numbers that were formed before: for moments, `(2C + 2,)`, it
     returns the group's; for sums, `(1, 2C)`, it adds the group's as a second row.
@@ -96,7 +96,7 @@ class Way:
             self._fail()
 
     def close(self) -> None:
-        """Frees the memory of the way, which is not used again."""
+        """Frees the memory of the backend, which is not used again."""
 
     def next_step(self) -> int:
         if self._capturing():

@@ -6,7 +6,7 @@
                             images, augmentation, batches
     model, conversion, optimization, precision, engine, train_state
                             the model, and the state that a step changes
-    loop, signals           one epoch of training; the request to stop
+    loop, watch, signals    one epoch of training; what ends it on all ranks; the request to stop
     checkpoint, log         the files of a run
     lock                    one run at a time in a directory
     run                     a run from start to end

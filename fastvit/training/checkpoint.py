@@ -33,7 +33,6 @@ __all__ = [
     "get_rng_state",
     "last_checkpoint",
     "load_checkpoint",
-    "mend_links",
     "save_checkpoint",
     "set_rng_state",
 ]
@@ -42,16 +41,9 @@ STATE = "state.pt"
 SUFFIX = ".safetensors"
 NAME = re.compile(r"epoch-(\d+)(?:-step-(\d+))?")
 
-# Keys that a run reads from a state, and from those parts of it that are dicts or lists of dicts; by type.
-KEYS = {
-    "epoch": int, "step": int, "world": int, "averaged": int, "progress": dict, "history": list, "rng": list,
-    "config": dict, "classes": list, "optimizer": dict, "scheduler": dict, "precision": dict,
-}  # fmt: skip
-KEYS_OF_PARTS: dict[str, dict[str, type]] = {
-    "progress": {"step": int, "loss": float, "norm": float, "norms": int},
-    "history": {"epoch": int, "time": float, "test_loss": float, "test_accuracy": float},
-    "rng": {"cpu": Tensor},
-}
+KEYS = frozenset(
+    "epoch step world averaged progress history rng config classes optimizer scheduler precision".split()
+)
 
 Weights = dict[str, dict[str, Tensor]]  # by file, then by name
 
@@ -65,11 +57,8 @@ def _place(path: Path) -> tuple[int, int]:
 
 def checkpoints(run: Path) -> list[Path]:
     """The checkpoints of a run, oldest first."""
-    return _checkpoints_in(run / "checkpoints")
-
-
-def _checkpoints_in(folder: Path) -> list[Path]:
-    return sorted((path for path in folder.glob("epoch-*") if NAME.fullmatch(path.name)), key=_place)
+    found = (run / "checkpoints").glob("epoch-*")
+    return sorted((path for path in found if NAME.fullmatch(path.name)), key=_place)
 
 
 def _flush(path: Path) -> None:
@@ -84,6 +73,8 @@ def _link(link: Path, target: str) -> None:
     temporary = link.with_name(link.name + ".tmp")
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(target)
+    if link.is_dir() and not link.is_symlink():  # in a copy of a run, which followed the link
+        shutil.rmtree(link)
     os.replace(temporary, link)
 
 
@@ -130,8 +121,8 @@ def save_checkpoint(
         torch.save(state, temporary / STATE)
         for path in (*temporary.iterdir(), temporary):
             _flush(path)
-        if final.exists():  # the run was resumed from an earlier checkpoint than this one
-            shutil.rmtree(final)
+        for later in (path for path in older if _place(path) >= _place(final)):
+            shutil.rmtree(later)  # the run was resumed from an earlier checkpoint
         os.replace(temporary, final)
         _flush(final.parent)
         _link(final.parent / "last", final.name)
@@ -141,46 +132,14 @@ def save_checkpoint(
         shutil.rmtree(temporary, ignore_errors=True)
         previous = f"; {older[-1]} is intact" if older else ""
         raise OSError(f"cannot write the checkpoint {final}: {_first_line(error)}{previous}") from error
-    _remove_others(run, final, keep)
-    return final
-
-
-def _remove_others(run: Path, newest: Path, keep: int) -> None:
-    found = checkpoints(run)
-    abandoned = [path for path in found if _place(path) > _place(newest)]
-    best = (newest.parent / "best").resolve()
-    for path in abandoned + found[: len(found) - len(abandoned)][:-keep]:
-        if path in abandoned or path.resolve() != best:
+    for path in checkpoints(run)[:-keep]:
+        if path.resolve() != (final.parent / "best").resolve():
             shutil.rmtree(path)
-    if not (newest.parent / "best").exists():
-        _link(newest.parent / "best", newest.name)
-
-
-def mend_links(run: Path) -> None:
-    """Turn `last` and `best` back into links where copying the run has replaced them by directories.
-
-    Raises:
-        TrainingError: a copied file does not name its checkpoint.
-    """
-    for link in (run / "checkpoints" / "last", run / "checkpoints" / "best"):
-        if link.is_dir() and not link.is_symlink():
-            _, name = _read_weights(link / ("model" + SUFFIX))
-            if not NAME.fullmatch(name):
-                raise TrainingError(
-                    f"--resume: {link} must be a link to a checkpoint; remove it, or make it one"
-                )
-            if (link.parent / name).is_dir():
-                shutil.rmtree(link)
-            else:
-                os.replace(link, link.parent / name)
-            _link(link, name)
+    return final
 
 
 def last_checkpoint(run: Path) -> Path | None:
     """The checkpoint from which a run is resumed, or None when it has none."""
-    last = run / "checkpoints" / "last"
-    if last.is_dir():  # a copy of the run may have followed the link
-        return last.parent / os.readlink(last) if last.is_symlink() else last
     return next(reversed(checkpoints(run)), None)
 
 
@@ -209,11 +168,13 @@ def load_checkpoint(path: Path) -> tuple[Weights, dict[str, Any]]:
     """
     try:
         state = torch.load(path / STATE, map_location="cpu", weights_only=True)
-    except (
-        Exception
-    ) as error:  # a truncated zip file raises RuntimeError, EOFError, KeyError or UnpicklingError
+    except Exception as error:  # of a truncated zip: RuntimeError, EOFError, KeyError or UnpicklingError
         raise TrainingError(_damaged(path / STATE, error)) from error
-    _check_state(path / STATE, state)
+    missing = sorted(KEYS - state.keys()) if isinstance(state, dict) else sorted(KEYS)
+    if missing:
+        raise TrainingError(
+            f"--resume: {path / STATE} has no {', '.join(missing)}: no checkpoint of this trainer"
+        )
     place = state["epoch"], state["step"]
     weights: Weights = {}
     expected = ("model", "average") if state["config"].get("ema") else ("model",)
@@ -239,34 +200,12 @@ def _read_weights(path: Path) -> tuple[dict[str, Tensor], str]:
         raise TrainingError(_damaged(path, error)) from error
 
 
-def _check_state(path: Path, state: Any) -> None:
-    _check_keys(path, "the state", state, KEYS)
-    for name, keys in KEYS_OF_PARTS.items():
-        for part in state[name] if KEYS[name] is list else [state[name]]:
-            _check_keys(path, name, part, keys)
-    if len(state["rng"]) != state["world"]:
-        raise TrainingError(
-            f"--resume: {path}: rng must have {state['world']} states, as many as world says, got "
-            f"{len(state['rng'])}"
-        )
-
-
-def _check_keys(path: Path, name: str, part: Any, keys: dict[str, type]) -> None:
-    for key, kind in keys.items():
-        value = part.get(key) if isinstance(part, dict) else None
-        if not isinstance(value, kind):
-            found = "nothing" if value is None else type(value).__name__
-            raise TrainingError(
-                f"--resume: {path}: {key!r} in {name} must be of type {kind.__name__}, got {found}"
-            )
-
-
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _damaged(path: Path, error: Exception) -> str:
-    others = [other.name for other in _checkpoints_in(path.parent.parent) if other != path.parent]
+    others = [other.name for other in checkpoints(path.parent.parent.parent) if other != path.parent]
     instead = f"resume from {others[-1]} beside it" if others else "resume from another checkpoint"
     return (
         f"--resume: {path} is missing, cut off or damaged ({type(error).__name__}: {_first_line(error)}); "

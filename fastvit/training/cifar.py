@@ -1,14 +1,13 @@
-"""CIFAR-10 and CIFAR-100 from the files that their authors publish, the Python version or the binary one.
+"""CIFAR-10 and CIFAR-100 from the Python version of the files that their authors publish.
 
-Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009. The Python version consists of
-pickles. The unpickler here allows arrays, lists and strings only, so an untrusted file cannot run code.
+Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009. The unpickler here allows arrays,
+lists and strings only, so an untrusted file cannot run code.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,31 +19,11 @@ from .config import ConfigError
 
 __all__ = ["read_cifar"]
 
-IMAGE_BYTES = 3 * 32 * 32
-
-
-@dataclass(frozen=True)
-class _Layout:
-    classes: int
-    python_folder: str
-    binary_folder: str
-    train: tuple[str, ...]  # without binary's .bin
-    test: str
-    label_key: bytes
-    label_bytes: int  # before each binary image; the last one is the label
-    names_file: tuple[str, str]  # of the Python version and of the binary version
-    names_key: bytes
-
-
-LAYOUTS = {
-    "cifar10": _Layout(
-        10, "cifar-10-batches-py", "cifar-10-batches-bin", tuple(f"data_batch_{i}" for i in range(1, 6)),
-        "test_batch", b"labels", 1, ("batches.meta", "batches.meta.txt"), b"label_names",
-    ),
-    "cifar100": _Layout(
-        100, "cifar-100-python", "cifar-100-binary", ("train",),
-        "test", b"fine_labels", 2, ("meta", "fine_label_names.txt"), b"fine_label_names",
-    ),
+# Folder, files for training and test, key of the labels, file and key of the names.
+FILES = {
+    "cifar10": ("cifar-10-batches-py", [f"data_batch_{i}" for i in range(1, 6)], "test_batch", b"labels",
+                "batches.meta", b"label_names"),
+    "cifar100": ("cifar-100-python", ["train"], "test", b"fine_labels", "meta", b"fine_label_names"),
 }  # fmt: skip
 
 
@@ -74,18 +53,14 @@ def read_cifar(path: str, name: str) -> tuple[tuple[Tensor, Tensor], tuple[Tenso
         OSError: a file is missing or cannot be read.
         ConfigError: there is no such folder, or a file has another content.
     """
-    layout = LAYOUTS[name]
-    for folder in (Path(path), Path(path) / layout.python_folder, Path(path) / layout.binary_folder):
-        for suffix, read in (("", _read_python), (".bin", _read_binary)):
-            if (folder / (layout.test + suffix)).is_file():
-                train = [read(folder / (part + suffix), layout) for part in layout.train]
-                joined = torch.cat([part[0] for part in train]), torch.cat([part[1] for part in train])
-                test = read(folder / (layout.test + suffix), layout)
-                return joined, test, _names(folder, layout)
-    raise ConfigError(
-        f"--data-path must hold {layout.python_folder} or {layout.binary_folder} for --data {name}, "
-        f"got {path}"
-    )
+    inner, train, test, key, names_file, names_key = FILES[name]
+    folder = Path(path) / inner if (Path(path) / inner).is_dir() else Path(path)
+    if not (folder / test).is_file():
+        raise ConfigError(f"--data-path must hold {inner} for --data {name}, got {path}")
+    names = tuple(label.decode() for label in _unpickle(folder / names_file).get(names_key, []))
+    parts = [_read(folder / part, key, len(names)) for part in train]
+    images, labels = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    return (images, labels), _read(folder / test, key, len(names)), names
 
 
 def _unpickle(path: Path) -> dict[bytes, Any]:
@@ -100,43 +75,12 @@ def _unpickle(path: Path) -> dict[bytes, Any]:
     return content
 
 
-def _read_python(path: Path, layout: _Layout) -> tuple[Tensor, Tensor]:
+def _read(path: Path, key: bytes, classes: int) -> tuple[Tensor, Tensor]:
     content = _unpickle(path)
-    images, labels = content.get(b"data"), content.get(layout.label_key)
-    if not isinstance(images, np.ndarray) or images.dtype != np.uint8 or not isinstance(labels, list):
-        raise ConfigError(f"--data-path: {path} has no images and {layout.label_key.decode()} of CIFAR")
-    return _checked(path, images, np.asarray(labels, dtype=np.int64), layout)
-
-
-def _read_binary(path: Path, layout: _Layout) -> tuple[Tensor, Tensor]:
-    content, record = np.fromfile(path, dtype=np.uint8), layout.label_bytes + IMAGE_BYTES
-    if content.size == 0 or content.size % record:
-        raise ConfigError(f"--data-path: {path} is cut off: {content.size} bytes are no multiple of {record}")
-    rows = content.reshape(-1, record)
-    labels = rows[:, layout.label_bytes - 1].astype(np.int64)
-    return _checked(path, rows[:, layout.label_bytes :], labels, layout)
-
-
-def _checked(path: Path, images: np.ndarray, labels: np.ndarray, layout: _Layout) -> tuple[Tensor, Tensor]:
-    if images.ndim != 2 or images.shape != (len(labels), IMAGE_BYTES):
-        raise ConfigError(
-            f"--data-path: {path} must hold {IMAGE_BYTES} bytes for each of its {len(labels)} labels, "
-            f"got an array {images.shape}"
-        )
-    if len(labels) and not 0 <= labels.min() <= labels.max() < layout.classes:
-        raise ConfigError(
-            f"--data-path: the labels in {path} must be below {layout.classes}, got {labels.max()}; "
-            f"cifar10 and cifar100 have different files"
-        )
+    images: Any = content.get(b"data")
+    labels = np.asarray(content.get(key, ()), dtype=np.int64)
+    if getattr(images, "dtype", None) != np.uint8 or images.shape != (len(labels), 3 * 32 * 32):
+        raise ConfigError(f"--data-path: {path} must hold 3072 bytes for each of its {len(labels)} labels")
+    if len(labels) and not 0 <= labels.min() <= labels.max() < classes:
+        raise ConfigError(f"--data-path: the labels in {path} must be below {classes}, got {labels.max()}")
     return torch.from_numpy(images.reshape(-1, 3, 32, 32).copy()), torch.from_numpy(labels)
-
-
-def _names(folder: Path, layout: _Layout) -> tuple[str, ...]:
-    """Names of the classes; their numbers when the file with the names is missing."""
-    python, binary = (folder / name for name in layout.names_file)
-    names: list[str] = []
-    if python.is_file():
-        names = [name.decode() for name in _unpickle(python).get(layout.names_key, [])]
-    elif binary.is_file():
-        names = binary.read_text().split()
-    return tuple(names) if len(names) == layout.classes else tuple(map(str, range(layout.classes)))

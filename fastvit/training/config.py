@@ -59,10 +59,10 @@ class Config:
     image_size: int | None = _option(None, "data", "side of folder's (224) or synthetic (32) images")
     synthetic_images: int = _option(2048, "data", "number of synthetic training images")
     classes: int | None = _option(None, "data", "outputs of the model (default: the classes of the data)")
-    workers: int | None = _option(None, "data", "processes that load batches (default 0, for folder 4)")
+    workers: int = _option(None, "data", "processes that load batches (default 0, for folder 4)")
 
     model: str = _option("auto", "model", f"{', '.join(VARIANTS)}, or timm/<name>; auto: by the images' size")
-    norm: str | None = _option(None, "model", "BatchNorm layer (default inplace-abn-sync, for timm/ "
+    norm: str = _option(None, "model", "BatchNorm layer (default inplace-abn-sync, for timm/ "
         "fastvit-sync); torch-sync needs CUDA, apex-sync NVIDIA apex 25.05", ALL_NORMS)
     mlp_norm: str = _option("batch", "model", "in the MLPs: GELU, or BatchNorm, leaky_relu", MLP_NORMS)
     pretrained: str = _option("", "model", "initial weights: a file of safetensors or torch.save, or "
@@ -80,10 +80,10 @@ class Config:
     batch_size: int = _option(32, "recipe", "images per rank in one forward")
     accumulate: int = _option(1, "recipe", "batches whose gradients make one step")
     optimizer: str = _option("adamw", "recipe", "sgd has momentum 0.9; fused-adam is apex's", tuple(BASE_LR))
-    lr: float | None = _option(None, "recipe", "largest learning rate of the schedule, for one rank and "
+    lr: float = _option(None, "recipe", "largest learning rate of the schedule, for one rank and "
         "accumulate 1 (default 0.05 for sgd, else 0.001)")
     scale_lr: bool = _option(True, "recipe", "multiply lr by the number of ranks and by accumulate")
-    weight_decay: float | None = _option(None, "recipe", "of matrices and kernels; vectors have none "
+    weight_decay: float = _option(None, "recipe", "of matrices and kernels; vectors have none "
         "(default 5e-4 for sgd, else 0.05)")
     warmup_epochs: int = _option(3, "recipe", "epochs of linear warm-up, before half a cosine to 0")
     clip_norm: float = _option(0.0, "recipe", "largest norm of all gradients together; 0: not clipped")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-
 import torch
 from torch import nn
 
@@ -13,28 +10,12 @@ import fastvit
 from .config import Config
 from .precision import Precision
 
-__all__ = ["SavedMemory", "save_memory"]
-
-
-@dataclass(frozen=True)
-class SavedMemory:
-    """A conversion, with its report."""
-
-    report: fastvit.Report
-
-    def summary(self, config: Config) -> str:
-        """One line for the user."""
-        return f"--memory {config.memory}: {self.report.summary()}"
-
-    def write(self, run: Path, config: Config) -> None:
-        """Write `memory.txt`: the report of the conversion."""
-        title = f"--memory {config.memory}, a batch of {config.batch_size} images on one rank"
-        (run / "memory.txt").write_text(f"{title}\n\n{self.report}\n", encoding="utf-8")
+__all__ = ["save_memory"]
 
 
 def save_memory(
     model: nn.Module, config: Config, shape: tuple[int, int, int], precision: Precision
-) -> SavedMemory | None:
+) -> fastvit.Report | None:
     """Convert `model`, in place, by `--memory`.
 
     The model must be on its device. A model that will be compiled is not converted: torch.compile chooses
@@ -45,7 +26,7 @@ def save_memory(
         precision: of the run; it sets the dtype of activations, whose bytes are reported.
 
     Returns:
-        The conversion; None with `--memory off` or `--compile`.
+        What a training step keeps; None with `--memory off` or `--compile`.
     """
     if config.memory == "off" or config.compile:
         return None
@@ -55,4 +36,4 @@ def save_memory(
     options = config.convert_options()
     with precision.half():
         fastvit.convert(model, **options, example_inputs=images if "budget" in options else None)
-        return SavedMemory(fastvit.report(model, images))
+        return fastvit.report(model, images)

@@ -111,7 +111,7 @@ def load_digits(seed: int) -> DataSets:
     import numpy as np
 
     # The file that sklearn.datasets.load_digits reads; importing sklearn takes as long as importing torch.
-    (folder,) = importlib.util.find_spec("sklearn").submodule_search_locations  # type: ignore[misc]
+    (folder,) = importlib.util.find_spec("sklearn").submodule_search_locations  # type: ignore[misc,union-attr]
     digits = torch.from_numpy(np.loadtxt(f"{folder}/datasets/data/digits.csv.gz", delimiter=","))
     images = digits[:, :64].view(-1, 1, 8, 8).to(torch.float32) / 8 - 1  # 16 grey levels
     labels = digits[:, 64].to(torch.int64)
@@ -147,8 +147,10 @@ def _load_cifar(config: Config) -> DataSets:
 def _load_folder(config: Config) -> DataSets:
     from .image_folder import ImageFolder, find_split
 
+    size = config.image_size
+    assert size is not None  # with --data folder
     train, test = (
-        ImageFolder(find_split(config.data_path, names), config.image_size, IMAGENET_MEAN, IMAGENET_STD)
+        ImageFolder(find_split(config.data_path, names), size, IMAGENET_MEAN, IMAGENET_STD)
         for names in (("train",), ("val", "test"))
     )
     if train.classes != test.classes:
@@ -157,12 +159,12 @@ def _load_folder(config: Config) -> DataSets:
             f"--data-path {config.data_path}: {train.folder.name} and {test.folder.name} must hold the same "
             f"classes; {', '.join(odd[:5])} are in one of them only"
         )
-    size = config.image_size
     return DataSets(train, test, train.classes, (3, size, size), IMAGENET_MEAN, IMAGENET_STD)
 
 
 def _make_synthetic(config: Config) -> DataSets:
     classes, size, count = config.classes or 10, config.image_size, config.synthetic_images
+    assert size is not None  # with --data synthetic
     train = Synthetic(count, classes, size, config.data_seed)
     test = Synthetic(max(1, count // 4), classes, size, config.data_seed, first=count)
     names = tuple(f"pattern {index}" for index in range(classes))

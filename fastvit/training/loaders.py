@@ -18,7 +18,7 @@ from .config import Config, ConfigError
 from .datasets import ImageSource
 from .distributed import Ranks
 
-__all__ = ["EveryImageOnce", "TrainBatches", "make_test_loader", "make_train_loader"]
+__all__ = ["TrainBatches", "make_test_loader", "make_train_loader", "test_batches"]
 
 Key = tuple[list[int], "int | None"]  # indices of a batch, and the seed of its augmentation
 
@@ -75,31 +75,13 @@ class TrainBatches(Sampler[Key]):
         return len(self.batches)
 
 
-class EveryImageOnce(Sampler[int]):
-    """Every `world`-th index, starting at `rank`: the ranks together see each image exactly once.
+def test_batches(images: int, batch_size: int, rank: int, world: int) -> list[Key]:
+    """Every `world`-th image, from `rank` on: the ranks together see each exactly once.
 
     DistributedSampler repeats images until all ranks have the same number, which counts some of them twice.
     """
-
-    def __init__(self, length: int, rank: int, world: int) -> None:
-        self.indices = range(rank, length, world)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.indices)
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-
-class _TestBatches(Sampler[Key]):
-    def __init__(self, images: int, batch_size: int, rank: int, world: int) -> None:
-        self.batches = BatchSampler(EveryImageOnce(images, rank, world), batch_size, drop_last=False)
-
-    def __iter__(self) -> Iterator[Key]:
-        return ((indices, None) for indices in self.batches)
-
-    def __len__(self) -> int:
-        return len(self.batches)
+    share: Any = range(rank, images, world)
+    return [(indices, None) for indices in BatchSampler(share, batch_size, drop_last=False)]
 
 
 def _ignore_foreign_sigterm(worker: int) -> None:
@@ -120,7 +102,9 @@ def _wait_for_rank() -> None:
     os._exit(0)  # DataLoader reports any other status as a failure of the worker
 
 
-def _loader(source: ImageSource, batches: Sampler[Key], config: Config, ranks: Ranks) -> DataLoader:
+def _loader(
+    source: ImageSource, batches: Sampler[Key] | list[Key], config: Config, ranks: Ranks
+) -> DataLoader:
     return DataLoader(
         _Batches(source),
         sampler=batches,
@@ -143,4 +127,4 @@ def make_train_loader(source: ImageSource, config: Config, ranks: Ranks) -> tupl
 def make_test_loader(source: ImageSource, config: Config, ranks: Ranks) -> DataLoader:
     """This rank's share of the test images; shares differ by up to one image, the last batch is smaller."""
     size = 2 * config.batch_size  # evaluation keeps no activations
-    return _loader(source, _TestBatches(len(source.labels), size, ranks.rank, ranks.world), config, ranks)
+    return _loader(source, test_batches(len(source.labels), size, ranks.rank, ranks.world), config, ranks)

@@ -15,9 +15,9 @@ __all__ = ["RunLock"]
 
 
 class RunLock:
-    """A lock on the directory of a run, from `take` to the end of the `with` block.
+    """A lock on the directory of a run, from `take` to `close`.
 
-    Every rank may enter one; only the rank that calls `take` locks. The lock belongs to the process, and the
+    Every rank has one; only the rank that calls `take` locks. The lock belongs to the process, and the
     kernel releases it when the process ends for any reason. Workers do not inherit it, unlike a lock of
     `fcntl.flock`, so surviving workers of a killed rank do not block a restarted run.
     """
@@ -25,10 +25,7 @@ class RunLock:
     def __init__(self) -> None:
         self.file: TextIO | None = None
 
-    def __enter__(self) -> RunLock:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         if self.file is not None:
             self.file.close()
 
@@ -45,10 +42,8 @@ class RunLock:
             fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
-                print(
-                    f"{run} cannot be locked ({error.strerror}): a second run in it would not be detected",
-                    flush=True,
-                )
+                why = error.strerror
+                print(f"{run} cannot be locked ({why}): a second run in it would not be detected", flush=True)
                 return
             self.file.seek(0)
             raise TrainingError(

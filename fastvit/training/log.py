@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile, schedule
+from torch.profiler import profile, schedule
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-__all__ = ["RunLog", "StepProfiler", "peak_memory"]
+__all__ = ["RunLog", "peak_memory", "step_profiler"]
 
 # TensorBoard tag of each column; the tags of one chart share a prefix.
 TAGS = {
@@ -114,43 +114,14 @@ class RunLog:
         self.writer.close()
 
 
-WARMUP = 2  # first steps under the profiler, which are slower and are not recorded
-
-
-class StepProfiler:
-    """Records `steps` steps of one rank, after two of warm-up, and writes `trace.json`.
+def step_profiler(run: Path, steps: int) -> profile | None:
+    """Records `steps` steps of one rank, after two slower ones, and writes `trace.json`; None for no steps.
 
     Open the file in chrome://tracing or https://ui.perfetto.dev.
     """
-
-    def __init__(self, run: Path, steps: int) -> None:
-        self.path, self.profile = run / "trace.json", None
-        if steps:
-            activities = [ProfilerActivity.CPU]
-            if torch.cuda.is_available():
-                activities.append(ProfilerActivity.CUDA)
-            self.profile = profile(
-                activities=activities,
-                schedule=schedule(wait=0, warmup=WARMUP, active=steps, repeat=1),
-                on_trace_ready=self._write,
-                profile_memory=True,
-            )
-
-    def _write(self, recorded: profile) -> None:
-        temporary = self.path.with_name(self.path.name + ".tmp")
-        recorded.export_chrome_trace(str(temporary))
-        temporary.replace(self.path)
-
-    def __enter__(self) -> StepProfiler:
-        if self.profile is not None:
-            self.profile.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.profile is not None:
-            self.profile.stop()  # writes the trace of a run that is shorter than the schedule too
-
-    def step(self) -> None:
-        """Mark the end of a step."""
-        if self.profile is not None:
-            self.profile.step()
+    if not steps:
+        return None
+    return profile(
+        schedule=schedule(wait=0, warmup=2, active=steps, repeat=1), profile_memory=True,
+        on_trace_ready=lambda recorded: recorded.export_chrome_trace(str(run / "trace.json")),
+    )  # fmt: skip

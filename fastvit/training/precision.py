@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..compat.apex.amp.weights import masters
 from .config import Config
 from .engine import engine_part
 
@@ -68,6 +67,7 @@ class ApexLevel(Precision):
     def __init__(self, device: torch.device, engine: str, level: str, loss_scale: str) -> None:
         super().__init__(device)
         self.amp, self.level = engine_part(engine, "amp"), level
+        self.masters: dict[Tensor, Tensor] = {}  # by parameter of the model
         self.options: dict[str, Any] = {}
         if loss_scale != "auto":
             self.options["loss_scale"] = loss_scale if loss_scale == "dynamic" else float(loss_scale)
@@ -77,7 +77,12 @@ class ApexLevel(Precision):
         return float(self.amp.state_dict()["loss_scaler0"]["loss_scale"])
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-        return self.amp.initialize(model, optimizer, opt_level=self.level, verbosity=0, **self.options)
+        parameters = [*super().gradient_holders(optimizer)]
+        model, optimizer = self.amp.initialize(
+            model, optimizer, opt_level=self.level, verbosity=0, **self.options
+        )
+        self.masters = dict(zip(parameters, self.gradient_holders(optimizer), strict=True))
+        return model, optimizer
 
     def half(self) -> AbstractContextManager:
         if self.level == "O0":
@@ -93,7 +98,7 @@ class ApexLevel(Precision):
         return self.amp.master_params(optimizer)
 
     def master(self, parameter: Tensor) -> Tensor:
-        return masters.get(parameter, parameter)
+        return self.masters.get(parameter, parameter)
 
     def state_dict(self) -> dict[str, Any]:
         return self.amp.state_dict()

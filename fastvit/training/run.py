@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import closing, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,12 @@ from .distributed import Ranks, is_main_process, on_every, on_main
 from .errors import TrainingError
 from .loaders import make_test_loader, make_train_loader
 from .lock import RunLock
-from .log import RunLog, StepProfiler, peak_memory
-from .loop import EpochResult, Progress, evaluate, train_one_epoch
+from .log import RunLog, peak_memory, step_profiler
+from .loop import EpochResult, evaluate, train_one_epoch
 from .model import SYNCHRONISED_NORMS, build_model, freeze, load_pretrained
 from .signals import StopRequest
 from .train_state import TrainState, make_train_state, settle_buckets
+from .watch import Progress
 
 __all__ = ["train"]
 
@@ -39,7 +41,7 @@ def train(config: Config, given: dict[str, Any], ranks: Ranks) -> None:
     Raises:
         TrainingError: on every rank, with a message for the user.
     """
-    with RunLock() as lock:
+    with closing(RunLock()) as lock:
         _train(config, given, ranks, lock)
 
 
@@ -84,11 +86,12 @@ def _train(config: Config, given: dict[str, Any], ranks: Ranks, lock: RunLock) -
     log = RunLog(run)
     on_main(_open_log, log, history, batches, data)
     end = min(config.epochs, done + config.stop_after) if config.stop_after else config.epochs
-    profiler = StepProfiler(run, config.profile if is_main_process() else 0)
-    with StopRequest() as stop, profiler:
+    profiler = step_profiler(run, config.profile if is_main_process() else 0)
+    after_step = profiler.step if profiler else lambda: None
+    with StopRequest() as stop, profiler or nullcontext():
         for epoch in range(done + 1, end + 1):
             sampler.set_epoch(epoch, progress.step * config.accumulate)
-            result = train_one_epoch(train_state, batches, data.shape, epoch, progress, stop, profiler.step)
+            result = train_one_epoch(train_state, batches, data.shape, epoch, progress, stop, after_step)
             _agree_on_statistics(train_state)
             if result.complete:
                 row = _evaluated(train_state, test, epoch, result)
@@ -143,7 +146,6 @@ def _claim_and_load(
     except ConfigError as error:
         raise TrainingError(f"--resume: {path / checkpoint.STATE}: config of the run: {error}") from error
     config = merge_saved(given, state["config"], _run_of(path))
-    checkpoint.mend_links(out)
     return config, weights, state
 
 
@@ -206,8 +208,9 @@ def _make_model(config: Config, data: DataSets, pretrained: bool) -> nn.Module:
 def _report_memory(train_state: TrainState, run: Path) -> None:
     config = train_state.config
     if train_state.memory is not None:
-        _say(train_state.memory.summary(config))
-        on_main(train_state.memory.write, run, config)
+        _say(f"--memory {config.memory}: {train_state.memory.summary()}")
+        title = f"--memory {config.memory}, a batch of {config.batch_size} images on one rank"
+        on_main((run / "memory.txt").write_text, f"{title}\n\n{train_state.memory}\n", "utf-8")
     elif config.memory != "off":
         _say(
             f"--memory {config.memory} has no effect with --compile: "

@@ -16,8 +16,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel
 
+from ..report import Report
 from .config import Config
-from .conversion import SavedMemory, save_memory
+from .conversion import save_memory
 from .distributed import Ranks, broadcast_weights
 from .engine import engine_part
 from .errors import TrainingError
@@ -37,7 +38,7 @@ class TrainState:
     scheduler: LambdaLR
     precision: Precision
     average: AveragedModel | None
-    memory: SavedMemory | None
+    memory: Report | None  # of the converted model
     device: torch.device
     config: Config
 

@@ -292,7 +292,7 @@ def all_nan(*tensors):
 
 @pytest.mark.parametrize("seed", [0, 3])
 def test_a_dead_peer(engine, seed):
-    """Rank 1 does not send: all others raise, and continue when it is back."""
+    """Rank 1 does not send: all others raise, and it when it comes; nobody goes on."""
     engine.config.seed = seed
     loop, ranks = Ranks(engine, 3), [Rank(r) for r in range(3)]
     results = {}
@@ -316,8 +316,9 @@ def test_a_dead_peer(engine, seed):
         RuntimeError, match=r"forward of layer 3, step 7: rank [02] raised an error and gave up"
     ):
         loop.ranks[1].check()
-    loop.rejoin()
-    check_steps(engine, 3, steps=range(8, 11), loop=loop)
+    for rank in loop.ranks:
+        with pytest.raises(RuntimeError, match="an exchange of this group has failed"):
+            rank.next_step()
 
 
 def test_exchanges_after_a_fault_wait_for_nobody(engine):
@@ -369,8 +370,6 @@ def test_another_tag_is_an_error_on_both(engine, other):
         assert_untouched(ranks[r])
         with pytest.raises(RuntimeError, match=f"rank {r} (is )?in forward of layer {tags[r].layer}"):
             loop.ranks[r].next_step()
-    loop.rejoin()
-    check_steps(engine, 2, steps=(5, 6), loop=loop)
 
 
 def test_a_backward_that_fails(engine):
@@ -441,7 +440,8 @@ def test_a_layer_over_a_group(engine, monkeypatch, way, kernels):
 
     provider = type("Provider", (), {"connect": staticmethod(connect), "place": lambda device: "host here"})
     monkeypatch.setitem(group.PROVIDERS, "cpu", provider)
-    monkeypatch.setattr(sync, "over", lambda process_group, layer: sync.Shared(dist.group.WORLD, layer))
+    shared_transport = lambda _, layer: sync.Shared(dist.group.WORLD, layer)  # noqa: E731
+    monkeypatch.setattr(sync, "transport_for", shared_transport)
     limit = datetime.timedelta(seconds=20)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
     try:
@@ -460,7 +460,7 @@ def test_a_layer_over_a_group(engine, monkeypatch, way, kernels):
             results.append([y, *gradients, *layer.buffers()])
             if shared:
                 name = "CudaIpc, host here" if way == "auto" else "Collective"
-                assert name in " ".join(sync.taken())
+                assert name in " ".join(sync.describe_groups())
         for a, b in zip(*results, strict=True):
             assert torch.equal(a, b)
     finally:

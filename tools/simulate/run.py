@@ -1,4 +1,4 @@
-"""Runs nvcc's PTX of the kernels, with the real planner and launchers, on GPGPU-Sim: `make simulate`.
+"""Runs nvcc's PTX of the kernels, with the real planner and launchers, on GPGPU-Sim.
 
     python tools/simulate/run.py --gpgpusim folder [--filter "bf16 rows"] [--mode functional|timing|both]
 

@@ -103,6 +103,7 @@ class FusedOptimizer(Optimizer):
 
     def _gradient(self, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
         """The gradient in `dtype`, divided by GradScaler's scale; the parameter's gradient is divided too."""
+        assert parameter.grad is not None
         gradient, scale = parameter.grad.to(dtype), getattr(self, "grad_scale", None)
         if scale is not None:
             gradient.div_(scale.to(gradient.device))

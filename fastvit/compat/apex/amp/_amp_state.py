@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-if TYPE_CHECKING:
-    from .handle import AmpHandle, NoOpHandle
-    from .opt_levels import Properties
-    from .scaler import LossScaler
+from .opt_levels import Properties
+from .scaler import LossScaler
 
 __all__ = ["AmpState", "master_params", "maybe_print"]
 
@@ -28,7 +26,7 @@ class AmpState:
         self.opt_properties: Properties | None = None
         self.loss_scalers: list[LossScaler] = []
         self.verbosity = 1
-        self.handle: AmpHandle | NoOpHandle | None = None
+        self.handle: Any = None
         self.allow_incoming_model_not_fp32 = False
 
 

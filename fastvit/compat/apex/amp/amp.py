@@ -112,5 +112,5 @@ def follow_changed_lists(handle: AmpHandle) -> None:
                 continue
             # without the cast that autocast would do inside
             function = uncast_function(utils.get_func(overrides.MODULE, name))
-            cast = _CASTS.get(now.get(name))
+            cast = _CASTS.get(now.get(name, ""))
             utils.set_func_save(handle, overrides.MODULE, name, function if cast is None else cast(function))

@@ -78,7 +78,9 @@ def initialize(
     if not enabled:
         for model in models if isinstance(models, (list, tuple)) else [models]:
             if isinstance(model, nn.Module):
-                _undo_model(model.module if _is_wrapper(model) else model)
+                _undo_model(
+                    model.module if isinstance(model, (DistributedDataParallel, DataParallel)) else model
+                )
         for optimizer in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
             _undo_optimizer(optimizer)
         _amp_state.opt_properties, _amp_state.loss_scalers = Properties(), []
@@ -129,7 +131,7 @@ def _as_list(name: str, value: Any, kinds: Any) -> list[Any]:
 
 
 def _inside_wrappers(model: nn.Module, properties: Properties) -> nn.Module:
-    if not _is_wrapper(model):
+    if not isinstance(model, (DistributedDataParallel, DataParallel)):
         return model
     if properties.cast_model_type not in (None, torch.float32):
         raise RuntimeError(
@@ -137,10 +139,6 @@ def _inside_wrappers(model: nn.Module, properties: Properties) -> nn.Module:
             "put them into buckets by dtype; wrap the model afterwards"
         )
     return model.module
-
-
-def _is_wrapper(model: nn.Module) -> bool:
-    return isinstance(model, (DistributedDataParallel, DataParallel))
 
 
 def _undo_optimizer(optimizer: Any) -> None:

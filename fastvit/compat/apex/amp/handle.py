@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 
 from .._notices import warn_once
 from ._amp_state import _amp_state
-from .optimizer import AmpOptimizer, of
+from .opt import OptimWrapper
+from .optimizer import AmpOptimizer, of, scaled
 from .scaler import LossScaler
 
 __all__ = ["AmpHandle", "NoOpHandle", "disable_casts", "scale_loss"]
@@ -57,43 +58,13 @@ def scale_loss(
             f"got {len(_amp_state.loss_scalers)}"
         )
     scaler = _amp_state.loss_scalers[loss_id]
-    attached = [_attached(o) for o in (optimizers if isinstance(optimizers, (list, tuple)) else [optimizers])]
+    several = optimizers if isinstance(optimizers, Sequence) else [optimizers]
+    attached = [_attached(optimizer) for optimizer in several]
     if not scaler.dynamic and scaler.loss_scale() == 1.0 and not any(a.pairs for a in attached):
         yield loss.float()
         return
     with scaled(loss, attached, scaler, f"loss scaler {loss_id}", delay_unscale) as value:
         yield value
-
-
-@contextlib.contextmanager
-def scaled(
-    loss: Tensor, attached: list[AmpOptimizer], scaler: LossScaler, name: str, delay_unscale: bool = False
-) -> Iterator[Tensor]:
-    """`scale_loss` with a scaler, and its `name` for the message of a skipped step."""
-    scale = scaler.loss_scale()
-    for optimizer in attached:
-        optimizer.before_backward(scale)
-    try:
-        yield loss.float() * scale
-    except BaseException:  # a caller may catch it (out of memory) and continue
-        for optimizer in attached:
-            optimizer.abandon_backward()
-        raise
-    due = []
-    for optimizer in attached:
-        if delay_unscale or optimizer.must_hold():
-            optimizer.hold(scale, scaler)
-        else:
-            due.append(optimizer)
-    if not due:
-        return
-    flags = [flag for optimizer in due for flag in optimizer.unscale(scale)]
-    overflow = scaler.dynamic and any(flag.item() for flag in flags)
-    if scaler.update_scale(overflow):
-        for optimizer in due:
-            optimizer.skip(
-                f"Gradient overflow. Skipping step, {name} reducing loss scale to {scaler.loss_scale()}"
-            )
 
 
 def _attached(optimizer: Optimizer) -> AmpOptimizer:
@@ -153,8 +124,6 @@ class AmpHandle:
 
     def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> Any:
         """An `OptimWrapper` with a loss scale for each of `num_loss` losses in one iteration."""
-        from .opt import OptimWrapper
-
         self._scaler = None
         return OptimWrapper(optimizer, self, num_loss)
 

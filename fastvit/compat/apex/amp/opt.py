@@ -9,8 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .handle import AmpHandle, scaled
-from .optimizer import AmpOptimizer, of
+from .optimizer import AmpOptimizer, of, scaled
 from .scaler import LossScaler
 
 __all__ = ["OptimWrapper"]
@@ -23,7 +22,7 @@ class OptimWrapper:
     other attributes are those of the optimizer.
     """
 
-    def __init__(self, optimizer: Optimizer, amp_handle: AmpHandle, num_loss: int) -> None:
+    def __init__(self, optimizer: Optimizer, amp_handle: Any, num_loss: int) -> None:
         self._optimizer = optimizer
         self._amp_handle = amp_handle
         self._loss_scaler = [LossScaler("dynamic") for _ in range(num_loss)]

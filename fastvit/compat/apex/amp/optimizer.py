@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -73,8 +75,9 @@ class AmpOptimizer:
             optimizer.register_step_post_hook(self._after_step),
         ]
         self._add_param_group, self._zero_grad = optimizer.add_param_group, optimizer.zero_grad
-        optimizer.add_param_group, optimizer.zero_grad = self._add_group, self._zero_all
-        optimizer._amp_optimizer = self
+        optimizer.__dict__.update(
+            add_param_group=self._add_group, zero_grad=self._zero_all, _amp_optimizer=self
+        )
 
     def remove(self) -> None:
         """Undoes all changes of the optimizer; its groups have the model's parameters again."""
@@ -166,9 +169,10 @@ class AmpOptimizer:
             return
         for half, _ in self.pairs:
             half.grad = None
-        self._unscaled = [(p, p.grad.clone()) for p in self._own() if p.grad is not None]
-        for parameter, _ in self._unscaled:
-            parameter.grad.zero_()
+        gradients = [(p, p.grad) for p in self._own() if p.grad is not None]
+        self._unscaled = [(p, gradient.clone()) for p, gradient in gradients]
+        for _, gradient in gradients:
+            gradient.zero_()
 
     def abandon_backward(self) -> None:
         """Drops the gradients of a backward that failed, and restores the stored ones. Does nothing with held
@@ -253,3 +257,34 @@ class AmpOptimizer:
         for _, master in self.pairs:  # model.zero_grad() does not clear these
             master.grad = None
         self._skip = None
+
+
+@contextlib.contextmanager
+def scaled(
+    loss: Tensor, attached: list[AmpOptimizer], scaler: LossScaler, name: str, delay_unscale: bool = False
+) -> Iterator[Tensor]:
+    """`scale_loss` with a scaler, and its `name` for the message of a skipped step."""
+    scale = scaler.loss_scale()
+    for optimizer in attached:
+        optimizer.before_backward(scale)
+    try:
+        yield loss.float() * scale
+    except BaseException:  # a caller may catch it (out of memory) and continue
+        for optimizer in attached:
+            optimizer.abandon_backward()
+        raise
+    due = []
+    for optimizer in attached:
+        if delay_unscale or optimizer.must_hold():
+            optimizer.hold(scale, scaler)
+        else:
+            due.append(optimizer)
+    if not due:
+        return
+    flags = [flag for optimizer in due for flag in optimizer.unscale(scale)]
+    overflow = scaler.dynamic and any(flag.item() for flag in flags)
+    if scaler.update_scale(overflow):
+        for optimizer in due:
+            optimizer.skip(
+                f"Gradient overflow. Skipping step, {name} reducing loss scale to {scaler.loss_scale()}"
+            )

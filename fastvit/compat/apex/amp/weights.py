@@ -56,7 +56,7 @@ def cast_weights(
             if not module.__dict__.get("_amp_checkpoints_float32"):
                 module.register_state_dict_post_hook(_save_in_float32)
                 module.register_load_state_dict_pre_hook(_load_masters)
-                module._amp_checkpoints_float32 = True
+                module.__dict__["_amp_checkpoints_float32"] = True
     return before
 
 
@@ -81,7 +81,7 @@ def restore_weights(model: nn.Module) -> None:
 
 def note_half(model: nn.Module) -> None:
     """Records the parameters and buffers that are half before `cast_weights`."""
-    model._amp_half_before = {
+    model.__dict__["_amp_half_before"] = {
         f"{path}.{name}"
         for path, module in model.named_modules(prefix=".")
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]

@@ -48,7 +48,7 @@ def make_cast_wrapper(
     @functools.wraps(orig_fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if handle.is_active():
-            args = utils.casted_args(cast, args, kwargs)
+            return orig_fn(*utils.casted_args(cast, args, kwargs), **kwargs)
         return orig_fn(*args, **kwargs)
 
     return wrapper
@@ -60,7 +60,7 @@ def make_promote_wrapper(orig_fn: Function, cast_fn: Function, handle: Any) -> F
     @functools.wraps(orig_fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if handle.is_active() and _mixed(args, kwargs):
-            args = utils.casted_args(cast_fn, args, kwargs)
+            return orig_fn(*utils.casted_args(cast_fn, args, kwargs), **kwargs)
         return orig_fn(*args, **kwargs)
 
     return wrapper
@@ -112,7 +112,8 @@ def promote_match_arg0(mod: Any, fn: str, handle: Any, verbose: bool = False) ->
         @functools.wraps(function)
         def wrapper(arg0: Tensor, *args: Any, **kwargs: Any) -> Any:
             if handle.is_active() and utils.is_fp_tensor(arg0):
-                args = utils.casted_args(partial(utils.cast_to, lambda _: arg0.dtype), args, kwargs)
+                cast = partial(utils.cast_to, lambda _: arg0.dtype)
+                args = tuple(utils.casted_args(cast, args, kwargs))
             return function(arg0, *args, **kwargs)
 
         return wrapper
@@ -150,7 +151,8 @@ def err_if_arg0_half(mod: Any, fn: str, handle: Any, verbose: bool = False) -> N
             if handle.is_active():
                 if utils.type_string(arg0) in _HALF:
                     _refuse(fn, None)
-                args = utils.casted_args(utils.verbosify(utils.maybe_float, fn, verbose), args, kwargs)
+                cast = utils.verbosify(utils.maybe_float, fn, verbose)
+                args = tuple(utils.casted_args(cast, args, kwargs))
             return function(arg0, *args, **kwargs)
 
         return wrapper

@@ -105,6 +105,7 @@ def model_grads_to_master_grads(
     """Copies gradients from the lists of `prep_param_lists`, the first to the second."""
     if flat_master:
         flat = [torch.zeros_like(p) if p.grad is None else p.grad for p in model_params]
+        assert master_params[0].grad is not None
         master_params[0].grad.copy_(parameters_to_vector(flat))
         return
     for model, master in zip(model_params, master_params, strict=True):

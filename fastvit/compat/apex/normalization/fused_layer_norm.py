@@ -61,11 +61,16 @@ def _in_one_dtype(norm: Callable[..., Tensor], mixed: bool, x: Tensor, *paramete
     wide = x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)
     with torch.autocast(device, enabled=False) if autocast else contextlib.nullcontext():
         y = norm(*cast_floating((x, *parameters), wide))
-    return y.to(weight.dtype if mixed else x.dtype)
+    return y.to(weight.dtype if mixed and weight is not None else x.dtype)
 
 
 def _layer_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: Shape, eps: float, mixed: bool = False
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    shape: Shape,
+    eps: float,
+    mixed: bool = False,
 ) -> Tensor:
     def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         return F.layer_norm(x, _dimensions(shape), weight, bias, eps)
@@ -73,7 +78,9 @@ def _layer_norm(
     return _in_one_dtype(norm, mixed, x, weight, bias)
 
 
-def _rms_norm(x: Tensor, weight: Tensor | None, shape: Shape, eps: float, mixed: bool = False) -> Tensor:
+def _rms_norm(
+    x: Tensor, weight: Tensor | None, shape: Shape, eps: float | None, mixed: bool = False
+) -> Tensor:
     def norm(x: Tensor, weight: Tensor | None) -> Tensor:
         return F.rms_norm(x, _dimensions(shape), weight, eps)
 
@@ -171,7 +178,8 @@ class _Function:
 
         ctx = inspect.signature(forward).parameters["ctx"]
         signature = inspect.signature(norm)
-        forward.__signature__ = signature.replace(parameters=[ctx, *signature.parameters.values()])
+        signature = signature.replace(parameters=[ctx, *signature.parameters.values()])
+        forward.__signature__ = signature  # type: ignore[attr-defined]
         cls.apply, cls.forward = staticmethod(norm), staticmethod(forward)
 
 

@@ -1,0 +1,245 @@
+"""A vision transformer on scikit-learn's digits, trained by apex: AMP, DDP, FusedAdam, and TensorBoard.
+
+    python train_vit_apex.py --norm inplace-abn --opt-level O1              with apex installed
+    python -m fastvit.compat train_vit_apex.py ...                          with fastvit in place of apex
+    torchrun --standalone --nproc_per_node 2 -m fastvit.compat train_vit_apex.py ...
+    tensorboard --logdir runs/vit_apex
+
+`--norm` chooses the BatchNorm of stem and MLPs: apex's SyncBatchNorm, fastvit's, or fastvit's InPlaceABNSync,
+which keeps half of the activations. Needs torch, scikit-learn, tensorboard and tqdm.
+"""
+
+import argparse
+import math
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from apex import amp
+from apex import parallel as apex_parallel
+from apex.optimizers import FusedAdam
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+import fastvit
+
+# ---------------------------------------------------------------------------------------------------------
+# The model: a convolutional stem, transformer blocks, mean pooling. BatchNorm in the stem and in the MLPs.
+
+
+def norm_act(norm: str, channels: int) -> nn.Module:
+    """BatchNorm over all ranks and leaky_relu, of (N, C, H, W) or (N, C)."""
+    if norm == "inplace-abn":
+        return fastvit.InPlaceABNSync(channels)  # both, over its input
+    layer = {"apex": apex_parallel.SyncBatchNorm, "fastvit": fastvit.SyncBatchNorm}[norm]
+    return nn.Sequential(layer(channels), nn.LeakyReLU(0.01, inplace=True))
+
+
+class Attention(nn.Module):
+    def __init__(self, dim: int, heads: int):
+        super().__init__()
+        self.heads, self.qkv, self.out = heads, nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x):  # (N, L, dim) -> (N, L, dim)
+        n, length, dim = x.shape
+        q, k, v = self.qkv(x).view(n, length, 3, self.heads, dim // self.heads).permute(2, 0, 3, 1, 4)
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(n, length, dim))
+
+
+class MLP(nn.Module):
+    def __init__(self, dim: int, hidden: int, norm: str):
+        super().__init__()
+        self.expand = nn.Linear(dim, hidden, bias=False)  # BatchNorm subtracts a bias
+        self.norm, self.contract = norm_act(norm, hidden), nn.Linear(hidden, dim)
+
+    def forward(self, x):  # (N, L, dim) -> (N, L, dim); a token is a sample of BatchNorm
+        tokens = self.expand(x.flatten(0, 1))
+        return self.contract(self.norm(tokens)).view_as(x)
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int, heads: int, norm: str):
+        super().__init__()
+        self.norm1, self.attention = nn.LayerNorm(dim), Attention(dim, heads)
+        self.norm2, self.mlp = nn.LayerNorm(dim), MLP(dim, 4 * dim, norm)
+
+    def forward(self, x):
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class ViT(nn.Module):
+    """Images (N, 1, 8, 8) in [-1, 1] -> logits (N, 10)."""
+
+    def __init__(self, norm: str, dim: int = 64, depth: int = 3, heads: int = 4):
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(1, 32, 3, padding=1, bias=False), norm_act(norm, 32),
+            nn.Conv2d(32, 32, 3, padding=1, bias=False), norm_act(norm, 32),
+            nn.Conv2d(32, dim, 2, stride=2),
+        )  # fmt: skip
+        self.position = nn.Parameter(torch.randn(1, 16, dim) * 0.02)
+        self.blocks = nn.Sequential(*(Block(dim, heads, norm) for _ in range(depth)))
+        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, 10)
+
+    def forward(self, images):
+        x = self.stem(images).flatten(2).transpose(1, 2)
+        x = self.blocks(x + self.position.to(x.dtype))
+        return self.head(self.norm(x).mean(1))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Ranks
+
+
+def set_up(local_rank: int) -> tuple[int, int, torch.device]:
+    """Rank, number of ranks and device, from the launcher's environment; one rank without a launcher."""
+    world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+    local_rank = int(os.environ.get("LOCAL_RANK", local_rank))
+    gpu = torch.cuda.device_count() > local_rank
+    device = torch.device("cuda", local_rank) if gpu else torch.device("cpu")
+    if gpu:
+        torch.cuda.set_device(device)
+    if world > 1:
+        dist.init_process_group(backend="nccl" if gpu else "gloo", init_method="env://")
+    else:
+        print("not using distributed mode")
+    return rank, world, device
+
+
+def reduce_value(value: torch.Tensor, world: int, average: bool = True) -> torch.Tensor:
+    """The mean over the ranks, or the sum; `value` itself with one rank."""
+    if world < 2:
+        return value
+    value = value.clone()
+    dist.all_reduce(value)
+    return value / world if average else value
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Data: 1437 digits to train on, 360 for validation
+
+
+def digits() -> tuple[TensorDataset, TensorDataset]:
+    data = load_digits()
+    images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 8 - 1
+    labels = torch.tensor(data.target)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    train, validation = order[360:], order[:360]
+    return TensorDataset(images[train], labels[train]), TensorDataset(images[validation], labels[validation])
+
+
+def train_one_epoch(model, optimizer, loader, device, epoch: int, world: int, rank: int, accumulate: int):
+    model.train()
+    mean_loss = torch.zeros(1, device=device)
+    bar = tqdm(loader, disable=rank > 0, leave=False)
+    for step, (images, labels) in enumerate(bar):
+        last = (step + 1) % accumulate == 0
+        loss = F.cross_entropy(model(images.to(device)), labels.to(device)) / accumulate
+        with amp.scale_loss(loss, optimizer, delay_unscale=not last) as scaled_loss:
+            scaled_loss.backward()
+        loss = reduce_value(loss.detach(), world) * accumulate
+        if not torch.isfinite(loss):
+            print(f"WARNING: non-finite loss, ending training: {loss.item()}")
+            sys.exit(1)
+        mean_loss = (mean_loss * step + loss) / (step + 1)
+        bar.set_description(f"[epoch {epoch}] mean loss {mean_loss.item():.3f}")
+        if last:
+            nn.utils.clip_grad_norm_(amp.master_params(optimizer), 5.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return mean_loss.item()
+
+
+@torch.no_grad()
+def evaluate(model, loader, device, world: int) -> tuple[float, float]:
+    """Loss and accuracy over the images of all ranks."""
+    model.eval()
+    sums = torch.zeros(3, device=device)  # loss, correct, images
+    for images, labels in loader:
+        logits, labels = model(images.to(device)).float(), labels.to(device)
+        sums[0] += F.cross_entropy(logits, labels, reduction="sum")
+        sums[1] += (logits.argmax(1) == labels).sum()
+        sums[2] += len(labels)
+    loss, correct, count = reduce_value(sums, world, average=False).tolist()
+    return loss / count, correct / count
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--norm", choices=["apex", "fastvit", "inplace-abn"], default="inplace-abn")
+    parser.add_argument("--opt-level", choices=["O0", "O1", "O2", "O3"], default="O1", help="of apex.amp")
+    parser.add_argument("--epochs", type=int, default=15)
+    parser.add_argument("--batch-size", type=int, default=32, help="images of a rank in one forward")
+    parser.add_argument("--accumulate", type=int, default=1, help="batches whose gradients make one step")
+    parser.add_argument("--lr", type=float, default=1e-3, help="for one rank")
+    parser.add_argument("--out", type=Path, default=Path("runs/vit_apex"))
+    parser.add_argument("--resume", type=Path, help="a checkpoint of this script")
+    parser.add_argument("--local_rank", "--local-rank", type=int, default=0, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    rank, world, device = set_up(args.local_rank)
+
+    train, validation = digits()
+    sampler = DistributedSampler(train, world, rank, seed=0)
+    batches = BatchSampler(sampler, args.batch_size, drop_last=True)
+    loader = DataLoader(train, batch_sampler=batches, pin_memory=device.type == "cuda")
+    share = DistributedSampler(validation, world, rank, shuffle=False)
+    validation_loader = DataLoader(validation, 2 * args.batch_size, sampler=share)
+
+    torch.manual_seed(0)  # equal weights on all ranks
+    model = ViT(args.norm).to(device)
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim <= 1]
+    optimizer = FusedAdam(
+        [{"params": decayed, "weight_decay": 0.05}, {"params": others, "weight_decay": 0.0}],
+        lr=args.lr * world * args.accumulate,
+    )
+    # apex's order: device, amp, DDP; a checkpoint is loaded after amp has made its masters.
+    model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level, verbosity=0)
+
+    def factor(epoch: int) -> float:
+        return min((epoch + 1) / 3, 0.5 + 0.5 * math.cos(math.pi * epoch / args.epochs))
+
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    first = 0
+    if args.resume:
+        saved = torch.load(args.resume, map_location=device, weights_only=True)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        amp.load_state_dict(saved["amp"])
+        scheduler.load_state_dict(saved["scheduler"])
+        first = saved["epoch"]
+    parallel = apex_parallel.DistributedDataParallel(model) if world > 1 else model
+
+    writer = SummaryWriter(str(args.out)) if rank == 0 else None
+    for epoch in range(first, args.epochs):
+        sampler.set_epoch(epoch)
+        lr = scheduler.get_last_lr()[0]
+        train_loss = train_one_epoch(parallel, optimizer, loader, device, epoch, world, rank, args.accumulate)
+        scheduler.step()
+        loss, accuracy = evaluate(model, validation_loader, device, world)
+        if writer is None:
+            continue
+        print(f"[epoch {epoch}] mean loss {train_loss:.3f}, validation {loss:.3f}, accuracy {accuracy:.3f}")
+        writer.add_scalars("loss", {"train": train_loss, "validation": loss}, epoch)
+        writer.add_scalar("accuracy", accuracy, epoch)
+        writer.add_scalar("learning rate", lr, epoch)
+        states = {"model": model, "optimizer": optimizer, "amp": amp, "scheduler": scheduler}
+        saved = {name: part.state_dict() for name, part in states.items()} | {"epoch": epoch + 1}
+        torch.save(saved, args.out / "last.pt")
+    if writer is not None:
+        writer.close()
+    if world > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

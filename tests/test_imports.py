@@ -1,0 +1,37 @@
+"""Modules import only what stands below them: no circle, imports within functions included."""
+
+import ast
+import graphlib
+from pathlib import Path
+
+import pytest
+
+import fastvit
+
+PACKAGE = Path(fastvit.__file__).parent
+
+
+def imports(file: Path) -> set[str]:
+    """The modules of the package that a file imports, as dotted names."""
+    name = ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts)
+    parts, found = name.removesuffix(".__init__").split("."), set()
+    here = parts if file.name == "__init__.py" else parts[:-1]
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = here[: len(here) - node.level + 1] + (node.module.split(".") if node.module else [])
+            found |= {".".join([*base, alias.name]) for alias in node.names} | {".".join(base)}
+    return found
+
+
+@pytest.mark.parametrize("package", ["sync", "training", "compat/apex/amp"])
+def test_no_circle(package):
+    files = {
+        ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts): imports(file)
+        for file in (PACKAGE / package).glob("*.py")
+        if file.name != "__init__.py"
+    }
+    assert len(files) > 5
+    graph = {name: found & files.keys() for name, found in files.items()}
+    assert any(graph.values())
+    order = list(graphlib.TopologicalSorter(graph).static_order())  # CycleError names a circle
+    assert set(order) == set(files)
