@@ -103,21 +103,21 @@ LOCAL_OPS = ("bn_local_forward", "bn_local_backward", "abn_local_forward_", "abn
 def local_calls(case: Case, device: str) -> dict[str, Call]:
     x, dy, d = case.randn(device), case.randn(device), case.channel_dim
     y, overwritten = x.clone(), x.clone()
-    _, saved = ops.bn_local_forward(x, channel_dim=d)
-    saved_of_y = ops.abn_local_forward_(y, channel_dim=d)
+    _, saved = ops.bn_forward(x, channel_dim=d)
+    saved_of_y = ops.abn_forward_(y, channel_dim=d)
     return {
-        "bn_local_forward": (3, lambda: ops.bn_local_forward(x, channel_dim=d), nothing),
+        "bn_local_forward": (3, lambda: ops.bn_forward(x, channel_dim=d), nothing),
         "bn_local_backward": (
             5,
-            lambda: ops.bn_local_backward(x, dy, None, saved, channel_dim=d),
+            lambda: ops.bn_backward(x, dy, None, saved, channel_dim=d),
             nothing,
         ),
         "abn_local_forward_": (
             3,
-            lambda: ops.abn_local_forward_(overwritten, channel_dim=d),
+            lambda: ops.abn_forward_(overwritten, channel_dim=d),
             lambda: overwritten.copy_(x),
         ),
-        "abn_local_backward": (5, lambda: ops.abn_local_backward(y, dy, saved_of_y, channel_dim=d), nothing),
+        "abn_local_backward": (5, lambda: ops.abn_backward(y, dy, saved_of_y, channel_dim=d), nothing),
     }
 
 
@@ -250,13 +250,13 @@ def host_calls(x, w, b, moments, saved, sums, raw, none) -> Iterator[tuple[str, 
     )
     yield (
         "bn_local_forward",
-        lambda: ops.bn_local_forward(x, w, b, activation="leaky_relu"),
-        lambda: raw.bn_local_forward(x, w, b, None, *none, 0.1, 1e-5, *act),
+        lambda: ops.bn_forward(x, None, w, b, activation="leaky_relu"),
+        lambda: raw.bn_forward(x, None, w, b, None, *none, 0.1, 1e-5, *act),
     )
     yield (
         "bn_local_backward",
-        lambda: ops.bn_local_backward(x, x, None, saved, w, b, "leaky_relu"),
-        lambda: raw.bn_local_backward(x, x, None, saved, w, b, *act),
+        lambda: ops.bn_backward(x, x, None, saved, None, w, b, "leaky_relu"),
+        lambda: raw.bn_backward(x, x, None, saved, None, w, b, *act),
     )
 
 

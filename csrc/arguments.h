@@ -1,4 +1,5 @@
-// The arguments of a backend's functions: pointers, layouts and numbers, checked and allocated by frontend.h.
+// The arguments of a backend's functions: pointers, layouts and numbers, checked and allocated by the front
+// ends; see params.h.
 #pragma once
 
 #include "activation.h"
@@ -37,7 +38,7 @@ struct NormArgs {  // common to all normalising ops
 struct ForwardArgs : NormArgs {  // operands 0: x, 1: y, 2: z
   const void* x = nullptr;
   void* y = nullptr;
-  // [2C + 2]; null: normalise with the running statistics, or in a local op with x's own.
+  // [2C + 2]; null: normalise with the running statistics, or in local_forward with x's own.
   const void* moments = nullptr;
   // [2C + 2]: `saved` of an earlier forward. Then moments and saved are null.
   const void* given = nullptr;

@@ -4,9 +4,12 @@
 // handle it in eager mode. abn_forward returns a new tensor. Sums and moments are packed, so that ranks
 // exchange each with one collective.
 #include "act.h"
+#include "backward.h"
 #include "cpu/backend.h"
-#include "frontend.h"
+#include "forward.h"
 #include "layer_norm.h"
+#include "reduce.h"
+#include "stats.h"
 #include "sync/cpu_peer.h"
 #include "sync/message.h"
 
@@ -15,34 +18,21 @@ STABLE_TORCH_LIBRARY(fastvit, m) {
   m.def(
       "bn_forward(Tensor x, Tensor? moments, Tensor? weight, Tensor? bias, Tensor? z, "
       "Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? num_batches_tracked, "
-      "float? momentum, float eps, str activation, float activation_param, int channel_dim) "
-      "-> (Tensor, Tensor)");
+      "float? momentum, float eps, str activation, float activation_param, int channel_dim, "
+      "bool training=True) -> (Tensor, Tensor)");
   m.def(
       "bn_apply(Tensor x, Tensor saved, Tensor? weight, Tensor? bias, Tensor? z, "
       "str activation, float activation_param, int channel_dim) -> Tensor");
   m.def(
       "abn_forward_(Tensor(a!) x, Tensor? moments, Tensor? weight, Tensor? bias, "
       "Tensor(b!)? running_mean, Tensor(c!)? running_var, Tensor(d!)? num_batches_tracked, "
-      "float? momentum, float eps, str activation, float activation_param, int channel_dim) -> Tensor");
+      "float? momentum, float eps, str activation, float activation_param, int channel_dim, "
+      "bool training=True) -> Tensor");
   m.def(
       "abn_forward(Tensor x, Tensor? moments, Tensor? weight, Tensor? bias, "
       "Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? num_batches_tracked, "
-      "float? momentum, float eps, str activation, float activation_param, int channel_dim) "
-      "-> (Tensor, Tensor)");
-  m.def(
-      "bn_local_forward(Tensor x, Tensor? weight, Tensor? bias, Tensor? z, Tensor(a!)? running_mean, "
-      "Tensor(b!)? running_var, Tensor(c!)? num_batches_tracked, float? momentum, float eps, "
-      "str activation, float activation_param, int channel_dim) -> (Tensor, Tensor)");
-  m.def(
-      "abn_local_forward_(Tensor(a!) x, Tensor? weight, Tensor? bias, Tensor(b!)? running_mean, "
-      "Tensor(c!)? running_var, Tensor(d!)? num_batches_tracked, float? momentum, float eps, "
-      "str activation, float activation_param, int channel_dim) -> Tensor");
-  m.def(
-      "bn_local_backward(Tensor x, Tensor dy, Tensor? z, Tensor saved, Tensor? weight, Tensor? bias, "
-      "str activation, float activation_param, int channel_dim) -> (Tensor, Tensor, Tensor)");
-  m.def(
-      "abn_local_backward(Tensor y, Tensor dy, Tensor saved, Tensor? weight, Tensor? bias, "
-      "str activation, float activation_param, int channel_dim) -> (Tensor, Tensor)");
+      "float? momentum, float eps, str activation, float activation_param, int channel_dim, "
+      "bool training=True) -> (Tensor, Tensor)");
   m.def("cpu_capability() -> str");
   m.def("cuda_build() -> str");
   m.def(
@@ -53,10 +43,11 @@ STABLE_TORCH_LIBRARY(fastvit, m) {
       "str activation, float activation_param, int channel_dim, Tensor? exchange=None) -> Tensor");
   m.def(
       "bn_backward(Tensor x, Tensor dy, Tensor? z, Tensor saved, Tensor? sums, Tensor? weight, "
-      "Tensor? bias, str activation, float activation_param, int channel_dim) -> (Tensor, Tensor)");
+      "Tensor? bias, str activation, float activation_param, int channel_dim, bool training=True) "
+      "-> (Tensor, Tensor, Tensor)");
   m.def(
       "abn_backward(Tensor y, Tensor dy, Tensor saved, Tensor? sums, Tensor? weight, Tensor? bias, "
-      "str activation, float activation_param, int channel_dim) -> Tensor");
+      "str activation, float activation_param, int channel_dim, bool training=True) -> (Tensor, Tensor)");
   m.def(
       "layer_norm_forward(Tensor x, Tensor? weight, Tensor? bias, float eps, ScalarType? output_dtype=None) "
       "-> (Tensor, Tensor)");
@@ -80,7 +71,10 @@ STABLE_TORCH_LIBRARY(fastvit, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastvit, CPU, m) {
-  fastvit::Frontend<fastvit::Cpu>::implement(m);
+  fastvit::StatsOps<fastvit::Cpu>::implement(m);
+  fastvit::ForwardOps<fastvit::Cpu>::implement(m);
+  fastvit::ReduceOps<fastvit::Cpu>::implement(m);
+  fastvit::BackwardOps<fastvit::Cpu>::implement(m);
   fastvit::LayerNormOps<fastvit::Cpu>::implement(m);
   fastvit::ActOps<fastvit::Cpu>::implement(m);
   fastvit::implement_messages<fastvit::CpuMessages>(m);

@@ -1,4 +1,9 @@
-// The parameters of the front end, and the checks that make a backend's arguments of them.
+// What the ops' front ends share: parameters, the checks that make a backend's arguments of them, allocation.
+//
+// A front end has the arguments of the schemas in ops.cpp, and is named as the kernels that it calls:
+// stats.h, forward.h, reduce.h, backward.h, layer_norm.h, act.h. `Backend` is Cpu or Cuda; both take the same
+// plain structs of arguments.h and compute the same results. Only outputs and O(C) buffers are allocated; no
+// op has an activation-sized temporary.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -70,11 +75,50 @@ struct NormParams {
   int64_t channels() const { return input.size(channel_dim); }
 };
 
+inline NormParams bn_params(const char* op, const Tensor& x, const OptionalTensor& z,
+                            const OptionalTensor& weight, const OptionalTensor& bias,
+                            const std::string& activation, double param, int64_t channel_dim) {
+  return {.op = op,
+          .name = "x",
+          .input = x,
+          .z = z,
+          .weight = weight,
+          .bias = bias,
+          .activation = activation,
+          .activation_param = param,
+          .channel_dim = channel_dim,
+          .in_place = false};
+}
+
+// Of an op in place, or of its inverse.
+inline NormParams abn_params(const char* op, const char* name, const Tensor& input,
+                             const OptionalTensor& weight, const OptionalTensor& bias,
+                             const std::string& activation, double param, int64_t channel_dim) {
+  static const OptionalTensor no_residual;
+  return {.op = op,
+          .name = name,
+          .input = input,
+          .z = no_residual,
+          .weight = weight,
+          .bias = bias,
+          .activation = activation,
+          .activation_param = param,
+          .channel_dim = channel_dim,
+          .in_place = true};
+}
+
 struct RunningParams {
   const OptionalTensor &mean, &var, &num_batches_tracked;
-  std::optional<double> momentum;
+  const std::optional<double>& momentum;
   double eps;
+  bool training;
 };
+
+inline std::optional<peer::Exchange> exchange_of(const char* op, const OptionalTensor& exchange,
+                                                 const Tensor& result, int64_t numbers, peer::Kind kind) {
+  if (!exchange) return std::nullopt;
+  return peer::exchange_of(op, *exchange, numbers, result.scalar_type(), kind);
+}
 
 // Checks `norm`, and returns the arguments of all kernels, without the layout.
 inline NormArgs checked(const NormParams& norm) {
@@ -97,7 +141,7 @@ inline NormArgs checked(const NormParams& norm) {
 
 // Checks `running`, and adds it to the arguments of a forward op.
 inline void set_running(ForwardArgs& args, const NormParams& norm, const RunningParams& running) {
-  const auto& [mean, var, batches, momentum, eps] = running;
+  const auto& [mean, var, batches, momentum, eps, training] = running;
   check_channels(norm.op, "running_mean", mean, norm.input, norm.channels());
   check_channels(norm.op, "running_var", var, norm.input, norm.channels());
   require(mean.has_value() == var.has_value(), norm.op, "running_mean",

@@ -35,25 +35,23 @@ ForwardState = tuple[
 ]
 
 
-def _tensors(layer: _NormBase) -> tuple[Tensor | None, ...]:
-    """Parameters and buffers. nn.Module.__getattr__ takes half a microsecond for each, which adds up."""
-    try:
-        parameters, buffers = layer._parameters, layer._buffers
-        return (
-            parameters["weight"], parameters["bias"],
-            buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"],
-        )  # fmt: skip
-    except KeyError:  # one is computed (torch.nn.utils.parametrize) or was replaced by a plain attribute
-        return layer.weight, layer.bias, layer.running_mean, layer.running_var, layer.num_batches_tracked
-
-
 def forward_state(layer: _NormBase) -> ForwardState:
     """The parameters, statistics and buffers that a forward of `layer` uses, by torch BatchNorm's rules.
 
     Batch statistics are used in training, and in evaluation without running statistics. Running statistics
     are updated only in training with track_running_stats.
     """
-    weight, bias, running_mean, running_var, tracked = _tensors(layer)
+    weight: Tensor | None
+    bias: Tensor | None
+    tracked: Tensor | None
+    try:  # nn.Module.__getattr__ takes half a microsecond for each, as a small op does
+        parameters, buffers = layer._parameters, layer._buffers
+        weight, bias = parameters["weight"], parameters["bias"]
+        running_mean, running_var = buffers["running_mean"], buffers["running_var"]
+        tracked = buffers["num_batches_tracked"]
+    except KeyError:  # one is computed (torch.nn.utils.parametrize) or was replaced by a plain attribute
+        weight, bias, tracked = layer.weight, layer.bias, layer.num_batches_tracked
+        running_mean, running_var = layer.running_mean, layer.running_var
     if not layer.training:
         return weight, bias, running_mean, running_var, None, running_mean is None, 0.0
     if not layer.track_running_stats:

@@ -5,7 +5,7 @@ their output, which the next layer often saves too.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -22,10 +22,13 @@ from ._arguments import (
 from ._autograd import (
     ActFunction,
     BatchNormFunction,
+    Function,
     GluFunction,
     InPlaceABNFunction,
     InvertibleABNFunction,
     LayerNormFunction,
+    Options,
+    apply_of,
 )
 from ._formulas import activate
 
@@ -40,14 +43,44 @@ __all__ = [
 ]
 
 
-def _transport(op: str, training: bool, process_group, layer: int, momentum: float | None) -> sync.Transport:
-    if process_group is None:
-        return sync.LOCAL
-    if not training:
-        if not torch.compiler.is_compiling():
+def _layer(
+    name: str, function: type[Function], traced: Callable[..., Tensor], tensors, training: bool,
+    momentum: float | None, eps: float, activation: str, activation_param: float, channel_last: bool,
+    process_group, layer: int, recompute: bool = False,
+) -> Tensor:  # fmt: skip
+    """Applies the function of a normalisation to `tensors` and its options; see _autograd.py.
+
+    The op checks its arguments before it writes anything. So where it shares nothing with other ranks, the
+    checks here, which take as long as it, only say in the layer's words what it has refused.
+
+    `traced` takes the function's place for torch.compile.
+    """
+    x, compiling = tensors[0], torch.compiler.is_compiling()
+    shared: sync.Transport = sync.LOCAL
+    if process_group is not None:
+        if training:
+            shared = sync.transport_for(process_group, sync.LayerKey(name, layer, momentum))
+        elif not compiling:
             sync.check()  # raises errors of the last exchanges of training
-        return sync.LOCAL
-    return sync.transport_for(process_group, sync.LayerKey(op, layer, momentum))
+    channel_dim = x.dim() - 1 if channel_last else 1
+    checked = compiling or shared is not sync.LOCAL or x.dim() < 2
+    if checked:
+        check_input(name, tensors, channel_last)
+    # With several ranks the others may have values. Their counts are never read back to the host.
+    if training and x.numel() == x.shape[channel_dim] and shared.world_size == 1:
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
+    options = (shared, training, (momentum, eps), (activation, activation_param, channel_dim), recompute)
+    if compiling:
+        return traced(*tensors, options)
+    try:
+        y = apply_of(function, x)(*tensors, options)
+    except RuntimeError:
+        if not checked:
+            check_input(name, tensors, channel_last)
+        raise
+    if training:  # the dispatcher does not count what an op of C++ writes
+        torch.autograd.graph.increment_version([tensor for tensor in tensors[4:] if tensor is not None])
+    return y
 
 
 def sync_batch_norm(
@@ -91,10 +124,10 @@ def sync_batch_norm(
             or momentum, or are in another layer; a rank that died or did not arrive within the group's
             timeout. Nothing is written then.
     """
-    return _batch_norm_act(
-        "sync_batch_norm", x, weight, bias, running_mean, running_var, num_batches_tracked, z, training,
-        momentum, eps, "relu" if fuse_relu else "identity", 0.0, channel_last, False,
-        sync.default_group(process_group), layer,
+    return _layer(
+        "sync_batch_norm", BatchNormFunction, _traced_batch_norm_act,
+        (x, weight, bias, z, running_mean, running_var, num_batches_tracked), training, momentum, eps,
+        "relu" if fuse_relu else "identity", 0.0, channel_last, sync.default_group(process_group), layer,
     )  # fmt: skip
 
 
@@ -130,69 +163,27 @@ def batch_norm_act(
     Other arguments and errors as in `sync_batch_norm`. Saves x for backward, and z where the activation's
     gradient depends on it. torch.compile traces plain torch ops where they compute the same.
     """
-    return _batch_norm_act(
-        "batch_norm_act", x, weight, bias, running_mean, running_var, num_batches_tracked, z, training,
-        momentum, eps, activation, check_activation(activation, activation_param), channel_last, recompute,
-        process_group, layer,
+    return _layer(
+        "batch_norm_act", BatchNormFunction, _traced_batch_norm_act,
+        (x, weight, bias, z, running_mean, running_var, num_batches_tracked), training, momentum, eps,
+        activation, check_activation(activation, activation_param), channel_last, process_group, layer,
+        # With a residual and no activation z is not saved, so y cannot be rebuilt.
+        recompute and (z is None or activation != "identity"),
     )  # fmt: skip
 
 
-def _batch_norm_act(
-    name: str, x: Tensor, weight, bias, running_mean, running_var, num_batches_tracked, z, training: bool,
-    momentum: float | None, eps: float, activation: str, activation_param: float, channel_last: bool,
-    recompute: bool, process_group, layer: int,
-) -> Tensor:  # fmt: skip
-    shared = _transport(name, training, process_group, layer, momentum)
-    channel_dim = x.dim() - 1 if channel_last else 1
-    tensors = (x, weight, bias, z, running_mean, running_var, num_batches_tracked)
-    of_backward = (activation, activation_param, channel_dim)
-    options = (shared, training, (momentum, eps), of_backward)
-    checked = _check_first(name, tensors, channel_last, training, shared)
-    if checked and torch.compiler.is_compiling() and _torch_can(tensors, momentum, shared):
-        return _plain_batch_norm_act(*tensors, training, momentum, eps, *of_backward)
-    # With a residual and no activation z is not saved, so y cannot be rebuilt.
-    recompute = recompute and (z is None or activation != "identity")
-    try:
-        return BatchNormFunction.apply(*tensors, options, recompute)
-    except RuntimeError:
-        if not checked:
-            check_input(name, tensors, channel_last)
-        raise
-
-
-def _check_first(name: str, tensors, channel_last: bool, training: bool, shared: sync.Transport) -> bool:
-    """Checks the input; False where the op does it before it writes anything, and takes less time."""
-    x = tensors[0]
-    first = shared is not sync.LOCAL or torch.compiler.is_compiling()
-    if first:
-        check_input(name, tensors, channel_last)
-    # With several ranks the others may have values. Their counts are never read back to the host.
-    if (
-        training
-        and shared.world_size == 1
-        and x.dim() > 1
-        and x.numel() == x.shape[-1 if channel_last else 1]
-    ):
-        raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
-    return first
-
-
-def _torch_can(tensors: tuple[Tensor | None, ...], momentum: float | None, shared: sync.Transport) -> bool:
-    """Whether torch's batch_norm computes the same for these arguments, within one graph."""
-    # F.batch_norm needs a number as factor, which a cumulative average would have to read from the device.
-    if momentum is None or shared is not sync.LOCAL:
-        return False
-    x, weight, bias, _, running_mean, running_var, _ = tensors
-    assert x is not None
+def _traced_batch_norm_act(
+    x, weight, bias, z, running_mean, running_var, num_batches_tracked, options: Options
+) -> Tensor:
+    """Plain torch ops, which torch.compile can fuse and recompute, where they compute the same."""
+    shared, training, (momentum, eps), (activation, activation_param, channel_dim), _ = options
     dtypes = {t.dtype for t in (weight, bias, running_mean, running_var) if t is not None}
-    return dtypes <= {x.dtype} or (x.dtype in (torch.float16, torch.bfloat16) and dtypes == {torch.float32})
-
-
-def _plain_batch_norm_act(
-    x: Tensor, weight, bias, z, running_mean, running_var, num_batches_tracked, training: bool, momentum: float,
-    eps: float, activation: str, activation_param: float, channel_dim: int,
-) -> Tensor:  # fmt: skip
-    """The layer in plain torch ops, which torch.compile can fuse with others and recompute."""
+    narrow = x.dtype in (torch.float16, torch.bfloat16) and dtypes == {torch.float32}
+    # F.batch_norm needs a number as factor, which a cumulative average would have to read from the device.
+    if momentum is None or shared is not sync.LOCAL or not (narrow or dtypes <= {x.dtype}):
+        return BatchNormFunction.apply(
+            x, weight, bias, z, running_mean, running_var, num_batches_tracked, options
+        )
     if num_batches_tracked is not None:
         num_batches_tracked.add_(1)
     moved = channel_dim != 1
@@ -239,23 +230,18 @@ def inplace_abn(
     Activated BatchNorm for Memory-Optimized Training of DNNs", arXiv:1712.02616.
     """
     check_in_place_activation(activation, activation_param)
-    shared = _transport("inplace_abn", training, process_group, layer, momentum)
-    tensors = (x, weight, bias, None, running_mean, running_var, num_batches_tracked)
-    checked = _check_first("inplace_abn", tensors, channel_last, training, shared)
     check_may_be_overwritten("inplace_abn", x)
     if abs_weight and weight is not None:
         weight = absolute_weight(weight, eps)
-    channel_dim = x.dim() - 1 if channel_last else 1
-    options = (shared, training, (momentum, eps), (activation, activation_param, channel_dim))
-    arguments = (x, weight, bias, running_mean, running_var, num_batches_tracked, options)
-    if torch.compiler.is_compiling():
-        return x.copy_(InvertibleABNFunction.apply(*arguments))
-    try:
-        return InPlaceABNFunction.apply(*arguments)
-    except RuntimeError:
-        if not checked:
-            check_input("inplace_abn", tensors, channel_last)
-        raise
+    return _layer(
+        "inplace_abn", InPlaceABNFunction, _traced_inplace_abn,
+        (x, weight, bias, None, running_mean, running_var, num_batches_tracked), training, momentum, eps,
+        activation, activation_param, channel_last, process_group, layer,
+    )  # fmt: skip
+
+
+def _traced_inplace_abn(x: Tensor, *arguments) -> Tensor:
+    return x.copy_(InvertibleABNFunction.apply(x, *arguments))
 
 
 def inplace_abn_sync(
@@ -322,7 +308,7 @@ def layer_norm(
         )
         return rows.view(x.shape)
 
-    return LayerNormFunction.apply(x, weight, bias, eps, output_dtype)
+    return apply_of(LayerNormFunction, x)(x, weight, bias, eps, output_dtype)
 
 
 def act(x: Tensor, activation: str = "gelu", activation_param: float | None = None) -> Tensor:
@@ -342,7 +328,7 @@ def act(x: Tensor, activation: str = "gelu", activation_param: float | None = No
     if torch.compiler.is_compiling():
         return activate(x, activation, param)
     check_kernels("act", x)
-    return ActFunction.apply(x, activation, param)
+    return apply_of(ActFunction, x)(x, activation, param)
 
 
 def glu(a: Tensor, b: Tensor, activation: str = "silu", activation_param: float | None = None) -> Tensor:
@@ -357,4 +343,4 @@ def glu(a: Tensor, b: Tensor, activation: str = "silu", activation_param: float 
     if torch.compiler.is_compiling():
         return activate(a, activation, param) * b
     check_kernels("glu", a)
-    return GluFunction.apply(a, b, activation, param)
+    return apply_of(GluFunction, a)(a, b, activation, param)

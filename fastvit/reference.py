@@ -123,10 +123,12 @@ def _forward(x, moments, norm, z, running, eps):
 
 
 def bn_forward(
-    x, moments, weight=None, bias=None, z=None, running_mean=None, running_var=None,
+    x, moments=None, weight=None, bias=None, z=None, running_mean=None, running_var=None,
     num_batches_tracked=None, momentum=0.1, eps=1e-5, activation="identity", activation_param=0.01,
-    channel_dim=1,
+    channel_dim=1, training=True,
 ):  # fmt: skip
+    if training and moments is None:
+        moments = bn_stats(x, channel_dim)
     norm = _Norm(weight, bias, activation, activation_param, channel_dim, False)
     running = running_mean, running_var, num_batches_tracked, momentum
     y, saved = _forward(x, moments, norm, z, running, eps)
@@ -144,9 +146,12 @@ def bn_apply(
 
 
 def abn_forward_(
-    x, moments, weight=None, bias=None, running_mean=None, running_var=None, num_batches_tracked=None,
+    x, moments=None, weight=None, bias=None, running_mean=None, running_var=None, num_batches_tracked=None,
     momentum=0.1, eps=1e-5, activation="leaky_relu", activation_param=0.01, channel_dim=1,
+    training=True,
 ):  # fmt: skip
+    if training and moments is None:
+        moments = bn_stats(x, channel_dim)
     norm = _Norm(weight, bias, activation, activation_param, channel_dim, True)
     running = running_mean, running_var, num_batches_tracked, momentum
     y, saved = _forward(x, moments, norm, None, running, eps)
@@ -155,13 +160,14 @@ def abn_forward_(
 
 
 def abn_forward(
-    x, moments, weight=None, bias=None, running_mean=None, running_var=None, num_batches_tracked=None,
+    x, moments=None, weight=None, bias=None, running_mean=None, running_var=None, num_batches_tracked=None,
     momentum=0.1, eps=1e-5, activation="leaky_relu", activation_param=0.01, channel_dim=1,
+    training=True,
 ):  # fmt: skip
     y = x.clone()
     saved = abn_forward_(
         y, moments, weight, bias, running_mean, running_var, num_batches_tracked,
-        momentum, eps, activation, activation_param, channel_dim,
+        momentum, eps, activation, activation_param, channel_dim, training,
     )  # fmt: skip
     return y, saved
 
@@ -208,32 +214,36 @@ def abn_reduce(
     return _reduce(y, dy, None, saved, _Norm(weight, bias, activation, activation_param, channel_dim, True))
 
 
-def _backward(input, dy, z, saved, sums, norm):
+def _backward(input, dy, z, saved, sums, norm, training):
     dz, xhat, invstd, count = _recover(input, dy, z, saved, norm)
-    dx, channel_dim = dz, norm.channel_dim
+    dx, channel_dim, own = dz, norm.channel_dim, saved[:0]
+    if training and sums is None:
+        (own,) = _reduce(input, dy, z, saved, norm)
+        sums = own
     if sums is not None and count > 0:
         mean_dz, mean_dz_xhat = (sums.double() / count).chunk(2)
         dx = dz - _along(mean_dz, input, channel_dim) - xhat * _along(mean_dz_xhat, input, channel_dim)
     gamma = 1.0 if norm.weight is None else norm.weight.double()  # the floor applies to the inversion only
-    return dx * _along(gamma * invstd, input, channel_dim), dz
+    return dx * _along(gamma * invstd, input, channel_dim), dz, own
 
 
 def bn_backward(
-    x, dy, z, saved, sums, weight=None, bias=None, activation="identity", activation_param=0.01,
-    channel_dim=1,
+    x, dy, z, saved, sums=None, weight=None, bias=None, activation="identity", activation_param=0.01,
+    channel_dim=1, training=True,
 ):  # fmt: skip
     norm = _Norm(weight, bias, activation, activation_param, channel_dim, False)
-    dx, dz = _backward(x, dy, z, saved, sums, norm)
-    return torch.empty_like(x).copy_(dx), x.new_empty(0) if z is None else torch.empty_like(z).copy_(dz)
+    dx, dz, own = _backward(x, dy, z, saved, sums, norm, training)
+    dz = x.new_empty(0) if z is None else torch.empty_like(z).copy_(dz)
+    return torch.empty_like(x).copy_(dx), dz, own
 
 
 def abn_backward(
-    y, dy, saved, sums, weight=None, bias=None, activation="leaky_relu", activation_param=0.01,
-    channel_dim=1,
+    y, dy, saved, sums=None, weight=None, bias=None, activation="leaky_relu", activation_param=0.01,
+    channel_dim=1, training=True,
 ):  # fmt: skip
     norm = _Norm(weight, bias, activation, activation_param, channel_dim, True)
-    dx, _ = _backward(y, dy, None, saved, sums, norm)
-    return torch.empty_like(y).copy_(dx)
+    dx, _, own = _backward(y, dy, None, saved, sums, norm, training)
+    return torch.empty_like(y).copy_(dx), own
 
 
 def _per_row(saved, x):

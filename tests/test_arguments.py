@@ -23,21 +23,21 @@ def every_call(case):
     return [
         ("bn_stats", (x, d)),
         ("bn_forward", (x, moments, w, b, z, *buffers, None, 1e-5, *relu)),
-        ("bn_forward", (x, None, None, None, None, *buffers[:2], None, 0.1, 1e-5, *identity)),
+        ("bn_forward", (x, None, None, None, None, *buffers[:2], None, 0.1, 1e-5, *identity, False)),
         ("bn_apply", (x, saved, w, b, z, "gelu", 0.0, d)),
         ("abn_forward_", (fresh(x), moments, w, b, *buffers, 0.1, 1e-5, *leaky)),
         ("abn_forward", (x, moments, w, b, *buffers, 0.1, 1e-5, *leaky)),
         ("bn_reduce", (x, dy, z, saved, w, b, *relu)),
         ("abn_reduce", (y, dy, saved, w, b, "elu", 1.0, d)),
         ("bn_backward", (x, dy, z, saved, sums, w, b, *relu)),
-        ("bn_backward", (x, dy, None, saved, None, w, b, *identity)),
+        ("bn_backward", (x, dy, None, saved, None, w, b, *identity, False)),
         ("abn_backward", (y, dy, saved, sums, w, b, *leaky)),
-        ("bn_local_forward", (x, w, b, z, *buffers, None, 1e-5, *relu)),
-        ("bn_local_forward", (x, None, None, None, None, None, None, 0.1, 1e-5, *identity)),
-        ("abn_local_forward_", (fresh(x), w, b, *buffers, 0.1, 1e-5, *leaky)),
-        ("bn_local_backward", (x, dy, z, saved, w, b, *relu)),
-        ("bn_local_backward", (x, dy, None, saved, w, b, *relu)),
-        ("abn_local_backward", (y, dy, saved, w, b, *leaky)),
+        ("bn_forward", (x, None, w, b, z, *buffers, None, 1e-5, *relu)),
+        ("bn_forward", (x, None, None, None, None, None, None, None, 0.1, 1e-5, *identity)),
+        ("abn_forward_", (fresh(x), None, w, b, *buffers, 0.1, 1e-5, *leaky)),
+        ("bn_backward", (x, dy, z, saved, None, w, b, *relu)),
+        ("bn_backward", (x, dy, None, saved, None, w, b, *relu)),
+        ("abn_backward", (y, dy, saved, None, w, b, *leaky)),
         ("layer_norm_forward", (x, columns, columns.half(), 1e-5, torch.bfloat16)),
         ("layer_norm_forward", (x, None, None, 1e-5)),
         ("layer_norm_backward", (x, dy, rows, columns, True)),
@@ -143,6 +143,6 @@ def test_an_empty_tensor_needs_no_storage(device):
 )
 def test_more_elements_than_can_be_counted_are_refused(shape, device):
     x = torch.zeros(4, device=device).as_strided(shape, [0] * len(shape))
-    for call in (ops.bn_stats, ops.bn_local_forward):
+    for call in (ops.bn_stats, ops.bn_forward):
         with pytest.raises(RuntimeError, match=r"bn_\w+: x has shape \(\d+, .*; at most 2\^48 elements"):
             call(x)

@@ -554,3 +554,31 @@ def test_checkpointing(make_layer):
         for a, b in zip(got, wanted or got, strict=True):
             check("layer", a, b)
         wanted = got
+
+
+def test_tensors_of_transforms():
+    """torch.func refuses a layer without rules for it, and a tensor that has outlived one is unwrapped."""
+    layer, outlived = SyncBatchNorm(3), []
+
+    def loss(x):
+        outlived.append(x * 2)
+        return outlived[0].sum()
+
+    x = torch.randn(4, 3)
+    torch.func.grad(loss)(x)
+    got = layer(outlived[0])
+    assert torch.equal(got, layer(x * 2)) and got.grad_fn.next_functions[0][0] is None
+    with pytest.raises(RuntimeError, match="setup_context"):
+        torch.func.grad(lambda x: layer(x * 2).sum())(x)
+
+
+def test_parameters_and_buffers_that_are_no_longer_registered():
+    """A parametrized weight is computed, and a tensor may have been put in the place of a buffer."""
+    layer, x = SyncBatchNorm(3), torch.randn(4, 3)
+    weight, mean = layer.weight.detach().clone(), torch.ones(3)
+    torch.nn.utils.parametrize.register_parametrization(layer, "weight", nn.Softplus())
+    del layer.running_mean
+    layer.running_mean = mean
+    want = functional.sync_batch_norm(x, nn.functional.softplus(weight), layer.bias, None, None)
+    assert torch.equal(layer(x), want)
+    torch.testing.assert_close(mean, 0.9 + 0.1 * x.mean(0))

@@ -71,7 +71,9 @@ def test_bn_ops(layout, dtype, activation, residual, device):
 
     again = ops.bn_apply(case.x, saved, *parameters, z, **options(case, activation))
     assert torch.equal(again, y) and again.stride() == y.stride()
-    evaluated, saved = ops.bn_forward(case.x, None, *parameters, z, **ours, **options(case, activation))
+    evaluated, saved = ops.bn_forward(
+        case.x, None, *parameters, z, **ours, **options(case, activation), training=False
+    )
     assert torch.equal(ops.bn_apply(case.x, saved, *parameters, z, **options(case, activation)), evaluated)
     check(
         "bn_apply",
@@ -85,8 +87,10 @@ def test_bn_ops(layout, dtype, activation, residual, device):
     check("bn_reduce", sums, want_sums, dtype)
     for total in (want_sums[0], None):
         arguments = (case.x, case.dy, z, want_saved, total, *parameters)
-        dx, dz = ops.bn_backward(*arguments, **options(case, activation))
-        want_dx, want_dz = reference.bn_backward(*arguments, **options(case, activation))
+        training = {"training": total is not None}
+        dx, dz, own = ops.bn_backward(*arguments, **options(case, activation), **training)
+        want_dx, want_dz, _ = reference.bn_backward(*arguments, **options(case, activation), **training)
+        assert own.numel() == 0
         check("bn_backward", dx, want_dx)
         check("bn_backward", dz, want_dz)
 
@@ -117,11 +121,11 @@ def test_abn_ops(layout, dtype, activation, device):
     check("abn_reduce", sums, want_sums, dtype)
     for total in (want_sums[0], None):
         arguments = (want_y, case.dy, want_saved, total, *parameters)
-        check(
-            "abn_backward",
-            ops.abn_backward(*arguments, **options(case, activation)),
-            reference.abn_backward(*arguments, **options(case, activation)),
-        )
+        training = {"training": total is not None}
+        dx, own = ops.abn_backward(*arguments, **options(case, activation), **training)
+        want_dx, _ = reference.abn_backward(*arguments, **options(case, activation), **training)
+        check("abn_backward", dx, want_dx)
+        assert own.numel() == 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -143,19 +147,19 @@ def test_mixed_layouts_of_x_and_dy(layout, dtype, device):
         want = reference.bn_reduce(case.x, dy, None, saved, case.weight, case.bias, "leaky_relu")
         check("bn_reduce", sums, want, dtype)
         rest = (case.weight, case.bias, "leaky_relu")
-        dx, _ = ops.bn_backward(case.x, dy, None, saved, want[0], *rest)
-        want_dx, _ = reference.bn_backward(case.x, dy, None, saved, want[0], *rest)
+        dx, *_ = ops.bn_backward(case.x, dy, None, saved, want[0], *rest)
+        want_dx, *_ = reference.bn_backward(case.x, dy, None, saved, want[0], *rest)
         check("bn_backward", dx, want_dx)
 
 
 @pytest.mark.parametrize("in_place", [False, True], ids=["bn", "abn"])
 @pytest.mark.parametrize("layout", CORE_LAYOUTS)
 def test_without_parameters_and_with_running_statistics(layout, in_place, device):
-    """No weight, no bias; moments None: the running statistics normalise and nothing is written."""
+    """No weight, no bias; not in training the running statistics normalise and nothing is written."""
     case = Case(layout, torch.float32, device)
     for weight, bias in ((None, None), (case.weight, None), (None, case.bias)):
         buffers = case.buffers()
-        arguments = dict(weight=weight, bias=bias, **options(case, "leaky_relu"))
+        arguments = dict(weight=weight, bias=bias, training=False, **options(case, "leaky_relu"))
         if in_place:
             y, want = fresh(case.x), fresh(case.x)
             saved = ops.abn_forward_(y, None, **buffers, **arguments)
@@ -255,7 +259,7 @@ def test_outliers(every, device):
 def test_slopes_far_out_are_exactly_one_and_zero(activation, device):
     x = torch.tensor([[1e30], [1e9], [1e3], [-1e3], [-1e9], [-1e30]], device=device)
     saved = torch.tensor([0.0, 1.0, 0.0, 6.0], device=device)  # mean, 1 / deviation, count
-    dx, _ = ops.bn_backward(x, torch.ones_like(x), None, saved, None, activation=activation)
+    dx, *_ = ops.bn_backward(x, torch.ones_like(x), None, saved, activation=activation, training=False)
     assert dx.flatten().tolist() == [1, 1, 1, 0, 0, 0]
 
 
@@ -294,9 +298,9 @@ def test_all_16_bit_values(activation, dtype, device):
         x.double().cpu(), saved.double().cpu(), activation=activation, activation_param=PARAM
     )
     assert ((y - want).abs() <= rounding * want.abs() + least).all()
-    options = {"activation": activation, "activation_param": PARAM}
-    dx, _ = ops.bn_backward(x, torch.ones_like(x), None, saved, None, **options)
-    want, _ = reference.bn_backward(
+    options = {"activation": activation, "activation_param": PARAM, "training": False}
+    dx, *_ = ops.bn_backward(x, torch.ones_like(x), None, saved, None, **options)
+    want, *_ = reference.bn_backward(
         x.double().cpu(), torch.ones_like(x).double().cpu(), None, saved.double().cpu(), None, **options
     )
     assert ((dx.double().cpu() - want).abs() <= rounding * want.abs() + 1e-5).all()
@@ -326,7 +330,7 @@ def test_empty(shape, device):
     assert ops.bn_reduce(x, x, None, saved, channel_dim=channel_dim).tolist() == [[0.0] * 10]
     sums = torch.ones(10, device=device)
     assert ops.bn_backward(x, x, None, saved, sums, channel_dim=channel_dim)[0].shape == shape
-    assert ops.abn_backward(x, x, saved, sums, channel_dim=channel_dim).shape == shape
+    assert ops.abn_backward(x, x, saved, sums, channel_dim=channel_dim)[0].shape == shape
     other = ops.bn_stats(torch.randn(9, 5, device=device))
     ops.abn_forward_(x, other, None, None, mean, var, tracked, 1.0, channel_dim=channel_dim)
     check("running", mean, other[:5])
@@ -344,7 +348,7 @@ def test_nan_and_infinity_stay_in_their_channel(layout, device):
         assert y[:, 2].isnan().all() and not y[:, finite].isnan().any()
         assert y[:, 3].isnan().all()
         (sums,) = ops.bn_reduce(x, case.dy, None, saved, activation=activation)
-        dx, _ = ops.bn_backward(x, case.dy, None, saved, sums, activation=activation)
+        dx, *_ = ops.bn_backward(x, case.dy, None, saved, sums, activation=activation)
         assert dx[:, 2].isnan().all() and not dx[:, finite].isnan().any()
 
 
@@ -357,7 +361,8 @@ def test_repeats_and_threads_give_the_same_bits(layout, device):
         moments = ops.bn_stats(x, case.channel_dim)
         saved = ops.abn_forward_(x, moments, case.weight, case.bias, channel_dim=case.channel_dim)
         (sums,) = ops.abn_reduce(x, case.dy, saved, case.weight, case.bias, channel_dim=case.channel_dim)
-        dx = ops.abn_backward(x, case.dy, saved, sums, case.weight, case.bias, channel_dim=case.channel_dim)
+        parameters = {"weight": case.weight, "bias": case.bias, "channel_dim": case.channel_dim}
+        dx, _ = ops.abn_backward(x, case.dy, saved, sums, **parameters)
         return moments, x, saved, sums, dx
 
     check_threads(run)
@@ -390,7 +395,7 @@ def test_rounding_to_storage_is_to_nearest_even(dtype, device):
         "running_var": torch.ones(1, device=device),
     }
     scale = torch.tensor([1.0 + 2**-9], device=device)
-    y, _ = ops.bn_forward(x, None, weight=scale, eps=0.0, **saved_like_identity)
+    y, _ = ops.bn_forward(x, weight=scale, eps=0.0, training=False, **saved_like_identity)
     want = (x.float() * scale + 0.0).to(dtype)  # + bias, which makes -0 a 0
     assert torch.equal(y.isnan(), want.isnan())
     assert torch.equal(y.nan_to_num(7.0).view(torch.int16), want.nan_to_num(7.0).view(torch.int16))
@@ -456,9 +461,10 @@ def test_more_than_2_to_the_31_elements(layout, device):
     assert x[-1].min() > 150 and x[0].max() < 0
     (sums,) = ops.abn_reduce(x, x, saved)
     assert error(sums[4:] / n, torch.ones(4)) < 0.02
-    dx = ops.abn_backward(x, x, saved, None)  # with sums, what is left of two values is their rounding
+    # With sums, what is left of two values is their rounding.
+    dx, _ = ops.abn_backward(x, x, saved, training=False)
     for part in (slice(0, 1), slice(-1, None)):
-        check("abn_backward", dx[part], reference.abn_backward(x[part], x[part], saved, None))
+        check("abn_backward", dx[part], reference.abn_backward(x[part], x[part], saved, training=False)[0])
 
 
 def bad_calls():
@@ -485,7 +491,18 @@ def bad_calls():
             lambda: ops.bn_forward(x, moments.double()),
             "moments has dtype Double; Float expected",
         ),
-        "no statistics": (lambda: ops.bn_forward(x, None), "moments is None; without running_mean"),
+        "no statistics": (
+            lambda: ops.bn_forward(x, training=False),
+            "running_mean is None; without training",
+        ),
+        "moments in evaluation": (
+            lambda: ops.bn_forward(x, moments, running_mean=w, running_var=w, training=False),
+            "bn_forward: moments are given; None expected without training",
+        ),
+        "sums in evaluation": (
+            lambda: ops.abn_backward(x, x, saved, saved[:6].clone(), training=False),
+            "abn_backward: sums are given; None expected without training",
+        ),
         "half the buffers": (lambda: ops.bn_forward(x, moments, running_mean=w), "must be given together"),
         "cumulative": (
             lambda: ops.bn_forward(x, moments, running_mean=w.clone(), running_var=w.clone(), momentum=None),

@@ -1,4 +1,4 @@
-// bn_local_backward, abn_local_backward: bn_reduce and bn_backward of one process in one launch, for tensors
+// bn_backward and abn_backward without sums: bn_reduce and the op in one launch, for tensors
 // that fit on chip; the same bits as the two ops.
 // Memory   reads x or y, dy (and z) once; writes dx (and dz) once.
 // Mapping  block = (tile of channels, slice of their values), see plan.h; a block holds its values in shared

@@ -1,4 +1,4 @@
-// bn_local_forward, abn_local_forward_: bn_stats and bn_forward of one process in one launch, for tensors
+// bn_forward and abn_forward_ without moments: bn_stats and the op in one launch, for tensors
 // that fit on chip; the same bits as the two ops.
 // Memory   reads x (and z) once, writes y once, over x or to a new tensor.
 // Mapping  block = (tile of channels, slice of their values), see plan.h; a block holds its values in shared

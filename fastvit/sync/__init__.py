@@ -76,9 +76,11 @@ def transport_for(process_group: "dist.ProcessGroup", layer: LayerKey) -> Transp
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError("process_group was destroyed; a group that exists, or None, expected")
+    if process_group is not dist.GroupMember.NON_GROUP_MEMBER and process_group.size() == 1:
+        return LOCAL
     if dist.get_rank(process_group) < 0:
         raise ValueError(
             "process_group does not contain this rank "
             f"(global rank {dist.get_rank()}); a group that does, or None, expected"
         )
-    return LOCAL if process_group.size() == 1 else Shared(process_group, layer)
+    return Shared(process_group, layer)

@@ -100,8 +100,8 @@ class Rank:
 
     def backward(self, kept, dy, saved, sums, z=None):
         if z is not None:
-            return ops.bn_backward(kept, dy, z, saved, sums, **self.options)
-        return (ops.abn_backward(kept, dy, saved, sums, **self.options),)
+            return ops.bn_backward(kept, dy, z, saved, sums, **self.options)[:2]
+        return ops.abn_backward(kept, dy, saved, sums, **self.options)[:1]
 
 
 def merged(rows):

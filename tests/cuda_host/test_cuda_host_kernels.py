@@ -64,11 +64,11 @@ def step(x, dy, weight, bias, residual=None):
         y = x.clone()
         saved = ops.abn_forward_(y, moments, **options, **running)
         (sums,) = ops.abn_reduce(y, dy, saved, **options)
-        gradients = [ops.abn_backward(y, dy, saved, sums, **options)]
+        gradients = [ops.abn_backward(y, dy, saved, sums, **options)[0]]
     else:
         y, saved = ops.bn_forward(x, moments, z=residual, **options, **running)
         (sums,) = ops.bn_reduce(x, dy, residual, saved, **options)
-        gradients = list(ops.bn_backward(x, dy, residual, saved, sums, **options))
+        gradients = list(ops.bn_backward(x, dy, residual, saved, sums, **options)[:2])
     return [moments, y, saved, *running.values(), sums, *gradients]
 
 
@@ -147,21 +147,21 @@ def test_any_alignment(engine, shape, dtype, shifts):
 
 
 def local_step(x, dy, weight, bias, z=None):
-    """`step` with the local ops; also says how many kernels each direction launched."""
+    """`step` with ops that make their statistics; also says how many kernels each direction launched."""
     running = {"running_mean": torch.zeros(x.shape[1]), "running_var": torch.ones(x.shape[1])}
     running["num_batches_tracked"] = torch.tensor(0)
     options = {"weight": weight, "bias": bias, "activation": "leaky_relu", "activation_param": 0.2}
     launches = [redirect.install().launches()]
     if z is None:
         y = x.clone()
-        saved = ops.abn_local_forward_(y, **options, **running)
+        saved = ops.abn_forward_(y, **options, **running)
         launches.append(redirect.install().launches())
-        dx, sums = ops.abn_local_backward(y, dy, saved, **options)
+        dx, sums = ops.abn_backward(y, dy, saved, **options)
         gradients = [dx]
     else:
-        y, saved = ops.bn_local_forward(x, z=z, **options, **running)
+        y, saved = ops.bn_forward(x, z=z, **options, **running)
         launches.append(redirect.install().launches())
-        *gradients, sums = ops.bn_local_backward(x, dy, z, saved, **options)
+        *gradients, sums = ops.bn_backward(x, dy, z, saved, **options)
     launches.append(redirect.install().launches())
     kernels = [b - a for a, b in zip(launches, launches[1:], strict=False)]
     return [y, saved, *running.values(), sums, *gradients], kernels
@@ -208,7 +208,7 @@ engine = redirect.install()
 from fastvit import ops
 x = torch.randn(4, 16, 8, 8)
 before = engine.launches()
-ops.bn_local_forward(x)
+ops.bn_forward(x)
 print(engine.launches() - before, "kernels")
 """
 
