@@ -34,7 +34,7 @@ from fastvit.training.errors import MissingPackage, check_packages
 
 MAIN = "inplace-abn-sync"
 OTHERS = ("torch", "inplace-abn", "fastvit-sync")
-EPOCHS = 20
+EPOCHS = 12
 BATCH = 32  # images per rank
 REQUIRED_ACCURACY = 0.97
 RUN_LIMIT = 900  # seconds after which a run counts as hung
