@@ -99,7 +99,8 @@ class Contender:
 
     def peak(self, x) -> float:
         """Peak MiB of a step; gradients of weights, which are no activations, are freed at once."""
-        hooks = [p.register_post_accumulate_grad_hook(_forget) for p in self.model.parameters()]
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        hooks = [p.register_post_accumulate_grad_hook(_forget) for p in trained]
         peak = peak_bytes(lambda: self.step(x)) / MIB
         for hook in hooks:
             hook.remove()

@@ -16,6 +16,7 @@ from loopback import Loopback
 from tolerances import check
 from torch import nn
 
+import fastvit
 from fastvit import InPlaceABN, InPlaceABNSync, SyncBatchNorm, functional, ops, reference, sync
 from fastvit.sync.protocol import Tag
 
@@ -125,6 +126,23 @@ def test_graph_replays_equal_eager_steps(name):
         for i, (a, b) in enumerate(zip(got, want, strict=True)):
             assert torch.equal(a, b), f"replay {seed}, result {i}: {(a - b).abs().max()}"
     assert model.second.num_batches_tracked == 3
+
+
+@pytest.mark.parametrize("products", [False, True])
+def test_a_converted_model_in_graphed_callables(products):
+    """Replays of forward and backward, which rebuilds: eager's bits."""
+    torch.manual_seed(0)
+    parts = (nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    eager = nn.Sequential(*parts, nn.LayerNorm(64), nn.SiLU(), nn.Linear(64, 8)).to(DEVICE)
+    model = fastvit.convert(copy.deepcopy(eager), products=products)
+    inputs = [torch.randn(32, 50, 64, device=DEVICE, requires_grad=True) for _ in range(3)]
+    # It refuses a module that has hooks itself.
+    graphed = torch.cuda.make_graphed_callables(nn.Sequential(model), (inputs[0].detach().requires_grad_(),))
+    for x in inputs:
+        got, want = (
+            torch.autograd.grad(run(x).square().sum(), [x, *run.parameters()]) for run in (graphed, eager)
+        )
+        assert all(map(torch.equal, got, want))
 
 
 def test_graphs_that_the_compiler_makes():

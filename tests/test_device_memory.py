@@ -153,7 +153,7 @@ def test_memory_that_a_graph_holds_stays(monkeypatch):
     """A replay writes to it during the life of the process, also when the group has another way."""
     arenas = [torch.zeros(raw.peer_bytes(1, 9), dtype=torch.uint8)]
     for capturing in (False, True):
-        way = cuda_peer.DeviceMemory("way", arenas, 0, 9, 1.0, None, None)
+        way = cuda_peer.DeviceMemory("way", arenas, 0, 9, 1.0, None)
         monkeypatch.setattr(way, "_capturing", lambda capturing=capturing: capturing)
         monkeypatch.setattr(Exchange, "of", lambda exchange, tag: exchange.tensor)
         way._run(lambda exchange: exchange, None)

@@ -2,7 +2,6 @@
 
 import os
 import runpy
-import shutil
 import struct
 import subprocess
 import sys
@@ -185,10 +184,3 @@ def simulate(*arguments: str, **environment: str) -> str:
 def test_what_it_needs_is_said(tmp_path):
     assert "GPGPUSIM is not set" in simulate()
     assert f"{tmp_path} is not GPGPU-Sim's sources" in simulate(GPGPUSIM=str(tmp_path))
-
-
-@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
-def test_make_hands_the_folder_on():
-    command = ["make", "-n", "simulate", "TOOLED=", "GPGPUSIM=/some where"]
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert "tools/simulate/run.py --gpgpusim '/some where'" in said
