@@ -210,6 +210,54 @@ def test_nothing_is_kept_alive(device):
         gc.enable()
 
 
+class SavesItsResult(torch.autograd.Function):
+    """With nodes of other graphs between its own and the result."""
+
+    @staticmethod
+    def forward(ctx, x):
+        with torch.enable_grad():
+            x.detach().requires_grad_().sin().sum().backward()
+        y = x * 2
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * 2
+
+
+OWN_RESULTS = {
+    "exp": torch.exp, "softmax": lambda x: x.softmax(-1), "logsumexp": lambda x: x.logsumexp(-1),
+    "norm": lambda x: x.norm(dim=-1), "std": lambda x: x.std(-1), "cumprod": lambda x: x.cumprod(-1),
+    "attention": lambda x: nn.functional.scaled_dot_product_attention(x, x, x),
+    "relu in place": lambda x: torch.relu_(x * 1), "elu in place": lambda x: nn.functional.elu_(x * 1),
+    "a view in place": lambda x: (y := x * 1, y[:, :8].sigmoid_())[0],
+    "expanded": lambda x: x.sum(-1, keepdim=True).expand_as(x).exp(), "function": SavesItsResult.apply,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OWN_RESULTS)
+def test_results_that_their_op_saves_are_freed(name, device):
+    """A saved tensor that refers to the node that saves it would never be: no collector sees the cycle."""
+    gc.collect()
+    gc.disable()
+    try:
+        for backward in (True, False):
+            leaf = (torch.rand(8, 40, 32, device=device) + 0.1).requires_grad_()
+            with recompute_scope():
+                x = leaf * 1
+                y = OWN_RESULTS[name](x)
+                gone = [StorageWeakRef(t.untyped_storage()) for t in (x, y)]
+                loss = (y * y.exp()).tanh().sum()
+                del x, y
+            if backward:
+                loss.backward()
+            del loss, leaf
+            assert all(reference.expired() for reference in gone)
+    finally:
+        gc.enable()
+
+
 def test_a_scope_around_a_whole_loop_forgets(device, monkeypatch):
     monkeypatch.setattr(Place, "MOST", 64)
     layer = BatchNormAct(4, device=device)
