@@ -23,7 +23,7 @@ class BatchNormAct(_norm.OptionalBias, _norm.ChecksConditioning, _norm.Alone, _N
         activation_param: slope of leaky_relu (None: 0.01) or alpha of elu (None: 1); the others have none.
         memory: what is kept for backward.
             "recompute": the input. Where a later layer saves the output, the output is rebuilt in one pass
-            when that layer's backward needs it, to the same bits. This needs an open
+            when that layer's backward needs it, bit for bit. This needs an open
             `fastvit.recompute_scope()` around the forward; without one the layer works as with "keep".
             "inplace": the output, which is written over the input, with the conditions of `InPlaceABN` on
             input and activation; takes no residual.

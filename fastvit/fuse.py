@@ -257,7 +257,7 @@ def is_fused(model: nn.Module) -> bool:
 
 # Layers with a synchronised subclass, which adds a process group and no other state.
 _TWINS = {InPlaceABN: InPlaceABNSync, BatchNormAct: BatchNormActSync}
-_PLAIN = (_BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward)
+_TORCH_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward)
 
 
 @contextlib.contextmanager
@@ -285,7 +285,7 @@ def _synchronise(layer: Any, process_group: "dist.ProcessGroup | None", channel_
         layer.set_group(process_group or layer.process_group)
         layer.channel_last = channel_last or layer.channel_last
     elif issubclass(kind, _BatchNorm):
-        if kind.forward not in _PLAIN or isinstance(layer, nn.modules.lazy.LazyModuleMixin):
+        if kind.forward not in _TORCH_FORWARDS or isinstance(layer, nn.modules.lazy.LazyModuleMixin):
             return True
         channel_last = channel_last or getattr(layer, "channel_last", False)
         if not issubclass(kind, SyncBatchNorm):

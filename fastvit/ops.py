@@ -174,7 +174,7 @@ def bn_apply(
     activation_param: float = 0.01,
     channel_dim: int = 1,
 ) -> Tensor:
-    """The y of a `bn_forward` that returned `saved`, once more and to the same bits."""
+    """The y of a `bn_forward` that returned `saved`, computed again, bit for bit."""
     return _ops.bn_apply(x, saved, weight, bias, z, activation, activation_param, channel_dim)
 
 
@@ -401,8 +401,8 @@ def _(x, parameters, **_):
 def act_forward(x: Tensor, activation: str = "gelu", activation_param: float = 0.0) -> Tensor:
     """`act(x)`, in x's dtype and memory format.
 
-    No operand of these four ops is copied, however it lies in memory, but one of more than 5 dimensions with
-    other strides than the first's.
+    These four ops read operands of any strides without a copy. The exception is an operand of more than 5
+    dimensions whose strides differ from those of the first operand.
     """
     return _ops.act_forward(x, activation, activation_param)
 

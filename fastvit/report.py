@@ -27,7 +27,7 @@ __all__ = ["Report", "TensorReport", "report"]
 
 _SHOWN = 0.005  # smallest share of all bytes that has a line in the table
 _NUMBER = re.compile(r"\d+(?=\.)|(?<![^.])\d+$")  # of all parts of a name but the last, unless it is one
-_PLAIN = {"to_copy": "cast", "unsafe_view": "copy", "clone": "copy", "reshape_alias": "view"}
+_OP_NAMES = {"to_copy": "cast", "unsafe_view": "copy", "clone": "copy", "reshape_alias": "view"}
 
 
 @dataclass(frozen=True)
@@ -303,7 +303,7 @@ def _ops(value: Value) -> Iterator[str]:
 
 def _plain(name: str) -> str:
     op = op_name(name)
-    return _PLAIN.get(op, op)
+    return _OP_NAMES.get(op, op)
 
 
 def _aligned(rows: list[tuple[str, ...]]) -> list[str]:

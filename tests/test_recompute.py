@@ -1,4 +1,4 @@
-"""recompute_scope: outputs are rebuilt to the same bits, for all readers and after writes."""
+"""recompute_scope: outputs are rebuilt bit for bit, for all readers and after writes."""
 
 import contextlib
 import gc

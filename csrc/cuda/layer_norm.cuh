@@ -78,8 +78,8 @@ size_t table_bytes(const RowPlan& plan) {
   return plan.parts > 1 ? 0 : size_t(plan.columns) * sizeof(A);
 }
 
-// Makes each of v its sum over the lanes of a team, in all of them to the same bits. All threads of the block
-// call.
+// Makes each of v its sum over the lanes of a team, with the same bits in all of them. All threads of the
+// block call.
 template <class A, int kNumbers>
 __device__ __forceinline__ void sum_team(A (&v)[kNumbers], int lanes) {
   for (int offset = min(lanes, 32) / 2; offset > 0; offset /= 2) {

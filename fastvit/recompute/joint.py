@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 MARK = "fastvit"
 Options = tuple[bool, bool]  # products and weight_casts of a policy
 
-_DEEPEST = 4  # recomputed sums in a row
+_MOST_SUMS = 4  # recomputed sums in a row
 _aten = torch.ops.aten
 _CASTS = {_aten._to_copy, torch.ops.prims.convert_element_type}
 _JOINS = {_aten.cat, _aten.stack}
@@ -103,7 +103,7 @@ def _count(node: Node, sums: dict[Node, int], is_read: set[Node]) -> int | None:
             if 2 * _size_of(source) >= _size_of(node) and not (op in _JOINS and len(source.users) > 1):
                 return None
     count += op in _SUMS
-    return count if count <= _DEEPEST else None
+    return count if count <= _MOST_SUMS else None
 
 
 def _packet(node: Node) -> object:

@@ -1,4 +1,4 @@
-"""Spells the PTX of today's nvcc so that GPGPU-Sim, which knows the PTX of 2018, takes it.
+"""Rewrites the PTX of today's nvcc for GPGPU-Sim, which reads the PTX of 2018.
 
     python tools/simulate/ptx.py --out folder [--timing] file.ptx ...
 
