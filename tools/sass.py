@@ -28,11 +28,11 @@ SETUP = runpy.run_path(str(ROOT / "setup.py"))
 COLUMNS = ("kernel", "sm", "registers", "stack", "spills", "shared", "load", "store", "least", "most")
 # Instructions of a warp per access of 16 bytes a thread. 132 multiprocessors issue about 110 in the time that
 # memory takes for the 512 bytes (4 a cycle at 1.75 GHz, 4.3 TB/s): a loop whose cheapest activation stays
-# within half of that
-# is bound by memory. Local ops also put what they read into shared memory. Kernels of transcendental
-# activations have elu as their cheapest, in place with its inverse, which takes more than the 110. Statistics
-# have no activation; `most` counts what they do every 32 values in every pass. The backward of LayerNorm
-# computes twice with what it reads, and its 8-byte accesses to 16-bit dy beside float x are not counted.
+# within half of that is bound by memory. Local ops also put what they read into shared memory. Kernels of
+# transcendental activations have elu as their cheapest, in place with its inverse, which takes more than the
+# 110. Statistics have no activation; `most` counts what they do every 32 values in every pass. The
+# backward of LayerNorm computes twice with what it reads, and its 8-byte accesses to 16-bit dy beside float x
+# are not counted.
 BUDGET, LOCAL_BUDGET, TRANSCENDENTAL_BUDGET, STATS_BUDGET = 55, 65, 135, 75
 
 
