@@ -161,7 +161,7 @@ class Run:
             if status:
                 print(f"  not yet, but there is a driver: {counted(output)}", flush=True)
                 time.sleep(3)
-        self.facts = json.loads(output[output.index("{") :])
+        self.facts = json.loads(next(line for line in output.splitlines() if line.startswith("{")))
         for name, command in (("nvidia-smi", SMI), ("commit", GIT)):
             status, output = run(command.split(), 20)
             self.facts[name] = output.strip() if status == 0 else os.environ.get("FASTVIT_COMMIT", "unknown")
