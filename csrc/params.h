@@ -27,10 +27,10 @@ inline Tensor allocate(const Tensor& x, IntHeaderOnlyArrayRef sizes, IntHeaderOn
   using torch::stable::detail::from, torch::stable::detail::to;
   int32_t type = 0, index = 0;
   AtenTensorHandle made = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(x.get(), &type));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(x.get(), &index));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(int64_t(sizes.size()), sizes.data(), strides.data(),
-                                                         to<int32_t>(from(dtype)), type, index, &made));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(x.get(), &type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(x.get(), &index));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(int64_t(sizes.size()), sizes.data(), strides.data(),
+                                                  to<int32_t>(from(dtype)), type, index, &made));
   return Tensor(made);
 }
 
