@@ -80,7 +80,7 @@ sanitizers: install  ## The CUDA sources on the model under the race checker, an
 	env $$($(RUN) tests/cuda_host/redirect.py) FASTVIT_CUDA_HOST=asan $(MODEL) $(ON_MODEL) tests/test_layers.py tests/test_batch_norm_act.py
 
 test-stacks: install  ## fastvit.convert in trainers and other models, which it installs: docs/in-your-trainer.md
-	$(RUN) -m pip install --quiet --disable-pip-version-check timm torchvision transformers accelerate peft lightning mmengine diffusers monai ultralytics tyro spmd_types==0.2.3 "torch==$$($(RUN) -c 'import torch; print(torch.__version__)')"
+	$(RUN) -m pip install --quiet --disable-pip-version-check timm torchvision transformers accelerate peft lightning mmengine diffusers einops monai ultralytics tyro spmd_types==0.2.3 "torch==$$($(RUN) -c 'import torch; print(torch.__version__)')"
 	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps torchtitan  # its trainer's data and logging are not needed
 	$(RUN) -m pytest tests/test_stacks.py tests/test_stacks_models.py
 
