@@ -313,3 +313,19 @@ def test_disabled_hooks_are_told_of_once():
     with torch.autograd.graph.disable_saved_tensors_hooks("none of them here"):
         with pytest.warns(UserWarning, match="hooks are disabled: none of them here"), recompute_scope():
             F.gelu(x).sum().backward()
+
+
+def test_writes_after_a_write_that_the_graph_does_not_show():
+    """A tensor that was written to in unknown ways is no ingredient: it may be written to once more."""
+    torch.manual_seed(0)
+    conv, results = nn.Conv2d(4, 4, 1), []
+    for context in (contextlib.nullcontext, recompute_scope):
+        leaf = torch.randn(8, 4, 12, 12, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        with context():
+            x = leaf * 1
+            x.detach().mul_(1.5)
+            y = x * x
+            x.data.clamp_(-1, 1)
+            z = conv(y)
+        results.append(torch.autograd.grad(z.square().sum(), [leaf, conv.weight]))
+    assert all(map(torch.equal, *results))

@@ -53,6 +53,13 @@ def top_hooks() -> Hooks | None:
     return _autograd._top_saved_tensors_default_hooks(True)
 
 
+def _of_unknown(tensor: Tensor) -> Kept:
+    """Keeps a tensor that was written to in unknown ways: no ingredient, as it may be written to so again."""
+    kept = Kept(tensor)
+    kept.is_overwritten = True
+    return kept
+
+
 def _is_older(node) -> bool:
     """Whether `node` is one of torch's own, and not that of the op that saves a tensor now."""
     return node._sequence_nr() + 1 < _next_sequence_nr() and node.name()[-1].isdigit()
@@ -158,7 +165,7 @@ class Scope:
         if base.output_nr or base.dtype is not tensor.dtype:
             return Kept(tensor)
         if base._version and not self._is_written_once(base, made):
-            return Kept(tensor)
+            return _of_unknown(tensor)
         if tensor.layout is not torch.strided or base.is_nested or _transforms() is not None:
             return Kept(tensor)
         if tensor is not base and not leads_to(node, tensor.output_nr, made):
@@ -191,13 +198,14 @@ class Scope:
                 recipe.kept = Kept(tensor)
                 self._wait(recipe, missing)
             return recipe
+        if not value.is_ingredient:
+            return _of_unknown(tensor)
         kept = Kept(tensor, is_input=_is_older(made))
-        if value.is_ingredient:
-            if tensor is not base:
-                if self._outer is not None:  # hooks around hold the view, and not its base
-                    return kept
-                value.lies_in(base)
-            self._is_kept(value, kept)
+        if tensor is not base:
+            if self._outer is not None:  # hooks around hold the view, and not its base
+                return kept
+            value.lies_in(base)
+        self._is_kept(value, kept)
         return kept
 
     def _decide(self, value: Value, base: Tensor, place: Place) -> None:
