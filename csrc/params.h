@@ -95,16 +95,10 @@ inline NormParams abn_params(const char* op, const char* name, const Tensor& inp
                              const OptionalTensor& weight, const OptionalTensor& bias,
                              const std::string& activation, double param, int64_t channel_dim) {
   static const OptionalTensor no_residual;
-  return {.op = op,
-          .name = name,
-          .input = input,
-          .z = no_residual,
-          .weight = weight,
-          .bias = bias,
-          .activation = activation,
-          .activation_param = param,
-          .channel_dim = channel_dim,
-          .in_place = true};
+  NormParams norm = bn_params(op, input, no_residual, weight, bias, activation, param, channel_dim);
+  norm.name = name;
+  norm.in_place = true;
+  return norm;
 }
 
 struct RunningParams {

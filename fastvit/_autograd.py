@@ -74,13 +74,17 @@ def lying_like(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 Options = tuple[Transport, bool, tuple[float | None, float], tuple[str, float, int], bool]
 
 
+def _moments(x: torch.Tensor, options: Options) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The moments and their tag; None where the op makes its own, or uses the running statistics."""
+    shared, training, _, (*_, channel_dim), _ = options
+    return (None, None) if not training or in_one_pass(shared, x) else shared.moments(x, channel_dim)
+
+
 class BatchNormFunction(Function):
     @staticmethod
     def forward(ctx, x, weight, bias, z, mean, var, tracked, options: Options):
-        shared, training, statistics, activation, _ = ctx.options = options
-        moments = tag = None
-        if training and not in_one_pass(shared, x):
-            moments, tag = shared.moments(x, activation[2])
+        _, training, statistics, activation, _ = ctx.options = options
+        moments, tag = _moments(x, options)
         y, saved = _ops.bn_forward(
             x, moments, weight, bias, z, mean, var, tracked, *statistics, *activation, training
         )
@@ -101,8 +105,7 @@ class BatchNormFunction(Function):
         x, weight, bias, z, saved, tag = ctx.saved_tensors
         wants_x, wants_weight, wants_bias, wants_z, *_ = ctx.needs_input_grad
         shared, training, _, activation, _ = ctx.options
-        if x.is_cuda:
-            dy = lying_like(dy, x)
+        dy = lying_like(dy, x)
         dx = dz = own = total = None
         local = wants_x and training and in_one_pass(shared, x)
         rest = (weight, bias, *activation)
@@ -121,10 +124,8 @@ class BatchNormFunction(Function):
 class InPlaceABNFunction(Function):
     @staticmethod
     def forward(ctx, x, weight, bias, z, mean, var, tracked, options: Options):
-        shared, training, statistics, activation, _ = ctx.options = options
-        moments = tag = None
-        if training and not in_one_pass(shared, x):
-            moments, tag = shared.moments(x, activation[2])
+        _, training, statistics, activation, _ = ctx.options = options
+        moments, tag = _moments(x, options)
         saved = _ops.abn_forward_(
             x, moments, weight, bias, mean, var, tracked, *statistics, *activation, training
         )
@@ -148,10 +149,8 @@ class InvertibleABNFunction(Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, z, mean, var, tracked, options: Options):
-        shared, training, statistics, activation, _ = ctx.options = options
-        moments = tag = None
-        if training and not in_one_pass(shared, x):
-            moments, tag = shared.moments(x, activation[2])
+        _, training, statistics, activation, _ = ctx.options = options
+        moments, tag = _moments(x, options)
         y, saved = _ops.abn_forward(
             x, moments, weight, bias, mean, var, tracked, *statistics, *activation, training
         )
@@ -229,8 +228,7 @@ def _invertible_backward(ctx, dy):
     y, weight, bias, saved, tag = ctx.saved_tensors
     wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
     shared, training, _, activation, _ = ctx.options
-    if y.is_cuda:
-        dy = lying_like(dy, y)
+    dy = lying_like(dy, y)
     dx = own = total = None
     local = wants_x and training and in_one_pass(shared, y)
     rest = (weight, bias, *activation)

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import init
 from torch.nn.modules.batchnorm import _NormBase
 
-from . import sync
+from . import functional, sync
 from ._arguments import channel_dimension, recovery_error
 from ._formulas import effective_gamma
 
@@ -60,6 +60,17 @@ def forward_state(layer: _NormBase) -> ForwardState:
     # Like torch: a cumulative average without a counter does not update.
     factor = 0.0 if momentum is None and tracked is None else momentum
     return weight, bias, running_mean, running_var, tracked, True, factor
+
+
+def in_place(layer, x: Tensor, abs_weight: bool = False) -> Tensor:
+    """`functional.inplace_abn` of x by the parameters, the state and the options of `layer`."""
+    weight, bias, running_mean, running_var, tracked, training, momentum = forward_state(layer)
+    process_group, number = layer._statistics_group()
+    return functional.inplace_abn(
+        x, weight, bias, running_mean, running_var, training, momentum, layer.eps, layer.activation,
+        layer.activation_param, channel_last=layer.channel_last, num_batches_tracked=tracked,
+        abs_weight=abs_weight, process_group=process_group, layer=number,
+    )  # fmt: skip
 
 
 def check_channels(layer: _NormBase, x: Tensor, channel_last: bool) -> None:

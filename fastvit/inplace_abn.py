@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
-from . import _arguments, _norm, functional
+from . import _arguments, _norm
 
 __all__ = ["InPlaceABN", "InPlaceABNSync"]
 
@@ -81,25 +81,7 @@ class InPlaceABN(_norm.OptionalBias, _norm.ChecksConditioning, _norm.Alone, _Nor
         return y
 
     def _normalise(self, x: Tensor) -> Tensor:
-        weight, bias, running_mean, running_var, tracked, training, momentum = _norm.forward_state(self)
-        process_group, layer = self._statistics_group()
-        return functional.inplace_abn(
-            x,
-            weight,
-            bias,
-            running_mean,
-            running_var,
-            training,
-            momentum,
-            self.eps,
-            self.activation,
-            self.activation_param,
-            channel_last=self.channel_last,
-            num_batches_tracked=tracked,
-            abs_weight=self.abs_weight,
-            process_group=process_group,
-            layer=layer,
-        )
+        return _norm.in_place(self, x, self.abs_weight)
 
     def extra_repr(self) -> str:
         text = f"{super().extra_repr()}, activation={self.activation}"

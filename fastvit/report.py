@@ -237,10 +237,8 @@ class Seen:
                 readers[address].add(module)
                 nbytes = kept.tensor.untyped_storage().nbytes()
                 if isinstance(kept.outer, Signs):
-                    nbytes, reason = (
-                        kept.outer.positive.nbytes,
-                        "the signs of a ReLU's result, a byte an element",
-                    )
+                    nbytes = kept.outer.positive.nbytes
+                    reason = "the signs of a ReLU's result, a byte an element"
                 elif kept.outer is not None:
                     reason = "handed on to the saved-tensor hooks around"
                 sizes.setdefault(address, (nbytes, reason))

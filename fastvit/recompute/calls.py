@@ -38,34 +38,30 @@ def _norm(eps: int | None, bias: int) -> See:
 
     def see(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
         y = func(*args, **kwargs)
-        if type(y) is Tensor:
-            base = y if y._base is None else y._base
-            if base.grad_fn is not None:
-                added = args[bias] if len(args) > bias else kwargs.get("bias")
-                if added is not None and added.requires_grad:  # the graph has it
-                    added = None
-                given = args[eps] if eps is not None and len(args) > eps else kwargs.get("eps", 1e-5)
-                base.grad_fn.metadata[CALL] = given, added
-        return y
+        added = args[bias] if len(args) > bias else kwargs.get("bias")
+        given = args[eps] if eps is not None and len(args) > eps else kwargs.get("eps", 1e-5)
+        return _noted(y, given, None if added is None or added.requires_grad else added)
 
     return see
+
+
+def _noted(y: Any, eps: float | None, bias: Tensor | None) -> Any:
+    """`y`, at whose node the eps of its call is noted, and the bias where it has no gradient."""
+    if type(y) is Tensor:
+        base = y if y._base is None else y._base
+        if base.grad_fn is not None:
+            base.grad_fn.metadata[CALL] = eps, bias
+    return y
 
 
 def _linear(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
     y = func(*args, **kwargs)
     bias = args[2] if len(args) > 2 else kwargs.get("bias")
-    if bias is not None and not bias.requires_grad and type(y) is Tensor:
-        base = y if y._base is None else y._base
-        if base.grad_fn is not None:
-            base.grad_fn.metadata[CALL] = None, bias
-    return y
+    return y if bias is None or bias.requires_grad else _noted(y, None, bias)
 
 
 def _rms_norm(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
-    y = func(*args, **kwargs)
-    if type(y) is Tensor and y.grad_fn is not None:
-        y.grad_fn.metadata[CALL] = (args[3] if len(args) > 3 else kwargs.get("eps"), None)
-    return y
+    return _noted(func(*args, **kwargs), args[3] if len(args) > 3 else kwargs.get("eps"), None)
 
 
 def _dropout(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:

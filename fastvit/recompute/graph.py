@@ -95,8 +95,6 @@ class Node:
     def saved(self, name: str) -> Argument | None:
         """An input that the op saved; None where it saved nothing."""
         packed = getattr(self.node, _RAW_SAVED[name]).data
-        if type(packed) is Kept:
-            return Held(packed)
         return None if packed is None else self.packed(packed)
 
     def packed(self, packed: object) -> Argument:

@@ -27,7 +27,7 @@ class Kept:
         self.outer: HandedOn | Signs | None = None  # has the tensor in place of this object
         self.is_read = False  # by a recipe
         self.is_shared = False  # by several ops that have saved it
-        self.is_overwritten = False  # without a new version
+        self.is_overwritten = False  # without a new version, or may be
         self.before: Tensor | None = None  # a copy for recipes, where the tensor was written to
         self.views: list[weakref.ref[Kept]] = []  # of the same memory
 

@@ -75,9 +75,7 @@ class Scope:
         self.block = block  # the block whose forward runs
         self.place = place  # how far it has got
         self.dropout: float | None = None  # the probability of the dropout that runs
-        self.unread: torch.Size | None = (
-            None  # of the input that the backward of the op that runs does not read
-        )
+        self.unread: torch.Size | None = None  # of an input that the op's backward does not read
         self.written: tuple[Tensor, int] | None = None  # what the op that runs may write to; its version then
         self.aliases = Aliases()
         self._outer: Hooks | None = None  # hooks around this scope, to which kept tensors are handed on
