@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from .convert import convert, is_converted, opens_scope, revert
 from .recompute import active_scope, watched, why_closed
 from .recompute.calls import VALUE
+from .recompute.masks import Gate
 from .recompute.policy import op_name
 from .recompute.rules import PRODUCTS, RULES
-from .recompute.saved import Kept, Recipe, Signs, Unread
+from .recompute.saved import Kept, Recipe, Unread
 from .recompute.values import SMALLEST, Given, Value, View
 from .trial import Trial
 
@@ -236,9 +237,9 @@ class Seen:
             if address not in known:
                 readers[address].add(module)
                 nbytes = kept.tensor.untyped_storage().nbytes()
-                if isinstance(kept.outer, Signs):
-                    nbytes = kept.outer.positive.nbytes
-                    reason = "the signs of a ReLU's result, a byte an element"
+                if isinstance(kept.outer, Gate):
+                    nbytes = kept.outer.bits.packed.nbytes
+                    reason = "where an activation passes the gradient on, a bit an element"
                 elif kept.outer is not None:
                     reason = "handed on to the saved-tensor hooks around"
                 sizes.setdefault(address, (nbytes, reason))
@@ -285,7 +286,7 @@ def _address(tensor: Tensor) -> int:
 def _recomputed(value: Value, inputs: int) -> str:
     """How `value` is rebuilt, from a number of saved tensors."""
     if value.name.startswith("dropout_mask"):
-        return "dropout's mask, kept as a byte an element"
+        return "dropout's mask, kept as a bit an element"
     ops = list(dict.fromkeys(_ops(value)))
     its = "its saved input" if len(ops) == 1 else "the saved input"
     return f"recomputed by {', '.join(ops)} from {its}{'s' if inputs > 1 else ''}"

@@ -69,6 +69,8 @@ def test_without_a_real_one(fake):
     assert amp_C is fastvit.compat.amp_C and FastLayerNormFN.apply
     for lines in (
         "import apex.transformer",
+        "from apex import transformer",
+        "from apex.contrib import fmha",
         "from apex.transformer import parallel_state",
         "from apex.contrib.sparsity import ASP",
     ):

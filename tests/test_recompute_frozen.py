@@ -1,4 +1,4 @@
-"""Frozen convolutions: their inputs are not kept, nor what only they read; gradients have eager's bits."""
+"""Frozen convolutions and BatchNorms: inputs are not kept, nor what only they read; gradients are eager's."""
 
 import copy
 
@@ -17,6 +17,17 @@ C, SIZE = 16, 24
 def chain(act, conv=lambda: nn.Conv2d(C, C, 3, padding=1), depth=4):
     torch.manual_seed(0)
     return nn.Sequential(*(part for _ in range(depth) for part in (conv(), act()))).requires_grad_(False)
+
+
+def normalised(act, depth=4):
+    """The same with BatchNorms in evaluation."""
+    parts = list(chain(act, depth=depth))
+    for i in range(0, 2 * depth, 2):
+        norm = nn.BatchNorm2d(C)
+        nn.init.normal_(norm.weight)
+        norm.running_mean.normal_()
+        parts[i] = nn.Sequential(parts[i], norm)
+    return nn.Sequential(*parts).requires_grad_(False).eval()
 
 
 class Perceptual(nn.Module):
@@ -56,18 +67,26 @@ def kept(model):
 
 
 ACTIVATIONS = {  # and the most that is kept of eager's bytes
-    "relu": (nn.ReLU, 0.5),
-    "relu in place": (lambda: nn.ReLU(inplace=True), 0.5),
+    "relu": (nn.ReLU, 0.4),
+    "relu in place": (lambda: nn.ReLU(inplace=True), 0.4),
+    "relu6": (nn.ReLU6, 0.4),
+    "relu6 in place": (lambda: nn.ReLU6(inplace=True), 0.4),
+    "leaky_relu": (nn.LeakyReLU, 0.4),
+    "leaky_relu in place": (lambda: nn.LeakyReLU(inplace=True), 0.4),
+    "hardtanh": (lambda: nn.Hardtanh(-0.5, 0.25), 0.4),
+    "one-sided": (lambda: nn.Hardtanh(-float("inf"), 0.25), 0.6),
+    "threshold": (lambda: nn.Threshold(0.1, -1), 0.4),
     "silu": (nn.SiLU, 0.6),
-    "none": (nn.Identity, 0.45),
+    "none": (nn.Identity, 0.25),
 }
 
 
 @pytest.mark.parametrize("second", [False, True], ids=["", "second derivatives"])
 @pytest.mark.parametrize("taps", [(), (3,)], ids=["", "a tap"])
+@pytest.mark.parametrize("parts", [chain, normalised])
 @pytest.mark.parametrize("act", ACTIVATIONS)
-def test_a_frozen_chain(act, taps, second):
-    eager = Perceptual(chain(ACTIVATIONS[act][0]), taps)
+def test_a_frozen_chain(act, parts, taps, second):
+    eager = Perceptual(parts(ACTIVATIONS[act][0]), taps)
     model = fastvit.convert(copy.deepcopy(eager))
     for _ in range(2):
         want, got = (gradients(one, images(True), second) for one in (eager, model))
@@ -128,21 +147,82 @@ def test_what_else_reads_the_result():
             assert (got is None and want is None) or torch.equal(got, want), index
 
 
-def test_infinities_and_nans():
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_infinities_and_nans(act):
     frozen, results = chain(nn.Identity, depth=1), []
-    x = torch.tensor([0.0, -0.0, 1.0, -1.0, torch.inf, -torch.inf, torch.nan, 1e-40]).repeat(SIZE**2 * 2)
+    numbers = [0.0, -0.0, 1.0, -1.0, 6.0, 0.1, 0.25, -0.5, torch.inf, -torch.inf, torch.nan, 1e-40]
+    x = torch.tensor(numbers).repeat(SIZE**2 * 4 // 3)
     for context in (torch.enable_grad, fastvit.recompute_scope):
         leaf = x.view(1, C, SIZE, SIZE).clone().requires_grad_()
         with context():
-            y = frozen(F.relu(leaf * 1))
+            y = frozen(ACTIVATIONS[act][0]()(leaf * 1))
         results.append(torch.autograd.grad(y, leaf, torch.ones_like(y))[0])
-    assert torch.equal(results[0], results[1]) and results[0].isfinite().all()
+    assert torch.equal(results[0].view(torch.int32), results[1].view(torch.int32))
 
 
-def test_the_report_names_signs():
+def test_a_frozen_linear_reads_its_input_in_forward_alone():
+    torch.manual_seed(0)
+    eager = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)).requires_grad_(False)
+    model, x = fastvit.convert(copy.deepcopy(eager)), torch.randn(37, 64)
+    leaves = [x.clone().requires_grad_() for _ in range(2)]
+    for one, leaf in zip((eager, model), leaves, strict=True):
+        one(leaf * 1).square().sum().backward()
+    assert torch.equal(leaves[0].grad, leaves[1].grad)
+    sizes = [live_bytes(lambda: one(leaves[0] * 1))[0] for one in (eager, model)]  # noqa: B023
+    assert sizes[1] <= sizes[0] - 37 * 256 * 4 * 7 // 8
+
+
+def test_the_input_of_a_frozen_batch_norm_is_kept_where_it_costs_less_than_the_output():
+    """Concatenations are made of what is kept; each result of a BatchNorm would be a tensor of its own."""
+
+    class Dense(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.norms = nn.ModuleList(nn.BatchNorm2d(C * (i + 1)) for i in range(4))
+            self.convs = nn.ModuleList(nn.Conv2d(C * (i + 1), C, 3, padding=1) for i in range(4))
+
+        def forward(self, x):
+            features = [x.sigmoid()]
+            for norm, conv in zip(self.norms, self.convs, strict=True):
+                features.append(conv(F.relu(norm(torch.cat(features, 1)))).sigmoid())
+            return features[-1]
+
+    eager = Dense().eval()
+    eager.norms.requires_grad_(False)
+    model, sizes = fastvit.convert(copy.deepcopy(eager)), []
+    for one in (eager, model):
+        leaf = torch.randn(2, C, SIZE, SIZE, generator=torch.Generator().manual_seed(2)).requires_grad_()
+        sizes.append(live_bytes(lambda: one(leaf))[0])  # noqa: B023
+        one(leaf).sum().backward()
+    assert all(
+        torch.equal(a.grad, b.grad)
+        for a, b in zip(eager.convs.parameters(), model.convs.parameters(), strict=True)
+    )
+    assert sizes[1] < 0.4 * sizes[0]
+
+
+def test_the_report_names_gates():
     model = fastvit.convert(Perceptual(chain(nn.ReLU)))
-    assert "the signs of a ReLU's result" in str(fastvit.report(model, images()))
+    assert "where an activation passes the gradient on" in str(fastvit.report(model, images()))
     assert not fastvit.verify(model, images()).sites
+
+
+@pytest.mark.parametrize("size", [4096, 4099, 5000])
+def test_a_boolean_mask_of_dropout_takes_bits(size):
+    """torch.native_dropout is what dropout runs on CUDA; it saves its mask."""
+    results, sizes = [], []
+    for context in (torch.enable_grad, fastvit.recompute_scope):
+        leaf = torch.ones(3, size, requires_grad=True)
+
+        def forward(leaf=leaf, context=context):
+            torch.manual_seed(0)
+            with context():
+                return torch.native_dropout(leaf, 0.25, True)[0]
+
+        results.append(torch.autograd.grad(forward().square().sum(), leaf)[0])
+        sizes.append(live_bytes(forward)[0])
+    assert torch.equal(*results) and sizes[0] - sizes[1] >= 3 * size * 7 // 8 - 8
 
 
 def test_products_of_frozen_weights():

@@ -329,3 +329,22 @@ def test_writes_after_a_write_that_the_graph_does_not_show():
             z = conv(y)
         results.append(torch.autograd.grad(z.square().sum(), [leaf, conv.weight]))
     assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_a_linear_that_adds_its_bias_in_place(scope):
+    """For tokens whose strides are others. Its result is an ingredient as any other Linear's."""
+    torch.manual_seed(0)
+    linear, results, sizes = nn.Linear(B, B), [], []
+    for context in (contextlib.nullcontext, SCOPES[scope]):
+        leaf = torch.randn(4, B, D, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+        def forward(leaf=leaf, context=context):
+            with context():
+                y = linear((leaf * 1).mT)
+                assert y._version == 1
+                return F.gelu(y) @ torch.ones(B, B, requires_grad=True)
+
+        results.append(torch.autograd.grad(forward().square().sum(), [leaf, *linear.parameters()]))
+        sizes.append(live_bytes(forward)[0])
+    assert all(map(torch.equal, *results)) and sizes[1] < 0.8 * sizes[0]

@@ -82,8 +82,8 @@ def test_rows_name_modules_and_reasons(x):
     rebuilt = by_reason["recomputed by layer_norm from its saved input"]
     assert rebuilt.names in (("blocks.*.fc1",), ("blocks.*.qkv",)) and rebuilt.count == 4
     assert rebuilt.rebuilt_bytes == 4 * x.nbytes and rebuilt.kept_bytes == 0
-    mask = by_reason["dropout's mask, kept as a byte an element"]
-    assert mask.names == ("blocks.*.drop",) and mask.kept_bytes == 4 * x.numel() * 4
+    mask = by_reason["dropout's mask, kept as a bit an element"]
+    assert mask.names == ("blocks.*.drop",) and mask.kept_bytes == 4 * x.numel() * 4 // 8
     product = by_reason[
         "the result of addmm: rebuilt with products=True, where it is no narrower than its input"
     ]

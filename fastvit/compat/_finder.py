@@ -14,7 +14,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from importlib.abc import Loader
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import Distribution, DistributionFinder
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -43,6 +43,11 @@ def _ours(name: str) -> str | None:
         return target if target in sys.modules or importlib.util.find_spec(target) else None
     except ModuleNotFoundError:  # the parent is no package
         return None
+
+
+def _missing(name: str) -> ModuleNotFoundError:
+    # Without the attribute `name`, by which `from apex import name` would take the error for its own.
+    return ModuleNotFoundError(f"No module named {name!r} in fastvit.compat; see docs/migrating-from-apex.md")
 
 
 def _is_ours(name: str) -> bool:
@@ -156,15 +161,17 @@ class _Finder(DistributionFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        root, dot, _ = name.partition(".")
+        root, dot, _ = name.removeprefix(f"{_HERE}.").partition(".")
         if root not in _ROOTS:
+            return None
+        if name.startswith(f"{_HERE}."):  # as `from apex import amp` asks for it: the module has this name
+            if dot and PathFinder.find_spec(name, path) is None:
+                raise _missing(name.removeprefix(f"{_HERE}."))
             return None
         ours = _ours(name)
         if dot and _is_ours(root):  # a search on the package's path would load a second copy
             if not ours:  # as without any apex; returning None would leave out the reason
-                raise ModuleNotFoundError(
-                    f"No module named {name!r} in fastvit.compat; see docs/migrating-from-apex.md"
-                )
+                raise _missing(name)
             return self._alias(name, ours)
         if ours and self.prefer == "fastvit" and name not in _PARTIAL:
             return self._alias(name, ours)

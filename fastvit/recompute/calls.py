@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
-from .saved import reduce_to_signs
+from .saved import reduce_to_gate
 
 if TYPE_CHECKING:
     from .saved import Kept
@@ -33,14 +33,35 @@ VALUE = "fastvit.value"  # key of a node's metadata: its Value
 See = Callable[["Scope", Callable, tuple, dict], Any]  # runs the call
 
 
-def _norm(eps: int | None, bias: int) -> See:
-    """Sees a normalisation, whose eps and bias have these positions; None where the graph has the eps."""
+def _norm(eps: int, bias: int) -> See:
+    """Sees a normalisation, whose eps and bias have these positions."""
 
     def see(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
         y = func(*args, **kwargs)
         added = args[bias] if len(args) > bias else kwargs.get("bias")
-        given = args[eps] if eps is not None and len(args) > eps else kwargs.get("eps", 1e-5)
+        given = args[eps] if len(args) > eps else kwargs.get("eps", 1e-5)
         return _noted(y, given, None if added is None or added.requires_grad else added)
+
+    return see
+
+
+def _batch_norm(weight: int, bias: int) -> See:
+    """Sees a BatchNorm, whose weight and bias have these positions; the graph has its eps.
+
+    In evaluation the backward reads the input for the gradient of the weight alone. The input is given up
+    where it is no recipe's result: then it costs more bytes than its output.
+    """
+
+    def see(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
+        scale = args[weight] if len(args) > weight else kwargs.get("weight")
+        training = args[5] if len(args) > 5 else kwargs.get("training", False)
+        x = args[0] if args else kwargs.get("input")
+        if training or not _is_frozen(x, scale) or not scope.is_lost(x):
+            y = func(*args, **kwargs)
+        else:
+            y = _without(scope, x, func, args, kwargs)
+        added = args[bias] if len(args) > bias else kwargs.get("bias")
+        return _noted(y, None, None if added is None or added.requires_grad else added)
 
     return see
 
@@ -56,6 +77,11 @@ def _noted(y: Any, eps: float | None, bias: Tensor | None) -> Any:
 
 def _linear(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
     y = func(*args, **kwargs)
+    if type(y) is Tensor and y._version and y.grad_fn is not None and y._base is None:
+        y.grad_fn.metadata[VERSION] = y._version  # torch adds the bias in place, for inputs of other strides
+    x = args[0] if args else kwargs.get("input")
+    if _is_frozen(x, args[1] if len(args) > 1 else kwargs.get("weight")):
+        reduce_to_gate(x.grad_fn)
     bias = args[2] if len(args) > 2 else kwargs.get("bias")
     return y if bias is None or bias.requires_grad else _noted(y, None, bias)
 
@@ -78,22 +104,29 @@ def _dropout(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
 def _convolution(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
     """Sees a convolution, whose backward reads the input for the gradient of the weight alone.
 
-    torch saves the input of a frozen one too (pytorch#133566). Where the input is the result of a ReLU that
-    nothing else has saved, the ReLU needs its signs.
+    torch saves the input of a frozen one too (pytorch#133566). What an activation before it has saved, such
+    as a ReLU its result, is then reduced to a gate.
     """
     x = args[0] if args else kwargs.get("input")
-    weight = args[1] if len(args) > 1 else kwargs.get("weight")
-    if type(x) is not Tensor or x.grad_fn is None or not isinstance(weight, Tensor) or weight.requires_grad:
+    if not _is_frozen(x, args[1] if len(args) > 1 else kwargs.get("weight")):
         return func(*args, **kwargs)
+    y = _without(scope, x, func, args, kwargs)
+    reduce_to_gate(x.grad_fn)
+    return y
+
+
+def _is_frozen(x: Any, weight: Any) -> bool:
+    """Whether the gradient of `x` is all that an op with this weight has to compute."""
+    return type(x) is Tensor and x.grad_fn is not None and (weight is None or not weight.requires_grad)
+
+
+def _without(scope: Scope, x: Tensor, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Runs an op that saves `x`, of which its backward reads the size alone."""
     outer, scope.unread = scope.unread, x.size()
     try:
-        y = func(*args, **kwargs)
+        return func(*args, **kwargs)
     finally:
         scope.unread = outer
-    node = x.grad_fn
-    if node.name() == "ReluBackward0" and (packed := node._raw_saved_result.data) is not None:
-        reduce_to_signs(packed, node.metadata.get(VALUE))
-    return y
 
 
 def _maybe_in_place(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
@@ -148,7 +181,7 @@ def _forgotten(scope: Scope, base: Tensor, func: Callable, args: tuple, kwargs: 
     if value is not None and base._version == version:
         value.memory = memory
         for one in kept:
-            one.is_overwritten = True
+            one.is_unfit = True
     return result
 
 
@@ -222,12 +255,13 @@ _SEEN: dict[Callable, See] = {
     F.linear: _linear,
     F.rms_norm: _rms_norm,
     torch.rms_norm: _rms_norm,
-    F.batch_norm: _norm(None, 4),
-    torch.batch_norm: _norm(None, 2),
+    F.batch_norm: _batch_norm(3, 4),
+    torch.batch_norm: _batch_norm(1, 2),
     **dict.fromkeys([torch.conv1d, torch.conv2d, torch.conv3d, torch.convolution], _convolution),
     **dict.fromkeys([torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d], _convolution),
     F.dropout: _dropout,
     torch.dropout: _dropout,
+    torch.native_dropout: _dropout,
     Tensor.detach: _aliased,
     torch.detach: _aliased,
     Tensor.data.__get__: _aliased,

@@ -19,7 +19,7 @@ from torch import Tensor
 from .calls import CALL, VALUE
 from .policy import Policy
 from .rules import LEAF, PRODUCTS, RULES
-from .saved import Kept, Recipe
+from .saved import Kept, Recipe, Unread
 from .values import Argument, Copied, Given, Held, Unknown, Value, View
 from .views import VIEWS, signed, signed_all
 
@@ -67,6 +67,16 @@ def value_of(node, policy: Policy, like: Tensor | None = None, level: int = 0) -
     return value
 
 
+def is_lost(node, policy: Policy) -> bool:
+    """Whether `node` made a result without a rule, or a view of one, that no op has saved so far."""
+    while node is not None and (name := node.name()) in VIEWS:
+        node, _ = node.next_functions[0]
+    if node is None or name in RULES or name == LEAF or (policy.products and name in PRODUCTS):
+        return False
+    value = node.metadata.get(VALUE)
+    return value is None or (value.function is None and value.kept() is None)
+
+
 class Node:
     """An autograd node, with the accessors that rules use."""
 
@@ -93,9 +103,9 @@ class Node:
         return signed_all(self.number(name))
 
     def saved(self, name: str) -> Argument | None:
-        """An input that the op saved; None where it saved nothing."""
+        """An input that the op saved; None where it saved nothing, or only the size is left."""
         packed = getattr(self.node, _RAW_SAVED[name]).data
-        return None if packed is None else self.packed(packed)
+        return None if packed is None or type(packed) is Unread else self.packed(packed)
 
     def packed(self, packed: object) -> Argument:
         """What an op of this scope has packed."""
@@ -126,13 +136,7 @@ class Node:
 
     def is_lost(self, index: int) -> bool:
         """Whether an input is the result of an op without a rule, and no op has saved it so far."""
-        node, _ = self.edges[index]
-        while node is not None and (name := node.name()) in VIEWS:
-            node, _ = node.next_functions[0]
-        if node is None or name in RULES or name == LEAF or (self.policy.products and name in PRODUCTS):
-            return False
-        value = node.metadata.get(VALUE)
-        return value is None or (value.function is None and value.kept() is None)
+        return is_lost(self.edges[index][0], self.policy)
 
     def edge(self, index: int) -> Argument:
         """An input that requires a gradient."""

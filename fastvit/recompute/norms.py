@@ -96,7 +96,7 @@ def _batch_norm_of(read: Node, eps: float, in_training: Callable[..., Tensor]) -
     def norm(x: Tensor, mean: Tensor, spread: Tensor, *affine: Tensor) -> Tensor:
         return in_training(x, *_affine(affine, *present), mean, spread, eps)
 
-    return norm, _all_of(read.saved("input"), *statistics, weight, bias)
+    return norm, _all_of(read.input("input", 0), *statistics, weight, bias)
 
 
 def _in_evaluation(x: Tensor, w: Tensor | None, b: Tensor | None, mean: Tensor, var: Tensor, eps: float):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from .masks import GATES, Gate
 from .values import SMALLEST, Given, Source, Value, plainly
 
 
@@ -16,18 +18,17 @@ class Kept:
     """A saved tensor that stays in memory, with the version check that autograd skips under hooks."""
 
     __slots__ = (
-        "__weakref__", "before", "is_overwritten", "is_read", "is_shared", "outer", "tensor", "version",
-        "views",
+        "__weakref__", "before", "is_read", "is_shared", "is_unfit", "outer", "tensor", "version", "views",
     )  # fmt: skip
 
     def __init__(self, tensor: Tensor, is_input: bool = False):
         # An op's own output refers to its node, and the node to this object: a cycle, if not detached.
         self.tensor = tensor if is_input or tensor.is_leaf else tensor.detach()
         self.version = tensor._version
-        self.outer: HandedOn | Signs | None = None  # has the tensor in place of this object
+        self.outer: HandedOn | Gate | None = None  # has the tensor in place of this object
         self.is_read = False  # by a recipe
         self.is_shared = False  # by several ops that have saved it
-        self.is_overwritten = False  # without a new version, or may be
+        self.is_unfit = False  # as an ingredient: overwritten without a new version, or a gate alone is left
         self.before: Tensor | None = None  # a copy for recipes, where the tensor was written to
         self.views: list[weakref.ref[Kept]] = []  # of the same memory
 
@@ -55,21 +56,23 @@ class Kept:
         if self.outer is None:
             self._replace(HandedOn(self.tensor, *hooks))
 
-    def reduce_to_signs(self) -> bool:
-        """Drops all but the signs, where the op that saved the tensor alone reads it. Whether it did."""
+    def reduce_to_gate(self, gate_of: Callable[[Tensor], Gate | None]) -> None:
+        """Drops all but a gate, where the op that saved the tensor alone reads it."""
         if self.is_shared or self.is_read or self.views or self.outer is not None or not self.is_intact():
-            return False
-        if self.tensor.nbytes < SMALLEST or self.tensor.element_size() == 1:
-            return False
-        self._replace(Signs(self.tensor))
-        return True
+            return
+        tensor = self.tensor
+        if tensor.nbytes < SMALLEST or (tensor.is_leaf and tensor.requires_grad):
+            return
+        if (gate := gate_of(tensor)) is not None:
+            self.is_unfit = True
+            self._replace(gate)
 
-    def _replace(self, outer: HandedOn | Signs) -> None:
+    def _replace(self, outer: HandedOn | Gate) -> None:
         self.outer = outer
         self.tensor, self.version = torch.empty_like(self.tensor, device="meta"), 0
 
     def is_intact(self) -> bool:
-        return self.tensor._version == self.version and self.before is None and not self.is_overwritten
+        return self.tensor._version == self.version and self.before is None and not self.is_unfit
 
     def is_freed(self) -> bool:
         """Whether it is a parameter, or a view of one, whose memory is freed for now, as FSDP does."""
@@ -95,19 +98,6 @@ class Kept:
                 f"{self.tensor._version}; expected version {self.version} instead."
             )
         return self.tensor
-
-
-class Signs:
-    """The result of a ReLU, of which its backward reads whether an element is above 0: a byte an element."""
-
-    __slots__ = ("dtype", "positive")
-
-    def __init__(self, tensor: Tensor):
-        self.dtype = tensor.dtype
-        self.positive = (tensor <= 0).logical_not_()  # so that a NaN passes its gradient on, as in eager mode
-
-    def unpack(self) -> Tensor:
-        return self.positive.to(self.dtype)
 
 
 class Unread:
@@ -178,7 +168,7 @@ class Recipe:
     def hold(self, kept: Kept) -> None:
         """Keeps the tensor, so that other recipes may use it as an ingredient."""
         self.kept = kept
-        if self.value.memory is None and type(kept.outer) is not Signs:
+        if self.value.memory is None:
             self.value.keeper = weakref.ref(kept)
 
     def unpack(self) -> Tensor:
@@ -192,11 +182,15 @@ class Recipe:
         return tensor if self.value.geometry is self.geometry else torch.as_strided(tensor, *self.geometry)
 
 
-def reduce_to_signs(packed: object, value: Value | None) -> None:
-    """Keeps the signs of what a ReLU has saved as its result, where nothing else reads that object."""
-    kept = packed.kept if type(packed) is Recipe else packed  # a recipe that waits has the tensor
-    if type(kept) is Kept and kept.reduce_to_signs() and value is not None and value.kept() is kept:
-        value.keeper = None
+def reduce_to_gate(node) -> None:
+    """Keeps a bit an element of what an activation has saved, where its node alone reads that."""
+    found = GATES.get(node.name())
+    if found is not None:
+        attribute, gate_of = found
+        packed = getattr(node, attribute).data
+        kept = packed.kept if type(packed) is Recipe else packed  # a recipe that waits has the tensor
+        if type(kept) is Kept:
+            kept.reduce_to_gate(partial(gate_of, node))
 
 
 def unpack(packed: Kept | Recipe | Unread) -> Tensor:

@@ -4,7 +4,7 @@ Where a tensor that autograd saves can be rebuilt from tensors that other ops ke
 recipe; the unpack hook follows it. The op and the inputs of a tensor come from autograd's graph (graph.py),
 and what the graph lacks from the ops' calls (calls.py).
 
-No tensor is kept only for a recipe, except copies of small leaves and byte masks. An ingredient may be saved
+No tensor is kept only for a recipe, except copies of small leaves and masks. An ingredient may be saved
 later than the tensor that needs it: queries and keys are saved before the values with which they share
 memory. The recipe holds the tensor until then. A rebuilt tensor is held only while another reader waits. All
 references are weak: a scope holds no tensors but those that wait as above.
@@ -26,14 +26,15 @@ import torch
 from torch import Tensor
 
 from .calls import VALUE, VERSION, Aliases, Calls
-from .graph import value_of
+from .graph import is_lost, value_of
+from .masks import Bits
 from .places import Place
 from .policy import Policy
 from .saved import Kept, Recipe, Unread, unpack
-from .values import SMALLEST, Given, Held, Value
+from .values import SMALLEST, Copied, Given, Value
 from .views import VIEWS, leads_to
 
-_MASK = "dropout_mask, a byte an element"
+_MASK = "dropout_mask, a bit an element"
 _autograd = torch._C._autograd
 _transforms = torch._C._functorch.peek_interpreter_stack
 _next_sequence_nr = torch.autograd._get_sequence_nr
@@ -56,7 +57,7 @@ def top_hooks() -> Hooks | None:
 def _of_unknown(tensor: Tensor) -> Kept:
     """Keeps a tensor that was written to in unknown ways: no ingredient, as it may be written to so again."""
     kept = Kept(tensor)
-    kept.is_overwritten = True
+    kept.is_unfit = True
     return kept
 
 
@@ -125,6 +126,9 @@ class Scope:
             self._look(packed, tensor)
         return packed
 
+    def is_lost(self, tensor: Tensor) -> bool:
+        return is_lost(tensor.grad_fn, self.policy)
+
     @staticmethod
     def unknown(reason: str) -> Value:
         """A value that is never rebuilt, nor another from it: an op before may have read something else."""
@@ -133,20 +137,20 @@ class Scope:
         return value
 
     def _mask(self, tensor: Tensor, p: float) -> Recipe | None:
-        """A mask of one byte an element in place of the factor. Drawing it again takes ten times as long."""
-        size = tensor.element_size()
-        if tensor.grad_fn is not None or not tensor.is_floating_point() or tensor.nbytes < SMALLEST:
+        """A mask of a bit an element in place of the factor. Drawing it again takes ten times as long."""
+        if tensor.grad_fn is not None or tensor.nbytes < SMALLEST:
             return None
         self.place = self.place.next((_MASK, tensor.size(), tensor.dtype))
         site = self.block, _MASK, self.place.depth
         if self.policy.against(site):
             return None
-        kept, dtype = Kept(tensor != 0), tensor.dtype
+        dtype, bits = tensor.dtype, Bits(tensor != 0)
         value = Value()
         value.size = tensor.nbytes
-        value.function, value.arguments = lambda mask: mask.to(dtype).div_(1 - p), (Held(kept),)
+        value.function = lambda _: bits.mask() if dtype is torch.bool else bits.mask().to(dtype).div_(1 - p)
+        value.arguments = (Copied(Kept(bits.packed)),)
         value.name, value.site, value.is_rebuilt = _MASK, site, True
-        value.nbytes = tensor.nbytes // size * (size - 1)  # the bytes that the mask saves
+        value.nbytes = tensor.nbytes - bits.packed.nbytes
         recipe = Recipe(value, tensor, tensor)
         recipe.settle()
         return recipe
