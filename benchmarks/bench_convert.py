@@ -55,7 +55,7 @@ MODELS = {
         "convnext_tiny", "convnextv2_tiny", "mixer_s16_224", "swin_tiny_patch4_window7_224",
         "torchvision:swin_t", "beit_base_patch16_224", "swinv2_tiny_window8_256", "pvt_v2_b1",
         "maxvit_tiny_rw_224", "transformers:llama", "transformers:gpt2",
-        "frozen:vit_small_patch16_224", "frozen:vgg16",
+        "frozen:vit_small_patch16_224", "frozen:vgg16", "frozen:mobilenet_v2",
     ),
     "convert": (
         "mobilevit_s", "efficientformer_l1", "efficientvit_b1", "levit_256", "tresnet_m", "resnet50",

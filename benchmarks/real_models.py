@@ -75,11 +75,11 @@ class _LowRank(nn.Module):
 
 def _frozen(plain: str) -> nn.Module:
     """A frozen network behind a trained layer, as under a perceptual loss, or with trained adapters."""
-    if plain == "vgg16":
+    if plain in ("vgg16", "mobilenet_v2"):
         import torchvision
 
-        features = torchvision.models.vgg16().features[:23].requires_grad_(False)
-        return nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), features).train()
+        features = getattr(torchvision.models, plain)().features[:23].requires_grad_(False).eval()
+        return nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), features)
     import timm
 
     model = timm.create_model(plain).train().requires_grad_(False)

@@ -104,6 +104,7 @@ NORMS = {
     "group norm without gradient": without_gradient(lambda: nn.GroupNorm(2, C)),
     "group norm without affine": lambda: nn.GroupNorm(2, C, affine=False),
     "instance norm": lambda: nn.InstanceNorm2d(C, affine=True),
+    "instance norm without affine": lambda: nn.InstanceNorm2d(C),
     "layer norm, a literal eps": LiteralEps,
     "layer norm, functional": lambda: Call(lambda x: F.layer_norm(x, x.shape[-1:])),
     "rms norm, functional": lambda: Call(rms_norm),

@@ -128,13 +128,17 @@ def test_graph_replays_equal_eager_steps(name):
     assert model.second.num_batches_tracked == 3
 
 
-@pytest.mark.parametrize("products", [False, True])
-def test_a_converted_model_in_graphed_callables(products):
-    """Replays of forward and backward, which rebuilds: eager's bits."""
+def eager_and_converted(products):
     torch.manual_seed(0)
     parts = (nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
     eager = nn.Sequential(*parts, nn.LayerNorm(64), nn.SiLU(), nn.Linear(64, 8)).to(DEVICE)
-    model = fastvit.convert(copy.deepcopy(eager), products=products)
+    return eager, fastvit.convert(copy.deepcopy(eager), products=products)
+
+
+@pytest.mark.parametrize("products", [False, True])
+def test_a_converted_model_in_graphed_callables(products):
+    """Replays of forward and backward, which rebuilds: eager's bits."""
+    eager, model = eager_and_converted(products)
     inputs = [torch.randn(32, 50, 64, device=DEVICE, requires_grad=True) for _ in range(3)]
     # It refuses a module that has hooks itself.
     graphed = torch.cuda.make_graphed_callables(nn.Sequential(model), (inputs[0].detach().requires_grad_(),))
@@ -143,6 +147,42 @@ def test_a_converted_model_in_graphed_callables(products):
             torch.autograd.grad(run(x).square().sum(), [x, *run.parameters()]) for run in (graphed, eager)
         )
         assert all(map(torch.equal, got, want))
+
+
+@pytest.mark.parametrize("products", [False, True])
+def test_a_captured_step_of_a_converted_model(products):
+    """Forward, backward and optimizer in one graph: replays train as eager steps do, bit for bit."""
+    eager, model = eager_and_converted(products)
+    static = torch.randn(32, 50, 64, device=DEVICE)
+    optimizers = [torch.optim.SGD(one.parameters(), 0.1, momentum=0.9) for one in (eager, model)]
+
+    def train(model, optimizer, x):
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            optimizers[1].zero_grad()
+            train(model, optimizers[1], static)
+    torch.cuda.current_stream().wait_stream(side)
+    optimizers[1].zero_grad()  # so that each replay writes the gradients anew
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = train(model, optimizers[1], static)
+    model.load_state_dict(eager.state_dict())
+    for state in optimizers[1].state.values():  # the tensors are those of the graph
+        state["momentum_buffer"].zero_()
+    for _ in range(4):
+        x = torch.randn(32, 50, 64, device=DEVICE)
+        static.copy_(x)
+        graph.replay()
+        optimizers[0].zero_grad()
+        assert torch.equal(captured, train(eager, optimizers[0], x))
+    assert all(map(torch.equal, model.parameters(), eager.parameters()))
 
 
 def test_graphs_that_the_compiler_makes():

@@ -119,6 +119,30 @@ def test_kinds_of_convolutions(kind):
     assert torch.equal(leaves[0].grad, leaves[1].grad)
 
 
+@pytest.mark.parametrize("pool", [nn.MaxPool2d(2), nn.MaxPool2d(3, 2, 1), lambda x: torch.max_pool2d(x, 2)])
+@pytest.mark.parametrize("skip", [False, True])
+def test_max_pooling(pool, skip):
+    """Its backward reads indices. A trained convolution that reads the ReLU's result too keeps that."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.second, self.third = (nn.Conv2d(c, C, 3, padding=1) for c in (3, C, C))
+
+        def forward(self, x):
+            x = F.relu(self.first(x))
+            y = self.second(pool(x))
+            return y.mean((2, 3)) + self.third(x).mean((2, 3)) if skip else self.third(y)
+
+    eager = Net()
+    model = fastvit.convert(copy.deepcopy(eager))
+    for _ in range(2):
+        want, got = (gradients(one, images(True)) for one in (eager, model))
+        assert all(map(torch.equal, got, want))
+    assert kept(model) <= (1.0 if skip else 0.65) * kept(eager)
+
+
 def test_what_else_reads_the_result():
     """A ReLU's result that a trained layer, a recipe or a later op reads too is whole."""
     torch.manual_seed(0)

@@ -66,6 +66,17 @@ def _batch_norm(weight: int, bias: int) -> See:
     return see
 
 
+def _instance_norm(bias: int) -> See:
+    """Sees an instance norm: a BatchNorm of other sizes, which repeats the bias. A frozen one is not seen."""
+
+    def see(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
+        y = func(*args, **kwargs)
+        added = args[bias] if len(args) > bias else kwargs.get("bias")
+        return _noted(y, None, None) if added is None else y
+
+    return see
+
+
 def _noted(y: Any, eps: float | None, bias: Tensor | None) -> Any:
     """`y`, at whose node the eps of its call is noted, and the bias where it has no gradient."""
     if type(y) is Tensor:
@@ -101,18 +112,24 @@ def _dropout(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
         scope.dropout = outer
 
 
-def _convolution(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Sees a convolution, whose backward reads the input for the gradient of the weight alone.
+def _reads_sizes(weight: int | None = None) -> See:
+    """Sees an op that saves its input, of which its backward reads the sizes alone.
 
-    torch saves the input of a frozen one too (pytorch#133566). What an activation before it has saved, such
-    as a ReLU its result, is then reduced to a gate.
+    So it is in a max pooling, which has indices, and in a convolution whose weight, at this position, has no
+    gradient (pytorch#133566). What an activation before it has saved is then reduced to a gate.
     """
-    x = args[0] if args else kwargs.get("input")
-    if not _is_frozen(x, args[1] if len(args) > 1 else kwargs.get("weight")):
-        return func(*args, **kwargs)
-    y = _without(scope, x, func, args, kwargs)
-    reduce_to_gate(x.grad_fn)
-    return y
+
+    def see(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
+        x, scale = args[0] if args else kwargs.get("input"), None
+        if weight is not None:
+            scale = args[weight] if len(args) > weight else kwargs.get("weight")
+        if not _is_frozen(x, scale):
+            return func(*args, **kwargs)
+        y = _without(scope, x, func, args, kwargs)
+        reduce_to_gate(x.grad_fn)
+        return y
+
+    return see
 
 
 def _is_frozen(x: Any, weight: Any) -> bool:
@@ -257,8 +274,12 @@ _SEEN: dict[Callable, See] = {
     torch.rms_norm: _rms_norm,
     F.batch_norm: _batch_norm(3, 4),
     torch.batch_norm: _batch_norm(1, 2),
-    **dict.fromkeys([torch.conv1d, torch.conv2d, torch.conv3d, torch.convolution], _convolution),
-    **dict.fromkeys([torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d], _convolution),
+    F.instance_norm: _instance_norm(4),
+    torch.instance_norm: _instance_norm(2),
+    **dict.fromkeys((torch.conv1d, torch.conv2d, torch.conv3d, torch.convolution), _reads_sizes(1)),
+    **dict.fromkeys((torch.conv_transpose1d, torch.conv_transpose2d), _reads_sizes(1)),
+    torch.conv_transpose3d: _reads_sizes(1),
+    **dict.fromkeys((F.max_pool2d, F.max_pool3d, torch.max_pool2d, torch.max_pool3d), _reads_sizes()),
     F.dropout: _dropout,
     torch.dropout: _dropout,
     torch.native_dropout: _dropout,

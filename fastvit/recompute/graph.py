@@ -20,7 +20,7 @@ from .calls import CALL, VALUE
 from .policy import Policy
 from .rules import LEAF, PRODUCTS, RULES
 from .saved import Kept, Recipe, Unread
-from .values import Argument, Copied, Given, Held, Unknown, Value, View
+from .values import SMALLEST, Argument, Copied, Given, Held, Unknown, Value, View
 from .views import VIEWS, signed, signed_all
 
 _LONGEST = 12  # consecutive ops whose results no op has saved
@@ -155,8 +155,8 @@ class Node:
 
     def leaf(self, tensor: Tensor) -> Copied:
         """A copy of a leaf, which may be written to before the backward, since the op has not saved it."""
-        shape = self.metadata().shape
-        if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.numel() * 64 > math.prod(shape):
+        is_small = tensor.nbytes <= SMALLEST // 2 or tensor.numel() * 64 <= math.prod(self.metadata().shape)
+        if type(tensor) not in (Tensor, torch.nn.Parameter) or not is_small:
             raise Unknown
         if Kept(tensor).is_freed():
             raise Unknown("a parameter that is sharded now")

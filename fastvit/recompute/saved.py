@@ -67,6 +67,13 @@ class Kept:
             self.is_unfit = True
             self._replace(gate)
 
+    def restore(self, tensor: Tensor) -> None:
+        """Takes the tensor again where a gate was left of it, now that another op saves it."""
+        mine = self.tensor
+        if type(self.outer) is Gate and tensor.size() == mine.size() and tensor.stride() == mine.stride():
+            self.tensor, self.version = tensor.detach(), tensor._version
+            self.outer, self.is_unfit = None, False
+
     def _replace(self, outer: HandedOn | Gate) -> None:
         self.outer = outer
         self.tensor, self.version = torch.empty_like(self.tensor, device="meta"), 0
@@ -168,6 +175,9 @@ class Recipe:
     def hold(self, kept: Kept) -> None:
         """Keeps the tensor, so that other recipes may use it as an ingredient."""
         self.kept = kept
+        before = self.value.kept()
+        if before is not None:
+            before.restore(kept.tensor)
         if self.value.memory is None:
             self.value.keeper = weakref.ref(kept)
 

@@ -176,8 +176,11 @@ class Scope:
         value = metadata.get(VALUE)
         if value is not None and value.keeper is not None:
             kept = value.keeper()
-            if kept is not None and kept.is_intact():  # its storage is kept already
-                return kept.again(tensor)
+            if kept is not None:
+                if tensor is base:
+                    kept.restore(tensor)
+                if kept.is_intact():  # its storage is kept already
+                    return kept.again(tensor)
         # The values of a conjugate or negative view differ from those in memory.
         if tensor is not base and (tensor.is_neg() or tensor.is_conj()):
             return Kept(tensor)
