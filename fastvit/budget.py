@@ -15,8 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor, nn
 
 from .recompute import Policy, watched
+from .recompute.kept import Kept, Unread
 from .recompute.policy import Site
-from .recompute.saved import Kept, Recipe, Unread
+from .recompute.saved import Recipe
 from .trial import Trial, as_arguments
 
 __all__ = ["within_budget"]

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from .convert import convert, is_converted, opens_scope, revert
 from .recompute import active_scope, watched, why_closed
-from .recompute.calls import VALUE
+from .recompute.graph import PRODUCTS, RULES
+from .recompute.kept import SMALLEST, Kept, Unread
 from .recompute.masks import Gate
 from .recompute.policy import op_name
-from .recompute.rules import PRODUCTS, RULES
-from .recompute.saved import Kept, Recipe, Unread
-from .recompute.values import SMALLEST, Given, Value, View
+from .recompute.saved import Recipe
+from .recompute.values import VALUE, Given, Value, View
 from .trial import Trial
 
 __all__ = ["Report", "TensorReport", "report"]

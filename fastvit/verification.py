@@ -14,8 +14,9 @@ from torch.utils import _pytree as pytree
 from .convert import convert, is_converted, revert
 from .fuse import is_fused
 from .recompute import watched
+from .recompute.kept import Kept, Unread
 from .recompute.policy import op_name
-from .recompute.saved import Kept, Recipe, Unread
+from .recompute.saved import Recipe
 from .recompute.values import plainly
 from .trial import Trial, tensors_of
 

@@ -1,7 +1,8 @@
 """Rebuilds saved tensors in the backward pass instead of keeping them.
 
 policy.py   what a scope rebuilds
-saved.py    the objects that autograd holds for a saved tensor: the tensor, or a recipe
+kept.py     what autograd holds for a saved tensor that is kept; masks.py: a bit an element
+saved.py    what it holds for another: a recipe
 values.py   the op and the inputs of a tensor, and how it is rebuilt
 rules.py    the ops that are repeated, by the names of autograd's nodes; norms.py, layers.py, views.py
 graph.py    reads the op and its inputs from autograd's graph

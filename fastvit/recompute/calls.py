@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,23 +20,31 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
+from .graph import is_lost
+from .kept import Kept
+from .policy import Policy
 from .saved import reduce_to_gate
+from .values import CALL, VALUE, VERSION, unknown
 
-if TYPE_CHECKING:
-    from .saved import Kept
-    from .scope import Scope
 
-CALL = "fastvit.call"  # key of a node's metadata: the eps of the call, and its bias without gradient
-VERSION = "fastvit.version"  # key of a node's metadata: the version of the tensor that the node made
-VALUE = "fastvit.value"  # key of a node's metadata: its Value
+class Told:
+    """What the calls tell a scope's pack hook."""
 
-See = Callable[["Scope", Callable, tuple, dict], Any]  # runs the call
+    def __init__(self, policy: Policy):
+        self.policy = policy
+        self.dropout: float | None = None  # the probability of the dropout that runs
+        self.unread: torch.Size | None = None  # of an input that the op's backward does not read
+        self.written: tuple[Tensor, int] | None = None  # what the op that runs may write to; its version then
+        self.aliases = Aliases()
+
+
+See = Callable[[Told, Callable, tuple, dict], Any]  # runs the call
 
 
 def _norm(eps: int, bias: int) -> See:
     """Sees a normalisation, whose eps and bias have these positions."""
 
-    def see(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
+    def see(scope: Told, func: Callable, args: tuple, kwargs: dict) -> Any:
         y = func(*args, **kwargs)
         added = args[bias] if len(args) > bias else kwargs.get("bias")
         given = args[eps] if len(args) > eps else kwargs.get("eps", 1e-5)
@@ -52,11 +60,11 @@ def _batch_norm(weight: int, bias: int) -> See:
     where it is no recipe's result: then it costs more bytes than its output.
     """
 
-    def see(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
+    def see(scope: Told, func: Callable, args: tuple, kwargs: dict) -> Any:
         scale = args[weight] if len(args) > weight else kwargs.get("weight")
         training = args[5] if len(args) > 5 else kwargs.get("training", False)
         x = args[0] if args else kwargs.get("input")
-        if training or not _is_frozen(x, scale) or not scope.is_lost(x):
+        if training or not _is_frozen(x, scale) or not is_lost(x.grad_fn, scope.policy):
             y = func(*args, **kwargs)
         else:
             y = _without(scope, x, func, args, kwargs)
@@ -69,7 +77,7 @@ def _batch_norm(weight: int, bias: int) -> See:
 def _instance_norm(bias: int) -> See:
     """Sees an instance norm: a BatchNorm of other sizes, which repeats the bias. A frozen one is not seen."""
 
-    def see(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
+    def see(scope: Told, func: Callable, args: tuple, kwargs: dict) -> Any:
         y = func(*args, **kwargs)
         added = args[bias] if len(args) > bias else kwargs.get("bias")
         return _noted(y, None, None) if added is None else y
@@ -86,7 +94,7 @@ def _noted(y: Any, eps: float | None, bias: Tensor | None) -> Any:
     return y
 
 
-def _linear(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
+def _linear(scope: Told, func: Callable, args: tuple, kwargs: dict) -> Any:
     y = func(*args, **kwargs)
     if type(y) is Tensor and y._version and y.grad_fn is not None and y._base is None:
         y.grad_fn.metadata[VERSION] = y._version  # torch adds the bias in place, for inputs of other strides
@@ -97,11 +105,11 @@ def _linear(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
     return y if bias is None or bias.requires_grad else _noted(y, None, bias)
 
 
-def _rms_norm(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
+def _rms_norm(scope: Told, func: Callable, args: tuple, kwargs: dict) -> Any:
     return _noted(func(*args, **kwargs), args[3] if len(args) > 3 else kwargs.get("eps"), None)
 
 
-def _dropout(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
+def _dropout(scope: Told, func: Callable, args: tuple, kwargs: dict) -> Any:
     p = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
     if type(p) is not float or not 0 < p < 1:
         return _maybe_in_place(scope, func, args, kwargs)
@@ -119,7 +127,7 @@ def _reads_sizes(weight: int | None = None) -> See:
     gradient (pytorch#133566). What an activation before it has saved is then reduced to a gate.
     """
 
-    def see(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
+    def see(scope: Told, func: Callable, args: tuple, kwargs: dict) -> Any:
         x, scale = args[0] if args else kwargs.get("input"), None
         if weight is not None:
             scale = args[weight] if len(args) > weight else kwargs.get("weight")
@@ -137,7 +145,7 @@ def _is_frozen(x: Any, weight: Any) -> bool:
     return type(x) is Tensor and x.grad_fn is not None and (weight is None or not weight.requires_grad)
 
 
-def _without(scope: Scope, x: Tensor, func: Callable, args: tuple, kwargs: dict) -> Any:
+def _without(scope: Told, x: Tensor, func: Callable, args: tuple, kwargs: dict) -> Any:
     """Runs an op that saves `x`, of which its backward reads the size alone."""
     outer, scope.unread = scope.unread, x.size()
     try:
@@ -146,12 +154,12 @@ def _without(scope: Scope, x: Tensor, func: Callable, args: tuple, kwargs: dict)
         scope.unread = outer
 
 
-def _maybe_in_place(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
+def _maybe_in_place(scope: Told, func: Callable, args: tuple, kwargs: dict) -> Any:
     """Sees a function of torch.nn.functional with the option `inplace`, which it passes by name."""
     return _written(scope, func, args, kwargs) if kwargs.get("inplace") else func(*args, **kwargs)
 
 
-def _written(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
+def _written(scope: Told, func: Callable, args: tuple, kwargs: dict) -> Any:
     """Sees an op that writes into its first argument.
 
     Where it does, and makes a node, the tensor has one more version than before by this very op. Where it
@@ -174,7 +182,7 @@ def _written(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
         scope.written = outer
         if base._version != before:
             if base.grad_fn is node:
-                node.metadata[VALUE] = scope.unknown(_UNSEEN)
+                node.metadata[VALUE] = unknown(_UNSEEN)
             elif known and base._version == before + 1:
                 base.grad_fn.metadata[VERSION] = before + 1
 
@@ -182,7 +190,7 @@ def _written(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
 _UNSEEN = "written to without a gradient"
 
 
-def _forgotten(scope: Scope, base: Tensor, func: Callable, args: tuple, kwargs: dict) -> Any:
+def _forgotten(scope: Told, base: Tensor, func: Callable, args: tuple, kwargs: dict) -> Any:
     """Sees a write into the memory of `base` of which autograd's graph knows nothing.
 
     Without a new version autograd does not notice it either: an op that saved the tensor reads what was
@@ -193,7 +201,7 @@ def _forgotten(scope: Scope, base: Tensor, func: Callable, args: tuple, kwargs: 
         return func(*args, **kwargs)
     kept = _copied_for_recipes(node)
     value, version, memory = node.metadata.get(VALUE), base._version, base.detach()
-    node.metadata[VALUE] = scope.unknown(_UNSEEN)
+    node.metadata[VALUE] = unknown(_UNSEEN)
     result = func(*args, **kwargs)
     if value is not None and base._version == version:
         value.memory = memory
@@ -219,12 +227,12 @@ def _copied_for_recipes(node) -> list[Kept]:
     return every
 
 
-def _replaced(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
+def _replaced(scope: Told, func: Callable, args: tuple, kwargs: dict) -> Any:
     """Sees `tensor.data = other`."""
     return _forgotten(scope, args[0], func, args, kwargs)
 
 
-def _aliased(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
+def _aliased(scope: Told, func: Callable, args: tuple, kwargs: dict) -> Any:
     """Sees `detach()` and `.data`, whose result has the memory and not the graph."""
     y = func(*args, **kwargs)
     x = args[0] if args else kwargs.get("input")
@@ -324,7 +332,7 @@ _PYTHON_METHODS = frozenset(name for name, f in vars(Tensor).items() if inspect.
 class Calls(TorchFunctionMode):
     """The mode of a scope."""
 
-    def __init__(self, scope: Scope):
+    def __init__(self, scope: Told):
         super().__init__()
         self.scope = scope
 

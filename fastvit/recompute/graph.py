@@ -12,17 +12,21 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from .calls import CALL, VALUE
+from .kept import SMALLEST, Kept, Unread
 from .policy import Policy
-from .rules import LEAF, PRODUCTS, RULES
-from .saved import Kept, Recipe, Unread
-from .values import SMALLEST, Argument, Copied, Given, Held, Unknown, Value, View
+from .saved import Recipe
+from .values import CALL, VALUE, Argument, Copied, Given, Held, Rebuild, Unknown, Value, View
 from .views import VIEWS, signed, signed_all
 
+LEAF = "torch::autograd::AccumulateGrad"
+Rule = Callable[["Node"], Rebuild]
+RULES: dict[str, Rule] = {}  # by the names of nodes; rules.py fills it
+PRODUCTS: dict[str, Rule] = {}  # likewise, with products=True
 _LONGEST = 12  # consecutive ops whose results no op has saved
 
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
+from .graph import Node
 from .values import Rebuild, Unknown
-
-if TYPE_CHECKING:
-    from .graph import Node
 
 
 def layer(read: Node) -> Rebuild:

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from .graph import Node
 from .values import Argument, Rebuild, Unknown
-
-if TYPE_CHECKING:
-    from .graph import Node
 
 
 def layer_norm(read: Node) -> Rebuild:

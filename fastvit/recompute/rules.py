@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -16,15 +15,12 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from . import norms
+from .graph import LEAF, PRODUCTS, RULES, Node
+from .kept import Kept
 from .layers import layer
-from .saved import Kept, Recipe
+from .saved import Recipe
 from .values import Argument, Copied, Rebuild, Unknown, Value, View
 from .views import itself
-
-if TYPE_CHECKING:
-    from .graph import Node
-
-LEAF = "torch::autograd::AccumulateGrad"
 
 
 class Pointwise:
@@ -253,7 +249,7 @@ def _avg_pool2d(read: Node) -> Rebuild:
     return lambda x: F.avg_pool2d(x, *sizes, *flags), (read.input("self", 0),)
 
 
-RULES: dict[str, Callable[[Node], Rebuild]] = {
+RULES |= {
     "NativeLayerNormBackward0": norms.layer_norm,
     "FusedRmsNormBackward0": norms.rms_norm,
     "NativeGroupNormBackward0": norms.group_norm,
@@ -299,4 +295,4 @@ RULES: dict[str, Callable[[Node], Rebuild]] = {
     "GluFunctionBackward": layer,
 }
 
-PRODUCTS: dict[str, Callable[[Node], Rebuild]] = {"AddmmBackward0": _addmm, "MmBackward0": _mm}
+PRODUCTS |= {"AddmmBackward0": _addmm, "MmBackward0": _mm}

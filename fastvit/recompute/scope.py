@@ -25,13 +25,15 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from .calls import VALUE, VERSION, Aliases, Calls
-from .graph import is_lost, value_of
+from . import rules  # noqa: F401  # fills the tables of graph
+from .calls import Calls, Told
+from .graph import value_of
+from .kept import SMALLEST, Kept, Unread
 from .masks import Bits
 from .places import Place
 from .policy import Policy
-from .saved import Kept, Recipe, Unread, unpack
-from .values import SMALLEST, Copied, Given, Value
+from .saved import Recipe, unpack
+from .values import VALUE, VERSION, Copied, Given, Value
 from .views import VIEWS, leads_to
 
 _MASK = "dropout_mask, a bit an element"
@@ -66,19 +68,15 @@ def _is_older(node) -> bool:
     return node._sequence_nr() + 1 < _next_sequence_nr() and node.name()[-1].isdigit()
 
 
-class Scope:
+class Scope(Told):
     """One open scope: its pack hook, and what it knows of the forward that runs."""
 
     _SWEEP_AT_LEAST = 64
 
     def __init__(self, policy: Policy, block: str, place: Place, look: Look | None = None):
-        self.policy = policy
+        super().__init__(policy)
         self.block = block  # the block whose forward runs
         self.place = place  # how far it has got
-        self.dropout: float | None = None  # the probability of the dropout that runs
-        self.unread: torch.Size | None = None  # of an input that the op's backward does not read
-        self.written: tuple[Tensor, int] | None = None  # what the op that runs may write to; its version then
-        self.aliases = Aliases()
         self._outer: Hooks | None = None  # hooks around this scope, to which kept tensors are handed on
         self._sweep_at = self._SWEEP_AT_LEAST
         self._waiting: list[weakref.ref[Recipe]] = []
@@ -125,16 +123,6 @@ class Scope:
         if self._look is not None:
             self._look(packed, tensor)
         return packed
-
-    def is_lost(self, tensor: Tensor) -> bool:
-        return is_lost(tensor.grad_fn, self.policy)
-
-    @staticmethod
-    def unknown(reason: str) -> Value:
-        """A value that is never rebuilt, nor another from it: an op before may have read something else."""
-        value = Value()
-        value.unknown, value.is_ingredient, value.lasts = reason, False, False
-        return value
 
     def _mask(self, tensor: Tensor, p: float) -> Recipe | None:
         """A mask of a bit an element in place of the factor. Drawing it again takes ten times as long."""

@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from .policy import Site
-    from .saved import Kept, Recipe
+from .kept import SMALLEST, Kept
+from .policy import Site
 
+# Keys of what a scope notes in a node's metadata.
+CALL = "fastvit.call"  # the eps of the call, and its bias without gradient
+VERSION = "fastvit.version"  # the version of the tensor that the node made
+VALUE = "fastvit.value"  # its Value
 
 _DEEPEST = 4  # most rebuilt tensors on the way to an ingredient
 MOST_OPS = 40  # in one recipe
-SMALLEST = 4096  # fewest bytes that are worth a recipe
 
 
 class View:
@@ -116,7 +118,7 @@ class Value:
     site: Site = ("", "", 0)  # where it was saved first
     geometry: tuple | None = None  # size, stride and offset of the whole tensor
     sharer: weakref.ref[Source] | None = None
-    waiting: list[weakref.ref[Recipe]] | None = None
+    waiting: list[weakref.ref] | None = None  # recipes
     memory: Tensor | None = None  # of the tensor, where it was written to without a new version
     unknown = ""  # why it is not rebuilt, where its price is not the reason
     lasts = True  # the reason, in each forward that saves the same tensors
@@ -215,6 +217,13 @@ class Value:
         if source is not None and source.unread():
             source.rebuilt = tensor
         return tensor
+
+
+def unknown(reason: str) -> Value:
+    """A value that is never rebuilt, nor another from it: an op before may have read something else."""
+    value = Value()
+    value.unknown, value.is_ingredient, value.lasts = reason, False, False
+    return value
 
 
 class Source:
