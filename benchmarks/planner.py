@@ -11,7 +11,7 @@ import torch
 from shapes import DTYPES, Case
 
 ROOT = Path(__file__).resolve().parents[1]
-HEADERS = "cuda/plan.h cuda/row_plan.h cuda/threads.h layout.h macros.h".split()
+HEADERS = "cuda/plan.h cuda/row_plan.h layout.h macros.h".split()
 SOURCES = [Path(__file__).with_suffix(".cpp"), *(ROOT / "csrc" / name for name in HEADERS)]
 WORDS = (
     "rows vector lanes teams fold tile tiles slices segment segments units slots resident "

@@ -46,7 +46,7 @@ class Gpu:
 
     @property
     def smem_cache_bytes(self) -> int:
-        """The shared memory of a block for packets, as in csrc/cuda/device.h."""
+        """The shared memory of a block for packets, as in csrc/cuda/launch.cuh."""
         return self.shared_bytes // ON_CHIP_BLOCKS - (32 << 10)
 
 
