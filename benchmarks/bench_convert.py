@@ -13,15 +13,15 @@ Contenders, each from the eager model:
 
 Kept bytes are the allocator's live bytes after one training forward minus those before. The peak is that of a
 whole step, above the bytes before it and without the gradients of weights. Gradients are compared with the
-eager model's, bit by bit.
+eager model's, bit by bit. Time is the processor's, on a GPU that until its work is done.
 
     python benchmarks/bench_convert.py [--models vits|norms|vit_small_patch16_224,torchvision:vit_b_16]
                                        [--precision fp32|bf16] [--batch 8] [--threads 1] [--repeats 5]
-                                       [--contenders convert,products] [--compile]
+                                       [--contenders convert,products] [--compile] [--device cpu|cuda]
 
-Needs timm, torchvision and transformers (`pip install '.[models]'`). Writes results/convert_vits_cpu.csv (of
-ViTs and two language models) and convert_cpu.csv (of models with BatchNorm), in which rows of models that
-were not measured remain, and writes each as .md and .png.
+Needs timm, torchvision and transformers (`pip install '.[models]'`). Writes results/convert_vits_DEVICE.csv
+(of ViTs and two language models) and convert_DEVICE.csv (of models with BatchNorm), in which rows of models
+that were not measured remain, and writes each as .md and .png.
 """
 
 import argparse
@@ -69,14 +69,14 @@ MIB = 2**20
 
 
 class Contender:
-    def __init__(self, model, precision: str, cache: bool = True):
-        self.model, self.precision, self.cache = model, precision, cache
+    def __init__(self, model, arguments, cache: bool = True):
+        self.model, self.device, self.cache = model, arguments.device, cache
+        self.is_bf16 = arguments.precision == "bf16"
         self.ms, self.busy_ms = [], []
 
     def forward(self, x):
         torch.manual_seed(0)  # of drop path and the like
-        is_bf16 = self.precision == "bf16"
-        with torch.autocast("cpu", torch.bfloat16, enabled=is_bf16, cache_enabled=self.cache):
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.is_bf16, cache_enabled=self.cache):
             return self.model(x)
 
     def step(self, x) -> None:
@@ -95,13 +95,13 @@ class Contender:
 
     def kept(self, x) -> float:
         """MiB that a training forward leaves allocated."""
-        return live_bytes(lambda: self.forward(x))[0] / MIB
+        return live_bytes(lambda: self.forward(x), self.device)[0] / MIB
 
     def peak(self, x) -> float:
         """Peak MiB of a step; gradients of weights, which are no activations, are freed at once."""
         trained = [p for p in self.model.parameters() if p.requires_grad]
         hooks = [p.register_post_accumulate_grad_hook(_forget) for p in trained]
-        peak = peak_bytes(lambda: self.step(x)) / MIB
+        peak = peak_bytes(lambda: self.step(x), self.device) / MIB
         for hook in hooks:
             hook.remove()
         return peak
@@ -109,6 +109,8 @@ class Contender:
     def timed(self, x) -> None:
         start, start_busy = time.perf_counter(), time.process_time()
         self.step(x)
+        if self.device == "cuda":
+            torch.cuda.synchronize()
         self.ms.append((time.perf_counter() - start) * 1e3)
         self.busy_ms.append((time.process_time() - start_busy) * 1e3)
         self.zero()
@@ -197,7 +199,7 @@ def _plain(name: str) -> str:
 def measure(name: str, arguments, where: dict) -> dict:
     torch.manual_seed(0)
     eager, size = create(name)
-    x = inputs(name, arguments.batch, size)
+    eager, x = eager.to(arguments.device), inputs(name, arguments.batch, size).to(arguments.device)
     row = {
         "model": name,
         "precision": arguments.precision,
@@ -205,16 +207,15 @@ def measure(name: str, arguments, where: dict) -> dict:
         "image": size,
         "threads": torch.get_num_threads(),
     }
-    by = {"eager": Contender(eager, arguments.precision)}
+    by = {"eager": Contender(eager, arguments)}
     want = by["eager"].gradients(x)
     for contender in ["eager", *chosen(name, arguments)]:
         try:
             if contender != "eager":
                 torch._dynamo.reset()
-                with torch.autocast("cpu", torch.bfloat16, enabled=arguments.precision == "bf16"):
+                with torch.autocast(arguments.device, torch.bfloat16, enabled=arguments.precision == "bf16"):
                     model = MAKERS[contender](eager, x)
-                cache = contender != "weight_casts"
-                by[contender] = Contender(model, arguments.precision, cache)
+                by[contender] = Contender(model, arguments, cache=contender != "weight_casts")
             got = {_plain(n): g for n, g in by[contender].gradients(x).items()}
             row[f"{contender}_same_bits"] = sum(torch.equal(got[n], want[n]) for n in want) / len(want)
             row[f"{contender}_kept_MiB"] = by[contender].kept(x)
@@ -248,8 +249,9 @@ def less(row: dict, contender: str, what: str) -> str:
 
 
 def times(row: dict, contender: str) -> str:
-    value = row.get(f"{contender}_cpu_ms")
-    return f"{float(value) / float(row['eager_cpu_ms']):.2f}x" if value not in (None, "") else ""
+    clock = "ms" if row.get("driver") else "cpu_ms"
+    value = row.get(f"{contender}_{clock}")
+    return f"{float(value) / float(row[f'eager_{clock}']):.2f}x" if value not in (None, "") else ""
 
 
 TITLES = {
@@ -281,7 +283,8 @@ def table(rows: list[dict]) -> str:
     lines += [
         "",
         "A cell: kept bytes that one training forward leaves alive, peak of a whole step without the "
-        "gradients of weights, and CPU time of a step, over the eager model's. "
+        f"gradients of weights, and {'' if first.get('driver') else 'CPU '}time of a step, "
+        "over the eager model's. "
         "In fp32, or under autocast to bf16.",
         "Every gradient by convert has the eager model's bits."
         if all(float(share) == 1 for share in exact)
@@ -324,19 +327,21 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--contenders", help="names from the list above, by commas")
     parser.add_argument("--compile", action="store_true", help="torch.compile too, which takes minutes")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     arguments = parser.parse_args()
     harness.reuse_memory()
     torch.set_num_threads(arguments.threads)
-    where = harness.provenance("cpu")
+    where = harness.provenance(arguments.device)
     for given in arguments.models.split(","):
         for name in MODELS[GROUPS[given]] if given in GROUPS else (given,):
             group = "convert" if name in MODELS["convert"] else "convert_vits"
+            table_name = f"{group}_{arguments.device}"
             row = measure(name, arguments, where)
-            rows = merged(f"{group}_cpu", group, row)
-            harness.write_csv(f"{group}_cpu", rows)
-            picture(rows, harness.RESULTS / f"{group}_cpu.png")
-            text = table(rows).replace("IMAGE", f"{group}_cpu.png")
-            (harness.RESULTS / f"{group}_cpu.md").write_text(text)
+            rows = merged(table_name, group, row)
+            harness.write_csv(table_name, rows)
+            picture(rows, harness.RESULTS / f"{table_name}.png")
+            text = table(rows).replace("IMAGE", f"{table_name}.png")
+            (harness.RESULTS / f"{table_name}.md").write_text(text)
             measured = [c for c in TITLES if row.get(f"{c}_kept_MiB")]
             cells = [f"{c} {less(row, c, 'kept')} {times(row, c)}" for c in measured]
             print(f"{name} {arguments.precision}: {'; '.join(cells)}", flush=True)

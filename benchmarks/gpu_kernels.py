@@ -8,7 +8,7 @@ from statistics import median
 
 import contenders
 import torch
-from shapes import RESNET, Case, images, quick_cases, tokens
+from shapes import RESNET, RESNET_LAYERS, Case, images, quick_cases, tokens
 
 import fastvit
 from fastvit import ops
@@ -97,7 +97,12 @@ def _operands(case: Case, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     return case.randn(device), case.randn(device)
 
 
-LOCAL_OPS = ("bn_local_forward", "bn_local_backward", "abn_local_forward_", "abn_local_backward")
+LOCAL_OPS = (
+    "bn_forward without moments",
+    "bn_backward without sums",
+    "abn_forward_ without moments",
+    "abn_backward without sums",
+)
 
 
 def local_calls(case: Case, device: str) -> dict[str, Call]:
@@ -106,18 +111,18 @@ def local_calls(case: Case, device: str) -> dict[str, Call]:
     _, saved = ops.bn_forward(x, channel_dim=d)
     saved_of_y = ops.abn_forward_(y, channel_dim=d)
     return {
-        "bn_local_forward": (3, lambda: ops.bn_forward(x, channel_dim=d), nothing),
-        "bn_local_backward": (
+        "bn_forward without moments": (3, lambda: ops.bn_forward(x, channel_dim=d), nothing),
+        "bn_backward without sums": (
             5,
             lambda: ops.bn_backward(x, dy, None, saved, channel_dim=d),
             nothing,
         ),
-        "abn_local_forward_": (
+        "abn_forward_ without moments": (
             3,
             lambda: ops.abn_forward_(overwritten, channel_dim=d),
             lambda: overwritten.copy_(x),
         ),
-        "abn_local_backward": (5, lambda: ops.abn_backward(y, dy, saved_of_y, channel_dim=d), nothing),
+        "abn_backward without sums": (5, lambda: ops.abn_backward(y, dy, saved_of_y, channel_dim=d), nothing),
     }
 
 
@@ -223,10 +228,25 @@ def plan_times(part) -> None:
     import planner  # compiles the planner: a machine without a C++ compiler goes without
 
     resident = {(rows, packets): 2 for rows in (False, True) for packets in (False, True)}
-    for case in quick_cases() if part.quick else FOUR_OPS[:7]:
-        for op, operands, cached in (("bn_stats", 1, 1), ("bn_forward", 2, 0)):
-            took = planner.nanoseconds(case, operands, cached, resident, 132, 82 << 10) / 1e3
-            part.row(op=f"{op}, plan", shape=case.size, layout=case.layout, dtype=case.dtype, plan_us=took)
+    repeats = 400 if part.quick else 20_000
+
+    def row(op: str, layers: str, took: list[float]) -> None:
+        part.row(op=f"{op}, plan", layers=layers, plan_us=median(took) / 1e3, most_us=max(took) / 1e3)
+
+    for layout in BOTH:
+        for op, *kernel in (
+            ("bn_stats", 1, 1),
+            ("bn_forward", 2, 0),
+            ("bn_reduce", 2, 2),
+            ("bn_backward", 3, 0),
+        ):
+            row(op, f"53 of ResNet-50, {layout}", [
+                planner.nanoseconds(case, *kernel, resident, 132, 82 << 10, repeats=repeats)
+                for case in images(32, RESNET_LAYERS, (layout,), ("bf16",))
+            ])  # fmt: skip
+    for backward in (False, True):
+        norms = [planner.nanoseconds(32 * 197, 384, 8, backward, repeats=repeats) for _ in range(24)]
+        row(f"layer_norm_{'backward' if backward else 'forward'}", "24 of a ViT", norms)
 
 
 def host_calls(x, w, b, moments, saved, sums, raw, none) -> Iterator[tuple[str, Callable, Callable]]:
@@ -249,12 +269,12 @@ def host_calls(x, w, b, moments, saved, sums, raw, none) -> Iterator[tuple[str, 
         lambda: raw.bn_backward(x, x, None, saved, sums, w, b, *act),
     )
     yield (
-        "bn_local_forward",
+        "bn_forward without moments",
         lambda: ops.bn_forward(x, None, w, b, activation="leaky_relu"),
         lambda: raw.bn_forward(x, None, w, b, None, *none, 0.1, 1e-5, *act),
     )
     yield (
-        "bn_local_backward",
+        "bn_backward without sums",
         lambda: ops.bn_backward(x, x, None, saved, None, w, b, "leaky_relu"),
         lambda: raw.bn_backward(x, x, None, saved, None, w, b, *act),
     )

@@ -17,15 +17,11 @@ REPEATS = 7
 ROOM = 0.97  # of the memory, which the largest batch may take
 
 
-def convert(model: nn.Module) -> nn.Module:
-    return fastvit.convert(model)[0]
-
-
 WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "eager": lambda model: model,
-    "convert": convert,
+    "convert": fastvit.convert,
     "compiled": lambda model: torch.compile(model, dynamic=False),
-    "convert, compiled": lambda model: torch.compile(convert(model), dynamic=False),
+    "convert, compiled": lambda model: torch.compile(fastvit.convert(model), dynamic=False),
 }
 
 

@@ -1,47 +1,29 @@
-"""The planner of the CUDA kernels (csrc/cuda/plan.h itself, compiled here) from Python."""
+"""The planner of the CUDA kernels (csrc/cuda/plan.h and row_plan.h, compiled here) from Python."""
 
 import ctypes
+import functools
 import hashlib
 import os
+import re
 import shutil
 import subprocess
+from collections import namedtuple
 from pathlib import Path
 
 import torch
 from shapes import DTYPES, Case
 
 ROOT = Path(__file__).resolve().parents[1]
-HEADERS = "cuda/plan.h cuda/row_plan.h cuda/threads.h layout.h macros.h".split()
+HEADERS = "cuda/plan.h cuda/row_plan.h layout.h macros.h".split()
 SOURCES = [Path(__file__).with_suffix(".cpp"), *(ROOT / "csrc" / name for name in HEADERS)]
-WORDS = (
-    "rows vector lanes teams fold tile tiles slices segment segments units slots resident "
-    "dependent_loads dependent_merges levels"
-).split()
 MOST_DIMS = 5
-Dims = ctypes.c_int64 * MOST_DIMS
+# Of csrc/cuda/plan.h; `resident` blocks per multiprocessor. The last block merges slices for
+# `tail_nanoseconds`, with this number of sequential loads and merges, and is found `levels` times.
+WORDS = "rows vector lanes teams blocks slices segment units slots resident dependent_loads dependent_merges"
+Plan = namedtuple("Plan", f"{WORDS} levels tail_nanoseconds")
 
 
-class _Request(ctypes.Structure):
-    _fields_ = [
-        ("dims", ctypes.c_int64), ("sizes", Dims), ("strides", Dims), ("channel_dim", ctypes.c_int64),
-        ("operands", ctypes.c_int64), ("element_size", ctypes.c_int64), ("cached", ctypes.c_int64),
-        ("multiprocessors", ctypes.c_int64), ("smem_cache_bytes", ctypes.c_int64),
-        ("resident", ctypes.c_int64 * 4),
-    ]  # fmt: skip
-
-
-class Plan(ctypes.Structure):
-    """The Plan of csrc/cuda/plan.h; `resident` blocks per multiprocessor. The last block merges slices for
-    `tail_nanoseconds`, with this number of sequential loads and merges, and is found `levels` times.
-    """
-
-    _fields_ = [*((name, ctypes.c_int64) for name in WORDS), ("tail_nanoseconds", ctypes.c_double)]
-
-    @property
-    def blocks(self) -> int:
-        return self.tiles * self.slices
-
-
+@functools.cache
 def _library() -> ctypes.CDLL:
     """The compiled planner, cached for these sources."""
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in SOURCES)).hexdigest()[:16]
@@ -56,20 +38,26 @@ def _library() -> ctypes.CDLL:
         command = [compiler, *"-std=c++20 -O3 -shared -fPIC -I".split(), str(ROOT / "csrc"), "-o", str(new)]
         subprocess.run([*command, str(SOURCES[0])], check=True)
         new.rename(library)  # several processes may compile it at once
-    loaded = ctypes.CDLL(str(library))
-    loaded.fastvit_plan_nanoseconds.restype = ctypes.c_double
-    return loaded
+    return ctypes.CDLL(str(library))
+
+
+def _answer(function: str, numbers: int, request: list[int], repeats: int = 1) -> tuple[list[int], float]:
+    """What a function of planner.cpp says, and the least nanoseconds of four times that it takes."""
+    call = getattr(_library(), function)
+    call.restype = ctypes.c_double
+    given, answer = (ctypes.c_int64 * len(request))(*request), (ctypes.c_int64 * numbers)()
+    took = min(call(given, answer, ctypes.c_int64(repeats)) for _ in range(4 if repeats > 1 else 1))
+    return list(answer), took
 
 
 def _request(case: Case, operands: int, cached: int, resident: dict, multiprocessors: int, smem: int):
     x = torch.empty(case.shape, device="meta")
     if case.layout == "channels_last":
         x = x.contiguous(memory_format=torch.channels_last)
-    blocks = (ctypes.c_int64 * 4)(*(resident[rows, wide] for rows in (False, True) for wide in (False, True)))
-    return _Request(
-        x.dim(), Dims(*x.shape), Dims(*x.stride()), case.channel_dim, operands, DTYPES[case.dtype].itemsize,
-        cached, multiprocessors, smem, blocks,
-    )  # fmt: skip
+    blocks = [resident[rows, wide] for rows in (False, True) for wide in (False, True)]
+    rest = [0] * (MOST_DIMS - x.dim())
+    operand = [x.dim(), *x.shape, *rest, *x.stride(), *rest, case.channel_dim]
+    return [*operand, operands, DTYPES[case.dtype].itemsize, cached, multiprocessors, smem, *blocks]
 
 
 def plan(*request) -> Plan:
@@ -79,28 +67,21 @@ def plan(*request) -> Plan:
     that it reads and may hold in shared memory (0: it merges no slices); the blocks per multiprocessor by
     (rows, packets); the bytes of shared memory of a block for packets.
     """
-    answer = Plan()
-    _library().fastvit_plan(ctypes.byref(_request(*request)), ctypes.byref(answer))
-    return answer
+    return Plan(*_answer("fastvit_plan", len(Plan._fields), _request(*request))[0])
 
 
-def row_plan(rows: int, columns: int, width: int, backward: bool = False) -> tuple[int, int, int]:
+def row_plan(rows: int, columns: int, width: int, backward: bool = False) -> tuple[int, ...]:
     """Lanes of a team, parts of a row and packets of a lane, for a LayerNorm in packets of `width`."""
-    answer = (ctypes.c_int64 * 3)()
-    _library().fastvit_row_plan(*map(ctypes.c_int64, (rows, columns, width, backward)), answer)
-    return tuple(answer)
+    return tuple(_answer("fastvit_row_plan", 3, [rows, columns, width, backward])[0])
 
 
 def nanoseconds(*request, repeats: int = 200_000) -> float:
-    """Of one layout and plan, on this host."""
-    return min(
-        _library().fastvit_plan_nanoseconds(ctypes.byref(_request(*request)), ctypes.c_int64(repeats // 4))
-        for _ in range(4)
-    )
+    """Of one layout and plan on this host, by the arguments of `plan` or `row_plan`."""
+    if isinstance(request[0], Case):
+        return _answer("fastvit_plan", len(Plan._fields), _request(*request), repeats // 4)[1]
+    return _answer("fastvit_row_plan", 3, [*request], repeats // 4)[1]
 
 
-def constants() -> tuple[int, int, int]:
-    """Threads of a block, packets in flight per operand and thread, blocks that share on-chip memory."""
-    values = [ctypes.c_int64() for _ in range(3)]
-    _library().fastvit_plan_constants(*map(ctypes.byref, values))
-    return tuple(value.value for value in values)
+def constant(name: str) -> int:
+    """Of csrc/cuda/plan.h."""
+    return int(re.search(rf"constexpr int {name} = (\d+);", (ROOT / "csrc/cuda/plan.h").read_text())[1])

@@ -10,7 +10,7 @@ The plan is that of csrc/cuda/plan.h (planner.py), instructions are counted in w
     packet     issue slots of a warp per 16-byte access: of the cheapest activation, and of the costliest
     in flight  KB of loads that a multiprocessor has under way; memory's latency times its bandwidth is 26
     stream     the longest of: bytes over what a copy reaches, latencies of batches that follow each other;
-               of local ops, first that of their reads, then that of their writes
+               of ops on chip, first that of their reads, then that of their writes
     issue      issue slots over what the multiprocessors have
     prologue   the table of channels, or of columns, before a block's first values
     tail       merging in a block, finding the last block, merging of slices; nothing overlaps with it
@@ -20,108 +20,106 @@ The plan is that of csrc/cuda/plan.h (planner.py), instructions are counted in w
                longest way through the loop
     equal      likewise, over a copy of as many bytes, which has a start and an end too
 
-Local ops have rows where the tensor fits on chip. Elsewhere they are two of the other ops. Activations and
-gates are predicted for the MLP of bench_vit_ops.py, LayerNorm for tokens of ViTs.
+Ops without moments or sums have rows where the tensor fits on chip; elsewhere they are two of the others.
+Activations and gates are predicted for the MLP of bench_vit_ops.py, LayerNorm for tokens of ViTs, and what
+an exchange adds for packets that have arrived: one block merges (csrc/sync/cuda_peer.cuh), and the L2 answers
+its loads, 8 packets at a time, of which the next depend on those before.
 
-predict_exchange.py predicts what an exchange adds. compare.py sets a GPU's tables beside all this: where they
-differ by more than 15 % the model needs a correction.
-
-Writes predicted_h200.csv, predicted_exchange_h200.csv and predicted_h200.md.
+compare.py sets a GPU's tables beside all this: where they differ by more than 15 % the model needs a
+correction. Writes predicted_h200.csv, predicted_exchange_h200.csv and predicted_h200.md.
 """
 
 import argparse
 import sys
-from dataclasses import asdict, dataclass, replace
+from collections import namedtuple
+from dataclasses import dataclass
 from pathlib import Path
 
 import planner
-import predict_exchange
 from gpu_kernels import FIT_ON_CHIP, FOUR_OPS
+from gpu_waits import CHANNELS, WORLDS
 from harness import RESULTS, commit, write_csv
-from predict_kernels import (
-    ALL,
-    CHEAP,
-    H200,
-    OPS,
-    SOURCES,
-    THREADS,
-    TRANSCENDENTAL,
-    TYPES,
-    Gpu,
-    Kernel,
-)
+from predict_kernels import ALL, CHEAP, H200, OPS, SOURCES, THREADS, TRANSCENDENTAL, TYPES, Gpu, Kernel
 from shapes import DTYPES, MLP, NORMS, Case, cases
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
 import sass  # noqa: E402
 
 OVERLAP = 4  # (stream^4 + issue^4)^(1/4): the longer, and 19 % more where both take the same; assumed
+IN_FLIGHT = 8  # packets of a thread in an exchange: csrc/sync/cuda_peer.cuh, kInFlight of float
+EXCHANGES = {
+    "moments": "stats_kernel<float, true, true, 4>",
+    "sums": "reduce_kernel<float, true, (Activations)1, true, 4, (Source)0>",
+}
+TRIPS = 4  # of an exchange to the L2: the own header and back, the first packets, the stores of the result
+HEADER_NS = 800.0  # of a barrier each before and behind the headers, and double divisions of counts; assumed
+SCHEDULERS = 4  # of a multiprocessor
+# Per instruction: 2 for arithmetic of doubles, 8 for conversions to them, else 1 (programming guide)
+CYCLES = 2.0
 
 
-@dataclass(frozen=True)
-class Prediction:
-    op: str
-    shape: str
-    layout: str
-    dtype: str
-    MB: float  # of the activation
-    bytes_MB: float
+Prediction = namedtuple(  # of an op on a tensor; MB is of the activation
+    "Prediction",
+    "op shape layout dtype MB bytes_MB blocks resident waves packet packet_costliest in_flight_KB stream_us "
+    "issue_us loads_in_a_row merges_in_a_row prologue_us tail_us us share equal us_costliest share_costliest",
+)
+
+
+@dataclass
+class Work:
+    """Of one kernel on one tensor. `packet` and `issue`: least and most."""
+
+    total: int  # bytes
     blocks: int
     resident: int
-    waves: float
-    packet: float
-    packet_costliest: float
-    in_flight_KB: float
-    stream_us: float
-    issue_us: float
-    loads_in_a_row: int
-    merges_in_a_row: int
-    prologue_us: float
-    tail_us: float
-    us: float
-    share: float
-    equal: float
-    us_costliest: float
-    share_costliest: float
+    packet: tuple[float, float]
+    in_flight: float
+    stream: float
+    issue: tuple[float, float]
+    prologue: float
+    tail: float
+    in_a_row: tuple[int, int] = (0, 0)  # loads and merges of slices
+
+    def prediction(self, op: str, case: Case, gpu: Gpu, costliest: "Work") -> Prediction:
+        us, costly = self.us(0, gpu), costliest.us(1, gpu)
+        copy = self.total / gpu.copy_GB_s / 1e3
+        return Prediction(
+            op, case.size, case.layout, case.dtype, case.nbytes / 1e6, self.total / 1e6, self.blocks,
+            self.resident, self.blocks / (gpu.multiprocessors * self.resident), self.packet[0],
+            costliest.packet[1], self.in_flight / 1e3, self.stream, self.issue[0], *self.in_a_row,
+            self.prologue, self.tail, us, copy / us, (copy + gpu.ends_us) / us, costly, copy / costly,
+        )  # fmt: skip
+
+    def us(self, which: int, gpu: Gpu) -> float:
+        overlapping = (self.stream**OVERLAP + self.issue[which] ** OVERLAP) ** (1 / OVERLAP)
+        return overlapping + (self.prologue + self.tail) + gpu.ends_us
 
 
 def predict(op: str, case: Case, kernels: dict[str, Kernel], gpu: Gpu = H200) -> Prediction | None:
-    """`kernels` by the names that OPS gives them. None for a local op whose tensor does not fit on chip, and
-    for an op that takes another dtype.
+    """`kernels` by the names that OPS gives them. None for an op on chip whose tensor does not fit, and for
+    an op that takes another dtype.
     """
-    if OPS[op].by_row:
-        return _of_rows(op, case, kernels, gpu)
-    cheapest = _of_set(op, case, kernels, gpu, CHEAP)
-    costliest = _of_set(op, case, kernels, gpu, TRANSCENDENTAL)
-    return cheapest and replace(
-        cheapest, packet_costliest=costliest.packet_costliest, us_costliest=costliest.us_costliest,
-        share_costliest=costliest.share_costliest,
-    )  # fmt: skip
+    what = OPS[op]
+    if what.by_row:
+        found = [_of_rows(op, case, kernels, gpu)] * 2 if case.dtype == "fp32" or not what.to else [None] * 2
+    else:  # sets of activations differ in registers, and so in their plans
+        found = [_of_set(op, case, kernels, gpu, which) for which in (CHEAP, TRANSCENDENTAL)]
+    return found[0] and found[0].prediction(op, case, gpu, found[1])
 
 
-def _taken(stream: float, issue: float, rest: float, total: float, gpu: Gpu) -> tuple[float, float, float]:
-    """us, and the share of a large and of an equal copy of `total` bytes; `rest` overlaps with nothing."""
-    us = (stream**OVERLAP + issue**OVERLAP) ** (1 / OVERLAP) + rest + gpu.ends_us
-    copy = total / gpu.copy_GB_s / 1e3
-    return us, copy / us, (copy + gpu.ends_us) / us
-
-
-def _of_set(op: str, case: Case, kernels: dict[str, Kernel], gpu: Gpu, activations: int) -> Prediction | None:
-    """For the kernels of one set of activations; sets differ in registers, and so in their plans."""
+def _of_set(op: str, case: Case, kernels: dict[str, Kernel], gpu: Gpu, activations: int) -> Work | None:
     what, wide = OPS[op], 16 // DTYPES[case.dtype].itemsize
 
     def kernel(rows: bool, packets: bool) -> Kernel:
         packets = packets or what.local
         words = {"T": TYPES[case.dtype], "rows": str(rows).lower(), "V": wide if packets else 1}
-        words["set"] = activations if packets else ALL
-        return kernels[what.kernel.format(**words)]
+        return kernels[what.kernel.format(**words, set=activations if packets else ALL)]
 
-    choices = [(rows, packets) for rows in (False, True) for packets in (False, True)]
-    found = {choice: kernel(*choice) for choice in choices}
-    resident = {choice: gpu.resident(k.registers, k.shared) for choice, k in found.items()}
+    found = {(rows, packets): kernel(rows, packets) for rows in (False, True) for packets in (False, True)}
     plan = planner.plan(
-        case, what.operands, what.reads if what.merges else 0, resident, gpu.multiprocessors,
-        gpu.smem_cache_bytes,
+        case, what.operands, what.reads if what.merges else 0,
+        {choice: gpu.resident(k.registers, k.shared) for choice, k in found.items()},
+        gpu.multiprocessors, gpu.smem_cache_bytes,
     )  # fmt: skip
     if what.local and not plan.slots:
         return None
@@ -159,38 +157,31 @@ def _of_set(op: str, case: Case, kernels: dict[str, Kernel], gpu: Gpu, activatio
     prologue = (gpu.table_ns + gpu.l2_ns - gpu.latency_ns) / 1e3 if what.tabled else 0.0
     warps = plan.blocks * THREADS / 32
 
-    def issue(which: int) -> float:
-        of_batch = code.inner[which] + (code.outer[which] - code.inner[which]) / deep * (not plan.rows)
-        of_batch += code.again[which]
-        return gpu.issue_us(warps * batches * of_batch)
+    def issue(inner: float, outer: float, again: float) -> float:
+        of_batch = inner + (outer - inner) / deep * (not plan.rows)
+        return gpu.issue_us(warps * batches * (of_batch + again))
 
-    us_costliest, share_costliest, _ = _taken(stream, issue(1), prologue + tail, total, gpu)
-    each = code.accesses or 1
-    return Prediction(
-        op, case.size, case.layout, case.dtype, case.nbytes / 1e6, total / 1e6, plan.blocks, plan.resident,
-        plan.blocks / at_once, code.inner[0] / each, code.inner[1] / each, in_flight / 1e3, stream, issue(0),
-        plan.dependent_loads, plan.dependent_merges, prologue, tail,
-        *_taken(stream, issue(0), prologue + tail, total, gpu), us_costliest, share_costliest,
-    )  # fmt: skip
+    packet = tuple(count / (code.accesses or 1) for count in code.inner)
+    issues = tuple(map(issue, code.inner, code.outer, code.again))
+    in_a_row = plan.dependent_loads, plan.dependent_merges
+    return Work(
+        total, plan.blocks, plan.resident, packet, in_flight, stream, issues, prologue, tail, in_a_row
+    )
 
 
-def _of_rows(op: str, case: Case, kernels: dict[str, Kernel], gpu: Gpu) -> Prediction | None:
+def _of_rows(op: str, case: Case, kernels: dict[str, Kernel], gpu: Gpu) -> Work:
     """Of a LayerNorm: blocks stay, and take the rows in turns, each a batch of loads and the sums over it.
 
     The longest way through the loop is that of rows in parts, which read weight and bias for every row.
     """
     what, to = OPS[op], OPS[op].to or case.dtype
     wide, narrow = DTYPES[case.dtype].itemsize, DTYPES[to].itemsize
-    if what.to and case.dtype != "fp32":
-        return None
     width, backward = 16 // wide, what.reads > 1
     columns, rows = case.shape[-1], case.nbytes // wide // case.shape[-1]
     lanes, parts, held = planner.row_plan(rows, columns, width, backward)
-    words = {"T": TYPES[case.dtype], "G": TYPES[to], "V": width, "K": held}
-    code = kernels[what.kernel.format(**words)]
+    code = kernels[what.kernel.format(T=TYPES[case.dtype], G=TYPES[to], V=width, K=held)]
     teams, resident = THREADS // lanes, gpu.resident(code.registers, code.shared)
-    at_once = resident * gpu.multiprocessors
-    blocks = min(-(-rows // teams), at_once)
+    blocks = min(-(-rows // teams), resident * gpu.multiprocessors)
     turns = -(-rows // (blocks * teams)) * parts
     exist = columns / width / (lanes * parts * held)
     each = held * width * (wide + narrow * (what.reads - 1))
@@ -201,19 +192,37 @@ def _of_rows(op: str, case: Case, kernels: dict[str, Kernel], gpu: Gpu) -> Predi
     stream = max(turns * turn, (total + sums) / gpu.copy_GB_s / 1e3)
     # A second grid adds the sums of the blocks: 32 rows at a time, and 8 times as many in flight.
     tail = gpu.ends_us - gpu.early_us + -(-blocks // 256) * gpu.latency_ns / 1e3 if backward else 0.0
-    prologue = gpu.fill_ns / 1e3
-    warps = blocks * THREADS / 32
     in_flight = min(resident, blocks / gpu.multiprocessors) * THREADS * exist * each
+    packet = tuple(count / (code.accesses or 1) for count in code.inner)
+    accesses = blocks * THREADS / 32 * turns * held * what.operands
+    issue = tuple(gpu.issue_us(accesses * count) for count in packet)
+    return Work(total, blocks, resident, packet, in_flight, stream, issue, gpu.fill_ns / 1e3, tail)
 
-    packet, packet_costliest = (count / (code.accesses or 1) for count in code.inner)
-    accesses = warps * turns * held * what.operands
-    least, most = (gpu.issue_us(accesses * count) for count in (packet, packet_costliest))
-    us_costliest, share_costliest, _ = _taken(stream, most, prologue + tail, total, gpu)
-    return Prediction(
-        op, case.size, case.layout, case.dtype, case.nbytes / 1e6, total / 1e6, blocks, resident,
-        blocks / at_once, packet, packet_costliest, in_flight / 1e3, stream, least, 0, 0, prologue, tail,
-        *_taken(stream, least, prologue + tail, total, gpu), us_costliest, share_costliest,
-    )  # fmt: skip
+
+def exchange(what: str, world: int, channels: int, loops: list, gpu: Gpu = H200) -> dict:
+    """What an exchange adds. `loops` of the kernel's exchange, from 8 ranks in flight down to 2."""
+    together = next(ranks for ranks in (2, 4, 8) if world <= ranks)
+    instructions = loops[(8, 4, 2).index(together)].most.instructions  # of a warp per batch
+    batches = -(-channels // (THREADS * IN_FLIGHT // together))  # of the slowest thread
+    warps = min(THREADS, channels) / 32 / SCHEDULERS
+    batch = gpu.l2_ns + max(1.0, warps) * instructions * CYCLES / gpu.clock_GHz
+    once = gpu.last_ns + HEADER_NS + TRIPS * gpu.l2_ns
+    return {
+        "what": what, "world": world, "channels": channels, "batches": batches,
+        "instructions": instructions, "us": (once + batches * batch) / 1e3,
+    }  # fmt: skip
+
+
+def exchanges(compiled: list[dict]) -> list[dict]:
+    """`compiled` are rows of tools/sass.py."""
+    loops = {row["kernel"]: row["exchange"] for row in compiled}
+    for kernel in EXCHANGES.values():
+        if len(loops[kernel]) != 3:
+            raise SystemExit(f"predict: {kernel}: {len(loops[kernel])} loops over packets; 3 expected")
+    return [
+        exchange(what, world, channels, loops[kernel])
+        for what, kernel in EXCHANGES.items() for world in WORLDS for channels in CHANNELS
+    ]  # fmt: skip
 
 
 def _lines(header: list[str], rows: list[list[object]]) -> list[str]:
@@ -221,13 +230,12 @@ def _lines(header: list[str], rows: list[list[object]]) -> list[str]:
     return ["| " + " | ".join(map(str, row)) + " |" for row in cells]
 
 
-def exchange_table(found: list[predict_exchange.Exchange]) -> str:
+def exchange_table(found: list[dict]) -> str:
     """Markdown: us by ranks and channels."""
-    channels = sorted({one.channels for one in found})
     lines: dict[tuple[str, int], list[object]] = {}
     for one in found:
-        lines.setdefault((one.what, one.world), [one.what, one.world]).append(f"{one.us:.1f}")
-    header = ["exchange", "ranks", *(f"C = {c}" for c in channels)]
+        lines.setdefault((one["what"], one["world"]), [one["what"], one["world"]]).append(f"{one['us']:.1f}")
+    header = ["exchange", "ranks", *(f"C = {c}" for c in sorted({one["channels"] for one in found}))]
     return "\n".join(["us that an exchange adds:", "", *_lines(header, list(lines.values())), ""])
 
 
@@ -239,24 +247,20 @@ def table(rows: list[Prediction], gpu: Gpu = H200) -> str:
         for case in what.cases or (FIT_ON_CHIP if what.local else FOUR_OPS)
     }
     header = "op|shape|layout|dtype|waves|packet|in flight KB|stream us|issue us|prologue us|tail us|us|share"
-    header += "|equal"
-    lines = []
+    lines, tables = [], {}
     for row in rows:
-        if (row.op, row.shape, row.layout, row.dtype) not in shown:
-            continue
-        costly = f" ({row.share_costliest:.2f})" if row.us_costliest > row.us else ""
-        line: list[object] = [row.op, row.shape, row.layout, row.dtype, f"{row.waves:.2f}"]
-        line += [f"{row.packet:.0f} ({row.packet_costliest:.0f})", f"{row.in_flight_KB:.0f}"]
-        times = row.stream_us, row.issue_us, row.prologue_us, row.tail_us
-        line += [f"{one:.1f}" for one in times]
-        line += [f"{row.us:.1f}", f"{row.share:.2f}{costly}", f"{row.equal:.2f}"]
-        lines.append(line)
-    tables: dict[tuple[str, ...], dict[tuple, dict[str, str]]] = {}
-    for row in rows:
+        key = row.shape, row.layout, row.dtype
         kind = OPS[row.op].local, OPS[row.op].cases
         ops = tuple(op for op, what in OPS.items() if (what.local, what.cases) == kind)
-        by_case = tables.setdefault(ops, {}).setdefault((row.shape, row.layout, row.dtype), {})
-        by_case[row.op] = f"{row.us:.1f} ({row.share:.2f})"
+        tables.setdefault(ops, {}).setdefault(key, {})[row.op] = f"{row.us:.1f} ({row.share:.2f})"
+        if (row.op, *key) in shown:
+            costly = f" ({row.share_costliest:.2f})" if row.us_costliest > row.us else ""
+            times = row.stream_us, row.issue_us, row.prologue_us, row.tail_us, row.us
+            lines.append([
+                row.op, *key, f"{row.waves:.2f}", f"{row.packet:.0f} ({row.packet_costliest:.0f})",
+                f"{row.in_flight_KB:.0f}", *(f"{one:.1f}" for one in times), f"{row.share:.2f}{costly}",
+                f"{row.equal:.2f}",
+            ])  # fmt: skip
     said = "Nothing here was measured: these are predictions of a model that no GPU has confirmed."
     text = [
         f"Predicted for an {gpu.name} at commit {commit()} by benchmarks/predict.py. {said}",
@@ -267,7 +271,7 @@ def table(rows: list[Prediction], gpu: Gpu = H200) -> str:
         "packet: issue slots of a warp per 16-byte access with the cheapest activation (the costliest);",
         "share: of what a large copy reaches, likewise; equal: of a copy of as many bytes.",
         "",
-        *_lines(header.split("|"), lines),
+        *_lines([*header.split("|"), "equal"], lines),
         "",
         "us (share of the copy), cheapest activation:",
         "",
@@ -283,22 +287,20 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the csv and the table")
-    options = parser.parse_args()
+    out = parser.parse_args().out
     compiled = sass.measured("90", SOURCES)
     kernels = {row["kernel"]: Kernel.of(row) for row in compiled}
     every = tuple(dict.fromkeys([*FOUR_OPS, *cases(), *FIT_ON_CHIP]))
     found = [
         predict(op, case, kernels)
         for case in dict.fromkeys((*every, *MLP, *NORMS))
-        for op, what in OPS.items()
-        if case in (what.cases or every)
-    ]
-    rows = [row for row in found if row]
-    write_csv("predicted_h200", [asdict(row) for row in rows], options.out)
-    exchanges = predict_exchange.predict_all(compiled)
-    write_csv("predicted_exchange_h200", [asdict(one) for one in exchanges], options.out)
-    text = f"{table(rows)}\n{exchange_table(exchanges)}"
-    (options.out / "predicted_h200.md").write_text(text)
+        for op, what in OPS.items() if case in (what.cases or every)
+    ]  # fmt: skip
+    rows, added = [row for row in found if row], exchanges(compiled)
+    write_csv("predicted_h200", [row._asdict() for row in rows], out)
+    write_csv("predicted_exchange_h200", added, out)
+    text = f"{table(rows)}\n{exchange_table(added)}"
+    (out / "predicted_h200.md").write_text(text)
     print(text)
 
 

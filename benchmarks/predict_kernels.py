@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import planner
 from shapes import MLP, NORMS, Case
 
-THREADS, BATCH, ON_CHIP_BLOCKS = planner.constants()
+THREADS, BATCH, ON_CHIP_BLOCKS = map(planner.constant, ("kThreads", "kBatch", "kOnChipBlocks"))
 GROUP = 32  # values of a channel after which a thread of bn_stats merges: csrc/cuda/stats.cuh, kGroup
 
 
@@ -46,7 +46,7 @@ class Gpu:
 
     @property
     def smem_cache_bytes(self) -> int:
-        """The shared memory of a block for packets, as in csrc/cuda/device.h."""
+        """The shared memory of a block for packets, as in csrc/cuda/launch.cuh."""
         return self.shared_bytes // ON_CHIP_BLOCKS - (32 << 10)
 
 
@@ -78,45 +78,33 @@ class Op:
         return BATCH if self.operands <= 3 else BATCH // 2
 
 
-FORWARD_ROWS, BACKWARD_ROWS = (
-    f"layer_norm_{way}_kernel<{{T}}, {{G}}, {{V}}, {{K}}>" for way in ("forward", "backward")
-)
+SET = "(Activations){set}, {rows}, {V}"
+ROWS = "_kernel<{T}, {G}, {V}, {K}>"
 OPS = {
     "bn_stats": Op("stats_kernel<{T}, false, {rows}, {V}>", 1, 0, merges=True),
-    "bn_forward": Op("forward_kernel<{T}, (Activations){set}, {rows}, {V}, false>", 1, 1),
-    "abn_forward_": Op("forward_kernel<{T}, (Activations){set}, {rows}, {V}, false>", 1, 1),
-    "bn_reduce": Op(
-        "reduce_kernel<{T}, false, (Activations){set}, {rows}, {V}, (Source)0>", 2, 0, merges=True
+    "bn_forward": Op(f"forward_kernel<{{T}}, {SET}, false>", 1, 1),
+    "abn_forward_": Op(f"forward_kernel<{{T}}, {SET}, false>", 1, 1),
+    "bn_reduce": Op(f"reduce_kernel<{{T}}, false, {SET}, (Source)0>", 2, 0, merges=True),
+    "abn_reduce": Op(f"reduce_kernel<{{T}}, false, {SET}, (Source)2>", 2, 0, merges=True),
+    "bn_backward": Op(f"backward_kernel<{{T}}, {SET}, (Source)0>", 2, 1),
+    "abn_backward": Op(f"backward_kernel<{{T}}, {SET}, (Source)2>", 2, 1),
+    "bn_forward without moments": Op(f"local_forward_kernel<{{T}}, {SET}, false>", 1, 1, True, True),
+    "abn_forward_ without moments": Op(f"local_forward_kernel<{{T}}, {SET}, false>", 1, 1, True, True),
+    "bn_backward without sums": Op(f"local_backward_kernel<{{T}}, {SET}, (Source)0>", 2, 1, True, True),
+    "abn_backward without sums": Op(f"local_backward_kernel<{{T}}, {SET}, (Source)2>", 2, 1, True, True),
+    "act_forward": Op(f"act_kernel<{{T}}, {SET}, false, false>", 1, 1, cases=MLP),
+    "act_backward": Op(f"act_kernel<{{T}}, {SET}, true, false>", 2, 1, cases=MLP),
+    "glu_forward": Op(f"act_kernel<{{T}}, {SET}, false, true>", 2, 1, cases=MLP),
+    "glu_backward": Op(f"act_kernel<{{T}}, {SET}, true, true>", 3, 2, cases=MLP),
+    "layer_norm_forward": Op(f"layer_norm_forward{ROWS}", 1, 1, cases=NORMS, by_row=True),
+    "layer_norm_forward to bf16": Op(f"layer_norm_forward{ROWS}", 1, 1, cases=NORMS, by_row=True, to="bf16"),
+    "layer_norm_backward": Op(f"layer_norm_backward{ROWS}", 2, 1, cases=NORMS, by_row=True),
+    "layer_norm_backward from bf16": Op(
+        f"layer_norm_backward{ROWS}", 2, 1, cases=NORMS, by_row=True, to="bf16"
     ),
-    "abn_reduce": Op(
-        "reduce_kernel<{T}, false, (Activations){set}, {rows}, {V}, (Source)2>", 2, 0, merges=True
-    ),
-    "bn_backward": Op("backward_kernel<{T}, (Activations){set}, {rows}, {V}, (Source)0>", 2, 1),
-    "abn_backward": Op("backward_kernel<{T}, (Activations){set}, {rows}, {V}, (Source)2>", 2, 1),
-    **dict.fromkeys(
-        ("bn_local_forward", "abn_local_forward_"),
-        Op("local_forward_kernel<{T}, (Activations){set}, {rows}, {V}, false>", 1, 1, True, True),
-    ),
-    "bn_local_backward": Op(
-        "local_backward_kernel<{T}, (Activations){set}, {rows}, {V}, (Source)0>", 2, 1, True, True
-    ),
-    "abn_local_backward": Op(
-        "local_backward_kernel<{T}, (Activations){set}, {rows}, {V}, (Source)2>", 2, 1, True, True
-    ),
-    "act_forward": Op("act_kernel<{T}, (Activations){set}, {rows}, {V}, false, false>", 1, 1, cases=MLP),
-    "act_backward": Op("act_kernel<{T}, (Activations){set}, {rows}, {V}, true, false>", 2, 1, cases=MLP),
-    "glu_forward": Op("act_kernel<{T}, (Activations){set}, {rows}, {V}, false, true>", 2, 1, cases=MLP),
-    "glu_backward": Op("act_kernel<{T}, (Activations){set}, {rows}, {V}, true, true>", 3, 2, cases=MLP),
-    "layer_norm_forward": Op(FORWARD_ROWS, 1, 1, cases=NORMS, by_row=True),
-    "layer_norm_forward to bf16": Op(FORWARD_ROWS, 1, 1, cases=NORMS, by_row=True, to="bf16"),
-    "layer_norm_backward": Op(BACKWARD_ROWS, 2, 1, cases=NORMS, by_row=True),
-    "layer_norm_backward from bf16": Op(BACKWARD_ROWS, 2, 1, cases=NORMS, by_row=True, to="bf16"),
 }
 ALL, CHEAP, TRANSCENDENTAL = range(3)  # csrc/cuda/activations.cuh: Activations
-SOURCES = (
-    "stats", "forward", "reduce", "backward", "local_forward", "local_backward", "act", "layer_norm_forward",
-    "layer_norm_backward",
-)  # fmt: skip
+SOURCES = tuple(dict.fromkeys(op.kernel.split("_kernel")[0] for op in OPS.values()))
 TYPES = {"fp32": "float", "bf16": "__nv_bfloat16", "fp16": "__half"}
 
 

@@ -2,13 +2,17 @@
 // ends; see params.h.
 #pragma once
 
-#include "activation.h"
-#include "checks.h"
+#include <torch/headeronly/core/ScalarType.h>
+
 #include "layout.h"
 #include "moments.h"
-#include "sync/handle.h"
+#include "sync/protocol.h"
 
 namespace fastvit {
+
+using torch::headeronly::ScalarType;
+
+enum class Activation : int;  // activation.h
 
 struct Channels {  // a parameter or buffer of C numbers, or null
   void* data = nullptr;

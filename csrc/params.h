@@ -10,6 +10,7 @@
 
 #include "arguments.h"
 #include "checks.h"
+#include "sync/handle.h"
 
 namespace fastvit {
 

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import predict
-import predict_exchange
 import pytest
 from predict import H200, OPS, Kernel
 from shapes import Case
@@ -14,7 +13,6 @@ from shapes import Case
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "tools"))
 import sass  # noqa: E402
-import sass_loops  # noqa: E402
 
 # As ptxas and cuobjdump write them; a loop of two loads, one store and a jump table of two activations.
 SASS = """
@@ -44,12 +42,13 @@ SASS = """
 
 @pytest.mark.parametrize("jump", ["BRX R24 -0x50", "BRXU UR4 -0x50"])
 def test_instructions_of_a_loop(jump):
-    found = sass_loops.kernels(SASS.replace("BRX R24 -0x50", jump))
-    (loop,) = found["one"]
-    assert (loop.begin, loop.end) == (0x20, 0xD0) and found["two"] == []
-    assert loop.least == sass_loops.Count(2, 1, 8)  # 3 to the table, FADD and BRA, 3 behind
-    assert loop.most == sass_loops.Count(2, 1, 9)
-    assert sass.main_loop(found["one"]) == (loop, loop)
+    found = sass.functions(SASS.replace("BRX R24 -0x50", jump))
+    (loop,) = sass.loops(found["one"])
+    assert (loop.begin, loop.end) == (0x20, 0xD0) and sass.loops(found["two"]) == []
+    assert loop.least[:3] == (2, 1, 8)  # 3 to the table, FADD and BRA, 3 behind
+    assert loop.most[:3] == (2, 1, 9)
+    assert sass.main_loop([loop]) == (loop, loop)
+    assert sass.widest(found["one"], "LDG") == sass.widest(found["one"], "STG") == 128
     row = {
         "loops": (loop, loop),
         "load": 128,
@@ -84,9 +83,9 @@ AROUND = """
 
 
 def test_the_way_around_an_activation_is_no_pass():
-    (loop,) = sass_loops.kernels(AROUND)["one"]
-    assert loop.least == sass_loops.Count(2, 1, 12)  # by 0xa0; around it 11, by 0x70 14
-    assert loop.most == sass_loops.Count(2, 1, 14)
+    (loop,) = sass.loops(sass.functions(AROUND)["one"])
+    assert loop.least[:3] == (2, 1, 12)  # by 0xa0; around it 11, by 0x70 14
+    assert loop.most[:3] == (2, 1, 14)
 
 
 @pytest.mark.parametrize(
@@ -115,16 +114,16 @@ def test_a_missing_disassembler_is_an_error_that_says_what_to_install(monkeypatc
     monkeypatch.delenv("CUOBJDUMP", raising=False)
     monkeypatch.delenv("CUDA_HOME", raising=False)
     monkeypatch.setattr(sys, "path", [])
-    real = sass_loops.shutil.which
+    real = sass.shutil.which
     monkeypatch.setattr(
-        sass_loops.shutil, "which", lambda n, path=None: None if n == "cuobjdump" else real(n, path=path)
+        sass.shutil, "which", lambda n, path=None: None if n == "cuobjdump" else real(n, path=path)
     )
     with pytest.raises(SystemExit, match="pip install nvidia-cuda-cuobjdump"):
-        sass_loops.disassemble(Path("kernels.cubin"))
+        sass.disassemble(Path("kernels.cubin"))
     monkeypatch.setenv("CUOBJDUMP", "/nowhere/cuobjdump")
-    assert sass_loops.disassembler() is None
+    assert sass.disassembler() is None
     monkeypatch.setenv("CUOBJDUMP", sys.executable)
-    assert sass_loops.disassembler() == sys.executable
+    assert sass.disassembler() == sys.executable
 
 
 def kernels(registers=72, shared=3088, instructions=100, costliest=400):
@@ -194,18 +193,19 @@ def test_nothing_predicted_is_called_measured():
     ],
 )
 def test_a_group_of_values_ends_in_some_batches(kernel, instructions):
-    loop = sass_loops.Loop(0, 0, sass_loops.Count(4, 0, 100), sass_loops.Count(4, 0, 180))
-    second = sass_loops.Loop(0, 0, sass_loops.Count(0, 4, 50), sass_loops.Count(0, 4, 90))
+    loop = sass.Loop(0, 0, sass.Count(4, 0, 100), sass.Count(4, 0, 180))
+    second = sass.Loop(0, 0, sass.Count(0, 4, 50), sass.Count(0, 4, 90))
     row = {"kernel": kernel, "registers": 80, "shared": 0, "loops": (loop, loop), "least": 25.0}
     assert Kernel.of(row | {"second": None}) == Kernel(80, 0, 4, (instructions,) * 2, (instructions,) * 2)
     assert Kernel.of(row | {"second": second}).again == (50, 90)
 
 
 def test_local_ops_have_rows_where_they_fit():
-    assert predict.predict("bn_local_forward", BIG, kernels()) is None
+    assert predict.predict("bn_forward without moments", BIG, kernels()) is None
     case = Case((8, 256, 56, 56), "channels_last", "bf16")
     local, stats, forward = (
-        predict.predict(op, case, kernels()) for op in ("bn_local_forward", "bn_stats", "bn_forward")
+        predict.predict(op, case, kernels())
+        for op in ("bn_forward without moments", "bn_stats", "bn_forward")
     )
     assert local.bytes_MB == pytest.approx(2 * case.nbytes / 1e6)
     assert max(stats.us, forward.us) < local.us < stats.us + forward.us
@@ -234,8 +234,8 @@ def test_rows_of_a_layer_norm():
 
 
 def loop(begin, end, loads, instructions=100):
-    count = sass_loops.Count(loads, 0, instructions)
-    return sass_loops.Loop(begin, end, count, count)
+    count = sass.Count(loads, 0, instructions)
+    return sass.Loop(begin, end, count, count)
 
 
 def test_loops_of_an_exchange():
@@ -249,21 +249,16 @@ def test_loops_of_an_exchange():
 
 def test_an_exchange():
     loops = [loop(0, 0, 8, instructions) for instructions in (220, 170, 180)]
-    rows = [{"kernel": kernel, "exchange": loops} for kernel in predict_exchange.KERNELS.values()]
-    found = predict_exchange.predict_all(rows)
-    by = {(one.what, one.world, one.channels): one for one in found}
-    assert [by["moments", world, 2048].batches for world in (2, 4, 8)] == [2, 4, 8]
-    assert [by["sums", world, 64].batches for world in (2, 4, 8)] == [1, 1, 1]
-    assert by["sums", 4, 2048].instructions == 170
-    us = (
-        H200.last_ns
-        + predict_exchange.HEADER_NS
-        + 4 * H200.l2_ns
-        + 4 * (H200.l2_ns + 2 * 170 * 2 / H200.clock_GHz)
-    )
-    assert by["moments", 4, 2048].us == pytest.approx(us / 1e3)
+    rows = [{"kernel": kernel, "exchange": loops} for kernel in predict.EXCHANGES.values()]
+    found = predict.exchanges(rows)
+    by = {(one["what"], one["world"], one["channels"]): one for one in found}
+    assert [by["moments", world, 2048]["batches"] for world in (2, 4, 8)] == [2, 4, 8]
+    assert [by["sums", world, 64]["batches"] for world in (2, 4, 8)] == [1, 1, 1]
+    assert by["sums", 4, 2048]["instructions"] == 170
+    us = H200.last_ns + predict.HEADER_NS + 4 * H200.l2_ns + 4 * (H200.l2_ns + 2 * 170 * 2 / H200.clock_GHz)
+    assert by["moments", 4, 2048]["us"] == pytest.approx(us / 1e3)
     with pytest.raises(SystemExit, match="2 loops over packets; 3 expected"):
-        predict_exchange.predict_all([row | {"exchange": loops[:2]} for row in rows])
+        predict.exchanges([row | {"exchange": loops[:2]} for row in rows])
     assert f"| {us / 1e3:.1f} |" in predict.exchange_table([by["moments", 4, 2048]])
 
 
@@ -333,7 +328,7 @@ def test_the_launchers_plan_alike(layout, shape, dtype):
 
 def test_program_says_what_it_needs(tmp_path):
     """Where nvcc or cuobjdump is missing it ends before anything is written."""
-    if sass.SETUP["find_cuda"]()[0] and sass_loops.disassembler():
+    if sass.SETUP["find_cuda"]()[0] and sass.disassembler():
         pytest.skip("nvcc and cuobjdump are here")
     result = subprocess.run(
         [sys.executable, "benchmarks/predict.py", "--out", str(tmp_path)],

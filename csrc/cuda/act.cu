@@ -7,7 +7,9 @@
 // Numerics fp32 arithmetic (fp64 for double).
 // Source   Hendrycks, Gimpel, arXiv:1606.08415; gates: Shazeer, arXiv:2002.05202.
 #include "activations.cuh"
-#include "host.h"
+#include "backend.h"
+#include "launch.cuh"
+#include "walk.cuh"
 
 namespace fastvit {
 

@@ -7,8 +7,10 @@
 // Numerics fp32 arithmetic (fp64 for double).
 // Needs    in place: gamma != 0 (ensured by its floor) and an invertible activation.
 // Source   Ioffe, Szegedy, arXiv:1502.03167, section 3; in place: arXiv:1712.02616, section 3.
+#include "backend.h"
 #include "gradient.cuh"
-#include "host.h"
+#include "launch.cuh"
+#include "walk.cuh"
 
 namespace fastvit {
 

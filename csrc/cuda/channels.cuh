@@ -4,7 +4,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "../moments.h"
+#include "../arguments.h"
 #include "vector_io.cuh"
 
 namespace fastvit {
@@ -84,5 +84,18 @@ struct ChannelArray {  // C numbers, or null
     for (int k = 0; k < V; ++k) to[k] = A(Accumulation<S>(from[k]));
   }
 };
+
+inline ChannelArray per_channel(const Channels& t) {
+  switch (t.dtype) {
+    case ScalarType::Half:
+      return {t.data, Storage::half};
+    case ScalarType::BFloat16:
+      return {t.data, Storage::bfloat16};
+    case ScalarType::Double:
+      return {t.data, Storage::twice};
+    default:
+      return {t.data, Storage::single};
+  }
+}
 
 }  // namespace fastvit

@@ -5,8 +5,10 @@
 //          statistics and writes `saved`. 16-byte loads and stores, a batch in flight.
 // Numerics fp32 arithmetic (fp64 for double), see normalise.cuh.
 // Source   Ioffe, Szegedy, arXiv:1502.03167; in place: arXiv:1712.02616.
-#include "host.h"
+#include "backend.h"
+#include "launch.cuh"
 #include "normalise.cuh"
+#include "walk.cuh"
 
 namespace fastvit {
 

@@ -148,4 +148,23 @@ __device__ __forceinline__ void propagate(const B&, Read<T, kSource, B>& read,
     });
 }
 
+// The saved values of a backward kernel, from ReduceArgs or BackwardArgs.
+template <class A, class Args>
+Saved<A> saved_of(const Args& args) {
+  return {args.layout.C,           static_cast<const A*>(args.saved),         per_channel(args.weight),
+          per_channel(args.bias),  gamma_floor<A>(args.in_place, args.dtype), args.activation,
+          A(args.activation_param)};
+}
+
+// f.template operator()<kSource>() for the saved operands.
+template <class Args, class F>
+void with_source(const Args& args, const F& f) {
+  if (args.in_place)
+    f.template operator()<Source::output>();
+  else if (args.z)
+    f.template operator()<Source::input_and_residual>();
+  else
+    f.template operator()<Source::input>();
+}
+
 }  // namespace fastvit

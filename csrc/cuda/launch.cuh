@@ -1,12 +1,131 @@
-// Launches kernels through cudaLaunchKernelEx, so that the same sources also run on a CPU model of CUDA,
-// which does not have <<<>>>. Arguments are converted to the kernel's parameter types.
+// The host's side of a launch: the op's device and stream, the choice of a kernel's template, the launch.
+//
+// Kernels are launched through cudaLaunchKernelEx, so that the same sources also run on a CPU model of CUDA,
+// which does not have <<<>>>.
 #pragma once
 
 #include <cuda_runtime.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/macros.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/shim_utils.h>
 
-#include "threads.h"
+#include <algorithm>
+#include <cstdlib>
+#include <map>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "plan.h"
+#include "vector_io.cuh"
 
 namespace fastvit {
+
+using torch::headeronly::ScalarType;
+
+// CUDA's answer about `subject` on `device`. Each thread asks once, for each type of `ask`:
+// ask(int& answer) returns a cudaError_t.
+template <class Ask>
+int asked_once(const void* subject, int device, const Ask& ask) {
+  thread_local std::map<std::pair<const void*, int>, int> answers;
+  const auto known = answers.find({subject, device});
+  if (known != answers.end()) return known->second;
+  int answer = 0;
+  STD_CUDA_CHECK(ask(answer));
+  return answers[{subject, device}] = answer;
+}
+
+// Shared memory of a block without packets: the most that merging and per-channel tables take in a kernel
+// (rows of 16-bit elements), and the system's 1 KiB.
+constexpr int kOtherSharedBytes = 32 << 10;
+
+// FASTVIT_ON_CHIP=0: local ops are two kernels each, for comparison. Read once per process.
+inline bool on_chip_wanted() {
+  static const bool wanted = [] {
+    const char* const variable = std::getenv("FASTVIT_ON_CHIP");
+    const std::string_view value = variable ? variable : "1";
+    if (value != "0" && value != "1")
+      throw std::runtime_error("FASTVIT_ON_CHIP is '" + std::string(value) + "'; 0 or 1 expected");
+    return value == "1";
+  }();
+  return wanted;
+}
+
+// Makes the input's device current, and has its current stream and its properties.
+class Device {
+ public:
+  explicit Device(int index) : guard(index) {
+    void* s = nullptr;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(index, &s));
+    stream = static_cast<cudaStream_t>(s);
+    STD_CUDA_CHECK(cudaGetDevice(&current));
+    limits.multiprocessors = attribute<cudaDevAttrMultiProcessorCount>();
+    early_launches = attribute<cudaDevAttrComputeCapabilityMajor>() >= 9;
+    const int shared = attribute<cudaDevAttrMaxSharedMemoryPerMultiprocessor>();
+    limits.smem_cache_bytes = on_chip_wanted() ? std::max(0, shared / kOnChipBlocks - kOtherSharedBytes) : 0;
+  }
+
+ private:
+  template <cudaDeviceAttr kAttribute>
+  int attribute() const {
+    return asked_once(nullptr, current,
+                      [&](int& value) { return cudaDeviceGetAttribute(&value, kAttribute, current); });
+  }
+  torch::stable::accelerator::DeviceGuard guard;
+
+ public:
+  cudaStream_t stream;
+  int current;
+  Limits limits;
+  bool early_launches;  // see Launch::early
+};
+
+// f.template operator()<T>() for the activations' type.
+template <class F>
+void with_type(ScalarType dtype, const F& f) {
+  switch (dtype) {
+    case ScalarType::Half:
+      return f.template operator()<__half>();
+    case ScalarType::BFloat16:
+      return f.template operator()<__nv_bfloat16>();
+    case ScalarType::Double:
+      return f.template operator()<double>();
+    default:
+      return f.template operator()<float>();
+  }
+}
+
+// f.template operator()<kRows, V>() for a plan.
+template <class T, class F>
+void with_walk(const Plan& plan, const F& f) {
+  if (plan.rows)
+    plan.vector ? f.template operator()<true, kVector<T>>() : f.template operator()<true, 1>();
+  else
+    plan.vector ? f.template operator()<false, kVector<T>>() : f.template operator()<false, 1>();
+}
+
+// Blocks of a kernel that fit on a multiprocessor, without dynamic shared memory.
+inline int blocks_of(const Device& device, const void* kernel) {
+  return asked_once(kernel, device.current, [&](int& value) {
+    return cudaOccupancyMaxActiveBlocksPerMultiprocessor(&value, kernel, kThreads, 0);
+  });
+}
+
+// For Planner::make: the blocks per multiprocessor of kernel_of<kRows, V>(), the kernel of a plan. No other
+// kernel is asked about, since that loads it, which may wait for the GPU and so for peers.
+template <class T, class KernelOf>
+auto resident_blocks(const Device& device, const KernelOf& kernel_of) {
+  return [&](const Plan& plan) {
+    int blocks = 0;
+    with_walk<T>(plan, [&]<bool kRows, int V>() {
+      blocks = blocks_of(device, reinterpret_cast<const void*>(kernel_of.template operator()<kRows, V>()));
+    });
+    return blocks;
+  };
+}
 
 // Declares `name` as the launch's dynamic shared memory.
 #ifndef FASTVIT_DYNAMIC_SHARED

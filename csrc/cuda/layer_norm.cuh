@@ -5,7 +5,8 @@
 #include <initializer_list>
 #include <type_traits>
 
-#include "host.h"
+#include "channels.cuh"
+#include "launch.cuh"
 #include "row_plan.h"
 
 namespace fastvit {

@@ -7,7 +7,9 @@
 //          threads kAhead rows at a time.
 // Numerics fp32 (fp64 for double). Shapes and device fix the order of the sums; no atomics.
 // Source   Ba, Kiros, Hinton, arXiv:1607.06450.
+#include "backend.h"
 #include "layer_norm.cuh"
+#include "scratch.h"
 
 namespace fastvit {
 

@@ -6,6 +6,7 @@
 //          first row is loaded before those, and the next row before the sums of this one.
 // Numerics fp32 (fp64 for double): the mean, then deviations from it, whose sum corrects it.
 // Source   Ba, Kiros, Hinton, arXiv:1607.06450.
+#include "backend.h"
 #include "layer_norm.cuh"
 
 namespace fastvit {

@@ -6,8 +6,9 @@
 // Numerics as bn_reduce and bn_backward.
 // Needs    in place: gamma != 0 (ensured by its floor) and an invertible activation.
 // Source   Ioffe, Szegedy, arXiv:1502.03167, section 3; in place: arXiv:1712.02616, section 3.
+#include "backend.h"
 #include "gradient.cuh"
-#include "host.h"
+#include "scratch.h"
 #include "smem_cache.cuh"
 
 namespace fastvit {

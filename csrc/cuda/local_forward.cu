@@ -5,7 +5,9 @@
 //          memory. The slices' blocks wait for each other, tile by tile, so all must be resident.
 // Numerics as bn_stats and bn_forward.
 // Source   Ioffe, Szegedy, arXiv:1502.03167; in place: arXiv:1712.02616.
-#include "host.h"
+#include "backend.h"
+#include "normalise.cuh"
+#include "scratch.h"
 #include "smem_cache.cuh"
 #include "stats.cuh"
 

@@ -92,4 +92,24 @@ struct Activated {  // parameters and activation
   }
 };
 
+// The statistics' part of a forward kernel's arguments.
+template <class A>
+RunningStats<A> running_stats_of(const ForwardArgs& args) {
+  return {args.layout.C,
+          per_channel(args.running_mean),
+          per_channel(args.running_var),
+          args.num_batches_tracked,
+          args.cumulative,
+          args.momentum,
+          A(args.eps),
+          static_cast<A*>(args.saved)};
+}
+
+template <class T>
+Activated<T> activated_of(const ForwardArgs& args) {
+  using A = Accumulation<T>;
+  return {per_channel(args.weight), per_channel(args.bias), gamma_floor<A>(args.in_place, args.dtype),
+          args.activation, A(args.activation_param)};
+}
+
 }  // namespace fastvit

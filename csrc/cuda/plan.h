@@ -16,10 +16,13 @@
 #include <utility>
 
 #include "../layout.h"
-#include "threads.h"
 
 namespace fastvit {
 
+constexpr int kThreads = 256;     // per block, in every kernel
+constexpr int kResident = 2;      // launch bound: blocks that a multiprocessor can hold; leaves 128 registers
+constexpr int kOnChipBlocks = 2;  // blocks that share a multiprocessor's shared memory in local ops
+static_assert(kOnChipBlocks <= kResident);
 constexpr double kFull = 0.95;               // share of busy lanes or blocks at which the search ends
 constexpr double kBytesPerNanosecond = 32;   // of a multiprocessor of an H200
 constexpr double kLatencyNanoseconds = 800;  // of a batch under load; both weigh waves against merging

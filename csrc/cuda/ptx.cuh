@@ -1,12 +1,14 @@
-// Inline PTX for instructions without a C++ intrinsic. The CPU model of CUDA has no PTX. It has its own
-// clock, and two stores or loads of 8 bytes for a packet of 16 that another thread may access at the same
-// time.
+// Inline PTX for instructions without a C++ intrinsic, and what is made of it: accesses to memory that other
+// GPUs or the host access too. The CPU model of CUDA has no PTX. It has its own clock, and two stores or
+// loads of 8 bytes for a packet of 16 that another thread may access at the same time.
 #pragma once
 
+#include <cuda_runtime.h>
+
+#include <cstring>
 #include <cuda/atomic>
 
 #include "../sync/protocol.h"
-#include "launch.cuh"
 
 namespace fastvit {
 
@@ -150,6 +152,17 @@ __device__ __forceinline__ peer::Packet load_packet(peer::Packet* from) {
   uint64_t first, second;
   load_halves(reinterpret_cast<uint64_t*>(from), first, second);
   return {uint32_t(first), uint32_t(first >> 32), uint32_t(second), uint32_t(second >> 32)};
+}
+
+// A report to the host, which does not wait for the kernel. One thread calls. The fault, which the host
+// polls, is written last.
+__device__ __forceinline__ void tell_host(peer::FaultReport* host, const peer::FaultReport& report) {
+  uint32_t words[sizeof(report) / sizeof(uint32_t)];
+  memcpy(words, &report, sizeof(report));
+  uint32_t* const to = reinterpret_cast<uint32_t*>(host);
+  for (unsigned i = 1; i < sizeof(words) / sizeof(uint32_t); ++i)
+    SystemAtomic<uint32_t>(to[i]).store(words[i], cuda::std::memory_order_relaxed);
+  SystemAtomic<uint32_t>(to[0]).store(words[0], cuda::std::memory_order_release);
 }
 
 }  // namespace fastvit

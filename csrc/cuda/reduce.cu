@@ -8,8 +8,10 @@
 // Needs    in place: gamma != 0 (ensured by its floor) and an invertible activation.
 // Source   arXiv:1712.02616, section 3.
 #include "../sync/cuda_peer.cuh"
+#include "backend.h"
 #include "gradient.cuh"
-#include "host.h"
+#include "launch.cuh"
+#include "scratch.h"
 
 namespace fastvit {
 

@@ -9,7 +9,7 @@
 #include <cstdint>
 
 #include "../macros.h"
-#include "threads.h"
+#include "plan.h"
 
 namespace fastvit {
 

@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "block_reduce.cuh"
-#include "device.h"
+#include "launch.cuh"
 
 namespace fastvit {
 

@@ -5,6 +5,7 @@
 // first.
 #pragma once
 
+#include "launch.cuh"
 #include "walk.cuh"
 
 namespace fastvit {
@@ -47,6 +48,29 @@ __device__ __forceinline__ void forget_registers() {
 
 inline size_t smem_cache_bytes(const Plan& plan, int operands) {
   return size_t(plan.slots) * operands * kThreads * 16;
+}
+
+// As with_walk, for a plan with packets in shared memory.
+template <class T, class F>
+void with_vector_walk(const Plan& plan, const F& f) {
+  plan.rows ? f.template operator()<true, kVector<T>>() : f.template operator()<false, kVector<T>>();
+}
+
+// Launches a local op; false where its blocks cannot all be resident at once, which slices need.
+template <auto kKernel, class Args>
+bool launch_on_chip(const Plan& plan, int cached, const Device& device, const Args& args) {
+  asked_once(nullptr, device.current, [&](int&) {
+    return cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                int(device.limits.smem_cache_bytes));
+  });
+  const Launch how{plan.blocks(), device.stream, smem_cache_bytes(plan, cached), plan.slices > 1};
+  const cudaError_t status = launch(kKernel, how, args);
+  if (status == cudaErrorCooperativeLaunchTooLarge) {
+    (void)cudaGetLastError();  // an empty device has too few places; then the op takes two launches
+    return false;
+  }
+  STD_CUDA_CHECK(status);
+  return true;
 }
 
 }  // namespace fastvit

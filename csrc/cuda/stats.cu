@@ -7,7 +7,9 @@
 //          fp32 (fp64 for double), fixed order, no float atomics.
 // Source   Chan, Golub, LeVeque (1979), see moments.h.
 #include "../sync/cuda_peer.cuh"
-#include "host.h"
+#include "backend.h"
+#include "launch.cuh"
+#include "scratch.h"
 #include "stats.cuh"
 
 namespace fastvit {

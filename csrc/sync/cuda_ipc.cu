@@ -3,7 +3,7 @@
 #include <cstring>
 
 #include "../checks.h"
-#include "../cuda/device.h"
+#include "../cuda/launch.cuh"
 #include "cuda_peer.h"
 
 namespace fastvit {

@@ -1,9 +1,8 @@
 // message_pack, message_merge: the messages of a collective of torch.distributed.
 // Memory   reads and writes each message once. Bound by latency.
 // Mapping  a thread per part; every block compares all tags, and writes numbers or NaN.
-#include "../cuda/device.h"
 #include "../cuda/launch.cuh"
-#include "../cuda/report.cuh"
+#include "../cuda/ptx.cuh"
 #include "message.h"
 
 namespace fastvit {

@@ -6,7 +6,6 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
-#include "../cuda/device.h"
 #include "../cuda/launch.cuh"
 #include "cuda_peer.h"
 #include "handle.h"

@@ -16,8 +16,9 @@
 
 #include <cmath>
 
-#include "../cuda/block_reduce.cuh"
-#include "../cuda/report.cuh"
+#include "../cuda/plan.h"
+#include "../cuda/ptx.cuh"
+#include "../moments.h"
 #include "protocol.h"
 
 namespace fastvit {
@@ -36,6 +37,12 @@ struct Shares {
 };
 template <>
 struct Shares<false> {};
+
+// f(Shares<...>) with or without an exchange.
+template <class F>
+void with_shares(const Exchange* exchange, const F& f) {
+  exchange ? f(Shares<true>{*exchange}) : f(Shares<false>{});
+}
 
 template <class A>
 class Push {

@@ -8,6 +8,7 @@
 #include "cuda_runtime.h"
 
 extern "C" int cuda_host_allocations;
+extern "C" uint64_t cuda_host_requests;
 
 namespace cuda_host {
 std::set<std::string> kernels();
@@ -37,7 +38,9 @@ PYBIND11_MODULE(_cuda_host, m) {
         "Dependent merges of results by the slowest thread since the last call.");
   m.def("allocations", [] { return cuda_host_allocations; }, "Memory of torch's allocator that is in use.");
   m.def("launches", &cuda_host::launches, "Kernels launched so far.");
+  m.def("requests", [] { return cuda_host_requests; }, "Tensors made by the ops so far, and scratch memory.");
+  m.def("memsets", [] { return cuda_host::memsets(); }, "Memsets on streams so far.");
   m.def("queries", &cuda_host::queries,
-        "Queries of device attributes and settings of kernel attributes so far.");
+        "Queries of attributes of devices and kernels, and settings of kernels' attributes, so far.");
   m.def("set_device", [](int device) { cudaSetDevice(device); });
 }

@@ -123,7 +123,8 @@ Config& config();
 void run();              // run deferred launches, all devices/streams interleaved
 uint64_t steps();        // number of fiber switches so far
 uint64_t launches();     // of kernels
-uint64_t queries();      // of a device's attributes, and settings of a kernel's
+uint64_t queries();      // of attributes of a device and a kernel, and settings of a kernel's
+uint64_t& memsets();     // on a stream
 uint64_t blocks();       // of the latest launch
 uint64_t loads();        // dependent loads of flags by the slowest thread, since the last call
 uint64_t merges();       // likewise merges of results
@@ -212,16 +213,14 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* c, void (*kernel)(P...)
                            [kernel, args] { std::apply(kernel, args); });
 }
 cudaError_t cuda_host_set_smem(const void* fn, int bytes);
+cudaError_t cuda_host_resident(int* blocks, int threads, size_t smem);
 template <class K>
 cudaError_t cudaFuncSetAttribute(K* k, cudaFuncAttribute, int v) {
   return cuda_host_set_smem(reinterpret_cast<const void*>(k), v);
 }
 template <class K>
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* n, K, int threads, size_t smem) {
-  int by_threads = 2048 / threads,
-      by_smem = smem ? int(size_t(cuda_host::config().shared_per_sm) / (smem + 1024)) : by_threads;
-  *n = std::min(std::min(by_threads, by_smem), cuda_host::config().blocks_per_sm);
-  return cudaSuccess;
+  return cuda_host_resident(n, threads, smem);
 }
 cudaError_t cudaGetDevice(int*);
 cudaError_t cudaSetDevice(int);
@@ -246,6 +245,7 @@ inline const char* cudaGetErrorString(cudaError_t e) {
   return e ? "emulated CUDA error" : "no error";
 }
 inline cudaError_t cudaMemsetAsync(void* p, int v, size_t n, cudaStream_t s = nullptr) {
+  ++cuda_host::memsets();
   return cuda_host::enqueue(s, [=] { std::memset(p, v, n); }), cudaSuccess;
 }
 

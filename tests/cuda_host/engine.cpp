@@ -265,6 +265,10 @@ uint64_t launches() {
 uint64_t queries() {
   return n_queries;
 }
+uint64_t& memsets() {
+  static uint64_t so_far = 0;
+  return so_far;
+}
 
 uint64_t blocks() {
   return n_blocks;
@@ -436,6 +440,13 @@ cudaError_t cuda_host_set_smem(const void* fn, int bytes) {
   cudaGetDevice(&asked);
   ++cuda_host::n_queries;
   return cuda_host::smem_limit[{fn, asked}] = bytes, cudaSuccess;
+}
+cudaError_t cuda_host_resident(int* blocks, int threads, size_t smem) {
+  const auto& config = cuda_host::config();
+  const int by_threads = 2048 / threads,
+            by_smem = smem ? int(size_t(config.shared_per_sm) / (smem + 1024)) : by_threads;
+  ++cuda_host::n_queries;
+  return *blocks = std::min({by_threads, by_smem, config.blocks_per_sm}), cudaSuccess;
 }
 // A device whose attributes a test changes gets a new number.
 cudaError_t cudaGetDevice(int* d) {

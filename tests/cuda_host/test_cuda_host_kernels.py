@@ -5,6 +5,7 @@ operands.
 Runs with FASTVIT_TEST_DEVICE=cuda_host only.
 """
 
+import functools
 import math
 import os
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 import shapes
 import torch
 
+import fastvit
 from fastvit import ops, reference
 
 if os.environ.get("FASTVIT_TEST_DEVICE") != "cuda_host":
@@ -287,16 +289,40 @@ def test_groups_of_slices(engine, dtype, rows, channels, sm_count):
 
 
 def test_attributes_are_queried_once(engine):
-    """Attributes of a device, and how much shared memory a kernel may take there."""
+    """Attributes of a device, the blocks of a kernel that it holds, the shared memory that one may take."""
     x, dy, weight, bias, _ = inputs("rows", torch.bfloat16)
     for engine.config.sm_count in (50, 51):  # two devices that no other test uses
         before = engine.queries()
         assert local_step(x, dy, weight, bias)[1] == [1, 1]
+        local = engine.queries()
+        step(x, dy, weight, bias)
         after = engine.queries()
-        assert after > before
+        assert after > local > before
         step(x, dy, weight, bias)
         assert local_step(x, dy, weight, bias)[1] == [1, 1]
         assert engine.queries() == after
+
+
+@pytest.mark.parametrize("shared, launches", [(228 << 10, 1), (0, 2)], ids=["on_chip", "larger"])
+def test_what_a_layers_step_asks_for(engine, shared, launches):
+    """The table in docs/benchmarks.md. The results of slices take scratch memory in each direction."""
+    engine.config.sm_count, engine.config.shared_per_sm = 6, shared
+    x, dy, *_ = inputs("long_planes", torch.float32)
+    counts = engine.launches, engine.requests, engine.memsets, engine.queries
+
+    def asked(work):
+        before = [count() for count in counts]
+        result = work()
+        return [count() - b for count, b in zip(counts, before, strict=True)], result
+
+    for layer, in_place in (fastvit.BatchNormAct(3, activation="relu"), False), (fastvit.InPlaceABN(3), True):
+        for _ in range(2):  # the first step makes the stream's semaphores, and asks about kernels
+            x_of_step = x.clone().requires_grad_() * 1
+            forward, y = asked(functools.partial(layer, x_of_step))
+            backward, _ = asked(functools.partial(y.backward, dy))
+        # y unless in place, saved, the moments between two launches; dx, dz, the sums
+        assert forward == [launches, 2 + launches - in_place, 0, 0]
+        assert backward == [launches, 4, 0, 0]
 
 
 def test_captured_local_ops(engine):

@@ -2,6 +2,7 @@
 // of the exact size, filled with NaN and freed in the order of the stream. For tools/simulate: the default
 // stream and the simulated memory.
 #include <cuda_runtime.h>
+#include <dlfcn.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
 #include <cstdio>
@@ -27,10 +28,19 @@ AOTITorchError aoti_torch_delete_device_guard(DeviceGuardHandle) {
 }
 
 #ifdef CUDA_HOST_EMULATION
-int cuda_host_allocations = 0;  // of torch's allocator that are in use
+int cuda_host_allocations = 0;    // of torch's allocator that are in use
+uint64_t cuda_host_requests = 0;  // of memory, of torch's allocator and for tensors
+AOTITorchError aoti_torch_empty_strided(int64_t dims, const int64_t* sizes, const int64_t* strides,
+                                        int32_t dtype, int32_t device, int32_t index,
+                                        AtenTensorHandle* made) {
+  static const auto of_torch =
+      reinterpret_cast<decltype(&aoti_torch_empty_strided)>(dlsym(RTLD_NEXT, "aoti_torch_empty_strided"));
+  ++cuda_host_requests;
+  return of_torch(dims, sizes, strides, dtype, device, index, made);
+}
 AOTITorchError aoti_torch_cuda_caching_allocator_raw_alloc(uint64_t bytes, void** data) {
   if (posix_memalign(data, 512, bytes)) return AOTI_TORCH_FAILURE;
-  ++cuda_host_allocations;
+  ++cuda_host_allocations, ++cuda_host_requests;
   std::memset(*data, 0xff, bytes);
   return AOTI_TORCH_SUCCESS;
 }

@@ -58,8 +58,8 @@ class Run {
   // Local ops alone, whose blocks must have waited for each other.
   void together() {
     const size_t before = simulated_together();
-    const Array saved = forward("bn_local_forward", nullptr, false);
-    if (test.in_place()) forward("abn_local_forward_", nullptr, true);
+    const Array saved = forward("bn_forward without moments", nullptr, false);
+    if (test.in_place()) forward("abn_forward_ without moments", nullptr, true);
     backward(saved, false, true);
     if (test.in_place()) backward(saved, true, true);
     const size_t expected = test.in_place() ? 4 : 2, waited = simulated_together() - before;
@@ -71,8 +71,8 @@ class Run {
     Array moments = statistics();
     Array saved = forward("bn_forward", &moments, false);
     if (test.in_place()) forward("abn_forward_", &moments, true);
-    forward("bn_local_forward", nullptr, false);
-    if (test.in_place()) forward("abn_local_forward_", nullptr, true);
+    forward("bn_forward without moments", nullptr, false);
+    if (test.in_place()) forward("abn_forward_ without moments", nullptr, true);
     backward(saved, false, false);
     if (test.in_place()) backward(saved, true, false);
     inputs_unchanged();
@@ -211,7 +211,7 @@ class Run {
 
     for (const bool local : {false, true}) {
       if (only_local && !local) continue;
-      const std::string op = prefix + (local ? "local_backward" : "backward");
+      const std::string op = prefix + (local ? "backward without sums" : "backward");
       Array dx("dx", test.dtype, test.shape);
       std::optional<Array> dz;
       if (z) dz.emplace("dz", test.dtype, test.shape);

@@ -27,8 +27,8 @@ NEXT = re.compile(r"\s*(?:([$%\w]+:)(?!:)|([{}])|([^;]+);)")
 # Orders, scopes and hints of memory accesses.
 HINTS = re.compile(r"\.(?:relaxed|acquire|release|acq_rel|weak|volatile|gpu|sys|cta|L[12]::\w+)(?=\.|$)")
 HEADER = ".version 6.0\n.target sm_70\n.address_size 64\n"
-DYNAMIC_BYTES = (228 << 10) // 2 - (32 << 10)  # as csrc/cuda/host.h gives a block of simulated.h's GPU
-SHUFFLED, THREADS = "spelled_shuffled", 256  # a number of each thread of a block: csrc/cuda/threads.h
+DYNAMIC_BYTES = (228 << 10) // 2 - (32 << 10)  # as csrc/cuda/launch.cuh gives a block of simulated.h's GPU
+SHUFFLED, THREADS = "spelled_shuffled", 256  # a number of each thread of a block: csrc/cuda/plan.h
 INTEGER = re.compile(r"-?\d+|0[xX][0-9a-fA-F]+")
 
 FLOATS, INTS, BITS = r"f(?:32|64)", r"[su](?:16|32|64)", r"b(?:16|32|64)"
