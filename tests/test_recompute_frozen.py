@@ -143,6 +143,24 @@ def test_max_pooling(pool, skip):
     assert kept(model) <= (1.0 if skip else 0.65) * kept(eager)
 
 
+def test_a_write_to_a_result_of_which_a_gate_was_left():
+    """Where eager code refuses the backward, a gate still knows the result as it was."""
+    frozen, trained = (nn.Conv2d(C, C, 3, padding=1) for _ in range(2))
+    frozen.requires_grad_(False)
+    leaf = torch.randn(4, C, SIZE, SIZE).requires_grad_()
+    y = F.relu(leaf.sin())
+    want = torch.autograd.grad(frozen(y).square().sum(), leaf)[0]
+    with fastvit.recompute_scope():
+        y = F.relu(leaf.sin())
+        loss = frozen(y).square().sum()
+        other = trained(y)
+        with torch.no_grad():
+            y.neg_()
+    assert torch.equal(torch.autograd.grad(loss, leaf, retain_graph=True)[0], want)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        other.sum().backward()
+
+
 def test_what_else_reads_the_result():
     """A ReLU's result that a trained layer, a recipe or a later op reads too is whole."""
     torch.manual_seed(0)

@@ -47,7 +47,7 @@ class Recipe:
         """Keeps the tensor, so that other recipes may use it as an ingredient."""
         self.kept = kept
         before = self.value.kept()
-        if before is not None:
+        if before is not None and kept.is_intact():
             before.restore(kept.tensor)
         if self.value.memory is None:
             self.value.keeper = weakref.ref(kept)
