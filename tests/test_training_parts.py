@@ -20,7 +20,7 @@ from fastvit.training import distributed, loop, model, optimization, train_state
 from fastvit.training.config import Config, ConfigError
 from fastvit.training.distributed import Ranks
 from fastvit.training.errors import TrainingError
-from fastvit.training.signals import StopRequest
+from fastvit.training.watch import StopRequest
 
 
 def _conversation(rank, world):

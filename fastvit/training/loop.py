@@ -15,9 +15,8 @@ from torch.utils.data import DataLoader
 
 from .. import sync
 from .distributed import get_world_size, raise_together, reduce_value
-from .signals import StopRequest
 from .train_state import TrainState
-from .watch import UNREADABLE, Feed, Progress, Watch, last_line
+from .watch import UNREADABLE, Feed, Progress, StopRequest, Watch, last_line
 
 __all__ = ["EpochResult", "evaluate", "train_one_epoch"]
 

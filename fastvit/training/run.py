@@ -23,9 +23,8 @@ from .lock import RunLock
 from .log import RunLog, peak_memory, step_profiler
 from .loop import EpochResult, evaluate, train_one_epoch
 from .model import SYNCHRONISED_NORMS, build_model, freeze, load_pretrained
-from .signals import StopRequest
 from .train_state import TrainState, make_train_state, settle_buckets
-from .watch import Progress
+from .watch import Progress, StopRequest
 
 __all__ = ["train"]
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import FrameType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,9 +19,8 @@ from torch.utils.data import DataLoader
 from .. import sync
 from .distributed import StepReport, is_main_process, raise_together
 from .errors import TrainingError
-from .signals import StopRequest
 
-__all__ = ["UNREADABLE", "Feed", "Progress", "Watch", "last_line"]
+__all__ = ["UNREADABLE", "Feed", "Progress", "StopRequest", "Watch", "last_line"]
 
 STOP, FAILED = 1, 2  # flags in the ranks' reports
 UNREADABLE = (OSError, RuntimeError, ValueError)  # errors of a loader, of workers and their timeouts
@@ -71,6 +74,30 @@ class Feed:
 def last_line(error: Exception) -> str:
     """A worker's error is a traceback, whose last line is the message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[-1]
+
+
+class StopRequest:
+    """Records SIGTERM, the request to end the run at the next step with a checkpoint, inside `with`.
+
+    A scheduler and the launcher may both send it. The ranks share the flag in every step, so all of them stop
+    at the same step when one receives it.
+    """
+
+    def __init__(self) -> None:
+        self.came = False
+        self._before: Any = None  # the previous handler
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():  # other threads may not set handlers
+            self._before = signal.signal(signal.SIGTERM, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.came = True
 
 
 class Watch:
