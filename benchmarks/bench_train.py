@@ -33,7 +33,7 @@ from fastvit.training.datasets import random_shift
 from fastvit.training.engine import import_apex
 from fastvit.training.launch import find_launch
 from fastvit.training.optimization import make_optimizer
-from fastvit.training.signals import StopRequest
+from fastvit.training.watch import StopRequest
 
 REQUIRED = {"overhead": 0.95, "accuracy": 0.97, "O3": 0.90}
 DEFAULT = Config()

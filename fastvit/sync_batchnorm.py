@@ -29,10 +29,10 @@ class SyncBatchNorm(_norm.SharesGroup, _norm.OptionalBias, _BatchNorm):
 
     In training with several ranks there is one exchange in each direction: through shared or peer memory
     where all ranks are CPU processes of one host or have a GPU of one host each, else one packed all_gather
-    forward and one all_reduce backward. FASTVIT_STATISTICS=collective always uses collectives, `peer` raises
-    where they would be needed, and `symm_mem` uses torch.distributed's symmetric memory. The logger
-    fastvit.sync names the choice of a group at level DEBUG. Every rank of the group must run the same layers
-    in the same order, so DDP's Join needs throw_on_early_termination=True.
+    forward and one all_reduce backward. FASTVIT_STATISTICS=collective always uses collectives, and `peer`
+    raises where they would be needed. The logger fastvit.sync names the choice of a group at level DEBUG.
+    Every rank of the group must run the same layers in the same order, so DDP's Join needs
+    throw_on_early_termination=True.
 
     Uneven and empty ranks are exact. Gradients of weight and bias are this rank's own, which DDP averages.
     Not differentiable twice. Copies share the group; pickles have None in its place, since a group is valid

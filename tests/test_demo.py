@@ -82,8 +82,8 @@ def test_each_run_leaves_events_metrics_and_checkpoint(demo, norm):
     run = demo[0] / norm
     assert len(list(run.glob("events.out.tfevents.*"))) == 1
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 2
-    weights, state = load_checkpoint(run / "checkpoints" / "epoch-0002")
-    assert state["epoch"] == 2 and "head.weight" in weights["model"]
+    state = load_checkpoint(run / "checkpoints" / "epoch-0002.pt")
+    assert state["epoch"] == 2 and "head.weight" in state["model"]
 
 
 def test_wrong_flag(tmp_path):

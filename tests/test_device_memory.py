@@ -18,7 +18,6 @@ from fastvit.sync.protocol import LEAST_PACKETS, Exchange
 
 raw = torch.ops.fastvit
 CPU = torch.device("cpu")
-PROVIDERS = pytest.mark.parametrize("provider", ["CudaIpc", "SymmMem"])
 
 
 class Gpus:
@@ -59,46 +58,23 @@ class Gpus:
             rows[-1, 5] += 1
         return torch.stack([numbers[0], sum(rows)])
 
-    # torch.distributed._symmetric_memory
-    def get_backend(self, device):
-        return "CUDA"
 
-    def empty(self, size, *, dtype, device):
-        self.may("memory", "out of memory")
-        self.arenas[self.rank] = torch.full((size,), 255, dtype=dtype)
-        return self.arenas[self.rank]
-
-    def rendezvous(self, tensor, group):
-        assert group == "the group" and tensor is self.arenas[self.rank] and not tensor.any()
-        self.barrier.wait(20)  # all ranks come, or this would hang
-        self.may("open", "peer access is not supported")
-        return self
-
-    def get_remote_tensor(self, peer, sizes, dtype):
-        assert peer != self.rank and self.arenas[peer].shape == sizes and dtype == torch.uint8
-        return self.arenas[peer]
-
-
-def connect(monkeypatch, provider, gpus: Gpus, asked: bool = False) -> list:
+def connect(monkeypatch, gpus: Gpus, asked: bool = False) -> list:
     """The result or the error of `connect` on each rank."""
     store = dist.HashStore()
     monkeypatch.setattr(cuda_peer, "_ops", gpus)
     monkeypatch.setattr(cuda_peer, "load_kernels", lambda device: None)
     monkeypatch.setattr(cuda_peer.DeviceMemory, "share", lambda *arguments: gpus.share(*arguments))
     monkeypatch.setattr(cuda_peer, "_gpu", lambda device: f"GPU-{gpus.rank % gpus.gpus}")
-    monkeypatch.setattr(cuda_peer, "_symmetric_module", lambda: gpus)
 
     def run(rank):
         gpus.thread.rank = rank
         agreement = Agreement.__new__(Agreement)  # the store of a group, without the group
-        agreement.__dict__.update(
-            rank=rank, world=gpus.world, timeout=20.0, group_name="the group", _store=store, _asked=0
-        )
+        agreement.__dict__.update(rank=rank, world=gpus.world, timeout=20.0, _store=store, _asked=0)
         agreement.watch = ProcessWatch(store, rank)
         describe = lambda tag, direction: f"{direction}, step {tag.step}"  # noqa: E731
-        wish = ["symm_mem"] if provider == "SymmMem" else ["peer"] if asked else []
         try:
-            return cuda_peer.connect(agreement, LEAST_PACKETS, describe, CPU, wish)
+            return cuda_peer.connect(agreement, LEAST_PACKETS, describe, CPU, asked)
         except Unavailable as reason:
             return str(reason)
 
@@ -106,18 +82,16 @@ def connect(monkeypatch, provider, gpus: Gpus, asked: bool = False) -> list:
         return list(pool.map(run, range(gpus.world)))
 
 
-@PROVIDERS
-def test_all_ranks_open_all_memory(monkeypatch, provider):
+def test_all_ranks_open_all_memory(monkeypatch):
     gpus = Gpus(3, {})
-    for member in connect(monkeypatch, provider, gpus):
-        assert member.name == provider and member.reserve(2048, torch.float32)
+    for member in connect(monkeypatch, gpus):
+        assert member.name == "CudaIpc" and member.reserve(2048, torch.float32)
         assert not member.reserve(2049, torch.float32)
         assert [a.data_ptr() for a in member._arenas] == [gpus.arenas[r].data_ptr() for r in range(3)]
         assert member.next_step() == 1  # the trial's are not counted
         assert member.timeout < 20  # its report comes before anything else gives up
 
 
-@PROVIDERS
 @pytest.mark.parametrize(
     "fails,text",
     [
@@ -126,13 +100,13 @@ def test_all_ranks_open_all_memory(monkeypatch, provider):
         ({0: "lost"}, "rank 0: numbers arrived changed"),
     ],
 )
-def test_one_rank_that_cannot_decides_for_all(monkeypatch, provider, fails, text):
-    assert connect(monkeypatch, provider, Gpus(3, fails)) == [text] * 3
+def test_one_rank_that_cannot_decides_for_all(monkeypatch, fails, text):
+    assert connect(monkeypatch, Gpus(3, fails)) == [text] * 3
 
 
 def test_ranks_share_a_gpu_only_when_asked(monkeypatch):
-    assert set(connect(monkeypatch, "CudaIpc", Gpus(3, {}, gpus=2))) == {"3 ranks on 2 GPUs"}
-    members = connect(monkeypatch, "CudaIpc", Gpus(2, {}, gpus=1), asked=True)
+    assert set(connect(monkeypatch, Gpus(3, {}, gpus=2))) == {"3 ranks on 2 GPUs"}
+    members = connect(monkeypatch, Gpus(2, {}, gpus=1), asked=True)
     assert [member.name for member in members] == ["CudaIpc"] * 2
 
 
@@ -140,7 +114,7 @@ def test_too_many_ranks():
     many = Agreement.__new__(Agreement)
     many.__dict__.update(rank=0, world=65)
     with pytest.raises(Unavailable, match="65 ranks, more than 64"):
-        cuda_peer.connect(many, 8, None, CPU, [])
+        cuda_peer.connect(many, 8, None, CPU, False)
 
 
 def test_where_there_are_no_kernels(monkeypatch):

@@ -100,8 +100,6 @@ def test_killed_with_the_segment_leaves_nothing_behind(ranks, when):
         ("collective", True, True, "collective: CPU Collective, CUDA Collective, otherwise Collective"),
         ("peer", True, True, "peer: CPU SharedMemory on one host, CUDA CudaIpc on one host with peer access, "
          "otherwise an error"),
-        ("symm_mem", True, True, "symm_mem: CPU SharedMemory on one host, CUDA SymmMem where torch maps it, "
-         "otherwise an error"),
     ],
 )  # fmt: skip
 def test_what_a_group_would_take(monkeypatch, wish, cuda, memory, said):

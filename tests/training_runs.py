@@ -40,12 +40,12 @@ def fails(capsys, *arguments):
     return capsys.readouterr().err
 
 
-def weights_of(directory, name="last", file="model"):
-    return checkpoint.load_checkpoint(directory / "checkpoints" / name)[0][file]
+def state_of(directory):
+    return checkpoint.load_checkpoint(directory / "checkpoints" / "last.pt")
 
 
-def state_of(directory, name="last"):
-    return checkpoint.load_checkpoint(directory / "checkpoints" / name)[1]
+def weights_of(directory, part="model"):
+    return state_of(directory)[part]
 
 
 def rows_of(directory):

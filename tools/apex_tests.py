@@ -202,9 +202,8 @@ def call(command: list[str], limit: float) -> tuple[int | None, str]:
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, start_new_session=True
     )
     try:
-        return None if (
-            output := process.communicate(timeout=limit)[0]
-        ) is None else process.returncode, output
+        output, _ = process.communicate(timeout=limit)
+        return process.returncode, output
     except subprocess.TimeoutExpired:
         return None, "time limit"
     finally:

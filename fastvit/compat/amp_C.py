@@ -111,8 +111,8 @@ def multi_tensor_adam(
     adam_(
         values, _float32(gradients), means, squares,
         [torch.full((), step - 1.0, device=value.device) for value in values],
-        lr=lr, betas=(beta1, beta2), eps=epsilon, weight_decay=weight_decay,
-        bias_correction=bool(bias_correction), adam_w_mode=mode == 1,
+        {"lr": lr, "betas": (beta1, beta2), "eps": epsilon, "weight_decay": weight_decay,
+         "bias_correction": bias_correction}, mode == 1,
     )  # fmt: skip
     _write(parameters, values)
 
@@ -141,9 +141,9 @@ def multi_tensor_lamb(
     lamb_(
         values, _float32(gradients), means, squares, step,
         (global_grad_norm / max_grad_norm).clamp_min(1.0).squeeze() if max_grad_norm else None,
-        lr=lr, betas=(beta1, beta2), eps=epsilon, weight_decay=weight_decay,
-        bias_correction=bool(bias_correction), grad_averaging=bool(grad_averaging),
-        adam_w_mode=mode == 1, use_nvlamb=bool(use_nvlamb),
+        {"lr": lr, "betas": (beta1, beta2), "eps": epsilon, "weight_decay": weight_decay,
+         "bias_correction": bias_correction, "grad_averaging": grad_averaging},
+        mode == 1, bool(use_nvlamb),
     )  # fmt: skip
     _write(parameters, values)
 

@@ -22,32 +22,15 @@ SYNCHRONISED = frozenset({"torch-sync", "fastvit-sync", "inplace-abn-sync"})
 """The norms with statistics over the samples of all ranks, which have the same running values."""
 
 
-def _torch(features: int, tokens: bool, slope: float) -> nn.Module:
-    return nn.BatchNorm1d(features) if tokens else nn.BatchNorm2d(features)
-
-
-def _torch_sync(features: int, tokens: bool, slope: float) -> nn.Module:
-    return nn.SyncBatchNorm(features)
-
-
-def _fastvit_sync(features: int, tokens: bool, slope: float) -> nn.Module:
-    return SyncBatchNorm(features, channel_last=tokens)
-
-
-def _inplace_abn(features: int, tokens: bool, slope: float) -> nn.Module:
-    return InPlaceABN(features, activation="leaky_relu", activation_param=slope, channel_last=tokens)
-
-
-def _inplace_abn_sync(features: int, tokens: bool, slope: float) -> nn.Module:
-    return InPlaceABNSync(features, activation="leaky_relu", activation_param=slope, channel_last=tokens)
-
-
+# By the number of channels, whether the input is tokens, and the slope.
 _MAKERS: dict[str, Callable[[int, bool, float], nn.Module]] = {
-    "torch": _torch,
-    "torch-sync": _torch_sync,
-    "fastvit-sync": _fastvit_sync,
-    "inplace-abn": _inplace_abn,
-    "inplace-abn-sync": _inplace_abn_sync,
+    "torch": lambda c, tokens, slope: nn.BatchNorm1d(c) if tokens else nn.BatchNorm2d(c),
+    "torch-sync": lambda c, tokens, slope: nn.SyncBatchNorm(c),
+    "fastvit-sync": lambda c, tokens, slope: SyncBatchNorm(c, channel_last=tokens),
+    "inplace-abn": lambda c, tokens, slope: InPlaceABN(c, activation_param=slope, channel_last=tokens),
+    "inplace-abn-sync": lambda c, tokens, slope: InPlaceABNSync(
+        c, activation_param=slope, channel_last=tokens
+    ),
 }
 
 

@@ -102,7 +102,6 @@ class Agreement:
 
     def __init__(self, process_group: "dist.ProcessGroup", device_type: str):
         self.rank, self.world = dist.get_rank(process_group), dist.get_world_size(process_group)
-        self.group_name = process_group.group_name
         self.timeout = timeout_of(process_group, device_type)
         store = dist.PrefixStore(
             f"fastvit/{device_type}", dist.distributed_c10d._get_process_group_store(process_group)

@@ -1,8 +1,7 @@
 """Statistics between GPUs that see each other's memory: no collective, and no additional kernels.
 
 The host never waits. When an exchange fails, the GPU writes a report to host memory, and the next call raises
-it. Memory is shared by CUDA IPC handles, which are sent through the group's store, or by torch's symmetric
-memory with FASTVIT_STATISTICS=symm_mem.
+it. Memory is shared by CUDA IPC handles, which are sent through the group's store.
 """
 
 import torch
@@ -54,20 +53,17 @@ def place(device: torch.device) -> str:
 
 
 def connect(
-    agreement: Agreement, capacity: int, describe: Describe, device: torch.device, asked: list[str]
+    agreement: Agreement, capacity: int, describe: Describe, device: torch.device, asked: bool
 ) -> DeviceMemory:
     """Opens and tests arenas on all ranks. Raises Unavailable on all ranks where that fails on one.
 
-    Two ranks share a GPU only with FASTVIT_STATISTICS=peer or symm_mem, since both must run at the same time
-    (under MPS), and they share its multiprocessors then.
+    Two ranks share a GPU only with FASTVIT_STATISTICS=peer, since both must run at the same time (under MPS),
+    and they share its multiprocessors then.
     """
     if agreement.world > MOST_RANKS:
         raise Unavailable(f"{agreement.world} ranks, more than {MOST_RANKS}")
-    symmetric = asked == ["symm_mem"]
-    provide = symmetric_memory if symmetric else ipc_memory
-    arenas = provide(agreement, arena_bytes(agreement.world, capacity), device, bool(asked))
-    name = "SymmMem" if symmetric else "CudaIpc"
-    return trial(name, arenas, agreement, capacity, describe)
+    arenas = ipc_memory(agreement, arena_bytes(agreement.world, capacity), device, asked)
+    return trial("CudaIpc", arenas, agreement, capacity, describe)
 
 
 def ipc_memory(agreement: Agreement, size: int, device: torch.device, asked: bool) -> list[Tensor]:
@@ -93,39 +89,6 @@ def ipc_memory(agreement: Agreement, size: int, device: torch.device, asked: boo
 def _gpu(device: torch.device) -> str:
     """The UUID of the GPU, which does not depend on CUDA_VISIBLE_DEVICES."""
     return str(torch.cuda.get_device_properties(device).uuid)
-
-
-_symmetric: list[tuple[Tensor, object]] = []  # never freed: a peer may still write to it
-
-
-def symmetric_memory(agreement: Agreement, size: int, device: torch.device, asked: bool) -> list[Tensor]:
-    """Like `ipc_memory`, by torch.distributed's symmetric memory, whose API is not stable yet.
-
-    It maps physical memory (cuMemMap, NVSHMEM or NCCL, by torch.distributed._symmetric_memory.set_backend)
-    where CUDA IPC is not available, such as between hosts of one NVLink domain.
-    """
-    own = agreement.together(  # all ranks allocate before the rendezvous, in which all must take part
-        "symmetric memory",
-        lambda: _symmetric_module().empty(size, dtype=torch.uint8, device=device).zero_(),
-    )
-
-    def opened() -> list[Tensor]:
-        handle = _symmetric_module().rendezvous(own, agreement.group_name)
-        _symmetric.append((own, handle))
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)  # zeros are written before a peer sends
-        return [
-            own if rank == agreement.rank else handle.get_remote_tensor(rank, (size,), torch.uint8)
-            for rank in range(agreement.world)
-        ]
-
-    return agreement.together("symmetric memory of the peers", opened)
-
-
-def _symmetric_module():
-    import torch.distributed._symmetric_memory as module  # missing in some builds of torch
-
-    return module
 
 
 def trial(

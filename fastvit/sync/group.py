@@ -3,7 +3,7 @@
 FASTVIT_STATISTICS is read when a group is first used. `auto`: shared memory where all ranks are CPU processes
 of one host, peer memory where each has a GPU of one host, else collectives. `collective`: collectives; one
 rank with this value is enough. `peer`: like `auto`, but an error in place of collectives, and ranks may share
-a GPU. `symm_mem`: like `peer`, over torch's symmetric memory of GPUs.
+a GPU.
 """
 
 import functools
@@ -24,7 +24,7 @@ from .collective import Collective
 from .protocol import Tag, capacity_for
 from .transport import Backend, Reduce
 
-WISHES = ("auto", "collective", "peer", "symm_mem")
+WISHES = ("auto", "collective", "peer")
 # Backends over peer memory, by device type. place() names the ranks' host, connect() makes a backend.
 PROVIDERS = {"cpu": cpu_peer, "cuda": cuda_peer}
 
@@ -158,19 +158,19 @@ class Group:
         wishes = self._agreement.ask("choice of statistics", os.environ.get("FASTVIT_STATISTICS", "auto"))
         if wrong := set(wishes).difference(WISHES):
             raise ValueError(f"FASTVIT_STATISTICS is {sorted(wrong)[0]!r}; {', '.join(WISHES)} expected")
-        asked = [wish for wish in ("peer", "symm_mem") if wish in wishes]
+        asked = "peer" in wishes
         try:
             if "collective" in wishes:
                 raise Unavailable("FASTVIT_STATISTICS=collective")
             place = self._place()
             connect = PROVIDERS[self._device.type].connect
             capacity = capacity_for(channels, dtype)
-            backend = connect(self._agreement, capacity, self._name_of, self._device, asked[-1:])
+            backend = connect(self._agreement, capacity, self._name_of, self._device, asked)
             return backend, f"{backend.name}, {place}"
         except Unavailable as reason:
             if asked:
                 raise RuntimeError(
-                    f"FASTVIT_STATISTICS={asked[-1]}, but group {self.name} cannot: {reason}"
+                    f"FASTVIT_STATISTICS=peer, but group {self.name} cannot: {reason}"
                 ) from None
             process_group = self._process_group()
             assert process_group is not None  # the calling layer holds it
@@ -239,8 +239,6 @@ def available_backends() -> str:
     }
     if wish == "peer":
         backends["CUDA"] = "CudaIpc on one host with peer access"
-    if wish == "symm_mem":
-        backends["CUDA"] = "SymmMem where torch maps it"
     try:
         cpu_peer.place(torch.device("cpu"))
     except OSError:
@@ -250,5 +248,5 @@ def available_backends() -> str:
     if wish == "collective":
         backends = dict.fromkeys(backends, "Collective")
     text = ", ".join(f"{name} {backend}" for name, backend in backends.items())
-    elsewhere = "otherwise an error" if wish in ("peer", "symm_mem") else "otherwise Collective"
+    elsewhere = "otherwise an error" if wish == "peer" else "otherwise Collective"
     return f"FASTVIT_STATISTICS={wish}: {text}, {elsewhere}"

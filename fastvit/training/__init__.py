@@ -4,9 +4,9 @@
     launch, distributed     launchers, process group, messages between ranks
     datasets, cifar, image_folder, loaders
                             images, augmentation, batches
-    model, conversion, optimization, precision, engine, train_state
+    model, optimization, precision, engine, train_state
                             the model, and the state that a step changes
-    loop, watch, signals    one epoch of training; what ends it on all ranks; the request to stop
+    loop, watch             one epoch of training; what ends it on all ranks
     checkpoint, log         the files of a run
     lock                    one run at a time in a directory
     run                     a run from start to end

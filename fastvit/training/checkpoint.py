@@ -1,25 +1,18 @@
-"""Checkpoints: written whole or not at all, and loaded without running code from the file.
+"""Checkpoints: one file each, written whole or not at all, and loaded without running code from it.
 
-A checkpoint is a directory `<run>/checkpoints/epoch-0012` (or `epoch-0012-step-000340`, 340 steps into
-the epoch after) with these files:
+`<run>/checkpoints/epoch-0012.pt` (or `epoch-0012-step-000340.pt`, 340 steps into the epoch after) is a dict
+that `torch.load(..., weights_only=True)` reads: `model` has parameters and buffers under the names of the
+model's state_dict, `average` their moving average with `--ema`. The others are optimizer, schedule, loss
+scale, epoch, random generators of every rank, configuration and history.
 
-`model.safetensors`
-    parameters and buffers under the names of the model's state_dict.
-`average.safetensors`
-    their moving average, with `--ema`.
-`state.pt`
-    optimizer, schedule, loss scale, epoch, random generators of every rank, configuration and history;
-    `torch.load(..., weights_only=True)` reads it.
-
-It is written under another name and renamed when all files are on the disk, so a crash at any moment leaves
-the previous checkpoint intact. The links `last` and `best` beside it are replaced in the same way.
+It is written under another name and renamed when all of it is on the disk, so a crash at any moment leaves
+the previous checkpoint intact. The links `last.pt` and `best.pt` beside it are replaced in the same way.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +30,10 @@ __all__ = [
     "set_rng_state",
 ]
 
-STATE = "state.pt"
-SUFFIX = ".safetensors"
-NAME = re.compile(r"epoch-(\d+)(?:-step-(\d+))?")
-
+NAME = re.compile(r"epoch-(\d+)(?:-step-(\d+))?\.pt")
 KEYS = frozenset(
-    "epoch step world averaged progress history rng config classes optimizer scheduler precision".split()
+    "model average optimizer scheduler precision epoch step progress history rng world config classes".split()
 )
-
-Weights = dict[str, dict[str, Tensor]]  # by file, then by name
 
 
 def _place(path: Path) -> tuple[int, int]:
@@ -61,6 +49,13 @@ def checkpoints(run: Path) -> list[Path]:
     return sorted((path for path in found if NAME.fullmatch(path.name)), key=_place)
 
 
+def _link(link: Path, target: str) -> None:
+    temporary = link.with_name(link.name + ".tmp")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(target)
+    os.replace(temporary, link)
+
+
 def _flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -69,72 +64,42 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def _link(link: Path, target: str) -> None:
-    temporary = link.with_name(link.name + ".tmp")
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(target)
-    if link.is_dir() and not link.is_symlink():  # in a copy of a run, which followed the link
-        shutil.rmtree(link)
-    os.replace(temporary, link)
-
-
-def _own_memory(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    # safetensors refuses tensors that share memory, as tied weights do.
-    seen, result = set(), {}
-    for name, value in tensors.items():
-        value = value.detach().cpu().contiguous()
-        result[name] = value.clone() if value.data_ptr() in seen else value
-        seen.add(value.data_ptr())
-    return result
-
-
-def save_checkpoint(
-    run: Path, weights: Weights, state: dict[str, Any], keep: int = 2, best: bool = False
-) -> Path:
-    """Write a checkpoint and make `last` point to it, then remove older ones.
+def save_checkpoint(run: Path, state: dict[str, Any], keep: int = 2, best: bool = False) -> Path:
+    """Write a checkpoint and make `last.pt` point to it, then remove older ones.
 
     Later checkpoints than this one belong to an abandoned continuation of the run, and are removed too.
 
     Args:
         run: directory of the run.
-        weights: for each file its tensors; `model` among them.
         state: values that `torch.load(weights_only=True)` can read; `epoch` and `step` name the checkpoint.
         keep: number of newest checkpoints that are not removed; the best one is not removed either.
-        best: make `best` point to it.
+        best: make `best.pt` point to it.
 
     Raises:
         OSError: the disk is full or not writable; the previous checkpoint is intact.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
     older = checkpoints(run)
     step = f"-step-{state['step']:06d}" if state["step"] else ""
-    final = run / "checkpoints" / f"epoch-{state['epoch']:04d}{step}"
-    temporary = final.with_name(final.name + ".tmp")
+    final = run / "checkpoints" / f"epoch-{state['epoch']:04d}{step}.pt"
+    temporary, best_link = final.with_name(final.name + ".tmp"), final.with_name("best.pt")
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        origin = {"format": "pt", "checkpoint": final.name}  # the name of the checkpoint, in every file
-        for name, tensors in weights.items():
-            save_file(_own_memory(tensors), temporary / (name + SUFFIX), origin)
-        torch.save(state, temporary / STATE)
-        for path in (*temporary.iterdir(), temporary):
-            _flush(path)
-        for later in (path for path in older if _place(path) >= _place(final)):
-            shutil.rmtree(later)  # the run was resumed from an earlier checkpoint
+        final.parent.mkdir(exist_ok=True)
+        torch.save(state, temporary)
+        _flush(temporary)
+        for later in (path for path in older if _place(path) > _place(final)):
+            later.unlink()  # the run was resumed from an earlier checkpoint
         os.replace(temporary, final)
+        _link(final.with_name("last.pt"), final.name)
+        if best or not best_link.exists():
+            _link(best_link, final.name)
         _flush(final.parent)
-        _link(final.parent / "last", final.name)
-        if best or not (final.parent / "best").exists():
-            _link(final.parent / "best", final.name)
-    except (OSError, RuntimeError, SafetensorError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
+    except (OSError, RuntimeError) as error:
+        temporary.unlink(missing_ok=True)
         previous = f"; {older[-1]} is intact" if older else ""
         raise OSError(f"cannot write the checkpoint {final}: {_first_line(error)}{previous}") from error
     for path in checkpoints(run)[:-keep]:
-        if path.resolve() != (final.parent / "best").resolve():
-            shutil.rmtree(path)
+        if path.resolve() != best_link.resolve():
+            path.unlink()
     return final
 
 
@@ -150,7 +115,7 @@ def find_checkpoint(path: Path) -> Path:
         TrainingError: there is no checkpoint.
     """
     path = Path(os.path.abspath(path))
-    if (path / STATE).is_file() or (path / ("model" + SUFFIX)).is_file():
+    if path.is_file():
         return path.resolve() if path.is_symlink() else path
     found = last_checkpoint(path)
     if found is None:
@@ -160,57 +125,29 @@ def find_checkpoint(path: Path) -> Path:
     return found
 
 
-def load_checkpoint(path: Path) -> tuple[Weights, dict[str, Any]]:
-    """Weights and state of a checkpoint directory, on the CPU.
+def load_checkpoint(path: Path) -> dict[str, Any]:
+    """The state in a checkpoint, on the CPU.
 
     Raises:
-        TrainingError: a file is missing, cut off or damaged, or the files are of different checkpoints.
+        TrainingError: the file is missing, cut off, damaged or no checkpoint of the trainer.
     """
     try:
-        state = torch.load(path / STATE, map_location="cpu", weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # of a truncated zip: RuntimeError, EOFError, KeyError or UnpicklingError
-        raise TrainingError(_damaged(path / STATE, error)) from error
+        others = [other.name for other in checkpoints(path.parent.parent) if other != path]
+        instead = f"resume from {others[-1]} beside it" if others else "resume from another checkpoint"
+        raise TrainingError(
+            f"--resume: {path} is missing, cut off or damaged ({type(error).__name__}: "
+            f"{_first_line(error)}); {instead}, or start again"
+        ) from error
     missing = sorted(KEYS - state.keys()) if isinstance(state, dict) else sorted(KEYS)
     if missing:
-        raise TrainingError(
-            f"--resume: {path / STATE} has no {', '.join(missing)}: no checkpoint of this trainer"
-        )
-    place = state["epoch"], state["step"]
-    weights: Weights = {}
-    expected = ("model", "average") if state["config"].get("ema") else ("model",)
-    for file in {*(path / (name + SUFFIX) for name in expected), *path.glob("*" + SUFFIX)}:
-        weights[file.stem], origin = _read_weights(file)
-        if not NAME.fullmatch(origin) or _place(Path(origin)) != place:
-            raise TrainingError(
-                f"--resume: {file.name} is of {origin or 'another trainer'} and {STATE} of epoch {place[0]}, "
-                f"step {place[1]} in {path}; they must come from one checkpoint"
-            )
-    return weights, state
-
-
-def _read_weights(path: Path) -> tuple[dict[str, Tensor], str]:
-    """The tensors of a file, and the name of its checkpoint."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            return tensors, (file.metadata() or {}).get("checkpoint", "")
-    except (OSError, SafetensorError) as error:
-        raise TrainingError(_damaged(path, error)) from error
+        raise TrainingError(f"--resume: {path} has no {', '.join(missing)}: no checkpoint of this trainer")
+    return state
 
 
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-def _damaged(path: Path, error: Exception) -> str:
-    others = [other.name for other in checkpoints(path.parent.parent.parent) if other != path.parent]
-    instead = f"resume from {others[-1]} beside it" if others else "resume from another checkpoint"
-    return (
-        f"--resume: {path} is missing, cut off or damaged ({type(error).__name__}: {_first_line(error)}); "
-        f"{instead}, or start again"
-    )
 
 
 def get_rng_state(device: torch.device) -> dict[str, Tensor]:

@@ -57,30 +57,25 @@ def read_cifar(path: str, name: str) -> tuple[tuple[Tensor, Tensor], tuple[Tenso
     folder = Path(path) / inner if (Path(path) / inner).is_dir() else Path(path)
     if not (folder / test).is_file():
         raise ConfigError(f"--data-path must hold {inner} for --data {name}, got {path}")
-    names = tuple(label.decode() for label in _unpickle(folder / names_file).get(names_key, []))
-    parts = [_read(folder / part, key, len(names)) for part in train]
-    images, labels = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-    return (images, labels), _read(folder / test, key, len(names)), names
+    names = tuple(label.decode() for label in _read(folder / names_file, names_key)[0])
+    parts = {part: _images(folder / part, key, len(names)) for part in (*train, test)}
+    images, labels = (torch.cat(tensors) for tensors in zip(*(parts[part] for part in train), strict=True))
+    return (images, labels), parts[test], names
 
 
-def _unpickle(path: Path) -> dict[bytes, Any]:
+def _read(path: Path, *keys: bytes) -> list[Any]:
     try:
         content = _Unpickler(io.BytesIO(path.read_bytes()), encoding="bytes").load()
+        return [content[key] for key in keys]
     except OSError:
         raise
     except Exception as error:  # a damaged pickle may raise any exception
         raise ConfigError(f"--data-path: {path} is cut off or no file of CIFAR: {error}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"--data-path: {path} is no file of CIFAR: it holds a {type(content).__name__}")
-    return content
 
 
-def _read(path: Path, key: bytes, classes: int) -> tuple[Tensor, Tensor]:
-    content = _unpickle(path)
-    images: Any = content.get(b"data")
-    labels = np.asarray(content.get(key, ()), dtype=np.int64)
-    if getattr(images, "dtype", None) != np.uint8 or images.shape != (len(labels), 3 * 32 * 32):
-        raise ConfigError(f"--data-path: {path} must hold 3072 bytes for each of its {len(labels)} labels")
-    if len(labels) and not 0 <= labels.min() <= labels.max() < classes:
-        raise ConfigError(f"--data-path: the labels in {path} must be below {classes}, got {labels.max()}")
-    return torch.from_numpy(images.reshape(-1, 3, 32, 32).copy()), torch.from_numpy(labels)
+def _images(path: Path, key: bytes, classes: int) -> tuple[Tensor, Tensor]:
+    pixels, labels = (np.asarray(values) for values in _read(path, b"data", key))
+    right = pixels.dtype == np.uint8 and pixels.shape == (len(labels), 3 * 32 * 32)
+    if not right or not 0 <= labels.min() <= labels.max() < classes:
+        raise ConfigError(f"--data-path: {path} must hold 3072 bytes and a label below {classes} by image")
+    return torch.from_numpy(pixels.reshape(-1, 3, 32, 32).copy()), torch.from_numpy(labels.astype(np.int64))

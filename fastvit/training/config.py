@@ -139,11 +139,6 @@ class Config:
             )
         if self.data in ("cifar10", "cifar100", "folder") and not self.data_path:
             raise ConfigError(f"--data {self.data} needs --data-path, the folder with its files")
-        if self.norm == "torch-sync" and self.device == "cpu":
-            raise ConfigError(
-                "--norm torch-sync trains on CUDA only, got --device cpu; "
-                "fastvit-sync and inplace-abn-sync synchronise on the CPU too"
-            )
         if self.engine == "apex" and self.amp == "bf16":
             raise ConfigError("--amp must be off or O0 to O3 with --engine apex, got 'bf16'")
         self.convert_options()

@@ -169,15 +169,13 @@ class StepReport:
 
     Args:
         loss: of this rank, one number; fp32 is sent.
-        norm: one number, on all ranks or on none.
+        gradient_norm: one number, on all ranks or on none.
     """
 
-    def __init__(self, loss: Tensor, flag: int = 0, norm: Tensor | None = None) -> None:
-        self.has_norm = norm is not None
+    def __init__(self, loss: Tensor, flag: int = 0, gradient_norm: Tensor | None = None) -> None:
         self.values = loss.new_full((1, 3), flag, dtype=torch.float32)
         self.values[0, 0] = loss.detach()
-        if norm is not None:
-            self.values[0, 2] = norm
+        self.values[0, 2] = -1 if gradient_norm is None else gradient_norm
         self.work: dist.Work | None = None
         if get_world_size() > 1:
             mine, self.values = self.values, self.values.new_empty(get_world_size(), 3)
@@ -192,13 +190,13 @@ class StepReport:
             self.copied.record()
 
     def read(self) -> tuple[list[float], list[int], float | None]:
-        """The losses and the flags of all ranks, in rank order, and rank 0's norm."""
+        """The losses and the flags of all ranks, in rank order, and rank 0's norm of the gradients."""
         if self.copied is not None:
             self.copied.synchronize()
         elif self.work is not None:
             wait_on_host(self.work)
         losses, flags, norms = self.values.T.tolist()
-        return losses, [int(flag) for flag in flags], norms[0] if self.has_norm else None
+        return losses, [int(flag) for flag in flags], None if norms[0] < 0 else norms[0]
 
 
 def gather_objects(value: T) -> list[T]:
@@ -272,13 +270,6 @@ def average_running_statistics(model: nn.Module) -> None:
     Layers that are not synchronised use only the samples of their own rank. Afterwards all ranks evaluate the
     model that rank 0 writes to the checkpoint.
     """
-    world = get_world_size()
-    names = ("running_mean", "running_var")
-    buffers = [buffer for name, buffer in model.named_buffers() if name.rpartition(".")[2] in names]
-    if world < 2 or not buffers:
-        return
-    packed = torch.cat([buffer.flatten() for buffer in buffers])
-    dist.all_reduce(packed)
-    packed /= world
-    for buffer, mean in zip(buffers, packed.split([b.numel() for b in buffers]), strict=True):
-        buffer.copy_(mean.view_as(buffer))
+    for name, buffer in model.named_buffers():
+        if name.endswith(("running_mean", "running_var")):
+            buffer.copy_(reduce_value(buffer))

@@ -8,7 +8,7 @@ from .config import Config
 
 __all__ = ["MissingPackage", "TrainingError", "check_packages"]
 
-_PACKAGES = {"numpy": "numpy", "tensorboard": "tensorboard", "tqdm": "tqdm", "safetensors": "safetensors"}
+_PACKAGES = {"numpy": "numpy", "tensorboard": "tensorboard", "tqdm": "tqdm"}
 _FOR_DATA = {"digits": ("sklearn", "scikit-learn"), "folder": ("PIL", "pillow")}
 
 

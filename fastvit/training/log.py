@@ -30,19 +30,6 @@ TAGS = {
     "data_wait": "speed/share of time waiting for data",
     "memory": "speed/peak memory in GiB",
 }
-LAYOUT = {
-    "training": {
-        "train and validation loss": ["Multiline", ["^loss/train$", "^loss/validation$"]],
-        "accuracy": ["Multiline", ["^accuracy/"]],
-        "learning rate": ["Multiline", ["^learning rate$"]],
-    },
-    "health": {
-        "gradient norm": ["Multiline", ["^gradients/norm$"]],
-        "loss scale": ["Multiline", ["^gradients/loss scale$"]],
-        "images per second": ["Multiline", ["^speed/images per second$"]],
-        "waiting for data": ["Multiline", ["^speed/share"]],
-    },
-}
 GRID_IMAGES = 64
 
 
@@ -78,7 +65,6 @@ class RunLog:
         os.replace(temporary, self.path)
         # With purge_step 0 TensorBoard drops the events of earlier starts in the same directory.
         self.writer = SummaryWriter(str(self.run), purge_step=0 if history else None)
-        self.writer.add_custom_scalars(LAYOUT)
         for row in history:
             self._scalars(row)
 

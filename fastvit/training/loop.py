@@ -15,31 +15,23 @@ from torch.utils.data import DataLoader
 
 from .. import sync
 from .distributed import get_world_size, raise_together, reduce_value
-from .signals import StopRequest
 from .train_state import TrainState
-from .watch import UNREADABLE, Feed, Progress, Watch, last_line
+from .watch import UNREADABLE, Feed, Progress, StopRequest, Watch, last_line
 
 __all__ = ["EpochResult", "evaluate", "train_one_epoch"]
+
+NORM_EVERY = 10  # steps between two norms of the gradients, where clipping does not measure every one
 
 
 @dataclass(frozen=True)
 class EpochResult:
     """The result of one epoch of training; equal on every rank, except for the times."""
 
-    progress: Progress
     images: int  # of all ranks, in this start
     seconds: float
     data_wait: float  # share of the seconds in which this rank waited for a batch
     complete: bool  # every step of the epoch is done
     stop_asked: bool  # a rank received SIGTERM
-
-    @property
-    def loss(self) -> float:
-        return self.progress.loss / self.progress.step
-
-    @property
-    def gradient_norm(self) -> float:
-        return self.progress.gradient_norm / max(1, self.progress.gradient_norms)
 
 
 def train_one_epoch(
@@ -69,28 +61,28 @@ def train_one_epoch(
             not read its data.
         RuntimeError: on a rank that detected a failed exchange of statistics.
     """
-    config, accumulate, batches = train_state.config, train_state.config.accumulate, len(loader)
-    first, steps = progress.step, math.ceil(batches / accumulate)
+    config, device, first = train_state.config, train_state.device, progress.step
+    steps = math.ceil(len(loader) / config.accumulate)
     feed = Feed(loader, (config.batch_size, *shape))
-    start = time.perf_counter()
+    scales_loss = train_state.precision.scales_loss
+    start, batches = time.perf_counter(), 0
     train_state.parallel.train()
-    with Watch(train_state, feed, f"epoch {epoch}", progress, steps, stop) as watch:
+    with Watch(feed, stop, device, scales_loss, f"epoch {epoch}", progress, steps) as watch:
         for step in range(first, steps):
-            loss = _backward(train_state, feed, min(accumulate, batches - step * accumulate))
-            gradient_norm = _gradient_norm(train_state) if watch.wants_norm(step) else None
-            watch.report(loss, gradient_norm)
+            parts = min(config.accumulate, len(loader) - step * config.accumulate)
+            loss = _backward(train_state, feed, parts)
+            watch.report(loss, _clip_gradients(train_state, step))
             _step(train_state)
             after_step()
+            batches += parts
             if watch.stop_asked:
                 break
-    if train_state.device.type == "cuda":
-        torch.cuda.synchronize(train_state.device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
         sync.check()  # before the weights are written to a checkpoint
     seconds = time.perf_counter() - start
-    trained = min(progress.step * accumulate, batches) - first * accumulate
-    images = trained * config.batch_size * get_world_size()
-    complete = progress.step == steps
-    return EpochResult(progress, images, seconds, feed.waited / seconds, complete, watch.stop_asked)
+    images = batches * config.batch_size * get_world_size()
+    return EpochResult(images, seconds, feed.waited / seconds, progress.step == steps, watch.stop_asked)
 
 
 def _backward(train_state: TrainState, feed: Feed, parts: int) -> Tensor:
@@ -109,12 +101,13 @@ def _backward(train_state: TrainState, feed: Feed, parts: int) -> Tensor:
     return total
 
 
-def _gradient_norm(train_state: TrainState) -> Tensor:
-    """Norm of all gradients together, before they are clipped if there is a limit."""
-    holders = list(train_state.precision.gradient_holders(train_state.optimizer))
-    if train_state.config.clip_norm:
-        return nn.utils.clip_grad_norm_(holders, train_state.config.clip_norm)
-    return nn.utils.get_total_norm([holder.grad for holder in holders if holder.grad is not None])
+def _clip_gradients(train_state: TrainState, step: int) -> Tensor | None:
+    """Clip the gradients, if there is a limit; returns their norm from before, in steps that measure it."""
+    clip_norm = train_state.config.clip_norm
+    if not clip_norm and step % NORM_EVERY:
+        return None
+    holders = train_state.precision.gradient_holders(train_state.optimizer)
+    return nn.utils.clip_grad_norm_(holders, clip_norm or math.inf)
 
 
 class _Masters:
@@ -144,7 +137,7 @@ def evaluate(train_state: TrainState, model: nn.Module, loader: DataLoader) -> t
         TrainingError: on every rank, when one could not read its images.
     """
     model.eval()
-    failed, sums = None, torch.zeros(4, dtype=torch.float64, device=train_state.device)
+    failed, sums = None, torch.zeros(3, dtype=torch.float64, device=train_state.device)
     try:
         for batch in loader:
             images, labels = train_state.to_device(*batch)
@@ -155,8 +148,6 @@ def evaluate(train_state: TrainState, model: nn.Module, loader: DataLoader) -> t
             sums[2] += len(labels)
     except UNREADABLE as error:
         failed = f"cannot read the data: {last_line(error)}"
-        sums[3] = 1
-    loss, correct, count, failures = reduce_value(sums, average=False).tolist()
-    if failures:
-        raise_together(failed)
+    raise_together(failed)
+    loss, correct, count = reduce_value(sums, average=False).tolist()
     return loss / count, correct / count

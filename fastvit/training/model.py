@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -78,23 +79,19 @@ def _from_timm(config: Config, shape: tuple[int, int, int], outputs: int) -> nn.
 
 
 def _read_weights(path: Path) -> dict[str, Tensor]:
-    if not path.is_file():
-        raise ConfigError(f"--pretrained: there is no file {path}")
-    if path.suffix == ".safetensors":
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
-        try:
-            return load_file(path)
-        except SafetensorError as error:
-            raise ConfigError(f"--pretrained: {path} is cut off or damaged: {error}") from None
+    weights: Any
     try:
-        weights = torch.load(path, map_location="cpu", weights_only=True)
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            weights = load_file(path)
+        else:
+            weights = torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
         raise
     except Exception as error:  # a damaged file may raise any exception; code in it is refused
         reason = (str(error).splitlines() or [""])[0]
-        raise ConfigError(f"--pretrained: {path} is no file of weights: {reason}") from None
+        raise ConfigError(f"--pretrained: {path} is damaged or no file of weights: {reason}") from None
     # Other trainers write the weights as one entry of a dict, or with DistributedDataParallel's prefix.
     for key in ("state_dict", "model"):
         if isinstance(weights, dict) and isinstance(weights.get(key), dict):
@@ -114,26 +111,26 @@ def load_pretrained(model: nn.Module, path: Path) -> str:
             another shape.
     """
     weights, own = _read_weights(path), model.state_dict()
-    fitting = {name: value for name, value in weights.items() if name in own}
-    if not fitting:
+    if not weights.keys() & own.keys():
         raise ConfigError(
             f"--pretrained: no name in {path} is a name of the model, such as {next(iter(own))}"
         )
-    head = _head_of(model)
-    other = [name for name, value in fitting.items() if value.shape != own[name].shape]
-    for name in other:
+    linear = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+    head, other = linear[-1], []  # the last one computes the logits
+    for name in own.keys() & weights.keys():
+        if weights[name].shape == own[name].shape:
+            continue
         if name.rpartition(".")[0] != head:
             raise ConfigError(
                 f"--pretrained: {name} must have the shape {tuple(own[name].shape)}, "
                 f"got {tuple(weights[name].shape)} in {path}"
             )
-        del fitting[name]
-    model.load_state_dict(fitting, strict=False)
-    lines = [f"pretrained: {len(fitting)} of {len(own)} tensors from {path}"]
-    missing = [name for name in own if name not in weights]
-    unexpected = [name for name in weights if name not in own]
+        other.append(name)
+    loaded = {name: value for name, value in weights.items() if name not in other}
+    missing, unexpected = model.load_state_dict(loaded, strict=False)
+    lines = [f"pretrained: {len(loaded) - len(unexpected)} of {len(own)} tensors from {path}"]
     for names, what in (
-        (missing, "missing in the file"),
+        ([name for name in missing if name not in other], "missing in the file"),
         (unexpected, "unexpected, not in the model"),
         (other, "for another number of classes, not loaded"),
     ):
@@ -142,11 +139,6 @@ def load_pretrained(model: nn.Module, path: Path) -> str:
                 f"  {what}: {', '.join(names[:20])}{f' and {len(names) - 20} more' * (len(names) > 20)}"
             )
     return "\n".join(lines)
-
-
-def _head_of(model: nn.Module) -> str:
-    """Name of the linear layer that computes the logits: the last one."""
-    return [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)][-1]
 
 
 def freeze(model: nn.Module, patterns: tuple[str, ...]) -> int:

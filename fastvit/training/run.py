@@ -23,9 +23,8 @@ from .lock import RunLock
 from .log import RunLog, peak_memory, step_profiler
 from .loop import EpochResult, evaluate, train_one_epoch
 from .model import SYNCHRONISED_NORMS, build_model, freeze, load_pretrained
-from .signals import StopRequest
 from .train_state import TrainState, make_train_state, settle_buckets
-from .watch import Progress
+from .watch import Progress, StopRequest
 
 __all__ = ["train"]
 
@@ -46,9 +45,9 @@ def train(config: Config, given: dict[str, Any], ranks: Ranks) -> None:
 
 
 def _train(config: Config, given: dict[str, Any], ranks: Ranks, lock: RunLock) -> None:
-    weights, state = None, None
+    state = None
     if config.resume:
-        config, weights, state = on_main(_claim_and_load, config, given, ranks.world, lock)
+        config, state = on_main(_claim_and_load, config, given, ranks.world, lock)
     else:
         on_main(lock.take, Path(config.out))
     _check_device(config, ranks)
@@ -70,8 +69,7 @@ def _train(config: Config, given: dict[str, Any], ranks: Ranks, lock: RunLock) -
 
     model = _make_model(config, data, pretrained=state is None)
     steps = -(-len(batches) // config.accumulate)
-    saved = (weights, state) if state is not None else None
-    train_state = on_every(make_train_state, model, config, ranks, data.shape, steps, saved)
+    train_state = on_every(make_train_state, model, config, ranks, data.shape, steps, state)
     _report_memory(train_state, run)
     if ranks.world > 2 and config.engine == "torch":
         settle_buckets(train_state, data.shape)
@@ -93,19 +91,21 @@ def _train(config: Config, given: dict[str, Any], ranks: Ranks, lock: RunLock) -
             sampler.set_epoch(epoch, progress.step * config.accumulate)
             result = train_one_epoch(train_state, batches, data.shape, epoch, progress, stop, after_step)
             _agree_on_statistics(train_state)
+            step, best = progress.step, False
             if result.complete:
-                row = _evaluated(train_state, test, epoch, result)
+                row = _evaluated(train_state, test, progress, epoch, result)
                 best = all(_score(row) > _score(other) for other in history)
                 history.append(row)
                 done, progress = epoch, Progress()
+            # The checkpoint has the history, from which a resumed run completes the log after a crash between
+            # the two.
             now = _state(train_state, ranks, data, done, progress, history)
+            on_main(checkpoint.save_checkpoint, run, now, config.keep, best)
             if result.complete:
-                on_main(_write, run, train_state, now, config.keep, best, log, row)
+                on_main(log.epoch, row)
                 _say(_summary(row))
-            else:
-                on_main(checkpoint.save_checkpoint, run, train_state.weights(), now, config.keep)
             if result.stop_asked and done < end:
-                _say(f"stopped by SIGTERM in epoch {epoch}, after step {result.progress.step}")
+                _say(f"stopped by SIGTERM in epoch {epoch}, after step {step}")
                 break
     on_main(log.close, asdict(config), history)
     if done < config.epochs:
@@ -125,7 +125,7 @@ def _some(names: Any) -> str:
 
 def _claim_and_load(
     config: Config, given: dict[str, Any], world: int, lock: RunLock
-) -> tuple[Config, dict | None, dict | None]:
+) -> tuple[Config, dict[str, Any] | None]:
     """Lock the directory of a run to be resumed, then read its checkpoint; `auto` may find none."""
     auto = config.resume == "auto"
     source = out = Path(config.out if auto else config.resume)
@@ -133,9 +133,9 @@ def _claim_and_load(
         out = Path(given["out"]) if "out" in given else _run_of(checkpoint.find_checkpoint(source))
     lock.take(out)
     if auto and checkpoint.last_checkpoint(out) is None:
-        return config, None, None
+        return config, None
     path = checkpoint.find_checkpoint(source)  # after the lock, before which another run may have written one
-    weights, state = checkpoint.load_checkpoint(path)
+    state = checkpoint.load_checkpoint(path)
     if state["world"] != world:
         raise TrainingError(
             f"--resume: {path} must be continued with the {state['world']} rank(s) that wrote it, got "
@@ -144,14 +144,13 @@ def _claim_and_load(
     try:
         merge_saved({}, state["config"], out)
     except ConfigError as error:
-        raise TrainingError(f"--resume: {path / checkpoint.STATE}: config of the run: {error}") from error
-    config = merge_saved(given, state["config"], _run_of(path))
-    return config, weights, state
+        raise TrainingError(f"--resume: {path}: config of the run: {error}") from error
+    return merge_saved(given, state["config"], _run_of(path)), state
 
 
 def _run_of(path: Path) -> Path:
-    """The run of <run>/checkpoints/epoch-0012; for a checkpoint that was moved, the checkpoint itself."""
-    return path.parent.parent if path.parent.name == "checkpoints" else path
+    """The run of <run>/checkpoints/epoch-0012.pt; for a checkpoint that was moved, a folder of its name."""
+    return path.parent.parent if path.parent.name == "checkpoints" else path.with_suffix("")
 
 
 def _check_device(config: Config, ranks: Ranks) -> None:
@@ -234,16 +233,18 @@ def _agree_on_statistics(train_state: TrainState) -> None:
         distributed.average_running_statistics(train_state.average.module)
 
 
-def _evaluated(train_state: TrainState, test: Any, epoch: int, result: EpochResult) -> dict[str, Any]:
+def _evaluated(
+    train_state: TrainState, test: Any, progress: Progress, epoch: int, result: EpochResult
+) -> dict[str, Any]:
     """The row of an epoch, for the log and the history."""
     test_loss, accuracy = evaluate(train_state, train_state.model, test)
     row = {
         "epoch": epoch,
-        "train_loss": result.loss,
+        "train_loss": progress.mean_loss,
         "test_loss": test_loss,
         "test_accuracy": accuracy,
         "lr": train_state.scheduler.get_last_lr()[0],
-        "gradient_norm": result.gradient_norm,
+        "gradient_norm": progress.mean_gradient_norm,
         "loss_scale": train_state.precision.loss_scale,
         "images_per_second": result.images / result.seconds,
         "data_wait": result.data_wait,
@@ -286,18 +287,3 @@ def _state(
         "world": ranks.world,
         "history": history,
     }
-
-
-def _write(
-    run: Path,
-    train_state: TrainState,
-    state: dict[str, Any],
-    keep: int,
-    best: bool,
-    log: RunLog,
-    row: dict[str, Any],
-) -> None:
-    # The checkpoint has the history, from which a resumed run completes the log after a crash between the
-    # two.
-    checkpoint.save_checkpoint(run, train_state.weights(), state, keep, best)
-    log.epoch(row)

@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel
 
-from ..report import Report
+import fastvit
+
 from .config import Config
-from .conversion import save_memory
 from .distributed import Ranks, broadcast_weights
 from .engine import engine_part
 from .errors import TrainingError
@@ -26,6 +26,8 @@ from .optimization import make_average, make_optimizer, make_scheduler
 from .precision import Precision, make_precision
 
 __all__ = ["TrainState", "data_parallel", "make_train_state", "settle_buckets"]
+
+PARTS = ("model", "average", "optimizer", "scheduler", "precision")  # of a checkpoint
 
 
 @dataclass
@@ -38,7 +40,7 @@ class TrainState:
     scheduler: LambdaLR
     precision: Precision
     average: AveragedModel | None
-    memory: Report | None  # of the converted model
+    memory: fastvit.Report | None  # of the converted model
     device: torch.device
     config: Config
 
@@ -63,37 +65,23 @@ class TrainState:
             finally:
                 self.parallel.enable_allreduce()
 
-    def weights(self) -> dict[str, dict[str, Tensor]]:
-        """The safetensors of a checkpoint: `model`, and `average` where there is one."""
-        files = {"model": self.model.state_dict()}
-        if self.average is not None:
-            files["average"] = self.average.module.state_dict()
-        return files
-
     def state_dict(self) -> dict[str, Any]:
-        """The other state of a checkpoint."""
-        return {
-            "optimizer": self.optimizer.state_dict(),
-            "scheduler": self.scheduler.state_dict(),
-            "precision": self.precision.state_dict(),
-            "averaged": int(self.average.n_averaged) if self.average is not None else 0,
-        }
+        """What a checkpoint keeps of it."""
+        parts = {name: getattr(self, name) for name in PARTS}
+        return {name: None if part is None else part.state_dict() for name, part in parts.items()}
 
-    def load(self, weights: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> None:
-        """Restore the results of `weights` and `state_dict`.
+    def load(self, state: dict[str, Any]) -> None:
+        """Restore the result of `state_dict`.
 
         Raises:
-            TrainingError: they are of another model.
+            TrainingError: it is of another model.
         """
-        parts = [("model.safetensors", self.model.load_state_dict, weights["model"])]
-        if self.average is not None:
-            parts.append(("average.safetensors", self.average.module.load_state_dict, weights["average"]))
-            self.average.n_averaged.fill_(state["averaged"])
-        for name in ("optimizer", "scheduler", "precision"):
-            parts.append((f"{name} in state.pt", getattr(self, name).load_state_dict, state[name]))
-        for name, load, value in parts:
+        for name in PARTS:
+            part = getattr(self, name)
+            if part is None:
+                continue
             try:
-                load(value)
+                part.load_state_dict(state[name])
             except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
                 what = f"{type(error).__name__}: {error}"
                 raise TrainingError(f"--resume: {name} of the checkpoint does not fit: {what}") from error
@@ -105,7 +93,7 @@ def make_train_state(
     ranks: Ranks,
     shape: tuple[int, int, int],
     steps_per_epoch: int,
-    saved: tuple[dict[str, dict[str, Tensor]], dict[str, Any]] | None,
+    saved: dict[str, Any] | None,
 ) -> TrainState:
     """Move the model to the device, and make optimizer, precision and data parallelism for it.
 
@@ -115,13 +103,13 @@ def make_train_state(
     Args:
         shape: C, H, W of the images.
         steps_per_epoch: steps of the optimizer.
-        saved: weights and state of a checkpoint to continue from.
+        saved: the checkpoint to continue from.
     """
     layout = torch.channels_last if config.channels_last else torch.preserve_format
     model = model.to(ranks.device, memory_format=layout)  # type: ignore[call-overload]  # lacks this one
     broadcast_weights(model)
     precision = make_precision(config, ranks.device)
-    memory = save_memory(model, config, shape, precision)
+    memory = _save_memory(model, config, shape, precision)
     average = make_average(model, config.ema) if config.ema else None
     lr = config.lr * (ranks.world * config.accumulate if config.scale_lr else 1)
     optimizer = make_optimizer(model, config.optimizer, lr, config.weight_decay, config.engine)
@@ -133,11 +121,29 @@ def make_train_state(
         model, model, optimizer, scheduler, precision, average, memory, ranks.device, config
     )
     if saved is not None:
-        train_state.load(*saved)
+        train_state.load(saved)
     if config.compile:
         model.compile()
     train_state.parallel = data_parallel(model, config, ranks)
     return train_state
+
+
+def _save_memory(
+    model: nn.Module, config: Config, shape: tuple[int, int, int], precision: Precision
+) -> fastvit.Report | None:
+    """Convert the model by `--memory`, and measure what a training step keeps; None if it is not converted.
+
+    A model that will be compiled is not: torch.compile chooses what is kept for backward.
+    """
+    if config.memory == "off" or config.compile:
+        return None
+    layout = torch.channels_last if config.channels_last else torch.contiguous_format
+    device = next(model.parameters()).device
+    images = torch.zeros(config.batch_size, *shape, device=device).to(memory_format=layout)
+    options = config.convert_options()
+    with precision.half():
+        fastvit.convert(model, **options, example_inputs=images if "budget" in options else None)
+        return fastvit.report(model, images)
 
 
 def data_parallel(model: nn.Module, config: Config, ranks: Ranks) -> nn.Module:

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import math
+import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import FrameType
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from .. import sync
 from .distributed import StepReport, is_main_process, raise_together
 from .errors import TrainingError
-from .signals import StopRequest
-from .train_state import TrainState
 
-__all__ = ["UNREADABLE", "Feed", "Progress", "Watch", "last_line"]
+__all__ = ["UNREADABLE", "Feed", "Progress", "StopRequest", "Watch", "last_line"]
 
 STOP, FAILED = 1, 2  # flags in the ranks' reports
 UNREADABLE = (OSError, RuntimeError, ValueError)  # errors of a loader, of workers and their timeouts
-EXCHANGES = ("fastvit-sync", "inplace-abn-sync")  # norms whose failed exchanges a GPU reports later
-NORM_EVERY = 10  # steps between two gradient norms, where clipping does not measure every one
 PIPELINE_STEPS = {"cuda": 1}  # steps that a device may be behind the host
 
 
@@ -36,6 +35,14 @@ class Progress:
     loss: float = 0.0  # sum of the mean loss of all ranks
     gradient_norm: float = 0.0  # sum of gradient norms
     gradient_norms: int = 0  # number of gradient norms in the sum
+
+    @property
+    def mean_loss(self) -> float:
+        return self.loss / self.step
+
+    @property
+    def mean_gradient_norm(self) -> float:
+        return self.gradient_norm / max(1, self.gradient_norms)
 
 
 class Feed:
@@ -69,39 +76,61 @@ def last_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[-1]
 
 
+class StopRequest:
+    """Records SIGTERM, the request to end the run at the next step with a checkpoint, inside `with`.
+
+    A scheduler and the launcher may both send it. The ranks share the flag in every step, so all of them stop
+    at the same step when one receives it.
+    """
+
+    def __init__(self) -> None:
+        self.came = False
+        self._before: Any = None  # the previous handler
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():  # other threads may not set handlers
+            self._before = signal.signal(signal.SIGTERM, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.came = True
+
+
 class Watch:
     """Shares losses, gradient norms and requests to stop, and shows a progress bar on rank 0.
 
     On the CPU a step is checked before the optimizer changes the weights. On a GPU the check is one step
-    behind, because the host launches a step before the previous one has ended.
-
-    The norm of the gradients is checked where the loss is not scaled: in every step with `--clip-norm`, else
-    in every tenth. On a GPU with layers of fastvit that share statistics it is checked in every step, because
-    the host sees a failed exchange of a backward late; torch's optimizers skip such a step by a flag on the
-    device.
+    late, so that the host need not wait for the device; a run that ends by it writes no checkpoint.
 
     Args:
+        feed: whose error ends the epoch.
+        stop: read in every step, on every rank.
+        device: of the model.
+        scales_loss: the scale of the loss may cause gradients that are not finite; amp skips such a step.
         name: of the epoch, for messages and the bar.
         progress: the finished steps of the epoch; updated.
         steps: of the whole epoch.
-        stop: read in every step, on every rank.
     """
 
     def __init__(
         self,
-        train_state: TrainState,
         feed: Feed,
+        stop: StopRequest,
+        device: torch.device,
+        scales_loss: bool,
         name: str,
         progress: Progress,
         steps: int,
-        stop: StopRequest,
     ) -> None:
         from tqdm import tqdm
 
-        self.train_state, self.feed, self.name, self.progress = train_state, feed, name, progress
-        self.request, self.stop_asked = stop, False
-        self.behind = PIPELINE_STEPS.get(train_state.device.type, 0)
-        self.late_errors = bool(self.behind) and train_state.config.norm in EXCHANGES
+        self.feed, self.request, self.scales_loss = feed, stop, scales_loss
+        self.name, self.progress, self.stop_asked = name, progress, False
+        self.behind = PIPELINE_STEPS.get(device.type, 0)
         self.reports: deque[StepReport] = deque()
         self.bar = tqdm(
             total=steps, initial=progress.step, desc=f"[{name}]", leave=False, disable=not is_main_process(),
@@ -117,11 +146,6 @@ class Watch:
                 self._settle(self.reports.popleft())
             self.bar.refresh()  # draws the last state, within mininterval too
 
-    def wants_norm(self, step: int) -> bool:
-        """Whether this step's norm of the gradients is checked."""
-        every = 1 if self.train_state.config.clip_norm or self.late_errors else NORM_EVERY
-        return step % every == 0
-
     def report(self, loss: Tensor, gradient_norm: Tensor | None) -> None:
         """Send this rank's numbers and check those of all ranks; called before the optimizer's step.
 
@@ -133,45 +157,33 @@ class Watch:
         self.reports.append(StepReport(loss, flag, gradient_norm))
         while len(self.reports) > self.behind:
             self._settle(self.reports.popleft())
-        if self.late_errors and gradient_norm is not None and not self.train_state.precision.scales_loss:
-            _skip_if_not_finite(self.train_state.optimizer, gradient_norm)
 
     def _settle(self, report: StepReport) -> None:
-        losses, flags, norm = report.read()
+        losses, flags, gradient_norm = report.read()
         progress = self.progress
         if FAILED in flags:
             raise_together(self.feed.error)
         progress.step += 1
-        self._check_finite(losses, 0.0 if norm is None else norm)
+        self._check_finite(losses, gradient_norm or 0.0)
         progress.loss += sum(losses) / len(losses)
-        if norm is not None and math.isfinite(norm):
-            progress.gradient_norm += norm
+        if gradient_norm is not None and math.isfinite(gradient_norm):
+            progress.gradient_norm += gradient_norm
             progress.gradient_norms += 1
         self.stop_asked = self.stop_asked or STOP in flags
-        mean = progress.loss / progress.step
-        self.bar.set_description(f"[{self.name}] mean loss {mean:.4f}", refresh=False)
+        self.bar.set_description(f"[{self.name}] mean loss {progress.mean_loss:.4f}", refresh=False)
         self.bar.update()
 
-    def _check_finite(self, losses: list[float], norm: float) -> None:
+    def _check_finite(self, losses: list[float], gradient_norm: float) -> None:
         bad = [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)]
         if bad:
             where = f"rank {bad[0]}" if len(bad) == 1 else "ranks " + ", ".join(map(str, bad))
             what = f"the loss is {losses[bad[0]]} on {where}"
-        elif not math.isfinite(norm) and not self.train_state.precision.scales_loss:
-            sync.check()  # a failed exchange in the backward has a better message
-            what = f"the norm of the gradients is {norm}"
+        elif not math.isfinite(gradient_norm) and not self.scales_loss:
+            what = f"the norm of the gradients is {gradient_norm}"
         else:
             return
+        sync.check()  # an exchange of statistics that failed has a better message
         raise TrainingError(
             f"{self.name}, step {self.progress.step}: {what}; training stopped before it reached a "
             f"checkpoint (try a smaller --lr or a longer --warmup-epochs)"
         )
-
-
-def _skip_if_not_finite(optimizer: Optimizer, norm: Tensor) -> None:
-    """Make the next step a no-op if `norm` is not finite, without waiting on the host.
-
-    torch.amp.GradScaler sets the same flag for torch's fused optimizers. FusedAdam would wait for it.
-    """
-    if optimizer.defaults.get("fused"):
-        optimizer.found_inf = norm.isfinite().logical_not().float()  # type: ignore[attr-defined]

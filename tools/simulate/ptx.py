@@ -1,25 +1,22 @@
 """Rewrites the PTX of today's nvcc for GPGPU-Sim, which reads the PTX of 2018.
 
-    python tools/simulate/ptx.py --out folder [--timing] file.ptx ...
-
-Writes one file per kernel, folder/<kernel>.ptx. An instruction passes as it is only if its form is listed in
-AS_THEY_ARE; one that a rule spells anew becomes others that mean the same; any other is an error. Kernels
-that wait for other ranks (%globaltimer) are left out. What differs from a GPU, and so cannot be proven here:
+An instruction passes as it is only if its form is listed in AS_THEY_ARE; one that a rule spells anew becomes
+others that mean the same; any other is an error. Kernels that wait for other ranks (%globaltimer) are left
+out. What differs from a GPU, and so cannot be proven here:
 
     memory order   scopes and orders of loads, stores and atomics are dropped: the simulator performs each in
-                   program order, and all blocks see it at once. Functional mode runs block after block and
-                   takes a fence for a barrier of the block, so fences are dropped there.
+                   program order, and block after block. It takes a fence for a barrier of the block, so
+                   fences are dropped.
     rounding       fma.rn.f32 is a product and a sum in double, rounded once more; fma.rn.f64 is not fused.
                    Approximations (ex2, lg2, rcp, div) are the host's.
     bf16           packs and unpacks are integer arithmetic, which rounds to nearest even.
-    shuffles       go through shared memory: the simulator has them in timing mode only.
+    shuffles       go through shared memory: the simulator has them in its timing mode only, which ends by
+                   signal 11.
 """
 
-import argparse
 import functools
 import re
 from collections.abc import Callable
-from pathlib import Path
 
 COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
 STATEMENT = re.compile(r"(?:@(!?)(%\w+)\s+)?([a-z][\w.:]*)\s*(.*)", re.S)
@@ -27,7 +24,7 @@ NEXT = re.compile(r"\s*(?:([$%\w]+:)(?!:)|([{}])|([^;]+);)")
 # Orders, scopes and hints of memory accesses.
 HINTS = re.compile(r"\.(?:relaxed|acquire|release|acq_rel|weak|volatile|gpu|sys|cta|L[12]::\w+)(?=\.|$)")
 HEADER = ".version 6.0\n.target sm_70\n.address_size 64\n"
-DYNAMIC_BYTES = (228 << 10) // 2 - (32 << 10)  # as csrc/cuda/launch.cuh gives a block of simulated.h's GPU
+DYNAMIC_BYTES = (228 << 10) // 2 - (32 << 10)  # as csrc/cuda/launch.cuh gives a block of runtime.cpp's GPU
 SHUFFLED, THREADS = "spelled_shuffled", 256  # a number of each thread of a block: csrc/cuda/plan.h
 INTEGER = re.compile(r"-?\d+|0[xX][0-9a-fA-F]+")
 
@@ -47,8 +44,8 @@ AS_THEY_ARE = re.compile(
         rf"mov\.(?:pred|{FLOATS}|{INTS}|{BITS})", r"clz\.b32", r"popc\.b32",
         r"cvt\.[su](?:8|16|32|64)\.[su](?:8|16|32|64)", r"cvt\.rn\.f(?:32|64)\.[su](?:16|32)",
         r"cvt\.(?:f64\.f32|rn\.f32\.f64|f32\.f16|rn\.f16\.f32)", r"cvt\.r[nzmp]i\.[su]32\.f32",
-        r"cvt\.r[nzmp]i\.f(?:32\.f32|64\.f64)", r"cvta\.to\.global\.u64",
-        rf"ld{MEMORY}", rf"st{MEMORY}", r"atom\.global\.(?:add|inc|exch)\.[bu]32",
+        r"cvt\.r[nzmp]i\.f(?:32\.f32|64\.f64)", r"cvta\.(?:to\.global|shared)\.u64",
+        rf"ld{MEMORY}", rf"st{MEMORY}", r"atom(?:\.global)?\.(?:add|inc|exch)\.[bu]32",
         r"bar\.sync", r"bra(?:\.uni)?", r"ret", r"exit",
     ])
 )  # fmt: skip
@@ -59,10 +56,9 @@ class Unknown(Exception):
 
 
 class Kernel:
-    """Spells the statements of one kernel; `timing`: for a simulation that blocks share."""
+    """Spells the statements of one kernel."""
 
-    def __init__(self, timing: bool):
-        self.timing = timing
+    def __init__(self) -> None:
         self.temporaries: dict[str, int] = {}
         self.targets: dict[str, list[str]] = {}  # of brx.idx
         self.shuffles = False
@@ -242,9 +238,6 @@ class Kernel:
             f"cvt.rn.f32.f64 {target}, {wide}" if ".f32." in opcode else f"mov.f64 {target}, {wide}",
         ]  # fmt: skip
 
-    def fence(self, opcode: str, operands: list[str]) -> list[str]:
-        return ["membar.gl"] if self.timing else []
-
 
 Rule = Callable[[Kernel, str, list[str]], list[str]]
 RULES: dict[str, Rule] = {
@@ -261,8 +254,7 @@ RULES: dict[str, Rule] = {
     r"copysign\.f(?:32|64)": Kernel.copysign,
     r"cvt\.rn\.f(?:32|64)\.[su]64": Kernel.from_wide,
     r"shfl\.sync\.bfly\.b32": Kernel.shuffle,
-    r"(?:fence|membar)\..*": Kernel.fence,
-    r"prefetch\..*": lambda kernel, opcode, operands: [],
+    r"(?:fence|membar|prefetch)\..*": lambda kernel, opcode, operands: [],
     r"barrier(?:\.cta)?\.sync(?:\.aligned)?": lambda kernel, opcode, operands: [f"bar.sync {operands[0]}"],
 }
 
@@ -316,9 +308,9 @@ def statements(body: str) -> list[str]:
     return found
 
 
-def spell_kernel(head: str, body: str, timing: bool, shared: dict[str, str]) -> str:
+def spell_kernel(head: str, body: str, shared: dict[str, str]) -> str:
     """One kernel's file; `shared` holds declarations of the module's shared memory by name."""
-    kernel = Kernel(timing)
+    kernel = Kernel()
     found = statements(body)
     for label, statement in zip(found, found[1:], strict=False):
         if statement.startswith(".branchtargets"):
@@ -349,7 +341,7 @@ def shared_memory(outside: str) -> dict[str, str]:
     return found
 
 
-def spell(ptx: str, timing: bool = False) -> dict[str, str]:
+def spell(ptx: str) -> dict[str, str]:
     """The files of a module's kernels, by kernel."""
     plain = COMMENT.sub("", ptx)
     kernels = entries(plain)
@@ -358,25 +350,7 @@ def spell(ptx: str, timing: bool = False) -> dict[str, str]:
         outside = outside.replace(body, "", 1)
     shared = shared_memory(outside)
     return {
-        name: spell_kernel(head, body, timing, shared)
+        name: spell_kernel(head, body, shared)
         for name, (head, body) in kernels.items()
         if "%globaltimer" not in body
     }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--timing", action="store_true", help="keep fences")
-    parser.add_argument("sources", type=Path, nargs="+")
-    options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
-    for source in options.sources:
-        for name, text in spell(source.read_text(), options.timing).items():
-            (options.out / f"{name}.ptx").write_text(text)
-
-
-if __name__ == "__main__":
-    main()

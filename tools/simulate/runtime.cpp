@@ -1,15 +1,14 @@
-// The CUDA runtime functions that the launchers and the driver call, answered by GPGPU-Sim through its own
-// C++ interface. Kernels are found by the names that nvcc's host code registers, in files that ptx.py wrote.
-//
-// SIMULATE_PTX     folder with a file per kernel
-// SIMULATE_TIMING  set: with the timing model, in which blocks run side by side; else block after block
+// The CUDA runtime functions that the launchers call, answered by GPGPU-Sim through its own C++ interface, in
+// its functional mode: block after block. Kernels are found by the names that nvcc's host code registers, in
+// the files of the folder SIMULATE_PTX, which ptx.py wrote. Names of those that ran are added to its file
+// `ran`.
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <map>
 #include <string>
 
 #include "gpgpu_context.h"
-#include "simulated.h"
 
 // What the simulator has from its own CUDA runtime, which is not built, and a switch of its parser.
 gpgpu_context* GPGPU_Context() {
@@ -22,7 +21,10 @@ int ptx_debug = 0;
 
 namespace {
 
-constexpr int kRegisters = 128;  // of a thread: what the kernels' launch bound leaves each
+// The GPU that the planner is told of.
+constexpr int kMultiprocessors = 16;
+constexpr int kSharedBytes = 228 << 10;  // of a multiprocessor, as an H200's
+constexpr int kRegisters = 128;          // of a thread: what the kernels' launch bound leaves each
 
 [[noreturn]] void fail(const std::string& what) {
   std::fprintf(stderr, "simulate: %s\n", what.c_str());
@@ -35,14 +37,29 @@ std::map<const void*, std::string>& registered_kernels() {
   return names;
 }
 
+// The simulated global memory is that of this process, so kernels read and write torch's CPU tensors.
+class HostMemory : public memory_space {
+  void write(mem_addr_t to, size_t bytes, const void* from, ptx_thread_info*,
+             const ptx_instruction*) override {
+    std::memcpy(reinterpret_cast<void*>(to), from, bytes);
+  }
+  void read(mem_addr_t from, size_t bytes, void* to) const override {
+    std::memcpy(to, reinterpret_cast<const void*>(from), bytes);
+  }
+  void write_only(mem_addr_t, mem_addr_t, size_t, const void*) override { fail("a page is written"); }
+  void print(const char*, FILE*) const override {}
+  void set_watch(addr_t, unsigned) override {}
+};
+struct GlobalMemory : gpgpu_t {
+  static constexpr auto member = &GlobalMemory::m_global_mem;  // protected there
+};
+
 class Simulator {
  public:
   static Simulator& get() {
     static Simulator simulator;
     return simulator;
   }
-
-  gpgpu_t* memory() { return gpu; }
 
   void launch(const void* host, const cudaLaunchConfig_t& config, void** arguments) {
     const std::string& name = registered_kernels().at(host);
@@ -60,53 +77,34 @@ class Simulator {
     }
     kernel_info_t* const grid = simulator->func_sim->gpgpu_opencl_ptx_sim_init_grid(
         kernel, list, config.gridDim, config.blockDim, gpu);
-    if (timing)
-      simulator->gpgpu_opencl_ptx_sim_main_perf(grid);
-    else
-      simulator->func_sim->gpgpu_opencl_ptx_sim_main_func(grid);
+    simulator->func_sim->gpgpu_opencl_ptx_sim_main_func(grid);
   }
 
-  const bool timing = std::getenv("SIMULATE_TIMING") != nullptr;
-  size_t together = 0;  // launches whose blocks wait for each other
-  size_t kernels_run() const { return kernels.size(); }
-
  private:
-  Simulator() : simulator(GPGPU_Context()) {
-    gpu = simulator->gpgpu_ptx_sim_init_perf();
-    if (timing) simulator->start_sim_thread(2);
+  Simulator() : simulator(GPGPU_Context()), gpu(simulator->gpgpu_ptx_sim_init_perf()) {
+    gpu->*GlobalMemory::member = new HostMemory;
   }
 
   function_info* load(const void* host, const std::string& name) {
     function_info*& kernel = kernels[host];
     if (kernel) return kernel;
-    const std::string file = std::string(std::getenv("SIMULATE_PTX")) + "/" + name + ".ptx";
-    if (FILE* const there = std::fopen(file.c_str(), "r"))
-      std::fclose(there);
-    else
-      fail("no " + file);
-    symbol_table* const symbols = simulator->gpgpu_ptx_sim_load_ptx_from_filename(file.c_str());
-    kernel = symbols->lookup(name.c_str())->get_pc();
-    if (timing) {
-      kernel->do_pdom();
-      kernel->set_pdom();
-    }
+    const std::string folder = std::getenv("SIMULATE_PTX"), file = folder + "/" + name + ".ptx";
+    FILE* const there = std::fopen(file.c_str(), "r");
+    if (!there) fail("no " + file);
+    std::fclose(there);
+    FILE* const ran = std::fopen((folder + "/ran").c_str(), "a");
+    std::fprintf(ran, "%s\n", name.c_str());
+    std::fclose(ran);
+    kernel = simulator->gpgpu_ptx_sim_load_ptx_from_filename(file.c_str())->lookup(name.c_str())->get_pc();
     return kernel;
   }
 
   gpgpu_context* const simulator;
-  gpgpu_sim* gpu;
+  gpgpu_sim* const gpu;
   std::map<const void*, function_info*> kernels;
 };
 
 }  // namespace
-
-size_t simulated_kernels() {
-  return Simulator::get().kernels_run();
-}
-
-size_t simulated_together() {
-  return Simulator::get().together;
-}
 
 extern "C" {
 
@@ -136,32 +134,23 @@ cudaError_t __cudaLaunchKernel(void*, dim3, dim3, void**, size_t, void*) {
   fail("a kernel was launched by <<<>>>");
 }
 
-// Blocks that wait for each other must run side by side, which they do with the timing model alone.
+// Blocks that wait for each other must run side by side, which they do not.
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel, void** arguments) {
-  const bool together = config->numAttrs > 0 && config->attrs->id == cudaLaunchAttributeCooperative;
-  if (together && !Simulator::get().timing) return cudaErrorCooperativeLaunchTooLarge;
-  Simulator::get().together += together;
+  if (config->numAttrs > 0 && config->attrs->id == cudaLaunchAttributeCooperative)
+    return cudaErrorCooperativeLaunchTooLarge;
   Simulator::get().launch(kernel, *config, arguments);
   return cudaSuccess;
 }
 cudaError_t cudaMalloc(void** data, size_t bytes) {
-  *data = Simulator::get().memory()->gpu_malloc(bytes);
+  *data = std::aligned_alloc(512, (bytes + 511) / 512 * 512);
   return *data ? cudaSuccess : cudaErrorMemoryAllocation;
 }
-cudaError_t cudaFree(void*) {  // the simulator never takes memory back
-  return cudaSuccess;
-}
-cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
-  if (kind == cudaMemcpyHostToDevice)
-    Simulator::get().memory()->memcpy_to_gpu(size_t(to), from, bytes);
-  else if (kind == cudaMemcpyDeviceToHost)
-    Simulator::get().memory()->memcpy_from_gpu(to, size_t(from), bytes);
-  else
-    return cudaErrorInvalidValue;
+cudaError_t cudaFree(void* data) {
+  std::free(data);
   return cudaSuccess;
 }
 cudaError_t cudaMemsetAsync(void* data, int value, size_t bytes, cudaStream_t) {
-  Simulator::get().memory()->gpu_memset(size_t(data), value, bytes);
+  std::memset(data, value, bytes);
   return cudaSuccess;
 }
 cudaError_t cudaGetDevice(int* device) {
@@ -170,9 +159,9 @@ cudaError_t cudaGetDevice(int* device) {
 }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   if (attribute == cudaDevAttrMultiProcessorCount)
-    *value = kSimulatedMultiprocessors;
+    *value = kMultiprocessors;
   else if (attribute == cudaDevAttrMaxSharedMemoryPerMultiprocessor)
-    *value = kSimulatedSharedBytes;
+    *value = kSharedBytes;
   else if (attribute == cudaDevAttrComputeCapabilityMajor)
     *value = 7;
   else

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -67,10 +67,26 @@ class ABN(nn.modules.batchnorm._NormBase):
 class _SlopeZero(_Layer):
     """leaky_relu with slope 0 is relu, which cannot be inverted: the layer saves its input instead."""
 
-    def _set_slope(self, activation: str, slope: float) -> None:
-        self._is_relu = activation == "leaky_relu" and slope == 0
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        activation: str = "leaky_relu",
+        activation_param: float = 0.01,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._is_relu = activation == "leaky_relu" and activation_param == 0
+        # The base class refuses a slope of 0.
+        invertible = ("identity", 0.01) if self._is_relu else (activation, activation_param)
+        of_group: dict[str, Any] = {} if group is None else {"group": group}  # InPlaceABN has none
+        super().__init__(
+            num_features, eps, momentum, affine, track_running_stats, *invertible, abs_weight=True, **of_group
+        )
         if self._is_relu:
-            self.activation, self.activation_param = "leaky_relu", 0.0
+            self.activation, self.activation_param = activation, activation_param
 
     def check_conditioning(self, x: Tensor) -> None:
         if not self._is_relu:
@@ -89,47 +105,9 @@ class _SlopeZero(_Layer):
         )  # fmt: skip
 
 
-def _invertible(activation: str, slope: float) -> tuple[str, float]:
-    """The activation and slope for the base class, which refuses a slope of 0."""
-    return ("identity", 0.01) if activation == "leaky_relu" and slope == 0 else (activation, slope)
-
-
 class InPlaceABN(_SlopeZero, _InPlaceABN):
     """`fastvit.InPlaceABN` with mapillary's arguments and `|weight| + eps`."""
 
-    def __init__(
-        self,
-        num_features: int,
-        eps: float = 1e-5,
-        momentum: float | None = 0.1,
-        affine: bool = True,
-        track_running_stats: bool = True,
-        activation: str = "leaky_relu",
-        activation_param: float = 0.01,
-    ) -> None:
-        super().__init__(
-            num_features, eps, momentum, affine, track_running_stats,
-            *_invertible(activation, activation_param), abs_weight=True,
-        )  # fmt: skip
-        self._set_slope(activation, activation_param)
-
 
 class InPlaceABNSync(_SlopeZero, _InPlaceABNSync):
-    """`fastvit.InPlaceABNSync` with mapillary's arguments and `|weight| + eps`."""
-
-    def __init__(
-        self,
-        num_features: int,
-        eps: float = 1e-5,
-        momentum: float | None = 0.1,
-        affine: bool = True,
-        track_running_stats: bool = True,
-        activation: str = "leaky_relu",
-        activation_param: float = 0.01,
-        group: dist.ProcessGroup | None = None,
-    ) -> None:
-        super().__init__(
-            num_features, eps, momentum, affine, track_running_stats,
-            *_invertible(activation, activation_param), abs_weight=True, group=group,
-        )  # fmt: skip
-        self._set_slope(activation, activation_param)
+    """`fastvit.InPlaceABNSync` with mapillary's arguments, `group` among them, and `|weight| + eps`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -53,59 +54,53 @@ def _half(args: tuple, kwargs: dict) -> torch.dtype | None:
     return half_type(device) if handle is not None and handle.everywhere and handle.is_active() else None
 
 
-def half_function(fn: Function) -> Function:
-    """Casts floating-point tensor arguments to autocast's dtype."""
+def _casting(
+    fn: Function, dtype_of: Callable[[torch.dtype, Any], torch.dtype | None], inside: bool
+) -> Function:
+    """`fn`, where casts are active, with floating-point tensor arguments cast to `dtype_of(half, arguments)`.
+
+    Args:
+        dtype_of: None for no cast.
+        inside: whether casts stay active inside `fn`.
+    """
 
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        dtype = _half(args, kwargs)
-        if dtype is None:
+        half = _half(args, kwargs)
+        if half is None:
             return fn(*args, **kwargs)
-        return fn(*cast_floating(args, dtype), **cast_floating(kwargs, dtype))
+        dtype = dtype_of(half, (args, kwargs))
+        if dtype is not None:
+            args, kwargs = cast_floating(args, dtype), cast_floating(kwargs, dtype)
+        with nullcontext() if inside else disable_casts():
+            return fn(*args, **kwargs)
 
     return wrapper
+
+
+def half_function(fn: Function) -> Function:
+    """Casts floating-point tensor arguments to autocast's dtype."""
+    return _casting(fn, lambda half, _: half, inside=True)
 
 
 def float_function(fn: Function) -> Function:
     """Casts floating-point tensor arguments to float32 and runs without autocast."""
-
-    @functools.wraps(fn)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if _half(args, kwargs) is None:
-            return fn(*args, **kwargs)
-        with disable_casts():
-            return fn(*cast_floating(args, torch.float32), **cast_floating(kwargs, torch.float32))
-
-    return wrapper
+    return _casting(fn, lambda *_: torch.float32, inside=False)
 
 
 def promote_function(fn: Function) -> Function:
     """Casts floating-point tensor arguments to the widest dtype among them."""
 
-    @functools.wraps(fn)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if _half(args, kwargs) is None:
-            return fn(*args, **kwargs)
-        dtypes = [t.dtype for t in _tensors((args, kwargs)) if t.is_floating_point()]
-        if not dtypes:
-            return fn(*args, **kwargs)
-        widest = functools.reduce(torch.promote_types, dtypes)
-        return fn(*cast_floating(args, widest), **cast_floating(kwargs, widest))
+    def widest(half: torch.dtype, arguments: Any) -> torch.dtype | None:
+        dtypes = [t.dtype for t in _tensors(arguments) if t.is_floating_point()]
+        return functools.reduce(torch.promote_types, dtypes) if dtypes else None
 
-    return wrapper
+    return _casting(fn, widest, inside=True)
 
 
 def uncast_function(fn: Function) -> Function:
     """Passes arguments without casts, and disables casts inside."""
-
-    @functools.wraps(fn)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if _half(args, kwargs) is None:
-            return fn(*args, **kwargs)
-        with disable_casts():
-            return fn(*args, **kwargs)
-
-    return wrapper
+    return _casting(fn, lambda *_: None, inside=False)
 
 
 def _register(wrap: Callable[[Function], Function], module: Any, function_name: str) -> None:

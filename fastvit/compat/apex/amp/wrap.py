@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from . import utils
 from .forward import cast_floating
@@ -34,6 +34,27 @@ Function = Callable[..., Any]
 _HALF = ("HalfTensor", "BFloat16Tensor")
 
 
+def _casting(function: Function, handle: Any, change: Callable[[tuple, dict[str, Any]], Any]) -> Function:
+    """`function` with the `(args, kwargs)` that `change` makes of its own while the handle is active."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if handle.is_active():
+            args, kwargs = change(args, kwargs)
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+def _replace(mod: Any, fn: str, handle: Any, make: Callable[[Function], Function]) -> None:
+    if utils.has_func(mod, fn):
+        utils.set_func_save(handle, mod, fn, make(utils.get_func(mod, fn)))
+
+
+def _change(mod: Any, fn: str, handle: Any, change: Callable[[tuple, dict[str, Any]], Any]) -> None:
+    _replace(mod, fn, handle, lambda function: _casting(function, handle, change))
+
+
 def make_cast_wrapper(
     orig_fn: Function, cast_fn: Function, handle: Any, try_caching: bool = False
 ) -> Function:
@@ -45,35 +66,21 @@ def make_cast_wrapper(
         )
         return utils.cached_cast(cast_fn, x, handle.cache) if cached else cast_fn(x)
 
-    @functools.wraps(orig_fn)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if handle.is_active():
-            return orig_fn(*utils.casted_args(cast, args, kwargs), **kwargs)
-        return orig_fn(*args, **kwargs)
-
-    return wrapper
+    return _casting(orig_fn, handle, lambda args, kwargs: (utils.casted_args(cast, args, kwargs), kwargs))
 
 
 def make_promote_wrapper(orig_fn: Function, cast_fn: Function, handle: Any) -> Function:
     """`orig_fn` whose floating-point arguments are cast by `cast_fn` when some are half and some float32."""
 
-    @functools.wraps(orig_fn)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if handle.is_active() and _mixed(args, kwargs):
-            return orig_fn(*utils.casted_args(cast_fn, args, kwargs), **kwargs)
-        return orig_fn(*args, **kwargs)
+    def change(args: tuple, kwargs: dict[str, Any]) -> Any:
+        return (utils.casted_args(cast_fn, args, kwargs) if _mixed(args, kwargs) else args), kwargs
 
-    return wrapper
+    return _casting(orig_fn, handle, change)
 
 
 def _mixed(args: Any, kwargs: dict[str, Any]) -> bool:
     types = utils.collect_fp_tensor_types(args, kwargs)
     return "FloatTensor" in types and not types.isdisjoint(_HALF) and "DoubleTensor" not in types
-
-
-def _replace(mod: Any, fn: str, handle: Any, make: Callable[[Function], Function]) -> None:
-    if utils.has_func(mod, fn):
-        utils.set_func_save(handle, mod, fn, make(utils.get_func(mod, fn)))
 
 
 def cached_cast(
@@ -92,33 +99,28 @@ def promote(mod: Any, fn: str, handle: Any, verbose: bool = False) -> None:
 
 def sequence_promote(mod: Any, fn: str, handle: Any, verbose: bool = False) -> None:
     """`promote` for a function whose first argument is a sequence of tensors."""
+    cast_fn = utils.verbosify(utils.maybe_float, fn, verbose)
 
-    def make(function: Function) -> Function:
-        @functools.wraps(function)
-        def wrapper(seq: Any, *args: Any, **kwargs: Any) -> Any:
-            if handle.is_active() and _mixed(seq := list(seq), {}):
-                seq = utils.casted_args(utils.verbosify(utils.maybe_float, fn, verbose), seq, {})
-            return function(seq, *args, **kwargs)
+    def change(args: tuple, kwargs: dict[str, Any]) -> Any:
+        sequence, *others = args
+        sequence = list(sequence)
+        if _mixed(sequence, {}):
+            sequence = utils.casted_args(cast_fn, sequence, {})
+        return (sequence, *others), kwargs
 
-        return wrapper
-
-    _replace(mod, fn, handle, make)
+    _change(mod, fn, handle, change)
 
 
 def promote_match_arg0(mod: Any, fn: str, handle: Any, verbose: bool = False) -> None:
     """Makes a function that writes its first argument cast the others to the dtype of the first."""
 
-    def make(function: Function) -> Function:
-        @functools.wraps(function)
-        def wrapper(arg0: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if handle.is_active() and utils.is_fp_tensor(arg0):
-                cast = partial(utils.cast_to, lambda _: arg0.dtype)
-                args = tuple(utils.casted_args(cast, args, kwargs))
-            return function(arg0, *args, **kwargs)
+    def change(args: tuple, kwargs: dict[str, Any]) -> Any:
+        first, *others = args
+        if utils.is_fp_tensor(first):
+            others = utils.casted_args(partial(utils.cast_to, lambda _: first.dtype), others, kwargs)
+        return (first, *others), kwargs
 
-        return wrapper
-
-    _replace(mod, fn, handle, make)
+    _change(mod, fn, handle, change)
 
 
 def _refuse(fn: str, message: str | None) -> NoReturn:
@@ -130,62 +132,38 @@ def _refuse(fn: str, message: str | None) -> NoReturn:
 def err_if_any_half(mod: Any, fn: str, handle: Any, custom_err_msg: str | None = None) -> None:
     """Makes `mod.fn` raise NotImplementedError when an argument is half."""
 
-    def make(function: Function) -> Function:
-        @functools.wraps(function)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if handle.is_active() and utils.collect_fp_tensor_types(args, kwargs).intersection(_HALF):
-                _refuse(fn, custom_err_msg)
-            return function(*args, **kwargs)
+    def change(args: tuple, kwargs: dict[str, Any]) -> Any:
+        if utils.collect_fp_tensor_types(args, kwargs).intersection(_HALF):
+            _refuse(fn, custom_err_msg)
+        return args, kwargs
 
-        return wrapper
-
-    _replace(mod, fn, handle, make)
+    _change(mod, fn, handle, change)
 
 
 def err_if_arg0_half(mod: Any, fn: str, handle: Any, verbose: bool = False) -> None:
     """Makes `mod.fn` raise NotImplementedError for a half first argument, and cast the others to float32."""
+    cast = utils.verbosify(utils.maybe_float, fn, verbose)
 
-    def make(function: Function) -> Function:
-        @functools.wraps(function)
-        def wrapper(arg0: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if handle.is_active():
-                if utils.type_string(arg0) in _HALF:
-                    _refuse(fn, None)
-                cast = utils.verbosify(utils.maybe_float, fn, verbose)
-                args = tuple(utils.casted_args(cast, args, kwargs))
-            return function(arg0, *args, **kwargs)
+    def change(args: tuple, kwargs: dict[str, Any]) -> Any:
+        first, *others = args
+        if utils.type_string(first) in _HALF:
+            _refuse(fn, None)
+        return (first, *utils.casted_args(cast, others, kwargs)), kwargs
 
-        return wrapper
-
-    _replace(mod, fn, handle, make)
+    _change(mod, fn, handle, change)
 
 
 def new_rnn_cast(fn: str, handle: Any, verbose: bool = False) -> None:
     """Makes torch.nn's "LSTM", "GRU", "RNN_TANH" or "RNN_RELU", or a cell ("LSTM_CELL"), run in half."""
 
-    def make(forward: Function) -> Function:
-        @functools.wraps(forward)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if handle.is_active():  # torch.nn requires the dtype of the weights
-                args, kwargs = cast_floating(args, torch.float32), cast_floating(kwargs, torch.float32)
-            return forward(*args, **kwargs)
-
-        return wrapper
+    def change(args: tuple, kwargs: dict[str, Any]) -> Any:  # torch.nn requires the dtype of the weights
+        return cast_floating(args, torch.float32), cast_floating(kwargs, torch.float32)
 
     if not fn.endswith("_CELL"):
-        _replace(getattr(nn, fn.partition("_")[0]), "forward", handle, make)
+        _change(getattr(nn, fn.partition("_")[0]), "forward", handle, change)
     cached_cast(torch._VF, fn.lower(), utils.maybe_half, handle, try_caching=True, verbose=verbose)
 
 
 def disable_casts(mod: Any, fn: str, handle: Any) -> None:
     """Disables casts inside `mod.fn`."""
-
-    def make(function: Function) -> Function:
-        @functools.wraps(function)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            with handle._disable_casts():
-                return function(*args, **kwargs)
-
-        return wrapper
-
-    _replace(mod, fn, handle, make)
+    _replace(mod, fn, handle, handle._disable_casts())

@@ -38,8 +38,34 @@ __all__ = [
 Shape = int | Sequence[int]
 
 
-def _dimensions(normalized_shape: Shape) -> tuple[int, ...]:
-    return (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+def _fused(
+    norm: Callable[..., Tensor],
+    x: Tensor,
+    parameters: Sequence[Tensor | None],
+    normalized_shape: Shape,
+    eps: float | None,
+    memory_efficient: bool = False,
+    mixed: bool = False,
+) -> Tensor:
+    """`norm(x, normalized_shape, *parameters, eps)` in the widest dtype of its arguments; returned in x's
+    dtype, or with `mixed` in the weight's.
+
+    As in apex, all arguments but float64 are cast to autocast's dtype under autocast, but not under O1.
+    """
+    _explain(memory_efficient)
+    shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+    device, handle = x.device.type, _amp_state.handle
+    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    dtype = x.dtype
+    if autocast and dtype != torch.float64 and (handle is None or handle.everywhere):
+        dtype = torch.get_autocast_dtype(device)
+        x, *parameters = cast_floating((x, *parameters), dtype)
+    weight = parameters[0]
+    wide = dtype if weight is None else torch.promote_types(dtype, weight.dtype)
+    x, *parameters = cast_floating((x, *parameters), wide)
+    with torch.autocast(device, enabled=False) if autocast else contextlib.nullcontext():
+        y = norm(x, shape, *parameters, eps)
+    return y.to(weight.dtype if mixed and weight is not None else dtype)
 
 
 def _explain(memory_efficient: bool) -> None:
@@ -47,52 +73,11 @@ def _explain(memory_efficient: bool) -> None:
         warn_once("fused norms: memory_efficient has no effect; torch saves the input, not the output")
 
 
-def _in_one_dtype(norm: Callable[..., Tensor], mixed: bool, x: Tensor, *parameters: Tensor | None) -> Tensor:
-    """`norm(x, *parameters)` in the widest dtype of its arguments; returned in x's dtype, or with `mixed` in
-    the weight's.
-
-    As in apex, all arguments but float64 are cast to autocast's dtype under autocast, but not under O1.
-    """
-    device, handle = x.device.type, _amp_state.handle
-    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    if autocast and x.dtype != torch.float64 and (handle is None or handle.everywhere):
-        x, *parameters = cast_floating((x, *parameters), torch.get_autocast_dtype(device))
-    weight = next(iter(parameters), None)
-    wide = x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)
-    with torch.autocast(device, enabled=False) if autocast else contextlib.nullcontext():
-        y = norm(*cast_floating((x, *parameters), wide))
-    return y.to(weight.dtype if mixed and weight is not None else x.dtype)
-
-
-def _layer_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    shape: Shape,
-    eps: float,
-    mixed: bool = False,
-) -> Tensor:
-    def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        return F.layer_norm(x, _dimensions(shape), weight, bias, eps)
-
-    return _in_one_dtype(norm, mixed, x, weight, bias)
-
-
-def _rms_norm(
-    x: Tensor, weight: Tensor | None, shape: Shape, eps: float | None, mixed: bool = False
-) -> Tensor:
-    def norm(x: Tensor, weight: Tensor | None) -> Tensor:
-        return F.rms_norm(x, _dimensions(shape), weight, eps)
-
-    return _in_one_dtype(norm, mixed, x, weight)
-
-
 def fused_layer_norm(
     input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
     """Normalises the last dimensions, which have `normalized_shape`; dtype of the input."""
-    _explain(memory_efficient)
-    return _layer_norm(input, None, None, normalized_shape, eps)
+    return _fused(F.layer_norm, input, (None, None), normalized_shape, eps, memory_efficient)
 
 
 def fused_layer_norm_affine(
@@ -104,8 +89,7 @@ def fused_layer_norm_affine(
     memory_efficient: bool = False,
 ) -> Tensor:
     """`fused_layer_norm` times weight plus bias, both `normalized_shape`; dtype of the input."""
-    _explain(memory_efficient)
-    return _layer_norm(input, weight, bias, normalized_shape, eps)
+    return _fused(F.layer_norm, input, (weight, bias), normalized_shape, eps, memory_efficient)
 
 
 def mixed_dtype_fused_layer_norm_affine(
@@ -117,16 +101,14 @@ def mixed_dtype_fused_layer_norm_affine(
     memory_efficient: bool = False,
 ) -> Tensor:
     """`fused_layer_norm_affine` with the dtype of the weight."""
-    _explain(memory_efficient)
-    return _layer_norm(input, weight, bias, normalized_shape, eps, mixed=True)
+    return _fused(F.layer_norm, input, (weight, bias), normalized_shape, eps, memory_efficient, mixed=True)
 
 
 def fused_rms_norm(
     input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
     """Divides by the root mean square over the last dimensions; dtype of the input."""
-    _explain(memory_efficient)
-    return _rms_norm(input, None, normalized_shape, eps)
+    return _fused(F.rms_norm, input, (None,), normalized_shape, eps, memory_efficient)
 
 
 def fused_rms_norm_affine(
@@ -137,8 +119,7 @@ def fused_rms_norm_affine(
     memory_efficient: bool = False,
 ) -> Tensor:
     """`fused_rms_norm` times weight; dtype of the input."""
-    _explain(memory_efficient)
-    return _rms_norm(input, weight, normalized_shape, eps)
+    return _fused(F.rms_norm, input, (weight,), normalized_shape, eps, memory_efficient)
 
 
 def mixed_dtype_fused_rms_norm_affine(
@@ -149,8 +130,7 @@ def mixed_dtype_fused_rms_norm_affine(
     memory_efficient: bool = False,
 ) -> Tensor:
     """`fused_rms_norm_affine` with the dtype of the weight."""
-    _explain(memory_efficient)
-    return _rms_norm(input, weight, normalized_shape, eps, mixed=True)
+    return _fused(F.rms_norm, input, (weight,), normalized_shape, eps, memory_efficient, mixed=True)
 
 
 def manual_rms_norm(
@@ -158,7 +138,7 @@ def manual_rms_norm(
 ) -> Tensor:
     """`fused_rms_norm` in float32 at least, times weight, if there is one, in its dtype if that is half."""
     dtype = torch.promote_types(input.dtype, torch.float32)
-    normalised = _rms_norm(input.to(dtype), None, normalized_shape, eps)
+    normalised = _fused(F.rms_norm, input.to(dtype), (None,), normalized_shape, eps)
     if weight is None:
         return normalised
     return weight * (
@@ -211,12 +191,14 @@ class FusedRMSNormFunction(_Function, norm=fused_rms_norm):
     """`apply(input, shape, eps, memory_efficient=False)`: `fused_rms_norm`."""
 
 
-class FusedLayerNorm(nn.LayerNorm):
-    """torch.nn.LayerNorm; the output has the dtype of the input, not of the weight.
+class _Layer(nn.Module):
+    """First base of the layers, whose second is torch's.
 
     Args:
         memory_efficient: has no effect, and warns once.
     """
+
+    mixed = False  # whether the output has the dtype of the weight, not of the input
 
     def __init__(
         self,
@@ -228,46 +210,32 @@ class FusedLayerNorm(nn.LayerNorm):
         _explain(memory_efficient)
         super().__init__(normalized_shape, eps, elementwise_affine)
 
+
+class FusedLayerNorm(_Layer, nn.LayerNorm):
+    """torch.nn.LayerNorm; the output has the dtype of the input, not of the weight."""
+
     def forward(self, input: Tensor) -> Tensor:
-        return _layer_norm(input, self.weight, self.bias, self.normalized_shape, self.eps)
+        parameters = self.weight, self.bias
+        return _fused(F.layer_norm, input, parameters, self.normalized_shape, self.eps, mixed=self.mixed)
 
 
-class MixedFusedLayerNorm(FusedLayerNorm):
+class FusedRMSNorm(_Layer, nn.RMSNorm):
+    """torch.nn.RMSNorm; the output has the dtype of the input, not of the weight."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _fused(F.rms_norm, input, (self.weight,), self.normalized_shape, self.eps, mixed=self.mixed)
+
+
+class _Mixed(_Layer):
+    mixed = True
+
+    def __init__(self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False) -> None:
+        super().__init__(normalized_shape, eps, True, memory_efficient)
+
+
+class MixedFusedLayerNorm(_Mixed, FusedLayerNorm):
     """FusedLayerNorm whose output has the dtype of the weight."""
 
-    def __init__(self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False) -> None:
-        super().__init__(normalized_shape, eps, True, memory_efficient)
 
-    def forward(self, input: Tensor) -> Tensor:
-        return _layer_norm(input, self.weight, self.bias, self.normalized_shape, self.eps, mixed=True)
-
-
-class FusedRMSNorm(nn.RMSNorm):
-    """torch.nn.RMSNorm; the output has the dtype of the input, not of the weight.
-
-    Args:
-        memory_efficient: has no effect, and warns once.
-    """
-
-    def __init__(
-        self,
-        normalized_shape: Shape,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        memory_efficient: bool = False,
-    ) -> None:
-        _explain(memory_efficient)
-        super().__init__(normalized_shape, eps, elementwise_affine)
-
-    def forward(self, input: Tensor) -> Tensor:
-        return _rms_norm(input, self.weight, self.normalized_shape, self.eps)
-
-
-class MixedFusedRMSNorm(FusedRMSNorm):
+class MixedFusedRMSNorm(_Mixed, FusedRMSNorm):
     """FusedRMSNorm whose output has the dtype of the weight."""
-
-    def __init__(self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False) -> None:
-        super().__init__(normalized_shape, eps, True, memory_efficient)
-
-    def forward(self, input: Tensor) -> Tensor:
-        return _rms_norm(input, self.weight, self.normalized_shape, self.eps, mixed=True)

@@ -6,7 +6,7 @@ Regularization", arXiv:1711.05101.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -98,10 +98,7 @@ class FusedAdam(FusedOptimizer):
             batch.gradients = list(torch._foreach_div(batch.gradients, shrink))
         adam_(
             batch.values, batch.gradients, batch.state("exp_avg"), batch.state("exp_avg_sq"),
-            batch.state("step"), lr=group["lr"], betas=group["betas"], eps=group["eps"],
-            weight_decay=group["weight_decay"], bias_correction=group["bias_correction"],
-            adam_w_mode=self.adam_w_mode, capturable=self.capturable,
-            found_inf=getattr(self, "found_inf", None),
+            batch.state("step"), group, self.adam_w_mode, self.capturable, getattr(self, "found_inf", None),
         )  # fmt: skip
 
 
@@ -111,19 +108,16 @@ def adam_(
     means: list[Tensor],
     squares: list[Tensor],
     steps: list[Tensor],
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    bias_correction: bool,
+    group: Mapping[str, Any],
     adam_w_mode: bool,
     capturable: bool = False,
     found_inf: Tensor | None = None,
 ) -> None:
-    """One step of Adam, in place but for the gradients; `steps`, on their device, count those before."""
-    beta1, beta2 = betas
-    if bias_correction:
+    """One step of Adam by the options of a group, in place but for the gradients; `steps`, on their device,
+    count those before.
+    """
+    (beta1, beta2), lr, eps, weight_decay = (group[n] for n in ("betas", "lr", "eps", "weight_decay"))
+    if group["bias_correction"]:
         adam(
             values, gradients, means, squares, [], steps,
             foreach=False, fused=True, capturable=capturable, amsgrad=False, maximize=False,

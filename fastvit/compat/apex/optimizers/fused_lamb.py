@@ -6,7 +6,7 @@ arXiv:1904.00962, algorithm 2.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -78,9 +78,7 @@ class FusedLAMB(FusedOptimizer):
         shrink = None if self._shrink is None else self._shrink.to(batch.values[0].device)
         lamb_(
             batch.values, batch.gradients, batch.state("exp_avg"), batch.state("exp_avg_sq"), group["step"],
-            shrink, lr=group["lr"], betas=group["betas"], eps=group["eps"],
-            weight_decay=group["weight_decay"], bias_correction=group["bias_correction"],
-            grad_averaging=group["grad_averaging"], adam_w_mode=self.adam_w_mode, use_nvlamb=self.use_nvlamb,
+            shrink, group, self.adam_w_mode, self.use_nvlamb,
         )  # fmt: skip
 
 
@@ -91,31 +89,27 @@ def lamb_(
     squares: list[Tensor],
     step: int,
     shrink: Tensor | None,
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    bias_correction: bool,
-    grad_averaging: bool,
+    group: Mapping[str, Any],
     adam_w_mode: bool,
     use_nvlamb: bool,
 ) -> None:
-    """Step number `step` of LAMB, in place but for the gradients, which are divided by `shrink` first."""
-    beta1, beta2 = betas
-    correction1 = 1.0 - beta1**step if bias_correction else 1.0
-    correction2 = 1.0 - beta2**step if bias_correction else 1.0
+    """Step number `step` of LAMB by the options of a group, in place but for the gradients, which are divided
+    by `shrink` first.
+    """
+    (beta1, beta2), weight_decay = group["betas"], group["weight_decay"]
+    correction1 = 1.0 - beta1**step if group["bias_correction"] else 1.0
+    correction2 = 1.0 - beta2**step if group["bias_correction"] else 1.0
     if shrink is not None:
         gradients = list(torch._foreach_div(gradients, shrink))
     if weight_decay and not adam_w_mode:
         gradients = list(torch._foreach_add(gradients, values, alpha=weight_decay))
     torch._foreach_mul_(means, beta1)
-    torch._foreach_add_(means, gradients, alpha=1.0 - beta1 if grad_averaging else 1.0)
+    torch._foreach_add_(means, gradients, alpha=1.0 - beta1 if group["grad_averaging"] else 1.0)
     torch._foreach_mul_(squares, beta2)
     torch._foreach_addcmul_(squares, gradients, gradients, 1.0 - beta2)
     updates = torch._foreach_sqrt(squares)
     torch._foreach_div_(updates, correction2**0.5)
-    torch._foreach_add_(updates, eps)
+    torch._foreach_add_(updates, group["eps"])
     updates = torch._foreach_div(means, updates)
     torch._foreach_div_(updates, correction1)
     if weight_decay and adam_w_mode:
@@ -124,4 +118,4 @@ def lamb_(
         sizes, lengths = (torch.stack(norms(tensors)) for tensors in (values, updates))
         ratios = torch.where((sizes != 0) & (lengths != 0), sizes / lengths, 1.0)
         torch._foreach_mul_(updates, ratios.unbind())
-    torch._foreach_add_(values, updates, alpha=-lr)
+    torch._foreach_add_(values, updates, alpha=-group["lr"])
