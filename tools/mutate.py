@@ -1,6 +1,6 @@
 """Mutation tests: inserts small faults into the code, one at a time, and runs the tests.
 
-    python tools/mutate.py [--only csrc/cpu/stats.cpp fastvit/recompute/calls.py] [--sample 40] [--seed 0]
+    python tools/mutate.py [--only csrc/cpu/kernels/stats.cpp csrc/cpu/act.cpp] [--sample 40] [--seed 0]
 
 A mutant is the tree with one operator, number or word of one line changed. Mutants that pass all tests are
 listed: a test is missing, or the change has no effect (a grain size, for example). All work is done in a
@@ -22,14 +22,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 COPY = ROOT / "build/mutate"
+NORMS = ("stats", "forward", "reduce", "backward")
 NORM_TESTS = ("tests/test_local_ops.py", "tests/test_ops.py")
 LAYER_NORM_TESTS, ACT_TESTS = ("tests/test_layer_norm.py",), ("tests/test_act.py",)
 SCOPE_TESTS = ("tests/test_recompute_writes.py", "tests/test_convert.py")
 TARGETS = {
-    **{f"csrc/cpu/{name}.cpp": NORM_TESTS for name in ("stats", "forward", "reduce", "backward")},
-    "csrc/cpu/layer_norm.cpp": LAYER_NORM_TESTS,
-    "csrc/cpu/act.cpp": ACT_TESTS,
-    "csrc/cpu/backend.cpp": (*NORM_TESTS, *LAYER_NORM_TESTS, *ACT_TESTS, "tests/test_peer.py"),
+    "csrc/cpu/kernels.cpp": (*NORM_TESTS, *LAYER_NORM_TESTS, *ACT_TESTS),
+    **{f"csrc/cpu/{name}.cpp": (*NORM_TESTS, "tests/test_peer.py") for name in NORMS},
+    **{f"csrc/cpu/kernels/{name}.cpp": NORM_TESTS for name in NORMS},
+    **{f"csrc/cpu/{folder}layer_norm.cpp": LAYER_NORM_TESTS for folder in ("", "kernels/")},
+    **{f"csrc/cpu/{folder}act.cpp": ACT_TESTS for folder in ("", "kernels/")},
     "fastvit/recompute/calls.py": SCOPE_TESTS,
 }
 SHARED = {" < ": " <= ", " <= ": " < ", " > ": " >= ", " >= ": " > ", " == ": " != ", " != ": " == ",

@@ -1,7 +1,7 @@
 // Vectors of the accumulation type, with loads and stores that convert.
 //
 // GCC/Clang vector extensions, as wide as the registers of the instruction set. The kernels are compiled once
-// per instruction set (see backend.cpp), each time in another namespace, so that the linker cannot mix them.
+// per instruction set (see kernels.cpp), each time in another namespace, so that the linker cannot mix them.
 #pragma once
 
 #include <torch/headeronly/util/BFloat16.h>
@@ -14,7 +14,7 @@
 #include <immintrin.h>
 #endif
 
-#include "../macros.h"
+#include "../../macros.h"
 
 #if !defined(FASTVIT_CAPABILITY)
 #define FASTVIT_CAPABILITY baseline
