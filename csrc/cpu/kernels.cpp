@@ -38,9 +38,10 @@ Kernels choose_kernels() {
 }
 
 constexpr int64_t kValuesPerPartial = 1 << 8;  // so that partial results are far smaller than the activation
+constexpr int64_t kRowsPerPartial = 1 << 7;    // for rows, whose partial results stay in the cache
 constexpr int64_t kMostTasks = 256;
-constexpr int64_t kLongPlane = 512;   // elements of a plane that is summed by itself
-constexpr int64_t kEnoughTasks = 32;  // with fewer, rows are divided into blocks of channels
+constexpr int64_t kLongPlane = 512;  // elements of a plane that is summed by itself
+constexpr int64_t kEnoughTasks = 8;  // with fewer, rows are divided into blocks of channels, read less fast
 
 }  // namespace
 
@@ -62,8 +63,8 @@ Partition partition_of(const Layout& layout) {
   p.planes = layout.S < kLongPlane ? kPiece / std::max<int64_t>(layout.S, 1) : 1;
   p.steps = layout.rows ? layout.N : layout.N * p.pieces;
   const int64_t tasks = std::clamp<int64_t>(ceil_div(layout.numel(), kTaskElements), 1, kMostTasks);
-  p.slices = std::clamp<int64_t>(std::min({p.steps, tasks, kMostSlices, layout.count() / kValuesPerPartial}),
-                                 1, kMostSlices);
+  const int64_t partials = layout.count() / (layout.rows ? kRowsPerPartial : kValuesPerPartial);
+  p.slices = std::clamp<int64_t>(std::min({p.steps, tasks, partials}), 1, kMostSlices);
   const int64_t wanted = layout.rows ? std::min(tasks, kEnoughTasks) : tasks;
   p.blocks = std::clamp<int64_t>(ceil_div(wanted, p.slices), 1, std::max<int64_t>(layout.C, 1));
   if (layout.rows) p.blocks = std::max(std::min(p.blocks, ceil_div(layout.C, 64)), p.pieces);

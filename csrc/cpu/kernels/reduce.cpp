@@ -76,15 +76,19 @@ struct Kernel {
     Buffers buffers;
     RowSums<A, kAtOnce> sums;
     Inputs in[kAtOnce];
+    NextRows<T, kAtOnce> next_input{input, n}, next_dy{dy, n};
     const Constants k(args, c0);
     const bool in_place = input.lies_in_place(n) && dy.lies_in_place(n) && (!kResidual || z.lies_in_place(n));
     for (int64_t begin = first, end; begin < last; begin = end) {
-      end = begin + kGroup < last ? begin + kGroup : last;
+      end = group_end(begin, last);
       sums.sum(
-          n, begin, end, in_place, [&](int slot, int64_t row) { in[slot] = read(row, c0, 0, n, buffers); },
+          n, begin, end, in_place,
+          [&](int slot, int64_t row) {
+            in[slot] = read(row, c0, 0, n, buffers);
+            if (slot == 0) next_input.after(in[0].x), next_dy.after(in[0].dy);
+          },
           [&](auto at, int slot) {
-            fetch_ahead(at.of(in[slot].x), 1);
-            fetch_ahead(at.of(in[slot].dy), 1);
+            if (slot == 0) next_input.fetch(at), next_dy.fetch(at);
             return terms(at, in[slot], k);
           });
       sums.for_each_channel(n, [&](int64_t c, A a, A b) {

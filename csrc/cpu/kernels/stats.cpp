@@ -38,7 +38,6 @@ struct Stats {
         args.layout, args.partition, first, last, c0, c1,
         [&](int slot, int64_t c, int64_t n, int64_t s, int64_t length, bool is_first) {
           const T* piece = x.read(x.at(x.outer(n), c, s), length, buffer);
-          fetch_ahead(piece, length);
           if (is_first) center[slot] = mean_of_first<T, A>(piece, length);
           return sum_deviations(piece, length, center[slot]);
         },
@@ -57,15 +56,21 @@ struct Stats {
     const T* row[kAtOnce];
     alignas(64) A center[kPiece];
     RowSums<A, kAtOnce> sums;
-    const auto get = [&](int slot, int64_t r) { row[slot] = x.read(x.at(x.outer(r), c0, 0), n, buffer); };
+    NextRows<T, kAtOnce> next{x, n};
+    const auto get = [&](int slot, int64_t r) {
+      row[slot] = x.read(x.at(x.outer(r), c0, 0), n, buffer);
+      if (slot == 0) next.after(row[0]);
+    };
     for (int64_t begin = first, end; begin < last; begin = end) {
-      end = begin + kGroup < last ? begin + kGroup : last;
+      end = group_end(begin, last);
       const int64_t some = begin + kFirst < end ? begin + kFirst : end;
       sums.sum(n, begin, some, x.lies_in_place(n), get,
                [&](auto at, int slot) { return Terms<A>{at.load(row[slot]), Vector<A>{}}; });
       sums.for_each_channel(n, [&](int64_t c, A sum, A) { center[c] = sum / A(some - begin); });
-      sums.sum(n, begin, end, x.lies_in_place(n), get,
-               [&](auto at, int slot) { return deviations<A>(at.load(row[slot]), at.load(center)); });
+      sums.sum(n, begin, end, x.lies_in_place(n), get, [&](auto at, int slot) {
+        if (slot == 0) next.fetch(at);
+        return deviations<A>(at.load(row[slot]), at.load(center));
+      });
       const double size = double(end - begin), share = 1 / size;
       const Joining joining = Joining::of(double(begin - first), size);
       sums.for_each_channel(n, [&](int64_t c, A deviations, A squares) {
