@@ -5,6 +5,7 @@
 # ARGS     more options of pytest for `make test`, say '-m slow' (tests of many gigabytes)
 # MODELS   published models that `make test` runs alone (pytest's -k, say 'deit3 or dinov3'); installs what they need
 # COMPILE  releases of torch that `make wheel` compiles all sources for, say 'torch==2.11.0 torch'
+# CPU      1: `make sanitizers` of the CPU's sources, with each instruction set that the machine has
 # CALL     proof, measure or libraries: a part of `make gpu`; OUT is the folder that it writes to
 
 TORCH  ?= torch==2.13.0
@@ -45,7 +46,14 @@ demo: install  ## Train a ViT on scikit-learn's digits with 2 ranks; leaves runs
 PYTEST := -m pytest -q -n auto --maxprocesses 8 --dist worksteal -m "not slow and not models"
 MODEL  := FASTVIT_TEST_DEVICE=cuda_host OMP_NUM_THREADS=1 $(RUN) $(PYTEST)
 OPS    := tests/test_ops.py tests/test_local_ops.py tests/test_layer_norm.py tests/test_act.py tests/test_arguments.py tests/test_messages.py
-INSIDE := cd "$(CURDIR)/build/coverage" && PYTHONPATH="$(CURDIR)/build/coverage" OMP_NUM_THREADS=1 "$(CURDIR)/$(RUN)"
+INSIDE = cd "$(CURDIR)/build/$(1)" && PYTHONPATH="$(CURDIR)/build/$(1)" OMP_NUM_THREADS=1 "$(CURDIR)/$(RUN)"
+# build/$(1): the tree, with the CPU's sources compiled by g++ $(2)
+define COPY
+rm -rf build/$(1) && mkdir -p build/$(1)
+cp -r setup.py pyproject.toml README.md LICENSE csrc fastvit tests benchmarks build/$(1)
+rm -f build/$(1)/fastvit/*.so && printf '#!/bin/sh\nexec g++ "$$@" $(2)\n' >build/$(1)/c++ && chmod +x build/$(1)/c++
+export CXX="$(CURDIR)/build/$(1)/c++" FASTVIT_CUDA=0 && $(INSIDE) setup.py -q build_ext --inplace
+endef
 ON_MODEL := $(OPS) tests/cuda_host/test_cuda_host_kernels.py tests/cuda_host/test_cuda_host_exchange.py
 
 ifdef MODELS
@@ -57,27 +65,35 @@ test: install
 	$(RUN) $(PYTEST) $(ARGS)
 else
 test: install  ## All tests, and the lines that they reach; the CUDA sources run on a model of a GPU
-	rm -rf build/python.coverage* build/coverage && mkdir -p build/coverage
+	rm -rf build/python.coverage*
 	$(RUN) -m coverage run $(PYTEST) --ignore tests/cuda_host
 	$(RUN) tests/cuda_host/build.py plain
 	$(MODEL) $(ON_MODEL) tests/test_peer_faults.py
 	$(RUN) -m coverage combine -q
 	$(RUN) -m coverage report
-	command -v g++ >/dev/null && command -v gcov >/dev/null || { echo "C++ is not counted: no g++ or gcov"; exit; } ;\
-	set -e ;\
-	cp -r setup.py pyproject.toml README.md LICENSE csrc fastvit tests benchmarks build/coverage ;\
-	rm -f build/coverage/fastvit/*.so; printf '#!/bin/sh\nexec g++ "$$@" -O0 --coverage\n' >build/coverage/c++ ;\
-	chmod +x build/coverage/c++; export CXX="$(CURDIR)/build/coverage/c++" FASTVIT_CUDA=0 ;\
-	$(INSIDE) setup.py -q build_ext --inplace ;\
-	$(INSIDE) $(PYTEST) -k "not compiled" $(OPS) tests/test_peer.py tests/test_statistics.py ;\
-	$(INSIDE) -m gcovr --root . --filter csrc/ --merge-lines --gcov-ignore-parse-errors=negative_hits.warn_once_per_file --gcov-ignore-parse-errors=suspicious_hits.warn_once_per_file
+ifeq ($(and $(shell command -v g++),$(shell command -v gcov)),)
+	@echo "C++ is not counted: no g++ or gcov"
+else
+	$(call COPY,coverage,-O0 --coverage)
+	$(call INSIDE,coverage) $(PYTEST) -k "not compiled" $(OPS) tests/test_peer.py tests/test_statistics.py
+	$(call INSIDE,coverage) -m gcovr --root . --filter csrc/ --merge-lines --gcov-ignore-parse-errors=negative_hits.warn_once_per_file --gcov-ignore-parse-errors=suspicious_hits.warn_once_per_file
+endif
 endif
 
+ifdef CPU
+sanitizers: install
+	$(call COPY,sanitizers,-O1 -g1 -fsanitize=address -fsanitize=undefined -fno-sanitize-recover=undefined -fno-sanitize=vptr)
+	for capability in default avx2 avx512; do \
+	export $$($(RUN) tests/cuda_host/redirect.py) ATEN_CPU_CAPABILITY=$$capability ;\
+	($(call INSIDE,sanitizers) $(PYTEST) -k "not compiled and not instruction_sets" $(OPS) tests/test_peer.py tests/test_statistics.py) || exit ;\
+	done
+else
 sanitizers: install  ## The CUDA sources on the model under the race checker, and under the sanitizers
 	$(RUN) tests/cuda_host/build.py
 	$(MODEL) -n 0 tests/cuda_host/test_cuda_host_bugs.py
 	FASTVIT_CUDA_HOST=race $(MODEL) $(ON_MODEL)
 	env $$($(RUN) tests/cuda_host/redirect.py) FASTVIT_CUDA_HOST=asan $(MODEL) $(ON_MODEL) tests/test_layers.py tests/test_batch_norm_act.py
+endif
 
 test-stacks: install  ## fastvit.convert in trainers and other models, which it installs: docs/in-your-trainer.md
 	$(RUN) -m pip install --quiet --disable-pip-version-check timm torchvision transformers accelerate peft lightning mmengine diffusers einops monai ultralytics tyro spmd_types==0.2.3 "torch==$$($(RUN) -c 'import torch; print(torch.__version__)')"

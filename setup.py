@@ -96,7 +96,7 @@ def ninja_file(cxx: str, cuda: Path | None, why: str) -> str:
     objects = []
     for path in cpp_sources():
         source = str(path.relative_to(ROOT / "csrc").with_suffix(""))
-        once = not source.startswith("cpu/") or source == "cpu/backend"
+        once = not source.startswith("cpu/kernels/")
         for name in ["baseline"] if once else CAPABILITIES:
             objects.append(f"{source}.{name}.o")
             lines.append(f"build {objects[-1]}: cxx $csrc/{source}.cpp")

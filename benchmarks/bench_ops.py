@@ -41,7 +41,8 @@ class Layer:
     passes = {"forward": 3, "backward": 5, "both": 8}
 
     def __init__(self, layer: nn.Module, leaf: torch.Tensor, dy: torch.Tensor):
-        self.layer, self.leaf, self.dy = layer.to(leaf.device), leaf, dy
+        wide = torch.promote_types(leaf.dtype, torch.float32)
+        self.layer, self.leaf, self.dy = layer.to(leaf.device, wide), leaf, dy
         self.inputs = [leaf, *self.layer.parameters()]
         self.held = [None]  # popped when used, so that nothing but autograd keeps a tensor
 

@@ -216,8 +216,9 @@ def torch_ops(case: Case, x: torch.Tensor, dy: torch.Tensor) -> dict[str, Op]:
     """torch's functions for the same work, with names as those of `raw_ops`; its backward is one function."""
     if case.layout == "tokens":
         x, dy = x.flatten(0, 1), dy.flatten(0, 1)
-    weight, bias = torch.ones(case.channels), torch.zeros(case.channels)
-    mean, var = torch.zeros(case.channels), torch.ones(case.channels)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    weight, var = torch.ones(2, case.channels, dtype=wide)
+    bias, mean = torch.zeros(2, case.channels, dtype=wide)
 
     def forward():
         return F.leaky_relu(F.batch_norm(x, mean, var, weight, bias), 0.01, inplace=True)

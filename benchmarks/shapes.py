@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 LAYOUTS = ("nchw", "channels_last", "tokens")
 
 
@@ -86,8 +86,8 @@ def cases() -> list[Case]:
 
 
 def cpu_cases() -> list[Case]:
-    """Tokens, channels_last and small planes, of 4 to 13 MB."""
-    return [
+    """Tokens, channels_last and small planes, of 4 to 13 MB; tokens and planes in the other dtypes too."""
+    both = [
         case
         for dtype in ("fp32", "bf16")
         for case in (
@@ -98,6 +98,8 @@ def cpu_cases() -> list[Case]:
             *images(16, [(96, 40)], ("channels_last", "nchw"), (dtype,)),
         )
     ]
+    others = ("fp16", "fp64")
+    return [*both, *tokens([(32, 384)], others), *images(16, [(96, 40)], ("nchw",), others)]
 
 
 def quick_cases() -> list[Case]:

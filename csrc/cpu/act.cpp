@@ -1,103 +1,15 @@
-// act_forward, glu_forward: y = act(x) (* b). act_backward, glu_backward: dx = dy (* b) * act'(x), and with a
-// gate db = dy * act(x).
-// Memory   reads x (and b) once and writes y once; backward reads x, dy (and b) once and writes dx (and db).
-// Mapping  span by span in the order of memory; threads take contiguous ranges.
-// Numerics act' from x, in the accumulation type; one rounding to storage.
-// Source   Hendrycks, Gimpel, arXiv:1606.08415; gates: Shazeer, arXiv:2002.05202.
-#include "walk.h"
+// act_forward, glu_forward, act_backward, glu_backward on the CPU.
+#include "backend.h"
+#include "kernels.h"
 
 namespace fastvit {
-namespace FASTVIT_CAPABILITY {
-namespace {
 
-template <class A>
-struct Results {
-  Vector<A> first, second;
-};
-
-// What one vector of each operand gives: y, or dx and db.
-template <class A, bool kBackward, bool kGated, Activation kActivation>
-FASTVIT_INLINE Results<A> results(Vector<A> x, Vector<A> dy, Vector<A> b, A param) {
-  using Fn = ActivationFn<kActivation>;
-  if constexpr (!kBackward) {
-    const Vector<A> y = Fn::forward(x, param);
-    return {kGated ? y * b : y, Vector<A>{}};
-  } else if constexpr (kGated) {
-    return {Fn::backward(Vector<A>(dy * b), x, param), dy * Fn::forward(x, param)};
-  } else {
-    return {Fn::backward(dy, x, param), Vector<A>{}};
-  }
+void Cpu::act_forward(const ActArgs& args) {
+  if (args.layout.numel() > 0) kernels().act_forward({args, partition_of(args.layout)});
 }
 
-template <class T, class A, bool kBackward, bool kGated, Activation kActivation>
-struct Kernel {
-  static constexpr bool kSecond = kBackward && kGated;
-
-  static void span(const T* x, const T* g, const T* b, T* out, T* db, int64_t n, A param) {
-    for_each_vector<A>(
-        n,
-        [&](auto at) {
-          return results<A, kBackward, kGated, kActivation>(at.load(x), kBackward ? at.load(g) : Vector<A>{},
-                                                            kGated ? at.load(b) : Vector<A>{}, param);
-        },
-        [&](auto at, const Results<A>& r) {
-          at.store(out, r.first);
-          if (kSecond) at.store(db, r.second);
-        });
-  }
-
-  static void run(const ActParams& args) {
-    const Activations<T> x(args.x, args.layout, 0), dy(args.dy, args.layout, 1),
-        out(args.out, args.layout, kBackward ? 2 : 1), b(args.b, args.layout, kBackward ? 3 : 2),
-        db(args.db, args.layout, 4);
-    const A param = A(args.activation_param);
-    torch::stable::parallel_for(
-        0, positions(args.layout, args.partition), grain_of(args.partition.piece),
-        [&](int64_t begin, int64_t end) {
-          T x_buffer[kPiece], out_buffer[kPiece], dy_buffer[kBackward ? kPiece : 1],
-              b_buffer[kGated ? kPiece : 1], db_buffer[kSecond ? kPiece : 1];
-          for_each_piece(args.layout, args.partition, begin, end,
-                         [&](int64_t n, int64_t c, int64_t s, int64_t length) {
-                           const auto read = [&](const Activations<T>& from, T* buffer) {
-                             return from.read(from.at(from.outer(n), c, s), length, buffer);
-                           };
-                           T* const to = out.at(out.outer(n), c, s);
-                           T* const second = kSecond ? db.at(db.outer(n), c, s) : nullptr;
-                           span(read(x, x_buffer), kBackward ? read(dy, dy_buffer) : nullptr,
-                                kGated ? read(b, b_buffer) : nullptr, out.target(to, length, out_buffer),
-                                kSecond ? db.target(second, length, db_buffer) : nullptr, length, param);
-                           out.written(to, length, out_buffer);
-                           if (kSecond) db.written(second, length, db_buffer);
-                         });
-        });
-  }
-};
-
-template <class T, class A, bool kBackward>
-void dispatch(const ActParams& args) {
-  dispatch_activation(args.activation, [&]<Activation kActivation>() {
-    args.b ? Kernel<T, A, kBackward, true, kActivation>::run(args)
-           : Kernel<T, A, kBackward, false, kActivation>::run(args);
-  });
-}
-template <class T, class A>
-struct Forward {
-  static void run(const ActParams& args) { dispatch<T, A, false>(args); }
-};
-template <class T, class A>
-struct Backward {
-  static void run(const ActParams& args) { dispatch<T, A, true>(args); }
-};
-
-}  // namespace
-
-void act_forward(const ActParams& args) {
-  dispatch_dtype<Forward>(args);
+void Cpu::act_backward(const ActArgs& args) {
+  if (args.layout.numel() > 0) kernels().act_backward({args, partition_of(args.layout)});
 }
 
-void act_backward(const ActParams& args) {
-  dispatch_dtype<Backward>(args);
-}
-
-}  // namespace FASTVIT_CAPABILITY
 }  // namespace fastvit

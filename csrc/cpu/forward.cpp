@@ -1,64 +1,63 @@
-// bn_forward, bn_apply, abn_forward_: y = act((x - mean) * scale + beta (+ z)), scale = gamma * invstd.
-// Memory   reads x (and z) once, writes y once, over x or to a new tensor.
-// Mapping  span by span in the order of memory; threads take contiguous ranges.
-// Numerics the mean is subtracted first, so a mean much larger than the deviation loses no digits.
-// Source   Ioffe, Szegedy, arXiv:1502.03167; in place: arXiv:1712.02616.
-#include "walk.h"
+// bn_forward, bn_apply, abn_forward_ on the CPU: the O(C) part, in double: running statistics, tables.
+#include <cmath>
+#include <limits>
+
+#include "backend.h"
+#include "channels.h"
+#include "kernels.h"
 
 namespace fastvit {
-namespace FASTVIT_CAPABILITY {
-namespace {
 
-template <class T, class A, bool kRows, bool kResidual, Activation kActivation>
-void forward_span(const T* x, const T* z, T* y, int64_t n, int64_t c, const ForwardParams& args) {
-  const PerChannel<A, kRows> mean(args.mean, c), scale(args.scale, c), beta(args.beta, c);
-  const A param = A(args.activation_param);
-  for_each_vector<A>(
-      n,
-      [&](auto at) {
-        Vector<A> v = (at.load(x) - mean.at(at)) * scale.at(at) + beta.at(at);
-        if (kResidual) v += at.load(z);
-        return ActivationFn<kActivation>::forward(v, param);
-      },
-      [&](auto at, Vector<A> result) { at.store(y, result); });
+void Cpu::forward(const ForwardArgs& args) {
+  const int64_t C = args.layout.C;
+  with_accumulation(args.dtype, [&](auto zero) {
+    using A = decltype(zero);
+    const A* moments = static_cast<const A*>(args.moments);
+    const A* given = static_cast<const A*>(args.given);
+    A* saved = static_cast<A*>(args.saved);
+    double count = std::numeric_limits<double>::infinity(), factor = args.momentum;
+    if (moments) {
+      count = load_count(moments + 2 * C);
+      if (args.num_batches_tracked && !std::isnan(count)) {
+        ++*args.num_batches_tracked;
+        if (args.cumulative) factor = 1.0 / double(*args.num_batches_tracked);
+      }
+    }
+    Tables<A> table(3, C);
+    for (int64_t c = 0; c < C; ++c) {
+      double mean, variance;
+      if (given) {
+        mean = given[c];
+        variance = 0;
+      } else if (moments) {
+        const double m2 = moments[C + c];
+        mean = moments[c];
+        variance = count == 0 ? 0 : m2 / count;  // NaN after a failed exchange
+        if (args.running_mean.data && count > 0) {
+          const double unbiased = m2 / std::max(count - 1, 1.0);
+          const double old_mean = number(args.running_mean, c, 0), old_var = number(args.running_var, c, 1);
+          set_number(args.running_mean, c, old_mean + factor * (mean - old_mean));
+          set_number(args.running_var, c, old_var + factor * (unbiased - old_var));
+        }
+      } else {
+        mean = number(args.running_mean, c, 0);
+        variance = number(args.running_var, c, 1);
+      }
+      const A invstd = given ? given[C + c] : A(1 / std::sqrt(variance + args.eps));
+      table[0][c] = A(mean);
+      table[1][c] = A(gamma_of(args, c) * double(invstd));
+      table[2][c] = A(number(args.bias, c, 0));
+      if (!given) saved[c] = A(mean), saved[C + c] = invstd;
+    }
+    if (moments) {
+      store_count(saved + 2 * C, count);
+    } else if (!given) {
+      saved[2 * C] = std::numeric_limits<A>::infinity();
+      saved[2 * C + 1] = 0;
+    }
+    if (args.layout.numel() > 0)
+      kernels().forward({args, partition_of(args.layout), table[0], table[1], table[2]});
+  });
 }
 
-template <class T, class A>
-struct Forward {
-  static void run(const ForwardParams& args) {
-    dispatch_activation(args.activation, [&]<Activation kActivation>() {
-      if (args.layout.rows)
-        args.z ? walk<true, true, kActivation>(args) : walk<true, false, kActivation>(args);
-      else
-        args.z ? walk<false, true, kActivation>(args) : walk<false, false, kActivation>(args);
-    });
-  }
-
-  template <bool kRows, bool kResidual, Activation kActivation>
-  static void walk(const ForwardParams& args) {
-    const Activations<T> x(args.x, args.layout, 0), y(args.y, args.layout, 1), z(args.z, args.layout, 2);
-    torch::stable::parallel_for(
-        0, positions(args.layout, args.partition), grain_of(args.partition.piece),
-        [&](int64_t begin, int64_t end) {
-          T x_buffer[kPiece], y_buffer[kPiece], z_buffer[kResidual ? kPiece : 1];
-          for_each_piece(args.layout, args.partition, begin, end,
-                         [&](int64_t n, int64_t c, int64_t s, int64_t length) {
-                           T* out = y.at(y.outer(n), c, s);
-                           forward_span<T, A, kRows, kResidual, kActivation>(
-                               x.read(x.at(x.outer(n), c, s), length, x_buffer),
-                               kResidual ? z.read(z.at(z.outer(n), c, s), length, z_buffer) : nullptr,
-                               y.target(out, length, y_buffer), length, c, args);
-                           y.written(out, length, y_buffer);
-                         });
-        });
-  }
-};
-
-}  // namespace
-
-void forward(const ForwardParams& args) {
-  dispatch_dtype<Forward>(args);
-}
-
-}  // namespace FASTVIT_CAPABILITY
 }  // namespace fastvit

@@ -1,19 +1,13 @@
-// The interface between backend.cpp, compiled once, and the kernels, compiled once per instruction set.
+// The interface between the ops' O(C) parts, compiled once, and the kernels, compiled once per instruction
+// set.
 //
-// Arguments are plain structs, and the caller allocates every buffer: the kernels' files must not instantiate
-// library templates, which the linker could share between instruction sets.
+// Parameters are plain structs, and the caller allocates every buffer: the kernels' files must not
+// instantiate library templates, which the linker could share between instruction sets.
 #pragma once
 
-#include <torch/headeronly/core/ScalarType.h>
-
-#include <cstdint>
-
-#include "../activation.h"
-#include "../layout.h"
+#include "../arguments.h"
 
 namespace fastvit {
-
-using torch::headeronly::ScalarType;
 
 constexpr int kPiece = 2048;  // longest run of elements processed at once; bounds the buffers on the stack
 
@@ -28,82 +22,55 @@ struct Partition {
   int64_t blocks;  // a block is a range of channels; a task is a (slice, block)
 };
 
-struct StatsParams {
-  Layout layout;
+Partition partition_of(const Layout& layout);
+
+constexpr int64_t kTaskElements = 1 << 16;  // fewest elements that are worth a task
+constexpr int64_t kMostSlices = 64;
+
+inline int64_t ceil_div(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
+
+// An op's arguments and what its O(C) part makes for the kernel. Tables are in the accumulation type.
+
+struct StatsParams : StatsArgs {
   Partition partition;
-  ScalarType dtype;
-  const void* x;
   double* partial;  // [slices][2][C]: mean, M2
 };
 
-struct ReduceParams {
-  Layout layout;
+struct ForwardParams : ForwardArgs {
   Partition partition;
-  ScalarType dtype;
-  bool in_place;
-  Activation activation;
-  double activation_param, limit;
-  const void *input, *dy, *z;
-  const void *mean, *scale, *beta, *inverse_gamma;  // [C], accumulation type
+  const void *mean, *scale, *beta;  // [C]
+};
+
+struct ReduceParams : ReduceArgs {
+  Partition partition;
+  double limit;                              // of |xhat|
+  const void *scale, *beta, *inverse_gamma;  // [C]
   double* partial;  // [slices][2][C]: sum dz, and sum dz*(x - mean), or in place sum dz*xhat
 };
 
-struct ForwardParams {
-  Layout layout;
+struct BackwardParams : BackwardArgs {  // dx = scale * (dz - a - b * (x - mean)), or in place b * xhat
   Partition partition;
-  ScalarType dtype;
-  Activation activation;
-  double activation_param;
-  const void* x;
-  const void* z;
-  void* y;
-  const void *mean, *scale, *beta;
+  double limit;
+  const void *scale, *beta, *inverse_gamma, *a, *b;  // [C]
 };
 
-struct BackwardParams {  // dx = scale * (dz - a - b * (x - mean)), or in place scale * (dz - a - b * xhat)
-  Layout layout;
-  Partition partition;
-  ScalarType dtype;
-  bool in_place;
-  Activation activation;
-  double activation_param, limit;
-  const void *input, *dy, *z;
-  void *dx, *dz;
-  const void *mean, *scale, *beta, *inverse_gamma, *a, *b;
+struct LayerNormForwardParams : LayerNormForwardArgs {
+  const void *gamma, *beta;  // [columns]
 };
 
-struct LayerNormForwardParams {
-  int64_t rows, columns;
-  ScalarType dtype, output_dtype;
-  double eps;
-  const void* x;
-  void* y;
-  const void *gamma, *beta;  // [columns], accumulation type
-  void* saved;               // mean[rows], invstd[rows]
-};
-
-struct LayerNormBackwardParams {
-  int64_t rows, columns;
-  ScalarType dtype, output_dtype;
+struct LayerNormBackwardParams : LayerNormBackwardArgs {
   int64_t slices;  // of rows
-  const void *x, *dy;
-  void* dx;
   const void* gamma;
-  const void* saved;
-  // Sum dy and sum dy*xhat; null where they are not needed.
+  // Of sum dy and sum dy*xhat, where they are needed.
   int64_t stride;   // columns, rounded up to whole vectors
   void* group;      // [slices][2][stride], accumulation type: of a few rows
   double* partial;  // [slices][2][columns]
 };
 
-struct ActParams {  // out = act(x) (* b), or dx = dy (* b) * act'(x) and db = dy * act(x)
-  Layout layout;
+struct ActParams : ActArgs {
   Partition partition;
-  ScalarType dtype;
-  Activation activation;
-  double activation_param;
-  const void *x, *b, *dy;
-  void *out, *db;
 };
 
 #define FASTVIT_DECLARE_KERNELS(capability)                 \
@@ -121,6 +88,20 @@ FASTVIT_DECLARE_KERNELS(baseline)
 FASTVIT_DECLARE_KERNELS(avx2)
 FASTVIT_DECLARE_KERNELS(avx512)
 #undef FASTVIT_DECLARE_KERNELS
+
+struct Kernels {
+  const char* name;
+  void (*stats)(const StatsParams&);
+  void (*forward)(const ForwardParams&);
+  void (*reduce)(const ReduceParams&);
+  void (*backward)(const BackwardParams&);
+  void (*layer_norm_forward)(const LayerNormForwardParams&);
+  void (*layer_norm_backward)(const LayerNormBackwardParams&);
+  void (*act_forward)(const ActParams&);
+  void (*act_backward)(const ActParams&);
+};
+
+const Kernels& kernels();  // of the best instruction set
 
 // Values per channel in the steps before `step`.
 inline int64_t values_before(const Layout& layout, const Partition& partition, int64_t step) {

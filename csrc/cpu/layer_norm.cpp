@@ -1,148 +1,53 @@
-// layer_norm_forward: y = (x - mean) * invstd * gamma + beta for each row, in the dtype of y.
-// layer_norm_backward: dx = invstd * (g - mean(g) - xhat * mean(g * xhat)) with g = dy * gamma; and for each
-// column sum dy and sum dy * xhat.
-// Memory   forward reads x once and writes y once; backward reads x and dy once and writes dx once. A row
-//          stays in the L1 cache between the passes over it.
-// Mapping  forward: threads take rows. Backward: a task is a slice of rows, which fixes the order of sums.
-// Numerics moments as in bn_stats; pieces of a row merge in double. The columns' sums of 128 rows are in
-//          the accumulation type, and these are added in double, in a fixed order.
-// Source   Ba, Kiros, Hinton, arXiv:1607.06450; moments: Chan, Golub, LeVeque (1979).
-#include <cmath>
+// layer_norm_forward, layer_norm_backward on the CPU: tables, and the sum of the slices' sums in double.
+#include <algorithm>
 
-#include "../moments.h"
-#include "piece_moments.h"
-#include "walk.h"
+#include "backend.h"
+#include "channels.h"
+#include "kernels.h"
 
 namespace fastvit {
-namespace FASTVIT_CAPABILITY {
 namespace {
 
-// T: of x and dx. G: of y and dy. A: of the arithmetic.
-template <class T, class G, class A>
-struct Forward {
-  static void row(const T* x, G* y, int64_t n, const A* gamma, const A* beta, A mean, A invstd) {
-    for_each_vector<A>(
-        n, [&](auto at) { return (at.load(x) - mean) * invstd * at.load(gamma) + at.load(beta); },
-        [&](auto at, Vector<A> result) { at.store(y, result); });
-  }
+constexpr int64_t kRowsPerSlice = 16;  // at least: keeps a slice's sums smaller than its rows
 
-  static void run(const LayerNormForwardParams& args) {
-    const int64_t n = args.columns;
-    const T* x = static_cast<const T*>(args.x);
-    G* y = static_cast<G*>(args.y);
-    const A *gamma = static_cast<const A*>(args.gamma), *beta = static_cast<const A*>(args.beta);
-    A *mean = static_cast<A*>(args.saved), *invstd = mean + args.rows;
-    torch::stable::parallel_for(0, args.rows, grain_of(n), [&](int64_t begin, int64_t end) {
-      for (int64_t r = begin; r < end; ++r) {
-        Moments<double> all;
-        for (int64_t at = 0; at < n; at += kPiece) {
-          const int64_t length = n - at < kPiece ? n - at : kPiece;
-          const PieceMoments piece = moments_of<T, A>(x + r * n + at, length);
-          all.merge(double(length), piece.mean, piece.m2);
-        }
-        mean[r] = A(all.mean);
-        invstd[r] = A(1 / std::sqrt(all.m2 / double(n) + args.eps));
-        row(x + r * n, y + r * n, n, gamma, beta, mean[r], invstd[r]);
-      }
-    });
-  }
-};
-
-template <class T, class G, class A>
-struct Backward {
-  static constexpr int L = kLanes<A>;
-
-  // Where a vector is added to the columns' sums. The last has a place of its own, also where it overlaps the
-  // one before.
-  static int64_t column(Whole<A> at) { return at.i; }
-  static int64_t column(End<A> at) { return at.n / L * L; }
-  static FASTVIT_INLINE void add(A* sums, Vector<A> terms) { store<A>(sums, load<A>(sums) + terms); }
-
-  template <bool kColumns>
-  static void row(const T* x, const G* dy, T* dx, int64_t n, const A* gamma, A mean, A invstd, A* bias,
-                  A* weight) {
-    const auto xhat = [&](auto at) -> Vector<A> { return (at.load(x) - mean) * invstd; };
-    const Terms<A> sums = sum_plane<A, 2>(n, [&](auto at) {
-      const Vector<A> y = at.load(dy), h = xhat(at), g = y * at.load(gamma);
-      if constexpr (kColumns) {
-        add(bias + column(at), y);
-        add(weight + column(at), y * h);
-      }
-      return Terms<A>{g, g * h};
-    });
-    const A a = sum_lanes<A>(sums.first) / A(n), b = sum_lanes<A>(sums.second) / A(n);
-    for_each_vector<A>(
-        n, [&](auto at) -> Vector<A> { return (at.load(dy) * at.load(gamma) - a - xhat(at) * b) * invstd; },
-        [&](auto at, Vector<A> result) { at.store(dx, result); });
-  }
-
-  static void run(const LayerNormBackwardParams& args) {
-    args.group ? slices<true>(args) : slices<false>(args);
-  }
-
-  template <bool kColumns>
-  static void slices(const LayerNormBackwardParams& args) {
-    const int64_t n = args.columns;
-    const T* x = static_cast<const T*>(args.x);
-    const G* dy = static_cast<const G*>(args.dy);
-    T* dx = static_cast<T*>(args.dx);
-    const A* gamma = static_cast<const A*>(args.gamma);
-    const A *mean = static_cast<const A*>(args.saved), *invstd = mean + args.rows;
-    torch::stable::parallel_for(0, args.slices, 1, [&](int64_t first, int64_t last) {
-      for (int64_t slice = first; slice < last; ++slice) {
-        A* bias = kColumns ? static_cast<A*>(args.group) + slice * 2 * args.stride : nullptr;
-        A* weight = kColumns ? bias + args.stride : nullptr;
-        const int64_t end = args.rows * (slice + 1) / args.slices;
-        for (int64_t r = args.rows * slice / args.slices; r < end;) {
-          const int64_t until = r + kGroup < end ? r + kGroup : end;
-          for (; r < until; ++r)
-            row<kColumns>(x + r * n, dy + r * n, dx + r * n, n, gamma, mean[r], invstd[r], bias, weight);
-          if constexpr (kColumns) {
-            double* partial = args.partial + slice * 2 * n;
-            flush(bias, n, partial);
-            flush(weight, n, partial + n);
-          }
-        }
-      }
-    });
-  }
-
-  // Adds the sums of a group of rows to total[n], and sets them to 0.
-  static void flush(A* sums, int64_t n, double* total) {
-    const int64_t whole = n / L * L, padded = whole < n ? whole + L : n;
-    for (int64_t c = 0; c < whole; ++c) total[c] += double(sums[c]);
-    for (int64_t c = whole; c < n; ++c) total[c] += double(sums[c + padded - n]);
-    for (int64_t c = 0; c < padded; ++c) sums[c] = 0;
-  }
-};
-
-// Calls Kernel<T, G, A>::run(args) for the dtypes in args.
-template <template <class, class, class> class Kernel, class Args>
-void dispatch_dtypes(const Args& args) {
-  const bool narrows = args.output_dtype != args.dtype;
-  switch (args.dtype) {
-    case ScalarType::Float:
-      if (!narrows) return Kernel<float, float, float>::run(args);
-      if (args.output_dtype == ScalarType::BFloat16) return Kernel<float, BFloat16, float>::run(args);
-      return Kernel<float, Half, float>::run(args);
-    case ScalarType::Double:
-      return Kernel<double, double, double>::run(args);
-    case ScalarType::BFloat16:
-      return Kernel<BFloat16, BFloat16, float>::run(args);
-    default:
-      return Kernel<Half, Half, float>::run(args);
-  }
+// weight or bias in the accumulation type.
+template <class A>
+std::vector<A> column_table(const Channels& given, int64_t columns, double absent) {
+  std::vector<A> table(columns);
+  for (int64_t c = 0; c < columns; ++c) table[c] = A(number(given, c, absent));
+  return table;
 }
 
 }  // namespace
 
-void layer_norm_forward(const LayerNormForwardParams& args) {
-  dispatch_dtypes<Forward>(args);
+void Cpu::layer_norm_forward(const LayerNormForwardArgs& args) {
+  if (args.rows == 0) return;
+  with_accumulation(args.dtype, [&](auto zero) {
+    using A = decltype(zero);
+    const auto gamma = column_table<A>(args.weight, args.columns, 1),
+               beta = column_table<A>(args.bias, args.columns, 0);
+    kernels().layer_norm_forward({args, gamma.data(), beta.data()});
+  });
 }
 
-void layer_norm_backward(const LayerNormBackwardParams& args) {
-  dispatch_dtypes<Backward>(args);
+void Cpu::layer_norm_backward(const LayerNormBackwardArgs& args) {
+  const int64_t D = args.columns, stride = ceil_div(D, 16) * 16;
+  const int64_t slices = std::clamp<int64_t>(
+      std::min(ceil_div(args.rows * D, kTaskElements), args.rows / kRowsPerSlice), 1, kMostSlices);
+  with_accumulation(args.dtype, [&](auto zero) {
+    using A = decltype(zero);
+    const auto gamma = column_table<A>(args.weight, D, 1);
+    std::vector<A> group(args.sums ? slices * 2 * stride : 0);
+    std::vector<double> partial(args.sums ? slices * 2 * D : 0);
+    if (args.rows > 0)
+      kernels().layer_norm_backward({args, slices, gamma.data(), stride, group.data(), partial.data()});
+    A* sums = static_cast<A*>(args.sums);
+    for (int64_t i = 0; sums && i < 2 * D; ++i) {
+      double sum = 0;
+      for (int64_t s = 0; s < slices; ++s) sum += partial[s * 2 * D + i];
+      sums[i] = A(sum);
+    }
+  });
 }
 
-}  // namespace FASTVIT_CAPABILITY
 }  // namespace fastvit

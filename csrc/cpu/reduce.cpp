@@ -1,123 +1,40 @@
-// bn_reduce, abn_reduce: sum dz and sum dz*xhat per channel; dz = dy * act'(v), v the pre-activation.
-// Memory   reads x (or y), dy (and z) once; writes two doubles per slice and channel.
-// Mapping  task = (slice of planes or rows, block of channels), in the order of memory.
-// Numerics a piece accumulates in the accumulation type, pieces in double, in a fixed order. From x the
-//          second sum is of dz * (x - mean); the caller multiplies by invstd. From y, xhat is recovered.
-// Needs    in place: gamma != 0 and an invertible activation.
-// Source   arXiv:1712.02616, section 3.
-#include "sums.h"
+// bn_reduce, abn_reduce on the CPU: the O(C) part, in double: tables, and the sum of the slices' sums.
+#include <cmath>
+
+#include "../sync/cpu_peer.h"
+#include "backend.h"
+#include "channels.h"
+#include "kernels.h"
 
 namespace fastvit {
-namespace FASTVIT_CAPABILITY {
-namespace {
 
-template <class T, class A, bool kRows, bool kInPlace, bool kResidual, Activation kActivation>
-struct Kernel {
-  using Fn = ActivationFn<kActivation>;
-  const ReduceParams& args;
-  const Activations<T> input{args.input, args.layout, 0}, dy{args.dy, args.layout, 1},
-      z{args.z, args.layout, 2};
-  const A limit = A(args.limit), param = A(args.activation_param);
-
-  using Constant = PerChannel<A, kRows>;
-  struct Constants {
-    Constant mean, scale, beta, inverse_gamma;
-    Constants(const ReduceParams& args, int64_t c)
-        : mean(kInPlace ? args.beta : args.mean, c),
-          scale(kInPlace ? args.beta : args.scale, c),
-          beta(args.beta, c),
-          inverse_gamma(kInPlace ? args.inverse_gamma : args.beta, c) {}
-  };
-
-  struct Inputs {
-    const T *x, *dy, *z;
-  };
-  template <class Place>
-  FASTVIT_INLINE Terms<A> terms(Place at, const Inputs& in, const Constants& k) const {
-    const Vector<A> x = at.load(in.x), g = at.load(in.dy);
-    if constexpr (kInPlace) {
-      const Vector<A> dz = Fn::backward_y(g, x, param);
-      return {dz, dz * recover_xhat(Fn::inverse(x, param), k.beta.at(at), k.inverse_gamma.at(at), limit)};
-    } else {
-      const Vector<A> t = x - k.mean.at(at);
-      Vector<A> v = t * k.scale.at(at) + k.beta.at(at);
-      if (kResidual) v += at.load(in.z);
-      const Vector<A> dz = Fn::backward(g, v, param);
-      return {dz, dz * t};
+void Cpu::reduce(const ReduceArgs& args) {
+  const int64_t C = args.layout.C;
+  const Partition partition = partition_of(args.layout);
+  std::vector<double> partial(partition.slices * 2 * C);
+  with_accumulation(args.dtype, [&](auto zero) {
+    using A = decltype(zero);
+    const A* saved = static_cast<const A*>(args.saved);
+    A* sums = static_cast<A*>(args.sums);
+    const double count = load_count(saved + 2 * C);
+    Tables<A> table(3, C);
+    for (int64_t c = 0; c < C; ++c) {
+      const double gamma = gamma_of(args, c);
+      table[0][c] = A(gamma * double(saved[C + c]));
+      table[1][c] = A(number(args.bias, c, 0));
+      table[2][c] = A(1 / gamma);
     }
-  }
-
-  struct Buffers {
-    T x[kPiece], dy[kPiece], z[kResidual ? kPiece : 1];
-  };
-  Inputs read(int64_t n, int64_t c, int64_t s, int64_t length, Buffers& buffers) const {
-    return {input.read(input.at(input.outer(n), c, s), length, buffers.x),
-            dy.read(dy.at(dy.outer(n), c, s), length, buffers.dy),
-            kResidual ? z.read(z.at(z.outer(n), c, s), length, buffers.z) : nullptr};
-  }
-
-  void planes(int64_t first, int64_t last, int64_t c0, int64_t c1, double* sum, double* weighted) const {
-    Buffers buffers;
-    sum_planes<A>(
-        args.layout, args.partition, first, last, c0, c1,
-        [&](int, int64_t c, int64_t n, int64_t s, int64_t length, bool) {
-          const Constants k(args, c);
-          const Inputs in = read(n, c, s, length, buffers);
-          return sum_plane<A, 2>(length, [&](auto at) { return terms(at, in, k); });
-        },
-        [&](int, int64_t c, const Terms<A>& sums, int64_t, int64_t) {
-          sum[c] += double(sum_lanes<A>(sums.first));
-          weighted[c] += double(sum_lanes<A>(sums.second));
-        });
-  }
-
-  void rows(int64_t first, int64_t last, int64_t c0, int64_t n, double* sum, double* weighted) const {
-    constexpr int kAtOnce = is_transcendental(kActivation) ? 1 : 4;  // those wait for arithmetic
-    Buffers buffers;
-    RowSums<A, kAtOnce> sums;
-    Inputs in[kAtOnce];
-    const Constants k(args, c0);
-    const bool in_place = input.lies_in_place(n) && dy.lies_in_place(n) && (!kResidual || z.lies_in_place(n));
-    for (int64_t begin = first, end; begin < last; begin = end) {
-      end = begin + kGroup < last ? begin + kGroup : last;
-      sums.sum(
-          n, begin, end, in_place, [&](int slot, int64_t row) { in[slot] = read(row, c0, 0, n, buffers); },
-          [&](auto at, int slot) {
-            fetch_ahead(at.of(in[slot].x), 1);
-            fetch_ahead(at.of(in[slot].dy), 1);
-            return terms(at, in[slot], k);
-          });
-      sums.for_each_channel(n, [&](int64_t c, A a, A b) {
-        sum[c] += double(a);
-        weighted[c] += double(b);
-      });
+    if (args.layout.numel() > 0)
+      kernels().reduce({args, partition, std::sqrt(std::max(count - 1, 0.0)), table[0], table[1], table[2],
+                        partial.data()});
+    for (int64_t s = 1; s < partition.slices; ++s)
+      for (int64_t i = 0; i < 2 * C; ++i) partial[i] += partial[s * 2 * C + i];
+    for (int64_t c = 0; c < C; ++c) {
+      sums[c] = A(partial[c]);
+      sums[C + c] = A(args.in_place ? partial[C + c] : partial[C + c] * double(saved[C + c]));
     }
-  }
-
-  void run() const {
-    for_each_task(args.layout, args.partition,
-                  [&](int64_t slice, int64_t first, int64_t last, int64_t c0, int64_t c1) {
-                    double* sum = args.partial + slice * 2 * args.layout.C;
-                    double* weighted = sum + args.layout.C;
-                    for (int64_t c = c0; c < c1; ++c) sum[c] = weighted[c] = 0;
-                    if (kRows)
-                      rows(first, last, c0, c1 - c0, sum + c0, weighted + c0);
-                    else
-                      planes(first, last, c0, c1, sum, weighted);
-                  });
-  }
-};
-
-template <class T, class A>
-struct Reduce {
-  static void run(const ReduceParams& args) { dispatch_gradient<Kernel, T, A>(args); }
-};
-
-}  // namespace
-
-void reduce(const ReduceParams& args) {
-  dispatch_dtype<Reduce>(args);
+    if (args.exchange) share(*args.exchange, sums, sums + 2 * C, C);
+  });
 }
 
-}  // namespace FASTVIT_CAPABILITY
 }  // namespace fastvit

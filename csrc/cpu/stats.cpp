@@ -1,86 +1,33 @@
-// bn_stats: mean and M2 (sum of squared deviations) per channel.
-// Memory   reads x once; writes two doubles per slice and channel.
-// Mapping  task = (slice of planes or rows, block of channels), in the order of memory.
-// Numerics the deviations of a run of planes, or of a group of rows, from the mean of its first values, and
-//          their squares (piece_moments.h). They merge in double, in order (moments.h).
-// Source   Chan, Golub, LeVeque (1979).
+// bn_stats on the CPU: the O(C) part, in double, which merges the slices' moments.
 #include "../moments.h"
-#include "piece_moments.h"
+#include "../sync/cpu_peer.h"
+#include "backend.h"
+#include "channels.h"
+#include "kernels.h"
 
 namespace fastvit {
-namespace FASTVIT_CAPABILITY {
-namespace {
 
-template <class T, class A>
-struct Stats {
-  static constexpr int kAtOnce = 4;
-
-  static void run(const StatsParams& args) {
-    const Activations<T> x(args.x, args.layout, 0);
-    for_each_task(args.layout, args.partition,
-                  [&](int64_t slice, int64_t first, int64_t last, int64_t c0, int64_t c1) {
-                    double* mean = args.partial + slice * 2 * args.layout.C;
-                    double* m2 = mean + args.layout.C;
-                    for (int64_t c = c0; c < c1; ++c) mean[c] = m2[c] = 0;
-                    if (args.layout.rows)
-                      rows(x, first, last, c0, c1 - c0, mean + c0, m2 + c0);
-                    else
-                      planes(x, args, first, last, c0, c1, mean, m2);
-                  });
-  }
-
-  static void planes(const Activations<T>& x, const StatsParams& args, int64_t first, int64_t last,
-                     int64_t c0, int64_t c1, double* mean, double* m2) {
-    T buffer[kPiece];
-    A center[kSlots];
-    const int64_t before = values_before(args.layout, args.partition, first);
-    sum_planes<A>(
-        args.layout, args.partition, first, last, c0, c1,
-        [&](int slot, int64_t c, int64_t n, int64_t s, int64_t length, bool is_first) {
-          const T* piece = x.read(x.at(x.outer(n), c, s), length, buffer);
-          fetch_ahead(piece, length);
-          if (is_first) center[slot] = mean_of_first<T, A>(piece, length);
-          return sum_deviations(piece, length, center[slot]);
-        },
-        [&](int slot, int64_t c, const Terms<A>& sums, int64_t step, int64_t count) {
-          const PieceMoments moments = moments_about(center[slot], 1 / double(count),
-                                                     sum_lanes<A>(sums.first), sum_lanes<A>(sums.second));
-          Joining::of(double(values_before(args.layout, args.partition, step) - before), double(count))
-              .join(mean[c], m2[c], moments.mean, moments.m2);
-        });
-  }
-
-  static void rows(const Activations<T>& x, int64_t first, int64_t last, int64_t c0, int64_t n, double* mean,
-                   double* m2) {
-    constexpr int64_t kFirst = 8;  // rows whose mean is the center
-    T buffer[kPiece];
-    const T* row[kAtOnce];
-    alignas(64) A center[kPiece];
-    RowSums<A, kAtOnce> sums;
-    const auto get = [&](int slot, int64_t r) { row[slot] = x.read(x.at(x.outer(r), c0, 0), n, buffer); };
-    for (int64_t begin = first, end; begin < last; begin = end) {
-      end = begin + kGroup < last ? begin + kGroup : last;
-      const int64_t some = begin + kFirst < end ? begin + kFirst : end;
-      sums.sum(n, begin, some, x.lies_in_place(n), get,
-               [&](auto at, int slot) { return Terms<A>{at.load(row[slot]), Vector<A>{}}; });
-      sums.for_each_channel(n, [&](int64_t c, A sum, A) { center[c] = sum / A(some - begin); });
-      sums.sum(n, begin, end, x.lies_in_place(n), get,
-               [&](auto at, int slot) { return deviations<A>(at.load(row[slot]), at.load(center)); });
-      const double size = double(end - begin), share = 1 / size;
-      const Joining joining = Joining::of(double(begin - first), size);
-      sums.for_each_channel(n, [&](int64_t c, A deviations, A squares) {
-        const PieceMoments moments = moments_about(center[c], share, deviations, squares);
-        joining.join(mean[c], m2[c], moments.mean, moments.m2);
-      });
+void Cpu::stats(const StatsArgs& args) {
+  const Layout& layout = args.layout;
+  const int64_t C = layout.C;
+  const Partition partition = partition_of(layout);
+  std::vector<double> partial(partition.slices * 2 * C);
+  if (layout.numel() > 0) kernels().stats({args, partition, partial.data()});
+  with_accumulation(args.dtype, [&](auto zero) {
+    using A = decltype(zero);
+    A* moments = static_cast<A*>(args.moments);
+    double *mean = partial.data(), *m2 = mean + C;  // of the first slice, which the others join
+    for (int64_t s = 1; s < partition.slices; ++s) {
+      const int64_t begin = values_before(layout, partition, partition.steps * s / partition.slices),
+                    end = values_before(layout, partition, partition.steps * (s + 1) / partition.slices);
+      const Joining joining = Joining::of(double(begin), double(end - begin));
+      const double* slice = mean + s * 2 * C;
+      for (int64_t c = 0; c < C; ++c) joining.join(mean[c], m2[c], slice[c], slice[C + c]);
     }
-  }
-};
-
-}  // namespace
-
-void stats(const StatsParams& args) {
-  dispatch_dtype<Stats>(args);
+    for (int64_t i = 0; i < 2 * C; ++i) moments[i] = A(mean[i]);
+    store_count(moments + 2 * C, double(layout.count()));
+    if (args.exchange) share(*args.exchange, moments, moments, C);
+  });
 }
 
-}  // namespace FASTVIT_CAPABILITY
 }  // namespace fastvit

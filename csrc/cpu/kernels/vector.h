@@ -1,7 +1,7 @@
 // Vectors of the accumulation type, with loads and stores that convert.
 //
 // GCC/Clang vector extensions, as wide as the registers of the instruction set. The kernels are compiled once
-// per instruction set (see backend.cpp), each time in another namespace, so that the linker cannot mix them.
+// per instruction set (see kernels.cpp), each time in another namespace, so that the linker cannot mix them.
 #pragma once
 
 #include <torch/headeronly/util/BFloat16.h>
@@ -14,7 +14,7 @@
 #include <immintrin.h>
 #endif
 
-#include "../macros.h"
+#include "../../macros.h"
 
 #if !defined(FASTVIT_CAPABILITY)
 #define FASTVIT_CAPABILITY baseline
@@ -164,13 +164,6 @@ FASTVIT_INLINE void store_some<float>(float* p, FloatVector v, int n) {
 }
 #endif
 
-// Prefetches n elements at p; an invalid address has no effect.
-template <class T>
-FASTVIT_INLINE void prefetch(const T* p, int64_t n) {
-  const char* byte = reinterpret_cast<const char*>(p);
-  for (int64_t at = 0; at < n * int64_t(sizeof(T)); at += 64) __builtin_prefetch(byte + at);
-}
-
 template <class A>
 struct LaneNumbers;
 template <>
@@ -214,10 +207,6 @@ template <class A>
 struct Whole {
   int64_t i;
   template <class T>
-  FASTVIT_INLINE const T* of(const T* span) const {
-    return span + i;
-  }
-  template <class T>
   FASTVIT_INLINE Vector<A> load(const T* span) const {
     return FASTVIT_CAPABILITY::load<A>(span + i);
   }
@@ -229,10 +218,6 @@ struct Whole {
 template <class A>
 struct End {
   int64_t n;
-  template <class T>
-  FASTVIT_INLINE const T* of(const T* span) const {
-    return span + n - 1;
-  }
   template <class T>
   FASTVIT_INLINE Vector<A> load(const T* span) const {
     return n < kLanes<A> ? load_some<A>(span, int(n)) : FASTVIT_CAPABILITY::load<A>(span + n - kLanes<A>);

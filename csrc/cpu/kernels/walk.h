@@ -3,7 +3,8 @@
 
 #include <torch/csrc/stable/ops.h>
 
-#include "kernels.h"
+#include "../../activation.h"
+#include "../kernels.h"
 #include "vector.h"
 
 namespace fastvit {

@@ -10,13 +10,6 @@
 namespace fastvit {
 namespace FASTVIT_CAPABILITY {
 
-// Fetches n elements that follow p at some distance in memory.
-template <class T>
-FASTVIT_INLINE void fetch_ahead(const T* p, int64_t n) {
-  constexpr int64_t kBytes = 8192;
-  prefetch(p + kBytes / int64_t(sizeof(T)), n);
-}
-
 template <class A>
 struct Terms {  // what the elements of a vector add to the two sums of their channels
   Vector<A> first, second;
@@ -88,7 +81,36 @@ FASTVIT_INLINE void sum_planes(const Layout& layout, const Partition& partition,
   }
 }
 
-constexpr int64_t kGroup = 128;  // rows summed in the accumulation type
+constexpr int64_t kGroup = 128;  // rows summed in the accumulation type; up to half as many more
+
+// The end of a group that begins at row `begin`; those of [begin, last) have equally many rows.
+inline int64_t group_end(int64_t begin, int64_t last) {
+  const int64_t rows = last - begin, groups = (rows + kGroup / 2) / kGroup;
+  return groups > 1 ? begin + rows / groups : last;
+}
+
+// Fetches what lies behind rows that are read side by side: in the order of memory, which the processor
+// follows by itself where one run is read, but not where several are.
+template <class T, int kAtOnce>
+struct NextRows {
+  const Activations<T>& x;
+  int64_t n;
+  const T* next = nullptr;
+
+  void after(const T* row) {
+    constexpr int64_t kAhead = 4096 / int64_t(sizeof(T));
+    const bool side_by_side = x.layout->outer_dims == 1 && x.strides.outer[0] == n;
+    next = side_by_side ? row + kAtOnce * n + kAhead : row;
+  }
+  template <class A>
+  FASTVIT_INLINE void fetch(Whole<A> at) const {
+    const char* bytes = reinterpret_cast<const char*>(next + kAtOnce * at.i);
+    for (int64_t b = 0; b < kAtOnce * kLanes<A> * int64_t(sizeof(T)); b += 64)
+      __builtin_prefetch(bytes + b, 0, 2);  // to L2: more can be under way than to L1
+  }
+  template <class A>
+  FASTVIT_INLINE void fetch(End<A>) const {}
+};
 
 // The sums over groups of rows, for up to kPiece channels. kAtOnce rows are added to a table at once, so that
 // it is loaded and stored once for all of them.

@@ -1,0 +1,74 @@
+// Chooses the kernels of the best instruction set, and divides their work.
+#include "kernels.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <string>
+
+#include "backend.h"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+namespace fastvit {
+namespace {
+
+#define FASTVIT_KERNELS(capability)                                                                \
+  Kernels {                                                                                        \
+    #capability, capability::stats, capability::forward, capability::reduce, capability::backward, \
+        capability::layer_norm_forward, capability::layer_norm_backward, capability::act_forward,  \
+        capability::act_backward                                                                   \
+  }
+
+// ATEN_CPU_CAPABILITY=default|avx2|avx512 lowers the choice, as in torch.
+Kernels choose_kernels() {
+#if defined(__x86_64__)
+  const char* wish = std::getenv("ATEN_CPU_CAPABILITY");
+  const std::string most = wish ? wish : "avx512";
+  unsigned eax, ebx, ecx, edx;  // older clangs do not know f16c by name
+  const bool f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) && ecx & bit_F16C;
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && f16c;
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  if (avx512 && most == "avx512") return FASTVIT_KERNELS(avx512);
+  if (avx2 && most != "default") return FASTVIT_KERNELS(avx2);
+#endif
+  return FASTVIT_KERNELS(baseline);
+}
+
+constexpr int64_t kValuesPerPartial = 1 << 8;  // so that partial results are far smaller than the activation
+constexpr int64_t kRowsPerPartial = 1 << 7;    // for rows, whose partial results stay in the cache
+constexpr int64_t kMostTasks = 256;
+constexpr int64_t kLongPlane = 512;  // elements of a plane that is summed by itself
+constexpr int64_t kEnoughTasks = 8;  // with fewer, rows are divided into blocks of channels, read less fast
+
+}  // namespace
+
+const Kernels& kernels() {
+  static const Kernels chosen = choose_kernels();
+  return chosen;
+}
+
+const char* cpu_capability() {
+  return kernels().name;
+}
+
+Partition partition_of(const Layout& layout) {
+  const int64_t span = layout.rows ? layout.C : layout.S;
+  Partition p{};
+  p.pieces = std::max<int64_t>(1, ceil_div(span, kPiece));
+  p.piece = std::min<int64_t>(kPiece, ceil_div(ceil_div(span, p.pieces), 16) * 16);
+  p.pieces = std::max<int64_t>(1, ceil_div(span, std::max<int64_t>(p.piece, 1)));
+  p.planes = layout.S < kLongPlane ? kPiece / std::max<int64_t>(layout.S, 1) : 1;
+  p.steps = layout.rows ? layout.N : layout.N * p.pieces;
+  const int64_t tasks = std::clamp<int64_t>(ceil_div(layout.numel(), kTaskElements), 1, kMostTasks);
+  const int64_t partials = layout.count() / (layout.rows ? kRowsPerPartial : kValuesPerPartial);
+  p.slices = std::clamp<int64_t>(std::min({p.steps, tasks, partials}), 1, kMostSlices);
+  const int64_t wanted = layout.rows ? std::min(tasks, kEnoughTasks) : tasks;
+  p.blocks = std::clamp<int64_t>(ceil_div(wanted, p.slices), 1, std::max<int64_t>(layout.C, 1));
+  if (layout.rows) p.blocks = std::max(std::min(p.blocks, ceil_div(layout.C, 64)), p.pieces);
+  return p;
+}
+
+}  // namespace fastvit

@@ -1,0 +1,127 @@
+// bn_reduce, abn_reduce: sum dz and sum dz*xhat per channel; dz = dy * act'(v), v the pre-activation.
+// Memory   reads x (or y), dy (and z) once; writes two doubles per slice and channel.
+// Mapping  task = (slice of planes or rows, block of channels), in the order of memory.
+// Numerics a piece accumulates in the accumulation type, pieces in double, in a fixed order. From x the
+//          second sum is of dz * (x - mean); the caller multiplies by invstd. From y, xhat is recovered.
+// Needs    in place: gamma != 0 and an invertible activation.
+// Source   arXiv:1712.02616, section 3.
+#include "sums.h"
+
+namespace fastvit {
+namespace FASTVIT_CAPABILITY {
+namespace {
+
+template <class T, class A, bool kRows, bool kInPlace, bool kResidual, Activation kActivation>
+struct Kernel {
+  using Fn = ActivationFn<kActivation>;
+  const ReduceParams& args;
+  const Activations<T> input{args.input, args.layout, 0}, dy{args.dy, args.layout, 1},
+      z{args.z, args.layout, 2};
+  const A limit = A(args.limit), param = A(args.activation_param);
+
+  using Constant = PerChannel<A, kRows>;
+  struct Constants {
+    Constant mean, scale, beta, inverse_gamma;
+    Constants(const ReduceParams& args, int64_t c)
+        : mean(kInPlace ? args.beta : args.saved, c),
+          scale(kInPlace ? args.beta : args.scale, c),
+          beta(args.beta, c),
+          inverse_gamma(kInPlace ? args.inverse_gamma : args.beta, c) {}
+  };
+
+  struct Inputs {
+    const T *x, *dy, *z;
+  };
+  template <class Place>
+  FASTVIT_INLINE Terms<A> terms(Place at, const Inputs& in, const Constants& k) const {
+    const Vector<A> x = at.load(in.x), g = at.load(in.dy);
+    if constexpr (kInPlace) {
+      const Vector<A> dz = Fn::backward_y(g, x, param);
+      return {dz, dz * recover_xhat(Fn::inverse(x, param), k.beta.at(at), k.inverse_gamma.at(at), limit)};
+    } else {
+      const Vector<A> t = x - k.mean.at(at);
+      Vector<A> v = t * k.scale.at(at) + k.beta.at(at);
+      if (kResidual) v += at.load(in.z);
+      const Vector<A> dz = Fn::backward(g, v, param);
+      return {dz, dz * t};
+    }
+  }
+
+  struct Buffers {
+    T x[kPiece], dy[kPiece], z[kResidual ? kPiece : 1];
+  };
+  Inputs read(int64_t n, int64_t c, int64_t s, int64_t length, Buffers& buffers) const {
+    return {input.read(input.at(input.outer(n), c, s), length, buffers.x),
+            dy.read(dy.at(dy.outer(n), c, s), length, buffers.dy),
+            kResidual ? z.read(z.at(z.outer(n), c, s), length, buffers.z) : nullptr};
+  }
+
+  void planes(int64_t first, int64_t last, int64_t c0, int64_t c1, double* sum, double* weighted) const {
+    Buffers buffers;
+    sum_planes<A>(
+        args.layout, args.partition, first, last, c0, c1,
+        [&](int, int64_t c, int64_t n, int64_t s, int64_t length, bool) {
+          const Constants k(args, c);
+          const Inputs in = read(n, c, s, length, buffers);
+          return sum_plane<A, 2>(length, [&](auto at) { return terms(at, in, k); });
+        },
+        [&](int, int64_t c, const Terms<A>& sums, int64_t, int64_t) {
+          sum[c] += double(sum_lanes<A>(sums.first));
+          weighted[c] += double(sum_lanes<A>(sums.second));
+        });
+  }
+
+  void rows(int64_t first, int64_t last, int64_t c0, int64_t n, double* sum, double* weighted) const {
+    constexpr int kAtOnce = is_transcendental(kActivation) ? 1 : 4;  // those wait for arithmetic
+    Buffers buffers;
+    RowSums<A, kAtOnce> sums;
+    Inputs in[kAtOnce];
+    NextRows<T, kAtOnce> next_input{input, n}, next_dy{dy, n};
+    const Constants k(args, c0);
+    const bool in_place = input.lies_in_place(n) && dy.lies_in_place(n) && (!kResidual || z.lies_in_place(n));
+    for (int64_t begin = first, end; begin < last; begin = end) {
+      end = group_end(begin, last);
+      sums.sum(
+          n, begin, end, in_place,
+          [&](int slot, int64_t row) {
+            in[slot] = read(row, c0, 0, n, buffers);
+            if (slot == 0) next_input.after(in[0].x), next_dy.after(in[0].dy);
+          },
+          [&](auto at, int slot) {
+            if (slot == 0) next_input.fetch(at), next_dy.fetch(at);
+            return terms(at, in[slot], k);
+          });
+      sums.for_each_channel(n, [&](int64_t c, A a, A b) {
+        sum[c] += double(a);
+        weighted[c] += double(b);
+      });
+    }
+  }
+
+  void run() const {
+    for_each_task(args.layout, args.partition,
+                  [&](int64_t slice, int64_t first, int64_t last, int64_t c0, int64_t c1) {
+                    double* sum = args.partial + slice * 2 * args.layout.C;
+                    double* weighted = sum + args.layout.C;
+                    for (int64_t c = c0; c < c1; ++c) sum[c] = weighted[c] = 0;
+                    if (kRows)
+                      rows(first, last, c0, c1 - c0, sum + c0, weighted + c0);
+                    else
+                      planes(first, last, c0, c1, sum, weighted);
+                  });
+  }
+};
+
+template <class T, class A>
+struct Reduce {
+  static void run(const ReduceParams& args) { dispatch_gradient<Kernel, T, A>(args); }
+};
+
+}  // namespace
+
+void reduce(const ReduceParams& args) {
+  dispatch_dtype<Reduce>(args);
+}
+
+}  // namespace FASTVIT_CAPABILITY
+}  // namespace fastvit
