@@ -48,7 +48,7 @@ def install():
     engine = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(engine)
     left = set(registered_ops("fastvit")) - set(registered_ops()) - CPU_ALONE
-    assert not left, f"the model lacks {left}, whose tests would run the CPU's kernels"
+    assert not left or mode == "simulated", f"the model lacks {left}, whose tests would run the CPU's kernels"
     definitions = torch.library.Library(NAMESPACE, "DEF")
     overrides = torch.library.Library("fastvit", "IMPL")
     for name in registered_ops():
