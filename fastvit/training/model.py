@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import fastvit
-
+from ..fuse import convert_syncbn_model
 from ..models import SYNCHRONISED, create_vit
 from .config import Config, ConfigError
 from .engine import apex_part
@@ -74,7 +73,7 @@ def _from_timm(config: Config, shape: tuple[int, int, int], outputs: int) -> nn.
             model
         )  # torch's converter drops the activation of timm's BatchNormAct2d
     elif config.norm == "fastvit-sync":
-        model = fastvit.convert_syncbn_model(model)
+        model = convert_syncbn_model(model)
     return model
 
 

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel
 
-import fastvit
-
+from ..convert import convert
+from ..report import Report, report
 from .config import Config
 from .distributed import Ranks, broadcast_weights
 from .engine import engine_part
@@ -40,7 +40,7 @@ class TrainState:
     scheduler: LambdaLR
     precision: Precision
     average: AveragedModel | None
-    memory: fastvit.Report | None  # of the converted model
+    memory: Report | None  # of the converted model
     device: torch.device
     config: Config
 
@@ -130,7 +130,7 @@ def make_train_state(
 
 def _save_memory(
     model: nn.Module, config: Config, shape: tuple[int, int, int], precision: Precision
-) -> fastvit.Report | None:
+) -> Report | None:
     """Convert the model by `--memory`, and measure what a training step keeps; None if it is not converted.
 
     A model that will be compiled is not: torch.compile chooses what is kept for backward.
@@ -142,8 +142,8 @@ def _save_memory(
     images = torch.zeros(config.batch_size, *shape, device=device).to(memory_format=layout)
     options = config.convert_options()
     with precision.half():
-        fastvit.convert(model, **options, example_inputs=images if "budget" in options else None)
-        return fastvit.report(model, images)
+        convert(model, **options, example_inputs=images if "budget" in options else None)
+        return report(model, images)
 
 
 def data_parallel(model: nn.Module, config: Config, ranks: Ranks) -> nn.Module:
