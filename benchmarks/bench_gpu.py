@@ -14,7 +14,7 @@
     graph        a step of four layers, eager and replayed from a CUDA graph
     ipc          a step of a layer in two processes that share one GPU's memory by CudaIpc
     activations  forward and backward by activation
-    host         host microseconds per op, for C++ and Python
+    host_ops     host microseconds per op, for C++ and Python
     six_kernels  no timing: one launch of six kernels, for a profiler
 
 Times by harness.Timer: of the device, with cold caches, medians. Writes PART_DEVICE.csv after every row.
@@ -154,7 +154,7 @@ PARTS = {
     for part in (
         gpu_kernels.copy, gpu_versus.versus, gpu_versus.row_ops, gpu_models.models, gpu_kernels.four_ops,
         gpu_kernels.on_chip, gpu_kernels.slices, gpu_waits.exchange, gpu_waits.stream, gpu_waits.graph,
-        gpu_waits.ipc, gpu_kernels.activations, gpu_kernels.host, gpu_kernels.six_kernels,
+        gpu_waits.ipc, gpu_kernels.activations, gpu_kernels.host_ops, gpu_kernels.six_kernels,
     )
 }  # fmt: skip
 

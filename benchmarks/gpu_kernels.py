@@ -185,7 +185,7 @@ def activations(part) -> Tasks:
             yield from calls_of(part, case, names, make, activation=activation)
 
 
-def host(part) -> Tasks:
+def host_ops(part) -> Tasks:
     """On tensors so small that the device's time is short; the minimum over rounds of calls, so few that a
     launch never waits for room in the stream. `plan_us` is the planning in `cpp_us`, for large tensors too.
     """

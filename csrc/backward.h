@@ -24,7 +24,8 @@ class BackwardOps {
                            const Optional& sums, const Optional& weight, const Optional& bias,
                            const Text& activation, double param, int64_t channel_dim, bool training) {
     const NormParams norm = bn_params("bn_backward", x, z, weight, bias, activation, param, channel_dim);
-    return run(norm, dy, saved, sums, training);
+    auto [dx, dz, own] = run(norm, dy, saved, sums, training);
+    return {dx, dz ? *dz : allocate(x, {0}, {1}, x.scalar_type()), own};
   }
   static Two abn_backward(const Tensor& y, const Tensor& dy, const Tensor& saved, const Optional& sums,
                           const Optional& weight, const Optional& bias, const Text& activation, double param,
@@ -43,22 +44,22 @@ class BackwardOps {
  private:
   enum class Statistics { given, local, running };
 
-  // Returns dx, dz, which is empty without z, and the own sums, which are empty unless they were needed.
-  static Three run(const NormParams& norm, const Tensor& dy, const Tensor& saved, const Optional& sums,
-                   bool training) {
+  // Returns dx, dz, which is none without z, and the own sums, which are empty unless they were needed.
+  static std::tuple<Tensor, Optional, Tensor> run(const NormParams& norm, const Tensor& dy,
+                                                  const Tensor& saved, const Optional& sums, bool training) {
     const auto statistics = !training ? Statistics::running : sums ? Statistics::given : Statistics::local;
     auto args = with_saved<BackwardArgs>(norm, dy, saved);
     const int64_t numbers = 2 * norm.channels();
     if (sums) check_packed(norm.op, "sums", *sums, norm.input, numbers);
     require(!sums || training, norm.op, "sums", "are given; None expected without training");
-    const ScalarType dtype = norm.input.scalar_type();
     Tensor dx = allocate_like(norm.input);
-    Tensor dz = norm.z ? allocate_like(*norm.z) : allocate(norm.input, {0}, {1}, dtype);
+    Optional dz;
+    if (norm.z) dz = allocate_like(*norm.z);
     Tensor own = packed(norm.input, statistics == Statistics::local ? numbers : 0);
-    args.layout = norm.z ? layout_of(norm.channel_dim, norm.input, dy, dx, *norm.z, dz)
+    args.layout = norm.z ? layout_of(norm.channel_dim, norm.input, dy, dx, *norm.z, *dz)
                          : layout_of(norm.channel_dim, norm.input, dy, dx);
     args.dx = dx.data_ptr();
-    args.dz = norm.z ? dz.data_ptr() : nullptr;
+    args.dz = dz ? dz->data_ptr() : nullptr;
     args.sums = sums ? sums->data_ptr() : nullptr;
     if (statistics == Statistics::local) {
       args.local_sums = own.data_ptr();

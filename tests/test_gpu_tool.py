@@ -319,7 +319,7 @@ def packed(tmp_path) -> dict[str, str]:
 
 
 PARTS = (
-    "copy versus row_ops four_ops models exchange host on_chip slices stream graph ipc activations"
+    "copy versus row_ops four_ops models exchange host_ops on_chip slices stream graph ipc activations"
 ).split()
 
 

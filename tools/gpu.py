@@ -40,7 +40,7 @@ CALLS = {
     },
     "measure": {  # the parts of benchmarks/bench_gpu.py, where no other program is named
         "environment": (200, 0), "copy": (25, 0), "versus": (120, 100), "row_ops": (60, 30),
-        "four_ops": (110, 60), "models": (100, 60), "exchange": (40, 20), "host": (30, 10),
+        "four_ops": (110, 60), "models": (100, 60), "exchange": (40, 20), "host_ops": (30, 10),
         "on_chip": (50, 20), "ncu": (50, 0), "slices": (30, 0), "stream": (30, 0), "graph": (35, 0),
         "ipc": (60, 0), "activations": (40, 0),
         "sanitizer": (90, 0),  # memcheck, racecheck over local ops

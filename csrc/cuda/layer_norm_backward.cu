@@ -25,17 +25,12 @@ struct LayerNormBackwardParams {
   A* partial;  // [blocks][2][columns]; null: no sums
 };
 
-// Before sm_90 24 columns of half take a few registers more than two blocks leave.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-template <class T, int kColumns>
-constexpr int kBackwardResident = std::is_same_v<T, __half> && kColumns > 16 ? 1 : kResident;
-#else
-template <class T, int kColumns>
-constexpr int kBackwardResident = kResident;
-#endif
+// 24 columns of half take more registers than two blocks leave.
+template <>
+constexpr int kBackwardColumns<__half>[2] = {16, 16};
 
 template <class T, class G, int V, int K>
-__global__ void __launch_bounds__(kThreads, kBackwardResident<T, K * V>)
+__global__ void __launch_bounds__(kThreads, kResident)
     layer_norm_backward_kernel(const __grid_constant__ LayerNormBackwardParams<T, G> args) {
   using A = Accumulation<T>;
   const RowPlan& plan = args.plan;
