@@ -115,6 +115,21 @@ def test_the_layers_of_the_readme_are_those_of_the_results():
     assert len(shown) == 2 and len(synced) == 3
 
 
+def test_the_hosts_share_in_the_readme_is_that_of_the_results():
+    lines = (ROOT / "benchmarks/results/host_cpu.md").read_text().splitlines()
+    ratios = {
+        tuple(c.strip() for c in r.split("|")[1:3]): r.split("|")[-2].strip()
+        for r in lines
+        if "| f" in r or "| c" in r
+    }
+    layers = sorted(float(ratio[:-1]) for (_, who), ratio in ratios.items() if who == "fastvit")
+    step, least, most = re.search(
+        r"step takes ([\d.]+)x and a layer's ([\d.]+)x to ([\d.]+)x", README
+    ).groups()
+    assert ratios["vit_tiny, 32 pixels, fp32", "convert"] == f"{step}x"
+    assert [float(least), float(most)] == pytest.approx([layers[0], layers[-1]], abs=0.051)
+
+
 def test_make_targets_that_are_named_exist():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
     for page in [*PAGES, *(ROOT / ".github/workflows").glob("*.yml")]:
