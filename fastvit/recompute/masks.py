@@ -52,7 +52,11 @@ class Gate:
 
     def unpack(self) -> Tensor:
         mask = self.bits.mask()
-        return torch.empty_like(mask, dtype=self.dtype).fill_(self.closed).masked_fill_(mask, self.open)
+        if self.closed == 0:  # takes half as long on a CPU
+            passed = mask.to(self.dtype)
+            return passed if self.open == 1 else passed.mul_(self.open)
+        numbers = (torch.full((), n, dtype=self.dtype, device=mask.device) for n in (self.open, self.closed))
+        return torch.where(mask, *numbers)
 
 
 def _relu(node, tensor: Tensor) -> Gate:
