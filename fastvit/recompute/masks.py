@@ -55,8 +55,10 @@ class Gate:
         if self.closed == 0:  # takes half as long on a CPU
             passed = mask.to(self.dtype)
             return passed if self.open == 1 else passed.mul_(self.open)
-        numbers = (torch.full((), n, dtype=self.dtype, device=mask.device) for n in (self.open, self.closed))
-        return torch.where(mask, *numbers)
+        opened, closed = (
+            torch.full((), n, dtype=self.dtype, device=mask.device) for n in (self.open, self.closed)
+        )
+        return torch.where(mask, opened, closed)
 
 
 def _relu(node, tensor: Tensor) -> Gate:
