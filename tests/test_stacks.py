@@ -1,5 +1,6 @@
 """fastvit.convert in trainers, by the lines of docs/in-your-trainer.md (`make test-stacks`)."""
 
+import contextlib
 import copy
 import io
 import subprocess
@@ -175,6 +176,44 @@ def test_accelerate(after, precision):
     assert less < before
     if precision == "no":
         table("accelerate", before, less)
+
+
+def accelerated(rank, world, converts):
+    """Losses and weights of a rank."""
+    import accelerate
+
+    def run():
+        accelerator = accelerate.Accelerator(cpu=True)
+        assert accelerator.num_processes == world
+        loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(IMAGES, LABELS), 4)
+        model = timm_vit()
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        ran = lines("accelerate", model=model, optimizer=optimizer, loader=loader, accelerator=accelerator)
+        losses = []
+        for images, labels in ran["loader"]:
+            loss = F.cross_entropy(ran["model"](images), labels)
+            accelerator.backward(loss)
+            ran["optimizer"].step()
+            ran["optimizer"].zero_grad()
+            losses.append(loss.item())
+        return losses, model.state_dict()
+
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, number in numbers.items():  # the ranks are there
+            patch.setenv(name, str(number))
+        patch.setenv("ACCELERATE_USE_CPU", "true")
+        accelerate.state.AcceleratorState._reset_state(True)
+        with contextlib.nullcontext() if converts else without_convert():
+            return run()
+
+
+def test_accelerate_with_two_ranks(ranks):
+    package("accelerate")
+    want, got = (ranks.run(2, accelerated, converts) for converts in (False, True))
+    for (losses, weights), (others, others_weights) in zip(want, got, strict=True):
+        assert losses == others and len(losses) == 3
+        assert all(map(torch.equal, weights.values(), others_weights.values()))
 
 
 def test_peft():
