@@ -140,6 +140,7 @@ def test_results(mode):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, None])
 def test_half(dtype):
     """None is autocast: results have torch's dtypes, so that residuals keep their precision."""
+    torch.manual_seed(0)  # of 300 seeds 6 differ by more, and torch as often from double precision
     plain = Net()
     plain = plain.float() if dtype is None else plain.to(dtype)
     model = fastvit.fuse(copy.deepcopy(plain))
