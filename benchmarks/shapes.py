@@ -86,7 +86,9 @@ def cases() -> list[Case]:
 
 
 def cpu_cases() -> list[Case]:
-    """Tokens, channels_last and small planes, of 4 to 13 MB; tokens and planes in the other dtypes too."""
+    """Tokens, channels_last and small planes, of 4 to 13 MB; tokens and planes in the other dtypes too, and
+    results of 39 to 103 MB, which are written past the caches.
+    """
     both = [
         case
         for dtype in ("fp32", "bf16")
@@ -99,7 +101,8 @@ def cpu_cases() -> list[Case]:
         )
     ]
     others = ("fp16", "fp64")
-    return [*both, *tokens([(32, 384)], others), *images(16, [(96, 40)], ("nchw",), others)]
+    large = tokens([(128, 768)], ("fp32", "bf16")) + images(64, [(128, 56)], ("nchw",), ("fp32", "bf16"))
+    return [*both, *tokens([(32, 384)], others), *images(16, [(96, 40)], ("nchw",), others), *large]
 
 
 def quick_cases() -> list[Case]:

@@ -441,6 +441,32 @@ def test_no_op_allocates_more_than_its_outputs():
         del kept
 
 
+@pytest.mark.skipif(
+    torch.cuda.is_available() or "FASTVIT_TEST_DEVICE" in os.environ, reason="kernels of the CPU"
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", [(4, 211, 211), (128, 7, 7), (771,), (256,)])
+def test_results_larger_than_the_caches(sizes, dtype):
+    """They are written past the caches, in whole vectors wherever rows and planes begin: as their halves."""
+    n = 36 * 2**20 // math.prod(sizes) // dtype.itemsize
+    x, dy = torch.randn(2, n, *sizes, dtype=torch.float32).to(dtype)
+    moments = ops.bn_stats(x)
+    y, saved = ops.bn_forward(x, moments)
+    (sums,) = ops.bn_reduce(x, dy, None, saved)
+    calls = {
+        "bn_forward": lambda x, dy: ops.bn_forward(x, moments)[0],
+        "bn_backward": lambda x, dy: ops.bn_backward(x, dy, None, saved, sums)[0],
+        "act_backward": lambda x, dy: ops.act_backward(x, dy, "silu"),
+        "layer_norm_forward": lambda x, dy: ops.layer_norm_forward(x)[0],
+        "layer_norm_backward": lambda x, dy: ops.layer_norm_backward(x, dy, ops.layer_norm_forward(x)[1])[0],
+    }
+    for name, call in calls.items():
+        if name.startswith("layer_norm") and len(sizes) > 1:
+            continue
+        halves = [call(*pair) for pair in zip(x.chunk(2), dy.chunk(2), strict=True)]
+        assert torch.equal(call(x, dy), torch.cat(halves)), name
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["nchw", "channels_last"])
 @pytest.mark.timeout(600)

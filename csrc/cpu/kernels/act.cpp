@@ -33,43 +33,30 @@ template <class T, class A, bool kBackward, bool kGated, Activation kActivation>
 struct Kernel {
   static constexpr bool kSecond = kBackward && kGated;
 
-  static void span(const T* x, const T* g, const T* b, T* out, T* db, int64_t n, A param) {
-    for_each_vector<A>(
-        n,
-        [&](auto at) {
-          return results<A, kBackward, kGated, kActivation>(at.load(x), kBackward ? at.load(g) : Vector<A>{},
-                                                            kGated ? at.load(b) : Vector<A>{}, param);
-        },
-        [&](auto at, const Results<A>& r) {
-          at.store(out, r.first);
-          if (kSecond) at.store(db, r.second);
-        });
+  static void spans(const ActParams& args, const Spans<T>& spans) {
+    const A param = A(args.activation_param);
+    for (int64_t k = 0; k < spans.count; ++k) {
+      const T *x = spans.in(0, k), *g = spans.in(kBackward, k), *b = spans.in(kBackward + kGated, k);
+      T *const out = spans.out(0, k), *const db = spans.out(kSecond, k);
+      for_each_vector<A>(
+          spans.n, Streaming(spans.streams, out, spans.n, kLanes<A>),
+          [&](auto at) {
+            return results<A, kBackward, kGated, kActivation>(
+                at.load(x), kBackward ? at.load(g) : Vector<A>{}, kGated ? at.load(b) : Vector<A>{}, param);
+          },
+          [&](auto at, const Results<A>& r) {
+            at.store(out, r.first);
+            if (kSecond) at.store(db, r.second);
+          });
+    }
   }
 
   static void run(const ActParams& args) {
     const Activations<T> x(args.x, args.layout, 0), dy(args.dy, args.layout, 1),
-        out(args.out, args.layout, kBackward ? 2 : 1), b(args.b, args.layout, kBackward ? 3 : 2),
-        db(args.db, args.layout, 4);
-    const A param = A(args.activation_param);
-    torch::stable::parallel_for(
-        0, positions(args.layout, args.partition), grain_of(args.partition.piece),
-        [&](int64_t begin, int64_t end) {
-          T x_buffer[kPiece], out_buffer[kPiece], dy_buffer[kBackward ? kPiece : 1],
-              b_buffer[kGated ? kPiece : 1], db_buffer[kSecond ? kPiece : 1];
-          for_each_piece(args.layout, args.partition, begin, end,
-                         [&](int64_t n, int64_t c, int64_t s, int64_t length) {
-                           const auto read = [&](const Activations<T>& from, T* buffer) {
-                             return from.read(from.at(from.outer(n), c, s), length, buffer);
-                           };
-                           T* const to = out.at(out.outer(n), c, s);
-                           T* const second = kSecond ? db.at(db.outer(n), c, s) : nullptr;
-                           span(read(x, x_buffer), kBackward ? read(dy, dy_buffer) : nullptr,
-                                kGated ? read(b, b_buffer) : nullptr, out.target(to, length, out_buffer),
-                                kSecond ? db.target(second, length, db_buffer) : nullptr, length, param);
-                           out.written(to, length, out_buffer);
-                           if (kSecond) db.written(second, length, db_buffer);
-                         });
-        });
+        b(args.b, args.layout, 2 + kBackward);
+    const Activations<T> in[] = {x, kBackward ? dy : b, b};
+    const Activations<T> out[] = {{args.out, args.layout, 1 + kBackward}, {args.db, args.layout, 4}};
+    for_each_span<1 + kBackward + kGated, 1 + kSecond>(args, in, out, spans);
   }
 };
 

@@ -54,37 +54,26 @@ struct Kernel {
     }
   }
 
-  static void span(const T* x, const T* g, const T* r, T* dx, T* dr, int64_t n, const Constants& k) {
-    for_each_vector<A>(
-        n, [&](auto at) { return gradients(at, x, g, r, k); },
-        [&](auto at, const Gradients<A>& out) {
-          at.store(dx, out.dx);
-          if (kResidual) at.store(dr, out.dz);
-        });
+  static void spans(const BackwardParams& args, const Spans<T>& spans) {
+    for (int64_t i = 0; i < spans.count; ++i) {
+      const T *x = spans.in(0, i), *g = spans.in(1, i), *r = spans.in(1 + kResidual, i);
+      T *const dx = spans.out(0, i), *const dz = spans.out(kResidual, i);
+      const Constants k(args, spans.c + (kRows ? 0 : i));
+      for_each_vector<A>(
+          spans.n, Streaming(spans.streams, dx, spans.n, kLanes<A>),
+          [&](auto at) { return gradients(at, x, g, r, k); },
+          [&](auto at, const Gradients<A>& out) {
+            at.store(dx, out.dx);
+            if (kResidual) at.store(dz, out.dz);
+          });
+    }
   }
 
   void run() const {
-    const Activations<T> input(args.input, args.layout, 0), dy(args.dy, args.layout, 1),
-        dx(args.dx, args.layout, 2), z(args.z, args.layout, 3), dz(args.dz, args.layout, 4);
-    torch::stable::parallel_for(
-        0, positions(args.layout, args.partition), grain_of(args.partition.piece),
-        [&](int64_t begin, int64_t end) {
-          T x_buffer[kPiece], dy_buffer[kPiece], dx_buffer[kPiece], z_buffer[kResidual ? kPiece : 1],
-              dz_buffer[kResidual ? kPiece : 1];
-          for_each_piece(
-              args.layout, args.partition, begin, end, [&](int64_t n, int64_t c, int64_t s, int64_t length) {
-                const T* x = input.read(input.at(input.outer(n), c, s), length, x_buffer);
-                const T* g = dy.read(dy.at(dy.outer(n), c, s), length, dy_buffer);
-                const T* r = kResidual ? z.read(z.at(z.outer(n), c, s), length, z_buffer) : nullptr;
-                T* out = dx.at(dx.outer(n), c, s);
-                T* residual = kResidual ? dz.at(dz.outer(n), c, s) : nullptr;
-                span(x, g, r, dx.target(out, length, dx_buffer),
-                     kResidual ? dz.target(residual, length, dz_buffer) : nullptr, length,
-                     Constants(args, c));
-                dx.written(out, length, dx_buffer);
-                if (kResidual) dz.written(residual, length, dz_buffer);
-              });
-        });
+    const Layout& layout = args.layout;
+    const Activations<T> in[] = {{args.input, layout, 0}, {args.dy, layout, 1}, {args.z, layout, 3}};
+    const Activations<T> out[] = {{args.dx, layout, 2}, {args.dz, layout, 4}};
+    for_each_span<2 + kResidual, 1 + kResidual>(args, in, out, spans);
   }
 };
 

@@ -10,17 +10,22 @@ namespace FASTVIT_CAPABILITY {
 namespace {
 
 template <class T, class A, bool kRows, bool kResidual, Activation kActivation>
-void forward_span(const T* x, const T* z, T* y, int64_t n, int64_t c, const ForwardParams& args) {
-  const PerChannel<A, kRows> mean(args.mean, c), scale(args.scale, c), beta(args.beta, c);
+void forward_spans(const ForwardParams& args, const Spans<T>& spans) {
   const A param = A(args.activation_param);
-  for_each_vector<A>(
-      n,
-      [&](auto at) {
-        Vector<A> v = (at.load(x) - mean.at(at)) * scale.at(at) + beta.at(at);
-        if (kResidual) v += at.load(z);
-        return ActivationFn<kActivation>::forward(v, param);
-      },
-      [&](auto at, Vector<A> result) { at.store(y, result); });
+  for (int64_t k = 0; k < spans.count; ++k) {
+    const T *x = spans.in(0, k), *z = spans.in(kResidual, k);
+    T* const y = spans.out(0, k);
+    const int64_t c = spans.c + (kRows ? 0 : k);
+    const PerChannel<A, kRows> mean(args.mean, c), scale(args.scale, c), beta(args.beta, c);
+    for_each_vector<A>(
+        spans.n, Streaming(spans.streams, y, spans.n, kLanes<A>),
+        [&](auto at) {
+          Vector<A> v = (at.load(x) - mean.at(at)) * scale.at(at) + beta.at(at);
+          if (kResidual) v += at.load(z);
+          return ActivationFn<kActivation>::forward(v, param);
+        },
+        [&](auto at, Vector<A> result) { at.store(y, result); });
+  }
 }
 
 template <class T, class A>
@@ -36,21 +41,9 @@ struct Forward {
 
   template <bool kRows, bool kResidual, Activation kActivation>
   static void walk(const ForwardParams& args) {
-    const Activations<T> x(args.x, args.layout, 0), y(args.y, args.layout, 1), z(args.z, args.layout, 2);
-    torch::stable::parallel_for(
-        0, positions(args.layout, args.partition), grain_of(args.partition.piece),
-        [&](int64_t begin, int64_t end) {
-          T x_buffer[kPiece], y_buffer[kPiece], z_buffer[kResidual ? kPiece : 1];
-          for_each_piece(args.layout, args.partition, begin, end,
-                         [&](int64_t n, int64_t c, int64_t s, int64_t length) {
-                           T* out = y.at(y.outer(n), c, s);
-                           forward_span<T, A, kRows, kResidual, kActivation>(
-                               x.read(x.at(x.outer(n), c, s), length, x_buffer),
-                               kResidual ? z.read(z.at(z.outer(n), c, s), length, z_buffer) : nullptr,
-                               y.target(out, length, y_buffer), length, c, args);
-                           y.written(out, length, y_buffer);
-                         });
-        });
+    const Activations<T> in[] = {{args.x, args.layout, 0}, {args.z, args.layout, 2}};
+    const Activations<T> out[] = {{args.y, args.layout, 1}};
+    for_each_span<1 + kResidual, 1>(args, in, out, forward_spans<T, A, kRows, kResidual, kActivation>);
   }
 };
 

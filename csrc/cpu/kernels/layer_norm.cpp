@@ -20,9 +20,10 @@ namespace {
 // T: of x and dx. G: of y and dy. A: of the arithmetic.
 template <class T, class G, class A>
 struct Forward {
-  static void row(const T* x, G* y, int64_t n, const A* gamma, const A* beta, A mean, A invstd) {
+  static void row(const T* x, G* y, int64_t n, Streaming streaming, const A* gamma, const A* beta, A mean,
+                  A invstd) {
     for_each_vector<A>(
-        n, [&](auto at) { return (at.load(x) - mean) * invstd * at.load(gamma) + at.load(beta); },
+        n, streaming, [&](auto at) { return (at.load(x) - mean) * invstd * at.load(gamma) + at.load(beta); },
         [&](auto at, Vector<A> result) { at.store(y, result); });
   }
 
@@ -32,6 +33,7 @@ struct Forward {
     G* y = static_cast<G*>(args.y);
     const A *gamma = static_cast<const A*>(args.gamma), *beta = static_cast<const A*>(args.beta);
     A *mean = static_cast<A*>(args.saved), *invstd = mean + args.rows;
+    const bool streams = args.rows * n * int64_t(sizeof(G)) >= kStreamed;
     torch::stable::parallel_for(0, args.rows, grain_of(n), [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r) {
         Moments<double> all;
@@ -42,8 +44,10 @@ struct Forward {
         }
         mean[r] = A(all.mean);
         invstd[r] = A(1 / std::sqrt(all.m2 / double(n) + args.eps));
-        row(x + r * n, y + r * n, n, gamma, beta, mean[r], invstd[r]);
+        row(x + r * n, y + r * n, n, Streaming(streams, y + r * n, n, kLanes<A>), gamma, beta, mean[r],
+            invstd[r]);
       }
+      finish_streams();
     });
   }
 };
@@ -59,8 +63,8 @@ struct Backward {
   static FASTVIT_INLINE void add(A* sums, Vector<A> terms) { store<A>(sums, load<A>(sums) + terms); }
 
   template <bool kColumns>
-  static void row(const T* x, const G* dy, T* dx, int64_t n, const A* gamma, A mean, A invstd, A* bias,
-                  A* weight) {
+  static void row(const T* x, const G* dy, T* dx, int64_t n, Streaming streaming, const A* gamma, A mean,
+                  A invstd, A* bias, A* weight) {
     const auto xhat = [&](auto at) -> Vector<A> { return (at.load(x) - mean) * invstd; };
     const Terms<A> sums = sum_plane<A, 2>(n, [&](auto at) {
       const Vector<A> y = at.load(dy), h = xhat(at), g = y * at.load(gamma);
@@ -72,7 +76,8 @@ struct Backward {
     });
     const A a = sum_lanes<A>(sums.first) / A(n), b = sum_lanes<A>(sums.second) / A(n);
     for_each_vector<A>(
-        n, [&](auto at) -> Vector<A> { return (at.load(dy) * at.load(gamma) - a - xhat(at) * b) * invstd; },
+        n, streaming,
+        [&](auto at) -> Vector<A> { return (at.load(dy) * at.load(gamma) - a - xhat(at) * b) * invstd; },
         [&](auto at, Vector<A> result) { at.store(dx, result); });
   }
 
@@ -88,6 +93,7 @@ struct Backward {
     T* dx = static_cast<T*>(args.dx);
     const A* gamma = static_cast<const A*>(args.gamma);
     const A *mean = static_cast<const A*>(args.saved), *invstd = mean + args.rows;
+    const bool streams = args.rows * n * int64_t(sizeof(T)) >= kStreamed;
     torch::stable::parallel_for(0, args.slices, 1, [&](int64_t first, int64_t last) {
       for (int64_t slice = first; slice < last; ++slice) {
         A* bias = kColumns ? static_cast<A*>(args.group) + slice * 2 * args.stride : nullptr;
@@ -96,7 +102,8 @@ struct Backward {
         for (int64_t r = args.rows * slice / args.slices; r < end;) {
           const int64_t until = r + kGroup < end ? r + kGroup : end;
           for (; r < until; ++r)
-            row<kColumns>(x + r * n, dy + r * n, dx + r * n, n, gamma, mean[r], invstd[r], bias, weight);
+            row<kColumns>(x + r * n, dy + r * n, dx + r * n, n, Streaming(streams, dx + r * n, n, L), gamma,
+                          mean[r], invstd[r], bias, weight);
           if constexpr (kColumns) {
             double* partial = args.partial + slice * 2 * n;
             flush(bias, n, partial);
@@ -104,6 +111,7 @@ struct Backward {
           }
         }
       }
+      finish_streams();
     });
   }
 

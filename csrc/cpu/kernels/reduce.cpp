@@ -11,6 +11,20 @@ namespace fastvit {
 namespace FASTVIT_CAPABILITY {
 namespace {
 
+// Compiled once for all activations, whose plane_sums it calls by pointer.
+template <class A, int kIn, class T>
+void planes(const ReduceParams& args, int64_t first, int64_t last, int64_t c0, int64_t c1, double* sum,
+            double* weighted,
+            void (*plane_sums)(const ReduceParams&, const Spans<T>&, int, bool, Terms<A>*)) {
+  const Activations<T> in[] = {
+      {args.input, args.layout, 0}, {args.dy, args.layout, 1}, {args.z, args.layout, 2}};
+  sum_planes<A, kIn>(args, in, first, last, c0, c1, plane_sums,
+                     [&](int, int64_t c, const Terms<A>& sums, int64_t, int64_t) {
+                       sum[c] += double(sum_lanes<A>(sums.first));
+                       weighted[c] += double(sum_lanes<A>(sums.second));
+                     });
+}
+
 template <class T, class A, bool kRows, bool kInPlace, bool kResidual, Activation kActivation>
 struct Kernel {
   using Fn = ActivationFn<kActivation>;
@@ -50,25 +64,21 @@ struct Kernel {
   struct Buffers {
     T x[kPiece], dy[kPiece], z[kResidual ? kPiece : 1];
   };
-  Inputs read(int64_t n, int64_t c, int64_t s, int64_t length, Buffers& buffers) const {
-    return {input.read(input.at(input.outer(n), c, s), length, buffers.x),
-            dy.read(dy.at(dy.outer(n), c, s), length, buffers.dy),
-            kResidual ? z.read(z.at(z.outer(n), c, s), length, buffers.z) : nullptr};
+  Inputs read(int64_t row, int64_t c, int64_t n, Buffers& buffers) const {
+    return {input.read(input.at(input.outer(row), c, 0), n, buffers.x),
+            dy.read(dy.at(dy.outer(row), c, 0), n, buffers.dy),
+            kResidual ? z.read(z.at(z.outer(row), c, 0), n, buffers.z) : nullptr};
   }
 
-  void planes(int64_t first, int64_t last, int64_t c0, int64_t c1, double* sum, double* weighted) const {
-    Buffers buffers;
-    sum_planes<A>(
-        args.layout, args.partition, first, last, c0, c1,
-        [&](int, int64_t c, int64_t n, int64_t s, int64_t length, bool) {
-          const Constants k(args, c);
-          const Inputs in = read(n, c, s, length, buffers);
-          return sum_plane<A, 2>(length, [&](auto at) { return terms(at, in, k); });
-        },
-        [&](int, int64_t c, const Terms<A>& sums, int64_t, int64_t) {
-          sum[c] += double(sum_lanes<A>(sums.first));
-          weighted[c] += double(sum_lanes<A>(sums.second));
-        });
+  static void plane_sums(const ReduceParams& args, const Spans<T>& spans, int slot, bool is_first,
+                         Terms<A>* sums) {
+    const Kernel kernel{args};
+    for (int k = 0; k < spans.count; ++k) {
+      const Constants constants(args, spans.c + k);
+      const Inputs in{spans.in(0, k), spans.in(1, k), spans.in(1 + kResidual, k)};
+      sums[slot + k].add(is_first,
+                         sum_plane<A, 2>(spans.n, [&](auto at) { return kernel.terms(at, in, constants); }));
+    }
   }
 
   void rows(int64_t first, int64_t last, int64_t c0, int64_t n, double* sum, double* weighted) const {
@@ -84,7 +94,7 @@ struct Kernel {
       sums.sum(
           n, begin, end, in_place,
           [&](int slot, int64_t row) {
-            in[slot] = read(row, c0, 0, n, buffers);
+            in[slot] = read(row, c0, n, buffers);
             if (slot == 0) next_input.after(in[0].x), next_dy.after(in[0].dy);
           },
           [&](auto at, int slot) {
@@ -107,7 +117,7 @@ struct Kernel {
                     if (kRows)
                       rows(first, last, c0, c1 - c0, sum + c0, weighted + c0);
                     else
-                      planes(first, last, c0, c1, sum, weighted);
+                      planes<A, 2 + kResidual, T>(args, first, last, c0, c1, sum, weighted, plane_sums);
                   });
   }
 };

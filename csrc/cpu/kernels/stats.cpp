@@ -31,15 +31,16 @@ struct Stats {
 
   static void planes(const Activations<T>& x, const StatsParams& args, int64_t first, int64_t last,
                      int64_t c0, int64_t c1, double* mean, double* m2) {
-    T buffer[kPiece];
     A center[kSlots];
     const int64_t before = values_before(args.layout, args.partition, first);
-    sum_planes<A>(
-        args.layout, args.partition, first, last, c0, c1,
-        [&](int slot, int64_t c, int64_t n, int64_t s, int64_t length, bool is_first) {
-          const T* piece = x.read(x.at(x.outer(n), c, s), length, buffer);
-          if (is_first) center[slot] = mean_of_first<T, A>(piece, length);
-          return sum_deviations(piece, length, center[slot]);
+    sum_planes<A, 1>(
+        args, &x, first, last, c0, c1,
+        [&](const StatsParams&, const Spans<T>& spans, int slot, bool is_first, Terms<A>* sums) {
+          for (int k = slot; k < slot + spans.count; ++k) {
+            const T* values = spans.in(0, k - slot);
+            if (is_first) center[k] = mean_of_first<T, A>(values, spans.n);
+            sums[k].add(is_first, sum_deviations(values, spans.n, center[k]));
+          }
         },
         [&](int slot, int64_t c, const Terms<A>& sums, int64_t step, int64_t count) {
           const PieceMoments moments = moments_about(center[slot], 1 / double(count),

@@ -13,6 +13,11 @@ namespace FASTVIT_CAPABILITY {
 template <class A>
 struct Terms {  // what the elements of a vector add to the two sums of their channels
   Vector<A> first, second;
+
+  FASTVIT_INLINE void add(bool is_first, const Terms& t) {
+    first = is_first ? t.first : first + t.first;
+    second = is_first ? t.second : second + t.second;
+  }
 };
 
 // The sums of terms(place) over the n elements of a plane, lane by lane. They are made in kParts parts, as an
@@ -43,37 +48,52 @@ FASTVIT_INLINE Terms<A> sum_plane(int64_t n, const F& terms) {
 }
 
 // The sums over planes, or over pieces of a plane, of channels [c0, c1) in steps [first, last), in the order
-// of memory: sum(slot, c, n, s, length, is_first) returns those of a piece; finish(slot, c, sums, step,
-// count) takes those of `count` elements per channel from `step` on. The slot is the channel's, less than
-// kSlots.
+// of memory: sum(args, spans, slot, is_first, sums) sets those of channels spans.c + k, or adds to them, and
+// finish(slot, c, sums, step, count) takes those of `count` elements per channel from `step` on. The slot is
+// the channel's, less than kSlots.
 constexpr int kSlots = 64;
-template <class A, class Sum, class Finish>
-FASTVIT_INLINE void sum_planes(const Layout& layout, const Partition& partition, int64_t first, int64_t last,
-                               int64_t c0, int64_t c1, const Sum& sum, const Finish& finish) {
-  if (partition.planes == 1) {  // each by itself
-    for (int64_t begin = first, end; begin < last; begin = end) {
+template <class A, int kIn, class T, class Args, class Sum, class Finish>
+void sum_planes(const Args& args, const Activations<T>* in, int64_t first, int64_t last, int64_t c0,
+                int64_t c1, const Sum& sum, const Finish& finish) {
+  const Layout& layout = args.layout;
+  const Partition& partition = args.partition;
+  T buffer[kIn][kPiece];
+  Terms<A> sums[kSlots];
+  Spans<T> spans;
+  bool in_place = true;
+  for (int i = 0; i < kIn; ++i) {
+    in_place = in_place && in[i].step == 1;
+    spans.from_step[i] = in[i].strides.channel;
+  }
+  const auto read = [&](int64_t n, int64_t c, int64_t s, int64_t length, int64_t count) {
+    spans.n = length;
+    spans.c = c;
+    spans.count = count;
+    for (int i = 0; i < kIn; ++i) {
+      T* const at = in[i].at(in[i].outer(n), c, s);
+      spans.from[i] = in_place ? at : in[i].read(at, length, buffer[i]);
+    }
+  };
+  for (int64_t begin = first, end; begin < last; begin = end) {
+    if (partition.planes == 1) {  // each by itself
       const int64_t n = begin / partition.pieces, until = (n + 1) * partition.pieces;
       end = until < last ? until : last;
       for (int64_t c = c0; c < c1; ++c)
         for (int64_t step = begin; step < end; ++step) {
           const int64_t s = (step - n * partition.pieces) * partition.piece;
-          const int64_t length = layout.S - s < partition.piece ? layout.S - s : partition.piece;
-          finish(0, c, sum(0, c, n, s, length, true), step, length);
+          read(n, c, s, layout.S - s < partition.piece ? layout.S - s : partition.piece, 1);
+          sum(args, spans, 0, true, sums);
+          finish(0, c, sums[0], step, spans.n);
         }
+      continue;
     }
-    return;
-  }
-  Terms<A> sums[kSlots];
-  for (int64_t begin = first, end; begin < last; begin = end) {
     end = begin + partition.planes < last ? begin + partition.planes : last;
     for (int64_t c = c0; c < c1; c += kSlots) {
-      const int slots = int(c + kSlots < c1 ? kSlots : c1 - c);
+      const int slots = int(c + kSlots < c1 ? kSlots : c1 - c), together = in_place ? slots : 1;
       for (int64_t n = begin; n < end; ++n)
-        for (int slot = 0; slot < slots; ++slot) {
-          const Terms<A> t = sum(slot, c + slot, n, 0, layout.S, n == begin);
-          if (n == begin) sums[slot] = Terms<A>{};
-          sums[slot].first += t.first;
-          sums[slot].second += t.second;
+        for (int slot = 0; slot < slots; slot += together) {
+          read(n, c + slot, 0, layout.S, together);
+          sum(args, spans, slot, n == begin, sums);
         }
       for (int slot = 0; slot < slots; ++slot)
         finish(slot, c + slot, sums[slot], begin, (end - begin) * layout.S);

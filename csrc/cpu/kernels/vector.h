@@ -56,14 +56,10 @@ typedef uint32_t WordVector __attribute__((vector_size(kVectorBytes)));
 typedef uint16_t HalfWordVector __attribute__((vector_size(kVectorBytes / 2)));
 typedef uint16_t UnalignedHalfWords __attribute__((vector_size(kVectorBytes / 2), aligned(2), may_alias));
 
-// load<A>(p): kLanes<A> elements at p, converted.
+// load<A>(p): kLanes<A> elements at p, converted. store<A>(p, v) is its reverse.
 template <class A>
 FASTVIT_INLINE Vector<A> load(const A* p) {
   return *reinterpret_cast<const typename VectorOf<A>::unaligned*>(p);
-}
-template <class A>
-FASTVIT_INLINE void store(A* p, Vector<A> v) {
-  *reinterpret_cast<typename VectorOf<A>::unaligned*>(p) = v;
 }
 
 template <class A>
@@ -80,24 +76,74 @@ FASTVIT_INLINE FloatVector load(const BFloat16* p) {
   return reinterpret_cast<FloatVector>(__builtin_convertvector(bits, WordVector) << 16);
 #endif
 }
-template <class A>
-FASTVIT_INLINE void store(BFloat16* p, FloatVector v) {  // to nearest, ties to even; a quiet NaN stays NaN
-  const WordVector bits = reinterpret_cast<WordVector>(v), more = 0x7fffu + ((bits >> 16) & 1u);
+
+// The vector of T that `v` becomes in memory: to nearest, ties to even; a quiet NaN stays NaN.
+template <class T, class A>
+struct Narrow {
+  static FASTVIT_INLINE Vector<A> of(Vector<A> v) { return v; }
+};
+template <>
+struct Narrow<BFloat16, float> {
+  static FASTVIT_INLINE HalfWordVector of(FloatVector v) {
+    const WordVector bits = reinterpret_cast<WordVector>(v), more = 0x7fffu + ((bits >> 16) & 1u);
 #if defined(__AVX512F__)
-  const __mmask16 ordered = _mm512_cmp_ps_mask(__m512(v), __m512(v), _CMP_ORD_Q);
-  const __m512i rounded = _mm512_mask_add_epi32(__m512i(bits), ordered, __m512i(bits), __m512i(more));
-  const WordVector odd = {0x30001, 0x70005, 0xb0009, 0xf000d, 0x130011, 0x170015, 0x1b0019, 0x1f001d};
-  const __m512i words = _mm512_permutexvar_epi16(__m512i(odd), rounded);
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_castsi512_si256(words));
+    const __mmask16 ordered = _mm512_cmp_ps_mask(__m512(v), __m512(v), _CMP_ORD_Q);
+    const __m512i rounded = _mm512_mask_add_epi32(__m512i(bits), ordered, __m512i(bits), __m512i(more));
+    const WordVector odd = {0x30001, 0x70005, 0xb0009, 0xf000d, 0x130011, 0x170015, 0x1b0019, 0x1f001d};
+    return HalfWordVector(_mm512_castsi512_si256(_mm512_permutexvar_epi16(__m512i(odd), rounded)));
 #else
-  const WordVector rounded = bits + (more & WordVector(v == v));
+    const WordVector rounded = bits + (more & WordVector(v == v));
 #if defined(__AVX2__)
-  const __m256i words = _mm256_srai_epi32(__m256i(rounded), 16);  // signed, so that packing saturates none
-  const __m128i packed = _mm_packs_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), packed);
+    const __m256i words = _mm256_srai_epi32(__m256i(rounded), 16);  // signed, so that packing saturates none
+    return HalfWordVector(_mm_packs_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
 #else
-  *reinterpret_cast<UnalignedHalfWords*>(p) = __builtin_convertvector(rounded >> 16, HalfWordVector);
+    return __builtin_convertvector(rounded >> 16, HalfWordVector);
 #endif
+#endif
+  }
+};
+template <>
+struct Narrow<Half, float> {
+  static FASTVIT_INLINE HalfWordVector of(FloatVector v) {
+#if defined(__AVX512F__)
+    return HalfWordVector(_mm512_cvtps_ph(__m512(v), 0));
+#elif defined(__F16C__)
+    return HalfWordVector(_mm256_cvtps_ph(__m256(v), 0));
+#else
+    HalfWordVector words;
+    for (int i = 0; i < kLanes<float>; ++i) words[i] = Half(float(v[i])).x;
+    return words;
+#endif
+  }
+};
+template <class A, class T>
+FASTVIT_INLINE void store(T* p, Vector<A> v) {
+  const auto bits = Narrow<T, A>::of(v);
+  __builtin_memcpy(p, &bits, sizeof(bits));
+}
+
+// At a whole vector's address, past the caches: the line is not read before. `finish_streams` makes what was
+// written visible to other threads.
+template <class A, class T>
+FASTVIT_INLINE void stream(T* p, Vector<A> v) {
+  const auto bits = Narrow<T, A>::of(v);
+#if defined(__AVX512F__)
+  if constexpr (sizeof(bits) == 64)
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(p), __m512i(bits));
+  else
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(p), __m256i(bits));
+#elif defined(__AVX2__)
+  if constexpr (sizeof(bits) == 32)
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(p), __m256i(bits));
+  else
+    _mm_stream_si128(reinterpret_cast<__m128i*>(p), __m128i(bits));
+#else
+  __builtin_memcpy(p, &bits, sizeof(bits));
+#endif
+}
+inline void finish_streams() {
+#if defined(__AVX2__)
+  _mm_sfence();
 #endif
 }
 
@@ -111,16 +157,6 @@ FASTVIT_INLINE FloatVector load(const Half* p) {
   FloatVector v;
   for (int i = 0; i < kLanes<float>; ++i) v[i] = float(p[i]);
   return v;
-#endif
-}
-template <class A>
-FASTVIT_INLINE void store(Half* p, FloatVector v) {
-#if defined(__AVX512F__)
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(__m512(v), 0));
-#elif defined(__F16C__)
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(__m256(v), 0));
-#else
-  for (int i = 0; i < kLanes<float>; ++i) p[i] = Half(float(v[i]));
 #endif
 }
 
@@ -216,6 +252,15 @@ struct Whole {
   }
 };
 template <class A>
+struct Inner : Whole<A> {  // of a result, within a span
+  bool streamed;
+  template <class T>
+  FASTVIT_INLINE void store(T* span, Vector<A> v) const {
+    streamed ? FASTVIT_CAPABILITY::stream<A>(span + this->i, v)
+             : FASTVIT_CAPABILITY::store<A>(span + this->i, v);
+  }
+};
+template <class A>
 struct End {
   int64_t n;
   template <class T>
@@ -228,12 +273,32 @@ struct End {
   }
 };
 
-// write(place, read(place)) for the vectors of a span of n elements.
+// Where a span of a result is written past the caches: from its first whole vector on, as vectors lie in
+// memory. A short span is if it has no ends, as those would write parts of lines.
+struct Streaming {
+  bool on = false;
+  int64_t first = 0;
+
+  Streaming() = default;
+  template <class T>
+  Streaming(bool wanted, const T* span, int64_t n, int64_t lanes) {
+    if (!wanted) return;
+    const int64_t before = int64_t(reinterpret_cast<uintptr_t>(span) / sizeof(T)) % lanes;
+    on = n * int64_t(sizeof(T)) >= 1024 || (before == 0 && n % lanes == 0);
+    if (on && before) first = lanes - before;
+  }
+};
+
+// write(place, read(place)) for the vectors of a span of n elements. A streamed result is none of the
+// operands.
 template <class A, class Read, class Write>
-FASTVIT_INLINE void for_each_vector(int64_t n, const Read& read, const Write& write) {
+FASTVIT_INLINE void for_each_vector(int64_t n, Streaming streaming, const Read& read, const Write& write) {
   constexpr int L = kLanes<A>;
-  int64_t i = 0;
-  for (; i + 2 * L <= n; i += L) write(Whole<A>{i}, read(Whole<A>{i}));
+  if (streaming.first) write(Whole<A>{0}, read(Whole<A>{0}));
+  int64_t i = streaming.first;
+  for (const int64_t last = n - (streaming.on ? L : 2 * L); i <= last; i += L)
+    write(Inner<A>{{i}, streaming.on}, read(Whole<A>{i}));
+  if (i >= n) return;
   const End<A> end{n};
   const auto last = read(end);  // before the vector that it overlaps is written, perhaps in place
   if (i + L < n) write(Whole<A>{i}, read(Whole<A>{i}));
