@@ -3,19 +3,14 @@
     python benchmarks/bench_gpu.py PART [--device cuda] [--out benchmarks/results] [--budget 60]
 
     copy         bandwidth of a copy by size, to which others are compared
-    versus       layers beside torch's, eager and compiled: forward and backward
+    versus       layers beside torch's, eager and compiled, and other libraries': forward and backward
     row_ops      LayerNorm, activations and gates beside torch's
     models       fastvit.convert on a ViT and a ResNet: a step's time, memory, host, the largest batch
     four_ops     stats, forward, reduce, backward, plain and in place: three layouts, bf16 and fp32
     on_chip      local ops on tensors that fit on chip; FASTVIT_ON_CHIP=0 for two kernels a direction
-    slices       bn_stats of one size by number of channels, and so of slices that are merged
     exchange     moments and sums by Loopback, with the peers' packets sent before: 2, 4, 8 ranks, C to 2048
-    stream       throughput of a second stream while an exchange waits for a peer
-    graph        a step of four layers, eager and replayed from a CUDA graph
-    ipc          a step of a layer in two processes that share one GPU's memory by CudaIpc
     activations  forward and backward by activation
-    host_ops     host microseconds per op, for C++ and Python
-    six_kernels  no timing: one launch of six kernels, for a profiler
+    host_ops     host microseconds per op, and of a plan
 
 Times by harness.Timer: of the device, with cold caches, medians. Writes PART_DEVICE.csv after every row.
 A part is a sequence of tasks. One that raises costs its own rows; a fault that spoils the GPU for this
@@ -25,9 +20,6 @@ process ends it with status 70, and FASTVIT_BEGUN names the tasks that a new pro
 FASTVIT_REHEARSE=KIND:TEXT puts a fault into tasks whose name contains TEXT: `fail`, `hang` or `spoil`.
 """
 
-import argparse
-import contextlib
-import csv
 import json
 import os
 import sys
@@ -41,7 +33,7 @@ import gpu_models
 import gpu_versus
 import gpu_waits
 import torch
-from harness import RESULTS, Timer, percentiles, provenance, write_csv
+from harness import Timer, command_line, percentiles, provenance, read_csv, write_csv
 
 REPEATS = 15
 SPOILED = 70  # exit status: the GPU takes no more work of this process
@@ -72,10 +64,8 @@ class Part:
         self.deadline = time.perf_counter() + budget
         self.begun: set[str] = set(json.loads(os.environ.get("FASTVIT_BEGUN", "[]")))
         self.rows: list[dict] = []
-        before = out / f"{table}_{device}.csv"
-        if self.begun and before.exists():
-            with before.open() as file:
-                self.rows = list(csv.DictReader(file))
+        if self.begun:
+            self.rows = read_csv(f"{table}_{device}", out)
         self.timer = Timer(device, 1 << 20 if quick else None)
         self.where = provenance(device)
         self.left: list[str] = []
@@ -142,30 +132,19 @@ class Part:
         if self.device == "cuda":
             torch.cuda.synchronize()
 
-    def on(self, stream) -> contextlib.AbstractContextManager:
-        return torch.cuda.stream(stream) if stream else contextlib.nullcontext()
-
-    def stream(self):
-        return torch.cuda.Stream() if self.device == "cuda" else None
-
 
 PARTS = {
     part.__name__: part
     for part in (
         gpu_kernels.copy, gpu_versus.versus, gpu_versus.row_ops, gpu_models.models, gpu_kernels.four_ops,
-        gpu_kernels.on_chip, gpu_kernels.slices, gpu_waits.exchange, gpu_waits.stream, gpu_waits.graph,
-        gpu_waits.ipc, gpu_kernels.activations, gpu_kernels.host_ops, gpu_kernels.six_kernels,
+        gpu_kernels.on_chip, gpu_waits.exchange, gpu_kernels.activations, gpu_kernels.host_ops,
     )
 }  # fmt: skip
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__, "cuda")
     parser.add_argument("part", choices=list(PARTS))
-    parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the table")
     parser.add_argument("--name", help="of the table (default: the part's)")
     parser.add_argument("--budget", type=float, default=60, help="seconds after which no task is begun")
     parser.add_argument("--quick", action="store_true", help="tiny shapes: is the program in order?")

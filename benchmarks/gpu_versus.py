@@ -25,13 +25,22 @@ REPEATS = 15
 
 
 def versus(part) -> Tasks:
-    """Forward and backward of each layer: fastvit's, torch's, and torch's compiled."""
+    """Forward and backward of each layer: fastvit's, torch's, torch's compiled, and those of other libraries
+    that are installed, which take no tokens.
+    """
+    installed = contenders.peer_layers(8)
     for case in quick_cases() if part.quick else LAYERS:
-        makers = contenders.layers("layers", case, part.device) | (
-            {} if part.quick else contenders.layers("compiled", case, part.device)
-        )
+        makers = contenders.layers(case)
+        if not part.quick:
+            makers["torch.compile"] = functools.partial(_compiled, case)
+        for name in installed if case.layout != "tokens" else ():
+            makers[name] = functools.partial(contenders.PEERS[name], case.channels)
         for name, make in makers.items():
             yield f"{name} {case}", functools.partial(_layer, part, case, name, make)
+
+
+def _compiled(case: Case) -> torch.nn.Module:
+    return torch.compile(contenders.BatchNormAct(case), dynamic=False)
 
 
 def _layer(part, case: Case, name: str, make: Callable) -> None:

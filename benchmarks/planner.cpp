@@ -44,20 +44,21 @@ extern "C" double fastvit_plan(const Request* request, int64_t* answer, int64_t 
   const MergeDepth depth = merges ? MergeDepth::of(p) : MergeDepth{};
   const int64_t levels = merges && p.slices > 1 ? 1 + (SliceGroups(p).size > 1) : 0;
   const int64_t resident = p.slots ? kOnChipBlocks : request->resident[p.rows][p.vector];
-  for (const int64_t word : {int64_t(p.rows), int64_t(p.vector), int64_t(p.lanes), int64_t(p.teams),
-                             p.blocks(), int64_t(p.slices), p.segment, p.units, int64_t(p.slots), resident,
-                             depth.loads, depth.merges, levels, int64_t(depth.nanoseconds())})
+  for (const int64_t word :
+       {int64_t(p.rows), int64_t(p.vector), int64_t(p.lanes), int64_t(p.teams), p.blocks(), int64_t(p.slices),
+        p.segment, p.units, int64_t(p.slots), resident, levels, int64_t(depth.nanoseconds())})
     *answer++ = word;
   return taken;
 }
 
-// request: rows, columns, the width of a packet, whether backward. Rows are of float32 or 16-bit numbers, 4
-// or 8 in a packet. Answers lanes, parts, packets of a lane.
+// request: rows, columns, the width of a packet, whether backward, whether of __half. Rows are of float32 or
+// 16-bit numbers, 4 or 8 in a packet. Answers lanes, parts, packets of a lane.
 extern "C" double fastvit_row_plan(const int64_t* request, int64_t* answer, int64_t repeats) {
   static RowPlan plan;
-  const auto& [rows, columns, width, backward] = *reinterpret_cast<const int64_t(*)[4]>(request);
+  const auto& [rows, columns, width, backward, half] = *reinterpret_cast<const int64_t(*)[5]>(request);
   const double taken = timed(repeats, [&] {
-    const auto& of_backward = width == 8 ? kBackwardColumns<uint16_t> : kBackwardColumns<float>;
+    // layer_norm_backward.cu: of __half as of float
+    const auto& of_backward = width == 8 && !half ? kBackwardColumns<uint16_t> : kBackwardColumns<float>;
     const auto& choices = backward ? of_backward : kForwardColumns;
     plan =
         width == 8 ? row_plan<float, 8>(rows, columns, choices) : row_plan<float, 4>(rows, columns, choices);

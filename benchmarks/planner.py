@@ -18,9 +18,10 @@ HEADERS = "cuda/plan.h cuda/row_plan.h layout.h macros.h".split()
 SOURCES = [Path(__file__).with_suffix(".cpp"), *(ROOT / "csrc" / name for name in HEADERS)]
 MOST_DIMS = 5
 # Of csrc/cuda/plan.h; `resident` blocks per multiprocessor. The last block merges slices for
-# `tail_nanoseconds`, with this number of sequential loads and merges, and is found `levels` times.
-WORDS = "rows vector lanes teams blocks slices segment units slots resident dependent_loads dependent_merges"
-Plan = namedtuple("Plan", f"{WORDS} levels tail_nanoseconds")
+# `tail_nanoseconds`, and is found `levels` times.
+Plan = namedtuple(
+    "Plan", "rows vector lanes teams blocks slices segment units slots resident levels tail_nanoseconds"
+)
 
 
 @functools.cache
@@ -70,16 +71,16 @@ def plan(*request) -> Plan:
     return Plan(*_answer("fastvit_plan", len(Plan._fields), _request(*request))[0])
 
 
-def row_plan(rows: int, columns: int, width: int, backward: bool = False) -> tuple[int, ...]:
+def row_plan(rows: int, columns: int, width: int, backward=False, half=False) -> tuple[int, ...]:
     """Lanes of a team, parts of a row and packets of a lane, for a LayerNorm in packets of `width`."""
-    return tuple(_answer("fastvit_row_plan", 3, [rows, columns, width, backward])[0])
+    return tuple(_answer("fastvit_row_plan", 3, [rows, columns, width, backward, half])[0])
 
 
 def nanoseconds(*request, repeats: int = 200_000) -> float:
     """Of one layout and plan on this host, by the arguments of `plan` or `row_plan`."""
     if isinstance(request[0], Case):
         return _answer("fastvit_plan", len(Plan._fields), _request(*request), repeats // 4)[1]
-    return _answer("fastvit_row_plan", 3, [*request], repeats // 4)[1]
+    return _answer("fastvit_row_plan", 3, [*request, False], repeats // 4)[1]
 
 
 def constant(name: str) -> int:

@@ -7,23 +7,21 @@ The plan is that of csrc/cuda/plan.h (planner.py), instructions are counted in w
 
     bytes      that the op must read and write
     waves      blocks over those that run at once, by the kernel's registers and shared memory
-    packet     issue slots of a warp per 16-byte access: of the cheapest activation, and of the costliest
-    in flight  KB of loads that a multiprocessor has under way; memory's latency times its bandwidth is 26
     stream     the longest of: bytes over what a copy reaches, latencies of batches that follow each other;
                of ops on chip, first that of their reads, then that of their writes
     issue      issue slots over what the multiprocessors have
     prologue   the table of channels, or of columns, before a block's first values
     tail       merging in a block, finding the last block, merging of slices; nothing overlaps with it
-    us         stream and issue, which overlap (see OVERLAP), prologue and tail, and the grid's start and end
-
-    share      bytes / us over what a large copy reaches; in brackets with the costliest activation, or the
-               longest way through the loop
-    equal      likewise, over a copy of as many bytes, which has a start and an end too
+    us         stream and issue, which overlap (see OVERLAP), prologue and tail, and the grid's start and end,
+               alone: one that begins while another ends (csrc/cuda/launch.cuh) has a shorter start
+    share      bytes / us over what a large copy reaches
+    costliest  with the costliest activation, or the longest way through the loop
 
 Ops without moments or sums have rows where the tensor fits on chip; elsewhere they are two of the others.
 Activations and gates are predicted for the MLP of bench_vit_ops.py, LayerNorm for tokens of ViTs, and what
-an exchange adds for packets that have arrived: one block merges (csrc/sync/cuda_peer.cuh), and the L2 answers
-its loads, 8 packets at a time, of which the next depend on those before.
+an exchange adds for packets that have arrived: up to 8 blocks merge a part of the channels each, and the last
+of them ends the exchange (csrc/sync/cuda_peer.cuh). The L2 answers a thread's loads, 8 packets at a time, of
+which the next depend on those before.
 
 compare.py sets a GPU's tables beside all this: where they differ by more than 15 % the model needs a
 correction. Writes predicted_h200.csv, predicted_exchange_h200.csv and predicted_h200.md.
@@ -38,7 +36,7 @@ from pathlib import Path
 import planner
 from gpu_kernels import FIT_ON_CHIP, FOUR_OPS
 from gpu_waits import CHANNELS, WORLDS
-from harness import RESULTS, commit, write_csv
+from harness import RESULTS, commit, markdown, write_csv
 from predict_kernels import ALL, CHEAP, H200, OPS, SOURCES, THREADS, TRANSCENDENTAL, TYPES, Gpu, Kernel
 from shapes import DTYPES, MLP, NORMS, Case, cases
 
@@ -53,6 +51,7 @@ EXCHANGES = {
 }
 TRIPS = 4  # of an exchange to the L2: the own header and back, the first packets, the stores of the result
 HEADER_NS = 800.0  # of a barrier each before and behind the headers, and double divisions of counts; assumed
+MOST_PARTS, MULTIPROCESSORS_OF_PART = 8, 16  # csrc/sync/cuda_peer.cuh: the blocks that wait
 SCHEDULERS = 4  # of a multiprocessor
 # Per instruction: 2 for arithmetic of doubles, 8 for conversions to them, else 1 (programming guide)
 CYCLES = 2.0
@@ -60,34 +59,30 @@ CYCLES = 2.0
 
 Prediction = namedtuple(  # of an op on a tensor; MB is of the activation
     "Prediction",
-    "op shape layout dtype MB bytes_MB blocks resident waves packet packet_costliest in_flight_KB stream_us "
-    "issue_us loads_in_a_row merges_in_a_row prologue_us tail_us us share equal us_costliest share_costliest",
+    "op shape layout dtype MB bytes_MB blocks resident waves stream_us issue_us prologue_us tail_us us share "
+    "us_costliest share_costliest",
 )
 
 
 @dataclass
 class Work:
-    """Of one kernel on one tensor. `packet` and `issue`: least and most."""
+    """Of one kernel on one tensor. `issue`: least and most."""
 
     total: int  # bytes
     blocks: int
     resident: int
-    packet: tuple[float, float]
-    in_flight: float
     stream: float
     issue: tuple[float, float]
     prologue: float
     tail: float
-    in_a_row: tuple[int, int] = (0, 0)  # loads and merges of slices
 
     def prediction(self, op: str, case: Case, gpu: Gpu, costliest: "Work") -> Prediction:
         us, costly = self.us(0, gpu), costliest.us(1, gpu)
         copy = self.total / gpu.copy_GB_s / 1e3
         return Prediction(
             op, case.size, case.layout, case.dtype, case.nbytes / 1e6, self.total / 1e6, self.blocks,
-            self.resident, self.blocks / (gpu.multiprocessors * self.resident), self.packet[0],
-            costliest.packet[1], self.in_flight / 1e3, self.stream, self.issue[0], *self.in_a_row,
-            self.prologue, self.tail, us, copy / us, (copy + gpu.ends_us) / us, costly, copy / costly,
+            self.resident, self.blocks / (gpu.multiprocessors * self.resident), self.stream, self.issue[0],
+            self.prologue, self.tail, us, copy / us, costly, copy / costly,
         )  # fmt: skip
 
     def us(self, which: int, gpu: Gpu) -> float:
@@ -125,20 +120,15 @@ def _of_set(op: str, case: Case, kernels: dict[str, Kernel], gpu: Gpu, activatio
         return None
     code = found[bool(plan.rows), bool(plan.vector)]
 
-    # Batches of a thread, one after the other, and the share of their packets that exist.
+    # Batches of a thread, one after the other; `deep` of them in a plane.
     teams = plan.slices * plan.teams
     if plan.rows:
         deep, batches = 1, -(-plan.units // (teams * what.batch))
-        exist = plan.lanes * plan.teams / THREADS
     else:
         packets = -(-plan.segment // (wide if plan.vector else 1))
         deep = -(-packets // (plan.lanes * what.batch))
         batches = deep * -(-plan.units // teams)
-        exist = packets * plan.teams / (deep * what.batch * THREADS)
     at_once = gpu.multiprocessors * plan.resident
-    loads = what.batch * (16 if plan.vector else DTYPES[case.dtype].itemsize) * what.reads
-    in_flight = min(plan.resident, plan.blocks / gpu.multiprocessors) * THREADS * exist * loads
-
     total = what.operands * case.nbytes
     full, rest = divmod(plan.blocks, at_once)
     bound = batches * gpu.latency_ns / 1e3  # microseconds of a wave, however few its blocks
@@ -161,12 +151,8 @@ def _of_set(op: str, case: Case, kernels: dict[str, Kernel], gpu: Gpu, activatio
         of_batch = inner + (outer - inner) / deep * (not plan.rows)
         return gpu.issue_us(warps * batches * (of_batch + again))
 
-    packet = tuple(count / (code.accesses or 1) for count in code.inner)
     issues = tuple(map(issue, code.inner, code.outer, code.again))
-    in_a_row = plan.dependent_loads, plan.dependent_merges
-    return Work(
-        total, plan.blocks, plan.resident, packet, in_flight, stream, issues, prologue, tail, in_a_row
-    )
+    return Work(total, plan.blocks, plan.resident, stream, issues, prologue, tail)
 
 
 def _of_rows(op: str, case: Case, kernels: dict[str, Kernel], gpu: Gpu) -> Work:
@@ -178,13 +164,11 @@ def _of_rows(op: str, case: Case, kernels: dict[str, Kernel], gpu: Gpu) -> Work:
     wide, narrow = DTYPES[case.dtype].itemsize, DTYPES[to].itemsize
     width, backward = 16 // wide, what.reads > 1
     columns, rows = case.shape[-1], case.nbytes // wide // case.shape[-1]
-    lanes, parts, held = planner.row_plan(rows, columns, width, backward)
+    lanes, parts, held = planner.row_plan(rows, columns, width, backward, case.dtype == "fp16")
     code = kernels[what.kernel.format(T=TYPES[case.dtype], G=TYPES[to], V=width, K=held)]
     teams, resident = THREADS // lanes, gpu.resident(code.registers, code.shared)
     blocks = min(-(-rows // teams), resident * gpu.multiprocessors)
     turns = -(-rows // (blocks * teams)) * parts
-    exist = columns / width / (lanes * parts * held)
-    each = held * width * (wide + narrow * (what.reads - 1))
     total = rows * columns * (wide * what.reads + narrow)
     sums = 2 * columns * blocks * 4 if backward else 0  # two numbers a column and block
     over_lanes = gpu.shuffle_ns * (min(lanes, 32) - 1).bit_length() + 2 * gpu.barrier_ns * (lanes > 32)
@@ -192,23 +176,25 @@ def _of_rows(op: str, case: Case, kernels: dict[str, Kernel], gpu: Gpu) -> Work:
     stream = max(turns * turn, (total + sums) / gpu.copy_GB_s / 1e3)
     # A second grid adds the sums of the blocks: 32 rows at a time, and 8 times as many in flight.
     tail = gpu.ends_us - gpu.early_us + -(-blocks // 256) * gpu.latency_ns / 1e3 if backward else 0.0
-    in_flight = min(resident, blocks / gpu.multiprocessors) * THREADS * exist * each
-    packet = tuple(count / (code.accesses or 1) for count in code.inner)
     accesses = blocks * THREADS / 32 * turns * held * what.operands
-    issue = tuple(gpu.issue_us(accesses * count) for count in packet)
-    return Work(total, blocks, resident, packet, in_flight, stream, issue, gpu.fill_ns / 1e3, tail)
+    issue = tuple(gpu.issue_us(accesses * count / (code.accesses or 1)) for count in code.inner)
+    return Work(total, blocks, resident, stream, issue, gpu.fill_ns / 1e3, tail)
 
 
 def exchange(what: str, world: int, channels: int, loops: list, gpu: Gpu = H200) -> dict:
     """What an exchange adds. `loops` of the kernel's exchange, from 8 ranks in flight down to 2."""
     together = next(ranks for ranks in (2, 4, 8) if world <= ranks)
     instructions = loops[(8, 4, 2).index(together)].most.instructions  # of a warp per batch
-    batches = -(-channels // (THREADS * IN_FLIGHT // together))  # of the slowest thread
-    warps = min(THREADS, channels) / 32 / SCHEDULERS
+    at_once = THREADS * IN_FLIGHT // together  # channels of a block
+    parts = min(-(-channels // at_once), MOST_PARTS, gpu.multiprocessors // MULTIPROCESSORS_OF_PART)
+    of_part = -(-channels // parts)
+    batches = -(-of_part // at_once)  # of the slowest thread
+    warps = min(THREADS, of_part) / 32 / SCHEDULERS
     batch = gpu.l2_ns + max(1.0, warps) * instructions * CYCLES / gpu.clock_GHz
-    once = gpu.last_ns + HEADER_NS + TRIPS * gpu.l2_ns
+    last = gpu.last_ns * (1 + (parts > 1))  # of the tiles, and of the parts
+    once = last + HEADER_NS + TRIPS * gpu.l2_ns
     return {
-        "what": what, "world": world, "channels": channels, "batches": batches,
+        "what": what, "world": world, "channels": channels, "parts": parts, "batches": batches,
         "instructions": instructions, "us": (once + batches * batch) / 1e3,
     }  # fmt: skip
 
@@ -225,42 +211,23 @@ def exchanges(compiled: list[dict]) -> list[dict]:
     ]  # fmt: skip
 
 
-def _lines(header: list[str], rows: list[list[object]]) -> list[str]:
-    cells = [header, ["---"] * len(header), *rows]
-    return ["| " + " | ".join(map(str, row)) + " |" for row in cells]
-
-
 def exchange_table(found: list[dict]) -> str:
     """Markdown: us by ranks and channels."""
     lines: dict[tuple[str, int], list[object]] = {}
     for one in found:
         lines.setdefault((one["what"], one["world"]), [one["what"], one["world"]]).append(f"{one['us']:.1f}")
     header = ["exchange", "ranks", *(f"C = {c}" for c in sorted({one["channels"] for one in found}))]
-    return "\n".join(["us that an exchange adds:", "", *_lines(header, list(lines.values())), ""])
+    return "\n".join(["us that an exchange adds:", "", *markdown(header, lines.values()), ""])
 
 
 def table(rows: list[Prediction], gpu: Gpu = H200) -> str:
-    """Markdown: what each figure is made of for the first cases, then shares of all."""
-    shown = {
-        (op, case.size, case.layout, case.dtype)
-        for op, what in OPS.items()
-        for case in what.cases or (FIT_ON_CHIP if what.local else FOUR_OPS)
-    }
-    header = "op|shape|layout|dtype|waves|packet|in flight KB|stream us|issue us|prologue us|tail us|us|share"
-    lines, tables = [], {}
+    """Markdown: us and share of all cases, in a table for each kind of ops."""
+    tables: dict[tuple[str, ...], dict[tuple, dict[str, str]]] = {}
     for row in rows:
-        key = row.shape, row.layout, row.dtype
         kind = OPS[row.op].local, OPS[row.op].cases
         ops = tuple(op for op, what in OPS.items() if (what.local, what.cases) == kind)
-        tables.setdefault(ops, {}).setdefault(key, {})[row.op] = f"{row.us:.1f} ({row.share:.2f})"
-        if (row.op, *key) in shown:
-            costly = f" ({row.share_costliest:.2f})" if row.us_costliest > row.us else ""
-            times = row.stream_us, row.issue_us, row.prologue_us, row.tail_us, row.us
-            lines.append([
-                row.op, *key, f"{row.waves:.2f}", f"{row.packet:.0f} ({row.packet_costliest:.0f})",
-                f"{row.in_flight_KB:.0f}", *(f"{one:.1f}" for one in times), f"{row.share:.2f}{costly}",
-                f"{row.equal:.2f}",
-            ])  # fmt: skip
+        found = tables.setdefault(ops, {}).setdefault((row.shape, row.layout, row.dtype), {})
+        found[row.op] = f"{row.us:.1f} ({row.share:.2f})"
     said = "Nothing here was measured: these are predictions of a model that no GPU has confirmed."
     text = [
         f"Predicted for an {gpu.name} at commit {commit()} by benchmarks/predict.py. {said}",
@@ -268,17 +235,15 @@ def table(rows: list[Prediction], gpu: Gpu = H200) -> str:
         f"{gpu.multiprocessors} multiprocessors, a copy at {gpu.copy_GB_s:.0f} of {gpu.peak_GB_s:.0f} GB/s,",
         f"{gpu.issue} instructions a cycle at {gpu.clock_GHz} GHz, {gpu.latency_ns:.0f} ns of latency under",
         f"load, {gpu.ends_us:.0f} us for a grid's start and end; the program says where these are from.",
-        "packet: issue slots of a warp per 16-byte access with the cheapest activation (the costliest);",
-        "share: of what a large copy reaches, likewise; equal: of a copy of as many bytes.",
-        "",
-        *_lines([*header.split("|"), "equal"], lines),
+        f"Behind another kernel of its stream an op takes {gpu.early_us} us less, assumed from sm_90 on.",
+        "What each figure is made of is in predicted_h200.csv.",
         "",
         "us (share of the copy), cheapest activation:",
         "",
     ]
     for ops, by_case in tables.items():
         shares = [[*key, *(found.get(op, "") for op in ops)] for key, found in by_case.items()]
-        text += [*_lines(["shape", "layout", "dtype", *ops], shares), ""]
+        text += [*markdown(["shape", "layout", "dtype", *ops], shares), ""]
     return "\n".join(text)
 
 

@@ -2,6 +2,8 @@
 
 from statistics import median
 
+from harness import markdown
+
 PASSES = ("forward", "backward", "both")
 COLUMNS = (
     "shape", "layout", "dtype", "threads", "layer", "forward us", "backward us", "both us (p20 to p80)",
@@ -15,10 +17,6 @@ def _is_op(row: dict) -> bool:
 
 def _case(row: dict) -> tuple[str, str, str, int | str]:
     return row["shape"], row["layout"], row["dtype"], row["threads"]
-
-
-def _lines(header: tuple[str, ...], rows: list[tuple]) -> list[str]:
-    return ["| " + " | ".join(map(str, row)) + " |" for row in (header, ("---",) * len(header), *rows)]
 
 
 def _pair(forward: dict, backward: dict, key: str, digits: str = "") -> str:
@@ -60,7 +58,7 @@ def _ops(rows: list[dict]) -> list[tuple]:
             torchs = row["contender"].startswith("torch") and row["op"] in found
             found[row["op"]] = f"{found[row['op']]}; torch {row['p50_us']:.1f}" if torchs else text
     lines = [(*case, *(ops.get(name, "") for name in names)) for case, ops in by_case.items()]
-    return _lines(("shape", "layout", "dtype", "threads", *names), lines) if lines else []
+    return markdown(("shape", "layout", "dtype", "threads", *names), lines) if lines else []
 
 
 def table(rows: list[dict], absent: dict[str, str], unreached: list[str]) -> str:
@@ -77,7 +75,7 @@ def table(rows: list[dict], absent: dict[str, str], unreached: list[str]) -> str
         "Layers, medians. `8 passes / time`: what a step reads and writes, over its time, as a share of the",
         "copy bandwidth. host, kernels, peak (activations): forward + backward.",
         "",
-        *_lines(COLUMNS, _layers(rows)),
+        *markdown(COLUMNS, _layers(rows)),
         "",
         "Raw ops, medians in us, GB/s (share of the copy bandwidth); torch's functions for the same work:",
         "",

@@ -38,13 +38,11 @@ CALLS = {
         "tests": (250, 50),  # as many as fit, the most telling first
         "sanitizer": (230, 50),  # memcheck, racecheck, synccheck over a few op tests
     },
-    "measure": {  # the parts of benchmarks/bench_gpu.py, where no other program is named
-        "environment": (200, 0), "copy": (25, 0), "versus": (120, 100), "row_ops": (60, 30),
-        "four_ops": (110, 60), "models": (100, 60), "exchange": (40, 20), "host_ops": (30, 10),
-        "on_chip": (50, 20), "ncu": (50, 0), "slices": (30, 0), "stream": (30, 0), "graph": (35, 0),
-        "ipc": (60, 0), "activations": (40, 0),
-        "sanitizer": (90, 0),  # memcheck, racecheck over local ops
-        "layers": (150, 0),  # benchmarks/bench_ops.py: layers against torch's and other libraries'
+    "measure": {  # the parts of benchmarks/bench_gpu.py
+        "environment": (200, 0), "copy": (25, 0), "versus": (160, 100), "row_ops": (60, 30),
+        "four_ops": (110, 60), "models": (140, 60), "exchange": (40, 20), "host_ops": (30, 10),
+        "on_chip": (50, 20), "activations": (60, 0),
+        "sanitizer": (120, 0),  # memcheck, racecheck over local ops
     },
 }  # fmt: skip
 OPS_TESTS = "test_ops.py test_local_ops.py test_layer_norm.py test_act.py test_messages.py".split()
@@ -75,9 +73,6 @@ print(json.dumps(info.facts()))
 STARTING = r"CUDA unknown error|initializ|No CUDA GPUs|no NVIDIA driver"  # said while a driver comes up
 SMI = "nvidia-smi --format=csv,noheader --query-gpu=driver_version,memory.used,clocks.sm,clocks.mem"
 GIT = "git -c safe.directory=* log -1 --format=%h,%cs,%s"
-NCU = "--clock-control none --kernel-name-base function"  # the clocks are not ours to set
-NCU += " --kernel-name regex:stats_kernel|forward_kernel|reduce_kernel|backward_kernel --section SpeedOfLight"
-NCU += " --section MemoryWorkloadAnalysis --section Occupancy"
 
 
 def pytest(options: str, selection: str, *files: str) -> list[str]:
@@ -134,16 +129,6 @@ class Run:
         print(f"{step:24} {state:8} {self.results[step][1]}", flush=True)
         self.write_summary()
 
-    def tool(self, name: str) -> str | None:
-        """A program of the CUDA toolkit; a step without it is not run."""
-        folders = [os.environ.get("PATH", ""), f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin"]
-        found = shutil.which(name, path=os.pathsep.join(folders))
-        if self.device == "cpu" or not found:
-            why = "a rehearsal without a GPU" if self.device == "cpu" else f"{name} not found"
-            self.say("sanitizer" if name == "compute-sanitizer" else name, "not run", why)
-            return None
-        return found
-
     def environment(self) -> None:
         """Unpacks the libraries and fills `facts`. A driver may need two minutes before a GPU is there."""
         if CARRIED.exists() and not (ROOT / "fastvit/_cuda.so").exists():
@@ -199,7 +184,11 @@ class Run:
         self.say(step, "passed" if good else "FAILED", details)
 
     def sanitizer(self) -> None:
-        if not (program := self.tool("compute-sanitizer")):
+        folders = [os.environ.get("PATH", ""), f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin"]
+        program = shutil.which("compute-sanitizer", path=os.pathsep.join(folders))
+        if self.device == "cpu" or not program:
+            why = "a rehearsal without a GPU" if self.device == "cpu" else "compute-sanitizer not found"
+            self.say("sanitizer", "not run", why)
             return
         tools, file, selection = SANITIZED[self.call]
         _, help_text = run([program, "--help"], 20)
@@ -216,25 +205,13 @@ class Run:
             self.log("sanitizer", " ".join(command), output)
             self.say(f"sanitizer: {tool}", *verdict(status, output, seconds))
 
-    def ncu(self) -> None:
-        if not (program := self.tool("ncu")):
-            return
-        command = [program, *NCU.split(), sys.executable, "benchmarks/bench_gpu.py", "six_kernels"]
-        status, output = run([*command, "--out", str(self.out)], self.seconds("ncu"))
-        self.log("ncu", " ".join(command), output)
-        found = output.count("Section: GPU Speed Of Light Throughput")
-        denied = "ERR_NVGPUCTRPERM" in output  # counters are for administrators alone
-        state = "not run" if denied else "passed" if status == 0 and found else "FAILED"
-        self.say("ncu", state, f"{found} kernels in ncu.log; {counted(output)}")
-
     def bench(self, step: str, table: str, command: list[str], seconds: float, **environment: str) -> None:
         """A benchmark; its table beside the predictions."""
         file = self.out / f"{table}_{self.device}.csv"
         file.unlink(missing_ok=True)
         command = [sys.executable, *command, "--device", self.device, "--out", str(self.out)]
         command += ["--quick"] if self.device == "cpu" else []
-        patience = None if step == "layers" else PATIENCE  # which compiles for longer than a row may take
-        one = Benchmark(command, {"FASTVIT_PROFILER": "0", **environment}, seconds, patience)
+        one = Benchmark(command, environment, seconds, PATIENCE)
         rows = compare.read(file)
         compared = compare.lines(compare.compared(rows, compare.predictions()))
         self.log(step, " ".join(command), "\n".join([one.output, "beside the predictions", *compared, ""]))
@@ -247,11 +224,9 @@ class Run:
         self.say(f"{step}: {table}", "FAILED" if bad else "passed", "; ".join(details))
 
     def part(self, step: str) -> None:
-        """A part of benchmarks/bench_gpu.py, or benchmarks/bench_ops.py."""
+        """A part of benchmarks/bench_gpu.py."""
         seconds = self.seconds(step)
-        if step == "layers":
-            self.bench(step, "ops", ["benchmarks/bench_ops.py"], seconds)
-        elif step == "on_chip":
+        if step == "on_chip":
             for value, name in (("0", "on_chip_two"), ("1", "on_chip_one")):
                 command = ["benchmarks/bench_gpu.py", step, "--name", name]
                 self.bench(step, name, command, seconds / 2, FASTVIT_ON_CHIP=value)

@@ -1,12 +1,13 @@
-"""Compiles the CUDA kernels and prints their costs: registers, stack, spills, shared memory, widths of
-accesses, and instructions of the loop.
+"""Compiles the CUDA kernels and prints their costs: registers, stack, spills, shared memory, and instructions
+of the loop.
 
     python tools/sass.py [--arch 80 90] [--filter forward]
 
-Exits with 1 if a kernel spills or keeps a stack frame, or if a loop takes more instructions than its budget.
-Widths are in bits, of the widest load and store of global memory, except packets to other ranks. `least` and
-`most` are instructions of a warp per 16-byte access of its threads, for the cheapest and the most expensive
-activation. Compiled files are cached in build/sass until csrc changes. Needs nvcc, cuobjdump and nvdisasm.
+Exits with 1 if a kernel spills or keeps a stack frame, if a loop takes more instructions than its budget, or
+if from sm_90 on a kernel accesses memory before it has waited for the previous one (csrc/cuda/launch.cuh).
+`least` and `most` are instructions of a warp per 16-byte access of its threads, for the cheapest and the most
+expensive activation. Compiled files are cached in build/sass until csrc changes. Needs nvcc, cuobjdump and
+nvdisasm.
 
 A pass of a loop is a way through its blocks that performs all of its 16-byte accesses and works on what they
 load: to copy it or store it as it came is no work. So the way around an activation that the kernel was not
@@ -36,7 +37,7 @@ RESOURCES = {
     "spills": "bytes spill",
     "shared": "bytes smem",
 }
-COLUMNS = ("kernel", "sm", "registers", "stack", "spills", "shared", "load", "store", "least", "most")
+COLUMNS = ("kernel", "sm", "registers", "stack", "spills", "shared", "least", "most")
 # Instructions of a warp per access of 16 bytes a thread. 132 multiprocessors issue about 110 in the time that
 # memory takes for the 512 bytes (4 a cycle at 1.75 GHz, 4.3 TB/s): a loop whose cheapest activation stays
 # within half of that is bound by memory. Local ops also put what they read into shared memory. Of
@@ -57,10 +58,11 @@ HALF_RATE = tuple(
 
 
 class Count(NamedTuple):  # of one pass
-    loads: int  # of 16 bytes
-    stores: int
-    instructions: int
+    loads: int = 0  # of 16 bytes
+    stores: int = 0
+    instructions: int = 0
     half: int = 0  # of them, those of HALF_RATE
+    packets: int = 0  # of an exchange that are loaded
 
     @property
     def slots(self) -> int:  # cycles of a scheduler
@@ -94,11 +96,13 @@ class _Step:
         words = 4 if ".128" in opcode else 2 if re.search(r"\.64|WIDE|^D[AFM]|F64\.", opcode) else 1
         self.copies = opcode.startswith(("MOV", "IMAD.MOV"))
         self.loads = opcode.startswith(("LDG", "LDS")) and ".128" in opcode
+        packet = self.kind == "LDG" and self.loads and ".STRONG.SYS" in opcode
         self.writes = range(int(target[1]), int(target[1]) + words) if target else range(0)
         read = others if target else "" if opcode.startswith("STG") else rest
         self.reads = {int(number) for number in REGISTER.findall(read)}
-        wide = [opcode.startswith(kind) and ".128" in opcode for kind in ("LDG", "STG")]
-        self.count = *wide, opcode != "NOP", opcode.startswith(HALF_RATE)
+        load, store = (opcode.startswith(kind) and ".128" in opcode for kind in ("LDG", "STG"))
+        half = opcode.startswith(HALF_RATE)
+        self.count = load and not packet, store, opcode != "NOP", half, packet
 
     def through(self, held: frozenset) -> tuple[frozenset, int]:
         """What is loaded and not worked on yet behind it, (register, address of the load) each, and how many
@@ -136,7 +140,7 @@ def loops(code: list[tuple[int, str]]) -> list[Loop]:
         for head in targets:
             if head <= tail:
                 least, most = (_way(steps, follows, head, tail, sign) for sign in (1, -1))
-                if least and least.accesses:
+                if least and least.accesses + least.packets:
                     found.append(Loop(steps[head].address, steps[tail].address, least, most))
     return sorted(found, key=lambda loop: (loop.end, -loop.begin))
 
@@ -147,10 +151,10 @@ def _way(steps: list[_Step], follows: list[list[int]], head: int, tail: int, sig
     """
 
     def rank(found: tuple[int, ...]) -> tuple[int, int, int]:
-        loads, stores, instructions, _, worked = found
-        return -loads - stores, -worked, sign * instructions
+        loads, stores, instructions, _, packets, worked = found
+        return -loads - stores - packets, -worked, sign * instructions
 
-    best: dict[int, dict[frozenset, tuple[int, ...]]] = {head: {frozenset(): (0, 0, 0, 0, 0)}}
+    best: dict[int, dict[frozenset, tuple[int, ...]]] = {head: {frozenset(): (0, 0, 0, 0, 0, 0)}}
     ends = []
     for k in range(head, tail + 1):
         ways = list(best.pop(k, {}).items())
@@ -165,7 +169,7 @@ def _way(steps: list[_Step], follows: list[list[int]], head: int, tail: int, sig
                 if k < n <= tail:
                     others = best.setdefault(n, {})
                     others[after] = min(others.get(after, found), found, key=rank)
-    return Count(*min(ends, key=rank)[:4]) if ends else None
+    return Count(*min(ends, key=rank)[:5]) if ends else None
 
 
 def functions(text: str) -> dict[str, list[tuple[int, str]]]:
@@ -177,13 +181,11 @@ def functions(text: str) -> dict[str, list[tuple[int, str]]]:
 
 
 def disassembler() -> str | None:
-    """cuobjdump: CUOBJDUMP, PATH, the CUDA toolkit, or a Python package that carries it."""
-    folders = [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin"]
+    """cuobjdump: of PATH, the CUDA toolkit, or a Python package that carries it."""
+    folders = [os.environ["PATH"], os.environ.get("CUDA_HOME", "/usr/local/cuda") + "/bin"]
     for inside in ("triton/backends/nvidia/bin", "nvidia/cu13/bin", "nvidia/cu12/bin"):
-        folders += [Path(place) / inside for place in sys.path]
-    if given := os.environ.get("CUOBJDUMP"):
-        return given if Path(given).is_file() else None
-    return shutil.which("cuobjdump") or shutil.which("cuobjdump", path=os.pathsep.join(map(str, folders)))
+        folders += [f"{place}/{inside}" for place in sys.path]
+    return shutil.which("cuobjdump", path=os.pathsep.join(folders))
 
 
 def disassemble(cubin: Path) -> str:
@@ -191,7 +193,7 @@ def disassemble(cubin: Path) -> str:
     if program is None:
         raise SystemExit(
             "sass: it needs cuobjdump: `pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm` or triton, "
-            "or the toolkit's packages cuda-cuobjdump and cuda-nvdisasm; CUOBJDUMP may say where it is"
+            "or the toolkit's packages cuda-cuobjdump and cuda-nvdisasm"
         )
     # It starts nvdisasm, which lies beside it or on PATH.
     environment = os.environ | {"PATH": f"{Path(program).resolve().parent}{os.pathsep}{os.environ['PATH']}"}
@@ -240,18 +242,16 @@ def resources(log: str) -> dict[str, dict[str, int]]:
     return found
 
 
-def widest(code: list[tuple[int, str]], kind: str) -> int:
-    """Bits of the widest load (LDG) or store (STG) of global memory."""
-    found = [PARTS.match(text).group(2) for _, text in code]
-    found = [opcode for opcode in found if opcode.startswith(kind) and ".STRONG.SYS" not in opcode]
-    bits = [re.search(r"\.[US]?(8|16|64|128)\b", opcode) for opcode in found]
-    return max((int(one[1]) if one else 32 for one in bits), default=0)
+def accesses_early(code: list[tuple[int, str]]) -> bool:
+    """Whether a kernel accesses memory before it waits for the previous one, or never waits."""
+    kinds = [PARTS.match(text).group(2).split(".")[0] for _, text in code]
+    before = kinds[: kinds.index("ACQBULK")] if "ACQBULK" in kinds else kinds
+    return bool({"LD", "LDG", "ST", "STG", "ATOM", "ATOMG", "RED", "REDG"} & set(before))
 
 
 def main_loop(found: list[Loop], by_row: bool = False) -> tuple[Loop, Loop] | None:
     """The loop over a kernel's values, and the one around it, over planes, or the same again: the first loop
-    in the code with as many loads as any; what comes behind it ends an exchange. `by_row`: of a LayerNorm,
-    the longest loop, which is that over rows.
+    in the code with loads. `by_row`: of a LayerNorm, the longest loop, which is that over rows.
     """
     loads = [loop for loop in found if loop.least.loads]
     if not loads:
@@ -263,19 +263,14 @@ def main_loop(found: list[Loop], by_row: bool = False) -> tuple[Loop, Loop] | No
     return inner, first
 
 
-def behind_main(found: list[Loop]) -> list[Loop]:
-    main = main_loop(found)
-    return [loop for loop in found if main and loop.begin > main[1].end]
-
-
 def exchange_loops(found: list[Loop]) -> list[Loop]:
     """The loops over channels that end an exchange, each of which loads 8 packets: for up to 8 ranks in
     flight, 4 and 2. A loop around another one has the same accesses.
     """
-    behind = [loop for loop in behind_main(found) if loop.least.loads == 8]
+    loops = [loop for loop in found if loop.least.packets == 8]
     return [
-        loop for loop in behind
-        if not any(o is not loop and o.begin <= loop.begin and loop.end <= o.end for o in behind)
+        loop for loop in loops
+        if not any(o is not loop and o.begin <= loop.begin and loop.end <= o.end for o in loops)
     ]  # fmt: skip
 
 
@@ -295,11 +290,12 @@ def measured(arch: str, stems: tuple[str, ...] = ()) -> list[dict]:
     for place in kept:
         code = functions((place / "sass").read_text())
         for symbol, found in resources((place / "log").read_text()).items():
-            of_kernel, load, store = loops(code[symbol]), *(widest(code[symbol], k) for k in ("LDG", "STG"))
-            row = {"symbol": symbol, "sm": arch, "load": load, "store": store} | found
-            row["loops"] = main_loop(of_kernel, "layer_norm" in symbol)
+            of_kernel, row = loops(code[symbol]), {"symbol": symbol, "sm": arch} | found
+            row["loops"] = main = main_loop(of_kernel, "layer_norm" in symbol)
             # Of an op on chip: the inner loop of its second walk, which stores what the first has loaded.
-            row["second"] = next((loop for loop in behind_main(of_kernel) if loop.least.stores), None)
+            behind = [loop for loop in of_kernel if main and loop.begin > main[1].end]
+            row["second"] = next((loop for loop in behind if loop.least.stores), None)
+            row["early"] = int(arch) >= 90 and accesses_early(code[symbol])
             row["exchange"] = exchange_loops(of_kernel)
             row["least"], row["most"] = per_access(row)
             rows.append(row)
@@ -312,7 +308,7 @@ def measured(arch: str, stems: tuple[str, ...] = ()) -> list[dict]:
 
 def per_access(row: dict) -> tuple[float | str, float | str]:
     """Instructions of the inner loop; none where a kernel has no loop of wide accesses."""
-    counts = row["loops"][0][2:] if row["loops"] and row["load"] >= 128 else ()
+    counts = row["loops"][0][2:] if row["loops"] else ()
     return tuple(round(count.instructions / count.accesses, 1) for count in counts) or ("", "")
 
 
@@ -340,10 +336,13 @@ def main() -> None:
     for row in [{name: name for name in COLUMNS}, *rows]:
         print("  ".join(str(row[c]).ljust(wide) if c == "kernel" else str(row[c]).rjust(9) for c in COLUMNS))
     bad, dear = [row for row in rows if row["spills"] or row["stack"]], list(filter(over_budget, rows))
+    early = [row for row in rows if row["early"]]
     print(f"{len(rows)} kernels, {len(bad)} with spills or a stack frame, {len(dear)} over the budget")
     for row in dear:
         print(f"over the budget: {row['kernel']} sm_{row['sm']}: {row['least']} to {row['most']}")
-    sys.exit(1 if bad or dear else 0)
+    for row in early:
+        print(f"accesses memory before it waits for the previous kernel: {row['kernel']} sm_{row['sm']}")
+    sys.exit(1 if bad or dear or early else 0)
 
 
 if __name__ == "__main__":

@@ -24,16 +24,18 @@ struct ActParams {
 
 // Operands 0: x, 1: y, 2: b; backward 0: x, 1: dy, 2: dx, 3: b, 4: db.
 template <class T, Activations kSet, bool kRows, int V, bool kBackward, bool kGated>
-__global__ void __launch_bounds__(kThreads, kResident) act_kernel(const __grid_constant__ ActParams<T> args) {
+__global__ void __launch_bounds__(kThreads, kResident)
+    act_kernel(const __grid_constant__ Launched<ActParams<T>> launched) {
+  const auto& args = launched.begin();
   using A = Accumulation<T>;
   constexpr int kOperands = (kBackward ? 3 : 2) + (kGated ? (kBackward ? 2 : 1) : 0);
   constexpr int U = kOperands > 3 ? kBatch / 2 : kBatch;
   const Work work(args.plan, blockIdx.x);
   walk<kRows, V, U, kOperands, false>(args.plan, work, args.x, [&]<class B>(const B& batch) {
     Packet<T, B::V> x[B::U], dy[kBackward ? B::U : 1], b[kGated ? B::U : 1];
-    batch.load(x, args.x, 0);
-    if constexpr (kBackward) batch.load(dy, args.dy, 1);
-    if constexpr (kGated) batch.load(b, args.b, kBackward ? 3 : 2);
+    batch.load_last(x, args.x, 0);
+    if constexpr (kBackward) batch.load_last(dy, args.dy, 1);
+    if constexpr (kGated) batch.load_last(b, args.b, kBackward ? 3 : 2);
 #pragma unroll
     for (int j = 0; j < B::U; ++j)
       with_activation<T, kSet, true>(args.activation, [&]<class Fn>(Fn) {
@@ -69,7 +71,7 @@ void run_act(const ActArgs& args) {
   if (args.layout.numel() == 0) return;
   with_type(args.dtype, [&]<class T>() {
     const auto kernel_of = [&]<bool kRows, int V>() {
-      void (*kernel)(ActParams<T>) = nullptr;
+      void (*kernel)(Launched<ActParams<T>>) = nullptr;
       with_activations<T, V>(args.activation, [&]<Activations kSet>() {
         kernel = act_kernel<T, kSet, kRows, V, kBackward, kGated>;
       });
@@ -89,8 +91,7 @@ void run_act(const ActArgs& args) {
                               args.activation,
                               Accumulation<T>(args.activation_param)};
     with_walk<T>(plan, [&]<bool kRows, int V>() {
-      STD_CUDA_CHECK(
-          launch(kernel_of.template operator()<kRows, V>(), {plan.blocks(), device.stream}, params));
+      STD_CUDA_CHECK(launch(kernel_of.template operator()<kRows, V>(), {plan.blocks(), device}, params));
     });
   });
 }

@@ -54,12 +54,16 @@ constexpr bool kCompiled =
     (kAny || is_invertible(kActivation)) &&
     (is_transcendental(kActivation) ? kSet != Activations::cheap : kSet != Activations::transcendental);
 
-// f(FnOf<T, ...>{}) for the activation chosen at run time. The branch is uniform and is taken once for a
-// packet or more. Without kAny only invertible activations are compiled.
+// f(FnOf<T, ...>{}) for the activation chosen at run time, which is one of the set that the host has chosen
+// the kernel by. The branch is uniform and is taken once for a packet or more. Without kAny only invertible
+// activations are compiled.
 template <class T, Activations kSet, bool kAny, class F>
 __device__ __forceinline__ void with_activation(Activation activation, const F& f) {
   const auto call = [&]<Activation kActivation>() {
-    if constexpr (kCompiled<kActivation, kSet, kAny>) f(FnOf<T, kActivation>{});
+    if constexpr (kCompiled<kActivation, kSet, kAny>)
+      f(FnOf<T, kActivation>{});
+    else
+      __builtin_unreachable();
   };
   switch (activation) {
     case Activation::identity:
@@ -81,6 +85,7 @@ __device__ __forceinline__ void with_activation(Activation activation, const F& 
     case Activation::hardswish:
       return call.template operator()<Activation::hardswish>();
   }
+  __builtin_unreachable();
 }
 
 }  // namespace fastvit

@@ -30,7 +30,8 @@ struct BackwardParams {
 // Operands 0: x or y, 1: dy, 2: dx, 3: z, 4: dz.
 template <class T, Activations kSet, bool kRows, int V, Source kSource>
 __global__ void __launch_bounds__(kThreads, kResident)
-    backward_kernel(const __grid_constant__ BackwardParams<T> args) {
+    backward_kernel(const __grid_constant__ Launched<BackwardParams<T>> launched) {
+  const auto& args = launched.begin();
   using A = Accumulation<T>;
   constexpr bool kResidual = kSource == Source::input_and_residual;
   constexpr int kOperands = kResidual ? 5 : 3, U = kResidual ? kBatch / 2 : kBatch;
@@ -58,9 +59,9 @@ __global__ void __launch_bounds__(kThreads, kResident)
 
   walk<kRows, V, U, kOperands, false>(args.plan, work, args.input, [&]<class B>(const B& batch) {
     Read<T, kSource, B> read;
-    batch.load(read.input, args.input, 0);
-    batch.load(read.dy, args.dy, 1);
-    if constexpr (kResidual) batch.load(read.z, args.z, 3);
+    batch.load_last(read.input, args.input, 0);
+    batch.load_last(read.dy, args.dy, 1);
+    if constexpr (kResidual) batch.load_last(read.z, args.z, 3);
     propagate<kSet, kRows>(batch, read, constants, correction, args.saved, limit);
     batch.store(read.input, args.dx, 2);
     if constexpr (kResidual) batch.store(read.dy, args.dz, 4);
@@ -70,7 +71,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
 // Selects the compiled kernel for these arguments.
 template <class T, bool kRows, int V>
 auto backward_kernel_of(const BackwardArgs& args) {
-  void (*kernel)(BackwardParams<T>) = nullptr;
+  void (*kernel)(Launched<BackwardParams<T>>) = nullptr;
   with_activations<T, V>(args.activation, [&]<Activations kSet>() {
     with_source(args, [&]<Source kSource>() { kernel = backward_kernel<T, kSet, kRows, V, kSource>; });
   });
@@ -95,8 +96,7 @@ void Cuda::backward(const BackwardArgs& args) {
                                    saved_of<A>(args),
                                    static_cast<const A*>(args.sums)};
     with_walk<T>(plan, [&]<bool kRows, int V>() {
-      STD_CUDA_CHECK(
-          launch(kernel_of.template operator()<kRows, V>(), {plan.blocks(), device.stream}, params));
+      STD_CUDA_CHECK(launch(kernel_of.template operator()<kRows, V>(), {plan.blocks(), device}, params));
     });
   });
 }

@@ -116,14 +116,17 @@ struct Partials {
   SliceGroups groups;
 };
 
-// Whether this block is the last of `blocks` to call. It then sees all that the others wrote before. All
-// threads call. `counter` is zero before and after.
-__device__ __forceinline__ bool is_last(unsigned* counter, unsigned blocks) {
-  __shared__ bool last;
+// How many of `blocks` blocks have called before; this one sees all that they wrote before. All threads call.
+// `counter` is zero before the first and after the last.
+__device__ __forceinline__ unsigned turn_of(unsigned* counter, unsigned blocks) {
+  __shared__ unsigned turn;
   __syncthreads();  // collects the block's writes
-  if (threadIdx.x == 0) last = count_up(counter, blocks - 1) == blocks - 1;
+  if (threadIdx.x == 0) turn = count_up(counter, blocks - 1);
   __syncthreads();
-  return last;
+  return turn;
+}
+__device__ __forceinline__ bool is_last(unsigned* counter, unsigned blocks) {
+  return turn_of(counter, blocks) == blocks - 1;
 }
 
 // Merges `rows` rows of results, `stride` apart, each with one result per channel of the tile. One thread

@@ -66,7 +66,8 @@ struct ForwardParams {
 // Operands 0: x, 1: y, 2: z.
 template <class T, Activations kSet, bool kRows, int V, bool kResidual>
 __global__ void __launch_bounds__(kThreads, kResident)
-    forward_kernel(const __grid_constant__ ForwardParams<T> args) {
+    forward_kernel(const __grid_constant__ Launched<ForwardParams<T>> launched) {
+  const auto& args = launched.begin();
   using A = Accumulation<T>;
   if (args.apart && blockIdx.x == 0) {
     args.statistics.record_all();
@@ -92,8 +93,8 @@ __global__ void __launch_bounds__(kThreads, kResident)
 
   walk<kRows, V, kBatch, kOperands, true>(args.plan, work, args.x, [&]<class B>(const B& batch) {
     Packet<T, B::V> x[B::U], z[kResidual ? B::U : 1];
-    batch.load(x, args.x, 0);
-    if constexpr (kResidual) batch.load(z, args.z, 2);
+    batch.load_last(x, args.x, 0);
+    if constexpr (kResidual) batch.load_last(z, args.z, 2);
     args.act.template apply<kSet, kRows, kResidual>(batch, x, z, affine);
     batch.store(x, args.y, 1);
   });
@@ -102,7 +103,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
 // Selects the compiled kernel for these arguments.
 template <class T, bool kRows, int V>
 auto forward_kernel_of(const ForwardArgs& args) {
-  void (*kernel)(ForwardParams<T>) = nullptr;
+  void (*kernel)(Launched<ForwardParams<T>>) = nullptr;
   with_activations<T, V>(args.activation, [&]<Activations kSet>() {
     kernel = args.z ? forward_kernel<T, kSet, kRows, V, true> : forward_kernel<T, kSet, kRows, V, false>;
   });
@@ -129,7 +130,7 @@ void Cuda::forward(const ForwardArgs& args) {
     const int64_t blocks = apart + (empty ? 0 : plan.blocks());
     if (blocks == 0) return;
     with_walk<T>(plan, [&]<bool kRows, int V>() {
-      STD_CUDA_CHECK(launch(kernel_of.template operator()<kRows, V>(), {blocks, device.stream}, params));
+      STD_CUDA_CHECK(launch(kernel_of.template operator()<kRows, V>(), {blocks, device}, params));
     });
   });
 }

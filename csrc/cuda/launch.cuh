@@ -63,7 +63,6 @@ class Device {
     stream = static_cast<cudaStream_t>(s);
     STD_CUDA_CHECK(cudaGetDevice(&current));
     limits.multiprocessors = attribute<cudaDevAttrMultiProcessorCount>();
-    early_launches = attribute<cudaDevAttrComputeCapabilityMajor>() >= 9;
     const int shared = attribute<cudaDevAttrMaxSharedMemoryPerMultiprocessor>();
     limits.smem_cache_bytes = on_chip_wanted() ? std::max(0, shared / kOnChipBlocks - kOtherSharedBytes) : 0;
   }
@@ -80,7 +79,6 @@ class Device {
   cudaStream_t stream;
   int current;
   Limits limits;
-  bool early_launches;  // see Launch::early
 };
 
 // f.template operator()<T>() for the activations' type.
@@ -132,17 +130,42 @@ auto resident_blocks(const Device& device, const KernelOf& kernel_of) {
 #define FASTVIT_DYNAMIC_SHARED(name) extern __shared__ __align__(16) unsigned char name[]
 #endif
 
-struct Launch {
-  int64_t blocks;
-  cudaStream_t stream;
-  size_t shared_bytes = 0;   // dynamic
-  bool cooperative = false;  // all blocks resident at once, or cudaErrorCooperativeLaunchTooLarge
-  bool early = false;        // from sm_90 on, while the previous kernel ends, for which this one waits itself
+// What a kernel takes. From sm_90 on its blocks begin while the previous kernel of the stream ends, so
+// nothing that the parameters point to may be read or written before begin(), which alone gives them.
+template <class Params>
+class Launched {
+  Params params;
+
+ public:
+  explicit Launched(const Params& params) : params(params) {}
+
+  // All threads call it first. Waits until the previous kernel has ended, and so all before it. From then on
+  // the next kernel's blocks may take the places that this grid leaves, in order to wait there; but not while
+  // this grid waits for other ranks, since a grid of waiting blocks leaves no room for NCCL.
+  __device__ __forceinline__ const Params& begin() const {
+    wait_for_previous_kernel();
+    if constexpr (!requires { params.exchange; }) let_next_kernel_begin();
+    return params;
+  }
 };
 
-template <class... Parameters, class... Arguments>
-cudaError_t launch(void (*kernel)(Parameters...), const Launch& how, const Arguments&... arguments) {
+struct Launch {
+  int64_t blocks;
+  const Device& device;
+  size_t shared_bytes = 0;   // dynamic
+  bool cooperative = false;  // all blocks resident at once, or cudaErrorCooperativeLaunchTooLarge
+};
+
+template <class Params>
+cudaError_t launch(void (*kernel)(Launched<Params>), const Launch& how, const Params& params) {
   if (how.blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
+  // Not the device's version: code for it may be made of an older one's PTX, which does not wait.
+  const int version = asked_once(reinterpret_cast<const void*>(kernel), how.device.current, [&](int& value) {
+    cudaFuncAttributes attributes{};
+    const cudaError_t status = cudaFuncGetAttributes(&attributes, kernel);
+    value = attributes.ptxVersion;
+    return status;
+  });
   cudaLaunchAttribute attribute{};
   if (how.cooperative) {
     attribute.id = cudaLaunchAttributeCooperative;
@@ -155,10 +178,10 @@ cudaError_t launch(void (*kernel)(Parameters...), const Launch& how, const Argum
   config.gridDim = dim3(unsigned(how.blocks));
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = how.shared_bytes;
-  config.stream = how.stream;
+  config.stream = how.device.stream;
   config.attrs = &attribute;
-  config.numAttrs = how.cooperative || how.early ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
+  config.numAttrs = how.cooperative || version >= 90 ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, Launched<Params>(params));
 }
 
 }  // namespace fastvit

@@ -143,7 +143,7 @@ template <class... Parameters>
 Launch row_launch(const Device& device, void (*kernel)(Parameters...), const RowPlan& plan, size_t shared) {
   const int64_t resident = blocks_of(device, reinterpret_cast<const void*>(kernel));
   const int64_t most = resident * device.limits.multiprocessors;
-  return {std::min(ceil_div(plan.rows, plan.teams()), most), device.stream, shared};
+  return {std::min(ceil_div(plan.rows, plan.teams()), most), device, shared};
 }
 
 }  // namespace fastvit

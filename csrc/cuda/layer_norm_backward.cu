@@ -31,7 +31,8 @@ constexpr int kBackwardColumns<__half>[2] = {16, 16};
 
 template <class T, class G, int V, int K>
 __global__ void __launch_bounds__(kThreads, kResident)
-    layer_norm_backward_kernel(const __grid_constant__ LayerNormBackwardParams<T, G> args) {
+    layer_norm_backward_kernel(const __grid_constant__ Launched<LayerNormBackwardParams<T, G>> launched) {
+  const auto& args = launched.begin();
   using A = Accumulation<T>;
   const RowPlan& plan = args.plan;
   const RowLane<V, K> mine(plan);
@@ -140,13 +141,13 @@ struct SumRowsParams {
 
 template <class A>
 __global__ void __launch_bounds__(kThreads, kResident)
-    sum_rows_kernel(const __grid_constant__ SumRowsParams<A> args) {
+    sum_rows_kernel(const __grid_constant__ Launched<SumRowsParams<A>> launched) {
+  const auto& args = launched.begin();
   constexpr int kWarps = kThreads / 32, kRows = kThreads / kSumColumns;
   __shared__ A merged[kWarps][kSumColumns];
   const int at = int(threadIdx.x) % kSumColumns;
   const int64_t column = int64_t(blockIdx.x) * kSumColumns + at;
   A sum = 0;
-  wait_for_previous_kernel();
   for (int64_t first = int(threadIdx.x) / kSumColumns; first < args.count; first += kRows * int(kAhead)) {
     A ahead[kAhead];
 #pragma unroll
@@ -192,8 +193,7 @@ void Cuda::layer_norm_backward(const LayerNormBackwardArgs& args) {
           if (!args.sums) return;
           const SumRowsParams<A> sums{params.partial, static_cast<A*>(args.sums), how.blocks, numbers};
           const int64_t blocks = ceil_div(numbers, kSumColumns);
-          STD_CUDA_CHECK(
-              launch(sum_rows_kernel<A>, {blocks, device.stream, 0, false, device.early_launches}, sums));
+          STD_CUDA_CHECK(launch(sum_rows_kernel<A>, {blocks, device}, sums));
         });
   });
 }

@@ -38,7 +38,8 @@ struct LayerNormForwardParams {
 
 template <class T, class G, int V, int K>
 __global__ void __launch_bounds__(kThreads, kForwardResident<T, K * V>)
-    layer_norm_forward_kernel(const __grid_constant__ LayerNormForwardParams<T, G> args) {
+    layer_norm_forward_kernel(const __grid_constant__ Launched<LayerNormForwardParams<T, G>> launched) {
+  const auto& args = launched.begin();
   using A = Accumulation<T>;
   constexpr bool kAheadOfSums = kTwoRows<T, K * V>;
   const RowPlan& plan = args.plan;

@@ -30,7 +30,8 @@ struct LocalBackwardParams {
 // Operands 0: x or y, 1: dy, 2: dx, 3: z, 4: dz.
 template <class T, Activations kSet, bool kRows, int V, Source kSource>
 __global__ void __launch_bounds__(kThreads, kResident)
-    local_backward_kernel(const __grid_constant__ LocalBackwardParams<T> args) {
+    local_backward_kernel(const __grid_constant__ Launched<LocalBackwardParams<T>> launched) {
+  const auto& args = launched.begin();
   using A = Accumulation<T>;
   constexpr bool kResidual = kSource == Source::input_and_residual;
   constexpr int kOperands = kResidual ? 5 : 3, U = kResidual ? kBatch / 2 : kBatch;
@@ -60,9 +61,9 @@ __global__ void __launch_bounds__(kThreads, kResident)
   pick<kRows, V>(constants, table, plan, work);
   walk<kRows, V, U, kOperands, true>(plan, work, args.input, [&]<class B>(const B& batch) {
     Read<T, kSource, B> read;
-    batch.load(read.input, args.input, 0);
-    batch.load(read.dy, args.dy, 1);
-    if constexpr (kResidual) batch.load(read.z, args.z, 3);
+    batch.load_last(read.input, args.input, 0);
+    batch.load_last(read.dy, args.dy, 1);
+    if constexpr (kResidual) batch.load_last(read.z, args.z, 3);
     cache.put(batch, 0, read.input);
     cache.put(batch, 1, read.dy);
     if constexpr (kResidual) cache.put(batch, 2, read.z);

@@ -29,7 +29,8 @@ struct LocalForwardParams {
 // Operands 0: x, 1: y, 2: z.
 template <class T, Activations kSet, bool kRows, int V, bool kResidual>
 __global__ void __launch_bounds__(kThreads, kResident)
-    local_forward_kernel(const __grid_constant__ LocalForwardParams<T> args) {
+    local_forward_kernel(const __grid_constant__ Launched<LocalForwardParams<T>> launched) {
+  const auto& args = launched.begin();
   using A = Accumulation<T>;
   using Mine = ThreadStats<T, kRows, V>;
   constexpr int kOperands = kResidual ? 3 : 2;
@@ -40,7 +41,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
   Mine mine(plan, work, args.x);
   walk<kRows, V, kBatch, kOperands, false, true>(plan, work, args.x, [&]<class B>(const B& batch) {
     Packet<T, B::V> x[B::U];
-    batch.load(x, args.x, 0);
+    batch.load_last(x, args.x, 0);
     cache.put(batch, 0, x);
     cache.next(batch);
     mine.add(batch, x);
@@ -75,7 +76,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
   cache.rewind();
   walk<kRows, V, kBatch, kOperands, false>(plan, work, args.x, [&]<class B>(const B& batch) {
     Packet<T, B::V> x[B::U], z[kResidual ? B::U : 1];
-    if constexpr (kResidual) batch.load(z, args.z, 2);
+    if constexpr (kResidual) batch.load_last(z, args.z, 2);
     cache.get(batch, 0, x);
     cache.next(batch);
     args.act.template apply<kSet, kRows, kResidual>(batch, x, z, affine);

@@ -30,7 +30,8 @@ constexpr int kBatch = 4;                    // packets of each operand that a t
 constexpr int kMostTile = 256;               // most channels of a block
 constexpr int kSemaphores = 4096;            // most tiles whose slices are merged
 constexpr int64_t kSemaphoreWords = 2 * kSemaphores;
-constexpr unsigned kAhead = 8;  // results of slices that a thread loads together
+constexpr int64_t kExchangeWords = 3;  // finished tiles, ended parts, failed parts: csrc/sync/cuda_peer.cuh
+constexpr unsigned kAhead = 8;         // results of slices that a thread loads together
 
 struct Limits {  // properties of a device
   int multiprocessors = 1;

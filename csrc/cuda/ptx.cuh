@@ -21,6 +21,9 @@ using DeviceAtomic = cuda::atomic_ref<T, cuda::thread_scope_device>;
 inline uint4 load_wide(const uint4* from) {
   return *from;
 }
+inline uint4 load_wide_last(const uint4* from) {
+  return *from;
+}
 inline void store_wide(uint4* to, uint4 value) {
   *to = value;
 }
@@ -43,6 +46,7 @@ inline unsigned count_up(unsigned* counter, unsigned most, CUDA_HOST_AT) {
 }
 inline void prefetch(const void*) {}
 inline void wait_for_previous_kernel() {}
+inline void let_next_kernel_begin() {}
 inline uint64_t globaltimer() {
   return cuda_host::globaltimer();
 }
@@ -60,6 +64,14 @@ inline void load_halves(uint64_t* from, uint64_t& first, uint64_t& second) {
 __device__ __forceinline__ uint4 load_wide(const uint4* from) {
   uint4 value;
   asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "l"(__cvta_generic_to_global(from)));
+  return value;
+}
+// Of data that is not read again soon: the caches give it up before other data.
+__device__ __forceinline__ uint4 load_wide_last(const uint4* from) {
+  uint4 value;
+  asm volatile("ld.global.cs.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
                : "l"(__cvta_generic_to_global(from)));
   return value;
@@ -102,10 +114,15 @@ __device__ __forceinline__ unsigned count_up(unsigned* counter, unsigned most) {
 __device__ __forceinline__ void prefetch(const void* p) {  // to the L2 cache
   asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(p)));
 }
-// In a kernel that may be launched before the previous one of its stream has ended; see Launch::early.
+// Of a stream's kernels; see Launched. Before sm_90 they do not overlap.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void let_next_kernel_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 __device__ __forceinline__ float reciprocal(float a) {  // to 1 ulp, in one instruction; denormals are 0

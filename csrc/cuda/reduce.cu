@@ -25,13 +25,14 @@ struct ReduceParams : Shares<kShared> {
   Saved<A> saved;
   A* sums;
   Partials<Sums<A>> partials;
-  unsigned* finished;
+  unsigned* exchange_words;
 };
 
 // Operands 0: x or y, 1: dy, 2: z.
 template <class T, bool kShared, Activations kSet, bool kRows, int V, Source kSource>
 __global__ void __launch_bounds__(kThreads, kResident)
-    reduce_kernel(const __grid_constant__ ReduceParams<T, kShared> args) {
+    reduce_kernel(const __grid_constant__ Launched<ReduceParams<T, kShared>> launched) {
+  const auto& args = launched.begin();
   using A = Accumulation<T>;
   constexpr bool kResidual = kSource == Source::input_and_residual;
   constexpr int kOperands = kResidual ? 3 : 2, U = kResidual ? kBatch / 2 : kBatch, K = kRows ? V : 1;
@@ -69,12 +70,11 @@ __global__ void __launch_bounds__(kThreads, kResident)
   };
   if constexpr (kShared) {
     const Push<A> push(args.exchange);
-    if (finish(shared, step, args.partials, args.plan, work,
-               [&](int64_t c, const Sums<A>& total) {
-                 write(c, total, [&](int64_t i, A first, A second) { push.pair(i, first, second); });
-               }) &&
-        is_last(args.finished, args.plan.tiles))
-      end_sums(args.exchange, args.sums + 2 * C, C);
+    if (finish(shared, step, args.partials, args.plan, work, [&](int64_t c, const Sums<A>& total) {
+          write(c, total, [&](int64_t i, A first, A second) { push.pair(i, first, second); });
+        }))
+      with_part(args.plan, args.most_parts, args.exchange_words,
+                [&](const Part& part) { end_sums(args.exchange, part, args.sums + 2 * C, C); });
   } else {
     finish(shared, step, args.partials, args.plan, work,
            [&](int64_t c, const Sums<A>& total) { write(c, total, [](int64_t, A, A) {}); });
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
 // Selects the compiled kernel for these arguments.
 template <class T, bool kShared, bool kRows, int V>
 auto reduce_kernel_of(const ReduceArgs& args) {
-  void (*kernel)(ReduceParams<T, kShared>) = nullptr;
+  void (*kernel)(Launched<ReduceParams<T, kShared>>) = nullptr;
   with_activations<T, V>(args.activation, [&]<Activations kSet>() {
     with_source(args, [&]<Source kSource>() { kernel = reduce_kernel<T, kShared, kSet, kRows, V, kSource>; });
   });
@@ -98,7 +98,7 @@ void Cuda::reduce(const ReduceArgs& args) {
     using A = Accumulation<T>;
     const void* pointers[] = {args.input, args.dy, args.z};
     const int operands = args.z ? 3 : 2;
-    with_shares(args.exchange, [&]<bool kShared>(const Shares<kShared>& shares) {
+    with_shares<A>(args, device.limits, [&]<bool kShared>(const Shares<kShared>& shares) {
       const auto kernel_of = [&]<bool kRows, int V>() {
         return reduce_kernel_of<T, kShared, kRows, V>(args);
       };
@@ -113,10 +113,9 @@ void Cuda::reduce(const ReduceArgs& args) {
                                             saved_of<A>(args),
                                             static_cast<A*>(args.sums),
                                             slices.partials(),
-                                            slices.finished};
+                                            slices.exchange_words};
       with_walk<T>(plan, [&]<bool kRows, int V>() {
-        STD_CUDA_CHECK(
-            launch(kernel_of.template operator()<kRows, V>(), {plan.blocks(), device.stream}, params));
+        STD_CUDA_CHECK(launch(kernel_of.template operator()<kRows, V>(), {plan.blocks(), device}, params));
       });
     });
   });

@@ -26,9 +26,10 @@ class Scratch {
   void* data = nullptr;
 };
 
-// kSemaphoreWords + 1 zeros of a stream, which every launch leaves as zeros. Launches of one stream do not
-// overlap, so they share these, and no launch has to clear them. Never freed, so not from torch's allocator:
-// a first use while a CUDA graph is warmed up would take memory of the graph's pool, which expects it back.
+// kSemaphoreWords + kExchangeWords zeros of a stream, which every launch leaves as zeros. Launches of one
+// stream use them one after the other (see Launched), so they share these, and no launch has to clear them.
+// Never freed, so not from torch's allocator: a first use while a CUDA graph is warmed up would take memory
+// of the graph's pool, which expects it back.
 inline unsigned* semaphores_of(const Device& device) {
   static std::mutex mutex;
   static std::map<std::pair<int, cudaStream_t>, unsigned*> semaphores;
@@ -36,7 +37,7 @@ inline unsigned* semaphores_of(const Device& device) {
   unsigned*& mine = semaphores[{device.current, device.stream}];
   if (!mine) {
     void* data = nullptr;
-    constexpr size_t bytes = (kSemaphoreWords + 1) * sizeof(unsigned);
+    constexpr size_t bytes = (kSemaphoreWords + kExchangeWords) * sizeof(unsigned);
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;  // another stream may be capturing
     STD_CUDA_CHECK(cudaThreadExchangeStreamCaptureMode(&mode));
     const cudaError_t status = cudaMalloc(&data, bytes);
@@ -48,8 +49,8 @@ inline unsigned* semaphores_of(const Device& device) {
   return mine;
 }
 
-// Memory for merging slices: partial results and semaphores, and a counter of tiles where the grid's last
-// block waits for other ranks. A captured launch has its own semaphores, which the graph clears, because the
+// Memory for merging slices: partial results and semaphores, and an exchange's where the grid's last blocks
+// wait for other ranks. A captured launch has its own semaphores, which the graph clears, because the
 // graph may run on any stream, at the same time as other work.
 template <class R>
 class Slices {
@@ -59,15 +60,16 @@ class Slices {
         words(plan.slices > 1 ? groups.semaphores(plan) : 0),
         captured((plan.slices > 1 || shared) && capturing(device)),
         bytes(plan.slices > 1 ? int64_t(plan.slices) * plan.layout.C * int64_t(sizeof(R)) : 0),
-        scratch(bytes + (captured ? (words + 1) * sizeof(unsigned) : 0)) {
+        scratch(bytes + (captured ? (words + kExchangeWords) * sizeof(unsigned) : 0)) {
     if (plan.slices == 1 && !shared) return;
     if (captured) {
       semaphores = reinterpret_cast<unsigned*>(static_cast<char*>(scratch.data) + bytes);
-      STD_CUDA_CHECK(cudaMemsetAsync(semaphores, 0, (words + 1) * sizeof(unsigned), device.stream));
+      STD_CUDA_CHECK(
+          cudaMemsetAsync(semaphores, 0, (words + kExchangeWords) * sizeof(unsigned), device.stream));
     } else {
       semaphores = semaphores_of(device);
     }
-    finished = semaphores + words;
+    exchange_words = semaphores + words;
   }
   Partials<R> partials() const { return {static_cast<R*>(scratch.data), semaphores, groups}; }
 
@@ -85,7 +87,7 @@ class Slices {
   unsigned* semaphores = nullptr;
 
  public:
-  unsigned* finished = nullptr;
+  unsigned* exchange_words = nullptr;
 };
 
 }  // namespace fastvit

@@ -63,7 +63,7 @@ bool launch_on_chip(const Plan& plan, int cached, const Device& device, const Ar
     return cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                 int(device.limits.smem_cache_bytes));
   });
-  const Launch how{plan.blocks(), device.stream, smem_cache_bytes(plan, cached), plan.slices > 1};
+  const Launch how{plan.blocks(), device, smem_cache_bytes(plan, cached), plan.slices > 1};
   const cudaError_t status = launch(kKernel, how, args);
   if (status == cudaErrorCooperativeLaunchTooLarge) {
     (void)cudaGetLastError();  // an empty device has too few places; then the op takes two launches

@@ -22,7 +22,7 @@ struct StatsParams : Shares<kShared> {
   A* moments;
   double count;
   Partials<WelfordState<A>> partials;
-  unsigned* finished;
+  unsigned* exchange_words;
 };
 
 // Three blocks have 49 KB of loads in flight in rows of 16 bits, two have 33. That leaves 80 registers, which
@@ -32,7 +32,8 @@ constexpr int kStatsResident = kShared || sizeof(T) == 8 || std::is_same_v<T, __
 
 template <class T, bool kShared, bool kRows, int V>
 __global__ void __launch_bounds__(kThreads, kStatsResident<T, kShared>)
-    stats_kernel(const __grid_constant__ StatsParams<T, kShared> args) {
+    stats_kernel(const __grid_constant__ Launched<StatsParams<T, kShared>> launched) {
+  const auto& args = launched.begin();
   using A = Accumulation<T>;
   using Mine = ThreadStats<T, kRows, V>;
   const Work work(args.plan, blockIdx.x);
@@ -54,8 +55,9 @@ __global__ void __launch_bounds__(kThreads, kStatsResident<T, kShared>)
     const auto send = [&](int64_t c, const WelfordState<A>& total) {
       push.pair(c, pivots[c - first] + total.mean, total.m2);
     };
-    if (finish(shared, step, args.partials, args.plan, work, send) && is_last(args.finished, args.plan.tiles))
-      end_moments(args.exchange, args.moments, C, args.count);
+    if (finish(shared, step, args.partials, args.plan, work, send))
+      with_part(args.plan, args.most_parts, args.exchange_words,
+                [&](const Part& part) { end_moments(args.exchange, part, args.moments, C, args.count); });
   } else {
     finish(shared, step, args.partials, args.plan, work, [&](int64_t c, const WelfordState<A>& total) {
       args.moments[c] = pivots[c - first] + total.mean;
@@ -70,7 +72,7 @@ void Cuda::stats(const StatsArgs& args) {
   with_type(args.dtype, [&]<class T>() {
     using A = Accumulation<T>;
     const void* pointers[] = {args.x};
-    with_shares(args.exchange, [&]<bool kShared>(const Shares<kShared>& shares) {
+    with_shares<A>(args, device.limits, [&]<bool kShared>(const Shares<kShared>& shares) {
       const auto kernel_of = [&]<bool kRows, int V>() { return stats_kernel<T, kShared, kRows, V>; };
       const Plan plan = Planner::make(args.layout, pointers, 1, sizeof(T), device.limits, 1,
                                       resident_blocks<T>(device, kernel_of));
@@ -81,10 +83,9 @@ void Cuda::stats(const StatsArgs& args) {
                                            static_cast<A*>(args.moments),
                                            double(args.layout.count()),
                                            slices.partials(),
-                                           slices.finished};
+                                           slices.exchange_words};
       with_walk<T>(plan, [&]<bool kRows, int V>() {
-        STD_CUDA_CHECK(
-            launch(kernel_of.template operator()<kRows, V>(), {plan.blocks(), device.stream}, params));
+        STD_CUDA_CHECK(launch(kernel_of.template operator()<kRows, V>(), {plan.blocks(), device}, params));
       });
     });
   });

@@ -12,13 +12,15 @@ using message::Merging;
 using message::Packing;
 
 template <class A, class M>
-__global__ void __launch_bounds__(kThreads) pack_kernel(const __grid_constant__ Packing packing) {
+__global__ void __launch_bounds__(kThreads) pack_kernel(const __grid_constant__ Launched<Packing> launched) {
+  const auto& packing = launched.begin();
   const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   if (i < packing.width()) packing.write<A, M>(i);
 }
 
 template <class A, class M>
-__global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__ Merging merging) {
+__global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__ Launched<Merging> launched) {
+  const auto& merging = launched.begin();
   bool differs = false;
   for (int64_t rank = threadIdx.x; rank < merging.ranks; rank += kThreads) differs |= !merging.fits<M>(rank);
   const bool good = !__syncthreads_or(differs);
@@ -32,14 +34,14 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__
 void CudaMessages::pack(const Packing& packing) {
   const Device device(packing.device);
   packing.call([&]<class A, class M>() {
-    STD_CUDA_CHECK(launch(pack_kernel<A, M>, {ceil_div(packing.width(), kThreads), device.stream}, packing));
+    STD_CUDA_CHECK(launch(pack_kernel<A, M>, {ceil_div(packing.width(), kThreads), device}, packing));
   });
 }
 
 void CudaMessages::merge(const Merging& merging) {
   const Device device(merging.device);
   merging.call([&]<class A, class M>() {
-    STD_CUDA_CHECK(launch(merge_kernel<A, M>, {ceil_div(merging.parts(), kThreads), device.stream}, merging));
+    STD_CUDA_CHECK(launch(merge_kernel<A, M>, {ceil_div(merging.parts(), kThreads), device}, merging));
   });
 }
 

@@ -23,7 +23,9 @@ struct ShareParams {
 };
 
 template <class A>
-__global__ void __launch_bounds__(kThreads) share_kernel(const __grid_constant__ ShareParams<A> args) {
+__global__ void __launch_bounds__(kThreads)
+    share_kernel(const __grid_constant__ Launched<ShareParams<A>> launched) {
+  const auto& args = launched.begin();
   const int64_t C = args.C;
   const Push<A> push(args.exchange);
   for (int64_t c = threadIdx.x; c < C; c += kThreads) {
@@ -32,10 +34,11 @@ __global__ void __launch_bounds__(kThreads) share_kernel(const __grid_constant__
     if (!args.moments) args.result[c] = first, args.result[C + c] = second;
   }
   __syncthreads();
+  const Part all{0, int(C)};
   if (args.moments)
-    end_moments(args.exchange, args.result, C, load_count(args.numbers + 2 * C));
+    end_moments(args.exchange, all, args.result, C, load_count(args.numbers + 2 * C));
   else
-    end_sums(args.exchange, args.result + 2 * C, C);
+    end_sums(args.exchange, all, args.result + 2 * C, C);
 }
 
 }  // namespace
@@ -51,7 +54,7 @@ Tensor cuda_peer_share(Tensor numbers, Tensor fields) {
   const Device device(numbers.get_device_index());
   const auto run = [&]<class A>(const A* own) {
     const ShareParams<A> kernel{exchange, own, static_cast<A*>(result.data_ptr()), n / 2 - moments, moments};
-    STD_CUDA_CHECK(launch(share_kernel<A>, {1, device.stream}, kernel));
+    STD_CUDA_CHECK(launch(share_kernel<A>, {1, device}, kernel));
   };
   peer::is_double(numbers) ? run(static_cast<const double*>(numbers.data_ptr()))
                            : run(static_cast<const float*>(numbers.data_ptr()));

@@ -1,22 +1,25 @@
-// The peer protocol between GPUs: kernels push packets to their peers' memory, and one block of a grid waits
-// for the packets of the peers.
+// The peer protocol between GPUs: kernels push packets to their peers' memory, and the last blocks of a grid
+// wait for the packets of the peers.
 //
 // Push     never waits. The thread with a channel's two numbers stores them to every rank, this one included,
 //          so that all ranks are read in the same way.
-// Wait     in the last block of the grid to finish, which also sends the header. The rest of the GPU is free
-//          for other kernels, including those that the peers' hosts wait for. The block polls local memory,
-//          with up to 8 ranks of one channel, or fewer ranks of several, in flight together, and merges in
-//          rank order. A wait ends by a different tag, by a rank that gave up, or by the timeout, measured
-//          by the GPU's clock.
-// Fault    The whole result is NaN. The peers are notified, and the host by a report. Until all ranks are
-//          back, exchanges fail at once.
+// Wait     in the last blocks of the grid to finish a tile, each for a part of the channels. The first of
+//          them sends the header. They are as many as have a batch of channels each, at most 8, and one for
+//          16 multiprocessors, so that the rest of the GPU is free for the grid's other tiles, and for other
+//          kernels, including those that the peers' hosts wait for. A block polls local memory, with up to 8
+//          ranks of one channel, or fewer ranks of several, in flight together, and merges in rank order. A
+//          wait ends by a different tag, by a rank that gave up, or by the timeout, measured by the GPU's
+//          clock.
+// Fault    The last part to end fills the whole result with NaN. The peers are notified, and the host by one
+//          report. Exchanges that follow fail at once.
 // Order    Between ranks: the flag of each packet, which travels with its data. Between the blocks of a grid:
-//          the counter that selects the last block. Between the kernels of a rank: its stream.
+//          the counters of finished tiles and of ended parts. Between the kernels of a rank: its stream.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 
-#include "../cuda/plan.h"
+#include "../cuda/block_reduce.cuh"
 #include "../cuda/ptx.cuh"
 #include "../moments.h"
 #include "protocol.h"
@@ -30,18 +33,43 @@ using peer::Fault;
 template <class A>
 constexpr int kInFlight = 32 / int(sizeof(A));
 
+constexpr int kMostParts = 8, kMultiprocessorsOfPart = 16;
+
 // The exchange argument of a kernel; empty without one.
 template <bool kShared>
 struct Shares {
   Exchange exchange;
+  unsigned most_parts;  // blocks that wait
 };
 template <>
 struct Shares<false> {};
 
-// f(Shares<...>) with or without an exchange.
+// f(Shares<...>) for the exchange of an op's arguments, if any.
+template <class A, class Args, class F>
+void with_shares(const Args& args, const Limits& limits, const F& f) {
+  if (!args.exchange) return f(Shares<false>{});
+  int ranks = kInFlight<A>;
+  while (ranks > 2 && args.exchange->world <= ranks / 2) ranks /= 2;  // as Wait::each
+  const int64_t batches = ceil_div(args.layout.C, kThreads * (kInFlight<A> / ranks));
+  const int64_t most = std::clamp(limits.multiprocessors / kMultiprocessorsOfPart, 1, kMostParts);
+  f(Shares<true>{*args.exchange, unsigned(std::clamp<int64_t>(batches, 1, most))});
+}
+
+struct Part {  // of an exchange: the channels that one block waits for
+  int begin, end;
+  unsigned number = 0, parts = 1;
+  unsigned* ended = nullptr;  // two zeros, for several parts: how many have ended, and whether one has failed
+};
+
+// f(part) in the blocks that wait, of those that finish a tile. `words` are kExchangeWords zeros.
 template <class F>
-void with_shares(const Exchange* exchange, const F& f) {
-  exchange ? f(Shares<true>{*exchange}) : f(Shares<false>{});
+__device__ __forceinline__ void with_part(const Plan& plan, unsigned most_parts, unsigned* words,
+                                          const F& f) {
+  const unsigned parts = min(most_parts, plan.tiles), before = plan.tiles - parts;
+  const unsigned turn = turn_of(words, plan.tiles);
+  if (turn < before) return;
+  const int64_t C = plan.layout.C, number = turn - before;
+  f(Part{int(C * number / parts), int(C * (number + 1) / parts), unsigned(number), parts, words + 1});
 }
 
 template <class A>
@@ -82,10 +110,11 @@ class Push {
   }
 };
 
-// The end of an exchange of C channels, in the last block of a grid. All threads call.
+// The end of a part of an exchange of C channels. All threads call.
 template <class A>
 class Wait {
   const Exchange& exchange;
+  const Part part;
   const uint64_t begin;
   const uint32_t epoch;
   peer::FaultReport& blame;  // shared by the block; `fault` is not 0 after a fault
@@ -149,20 +178,20 @@ class Wait {
     return true;
   }
 
-  // A thread's part of all C pairs: use(rank, pair, sums) for all ranks in rank order, then write(i, sums).
+  // The pairs of a thread: use(rank, pair, sums) for all ranks in rank order, then write(i, sums).
   // Up to kRanks ranks are loaded together, for as many pairs as are in flight with them. Missing ranks and
   // pairs repeat the last, since the compiler puts a wait between loads that have conditions.
   template <int kRanks, class Use, class Write>
-  __device__ __forceinline__ bool each(int C, const Use& use, const Write& write) const {
+  __device__ __forceinline__ bool each(const Use& use, const Write& write) const {
     constexpr int kPairs = kInFlight<A> / kRanks;
     if constexpr (kRanks > 2)
-      if (exchange.world <= kRanks / 2) return each<kRanks / 2>(C, use, write);
-    for (int pair0 = threadIdx.x; pair0 < C; pair0 += kThreads * kPairs) {
+      if (exchange.world <= kRanks / 2) return each<kRanks / 2>(use, write);
+    for (int pair0 = part.begin + int(threadIdx.x); pair0 < part.end; pair0 += kThreads * kPairs) {
       double sums[kPairs][2] = {};
       const int ranks = kRanks < kInFlight<A> ? kRanks : exchange.world;  // one pass where ranks are few
       for (int first = 0; first < ranks; first += kRanks) {
         peer::Pair<A> pairs[kPairs][kRanks];
-        for (int missing; (missing = load(pair0, C, first, pairs)) >= 0;)
+        for (int missing; (missing = load(pair0, first, pairs)) >= 0;)
           if (!patient(missing)) return false;
 #pragma unroll
         for (int r = 0; r < kRanks; ++r)
@@ -172,14 +201,13 @@ class Wait {
       }
 #pragma unroll
       for (int p = 0; p < kPairs; ++p)
-        if (pair0 + p * kThreads < C) write(pair0 + p * kThreads, sums[p]);
+        if (pair0 + p * kThreads < part.end) write(pair0 + p * kThreads, sums[p]);
     }
     return true;
   }
   // The first rank of which something is missing, or -1.
   template <int kPairs, int kRanks>
-  __device__ __forceinline__ int load(int pair0, int C, int first,
-                                      peer::Pair<A> (&pairs)[kPairs][kRanks]) const {
+  __device__ __forceinline__ int load(int pair0, int first, peer::Pair<A> (&pairs)[kPairs][kRanks]) const {
     Packets packets[kPairs][kRanks];
     {
       const Together together;
@@ -189,8 +217,8 @@ class Wait {
         for (int p = 0; p < kPairs; ++p)
 #pragma unroll
           for (int k = 0; k < peer::kPairPackets<A>; ++k)
-            packets[p][r][k] =
-                load_packet(pair(min(first + r, exchange.world - 1), min(pair0 + p * kThreads, C - 1)) + k);
+            packets[p][r][k] = load_packet(
+                pair(min(first + r, exchange.world - 1), min(pair0 + p * kThreads, part.end - 1)) + k);
     }
     int missing = -1;
 #pragma unroll
@@ -201,20 +229,24 @@ class Wait {
     return missing;
   }
 
-  // Ends the exchange; reports a fault to the host and the peers. All threads call.
-  __device__ __forceinline__ bool end(bool good) const {
-    if (!__syncthreads_or(!good)) {
-      if (threadIdx.x == 0) exchange.own().epoch = epoch;
-      return true;
+  // Ends the part, and the exchange if it is the last: a fault of one part is one of all `numbers` of the
+  // row. The first to fail reports to the host, each to the peers. All threads call.
+  __device__ __forceinline__ void end(bool good, A* row, int64_t numbers) const {
+    bool failed = __syncthreads_or(!good);
+    unsigned* const any = part.ended + 1;
+    if (failed && blame.fault != peer::kDone) {
+      if (threadIdx.x == 0 && (part.parts == 1 || atomicExch(any, 1u) == 0))
+        tell_host(exchange.report, blame);
+      if (int(threadIdx.x) < exchange.world && int(threadIdx.x) != exchange.rank)
+        SystemAtomic<uint64_t>(exchange.arenas[threadIdx.x]->gave_up[exchange.rank])
+            .store(uint64_t(epoch), cuda::std::memory_order_relaxed);
     }
-    if (threadIdx.x == 0 && blame.fault != peer::kDone) {
-      tell_host(exchange.report, blame);
-      exchange.own().abandoned = 1;
+    if (part.parts > 1) {
+      if (!is_last(part.ended, part.parts)) return;
+      failed = __syncthreads_or(threadIdx.x == 0 && atomicExch(any, 0u) != 0) || failed;
     }
-    if (int(threadIdx.x) < exchange.world && int(threadIdx.x) != exchange.rank && blame.fault != peer::kDone)
-      SystemAtomic<uint64_t>(exchange.arenas[threadIdx.x]->gave_up[exchange.rank])
-          .store(uint64_t(epoch), cuda::std::memory_order_relaxed);
-    return false;
+    if (threadIdx.x == 0) (failed ? exchange.own().abandoned : exchange.own().epoch) = failed ? 1 : epoch;
+    for (int64_t i = threadIdx.x; failed && i < numbers; i += kThreads) row[i] = A(NAN);
   }
 
   __device__ __forceinline__ bool abandoned() const {
@@ -225,8 +257,9 @@ class Wait {
   }
 
  public:
-  __device__ __forceinline__ Wait(const Exchange& exchange, peer::FaultReport& blame)
+  __device__ __forceinline__ Wait(const Exchange& exchange, const Part& part, peer::FaultReport& blame)
       : exchange(exchange),
+        part(part),
         begin(globaltimer()),
         epoch(peer::next_epoch(exchange.own().epoch)),
         blame(blame) {}
@@ -246,16 +279,15 @@ class Wait {
       for (int r = 0; r < rank; ++r) before += counts[r];
       if (rank < exchange.world)
         joining[rank] = Joining::of(before, counts[rank]);
-      else
+      else if (part.number == 0)
         store_count(row + 2 * C, before);
     }
     __syncthreads();
     const auto join = [&](int r, const peer::Pair<A>& pair, double(&sums)[2]) {
       joining[r].join(sums[0], sums[1], pair.first, pair.second);
     };
-    good = good && each<kInFlight<A>>(int(C), join, Row{row, int(C)});
-    if (!end(good))
-      for (int64_t i = threadIdx.x; i < 2 * C + 2; i += kThreads) row[i] = A(NAN);
+    good = good && each<kInFlight<A>>(join, Row{row, int(C)});
+    end(good, row, 2 * C + 2);
   }
 
   // `row`, [2C], gets the sums of all ranks, added in rank order.
@@ -267,34 +299,34 @@ class Wait {
     const auto add = [](int, const peer::Pair<A>& pair, double(&sums)[2]) {
       sums[0] += pair.first, sums[1] += pair.second;
     };
-    good = good && each<kInFlight<A>>(int(C), add, Row{row, int(C)});
-    if (!end(good))
-      for (int64_t i = threadIdx.x; i < 2 * C; i += kThreads) row[i] = A(NAN);
+    good = good && each<kInFlight<A>>(add, Row{row, int(C)});
+    end(good, row, 2 * C);
   }
 };
 
-// The last block's part in an exchange of moments of `count` values.
+// A block's part in an exchange of moments of `count` values.
 template <class A>
-__device__ __forceinline__ void end_moments(const Exchange& exchange, A* row, int64_t C, double count) {
+__device__ __forceinline__ void end_moments(const Exchange& exchange, const Part& part, A* row, int64_t C,
+                                            double count) {
   static_assert(peer::kMostRanks < kThreads);
   __shared__ peer::FaultReport blame;
   __shared__ Joining joining[peer::kMostRanks];
   __shared__ double counts[peer::kMostRanks];
-  if (threadIdx.x == 0) {
+  if (part.number == 0 && threadIdx.x == 0) {
     const Push<A> push(exchange);
     A two[2];
     store_count(two, count);
     push.header();
     push.pair(C, two[0], two[1]);
   }
-  Wait<A>(exchange, blame).moments(row, C, joining, counts);
+  Wait<A>(exchange, part, blame).moments(row, C, joining, counts);
 }
 
 template <class A>
-__device__ __forceinline__ void end_sums(const Exchange& exchange, A* row, int64_t C) {
+__device__ __forceinline__ void end_sums(const Exchange& exchange, const Part& part, A* row, int64_t C) {
   __shared__ peer::FaultReport blame;
-  if (threadIdx.x == 0) Push<A>(exchange).header();
-  Wait<A>(exchange, blame).sums(row, C);
+  if (part.number == 0 && threadIdx.x == 0) Push<A>(exchange).header();
+  Wait<A>(exchange, part, blame).sums(row, C);
 }
 
 }  // namespace fastvit

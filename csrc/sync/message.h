@@ -106,13 +106,12 @@ struct Merging : Shape {
     }
   }
 
-  // The report for different tags. Its epoch is the largest step, after which all ranks continue.
+  // The report for different tags.
   template <class M>
   FASTVIT_INLINE peer::FaultReport mismatch() const {
     peer::FaultReport report{peer::kMismatch, uint32_t(rank), 0, 0, own_tag(), {}, 0};
     for (int64_t of = ranks - 1; of >= 0; --of) {
       const peer::Tag theirs = tag_of<M>(of);
-      if (theirs.step > report.epoch) report.epoch = theirs.step;
       if (!same_exchange(theirs, report.mine)) report.peer = uint32_t(of), report.theirs = theirs;
     }
     return report;

@@ -133,7 +133,6 @@ struct FaultReport {
 struct alignas(128) Arena {
   uint32_t epoch;      // the last exchange that the rank polled to its end
   uint32_t abandoned;  // not 0: an exchange was given up, and all later ones fail
-  uint64_t process;    // PID of the rank, by which it marks a new arena as its own
   // By rank, stored atomically by that rank: the epoch of the exchange that it gave up; 0 for none.
   uint64_t gave_up[kMostRanks];
 };

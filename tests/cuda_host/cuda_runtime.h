@@ -96,9 +96,11 @@ struct cudaLaunchConfig_t {
   unsigned numAttrs = 0;
 };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
+struct cudaFuncAttributes {
+  int ptxVersion;
+};
 enum cudaDeviceAttr {
   cudaDevAttrMultiProcessorCount = 16,
-  cudaDevAttrComputeCapabilityMajor = 75,
   cudaDevAttrMaxSharedMemoryPerMultiprocessor = 81,
   cudaDevAttrCooperativeLaunch = 95
 };
@@ -214,9 +216,14 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* c, void (*kernel)(P...)
 }
 cudaError_t cuda_host_set_smem(const void* fn, int bytes);
 cudaError_t cuda_host_resident(int* blocks, int threads, size_t smem);
+cudaError_t cuda_host_attributes(cudaFuncAttributes*);
 template <class K>
 cudaError_t cudaFuncSetAttribute(K* k, cudaFuncAttribute, int v) {
   return cuda_host_set_smem(reinterpret_cast<const void*>(k), v);
+}
+template <class K>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, K*) {
+  return cuda_host_attributes(attributes);
 }
 template <class K>
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* n, K, int threads, size_t smem) {

@@ -6,6 +6,7 @@ order that the seed determines. Runs with FASTVIT_TEST_DEVICE=cuda_host only.
 
 import contextlib
 import datetime
+import functools
 import math
 import os
 
@@ -235,6 +236,51 @@ def test_loads_that_wait_for_each_other(engine, world, channels_in_flight):
             loads = engine.loads()
             loop.ranks[0].check()
             assert loads <= 3 + math.ceil(channels / (256 * channels_in_flight)), (channels, way)
+
+
+@pytest.fixture
+def large(engine):
+    """A device on which several blocks of a grid wait."""
+    engine.config.sm_count, engine.config.resident = 128, 4
+    return engine
+
+
+@pytest.mark.parametrize("world,dtype,channels", [(2, torch.float64, 520), (3, torch.float64, 260)])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_blocks_that_wait_for_a_part_of_the_channels(large, world, dtype, channels, seed):
+    """Two blocks of each rank, for a batch of channels each."""
+    large.config.seed = seed
+    check_steps(large, world, channels=channels, rows=1, steps=(1,), dtype=dtype)
+
+
+@pytest.mark.parametrize("lost", [(0,), (300,), (599,), (0, 300, 599)])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_part_that_fails(large, direction, lost):
+    """The three fail together, one report is made, and the stream's semaphores are zeros again."""
+    large.config.seed = 1
+    x = torch.randn(5, 3, 600)
+    rows = [ops.bn_stats(part, 1) for part in x]
+    want = merged(rows)
+    saved = ops.bn_forward(x[0], want)[1]
+    if direction == "backward":
+        rows = [ops.bn_reduce(part, part, None, saved) for part in x]
+        want = torch.cat(rows).double().sum(0).float()
+    for failing in (True, False):
+        loop = Ranks(large, 5)
+        loop.send(0, rows, Tag(3, 1))
+        for channel in lost if failing else ():
+            loop.place(0, 3, 1, HEADER + channel)[:16].zero_()
+        if direction == "forward":
+            got = loop.ranks[0].moments(x[0], 1, Tag(3, 1))
+        else:
+            reduce = functools.partial(ops.bn_reduce, x[0], x[0], None, saved)
+            own, got = loop.ranks[0].sums(lambda e, reduce=reduce: reduce(exchange=e), Tag(3, 1))
+            assert torch.equal(own, rows[0][0])
+        assert got.isnan().all() if failing else torch.equal(got, want)
+        assert (loop.words(0).epoch, loop.words(0).abandoned) == (not failing, failing)
+        message = f"rank 0 in {direction} of layer 3, step 1: nothing from rank 3"
+        with pytest.raises(RuntimeError, match=message) if failing else contextlib.nullcontext():
+            loop.ranks[0].next_step()
 
 
 def test_a_late_peer(engine):

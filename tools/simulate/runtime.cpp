@@ -162,8 +162,6 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
     *value = kMultiprocessors;
   else if (attribute == cudaDevAttrMaxSharedMemoryPerMultiprocessor)
     *value = kSharedBytes;
-  else if (attribute == cudaDevAttrComputeCapabilityMajor)
-    *value = 7;
   else
     return cudaErrorInvalidValue;
   return cudaSuccess;
@@ -173,6 +171,10 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const voi
   return cudaSuccess;
 }
 cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) {
+  return cudaSuccess;
+}
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
+  attributes->ptxVersion = 70;
   return cudaSuccess;
 }
 cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
