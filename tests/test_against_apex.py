@@ -131,7 +131,7 @@ def test_apex_sync_without_apex_says_what_it_needs(no_apex, tmp_path, capsys):
     assert "No module named 'apex.parallel'" in fails(capsys, *arguments)
     assert "--engine apex trains on CUDA only" in fails(capsys, *arguments, "--engine", "apex")
     with pytest.raises(ConfigError, match="--engine apex needs apex.amp"):
-        engine.engine_part("apex", "parallel")
+        engine.engine_part("apex", "amp")
 
 
 def test_the_look_alike_is_not_apex(no_apex):

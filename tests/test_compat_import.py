@@ -73,9 +73,29 @@ def test_without_a_real_one(fake):
         "from apex.contrib import fmha",
         "from apex.transformer import parallel_state",
         "from apex.contrib.sparsity import ASP",
+        "from apex.amp import utils",
+        "from apex.parallel import Reducer",
+        "import apex.parallel.multiproc",
+        "from apex.fp16_utils import prep_param_lists",
     ):
         with pytest.raises(ModuleNotFoundError, match="No module named .*; see docs/migrating-from-apex.md"):
             exec(lines)
+
+
+def test_names_with_something_instead(fake):
+    fake({})
+    from apex import amp, optimizers
+
+    for package, name, instead in (
+        (amp, "init", "amp.initialize"),
+        (optimizers, "FusedAdagrad", "torch.optim.Adagrad"),
+    ):
+        with pytest.raises(AttributeError, match=f"has no {name}; use {instead}, see docs/migrating"):
+            getattr(package, name)
+        path = package.__name__.removeprefix("fastvit.compat.")
+        for lines in (f"from {path} import {name}", f"from fastvit.compat.{path} import {name}"):
+            with pytest.raises(ImportError, match=f"{name}' in fastvit.compat; use {instead}, see docs"):
+                exec(lines)
 
 
 def test_real_one_without_the_parts(fake):

@@ -1,4 +1,4 @@
-"""fastvit.compat over two gloo ranks: DDP's options, masters, no_sync, Reducer, groups."""
+"""fastvit.compat over two gloo ranks: DDP's options, masters, no_sync, groups."""
 
 import contextlib
 
@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from fastvit.compat import inplace_abn
 from fastvit.compat.apex import amp, fp16_utils, optimizers
-from fastvit.compat.apex.parallel import DistributedDataParallel, Reducer, SyncBatchNorm, convert_syncbn_model
+from fastvit.compat.apex.parallel import DistributedDataParallel, SyncBatchNorm, convert_syncbn_model
 from fastvit.compat.apex.parallel.distributed import flat_dist_call
 
 BATCH = 6
@@ -76,10 +76,8 @@ def train_from_own_weights(rank, world, share_weights):
     model = nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    parallel, reducer = model, None
-    if share_weights == "Reducer":
-        reducer = Reducer(model)
-    elif share_weights == "broadcast":
+    parallel = model
+    if share_weights == "broadcast":
         flat_dist_call([p.data for p in model.parameters()], dist.broadcast, (0,))
     else:
         make = DistributedDataParallel if share_weights == "apex" else nn.parallel.DistributedDataParallel
@@ -87,15 +85,13 @@ def train_from_own_weights(rank, world, share_weights):
     for step in range(3):
         backward(parallel, optimizer, *share(rank, world, step))
         if parallel is model:
-            reducer = reducer or Reducer([p.grad for p in amp.master_params(optimizer)])
-            reducer.grads = [p.grad for p in amp.master_params(optimizer)]
-            reducer.reduce()
+            flat_dist_call([p.grad for p in amp.master_params(optimizer)], dist.all_reduce)
         optimizer.step()
         optimizer.zero_grad()
     return [torch.cat([p.detach().float().flatten() for p in amp.master_params(optimizer)]), model[1].weight]
 
 
-@pytest.mark.parametrize("share_weights", ["apex", "torch", "Reducer", "broadcast"])
+@pytest.mark.parametrize("share_weights", ["apex", "torch", "broadcast"])
 def test_masters_follow_weights_that_are_shared_after_initialize(ranks, share_weights):
     (master, weight), (master_1, weight_1) = ranks.run(2, train_from_own_weights, share_weights)
     assert torch.equal(master, master_1) and torch.equal(weight, weight_1)
@@ -251,24 +247,6 @@ def test_unused_parameters_and_options_without_effect(ranks):
     assert any("prof has no effect" in text for text in warned)
     assert not any("no effect" in text for text in others)  # rank 0 speaks for all
     assert "gradient_predivide_factor must be above 0, got 0.0" in error
-
-
-def by_reducer(rank, world):
-    model = nn.Linear(2, 1, bias=False)
-    with torch.no_grad():
-        model.weight.fill_(float(rank))
-    reducer = Reducer(model)
-    model(torch.full((1, 2), rank + 1.0)).sum().backward()
-    before = model.weight.grad.tolist()
-    reducer.reduce()
-    loose = torch.tensor([float(rank)])
-    Reducer([loose]).reduce()
-    return model.weight.tolist(), before, model.weight.grad.tolist(), loose.item()
-
-
-def test_reducer(ranks):
-    for rank, result in enumerate(ranks.run(2, by_reducer)):
-        assert result == ([[0.0, 0.0]], [[rank + 1.0] * 2], [[1.5, 1.5]], 0.5)
 
 
 def by_flat_call(rank, world):

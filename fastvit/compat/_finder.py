@@ -12,15 +12,15 @@ import importlib.util
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import Distribution, DistributionFinder
 from pathlib import Path
-from types import CodeType, ModuleType
-from typing import Any
+from types import ModuleType
+from typing import Any, NoReturn
 
-__all__ = ["PREFERENCES", "install"]
+__all__ = ["PREFERENCES", "install", "without"]
 
 PREFERENCES = ("apex", "fastvit")
 """The package that provides a part that both have: the installed one, or fastvit."""
@@ -32,6 +32,12 @@ _ROOTS = (*_VERSIONS, "amp_C", "apex_C")
 
 _PARTIAL = ("apex", "apex.contrib", "apex.contrib.optimizers")
 """Packages of which an installed apex provides the other parts, even where fastvit is preferred."""
+
+_INSTEAD = {
+    "apex.amp.init": "amp.initialize",
+    "apex.optimizers.FusedAdagrad": "torch.optim.Adagrad",
+}
+"""What is to be used for names that are not there."""
 
 _HERE = __name__.rpartition(".")[0]
 
@@ -45,9 +51,23 @@ def _ours(name: str) -> str | None:
         return None
 
 
+def _where_to_read(name: str) -> str:
+    use = f"use {_INSTEAD[name]}, " if name in _INSTEAD else ""
+    return f"{use}see docs/migrating-from-apex.md"
+
+
 def _missing(name: str) -> ModuleNotFoundError:
     # Without the attribute `name`, by which `from apex import name` would take the error for its own.
-    return ModuleNotFoundError(f"No module named {name!r} in fastvit.compat; see docs/migrating-from-apex.md")
+    return ModuleNotFoundError(f"No module named {name!r} in fastvit.compat; {_where_to_read(name)}")
+
+
+def without(module: str) -> Callable[[str], NoReturn]:
+    """The `__getattr__` of a module, whose error says where to read about a name that is not there."""
+
+    def missing(name: str) -> NoReturn:
+        raise AttributeError(f"{module}: fastvit has no {name}; {_where_to_read(f'{module}.{name}')}")
+
+    return missing
 
 
 def _is_ours(name: str) -> bool:
@@ -63,9 +83,6 @@ class _Alias(Loader):
 
     def create_module(self, spec: ModuleSpec) -> None:
         return None
-
-    def get_code(self, name: str) -> CodeType | None:  # for `python -m`
-        return importlib.util.find_spec(self.target).loader.get_code(self.target)
 
     def exec_module(self, module: ModuleType) -> None:
         # The import system returns the entry of sys.modules. Submodules get entries too, since importing one

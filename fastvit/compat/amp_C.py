@@ -7,30 +7,26 @@ finite, and lists of tensors of one device. Arithmetic is float32 for half tenso
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NoReturn
 
 import torch
 from torch import Tensor
 
+from ._finder import without
 from .apex._fused import norms
-from .apex.optimizers.fused_adam import adam_
 from .apex.optimizers.fused_lamb import lamb_
 
 __all__ = [
-    "multi_tensor_adam",
     "multi_tensor_axpby",
     "multi_tensor_l2norm",
     "multi_tensor_lamb",
     "multi_tensor_scale",
-    "multi_tensor_sgd",
     "multi_tensor_unscale_l2norm",
 ]
 
 Lists = Sequence[list[Tensor]]
 
 
-def __getattr__(name: str) -> NoReturn:
-    raise AttributeError(f"amp_C: fastvit has no {name}; see docs/migrating-from-apex.md")
+__getattr__ = without("amp_C")
 
 
 def _float32(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -92,32 +88,6 @@ def multi_tensor_unscale_l2norm(
 
 
 @torch.no_grad()
-def multi_tensor_adam(
-    chunk_size: int,
-    noop_flag: Tensor,
-    tensor_lists: Lists,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    step: int,
-    mode: int,
-    bias_correction: int,
-    weight_decay: float,
-) -> None:
-    """Step number `step` of FusedAdam; lists of gradients, parameters and both moments; mode 1 is AdamW."""
-    gradients, parameters, means, squares = tensor_lists
-    values = _float32(parameters)
-    adam_(
-        values, _float32(gradients), means, squares,
-        [torch.full((), step - 1.0, device=value.device) for value in values],
-        {"lr": lr, "betas": (beta1, beta2), "eps": epsilon, "weight_decay": weight_decay,
-         "bias_correction": bias_correction}, mode == 1,
-    )  # fmt: skip
-    _write(parameters, values)
-
-
-@torch.no_grad()
 def multi_tensor_lamb(
     chunk_size: int,
     noop_flag: Tensor,
@@ -135,7 +105,7 @@ def multi_tensor_lamb(
     max_grad_norm: float,
     use_nvlamb: bool | None = False,
 ) -> None:
-    """Step number `step` of FusedLAMB; lists as for `multi_tensor_adam`. Gradients are left as they are."""
+    """Step number `step` of FusedLAMB; lists of gradients, which stay, parameters and both moments."""
     gradients, parameters, means, squares = tensor_lists
     values = _float32(parameters)
     lamb_(
@@ -146,42 +116,3 @@ def multi_tensor_lamb(
         mode == 1, bool(use_nvlamb),
     )  # fmt: skip
     _write(parameters, values)
-
-
-@torch.no_grad()
-def multi_tensor_sgd(
-    chunk_size: int,
-    noop_flag: Tensor,
-    tensor_lists: Lists,
-    wd: float,
-    momentum: float,
-    dampening: float,
-    lr: float,
-    nesterov: bool,
-    first_run: bool,
-    wd_after_momentum: bool,
-    scale: float,
-) -> None:
-    """A step of FusedSGD; lists of gradients, parameters, momenta and, if given, copies in half to write.
-
-    Nothing happens where the flag is 1, which is read on the host. Gradients are multiplied by `scale`.
-    """
-    if noop_flag.item():
-        return
-    gradients, parameters, momenta, *copies = tensor_lists
-    values = _float32(parameters)
-    updates = list(torch._foreach_mul(_float32(gradients), scale))
-    if wd and not wd_after_momentum:
-        torch._foreach_add_(updates, values, alpha=wd)
-    if momentum:
-        buffers = updates
-        if not first_run:
-            buffers = list(torch._foreach_mul(_float32(momenta), momentum))
-            torch._foreach_add_(buffers, updates, alpha=1.0 - dampening)
-        _write(momenta, buffers)
-        updates = list(torch._foreach_add(updates, buffers, alpha=momentum)) if nesterov else buffers
-    if wd and wd_after_momentum:
-        updates = list(torch._foreach_add(updates, values, alpha=wd))
-    torch._foreach_add_(values, updates, alpha=-lr)
-    for targets in (parameters, *copies):
-        _write(targets, values)

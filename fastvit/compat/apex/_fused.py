@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["Batch", "FusedOptimizer", "norms", "steps_per_parameter"]
+__all__ = ["Batch", "FusedOptimizer", "norms"]
 
 
 @dataclass
@@ -48,7 +48,7 @@ class FusedOptimizer(Optimizer):
         defaults: of the parameter groups.
         set_grad_none: the default of `zero_grad`'s `set_to_none`.
         amsgrad: not supported, as in apex.
-        master_weights: hold a float32 copy of each half parameter in the state, instead of rounding every
+        master_weights: have a float32 copy of each half parameter in the state, instead of rounding every
             step.
     """
 
@@ -171,12 +171,3 @@ class FusedOptimizer(Optimizer):
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
-
-
-def steps_per_parameter(optimizer: FusedOptimizer) -> None:
-    """Moves the step count from the groups, where apex has it, to the parameters, where torch has it."""
-    for group in optimizer.param_groups:
-        if (step := group.pop("step", None)) is not None:
-            for parameter in group["params"]:
-                if parameter in optimizer.state:
-                    optimizer.state[parameter]["step"] = torch.tensor(float(step), device=parameter.device)

@@ -7,9 +7,9 @@ torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
 optimizer.step()
 """
 
-from . import lists, utils, wrap
+from ..._finder import without
+from . import lists
 from ._amp_state import _amp_state, master_params
-from .amp import init
 from .frontend import initialize, load_state_dict, state_dict
 from .functions import (
     float_function,
@@ -26,7 +26,6 @@ __all__ = [
     "disable_casts",
     "float_function",
     "half_function",
-    "init",
     "initialize",
     "lists",
     "load_state_dict",
@@ -37,6 +36,6 @@ __all__ = [
     "register_promote_function",
     "scale_loss",
     "state_dict",
-    "utils",
-    "wrap",
 ]
+
+__getattr__ = without("apex.amp")

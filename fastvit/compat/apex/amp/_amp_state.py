@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .opt_levels import Properties
 from .scaler import LossScaler
 
 __all__ = ["AmpState", "master_params", "maybe_print"]
@@ -17,13 +16,12 @@ __all__ = ["AmpState", "master_params", "maybe_print"]
 class AmpState:
     """The chosen options (None before the first `initialize`), one scaler per loss, the verbosity.
 
-    `handle` is the active handle of `init`, or of `initialize` for O1 (None before). No casts are done while
-    its `_is_active` is False. With `allow_incoming_model_not_fp32` True `initialize` takes models with half
-    weights.
+    `handle` is None but under O1, which does no casts while its `_is_active` is False. With
+    `allow_incoming_model_not_fp32` True `initialize` takes models with half weights.
     """
 
     def __init__(self) -> None:
-        self.opt_properties: Properties | None = None
+        self.opt_properties: Any = None
         self.loss_scalers: list[LossScaler] = []
         self.verbosity = 1
         self.handle: Any = None

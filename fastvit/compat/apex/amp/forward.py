@@ -26,7 +26,6 @@ __all__ = [
     "device_type",
     "find_ddp",
     "half_type",
-    "is_wrapped",
     "unwrap",
     "without_sync",
     "wrap",
@@ -143,10 +142,6 @@ def _blank(own: type) -> Any:
     return made.__new__(made)
 
 
-def is_wrapped(model: nn.Module) -> bool:
-    return model.__dict__.get("_amp_casts") is not None
-
-
 def wrap(model: nn.Module, casts: ForwardCasts) -> None:
     """Puts `casts` around the forward of `model`; they replace earlier ones."""
     if isinstance(model, torch.jit.ScriptModule):
@@ -159,12 +154,10 @@ def wrap(model: nn.Module, casts: ForwardCasts) -> None:
 
 
 def unwrap(model: nn.Module) -> None:
-    """Restores the class and the forward of `model`.
+    """Restores the class and the forward of a wrapped `model`.
 
     Where torch has put another class above (FSDP, parametrize), the class stays, without casts.
     """
-    if not is_wrapped(model):
-        return
     model.__dict__["_amp_casts"] = None
     if type(model).__bases__[0] is _AmpForward:
         del model.__dict__["_amp_casts"]

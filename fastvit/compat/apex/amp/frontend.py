@@ -1,9 +1,9 @@
-"""`initialize`, and the state of the loss scalers."""
+"""`initialize` with the options of O0 to O3, and the state of the loss scalers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,23 +14,93 @@ from torch.optim import Optimizer
 from ..parallel.LARC import LARC
 from . import forward
 from ._amp_state import _amp_state, maybe_print
-from .amp import follow_changed_lists
 from .forward import ForwardCasts, device_type, half_type
 from .handle import AmpHandle
-from .opt_levels import Properties, choose
+from .lists import follow_changed_lists
 from .optimizer import AmpOptimizer, innermost, of
 from .scaler import LossScaler
 from .weights import HALF_TYPES, cast_weights, note_half, restore_weights
 
 __all__ = ["initialize", "load_state_dict", "state_dict"]
 
-Models = nn.Module | Sequence[nn.Module]
-Optimizers = Optimizer | Sequence[Optimizer]
+
+@dataclass(frozen=True)
+class Properties:
+    """The options of one `amp.initialize`. None means that the level does not use the option."""
+
+    enabled: bool = False
+    opt_level: str | None = None
+    cast_model_type: torch.dtype | None = None
+    patch_torch_functions: bool | None = False
+    keep_batchnorm_fp32: bool | None = None
+    master_weights: bool | None = None
+    loss_scale: float | str = 1.0
+
+
+LEVELS = {
+    "O0": Properties(True, "O0", torch.float32, False, None, False, 1.0),
+    "O1": Properties(True, "O1", None, True, None, None, "dynamic"),
+    "O2": Properties(True, "O2", torch.float16, False, True, True, "dynamic"),
+    "O3": Properties(True, "O3", torch.float16, False, False, False, 1.0),
+}
+"""O0: float32. O1: autocast around forward. O2: half weights, float32 BatchNorm and masters. O3: half."""
+
+
+def _flag(name: str, value: Any) -> bool:
+    value = {"True": True, "False": False}.get(value, value) if isinstance(value, str) else value
+    if not isinstance(value, bool):
+        raise ValueError(f"amp.initialize: {name} takes True, False or None, got {value!r}")
+    return value
+
+
+def _loss_scale(value: Any) -> float | str:
+    if value == "dynamic":
+        return value
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = float("nan")
+    if not 0 < number < float("inf"):
+        raise ValueError(f"amp.initialize: loss_scale takes 'dynamic' or a number above 0, got {value!r}")
+    return number
+
+
+def choose(opt_level: str, overrides: dict[str, Any]) -> Properties:
+    """The level's defaults with every override that is not None.
+
+    Raises:
+        RuntimeError: an unknown level, or an override that contradicts the level.
+        ValueError: an override of a wrong type.
+    """
+    if opt_level not in LEVELS:
+        raise RuntimeError(f"amp.initialize: opt_level takes 'O0', 'O1', 'O2' or 'O3', got {opt_level!r}")
+    chosen = {name: value for name, value in overrides.items() if value is not None}
+    for name in ("patch_torch_functions", "keep_batchnorm_fp32", "master_weights"):
+        if name in chosen:
+            chosen[name] = _flag(name, chosen[name])
+    if "loss_scale" in chosen:
+        chosen["loss_scale"] = _loss_scale(chosen["loss_scale"])
+    cast = chosen.get("cast_model_type")
+    if cast is False:
+        chosen["cast_model_type"] = None
+    elif cast is not None and not (isinstance(cast, torch.dtype) and cast.is_floating_point):
+        raise ValueError(
+            f"amp.initialize: cast_model_type takes a floating-point dtype, False or None, got {cast!r}"
+        )
+    if opt_level == "O1":
+        for name in ("keep_batchnorm_fp32", "master_weights"):
+            if name in chosen:
+                raise RuntimeError(
+                    f"amp.initialize: {name} has no effect under O1, whose weights are float32; leave it out"
+                )
+    elif chosen.get("patch_torch_functions"):
+        raise RuntimeError(f"amp.initialize: patch_torch_functions=True is for O1, got it with {opt_level}")
+    return replace(LEVELS[opt_level], **chosen)
 
 
 def initialize(
-    models: Models,
-    optimizers: Optimizers | None = None,
+    models: nn.Module | Sequence[nn.Module],
+    optimizers: Optimizer | Sequence[Optimizer] | None = None,
     enabled: bool = True,
     opt_level: str = "O1",
     cast_model_type: torch.dtype | bool | None = None,
@@ -76,12 +146,10 @@ def initialize(
         _amp_state.handle._deactivate()
         _amp_state.handle = None
     if not enabled:
-        for model in models if isinstance(models, (list, tuple)) else [models]:
+        for model in _several(models):
             if isinstance(model, nn.Module):
-                _undo_model(
-                    model.module if isinstance(model, (DistributedDataParallel, DataParallel)) else model
-                )
-        for optimizer in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
+                _undo_model(_inside_wrappers(model, Properties()))
+        for optimizer in _several(optimizers):
             _undo_optimizer(optimizer)
         _amp_state.opt_properties, _amp_state.loss_scalers = Properties(), []
         return models if optimizers is None else (models, optimizers)
@@ -116,13 +184,17 @@ def initialize(
         AmpOptimizer(innermost(optimizer), bool(properties.master_weights), originals)
     _amp_state.opt_properties, _amp_state.loss_scalers = properties, scalers
     if properties.patch_torch_functions:
-        _amp_state.handle = AmpHandle(properties.loss_scale)
+        _amp_state.handle = AmpHandle()
         follow_changed_lists(_amp_state.handle)
     return models if optimizers is None else (models, optimizers)
 
 
+def _several(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
 def _as_list(name: str, value: Any, kinds: Any) -> list[Any]:
-    items = list(value) if isinstance(value, (list, tuple)) else [value]
+    items = _several(value)
     for item in items:
         if not isinstance(item, kinds):
             wanted = "torch.nn.Module" if name == "models" else "torch.optim.Optimizer"
@@ -147,7 +219,7 @@ def _undo_optimizer(optimizer: Any) -> None:
 
 
 def _undo_model(model: nn.Module) -> None:
-    if forward.is_wrapped(model):
+    if model.__dict__.get("_amp_casts") is not None:
         restore_weights(model)
         forward.unwrap(model)
 

@@ -1,21 +1,20 @@
 """Casts for the user's functions: to half, to float32, or to the widest dtype of the arguments.
 
-They are active where autocast is on, which is inside the forward of a model under O1, or everywhere after
-`amp.init`.
+They are active where autocast is on, which is inside the forward of a model under O1.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
-from ._amp_state import _amp_state
-from .forward import cast_floating, half_type
+from .forward import cast_floating
 from .handle import disable_casts
 
 __all__ = [
@@ -31,27 +30,17 @@ __all__ = [
 Function = Callable[..., Any]
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _half(args: tuple, kwargs: dict) -> torch.dtype | None:
     """The half dtype for the first tensor, where casts are active for its device; else None."""
-    tensor = next(_tensors((args, kwargs)), None)
+    tensor = next(iter(_tensors((args, kwargs))), None)
     device = None if tensor is None else tensor.device.type
-    if device not in ("cpu", "cuda"):
-        return None
-    if torch.is_autocast_enabled(device):
+    if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
-    handle = _amp_state.handle
-    return half_type(device) if handle is not None and handle.everywhere and handle.is_active() else None
+    return None
 
 
 def _casting(
@@ -104,21 +93,12 @@ def uncast_function(fn: Function) -> Function:
 
 
 def _register(wrap: Callable[[Function], Function], module: Any, function_name: str) -> None:
+    """Replaces `module.function_name` by `wrap` of it; ValueError for an unknown name."""
     if not hasattr(module, function_name):
         raise ValueError(f"amp: no function named {function_name} in {module}")
     setattr(module, function_name, wrap(getattr(module, function_name)))
 
 
-def register_half_function(module: Any, function_name: str) -> None:
-    """Replaces `module.function_name` by its `half_function`; ValueError for an unknown name."""
-    _register(half_function, module, function_name)
-
-
-def register_float_function(module: Any, function_name: str) -> None:
-    """Replaces `module.function_name` by its `float_function`; ValueError for an unknown name."""
-    _register(float_function, module, function_name)
-
-
-def register_promote_function(module: Any, function_name: str) -> None:
-    """Replaces `module.function_name` by its `promote_function`; ValueError for an unknown name."""
-    _register(promote_function, module, function_name)
+register_half_function = functools.partial(_register, half_function)
+register_float_function = functools.partial(_register, float_function)
+register_promote_function = functools.partial(_register, promote_function)

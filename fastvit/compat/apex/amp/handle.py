@@ -1,4 +1,4 @@
-"""`scale_loss` around each backward, `disable_casts`, and the handle of `amp.init`."""
+"""`scale_loss` around each backward, `disable_casts`, and the handle of O1."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from torch.optim import Optimizer
 
 from .._notices import warn_once
 from ._amp_state import _amp_state
-from .opt import OptimWrapper
-from .optimizer import AmpOptimizer, of, scaled
-from .scaler import LossScaler
+from .optimizer import AmpOptimizer, of
 
-__all__ = ["AmpHandle", "NoOpHandle", "disable_casts", "scale_loss"]
+__all__ = ["AmpHandle", "disable_casts", "scale_loss"]
 
 
 @contextlib.contextmanager
@@ -58,120 +56,74 @@ def scale_loss(
             f"got {len(_amp_state.loss_scalers)}"
         )
     scaler = _amp_state.loss_scalers[loss_id]
-    several = optimizers if isinstance(optimizers, Sequence) else [optimizers]
-    attached = [_attached(optimizer) for optimizer in several]
+    attached: list[AmpOptimizer] = []
+    for stepped in optimizers if isinstance(optimizers, Sequence) else [optimizers]:
+        if (found := of(stepped)) is None:
+            kind = type(stepped).__name__
+            raise RuntimeError(f"amp.scale_loss: this {kind} was not given to amp.initialize")
+        attached.append(found)
     if not scaler.dynamic and scaler.loss_scale() == 1.0 and not any(a.pairs for a in attached):
         yield loss.float()
         return
-    with scaled(loss, attached, scaler, f"loss scaler {loss_id}", delay_unscale) as value:
-        yield value
-
-
-def _attached(optimizer: Optimizer) -> AmpOptimizer:
-    attached = of(optimizer)
-    if attached is None:
-        raise RuntimeError(f"amp.scale_loss: this {type(optimizer).__name__} was not given to amp.initialize")
-    return attached
+    scale = scaler.loss_scale()
+    for optimizer in attached:
+        optimizer.before_backward(scale)
+    try:
+        yield loss.float() * scale
+    except BaseException:  # a caller may catch it (out of memory) and continue
+        for optimizer in attached:
+            optimizer.abandon_backward()
+        raise
+    due = []
+    for optimizer in attached:
+        if delay_unscale or optimizer.is_unreduced():
+            optimizer.leave_scaled(scale, scaler)
+        else:
+            due.append(optimizer)
+    if not due:
+        return
+    flags = [flag for optimizer in due for flag in optimizer.unscale(scale)]
+    if scaler.update_scale(scaler.dynamic and any(flag.item() for flag in flags)):
+        for optimizer in due:
+            optimizer.overflow = (
+                f"Gradient overflow. Skipping step, loss scaler {loss_id} reducing loss scale to "
+                f"{scaler.loss_scale()}"
+            )
 
 
 @contextlib.contextmanager
 def disable_casts() -> Iterator[None]:
-    """No casts inside: disables torch.autocast, on the CPU and on CUDA, and the casts of `amp.init`."""
-    handle = _amp_state.handle
+    """No casts inside: disables torch.autocast, on the CPU and on CUDA."""
     with torch.autocast("cpu", enabled=False), contextlib.ExitStack() as stack:
         if torch.cuda.is_available():
             stack.enter_context(torch.autocast("cuda", enabled=False))
-        if handle is not None and handle.everywhere:
-            stack.enter_context(handle._disable_casts())
         yield
 
 
 class AmpHandle:
-    """The result of `amp.init`, and under O1 `_amp_state.handle`.
+    """Under O1 `_amp_state.handle`. There are no casts while `_is_active` is False."""
 
-    There are no casts while `_is_active` is False. `_deactivate()` restores torch's functions and ends the
-    casts.
-
-    Args:
-        everywhere: torch's functions cast; False is O1, with casts only inside a model's forward.
-    """
-
-    def __init__(
-        self,
-        loss_scale: float | str = "dynamic",
-        enable_caching: bool = True,
-        verbose: bool = False,
-        everywhere: bool = False,
-    ) -> None:
-        self.has_cache = enable_caching
-        self.cache: dict[Tensor, tuple[int, Tensor]] = {}
-        self.verbose = verbose
-        self.everywhere = everywhere
-        self._scaler: LossScaler | None = LossScaler(loss_scale)
+    def __init__(self) -> None:
         self._is_active = True
         self._replaced: list[Callable[[], None]] = []
 
     def is_active(self) -> bool:
         return self._is_active
 
-    @contextlib.contextmanager
-    def _disable_casts(self) -> Iterator[None]:
-        was, self._is_active = self._is_active, False
-        try:
-            yield
-        finally:
-            self._is_active = was
-
-    def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> Any:
-        """An `OptimWrapper` with a loss scale for each of `num_loss` losses in one iteration."""
-        self._scaler = None
-        return OptimWrapper(optimizer, self, num_loss)
-
-    @contextlib.contextmanager
-    def scale_loss(self, loss: Tensor, optimizer: Optimizer) -> Iterator[Tensor]:
-        """As `amp.scale_loss`, for any optimizer.
-
-        Raises:
-            RuntimeError: after `wrap_optimizer`, whose result has its own scales.
-        """
-        if not self._is_active:
-            yield loss
+    def replace(self, module: Any, name: str, make: Callable[[Any], Any]) -> None:
+        """Puts `make(module.name)` in the place of `module.name`, where there is one."""
+        if not hasattr(module, name):
             return
-        if self._scaler is None:
-            raise RuntimeError(
-                "amp: after handle.wrap_optimizer use the wrapper's scale_loss(loss), not the handle's"
-            )
-        attached = of(optimizer) or AmpOptimizer(optimizer, False, {})
-        with scaled(loss, [attached], self._scaler, "loss scaler 0") as value:
-            yield value
-        self._clear_cache()
-
-    def _clear_cache(self) -> None:
-        self.cache.clear()
-
-    def remove_cache(self, param: Tensor) -> None:
-        self.cache.pop(param, None)
-
-    def _save_func(self, mod: Any, fn: str, func: Any) -> None:
-        """Records that `_deactivate` restores `func`, or deletes the name where `mod` inherits it."""
-        if isinstance(mod, dict):
-            self._replaced.append(lambda: mod.__setitem__(fn, func))
-        elif fn in vars(mod):
-            self._replaced.append(lambda: setattr(mod, fn, func))
-        else:
-            self._replaced.append(lambda: delattr(mod, fn))
+        function = getattr(module, name)
+        if name in vars(module):
+            self._replaced.append(lambda: setattr(module, name, function))
+        else:  # inherited
+            self._replaced.append(lambda: delattr(module, name))
+        setattr(module, name, make(function))
 
     def _deactivate(self) -> None:
+        """Ends the casts, and restores torch's functions."""
         for restore in reversed(self._replaced):
             restore()
         self._replaced.clear()
-        self._clear_cache()
-        self._is_active = False
-
-
-class NoOpHandle(AmpHandle):
-    """The handle of `amp.init(enabled=False)`: no casts, no loss scale."""
-
-    def __init__(self) -> None:
-        super().__init__(enable_caching=False)
         self._is_active = False

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -49,11 +47,11 @@ class AmpOptimizer:
         self.optimizer = optimizer
         self.master_weights = master_weights
         self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []  # (half, master)
-        self.held_scale: float | None = None  # the scale of gradients that are not unscaled yet
-        self._held_by: LossScaler | None = None
+        self.scaled_by: float | None = None  # the scale of gradients that are not unscaled yet
+        self._scaler: LossScaler | None = None
         self._unscaled: list[tuple[nn.Parameter, Tensor]] = []  # sums of earlier backwards
         self._withheld: list[tuple[nn.Parameter, Tensor]] = []
-        self._skip: str | None = None
+        self.overflow: str | None = None  # the next step prints it and does nothing
         self._started = False
         for group in optimizer.param_groups:
             self._put_masters(group, originals)
@@ -117,7 +115,7 @@ class AmpOptimizer:
         for half, _ in self.pairs:
             half.grad = None
         self._unscaled.clear()
-        self.held_scale = self._skip = None
+        self.scaled_by = self.overflow = None
 
     def _own(self) -> list[nn.Parameter]:
         """The model's parameters without a master."""
@@ -160,12 +158,12 @@ class AmpOptimizer:
             find_ddp()
             self._follow_weights()
             self._started = True
-        if self.held_scale is not None:
-            # `model.zero_grad()` has dropped held gradients, so the stored ones are dropped too.
+        if self.scaled_by is not None:
+            # `model.zero_grad()` has dropped these gradients, so the stored ones are dropped too.
             self._unscaled = [(p, g) for p, g in self._unscaled if p.grad is not None]
-            if self.held_scale != scale:
-                torch._foreach_mul_(self._gradients(), scale / self.held_scale)
-                self.held_scale = scale
+            if self.scaled_by != scale:
+                torch._foreach_mul_(self._gradients(), scale / self.scaled_by)
+                self.scaled_by = scale
             return
         for half, _ in self.pairs:
             half.grad = None
@@ -175,10 +173,10 @@ class AmpOptimizer:
             gradient.zero_()
 
     def abandon_backward(self) -> None:
-        """Drops the gradients of a backward that failed, and restores the stored ones. Does nothing with held
-        gradients, to which the backward has added.
+        """Drops the gradients of a backward that failed, and restores the stored ones. Does nothing
+        with scaled gradients, to which the backward has added.
         """
-        if self.held_scale is not None:
+        if self.scaled_by is not None:
             return
         for parameter in [half for half, _ in self.pairs] + self._own():
             parameter.grad = None
@@ -186,24 +184,24 @@ class AmpOptimizer:
             parameter.grad = gradient
         self._unscaled.clear()
 
-    def hold(self, scale: float, scaler: LossScaler | None = None) -> None:
+    def leave_scaled(self, scale: float, scaler: LossScaler | None = None) -> None:
         """Leaves the gradients scaled until the next backward without a delay, or the step, which `scaler`
         then counts.
         """
-        self.held_scale, self._held_by = scale, scaler
+        self.scaled_by, self._scaler = scale, scaler
 
-    def must_hold(self) -> bool:
+    def is_unreduced(self) -> bool:
         """Whether gradients are not reduced over the ranks yet, in DDP's `no_sync`."""
         return without_sync({half for half, _ in self.pairs} | set(self._own()))
 
-    def release(self) -> None:
-        """Unscales held gradients, and skips the step after an overflow."""
-        if self.held_scale is None:
+    def unscale_rest(self) -> None:
+        """Unscales gradients that were left scaled, and skips the step after an overflow."""
+        if self.scaled_by is None:
             return
-        flags = self.unscale(self.held_scale)
-        scaler = self._held_by
+        flags = self.unscale(self.scaled_by)
+        scaler = self._scaler
         if scaler is not None and scaler.update_scale(scaler.dynamic and any(f.item() for f in flags)):
-            self.skip(f"Gradient overflow. Skipping step, reducing loss scale to {scaler.loss_scale()}")
+            self.overflow = f"Gradient overflow. Skipping step, reducing loss scale to {scaler.loss_scale()}"
 
     @torch.no_grad()
     def unscale(self, scale: float) -> list[Tensor]:
@@ -211,7 +209,7 @@ class AmpOptimizer:
 
         Returns flags like `scaler.unscale_`.
         """
-        self.held_scale = None
+        self.scaled_by = None
         fresh = [(master, half.grad.float()) for half, master in self.pairs if half.grad is not None]
         for half, _ in self.pairs:
             half.grad = None  # the master has it as float32
@@ -223,10 +221,6 @@ class AmpOptimizer:
         self._unscaled.clear()
         return flags
 
-    def skip(self, reason: str) -> None:
-        """Makes the next step print `reason` and do nothing."""
-        self._skip = reason
-
     def _before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
         if closure is not None and (self.pairs or any(s.dynamic for s in _amp_state.loss_scalers)):
@@ -234,12 +228,12 @@ class AmpOptimizer:
                 "amp: optimizer.step takes no closure, because the gradients decide whether the step is "
                 "skipped; compute them before"
             )
-        self.release()
+        self.unscale_rest()
         # A step that calls the step of its base class runs the hooks twice. After a failed step there are
         # withheld gradients too, but also new gradients.
         withheld = bool(self._withheld) and all(p.grad is None for p, _ in self._withheld)
-        if self._skip is not None and not withheld:
-            maybe_print(self._skip, rank0=True)
+        if self.overflow is not None and not withheld:
+            maybe_print(self.overflow, rank0=True)
             # An optimizer changes neither a parameter without a gradient nor its state.
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             self._withheld = [(p, p.grad) for p in parameters if p.grad is not None]
@@ -251,40 +245,9 @@ class AmpOptimizer:
         for parameter, gradient in self._withheld:
             parameter.grad = gradient
         self._withheld.clear()
-        if self._skip is None and self.pairs:
+        if self.overflow is None and self.pairs:
             halves, values = zip(*self.pairs, strict=True)
             torch._foreach_copy_(halves, values)
         for _, master in self.pairs:  # model.zero_grad() does not clear these
             master.grad = None
-        self._skip = None
-
-
-@contextlib.contextmanager
-def scaled(
-    loss: Tensor, attached: list[AmpOptimizer], scaler: LossScaler, name: str, delay_unscale: bool = False
-) -> Iterator[Tensor]:
-    """`scale_loss` with a scaler, and its `name` for the message of a skipped step."""
-    scale = scaler.loss_scale()
-    for optimizer in attached:
-        optimizer.before_backward(scale)
-    try:
-        yield loss.float() * scale
-    except BaseException:  # a caller may catch it (out of memory) and continue
-        for optimizer in attached:
-            optimizer.abandon_backward()
-        raise
-    due = []
-    for optimizer in attached:
-        if delay_unscale or optimizer.must_hold():
-            optimizer.hold(scale, scaler)
-        else:
-            due.append(optimizer)
-    if not due:
-        return
-    flags = [flag for optimizer in due for flag in optimizer.unscale(scale)]
-    overflow = scaler.dynamic and any(flag.item() for flag in flags)
-    if scaler.update_scale(overflow):
-        for optimizer in due:
-            optimizer.skip(
-                f"Gradient overflow. Skipping step, {name} reducing loss scale to {scaler.loss_scale()}"
-            )
+        self.overflow = None

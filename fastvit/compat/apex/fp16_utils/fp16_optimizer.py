@@ -57,21 +57,15 @@ class FP16_Optimizer:
     def loss_scale(self, value: float) -> None:
         self.loss_scaler.cur_scale = value
 
-    @property
-    def state(self) -> dict:
-        return self.optimizer.state
+    def __getattr__(self, name: str) -> Any:  # state, param_groups, add_param_group
+        if name == "optimizer" or name.startswith("__"):  # while being copied or pickled
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.optimizer.param_groups
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        self.optimizer.add_param_group(param_group)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, set_grads_to_None: bool = True) -> None:
         """Clears the gradients of masters and model."""
         self.overflow = False
-        self.optimizer.zero_grad(set_to_none)
+        self.optimizer.zero_grad(set_grads_to_None)
 
     def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
         """Backward of the loss times its scale; then `update_master_grads`, unless that argument is False.
@@ -80,8 +74,8 @@ class FP16_Optimizer:
         """
         self._amp.before_backward(self.loss_scale)
         self.loss_scaler.backward(loss.float(), retain_graph=retain_graph)
-        self._amp.hold(self.loss_scale)
-        if update_master_grads and not self._amp.must_hold():
+        self._amp.leave_scaled(self.loss_scale)
+        if update_master_grads and not self._amp.is_unreduced():
             self.update_master_grads()
 
     def update_master_grads(self) -> None:
@@ -104,7 +98,7 @@ class FP16_Optimizer:
         """
         if closure is not None:
             raise TypeError("FP16_Optimizer.step takes no closure; call backward(loss) before it")
-        if self._amp.held_scale is not None:
+        if self._amp.scaled_by is not None:
             self.update_master_grads()
         scale = self.loss_scale
         self.loss_scaler.update_scale(self.overflow)
@@ -121,25 +115,28 @@ class FP16_Optimizer:
     def state_dict(self) -> dict[str, Any]:
         """The scaler, the optimizer and the masters, as tensors and numbers that weights_only loads."""
         return {
-            "loss_scaler": dict(self.loss_scaler.__dict__),
+            "loss_scaler": dict(vars(self.loss_scaler)),
             "dynamic_loss_scale": self.dynamic_loss_scale,
             "overflow": self.overflow,
             "optimizer_state_dict": self.optimizer.state_dict(),
             "fp32_from_fp16": [[m.detach() for m in group] for group in self._masters_by_group()],
         }
 
-    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores masters and model exactly; loads apex's files too, whose scaler is an object."""
         scaler = state_dict["loss_scaler"]
         self.dynamic_loss_scale = state_dict["dynamic_loss_scale"]
         self.loss_scaler = DynamicLossScaler() if self.dynamic_loss_scale else LossScaler()
-        self.loss_scaler.__dict__.update(scaler if isinstance(scaler, dict) else scaler.__dict__)
+        vars(self.loss_scaler).update(scaler if isinstance(scaler, dict) else vars(scaler))
         self.overflow = state_dict["overflow"]
-        self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
-        for current, saved in zip(self._masters_by_group(), state_dict["fp32_from_fp16"], strict=True):
-            for master, value in zip(current, saved, strict=True):
-                master.copy_(value)
+        self._load(state_dict["optimizer_state_dict"], self._masters_by_group(), state_dict["fp32_from_fp16"])
+
+    @torch.no_grad()
+    def _load(self, optimizer: dict[str, Any], parameters: list[list[Tensor]], values: list[list]) -> None:
+        self.optimizer.load_state_dict(optimizer)
+        for current, saved in zip(parameters, values, strict=True):
+            for parameter, value in zip(current, saved, strict=True):
+                parameter.copy_(value)
         for half, master in self._amp.pairs:
             half.copy_(master)
 

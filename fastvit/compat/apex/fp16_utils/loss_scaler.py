@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 __all__ = ["DynamicLossScaler", "LossScaler", "to_python_float"]
@@ -19,8 +17,6 @@ def to_python_float(t: Any) -> float:
 class LossScaler:
     """A static scale, without a check for overflow."""
 
-    dynamic = False
-
     def __init__(self, scale: float = 1.0) -> None:
         self.cur_scale = scale
 
@@ -28,15 +24,8 @@ class LossScaler:
     def loss_scale(self) -> float:
         return self.cur_scale
 
-    def has_overflow(self, params: Iterable[Tensor]) -> bool:
-        return False
-
     def update_scale(self, overflow: bool) -> None:
         pass
-
-    def scale_gradient(self, module: Any, grad_in: Iterable[Tensor], grad_out: Any) -> tuple[Tensor, ...]:
-        """For use as a backward hook."""
-        return tuple(self.loss_scale * gradient for gradient in grad_in)
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         (loss * self.loss_scale).backward(retain_graph=retain_graph)
@@ -44,8 +33,6 @@ class LossScaler:
 
 class DynamicLossScaler(LossScaler):
     """Divided by `scale_factor` at an overflow, down to 1; multiplied after `scale_window` clean steps."""
-
-    dynamic = True
 
     def __init__(
         self, init_scale: float = 2.0**32, scale_factor: float = 2.0, scale_window: int = 1000
@@ -55,11 +42,6 @@ class DynamicLossScaler(LossScaler):
         self.last_overflow_iter = -1
         self.scale_factor = scale_factor
         self.scale_window = scale_window
-
-    def has_overflow(self, params: Iterable[Tensor]) -> bool:
-        """Whether a gradient of `params` is not finite; reads one number on the host."""
-        finite = [p.grad.isfinite().all() for p in params if p.grad is not None]
-        return bool(finite) and not torch.stack([flag.cpu() for flag in finite]).all().item()
 
     def update_scale(self, overflow: bool) -> None:
         if overflow:

@@ -1,32 +1,6 @@
 """apex.normalization over torch.nn.functional."""
 
-from .fused_layer_norm import (
-    FusedLayerNorm,
-    FusedLayerNormAffineFunction,
-    FusedRMSNorm,
-    FusedRMSNormAffineFunction,
-    MixedFusedLayerNorm,
-    MixedFusedRMSNorm,
-    fused_layer_norm_affine,
-    fused_rms_norm,
-    fused_rms_norm_affine,
-    manual_rms_norm,
-    mixed_dtype_fused_layer_norm_affine,
-    mixed_dtype_fused_rms_norm_affine,
-)
+from . import fused_layer_norm  # the module, as with apex; the function of this name is in it
+from .fused_layer_norm import *  # noqa: F403
 
-__all__ = [
-    "FusedLayerNorm",
-    "FusedLayerNormAffineFunction",
-    "FusedRMSNorm",
-    "FusedRMSNormAffineFunction",
-    "MixedFusedLayerNorm",
-    "MixedFusedRMSNorm",
-    "fused_layer_norm",
-    "fused_layer_norm_affine",
-    "fused_rms_norm",
-    "fused_rms_norm_affine",
-    "manual_rms_norm",
-    "mixed_dtype_fused_layer_norm_affine",
-    "mixed_dtype_fused_rms_norm_affine",
-]
+__all__ = ["fused_layer_norm", *fused_layer_norm.__all__]

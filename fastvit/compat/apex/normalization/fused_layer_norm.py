@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,11 +27,9 @@ __all__ = [
     "FusedRMSNormFunction",
     "MixedFusedLayerNorm",
     "MixedFusedRMSNorm",
-    "fused_layer_norm",
     "fused_layer_norm_affine",
     "fused_rms_norm",
     "fused_rms_norm_affine",
-    "manual_rms_norm",
     "mixed_dtype_fused_layer_norm_affine",
     "mixed_dtype_fused_rms_norm_affine",
 ]
@@ -54,10 +53,10 @@ def _fused(
     """
     _explain(memory_efficient)
     shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
-    device, handle = x.device.type, _amp_state.handle
+    device = x.device.type
     autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     dtype = x.dtype
-    if autocast and dtype != torch.float64 and (handle is None or handle.everywhere):
+    if autocast and dtype != torch.float64 and _amp_state.handle is None:
         dtype = torch.get_autocast_dtype(device)
         x, *parameters = cast_floating((x, *parameters), dtype)
     weight = parameters[0]
@@ -87,21 +86,11 @@ def fused_layer_norm_affine(
     normalized_shape: Shape,
     eps: float = 1e-6,
     memory_efficient: bool = False,
+    *,
+    mixed: bool = False,
 ) -> Tensor:
-    """`fused_layer_norm` times weight plus bias, both `normalized_shape`; dtype of the input."""
-    return _fused(F.layer_norm, input, (weight, bias), normalized_shape, eps, memory_efficient)
-
-
-def mixed_dtype_fused_layer_norm_affine(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    normalized_shape: Shape,
-    eps: float = 1e-6,
-    memory_efficient: bool = False,
-) -> Tensor:
-    """`fused_layer_norm_affine` with the dtype of the weight."""
-    return _fused(F.layer_norm, input, (weight, bias), normalized_shape, eps, memory_efficient, mixed=True)
+    """`fused_layer_norm` times weight plus bias, both `normalized_shape`."""
+    return _fused(F.layer_norm, input, (weight, bias), normalized_shape, eps, memory_efficient, mixed)
 
 
 def fused_rms_norm(
@@ -117,78 +106,37 @@ def fused_rms_norm_affine(
     normalized_shape: Shape,
     eps: float = 1e-6,
     memory_efficient: bool = False,
+    *,
+    mixed: bool = False,
 ) -> Tensor:
-    """`fused_rms_norm` times weight; dtype of the input."""
-    return _fused(F.rms_norm, input, (weight,), normalized_shape, eps, memory_efficient)
+    """`fused_rms_norm` times weight."""
+    return _fused(F.rms_norm, input, (weight,), normalized_shape, eps, memory_efficient, mixed)
 
 
-def mixed_dtype_fused_rms_norm_affine(
-    input: Tensor,
-    weight: Tensor,
-    normalized_shape: Shape,
-    eps: float = 1e-6,
-    memory_efficient: bool = False,
-) -> Tensor:
-    """`fused_rms_norm_affine` with the dtype of the weight."""
-    return _fused(F.rms_norm, input, (weight,), normalized_shape, eps, memory_efficient, mixed=True)
+# With the dtype of the weight.
+mixed_dtype_fused_layer_norm_affine = functools.partial(fused_layer_norm_affine, mixed=True)
+mixed_dtype_fused_rms_norm_affine = functools.partial(fused_rms_norm_affine, mixed=True)
 
 
-def manual_rms_norm(
-    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float
-) -> Tensor:
-    """`fused_rms_norm` in float32 at least, times weight, if there is one, in its dtype if that is half."""
-    dtype = torch.promote_types(input.dtype, torch.float32)
-    normalised = _fused(F.rms_norm, input.to(dtype), (None,), normalized_shape, eps)
-    if weight is None:
-        return normalised
-    return weight * (
-        normalised.to(weight.dtype) if weight.dtype in (torch.float16, torch.bfloat16) else normalised
-    )
+def as_function(norm: Callable[..., Tensor]) -> type:
+    """apex's form of a norm: a class with `apply(...)`, and `forward(ctx, ...)`, whose arguments scripts
+    look at.
+    """
+
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        return norm(*arguments)
+
+    ctx, norms = inspect.signature(forward).parameters["ctx"], inspect.signature(norm)
+    forward.__signature__ = norms.replace(parameters=[ctx, *norms.parameters.values()])  # type: ignore[attr-defined]
+    return type("Function", (), {"apply": staticmethod(norm), "forward": staticmethod(forward)})
 
 
-class _Function:
-    """apex's names for a norm: `apply(...)`, and `forward(ctx, ...)`, whose arguments scripts look at."""
-
-    apply: Callable[..., Tensor]
-    forward: Callable[..., Tensor]
-
-    def __init_subclass__(cls, norm: Callable[..., Tensor]) -> None:
-        def forward(ctx: Any, *arguments: Any) -> Tensor:
-            return norm(*arguments)
-
-        ctx = inspect.signature(forward).parameters["ctx"]
-        signature = inspect.signature(norm)
-        signature = signature.replace(parameters=[ctx, *signature.parameters.values()])
-        forward.__signature__ = signature  # type: ignore[attr-defined]
-        cls.apply, cls.forward = staticmethod(norm), staticmethod(forward)
-
-
-class FusedLayerNormAffineFunction(_Function, norm=fused_layer_norm_affine):
-    """`apply(input, weight, bias, shape, eps, memory_efficient=False)`: `fused_layer_norm_affine`."""
-
-
-class FusedLayerNormAffineMixedDtypesFunction(
-    FusedLayerNormAffineFunction, norm=mixed_dtype_fused_layer_norm_affine
-):
-    """The same with the dtype of the weight: `mixed_dtype_fused_layer_norm_affine`."""
-
-
-class FusedLayerNormFunction(_Function, norm=fused_layer_norm):
-    """`apply(input, shape, eps, memory_efficient=False)`: `fused_layer_norm`."""
-
-
-class FusedRMSNormAffineFunction(_Function, norm=fused_rms_norm_affine):
-    """`apply(input, weight, shape, eps, memory_efficient=False)`: `fused_rms_norm_affine`."""
-
-
-class FusedRMSNormAffineMixedDtypesFunction(
-    FusedRMSNormAffineFunction, norm=mixed_dtype_fused_rms_norm_affine
-):
-    """The same with the dtype of the weight: `mixed_dtype_fused_rms_norm_affine`."""
-
-
-class FusedRMSNormFunction(_Function, norm=fused_rms_norm):
-    """`apply(input, shape, eps, memory_efficient=False)`: `fused_rms_norm`."""
+FusedLayerNormAffineFunction = as_function(fused_layer_norm_affine)
+FusedLayerNormAffineMixedDtypesFunction = as_function(mixed_dtype_fused_layer_norm_affine)
+FusedLayerNormFunction = as_function(fused_layer_norm)
+FusedRMSNormAffineFunction = as_function(fused_rms_norm_affine)
+FusedRMSNormAffineMixedDtypesFunction = as_function(mixed_dtype_fused_rms_norm_affine)
+FusedRMSNormFunction = as_function(fused_rms_norm)
 
 
 class _Layer(nn.Module):

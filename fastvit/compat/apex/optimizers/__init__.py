@@ -1,7 +1,7 @@
 """apex.optimizers over torch's fused optimizers and multi-tensor operations, on the CPU and on CUDA."""
 
+from ..._finder import without
 from .fp16_optimizer import FP16_Optimizer
-from .fused_adagrad import FusedAdagrad
 from .fused_adam import FusedAdam
 from .fused_lamb import FusedLAMB
 from .fused_mixed_precision_lamb import FusedMixedPrecisionLamb
@@ -10,10 +10,11 @@ from .fused_sgd import FusedSGD
 
 __all__ = [
     "FP16_Optimizer",
-    "FusedAdagrad",
     "FusedAdam",
     "FusedLAMB",
     "FusedMixedPrecisionLamb",
     "FusedNovoGrad",
     "FusedSGD",
 ]
+
+__getattr__ = without("apex.optimizers")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..fp16_utils.fp16_optimizer import FP16_Optimizer as General
-from ..fp16_utils.loss_scaler import DynamicLossScaler
+from ..fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
 
 __all__ = ["FP16_Optimizer"]
 
@@ -44,37 +44,20 @@ class FP16_Optimizer(General):
         dynamic_loss_args = dynamic_loss_args or {"init_scale": 2.0**16}
         super().__init__(init_optimizer, static_loss_scale, dynamic_loss_scale, dynamic_loss_args, verbose)
 
-    @property
-    def cur_scale(self) -> float:
-        return self.loss_scale
-
-    @cur_scale.setter
-    def cur_scale(self, value: float) -> None:
-        self.loss_scale = value
-
-    def zero_grad(self, set_grads_to_None: bool = True) -> None:
-        super().zero_grad(set_grads_to_None)
+    cur_scale = General.loss_scale
 
     def update_master_grads(self) -> None:
         self.overflow |= any(flag.item() for flag in self._amp.unscale(self.loss_scale))
 
     def state_dict(self) -> dict[str, Any]:
         """The scale, the optimizer, and in `fp32_groups` the float32 values of every parameter by group."""
-        scaler = self.loss_scaler
-        kept = (
-            ("cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
-            if self.dynamic_loss_scale
-            else ()
-        )
         return {
             "dynamic_loss_scale": self.dynamic_loss_scale,
-            "cur_scale": scaler.cur_scale,
-            **{name: getattr(scaler, name) for name in kept},
+            **vars(self.loss_scaler),
             "optimizer_state_dict": self.optimizer.state_dict(),
             "fp32_groups": [[p.detach() for p in group["params"]] for group in self.param_groups],
         }
 
-    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores masters and model exactly.
 
@@ -87,12 +70,8 @@ class FP16_Optimizer(General):
                 "weights of files with 'fp32_groups_flat' into the model and use a new optimizer"
             )
         self.dynamic_loss_scale = state_dict["dynamic_loss_scale"]
-        names = {"cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window"}
-        self.loss_scaler = DynamicLossScaler() if self.dynamic_loss_scale else type(self.loss_scaler)()
-        self.loss_scaler.__dict__.update({k: v for k, v in state_dict.items() if k in names})
-        self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
-        for group, saved in zip(self.param_groups, state_dict["fp32_groups"], strict=True):
-            for parameter, value in zip(group["params"], saved, strict=True):
-                parameter.copy_(value)
-        for half, master in self._amp.pairs:
-            half.copy_(master)
+        self.loss_scaler = DynamicLossScaler() if self.dynamic_loss_scale else LossScaler()
+        names = vars(self.loss_scaler).keys()
+        vars(self.loss_scaler).update((k, v) for k, v in state_dict.items() if k in names)
+        parameters = [group["params"] for group in self.param_groups]
+        self._load(state_dict["optimizer_state_dict"], parameters, state_dict["fp32_groups"])

@@ -6,16 +6,16 @@ Regularization", arXiv:1711.05101.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
-from .._fused import Batch, FusedOptimizer, norms, steps_per_parameter
+from .._fused import Batch, FusedOptimizer, norms
 
-__all__ = ["FusedAdam", "adam_"]
+__all__ = ["FusedAdam"]
 
 
 class FusedAdam(FusedOptimizer):
@@ -79,7 +79,10 @@ class FusedAdam(FusedOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        steps_per_parameter(self)
+        for group in self.param_groups:
+            if (step := group.pop("step", None)) is not None:  # of apex's files, for all parameters
+                for state in (self.state[p] for p in group["params"] if p in self.state):
+                    state["step"] = torch.tensor(float(step))
 
     def _overflowed(self) -> bool:
         on_device = self.capturable and all(group["bias_correction"] for group in self.param_groups)
@@ -96,44 +99,26 @@ class FusedAdam(FusedOptimizer):
             size = torch.stack(norms(batch.gradients)).norm()
             shrink = (size / group["max_grad_norm"]).clamp_min(1.0)
             batch.gradients = list(torch._foreach_div(batch.gradients, shrink))
-        adam_(
-            batch.values, batch.gradients, batch.state("exp_avg"), batch.state("exp_avg_sq"),
-            batch.state("step"), group, self.adam_w_mode, self.capturable, getattr(self, "found_inf", None),
-        )  # fmt: skip
-
-
-def adam_(
-    values: list[Tensor],
-    gradients: list[Tensor],
-    means: list[Tensor],
-    squares: list[Tensor],
-    steps: list[Tensor],
-    group: Mapping[str, Any],
-    adam_w_mode: bool,
-    capturable: bool = False,
-    found_inf: Tensor | None = None,
-) -> None:
-    """One step of Adam by the options of a group, in place but for the gradients; `steps`, on their device,
-    count those before.
-    """
-    (beta1, beta2), lr, eps, weight_decay = (group[n] for n in ("betas", "lr", "eps", "weight_decay"))
-    if group["bias_correction"]:
-        adam(
-            values, gradients, means, squares, [], steps,
-            foreach=False, fused=True, capturable=capturable, amsgrad=False, maximize=False,
-            decoupled_weight_decay=adam_w_mode, beta1=beta1, beta2=beta2, lr=lr,
-            weight_decay=weight_decay, eps=eps, found_inf=found_inf,
-        )  # fmt: skip
-        return
-    # torch has no Adam without the correction.
-    torch._foreach_add_(steps, 1.0)
-    if weight_decay and adam_w_mode:
-        torch._foreach_mul_(values, 1.0 - lr * weight_decay)
-    elif weight_decay:
-        gradients = list(torch._foreach_add(gradients, values, alpha=weight_decay))
-    torch._foreach_lerp_(means, gradients, 1.0 - beta1)
-    torch._foreach_mul_(squares, beta2)
-    torch._foreach_addcmul_(squares, gradients, gradients, 1.0 - beta2)
-    denominators = torch._foreach_sqrt(squares)
-    torch._foreach_add_(denominators, eps)
-    torch._foreach_addcdiv_(values, means, denominators, -lr)
+        values, gradients, steps = batch.values, batch.gradients, batch.state("step")
+        means, squares = batch.state("exp_avg"), batch.state("exp_avg_sq")
+        (beta1, beta2), lr, eps, weight_decay = (group[n] for n in ("betas", "lr", "eps", "weight_decay"))
+        if group["bias_correction"]:
+            adam(
+                values, gradients, means, squares, [], steps,
+                foreach=False, fused=True, capturable=self.capturable, amsgrad=False, maximize=False,
+                decoupled_weight_decay=self.adam_w_mode, beta1=beta1, beta2=beta2, lr=lr,
+                weight_decay=weight_decay, eps=eps, found_inf=getattr(self, "found_inf", None),
+            )  # fmt: skip
+            return
+        # torch has no Adam without the correction.
+        torch._foreach_add_(steps, 1.0)
+        if weight_decay and self.adam_w_mode:
+            torch._foreach_mul_(values, 1.0 - lr * weight_decay)
+        elif weight_decay:
+            gradients = list(torch._foreach_add(gradients, values, alpha=weight_decay))
+        torch._foreach_lerp_(means, gradients, 1.0 - beta1)
+        torch._foreach_mul_(squares, beta2)
+        torch._foreach_addcmul_(squares, gradients, gradients, 1.0 - beta2)
+        denominators = torch._foreach_sqrt(squares)
+        torch._foreach_add_(denominators, eps)
+        torch._foreach_addcdiv_(values, means, denominators, -lr)

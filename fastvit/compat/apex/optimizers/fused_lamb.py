@@ -49,7 +49,7 @@ class FusedLAMB(FusedOptimizer):
     ) -> None:
         self.adam_w_mode = adam_w_mode
         self.use_nvlamb = use_nvlamb
-        self._shrink: Tensor | None = None
+        self._shrink: Tensor | None = None  # what all gradients are divided by, at least 1
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -62,17 +62,13 @@ class FusedLAMB(FusedOptimizer):
         super().__init__(params, defaults, set_grad_none, amsgrad)
 
     def _prepare(self) -> None:
-        self._shrink = self._clipping()
         self._count_step()
-
-    def _clipping(self) -> Tensor | None:
-        """What all gradients are divided by, at least 1; None without clipping."""
+        self._shrink = None
         largest = self.defaults["max_grad_norm"]
         gradients = [p.grad.float() for g in self.param_groups for p in g["params"] if p.grad is not None]
-        if not largest or not gradients:
-            return None
-        sizes = torch.stack([size.to(gradients[0].device) for size in norms(gradients)])
-        return (sizes.norm() / (largest * getattr(self, "grad_scale", 1.0))).clamp_min(1.0)
+        if largest and gradients:
+            sizes = torch.stack([size.to(gradients[0].device) for size in norms(gradients)])
+            self._shrink = (sizes.norm() / (largest * getattr(self, "grad_scale", 1.0))).clamp_min(1.0)
 
     def _update(self, group: dict[str, Any], batch: Batch) -> None:
         shrink = None if self._shrink is None else self._shrink.to(batch.values[0].device)

@@ -42,32 +42,21 @@ class LARC:
         self.clip = clip
         self.eps = eps
 
-    @property
-    def state(self) -> dict:
-        return self.optim.state
+    def __getattr__(self, name: str) -> Any:  # state_dict, zero_grad, ...
+        if name == "optim" or name.startswith("__"):  # while being copied or pickled
+            raise AttributeError(name)
+        return getattr(self.optim, name)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         return self.optim.param_groups
 
     @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.optim.param_groups = value
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optim.param_groups = groups
 
     def __repr__(self) -> str:
         return f"LARC({self.optim!r})"
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.optim.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.optim.load_state_dict(state_dict)
-
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        self.optim.zero_grad(*args, **kwargs)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        self.optim.add_param_group(param_group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         if closure is not None:
@@ -76,7 +65,7 @@ class LARC:
             )
         amp = getattr(self.optim, "_amp_optimizer", None)
         if amp is not None:  # the rates are of unscaled gradients, in the masters where there are any
-            amp.release()
+            amp.unscale_rest()
         decays = [group.get("weight_decay", 0.0) for group in self.param_groups]
         try:
             for group, decay in zip(self.param_groups, decays, strict=True):

@@ -1,4 +1,4 @@
-"""apex's DistributedDataParallel and Reducer over torch's."""
+"""apex's DistributedDataParallel over torch's."""
 
 import inspect
 from collections import defaultdict
@@ -9,23 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ...apex_C import flatten, unflatten
 from .._notices import warn_once
 
-__all__ = ["DistributedDataParallel", "ReduceOp", "Reducer", "flat_dist_call"]
+__all__ = ["DistributedDataParallel", "ReduceOp", "flat_dist_call"]
 
 ReduceOp = dist.ReduceOp
 
 _ONE_BUCKET_MB = 1 << 20  # larger than any model
-
-# Options of apex without an effect, with the reason.
-_WITHOUT_EFFECT = {
-    "shared_param": "torch DDP reduces a shared parameter once",
-    "allreduce_trigger_params": "torch DDP chooses its buckets from message_size and the order of gradients",
-    "retain_allreduce_buffers": "amp unscales gradients where they are",
-    "num_allreduce_streams": "the backend chooses its streams",
-    "allreduce_communicators": "the backend makes its communicators",
-    "prof": "torch.profiler names DDP's work without it",
-}
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
@@ -64,7 +55,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         gradient_average_split_factor: float | None = None,
         prof: bool = False,
     ) -> None:
-        given = {
+        without_effect = {
             "shared_param": shared_param is not None,
             "allreduce_trigger_params": allreduce_trigger_params is not None,
             "retain_allreduce_buffers": retain_allreduce_buffers,
@@ -72,9 +63,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             "allreduce_communicators": allreduce_communicators is not None,
             "prof": prof,
         }
-        for name, reason in _WITHOUT_EFFECT.items():
-            if given[name]:
-                warn_once(f"DistributedDataParallel: {name} has no effect: {reason}")
+        for name, is_set in without_effect.items():
+            if is_set:
+                warn_once(f"DistributedDataParallel: {name} has no effect; see docs/migrating-from-apex.md")
         predivide = gradient_average_split_factor or gradient_predivide_factor
         if not predivide > 0:
             raise ValueError(
@@ -119,36 +110,6 @@ def _reduce(state: tuple[float, float, bool], bucket: dist.GradBucket) -> torch.
     return dist.all_reduce(summed, async_op=True).get_future().then(finish)
 
 
-class Reducer:
-    """Averages gradients over the ranks when `reduce` is called.
-
-    Args:
-        module_or_grads_list: a module, whose parameters and buffers become rank 0's; or the gradients
-            themselves, a list of tensors.
-    """
-
-    def __init__(self, module_or_grads_list: nn.Module | Iterable[Tensor]) -> None:
-        self.module: nn.Module | None = None
-        self.grads: list[Tensor] = []
-        if isinstance(module_or_grads_list, nn.Module):
-            self.module = module_or_grads_list
-            with torch.no_grad():
-                for tensor in [*self.module.parameters(), *self.module.buffers()]:
-                    dist.broadcast(tensor, 0)
-        else:
-            self.grads = list(module_or_grads_list)
-
-    @torch.no_grad()
-    def reduce(self) -> None:
-        """Every rank calls it with gradients of the same parameters, after backward."""
-        parameters = self.module.parameters() if self.module is not None else ()
-        gradients = [p.grad for p in parameters if p.grad is not None] + self.grads
-        waiting = [dist.all_reduce(gradient, async_op=True) for gradient in gradients]
-        for work, gradient in zip(waiting, gradients, strict=True):
-            work.wait()
-            gradient.div_(dist.get_world_size())
-
-
 @torch.no_grad()
 def flat_dist_call(
     tensors: Iterable[Tensor], call: Callable[..., Any], extra_args: Sequence[Any] | None = None
@@ -163,9 +124,8 @@ def flat_dist_call(
     for tensor in tensors:
         groups[tensor.dtype, tensor.device].append(tensor)
     for group in groups.values():
-        flat = torch.cat([tensor.reshape(-1) for tensor in group])
+        flat = flatten(group)
         call(flat, *(extra_args or ()))
         if call is dist.all_reduce:
             flat.div_(dist.get_world_size())
-        parts = flat.split([tensor.numel() for tensor in group])
-        torch._foreach_copy_(group, [part.view_as(t) for part, t in zip(parts, group, strict=True)])
+        torch._foreach_copy_(group, unflatten(flat, group))

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ...normalization.fused_layer_norm import (
     MixedFusedLayerNorm,
-    _Function,
+    as_function,
     mixed_dtype_fused_layer_norm_affine,
 )
 
@@ -16,12 +16,12 @@ __all__ = ["FastLayerNorm", "FastLayerNormFN"]
 def _fast_layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor, epsilon: float, memory_efficient: bool = False
 ) -> Tensor:
+    """LayerNorm in the dtype of the weight."""
     shape = tuple(weight.shape)
     return mixed_dtype_fused_layer_norm_affine(x, weight, bias, shape, epsilon, memory_efficient)
 
 
-class FastLayerNormFN(_Function, norm=_fast_layer_norm):
-    """`apply(x, gamma, beta, epsilon, memory_efficient=False)`: LayerNorm in the dtype of gamma."""
+FastLayerNormFN = as_function(_fast_layer_norm)
 
 
 class FastLayerNorm(MixedFusedLayerNorm):
