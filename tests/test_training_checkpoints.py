@@ -49,12 +49,11 @@ def test_damaged_checkpoint(copied, capsys, share):
 
 def test_damaged_checkpoint_by_a_relative_path(copied, capsys, monkeypatch):
     folder = copied / "checkpoints"
-    shutil.copy(folder / "epoch-0001.pt", folder / "epoch-0000.pt")
     monkeypatch.chdir(folder)
     path = folder / "epoch-0001.pt"
     path.write_bytes(b"cut off")
     said = fails(capsys, "--resume", "epoch-0001.pt")
-    assert f"{path} is missing, cut off or damaged" in said and "resume from epoch-0000.pt beside it" in said
+    assert f"{path} is missing, cut off or damaged" in said
 
 
 @pytest.mark.parametrize("key", sorted(checkpoint.KEYS))
@@ -68,7 +67,6 @@ def test_a_state_without_a_key_is_refused_by_file_and_key(copied, capsys, key):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"config": {"epochs": "2"}}, "0001.pt: config of the run: --epochs must be of type int, got '2'"),
         ({"config": {"ema": 0.5}}, "average of the checkpoint does not fit"),
         ({"optimizer": {}}, "optimizer of the checkpoint does not fit"),
         ({"optimizer": {"state": {}, "param_groups": [1]}}, "optimizer of the checkpoint does not fit"),

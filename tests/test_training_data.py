@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from fastvit.training import cifar, datasets, loaders
+from fastvit.training import datasets, loaders
 from fastvit.training.config import Config, ConfigError
 from fastvit.training.distributed import Ranks
 
@@ -66,7 +66,7 @@ def test_random_flip_mirrors_half_of_the_images():
 
 def make_cifar(folder, name, images=6):
     """The files of one data set with few images; returns pixels and labels by file."""
-    inner, train, test, key, names_file, names_key = cifar.FILES[name]
+    inner, train, test, key, names_file, names_key = datasets.CIFAR_FILES[name]
     random, made, target = np.random.default_rng(0), {}, folder / inner
     names = [f"thing_{number}" for number in range(int(name[5:]))]
     target.mkdir(parents=True)
@@ -84,7 +84,7 @@ def make_cifar(folder, name, images=6):
 @pytest.mark.parametrize("name", ["cifar10", "cifar100"])
 def test_cifar(tmp_path, name):
     folder, made, names = make_cifar(tmp_path, name)
-    _, train, test, *_ = cifar.FILES[name]
+    _, train, test, *_ = datasets.CIFAR_FILES[name]
     for path in (folder, tmp_path):
         data = datasets.load(Config(data=name, data_path=str(path)))
         expected = np.concatenate([made[part][0] for part in train]).reshape(-1, 3, 32, 32)
@@ -92,7 +92,7 @@ def test_cifar(tmp_path, name):
         assert data.train.labels.tolist() == np.concatenate([made[p][1] for p in train]).tolist()
         assert data.test.labels.tolist() == made[test][1].tolist()
         assert (data.classes, data.shape) == (names, (3, 32, 32))
-    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (data.mean, data.std))
+    mean, std = (torch.tensor(v).view(3, 1, 1) for v in (datasets.CIFAR_MEAN, datasets.CIFAR_STD))
     plain = (data.test.images[[3, 1]] / 255 - mean) / std
     torch.testing.assert_close(data.test.read([3, 1], None), plain, rtol=1e-5, atol=1e-5)
     one, again, other = (data.train.read([0, 1, 2], generator(seed)) for seed in (1, 1, 2))
@@ -148,7 +148,7 @@ def test_folder(folder):
     data = datasets.load(Config(data="folder", data_path=str(folder), image_size=10))
     assert data.classes == ("a", "b") and data.shape == (3, 10, 10)
     assert data.train.labels.tolist() == [0, 0, 0, 1, 1, 1] and data.test.labels.tolist() == [0, 1]
-    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (data.mean, data.std))
+    mean, std = (torch.tensor(v).view(3, 1, 1) for v in (datasets.IMAGENET_MEAN, datasets.IMAGENET_STD))
     pixels = data.test.read([0, 1], None) * std + mean
     assert pixels.shape == (2, 3, 10, 10)
     torch.testing.assert_close(pixels[:, :, 0, 9], torch.tensor([[0, 200, 0], [200, 0, 0]]) / 255)
@@ -205,7 +205,7 @@ def test_training_batches_depend_on_epoch_rank_and_place_alone():
 
 
 def test_workers_do_not_change_the_batches():
-    ranks, data = Ranks(0, 1, 0, 1, torch.device("cpu"), None), datasets.load_digits(0)
+    ranks, data = Ranks(0, 1, torch.device("cpu")), datasets.load_digits(0)
     random, seen = torch.get_rng_state(), []
     for workers in (0, 2):
         loader, sampler = loaders.make_train_loader(

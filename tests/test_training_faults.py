@@ -12,8 +12,7 @@ from training_runs import COMMON, LIMIT, SMALL, fails, state_of, train_on_rank
 
 from fastvit.training import loaders, loop
 from fastvit.training.__main__ import main
-from fastvit.training.config import Config
-from fastvit.training.errors import MissingPackage, check_packages
+from fastvit.training.config import Config, ConfigError, check_packages
 
 # Losses and data
 
@@ -146,7 +145,7 @@ def test_folder_trains_and_another_number_of_classes_cannot_resume(tmp_path, cap
     shutil.rmtree(path / "val" / "cow")
     assert "train and val must hold the same classes; cow are in one" in fails(capsys, "--resume", out)
     shutil.rmtree(path)
-    assert f"must hold a folder train for --data folder, got {path}" in fails(capsys, "--resume", out)
+    assert f"{path / 'train'} is no folder; train, and val or test, are" in fails(capsys, "--resume", out)
 
 
 def test_class_count_below_the_data(capsys, tmp_path):
@@ -159,11 +158,11 @@ def test_class_count_below_the_data(capsys, tmp_path):
 
 def test_missing_packages_are_named(monkeypatch):
     missing = {"tqdm", "PIL", "timm"}
-    monkeypatch.setattr("fastvit.training.errors.find_spec", lambda name: None if name in missing else name)
-    with pytest.raises(MissingPackage, match=r"needs tqdm, which .*pip install 'fastvit\[train\]'"):
+    monkeypatch.setattr("fastvit.training.config.find_spec", lambda name: None if name in missing else name)
+    with pytest.raises(ConfigError, match=r"needs tqdm, which .*pip install 'fastvit\[train\]'"):
         check_packages(Config())
-    with pytest.raises(MissingPackage, match="needs tqdm, pillow"):
+    with pytest.raises(ConfigError, match="needs tqdm, pillow"):
         check_packages(Config(data="folder", data_path="."))
     missing -= {"tqdm"}
-    with pytest.raises(MissingPackage, match="--model timm/resnet18 needs timm"):
+    with pytest.raises(ConfigError, match="--model timm/resnet18 needs timm"):
         check_packages(Config(model="timm/resnet18"))

@@ -6,14 +6,14 @@ from packages import package
 from training_runs import assert_equal_runs, state_of, train_on_rank, weights_of
 
 from fastvit.memory import live_bytes
-from fastvit.models import NORMS, create_vit
+from fastvit.models import NORMS
 from fastvit.training import model, run, train_state
 from fastvit.training.command_line import parse
 from fastvit.training.config import Config, ConfigError
 from fastvit.training.distributed import Ranks
 
 SHAPE = (1, 8, 8)
-ALONE = Ranks(0, 1, 0, 1, torch.device("cpu"), None)
+ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
 def make(config, saved=None, shape=SHAPE):
@@ -94,11 +94,9 @@ def test_average_and_checkpoints_go_with_and_without():
         torch.testing.assert_close(made.model.eval()(images), plain.model.eval()(images))
 
 
-def test_compiled_models_are_left_alone(capsys):
-    made = make(Config(norm="torch", memory="convert", compile=True))
-    assert made.memory is None and type(made.model) is type(create_vit("vit_digits", 8, 1, 10, "torch"))
-    run._report_memory(made, None)
-    assert capsys.readouterr().out.count("--memory convert has no effect with --compile") == 1
+def test_compiled_models_are_not_converted():
+    with pytest.raises(ConfigError, match="--memory is for models that are not compiled, got --memory conv"):
+        Config(memory="convert", compile=True)
 
 
 def test_memory_takes_a_budget():
@@ -167,7 +165,7 @@ def test_resume_on_two_ranks_is_bitwise(ranks, tmp_path, norm):
 
 def _in_process(arguments, monkeypatch, directory):
     monkeypatch.chdir(directory)
-    config, given, _ = parse([*arguments, "--device", "cpu", "--threads", "1"])
+    config, given = parse([*arguments, "--device", "cpu", "--threads", "1"])
     run.train(config, given, ALONE)
 
 

@@ -16,10 +16,9 @@ from training_runs import LIMIT, train_on_rank, weights_of
 
 import fastvit
 from fastvit.models import vit_digits
-from fastvit.training import distributed, loop, model, optimization, train_state, watch
-from fastvit.training.config import Config, ConfigError
+from fastvit.training import distributed, loop, model, train_state, watch
+from fastvit.training.config import Config, ConfigError, TrainingError
 from fastvit.training.distributed import Ranks
-from fastvit.training.errors import TrainingError
 from fastvit.training.watch import StopRequest
 
 
@@ -29,13 +28,8 @@ def _conversation(rank, world):
     value = torch.tensor([1.0 + rank])
     assert distributed.reduce_value(value).item() == 1.5
     assert distributed.reduce_value(value, average=False).item() == 3 and value.item() == 1.0 + rank
-    report = distributed.StepReport(torch.tensor(float(rank)), flag=2 * rank)
-    assert report.read() == ([0.0, 1.0], [0, 2], None)
-    assert distributed.StepReport(value, 2, gradient_norm=value / 2).read() == (
-        [1.0, 2.0],
-        [2, 2],
-        0.5,
-    )  # of rank 0
+    report = distributed.StepReport(value, value / 2, flag=2 * rank)
+    assert report.read() == ([1.0, 2.0], 0.5, [0, 2])  # the norm is rank 0's
     assert distributed.gather_objects(rank) == [0, 1]
 
     def fail():
@@ -63,13 +57,13 @@ def test_what_ranks_say_to_each_other(ranks):
 
 
 def _interrupted(rank, world):
-    distributed.StepReport(torch.tensor(1.0)).read()
+    distributed.StepReport(*torch.ones(2)).read()
     if rank == 1:
         time.sleep(1.5)  # there, but with no loss
         return None
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells have their background jobs ignore it
     threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-    report, begin = distributed.StepReport(torch.tensor(1.0)), time.monotonic()
+    report, begin = distributed.StepReport(*torch.ones(2)), time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         report.read()
     return time.monotonic() - begin
@@ -86,8 +80,23 @@ def _left_alone(rank, world):
         time.sleep(4)
         return None
     with pytest.raises(RuntimeError) as error:
-        distributed.StepReport(torch.tensor(1.0)).read()
+        distributed.StepReport(*torch.ones(2)).read()
     return str(error.value)
+
+
+def _cores(rank, world, of_rank):
+    original, os.sched_getaffinity = os.sched_getaffinity, lambda _: of_rank[rank]
+    try:
+        return distributed.own_cores()
+    finally:
+        os.sched_getaffinity = original
+
+
+def test_ranks_divide_the_cores_that_they_share_and_no_others(ranks):
+    every = set(range(8))
+    assert ranks.run(2, _cores, [every, every]) == [4, 4]  # torchrun
+    assert ranks.run(2, _cores, [set(range(4)), set(range(4, 8))]) == [4, 4]  # srun: each task has its own
+    assert ranks.run(3, _cores, [{0}, {0}, every]) == [1, 1, 8]
 
 
 class Batches(list):
@@ -97,7 +106,7 @@ class Batches(list):
 def _small_learner(rank, world, config, saved=None):
     torch.manual_seed(rank)  # the weights must come from rank 0 all the same
     net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3))
-    place = Ranks(rank, world, rank, world, torch.device("cpu"), "gloo" if world > 1 else None)
+    place = Ranks(rank, world, torch.device("cpu"))
     return train_state.make_train_state(net, config, place, (1, 2, 2), 10, saved)
 
 
@@ -129,7 +138,7 @@ def _accumulated_gradients(rank, world, parts):
     torch.nn.functional.cross_entropy(expected(images), labels).backward()
     for got, wanted in zip(small.model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(got.grad, wanted.grad)
-    return len(reduced), distributed.StepReport(loss).read()[0], small.model[1].weight.detach()
+    return len(reduced), distributed.StepReport(loss, loss).read()[0], small.model[1].weight.detach()
 
 
 def test_accumulated_gradients_are_those_of_one_large_batch(ranks):
@@ -148,12 +157,14 @@ def test_clipping_bounds_the_norm_and_reports_what_it_was():
     assert before > 0.1 and after == pytest.approx(0.01, rel=1e-3)
 
 
-def _behind(rank, world, poisoned):
+def _behind(rank, world, poisoned, clip):
     """Trains one step behind, as on a GPU, with a gradient that is not finite in one of the steps."""
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3))
-    place = Ranks(rank, world, rank, world, torch.device("cpu"), "gloo" if world > 1 else None)
-    small = train_state.make_train_state(net, Config(batch_size=5, clip_norm=9.0), place, (1, 2, 2), 10, None)
+    place = Ranks(rank, world, torch.device("cpu"))
+    small = train_state.make_train_state(
+        net, Config(batch_size=5, clip_norm=clip), place, (1, 2, 2), 10, None
+    )
     gradients, steps = [], []
     net[1].bias.register_hook(lambda g: gradients.append(1) or (g / 0 if len(gradients) == poisoned else g))
     step = loop._step
@@ -174,9 +185,14 @@ def _behind(rank, world, poisoned):
     return None, len(steps)
 
 
+def test_a_gradient_that_is_not_finite_in_an_unmeasured_last_step_ends_the_run(ranks):
+    for said, steps in [*ranks.run(2, _behind, 4, 0.0), _behind(0, 1, 4, 0.0)]:
+        assert said.startswith("epoch 1, step 4: 1.bias is not finite; training stopped") and steps == 4
+
+
 @pytest.mark.parametrize("poisoned", [2, 4])
 def test_gradients_that_are_not_finite_end_the_run_a_step_later(ranks, poisoned):
-    for said, steps in [*ranks.run(2, _behind, poisoned), _behind(0, 1, poisoned)]:
+    for said, steps in [*ranks.run(2, _behind, poisoned, 9.0), _behind(0, 1, poisoned, 9.0)]:
         assert re.match(rf"epoch 1, step {poisoned}: the norm of the gradients is (nan|inf); training", said)
         assert steps == poisoned
 
@@ -187,7 +203,7 @@ def test_an_exchange_that_failed_in_a_backward_says_why(monkeypatch):
 
     monkeypatch.setattr(watch.sync, "check", check)
     with pytest.raises(RuntimeError, match="nothing from rank 0"):
-        _behind(0, 1, 2)
+        _behind(0, 1, 2, 9.0)
 
 
 def test_learning_rate_is_scaled_by_accumulation_and_ranks():
@@ -200,7 +216,7 @@ def test_learning_rate_is_scaled_by_accumulation_and_ranks():
 def test_average_follows_the_weights_with_a_decay_that_grows():
     net = torch.nn.Linear(1, 1, bias=False)
     net.register_buffer("count", torch.zeros(1))
-    average = optimization.make_average(net, 0.15)
+    average = train_state.make_average(net, 0.15)
     expected = None
     for n in range(1, 6):
         net.weight.data.fill_(float(n))
@@ -245,8 +261,8 @@ def _evaluate_seven_images(rank, world):
 
 
 def test_schedule_rises_then_falls_to_zero():
-    optimizer = optimization.make_optimizer(torch.nn.Linear(2, 2), "sgd", 0.1, 0.01)
-    scheduler, rates = optimization.make_scheduler(optimizer, 10, 4), []
+    optimizer = train_state.make_optimizer(torch.nn.Linear(2, 2), "sgd", 0.1, 0.01)
+    scheduler, rates = train_state.make_scheduler(optimizer, 10, 4), []
     for _ in range(10):
         rates.append(scheduler.get_last_lr()[0])
         optimizer.step()
@@ -259,7 +275,7 @@ def test_schedule_rises_then_falls_to_zero():
 @pytest.mark.parametrize("name", ["sgd", "adamw", "fused-adam"])
 def test_weight_decay_leaves_vectors_alone(name):
     net = vit_digits("torch")
-    optimizer = optimization.make_optimizer(net, name, 0.1, 0.01)
+    optimizer = train_state.make_optimizer(net, name, 0.1, 0.01)
     decayed, free = (group["params"] for group in optimizer.param_groups)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.01, 0.0]
     assert all(parameter.ndim >= 2 for parameter in decayed)
@@ -270,8 +286,8 @@ def test_weight_decay_leaves_vectors_alone(name):
 def test_one_process_needs_no_group():
     value = torch.tensor(2.0)
     assert distributed.reduce_value(value) is value
-    report = distributed.StepReport(value, 1)
-    assert report.read() == ([2.0], [1], None)
+    report = distributed.StepReport(value, value / 2, 1)
+    assert report.read() == ([2.0], 1.0, [1])
     with pytest.raises(TrainingError, match="no such"):
         distributed.on_main(lambda: (_ for _ in ()).throw(ValueError("no such")))
 
@@ -369,17 +385,17 @@ def _statistics_of_frozen_stem(rank, world):
     return net.stem.layers[1].norm.running_mean
 
 
-def test_old_launcher_passes_the_local_rank(tmp_path):
+def test_old_launcher_passes_a_flag(tmp_path):
     script = tmp_path / "launched.py"
     script.write_text(
         "import sys\n"
         "from fastvit.training.__main__ import main\n"
         "from fastvit.training import run\n"
-        "run.train = lambda config, given, ranks: sys.stdout.write(f'local rank {ranks.local_rank}\\n')\n"
+        "run.train = lambda config, given, ranks: sys.stdout.write(f'rank {ranks.rank}\\n')\n"
         "sys.exit(main(sys.argv[1:]))\n"
     )
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.launch", "--standalone"]
     command += ["--nproc_per_node=2", str(script), "--device", "cpu"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0, done.stderr
-    assert "local rank 0" in done.stdout and "local rank 1" in done.stdout
+    assert "rank 0" in done.stdout and "rank 1" in done.stdout

@@ -66,7 +66,7 @@ def test_a_run_reports_and_leaves_its_files(whole):
     vit_digits("torch").load_state_dict(weights_of(run))  # no prefix of DDP in the names
 
 
-def test_tensorboard_has_every_curve_and_table(whole):
+def test_tensorboard_has_every_curve(whole):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     events = accumulator.EventAccumulator(str(whole[0]))
     events.Reload()
@@ -82,9 +82,6 @@ def test_tensorboard_has_every_curve_and_table(whole):
         "speed/peak memory in GiB",
     }
     assert [event.step for event in events.Scalars("loss/train")] == [1, 2, 3]
-    assert events.Tags()["images"] == ["training images"]
-    plugins = events.summary_metadata
-    assert "_hparams_/experiment" in plugins and "_hparams_/session_end_info" in plugins
 
 
 def test_killed_run_resumes_as_if_nothing_had_happened(whole, tmp_path):

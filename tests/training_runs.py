@@ -27,9 +27,9 @@ def torchrun(directory, *arguments, ranks=2, **options):
 
 def train_on_rank(rank, world, arguments):
     """Trains inside a rank of the pool; returns the message of TrainingError, or None."""
-    config, given, _ = parse([*arguments, "--device", "cpu", "--threads", "1"])
+    config, given = parse([*arguments, "--device", "cpu", "--threads", "1"])
     try:
-        run.train(config, given, Ranks(rank, world, rank, world, torch.device("cpu"), "gloo"))
+        run.train(config, given, Ranks(rank, world, torch.device("cpu")))
     except run.TrainingError as error:
         return str(error)
 

@@ -2,9 +2,9 @@
 
     command_line, config    options: flags, a TOML file, defaults
     launch, distributed     launchers, process group, messages between ranks
-    datasets, cifar, image_folder, loaders
+    datasets, image_folder, loaders
                             images, augmentation, batches
-    model, optimization, precision, engine, train_state
+    model, precision, engine, train_state
                             the model, and the state that a step changes
     loop, watch             one epoch of training; what ends it on all ranks
     checkpoint, log         the files of a run

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import sys
-import threading
 import traceback
 from collections.abc import Sequence
 from typing import NoReturn
@@ -12,7 +11,7 @@ from typing import NoReturn
 from ..sync.teardown import destroy_process_group, end_process
 from . import distributed
 from .command_line import parse
-from .errors import MissingPackage, TrainingError, check_packages
+from .config import ConfigError, TrainingError, check_packages
 from .launch import find_launch
 
 
@@ -26,11 +25,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         0, or 1 when the run failed; a wrong option exits with 2.
     """
-    config, given, local_rank = parse(arguments)
+    config, given = parse(arguments)
     try:
         check_packages(config)
-        ranks = distributed.init(find_launch(local_rank), config.device, config.backend, config.timeout)
-    except (MissingPackage, ValueError) as error:
+        ranks = distributed.init(find_launch(), config.device, config.backend, config.timeout)
+    except ConfigError as error:
         _complain(error)
         return 1
     from .run import train
@@ -57,8 +56,7 @@ def _give_up(rank: int) -> NoReturn:
     A barrier would wait for ranks that do not arrive, and destroying the group aborts. SIGTERM, by which the
     launcher ends the other ranks, is ignored so that the message is complete.
     """
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     traceback.print_exc()
     _complain(f"rank {rank} ends alone; the other ranks notice it, and the last checkpoint is intact")
     end_process(1)

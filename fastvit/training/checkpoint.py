@@ -19,16 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import TrainingError
-
-__all__ = [
-    "find_checkpoint",
-    "get_rng_state",
-    "last_checkpoint",
-    "load_checkpoint",
-    "save_checkpoint",
-    "set_rng_state",
-]
+from .config import TrainingError
 
 NAME = re.compile(r"epoch-(\d+)(?:-step-(\d+))?\.pt")
 KEYS = frozenset(
@@ -103,26 +94,21 @@ def save_checkpoint(run: Path, state: dict[str, Any], keep: int = 2, best: bool 
     return final
 
 
-def last_checkpoint(run: Path) -> Path | None:
-    """The checkpoint from which a run is resumed, or None when it has none."""
-    return next(reversed(checkpoints(run)), None)
-
-
 def find_checkpoint(path: Path) -> Path:
     """The checkpoint that `--resume path` means: `path` itself, or the last one of the run `path`.
 
     Raises:
         TrainingError: there is no checkpoint.
     """
-    path = Path(os.path.abspath(path))
+    path = Path(os.path.abspath(path))  # of a run whose folder of checkpoints may be a link
     if path.is_file():
         return path.resolve() if path.is_symlink() else path
-    found = last_checkpoint(path)
-    if found is None:
+    found = checkpoints(path)
+    if not found:
         raise TrainingError(
             f"--resume: {path} must be a run directory or a checkpoint, and has no checkpoint in it"
         )
-    return found
+    return found[-1]
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
@@ -134,11 +120,9 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # of a truncated zip: RuntimeError, EOFError, KeyError or UnpicklingError
-        others = [other.name for other in checkpoints(path.parent.parent) if other != path]
-        instead = f"resume from {others[-1]} beside it" if others else "resume from another checkpoint"
         raise TrainingError(
             f"--resume: {path} is missing, cut off or damaged ({type(error).__name__}: "
-            f"{_first_line(error)}); {instead}, or start again"
+            f"{_first_line(error)}); resume from another checkpoint, or start again"
         ) from error
     missing = sorted(KEYS - state.keys()) if isinstance(state, dict) else sorted(KEYS)
     if missing:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import difflib
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -12,20 +12,12 @@ from typing import Any
 
 from .config import Config, ConfigError, flag, kind_of
 
-__all__ = ["make_parser", "merge_saved", "parse", "read_file"]
-
 # Options that may change when a run is resumed. All others define the training, and must be equal.
 CHANGEABLE = frozenset({
     "backend", "compile", "data_path", "device", "keep", "out", "profile", "resume", "stop_after", "threads",
     "timeout", "workers",
 })  # fmt: skip
 FIELDS = {item.name: item for item in fields(Config)}
-
-
-def nearest(name: str, names: Sequence[str]) -> str:
-    """`; did you mean --epochs?`, or nothing when no name is near."""
-    found = difflib.get_close_matches(name, names, n=1)
-    return f"; did you mean {found[0]}?" if found else ""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -38,12 +30,12 @@ def make_parser() -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
     )
     parser.add_argument("--config", metavar="FILE", help="TOML file with values; a flag overrides its value")
-    # torch.distributed.launch passes one of these instead of setting LOCAL_RANK.
+    # torch.distributed.launch passes one of these beside LOCAL_RANK, which is read.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     groups: dict[str, Any] = {}
     for item in FIELDS.values():
         title = item.metadata["group"]
-        group = groups.setdefault(title, None) or parser.add_argument_group(title)
+        group = groups.get(title) or parser.add_argument_group(title)
         groups[title] = group
         shown = "" if item.default in ("", (), None) else f" (default {item.default})"
         kind: dict[str, Any] = {"help": item.metadata["help"].replace("%", "%%") + shown}
@@ -54,7 +46,7 @@ def make_parser() -> argparse.ArgumentParser:
             kind["nargs"] = "+" if kind_of(item) is tuple else None
             kind["choices"] = item.metadata["choices"]
             kind["metavar"] = None if item.metadata["choices"] else item.name.rpartition("_")[2].upper()
-        group.add_argument(flag(item), **kind)
+        group.add_argument(flag(item.name), **kind)
     return parser
 
 
@@ -64,23 +56,20 @@ def read_file(path: str | Path) -> dict[str, Any]:
     Raises:
         ConfigError: the file cannot be read or a key is unknown.
     """
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        try:
-            import tomli as tomllib
-        except ModuleNotFoundError:
-            raise ConfigError("--config needs Python 3.11, or tomli on 3.10: pip install tomli") from None
     try:
+        if sys.version_info >= (3, 11):
+            import tomllib
+        else:
+            import tomli as tomllib
         with open(path, "rb") as file:
             values = tomllib.load(file)
-    except (OSError, ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError
+    except (ImportError, OSError, ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError
         raise ConfigError(f"--config: cannot read {path}: {error}") from None
     given = {}
     for key, value in values.items():
         name = key.replace("-", "_")
         if name not in FIELDS:
-            raise ConfigError(f"--config {path}: unknown key {key!r}{nearest(name, list(FIELDS))}")
+            raise ConfigError(f"--config {path}: unknown key {key!r}")
         given[name] = _as_field(value)
     return given
 
@@ -90,28 +79,25 @@ def _as_field(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def parse(arguments: Sequence[str] | None = None) -> tuple[Config, dict[str, Any], int | None]:
+def parse(arguments: Sequence[str] | None = None) -> tuple[Config, dict[str, Any]]:
     """Read the command line (`sys.argv` when None) and the file it names.
 
     Returns:
-        The configuration with the defaults filled in, the values that were given explicitly, and the local
-        rank if the launcher passed it as a flag.
+        The configuration with the defaults filled in, and the values that were given explicitly.
 
     Raises:
         SystemExit: status 2 for a wrong option, after a message with its name, its value and valid values.
     """
     parser = make_parser()
-    known, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        possible = [flag(item) for item in FIELDS.values()]
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{nearest(unknown[0], possible)}")
-    flags = vars(known)
+    flags = vars(parser.parse_args(arguments))
     file, local_rank = flags.pop("config", None), flags.pop("local_rank", None)
+    if local_rank is not None:
+        os.environ.setdefault("LOCAL_RANK", str(local_rank))
     if "freeze" in flags:
         flags["freeze"] = tuple(flags["freeze"])
     try:
         given = (read_file(file) if file else {}) | flags
-        return Config(**given), given, local_rank
+        return Config(**given), given
     except ConfigError as error:
         parser.error(str(error))
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
-import os
 import typing
 from collections.abc import Sequence
 from dataclasses import Field, dataclass, field, fields
+from importlib.util import find_spec
 from pathlib import Path
 from types import NoneType
 from typing import Any
 
 from ..models import MLP_NORMS, NORMS, VARIANTS
-
-__all__ = ["AMP_LEVELS", "Config", "ConfigError", "DATA", "flag", "kind_of"]
 
 DATA = ("digits", "cifar10", "cifar100", "folder", "synthetic")
 MEMORY = ("off", "convert", "products")
@@ -32,11 +29,17 @@ LIMITS = {  # smallest and largest value of every whole number
     **dict.fromkeys(("workers", "threads"), (0, 1024)),  # more may exhaust the system
     **dict.fromkeys(("seed", "data_seed"), (0, 2**63 - 1)),  # torch takes 64 bits, and ranks add to the seed
 }  # fmt: skip
+PACKAGES = {"numpy": "numpy", "tensorboard": "tensorboard", "tqdm": "tqdm"}  # by module
+PACKAGE_OF_DATA = {"digits": ("sklearn", "scikit-learn"), "folder": ("PIL", "pillow")}
 LONGEST_WAIT = 2_000_000  # seconds; poll(), used for workers, takes 31 bits of milliseconds
 
 
 class ConfigError(ValueError):
     """An option has an invalid value; the message has its name, its value and valid values."""
+
+
+class TrainingError(RuntimeError):
+    """An error that ends the run. Every rank raises it with the same message at the same point."""
 
 
 def _option(default: Any, group: str, help: str, choices: Sequence[str] | None = None) -> Any:
@@ -175,6 +178,8 @@ class Config:
             ("image_size", self.image_size is not None, self.data in made, "--data folder and synthetic"),
             ("loss_scale", self.loss_scale != "auto", self.amp.startswith("O"), "--amp O0 to O3"),
             ("mlp_norm", self.mlp_norm != "batch", not timm, "fastvit's models"),
+            # torch.compile chooses what is kept for backward
+            ("memory", self.memory != "off", not self.compile, "models that are not compiled"),
         ):
             if given and not has_effect:
                 raise ConfigError(f"{flag(name)} is for {where}, got {flag(name)} {getattr(self, name)}")
@@ -183,14 +188,24 @@ class Config:
         """Write the fields as TOML, which `--config` reads; fields that are None are left out."""
         lines = [f"{item.name} = {_toml(getattr(self, item.name))}" for item in fields(self)
                  if getattr(self, item.name) is not None]  # fmt: skip
-        temporary = path.with_name(path.name + ".tmp")
-        temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def flag(item: Field | str) -> str:
+def check_packages(config: Config) -> None:
+    """Raise ConfigError with the names of all missing packages, before a run starts."""
+    needed = PACKAGES | dict([PACKAGE_OF_DATA[config.data]] if config.data in PACKAGE_OF_DATA else [])
+    missing = [package for module, package in needed.items() if find_spec(module) is None]
+    if missing:
+        raise ConfigError(
+            f"the trainer needs {', '.join(missing)}, which is not installed: pip install 'fastvit[train]'"
+        )
+    if config.model.startswith("timm/") and find_spec("timm") is None:
+        raise ConfigError(f"--model {config.model} needs timm, which is not installed: pip install timm")
+
+
+def flag(name: str) -> str:
     """`batch_size` -> `--batch-size`."""
-    return "--" + (item if isinstance(item, str) else item.name).replace("_", "-")
+    return "--" + name.replace("_", "-")
 
 
 def _toml(value: Any) -> str:
@@ -200,42 +215,39 @@ def _toml(value: Any) -> str:
 
 def kind_of(item: Field) -> type:
     """int, float, bool, str or tuple; for `float | None` it is float."""
-    hint = _hints()[item.name]
+    hint = HINTS[item.name]
     if typing.get_origin(hint) is tuple:
         return tuple
     kinds = [kind for kind in typing.get_args(hint) if kind is not NoneType]
     return kinds[0] if kinds else hint
 
 
-@functools.cache
-def _hints() -> dict[str, Any]:
-    return typing.get_type_hints(Config)
+HINTS = typing.get_type_hints(Config)
 
 
 def _checked(item: Field, value: Any) -> Any:
     """The value of a field, of the field's type and within its limits."""
-    kind, choices = kind_of(item), item.metadata["choices"]
+    name, kind, choices = item.name, kind_of(item), item.metadata["choices"]
     if kind is float and type(value) is int:
         value = float(str(value))  # inf beyond the range of a float
     if kind is tuple:
         right = type(value) is tuple and all(type(part) is str for part in value)
-        _require(right, item, "a list of strings", repr(value))
-    _require(type(value) is kind, item, f"of type {kind.__name__}", repr(value))
+        _require(right, name, "a list of strings", repr(value))
+    _require(type(value) is kind, name, f"of type {kind.__name__}", repr(value))
     if choices:
-        _require(value in choices, item, f"one of {', '.join(choices)}", repr(value))
-    if kind in (str, tuple):
-        # File names that are not UTF-8 have lone surrogates in them.
+        _require(value in choices, name, f"one of {', '.join(choices)}", repr(value))
+    if kind in (str, tuple):  # file names that are not UTF-8 have lone surrogates in them
         text = "".join(value)
         right = "\0" not in text and text == text.encode(errors="ignore").decode()
-        _require(right, item, "text in UTF-8 without NUL", repr(value))
+        _require(right, name, "text in UTF-8 without NUL", repr(value))
     if kind is int:
-        low, high = LIMITS[item.name]
-        _require(value >= low, item, f"at least {low}", value)
-        _require(value <= high, item, f"at most {high}", value)
+        low, high = LIMITS[name]
+        _require(value >= low, name, f"at least {low}", value)
+        _require(value <= high, name, f"at most {high}", value)
     return value
 
 
-def _require(holds: bool, name: Field | str, takes: str, got: object) -> None:
+def _require(holds: bool, name: str, takes: str, got: object) -> None:
     # A comparison with nan is false, so nan is refused too.
     if not holds:
         raise ConfigError(f"{flag(name)} must be {takes}, got {got}")

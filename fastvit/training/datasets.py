@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import importlib.util
+import io
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .config import Config, ConfigError
 
-__all__ = ["DataSets", "ImageSource", "InMemory", "load", "load_digits", "random_flip", "random_shift"]
-
 TEST_SHARE = 5  # one digit of five is a test image
 BACKGROUND = -1.0  # value of an empty pixel of a digit
 CIFAR_MEAN, CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+# Folder, files for training and test, key of the labels, file and key of the names.
+CIFAR_FILES = {
+    "cifar10": ("cifar-10-batches-py", [f"data_batch_{i}" for i in range(1, 6)], "test_batch", b"labels",
+                "batches.meta", b"label_names"),
+    "cifar100": ("cifar-100-python", ["train"], "test", b"fine_labels", "meta", b"fine_label_names"),
+}  # fmt: skip
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -42,8 +50,6 @@ class DataSets:
     test: ImageSource
     classes: tuple[str, ...]  # name of each label
     shape: tuple[int, int, int]  # C, H, W
-    mean: tuple[float, ...]  # subtracted from pixels in [0, 1], by channel
-    std: tuple[float, ...]  # divisor of the result, by channel
 
 
 class InMemory:
@@ -108,8 +114,6 @@ def load_digits(seed: int) -> DataSets:
     Images `(N, 1, 8, 8)` fp32 in [-1, 1]. The same seed gives the same split everywhere. Training images
     move by up to a pixel.
     """
-    import numpy as np
-
     # The file that sklearn.datasets.load_digits reads; importing sklearn takes as long as importing torch.
     (folder,) = importlib.util.find_spec("sklearn").submodule_search_locations  # type: ignore[misc,union-attr]
     digits = torch.from_numpy(np.loadtxt(f"{folder}/datasets/data/digits.csv.gz", delimiter=","))
@@ -123,43 +127,92 @@ def load_digits(seed: int) -> DataSets:
 
     names = tuple(str(digit) for digit in range(10))
     training = InMemory(images[train], labels[train], augment=augment)
-    return DataSets(training, InMemory(images[test], labels[test]), names, (1, 8, 8), (0.5,), (0.5,))
+    return DataSets(training, InMemory(images[test], labels[test]), names, (1, 8, 8))
 
 
 def _load_cifar(config: Config) -> DataSets:
-    from .cifar import read_cifar
-
     train, test, names = read_cifar(config.data_path, config.data)
 
     def augment(batch: Tensor, generator: torch.Generator) -> Tensor:
         return random_flip(random_shift(batch, 4, generator), generator)
 
-    return DataSets(
-        InMemory(*train, CIFAR_MEAN, CIFAR_STD, augment),
-        InMemory(*test, CIFAR_MEAN, CIFAR_STD),
-        names,
-        (3, 32, 32),
-        CIFAR_MEAN,
-        CIFAR_STD,
-    )
+    training = InMemory(*train, CIFAR_MEAN, CIFAR_STD, augment)
+    return DataSets(training, InMemory(*test, CIFAR_MEAN, CIFAR_STD), names, (3, 32, 32))
+
+
+class _Unpickler(pickle.Unpickler):
+    """Allows arrays, lists and strings only, so that a file cannot run code."""
+
+    ALLOWED = {
+        ("numpy", "ndarray"),
+        ("numpy", "dtype"),
+        ("numpy.core.multiarray", "_reconstruct"),
+        ("numpy._core.multiarray", "_reconstruct"),
+        ("_codecs", "encode"),
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in self.ALLOWED:
+            raise pickle.UnpicklingError(f"{module}.{name} is not allowed in a file of CIFAR")
+        return super().find_class(module, name)
+
+
+def read_cifar(path: str, name: str) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], tuple[str, ...]]:
+    """Images `(N, 3, 32, 32)` uint8 and labels `(N,)` int64 for training and test, and the class names.
+
+    The files are the Python version that the authors publish: Krizhevsky, "Learning Multiple Layers of
+    Features from Tiny Images", 2009.
+
+    Args:
+        path: the unpacked folder, or its parent.
+        name: `cifar10` or `cifar100`.
+
+    Raises:
+        OSError: a file is missing or cannot be read.
+        ConfigError: there is no such folder, or a file has another content.
+    """
+    inner, train, test, key, names_file, names_key = CIFAR_FILES[name]
+    folder = Path(path) / inner if (Path(path) / inner).is_dir() else Path(path)
+    if not (folder / test).is_file():
+        raise ConfigError(f"--data-path must hold {inner} for --data {name}, got {path}")
+    names = tuple(label.decode() for label in _read(folder / names_file, names_key)[0])
+    parts = {part: _images(folder / part, key, len(names)) for part in (*train, test)}
+    images, labels = (torch.cat(tensors) for tensors in zip(*(parts[part] for part in train), strict=True))
+    return (images, labels), parts[test], names
+
+
+def _read(path: Path, *keys: bytes) -> list[Any]:
+    try:
+        content = _Unpickler(io.BytesIO(path.read_bytes()), encoding="bytes").load()
+        return [content[key] for key in keys]
+    except OSError:
+        raise
+    except Exception as error:  # a damaged pickle may raise any exception
+        raise ConfigError(f"--data-path: {path} is cut off or no file of CIFAR: {error}") from None
+
+
+def _images(path: Path, key: bytes, classes: int) -> tuple[Tensor, Tensor]:
+    pixels, labels = (np.asarray(values) for values in _read(path, b"data", key))
+    right = pixels.dtype == np.uint8 and pixels.shape == (len(labels), 3 * 32 * 32)
+    if not right or not 0 <= labels.min() <= labels.max() < classes:
+        raise ConfigError(f"--data-path: {path} must hold 3072 bytes and a label below {classes} by image")
+    return torch.from_numpy(pixels.reshape(-1, 3, 32, 32).copy()), torch.from_numpy(labels.astype(np.int64))
 
 
 def _load_folder(config: Config) -> DataSets:
-    from .image_folder import ImageFolder, find_split
+    from .image_folder import ImageFolder
 
-    size = config.image_size
+    size, path = config.image_size, Path(config.data_path)
     assert size is not None  # with --data folder
-    train, test = (
-        ImageFolder(find_split(config.data_path, names), size, IMAGENET_MEAN, IMAGENET_STD)
-        for names in (("train",), ("val", "test"))
-    )
+    held_out = path / ("val" if (path / "val").is_dir() else "test")
+    train, test = (ImageFolder(f, size, IMAGENET_MEAN, IMAGENET_STD) for f in (path / "train", held_out))
     if train.classes != test.classes:
         odd = sorted(set(train.classes) ^ set(test.classes))
         raise ConfigError(
             f"--data-path {config.data_path}: {train.folder.name} and {test.folder.name} must hold the same "
             f"classes; {', '.join(odd[:5])} are in one of them only"
         )
-    return DataSets(train, test, train.classes, (3, size, size), IMAGENET_MEAN, IMAGENET_STD)
+    return DataSets(train, test, train.classes, (3, size, size))
 
 
 def _make_synthetic(config: Config) -> DataSets:
@@ -168,7 +221,7 @@ def _make_synthetic(config: Config) -> DataSets:
     train = Synthetic(count, classes, size, config.data_seed)
     test = Synthetic(max(1, count // 4), classes, size, config.data_seed, first=count)
     names = tuple(f"pattern {index}" for index in range(classes))
-    return DataSets(train, test, names, (3, size, size), (0.5,) * 3, (0.25,) * 3)
+    return DataSets(train, test, names, (3, size, size))
 
 
 def random_shift(images: Tensor, pixels: int, generator: torch.Generator, background: float = 0.0) -> Tensor:

@@ -14,39 +14,19 @@ from torch import Tensor, nn
 from torch.distributed.rendezvous import rendezvous
 
 from ..sync.collective import ALL_GATHER, wait_on_host
-from .config import ConfigError
-from .errors import TrainingError
+from .config import ConfigError, TrainingError
 from .launch import Launch
-
-__all__ = [
-    "Ranks",
-    "StepReport",
-    "average_running_statistics",
-    "broadcast_weights",
-    "gather_objects",
-    "get_rank",
-    "get_world_size",
-    "init",
-    "is_main_process",
-    "on_every",
-    "on_main",
-    "raise_together",
-    "reduce_value",
-]
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The rank of this process, and its device."""
+    """The rank of this process, their number, and the device."""
 
     rank: int
     world: int
-    local_rank: int
-    local_world: int
     device: torch.device
-    backend: str | None  # None without a process group
 
 
 def is_distributed() -> bool:
@@ -111,10 +91,7 @@ def init(launch: Launch | None, device: str = "auto", backend: str = "auto", tim
     if launch is None:
         print("not using distributed mode", flush=True)
         has_gpu = torch.cuda.is_available()
-        chosen = _choose_device(device, 0 if has_gpu else None, has_gpu, 0)
-        if chosen.type == "cuda":
-            torch.cuda.set_device(chosen)
-        return Ranks(0, 1, 0, 1, chosen, None)
+        return Ranks(0, 1, _choose_device(device, 0 if has_gpu else None, has_gpu, 0))
 
     rank, world, index = launch.rank, launch.world, _gpu_index(launch, backend)
     wait = timedelta(seconds=timeout)
@@ -136,15 +113,23 @@ def init(launch: Launch | None, device: str = "auto", backend: str = "auto", tim
         backend = "nccl" if chosen.type == "cuda" else "gloo"
     elif backend == "nccl" and chosen.type != "cuda":
         raise ConfigError("--backend must be gloo on the CPU, got 'nccl'")
-    bound: dict[str, Any] = {}
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-        if backend == "nccl":
-            bound["device_id"] = chosen
     dist.init_process_group(
-        backend, store=dist.PrefixStore("fastvit", store), rank=rank, world_size=world, timeout=wait, **bound
-    )
-    return Ranks(rank, world, launch.local_rank, launch.local_world, chosen, backend)
+        backend, store=dist.PrefixStore("fastvit", store), rank=rank, world_size=world, timeout=wait,
+        device_id=chosen if backend == "nccl" else None,
+    )  # fmt: skip
+    return Ranks(rank, world, chosen)
+
+
+def own_cores() -> int:
+    """This rank's share of the cores that it may run on: ranks that may run on the same ones divide them.
+
+    torchrun lets every rank run on all cores of the host; srun may give each task its own.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    place = os.uname().nodename, cores
+    return max(1, len(cores) // gather_objects(place).count(place))
 
 
 def reduce_value(value: Tensor, average: bool = True) -> Tensor:
@@ -162,20 +147,16 @@ def reduce_value(value: Tensor, average: bool = True) -> Tensor:
 
 
 class StepReport:
-    """The message of the ranks in every step: their loss, a flag, and the norm of the gradients.
+    """The message of the ranks in every step: their loss, the norm of the gradients, and a flag.
 
     The collective runs until `read`. On CUDA its result is copied to pinned memory, so that `read` waits for
-    the copy and not for later kernels.
-
-    Args:
-        loss: of this rank, one number; fp32 is sent.
-        gradient_norm: one number, on all ranks or on none.
+    the copy and not for later kernels. Numbers are sent in fp32.
     """
 
-    def __init__(self, loss: Tensor, flag: int = 0, gradient_norm: Tensor | None = None) -> None:
+    def __init__(self, loss: Tensor, gradient_norm: Tensor, flag: int = 0) -> None:
         self.values = loss.new_full((1, 3), flag, dtype=torch.float32)
         self.values[0, 0] = loss.detach()
-        self.values[0, 2] = -1 if gradient_norm is None else gradient_norm
+        self.values[0, 1] = gradient_norm
         self.work: dist.Work | None = None
         if get_world_size() > 1:
             mine, self.values = self.values, self.values.new_empty(get_world_size(), 3)
@@ -189,14 +170,14 @@ class StepReport:
             self.copied = torch.cuda.Event()
             self.copied.record()
 
-    def read(self) -> tuple[list[float], list[int], float | None]:
-        """The losses and the flags of all ranks, in rank order, and rank 0's norm of the gradients."""
+    def read(self) -> tuple[list[float], float, list[int]]:
+        """The losses of all ranks, in rank order, rank 0's norm of the gradients, and the flags."""
         if self.copied is not None:
             self.copied.synchronize()
         elif self.work is not None:
             wait_on_host(self.work)
-        losses, flags, norms = self.values.T.tolist()
-        return losses, [int(flag) for flag in flags], None if norms[0] < 0 else norms[0]
+        losses, norms, flags = self.values.T.tolist()
+        return losses, norms[0], flags
 
 
 def gather_objects(value: T) -> list[T]:

@@ -11,10 +11,6 @@ import torch
 
 from .config import ConfigError
 
-__all__ = ["apex_part", "engine_part", "import_apex"]
-
-APEX_PARTS = ("amp", "parallel", "optimizers")
-
 
 def import_apex(part: str) -> ModuleType:
     """`apex.<part>` of NVIDIA apex itself: from the folder FASTVIT_APEX, or as installed.
@@ -41,26 +37,18 @@ def import_apex(part: str) -> ModuleType:
     return module
 
 
-def engine_part(engine: str, part: str) -> ModuleType:
+def engine_part(engine: str, part: str, option: str = "--engine apex") -> ModuleType:
     """The module `amp`, `parallel` or `optimizers` of NVIDIA apex, or fastvit's look-alike.
 
     Args:
         engine: `apex` or `torch`.
+        option: of the trainer, which asks for apex.
 
     Raises:
-        ConfigError: `apex` was asked for, and the installed apex lacks a part.
+        ConfigError: `apex` was asked for, and lacks the part.
     """
     if engine == "torch":
         return importlib.import_module(f"fastvit.compat.apex.{part}")
-    return {name: apex_part("--engine apex", name) for name in APEX_PARTS}[part]
-
-
-def apex_part(option: str, part: str) -> ModuleType:
-    """`import_apex` for an option of the trainer, which an error names.
-
-    Raises:
-        ConfigError: apex lacks the part.
-    """
     try:
         return import_apex(part)
     except ImportError as error:

@@ -12,24 +12,10 @@ from torch import Tensor
 
 from .config import ConfigError
 
-__all__ = ["ImageFolder", "find_split"]
-
 SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 CROP_SHARE = 0.875  # side of a test crop over the shorter side of the image
 AREA = (0.08, 1.0)  # area of a training crop over the area of the image
 RATIO = (3 / 4, 4 / 3)  # width over height of a training crop
-
-
-def find_split(path: str, names: tuple[str, ...]) -> Path:
-    """The first of the folders `names` in `path`.
-
-    Raises:
-        ConfigError: none of them exists.
-    """
-    for name in names:
-        if (Path(path) / name).is_dir():
-            return Path(path) / name
-    raise ConfigError(f"--data-path must hold a folder {' or '.join(names)} for --data folder, got {path}")
 
 
 class ImageFolder:
@@ -44,10 +30,12 @@ class ImageFolder:
     mirror. Test images are scaled and cropped in the middle.
 
     Raises:
-        ConfigError: the folder has no classes, or a class has no images.
+        ConfigError: there is no such folder, it has no classes, or a class has no images.
     """
 
     def __init__(self, folder: Path, size: int, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
+        if not folder.is_dir():
+            raise ConfigError(f"--data-path: {folder} is no folder; train, and val or test, are expected")
         self.folder, self.size = folder, size
         self.scale = 1 / (255 * torch.tensor(std)).view(-1, 1, 1)
         self.offset = (-torch.tensor(mean) / torch.tensor(std)).view(-1, 1, 1)
@@ -77,11 +65,8 @@ class ImageFolder:
             raise
         except Exception as error:  # a damaged file may raise any exception
             raise OSError(f"{path} is damaged: {error}") from error
-        box = (
-            _centre(image.width, image.height)
-            if generator is None
-            else _random_box(image.width, image.height, generator)
-        )
+        width, height = image.size
+        box = _centre(width, height) if generator is None else _random_box(width, height, generator)
         image = image.resize((self.size, self.size), Image.Resampling.BILINEAR, box=box)
         pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
         if generator is not None and torch.rand((), generator=generator) < 0.5:

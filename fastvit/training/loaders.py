@@ -18,8 +18,6 @@ from .config import Config, ConfigError
 from .datasets import ImageSource
 from .distributed import Ranks
 
-__all__ = ["TrainBatches", "make_test_loader", "make_train_loader", "test_batches"]
-
 Key = tuple[list[int], "int | None"]  # indices of a batch, and the seed of its augmentation
 
 

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 from torch.profiler import profile, schedule
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
-
-__all__ = ["RunLog", "peak_memory", "step_profiler"]
 
 # TensorBoard tag of each column; the tags of one chart share a prefix.
 TAGS = {
@@ -30,7 +26,6 @@ TAGS = {
     "data_wait": "speed/share of time waiting for data",
     "memory": "speed/peak memory in GiB",
 }
-GRID_IMAGES = 64
 
 
 def peak_memory(device: torch.device) -> float:
@@ -60,19 +55,11 @@ class RunLog:
         """
         from torch.utils.tensorboard import SummaryWriter
 
-        temporary = self.path.with_name(self.path.name + ".tmp")
-        temporary.write_text("".join(json.dumps(row) + "\n" for row in history))
-        os.replace(temporary, self.path)
+        self.path.write_text("".join(json.dumps(row) + "\n" for row in history))
         # With purge_step 0 TensorBoard drops the events of earlier starts in the same directory.
         self.writer = SummaryWriter(str(self.run), purge_step=0 if history else None)
         for row in history:
             self._scalars(row)
-
-    def images(self, images: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
-        """Write an augmented batch as one grid of images."""
-        images = images[:GRID_IMAGES].float().cpu()
-        pixels = images * torch.tensor(std).view(-1, 1, 1) + torch.tensor(mean).view(-1, 1, 1)
-        self.writer.add_images("training images", pixels.clamp(0, 1), 0)
 
     def _scalars(self, row: dict[str, Any]) -> None:
         for name, tag in TAGS.items():
@@ -86,17 +73,7 @@ class RunLog:
         self._scalars(row)
         self.writer.flush()
 
-    def close(self, options: dict[str, Any], history: list[dict[str, Any]]) -> None:
-        """Close the events file, after writing options and last results for TensorBoard's table of runs."""
-        from torch.utils.tensorboard.summary import hparams
-
-        values = {name: value if isinstance(value, bool | int | float) else str(value)
-                  for name, value in options.items()}  # fmt: skip
-        if history:
-            # The table reads the results from the curves of these tags.
-            results = {TAGS[name]: history[-1][name] for name in ("test_loss", "test_accuracy")}
-            for summary in hparams(values, results):
-                self.writer.file_writer.add_summary(summary)  # type: ignore[attr-defined]
+    def close(self) -> None:
         self.writer.close()
 
 

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,11 +15,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from .. import sync
-from .distributed import get_world_size, raise_together, reduce_value
+from .config import TrainingError
+from .distributed import get_world_size, on_every, raise_together, reduce_value
 from .train_state import TrainState
 from .watch import UNREADABLE, Feed, Progress, StopRequest, Watch, last_line
-
-__all__ = ["EpochResult", "evaluate", "train_one_epoch"]
 
 NORM_EVERY = 10  # steps between two norms of the gradients, where clipping does not measure every one
 
@@ -58,7 +58,7 @@ def train_one_epoch(
 
     Raises:
         TrainingError: on every rank, with the step and the value that was not finite, or the rank that could
-            not read its data.
+            not read its data. Weights that are not finite are an error at the end.
         RuntimeError: on a rank that detected a failed exchange of statistics.
     """
     config, device, first = train_state.config, train_state.device, progress.step
@@ -80,6 +80,7 @@ def train_one_epoch(
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         sync.check()  # before the weights are written to a checkpoint
+    on_every(_check_weights, train_state.model, f"epoch {epoch}, step {progress.step}")
     seconds = time.perf_counter() - start
     images = batches * config.batch_size * get_world_size()
     return EpochResult(images, seconds, feed.waited / seconds, progress.step == steps, watch.stop_asked)
@@ -101,29 +102,30 @@ def _backward(train_state: TrainState, feed: Feed, parts: int) -> Tensor:
     return total
 
 
-def _clip_gradients(train_state: TrainState, step: int) -> Tensor | None:
-    """Clip the gradients, if there is a limit; returns their norm from before, in steps that measure it."""
+def _clip_gradients(train_state: TrainState, step: int) -> Tensor:
+    """Clip the gradients, if there is a limit; returns their norm from before, or -1, not measured."""
     clip_norm = train_state.config.clip_norm
     if not clip_norm and step % NORM_EVERY:
-        return None
+        return torch.tensor(-1.0)
     holders = train_state.precision.gradient_holders(train_state.optimizer)
     return nn.utils.clip_grad_norm_(holders, clip_norm or math.inf)
 
 
-class _Masters:
-    """A model for the moving average: its parameters are the optimizer's masters of half parameters."""
-
-    def __init__(self, train_state: TrainState) -> None:
-        self.buffers = train_state.model.buffers
-        self.parameters = lambda: map(train_state.precision.master, train_state.model.parameters())
+def _check_weights(model: nn.Module, where: str) -> None:
+    # The last step before a checkpoint may not have measured its gradients.
+    for name, parameter in model.named_parameters():
+        if not parameter.isfinite().all():
+            raise TrainingError(f"{where}: {name} is not finite; training stopped before a checkpoint has it")
 
 
 def _step(train_state: TrainState) -> None:
     train_state.optimizer.step()
     train_state.optimizer.zero_grad(set_to_none=True)
     train_state.scheduler.step()
-    if train_state.average is not None:
-        train_state.average.update_parameters(_Masters(train_state))  # type: ignore[arg-type]
+    if train_state.average is not None:  # of the optimizer's masters of half parameters
+        model, master = train_state.model, train_state.precision.master
+        masters = SimpleNamespace(buffers=model.buffers, parameters=lambda: map(master, model.parameters()))
+        train_state.average.update_parameters(masters)  # type: ignore[arg-type]
 
 
 @torch.no_grad()

@@ -12,9 +12,7 @@ from torch import Tensor, nn
 from ..fuse import convert_syncbn_model
 from ..models import SYNCHRONISED, create_vit
 from .config import Config, ConfigError
-from .engine import apex_part
-
-__all__ = ["SYNCHRONISED_NORMS", "build_model", "freeze", "load_pretrained"]
+from .engine import engine_part
 
 SYNCHRONISED_NORMS = SYNCHRONISED | {"apex-sync"}
 
@@ -43,7 +41,7 @@ def build_model(config: Config, shape: tuple[int, int, int], classes: int) -> nn
         except ValueError as error:
             raise ConfigError(f"--model {name} does not fit images of {shape[1]} pixels: {error}") from None
     if config.norm == "apex-sync":
-        model = apex_part("--norm apex-sync", "parallel").convert_syncbn_model(model)
+        model = engine_part("apex", "parallel", "--norm apex-sync").convert_syncbn_model(model)
     return model
 
 
@@ -69,9 +67,7 @@ def _from_timm(config: Config, shape: tuple[int, int, int], outputs: int) -> nn.
     except TypeError:  # convolutional models take every size and have no such argument
         model = timm.create_model(name, pretrained=pretrained, **options)
     if config.norm == "torch-sync":
-        model = convert_sync_batchnorm(
-            model
-        )  # torch's converter drops the activation of timm's BatchNormAct2d
+        model = convert_sync_batchnorm(model)  # torch's drops the activation of timm's BatchNormAct2d
     elif config.norm == "fastvit-sync":
         model = convert_syncbn_model(model)
     return model
@@ -134,9 +130,7 @@ def load_pretrained(model: nn.Module, path: Path) -> str:
         (other, "for another number of classes, not loaded"),
     ):
         if names:
-            lines.append(
-                f"  {what}: {', '.join(names[:20])}{f' and {len(names) - 20} more' * (len(names) > 20)}"
-            )
+            lines.append(f"  {what}: {', '.join(names)}")
     return "\n".join(lines)
 
 

@@ -13,8 +13,6 @@ from torch.optim import Optimizer
 from .config import Config
 from .engine import engine_part
 
-__all__ = ["ApexLevel", "Precision", "make_precision"]
-
 
 class Precision:
     """fp32, or torch.autocast in `dtype` around the forward pass."""

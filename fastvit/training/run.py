@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,19 +14,16 @@ from torch import nn
 
 from . import checkpoint, distributed
 from .command_line import merge_saved
-from .config import Config, ConfigError
+from .config import Config, TrainingError
 from .datasets import DataSets, load
 from .distributed import Ranks, is_main_process, on_every, on_main
-from .errors import TrainingError
 from .loaders import make_test_loader, make_train_loader
-from .lock import RunLock
+from .lock import lock
 from .log import RunLog, peak_memory, step_profiler
 from .loop import EpochResult, evaluate, train_one_epoch
 from .model import SYNCHRONISED_NORMS, build_model, freeze, load_pretrained
 from .train_state import TrainState, make_train_state, settle_buckets
 from .watch import Progress, StopRequest
-
-__all__ = ["train"]
 
 
 def train(config: Config, given: dict[str, Any], ranks: Ranks) -> None:
@@ -40,18 +37,18 @@ def train(config: Config, given: dict[str, Any], ranks: Ranks) -> None:
     Raises:
         TrainingError: on every rank, with a message for the user.
     """
-    with closing(RunLock()) as lock:
-        _train(config, given, ranks, lock)
+    with ExitStack() as stack:
+        _train(config, given, ranks, stack)
 
 
-def _train(config: Config, given: dict[str, Any], ranks: Ranks, lock: RunLock) -> None:
+def _train(config: Config, given: dict[str, Any], ranks: Ranks, stack: ExitStack) -> None:
     state = None
     if config.resume:
-        config, state = on_main(_claim_and_load, config, given, ranks.world, lock)
+        config, state = on_main(_claim_and_load, config, given, ranks.world, stack)
     else:
-        on_main(lock.take, Path(config.out))
+        on_main(lock, Path(config.out), stack)
     _check_device(config, ranks)
-    _set_up_torch(config, ranks)
+    _set_up_torch(config)
     run = Path(config.out)
     on_main(_prepare_directory, run, config)
     _say(
@@ -82,7 +79,7 @@ def _train(config: Config, given: dict[str, Any], ranks: Ranks, lock: RunLock) -
         _say(f"resumed after epoch {done}{within} of {config.epochs}")
 
     log = RunLog(run)
-    on_main(_open_log, log, history, batches, data)
+    on_main(log.open, history)
     end = min(config.epochs, done + config.stop_after) if config.stop_after else config.epochs
     profiler = step_profiler(run, config.profile if is_main_process() else 0)
     after_step = profiler.step if profiler else lambda: None
@@ -107,7 +104,7 @@ def _train(config: Config, given: dict[str, Any], ranks: Ranks, lock: RunLock) -
             if result.stop_asked and done < end:
                 _say(f"stopped by SIGTERM in epoch {epoch}, after step {step}")
                 break
-    on_main(log.close, asdict(config), history)
+    on_main(log.close)
     if done < config.epochs:
         _say(f"stopped after epoch {done} of {config.epochs}; continue it with --resume {run}")
     if history:
@@ -124,15 +121,15 @@ def _some(names: Any) -> str:
 
 
 def _claim_and_load(
-    config: Config, given: dict[str, Any], world: int, lock: RunLock
+    config: Config, given: dict[str, Any], world: int, stack: ExitStack
 ) -> tuple[Config, dict[str, Any] | None]:
     """Lock the directory of a run to be resumed, then read its checkpoint; `auto` may find none."""
     auto = config.resume == "auto"
     source = out = Path(config.out if auto else config.resume)
     if not auto:
         out = Path(given["out"]) if "out" in given else _run_of(checkpoint.find_checkpoint(source))
-    lock.take(out)
-    if auto and checkpoint.last_checkpoint(out) is None:
+    lock(out, stack)
+    if auto and not checkpoint.checkpoints(out):
         return config, None
     path = checkpoint.find_checkpoint(source)  # after the lock, before which another run may have written one
     state = checkpoint.load_checkpoint(path)
@@ -141,10 +138,6 @@ def _claim_and_load(
             f"--resume: {path} must be continued with the {state['world']} rank(s) that wrote it, got "
             f"{world}; it has one random state for each rank"
         )
-    try:
-        merge_saved({}, state["config"], out)
-    except ConfigError as error:
-        raise TrainingError(f"--resume: {path}: config of the run: {error}") from error
     return merge_saved(given, state["config"], _run_of(path)), state
 
 
@@ -169,24 +162,18 @@ def _check_device(config: Config, ranks: Ranks) -> None:
 
 
 def _prepare_directory(run: Path, config: Config) -> None:
-    used = (run / "metrics.jsonl").exists() or (run / "checkpoints").exists()
     # Only a resumed run may write to a directory that has a run.
-    source = Path(config.resume).resolve() if config.resume not in ("", "auto") else None
-    if (
-        used
-        and config.resume != "auto"
-        and (source is None or run.resolve() not in (source, *source.parents))
-    ):
+    resumed = Path(config.resume).resolve() if config.resume else None
+    own = config.resume == "auto" or resumed and run.resolve() in (resumed, *resumed.parents)
+    if not own and ((run / "metrics.jsonl").exists() or (run / "checkpoints").exists()):
         raise TrainingError(
             f"--out {run} already holds a run; give another directory, or continue it with --resume {run}"
         )
     config.save(run / "config.toml")
 
 
-def _set_up_torch(config: Config, ranks: Ranks) -> None:
-    affinity = getattr(os, "sched_getaffinity", None)
-    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-    torch.set_num_threads(config.threads or max(1, cores // ranks.local_world))
+def _set_up_torch(config: Config) -> None:
+    torch.set_num_threads(config.threads or distributed.own_cores())
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -210,18 +197,6 @@ def _report_memory(train_state: TrainState, run: Path) -> None:
         _say(f"--memory {config.memory}: {train_state.memory.summary()}")
         title = f"--memory {config.memory}, a batch of {config.batch_size} images on one rank"
         on_main((run / "memory.txt").write_text, f"{title}\n\n{train_state.memory}\n", "utf-8")
-    elif config.memory != "off":
-        _say(
-            f"--memory {config.memory} has no effect with --compile: "
-            f"torch.compile chooses what is kept for backward"
-        )
-
-
-def _open_log(log: RunLog, history: list[dict[str, Any]], batches: Any, data: DataSets) -> None:
-    log.open(history)
-    count = min(64, len(data.train.labels))
-    images, _ = batches.dataset[[*range(count)], 0]
-    log.images(images, data.mean, data.std)
 
 
 def _agree_on_statistics(train_state: TrainState) -> None:

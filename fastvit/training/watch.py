@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import signal
-import threading
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -17,10 +16,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from .. import sync
+from .config import TrainingError
 from .distributed import StepReport, is_main_process, raise_together
-from .errors import TrainingError
-
-__all__ = ["UNREADABLE", "Feed", "Progress", "StopRequest", "Watch", "last_line"]
 
 STOP, FAILED = 1, 2  # flags in the ranks' reports
 UNREADABLE = (OSError, RuntimeError, ValueError)  # errors of a loader, of workers and their timeouts
@@ -88,13 +85,11 @@ class StopRequest:
         self._before: Any = None  # the previous handler
 
     def __enter__(self) -> StopRequest:
-        if threading.current_thread() is threading.main_thread():  # other threads may not set handlers
-            self._before = signal.signal(signal.SIGTERM, self._note)
+        self._before = signal.signal(signal.SIGTERM, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGTERM, self._before)
+        signal.signal(signal.SIGTERM, self._before)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.came = True
@@ -146,7 +141,7 @@ class Watch:
                 self._settle(self.reports.popleft())
             self.bar.refresh()  # draws the last state, within mininterval too
 
-    def report(self, loss: Tensor, gradient_norm: Tensor | None) -> None:
+    def report(self, loss: Tensor, gradient_norm: Tensor) -> None:
         """Send this rank's numbers and check those of all ranks; called before the optimizer's step.
 
         Raises:
@@ -154,19 +149,19 @@ class Watch:
                 could not read its data.
         """
         flag = FAILED if self.feed.error else STOP if self.request.came else 0
-        self.reports.append(StepReport(loss, flag, gradient_norm))
+        self.reports.append(StepReport(loss, gradient_norm, flag))
         while len(self.reports) > self.behind:
             self._settle(self.reports.popleft())
 
     def _settle(self, report: StepReport) -> None:
-        losses, flags, gradient_norm = report.read()
+        losses, gradient_norm, flags = report.read()
         progress = self.progress
         if FAILED in flags:
             raise_together(self.feed.error)
         progress.step += 1
-        self._check_finite(losses, gradient_norm or 0.0)
+        self._check_finite(losses, gradient_norm)
         progress.loss += sum(losses) / len(losses)
-        if gradient_norm is not None and math.isfinite(gradient_norm):
+        if 0 <= gradient_norm < math.inf:  # amp skips a step with another one
             progress.gradient_norm += gradient_norm
             progress.gradient_norms += 1
         self.stop_asked = self.stop_asked or STOP in flags
