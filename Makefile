@@ -4,6 +4,7 @@
 # PYTHON   the interpreter .venv is made from (>= 3.10)
 # ARGS     more options of pytest for `make test`, say '-m slow' (tests of many gigabytes)
 # MODELS   published models that `make test` runs alone (pytest's -k, say 'deit3 or dinov3'); installs what they need
+# COVERAGE 1: `make test` counts lines, of Python by coverage.py and of C++ by gcov
 # COMPILE  releases of torch that `make wheel` compiles all sources for, say 'torch==2.11.0 torch'
 # CPU      1: `make sanitizers` of the CPU's sources, with each instruction set that the machine has
 # CALL     proof, measure or libraries: a part of `make gpu`; OUT is the folder that it writes to
@@ -64,16 +65,14 @@ else ifdef ARGS
 test: install
 	$(RUN) $(PYTEST) $(ARGS)
 else
-test: install  ## All tests, and the lines that they reach; the CUDA sources run on a model of a GPU
+test: install  ## All tests; the CUDA sources run on a model of a GPU. COVERAGE=1 counts the lines that they reach
 	rm -rf build/python.coverage*
-	$(RUN) -m coverage run $(PYTEST) --ignore tests/cuda_host
+	$(RUN) $(if $(COVERAGE),-m coverage run) $(PYTEST) --ignore tests/cuda_host
 	$(RUN) tests/cuda_host/build.py plain
 	$(MODEL) $(ON_MODEL) tests/test_peer_faults.py
+ifdef COVERAGE
 	$(RUN) -m coverage combine -q
 	$(RUN) -m coverage report
-ifeq ($(and $(shell command -v g++),$(shell command -v gcov)),)
-	@echo "C++ is not counted: no g++ or gcov"
-else
 	$(call COPY,coverage,-O0 --coverage)
 	$(call INSIDE,coverage) $(PYTEST) -k "not compiled" $(OPS) tests/test_peer.py tests/test_statistics.py
 	$(call INSIDE,coverage) -m gcovr --root . --filter csrc/ --merge-lines --gcov-ignore-parse-errors=negative_hits.warn_once_per_file --gcov-ignore-parse-errors=suspicious_hits.warn_once_per_file
@@ -123,7 +122,7 @@ else
 	status=0; for call in $(or $(CALL),proof measure); do $(GPU) $$call --out '$(OUT)' || status=1; done; exit $$status
 endif
 
-sass: $(TOOLED)  ## Registers, spills, accesses and instructions of the CUDA kernels; needs nvcc and cuobjdump
+sass: $(TOOLED)  ## Registers, spills and instructions of the CUDA kernels; needs nvcc and cuobjdump
 	$(RUN) tools/sass.py
 
 lint: $(TOOLED)  ## What CI checks of the style

@@ -9,7 +9,6 @@ Contenders, each from the eager model:
     sac                 selective checkpointing of each block: products, convolutions and attention are kept
     sac_half            torchtitan's: every second matrix product is repeated too
     checkpoint          each block is checkpointed as a whole
-    compile, compile_sac, compile_convert    torch.compile of the eager model, of sac, of convert (--compile)
 
 Kept bytes are the allocator's live bytes after one training forward minus those before. The peak is that of a
 whole step, above the bytes before it and without the gradients of weights. Gradients are compared with the
@@ -17,18 +16,17 @@ eager model's, bit by bit. Time is the processor's, on a GPU that until its work
 
     python benchmarks/bench_convert.py [--models vits|norms|vit_small_patch16_224,torchvision:vit_b_16]
                                        [--precision fp32|bf16] [--batch 8] [--threads 1] [--repeats 5]
-                                       [--contenders convert,products] [--compile] [--device cpu|cuda]
+                                       [--contenders convert,products] [--device cpu|cuda]
 
 Needs timm, torchvision and transformers (`pip install '.[models]'`). Writes results/convert_vits_DEVICE.csv
 (of ViTs and two language models) and convert_DEVICE.csv (of models with BatchNorm), in which rows of models
 that were not measured remain, and writes each as .md and .png.
 """
 
-import argparse
 import copy
-import csv
 import functools
 import time
+from pathlib import Path
 
 import harness
 import matplotlib
@@ -174,9 +172,6 @@ MAKERS = {  # name -> (eager model, inputs) -> model
     "sac": lambda eager, x: checkpointed(eager, selective(False)),
     "sac_half": lambda eager, x: checkpointed(eager, selective(True)),
     "checkpoint": lambda eager, x: checkpointed(eager),
-    "compile": lambda eager, x: torch.compile(copy.deepcopy(eager)),
-    "compile_sac": lambda eager, x: torch.compile(checkpointed(eager, selective(False))),
-    "compile_convert": lambda eager, x: torch.compile(fastvit.convert(copy.deepcopy(eager))),
 }
 EXACT = ("convert", "products", "budget", "weight_casts")
 
@@ -187,13 +182,12 @@ def chosen(name: str, arguments) -> list[str]:
         return arguments.contenders.split(",")
     left_out = set() if name in MODELS["convert"] else {"fuse"}
     left_out |= set() if arguments.precision == "bf16" else {"weight_casts"}
-    left_out |= set() if arguments.compile else {"compile", "compile_sac", "compile_convert"}
     return [contender for contender in MAKERS if contender not in left_out]
 
 
 def _plain(name: str) -> str:
-    """A parameter's name without those of wrappers."""
-    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+    """A parameter's name without that of a wrapper."""
+    return name.replace("_checkpoint_wrapped_module.", "")
 
 
 def measure(name: str, arguments, where: dict) -> dict:
@@ -212,7 +206,6 @@ def measure(name: str, arguments, where: dict) -> dict:
     for contender in ["eager", *chosen(name, arguments)]:
         try:
             if contender != "eager":
-                torch._dynamo.reset()
                 with torch.autocast(arguments.device, torch.bfloat16, enabled=arguments.precision == "bf16"):
                     model = MAKERS[contender](eager, x)
                 by[contender] = Contender(model, arguments, cache=contender != "weight_casts")
@@ -232,10 +225,9 @@ def measure(name: str, arguments, where: dict) -> dict:
     return row | where
 
 
-def merged(name: str, group: str, new: dict) -> list[dict]:
-    """`new` and the rows that results/NAME.csv has of other models, in the order of MODELS."""
-    path = harness.RESULTS / f"{name}.csv"
-    old = list(csv.DictReader(path.open())) if path.exists() else []
+def merged(name: str, out: Path, group: str, new: dict) -> list[dict]:
+    """`new` and the rows that NAME.csv has of other models, in the order of MODELS."""
+    old = harness.read_csv(name, out)
     rows = [row for row in old if (row["model"], row["precision"]) != (new["model"], new["precision"])]
     order = {model: i for i, model in enumerate(MODELS[group])}
     return sorted([*rows, new], key=lambda r: (r["precision"] != "fp32", order.get(r["model"], len(order))))
@@ -257,18 +249,14 @@ def times(row: dict, contender: str) -> str:
 TITLES = {
     "convert": "convert", "products": "products=True", "budget": "budget=0.57",
     "weight_casts": "weight_casts=True", "fuse": "fuse, then convert", "sac": "selective checkpointing",
-    "sac_half": "every second product", "checkpoint": "block checkpointing", "compile": "compile",
-    "compile_sac": "compile, selective", "compile_convert": "compile, convert",
+    "sac_half": "every second product", "checkpoint": "block checkpointing",
 }  # fmt: skip
 
 
 def table(rows: list[dict]) -> str:
     """A cell: kept bytes and peak over the eager model's, and the time over its time."""
     shown = [c for c in TITLES if any(r.get(f"{c}_kept_MiB") not in (None, "") for r in rows)]
-    lines = [
-        f"| model | eager: kept, peak | batch | {' | '.join(TITLES[c] for c in shown)} |",
-        f"|---|---|---|{'---|' * len(shown)}",
-    ]
+    found = []
     for r in rows:
         cells = [f"{r['model']}{', bf16' if r['precision'] == 'bf16' else ''}"]
         cells.append(f"{float(r['eager_kept_MiB']):.0f}, {float(r['eager_peak_MiB']):.0f} MiB")
@@ -276,11 +264,12 @@ def table(rows: list[dict]) -> str:
         for contender in shown:
             parts = [less(r, contender, "kept"), less(r, contender, "peak"), times(r, contender)]
             cells.append(", ".join(parts) if parts[0] else "")
-        lines.append(f"| {' | '.join(cells)} |")
+        found.append(cells)
     first = rows[0]
     where = {f"{r['precision']} on {r['device']}, torch {r['torch']}, {r['date']}": None for r in rows}
     exact = [r[f"{c}_same_bits"] for r in rows for c in EXACT if r.get(f"{c}_same_bits") not in (None, "")]
-    lines += [
+    lines = [
+        *harness.markdown(["model", "eager: kept, peak", "batch", *(TITLES[c] for c in shown)], found),
         "",
         "A cell: kept bytes that one training forward leaves alive, peak of a whole step without the "
         f"gradients of weights, and {'' if first.get('driver') else 'CPU '}time of a step, "
@@ -317,17 +306,13 @@ def picture(rows: list[dict], path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.command_line(__doc__)
     parser.add_argument("--models", default="vits,norms", help="vits, norms, or names of models, by commas")
     parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16"))
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--contenders", help="names from the list above, by commas")
-    parser.add_argument("--compile", action="store_true", help="torch.compile too, which takes minutes")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     arguments = parser.parse_args()
     harness.reuse_memory()
     torch.set_num_threads(arguments.threads)
@@ -337,11 +322,10 @@ def main() -> None:
             group = "convert" if name in MODELS["convert"] else "convert_vits"
             table_name = f"{group}_{arguments.device}"
             row = measure(name, arguments, where)
-            rows = merged(table_name, group, row)
-            harness.write_csv(table_name, rows)
-            picture(rows, harness.RESULTS / f"{table_name}.png")
-            text = table(rows).replace("IMAGE", f"{table_name}.png")
-            (harness.RESULTS / f"{table_name}.md").write_text(text)
+            rows = merged(table_name, arguments.out, group, row)
+            path = harness.write_csv(table_name, rows, arguments.out)
+            picture(rows, path.with_suffix(".png"))
+            path.with_suffix(".md").write_text(table(rows).replace("IMAGE", f"{table_name}.png"))
             measured = [c for c in TITLES if row.get(f"{c}_kept_MiB")]
             cells = [f"{c} {less(row, c, 'kept')} {times(row, c)}" for c in measured]
             print(f"{name} {arguments.precision}: {'; '.join(cells)}", flush=True)

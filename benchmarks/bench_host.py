@@ -1,6 +1,6 @@
 """The host's share of a step: Python and dispatch, on tensors so small that little else remains.
 
-    python benchmarks/bench_host.py [--device cpu|cuda] [--rounds 200] [--only models|layers] [--out FOLDER]
+    python benchmarks/bench_host.py [--device cpu|cuda] [--rounds 200] [--out FOLDER]
 
 Contenders in turn, the best of all rounds, one thread:
 
@@ -13,15 +13,13 @@ On a GPU it is the time until all kernels are launched. Models need timm (`pip i
 results/host_DEVICE.csv and .md.
 """
 
-import argparse
 import copy
 import functools
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
-from harness import RESULTS, provenance, write_csv
+from harness import command_line, markdown, provenance, write_csv
 from torch import nn
 
 import fastvit
@@ -140,11 +138,11 @@ NAMES = "torch", "fastvit"
 
 
 def table(rows: list[dict]) -> str:
-    lines = ["| what | contender | forward | backward | step | |", "|---|---|---|---|---|---|"]
+    cells = []
     for row in rows:
         times = [f"{row[f'{part}_us']:.0f} us" for part in ("forward", "backward", "step")]
-        lines.append(f"| {row['what']} | {row['contender']} | {' | '.join(times)} | {row['times']:.2f}x |")
-    first = rows[0]
+        cells.append((row["what"], row["contender"], *times, f"{row['times']:.2f}x"))
+    lines, first = markdown(("what", "contender", "forward", "backward", "step", "times"), cells), rows[0]
     where = f"{first['device']}, torch {first['torch']}, {first['date']}, commit {first['commit']}"
     return "\n".join(
         ["# The host's share of a step", "", *lines, "", f"{where}. `python benchmarks/bench_host.py`", ""]
@@ -152,20 +150,12 @@ def table(rows: list[dict]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser = command_line(__doc__)
     parser.add_argument("--rounds", type=int, default=200, help="timed turns per contender")
-    parser.add_argument("--only", choices=["models", "layers"], help="one part")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    parts = {"models": models, "layers": layers}
-    rows = []
-    for name, part in parts.items():
-        if options.only in (None, name):
-            rows += [row | provenance(options.device) for row in part(options.device, options.rounds)]
+    found = [row for part in (models, layers) for row in part(options.device, options.rounds)]
+    rows = [row | provenance(options.device) for row in found]
     path = write_csv(f"host_{options.device}", rows, options.out)
     path.with_suffix(".md").write_text(table(rows))
     print(table(rows))

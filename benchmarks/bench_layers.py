@@ -9,12 +9,11 @@ for backward, and the bytes that each pass allocates. apex's SyncBatchNorm (FAST
 sources) and mapillary's compiled InPlaceABN take part where they can be imported.
 """
 
-import argparse
 from statistics import median
 
 import torch
 from contenders import peer_layers
-from harness import Timer, percentiles, provenance, reuse_memory, write_csv
+from harness import Timer, command_line, percentiles, provenance, reuse_memory, write_csv
 from torch import nn
 
 import fastvit
@@ -157,21 +156,16 @@ def bench(shape_name: str, threads: int, repeats: int, timer: Timer) -> list[dic
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="CPU threads, each in turn")
     parser.add_argument("--repeats", type=int, default=15, help="timed steps per layer")
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES), metavar="SHAPE")
-    parser.add_argument("--name", help="results/NAME.csv (default: layers_DEVICE, for all shapes)")
     options = parser.parse_args()
     reuse_memory()
     timer, rows = Timer(options.device), []
     for threads in options.threads if options.device == "cpu" else [torch.get_num_threads()]:
         torch.set_num_threads(threads)
         print(f"{threads} thread(s)")
-        for shape in options.shapes:
+        for shape in SHAPES:
             for row in bench(shape, threads, options.repeats, timer):
                 rows.append(row | provenance(options.device))
                 print(
@@ -182,8 +176,7 @@ def main() -> None:
                     f"allocated {row['forward_allocates']:.2f} + {row['backward_allocates']:.2f}",
                     flush=True,
                 )
-    if options.name or options.shapes == list(SHAPES):
-        print(write_csv(options.name or f"layers_{options.device}", rows))
+    print(write_csv(f"layers_{options.device}", rows, options.out))
 
 
 if __name__ == "__main__":

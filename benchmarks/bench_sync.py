@@ -1,7 +1,6 @@
 """Synchronised statistics: the exchange alone, and a whole step of a layer, for every way of sharing.
 
     python benchmarks/bench_sync.py [--world 2 4 8]         ranks of this machine, one number after another
-    torchrun --nproc_per_node=2 benchmarks/bench_sync.py    one number of ranks, on any machines
 
 Over NCCL where there are as many GPUs as ranks, else over gloo.
 
@@ -212,13 +211,12 @@ def bench_step(shape: tuple[int, ...], groups: dict, repeats: int, device: torch
 
 
 def rank_main(rank: int, world: int, folder: str, options: argparse.Namespace) -> None:
-    """Measures; rank 0 writes the rows into `folder`, or the results where there is none."""
+    """Measures; rank 0 writes the rows into `folder`."""
     cuda = torch.cuda.device_count() >= world
     torch.set_num_threads(options.threads)
     if cuda:
         torch.cuda.set_device(rank)
-    init = f"file://{folder}/store" if folder else None
-    timeout = datetime.timedelta(seconds=60)
+    init, timeout = f"file://{folder}/store", datetime.timedelta(seconds=60)
     dist.init_process_group(
         "nccl" if cuda else "gloo", init, rank=rank, world_size=world, timeout=timeout
     )  # fmt: skip
@@ -247,10 +245,7 @@ def rank_main(rank: int, world: int, folder: str, options: argparse.Namespace) -
                 f"host waits {row.get('host_waits', '-')}  ratio {row['ratio']:.3f}  "
                 f"{row.get('ratio_to_local_and_bare', '')}  apex / time {row.get('apex_ratio', '-')}"
             )
-        if folder:
-            (Path(folder) / ROWS).write_text(json.dumps(rows))
-        else:
-            print(write_csv(options.name or f"sync_{device.type}", rows))
+        (Path(folder) / ROWS).write_text(json.dumps(rows))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -259,16 +254,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--world", type=int, nargs="+", default=[2], help="ranks, when torchrun does not say")
+    parser.add_argument("--world", type=int, nargs="+", default=[2], help="ranks")
     parser.add_argument("--what", nargs="+", default=["exchange", "step"], choices=["exchange", "step"])
     parser.add_argument("--threads", type=int, default=1, help="CPU threads per rank")
     parser.add_argument("--repeats", type=int, default=300, help="of each kind with 2 ranks, else fewer")
     parser.add_argument("--name", help="results/NAME.csv (default: sync_DEVICE)")
     options = parser.parse_args()
     reuse_memory()
-    if "RANK" in os.environ:
-        rank_main(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "", options)
-        return
     rows: list[dict] = []
     for world in options.world:
         with tempfile.TemporaryDirectory() as folder:

@@ -10,7 +10,6 @@ Results go to results/train_overhead.csv, train_accuracy.csv and train_accuracy.
 """
 
 import argparse
-import csv
 import json
 import os
 import subprocess
@@ -22,7 +21,7 @@ from statistics import median
 
 import torch
 import torch.nn.functional as F
-from harness import RESULTS, provenance, write_csv
+from harness import RESULTS, markdown, provenance, read_csv, write_csv
 from torch.utils.data import DistributedSampler
 
 from fastvit.models import vit_digits
@@ -32,7 +31,6 @@ from fastvit.training.config import ALL_NORMS, AMP_LEVELS, Config
 from fastvit.training.datasets import random_shift
 from fastvit.training.engine import import_apex
 from fastvit.training.launch import find_launch
-from fastvit.training.optimization import make_optimizer
 from fastvit.training.watch import StopRequest
 
 REQUIRED = {"overhead": 0.95, "accuracy": 0.97, "O3": 0.90}
@@ -58,12 +56,12 @@ def bare_epoch(model, data, sampler, optimizer, epoch: int) -> int:
 def compare_loops(epochs: int) -> list[dict]:
     """On every rank: images/s of both loops, an epoch of each in turn, without the first epochs."""
     ranks = distributed.init(find_launch(), "cpu")
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks.local_world))
+    torch.set_num_threads(distributed.own_cores())
     data = datasets.load_digits(0)
     torch.manual_seed(0)
     # Buffers need no broadcast, as the layers agree on them; the trainer leaves it out too.
     bare = vit_digits()
-    optimizer = make_optimizer(bare, DEFAULT.optimizer, DEFAULT.lr, DEFAULT.weight_decay)
+    optimizer = train_state.make_optimizer(bare, DEFAULT.optimizer, DEFAULT.lr, DEFAULT.weight_decay)
     bare = train_state.data_parallel(bare, DEFAULT, ranks)
     sampler = DistributedSampler(data.train.labels, ranks.world, ranks.rank, seed=0)
     batches, keys = loaders.make_train_loader(data.train, DEFAULT, ranks)
@@ -100,11 +98,8 @@ def torchrun(ranks: int, *arguments: str) -> None:
 
 def measure_accuracy(ranks: int, only: list[str]) -> list[dict]:
     """Train with each norm, and with each precision; one row each."""
-    path = RESULTS / "train_accuracy.csv"
-    rows = {}
-    if only and path.exists():
-        with path.open() as file:
-            rows = {f"{row['option']}={row['value']}": row for row in csv.DictReader(file)}
+    before = read_csv("train_accuracy") if only else []
+    rows: dict[str, dict] = {f"{row['option']}={row['value']}": row for row in before}
     left_out = set()
     if torch.cuda.device_count() < ranks:
         left_out.add("torch-sync")
@@ -135,14 +130,18 @@ def measure_accuracy(ranks: int, only: list[str]) -> list[dict]:
 
 
 def table(rows: list[dict]) -> str:
-    lines = ["| option | test accuracy | required | test loss |", "|---|---|---|---|"]
-    for row in rows:
-        lines.append(
-            f"| --{row['option']} {row['value']} | {float(row['test_accuracy']):.3f} | {row['required']} "
-            f"| {float(row['test_loss']):.4f} |"
+    cells = [
+        (
+            f"--{row['option']} {row['value']}",
+            f"{float(row['test_accuracy']):.3f}",
+            row["required"],
+            f"{float(row['test_loss']):.4f}",
         )
+        for row in rows
+    ]
     first = rows[0]
-    lines += [
+    lines = [
+        *markdown(("option", "test accuracy", "required", "test loss"), cells),
         "",
         f"vit_digits on scikit-learn's digits, {first['ranks']} gloo ranks, {first['epochs']} epochs of the "
         f"default recipe, the other option at its default (--norm {DEFAULT.norm}, --amp {DEFAULT.amp}). "

@@ -10,15 +10,13 @@ a GPU by CUDA events. GB/s counts what the operation has to read and write at le
 table is `python benchmarks/report.py --name vit_ops_cpu`.
 """
 
-import argparse
 import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 
 import torch
 import torch.nn.functional as F
-from harness import RESULTS, Timer, percentiles, provenance, reuse_memory, write_csv
+from harness import Timer, command_line, percentiles, provenance, reuse_memory, write_csv
 
 from fastvit import functional
 
@@ -122,14 +120,10 @@ def bench(op: str, dtype: str, rows: int, repeats: int, timer: ProcessTimer) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser = command_line(__doc__)
     parser.add_argument("--threads", type=int, default=1, help="on a CPU")
     parser.add_argument("--repeats", type=int, default=15, help="timed steps per contender")
     parser.add_argument("--quick", action="store_true", help="few rows: is the program in order?")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the csv")
     options = parser.parse_args()
     reuse_memory()
     torch.set_num_threads(options.threads)

@@ -3,6 +3,7 @@
 Every row of a results file has the place of the measurement: device, threads, torch, CUDA, commit, date.
 """
 
+import argparse
 import csv
 import datetime
 import os
@@ -10,7 +11,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -100,26 +101,6 @@ class Timer:
         return 2 * source.nbytes / self(lambda: copy.copy_(source)) / 1e6
 
 
-def kernel_count(work: Callable[[], object]) -> int:
-    """Kernels that one call of `work` launches on the GPU, by torch's profiler, without copies and fills.
-
-    0 where the profiler cannot be used, or is not to be, since it may end a process: FASTVIT_PROFILER=0.
-    """
-    if os.environ.get("FASTVIT_PROFILER") == "0":
-        return 0
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    torch.cuda.synchronize()
-    try:
-        with torch.profiler.profile(activities=activities) as profile:
-            work()
-            torch.cuda.synchronize()
-    except RuntimeError as error:
-        print(f"no profiler: {error}")
-        return 0
-    on_gpu = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    return sum(not (e.is_user_annotation or e.name.startswith(("Memcpy", "Memset"))) for e in on_gpu)
-
-
 def percentiles(values: list[float], unit: str = "ms") -> dict[str, float]:
     ordered = sorted(values)
     return {f"p{p}_{unit}": ordered[round(p / 100 * (len(ordered) - 1))] for p in (20, 50, 80)}
@@ -167,6 +148,33 @@ def provenance(device: str) -> dict[str, str]:
         "commit": commit(),
         "date": datetime.date.today().isoformat(),
     }
+
+
+def command_line(description: str, device: str | None = "cpu") -> argparse.ArgumentParser:
+    """A parser with a program's docstring and --out, and --device with that default."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    if device:
+        parser.add_argument("--device", default=device, choices=["cpu", "cuda"])
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
+    return parser
+
+
+def read_csv(name: str, folder: Path = RESULTS) -> list[dict[str, str]]:
+    """The rows of a table; none where there is no such file."""
+    path = folder / f"{name}.csv"
+    if not path.exists():
+        return []
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+    """The lines of a table."""
+    return [f"| {' | '.join(header)} |", "|---" * len(header) + "|"] + [
+        f"| {' | '.join(map(str, row))} |" for row in rows
+    ]
 
 
 def write_csv(name: str, rows: list[dict], folder: Path = RESULTS) -> Path:

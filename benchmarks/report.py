@@ -6,13 +6,12 @@ python benchmarks/report.py --name vit_ops_cpu      of bench_vit_ops.py
 """
 
 import argparse
-import csv
 
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
-from harness import RESULTS  # noqa: E402
+from harness import RESULTS, markdown, read_csv  # noqa: E402
 
 COLOURS = {
     "torch": "#9aa5b1", "InPlaceABN": "#1f77b4", "SyncBatchNorm": "#ff9f40",
@@ -20,39 +19,40 @@ COLOURS = {
 }  # fmt: skip
 
 
-def read(name: str) -> list[dict[str, str]]:
-    with (RESULTS / f"{name}.csv").open() as file:
-        return list(csv.DictReader(file))
+def where(row: dict[str, str], between: str = "") -> str:
+    return f"{row['device']}, {between}torch {row['torch']}, commit {row['commit']}"
 
 
 def table(rows: list[dict[str, str]]) -> str:
+    header = "shape", "threads", "layer", "ms (p20 to p80)", "against torch", "8 passes / time"
     lines = [
-        "| shape | threads | layer | ms (p20 to p80) | against torch | 8 passes / time | saved | allocated |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for r in rows:
-        times = f"{float(r['p50_ms']):.2f} ({float(r['p20_ms']):.2f} to {float(r['p80_ms']):.2f})"
-        lines.append(
-            f"| {r['shape']} | {r['threads']} | {r['layer']} | {times} | {float(r['speedup']):.2f}x "
-            f"| {float(r['share_of_floor']):.2f} | {float(r['saved_activations']):.2f} "
-            f"| {float(r['forward_allocates']):.2f} + {float(r['backward_allocates']):.2f} |"
+        (
+            r["shape"],
+            r["threads"],
+            r["layer"],
+            f"{float(r['p50_ms']):.2f} ({float(r['p20_ms']):.2f} to {float(r['p80_ms']):.2f})",
+            f"{float(r['speedup']):.2f}x",
+            f"{float(r['share_of_floor']):.2f}",
+            f"{float(r['saved_activations']):.2f}",
+            f"{float(r['forward_allocates']):.2f} + {float(r['backward_allocates']):.2f}",
         )
-    first = rows[0]
+        for r in rows
+    ]
     copies = [float(r["copy_GB_s"]) for r in rows]
-    bandwidth = f"{min(copies):.0f} to {max(copies):.0f} GB/s"
-    where = f"{first['device']}, torch {first['torch']}, commit {first['commit']}, {first['date']}"
-    lines += ["", f"Forward + backward of one layer, fp32. {where}, copy bandwidth {bandwidth}."]
-    lines += ["Memory in activations: saved for backward; allocated by forward + by backward.", ""]
-    return "\n".join(lines)
+    text = [
+        *markdown((*header, "saved", "allocated"), lines),
+        "",
+        f"Forward + backward of one layer, fp32. {where(rows[0])}, {rows[0]['date']}, copy bandwidth "
+        f"{min(copies):.0f} to {max(copies):.0f} GB/s.",
+        "Memory in activations: saved for backward; allocated by forward + by backward.",
+        "",
+    ]
+    return "\n".join(text)
 
 
 def sync_table(rows: list[dict[str, str]]) -> str:
-    first = rows[0]
-    lines = [
-        "| ranks | what | C, or shape | direction | way | us (p95) | collectives | ops | kernels "
-        "| host waits | bare / time, or time / local |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    first, lines = rows[0], []
+    header = "ranks", "what", "C, or shape", "direction", "way", "us (p95)", "collectives", "ops", "kernels"
     for r in rows:
         ratio = f"{float(r['ratio']):.3g}"
         if r.get("ratio_to_local_and_bare"):
@@ -61,40 +61,37 @@ def sync_table(rows: list[dict[str, str]]) -> str:
             ratio += f" ({float(r['apex_ratio']):.3g} times as fast as apex)"
         cells = [r["world"], r["what"], r["shape"] or r["channels"], r["direction"], r["way"]]
         cells += [f"{float(r['p50_us']):.0f} ({float(r['p95_us']):.0f})", r["collectives"], r["ops"]]
-        cells += [r.get("kernels", ""), r.get("host_waits", ""), ratio]
-        lines.append(f"| {' | '.join(cells)} |")
-    where = f"{first['device']}, {first['cores']} cores, torch {first['torch']}, commit {first['commit']}"
-    lines += [
+        lines.append([*cells, r.get("kernels", ""), r.get("host_waits", ""), ratio])
+    text = [
+        *markdown((*header, "host waits", "bare / time, or time / local"), lines),
         "",
-        f"{first['threads']} thread(s) per rank; medians of the slowest rank's. {where}, {first['date']}.",
+        f"{first['threads']} thread(s) per rank; medians of the slowest rank's. "
+        f"{where(first, first['cores'] + ' cores, ')}, {first['date']}.",
         "`bare`: torch.distributed's collective of as many numbers and nothing else. Counts are torch's",
         "profiler's; ops are torch's, those inside others left out.",
     ]
     if any(int(r["world"]) > int(r["cores"]) for r in rows):
-        lines.append(
+        text.append(
             "More ranks than cores wait for a core most of the time: only their counts mean something."
         )
-    return "\n".join(lines) + "\n"
+    return "\n".join(text) + "\n"
 
 
 def vit_ops_table(rows: list[dict[str, str]]) -> str:
-    lines = [
-        "| op | shape | dtype | direction | torch | fastvit | times as fast |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    lines = []
     for torchs, own in zip(rows[::2], rows[1::2], strict=True):
         speeds = [f"{float(r['p50_ms']):.2f} ms, {float(r['GB_s']):.1f} GB/s" for r in (torchs, own)]
         what = (own["op"], own["shape"], own["dtype"], own["direction"])
-        lines.append(f"| {' | '.join((*what, *speeds))} | {float(own['times']):.2f} |")
+        lines.append((*what, *speeds, f"{float(own['times']):.2f}"))
     first, copies = rows[0], [float(r["copy_GB_s"]) for r in rows]
-    lines += [
+    text = [
+        *markdown(("op", "shape", "dtype", "direction", "torch", "fastvit", "times as fast"), lines),
         "",
         "Processor time of the process; GB/s of what the operation has to read and write at least; a copy "
         f"moves {min(copies):.0f} to {max(copies):.0f} GB/s.",
-        f"{first['device']}, {first['threads']} thread(s), torch {first['torch']}, "
-        f"commit {first['commit']}, {first['date']}.",
+        f"{where(first, first['threads'] + ' thread(s), ')}, {first['date']}.",
     ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(text) + "\n"
 
 
 def picture(rows: list[dict[str, str]], path) -> None:
@@ -126,7 +123,7 @@ def main() -> None:
     )
     parser.add_argument("--name", default="layers_cpu", help="results/NAME.csv")
     name = parser.parse_args().name
-    rows = read(name)
+    rows = read_csv(name)
     text = (sync_table if "way" in rows[0] else vit_ops_table if "direction" in rows[0] else table)(rows)
     if "layer" in rows[0]:
         picture(rows, RESULTS / f"{name}.png")

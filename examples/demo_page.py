@@ -122,28 +122,22 @@ def _bars(bars: Sequence[tuple[str, int, str]]) -> Callable[[Axes], None]:
     return draw
 
 
-def _bars_of_layers(results: Sequence[Result]) -> Callable[[Axes], None]:
-    by_norm = {result.norm: result.kept_bytes for result in results}
-    return _bars([(STYLE[norm][0], by_norm[norm], STYLE[norm][1]) for norm in STYLE if norm in by_norm])
-
-
-def _bars_of_conversions(conversions: Sequence[Conversion]) -> Callable[[Axes], None]:
-    return _bars([(CALLS[each.memory], each.kept_bytes, MODE_COLOURS[each.memory]) for each in conversions])
+def _html_table(names: Sequence[str], rows: Sequence[Sequence[str]], main: int = -1) -> str:
+    """A table whose row `main` stands out."""
+    lines = ["<tr>" + "".join(f"<th>{name}</th>" for name in names) + "</tr>"]
+    for index, cells in enumerate(rows):
+        mark = ' class="main"' if index == main else ""
+        lines.append(f"<tr{mark}>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+    return f'<div class="scroll"><table>{"".join(lines)}</table></div>'
 
 
 def _table_of_conversions(conversions: Sequence[Conversion]) -> str:
-    names = ("fastvit.convert", "kept for backward", "saved")
-    head = "<tr>" + "".join(f"<th>{name}</th>" for name in names) + "</tr>"
     base, rows = next(each.kept_bytes for each in conversions if each.memory == "off"), []
     for each in conversions:
         saved = base - each.kept_bytes
-        cells = [
-            CALLS[each.memory],
-            f"{each.kept_bytes:,} B",
-            f"{saved:,} B ({round(100 * saved / base)}%)",
-        ]
-        rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
-    return f'<div class="scroll"><table>{head}{"".join(rows)}</table></div>'
+        share = f"{saved:,} B ({round(100 * saved / base)}%)"
+        rows.append((CALLS[each.memory], f"{each.kept_bytes:,} B", share))
+    return _html_table(("fastvit.convert", "kept for backward", "saved"), rows)
 
 
 def _speed(result: Result) -> float:
@@ -151,33 +145,19 @@ def _speed(result: Result) -> float:
     return statistics.median(row["images_per_second"] for row in result.history[1:] or result.history)
 
 
-def _legend(results: Sequence[Result]) -> str:
+def _legend() -> str:
     items = []
-    for norm, (label, colour, dashes) in STYLE.items():
-        if any(result.norm == norm for result in results):
-            pattern = ' stroke-dasharray="8 4"' if dashes else ""
-            line = f'<line x1="1" y1="5" x2="33" y2="5" stroke="{colour}" stroke-width="3"{pattern}/>'
-            items.append(
-                f'<li><svg viewBox="0 0 34 10" aria-hidden="true">{line}</svg>{html.escape(label)}</li>'
-            )
+    for label, colour, dashes in STYLE.values():
+        pattern = ' stroke-dasharray="8 4"' if dashes else ""
+        line = f'<line x1="1" y1="5" x2="33" y2="5" stroke="{colour}" stroke-width="3"{pattern}/>'
+        items.append(f'<li><svg viewBox="0 0 34 10" aria-hidden="true">{line}</svg>{html.escape(label)}</li>')
     return f'<ul class="legend">{"".join(items)}</ul>'
 
 
 def _table(results: Sequence[Result], base: int) -> str:
-    names = (
-        "layer",
-        "test accuracy",
-        "test loss",
-        "kept for backward",
-        "of torch",
-        "images/s",
-        "run",
-        "ranks",
-    )
-    head = "<tr>" + "".join(f"<th>{name}</th>" for name in names) + "</tr>"
-    rows = []
-    for index, result in enumerate(results):
-        cells = [
+    names = "layer", "test accuracy", "test loss", "kept for backward", "of torch", "images/s", "run", "ranks"
+    rows = [
+        (
             html.escape(STYLE[result.norm][0]),
             f"{result.accuracy:.3f}",
             f"{result.history[-1]['test_loss']:.4f}",
@@ -186,10 +166,10 @@ def _table(results: Sequence[Result], base: int) -> str:
             f"{_speed(result):,.0f}",
             f"{result.seconds:.0f} s",
             str(result.ranks),
-        ]
-        mark = ' class="main"' if index == 0 else ""
-        rows.append(f"<tr{mark}>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
-    return f'<div class="scroll"><table>{head}{"".join(rows)}</table></div>'
+        )
+        for result in results
+    ]
+    return _html_table(names, rows, main=0)
 
 
 def _processor() -> str:
@@ -239,13 +219,16 @@ def write_page(path: Path, results: Sequence[Result], conversions: Sequence[Conv
         ("Test loss", _svg("test loss by epoch", 4.3, 3.1, _curves(results, "test_loss", True))),
         ("Test accuracy", _svg("test accuracy by epoch", 4.3, 3.1, _curves(results, "test_accuracy", False))),
     )
+    kept = {result.norm: result.kept_bytes for result in results}
+    layers = [(label, kept[norm], colour) for norm, (label, colour, _) in STYLE.items()]
+    modes = [(CALLS[each.memory], each.kept_bytes, MODE_COLOURS[each.memory]) for each in conversions]
     parts = {
         "tiles": "".join(f'<div class="tile"><b>{big}</b><span>{text}</span></div>' for big, text in tiles),
-        "legend": _legend(results),
+        "legend": _legend(),
         "charts": "".join(f"<figure><figcaption>{title}</figcaption>{svg}</figure>" for title, svg in charts),
-        "bars": _svg("kept for backward by layer", 8.2, 2.3, _bars_of_layers(results)),
+        "bars": _svg("kept for backward by layer", 8.2, 2.3, _bars(layers)),
         "table": _table(results, base),
-        "conversion_bars": _svg("kept for backward by mode", 8.2, 1.9, _bars_of_conversions(conversions)),
+        "conversion_bars": _svg("kept for backward by mode", 8.2, 1.9, _bars(modes)),
         "conversion_table": _table_of_conversions(conversions),
         "facts": _facts(results, batch),
         "commands": html.escape("\n".join(result.command for result in results)),

@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -28,9 +29,8 @@ from torch import nn
 import fastvit
 from fastvit.memory import live_bytes
 from fastvit.models import vit_digits
-from fastvit.training.config import MEMORY, Config
+from fastvit.training.config import MEMORY, Config, ConfigError, check_packages
 from fastvit.training.datasets import load_digits
-from fastvit.training.errors import MissingPackage, check_packages
 
 MAIN = "inplace-abn-sync"
 OTHERS = ("torch", "inplace-abn", "fastvit-sync")
@@ -38,10 +38,6 @@ EPOCHS = 12
 BATCH = 32  # images per rank
 REQUIRED_ACCURACY = 0.97
 RUN_LIMIT = 900  # seconds after which a run counts as hung
-
-
-class DemoError(RuntimeError):
-    """The demo failed; the message is for the user."""
 
 
 @dataclass(frozen=True)
@@ -89,62 +85,28 @@ def conversions(images: torch.Tensor) -> list[Conversion]:
     return measured
 
 
-class Run:
-    """One training run in processes of its own."""
-
-    def __init__(self, norm: str, ranks: int, epochs: int, out: Path, threads: int, stream: bool) -> None:
-        self.norm, self.ranks, self.directory = norm, ranks, out / norm
-        torchrun = f"torchrun --standalone --nproc_per_node={ranks}"
-        flags = f"--norm {norm} --epochs {epochs} --batch-size {BATCH} --threads {threads}"
-        started = f"{torchrun if ranks > 1 else 'python'} -m fastvit.training {flags} --out"
-        self.command = f"{started} {norm}"  # to be typed in the demo's directory
-        words = started.replace("torchrun", "python -m torch.distributed.run").split()
-        self.log = None if stream else out / f"{norm}.log"
-        # torchrun warns about an unset OMP_NUM_THREADS; the trainer sets the number of threads itself.
-        environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
-        sink = None if stream else self.log.open("w")
-        self.start = time.perf_counter()
+def train(norm: str, ranks: int, epochs: int, threads: int, out: Path, bytes_kept: int) -> Result:
+    """One training run in processes of its own; the main one shows its progress, the others have a log."""
+    torchrun = f"torchrun --standalone --nproc_per_node={ranks}"
+    flags = f"--norm {norm} --epochs {epochs} --batch-size {BATCH} --threads {threads} --out {norm}"
+    command = f"{torchrun if ranks > 1 else 'python'} -m fastvit.training {flags}"
+    words = command.replace("torchrun", "python -m torch.distributed.run").split()
+    # torchrun warns about an unset OMP_NUM_THREADS; the trainer sets the number of threads itself.
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    start = time.perf_counter()
+    with open(os.devnull if norm == MAIN else out / f"{norm}.log", "w") as log:
+        to = {} if norm == MAIN else {"stdout": log, "stderr": subprocess.STDOUT}
         # cwd: so that the installed package is imported, not a source tree in the current directory.
-        self.process = subprocess.Popen(
-            [sys.executable, *words[1:], str(self.directory)],
-            cwd=out,
-            env=environment,
-            stdout=sink,
-            stderr=subprocess.STDOUT if sink else None,
-        )
-        if sink:
-            sink.close()
-
-    def finish(self, bytes_kept: int) -> Result:
-        """Wait for the end and collect the results.
-
-        Raises:
-            DemoError: it failed or hung.
-        """
-        try:
-            status = self.process.wait(RUN_LIMIT)
-        except subprocess.TimeoutExpired:
-            self.stop()
-            raise DemoError(
-                f"the run with --norm {self.norm} did not end within {RUN_LIMIT} seconds"
-            ) from None
-        if status:
-            where = f"its output is in {self.log}" if self.log else "its output is above"
-            raise DemoError(f"the run with --norm {self.norm} failed with exit status {status}; {where}")
-        seconds = time.perf_counter() - self.start
-        rows = (self.directory / "metrics.jsonl").read_text().splitlines()
-        history = [json.loads(row) for row in rows]
-        return Result(self.norm, self.command, self.ranks, seconds, bytes_kept, history)
-
-    def stop(self) -> None:
-        """End the processes; torchrun passes the signal on to its ranks."""
-        if self.process.poll() is None:
-            self.process.terminate()
-            try:
-                self.process.wait(30)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
+        done = subprocess.run([sys.executable, *words[1:]], cwd=out, env=environment, timeout=RUN_LIMIT, **to)
+    if done.returncode:
+        where = "above" if norm == MAIN else f"in {log.name}"
+        sys.exit(f"digits_demo: {command} failed with status {done.returncode}; its output is {where}")
+    seconds = time.perf_counter() - start
+    rows = (out / norm / "metrics.jsonl").read_text().splitlines()
+    history = [json.loads(row) for row in rows]
+    result = Result(norm, command, ranks, seconds, bytes_kept, history)
+    print(f"{norm}: test accuracy {result.accuracy:.3f}, {seconds:.0f} s", flush=True)
+    return result
 
 
 def clear(out: Path) -> None:
@@ -161,37 +123,22 @@ def compare(out: Path, epochs: int, quick: bool, images: torch.Tensor) -> list[R
 
     Args:
         images: a batch, for which memory is measured.
-
-    Raises:
-        DemoError: a run failed.
     """
     gpus = torch.cuda.device_count()
     ranks = gpus or 2
-    affinity = getattr(os, "sched_getaffinity", None)
-    threads = max(1, (len(affinity(0)) if affinity else os.cpu_count() or 1) // ranks)
+    threads = max(1, len(os.sched_getaffinity(0)) // ranks)
     kept = {norm: kept_bytes(vit_digits(norm), images) for norm in (MAIN, *OTHERS)}
-    runs: list[Run] = []
-    try:
-        print(f"{MAIN}: {epochs} epochs on {ranks} rank(s) with {'CUDA' if gpus else 'the CPU'}", flush=True)
-        runs.append(Run(MAIN, ranks, epochs, out, threads, stream=True))
-        results = [runs[-1].finish(kept[MAIN])]
-        print(f"{MAIN}: {results[0].seconds:.0f} s", flush=True)
-        if quick:
-            runs += [Run(norm, 1, epochs, out, 1, stream=False) for norm in OTHERS]
-            results += [run.finish(kept[run.norm]) for run in runs[1:]]
-        else:
-            for norm in OTHERS:
-                runs.append(Run(norm, ranks, epochs, out, threads, stream=False))
-                results.append(runs[-1].finish(kept[norm]))
-                last = results[-1]
-                print(f"{norm}: test accuracy {last.accuracy:.3f}, {last.seconds:.0f} s", flush=True)
-    finally:
-        for run in runs:
-            run.stop()
-    return results
+
+    def run(norm: str) -> Result:
+        return train(norm, 1 if quick and norm != MAIN else ranks, epochs, threads, out, kept[norm])
+
+    print(f"{MAIN}: {epochs} epochs on {ranks} rank(s) with {'CUDA' if gpus else 'the CPU'}", flush=True)
+    first = run(MAIN)
+    with ThreadPoolExecutor(len(OTHERS) if quick else 1) as pool:
+        return [first, *pool.map(run, OTHERS)]
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     parser.add_argument("--epochs", type=int, default=EPOCHS, help=f"epochs of each run (default {EPOCHS})")
     parser.add_argument(
@@ -211,28 +158,26 @@ def main() -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler logs its start and stop
     try:
         check_packages(Config())
-        clear(out)
-        gc.freeze()  # measuring memory collects garbage, which is faster without the imported objects
-        images = load_digits(0).train.images[:BATCH]
-        converted = conversions(images)
-        results = compare(out, options.epochs, options.quick, images)
-        for name, rows in (("summary.json", results), ("memory.json", converted)):
-            (out / name).write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
-        page = write_page(out / "index.html", results, converted, BATCH)
-        accuracy = results[0].accuracy
-        if accuracy < REQUIRED_ACCURACY and not options.quick:
-            raise DemoError(
-                f"test accuracy {accuracy:.3f} of {MAIN} is below {REQUIRED_ACCURACY}; see {page}"
-            )
-    except (DemoError, MissingPackage, OSError) as error:
-        print(f"digits_demo: error: {error}", file=sys.stderr)
-        return 1
+    except ConfigError as error:
+        sys.exit(f"digits_demo: {error}")
+    clear(out)
+    gc.freeze()  # measuring memory collects garbage, which is faster without the imported objects
+    images = load_digits(0).train.images[:BATCH]
+    converted = conversions(images)
+    results = compare(out, options.epochs, options.quick, images)
+    for name, rows in (("summary.json", results), ("memory.json", converted)):
+        (out / name).write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+    page = write_page(out / "index.html", results, converted, BATCH)
+    accuracy = results[0].accuracy
+    if accuracy < REQUIRED_ACCURACY and not options.quick:
+        sys.exit(
+            f"digits_demo: test accuracy {accuracy:.3f} of {MAIN} is below {REQUIRED_ACCURACY}; see {page}"
+        )
     print(f"all runs: {time.perf_counter() - start:.0f} s")
     print(f"TensorBoard: tensorboard --logdir {out}")
     print(f"page: {page}")
     print(f"test accuracy {accuracy:.3f}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -4,6 +4,7 @@ from numbers import Real
 
 import torch
 from torch import Tensor
+from torch._C import _autograd
 
 from . import _library
 
@@ -51,14 +52,6 @@ def check_in_place_activation(activation: str, activation_param: float) -> None:
             "and a finite float32, as must its reciprocal"
             + (" (slope 0 is relu, which cannot be inverted)" if activation_param == 0 else "")
         )
-
-
-def recovery_error(ratio: float, dtype: torch.dtype) -> float:
-    """Relative error of xhat when it is recovered from y, where |bias| / |weight| is `ratio`.
-
-    y is rounded at the size of |bias| + |weight| |xhat|. The mean rounding error is a quarter of eps.
-    """
-    return torch.finfo(dtype).eps / 4 * (1 + ratio**2) ** 0.5
 
 
 def channel_dimension(name: str, x: Tensor, channel_last: bool) -> int:
@@ -120,15 +113,15 @@ def check_may_be_overwritten(name: str, x: Tensor) -> None:
         refuse = "is a view of a leaf that requires grad"
     elif torch.is_grad_enabled() and x.requires_grad and x.is_leaf:
         refuse = "is a leaf that requires grad"
-    elif torch.is_grad_enabled() and x._is_view() and _several_views_made(x):
+    elif (
+        torch.is_grad_enabled()
+        and x.requires_grad
+        and x._is_view()
+        and (_autograd._get_creation_meta(x) != _autograd.CreationMeta.DEFAULT)
+    ):
         refuse = "is one of several views that one op made (chunk, split, unbind) or a view made without grad"
     if refuse:
         raise RuntimeError(
             f"{name}: the input {refuse}, which cannot be overwritten; "
             "pass the result of an op (a clone of it, for example)"
         )
-
-
-def _several_views_made(x: Tensor) -> bool:
-    meta = torch._C._autograd
-    return x.requires_grad and meta._get_creation_meta(x) != meta.CreationMeta.DEFAULT

@@ -103,22 +103,15 @@ class BatchNormFunction(Function):
     @once
     def backward(ctx, dy):
         x, weight, bias, z, saved, tag = ctx.saved_tensors
-        wants_x, wants_weight, wants_bias, wants_z, *_ = ctx.needs_input_grad
-        shared, training, _, activation, _ = ctx.options
-        dy = lying_like(dy, x)
-        dx = dz = own = total = None
-        local = wants_x and training and in_one_pass(shared, x)
-        rest = (weight, bias, *activation)
-        if not local:
-            own, total = _sums(ctx, tag, lambda exchange: _ops.bn_reduce(x, dy, z, saved, *rest, exchange))
-        if wants_x or (wants_z and z is not None):
-            constant = total is None and not local
-            dx, dz, made = _ops.bn_backward(x, dy, z, saved, total, *rest, not constant)
-            own = made if local else own
-        dweight, dbias = _parameter_gradients(own, weight, bias, wants_weight, wants_bias)
+        wants_x, _, _, wants_z, *_ = ctx.needs_input_grad
+        operands = x, lying_like(dy, x), z, saved
+        wanted = wants_x or (wants_z and z is not None)
+        (dx, dz), parameters = _gradients(
+            ctx, wanted, operands, weight, bias, tag, _ops.bn_reduce, _ops.bn_backward
+        )
         if wants_z and z is None:
             dz = dy
-        return dx if wants_x else None, dweight, dbias, dz if wants_z else None, None, None, None, None
+        return dx if wants_x else None, *parameters, dz if wants_z else None, None, None, None, None
 
 
 class InPlaceABNFunction(Function):
@@ -136,10 +129,15 @@ class InPlaceABNFunction(Function):
     @staticmethod
     @once
     def backward(ctx, dy):
-        return _invertible_backward(ctx, dy)
+        y, weight, bias, saved, tag = ctx.saved_tensors
+        operands = y, lying_like(dy, y), saved
+        (dx, _), parameters = _gradients(
+            ctx, ctx.needs_input_grad[0], operands, weight, bias, tag, _ops.abn_reduce, _ops.abn_backward
+        )
+        return dx, *parameters, None, None, None, None, None
 
 
-class InvertibleABNFunction(Function):
+class InvertibleABNFunction(InPlaceABNFunction):
     """InPlaceABNFunction with a new result, for torch.compile.
 
     torch 2.13 loses the backward of a function that calls mark_dirty on an input of a compiled graph:
@@ -156,11 +154,6 @@ class InvertibleABNFunction(Function):
         )
         ctx.save_for_backward(y, weight, bias, saved, tag)
         return y
-
-    @staticmethod
-    @once
-    def backward(ctx, dy):
-        return _invertible_backward(ctx, dy)
 
 
 class LayerNormFunction(Function):
@@ -224,21 +217,21 @@ class GluFunction(Function):
         return *_ops.glu_backward(a, b, dy, *ctx.activation), None, None
 
 
-def _invertible_backward(ctx, dy):
-    y, weight, bias, saved, tag = ctx.saved_tensors
-    wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
+def _gradients(ctx, wanted, operands, weight, bias, tag, reduce, backward):
+    """The gradients of the input and of the residual, where any is `wanted`; those of weight and bias."""
     shared, training, _, activation, _ = ctx.options
-    dy = lying_like(dy, y)
-    dx = own = total = None
-    local = wants_x and training and in_one_pass(shared, y)
-    rest = (weight, bias, *activation)
+    wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
+    own = total = dx = dz = None
+    local = wants_x and training and in_one_pass(shared, operands[0])
+    rest = weight, bias, *activation
     if not local:
-        own, total = _sums(ctx, tag, lambda exchange: _ops.abn_reduce(y, dy, saved, *rest, exchange))
-    if wants_x:
-        dx, made = _ops.abn_backward(y, dy, saved, total, *rest, training)
+        own, total = _sums(ctx, tag, lambda exchange: reduce(*operands, *rest, exchange))
+    if wanted:
+        statistics_vary = local or total is not None
+        dx, *residual, made = backward(*operands, total, *rest, statistics_vary)
         own = made if local else own
-    dweight, dbias = _parameter_gradients(own, weight, bias, wants_weight, wants_bias)
-    return dx, dweight, dbias, None, None, None, None, None
+        dz = residual[0] if residual else None
+    return (dx, dz), _parameter_gradients(own, weight, bias, wants_weight, wants_bias)
 
 
 def _sums(ctx, tag, reduce):

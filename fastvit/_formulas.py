@@ -1,5 +1,7 @@
 """Formulas in plain PyTorch that layers and reference share: activations, and gamma in place."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -23,25 +25,19 @@ def effective_gamma(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> 
     return torch.where(gamma.abs() < least, torch.copysign(least, gamma), gamma)
 
 
+_ACTIVATIONS: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "identity": lambda v, _: v,
+    "relu": lambda v, _: F.relu(v),
+    "relu6": lambda v, _: F.relu6(v),
+    "leaky_relu": F.leaky_relu,
+    "elu": F.elu,
+    "gelu": lambda v, _: F.gelu(v),
+    "gelu_tanh": lambda v, _: F.gelu(v, approximate="tanh"),
+    "silu": lambda v, _: F.silu(v),
+    "hardswish": lambda v, _: F.hardswish(v),
+}
+
+
 def activate(v: Tensor, activation: str, param: float) -> Tensor:
     """Applies an activation by its name; `param` is leaky_relu's slope or elu's alpha."""
-    match activation:
-        case "identity":
-            return v
-        case "relu":
-            return F.relu(v)
-        case "relu6":
-            return F.relu6(v)
-        case "leaky_relu":
-            return F.leaky_relu(v, param)
-        case "elu":
-            return F.elu(v, param)
-        case "gelu":
-            return F.gelu(v)
-        case "gelu_tanh":
-            return F.gelu(v, approximate="tanh")
-        case "silu":
-            return F.silu(v)
-        case "hardswish":
-            return F.hardswish(v)
-    raise RuntimeError(f"activation is {activation!r}")
+    return _ACTIVATIONS[activation](v, param)

@@ -11,8 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import init
 from torch.nn.modules.batchnorm import _NormBase
 
-from . import functional, sync
-from ._arguments import channel_dimension, recovery_error
+from . import sync
 from ._formulas import effective_gamma
 
 if TYPE_CHECKING:  # not at run time: subclasses of _NormBase would come after _BatchNorm in the MRO
@@ -62,38 +61,19 @@ def forward_state(layer: _NormBase) -> ForwardState:
     return weight, bias, running_mean, running_var, tracked, True, factor
 
 
-def in_place(layer, x: Tensor, abs_weight: bool = False) -> Tensor:
-    """`functional.inplace_abn` of x by the parameters, the state and the options of `layer`."""
-    weight, bias, running_mean, running_var, tracked, training, momentum = forward_state(layer)
-    process_group, number = layer._statistics_group()
-    return functional.inplace_abn(
-        x, weight, bias, running_mean, running_var, training, momentum, layer.eps, layer.activation,
-        layer.activation_param, channel_last=layer.channel_last, num_batches_tracked=tracked,
-        abs_weight=abs_weight, process_group=process_group, layer=number,
-    )  # fmt: skip
-
-
-def check_channels(layer: _NormBase, x: Tensor, channel_last: bool) -> None:
-    """Raises ValueError unless x has `layer.num_features` channels."""
-    dims = x.dim()
-    channel_dim = dims - 1 if channel_last else 1
-    if 2 <= dims <= 5 and x.shape[channel_dim] == layer.num_features:
-        return
-    name = type(layer).__name__
-    channel_dimension(name, x, channel_last)
-    raise ValueError(
-        f"{name}: expected {layer.num_features} channels in dimension {channel_dim}, "
-        f"got {x.shape[channel_dim]} (input {tuple(x.shape)}, channel_last={channel_last})"
-    )
-
-
 class OptionalBias(_Layer):
-    """Adds the option `bias=False`, a weight alone, as torch's layers have since 2.13."""
+    """Adds the option `bias=False`, a weight alone, as torch's layers have since 2.13.
+
+    Statistics are those of this process, unless SharesGroup comes before it.
+    """
 
     def __init__(self, *args, bias: bool = True, **kwargs):
         super().__init__(*args, **kwargs)
         if not bias:
             self.register_parameter("bias", None)
+
+    def _statistics_group(self) -> "tuple[torch.distributed.ProcessGroup | None, int]":
+        return None, 0
 
     def reset_parameters(self) -> None:
         self.reset_running_stats()
@@ -107,13 +87,6 @@ class OptionalBias(_Layer):
             f"{self.num_features}, eps={self.eps}, momentum={self.momentum}, affine={self.affine}, "
             f"bias={self.bias is not None}, track_running_stats={self.track_running_stats}"
         )
-
-
-def cannot_read_values(x: Tensor) -> bool:
-    """Whether reading a number on the host is impossible: x has no data, or a CUDA graph is captured."""
-    if x.is_meta or isinstance(x, FakeTensor):
-        return True
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 class ChecksConditioning(_Layer):
@@ -132,13 +105,16 @@ class ChecksConditioning(_Layer):
         if left > 0:
             self.__dict__["_forwards_to_check"] = left - 1  # Module.__setattr__ takes as long as a small op
             return
-        if self.weight is None or self.bias is None or cannot_read_values(x):
+        if self.weight is None or self.bias is None or x.is_meta or isinstance(x, FakeTensor):
+            return
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():  # no number can be read on the host
             return
         self._forwards_to_check = _CHECK_EVERY
         with torch.no_grad():
             gamma = effective_gamma(self.weight, self.bias, x.dtype)
             ratio = (self.bias.double() / gamma).abs().max().item()
-        error = recovery_error(ratio, x.dtype)
+        # y is rounded at the size of |bias| + |weight| |xhat|, by a quarter of eps on average.
+        error = torch.finfo(x.dtype).eps / 4 * (1 + ratio**2) ** 0.5
         if error > _UNSAFE:
             self._forwards_to_check = -1
             warnings.warn(
@@ -150,19 +126,7 @@ class ChecksConditioning(_Layer):
             )
 
 
-_layer_numbers = itertools.count(1)
-
-
-def next_layer_number() -> int:
-    """A number for a layer that shares statistics, unique in this process."""
-    return next(_layer_numbers)
-
-
-class Alone(_Layer):
-    """A layer with the statistics of its process, unless SharesGroup comes before it."""
-
-    def _statistics_group(self) -> "tuple[torch.distributed.ProcessGroup | None, int]":
-        return None, 0
+_layer_numbers = itertools.count(1)  # of the layers of this process that share statistics
 
 
 class SharesGroup(_Layer):
@@ -178,7 +142,7 @@ class SharesGroup(_Layer):
     def set_group(self, process_group: "torch.distributed.ProcessGroup | None") -> None:
         """Sets the process group over which statistics are shared; None is the default group."""
         setattr(self, self.group_attribute, process_group)
-        self.layer_number = next_layer_number()
+        self.layer_number = next(_layer_numbers)
 
     def _statistics_group(self) -> "tuple[torch.distributed.ProcessGroup | None, int]":
         """The group of the next forward, None without torch.distributed, and this layer's number."""
@@ -189,12 +153,12 @@ class SharesGroup(_Layer):
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
-        self.layer_number = next_layer_number()
+        self.layer_number = next(_layer_numbers)
 
     def __copy__(self):
         copied = self.__class__.__new__(self.__class__)
         copied.__dict__.update(self.__dict__)
-        copied.layer_number = next_layer_number()
+        copied.layer_number = next(_layer_numbers)
         return copied
 
     def __deepcopy__(self, memo: dict):
@@ -204,5 +168,5 @@ class SharesGroup(_Layer):
         copied = self.__class__.__new__(self.__class__)
         memo[id(self)] = copied
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        copied.layer_number = next_layer_number()
+        copied.layer_number = next(_layer_numbers)
         return copied

@@ -11,7 +11,7 @@ __all__ = ["BatchNormAct", "BatchNormActSync"]
 MEMORY = ("recompute", "inplace", "keep")
 
 
-class BatchNormAct(_norm.OptionalBias, _norm.ChecksConditioning, _norm.Alone, _NormBase):
+class BatchNormAct(_norm.OptionalBias, _norm.ChecksConditioning, _NormBase):
     """BatchNorm + residual + activation in one pass, with a choice of what is kept for backward.
 
     Args:
@@ -74,38 +74,28 @@ class BatchNormAct(_norm.OptionalBias, _norm.ChecksConditioning, _norm.Alone, _N
         self.channel_last = channel_last
 
     def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
-        _norm.check_channels(self, input, self.channel_last)
+        weight, bias, running_mean, running_var, tracked, training, momentum = _norm.forward_state(self)
+        process_group, layer = self._statistics_group()
         if self.memory == "inplace":
             if z is not None:
                 raise ValueError(
                     f"{type(self).__name__}: got a residual z with memory='inplace'; "
                     "'recompute' or 'keep' expected"
                 )
-            y = _norm.in_place(self, input)
+            y = functional.inplace_abn(
+                input, weight, bias, running_mean, running_var, training, momentum, self.eps, self.activation,
+                self.activation_param, channel_last=self.channel_last, num_batches_tracked=tracked,
+                process_group=process_group, layer=layer,
+            )  # fmt: skip
             self.check_conditioning(input)
             return y
         if z is not None and z.dtype != input.dtype:  # under autocast a residual may have another dtype
             z = z.to(input.dtype)
-        weight, bias, running_mean, running_var, tracked, training, momentum = _norm.forward_state(self)
-        process_group, layer = self._statistics_group()
         return functional.batch_norm_act(
-            input,
-            weight,
-            bias,
-            running_mean,
-            running_var,
-            z,
-            training,
-            momentum,
-            self.eps,
-            self.activation,
-            self.activation_param,
-            channel_last=self.channel_last,
-            num_batches_tracked=tracked,
-            recompute=self.memory == "recompute",
-            process_group=process_group,
-            layer=layer,
-        )
+            input, weight, bias, running_mean, running_var, z, training, momentum, self.eps, self.activation,
+            self.activation_param, channel_last=self.channel_last, num_batches_tracked=tracked,
+            recompute=self.memory == "recompute", process_group=process_group, layer=layer,
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
         text = f"{super().extra_repr()}, activation={self.activation}"

@@ -49,11 +49,8 @@ def within_budget(
     """
     if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not 0 < budget < 1:
         raise ValueError(f"convert: budget must be a share above 0 and below 1, got {budget!r}")
-    trial = Trial("convert", model, as_arguments(example_inputs), "example_inputs[{}]")
-    original = revert(trial.training_copy())
-    trial.warm_up(original)
-    before = trial.kept_bytes(original)
-    del original
+    trial = Trial("convert", model, as_arguments(example_inputs))
+    before = trial.kept_by_original(revert)
     copied = trial.training_copy()
 
     def kept(policy: Policy) -> int:

@@ -89,7 +89,7 @@ def convert(
         `model`.
 
     Raises:
-        TypeError: `model` is not a module, or an example input is not what its forward takes.
+        TypeError: `model` is not a module, or an example input is a size and not a tensor.
         ValueError: `budget` is out of range, it or `example_inputs` is given alone, the model cannot be
             copied for it, or a block of `skip` does not exist.
     """
@@ -98,11 +98,9 @@ def convert(
             f"convert: model must be a torch.nn.Module, got an object of type {type(model).__name__}"
         )
     policy = Policy(products, weight_casts, skip=_skipped(model, skip))
-    if budget is None and example_inputs is not None:
-        raise ValueError("convert: example_inputs needs budget, which was not given")
-    if budget is not None:
-        if example_inputs is None:
-            raise ValueError("convert: budget needs example_inputs, which was not given")
+    if (budget is None) != (example_inputs is None):
+        raise ValueError("convert: budget and example_inputs expected together, got one of them")
+    if budget is not None and example_inputs is not None:
         policy = within_budget(model, policy, budget, example_inputs, revert, _add)
     return _add(model, policy)
 
@@ -206,15 +204,11 @@ def _take_off(model: nn.Module) -> None:
         compiled.disable(module)
 
 
-def _is_ours(hook: object) -> bool:
-    return hook is compiled.tell or isinstance(hook, (OpenScope, CloseScope))
-
-
 def _remove(module: nn.Module) -> list[int]:
     """Removes the hooks of a scope from `module`; returns their keys."""
     removed = []
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        keys = [key for key, hook in hooks.items() if _is_ours(hook)]
+        keys = [k for k, h in hooks.items() if h is compiled.tell or isinstance(h, (OpenScope, CloseScope))]
         removed += keys
         for key in keys:
             del hooks[key]

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
-from . import _arguments, _norm
+from . import _arguments, _norm, functional
 
 __all__ = ["InPlaceABN", "InPlaceABNSync"]
 
 
-class InPlaceABN(_norm.OptionalBias, _norm.ChecksConditioning, _norm.Alone, _NormBase):
+class InPlaceABN(_norm.OptionalBias, _norm.ChecksConditioning, _NormBase):
     """BatchNorm + activation, written over the input; saves its output for backward, plus O(C) numbers.
 
     The input is lost. So it must not be a leaf that requires grad, must not be saved by the op that made it
@@ -75,13 +75,18 @@ class InPlaceABN(_norm.OptionalBias, _norm.ChecksConditioning, _norm.Alone, _Nor
         self.abs_weight = abs_weight
 
     def forward(self, x: Tensor) -> Tensor:
-        _norm.check_channels(self, x, self.channel_last)
         y = self._normalise(x)
         self.check_conditioning(x)
         return y
 
     def _normalise(self, x: Tensor) -> Tensor:
-        return _norm.in_place(self, x, self.abs_weight)
+        weight, bias, running_mean, running_var, tracked, training, momentum = _norm.forward_state(self)
+        process_group, layer = self._statistics_group()
+        return functional.inplace_abn(
+            x, weight, bias, running_mean, running_var, training, momentum, self.eps, self.activation,
+            self.activation_param, channel_last=self.channel_last, num_batches_tracked=tracked,
+            abs_weight=self.abs_weight, process_group=process_group, layer=layer,
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
         text = f"{super().extra_repr()}, activation={self.activation}"

@@ -30,6 +30,8 @@ whose storage was freed or shrunk (by `resize_`, as FSDP does) is an error unles
 """
 
 import math
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -55,6 +57,7 @@ __all__ = [
 ]
 
 _ops = torch.ops.fastvit
+F = TypeVar("F", bound=Callable)
 
 
 def _mutated(*tensors: Tensor | None) -> None:
@@ -65,20 +68,6 @@ def _mutated(*tensors: Tensor | None) -> None:
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _packed(x: Tensor, channel_dim: int, extra: int) -> Tensor:
-    return x.new_empty(2 * x.shape[channel_dim] + extra, dtype=accumulation_dtype(x.dtype))
-
-
-def _sums(x: Tensor, channel_dim: int, exchange: Tensor | None) -> Tensor:
-    rows = 1 if exchange is None else 2
-    return x.new_empty(rows, 2 * x.shape[channel_dim], dtype=accumulation_dtype(x.dtype))
-
-
-def _own_sums(x: Tensor, channel_dim: int, sums: Tensor | None, training: bool) -> Tensor:
-    own = _packed(x, channel_dim, 0)
-    return own if training and sums is None else own.new_empty(0)
 
 
 def check_devices(op: str, tensors: dict[str, Tensor], on_cpu: tuple[str, ...] = ("exchange",)) -> None:
@@ -96,21 +85,48 @@ def check_devices(op: str, tensors: dict[str, Tensor], on_cpu: tuple[str, ...] =
             raise RuntimeError(f"{op}: {name} is on {tensor.device}; {device} expected, where {first} is")
 
 
-def _fake(op: str):
-    """Registers a function of the op's arguments by name, which allocates its results, as the op's fake."""
-    names = [argument.name for argument in getattr(_ops, op).default._schema.arguments]
+def _fake(allocate: Callable[..., object]) -> Callable[[F], F]:
+    """Registers what makes the results of a function's op: by its first argument, and the others by name."""
 
-    def register(allocate):
+    def register(function: F) -> F:
+        op = function.__name__
+        names = [argument.name for argument in getattr(_ops, op).default._schema.arguments]
+
         def checked(*args, **kwargs):
-            given = dict(zip(names, args, strict=False)) | kwargs
-            check_devices(op, {name: t for name, t in given.items() if isinstance(t, Tensor)})
-            return allocate(**given)
+            named = dict(zip(names, args, strict=False)) | kwargs
+            check_devices(op, {name: t for name, t in named.items() if isinstance(t, Tensor)})
+            return allocate(named.pop(names[0]), **named)
 
         torch.library.register_fake(f"fastvit::{op}")(checked)
+        return function
 
     return register
 
 
+def _packed(x: Tensor, channel_dim: int, extra: int = 2, **_) -> Tensor:
+    return x.new_empty(2 * x.shape[channel_dim] + extra, dtype=accumulation_dtype(x.dtype))
+
+
+def _like(x: Tensor, **_) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _like_and_packed(x: Tensor, channel_dim: int, **_) -> tuple[Tensor, Tensor]:
+    return _like(x), _packed(x, channel_dim)
+
+
+def _sums(x: Tensor, channel_dim: int, exchange: Tensor | None = None, **_) -> Tensor:
+    return x.new_empty(
+        1 if exchange is None else 2, 2 * x.shape[channel_dim], dtype=accumulation_dtype(x.dtype)
+    )
+
+
+def _own_sums(x: Tensor, channel_dim: int, wanted: bool) -> Tensor:
+    own = _packed(x, channel_dim, 0)
+    return own if wanted else own.new_empty(0)
+
+
+@_fake(_packed)
 def bn_stats(x: Tensor, channel_dim: int = 1, exchange: Tensor | None = None) -> Tensor:
     """Per-channel moments of x, or with `exchange` of all ranks'.
 
@@ -120,11 +136,7 @@ def bn_stats(x: Tensor, channel_dim: int = 1, exchange: Tensor | None = None) ->
     return _ops.bn_stats(x, channel_dim, exchange)
 
 
-@_fake("bn_stats")
-def _(x, channel_dim, **_):
-    return _packed(x, channel_dim, 2)
-
-
+@_fake(_like_and_packed)
 def bn_forward(
     x: Tensor,
     moments: Tensor | None = None,
@@ -159,11 +171,7 @@ def bn_forward(
     return y, saved
 
 
-@_fake("bn_forward")
-def _(x, channel_dim, **_):
-    return torch.empty_like(x), _packed(x, channel_dim, 2)
-
-
+@_fake(_like)
 def bn_apply(
     x: Tensor,
     saved: Tensor,
@@ -178,11 +186,7 @@ def bn_apply(
     return _ops.bn_apply(x, saved, weight, bias, z, activation, activation_param, channel_dim)
 
 
-@_fake("bn_apply")
-def _(x, **_):
-    return torch.empty_like(x)
-
-
+@_fake(_packed)
 def abn_forward_(
     x: Tensor,
     moments: Tensor | None = None,
@@ -216,11 +220,7 @@ def abn_forward_(
     return saved
 
 
-@_fake("abn_forward_")
-def _(x, channel_dim, **_):
-    return _packed(x, channel_dim, 2)
-
-
+@_fake(_like_and_packed)
 def abn_forward(
     x: Tensor,
     moments: Tensor | None = None,
@@ -249,11 +249,7 @@ def abn_forward(
     return y, saved
 
 
-@_fake("abn_forward")
-def _(x, channel_dim, **_):
-    return torch.empty_like(x), _packed(x, channel_dim, 2)
-
-
+@_fake(_sums)
 def bn_reduce(
     x: Tensor,
     dy: Tensor,
@@ -275,11 +271,7 @@ def bn_reduce(
     return _ops.bn_reduce(x, dy, z, saved, weight, bias, activation, activation_param, channel_dim, exchange)
 
 
-@_fake("bn_reduce")
-def _(x, channel_dim, exchange=None, **_):
-    return _sums(x, channel_dim, exchange)
-
-
+@_fake(_sums)
 def abn_reduce(
     y: Tensor,
     dy: Tensor,
@@ -295,11 +287,13 @@ def abn_reduce(
     return _ops.abn_reduce(y, dy, saved, weight, bias, activation, activation_param, channel_dim, exchange)
 
 
-@_fake("abn_reduce")
-def _(y, channel_dim, exchange=None, **_):
-    return _sums(y, channel_dim, exchange)
-
-
+@_fake(
+    lambda x, z, sums, channel_dim, training=True, **_: (
+        _like(x),
+        x.new_empty(0) if z is None else _like(z),
+        _own_sums(x, channel_dim, training and sums is None),
+    )
+)
 def bn_backward(
     x: Tensor,
     dy: Tensor,
@@ -325,12 +319,12 @@ def bn_backward(
     )
 
 
-@_fake("bn_backward")
-def _(x, z, sums, channel_dim, training=True, **_):
-    dz = x.new_empty(0) if z is None else torch.empty_like(z)
-    return torch.empty_like(x), dz, _own_sums(x, channel_dim, sums, training)
-
-
+@_fake(
+    lambda y, sums, channel_dim, training=True, **_: (
+        _like(y),
+        _own_sums(y, channel_dim, training and sums is None),
+    )
+)
 def abn_backward(
     y: Tensor,
     dy: Tensor,
@@ -349,11 +343,12 @@ def abn_backward(
     )
 
 
-@_fake("abn_backward")
-def _(y, sums, channel_dim, training=True, **_):
-    return torch.empty_like(y), _own_sums(y, channel_dim, sums, training)
-
-
+@_fake(
+    lambda x, output_dtype=None, **_: (
+        x.new_empty(x.shape, dtype=output_dtype),
+        x.new_empty(2 * math.prod(x.shape[:-1]), dtype=accumulation_dtype(x.dtype)),
+    )
+)
 def layer_norm_forward(
     x: Tensor,
     weight: Tensor | None = None,
@@ -375,12 +370,7 @@ def layer_norm_forward(
     return _ops.layer_norm_forward(x, weight, bias, eps, output_dtype)
 
 
-@_fake("layer_norm_forward")
-def _(x, output_dtype=None, **_):
-    saved = x.new_empty(2 * math.prod(x.shape[:-1]), dtype=accumulation_dtype(x.dtype))
-    return x.new_empty(x.shape, dtype=output_dtype), saved
-
-
+@_fake(lambda x, parameters, **_: (x.new_empty(x.shape), _own_sums(x, -1, parameters)))
 def layer_norm_backward(
     x: Tensor, dy: Tensor, saved: Tensor, weight: Tensor | None = None, parameters: bool = True
 ) -> tuple[Tensor, Tensor]:
@@ -392,12 +382,7 @@ def layer_norm_backward(
     return _ops.layer_norm_backward(x, dy, saved, weight, parameters)
 
 
-@_fake("layer_norm_backward")
-def _(x, parameters, **_):
-    sums = _packed(x, -1, 0)
-    return x.new_empty(x.shape), sums if parameters else sums.new_empty(0)
-
-
+@_fake(_like)
 def act_forward(x: Tensor, activation: str = "gelu", activation_param: float = 0.0) -> Tensor:
     """`act(x)`, in x's dtype and memory format.
 
@@ -407,21 +392,13 @@ def act_forward(x: Tensor, activation: str = "gelu", activation_param: float = 0
     return _ops.act_forward(x, activation, activation_param)
 
 
-@_fake("act_forward")
-def _(x, **_):
-    return torch.empty_like(x)
-
-
+@_fake(_like)
 def act_backward(x: Tensor, dy: Tensor, activation: str = "gelu", activation_param: float = 0.0) -> Tensor:
     """`dx = dy * act'(x)`."""
     return _ops.act_backward(x, dy, activation, activation_param)
 
 
-@_fake("act_backward")
-def _(x, **_):
-    return torch.empty_like(x)
-
-
+@_fake(_like)
 def glu_forward(a: Tensor, b: Tensor, activation: str = "silu", activation_param: float = 0.0) -> Tensor:
     """`act(a) * b`, the gate of a GLU: SwiGLU with "silu", GEGLU with "gelu".
 
@@ -431,18 +408,9 @@ def glu_forward(a: Tensor, b: Tensor, activation: str = "silu", activation_param
     return _ops.glu_forward(a, b, activation, activation_param)
 
 
-@_fake("glu_forward")
-def _(a, **_):
-    return torch.empty_like(a)
-
-
+@_fake(lambda a, **_: (_like(a), _like(a)))
 def glu_backward(
     a: Tensor, b: Tensor, dy: Tensor, activation: str = "silu", activation_param: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """`(da, db)`: da = dy * b * act'(a), db = dy * act(a), in one pass."""
     return _ops.glu_backward(a, b, dy, activation, activation_param)
-
-
-@_fake("glu_backward")
-def _(a, **_):
-    return torch.empty_like(a), torch.empty_like(a)

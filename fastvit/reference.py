@@ -97,7 +97,17 @@ class _Norm(NamedTuple):
     in_place: bool
 
 
-def _forward(x, moments, norm, z, running, eps):
+def _apply(x, mean, invstd, norm, z):
+    channel_dim = norm.channel_dim
+    v = (x.double() - _along(mean, x, channel_dim)) * _along(invstd, x, channel_dim)
+    v = v * _along(_gamma(norm.weight, norm.bias, x, norm.in_place), x, channel_dim)
+    v = v + (0 if norm.bias is None else _along(norm.bias, x, channel_dim)) + (0 if z is None else z.double())
+    return activate(v, norm.activation, norm.param)
+
+
+def _forward(x, moments, norm, z, running, eps, training):
+    if training and moments is None:
+        moments = bn_stats(x, norm.channel_dim)
     running_mean, running_var, num_batches_tracked, momentum = running
     channel_dim = norm.channel_dim
     if moments is None:
@@ -115,11 +125,8 @@ def _forward(x, moments, norm, z, running, eps):
             running_mean.copy_(running_mean.double().lerp(mean, factor))
             running_var.copy_(running_var.double().lerp(m2 / max(count.item() - 1, 1), factor))
     invstd = torch.rsqrt(var + eps)
-    v = (x.double() - _along(mean, x, channel_dim)) * _along(invstd, x, channel_dim)
-    v = v * _along(_gamma(norm.weight, norm.bias, x, norm.in_place), x, channel_dim)
-    v = v + (0 if norm.bias is None else _along(norm.bias, x, channel_dim)) + (0 if z is None else z.double())
     saved = torch.cat([mean, invstd, torch.tensor(packed_count, dtype=torch.float64, device=x.device)])
-    return activate(v, norm.activation, norm.param), saved.to(accumulation_dtype(x.dtype))
+    return _apply(x, mean, invstd, norm, z), saved.to(accumulation_dtype(x.dtype))
 
 
 def bn_forward(
@@ -127,22 +134,18 @@ def bn_forward(
     num_batches_tracked=None, momentum=0.1, eps=1e-5, activation="identity", activation_param=0.01,
     channel_dim=1, training=True,
 ):  # fmt: skip
-    if training and moments is None:
-        moments = bn_stats(x, channel_dim)
     norm = _Norm(weight, bias, activation, activation_param, channel_dim, False)
     running = running_mean, running_var, num_batches_tracked, momentum
-    y, saved = _forward(x, moments, norm, z, running, eps)
+    y, saved = _forward(x, moments, norm, z, running, eps, training)
     return torch.empty_like(x).copy_(y), saved
 
 
 def bn_apply(
     x, saved, weight=None, bias=None, z=None, activation="identity", activation_param=0.01, channel_dim=1
 ):
-    channels = x.shape[channel_dim]
-    mean, invstd = (_along(part, x, channel_dim) for part in saved[: 2 * channels].chunk(2))
-    v = (x.double() - mean) * invstd * _along(_gamma(weight, bias, x, False), x, channel_dim)
-    v = v + (0 if bias is None else _along(bias, x, channel_dim)) + (0 if z is None else z.double())
-    return torch.empty_like(x).copy_(activate(v, activation, activation_param))
+    mean, invstd = saved[: 2 * x.shape[channel_dim]].chunk(2)
+    norm = _Norm(weight, bias, activation, activation_param, channel_dim, False)
+    return torch.empty_like(x).copy_(_apply(x, mean, invstd, norm, z))
 
 
 def abn_forward_(
@@ -150,26 +153,16 @@ def abn_forward_(
     momentum=0.1, eps=1e-5, activation="leaky_relu", activation_param=0.01, channel_dim=1,
     training=True,
 ):  # fmt: skip
-    if training and moments is None:
-        moments = bn_stats(x, channel_dim)
     norm = _Norm(weight, bias, activation, activation_param, channel_dim, True)
     running = running_mean, running_var, num_batches_tracked, momentum
-    y, saved = _forward(x, moments, norm, None, running, eps)
+    y, saved = _forward(x, moments, norm, None, running, eps, training)
     x.copy_(y)
     return saved
 
 
-def abn_forward(
-    x, moments=None, weight=None, bias=None, running_mean=None, running_var=None, num_batches_tracked=None,
-    momentum=0.1, eps=1e-5, activation="leaky_relu", activation_param=0.01, channel_dim=1,
-    training=True,
-):  # fmt: skip
+def abn_forward(x, *arguments, **options):
     y = x.clone()
-    saved = abn_forward_(
-        y, moments, weight, bias, running_mean, running_var, num_batches_tracked,
-        momentum, eps, activation, activation_param, channel_dim, training,
-    )  # fmt: skip
-    return y, saved
+    return y, abn_forward_(y, *arguments, **options)
 
 
 def _recover(input, dy, z, saved, norm):

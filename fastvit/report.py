@@ -89,9 +89,7 @@ class Report:
             lines += _aligned([("saved by", "count", "rebuilt", "kept", "why"), *rows])
         rest = self.kept_after - sum(row.kept_bytes for row in shown)
         if rest > 0:
-            lines.append(
-                f"and {_bytes(rest)} in smaller tensors, the result, autograd's graph, compiled code"
-            )
+            lines.append(f"and {_bytes(rest)} in smaller tensors, the result, compiled code")
         return "\n".join([*lines, *[f"note: {note}" for note in self.notes]])
 
     def summary(self) -> str:
@@ -108,8 +106,9 @@ class Report:
         """Draws the kept and the rebuilt bytes to an image file, tensors of one kind in one bar."""
         from matplotlib.figure import Figure
 
-        least = _SHOWN * self.kept_before
-        rows = [row for row in self.tensors if row.rebuilt_bytes + row.kept_bytes >= least]
+        rows = [
+            row for row in self.tensors if row.rebuilt_bytes + row.kept_bytes >= _SHOWN * self.kept_before
+        ]
         kept, rebuilt = ([size / 2**20 for size in sizes] for sizes in (
             [row.kept_bytes for row in rows], [row.rebuilt_bytes for row in rows]
         ))  # fmt: skip
@@ -134,8 +133,8 @@ def report(model: nn.Module, *inputs: object, **kwinputs: object) -> Report:
 
     Two copies of the model run: one reverted, and one converted as `model` is, or by `convert(model)` where
     it is not converted. Each runs twice with copies of the inputs, and the second forward is measured by the
-    memory allocator: torch's on CUDA, glibc's on the CPU. So the bytes are those of all that stays allocated
-    while the result is held: saved tensors, the result, autograd's graph. Neither the model nor its buffers,
+    allocator of torch (`fastvit.memory.live_bytes`). So the bytes are those of all tensors that stay
+    allocated while the result is held: saved tensors and the result. Neither the model nor its buffers,
     training flags and hooks change, nor do random states. Forwards that last longer than a few seconds
     are announced on stderr.
 
@@ -152,16 +151,13 @@ def report(model: nn.Module, *inputs: object, **kwinputs: object) -> Report:
         A `Report`, which prints as a table: `str(report)`, `report.summary()`, `report.plot(path)`.
 
     Raises:
-        TypeError: `model` is not a module, or the forward failed and an input is the likely reason.
+        TypeError: `model` is not a module, or an input is a size and not a tensor.
         ValueError: the model cannot be copied, is wrapped for data parallelism or sharded, or is neither on
             the CPU nor on CUDA.
         RuntimeError: inside `recompute_scope()`.
     """
     trial = Trial("report", model, (inputs, kwinputs))
-    original = revert(trial.training_copy())
-    trial.warm_up(original)
-    before = trial.kept_bytes(original)
-    del original
+    before = trial.kept_by_original(revert)
     converted = trial.training_copy()
     if not is_converted(converted):
         convert(converted)

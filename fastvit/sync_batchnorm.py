@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from . import _norm, functional
+from . import _arguments, _norm, functional
 
 __all__ = ["BatchNorm", "SyncBatchNorm", "create_syncbn_process_group"]
 
@@ -74,26 +74,14 @@ class SyncBatchNorm(_norm.SharesGroup, _norm.OptionalBias, _BatchNorm):
         self.fuse_relu = fuse_relu
 
     def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
-        _norm.check_channels(self, input, self.channel_last)
         if z is not None and z.dtype != input.dtype:  # autocast can leave a residual in another precision
             z = z.to(input.dtype)
         weight, bias, running_mean, running_var, tracked, training, momentum = _norm.forward_state(self)
         return functional.sync_batch_norm(
-            input,
-            weight,
-            bias,
-            running_mean,
-            running_var,
-            z,
-            training,
-            momentum,
-            self.eps,
-            process_group=self.process_group,
-            fuse_relu=self.fuse_relu,
-            channel_last=self.channel_last,
-            num_batches_tracked=tracked,
-            layer=self.layer_number,
-        )
+            input, weight, bias, running_mean, running_var, z, training, momentum, self.eps,
+            process_group=self.process_group, fuse_relu=self.fuse_relu, channel_last=self.channel_last,
+            num_batches_tracked=tracked, layer=self.layer_number,
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
         flags = [name for name in ("channel_last", "fuse_relu") if getattr(self, name)]
@@ -104,7 +92,7 @@ class BatchNorm(_norm.OptionalBias, _BatchNorm):
     """BatchNorm for 2 to 5 dimensions: `revert_syncbn_model` makes it of a SyncBatchNorm built as such."""
 
     def _check_input_dim(self, input: Tensor) -> None:
-        _norm.check_channels(self, input, False)
+        _arguments.channel_dimension("BatchNorm", input, False)
 
 
 def create_syncbn_process_group(group_size: int) -> "dist.ProcessGroup | None":
@@ -118,16 +106,4 @@ def create_syncbn_process_group(group_size: int) -> "dist.ProcessGroup | None":
     """
     if group_size == 0:
         return None
-    world = dist.get_world_size()
-    if not 0 < group_size <= world or world % group_size:
-        raise ValueError(
-            f"create_syncbn_process_group: group_size is {group_size}; "
-            f"0 or a divisor of the {world} ranks expected"
-        )
-    mine = None
-    for first in range(0, world, group_size):
-        ranks = list(range(first, first + group_size))
-        group = dist.new_group(ranks)
-        if dist.get_rank() in ranks:
-            mine = group
-    return mine
+    return dist.new_subgroups(group_size)[0]

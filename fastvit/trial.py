@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import inspect
 import random
 import sys
 import time
@@ -16,7 +15,7 @@ from torch import Tensor, distributed, nn
 from torch.utils import _pytree as pytree
 
 from ._norm import SharesGroup
-from .memory import held_bytes
+from .memory import live_bytes
 from .recompute import active_scope
 
 __all__ = ["Arguments", "Trial", "as_arguments", "tensors_of"]
@@ -30,7 +29,7 @@ def as_arguments(inputs: Tensor | Sequence | Mapping) -> Arguments:
     """Positional and keyword arguments from a tensor, a tuple of arguments or a dict of keyword arguments."""
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
-    if isinstance(inputs, (tuple, list)) and not isinstance(inputs, torch.Size):
+    if isinstance(inputs, (tuple, list)):
         return tuple(inputs), {}
     return (inputs,), {}
 
@@ -51,11 +50,10 @@ class Trial:
         caller: the public function, named in errors.
         model: never called, and never changed.
         arguments: of the forward.
-        names: of the positional arguments in errors, with {} for the number.
     """
 
-    def __init__(self, caller: str, model: nn.Module, arguments: Arguments, names: str = "input {}"):
-        self.caller, self.model, self.arguments, self._names = caller, model, arguments, names
+    def __init__(self, caller: str, model: nn.Module, arguments: Arguments):
+        self.caller, self.model, self.arguments = caller, model, arguments
         self._refuse()
         tensors = [*model.parameters(), *model.buffers(), *tensors_of(arguments)]
         self.devices = list(dict.fromkeys(tensor.device for tensor in tensors)) or [torch.device("cpu")]
@@ -92,6 +90,12 @@ class Trial:
                 f"{type(error).__name__}: {error}"
             ) from error
 
+    def kept_by_original(self, revert: Callable[[nn.Module], nn.Module]) -> int:
+        """`kept_bytes` of a copy that `revert` makes the original."""
+        original = revert(self.training_copy())
+        self.warm_up(original)
+        return self.kept_bytes(original)
+
     def training_copy(self) -> nn.Module:
         """A copy that is in training; modules that are not, in a model that is, stay so."""
         copied = self.copy()
@@ -116,7 +120,7 @@ class Trial:
         """Runs a copy.
 
         Raises:
-            TypeError: it failed, and an argument is the likely reason.
+            TypeError: it failed, and an argument is the size of a tensor.
         """
         self._forwards += 1
         if time.monotonic() - self._begun > _QUIET:
@@ -126,39 +130,13 @@ class Trial:
         try:
             return model(*args, **kwargs)
         except Exception as error:
-            reason = self._wrong_argument(str(error))
-            if reason:
-                raise TypeError(f"{self.caller}: {reason}") from error
+            for value in (args, *args, *kwargs.values()):
+                if isinstance(value, (tuple, list)) and value and all(type(n) is int for n in value):
+                    size = tuple(value)
+                    raise TypeError(
+                        f"{self.caller}: a tensor expected, such as torch.zeros{size}, got the size {size}"
+                    ) from error
             raise
-
-    def _wrong_argument(self, said: str) -> str:
-        args, kwargs = self.arguments
-        every = self._names.partition("[")[0].replace("input {}", "the inputs")
-        if _is_size(args):
-            return f"{every} must have a tensor, such as torch.zeros{args}, got the size {args}"
-        with contextlib.suppress(ValueError):  # no signature
-            signature = inspect.signature(self.model.forward)
-            try:
-                signature.bind(*args, **kwargs)
-            except TypeError as error:
-                kind = type(self.model).__name__
-                return f"{every} do not fit {kind}.forward{signature}: {error}"
-        given = {self._names.format(i): value for i, value in enumerate(args)} | kwargs
-        for name, value in given.items():
-            kind = f"{type(value).__module__}.{type(value).__name__}".removeprefix("builtins.")
-            if isinstance(value, torch.Size) or (isinstance(value, (tuple, list)) and _is_size(value)):
-                return f"{name} must be a tensor, such as torch.zeros{tuple(value)}, got the size {value}"
-            if kind == "numpy.ndarray":
-                return f"{name} must be a tensor, such as torch.from_numpy(array), got a {kind}"
-            if f"must be Tensor, not {kind}" in said:
-                return f"{name} must be a tensor, got a {kind}"
-            if isinstance(value, Tensor) and value.device not in self._model_devices():
-                where = " and ".join(map(str, self._model_devices()))
-                return f"{name} must be on the model's device {where}, got a tensor on {value.device}"
-        return ""
-
-    def _model_devices(self) -> list[torch.device]:
-        return list(dict.fromkeys(parameter.device for parameter in self.model.parameters())) or self.devices
 
     def kept_bytes(self, model: nn.Module) -> int:
         """Bytes that a forward keeps for backward, its result included."""
@@ -171,7 +149,7 @@ class Trial:
                 return result
 
             torch.clear_autocast_cache()
-            return held_bytes(work, self.devices)[0]
+            return live_bytes(work, *self.devices)[0]
 
     def warm_up(self, model: nn.Module, look: Callable[[], None] | None = None) -> None:
         """A forward whose allocations do not count, such as those of caches.
@@ -198,7 +176,3 @@ class Trial:
                 random.setstate(states[0])
                 if numpy:
                     numpy.set_state(states[1])
-
-
-def _is_size(value: Sequence) -> bool:
-    return len(value) > 0 and all(type(number) is int for number in value)

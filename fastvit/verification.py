@@ -48,11 +48,10 @@ class Verification:
     @property
     def wrong(self) -> dict[str, float]:
         """The differences that are not allowed."""
-        allowed = {name: _UNSTEADY * value for name, value in self.unsteady.items()}
         return {
             name: value
             for name, value in self.differences.items()
-            if not value <= max(self.limit, allowed.get(name, 0.0))
+            if not value <= max(self.limit, _UNSTEADY * self.unsteady.get(name, 0.0))
         }
 
     @property
@@ -116,7 +115,7 @@ def verify(
         A `Verification`: true where all agrees. It prints what differs.
 
     Raises:
-        TypeError: `model` is not a module, or the forward failed and an input is the likely reason.
+        TypeError: `model` is not a module, or an input is a size and not a tensor.
         ValueError: the model cannot be copied, is wrapped for data parallelism or sharded, is neither on the
             CPU nor on CUDA, or returns no tensor.
     """
@@ -147,21 +146,21 @@ class _Recipes:
 
     def __init__(self):
         self.sites: tuple[tuple[str, str], ...] = ()  # of those that are wrong
-        self._held: list[tuple[Recipe, Tensor, int]] = []
+        self._found: list[tuple[Recipe, Tensor, int]] = []
 
     def look(self, packed: Kept | Recipe | Unread, tensor: Tensor) -> None:
         if isinstance(packed, Recipe):
-            self._held.append((packed, tensor.detach(), tensor._version))
+            self._found.append((packed, tensor.detach(), tensor._version))
 
     def check(self) -> None:
-        """Follows every recipe, and drops what was held. autograd refuses what was written to since."""
-        held = [(one, t) for one, t, version in self._held if one.source and t._version == version]
-        wrong = [recipe.value.site for recipe, tensor in held if not _agrees(recipe, tensor)]
+        """Follows every recipe, and drops them. autograd refuses what was written to since."""
+        unwritten = [(one, t) for one, t, version in self._found if one.source and t._version == version]
+        wrong = [recipe.value.site for recipe, tensor in unwritten if not _agrees(recipe, tensor)]
         self.sites = tuple(dict.fromkeys((block, op_name(name)) for block, name, _ in wrong))
-        for recipe, _ in held:
+        for recipe, _ in unwritten:
             if recipe.source is not None:
                 recipe.source.rebuilt = None
-        self._held = []
+        self._found = []
 
 
 def _agrees(recipe: Recipe, tensor: Tensor) -> bool:

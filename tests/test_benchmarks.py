@@ -13,10 +13,10 @@ RAW_OPS = {"bn_stats", "bn_forward", "abn_forward_", "bn_reduce", "abn_reduce", 
 
 
 def bench(folder, *options, **environment):
-    command = [sys.executable, "benchmarks/bench_ops.py", "--device", "cpu", "--quick", "--out", str(folder)]
+    command = [sys.executable, "benchmarks/bench_ops.py", "--quick", "--out", str(folder)]
     return subprocess.run(
         [*command, *options], cwd=ROOT, capture_output=True, text=True, timeout=100,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "FASTVIT_APEX": ""} | environment,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment,
     )  # fmt: skip
 
 
@@ -25,7 +25,7 @@ def test_bench_ops_measures_every_layer_and_op(tmp_path):
     assert result.returncode == 0, result.stdout + result.stderr
     with (tmp_path / "ops_cpu.csv").open() as file:
         rows = list(csv.DictReader(file))
-    for layer in ("torch", "InPlaceABN", "SyncBatchNorm", "SyncBatchNorm, exchange"):
+    for layer in ("torch", "InPlaceABN", "SyncBatchNorm"):
         found = [(row["op"], row["layout"], row["dtype"]) for row in rows if row["contender"] == layer]
         assert len(found) == 9, f"{layer}: {found}"
     for op in RAW_OPS:
@@ -38,18 +38,11 @@ def test_bench_ops_measures_every_layer_and_op(tmp_path):
         assert float(row["GB_s"]) == pytest.approx(int(row["passes"]) * elements / times[1] / 1e3, rel=2e-3)
         assert row["torch"] and row["commit"] and row["date"] and row["device"]
     table = (tmp_path / "ops_cpu.md").read_text()
-    assert "4x9x16 | tokens | fp32 | 1 | InPlaceABN" in table and "Not measured: apex SyncBatchNorm" in table
-    assert "Not reached within the time: nothing" in table
-
-
-def test_bench_ops_names_what_it_did_not_reach(tmp_path):
-    result = bench(tmp_path, "--budget", "0.001")
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "not reached within 0 s: layers 4x8x6x6 nchw fp32, " in result.stdout
+    assert "4x9x16 | tokens | fp32 | 1 | InPlaceABN" in table
 
 
 def test_bench_ops_needs_no_git_and_takes_the_commit_it_is_told(tmp_path):
-    result = bench(tmp_path, "--budget", "2", PATH="/nowhere", FASTVIT_COMMIT="abc1234")
+    result = bench(tmp_path, PATH="/nowhere", FASTVIT_COMMIT="abc1234")
     assert result.returncode == 0, result.stdout + result.stderr
     assert "commit abc1234" in (tmp_path / "ops_cpu.md").read_text()
 

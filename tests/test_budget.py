@@ -129,14 +129,12 @@ def test_a_budget_out_of_range(budget, x):
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        ({"budget": 0.5}, ValueError, "budget needs example_inputs, which was not given"),
-        ({"example_inputs": 1}, ValueError, "example_inputs needs budget, which was not given"),
+        ({"budget": 0.5}, ValueError, "budget and example_inputs expected together"),
+        ({"example_inputs": 1}, ValueError, "budget and example_inputs expected together"),
         ({"budget": 0.5, "example_inputs": torch.Size((8, 49, 64))}, TypeError,
-         r"example_inputs\[0\] must be a tensor, such as torch.zeros\(8, 49, 64\), got the size"),
+         r"a tensor expected, such as torch.zeros\(8, 49, 64\), got the size"),
         ({"budget": 0.5, "example_inputs": (8, 49, 64)}, TypeError,
-         r"example_inputs must have a tensor, such as torch.zeros\(8, 49, 64\), got the size"),
-        ({"budget": 0.5, "example_inputs": {"y": 1}}, TypeError,
-         r"example_inputs do not fit Net.forward\(x, mask=None\): .*'[xy]'"),
+         r"a tensor expected, such as torch.zeros\(8, 49, 64\), got the size"),
     ],
 )  # fmt: skip
 def test_example_inputs_that_are_wrong(given, error, message):

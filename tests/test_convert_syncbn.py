@@ -103,7 +103,7 @@ def test_revert_of_layers_built_as_such():
     assert isinstance(model[0], nn.modules.batchnorm._BatchNorm) and not isinstance(model[0], SyncBatchNorm)
     for shape in ((4, 3), (4, 3, 2), (4, 3, 2, 2, 2)):
         assert model[0](torch.randn(shape)).shape == shape
-    with pytest.raises(ValueError, match="expected 3 channels"):
+    with pytest.raises(RuntimeError, match="should contain 5 elements not 3"):
         model[0](torch.randn(4, 5))
 
 

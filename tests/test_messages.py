@@ -64,7 +64,7 @@ def test_tags_that_differ(rank, other, sums, device):
         torch.cuda.synchronize()
     assert got[-1:].isnan().all() if sums else got.isnan().all()
     report, peer = made[rank].report, 2 if rank == 0 else 0
-    assert report.fault == Fault.MISMATCH and report.epoch == max(5, other.step) and report.peer == peer
+    assert report.fault == Fault.MISMATCH and report.peer == peer
     direction = "backward" if sums else "forward"
     assert made[rank].text(describe) == describe(tags[rank], direction)
     said = str(made[rank].mismatch(describe))

@@ -12,10 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import fastvit
-from fastvit import memory
-from fastvit.memory import held_bytes, live_bytes
-
-CPU = [torch.device("cpu")]
 
 
 @pytest.fixture
@@ -25,21 +21,6 @@ def x():
 
 
 # --- bytes
-
-
-def test_the_allocator_is_asked():
-    kilobytes = held_bytes(lambda: torch.zeros(2**20), CPU)[0] / 2**10
-    assert abs(kilobytes - 4096) < 64
-    assert live_bytes(lambda: torch.zeros(2**20))[0] == 2**22
-
-
-def test_without_glibc_torch_is_asked(monkeypatch):
-    monkeypatch.setattr(memory, "_glibc_bytes", lambda: 0)  # of an allocator that torch does not use
-    memory._glibc_counts.cache_clear()
-    try:
-        assert held_bytes(lambda: torch.zeros(2**20), CPU)[0] == 2**22
-    finally:
-        memory._glibc_counts.cache_clear()
 
 
 @pytest.mark.parametrize("products", [False, True])
@@ -97,7 +78,7 @@ def test_it_prints_and_plots(x, tmp_path):
     text = str(found)
     assert text.splitlines()[0] == found.summary() and "less kept for backward (measured)" in found.summary()
     assert text.splitlines()[2].split() == ["saved", "by", "count", "rebuilt", "kept", "why"]
-    assert "in smaller tensors, the result, autograd's graph, compiled code" in text
+    assert "in smaller tensors, the result, compiled code" in text
     found.plot(tmp_path / "report.png")
     assert (tmp_path / "report.png").stat().st_size > 10_000
 
@@ -188,30 +169,30 @@ def test_compiled_models(x):
 
 # --- errors
 
-SIZE = r"must be a tensor, such as torch.zeros\(16, 48, 64\), got the size"
-WRONG = [
-    ((torch.Size((16, 48, 64)),), {}, f"input 0 {SIZE}"),
-    (((16, 48, 64),), {}, f"input 0 {SIZE}"),
-    ((16, 48, 64), {}, r"the inputs must have a tensor, such as torch.zeros\(16, 48, 64\), got the size"),
-    (("x",), {}, "input 0 must be a tensor, got a str"),
-    ((numpy.zeros((16, 48, 64)),), {}, "input 0 must be a tensor, such as torch.from_numpy"),
-    ((torch.zeros(1, 2, 64),), {"mask": numpy.array(["a"])}, "mask must be a tensor"),
-    ((torch.zeros(1, 2, 64),), {"masks": None}, r"do not fit Net.forward\(x, mask=None\): .* 'masks'"),
-    ((), {}, "do not fit Net.forward.* missing a required argument: 'x'"),
-]
+SIZE = (16, 48, 64)
 
 
-@pytest.mark.parametrize(("args", "kwargs", "message"), WRONG)
+@pytest.mark.parametrize("args", [(torch.Size(SIZE),), (SIZE,), SIZE])
 @pytest.mark.parametrize("function", [fastvit.report, fastvit.verify])
-def test_wrong_inputs_are_named(function, args, kwargs, message):
-    with pytest.raises(TypeError, match=f"{function.__name__}: .*{message}"):
-        function(Net(), *args, **kwargs)
+def test_sizes_as_inputs_are_named(function, args):
+    message = r": a tensor expected, such as torch.zeros\(16, 48, 64\), got the size"
+    with pytest.raises(TypeError, match=function.__name__ + message):
+        function(Net(), *args)
+    with pytest.raises(TypeError, match="must be Tensor, not str"):  # torch's own
+        function(Net(), "x")
 
 
 @pytest.mark.parametrize("function", [fastvit.report, fastvit.verify, fastvit.convert])
 def test_a_model_that_is_none(function):
     with pytest.raises(TypeError, match=f"{function.__name__}: model must be a torch.nn.Module, got .* type"):
         function(kept)
+
+
+def test_a_profiler_that_runs_goes_on(x):
+    with torch.profiler.profile() as profile:
+        with pytest.raises(RuntimeError, match="a running profiler of torch would end"):
+            fastvit.report(fastvit.convert(Net()), x)
+    assert profile.key_averages()
 
 
 def test_models_that_cannot_be_measured(x):

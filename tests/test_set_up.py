@@ -31,7 +31,7 @@ dist.destroy_process_group()
     "options,said",
     [
         ("ro", "Collective: ranks 0, 1: /dev/shm is not writable"),
-        ("size=64k", "Collective: ranks 0, 1: [Errno 28]"),
+        ("size=64k", "Collective: rank 0: [Errno 28]"),
         ("size=1m", "SharedMemory, host"),
     ],
 )
@@ -93,8 +93,8 @@ def test_killed_with_the_segment_leaves_nothing_behind(ranks, when):
 @pytest.mark.parametrize(
     "wish,cuda,memory,said",
     [
-        (None, True, True, "auto: CPU SharedMemory on one host, CUDA CudaIpc on one host with peer access, a "
-         "GPU per rank, otherwise Collective"),
+        (None, True, True, "auto: CPU SharedMemory on one host, CUDA CudaIpc on one host with peer access, "
+         "otherwise Collective"),
         ("auto", False, True, "auto: CPU SharedMemory on one host, CUDA Collective, otherwise Collective"),
         ("auto", False, False, "auto: CPU Collective, CUDA Collective, otherwise Collective"),
         ("collective", True, True, "collective: CPU Collective, CUDA Collective, otherwise Collective"),

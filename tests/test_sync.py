@@ -161,7 +161,7 @@ def subgroups(rank, world):
     first = rank // 2 * 2
     check("running", layer.running_mean, x[first : first + 2].double().mean((0, 2, 3)))
     for bad in (3, -1, world + 1):
-        with pytest.raises(ValueError, match=f"group_size is {bad}; 0 or a divisor of the {world} ranks"):
+        with pytest.raises(ValueError, match="must be|must not exceed"):
             fastvit.create_syncbn_process_group(bad)
     other = dist.new_group([0, 1])
     if rank > 1:

@@ -41,14 +41,16 @@ class Told:
 See = Callable[[Told, Callable, tuple, dict], Any]  # runs the call
 
 
+def _argument(args: tuple, kwargs: dict, index: int, name: str, default: Any = None) -> Any:
+    return args[index] if len(args) > index else kwargs.get(name, default)
+
+
 def _norm(eps: int, bias: int) -> See:
     """Sees a normalisation, whose eps and bias have these positions."""
 
     def see(scope: Told, func: Callable, args: tuple, kwargs: dict) -> Any:
         y = func(*args, **kwargs)
-        added = args[bias] if len(args) > bias else kwargs.get("bias")
-        given = args[eps] if len(args) > eps else kwargs.get("eps", 1e-5)
-        return _noted(y, given, None if added is None or added.requires_grad else added)
+        return _noted(y, _argument(args, kwargs, eps, "eps", 1e-5), _argument(args, kwargs, bias, "bias"))
 
     return see
 
@@ -61,15 +63,13 @@ def _batch_norm(weight: int, bias: int) -> See:
     """
 
     def see(scope: Told, func: Callable, args: tuple, kwargs: dict) -> Any:
-        scale = args[weight] if len(args) > weight else kwargs.get("weight")
-        training = args[5] if len(args) > 5 else kwargs.get("training", False)
-        x = args[0] if args else kwargs.get("input")
+        x, scale = _argument(args, kwargs, 0, "input"), _argument(args, kwargs, weight, "weight")
+        training = _argument(args, kwargs, 5, "training", False)
         if training or not _is_frozen(x, scale) or not is_lost(x.grad_fn, scope.policy):
             y = func(*args, **kwargs)
         else:
             y = _without(scope, x, func, args, kwargs)
-        added = args[bias] if len(args) > bias else kwargs.get("bias")
-        return _noted(y, None, None if added is None or added.requires_grad else added)
+        return _noted(y, None, _argument(args, kwargs, bias, "bias"))
 
     return see
 
@@ -79,8 +79,7 @@ def _instance_norm(bias: int) -> See:
 
     def see(scope: Told, func: Callable, args: tuple, kwargs: dict) -> Any:
         y = func(*args, **kwargs)
-        added = args[bias] if len(args) > bias else kwargs.get("bias")
-        return _noted(y, None, None) if added is None else y
+        return _noted(y, None, None) if _argument(args, kwargs, bias, "bias") is None else y
 
     return see
 
@@ -90,7 +89,7 @@ def _noted(y: Any, eps: float | None, bias: Tensor | None) -> Any:
     if type(y) is Tensor:
         base = y if y._base is None else y._base
         if base.grad_fn is not None:
-            base.grad_fn.metadata[CALL] = eps, bias
+            base.grad_fn.metadata[CALL] = eps, None if bias is None or bias.requires_grad else bias
     return y
 
 
@@ -98,19 +97,18 @@ def _linear(scope: Told, func: Callable, args: tuple, kwargs: dict) -> Any:
     y = func(*args, **kwargs)
     if type(y) is Tensor and y._version and y.grad_fn is not None and y._base is None:
         y.grad_fn.metadata[VERSION] = y._version  # torch adds the bias in place, for inputs of other strides
-    x = args[0] if args else kwargs.get("input")
-    if _is_frozen(x, args[1] if len(args) > 1 else kwargs.get("weight")):
+    x, bias = _argument(args, kwargs, 0, "input"), _argument(args, kwargs, 2, "bias")
+    if _is_frozen(x, _argument(args, kwargs, 1, "weight")):
         reduce_to_gate(x.grad_fn)
-    bias = args[2] if len(args) > 2 else kwargs.get("bias")
     return y if bias is None or bias.requires_grad else _noted(y, None, bias)
 
 
 def _rms_norm(scope: Told, func: Callable, args: tuple, kwargs: dict) -> Any:
-    return _noted(func(*args, **kwargs), args[3] if len(args) > 3 else kwargs.get("eps"), None)
+    return _noted(func(*args, **kwargs), _argument(args, kwargs, 3, "eps"), None)
 
 
 def _dropout(scope: Told, func: Callable, args: tuple, kwargs: dict) -> Any:
-    p = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+    p = _argument(args, kwargs, 1, "p", 0.5)
     if type(p) is not float or not 0 < p < 1:
         return _maybe_in_place(scope, func, args, kwargs)
     outer, scope.dropout = scope.dropout, p
@@ -128,10 +126,8 @@ def _reads_sizes(weight: int | None = None) -> See:
     """
 
     def see(scope: Told, func: Callable, args: tuple, kwargs: dict) -> Any:
-        x, scale = args[0] if args else kwargs.get("input"), None
-        if weight is not None:
-            scale = args[weight] if len(args) > weight else kwargs.get("weight")
-        if not _is_frozen(x, scale):
+        x = _argument(args, kwargs, 0, "input")
+        if not _is_frozen(x, None if weight is None else _argument(args, kwargs, weight, "weight")):
             return func(*args, **kwargs)
         y = _without(scope, x, func, args, kwargs)
         reduce_to_gate(x.grad_fn)
@@ -165,7 +161,7 @@ def _written(scope: Told, func: Callable, args: tuple, kwargs: dict) -> Any:
     Where it does, and makes a node, the tensor has one more version than before by this very op. Where it
     makes none, as under no_grad, the graph no longer shows what the tensor holds.
     """
-    x = args[0] if args else kwargs.get("input")
+    x = _argument(args, kwargs, 0, "input")
     if type(x) is not Tensor:
         return func(*args, **kwargs)
     base = x if x._base is None else x._base
@@ -235,7 +231,7 @@ def _replaced(scope: Told, func: Callable, args: tuple, kwargs: dict) -> Any:
 def _aliased(scope: Told, func: Callable, args: tuple, kwargs: dict) -> Any:
     """Sees `detach()` and `.data`, whose result has the memory and not the graph."""
     y = func(*args, **kwargs)
-    x = args[0] if args else kwargs.get("input")
+    x = _argument(args, kwargs, 0, "input")
     if type(x) is Tensor and type(y) is Tensor and has_memory(y):
         base = x if x._base is None else x._base
         if base.grad_fn is not None:

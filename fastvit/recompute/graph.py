@@ -138,10 +138,6 @@ class Node:
         value = node.metadata.get(VALUE)
         return value is None or value.kept() is None
 
-    def is_lost(self, index: int) -> bool:
-        """Whether an input is the result of an op without a rule, and no op has saved it so far."""
-        return is_lost(self.edges[index][0], self.policy)
-
     def edge(self, index: int) -> Argument:
         """An input that requires a gradient."""
         node, number = self.edges[index]

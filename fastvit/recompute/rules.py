@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from . import norms
-from .graph import LEAF, PRODUCTS, RULES, Node
+from .graph import LEAF, PRODUCTS, RULES, Node, is_lost
 from .kept import Kept
 from .layers import layer
 from .saved import Recipe
@@ -53,7 +53,7 @@ def _sum(function: Callable[..., Tensor]) -> Callable[[Node], Rebuild]:
     def rule(read: Node) -> Rebuild:
         # The sum is mostly a residual stream, and a later op saves a term only rarely. So a recipe does not
         # wait for a term that no op has saved yet.
-        if read.is_lost(0) or read.is_lost(1):
+        if any(is_lost(term, read.policy) for term, _ in read.edges):
             raise Unknown("a term of the sum is not kept", lasts=True)
         if read.policy.products and read.is_residual():
             raise Unknown("the sum is kept instead of repeating the product that is its term", lasts=True)

@@ -52,9 +52,6 @@ class Shared:
     def check(self) -> None:
         check()
 
-    def close(self) -> None:
-        """Nothing: torch.distributed destroys the process group."""
-
     def _traced(self, numbers: Tensor, tag: Tensor | None) -> tuple[Tensor, Tensor]:
         layer = self._layer
         return share(numbers, tag, self._process_group.group_name, layer.op, layer.number, layer.momentum)

@@ -127,9 +127,7 @@ class Agreement:
             return self._ask(key, question, answer)
         except BaseException as error:
             with contextlib.suppress(RuntimeError):  # the store may be destroyed
-                left = f"rank {self.rank} left it: {type(error).__name__}"
-                if self._store.compare_set(key + "end", "", left) == b"all":
-                    self._asked -= 1  # the others have an answer, which this rank reads when it asks again
+                self._store.compare_set(key + "end", "", f"rank {self.rank} left it: {type(error).__name__}")
             raise
 
     def _ask(self, key: str, question: str, answer: str) -> dict[str, list[int]]:

@@ -29,9 +29,7 @@ class Collective(Backend):
     """Statistics over a process group of any size, on one host or many.
 
     When a rank dies, does not call, or is in a backward while others are in a forward, the others raise
-    within the group's timeout; over gloo within seconds when a process of this host has ended. gloo closes
-    its connections then, and the group cannot be used again. After different tags it can, where the ranks
-    are in the same step.
+    within the group's timeout; over gloo within seconds when a process of this host has ended.
     """
 
     name = "Collective"
@@ -55,47 +53,30 @@ class Collective(Backend):
         handle.wide |= dtype == torch.float64
         return True
 
-    def next_step(self) -> int:
-        self.check()
-        return super().next_step()
-
     def share(self, numbers: Tensor, tag: Tag) -> Tensor:
-        self.check()
+        self.check_usable()
         exchange, kind = self._exchange.of(tag), Kind(numbers.dim() - 1)
-        message = _ops.message_pack(numbers, exchange)
-        if kind == Kind.MOMENTS:
-            messages = message.new_empty(self._exchange.handle.world * message.numel())
-            work = getattr(dist, ALL_GATHER)(messages, message, group=self._process_group(), async_op=True)
-        else:
-            messages = message
-            work = dist.all_reduce(messages, group=self._process_group(), async_op=True)
-        self._wait(work, messages, self._text(tag, kind))
+        messages = message = _ops.message_pack(numbers, exchange)
+        try:
+            if kind == Kind.MOMENTS:
+                messages = message.new_empty(self._exchange.handle.world * message.numel())
+                gather = getattr(dist, ALL_GATHER)
+                work = gather(messages, message, group=self._process_group(), async_op=True)
+            else:
+                work = dist.all_reduce(messages, group=self._process_group(), async_op=True)
+            work.wait() if messages.is_cuda else wait_on_host(work, self._watch)
+        except BaseException as error:  # Ctrl-C too
+            self._failed = str(error) or type(error).__name__
+            if not isinstance(error, RuntimeError):
+                raise
+            raise RuntimeError(
+                f"rank {self._rank} in {self._text(tag, kind)}: the collective failed, so a rank has died, "
+                f"did not arrive or is in another collective: {error}"
+            ) from error
         result = _ops.message_merge(messages, numbers, exchange)
         if not self._deferred:
             self.check()
         return result
-
-    def _fail(self) -> None:
-        report = self._exchange.report
-        report.fault = 0
-        # GPU hosts run ahead of the failed exchange by different numbers of steps. On CPUs a rank that is
-        # ahead has started again alone, so steps stay different and the next exchange raises.
-        if self._deferred:
-            self._step = max(self._step, report.epoch)
-        raise self._exchange.mismatch(self._describe)
-
-    def _wait(self, work: "dist.Work", messages: Tensor, what: str) -> None:
-        """Waits for the collective; on a CPU in slices, so that Ctrl-C is handled."""
-        if messages.is_cuda:
-            work.wait()
-            return
-        try:
-            wait_on_host(work, self._watch)
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"rank {self._rank} in {what}: the collective failed, so a rank has died, did not "
-                f"arrive or is in another collective: {error}"
-            ) from error
 
 
 def wait_on_host(work: "dist.Work", watch: ProcessWatch | None = None) -> None:

@@ -6,9 +6,6 @@ it when the last rank has ended, by whatever cause.
 
 import mmap
 import os
-import re
-import stat
-import struct
 import time
 from pathlib import Path
 
@@ -17,7 +14,7 @@ from torch import Tensor
 
 from .agreement import Agreement, Unavailable, process_space
 from .peer import Peer, arena_bytes
-from .protocol import MOST_RANKS, Arena, Describe, Tag, direction
+from .protocol import MOST_RANKS, Describe, Tag, direction
 from .transport import Reduce
 
 NAME = "SharedMemory"
@@ -36,7 +33,7 @@ class SharedMemory(Peer):
         self._watch.learn()  # now, since the store may be destroyed later
 
     def _run(self, op: Reduce, tag: Tag) -> Tensor:
-        self._begin()
+        self.check_usable()
         report = self._exchange.report
         report.missing = 1 << self._rank  # until the op writes the missing ranks
         try:
@@ -100,54 +97,33 @@ def connect(
     """Maps one segment on all ranks. Raises Unavailable on all ranks where that fails on one."""
     if agreement.world > MOST_RANKS:
         raise Unavailable(f"{agreement.world} ranks, more than {MOST_RANKS}")
-    each, file, told = arena_bytes(agreement.world, capacity), None, ""
+    each = arena_bytes(agreement.world, capacity)
+    size = agreement.world * each
+    make = lambda: _make(size) if agreement.rank == 0 else None  # noqa: E731
+    file = agreement.together("shared memory", make)
     try:
-        try:
-            if agreement.rank == 0:
-                file = os.open(FOLDER, os.O_TMPFILE | os.O_RDWR, 0o600)
-                os.posix_fallocate(
-                    file, 0, agreement.world * each
-                )  # else a full disk kills the process later, at a store
-                os.pwrite(file, struct.pack("=Q", os.getpid()), Arena.process.offset)
-                told = f"{os.getpid()} {file}"
-        except OSError as error:
-            told = str(error)
-        told = agreement.from_rank_0("shared memory", told)
-        map_it = lambda: _map(told, each, agreement.rank, agreement.world)  # noqa: E731
-        segment = agreement.together("shared memory", map_it)
+        told = agreement.from_rank_0("shared memory", f"/proc/{os.getpid()}/fd/{file}")
+        segment = agreement.together("shared memory", lambda: _map(told, size))
     finally:
         if file is not None:
             os.close(file)
     return SharedMemory(list(segment.split(each)), capacity, agreement, describe)
 
 
-def _map(told: str, each: int, rank: int, world: int) -> Tensor:
-    """Maps the segment that rank 0 announced as its PID and file descriptor; ValueError for anything else.
-
-    Other programs may write to the store. So a file is checked before it is opened, and only a new segment
-    is accepted: an unnamed file of this user and this size, marked by that process and not by this rank.
-    """
-    if not re.fullmatch("[1-9][0-9]{0,9} [0-9]{1,9}", told):
-        raise ValueError(told)
-    process, number = told.split()
-    size = world * each
-    found = os.open(f"/proc/{process}/fd/{number}", os.O_PATH)  # without opening the file itself
+def _make(size: int) -> int:
+    """The descriptor of a file without a name."""
+    file = os.open(FOLDER, os.O_TMPFILE | os.O_RDWR, 0o600)
     try:
-        seen = os.fstat(found)
-        expected = (stat.S_IFREG | 0o600, 0, size, os.geteuid(), os.stat(FOLDER).st_dev)
-        if (seen.st_mode, seen.st_nlink, seen.st_size, seen.st_uid, seen.st_dev) != expected:
-            raise ValueError(f"file {number} of process {process} is no segment of {size} bytes")
-        file = os.open(f"/proc/self/fd/{found}", os.O_RDWR)
-        try:
-            segment = torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
-        finally:
-            os.close(file)
+        os.posix_fallocate(file, 0, size)  # else a full disk kills the process later, at a store
+    except OSError:
+        os.close(file)
+        raise
+    return file
+
+
+def _map(path: str, size: int) -> Tensor:
+    file = os.open(path, os.O_RDWR)
+    try:
+        return torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
     finally:
-        os.close(found)
-    marks = (
-        segment.view(world, each)[:, Arena.process.offset :][:, :8].contiguous().view(torch.int64).flatten()
-    )
-    if marks[0] != int(process) or (rank > 0 and marks[rank] != 0):
-        raise ValueError(f"file {number} of process {process} is no new segment")
-    Arena.from_address(segment[rank * each :].data_ptr()).process = os.getpid()
-    return segment
+        os.close(file)

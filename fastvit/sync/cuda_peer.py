@@ -30,7 +30,7 @@ class DeviceMemory(Peer):
     captured = False  # a graph may hold the arenas' addresses for as long as the process lives
 
     def _run(self, op: Reduce, tag: Tag) -> Tensor:
-        self._begin()
+        self.check_usable()
         if self._capturing():
             self.captured = True
         elif self._device.type == "cuda":

@@ -53,9 +53,7 @@ class Group:
         self._agreement = Agreement(process_group, device.type)
         self._layers: dict[tuple, int] = {}
         self._names: list[str] = []
-        self._backwards: set[int] = (
-            set()
-        )  # autograd's numbers of backwards that have exchanged sums and not ended
+        self._backwards: set[int] = set()  # autograd's numbers of those that shared sums and have not ended
         self._backend: Backend | None = None
         self.why = ""
 
@@ -124,6 +122,8 @@ class Group:
                 f"the first call of a layer ({layer.op}, {channels} channels) that shares statistics cannot "
                 "be captured into a CUDA graph, because the ranks compare it and allocate; run a step before"
             )
+        if self._backend is not None:
+            self._backend.check_usable()
         number = len(self._names)
         momentum = "cumulative" if layer.momentum is None else f"{layer.momentum:g}"
         name = f"layer {number} ({layer.op}, {channels} channels)"
@@ -233,20 +233,14 @@ def check(wait: bool = False) -> None:
 def available_backends() -> str:
     """The backends that new groups on this machine would choose, as text."""
     wish = os.environ.get("FASTVIT_STATISTICS", "auto")
-    backends = {
-        "CPU": "SharedMemory on one host",
-        "CUDA": "CudaIpc on one host with peer access, a GPU per rank",
-    }
-    if wish == "peer":
-        backends["CUDA"] = "CudaIpc on one host with peer access"
+    cpu, cuda = "SharedMemory on one host", "CudaIpc on one host with peer access"
     try:
         cpu_peer.place(torch.device("cpu"))
     except OSError:
-        backends["CPU"] = "Collective"
+        cpu = "Collective"
     if not _library.HAS_CUDA:
-        backends["CUDA"] = "Collective"
+        cuda = "Collective"
     if wish == "collective":
-        backends = dict.fromkeys(backends, "Collective")
-    text = ", ".join(f"{name} {backend}" for name, backend in backends.items())
+        cpu = cuda = "Collective"
     elsewhere = "otherwise an error" if wish == "peer" else "otherwise Collective"
-    return f"FASTVIT_STATISTICS={wish}: {text}, {elsewhere}"
+    return f"FASTVIT_STATISTICS={wish}: CPU {cpu}, CUDA {cuda}, {elsewhere}"

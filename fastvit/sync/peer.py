@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from .protocol import Describe, Exchange, Fault, Tag, packets
+from .protocol import Describe, Exchange, Tag, packets
 from .transport import Backend, Reduce
 
 _ops = torch.ops.fastvit
@@ -21,8 +21,6 @@ class Peer(Backend):
         arenas: of all ranks (csrc/sync/protocol.h, Arena), each `peer_bytes` bytes, zeros at first.
         seconds: a GPU's timeout, or the length of a CPU's slice of waiting.
         describe: the text for an exchange in an error.
-
-    After an error no rank goes on: every later exchange of the group raises.
     """
 
     def __init__(
@@ -39,7 +37,6 @@ class Peer(Backend):
         self.name, self._arenas, self.timeout = name, arenas, seconds
         handle = self._exchange.handle
         handle.capacity, handle.nanoseconds = capacity, int(seconds * 1e9)
-        self._failed = ""  # the message of an exchange that failed
 
     def reserve(self, channels: int, dtype: torch.dtype) -> bool:
         return packets(channels, dtype) <= self._exchange.handle.capacity
@@ -53,41 +50,9 @@ class Peer(Backend):
     def sums(self, reduce: Reduce, tag: Tag) -> Tensor:
         return self._run(reduce, tag)
 
-    def next_step(self) -> int:
-        self._begin()
-        return super().next_step()
-
-    def check(self, wait: bool = False) -> None:
-        if not self._failed:  # else the error was raised before
-            super().check(wait)
-
     def _run(self, op: Reduce, tag: Tag) -> Tensor:
-        self._begin()
+        self.check_usable()
         return op(self._exchange.of(tag))
-
-    def _begin(self) -> None:
-        """Before an exchange: raises a reported fault, and after it always."""
-        self.check()
-        if self._failed:
-            raise RuntimeError(
-                f"rank {self._rank}: an exchange of this group has failed ({self._failed}); end all ranks "
-                "and start them anew, or create a new process group with all ranks at the same batch"
-            )
-
-    def _fail(self) -> None:
-        report = self._exchange.report
-        if report.fault == Fault.MISMATCH:
-            error = self._exchange.mismatch(self._describe)
-        else:
-            what = f"rank {report.rank} in {self._exchange.text(self._describe)}"
-            error = RuntimeError(
-                f"{what}: rank {report.peer} raised an error and gave up the exchange"
-                if report.fault == Fault.GAVE_UP
-                else f"{what}: nothing from rank {report.peer} within {self.timeout:g} s "
-                "(reported by the GPU; what it computed since is NaN)"
-            )
-        self._failed = str(error)
-        raise error
 
 
 def arena_bytes(world: int, capacity: int) -> int:

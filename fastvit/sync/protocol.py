@@ -48,7 +48,6 @@ class Arena(ctypes.Structure):
     """The first fields of an arena, the part of a group's memory that one rank owns."""
 
     _fields_ = [(name, ctypes.c_uint32) for name in ("epoch", "abandoned")]
-    _fields_ += [("process", ctypes.c_uint64)]
 
 
 class Handle(ctypes.Structure):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from .protocol import STEPS, Describe, Exchange, Kind, Tag, direction
+from .protocol import STEPS, Describe, Exchange, Fault, Kind, Tag, direction
 
 Reduce = Callable[[Tensor | None], Tensor]  # bn_reduce or abn_reduce of a layer, given its `exchange`
 
@@ -20,7 +20,6 @@ class Transport(Protocol):
     sums: returns `reduce(exchange)`: this rank's sums and those of all ranks, `(2, 2C)`; one row with one
         rank.
     check: raises errors of exchanges that the host did not wait for.
-    close: releases the group.
 
     After a failed exchange the result is NaN, the count included, and the next call of the host raises; where
     the host waits, this call does. No running statistics or parameters are written then.
@@ -33,8 +32,6 @@ class Transport(Protocol):
     def sums(self, reduce: Reduce, tag: Tensor | None) -> Tensor: ...
 
     def check(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class Local:
@@ -51,9 +48,6 @@ class Local:
     def check(self) -> None:
         """Nothing."""
 
-    def close(self) -> None:
-        """Nothing."""
-
 
 LOCAL = Local()
 
@@ -63,9 +57,13 @@ class Backend:
 
     A Tag names an exchange. `share` takes numbers that were formed before: for moments, `(2C + 2,)`, it
     returns the group's; for sums, `(1, 2C)`, it adds the group's as a second row.
+
+    After an error no rank goes on: every later exchange of the group raises.
     """
 
     name: str
+    timeout: float  # seconds, for the text of an error
+    _failed = ""  # the message of an exchange that failed
 
     def __init__(self, exchange: Exchange, describe: Describe, device: torch.device):
         self._exchange, self._describe, self._device = exchange, describe, device
@@ -92,20 +90,42 @@ class Backend:
         """Raises a reported fault, once; with `wait` after the device has finished its work."""
         if wait and self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        if self._exchange.report.fault:
+        if self._exchange.report.fault and not self._failed:
             self._fail()
 
     def close(self) -> None:
         """Frees the memory of the backend, which is not used again."""
 
     def next_step(self) -> int:
+        self.check_usable()
         if self._capturing():
             return 0  # a wildcard: the graph replays at any step
         self._step = (self._step + 1) % STEPS
         return self._step
 
+    def check_usable(self) -> None:
+        """Before an exchange: raises a reported fault, and after any error always."""
+        self.check()
+        if self._failed:
+            raise RuntimeError(
+                f"rank {self._rank}: an exchange of this group has failed ({self._failed}); end all ranks "
+                "and start them anew, or create a new process group with all ranks at the same batch"
+            )
+
     def _fail(self) -> None:
-        raise NotImplementedError
+        report = self._exchange.report
+        if report.fault == Fault.MISMATCH:
+            error = self._exchange.mismatch(self._describe)
+        else:
+            what = f"rank {report.rank} in {self._exchange.text(self._describe)}"
+            error = RuntimeError(
+                f"{what}: rank {report.peer} raised an error and gave up the exchange"
+                if report.fault == Fault.GAVE_UP
+                else f"{what}: nothing from rank {report.peer} within {self.timeout:g} s "
+                "(reported by the GPU; what it computed since is NaN)"
+            )
+        self._failed = str(error)
+        raise error
 
     def _capturing(self) -> bool:
         return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
