@@ -48,6 +48,10 @@ def device() -> str:
     return "cuda" if TARGET == "cuda" else "cpu"
 
 
+def pytest_collectstart():
+    torch.manual_seed(0)  # numbers that a module draws
+
+
 @pytest.fixture(autouse=True)
 def repeatable():
     torch.manual_seed(0)
