@@ -6,11 +6,13 @@
 Time of the named work only: cold caches, a new input each time, contenders in turn. Forward and backward are
 timed separately; `both` is their sum. GB/s is computed with the passes over the activation of fastvit's ops,
 for all contenders: forward 3 (2R + 1W), backward 5 (4R + 1W). The copy is of an activation of the same size
-with cold caches. Writes ops_cpu.csv after every case, then a Markdown table. bench_gpu.py measures GPUs.
+with cold caches. Writes ops_cpu.csv and ops_cpu.md after every case; with ATEN_CPU_CAPABILITY=avx2, which
+lowers the instruction set, ops_cpu_avx2. bench_gpu.py measures GPUs.
 """
 
 import gc
 import itertools
+import os
 import time
 from statistics import median
 
@@ -46,18 +48,14 @@ class Layer:
     def backward(self) -> tuple[torch.Tensor, ...]:
         return torch.autograd.grad(self.held.pop(), self.inputs, self.dy)
 
-    def step(self, timer: Timer) -> dict[str, tuple[float, float]]:
-        """(device, host) milliseconds by pass."""
+    def step(self, timer: Timer) -> dict[str, float]:
+        """Milliseconds by pass."""
         self.fresh()
         timer.cold()
-        forward = timer(self.forward), timer.host_ms
+        forward = timer(self.forward)
         timer.cold()
-        backward = timer(self.backward), timer.host_ms
-        return {
-            "forward": forward,
-            "backward": backward,
-            "both": (forward[0] + backward[0], forward[1] + backward[1]),
-        }
+        backward = timer(self.backward)
+        return {"forward": forward, "backward": backward, "both": forward + backward}
 
 
 class RawOp:
@@ -67,10 +65,10 @@ class RawOp:
         self.name, self.op = name, op
         self.passes = {name: op.passes}
 
-    def step(self, timer: Timer) -> dict[str, tuple[float, float]]:
+    def step(self, timer: Timer) -> dict[str, float]:
         self.op.prepare()
         timer.cold()
-        return {self.name: (timer(self.op.call), timer.host_ms)}
+        return {self.name: timer(self.op.call)}
 
 
 def layers_of(case: Case, timer: Timer) -> dict[str, Layer]:
@@ -114,7 +112,7 @@ def measure(case: Case, measured: dict, timer: Timer, seconds: float) -> list[di
 
 
 def row_of(case: Case, name: str, op: str, passes: int, steps: list[dict], copy: float) -> dict:
-    taken = percentiles([step[op][0] * 1e3 for step in steps], "us")
+    taken = percentiles([step[op] * 1e3 for step in steps], "us")
     bandwidth = passes * case.nbytes / taken["p50_us"] / 1e3
     row = {
         "contender": name,
@@ -122,16 +120,14 @@ def row_of(case: Case, name: str, op: str, passes: int, steps: list[dict], copy:
         "shape": case.size,
         "layout": case.layout,
         "dtype": case.dtype,
+        "instructions": torch.ops.fastvit.cpu_capability(),
         "threads": torch.get_num_threads(),
         "MB": case.nbytes / 1e6,
         **taken,
-        "host_us": percentiles([step[op][1] * 1e3 for step in steps], "us")["p50_us"],
         "passes": passes,
         "GB_s": bandwidth,
         "copy_GB_s": copy,
         "share_of_copy": bandwidth / copy,
-        "peak_activations": "",  # as is the next, known of no CPU
-        "kernels": "",
         "repeats": len(steps),
     }
     print(
@@ -149,6 +145,8 @@ def main() -> None:
     options = parser.parse_args()
     reuse_memory()
     timer, where = Timer("cpu", 1 << 20 if options.quick else None), provenance("cpu")
+    lowered = os.environ.get("ATEN_CPU_CAPABILITY")
+    name = f"ops_cpu_{lowered}" if lowered else "ops_cpu"
     rows: list[dict] = []
     for threads in options.threads or [torch.get_num_threads()]:
         torch.set_num_threads(threads)
@@ -156,8 +154,8 @@ def main() -> None:
             for make in (layers_of, ops_of):
                 found = measure(case, make(case, timer), timer, 0.02 if options.quick else SECONDS)
                 rows += [row | where for row in found]
-            write_csv("ops_cpu", rows, options.out)
-            (options.out / "ops_cpu.md").write_text(roofline.table(rows, {}, []))
+            write_csv(name, rows, options.out)
+            (options.out / f"{name}.md").write_text(roofline.table(rows))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from harness import markdown
 PASSES = ("forward", "backward", "both")
 COLUMNS = (
     "shape", "layout", "dtype", "threads", "layer", "forward us", "backward us", "both us (p20 to p80)",
-    "against torch", "8 passes / time", "host us", "kernels", "peak",
+    "against torch", "8 passes / time",
 )  # fmt: skip
 
 
@@ -17,11 +17,6 @@ def _is_op(row: dict) -> bool:
 
 def _case(row: dict) -> tuple[str, str, str, int | str]:
     return row["shape"], row["layout"], row["dtype"], row["threads"]
-
-
-def _pair(forward: dict, backward: dict, key: str, digits: str = "") -> str:
-    pair = forward[key], backward[key]
-    return "" if pair == ("", "") else " + ".join(format(value, digits) for value in pair)
 
 
 def _layers(rows: list[dict]) -> list[tuple]:
@@ -40,9 +35,6 @@ def _layers(rows: list[dict]) -> list[tuple]:
             f"{both['p50_us']:.1f} ({both['p20_us']:.1f} to {both['p80_us']:.1f})",
             f"{torch_both['p50_us'] / both['p50_us']:.2f}x" if torch_both else "",
             f"{both['share_of_copy']:.2f}",
-            _pair(forward, backward, "host_us", ".0f"),
-            _pair(forward, backward, "kernels"),
-            _pair(forward, backward, "peak_activations", ".2f"),
         ))  # fmt: skip
     return lines
 
@@ -61,28 +53,21 @@ def _ops(rows: list[dict]) -> list[tuple]:
     return markdown(("shape", "layout", "dtype", "threads", *names), lines) if lines else []
 
 
-def table(rows: list[dict], absent: dict[str, str], unreached: list[str]) -> str:
-    """Markdown: layers, raw ops, place of the measurement, and contenders without a result."""
-    if not rows:
-        return "Nothing was measured.\n"
+def table(rows: list[dict]) -> str:
+    """Markdown: place of the measurement, layers, raw ops."""
     first, copy = rows[0], median(row["copy_GB_s"] for row in rows)
-    place = [f"{first['device']}, driver {first['driver']}" if first["driver"] else first["device"]]
-    place += [f"torch {first['torch']}", f"CUDA {first['cuda'] or 'none'}"]
-    place += [f"commit {first['commit']}", first["date"]]
+    place = f"{first['device']}, {first['instructions']}, torch {first['torch']}, commit {first['commit']}"
     lines = [
-        f"{', '.join(place)}. Copy bandwidth {copy:.0f} GB/s.",
+        f"{place}, {first['date']}. Copy bandwidth {copy:.0f} GB/s.",
         "",
         "Layers, medians. `8 passes / time`: what a step reads and writes, over its time, as a share of the",
-        "copy bandwidth. host, kernels, peak (activations): forward + backward.",
+        "copy bandwidth.",
         "",
         *markdown(COLUMNS, _layers(rows)),
         "",
         "Raw ops, medians in us, GB/s (share of the copy bandwidth); torch's functions for the same work:",
         "",
         *_ops(rows),
-        "",
-        *(f"Not measured: {what}: {why}" for what, why in absent.items()),
-        f"Not reached within the time: {', '.join(unreached) or 'nothing'}.",
         "",
     ]
     return "\n".join(lines)

@@ -25,6 +25,8 @@ struct Terms {  // what the elements of a vector add to the two sums of their ch
 template <class A, int kParts, class F>
 FASTVIT_INLINE Terms<A> sum_plane(int64_t n, const F& terms) {
   constexpr int L = kLanes<A>;
+  if constexpr (kParts > 1)  // of a short plane, to add up the parts takes longer than to wait
+    if (n < 2 * kParts * L) return sum_plane<A, 1>(n, terms);
   Terms<A> parts[kParts] = {};
   const auto add = [&](int part, const Terms<A>& t) {
     parts[part].first += t.first;
@@ -133,7 +135,8 @@ struct NextRows {
 };
 
 // The sums over groups of rows, for up to kPiece channels. kAtOnce rows are added to a table at once, so that
-// it is loaded and stored once for all of them.
+// it is loaded and stored once for all of them. Sums of a few channels in registers over all rows would need
+// no table, but take longer: rows are then read out of the order of memory.
 template <class A, int kAtOnce>
 struct RowSums {
   static constexpr int L = kLanes<A>;
