@@ -21,7 +21,7 @@ from .recompute.kept import SMALLEST, Kept, Unread
 from .recompute.masks import Gate
 from .recompute.policy import op_name
 from .recompute.saved import Recipe
-from .recompute.values import VALUE, Given, Value, View
+from .recompute.values import VALUE, Ingredient, Value, View
 from .trial import Trial
 
 __all__ = ["Report", "TensorReport", "report"]
@@ -291,7 +291,7 @@ def _recomputed(value: Value, inputs: int) -> str:
 def _ops(value: Value) -> Iterator[str]:
     for argument in value.arguments:
         inner = argument.value if isinstance(argument, View) else argument
-        if not isinstance(inner, Given) and inner.function is not None and inner.kept() is None:
+        if not isinstance(inner, Ingredient) and inner.function is not None and inner.kept() is None:
             yield from _ops(inner)
     yield _plain(value.name)
 

@@ -175,7 +175,7 @@ __device__ __forceinline__ void await(unsigned* semaphore, unsigned blocks) {
     }
   }
   __syncthreads();
-  if (threadIdx.x == 0) atomicInc(semaphore, kPublished | (blocks - 1));  // nobody waits for it
+  if (threadIdx.x == 0) atomicInc(semaphore, kPublished | (blocks - 1));  // no block waits for it
 }
 
 // Calls write(c, total) with the totals of the tile's channels over all slices, and returns true: in the last

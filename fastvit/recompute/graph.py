@@ -20,7 +20,7 @@ from torch import Tensor
 from .kept import SMALLEST, Kept, Unread
 from .policy import Policy
 from .saved import Recipe
-from .values import CALL, VALUE, Argument, Copied, Given, Held, Rebuild, Unknown, Value, View
+from .values import CALL, VALUE, Argument, Copied, Ingredient, Rebuild, Saved, Unknown, Value, View
 from .views import VIEWS, signed, signed_all
 
 LEAF = "torch::autograd::AccumulateGrad"
@@ -114,7 +114,7 @@ class Node:
     def packed(self, packed: object) -> Argument:
         """What an op of this scope has packed."""
         if type(packed) is Kept:
-            return Held(packed)
+            return Saved(packed)
         if type(packed) is Recipe:
             return View(packed.value, ((torch.as_strided, *packed.geometry),))
         if isinstance(packed, Tensor) and packed.numel() == 1 and packed.grad_fn is None:
@@ -148,7 +148,7 @@ class Node:
         if node is None or number:
             raise Unknown
         if name == LEAF:
-            value: Value | Given = self.leaf(node.variable)
+            value: Value | Ingredient = self.leaf(node.variable)
         else:
             value = node.metadata.get(VALUE) or value_of(node, self.policy, None, self.level + 1)
         return View(value, views) if views else value

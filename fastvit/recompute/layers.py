@@ -16,8 +16,8 @@ def layer(read: Node) -> Rebuild:
     saved = [None if one is None else read.packed(one) for one in packed]
     present = [one is not None for one in saved]
 
-    def from_saved(*given: Tensor) -> Tensor:
-        tensors = iter(given)
-        return rebuild(*[next(tensors) if there else None for there in present])
+    def from_saved(*tensors: Tensor) -> Tensor:
+        left = iter(tensors)
+        return rebuild(*[next(left) if there else None for there in present])
 
     return from_saved, tuple([one for one in saved if one is not None])

@@ -37,12 +37,12 @@ def _rms_norm_of(shape: tuple[int, ...], eps: float | None) -> Callable[..., Ten
 
 def _present(read: Node, *names: str) -> tuple[Argument, ...]:
     """The arguments of a normalisation, without trailing parameters that are None."""
-    given = [read.saved(name) for name in names]
-    while given and given[-1] is None:
-        given.pop()
-    if not given or None in given:
+    found = [read.saved(name) for name in names]
+    while found and found[-1] is None:
+        found.pop()
+    if not found or None in found:
         raise Unknown
-    return tuple(given)
+    return tuple(found)
 
 
 def group_norm(read: Node) -> Rebuild:
@@ -58,9 +58,9 @@ def group_norm(read: Node) -> Rebuild:
     return norm, _all_of(read.saved("input"), weight, bias)
 
 
-def _affine(given: tuple[Tensor, ...], weight: bool, bias: bool) -> tuple[Tensor | None, Tensor | None]:
-    """Weight and bias, of which `given` has those that there are."""
-    tensors = iter(given)
+def _affine(present: tuple[Tensor, ...], weight: bool, bias: bool) -> tuple[Tensor | None, Tensor | None]:
+    """Weight and bias, of which `present` has those that there are."""
+    tensors = iter(present)
     return next(tensors) if weight else None, next(tensors) if bias else None
 
 

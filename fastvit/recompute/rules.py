@@ -26,14 +26,14 @@ from .views import itself
 class Pointwise:
     """An op on elements, which can write its result into a tensor of any strides."""
 
-    __slots__ = ("given", "op")
+    __slots__ = ("op", "options")
 
-    def __init__(self, op: Callable[..., Tensor], *given):
+    def __init__(self, op: Callable[..., Tensor], *options):
         self.op = op
-        self.given = given  # arguments behind the tensors
+        self.options = options  # arguments behind the tensors
 
     def __call__(self, *tensors: Tensor, out: Tensor | None = None) -> Tensor:
-        return self.op(*tensors, *self.given, out=out)
+        return self.op(*tensors, *self.options, out=out)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
@@ -79,9 +79,9 @@ def _leaky_relu(read: Node, in_place: bool = False) -> Rebuild:
 
 
 def _elu(read: Node, in_place: bool = False) -> Rebuild:
-    given = [read.number(name) for name in ("alpha", "scale", "input_scale")]
+    options = [read.number(name) for name in ("alpha", "scale", "input_scale")]
     argument = read.edge(0) if in_place else read.input("self", 0)
-    return lambda t: torch.ops.aten.elu(t, *given), (argument,)
+    return lambda t: torch.ops.aten.elu(t, *options), (argument,)
 
 
 def _clamp(read: Node) -> Rebuild:
@@ -198,7 +198,7 @@ def _written_at_once(inner: Argument, copy: Node, shape: tuple[int, ...]) -> Reb
     # Loops over complex numbers of other strides may round otherwise.
     if dtype.is_complex or any(view[0] not in (itself, Tensor.transpose) for view in views):
         return None
-    swaps = [given for function, *given in reversed(views) if function is Tensor.transpose]
+    swaps = [dims for function, *dims in reversed(views) if function is Tensor.transpose]
 
     def write(*tensors: Tensor) -> Tensor:
         whole = out = torch.empty(size, dtype=dtype, device=device)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .kept import Kept, Unread
 from .masks import GATES
-from .values import Given, Source, Value, plainly
+from .values import Ingredient, Source, Value, plainly
 
 
 class Recipe:
@@ -31,7 +31,7 @@ class Recipe:
         self.kept: Kept | None = None
         self.source: Source | None = None
 
-    def settle(self) -> Value | Given | None:
+    def settle(self) -> Value | Ingredient | None:
         """Drops the tensor where all ingredients are kept; otherwise returns the first that is not."""
         ingredients: list[Kept] = []
         missing = self.value.gather(ingredients)

@@ -33,7 +33,7 @@ from .masks import Bits
 from .places import Place
 from .policy import Policy
 from .saved import Recipe, unpack
-from .values import VALUE, VERSION, Copied, Given, Value
+from .values import VALUE, VERSION, Copied, Ingredient, Value
 from .views import VIEWS, leads_to
 
 _MASK = "dropout_mask, a bit an element"
@@ -223,7 +223,7 @@ class Scope(Told):
             node.metadata[VERSION] = base._version  # the op saves its result before its call returns
         return node.metadata.get(VERSION) == base._version
 
-    def _wait(self, recipe: Recipe, missing: Value | Given) -> None:
+    def _wait(self, recipe: Recipe, missing: Value | Ingredient) -> None:
         reference = weakref.ref(recipe)
         self._sweep()
         self._waiting.append(reference)

@@ -32,26 +32,26 @@ class View:
 
     __slots__ = ("value", "views")
 
-    def __init__(self, value: Value | Given, views: tuple[tuple, ...]):
+    def __init__(self, value: Value | Ingredient, views: tuple[tuple, ...]):
         self.value = value
         self.views = views
 
-    def gather(self, ingredients: list[Kept]) -> Value | Given | None:
+    def gather(self, ingredients: list[Kept]) -> Value | Ingredient | None:
         return self.value.gather(ingredients)
 
     def tensor(self) -> Tensor:
         result = self.value.tensor()
-        for function, *given in self.views:
-            result = function(result, *given)
+        for function, *arguments in self.views:
+            result = function(result, *arguments)
         return result
 
 
-class Given:
+class Ingredient:
     """A tensor without a known value, which cannot be rebuilt."""
 
     __slots__ = ()
 
-    def gather(self, ingredients: list[Kept]) -> Given | None:
+    def gather(self, ingredients: list[Kept]) -> Ingredient | None:
         kept = self()
         if kept is None or not kept.is_there():
             return self
@@ -65,13 +65,13 @@ class Given:
         return kept.read()
 
 
-class Held(Given, weakref.ref):
+class Saved(Ingredient, weakref.ref):
     """A tensor that an op saved. A subclass of weakref, to save an object for the garbage collector."""
 
     __slots__ = ()
 
 
-class Copied(Given):
+class Copied(Ingredient):
     """A tensor that no op has saved, and that the recipe keeps."""
 
     __slots__ = ("kept",)
@@ -166,7 +166,7 @@ class Value:
             return f"its recipe has more than {MOST_OPS} ops"
         return ""
 
-    def gather(self, ingredients: list[Kept]) -> Value | Given | None:
+    def gather(self, ingredients: list[Kept]) -> Value | Ingredient | None:
         """Collects the kept tensors from which this is rebuilt, or returns the first that is not kept."""
         reference = self.keeper
         if reference is not None and (kept := reference()) is not None and kept.is_intact():
@@ -247,7 +247,7 @@ class Source:
         return tensor
 
 
-Argument = Value | Given | View  # a tensor that goes into an op
+Argument = Value | Ingredient | View  # a tensor that goes into an op
 Rebuild = tuple[Callable[..., Tensor], tuple[Argument, ...]]  # an op and what goes into it
 
 

@@ -35,15 +35,15 @@ def _method(name: str, *integers: str, part: bool = False) -> Callable:
     saved, method = [sys.intern(f"_saved_{integer}") for integer in integers], getattr(Tensor, name)
 
     def rule(node, number: int) -> ViewOp:
-        given = [getattr(node, one) for one in saved]
-        given = [signed_all(g) if type(g) is tuple else signed(g) for g in given]
-        return (_part, method, number, *given) if part else (method, *given)
+        values = [getattr(node, one) for one in saved]
+        values = [signed_all(v) if type(v) is tuple else signed(v) for v in values]
+        return (_part, method, number, *values) if part else (method, *values)
 
     return rule
 
 
-def _part(tensor: Tensor, method: Callable, number: int, *given) -> Tensor:
-    return method(tensor, *given)[number]
+def _part(tensor: Tensor, method: Callable, number: int, *values) -> Tensor:
+    return method(tensor, *values)[number]
 
 
 def itself(tensor: Tensor) -> Tensor:
