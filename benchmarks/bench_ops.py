@@ -125,13 +125,10 @@ def row_of(case: Case, name: str, op: str, passes: int, steps: list[dict], copy:
         "threads": torch.get_num_threads(),
         "MB": case.nbytes / 1e6,
         **taken,
-        "host_us": percentiles([step[op][1] * 1e3 for step in steps], "us")["p50_us"],
         "passes": passes,
         "GB_s": bandwidth,
         "copy_GB_s": copy,
         "share_of_copy": bandwidth / copy,
-        "peak_activations": "",  # as is the next, known of no CPU
-        "kernels": "",
         "repeats": len(steps),
     }
     print(
@@ -157,7 +154,7 @@ def main() -> None:
                 found = measure(case, make(case, timer), timer, 0.02 if options.quick else SECONDS)
                 rows += [row | where for row in found]
             write_csv("ops_cpu", rows, options.out)
-            (options.out / "ops_cpu.md").write_text(roofline.table(rows, {}, []))
+            (options.out / "ops_cpu.md").write_text(roofline.table(rows))
 
 
 if __name__ == "__main__":
