@@ -119,7 +119,7 @@ def test_a_missing_disassembler_is_an_error_that_says_what_to_install(monkeypatc
         sass.shutil, "which", lambda n, path=None: None if n == "cuobjdump" else real(n, path=path)
     )
     with pytest.raises(SystemExit, match="pip install nvidia-cuda-cuobjdump"):
-        sass.disassemble(Path("kernels.cubin"))
+        sass.find_disassembler()
 
 
 def kernels(registers=72, shared=3088, instructions=100, costliest=400):
@@ -250,7 +250,7 @@ def test_an_exchange():
     by = {(one["what"], one["world"], one["channels"]): one for one in found}
     assert [by["moments", world, 2048]["parts"] for world in (2, 4, 8)] == [2, 4, 8]
     assert [by["sums", world, 64]["parts"] for world in (2, 4, 8)] == [1, 1, 1]
-    assert {one["batches"] for one in found} == {1} and by["sums", 4, 2048]["instructions"] == 170
+    assert by["sums", 4, 2048]["instructions"] == 170
     last = 2 * H200.last_ns
     us = last + predict.HEADER_NS + 4 * H200.l2_ns + H200.l2_ns + 2 * 170 * 2 / H200.clock_GHz
     assert by["moments", 4, 2048]["us"] == pytest.approx(us / 1e3)
@@ -269,15 +269,6 @@ def test_no_team_is_idle_in_the_last_turn():
         teams, at_once = plan.slices * plan.teams, 132 * resident
         assert 128 / (-(-128 // teams) * teams) > 0.85
         assert plan.blocks / (-(-plan.blocks // at_once) * at_once) > 0.9
-
-
-def test_the_planners_own_time():
-    import planner
-
-    resident = {(rows, wide): 2 for rows in (False, True) for wide in (False, True)}
-    for layout in ("nchw", "channels_last"):
-        case = Case(BIG.shape, layout, "bf16")
-        assert 1 < planner.nanoseconds(case, 1, 1, resident, 132, 80 << 10, repeats=4000) < 20_000
 
 
 def test_lanes_have_packets():
@@ -324,14 +315,11 @@ def test_the_launchers_plan_alike(layout, shape, dtype):
 
 
 def test_program_says_what_it_needs(tmp_path):
-    """Where nvcc or cuobjdump is missing it ends before anything is written."""
-    if sass.SETUP["find_cuda"]()[0] and sass.disassembler():
-        pytest.skip("nvcc and cuobjdump are here")
+    """Without nvcc it ends before anything is written."""
     result = subprocess.run(
         [sys.executable, "benchmarks/predict.py", "--out", str(tmp_path)],
-        cwd=ROOT, capture_output=True, text=True, timeout=100, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=ROOT, capture_output=True, text=True, timeout=100,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "FASTVIT_CUDA": "0"},
     )  # fmt: skip
-    assert result.returncode == 1 and (
-        "nvcc is needed" in result.stderr or "needs cuobjdump" in result.stderr
-    )
+    assert result.returncode == 1 and "nvcc is needed: FASTVIT_CUDA=0" in result.stderr
     assert not list(tmp_path.iterdir())
