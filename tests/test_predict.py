@@ -110,6 +110,31 @@ def test_budget(kernel, least, most, over):
     assert sass.over_budget({"kernel": kernel, "least": least, "most": most}) is over
 
 
+@pytest.mark.parametrize(
+    "change,fault",
+    [
+        ({}, None),
+        ({"spills": 8}, "spills or has a stack frame"),
+        ({"stack": 16}, "spills or has a stack frame"),
+        ({"least": 56.0}, "over the budget with 56.0 to 60.0"),
+        ({"early": True}, "accesses memory before it waits for the previous kernel"),
+    ],
+)
+def test_a_fault_ends_the_count_with_an_error(monkeypatch, capsys, change, fault):
+    row = dict.fromkeys(sass.COLUMNS, 0) | {"kernel": "forward_kernel<float>", "least": 50.0, "most": 60.0}
+    monkeypatch.setattr(sass, "measured", lambda arch: [row | {"sm": arch, "early": False} | change])
+    monkeypatch.setattr(sys, "argv", ["sass.py", "--arch", "90"])
+    with pytest.raises(SystemExit) as ended:
+        sass.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert ended.value.code == (0 if fault is None else 1)
+    assert lines[2:] == (
+        ["1 kernels, 0 faults"]
+        if fault is None
+        else ["1 kernels, 1 faults", f"forward_kernel<float> sm_90: {fault}"]
+    )
+
+
 def test_a_missing_disassembler_is_an_error_that_says_what_to_install(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("CUDA_HOME", raising=False)
