@@ -10,7 +10,7 @@
     on_chip      local ops on tensors that fit on chip; FASTVIT_ON_CHIP=0 for two kernels a direction
     exchange     moments and sums by Loopback, with the peers' packets sent before: 2, 4, 8 ranks, C to 2048
     activations  forward and backward by activation
-    host_ops     host microseconds per op, and of a plan
+    host_ops     host microseconds per op
 
 Times by harness.Timer: of the device, with cold caches, medians. Writes PART_DEVICE.csv after every row.
 A part is a sequence of tasks. One that raises costs its own rows; a fault that spoils the GPU for this

@@ -9,7 +9,7 @@ from statistics import median
 import contenders
 import torch
 from contenders import Op
-from shapes import RESNET, RESNET_LAYERS, Case, images, quick_cases, tokens
+from shapes import RESNET, Case, images, quick_cases, tokens
 
 from fastvit import ops
 
@@ -119,7 +119,7 @@ def activations(part) -> Tasks:
 
 def host_ops(part) -> Tasks:
     """On tensors so small that the device's time is short; the least over rounds of calls, so few that a
-    launch never waits for room in the stream. `plan_us` is the planning in it, for large tensors too.
+    launch never waits for room in the stream.
     """
     calls, rounds = 200, 2 if part.quick else 30
 
@@ -138,29 +138,3 @@ def host_ops(part) -> Tasks:
         made = functools.cache(functools.partial(raw_ops, case, part.device))
         for op in contenders.RAW_OPS:
             yield f"{op} {layout}", functools.partial(work, made, op, layout)
-    yield "plans", functools.partial(plan_times, part)
-
-
-def plan_times(part) -> None:
-    import planner  # compiles the planner: a machine without a C++ compiler goes without
-
-    resident = {(rows, packets): 2 for rows in (False, True) for packets in (False, True)}
-    repeats = 400 if part.quick else 20_000
-
-    def row(op: str, layers: str, took: list[float]) -> None:
-        part.row(op=f"{op}, plan", layers=layers, plan_us=median(took) / 1e3, most_us=max(took) / 1e3)
-
-    for layout in BOTH:
-        for op, *kernel in (
-            ("bn_stats", 1, 1),
-            ("bn_forward", 2, 0),
-            ("bn_reduce", 2, 2),
-            ("bn_backward", 3, 0),
-        ):
-            row(op, f"53 of ResNet-50, {layout}", [
-                planner.nanoseconds(case, *kernel, resident, 132, 82 << 10, repeats=repeats)
-                for case in images(32, RESNET_LAYERS, (layout,), ("bf16",))
-            ])  # fmt: skip
-    for backward in (False, True):
-        norms = [planner.nanoseconds(32 * 197, 384, 8, backward, repeats=repeats) for _ in range(24)]
-        row(f"layer_norm_{'backward' if backward else 'forward'}", "24 of a ViT", norms)

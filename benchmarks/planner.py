@@ -5,7 +5,6 @@ import functools
 import hashlib
 import os
 import re
-import shutil
 import subprocess
 from collections import namedtuple
 from pathlib import Path
@@ -30,57 +29,41 @@ def _library() -> ctypes.CDLL:
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in SOURCES)).hexdigest()[:16]
     library = ROOT / "build/planner" / f"{digest}.so"
     if not library.exists():
-        candidates = [*os.environ.get("CXX", "").split()[-1:], "c++", "g++", "clang++"]
-        compiler = next(filter(shutil.which, candidates), None)
-        if compiler is None:
-            raise SystemExit("planner: csrc/cuda/plan.h needs a C++ compiler; install g++ or set CXX")
         library.parent.mkdir(parents=True, exist_ok=True)
         new = library.with_suffix(f".{os.getpid()}")
+        compiler = os.environ.get("CXX", "c++").split()[-1]
         command = [compiler, *"-std=c++20 -O3 -shared -fPIC -I".split(), str(ROOT / "csrc"), "-o", str(new)]
         subprocess.run([*command, str(SOURCES[0])], check=True)
         new.rename(library)  # several processes may compile it at once
     return ctypes.CDLL(str(library))
 
 
-def _answer(function: str, numbers: int, request: list[int], repeats: int = 1) -> tuple[list[int], float]:
-    """What a function of planner.cpp says, and the least nanoseconds of four times that it takes."""
-    call = getattr(_library(), function)
-    call.restype = ctypes.c_double
+def _answer(function: str, numbers: int, *request: int) -> list[int]:
+    """What a function of planner.cpp says."""
     given, answer = (ctypes.c_int64 * len(request))(*request), (ctypes.c_int64 * numbers)()
-    took = min(call(given, answer, ctypes.c_int64(repeats)) for _ in range(4 if repeats > 1 else 1))
-    return list(answer), took
+    getattr(_library(), function)(given, answer)
+    return list(answer)
 
 
-def _request(case: Case, operands: int, cached: int, resident: dict, multiprocessors: int, smem: int):
+def plan(case: Case, operands: int, cached: int, resident: dict, multiprocessors: int, smem: int) -> Plan:
+    """The plan of one op for contiguous, aligned operands of a case.
+
+    `operands` of the kernel; `cached` of those, which it reads and may hold in shared memory (0: it merges no
+    slices); `resident` blocks per multiprocessor by (rows, packets); `smem` bytes of a block for packets.
+    """
     x = torch.empty(case.shape, device="meta")
     if case.layout == "channels_last":
         x = x.contiguous(memory_format=torch.channels_last)
     blocks = [resident[rows, wide] for rows in (False, True) for wide in (False, True)]
     rest = [0] * (MOST_DIMS - x.dim())
-    operand = [x.dim(), *x.shape, *rest, *x.stride(), *rest, case.channel_dim]
-    return [*operand, operands, DTYPES[case.dtype].itemsize, cached, multiprocessors, smem, *blocks]
-
-
-def plan(*request) -> Plan:
-    """The plan of one op for contiguous, aligned operands of a case.
-
-    (case, operands, cached, resident, multiprocessors, smem): the number of operands of the kernel; of those
-    that it reads and may hold in shared memory (0: it merges no slices); the blocks per multiprocessor by
-    (rows, packets); the bytes of shared memory of a block for packets.
-    """
-    return Plan(*_answer("fastvit_plan", len(Plan._fields), _request(*request))[0])
+    request = [x.dim(), *x.shape, *rest, *x.stride(), *rest, case.channel_dim]
+    request += [operands, DTYPES[case.dtype].itemsize, cached, multiprocessors, smem, *blocks]
+    return Plan(*_answer("fastvit_plan", len(Plan._fields), *request))
 
 
 def row_plan(rows: int, columns: int, width: int, backward=False, half=False) -> tuple[int, ...]:
     """Lanes of a team, parts of a row and packets of a lane, for a LayerNorm in packets of `width`."""
-    return tuple(_answer("fastvit_row_plan", 3, [rows, columns, width, backward, half])[0])
-
-
-def nanoseconds(*request, repeats: int = 200_000) -> float:
-    """Of one layout and plan on this host, by the arguments of `plan` or `row_plan`."""
-    if isinstance(request[0], Case):
-        return _answer("fastvit_plan", len(Plan._fields), _request(*request), repeats // 4)[1]
-    return _answer("fastvit_row_plan", 3, [*request, False], repeats // 4)[1]
+    return tuple(_answer("fastvit_row_plan", 3, rows, columns, width, backward, half))
 
 
 def constant(name: str) -> int:

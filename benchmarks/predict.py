@@ -15,29 +15,26 @@ The plan is that of csrc/cuda/plan.h (planner.py), instructions are counted in w
     us         stream and issue, which overlap (see OVERLAP), prologue and tail, and the grid's start and end,
                alone: one that begins while another ends (csrc/cuda/launch.cuh) has a shorter start
     share      bytes / us over what a large copy reaches
-    costliest  with the costliest activation, or the longest way through the loop
+    costliest  us with the costliest activation, or the longest way through the loop
 
 Ops without moments or sums have rows where the tensor fits on chip; elsewhere they are two of the others.
 Activations and gates are predicted for the MLP of bench_vit_ops.py, LayerNorm for tokens of ViTs, and what
 an exchange adds for packets that have arrived: up to 8 blocks merge a part of the channels each, and the last
-of them ends the exchange (csrc/sync/cuda_peer.cuh). The L2 answers a thread's loads, 8 packets at a time, of
-which the next depend on those before.
+of them ends the exchange (csrc/sync/cuda_peer.cuh). A thread has 8 packets, which the L2 answers at once.
 
 compare.py sets a GPU's tables beside all this: where they differ by more than 15 % the model needs a
 correction. Writes predicted_h200.csv, predicted_exchange_h200.csv and predicted_h200.md.
 """
 
-import argparse
 import sys
 from collections import namedtuple
-from dataclasses import dataclass
 from pathlib import Path
 
 import planner
 from gpu_kernels import FIT_ON_CHIP, FOUR_OPS
 from gpu_waits import CHANNELS, WORLDS
-from harness import RESULTS, commit, markdown, write_csv
-from predict_kernels import ALL, CHEAP, H200, OPS, SOURCES, THREADS, TRANSCENDENTAL, TYPES, Gpu, Kernel
+from harness import command_line, commit, markdown, write_csv
+from predict_kernels import ALL, CHEAP, H200, OPS, THREADS, TRANSCENDENTAL, TYPES, Kernel
 from shapes import DTYPES, MLP, NORMS, Case, cases
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
@@ -52,7 +49,6 @@ EXCHANGES = {
 TRIPS = 4  # of an exchange to the L2: the own header and back, the first packets, the stores of the result
 HEADER_NS = 800.0  # of a barrier each before and behind the headers, and double divisions of counts; assumed
 MOST_PARTS, MULTIPROCESSORS_OF_PART = 8, 16  # csrc/sync/cuda_peer.cuh: the blocks that wait
-SCHEDULERS = 4  # of a multiprocessor
 # Per instruction: 2 for arithmetic of doubles, 8 for conversions to them, else 1 (programming guide)
 CYCLES = 2.0
 
@@ -60,49 +56,39 @@ CYCLES = 2.0
 Prediction = namedtuple(  # of an op on a tensor; MB is of the activation
     "Prediction",
     "op shape layout dtype MB bytes_MB blocks resident waves stream_us issue_us prologue_us tail_us us share "
-    "us_costliest share_costliest",
+    "us_costliest",
 )
 
 
-@dataclass
-class Work:
-    """Of one kernel on one tensor. `issue`: least and most."""
-
-    total: int  # bytes
-    blocks: int
-    resident: int
-    stream: float
-    issue: tuple[float, float]
-    prologue: float
-    tail: float
-
-    def prediction(self, op: str, case: Case, gpu: Gpu, costliest: "Work") -> Prediction:
-        us, costly = self.us(0, gpu), costliest.us(1, gpu)
-        copy = self.total / gpu.copy_GB_s / 1e3
-        return Prediction(
-            op, case.size, case.layout, case.dtype, case.nbytes / 1e6, self.total / 1e6, self.blocks,
-            self.resident, self.blocks / (gpu.multiprocessors * self.resident), self.stream, self.issue[0],
-            self.prologue, self.tail, us, copy / us, costly, copy / costly,
-        )  # fmt: skip
-
-    def us(self, which: int, gpu: Gpu) -> float:
-        overlapping = (self.stream**OVERLAP + self.issue[which] ** OVERLAP) ** (1 / OVERLAP)
-        return overlapping + (self.prologue + self.tail) + gpu.ends_us
-
-
-def predict(op: str, case: Case, kernels: dict[str, Kernel], gpu: Gpu = H200) -> Prediction | None:
+def predict(op: str, case: Case, kernels: dict[str, Kernel]) -> Prediction | None:
     """`kernels` by the names that OPS gives them. None for an op on chip whose tensor does not fit, and for
     an op that takes another dtype.
     """
     what = OPS[op]
-    if what.by_row:
-        found = [_of_rows(op, case, kernels, gpu)] * 2 if case.dtype == "fp32" or not what.to else [None] * 2
-    else:  # sets of activations differ in registers, and so in their plans
-        found = [_of_set(op, case, kernels, gpu, which) for which in (CHEAP, TRANSCENDENTAL)]
-    return found[0] and found[0].prediction(op, case, gpu, found[1])
+    if what.cases is NORMS:
+        return _of_rows(op, case, kernels) if case.dtype == "fp32" or not what.to else None
+    # Sets of activations differ in registers, and so in their plans.
+    cheap, costly = (_of_set(op, case, kernels, which) for which in (CHEAP, TRANSCENDENTAL))
+    return cheap and cheap._replace(us_costliest=costly.us_costliest)
 
 
-def _of_set(op: str, case: Case, kernels: dict[str, Kernel], gpu: Gpu, activations: int) -> Work | None:
+def _prediction(
+    op: str, case: Case, total: int, blocks: int, resident: int, stream: float,
+    issue: tuple[float, float], prologue: float, tail: float,
+) -> Prediction:  # fmt: skip
+    """`total` bytes; `issue` of the cheapest and of the costliest activation."""
+    us, costliest = (
+        (stream**OVERLAP + slots**OVERLAP) ** (1 / OVERLAP) + (prologue + tail) + H200.ends_us
+        for slots in issue
+    )
+    return Prediction(
+        op, case.size, case.layout, case.dtype, case.nbytes / 1e6, total / 1e6, blocks, resident,
+        blocks / (H200.multiprocessors * resident), stream, issue[0], prologue, tail,
+        us, total / H200.copy_GB_s / 1e3 / us, costliest,
+    )  # fmt: skip
+
+
+def _of_set(op: str, case: Case, kernels: dict[str, Kernel], activations: int) -> Prediction | None:
     what, wide = OPS[op], 16 // DTYPES[case.dtype].itemsize
 
     def kernel(rows: bool, packets: bool) -> Kernel:
@@ -113,8 +99,8 @@ def _of_set(op: str, case: Case, kernels: dict[str, Kernel], gpu: Gpu, activatio
     found = {(rows, packets): kernel(rows, packets) for rows in (False, True) for packets in (False, True)}
     plan = planner.plan(
         case, what.operands, what.reads if what.merges else 0,
-        {choice: gpu.resident(k.registers, k.shared) for choice, k in found.items()},
-        gpu.multiprocessors, gpu.smem_cache_bytes,
+        {choice: H200.resident(k.registers, k.shared) for choice, k in found.items()},
+        H200.multiprocessors, H200.smem_cache_bytes,
     )  # fmt: skip
     if what.local and not plan.slots:
         return None
@@ -128,34 +114,34 @@ def _of_set(op: str, case: Case, kernels: dict[str, Kernel], gpu: Gpu, activatio
         packets = -(-plan.segment // (wide if plan.vector else 1))
         deep = -(-packets // (plan.lanes * what.batch))
         batches = deep * -(-plan.units // teams)
-    at_once = gpu.multiprocessors * plan.resident
+    at_once = H200.multiprocessors * plan.resident
     total = what.operands * case.nbytes
     full, rest = divmod(plan.blocks, at_once)
-    bound = batches * gpu.latency_ns / 1e3  # microseconds of a wave, however few its blocks
+    bound = batches * H200.latency_ns / 1e3  # microseconds of a wave, however few its blocks
 
     def wave(blocks: int) -> float:
-        return max(bound, total * blocks / plan.blocks / gpu.copy_GB_s / 1e3) if blocks else 0.0
+        return max(bound, total * blocks / plan.blocks / H200.copy_GB_s / 1e3) if blocks else 0.0
 
     stream, tail = full * wave(at_once) + wave(rest), plan.tail_nanoseconds / 1e3
     if what.local:  # one wave, which reads everything before it writes anything
-        stream = max(bound, what.reads * case.nbytes / gpu.copy_GB_s / 1e3)
-        stream += what.writes * case.nbytes / gpu.copy_GB_s / 1e3
-        tail += 2 * gpu.latency_ns / 1e3 * (plan.slices > 1)  # publishing totals and reading them: assumed
+        stream = max(bound, what.reads * case.nbytes / H200.copy_GB_s / 1e3)
+        stream += what.writes * case.nbytes / H200.copy_GB_s / 1e3
+        tail += 2 * H200.latency_ns / 1e3 * (plan.slices > 1)  # publishing totals and reading them: assumed
     if what.merges:
         merging = plan.teams * (1 if plan.rows else plan.lanes)
-        tail += (gpu.merge_ns * (merging - 1).bit_length() + gpu.last_ns * plan.levels) / 1e3
-    prologue = (gpu.table_ns + gpu.l2_ns - gpu.latency_ns) / 1e3 if what.tabled else 0.0
+        tail += (H200.merge_ns * (merging - 1).bit_length() + H200.last_ns * plan.levels) / 1e3
+    prologue = (H200.table_ns + H200.l2_ns - H200.latency_ns) / 1e3 if what.tabled else 0.0
     warps = plan.blocks * THREADS / 32
 
     def issue(inner: float, outer: float, again: float) -> float:
         of_batch = inner + (outer - inner) / deep * (not plan.rows)
-        return gpu.issue_us(warps * batches * (of_batch + again))
+        return H200.issue_us(warps * batches * (of_batch + again))
 
     issues = tuple(map(issue, code.inner, code.outer, code.again))
-    return Work(total, plan.blocks, plan.resident, stream, issues, prologue, tail)
+    return _prediction(op, case, total, plan.blocks, plan.resident, stream, issues, prologue, tail)
 
 
-def _of_rows(op: str, case: Case, kernels: dict[str, Kernel], gpu: Gpu) -> Work:
+def _of_rows(op: str, case: Case, kernels: dict[str, Kernel]) -> Prediction:
     """Of a LayerNorm: blocks stay, and take the rows in turns, each a batch of loads and the sums over it.
 
     The longest way through the loop is that of rows in parts, which read weight and bias for every row.
@@ -166,36 +152,34 @@ def _of_rows(op: str, case: Case, kernels: dict[str, Kernel], gpu: Gpu) -> Work:
     columns, rows = case.shape[-1], case.nbytes // wide // case.shape[-1]
     lanes, parts, held = planner.row_plan(rows, columns, width, backward, case.dtype == "fp16")
     code = kernels[what.kernel.format(T=TYPES[case.dtype], G=TYPES[to], V=width, K=held)]
-    teams, resident = THREADS // lanes, gpu.resident(code.registers, code.shared)
-    blocks = min(-(-rows // teams), resident * gpu.multiprocessors)
+    teams, resident = THREADS // lanes, H200.resident(code.registers, code.shared)
+    blocks = min(-(-rows // teams), resident * H200.multiprocessors)
     turns = -(-rows // (blocks * teams)) * parts
     total = rows * columns * (wide * what.reads + narrow)
     sums = 2 * columns * blocks * 4 if backward else 0  # two numbers a column and block
-    over_lanes = gpu.shuffle_ns * (min(lanes, 32) - 1).bit_length() + 2 * gpu.barrier_ns * (lanes > 32)
-    turn = (gpu.latency_ns + (1 if backward else 2) * over_lanes) / 1e3
-    stream = max(turns * turn, (total + sums) / gpu.copy_GB_s / 1e3)
+    over_lanes = H200.shuffle_ns * (min(lanes, 32) - 1).bit_length() + 2 * H200.barrier_ns * (lanes > 32)
+    turn = (H200.latency_ns + (1 if backward else 2) * over_lanes) / 1e3
+    stream = max(turns * turn, (total + sums) / H200.copy_GB_s / 1e3)
     # A second grid adds the sums of the blocks: 32 rows at a time, and 8 times as many in flight.
-    tail = gpu.ends_us - gpu.early_us + -(-blocks // 256) * gpu.latency_ns / 1e3 if backward else 0.0
+    tail = H200.ends_us - H200.early_us + -(-blocks // 256) * H200.latency_ns / 1e3 if backward else 0.0
     accesses = blocks * THREADS / 32 * turns * held * what.operands
-    issue = tuple(gpu.issue_us(accesses * count / (code.accesses or 1)) for count in code.inner)
-    return Work(total, blocks, resident, stream, issue, gpu.fill_ns / 1e3, tail)
+    issue = tuple(H200.issue_us(accesses * count / (code.accesses or 1)) for count in code.inner)
+    return _prediction(op, case, total, blocks, resident, stream, issue, H200.fill_ns / 1e3, tail)
 
 
-def exchange(what: str, world: int, channels: int, loops: list, gpu: Gpu = H200) -> dict:
+def exchange(what: str, world: int, channels: int, loops: list) -> dict:
     """What an exchange adds. `loops` of the kernel's exchange, from 8 ranks in flight down to 2."""
     together = next(ranks for ranks in (2, 4, 8) if world <= ranks)
     instructions = loops[(8, 4, 2).index(together)].most.instructions  # of a warp per batch
     at_once = THREADS * IN_FLIGHT // together  # channels of a block
-    parts = min(-(-channels // at_once), MOST_PARTS, gpu.multiprocessors // MULTIPROCESSORS_OF_PART)
-    of_part = -(-channels // parts)
-    batches = -(-of_part // at_once)  # of the slowest thread
-    warps = min(THREADS, of_part) / 32 / SCHEDULERS
-    batch = gpu.l2_ns + max(1.0, warps) * instructions * CYCLES / gpu.clock_GHz
-    last = gpu.last_ns * (1 + (parts > 1))  # of the tiles, and of the parts
-    once = last + HEADER_NS + TRIPS * gpu.l2_ns
+    parts = min(-(-channels // at_once), MOST_PARTS, H200.multiprocessors // MULTIPROCESSORS_OF_PART)
+    warps = min(THREADS, -(-channels // parts)) / 32 / H200.issue
+    batch = H200.l2_ns + max(1.0, warps) * instructions * CYCLES / H200.clock_GHz
+    last = H200.last_ns * (1 + (parts > 1))  # of the tiles, and of the parts
+    once = last + HEADER_NS + TRIPS * H200.l2_ns
     return {
-        "what": what, "world": world, "channels": channels, "parts": parts, "batches": batches,
-        "instructions": instructions, "us": (once + batches * batch) / 1e3,
+        "what": what, "world": world, "channels": channels, "parts": parts,
+        "instructions": instructions, "us": (once + batch) / 1e3,
     }  # fmt: skip
 
 
@@ -220,7 +204,7 @@ def exchange_table(found: list[dict]) -> str:
     return "\n".join(["us that an exchange adds:", "", *markdown(header, lines.values()), ""])
 
 
-def table(rows: list[Prediction], gpu: Gpu = H200) -> str:
+def table(rows: list[Prediction]) -> str:
     """Markdown: us and share of all cases, in a table for each kind of ops."""
     tables: dict[tuple[str, ...], dict[tuple, dict[str, str]]] = {}
     for row in rows:
@@ -228,7 +212,7 @@ def table(rows: list[Prediction], gpu: Gpu = H200) -> str:
         ops = tuple(op for op, what in OPS.items() if (what.local, what.cases) == kind)
         found = tables.setdefault(ops, {}).setdefault((row.shape, row.layout, row.dtype), {})
         found[row.op] = f"{row.us:.1f} ({row.share:.2f})"
-    said = "Nothing here was measured: these are predictions of a model that no GPU has confirmed."
+    gpu, said = H200, "Nothing here was measured: these are predictions of a model that no GPU has confirmed."
     text = [
         f"Predicted for an {gpu.name} at commit {commit()} by benchmarks/predict.py. {said}",
         "",
@@ -248,12 +232,8 @@ def table(rows: list[Prediction], gpu: Gpu = H200) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the csv and the table")
-    out = parser.parse_args().out
-    compiled = sass.measured("90", SOURCES)
+    out = command_line(__doc__, device=None).parse_args().out
+    compiled = sass.measured("90")
     kernels = {row["kernel"]: Kernel.of(row) for row in compiled}
     every = tuple(dict.fromkeys([*FOUR_OPS, *cases(), *FIT_ON_CHIP]))
     found = [

@@ -61,7 +61,6 @@ class Op:
     merges: bool = False
     local: bool = False  # on chip only
     cases: tuple[Case, ...] | None = None  # instead of those of convolutional nets and of ViTs' norms
-    by_row: bool = False  # planned by csrc/cuda/row_plan.h
     to: str | None = None  # the dtype of y and dy; None: x's
 
     @property
@@ -96,15 +95,12 @@ OPS = {
     "act_backward": Op(f"act_kernel<{{T}}, {SET}, true, false>", 2, 1, cases=MLP),
     "glu_forward": Op(f"act_kernel<{{T}}, {SET}, false, true>", 2, 1, cases=MLP),
     "glu_backward": Op(f"act_kernel<{{T}}, {SET}, true, true>", 3, 2, cases=MLP),
-    "layer_norm_forward": Op(f"layer_norm_forward{ROWS}", 1, 1, cases=NORMS, by_row=True),
-    "layer_norm_forward to bf16": Op(f"layer_norm_forward{ROWS}", 1, 1, cases=NORMS, by_row=True, to="bf16"),
-    "layer_norm_backward": Op(f"layer_norm_backward{ROWS}", 2, 1, cases=NORMS, by_row=True),
-    "layer_norm_backward from bf16": Op(
-        f"layer_norm_backward{ROWS}", 2, 1, cases=NORMS, by_row=True, to="bf16"
-    ),
+    "layer_norm_forward": Op(f"layer_norm_forward{ROWS}", 1, 1, cases=NORMS),
+    "layer_norm_forward to bf16": Op(f"layer_norm_forward{ROWS}", 1, 1, cases=NORMS, to="bf16"),
+    "layer_norm_backward": Op(f"layer_norm_backward{ROWS}", 2, 1, cases=NORMS),
+    "layer_norm_backward from bf16": Op(f"layer_norm_backward{ROWS}", 2, 1, cases=NORMS, to="bf16"),
 }
 ALL, CHEAP, TRANSCENDENTAL = range(3)  # csrc/cuda/activations.cuh: Activations
-SOURCES = tuple(dict.fromkeys(op.kernel.split("_kernel")[0] for op in OPS.values()))
 TYPES = {"fp32": "float", "bf16": "__nv_bfloat16", "fp16": "__half"}
 
 

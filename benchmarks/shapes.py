@@ -47,10 +47,6 @@ NORMS = tuple(
     for n, c in ((8, 384), (32, 384), (128, 384), (128, 768))
 )
 RESNET = [(64, 112), (256, 56), (512, 28), (1024, 14), (2048, 7)]  # (C, H = W) of ResNet-50's stages
-RESNET_LAYERS = [(64, 112)]  # of all 53 BatchNorms of ResNet-50
-for _width, _side, _blocks in (64, 56, 3), (128, 28, 4), (256, 14, 6), (512, 7, 3):
-    _block = [(_width, _side), (_width, _side), (4 * _width, _side)]
-    RESNET_LAYERS += [(_width, min(2 * _side, 56)), *_block[1:], _block[2], *_block * (_blocks - 1)]
 CONV_STEM = [(48, 112), (96, 56), (192, 28), (384, 14)]  # of a ViT that starts with convolutions
 
 

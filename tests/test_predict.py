@@ -110,6 +110,31 @@ def test_budget(kernel, least, most, over):
     assert sass.over_budget({"kernel": kernel, "least": least, "most": most}) is over
 
 
+@pytest.mark.parametrize(
+    "change,fault",
+    [
+        ({}, None),
+        ({"spills": 8}, "spills or has a stack frame"),
+        ({"stack": 16}, "spills or has a stack frame"),
+        ({"least": 56.0}, "over the budget with 56.0 to 60.0"),
+        ({"early": True}, "accesses memory before it waits for the previous kernel"),
+    ],
+)
+def test_a_fault_ends_the_count_with_an_error(monkeypatch, capsys, change, fault):
+    row = dict.fromkeys(sass.COLUMNS, 0) | {"kernel": "forward_kernel<float>", "least": 50.0, "most": 60.0}
+    monkeypatch.setattr(sass, "measured", lambda arch: [row | {"sm": arch, "early": False} | change])
+    monkeypatch.setattr(sys, "argv", ["sass.py", "--arch", "90"])
+    with pytest.raises(SystemExit) as ended:
+        sass.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert ended.value.code == (0 if fault is None else 1)
+    assert lines[2:] == (
+        ["1 kernels, 0 faults"]
+        if fault is None
+        else ["1 kernels, 1 faults", f"forward_kernel<float> sm_90: {fault}"]
+    )
+
+
 def test_a_missing_disassembler_is_an_error_that_says_what_to_install(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("CUDA_HOME", raising=False)
@@ -119,7 +144,7 @@ def test_a_missing_disassembler_is_an_error_that_says_what_to_install(monkeypatc
         sass.shutil, "which", lambda n, path=None: None if n == "cuobjdump" else real(n, path=path)
     )
     with pytest.raises(SystemExit, match="pip install nvidia-cuda-cuobjdump"):
-        sass.disassemble(Path("kernels.cubin"))
+        sass.find_disassembler()
 
 
 def kernels(registers=72, shared=3088, instructions=100, costliest=400):
@@ -250,7 +275,7 @@ def test_an_exchange():
     by = {(one["what"], one["world"], one["channels"]): one for one in found}
     assert [by["moments", world, 2048]["parts"] for world in (2, 4, 8)] == [2, 4, 8]
     assert [by["sums", world, 64]["parts"] for world in (2, 4, 8)] == [1, 1, 1]
-    assert {one["batches"] for one in found} == {1} and by["sums", 4, 2048]["instructions"] == 170
+    assert by["sums", 4, 2048]["instructions"] == 170
     last = 2 * H200.last_ns
     us = last + predict.HEADER_NS + 4 * H200.l2_ns + H200.l2_ns + 2 * 170 * 2 / H200.clock_GHz
     assert by["moments", 4, 2048]["us"] == pytest.approx(us / 1e3)
@@ -269,15 +294,6 @@ def test_no_team_is_idle_in_the_last_turn():
         teams, at_once = plan.slices * plan.teams, 132 * resident
         assert 128 / (-(-128 // teams) * teams) > 0.85
         assert plan.blocks / (-(-plan.blocks // at_once) * at_once) > 0.9
-
-
-def test_the_planners_own_time():
-    import planner
-
-    resident = {(rows, wide): 2 for rows in (False, True) for wide in (False, True)}
-    for layout in ("nchw", "channels_last"):
-        case = Case(BIG.shape, layout, "bf16")
-        assert 1 < planner.nanoseconds(case, 1, 1, resident, 132, 80 << 10, repeats=4000) < 20_000
 
 
 def test_lanes_have_packets():
@@ -324,14 +340,11 @@ def test_the_launchers_plan_alike(layout, shape, dtype):
 
 
 def test_program_says_what_it_needs(tmp_path):
-    """Where nvcc or cuobjdump is missing it ends before anything is written."""
-    if sass.SETUP["find_cuda"]()[0] and sass.disassembler():
-        pytest.skip("nvcc and cuobjdump are here")
+    """Without nvcc it ends before anything is written."""
     result = subprocess.run(
         [sys.executable, "benchmarks/predict.py", "--out", str(tmp_path)],
-        cwd=ROOT, capture_output=True, text=True, timeout=100, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=ROOT, capture_output=True, text=True, timeout=100,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "FASTVIT_CUDA": "0"},
     )  # fmt: skip
-    assert result.returncode == 1 and (
-        "nvcc is needed" in result.stderr or "needs cuobjdump" in result.stderr
-    )
+    assert result.returncode == 1 and "nvcc is needed: FASTVIT_CUDA=0" in result.stderr
     assert not list(tmp_path.iterdir())

@@ -1,18 +1,17 @@
 """Compiles the CUDA kernels and prints their costs: registers, stack, spills, shared memory, and instructions
 of the loop.
 
-    python tools/sass.py [--arch 80 90] [--filter forward]
+    python tools/sass.py [--arch 80 90]
 
 Exits with 1 if a kernel spills or keeps a stack frame, if a loop takes more instructions than its budget, or
 if from sm_90 on a kernel accesses memory before it has waited for the previous one (csrc/cuda/launch.cuh).
-`least` and `most` are instructions of a warp per 16-byte access of its threads, for the cheapest and the most
-expensive activation. Compiled files are cached in build/sass until csrc changes. Needs nvcc, cuobjdump and
-nvdisasm.
+Compiled files are cached in build/sass until csrc changes. Needs nvcc, cuobjdump and nvdisasm.
 
 A pass of a loop is a way through its blocks that performs all of its 16-byte accesses and works on what they
 load: to copy it or store it as it came is no work. So the way around an activation that the kernel was not
-compiled with is no pass. `least` is the shortest one: the activation that costs nothing. `most` is the
-longest: the activation that costs most, with both sides of what may diverge in turn. Inner loops count once.
+compiled with is no pass. `least` are a warp's instructions per access in the shortest one: the activation
+that costs nothing. `most` are those in the longest: the activation that costs most, with both sides of what
+may diverge in turn. Inner loops count once.
 """
 
 import argparse
@@ -31,12 +30,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 SETUP = runpy.run_path(str(ROOT / "setup.py"))
-RESOURCES = {
-    "registers": "registers",
-    "stack": "bytes stack",
-    "spills": "bytes spill",
-    "shared": "bytes smem",
-}
+RESOURCES = dict(registers="registers", stack="bytes stack", spills="bytes spill", shared="bytes smem")
 COLUMNS = ("kernel", "sm", "registers", "stack", "spills", "shared", "least", "most")
 # Instructions of a warp per access of 16 bytes a thread. 132 multiprocessors issue about 110 in the time that
 # memory takes for the 512 bytes (4 a cycle at 1.75 GHz, 4.3 TB/s): a loop whose cheapest activation stays
@@ -180,27 +174,17 @@ def functions(text: str) -> dict[str, list[tuple[int, str]]]:
     }
 
 
-def disassembler() -> str | None:
-    """cuobjdump: of PATH, the CUDA toolkit, or a Python package that carries it."""
+def find_disassembler() -> None:
+    """Puts on PATH cuobjdump, and nvdisasm, which it starts: of the CUDA toolkit, or of a Python package."""
     folders = [os.environ["PATH"], os.environ.get("CUDA_HOME", "/usr/local/cuda") + "/bin"]
     for inside in ("triton/backends/nvidia/bin", "nvidia/cu13/bin", "nvidia/cu12/bin"):
         folders += [f"{place}/{inside}" for place in sys.path]
-    return shutil.which("cuobjdump", path=os.pathsep.join(folders))
-
-
-def disassemble(cubin: Path) -> str:
-    program = disassembler()
-    if program is None:
+    os.environ["PATH"] = os.pathsep.join(folders)
+    if not shutil.which("cuobjdump"):
         raise SystemExit(
             "sass: it needs cuobjdump: `pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm` or triton, "
             "or the toolkit's packages cuda-cuobjdump and cuda-nvdisasm"
         )
-    # It starts nvdisasm, which lies beside it or on PATH.
-    environment = os.environ | {"PATH": f"{Path(program).resolve().parent}{os.pathsep}{os.environ['PATH']}"}
-    result = subprocess.run([program, "-sass", str(cubin)], capture_output=True, text=True, env=environment)
-    if result.returncode:
-        raise SystemExit(f"sass: {program} -sass failed: {result.stderr.strip()}")
-    return result.stdout
 
 
 def compile_source(nvcc: str, arch: str, folder: Path, source: Path) -> Path:
@@ -217,7 +201,8 @@ def compile_source(nvcc: str, arch: str, folder: Path, source: Path) -> Path:
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         sys.exit(result.stdout + result.stderr)
-    (kept / "sass").write_text(disassemble(kept / "cubin"))
+    with (kept / "sass").open("w") as file:
+        subprocess.run(["cuobjdump", "-sass", kept / "cubin"], stdout=file, check=True)
     (kept / "log").write_text(result.stderr)  # last: all is there
     return kept
 
@@ -274,18 +259,17 @@ def exchange_loops(found: list[Loop]) -> list[Loop]:
     ]  # fmt: skip
 
 
-def measured(arch: str, stems: tuple[str, ...] = ()) -> list[dict]:
-    """A row per kernel of the sources of csrc (or of those named), compiled for an architecture."""
+def measured(arch: str) -> list[dict]:
+    """A row per kernel of the sources of csrc, compiled for an architecture."""
     toolkit, why = SETUP["find_cuda"]()
     if not toolkit:
         sys.exit(f"sass: nvcc is needed: {why}")
-    if disassembler() is None:
-        disassemble(Path())  # which says what to install, before minutes of compiling
+    find_disassembler()
     nvcc = str(toolkit / "bin/nvcc")
     compiled = functools.partial(compile_source, nvcc, arch, cache(nvcc))
-    sources = {source.stem: source for source in SETUP["cuda_sources"]()}
+    sources = [source for source in SETUP["cuda_sources"]() if "__global__" in source.read_text()]
     with ThreadPoolExecutor(2) as pool:
-        kept = list(pool.map(compiled, map(sources.get, stems or sources.keys() - {"register", "cuda_ipc"})))
+        kept = list(pool.map(compiled, sources))
     rows = []
     for place in kept:
         code = functions((place / "sass").read_text())
@@ -323,26 +307,28 @@ def over_budget(row: dict) -> bool:
     return count != "" and "double" not in kernel and count > budget
 
 
+def faults(row: dict) -> list[str]:
+    found = {
+        "spills or has a stack frame": row["spills"] or row["stack"],
+        f"over the budget with {row['least']} to {row['most']}": over_budget(row),
+        "accesses memory before it waits for the previous kernel": row["early"],
+    }
+    return [what for what, is_so in found.items() if is_so]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--arch", nargs="+", default=["80", "90"])
-    parser.add_argument("--filter", default="", help="only kernels whose name contains this")
-    options = parser.parse_args()
-    rows = [row for arch in options.arch for row in measured(arch) if options.filter in row["kernel"]]
+    rows = [row for arch in parser.parse_args().arch for row in measured(arch)]
     rows.sort(key=lambda row: (row["sm"], row["kernel"]))
-    wide = max([len(row["kernel"]) for row in rows], default=6)
+    wide = max(len(row["kernel"]) for row in rows)
     for row in [{name: name for name in COLUMNS}, *rows]:
         print("  ".join(str(row[c]).ljust(wide) if c == "kernel" else str(row[c]).rjust(9) for c in COLUMNS))
-    bad, dear = [row for row in rows if row["spills"] or row["stack"]], list(filter(over_budget, rows))
-    early = [row for row in rows if row["early"]]
-    print(f"{len(rows)} kernels, {len(bad)} with spills or a stack frame, {len(dear)} over the budget")
-    for row in dear:
-        print(f"over the budget: {row['kernel']} sm_{row['sm']}: {row['least']} to {row['most']}")
-    for row in early:
-        print(f"accesses memory before it waits for the previous kernel: {row['kernel']} sm_{row['sm']}")
-    sys.exit(1 if bad or dear or early else 0)
+    bad = [f"{row['kernel']} sm_{row['sm']}: {fault}" for row in rows for fault in faults(row)]
+    print(f"{len(rows)} kernels, {len(bad)} faults", *bad, sep="\n")
+    sys.exit(1 if bad else 0)
 
 
 if __name__ == "__main__":

@@ -33,9 +33,9 @@ __global__ void __launch_bounds__(kThreads, kResident)
   const Work work(args.plan, blockIdx.x);
   walk<kRows, V, U, kOperands, false>(args.plan, work, args.x, [&]<class B>(const B& batch) {
     Packet<T, B::V> x[B::U], dy[kBackward ? B::U : 1], b[kGated ? B::U : 1];
-    batch.load_last(x, args.x, 0);
-    if constexpr (kBackward) batch.load_last(dy, args.dy, 1);
-    if constexpr (kGated) batch.load_last(b, args.b, kBackward ? 3 : 2);
+    batch.template load<kLast>(x, args.x, 0);
+    if constexpr (kBackward) batch.template load<kLast>(dy, args.dy, 1);
+    if constexpr (kGated) batch.template load<kLast>(b, args.b, kBackward ? 3 : 2);
 #pragma unroll
     for (int j = 0; j < B::U; ++j)
       with_activation<T, kSet, true>(args.activation, [&]<class Fn>(Fn) {
@@ -90,9 +90,7 @@ void run_act(const ActArgs& args) {
                               static_cast<T*>(args.db),
                               args.activation,
                               Accumulation<T>(args.activation_param)};
-    with_walk<T>(plan, [&]<bool kRows, int V>() {
-      STD_CUDA_CHECK(launch(kernel_of.template operator()<kRows, V>(), {plan.blocks(), device}, params));
-    });
+    launch_planned<T>(plan, kernel_of, {plan.blocks(), device}, params);
   });
 }
 

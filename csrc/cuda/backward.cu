@@ -15,19 +15,10 @@
 namespace fastvit {
 
 template <class T>
-struct BackwardParams {
-  using A = Accumulation<T>;
-  Plan plan;
-  const T* input;
-  const T* dy;
-  T* dx;
-  const T* z;
-  T* dz;
-  Saved<A> saved;
-  const A* sums;  // null: the statistics were constants
+struct BackwardParams : Propagation<T> {
+  const Accumulation<T>* sums;  // null: the statistics were constants
 };
 
-// Operands 0: x or y, 1: dy, 2: dx, 3: z, 4: dz.
 template <class T, Activations kSet, bool kRows, int V, Source kSource>
 __global__ void __launch_bounds__(kThreads, kResident)
     backward_kernel(const __grid_constant__ Launched<BackwardParams<T>> launched) {
@@ -59,12 +50,8 @@ __global__ void __launch_bounds__(kThreads, kResident)
 
   walk<kRows, V, U, kOperands, false>(args.plan, work, args.input, [&]<class B>(const B& batch) {
     Read<T, kSource, B> read;
-    batch.load_last(read.input, args.input, 0);
-    batch.load_last(read.dy, args.dy, 1);
-    if constexpr (kResidual) batch.load_last(read.z, args.z, 3);
-    propagate<kSet, kRows>(batch, read, constants, correction, args.saved, limit);
-    batch.store(read.input, args.dx, 2);
-    if constexpr (kResidual) batch.store(read.dy, args.dz, 4);
+    read.template load<kLast, 3>(batch, args);
+    propagate<kSet, kRows>(batch, read, constants, correction, args, limit);
   });
 }
 
@@ -82,22 +69,13 @@ void Cuda::backward(const BackwardArgs& args) {
   const Device device(args.device);
   if (args.layout.numel() == 0) return;
   with_type(args.dtype, [&]<class T>() {
-    using A = Accumulation<T>;
     const void* pointers[] = {args.input, args.dy, args.dx, args.z, args.dz};
     const auto kernel_of = [&]<bool kRows, int V>() { return backward_kernel_of<T, kRows, V>(args); };
     const Plan plan = Planner::make(args.layout, pointers, args.z ? 5 : 3, sizeof(T), device.limits, 0,
                                     resident_blocks<T>(device, kernel_of));
-    const BackwardParams<T> params{plan,
-                                   static_cast<const T*>(args.input),
-                                   static_cast<const T*>(args.dy),
-                                   static_cast<T*>(args.dx),
-                                   static_cast<const T*>(args.z),
-                                   static_cast<T*>(args.dz),
-                                   saved_of<A>(args),
-                                   static_cast<const A*>(args.sums)};
-    with_walk<T>(plan, [&]<bool kRows, int V>() {
-      STD_CUDA_CHECK(launch(kernel_of.template operator()<kRows, V>(), {plan.blocks(), device}, params));
-    });
+    const BackwardParams<T> params{propagation_of<T>(args, plan),
+                                   static_cast<const Accumulation<T>*>(args.sums)};
+    launch_planned<T>(plan, kernel_of, {plan.blocks(), device}, params);
   });
 }
 

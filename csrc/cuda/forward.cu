@@ -93,8 +93,8 @@ __global__ void __launch_bounds__(kThreads, kResident)
 
   walk<kRows, V, kBatch, kOperands, true>(args.plan, work, args.x, [&]<class B>(const B& batch) {
     Packet<T, B::V> x[B::U], z[kResidual ? B::U : 1];
-    batch.load_last(x, args.x, 0);
-    if constexpr (kResidual) batch.load_last(z, args.z, 2);
+    batch.template load<kLast>(x, args.x, 0);
+    if constexpr (kResidual) batch.template load<kLast>(z, args.z, 2);
     args.act.template apply<kSet, kRows, kResidual>(batch, x, z, affine);
     batch.store(x, args.y, 1);
   });
@@ -129,9 +129,7 @@ void Cuda::forward(const ForwardArgs& args) {
         apart};
     const int64_t blocks = apart + (empty ? 0 : plan.blocks());
     if (blocks == 0) return;
-    with_walk<T>(plan, [&]<bool kRows, int V>() {
-      STD_CUDA_CHECK(launch(kernel_of.template operator()<kRows, V>(), {blocks, device}, params));
-    });
+    launch_planned<T>(plan, kernel_of, {blocks, device}, params);
   });
 }
 

@@ -9,6 +9,7 @@
 #include <cmath>
 
 #include "activations.cuh"
+#include "backend.h"
 #include "block_reduce.cuh"
 #include "channels.cuh"
 
@@ -71,6 +72,13 @@ struct Read {
   static constexpr bool kResidual = kSource == Source::input_and_residual;
   Packet<T, B::V> input[B::U], dy[B::U], z[kResidual ? B::U : 1];
 
+  // z is operand kZ.
+  template <Reading kReading, int kZ, class Params>
+  __device__ __forceinline__ void load(const B& batch, const Params& from) {
+    batch.template load<kReading>(input, from.input, 0);
+    batch.template load<kReading>(dy, from.dy, 1);
+    if constexpr (kResidual) batch.template load<kReading>(z, from.z, kZ);
+  }
   __device__ __forceinline__ Read<T, kSource, typename B::One> packet(int j) const {
     return {{input[j]}, {dy[j]}, {z[kResidual ? j : 0]}};
   }
@@ -119,16 +127,29 @@ struct Correction {
   }
 };
 
-// Replaces the input by dx and, where there is a residual, dy by dz.
+// Shared by the kernels of backward. Operands 0: x or y, 1: dy, 2: dx, 3: z, 4: dz.
+template <class T>
+struct Propagation {
+  using A = Accumulation<T>;
+  Plan plan;
+  const T* input;
+  const T* dy;
+  T* dx;
+  const T* z;
+  T* dz;
+  Saved<A> saved;
+};
+
+// Writes a batch's dx and, where there is a residual, dz; in `read` they take the place of input and dy.
 template <Activations kSet, bool kRows, Source kSource, class T, class B, class A, int K>
-__device__ __forceinline__ void propagate(const B&, Read<T, kSource, B>& read,
+__device__ __forceinline__ void propagate(const B& batch, Read<T, kSource, B>& read,
                                           const Constants<A, kSource> (&constants)[K],
-                                          const Correction<A> (&correction)[K], const Saved<A>& saved,
+                                          const Correction<A> (&correction)[K], const Propagation<T>& args,
                                           A limit) {
   constexpr bool kResidual = Read<T, kSource, B>::kResidual;
 #pragma unroll
   for (int j = 0; j < B::U; ++j)
-    with_activation<T, kSet, kSource != Source::output>(saved.activation, [&]<class Fn>(Fn) {
+    with_activation<T, kSet, kSource != Source::output>(args.saved.activation, [&]<class Fn>(Fn) {
       A in[B::V], g[B::V];
       [[maybe_unused]] A r[B::V];
       read.input[j].unpack(in);
@@ -137,8 +158,8 @@ __device__ __forceinline__ void propagate(const B&, Read<T, kSource, B>& read,
 #pragma unroll
       for (int k = 0; k < B::V; ++k) {
         const int i = kRows ? k : 0;
-        const Gradient<A> t =
-            gradient<Fn, kSource>(in[k], g[k], kResidual ? r[k] : A(0), constants[i], saved.param, limit);
+        const Gradient<A> t = gradient<Fn, kSource>(in[k], g[k], kResidual ? r[k] : A(0), constants[i],
+                                                    args.saved.param, limit);
         const A rest = added(t.dz, -correction[i].offset);
         in[k] = constants[i].scale * fused(-t.centred, correction[i].slope, rest);
         g[k] = t.dz;
@@ -146,6 +167,8 @@ __device__ __forceinline__ void propagate(const B&, Read<T, kSource, B>& read,
       read.input[j].pack(in);
       if constexpr (kResidual) read.dy[j].pack(g);
     });
+  batch.store(read.input, args.dx, 2);
+  if constexpr (kResidual) batch.store(read.dy, args.dz, 4);
 }
 
 // The saved values of a backward kernel, from ReduceArgs or BackwardArgs.
@@ -154,6 +177,16 @@ Saved<A> saved_of(const Args& args) {
   return {args.layout.C,           static_cast<const A*>(args.saved),         per_channel(args.weight),
           per_channel(args.bias),  gamma_floor<A>(args.in_place, args.dtype), args.activation,
           A(args.activation_param)};
+}
+template <class T>
+Propagation<T> propagation_of(const BackwardArgs& args, const Plan& plan) {
+  return {plan,
+          static_cast<const T*>(args.input),
+          static_cast<const T*>(args.dy),
+          static_cast<T*>(args.dx),
+          static_cast<const T*>(args.z),
+          static_cast<T*>(args.dz),
+          saved_of<Accumulation<T>>(args)};
 }
 
 // f.template operator()<kSource>() for the saved operands.

@@ -184,4 +184,12 @@ cudaError_t launch(void (*kernel)(Launched<Params>), const Launch& how, const Pa
   return cudaLaunchKernelEx(&config, kernel, Launched<Params>(params));
 }
 
+// Launches kernel_of<kRows, V>(), the kernel of a plan.
+template <class T, class KernelOf, class Params>
+void launch_planned(const Plan& plan, const KernelOf& kernel_of, const Launch& how, const Params& params) {
+  with_walk<T>(plan, [&]<bool kRows, int V>() {
+    STD_CUDA_CHECK(launch(kernel_of.template operator()<kRows, V>(), how, params));
+  });
+}
+
 }  // namespace fastvit

@@ -70,43 +70,45 @@ __global__ void __launch_bounds__(kThreads, kResident)
   for (; first < plan.rows; first += step) {
     const int64_t row = first + mine.team;
     const bool exists = row < plan.rows;
+    // f(j, column, x, dy, gamma) for the packets of the row.
+    const auto pass = [&](const auto& f) {
+      for (int part = 0; part < plan.parts; ++part) {
+        if (plan.parts > 1) load(row, part);
+        mine.each(part, [&](int j, int column) {
+          A v[V], g[V], scale[V];
+          x[j].unpack(v), dy[j].unpack(g), gamma.get(column, scale);
+          f(j, column, v, g, scale);
+        });
+      }
+    };
+
     A sums[2] = {0, 0};  // of g and g * xhat
-    for (int part = 0; part < plan.parts; ++part) {
-      if (plan.parts > 1) load(row, part);
-      mine.each(part, [&](int j, int column) {
-        A v[V], g[V], scale[V];
-        x[j].unpack(v), dy[j].unpack(g), gamma.get(column, scale);
+    pass([&](int j, int column, const A(&v)[V], const A(&g)[V], const A(&scale)[V]) {
 #pragma unroll
-        for (int k = 0; k < V; ++k) {
-          const A xhat = (v[k] - mean) * invstd, weighted = g[k] * scale[k];
-          sums[0] += weighted;
-          sums[1] = fused(weighted, xhat, sums[1]);
-          if (plan.parts == 1) {
-            bias_sums[j][k] += g[k];
-            weight_sums[j][k] = fused(g[k], xhat, weight_sums[j][k]);
-          } else if (args.partial) {
-            bias_own[column + k] += g[k];
-            weight_own[column + k] = fused(g[k], xhat, weight_own[column + k]);
-          }
+      for (int k = 0; k < V; ++k) {
+        const A xhat = (v[k] - mean) * invstd, weighted = g[k] * scale[k];
+        sums[0] += weighted;
+        sums[1] = fused(weighted, xhat, sums[1]);
+        if (plan.parts == 1) {
+          bias_sums[j][k] += g[k];
+          weight_sums[j][k] = fused(g[k], xhat, weight_sums[j][k]);
+        } else if (args.partial) {
+          bias_own[column + k] += g[k];
+          weight_own[column + k] = fused(g[k], xhat, weight_own[column + k]);
         }
-      });
-    }
+      }
+    });
     sum_team(sums, mine.lanes);
     const A a = sums[0] / n, b = sums[1] / n;
-    for (int part = 0; part < plan.parts; ++part) {
-      if (plan.parts > 1) load(row, part);
-      mine.each(part, [&](int j, int column) {
-        A v[V], g[V], scale[V];
-        x[j].unpack(v), dy[j].unpack(g), gamma.get(column, scale);
+    pass([&](int j, int column, A(&v)[V], const A(&g)[V], const A(&scale)[V]) {
 #pragma unroll
-        for (int k = 0; k < V; ++k) {
-          const A xhat = (v[k] - mean) * invstd;
-          v[k] = fused(-xhat, b, fused(g[k], scale[k], -a)) * invstd;
-        }
-        x[j].pack(v);
-        if (exists) x[j].store(args.dx + row * plan.columns + column);
-      });
-    }
+      for (int k = 0; k < V; ++k) {
+        const A xhat = (v[k] - mean) * invstd;
+        v[k] = fused(-xhat, b, fused(g[k], scale[k], -a)) * invstd;
+      }
+      x[j].pack(v);
+      if (exists) x[j].store(args.dx + row * plan.columns + column);
+    });
     if (plan.parts == 1) load(row + step, 0);
   }
 

@@ -2,8 +2,7 @@
 // Memory   reads x once; writes y, and two numbers per row. It can write 16 bits from a float32 x, so that
 //          autocast does not cast y. Bandwidth-bound.
 // Mapping  a team of lanes per row, see row_plan.h; blocks stay, and keep weight and bias in shared memory.
-// The
-//          first row is loaded before those, and the next row before the sums of this one.
+//          The first row is loaded before those, and the next row before the sums of this one.
 // Numerics fp32 (fp64 for double): the mean, then deviations from it, whose sum corrects it.
 // Source   Ba, Kiros, Hinton, arXiv:1607.06450.
 #include "backend.h"

@@ -14,20 +14,12 @@
 namespace fastvit {
 
 template <class T>
-struct LocalBackwardParams {
+struct LocalBackwardParams : Propagation<T> {
   using A = Accumulation<T>;
-  Plan plan;
-  const T* input;
-  const T* dy;
-  T* dx;
-  const T* z;
-  T* dz;
-  Saved<A> saved;
   A* sums;
   Partials<Sums<A>> partials;
 };
 
-// Operands 0: x or y, 1: dy, 2: dx, 3: z, 4: dz.
 template <class T, Activations kSet, bool kRows, int V, Source kSource>
 __global__ void __launch_bounds__(kThreads, kResident)
     local_backward_kernel(const __grid_constant__ Launched<LocalBackwardParams<T>> launched) {
@@ -61,9 +53,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
   pick<kRows, V>(constants, table, plan, work);
   walk<kRows, V, U, kOperands, true>(plan, work, args.input, [&]<class B>(const B& batch) {
     Read<T, kSource, B> read;
-    batch.load_last(read.input, args.input, 0);
-    batch.load_last(read.dy, args.dy, 1);
-    if constexpr (kResidual) batch.load_last(read.z, args.z, 3);
+    read.template load<kLast, 3>(batch, args);
     cache.put(batch, 0, read.input);
     cache.put(batch, 1, read.dy);
     if constexpr (kResidual) cache.put(batch, 2, read.z);
@@ -95,9 +85,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
     for (int j = 0; j < B::U; ++j) {
       const auto one = batch.packet(j);
       auto read = get(one, j);
-      propagate<kSet, kRows>(one, read, constants, correction, args.saved, limit);
-      one.store(read.input, args.dx, 2);
-      if constexpr (kResidual) one.store(read.dy, args.dz, 4);
+      propagate<kSet, kRows>(one, read, constants, correction, args, limit);
     }
     cache.next(batch);
   });
@@ -115,14 +103,7 @@ bool Cuda::local_backward(const BackwardArgs& args) {
         Planner::on_chip(args.layout, pointers, args.z ? 5 : 3, sizeof(T), device.limits, cached);
     if (plan.slots == 0) return;
     const Slices<Sums<A>> slices(plan, device);
-    const LocalBackwardParams<T> kernel{plan,
-                                        static_cast<const T*>(args.input),
-                                        static_cast<const T*>(args.dy),
-                                        static_cast<T*>(args.dx),
-                                        static_cast<const T*>(args.z),
-                                        static_cast<T*>(args.dz),
-                                        saved_of<A>(args),
-                                        static_cast<A*>(args.local_sums),
+    const LocalBackwardParams<T> kernel{propagation_of<T>(args, plan), static_cast<A*>(args.local_sums),
                                         slices.partials()};
     with_vector_walk<T>(plan, [&]<bool kRows, int V>() {
       with_activations<T, V>(args.activation, [&]<Activations kSet>() {

@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
   Mine mine(plan, work, args.x);
   walk<kRows, V, kBatch, kOperands, false, true>(plan, work, args.x, [&]<class B>(const B& batch) {
     Packet<T, B::V> x[B::U];
-    batch.load_last(x, args.x, 0);
+    batch.template load<kLast>(x, args.x, 0);
     cache.put(batch, 0, x);
     cache.next(batch);
     mine.add(batch, x);
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
   cache.rewind();
   walk<kRows, V, kBatch, kOperands, false>(plan, work, args.x, [&]<class B>(const B& batch) {
     Packet<T, B::V> x[B::U], z[kResidual ? B::U : 1];
-    if constexpr (kResidual) batch.load_last(z, args.z, 2);
+    if constexpr (kResidual) batch.template load<kLast>(z, args.z, 2);
     cache.get(batch, 0, x);
     cache.next(batch);
     args.act.template apply<kSet, kRows, kResidual>(batch, x, z, affine);

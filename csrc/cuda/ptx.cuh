@@ -17,20 +17,17 @@ using SystemAtomic = cuda::atomic_ref<T, cuda::thread_scope_system>;
 template <class T>
 using DeviceAtomic = cuda::atomic_ref<T, cuda::thread_scope_device>;
 
+// Whether a later op reads soon what is loaded. Without a later reader in sight the caches give it up before
+// other data: what is written then takes its place in the L2, and not that of what is yet to be read.
+enum Reading { kAgain, kLast };
+
 #ifdef CUDA_HOST_EMULATION
-inline uint4 load_wide(const uint4* from) {
+template <Reading kReading, class Words>
+Words load_wide(const Words* from) {
   return *from;
 }
-inline uint4 load_wide_last(const uint4* from) {
-  return *from;
-}
-inline void store_wide(uint4* to, uint4 value) {
-  *to = value;
-}
-inline uint2 load_wide(const uint2* from) {
-  return *from;
-}
-inline void store_wide(uint2* to, uint2 value) {
+template <class Words>
+void store_wide(Words* to, Words value) {
   *to = value;
 }
 template <class T>
@@ -61,19 +58,17 @@ inline void load_halves(uint64_t* from, uint64_t& first, uint64_t& second) {
 #else
 // Accesses to global memory of 16 or 8 bytes. The compiler splits the assignment of a uint4 into four
 // accesses, and merges them again only where it can prove their alignment.
+template <Reading kReading>
 __device__ __forceinline__ uint4 load_wide(const uint4* from) {
   uint4 value;
-  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-               : "l"(__cvta_generic_to_global(from)));
-  return value;
-}
-// Of data that is not read again soon: the caches give it up before other data.
-__device__ __forceinline__ uint4 load_wide_last(const uint4* from) {
-  uint4 value;
-  asm volatile("ld.global.cs.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-               : "l"(__cvta_generic_to_global(from)));
+  if constexpr (kReading == kLast)
+    asm volatile("ld.global.cs.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "l"(__cvta_generic_to_global(from)));
+  else
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "l"(__cvta_generic_to_global(from)));
   return value;
 }
 __device__ __forceinline__ void store_wide(uint4* to, uint4 value) {
@@ -81,7 +76,9 @@ __device__ __forceinline__ void store_wide(uint4* to, uint4 value) {
                "r"(value.y), "r"(value.z), "r"(value.w)
                : "memory");
 }
+template <Reading kReading>
 __device__ __forceinline__ uint2 load_wide(const uint2* from) {
+  static_assert(kReading == kAgain, "ops that read for the last time load 16 bytes or one element");
   uint2 value;
   asm volatile("ld.global.v2.u32 {%0, %1}, [%2];"
                : "=r"(value.x), "=r"(value.y)

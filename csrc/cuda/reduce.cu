@@ -51,9 +51,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
   RunningSums<A> running[K];
   walk<kRows, V, U, kOperands, true>(args.plan, work, args.input, [&]<class B>(const B& batch) {
     Read<T, kSource, B> read;
-    batch.load(read.input, args.input, 0);
-    batch.load(read.dy, args.dy, 1);
-    if constexpr (kResidual) batch.load(read.z, args.z, 2);
+    read.template load<kAgain, 2>(batch, args);
     add_gradients<T, kSet, kRows>(running, batch, constants, args.saved, limit,
                                   [&](int j) { return read.packet(j); });
   });
@@ -114,9 +112,7 @@ void Cuda::reduce(const ReduceArgs& args) {
                                             static_cast<A*>(args.sums),
                                             slices.partials(),
                                             slices.exchange_words};
-      with_walk<T>(plan, [&]<bool kRows, int V>() {
-        STD_CUDA_CHECK(launch(kernel_of.template operator()<kRows, V>(), {plan.blocks(), device}, params));
-      });
+      launch_planned<T>(plan, kernel_of, {plan.blocks(), device}, params);
     });
   });
 }

@@ -84,9 +84,7 @@ void Cuda::stats(const StatsArgs& args) {
                                            double(args.layout.count()),
                                            slices.partials(),
                                            slices.exchange_words};
-      with_walk<T>(plan, [&]<bool kRows, int V>() {
-        STD_CUDA_CHECK(launch(kernel_of.template operator()<kRows, V>(), {plan.blocks(), device}, params));
-      });
+      launch_planned<T>(plan, kernel_of, {plan.blocks(), device}, params);
     });
   });
 }

@@ -85,19 +85,12 @@ struct __align__(sizeof(T) * V) Packet {
   }
 
   // Global memory.
+  template <Reading kReading = kAgain>
   __device__ __forceinline__ void load(const T* p) {
     if constexpr (V == 1)
       at[0] = *p;
     else
-      *reinterpret_cast<Words*>(at) = load_wide(reinterpret_cast<const Words*>(p));
-  }
-  // Without a later reader in sight: what is written then takes the place of this in the L2, and not of what
-  // is yet to be read.
-  __device__ __forceinline__ void load_last(const T* p) {
-    if constexpr (sizeof(T) * V == 16)
-      *reinterpret_cast<Words*>(at) = load_wide_last(reinterpret_cast<const Words*>(p));
-    else
-      load(p);
+      *reinterpret_cast<Words*>(at) = load_wide<kReading>(reinterpret_cast<const Words*>(p));
   }
   __device__ __forceinline__ void store(T* p) const {
     if constexpr (V == 1)

@@ -30,23 +30,12 @@ struct Batch {
     return one;
   }
 
-  // For the first of two ops that read `p`; the other ops' is load_last.
-  template <class T>
+  template <Reading kReading = kAgain, class T>
   __device__ __forceinline__ void load(Packet<T, V> (&to)[U], const T* p, int operand) const {
 #pragma unroll
     for (int j = 0; j < U; ++j) {
       if (exists(j))
-        to[j].load(at(p, operand, j));
-      else
-        to[j].clear();
-    }
-  }
-  template <class T>
-  __device__ __forceinline__ void load_last(Packet<T, V> (&to)[U], const T* p, int operand) const {
-#pragma unroll
-    for (int j = 0; j < U; ++j) {
-      if (exists(j))
-        to[j].load_last(at(p, operand, j));
+        to[j].template load<kReading>(at(p, operand, j));
       else
         to[j].clear();
     }
