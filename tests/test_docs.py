@@ -6,6 +6,7 @@ import importlib
 import io
 import pkgutil
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -135,6 +136,11 @@ def test_make_targets_that_are_named_exist():
     for page in [*PAGES, *(ROOT / ".github/workflows").glob("*.yml")]:
         for named in re.findall(r"(?:`|run: |^)make ([a-z-]+)", page.read_text(), re.M):
             assert named in targets, f"{page.name} names make {named}"
+
+
+def test_the_help_of_make_fits_a_screen():
+    said = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert len(said.splitlines()) <= 24 and max(map(len, said.splitlines())) <= 80, said
 
 
 def test_public_modules_have_all_and_what_is_in_it():
