@@ -2,7 +2,6 @@
 
     python benchmarks/bench_gpu.py PART [--device cuda] [--out benchmarks/results] [--budget 60]
 
-    copy         bandwidth of a copy by size, to which others are compared
     versus       layers beside torch's, eager and compiled, and other libraries': forward and backward
     row_ops      LayerNorm, activations and gates beside torch's
     models       fastvit.convert on a ViT and a ResNet: a step's time, memory, host, the largest batch
@@ -13,15 +12,10 @@
     host_ops     host microseconds per op, and of a plan
 
 Times by harness.Timer: of the device, with cold caches, medians. Writes PART_DEVICE.csv after every row.
-A part is a sequence of tasks. One that raises costs its own rows; a fault that spoils the GPU for this
-process ends it with status 70, and FASTVIT_BEGUN names the tasks that a new process leaves out.
-
-`--device cpu` runs all code, on tiny shapes with --quick; its times are meaningless.
-FASTVIT_REHEARSE=KIND:TEXT puts a fault into tasks whose name contains TEXT: `fail`, `hang` or `spoil`.
+A part is a sequence of tasks. One that raises costs its own rows; one that spoils the GPU for this process
+ends the part. `--device cpu` runs all code, on tiny shapes with --quick; its times are meaningless.
 """
 
-import json
-import os
 import sys
 import time
 import traceback
@@ -33,27 +27,11 @@ import gpu_models
 import gpu_versus
 import gpu_waits
 import torch
-from harness import Timer, command_line, percentiles, provenance, read_csv, write_csv
+from gpu_kernels import nothing
+from harness import Timer, command_line, percentiles, provenance, write_csv
 
 REPEATS = 15
-SPOILED = 70  # exit status: the GPU takes no more work of this process
 Task = tuple[object, Callable[[], None]]  # a name, and what adds rows
-
-
-def nothing() -> None:
-    pass
-
-
-def rehearse(name: str) -> None:
-    """The fault that FASTVIT_REHEARSE asks for."""
-    kind, _, text = os.environ.get("FASTVIT_REHEARSE", "").partition(":")
-    if not kind or text not in name:
-        return
-    if kind == "hang":
-        time.sleep(3600)
-    if kind == "spoil":
-        os._exit(SPOILED)
-    raise RuntimeError("a fault for rehearsal")
 
 
 class Part:
@@ -62,34 +40,28 @@ class Part:
     def __init__(self, name: str, table: str, device: str, out: Path, budget: float, quick: bool):
         self.name, self.table, self.device, self.out, self.quick = name, table, device, out, quick
         self.deadline = time.perf_counter() + budget
-        self.begun: set[str] = set(json.loads(os.environ.get("FASTVIT_BEGUN", "[]")))
         self.rows: list[dict] = []
-        if self.begun:
-            self.rows = read_csv(f"{table}_{device}", out)
         self.timer = Timer(device, 1 << 20 if quick else None)
         self.where = provenance(device)
         self.left: list[str] = []
         self.failed: list[str] = []
 
     def run(self, tasks: Iterable[Task]) -> None:
+        usable = True
         for what, work in tasks:
             name = str(what)
-            if name in self.begun:
-                continue
-            if time.perf_counter() > self.deadline:
+            if not usable or time.perf_counter() > self.deadline:
                 self.left.append(name)
                 continue
             print(f"begin {name}", flush=True)
             try:
-                rehearse(name)
                 work()
                 self.synchronize()
             except Exception as error:
                 self.failed.append(name)
                 traceback.print_exc()
                 print(f"failed {name}: {type(error).__name__}: {error}".splitlines()[0][:300], flush=True)
-                if not self.usable():
-                    os._exit(SPOILED)
+                usable = self.usable()
 
     def usable(self) -> bool:
         try:
@@ -136,7 +108,7 @@ class Part:
 PARTS = {
     part.__name__: part
     for part in (
-        gpu_kernels.copy, gpu_versus.versus, gpu_versus.row_ops, gpu_models.models, gpu_kernels.four_ops,
+        gpu_versus.versus, gpu_versus.row_ops, gpu_models.models, gpu_kernels.four_ops,
         gpu_kernels.on_chip, gpu_waits.exchange, gpu_kernels.activations, gpu_kernels.host_ops,
     )
 }  # fmt: skip
@@ -155,7 +127,7 @@ def main() -> None:
     part = Part(options.part, table, options.device, options.out, options.budget, options.quick)
     part.run(PARTS[options.part](part))
     if part.left:
-        print(f"not reached within {options.budget:.0f} s: {', '.join(part.left)}")
+        print(f"not reached: {', '.join(part.left)}")
     sys.exit(1 if part.failed or not part.rows else 0)
 
 

@@ -1,6 +1,6 @@
 """A training step of one layer: InPlaceABN and SyncBatchNorm against torch's BatchNorm + activation.
 
-    python benchmarks/bench_layers.py [--threads 1 2] [--repeats 15] [--device cpu|cuda]
+    python benchmarks/bench_layers.py [--threads 1 2] [--repeats 15]
 
 Forward and backward are timed separately and added, contenders in turn, each on a new input that is in no
 cache. `floor` is the time the 8 passes of a step (2R + 1W forward, 4R + 1W backward) take at the bandwidth of
@@ -41,20 +41,17 @@ class Source(torch.autograd.Function):
         return gradient
 
 
-def contenders(channels: int, dims: int, device: str) -> dict[str, nn.Module]:
+def contenders(channels: int, dims: int) -> dict[str, nn.Module]:
     batch_norm = (nn.BatchNorm1d if dims == 2 else nn.BatchNorm2d)(channels)
     eager = nn.Sequential(batch_norm, nn.LeakyReLU(0.01, inplace=True))
     peers = peer_layers(channels)
     if APEX in peers:
         peers[APEX] = nn.Sequential(peers[APEX], nn.LeakyReLU(0.01, inplace=True))
     return {
-        name: layer.to(device)
-        for name, layer in {
-            "torch": eager,
-            "InPlaceABN": fastvit.InPlaceABN(channels),
-            "SyncBatchNorm": nn.Sequential(fastvit.SyncBatchNorm(channels), nn.LeakyReLU(0.01, inplace=True)),
-            **peers,
-        }.items()
+        "torch": eager,
+        "InPlaceABN": fastvit.InPlaceABN(channels),
+        "SyncBatchNorm": nn.Sequential(fastvit.SyncBatchNorm(channels), nn.LeakyReLU(0.01, inplace=True)),
+        **peers,
     }
 
 
@@ -108,19 +105,15 @@ def allocated(layer: nn.Module, leaf: torch.Tensor, dy: torch.Tensor) -> dict[st
     for name, work in steps.items():
         with torch.profiler.profile(profile_memory=True) as profile:
             work()
-        events = profile.key_averages()
-        bytes_ = [e.self_device_memory_usage if leaf.is_cuda else e.self_cpu_memory_usage for e in events]
-        result[name] = sum(max(b, 0) for b in bytes_) / leaf.nbytes
+        result[name] = sum(max(e.self_cpu_memory_usage, 0) for e in profile.key_averages()) / leaf.nbytes
     return result
 
 
 def bench(shape_name: str, threads: int, repeats: int, timer: Timer) -> list[dict]:
     shape, memory_format = SHAPES[shape_name]
-    device = timer.device.type
-    leaf = torch.randn(shape, device=device)
-    leaf = leaf.contiguous(memory_format=memory_format).requires_grad_()
-    dy = torch.randn(shape, device=device).contiguous(memory_format=memory_format)
-    layers = contenders(shape[1], len(shape), device)
+    leaf = torch.randn(shape).contiguous(memory_format=memory_format).requires_grad_()
+    dy = torch.randn(shape).contiguous(memory_format=memory_format)
+    layers = contenders(shape[1], len(shape))
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in layers}
     copies = []  # of the same memory every time, in turn with the layers: a shared machine's speed drifts
     for repeat in range(repeats + 2):
@@ -137,7 +130,7 @@ def bench(shape_name: str, threads: int, repeats: int, timer: Timer) -> list[dic
         rows.append(
             {
                 "shape": shape_name,
-                "threads": threads if device == "cpu" else "",
+                "threads": threads,
                 "layer": name,
                 **both,
                 "forward_p50_ms": percentiles([t[0] for t in measured])["p50_ms"],
@@ -156,18 +149,18 @@ def bench(shape_name: str, threads: int, repeats: int, timer: Timer) -> list[dic
 
 
 def main() -> None:
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, device=None)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="CPU threads, each in turn")
     parser.add_argument("--repeats", type=int, default=15, help="timed steps per layer")
     options = parser.parse_args()
     reuse_memory()
-    timer, rows = Timer(options.device), []
-    for threads in options.threads if options.device == "cpu" else [torch.get_num_threads()]:
+    timer, rows = Timer("cpu"), []
+    for threads in options.threads:
         torch.set_num_threads(threads)
         print(f"{threads} thread(s)")
         for shape in SHAPES:
             for row in bench(shape, threads, options.repeats, timer):
-                rows.append(row | provenance(options.device))
+                rows.append(row | provenance("cpu"))
                 print(
                     f"{row['shape']:28} {row['layer']:14} {row['p50_ms']:8.2f} ms "
                     f"(forward {row['forward_p50_ms']:6.2f}, backward {row['backward_p50_ms']:6.2f})  "
@@ -176,7 +169,7 @@ def main() -> None:
                     f"allocated {row['forward_allocates']:.2f} + {row['backward_allocates']:.2f}",
                     flush=True,
                 )
-    print(write_csv(f"layers_{options.device}", rows, options.out))
+    print(write_csv("layers_cpu", rows, options.out))
 
 
 if __name__ == "__main__":

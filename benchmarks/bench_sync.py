@@ -90,31 +90,16 @@ def summary(times: list[float]) -> dict[str, float]:
     return {f"p{p}_us": ordered[int(p / 100 * (len(ordered) - 1))] for p in (10, 50, 95)}
 
 
-WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy", "aten::item")
-
-
-def counted(work: Callable, device: torch.device) -> dict[str, int]:
-    """Calls in `work`, by torch's profiler: collectives, and torch's ops, without those inside of others.
-
-    On CUDA also kernels, NCCL's among them, and how often the host waits for the GPU.
-    """
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-        torch.cuda.synchronize()
-    with torch.profiler.profile(activities=activities) as profile:
+def counted(work: Callable) -> dict[str, int]:
+    """Calls in `work`, by torch's profiler: collectives, and torch's ops, without those inside of others."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         work()
-    on_host = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CPU]
-    is_op = {id(e): e.name.startswith(("aten::", "fastvit::")) for e in on_host}
-    counts = {
-        "collectives": sum(e.name.startswith("c10d::") for e in on_host),
-        "ops": sum(is_op[id(e)] and not is_op.get(id(e.cpu_parent), False) for e in on_host),
+    events = profile.events()
+    is_op = {id(e): e.name.startswith(("aten::", "fastvit::")) for e in events}
+    return {
+        "collectives": sum(e.name.startswith("c10d::") for e in events),
+        "ops": sum(is_op[id(e)] and not is_op.get(id(e.cpu_parent), False) for e in events),
     }
-    if device.type == "cuda":
-        on_gpu = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-        counts["kernels"] = sum(not e.name.startswith(("Memcpy", "Memset", "nccl:")) for e in on_gpu)
-        counts["host_waits"] = sum(e.name in WAITS for e in on_host)
-    return counts
 
 
 def bench_exchange(groups: dict, repeats: int, device: torch.device) -> list[dict]:
@@ -136,7 +121,7 @@ def bench_exchange(groups: dict, repeats: int, device: torch.device) -> list[dic
         times = slowest(times)
         for (name, direction), taken in times.items():
             row = {"what": "exchange", "channels": channels, "way": name, "direction": direction}
-            rows.append(row | summary(taken) | counted(ways[name][direction == "backward"], device))
+            rows.append(row | summary(taken) | counted(ways[name][direction == "backward"]))
             rows[-1]["ratio"] = median(times["bare", direction]) / rows[-1]["p50_us"]
     return rows
 
@@ -190,8 +175,8 @@ def bench_step(shape: tuple[int, ...], groups: dict, repeats: int, device: torch
     counts = {}
     for name, (forward, backward) in steps.items():
         x.grad, kept = None, []
-        once = counted(lambda forward=forward, kept=kept: kept.append(forward()), device)
-        again = counted(lambda backward=backward, kept=kept: backward(kept.pop()), device)
+        once = counted(lambda forward=forward, kept=kept: kept.append(forward()))
+        again = counted(lambda backward=backward, kept=kept: backward(kept.pop()))
         both = {what: once[what] + again[what] for what in once}
         counts |= {(name, d): c for d, c in zip(DIRECTIONS, (once, again, both), strict=True)}
     rows = []
@@ -230,8 +215,8 @@ def rank_main(rank: int, world: int, folder: str, options: argparse.Namespace) -
     if not cuda and options.threads == 1 and world <= len(cores):
         os.sched_setaffinity(0, {cores[rank]})  # this thread; gloo's, which exist by now, stay free
     repeats = max(20, options.repeats * 2 // world)
-    rows = bench_exchange(groups, repeats, device) if "exchange" in options.what else []
-    for shape in SHAPES[device.type] if "step" in options.what else ():
+    rows = bench_exchange(groups, repeats, device)
+    for shape in SHAPES[device.type]:
         rows += bench_step(shape, groups, repeats, device)
     if rank == 0:
         where = provenance(device.type)
@@ -241,8 +226,7 @@ def rank_main(rank: int, world: int, folder: str, options: argparse.Namespace) -
             print(
                 f"{world} ranks  {row['what']:9} C={row['channels']:<5} {row['way']:20} {row['direction']:9} "
                 f"{row['p50_us']:9.1f} us  p10 {row['p10_us']:9.1f}  p95 {row['p95_us']:9.1f}  "
-                f"collectives {row['collectives']}  ops {row['ops']:2}  kernels {row.get('kernels', '-')}  "
-                f"host waits {row.get('host_waits', '-')}  ratio {row['ratio']:.3f}  "
+                f"collectives {row['collectives']}  ops {row['ops']:2}  ratio {row['ratio']:.3f}  "
                 f"{row.get('ratio_to_local_and_bare', '')}  apex / time {row.get('apex_ratio', '-')}"
             )
         (Path(folder) / ROWS).write_text(json.dumps(rows))
@@ -255,7 +239,6 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--world", type=int, nargs="+", default=[2], help="ranks")
-    parser.add_argument("--what", nargs="+", default=["exchange", "step"], choices=["exchange", "step"])
     parser.add_argument("--threads", type=int, default=1, help="CPU threads per rank")
     parser.add_argument("--repeats", type=int, default=300, help="of each kind with 2 ranks, else fewer")
     parser.add_argument("--name", help="results/NAME.csv (default: sync_DEVICE)")

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from statistics import median
 
 import contenders
-import torch
 from contenders import Op
 from shapes import RESNET, RESNET_LAYERS, Case, images, quick_cases, tokens
 
@@ -57,17 +56,6 @@ def each_op(part, case: Case, names: tuple[str, ...], make: Callable[[], dict[st
 
     for name in names:
         yield " ".join(map(str, (name, case, *row.values()))), functools.partial(work, name)
-
-
-def copy(part) -> Tasks:
-    def work(size: int) -> None:
-        source = torch.rand(size // 4, device=part.device)
-        target = torch.empty_like(source)
-        times = part.time(lambda: target.copy_(source))
-        part.row(what="copy", MB=size / 1e6, **times, GB_s=2 * size / times["p50_us"] / 1e3)
-
-    for size in (1, 4, 16, 64, 256, 1024, 2048):
-        yield f"{size} MiB", functools.partial(work, size << (8 if part.quick else 20))
 
 
 def raw_ops(case: Case, device: str, activation: str = "leaky_relu") -> dict[str, Op]:

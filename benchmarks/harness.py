@@ -150,6 +150,11 @@ def provenance(device: str) -> dict[str, str]:
     }
 
 
+def place(row: dict[str, str], *more: str) -> str:
+    """Where and when a row was measured."""
+    return ", ".join([row["device"], *more, f"torch {row['torch']}", f"commit {row['commit']}", row["date"]])
+
+
 def command_line(description: str, device: str | None = "cpu") -> argparse.ArgumentParser:
     """A parser with a program's docstring and --out, and --device with that default."""
     parser = argparse.ArgumentParser(
