@@ -8,7 +8,6 @@
     four_ops     stats, forward, reduce, backward, plain and in place: three layouts, bf16 and fp32
     on_chip      local ops on tensors that fit on chip; FASTVIT_ON_CHIP=0 for two kernels a direction
     exchange     moments and sums by Loopback, with the peers' packets sent before: 2, 4, 8 ranks, C to 2048
-    activations  forward and backward by activation
     host_ops     host microseconds per op, and of a plan
 
 Times by harness.Timer: of the device, with cold caches, medians. Writes PART_DEVICE.csv after every row.
@@ -109,7 +108,7 @@ PARTS = {
     part.__name__: part
     for part in (
         gpu_versus.versus, gpu_versus.row_ops, gpu_models.models, gpu_kernels.four_ops,
-        gpu_kernels.on_chip, gpu_waits.exchange, gpu_kernels.activations, gpu_kernels.host_ops,
+        gpu_kernels.on_chip, gpu_waits.exchange, gpu_kernels.host_ops,
     )
 }  # fmt: skip
 

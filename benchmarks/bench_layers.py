@@ -4,8 +4,8 @@
 
 Forward and backward are timed separately and added, contenders in turn, each on a new input that is in no
 cache. `floor` is the time the 8 passes of a step (2R + 1W forward, 4R + 1W backward) take at the bandwidth of
-a large copy in turn with the layers; ratios are medians over turns. Memory: the tensors that a forward saves
-for backward, and the bytes that each pass allocates. apex's SyncBatchNorm (FASTVIT_APEX=folder of its
+a large copy in turn with the layers; ratios are medians over turns. `saved_activations` are the tensors that
+a forward saves for backward. apex's SyncBatchNorm (FASTVIT_APEX=folder of its
 sources) and mapillary's compiled InPlaceABN take part where they can be imported.
 """
 
@@ -95,20 +95,6 @@ def saved_bytes(layer: nn.Module, leaf: torch.Tensor) -> int:
     return sum(kept.values())
 
 
-def allocated(layer: nn.Module, leaf: torch.Tensor, dy: torch.Tensor) -> dict[str, float]:
-    """All bytes that forward and backward allocate, in activations; an upper bound of their temporaries."""
-    held, result = [Source.apply(leaf)], {}
-    steps = {
-        "forward_allocates": lambda: held.append(layer(held.pop())),
-        "backward_allocates": lambda: held.pop().backward(dy),
-    }
-    for name, work in steps.items():
-        with torch.profiler.profile(profile_memory=True) as profile:
-            work()
-        result[name] = sum(max(e.self_cpu_memory_usage, 0) for e in profile.key_averages()) / leaf.nbytes
-    return result
-
-
 def bench(shape_name: str, threads: int, repeats: int, timer: Timer) -> list[dict]:
     shape, memory_format = SHAPES[shape_name]
     leaf = torch.randn(shape).contiguous(memory_format=memory_format).requires_grad_()
@@ -142,7 +128,6 @@ def bench(shape_name: str, threads: int, repeats: int, timer: Timer) -> list[dic
                 ),
                 "copy_GB_s": median(copies),
                 "saved_activations": saved_bytes(layers[name], leaf) / leaf.nbytes,
-                **allocated(layers[name], leaf, dy),
             }
         )
     return rows
@@ -165,8 +150,7 @@ def main() -> None:
                     f"{row['shape']:28} {row['layer']:14} {row['p50_ms']:8.2f} ms "
                     f"(forward {row['forward_p50_ms']:6.2f}, backward {row['backward_p50_ms']:6.2f})  "
                     f"{row['speedup']:5.2f}x torch  {row['share_of_floor']:5.2f} of floor  "
-                    f"saved {row['saved_activations']:.2f}, "
-                    f"allocated {row['forward_allocates']:.2f} + {row['backward_allocates']:.2f}",
+                    f"saved {row['saved_activations']:.2f}",
                     flush=True,
                 )
     print(write_csv("layers_cpu", rows, options.out))

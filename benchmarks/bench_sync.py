@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from contenders import peer_layers
-from harness import provenance, reuse_memory, write_csv
+from harness import percentiles, provenance, reuse_memory, write_csv
 from torch import nn
 
 import fastvit
@@ -85,11 +85,6 @@ def slowest(times: dict[tuple[str, str], list[float]]) -> dict[tuple[str, str], 
     return {key: [max(turn) for turn in zip(*(t[key] for t in everybody), strict=True)] for key in times}
 
 
-def summary(times: list[float]) -> dict[str, float]:
-    ordered = sorted(times)
-    return {f"p{p}_us": ordered[int(p / 100 * (len(ordered) - 1))] for p in (10, 50, 95)}
-
-
 def counted(work: Callable) -> dict[str, int]:
     """Calls in `work`, by torch's profiler: collectives, and torch's ops, without those inside of others."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -121,8 +116,8 @@ def bench_exchange(groups: dict, repeats: int, device: torch.device) -> list[dic
         times = slowest(times)
         for (name, direction), taken in times.items():
             row = {"what": "exchange", "channels": channels, "way": name, "direction": direction}
-            rows.append(row | summary(taken) | counted(ways[name][direction == "backward"]))
-            rows[-1]["ratio"] = median(times["bare", direction]) / rows[-1]["p50_us"]
+            row |= percentiles(taken, "us", (50, 95)) | counted(ways[name][direction == "backward"])
+            rows.append(row | {"ratio": median(times["bare", direction]) / row["p50_us"]})
     return rows
 
 
@@ -183,12 +178,8 @@ def bench_step(shape: tuple[int, ...], groups: dict, repeats: int, device: torch
     for (name, direction), taken in times.items():
         row = {"what": "step", "shape": "x".join(map(str, shape)), "channels": channels}
         row |= {"way": name, "direction": direction}
-        row |= summary(taken) | counts[name, direction]
-        local, bare = times["local", direction], times["bare", direction]
-        row["ratio"] = median(t / alone for t, alone in zip(taken, local, strict=True))
-        if name == "Collective":
-            whole = [alone + collective for alone, collective in zip(local, bare, strict=True)]
-            row["ratio_to_local_and_bare"] = median(t / w for t, w in zip(taken, whole, strict=True))
+        row |= percentiles(taken, "us", (50, 95)) | counts[name, direction]
+        row["ratio"] = median(t / alone for t, alone in zip(taken, times["local", direction], strict=True))
         if (APEX, direction) in times and name not in (APEX, "bare"):
             row["apex_ratio"] = median(a / t for a, t in zip(times[APEX, direction], taken, strict=True))
         rows.append(row)
@@ -225,9 +216,9 @@ def rank_main(rank: int, world: int, folder: str, options: argparse.Namespace) -
         for row in rows:
             print(
                 f"{world} ranks  {row['what']:9} C={row['channels']:<5} {row['way']:20} {row['direction']:9} "
-                f"{row['p50_us']:9.1f} us  p10 {row['p10_us']:9.1f}  p95 {row['p95_us']:9.1f}  "
+                f"{row['p50_us']:9.1f} us  p95 {row['p95_us']:9.1f}  "
                 f"collectives {row['collectives']}  ops {row['ops']:2}  ratio {row['ratio']:.3f}  "
-                f"{row.get('ratio_to_local_and_bare', '')}  apex / time {row.get('apex_ratio', '-')}"
+                f"apex / time {row.get('apex_ratio', '-')}"
             )
         (Path(folder) / ROWS).write_text(json.dumps(rows))
     dist.barrier()

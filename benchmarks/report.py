@@ -30,17 +30,16 @@ def table(rows: list[dict[str, str]]) -> str:
             f"{float(r['speedup']):.2f}x",
             f"{float(r['share_of_floor']):.2f}",
             f"{float(r['saved_activations']):.2f}",
-            f"{float(r['forward_allocates']):.2f} + {float(r['backward_allocates']):.2f}",
         )
         for r in rows
     ]
     copies = [float(r["copy_GB_s"]) for r in rows]
     text = [
-        *markdown((*header, "saved", "allocated"), lines),
+        *markdown((*header, "saved"), lines),
         "",
         f"Forward + backward of one layer, fp32. {place(rows[0])}, copy bandwidth "
         f"{min(copies):.0f} to {max(copies):.0f} GB/s.",
-        "Memory in activations: saved for backward; allocated by forward + by backward.",
+        "Activations that are saved for backward.",
         "",
     ]
     return "\n".join(text)
@@ -51,8 +50,6 @@ def sync_table(rows: list[dict[str, str]]) -> str:
     header = "ranks", "what", "C, or shape", "direction", "way", "us (p95)", "collectives", "ops"
     for r in rows:
         ratio = f"{float(r['ratio']):.3g}"
-        if r.get("ratio_to_local_and_bare"):
-            ratio += f" ({float(r['ratio_to_local_and_bare']):.3g} of local + bare)"
         if r.get("apex_ratio"):
             ratio += f" ({float(r['apex_ratio']):.3g} times as fast as apex)"
         cells = [r["world"], r["what"], r["shape"] or r["channels"], r["direction"], r["way"]]

@@ -264,7 +264,7 @@ def packed(tmp_path) -> dict[str, str]:
     return {name: content.decode(errors="replace") for name, content in files.items()}
 
 
-PARTS = "versus row_ops four_ops models exchange host_ops on_chip activations".split()
+PARTS = "versus row_ops four_ops models exchange host_ops on_chip".split()
 
 
 @pytest.mark.parametrize("steps", [PARTS[:2], PARTS[2:5], [*PARTS[5:], "sanitizer"]])

@@ -48,7 +48,7 @@ CALLS = {
     "measure": {  # the parts of benchmarks/bench_gpu.py
         "environment": (200, 0), "versus": (160, 100), "row_ops": (60, 30),
         "four_ops": (110, 60), "models": (140, 60), "exchange": (40, 20), "host_ops": (30, 10),
-        "on_chip": (50, 20), "activations": (60, 0),
+        "on_chip": (50, 20),
         "sanitizer": (120, 0),  # memcheck, racecheck over local ops
     },
 }  # fmt: skip
