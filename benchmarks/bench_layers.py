@@ -12,6 +12,7 @@ sources) and mapillary's compiled InPlaceABN take part where they can be importe
 from statistics import median
 
 import torch
+from bench_ops import Layer
 from contenders import peer_layers
 from harness import Timer, command_line, percentiles, provenance, reuse_memory, write_csv
 from torch import nn
@@ -29,18 +30,6 @@ PASSES = 8
 APEX = "apex SyncBatchNorm"
 
 
-class Source(torch.autograd.Function):
-    """Makes a new tensor that is no leaf, like a convolution's output, with a free backward."""
-
-    @staticmethod
-    def forward(ctx, leaf):
-        return leaf.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
-
-
 def contenders(channels: int, dims: int) -> dict[str, nn.Module]:
     batch_norm = (nn.BatchNorm1d if dims == 2 else nn.BatchNorm2d)(channels)
     eager = nn.Sequential(batch_norm, nn.LeakyReLU(0.01, inplace=True))
@@ -55,27 +44,16 @@ def contenders(channels: int, dims: int) -> dict[str, nn.Module]:
     }
 
 
-def step(layer: nn.Module, leaf: torch.Tensor, dy: torch.Tensor, timer: Timer) -> tuple[float, float]:
-    """Milliseconds of one forward and one backward, on data that is in no cache.
-
-    Flushing the caches also evicts the code of the interpreter and of torch, which is warm in a training
+class WarmLayer(Layer):
+    """Flushing the caches also evicts the code of the interpreter and of torch, which is warm in a training
     loop. So a step on a few numbers precedes each timing.
     """
-    few = leaf.detach()[:2, :, :2, :2] if leaf.dim() == 4 else leaf.detach()[:2]
 
-    def warm_code() -> None:
+    def cold(self, timer: Timer) -> None:
         timer.cold()
-        y = layer(Source.apply(few.requires_grad_()))
-        y.backward(torch.ones_like(y))
-        layer.zero_grad()
-
-    leaf.grad = None
-    held = [Source.apply(leaf)]  # popped when used, so that nothing but autograd keeps a tensor
-    warm_code()
-    forward = timer(lambda: held.append(layer(held.pop())))
-    warm_code()
-    backward = timer(lambda: held.pop().backward(dy))
-    return forward, backward
+        few = self.leaf.detach()[:2, :, :2, :2] if self.leaf.dim() == 4 else self.leaf.detach()[:2]
+        y = self.layer(few.requires_grad_().clone())
+        torch.autograd.grad(y, [few, *self.layer.parameters()], torch.ones_like(y))
 
 
 def saved_bytes(layer: nn.Module, leaf: torch.Tensor) -> int:
@@ -89,7 +67,7 @@ def saved_bytes(layer: nn.Module, leaf: torch.Tensor) -> int:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    x = Source.apply(leaf)
+    x = leaf.clone()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         layer(x)
     return sum(kept.values())
@@ -100,15 +78,16 @@ def bench(shape_name: str, threads: int, repeats: int, timer: Timer) -> list[dic
     leaf = torch.randn(shape).contiguous(memory_format=memory_format).requires_grad_()
     dy = torch.randn(shape).contiguous(memory_format=memory_format)
     layers = contenders(shape[1], len(shape))
+    warm = {name: WarmLayer(layer, leaf, dy) for name, layer in layers.items()}
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in layers}
     copies = []  # of the same memory every time, in turn with the layers: a shared machine's speed drifts
     for repeat in range(repeats + 2):
         copy = timer.copy_bandwidth()
-        measured = {name: step(layer, leaf, dy, timer) for name, layer in layers.items()}
+        measured = {name: layer.step(timer) for name, layer in warm.items()}
         if repeat >= 2:
             copies.append(copy)
             for name in layers:
-                times[name].append(measured[name])
+                times[name].append((measured[name]["forward"][0], measured[name]["backward"][0]))
     baseline = [sum(t) for t in times["torch"]]
     rows = []
     for name, measured in times.items():

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import html
 import io
-import os
-import platform
 import re
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -16,12 +13,11 @@ from string import Template
 from typing import TYPE_CHECKING
 
 import matplotlib
-import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MultipleLocator
 
-import fastvit
+from fastvit import info
 
 if TYPE_CHECKING:
     from digits_demo import Result
@@ -68,7 +64,7 @@ def _svg(name: str, width: float, height: float, draw: Callable[[Axes], None]) -
     text = text[text.index("<svg") :].replace(INK, "currentColor")
     text = re.sub(r' xmlns(:xlink)?="[^"]*"', "", text)  # HTML needs none
     text = re.sub(r'<g id="[^"]*">', "<g>", text)
-    text = re.sub(r'(<svg[^>]*?) height="[^"]*"([^>]*?) width="[^"]*"', r"\1\2", text)
+    text = re.sub(r'(<svg[^>]*?) width="[^"]*" height="[^"]*"', r"\1", text)
     return text.replace("<svg", f'<svg role="img" aria-label="{html.escape(name)}"', 1)
 
 
@@ -157,25 +153,14 @@ def _table(results: Sequence[Result], base: int) -> str:
     return _html_table(names, rows, main=0)
 
 
-def _processor() -> str:
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name(0)
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
 def _facts(results: Sequence[Result], batch: int) -> str:
-    epochs, python = len(results[0].history), sys.version.split()[0]
+    epochs, here = len(results[0].history), info.facts()
     facts = {
         "Data": "scikit-learn digits, 8x8: 1438 for training (shifted by up to a pixel), 359 for test",
         "Model": "ViT with a stem of three convolutions and BatchNorm in the MLP, 4 blocks of width 64, fp32",
         "Recipe": f"{epochs} epochs, {batch} images per rank and step, AdamW, cosine schedule",
-        "Machine": f"{_processor()}, {os.cpu_count()} CPU cores, {platform.system()}",
-        "Versions": f"fastvit {fastvit.__version__}, torch {torch.__version__}, Python {python}",
+        "Machine": f"{here['machine']}, {here['CPU kernels']}; GPUs: {here['GPUs']}",
+        "Versions": f"fastvit {here['fastvit']}, torch {here['torch']}, Python {here['python']}",
         "Date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     }
     return "<dl>" + "".join(f"<dt>{k}</dt><dd>{html.escape(v)}</dd>" for k, v in facts.items()) + "</dl>"
