@@ -214,7 +214,7 @@ def measure(name: str, arguments, where: dict) -> dict:
             row[f"{contender}_same_bits"] = sum(torch.equal(got[n], want[n]) for n in want) / len(want)
             row[f"{contender}_kept_MiB"] = by[contender].kept(x)
             row[f"{contender}_peak_MiB"] = by[contender].peak(x)
-        except Exception as error:  # another way may not take a model; the rest is still measured
+        except Exception as error:  # a contender may not take a model; the rest is still measured
             print(f"{name}: {contender}: {type(error).__name__}: {str(error).splitlines()[0][:150]}")
             del by[contender]
     for _ in range(arguments.repeats):  # in turn, so that a slow minute hits all

@@ -56,8 +56,11 @@ def models(rounds: int) -> list[dict]:
 
     torch.manual_seed(0)
     eager = timm.create_model("vit_tiny_patch16_224", img_size=32).train()
-    ways = {"convert": {}, "products": {"products": True}}
-    contenders = {"eager": eager} | {k: fastvit.convert(copy.deepcopy(eager), **v) for k, v in ways.items()}
+    contenders = {
+        "eager": eager,
+        "convert": fastvit.convert(copy.deepcopy(eager)),
+        "products": fastvit.convert(copy.deepcopy(eager), products=True),
+    }
     x = torch.randn(8, 3, 32, 32)
 
     def step(model: nn.Module, autocast: bool) -> list[float]:

@@ -1,4 +1,4 @@
-"""Synchronised statistics: the exchange alone, and a whole step of a layer, for every way of sharing.
+"""Synchronised statistics: the exchange alone, and a whole step of a layer, by every backend.
 
     python benchmarks/bench_sync.py [--world 2 4 8]         ranks of this machine, one number after another
 
@@ -48,9 +48,9 @@ DIRECTIONS = ("forward", "backward", "both")
 ROWS = "rows.json"
 
 
-def group_that_takes(way: str) -> "dist.ProcessGroup":
-    """A new group of all ranks that has chosen `way`."""
-    os.environ["FASTVIT_STATISTICS"] = way
+def group_with(statistics: str) -> "dist.ProcessGroup":
+    """A new group of all ranks that has chosen its backend by `statistics`."""
+    os.environ["FASTVIT_STATISTICS"] = statistics
     group = dist.new_group()
     device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
     exchange(group, torch.zeros(6, device=device), torch.zeros(4, device=device))[0]()
@@ -58,7 +58,7 @@ def group_that_takes(way: str) -> "dist.ProcessGroup":
 
 
 def exchange(group, moments, sums) -> tuple[Callable, Callable]:
-    """The exchanges of given moments and sums."""
+    """The exchanges of moments and of sums."""
     layer, shared = sync.LayerKey("bench_sync", moments.numel(), 0.1), group_of(group, moments.device)
     tag = shared.share_moments(layer, moments)[1]
     return lambda: shared.share_moments(layer, moments), lambda: shared.share_sums(sums[None], tag)
@@ -102,11 +102,11 @@ def bench_exchange(groups: dict, repeats: int, device: torch.device) -> list[dic
     for channels in CHANNELS:
         moments = torch.rand(2 * channels + 2, device=device)
         sums = torch.rand(2 * channels, device=device)
-        ways = {"bare": bare_exchange(moments, sums)}
-        ways |= {name: exchange(group, moments, sums) for name, group in groups.items()}
-        times = {(name, d): [] for name in ways for d in ("forward", "backward")}
+        contenders = {"bare": bare_exchange(moments, sums)}
+        contenders |= {name: exchange(group, moments, sums) for name, group in groups.items()}
+        times = {(name, d): [] for name in contenders for d in ("forward", "backward")}
         for repeat in range(repeats):
-            for name, both in ways.items():
+            for name, both in contenders.items():
                 for direction, work in zip(("forward", "backward"), both, strict=True):
                     for _ in range(3):  # until gloo's threads, of the contender before, are off the cores;
                         work()  # and the ranks leave the last one together
@@ -115,8 +115,8 @@ def bench_exchange(groups: dict, repeats: int, device: torch.device) -> list[dic
                         times[name, direction].append(taken)
         times = slowest(times)
         for (name, direction), taken in times.items():
-            row = {"what": "exchange", "channels": channels, "way": name, "direction": direction}
-            row |= percentiles(taken, "us", (50, 95)) | counted(ways[name][direction == "backward"])
+            row = {"what": "exchange", "channels": channels, "contender": name, "direction": direction}
+            row |= percentiles(taken, "us", (50, 95)) | counted(contenders[name][direction == "backward"])
             rows.append(row | {"ratio": median(times["bare", direction]) / row["p50_us"]})
     return rows
 
@@ -177,7 +177,7 @@ def bench_step(shape: tuple[int, ...], groups: dict, repeats: int, device: torch
     rows = []
     for (name, direction), taken in times.items():
         row = {"what": "step", "shape": "x".join(map(str, shape)), "channels": channels}
-        row |= {"way": name, "direction": direction}
+        row |= {"contender": name, "direction": direction}
         row |= percentiles(taken, "us", (50, 95)) | counts[name, direction]
         row["ratio"] = median(t / alone for t, alone in zip(taken, times["local", direction], strict=True))
         if (APEX, direction) in times and name not in (APEX, "bare"):
@@ -197,17 +197,17 @@ def rank_main(rank: int, world: int, folder: str, options: argparse.Namespace) -
         "nccl" if cuda else "gloo", init, rank=rank, world_size=world, timeout=timeout
     )  # fmt: skip
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    groups = {"Collective": group_that_takes("collective")}
+    groups = {"Collective": group_with("collective")}
     try:
-        groups["CudaIpc" if cuda else "SharedMemory"] = group_that_takes("peer")
+        groups["CudaIpc" if cuda else "SharedMemory"] = group_with("peer")
     except RuntimeError as error:  # on all ranks
         print(error)
     cores = sorted(os.sched_getaffinity(0))
     if not cuda and options.threads == 1 and world <= len(cores):
         os.sched_setaffinity(0, {cores[rank]})  # this thread; gloo's, which exist by now, stay free
     repeats = max(20, options.repeats * 2 // world)
-    rows = bench_exchange(groups, repeats, device)
-    for shape in SHAPES[device.type]:
+    rows = bench_exchange(groups, repeats, device) if "exchange" in options.what else []
+    for shape in SHAPES[device.type] if "step" in options.what else ():
         rows += bench_step(shape, groups, repeats, device)
     if rank == 0:
         where = provenance(device.type)
@@ -215,8 +215,8 @@ def rank_main(rank: int, world: int, folder: str, options: argparse.Namespace) -
         rows = [here | {"threads": options.threads} | row | where for row in rows]
         for row in rows:
             print(
-                f"{world} ranks  {row['what']:9} C={row['channels']:<5} {row['way']:20} {row['direction']:9} "
-                f"{row['p50_us']:9.1f} us  p95 {row['p95_us']:9.1f}  "
+                f"{world} ranks  {row['what']:9} C={row['channels']:<5} {row['contender']:20} "
+                f"{row['direction']:9} {row['p50_us']:9.1f} us  p95 {row['p95_us']:9.1f}  "
                 f"collectives {row['collectives']}  ops {row['ops']:2}  ratio {row['ratio']:.3f}  "
                 f"apex / time {row.get('apex_ratio', '-')}"
             )
@@ -230,6 +230,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--world", type=int, nargs="+", default=[2], help="ranks")
+    parser.add_argument("--what", nargs="+", default=["exchange", "step"], choices=["exchange", "step"])
     parser.add_argument("--threads", type=int, default=1, help="CPU threads per rank")
     parser.add_argument("--repeats", type=int, default=300, help="of each kind with 2 ranks, else fewer")
     parser.add_argument("--name", help="results/NAME.csv (default: sync_DEVICE)")

@@ -47,12 +47,12 @@ def table(rows: list[dict[str, str]]) -> str:
 
 def sync_table(rows: list[dict[str, str]]) -> str:
     first, lines = rows[0], []
-    header = "ranks", "what", "C, or shape", "direction", "way", "us (p95)", "collectives", "ops"
+    header = "ranks", "what", "C, or shape", "direction", "contender", "us (p95)", "collectives", "ops"
     for r in rows:
         ratio = f"{float(r['ratio']):.3g}"
         if r.get("apex_ratio"):
             ratio += f" ({float(r['apex_ratio']):.3g} times as fast as apex)"
-        cells = [r["world"], r["what"], r["shape"] or r["channels"], r["direction"], r["way"]]
+        cells = [r["world"], r["what"], r["shape"] or r["channels"], r["direction"], r["contender"]]
         cells += [f"{float(r['p50_us']):.0f} ({float(r['p95_us']):.0f})", r["collectives"], r["ops"]]
         lines.append([*cells, ratio])
     text = [
@@ -117,7 +117,7 @@ def main() -> None:
     parser.add_argument("--name", default="layers_cpu", help="results/NAME.csv")
     name = parser.parse_args().name
     rows = read_csv(name)
-    text = (sync_table if "way" in rows[0] else vit_ops_table if "direction" in rows[0] else table)(rows)
+    text = (sync_table if "world" in rows[0] else vit_ops_table if "direction" in rows[0] else table)(rows)
     if "layer" in rows[0]:
         picture(rows, RESULTS / f"{name}.png")
     (RESULTS / f"{name}.md").write_text(text)

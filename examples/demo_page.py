@@ -159,7 +159,7 @@ def _facts(results: Sequence[Result], batch: int) -> str:
         "Data": "scikit-learn digits, 8x8: 1438 for training (shifted by up to a pixel), 359 for test",
         "Model": "ViT with a stem of three convolutions and BatchNorm in the MLP, 4 blocks of width 64, fp32",
         "Recipe": f"{epochs} epochs, {batch} images per rank and step, AdamW, cosine schedule",
-        "Machine": f"{here['machine']}, {here['CPU kernels']}; GPUs: {here['GPUs']}",
+        "Machine": f"{here['machine']}; CPU kernels: {here['CPU kernels']}; GPUs: {here['GPUs']}",
         "Versions": f"fastvit {here['fastvit']}, torch {here['torch']}, Python {here['python']}",
         "Date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     }
