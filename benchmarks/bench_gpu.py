@@ -6,7 +6,8 @@
     row_ops      LayerNorm, activations and gates beside torch's
     models       fastvit.convert on a ViT and a ResNet: a step's time, memory, host, the largest batch
     four_ops     stats, forward, reduce, backward, plain and in place: three layouts, bf16 and fp32
-    on_chip      local ops on tensors that fit on chip; FASTVIT_ON_CHIP=0 for two kernels a direction
+    on_chip      local ops on tensors that fit on chip
+    two_kernels  the same with FASTVIT_ON_CHIP=0, which takes two kernels a direction
     exchange     moments and sums by Loopback, with the peers' packets sent before: 2, 4, 8 ranks, C to 2048
     host_ops     host microseconds per op, and of a plan
 
@@ -36,8 +37,8 @@ Task = tuple[object, Callable[[], None]]  # a name, and what adds rows
 class Part:
     """Rows of one part, and the time that is left for it."""
 
-    def __init__(self, name: str, table: str, device: str, out: Path, budget: float, quick: bool):
-        self.name, self.table, self.device, self.out, self.quick = name, table, device, out, quick
+    def __init__(self, name: str, device: str, out: Path, budget: float, quick: bool):
+        self.name, self.device, self.out, self.quick = name, device, out, quick
         self.deadline = time.perf_counter() + budget
         self.rows: list[dict] = []
         self.timer = Timer(device, 1 << 20 if quick else None)
@@ -95,7 +96,7 @@ class Part:
         cells = (f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items())
         print("  ".join(cells), flush=True)
         try:
-            write_csv(f"{self.table}_{self.device}", self.rows, self.out)
+            write_csv(f"{self.name}_{self.device}", self.rows, self.out)
         except OSError as error:  # a full disk: what is printed is still seen
             print(f"not written: {error}", flush=True)
 
@@ -110,20 +111,18 @@ PARTS = {
         gpu_versus.versus, gpu_versus.row_ops, gpu_models.models, gpu_kernels.four_ops,
         gpu_kernels.on_chip, gpu_waits.exchange, gpu_kernels.host_ops,
     )
-}  # fmt: skip
+} | {"two_kernels": gpu_kernels.on_chip}  # fmt: skip
 
 
 def main() -> None:
     parser = command_line(__doc__, "cuda")
     parser.add_argument("part", choices=list(PARTS))
-    parser.add_argument("--name", help="of the table (default: the part's)")
     parser.add_argument("--budget", type=float, default=60, help="seconds after which no task is begun")
     parser.add_argument("--quick", action="store_true", help="tiny shapes: is the program in order?")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.exit(1, "bench_gpu: there is no CUDA GPU (--device cpu --quick needs none)\n")
-    table = options.name or options.part
-    part = Part(options.part, table, options.device, options.out, options.budget, options.quick)
+    part = Part(options.part, options.device, options.out, options.budget, options.quick)
     part.run(PARTS[options.part](part))
     if part.left:
         print(f"not reached: {', '.join(part.left)}")

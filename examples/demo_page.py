@@ -71,13 +71,14 @@ def _svg(name: str, width: float, height: float, draw: Callable[[Axes], None]) -
 def _curves(results: Sequence[Result], column: str, log: bool) -> Callable[[Axes], None]:
     def draw(axes: Axes) -> None:
         for result in sorted(results, key=lambda r: list(STYLE).index(r.norm)):
-            _, colour, dashes = STYLE[result.norm]
+            label, colour, dashes = STYLE[result.norm]
             epochs, values = zip(*((row["epoch"], row[column]) for row in result.history), strict=True)
-            axes.plot(epochs, values, color=colour, dashes=dashes or (None, None), marker=".")
+            axes.plot(epochs, values, color=colour, dashes=dashes or (None, None), marker=".", label=label)
         axes.set_xlabel("epoch")
         axes.xaxis.get_major_locator().set_params(integer=True)
         if log:
             axes.set_yscale("log")
+            axes.legend(fontsize=6.5, frameon=False)
         elif min(result.accuracy for result in results) > 0.9:
             axes.set_ylim(0.8, 1.005)
             axes.yaxis.set_major_locator(MultipleLocator(0.05))
@@ -124,15 +125,6 @@ def _table_of_conversions(conversions: dict[str, int]) -> str:
 def _speed(result: Result) -> float:
     # The first epoch includes work that is done once.
     return statistics.median(row["images_per_second"] for row in result.history[1:] or result.history)
-
-
-def _legend() -> str:
-    items = []
-    for label, colour, dashes in STYLE.values():
-        pattern = ' stroke-dasharray="8 4"' if dashes else ""
-        line = f'<line x1="1" y1="5" x2="33" y2="5" stroke="{colour}" stroke-width="3"{pattern}/>'
-        items.append(f'<li><svg viewBox="0 0 34 10" aria-hidden="true">{line}</svg>{html.escape(label)}</li>')
-    return f'<ul class="legend">{"".join(items)}</ul>'
 
 
 def _table(results: Sequence[Result], base: int) -> str:
@@ -195,7 +187,6 @@ def write_page(path: Path, results: Sequence[Result], conversions: dict[str, int
     modes = [(CALLS[memory][0], size, CALLS[memory][1]) for memory, size in conversions.items()]
     parts = {
         "tiles": "".join(f'<div class="tile"><b>{big}</b><span>{text}</span></div>' for big, text in tiles),
-        "legend": _legend(),
         "charts": "".join(f"<figure><figcaption>{title}</figcaption>{svg}</figure>" for title, svg in charts),
         "bars": _svg("kept for backward by layer", 8.2, 2.3, _bars(layers)),
         "table": _table(results, kept["torch"]),

@@ -1,13 +1,14 @@
 """Runs tests and benchmarks on a machine with a CUDA GPU, in two calls of nine minutes each: `make gpu`.
 
-    python3 tools/gpu.py proof        smoke test, a copy, a minute beside torch, tests, sanitizers
+    python3 tools/gpu.py proof        smoke test, two minutes beside torch, tests, sanitizers
     python3 tools/gpu.py measure      benchmarks/bench_gpu.py, the most informative part first
 
     [--out runs/gpu] [--limit 530] [--device cpu] [--steps ...]
 
 Needs torch, pytest with xdist and timeout, the built libraries (`make gpu CALL=libraries` packs small ones)
 and no network. Without a GPU or without libraries the call ends. Any other step that fails does not stop the
-following ones, and a step that cannot run reports the reason. Exits with 1 if a step failed.
+following ones, and a step that cannot run reports the reason. In a benchmark an exception costs its own rows,
+a hang or a fault that spoils the GPU the rest of its part. Exits with 1 if a step failed.
 
 Writes to --out/CALL: summary.txt, which begins with the failures of the smoke test, a log per step, and the
 benchmarks' tables, beside their predictions. After every step --out is packed into OUT.tar.gz beside it, the
@@ -48,7 +49,7 @@ CALLS = {
     "measure": {  # the parts of benchmarks/bench_gpu.py
         "environment": (200, 0), "versus": (160, 100), "row_ops": (60, 30),
         "four_ops": (110, 60), "models": (140, 60), "exchange": (40, 20), "host_ops": (30, 10),
-        "on_chip": (50, 20),
+        "on_chip": (30, 10), "two_kernels": (30, 10),
         "sanitizer": (120, 0),  # memcheck, racecheck over local ops
     },
 }  # fmt: skip
@@ -157,10 +158,6 @@ def verdict(status: int, output: str, seconds: float) -> tuple[str, str]:
     return "FAILED", f"status {status}: {next(first, None) or counted(output)}"[:200]
 
 
-class Blocked(Exception):
-    """No further step can run."""
-
-
 class Run:
     """The steps of one call, their time and their logs."""
 
@@ -205,7 +202,7 @@ class Run:
             starting = Path("/dev/nvidiactl").exists() and re.search(STARTING, output)
             if status and (status == LATE or not starting or left < 10):
                 late = "no answer in time; " if status == LATE else ""
-                raise Blocked(f"fastvit does not run here: {late}{counted(output)}")
+                raise RuntimeError(f"fastvit does not run here: {late}{counted(output)}")
             if status:
                 print(f"  not yet, but there is a driver: {counted(output)}", flush=True)
                 time.sleep(3)
@@ -268,14 +265,15 @@ class Run:
             self.log("sanitizer", " ".join(command), output)
             self.say(f"sanitizer: {tool}", *verdict(status, output, seconds))
 
-    def bench(self, step: str, table: str, command: list[str], seconds: float, **environment: str) -> None:
-        """A benchmark; its table beside the predictions."""
-        file = self.out / f"{table}_{self.device}.csv"
+    def bench(self, step: str) -> None:
+        """A part of benchmarks/bench_gpu.py; its table beside the predictions."""
+        seconds, file = self.seconds(step), self.out / f"{step}_{self.device}.csv"
         file.unlink(missing_ok=True)
-        command = [sys.executable, *command, "--device", self.device, "--out", str(self.out)]
+        command = [sys.executable, "benchmarks/bench_gpu.py", step, "--device", self.device]
+        command += ["--out", str(self.out), "--budget", f"{max(2.0, seconds - LAST_ROW):.0f}"]
         command += ["--quick"] if self.device == "cpu" else []
-        command += ["--budget", f"{max(2.0, seconds - LAST_ROW):.0f}"]
-        status, output = run(command, seconds, environment, echo=True)
+        wish = {"FASTVIT_ON_CHIP": "0"} if step == "two_kernels" else None
+        status, output = run(command, seconds, wish, echo=True)
         rows = compare.read(file)
         compared = compare.lines(compare.compared(rows, compare.predictions()))
         self.log(step, " ".join(command), "\n".join([output, "beside the predictions", *compared, ""]))
@@ -285,28 +283,17 @@ class Run:
         details = [f"{len(rows)} rows in {file.name}", compared[-1], *faults]
         if status and not faults:
             details.append(f"status {status} in {seconds:.0f} s: {counted(output)}")
-        self.say(f"{step}: {table}", "FAILED" if status or not rows else "passed", "; ".join(details))
-
-    def part(self, step: str) -> None:
-        """A part of benchmarks/bench_gpu.py."""
-        seconds = self.seconds(step)
-        if step == "on_chip":
-            for value, name in (("0", "on_chip_two"), ("1", "on_chip_one")):
-                command = ["benchmarks/bench_gpu.py", step, "--name", name]
-                self.bench(step, name, command, seconds / 2, FASTVIT_ON_CHIP=value)
-        else:
-            self.bench(step, step, ["benchmarks/bench_gpu.py", step], seconds)
+        self.say(step, "FAILED" if status or not rows else "passed", "; ".join(details))
 
     def all(self) -> int:
         """Runs the steps; the exit status."""
         for step in ("environment", *self.steps):
             try:
                 method = getattr(self, step, None)
-                method() if method else self.part(step)
+                method() if method else self.bench(step)
             except Exception as error:  # of this script too: the steps that follow are still worth running
-                known = isinstance(error, Blocked)
-                self.say(step, "FAILED", str(error) if known else f"{type(error).__name__}: {error}")
-                if known or step == "environment":
+                self.say(step, "FAILED", f"{type(error).__name__}: {error}")
+                if step == "environment":
                     break
         print("\n" + self.write_summary())
         return int(any(state == "FAILED" for state, _ in self.results.values()))
