@@ -36,12 +36,12 @@ class ProcessTimer(Timer):
 
 def layer_norms(dtype: str) -> dict[str, Callable]:
     def torchs(x, weight, bias):
-        y = F.layer_norm(x, (DIM,), weight, bias)
+        y = F.layer_norm(x, weight.shape, weight, bias)
         return y.bfloat16() if dtype == CAST else y
 
     def ours(x, weight, bias):
         output_dtype = torch.bfloat16 if dtype == CAST else None
-        return functional.layer_norm(x, (DIM,), weight, bias, output_dtype=output_dtype)
+        return functional.layer_norm(x, weight.shape, weight, bias, output_dtype=output_dtype)
 
     return {"torch": torchs, "fastvit": ours}
 
