@@ -1,13 +1,16 @@
-# Everything a newcomer needs: `make demo` and `make test`. `make help` lists the rest.
+# Everything a newcomer needs: `make demo` and `make test`. `make help` prints the targets and the variables below.
 #
-# TORCH    what `make install` puts into .venv (default torch==2.13.0)
-# PYTHON   the interpreter .venv is made from (>= 3.10)
-# ARGS     more options of pytest for `make test`, say '-m slow' (tests of many gigabytes)
-# MODELS   published models that `make test` runs alone (pytest's -k, say 'deit3 or dinov3'); installs what they need
-# COVERAGE 1: `make test` counts lines, of Python by coverage.py and of C++ by gcov
-# COMPILE  releases of torch that `make wheel` compiles all sources for, say 'torch==2.11.0 torch'
-# CPU      1: `make sanitizers` of the CPU's sources, with each instruction set that the machine has
-# CALL     proof, measure or libraries: a part of `make gpu`; OUT is the folder that it writes to
+# TORCH=      what `make install` puts into .venv (default torch==2.13.0)
+# PYTHON=     the interpreter that .venv is made from (>= 3.10)
+# ARGS=       test: more options of pytest, say '-m slow' (many gigabytes)
+# MODELS=     test: published models alone (pytest's -k, say 'deit3 or dinov3')
+# STACKS=1    test: fastvit.convert in trainers and their models alone
+# COVERAGE=1  test: count lines, of Python by coverage.py and of C++ by gcov
+# CPU=1       sanitizers: of the CPU's sources, with each instruction set
+# COMPILE=    wheel: releases of torch to compile for, say 'torch==2.11.0'
+# OUT=        gpu: the folder that is written (default runs/gpu)
+# CALL=       gpu: proof or measure alone, or libraries, packed where nvcc is
+# FIX=1       lint: put the style right
 
 TORCH  ?= torch==2.13.0
 PYTHON ?= python3
@@ -18,12 +21,13 @@ SOURCES := 'csrc/*' 'benchmarks/*.cpp' 'tools/*.cpp' 'tools/*.h' 'tests/*.cpp' '
 TOOLED := $(if $(and $(wildcard .venv/bin/ruff),$(wildcard .venv/bin/mypy),$(wildcard .venv/bin/mkdocs)),,install)  # enough where the build may be older than its sources
 BUILT  := setup.py pyproject.toml $(shell find csrc -name '*.[ch]*')
 
-.PHONY: help install demo test test-stacks sanitizers wheel bench gpu sass lint docs format clean
+.PHONY: help install demo test sanitizers wheel bench gpu sass lint docs clean
 
 help:  ## This list
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 16
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 12
+	@sed -n 's/^# \([A-Z]*=1* \)/\1/p' Makefile
 
-install: $(STAMP)  ## Fill .venv with torch, the package and what demo and tests need
+install: $(STAMP)  ## Fill .venv with torch, the package and what the rest needs
 
 .venv/bin/python:
 	@command -v $(PYTHON) >/dev/null || { echo "make install: no $(PYTHON); install Python >= 3.10, or set PYTHON=" >&2; exit 1; }
@@ -35,15 +39,19 @@ fastvit/_C.so:  # built with the stamp below; when it is gone, so is the stamp's
 
 $(STAMP): $(BUILT) fastvit/_C.so | .venv/bin/python
 	@command -v $${CXX:-c++} >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null || { echo "make install: no C++ compiler; install one (Debian: apt-get install g++), or set CXX=" >&2; exit 1; }
-	$(RUN) -m pip install --quiet --disable-pip-version-check '$(TORCH)' 'setuptools>=77' ninja
+	$(PIP) '$(TORCH)' 'setuptools>=77' ninja
 	@rm -f fastvit/*.so
-	$(RUN) -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable '.[train,dev]'
+	$(PIP) --no-build-isolation --editable '.[train,dev]'
 	@rm -f .venv/.installed-*
 	@touch $@
 
-demo: install  ## Train a ViT on scikit-learn's digits with 2 ranks; leaves runs/demo/index.html
+demo: install  ## Train a ViT on digits with 2 ranks; writes runs/demo/index.html
 	$(RUN) examples/digits_demo.py
 
+PIP    := $(RUN) -m pip install --quiet --disable-pip-version-check
+TRAINERS := accelerate peft lightning mmengine diffusers einops monai ultralytics tyro spmd_types==0.2.3
+# Packages that need torch must not replace it.
+THIS_TORCH = "torch==$$($(RUN) -c 'import torch; print(torch.__version__)')"
 PYTEST := -m pytest -q -n auto --maxprocesses 8 --dist worksteal -m "not slow and not models"
 MODEL  := FASTVIT_TEST_DEVICE=cuda_host OMP_NUM_THREADS=1 $(RUN) $(PYTEST)
 OPS    := tests/test_ops.py tests/test_local_ops.py tests/test_layer_norm.py tests/test_act.py tests/test_arguments.py tests/test_messages.py
@@ -59,13 +67,18 @@ ON_MODEL := $(OPS) tests/cuda_host/test_cuda_host_kernels.py tests/cuda_host/tes
 
 ifdef MODELS
 test: install
-	$(RUN) -m pip install --quiet --disable-pip-version-check timm torchvision transformers "torch==$$($(RUN) -c 'import torch; print(torch.__version__)')"
+	$(PIP) timm torchvision transformers $(THIS_TORCH)
 	$(RUN) -m pytest tests/test_convert_models.py -m "not slow" -k '$(MODELS)' $(ARGS)
+else ifdef STACKS
+test: install
+	$(PIP) timm torchvision transformers $(TRAINERS) $(THIS_TORCH)
+	$(PIP) --no-deps torchtitan  # its trainer's data and logging are not needed
+	$(RUN) -m pytest tests/test_stacks.py tests/test_stacks_models.py $(ARGS)
 else ifdef ARGS
 test: install
 	$(RUN) $(PYTEST) $(ARGS)
 else
-test: install  ## All tests; the CUDA sources run on a model of a GPU. COVERAGE=1 counts the lines that they reach
+test: install  ## All tests; the CUDA sources run on a model of a GPU
 	rm -rf build/python.coverage*
 	$(RUN) $(if $(COVERAGE),-m coverage run) $(PYTEST) --ignore tests/cuda_host
 	$(RUN) tests/cuda_host/build.py plain
@@ -87,25 +100,20 @@ sanitizers: install
 	($(call INSIDE,sanitizers) $(PYTEST) -k "not compiled and not instruction_sets" $(OPS) tests/test_peer.py tests/test_statistics.py) || exit ;\
 	done
 else
-sanitizers: install  ## The CUDA sources on the model under the race checker, and under the sanitizers
+sanitizers: install  ## The CUDA sources under the race checker and the sanitizers
 	$(RUN) tests/cuda_host/build.py
 	$(MODEL) -n 0 tests/cuda_host/test_cuda_host_bugs.py
 	FASTVIT_CUDA_HOST=race $(MODEL) $(ON_MODEL)
 	env $$($(RUN) tests/cuda_host/redirect.py) FASTVIT_CUDA_HOST=asan $(MODEL) $(ON_MODEL) tests/test_layers.py tests/test_batch_norm_act.py
 endif
 
-test-stacks: install  ## fastvit.convert in trainers and other models, which it installs: docs/in-your-trainer.md
-	$(RUN) -m pip install --quiet --disable-pip-version-check timm torchvision transformers accelerate peft lightning mmengine diffusers einops monai ultralytics tyro spmd_types==0.2.3 "torch==$$($(RUN) -c 'import torch; print(torch.__version__)')"
-	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps torchtitan  # its trainer's data and logging are not needed
-	$(RUN) -m pytest tests/test_stacks.py tests/test_stacks_models.py
-
-wheel: install  ## A wheel for any Linux in dist/, which trains a step in a bare environment; COMPILE=
+wheel: install  ## A wheel for any Linux in dist/, tried in a bare environment
 	rm -rf build/wheel dist
 	$(RUN) -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir build/wheel .
 	PATH="$(CURDIR)/.venv/bin:$$PATH" $(RUN) -m auditwheel repair --exclude 'libtorch*' --exclude libc10.so --wheel-dir dist build/wheel/*.whl
 	$(RUN) tools/matrix.py dist/*.whl $(if $(COMPILE),--compile $(COMPILE)) --torch '$(TORCH)'
 
-bench: install  ## Time the layers against torch's, and ways to synchronise; writes benchmarks/results
+bench: install  ## Time layers, and ways to synchronise; writes benchmarks/results
 	$(RUN) benchmarks/bench_layers.py
 	$(RUN) benchmarks/report.py
 	$(RUN) benchmarks/bench_sync.py --world 2 4 8
@@ -113,7 +121,7 @@ bench: install  ## Time the layers against torch's, and ways to synchronise; wri
 
 GPU := $(or $(wildcard $(RUN)),$(shell command -v $(RUN)),$(PYTHON)) tools/gpu.py
 
-gpu:  ## On a CUDA GPU: is it right (9 minutes), is it fast (9); CALL=libraries packs them where nvcc is
+gpu:  ## On a CUDA GPU: tests (9 minutes), then measurements (9)
 ifeq ($(CALL),libraries)
 	FASTVIT_CUDA=1 TORCH_CUDA_ARCH_LIST=9.0 $(RUN) setup.py -q build_ext --build-temp build/gpu/temp --build-lib build/gpu/lib
 	strip --strip-unneeded build/gpu/lib/fastvit/*.so
@@ -122,22 +130,23 @@ else
 	status=0; for call in $(or $(CALL),proof measure); do $(GPU) $$call --out '$(OUT)' || status=1; done; exit $$status
 endif
 
-sass: $(TOOLED)  ## Registers, spills and instructions of the CUDA kernels; needs nvcc and cuobjdump
+sass: $(TOOLED)  ## Registers, spills, instructions of the CUDA kernels; needs nvcc
 	$(RUN) tools/sass.py
 
 lint: $(TOOLED)  ## What CI checks of the style
+ifdef FIX
+	.venv/bin/ruff check --fix .
+	.venv/bin/ruff format .
+	.venv/bin/clang-format -i $$(git ls-files $(SOURCES)) </dev/null
+else
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 	.venv/bin/clang-format --dry-run --Werror $$(git ls-files $(SOURCES)) </dev/null
+endif
 
-docs: $(TOOLED)  ## The site in build/docs, from docs/ and the docstrings; a broken link is an error
+docs: $(TOOLED)  ## The site in build/docs; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build  # --quiet would not count warnings, which are errors here
-
-format: $(TOOLED)  ## Put the style right
-	.venv/bin/ruff check --fix .
-	.venv/bin/ruff format .
-	.venv/bin/clang-format -i $$(git ls-files $(SOURCES)) </dev/null
 
 clean:  ## Remove everything that was built
 	rm -rf .venv build dist runs *.egg-info fastvit/*.so

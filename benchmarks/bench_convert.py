@@ -63,6 +63,7 @@ MODELS = {
 }  # fmt: skip
 GROUPS = {"vits": "convert_vits", "norms": "convert"}
 SHOWN = {"eager": "#c9d1d9", "convert": "#1f77b4", "products": "#2ca02c", "sac": "#d6a419"}
+CLOCK = {"cpu": "cpu_ms", "cuda": "ms"}  # the processors' time, or that until a GPU's work is done
 MIB = 2**20
 
 
@@ -70,7 +71,7 @@ class Contender:
     def __init__(self, model, arguments, cache: bool = True):
         self.model, self.device, self.cache = model, arguments.device, cache
         self.is_bf16 = arguments.precision == "bf16"
-        self.ms, self.busy_ms = [], []
+        self.ms = []
 
     def forward(self, x):
         torch.manual_seed(0)  # of drop path and the like
@@ -105,12 +106,12 @@ class Contender:
         return peak
 
     def timed(self, x) -> None:
-        start, start_busy = time.perf_counter(), time.process_time()
+        clock = time.perf_counter if self.device == "cuda" else time.process_time
+        start = clock()
         self.step(x)
         if self.device == "cuda":
             torch.cuda.synchronize()
-        self.ms.append((time.perf_counter() - start) * 1e3)
-        self.busy_ms.append((time.process_time() - start_busy) * 1e3)
+        self.ms.append((clock() - start) * 1e3)
         self.zero()
 
 
@@ -213,15 +214,14 @@ def measure(name: str, arguments, where: dict) -> dict:
             row[f"{contender}_same_bits"] = sum(torch.equal(got[n], want[n]) for n in want) / len(want)
             row[f"{contender}_kept_MiB"] = by[contender].kept(x)
             row[f"{contender}_peak_MiB"] = by[contender].peak(x)
-        except Exception as error:  # another way may not take a model; the rest is still measured
+        except Exception as error:  # a contender may not take a model; the rest is still measured
             print(f"{name}: {contender}: {type(error).__name__}: {str(error).splitlines()[0][:150]}")
             del by[contender]
     for _ in range(arguments.repeats):  # in turn, so that a slow minute hits all
         for one in by.values():
             one.timed(x)
     for contender, one in by.items():
-        row[f"{contender}_ms"] = harness.percentiles(one.ms)["p50_ms"]
-        row[f"{contender}_cpu_ms"] = harness.percentiles(one.busy_ms)["p50_ms"]
+        row[f"{contender}_{CLOCK[arguments.device]}"] = harness.percentiles(one.ms)["p50_ms"]
     return row | where
 
 
@@ -241,7 +241,7 @@ def less(row: dict, contender: str, what: str) -> str:
 
 
 def times(row: dict, contender: str) -> str:
-    clock = "ms" if row.get("driver") else "cpu_ms"
+    clock = CLOCK["cuda" if row.get("driver") else "cpu"]
     value = row.get(f"{contender}_{clock}")
     return f"{float(value) / float(row[f'eager_{clock}']):.2f}x" if value not in (None, "") else ""
 

@@ -2,26 +2,20 @@
 
     python benchmarks/bench_gpu.py PART [--device cuda] [--out benchmarks/results] [--budget 60]
 
-    copy         bandwidth of a copy by size, to which others are compared
     versus       layers beside torch's, eager and compiled, and other libraries': forward and backward
     row_ops      LayerNorm, activations and gates beside torch's
     models       fastvit.convert on a ViT and a ResNet: a step's time, memory, host, the largest batch
     four_ops     stats, forward, reduce, backward, plain and in place: three layouts, bf16 and fp32
-    on_chip      local ops on tensors that fit on chip; FASTVIT_ON_CHIP=0 for two kernels a direction
+    on_chip      local ops on tensors that fit on chip
+    two_kernels  the same with FASTVIT_ON_CHIP=0, which takes two kernels a direction
     exchange     moments and sums by Loopback, with the peers' packets sent before: 2, 4, 8 ranks, C to 2048
-    activations  forward and backward by activation
-    host_ops     host microseconds per op
+    host_ops     host microseconds per op, and of a plan
 
 Times by harness.Timer: of the device, with cold caches, medians. Writes PART_DEVICE.csv after every row.
-A part is a sequence of tasks. One that raises costs its own rows; a fault that spoils the GPU for this
-process ends it with status 70, and FASTVIT_BEGUN names the tasks that a new process leaves out.
-
-`--device cpu` runs all code, on tiny shapes with --quick; its times are meaningless.
-FASTVIT_REHEARSE=KIND:TEXT puts a fault into tasks whose name contains TEXT: `fail`, `hang` or `spoil`.
+A part is a sequence of tasks. One that raises costs its own rows; one that spoils the GPU for this process
+ends the part. `--device cpu` runs all code, on tiny shapes with --quick; its times are meaningless.
 """
 
-import json
-import os
 import sys
 import time
 import traceback
@@ -33,63 +27,41 @@ import gpu_models
 import gpu_versus
 import gpu_waits
 import torch
-from harness import Timer, command_line, percentiles, provenance, read_csv, write_csv
+from gpu_kernels import nothing
+from harness import Timer, command_line, percentiles, provenance, write_csv
 
 REPEATS = 15
-SPOILED = 70  # exit status: the GPU takes no more work of this process
 Task = tuple[object, Callable[[], None]]  # a name, and what adds rows
-
-
-def nothing() -> None:
-    pass
-
-
-def rehearse(name: str) -> None:
-    """The fault that FASTVIT_REHEARSE asks for."""
-    kind, _, text = os.environ.get("FASTVIT_REHEARSE", "").partition(":")
-    if not kind or text not in name:
-        return
-    if kind == "hang":
-        time.sleep(3600)
-    if kind == "spoil":
-        os._exit(SPOILED)
-    raise RuntimeError("a fault for rehearsal")
 
 
 class Part:
     """Rows of one part, and the time that is left for it."""
 
-    def __init__(self, name: str, table: str, device: str, out: Path, budget: float, quick: bool):
-        self.name, self.table, self.device, self.out, self.quick = name, table, device, out, quick
+    def __init__(self, name: str, device: str, out: Path, budget: float, quick: bool):
+        self.name, self.device, self.out, self.quick = name, device, out, quick
         self.deadline = time.perf_counter() + budget
-        self.begun: set[str] = set(json.loads(os.environ.get("FASTVIT_BEGUN", "[]")))
         self.rows: list[dict] = []
-        if self.begun:
-            self.rows = read_csv(f"{table}_{device}", out)
         self.timer = Timer(device, 1 << 20 if quick else None)
         self.where = provenance(device)
         self.left: list[str] = []
         self.failed: list[str] = []
 
     def run(self, tasks: Iterable[Task]) -> None:
+        usable = True
         for what, work in tasks:
             name = str(what)
-            if name in self.begun:
-                continue
-            if time.perf_counter() > self.deadline:
+            if not usable or time.perf_counter() > self.deadline:
                 self.left.append(name)
                 continue
             print(f"begin {name}", flush=True)
             try:
-                rehearse(name)
                 work()
                 self.synchronize()
             except Exception as error:
                 self.failed.append(name)
                 traceback.print_exc()
                 print(f"failed {name}: {type(error).__name__}: {error}".splitlines()[0][:300], flush=True)
-                if not self.usable():
-                    os._exit(SPOILED)
+                usable = self.usable()
 
     def usable(self) -> bool:
         try:
@@ -124,7 +96,7 @@ class Part:
         cells = (f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items())
         print("  ".join(cells), flush=True)
         try:
-            write_csv(f"{self.table}_{self.device}", self.rows, self.out)
+            write_csv(f"{self.name}_{self.device}", self.rows, self.out)
         except OSError as error:  # a full disk: what is printed is still seen
             print(f"not written: {error}", flush=True)
 
@@ -136,26 +108,24 @@ class Part:
 PARTS = {
     part.__name__: part
     for part in (
-        gpu_kernels.copy, gpu_versus.versus, gpu_versus.row_ops, gpu_models.models, gpu_kernels.four_ops,
-        gpu_kernels.on_chip, gpu_waits.exchange, gpu_kernels.activations, gpu_kernels.host_ops,
+        gpu_versus.versus, gpu_versus.row_ops, gpu_models.models, gpu_kernels.four_ops,
+        gpu_kernels.on_chip, gpu_waits.exchange, gpu_kernels.host_ops,
     )
-}  # fmt: skip
+} | {"two_kernels": gpu_kernels.on_chip}  # fmt: skip
 
 
 def main() -> None:
     parser = command_line(__doc__, "cuda")
     parser.add_argument("part", choices=list(PARTS))
-    parser.add_argument("--name", help="of the table (default: the part's)")
     parser.add_argument("--budget", type=float, default=60, help="seconds after which no task is begun")
     parser.add_argument("--quick", action="store_true", help="tiny shapes: is the program in order?")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.exit(1, "bench_gpu: there is no CUDA GPU (--device cpu --quick needs none)\n")
-    table = options.name or options.part
-    part = Part(options.part, table, options.device, options.out, options.budget, options.quick)
+    part = Part(options.part, options.device, options.out, options.budget, options.quick)
     part.run(PARTS[options.part](part))
     if part.left:
-        print(f"not reached within {options.budget:.0f} s: {', '.join(part.left)}")
+        print(f"not reached: {', '.join(part.left)}")
     sys.exit(1 if part.failed or not part.rows else 0)
 
 

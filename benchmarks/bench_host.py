@@ -1,6 +1,6 @@
 """The host's share of a step: Python and dispatch, on tensors so small that little else remains.
 
-    python benchmarks/bench_host.py [--device cpu|cuda] [--rounds 200] [--out FOLDER]
+    python benchmarks/bench_host.py [--rounds 200] [--out FOLDER]
 
 Contenders in turn, the best of all rounds, one thread:
 
@@ -9,8 +9,7 @@ Contenders in turn, the best of all rounds, one thread:
     a layer of (4, 8, 4, 4): torch's two layers, and fastvit's one. A multiplication before it makes the input
     an activation; its time is subtracted.
 
-On a GPU it is the time until all kernels are launched. Models need timm (`pip install '.[models]'`). Writes
-results/host_DEVICE.csv and .md.
+Models need timm (`pip install '.[models]'`). Writes results/host_cpu.csv and .md.
 """
 
 import copy
@@ -19,7 +18,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from harness import command_line, markdown, provenance, write_csv
+from harness import command_line, markdown, place, provenance, write_csv
 from torch import nn
 
 import fastvit
@@ -39,37 +38,34 @@ LAYERS = {  # what it replaces -> torch's layers, fastvit's
 }
 
 
-def best_of(
-    contenders: dict[str, Callable[[], list[float]]], rounds: int, device: str
-) -> dict[str, list[float]]:
+def best_of(contenders: dict[str, Callable[[], list[float]]], rounds: int) -> dict[str, list[float]]:
     """Of each contender, which returns seconds of its parts, the least of each part."""
     best: dict[str, list[float]] = {}
     for _ in range(rounds):
         for name, work in contenders.items():
-            if device == "cuda":
-                torch.cuda.synchronize()
             taken = work()
             best[name] = [min(pair) for pair in zip(taken, best.get(name, taken), strict=True)]
     return best
 
 
-def models(device: str, rounds: int) -> list[dict]:
+def models(rounds: int) -> list[dict]:
     from real_models import import_torchvision
 
     import_torchvision()
     import timm
 
     torch.manual_seed(0)
-    eager = timm.create_model("vit_tiny_patch16_224", img_size=32).train().to(device)
-    ways = {"convert": {}, "products": {"products": True}}
-    contenders = {"eager": eager} | {k: fastvit.convert(copy.deepcopy(eager), **v) for k, v in ways.items()}
-    x, saved = torch.randn(8, 3, 32, 32, device=device), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(0) or t, lambda t: t):
-        eager(x)
+    eager = timm.create_model("vit_tiny_patch16_224", img_size=32).train()
+    contenders = {
+        "eager": eager,
+        "convert": fastvit.convert(copy.deepcopy(eager)),
+        "products": fastvit.convert(copy.deepcopy(eager), products=True),
+    }
+    x = torch.randn(8, 3, 32, 32)
 
     def step(model: nn.Module, autocast: bool) -> list[float]:
         begin = time.perf_counter()
-        with torch.autocast(device, torch.bfloat16, enabled=autocast):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             loss = model(x).sum()
         middle = time.perf_counter()
         loss.backward()
@@ -80,24 +76,20 @@ def models(device: str, rounds: int) -> list[dict]:
     rows = []
     for dtype in ("fp32", "bf16"):
         steps = {k: functools.partial(step, model, dtype == "bf16") for k, model in contenders.items()}
-        best = best_of(steps, rounds, device)
-        for name, (forward, backward, whole) in best.items():
-            rows.append(
-                {
-                    "what": f"vit_tiny, 32 pixels, {dtype}",
-                    "contender": name,
-                    "forward_us": forward * 1e6,
-                    "backward_us": backward * 1e6,
-                    "step_us": whole * 1e6,
-                    "times": whole / best["eager"][2],
-                    "saved_tensors": len(saved),
-                }
-            )
+        best = best_of(steps, rounds)
+        what = f"vit_tiny, 32 pixels, {dtype}"
+        rows += [row_of(what, name, taken, best["eager"]) for name, taken in best.items()]
     return rows
 
 
-def layers(device: str, rounds: int) -> list[dict]:
-    x = torch.randn(4, CHANNELS, 4, 4, device=device, requires_grad=True)
+def row_of(what: str, contender: str, taken: list[float], of_torch: list[float]) -> dict:
+    """Microseconds of forward, backward and both, from seconds."""
+    times = dict(zip(("forward_us", "backward_us", "step_us"), (1e6 * t for t in taken), strict=True))
+    return {"what": what, "contender": contender, **times, "times": taken[2] / of_torch[2]}
+
+
+def layers(rounds: int) -> list[dict]:
+    x = torch.randn(4, CHANNELS, 4, 4, requires_grad=True)
     dy = torch.ones_like(x)
 
     def step(layer: Callable) -> list[float]:
@@ -112,29 +104,15 @@ def layers(device: str, rounds: int) -> list[dict]:
         return [forward / LAYER_CALLS, backward / LAYER_CALLS, (forward + backward) / LAYER_CALLS]
 
     made = {
-        (what, name): make().to(device)
+        (what, name): make()
         for what, pair in LAYERS.items()
-        for name, make in zip(NAMES, pair, strict=True)
+        for name, make in zip(("torch", "fastvit"), pair, strict=True)
     }
     alone = ("", "multiplication")
     contenders = {key: functools.partial(step, layer) for key, layer in made.items()}
-    best = best_of(contenders | {alone: functools.partial(step, lambda x: x)}, rounds, device)
+    best = best_of(contenders | {alone: functools.partial(step, lambda x: x)}, rounds)
     net = {key: [taken - rest for taken, rest in zip(best[key], best[alone], strict=True)] for key in made}
-    return [
-        {
-            "what": what,
-            "contender": name,
-            "forward_us": taken[0] * 1e6,
-            "backward_us": taken[1] * 1e6,
-            "step_us": taken[2] * 1e6,
-            "times": taken[2] / net[what, "torch"][2],
-            "saved_tensors": "",
-        }
-        for (what, name), taken in net.items()
-    ]
-
-
-NAMES = "torch", "fastvit"
+    return [row_of(what, name, taken, net[what, "torch"]) for (what, name), taken in net.items()]
 
 
 def table(rows: list[dict]) -> str:
@@ -142,21 +120,19 @@ def table(rows: list[dict]) -> str:
     for row in rows:
         times = [f"{row[f'{part}_us']:.0f} us" for part in ("forward", "backward", "step")]
         cells.append((row["what"], row["contender"], *times, f"{row['times']:.2f}x"))
-    lines, first = markdown(("what", "contender", "forward", "backward", "step", "times"), cells), rows[0]
-    where = f"{first['device']}, torch {first['torch']}, {first['date']}, commit {first['commit']}"
-    return "\n".join(
-        ["# The host's share of a step", "", *lines, "", f"{where}. `python benchmarks/bench_host.py`", ""]
-    )
+    lines = markdown(("what", "contender", "forward", "backward", "step", "times"), cells)
+    below = f"{place(rows[0])}. `python benchmarks/bench_host.py`"
+    return "\n".join(["# The host's share of a step", "", *lines, "", below, ""])
 
 
 def main() -> None:
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, device=None)
     parser.add_argument("--rounds", type=int, default=200, help="timed turns per contender")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    found = [row for part in (models, layers) for row in part(options.device, options.rounds)]
-    rows = [row | provenance(options.device) for row in found]
-    path = write_csv(f"host_{options.device}", rows, options.out)
+    found = [row for part in (models, layers) for row in part(options.rounds)]
+    rows = [row | provenance("cpu") for row in found]
+    path = write_csv("host_cpu", rows, options.out)
     path.with_suffix(".md").write_text(table(rows))
     print(table(rows))
 

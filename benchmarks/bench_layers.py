@@ -1,17 +1,18 @@
 """A training step of one layer: InPlaceABN and SyncBatchNorm against torch's BatchNorm + activation.
 
-    python benchmarks/bench_layers.py [--threads 1 2] [--repeats 15] [--device cpu|cuda]
+    python benchmarks/bench_layers.py [--threads 1 2] [--repeats 15]
 
 Forward and backward are timed separately and added, contenders in turn, each on a new input that is in no
 cache. `floor` is the time the 8 passes of a step (2R + 1W forward, 4R + 1W backward) take at the bandwidth of
-a large copy in turn with the layers; ratios are medians over turns. Memory: the tensors that a forward saves
-for backward, and the bytes that each pass allocates. apex's SyncBatchNorm (FASTVIT_APEX=folder of its
+a large copy in turn with the layers; ratios are medians over turns. `saved_activations` are the tensors that
+a forward saves for backward. apex's SyncBatchNorm (FASTVIT_APEX=folder of its
 sources) and mapillary's compiled InPlaceABN take part where they can be imported.
 """
 
 from statistics import median
 
 import torch
+from bench_ops import Layer
 from contenders import peer_layers
 from harness import Timer, command_line, percentiles, provenance, reuse_memory, write_csv
 from torch import nn
@@ -29,56 +30,18 @@ PASSES = 8
 APEX = "apex SyncBatchNorm"
 
 
-class Source(torch.autograd.Function):
-    """Makes a new tensor that is no leaf, like a convolution's output, with a free backward."""
-
-    @staticmethod
-    def forward(ctx, leaf):
-        return leaf.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
-
-
-def contenders(channels: int, dims: int, device: str) -> dict[str, nn.Module]:
+def contenders(channels: int, dims: int) -> dict[str, nn.Module]:
     batch_norm = (nn.BatchNorm1d if dims == 2 else nn.BatchNorm2d)(channels)
     eager = nn.Sequential(batch_norm, nn.LeakyReLU(0.01, inplace=True))
     peers = peer_layers(channels)
     if APEX in peers:
         peers[APEX] = nn.Sequential(peers[APEX], nn.LeakyReLU(0.01, inplace=True))
     return {
-        name: layer.to(device)
-        for name, layer in {
-            "torch": eager,
-            "InPlaceABN": fastvit.InPlaceABN(channels),
-            "SyncBatchNorm": nn.Sequential(fastvit.SyncBatchNorm(channels), nn.LeakyReLU(0.01, inplace=True)),
-            **peers,
-        }.items()
+        "torch": eager,
+        "InPlaceABN": fastvit.InPlaceABN(channels),
+        "SyncBatchNorm": nn.Sequential(fastvit.SyncBatchNorm(channels), nn.LeakyReLU(0.01, inplace=True)),
+        **peers,
     }
-
-
-def step(layer: nn.Module, leaf: torch.Tensor, dy: torch.Tensor, timer: Timer) -> tuple[float, float]:
-    """Milliseconds of one forward and one backward, on data that is in no cache.
-
-    Flushing the caches also evicts the code of the interpreter and of torch, which is warm in a training
-    loop. So a step on a few numbers precedes each timing.
-    """
-    few = leaf.detach()[:2, :, :2, :2] if leaf.dim() == 4 else leaf.detach()[:2]
-
-    def warm_code() -> None:
-        timer.cold()
-        y = layer(Source.apply(few.requires_grad_()))
-        y.backward(torch.ones_like(y))
-        layer.zero_grad()
-
-    leaf.grad = None
-    held = [Source.apply(leaf)]  # popped when used, so that nothing but autograd keeps a tensor
-    warm_code()
-    forward = timer(lambda: held.append(layer(held.pop())))
-    warm_code()
-    backward = timer(lambda: held.pop().backward(dy))
-    return forward, backward
 
 
 def saved_bytes(layer: nn.Module, leaf: torch.Tensor) -> int:
@@ -92,44 +55,27 @@ def saved_bytes(layer: nn.Module, leaf: torch.Tensor) -> int:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    x = Source.apply(leaf)
+    x = leaf.clone()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         layer(x)
     return sum(kept.values())
 
 
-def allocated(layer: nn.Module, leaf: torch.Tensor, dy: torch.Tensor) -> dict[str, float]:
-    """All bytes that forward and backward allocate, in activations; an upper bound of their temporaries."""
-    held, result = [Source.apply(leaf)], {}
-    steps = {
-        "forward_allocates": lambda: held.append(layer(held.pop())),
-        "backward_allocates": lambda: held.pop().backward(dy),
-    }
-    for name, work in steps.items():
-        with torch.profiler.profile(profile_memory=True) as profile:
-            work()
-        events = profile.key_averages()
-        bytes_ = [e.self_device_memory_usage if leaf.is_cuda else e.self_cpu_memory_usage for e in events]
-        result[name] = sum(max(b, 0) for b in bytes_) / leaf.nbytes
-    return result
-
-
 def bench(shape_name: str, threads: int, repeats: int, timer: Timer) -> list[dict]:
     shape, memory_format = SHAPES[shape_name]
-    device = timer.device.type
-    leaf = torch.randn(shape, device=device)
-    leaf = leaf.contiguous(memory_format=memory_format).requires_grad_()
-    dy = torch.randn(shape, device=device).contiguous(memory_format=memory_format)
-    layers = contenders(shape[1], len(shape), device)
+    leaf = torch.randn(shape).contiguous(memory_format=memory_format).requires_grad_()
+    dy = torch.randn(shape).contiguous(memory_format=memory_format)
+    layers = contenders(shape[1], len(shape))
+    steps = {name: Layer(layer, leaf, dy) for name, layer in layers.items()}
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in layers}
     copies = []  # of the same memory every time, in turn with the layers: a shared machine's speed drifts
     for repeat in range(repeats + 2):
         copy = timer.copy_bandwidth()
-        measured = {name: step(layer, leaf, dy, timer) for name, layer in layers.items()}
+        measured = {name: layer.step(timer) for name, layer in steps.items()}
         if repeat >= 2:
             copies.append(copy)
             for name in layers:
-                times[name].append(measured[name])
+                times[name].append((measured[name]["forward"][0], measured[name]["backward"][0]))
     baseline = [sum(t) for t in times["torch"]]
     rows = []
     for name, measured in times.items():
@@ -137,7 +83,7 @@ def bench(shape_name: str, threads: int, repeats: int, timer: Timer) -> list[dic
         rows.append(
             {
                 "shape": shape_name,
-                "threads": threads if device == "cpu" else "",
+                "threads": threads,
                 "layer": name,
                 **both,
                 "forward_p50_ms": percentiles([t[0] for t in measured])["p50_ms"],
@@ -149,34 +95,32 @@ def bench(shape_name: str, threads: int, repeats: int, timer: Timer) -> list[dic
                 ),
                 "copy_GB_s": median(copies),
                 "saved_activations": saved_bytes(layers[name], leaf) / leaf.nbytes,
-                **allocated(layers[name], leaf, dy),
             }
         )
     return rows
 
 
 def main() -> None:
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, device=None)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="CPU threads, each in turn")
     parser.add_argument("--repeats", type=int, default=15, help="timed steps per layer")
     options = parser.parse_args()
     reuse_memory()
-    timer, rows = Timer(options.device), []
-    for threads in options.threads if options.device == "cpu" else [torch.get_num_threads()]:
+    timer, rows = Timer("cpu"), []
+    for threads in options.threads:
         torch.set_num_threads(threads)
         print(f"{threads} thread(s)")
         for shape in SHAPES:
             for row in bench(shape, threads, options.repeats, timer):
-                rows.append(row | provenance(options.device))
+                rows.append(row | provenance("cpu"))
                 print(
                     f"{row['shape']:28} {row['layer']:14} {row['p50_ms']:8.2f} ms "
                     f"(forward {row['forward_p50_ms']:6.2f}, backward {row['backward_p50_ms']:6.2f})  "
                     f"{row['speedup']:5.2f}x torch  {row['share_of_floor']:5.2f} of floor  "
-                    f"saved {row['saved_activations']:.2f}, "
-                    f"allocated {row['forward_allocates']:.2f} + {row['backward_allocates']:.2f}",
+                    f"saved {row['saved_activations']:.2f}",
                     flush=True,
                 )
-    print(write_csv(f"layers_{options.device}", rows, options.out))
+    print(write_csv("layers_cpu", rows, options.out))
 
 
 if __name__ == "__main__":

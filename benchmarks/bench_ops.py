@@ -3,8 +3,8 @@
     python benchmarks/bench_ops.py [--threads 1] [--out benchmarks/results]
     python benchmarks/bench_ops.py --quick --out /tmp/smoke     # tests the program
 
-Time of the named work only: cold caches, a new input each time, contenders in turn. Forward and backward are
-timed separately; `both` is their sum. GB/s is computed with the passes over the activation of fastvit's ops,
+Time of the named work only: a new input each time, which no cache has, and contenders in turn. Forward and
+backward are timed separately; `both` is their sum. GB/s is computed with the passes over the activation of fastvit's ops,
 for all contenders: forward 3 (2R + 1W), backward 5 (4R + 1W). The copy is of an activation of the same size
 with cold caches. Writes ops_cpu.csv and ops_cpu.md after every case; with ATEN_CPU_CAPABILITY=avx2, which
 lowers the instruction set, ops_cpu_avx2. bench_gpu.py measures GPUs.
@@ -28,6 +28,15 @@ SECONDS = 0.6  # of repeats of a case
 WARM_UP = 3
 
 
+def few_of(x: torch.Tensor) -> torch.Tensor:
+    """A few values, which lie in memory as those of x do.
+
+    Flushing the caches also evicts the code of the interpreter, of torch and of the op, which is warm in a
+    training loop. So the same work on a few values precedes each timing.
+    """
+    return (x[:2, :, :4, :4] if x.dim() == 4 else x[:2]).detach().clone()
+
+
 class Layer:
     """Steps of one layer on one case."""
 
@@ -37,6 +46,7 @@ class Layer:
         wide = torch.promote_types(leaf.dtype, torch.float32)
         self.layer, self.leaf, self.dy = layer.to(leaf.device, wide), leaf, dy
         self.inputs = [leaf, *self.layer.parameters()]
+        self.few = few_of(leaf).requires_grad_()
         self.held = [None]  # popped when used, so that nothing but autograd keeps a tensor
 
     def fresh(self) -> None:
@@ -48,27 +58,34 @@ class Layer:
     def backward(self) -> tuple[torch.Tensor, ...]:
         return torch.autograd.grad(self.held.pop(), self.inputs, self.dy)
 
-    def step(self, timer: Timer) -> dict[str, float]:
-        """Milliseconds by pass."""
+    def cold(self, timer: Timer) -> None:
+        timer.cold()
+        y = self.layer(self.few.clone())
+        torch.autograd.grad(y, [self.few, *self.layer.parameters()], torch.ones_like(y))
+
+    def step(self, timer: Timer) -> dict[str, tuple[float, float]]:
+        """(device, host) milliseconds by pass."""
         self.fresh()
-        timer.cold()
-        forward = timer(self.forward)
-        timer.cold()
-        backward = timer(self.backward)
-        return {"forward": forward, "backward": backward, "both": forward + backward}
+        self.cold(timer)
+        forward = timer(self.forward), timer.host_ms
+        self.cold(timer)
+        backward = timer(self.backward), timer.host_ms
+        both = forward[0] + backward[0], forward[1] + backward[1]
+        return {"forward": forward, "backward": backward, "both": both}
 
 
 class RawOp:
-    """Calls of one op on one case."""
+    """Calls of one op on one case; `few` is the op on a few values."""
 
-    def __init__(self, name: str, op: contenders.Op):
-        self.name, self.op = name, op
+    def __init__(self, name: str, op: contenders.Op, few: contenders.Op):
+        self.name, self.op, self.few = name, op, few
         self.passes = {name: op.passes}
 
-    def step(self, timer: Timer) -> dict[str, float]:
+    def step(self, timer: Timer) -> dict[str, tuple[float, float]]:
         self.op.prepare()
         timer.cold()
-        return {self.name: timer(self.op.call)}
+        self.few.call()
+        return {self.name: (timer(self.op.call), timer.host_ms)}
 
 
 def layers_of(case: Case, timer: Timer) -> dict[str, Layer]:
@@ -82,8 +99,12 @@ def layers_of(case: Case, timer: Timer) -> dict[str, Layer]:
 
 def ops_of(case: Case, timer: Timer) -> dict[str, RawOp]:
     x, dy = case.randn("cpu"), case.randn("cpu")
-    ours = {f"fastvit.ops.{name}": RawOp(name, op) for name, op in contenders.raw_ops(case, x, dy).items()}
-    return ours | {f"torch {name}": RawOp(name, op) for name, op in contenders.torch_ops(case, x, dy).items()}
+    few = few_of(x), few_of(dy)
+    found = {}
+    for prefix, ops in ("fastvit.ops.", contenders.raw_ops), ("torch ", contenders.torch_ops):
+        warm = ops(case, *few)
+        found |= {prefix + name: RawOp(name, op, warm[name]) for name, op in ops(case, x, dy).items()}
+    return found
 
 
 def measure(case: Case, measured: dict, timer: Timer, seconds: float) -> list[dict]:
@@ -112,7 +133,7 @@ def measure(case: Case, measured: dict, timer: Timer, seconds: float) -> list[di
 
 
 def row_of(case: Case, name: str, op: str, passes: int, steps: list[dict], copy: float) -> dict:
-    taken = percentiles([step[op] * 1e3 for step in steps], "us")
+    taken = percentiles([step[op][0] * 1e3 for step in steps], "us")
     bandwidth = passes * case.nbytes / taken["p50_us"] / 1e3
     row = {
         "contender": name,

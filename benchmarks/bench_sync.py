@@ -1,4 +1,4 @@
-"""Synchronised statistics: the exchange alone, and a whole step of a layer, for every way of sharing.
+"""Synchronised statistics: the exchange alone, and a whole step of a layer, by every backend.
 
     python benchmarks/bench_sync.py [--world 2 4 8]         ranks of this machine, one number after another
 
@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from contenders import peer_layers
-from harness import provenance, reuse_memory, write_csv
+from harness import percentiles, provenance, reuse_memory, write_csv
 from torch import nn
 
 import fastvit
@@ -48,9 +48,9 @@ DIRECTIONS = ("forward", "backward", "both")
 ROWS = "rows.json"
 
 
-def group_that_takes(way: str) -> "dist.ProcessGroup":
-    """A new group of all ranks that has chosen `way`."""
-    os.environ["FASTVIT_STATISTICS"] = way
+def group_with(statistics: str) -> "dist.ProcessGroup":
+    """A new group of all ranks that has chosen its backend by `statistics`."""
+    os.environ["FASTVIT_STATISTICS"] = statistics
     group = dist.new_group()
     device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
     exchange(group, torch.zeros(6, device=device), torch.zeros(4, device=device))[0]()
@@ -58,7 +58,7 @@ def group_that_takes(way: str) -> "dist.ProcessGroup":
 
 
 def exchange(group, moments, sums) -> tuple[Callable, Callable]:
-    """The exchanges of given moments and sums."""
+    """The exchanges of moments and of sums."""
     layer, shared = sync.LayerKey("bench_sync", moments.numel(), 0.1), group_of(group, moments.device)
     tag = shared.share_moments(layer, moments)[1]
     return lambda: shared.share_moments(layer, moments), lambda: shared.share_sums(sums[None], tag)
@@ -85,36 +85,16 @@ def slowest(times: dict[tuple[str, str], list[float]]) -> dict[tuple[str, str], 
     return {key: [max(turn) for turn in zip(*(t[key] for t in everybody), strict=True)] for key in times}
 
 
-def summary(times: list[float]) -> dict[str, float]:
-    ordered = sorted(times)
-    return {f"p{p}_us": ordered[int(p / 100 * (len(ordered) - 1))] for p in (10, 50, 95)}
-
-
-WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy", "aten::item")
-
-
-def counted(work: Callable, device: torch.device) -> dict[str, int]:
-    """Calls in `work`, by torch's profiler: collectives, and torch's ops, without those inside of others.
-
-    On CUDA also kernels, NCCL's among them, and how often the host waits for the GPU.
-    """
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-        torch.cuda.synchronize()
-    with torch.profiler.profile(activities=activities) as profile:
+def counted(work: Callable) -> dict[str, int]:
+    """Calls in `work`, by torch's profiler: collectives, and torch's ops, without those inside of others."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         work()
-    on_host = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CPU]
-    is_op = {id(e): e.name.startswith(("aten::", "fastvit::")) for e in on_host}
-    counts = {
-        "collectives": sum(e.name.startswith("c10d::") for e in on_host),
-        "ops": sum(is_op[id(e)] and not is_op.get(id(e.cpu_parent), False) for e in on_host),
+    events = profile.events()
+    is_op = {id(e): e.name.startswith(("aten::", "fastvit::")) for e in events}
+    return {
+        "collectives": sum(e.name.startswith("c10d::") for e in events),
+        "ops": sum(is_op[id(e)] and not is_op.get(id(e.cpu_parent), False) for e in events),
     }
-    if device.type == "cuda":
-        on_gpu = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-        counts["kernels"] = sum(not e.name.startswith(("Memcpy", "Memset", "nccl:")) for e in on_gpu)
-        counts["host_waits"] = sum(e.name in WAITS for e in on_host)
-    return counts
 
 
 def bench_exchange(groups: dict, repeats: int, device: torch.device) -> list[dict]:
@@ -122,11 +102,11 @@ def bench_exchange(groups: dict, repeats: int, device: torch.device) -> list[dic
     for channels in CHANNELS:
         moments = torch.rand(2 * channels + 2, device=device)
         sums = torch.rand(2 * channels, device=device)
-        ways = {"bare": bare_exchange(moments, sums)}
-        ways |= {name: exchange(group, moments, sums) for name, group in groups.items()}
-        times = {(name, d): [] for name in ways for d in ("forward", "backward")}
+        contenders = {"bare": bare_exchange(moments, sums)}
+        contenders |= {name: exchange(group, moments, sums) for name, group in groups.items()}
+        times = {(name, d): [] for name in contenders for d in ("forward", "backward")}
         for repeat in range(repeats):
-            for name, both in ways.items():
+            for name, both in contenders.items():
                 for direction, work in zip(("forward", "backward"), both, strict=True):
                     for _ in range(3):  # until gloo's threads, of the contender before, are off the cores;
                         work()  # and the ranks leave the last one together
@@ -135,9 +115,9 @@ def bench_exchange(groups: dict, repeats: int, device: torch.device) -> list[dic
                         times[name, direction].append(taken)
         times = slowest(times)
         for (name, direction), taken in times.items():
-            row = {"what": "exchange", "channels": channels, "way": name, "direction": direction}
-            rows.append(row | summary(taken) | counted(ways[name][direction == "backward"], device))
-            rows[-1]["ratio"] = median(times["bare", direction]) / rows[-1]["p50_us"]
+            row = {"what": "exchange", "channels": channels, "contender": name, "direction": direction}
+            row |= percentiles(taken, "us", (50, 95)) | counted(contenders[name][direction == "backward"])
+            rows.append(row | {"ratio": median(times["bare", direction]) / row["p50_us"]})
     return rows
 
 
@@ -190,20 +170,16 @@ def bench_step(shape: tuple[int, ...], groups: dict, repeats: int, device: torch
     counts = {}
     for name, (forward, backward) in steps.items():
         x.grad, kept = None, []
-        once = counted(lambda forward=forward, kept=kept: kept.append(forward()), device)
-        again = counted(lambda backward=backward, kept=kept: backward(kept.pop()), device)
+        once = counted(lambda forward=forward, kept=kept: kept.append(forward()))
+        again = counted(lambda backward=backward, kept=kept: backward(kept.pop()))
         both = {what: once[what] + again[what] for what in once}
         counts |= {(name, d): c for d, c in zip(DIRECTIONS, (once, again, both), strict=True)}
     rows = []
     for (name, direction), taken in times.items():
         row = {"what": "step", "shape": "x".join(map(str, shape)), "channels": channels}
-        row |= {"way": name, "direction": direction}
-        row |= summary(taken) | counts[name, direction]
-        local, bare = times["local", direction], times["bare", direction]
-        row["ratio"] = median(t / alone for t, alone in zip(taken, local, strict=True))
-        if name == "Collective":
-            whole = [alone + collective for alone, collective in zip(local, bare, strict=True)]
-            row["ratio_to_local_and_bare"] = median(t / w for t, w in zip(taken, whole, strict=True))
+        row |= {"contender": name, "direction": direction}
+        row |= percentiles(taken, "us", (50, 95)) | counts[name, direction]
+        row["ratio"] = median(t / alone for t, alone in zip(taken, times["local", direction], strict=True))
         if (APEX, direction) in times and name not in (APEX, "bare"):
             row["apex_ratio"] = median(a / t for a, t in zip(times[APEX, direction], taken, strict=True))
         rows.append(row)
@@ -221,9 +197,9 @@ def rank_main(rank: int, world: int, folder: str, options: argparse.Namespace) -
         "nccl" if cuda else "gloo", init, rank=rank, world_size=world, timeout=timeout
     )  # fmt: skip
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    groups = {"Collective": group_that_takes("collective")}
+    groups = {"Collective": group_with("collective")}
     try:
-        groups["CudaIpc" if cuda else "SharedMemory"] = group_that_takes("peer")
+        groups["CudaIpc" if cuda else "SharedMemory"] = group_with("peer")
     except RuntimeError as error:  # on all ranks
         print(error)
     cores = sorted(os.sched_getaffinity(0))
@@ -239,11 +215,10 @@ def rank_main(rank: int, world: int, folder: str, options: argparse.Namespace) -
         rows = [here | {"threads": options.threads} | row | where for row in rows]
         for row in rows:
             print(
-                f"{world} ranks  {row['what']:9} C={row['channels']:<5} {row['way']:20} {row['direction']:9} "
-                f"{row['p50_us']:9.1f} us  p10 {row['p10_us']:9.1f}  p95 {row['p95_us']:9.1f}  "
-                f"collectives {row['collectives']}  ops {row['ops']:2}  kernels {row.get('kernels', '-')}  "
-                f"host waits {row.get('host_waits', '-')}  ratio {row['ratio']:.3f}  "
-                f"{row.get('ratio_to_local_and_bare', '')}  apex / time {row.get('apex_ratio', '-')}"
+                f"{world} ranks  {row['what']:9} C={row['channels']:<5} {row['contender']:20} "
+                f"{row['direction']:9} {row['p50_us']:9.1f} us  p95 {row['p95_us']:9.1f}  "
+                f"collectives {row['collectives']}  ops {row['ops']:2}  ratio {row['ratio']:.3f}  "
+                f"apex / time {row.get('apex_ratio', '-')}"
             )
         (Path(folder) / ROWS).write_text(json.dumps(rows))
     dist.barrier()

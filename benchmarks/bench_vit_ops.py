@@ -1,13 +1,13 @@
 """LayerNorm, activations and gates, forward and backward, against torch's and against the copy bandwidth.
 
-    python benchmarks/bench_vit_ops.py [--device cpu|cuda] [--threads 1] [--repeats 15] [--out FOLDER]
+    python benchmarks/bench_vit_ops.py [--threads 1] [--repeats 15] [--out FOLDER]
     python benchmarks/bench_vit_ops.py --quick --out /tmp/smoke     # is the program in order?
 
 Contenders in turn, on data that no cache holds, of the sizes that a ViT-S/16 has at batch 32: what a norm
-and what an MLP sees. On a CPU by the processor time of the process, which other programs hardly lengthen; on
-a GPU by CUDA events. GB/s counts what the operation has to read and write at least, whoever is measured.
-`times` is the median over turns of torch's time by fastvit's in the same turn. Writes vit_ops_DEVICE.csv; the
-table is `python benchmarks/report.py --name vit_ops_cpu`.
+and what an MLP sees. Times are the process's on its processors, which other programs hardly lengthen. GB/s
+counts what the operation has to read and write at least, whoever is measured. `times` is the median over
+turns of torch's time by fastvit's in the same turn. Writes vit_ops_cpu.csv; `python benchmarks/report.py
+--name vit_ops_cpu` makes the table. bench_gpu.py measures the ops on a GPU.
 """
 
 import time
@@ -26,11 +26,9 @@ CAST = "fp32 to bf16"  # what autocast makes of a norm
 
 
 class ProcessTimer(Timer):
-    """A Timer that counts processor time on a CPU."""
+    """A Timer that counts processor time."""
 
     def __call__(self, work: Callable[[], object]) -> float:
-        if self.device.type == "cuda":
-            return super().__call__(work)
         begin = time.process_time()
         work()
         return (time.process_time() - begin) * 1e3
@@ -38,12 +36,12 @@ class ProcessTimer(Timer):
 
 def layer_norms(dtype: str) -> dict[str, Callable]:
     def torchs(x, weight, bias):
-        y = F.layer_norm(x, (DIM,), weight, bias)
+        y = F.layer_norm(x, weight.shape, weight, bias)
         return y.bfloat16() if dtype == CAST else y
 
     def ours(x, weight, bias):
         output_dtype = torch.bfloat16 if dtype == CAST else None
-        return functional.layer_norm(x, (DIM,), weight, bias, output_dtype=output_dtype)
+        return functional.layer_norm(x, weight.shape, weight, bias, output_dtype=output_dtype)
 
     return {"torch": torchs, "fastvit": ours}
 
@@ -78,11 +76,11 @@ def bench(op: str, dtype: str, rows: int, repeats: int, timer: ProcessTimer) -> 
     contenders, columns, affine = operations(dtype)[op]
     kind = torch.float32 if dtype == CAST else DTYPES[dtype]
     operands = 2 if op in GATES else 1
-    leaves = [torch.randn(rows, columns, device=timer.device).to(kind) for _ in range(operands)]
-    leaves += [torch.randn(columns, device=timer.device).to(kind) for _ in range(2 if affine else 0)]
+    leaves = [torch.randn(rows, columns).to(kind) for _ in range(operands)]
+    leaves += [torch.randn(columns).to(kind) for _ in range(2 if affine else 0)]
     leaves = [leaf.requires_grad_() for leaf in leaves]
     y = contenders["fastvit"](*leaves)
-    dy, size = torch.randn(rows, columns, device=timer.device).to(y.dtype), leaves[0].nbytes
+    dy, size = torch.randn(rows, columns).to(y.dtype), leaves[0].nbytes
     moved = {"forward": operands * size + y.nbytes, "backward": 2 * operands * size + y.nbytes}
     times: dict[str, list[dict[str, float]]] = {name: [] for name in contenders}
     copies = []
@@ -120,15 +118,15 @@ def bench(op: str, dtype: str, rows: int, repeats: int, timer: ProcessTimer) -> 
 
 
 def main() -> None:
-    parser = command_line(__doc__)
-    parser.add_argument("--threads", type=int, default=1, help="on a CPU")
+    parser = command_line(__doc__, device=None)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=15, help="timed steps per contender")
     parser.add_argument("--quick", action="store_true", help="few rows: is the program in order?")
     options = parser.parse_args()
     reuse_memory()
     torch.set_num_threads(options.threads)
-    timer, rows = ProcessTimer(options.device, 1 << 20 if options.quick else None), []
-    where = {"threads": options.threads if options.device == "cpu" else "", **provenance(options.device)}
+    timer, rows = ProcessTimer("cpu", 1 << 20 if options.quick else None), []
+    where = {"threads": options.threads, **provenance("cpu")}
     for dtype in (*DTYPES, CAST):
         for op in operations(dtype):
             for row in bench(op, dtype, 64 if options.quick else ROWS, options.repeats, timer):
@@ -138,7 +136,7 @@ def main() -> None:
                     f"{row['GB_s']:6.1f} GB/s of {row['copy_GB_s']:.0f}  {row['times']:5.2f} times torch",
                     flush=True,
                 )
-            write_csv(f"vit_ops_{options.device}", rows, options.out)
+            write_csv("vit_ops_cpu", rows, options.out)
 
 
 if __name__ == "__main__":

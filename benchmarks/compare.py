@@ -1,13 +1,9 @@
-"""Sets the tables of a GPU run beside the predictions for it, row by row.
+"""Sets a table that was measured on a GPU beside the predictions for it, row by row; for tools/gpu.py.
 
-    python benchmarks/compare.py runs/gpu/measure
-
-Reads every `*_cuda.csv` of the folder, and predicted_h200.csv and predicted_exchange_h200.csv of
-benchmarks/results. Prints each measured row that was predicted, those that differ by more than 15 % marked
-`off`, and writes compared.csv into the folder. Needs neither torch nor a GPU.
+The predictions are predicted_h200.csv and predicted_exchange_h200.csv of benchmarks/results. Rows that differ
+by more than 15 % are marked `off`. Needs neither torch nor a GPU.
 """
 
-import argparse
 import csv
 from pathlib import Path
 
@@ -69,26 +65,3 @@ def lines(found: list[dict]) -> list[str]:
     ]
     off = sum(row["mark"] == "off" for row in found)
     return [*text, f"{len(found)} rows were predicted; {off} differ by more than {OFF:.0%}"]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("folder", type=Path, help="with tables of a GPU run")
-    folder = parser.parse_args().folder
-    predicted, every = predictions(), []
-    for path in sorted(folder.glob("*_cuda.csv")):
-        found = compared(read(path), predicted)
-        if found:
-            print("\n".join([f"# {path.name}", *lines(found)]))
-            every += [{"table": path.stem, **row} for row in found]
-    with (folder / "compared.csv").open("w", newline="") as file:
-        names = ["table", "row", "measured_us", "predicted_us", "difference", "mark"]
-        writer = csv.DictWriter(file, names, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(every)
-
-
-if __name__ == "__main__":
-    main()

@@ -71,38 +71,32 @@ RAW_OPS = (
 )  # fmt: skip
 
 
-INVERTIBLE = ("leaky_relu", "elu")
-
-
-def raw_ops(case: Case, x: torch.Tensor, dy: torch.Tensor, activation: str = "leaky_relu") -> dict[str, Op]:
-    """Each op alone, with inputs as from the ops before it; in place where the activation can be inverted."""
+def raw_ops(case: Case, x: torch.Tensor, dy: torch.Tensor) -> dict[str, Op]:
+    """Each op alone, with inputs as from the ops before it."""
     c, d = case.channels, case.channel_dim
     weight = 1 + torch.rand(c, device=x.device)
     bias = torch.rand(c, device=x.device) / 2
     running = torch.zeros(c, device=x.device), torch.ones(c, device=x.device)
-    parameters, act = (weight, bias), {"activation": activation, "channel_dim": d}
+    parameters, act = (weight, bias), {"activation": "leaky_relu", "channel_dim": d}
     moments = ops.bn_stats(x, d)
     _, saved = ops.bn_forward(x, moments, *parameters, **act)
     (sums,) = ops.bn_reduce(x, dy, None, saved, *parameters, **act)
-    found = {
-        "bn_stats": Op(1, lambda: ops.bn_stats(x, d)),
-        "bn_forward": Op(2, lambda: ops.bn_forward(x, moments, *parameters, None, *running, **act)),
-        "bn_reduce": Op(2, lambda: ops.bn_reduce(x, dy, None, saved, *parameters, **act)),
-        "bn_backward": Op(3, lambda: ops.bn_backward(x, dy, None, saved, sums, *parameters, **act)),
-    }
-    if activation in INVERTIBLE:
-        y, overwritten = x.clone(), x.clone()
-        ops.abn_forward_(y, moments, *parameters, **act)
-        found |= {
-            "abn_forward_": Op(
-                2,
-                lambda: ops.abn_forward_(overwritten, moments, *parameters, *running, **act),
-                prepare=lambda: overwritten.copy_(x),
-            ),
-            "abn_reduce": Op(2, lambda: ops.abn_reduce(y, dy, saved, *parameters, **act)),
-            "abn_backward": Op(3, lambda: ops.abn_backward(y, dy, saved, sums, *parameters, **act)),
-        }
-    return {name: found[name] for name in RAW_OPS if name in found}
+    y, overwritten = x.clone(), x.clone()
+    ops.abn_forward_(y, moments, *parameters, **act)
+    found = (
+        Op(1, lambda: ops.bn_stats(x, d)),
+        Op(2, lambda: ops.bn_forward(x, moments, *parameters, None, *running, **act)),
+        Op(
+            2,
+            lambda: ops.abn_forward_(overwritten, moments, *parameters, *running, **act),
+            prepare=lambda: overwritten.copy_(x),
+        ),
+        Op(2, lambda: ops.bn_reduce(x, dy, None, saved, *parameters, **act)),
+        Op(2, lambda: ops.abn_reduce(y, dy, saved, *parameters, **act)),
+        Op(3, lambda: ops.bn_backward(x, dy, None, saved, sums, *parameters, **act)),
+        Op(3, lambda: ops.abn_backward(y, dy, saved, sums, *parameters, **act)),
+    )
+    return dict(zip(RAW_OPS, found, strict=True))
 
 
 def torch_ops(case: Case, x: torch.Tensor, dy: torch.Tensor) -> dict[str, Op]:

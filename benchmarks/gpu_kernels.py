@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from statistics import median
 
 import contenders
-import torch
 from contenders import Op
 from shapes import RESNET, Case, images, quick_cases, tokens
 
@@ -28,7 +27,6 @@ FIT_ON_CHIP = [  # at most 25 MB in bf16
     *tokens([(32, 384), (64, 384)], ("bf16",)),
     *images(8, RESNET[2:], BOTH, ("fp32",)),
 ]
-ACTIVATED = [*images(128, [RESNET[1]], BOTH, ("bf16", "fp32"))]
 Tasks = Iterator[tuple[object, Callable[[], None]]]  # see bench_gpu.Part
 
 
@@ -59,19 +57,8 @@ def each_op(part, case: Case, names: tuple[str, ...], make: Callable[[], dict[st
         yield " ".join(map(str, (name, case, *row.values()))), functools.partial(work, name)
 
 
-def copy(part) -> Tasks:
-    def work(size: int) -> None:
-        source = torch.rand(size // 4, device=part.device)
-        target = torch.empty_like(source)
-        times = part.time(lambda: target.copy_(source))
-        part.row(what="copy", MB=size / 1e6, **times, GB_s=2 * size / times["p50_us"] / 1e3)
-
-    for size in (1, 4, 16, 64, 256, 1024, 2048):
-        yield f"{size} MiB", functools.partial(work, size << (8 if part.quick else 20))
-
-
-def raw_ops(case: Case, device: str, activation: str = "leaky_relu") -> dict[str, Op]:
-    return contenders.raw_ops(case, case.randn(device), case.randn(device), activation)
+def raw_ops(case: Case, device: str) -> dict[str, Op]:
+    return contenders.raw_ops(case, case.randn(device), case.randn(device))
 
 
 def four_ops(part) -> Tasks:
@@ -106,15 +93,6 @@ def on_chip(part) -> Tasks:
     for case in quick_cases() if part.quick else FIT_ON_CHIP:
         make = functools.partial(local_ops, case, part.device)
         yield from each_op(part, case, LOCAL_OPS, make, on_chip=wanted)
-
-
-def activations(part) -> Tasks:
-    for case in quick_cases() if part.quick else ACTIVATED:
-        for activation in ("relu", "elu", "gelu", "silu", "gelu_tanh", "hardswish", "leaky_relu"):
-            in_place = activation in contenders.INVERTIBLE
-            names = tuple(op for op in contenders.RAW_OPS[1:] if in_place or op.startswith("bn"))
-            make = functools.partial(raw_ops, case, part.device, activation)
-            yield from each_op(part, case, names, make, activation=activation)
 
 
 def host_ops(part) -> Tasks:

@@ -17,7 +17,7 @@ REPEATS = 7
 ROOM = 0.97  # of the memory, which the largest batch may take
 
 
-WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
+CONTENDERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "eager": lambda model: model,
     "convert": fastvit.convert,
     "compiled": lambda model: torch.compile(model, dynamic=False),
@@ -40,11 +40,11 @@ class Tiny(nn.Module):
 class Step:
     """A training step under autocast to bf16."""
 
-    def __init__(self, name: str, way: str, device: str, quick: bool):
+    def __init__(self, name: str, contender: str, device: str, quick: bool):
         torch.manual_seed(0)
         self.device, self.size = device, 8 if quick else 224
         model = Tiny() if quick else self._real(name)
-        self.model = WAYS[way](model.to(device).train())
+        self.model = CONTENDERS[contender](model.to(device).train())
 
     @staticmethod
     def _real(name: str) -> nn.Module:
@@ -73,15 +73,15 @@ class Step:
 def models(part) -> Tasks:
     for name in MODELS:
         for batch in (2,) if part.quick else BATCHES:
-            for way in tuple(WAYS)[: 2 if part.quick else None]:
-                work = functools.partial(_times, part, name, way, batch)
-                yield f"{name} {way} {batch}", work
-        for way in ("eager", "convert"):
-            yield f"{name} {way} largest batch", functools.partial(_largest, part, name, way)
+            for contender in tuple(CONTENDERS)[: 2 if part.quick else None]:
+                work = functools.partial(_times, part, name, contender, batch)
+                yield f"{name} {contender} {batch}", work
+        for contender in ("eager", "convert"):
+            yield f"{name} {contender} largest batch", functools.partial(_largest, part, name, contender)
 
 
-def _times(part, name: str, way: str, batch: int) -> None:
-    step = Step(name, way, part.device, part.quick)
+def _times(part, name: str, contender: str, batch: int) -> None:
+    step = Step(name, contender, part.device, part.quick)
     x = step.images(batch)
     for _ in range(3):
         step(x)
@@ -94,15 +94,15 @@ def _times(part, name: str, way: str, batch: int) -> None:
         part.synchronize()
         device.append((time.perf_counter() - begin) * 1e3)
     part.row(
-        model=name, way=way, batch=batch, dtype="bf16", **percentiles(device),
+        model=name, contender=contender, batch=batch, dtype="bf16", **percentiles(device),
         host_ms=percentiles(host)["p50_ms"], peak_MiB=step.peak(batch) / 2**20,
     )  # fmt: skip
 
 
-def _largest(part, name: str, way: str) -> None:
+def _largest(part, name: str, contender: str) -> None:
     """The largest batch that fits: by the peaks of two batches, then tried."""
     small, large = (1, 2) if part.quick else BATCHES
-    step = Step(name, way, part.device, part.quick)
+    step = Step(name, contender, part.device, part.quick)
     step.peak(small)  # allocates what is allocated once
     first, second = step.peak(small), step.peak(large)
     free = torch.cuda.mem_get_info()[1] if part.device == "cuda" else 16 * second
@@ -116,4 +116,4 @@ def _largest(part, name: str, way: str) -> None:
         except torch.OutOfMemoryError:
             step.model.zero_grad(set_to_none=True)
             batch = int(0.95 * batch)
-    part.row(model=name, way=way, batch=batch, dtype="bf16", largest=True, peak_MiB=peak / 2**20)
+    part.row(model=name, contender=contender, batch=batch, dtype="bf16", largest=True, peak_MiB=peak / 2**20)

@@ -3,17 +3,14 @@
 import functools
 from collections.abc import Callable
 
+import bench_vit_ops
 import contenders
 import torch
-import torch.nn.functional as F
 from bench_ops import Layer
 from gpu_kernels import Tasks, timed
 from harness import percentiles
 from shapes import MLP, NORMS, RESNET, Case, images, quick_cases, tokens
 
-from fastvit import ops
-
-aten = torch.ops.aten
 LAYERS = [  # in order of importance
     *images(128, [RESNET[1]], ("channels_last", "nchw"), ("bf16",)),
     *tokens([(128, 768)], ("bf16",)),
@@ -59,55 +56,43 @@ def _layer(part, case: Case, name: str, make: Callable) -> None:
         )  # fmt: skip
 
 
-def row_ops(part) -> Tasks:
+ROW_OPS = {  # of bench_vit_ops.py: its op, passes over an activation forward and backward, the activation
+    "layer_norm": ("layer_norm", 2, 3, ""),
+    "gelu": ("act", 2, 3, "gelu"),
+    "swiglu": ("glu", 3, 5, "silu"),
+}
+
+
+def row_ops(part):
     """LayerNorm, activations and gates: fastvit's ops beside torch's, and torch's compiled."""
-    for norms, case in [*((True, case) for case in NORMS), *((False, case) for case in MLP)]:
-        if part.quick:
-            case = Case((2, 5, 32), "tokens", case.dtype)
-        make = functools.cache(functools.partial(_norm if norms else _mlp, case, part.device))
-        for op in NORM_OPS if norms else MLP_OPS:
-            for name in ("fastvit", "torch", *(() if part.quick else ("compiled",))):
-                yield f"{op} {name} {case}", functools.partial(_row_op, part, case, make, op, name)
+    for ops, cases in ((("layer_norm",), NORMS), (("gelu", "swiglu"), MLP)):
+        for case in cases:
+            if part.quick:
+                case = Case((2, 5, 32), "tokens", case.dtype)
+            for op in ops:
+                for name in ("fastvit", "torch", *(() if part.quick else ("compiled",))):
+                    yield f"{op} {name} {case}", functools.partial(_row_op, part, case, op, name)
 
 
-NORM_OPS = {"layer_norm_forward": 2, "layer_norm_backward": 3}  # passes over an activation
-MLP_OPS = {"act_forward": 2, "act_backward": 3, "glu_forward": 3, "glu_backward": 5}
+def _row_op(part, case: Case, what: str, name: str) -> None:
+    calls, _, affine = bench_vit_ops.operations(case.dtype)[what]
+    call = calls["fastvit" if name == "fastvit" else "torch"]
+    if name == "compiled":
+        call = torch.compile(call, dynamic=False)
+    leaves = [case.randn(part.device) for _ in range(2 if what in bench_vit_ops.GATES else 1)]
+    leaves += [torch.rand(case.shape[-1:], device=part.device).to(leaves[0].dtype) for _ in range(2 * affine)]
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    kernel, *passes, activation = ROW_OPS[what]
+    dy, held = case.randn(part.device), []
 
+    def forward() -> None:
+        held.append(call(*leaves))
 
-def _norm(case: Case, device: str) -> dict[str, tuple[Callable, Callable]]:
-    x, dy, columns = case.randn(device), case.randn(device), case.shape[-1:]
-    weight, bias = (torch.rand(columns, device=device).to(x.dtype) for _ in range(2))
-    _, saved = ops.layer_norm_forward(x, weight, bias)
-    _, mean, invstd = aten.native_layer_norm(x, columns, weight, bias, 1e-5)
-    return {
-        "layer_norm_forward": (
-            lambda: ops.layer_norm_forward(x, weight, bias),
-            lambda: F.layer_norm(x, columns, weight, bias),
-        ),
-        "layer_norm_backward": (
-            lambda: ops.layer_norm_backward(x, dy, saved, weight),
-            lambda: aten.native_layer_norm_backward(dy, x, columns, mean, invstd, weight, bias, [True] * 3),
-        ),
-    }
+    def backward() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(held.pop(), leaves, dy)
 
-
-def _mlp(case: Case, device: str) -> dict[str, tuple[Callable, Callable]]:
-    a, b, dy = (case.randn(device) for _ in range(3))
-    return {
-        "act_forward": (lambda: ops.act_forward(a, "gelu"), lambda: F.gelu(a)),
-        "act_backward": (lambda: ops.act_backward(a, dy, "gelu"), lambda: aten.gelu_backward(dy, a)),
-        "glu_forward": (lambda: ops.glu_forward(a, b, "silu"), lambda: F.silu(a) * b),
-        "glu_backward": (
-            lambda: ops.glu_backward(a, b, dy, "silu"),
-            lambda: (aten.silu_backward(dy * b, a), dy * F.silu(a)),
-        ),
-    }
-
-
-def _row_op(part, case: Case, make: Callable, op: str, name: str) -> None:
-    ours, torchs = make()[op]
-    call = {"fastvit": ours, "torch": torchs, "compiled": torch.compile(torchs, dynamic=False)}[name]
-    passes = (NORM_OPS | MLP_OPS)[op]
-    contender = f"fastvit.ops.{op}" if name == "fastvit" else name
-    activation = {"act": "gelu", "glu": "silu"}.get(op.partition("_")[0], "")
-    timed(part, case, op, passes * case.nbytes, call, contender=contender, activation=activation)
+    steps = {"forward": (forward, held.clear), "backward": (backward, forward)}  # and what precedes each
+    for (direction, work), count in zip(steps.items(), passes, strict=True):
+        op = f"{kernel}_{direction}"
+        contender = f"fastvit.ops.{op}" if name == "fastvit" else name
+        timed(part, case, op, count * case.nbytes, *work, contender=contender, activation=activation)

@@ -101,9 +101,11 @@ class Timer:
         return 2 * source.nbytes / self(lambda: copy.copy_(source)) / 1e6
 
 
-def percentiles(values: list[float], unit: str = "ms") -> dict[str, float]:
+def percentiles(
+    values: list[float], unit: str = "ms", percents: tuple[int, ...] = (20, 50, 80)
+) -> dict[str, float]:
     ordered = sorted(values)
-    return {f"p{p}_{unit}": ordered[round(p / 100 * (len(ordered) - 1))] for p in (20, 50, 80)}
+    return {f"p{p}_{unit}": ordered[round(p / 100 * (len(ordered) - 1))] for p in percents}
 
 
 def output_of(*command: str) -> str:
@@ -148,6 +150,11 @@ def provenance(device: str) -> dict[str, str]:
         "commit": commit(),
         "date": datetime.date.today().isoformat(),
     }
+
+
+def place(row: dict[str, str], *more: str) -> str:
+    """Where and when a row was measured."""
+    return ", ".join([row["device"], *more, f"torch {row['torch']}", f"commit {row['commit']}", row["date"]])
 
 
 def command_line(description: str, device: str | None = "cpu") -> argparse.ArgumentParser:

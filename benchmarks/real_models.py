@@ -28,9 +28,6 @@ class _Plain(nn.Module):
     def forward(self, x):
         return self.model(x)[self.result]
 
-    def set_grad_checkpointing(self):
-        self.model.gradient_checkpointing_enable({"use_reentrant": False})
-
 
 LANGUAGE = {  # sizes that keep about what a small ViT keeps, without dropout
     "llama": {

@@ -11,16 +11,12 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
-from harness import RESULTS, markdown, read_csv  # noqa: E402
+from harness import RESULTS, markdown, place, read_csv  # noqa: E402
 
 COLOURS = {
     "torch": "#9aa5b1", "InPlaceABN": "#1f77b4", "SyncBatchNorm": "#ff9f40",
     "apex SyncBatchNorm": "#b05f6d", "inplace_abn": "#6db05f",
 }  # fmt: skip
-
-
-def where(row: dict[str, str], between: str = "") -> str:
-    return f"{row['device']}, {between}torch {row['torch']}, commit {row['commit']}"
 
 
 def table(rows: list[dict[str, str]]) -> str:
@@ -34,17 +30,16 @@ def table(rows: list[dict[str, str]]) -> str:
             f"{float(r['speedup']):.2f}x",
             f"{float(r['share_of_floor']):.2f}",
             f"{float(r['saved_activations']):.2f}",
-            f"{float(r['forward_allocates']):.2f} + {float(r['backward_allocates']):.2f}",
         )
         for r in rows
     ]
     copies = [float(r["copy_GB_s"]) for r in rows]
     text = [
-        *markdown((*header, "saved", "allocated"), lines),
+        *markdown((*header, "saved"), lines),
         "",
-        f"Forward + backward of one layer, fp32. {where(rows[0])}, {rows[0]['date']}, copy bandwidth "
+        f"Forward + backward of one layer, fp32. {place(rows[0])}, copy bandwidth "
         f"{min(copies):.0f} to {max(copies):.0f} GB/s.",
-        "Memory in activations: saved for backward; allocated by forward + by backward.",
+        "Activations that are saved for backward.",
         "",
     ]
     return "\n".join(text)
@@ -52,21 +47,19 @@ def table(rows: list[dict[str, str]]) -> str:
 
 def sync_table(rows: list[dict[str, str]]) -> str:
     first, lines = rows[0], []
-    header = "ranks", "what", "C, or shape", "direction", "way", "us (p95)", "collectives", "ops", "kernels"
+    header = "ranks", "what", "C, or shape", "direction", "contender", "us (p95)", "collectives", "ops"
     for r in rows:
         ratio = f"{float(r['ratio']):.3g}"
-        if r.get("ratio_to_local_and_bare"):
-            ratio += f" ({float(r['ratio_to_local_and_bare']):.3g} of local + bare)"
         if r.get("apex_ratio"):
             ratio += f" ({float(r['apex_ratio']):.3g} times as fast as apex)"
-        cells = [r["world"], r["what"], r["shape"] or r["channels"], r["direction"], r["way"]]
+        cells = [r["world"], r["what"], r["shape"] or r["channels"], r["direction"], r["contender"]]
         cells += [f"{float(r['p50_us']):.0f} ({float(r['p95_us']):.0f})", r["collectives"], r["ops"]]
-        lines.append([*cells, r.get("kernels", ""), r.get("host_waits", ""), ratio])
+        lines.append([*cells, ratio])
     text = [
-        *markdown((*header, "host waits", "bare / time, or time / local"), lines),
+        *markdown((*header, "bare / time, or time / local"), lines),
         "",
         f"{first['threads']} thread(s) per rank; medians of the slowest rank's. "
-        f"{where(first, first['cores'] + ' cores, ')}, {first['date']}.",
+        f"{place(first, first['cores'] + ' cores')}.",
         "`bare`: torch.distributed's collective of as many numbers and nothing else. Counts are torch's",
         "profiler's; ops are torch's, those inside others left out.",
     ]
@@ -89,7 +82,7 @@ def vit_ops_table(rows: list[dict[str, str]]) -> str:
         "",
         "Processor time of the process; GB/s of what the operation has to read and write at least; a copy "
         f"moves {min(copies):.0f} to {max(copies):.0f} GB/s.",
-        f"{where(first, first['threads'] + ' thread(s), ')}, {first['date']}.",
+        f"{place(first, first['threads'] + ' thread(s)')}.",
     ]
     return "\n".join(text) + "\n"
 
@@ -124,7 +117,7 @@ def main() -> None:
     parser.add_argument("--name", default="layers_cpu", help="results/NAME.csv")
     name = parser.parse_args().name
     rows = read_csv(name)
-    text = (sync_table if "way" in rows[0] else vit_ops_table if "direction" in rows[0] else table)(rows)
+    text = (sync_table if "world" in rows[0] else vit_ops_table if "direction" in rows[0] else table)(rows)
     if "layer" in rows[0]:
         picture(rows, RESULTS / f"{name}.png")
     (RESULTS / f"{name}.md").write_text(text)

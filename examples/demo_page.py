@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import html
 import io
-import os
-import platform
 import re
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -16,15 +13,14 @@ from string import Template
 from typing import TYPE_CHECKING
 
 import matplotlib
-import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MultipleLocator
 
-import fastvit
+from fastvit import info
 
 if TYPE_CHECKING:
-    from digits_demo import Conversion, Result
+    from digits_demo import Result
 
 __all__ = ["write_page"]
 
@@ -36,12 +32,12 @@ STYLE = {  # label, colour, dashes; colours that stand out on white and on near-
     "fastvit-sync": ("fastvit SyncBatchNorm + LeakyReLU", "#22a06b", ()),
     "inplace-abn-sync": ("fastvit InPlaceABNSync", "#3b82f6", (4, 2)),
 }
-MODE_COLOURS = {
-    "off": STYLE["torch"][1],
-    "convert": "#3b82f6",
-    "products": "#0ea5a4",
+CALLS = {  # by --memory: label, colour
+    "off": ("as it is", STYLE["torch"][1]),
+    "convert": ("convert(model)", "#3b82f6"),
+    "products": ("convert(model, products=True)", "#0ea5a4"),
 }
-CALLS = {"off": "as it is", "convert": "convert(model)", "products": "convert(model, products=True)"}
+COLOURED = "axes.edgecolor axes.labelcolor grid.color xtick.color ytick.color text.color".split()
 
 
 def _svg(name: str, width: float, height: float, draw: Callable[[Axes], None]) -> str:
@@ -57,14 +53,8 @@ def _svg(name: str, width: float, height: float, draw: Callable[[Axes], None]) -
         "axes.grid": True,
         "axes.axisbelow": True,
         "grid.alpha": 0.16,
-        "grid.color": INK,
-        "axes.edgecolor": INK,
-        "axes.labelcolor": INK,
-        "xtick.color": INK,
-        "ytick.color": INK,
-        "text.color": INK,
     }
-    with matplotlib.rc_context(settings):
+    with matplotlib.rc_context(settings | dict.fromkeys(COLOURED, INK)):
         figure = Figure(figsize=(width, height), layout="constrained")
         draw(figure.subplots())
         target = io.StringIO()
@@ -74,29 +64,21 @@ def _svg(name: str, width: float, height: float, draw: Callable[[Axes], None]) -
     text = text[text.index("<svg") :].replace(INK, "currentColor")
     text = re.sub(r' xmlns(:xlink)?="[^"]*"', "", text)  # HTML needs none
     text = re.sub(r'<g id="[^"]*">', "<g>", text)
-    text = re.sub(r'(<svg[^>]*?) (?:width|height)="[^"]*"', r"\1", text)
-    text = re.sub(r'(<svg[^>]*?) (?:width|height)="[^"]*"', r"\1", text)
+    text = re.sub(r'(<svg[^>]*?) width="[^"]*" height="[^"]*"', r"\1", text)
     return text.replace("<svg", f'<svg role="img" aria-label="{html.escape(name)}"', 1)
 
 
 def _curves(results: Sequence[Result], column: str, log: bool) -> Callable[[Axes], None]:
     def draw(axes: Axes) -> None:
         for result in sorted(results, key=lambda r: list(STYLE).index(r.norm)):
-            _, colour, dashes = STYLE[result.norm]
-            rows = result.history
-            axes.plot(
-                [row["epoch"] for row in rows],
-                [row[column] for row in rows],
-                color=colour,
-                dashes=dashes or (None, None),
-                linewidth=1.9,
-                marker="o" if len(rows) < 4 else None,
-                markersize=4,
-            )
+            label, colour, dashes = STYLE[result.norm]
+            epochs, values = zip(*((row["epoch"], row[column]) for row in result.history), strict=True)
+            axes.plot(epochs, values, color=colour, dashes=dashes or (None, None), marker=".", label=label)
         axes.set_xlabel("epoch")
         axes.xaxis.get_major_locator().set_params(integer=True)
         if log:
             axes.set_yscale("log")
+            axes.legend(fontsize=6.5, frameon=False)
         elif min(result.accuracy for result in results) > 0.9:
             axes.set_ylim(0.8, 1.005)
             axes.yaxis.set_major_locator(MultipleLocator(0.05))
@@ -131,27 +113,18 @@ def _html_table(names: Sequence[str], rows: Sequence[Sequence[str]], main: int =
     return f'<div class="scroll"><table>{"".join(lines)}</table></div>'
 
 
-def _table_of_conversions(conversions: Sequence[Conversion]) -> str:
-    base, rows = next(each.kept_bytes for each in conversions if each.memory == "off"), []
-    for each in conversions:
-        saved = base - each.kept_bytes
-        share = f"{saved:,} B ({round(100 * saved / base)}%)"
-        rows.append((CALLS[each.memory], f"{each.kept_bytes:,} B", share))
+def _table_of_conversions(conversions: dict[str, int]) -> str:
+    base = conversions["off"]
+    rows = [
+        (CALLS[memory][0], f"{kept:,} B", f"{base - kept:,} B ({(base - kept) / base:.0%})")
+        for memory, kept in conversions.items()
+    ]
     return _html_table(("fastvit.convert", "kept for backward", "saved"), rows)
 
 
 def _speed(result: Result) -> float:
     # The first epoch includes work that is done once.
     return statistics.median(row["images_per_second"] for row in result.history[1:] or result.history)
-
-
-def _legend() -> str:
-    items = []
-    for label, colour, dashes in STYLE.values():
-        pattern = ' stroke-dasharray="8 4"' if dashes else ""
-        line = f'<line x1="1" y1="5" x2="33" y2="5" stroke="{colour}" stroke-width="3"{pattern}/>'
-        items.append(f'<li><svg viewBox="0 0 34 10" aria-hidden="true">{line}</svg>{html.escape(label)}</li>')
-    return f'<ul class="legend">{"".join(items)}</ul>'
 
 
 def _table(results: Sequence[Result], base: int) -> str:
@@ -172,62 +145,51 @@ def _table(results: Sequence[Result], base: int) -> str:
     return _html_table(names, rows, main=0)
 
 
-def _processor() -> str:
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name(0)
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
 def _facts(results: Sequence[Result], batch: int) -> str:
-    epochs, python = len(results[0].history), sys.version.split()[0]
+    epochs, here = len(results[0].history), info.facts()
     facts = {
         "Data": "scikit-learn digits, 8x8: 1438 for training (shifted by up to a pixel), 359 for test",
         "Model": "ViT with a stem of three convolutions and BatchNorm in the MLP, 4 blocks of width 64, fp32",
         "Recipe": f"{epochs} epochs, {batch} images per rank and step, AdamW, cosine schedule",
-        "Machine": f"{_processor()}, {os.cpu_count()} CPU cores, {platform.system()}",
-        "Versions": f"fastvit {fastvit.__version__}, torch {torch.__version__}, Python {python}",
+        "Machine": f"{here['machine']}; CPU kernels: {here['CPU kernels']}; GPUs: {here['GPUs']}",
+        "Versions": f"fastvit {here['fastvit']}, torch {here['torch']}, Python {here['python']}",
         "Date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     }
     return "<dl>" + "".join(f"<dt>{k}</dt><dd>{html.escape(v)}</dd>" for k, v in facts.items()) + "</dl>"
 
 
-def write_page(path: Path, results: Sequence[Result], conversions: Sequence[Conversion], batch: int) -> Path:
+def write_page(path: Path, results: Sequence[Result], conversions: dict[str, int], batch: int) -> Path:
     """Write the page and return its path.
 
     Args:
         path: the HTML file.
         results: of all runs, the main one first; `torch` is among them.
-        conversions: of the model with torch BatchNorm; `off` is among them.
+        conversions: kept bytes of the model with torch BatchNorm, by the trainer's --memory.
         batch: images of the batch for which `kept_bytes` was measured.
     """
-    main = results[0]
-    base = next(result.kept_bytes for result in results if result.norm == "torch")
-    less = 1 - main.kept_bytes / base
+    main, kept = results[0], {result.norm: result.kept_bytes for result in results}
+    less = 1 - main.kept_bytes / kept["torch"]
     tiles = (
         (f"{main.accuracy:.3f}", "test accuracy, InPlaceABNSync"),
         (f"{less:.0%} less", "kept for the backward pass of the whole model than with torch BatchNorm"),
         (f"{_speed(main):,.0f}", f"images per second in training, {main.ranks} rank(s)"),
         (f"{main.seconds:.0f} s", "main run, start of the processes included"),
     )
-    charts = (
-        ("Training loss", _svg("training loss by epoch", 4.3, 3.1, _curves(results, "train_loss", True))),
-        ("Test loss", _svg("test loss by epoch", 4.3, 3.1, _curves(results, "test_loss", True))),
-        ("Test accuracy", _svg("test accuracy by epoch", 4.3, 3.1, _curves(results, "test_accuracy", False))),
-    )
-    kept = {result.norm: result.kept_bytes for result in results}
+    charts = [
+        (title, _svg(f"{title.lower()} by epoch", 4.3, 3.1, _curves(results, column, "loss" in column)))
+        for title, column in (
+            ("Training loss", "train_loss"),
+            ("Test loss", "test_loss"),
+            ("Test accuracy", "test_accuracy"),
+        )  # fmt: skip
+    ]
     layers = [(label, kept[norm], colour) for norm, (label, colour, _) in STYLE.items()]
-    modes = [(CALLS[each.memory], each.kept_bytes, MODE_COLOURS[each.memory]) for each in conversions]
+    modes = [(CALLS[memory][0], size, CALLS[memory][1]) for memory, size in conversions.items()]
     parts = {
         "tiles": "".join(f'<div class="tile"><b>{big}</b><span>{text}</span></div>' for big, text in tiles),
-        "legend": _legend(),
         "charts": "".join(f"<figure><figcaption>{title}</figcaption>{svg}</figure>" for title, svg in charts),
         "bars": _svg("kept for backward by layer", 8.2, 2.3, _bars(layers)),
-        "table": _table(results, base),
+        "table": _table(results, kept["torch"]),
         "conversion_bars": _svg("kept for backward by mode", 8.2, 1.9, _bars(modes)),
         "conversion_table": _table_of_conversions(conversions),
         "facts": _facts(results, batch),

@@ -56,14 +56,6 @@ class Result:
         return self.history[-1]["test_accuracy"]
 
 
-@dataclass(frozen=True)
-class Conversion:
-    """The demo's model with torch BatchNorm after `fastvit.convert`."""
-
-    memory: str  # as in the trainer's --memory; "off" for the model as it is
-    kept_bytes: int  # as in `Result`
-
-
 def kept_bytes(model: nn.Module, images: torch.Tensor) -> int:
     """Bytes that a training forward leaves allocated: tensors kept for the backward pass, and the logits.
 
@@ -74,15 +66,12 @@ def kept_bytes(model: nn.Module, images: torch.Tensor) -> int:
     return live_bytes(lambda: model(images))[0]
 
 
-def conversions(images: torch.Tensor) -> list[Conversion]:
-    """The demo's model with torch BatchNorm, as it is and converted in each way."""
-    measured = []
-    for memory in MEMORY:
-        model = vit_digits("torch")
-        if memory != "off":
-            fastvit.convert(model, products=memory == "products")
-        measured.append(Conversion(memory, kept_bytes(model, images)))
-    return measured
+def conversions(images: torch.Tensor) -> dict[str, int]:
+    """Kept bytes of the model with torch BatchNorm, as it is and converted, by the trainer's --memory."""
+    models = {memory: vit_digits("torch") for memory in MEMORY}
+    for memory in ("convert", "products"):
+        fastvit.convert(models[memory], products=memory == "products")
+    return {memory: kept_bytes(model, images) for memory, model in models.items()}
 
 
 def train(norm: str, ranks: int, epochs: int, threads: int, out: Path, bytes_kept: int) -> Result:
@@ -141,15 +130,8 @@ def compare(out: Path, epochs: int, quick: bool, images: torch.Tensor) -> list[R
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     parser.add_argument("--epochs", type=int, default=EPOCHS, help=f"epochs of each run (default {EPOCHS})")
-    parser.add_argument(
-        "--out", type=Path, default=Path("runs/demo"), help="where everything goes (default runs/demo)"
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="only show that everything works: the three other runs on one rank each and at the same time, "
-        "and no accuracy is demanded",
-    )
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="default runs/demo")
+    parser.add_argument("--quick", action="store_true", help="a test: other runs on a rank each, together")
     options = parser.parse_args()
     if options.epochs < 1:
         parser.error(f"--epochs must be at least 1, got {options.epochs}")
@@ -165,14 +147,12 @@ def main() -> None:
     images = load_digits(0).train.images[:BATCH]
     converted = conversions(images)
     results = compare(out, options.epochs, options.quick, images)
-    for name, rows in (("summary.json", results), ("memory.json", converted)):
-        (out / name).write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+    for name, found in (("summary.json", [asdict(result) for result in results]), ("memory.json", converted)):
+        (out / name).write_text(json.dumps(found, indent=2) + "\n")
     page = write_page(out / "index.html", results, converted, BATCH)
     accuracy = results[0].accuracy
     if accuracy < REQUIRED_ACCURACY and not options.quick:
-        sys.exit(
-            f"digits_demo: test accuracy {accuracy:.3f} of {MAIN} is below {REQUIRED_ACCURACY}; see {page}"
-        )
+        sys.exit(f"digits_demo: test accuracy {accuracy:.3f} of {MAIN} is below {REQUIRED_ACCURACY}: {page}")
     print(f"all runs: {time.perf_counter() - start:.0f} s")
     print(f"TensorBoard: tensorboard --logdir {out}")
     print(f"page: {page}")

@@ -60,20 +60,20 @@ def test_in_place_layers_save_memory(demo):
 
 
 def test_page_shows_what_each_conversion_saves(demo):
-    rows = {row["memory"]: row for row in json.loads((demo[0] / "memory.json").read_text())}
-    assert list(rows) == ["off", "convert", "products"]
+    kept = json.loads((demo[0] / "memory.json").read_text())
+    assert list(kept) == ["off", "convert", "products"]
     stem, tokens = 32 * 4 * (32 + 32 + 64) * 64, 32 * 4 * 4 * 16 * 256
     norms = 32 * 4 * (2 * 4) * 16 * 64  # outputs of the blocks' LayerNorms
     slack = 64 * 1024
-    saved = {memory: rows["off"]["kept_bytes"] - row["kept_bytes"] for memory, row in rows.items()}
+    saved = {memory: kept["off"] - size for memory, size in kept.items()}
     assert saved["convert"] > stem + tokens + norms - slack
     assert saved["products"] > saved["convert"] + 4 * slack
     page = (demo[0] / "index.html").read_text()
     svg = page[page.index('aria-label="kept for backward by mode"') :].split("</svg>")[0]
     calls = {"off": "as it is", "convert": "convert(model)", "products": "convert(model, products=True)"}
-    for memory, row in rows.items():
-        assert f"{row['kept_bytes']:,} B" in page
-        assert f"{row['kept_bytes'] / 2**20:.2f} MiB" in svg
+    for memory, size in kept.items():
+        assert f"{size:,} B" in page
+        assert f"{size / 2**20:.2f} MiB" in svg
         assert calls[memory] in svg
 
 

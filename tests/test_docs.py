@@ -6,6 +6,7 @@ import importlib
 import io
 import pkgutil
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -101,8 +102,8 @@ def test_the_layers_of_the_readme_are_those_of_the_results():
         ours, torchs = (measured[shape, layer] for layer in ("InPlaceABN", "torch"))
         assert float(times) == pytest.approx(1 / float(ours["speedup"]), abs=0.0051), shape
         assert (kept, before) == tuple(f"{float(r['saved_activations']):.2f}" for r in (ours, torchs)), shape
-    ways = {
-        (r["world"], r["shape"], r["way"]): float(r["p50_us"])
+    measured = {
+        (r["world"], r["shape"], r["contender"]): float(r["p50_us"])
         for r in rows("sync_apex_cpu")
         if r["what"] == "step" and r["direction"] == "both"
     }
@@ -110,7 +111,7 @@ def test_the_layers_of_the_readme_are_those_of_the_results():
     others["itself without other ranks"] = "local"
     synced = re.findall(r"^\| SyncBatchNorm, (\d) ranks, (.*?) \| (.*?) \| ([\d.]+)x \|", README, re.M)
     for world, shape, other, times in synced:
-        want = ways[world, shape, "SharedMemory"] / ways[world, shape, others[other]]
+        want = measured[world, shape, "SharedMemory"] / measured[world, shape, others[other]]
         assert float(times) == pytest.approx(want, abs=0.0051), other
     assert len(shown) == 2 and len(synced) == 3
 
@@ -135,6 +136,11 @@ def test_make_targets_that_are_named_exist():
     for page in [*PAGES, *(ROOT / ".github/workflows").glob("*.yml")]:
         for named in re.findall(r"(?:`|run: |^)make ([a-z-]+)", page.read_text(), re.M):
             assert named in targets, f"{page.name} names make {named}"
+
+
+def test_the_help_of_make_fits_a_screen():
+    said = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert len(said.splitlines()) <= 24 and max(map(len, said.splitlines())) <= 80, said
 
 
 def test_public_modules_have_all_and_what_is_in_it():

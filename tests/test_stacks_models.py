@@ -1,4 +1,4 @@
-"""fastvit.convert in other training than a classifier's: the same bits, fewer bytes (`make test-stacks`)."""
+"""fastvit.convert in training of other kinds: the same bits, fewer bytes (`make test STACKS=1`)."""
 
 import copy
 

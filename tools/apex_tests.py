@@ -13,13 +13,10 @@ package expecttest, as torch.testing does, and onnx for two of its tests.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import re
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import types
@@ -27,7 +24,9 @@ import unittest
 from collections import Counter
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from gpu import LATE, run
+
+ONE_THREAD = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
 FOLDERS = ("L0/run_amp", "L0/run_fp16util", "L0/run_optimizers", "L0/run_fused_layer_norm")
 CONTRIB = ("clip_grad", "xentropy")
 SYNCBN = "distributed/synced_batchnorm"
@@ -202,30 +201,13 @@ def run_script(file: Path, arguments: list[str]) -> None:
 # In the process that drives
 
 
-def call(command: list[str], limit: float) -> tuple[int | None, str]:
-    """Status (None: time limit) and output of a command; its children are killed with it."""
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, start_new_session=True
-    )
-    try:
-        output, _ = process.communicate(timeout=limit)
-        return process.returncode, output
-    except subprocess.TimeoutExpired:
-        return None, "time limit"
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait(10)
-
-
 def tests_of(file: Path, limit: float) -> list[tuple[str, str, str]]:
     """(test, outcome, message) of the unit tests in a file."""
     record = file.with_suffix(".jsonl")
     record.touch()
-    status, output = call([sys.executable, __file__, "--tests", str(file), str(record)], limit)
+    status, output = run([sys.executable, __file__, "--tests", str(file), str(record)], limit, ONE_THREAD)
     ended = {name: (name, outcome, message) for name, outcome, message in map(json.loads, record.open())}
-    if status:
+    if status not in (0, LATE):
         ended["(the file)"] = ("(the file)", "failed", output)
     return list(ended.values())
 
@@ -239,9 +221,8 @@ def scripts_of(file: Path, limit: float) -> list[tuple[str, str, str]]:
     rows = []
     for ranks, arguments in SCRIPTS[file.name]:
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
-        status, output = call(
-            [sys.executable, *launch, __file__, "--script", str(file), *arguments.split()], limit
-        )
+        command = [sys.executable, *launch, __file__, "--script", str(file), *arguments.split()]
+        status, output = run(command, limit, ONE_THREAD)
         bad = status != 0 or re.search(r"(?m)^(?!comparing bn vs sbn).* False$|failed\*", output)
         rows.append(
             (

@@ -1,13 +1,14 @@
 """Runs tests and benchmarks on a machine with a CUDA GPU, in two calls of nine minutes each: `make gpu`.
 
-    python3 tools/gpu.py proof        smoke test, a copy, a minute beside torch, tests, sanitizers
+    python3 tools/gpu.py proof        smoke test, two minutes beside torch, tests, sanitizers
     python3 tools/gpu.py measure      benchmarks/bench_gpu.py, the most informative part first
 
     [--out runs/gpu] [--limit 530] [--device cpu] [--steps ...]
 
 Needs torch, pytest with xdist and timeout, the built libraries (`make gpu CALL=libraries` packs small ones)
 and no network. Without a GPU or without libraries the call ends. Any other step that fails does not stop the
-following ones, and a step that cannot run reports the reason. Exits with 1 if a step failed.
+following ones, and a step that cannot run reports the reason. In a benchmark an exception costs its own rows,
+a hang or a fault that spoils the GPU the rest of its part. Exits with 1 if a step failed.
 
 Writes to --out/CALL: summary.txt, which begins with the failures of the smoke test, a log per step, and the
 benchmarks' tables, beside their predictions. After every step --out is packed into OUT.tar.gz beside it, the
@@ -16,32 +17,39 @@ one file to take home. `--device cpu` rehearses both calls without a GPU, on tin
 
 import argparse
 import contextlib
+import hashlib
 import json
 import os
 import re
 import shutil
+import signal
+import subprocess
 import sys
 import tarfile
+import threading
 import time
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in ("tools", "benchmarks")]
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
 import compare  # noqa: E402
-from gpu_process import ENDED, LATE, ROOT, Benchmark, counted, pack, run  # noqa: E402
+
+LATE = 124  # status of a command that exceeded its limit
+SPOILED = 70  # of a process that a fault has left without a GPU
 
 # Seconds: the most for a step, and the time that is reserved for it.
 CALLS = {
     "proof": {
         "environment": (200, 0),  # the libraries, the GPU, torch, CUDA, commit
         "smoke": (60, 40),  # the ops in all layouts and dtypes
-        "copy": (25, 10), "versus": (75, 45),  # layers beside torch's, eager and compiled
+        "versus": (100, 55),  # layers beside torch's, eager and compiled
         "tests": (250, 50),  # as many as fit, the most telling first
         "sanitizer": (230, 50),  # memcheck, racecheck, synccheck over a few op tests
     },
     "measure": {  # the parts of benchmarks/bench_gpu.py
-        "environment": (200, 0), "copy": (25, 0), "versus": (160, 100), "row_ops": (60, 30),
+        "environment": (200, 0), "versus": (160, 100), "row_ops": (60, 30),
         "four_ops": (110, 60), "models": (140, 60), "exchange": (40, 20), "host_ops": (30, 10),
-        "on_chip": (50, 20), "activations": (60, 0),
+        "on_chip": (30, 10), "two_kernels": (30, 10),
         "sanitizer": (120, 0),  # memcheck, racecheck over local ops
     },
 }  # fmt: skip
@@ -52,7 +60,7 @@ TESTS = [
 ]  # fmt: skip
 CARRIED = ROOT / "build/gpu/libraries.tar.xz"  # of `make gpu CALL=libraries`
 SLOW = 60  # seconds that a test may take
-PATIENCE = 40  # seconds in which a row of a benchmark has to come
+LAST_ROW = 5  # seconds of a benchmark for the row that it has begun
 
 # float32 and bfloat16 over planes, rows, short planes and memory with gaps; few enough for a sanitizer
 LAYOUTS = "(nchw_wide or nhwc_c96 or one_sample or cropped_nhwc) and (dtype0 or dtype2)"
@@ -75,6 +83,62 @@ SMI = "nvidia-smi --format=csv,noheader --query-gpu=driver_version,memory.used,c
 GIT = "git -c safe.directory=* log -1 --format=%h,%cs,%s"
 
 
+def run(
+    command: list[str], seconds: float, environment: dict | None = None, echo: bool = False
+) -> tuple[int, str]:
+    """Status and output of a command, which is killed at the end with all its children; LATE past the limit.
+
+    The output is read from a pipe: a file would need room on the disk.
+    """
+    path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tools"), os.environ.get("PYTHONPATH")]))
+    variables = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **(environment or {})}
+    try:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=variables, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, start_new_session=True, text=True, errors="replace",
+        )  # fmt: skip
+    except OSError as error:
+        return 127, f"{command[0]}: {error}\n"
+    lines: list[str] = []
+
+    def read() -> None:
+        for line in process.stdout:
+            lines.append(line)
+            if echo:
+                print(f"    {line.rstrip()}", flush=True)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    try:
+        status = process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        status = LATE
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):  # a driver that hangs may not let it go
+        process.wait(5)
+    reader.join(2)
+    return status, "".join(lines)
+
+
+def counted(output: str) -> str:
+    """pytest's last line of counts, or the last line of output."""
+    lines = [line.strip("= ") for line in output.splitlines() if line.strip("= ")]
+    counts = [line for line in lines if re.search(r"\d+ (passed|failed|error|skipped)", line)]
+    return (counts or lines or ["no output"])[-1][:160]
+
+
+def pack(folder: Path) -> None:
+    """All files of a folder in one archive beside it, which is replaced at once."""
+    new = folder.with_name(f".{folder.name}.tar.gz")
+    try:
+        with tarfile.open(new, "w:gz") as tar:
+            tar.add(folder, folder.name)
+        new.replace(folder.with_name(f"{folder.name}.tar.gz"))
+    finally:
+        new.unlink(missing_ok=True)
+
+
 def pytest(options: str, selection: str, *files: str) -> list[str]:
     """A pytest command without the project's own options."""
     command = [sys.executable, "-m", "pytest", *"--tb=short -p no:cacheprovider -o addopts=".split()]
@@ -92,10 +156,6 @@ def verdict(status: int, output: str, seconds: float) -> tuple[str, str]:
         return "not run", f"not done within {seconds:.0f} s"
     first = (line for line in reports if re.search(r"Invalid|Race|Barrier|rror", line))
     return "FAILED", f"status {status}: {next(first, None) or counted(output)}"[:200]
-
-
-class Blocked(Exception):
-    """No further step can run."""
 
 
 class Run:
@@ -142,7 +202,7 @@ class Run:
             starting = Path("/dev/nvidiactl").exists() and re.search(STARTING, output)
             if status and (status == LATE or not starting or left < 10):
                 late = "no answer in time; " if status == LATE else ""
-                raise Blocked(f"fastvit does not run here: {late}{counted(output)}")
+                raise RuntimeError(f"fastvit does not run here: {late}{counted(output)}")
             if status:
                 print(f"  not yet, but there is a driver: {counted(output)}", flush=True)
                 time.sleep(3)
@@ -164,7 +224,7 @@ class Run:
     def pytest(self, step: str, files: list[str], environment: dict) -> None:
         """As many tests as fit, by several processes."""
         seconds, workers = self.seconds(step), max(1, min(6, (os.cpu_count() or 2) // 2))
-        options = f"-v -p gpu_tests -n {workers} --maxschedchunk 1 --max-worker-restart 40 --timeout {SLOW} "
+        options = f"-v -p gpu -n {workers} --maxschedchunk 1 --max-worker-restart 40 --timeout {SLOW} "
         options += "--timeout-method thread --continue-on-collection-errors"
         command = pytest(options, "", *(str(Path("tests") / name) for name in files))
         status, output = run(command, seconds, {"FASTVIT_TEST_DEVICE": self.device, **environment})
@@ -205,44 +265,35 @@ class Run:
             self.log("sanitizer", " ".join(command), output)
             self.say(f"sanitizer: {tool}", *verdict(status, output, seconds))
 
-    def bench(self, step: str, table: str, command: list[str], seconds: float, **environment: str) -> None:
-        """A benchmark; its table beside the predictions."""
-        file = self.out / f"{table}_{self.device}.csv"
+    def bench(self, step: str) -> None:
+        """A part of benchmarks/bench_gpu.py; its table beside the predictions."""
+        seconds, file = self.seconds(step), self.out / f"{step}_{self.device}.csv"
         file.unlink(missing_ok=True)
-        command = [sys.executable, *command, "--device", self.device, "--out", str(self.out)]
+        command = [sys.executable, "benchmarks/bench_gpu.py", step, "--device", self.device]
+        command += ["--out", str(self.out), "--budget", f"{max(2.0, seconds - LAST_ROW):.0f}"]
         command += ["--quick"] if self.device == "cpu" else []
-        one = Benchmark(command, environment, seconds, PATIENCE)
+        wish = {"FASTVIT_ON_CHIP": "0"} if step == "two_kernels" else None
+        status, output = run(command, seconds, wish, echo=True)
         rows = compare.read(file)
         compared = compare.lines(compare.compared(rows, compare.predictions()))
-        self.log(step, " ".join(command), "\n".join([one.output, "beside the predictions", *compared, ""]))
-        for line in [*one.faults, *(line for line in compared if line.endswith(" off"))][:20]:
+        self.log(step, " ".join(command), "\n".join([output, "beside the predictions", *compared, ""]))
+        for line in [line for line in compared if line.endswith(" off")][:20]:
             print(f"  {line}", flush=True)
-        details = [f"{len(rows)} rows in {file.name}", compared[-1], *one.faults]
-        if one.status not in ENDED:
-            details.append(f"status {one.status} in {seconds:.0f} s: {counted(one.output)}")
-        bad = one.status or one.faults or not rows
-        self.say(f"{step}: {table}", "FAILED" if bad else "passed", "; ".join(details))
-
-    def part(self, step: str) -> None:
-        """A part of benchmarks/bench_gpu.py."""
-        seconds = self.seconds(step)
-        if step == "on_chip":
-            for value, name in (("0", "on_chip_two"), ("1", "on_chip_one")):
-                command = ["benchmarks/bench_gpu.py", step, "--name", name]
-                self.bench(step, name, command, seconds / 2, FASTVIT_ON_CHIP=value)
-        else:
-            self.bench(step, step, ["benchmarks/bench_gpu.py", step], seconds)
+        faults = re.findall(r"^failed (.*)$", output, re.M)
+        details = [f"{len(rows)} rows in {file.name}", compared[-1], *faults]
+        if status and not faults:
+            details.append(f"status {status} in {seconds:.0f} s: {counted(output)}")
+        self.say(step, "FAILED" if status or not rows else "passed", "; ".join(details))
 
     def all(self) -> int:
         """Runs the steps; the exit status."""
         for step in ("environment", *self.steps):
             try:
                 method = getattr(self, step, None)
-                method() if method else self.part(step)
+                method() if method else self.bench(step)
             except Exception as error:  # of this script too: the steps that follow are still worth running
-                known = isinstance(error, Blocked)
-                self.say(step, "FAILED", str(error) if known else f"{type(error).__name__}: {error}")
-                if known or step == "environment":
+                self.say(step, "FAILED", f"{type(error).__name__}: {error}")
+                if step == "environment":
                     break
         print("\n" + self.write_summary())
         return int(any(state == "FAILED" for state, _ in self.results.values()))
@@ -263,6 +314,34 @@ class Run:
         except OSError as error:  # a full disk stops nothing: what is printed can still be read
             print(f"  not written: {error}", flush=True)
         return text
+
+
+# As a plugin of pytest, for tests on one GPU whose run is cut at a time limit. pytest-timeout ends a worker
+# whose test hangs, and xdist starts another.
+failed_in_process: list[str] = []
+
+
+def pytest_collection_modifyitems(items: list) -> None:
+    """A fixed pseudo-random order, so that what runs before the cut covers much of everything."""
+    items.sort(key=lambda item: hashlib.md5(item.nodeid.encode()).hexdigest())
+
+
+def pytest_runtest_logreport(report) -> None:
+    """The run may be cut before pytest prints its failures."""
+    if report.failed:
+        failed_in_process.append(report.nodeid)
+        if "PYTEST_XDIST_WORKER" not in os.environ:
+            print(f"\n##### {report.nodeid}, {report.when}\n{report.longreprtext[-3000:]}", flush=True)
+
+
+def pytest_runtest_logfinish(nodeid: str) -> None:
+    """Ends a worker of xdist whose GPU a failed test has spoiled."""
+    torch = sys.modules.get("torch")
+    if failed_in_process[-1:] == [nodeid] and torch is not None and torch.cuda.is_initialized():
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            os._exit(SPOILED)
 
 
 def main() -> None:

@@ -32,11 +32,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", metavar="FILE", help="TOML file with values; a flag overrides its value")
     # torch.distributed.launch passes one of these beside LOCAL_RANK, which is read.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
-    groups: dict[str, Any] = {}
+    titles = dict.fromkeys(item.metadata["group"] for item in FIELDS.values())
+    groups = {title: parser.add_argument_group(title) for title in titles}
     for item in FIELDS.values():
-        title = item.metadata["group"]
-        group = groups.get(title) or parser.add_argument_group(title)
-        groups[title] = group
         shown = "" if item.default in ("", (), None) else f" (default {item.default})"
         kind: dict[str, Any] = {"help": item.metadata["help"].replace("%", "%%") + shown}
         if kind_of(item) is bool:
@@ -46,7 +44,7 @@ def make_parser() -> argparse.ArgumentParser:
             kind["nargs"] = "+" if kind_of(item) is tuple else None
             kind["choices"] = item.metadata["choices"]
             kind["metavar"] = None if item.metadata["choices"] else item.name.rpartition("_")[2].upper()
-        group.add_argument(flag(item.name), **kind)
+        groups[item.metadata["group"]].add_argument(flag(item.name), **kind)
     return parser
 
 
@@ -70,13 +68,8 @@ def read_file(path: str | Path) -> dict[str, Any]:
         name = key.replace("-", "_")
         if name not in FIELDS:
             raise ConfigError(f"--config {path}: unknown key {key!r}")
-        given[name] = _as_field(value)
+        given[name] = value
     return given
-
-
-def _as_field(value: Any) -> Any:
-    # TOML has lists only.
-    return tuple(value) if isinstance(value, list) else value
 
 
 def parse(arguments: Sequence[str] | None = None) -> tuple[Config, dict[str, Any]]:
@@ -93,13 +86,12 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[Config, dict[str, Any
     file, local_rank = flags.pop("config", None), flags.pop("local_rank", None)
     if local_rank is not None:
         os.environ.setdefault("LOCAL_RANK", str(local_rank))
-    if "freeze" in flags:
-        flags["freeze"] = tuple(flags["freeze"])
     try:
         given = (read_file(file) if file else {}) | flags
-        return Config(**given), given
+        config = Config(**given)
     except ConfigError as error:
         parser.error(str(error))
+    return config, {name: getattr(config, name) for name in given}
 
 
 def merge_saved(given: Mapping[str, Any], saved: Mapping[str, Any], run_directory: Path) -> Config:
@@ -113,11 +105,12 @@ def merge_saved(given: Mapping[str, Any], saved: Mapping[str, Any], run_director
     Raises:
         ConfigError: a value that defines the training differs from the checkpoint.
     """
-    saved = {name: _as_field(value) for name, value in saved.items() if name in FIELDS}
+    saved = {name: value for name, value in saved.items() if name in FIELDS}
+    before = Config(**saved)
     for name, value in given.items():
-        if name not in CHANGEABLE and value != saved.get(name, value):
+        if name not in CHANGEABLE and value != (expected := getattr(before, name)):
             raise ConfigError(
-                f"--resume: {flag(name)} must be {saved[name]!r} as in the checkpoint, got {value!r}; "
+                f"--resume: {flag(name)} must be {expected!r} as in the checkpoint, got {value!r}; "
                 f"start a new run to change it"
             )
     # Options of the machine are not taken from the checkpoint.

@@ -186,9 +186,10 @@ class Config:
 
     def save(self, path: Path) -> None:
         """Write the fields as TOML, which `--config` reads; fields that are None are left out."""
-        lines = [f"{item.name} = {_toml(getattr(self, item.name))}" for item in fields(self)
-                 if getattr(self, item.name) is not None]  # fmt: skip
-        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        # Strings, booleans, numbers and lists of strings are the same in JSON and TOML.
+        given = {name: json.dumps(v, ensure_ascii=False) for name, v in values.items() if v is not None}
+        path.write_text("".join(f"{name} = {text}\n" for name, text in given.items()), encoding="utf-8")
 
 
 def check_packages(config: Config) -> None:
@@ -206,11 +207,6 @@ def check_packages(config: Config) -> None:
 def flag(name: str) -> str:
     """`batch_size` -> `--batch-size`."""
     return "--" + name.replace("_", "-")
-
-
-def _toml(value: Any) -> str:
-    # Strings, booleans, numbers and lists of strings are the same in JSON and TOML.
-    return json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)
 
 
 def kind_of(item: Field) -> type:
@@ -231,6 +227,7 @@ def _checked(item: Field, value: Any) -> Any:
     if kind is float and type(value) is int:
         value = float(str(value))  # inf beyond the range of a float
     if kind is tuple:
+        value = tuple(value) if type(value) is list else value  # of TOML and of the command line
         right = type(value) is tuple and all(type(part) is str for part in value)
         _require(right, name, "a list of strings", repr(value))
     _require(type(value) is kind, name, f"of type {kind.__name__}", repr(value))

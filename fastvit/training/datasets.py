@@ -101,11 +101,9 @@ def load(config: Config) -> DataSets:
     """
     if config.data == "digits":
         return load_digits(config.data_seed)
-    if config.data in ("cifar10", "cifar100"):
-        return _load_cifar(config)
     if config.data == "folder":
         return _load_folder(config)
-    return _make_synthetic(config)
+    return _make_synthetic(config) if config.data == "synthetic" else _load_cifar(config)
 
 
 def load_digits(seed: int) -> DataSets:
@@ -131,13 +129,23 @@ def load_digits(seed: int) -> DataSets:
 
 
 def _load_cifar(config: Config) -> DataSets:
-    train, test, names = read_cifar(config.data_path, config.data)
+    """The Python version of the files that the authors publish, in `--data-path` or the folder that they
+    unpack to: Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009.
+    """
+    inner, train, test, key, names_file, names_key = CIFAR_FILES[config.data]
+    path = Path(config.data_path)
+    folder = path / inner if (path / inner).is_dir() else path
+    if not (folder / test).is_file():
+        raise ConfigError(f"--data-path must hold {inner} for --data {config.data}, got {path}")
+    names = tuple(label.decode() for label in _read(folder / names_file, names_key)[0])
+    parts = {part: _images(folder / part, key, len(names)) for part in (*train, test)}
+    images, labels = (torch.cat(tensors) for tensors in zip(*(parts[part] for part in train), strict=True))
 
     def augment(batch: Tensor, generator: torch.Generator) -> Tensor:
         return random_flip(random_shift(batch, 4, generator), generator)
 
-    training = InMemory(*train, CIFAR_MEAN, CIFAR_STD, augment)
-    return DataSets(training, InMemory(*test, CIFAR_MEAN, CIFAR_STD), names, (3, 32, 32))
+    training = InMemory(images, labels, CIFAR_MEAN, CIFAR_STD, augment)
+    return DataSets(training, InMemory(*parts[test], CIFAR_MEAN, CIFAR_STD), names, (3, 32, 32))
 
 
 class _Unpickler(pickle.Unpickler):
@@ -155,30 +163,6 @@ class _Unpickler(pickle.Unpickler):
         if (module, name) not in self.ALLOWED:
             raise pickle.UnpicklingError(f"{module}.{name} is not allowed in a file of CIFAR")
         return super().find_class(module, name)
-
-
-def read_cifar(path: str, name: str) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], tuple[str, ...]]:
-    """Images `(N, 3, 32, 32)` uint8 and labels `(N,)` int64 for training and test, and the class names.
-
-    The files are the Python version that the authors publish: Krizhevsky, "Learning Multiple Layers of
-    Features from Tiny Images", 2009.
-
-    Args:
-        path: the unpacked folder, or its parent.
-        name: `cifar10` or `cifar100`.
-
-    Raises:
-        OSError: a file is missing or cannot be read.
-        ConfigError: there is no such folder, or a file has another content.
-    """
-    inner, train, test, key, names_file, names_key = CIFAR_FILES[name]
-    folder = Path(path) / inner if (Path(path) / inner).is_dir() else Path(path)
-    if not (folder / test).is_file():
-        raise ConfigError(f"--data-path must hold {inner} for --data {name}, got {path}")
-    names = tuple(label.decode() for label in _read(folder / names_file, names_key)[0])
-    parts = {part: _images(folder / part, key, len(names)) for part in (*train, test)}
-    images, labels = (torch.cat(tensors) for tensors in zip(*(parts[part] for part in train), strict=True))
-    return (images, labels), parts[test], names
 
 
 def _read(path: Path, *keys: bytes) -> list[Any]:

@@ -29,19 +29,14 @@ class Ranks:
     device: torch.device
 
 
-def is_distributed() -> bool:
-    """Whether a process group is set up."""
-    return dist.is_available() and dist.is_initialized()
-
-
 def get_rank() -> int:
     """Rank of this process, 0 without a process group."""
-    return dist.get_rank() if is_distributed() else 0
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def get_world_size() -> int:
     """Number of ranks, 1 without a process group."""
-    return dist.get_world_size() if is_distributed() else 1
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def is_main_process() -> bool:
@@ -189,23 +184,27 @@ def gather_objects(value: T) -> list[T]:
     return values
 
 
+def _attempt(function: Callable[..., T], *arguments: Any) -> tuple[Any, str | None]:
+    """The result of a function, or the message of an error that all ranks should raise."""
+    try:
+        return function(*arguments), None
+    except (OSError, ValueError, TrainingError) as error:
+        return None, str(error) or type(error).__name__
+
+
 def on_main(function: Callable[..., T], *arguments: Any) -> T:
     """Call a function on rank 0, and return its result on every rank.
 
     Raises:
         TrainingError: on every rank, when rank 0 raised an OSError, ValueError or TrainingError.
     """
-    outcome: list[Any] = [None, None]
-    if is_main_process():
-        try:
-            outcome[0] = function(*arguments)
-        except (OSError, ValueError, TrainingError) as error:
-            outcome[1] = str(error) or type(error).__name__
+    outcome: list[Any] = [*_attempt(function, *arguments)] if is_main_process() else [None, None]
     if get_world_size() > 1:
         dist.broadcast_object_list(outcome, src=0)
-    if outcome[1] is not None:
-        raise TrainingError(outcome[1])
-    return outcome[0]
+    result, failed = outcome
+    if failed is not None:
+        raise TrainingError(failed)
+    return result
 
 
 def on_every(function: Callable[..., T], *arguments: Any) -> T:
@@ -214,11 +213,7 @@ def on_every(function: Callable[..., T], *arguments: Any) -> T:
     Raises:
         TrainingError: on every rank, when a rank raised an OSError, ValueError or TrainingError.
     """
-    failed = None
-    try:
-        result = function(*arguments)
-    except (OSError, ValueError, TrainingError) as error:
-        failed = str(error) or type(error).__name__
+    result, failed = _attempt(function, *arguments)
     raise_together(failed)
     return result
 

@@ -46,9 +46,7 @@ class TrainBatches(Sampler[Key]):
     def __init__(self, images: int, batch_size: int, rank: int, world: int, seed: int) -> None:
         self.rank, self.seed = rank, seed
         every: Any = range(images)  # the sampler uses only its length
-        self.sampler: DistributedSampler[int] = DistributedSampler(
-            every, world, rank, shuffle=True, seed=seed
-        )
+        self.sampler: DistributedSampler = DistributedSampler(every, world, rank, shuffle=True, seed=seed)
         if len(self.sampler) < batch_size:
             raise ConfigError(
                 f"--batch-size must be at most the {len(self.sampler)} training images of one rank, "

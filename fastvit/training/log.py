@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,14 +79,16 @@ class RunLog:
         self.writer.close()
 
 
-def step_profiler(run: Path, steps: int) -> profile | None:
-    """Records `steps` steps of one rank, after two slower ones, and writes `trace.json`; None for no steps.
-
-    Open the file in chrome://tracing or https://ui.perfetto.dev.
+@contextmanager
+def step_profiler(run: Path, steps: int) -> Iterator[Callable[[], None]]:
+    """Records `steps` steps of one rank, after two slower ones, and writes `trace.json`, for
+    chrome://tracing or https://ui.perfetto.dev; gives a function to be called after each step.
     """
     if not steps:
-        return None
-    return profile(
+        yield lambda: None
+        return
+    with profile(
         schedule=schedule(wait=0, warmup=2, active=steps, repeat=1), profile_memory=True,
         on_trace_ready=lambda recorded: recorded.export_chrome_trace(str(run / "trace.json")),
-    )  # fmt: skip
+    ) as recorded:  # fmt: skip
+        yield recorded.step

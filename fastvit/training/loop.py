@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,22 +15,11 @@ from torch.utils.data import DataLoader
 
 from .. import sync
 from .config import TrainingError
-from .distributed import get_world_size, on_every, raise_together, reduce_value
+from .distributed import get_world_size, on_every, reduce_value
 from .train_state import TrainState
-from .watch import UNREADABLE, Feed, Progress, StopRequest, Watch, last_line
+from .watch import Feed, Progress, StopRequest, Watch, read_batches
 
 NORM_EVERY = 10  # steps between two norms of the gradients, where clipping does not measure every one
-
-
-@dataclass(frozen=True)
-class EpochResult:
-    """The result of one epoch of training; equal on every rank, except for the times."""
-
-    images: int  # of all ranks, in this start
-    seconds: float
-    data_wait: float  # share of the seconds in which this rank waited for a batch
-    complete: bool  # every step of the epoch is done
-    stop_asked: bool  # a rank received SIGTERM
 
 
 def train_one_epoch(
@@ -42,7 +30,7 @@ def train_one_epoch(
     progress: Progress,
     stop: StopRequest,
     after_step: Callable[[], Any] = lambda: None,
-) -> EpochResult:
+) -> tuple[dict[str, float], bool]:
     """Train on the remaining batches of an epoch; rank 0 shows a progress bar.
 
     A loss or a gradient that is not finite, data that cannot be read and SIGTERM on one rank end the epoch on
@@ -56,19 +44,22 @@ def train_one_epoch(
         stop: read in every step, on every rank.
         after_step: called after every step.
 
+    Returns:
+        `images_per_second` of all ranks, and `data_wait`, the share of the time in which this rank waited for
+        a batch; whether a rank received SIGTERM.
+
     Raises:
         TrainingError: on every rank, with the step and the value that was not finite, or the rank that could
             not read its data. Weights that are not finite are an error at the end.
         RuntimeError: on a rank that detected a failed exchange of statistics.
     """
-    config, device, first = train_state.config, train_state.device, progress.step
+    config, device, batches = train_state.config, train_state.device, 0
     steps = math.ceil(len(loader) / config.accumulate)
     feed = Feed(loader, (config.batch_size, *shape))
-    scales_loss = train_state.precision.scales_loss
-    start, batches = time.perf_counter(), 0
     train_state.parallel.train()
-    with Watch(feed, stop, device, scales_loss, f"epoch {epoch}", progress, steps) as watch:
-        for step in range(first, steps):
+    start = time.perf_counter()
+    with Watch(feed, stop, train_state.precision, f"epoch {epoch}", progress, steps) as watch:
+        for step in range(progress.step, steps):
             parts = min(config.accumulate, len(loader) - step * config.accumulate)
             loss = _backward(train_state, feed, parts)
             watch.report(loss, _clip_gradients(train_state, step))
@@ -83,7 +74,7 @@ def train_one_epoch(
     on_every(_check_weights, train_state.model, f"epoch {epoch}, step {progress.step}")
     seconds = time.perf_counter() - start
     images = batches * config.batch_size * get_world_size()
-    return EpochResult(images, seconds, feed.waited / seconds, progress.step == steps, watch.stop_asked)
+    return {"images_per_second": images / seconds, "data_wait": feed.waited / seconds}, watch.stop_asked
 
 
 def _backward(train_state: TrainState, feed: Feed, parts: int) -> Tensor:
@@ -139,17 +130,19 @@ def evaluate(train_state: TrainState, model: nn.Module, loader: DataLoader) -> t
         TrainingError: on every rank, when one could not read its images.
     """
     model.eval()
-    failed, sums = None, torch.zeros(3, dtype=torch.float64, device=train_state.device)
-    try:
-        for batch in loader:
-            images, labels = train_state.to_device(*batch)
-            with train_state.precision.forward():
-                logits = model(images)
-            sums[0] += F.cross_entropy(logits.float(), labels, reduction="sum")
-            sums[1] += (logits.argmax(dim=1) == labels).sum()
-            sums[2] += len(labels)
-    except UNREADABLE as error:
-        failed = f"cannot read the data: {last_line(error)}"
-    raise_together(failed)
+    sums = on_every(_sums, train_state, model, loader)
     loss, correct, count = reduce_value(sums, average=False).tolist()
     return loss / count, correct / count
+
+
+def _sums(train_state: TrainState, model: nn.Module, loader: DataLoader) -> Tensor:
+    """The loss, the correct images and all images of this rank."""
+    sums = torch.zeros(3, dtype=torch.float64, device=train_state.device)
+    for batch in read_batches(loader):
+        images, labels = train_state.to_device(*batch)
+        with train_state.precision.forward():
+            logits = model(images)
+        sums[0] += F.cross_entropy(logits.float(), labels, reduction="sum")
+        sums[1] += (logits.argmax(dim=1) == labels).sum()
+        sums[2] += len(labels)
+    return sums

@@ -34,7 +34,8 @@ def build_model(config: Config, shape: tuple[int, int, int], classes: int) -> nn
     if config.model.startswith("timm/"):
         model = _from_timm(config, shape, outputs)
     else:
-        name = config.model if config.model != "auto" else _by_size(shape[1])
+        by_size = "vit_digits" if shape[1] <= 16 else "vit_cifar" if shape[1] <= 64 else "vit_small"
+        name = config.model if config.model != "auto" else by_size
         norm = "torch" if config.norm == "apex-sync" else config.norm
         try:
             model = create_vit(name, shape[1], shape[0], outputs, norm, config.mlp_norm)
@@ -43,10 +44,6 @@ def build_model(config: Config, shape: tuple[int, int, int], classes: int) -> nn
     if config.norm == "apex-sync":
         model = engine_part("apex", "parallel", "--norm apex-sync").convert_syncbn_model(model)
     return model
-
-
-def _by_size(size: int) -> str:
-    return "vit_digits" if size <= 16 else "vit_cifar" if size <= 64 else "vit_small"
 
 
 def _from_timm(config: Config, shape: tuple[int, int, int], outputs: int) -> nn.Module:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from .distributed import Ranks, is_main_process, on_every, on_main
 from .loaders import make_test_loader, make_train_loader
 from .lock import lock
 from .log import RunLog, peak_memory, step_profiler
-from .loop import EpochResult, evaluate, train_one_epoch
+from .loop import evaluate, train_one_epoch
 from .model import SYNCHRONISED_NORMS, build_model, freeze, load_pretrained
 from .train_state import TrainState, make_train_state, settle_buckets
 from .watch import Progress, StopRequest
@@ -81,16 +81,17 @@ def _train(config: Config, given: dict[str, Any], ranks: Ranks, stack: ExitStack
     log = RunLog(run)
     on_main(log.open, history)
     end = min(config.epochs, done + config.stop_after) if config.stop_after else config.epochs
-    profiler = step_profiler(run, config.profile if is_main_process() else 0)
-    after_step = profiler.step if profiler else lambda: None
-    with StopRequest() as stop, profiler or nullcontext():
+    traced = config.profile if is_main_process() else 0
+    with StopRequest() as stop, step_profiler(run, traced) as after_step:
         for epoch in range(done + 1, end + 1):
             sampler.set_epoch(epoch, progress.step * config.accumulate)
-            result = train_one_epoch(train_state, batches, data.shape, epoch, progress, stop, after_step)
+            speed, stop_asked = train_one_epoch(
+                train_state, batches, data.shape, epoch, progress, stop, after_step
+            )
             _agree_on_statistics(train_state)
             step, best = progress.step, False
-            if result.complete:
-                row = _evaluated(train_state, test, progress, epoch, result)
+            if complete := step == steps:
+                row = _evaluated(train_state, test, progress, epoch) | speed
                 best = all(_score(row) > _score(other) for other in history)
                 history.append(row)
                 done, progress = epoch, Progress()
@@ -98,10 +99,10 @@ def _train(config: Config, given: dict[str, Any], ranks: Ranks, stack: ExitStack
             # the two.
             now = _state(train_state, ranks, data, done, progress, history)
             on_main(checkpoint.save_checkpoint, run, now, config.keep, best)
-            if result.complete:
+            if complete:
                 on_main(log.epoch, row)
                 _say(_summary(row))
-            if result.stop_asked and done < end:
+            if stop_asked and done < end:
                 _say(f"stopped by SIGTERM in epoch {epoch}, after step {step}")
                 break
     on_main(log.close)
@@ -147,18 +148,14 @@ def _run_of(path: Path) -> Path:
 
 
 def _check_device(config: Config, ranks: Ranks) -> None:
-    if ranks.device.type == "cuda":
-        return
-    if config.norm == "torch-sync":
-        raise TrainingError(
-            "--norm torch-sync trains on CUDA only and this run is on the CPU; "
-            "fastvit-sync and inplace-abn-sync synchronise on the CPU too"
-        )
-    if config.engine == "apex":
-        raise TrainingError(
-            "--engine apex trains on CUDA only and this run is on the CPU; "
-            "with --engine torch, --norm apex-sync uses NVIDIA apex on the CPU too"
-        )
+    for option, value, instead in (
+        ("norm", "torch-sync", "fastvit-sync and inplace-abn-sync synchronise on the CPU too"),
+        ("engine", "apex", "with --engine torch, --norm apex-sync uses NVIDIA apex on the CPU too"),
+    ):
+        if getattr(config, option) == value and ranks.device.type != "cuda":
+            raise TrainingError(
+                f"--{option} {value} trains on CUDA only and this run is on the CPU; {instead}"
+            )
 
 
 def _prepare_directory(run: Path, config: Config) -> None:
@@ -208,9 +205,7 @@ def _agree_on_statistics(train_state: TrainState) -> None:
         distributed.average_running_statistics(train_state.average.module)
 
 
-def _evaluated(
-    train_state: TrainState, test: Any, progress: Progress, epoch: int, result: EpochResult
-) -> dict[str, Any]:
+def _evaluated(train_state: TrainState, test: Any, progress: Progress, epoch: int) -> dict[str, Any]:
     """The row of an epoch, for the log and the history."""
     test_loss, accuracy = evaluate(train_state, train_state.model, test)
     row = {
@@ -219,10 +214,8 @@ def _evaluated(
         "test_loss": test_loss,
         "test_accuracy": accuracy,
         "lr": train_state.scheduler.get_last_lr()[0],
-        "gradient_norm": progress.mean_gradient_norm,
+        "gradient_norm": progress.gradient_norm / max(1, progress.gradient_norms),
         "loss_scale": train_state.precision.loss_scale,
-        "images_per_second": result.images / result.seconds,
-        "data_wait": result.data_wait,
         "memory": peak_memory(train_state.device),
         "time": time.time(),
     }

@@ -213,9 +213,6 @@ def settle_buckets(train_state: TrainState, shape: tuple[int, int, int]) -> None
     DDP orders its buckets anew once, after the first backward. With three or more ranks the rounding of a sum
     depends on the place in the bucket. Without this, the first step after a resume would round differently
     from the same step of an uninterrupted run.
-
-    Args:
-        shape: C, H, W of the images.
     """
     model, count = train_state.parallel, train_state.config.batch_size
     images, _ = train_state.to_device(torch.zeros(count, *shape), torch.zeros(count))

@@ -6,21 +6,19 @@ import math
 import signal
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from .. import sync
 from .config import TrainingError
 from .distributed import StepReport, is_main_process, raise_together
+from .precision import Precision
 
 STOP, FAILED = 1, 2  # flags in the ranks' reports
-UNREADABLE = (OSError, RuntimeError, ValueError)  # errors of a loader, of workers and their timeouts
 PIPELINE_STEPS = {"cuda": 1}  # steps that a device may be behind the host
 
 
@@ -37,9 +35,15 @@ class Progress:
     def mean_loss(self) -> float:
         return self.loss / self.step
 
-    @property
-    def mean_gradient_norm(self) -> float:
-        return self.gradient_norm / max(1, self.gradient_norms)
+
+def read_batches(loader: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """The batches of a loader; what it raises becomes an OSError with a message of one line."""
+    try:
+        yield from loader
+    except (OSError, RuntimeError, ValueError) as error:  # workers' and timeouts' among them
+        # A worker's error is a traceback, whose last line is the message.
+        message = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+        raise OSError(f"cannot read the data: {message}") from error
 
 
 class Feed:
@@ -49,9 +53,8 @@ class Feed:
     in its `StepReport`.
     """
 
-    def __init__(self, loader: DataLoader, shape: tuple[int, ...]) -> None:
-        self.loader, self.shape = loader, shape
-        self.iterator: Iterator[tuple[Tensor, Tensor]] | None = None
+    def __init__(self, loader: Iterable[tuple[Tensor, Tensor]], shape: tuple[int, ...]) -> None:
+        self.batches, self.shape = read_batches(loader), shape
         self.waited = 0.0
         self.error: str | None = None
 
@@ -59,18 +62,12 @@ class Feed:
         start = time.perf_counter()
         try:
             if self.error is None:
-                self.iterator = self.iterator or iter(self.loader)
-                return next(self.iterator)
-        except UNREADABLE as error:
-            self.error = f"cannot read the data: {last_line(error)}"
+                return next(self.batches)
+        except OSError as error:
+            self.error = str(error)
         finally:
             self.waited += time.perf_counter() - start
         return torch.zeros(self.shape), torch.zeros(self.shape[0], dtype=torch.int64)
-
-
-def last_line(error: Exception) -> str:
-    """A worker's error is a traceback, whose last line is the message."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
 
 
 class StopRequest:
@@ -91,7 +88,7 @@ class StopRequest:
     def __exit__(self, *_: object) -> None:
         signal.signal(signal.SIGTERM, self._before)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _note(self, *_: object) -> None:
         self.came = True
 
 
@@ -104,28 +101,20 @@ class Watch:
     Args:
         feed: whose error ends the epoch.
         stop: read in every step, on every rank.
-        device: of the model.
-        scales_loss: the scale of the loss may cause gradients that are not finite; amp skips such a step.
+        precision: its scale of the loss may cause gradients that are not finite; amp skips such a step.
         name: of the epoch, for messages and the bar.
         progress: the finished steps of the epoch; updated.
         steps: of the whole epoch.
     """
 
     def __init__(
-        self,
-        feed: Feed,
-        stop: StopRequest,
-        device: torch.device,
-        scales_loss: bool,
-        name: str,
-        progress: Progress,
-        steps: int,
+        self, feed: Feed, stop: StopRequest, precision: Precision, name: str, progress: Progress, steps: int
     ) -> None:
         from tqdm import tqdm
 
-        self.feed, self.request, self.scales_loss = feed, stop, scales_loss
+        self.feed, self.request, self.scales_loss = feed, stop, precision.scales_loss
         self.name, self.progress, self.stop_asked = name, progress, False
-        self.behind = PIPELINE_STEPS.get(device.type, 0)
+        self.behind = PIPELINE_STEPS.get(precision.device.type, 0)
         self.reports: deque[StepReport] = deque()
         self.bar = tqdm(
             total=steps, initial=progress.step, desc=f"[{name}]", leave=False, disable=not is_main_process(),
