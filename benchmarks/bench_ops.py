@@ -4,10 +4,10 @@
     python benchmarks/bench_ops.py --quick --out /tmp/smoke     # tests the program
 
 Time of the named work only: a new input each time, which no cache has, and contenders in turn. Forward and
-backward are timed separately; `both` is their sum. GB/s is computed with the passes over the activation of fastvit's ops,
-for all contenders: forward 3 (2R + 1W), backward 5 (4R + 1W). The copy is of an activation of the same size
-with cold caches. Writes ops_cpu.csv and ops_cpu.md after every case; with ATEN_CPU_CAPABILITY=avx2, which
-lowers the instruction set, ops_cpu_avx2. bench_gpu.py measures GPUs.
+backward are timed separately; `both` is their sum. GB/s is computed with the passes over the activation of
+fastvit's ops, for all contenders: forward 3 (2R + 1W), backward 5 (4R + 1W). The copy is of an activation of
+the same size with cold caches. Writes ops_cpu.csv and ops_cpu.md after every case; with
+ATEN_CPU_CAPABILITY=avx2, which lowers the instruction set, ops_cpu_avx2. bench_gpu.py measures GPUs.
 """
 
 import gc
