@@ -30,17 +30,11 @@ def test_network_to_half():
     model = fp16_utils.network_to_half(network())
     assert model(IMAGES).dtype == torch.bfloat16
     assert [p.dtype == torch.float32 for p in model.parameters()] == [False] * 2 + [True] * 4 + [False] * 2
-    other = fp16_utils.convert_network(network(), torch.float16)
-    assert other[0].weight.dtype == torch.float16 and other[1].running_mean.dtype == torch.float32
-    assert fp16_utils.BN_convert_float(network().half())[2].weight.dtype == torch.float32
-
-
-def test_fp16_model():
-    model = fp16_utils.FP16Model(network())
-    assert model(IMAGES).dtype == torch.bfloat16
-    assert model.network[0].weight.dtype == torch.bfloat16 and model.network[1].weight.dtype == torch.float32
     model(IMAGES).float().sum().backward()
     assert fp16_utils.clip_grad_norm(model.parameters(), 0.5) > 0.5
+    assert fp16_utils.BN_convert_float(network().half())[2].weight.dtype == torch.float32
+    with pytest.raises(AttributeError, match="use fp16_utils.network_to_half, see docs"):
+        _ = fp16_utils.FP16Model
 
 
 def fp16_step(model, optimizer, infinite=False):

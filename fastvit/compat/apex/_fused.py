@@ -12,8 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["Batch", "FusedOptimizer", "norms"]
-
 
 @dataclass
 class Batch:
@@ -33,11 +31,11 @@ def norms(
 ) -> tuple[Tensor, ...]:
     """The norm of each of the tensors, computed in `dtype` or its own."""
 
-    # In parts, since torch's CPU sum in float32 has an error of 0.15 % at 33 million elements.
-    def parts(t: Tensor) -> Tensor:
+    # In chunks, since torch's CPU sum in float32 has an error of 0.15 % at 33 million elements.
+    def of_chunks(t: Tensor) -> Tensor:
         return torch.stack(torch._foreach_norm(t.flatten().split(1 << 16), ord, dtype))
 
-    tensors = [parts(t) if t.device.type == "cpu" else t for t in tensors]
+    tensors = [of_chunks(t) if t.device.type == "cpu" else t for t in tensors]
     return torch._foreach_norm(tensors, ord, dtype)
 
 
@@ -45,11 +43,11 @@ class FusedOptimizer(Optimizer):
     """A torch optimizer whose arithmetic and state are float32 for half parameters.
 
     Args:
-        defaults: of the parameter groups.
         set_grad_none: the default of `zero_grad`'s `set_to_none`.
         amsgrad: not supported, as in apex.
         master_weights: have a float32 copy of each half parameter in the state, instead of rounding every
             step.
+        defaults: of the parameter groups.
     """
 
     moments: tuple[str, ...] = ()
@@ -58,10 +56,10 @@ class FusedOptimizer(Optimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        defaults: dict[str, Any],
         set_grad_none: bool,
         amsgrad: bool = False,
         master_weights: bool = False,
+        **defaults: Any,
     ) -> None:
         if amsgrad:
             raise RuntimeError(f"{type(self).__name__} has no AMSGrad variant; torch.optim.Adam has")
@@ -81,8 +79,6 @@ class FusedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._overflowed():
-            return loss
         self._prepare()
         for group, batches in self._batches():
             for batch in batches:
@@ -92,17 +88,12 @@ class FusedOptimizer(Optimizer):
                         parameter.copy_(value)
         return loss
 
-    def _overflowed(self) -> bool:
-        """Whether torch's GradScaler has found a gradient that is not finite; reads one number on the host.
-
-        GradScaler sets `found_inf`, and leaves gradients scaled, for optimizers whose
-        `_step_supports_amp_scaling` is True. It refuses half parameters with any other.
-        """
-        found = getattr(self, "found_inf", None)
-        return found is not None and bool(found.item())
-
     def _gradient(self, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
-        """The gradient in `dtype`, divided by GradScaler's scale; the parameter's gradient is divided too."""
+        """The gradient in `dtype`, divided by GradScaler's scale; the parameter's gradient is divided too.
+
+        GradScaler leaves gradients scaled for optimizers whose `_step_supports_amp_scaling` is True. It
+        refuses half parameters with any other.
+        """
         assert parameter.grad is not None
         gradient, scale = parameter.grad.to(dtype), getattr(self, "grad_scale", None)
         if scale is not None:
@@ -123,13 +114,13 @@ class FusedOptimizer(Optimizer):
         """Steps `batch.values`, in place."""
         raise NotImplementedError
 
-    def _start(self, state: dict[str, Any], value: Tensor, group: dict[str, Any]) -> None:
+    def _start(self, state: dict[str, Any], value: Tensor) -> None:
         """Adds missing entries to the state of a parameter."""
         for name in self.moments:
             if name not in state:
                 state[name] = torch.zeros_like(value, memory_format=torch.preserve_format)
 
-    def _batches(self) -> Iterator[tuple[dict[str, Any], list[Batch]]]:
+    def _batches(self) -> Iterator[tuple[dict[str, Any], Iterable[Batch]]]:
         for group in self.param_groups:
             by_device: dict[torch.device, Batch] = defaultdict(Batch)
             for parameter in group["params"]:
@@ -141,13 +132,13 @@ class FusedOptimizer(Optimizer):
                     )
                 state = self.state[parameter]
                 value = self._float32(parameter, state)
-                self._start(state, value, group)
+                self._start(state, value)
                 batch = by_device[parameter.device]
                 batch.parameters.append(parameter)
                 batch.values.append(value)
                 batch.gradients.append(self._gradient(parameter, value.dtype))
                 batch.states.append(state)
-            yield group, list(by_device.values())
+            yield group, by_device.values()
 
     def _float32(self, parameter: nn.Parameter, state: dict[str, Any]) -> Tensor:
         if parameter.dtype in (torch.float32, torch.float64):
@@ -160,14 +151,13 @@ class FusedOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads apex's files too. The state of half parameters stays float32."""
-        super().load_state_dict(state_dict)
-        names = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        indices = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         parameters = chain.from_iterable(group["params"] for group in self.param_groups)
-        for saved, parameter in zip(names, parameters, strict=True):
-            for name, value in state_dict["state"].get(saved, {}).items():
-                loaded = self.state[parameter][name]
-                if isinstance(value, Tensor) and value.dtype != loaded.dtype:
-                    self.state[parameter][name] = value.to(parameter.device, copy=True)
+        for index, parameter in zip(indices, parameters, strict=True):
+            for name, value in state_dict["state"].get(index, {}).items():
+                copied = value.to(parameter.device, copy=True) if isinstance(value, Tensor) else value
+                self.state[parameter][name] = copied
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from .._fused import Batch, FusedOptimizer, norms
 
-__all__ = ["FusedNovoGrad"]
-
 
 class FusedNovoGrad(FusedOptimizer):
     """NovoGrad. The second moment of a layer is one number, a norm (not its square).
@@ -51,17 +49,11 @@ class FusedNovoGrad(FusedOptimizer):
         if norm_type not in (0, 2):
             raise RuntimeError(f"FusedNovoGrad: norm_type takes 2 or 0 (the largest value), got {norm_type}")
         self.reg_inside_moment = reg_inside_moment
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "grad_averaging": grad_averaging,
-            "norm_type": norm_type,
-            "init_zero": init_zero,
-        }
-        super().__init__(params, defaults, set_grad_none, amsgrad)
+        super().__init__(
+            params, set_grad_none, amsgrad, lr=lr, bias_correction=bias_correction, betas=betas, eps=eps,
+            weight_decay=weight_decay, grad_averaging=grad_averaging, norm_type=norm_type,
+            init_zero=init_zero,
+        )  # fmt: skip
 
     def _prepare(self) -> None:
         self._count_step()
@@ -70,11 +62,10 @@ class FusedNovoGrad(FusedOptimizer):
         super().load_state_dict(state_dict)
         for group in self.param_groups:
             # apex keeps the norms of a group together, half parameters before float32 ones.
-            for saved, half in zip(group.pop("exp_avg_sq", ()), (True, False), strict=False):
-                chosen = [
-                    p for p in group["params"] if (p.dtype != torch.float32) is half and p in self.state
-                ]
-                for parameter, norm in zip(chosen, saved, strict=True):
+            if "exp_avg_sq" in group:
+                stepped = [p for p in group["params"] if p in self.state]
+                stepped.sort(key=lambda p: p.dtype == torch.float32)
+                for parameter, norm in zip(stepped, torch.cat(group.pop("exp_avg_sq")), strict=True):
                     self.state[parameter]["exp_avg_sq"] = norm.clone().to(parameter.device)
 
     def _update(self, group: dict[str, Any], batch: Batch) -> None:
