@@ -5,7 +5,7 @@ from __future__ import annotations
 import copyreg
 import gc
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
@@ -17,19 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .._notices import warn_once
 from ._amp_state import _amp_state
-
-__all__ = [
-    "CPU_HALF",
-    "ForwardCasts",
-    "cast_floating",
-    "ddp_groups",
-    "device_type",
-    "find_ddp",
-    "half_type",
-    "unwrap",
-    "without_sync",
-    "wrap",
-]
 
 _seen_ddp: weakref.WeakSet = weakref.WeakSet()
 
@@ -113,7 +100,7 @@ class _AmpForward:
         # A forward that was set on the instance overrides that of the class.
         inner = self.__dict__.get("_amp_own_forward") or super().forward
         handle = _amp_state.handle
-        if casts.autocast and (handle is None or handle.is_active()):
+        if casts.autocast and (handle is None or handle._is_active):
             device = device_type(cast("nn.Module", self))
             with torch.autocast(device, casts.autocast_type or half_type(device)):
                 outputs = inner(*args, **kwargs)
@@ -171,16 +158,6 @@ def find_ddp() -> None:
     if dist.is_available() and dist.is_initialized():
         # By type(), since isinstance reads an attribute of proxies, which may raise.
         _seen_ddp.update(o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel))
-
-
-def ddp_groups(parameters: Iterable[Tensor]) -> dict[Tensor, set[dist.ProcessGroup]]:
-    """For each of these parameters, the process groups of the DDP models that reduce its gradient."""
-    groups: dict[Tensor, set[dist.ProcessGroup]] = {parameter: set() for parameter in parameters}
-    for ddp in list(_seen_ddp):
-        for parameter in ddp.parameters():
-            if parameter in groups:
-                groups[parameter].add(ddp.process_group)
-    return groups
 
 
 def without_sync(parameters: set[Tensor]) -> bool:

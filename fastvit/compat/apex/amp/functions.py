@@ -17,16 +17,6 @@ from torch.utils import _pytree as pytree
 from .forward import cast_floating
 from .handle import disable_casts
 
-__all__ = [
-    "float_function",
-    "half_function",
-    "promote_function",
-    "register_float_function",
-    "register_half_function",
-    "register_promote_function",
-    "uncast_function",
-]
-
 Function = Callable[..., Any]
 
 
@@ -34,13 +24,10 @@ def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def _half(args: tuple, kwargs: dict) -> torch.dtype | None:
-    """The half dtype for the first tensor, where casts are active for its device; else None."""
-    tensor = next(iter(_tensors((args, kwargs))), None)
-    device = None if tensor is None else tensor.device.type
-    if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return None
+def _half() -> torch.dtype | None:
+    """autocast's dtype where it is on, else None."""
+    on = (device for device in ("cuda", "cpu") if torch.is_autocast_enabled(device))
+    return next((torch.get_autocast_dtype(device) for device in on), None)
 
 
 def _casting(
@@ -55,7 +42,7 @@ def _casting(
 
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        half = _half(args, kwargs)
+        half = _half()
         if half is None:
             return fn(*args, **kwargs)
         dtype = dtype_of(half, (args, kwargs))

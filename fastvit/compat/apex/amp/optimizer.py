@@ -12,11 +12,9 @@ from torch.optim import Optimizer
 from .._fused import FusedOptimizer
 from ..parallel.LARC import LARC
 from ._amp_state import _amp_state, maybe_print
-from .forward import ddp_groups, find_ddp, without_sync
+from .forward import find_ddp, without_sync
 from .scaler import LossScaler, unscale_
 from .weights import HALF_TYPES, masters
-
-__all__ = ["AmpOptimizer", "innermost", "of"]
 
 
 def innermost(optimizer: Any) -> Optimizer:
@@ -60,14 +58,10 @@ class AmpOptimizer:
             for name, value in state.items():
                 if isinstance(value, Tensor) and value.is_floating_point() and value.dim():
                     state[name] = value.to(parameter.dtype)
-        hooked = getattr(type(optimizer).step, "hooked", False) and hasattr(
-            optimizer, "_optimizer_step_pre_hooks"
-        )
-        if not hooked:
-            # A wrapper of an optimizer (Lookahead) may not call Optimizer.__init__, without which torch runs
-            # no hooks. __setstate__ adds what is missing.
-            vars(optimizer).setdefault("defaults", {})
-            Optimizer.__setstate__(optimizer, {})
+        # A wrapper of an optimizer (Lookahead) may not call Optimizer.__init__, without which torch runs no
+        # hooks. __setstate__ adds what is missing.
+        vars(optimizer).setdefault("defaults", {})
+        Optimizer.__setstate__(optimizer, {})
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -138,21 +132,17 @@ class AmpOptimizer:
         by DDP, which broadcasts the weights of the first rank.
         """
         ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        groups_of = ddp_groups(half for half, _ in self.pairs)
         for half, master in self.pairs:
-            groups = groups_of[half]
-            # A script without DDP makes only the half weights equal over the ranks, so masters are rounded.
-            # A loaded master, whose version is above 0, is equal on all ranks.
-            rounded = ranks > 1 and not groups and master._version == 0
+            # Only the half weights are made equal over the ranks, so masters are rounded. A loaded master,
+            # whose version is above 0, is equal on all ranks.
+            rounded = ranks > 1 and master._version == 0
             master.copy_(half if rounded else torch.where(half == master.to(half.dtype), master, half))
-            for group in groups:
-                dist.broadcast(master, group=group, group_src=0)
 
     @torch.no_grad()
     def before_backward(self, scale: float) -> None:
         """Stores the unscaled gradients of earlier losses apart from those of the next backward.
 
-        The first call copies the model's weights to the masters; with DDP every rank takes part.
+        The first call copies the model's weights to the masters.
         """
         if not self._started:
             find_ddp()
