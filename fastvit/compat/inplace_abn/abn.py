@@ -12,8 +12,6 @@ from fastvit import _norm, functional
 from fastvit.inplace_abn import InPlaceABN as _InPlaceABN
 from fastvit.inplace_abn import InPlaceABNSync as _InPlaceABNSync
 
-__all__ = ["ABN", "InPlaceABN", "InPlaceABNSync"]
-
 if TYPE_CHECKING:  # the base of the classes that use the mixin below
     _Layer = _InPlaceABN
 else:

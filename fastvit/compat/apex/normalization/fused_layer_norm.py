@@ -174,16 +174,13 @@ class FusedRMSNorm(_Layer, nn.RMSNorm):
         return _fused(F.rms_norm, input, (self.weight,), self.normalized_shape, self.eps, mixed=self.mixed)
 
 
-class _Mixed(_Layer):
-    mixed = True
-
-    def __init__(self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False) -> None:
-        super().__init__(normalized_shape, eps, True, memory_efficient)
-
-
-class MixedFusedLayerNorm(_Mixed, FusedLayerNorm):
+class MixedFusedLayerNorm(FusedLayerNorm):
     """FusedLayerNorm whose output has the dtype of the weight."""
 
+    mixed = True
 
-class MixedFusedRMSNorm(_Mixed, FusedRMSNorm):
+
+class MixedFusedRMSNorm(FusedRMSNorm):
     """FusedRMSNorm whose output has the dtype of the weight."""
+
+    mixed = True

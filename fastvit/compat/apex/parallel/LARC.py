@@ -13,8 +13,6 @@ from torch.optim import Optimizer
 
 from .._fused import norms
 
-__all__ = ["LARC"]
-
 
 class LARC:
     """Multiplies each parameter's gradient by its layer's rate, then calls the step of `optimizer`.
