@@ -1,7 +1,5 @@
 """fastvit.compat.amp_C, apex_C and apex.contrib, called as scripts for apex call them."""
 
-import inspect
-
 import pytest
 import torch
 from torch import nn
@@ -10,7 +8,6 @@ from torch.nn import functional as F
 from fastvit.compat import amp_C, apex_C
 from fastvit.compat.apex import contrib
 from fastvit.compat.apex.multi_tensor_apply import multi_tensor_applier
-from fastvit.compat.apex.normalization import fused_layer_norm as module
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -82,22 +79,6 @@ def test_flat_tensors():
     values = tensors(torch.float32, torch.float32)
     flat = apex_C.flatten(values)
     assert flat.shape == (28,) and all(map(torch.equal, apex_C.unflatten(flat, values), values))
-
-
-@pytest.mark.parametrize("name", sorted(name for name in vars(module) if name.endswith("Function")))
-def test_norms_are_called_as_functions_of_autograd(name):
-    """Megatron-LM asks for the arguments of `forward`, and calls `apply`."""
-    function = getattr(module, name)
-    arguments = inspect.getfullargspec(function.forward).args
-    assert arguments[:2] == ["ctx", "input"] and arguments[-1] == "memory_efficient"
-    x = torch.randn(3, 4, requires_grad=True)
-    values = {"weight": torch.randn(4), "bias": torch.randn(4), "normalized_shape": 4, "eps": 1e-5}
-    given = [x] + [values[argument] for argument in arguments[2:-1]]
-    y = function.forward(None, *given)
-    assert torch.equal(function.apply(*given, False), y)
-    norm = F.layer_norm if "LayerNorm" in name else F.rms_norm
-    affine = [v for k, v in zip(arguments[1:], given, strict=False) if k in ("weight", "bias")]
-    torch.testing.assert_close(y, norm(x, (4,), *affine, eps=1e-5))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])

@@ -1,6 +1,7 @@
 """fastvit.compat.apex.fp16_utils and normalization, fastvit.compat.inplace_abn."""
 
 import copy
+import inspect
 import io
 
 import pytest
@@ -167,7 +168,7 @@ def test_norm_functions():
 
 
 def test_norms_as_autograd_functions():
-    """`apply`, which extensions of apex call, with gradients for all tensors."""
+    """`apply`, which extensions of apex call, and `forward`, whose arguments Megatron-LM looks at."""
     module = normalization.fused_layer_norm
     x, w, b = (torch.randn(size, requires_grad=True) for size in ((3, 8), (8,), (8,)))
     for name, args, want in (
@@ -178,7 +179,11 @@ def test_norms_as_autograd_functions():
         ("FusedRMSNormAffineMixedDtypesFunction", (x, w), F.rms_norm(x, (8,), w, 1e-3)),
         ("FusedRMSNormFunction", (x,), F.rms_norm(x, (8,), eps=1e-3)),
     ):
-        got = getattr(module, name).apply(*args, (8,), 1e-3)
+        function = getattr(module, name)
+        arguments = inspect.getfullargspec(function.forward).args
+        assert arguments[:2] == ["ctx", "input"] and arguments[-1] == "memory_efficient"
+        got = function.apply(*args, (8,), 1e-3, False)
+        assert torch.equal(function.forward(None, *args, (8,), 1e-3), got)
         dy = torch.randn_like(got)
         assert torch.equal(got, want), name
         for mine, theirs in zip(
@@ -251,8 +256,8 @@ def test_mapillary_layers():
         nn.init.constant_(abn.weight, -1.5)
         want = activation(F.batch_norm(x, None, None, abn.weight, abn.bias, True))
         torch.testing.assert_close(abn(x.clone()), want)  # the signed weight, as mapillary's
-    with pytest.raises(ValueError, match="activation is 'gelu'; one of relu, leaky_relu"):
-        inplace_abn.ABN(3, activation="gelu")
+    with pytest.raises(ValueError, match="activation is 'tanh'"):
+        inplace_abn.ABN(3, activation="tanh")
 
 
 def test_set_active_group_reaches_every_layer():

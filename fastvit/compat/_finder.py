@@ -111,7 +111,6 @@ class _Completed(Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        before = set(sys.modules)
         try:
             self._loader.exec_module(module)
         except ImportError as error:
@@ -119,7 +118,7 @@ class _Completed(Loader):
                 f"fastvit.compat: the installed {self._name} fails to import ({error}); using {self._target}",
                 stacklevel=2,
             )
-            for name in set(sys.modules) - before:
+            for name in list(sys.modules):
                 if name.startswith(f"{self._name}.") and not _is_ours(name):
                     del sys.modules[name]
             sys.modules[self._name] = importlib.import_module(self._target)

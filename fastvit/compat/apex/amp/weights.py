@@ -76,13 +76,10 @@ def restore_weights(model: nn.Module) -> None:
 
 def _save_in_float32(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
     # The masters and not the rounded half copies, so that a checkpoint restores exactly.
-    for name, parameter in module._parameters.items():
-        if parameter is not None and parameter.dtype in HALF_TYPES and prefix + name in state:
-            master = masters.get(parameter)
-            state[prefix + name] = parameter.detach().float() if master is None else master.detach()
-    for name, buffer in module._buffers.items():
-        if buffer is not None and buffer.dtype in HALF_TYPES and prefix + name in state:
-            state[prefix + name] = buffer.float()
+    for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+        if tensor is not None and tensor.dtype in HALF_TYPES and prefix + name in state:
+            master = masters.get(tensor)
+            state[prefix + name] = tensor.detach().float() if master is None else master.detach()
 
 
 @torch.no_grad()

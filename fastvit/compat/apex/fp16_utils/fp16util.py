@@ -9,13 +9,7 @@ from ..amp.forward import device_type, half_type
 from ..amp.weights import is_batchnorm
 from .loss_scaler import to_python_float
 
-__all__ = [
-    "BN_convert_float",
-    "clip_grad_norm",
-    "network_to_half",
-    "to_python_float",
-    "tofp16",
-]
+__all__ = ["BN_convert_float", "clip_grad_norm", "network_to_half", "to_python_float", "tofp16"]
 
 
 class tofp16(nn.Module):

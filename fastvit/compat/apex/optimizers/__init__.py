@@ -1,4 +1,7 @@
-"""apex.optimizers over torch's fused optimizers and multi-tensor operations, on the CPU and on CUDA."""
+"""apex.optimizers over torch's fused optimizers and multi-tensor operations, on the CPU and on CUDA.
+
+`set_grad_none` is whether `zero_grad()` sets gradients to None. `amsgrad=True` raises RuntimeError.
+"""
 
 from ..._finder import without
 from ..fp16_utils.fp16_optimizer import FP16_Optimizer  # for scripts from before 2020

@@ -22,8 +22,6 @@ class FusedAdam(FusedOptimizer):
     Args:
         bias_correction: divide the moments by 1 - beta^step.
         adam_w_mode: decay the weights by `lr * weight_decay`; False adds `weight_decay * w` to the gradient.
-        amsgrad: raises RuntimeError.
-        set_grad_none: `zero_grad()` sets gradients to None.
         capturable: the step can be captured in a CUDA graph; torch's GradScaler then steps half parameters
             too, unscaled in float32.
         master_weights: keep float32 copies of half parameters; without amp, which keeps its own.

@@ -20,10 +20,8 @@ class FusedLAMB(FusedOptimizer):
 
     Args:
         bias_correction: divide the moments by 1 - beta^step.
-        amsgrad: raises RuntimeError.
         adam_w_mode: add `weight_decay * w` to the update; False adds it to the gradient.
         grad_averaging: the first moment takes `(1 - beta1) * g`; False takes g.
-        set_grad_none: `zero_grad()` sets gradients to None.
         max_grad_norm: largest norm of all gradients together; 0 does not clip.
         use_nvlamb: scale the step of parameters without weight decay too.
     """
@@ -47,7 +45,7 @@ class FusedLAMB(FusedOptimizer):
     ) -> None:
         self.adam_w_mode = adam_w_mode
         self.use_nvlamb = use_nvlamb
-        self._shrink: Tensor | None = None  # what all gradients are divided by, at least 1
+        self._clip_divisor: Tensor | None = None  # of all gradients, at least 1
         super().__init__(
             params, set_grad_none, amsgrad, lr=lr, bias_correction=bias_correction, betas=betas, eps=eps,
             weight_decay=weight_decay, grad_averaging=grad_averaging, max_grad_norm=max_grad_norm,
@@ -55,12 +53,12 @@ class FusedLAMB(FusedOptimizer):
 
     def _prepare(self) -> None:
         self._count_step()
-        self._shrink = None
+        self._clip_divisor = None
         largest = self.defaults["max_grad_norm"]
         gradients = [p.grad.float() for g in self.param_groups for p in g["params"] if p.grad is not None]
         if largest and gradients:
-            sizes = torch.stack([size.to(gradients[0].device) for size in norms(gradients)])
-            self._shrink = (sizes.norm() / (largest * getattr(self, "grad_scale", 1.0))).clamp_min(1.0)
+            each = torch.stack([norm.to(gradients[0].device) for norm in norms(gradients)])
+            self._clip_divisor = (each.norm() / (largest * getattr(self, "grad_scale", 1.0))).clamp_min(1.0)
 
     def _update(self, group: dict[str, Any], batch: Batch) -> None:
         (beta1, beta2), weight_decay, step = group["betas"], group["weight_decay"], group["step"]
@@ -68,8 +66,8 @@ class FusedLAMB(FusedOptimizer):
         correction2 = 1.0 - beta2**step if group["bias_correction"] else 1.0
         values, gradients = batch.values, batch.gradients
         means, squares = batch.state("exp_avg"), batch.state("exp_avg_sq")
-        if self._shrink is not None:
-            gradients = list(torch._foreach_div(gradients, self._shrink.to(values[0].device)))
+        if self._clip_divisor is not None:
+            gradients = list(torch._foreach_div(gradients, self._clip_divisor.to(values[0].device)))
         if weight_decay and not self.adam_w_mode:
             gradients = list(torch._foreach_add(gradients, values, alpha=weight_decay))
         torch._foreach_mul_(means, beta1)
@@ -84,7 +82,8 @@ class FusedLAMB(FusedOptimizer):
         if weight_decay and self.adam_w_mode:
             torch._foreach_add_(updates, values, alpha=weight_decay)
         if weight_decay or self.use_nvlamb:
-            sizes, lengths = torch.stack(norms(values)), torch.stack(norms(updates))
-            ratios = torch.where((sizes != 0) & (lengths != 0), sizes / lengths, 1.0)
+            weight_norms, update_norms = (torch.stack(norms(tensors)) for tensors in (values, updates))
+            moving = (weight_norms != 0) & (update_norms != 0)
+            ratios = torch.where(moving, weight_norms / update_norms, 1.0)
             torch._foreach_mul_(updates, ratios.unbind())
         torch._foreach_add_(values, updates, alpha=-group["lr"])

@@ -20,13 +20,11 @@ class FusedNovoGrad(FusedOptimizer):
 
     Args:
         bias_correction: divide the moments by their sums of weights.
-        amsgrad: raises RuntimeError.
         reg_inside_moment: the paper's form, `m = beta1 m + g / v + weight_decay * w`; False normalises and
             decays after the momentum.
         grad_averaging: the first moment takes `(1 - beta1) * g`; False takes g.
         norm_type: 2, or 0 for the largest absolute value.
         init_zero: start the second moment at 0; False starts it at the first gradient's norm.
-        set_grad_none: `zero_grad()` sets gradients to None.
     """
 
     moments = ("exp_avg",)
@@ -73,7 +71,6 @@ class FusedNovoGrad(FusedOptimizer):
         lr, decay, step = group["lr"], group["weight_decay"], group["step"]
         correction1 = 1.0 - beta1**step if group["bias_correction"] else 1.0
         correction2 = (1.0 - beta2**step) ** 0.5 if group["bias_correction"] else 1.0
-        share = 1.0 - beta1 if group["grad_averaging"] else 1.0
         values, gradients, means = batch.values, batch.gradients, batch.state("exp_avg")
         moments = self._blend(group, batch, beta2)
         divisors = (moments / correction2 + group["eps"]).unbind()
@@ -82,7 +79,7 @@ class FusedNovoGrad(FusedOptimizer):
             if decay:
                 torch._foreach_add_(gradients, values, alpha=decay)
         torch._foreach_mul_(means, beta1)
-        torch._foreach_add_(means, gradients, alpha=share)
+        torch._foreach_add_(means, gradients, alpha=1.0 - beta1 if group["grad_averaging"] else 1.0)
         updates = torch._foreach_div(means, correction1)
         if not self.reg_inside_moment:
             torch._foreach_div_(updates, divisors)

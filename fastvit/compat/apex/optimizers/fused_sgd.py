@@ -19,7 +19,6 @@ class FusedSGD(FusedOptimizer):
         wd_after_momentum: decay the weights by `lr * weight_decay` instead of adding `weight_decay * w` to
             the gradient before the momentum.
         materialize_master_grads: False has no effect, and warns: amp's masters always have gradients.
-        set_grad_none: `zero_grad()` sets gradients to None.
     """
 
     def __init__(
