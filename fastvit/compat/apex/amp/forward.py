@@ -5,7 +5,7 @@ from __future__ import annotations
 import copyreg
 import gc
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
@@ -158,6 +158,16 @@ def find_ddp() -> None:
     if dist.is_available() and dist.is_initialized():
         # By type(), since isinstance reads an attribute of proxies, which may raise.
         _seen_ddp.update(o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel))
+
+
+def ddp_groups(parameters: Iterable[Tensor]) -> dict[Tensor, set[dist.ProcessGroup]]:
+    """For each of these parameters, the process groups of the DDP models that reduce its gradient."""
+    groups: dict[Tensor, set[dist.ProcessGroup]] = {parameter: set() for parameter in parameters}
+    for ddp in list(_seen_ddp):
+        for parameter in ddp.parameters():
+            if parameter in groups:
+                groups[parameter].add(ddp.process_group)
+    return groups
 
 
 def without_sync(parameters: set[Tensor]) -> bool:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from .._fused import FusedOptimizer
 from ..parallel.LARC import LARC
 from ._amp_state import _amp_state, maybe_print
-from .forward import find_ddp, without_sync
+from .forward import ddp_groups, find_ddp, without_sync
 from .scaler import LossScaler, unscale_
 from .weights import HALF_TYPES, masters
 
@@ -132,17 +132,21 @@ class AmpOptimizer:
         by DDP, which broadcasts the weights of the first rank.
         """
         ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        groups_of = ddp_groups(half for half, _ in self.pairs)
         for half, master in self.pairs:
-            # Only the half weights are made equal over the ranks, so masters are rounded. A loaded master,
-            # whose version is above 0, is equal on all ranks.
-            rounded = ranks > 1 and master._version == 0
+            groups = groups_of[half]
+            # A script without DDP makes only the half weights equal over the ranks, so masters are rounded.
+            # A loaded master, whose version is above 0, is equal on all ranks.
+            rounded = ranks > 1 and not groups and master._version == 0
             master.copy_(half if rounded else torch.where(half == master.to(half.dtype), master, half))
+            for group in groups:
+                dist.broadcast(master, group=group, group_src=0)
 
     @torch.no_grad()
     def before_backward(self, scale: float) -> None:
         """Stores the unscaled gradients of earlier losses apart from those of the next backward.
 
-        The first call copies the model's weights to the masters.
+        The first call copies the model's weights to the masters; with DDP every rank takes part.
         """
         if not self._started:
             find_ddp()
