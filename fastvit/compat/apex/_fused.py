@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -12,18 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-
-@dataclass
-class Batch:
-    """The parameters of one group on one device that have gradients, as float32 or float64."""
-
-    parameters: list[nn.Parameter] = field(default_factory=list)
-    values: list[Tensor] = field(default_factory=list)  # the parameter, or a float32 copy of a half one
-    gradients: list[Tensor] = field(default_factory=list)
-    states: list[dict[str, Any]] = field(default_factory=list)
-
-    def state(self, name: str) -> list[Tensor]:
-        return [state[name] for state in self.states]
+State = dict[str, Any]  # of a parameter, or a parameter group
+Tensors = list[Tensor]
 
 
 def norms(
@@ -80,26 +69,37 @@ class FusedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._prepare()
-        for group, batches in self._batches():
-            for batch in batches:
-                self._update(group, batch)
-                for parameter, value in zip(batch.parameters, batch.values, strict=True):
+        for group in self.param_groups:
+            by_device: dict[torch.device, list[tuple]] = defaultdict(list)
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    by_device[parameter.device].append(self._operands(parameter, parameter.grad))
+            for operands in by_device.values():
+                parameters, values, gradients, states = map(list, zip(*operands, strict=True))
+                self._update(group, values, gradients, states)
+                for parameter, value in zip(parameters, values, strict=True):
                     if value is not parameter:
                         parameter.copy_(value)
         return loss
 
-    def _gradient(self, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
-        """The gradient in `dtype`, divided by GradScaler's scale; the parameter's gradient is divided too.
+    def _operands(self, parameter: nn.Parameter, gradient: Tensor) -> tuple:
+        """The parameter, its value and gradient in float32 or float64, and its state.
 
-        GradScaler leaves gradients scaled for optimizers whose `_step_supports_amp_scaling` is True. It
-        refuses half parameters with any other.
+        Gradients are divided by the scale of GradScaler, which leaves that to optimizers whose
+        `_step_supports_amp_scaling` is True. It refuses half parameters with any other.
         """
-        assert parameter.grad is not None
-        gradient, scale = parameter.grad.to(dtype), getattr(self, "grad_scale", None)
+        if gradient.is_sparse:
+            raise RuntimeError(
+                f"{type(self).__name__} takes dense gradients; torch.optim.SparseAdam sparse ones"
+            )
+        state = self.state[parameter]
+        value = self._float32(parameter, state)
+        self._start(state, value)
+        in_float32, scale = gradient.to(value.dtype), getattr(self, "grad_scale", None)
         if scale is not None:
-            gradient.div_(scale.to(gradient.device))
-            parameter.grad.copy_(gradient)
-        return gradient
+            in_float32.div_(scale.to(gradient.device))
+            gradient.copy_(in_float32)
+        return parameter, value, in_float32, state
 
     def _prepare(self) -> None:
         """Runs before the first group is stepped."""
@@ -110,37 +110,17 @@ class FusedOptimizer(Optimizer):
             for group in self.param_groups:
                 group["step"] = group.get("step", 0) + 1
 
-    def _update(self, group: dict[str, Any], batch: Batch) -> None:
-        """Steps `batch.values`, in place."""
+    def _update(self, group: State, values: Tensors, gradients: Tensors, states: list[State]) -> None:
+        """Steps the values, in place. Those of one call are on one device."""
         raise NotImplementedError
 
-    def _start(self, state: dict[str, Any], value: Tensor) -> None:
+    def _start(self, state: State, value: Tensor) -> None:
         """Adds missing entries to the state of a parameter."""
         for name in self.moments:
             if name not in state:
                 state[name] = torch.zeros_like(value, memory_format=torch.preserve_format)
 
-    def _batches(self) -> Iterator[tuple[dict[str, Any], Iterable[Batch]]]:
-        for group in self.param_groups:
-            by_device: dict[torch.device, Batch] = defaultdict(Batch)
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                if parameter.grad.is_sparse:
-                    raise RuntimeError(
-                        f"{type(self).__name__} takes dense gradients; torch.optim.SparseAdam sparse ones"
-                    )
-                state = self.state[parameter]
-                value = self._float32(parameter, state)
-                self._start(state, value)
-                batch = by_device[parameter.device]
-                batch.parameters.append(parameter)
-                batch.values.append(value)
-                batch.gradients.append(self._gradient(parameter, value.dtype))
-                batch.states.append(state)
-            yield group, by_device.values()
-
-    def _float32(self, parameter: nn.Parameter, state: dict[str, Any]) -> Tensor:
+    def _float32(self, parameter: nn.Parameter, state: State) -> Tensor:
         if parameter.dtype in (torch.float32, torch.float64):
             return parameter
         if not self.master_weights:

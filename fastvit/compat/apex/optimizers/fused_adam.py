@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
-from .._fused import Batch, FusedOptimizer, norms
+from .._fused import FusedOptimizer, State, Tensors, norms
 
 
 class FusedAdam(FusedOptimizer):
@@ -60,22 +60,22 @@ class FusedAdam(FusedOptimizer):
                 for state in (self.state[p] for p in group["params"] if p in self.state):
                     state["step"] = torch.tensor(float(step))
 
-    def _start(self, state: dict[str, Any], value: Tensor) -> None:
+    def _start(self, state: State, value: Tensor) -> None:
         super()._start(state, value)
         # A fused kernel needs its count on the device of the parameter; a loaded one may be on another.
         step = state.get("step")
         state["step"] = torch.zeros((), device=value.device) if step is None else step.to(value.device)
 
-    def _update(self, group: dict[str, Any], batch: Batch) -> None:
-        gradients, steps = batch.gradients, batch.state("step")
+    def _update(self, group: State, values: Tensors, gradients: Tensors, states: list[State]) -> None:
         if group["max_grad_norm"] > 0:
             excess = torch.stack(norms(gradients)).norm() / group["max_grad_norm"]
             gradients = list(torch._foreach_div(gradients, excess.clamp_min(1.0)))
+        means, squares, steps = ([state[n] for state in states] for n in ("exp_avg", "exp_avg_sq", "step"))
         if not group["bias_correction"]:  # as after infinitely many steps, where beta^step is 0
             steps = [torch.full_like(step, float("inf")) for step in steps]
         beta1, beta2 = group["betas"]
         adam(
-            batch.values, gradients, batch.state("exp_avg"), batch.state("exp_avg_sq"), [], steps,
+            values, gradients, means, squares, [], steps,
             foreach=False, fused=True, capturable=self.capturable, amsgrad=False, maximize=False,
             decoupled_weight_decay=self.adam_w_mode, beta1=beta1, beta2=beta2, lr=group["lr"],
             weight_decay=group["weight_decay"], eps=group["eps"], found_inf=getattr(self, "found_inf", None),

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._fused import Batch, FusedOptimizer, norms
+from .._fused import FusedOptimizer, State, Tensors, norms
 
 
 class FusedLAMB(FusedOptimizer):
@@ -60,12 +60,11 @@ class FusedLAMB(FusedOptimizer):
             each = torch.stack([norm.to(gradients[0].device) for norm in norms(gradients)])
             self._clip_divisor = (each.norm() / (largest * getattr(self, "grad_scale", 1.0))).clamp_min(1.0)
 
-    def _update(self, group: dict[str, Any], batch: Batch) -> None:
+    def _update(self, group: State, values: Tensors, gradients: Tensors, states: list[State]) -> None:
         (beta1, beta2), weight_decay, step = group["betas"], group["weight_decay"], group["step"]
         correction1 = 1.0 - beta1**step if group["bias_correction"] else 1.0
         correction2 = 1.0 - beta2**step if group["bias_correction"] else 1.0
-        values, gradients = batch.values, batch.gradients
-        means, squares = batch.state("exp_avg"), batch.state("exp_avg_sq")
+        means, squares = ([state[name] for state in states] for name in self.moments)
         if self._clip_divisor is not None:
             gradients = list(torch._foreach_div(gradients, self._clip_divisor.to(values[0].device)))
         if weight_decay and not self.adam_w_mode:

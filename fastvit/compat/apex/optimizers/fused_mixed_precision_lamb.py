@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._fused import Batch
 from .fused_lamb import FusedLAMB
 
 
@@ -63,5 +62,5 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         self.master_weights = parameter.dtype == self.reduced_precision_dtype
         return super()._float32(parameter, state)
 
-    def _update(self, group: dict[str, Any], batch: Batch) -> None:
-        super()._update({**group, "lr": group["lr"].item(), "step": group["step"].item()}, batch)
+    def _update(self, group: dict[str, Any], *operands: Any) -> None:
+        super()._update({**group, "lr": group["lr"].item(), "step": group["step"].item()}, *operands)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._fused import Batch, FusedOptimizer, norms
+from .._fused import FusedOptimizer, State, Tensors, norms
 
 
 class FusedNovoGrad(FusedOptimizer):
@@ -66,13 +66,13 @@ class FusedNovoGrad(FusedOptimizer):
                 for parameter, norm in zip(stepped, torch.cat(group.pop("exp_avg_sq")), strict=True):
                     self.state[parameter]["exp_avg_sq"] = norm.clone().to(parameter.device)
 
-    def _update(self, group: dict[str, Any], batch: Batch) -> None:
+    def _update(self, group: State, values: Tensors, gradients: Tensors, states: list[State]) -> None:
         beta1, beta2 = group["betas"]
         lr, decay, step = group["lr"], group["weight_decay"], group["step"]
         correction1 = 1.0 - beta1**step if group["bias_correction"] else 1.0
         correction2 = (1.0 - beta2**step) ** 0.5 if group["bias_correction"] else 1.0
-        values, gradients, means = batch.values, batch.gradients, batch.state("exp_avg")
-        moments = self._blend(group, batch, beta2)
+        means = [state["exp_avg"] for state in states]
+        moments = self._blend(group, gradients, states)
         divisors = (moments / correction2 + group["eps"]).unbind()
         if self.reg_inside_moment:
             gradients = list(torch._foreach_div(gradients, divisors))
@@ -88,17 +88,16 @@ class FusedNovoGrad(FusedOptimizer):
         torch._foreach_add_(values, updates, alpha=-lr)
 
     @staticmethod
-    def _blend(group: dict[str, Any], batch: Batch, beta2: float) -> Tensor:
+    def _blend(group: State, gradients: Tensors, states: list[State]) -> Tensor:
         """The norms of the gradients, averaged over the steps."""
-        kind = group["norm_type"] or float("inf")
-        fresh = torch.stack(norms(batch.gradients, kind))
+        beta2 = group["betas"][1]
+        fresh = torch.stack(norms(gradients, group["norm_type"] or float("inf")))
         start = torch.zeros_like(fresh) if group["init_zero"] else fresh
-        known = [state.get("exp_avg_sq", first) for state, first in zip(batch.states, start, strict=True)]
-        before = torch.stack(known)
+        before = torch.stack([s.get("exp_avg_sq", first) for s, first in zip(states, start, strict=True)])
         if group["norm_type"] == 2:
             blended = (beta2 * before.square() + (1.0 - beta2) * fresh.square()).sqrt()
         else:
             blended = beta2 * before + (1.0 - beta2) * fresh
-        for state, norm in zip(batch.states, blended, strict=True):
+        for state, norm in zip(states, blended, strict=True):
             state["exp_avg_sq"] = norm.clone()
         return blended

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim.sgd import sgd
 
-from .._fused import Batch, FusedOptimizer
+from .._fused import FusedOptimizer, State, Tensors
 from .._notices import warn_once
 
 
@@ -46,19 +46,19 @@ class FusedSGD(FusedOptimizer):
             nesterov=nesterov,
         )  # fmt: skip
 
-    def _update(self, group: dict[str, Any], batch: Batch) -> None:
+    def _update(self, group: State, values: Tensors, gradients: Tensors, states: list[State]) -> None:
         momentum, decay = group["momentum"], group["weight_decay"]
         if decay and self.wd_after_momentum:
-            torch._foreach_mul_(batch.values, 1.0 - group["lr"] * decay)
+            torch._foreach_mul_(values, 1.0 - group["lr"] * decay)
             decay = 0.0
-        buffers = [state.get("momentum_buffer") for state in batch.states]
+        buffers = [state.get("momentum_buffer") for state in states]
         # torch's fused SGD starts all buffers of a call at once, but gradients may begin at different steps.
         fused = not momentum or all(buffer is not None for buffer in buffers)
         sgd(
-            batch.values, batch.gradients, buffers,
+            values, gradients, buffers,
             foreach=not fused, fused=fused, weight_decay=decay, momentum=momentum, lr=group["lr"],
             dampening=group["dampening"], nesterov=group["nesterov"], maximize=False,
         )  # fmt: skip
         if momentum:
-            for state, buffer in zip(batch.states, buffers, strict=True):
+            for state, buffer in zip(states, buffers, strict=True):
                 state["momentum_buffer"] = buffer
