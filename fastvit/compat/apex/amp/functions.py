@@ -24,10 +24,12 @@ def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def _half() -> torch.dtype | None:
-    """autocast's dtype where it is on, else None."""
-    on = (device for device in ("cuda", "cpu") if torch.is_autocast_enabled(device))
-    return next((torch.get_autocast_dtype(device) for device in on), None)
+def _half(arguments: Any) -> torch.dtype | None:
+    """autocast's dtype where it is on for the device of the first tensor, else None."""
+    device = next((tensor.device.type for tensor in _tensors(arguments)), None)
+    if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return None
 
 
 def _casting(
@@ -42,7 +44,7 @@ def _casting(
 
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        half = _half()
+        half = _half((args, kwargs))
         if half is None:
             return fn(*args, **kwargs)
         dtype = dtype_of(half, (args, kwargs))
