@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -11,11 +11,6 @@ from fastvit import _norm, functional
 from fastvit.batch_norm_act import BatchNormAct
 from fastvit.inplace_abn import InPlaceABN as _InPlaceABN
 from fastvit.inplace_abn import InPlaceABNSync as _InPlaceABNSync
-
-if TYPE_CHECKING:  # the base of the classes that use the mixin below
-    _Layer = _InPlaceABN
-else:
-    _Layer = object
 
 
 class ABN(BatchNormAct):
@@ -40,8 +35,11 @@ class ABN(BatchNormAct):
         )
 
 
-class _SlopeZero(_Layer):
-    """leaky_relu with slope 0 is relu, which cannot be inverted: the layer saves its input instead."""
+class InPlaceABN(_InPlaceABN):
+    """`fastvit.InPlaceABN` with mapillary's arguments and `|weight| + eps`.
+
+    leaky_relu with slope 0 is relu, which cannot be inverted: the layer saves its input instead.
+    """
 
     def __init__(
         self,
@@ -57,7 +55,7 @@ class _SlopeZero(_Layer):
         self._is_relu = activation == "leaky_relu" and activation_param == 0
         # The base class refuses a slope of 0.
         invertible = ("identity", 0.01) if self._is_relu else (activation, activation_param)
-        of_group: dict[str, Any] = {} if group is None else {"group": group}  # InPlaceABN has none
+        of_group: dict[str, Any] = {} if group is None else {"group": group}  # for InPlaceABNSync alone
         super().__init__(
             num_features, eps, momentum, affine, track_running_stats, *invertible, abs_weight=True, **of_group
         )
@@ -81,9 +79,5 @@ class _SlopeZero(_Layer):
         )  # fmt: skip
 
 
-class InPlaceABN(_SlopeZero, _InPlaceABN):
-    """`fastvit.InPlaceABN` with mapillary's arguments and `|weight| + eps`."""
-
-
-class InPlaceABNSync(_SlopeZero, _InPlaceABNSync):
+class InPlaceABNSync(InPlaceABN, _InPlaceABNSync):
     """`fastvit.InPlaceABNSync` with mapillary's arguments, `group` among them, and `|weight| + eps`."""
