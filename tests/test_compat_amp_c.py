@@ -1,7 +1,5 @@
 """fastvit.compat.amp_C, apex_C and apex.contrib, called as scripts for apex call them."""
 
-import inspect
-
 import pytest
 import torch
 from torch import nn
@@ -10,8 +8,6 @@ from torch.nn import functional as F
 from fastvit.compat import amp_C, apex_C
 from fastvit.compat.apex import contrib
 from fastvit.compat.apex.multi_tensor_apply import multi_tensor_applier
-from fastvit.compat.apex.normalization import fused_layer_norm as module
-from fastvit.compat.apex.optimizers import FusedLAMB
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -66,79 +62,23 @@ def test_l2norm(flag):
     torch.testing.assert_close(total.double(), wanted.norm().reshape(1), rtol=1e-5, atol=0)
     total, each = multi_tensor_applier(amp_C.multi_tensor_l2norm, flag, [values])
     assert total.shape == (1,) and each.shape == (0,) and flag.item() == 0
-    half, _ = amp_C.multi_tensor_unscale_l2norm(65536, flag, [values], torch.tensor([0.5]), False)
-    assert torch.equal(half, total * 0.5)
     values[0][0] = float("nan")
     multi_tensor_applier(amp_C.multi_tensor_l2norm, flag, [values], False)
     assert flag.item() == 1
-
-
-def same(got, wanted):
-    for one, other in zip(got, wanted, strict=True):
-        torch.testing.assert_close(one, other)
-
-
-@pytest.mark.parametrize("most", [0.0, 1.0])
-@pytest.mark.parametrize("nvlamb", [False, True])
-def test_lamb(flag, nvlamb, most):
-    """As a copy of FusedLAMB in a script calls it."""
-    parameters = tensors(torch.float32, torch.float32)
-    wanted = [nn.Parameter(p.clone()) for p in parameters]
-    optimizer = FusedLAMB(wanted, 0.1, max_grad_norm=most, use_nvlamb=nvlamb, weight_decay=0.0)
-    means, squares = ([torch.zeros_like(p) for p in parameters] for _ in range(2))
-    for step in (1, 2):
-        gradients = tensors(torch.float32, torch.float32, seed=step)
-        norm = multi_tensor_applier(amp_C.multi_tensor_l2norm, flag, [gradients], False)[0]
-        lists = [gradients, parameters, means, squares]
-        multi_tensor_applier(
-            amp_C.multi_tensor_lamb,
-            flag,
-            lists,
-            0.1,
-            0.9,
-            0.999,
-            1e-6,
-            step,
-            1,
-            0.0,
-            1,
-            1,
-            norm,
-            most,
-            nvlamb,
-        )
-        for parameter, gradient in zip(wanted, gradients, strict=True):
-            parameter.grad = gradient.clone()
-        optimizer.step()
-    same(parameters, [p.detach() for p in wanted])
 
 
 def test_names_that_are_not_there():
     assert not hasattr(amp_C, "multi_tensor_adam")
     with pytest.raises(AttributeError, match="multi_tensor_adam; see docs/migrating-from-apex.md"):
         _ = amp_C.multi_tensor_adam
+    with pytest.raises(AttributeError, match="multi_tensor_lamb; use apex.optimizers.FusedLAMB"):
+        _ = amp_C.multi_tensor_lamb
 
 
 def test_flat_tensors():
     values = tensors(torch.float32, torch.float32)
     flat = apex_C.flatten(values)
     assert flat.shape == (28,) and all(map(torch.equal, apex_C.unflatten(flat, values), values))
-
-
-@pytest.mark.parametrize("name", sorted(name for name in vars(module) if name.endswith("Function")))
-def test_norms_are_called_as_functions_of_autograd(name):
-    """Megatron-LM asks for the arguments of `forward`, and calls `apply`."""
-    function = getattr(module, name)
-    arguments = inspect.getfullargspec(function.forward).args
-    assert arguments[:2] == ["ctx", "input"] and arguments[-1] == "memory_efficient"
-    x = torch.randn(3, 4, requires_grad=True)
-    values = {"weight": torch.randn(4), "bias": torch.randn(4), "normalized_shape": 4, "eps": 1e-5}
-    given = [x] + [values[argument] for argument in arguments[2:-1]]
-    y = function.forward(None, *given)
-    assert torch.equal(function.apply(*given, False), y)
-    norm = F.layer_norm if "LayerNorm" in name else F.rms_norm
-    affine = [v for k, v in zip(arguments[1:], given, strict=False) if k in ("weight", "bias")]
-    torch.testing.assert_close(y, norm(x, (4,), *affine, eps=1e-5))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])

@@ -25,7 +25,7 @@ def test_state():
     start("O2")
     assert amp._amp_state.handle is None
     start("O1")
-    assert amp._amp_state.handle.is_active()
+    assert amp._amp_state.handle._is_active
 
 
 def test_maybe_print(capsys, monkeypatch):
@@ -97,13 +97,15 @@ def test_changed_lists(monkeypatch, out_of, into, given, want):
 
 @pytest.mark.parametrize("kind", ["FP32_FUNCS", "FP16_FUNCS"])
 def test_added_to_lists(monkeypatch, kind):
-    lists = amp.lists.torch_overrides
+    lists = amp.lists.functional_overrides
     monkeypatch.setattr(lists, kind, [*getattr(lists, kind), "relu", "no_such_function"])
     seen = []
     model = nn.Identity()
-    model.forward = lambda x: seen.extend([torch.relu(x).dtype, torch.mm(x, x).dtype]) or x
+    model.forward = lambda x: seen.extend([F.relu(x).dtype, torch.mm(x, x).dtype]) or x
     amp.initialize(model, opt_level="O1", verbosity=0)
     model(X)
     model(X.to(HALF))
     assert seen[1::2] == [HALF] * 2
     assert seen[::2] == [HALF if kind == "FP16_FUNCS" else torch.float32] * 2
+    with pytest.raises(AttributeError, match="no torch_overrides; use amp.register_half_function, see docs"):
+        _ = amp.lists.torch_overrides

@@ -1,7 +1,7 @@
 """fastvit.compat.apex.fp16_utils and normalization, fastvit.compat.inplace_abn."""
 
 import copy
-import io
+import inspect
 
 import pytest
 import torch
@@ -30,17 +30,11 @@ def test_network_to_half():
     model = fp16_utils.network_to_half(network())
     assert model(IMAGES).dtype == torch.bfloat16
     assert [p.dtype == torch.float32 for p in model.parameters()] == [False] * 2 + [True] * 4 + [False] * 2
-    other = fp16_utils.convert_network(network(), torch.float16)
-    assert other[0].weight.dtype == torch.float16 and other[1].running_mean.dtype == torch.float32
-    assert fp16_utils.BN_convert_float(network().half())[2].weight.dtype == torch.float32
-
-
-def test_fp16_model():
-    model = fp16_utils.FP16Model(network())
-    assert model(IMAGES).dtype == torch.bfloat16
-    assert model.network[0].weight.dtype == torch.bfloat16 and model.network[1].weight.dtype == torch.float32
     model(IMAGES).float().sum().backward()
     assert fp16_utils.clip_grad_norm(model.parameters(), 0.5) > 0.5
+    assert fp16_utils.BN_convert_float(network().half())[2].weight.dtype == torch.float32
+    with pytest.raises(AttributeError, match="use fp16_utils.network_to_half, see docs"):
+        _ = fp16_utils.FP16Model
 
 
 def fp16_step(model, optimizer, infinite=False):
@@ -78,7 +72,7 @@ def test_fp16_optimizer_follows_float32(options):
         torch.testing.assert_close(master, want, rtol=0.05, atol=0.02)
 
 
-def test_fp16_optimizer_overflow_and_exact_restart(capsys):
+def test_fp16_optimizer_overflow(capsys):
     model, optimizer = fp16_start(dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 2.0**10})
     fp16_step(model, optimizer)
     before = copy.deepcopy(model.state_dict())
@@ -88,20 +82,10 @@ def test_fp16_optimizer_overflow_and_exact_restart(capsys):
         "OVERFLOW! Skipping step. Attempted loss scale: 1024.0, reducing to 512.0" in capsys.readouterr().out
     )
     fp16_step(model, optimizer)
-    file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-    fp16_step(model, optimizer)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    again, other = fp16_start(dynamic_loss_scale=True)
-    again.load_state_dict(saved["model"])
-    other.load_state_dict(saved["optimizer"])
-    assert other.loss_scale == 512.0
-    fp16_step(again, other)
-    for mine, theirs in zip(again.parameters(), model.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
+    assert not torch.equal(model.state_dict()["1.0.weight"], before["1.0.weight"])
+    assert optimizer.loss_scale == 512.0
     with pytest.raises(TypeError, match="takes no closure"):
-        other.step(lambda: 0)
+        optimizer.step(lambda: 0)
 
 
 def test_two_losses_add_up():
@@ -173,7 +157,7 @@ def test_norm_functions():
 
 
 def test_norms_as_autograd_functions():
-    """`apply`, which extensions of apex call, with gradients for all tensors."""
+    """`apply`, which extensions of apex call, and `forward`, whose arguments Megatron-LM looks at."""
     module = normalization.fused_layer_norm
     x, w, b = (torch.randn(size, requires_grad=True) for size in ((3, 8), (8,), (8,)))
     for name, args, want in (
@@ -184,7 +168,11 @@ def test_norms_as_autograd_functions():
         ("FusedRMSNormAffineMixedDtypesFunction", (x, w), F.rms_norm(x, (8,), w, 1e-3)),
         ("FusedRMSNormFunction", (x,), F.rms_norm(x, (8,), eps=1e-3)),
     ):
-        got = getattr(module, name).apply(*args, (8,), 1e-3)
+        function = getattr(module, name)
+        arguments = inspect.getfullargspec(function.forward).args
+        assert arguments[:2] == ["ctx", "input"] and arguments[-1] == "memory_efficient"
+        got = function.apply(*args, (8,), 1e-3, False)
+        assert torch.equal(function.forward(None, *args, (8,), 1e-3), got)
         dy = torch.randn_like(got)
         assert torch.equal(got, want), name
         for mine, theirs in zip(
@@ -257,8 +245,8 @@ def test_mapillary_layers():
         nn.init.constant_(abn.weight, -1.5)
         want = activation(F.batch_norm(x, None, None, abn.weight, abn.bias, True))
         torch.testing.assert_close(abn(x.clone()), want)  # the signed weight, as mapillary's
-    with pytest.raises(ValueError, match="activation is 'gelu'; one of relu, leaky_relu"):
-        inplace_abn.ABN(3, activation="gelu")
+    with pytest.raises(ValueError, match="activation is 'tanh'"):
+        inplace_abn.ABN(3, activation="tanh")
 
 
 def test_set_active_group_reaches_every_layer():

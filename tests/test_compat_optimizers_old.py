@@ -2,6 +2,7 @@
 
 import copy
 import io
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -103,8 +104,23 @@ def test_max_grad_norm_is_of_each_group():
         torch.testing.assert_close(parameter.detach(), torch.full((4,), -size / (size + 1)))
 
 
+def of_apex(state, which):
+    """The state_dict in the form of one of apex's two classes, or as it is."""
+    if which == "fp16_utils":  # a scaler that is an object
+        return state | {"loss_scaler": SimpleNamespace(**state["loss_scaler"])}
+    if which == "contrib":
+        groups = state.pop("fp32_from_fp16")
+        return (
+            {k: v for k, v in state.items() if k != "overflow"}
+            | state["loss_scaler"]
+            | {"fp32_groups": groups}
+        )
+    return state
+
+
+@pytest.mark.parametrize("which", ["", "fp16_utils", "contrib"])
 @pytest.mark.parametrize("options", [{"dynamic_loss_scale": True}, {"static_loss_scale": 128.0}])
-def test_checkpoint_of_fp16_optimizer(options):
+def test_checkpoint_of_fp16_optimizer(options, which):
     model, optimizer = bert(**options)
     for seed in range(3):
         bert_step(model, optimizer, seed, infinite=seed == 1)
@@ -115,15 +131,15 @@ def test_checkpoint_of_fp16_optimizer(options):
     saved = torch.load(file, weights_only=True)
     again, other = bert(**options)
     again.load_state_dict(saved["model"])
-    other.load_state_dict(saved["optimizer"])
-    assert other.cur_scale == saved["optimizer"]["cur_scale"]
+    other.load_state_dict(of_apex(saved["optimizer"], which))
+    assert other.cur_scale == (2.0**15 if "dynamic_loss_scale" in options else 128.0)
     bert_step(again, other, 3)
     assert torch.equal(values(again), values(model))
     for mine, theirs in zip(
-        other.state_dict()["fp32_groups"], optimizer.state_dict()["fp32_groups"], strict=True
+        other.state_dict()["fp32_from_fp16"], optimizer.state_dict()["fp32_from_fp16"], strict=True
     ):
         assert all(m.dtype == torch.float32 and torch.equal(m, t) for m, t in zip(mine, theirs, strict=True))
-    with pytest.raises(RuntimeError, match="needs 'fp32_groups', got .*fp32_groups_flat"):
+    with pytest.raises(RuntimeError, match="or 'fp32_groups', got .*fp32_groups_flat"):
         other.load_state_dict({"fp32_groups_flat": []})
 
 

@@ -20,8 +20,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-__all__ = ["PREFERENCES", "install", "without"]
-
 PREFERENCES = ("apex", "fastvit")
 """The package that provides a part that both have: the installed one, or fastvit."""
 
@@ -34,7 +32,14 @@ _PARTIAL = ("apex", "apex.contrib", "apex.contrib.optimizers")
 """Packages of which an installed apex provides the other parts, even where fastvit is preferred."""
 
 _INSTEAD = {
+    "amp_C.multi_tensor_lamb": "apex.optimizers.FusedLAMB",
+    "amp_C.multi_tensor_unscale_l2norm": "amp_C.multi_tensor_l2norm",
+    "apex.amp.lists.tensor_overrides": "amp.register_half_function",
+    "apex.amp.lists.torch_overrides": "amp.register_half_function",
     "apex.amp.init": "amp.initialize",
+    "apex.fp16_utils.FP16Model": "fp16_utils.network_to_half",
+    "apex.fp16_utils.convert_module": "fp16_utils.network_to_half",
+    "apex.fp16_utils.convert_network": "fp16_utils.network_to_half",
     "apex.optimizers.FusedAdagrad": "torch.optim.Adagrad",
 }
 """What is to be used for names that are not there."""
@@ -106,7 +111,6 @@ class _Completed(Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        before = set(sys.modules)
         try:
             self._loader.exec_module(module)
         except ImportError as error:
@@ -114,7 +118,7 @@ class _Completed(Loader):
                 f"fastvit.compat: the installed {self._name} fails to import ({error}); using {self._target}",
                 stacklevel=2,
             )
-            for name in set(sys.modules) - before:
+            for name in list(sys.modules):
                 if name.startswith(f"{self._name}.") and not _is_ours(name):
                     del sys.modules[name]
             sys.modules[self._name] = importlib.import_module(self._target)

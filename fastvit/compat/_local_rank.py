@@ -14,8 +14,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["LOCAL_RANK", "spell_local_rank"]
-
 LOCAL_RANK = re.compile(r"--local[-_]rank(=|$)")
 
 

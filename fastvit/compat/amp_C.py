@@ -13,30 +13,16 @@ from torch import Tensor
 
 from ._finder import without
 from .apex._fused import norms
-from .apex.optimizers.fused_lamb import lamb_
 
-__all__ = [
-    "multi_tensor_axpby",
-    "multi_tensor_l2norm",
-    "multi_tensor_lamb",
-    "multi_tensor_scale",
-    "multi_tensor_unscale_l2norm",
-]
+__all__ = ["multi_tensor_axpby", "multi_tensor_l2norm", "multi_tensor_scale"]
 
 Lists = Sequence[list[Tensor]]
-
 
 __getattr__ = without("amp_C")
 
 
 def _float32(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [t if t.dtype == torch.float64 else t.float() for t in tensors]
-
-
-def _write(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    for target, value in zip(targets, values, strict=True):
-        if target is not value:
-            target.copy_(value)
 
 
 def _check(flag: Tensor, tensors: list[Tensor]) -> None:
@@ -50,7 +36,7 @@ def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, 
     """Writes `scale` times the tensors of the first list into those of the second."""
     values, outputs = tensor_lists
     _check(noop_flag, values)
-    _write(outputs, torch._foreach_mul(_float32(values), scale))
+    torch._foreach_copy_(outputs, torch._foreach_mul(_float32(values), scale))
 
 
 @torch.no_grad()
@@ -61,7 +47,7 @@ def multi_tensor_axpby(
     x, y, outputs = tensor_lists
     _check(noop_flag, [*x, *y] if arg_to_check == -1 else tensor_lists[arg_to_check])
     values = torch._foreach_mul(_float32(x), a)
-    _write(outputs, torch._foreach_add(values, torch._foreach_mul(_float32(y), b)))
+    torch._foreach_copy_(outputs, torch._foreach_add(values, torch._foreach_mul(_float32(y), b)))
 
 
 @torch.no_grad()
@@ -73,46 +59,3 @@ def multi_tensor_l2norm(
     total = each.norm().reshape(1)
     noop_flag.masked_fill_(~total.isfinite(), 1)
     return total, each if per_tensor else each.new_empty(0)
-
-
-def multi_tensor_unscale_l2norm(
-    chunk_size: int,
-    noop_flag: Tensor,
-    tensor_lists: Lists,
-    inv_scale: Tensor,
-    per_tensor: bool | None = False,
-) -> tuple[Tensor, Tensor]:
-    """`multi_tensor_l2norm` times `inv_scale`; the tensors stay."""
-    total, each = multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists, per_tensor)
-    return total * inv_scale, each * inv_scale
-
-
-@torch.no_grad()
-def multi_tensor_lamb(
-    chunk_size: int,
-    noop_flag: Tensor,
-    tensor_lists: Lists,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    step: int,
-    bias_correction: int,
-    weight_decay: float,
-    grad_averaging: int,
-    mode: int,
-    global_grad_norm: Tensor,
-    max_grad_norm: float,
-    use_nvlamb: bool | None = False,
-) -> None:
-    """Step number `step` of FusedLAMB; lists of gradients, which stay, parameters and both moments."""
-    gradients, parameters, means, squares = tensor_lists
-    values = _float32(parameters)
-    lamb_(
-        values, _float32(gradients), means, squares, step,
-        (global_grad_norm / max_grad_norm).clamp_min(1.0).squeeze() if max_grad_norm else None,
-        {"lr": lr, "betas": (beta1, beta2), "eps": epsilon, "weight_decay": weight_decay,
-         "bias_correction": bias_correction, "grad_averaging": grad_averaging},
-        mode == 1, bool(use_nvlamb),
-    )  # fmt: skip
-    _write(parameters, values)

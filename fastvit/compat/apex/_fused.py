@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -12,20 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["Batch", "FusedOptimizer", "norms"]
-
-
-@dataclass
-class Batch:
-    """The parameters of one group on one device that have gradients, as float32 or float64."""
-
-    parameters: list[nn.Parameter] = field(default_factory=list)
-    values: list[Tensor] = field(default_factory=list)  # the parameter, or a float32 copy of a half one
-    gradients: list[Tensor] = field(default_factory=list)
-    states: list[dict[str, Any]] = field(default_factory=list)
-
-    def state(self, name: str) -> list[Tensor]:
-        return [state[name] for state in self.states]
+State = dict[str, Any]  # of a parameter, or a parameter group
+Tensors = list[Tensor]
 
 
 def norms(
@@ -33,11 +20,11 @@ def norms(
 ) -> tuple[Tensor, ...]:
     """The norm of each of the tensors, computed in `dtype` or its own."""
 
-    # In parts, since torch's CPU sum in float32 has an error of 0.15 % at 33 million elements.
-    def parts(t: Tensor) -> Tensor:
+    # In chunks, since torch's CPU sum in float32 has an error of 0.15 % at 33 million elements.
+    def of_chunks(t: Tensor) -> Tensor:
         return torch.stack(torch._foreach_norm(t.flatten().split(1 << 16), ord, dtype))
 
-    tensors = [parts(t) if t.device.type == "cpu" else t for t in tensors]
+    tensors = [of_chunks(t) if t.device.type == "cpu" else t for t in tensors]
     return torch._foreach_norm(tensors, ord, dtype)
 
 
@@ -45,11 +32,11 @@ class FusedOptimizer(Optimizer):
     """A torch optimizer whose arithmetic and state are float32 for half parameters.
 
     Args:
-        defaults: of the parameter groups.
         set_grad_none: the default of `zero_grad`'s `set_to_none`.
         amsgrad: not supported, as in apex.
         master_weights: have a float32 copy of each half parameter in the state, instead of rounding every
             step.
+        defaults: of the parameter groups.
     """
 
     moments: tuple[str, ...] = ()
@@ -58,10 +45,10 @@ class FusedOptimizer(Optimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        defaults: dict[str, Any],
         set_grad_none: bool,
         amsgrad: bool = False,
         master_weights: bool = False,
+        **defaults: Any,
     ) -> None:
         if amsgrad:
             raise RuntimeError(f"{type(self).__name__} has no AMSGrad variant; torch.optim.Adam has")
@@ -81,34 +68,38 @@ class FusedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._overflowed():
-            return loss
         self._prepare()
-        for group, batches in self._batches():
-            for batch in batches:
-                self._update(group, batch)
-                for parameter, value in zip(batch.parameters, batch.values, strict=True):
+        for group in self.param_groups:
+            by_device: dict[torch.device, list[tuple]] = defaultdict(list)
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    by_device[parameter.device].append(self._operands(parameter, parameter.grad))
+            for operands in by_device.values():
+                parameters, values, gradients, states = map(list, zip(*operands, strict=True))
+                self._update(group, values, gradients, states)
+                for parameter, value in zip(parameters, values, strict=True):
                     if value is not parameter:
                         parameter.copy_(value)
         return loss
 
-    def _overflowed(self) -> bool:
-        """Whether torch's GradScaler has found a gradient that is not finite; reads one number on the host.
+    def _operands(self, parameter: nn.Parameter, gradient: Tensor) -> tuple:
+        """The parameter, its value and gradient in float32 or float64, and its state.
 
-        GradScaler sets `found_inf`, and leaves gradients scaled, for optimizers whose
+        Gradients are divided by the scale of GradScaler, which leaves that to optimizers whose
         `_step_supports_amp_scaling` is True. It refuses half parameters with any other.
         """
-        found = getattr(self, "found_inf", None)
-        return found is not None and bool(found.item())
-
-    def _gradient(self, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
-        """The gradient in `dtype`, divided by GradScaler's scale; the parameter's gradient is divided too."""
-        assert parameter.grad is not None
-        gradient, scale = parameter.grad.to(dtype), getattr(self, "grad_scale", None)
+        if gradient.is_sparse:
+            raise RuntimeError(
+                f"{type(self).__name__} takes dense gradients; torch.optim.SparseAdam sparse ones"
+            )
+        state = self.state[parameter]
+        value = self._float32(parameter, state)
+        self._start(state, value)
+        in_float32, scale = gradient.to(value.dtype), getattr(self, "grad_scale", None)
         if scale is not None:
-            gradient.div_(scale.to(gradient.device))
-            parameter.grad.copy_(gradient)
-        return gradient
+            in_float32.div_(scale.to(gradient.device))
+            gradient.copy_(in_float32)
+        return parameter, value, in_float32, state
 
     def _prepare(self) -> None:
         """Runs before the first group is stepped."""
@@ -119,37 +110,17 @@ class FusedOptimizer(Optimizer):
             for group in self.param_groups:
                 group["step"] = group.get("step", 0) + 1
 
-    def _update(self, group: dict[str, Any], batch: Batch) -> None:
-        """Steps `batch.values`, in place."""
+    def _update(self, group: State, values: Tensors, gradients: Tensors, states: list[State]) -> None:
+        """Steps the values, in place. Those of one call are on one device."""
         raise NotImplementedError
 
-    def _start(self, state: dict[str, Any], value: Tensor, group: dict[str, Any]) -> None:
+    def _start(self, state: State, value: Tensor) -> None:
         """Adds missing entries to the state of a parameter."""
         for name in self.moments:
             if name not in state:
                 state[name] = torch.zeros_like(value, memory_format=torch.preserve_format)
 
-    def _batches(self) -> Iterator[tuple[dict[str, Any], list[Batch]]]:
-        for group in self.param_groups:
-            by_device: dict[torch.device, Batch] = defaultdict(Batch)
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                if parameter.grad.is_sparse:
-                    raise RuntimeError(
-                        f"{type(self).__name__} takes dense gradients; torch.optim.SparseAdam sparse ones"
-                    )
-                state = self.state[parameter]
-                value = self._float32(parameter, state)
-                self._start(state, value, group)
-                batch = by_device[parameter.device]
-                batch.parameters.append(parameter)
-                batch.values.append(value)
-                batch.gradients.append(self._gradient(parameter, value.dtype))
-                batch.states.append(state)
-            yield group, list(by_device.values())
-
-    def _float32(self, parameter: nn.Parameter, state: dict[str, Any]) -> Tensor:
+    def _float32(self, parameter: nn.Parameter, state: State) -> Tensor:
         if parameter.dtype in (torch.float32, torch.float64):
             return parameter
         if not self.master_weights:
@@ -160,14 +131,13 @@ class FusedOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads apex's files too. The state of half parameters stays float32."""
-        super().load_state_dict(state_dict)
-        names = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        indices = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         parameters = chain.from_iterable(group["params"] for group in self.param_groups)
-        for saved, parameter in zip(names, parameters, strict=True):
-            for name, value in state_dict["state"].get(saved, {}).items():
-                loaded = self.state[parameter][name]
-                if isinstance(value, Tensor) and value.dtype != loaded.dtype:
-                    self.state[parameter][name] = value.to(parameter.device, copy=True)
+        for index, parameter in zip(indices, parameters, strict=True):
+            for name, value in state_dict["state"].get(index, {}).items():
+                copied = value.to(parameter.device, copy=True) if isinstance(value, Tensor) else value
+                self.state[parameter][name] = copied
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)

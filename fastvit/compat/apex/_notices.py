@@ -5,8 +5,6 @@ import warnings
 
 import torch.distributed as dist
 
-__all__ = ["warn_once"]
-
 
 @functools.cache
 def warn_once(text: str) -> None:

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 from fastvit import _norm, functional
+from fastvit.batch_norm_act import BatchNormAct
 from fastvit.inplace_abn import InPlaceABN as _InPlaceABN
 from fastvit.inplace_abn import InPlaceABNSync as _InPlaceABNSync
 
-__all__ = ["ABN", "InPlaceABN", "InPlaceABNSync"]
 
-if TYPE_CHECKING:  # the base of the classes that use the mixin below
-    _Layer = _InPlaceABN
-else:
-    _Layer = object
-_ACTIVATIONS = ("relu", "leaky_relu", "elu", "identity")
-
-
-class ABN(nn.modules.batchnorm._NormBase):
-    """BatchNorm, then the activation; not in place, and with the signed weight.
+class ABN(BatchNormAct):
+    """`fastvit.BatchNormAct` with mapillary's arguments: not in place, and with the signed weight.
 
     Args:
-        activation: "relu", "leaky_relu", "elu" or "identity".
         activation_param: slope of leaky_relu, alpha of elu.
     """
 
@@ -39,33 +30,16 @@ class ABN(nn.modules.batchnorm._NormBase):
         activation: str = "leaky_relu",
         activation_param: float = 0.01,
     ) -> None:
-        super().__init__(num_features, eps, momentum, affine, track_running_stats)
-        if activation not in _ACTIVATIONS:
-            raise ValueError(f"ABN: activation is {activation!r}; one of {', '.join(_ACTIVATIONS)} expected")
-        self.activation = activation
-        self.activation_param = activation_param
-
-    def _check_input_dim(self, input: Tensor) -> None:
-        if input.dim() < 2:
-            raise ValueError(f"ABN: an input (N, C, *) expected, got {tuple(input.shape)}")
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = nn.modules.batchnorm._BatchNorm.forward(self, x)  # type: ignore[arg-type]  # a _NormBase suffices
-        if self.activation == "relu":
-            return F.relu(x, inplace=True)
-        if self.activation == "leaky_relu":
-            return F.leaky_relu(x, self.activation_param, inplace=True)
-        if self.activation == "elu":
-            return F.elu(x, self.activation_param, inplace=True)
-        return x
-
-    def extra_repr(self) -> str:
-        text = f"{super().extra_repr()}, activation={self.activation}"
-        return f"{text}[{self.activation_param}]" if self.activation in ("leaky_relu", "elu") else text
+        super().__init__(
+            num_features, eps, momentum, affine, track_running_stats, activation, activation_param
+        )
 
 
-class _SlopeZero(_Layer):
-    """leaky_relu with slope 0 is relu, which cannot be inverted: the layer saves its input instead."""
+class InPlaceABN(_InPlaceABN):
+    """`fastvit.InPlaceABN` with mapillary's arguments and `|weight| + eps`.
+
+    leaky_relu with slope 0 is relu, which cannot be inverted: the layer saves its input instead.
+    """
 
     def __init__(
         self,
@@ -81,7 +55,7 @@ class _SlopeZero(_Layer):
         self._is_relu = activation == "leaky_relu" and activation_param == 0
         # The base class refuses a slope of 0.
         invertible = ("identity", 0.01) if self._is_relu else (activation, activation_param)
-        of_group: dict[str, Any] = {} if group is None else {"group": group}  # InPlaceABN has none
+        of_group: dict[str, Any] = {} if group is None else {"group": group}  # for InPlaceABNSync alone
         super().__init__(
             num_features, eps, momentum, affine, track_running_stats, *invertible, abs_weight=True, **of_group
         )
@@ -105,9 +79,5 @@ class _SlopeZero(_Layer):
         )  # fmt: skip
 
 
-class InPlaceABN(_SlopeZero, _InPlaceABN):
-    """`fastvit.InPlaceABN` with mapillary's arguments and `|weight| + eps`."""
-
-
-class InPlaceABNSync(_SlopeZero, _InPlaceABNSync):
+class InPlaceABNSync(InPlaceABN, _InPlaceABNSync):
     """`fastvit.InPlaceABNSync` with mapillary's arguments, `group` among them, and `|weight| + eps`."""

@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.distributed as dist
 from torch import Tensor
 
 from fastvit import functional
 
-__all__ = ["inplace_abn", "inplace_abn_sync"]
 
-
-def inplace_abn(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool = True,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-    activation: str = "leaky_relu",
-    activation_param: float = 0.01,
-) -> Tensor:
+def inplace_abn(x: Tensor, *arguments: Any, **options: Any) -> Tensor:
     """`fastvit.functional.inplace_abn` with `|weight| + eps`; overwrites x."""
-    return functional.inplace_abn(
-        x, weight, bias, running_mean, running_var, training, momentum, eps, activation, activation_param,
-        abs_weight=True,
-    )  # fmt: skip
+    return functional.inplace_abn(x, *arguments, **options, abs_weight=True)
 
 
 def inplace_abn_sync(

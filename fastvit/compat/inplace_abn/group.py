@@ -7,8 +7,6 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["active_group", "set_active_group"]
-
 _groups: WeakKeyDictionary = WeakKeyDictionary()
 
 

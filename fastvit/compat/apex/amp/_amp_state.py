@@ -10,8 +10,6 @@ import torch.distributed as dist
 
 from .scaler import LossScaler
 
-__all__ = ["AmpState", "master_params", "maybe_print"]
-
 
 class AmpState:
     """The chosen options (None before the first `initialize`), one scaler per loss, the verbosity.

@@ -18,19 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 from .._notices import warn_once
 from ._amp_state import _amp_state
 
-__all__ = [
-    "CPU_HALF",
-    "ForwardCasts",
-    "cast_floating",
-    "ddp_groups",
-    "device_type",
-    "find_ddp",
-    "half_type",
-    "unwrap",
-    "without_sync",
-    "wrap",
-]
-
 _seen_ddp: weakref.WeakSet = weakref.WeakSet()
 
 CPU_HALF = torch.bfloat16
@@ -113,7 +100,7 @@ class _AmpForward:
         # A forward that was set on the instance overrides that of the class.
         inner = self.__dict__.get("_amp_own_forward") or super().forward
         handle = _amp_state.handle
-        if casts.autocast and (handle is None or handle.is_active()):
+        if casts.autocast and (handle is None or handle._is_active):
             device = device_type(cast("nn.Module", self))
             with torch.autocast(device, casts.autocast_type or half_type(device)):
                 outputs = inner(*args, **kwargs)

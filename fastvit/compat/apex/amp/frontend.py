@@ -15,13 +15,10 @@ from ..parallel.LARC import LARC
 from . import forward
 from ._amp_state import _amp_state, maybe_print
 from .forward import ForwardCasts, device_type, half_type
-from .handle import AmpHandle
-from .lists import follow_changed_lists
+from .lists import AmpHandle
 from .optimizer import AmpOptimizer, innermost, of
 from .scaler import LossScaler
-from .weights import HALF_TYPES, cast_weights, note_half, restore_weights
-
-__all__ = ["initialize", "load_state_dict", "state_dict"]
+from .weights import HALF_TYPES, cast_weights, restore_weights
 
 
 @dataclass(frozen=True)
@@ -146,11 +143,7 @@ def initialize(
         _amp_state.handle._deactivate()
         _amp_state.handle = None
     if not enabled:
-        for model in _several(models):
-            if isinstance(model, nn.Module):
-                _undo_model(_inside_wrappers(model, Properties()))
-        for optimizer in _several(optimizers):
-            _undo_optimizer(optimizer)
+        _undo(models, optimizers)
         _amp_state.opt_properties, _amp_state.loss_scalers = Properties(), []
         return models if optimizers is None else (models, optimizers)
     overrides = {
@@ -173,19 +166,15 @@ def initialize(
 
     maybe_print(f"amp: {properties}", rank0=True)
     originals: dict[nn.Parameter, Tensor] = {}
-    for model in model_list:
-        _undo_model(_inside_wrappers(model, properties))
-    for optimizer in optimizer_list:
-        _undo_optimizer(optimizer)
-    for model in model_list:
-        inner = _inside_wrappers(model, properties)
+    inside = [_inside_wrappers(model, properties) for model in model_list]
+    _undo(inside, optimizer_list)
+    for inner in inside:
         originals |= _prepare_model(inner, properties, cast_model_outputs or torch.float32)
     for optimizer in optimizer_list:
         AmpOptimizer(innermost(optimizer), bool(properties.master_weights), originals)
     _amp_state.opt_properties, _amp_state.loss_scalers = properties, scalers
     if properties.patch_torch_functions:
         _amp_state.handle = AmpHandle()
-        follow_changed_lists(_amp_state.handle)
     return models if optimizers is None else (models, optimizers)
 
 
@@ -202,7 +191,7 @@ def _as_list(name: str, value: Any, kinds: Any) -> list[Any]:
     return items
 
 
-def _inside_wrappers(model: nn.Module, properties: Properties) -> nn.Module:
+def _inside_wrappers(model: Any, properties: Properties) -> Any:
     if not isinstance(model, (DistributedDataParallel, DataParallel)):
         return model
     if properties.cast_model_type not in (None, torch.float32):
@@ -213,15 +202,16 @@ def _inside_wrappers(model: nn.Module, properties: Properties) -> nn.Module:
     return model.module
 
 
-def _undo_optimizer(optimizer: Any) -> None:
-    if isinstance(optimizer, (Optimizer, LARC)) and (attached := of(optimizer)) is not None:
-        attached.remove()
-
-
-def _undo_model(model: nn.Module) -> None:
-    if model.__dict__.get("_amp_casts") is not None:
-        restore_weights(model)
-        forward.unwrap(model)
+def _undo(models: Any, optimizers: Any) -> None:
+    """Undoes an earlier `initialize`; objects of other kinds are left alone."""
+    for model in _several(models):
+        model = _inside_wrappers(model, Properties())
+        if isinstance(model, nn.Module) and model.__dict__.get("_amp_casts") is not None:
+            restore_weights(model)
+            forward.unwrap(model)
+    for optimizer in _several(optimizers):
+        if isinstance(optimizer, (Optimizer, LARC)) and (attached := of(optimizer)) is not None:
+            attached.remove()
 
 
 def _prepare_model(
@@ -233,18 +223,11 @@ def _prepare_model(
                 f"amp.initialize: parameter {name} is {parameter.dtype}; a float32 model expected, "
                 "which amp casts by the level"
             )
-    note_half(model)
-    if properties.opt_level == "O1":
-        cast = properties.cast_model_type
-        on = properties.patch_torch_functions and cast is not torch.float32
-        forward.wrap(model, ForwardCasts(bool(on), cast, None, outputs))
-        return {}
     dtype = properties.cast_model_type
-    if dtype is None:
-        forward.wrap(model, ForwardCasts(outputs=outputs))
-        return {}
-    forward.wrap(model, ForwardCasts(inputs=dtype, outputs=outputs))
-    return cast_weights(model, dtype, properties.keep_batchnorm_fp32)
+    autocast = bool(properties.patch_torch_functions) and dtype is not torch.float32
+    inputs = None if properties.opt_level == "O1" else dtype
+    forward.wrap(model, ForwardCasts(autocast, dtype, inputs, outputs))
+    return {} if inputs is None else cast_weights(model, inputs, properties.keep_batchnorm_fp32)
 
 
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -17,16 +17,6 @@ from torch.utils import _pytree as pytree
 from .forward import cast_floating
 from .handle import disable_casts
 
-__all__ = [
-    "float_function",
-    "half_function",
-    "promote_function",
-    "register_float_function",
-    "register_half_function",
-    "register_promote_function",
-    "uncast_function",
-]
-
 Function = Callable[..., Any]
 
 
@@ -34,10 +24,9 @@ def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def _half(args: tuple, kwargs: dict) -> torch.dtype | None:
-    """The half dtype for the first tensor, where casts are active for its device; else None."""
-    tensor = next(iter(_tensors((args, kwargs))), None)
-    device = None if tensor is None else tensor.device.type
+def _half(arguments: Any) -> torch.dtype | None:
+    """autocast's dtype where it is on for the device of the first tensor, else None."""
+    device = next((tensor.device.type for tensor in _tensors(arguments)), None)
     if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return None
@@ -55,7 +44,7 @@ def _casting(
 
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        half = _half(args, kwargs)
+        half = _half((args, kwargs))
         if half is None:
             return fn(*args, **kwargs)
         dtype = dtype_of(half, (args, kwargs))

@@ -1,10 +1,9 @@
-"""`scale_loss` around each backward, `disable_casts`, and the handle of O1."""
+"""`scale_loss` around each backward, and `disable_casts`."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +12,6 @@ from torch.optim import Optimizer
 from .._notices import warn_once
 from ._amp_state import _amp_state
 from .optimizer import AmpOptimizer, of
-
-__all__ = ["AmpHandle", "disable_casts", "scale_loss"]
 
 
 @contextlib.contextmanager
@@ -98,32 +95,3 @@ def disable_casts() -> Iterator[None]:
         if torch.cuda.is_available():
             stack.enter_context(torch.autocast("cuda", enabled=False))
         yield
-
-
-class AmpHandle:
-    """Under O1 `_amp_state.handle`. There are no casts while `_is_active` is False."""
-
-    def __init__(self) -> None:
-        self._is_active = True
-        self._replaced: list[Callable[[], None]] = []
-
-    def is_active(self) -> bool:
-        return self._is_active
-
-    def replace(self, module: Any, name: str, make: Callable[[Any], Any]) -> None:
-        """Puts `make(module.name)` in the place of `module.name`, where there is one."""
-        if not hasattr(module, name):
-            return
-        function = getattr(module, name)
-        if name in vars(module):
-            self._replaced.append(lambda: setattr(module, name, function))
-        else:  # inherited
-            self._replaced.append(lambda: delattr(module, name))
-        setattr(module, name, make(function))
-
-    def _deactivate(self) -> None:
-        """Ends the casts, and restores torch's functions."""
-        for restore in reversed(self._replaced):
-            restore()
-        self._replaced.clear()
-        self._is_active = False

@@ -3,23 +3,21 @@
 O1 uses autocast's lists, with those changes.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from .functions import float_function, half_function, promote_function, uncast_function
-from .handle import AmpHandle
+from ..._finder import without
+from .functions import float_function, half_function, uncast_function
 
-__all__ = ["follow_changed_lists", "functional_overrides", "tensor_overrides", "torch_overrides"]
-
-_CONVOLUTIONS = ["conv_tbc", *(f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3))]
+__getattr__ = without("apex.amp.lists")
 
 
 class functional_overrides:
     """torch.nn.functional: functions that run in half, or in float32."""
 
-    MODULE = torch.nn.functional
-    FP16_FUNCS = ["linear", *_CONVOLUTIONS]
+    FP16_FUNCS = ["linear", "conv_tbc", *(f"conv{t}{n}d" for t in ("", "_transpose") for n in (1, 2, 3))]
     FP32_FUNCS = [
         # exponentials and normalisation
         *("gelu", "softplus", "softmax", "softmin", "log_softmax"),
@@ -34,63 +32,34 @@ class functional_overrides:
     ]
 
 
-class torch_overrides:
-    """torch: functions that run in half, in float32, or in the widest dtype of their arguments."""
-
-    MODULE = torch
-    FP16_FUNCS = [
-        *("mm", "mv", "bmm", "matmul", "addmm", "addmv", "addr", "addbmm", "baddbmm", "prelu"),
-        *_CONVOLUTIONS,
-    ]
-    FP32_FUNCS = [
-        # one by one
-        *("acos", "asin", "cosh", "sinh", "tan", "erfinv", "exp", "expm1", "log", "log2", "log10", "pow"),
-        *("reciprocal", "rsqrt"),
-        # sums and the like
-        *("sum", "prod", "cumsum", "cumprod", "std", "var", "norm", "dist", "renorm"),
-    ]
-    # Functions that refuse mixed dtypes; torch promotes the arguments of arithmetic and comparisons itself.
-    CASTS = ["addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot"]
-    SEQUENCE_CASTS = ["cat", "stack"]
+def _listed() -> dict[str, Callable[..., Any]]:
+    half = dict.fromkeys(functional_overrides.FP16_FUNCS, half_function)
+    return half | dict.fromkeys(functional_overrides.FP32_FUNCS, float_function)
 
 
-def _methods(names: list[str]) -> list[str]:
-    return [name for name in names if hasattr(torch.Tensor, name)]
+_AT_FIRST = _listed()
 
 
-class tensor_overrides:
-    """Methods of torch.Tensor: those of `torch_overrides` and the operators."""
+class AmpHandle:
+    """Under O1 `_amp_state.handle`. There are no casts while `_is_active` is False.
 
-    MODULE = torch.Tensor
-    FP16_FUNCS = ["__matmul__", *_methods(torch_overrides.FP16_FUNCS)]
-    FP32_FUNCS = ["__pow__", "__rpow__", "__ipow__", "cpu", *_methods(torch_overrides.FP32_FUNCS)]
-    CASTS = _methods(torch_overrides.CASTS)
-
-
-_OVERRIDES: tuple[Any, ...] = (functional_overrides, torch_overrides, tensor_overrides)
-_CASTS = {
-    "FP16_FUNCS": half_function,
-    "FP32_FUNCS": float_function,
-    "CASTS": promote_function,
-    "SEQUENCE_CASTS": promote_function,
-}
-
-
-def _listed(overrides: Any) -> dict[str, str]:
-    return {name: kind for kind in _CASTS for name in getattr(overrides, kind, ())}
-
-
-_AT_FIRST = [_listed(overrides) for overrides in _OVERRIDES]
-
-
-def follow_changed_lists(handle: AmpHandle) -> None:
-    """Applies changes that a script has made to the lists to casts under autocast, until
-    `handle._deactivate()`. A function that was removed from all lists gets its arguments without a cast.
+    It applies the changes that a script has made to the lists to casts under autocast. A function that was
+    removed from all lists gets its arguments without a cast.
     """
-    for overrides, before in zip(_OVERRIDES, _AT_FIRST, strict=True):
-        now = _listed(overrides)
-        for name in before.keys() | now.keys():
-            if before.get(name) != now.get(name):
-                handle.replace(overrides.MODULE, name, uncast_function)  # not as autocast would do inside
-                if name in now:
-                    handle.replace(overrides.MODULE, name, _CASTS[now[name]])
+
+    def __init__(self) -> None:
+        self._is_active = True
+        self._functions: dict[str, Any] = {}
+        listed = _listed()
+        for name in _AT_FIRST.keys() | listed.keys():
+            cast = listed.get(name)
+            if cast is not _AT_FIRST.get(name) and hasattr(torch.nn.functional, name):
+                function = self._functions[name] = getattr(torch.nn.functional, name)
+                function = uncast_function(function)  # not as autocast would do inside
+                setattr(torch.nn.functional, name, cast(function) if cast else function)
+
+    def _deactivate(self) -> None:
+        """Ends the casts, and restores torch's functions."""
+        self._is_active = False
+        for name, function in self._functions.items():
+            setattr(torch.nn.functional, name, function)

@@ -16,8 +16,6 @@ from .forward import ddp_groups, find_ddp, without_sync
 from .scaler import LossScaler, unscale_
 from .weights import HALF_TYPES, masters
 
-__all__ = ["AmpOptimizer", "innermost", "of"]
-
 
 def innermost(optimizer: Any) -> Optimizer:
     """The torch optimizer inside a LARC, or `optimizer` itself."""
@@ -60,14 +58,10 @@ class AmpOptimizer:
             for name, value in state.items():
                 if isinstance(value, Tensor) and value.is_floating_point() and value.dim():
                     state[name] = value.to(parameter.dtype)
-        hooked = getattr(type(optimizer).step, "hooked", False) and hasattr(
-            optimizer, "_optimizer_step_pre_hooks"
-        )
-        if not hooked:
-            # A wrapper of an optimizer (Lookahead) may not call Optimizer.__init__, without which torch runs
-            # no hooks. __setstate__ adds what is missing.
-            vars(optimizer).setdefault("defaults", {})
-            Optimizer.__setstate__(optimizer, {})
+        # A wrapper of an optimizer (Lookahead) may not call Optimizer.__init__, without which torch runs no
+        # hooks. __setstate__ adds what is missing.
+        vars(optimizer).setdefault("defaults", {})
+        Optimizer.__setstate__(optimizer, {})
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),

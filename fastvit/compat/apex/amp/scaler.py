@@ -1,4 +1,4 @@
-"""The loss scale: static, or doubled after 2000 clean steps and halved by each overflow.
+"""The loss scale: static, or from 2^16 on doubled after 2000 clean steps and halved by each overflow.
 
 Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018, arXiv:1710.03740, section 3.2.
 """
@@ -10,8 +10,6 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
-__all__ = ["LossScaler", "unscale_"]
-
 # Gradients that overflow at this scale overflow at any scale.
 _SMALLEST = 2.0**-24
 
@@ -21,8 +19,6 @@ class LossScaler:
 
     Args:
         loss_scale: a number, or "dynamic".
-        init_scale: where the dynamic scale starts.
-        scale_factor, scale_window: it grows by the factor after this number of consecutive clean steps.
         min_loss_scale: floor of the dynamic scale; None is 2^-24.
         max_loss_scale: its ceiling.
     """
@@ -30,9 +26,6 @@ class LossScaler:
     def __init__(
         self,
         loss_scale: float | str,
-        init_scale: float = 2.0**16,
-        scale_factor: float = 2.0,
-        scale_window: int = 2000,
         min_loss_scale: float | None = None,
         max_loss_scale: float = 2.0**24,
     ) -> None:
@@ -43,9 +36,7 @@ class LossScaler:
             raise ValueError(
                 f"LossScaler: min_loss_scale {min_loss_scale} is above max_loss_scale {max_loss_scale}"
             )
-        self._loss_scale = self._bounded(init_scale) if self.dynamic else float(loss_scale)
-        self._scale_factor = scale_factor
-        self._scale_window = scale_window
+        self._loss_scale = self._bounded(2.0**16) if self.dynamic else float(loss_scale)
         self._unskipped = 0
 
     def _bounded(self, scale: float) -> float:
@@ -61,12 +52,12 @@ class LossScaler:
             self._unskipped += 1
             return False
         if overflow:
-            self._loss_scale = self._bounded(self._loss_scale / self._scale_factor)
+            self._loss_scale = self._bounded(self._loss_scale / 2.0)
             self._unskipped = 0
             return True
         self._unskipped += 1
-        if self._unskipped == self._scale_window:
-            self._loss_scale = self._bounded(self._loss_scale * self._scale_factor)
+        if self._unskipped == 2000:
+            self._loss_scale = self._bounded(self._loss_scale * 2.0)
             self._unskipped = 0
         return False
 

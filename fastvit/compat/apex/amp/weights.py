@@ -10,8 +10,6 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["HALF_TYPES", "cast_weights", "is_batchnorm", "masters", "note_half", "restore_weights"]
-
 HALF_TYPES = (torch.float16, torch.bfloat16)
 
 masters: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -40,16 +38,19 @@ def cast_weights(
     for module in model.modules():
         if keep_batchnorm_fp32 and is_batchnorm(module) and module.affine:
             continue
-        for parameter in module._parameters.values():
+        cast = module.__dict__["_amp_cast"] = set()
+        for name, parameter in module._parameters.items():
             if parameter is None or not parameter.is_floating_point() or parameter.dtype == dtype:
                 continue
+            cast.add(name)
             before[parameter] = parameter.data
             gradient, parameter.grad = parameter.grad, None
             parameter.data = parameter.data.to(dtype)
             if gradient is not None:
                 parameter.grad = gradient.to(dtype)
         for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_floating_point():
+            if buffer is not None and buffer.is_floating_point() and buffer.dtype != dtype:
+                cast.add(name)
                 module._buffers[name] = buffer.to(dtype)
     if dtype in HALF_TYPES:
         for module in model.modules():
@@ -62,42 +63,23 @@ def cast_weights(
 
 @torch.no_grad()
 def restore_weights(model: nn.Module) -> None:
-    """Undoes `cast_weights`: half parameters and buffers become float32, with the values of their masters.
-    Those that `note_half` has recorded stay half.
-    """
-    half_before = model.__dict__.pop("_amp_half_before", ())
-    for path, module in model.named_modules(prefix="."):
-        for name, parameter in module._parameters.items():
-            if f"{path}.{name}" in half_before:
-                continue
-            if parameter is not None and parameter.dtype in HALF_TYPES:
+    """Undoes `cast_weights`: what it cast becomes float32, parameters with the values of their masters."""
+    for module in model.modules():
+        for name in module.__dict__.pop("_amp_cast", ()):
+            if (parameter := module._parameters.get(name)) is not None:
                 master = masters.get(parameter)
                 parameter.grad = None
                 parameter.data = parameter.data.float() if master is None else master.detach().clone()
-        for name, buffer in module._buffers.items():
-            if f"{path}.{name}" not in half_before and buffer is not None and buffer.dtype in HALF_TYPES:
+            elif (buffer := module._buffers.get(name)) is not None:
                 module._buffers[name] = buffer.float()
-
-
-def note_half(model: nn.Module) -> None:
-    """Records the parameters and buffers that are half before `cast_weights`."""
-    model.__dict__["_amp_half_before"] = {
-        f"{path}.{name}"
-        for path, module in model.named_modules(prefix=".")
-        for name, tensor in [*module._parameters.items(), *module._buffers.items()]
-        if tensor is not None and tensor.dtype in HALF_TYPES
-    }
 
 
 def _save_in_float32(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
     # The masters and not the rounded half copies, so that a checkpoint restores exactly.
-    for name, parameter in module._parameters.items():
-        if parameter is not None and parameter.dtype in HALF_TYPES and prefix + name in state:
-            master = masters.get(parameter)
-            state[prefix + name] = parameter.detach().float() if master is None else master.detach()
-    for name, buffer in module._buffers.items():
-        if buffer is not None and buffer.dtype in HALF_TYPES and prefix + name in state:
-            state[prefix + name] = buffer.float()
+    for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+        if tensor is not None and tensor.dtype in HALF_TYPES and prefix + name in state:
+            master = masters.get(tensor)
+            state[prefix + name] = tensor.detach().float() if master is None else master.detach()
 
 
 @torch.no_grad()

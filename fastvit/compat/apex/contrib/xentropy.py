@@ -6,8 +6,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["SoftmaxCrossEntropyLoss"]
-
 
 class SoftmaxCrossEntropyLoss:
     """Cross entropy of each row, 0 where the label is `padding_idx`; called by `apply`."""

@@ -11,8 +11,6 @@ from torch.optim import Optimizer
 from ..amp.optimizer import AmpOptimizer
 from .loss_scaler import DynamicLossScaler, LossScaler
 
-__all__ = ["FP16_Optimizer"]
-
 
 class FP16_Optimizer:
     """Wraps an optimizer whose half parameters it replaces by float32 masters.
@@ -23,10 +21,13 @@ class FP16_Optimizer:
         optimizer.clip_master_grads(1.0)
         optimizer.step()
 
+    It skips the step of a gradient that is not finite, under a static scale too.
+
     Args:
         init_optimizer: changed in place; use the wrapper instead of it.
         static_loss_scale: a fixed scale.
-        dynamic_loss_scale: use a `DynamicLossScaler` instead, made with `dynamic_loss_args`.
+        dynamic_loss_scale: start at 2^16, halve it at an overflow, double it after 1000 clean steps.
+        dynamic_loss_args: those of `DynamicLossScaler` instead.
         verbose: print skipped steps.
     """
 
@@ -41,7 +42,7 @@ class FP16_Optimizer:
         self.optimizer = init_optimizer
         self.dynamic_loss_scale = dynamic_loss_scale
         self.loss_scaler = (
-            DynamicLossScaler(**(dynamic_loss_args or {}))
+            DynamicLossScaler(**(dynamic_loss_args or {"init_scale": 2.0**16}))
             if dynamic_loss_scale
             else LossScaler(static_loss_scale)
         )
@@ -56,6 +57,8 @@ class FP16_Optimizer:
     @loss_scale.setter
     def loss_scale(self, value: float) -> None:
         self.loss_scaler.cur_scale = value
+
+    cur_scale = loss_scale  # its name in apex.contrib.optimizers
 
     def __getattr__(self, name: str) -> Any:  # state, param_groups, add_param_group
         if name == "optimizer" or name.startswith("__"):  # while being copied or pickled
@@ -80,8 +83,7 @@ class FP16_Optimizer:
 
     def update_master_grads(self) -> None:
         """Adds the model's gradients, divided by the scale, to the masters'."""
-        flags = self._amp.unscale(self.loss_scale)
-        self.overflow |= self.dynamic_loss_scale and any(flag.item() for flag in flags)
+        self.overflow |= any(flag.item() for flag in self._amp.unscale(self.loss_scale))
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> Tensor | float:
         """Clips the masters' gradients and returns their norm before; -1 after an overflow."""
@@ -117,25 +119,38 @@ class FP16_Optimizer:
         return {
             "loss_scaler": dict(vars(self.loss_scaler)),
             "dynamic_loss_scale": self.dynamic_loss_scale,
-            "overflow": self.overflow,
             "optimizer_state_dict": self.optimizer.state_dict(),
             "fp32_from_fp16": [[m.detach() for m in group] for group in self._masters_by_group()],
         }
 
+    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores masters and model exactly; loads apex's files too, whose scaler is an object."""
-        scaler = state_dict["loss_scaler"]
+        """Restores masters and model exactly; loads the files of both of apex's FP16_Optimizers too.
+
+        Raises:
+            RuntimeError: a file of apex before October 2019, whose weights are a flat tensor for each group.
+        """
+        if "fp32_from_fp16" in state_dict:
+            parameters, values = self._masters_by_group(), state_dict["fp32_from_fp16"]
+            scaler = state_dict["loss_scaler"]
+            scaler = scaler if isinstance(scaler, dict) else vars(scaler)  # apex's is an object
+        elif "fp32_groups" in state_dict:  # of apex.contrib.optimizers: every parameter, and no scaler apart
+            parameters = [group["params"] for group in self.param_groups]
+            values, scaler = state_dict["fp32_groups"], state_dict
+        else:
+            raise RuntimeError(
+                "FP16_Optimizer.load_state_dict: needs 'fp32_from_fp16' or 'fp32_groups', got "
+                f"{sorted(state_dict)}; load the weights of files with 'fp32_groups_flat' into the model and "
+                "use a new optimizer"
+            )
         self.dynamic_loss_scale = state_dict["dynamic_loss_scale"]
         self.loss_scaler = DynamicLossScaler() if self.dynamic_loss_scale else LossScaler()
-        vars(self.loss_scaler).update(scaler if isinstance(scaler, dict) else vars(scaler))
-        self.overflow = state_dict["overflow"]
-        self._load(state_dict["optimizer_state_dict"], self._masters_by_group(), state_dict["fp32_from_fp16"])
-
-    @torch.no_grad()
-    def _load(self, optimizer: dict[str, Any], parameters: list[list[Tensor]], values: list[list]) -> None:
-        self.optimizer.load_state_dict(optimizer)
-        for current, saved in zip(parameters, values, strict=True):
-            for parameter, value in zip(current, saved, strict=True):
+        names = vars(self.loss_scaler).keys()
+        vars(self.loss_scaler).update({name: scaler[name] for name in names if name in scaler})
+        self.overflow = False
+        self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
+        for group, loaded in zip(parameters, values, strict=True):
+            for parameter, value in zip(group, loaded, strict=True):
                 parameter.copy_(value)
         for half, master in self._amp.pairs:
             half.copy_(master)

@@ -56,15 +56,13 @@ def _fused(
     device = x.device.type
     autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     dtype = x.dtype
+    weight_dtype = dtype if parameters[0] is None else parameters[0].dtype
     if autocast and dtype != torch.float64 and _amp_state.handle is None:
-        dtype = torch.get_autocast_dtype(device)
-        x, *parameters = cast_floating((x, *parameters), dtype)
-    weight = parameters[0]
-    wide = dtype if weight is None else torch.promote_types(dtype, weight.dtype)
-    x, *parameters = cast_floating((x, *parameters), wide)
+        dtype = weight_dtype = torch.get_autocast_dtype(device)
+    x, *parameters = cast_floating((x, *parameters), torch.promote_types(dtype, weight_dtype))
     with torch.autocast(device, enabled=False) if autocast else contextlib.nullcontext():
         y = norm(x, shape, *parameters, eps)
-    return y.to(weight.dtype if mixed and weight is not None else dtype)
+    return y.to(weight_dtype if mixed else dtype)
 
 
 def _explain(memory_efficient: bool) -> None:
@@ -174,16 +172,13 @@ class FusedRMSNorm(_Layer, nn.RMSNorm):
         return _fused(F.rms_norm, input, (self.weight,), self.normalized_shape, self.eps, mixed=self.mixed)
 
 
-class _Mixed(_Layer):
-    mixed = True
-
-    def __init__(self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False) -> None:
-        super().__init__(normalized_shape, eps, True, memory_efficient)
-
-
-class MixedFusedLayerNorm(_Mixed, FusedLayerNorm):
+class MixedFusedLayerNorm(FusedLayerNorm):
     """FusedLayerNorm whose output has the dtype of the weight."""
 
+    mixed = True
 
-class MixedFusedRMSNorm(_Mixed, FusedRMSNorm):
+
+class MixedFusedRMSNorm(FusedRMSNorm):
     """FusedRMSNorm whose output has the dtype of the weight."""
+
+    mixed = True

@@ -1,7 +1,10 @@
-"""apex.optimizers over torch's fused optimizers and multi-tensor operations, on the CPU and on CUDA."""
+"""apex.optimizers over torch's fused optimizers and multi-tensor operations, on the CPU and on CUDA.
+
+`set_grad_none` is whether `zero_grad()` sets gradients to None. `amsgrad=True` raises RuntimeError.
+"""
 
 from ..._finder import without
-from .fp16_optimizer import FP16_Optimizer
+from ..fp16_utils.fp16_optimizer import FP16_Optimizer  # for scripts from before 2020
 from .fused_adam import FusedAdam
 from .fused_lamb import FusedLAMB
 from .fused_mixed_precision_lamb import FusedMixedPrecisionLamb

@@ -6,15 +6,13 @@ arXiv:1904.00962, algorithm 2.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._fused import Batch, FusedOptimizer, norms
-
-__all__ = ["FusedLAMB", "lamb_"]
+from .._fused import FusedOptimizer, State, Tensors, norms
 
 
 class FusedLAMB(FusedOptimizer):
@@ -22,10 +20,8 @@ class FusedLAMB(FusedOptimizer):
 
     Args:
         bias_correction: divide the moments by 1 - beta^step.
-        amsgrad: raises RuntimeError.
         adam_w_mode: add `weight_decay * w` to the update; False adds it to the gradient.
         grad_averaging: the first moment takes `(1 - beta1) * g`; False takes g.
-        set_grad_none: `zero_grad()` sets gradients to None.
         max_grad_norm: largest norm of all gradients together; 0 does not clip.
         use_nvlamb: scale the step of parameters without weight decay too.
     """
@@ -49,69 +45,44 @@ class FusedLAMB(FusedOptimizer):
     ) -> None:
         self.adam_w_mode = adam_w_mode
         self.use_nvlamb = use_nvlamb
-        self._shrink: Tensor | None = None  # what all gradients are divided by, at least 1
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "grad_averaging": grad_averaging,
-            "max_grad_norm": max_grad_norm,
-        }
-        super().__init__(params, defaults, set_grad_none, amsgrad)
+        self._clip_divisor: Tensor | None = None  # of all gradients, at least 1
+        super().__init__(
+            params, set_grad_none, amsgrad, lr=lr, bias_correction=bias_correction, betas=betas, eps=eps,
+            weight_decay=weight_decay, grad_averaging=grad_averaging, max_grad_norm=max_grad_norm,
+        )  # fmt: skip
 
     def _prepare(self) -> None:
         self._count_step()
-        self._shrink = None
+        self._clip_divisor = None
         largest = self.defaults["max_grad_norm"]
         gradients = [p.grad.float() for g in self.param_groups for p in g["params"] if p.grad is not None]
         if largest and gradients:
-            sizes = torch.stack([size.to(gradients[0].device) for size in norms(gradients)])
-            self._shrink = (sizes.norm() / (largest * getattr(self, "grad_scale", 1.0))).clamp_min(1.0)
+            each = torch.stack([norm.to(gradients[0].device) for norm in norms(gradients)])
+            self._clip_divisor = (each.norm() / (largest * getattr(self, "grad_scale", 1.0))).clamp_min(1.0)
 
-    def _update(self, group: dict[str, Any], batch: Batch) -> None:
-        shrink = None if self._shrink is None else self._shrink.to(batch.values[0].device)
-        lamb_(
-            batch.values, batch.gradients, batch.state("exp_avg"), batch.state("exp_avg_sq"), group["step"],
-            shrink, group, self.adam_w_mode, self.use_nvlamb,
-        )  # fmt: skip
-
-
-def lamb_(
-    values: list[Tensor],
-    gradients: list[Tensor],
-    means: list[Tensor],
-    squares: list[Tensor],
-    step: int,
-    shrink: Tensor | None,
-    group: Mapping[str, Any],
-    adam_w_mode: bool,
-    use_nvlamb: bool,
-) -> None:
-    """Step number `step` of LAMB by the options of a group, in place but for the gradients, which are divided
-    by `shrink` first.
-    """
-    (beta1, beta2), weight_decay = group["betas"], group["weight_decay"]
-    correction1 = 1.0 - beta1**step if group["bias_correction"] else 1.0
-    correction2 = 1.0 - beta2**step if group["bias_correction"] else 1.0
-    if shrink is not None:
-        gradients = list(torch._foreach_div(gradients, shrink))
-    if weight_decay and not adam_w_mode:
-        gradients = list(torch._foreach_add(gradients, values, alpha=weight_decay))
-    torch._foreach_mul_(means, beta1)
-    torch._foreach_add_(means, gradients, alpha=1.0 - beta1 if group["grad_averaging"] else 1.0)
-    torch._foreach_mul_(squares, beta2)
-    torch._foreach_addcmul_(squares, gradients, gradients, 1.0 - beta2)
-    updates = torch._foreach_sqrt(squares)
-    torch._foreach_div_(updates, correction2**0.5)
-    torch._foreach_add_(updates, group["eps"])
-    updates = torch._foreach_div(means, updates)
-    torch._foreach_div_(updates, correction1)
-    if weight_decay and adam_w_mode:
-        torch._foreach_add_(updates, values, alpha=weight_decay)
-    if weight_decay or use_nvlamb:
-        sizes, lengths = (torch.stack(norms(tensors)) for tensors in (values, updates))
-        ratios = torch.where((sizes != 0) & (lengths != 0), sizes / lengths, 1.0)
-        torch._foreach_mul_(updates, ratios.unbind())
-    torch._foreach_add_(values, updates, alpha=-group["lr"])
+    def _update(self, group: State, values: Tensors, gradients: Tensors, states: list[State]) -> None:
+        (beta1, beta2), weight_decay, step = group["betas"], group["weight_decay"], group["step"]
+        correction1 = 1.0 - beta1**step if group["bias_correction"] else 1.0
+        correction2 = 1.0 - beta2**step if group["bias_correction"] else 1.0
+        means, squares = ([state[name] for state in states] for name in self.moments)
+        if self._clip_divisor is not None:
+            gradients = list(torch._foreach_div(gradients, self._clip_divisor.to(values[0].device)))
+        if weight_decay and not self.adam_w_mode:
+            gradients = list(torch._foreach_add(gradients, values, alpha=weight_decay))
+        torch._foreach_mul_(means, beta1)
+        torch._foreach_add_(means, gradients, alpha=1.0 - beta1 if group["grad_averaging"] else 1.0)
+        torch._foreach_mul_(squares, beta2)
+        torch._foreach_addcmul_(squares, gradients, gradients, 1.0 - beta2)
+        updates = torch._foreach_sqrt(squares)
+        torch._foreach_div_(updates, correction2**0.5)
+        torch._foreach_add_(updates, group["eps"])
+        updates = torch._foreach_div(means, updates)
+        torch._foreach_div_(updates, correction1)
+        if weight_decay and self.adam_w_mode:
+            torch._foreach_add_(updates, values, alpha=weight_decay)
+        if weight_decay or self.use_nvlamb:
+            weight_norms, update_norms = (torch.stack(norms(tensors)) for tensors in (values, updates))
+            moving = (weight_norms != 0) & (update_norms != 0)
+            ratios = torch.where(moving, weight_norms / update_norms, 1.0)
+            torch._foreach_mul_(updates, ratios.unbind())
+        torch._foreach_add_(values, updates, alpha=-group["lr"])

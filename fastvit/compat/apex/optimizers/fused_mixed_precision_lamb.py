@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .._fused import Batch
 from .fused_lamb import FusedLAMB
-
-__all__ = ["FusedMixedPrecisionLamb"]
 
 
 class FusedMixedPrecisionLamb(FusedLAMB):
@@ -24,6 +21,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         step: the initial step count.
         reduced_precision_dtype: parameters of this dtype have a float32 master, made at the first step; None
             rounds every step.
+        lamb: the other arguments of `FusedLAMB`.
     """
 
     def __init__(
@@ -31,24 +29,18 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         params: Iterable[Any],
         lr: float = 1e-3,
         step: int = 0,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-6,
-        weight_decay: float = 0.01,
-        amsgrad: bool = False,
-        adam_w_mode: bool = True,
-        grad_averaging: bool = True,
-        max_grad_norm: float = 1.0,
-        use_nvlamb: bool = False,
+        *,
         reduced_precision_dtype: torch.dtype | None = None,
+        **lamb: Any,
     ) -> None:
         self._first_step = step
         self.reduced_precision_dtype = reduced_precision_dtype
         self._step_supports_amp_scaling = True
-        super().__init__(
-            params, lr, bias_correction, betas, eps, weight_decay, amsgrad, adam_w_mode, grad_averaging,
-            max_grad_norm=max_grad_norm, use_nvlamb=use_nvlamb,
-        )  # fmt: skip
+        super().__init__(params, lr, **lamb)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        found = getattr(self, "found_inf", None)  # by GradScaler
+        return super().step(closure) if found is None or not found.item() else None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -70,5 +62,5 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         self.master_weights = parameter.dtype == self.reduced_precision_dtype
         return super()._float32(parameter, state)
 
-    def _update(self, group: dict[str, Any], batch: Batch) -> None:
-        super()._update({**group, "lr": group["lr"].item(), "step": group["step"].item()}, batch)
+    def _update(self, group: dict[str, Any], *operands: Any) -> None:
+        super()._update({**group, "lr": group["lr"].item(), "step": group["step"].item()}, *operands)

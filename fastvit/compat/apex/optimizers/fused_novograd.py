@@ -12,9 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._fused import Batch, FusedOptimizer, norms
-
-__all__ = ["FusedNovoGrad"]
+from .._fused import FusedOptimizer, State, Tensors, norms
 
 
 class FusedNovoGrad(FusedOptimizer):
@@ -22,13 +20,11 @@ class FusedNovoGrad(FusedOptimizer):
 
     Args:
         bias_correction: divide the moments by their sums of weights.
-        amsgrad: raises RuntimeError.
         reg_inside_moment: the paper's form, `m = beta1 m + g / v + weight_decay * w`; False normalises and
             decays after the momentum.
         grad_averaging: the first moment takes `(1 - beta1) * g`; False takes g.
         norm_type: 2, or 0 for the largest absolute value.
         init_zero: start the second moment at 0; False starts it at the first gradient's norm.
-        set_grad_none: `zero_grad()` sets gradients to None.
     """
 
     moments = ("exp_avg",)
@@ -51,17 +47,11 @@ class FusedNovoGrad(FusedOptimizer):
         if norm_type not in (0, 2):
             raise RuntimeError(f"FusedNovoGrad: norm_type takes 2 or 0 (the largest value), got {norm_type}")
         self.reg_inside_moment = reg_inside_moment
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "grad_averaging": grad_averaging,
-            "norm_type": norm_type,
-            "init_zero": init_zero,
-        }
-        super().__init__(params, defaults, set_grad_none, amsgrad)
+        super().__init__(
+            params, set_grad_none, amsgrad, lr=lr, bias_correction=bias_correction, betas=betas, eps=eps,
+            weight_decay=weight_decay, grad_averaging=grad_averaging, norm_type=norm_type,
+            init_zero=init_zero,
+        )  # fmt: skip
 
     def _prepare(self) -> None:
         self._count_step()
@@ -70,28 +60,26 @@ class FusedNovoGrad(FusedOptimizer):
         super().load_state_dict(state_dict)
         for group in self.param_groups:
             # apex keeps the norms of a group together, half parameters before float32 ones.
-            for saved, half in zip(group.pop("exp_avg_sq", ()), (True, False), strict=False):
-                chosen = [
-                    p for p in group["params"] if (p.dtype != torch.float32) is half and p in self.state
-                ]
-                for parameter, norm in zip(chosen, saved, strict=True):
+            if "exp_avg_sq" in group:
+                stepped = [p for p in group["params"] if p in self.state]
+                stepped.sort(key=lambda p: p.dtype == torch.float32)
+                for parameter, norm in zip(stepped, torch.cat(group.pop("exp_avg_sq")), strict=True):
                     self.state[parameter]["exp_avg_sq"] = norm.clone().to(parameter.device)
 
-    def _update(self, group: dict[str, Any], batch: Batch) -> None:
+    def _update(self, group: State, values: Tensors, gradients: Tensors, states: list[State]) -> None:
         beta1, beta2 = group["betas"]
         lr, decay, step = group["lr"], group["weight_decay"], group["step"]
         correction1 = 1.0 - beta1**step if group["bias_correction"] else 1.0
         correction2 = (1.0 - beta2**step) ** 0.5 if group["bias_correction"] else 1.0
-        share = 1.0 - beta1 if group["grad_averaging"] else 1.0
-        values, gradients, means = batch.values, batch.gradients, batch.state("exp_avg")
-        moments = self._blend(group, batch, beta2)
+        means = [state["exp_avg"] for state in states]
+        moments = self._blend(group, gradients, states)
         divisors = (moments / correction2 + group["eps"]).unbind()
         if self.reg_inside_moment:
             gradients = list(torch._foreach_div(gradients, divisors))
             if decay:
                 torch._foreach_add_(gradients, values, alpha=decay)
         torch._foreach_mul_(means, beta1)
-        torch._foreach_add_(means, gradients, alpha=share)
+        torch._foreach_add_(means, gradients, alpha=1.0 - beta1 if group["grad_averaging"] else 1.0)
         updates = torch._foreach_div(means, correction1)
         if not self.reg_inside_moment:
             torch._foreach_div_(updates, divisors)
@@ -100,17 +88,16 @@ class FusedNovoGrad(FusedOptimizer):
         torch._foreach_add_(values, updates, alpha=-lr)
 
     @staticmethod
-    def _blend(group: dict[str, Any], batch: Batch, beta2: float) -> Tensor:
+    def _blend(group: State, gradients: Tensors, states: list[State]) -> Tensor:
         """The norms of the gradients, averaged over the steps."""
-        kind = group["norm_type"] or float("inf")
-        fresh = torch.stack(norms(batch.gradients, kind))
+        beta2 = group["betas"][1]
+        fresh = torch.stack(norms(gradients, group["norm_type"] or float("inf")))
         start = torch.zeros_like(fresh) if group["init_zero"] else fresh
-        known = [state.get("exp_avg_sq", first) for state, first in zip(batch.states, start, strict=True)]
-        before = torch.stack(known)
+        before = torch.stack([s.get("exp_avg_sq", first) for s, first in zip(states, start, strict=True)])
         if group["norm_type"] == 2:
             blended = (beta2 * before.square() + (1.0 - beta2) * fresh.square()).sqrt()
         else:
             blended = beta2 * before + (1.0 - beta2) * fresh
-        for state, norm in zip(batch.states, blended, strict=True):
+        for state, norm in zip(states, blended, strict=True):
             state["exp_avg_sq"] = norm.clone()
         return blended

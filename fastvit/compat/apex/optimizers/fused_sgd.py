@@ -8,10 +8,8 @@ from typing import Any
 import torch
 from torch.optim.sgd import sgd
 
-from .._fused import Batch, FusedOptimizer
+from .._fused import FusedOptimizer, State, Tensors
 from .._notices import warn_once
-
-__all__ = ["FusedSGD"]
 
 
 class FusedSGD(FusedOptimizer):
@@ -21,7 +19,6 @@ class FusedSGD(FusedOptimizer):
         wd_after_momentum: decay the weights by `lr * weight_decay` instead of adding `weight_decay * w` to
             the gradient before the momentum.
         materialize_master_grads: False has no effect, and warns: amp's masters always have gradients.
-        set_grad_none: `zero_grad()` sets gradients to None.
     """
 
     def __init__(
@@ -44,32 +41,24 @@ class FusedSGD(FusedOptimizer):
         if not materialize_master_grads:
             warn_once("FusedSGD: materialize_master_grads=False has no effect; masters have gradients")
         self.wd_after_momentum = wd_after_momentum
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-        }
-        super().__init__(params, defaults, set_grad_none)
+        super().__init__(
+            params, set_grad_none, lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay,
+            nesterov=nesterov,
+        )  # fmt: skip
 
-    def _update(self, group: dict[str, Any], batch: Batch) -> None:
-        decay = group["weight_decay"]
+    def _update(self, group: State, values: Tensors, gradients: Tensors, states: list[State]) -> None:
+        momentum, decay = group["momentum"], group["weight_decay"]
         if decay and self.wd_after_momentum:
-            torch._foreach_mul_(batch.values, 1.0 - group["lr"] * decay)
+            torch._foreach_mul_(values, 1.0 - group["lr"] * decay)
             decay = 0.0
-        # torch starts all buffers of a call at once, and a parameter may get its first gradient late.
-        started = [state.get("momentum_buffer") is not None for state in batch.states]
-        for which in (True, False):
-            chosen = [index for index, has in enumerate(started) if has is which]
-            if not chosen:
-                continue
-            buffers = [batch.states[i].get("momentum_buffer") for i in chosen]
-            sgd(
-                [batch.values[i] for i in chosen], [batch.gradients[i] for i in chosen], buffers,
-                foreach=False, fused=True, weight_decay=decay, momentum=group["momentum"], lr=group["lr"],
-                dampening=group["dampening"], nesterov=group["nesterov"], maximize=False,
-            )  # fmt: skip
-            if group["momentum"]:
-                for index, buffer in zip(chosen, buffers, strict=True):
-                    batch.states[index]["momentum_buffer"] = buffer
+        buffers = [state.get("momentum_buffer") for state in states]
+        # torch's fused SGD starts all buffers of a call at once, but gradients may begin at different steps.
+        fused = not momentum or all(buffer is not None for buffer in buffers)
+        sgd(
+            values, gradients, buffers,
+            foreach=not fused, fused=fused, weight_decay=decay, momentum=momentum, lr=group["lr"],
+            dampening=group["dampening"], nesterov=group["nesterov"], maximize=False,
+        )  # fmt: skip
+        if momentum:
+            for state, buffer in zip(states, buffers, strict=True):
+                state["momentum_buffer"] = buffer

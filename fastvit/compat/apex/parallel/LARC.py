@@ -13,8 +13,6 @@ from torch.optim import Optimizer
 
 from .._fused import norms
 
-__all__ = ["LARC"]
-
 
 class LARC:
     """Multiplies each parameter's gradient by its layer's rate, then calls the step of `optimizer`.
@@ -84,13 +82,14 @@ class LARC:
         if not parameters:
             return
         gradients = [p.grad for p in parameters]
-        sizes = torch.stack([n.float() for n in norms(parameters)])
-        slopes = torch.stack([n.float() for n in norms(gradients)])
-        rates = self.trust_coefficient * sizes / (slopes + decay * sizes + self.eps)
+        weight_norms, gradient_norms = (
+            torch.stack([norm.float() for norm in norms(tensors)]) for tensors in (parameters, gradients)
+        )
+        rates = self.trust_coefficient * weight_norms / (gradient_norms + decay * weight_norms + self.eps)
         if self.clip:
             rates = (rates / group["lr"]).clamp_max(1.0)
-        moving = (sizes != 0) & (slopes != 0)
+        moving = (weight_norms != 0) & (gradient_norms != 0)
         scales = torch.where(moving, rates, 1.0).unbind()
         decays = torch.where(moving, decay, 0.0).unbind()
-        for gradient, parameter, rate, share in zip(gradients, parameters, scales, decays, strict=True):
-            gradient.addcmul_(parameter, share.to(parameter.dtype)).mul_(rate.to(gradient.dtype))
+        for gradient, parameter, rate, own_decay in zip(gradients, parameters, scales, decays, strict=True):
+            gradient.addcmul_(parameter, own_decay.to(parameter.dtype)).mul_(rate.to(gradient.dtype))

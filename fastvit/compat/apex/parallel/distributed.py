@@ -12,11 +12,18 @@ from torch import Tensor, nn
 from ...apex_C import flatten, unflatten
 from .._notices import warn_once
 
-__all__ = ["DistributedDataParallel", "ReduceOp", "flat_dist_call"]
-
 ReduceOp = dist.ReduceOp
 
 _ONE_BUCKET_MB = 1 << 20  # larger than any model
+_WITHOUT_EFFECT = {
+    "shared_param": None,
+    "allreduce_trigger_params": None,
+    "retain_allreduce_buffers": False,
+    "num_allreduce_streams": 1,
+    "allreduce_communicators": None,
+    "gradient_average_split_factor": None,
+    "prof": False,
+}
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
@@ -33,10 +40,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         gradient_average: divide the sum of gradients by the number of ranks.
         gradient_predivide_factor: divide by it before the sum and, with gradient_average, by
             ranks / gradient_predivide_factor after it.
-        gradient_average_split_factor: older name of gradient_predivide_factor.
-
-    `shared_param`, `allreduce_trigger_params`, `retain_allreduce_buffers`, `num_allreduce_streams`,
-    `allreduce_communicators` and `prof` have no effect, and warn once.
+        without_effect: apex's other arguments, which warn once.
     """
 
     def __init__(
@@ -44,32 +48,21 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         module: nn.Module,
         message_size: int = 10_000_000,
         delay_allreduce: bool = False,
-        shared_param: bool | None = None,
-        allreduce_trigger_params: Sequence[nn.Parameter] | None = None,
-        retain_allreduce_buffers: bool = False,
+        *,
         allreduce_always_fp32: bool = False,
-        num_allreduce_streams: int = 1,
-        allreduce_communicators: Any = None,
         gradient_average: bool = True,
         gradient_predivide_factor: float = 1.0,
-        gradient_average_split_factor: float | None = None,
-        prof: bool = False,
+        **without_effect: Any,
     ) -> None:
-        without_effect = {
-            "shared_param": shared_param is not None,
-            "allreduce_trigger_params": allreduce_trigger_params is not None,
-            "retain_allreduce_buffers": retain_allreduce_buffers,
-            "num_allreduce_streams": num_allreduce_streams != 1,
-            "allreduce_communicators": allreduce_communicators is not None,
-            "prof": prof,
-        }
-        for name, is_set in without_effect.items():
-            if is_set:
+        for name, value in without_effect.items():
+            if name not in _WITHOUT_EFFECT:
+                raise TypeError(f"DistributedDataParallel takes apex's arguments, got {name}")
+            if value != _WITHOUT_EFFECT[name]:
                 warn_once(f"DistributedDataParallel: {name} has no effect; see docs/migrating-from-apex.md")
-        predivide = gradient_average_split_factor or gradient_predivide_factor
-        if not predivide > 0:
+        if not gradient_predivide_factor > 0:
             raise ValueError(
-                f"DistributedDataParallel: gradient_predivide_factor must be above 0, got {predivide}"
+                "DistributedDataParallel: gradient_predivide_factor must be above 0, got "
+                f"{gradient_predivide_factor}"
             )
         # torch 2.13 renamed the option.
         names = inspect.signature(nn.parallel.DistributedDataParallel).parameters
@@ -81,10 +74,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             find_unused_parameters=delay_allreduce,
             **options,
         )
-        if allreduce_always_fp32 or not gradient_average or predivide != 1.0:
-            world = dist.get_world_size()
-            after = predivide / world if gradient_average else 1.0
-            self.register_comm_hook((1.0 / predivide, after, allreduce_always_fp32), _reduce)
+        if allreduce_always_fp32 or not gradient_average or gradient_predivide_factor != 1.0:
+            after = gradient_predivide_factor / dist.get_world_size() if gradient_average else 1.0
+            self.register_comm_hook((1.0 / gradient_predivide_factor, after, allreduce_always_fp32), _reduce)
 
     def disable_allreduce(self) -> None:
         """Backwards leave gradients local until `enable_allreduce`, as within `no_sync`."""
@@ -99,12 +91,10 @@ def _reduce(state: tuple[float, float, bool], bucket: dist.GradBucket) -> torch.
     before, after, in_float32 = state
     buffer = bucket.buffer()
     summed = buffer.float() if in_float32 and buffer.dtype != torch.float64 else buffer
-    if before != 1.0:
-        summed.mul_(before)
+    summed.mul_(before)
 
     def finish(future: torch.futures.Future) -> Tensor:
-        if after != 1.0:
-            summed.mul_(after)
+        summed.mul_(after)
         return summed if summed is buffer else buffer.copy_(summed)
 
     return dist.all_reduce(summed, async_op=True).get_future().then(finish)

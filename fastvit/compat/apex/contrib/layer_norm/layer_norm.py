@@ -10,8 +10,6 @@ from ...normalization.fused_layer_norm import (
     mixed_dtype_fused_layer_norm_affine,
 )
 
-__all__ = ["FastLayerNorm", "FastLayerNormFN"]
-
 
 def _fast_layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor, epsilon: float, memory_efficient: bool = False
