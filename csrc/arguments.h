@@ -45,7 +45,7 @@ struct ForwardArgs : NormArgs {  // operands 0: x, 1: y, 2: z
   // [2C + 2]; null: normalise with the running statistics, or in local_forward with x's own.
   const void* moments = nullptr;
   // [2C + 2]: `saved` of an earlier forward. Then moments and saved are null.
-  const void* given = nullptr;
+  const void* applied = nullptr;
   Channels running_mean = {}, running_var = {};
   int64_t* num_batches_tracked = nullptr;  // may be null
   bool cumulative = false;                 // momentum=None: the factor is 1 / num_batches_tracked

@@ -51,7 +51,7 @@ class ForwardOps {
     check_packed(norm.op, "saved", saved, x, 2 * norm.channels() + 2);
     Tensor y = allocate_like(x);
     set_operands(args, norm, y);
-    args.given = saved.data_ptr();
+    args.applied = saved.data_ptr();
     Backend::forward(args);
     return y;
   }

@@ -13,7 +13,7 @@ void Cpu::forward(const ForwardArgs& args) {
   with_accumulation(args.dtype, [&](auto zero) {
     using A = decltype(zero);
     const A* moments = static_cast<const A*>(args.moments);
-    const A* given = static_cast<const A*>(args.given);
+    const A* applied = static_cast<const A*>(args.applied);
     A* saved = static_cast<A*>(args.saved);
     double count = std::numeric_limits<double>::infinity(), factor = args.momentum;
     if (moments) {
@@ -26,8 +26,8 @@ void Cpu::forward(const ForwardArgs& args) {
     Tables<A> table(3, C);
     for (int64_t c = 0; c < C; ++c) {
       double mean, variance;
-      if (given) {
-        mean = given[c];
+      if (applied) {
+        mean = applied[c];
         variance = 0;
       } else if (moments) {
         const double m2 = moments[C + c];
@@ -43,15 +43,15 @@ void Cpu::forward(const ForwardArgs& args) {
         mean = number(args.running_mean, c, 0);
         variance = number(args.running_var, c, 1);
       }
-      const A invstd = given ? given[C + c] : A(1 / std::sqrt(variance + args.eps));
+      const A invstd = applied ? applied[C + c] : A(1 / std::sqrt(variance + args.eps));
       table[0][c] = A(mean);
       table[1][c] = A(gamma_of(args, c) * double(invstd));
       table[2][c] = A(number(args.bias, c, 0));
-      if (!given) saved[c] = A(mean), saved[C + c] = invstd;
+      if (!applied) saved[c] = A(mean), saved[C + c] = invstd;
     }
     if (moments) {
       store_count(saved + 2 * C, count);
-    } else if (!given) {
+    } else if (!applied) {
       saved[2 * C] = std::numeric_limits<A>::infinity();
       saved[2 * C + 1] = 0;
     }

@@ -12,9 +12,9 @@ constexpr int64_t kRowsPerSlice = 16;  // at least: keeps a slice's sums smaller
 
 // weight or bias in the accumulation type.
 template <class A>
-std::vector<A> column_table(const Channels& given, int64_t columns, double absent) {
+std::vector<A> column_table(const Channels& parameter, int64_t columns, double absent) {
   std::vector<A> table(columns);
-  for (int64_t c = 0; c < columns; ++c) table[c] = A(number(given, c, absent));
+  for (int64_t c = 0; c < columns; ++c) table[c] = A(number(parameter, c, absent));
   return table;
 }
 

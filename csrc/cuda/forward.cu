@@ -15,13 +15,13 @@ namespace fastvit {
 template <class A>
 struct Statistics : RunningStats<A> {  // the sources of mean and invstd
   const A* moments;                    // [2C + 2]; null: the running statistics
-  const A* given;  // [2C + 2]: `saved` of an earlier forward, then nothing is updated or saved; or null
+  const A* applied;  // [2C + 2]: `saved` of an earlier forward, then nothing is updated or saved; or null
 
   __device__ __forceinline__ Moments<A> measured(int64_t c) const {
     return {load_count(moments + 2 * this->C), moments[c], moments[this->C + c]};
   }
   __device__ __forceinline__ Normaliser<A> of(int64_t c) const {
-    if (given) return {given[c], given[this->C + c]};
+    if (applied) return {applied[c], applied[this->C + c]};
     return moments ? this->normaliser(measured(c)) : this->running(c);
   }
 
@@ -82,10 +82,10 @@ __global__ void __launch_bounds__(kThreads, kResident)
   for (int g = threadIdx.x; g < channels; g += kThreads) {
     const int64_t c = work.first_channel(args.plan) + g;
     table[g] = args.act.affine(c, args.statistics.of(c));
-    if (work.slice == 0 && !args.apart && !args.statistics.given)
+    if (work.slice == 0 && !args.apart && !args.statistics.applied)
       args.statistics.record(c, args.statistics.momentum);
   }
-  if (work.slice == 0 && work.tile == 0 && threadIdx.x == 0 && !args.apart && !args.statistics.given)
+  if (work.slice == 0 && work.tile == 0 && threadIdx.x == 0 && !args.apart && !args.statistics.applied)
     args.statistics.count_batch();
   __syncthreads();
   Affine<A> affine[kRows ? V : 1];
@@ -118,13 +118,13 @@ void Cuda::forward(const ForwardArgs& args) {
     const auto kernel_of = [&]<bool kRows, int V>() { return forward_kernel_of<T, kRows, V>(args); };
     const Plan plan = Planner::make(args.layout, pointers, args.z ? 3 : 2, sizeof(T), device.limits, 0,
                                     resident_blocks<T>(device, kernel_of));
-    const bool empty = args.layout.numel() == 0, apart = !args.given && (empty || args.cumulative);
+    const bool empty = args.layout.numel() == 0, apart = !args.applied && (empty || args.cumulative);
     const ForwardParams<T> params{
         plan,
         static_cast<const T*>(args.x),
         static_cast<T*>(args.y),
         static_cast<const T*>(args.z),
-        {running_stats_of<A>(args), static_cast<const A*>(args.moments), static_cast<const A*>(args.given)},
+        {running_stats_of<A>(args), static_cast<const A*>(args.moments), static_cast<const A*>(args.applied)},
         activated_of<T>(args),
         apart};
     const int64_t blocks = apart + (empty ? 0 : plan.blocks());
