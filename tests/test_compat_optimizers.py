@@ -95,7 +95,9 @@ def test_adam_without_bias_correction():
         return w * (1 - 0.01 * 0.1) - 0.01 * m / (v.sqrt() + 1e-8)
 
     make = lambda p: FusedAdam(p, 0.01, False, (0.8, 0.9), weight_decay=0.1)  # noqa: E731
-    close(run(make)[0], by_formula(update))
+    params, optimizer = run(make)
+    close(params, by_formula(update))
+    assert all(optimizer.state[p]["step"] == STEPS for p in params)  # which checkpoints have
 
 
 def test_decay_after_momentum():
