@@ -237,6 +237,23 @@ def test_apex_checkpoints():
     assert continues(params, optimizer, state, lambda p: FusedAdam(p, 1e-2))
 
 
+def test_hooks_of_loading_see_the_state():
+    (parameter,) = params = [nn.Parameter(torch.ones(3))]
+    optimizer, seen = FusedSGD(params, 0.1, 0.9), []
+    parameter.grad = torch.ones(3)
+    optimizer.step()
+    state = copy.deepcopy(optimizer.state_dict())
+
+    def doubled(optimizer, state):
+        return state | {"state": {0: {"momentum_buffer": 2 * state["state"][0]["momentum_buffer"]}}}
+
+    optimizer.register_load_state_dict_pre_hook(doubled)
+    optimizer.register_load_state_dict_post_hook(lambda o: seen.append(o.state[parameter]["momentum_buffer"]))
+    optimizer.load_state_dict(state)
+    assert torch.equal(optimizer.state[parameter]["momentum_buffer"], torch.full((3,), 2.0))
+    assert seen[0] is optimizer.state[parameter]["momentum_buffer"]
+
+
 def test_apex_checkpoints_of_novograd():
     """apex keeps the norms in the group, those of half parameters first."""
     params, optimizer = run(lambda p: FusedNovoGrad(p, 1e-2), steps=3)
