@@ -9,7 +9,7 @@
     on_chip      local ops on tensors that fit on chip
     two_kernels  the same with FASTVIT_ON_CHIP=0, which takes two kernels a direction
     exchange     moments and sums by Loopback, with the peers' packets sent before: 2, 4, 8 ranks, C to 2048
-    host_ops     host microseconds per op, and of a plan
+    host_ops     host microseconds per op
 
 Times by harness.Timer: of the device, with cold caches, medians. Writes PART_DEVICE.csv after every row.
 A part is a sequence of tasks. One that raises costs its own rows; one that spoils the GPU for this process

@@ -272,6 +272,15 @@ def test_initialize_again(first, second):
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
+def test_initialize_again_with_a_shared_layer():
+    norm = nn.BatchNorm1d(4, affine=False)
+    models = [nn.Sequential(nn.Linear(4, 4), norm) for _ in range(2)]
+    amp.initialize(models, opt_level="O3", verbosity=0)
+    assert norm.running_mean.dtype == torch.bfloat16
+    amp.initialize(models, enabled=False)
+    assert {t.dtype for model in models for t in model.state_dict().values()} == {torch.float32, torch.int64}
+
+
 class Wrapper(torch.optim.Optimizer):
     """A wrapper of another optimizer, without Optimizer.__init__, as in implementations of Lookahead."""
 

@@ -95,7 +95,9 @@ def test_adam_without_bias_correction():
         return w * (1 - 0.01 * 0.1) - 0.01 * m / (v.sqrt() + 1e-8)
 
     make = lambda p: FusedAdam(p, 0.01, False, (0.8, 0.9), weight_decay=0.1)  # noqa: E731
-    close(run(make)[0], by_formula(update))
+    params, optimizer = run(make)
+    close(params, by_formula(update))
+    assert all(optimizer.state[p]["step"] == STEPS for p in params)  # which checkpoints have
 
 
 def test_decay_after_momentum():
@@ -233,6 +235,23 @@ def test_apex_checkpoints():
     for entry in state["state"].values():
         del entry["step"]
     assert continues(params, optimizer, state, lambda p: FusedAdam(p, 1e-2))
+
+
+def test_hooks_of_loading_see_the_state():
+    (parameter,) = params = [nn.Parameter(torch.ones(3))]
+    optimizer, seen = FusedSGD(params, 0.1, 0.9), []
+    parameter.grad = torch.ones(3)
+    optimizer.step()
+    state = copy.deepcopy(optimizer.state_dict())
+
+    def doubled(optimizer, state):
+        return state | {"state": {0: {"momentum_buffer": 2 * state["state"][0]["momentum_buffer"]}}}
+
+    optimizer.register_load_state_dict_pre_hook(doubled)
+    optimizer.register_load_state_dict_post_hook(lambda o: seen.append(o.state[parameter]["momentum_buffer"]))
+    optimizer.load_state_dict(state)
+    assert torch.equal(optimizer.state[parameter]["momentum_buffer"], torch.full((3,), 2.0))
+    assert seen[0] is optimizer.state[parameter]["momentum_buffer"]
 
 
 def test_apex_checkpoints_of_novograd():

@@ -131,13 +131,13 @@ class FusedOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads apex's files too. The state of half parameters stays float32."""
-        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        super().load_state_dict(state_dict)  # casts the state to the dtypes of the parameters
         indices = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         parameters = chain.from_iterable(group["params"] for group in self.param_groups)
         for index, parameter in zip(indices, parameters, strict=True):
             for name, value in state_dict["state"].get(index, {}).items():
-                copied = value.to(parameter.device, copy=True) if isinstance(value, Tensor) else value
-                self.state[parameter][name] = copied
+                if isinstance(value, Tensor) and value.dtype != self.state[parameter][name].dtype:
+                    self.state[parameter][name] = value.to(parameter.device, copy=True)
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)

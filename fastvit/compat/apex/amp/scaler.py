@@ -26,6 +26,7 @@ class LossScaler:
     def __init__(
         self,
         loss_scale: float | str,
+        *,
         min_loss_scale: float | None = None,
         max_loss_scale: float = 2.0**24,
     ) -> None:

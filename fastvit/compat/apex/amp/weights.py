@@ -38,7 +38,7 @@ def cast_weights(
     for module in model.modules():
         if keep_batchnorm_fp32 and is_batchnorm(module) and module.affine:
             continue
-        cast = module.__dict__["_amp_cast"] = set()
+        cast = module.__dict__.setdefault("_amp_cast", set())  # another model may have the module too
         for name, parameter in module._parameters.items():
             if parameter is None or not parameter.is_floating_point() or parameter.dtype == dtype:
                 continue

@@ -71,12 +71,15 @@ class FusedAdam(FusedOptimizer):
             excess = torch.stack(norms(gradients)).norm() / group["max_grad_norm"]
             gradients = list(torch._foreach_div(gradients, excess.clamp_min(1.0)))
         means, squares, steps = ([state[n] for state in states] for n in ("exp_avg", "exp_avg_sq", "step"))
+        found_inf = getattr(self, "found_inf", None)  # by GradScaler
         if not group["bias_correction"]:  # as after infinitely many steps, where beta^step is 0
-            steps = [torch.full_like(step, float("inf")) for step in steps]
+            counts, steps = steps, [torch.full_like(step, float("inf")) for step in steps]
+            for count in counts:
+                count += 1.0 if found_inf is None else 1.0 - found_inf.to(count.device)
         beta1, beta2 = group["betas"]
         adam(
             values, gradients, means, squares, [], steps,
             foreach=False, fused=True, capturable=self.capturable, amsgrad=False, maximize=False,
             decoupled_weight_decay=self.adam_w_mode, beta1=beta1, beta2=beta2, lr=group["lr"],
-            weight_decay=group["weight_decay"], eps=group["eps"], found_inf=getattr(self, "found_inf", None),
+            weight_decay=group["weight_decay"], eps=group["eps"], found_inf=found_inf,
         )  # fmt: skip
