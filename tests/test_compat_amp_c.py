@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from fastvit.compat import amp_C, apex_C
 from fastvit.compat.apex import contrib
 from fastvit.compat.apex.multi_tensor_apply import multi_tensor_applier
+from fastvit.compat.apex.optimizers import FusedLAMB
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -67,12 +68,32 @@ def test_l2norm(flag):
     assert flag.item() == 1
 
 
+@pytest.mark.parametrize("most", [0.0, 1.0])
+@pytest.mark.parametrize("nvlamb", [False, True])
+def test_lamb(flag, nvlamb, most):
+    """As a copy of FusedLAMB in a script calls it."""
+    parameters = tensors(torch.float32, torch.float32)
+    wanted = [nn.Parameter(p.clone()) for p in parameters]
+    optimizer = FusedLAMB(wanted, 0.1, max_grad_norm=most, use_nvlamb=nvlamb, weight_decay=0.0)
+    moments = [[torch.zeros_like(p) for p in parameters] for _ in range(2)]
+    for step in (1, 2):
+        gradients = tensors(torch.float32, torch.float32, seed=step)
+        norm = multi_tensor_applier(amp_C.multi_tensor_l2norm, flag, [gradients], False)[0]
+        options = 0.1, 0.9, 0.999, 1e-6, step, 1, 0.0, 1, 1, norm, most, nvlamb
+        multi_tensor_applier(amp_C.multi_tensor_lamb, flag, [gradients, parameters, *moments], *options)
+        for parameter, gradient in zip(wanted, gradients, strict=True):
+            parameter.grad = gradient.clone()
+        optimizer.step()
+    for got, want in zip(parameters, wanted, strict=True):
+        torch.testing.assert_close(got, want.detach())
+
+
 def test_names_that_are_not_there():
     assert not hasattr(amp_C, "multi_tensor_adam")
     with pytest.raises(AttributeError, match="multi_tensor_adam; see docs/migrating-from-apex.md"):
         _ = amp_C.multi_tensor_adam
-    with pytest.raises(AttributeError, match="multi_tensor_lamb; use apex.optimizers.FusedLAMB"):
-        _ = amp_C.multi_tensor_lamb
+    with pytest.raises(AttributeError, match="unscale_l2norm; use amp_C.multi_tensor_l2norm"):
+        _ = amp_C.multi_tensor_unscale_l2norm
 
 
 def test_flat_tensors():

@@ -183,7 +183,7 @@ LACKING = {  # a repository that is not here gets every name; the names here are
     "NVIDIA-NeMo/NeMo": "amp_C.multi_tensor_unscale amp_C.update_scale_hysteresis apex.transformer "
     "apex.contrib.group_norm apex._autocast_utils apex.contrib.nccl_allocator "
     "apex.contrib.optimizers.distributed_fused_adam",
-    "NVIDIA/DeepLearningExamples": "amp_C.multi_tensor_lamb apex.mlp apex.pyprof",
+    "NVIDIA/DeepLearningExamples": "amp_C.multi_tensor_lamb_stage apex.mlp apex.pyprof",
     "NVIDIA/FasterTransformer": "amp_C.multi_tensor_lamb_stage apex.contrib.sparsity",
     "NVIDIA/Megatron-LM": "apex.contrib.nccl_allocator",
     "THUDM/SwissArmyTransformer": "apex.transformer",

@@ -60,7 +60,10 @@ REASONS = (
     ),
     (r"TestFusedAdagrad", "`FusedAdagrad` is not there; torch has `torch.optim.Adagrad`"),
     (r"update_scale_hysteresis", "`amp_C.update_scale_hysteresis` is not there"),
-    (r"multi_tensor_unscale_l2norm", "`amp_C.multi_tensor_unscale_l2norm` is not there"),
+    (
+        r"test_multi_tensor_unscale_l2norm.*amp_C is unavailable",  # skipped where a name is missing
+        "`amp_C.multi_tensor_unscale_l2norm` is not there",
+    ),
     (r"FP16Model", "`fp16_utils.FP16Model` is not there; scripts call `network_to_half`"),
     (r"more than 1 GPU required$", "needs two GPUs"),
     (r"Insufficient \w+ memory|psutil", "needs 60 GB of GPU memory"),
@@ -141,12 +144,10 @@ def prepare(file: Path) -> None:
     from fastvit import compat
 
     compat.install("fastvit")
-    import amp_C
     from apex import optimizers
     from apex.amp import forward
 
     optimizers.FusedAdagrad = None  # is not there, and the class of its tests names it
-    amp_C.multi_tensor_lamb = None  # is not there; the tests of LAMB name it, and do not call it
     forward.CPU_HALF = torch.float16
     if file.parent.name == Path(SYNCBN).name:
         sys.modules["syncbn"] = _syncbn(older=file.name == "test_groups.py")

@@ -32,7 +32,6 @@ _PARTIAL = ("apex", "apex.contrib", "apex.contrib.optimizers")
 """Packages of which an installed apex provides the other parts, even where fastvit is preferred."""
 
 _INSTEAD = {
-    "amp_C.multi_tensor_lamb": "apex.optimizers.FusedLAMB",
     "amp_C.multi_tensor_unscale_l2norm": "amp_C.multi_tensor_l2norm",
     "apex.amp.lists.tensor_overrides": "amp.register_half_function",
     "apex.amp.lists.torch_overrides": "amp.register_half_function",

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from ._finder import without
 from .apex._fused import norms
+from .apex.optimizers.fused_lamb import lamb_
 
-__all__ = ["multi_tensor_axpby", "multi_tensor_l2norm", "multi_tensor_scale"]
+__all__ = ["multi_tensor_axpby", "multi_tensor_l2norm", "multi_tensor_lamb", "multi_tensor_scale"]
 
 Lists = Sequence[list[Tensor]]
 
@@ -59,3 +60,22 @@ def multi_tensor_l2norm(
     total = each.norm().reshape(1)
     noop_flag.masked_fill_(~total.isfinite(), 1)
     return total, each if per_tensor else each.new_empty(0)
+
+
+@torch.no_grad()
+def multi_tensor_lamb(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists,
+    lr: float, beta1: float, beta2: float, epsilon: float, step: int, bias_correction: int,
+    weight_decay: float, grad_averaging: int, mode: int, global_grad_norm: Tensor, max_grad_norm: float,
+    use_nvlamb: bool | None = False,
+) -> None:  # fmt: skip
+    """Step number `step` of FusedLAMB; lists of gradients, which stay, parameters and both moments."""
+    gradients, parameters, means, squares = tensor_lists
+    values, gradients = _float32(parameters), _float32(gradients)
+    if max_grad_norm:
+        excess = (global_grad_norm / max_grad_norm).clamp_min(1.0).squeeze()
+        gradients = list(torch._foreach_div(gradients, excess))
+    group = {"lr": lr, "betas": (beta1, beta2), "eps": epsilon, "weight_decay": weight_decay,
+             "bias_correction": bias_correction, "grad_averaging": grad_averaging}  # fmt: skip
+    lamb_(values, gradients, means, squares, step, group, mode == 1, bool(use_nvlamb))
+    torch._foreach_copy_(parameters, values)

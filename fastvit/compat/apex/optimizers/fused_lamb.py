@@ -61,28 +61,36 @@ class FusedLAMB(FusedOptimizer):
             self._clip_divisor = (each.norm() / (largest * getattr(self, "grad_scale", 1.0))).clamp_min(1.0)
 
     def _update(self, group: State, values: Tensors, gradients: Tensors, states: list[State]) -> None:
-        (beta1, beta2), weight_decay, step = group["betas"], group["weight_decay"], group["step"]
-        correction1 = 1.0 - beta1**step if group["bias_correction"] else 1.0
-        correction2 = 1.0 - beta2**step if group["bias_correction"] else 1.0
         means, squares = ([state[name] for state in states] for name in self.moments)
         if self._clip_divisor is not None:
             gradients = list(torch._foreach_div(gradients, self._clip_divisor.to(values[0].device)))
-        if weight_decay and not self.adam_w_mode:
-            gradients = list(torch._foreach_add(gradients, values, alpha=weight_decay))
-        torch._foreach_mul_(means, beta1)
-        torch._foreach_add_(means, gradients, alpha=1.0 - beta1 if group["grad_averaging"] else 1.0)
-        torch._foreach_mul_(squares, beta2)
-        torch._foreach_addcmul_(squares, gradients, gradients, 1.0 - beta2)
-        updates = torch._foreach_sqrt(squares)
-        torch._foreach_div_(updates, correction2**0.5)
-        torch._foreach_add_(updates, group["eps"])
-        updates = torch._foreach_div(means, updates)
-        torch._foreach_div_(updates, correction1)
-        if weight_decay and self.adam_w_mode:
-            torch._foreach_add_(updates, values, alpha=weight_decay)
-        if weight_decay or self.use_nvlamb:
-            weight_norms, update_norms = (torch.stack(norms(tensors)) for tensors in (values, updates))
-            moving = (weight_norms != 0) & (update_norms != 0)
-            ratios = torch.where(moving, weight_norms / update_norms, 1.0)
-            torch._foreach_mul_(updates, ratios.unbind())
-        torch._foreach_add_(values, updates, alpha=-group["lr"])
+        lamb_(values, gradients, means, squares, group["step"], group, self.adam_w_mode, self.use_nvlamb)
+
+
+def lamb_(
+    values: Tensors, gradients: Tensors, means: Tensors, squares: Tensors,
+    step: int, group: State, adam_w_mode: bool, use_nvlamb: bool,
+) -> None:  # fmt: skip
+    """Step number `step` by the options of a group, in place but for the gradients."""
+    (beta1, beta2), weight_decay = group["betas"], group["weight_decay"]
+    correction1 = 1.0 - beta1**step if group["bias_correction"] else 1.0
+    correction2 = 1.0 - beta2**step if group["bias_correction"] else 1.0
+    if weight_decay and not adam_w_mode:
+        gradients = list(torch._foreach_add(gradients, values, alpha=weight_decay))
+    torch._foreach_mul_(means, beta1)
+    torch._foreach_add_(means, gradients, alpha=1.0 - beta1 if group["grad_averaging"] else 1.0)
+    torch._foreach_mul_(squares, beta2)
+    torch._foreach_addcmul_(squares, gradients, gradients, 1.0 - beta2)
+    updates = torch._foreach_sqrt(squares)
+    torch._foreach_div_(updates, correction2**0.5)
+    torch._foreach_add_(updates, group["eps"])
+    updates = torch._foreach_div(means, updates)
+    torch._foreach_div_(updates, correction1)
+    if weight_decay and adam_w_mode:
+        torch._foreach_add_(updates, values, alpha=weight_decay)
+    if weight_decay or use_nvlamb:
+        weight_norms, update_norms = (torch.stack(norms(tensors)) for tensors in (values, updates))
+        moving = (weight_norms != 0) & (update_norms != 0)
+        ratios = torch.where(moving, weight_norms / update_norms, 1.0)
+        torch._foreach_mul_(updates, ratios.unbind())
+    torch._foreach_add_(values, updates, alpha=-group["lr"])
