@@ -238,6 +238,7 @@ def main() -> None:
     if writer is not None:
         writer.close()
     if world > 1:
+        dist.barrier()  # gloo may abort a rank that destroys the group while another uses it
         dist.destroy_process_group()
 
 
