@@ -237,10 +237,10 @@ def main() -> None:
         torch.save(saved, args.out / "last.pt")
     if writer is not None:
         writer.close()
-    if world > 1:
-        dist.barrier()  # gloo may abort a rank that destroys the group while another uses it
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    if dist.is_initialized():  # its models are gone, and no rank uses the group: gloo may abort otherwise
+        dist.barrier()
+        dist.destroy_process_group()
