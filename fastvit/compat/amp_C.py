@@ -71,11 +71,9 @@ def multi_tensor_lamb(
 ) -> None:  # fmt: skip
     """Step number `step` of FusedLAMB; lists of gradients, which stay, parameters and both moments."""
     gradients, parameters, means, squares = tensor_lists
-    values, gradients = _float32(parameters), _float32(gradients)
-    if max_grad_norm:
-        excess = (global_grad_norm / max_grad_norm).clamp_min(1.0).squeeze()
-        gradients = list(torch._foreach_div(gradients, excess))
+    values = _float32(parameters)
+    divisor = (global_grad_norm / max_grad_norm).clamp_min(1.0).squeeze() if max_grad_norm else None
     group = {"lr": lr, "betas": (beta1, beta2), "eps": epsilon, "weight_decay": weight_decay,
              "bias_correction": bias_correction, "grad_averaging": grad_averaging}  # fmt: skip
-    lamb_(values, gradients, means, squares, step, group, mode == 1, bool(use_nvlamb))
+    lamb_(values, _float32(gradients), means, squares, step, divisor, group, mode == 1, bool(use_nvlamb))
     torch._foreach_copy_(parameters, values)

@@ -62,19 +62,22 @@ class FusedLAMB(FusedOptimizer):
 
     def _update(self, group: State, values: Tensors, gradients: Tensors, states: list[State]) -> None:
         means, squares = ([state[name] for state in states] for name in self.moments)
-        if self._clip_divisor is not None:
-            gradients = list(torch._foreach_div(gradients, self._clip_divisor.to(values[0].device)))
-        lamb_(values, gradients, means, squares, group["step"], group, self.adam_w_mode, self.use_nvlamb)
+        lamb_(
+            values, gradients, means, squares, group["step"], self._clip_divisor, group, self.adam_w_mode,
+            self.use_nvlamb,
+        )  # fmt: skip
 
 
 def lamb_(
     values: Tensors, gradients: Tensors, means: Tensors, squares: Tensors,
-    step: int, group: State, adam_w_mode: bool, use_nvlamb: bool,
+    step: int, clip_divisor: Tensor | None, group: State, adam_w_mode: bool, use_nvlamb: bool,
 ) -> None:  # fmt: skip
-    """Step number `step` by the options of a group, in place but for the gradients."""
+    """Step number `step` by the options of a group, in place but for the gradients, which stay."""
     (beta1, beta2), weight_decay = group["betas"], group["weight_decay"]
     correction1 = 1.0 - beta1**step if group["bias_correction"] else 1.0
     correction2 = 1.0 - beta2**step if group["bias_correction"] else 1.0
+    if clip_divisor is not None:
+        gradients = list(torch._foreach_div(gradients, clip_divisor.to(values[0].device)))
     if weight_decay and not adam_w_mode:
         gradients = list(torch._foreach_add(gradients, values, alpha=weight_decay))
     torch._foreach_mul_(means, beta1)
