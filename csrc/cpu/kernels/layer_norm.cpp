@@ -33,7 +33,7 @@ struct Forward {
     G* y = static_cast<G*>(args.y);
     const A *gamma = static_cast<const A*>(args.gamma), *beta = static_cast<const A*>(args.beta);
     A *mean = static_cast<A*>(args.saved), *invstd = mean + args.rows;
-    const bool streams = args.rows * n * int64_t(sizeof(G)) >= kStreamed;
+    const bool streams = is_streamed<G>(args.rows * n);
     torch::stable::parallel_for(0, args.rows, grain_of(n), [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r) {
         Moments<double> all;
@@ -93,7 +93,7 @@ struct Backward {
     T* dx = static_cast<T*>(args.dx);
     const A* gamma = static_cast<const A*>(args.gamma);
     const A *mean = static_cast<const A*>(args.saved), *invstd = mean + args.rows;
-    const bool streams = args.rows * n * int64_t(sizeof(T)) >= kStreamed;
+    const bool streams = is_streamed<T>(args.rows * n);
     torch::stable::parallel_for(0, args.slices, 1, [&](int64_t first, int64_t last) {
       for (int64_t slice = first; slice < last; ++slice) {
         A* bias = kColumns ? static_cast<A*>(args.group) + slice * 2 * args.stride : nullptr;
