@@ -25,9 +25,9 @@ extern "C" void fastvit_plan(const Request* request, int64_t* answer) {
   const MergeDepth depth = merges ? MergeDepth::of(p) : MergeDepth{};
   const int64_t levels = merges && p.slices > 1 ? 1 + (SliceGroups(p).size > 1) : 0;
   const int64_t resident = p.slots ? kOnChipBlocks : r.resident[p.rows][p.vector];
-  for (const int64_t word :
-       {int64_t(p.rows), int64_t(p.vector), int64_t(p.lanes), int64_t(p.teams), p.blocks(), int64_t(p.slices),
-        p.segment, p.units, int64_t(p.slots), resident, levels, int64_t(depth.nanoseconds())})
+  for (const int64_t word : {int64_t(p.rows), int64_t(p.vector), int64_t(p.lanes), int64_t(p.teams),
+                             int64_t(p.fold), p.blocks(), int64_t(p.slices), p.segment, p.units,
+                             int64_t(p.slots), resident, levels, int64_t(depth.nanoseconds())})
     *answer++ = word;
 }
 

@@ -19,7 +19,7 @@ MOST_DIMS = 5
 # Of csrc/cuda/plan.h; `resident` blocks per multiprocessor. The last block merges slices for
 # `tail_nanoseconds`, and is found `levels` times.
 Plan = namedtuple(
-    "Plan", "rows vector lanes teams blocks slices segment units slots resident levels tail_nanoseconds"
+    "Plan", "rows vector lanes teams fold blocks slices segment units slots resident levels tail_nanoseconds"
 )
 
 

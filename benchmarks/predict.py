@@ -128,7 +128,7 @@ def _of_set(op: str, case: Case, kernels: dict[str, Kernel], activations: int) -
         stream += what.writes * case.nbytes / H200.copy_GB_s / 1e3
         tail += 2 * H200.latency_ns / 1e3 * (plan.slices > 1)  # publishing totals and reading them: assumed
     if what.merges:
-        merging = plan.teams * (1 if plan.rows else plan.lanes)
+        merging = plan.teams * (plan.fold if plan.rows else plan.lanes)
         tail += (H200.merge_ns * (merging - 1).bit_length() + H200.last_ns * plan.levels) / 1e3
     prologue = (H200.table_ns + H200.l2_ns - H200.latency_ns) / 1e3 if what.tabled else 0.0
     warps = plan.blocks * THREADS / 32

@@ -135,7 +135,7 @@ template <class R, class Write>
 __device__ __forceinline__ void merge_rows(R* shared, const R* results, unsigned rows, int64_t stride,
                                            int channels, const Write& write) {
   static_assert(kMostTile <= kThreads);
-  const unsigned teams = unsigned(kThreads / channels), team = threadIdx.x / unsigned(channels);
+  const unsigned teams = min(unsigned(kThreads / channels), rows), team = threadIdx.x / unsigned(channels);
   const int g = int(threadIdx.x - team * unsigned(channels));
   R total{};
   for (unsigned first = team < teams ? team : rows; first < rows; first += kAhead * teams) {

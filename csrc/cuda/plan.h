@@ -93,7 +93,8 @@ struct MergeDepth {
 
  private:
   void add(int64_t rows, int tile) {
-    const int64_t teams = kThreads / tile, turns = ceil_div(rows, int64_t(kAhead) * teams);
+    const int64_t teams = std::min<int64_t>(kThreads / tile, rows),
+                  turns = ceil_div(rows, int64_t(kAhead) * teams);
     loads += turns;
     merges += turns;
     for (int64_t left = kAhead; left > 1; left /= 2) merges += turns;
@@ -109,7 +110,7 @@ class Planner {
   static Plan on_chip(const Layout& layout, const void* const* pointers, int operands, int element_size,
                       const Limits& limits, int cached) {
     Planner planner(layout, pointers, operands, element_size, limits.multiprocessors);
-    Plan plan = planner.walk();
+    Plan plan = planner.walk(true);
     planner.cache(plan, cached, limits.smem_cache_bytes);
     return plan;
   }
@@ -118,7 +119,7 @@ class Planner {
   static Plan make(const Layout& layout, const void* const* pointers, int operands, int element_size,
                    const Limits& limits, int cached, const Resident& resident) {
     Planner planner(layout, pointers, operands, element_size, limits.multiprocessors);
-    const Plan walk = planner.walk();
+    const Plan walk = planner.walk(cached > 0);
     Plan plan = walk;
     if (planner.cache(plan, cached, limits.smem_cache_bytes)) return plan;
     planner.spread(plan = walk, cached, std::max(1, int(resident(walk))));
@@ -141,10 +142,10 @@ class Planner {
   int64_t resident = 1;  // blocks that are resident at once on the device
 
   // Selects the kernel. The division into blocks follows when its number of resident blocks is known.
-  Plan walk() const {
+  Plan walk(bool merges) const {
     Plan plan;
     plan.layout = l;
-    if (!fold(plan) && !rows(plan)) plan.vector = aligned_planes();
+    if (!fold(plan) && !rows(plan, merges)) plan.vector = aligned_planes();
     return plan;
   }
 
@@ -161,16 +162,19 @@ class Planner {
   }
   static int used(int lanes) { return kThreads / lanes * lanes; }  // threads with work
 
-  bool rows(Plan& plan) const {
+  bool rows(Plan& plan, bool merges) const {
     if (!l.rows && l.N > 0) return false;
     plan.rows = true;
     plan.columns = l.C;
     plan.vector = aligned_rows(l.C) && all([](const Strides& s, uintptr_t) { return s.channel == 1; });
     const int64_t packets = std::max<int64_t>(1, plan.vector ? l.C / V : l.C);
-    // At most 32 lanes, so that the last block has few results to merge. At least 4, which read one or two
-    // whole sectors. Among these, the number that leaves the fewest threads and columns without work.
+    // At most 32 lanes, which read 512 bytes of a row, or 16 where slices are merged: half the channels in a
+    // tile are also half the slices of a channel, so the last block has a quarter of the results to merge.
+    // At least 4, which read one or two whole sectors. Among these, the number that leaves the fewest threads
+    // and columns without work.
     double best = 0;
-    for (int lanes = int(std::min<int64_t>(packets, 32)); lanes >= std::min<int64_t>(packets, 4); --lanes) {
+    for (int lanes = int(std::min<int64_t>(packets, merges ? 16 : 32));
+         lanes >= std::min<int64_t>(packets, 4); --lanes) {
       const double score = double(packets) * used(lanes) / double(ceil_div(packets, lanes) * lanes);
       if (score > best) best = score, plan.lanes = lanes;
       if (best == kThreads) break;  // no thread is idle

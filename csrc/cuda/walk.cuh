@@ -173,7 +173,8 @@ __device__ __forceinline__ void walk_planes(const Plan& plan, const Work& work, 
 template <int V, int U, int kOperands, bool kReverse, bool kWhole, bool kFirst, class Body>
 __device__ __forceinline__ void walk_rows(const Plan& plan, const Work& work, const Body& body) {
   const Layout& l = plan.layout;
-  const int64_t column = work.first_channel(plan) * plan.fold + work.lane * V;
+  int64_t column = work.first_channel(plan) * plan.fold + work.lane * V;
+  if constexpr (!kWhole) column = kept(column);  // bn_stats has no register left
   if (work.team >= plan.teams || column >= plan.columns) return;
   int64_t at_column[kOperands];
   int next[kOperands];  // see Planner::aligned_rows
