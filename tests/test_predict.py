@@ -296,6 +296,17 @@ def test_no_team_is_idle_in_the_last_turn():
         assert plan.blocks / (-(-plan.blocks // at_once) * at_once) > 0.9
 
 
+def test_tiles_whose_slices_are_merged_are_narrower():
+    """Half the channels in a tile leave half the slices of a channel to the last block."""
+    import planner
+
+    resident = {(rows, wide): 2 for rows in (False, True) for wide in (False, True)}
+    case = Case((32, 2048, 7, 7), "channels_last", "bf16")
+    merged, apart = (planner.plan(case, 1, cached, resident, 132, 0) for cached in (1, 0))
+    assert (merged.lanes, merged.teams) == (16, 16) and (apart.lanes, apart.teams) == (32, 8)
+    assert merged.levels == 1 and merged.blocks == 16 * merged.slices > 0.9 * 264
+
+
 def test_lanes_have_packets():
     """At 56x56 in 16 bits, 392 packets: a team's batches are full, but for rounding to whole sectors."""
     import planner
