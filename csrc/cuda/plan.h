@@ -155,8 +155,10 @@ class Planner {
       if (!condition(l.strides[k], reinterpret_cast<uintptr_t>(pointers[k]))) return false;
     return true;
   }
-  bool aligned_rows(int64_t columns) const {  // and the offsets within a batch fit in 32 bits
-    return l.outer_dims <= 1 && columns % V == 0 && all([&](const Strides& s, uintptr_t p) {
+  // Whether packets of V are aligned, and rows, columns and the offsets within a batch fit in 32 bits.
+  bool aligned_rows(int64_t columns) const {
+    return l.outer_dims <= 1 && columns % V == 0 && std::max(columns, l.N) <= INT32_MAX &&
+           all([&](const Strides& s, uintptr_t p) {
              return p % 16 == 0 && s.outer[0] % V == 0 && s.outer[0] * kThreads * kBatch <= INT32_MAX;
            });
   }

@@ -41,9 +41,6 @@ inline unsigned count_up(unsigned* counter, unsigned most, CUDA_HOST_AT) {
   const auto next = [=](unsigned before) { return before >= most ? 0 : before + 1; };
   return cuda_host::rmw(counter, next, CUDA_HOST_LOC, cuda_host::acq_rel, cuda_host::gpu);
 }
-inline int64_t kept(int64_t value) {
-  return value;
-}
 inline void prefetch(const void*) {}
 inline void wait_for_previous_kernel() {}
 inline void let_next_kernel_begin() {}
@@ -110,11 +107,6 @@ __device__ __forceinline__ unsigned count_up(unsigned* counter, unsigned most) {
                : "l"(__cvta_generic_to_global(counter)), "r"(most)
                : "memory");
   return before;
-}
-// The value in registers: the compiler cannot compute it anew where it is used, as it does in a loop.
-__device__ __forceinline__ int64_t kept(int64_t value) {
-  asm("" : "+l"(value));
-  return value;
 }
 __device__ __forceinline__ void prefetch(const void* p) {  // to the L2 cache
   asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(p)));

@@ -25,10 +25,17 @@ struct StatsParams : Shares<kShared> {
   unsigned* exchange_words;
 };
 
-// Three blocks have 49 KB of loads in flight in rows of 16 bits, two have 33. That leaves 80 registers, which
-// are too few for an exchange, for double, and by one for half.
+// Three blocks have 49 KB of loads in flight in rows of 16 bits, two have 33, which suffice for sm_120: its
+// multiprocessors have a third of the bandwidth. Three leave 80 registers, which are too few for an exchange,
+// for double, and by one for half.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+constexpr bool kThreeBlocks = false;
+#else
+constexpr bool kThreeBlocks = true;
+#endif
 template <class T, bool kShared>
-constexpr int kStatsResident = kShared || sizeof(T) == 8 || std::is_same_v<T, __half> ? kResident : 3;
+constexpr int kStatsResident =
+    kThreeBlocks && !kShared && sizeof(T) < 8 && !std::is_same_v<T, __half> ? 3 : kResident;
 
 template <class T, bool kShared, bool kRows, int V>
 __global__ void __launch_bounds__(kThreads, kStatsResident<T, kShared>)

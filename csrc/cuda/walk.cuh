@@ -172,38 +172,46 @@ __device__ __forceinline__ void walk_planes(const Plan& plan, const Work& work, 
 // batches in which every packet exists have a type of their own.
 template <int V, int U, int kOperands, bool kReverse, bool kWhole, bool kFirst, class Body>
 __device__ __forceinline__ void walk_rows(const Plan& plan, const Work& work, const Body& body) {
+  // 32 bits suffice for packets, see Planner::aligned_rows. With them the loop of bn_stats, which has 80
+  // registers, would take two more.
+  using Index = std::conditional_t<(V > 1 && !kWhole), unsigned, int64_t>;
   const Layout& l = plan.layout;
-  int64_t column = work.first_channel(plan) * plan.fold + work.lane * V;
-  if constexpr (!kWhole) column = kept(column);  // bn_stats has no register left
+  auto column = Index(work.first_channel(plan) * plan.fold + work.lane * V);
   if (work.team >= plan.teams || column >= plan.columns) return;
   int64_t at_column[kOperands];
-  int next[kOperands];  // see Planner::aligned_rows
+  int next[kOperands];
 #pragma unroll
   for (int k = 0; k < kOperands; ++k) {
-    at_column[k] = column * (V > 1 || plan.fold > 1 ? 1 : l.strides[k].channel);
+    at_column[k] = int64_t(column) * (V > 1 || plan.fold > 1 ? 1 : l.strides[k].channel);
     next[k] = (kReverse ? -plan.teams : plan.teams) * int(l.strides[k].outer[0] / V);
   }
-  const unsigned step = plan.slices * unsigned(plan.teams * U);
-  int64_t i = int64_t(work.slice) * unsigned(plan.teams * U) + work.team;
+  const unsigned rows = plan.teams * U;  // of a batch of the block
+  const Index units = Index(plan.units), step = plan.slices * rows;
+  Index i = Index(work.slice) * rows + work.team;
   const auto visit = [&]<class B>(B batch) {
-    const int left = int(min(plan.units - i, int64_t(plan.teams * U)));
+    const int left = int(min(units - i, Index(rows)));
 #pragma unroll
     for (int j = 0; j < U; ++j) batch.exist[j] = j == 0 || j * plan.teams < left;
 #pragma unroll
     for (int j = 0; j < batch.kOffsets; ++j) {
-      const int64_t row = i + j * plan.teams;
-      int64_t at[kOperands];
-      outer_offsets<(V > 1)>(l, kReverse ? plan.units - 1 - row : row, at);
+      const Index from_begin = i + j * plan.teams, row = kReverse ? units - 1 - from_begin : from_begin;
+      int64_t at_row[kOperands];
+      if constexpr (V > 1) {
 #pragma unroll
-      for (int k = 0; k < kOperands; ++k) batch.offset[k][j] = at[k] + at_column[k];
+        for (int k = 0; k < kOperands; ++k) at_row[k] = uint64_t(row) * unsigned(l.strides[k].outer[0]);
+      } else {
+        outer_offsets<false>(l, row, at_row);
+      }
+#pragma unroll
+      for (int k = 0; k < kOperands; ++k) batch.offset[k][j] = at_row[k] + at_column[k];
     }
 #pragma unroll
     for (int k = 0; k < kOperands; ++k) batch.next[k] = next[k];
     body(batch);
   };
   if constexpr (kWhole)
-    for (; i + (U - 1) * plan.teams < plan.units; i += step) visit(Batch<V, U, kOperands, true>());
-  for (; i < plan.units; i += step) {
+    for (; i + (U - 1) * plan.teams < units; i += step) visit(Batch<V, U, kOperands, true>());
+  for (; i < units; i += step) {
     visit(Batch<V, U, kOperands>());
     if (kFirst) return;
   }
