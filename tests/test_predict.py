@@ -307,6 +307,15 @@ def test_tiles_whose_slices_are_merged_are_narrower():
     assert merged.levels == 1 and merged.blocks == 16 * merged.slices > 0.9 * 264
 
 
+@pytest.mark.parametrize("rows,packets", [(2**31 - 1, True), (2**31, False)])
+def test_rows_that_32_bits_do_not_count_have_no_packets(rows, packets):
+    import planner
+
+    resident = {(rows, wide): 2 for rows in (False, True) for wide in (False, True)}
+    plan = planner.plan(Case((1, rows, 8), "tokens", "bf16"), 1, 1, resident, 132, 0)
+    assert plan.rows and bool(plan.vector) is packets and plan.units == rows
+
+
 def test_lanes_have_packets():
     """At 56x56 in 16 bits, 392 packets: a team's batches are full, but for rounding to whole sectors."""
     import planner
