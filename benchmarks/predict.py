@@ -160,8 +160,8 @@ def _of_rows(op: str, case: Case, kernels: dict[str, Kernel]) -> Prediction:
     over_lanes = H200.shuffle_ns * (min(lanes, 32) - 1).bit_length() + 2 * H200.barrier_ns * (lanes > 32)
     turn = (H200.latency_ns + (1 if backward else 2) * over_lanes) / 1e3
     stream = max(turns * turn, (total + sums) / H200.copy_GB_s / 1e3)
-    # A second grid adds the sums of the blocks: 32 rows at a time, and 8 times as many in flight.
-    tail = H200.ends_us - H200.early_us + -(-blocks // 256) * H200.latency_ns / 1e3 if backward else 0.0
+    # A second grid adds the sums of the blocks: 32 rows at a time, and 16 times as many in flight.
+    tail = H200.ends_us - H200.early_us + -(-blocks // 512) * H200.latency_ns / 1e3 if backward else 0.0
     accesses = blocks * THREADS / 32 * turns * held * what.operands
     issue = tuple(H200.issue_us(accesses * count / (code.accesses or 1)) for count in code.inner)
     return _prediction(op, case, total, blocks, resident, stream, issue, H200.fill_ns / 1e3, tail)
