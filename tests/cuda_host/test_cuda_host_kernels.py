@@ -6,12 +6,14 @@ Runs with FASTVIT_TEST_DEVICE=cuda_host only.
 """
 
 import functools
+import itertools
 import math
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import planner
 import pytest
 import shapes
 import torch
@@ -266,12 +268,15 @@ def test_dependent_merges(engine, case):
 
 
 @pytest.mark.parametrize(
-    "dtype, rows, channels, sm_count",  # 40 slices in groups of 16, of one tile and of two; 70 of 32
-    [(torch.bfloat16, 1300, 256, 20), (torch.bfloat16, 1300, 512, 40), (torch.float32, 2240, 128, 35)],
+    "dtype, rows, channels, sm_count",  # 40 slices in groups of 32, of one tile and of two; 70 of 64
+    [("bf16", 2600, 128, 20), ("bf16", 2600, 256, 40), ("fp32", 4480, 64, 35)],
 )
 def test_groups_of_slices(engine, dtype, rows, channels, sm_count):
     """More slices than one block merges: in any order of blocks the same bits, by the local ops too."""
-    engine.config.sm_count = sm_count
+    resident = dict.fromkeys(itertools.product((False, True), repeat=2), 2)
+    case = shapes.Case((1, rows, channels), "tokens", dtype)
+    assert planner.plan(case, 1, 1, resident, sm_count, 80 << 10).levels == 2
+    engine.config.sm_count, dtype = sm_count, shapes.DTYPES[dtype]
     x, dy = (torch.randn(rows, channels, generator=torch.Generator().manual_seed(i)) + 5 for i in range(2))
     x, dy = x.to(dtype), dy.to(dtype)
     weight, bias = torch.linspace(-1.5, 1.5, channels) + 0.07, torch.linspace(-0.5, 0.5, channels)
