@@ -22,13 +22,14 @@ from .recompute.masks import Gate
 from .recompute.policy import op_name
 from .recompute.saved import Recipe
 from .recompute.values import VALUE, Ingredient, Value, View
+from .recompute.views import of_unsafe_view
 from .trial import Trial
 
 __all__ = ["Report", "TensorReport", "report"]
 
 _SHOWN = 0.005  # smallest share of all bytes that has a line in the table
 _NUMBER = re.compile(r"\d+(?=\.)|(?<![^.])\d+$")  # of all parts of a name but the last, unless it is one
-_OP_NAMES = {"to_copy": "cast", "unsafe_view": "copy", "clone": "copy", "reshape_alias": "view"}
+_OP_NAMES = {"to_copy": "cast", "clone": "copy", "reshape_alias": "view"}
 
 
 @dataclass(frozen=True)
@@ -263,7 +264,7 @@ def _against(tensor: Tensor) -> str:
     node: Any = base.grad_fn
     if node is None:
         return "no op of the graph made it: an input, a constant, indices, compiled code"
-    value, op = node.metadata.get(VALUE), _plain(node.name())
+    value, op = node.metadata.get(VALUE), _plain(of_unsafe_view(node).name())
     if not isinstance(value, Value):
         return f"one of several results of {op}, or written to before it was saved"
     if value.unknown or value.function is not None:

@@ -23,7 +23,7 @@ class Branches(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.blocks = nn.ModuleList(
-            [Block(mlp=lambda: Mlp(drop=0.1), scale=lambda: LayerScale(inplace=True)), Block()]
+            [Block(mlp=lambda: Mlp(drop=0.1)), Block(scale=lambda: LayerScale(inplace=True))]
         )
         self.norm = fastvit.BatchNormAct(DIM, activation="silu", channel_last=True)
         self.head = nn.Linear(DIM, DIM)

@@ -73,6 +73,13 @@ def test_rows_name_modules_and_reasons(x):
     assert by_reason["recomputed by layer_norm, addmm from the saved input"].rebuilt_bytes == 28 * x.nbytes
 
 
+@pytest.mark.parametrize("bias, op", [(True, "addmm"), (False, "mm")])
+def test_a_product_is_named_whatever_view_it_has(bias, op, x):
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+    reasons = [row.reason for row in fastvit.report(model, x).tensors]
+    assert any(reason.startswith(f"the result of {op}: rebuilt with products=True") for reason in reasons)
+
+
 def test_it_prints_and_plots(x, tmp_path):
     found = fastvit.report(Net(), x)
     text = str(found)

@@ -25,6 +25,7 @@ from .kept import Kept
 from .policy import Policy
 from .saved import reduce_to_gate
 from .values import CALL, VALUE, VERSION, unknown
+from .views import of_unsafe_view
 
 
 class Told:
@@ -89,7 +90,8 @@ def _noted(y: Any, eps: float | None, bias: Tensor | None) -> Any:
     if type(y) is Tensor:
         base = y if y._base is None else y._base
         if base.grad_fn is not None:
-            base.grad_fn.metadata[CALL] = eps, None if bias is None or bias.requires_grad else bias
+            frozen = None if bias is None or bias.requires_grad else bias
+            of_unsafe_view(base.grad_fn).metadata[CALL] = eps, frozen
     return y
 
 

@@ -21,7 +21,7 @@ from .kept import SMALLEST, Kept, Unread
 from .policy import Policy
 from .saved import Recipe
 from .values import CALL, VALUE, Argument, Copied, Ingredient, Rebuild, Saved, Unknown, Value, View
-from .views import VIEWS, signed, signed_all
+from .views import VIEWS, of_unsafe_view, of_views, signed, signed_all
 
 LEAF = "torch::autograd::AccumulateGrad"
 Rule = Callable[["Node"], Rebuild]
@@ -50,7 +50,7 @@ def value_of(node, policy: Policy, like: Tensor | None = None, level: int = 0) -
     value = metadata.get(VALUE)
     if value is None:
         value = metadata[VALUE] = Value()
-        value.name = name = node.name()
+        value.name = of_unsafe_view(node).name()
         if like is not None:
             value.dtype, value.size = like.dtype, like.nbytes
         else:
@@ -59,7 +59,7 @@ def value_of(node, policy: Policy, like: Tensor | None = None, level: int = 0) -
                 return value
             value.dtype = made.dtype
             value.size = math.prod(made.shape) * value.dtype.itemsize
-        rule = RULES.get(name) or (PRODUCTS.get(name) if policy.products else None)
+        rule = RULES.get(name := node.name()) or (PRODUCTS.get(name) if policy.products else None)
         if rule is not None and level < _LONGEST:
             try:
                 read = Node(node, policy, like, level)
@@ -73,9 +73,10 @@ def value_of(node, policy: Policy, like: Tensor | None = None, level: int = 0) -
 
 def is_lost(node, policy: Policy) -> bool:
     """Whether `node` made a result without a rule, or a view of one, that no op has saved so far."""
-    while node is not None and (name := node.name()) in VIEWS:
-        node, _ = node.next_functions[0]
-    if node is None or name in RULES or name == LEAF or (policy.products and name in PRODUCTS):
+    node = of_views(node)
+    if node is None or (name := of_unsafe_view(node).name()) in RULES or name == LEAF:
+        return False
+    if policy.products and name in PRODUCTS:
         return False
     value = node.metadata.get(VALUE)
     return value is None or (value.function is None and value.kept() is None)
@@ -131,9 +132,8 @@ class Node:
 
     @staticmethod
     def _is_unsaved_product(node) -> bool:
-        while node is not None and ((name := node.name()) in VIEWS or name == "UnsafeViewBackward0"):
-            node, _ = node.next_functions[0]
-        if node is None or name not in PRODUCTS:
+        node = of_views(node)
+        if node is None or of_unsafe_view(node).name() not in PRODUCTS:
             return False
         value = node.metadata.get(VALUE)
         return value is None or value.kept() is None

@@ -181,8 +181,11 @@ def _reshaped(read: Node) -> Rebuild:
         copy = read.behind(source)
         inner = copy.edge(0)
         return _written_at_once(inner, copy, shape) or (lambda t: t.contiguous().view(shape), (inner,))
-    if read.policy.products and source.name() in PRODUCTS:
-        return lambda t: t.view(shape), (read.edge(0),)
+    if read.policy.products and (rule := PRODUCTS.get(source.name())):
+        inner = read.behind(source)
+        product, arguments = rule(inner)
+        read.flops = inner.flops
+        return lambda *tensors: product(*tensors).view(shape), arguments
     raise Unknown
 
 

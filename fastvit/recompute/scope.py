@@ -34,7 +34,7 @@ from .places import Place
 from .policy import Policy
 from .saved import Recipe, unpack
 from .values import VALUE, VERSION, Copied, Ingredient, Value
-from .views import VIEWS, leads_to
+from .views import VIEWS, leads_to, of_unsafe_view
 
 _MASK = "dropout_mask, a bit an element"
 _autograd = torch._C._autograd
@@ -173,7 +173,7 @@ class Scope(Told):
         if tensor is not base and (tensor.is_neg() or tensor.is_conj()):
             return Kept(tensor)
         if value is None or value.is_rebuilt is None:
-            place = self.place = self.place.next((made.name(), base.size(), base.dtype))
+            place = self.place = self.place.next((of_unsafe_view(made).name(), base.size(), base.dtype))
             if place.is_rebuilt is None or self._look is not None:
                 value = value or value_of(made, self.policy, base)
                 self._decide(value, base, place)

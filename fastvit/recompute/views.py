@@ -75,6 +75,21 @@ VIEWS: dict[str, Callable[..., ViewOp]] = {
 }
 
 
+def of_views(node):
+    """The node that made the base of which `node` made a view; None where no node did."""
+    while node is not None and node.name() in VIEWS:
+        node, _ = node.next_functions[0]
+    return node
+
+
+def of_unsafe_view(node):
+    """`node`, or the one behind an unsafe view, as of a reshaping copy or a product of many dimensions.
+
+    A product with a bias has an unsafe view in torch 2.15, and a view in 2.13.
+    """
+    return node.next_functions[0][0] if node.name() == "UnsafeViewBackward0" else node
+
+
 def leads_to(node, number: int, made) -> bool:
     """Whether the graph leads from a tensor by views alone to its base, which the node `made` made.
 
