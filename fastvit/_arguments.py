@@ -61,6 +61,18 @@ def channel_dimension(name: str, x: Tensor, channel_last: bool) -> int:
     return x.dim() - 1 if channel_last else 1
 
 
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """autocast's dtype where it is on for x's device, else None.
+
+    torch.compile of torch 2.11 cannot trace `torch.amp.is_autocast_available`, and is_autocast_enabled raises
+    for devices without autocast, such as meta.
+    """
+    device = x.device.type
+    if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return None
+
+
 def check_kernels(name: str, x: Tensor) -> None:
     """Raises ValueError where x is on a GPU for which there are no kernels."""
     if x.is_cuda and not _library.HAS_CUDA:

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from . import ops, sync
 from ._arguments import (
+    autocast_dtype,
     check_activation,
     check_in_place_activation,
     check_input,
@@ -292,10 +293,8 @@ def layer_norm(
             f"layer_norm: x has shape {tuple(x.shape)}; (*, {', '.join(map(str, shape))}) expected"
         )
     if output_dtype is None:
-        kind, output_dtype = x.device.type, x.dtype
-        # Some device types, such as meta, have no autocast.
-        if x.dtype == torch.float32 and torch.amp.is_autocast_available(kind):
-            output_dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        half = autocast_dtype(x) if x.dtype == torch.float32 else None
+        output_dtype = half or x.dtype
     if torch.compiler.is_compiling():
         wide = ops.accumulation_dtype(x.dtype)
         weight, bias = (t if t is None else t.to(wide) for t in (weight, bias))

@@ -72,9 +72,9 @@ class Net(nn.Module):
         self.inner = Block(
             nn.Conv2d(8, 8, 1), OwnInit(), nn.Hardswish(), nn.BatchNorm2d(8, affine=False), nn.ReLU()
         )
-        self.flat = nn.Sequential(
-            nn.Flatten(2), nn.BatchNorm1d(8, bias=False), nn.ELU(0.5), nn.LayerNorm(16, bias=False)
-        )
+        norm = nn.BatchNorm1d(8)
+        norm.register_parameter("bias", None)  # BatchNorm of torch 2.11 takes no argument for it
+        self.flat = nn.Sequential(nn.Flatten(2), norm, nn.ELU(0.5), nn.LayerNorm(16, bias=False))
         self.head = nn.Sequential(nn.Linear(16, 16), nn.GELU("tanh"), nn.LayerNorm((8, 16), eps=1e-3))
         self.double()
 

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from fastvit._arguments import autocast_dtype
+
 from .forward import cast_floating
 from .handle import disable_casts
 
@@ -26,10 +28,8 @@ def _tensors(value: Any) -> list[Tensor]:
 
 def _half(arguments: Any) -> torch.dtype | None:
     """autocast's dtype where it is on for the device of the first tensor, else None."""
-    device = next((tensor.device.type for tensor in _tensors(arguments)), None)
-    if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return None
+    tensors = _tensors(arguments)
+    return autocast_dtype(tensors[0]) if tensors else None
 
 
 def _casting(

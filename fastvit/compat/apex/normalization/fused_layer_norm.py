@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fastvit._arguments import autocast_dtype
+
 from .._notices import warn_once
 from ..amp._amp_state import _amp_state
 from ..amp.forward import cast_floating
@@ -53,14 +55,12 @@ def _fused(
     """
     _explain(memory_efficient)
     shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
-    device = x.device.type
-    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    dtype = x.dtype
+    half, dtype = autocast_dtype(x), x.dtype
     weight_dtype = dtype if parameters[0] is None else parameters[0].dtype
-    if autocast and dtype != torch.float64 and _amp_state.handle is None:
-        dtype = weight_dtype = torch.get_autocast_dtype(device)
+    if half and dtype != torch.float64 and _amp_state.handle is None:
+        dtype = weight_dtype = half
     x, *parameters = cast_floating((x, *parameters), torch.promote_types(dtype, weight_dtype))
-    with torch.autocast(device, enabled=False) if autocast else contextlib.nullcontext():
+    with torch.autocast(x.device.type, enabled=False) if half else contextlib.nullcontext():
         y = norm(x, shape, *parameters, eps)
     return y.to(weight_dtype if mixed else dtype)
 
