@@ -5,8 +5,9 @@
 Each requirement gets a bare virtual environment in runs/matrix with that torch and the wheel, which trains
 one step there (examples/first_step.py). With those of --compile every source, C++ and CUDA, is compiled
 against that torch's headers; code for the device only as far as its syntax, because no kernel includes
-torch. With them the wheel also takes the tests of recipes, which are read from autograd's graph by the names
-of its nodes: these change from release to release. Exits with 1 if anything failed.
+torch. With them the wheel also takes the tests of what a release of torch can break: the names of autograd's
+nodes, by which recipes are read, what torch.compile traces, and the arguments of layers. Exits with 1 if
+anything failed.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SETUP = runpy.run_path(str(ROOT / "setup.py"))
-RECIPES = ("test_recompute*", "test_report", "test_budget")
+TESTS = ("test_recompute*", "test_report", "test_budget", "test_compile", "test_layer_norm", "test_fuse")
 
 
 def run(*command: str | Path, cwd: Path = ROOT, seconds: int = 900) -> str:
@@ -90,10 +91,10 @@ def check(requirement: str, options: argparse.Namespace) -> None:
         print(run(python, "-m", "fastvit.info", cwd=Path(empty)), flush=True)
     if requirement in options.compile:
         run(*pip(python), "pytest", "pytest-timeout", "numpy", "matplotlib")
-        tests = [test for name in RECIPES for test in ROOT.glob(f"tests/{name}.py")]
+        tests = [test for name in TESTS for test in ROOT.glob(f"tests/{name}.py")]
         # The script, since `python -m pytest` would import the source tree.
         summary = re.search(r"\d+ passed.*", run(python.parent / "pytest", "-q", *tests))
-        print(f"{requirement}: tests of recipes, {summary and summary[0]}", flush=True)
+        print(f"{requirement}: tests, {summary and summary[0]}", flush=True)
 
 
 def main() -> None:
