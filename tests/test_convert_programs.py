@@ -100,7 +100,9 @@ def step(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor] | None:
     return gradients | {name: b.double() for name, b in model.named_buffers()} | {"output": out.detach()}
 
 
-@pytest.mark.parametrize("programs", [60, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "programs", [60, pytest.param(2000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
+)
 @pytest.mark.parametrize("products", [False, True])
 def test_random_programs(products, programs):
     compared = less = 0

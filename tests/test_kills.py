@@ -114,6 +114,7 @@ def test_twenty_kills():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_two_hundred_kills():
     assert run(range(1000, 1200)) == []
 
