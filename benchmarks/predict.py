@@ -20,7 +20,7 @@ The plan is that of csrc/cuda/plan.h (planner.py), instructions are counted in w
 Ops without moments or sums have rows where the tensor fits on chip; elsewhere they are two of the others.
 Activations and gates are predicted for the MLP of bench_vit_ops.py, LayerNorm for tokens of ViTs, and what
 an exchange adds for packets that have arrived: up to 8 blocks merge a part of the channels each, and the last
-of them ends the exchange (csrc/sync/cuda_peer.cuh). A thread has 8 packets, which the L2 answers at once.
+of them ends the exchange (csrc/sync/cuda_peer.cuh). The L2 answers a thread's 8 packets and headers at once.
 
 compare.py sets a GPU's tables beside all this: where they differ by more than 15 % the model needs a
 correction. Writes predicted_h200.csv, predicted_exchange_h200.csv and predicted_h200.md.
@@ -46,7 +46,7 @@ EXCHANGES = {
     "moments": "stats_kernel<float, true, true, 4>",
     "sums": "reduce_kernel<float, true, (Activations)1, true, 4, (Source)0>",
 }
-TRIPS = 4  # of an exchange to the L2: the own header and back, the first packets, the stores of the result
+TRIPS = 2  # of an exchange to the L2, beside the packets': the rank's epoch, the stores of the result
 HEADER_NS = 800.0  # of a barrier each before and behind the headers, and double divisions of counts; assumed
 MOST_PARTS, MULTIPROCESSORS_OF_PART = 8, 16  # csrc/sync/cuda_peer.cuh: the blocks that wait
 # Per instruction: 2 for arithmetic of doubles, 8 for conversions to them, else 1 (programming guide)

@@ -277,7 +277,7 @@ def test_an_exchange():
     assert [by["sums", world, 64]["parts"] for world in (2, 4, 8)] == [1, 1, 1]
     assert by["sums", 4, 2048]["instructions"] == 170
     last = 2 * H200.last_ns
-    us = last + predict.HEADER_NS + 4 * H200.l2_ns + H200.l2_ns + 2 * 170 * 2 / H200.clock_GHz
+    us = last + predict.HEADER_NS + 3 * H200.l2_ns + 2 * 170 * 2 / H200.clock_GHz
     assert by["moments", 4, 2048]["us"] == pytest.approx(us / 1e3)
     with pytest.raises(SystemExit, match="2 loops over packets; 3 expected"):
         predict.exchanges([row | {"exchange": loops[:2]} for row in rows])

@@ -68,6 +68,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
   };
   if constexpr (kShared) {
     const Push<A> push(args.exchange);
+    push.header();
     if (finish(shared, step, args.partials, args.plan, work, [&](int64_t c, const Sums<A>& total) {
           write(c, total, [&](int64_t i, A first, A second) { push.pair(i, first, second); });
         }))

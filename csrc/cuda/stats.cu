@@ -59,12 +59,13 @@ __global__ void __launch_bounds__(kThreads, kStatsResident<T, kShared>)
   const int64_t first = work.first_channel(args.plan), C = args.plan.layout.C;
   if constexpr (kShared) {
     const Push<A> push(args.exchange);
+    push.header(C, args.count);
     const auto send = [&](int64_t c, const WelfordState<A>& total) {
       push.pair(c, pivots[c - first] + total.mean, total.m2);
     };
     if (finish(shared, step, args.partials, args.plan, work, send))
       with_part(args.plan, args.most_parts, args.exchange_words,
-                [&](const Part& part) { end_moments(args.exchange, part, args.moments, C, args.count); });
+                [&](const Part& part) { end_moments(args.exchange, part, args.moments, C); });
   } else {
     finish(shared, step, args.partials, args.plan, work, [&](int64_t c, const WelfordState<A>& total) {
       args.moments[c] = pivots[c - first] + total.mean;

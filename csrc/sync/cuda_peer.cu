@@ -33,12 +33,14 @@ __global__ void __launch_bounds__(kThreads)
     push.pair(c, first, second);
     if (!args.moments) args.result[c] = first, args.result[C + c] = second;
   }
-  __syncthreads();
   const Part all{0, int(C)};
-  if (args.moments)
-    end_moments(args.exchange, all, args.result, C, load_count(args.numbers + 2 * C));
-  else
+  if (args.moments) {
+    push.header(C, load_count(args.numbers + 2 * C));
+    end_moments(args.exchange, all, args.result, C);
+  } else {
+    push.header();
     end_sums(args.exchange, all, args.result + 2 * C, C);
+  }
 }
 
 }  // namespace

@@ -2,14 +2,14 @@
 // wait for the packets of the peers.
 //
 // Push     never waits. The thread with a channel's two numbers stores them to every rank, this one included,
-//          so that all ranks are read in the same way.
-// Wait     in the last blocks of the grid to finish a tile, each for a part of the channels. The first of
-//          them sends the header. They are as many as have a batch of channels each, at most 8, and one for
-//          16 multiprocessors, so that the rest of the GPU is free for the grid's other tiles, and for other
-//          kernels, including those that the peers' hosts wait for. A block polls local memory, with up to 8
-//          ranks of one channel, or fewer ranks of several, in flight together, and merges in rank order. A
-//          wait ends by a different tag, by a rank that gave up, or by the timeout, measured by the GPU's
-//          clock.
+//          so that all ranks are read in the same way. Block 0 sends the header before the slices are merged.
+// Wait     in the last blocks of the grid to finish a tile, each for a part of the channels. They are as many
+//          as have a batch of channels each, at most 8, and one for 16 multiprocessors, so that the rest of
+//          the GPU is free for the grid's other tiles, and for other kernels, including those that the peers'
+//          hosts wait for. A block polls local memory, first for the headers and the first packets, and with
+//          up to 8 ranks of one channel, or fewer ranks of several, in flight together, and merges in rank
+//          order. A wait ends by a different tag, by a rank that gave up, or by the timeout, measured by the
+//          GPU's clock.
 // Fault    The last part to end fills the whole result with NaN. The peers are notified, and the host by one
 //          report. Exchanges that follow fail at once.
 // Order    Between ranks: the flag of each packet, which travels with its data. Between the blocks of a grid:
@@ -101,12 +101,21 @@ class Push {
         store_packet(message + peer::kHeaderPackets + i * peer::kPairPackets<A> + k, packets[k]);
     });
   }
+  // All threads of the grid may call; one sends.
   __device__ __forceinline__ void header() const {
-    if (epoch == 0) return;
+    if (epoch == 0 || blockIdx.x != 0 || threadIdx.x != 0) return;
     to_all([&](peer::Packet* message) {
       for (int i = 0; i < peer::kHeaderPackets; ++i)
         store_packet(message + i, header_packet(exchange.tag, i, epoch));
     });
+  }
+  // Of moments: with the number of this rank's values, pair C.
+  __device__ __forceinline__ void header(int64_t C, double count) const {
+    header();
+    if (blockIdx.x != 0 || threadIdx.x != 0) return;
+    A two[2];
+    store_count(two, count);
+    pair(C, two[0], two[1]);
   }
 };
 
@@ -117,6 +126,7 @@ class Wait {
   const Part part;
   const uint64_t begin;
   const uint32_t epoch;
+  const bool abandoned;
   peer::FaultReport& blame;  // shared by the block; `fault` is not 0 after a fault
   using Packets = peer::Packet[peer::kPairPackets<A>];
   struct Row {  // of the result; writes one channel's two numbers
@@ -178,21 +188,33 @@ class Wait {
     return true;
   }
 
-  // The pairs of a thread: use(rank, pair, sums) for all ranks in rank order, then write(i, sums).
+  // The pairs of a thread: use(rank, pair, sums) for all ranks in rank order, then write(i, sums). The first
+  // are in flight while all threads call agree(), whether the headers are those of this exchange.
   // Up to kRanks ranks are loaded together, for as many pairs as are in flight with them. Missing ranks and
   // pairs repeat the last, since the compiler puts a wait between loads that have conditions.
-  template <int kRanks, class Use, class Write>
-  __device__ __forceinline__ bool each(const Use& use, const Write& write) const {
+  template <int kRanks, class Agree, class Use, class Write>
+  __device__ __forceinline__ bool each(const Agree& agree, const Use& use, const Write& write) const {
     constexpr int kPairs = kInFlight<A> / kRanks;
     if constexpr (kRanks > 2)
-      if (exchange.world <= kRanks / 2) return each<kRanks / 2>(use, write);
-    for (int pair0 = part.begin + int(threadIdx.x); pair0 < part.end; pair0 += kThreads * kPairs) {
+      if (exchange.world <= kRanks / 2) return each<kRanks / 2>(agree, use, write);
+    Packets packets[kPairs][kRanks];
+    int pair0 = part.begin + int(threadIdx.x);
+    if (!abandoned) load(pair0, 0, packets);
+    if (threadIdx.x == 0) blame.fault = abandoned ? peer::kDone : peer::kPending;  // kDone: reported before
+    __syncthreads();
+    if (abandoned || !agree()) return false;
+    const int ranks = kRanks < kInFlight<A> ? kRanks : exchange.world;  // one pass where ranks are few
+    for (bool loaded = true; pair0 < part.end; pair0 += kThreads * kPairs) {
       double sums[kPairs][2] = {};
-      const int ranks = kRanks < kInFlight<A> ? kRanks : exchange.world;  // one pass where ranks are few
       for (int first = 0; first < ranks; first += kRanks) {
         peer::Pair<A> pairs[kPairs][kRanks];
-        for (int missing; (missing = load(pair0, first, pairs)) >= 0;)
+        while (true) {
+          if (!loaded) load(pair0, first, packets);
+          loaded = false;
+          const int missing = unpack(first, packets, pairs);
+          if (missing < 0) break;
           if (!patient(missing)) return false;
+        }
 #pragma unroll
         for (int r = 0; r < kRanks; ++r)
 #pragma unroll
@@ -205,21 +227,22 @@ class Wait {
     }
     return true;
   }
+  template <int kPairs, int kRanks>
+  __device__ __forceinline__ void load(int pair0, int first, Packets (&packets)[kPairs][kRanks]) const {
+    const Together together;
+#pragma unroll
+    for (int r = 0; r < kRanks; ++r)
+#pragma unroll
+      for (int p = 0; p < kPairs; ++p)
+#pragma unroll
+        for (int k = 0; k < peer::kPairPackets<A>; ++k)
+          packets[p][r][k] = load_packet(
+              pair(min(first + r, exchange.world - 1), min(pair0 + p * kThreads, part.end - 1)) + k);
+  }
   // The first rank of which something is missing, or -1.
   template <int kPairs, int kRanks>
-  __device__ __forceinline__ int load(int pair0, int first, peer::Pair<A> (&pairs)[kPairs][kRanks]) const {
-    Packets packets[kPairs][kRanks];
-    {
-      const Together together;
-#pragma unroll
-      for (int r = 0; r < kRanks; ++r)
-#pragma unroll
-        for (int p = 0; p < kPairs; ++p)
-#pragma unroll
-          for (int k = 0; k < peer::kPairPackets<A>; ++k)
-            packets[p][r][k] = load_packet(
-                pair(min(first + r, exchange.world - 1), min(pair0 + p * kThreads, part.end - 1)) + k);
-    }
+  __device__ __forceinline__ int unpack(int first, const Packets (&packets)[kPairs][kRanks],
+                                        peer::Pair<A> (&pairs)[kPairs][kRanks]) const {
     int missing = -1;
 #pragma unroll
     for (int r = kRanks - 1; r >= 0; --r)
@@ -249,83 +272,70 @@ class Wait {
     for (int64_t i = threadIdx.x; failed && i < numbers; i += kThreads) row[i] = A(NAN);
   }
 
-  __device__ __forceinline__ bool abandoned() const {
-    const bool before = exchange.own().abandoned;
-    if (threadIdx.x == 0) blame.fault = before ? peer::kDone : peer::kPending;  // kDone: reported before
-    __syncthreads();
-    return before;
-  }
-
  public:
   __device__ __forceinline__ Wait(const Exchange& exchange, const Part& part, peer::FaultReport& blame)
       : exchange(exchange),
         part(part),
         begin(globaltimer()),
         epoch(peer::next_epoch(exchange.own().epoch)),
+        abandoned(exchange.own().abandoned != 0),
         blame(blame) {}
 
   // `row`, [2C + 2], gets the moments of all ranks. The counts come first, since the weights of the ranks are
   // the same for all channels.
   __device__ __forceinline__ void moments(A* row, int64_t C, Joining* joining, double* counts) const {
-    bool good = !abandoned();
-    if (const int rank = int(threadIdx.x); good && rank < exchange.world) {
-      A two[2];
-      good = header(rank, C, two);
-      counts[rank] = good ? load_count(two) : 0;
-    }
-    good = !__syncthreads_or(!good);
-    if (const int rank = int(threadIdx.x); good && rank <= exchange.world) {
-      double before = 0;
-      for (int r = 0; r < rank; ++r) before += counts[r];
-      if (rank < exchange.world)
-        joining[rank] = Joining::of(before, counts[rank]);
-      else if (part.number == 0)
-        store_count(row + 2 * C, before);
-    }
-    __syncthreads();
+    const auto agree = [&] {
+      bool good = true;
+      if (const int rank = int(threadIdx.x); rank < exchange.world) {
+        A two[2];
+        good = header(rank, C, two);
+        counts[rank] = good ? load_count(two) : 0;
+      }
+      good = !__syncthreads_or(!good);
+      if (const int rank = int(threadIdx.x); good && rank <= exchange.world) {
+        double before = 0;
+        for (int r = 0; r < rank; ++r) before += counts[r];
+        if (rank < exchange.world)
+          joining[rank] = Joining::of(before, counts[rank]);
+        else if (part.number == 0)
+          store_count(row + 2 * C, before);
+      }
+      __syncthreads();
+      return good;
+    };
     const auto join = [&](int r, const peer::Pair<A>& pair, double(&sums)[2]) {
       joining[r].join(sums[0], sums[1], pair.first, pair.second);
     };
-    good = good && each<kInFlight<A>>(join, Row{row, int(C)});
-    end(good, row, 2 * C + 2);
+    end(each<kInFlight<A>>(agree, join, Row{row, int(C)}), row, 2 * C + 2);
   }
 
   // `row`, [2C], gets the sums of all ranks, added in rank order.
   __device__ __forceinline__ void sums(A* row, int64_t C) const {
-    bool good = !abandoned();
-    A none[2];
-    if (good && int(threadIdx.x) < exchange.world) good = header(int(threadIdx.x), -1, none);
-    good = !__syncthreads_or(!good);
+    const auto agree = [&] {
+      A none[2];
+      const int rank = int(threadIdx.x);
+      return !__syncthreads_or(rank < exchange.world && !header(rank, -1, none));
+    };
     const auto add = [](int, const peer::Pair<A>& pair, double(&sums)[2]) {
       sums[0] += pair.first, sums[1] += pair.second;
     };
-    good = good && each<kInFlight<A>>(add, Row{row, int(C)});
-    end(good, row, 2 * C);
+    end(each<kInFlight<A>>(agree, add, Row{row, int(C)}), row, 2 * C);
   }
 };
 
-// A block's part in an exchange of moments of `count` values.
+// A block's part in an exchange of moments.
 template <class A>
-__device__ __forceinline__ void end_moments(const Exchange& exchange, const Part& part, A* row, int64_t C,
-                                            double count) {
+__device__ __forceinline__ void end_moments(const Exchange& exchange, const Part& part, A* row, int64_t C) {
   static_assert(peer::kMostRanks < kThreads);
   __shared__ peer::FaultReport blame;
   __shared__ Joining joining[peer::kMostRanks];
   __shared__ double counts[peer::kMostRanks];
-  if (part.number == 0 && threadIdx.x == 0) {
-    const Push<A> push(exchange);
-    A two[2];
-    store_count(two, count);
-    push.header();
-    push.pair(C, two[0], two[1]);
-  }
   Wait<A>(exchange, part, blame).moments(row, C, joining, counts);
 }
 
 template <class A>
 __device__ __forceinline__ void end_sums(const Exchange& exchange, const Part& part, A* row, int64_t C) {
   __shared__ peer::FaultReport blame;
-  if (part.number == 0 && threadIdx.x == 0) Push<A>(exchange).header();
   Wait<A>(exchange, part, blame).sums(row, C);
 }
 

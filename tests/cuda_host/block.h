@@ -20,6 +20,7 @@ namespace cuda_host {
 namespace {
 enum class St : uint8_t { ready, at_barrier, at_warp, done };
 struct Block;
+constexpr unsigned kPolls = 32;  // words that a thread may wait for: packets, headers, notices
 struct Thread {
   Fiber f;
   char* stack = nullptr;
@@ -35,7 +36,7 @@ struct Thread {
   struct {
     const void* at;
     uint64_t seen;
-  } polls[16] = {};  // its latest atomic loads, since it last did anything else
+  } polls[kPolls] = {};  // its latest atomic loads, since it last did anything else
   unsigned n_polls = 0;
   uint64_t loads = 0, merges = 0;  // of flags and of results; those within a Together count once
   bool together = false, load_counted = false, merge_counted = false;

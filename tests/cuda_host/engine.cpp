@@ -349,14 +349,14 @@ void atomic_post(const void* p, uint64_t seen, size_t size, bool wrote, bool is_
     poll(p, seen);
 }
 void poll(const void* p, uint64_t seen) {  // yields if it has read this value before
-  unsigned i = 0, n = std::min(cur->n_polls, 16u);
+  unsigned i = 0, n = std::min(cur->n_polls, kPolls);
   while (i < n && cur->polls[i].at != p) ++i;
   if (i < n && cur->polls[i].seen == seen) {  // it spins
     cur->idle = true;
     back_to_scheduler();
     cur->idle = false;
   } else {
-    if (i == n) i = cur->n_polls++ % 16;
+    if (i == n) i = cur->n_polls++ % kPolls;
     cur->polls[i] = {p, seen}, progress = n_steps;
   }
 }
