@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from fastvit.sync.cuda_peer import DeviceMemory
+from fastvit.sync.cuda_peer import DeviceMemory, load_kernels
 from fastvit.sync.peer import arena_bytes
 from fastvit.sync.protocol import LEAST_PACKETS, Arena, Kind, Tag
 
@@ -52,10 +52,14 @@ class Loopback:
         self.capacity = capacity
         size = arena_bytes(world, capacity)
         self.arenas = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(world)]
+        addresses = [arena.data_ptr() for arena in self.arenas]
         self.ranks = [
-            DeviceMemory("Loopback", self.arenas, rank, capacity, timeout, describe) for rank in range(world)
+            DeviceMemory("Loopback", own, addresses, rank, capacity, timeout, describe)
+            for rank, own in enumerate(self.arenas)
         ]
         self.of_gpu = self.arenas[0].is_cuda  # a model of a GPU on the CPU sets it
+        if self.of_gpu:
+            load_kernels(self.arenas[0].device)
         self.streams = [torch.cuda.Stream() if self.of_gpu else None for _ in self.ranks]
 
     @contextlib.contextmanager

@@ -65,7 +65,8 @@ STABLE_TORCH_LIBRARY(fastvit, m) {
   m.def("peer_share(Tensor numbers, Tensor exchange) -> Tensor");
   m.def("peer_wait(Tensor(a!) result, Tensor exchange) -> ()");
   m.def("peer_give_up(Tensor exchange) -> ()");
-  m.def("ipc_memory(int bytes, int device, Tensor? handle=None) -> (Tensor, Tensor)");
+  m.def("ipc_memory(int bytes, int device) -> (Tensor, Tensor)");
+  m.def("ipc_open(Tensor handle, int device) -> int");
   m.def("message_pack(Tensor numbers, Tensor exchange) -> Tensor");
   m.def("message_merge(Tensor messages, Tensor numbers, Tensor exchange) -> Tensor");
 }

@@ -10,6 +10,8 @@ import tempfile
 
 # Before torch loads OpenMP: by default idle threads spin on the cores that other test processes need.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Before torch starts CUDA: ranks that wait for each other need a queue each, and the default is 8.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 # torch's compiler finds code in its cache whatever the instruction set, and then fails to compile it.
 if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
     cache = os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}_{capability}")

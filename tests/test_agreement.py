@@ -57,9 +57,9 @@ def test_a_rank_that_leaves_is_not_waited_for():
 
 @pytest.fixture
 def pair():
-    arenas = [torch.zeros(arena_bytes(2, CAPACITY), dtype=torch.uint8) for _ in range(2)]
+    segment = torch.zeros(2 * arena_bytes(2, CAPACITY), dtype=torch.uint8)
     describe = lambda tag, direction: f"{direction} of layer {tag.layer}, step {tag.step}"  # noqa: E731
-    return [SharedMemory(arenas, CAPACITY, one, describe) for one in agreements(2, 10.0)]
+    return [SharedMemory(segment, CAPACITY, one, describe) for one in agreements(2, 10.0)]
 
 
 def test_a_rank_that_sends_and_ends_has_sent(pair):

@@ -27,7 +27,8 @@ class Ranks:
         self.world, self.capacity = world, capacity
         self.arenas = [torch.zeros(arena_bytes(world, capacity), dtype=torch.uint8) for _ in range(world)]
         self.words = [Arena.from_address(arena.data_ptr()) for arena in self.arenas]
-        self.exchanges = [Exchange(rank, world, arenas=self.arenas) for rank in range(world)]
+        addresses = [arena.data_ptr() for arena in self.arenas]
+        self.exchanges = [Exchange(rank, world, arenas=addresses) for rank in range(world)]
         self.results = [None] * world
         for words, exchange in zip(self.words, self.exchanges, strict=True):
             words.epoch, exchange.handle.capacity = epoch, capacity

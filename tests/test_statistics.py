@@ -6,6 +6,7 @@ import logging
 import os
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -264,6 +265,15 @@ def test_a_first_call_is_not_captured(monkeypatch):
     shared.__dict__.update(_device=torch.device("cuda"), _layers={}, _process=os.getpid())
     with pytest.raises(RuntimeError, match=r"first call of a layer .bn, 6 channels. .* run a step before"):
         shared.moments(sync.LayerKey("bn", 1, 0.1), torch.zeros(2, 6), 1)
+
+
+def test_replaced_backends_are_still_checked(monkeypatch):
+    """A CUDA graph may use the backend with which its exchanges were captured."""
+    asked, shared = [], Group.__new__(Group)
+    shared._backends = [SimpleNamespace(check=lambda wait, k=k: asked.append((k, wait))) for k in range(2)]
+    monkeypatch.setattr("fastvit.sync.group._groups", {"a group": {"cuda": shared}})
+    sync.check(wait=True)
+    assert asked == [(0, True), (1, True)]
 
 
 def counts(rank, world):

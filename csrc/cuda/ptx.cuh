@@ -133,12 +133,14 @@ __device__ __forceinline__ uint64_t globaltimer() {  // nanoseconds
   return now;
 }
 __device__ __forceinline__ void store_halves(uint64_t* to, uint64_t first, uint64_t second) {
-  asm volatile("st.relaxed.sys.global.v2.b64 [%0], {%1, %2};" ::"l"(to), "l"(first), "l"(second) : "memory");
+  asm volatile("st.relaxed.sys.global.v2.b64 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(to)), "l"(first),
+               "l"(second)
+               : "memory");
 }
 __device__ __forceinline__ void load_halves(uint64_t* from, uint64_t& first, uint64_t& second) {
   asm volatile("ld.relaxed.sys.global.v2.b64 {%0, %1}, [%2];"
                : "=l"(first), "=l"(second)
-               : "l"(from)
+               : "l"(__cvta_generic_to_global(from))
                : "memory");
 }
 #endif

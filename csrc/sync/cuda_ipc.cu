@@ -7,55 +7,38 @@
 #include "cuda_peer.h"
 
 namespace fastvit {
-namespace {
 
-Tensor bytes_at(void* data, int64_t bytes, torch::stable::Device device) {
-  const int64_t size[] = {bytes}, stride[] = {1};
-  return torch::stable::from_blob(data, {size, 1}, {stride, 1}, device, ScalarType::Byte);
+std::tuple<Tensor, Tensor> ipc_memory(int64_t bytes, int64_t index) {
+  const Device device{int(index)};
+  void* data = nullptr;
+  // Not torch's allocator: it returns parts of larger allocations, and a handle opens the whole allocation.
+  STD_CUDA_CHECK(cudaMalloc(&data, size_t(bytes)));
+  STD_CUDA_CHECK(cudaMemset(data, 0, size_t(bytes)));
+  STD_CUDA_CHECK(cudaDeviceSynchronize());
+  auto* const handle = new cudaIpcMemHandle_t;
+  using torch::headeronly::DeviceType;
+  const auto tensor = [](void* at, int64_t size, torch::stable::Device where, auto... deleter) {
+    const int64_t stride = 1;
+    return torch::stable::from_blob(at, {&size, 1}, {&stride, 1}, where, ScalarType::Byte, deleter...);
+  };
+  Tensor name = tensor(handle, sizeof(*handle), torch::stable::Device(DeviceType::CPU),
+                       [](void* p) { delete static_cast<cudaIpcMemHandle_t*>(p); });
+  STD_CUDA_CHECK(cudaIpcGetMemHandle(handle, data));
+  const torch::stable::Device gpu{DeviceType::CUDA, torch::stable::accelerator::DeviceIndex(index)};
+  return {tensor(data, bytes, gpu), name};
 }
 
-torch::stable::Device gpu(int64_t index) {
-  return {torch::headeronly::DeviceType::CUDA, torch::stable::accelerator::DeviceIndex(index)};
-}
-
-}  // namespace
-
-std::tuple<Tensor, Tensor> ipc_memory(int64_t bytes, int64_t index, std::optional<Tensor> name) {
+int64_t ipc_open(Tensor name, int64_t index) {
   const Device device{int(index)};
   cudaIpcMemHandle_t handle;
+  require(name.is_cpu() && name.is_contiguous() && name.scalar_type() == ScalarType::Byte &&
+              name.numel() == int64_t(sizeof(handle)),
+          "ipc_open", "handle", "is not ", sizeof(handle), " bytes on the CPU, from ipc_memory");
+  check_memory("ipc_open", "handle", name);
+  std::memcpy(&handle, name.data_ptr(), sizeof(handle));
   void* data = nullptr;
-  if (!name) {
-    // Not torch's allocator: it returns parts of larger allocations, and a handle opens the whole allocation.
-    STD_CUDA_CHECK(cudaMalloc(&data, size_t(bytes)));
-    STD_CUDA_CHECK(cudaMemset(data, 0, size_t(bytes)));
-    STD_CUDA_CHECK(cudaDeviceSynchronize());
-    STD_CUDA_CHECK(cudaIpcGetMemHandle(&handle, data));
-    void* copy = new char[sizeof(handle)];
-    std::memcpy(copy, &handle, sizeof(handle));
-    const int64_t size[] = {sizeof(handle)}, stride[] = {1};
-    Tensor made = torch::stable::from_blob(copy, {size, 1}, {stride, 1},
-                                           torch::stable::Device(torch::headeronly::DeviceType::CPU),
-                                           ScalarType::Byte, [](void* p) { delete[] static_cast<char*>(p); });
-    return {bytes_at(data, bytes, gpu(index)), made};
-  }
-  require(name->is_cpu() && name->is_contiguous() && name->scalar_type() == ScalarType::Byte &&
-              name->numel() == int64_t(sizeof(handle)),
-          "ipc_memory", "handle", "is not ", sizeof(handle), " bytes on the CPU, from ipc_memory");
-  check_memory("ipc_memory", "handle", *name);
-  std::memcpy(&handle, name->data_ptr(), sizeof(handle));
   STD_CUDA_CHECK(cudaIpcOpenMemHandle(&data, handle, cudaIpcMemLazyEnablePeerAccess));
-  const int64_t size[] = {bytes}, stride[] = {1};
-  Tensor opened = torch::stable::from_blob(data, {size, 1}, {stride, 1}, gpu(index), ScalarType::Byte,
-                                           [mapped = device.current](void* p) {
-                                             int before = mapped;
-                                             (void)cudaGetDevice(&before);
-                                             (void)cudaSetDevice(mapped);
-                                             // running kernels may still write to it
-                                             (void)cudaDeviceSynchronize();
-                                             (void)cudaIpcCloseMemHandle(p);
-                                             (void)cudaSetDevice(before);
-                                           });
-  return {opened, torch::stable::new_empty(*name, {0})};
+  return reinterpret_cast<int64_t>(data);
 }
 
 }  // namespace fastvit

@@ -3,7 +3,6 @@
 
 #include <torch/csrc/stable/tensor.h>
 
-#include <optional>
 #include <tuple>
 
 namespace fastvit {
@@ -13,9 +12,11 @@ using torch::stable::Tensor;
 // The exchange of numbers that were formed before: see fastvit/sync/transport.py.
 Tensor cuda_peer_share(Tensor numbers, Tensor exchange);
 
-// GPU memory that processes of one host share. Without a handle: allocates `bytes` zeros on `device`, and
-// returns them and the handle by which another process opens them. They are never freed, since a peer may
-// still write to them. With a handle: maps that memory on `device` for the lifetime of the tensor.
-std::tuple<Tensor, Tensor> ipc_memory(int64_t bytes, int64_t device, std::optional<Tensor> handle);
+// GPU memory that processes of one host share: `bytes` zeros on `device`, and the handle by which another
+// process opens them. They are never freed, since a peer may still write to them.
+std::tuple<Tensor, Tensor> ipc_memory(int64_t bytes, int64_t device);
+// The address of that memory of another process for the kernels of `device`. It is never unmapped, since a
+// CUDA graph may still use it. No tensor: the memory is another GPU's, and torch refuses one of `device`.
+int64_t ipc_open(Tensor handle, int64_t device);
 
 }  // namespace fastvit

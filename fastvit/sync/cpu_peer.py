@@ -4,8 +4,10 @@ The arenas of all ranks lie in one segment that every rank maps. The segment has
 it when the last rank has ended, by whatever cause.
 """
 
+import contextlib
 import mmap
 import os
+import tempfile
 import time
 from pathlib import Path
 
@@ -26,8 +28,10 @@ _ops = torch.ops.fastvit
 class SharedMemory(Peer):
     """Statistics over the ranks of one host. A call waits until its exchange is complete, or raises."""
 
-    def __init__(self, arenas: list[Tensor], capacity: int, agreement: Agreement, describe: Describe):
-        super().__init__(NAME, arenas, agreement.rank, capacity, _SLICE, describe)
+    def __init__(self, segment: Tensor, capacity: int, agreement: Agreement, describe: Describe):
+        each = segment.numel() // agreement.world
+        arenas = [segment.data_ptr() + rank * each for rank in range(agreement.world)]
+        super().__init__(NAME, segment, arenas, agreement.rank, capacity, _SLICE, describe)
         self.timeout = agreement.timeout
         self._watch = agreement.watch
         self._watch.learn()  # now, since the store may be destroyed later
@@ -66,19 +70,17 @@ class SharedMemory(Peer):
                 )
 
     def _missing(self) -> list[int]:
-        return [rank for rank in range(len(self._arenas)) if self._exchange.report.missing >> rank & 1]
+        missing = self._exchange.report.missing
+        return [rank for rank in range(self._exchange.handle.world) if missing >> rank & 1]
 
     def _fail(self) -> None:
         """Raises for an ended rank first, since other ranks may have given up because of it."""
-        for rank in filter(self._watch.has_ended, range(len(self._arenas))):
+        for rank in filter(self._watch.has_ended, range(self._exchange.handle.world)):
             raise self._has_ended(rank, self._exchange.text(self._describe))
         super()._fail()
 
     def _has_ended(self, rank: int, what: str) -> RuntimeError:
         return RuntimeError(f"rank {self._rank} in {what}: {self._watch.text(rank)}")
-
-    def close(self) -> None:
-        self._arenas = []
 
 
 def place(device: torch.device) -> str:
@@ -97,28 +99,21 @@ def connect(
     """Maps one segment on all ranks. Raises Unavailable on all ranks where that fails on one."""
     if agreement.world > MOST_RANKS:
         raise Unavailable(f"{agreement.world} ranks, more than {MOST_RANKS}")
-    each = arena_bytes(agreement.world, capacity)
-    size = agreement.world * each
-    make = lambda: _make(size) if agreement.rank == 0 else None  # noqa: E731
-    file = agreement.together("shared memory", make)
-    try:
+    size = agreement.world * arena_bytes(agreement.world, capacity)
+    with contextlib.ExitStack() as until_mapped:
+
+        def make() -> int | None:
+            """The descriptor of a file without a name."""
+            if agreement.rank:
+                return None
+            file = until_mapped.enter_context(tempfile.TemporaryFile(dir=FOLDER)).fileno()
+            os.posix_fallocate(file, 0, size)  # else a full disk kills the process later, at a store
+            return file
+
+        file = agreement.together("shared memory", make)
         told = agreement.from_rank_0("shared memory", f"/proc/{os.getpid()}/fd/{file}")
         segment = agreement.together("shared memory", lambda: _map(told, size))
-    finally:
-        if file is not None:
-            os.close(file)
-    return SharedMemory(list(segment.split(each)), capacity, agreement, describe)
-
-
-def _make(size: int) -> int:
-    """The descriptor of a file without a name."""
-    file = os.open(FOLDER, os.O_TMPFILE | os.O_RDWR, 0o600)
-    try:
-        os.posix_fallocate(file, 0, size)  # else a full disk kills the process later, at a store
-    except OSError:
-        os.close(file)
-        raise
-    return file
+    return SharedMemory(segment, capacity, agreement, describe)
 
 
 def _map(path: str, size: int) -> Tensor:

@@ -4,6 +4,10 @@ The host never waits. When an exchange fails, the GPU writes a report to host me
 it. Memory is shared by CUDA IPC handles, which are sent through the group's store.
 """
 
+import functools
+import itertools
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -27,22 +31,15 @@ class DeviceMemory(Peer):
     """
 
     _stream = None
-    captured = False  # a graph may hold the arenas' addresses for as long as the process lives
 
     def _run(self, op: Reduce, tag: Tag) -> Tensor:
         self.check_usable()
-        if self._capturing():
-            self.captured = True
-        elif self._device.type == "cuda":
+        if self._device.type == "cuda" and not self._capturing():
             stream = torch.cuda.current_stream(self._device)
             if self._stream is not None and stream != self._stream:
                 stream.wait_stream(self._stream)
             self._stream = stream
         return op(self._exchange.of(tag))
-
-    def close(self) -> None:
-        if not self.captured:
-            self._arenas = []
 
 
 def place(device: torch.device) -> str:
@@ -62,12 +59,14 @@ def connect(
     """
     if agreement.world > MOST_RANKS:
         raise Unavailable(f"{agreement.world} ranks, more than {MOST_RANKS}")
-    arenas = ipc_memory(agreement, arena_bytes(agreement.world, capacity), device, asked)
-    return trial("CudaIpc", arenas, agreement, capacity, describe)
+    own, arenas = ipc_memory(agreement, arena_bytes(agreement.world, capacity), device, asked)
+    return trial("CudaIpc", own, arenas, agreement, capacity, describe)
 
 
-def ipc_memory(agreement: Agreement, size: int, device: torch.device, asked: bool) -> list[Tensor]:
-    """Allocates memory on each rank's GPU and opens that of all ranks."""
+def ipc_memory(
+    agreement: Agreement, size: int, device: torch.device, asked: bool
+) -> tuple[Tensor, list[int]]:
+    """Allocates memory on each rank's GPU and opens that of all ranks: the own, and all addresses."""
     own, handle = agreement.together("memory of a GPU", lambda: _ops.ipc_memory(size, device.index or 0))
     answer = f"{agreement.rank}|{_gpu(device)}|{bytes(handle.tolist()).hex()}"
     by_rank = [answer.split("|") for answer in agreement.ask("handle of a GPU's memory", answer)]
@@ -76,14 +75,15 @@ def ipc_memory(agreement: Agreement, size: int, device: torch.device, asked: boo
     if len(gpus) < agreement.world and not asked:
         raise Unavailable(f"{agreement.world} ranks on {len(gpus)} GPU{'s' if len(gpus) > 1 else ''}")
 
-    def opened(rank: int) -> Tensor:
+    def opened(rank: int) -> int:
         if rank == agreement.rank:
-            return own
-        return _ops.ipc_memory(size, device.index or 0, torch.frombuffer(handles[rank], dtype=torch.uint8))[0]
+            return own.data_ptr()
+        return _ops.ipc_open(torch.frombuffer(handles[rank], dtype=torch.uint8), device.index or 0)
 
-    return agreement.together(
+    arenas = agreement.together(
         "memory of the peers' GPUs", lambda: [opened(rank) for rank in range(agreement.world)]
     )
+    return own, arenas
 
 
 def _gpu(device: torch.device) -> str:
@@ -92,16 +92,16 @@ def _gpu(device: torch.device) -> str:
 
 
 def trial(
-    name: str, arenas: list[Tensor], agreement: Agreement, capacity: int, describe: Describe
+    name: str, own: Tensor, arenas: list[int], agreement: Agreement, capacity: int, describe: Describe
 ) -> DeviceMemory:
     """Tests arenas that all ranks have opened by exchanges of known numbers, and returns a backend.
 
     A path between two GPUs may be blocked although their memory can be opened. Packets do not arrive then,
     and the GPU gives up after a few seconds, before training begins.
     """
-    rank, world, device = agreement.rank, agreement.world, arenas[0].device
+    rank, world, device = agreement.rank, agreement.world, own.device
     seconds = min(_TRIAL_SECONDS, agreement.timeout / 2)
-    tested = DeviceMemory(name, arenas, rank, capacity, seconds, describe)
+    tested = DeviceMemory(name, own, arenas, rank, capacity, seconds, describe)
 
     def works() -> None:
         load_kernels(device)
@@ -116,40 +116,37 @@ def trial(
             raise RuntimeError("numbers arrived changed")
 
     agreement.together(f"trial of {name}", works)
-    return DeviceMemory(name, arenas, rank, capacity, _SHARE_OF_TIMEOUT * agreement.timeout, describe)
+    return DeviceMemory(name, own, arenas, rank, capacity, _SHARE_OF_TIMEOUT * agreement.timeout, describe)
 
 
+@functools.cache
 def load_kernels(device: torch.device) -> None:
     """Runs the layers' kernels once, over a group of this rank alone.
 
     CUDA loads a kernel at its first launch and may wait for the GPU. Behind an exchange that waits for a peer
     this is a deadlock, if the peer waits for a kernel that this rank launches later.
     """
-    capacity = 2 * 9
+    capacity, tag = 2 * 9, Tag(0, 0)
     arena = torch.zeros(arena_bytes(1, capacity), dtype=torch.uint8, device=device)
-    alone = DeviceMemory("alone", [arena], 0, capacity, 1.0, lambda *_: "")
-    tag = Tag(0, 0)
+    alone = DeviceMemory("alone", arena, [arena.data_ptr()], 0, capacity, 1.0, lambda *_: "")
+    activations = "leaky_relu", "elu"  # the kernels' two sets: csrc/cuda/activations.cuh
+    shapes = ((2, 8), 1), ((2, 3), 1), ((2, 1, 64), 1), ((2, 1, 3), 1)  # rows and planes, of packets or not
     for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
-        for shape, channel_dim in (((2, 8), 1), ((2, 3), 1), ((2, 1, 64), 1), ((2, 1, 3), 1)):
+        for (shape, d), act in itertools.product(shapes, activations):
             x = torch.zeros(shape, dtype=dtype, device=device)
+
+            def sums(reduce: Callable, *operands: Tensor | None, d: int = d, act: str = act) -> Tensor:
+                how = functools.partial(reduce, *operands, channel_dim=d, activation=act)
+                return alone.sums(lambda exchange: how(exchange=exchange), tag)[1]
+
+            moments = alone.moments(x, d, tag)
             for z in (None, x):
-                moments = alone.moments(x, channel_dim, tag)
-                y, saved = ops.bn_forward(x, moments, z=z, channel_dim=channel_dim)
-                sums = alone.sums(
-                    lambda e, x=x, y=y, z=z, saved=saved, d=channel_dim: ops.bn_reduce(  # type: ignore[misc]
-                        x, y, z, saved, channel_dim=d, exchange=e
-                    ),
-                    tag,
-                )
-                ops.bn_backward(x, y, z, saved, sums[1], channel_dim=channel_dim)
-            saved = ops.abn_forward_(x, moments, channel_dim=channel_dim)
-            sums = alone.sums(
-                lambda e, x=x, y=y, saved=saved, d=channel_dim: ops.abn_reduce(  # type: ignore[misc]
-                    x, y, saved, channel_dim=d, exchange=e
-                ),
-                tag,
-            )
-            ops.abn_backward(x, y, saved, sums[1], channel_dim=channel_dim)
+                y, saved = ops.bn_forward(x, moments, z=z, activation=act, channel_dim=d)
+                both = sums(ops.bn_reduce, x, y, z, saved)
+                ops.bn_backward(x, y, z, saved, both, activation=act, channel_dim=d)
+            saved = ops.abn_forward_(x, moments, activation=act, channel_dim=d)
+            both = sums(ops.abn_reduce, x, y, saved)
+            ops.abn_backward(x, y, saved, both, activation=act, channel_dim=d)
     for kind in Kind.MOMENTS, Kind.SUMS:
         numbers = torch.zeros(6, device=device)
         alone.share(numbers if kind == Kind.MOMENTS else numbers[None], tag)

@@ -54,14 +54,13 @@ class Group:
         self._layers: dict[tuple, int] = {}
         self._names: list[str] = []
         self._backwards: set[int] = set()  # autograd's numbers of those that shared sums and have not ended
-        self._backend: Backend | None = None
+        self._backends: list[Backend] = []  # the last is in use; a CUDA graph may use those before it
         self.why = ""
 
     @property
     def backend(self) -> Backend:
         """The backend that the group chose at the first call of a layer."""
-        assert self._backend is not None
-        return self._backend
+        return self._backends[-1]
 
     def moments(self, layer: LayerKey, x: Tensor, channel_dim: int) -> tuple[Tensor, Tensor]:
         """The moments of x over all ranks, and the tag for the backward."""
@@ -122,8 +121,8 @@ class Group:
                 f"the first call of a layer ({layer.op}, {channels} channels) that shares statistics cannot "
                 "be captured into a CUDA graph, because the ranks compare it and allocate; run a step before"
             )
-        if self._backend is not None:
-            self._backend.check_usable()
+        if self._backends:
+            self.backend.check_usable()
         number = len(self._names)
         momentum = "cumulative" if layer.momentum is None else f"{layer.momentum:g}"
         name = f"layer {number} ({layer.op}, {channels} channels)"
@@ -135,7 +134,7 @@ class Group:
                 f"rank {self._agreement.rank}: the ranks of group {self.name} differ in their layer "
                 f"{number}: {answers_text(answers)}"
             )
-        if self._backend is None or not self._backend.reserve(channels, dtype):
+        if not self._backends or not self.backend.reserve(channels, dtype):
             self._choose(channels, dtype)
         self._names.append(name)
         return number
@@ -145,13 +144,9 @@ class Group:
         return f"{direction} of {name}, step {tag.step} of group {self.name}"
 
     def _choose(self, channels: int, dtype: torch.dtype) -> None:
-        before = self._backend
-        self._backend, self.why = self._vote(channels, dtype)
-        self.backend.reserve(channels, dtype)
-        if before is not None and getattr(before, "captured", False):
-            _captured.append((self, before))
-        elif before is not None:
-            before.close()
+        backend, self.why = self._vote(channels, dtype)
+        backend.reserve(channels, dtype)
+        self._backends.append(backend)
         _log.debug("rank %d, %s", self._agreement.rank, self.describe())
 
     def _vote(self, channels: int, dtype: torch.dtype) -> tuple[Backend, str]:
@@ -188,7 +183,6 @@ class Group:
         return place
 
 
-_captured: list[tuple[Group, Backend]] = []  # replaced backends that CUDA graphs still use
 _groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Group]]" = weakref.WeakKeyDictionary()
 
 
@@ -202,15 +196,13 @@ def group_of(process_group: "dist.ProcessGroup", device: torch.device) -> Group:
     return by_device[device.type]
 
 
-def _backends() -> list[tuple[Group, Backend]]:
-    return [
-        (one, one._backend) for by_device in _groups.values() for one in by_device.values() if one._backend
-    ]
+def _all_groups() -> list[Group]:
+    return [one for by_device in _groups.values() for one in by_device.values() if one._backends]
 
 
 def describe_groups() -> list[str]:
     """For each group that has exchanged statistics: its backend, and the reason."""
-    return [one.describe() for one, _ in _backends()]
+    return [one.describe() for one in _all_groups()]
 
 
 def check(wait: bool = False) -> None:
@@ -226,8 +218,9 @@ def check(wait: bool = False) -> None:
     Raises:
         RuntimeError: an exchange failed; the message names the ranks, the layers and the step.
     """
-    for _, backend in _captured + _backends():
-        backend.check(wait)
+    for one in _all_groups():
+        for backend in one._backends:
+            backend.check(wait)
 
 
 def available_backends() -> str:

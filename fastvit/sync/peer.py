@@ -18,7 +18,9 @@ class Peer(Backend):
     """A backend over peer memory.
 
     Args:
-        arenas: of all ranks (csrc/sync/protocol.h, Arena), each `peer_bytes` bytes, zeros at first.
+        own: this rank's arena (csrc/sync/protocol.h, Arena), `peer_bytes` bytes, zeros at first; it decides
+            on the device.
+        arenas: the addresses of all ranks' arenas.
         seconds: a GPU's timeout, or the length of a CPU's slice of waiting.
         describe: the text for an exchange in an error.
     """
@@ -26,15 +28,15 @@ class Peer(Backend):
     def __init__(
         self,
         name: str,
-        arenas: list[Tensor],
+        own: Tensor,
+        arenas: list[int],
         rank: int,
         capacity: int,
         seconds: float,
         describe: Describe,
     ):
-        device = arenas[rank].device
-        super().__init__(Exchange(rank, len(arenas), device.type == "cuda", arenas), describe, device)
-        self.name, self._arenas, self.timeout = name, arenas, seconds
+        super().__init__(Exchange(rank, len(arenas), own.is_cuda, arenas), describe, own.device)
+        self.name, self._own, self.timeout = name, own, seconds
         handle = self._exchange.handle
         handle.capacity, handle.nanoseconds = capacity, int(seconds * 1e9)
 

@@ -65,13 +65,13 @@ _reports: list[Tensor] = []  # never freed: a running kernel may write after its
 class Exchange:
     """The ops' argument `exchange` (`tensor`, with the fields of `handle`), and the report that they write.
 
-    The host reads the report without waiting for the GPU, so it may see a fault late, but never a part of
-    one.
+    `arenas` are addresses, by rank. The host reads the report without waiting for the GPU, so it may see a
+    fault late, but never a part of one.
     """
 
-    def __init__(self, rank: int, world: int, on_gpu: bool = False, arenas: Sequence[Tensor] = ()):
+    def __init__(self, rank: int, world: int, on_gpu: bool = False, arenas: Sequence[int] = ()):
         memory = (ctypes.c_int64 * (len(Handle._fields_) + len(arenas)))()
-        memory[len(Handle._fields_) :] = [arena.data_ptr() for arena in arenas]
+        memory[len(Handle._fields_) :] = list(arenas)
         report = torch.zeros(ctypes.sizeof(FaultReport), dtype=torch.uint8, device="cpu", pin_memory=on_gpu)
         _reports.append(report)
         self.report = FaultReport.from_address(report.data_ptr())

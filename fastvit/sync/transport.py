@@ -93,9 +93,6 @@ class Backend:
         if self._exchange.report.fault and not self._failed:
             self._fail()
 
-    def close(self) -> None:
-        """Frees the memory of the backend, which is not used again."""
-
     def next_step(self) -> int:
         self.check_usable()
         if self._capturing():

@@ -481,8 +481,8 @@ def test_a_layer_over_a_group(engine, monkeypatch, way, kernels):
     monkeypatch.setenv("FASTVIT_STATISTICS", way)
 
     def connect(agreement, capacity, describe, device, asked):
-        arenas = Ranks(engine, 1).arenas
-        return cuda_peer.trial("CudaIpc", arenas, agreement, capacity, describe)
+        (own,) = Ranks(engine, 1).arenas
+        return cuda_peer.trial("CudaIpc", own, [own.data_ptr()], agreement, capacity, describe)
 
     provider = type("Provider", (), {"connect": staticmethod(connect), "place": lambda device: "host here"})
     monkeypatch.setitem(group.PROVIDERS, "cpu", provider)
