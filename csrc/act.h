@@ -25,7 +25,7 @@ class ActOps {
     args.layout = layout(y, x, y);
     args.x = x.data_ptr();
     args.out = y.data_ptr();
-    Backend::act_forward(args);
+    Backend::act(args);
     return y;
   }
   static Tensor glu_forward(Tensor a, Tensor b, const Text& activation, double param) {
@@ -37,7 +37,7 @@ class ActOps {
     args.x = a.data_ptr();
     args.b = b.data_ptr();
     args.out = y.data_ptr();
-    Backend::act_forward(args);
+    Backend::act(args);
     return y;
   }
 
@@ -50,7 +50,7 @@ class ActOps {
     args.x = x.data_ptr();
     args.dy = dy.data_ptr();
     args.out = dx.data_ptr();
-    Backend::act_backward(args);
+    Backend::act(args);
     return dx;
   }
   static Two glu_backward(Tensor a, Tensor b, Tensor dy, const Text& activation, double param) {
@@ -65,7 +65,7 @@ class ActOps {
     args.dy = dy.data_ptr();
     args.out = da.data_ptr();
     args.db = db.data_ptr();
-    Backend::act_backward(args);
+    Backend::act(args);
     return {da, db};
   }
 

@@ -191,4 +191,30 @@ FASTVIT_INLINE V recover_xhat(V v, W beta, W inverse_gamma, S limit) {
   return within(V((v - beta) * inverse_gamma), limit);
 }
 
+// Calls f.template operator()<activation>().
+template <class F>
+FASTVIT_INLINE void dispatch_activation(Activation activation, const F& f) {
+  switch (activation) {
+    case Activation::identity:
+      return f.template operator()<Activation::identity>();
+    case Activation::relu:
+      return f.template operator()<Activation::relu>();
+    case Activation::relu6:
+      return f.template operator()<Activation::relu6>();
+    case Activation::leaky_relu:
+      return f.template operator()<Activation::leaky_relu>();
+    case Activation::elu:
+      return f.template operator()<Activation::elu>();
+    case Activation::gelu:
+      return f.template operator()<Activation::gelu>();
+    case Activation::gelu_tanh:
+      return f.template operator()<Activation::gelu_tanh>();
+    case Activation::silu:
+      return f.template operator()<Activation::silu>();
+    case Activation::hardswish:
+      return f.template operator()<Activation::hardswish>();
+  }
+  __builtin_unreachable();
+}
+
 }  // namespace fastvit

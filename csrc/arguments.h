@@ -53,20 +53,20 @@ struct ForwardArgs : NormArgs {  // operands 0: x, 1: y, 2: z
   void* saved = nullptr;  // [2C + 2]
 };
 
-struct ReduceArgs : NormArgs {  // operands 0: x or y, 1: dy, 2: z
+struct GradientArgs : NormArgs {
   const void* input = nullptr;
   const void* dy = nullptr;
-  const void* saved = nullptr;               // [2C + 2]
+  const void* saved = nullptr;  // [2C + 2]
+};
+
+struct ReduceArgs : GradientArgs {           // operands 0: x or y, 1: dy, 2: z
   void* sums = nullptr;                      // [2C]; with an exchange [2][2C]: this rank's, the group's
   const peer::Exchange* exchange = nullptr;  // may be null
 };
 
-struct BackwardArgs : NormArgs {  // operands 0: x or y, 1: dy, 2: dx, 3: z, 4: dz
-  const void* input = nullptr;
-  const void* dy = nullptr;
+struct BackwardArgs : GradientArgs {  // operands 0: x or y, 1: dy, 2: dx, 3: z, 4: dz
   void* dx = nullptr;
-  void* dz = nullptr;  // null without z
-  const void* saved = nullptr;
+  void* dz = nullptr;          // null without z
   const void* sums = nullptr;  // [2C], over all ranks; null: the statistics were constants
   void* local_sums = nullptr;  // [2C], written by local_backward, which reads no sums
 };

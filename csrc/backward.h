@@ -42,12 +42,10 @@ class BackwardOps {
   }
 
  private:
-  enum class Statistics { given, local, running };
-
   // Returns dx, dz, which is none without z, and the own sums, which are empty unless they were needed.
   static std::tuple<Tensor, Optional, Tensor> run(const NormParams& norm, const Tensor& dy,
                                                   const Tensor& saved, const Optional& sums, bool training) {
-    const auto statistics = !training ? Statistics::running : sums ? Statistics::given : Statistics::local;
+    const bool local = training && !sums;
     auto args = with_saved<BackwardArgs>(norm, dy, saved);
     const int64_t numbers = 2 * norm.channels();
     if (sums) check_packed(norm.op, "sums", *sums, norm.input, numbers);
@@ -55,20 +53,17 @@ class BackwardOps {
     Tensor dx = allocate_like(norm.input);
     Optional dz;
     if (norm.z) dz = allocate_like(*norm.z);
-    Tensor own = packed(norm.input, statistics == Statistics::local ? numbers : 0);
+    Tensor own = packed(norm.input, local ? numbers : 0);
     args.layout = norm.z ? layout_of(norm.channel_dim, norm.input, dy, dx, *norm.z, *dz)
                          : layout_of(norm.channel_dim, norm.input, dy, dx);
     args.dx = dx.data_ptr();
     args.dz = dz ? dz->data_ptr() : nullptr;
     args.sums = sums ? sums->data_ptr() : nullptr;
-    if (statistics == Statistics::local) {
+    if (local) {
       args.local_sums = own.data_ptr();
       if (Backend::local_backward(args)) return {dx, dz, own};
       ReduceArgs reducing{args};
       reducing.layout = reduce_layout(norm, dy);
-      reducing.input = args.input;
-      reducing.dy = args.dy;
-      reducing.saved = args.saved;
       reducing.sums = args.local_sums;
       Backend::reduce(reducing);
       args.sums = args.local_sums;

@@ -65,8 +65,6 @@ class ForwardOps {
   }
 
  private:
-  enum class Statistics { given, local, running };
-
   static void set_operands(ForwardArgs& args, const NormParams& norm, const Tensor& y) {
     args.layout = norm.z ? layout_of(norm.channel_dim, norm.input, y, *norm.z)
                          : layout_of(norm.channel_dim, norm.input, y);
@@ -83,13 +81,10 @@ class ForwardOps {
   // Writes y and the running statistics; returns `saved`.
   static Tensor run(const Tensor& y, ForwardArgs& args, const NormParams& norm, const Optional& moments,
                     const RunningParams& running) {
-    const auto statistics = !running.training ? Statistics::running
-                            : moments         ? Statistics::given
-                                              : Statistics::local;
     const int64_t numbers = 2 * norm.channels() + 2;
     if (moments) check_packed(norm.op, "moments", *moments, norm.input, numbers);
     set_running(args, norm, running);
-    if (statistics == Statistics::running) {
+    if (!running.training) {
       require(!moments, norm.op, "moments", "are given; None expected without training");
       require(running.mean.has_value(), norm.op, "running_mean",
               "is None; without training, running_mean and running_var expected");
@@ -100,15 +95,13 @@ class ForwardOps {
     Tensor saved = packed(norm.input, numbers);
     set_operands(args, norm, y);
     args.saved = saved.data_ptr();
-    if (statistics == Statistics::local) {
+    Optional used = moments;
+    if (running.training && !moments) {
       if (Backend::local_forward(args)) return saved;
-      const Tensor own = packed(norm.input, numbers);
-      StatsOps<Backend>::run(norm.input, norm.channel_dim, own, nullptr);
-      args.moments = own.data_ptr();
-      Backend::forward(args);
-      return saved;
+      used = packed(norm.input, numbers);
+      StatsOps<Backend>::run(norm.input, norm.channel_dim, *used, nullptr);
     }
-    args.moments = moments ? moments->data_ptr() : nullptr;
+    args.moments = used ? used->data_ptr() : nullptr;
     Backend::forward(args);
     return saved;
   }

@@ -4,12 +4,8 @@
 
 namespace fastvit {
 
-void Cpu::act_forward(const ActArgs& args) {
-  if (args.layout.numel() > 0) kernels().act_forward({args, partition_of(args.layout)});
-}
-
-void Cpu::act_backward(const ActArgs& args) {
-  if (args.layout.numel() > 0) kernels().act_backward({args, partition_of(args.layout)});
+void Cpu::act(const ActArgs& args) {
+  if (args.layout.numel() > 0) kernels().act({args, partition_of(args.layout)});
 }
 
 }  // namespace fastvit

@@ -15,8 +15,7 @@ struct Cpu {
   static bool local_backward(const BackwardArgs&) { return false; }
   static void layer_norm_forward(const LayerNormForwardArgs& args);
   static void layer_norm_backward(const LayerNormBackwardArgs& args);
-  static void act_forward(const ActArgs& args);
-  static void act_backward(const ActArgs& args);
+  static void act(const ActArgs& args);
 };
 
 // The instruction set of the chosen kernels: avx512, avx2 or baseline (the compiler's default).

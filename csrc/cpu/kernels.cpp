@@ -17,8 +17,7 @@ namespace {
 #define FASTVIT_KERNELS(capability)                                                                \
   Kernels {                                                                                        \
     #capability, capability::stats, capability::forward, capability::reduce, capability::backward, \
-        capability::layer_norm_forward, capability::layer_norm_backward, capability::act_forward,  \
-        capability::act_backward                                                                   \
+        capability::layer_norm_forward, capability::layer_norm_backward, capability::act           \
   }
 
 // ATEN_CPU_CAPABILITY=default|avx2|avx512 lowers the choice, as in torch.

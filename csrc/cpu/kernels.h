@@ -81,8 +81,7 @@ struct ActParams : ActArgs {
   void backward(const BackwardParams&);                     \
   void layer_norm_forward(const LayerNormForwardParams&);   \
   void layer_norm_backward(const LayerNormBackwardParams&); \
-  void act_forward(const ActParams&);                       \
-  void act_backward(const ActParams&);                      \
+  void act(const ActParams&);                               \
   }
 FASTVIT_DECLARE_KERNELS(baseline)
 FASTVIT_DECLARE_KERNELS(avx2)
@@ -97,8 +96,7 @@ struct Kernels {
   void (*backward)(const BackwardParams&);
   void (*layer_norm_forward)(const LayerNormForwardParams&);
   void (*layer_norm_backward)(const LayerNormBackwardParams&);
-  void (*act_forward)(const ActParams&);
-  void (*act_backward)(const ActParams&);
+  void (*act)(const ActParams&);
 };
 
 const Kernels& kernels();  // of the best instruction set

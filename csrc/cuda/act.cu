@@ -94,12 +94,11 @@ void run_act(const ActArgs& args) {
   });
 }
 
-void Cuda::act_forward(const ActArgs& args) {
-  args.b ? run_act<false, true>(args) : run_act<false, false>(args);
-}
-
-void Cuda::act_backward(const ActArgs& args) {
-  args.b ? run_act<true, true>(args) : run_act<true, false>(args);
+void Cuda::act(const ActArgs& args) {
+  if (args.dy)
+    args.b ? run_act<true, true>(args) : run_act<true, false>(args);
+  else
+    args.b ? run_act<false, true>(args) : run_act<false, false>(args);
 }
 
 }  // namespace fastvit

@@ -65,27 +65,7 @@ __device__ __forceinline__ void with_activation(Activation activation, const F& 
     else
       __builtin_unreachable();
   };
-  switch (activation) {
-    case Activation::identity:
-      return call.template operator()<Activation::identity>();
-    case Activation::relu:
-      return call.template operator()<Activation::relu>();
-    case Activation::relu6:
-      return call.template operator()<Activation::relu6>();
-    case Activation::leaky_relu:
-      return call.template operator()<Activation::leaky_relu>();
-    case Activation::elu:
-      return call.template operator()<Activation::elu>();
-    case Activation::gelu:
-      return call.template operator()<Activation::gelu>();
-    case Activation::gelu_tanh:
-      return call.template operator()<Activation::gelu_tanh>();
-    case Activation::silu:
-      return call.template operator()<Activation::silu>();
-    case Activation::hardswish:
-      return call.template operator()<Activation::hardswish>();
-  }
-  __builtin_unreachable();
+  dispatch_activation(activation, call);
 }
 
 }  // namespace fastvit

@@ -14,8 +14,7 @@ struct Cuda {
   static bool local_backward(const BackwardArgs& args);
   static void layer_norm_forward(const LayerNormForwardArgs& args);
   static void layer_norm_backward(const LayerNormBackwardArgs& args);
-  static void act_forward(const ActArgs& args);
-  static void act_backward(const ActArgs& args);
+  static void act(const ActArgs& args);
 };
 
 }  // namespace fastvit

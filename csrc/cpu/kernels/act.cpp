@@ -60,30 +60,19 @@ struct Kernel {
   }
 };
 
-template <class T, class A, bool kBackward>
-void dispatch(const ActParams& args) {
-  dispatch_activation(args.activation, [&]<Activation kActivation>() {
-    args.b ? Kernel<T, A, kBackward, true, kActivation>::run(args)
-           : Kernel<T, A, kBackward, false, kActivation>::run(args);
-  });
-}
-template <class T, class A>
-struct Forward {
-  static void run(const ActParams& args) { dispatch<T, A, false>(args); }
-};
-template <class T, class A>
-struct Backward {
-  static void run(const ActParams& args) { dispatch<T, A, true>(args); }
-};
-
 }  // namespace
 
-void act_forward(const ActParams& args) {
-  dispatch_dtype<Forward>(args);
-}
-
-void act_backward(const ActParams& args) {
-  dispatch_dtype<Backward>(args);
+void act(const ActParams& args) {
+  dispatch_dtype(args.dtype, [&]<class T, class A>() {
+    dispatch_activation(args.activation, [&]<Activation kActivation>() {
+      if (args.dy)
+        args.b ? Kernel<T, A, true, true, kActivation>::run(args)
+               : Kernel<T, A, true, false, kActivation>::run(args);
+      else
+        args.b ? Kernel<T, A, false, true, kActivation>::run(args)
+               : Kernel<T, A, false, false, kActivation>::run(args);
+    });
+  });
 }
 
 }  // namespace FASTVIT_CAPABILITY

@@ -77,15 +77,10 @@ struct Kernel {
   }
 };
 
-template <class T, class A>
-struct Backward {
-  static void run(const BackwardParams& args) { dispatch_gradient<Kernel, T, A>(args); }
-};
-
 }  // namespace
 
 void backward(const BackwardParams& args) {
-  dispatch_dtype<Backward>(args);
+  dispatch_dtype(args.dtype, [&]<class T, class A>() { dispatch_gradient<Kernel, T, A>(args); });
 }
 
 }  // namespace FASTVIT_CAPABILITY

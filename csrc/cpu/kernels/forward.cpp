@@ -28,29 +28,24 @@ void forward_spans(const ForwardParams& args, const Spans<T>& spans) {
   }
 }
 
-template <class T, class A>
-struct Forward {
-  static void run(const ForwardParams& args) {
-    dispatch_activation(args.activation, [&]<Activation kActivation>() {
-      if (args.layout.rows)
-        args.z ? walk<true, true, kActivation>(args) : walk<true, false, kActivation>(args);
-      else
-        args.z ? walk<false, true, kActivation>(args) : walk<false, false, kActivation>(args);
-    });
-  }
-
-  template <bool kRows, bool kResidual, Activation kActivation>
-  static void walk(const ForwardParams& args) {
-    const Activations<T> in[] = {{args.x, args.layout, 0}, {args.z, args.layout, 2}};
-    const Activations<T> out[] = {{args.y, args.layout, 1}};
-    for_each_span<1 + kResidual, 1>(args, in, out, forward_spans<T, A, kRows, kResidual, kActivation>);
-  }
-};
+template <class T, class A, bool kRows, bool kResidual, Activation kActivation>
+inline void walk(const ForwardParams& args) {
+  const Activations<T> in[] = {{args.x, args.layout, 0}, {args.z, args.layout, 2}};
+  const Activations<T> out[] = {{args.y, args.layout, 1}};
+  for_each_span<1 + kResidual, 1>(args, in, out, forward_spans<T, A, kRows, kResidual, kActivation>);
+}
 
 }  // namespace
 
 void forward(const ForwardParams& args) {
-  dispatch_dtype<Forward>(args);
+  dispatch_dtype(args.dtype, [&]<class T, class A>() {
+    dispatch_activation(args.activation, [&]<Activation kActivation>() {
+      if (args.layout.rows)
+        args.z ? walk<T, A, true, true, kActivation>(args) : walk<T, A, true, false, kActivation>(args);
+      else
+        args.z ? walk<T, A, false, true, kActivation>(args) : walk<T, A, false, false, kActivation>(args);
+    });
+  });
 }
 
 }  // namespace FASTVIT_CAPABILITY

@@ -122,15 +122,10 @@ struct Kernel {
   }
 };
 
-template <class T, class A>
-struct Reduce {
-  static void run(const ReduceParams& args) { dispatch_gradient<Kernel, T, A>(args); }
-};
-
 }  // namespace
 
 void reduce(const ReduceParams& args) {
-  dispatch_dtype<Reduce>(args);
+  dispatch_dtype(args.dtype, [&]<class T, class A>() { dispatch_gradient<Kernel, T, A>(args); });
 }
 
 }  // namespace FASTVIT_CAPABILITY

@@ -85,7 +85,7 @@ struct Stats {
 }  // namespace
 
 void stats(const StatsParams& args) {
-  dispatch_dtype<Stats>(args);
+  dispatch_dtype(args.dtype, [&]<class T, class A>() { Stats<T, A>::run(args); });
 }
 
 }  // namespace FASTVIT_CAPABILITY

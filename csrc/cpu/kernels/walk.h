@@ -163,43 +163,18 @@ struct AccumulationOf<double> {
   using type = double;
 };
 
-// Calls Kernel<T, accumulation type>::run(args) for the dtype in args.
-template <template <class, class> class Kernel, class Args>
-void dispatch_dtype(const Args& args) {
-  switch (args.dtype) {
-    case ScalarType::Float:
-      return Kernel<float, float>::run(args);
-    case ScalarType::Double:
-      return Kernel<double, double>::run(args);
-    case ScalarType::BFloat16:
-      return Kernel<BFloat16, float>::run(args);
-    default:
-      return Kernel<Half, float>::run(args);
-  }
-}
-
-// Calls f.template operator()<activation>().
+// Calls f.template operator()<T, accumulation type>().
 template <class F>
-FASTVIT_INLINE void dispatch_activation(Activation activation, const F& f) {
-  switch (activation) {
-    case Activation::identity:
-      return f.template operator()<Activation::identity>();
-    case Activation::relu:
-      return f.template operator()<Activation::relu>();
-    case Activation::relu6:
-      return f.template operator()<Activation::relu6>();
-    case Activation::leaky_relu:
-      return f.template operator()<Activation::leaky_relu>();
-    case Activation::elu:
-      return f.template operator()<Activation::elu>();
-    case Activation::gelu:
-      return f.template operator()<Activation::gelu>();
-    case Activation::gelu_tanh:
-      return f.template operator()<Activation::gelu_tanh>();
-    case Activation::silu:
-      return f.template operator()<Activation::silu>();
-    case Activation::hardswish:
-      return f.template operator()<Activation::hardswish>();
+void dispatch_dtype(ScalarType dtype, const F& f) {
+  switch (dtype) {
+    case ScalarType::Float:
+      return f.template operator()<float, float>();
+    case ScalarType::Double:
+      return f.template operator()<double, double>();
+    case ScalarType::BFloat16:
+      return f.template operator()<BFloat16, float>();
+    default:
+      return f.template operator()<Half, float>();
   }
 }
 
