@@ -289,7 +289,7 @@ def test_local_rank_is_spelled_as_declared(monkeypatch, declared, environment, g
         parser.add_argument(*declared, type=int, default=-1)
     args = parser.parse_args(sys.argv[1:]) if explicit else parser.parse_args()
     assert args.file == "a" and getattr(args, "local_rank", None) == want
-    assert parser.parse_known_args(["b"])[0].file == "b"  # not the command line
+    assert parser.parse_known_args(iter(["b"]))[0].file == "b"  # not the command line
     assert sys.argv == ["main.py", *given]
 
 
@@ -307,14 +307,17 @@ def test_local_rank_that_another_module_declares(tmp_path):
 
 
 def test_arguments_of_the_launcher():
-    options, rest = runner._split(["--local-rank=1", "--prefer", "fastvit", "main.py", "--prefer", "x"])
-    assert (options.prefer, options.script, rest) == (
-        "fastvit",
-        "main.py",
-        ["--local-rank=1", "--prefer", "x"],
-    )
-    options, rest = runner._split(["-m", "pack.main", "-m", "y"])
-    assert (options.module, rest) == ("pack.main", ["-m", "y"])
+    options, words = runner._parse(["--local-rank=1", "--prefer", "fastvit", "main.py", "--prefer", "x"])
+    assert options.prefer == "fastvit" and not options.module
+    assert words == ["main.py", "--local-rank=1", "--prefer", "x"]
+    options, words = runner._parse(["--local_rank", "1", "-m", "pack.main", "-m", "y"])
+    assert options.module and words == ["pack.main", "--local-rank=1", "-m", "y"]
+
+
+def test_no_script(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        runner._parse(["--prefer", "apex"])
+    assert "no script given" in capsys.readouterr().err
 
 
 # Ranks

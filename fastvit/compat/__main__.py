@@ -24,12 +24,13 @@ import torch.distributed as dist
 
 from ..sync.teardown import destroy_process_group, end_process
 from ._finder import PREFERENCES, install
-from ._local_rank import LOCAL_RANK, spell_local_rank
+from ._local_rank import spell_local_rank
 
 _PATIENCE = timedelta(seconds=30)  # for the barrier at the end
 
 
-def _parse(arguments: list[str]) -> argparse.Namespace:
+def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The options, and the script or module with its arguments, among them a launcher's rank."""
     parser = argparse.ArgumentParser(
         prog="python -m fastvit.compat",
         description="Run a script for which apex and inplace_abn resolve to fastvit's look-alikes.",
@@ -42,31 +43,15 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         default="apex",
         help="the package that provides a part that both have (default: apex)",
     )
-    parser.add_argument("-m", dest="module", metavar="module", help="run a module instead of a file")
-    parser.add_argument("script", nargs="?", help="the script, or the first argument of the module")
-    parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments, passed unchanged")
-    return parser.parse_args(arguments)
-
-
-def _split(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Options of fastvit.compat, and arguments of the script; the launcher may put --local-rank first."""
-    own: list[str] = []
-    launcher: list[str] = []
-    rest = list(arguments)
-    while rest and rest[0].startswith("-"):
-        word = rest.pop(0)
-        if LOCAL_RANK.match(word):
-            launcher.append(word if "=" in word else f"{word}={rest.pop(0)}")
-            continue
-        own.append(word)
-        if word in ("--prefer", "-m") and rest:
-            own.append(rest.pop(0))
-        if word == "-m":
-            break
-    options = _parse(own if "-m" in own else own + rest[:1])
-    if options.module is None and options.script is None:
-        _parse(["--help"]) if not arguments else sys.exit("python -m fastvit.compat: error: no script given")
-    return options, launcher + (rest if options.module else rest[1:])
+    parser.add_argument("--local-rank", "--local_rank", help=argparse.SUPPRESS)
+    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, default=[], help="or a module")
+    parser.add_argument("script", nargs=argparse.REMAINDER, help="the script, with its arguments as they are")
+    options = parser.parse_args(arguments)
+    if not (words := options.module + options.script):
+        parser.error("no script given")
+    if options.local_rank is not None:
+        words.insert(1, f"--local-rank={options.local_rank}")
+    return options, words
 
 
 def _run_script(path: str, arguments: list[str]) -> None:
@@ -118,7 +103,7 @@ def _without_our_frames(trace: TracebackType | None) -> TracebackType | None:
 
 
 def main() -> None:
-    options, arguments = _split(sys.argv[1:])
+    options, (script, *arguments) = _parse(sys.argv[1:])
     install(options.prefer)
     spell_local_rank()
     status: int | None = 1
@@ -126,13 +111,13 @@ def main() -> None:
     atexit.register(lambda: _leave_process_group(status))
     try:
         if options.module:
-            sys.argv = [options.module, *arguments]
-            runpy.run_module(options.module, run_name="__main__", alter_sys=True)
-        elif not os.path.isfile(options.script):
-            print(f"python -m fastvit.compat: can't open file {options.script!r}", file=sys.stderr)
+            sys.argv = [script, *arguments]
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        elif not os.path.isfile(script):
+            print(f"python -m fastvit.compat: can't open file {script!r}", file=sys.stderr)
             sys.exit(2)
         else:
-            _run_script(options.script, arguments)
+            _run_script(script, arguments)
         status = 0
     except SystemExit as end:  # Python prints other codes than numbers, and exits with 1
         status = 0 if end.code is None else end.code & 0xFF if isinstance(end.code, int) else 1

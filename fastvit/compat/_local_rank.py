@@ -39,9 +39,9 @@ def spell_local_rank() -> None:
 
     @functools.wraps(parse)
     def parse_known_args(self: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> Any:
-        if args is None or list(args) == sys.argv[1:]:
-            declared = [name for name in self._option_string_actions if LOCAL_RANK.match(name)]
-            args = _spelled(sys.argv[1:], declared)
-        return parse(self, args, namespace)
+        words = sys.argv[1:] if args is None else list(args)
+        if words == sys.argv[1:]:
+            words = _spelled(words, [name for name in self._option_string_actions if LOCAL_RANK.match(name)])
+        return parse(self, words, namespace)
 
     argparse.ArgumentParser.parse_known_args = parse_known_args  # type: ignore[method-assign]

@@ -7,7 +7,6 @@ torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
 optimizer.step()
 """
 
-from ..._finder import without
 from . import lists
 from ._amp_state import _amp_state, master_params
 from .frontend import initialize, load_state_dict, state_dict
@@ -37,5 +36,3 @@ __all__ = [
     "scale_loss",
     "state_dict",
 ]
-
-__getattr__ = without("apex.amp")

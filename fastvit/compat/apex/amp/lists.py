@@ -8,10 +8,7 @@ from typing import Any
 
 import torch
 
-from ..._finder import without
 from .functions import float_function, half_function, uncast_function
-
-__getattr__ = without("apex.amp.lists")
 
 
 class functional_overrides:

@@ -3,7 +3,6 @@
 `set_grad_none` is whether `zero_grad()` sets gradients to None. `amsgrad=True` raises RuntimeError.
 """
 
-from ..._finder import without
 from ..fp16_utils.fp16_optimizer import FP16_Optimizer  # for scripts from before 2020
 from .fused_adam import FusedAdam
 from .fused_lamb import FusedLAMB
@@ -19,5 +18,3 @@ __all__ = [
     "FusedNovoGrad",
     "FusedSGD",
 ]
-
-__getattr__ = without("apex.optimizers")
