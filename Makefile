@@ -8,7 +8,7 @@
 # COVERAGE=1  test: count lines, of Python by coverage.py and of C++ by gcov
 # CPU=1       sanitizers: of the CPU's sources, with each instruction set
 # COMPILE=    wheel: releases of torch to compile for, say 'torch==2.11.0'
-# OUT=        gpu: the folder that is written (default runs/gpu)
+# OUT=        gpu: the folder for its two archives (default runs/gpu)
 # CALL=       gpu: proof or measure alone, or libraries, packed where nvcc is
 # FIX=1       lint: put the style right
 

@@ -107,6 +107,8 @@ class Contender:
 
     def timed(self, x) -> None:
         clock = time.perf_counter if self.device == "cuda" else time.process_time
+        if self.device == "cuda":
+            torch.cuda.synchronize()
         start = clock()
         self.step(x)
         if self.device == "cuda":
@@ -142,6 +144,7 @@ KEPT = PRODUCTS | {
     aten.convolution.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_efficient_attention.default,
 }
 
@@ -215,8 +218,8 @@ def measure(name: str, arguments, where: dict) -> dict:
             row[f"{contender}_kept_MiB"] = by[contender].kept(x)
             row[f"{contender}_peak_MiB"] = by[contender].peak(x)
         except Exception as error:  # a contender may not take a model; the rest is still measured
-            print(f"{name}: {contender}: {type(error).__name__}: {str(error).splitlines()[0][:150]}")
-            del by[contender]
+            print(f"{name}: {contender}: {type(error).__name__}: {str(error)[:150]}")
+            by.pop(contender, None)
     for _ in range(arguments.repeats):  # in turn, so that a slow minute hits all
         for one in by.values():
             one.timed(x)
@@ -314,7 +317,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--contenders", help="names from the list above, by commas")
     arguments = parser.parse_args()
-    harness.reuse_memory()
+    if arguments.device == "cpu":
+        harness.reuse_memory()
     torch.set_num_threads(arguments.threads)
     where = harness.provenance(arguments.device)
     for given in arguments.models.split(","):

@@ -1,6 +1,6 @@
 """Benchmarks on a GPU in parts; `tools/gpu.py` runs them, in its order.
 
-    python benchmarks/bench_gpu.py PART [--device cuda] [--out benchmarks/results] [--budget 60]
+    python benchmarks/bench_gpu.py PART [--device cuda] [--out benchmarks/results]
 
     versus       layers beside torch's, eager and compiled, and other libraries': forward and backward
     row_ops      LayerNorm, activations and gates beside torch's
@@ -12,10 +12,15 @@
     host_ops     host microseconds per op
 
 Times by harness.Timer: of the device, with cold caches, medians. Writes PART_DEVICE.csv after every row.
-A part is a sequence of tasks. One that raises costs its own rows; one that spoils the GPU for this process
-ends the part. `--device cpu` runs all code, on tiny shapes with --quick; its times are meaningless.
+A part is a sequence of tasks. One that raises costs its own rows. One that hangs, or spoils the GPU for this
+process, ends the program; with --skip another one goes on behind it. `--device cpu` runs all code, on tiny
+shapes with --quick; its times are meaningless.
 """
 
+import faulthandler
+import functools
+import itertools
+import math
 import sys
 import time
 import traceback
@@ -28,32 +33,43 @@ import gpu_versus
 import gpu_waits
 import torch
 from gpu_kernels import nothing
-from harness import Timer, command_line, percentiles, provenance, write_csv
+from harness import Timer, command_line, percentiles, provenance, read_csv, write_csv
 
 REPEATS = 15
+HANGS = 60  # seconds of one task, compiling included, after which it hangs
+ENDED = "ended"  # the last line of a part that is not cut
 Task = tuple[object, Callable[[], None]]  # a name, and what adds rows
 
 
 class Part:
-    """Rows of one part, and the time that is left for it."""
+    """Rows of one part. No task begins after `until`, in seconds since 1970. `skip` tasks have been begun by
+    an earlier process, whose rows are in the table.
+    """
 
-    def __init__(self, name: str, device: str, out: Path, budget: float, quick: bool):
+    def __init__(self, name: str, device: str, out: Path, until: float, quick: bool, skip: int = 0):
         self.name, self.device, self.out, self.quick = name, device, out, quick
-        self.deadline = time.perf_counter() + budget
-        self.rows: list[dict] = []
-        self.timer = Timer(device, 1 << 20 if quick else None)
+        self.until, self.skip, self.hangs = until, skip, HANGS
+        self.rows: list[dict] = [*read_csv(self.table, out)] if skip else []
         self.where = provenance(device)
         self.left: list[str] = []
         self.failed: list[str] = []
 
+    @property
+    def table(self) -> str:
+        return f"{self.name}_{self.device}"
+
+    @functools.cached_property
+    def timer(self) -> Timer:
+        return Timer(self.device, 1 << 20 if self.quick else None)
+
     def run(self, tasks: Iterable[Task]) -> None:
-        usable = True
-        for what, work in tasks:
+        for what, work in itertools.islice(tasks, self.skip, None):
             name = str(what)
-            if not usable or time.perf_counter() > self.deadline:
+            if time.time() > self.until:
                 self.left.append(name)
                 continue
             print(f"begin {name}", flush=True)
+            faulthandler.dump_traceback_later(self.hangs, exit=True)  # out of CUDA's waits too
             try:
                 work()
                 self.synchronize()
@@ -61,7 +77,13 @@ class Part:
                 self.failed.append(name)
                 traceback.print_exc()
                 print(f"failed {name}: {type(error).__name__}: {error}".splitlines()[0][:300], flush=True)
-                usable = self.usable()
+                if not self.usable():
+                    sys.exit(1)
+            finally:
+                faulthandler.cancel_dump_traceback_later()
+        if self.left:
+            print(f"not reached: {', '.join(self.left)}")
+        print(ENDED, flush=True)
 
     def usable(self) -> bool:
         try:
@@ -75,12 +97,13 @@ class Part:
         work: Callable[[], object],
         prepare: Callable[[], object] = nothing,
         send: Callable[[], object] = nothing,
+        repeats: int = REPEATS,
     ) -> dict:
         """Percentiles of microseconds, device and host. Caches are cold for what `prepare` left, and not for
         what `send` writes.
         """
         device, host = [], []
-        for repeat in range((2 if self.quick else REPEATS) + 2):
+        for repeat in range((2 if self.quick else repeats) + 2):
             prepare()
             self.timer.cold()
             send()
@@ -96,7 +119,7 @@ class Part:
         cells = (f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items())
         print("  ".join(cells), flush=True)
         try:
-            write_csv(f"{self.name}_{self.device}", self.rows, self.out)
+            write_csv(self.table, self.rows, self.out)
         except OSError as error:  # a full disk: what is printed is still seen
             print(f"not written: {error}", flush=True)
 
@@ -117,15 +140,14 @@ PARTS = {
 def main() -> None:
     parser = command_line(__doc__, "cuda")
     parser.add_argument("part", choices=list(PARTS))
-    parser.add_argument("--budget", type=float, default=60, help="seconds after which no task is begun")
+    parser.add_argument("--until", type=float, default=math.inf, help="begin no task after it, since 1970")
+    parser.add_argument("--skip", type=int, default=0, help="tasks that an earlier call has begun")
     parser.add_argument("--quick", action="store_true", help="tiny shapes: is the program in order?")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.exit(1, "bench_gpu: there is no CUDA GPU (--device cpu --quick needs none)\n")
-    part = Part(options.part, options.device, options.out, options.budget, options.quick)
+    part = Part(options.part, options.device, options.out, options.until, options.quick, options.skip)
     part.run(PARTS[options.part](part))
-    if part.left:
-        print(f"not reached: {', '.join(part.left)}")
     sys.exit(1 if part.failed or not part.rows else 0)
 
 

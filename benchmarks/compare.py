@@ -1,10 +1,12 @@
 """Sets a table that was measured on a GPU beside the predictions for it, row by row; for tools/gpu.py.
 
-The predictions are predicted_h200.csv and predicted_exchange_h200.csv of benchmarks/results. Rows that differ
-by more than 15 % are marked `off`. Needs neither torch nor a GPU.
+The predictions are predicted_h200.csv and predicted_exchange_h200.csv of benchmarks/results, corrected for
+the copy that the row's GPU reaches. Rows that differ by more than 15 % are marked `off`. Needs neither torch
+nor a GPU.
 """
 
 import csv
+import math
 from pathlib import Path
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -41,11 +43,14 @@ def compared(rows: list[dict[str, str]], predicted: dict[Key, dict[str, str]]) -
             continue
         us = row.get("exchange_us") or row.get("p50_us")
         key = _exchange_key(row) if "exchange_us" in row else _op_key(row)
-        if key not in predicted or not us or float(us) <= 0:
+        if key not in predicted or not us:
             continue
-        costly = row.get("activation") in COSTLY
-        expected = float(predicted[key]["us_costliest" if costly else "us"])
-        difference = expected / float(us) - 1
+        costly, one = row.get("activation") in COSTLY, predicted[key]
+        expected = float(one["us_costliest" if costly else "us"])
+        if row.get("copy_GB_s") and "share" in one:  # the predictions' copy moves `reached` GB/s
+            reached = float(one["bytes_MB"]) / float(one["us"]) / float(one["share"]) * 1e3
+            expected += float(one["stream_us"]) * (reached / float(row["copy_GB_s"]) - 1)
+        difference = expected / float(us) - 1 if float(us) > 0 else math.inf
         found.append({
             "row": " ".join([*key, *filter(None, [row.get("activation")])]),
             "measured_us": float(us),
@@ -58,10 +63,10 @@ def compared(rows: list[dict[str, str]], predicted: dict[Key, dict[str, str]]) -
 
 def lines(found: list[dict]) -> list[str]:
     """A line per row, and how many are off."""
-    text = [
+    text = [  # the worst last
         f"{row['row']:56} {row['measured_us']:9.1f} us, predicted {row['predicted_us']:9.1f} "
         f"{row['difference']:+7.0%} {row['mark']}"
-        for row in found
+        for row in sorted(found, key=lambda row: abs(row["difference"]))
     ]
     off = sum(row["mark"] == "off" for row in found)
     return [*text, f"{len(found)} rows were predicted; {off} differ by more than {OFF:.0%}"]

@@ -1,6 +1,7 @@
 """The part of bench_gpu.py that trains whole models, before and after `fastvit.convert`."""
 
 import functools
+import itertools
 import time
 from collections.abc import Callable
 
@@ -10,11 +11,12 @@ from harness import percentiles
 from torch import nn
 
 import fastvit
+from fastvit.memory import peak_bytes
 
 MODELS = ("vit_small_patch16_224", "resnet50")
 BATCHES = (64, 256)
 REPEATS = 7
-ROOM = 0.97  # of the memory, which the largest batch may take
+ROOM = 0.97  # of the free memory, which the largest batch may take
 
 
 CONTENDERS: dict[str, Callable[[nn.Module], nn.Module]] = {
@@ -62,22 +64,19 @@ class Step:
         return torch.randn(batch, 3, self.size, self.size, device=self.device)
 
     def peak(self, batch: int) -> int:
-        """Bytes at the peak of a step."""
-        x = self.images(batch)
-        if self.device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        self(x)
-        return torch.cuda.max_memory_allocated() if self.device == "cuda" else x.nbytes
+        """Bytes at the peak of a step and its images, above what is allocated before."""
+        return peak_bytes(lambda: self(self.images(batch)), self.device)
 
 
 def models(part) -> Tasks:
-    for name in MODELS:
-        for batch in (2,) if part.quick else BATCHES:
-            for contender in tuple(CONTENDERS)[: 2 if part.quick else None]:
-                work = functools.partial(_times, part, name, contender, batch)
-                yield f"{name} {contender} {batch}", work
-        for contender in ("eager", "convert"):
-            yield f"{name} {contender} largest batch", functools.partial(_largest, part, name, contender)
+    eager = tuple(CONTENDERS)[:2]
+    for batch, name, contender in itertools.product((2,) if part.quick else BATCHES, MODELS, eager):
+        yield f"{name} {contender} {batch}", functools.partial(_times, part, name, contender, batch)
+    for name, contender in itertools.product(MODELS, eager):
+        yield f"{name} {contender} largest batch", functools.partial(_largest, part, name, contender)
+    for name, contender in itertools.product(MODELS, tuple(CONTENDERS)[2:]):
+        if not part.quick:
+            yield f"{name} {contender}", functools.partial(_times, part, name, contender, BATCHES[0])
 
 
 def _times(part, name: str, contender: str, batch: int) -> None:
@@ -93,9 +92,11 @@ def _times(part, name: str, contender: str, batch: int) -> None:
         host.append((time.perf_counter() - begin) * 1e3)
         part.synchronize()
         device.append((time.perf_counter() - begin) * 1e3)
+    times, host_ms = percentiles(device), percentiles(host)["p50_ms"]
     part.row(
-        model=name, contender=contender, batch=batch, dtype="bf16", **percentiles(device),
-        host_ms=percentiles(host)["p50_ms"], peak_MiB=step.peak(batch) / 2**20,
+        model=name, contender=contender, batch=batch, dtype="bf16", **times,
+        host_ms=host_ms if host_ms < 0.8 * times["p50_ms"] else "",  # else one waited for the other
+        peak_MiB=step.peak(batch) / 2**20,
     )  # fmt: skip
 
 
@@ -105,7 +106,9 @@ def _largest(part, name: str, contender: str) -> None:
     step = Step(name, contender, part.device, part.quick)
     step.peak(small)  # allocates what is allocated once
     first, second = step.peak(small), step.peak(large)
-    free = torch.cuda.mem_get_info()[1] if part.device == "cuda" else 16 * second
+    if part.device == "cuda":
+        torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0] if part.device == "cuda" else 16 * second
     batch = int((ROOM * free - first) / ((second - first) / (large - small))) + small
     while True:
         if part.device == "cuda":
@@ -114,6 +117,8 @@ def _largest(part, name: str, contender: str) -> None:
             peak = step.peak(batch)
             break
         except torch.OutOfMemoryError:
-            step.model.zero_grad(set_to_none=True)
-            batch = int(0.95 * batch)
+            if batch <= small:
+                raise
+        step.model.zero_grad(set_to_none=True)
+        batch = max(small, int(0.95 * batch))
     part.row(model=name, contender=contender, batch=batch, dtype="bf16", largest=True, peak_MiB=peak / 2**20)

@@ -1,6 +1,7 @@
 """Parts of bench_gpu.py that compare with torch, eager and compiled, one contender a task."""
 
 import functools
+import itertools
 from collections.abc import Callable
 
 import bench_vit_ops
@@ -37,6 +38,7 @@ def versus(part) -> Tasks:
 
 
 def _compiled(case: Case) -> torch.nn.Module:
+    torch.compiler.reset()  # one function is compiled a few times only, and runs eagerly then
     return torch.compile(contenders.BatchNormAct(case), dynamic=False)
 
 
@@ -65,19 +67,21 @@ ROW_OPS = {  # of bench_vit_ops.py: its op, passes over an activation forward an
 
 def row_ops(part):
     """LayerNorm, activations and gates: fastvit's ops beside torch's, and torch's compiled."""
-    for ops, cases in ((("layer_norm",), NORMS), (("gelu", "swiglu"), MLP)):
-        for case in cases:
-            if part.quick:
-                case = Case((2, 5, 32), "tokens", case.dtype)
-            for op in ops:
-                for name in ("fastvit", "torch", *(() if part.quick else ("compiled",))):
-                    yield f"{op} {name} {case}", functools.partial(_row_op, part, case, op, name)
+    rows = [*itertools.product(("layer_norm",), NORMS), *itertools.product(("gelu", "swiglu"), MLP)]
+    for dtype, (op, case) in itertools.product(("bf16", "fp32", "fp16"), rows):
+        if case.dtype != dtype:
+            continue
+        if part.quick:
+            case = Case((2, 5, 32), "tokens", dtype)
+        for name in ("fastvit", "torch", *(("compiled",) if dtype == "bf16" and not part.quick else ())):
+            yield f"{op} {name} {case}", functools.partial(_row_op, part, case, op, name)
 
 
 def _row_op(part, case: Case, what: str, name: str) -> None:
     calls, _, affine = bench_vit_ops.operations(case.dtype)[what]
     call = calls["fastvit" if name == "fastvit" else "torch"]
     if name == "compiled":
+        torch.compiler.reset()
         call = torch.compile(call, dynamic=False)
     leaves = [case.randn(part.device) for _ in range(2 if what in bench_vit_ops.GATES else 1)]
     leaves += [torch.rand(case.shape[-1:], device=part.device).to(leaves[0].dtype) for _ in range(2 * affine)]

@@ -57,11 +57,14 @@ class Timer:
         self._copy = torch.empty_like(self._source)
         self._head_start = self.HEAD_START[0]
         self._cycles = 0.0  # of the wait, in a millisecond
+        self._covered = True  # the last call was queued before the wait ended
         self.host_ms = 0.0  # what the host spent on the last call
         if cuda:
+            for _ in range(200):  # clocks rise
+                self._copy.copy_(self._source)
             cycles = 10_000_000
-            torch.cuda._sleep(cycles)
-            self._cycles = cycles / self._events(lambda: torch.cuda._sleep(cycles))
+            waits = [self._events(lambda: torch.cuda._sleep(cycles)) for _ in range(5)]
+            self._cycles = cycles / min(waits)
 
     def cold(self) -> None:
         """Flushes the caches by reading other data: written lines would have to be written back first."""
@@ -75,7 +78,8 @@ class Timer:
             torch.cuda._sleep(int(self._head_start * self._cycles))
             taken = self._events(work)
             least, most = self.HEAD_START
-            self._head_start = min(most, max(least, 2 * self.host_ms, 0.9 * self._head_start))
+            wanted = 2 * self.host_ms if self._covered else 2 * self._head_start
+            self._head_start = min(most, max(least, wanted, 0.9 * self._head_start))
             return taken
         begin = time.perf_counter()
         work()
@@ -88,6 +92,7 @@ class Timer:
         begin = time.perf_counter()
         work()
         self.host_ms = (time.perf_counter() - begin) * 1e3
+        self._covered = not start.query()
         end.record()
         torch.cuda.synchronize()
         return start.elapsed_time(end)
@@ -186,11 +191,15 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[object]]) -> list[st
 
 def write_csv(name: str, rows: list[dict], folder: Path = RESULTS) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}.csv"
+    path, new = folder / f"{name}.csv", folder / f".{name}.csv"
     fields = list(dict.fromkeys(key for row in rows for key in row))
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fields, lineterminator="\n")
-        writer.writeheader()
-        for row in rows:
-            writer.writerow({k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()})
+    try:
+        with new.open("w", newline="") as file:
+            writer = csv.DictWriter(file, fields, lineterminator="\n")
+            writer.writeheader()
+            for row in rows:
+                writer.writerow({k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()})
+        new.replace(path)  # what was written before is lost neither by a full disk nor by a kill
+    finally:
+        new.unlink(missing_ok=True)
     return path

@@ -192,6 +192,8 @@ def test_graphs_that_the_compiler_makes():
     compiled = torch.compile(model, mode="reduce-overhead")
     for seed in range(4):  # warm-up, capture, replays
         torch.compiler.cudagraph_mark_step_begin()
+        for m in (compiled, eager):  # a replay overwrites gradients that lie in the graph's memory
+            m.zero_grad(set_to_none=True)
         leaves = [randn("planes", seed).requires_grad_() for _ in range(2)]
         got, want = (m(leaf) for m, leaf in zip((compiled, eager), leaves, strict=True))
         check("layer", got, want.double(), torch.float32)

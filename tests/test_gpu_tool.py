@@ -1,6 +1,7 @@
 """tools/gpu.py: reports failures and steps that cannot run; everything ends in time."""
 
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -96,7 +97,7 @@ def test_what_is_not_there_is_not_waited_for(gpu, tmp_path, monkeypatch, said, d
     starts(gpu, monkeypatch, (1, said), driver=driver)
     assert run.all() == 1
     assert states(run) == {"environment": "FAILED"} and said in details(run)["environment"]
-    summary = (tmp_path / "proof/summary.txt").read_text()
+    summary = (run.out / "summary.txt").read_text()
     assert "smoke                    not begun" in summary and "tests                    not begun" in summary
 
 
@@ -121,7 +122,7 @@ def test_the_smoke_test_notices_a_wrong_op_and_comes_first(gpu, tmp_path, monkey
     monkeypatch.setattr(gpu.os, "cpu_count", lambda: 2)
     run = proof(gpu, tmp_path / "out", ["smoke"])
     run.smoke()
-    first = (tmp_path / "out/proof/summary.txt").read_text().splitlines()[0]
+    first = (run.out / "summary.txt").read_text().splitlines()[0]
     assert states(run) == {"smoke": "FAILED"} and first.startswith("FAILED ") and "test_bn_stats" in first
 
 
@@ -146,12 +147,12 @@ def test_no_test_takes_the_rest_with_it(gpu, tmp_path, monkeypatch):
     file = tmp_path / "test_trouble.py"
     file.write_text(TROUBLE)
     monkeypatch.setattr(gpu, "TESTS", [str(file)])
-    monkeypatch.setattr(gpu, "SLOW", 2)
+    monkeypatch.setitem(gpu.SLOW, "tests", 2)
     monkeypatch.setattr(gpu.os, "cpu_count", lambda: 4)
     run = proof(gpu, tmp_path / "out", ["tests"])
     run.tests()
     assert states(run) == {"tests": "FAILED"}
-    said, log = details(run)["tests"], (tmp_path / "out/proof/tests.log").read_text()
+    said, log = details(run)["tests"], (run.out / "tests.log").read_text()
     assert "3 failed, 7 passed, 0 skipped of 10" in said
     assert log.count("crashed while running") >= 2 and "::test_slow" in log and "::test_fault" in log
     assert "assert 1 == 2" in log
@@ -180,7 +181,7 @@ def test_files_that_cannot_be_collected_fail(gpu, tmp_path, monkeypatch):
     run = proof(gpu, tmp_path / "out", ["tests"])
     run.tests()
     assert states(run) == {"tests": "FAILED"} and "1 failed, 1 passed" in details(run)["tests"], details(run)
-    assert "a_module_that_is_not_there" in (tmp_path / "out/proof/tests.log").read_text()
+    assert "a_module_that_is_not_there" in (run.out / "tests.log").read_text()
 
 
 def test_skipping_everything_is_no_success(gpu, tmp_path, monkeypatch):
@@ -203,7 +204,7 @@ def test_a_step_that_fails_keeps_no_other_from_running(gpu, tmp_path, monkeypatc
     run = proof(gpu, tmp_path / "out", ["smoke", "tests", "sanitizer"])
     assert run.all() == 1
     assert states(run) == {"smoke": "FAILED", "tests": "passed", "sanitizer": "not run"}
-    summary = (tmp_path / "out/proof/summary.txt").read_text()
+    summary = (run.out / "summary.txt").read_text()
     assert "FAILED: smoke" in summary and "ZeroDivisionError" in summary
     assert summary in capsys.readouterr().out
 
@@ -222,19 +223,24 @@ esac
 
 
 @pytest.mark.parametrize("option", ["--kernel-name", "--kernel-regex"])
-def test_what_the_sanitizers_say_is_read_rightly(gpu, tmp_path, monkeypatch, option):
+@pytest.mark.parametrize(
+    "tool,said",
+    [
+        ("memcheck", ("FAILED", "status 99: Invalid __global__ read of size 4 bytes")),
+        ("racecheck", ("passed", "3 passed in 1s")),
+        ("synccheck", ("not run", "compute-sanitizer does not support this device here")),
+    ],
+)
+def test_what_a_sanitizer_says_is_read_rightly(gpu, tmp_path, monkeypatch, option, tool, said):
     fake = tmp_path / "compute-sanitizer"
     fake.write_text(FAKE.format(option=option, folder=tmp_path))
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setitem(gpu.SANITIZED, "proof", (tool, *gpu.SANITIZED["proof"][1:]))
     run = proof(gpu, tmp_path / "out", ["sanitizer"], "cuda")
     run.sanitizer()
-    said = {step.split()[1]: (state, details(run)[step]) for step, state in states(run).items()}
-    assert said["memcheck"] == ("FAILED", "status 99: Invalid __global__ read of size 4 bytes")
-    assert said["racecheck"][0] == "passed" and "3 passed" in said["racecheck"][1]
-    assert said["synccheck"] == ("not run", "compute-sanitizer does not support this device here")
-    calls = (tmp_path / "calls").read_text().splitlines()
-    assert [f"{option} kns=fastvit" in call for call in calls] == [True, True, True]
+    assert (states(run)["sanitizer"], details(run)["sanitizer"]) == said
+    assert f"--tool {tool} " in (call := (tmp_path / "calls").read_text()) and f"{option} kns=fastvit" in call
 
 
 @pytest.mark.parametrize("call,number", [("proof", 32), ("measure", 24)])
@@ -256,11 +262,13 @@ def call(tmp_path, *options, **environment):
     )  # fmt: skip
 
 
-def packed(tmp_path) -> dict[str, str]:
-    """The files of the archive."""
-    with tarfile.open(tmp_path / "gpu.tar.gz") as tar:
+def packed(tmp_path, call: str) -> dict[str, str]:
+    """The files of the archive, which is all that a call writes."""
+    (archive,) = (tmp_path / "gpu").iterdir()
+    assert archive.name == f"{call}.tar.gz"
+    with tarfile.open(archive) as tar:
         members = [member for member in tar.getmembers() if member.isfile()]
-        files = {m.name.removeprefix("gpu/"): tar.extractfile(m).read() for m in members}
+        files = {member.name: tar.extractfile(member).read() for member in members}
     return {name: content.decode(errors="replace") for name, content in files.items()}
 
 
@@ -271,30 +279,73 @@ PARTS = "versus row_ops four_ops models exchange host_ops on_chip two_kernels".s
 def test_a_rehearsal_of_the_measurements(tmp_path, steps):
     result = call(tmp_path, "measure", "--device", "cpu", "--steps", *steps)
     assert result.returncode == 0, result.stdout + result.stderr
-    files = packed(tmp_path)
+    files = packed(tmp_path, "measure")
     for step in set(steps) & set(PARTS):
-        assert len(files[f"measure/{step}_cpu.csv"].splitlines()) > 1, step
-    assert "nothing failed" in files["measure/summary.txt"]
+        assert len(files[f"{step}_cpu.csv"].splitlines()) > 1, step
+    assert "nothing failed" in files["summary.txt"]
 
 
-def test_one_fault_costs_one_task_and_a_gpu_that_is_spoiled_the_rest(tmp_path, monkeypatch, capsys):
+TROUBLED = """
+import sys, threading
+sys.path.insert(0, {benchmarks!r})
+import bench_gpu
+bench_gpu.HANGS = 2
+
+def four_ops(part):
+    def work(name):
+        if name == "raises":
+            raise RuntimeError("a fault")
+        if name == "spoils":
+            part.usable = lambda: False
+            raise RuntimeError("a GPU that is spoiled")
+        if name == "hangs":
+            threading.Event().wait()
+        part.row(op=name)
+    for name in "first raises second hangs third spoils last".split():
+        yield name, lambda name=name: work(name)
+
+bench_gpu.PARTS["four_ops"] = four_ops
+bench_gpu.main()
+"""
+
+
+def test_one_fault_costs_one_task(gpu, tmp_path, monkeypatch):
+    """One that raises, one that hangs, and one that spoils the GPU for its process."""
+    program, right = TROUBLED.format(benchmarks=str(ROOT / "benchmarks")), gpu.run
+
+    def troubled(command, *rest, **options):
+        return right([command[0], "-c", program, *command[2:]], *rest, **options)
+
+    monkeypatch.setattr(gpu, "run", troubled)
+    run = gpu.Run("measure", tmp_path, "cpu", 60, ["four_ops"])
+    run.bench("four_ops")
+    said = details(run)["four_ops"]
+    assert states(run) == {"four_ops": "FAILED"} and said.startswith("4 rows")
+    for text in ("raises: RuntimeError: a fault", "hangs: status 1", "spoils: RuntimeError: a GPU that is"):
+        assert said.count(text) == 1, said
+    table = (run.out / "four_ops_cpu.csv").read_text()
+    assert all(f",{name}," in table for name in ("first", "second", "third", "last"))
+    assert "Timeout (0:00:02)!" in (run.out / "four_ops.log").read_text()  # with the stack of the hang
+
+
+class Full:
+    def __str__(self):
+        raise OSError("no room")
+
+
+def test_what_is_written_survives_a_full_disk(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import bench_gpu
+    import harness
 
-    def fault():
-        raise RuntimeError("a fault")
-
-    for usable, left in ((True, []), (False, ["last"])):
-        part = bench_gpu.Part("table", "cpu", tmp_path, 60, quick=True)
-        monkeypatch.setattr(part, "usable", lambda usable=usable: usable)
-        part.run([("first", lambda: part.row(us=1.0)), ("bad", fault), ("last", lambda: part.row(us=2.0))])  # noqa: B023
-        assert part.failed == ["bad"] and part.left == left
-        assert "failed bad: RuntimeError: a fault" in capsys.readouterr().out
-        assert len((tmp_path / "table_cpu.csv").read_text().splitlines()) == 3 - len(left)
+    table = harness.write_csv("table", [{"us": 1.0}], tmp_path)
+    before = table.read_text()
+    with pytest.raises(OSError, match="no room"):
+        harness.write_csv("table", [{"us": 1.0}, {"us": Full()}], tmp_path)
+    assert table.read_text() == before and list(tmp_path.iterdir()) == [table]
 
 
 def test_a_benchmark_that_fails_is_said(gpu, tmp_path, monkeypatch):
-    said = "begin one\nfailed one: RuntimeError: a fault\n"
+    said = "begin one\nfailed one: RuntimeError: a fault\nended\n"
     monkeypatch.setattr(gpu, "run", lambda *_, **__: (1, said))
     run = gpu.Run("measure", tmp_path / "gpu", "cpu", 60, ["four_ops"])
     run.bench("four_ops")
@@ -319,7 +370,7 @@ def test_a_full_disk_stops_nothing(tmp_path):
     )  # fmt: skip
     assert "not written: [Errno 27] File too large" in result.stdout, result.stdout + result.stderr
     assert "op bn_stats  layout" in result.stdout and "what moments" in result.stdout
-    assert "rows in host_ops_cpu.csv" in result.stdout and "rows in exchange_cpu.csv" in result.stdout
+    assert re.search(r"host_ops +passed .* [1-9]\d* rows", result.stdout), result.stdout
 
 
 HEADER = "contender,op,shape,layout,dtype,p50_us,activation\n"
@@ -371,10 +422,10 @@ def test_command_line_of_a_proof(tmp_path):
     result = call(tmp_path, "proof", "--device", "cpu", "--steps", "smoke", "versus", "sanitizer")
     assert result.returncode == 0, result.stdout + result.stderr
     assert "nothing failed" in result.stdout and "sanitizer                not run" in result.stdout
-    files = packed(tmp_path)
-    assert "bfloat16" in files["proof/smoke.log"]
-    assert "proof/versus_cpu.csv" in files
+    files = packed(tmp_path, "proof")
+    assert "bfloat16" in files["smoke.log"] and "versus_cpu.csv" in files
     if not torch.cuda.is_available():
+        (tmp_path / "gpu/proof.tar.gz").unlink()
         result = call(tmp_path, "measure")
         assert result.returncode == 1 and "fastvit does not run here" in result.stdout
-        assert "fastvit does not run here" in packed(tmp_path)["measure/summary.txt"]
+        assert "fastvit does not run here" in packed(tmp_path, "measure")["summary.txt"]

@@ -1,21 +1,22 @@
 """Runs tests and benchmarks on a machine with a CUDA GPU, in two calls of nine minutes each: `make gpu`.
 
-    python3 tools/gpu.py proof        smoke test, two minutes beside torch, tests, sanitizers
-    python3 tools/gpu.py measure      benchmarks/bench_gpu.py, the most informative part first
+    python3 tools/gpu.py proof        smoke test, two minutes beside torch, tests, memcheck
+    python3 tools/gpu.py measure      benchmarks/bench_gpu.py, the most informative part first; racecheck
 
     [--out runs/gpu] [--limit 530] [--device cpu] [--steps ...]
 
 Needs torch, pytest with xdist and timeout, the built libraries (`make gpu CALL=libraries` packs small ones)
 and no network. Without a GPU or without libraries the call ends. Any other step that fails does not stop the
 following ones, and a step that cannot run reports the reason. In a benchmark an exception costs its own rows,
-a hang or a fault that spoils the GPU the rest of its part. Exits with 1 if a step failed.
+and behind a hang, or a fault that spoils the GPU, another process goes on. Exits with 1 if a step failed.
 
-Writes to --out/CALL: summary.txt, which begins with the failures of the smoke test, a log per step, and the
-benchmarks' tables, beside their predictions. After every step --out is packed into OUT.tar.gz beside it, the
-one file to take home. `--device cpu` rehearses both calls without a GPU, on tiny shapes.
+Writes one file, --out/CALL.tar.gz, anew after every step: summary.txt, which begins with the tests that
+failed, a log per step, and the benchmarks' tables, beside their predictions. `--device cpu` rehearses both
+calls without a GPU, on tiny shapes.
 """
 
 import argparse
+import collections
 import contextlib
 import hashlib
 import json
@@ -26,6 +27,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -42,15 +44,16 @@ CALLS = {
     "proof": {
         "environment": (200, 0),  # the libraries, the GPU, torch, CUDA, commit
         "smoke": (60, 40),  # the ops in all layouts and dtypes
-        "versus": (100, 55),  # layers beside torch's, eager and compiled
-        "tests": (250, 50),  # as many as fit, the most telling first
-        "sanitizer": (230, 50),  # memcheck, racecheck, synccheck over a few op tests
+        "versus": (120, 75),  # a copy; layers beside torch's, eager and compiled
+        "tests": (200, 60),  # as many as fit, the most telling first
+        "sanitizer": (200, 90),  # memcheck over a few op tests
     },
     "measure": {  # the parts of benchmarks/bench_gpu.py
-        "environment": (200, 0), "versus": (160, 100), "row_ops": (60, 30),
-        "four_ops": (110, 60), "models": (140, 60), "exchange": (40, 20), "host_ops": (30, 10),
+        "environment": (200, 0), "versus": (160, 120), "row_ops": (60, 30),
+        "four_ops": (110, 60), "models": (140, 90), "exchange": (40, 20), "host_ops": (30, 10),
         "on_chip": (30, 10), "two_kernels": (30, 10),
-        "sanitizer": (120, 0),  # memcheck, racecheck over local ops
+        "convert": (90, 30),  # benchmarks/bench_convert.py
+        "sanitizer": (120, 0),  # racecheck over local ops
     },
 }  # fmt: skip
 OPS_TESTS = "test_ops.py test_local_ops.py test_layer_norm.py test_act.py test_messages.py".split()
@@ -59,15 +62,18 @@ TESTS = [
     *"test_arguments.py test_convert_syncbn.py test_fuse.py test_recompute.py test_compile.py".split(),
 ]  # fmt: skip
 CARRIED = ROOT / "build/gpu/libraries.tar.xz"  # of `make gpu CALL=libraries`
-SLOW = 60  # seconds that a test may take
+SLOW = {"smoke": 20, "tests": 60}  # seconds that a test may take
 LAST_ROW = 5  # seconds of a benchmark for the row that it has begun
+# 16 threads of each of 6 workers would wait for each other.
+THREADS = {"OMP_NUM_THREADS": "2", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+CONVERT = "--models vit_small_patch16_224,resnet50 --precision bf16 --batch 64"
 
 # float32 and bfloat16 over planes, rows, short planes and memory with gaps; few enough for a sanitizer
 LAYOUTS = "(nchw_wide or nhwc_c96 or one_sample or cropped_nhwc) and (dtype0 or dtype2)"
-SANITIZED = {  # by call: tools, file, pytest's -k
-    "proof": ("memcheck racecheck synccheck", "tests/test_ops.py",
+SANITIZED = {  # by call: tool, file, pytest's -k
+    "proof": ("memcheck", "tests/test_ops.py",
               f"{LAYOUTS} and (test_bn_stats or leaky and test_abn_ops or -relu-)"),
-    "measure": ("memcheck racecheck", "tests/test_local_ops.py",
+    "measure": ("racecheck", "tests/test_local_ops.py",
                 f"{LAYOUTS} and (leaky and test_abn_local_ops or test_bn_local_ops)"),
 }  # fmt: skip
 
@@ -128,13 +134,18 @@ def counted(output: str) -> str:
     return (counts or lines or ["no output"])[-1][:160]
 
 
-def pack(folder: Path) -> None:
-    """All files of a folder in one archive beside it, which is replaced at once."""
-    new = folder.with_name(f".{folder.name}.tar.gz")
+def written(file: Path) -> float:
+    """When; 0 where there is none."""
+    return os.stat(file).st_mtime if os.path.exists(file) else 0.0
+
+
+def pack(folder: Path, archive: Path) -> None:
+    """All files of a folder in one archive, which is replaced at once."""
+    new = archive.with_name(f".{archive.name}")
     try:
         with tarfile.open(new, "w:gz") as tar:
-            tar.add(folder, folder.name)
-        new.replace(folder.with_name(f"{folder.name}.tar.gz"))
+            tar.add(folder, "")
+        new.replace(archive)
     finally:
         new.unlink(missing_ok=True)
 
@@ -162,14 +173,14 @@ class Run:
     """The steps of one call, their time and their logs."""
 
     def __init__(self, call: str, out: Path, device: str, limit: float, steps: list[str]):
-        self.call, self.out, self.device, self.steps = call, out / call, device, steps
+        self.call, self.archive, self.device, self.steps = call, out / f"{call}.tar.gz", device, steps
+        self.folder = tempfile.TemporaryDirectory(prefix="fastvit-gpu-")
+        self.out = Path(self.folder.name)
         self.begin, self.step_began, self.limit = time.monotonic(), time.monotonic(), limit
         self.results: dict[str, tuple[str, str]] = {}  # by step: "passed", "FAILED" or "not run", and details
         self.facts: dict[str, str] = {}
         self.wrong: list[str] = []  # tests that failed
-        self.out.mkdir(parents=True, exist_ok=True)
-        for step in steps:
-            (self.out / f"{step}.log").unlink(missing_ok=True)
+        out.mkdir(parents=True, exist_ok=True)
 
     def seconds(self, step: str) -> float:
         """The time for a step: its most, minus what is reserved for later steps."""
@@ -191,9 +202,13 @@ class Run:
 
     def environment(self) -> None:
         """Unpacks the libraries and fills `facts`. A driver may need two minutes before a GPU is there."""
-        if CARRIED.exists() and not (ROOT / "fastvit/_cuda.so").exists():
+        library = ROOT / "fastvit/_cuda.so"
+        if self.device == "cuda" and written(CARRIED) > written(library):
             with tarfile.open(CARRIED) as tar:
+                for file in tar.getmembers():  # not over libraries that another process has mapped
+                    (ROOT / file.name).unlink(missing_ok=True) if file.isfile() else None
                 tar.extractall(ROOT, filter="data")
+            library.touch()
         deadline, status = time.monotonic() + self.seconds("environment"), 1
         while status:
             left = deadline - time.monotonic()
@@ -207,9 +222,10 @@ class Run:
                 print(f"  not yet, but there is a driver: {counted(output)}", flush=True)
                 time.sleep(3)
         self.facts = json.loads(next(line for line in output.splitlines() if line.startswith("{")))
-        for name, command in (("nvidia-smi", SMI), ("commit", GIT)):
+        given = os.environ.get("FASTVIT_COMMIT", "unknown")
+        for name, command, otherwise in (("nvidia-smi", SMI, "not there"), ("commit", GIT, given)):
             status, output = run(command.split(), 20)
-            self.facts[name] = output.strip() if status == 0 else os.environ.get("FASTVIT_COMMIT", "unknown")
+            self.facts[name] = output.strip() if status == 0 else otherwise
         for name, value in self.facts.items():
             print(f"  {name:20} {value}", flush=True)
         self.say("environment", "passed", self.facts["GPUs"])
@@ -224,15 +240,17 @@ class Run:
     def pytest(self, step: str, files: list[str], environment: dict) -> None:
         """As many tests as fit, by several processes."""
         seconds, workers = self.seconds(step), max(1, min(6, (os.cpu_count() or 2) // 2))
-        options = f"-v -p gpu -n {workers} --maxschedchunk 1 --max-worker-restart 40 --timeout {SLOW} "
+        options = f"-v -p gpu -n {workers} --maxschedchunk 1 --max-worker-restart 40 --timeout {SLOW[step]} "
         options += "--timeout-method thread --continue-on-collection-errors"
         command = pytest(options, "", *(str(Path("tests") / name) for name in files))
-        status, output = run(command, seconds, {"FASTVIT_TEST_DEVICE": self.device, **environment})
+        status, output = run(command, seconds, THREADS | {"FASTVIT_TEST_DEVICE": self.device} | environment)
         self.log(step, " ".join(command), output)
-        found: dict[str, set[str]] = {"PASSED": set(), "SKIPPED": set(), "FAILED": set(), "ERROR": set()}
-        for state, name in re.findall(r"^(?:\[gw.*?%\] )?(PASSED|SKIPPED|FAILED|ERROR) (\S+)", output, re.M):
+        found: dict[str, set[str]] = collections.defaultdict(set)
+        line = r"^(?:\[gw.*?%\] )?(PASSED|SKIPPED|FAILED|ERROR|begun) (\S.*?)(?: - .*)?\s*$"
+        for state, name in re.findall(line, output, re.M):
             found[state].add(name)
         wrong = [f"FAILED {name}" for name in sorted(found["FAILED"] | found["ERROR"])]
+        cut = sorted(found.pop("begun", set()).difference(*found.values()))
         for name in wrong[:20]:
             print(f"  {name}", flush=True)
         self.wrong += wrong
@@ -241,6 +259,7 @@ class Run:
         details = f"{len(wrong)} failed, {len(found['PASSED'])} passed, {len(found['SKIPPED'])} skipped of "
         details += f"{total[1] if total else '?'} within {seconds:.0f} s"
         details += "" if good else f"; first: {wrong[0] if wrong else counted(output)}"
+        details += f"; begun and not ended: {', '.join(cut)}" if cut else ""
         self.say(step, "passed" if good else "FAILED", details)
 
     def sanitizer(self) -> None:
@@ -250,40 +269,61 @@ class Run:
             why = "a rehearsal without a GPU" if self.device == "cpu" else "compute-sanitizer not found"
             self.say("sanitizer", "not run", why)
             return
-        tools, file, selection = SANITIZED[self.call]
+        tool, file, selection = SANITIZED[self.call]
         _, help_text = run([program, "--help"], 20)
         ours = "--kernel-name" if "--kernel-name " in help_text else "--kernel-regex"
-        seconds = self.seconds("sanitizer") / len(tools.split())
-        for tool in tools.split():
-            command = [program, "--tool", tool, "--error-exitcode", "99", ours, "kns=fastvit"]
-            # torch makes calls that it expects to fail
-            command += ["--report-api-errors", "no"] if tool == "memcheck" else []
-            command += pytest("-q", selection, file)
-            # one allocation per tensor, so that its end is known; torch's cache would hide an overrun
-            wish = {"FASTVIT_TEST_DEVICE": "cuda", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-            status, output = run(command, seconds, wish)
-            self.log("sanitizer", " ".join(command), output)
-            self.say(f"sanitizer: {tool}", *verdict(status, output, seconds))
+        seconds = self.seconds("sanitizer")
+        command = [program, "--tool", tool, "--error-exitcode", "99", ours, "kns=fastvit"]
+        # torch makes calls that it expects to fail
+        command += ["--report-api-errors", "no"] if tool == "memcheck" else []
+        command += pytest("-q", selection, file)
+        # one allocation per tensor, so that its end is known; torch's cache would hide an overrun
+        wish = {"FASTVIT_TEST_DEVICE": "cuda", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        status, output = run(command, seconds, wish)
+        self.log("sanitizer", " ".join(command), output)
+        self.say("sanitizer", *verdict(status, output, seconds))
 
     def bench(self, step: str) -> None:
-        """A part of benchmarks/bench_gpu.py; its table beside the predictions."""
-        seconds, file = self.seconds(step), self.out / f"{step}_{self.device}.csv"
-        file.unlink(missing_ok=True)
+        """A part of benchmarks/bench_gpu.py; its table beside the predictions. A process that ends within a
+        task is followed by another one, which begins behind that task.
+        """
+        end = time.time() + self.seconds(step)
         command = [sys.executable, "benchmarks/bench_gpu.py", step, "--device", self.device]
-        command += ["--out", str(self.out), "--budget", f"{max(2.0, seconds - LAST_ROW):.0f}"]
+        command += ["--out", str(self.out), "--until", str(end - LAST_ROW)]
         command += ["--quick"] if self.device == "cpu" else []
         wish = {"FASTVIT_ON_CHIP": "0"} if step == "two_kernels" else None
-        status, output = run(command, seconds, wish, echo=True)
-        rows = compare.read(file)
+        output, begun, faults = "", 0, []
+        while True:
+            status, said = run([*command, "--skip", str(begun)], max(1.0, end - time.time()), wish, echo=True)
+            output += said
+            tasks, ended = re.findall(r"^begin (.*)$", said, re.M), re.search(r"^ended$", said, re.M)
+            begun += len(tasks)
+            faults += re.findall(r"^failed (.*)$", said, re.M)
+            if ended or not tasks or status == LATE:
+                break
+            if f"\nfailed {tasks[-1]}" not in said:
+                faults.append(f"{tasks[-1]}: status {status}")
+        if not tasks and not ended:
+            faults.append(f"status {status}: {counted(said)}")
+        cut = [f"cut in {tasks[-1]}"] if tasks and not ended else []
+        rows = compare.read(self.out / f"{step}_{self.device}.csv")
         compared = compare.lines(compare.compared(rows, compare.predictions()))
         self.log(step, " ".join(command), "\n".join([output, "beside the predictions", *compared, ""]))
-        for line in [line for line in compared if line.endswith(" off")][:20]:
+        for line in [line for line in compared if line.endswith(" off")][-20:]:
             print(f"  {line}", flush=True)
-        faults = re.findall(r"^failed (.*)$", output, re.M)
-        details = [f"{len(rows)} rows in {file.name}", compared[-1], *faults]
-        if status and not faults:
-            details.append(f"status {status} in {seconds:.0f} s: {counted(output)}")
-        self.say(step, "FAILED" if status or not rows else "passed", "; ".join(details))
+        left = [line[:400] for line in re.findall(r"^not reached: .*$", said, re.M)]
+        details = [f"{len(rows)} rows", compared[-1], *faults, *cut, *left]
+        self.say(step, "FAILED" if faults or not rows else "passed", "; ".join(details))
+
+    def convert(self) -> None:
+        """benchmarks/bench_convert.py: what convert frees in whole models, bit for bit, and its time."""
+        if self.device == "cpu":
+            self.say("convert", "not run", "a rehearsal without a GPU")
+            return
+        command = [sys.executable, "benchmarks/bench_convert.py", *CONVERT.split(), "--device", self.device]
+        status, output = run([*command, "--out", str(self.out)], self.seconds("convert"), echo=True)
+        self.log("convert", " ".join(command), output)
+        self.say("convert", "FAILED" if status else "passed", counted(output))
 
     def all(self) -> int:
         """Runs the steps; the exit status."""
@@ -305,12 +345,12 @@ class Run:
         lines += [f"{step:24} {state:8} {details}" for step, (state, details) in self.results.items()]
         ran = {step.split(":")[0] for step in self.results}
         lines += [f"{step:24} not begun" for step in self.steps if step not in ran]
-        lines += ["", f"{time.monotonic() - self.begin:.0f} s in all; logs and tables in {self.out}"]
+        lines += ["", f"{time.monotonic() - self.begin:.0f} s in all; logs and tables in {self.archive}"]
         lines += [f"FAILED: {', '.join(failed)}" if failed else "nothing failed"]
         text = "\n".join(lines) + "\n"
         try:
             (self.out / "summary.txt").write_text(text)
-            pack(self.out.parent)
+            pack(self.out, self.archive)
         except OSError as error:  # a full disk stops nothing: what is printed can still be read
             print(f"  not written: {error}", flush=True)
         return text
@@ -322,8 +362,14 @@ failed_in_process: list[str] = []
 
 
 def pytest_collection_modifyitems(items: list) -> None:
-    """A fixed pseudo-random order, so that what runs before the cut covers much of everything."""
-    items.sort(key=lambda item: hashlib.md5(item.nodeid.encode()).hexdigest())
+    """First what only a GPU can show; then a fixed order that leaves something of everything before a cut."""
+    items.sort(key=lambda item: ("test_cuda" not in item.nodeid, hashlib.md5(item.nodeid.encode()).digest()))
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    """The run may be cut in it."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        print(f"\nbegun {nodeid}", flush=True)
 
 
 def pytest_runtest_logreport(report) -> None:
