@@ -5,8 +5,8 @@
 Forward and backward are timed separately and added, contenders in turn, each on a new input that is in no
 cache. `floor` is the time the 8 passes of a step (2R + 1W forward, 4R + 1W backward) take at the bandwidth of
 a large copy in turn with the layers; ratios are medians over turns. `saved_activations` are the tensors that
-a forward saves for backward. apex's SyncBatchNorm (FASTVIT_APEX=folder of its
-sources) and mapillary's compiled InPlaceABN take part where they can be imported.
+a forward leaves allocated. apex's SyncBatchNorm (FASTVIT_APEX=folder of its sources) and mapillary's compiled
+InPlaceABN take part where they can be imported.
 """
 
 from statistics import median
@@ -18,6 +18,7 @@ from harness import Timer, command_line, percentiles, provenance, reuse_memory, 
 from torch import nn
 
 import fastvit
+from fastvit.memory import live_bytes
 
 SHAPES = {
     "32x64x56x56": ((32, 64, 56, 56), torch.contiguous_format),
@@ -44,21 +45,9 @@ def contenders(channels: int, dims: int) -> dict[str, nn.Module]:
     }
 
 
-def saved_bytes(layer: nn.Module, leaf: torch.Tensor) -> int:
-    """Bytes that one forward saves for backward, each storage once, without parameters and buffers."""
-    own = {t.untyped_storage().data_ptr() for t in [*layer.parameters(), *layer.buffers()]}
-    kept: dict[int, int] = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    x = leaf.clone()
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        layer(x)
-    return sum(kept.values())
+def kept(layer: nn.Module, leaf: torch.Tensor) -> int:
+    """Bytes that one forward leaves allocated, its result included."""
+    return live_bytes(lambda: layer(leaf.clone()))[0]
 
 
 def bench(shape_name: str, threads: int, repeats: int, timer: Timer) -> list[dict]:
@@ -94,7 +83,7 @@ def bench(shape_name: str, threads: int, repeats: int, timer: Timer) -> list[dic
                     for copy, t in zip(copies, measured, strict=True)
                 ),
                 "copy_GB_s": median(copies),
-                "saved_activations": saved_bytes(layers[name], leaf) / leaf.nbytes,
+                "saved_activations": kept(layers[name], leaf) / leaf.nbytes,
             }
         )
     return rows

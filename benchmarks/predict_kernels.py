@@ -17,7 +17,7 @@ class Gpu:
     name: str = "H200"
     multiprocessors: int = 132  # NVIDIA H200 (SXM), as the H100 SXM: H100 architecture white paper
     peak_GB_s: float = 4800.0  # NVIDIA H200 data sheet
-    copy_GB_s: float = 4300.0  # about 0.9 of the peak, as copies reach on HBM3; bench_gpu.py copy measures it
+    copy_GB_s: float = 4300.0  # about 0.9 of the peak, as copies reach on HBM3; column copy_GB_s measures it
     clock_GHz: float = 1.75  # sustained; at most 1.98 (nvidia-smi -q -d CLOCK)
     issue: int = 4  # instructions a cycle and multiprocessor: one for each of 4 schedulers, white paper
     shuffle_ns: float = 15.0  # of a step of a sum over lanes: some 25 cycles, assumed

@@ -39,7 +39,7 @@ def table(rows: list[dict[str, str]]) -> str:
         "",
         f"Forward + backward of one layer, fp32. {place(rows[0])}, copy bandwidth "
         f"{min(copies):.0f} to {max(copies):.0f} GB/s.",
-        "Activations that are saved for backward.",
+        "Activations that a forward leaves allocated.",
         "",
     ]
     return "\n".join(text)

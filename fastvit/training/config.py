@@ -187,8 +187,9 @@ class Config:
     def save(self, path: Path) -> None:
         """Write the fields as TOML, which `--config` reads; fields that are None are left out."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
-        # Strings, booleans, numbers and lists of strings are the same in JSON and TOML.
+        # Strings, booleans, numbers and lists of strings are the same in JSON and TOML, but for U+007F.
         given = {name: json.dumps(v, ensure_ascii=False) for name, v in values.items() if v is not None}
+        given = {name: text.replace("\x7f", "\\u007f") for name, text in given.items()}
         path.write_text("".join(f"{name} = {text}\n" for name, text in given.items()), encoding="utf-8")
 
 
