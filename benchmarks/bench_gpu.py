@@ -36,7 +36,7 @@ from gpu_kernels import nothing
 from harness import Timer, command_line, percentiles, provenance, read_csv, write_csv
 
 REPEATS = 15
-HANGS = 60  # seconds of one task, compiling included, after which it hangs
+HANGS = 90  # seconds of one task, compiling included, after which it hangs
 ENDED = "ended"  # the last line of a part that is not cut
 Task = tuple[object, Callable[[], None]]  # a name, and what adds rows
 
