@@ -7,28 +7,17 @@ from torch import Tensor
 from torch._C import _autograd
 
 from . import _library
+from ._formulas import ACTIVATIONS
 
 _SMALLEST = 2.0**-126  # normal float32
 IN_PLACE_ACTIVATIONS = ("identity", "leaky_relu", "elu")
-# Every activation with the default of its parameter: slope of leaky_relu, alpha of elu.
-ACTIVATIONS = {
-    "identity": None,
-    "relu": None,
-    "relu6": None,
-    "leaky_relu": 0.01,
-    "elu": 1.0,
-    "gelu": None,
-    "gelu_tanh": None,
-    "silu": None,
-    "hardswish": None,
-}
 
 
 def check_activation(activation: str, activation_param: float | None) -> float:
     """The parameter to use, 0 for an activation without one. Raises ValueError for a wrong name or value."""
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}; one of {', '.join(ACTIVATIONS)} expected")
-    default = ACTIVATIONS[activation]
+    _, default = ACTIVATIONS[activation]
     if default is None:
         return 0.0
     param = default if activation_param is None else activation_param

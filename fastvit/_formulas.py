@@ -25,19 +25,20 @@ def effective_gamma(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> 
     return torch.where(gamma.abs() < least, torch.copysign(least, gamma), gamma)
 
 
-_ACTIVATIONS: dict[str, Callable[[Tensor, float], Tensor]] = {
-    "identity": lambda v, _: v,
-    "relu": lambda v, _: F.relu(v),
-    "relu6": lambda v, _: F.relu6(v),
-    "leaky_relu": F.leaky_relu,
-    "elu": F.elu,
-    "gelu": lambda v, _: F.gelu(v),
-    "gelu_tanh": lambda v, _: F.gelu(v, approximate="tanh"),
-    "silu": lambda v, _: F.silu(v),
-    "hardswish": lambda v, _: F.hardswish(v),
+# Every activation of a value and a parameter, and the parameter's default: slope of leaky_relu, alpha of elu.
+ACTIVATIONS: dict[str, tuple[Callable[[Tensor, float], Tensor], float | None]] = {
+    "identity": (lambda v, _: v, None),
+    "relu": (lambda v, _: F.relu(v), None),
+    "relu6": (lambda v, _: F.relu6(v), None),
+    "leaky_relu": (F.leaky_relu, 0.01),
+    "elu": (F.elu, 1.0),
+    "gelu": (lambda v, _: F.gelu(v), None),
+    "gelu_tanh": (lambda v, _: F.gelu(v, approximate="tanh"), None),
+    "silu": (lambda v, _: F.silu(v), None),
+    "hardswish": (lambda v, _: F.hardswish(v), None),
 }
 
 
 def activate(v: Tensor, activation: str, param: float) -> Tensor:
     """Applies an activation by its name; `param` is leaky_relu's slope or elu's alpha."""
-    return _ACTIVATIONS[activation](v, param)
+    return ACTIVATIONS[activation][0](v, param)

@@ -99,7 +99,7 @@ class BatchNormAct(_norm.OptionalBias, _norm.ChecksConditioning, _NormBase):
 
     def extra_repr(self) -> str:
         text = f"{super().extra_repr()}, activation={self.activation}"
-        if _arguments.ACTIVATIONS[self.activation] is not None:
+        if _arguments.ACTIVATIONS[self.activation][1] is not None:
             text += f"[{self.activation_param}]"
         return f"{text}, memory={self.memory}" + (", channel_last=True" if self.channel_last else "")
 

@@ -17,8 +17,8 @@ __all__ = ["convert", "revert"]
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
-class OpenScope:
-    """The forward pre-hook: opens a recompute scope."""
+class ScopeHook:
+    """Opens a recompute scope as a forward pre-hook; closes it as a forward hook, after an exception too."""
 
     def __init__(self, policy: Policy, block: str):
         self.policy = policy
@@ -26,26 +26,17 @@ class OpenScope:
         self.start = Place()
 
     def __reduce__(self):
-        return OpenScope, (self.policy, self.block)
+        return ScopeHook, (self.policy, self.block)
 
-    def __call__(self, module: nn.Module, args: object) -> None:
-        if torch.compiler.is_compiling():
+    def __call__(self, module: nn.Module, args: object, *output: object) -> None:
+        if output and torch.compiler.is_compiling():
+            compiled.closed(self.policy.products, self.policy.weight_casts)
+        elif output:
+            close_scope(module)
+        elif torch.compiler.is_compiling():
             compiled.opened()
         elif torch.is_grad_enabled():
             open_scope(module, self.policy, self.block, self.start)
-
-
-class CloseScope:
-    """The forward hook, which runs after an exception too."""
-
-    def __init__(self, products: bool, weight_casts: bool):
-        self.options = products, weight_casts
-
-    def __call__(self, module: nn.Module, args: object, output: object) -> None:
-        if torch.compiler.is_compiling():
-            compiled.closed(*self.options)
-        else:
-            close_scope(module)
 
 
 def convert(
@@ -109,8 +100,7 @@ def _skipped(model: nn.Module, skip: Iterable[tuple[str, str]]) -> frozenset[tup
     pairs = list(skip)
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
         raise ValueError(f"convert: skip must have pairs of a block's name and an op, got {pairs}")
-    opening = {model, *blocks(model)} if pairs else set()
-    names = [name for name, module in model.named_modules() if module in opening]
+    names = list(_opening(model).values()) if pairs else []
     for block, _ in pairs:
         if block not in names:
             raise ValueError(f"convert: skip must have names of blocks ({names}), got {block!r}")
@@ -120,14 +110,19 @@ def _skipped(model: nn.Module, skip: Iterable[tuple[str, str]]) -> frozenset[tup
 def _add(model: nn.Module, policy: Policy) -> nn.Module:
     """Adds hooks in place of those that there are."""
     _take_off(model)
-    names = {module: name for name, module in model.named_modules()}
-    for module in dict.fromkeys([*_called(model), *blocks(model)]):
+    for module, name in _opening(model).items():
         # First of all pre-hooks and last of all hooks, so that the scope is round those of others.
-        module.register_forward_pre_hook(OpenScope(policy, names[module]), prepend=True)
-        close = CloseScope(policy.products, policy.weight_casts)
-        module.register_forward_hook(close, always_call=True)
+        hook = ScopeHook(policy, name)
+        module.register_forward_pre_hook(hook, prepend=True)
+        module.register_forward_hook(hook, always_call=True)
         compiled.enable(module, policy.products, policy.weight_casts)
     return model
+
+
+def _opening(model: nn.Module) -> dict[nn.Module, str]:
+    """The modules whose forwards run in a scope, with their names."""
+    names = {module: name for name, module in model.named_modules()}
+    return {module: names[module] for module in [*_called(model), *blocks(model)]}
 
 
 def _called(model: nn.Module) -> list[nn.Module]:
@@ -139,7 +134,7 @@ def _called(model: nn.Module) -> list[nn.Module]:
 
 def opens_scope(module: nn.Module) -> bool:
     """Whether the forward of `module` runs in a scope of its own."""
-    return any(isinstance(hook, OpenScope) for hook in module._forward_pre_hooks.values())
+    return any(isinstance(hook, ScopeHook) for hook in module._forward_pre_hooks.values())
 
 
 def is_converted(model: nn.Module) -> bool:
@@ -208,7 +203,7 @@ def _remove(module: nn.Module) -> list[int]:
     """Removes the hooks of a scope from `module`; returns their keys."""
     removed = []
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        keys = [k for k, h in hooks.items() if h is compiled.tell or isinstance(h, (OpenScope, CloseScope))]
+        keys = [k for k, h in hooks.items() if h is compiled.tell or isinstance(h, ScopeHook)]
         removed += keys
         for key in keys:
             del hooks[key]

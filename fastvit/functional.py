@@ -38,7 +38,6 @@ __all__ = [
     "batch_norm_act",
     "glu",
     "inplace_abn",
-    "inplace_abn_sync",
     "layer_norm",
     "sync_batch_norm",
 ]
@@ -68,7 +67,7 @@ def _layer(
     if checked:
         check_input(name, tensors, channel_last)
     # With several ranks the others may have values. Their counts are never read back to the host.
-    if training and x.numel() == x.shape[channel_dim] and shared.world_size == 1:
+    if training and x.numel() == x.shape[channel_dim] and shared is sync.LOCAL:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
     options = (shared, training, (momentum, eps), (activation, activation_param, channel_dim), recompute)
     if compiling:
@@ -243,16 +242,6 @@ def inplace_abn(
 
 def _traced_inplace_abn(x: Tensor, *arguments) -> Tensor:
     return x.copy_(InvertibleABNFunction.apply(x, *arguments))
-
-
-def inplace_abn_sync(
-    x: Tensor,
-    *arguments,
-    process_group: "torch.distributed.ProcessGroup | None" = None,
-    **options,
-) -> Tensor:
-    """`inplace_abn` with statistics over the ranks of `process_group` (None: the default group)."""
-    return inplace_abn(x, *arguments, process_group=sync.default_group(process_group), **options)
 
 
 def absolute_weight(weight: Tensor, eps: float) -> Tensor:

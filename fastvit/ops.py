@@ -70,15 +70,15 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def check_devices(op: str, tensors: dict[str, Tensor], on_cpu: tuple[str, ...] = ("exchange",)) -> None:
-    """Raises RuntimeError unless all tensors are on the first one's device, and those of `on_cpu` on the CPU.
+def _check_devices(op: str, tensors: dict[str, Tensor]) -> None:
+    """Raises RuntimeError unless all tensors are on the first one's device, and `exchange` on the CPU.
 
     For fakes: torch calls a fake instead of a kernel when one argument is on meta. If the others are real
     tensors, its result is uninitialised memory.
     """
     first, device = next((name, tensor.device) for name, tensor in tensors.items())
     for name, tensor in tensors.items():
-        if name in on_cpu:
+        if name == "exchange":
             if tensor.device.type != "cpu":
                 raise RuntimeError(f"{op}: {name} is on {tensor.device}; the CPU expected")
         elif tensor.device != device:
@@ -94,7 +94,7 @@ def _fake(allocate: Callable[..., object]) -> Callable[[F], F]:
 
         def checked(*args, **kwargs):
             named = dict(zip(names, args, strict=False)) | kwargs
-            check_devices(op, {name: t for name, t in named.items() if isinstance(t, Tensor)})
+            _check_devices(op, {name: t for name, t in named.items() if isinstance(t, Tensor)})
             return allocate(named.pop(names[0]), **named)
 
         torch.library.register_fake(f"fastvit::{op}")(checked)

@@ -163,13 +163,21 @@ class Trial:
             del result
             torch.clear_autocast_cache()
 
+    @property
+    def _gpus(self) -> list[int]:
+        return sorted({device.index or 0 for device in self.devices if device.type == "cuda"})
+
+    def seed(self) -> None:
+        """Seeds the random states that `untouched` restores, and no other GPU's."""
+        for generator in (torch.default_generator, *(torch.cuda.default_generators[i] for i in self._gpus)):
+            generator.manual_seed(0)
+
     @contextlib.contextmanager
     def untouched(self) -> Iterator[None]:
         """With gradients; random states are restored."""
         numpy = sys.modules.get("numpy.random")
         states = random.getstate(), numpy.get_state() if numpy else None
-        gpus = sorted({device.index or 0 for device in self.devices if device.type == "cuda"})
-        with torch.random.fork_rng(gpus), torch.inference_mode(False), torch.enable_grad():
+        with torch.random.fork_rng(self._gpus), torch.inference_mode(False), torch.enable_grad():
             try:
                 yield
             finally:

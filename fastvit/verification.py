@@ -193,7 +193,7 @@ def _step(
 
     leaves = pytree.tree_map_only(Tensor, leaf, trial.arguments)
     with trial.untouched(), watched(recipes.look) if recipes else contextlib.nullcontext():
-        torch.manual_seed(0)
+        trial.seed()
         # Results of an op, not leaves, so that the model may overwrite its inputs where the original does.
         given = pytree.tree_map_only(Tensor, torch.clone, leaves)
         outputs = tensors_of(trial.forward(model, given))

@@ -35,7 +35,7 @@ def agreements(world, timeout=20.0):
 def interrupted_ask(one, question, answer):
     """Ctrl-C while the agreement waits."""
 
-    def wait(key, **options):
+    def wait(key):
         raise KeyboardInterrupt
 
     one._await = wait
@@ -157,10 +157,10 @@ def test_how_often_a_waiting_rank_looks(monkeypatch):
     def sleep(seconds):
         pauses.append(seconds)
         if len(pauses) == 12:
-            one._store.set("key", "")
+            one._store.set("end", "")
 
     monkeypatch.setattr(agreement.time, "sleep", sleep)
-    one._await("key", came=None, end=None)
+    one._await("")
     assert pauses == [1e-4 * 2**n for n in range(8)] + [0.02] * 4
 
 

@@ -463,3 +463,11 @@ def test_a_container_that_is_never_called(container):
     nets = [Stage(batch_norm()) for _ in range(2)]
     fastvit.convert(container([nets[0]]))
     assert kept(nets[0], images()) < 0.8 * kept(nets[1], images())
+
+
+def test_blocks_of_a_list_can_be_skipped():
+    """The list itself opens no scope."""
+    blocks = lambda: nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.GELU())])  # noqa: E731
+    fastvit.convert(blocks(), skip=[("0", "gelu")])
+    with pytest.raises(ValueError, match=r"names of blocks \(\['0'\]\), got ''"):
+        fastvit.convert(blocks(), skip=[("", "gelu")])

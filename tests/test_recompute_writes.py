@@ -73,6 +73,12 @@ WRITES = {  # of a tensor that is made and not saved, before an op whose result 
     "data": lambda h, b: h.data.clamp_(max=0.5),
     "data is set": lambda h, b: setattr(h, "data", h.data.sign()),
     "numpy": lambda h, b: h.detach().numpy().__imul__(2),
+    "out, no_grad": no_grad(lambda h, b: torch.mul(h, 2, out=h)),
+    "out, data": lambda h, b: torch.mul(h.data, 2, out=h.data),
+    "two results": lambda h, b: torch.frexp(h.data, out=(h.data, torch.empty(h.shape, dtype=torch.int32))),
+    "foreach": lambda h, b: torch._foreach_mul_([h], 2.0),
+    "foreach, no_grad": no_grad(lambda h, b: torch._foreach_mul_([h], 2.0)),
+    "foreach, data": lambda h, b: torch._foreach_mul_([h.data], 2.0),
 }
 MAKES = {
     "product": lambda a, b, c: a * c,
@@ -231,12 +237,13 @@ def test_programs(program, scope):
     same_as_eager(PROGRAMS[program], SCOPES[scope])
 
 
-def test_a_write_that_autograd_does_not_notice_reaches_what_was_saved():
+@pytest.mark.parametrize("write", ["data", "out, data", "two results", "foreach, data"])
+def test_a_write_that_autograd_does_not_notice_reaches_what_was_saved(write):
     def function(a, b, c, w):
         h = F.gelu(a)
-        y = h @ w
-        h.data.clamp_(-0.1, 0.1)
-        return y + torch.relu(h) @ w
+        y, z, u = h @ w, h.sin(), F.gelu(h.neg())
+        WRITES[write](h, b)
+        return y + torch.relu(h) @ w + z @ w + u @ w
 
     for scope in SCOPES.values():
         same_as_eager(function, scope)

@@ -96,7 +96,8 @@ def test_flag_beats_file_beats_default(tmp_path):
 
 
 def test_saved_configuration_is_whole_and_can_be_given_back(tmp_path):
-    config = Config(data="folder", data_path='a "b" \\ ü\x7f', optimizer="sgd", freeze=("a.*", "b"), compile=True)
+    path = 'a "b" \\ ü\x7f'
+    config = Config(data="folder", data_path=path, optimizer="sgd", freeze=("a.*", "b"), compile=True)
     assert (config.lr, config.weight_decay, config.workers, config.image_size) == (0.05, 5e-4, 4, 224)
     config.save(tmp_path / "config.toml")
     assert parse(["--config", str(tmp_path / "config.toml")])[0] == config

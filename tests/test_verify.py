@@ -218,3 +218,11 @@ def test_a_model_that_returns_no_tensor(x):
 
     with pytest.raises(ValueError, match="verify: a forward that returns tensors expected"):
         fastvit.verify(Nothing(), x)
+
+
+def test_no_other_random_state_changes(x, monkeypatch):
+    """torch.manual_seed seeds every GPU, and verify restores those of the model alone."""
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: pytest.fail("every GPU is seeded"))
+    model, before = fastvit.convert(Net(2)), torch.get_rng_state()
+    fastvit.verify(model, x)
+    assert torch.equal(before, torch.get_rng_state())

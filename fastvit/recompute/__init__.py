@@ -12,7 +12,7 @@ scope.py    the saved-tensor hooks
 opening.py  opens and closes scopes
 """
 
-from .opening import active_scope, close_scope, open_scope, policy_scope, recompute_scope, watched, why_closed
+from .opening import active_scope, close_scope, open_scope, recompute_scope, watched, why_closed
 from .places import Place
 from .policy import Policy
 
@@ -22,7 +22,6 @@ __all__ = [
     "active_scope",
     "close_scope",
     "open_scope",
-    "policy_scope",
     "recompute_scope",
     "watched",
     "why_closed",

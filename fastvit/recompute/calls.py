@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -158,24 +159,32 @@ def _maybe_in_place(scope: Told, func: Callable, args: tuple, kwargs: dict) -> A
 
 
 def _written(scope: Told, func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Sees an op that writes into its first argument.
+    """Sees an op that writes into its first argument, a tensor or several, or into `out`."""
+    call, targets = partial(func, *args, **kwargs), kwargs.get("out")
+    if targets is None:
+        targets = _argument(args, kwargs, 0, "input")
+    for x in targets if isinstance(targets, (list, tuple)) else (targets,):
+        if type(x) is Tensor:
+            call = partial(_writing, scope, x, call)
+    return call()
+
+
+def _writing(scope: Told, x: Tensor, call: Callable) -> Any:
+    """Runs an op that writes into `x`.
 
     Where it does, and makes a node, the tensor has one more version than before by this very op. Where it
     makes none, as under no_grad, the graph no longer shows what the tensor holds.
     """
-    x = _argument(args, kwargs, 0, "input")
-    if type(x) is not Tensor:
-        return func(*args, **kwargs)
     base = x if x._base is None else x._base
     if base.grad_fn is None:
         of = scope.aliases.source(base) if scope.aliases else None
-        return _forgotten(scope, of, func, args, kwargs) if of is not None else func(*args, **kwargs)
+        return _forgotten(scope, of, call) if of is not None else call()
     node, before = base.grad_fn, base._version
     _copied_for_recipes(node)
     known = base is x and before == node.metadata.get(VERSION, 0) and torch.is_grad_enabled()
     outer, scope.written = scope.written, (x, before + 1) if known else None
     try:
-        return func(*args, **kwargs)
+        return call()
     finally:
         scope.written = outer
         if base._version != before:
@@ -188,7 +197,7 @@ def _written(scope: Told, func: Callable, args: tuple, kwargs: dict) -> Any:
 _UNSEEN = "written to without a gradient"
 
 
-def _forgotten(scope: Told, base: Tensor, func: Callable, args: tuple, kwargs: dict) -> Any:
+def _forgotten(scope: Told, base: Tensor, call: Callable) -> Any:
     """Sees a write into the memory of `base` of which autograd's graph knows nothing.
 
     Without a new version autograd does not notice it either: an op that saved the tensor reads what was
@@ -196,11 +205,11 @@ def _forgotten(scope: Told, base: Tensor, func: Callable, args: tuple, kwargs: d
     """
     node = base.grad_fn
     if node is None:
-        return func(*args, **kwargs)
+        return call()
     kept = _copied_for_recipes(node)
     value, version, memory = node.metadata.get(VALUE), base._version, base.detach()
     node.metadata[VALUE] = unknown(_UNSEEN)
-    result = func(*args, **kwargs)
+    result = call()
     if value is not None and base._version == version:
         value.memory = memory
         for one in kept:
@@ -227,7 +236,7 @@ def _copied_for_recipes(node) -> list[Kept]:
 
 def _replaced(scope: Told, func: Callable, args: tuple, kwargs: dict) -> Any:
     """Sees `tensor.data = other`."""
-    return _forgotten(scope, args[0], func, args, kwargs)
+    return _forgotten(scope, args[0], partial(func, *args, **kwargs))
 
 
 def _aliased(scope: Told, func: Callable, args: tuple, kwargs: dict) -> Any:
@@ -340,7 +349,7 @@ class Calls(TorchFunctionMode):
             if name in _PYTHON_METHODS and args and isinstance(args[0], Tensor):
                 return getattr(args[0], name)(*args[1:], **kwargs or {})
             return func(*args, **kwargs or {})
-        see = _seers[func]
+        see = _seers[func] or (_written if kwargs and "out" in kwargs else None)
         if see is None:
             return func(*args, **kwargs) if kwargs else func(*args)
         return see(self.scope, func, args, kwargs or {})

@@ -31,7 +31,7 @@ _FLAG = "_fastvit_compiled"
 _open: weakref.WeakKeyDictionary[Graph, tuple[set[str], int]] = weakref.WeakKeyDictionary()
 
 
-def enable(module: nn.Module, products: bool = False, weight_casts: bool = False) -> None:
+def enable(module: nn.Module, products: bool, weight_casts: bool) -> None:
     """Prepares a module whose hooks call `opened` and `closed`.
 
     Code that Dynamo compiled for a module without hooks would run for this one, because Dynamo does not guard
@@ -73,7 +73,7 @@ def opened() -> None:
     comptime(_begin)
 
 
-def closed(products: bool = False, weight_casts: bool = False) -> None:
+def closed(products: bool, weight_casts: bool) -> None:
     """Ends a scope, while Dynamo traces: marks the ops since `opened`."""
     from torch._dynamo.comptime import comptime
 

@@ -11,7 +11,6 @@ save. A tensor that depends on one of these is not rebuilt. calls.py notes the e
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
 
 import torch
@@ -20,28 +19,14 @@ from torch import Tensor
 from .kept import SMALLEST, Kept, Unread
 from .policy import Policy
 from .saved import Recipe
-from .values import CALL, VALUE, Argument, Copied, Ingredient, Rebuild, Saved, Unknown, Value, View
-from .views import VIEWS, of_unsafe_view, of_views, signed, signed_all
+from .values import ABSENT, CALL, VALUE, Argument, Copied, Ingredient, Rebuild, Saved, Unknown, Value, View
+from .views import VIEWS, of_unsafe_view, of_views, signed
 
 LEAF = "torch::autograd::AccumulateGrad"
 Rule = Callable[["Node"], Rebuild]
 RULES: dict[str, Rule] = {}  # by the names of nodes; rules.py fills it
 PRODUCTS: dict[str, Rule] = {}  # likewise, with products=True
 _LONGEST = 12  # consecutive ops whose results no op has saved
-
-
-class _Attributes(dict):
-    """The attribute names of nodes, each interned: Python's attribute cache compares names by identity."""
-
-    def __init__(self, prefix: str):
-        self.prefix = prefix
-
-    def __missing__(self, name: str) -> str:
-        self[name] = attribute = sys.intern(self.prefix + name)
-        return attribute
-
-
-_SAVED, _RAW_SAVED = _Attributes("_saved_"), _Attributes("_raw_saved_")
 
 
 def value_of(node, policy: Policy, like: Tensor | None = None, level: int = 0) -> Value:
@@ -99,17 +84,12 @@ class Node:
         return self.node.next_functions
 
     def number(self, name: str):
-        return getattr(self.node, _SAVED[name])
-
-    def integer(self, name: str) -> int | None:
-        return signed(self.number(name))
-
-    def integers(self, name: str) -> tuple[int | None, ...]:
-        return signed_all(self.number(name))
+        """An option of the op, or several."""
+        return signed(getattr(self.node, f"_saved_{name}"))
 
     def saved(self, name: str) -> Argument | None:
         """An input that the op saved; None where it saved nothing, or only the size is left."""
-        packed = getattr(self.node, _RAW_SAVED[name]).data
+        packed = getattr(self.node, f"_raw_saved_{name}").data
         return None if packed is None or type(packed) is Unread else self.packed(packed)
 
     def packed(self, packed: object) -> Argument:
@@ -118,6 +98,8 @@ class Node:
             return Saved(packed)
         if type(packed) is Recipe:
             return View(packed.value, ((torch.as_strided, *packed.geometry),))
+        if packed is None:
+            return ABSENT
         if isinstance(packed, Tensor) and packed.numel() == 1 and packed.grad_fn is None:
             return Copied(Kept(packed))
         raise Unknown("saved outside of the scope")
@@ -169,12 +151,11 @@ class Node:
             raise Unknown("the call was not seen")
         return noted
 
-    def bias(self, index: int) -> Argument | None:
-        """The bias; None where there is none."""
+    def bias(self, index: int) -> Argument:
         if self.edges[index][0] is not None:
             return self.edge(index)
         bias = self.noted()[1]
-        return None if bias is None else Copied(Kept(bias))
+        return ABSENT if bias is None else Copied(Kept(bias))
 
     def input(self, name: str, index: int) -> Argument:
         return self.saved(name) or self.edge(index)

@@ -12,62 +12,38 @@ import torch
 from torch import Tensor
 
 from .graph import Node
-from .values import Argument, Rebuild, Unknown
+from .values import ABSENT, Argument, Rebuild, Unknown
 
 
 def layer_norm(read: Node) -> Rebuild:
     eps, _ = read.noted()
-    return _layer_norm_of(read.number("normalized_shape"), eps), _present(read, "input", "weight", "bias")
+    return _layer_norm_of(read.number("normalized_shape"), eps), _saved(read, "input", "weight", "bias")
 
 
 @lru_cache(256)
 def _layer_norm_of(shape: tuple[int, ...], eps: float) -> Callable[..., Tensor]:
-    return lambda x, w=None, b=None: torch.native_layer_norm(x, shape, w, b, eps)[0]
+    return lambda x, w, b: torch.native_layer_norm(x, shape, w, b, eps)[0]
 
 
 def rms_norm(read: Node) -> Rebuild:
     eps, _ = read.noted()
-    return _rms_norm_of(read.number("normalized_shape"), eps), _present(read, "input", "weight")
+    return _rms_norm_of(read.number("normalized_shape"), eps), _saved(read, "input", "weight")
 
 
 @lru_cache(256)
 def _rms_norm_of(shape: tuple[int, ...], eps: float | None) -> Callable[..., Tensor]:
-    return lambda x, w=None: torch.ops.aten._fused_rms_norm(x, shape, w, eps)[0]
+    return lambda x, w: torch.ops.aten._fused_rms_norm(x, shape, w, eps)[0]
 
 
-def _present(read: Node, *names: str) -> tuple[Argument, ...]:
-    """The arguments of a normalisation, without trailing parameters that are None."""
-    found = [read.saved(name) for name in names]
-    while found and found[-1] is None:
-        found.pop()
-    if not found or None in found:
-        raise Unknown
-    return tuple(found)
+def _saved(read: Node, x: str, *optional: str) -> tuple[Argument, ...]:
+    return read.input(x, 0), *[read.saved(name) or ABSENT for name in optional]
 
 
 def group_norm(read: Node) -> Rebuild:
     eps, _ = read.noted()
-    n, c, area, groups = (read.integer(name) for name in ("N", "C", "HxW", "group"))
-    weight, bias = read.saved("weight"), read.bias(2)
-    present = weight is not None, bias is not None
-
-    def norm(x: Tensor, *affine: Tensor) -> Tensor:
-        weight, bias = _affine(affine, *present)
-        return torch.native_group_norm(x, weight, bias, n, c, area, groups, eps)[0]
-
-    return norm, _all_of(read.saved("input"), weight, bias)
-
-
-def _affine(present: tuple[Tensor, ...], weight: bool, bias: bool) -> tuple[Tensor | None, Tensor | None]:
-    """Weight and bias, of which `present` has those that there are."""
-    tensors = iter(present)
-    return next(tensors) if weight else None, next(tensors) if bias else None
-
-
-def _all_of(x: Argument | None, *rest: Argument | None) -> tuple[Argument, ...]:
-    if x is None:
-        raise Unknown
-    return x, *[argument for argument in rest if argument is not None]
+    n, c, area, groups = (read.number(name) for name in ("N", "C", "HxW", "group"))
+    arguments = *_saved(read, "input", "weight"), read.bias(2)
+    return lambda x, w, b: torch.native_group_norm(x, w, b, n, c, area, groups, eps)[0], arguments
 
 
 def batch_norm(read: Node) -> Rebuild:
@@ -78,22 +54,15 @@ def cudnn_batch_norm(read: Node) -> Rebuild:
     return _batch_norm_of(read, read.number("epsilon"), _by_cudnn)
 
 
-def _batch_norm_of(read: Node, eps: float, in_training: Callable[..., Tensor]) -> Rebuild:
+def _batch_norm_of(read: Node, eps: float, norm: Callable[..., Tensor]) -> Rebuild:
     """BatchNorm; running statistics are read in evaluation alone, and never written."""
-    weight, bias = read.saved("weight"), read.bias(2)
-    present = weight is not None, bias is not None
-    if read.number("training"):
-        statistics = read.saved("result1"), read.saved("result2")
-    else:
-        statistics = read.saved("running_mean"), read.saved("running_var")
-        in_training = _in_evaluation
+    names = "result1", "result2"
+    if not read.number("training"):
+        names, norm = ("running_mean", "running_var"), _in_evaluation
+    statistics = [read.saved(name) for name in names]
     if None in statistics:
         raise Unknown
-
-    def norm(x: Tensor, mean: Tensor, spread: Tensor, *affine: Tensor) -> Tensor:
-        return in_training(x, *_affine(affine, *present), mean, spread, eps)
-
-    return norm, _all_of(read.input("input", 0), *statistics, weight, bias)
+    return lambda *tensors: norm(*tensors, eps), (*_saved(read, "input", "weight"), read.bias(2), *statistics)
 
 
 def _in_evaluation(x: Tensor, w: Tensor | None, b: Tensor | None, mean: Tensor, var: Tensor, eps: float):
@@ -132,12 +101,5 @@ def _is_dense(x: Tensor) -> bool:
 
 def sync_batch_norm(read: Node) -> Rebuild:
     """torch.nn.SyncBatchNorm, from the statistics of all ranks, which it saves."""
-    packed = [one.data for one in read.node._raw_saved_tensors]
-    x, weight, mean, invstd, *_ = [None if one is None else read.packed(one) for one in packed]
-    bias = read.bias(2)
-    present = weight is not None, bias is not None
-
-    def norm(x: Tensor, mean: Tensor, invstd: Tensor, *affine: Tensor) -> Tensor:
-        return torch.batch_norm_elemt(x, *_affine(affine, *present), mean, invstd, 0.0)
-
-    return norm, _all_of(x, mean, invstd, weight, bias)
+    x, weight, mean, invstd, *_ = [read.packed(one.data) for one in read.node._raw_saved_tensors]
+    return lambda *tensors: torch.batch_norm_elemt(*tensors, 0.0), (x, weight, read.bias(2), mean, invstd)

@@ -16,9 +16,8 @@ from .scope import Look, Scope, top_hooks
 _autograd = torch._C._autograd
 
 
-def recompute_scope(
-    products: bool = False, weight_casts: bool = False
-) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def recompute_scope(products: bool = False, weight_casts: bool = False) -> Iterator[None]:
     """Around a forward: outputs that take little arithmetic are rebuilt in backward instead of kept.
 
         with fastvit.recompute_scope():
@@ -49,17 +48,11 @@ def recompute_scope(
             then an error. A write through `weight.data` is not noticed, and the gradient is that of the new
             weight.
     """
-    return policy_scope(Policy(products, weight_casts))
-
-
-@contextlib.contextmanager
-def policy_scope(policy: Policy, block: str = "") -> Iterator[None]:
-    """`recompute_scope` with a policy, around the forward of a block of this name."""
     if torch.compiler.is_compiling():
         yield
         return
     owner = object()
-    open_scope(owner, policy, block, Place())
+    open_scope(owner, Policy(products, weight_casts), "", Place())
     try:
         yield
     finally:

@@ -15,38 +15,29 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from . import norms
-from .graph import LEAF, PRODUCTS, RULES, Node, is_lost
+from .graph import LEAF, PRODUCTS, RULES, Node, Rule, is_lost
 from .kept import Kept
 from .layers import layer
 from .saved import Recipe
-from .values import Argument, Copied, Rebuild, Unknown, Value, View
-from .views import itself
+from .values import ABSENT, Copied, Rebuild, Unknown
 
 
-class Pointwise:
-    """An op on elements, which can write its result into a tensor of any strides."""
+def _unary(function: Callable[..., Tensor], *options: str, saves_input: bool = True) -> Rule:
+    """An op of one tensor, and of options that its node has under these names."""
 
-    __slots__ = ("op", "options")
+    def rule(read: Node) -> Rebuild:
+        source = read.input("self", 0) if saves_input else read.edge(0)
+        return _bound(function, *[read.number(name) for name in options]), (source,)
 
-    def __init__(self, op: Callable[..., Tensor], *options):
-        self.op = op
-        self.options = options  # arguments behind the tensors
-
-    def __call__(self, *tensors: Tensor, out: Tensor | None = None) -> Tensor:
-        return self.op(*tensors, *self.options, out=out)
+    return rule
 
 
-def _cast(tensor: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
-    return tensor.to(dtype, copy=True) if out is None else out.copy_(tensor)
-
-
-def _unary(function: Callable[[Tensor], Tensor], saves_input: bool = True) -> Callable[[Node], Rebuild]:
-    return lambda read: (function, (read.input("self", 0) if saves_input else read.edge(0),))
+def _bound(function: Callable[..., Tensor], *options: object) -> Callable[[Tensor], Tensor]:
+    return (lambda t: function(t, *options)) if options else function
 
 
 def _product(function: Callable[..., Tensor]) -> Callable[[Node], Rebuild]:
-    op = Pointwise(function)
-    return lambda read: (op, (read.input("self", 0), read.input("other", 1)))
+    return lambda read: (function, (read.input("self", 0), read.input("other", 1)))
 
 
 def _sum(function: Callable[..., Tensor]) -> Callable[[Node], Rebuild]:
@@ -63,55 +54,14 @@ def _sum(function: Callable[..., Tensor]) -> Callable[[Node], Rebuild]:
     return rule
 
 
-def _gelu(read: Node) -> Rebuild:
-    return _gelu_of(read.number("approximate")), (read.input("self", 0),)
-
-
-@lru_cache
-def _gelu_of(approximate: str) -> Callable[[Tensor], Tensor]:
-    """Cached, since every new object makes the garbage collector run sooner."""
-    return lambda t: F.gelu(t, approximate=approximate)
-
-
-def _leaky_relu(read: Node, in_place: bool = False) -> Rebuild:
-    slope = read.number("negative_slope")
-    return lambda t: F.leaky_relu(t, slope), (read.edge(0) if in_place else read.input("self", 0),)
-
-
-def _elu(read: Node, in_place: bool = False) -> Rebuild:
-    options = [read.number(name) for name in ("alpha", "scale", "input_scale")]
-    argument = read.edge(0) if in_place else read.input("self", 0)
-    return lambda t: torch.ops.aten.elu(t, *options), (argument,)
-
-
-def _clamp(read: Node) -> Rebuild:
-    low, high = read.number("min"), read.number("max")
-    return lambda t: t.clamp(low, high), (read.input("self", 0),)
-
-
-def _hardtanh(read: Node) -> Rebuild:
-    low, high = read.number("min_val"), read.number("max_val")
-    return lambda t: F.hardtanh(t, low, high), (read.input("self", 0),)
-
-
 def _scaled(read: Node) -> Rebuild:
-    return Pointwise(torch.mul, read.number("other")), (read.edge(0),)
+    return _bound(torch.mul, read.number("other")), (read.edge(0),)
 
 
 def _padded(read: Node) -> Rebuild:
-    if any(read.integers("pad")):
+    if any(read.number("pad")):
         raise Unknown  # the padding value
     return torch.clone, (read.edge(0),)
-
-
-def _pow(read: Node) -> Rebuild:
-    exponent = read.number("exponent")
-    return lambda t: t.pow(exponent), (read.input("self", 0),)
-
-
-def _glu(read: Node) -> Rebuild:
-    dim = read.integer("dim")
-    return lambda t: F.glu(t, dim), (read.input("self", 0),)
 
 
 def _addcmul(read: Node) -> Rebuild:
@@ -122,21 +72,11 @@ def _addcmul(read: Node) -> Rebuild:
 
 def _joined(function: Callable[..., Tensor]) -> Callable[[Node], Rebuild]:
     def rule(read: Node) -> Rebuild:
-        dim = read.integer("dim")
+        dim = read.number("dim")
         arguments = tuple(read.edge(i) for i in range(len(read.edges)))
         return lambda *tensors: function(tensors, dim), arguments
 
     return rule
-
-
-def _roll(read: Node) -> Rebuild:
-    shifts, dims = read.integers("shifts"), read.integers("dims")
-    return lambda t: t.roll(shifts, dims), (read.edge(0),)
-
-
-def _repeat(read: Node) -> Rebuild:
-    repeats = read.integers("repeats")
-    return lambda t: t.repeat(repeats), (read.edge(0),)
 
 
 def _clone(read: Node) -> Rebuild:
@@ -167,8 +107,8 @@ def _to_copy(read: Node) -> Rebuild:
 
 
 @lru_cache
-def _cast_to(dtype: torch.dtype) -> Pointwise:
-    return Pointwise(_cast, dtype)
+def _cast_to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    return lambda t: t.to(dtype, copy=True)
 
 
 def _reshaped(read: Node) -> Rebuild:
@@ -178,9 +118,7 @@ def _reshaped(read: Node) -> Rebuild:
         raise Unknown
     shape = tuple(read.metadata().shape)
     if source.name() == "CloneBackward0":
-        copy = read.behind(source)
-        inner = copy.edge(0)
-        return _written_at_once(inner, copy, shape) or (lambda t: t.contiguous().view(shape), (inner,))
+        return lambda t: t.contiguous().view(shape), (read.behind(source).edge(0),)
     if read.policy.products and (rule := PRODUCTS.get(source.name())):
         inner = read.behind(source)
         product, arguments = rule(inner)
@@ -189,36 +127,12 @@ def _reshaped(read: Node) -> Rebuild:
     raise Unknown
 
 
-def _written_at_once(inner: Argument, copy: Node, shape: tuple[int, ...]) -> Rebuild | None:
-    """For a copy of a pointwise op's result that no op has saved: the op writes the copy. None for others."""
-    value, views = (inner.value, inner.views) if type(inner) is View else (inner, ())
-    if type(value) is not Value or type(value.function) is not Pointwise:
-        return None
-    if value.nbytes or any(argument.gather([]) is not None for argument in value.arguments):
-        return None  # saved before, or perhaps later: then the copy is made from it
-    op, made = value.function, copy.metadata()
-    size, dtype, device = tuple(made.shape), made.dtype, made.device
-    # Loops over complex numbers of other strides may round otherwise.
-    if dtype.is_complex or any(view[0] not in (itself, Tensor.transpose) for view in views):
-        return None
-    swaps = [dims for function, *dims in reversed(views) if function is Tensor.transpose]
-
-    def write(*tensors: Tensor) -> Tensor:
-        whole = out = torch.empty(size, dtype=dtype, device=device)
-        for dims in swaps:
-            out = out.transpose(*dims)
-        op(*tensors, out=out)
-        return whole.view(shape)
-
-    return write, value.arguments
-
-
 def _addmm(read: Node) -> Rebuild:
     alpha, beta = read.number("alpha"), read.number("beta")
     x, weight = read.input("mat1", 1), read.input("mat2", 2)
     _widens(read, "mat2")
     bias = read.bias(0)
-    if bias is None:
+    if bias is ABSENT:
         raise Unknown
     return lambda b, x, w: torch.addmm(b, x, w, beta=beta, alpha=alpha), (bias, x, weight)
 
@@ -240,18 +154,6 @@ def _widens(read: Node, weight: str) -> None:
     read.flops = 2 * shape[0]
 
 
-def _max_pool2d(read: Node) -> Rebuild:
-    sizes = [read.integers(name) for name in ("kernel_size", "stride", "padding", "dilation")]
-    ceil = read.number("ceil_mode")
-    return lambda x: torch.ops.aten.max_pool2d_with_indices(x, *sizes, ceil)[0], (read.input("self", 0),)
-
-
-def _avg_pool2d(read: Node) -> Rebuild:
-    sizes = [read.integers(name) for name in ("kernel_size", "stride", "padding")]
-    flags = [read.number(name) for name in ("ceil_mode", "count_include_pad", "divisor_override")]
-    return lambda x: F.avg_pool2d(x, *sizes, *flags), (read.input("self", 0),)
-
-
 RULES |= {
     "NativeLayerNormBackward0": norms.layer_norm,
     "FusedRmsNormBackward0": norms.rms_norm,
@@ -259,25 +161,34 @@ RULES |= {
     "NativeBatchNormBackward0": norms.batch_norm,
     "CudnnBatchNormBackward0": norms.cudnn_batch_norm,
     "SyncBatchNormBackward": norms.sync_batch_norm,
-    "MaxPool2DWithIndicesBackward0": _max_pool2d,
-    "AvgPool2DBackward0": _avg_pool2d,
-    "GeluBackward0": _gelu,
+    "MaxPool2DWithIndicesBackward0": _unary(
+        lambda *arguments: torch.ops.aten.max_pool2d_with_indices(*arguments)[0],
+        "kernel_size",
+        "stride",
+        "padding",
+        "dilation",
+        "ceil_mode",
+    ),
+    "AvgPool2DBackward0": _unary(
+        F.avg_pool2d, "kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override"
+    ),
+    "GeluBackward0": _unary(lambda t, approximate: F.gelu(t, approximate=approximate), "approximate"),
     "SiluBackward0": _unary(F.silu),
     "MishBackward0": _unary(F.mish),
     "HardswishBackward0": _unary(F.hardswish),
     "HardsigmoidBackward0": _unary(F.hardsigmoid),
-    "HardtanhBackward0": _hardtanh,
-    "LeakyReluBackward0": _leaky_relu,
-    "LeakyReluBackward1": partial(_leaky_relu, in_place=True),
-    "EluBackward0": _elu,
-    "EluBackward1": partial(_elu, in_place=True),
-    "ClampBackward1": _clamp,
-    "GluBackward0": _glu,
+    "HardtanhBackward0": _unary(F.hardtanh, "min_val", "max_val"),
+    "LeakyReluBackward0": _unary(F.leaky_relu, "negative_slope"),
+    "LeakyReluBackward1": _unary(F.leaky_relu, "negative_slope", saves_input=False),
+    "EluBackward0": _unary(torch.ops.aten.elu, "alpha", "scale", "input_scale"),
+    "EluBackward1": _unary(torch.ops.aten.elu, "alpha", "scale", "input_scale", saves_input=False),
+    "ClampBackward1": _unary(torch.clamp, "min", "max"),
+    "GluBackward0": _unary(F.glu, "dim"),
     "ReluBackward0": _unary(torch.relu, saves_input=False),
     "SigmoidBackward0": _unary(torch.sigmoid, saves_input=False),
     "TanhBackward0": _unary(torch.tanh, saves_input=False),
     "NegBackward0": _unary(torch.neg, saves_input=False),
-    "PowBackward0": _pow,
+    "PowBackward0": _unary(torch.pow, "exponent"),
     "MulBackward0": _product(torch.mul),
     "MulBackward1": _scaled,
     "DivBackward0": _product(torch.div),
@@ -286,8 +197,8 @@ RULES |= {
     "AddcmulBackward0": _addcmul,
     "CatBackward0": _joined(torch.cat),
     "StackBackward0": _joined(torch.stack),
-    "RollBackward0": _roll,
-    "RepeatBackward0": _repeat,
+    "RollBackward0": _unary(torch.roll, "shifts", "dims", saves_input=False),
+    "RepeatBackward0": _unary(Tensor.repeat, "repeats", saves_input=False),
     "ConstantPadNdBackward0": _padded,
     "CloneBackward0": _clone,
     "UnsafeViewBackward0": _reshaped,

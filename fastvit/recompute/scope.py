@@ -39,7 +39,6 @@ from .views import VIEWS, leads_to, of_unsafe_view
 _MASK = "dropout_mask, a bit an element"
 _autograd = torch._C._autograd
 _transforms = torch._C._functorch.peek_interpreter_stack
-_next_sequence_nr = torch.autograd._get_sequence_nr
 _modes = torch._C._len_torch_function_stack
 # Most bytes that a recipe moves for each byte of the tensor. In half precision and under autocast matrix
 # products are so fast that long recipes show in a step's time: a LayerNorm and a cast move 7, a LayerScale, a
@@ -61,11 +60,6 @@ def _of_unknown(tensor: Tensor) -> Kept:
     kept = Kept(tensor)
     kept.is_unfit = True
     return kept
-
-
-def _is_older(node) -> bool:
-    """Whether `node` is one of torch's own, and not that of the op that saves a tensor now."""
-    return node._sequence_nr() + 1 < _next_sequence_nr() and node.name()[-1].isdigit()
 
 
 class Scope(Told):
@@ -126,7 +120,7 @@ class Scope(Told):
 
     def _mask(self, tensor: Tensor, p: float) -> Recipe | None:
         """A mask of a bit an element in place of the factor. Drawing it again takes ten times as long."""
-        if tensor.grad_fn is not None or tensor.nbytes < SMALLEST:
+        if tensor.nbytes < SMALLEST:
             return None
         self.place = self.place.next((_MASK, tensor.size(), tensor.dtype))
         site = self.block, _MASK, self.place.depth
@@ -193,7 +187,7 @@ class Scope(Told):
             return recipe
         if not value.is_ingredient:
             return _of_unknown(tensor)
-        kept = Kept(tensor, is_input=_is_older(made))
+        kept = Kept(tensor)
         if tensor is not base:
             if self._outer is not None:  # hooks around hold the view, and not its base
                 return kept

@@ -83,6 +83,24 @@ class Copied(Ingredient):
         return self.kept
 
 
+class Absent(Ingredient):
+    """In the place of an optional tensor that an op did not get."""
+
+    __slots__ = ()
+
+    def __call__(self) -> None:
+        return None
+
+    def gather(self, ingredients: list[Kept]) -> None:
+        return None
+
+    def tensor(self) -> None:  # type: ignore[override]
+        return None
+
+
+ABSENT = Absent()
+
+
 def _refuse_freed(parameter: Tensor) -> None:
     raise RuntimeError(
         f"recompute_scope: a tensor is to be rebuilt from a parameter {list(parameter.shape)} that is "

@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 
 
-def signed(number: int | None) -> int | None:
-    """The signed value of an integer attribute, which nodes return as unsigned; None where there is none."""
-    return number if number is None or number < 2**63 else number - 2**64
-
-
-def signed_all(numbers: tuple[int | None, ...]) -> tuple[int | None, ...]:
-    return tuple([signed(number) for number in numbers])
+def signed(value):
+    """An attribute of a node, which returns integers as unsigned."""
+    if type(value) is tuple:
+        return tuple([signed(one) for one in value])
+    return value - 2**64 if type(value) is int and value >= 2**63 else value
 
 
 ViewOp = tuple  # a function of a tensor, and its other arguments
@@ -35,8 +33,7 @@ def _method(name: str, *integers: str, part: bool = False) -> Callable:
     saved, method = [sys.intern(f"_saved_{integer}") for integer in integers], getattr(Tensor, name)
 
     def rule(node, number: int) -> ViewOp:
-        values = [getattr(node, one) for one in saved]
-        values = [signed_all(v) if type(v) is tuple else signed(v) for v in values]
+        values = [signed(getattr(node, one)) for one in saved]
         return (_part, method, number, *values) if part else (method, *values)
 
     return rule
@@ -52,7 +49,7 @@ def itself(tensor: Tensor) -> Tensor:
 
 def _slice(node, _: int) -> ViewOp:
     integers = (node._saved_dim, node._saved_start, node._saved_end, node._saved_step)
-    return torch.ops.aten.slice.Tensor, *signed_all(integers)
+    return torch.ops.aten.slice.Tensor, *signed(integers)
 
 
 VIEWS: dict[str, Callable[..., ViewOp]] = {

@@ -35,7 +35,6 @@ class Shared:
 
     def __init__(self, process_group: "dist.ProcessGroup", layer: LayerKey):
         self._process_group, self._layer = process_group, layer
-        self.world_size = process_group.size()
 
     def moments(self, x: Tensor, channel_dim: int) -> tuple[Tensor, Tensor]:
         if torch.compiler.is_compiling():
@@ -48,9 +47,6 @@ class Shared:
         if torch.compiler.is_compiling():
             return self._traced(reduce(None), tag)[0]
         return self._group.sums(reduce, tag)
-
-    def check(self) -> None:
-        check()
 
     def _traced(self, numbers: Tensor, tag: Tensor | None) -> tuple[Tensor, Tensor]:
         layer = self._layer

@@ -10,7 +10,7 @@ import os
 import select
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
@@ -139,11 +139,7 @@ class Agreement:
             self._store.compare_set(key + "end", "", "all")
         # Last: a rank that was killed before this line may not have been counted, or not have said "all".
         self._store.set(f"{key}here/{self.rank}", "")
-        self._await(
-            key + "end",
-            came=lambda rank: self._store.check([f"{key}here/{rank}"]),
-            end=lambda why: self._store.compare_set(key + "end", "", why),
-        )
+        self._await(key)
         end = self._store.get(key + "end").decode()
         if end != "all":
             raise RuntimeError(f"rank {self.rank}: {question}: {end}")
@@ -168,40 +164,26 @@ class Agreement:
             raise Unavailable(answers_text(failed))
         return result
 
-    def from_rank_0(self, what: str, value: str) -> str:
-        """Rank 0's `value`, on every rank."""
-        self._asked += 1
-        key = f"{self._asked}/told"
-        if self.rank == 0:
-            self._store.set(key, value)
-            return value
+    def _await(self, key: str) -> None:
+        """Waits for the end of a question by polling, so that signals are handled.
 
-        def end(why: str) -> None:
-            raise RuntimeError(f"rank {self.rank}: {what}: {why}")
-
-        self._await(key, came=lambda rank: rank != 0 or self._store.check([key]), end=end)
-        return self._store.get(key).decode()
-
-    def _await(self, key: str, came: Callable[[int], bool], end: Callable[[str], object]) -> None:
-        """Waits for `key` by polling, so that signals are handled.
-
-        Args:
-            came: whether a rank has answered.
-            end: called once, with the reason, when a rank ended without an answer or the time is up.
+        Ends it, with the reason, when a rank ended without an answer or the time is up.
         """
         begin, pause = time.monotonic(), 1e-4
         look = begin + _LOOK
-        while not self._store.check([key]):
-            now = time.monotonic()
+
+        def absent(ranks: Iterable[int]) -> list[int]:
+            return [rank for rank in ranks if not self._store.check([f"{key}here/{rank}"])]
+
+        while not self._store.check([key + "end"]):
+            now, why = time.monotonic(), ""
             if now > look:
                 look = now + _LOOK
-                for rank in self.watch.ended():
-                    if not came(rank):
-                        end(self.watch.text(rank))
-                        return
-            if now - begin > self.timeout:
-                absent = [rank for rank in range(self.world) if not came(rank)]
-                end(f"{ranks_text(absent)} did not come within {self.timeout:g} s")
+                why = next(map(self.watch.text, absent(self.watch.ended())), "")
+            if not why and now - begin > self.timeout:
+                why = f"{ranks_text(absent(range(self.world)))} did not come within {self.timeout:g} s"
+            if why:
+                self._store.compare_set(key + "end", "", why)
                 return
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)

@@ -111,8 +111,9 @@ def connect(
             return file
 
         file = agreement.together("shared memory", make)
-        told = agreement.from_rank_0("shared memory", f"/proc/{os.getpid()}/fd/{file}")
-        segment = agreement.together("shared memory", lambda: _map(told, size))
+        mine = "none" if file is None else f"/proc/{os.getpid()}/fd/{file}"
+        (path,) = agreement.ask("shared memory", mine).keys() - {"none"}
+        segment = agreement.together("shared memory", lambda: _map(path, size))
     return SharedMemory(segment, capacity, agreement, describe)
 
 

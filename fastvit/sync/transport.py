@@ -19,34 +19,24 @@ class Transport(Protocol):
         tensor, which a compiler saves like any other; None with one rank.
     sums: returns `reduce(exchange)`: this rank's sums and those of all ranks, `(2, 2C)`; one row with one
         rank.
-    check: raises errors of exchanges that the host did not wait for.
 
     After a failed exchange the result is NaN, the count included, and the next call of the host raises; where
     the host waits, this call does. No running statistics or parameters are written then.
     """
 
-    world_size: int
-
     def moments(self, x: Tensor, channel_dim: int) -> tuple[Tensor, Tensor | None]: ...
 
     def sums(self, reduce: Reduce, tag: Tensor | None) -> Tensor: ...
 
-    def check(self) -> None: ...
-
 
 class Local:
     """Statistics of this process alone. There is no exchange, so a layer may use the local ops."""
-
-    world_size = 1
 
     def moments(self, x: Tensor, channel_dim: int) -> tuple[Tensor, None]:
         return ops.bn_stats(x, channel_dim), None
 
     def sums(self, reduce: Reduce, tag: Tensor | None) -> Tensor:
         return reduce(None)
-
-    def check(self) -> None:
-        """Nothing."""
 
 
 LOCAL = Local()
