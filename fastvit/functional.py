@@ -38,6 +38,7 @@ __all__ = [
     "batch_norm_act",
     "glu",
     "inplace_abn",
+    "inplace_abn_sync",
     "layer_norm",
     "sync_batch_norm",
 ]
@@ -242,6 +243,16 @@ def inplace_abn(
 
 def _traced_inplace_abn(x: Tensor, *arguments) -> Tensor:
     return x.copy_(InvertibleABNFunction.apply(x, *arguments))
+
+
+def inplace_abn_sync(
+    x: Tensor,
+    *arguments,
+    process_group: "torch.distributed.ProcessGroup | None" = None,
+    **options,
+) -> Tensor:
+    """`inplace_abn` with statistics over the ranks of `process_group` (None: the default group)."""
+    return inplace_abn(x, *arguments, process_group=sync.default_group(process_group), **options)
 
 
 def absolute_weight(weight: Tensor, eps: float) -> Tensor:

@@ -101,8 +101,9 @@ class InPlaceABNSync(_norm.SharesGroup, InPlaceABN):
     Args:
         group: None is the default group (this process alone when torch.distributed is not initialised).
 
-    One exchange in each direction in training, none in evaluation, with the checks of SyncBatchNorm. Ranks
-    may have different numbers of samples, or none. In training every rank of the group must run the layer.
+    One exchange in each direction in training, none in evaluation by running statistics, with the checks of
+    SyncBatchNorm. Ranks may have different numbers of samples, or none. In training, and without running
+    statistics always, every rank of the group must run the layer.
     Copies share the group; pickles have None in its place, since a group is valid in its process only.
     """
 

@@ -150,7 +150,7 @@ class Group:
         _log.debug("rank %d, %s", self._agreement.rank, self.describe())
 
     def _vote(self, channels: int, dtype: torch.dtype) -> tuple[Backend, str]:
-        wishes = self._agreement.ask("choice of statistics", os.environ.get("FASTVIT_STATISTICS", "auto"))
+        wishes = self._agreement.ask("choice of statistics", os.environ.get("FASTVIT_STATISTICS") or "auto")
         if wrong := set(wishes).difference(WISHES):
             raise ValueError(f"FASTVIT_STATISTICS is {sorted(wrong)[0]!r}; {', '.join(WISHES)} expected")
         asked = "peer" in wishes
@@ -225,7 +225,7 @@ def check(wait: bool = False) -> None:
 
 def available_backends() -> str:
     """The backends that new groups on this machine would choose, as text."""
-    wish = os.environ.get("FASTVIT_STATISTICS", "auto")
+    wish = os.environ.get("FASTVIT_STATISTICS") or "auto"
     cpu, cuda = "SharedMemory on one host", "CudaIpc on one host with peer access"
     try:
         cpu_peer.place(torch.device("cpu"))
