@@ -48,7 +48,7 @@ class Part:
 
     def __init__(self, name: str, device: str, out: Path, until: float, quick: bool, skip: int = 0):
         self.name, self.device, self.out, self.quick = name, device, out, quick
-        self.until, self.skip, self.hangs = until, skip, HANGS
+        self.until, self.skip = until, skip
         self.rows: list[dict] = [*read_csv(self.table, out)] if skip else []
         self.where = provenance(device)
         self.left: list[str] = []
@@ -69,7 +69,7 @@ class Part:
                 self.left.append(name)
                 continue
             print(f"begin {name}", flush=True)
-            faulthandler.dump_traceback_later(self.hangs, exit=True)  # out of CUDA's waits too
+            faulthandler.dump_traceback_later(HANGS, exit=True)  # out of CUDA's waits too
             try:
                 work()
                 self.synchronize()
