@@ -37,7 +37,6 @@ from harness import Timer, command_line, percentiles, provenance, read_csv, writ
 
 REPEATS = 15
 HANGS = 90  # seconds of one task, compiling included, after which it hangs
-ENDED = "ended"  # the last line of a part that is not cut
 Task = tuple[object, Callable[[], None]]  # a name, and what adds rows
 
 
@@ -83,7 +82,7 @@ class Part:
                 faulthandler.cancel_dump_traceback_later()
         if self.left:
             print(f"not reached: {', '.join(self.left)}")
-        print(ENDED, flush=True)
+        print("ended", flush=True)  # a part that was not cut, for tools/gpu.py
 
     def usable(self) -> bool:
         try:

@@ -30,16 +30,16 @@ def versus(part) -> Tasks:
     for case in quick_cases() if part.quick else LAYERS:
         makers = contenders.layers(case)
         if not part.quick:
-            makers["torch.compile"] = functools.partial(_compiled, case)
+            makers["torch.compile"] = lambda case=case: _compiled(contenders.BatchNormAct(case))
         for name in installed if case.layout != "tokens" else ():
             makers[name] = functools.partial(contenders.PEERS[name], case.channels)
         for name, make in makers.items():
             yield f"{name} {case}", functools.partial(_layer, part, case, name, make)
 
 
-def _compiled(case: Case) -> torch.nn.Module:
+def _compiled(work: Callable) -> Callable:
     torch.compiler.reset()  # one function is compiled a few times only, and runs eagerly then
-    return torch.compile(contenders.BatchNormAct(case), dynamic=False)
+    return torch.compile(work, dynamic=False)
 
 
 def _layer(part, case: Case, name: str, make: Callable) -> None:
@@ -81,8 +81,7 @@ def _row_op(part, case: Case, what: str, name: str) -> None:
     calls, _, affine = bench_vit_ops.operations(case.dtype)[what]
     call = calls["fastvit" if name == "fastvit" else "torch"]
     if name == "compiled":
-        torch.compiler.reset()
-        call = torch.compile(call, dynamic=False)
+        call = _compiled(call)
     leaves = [case.randn(part.device) for _ in range(2 if what in bench_vit_ops.GATES else 1)]
     leaves += [torch.rand(case.shape[-1:], device=part.device).to(leaves[0].dtype) for _ in range(2 * affine)]
     leaves = [leaf.requires_grad_() for leaf in leaves]

@@ -1,6 +1,7 @@
 """Ranks in one process that see each other's memory, for tests and measurements on one device."""
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -13,6 +14,7 @@ from fastvit.sync.protocol import LEAST_PACKETS, Arena, Kind, Tag
 
 T = TypeVar("T")
 HEADER = 2  # packets
+_load_once = functools.cache(load_kernels)
 INBOX = arena_bytes(1, 6) - 2 * (HEADER + 6) * 16  # where it begins in an arena
 
 
@@ -59,7 +61,7 @@ class Loopback:
         ]
         self.of_gpu = self.arenas[0].is_cuda  # a model of a GPU on the CPU sets it
         if self.of_gpu:
-            load_kernels(self.arenas[0].device)
+            _load_once(self.arenas[0].device)
         self.streams = [torch.cuda.Stream() if self.of_gpu else None for _ in self.ranks]
 
     @contextlib.contextmanager

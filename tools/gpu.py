@@ -205,8 +205,8 @@ class Run:
         library = ROOT / "fastvit/_cuda.so"
         if self.device == "cuda" and written(CARRIED) > written(library):
             with tarfile.open(CARRIED) as tar:
-                for file in tar.getmembers():  # not over libraries that another process has mapped
-                    (ROOT / file.name).unlink(missing_ok=True) if file.isfile() else None
+                for file in filter(tarfile.TarInfo.isfile, tar.getmembers()):
+                    (ROOT / file.name).unlink(missing_ok=True)  # another process may have it mapped
                 tar.extractall(ROOT, filter="data")
             library.touch()
         deadline, status = time.monotonic() + self.seconds("environment"), 1

@@ -119,7 +119,6 @@ def trial(
     return DeviceMemory(name, own, arenas, rank, capacity, _SHARE_OF_TIMEOUT * agreement.timeout, describe)
 
 
-@functools.cache
 def load_kernels(device: torch.device) -> None:
     """Runs the layers' kernels once, over a group of this rank alone.
 
