@@ -2,6 +2,7 @@
 fastvit/_C.so     schemas and CPU kernels (the kernels once per instruction set)
 fastvit/_cuda.so  CUDA kernels; FASTVIT_CUDA=auto|0|1 (1: no toolkit is an error; auto: with a toolkit, but in
                   an editable install not for a torch without CUDA, which could not load them)
+FASTVIT_CPU=native|all: CPU kernels for this machine alone (an editable install's default) or for all.
 Neither needs Python's headers, torch's CUDA headers or a GPU, and both load in every torch from 2.11 on.
 """
 
@@ -29,11 +30,36 @@ TORCH_ABI = "0x020b000000000000"  # 2.11: the oldest torch whose stable ABI has 
 # torch's detection needs a GPU
 ARCHITECTURES = os.environ.get("TORCH_CUDA_ARCH_LIST") or "8.0;9.0;10.0;12.0+PTX"
 CUDA = os.environ.get("FASTVIT_CUDA", "auto")
+CPU = os.environ.get("FASTVIT_CPU", "")
 QUIET = "-Wno-psabi -Wno-maybe-uninitialized -Wno-uninitialized -Wno-unknown-warning-option"
+X86 = {
+    "avx2": ["avx2", "fma", "f16c"],
+    "avx512": ["avx512f", "avx512bw", "avx512vl", "avx512dq"],
+}  # by their flags
 CAPABILITIES = {"baseline": f"-Wall -Wextra {QUIET}"}
 if os.uname().machine == "x86_64":
-    CAPABILITIES["avx2"] = "$baseline -mavx2 -mfma -mf16c"
-    CAPABILITIES["avx512"] = "$avx2 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mprefer-vector-width=512"
+    for base, name in ("baseline", "avx2"), ("avx2", "avx512"):
+        CAPABILITIES[name] = " ".join([f"${base}", *(f"-m{flag}" for flag in X86[name])])
+    CAPABILITIES["avx512"] += " -mprefer-vector-width=512"
+
+
+def native() -> str:
+    """The best instruction set of this machine, as csrc/cpu/kernels.cpp chooses it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    line = re.search(r"^flags.*", cpuinfo.read_text() if cpuinfo.exists() else "", re.M)
+    flags, best = line[0].split() if line else [], "baseline"
+    for name in CAPABILITIES:
+        if not set(X86.get(name, [])) <= set(flags):
+            break
+        best = name
+    return best
+
+
+def instruction_sets(editable: bool) -> list[str]:
+    """Those that the CPU kernels are compiled for."""
+    if CPU not in ("", "native", "all"):
+        sys.exit(f"fastvit: FASTVIT_CPU is {CPU!r}; native or all expected.")
+    return [native()] if CPU == "native" or (editable and not CPU) else list(CAPABILITIES)
 
 
 def find_cuda(editable: bool = False) -> tuple[Path | None, str]:
@@ -77,7 +103,7 @@ def codes() -> list[str]:
     return [f"{kind}_{a}" for a, ptx in pairs for kind in ("sm", "compute")[: 1 + ptx]]
 
 
-def ninja_file(cxx: str, cuda: Path | None, why: str) -> str:
+def ninja_file(cxx: str, cuda: Path | None, why: str, sets: list[str]) -> str:
     """The text of build.ninja. The library has the targets of its CUDA kernels, or `why` there are none."""
     built = f"not built: {why}"
     if cuda:
@@ -97,10 +123,12 @@ def ninja_file(cxx: str, cuda: Path | None, why: str) -> str:
     for path in cpp_sources():
         source = str(path.relative_to(ROOT / "csrc").with_suffix(""))
         once = not source.startswith("cpu/kernels/")
-        for name in ["baseline"] if once else CAPABILITIES:
+        for name in ["baseline"] if once else sets:
             objects.append(f"{source}.{name}.o")
             lines.append(f"build {objects[-1]}: cxx $csrc/{source}.cpp")
             lines.append(f" flags = ${name} -DFASTVIT_CAPABILITY={name}")
+            if source == "cpu/kernels" and len(sets) < len(CAPABILITIES):
+                lines[-1] += f" -DFASTVIT_ONLY -DFASTVIT_ONLY_{sets[0]}"
             if source == "ops":
                 lines[-1] += " " + shlex.quote(f'-DFASTVIT_CUDA_BUILD="{built}"').replace("$", "$$")
     kernels = [str(path.relative_to(ROOT / "csrc").with_suffix("")) for path in cuda_sources() if cuda]
@@ -123,10 +151,12 @@ class NinjaBuild(build_ext.build_ext):
         ninja or sys.exit("fastvit: building needs ninja; pip install ninja.")
         cuda, why = find_cuda(self.editable_mode)
         print(f"fastvit: CUDA kernels {f'for {ARCHITECTURES}' if cuda else 'not built'}: {why}", flush=True)
+        sets = instruction_sets(self.editable_mode)
+        print(f"fastvit: CPU kernels for {', '.join(sets)}", flush=True)
         if self.editable_mode:  # setuptools would use a new folder each time, and compile everything
             self.build_temp = ROOT / f"build/temp.{self.plat_name}-{sys.implementation.cache_tag}"
         os.makedirs(folder := Path(self.build_temp).resolve(), exist_ok=True)
-        (folder / "build.ninja").write_text(ninja_file(cxx, cuda, why))
+        (folder / "build.ninja").write_text(ninja_file(cxx, cuda, why, sets))
         targets = {}
         for library, wanted in ("_C.so", True), ("_cuda.so", cuda is not None):
             target = Path(self.get_ext_fullpath(f"fastvit.{library[:-3]}"))

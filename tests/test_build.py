@@ -119,8 +119,20 @@ def test_architectures():
         "compute_120",
     ]
     assert setup_globals(TORCH_CUDA_ARCH_LIST="8.6 9.0a")["codes"]() == ["sm_86", "sm_90a"]
-    lines = setup_globals(TORCH_CUDA_ARCH_LIST="9.0+PTX")["ninja_file"]("g++", Path("/cuda"), "a toolkit")
+    lines = setup_globals(TORCH_CUDA_ARCH_LIST="9.0+PTX")["ninja_file"](
+        "g++", Path("/cuda"), "a toolkit", ["baseline"]
+    )
     assert "-gencode=arch=compute_90,code=sm_90 -gencode=arch=compute_90,code=compute_90 " in lines
+
+
+def test_instruction_sets():
+    setup = setup_globals(FASTVIT_CPU="")
+    assert setup["instruction_sets"](editable=True) == [setup["native"]()]
+    assert setup["instruction_sets"](editable=False) == list(setup["CAPABILITIES"])
+    assert setup_globals(FASTVIT_CPU="all")["instruction_sets"](editable=True) == list(setup["CAPABILITIES"])
+    assert setup_globals(FASTVIT_CPU="native")["instruction_sets"](editable=False) == [setup["native"]()]
+    with pytest.raises(SystemExit, match="FASTVIT_CPU is 'avx9'; native or all expected"):
+        setup_globals(FASTVIT_CPU="avx9")["instruction_sets"](editable=False)
 
 
 def test_the_library_says_whose_runtime_it_has(tmp_path):
@@ -156,7 +168,7 @@ def test_kernels_that_do_not_compile_are_an_error(tmp_path):
 
 
 def test_the_library_says_why_it_has_no_cuda_kernels():
-    lines = setup_globals()["ninja_file"]("g++", None, "no CUDA toolkit found ($CUDA_HOME)")
+    lines = setup_globals()["ninja_file"]("g++", None, "no CUDA toolkit found ($CUDA_HOME)", ["baseline"])
     (flags,) = (line for line in lines.splitlines() if "FASTVIT_CUDA_BUILD" in line)
     shell = flags.partition("=")[2].replace("$$", "$").replace("$baseline", "")
     defined = subprocess.run(

@@ -62,4 +62,6 @@ def test_lower_instruction_sets_can_be_asked_for():
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=60,
             env={**os.environ, "ATEN_CPU_CAPABILITY": wish},
         )  # fmt: skip
+        if "this build has no CPU kernels for" in run.stderr:
+            pytest.skip("built for this machine's instruction set alone; FASTVIT_CPU=all builds all")
         assert run.stdout.strip() in allowed, run.stderr
