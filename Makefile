@@ -18,7 +18,7 @@ OUT    ?= runs/gpu
 RUN    := .venv/bin/python
 STAMP  := .venv/.installed-$(shell printf '%s' '$(TORCH) $(FASTVIT_CPU) $(FASTVIT_CUDA) $(TORCH_CUDA_ARCH_LIST)' | cksum | cut -d' ' -f1)
 SOURCES := 'csrc/*' 'benchmarks/*.cpp' 'tools/*.cpp' 'tools/*.h' 'tests/*.cpp' 'tests/*.cu' 'tests/*.h' tests/cuda_host/cuda/atomic
-TOOLED := $(if $(and $(wildcard .venv/bin/ruff),$(wildcard .venv/bin/mypy),$(wildcard .venv/bin/mkdocs)),,install)  # enough where the build may be older than its sources
+TOOLED := $(if $(and $(wildcard .venv/bin/ruff),$(wildcard .venv/bin/mypy),$(wildcard .venv/bin/mkdocs)),,.venv/.dev)  # enough where the build may be older than its sources
 BUILT  := setup.py pyproject.toml $(shell find csrc -name '*.[ch]*')
 
 .PHONY: help install demo test sanitizers wheel bench gpu sass lint docs clean
@@ -27,7 +27,7 @@ help:  ## This list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 12
 	@sed -n 's/^# \([A-Z]*=1* \)/\1/p' Makefile
 
-install: $(STAMP)  ## Fill .venv with torch, the package and what the rest needs
+install: $(STAMP)  ## Fill .venv with torch, the package and what its trainer needs
 
 .venv/bin/python:
 	@command -v $(PYTHON) >/dev/null || { echo "make install: no $(PYTHON); install Python >= 3.10, or set PYTHON=" >&2; exit 1; }
@@ -41,8 +41,12 @@ $(STAMP): $(BUILT) fastvit/_C.so | .venv/bin/python
 	@command -v $${CXX:-c++} >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null || { echo "make install: no C++ compiler; install one (Debian: apt-get install g++), or set CXX=" >&2; exit 1; }
 	$(PIP) '$(TORCH)' 'setuptools>=77' ninja
 	@rm -f fastvit/*.so
-	$(PIP) --no-build-isolation --editable '.[train,dev]'
+	$(PIP) --no-build-isolation --editable '.[train]'
 	@rm -f .venv/.installed-*
+	@touch $@
+
+.venv/.%: pyproject.toml | install  # the extras `test` and `dev`
+	$(PIP) --no-build-isolation --editable '.[$*]'
 	@touch $@
 
 demo: install  ## Train a ViT on digits with 2 ranks; writes runs/demo/index.html
@@ -66,19 +70,19 @@ endef
 ON_MODEL := $(OPS) tests/cuda_host/test_cuda_host_kernels.py tests/cuda_host/test_cuda_host_exchange.py
 
 ifdef MODELS
-test: install
+test: .venv/.test | install
 	$(PIP) timm torchvision transformers $(THIS_TORCH)
 	$(RUN) -m pytest tests/test_convert_models.py -m "not slow" -k '$(MODELS)' $(ARGS)
 else ifdef STACKS
-test: install
+test: .venv/.test | install
 	$(PIP) timm torchvision transformers $(TRAINERS) $(THIS_TORCH)
 	$(PIP) --no-deps torchtitan  # its trainer's data and logging are not needed
 	$(RUN) -m pytest tests/test_stacks.py tests/test_stacks_models.py $(ARGS)
 else ifdef ARGS
-test: install
+test: .venv/.test | install
 	$(RUN) $(PYTEST) $(ARGS)
 else
-test: install  ## All tests; the CUDA sources run on a model of a GPU
+test: .venv/.$(if $(COVERAGE),dev,test) | install  ## All tests; the CUDA sources run on a model of a GPU
 	rm -rf build/python.coverage*
 	$(RUN) $(if $(COVERAGE),-m coverage run) $(PYTEST) --ignore tests/cuda_host
 	$(RUN) tests/cuda_host/build.py plain
@@ -93,21 +97,21 @@ endif
 endif
 
 ifdef CPU
-sanitizers: install
+sanitizers: .venv/.dev | install
 	$(call COPY,sanitizers,-O1 -g1 -fsanitize=address -fsanitize=undefined -fno-sanitize-recover=undefined -fno-sanitize=vptr)
 	for capability in default avx2 avx512; do \
 	export $$($(RUN) tests/cuda_host/redirect.py) ATEN_CPU_CAPABILITY=$$capability ;\
 	($(call INSIDE,sanitizers) $(PYTEST) -k "not compiled and not instruction_sets" $(OPS) tests/test_peer.py tests/test_statistics.py) || exit ;\
 	done
 else
-sanitizers: install  ## The CUDA sources under the race checker and the sanitizers
+sanitizers: .venv/.dev | install  ## The CUDA sources under the race checker and the sanitizers
 	$(RUN) tests/cuda_host/build.py
 	$(MODEL) -n 0 tests/cuda_host/test_cuda_host_bugs.py
 	FASTVIT_CUDA_HOST=race $(MODEL) $(ON_MODEL)
 	env $$($(RUN) tests/cuda_host/redirect.py) FASTVIT_CUDA_HOST=asan $(MODEL) $(ON_MODEL) tests/test_layers.py tests/test_batch_norm_act.py
 endif
 
-wheel: install  ## A wheel for any Linux in dist/, tried in a bare environment
+wheel: .venv/.dev | install  ## A wheel for any Linux in dist/, tried in a bare environment
 	rm -rf build/wheel dist
 	$(RUN) -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir build/wheel .
 	PATH="$(CURDIR)/.venv/bin:$$PATH" $(RUN) -m auditwheel repair --exclude 'libtorch*' --exclude libc10.so --wheel-dir dist build/wheel/*.whl
