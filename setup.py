@@ -153,7 +153,7 @@ def ninja_file(cxx: str, cuda: Path | None, why: str, sets: list[str], gencode: 
     host = (
         f"-ccbin {compiler} -Xcompiler '{shlex.join([*flags, '-fPIC', '-fvisibility=hidden', '-Wno-psabi'])}'"
     )
-    common = f"-O2 -std=c++20 -DTORCH_TARGET_VERSION={TORCH_ABI} -isystem '{TORCH}/include' -MMD -MF $out.d"
+    common = f"-O3 -std=c++20 -DTORCH_TARGET_VERSION={TORCH_ABI} -isystem '{TORCH}/include' -MMD -MF $out.d"
     fpic, depends = "-fPIC -fvisibility=hidden", "depfile = $out.d\n deps = gcc\n description = $out"
     lines = [
         f"rule cxx\n command = {cxx} {common} {fpic} $flags -c $in -o $out\n {depends}",

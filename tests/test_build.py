@@ -182,7 +182,7 @@ def test_an_older_toolkit_gets_the_architectures_that_it_knows(tmp_path, monkeyp
 
 def test_a_compiler_with_flags(tmp_path):
     lines = setup_globals()["ninja_file"]("ccache g++ -m64", tmp_path, "", ["baseline"], [])
-    assert "-ccbin g++ -Xcompiler '-m64 -fPIC " in lines and "g++ -m64 -O2" in lines
+    assert "-ccbin g++ -Xcompiler '-m64 -fPIC " in lines and "g++ -m64 -O3" in lines
 
 
 def test_debians_toolkit(tmp_path):
