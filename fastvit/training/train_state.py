@@ -140,11 +140,13 @@ def make_optimizer(
         if parameter.requires_grad:
             (free if parameter.ndim < 2 or key in spared else decayed).append(parameter)
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": free, "weight_decay": 0.0}]
-    if name == "sgd":
-        return SGD(groups, lr=lr, momentum=0.9, fused=True)
-    if name == "adamw":
-        return AdamW(groups, lr=lr, fused=True)
-    return engine_part(engine, "optimizers").FusedAdam(groups, lr=lr)
+    if name == "fused-adam":
+        return engine_part(engine, "optimizers").FusedAdam(groups, lr=lr)
+    from ..compat.apex._fused import lay_out
+
+    optimizer = SGD(groups, lr, momentum=0.9, fused=True) if name == "sgd" else AdamW(groups, lr, fused=True)
+    optimizer.register_step_pre_hook(lay_out)  # a resumed run may have another layout
+    return optimizer
 
 
 def make_scheduler(optimizer: Optimizer, steps: int, warmup: int) -> LambdaLR:

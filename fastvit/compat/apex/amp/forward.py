@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .._notices import warn_once
+from ..parallel import distributed
 from ._amp_state import _amp_state
 
 _seen_ddp: weakref.WeakSet = weakref.WeakSet()
@@ -163,10 +164,10 @@ def find_ddp() -> None:
 def ddp_groups(parameters: Iterable[Tensor]) -> dict[Tensor, set[dist.ProcessGroup]]:
     """For each of these parameters, the process groups of the DDP models that reduce its gradient."""
     groups: dict[Tensor, set[dist.ProcessGroup]] = {parameter: set() for parameter in parameters}
-    for ddp in list(_seen_ddp):
+    for ddp in [*_seen_ddp, *distributed.wrapped]:
         for parameter in ddp.parameters():
             if parameter in groups:
-                groups[parameter].add(ddp.process_group)
+                groups[parameter].add(getattr(ddp, "process_group", dist.group.WORLD))
     return groups
 
 
@@ -176,5 +177,5 @@ def without_sync(parameters: set[Tensor]) -> bool:
     """
     return any(
         not ddp.require_backward_grad_sync and not parameters.isdisjoint(ddp.parameters())
-        for ddp in list(_seen_ddp)
+        for ddp in [*_seen_ddp, *distributed.wrapped]
     )

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..parallel.LARC import LARC
+from ..parallel import LARC
+from ..parallel import DistributedDataParallel as ApexDistributedDataParallel
 from . import forward
 from ._amp_state import _amp_state, maybe_print
 from .forward import ForwardCasts, device_type, half_type
@@ -192,7 +193,7 @@ def _as_list(name: str, value: Any, kinds: Any) -> list[Any]:
 
 
 def _inside_wrappers(model: Any, properties: Properties) -> Any:
-    if not isinstance(model, (DistributedDataParallel, DataParallel)):
+    if not isinstance(model, (DistributedDataParallel, ApexDistributedDataParallel, DataParallel)):
         return model
     if properties.cast_model_type not in (None, torch.float32):
         raise RuntimeError(

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .._fused import FusedOptimizer
+from .._fused import FusedOptimizer, lay_out
 from ..parallel.LARC import LARC
 from ._amp_state import _amp_state, maybe_print
 from .forward import ddp_groups, find_ddp, without_sync
@@ -233,6 +233,7 @@ class AmpOptimizer:
             self._withheld = [(p, p.grad) for p in parameters if p.grad is not None]
             for parameter, _ in self._withheld:
                 parameter.grad = None
+        lay_out(optimizer)
 
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
