@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .config import Config, ConfigError
+from .distributed import is_main_process
 
 TEST_SHARE = 5  # one digit of five is a test image
 BACKGROUND = -1.0  # value of an empty pixel of a digit
@@ -195,6 +196,11 @@ def _load_folder(config: Config) -> DataSets:
         raise ConfigError(
             f"--data-path {config.data_path}: {train.folder.name} and {test.folder.name} must hold the same "
             f"classes; {', '.join(odd[:5])} are in one of them only"
+        )
+    hidden = train.hidden + test.hidden
+    if hidden and is_main_process():
+        print(
+            f"--data-path: {len(hidden)} hidden files and folders left out, such as {hidden[0]}", flush=True
         )
     return DataSets(train, test, train.classes, (3, size, size))
 
