@@ -199,9 +199,8 @@ def _load_folder(config: Config) -> DataSets:
         )
     hidden = train.hidden + test.hidden
     if hidden and is_main_process():
-        print(
-            f"--data-path: {len(hidden)} hidden files and folders left out, such as {hidden[0]}", flush=True
-        )
+        said = f"{len(hidden)} hidden files and folders left out, such as {hidden[0]}"
+        print(f"--data-path: {said}", flush=True)
     return DataSets(train, test, train.classes, (3, size, size))
 
 
