@@ -293,6 +293,41 @@ def test_local_rank_is_spelled_as_declared(monkeypatch, declared, environment, g
     assert sys.argv == ["main.py", *given]
 
 
+@pytest.mark.parametrize(
+    ("environment", "given"),
+    [("3", []), (None, ["--local-rank=3"]), ("9", ["--local_rank", "3"]), ("3", ["--local-rank=3"])],
+)
+def test_parsers_after_the_first_find_the_local_rank(monkeypatch, environment, given):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if environment is not None:
+        monkeypatch.setenv("LOCAL_RANK", environment)
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", argparse.ArgumentParser.parse_known_args)
+    spell_local_rank()
+
+    def parser(rank=True, **options):
+        made = argparse.ArgumentParser(**options)
+        if rank:
+            made.add_argument("--local_rank", type=int, default=-1)
+        return made
+
+    for outer in (False, True):  # the command's parser alone declares it, and both do
+        monkeypatch.setattr("sys.argv", ["main.py", *given, "train", "--lr", "2"])
+        commands = parser(outer)
+        train = commands.add_subparsers(dest="command").add_parser("train")
+        train.add_argument("--local_rank", type=int, default=-1)
+        train.add_argument("--lr", type=int)
+        args = commands.parse_args()
+        assert (args.command, args.local_rank, args.lr) == ("train", 3, 2)
+
+        monkeypatch.setattr("sys.argv", ["main.py", *given, "--lr", "2"])
+        _, rest = parser(outer).parse_known_args()
+        second = parser()
+        second.add_argument("--lr", type=int)
+        args = second.parse_args(rest)
+        assert (args.local_rank, args.lr) == (3, 2)
+    assert second.parse_args(["--local_rank=5"]).local_rank == 5
+
+
 def test_local_rank_that_another_module_declares(tmp_path):
     (tmp_path / "options.py").write_text(
         "import argparse\nparser = argparse.ArgumentParser()\n"
