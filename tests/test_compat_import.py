@@ -234,15 +234,38 @@ def test_scripts_and_modules_find_apex(tmp_path):
     assert done.stdout == "fastvit.compat.apex.amp ['-m', '--prefer']\n"
 
 
-def test_spawned_processes_find_apex(tmp_path):
-    """torch.multiprocessing.spawn imports the script again, in a fresh interpreter."""
-    (tmp_path / "main.py").write_text(
-        "import apex, os, torch.multiprocessing as mp\n"
-        "def work(rank): os.write(1, f'rank {rank} {apex.amp.__name__}\\n'.encode())\n"
-        "if __name__ == '__main__': mp.spawn(work, nprocs=2)\n"
-    )
-    done = run("main.py", cwd=tmp_path, check=0)
-    assert sorted(done.stdout.splitlines()) == [f"rank {r} fastvit.compat.apex.amp" for r in (0, 1)]
+LAUNCHER = """\
+import argparse, os, subprocess, sys
+def work(rank):
+    import apex, sitecustomize
+    assert not any("children" in folder for folder in sys.path), sys.path
+    os.write(1, f"rank {rank} {apex.amp.__name__} {sitecustomize.mine}\\n".encode())
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--local_rank", type=int, default=-1)
+    rank = parser.parse_args().local_rank
+    if rank >= 0:
+        work(rank)
+        sys.exit()
+    import torch
+    python = [sys.executable, __file__]
+"""
+START = {
+    "spawn": "torch.multiprocessing.spawn(work, nprocs=2)",
+    "subprocess": "[subprocess.run([*python, f'--local-rank={rank}']) for rank in (0, 1)]",
+    "shell": "[os.system(f'LOCAL_RANK={rank} ' + ' '.join(python)) for rank in (0, 1)]",
+    "exec": "subprocess.run([*python, '--local_rank=0']); os.execv(python[0], [*python, '--local-rank=1'])",
+}
+
+
+@pytest.mark.parametrize("how", START)
+def test_processes_that_a_script_starts_find_apex(tmp_path, how):
+    """And the local rank, and the start-up hook that was there before."""
+    (tmp_path / "main.py").write_text(f"{LAUNCHER}    {START[how]}\n")
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text("mine = 'hook'\n")
+    done = run("main.py", cwd=tmp_path, check=0, PYTHONPATH=f"{tmp_path / 'site'}{os.pathsep}{ROOT}")
+    assert sorted(done.stdout.splitlines()) == [f"rank {r} fastvit.compat.apex.amp hook" for r in (0, 1)]
 
 
 @pytest.mark.parametrize(

@@ -47,10 +47,8 @@ def spell_local_rank() -> None:
         declared = [name for name in self._option_string_actions if LOCAL_RANK.match(name)]
         if declared and rank:
             words = [f"{declared[0]}={rank}", *others]
-        elif (
-            self._subparsers is not None
-        ):  # a launcher's option is before the command, whose parser may want it
-            words = others
+        elif self._subparsers is not None:
+            words = others  # a launcher's option is before the command, whose parser may declare it
         return parse(self, words, namespace)
 
     argparse.ArgumentParser.parse_known_args = parse_known_args  # type: ignore[method-assign]
