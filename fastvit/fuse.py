@@ -187,9 +187,8 @@ def fuse(model: nn.Module) -> nn.Module:
     rebuilt in backward only inside `fastvit.recompute_scope()`, so use `fastvit.convert` after `fuse`. Fused
     layers have the limits of fastvit's: they are once differentiable, do not work under torch.func and
     TorchScript, and run on a CPU, or on a GPU for which there are kernels. A fused BatchNorm takes 2 to 5
-    dimensions, and in an nn.Sequential its own output is that of the activation. Being no instance of torch's
-    BatchNorm, it is missed by `torch.optim.swa_utils.update_bn` and by torch's and timm's converters to
-    SyncBatchNorm, so call `fastvit.revert` before them. `convert_syncbn_model` may come before or after.
+    dimensions, and in an nn.Sequential its own output is that of the activation. `convert_syncbn_model` may
+    come before or after; torch's and timm's converters to SyncBatchNorm refuse a layer with an activation.
     """
     places = Counter(id(child) for parent in model.modules() for child in parent._modules.values())
     for parent in list(model.modules()):
@@ -284,7 +283,7 @@ def _synchronise(layer: Any, process_group: "dist.ProcessGroup | None", channel_
             _become(layer, kind, _SYNCHRONISED, channel_last=layer.channel_last)
         layer.set_group(process_group or layer.process_group)
         layer.channel_last = channel_last or layer.channel_last
-    elif issubclass(kind, _BatchNorm):
+    elif issubclass(kind, _BatchNorm) and not issubclass(kind, tuple(_TWINS.values())):
         if kind.forward not in _TORCH_FORWARDS or isinstance(layer, nn.modules.lazy.LazyModuleMixin):
             return True
         channel_last = channel_last or getattr(layer, "channel_last", False)
