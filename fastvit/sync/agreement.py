@@ -20,6 +20,7 @@ import torch.distributed as dist
 T = TypeVar("T")
 _LONGEST_PAUSE = 0.02  # seconds between looks at the store
 _LOOK = 0.1  # seconds between checks for ended processes
+_NAMED = 8  # ranks in a message
 
 
 def timeout_of(process_group: "dist.ProcessGroup", device_type: str) -> float:
@@ -190,7 +191,8 @@ class Agreement:
 
 
 def ranks_text(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_NAMED]))}{more}"
 
 
 def answers_text(answers: dict[str, list[int]]) -> str:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.rendezvous import rendezvous
 
+from ..sync.agreement import answers_text
 from ..sync.collective import ALL_GATHER, wait_on_host
 from .config import ConfigError, TrainingError
 from .launch import Launch
@@ -182,6 +183,20 @@ def gather_objects(value: T) -> list[T]:
     values: list[Any] = [None] * get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def agree(values: dict[str, Any]) -> None:
+    """Raise TrainingError on every rank, with names, values and ranks, unless all pass the same values."""
+    everybody = gather_objects(values)
+    different = []
+    for name in dict.fromkeys(name for one in everybody for name in one):
+        ranks: dict[str, list[int]] = {}
+        for rank, one in enumerate(everybody):
+            ranks.setdefault(str(one.get(name)), []).append(rank)
+        if len(ranks) > 1:
+            different.append(f"{name} differs: {answers_text(ranks)}")
+    if different:
+        raise TrainingError(f"every rank must have the same, but {' | '.join(different)}")
 
 
 def _attempt(function: Callable[..., T], *arguments: Any) -> tuple[Any, str | None]:
