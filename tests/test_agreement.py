@@ -4,7 +4,9 @@ Ranks are threads or take turns, so that the order of events is fixed.
 """
 
 import os
+import signal
 import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -147,6 +149,37 @@ def test_a_collective_that_misses_the_end_of_a_rank(monkeypatch):
     with pytest.raises(RuntimeError, match="rank 1 has ended"):
         wait_on_host(NeverEnds(), one.watch)
     assert 1 < time.monotonic() - begin < 10
+
+
+STORE = """
+import datetime, sys, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize(
+    ("by", "why"), [(signal.SIGSTOP, "did not answer within 1 s"), (signal.SIGKILL, "cannot be reached: ")]
+)
+def test_a_store_that_is_frozen_or_has_ended(by, why):
+    """A question of TCPStore has no timeout of its own."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", STORE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        port = int(process.stdout.readline())
+        client = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        alone = Agreement(client, 0, 1, 1.0)
+        assert alone.ask("a question", "yes") == {"yes": [0]}
+        process.send_signal(by)
+        begin = time.monotonic()
+        with pytest.raises(RuntimeError, match=f"^rank 0: first call of layer 3: the store .* {why}"):
+            alone.ask("first call of layer 3", "yes")
+        assert time.monotonic() - begin < 4
+    finally:
+        process.kill()
+        process.wait(10)
 
 
 def test_how_often_a_waiting_rank_looks(monkeypatch):

@@ -33,8 +33,7 @@ class SharedMemory(Peer):
         arenas = [segment.data_ptr() + rank * each for rank in range(agreement.world)]
         super().__init__(NAME, segment, arenas, agreement.rank, capacity, _SLICE, describe)
         self.timeout = agreement.timeout
-        self._watch = agreement.watch
-        self._watch.learn()  # now, since the store may be destroyed later
+        self._watch = agreement.watched()
 
     def _run(self, op: Reduce, tag: Tag) -> Tensor:
         self.check_usable()
