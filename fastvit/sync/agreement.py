@@ -75,33 +75,36 @@ def process_space() -> str:
     return f"host {boot}, {os.readlink('/proc/self/ns/pid')}"
 
 
-class ProcessWatch:
-    """Finds ranks of a group whose process has ended, zombies included.
+def _start_of(process: int | str) -> str:
+    """When a process started, in ticks since the boot; with its PID it names the process."""
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
 
-    Ranks on other hosts are unknown, and so are all ranks where the system has no pidfd.
+
+class ProcessWatch:
+    """Finds ranks of a group whose process was seen on this host and has ended, zombies included.
+
+    Ranks on other hosts are unknown, and so are all ranks where the system has no pidfd. Clones of one
+    virtual machine name their host and their processes alike, so a process that is not found is unknown too.
     """
 
     def __init__(self, store: "dist.Store", rank: int):
         self.processes: dict[int, int] = {}
-        self._files: dict[int, int | None] = {}  # pidfds; None for a process that had ended before
+        self._files: dict[int, int] = {}  # pidfds
         self._read = 0
         try:
-            place = process_space()
+            place, start = process_space(), _start_of("self")
         except OSError:
-            place = f"rank {rank} alone"
+            place, start = f"rank {rank} alone", "unknown"
         # Entries are numbered by place, so that a rank reads only those of its own host.
         self._store = dist.PrefixStore(place, store)
-        self._store.set(str(self._store.add("count", 1)), f"{rank} {os.getpid()}")
+        self._store.set(str(self._store.add("count", 1)), f"{rank} {os.getpid()} {start}")
         weakref.finalize(self, _close, self._files)
 
     def has_ended(self, rank: int) -> bool:
         if rank not in self._files:
             return False
-        file = self._files[rank]
-        if file is None:
-            return True
         poll = select.poll()
-        poll.register(file, select.POLLIN)
+        poll.register(self._files[rank], select.POLLIN)
         return bool(poll.poll(0))
 
     def ended(self) -> list[int]:
@@ -111,23 +114,23 @@ class ProcessWatch:
     def learn(self) -> None:
         """Reads the processes that have registered since the last call."""
         while self._store.check([key := str(self._read + 1)]):
-            rank, process = map(int, self._store.get(key).split())
+            rank, process, start = self._store.get(key).decode().split()
             self._read += 1
-            self.processes[rank] = process
-            with contextlib.suppress(OSError, AttributeError):  # no pidfd
-                try:
-                    self._files[rank] = os.pidfd_open(process)
-                except ProcessLookupError:
-                    self._files[rank] = None
+            self.processes[int(rank)] = int(process)
+            with contextlib.suppress(OSError, AttributeError):  # it has ended, or there is no pidfd
+                file = os.pidfd_open(int(process))
+                if _start_of(process) == start:
+                    self._files[int(rank)] = file
+                else:
+                    os.close(file)
 
     def text(self, rank: int) -> str:
         return f"rank {rank} has ended (process {self.processes[rank]})"
 
 
-def _close(files: dict[int, int | None]) -> None:
+def _close(files: dict[int, int]) -> None:
     for file in files.values():
-        if file is not None:
-            os.close(file)
+        os.close(file)
 
 
 class Unavailable(Exception):
@@ -208,6 +211,7 @@ class Agreement:
         if end != "all":
             time.sleep(_LOOK if self.rank == 0 else 0)  # until the others have read it: the store may be here
             raise RuntimeError(f"{what}: {end}")
+        self.watch.learn()  # while all are alive
         return first
 
     def _answers(self, key: str, first: str) -> dict[str, list[int]]:
