@@ -1,5 +1,6 @@
 """Whole runs of the trainer: their files, and a resumed run that equals an uninterrupted one."""
 
+import contextlib
 import os
 import re
 import signal
@@ -13,6 +14,7 @@ from training_runs import (
     COMMON,
     LIMIT,
     assert_equal_runs,
+    free_port,
     rows_of,
     state_of,
     torchrun,
@@ -113,6 +115,66 @@ def test_killed_run_resumes_as_if_nothing_had_happened(whole, tmp_path):
     status, out, err = torchrun(tmp_path, *COMMON, "--resume", "killed")
     assert status == 0 and "resumed after epoch 1 of 3" in out, out + err
     assert_equal_runs(tmp_path / "killed", whole[0])
+
+
+ONCE = """
+import os, signal, sys
+from pathlib import Path
+from fastvit.training import loop
+from fastvit.training.__main__ import main
+
+steps = []
+def step(train_state, step=loop._step):
+    step(train_state)
+    steps.append(1)
+    if len(steps) == 4 and os.environ["RANK"] == "1" and not Path("killed").exists():
+        Path("killed").touch()
+        if os.environ.get("KILLED") == "host":
+            os.kill(os.getppid(), signal.SIGKILL)  # the agent
+        os.kill(os.getpid(), signal.SIGKILL)
+loop._step = step
+sys.exit(main(sys.argv[1:]))
+"""
+AGAIN = ["once.py", *RECIPE, "--device", "cpu", "--threads", "1", "--resume", "auto", "--out", "again"]
+
+
+def test_a_killed_rank_is_started_again(whole, tmp_path):
+    """With torchrun's default store, which the ranks of all attempts share."""
+    (tmp_path / "once.py").write_text(ONCE)
+    status, out, err = torchrun(tmp_path, "--max-restarts=1", *AGAIN)
+    assert status == 0 and "resumed after epoch 1 of 3" in out and (tmp_path / "killed").exists(), err
+    assert_equal_runs(tmp_path / "again", whole[0])
+
+
+def test_a_killed_host_is_replaced(whole, tmp_path):
+    """Two agents of torchrun as hosts. One that comes later is not told rank 0's address by the default."""
+    (tmp_path / "once.py").write_text(ONCE)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
+    command += ["--max-restarts=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
+    own = {"KILLED": "host", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    agents = []
+
+    def agent(is_host):
+        log = (tmp_path / f"log{len(agents)}").open("w")
+        agents.append(
+            subprocess.Popen(
+                [*command, f"--rdzv-conf=is_host={is_host},last_call_timeout=1", *AGAIN],
+                cwd=tmp_path, stdout=log, stderr=log, start_new_session=True, env=os.environ | own,
+            )
+        )  # fmt: skip
+
+    try:
+        agent(True), agent(False)
+        assert agents[1].wait(50) == -signal.SIGKILL
+        agent(False)  # the new host
+        assert [agents[0].wait(50), agents[2].wait(10)] == [0, 0], (tmp_path / "log0").read_text()
+    finally:
+        for process in agents:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(10)
+    assert "resumed after epoch 1 of 3" in (tmp_path / "log0").read_text() + (tmp_path / "log2").read_text()
+    assert_equal_runs(tmp_path / "again", whole[0])
 
 
 def _stopped_by_sigterm(rank, world, arguments, step_of_signal):

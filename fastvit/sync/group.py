@@ -50,7 +50,7 @@ class Group:
         self._process_group, self._device = weakref.ref(process_group), device
         self.name = process_group.group_name
         self._process = os.getpid()
-        self._agreement = Agreement(process_group, device.type)
+        self._agreement = Agreement.of(process_group, device.type)
         self._layers: dict[tuple, int] = {}
         self._names: list[str] = []
         self._backwards: set[int] = set()  # autograd's numbers of those that shared sums and have not ended
@@ -178,7 +178,7 @@ class Group:
         if provider is None:
             raise Unavailable(f"no peer memory on {self._device.type}")
         place = self._agreement.together("place of the ranks", lambda: provider.place(self._device))
-        if len(self._agreement.ask("place of the ranks", place)) > 1:
+        if not self._agreement.same("place of the ranks", place):
             raise Unavailable("several hosts")
         return place
 

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import functools
 import os
+import socket
+import struct
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -11,13 +17,15 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.rendezvous import rendezvous
 
+from ..sync.agreement import Agreement, answers_text, in_time
 from ..sync.collective import ALL_GATHER, wait_on_host
+from ..sync.rendezvous import meet
 from .config import ConfigError, TrainingError
 from .launch import Launch
 
 T = TypeVar("T")
+_SIOCGIFADDR = 0x8915  # linux/sockios.h: the address of a network interface
 
 
 @dataclass(frozen=True)
@@ -89,32 +97,73 @@ def init(launch: Launch | None, device: str = "auto", backend: str = "auto", tim
         return Ranks(0, 1, _choose_device(device, 0 if has_gpu else None, has_gpu, 0))
 
     rank, world, index = launch.rank, launch.world, _gpu_index(launch, backend)
-    wait = timedelta(seconds=timeout)
-    os.environ.setdefault("MASTER_ADDR", launch.address)
-    os.environ.setdefault("MASTER_PORT", str(launch.port))
+    begin, wait = time.monotonic(), timedelta(seconds=timeout)
+
+    def left() -> float:
+        return max(1.0, timeout - (time.monotonic() - begin))
+
     try:
-        store, rank, world = next(rendezvous("env://", rank, world, timeout=wait))
-        store.set_timeout(wait)
-        votes = dist.PrefixStore("fastvit/gpu", store)
-        votes.set(str(rank), "0" if index is None else "1")
-        all_have_gpu = all(votes.get(str(peer)) == b"1" for peer in range(world))
-    except RuntimeError as error:
+        store = meet(rank, world, launch.address, launch.port, timeout, launch.run)
+        agreement = in_time(
+            lambda: Agreement(dist.PrefixStore("trainer", store), rank, world, left()), left()
+        )
+        told = agreement.ask("options", f"--device {device} --backend {backend}")
+        if len(told) > 1:
+            raise ConfigError(f"the ranks differ in their options: {answers_text(told)}")
+        all_have_gpu = agreement.same("GPUs", str(index is not None)) and index is not None
+        chosen = _choose_device(device, index, all_have_gpu, launch.local_rank)
+        if backend == "auto":
+            backend = "nccl" if chosen.type == "cuda" else "gloo"
+        elif backend == "nccl" and chosen.type != "cuda":
+            raise ConfigError("--backend must be gloo on the CPU, got 'nccl'")
+        if chosen.type == "cuda":
+            torch.cuda.set_device(chosen)
+        _choose_interface(launch, agreement)
+        group = functools.partial(
+            dist.init_process_group,
+            backend, store=dist.PrefixStore("group", store), rank=rank, world_size=world, timeout=wait,
+            device_id=chosen if backend == "nccl" else None,
+        )  # fmt: skip
+        # gloo waits for five times its timeout when a rank does not answer.
+        group() if backend == "nccl" else in_time(group, left())
+    except (RuntimeError, TimeoutError) as error:
+        forgot = "; was srun forgotten?" if launch.launcher == "srun" and rank == 0 else ""
         raise ConfigError(
             f"the {world} ranks did not meet at {launch.address}:{launch.port} within {timeout:g} s: "
-            f"{str(error).splitlines()[0]}"
+            f"{str(error).splitlines()[0]}{forgot}"
         ) from None
-    chosen = _choose_device(device, index, all_have_gpu, launch.local_rank)
-    if backend == "auto":
-        backend = "nccl" if chosen.type == "cuda" else "gloo"
-    elif backend == "nccl" and chosen.type != "cuda":
-        raise ConfigError("--backend must be gloo on the CPU, got 'nccl'")
-    if chosen.type == "cuda":
-        torch.cuda.set_device(chosen)
-    dist.init_process_group(
-        backend, store=dist.PrefixStore("fastvit", store), rank=rank, world_size=world, timeout=wait,
-        device_id=chosen if backend == "nccl" else None,
-    )  # fmt: skip
     return Ranks(rank, world, chosen)
+
+
+def _choose_interface(launch: Launch, agreement: Agreement) -> None:
+    """Have gloo use the network interface that reaches rank 0, where it would use the loopback.
+
+    gloo listens at the address of the host's name, which Debian and many containers have as 127.0.1.1. Then
+    ranks connect to their own host in place of another. The host of rank 0 knows its own name so, and takes
+    the address by which the others know it.
+    """
+    known = agreement.ask("address of rank 0", _address(launch.address)).keys() - {""}
+    mine = _address(socket.gethostname())
+    if "GLOO_SOCKET_IFNAME" in os.environ or (mine and not mine.startswith("127.")):
+        return
+    for address in sorted(known, key=lambda one: one.startswith("127.")):
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+            probe.connect((address, launch.port))  # sends nothing, and chooses the own address
+            own = socket.inet_aton(probe.getsockname()[0])
+            for _, name in socket.if_nameindex():
+                with contextlib.suppress(OSError):  # an interface without an address
+                    asked = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                    if asked[20:24] == own:
+                        os.environ["GLOO_SOCKET_IFNAME"] = name
+                        return
+
+
+def _address(host: str) -> str:
+    """The IPv4 address of a host; "" where it has none."""
+    try:
+        return socket.gethostbyname(host)
+    except OSError:
+        return ""
 
 
 def own_cores() -> int:
@@ -182,6 +231,20 @@ def gather_objects(value: T) -> list[T]:
     values: list[Any] = [None] * get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def agree(values: dict[str, Any]) -> None:
+    """Raise TrainingError on every rank, with names, values and ranks, unless all pass the same values."""
+    everybody = gather_objects(values)
+    different = []
+    for name in dict.fromkeys(name for one in everybody for name in one):
+        ranks: dict[str, list[int]] = {}
+        for rank, one in enumerate(everybody):
+            ranks.setdefault(str(one.get(name)), []).append(rank)
+        if len(ranks) > 1:
+            different.append(f"{name} differs: {answers_text(ranks)}")
+    if different:
+        raise TrainingError(f"every rank must have the same, but {' | '.join(different)}")
 
 
 def _attempt(function: Callable[..., T], *arguments: Any) -> tuple[Any, str | None]:

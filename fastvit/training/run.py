@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import zlib
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -12,11 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import __version__
 from . import checkpoint, distributed
-from .command_line import merge_saved
-from .config import Config, TrainingError
+from .command_line import OF_A_HOST, merge_saved
+from .config import Config, TrainingError, flag
 from .datasets import DataSets, load
-from .distributed import Ranks, is_main_process, on_every, on_main
+from .distributed import Ranks, agree, is_main_process, on_every, on_main
 from .loaders import make_test_loader, make_train_loader
 from .lock import lock
 from .log import RunLog, peak_memory, step_profiler
@@ -42,9 +44,12 @@ def train(config: Config, given: dict[str, Any], ranks: Ranks) -> None:
 
 
 def _train(config: Config, given: dict[str, Any], ranks: Ranks, stack: ExitStack) -> None:
+    agree(_options(config) | {"fastvit": __version__, "torch": torch.__version__})
     state = None
     if config.resume:
-        config, state = on_main(_claim_and_load, config, given, ranks.world, stack)
+        run, state = on_main(_claim_and_load, config, given, ranks.world, stack)
+        if state is not None:
+            config = on_every(merge_saved, given, state["config"], run)
     else:
         on_main(lock, Path(config.out), stack)
     _check_device(config, ranks)
@@ -56,6 +61,7 @@ def _train(config: Config, given: dict[str, Any], ranks: Ranks, stack: ExitStack
     )
 
     data = on_every(load, config)
+    agree(_options(config) | _summary_of(data))
     if state is not None and tuple(state["classes"]) != data.classes:
         raise TrainingError(
             f"--resume: the checkpoint was trained on {len(state['classes'])} classes "
@@ -121,17 +127,35 @@ def _some(names: Any) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
+def _options(config: Config) -> dict[str, Any]:
+    """The options that must be equal on all ranks."""
+    return {flag(name): value for name, value in asdict(config).items() if name not in OF_A_HOST}
+
+
+def _summary_of(data: DataSets) -> dict[str, Any]:
+    """What is compared of the data that each host reads."""
+    names = f"{len(data.classes)} ({_some(data.classes)}), checksum {zlib.crc32(repr(data.classes).encode())}"
+    summary = {"the classes of the data": names, "the shape of its images": data.shape}
+    for name, part in (("training", data.train), ("test", data.test)):
+        checksum = zlib.crc32(part.labels.numpy().tobytes())
+        summary[f"the {name} set"] = f"{len(part.labels)} images, checksum of their labels {checksum}"
+    return summary
+
+
 def _claim_and_load(
     config: Config, given: dict[str, Any], world: int, stack: ExitStack
-) -> tuple[Config, dict[str, Any] | None]:
-    """Lock the directory of a run to be resumed, then read its checkpoint; `auto` may find none."""
+) -> tuple[Path, dict[str, Any] | None]:
+    """Lock the directory of a run to be resumed, then read its checkpoint; `auto` may find none.
+
+    Returns the directory of the checkpoint's run too.
+    """
     auto = config.resume == "auto"
     source = out = Path(config.out if auto else config.resume)
     if not auto:
         out = Path(given["out"]) if "out" in given else _run_of(checkpoint.find_checkpoint(source))
     lock(out, stack)
     if auto and not checkpoint.checkpoints(out):
-        return config, None
+        return out, None
     path = checkpoint.find_checkpoint(source)  # after the lock, before which another run may have written one
     state = checkpoint.load_checkpoint(path)
     if state["world"] != world:
@@ -139,7 +163,7 @@ def _claim_and_load(
             f"--resume: {path} must be continued with the {state['world']} rank(s) that wrote it, got "
             f"{world}; it has one random state for each rank"
         )
-    return merge_saved(given, state["config"], _run_of(path)), state
+    return _run_of(path), state
 
 
 def _run_of(path: Path) -> Path:
