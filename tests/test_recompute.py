@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import fastvit
 from fastvit import BatchNormAct, recompute_scope
 from fastvit.memory import live_bytes
-from fastvit.recompute import Place
+from fastvit.recompute import Place, norms
 
 
 @pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "nhwc"])
@@ -290,3 +290,27 @@ def test_chains_do_not_grow(device):
     with Rebuilds() as rebuilds:
         same_bits(run(Chain("recompute").to(device), x), want)
     assert 6 <= rebuilds.count <= 24
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_cudnn_repeats_its_evaluation(channels_last, device, monkeypatch):
+    """Its kernel rounds otherwise than torch's, which is told apart by a function in its place."""
+    torch.manual_seed(0)
+    norm = nn.BatchNorm2d(8, device=device).eval()
+    norm.running_mean.normal_(50), norm.running_var.uniform_(0.5, 2), norm.weight.data.normal_()
+    x = torch.randn(4, 8, 16, 16, device=device)
+    if channels_last:
+        x = x.to(memory_format=torch.channels_last)
+    results = []
+    for context in (contextlib.nullcontext, recompute_scope):
+        leaf = x.clone().requires_grad_()
+        with context():
+            y = norm(leaf.exp()).tanh().square()
+        results.append(torch.autograd.grad(y.sum(), [leaf, *norm.parameters()]))
+    same_bits(*results)
+    calls = []
+    monkeypatch.setattr(torch, "cudnn_batch_norm", lambda *given: (calls.append(given), given)[1])
+    w, b, mean, var = norm.weight, norm.bias, norm.running_mean, norm.running_var
+    for training, running in ((False, (mean, var)), (True, (None, None))):
+        assert norms._by_cudnn(x, w, b, mean, var, training, 1e-5) is x
+        assert calls.pop() == (x, w, b, *running, training, 0.0, 1e-5)

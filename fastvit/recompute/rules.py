@@ -7,6 +7,7 @@ same bits. A rule raises `Unknown` where the node lacks an argument.
 from __future__ import annotations
 
 from collections.abc import Callable
+from ctypes import c_float
 from functools import lru_cache, partial
 
 import torch
@@ -62,6 +63,19 @@ def _padded(read: Node) -> Rebuild:
     if any(read.number("pad")):
         raise Unknown  # the padding value
     return torch.clone, (read.edge(0),)
+
+
+def _native_dropout(read: Node) -> Rebuild:
+    """`input * mask * scale`."""
+    read.noted()  # that the call was one of training: the node looks the same in evaluation
+    mask, made = read.saved("result1"), read.metadata()
+    on_gpu = made.device.type == "cuda"
+    if mask is None or (not on_gpu and made.dtype.itemsize == 2):  # where some versions round the scale
+        raise Unknown
+    keep = 1 - read.number("p")
+    if on_gpu and made.dtype is not torch.float64:
+        keep = c_float(keep).value  # the kernel divides by it in float32
+    return lambda t, mask: t.mul(mask).mul_(1 / keep), (read.edge(0), mask)
 
 
 def _addcmul(read: Node) -> Rebuild:
@@ -187,6 +201,7 @@ RULES |= {
     "ReluBackward0": _unary(torch.relu, saves_input=False),
     "SigmoidBackward0": _unary(torch.sigmoid, saves_input=False),
     "TanhBackward0": _unary(torch.tanh, saves_input=False),
+    "NativeDropoutBackward0": _native_dropout,
     "NegBackward0": _unary(torch.neg, saves_input=False),
     "PowBackward0": _unary(torch.pow, "exponent"),
     "MulBackward0": _product(torch.mul),
