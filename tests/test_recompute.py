@@ -314,3 +314,47 @@ def test_cudnn_repeats_its_evaluation(channels_last, device, monkeypatch):
     for training, running in ((False, (mean, var)), (True, (None, None))):
         assert norms._by_cudnn(x, w, b, mean, var, training, 1e-5) is x
         assert calls.pop() == (x, w, b, *running, training, 0.0, 1e-5)
+
+
+class Residual(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Conv2d(3, 8, 1), norm, nn.Conv2d(8, 8, 1)
+
+    def forward(self, x):
+        x = self.first(x).sigmoid()
+        return self.last(self.norm(x, x))
+
+
+LAYERS = {  # each between two convolutions: the layer, and how many tensors of x's size a scope does not keep
+    "SyncBatchNorm": (lambda: nn.Sequential(fastvit.SyncBatchNorm(8), nn.SiLU()), 2),
+    "with ReLU": (lambda: fastvit.SyncBatchNorm(8, fuse_relu=True), 1),
+    "BatchNormActSync": (lambda: fastvit.BatchNormActSync(8), 1),
+    "InPlaceABN": (lambda: nn.Sequential(fastvit.InPlaceABN(8), nn.MaxPool2d(3, 1, 1)), 1),
+    "InPlaceABNSync": (lambda: nn.Sequential(fastvit.InPlaceABNSync(8), nn.SiLU()), 1),
+    "torch's": (lambda: nn.Sequential(nn.BatchNorm2d(8), nn.SiLU()), 2),
+    "converted": (lambda: fastvit.convert_syncbn_model(LAYERS["torch's"][0]()), 2),
+    "fused": (lambda: fastvit.fuse(LAYERS["torch's"][0]()), 1),
+    "keep": (lambda: BatchNormAct(8, memory="keep"), 0),
+}
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("name", LAYERS)
+def test_what_the_layers_free(name, train, device):
+    layer, count = LAYERS[name]
+    net = nn.Sequential(nn.Conv2d(3, 8, 1), layer(), nn.Conv2d(8, 8, 1)).train(train).to(device)
+    x = torch.randn(4, 3, 24, 24, device=device)
+    same_bits(run(net, x), run(net, x, contextlib.nullcontext))
+    kept = [forward_leaves(net, x, scope)[0] for scope in (contextlib.nullcontext, recompute_scope)]
+    assert abs(kept[0] - kept[1] - count * 8 / 3) < 0.05
+
+
+def test_a_residual_without_an_activation(device):
+    """It is no tensor that the layer saves; the recipe takes it where another op has."""
+    x = torch.randn(4, 3, 24, 24, device=device)
+    for norm in (fastvit.SyncBatchNorm(8), BatchNormAct(8, activation="identity")):
+        net = Residual(norm).to(device)
+        same_bits(run(net, x), run(net, x, contextlib.nullcontext))
+        kept = [forward_leaves(net, x, scope)[0] for scope in (contextlib.nullcontext, recompute_scope)]
+        assert abs(kept[0] - kept[1] - 8 / 3) < 0.05
