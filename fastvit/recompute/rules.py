@@ -16,11 +16,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from . import norms
-from .graph import LEAF, PRODUCTS, RULES, Node, Rule, is_lost
+from .graph import ATTENTION, LEAF, PRODUCTS, RULES, Node, Rule, is_lost, rule_of
 from .kept import Kept
 from .layers import layer
-from .saved import Recipe
-from .values import ABSENT, Copied, Rebuild, Unknown
+from .values import ABSENT, Argument, Copied, Rebuild, Unknown
 
 
 def _unary(function: Callable[..., Tensor], *options: str, saves_input: bool = True) -> Rule:
@@ -133,7 +132,7 @@ def _reshaped(read: Node) -> Rebuild:
     shape = tuple(read.metadata().shape)
     if source.name() == "CloneBackward0":
         return lambda t: t.contiguous().view(shape), (read.behind(source).edge(0),)
-    if read.policy.products and (rule := PRODUCTS.get(source.name())):
+    if source.name() not in RULES and (rule := rule_of(source.name(), read.policy)):
         inner = read.behind(source)
         product, arguments = rule(inner)
         read.flops = inner.flops
@@ -158,14 +157,61 @@ def _mm(read: Node) -> Rebuild:
 
 
 def _widens(read: Node, weight: str) -> None:
-    """Raises Unknown for a product whose result is narrower than its input: it takes too much arithmetic."""
-    packed = getattr(read.node, "_raw_saved_" + weight).data
-    if type(packed) not in (Kept, Recipe):
-        raise Unknown
-    shape = packed.tensor.shape if type(packed) is Kept else packed.geometry[0]
-    if shape[0] > shape[1]:
+    """Raises Unknown for a product whose result is narrower than its input: it takes too much arithmetic.
+
+    A budget may ask for it.
+    """
+    shape = read.size_of(weight)
+    if shape[0] > shape[1] and not read.policy.attention:
         raise Unknown
     read.flops = 2 * shape[0]
+
+
+def _bmm(read: Node) -> Rebuild:
+    arguments = read.input("self", 0), read.input("mat2", 1)
+    read.flops = 2 * read.size_of("mat2")[1]
+    return torch.bmm, arguments
+
+
+def _softmax(read: Node) -> Rebuild:
+    source, dim = read.edges[0][0], read.number("dim")
+    if source is None or source._input_metadata[0].dtype is not read.metadata().dtype:
+        raise Unknown
+    return lambda t: torch.softmax(t, dim), (read.edge(0),)
+
+
+def _attention_of_cpu(read: Node) -> Rebuild:
+    op, mask = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, read.saved("attn_mask") or ABSENT
+    p, causal, scale = (read.number(name) for name in ("dropout_p", "is_causal", "scale"))
+    return _attention(
+        read, lambda q, k, v, mask: op(q, k, v, p, causal, attn_mask=mask, scale=scale)[0], mask
+    )
+
+
+def _flash_attention(read: Node) -> Rebuild:
+    op = torch.ops.aten._scaled_dot_product_flash_attention
+    p, causal, scale = (read.number(name) for name in ("dropout_p", "is_causal", "scale"))
+    return _attention(read, lambda q, k, v: op(q, k, v, p, causal, scale=scale)[0])
+
+
+def _efficient_attention(read: Node) -> Rebuild:
+    op, bias = torch.ops.aten._scaled_dot_product_efficient_attention, read.saved("attn_bias") or ABSENT
+    p, causal, scale = (read.number(name) for name in ("dropout_p", "is_causal", "scale"))
+    return _attention(read, lambda q, k, v, bias: op(q, k, v, bias, True, p, causal, scale=scale)[0], bias)
+
+
+def _cudnn_attention(read: Node) -> Rebuild:
+    op, bias = torch.ops.aten._scaled_dot_product_cudnn_attention, read.saved("attn_bias") or ABSENT
+    p, causal, scale = (read.number(name) for name in ("dropout_p", "is_causal", "scale"))
+    return _attention(read, lambda q, k, v, bias: op(q, k, v, bias, True, p, causal, scale=scale)[0], bias)
+
+
+def _attention(read: Node, function: Callable[..., Tensor], *more: Argument) -> Rebuild:
+    """The same op once more, but with dropout, whose mask it does not return."""
+    if read.number("dropout_p"):
+        raise Unknown
+    read.flops = 4 * read.size_of("key")[-2]
+    return function, (read.input("query", 0), read.input("key", 1), read.input("value", 2), *more)
 
 
 RULES |= {
@@ -225,3 +271,12 @@ RULES |= {
 }
 
 PRODUCTS |= {"AddmmBackward0": _addmm, "MmBackward0": _mm}
+
+ATTENTION |= {
+    "BmmBackward0": _bmm,
+    "SoftmaxBackward0": _softmax,
+    "ScaledDotProductFlashAttentionForCpuBackward0": _attention_of_cpu,
+    "ScaledDotProductFlashAttentionBackward0": _flash_attention,
+    "ScaledDotProductEfficientAttentionBackward0": _efficient_attention,
+    "ScaledDotProductCudnnAttentionBackward0": _cudnn_attention,
+}
