@@ -59,8 +59,9 @@ def within_budget(
 
     sites: dict[Site, _Cost] = {}
     least = 0
-    for products in (False, True):  # products last: they take an order of magnitude more arithmetic
-        policy = dataclasses.replace(policy, products=products)
+    # Products last: they take an order of magnitude more arithmetic.
+    for products, attention in ((False, False), (True, False), (True, True)):
+        policy = dataclasses.replace(policy, products=products, attention=attention)
         apply(copied, policy)
         cheaper, sites = len(sites), sites | {s: c for s, c in _sites(trial, copied) if s not in sites}
         least = kept(policy)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ class ScopeHook:
         self.policy = policy
         self.block = block
         self.start = Place()
+        _hide_scopes_from_torchscript()
 
     def __reduce__(self):
         return ScopeHook, (self.policy, self.block)
@@ -158,8 +159,10 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     ]
 
 
-def _hidden_from_torchscript(get_hook_stubs: Callable) -> Callable:
+@functools.cache
+def _hide_scopes_from_torchscript() -> None:
     """torch.jit.script compiles hooks; those of a scope mean nothing to it."""
+    get_hook_stubs = torch.jit._recursive.get_hook_stubs
 
     @functools.wraps(get_hook_stubs)
     def get_hook_stubs_without_scopes(module: nn.Module):
@@ -173,10 +176,7 @@ def _hidden_from_torchscript(get_hook_stubs: Callable) -> Callable:
                 each.clear()
                 each.update(old)
 
-    return get_hook_stubs_without_scopes
-
-
-torch.jit._recursive.get_hook_stubs = _hidden_from_torchscript(torch.jit._recursive.get_hook_stubs)
+    torch.jit._recursive.get_hook_stubs = get_hook_stubs_without_scopes
 
 
 def revert(model: nn.Module) -> nn.Module:

@@ -112,13 +112,18 @@ def _rms_norm(scope: Told, func: Callable, args: tuple, kwargs: dict) -> Any:
 
 def _dropout(scope: Told, func: Callable, args: tuple, kwargs: dict) -> Any:
     p = _argument(args, kwargs, 1, "p", 0.5)
-    if type(p) is not float or not 0 < p < 1:
+    in_training = _argument(args, kwargs, 2, "train", kwargs.get("training", True)) is not False
+    if type(p) is not float or not 0 < p < 1 or not in_training:
         return _maybe_in_place(scope, func, args, kwargs)
     outer, scope.dropout = scope.dropout, p
     try:
-        return _maybe_in_place(scope, func, args, kwargs)
+        result = _maybe_in_place(scope, func, args, kwargs)
     finally:
         scope.dropout = outer
+    y = result[0] if type(result) is tuple else result
+    if type(y) is Tensor and y.grad_fn is not None and y.grad_fn.name() == "NativeDropoutBackward0":
+        _noted(y, None, None)
+    return result
 
 
 def _reads_sizes(weight: int | None = None) -> See:

@@ -26,7 +26,15 @@ LEAF = "torch::autograd::AccumulateGrad"
 Rule = Callable[["Node"], Rebuild]
 RULES: dict[str, Rule] = {}  # by the names of nodes; rules.py fills it
 PRODUCTS: dict[str, Rule] = {}  # likewise, with products=True
+ATTENTION: dict[str, Rule] = {}  # likewise, where a budget asks for it
 _LONGEST = 12  # consecutive ops whose results no op has saved
+
+
+def rule_of(name: str, policy: Policy) -> Rule | None:
+    rule = RULES.get(name)
+    if rule is None and policy.products:
+        rule = PRODUCTS.get(name) or (ATTENTION.get(name) if policy.attention else None)
+    return rule
 
 
 def value_of(node, policy: Policy, like: Tensor | None = None, level: int = 0) -> Value:
@@ -44,7 +52,7 @@ def value_of(node, policy: Policy, like: Tensor | None = None, level: int = 0) -
                 return value
             value.dtype = made.dtype
             value.size = math.prod(made.shape) * value.dtype.itemsize
-        rule = RULES.get(name := node.name()) or (PRODUCTS.get(name) if policy.products else None)
+        rule = rule_of(node.name(), policy)
         if rule is not None and level < _LONGEST:
             try:
                 read = Node(node, policy, like, level)
@@ -59,9 +67,7 @@ def value_of(node, policy: Policy, like: Tensor | None = None, level: int = 0) -
 def is_lost(node, policy: Policy) -> bool:
     """Whether `node` made a result without a rule, or a view of one, that no op has saved so far."""
     node = of_views(node)
-    if node is None or (name := of_unsafe_view(node).name()) in RULES or name == LEAF:
-        return False
-    if policy.products and name in PRODUCTS:
+    if node is None or (name := of_unsafe_view(node).name()) == LEAF or rule_of(name, policy) is not None:
         return False
     value = node.metadata.get(VALUE)
     return value is None or (value.function is None and value.kept() is None)
@@ -91,6 +97,13 @@ class Node:
         """An input that the op saved; None where it saved nothing, or only the size is left."""
         packed = getattr(self.node, f"_raw_saved_{name}").data
         return None if packed is None or type(packed) is Unread else self.packed(packed)
+
+    def size_of(self, name: str) -> torch.Size:
+        """The size of an input that the op saved."""
+        packed = getattr(self.node, f"_raw_saved_{name}").data
+        if type(packed) not in (Kept, Recipe):
+            raise Unknown
+        return packed.tensor.shape if type(packed) is Kept else packed.geometry[0]
 
     def packed(self, packed: object) -> Argument:
         """What an op of this scope has packed."""

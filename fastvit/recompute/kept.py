@@ -11,6 +11,19 @@ from torch.nn import Parameter
 
 from .masks import Gate
 
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # none in a torch for the CPU
+
+
+def stream_of(tensor: Tensor) -> int:
+    """The current stream of the tensor's device; 0 on the CPU."""
+    return _raw_stream(tensor.get_device()) if tensor.is_cuda and _raw_stream else 0
+
+
+def used_here(tensor: Tensor) -> None:
+    """Tells the allocator that the current stream reads memory of another."""
+    tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
 SMALLEST = 4096  # fewest bytes of a tensor that are worth a recipe or a mask
 
 
@@ -18,13 +31,15 @@ class Kept:
     """A saved tensor that stays in memory, with the version check that autograd skips under hooks."""
 
     __slots__ = (
-        "__weakref__", "before", "is_read", "is_shared", "is_unfit", "outer", "tensor", "version", "views",
+        "__weakref__", "before", "is_read", "is_shared", "is_unfit", "outer", "stream", "tensor", "version",
+        "views",
     )  # fmt: skip
 
     def __init__(self, tensor: Tensor, is_input: bool = False):
         # An op's own output refers to its node, and the node to this object: a cycle, if not detached.
         self.tensor = tensor if is_input or tensor.is_leaf else tensor.detach()
         self.version = tensor._version
+        self.stream = stream_of(tensor)  # of the op that saved it
         self.outer: HandedOn | Gate | None = None  # has the tensor in place of this object
         self.is_read = False  # by a recipe
         self.is_shared = False  # by several ops that have saved it
@@ -93,7 +108,10 @@ class Kept:
 
     def read(self) -> Tensor:
         """The tensor as it was saved, for a recipe."""
-        return self.unpack() if self.before is None else self.before
+        tensor = self.unpack() if self.before is None else self.before
+        if stream_of(tensor) != self.stream:
+            used_here(tensor)
+        return tensor
 
     def unpack(self) -> Tensor:
         if self.outer is not None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from .graph import Node
+from .graph import Node, is_lost
 from .values import Rebuild, Unknown
 
 
 def layer(read: Node) -> Rebuild:
-    rebuild = read.node._forward_cls.rebuilding(read.node)
+    node = read.node
+    rebuild, unsaved = node._forward_cls.rebuilding(node), getattr(node, "fastvit_unsaved", {})
     if rebuild is None:
         raise Unknown("the layer keeps its output")
-    return rebuild, tuple([read.packed(one.data) for one in read.node._raw_saved_tensors])
+    if any(is_lost(read.edges[index][0], read.policy) for index in unsaved.values()):
+        raise Unknown("a term of the sum is not kept", lasts=True)
+    return rebuild, tuple(
+        read.edge(unsaved[i]) if i in unsaved else read.packed(one.data)
+        for i, one in enumerate(node._raw_saved_tensors)
+    )

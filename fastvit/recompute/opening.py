@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
@@ -87,6 +88,7 @@ def open_scope(owner: object, policy: Policy, block: str, start: Place) -> None:
         before = scope.policy, scope.block, scope.place
         scope.policy, scope.block, scope.place = policy, block, start
     elif _can_open():
+        _let_torch_func_in()
         scope = Scope(policy, block, start, _opened.look)
         scope.enter()
     _opened.stack.append((owner, scope, before))
@@ -150,17 +152,15 @@ def active_scope() -> Scope | None:
     return scope if isinstance(scope, Scope) else None
 
 
-def _with_scopes_aside(disable: Callable) -> Callable:
+@functools.cache
+def _let_torch_func_in() -> None:
+    """torch.func calls `disable_saved_tensors_hooks` by this name, which raises where there are hooks."""
+    disable = torch.autograd.graph.disable_saved_tensors_hooks
+
     @contextlib.contextmanager
-    def disable_saved_tensors_hooks(*args, **kwargs):
+    def with_scope_aside(*args, **kwargs):
         scope = active_scope()
         with contextlib.nullcontext() if scope is None else scope.aside(), disable(*args, **kwargs):
             yield
 
-    return disable_saved_tensors_hooks
-
-
-# torch.func calls it by this name, and it raises where there are hooks.
-torch.autograd.graph.disable_saved_tensors_hooks = _with_scopes_aside(
-    torch.autograd.graph.disable_saved_tensors_hooks
-)
+    torch.autograd.graph.disable_saved_tensors_hooks = with_scope_aside

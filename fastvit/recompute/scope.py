@@ -215,7 +215,7 @@ class Scope(Told):
         written = self.written
         if written is not None and written[0] is base and written[1] == base._version:
             node.metadata[VERSION] = base._version  # the op saves its result before its call returns
-        return node.metadata.get(VERSION) == base._version
+        return node.metadata.get(VERSION, getattr(node, "fastvit_written", None)) == base._version
 
     def _wait(self, recipe: Recipe, missing: Value | Ingredient) -> None:
         reference = weakref.ref(recipe)

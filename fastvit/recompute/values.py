@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .kept import SMALLEST, Kept
+from .kept import SMALLEST, Kept, stream_of
 from .policy import Site
 
 # Keys of what a scope notes in a node's metadata.
@@ -223,7 +223,7 @@ class Value:
                 _refuse_freed(tensor)
             return tensor if self.geometry is None else torch.as_strided(tensor, *self.geometry)
         source = self.source()
-        if source is not None and source.rebuilt is not None:
+        if source is not None and source.rebuilt is not None and source.stream == stream_of(source.rebuilt):
             return source.rebuilt
         tensor = self.function(*[argument.tensor() for argument in self.arguments])
         if tensor.dtype is not self.dtype and self.dtype is not None:
@@ -233,7 +233,7 @@ class Value:
                 tensor
             )
         if source is not None and source.unread():
-            source.rebuilt = tensor
+            source.rebuilt, source.stream = tensor, stream_of(tensor)
         return tensor
 
 
@@ -245,14 +245,18 @@ def unknown(reason: str) -> Value:
 
 
 class Source:
-    """The ingredients of a value, shared by its recipes, and the rebuilt tensor while recipes wait for it."""
+    """The ingredients of a value, shared by its recipes, and the rebuilt tensor while recipes wait for it.
 
-    __slots__ = ("__weakref__", "ingredients", "readers", "reads", "rebuilt")
+    Readers on another stream rebuild the tensor themselves: to wait would take longer.
+    """
+
+    __slots__ = ("__weakref__", "ingredients", "readers", "reads", "rebuilt", "stream")
 
     def __init__(self, ingredients: list[Kept]):
         self.ingredients = ingredients
         self.readers = self.reads = 0
         self.rebuilt: Tensor | None = None
+        self.stream = 0  # on which it was rebuilt
 
     def unread(self) -> bool:
         return self.reads < self.readers
