@@ -17,7 +17,7 @@ PYTHON ?= python3
 OUT    ?= runs/gpu
 RUN    := .venv/bin/python
 STAMP  := .venv/.installed-$(shell printf '%s' '$(TORCH) $(FASTVIT_CUDA) $(TORCH_CUDA_ARCH_LIST)' | cksum | cut -d' ' -f1)
-SOURCES := 'csrc/*' 'benchmarks/*.cpp' 'tests/*.cpp' 'tests/*.cu' 'tests/*.h' tests/cuda_host/cuda/atomic
+SOURCES := 'csrc/*' 'tests/*.cpp' 'tests/*.cu' 'tests/*.h' tests/cuda_host/cuda/atomic
 TOOLED := $(if $(and $(wildcard .venv/bin/ruff),$(wildcard .venv/bin/mypy),$(wildcard .venv/bin/mkdocs)),,install)  # enough where the build may be older than its sources
 BUILT  := setup.py pyproject.toml $(shell find csrc -name '*.[ch]*')
 
@@ -130,7 +130,7 @@ else
 	status=0; for call in $(or $(CALL),proof measure); do $(GPU) $$call --out '$(OUT)' || status=1; done; exit $$status
 endif
 
-sass: $(TOOLED)  ## Registers, spills, instructions of the CUDA kernels; needs nvcc
+sass: $(TOOLED)  ## Registers and spills of the CUDA kernels; needs nvcc
 	$(RUN) tools/sass.py
 
 lint: $(TOOLED)  ## What CI checks of the style

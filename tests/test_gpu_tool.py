@@ -373,30 +373,6 @@ def test_a_full_disk_stops_nothing(tmp_path):
     assert re.search(r"host_ops +passed .* [1-9]\d* rows", result.stdout), result.stdout
 
 
-HEADER = "contender,op,shape,layout,dtype,p50_us,activation\n"
-
-
-def test_a_row_that_is_off_its_prediction_is_marked(gpu, tmp_path):
-    import compare
-
-    (tmp_path / "four_ops_cuda.csv").write_text(
-        f"{HEADER}fastvit.ops.bn_forward,bn_forward,128x256x56x56,channels_last,bf16,100,\n"
-        "fastvit.ops.bn_stats,bn_stats,128x256x56x56,channels_last,bf16,1000,\n"
-        "fastvit.ops.bn_stats,bn_stats,1x2x3x4,channels_last,bf16,1000,\n"
-        "torch,bn_forward,128x256x56x56,channels_last,bf16,1,\n"
-    )
-    predicted = compare.predictions()
-    close, far = compare.compared(compare.read(tmp_path / "four_ops_cuda.csv"), predicted)
-    assert (close["mark"], far["mark"]) == ("", "off") and far["difference"] < -0.9
-    *_, second, counts = compare.lines([close, far])
-    assert second.endswith(" off") and counts == "2 rows were predicted; 1 differ by more than 15%"
-    (tmp_path / "exchange_cuda.csv").write_text(
-        "what,world,channels,exchange_us,p50_us\nmoments,4,2048,0.1,9\n"
-    )
-    (one,) = compare.compared(compare.read(tmp_path / "exchange_cuda.csv"), predicted)
-    assert one["row"] == "moments 4 2048" and one["mark"] == "off"
-
-
 def test_libraries_are_unpacked_where_none_lie(gpu, tmp_path, monkeypatch):
     (tmp_path / "fastvit").mkdir()
     (tmp_path / "fastvit/_cuda.so").write_text("a library")
