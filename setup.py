@@ -26,8 +26,8 @@ from setuptools.command import bdist_wheel, build_ext  # noqa: E402
 
 ROOT, TORCH = Path(__file__).parent.resolve(), Path(sys.modules["torch"].__file__).parent
 TORCH_ABI = "0x020b000000000000"  # 2.11: the oldest torch whose stable ABI has all functions used here
-# torch's detection needs a GPU
-ARCHITECTURES = os.environ.get("TORCH_CUDA_ARCH_LIST") or "8.0;9.0;10.0;12.0+PTX"
+# The oldest's PTX is for GPUs between those named, say sm_110.
+ARCHITECTURES = os.environ.get("TORCH_CUDA_ARCH_LIST") or "7.5+PTX;8.0;9.0;10.0;12.0+PTX"
 CUDA = os.environ.get("FASTVIT_CUDA", "auto")
 QUIET = "-Wno-psabi -Wno-maybe-uninitialized -Wno-uninitialized -Wno-unknown-warning-option"
 CAPABILITIES = {"baseline": f"-Wall -Wextra {QUIET}"}

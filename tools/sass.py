@@ -43,7 +43,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--arch", nargs="+", default=re.findall(r"sm_(\d+)", str(SETUP["codes"]())))
+    default = [arch.replace(".", "") for arch in re.findall(r"\d+\.\d", SETUP["ARCHITECTURES"])]
+    parser.add_argument("--arch", nargs="+", default=default)
     parser.add_argument("--only", default="", help="sources with this in their names")
     options = parser.parse_args()
     toolkit, why = SETUP["find_cuda"]()

@@ -53,6 +53,7 @@ PYBIND11_MODULE(_cuda_host, m) {
       .def_readwrite("shared_per_sm", &Config::shared_per_sm, "bytes of shared memory of a multiprocessor")
       .def_readwrite("timeout", &Config::timeout, "idle seconds after which a wait for another process fails")
       .def_readwrite("capturing", &Config::capturing, "whether launches are captured into a graph")
+      .def_readwrite("built", &Config::built, "whether the kernels have code for the device")
       .def_readwrite("stream", &Config::stream, "the current stream, by number")
       .def_readwrite("resident", &Config::resident,
                      "blocks that a device holds at most; 0: a few of each grid")

@@ -44,7 +44,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 def engine():
     engine = redirect.install()
     config = engine.config
-    names = ("seed", "sm_count", "blocks_per_sm", "shared_per_sm", "capturing", "deferred", "stream")
+    names = ("seed", "sm_count", "blocks_per_sm", "shared_per_sm", "capturing", "built", "deferred", "stream")
     before = {name: getattr(config, name) for name in names}
     yield engine
     for name, value in before.items():
@@ -323,6 +323,15 @@ def test_groups_of_slices(engine, dtype, rows, channels, sm_count):
             assert torch.equal(a, b)
         for a, b in zip(step(x, dy, weight, bias), (moments, *want), strict=True):
             assert torch.equal(a, b)
+
+
+def test_a_gpu_without_code_is_refused_before_a_launch(engine):
+    engine.config.sm_count, engine.config.built = 53, False  # a device that no other test uses
+    before = engine.launches()
+    for call in (ops.bn_stats, lambda x: ops.act_forward(x, activation="gelu")):
+        with pytest.raises(RuntimeError, match="no code for this GPU; build .* TORCH_CUDA_ARCH_LIST"):
+            call(torch.ones(4, 8, 2, 2))
+    assert engine.launches() == before
 
 
 def test_attributes_are_queried_once(engine):
