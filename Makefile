@@ -8,8 +8,8 @@
 # COVERAGE=1  test: count lines, of Python by coverage.py and of C++ by gcov
 # CPU=1       sanitizers: of the CPU's sources, with each instruction set
 # COMPILE=    wheel: releases of torch to compile for, say 'torch==2.11.0'
-# OUT=        gpu: the folder for its two archives (default runs/gpu)
-# CALL=       gpu: proof or measure alone, or libraries, packed where nvcc is
+# OUT=        gpu: the folder for logs, tables and gpu.tar.gz (default runs/gpu)
+# STEPS=      gpu: some steps alone, say 'test_cuda bench_ops'
 # FIX=1       lint: put the style right
 
 TORCH  ?= torch==2.13.0
@@ -17,7 +17,7 @@ PYTHON ?= python3
 OUT    ?= runs/gpu
 RUN    := .venv/bin/python
 STAMP  := .venv/.installed-$(shell printf '%s' '$(TORCH) $(FASTVIT_CPU) $(FASTVIT_CUDA) $(TORCH_CUDA_ARCH_LIST)' | cksum | cut -d' ' -f1)
-SOURCES := 'csrc/*' 'benchmarks/*.cpp' 'tools/*.cpp' 'tools/*.h' 'tests/*.cpp' 'tests/*.cu' 'tests/*.h' tests/cuda_host/cuda/atomic
+SOURCES := 'csrc/*' 'tests/*.cpp' 'tests/*.cu' 'tests/*.h' tests/cuda_host/cuda/atomic
 TOOLED := $(if $(and $(wildcard .venv/bin/ruff),$(wildcard .venv/bin/mypy),$(wildcard .venv/bin/mkdocs)),,.venv/.dev)  # enough where the build may be older than its sources
 BUILT  := setup.py pyproject.toml $(shell find csrc -name '*.[ch]*')
 
@@ -125,16 +125,10 @@ bench: install  ## Time layers, and ways to synchronise; writes benchmarks/resul
 
 GPU := $(or $(wildcard $(RUN)),$(shell command -v $(RUN)),$(PYTHON)) tools/gpu.py
 
-gpu:  ## On a CUDA GPU: tests (9 minutes), then measurements (9)
-ifeq ($(CALL),libraries)
-	FASTVIT_CUDA=1 TORCH_CUDA_ARCH_LIST=9.0 $(RUN) setup.py -q build_ext --build-temp build/gpu/temp --build-lib build/gpu/lib
-	strip --strip-unneeded build/gpu/lib/fastvit/*.so
-	tar -C build/gpu/lib -cJf build/gpu/libraries.tar.xz fastvit
-else
-	status=0; for call in $(or $(CALL),proof measure); do $(GPU) $$call --out '$(OUT)' || status=1; done; exit $$status
-endif
+gpu:  ## On a CUDA GPU: tests, then measurements, half an hour
+	$(GPU) --out '$(OUT)' $(if $(STEPS),--steps $(STEPS))
 
-sass: $(TOOLED)  ## Registers, spills, instructions of the CUDA kernels; needs nvcc
+sass: $(TOOLED)  ## Registers and spills of the CUDA kernels; needs nvcc
 	$(RUN) tools/sass.py
 
 lint: $(TOOLED)  ## What CI checks of the style

@@ -113,7 +113,7 @@ def test_a_script_beside_the_clone_imports_the_package(tmp_path):
     assert result.returncode == 0 and result.stdout.startswith("InPlaceABN(4"), result.stderr
 
 
-def toolkit(folder, architectures="80 86 90 100 120", version="13000"):
+def toolkit(folder, architectures="75 80 86 90 100 120", version="13000"):
     """A folder that looks like a toolkit whose nvcc knows these architectures."""
     for name, text in {
         "include/cuda_runtime.h": "",
@@ -129,7 +129,7 @@ def toolkit(folder, architectures="80 86 90 100 120", version="13000"):
 @pytest.mark.parametrize(
     "wish,codes",
     [
-        ("", "sm_80 sm_90 sm_100 compute_120 sm_120"),
+        ("", "compute_75 sm_75 sm_80 sm_90 sm_100 compute_120 sm_120"),
         ("8.6 9.0a;", "sm_86 sm_90a"),
         ("8.0 8.6+PTX", "sm_80 compute_86 sm_86"),
         ("Ampere", "sm_80 compute_86 sm_86"),
@@ -160,7 +160,7 @@ def test_architectures_of_the_visible_gpus(tmp_path, monkeypatch):
     [
         ("native", "TORCH_CUDA_ARCH_LIST=native, but torch sees no GPU; name one"),
         ("8.0;Fermi", r"TORCH_CUDA_ARCH_LIST=8.0;Fermi: Unknown CUDA arch \(Fermi\)"),
-        ("Volta", "compute_70, which nvcc 13.0 does not know; it knows 80, 86, 90, 100, 120"),
+        ("Volta", "compute_70, which nvcc 13.0 does not know; it knows 75, 80, 86, 90, 100, 120"),
     ],
 )
 def test_architectures_that_cannot_be(tmp_path, monkeypatch, wish, message):

@@ -44,8 +44,8 @@ class DeviceMemory(Peer):
 
 def place(device: torch.device) -> str:
     """A name that is equal on ranks whose GPUs may see each other's memory; OSError without CUDA kernels."""
-    if not _library.HAS_CUDA:
-        raise OSError(f"no CUDA kernels: {_library.CUDA_STATUS}")
+    if problem := _library.gpu_problem(device):
+        raise OSError(problem)
     return process_space()
 
 

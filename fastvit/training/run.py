@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import __version__
+from .. import __version__, _library
 from . import checkpoint, distributed
 from .command_line import OF_A_HOST, merge_saved
 from .config import Config, TrainingError, flag
@@ -180,6 +180,13 @@ def _check_device(config: Config, ranks: Ranks) -> None:
             raise TrainingError(
                 f"--{option} {value} trains on CUDA only and this run is on the CPU; {instead}"
             )
+    if config.norm.startswith(("fastvit", "inplace")) and ranks.device.type == "cuda":
+        on_every(_check_kernels, config.norm, ranks.device)
+
+
+def _check_kernels(norm: str, device: torch.device) -> None:
+    if problem := _library.gpu_problem(device):
+        raise TrainingError(f"--norm {norm}: {problem}. --norm torch trains without them")
 
 
 def _prepare_directory(run: Path, config: Config) -> None:
