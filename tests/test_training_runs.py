@@ -273,6 +273,7 @@ def test_resume_auto_begins_and_then_goes_on(alone, tmp_path, capsys, link):
     """With and without the link `last`, which a copy of a run may have lost."""
     start = ["--epochs", "2", "--batch-size", "256", "--stop-after", "1", "--resume", "auto", "--out", "auto"]
     assert alone(*start) == 0
+    assert "no checkpoint in auto: a new run\n" in capsys.readouterr().out
     if not link:
         (tmp_path / "auto" / "checkpoints" / "last.pt").unlink()
     assert alone(*start) == 0

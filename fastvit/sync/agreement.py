@@ -66,13 +66,17 @@ def polled(seconds: float) -> Iterator[float]:
         pause = min(2 * pause, _LONGEST_PAUSE)
 
 
+def boot_id() -> str:
+    """A name of the machine that no other has, but for clones of a virtual one; OSError without /proc."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
 def process_space() -> str:
     """A name of the host and its PID namespace: equal on processes that see each other by PID.
 
     Raises OSError without /proc.
     """
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"host {boot}, {os.readlink('/proc/self/ns/pid')}"
+    return f"host {boot_id()}, {os.readlink('/proc/self/ns/pid')}"
 
 
 def _start_of(process: int | str) -> str:

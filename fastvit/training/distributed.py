@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
+import math
 import os
 import socket
 import struct
@@ -12,13 +13,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..sync.agreement import Agreement, answers_text, in_time
+from ..sync.agreement import Agreement, answers_text, boot_id, in_time
 from ..sync.collective import ALL_GATHER, wait_on_host
 from ..sync.rendezvous import meet
 from .config import ConfigError, TrainingError
@@ -167,13 +169,41 @@ def _address(host: str) -> str:
 
 
 def own_cores() -> int:
-    """This rank's share of the cores that it may run on: ranks that may run on the same ones divide them.
+    """This rank's share of the cores that it may run on, and of the time that its control group may use.
 
-    torchrun lets every rank run on all cores of the host; srun may give each task its own.
+    torchrun lets every rank run on all cores of the host; srun may give each task its own. Ranks in several
+    containers of a machine share its cores too, and each container may have a limit.
     """
-    cores = sorted(os.sched_getaffinity(0))
-    place = os.uname().nodename, cores
-    return max(1, len(cores) // gather_objects(place).count(place))
+    machine, cores = os.uname().nodename, sorted(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError):
+        machine = boot_id()
+    control_group, quota = cpu_quota()
+    mine = [(machine, cores), (machine, control_group)]
+    by_cores, by_group = (list(column) for column in zip(*gather_objects(mine), strict=True))
+    share = min(len(cores) / by_cores.count(mine[0]), quota / by_group.count(mine[1]))
+    return max(1, int(share))
+
+
+def cpu_quota(root: Path = Path("/")) -> tuple[str, float]:
+    """The control group of this process, and the number of cores whose time it may use, often infinity."""
+    quota, name = math.inf, ""
+    with contextlib.suppress(OSError):
+        text = (root / "proc/self/cgroup").read_text()
+        name = f"{os.readlink(root / 'proc/self/ns/cgroup')} {text}"
+        for _, controllers, path in (line.split(":", 2) for line in text.splitlines()):
+            if controllers and "cpu" not in controllers.split(","):
+                continue  # of another controller, in version 1
+            top = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
+            folder = top / path.lstrip("/")
+            # Limits of the groups above hold too. A container may see its own group as the top.
+            for group in (folder, *folder.parents):
+                with contextlib.suppress(OSError, ValueError):  # "max" is no number
+                    files = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
+                    used, period = map(int, " ".join((group / file).read_text() for file in files).split())
+                    quota = min(quota, used / period if used > 0 else math.inf)
+                if group == top:
+                    break
+    return name, quota
 
 
 def reduce_value(value: Tensor, average: bool = True) -> Tensor:
