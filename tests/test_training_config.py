@@ -2,10 +2,13 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from fastvit.training import command_line
+from fastvit.training import command_line, distributed
 from fastvit.training.__main__ import main
 from fastvit.training.command_line import merge_saved, parse
 from fastvit.training.config import LIMITS, Config, ConfigError, flag, kind_of
@@ -166,6 +169,40 @@ def test_launchers():
 )
 def test_first_host_of_a_slurm_list(nodes, host):
     assert find_launch(SRUN | {"SLURM_JOB_NODELIST": nodes}).address == host
+
+
+@pytest.mark.parametrize(
+    "visible,gpus,backend,device,want",
+    [
+        (1, ["A", "B"], "auto", "auto", "cuda:0"),  # each rank sees its own, as Kubernetes shows them
+        (2, ["A", "B"], "auto", "auto", "cuda:1"),
+        (1, ["A", "A"], "auto", "auto", "cpu"),
+        (1, ["A", "A"], "gloo", "auto", "cuda:0"),
+        (1, ["A", ""], "auto", "auto", "cpu"),
+        (
+            1,
+            ["A", "A"],
+            "auto",
+            "cuda",
+            "--device cuda needs one GPU for each rank, got 1 GPUs for local rank 1",
+        ),
+    ],
+)
+def test_the_gpu_of_a_rank(monkeypatch, visible, gpus, backend, device, want):
+    """Of the second of two: its own vote is the UUID of its GPU."""
+    launch, store = find_launch(TORCHRUN | {"RANK": "1", "WORLD_SIZE": "2"}), dist.HashStore()
+    dist.PrefixStore("fastvit/gpu", store).set("0", gpus[0])
+    monkeypatch.setattr(distributed, "rendezvous", lambda *_, **__: iter([(store, 1, 2)]))
+    monkeypatch.setattr(distributed.dist, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(gpus[1]))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=gpus[1]))
+    try:
+        got = str(distributed.init(launch, device, backend).device)
+    except ConfigError as error:
+        got = str(error)
+    assert got == want
 
 
 def test_incomplete_environment(monkeypatch, capsys):

@@ -59,11 +59,11 @@ def _choose_device(option: str, index: int | None, all_have_gpu: bool, local_ran
 def _gpu_index(launch: Launch, backend: str) -> int | None:
     """The index of this rank's GPU among the visible ones, or None without one.
 
-    srun may make only its own GPU visible to each task, as number 0. With gloo ranks may share a GPU, with
-    NCCL not.
+    srun, Kubernetes or CUDA_VISIBLE_DEVICES may make only its own GPU visible to each rank, as number 0;
+    `init` finds ranks that have the same one by its UUID. With gloo ranks may share a GPU, with NCCL not.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if gpus and (launch.launcher == "srun" or backend == "gloo"):
+    if gpus and (gpus == 1 or launch.launcher == "srun" or backend == "gloo"):
         return launch.local_rank % gpus
     return launch.local_rank if launch.local_rank < gpus else None
 
@@ -96,14 +96,16 @@ def init(launch: Launch | None, device: str = "auto", backend: str = "auto", tim
         store, rank, world = next(rendezvous("env://", rank, world, timeout=wait))
         store.set_timeout(wait)
         votes = dist.PrefixStore("fastvit/gpu", store)
-        votes.set(str(rank), "0" if index is None else "1")
-        all_have_gpu = all(votes.get(str(peer)) == b"1" for peer in range(world))
+        own = "" if index is None or device == "cpu" else str(torch.cuda.get_device_properties(index).uuid)
+        votes.set(str(rank), own)
+        gpus = {votes.get(str(peer)).decode() for peer in range(world)}
+        all_have_gpu = "" not in gpus and (backend == "gloo" or len(gpus) == world)
     except RuntimeError as error:
         raise ConfigError(
             f"the {world} ranks did not meet at {launch.address}:{launch.port} within {timeout:g} s: "
             f"{str(error).splitlines()[0]}"
         ) from None
-    chosen = _choose_device(device, index, all_have_gpu, launch.local_rank)
+    chosen = _choose_device(device, index if all_have_gpu else None, all_have_gpu, launch.local_rank)
     if backend == "auto":
         backend = "nccl" if chosen.type == "cuda" else "gloo"
     elif backend == "nccl" and chosen.type != "cuda":
