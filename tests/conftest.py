@@ -12,6 +12,8 @@ import tempfile
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # Before torch starts CUDA: ranks that wait for each other need a queue each, and the default is 8.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+# Before cuBLAS starts: torch.use_deterministic_algorithms asks for it, and bits of runs are compared.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 # torch's compiler finds code in its cache whatever the instruction set, and then fails to compile it.
 if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
     cache = os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}_{capability}")
@@ -33,6 +35,8 @@ def pytest_configure(config):
         torch.use_deterministic_algorithms(True, warn_only=True)  # new tensors hold NaN until written
     if TARGET == "cuda":
         torch.backends.cudnn.allow_tf32 = False  # convolutions around a layer are compared in float32
+        torch.backends.cudnn.deterministic = True  # and bits of two runs are, which atomic sums would change
+        torch.backends.cudnn.benchmark = False
 
 
 def pytest_collection_finish():

@@ -3,8 +3,11 @@
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
 from training_runs import free_port
 
 from fastvit.sync.teardown import destroy_process_group
@@ -209,6 +212,46 @@ def test_half_a_launcher_is_an_error(environment, message):
 def test_first_host_of_a_slurm_list(nodes, host):
     assert find_launch(SRUN | {"SLURM_JOB_NODELIST": nodes}).address == host
     assert find_launch(SRUN | {"SLURM_JOB_NODELIST": "", "SLURM_NODELIST": nodes}).address == host
+
+
+@pytest.mark.parametrize(
+    "visible,gpus,backend,device,want",
+    [
+        (1, ["A", "B"], "auto", "auto", "cuda:0"),  # each rank sees its own, as Kubernetes shows them
+        (2, ["A", "B"], "auto", "auto", "cuda:1"),
+        (1, ["A", "A"], "auto", "auto", "cpu"),
+        (1, ["A", "A"], "gloo", "auto", "cuda:0"),
+        (1, ["A", ""], "auto", "auto", "cpu"),
+        (
+            1,
+            ["A", "A"],
+            "auto",
+            "cuda",
+            "--device cuda needs one GPU for each rank, got 1 GPUs for local rank 1",
+        ),
+    ],
+)
+def test_the_gpu_of_a_rank(monkeypatch, visible, gpus, backend, device, want):
+    """Of the second of two: its own vote is the UUID of its GPU."""
+    launch = find_launch(TORCHRUN | {"RANK": "1", "WORLD_SIZE": "2"})
+    answers = {
+        "options": lambda answer: {answer: [0, 1]},
+        "GPUs": lambda answer: dict.fromkeys([gpus[0], answer]),
+    }
+    agreement = SimpleNamespace(ask=lambda question, answer: answers[question](answer))
+    monkeypatch.setattr(distributed, "Agreement", lambda *_: agreement)
+    monkeypatch.setattr(distributed, "meet", lambda *_: dist.HashStore())
+    monkeypatch.setattr(distributed, "_choose_interface", lambda *_: None)
+    monkeypatch.setattr(distributed.dist, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(gpus[1]))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=gpus[1]))
+    try:
+        got = str(distributed.init(launch, device, backend).device)
+    except ConfigError as error:
+        got = str(error)
+    assert got == want
 
 
 def test_incomplete_environment(monkeypatch, capsys):

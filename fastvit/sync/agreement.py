@@ -141,6 +141,10 @@ class Unavailable(Exception):
     """Why ranks cannot share numbers in some way. Raised on all ranks."""
 
 
+class Failed(Unavailable):
+    """What ranks tried has failed on one."""
+
+
 class Agreement:
     """Questions that every rank of a group answers in the same order.
 
@@ -234,7 +238,7 @@ class Agreement:
         return answers
 
     def together(self, what: str, work: Callable[[], T]) -> T:
-        """The result of `work()`. Raises Unavailable on all ranks when it fails on one."""
+        """The result of `work()`. Raises Failed on all ranks when it fails on one."""
         said = "done"
         try:
             result = work()
@@ -243,7 +247,7 @@ class Agreement:
         answers = self.ask(what, said)
         failed = {answer: ranks for answer, ranks in answers.items() if answer != "done"}
         if failed:
-            raise Unavailable(answers_text(failed))
+            raise Failed(answers_text(failed))
         return result
 
     def _await(self, key: str) -> None:

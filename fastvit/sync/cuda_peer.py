@@ -102,9 +102,10 @@ def trial(
     rank, world, device = agreement.rank, agreement.world, own.device
     seconds = min(_TRIAL_SECONDS, agreement.timeout / 2)
     tested = DeviceMemory(name, own, arenas, rank, capacity, seconds, describe)
+    # A rank's GPU does not wait while another rank still loads kernels, which may take long.
+    agreement.together("kernels of the layers", lambda: load_kernels(device))
 
     def works() -> None:
-        load_kernels(device)
         numbers, changed = torch.arange(2 * capacity, device=device).float()[None], False
         # A rank that finds wrong numbers continues to the last exchange, so that no peer waits for it.
         for step in range(1, _TRIALS + 1):
@@ -127,7 +128,7 @@ def load_kernels(device: torch.device) -> None:
     """
     capacity, tag = 2 * 9, Tag(0, 0)
     arena = torch.zeros(arena_bytes(1, capacity), dtype=torch.uint8, device=device)
-    alone = DeviceMemory("alone", arena, [arena.data_ptr()], 0, capacity, 1.0, lambda *_: "")
+    alone = DeviceMemory("alone", arena, [arena.data_ptr()], 0, capacity, _TRIAL_SECONDS, lambda *_: "")
     activations = "leaky_relu", "elu"  # the kernels' two sets: csrc/cuda/activations.cuh
     shapes = ((2, 8), 1), ((2, 3), 1), ((2, 1, 64), 1), ((2, 1, 3), 1)  # rows and planes, of packets or not
     for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):

@@ -69,11 +69,11 @@ def _choose_device(option: str, index: int | None, all_have_gpu: bool, local_ran
 def _gpu_index(launch: Launch, backend: str) -> int | None:
     """The index of this rank's GPU among the visible ones, or None without one.
 
-    srun may make only its own GPU visible to each task, as number 0. With gloo ranks may share a GPU, with
-    NCCL not.
+    srun, Kubernetes or CUDA_VISIBLE_DEVICES may make only its own GPU visible to each rank, as number 0;
+    `init` finds ranks that have the same one by its UUID. With gloo ranks may share a GPU, with NCCL not.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if gpus and (launch.launcher == "srun" or backend == "gloo"):
+    if gpus and (gpus == 1 or launch.launcher == "srun" or backend == "gloo"):
         return launch.local_rank % gpus
     return launch.local_rank if launch.local_rank < gpus else None
 
@@ -112,8 +112,10 @@ def init(launch: Launch | None, device: str = "auto", backend: str = "auto", tim
         told = agreement.ask("options", f"--device {device} --backend {backend}")
         if len(told) > 1:
             raise ConfigError(f"the ranks differ in their options: {answers_text(told)}")
-        all_have_gpu = agreement.same("GPUs", str(index is not None)) and index is not None
-        chosen = _choose_device(device, index, all_have_gpu, launch.local_rank)
+        own = "" if index is None or device == "cpu" else str(torch.cuda.get_device_properties(index).uuid)
+        gpus = agreement.ask("GPUs", own)
+        all_have_gpu = "" not in gpus and (backend == "gloo" or len(gpus) == world)
+        chosen = _choose_device(device, index if all_have_gpu else None, all_have_gpu, launch.local_rank)
         if backend == "auto":
             backend = "nccl" if chosen.type == "cuda" else "gloo"
         elif backend == "nccl" and chosen.type != "cuda":
