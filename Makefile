@@ -2,6 +2,7 @@
 #
 # TORCH=      what `make install` puts into .venv (default torch==2.13.0)
 # PYTHON=     the interpreter that .venv is made from (>= 3.10)
+# ALL=1       test: everything, in 20 minutes; ALL=rest: what `make test` alone leaves out
 # ARGS=       test: more options of pytest, say '-m slow' (many gigabytes)
 # MODELS=     test: published models alone (pytest's -k, say 'deit3 or dinov3')
 # STACKS=1    test: fastvit.convert in trainers and their models alone
@@ -56,7 +57,8 @@ PIP    := $(RUN) -m pip install --quiet --disable-pip-version-check
 TRAINERS := accelerate peft lightning mmengine diffusers einops monai ultralytics tyro spmd_types==0.2.3
 # Packages that need torch must not replace it.
 THIS_TORCH = "torch==$$($(RUN) -c 'import torch; print(torch.__version__)')"
-PYTEST := -m pytest -q -n auto --maxprocesses 8 --dist worksteal -m "not slow and not models"
+TIER   := $(if $(filter rest,$(ALL)), and thorough,$(if $(ALL)$(ARGS)$(COVERAGE)$(filter sanitizers,$(MAKECMDGOALS)),, and not thorough))
+PYTEST := -m pytest -q -n auto --maxprocesses 8 --dist worksteal -m "not slow and not models$(TIER)"
 MODEL  := FASTVIT_TEST_DEVICE=cuda_host OMP_NUM_THREADS=1 $(RUN) $(PYTEST)
 OPS    := tests/test_ops.py tests/test_local_ops.py tests/test_layer_norm.py tests/test_act.py tests/test_arguments.py tests/test_messages.py
 INSIDE = cd "$(CURDIR)/build/$(1)" && PYTHONPATH="$(CURDIR)/build/$(1)" OMP_NUM_THREADS=1 "$(CURDIR)/$(RUN)"
@@ -82,7 +84,7 @@ else ifdef ARGS
 test: .venv/.test | install
 	$(RUN) $(PYTEST) $(ARGS)
 else
-test: .venv/.$(if $(COVERAGE),dev,test) | install  ## All tests; the CUDA sources run on a model of a GPU
+test: .venv/.$(if $(COVERAGE),dev,test) | install  ## Tests of each op, layer, rank and look-alike; CUDA on a model of a GPU
 	rm -rf build/python.coverage*
 	$(RUN) $(if $(COVERAGE),-m coverage run) $(PYTEST) --ignore tests/cuda_host
 	$(RUN) tests/cuda_host/build.py plain
