@@ -1,7 +1,9 @@
 """Loads the compiled libraries: `_C.so` (schemas, CPU kernels) and, where it was built, `_cuda.so`."""
 
+import contextlib
 import ctypes
 import functools
+import math
 import re
 import warnings
 from pathlib import Path
@@ -20,6 +22,14 @@ def driver_version() -> int:
     version = ctypes.c_int(0)
     driver.cuDriverGetVersion(ctypes.byref(version))
     return version.value
+
+
+def longest_wait(device: torch.device) -> float:
+    """Seconds that a kernel may wait: where a GPU has a display, its driver ends work that takes more."""
+    watched = ctypes.c_int(0)
+    with contextlib.suppress(OSError):
+        ctypes.CDLL("libcuda.so.1").cuDeviceGetAttribute(ctypes.byref(watched), 17, device.index or 0)
+    return 2.0 if watched.value else math.inf  # 17: CU_DEVICE_ATTRIBUTE_KERNEL_EXEC_TIMEOUT
 
 
 def driver_problem(built: str) -> str:

@@ -100,6 +100,12 @@ def test_all_ranks_open_all_memory(monkeypatch):
         assert member.timeout < 20  # its report comes before anything else gives up
 
 
+def test_a_gpu_with_a_display_waits_less(monkeypatch):
+    """The driver would end the process of a kernel that waits as long as the group may."""
+    monkeypatch.setattr(_library, "longest_wait", lambda device: 2.0)
+    assert [member.timeout for member in connect(monkeypatch, Gpus(2, {}))] == [2.0, 2.0]
+
+
 @pytest.mark.parametrize(
     "fails,text",
     [

@@ -100,7 +100,8 @@ def trial(
     and the GPU gives up after a few seconds, before training begins.
     """
     rank, world, device = agreement.rank, agreement.world, own.device
-    seconds = min(_TRIAL_SECONDS, agreement.timeout / 2)
+    longest = _library.longest_wait(device)
+    seconds = min(_TRIAL_SECONDS, agreement.timeout / 2, longest)
     tested = DeviceMemory(name, own, arenas, rank, capacity, seconds, describe)
     # A rank's GPU does not wait while another rank still loads kernels, which may take long.
     agreement.together("kernels of the layers", lambda: load_kernels(device))
@@ -117,7 +118,8 @@ def trial(
             raise RuntimeError("numbers arrived changed")
 
     agreement.together(f"trial of {name}", works)
-    return DeviceMemory(name, own, arenas, rank, capacity, _SHARE_OF_TIMEOUT * agreement.timeout, describe)
+    seconds = min(_SHARE_OF_TIMEOUT * agreement.timeout, longest)
+    return DeviceMemory(name, own, arenas, rank, capacity, seconds, describe)
 
 
 def load_kernels(device: torch.device) -> None:
