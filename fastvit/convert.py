@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .budget import within_budget
 from .fuse import unfuse
-from .recompute import Place, Policy, close_scope, compiled, open_scope
+from .recompute import Policy, close_scope, compiled, open_scope
 
 __all__ = ["convert", "revert"]
 
@@ -23,7 +23,6 @@ class ScopeHook:
     def __init__(self, policy: Policy, block: str):
         self.policy = policy
         self.block = block
-        self.start = Place()
         _hide_scopes_from_torchscript()
 
     def __reduce__(self):
@@ -37,7 +36,7 @@ class ScopeHook:
         elif torch.compiler.is_compiling():
             compiled.opened()
         elif torch.is_grad_enabled():
-            open_scope(module, self.policy, self.block, self.start)
+            open_scope(module, self.policy, self.block)
 
 
 def convert(

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import fastvit
 from fastvit import BatchNormAct, recompute_scope
 from fastvit.memory import live_bytes
-from fastvit.recompute import kept, values
+from fastvit.recompute import record, scope
 
 
 @pytest.mark.parametrize("where", ["scope outside", "scope inside", "converted submodule"])
@@ -335,8 +335,7 @@ def test_a_product_behind_other_ops_has_its_price(bias):
     with recompute_scope(products=True):
         y = last(F.relu(first(torch.randn(4, 50, 64, requires_grad=True))))
     node = y.grad_fn if "Addmm" in y.grad_fn.name() else y.grad_fn.next_functions[0][0]
-    value = node._raw_saved_mat1.data.value
-    assert value.price().flops == 2 * 64 * 4 * 50 * 64
+    assert node._raw_saved_mat1.data.recipe.flops == 2 * 64 * 4 * 50 * 64
 
 
 @pytest.mark.parametrize("dtype,products", [("float32", False), ("bfloat16", False), ("bfloat16", True)])
@@ -406,9 +405,10 @@ def test_native_dropout(train, dtype):
 def test_readers_on_two_streams_share_no_rebuilt_tensor(monkeypatch):
     """And the allocator knows of a stream that reads another's memory. Streams are numbers here."""
     running, used, made, silu = [1], [], [], torch._C._nn.silu
-    for module in (kept, values):
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    for module in (record, scope):
         monkeypatch.setattr(module, "stream_of", lambda _: running[0])
-    monkeypatch.setattr(kept, "used_here", lambda tensor: used.append(running[0]))
+    monkeypatch.setattr(record, "used_here", lambda tensor: used.append(running[0]))
     monkeypatch.setattr(torch._C._nn, "silu", lambda t: (made.append(1), silu(t))[1])
     for second, count in ((1, 1), (2, 2)):
         leaf, running[0] = torch.randn(64, 64, requires_grad=True), 1

@@ -11,8 +11,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .graph import Node
-from .values import ABSENT, Argument, Rebuild, Unknown
+from .graph import Node, Rebuild, Unknown
+from .record import Source
 
 
 def layer_norm(read: Node) -> Rebuild:
@@ -35,8 +35,8 @@ def _rms_norm_of(shape: tuple[int, ...], eps: float | None) -> Callable[..., Ten
     return lambda x, w: torch.ops.aten._fused_rms_norm(x, shape, w, eps)[0]
 
 
-def _saved(read: Node, x: str, *optional: str) -> tuple[Argument, ...]:
-    return read.input(x, 0), *[read.saved(name) or ABSENT for name in optional]
+def _saved(read: Node, x: str, *optional: str) -> tuple[Source, ...]:
+    return read.input(x, 0), *[read.saved(name) for name in optional]
 
 
 def group_norm(read: Node) -> Rebuild:
@@ -59,8 +59,8 @@ def _batch_norm_of(read: Node, eps: float, norm: Callable[..., Tensor]) -> Rebui
     names, training = ("result1", "result2"), read.number("training")
     if not training:
         names = "running_mean", "running_var"
-    statistics = [one for name in names if (one := read.saved(name)) is not None]
-    if len(statistics) < 2:
+    statistics = [read.saved(name) for name in names]
+    if None in statistics:
         raise Unknown
     arguments = *_saved(read, "input", "weight"), read.bias(2), *statistics
     return lambda *tensors: norm(*tensors, training, eps), arguments

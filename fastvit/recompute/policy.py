@@ -37,6 +37,15 @@ class Policy:
         return ""
 
 
+_PLAIN = {"to_copy": "cast", "clone": "copy", "reshape_alias": "view"}
+
+
+def plain(name: str) -> str:
+    """What a report calls the op of an autograd node."""
+    op = op_name(name)
+    return _PLAIN.get(op, op)
+
+
 @lru_cache(1024)
 def op_name(name: str) -> str:
     """The plain name of an autograd node: `GeluBackward0` is gelu."""

@@ -16,10 +16,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from . import norms
-from .graph import ATTENTION, LEAF, PRODUCTS, RULES, Node, Rule, is_lost, rule_of
-from .kept import Kept
-from .layers import layer
-from .values import ABSENT, Argument, Copied, Rebuild, Unknown
+from .graph import ATTENTION, LEAF, PRODUCTS, RULES, Node, Rebuild, Rule, Unknown, rule_of
+from .record import Copy, Source
 
 
 def _unary(function: Callable[..., Tensor], *options: str, saves_input: bool = True) -> Rule:
@@ -42,12 +40,8 @@ def _product(function: Callable[..., Tensor]) -> Callable[[Node], Rebuild]:
 
 def _sum(function: Callable[..., Tensor]) -> Callable[[Node], Rebuild]:
     def rule(read: Node) -> Rebuild:
-        # The sum is mostly a residual stream, and a later op saves a term only rarely. So a recipe does not
-        # wait for a term that no op has saved yet.
-        if any(is_lost(term, read.policy) for term, _ in read.edges):
-            raise Unknown("a term of the sum is not kept", lasts=True)
         if read.policy.products and read.is_residual():
-            raise Unknown("the sum is kept instead of repeating the product that is its term", lasts=True)
+            raise Unknown("the sum is kept instead of repeating the product that is its term")
         alpha, arguments = read.number("alpha"), (read.edge(0), read.edge(1))
         return function if alpha == 1 else partial(function, alpha=alpha), arguments
 
@@ -69,7 +63,7 @@ def _native_dropout(read: Node) -> Rebuild:
     read.noted()  # that the call was one of training: the node looks the same in evaluation
     mask, made = read.saved("result1"), read.metadata()
     on_gpu = made.device.type == "cuda"
-    if mask is None or (not on_gpu and made.dtype.itemsize == 2):  # where some versions round the scale
+    if not on_gpu and made.dtype.itemsize == 2:  # where some versions round the scale
         raise Unknown
     keep = 1 - read.number("p")
     if on_gpu and made.dtype is not torch.float64:
@@ -93,9 +87,9 @@ def _joined(function: Callable[..., Tensor]) -> Callable[[Node], Rebuild]:
 
 
 def _clone(read: Node) -> Rebuild:
-    if read.like is None:
+    if read.value is None or read.value.geometry is None:
         raise Unknown  # the memory format
-    size, stride = read.like.size(), read.like.stride()
+    size, stride, _ = read.value.geometry
 
     def copy(t: Tensor) -> Tensor:
         if t.stride() == stride and t.size() == size:
@@ -113,10 +107,10 @@ def _to_copy(read: Node) -> Rebuild:
         return _cast_to(made.dtype), (read.edge(0),)
     weight = source.variable
     if read.level and weight.dim() <= 1 and type(weight) is Parameter:  # the bias of a product
-        return _cast_to(made.dtype), (Copied(Kept(weight.detach().clone())),)
+        return _cast_to(made.dtype), (Copy(weight.detach().clone()),)
     if not read.policy.weight_casts or type(weight) is not Parameter:
         raise Unknown("the cast of a weight, which is not cast again without weight_casts=True")
-    return _cast_to(made.dtype), (Copied(Kept(weight)),)
+    return _cast_to(made.dtype), (Copy(weight),)
 
 
 @lru_cache
@@ -145,7 +139,7 @@ def _addmm(read: Node) -> Rebuild:
     x, weight = read.input("mat1", 1), read.input("mat2", 2)
     _widens(read, "mat2")
     bias = read.bias(0)
-    if bias is ABSENT:
+    if bias is None:
         raise Unknown
     return lambda b, x, w: torch.addmm(b, x, w, beta=beta, alpha=alpha), (bias, x, weight)
 
@@ -181,7 +175,7 @@ def _softmax(read: Node) -> Rebuild:
 
 
 def _attention_of_cpu(read: Node) -> Rebuild:
-    op, mask = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, read.saved("attn_mask") or ABSENT
+    op, mask = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, read.saved("attn_mask")
     p, causal, scale = (read.number(name) for name in ("dropout_p", "is_causal", "scale"))
     return _attention(
         read, lambda q, k, v, mask: op(q, k, v, p, causal, attn_mask=mask, scale=scale)[0], mask
@@ -195,23 +189,35 @@ def _flash_attention(read: Node) -> Rebuild:
 
 
 def _efficient_attention(read: Node) -> Rebuild:
-    op, bias = torch.ops.aten._scaled_dot_product_efficient_attention, read.saved("attn_bias") or ABSENT
+    op, bias = torch.ops.aten._scaled_dot_product_efficient_attention, read.saved("attn_bias")
     p, causal, scale = (read.number(name) for name in ("dropout_p", "is_causal", "scale"))
     return _attention(read, lambda q, k, v, bias: op(q, k, v, bias, True, p, causal, scale=scale)[0], bias)
 
 
 def _cudnn_attention(read: Node) -> Rebuild:
-    op, bias = torch.ops.aten._scaled_dot_product_cudnn_attention, read.saved("attn_bias") or ABSENT
+    op, bias = torch.ops.aten._scaled_dot_product_cudnn_attention, read.saved("attn_bias")
     p, causal, scale = (read.number(name) for name in ("dropout_p", "is_causal", "scale"))
     return _attention(read, lambda q, k, v, bias: op(q, k, v, bias, True, p, causal, scale=scale)[0], bias)
 
 
-def _attention(read: Node, function: Callable[..., Tensor], *more: Argument) -> Rebuild:
+def _attention(read: Node, function: Callable[..., Tensor], *more: Source) -> Rebuild:
     """The same op once more, but with dropout, whose mask it does not return."""
     if read.number("dropout_p"):
         raise Unknown
     read.flops = 4 * read.size_of("key")[-2]
     return function, (read.input("query", 0), read.input("key", 1), read.input("value", 2), *more)
+
+
+def _layer(read: Node) -> Rebuild:
+    """fastvit's own layers: the function of a node says how its result is made from what it has saved."""
+    node = read.node
+    rebuild, unsaved = node._forward_cls.rebuilding(node), getattr(node, "fastvit_unsaved", {})
+    if rebuild is None:
+        raise Unknown("the layer keeps its output")
+    return rebuild, tuple(
+        read.edge(unsaved[i]) if i in unsaved else read.packed(one.data)
+        for i, one in enumerate(node._raw_saved_tensors)
+    )
 
 
 RULES |= {
@@ -264,10 +270,7 @@ RULES |= {
     "CloneBackward0": _clone,
     "UnsafeViewBackward0": _reshaped,
     "ToCopyBackward0": _to_copy,
-    "BatchNormFunctionBackward": layer,
-    "LayerNormFunctionBackward": layer,
-    "ActFunctionBackward": layer,
-    "GluFunctionBackward": layer,
+    **dict.fromkeys((f"{name}FunctionBackward" for name in ("BatchNorm", "LayerNorm", "Act", "Glu")), _layer),
 }
 
 PRODUCTS |= {"AddmmBackward0": _addmm, "MmBackward0": _mm}
