@@ -24,22 +24,22 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 TARGET = os.environ.get("FASTVIT_TEST_DEVICE", "cpu")
-# What `make test` leaves to `make test ALL=1`, by the beginning of a test's name: long trainings, programs drawn
-# at random, combinations whose pairs other cases have, and what runs tools.
+# What `make test` leaves to `make test ALL=1`, by the beginning of a test's name: long trainings, programs
+# drawn at random, combinations whose pairs other cases have, and what runs tools.
 THOROUGH = """
     test_apex_tests test_benchmarks test_compat_example::test_two_ranks_then_one[apex]
-    test_compat_example::test_two_ranks_then_one[fastvit] test_convert_programs test_demo test_gpu_tool test_kills
-    test_arguments::test_opcheck[cropped] test_arguments::test_opcheck[nhwc test_arguments::test_opcheck[tokens]
-    test_budget::test_the_share_that_remains[0.3] test_budget::test_the_share_that_remains[0.4]
-    test_budget::test_the_share_that_remains[0.57] test_budget::test_the_share_that_remains[0.6
-    test_budget::test_the_share_that_remains[0.7 test_budget::test_the_share_that_remains[0.9
-    test_build::test_kernels_that_do_not_compile test_build::test_no_compiler
-    test_compat_import::test_local_rank_that_another test_compat_import::test_ranks_that_leave
-    test_convert_compiled test_convert_vit_ranks
+    test_compat_example::test_two_ranks_then_one[fastvit] test_convert_programs test_demo test_gpu_tool
+    test_kills test_arguments::test_opcheck[cropped] test_arguments::test_opcheck[nhwc
+    test_arguments::test_opcheck[tokens] test_budget::test_the_share_that_remains[0.3]
+    test_budget::test_the_share_that_remains[0.4] test_budget::test_the_share_that_remains[0.57]
+    test_budget::test_the_share_that_remains[0.6 test_budget::test_the_share_that_remains[0.7
+    test_budget::test_the_share_that_remains[0.9 test_build::test_kernels_that_do_not_compile
+    test_build::test_no_compiler test_compat_import::test_local_rank_that_another
+    test_compat_import::test_ranks_that_leave test_convert_compiled test_convert_vit_ranks
     test_ops::test_kernels_of_other_instruction_sets test_ops::test_results_larger_than_the_caches[sizes1
-    test_ops::test_results_larger_than_the_caches[sizes2 test_ops::test_results_larger_than_the_caches[sizes3
-    test_report::test_compiled_models test_report::test_under_autocast
-    test_set_up::test_killed test_sync::test_a_rank_that_never_calls
+    test_ops::test_results_larger_than_the_caches[sizes2
+    test_ops::test_results_larger_than_the_caches[sizes3 test_report::test_compiled_models
+    test_report::test_under_autocast test_set_up::test_killed test_sync::test_a_rank_that_never_calls
     test_training_runs::test_killed_run test_training_runs::test_stop_after
     test_training_runs::test_resume_is_bitwise_in_every_precision[--amp-bf16
     test_training_runs::test_resume_is_bitwise_in_every_precision[--amp-O1
