@@ -289,6 +289,7 @@ class Answers:
     """The agreement of a group whose ranks answer alike."""
 
     rank, world, ask = 0, 2, staticmethod(lambda question, answer: {answer: [0, 1]})
+    same = staticmethod(lambda question, answer: True)
 
     def __init__(self, error: str = ""):
         self.error = error
