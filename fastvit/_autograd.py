@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from . import ops
+from . import _library, ops
 from .sync import LOCAL, Transport
 
-_ops = torch.ops.fastvit
+_ops = _library.ops
 
 
 class Function(torch.autograd.Function):

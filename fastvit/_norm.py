@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import init
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from . import sync
+from . import _library, sync
 from ._formulas import effective_gamma
 
 _UNSAFE = 0.05  # relative error of the recovered xhat above which a layer warns
@@ -22,6 +22,7 @@ _CONVERTERS = ("convert_sync_batchnorm", "convert_syncbn_model")  # torch's and 
 
 
 def check_num_features(name: str, num_features: object) -> None:
+    _library.check_built(f"fastvit.{name}")
     if isinstance(num_features, bool) or not isinstance(num_features, Integral) or num_features < 1:
         raise ValueError(f"{name}: num_features is {num_features!r}; a positive int expected")
 
