@@ -209,7 +209,8 @@ def test_a_package_without_kernels(monkeypatch, tmp_path):
         setup_globals(FASTVIT_KERNELS="1")
     with pytest.raises(SystemExit, match="FASTVIT_KERNELS is 'no'; 0 or 1 expected"):
         setup_globals(FASTVIT_KERNELS="no")
-    command = [sys.executable, "setup.py", "-q", "bdist_wheel", "-b", tmp_path / "b", "-d", tmp_path / "d"]
+    command = [sys.executable, "setup.py", "-q", "egg_info", "-e", tmp_path]
+    command += ["build", "-b", tmp_path / "build", "bdist_wheel", "-b", tmp_path / "b", "-d", tmp_path / "d"]
     environment = os.environ | {"FASTVIT_KERNELS": "0"}
     subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=60)
     (wheel,) = (tmp_path / "d").iterdir()
