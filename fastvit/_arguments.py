@@ -3,7 +3,7 @@
 from numbers import Real
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C import _autograd
 
 from . import _library
@@ -11,6 +11,20 @@ from ._formulas import ACTIVATIONS
 
 _SMALLEST = 2.0**-126  # normal float32
 IN_PLACE_ACTIVATIONS = ("identity", "leaky_relu", "elu")
+
+
+def check_module(name: str, model: object) -> None:
+    """Raises TypeError unless `model` is a module."""
+    if not isinstance(model, nn.Module):
+        kind = type(model).__name__
+        raise TypeError(f"{name}: model must be a torch.nn.Module, got an object of type {kind}")
+
+
+def check_tensor(name: str, x: object) -> None:
+    """Raises TypeError unless `x` is a tensor."""
+    if not isinstance(x, Tensor):
+        hint = "; torch.from_numpy makes one" if type(x).__module__ == "numpy" else ""
+        raise TypeError(f"{name}: a tensor expected, got an object of type {type(x).__name__}{hint}")
 
 
 def check_activation(activation: str, activation_param: float | None) -> float:

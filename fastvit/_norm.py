@@ -161,7 +161,16 @@ class SharesGroup(_BatchNorm):
     layer_number: int
 
     def set_group(self, process_group: "torch.distributed.ProcessGroup | None") -> None:
-        """Sets the process group over which statistics are shared; None is the default group."""
+        """Sets the process group over which statistics are shared; None is the default group.
+
+        Raises:
+            TypeError: it is the ranks of a group.
+        """
+        if isinstance(process_group, (int, list, tuple, range)):
+            raise TypeError(
+                f"{type(self).__name__}: {self.group_attribute} is {process_group!r}; a group expected, as "
+                "torch.distributed.new_group(ranks) makes one on every rank"
+            )
         setattr(self, self.group_attribute, process_group)
         self.layer_number = next(_layer_numbers)
 

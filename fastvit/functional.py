@@ -19,6 +19,7 @@ from ._arguments import (
     check_input,
     check_kernels,
     check_may_be_overwritten,
+    check_tensor,
 )
 from ._autograd import (
     ActFunction,
@@ -57,6 +58,7 @@ def _layer(
     `traced` takes the function's place for torch.compile.
     """
     x, compiling = tensors[0], torch.compiler.is_compiling()
+    check_tensor(name, x)
     shared: sync.Transport = sync.LOCAL
     if process_group is not None:
         if training:
@@ -231,6 +233,7 @@ def inplace_abn(
     Activated BatchNorm for Memory-Optimized Training of DNNs", arXiv:1712.02616.
     """
     check_in_place_activation(activation, activation_param)
+    check_tensor("inplace_abn", x)
     check_may_be_overwritten("inplace_abn", x)
     if abs_weight and weight is not None:
         weight = absolute_weight(weight, eps)
@@ -287,6 +290,7 @@ def layer_norm(
         ValueError: x does not end with normalized_shape, or is on a GPU and there are no CUDA kernels.
         RuntimeError: an argument that `fastvit.ops.layer_norm_forward` cannot take.
     """
+    check_tensor("layer_norm", x)
     shape = tuple(normalized_shape)
     if not shape or tuple(x.shape[-len(shape) :]) != shape:
         raise ValueError(

@@ -190,6 +190,7 @@ def fuse(model: nn.Module) -> nn.Module:
     dimensions, and in an nn.Sequential its own output is that of the activation. `convert_syncbn_model` may
     come before or after; torch's and timm's converters to SyncBatchNorm refuse a layer with an activation.
     """
+    _arguments.check_module("fuse", model)
     places = Counter(id(child) for parent in model.modules() for child in parent._modules.values())
     for parent in list(model.modules()):
         if not _is_touched(parent) and _same_as(type(parent), {nn.Sequential: True}):
@@ -311,6 +312,7 @@ def convert_syncbn_model(
 
     The check of dimensions of BatchNorm1d/2d/3d is lost: a SyncBatchNorm takes 2 to 5 dimensions.
     """
+    _arguments.check_module("convert_syncbn_model", module)
     left = Counter(
         type(layer).__qualname__
         for layer in module.modules()
