@@ -1,7 +1,9 @@
 """The layers' autograd functions: the ops of forward and backward, the saved tensors, mark_dirty.
 
 `rebuilding(ctx)` returns the function by which a recompute scope makes the result again from the saved
-tensors, in their order, None where there is none; or None where the result cannot be made.
+tensors, in their order, None where there is none; or None where the result is to be kept. In that order
+`ctx.fastvit_unsaved` names the tensors that are not saved, each by its position among the arguments.
+`ctx.fastvit_written` is the version of a result that the function writes over its input.
 """
 
 import functools
@@ -88,8 +90,9 @@ class BatchNormFunction(Function):
         y, saved = _ops.bn_forward(
             x, moments, weight, bias, z, mean, var, tracked, *statistics, *activation, training
         )
-        # Without an activation backward does not need z: its gradient is dy.
-        ctx.save_for_backward(x, weight, bias, None if activation[0] == "identity" else z, saved, tag)
+        if activation[0] == "identity" and z is not None:  # backward does not need it: its gradient is dy
+            ctx.fastvit_unsaved, z = {3: 3}, None
+        ctx.save_for_backward(x, weight, bias, z, saved, tag)
         return y
 
     @staticmethod
@@ -123,6 +126,7 @@ class InPlaceABNFunction(Function):
             x, moments, weight, bias, mean, var, tracked, *statistics, *activation, training
         )
         ctx.mark_dirty(x)
+        ctx.fastvit_written = x._version + 1
         ctx.save_for_backward(x, weight, bias, saved, tag)
         return x
 

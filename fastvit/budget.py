@@ -15,9 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor, nn
 
 from .recompute import Policy, watched
-from .recompute.kept import Kept, Unread
 from .recompute.policy import Site
-from .recompute.saved import Recipe
+from .recompute.record import Record, Unread
 from .trial import Trial, as_arguments
 
 __all__ = ["within_budget"]
@@ -59,8 +58,9 @@ def within_budget(
 
     sites: dict[Site, _Cost] = {}
     least = 0
-    for products in (False, True):  # products last: they take an order of magnitude more arithmetic
-        policy = dataclasses.replace(policy, products=products)
+    # Products last: they take an order of magnitude more arithmetic.
+    for products, attention in ((False, False), (True, False), (True, True)):
+        policy = dataclasses.replace(policy, products=products, attention=attention)
         apply(copied, policy)
         cheaper, sites = len(sites), sites | {s: c for s, c in _sites(trial, copied) if s not in sites}
         least = kept(policy)
@@ -75,19 +75,19 @@ def within_budget(
 
 def _sites(trial: Trial, model: nn.Module) -> list[tuple[Site, _Cost]]:
     """The sites of what a forward rebuilds, those with most bytes for their work first, then in its order."""
-    recipes: list[Recipe] = []
+    records: list[Record] = []
     sites: dict[Site, _Cost] = {}
 
-    def look(packed: Kept | Recipe | Unread, _: Tensor) -> None:
-        if isinstance(packed, Recipe):
-            recipes.append(packed)
+    def look(packed: Record | Unread, _: Tensor) -> None:
+        if isinstance(packed, Record):
+            records.append(packed)
 
     def count() -> None:
-        for value in dict.fromkeys(recipe.value for recipe in recipes if recipe.kept is None):
-            cost = sites.setdefault(value.site, _Cost())
-            cost.freed += value.nbytes
-            price = value.price()
-            cost.work += price.moved + price.flops / _OPERATIONS_A_BYTE
+        for recipe in dict.fromkeys(record.recipe for record in records):
+            if recipe is not None and recipe.value.site is not None:
+                cost = sites.setdefault(recipe.value.site, _Cost())
+                cost.freed += recipe.value.nbytes
+                cost.work += recipe.moved + recipe.flops / _OPERATIONS_A_BYTE
 
     with watched(look):
         trial.warm_up(model, count)

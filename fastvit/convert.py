@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from ._arguments import check_module
 from .budget import within_budget
 from .fuse import unfuse
-from .recompute import Place, Policy, close_scope, compiled, open_scope
+from .recompute import Policy, close_scope, compiled, open_scope
 
 __all__ = ["convert", "revert"]
 
@@ -23,7 +24,7 @@ class ScopeHook:
     def __init__(self, policy: Policy, block: str):
         self.policy = policy
         self.block = block
-        self.start = Place()
+        _hide_scopes_from_torchscript()
 
     def __reduce__(self):
         return ScopeHook, (self.policy, self.block)
@@ -36,7 +37,7 @@ class ScopeHook:
         elif torch.compiler.is_compiling():
             compiled.opened()
         elif torch.is_grad_enabled():
-            open_scope(module, self.policy, self.block, self.start)
+            open_scope(module, self.policy, self.block)
 
 
 def convert(
@@ -84,10 +85,7 @@ def convert(
         ValueError: `budget` is out of range, it or `example_inputs` is given alone, the model cannot be
             copied for it, or a block of `skip` does not exist.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"convert: model must be a torch.nn.Module, got an object of type {type(model).__name__}"
-        )
+    check_module("convert", model)
     policy = Policy(products, weight_casts, skip=_skipped(model, skip))
     if (budget is None) != (example_inputs is None):
         raise ValueError("convert: budget and example_inputs expected together, got one of them")
@@ -158,8 +156,10 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     ]
 
 
-def _hidden_from_torchscript(get_hook_stubs: Callable) -> Callable:
+@functools.cache
+def _hide_scopes_from_torchscript() -> None:
     """torch.jit.script compiles hooks; those of a scope mean nothing to it."""
+    get_hook_stubs = torch.jit._recursive.get_hook_stubs
 
     @functools.wraps(get_hook_stubs)
     def get_hook_stubs_without_scopes(module: nn.Module):
@@ -173,10 +173,7 @@ def _hidden_from_torchscript(get_hook_stubs: Callable) -> Callable:
                 each.clear()
                 each.update(old)
 
-    return get_hook_stubs_without_scopes
-
-
-torch.jit._recursive.get_hook_stubs = _hidden_from_torchscript(torch.jit._recursive.get_hook_stubs)
+    torch.jit._recursive.get_hook_stubs = get_hook_stubs_without_scopes
 
 
 def revert(model: nn.Module) -> nn.Module:

@@ -48,7 +48,7 @@ __all__ = [
 def _layer(
     name: str, function: type[Function], traced: Callable[..., Tensor], tensors, training: bool,
     momentum: float | None, eps: float, activation: str, activation_param: float, channel_last: bool,
-    process_group, layer: int, recompute: bool = False,
+    process_group, layer: int, recompute: bool = True,
 ) -> Tensor:  # fmt: skip
     """Applies the function of a normalisation to `tensors` and its options; see _autograd.py.
 
@@ -117,8 +117,8 @@ def sync_batch_norm(
             in different layers; 0 for a layer without one.
 
     Returns:
-        A new tensor of x's dtype and memory format. Saves x for backward (and z with fuse_relu). Not
-        differentiable twice.
+        A new tensor of x's dtype and memory format. Saves x for backward (and z with fuse_relu); inside
+        `fastvit.recompute_scope()` it is rebuilt for later ops that save it. Not differentiable twice.
 
     Raises:
         ValueError: wrong rank, dtype, device or channel count; one value per channel in training where the
@@ -149,7 +149,7 @@ def batch_norm_act(
     *,
     channel_last: bool = False,
     num_batches_tracked: Tensor | None = None,
-    recompute: bool = False,
+    recompute: bool = True,
     process_group: "torch.distributed.ProcessGroup | None" = None,
     layer: int = 0,
 ) -> Tensor:
@@ -159,7 +159,7 @@ def batch_norm_act(
         activation: "identity", "relu", "relu6", "leaky_relu", "elu", "gelu" (by erf), "gelu_tanh", "silu" or
             "hardswish", as in torch.nn.functional, derivatives at kinks included.
         activation_param: slope of leaky_relu (None: 0.01) or alpha of elu (None: 1); the others have none.
-        recompute: inside `fastvit.recompute_scope()` the result is rebuilt for later ops that save it;
+        recompute: inside `fastvit.recompute_scope()` the result may be rebuilt for later ops that save it;
             elsewhere this has no effect.
         process_group: the ranks that share statistics; None is this process alone.
 
@@ -170,8 +170,7 @@ def batch_norm_act(
         "batch_norm_act", BatchNormFunction, _traced_batch_norm_act,
         (x, weight, bias, z, running_mean, running_var, num_batches_tracked), training, momentum, eps,
         activation, check_activation(activation, activation_param), channel_last, process_group, layer,
-        # With a residual and no activation z is not saved, so y cannot be rebuilt.
-        recompute and (z is None or activation != "identity"),
+        recompute,
     )  # fmt: skip
 
 

@@ -9,27 +9,22 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .convert import convert, is_converted, opens_scope, revert
 from .recompute import active_scope, watched, why_closed
-from .recompute.graph import PRODUCTS, RULES
-from .recompute.kept import SMALLEST, Kept, Unread
+from .recompute.graph import why_kept
 from .recompute.masks import Gate
-from .recompute.policy import op_name
-from .recompute.saved import Recipe
-from .recompute.values import VALUE, Ingredient, Value, View
-from .recompute.views import of_unsafe_view
+from .recompute.policy import plain
+from .recompute.record import SMALLEST, Copy, Recipe, Record, Unread, whole
 from .trial import Trial
 
 __all__ = ["Report", "TensorReport", "report"]
 
 _SHOWN = 0.005  # smallest share of all bytes that has a line in the table
 _NUMBER = re.compile(r"\d+(?=\.)|(?<![^.])\d+$")  # of all parts of a name but the last, unless it is one
-_OP_NAMES = {"to_copy": "cast", "clone": "copy", "reshape_alias": "view"}
 
 
 @dataclass(frozen=True)
@@ -182,8 +177,7 @@ class Seen:
     def __init__(self, model: nn.Module):
         self.model = model
         self.notes: dict[str, None] = {}
-        # Of each saved tensor: what it became, the module whose forward ran, and why it is kept if it is.
-        self._saved: list[tuple[weakref.ref[Kept | Recipe | Unread], str, str]] = []
+        self._saved: list[tuple[weakref.ref[Record | Unread], str]] = []  # and the module whose forward ran
         self._running = ["the model"]  # names of modules, inner ones last
 
     @contextlib.contextmanager
@@ -201,8 +195,8 @@ class Seen:
             for handle in handles:
                 handle.remove()
 
-    def _look(self, packed: Kept | Recipe | Unread, tensor: Tensor) -> None:
-        self._saved.append((weakref.ref(packed), self._running[-1], _against(tensor)))
+    def _look(self, packed: Record | Unread, _: Tensor) -> None:
+        self._saved.append((weakref.ref(packed), self._running[-1]))
 
     def _enter(self, name: str) -> Callable[[nn.Module, object], None]:
         label = _NUMBER.sub("*", name) or "the model"
@@ -221,40 +215,39 @@ class Seen:
 
     def rows(self) -> list[TensorReport]:
         """The tensors that are kept or rebuilt; largest first."""
-        readers: dict[object, set[str]] = defaultdict(set)  # by value, or by the address of a kept storage
-        rebuilt: dict[Value, list[Tensor]] = {}  # what it is rebuilt from
+        readers: dict[object, set[str]] = defaultdict(set)  # by recipe, or by the address of a kept storage
+        rebuilt: dict[Recipe, list[Tensor]] = {}  # what it is rebuilt from
         sizes: dict[int, tuple[int, str]] = {}  # kept bytes and reason
         known = {0} | {_address(tensor) for tensor in [*self.model.parameters(), *self.model.buffers()]}
-        for reference, module, reason in self._saved:
-            packed = reference()
-            if isinstance(packed, Recipe) and packed.source is not None:
-                rebuilt[packed.value] = [kept.tensor for kept in packed.source.ingredients]
-                readers[packed.value].add(module)
+        for reference, module in self._saved:
+            record = reference()
+            if not isinstance(record, Record):  # freed since, or not read
                 continue
-            kept = packed.kept if isinstance(packed, Recipe) else packed
-            if not isinstance(kept, Kept):  # freed since, or not read
+            if record.recipe is not None:
+                rebuilt[record.recipe] = list(_ingredients(record.recipe))
+                readers[record.recipe].add(module)
                 continue
-            address = _address(kept.tensor)
+            address, reason = _address(record.tensor), why_kept(record)
             if address not in known:
                 readers[address].add(module)
-                nbytes = kept.tensor.untyped_storage().nbytes()
-                if isinstance(kept.outer, Gate):
-                    nbytes = kept.outer.bits.packed.nbytes
+                nbytes = record.tensor.untyped_storage().nbytes()
+                if isinstance(record.stand_in, Gate):
+                    nbytes = record.stand_in.bits.packed.nbytes
                     reason = "where an activation passes the gradient on, a bit an element"
-                elif kept.outer is not None:
+                elif record.stand_in is not None:
                     reason = "handed on to the saved-tensor hooks around"
                 sizes.setdefault(address, (nbytes, reason))
         known |= set(sizes)
         groups: dict[tuple[tuple[str, ...], str], list[tuple[int, int]]] = defaultdict(list)
         for address, (size, reason) in sizes.items():
             groups[tuple(sorted(readers[address])), reason].append((size, 0))
-        for value, tensors in rebuilt.items():
+        for recipe, tensors in rebuilt.items():
             ingredients = {_address(tensor): tensor.nbytes for tensor in tensors}
             own = ingredients.keys() - known
             known |= own  # a copy counts once
             inputs = sum(address in sizes and size >= SMALLEST for address, size in ingredients.items())
-            key = tuple(sorted(readers[value])), _recomputed(value, inputs)
-            groups[key].append((sum(ingredients[address] for address in own), value.nbytes))
+            key = tuple(sorted(readers[recipe])), _recomputed(recipe, inputs)
+            groups[key].append((sum(ingredients[address] for address in own), recipe.value.nbytes))
         rows = [
             TensorReport(names, len(parts), sum(k for k, _ in parts), sum(r for _, r in parts), reason)
             for (names, reason), parts in groups.items()
@@ -262,48 +255,33 @@ class Seen:
         return sorted(rows, key=lambda row: (-row.rebuilt_bytes, -row.kept_bytes, row.names))
 
 
-def _against(tensor: Tensor) -> str:
-    """Why a tensor that was packed just now is kept, if it is."""
-    base = tensor if tensor._base is None else tensor._base
-    node: Any = base.grad_fn
-    if node is None:
-        return "no op of the graph made it: an input, a constant, indices, compiled code"
-    value, op = node.metadata.get(VALUE), _plain(of_unsafe_view(node).name())
-    if not isinstance(value, Value):
-        return f"one of several results of {op}, or written to before it was saved"
-    if value.unknown or value.function is not None:
-        return (value.against() or f"an input of {op} is not kept").replace(value.name, op)
-    if value.name in PRODUCTS:
-        return f"the result of {op}: rebuilt with products=True, where it is no narrower than its input"
-    return f"the result of {op}, " + (
-        "an argument of which is unknown" if value.name in RULES else "which is not repeated"
-    )
-
-
 def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else 0
 
 
-def _recomputed(value: Value, inputs: int) -> str:
-    """How `value` is rebuilt, from a number of saved tensors."""
-    if value.name.startswith("dropout_mask"):
+def _recomputed(recipe: Recipe, inputs: int) -> str:
+    """How a tensor is rebuilt, from a number of saved tensors."""
+    if recipe.value.name.startswith("dropout_mask"):
         return "dropout's mask, kept as a bit an element"
-    ops = list(dict.fromkeys(_ops(value)))
+    ops = list(dict.fromkeys(_ops(recipe)))
     its = "its saved input" if len(ops) == 1 else "the saved input"
     return f"recomputed by {', '.join(ops)} from {its}{'s' if inputs > 1 else ''}"
 
 
-def _ops(value: Value) -> Iterator[str]:
-    for argument in value.arguments:
-        inner = argument.value if isinstance(argument, View) else argument
-        if not isinstance(inner, Ingredient) and inner.function is not None and inner.kept() is None:
+def _ops(recipe: Recipe) -> Iterator[str]:
+    for inner in recipe.inner:
+        if not inner.value.name.startswith("dropout_mask"):
             yield from _ops(inner)
-    yield _plain(value.name)
+    yield plain(recipe.value.name)
 
 
-def _plain(name: str) -> str:
-    op = op_name(name)
-    return _OP_NAMES.get(op, op)
+def _ingredients(recipe: Recipe) -> Iterator[Tensor]:
+    for source in recipe.sources:
+        one = whole(source)
+        if isinstance(one, Recipe):
+            yield from _ingredients(one)
+        elif one is not None:
+            yield one.record.tensor if isinstance(one, Copy) else one.tensor
 
 
 def _aligned(rows: list[tuple[str, ...]]) -> list[str]:

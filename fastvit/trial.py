@@ -45,6 +45,13 @@ def tensors_of(values: object) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
+_HOLDERS = (
+    (Mapping, "pass what it holds as keyword arguments, **batch"),
+    ((tuple, list), "pass what it holds as arguments, *batch"),
+    (DataLoader, "pass a batch of it, next(iter(loader)), or the part of that which the model takes"),
+)
+
+
 class Trial:
     """A model and the inputs with which copies of it run.
 
@@ -136,14 +143,7 @@ class Trial:
                     raise TypeError(
                         f"{self.caller}: a tensor expected, such as torch.zeros{size}, got the size {size}"
                     ) from error
-            for kind, instead in (
-                (Mapping, "pass what it holds as keyword arguments, **batch"),
-                ((tuple, list), "pass what it holds as arguments, *batch"),
-                (
-                    DataLoader,
-                    "pass a batch of it, next(iter(loader)), or the part of that which the model takes",
-                ),
-            ):
+            for kind, instead in _HOLDERS:
                 if len(args) == 1 and isinstance(args[0], kind):
                     given = type(args[0]).__name__
                     raise TypeError(

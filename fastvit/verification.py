@@ -14,10 +14,8 @@ from torch.utils import _pytree as pytree
 from .convert import convert, is_converted, revert
 from .fuse import is_fused
 from .recompute import watched
-from .recompute.kept import Kept, Unread
 from .recompute.policy import op_name
-from .recompute.saved import Recipe
-from .recompute.values import plainly
+from .recompute.record import Record, Unread
 from .trial import Trial, tensors_of
 
 __all__ = ["Verification", "verify"]
@@ -146,27 +144,29 @@ class _Recipes:
 
     def __init__(self):
         self.sites: tuple[tuple[str, str], ...] = ()  # of those that are wrong
-        self._found: list[tuple[Recipe, Tensor, int]] = []
+        self._found: list[tuple[Record, Tensor, int]] = []
 
-    def look(self, packed: Kept | Recipe | Unread, tensor: Tensor) -> None:
-        if isinstance(packed, Recipe):
+    def look(self, packed: Record | Unread, tensor: Tensor) -> None:
+        if isinstance(packed, Record):
             self._found.append((packed, tensor.detach(), tensor._version))
 
     def check(self) -> None:
         """Follows every recipe, and drops them. autograd refuses what was written to since."""
-        unwritten = [(one, t) for one, t, version in self._found if one.source and t._version == version]
-        wrong = [recipe.value.site for recipe, tensor in unwritten if not _agrees(recipe, tensor)]
-        self.sites = tuple(dict.fromkeys((block, op_name(name)) for block, name, _ in wrong))
-        for recipe, _ in unwritten:
-            if recipe.source is not None:
-                recipe.source.rebuilt = None
+        unwritten = [(one, t) for one, t, version in self._found if one.recipe and t._version == version]
+        wrong = [
+            record.recipe.value.site for record, t in unwritten if record.recipe and not _agrees(record, t)
+        ]
+        self.sites = tuple(dict.fromkeys((site[0], op_name(site[1])) for site in wrong if site))
+        for record, _ in unwritten:
+            if record.recipe is not None:
+                record.recipe.forget()
         self._found = []
 
 
-def _agrees(recipe: Recipe, tensor: Tensor) -> bool:
+def _agrees(record: Record, tensor: Tensor) -> bool:
     """Whether the rebuilt tensor has the bits of `tensor`. One that cannot be rebuilt has not."""
     try:
-        got = plainly(lambda: torch.as_strided(recipe.value.tensor(), *recipe.geometry))
+        got = record.unpack()
     except Exception:
         return False
     bits = [one.contiguous().flatten().view(torch.uint8) for one in (got, tensor)]

@@ -74,7 +74,6 @@ def test_without_a_real_one(fake):
         "from apex.transformer import parallel_state",
         "from apex.contrib.sparsity import ASP",
         "from apex.amp import utils",
-        "from apex.parallel import Reducer",
         "import apex.parallel.multiproc",
         "from apex.fp16_utils import prep_param_lists",
     ):

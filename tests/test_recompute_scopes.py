@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import fastvit
 from fastvit import BatchNormAct, recompute_scope
 from fastvit.memory import live_bytes
+from fastvit.recompute import record, scope
 
 
 @pytest.mark.parametrize("where", ["scope outside", "scope inside", "converted submodule"])
@@ -334,8 +335,7 @@ def test_a_product_behind_other_ops_has_its_price(bias):
     with recompute_scope(products=True):
         y = last(F.relu(first(torch.randn(4, 50, 64, requires_grad=True))))
     node = y.grad_fn if "Addmm" in y.grad_fn.name() else y.grad_fn.next_functions[0][0]
-    value = node._raw_saved_mat1.data.value
-    assert value.price().flops == 2 * 64 * 4 * 50 * 64
+    assert node._raw_saved_mat1.data.recipe.flops == 2 * 64 * 4 * 50 * 64
 
 
 @pytest.mark.parametrize("dtype,products", [("float32", False), ("bfloat16", False), ("bfloat16", True)])
@@ -376,3 +376,83 @@ def test_a_copy_is_made_from_a_result_that_another_op_saves():
 
     assert torch.equal(gradient(scoped), gradient(forward))
     assert live_bytes(scoped)[0] == live_bytes(forward)[0] - x.nbytes  # the copy
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("train", [True, None, False])
+def test_native_dropout(train, dtype):
+    """What dropout runs on CUDA: the result is made again of the mask's bits.
+
+    In evaluation it is kept, and in half precision on a CPU, where versions of torch round otherwise.
+    """
+    last, results = nn.Linear(64, 64, dtype=dtype), []
+    x = torch.randn(128, 64, dtype=dtype, requires_grad=True)
+
+    def forward(context):
+        torch.manual_seed(0)
+        with context():
+            return last(torch.native_dropout(x.exp(), 0.3, train)[0])
+
+    for context in (contextlib.nullcontext, recompute_scope):
+        size, y = live_bytes(lambda c=context: forward(c))
+        results.append([size, *torch.autograd.grad(y.square().sum(), [x, last.weight])])
+    (before, *want), (after, *got) = results
+    assert all(map(torch.equal, got, want))
+    mask = x.numel() * 7 // 8 if train is not False else 0
+    assert before - after == mask + (x.nbytes if mask and dtype.itemsize > 2 else 0)
+
+
+def test_readers_on_two_streams_share_no_rebuilt_tensor(monkeypatch):
+    """And the allocator knows of a stream that reads another's memory. Streams are numbers here."""
+    running, used, made, silu = [1], [], [], torch._C._nn.silu
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    for module in (record, scope):
+        monkeypatch.setattr(module, "stream_of", lambda _: running[0])
+    monkeypatch.setattr(record, "used_here", lambda tensor: used.append(running[0]))
+    monkeypatch.setattr(torch._C._nn, "silu", lambda t: (made.append(1), silu(t))[1])
+    for second, count in ((1, 1), (2, 2)):
+        leaf, running[0] = torch.randn(64, 64, requires_grad=True), 1
+        with recompute_scope():
+            y = F.silu(leaf * 1)
+            ones = [(y @ torch.ones(64, 64, requires_grad=True)).sum() for _ in range(2)]
+        del y
+        want, made[:] = torch.autograd.grad(128 * F.silu(leaf * 1).sum(), leaf)[0], []
+        ones[0].backward(retain_graph=True)
+        running[0] = second
+        ones[1].backward(retain_graph=True)
+        assert len(made) == count and used == [2] * (count - 1)
+        torch.testing.assert_close(leaf.grad, want)
+
+
+def test_rms_norm_of_cuda():
+    """On a CPU torch composes it of others, unless there is a kernel."""
+    library = torch.library.Library("aten", "IMPL")
+
+    def rms_norm(x, shape, weight, eps):
+        scale = (
+            x.square().mean(-1, keepdim=True) + (torch.finfo(x.dtype).eps if eps is None else eps)
+        ).rsqrt()
+        return x * scale * weight, scale
+
+    library.impl("_fused_rms_norm", rms_norm, "CPU")
+    try:
+        for eps in (None, 0.25):
+            norm, sizes = nn.RMSNorm(64, eps=eps), []
+            x = torch.randn(128, 64, requires_grad=True)
+
+            def forward(context, norm=norm, x=x):
+                with context():
+                    y = norm(x.exp())
+                    assert y.grad_fn.name() == "FusedRmsNormBackward0"
+                    return y @ torch.ones(64, 64, requires_grad=True)
+
+            for context in (contextlib.nullcontext, recompute_scope):
+                sizes.append(live_bytes(lambda c=context: forward(c))[0])
+            with recompute_scope():
+                y = norm(x.exp())
+                node = (y @ torch.ones(64, 64, requires_grad=True)).grad_fn
+            want = y.detach().clone()
+            del y
+            assert torch.equal(node._saved_self, want) and sizes[0] - sizes[1] == x.nbytes
+    finally:
+        library._destroy()

@@ -2,6 +2,7 @@
 
 import argparse
 import copy
+import math
 import os
 import re
 import signal
@@ -99,6 +100,41 @@ def test_ranks_divide_the_cores_that_they_share_and_no_others(ranks):
     assert ranks.run(2, _cores, [every, every]) == [4, 4]  # torchrun
     assert ranks.run(2, _cores, [set(range(4)), set(range(4, 8))]) == [4, 4]  # srun: each task has its own
     assert ranks.run(3, _cores, [{0}, {0}, every]) == [1, 1, 8]
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "quota"),
+    [
+        ("0::/a/b\n", {"a/b/cpu.max": "max 100000", "a/cpu.max": "150000 100000"}, 1.5),
+        ("0::/\n", {"cpu.max": "50000 100000"}, 0.5),
+        ("0::/a\n", {"a/cpu.max": "max 100000"}, math.inf),
+        ("3:cpuset:/a\n2:cpu,cpuacct:/a\n0::/\n",
+         {"cpu/a/cpu.cfs_quota_us": "-1", "cpu/a/cpu.cfs_period_us": "100000",
+          "cpu/cpu.cfs_quota_us": "400000", "cpu/cpu.cfs_period_us": "100000"}, 4.0),
+    ],
+)  # fmt: skip
+def test_limits_of_control_groups(tmp_path, monkeypatch, groups, files, quota):
+    (tmp_path / "proc/self/ns").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(groups)
+    (tmp_path / "proc/self/ns/cgroup").symlink_to("cgroup:[1]")
+    for name, text in files.items():
+        path = tmp_path / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    assert distributed.cpu_quota(tmp_path) == (f"cgroup:[1] {groups}", quota)
+    assert distributed.cpu_quota(tmp_path / "proc") == ("", math.inf)
+    monkeypatch.setattr(distributed, "cpu_quota", lambda: ("", quota))
+    assert distributed.own_cores() == max(1, int(min(quota, len(os.sched_getaffinity(0)))))
+
+
+def test_ranks_in_two_containers_of_a_machine_divide_its_cores(monkeypatch):
+    cores = sorted(os.sched_getaffinity(0))
+    mine = [("machine", cores), ("machine", "container 1")]
+    other = [("machine", cores), ("machine", "container 2")]
+    monkeypatch.setattr(distributed, "boot_id", lambda: "machine")
+    monkeypatch.setattr(distributed, "cpu_quota", lambda: ("container 1", 8.0))
+    monkeypatch.setattr(distributed, "gather_objects", lambda value: [mine, other])
+    assert distributed.own_cores() == max(1, len(cores) // 2)
 
 
 class Batches(list):

@@ -21,16 +21,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
-from .graph import is_lost
-from .kept import Kept
+from .graph import CALL, VALUE, VERSION
+from .masks import GATES
 from .policy import Policy
-from .saved import reduce_to_gate
-from .values import CALL, VALUE, VERSION, unknown
+from .record import Record, Value
 from .views import of_unsafe_view
 
 
-class Told:
-    """What the calls tell a scope's pack hook."""
+class Context:
+    """What the calls tell a scope's pack hook, and what they ask of the scope."""
 
     def __init__(self, policy: Policy):
         self.policy = policy
@@ -39,8 +38,14 @@ class Told:
         self.written: tuple[Tensor, int] | None = None  # what the op that runs may write to; its version then
         self.aliases = Aliases()
 
+    def is_filed(self, node) -> bool:
+        raise NotImplementedError
 
-See = Callable[[Told, Callable, tuple, dict], Any]  # runs the call
+    def decide(self) -> None:
+        raise NotImplementedError
+
+
+See = Callable[[Context, Callable, tuple, dict], Any]  # runs the call
 
 
 def _argument(args: tuple, kwargs: dict, index: int, name: str, default: Any = None) -> Any:
@@ -50,7 +55,7 @@ def _argument(args: tuple, kwargs: dict, index: int, name: str, default: Any = N
 def _norm(eps: int, bias: int) -> See:
     """Sees a normalisation, whose eps and bias have these positions."""
 
-    def see(scope: Told, func: Callable, args: tuple, kwargs: dict) -> Any:
+    def see(scope: Context, func: Callable, args: tuple, kwargs: dict) -> Any:
         y = func(*args, **kwargs)
         return _noted(y, _argument(args, kwargs, eps, "eps", 1e-5), _argument(args, kwargs, bias, "bias"))
 
@@ -60,14 +65,13 @@ def _norm(eps: int, bias: int) -> See:
 def _batch_norm(weight: int, bias: int) -> See:
     """Sees a BatchNorm, whose weight and bias have these positions; the graph has its eps.
 
-    In evaluation the backward reads the input for the gradient of the weight alone. The input is given up
-    where it is no recipe's result: then it costs more bytes than its output.
+    In evaluation the backward reads the input for the gradient of the weight alone.
     """
 
-    def see(scope: Told, func: Callable, args: tuple, kwargs: dict) -> Any:
+    def see(scope: Context, func: Callable, args: tuple, kwargs: dict) -> Any:
         x, scale = _argument(args, kwargs, 0, "input"), _argument(args, kwargs, weight, "weight")
         training = _argument(args, kwargs, 5, "training", False)
-        if training or not _is_frozen(x, scale) or not is_lost(x.grad_fn, scope.policy):
+        if training or not _is_frozen(x, scale):
             y = func(*args, **kwargs)
         else:
             y = _without(scope, x, func, args, kwargs)
@@ -79,7 +83,7 @@ def _batch_norm(weight: int, bias: int) -> See:
 def _instance_norm(bias: int) -> See:
     """Sees an instance norm: a BatchNorm of other sizes, which repeats the bias. A frozen one is not seen."""
 
-    def see(scope: Told, func: Callable, args: tuple, kwargs: dict) -> Any:
+    def see(scope: Context, func: Callable, args: tuple, kwargs: dict) -> Any:
         y = func(*args, **kwargs)
         return _noted(y, None, None) if _argument(args, kwargs, bias, "bias") is None else y
 
@@ -96,29 +100,34 @@ def _noted(y: Any, eps: float | None, bias: Tensor | None) -> Any:
     return y
 
 
-def _linear(scope: Told, func: Callable, args: tuple, kwargs: dict) -> Any:
+def _linear(scope: Context, func: Callable, args: tuple, kwargs: dict) -> Any:
     y = func(*args, **kwargs)
     if type(y) is Tensor and y._version and y.grad_fn is not None and y._base is None:
         y.grad_fn.metadata[VERSION] = y._version  # torch adds the bias in place, for inputs of other strides
     x, bias = _argument(args, kwargs, 0, "input"), _argument(args, kwargs, 2, "bias")
     if _is_frozen(x, _argument(args, kwargs, 1, "weight")):
-        reduce_to_gate(x.grad_fn)
+        _want_gate(x.grad_fn)
     return y if bias is None or bias.requires_grad else _noted(y, None, bias)
 
 
-def _rms_norm(scope: Told, func: Callable, args: tuple, kwargs: dict) -> Any:
+def _rms_norm(scope: Context, func: Callable, args: tuple, kwargs: dict) -> Any:
     return _noted(func(*args, **kwargs), _argument(args, kwargs, 3, "eps"), None)
 
 
-def _dropout(scope: Told, func: Callable, args: tuple, kwargs: dict) -> Any:
+def _dropout(scope: Context, func: Callable, args: tuple, kwargs: dict) -> Any:
     p = _argument(args, kwargs, 1, "p", 0.5)
-    if type(p) is not float or not 0 < p < 1:
+    in_training = _argument(args, kwargs, 2, "train", kwargs.get("training", True)) is not False
+    if type(p) is not float or not 0 < p < 1 or not in_training:
         return _maybe_in_place(scope, func, args, kwargs)
     outer, scope.dropout = scope.dropout, p
     try:
-        return _maybe_in_place(scope, func, args, kwargs)
+        result = _maybe_in_place(scope, func, args, kwargs)
     finally:
         scope.dropout = outer
+    y = result[0] if type(result) is tuple else result
+    if type(y) is Tensor and y.grad_fn is not None and y.grad_fn.name() == "NativeDropoutBackward0":
+        _noted(y, None, None)
+    return result
 
 
 def _reads_sizes(weight: int | None = None) -> See:
@@ -128,15 +137,27 @@ def _reads_sizes(weight: int | None = None) -> See:
     gradient (pytorch#133566). What an activation before it has saved is then reduced to a gate.
     """
 
-    def see(scope: Told, func: Callable, args: tuple, kwargs: dict) -> Any:
+    def see(scope: Context, func: Callable, args: tuple, kwargs: dict) -> Any:
         x = _argument(args, kwargs, 0, "input")
         if not _is_frozen(x, None if weight is None else _argument(args, kwargs, weight, "weight")):
             return func(*args, **kwargs)
         y = _without(scope, x, func, args, kwargs)
-        reduce_to_gate(x.grad_fn)
+        _want_gate(x.grad_fn)
         return y
 
     return see
+
+
+def _want_gate(node) -> None:
+    """Of what an activation has saved a bit an element is enough, where its node alone reads that."""
+    found = GATES.get(node.name())
+    if found is not None:
+        attribute, gate_of = found
+        record = getattr(node, attribute).data
+        if type(record) is Record and record.recipe is None:
+            record.gate_of = partial(gate_of, node)
+            if record.made is None:
+                record.reduce_to_gate()
 
 
 def _is_frozen(x: Any, weight: Any) -> bool:
@@ -144,7 +165,7 @@ def _is_frozen(x: Any, weight: Any) -> bool:
     return type(x) is Tensor and x.grad_fn is not None and (weight is None or not weight.requires_grad)
 
 
-def _without(scope: Told, x: Tensor, func: Callable, args: tuple, kwargs: dict) -> Any:
+def _without(scope: Context, x: Tensor, func: Callable, args: tuple, kwargs: dict) -> Any:
     """Runs an op that saves `x`, of which its backward reads the size alone."""
     outer, scope.unread = scope.unread, x.size()
     try:
@@ -153,12 +174,12 @@ def _without(scope: Told, x: Tensor, func: Callable, args: tuple, kwargs: dict) 
         scope.unread = outer
 
 
-def _maybe_in_place(scope: Told, func: Callable, args: tuple, kwargs: dict) -> Any:
+def _maybe_in_place(scope: Context, func: Callable, args: tuple, kwargs: dict) -> Any:
     """Sees a function of torch.nn.functional with the option `inplace`, which it passes by name."""
     return _written(scope, func, args, kwargs) if kwargs.get("inplace") else func(*args, **kwargs)
 
 
-def _written(scope: Told, func: Callable, args: tuple, kwargs: dict) -> Any:
+def _written(scope: Context, func: Callable, args: tuple, kwargs: dict) -> Any:
     """Sees an op that writes into its first argument, a tensor or several, or into `out`."""
     call, targets = partial(func, *args, **kwargs), kwargs.get("out")
     if targets is None:
@@ -169,7 +190,7 @@ def _written(scope: Told, func: Callable, args: tuple, kwargs: dict) -> Any:
     return call()
 
 
-def _writing(scope: Told, x: Tensor, call: Callable) -> Any:
+def _writing(scope: Context, x: Tensor, call: Callable) -> Any:
     """Runs an op that writes into `x`.
 
     Where it does, and makes a node, the tensor has one more version than before by this very op. Where it
@@ -180,7 +201,7 @@ def _writing(scope: Told, x: Tensor, call: Callable) -> Any:
         of = scope.aliases.source(base) if scope.aliases else None
         return _forgotten(scope, of, call) if of is not None else call()
     node, before = base.grad_fn, base._version
-    _copied_for_recipes(node)
+    _copied_for_recipes(scope, node)
     known = base is x and before == node.metadata.get(VERSION, 0) and torch.is_grad_enabled()
     outer, scope.written = scope.written, (x, before + 1) if known else None
     try:
@@ -189,15 +210,12 @@ def _writing(scope: Told, x: Tensor, call: Callable) -> Any:
         scope.written = outer
         if base._version != before:
             if base.grad_fn is node:
-                node.metadata[VALUE] = unknown(_UNSEEN)
+                _forget(node)
             elif known and base._version == before + 1:
                 base.grad_fn.metadata[VERSION] = before + 1
 
 
-_UNSEEN = "written to without a gradient"
-
-
-def _forgotten(scope: Told, base: Tensor, call: Callable) -> Any:
+def _forgotten(scope: Context, base: Tensor, call: Callable) -> Any:
     """Sees a write into the memory of `base` of which autograd's graph knows nothing.
 
     Without a new version autograd does not notice it either: an op that saved the tensor reads what was
@@ -206,40 +224,47 @@ def _forgotten(scope: Told, base: Tensor, call: Callable) -> Any:
     node = base.grad_fn
     if node is None:
         return call()
-    kept = _copied_for_recipes(node)
+    scope.decide()
+    kept = _copied_for_recipes(scope, node)
     value, version, memory = node.metadata.get(VALUE), base._version, base.detach()
-    node.metadata[VALUE] = unknown(_UNSEEN)
+    _forget(node)
     result = call()
     if value is not None and base._version == version:
-        value.memory = memory
+        if value.recipe is not None and (recipe := value.recipe()) is not None:
+            recipe.memory = memory
         for one in kept:
             one.is_unfit = True
     return result
 
 
-def _copied_for_recipes(node) -> list[Kept]:
+def _forget(node) -> None:
+    """The graph no longer shows what the result of `node` holds."""
+    value = node.metadata[VALUE] = Value()
+    value.is_known = False
+
+
+def _copied_for_recipes(scope: Context, node) -> list[Record]:
     """Before a write to the tensor that `node` made: recipes so far take a copy, and no later one takes it.
 
     Eager code may write to a saved tensor whose reader never runs a backward. Returns what has saved it.
     """
+    if scope.is_filed(node):
+        scope.decide()
     value = node.metadata.get(VALUE)
-    kept = None if value is None else value.kept()
-    if kept is None:
+    if value is None:
         return []
-    every = kept.same_memory()
+    every, value.records = value.saved(), []
     for one in every:
         one.copy_for_recipes()
-    if kept.before is None:
-        value.keeper = None
     return every
 
 
-def _replaced(scope: Told, func: Callable, args: tuple, kwargs: dict) -> Any:
+def _replaced(scope: Context, func: Callable, args: tuple, kwargs: dict) -> Any:
     """Sees `tensor.data = other`."""
     return _forgotten(scope, args[0], partial(func, *args, **kwargs))
 
 
-def _aliased(scope: Told, func: Callable, args: tuple, kwargs: dict) -> Any:
+def _aliased(scope: Context, func: Callable, args: tuple, kwargs: dict) -> Any:
     """Sees `detach()` and `.data`, whose result has the memory and not the graph."""
     y = func(*args, **kwargs)
     x = _argument(args, kwargs, 0, "input")
@@ -339,7 +364,7 @@ _PYTHON_METHODS = frozenset(name for name, f in vars(Tensor).items() if inspect.
 class Calls(TorchFunctionMode):
     """The mode of a scope."""
 
-    def __init__(self, scope: Told):
+    def __init__(self, scope: Context):
         super().__init__()
         self.scope = scope
 

@@ -1,8 +1,8 @@
 """Reads from autograd's graph the op that made a tensor, and its inputs.
 
 A node has the op's name, the tensors that the op saved, and edges to the nodes that made its inputs. With the
-same op on the same memory layout the result has the same bits. rules.py lists the ops that are repeated,
-those with little arithmetic; the results of other ops are never rebuilt. Views are followed to their base.
+same op on the same memory layout the result has the same bits. rules.py lists the ops that are repeated.
+Views are followed to their base.
 
 The graph lacks a number that was added, the value of padding, and inputs without gradient that the op did not
 save. A tensor that depends on one of these is not rebuilt. calls.py notes the eps of a normalisation.
@@ -11,101 +11,244 @@ save. A tensor that depends on one of these is not rebuilt. calls.py notes the e
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from .kept import SMALLEST, Kept, Unread
-from .policy import Policy
-from .saved import Recipe
-from .values import ABSENT, CALL, VALUE, Argument, Copied, Ingredient, Rebuild, Saved, Unknown, Value, View
+from .policy import Policy, plain
+from .record import SMALLEST, Copy, Recipe, Record, Source, Unread, Value, View
 from .views import VIEWS, of_unsafe_view, of_views, signed
 
+# Keys of what a scope notes in a node's metadata.
+CALL = "fastvit.call"  # the eps of the call, and its bias without gradient
+VERSION = "fastvit.version"  # the version of the tensor that the node made
+VALUE = "fastvit.value"  # its Value
+
 LEAF = "torch::autograd::AccumulateGrad"
+Rebuild = tuple[Callable[..., Tensor], tuple[Source, ...]]  # an op and what goes into it
 Rule = Callable[["Node"], Rebuild]
 RULES: dict[str, Rule] = {}  # by the names of nodes; rules.py fills it
 PRODUCTS: dict[str, Rule] = {}  # likewise, with products=True
+ATTENTION: dict[str, Rule] = {}  # likewise, where a budget asks for it
 _LONGEST = 12  # consecutive ops whose results no op has saved
 
 
-def value_of(node, policy: Policy, like: Tensor | None = None, level: int = 0) -> Value:
-    """The value that `node` made. `like` is the whole tensor, where it is available."""
-    metadata = node.metadata
-    value = metadata.get(VALUE)
+class Unknown(Exception):
+    """A node lacks an argument of its op, or the argument is not kept."""
+
+
+def rule_of(name: str, policy: Policy) -> Rule | None:
+    rule = RULES.get(name)
+    if rule is None and policy.products:
+        rule = PRODUCTS.get(name) or (ATTENTION.get(name) if policy.attention else None)
+    return rule
+
+
+def why_kept(record: Record) -> str:
+    """Why a record keeps its tensor."""
+    value = record.value
     if value is None:
-        value = metadata[VALUE] = Value()
-        value.name = of_unsafe_view(node).name()
-        if like is not None:
-            value.dtype, value.size = like.dtype, like.nbytes
-        else:
+        return record.reason
+    if value.reason:
+        return value.reason
+    op = plain(value.name)
+    if value.name in PRODUCTS:
+        return f"the result of {op}: rebuilt with products=True, where it is no narrower than its input"
+    return (
+        f"an input of {op} is not kept"
+        if value.name in RULES
+        else f"the result of {op}, which is not repeated"
+    )
+
+
+class Pass:
+    """One pass over what has been saved: finds the recipes."""
+
+    count = 0
+
+    def __init__(self, policy: Policy, decide: Callable[[object, Value], None]):
+        Pass.count += 1
+        self.number, self.policy, self.decide = Pass.count, policy, decide
+        self.nested = 0  # decisions that wait for another one
+
+    def source(self, node, level: int) -> Source:
+        """The result of `node`: what holds it, or a recipe.
+
+        Raises:
+            Unknown: there is neither.
+        """
+        metadata = node.metadata
+        value = metadata.get(VALUE)
+        if value is None:
+            value = metadata[VALUE] = Value()
+        elif value.fresh is not None:
+            if self.nested > _LONGEST:
+                raise Unknown
+            self.nested += 1
+            self.decide(node, value)
+            self.nested -= 1
+        if not value.is_known:
+            raise Unknown("it was written to in ways that the graph does not show")
+        if value.records and (record := value.kept()) is not None:
+            if record.base is None:
+                return record
+            return View(record, ((torch.as_strided, *record.base),))
+        recipe = value.recipe and value.recipe()
+        if recipe is not None:
+            return recipe
+        if level >= _LONGEST or value.failed == self.number:
+            raise Unknown
+        return self.recipe(node, value, level)
+
+    def recipe(self, node, value: Value, level: int = 0) -> Recipe:
+        """A new recipe for the result of `node`.
+
+        Raises:
+            Unknown: there is none; in this pass it is not looked for again.
+        """
+        rule = rule_of(name := node.name(), self.policy)
+        value.name = name if name != "UnsafeViewBackward0" else of_unsafe_view(node).name()
+        try:
+            if rule is None:
+                raise Unknown
             made = node._input_metadata[0]
             if made.is_cpp_nested_tensor:  # it has no shape
-                return value
-            value.dtype = made.dtype
-            value.size = math.prod(made.shape) * value.dtype.itemsize
-        rule = RULES.get(name := node.name()) or (PRODUCTS.get(name) if policy.products else None)
-        if rule is not None and level < _LONGEST:
-            try:
-                read = Node(node, policy, like, level)
-                value.function, value.arguments = rule(read)
-                if read.flops:
-                    value.flops = read.flops * (value.size // value.dtype.itemsize)
-            except Unknown as reason:
-                value.unknown, value.lasts = str(reason), reason.lasts
-    return value
-
-
-def is_lost(node, policy: Policy) -> bool:
-    """Whether `node` made a result without a rule, or a view of one, that no op has saved so far."""
-    node = of_views(node)
-    if node is None or (name := of_unsafe_view(node).name()) in RULES or name == LEAF:
-        return False
-    if policy.products and name in PRODUCTS:
-        return False
-    value = node.metadata.get(VALUE)
-    return value is None or (value.function is None and value.kept() is None)
+                raise Unknown("it is nested")
+            read = Node(node, self, value, level)
+            recipe = Recipe(value, *rule(read))
+        except Unknown:
+            value.failed = self.number
+            raise
+        recipe.dtype = dtype = made.dtype
+        recipe.size = size = math.prod(made.shape) * dtype.itemsize
+        moved, flops = size, read.flops * (size // dtype.itemsize)
+        for source in recipe.sources:
+            one = source.source if type(source) is View else source
+            if type(one) is Recipe:
+                moved += min(one.size, 2 * size)
+                recipe.ops += one.ops
+                if one.value.nbytes:  # another op has saved it, and it is rebuilt for that op anyway
+                    recipe.depth = max(recipe.depth, one.depth + 1)
+                else:
+                    recipe.depth = max(recipe.depth, one.depth)
+                    moved += one.moved
+                    flops += one.flops
+            elif one is not None:
+                moved += min(one.nbytes(), 2 * size)
+        recipe.moved, recipe.flops = moved, flops
+        value.recipe = weakref.ref(recipe)
+        return recipe
 
 
 class Node:
     """An autograd node, with the accessors that rules use."""
 
-    __slots__ = ("flops", "level", "like", "node", "policy")
+    __slots__ = ("flops", "level", "node", "search", "value")
 
-    def __init__(self, node, policy: Policy, like: Tensor | None, level: int):
-        self.node = node
-        self.policy = policy
+    def __init__(self, node, search: Pass, value: Value | None, level: int):
+        self.node, self.search, self.value, self.level = node, search, value, level
         self.flops = 0  # per element of the result, of a matrix product
-        self.like = like
-        self.level = level
+
+    @property
+    def policy(self) -> Policy:
+        return self.search.policy
 
     @property
     def edges(self):
         return self.node.next_functions
 
+    def metadata(self):
+        return self.node._input_metadata[0]
+
     def number(self, name: str):
         """An option of the op, or several."""
         return signed(getattr(self.node, f"_saved_{name}"))
 
-    def saved(self, name: str) -> Argument | None:
-        """An input that the op saved; None where it saved nothing, or only the size is left."""
+    def has(self, name: str) -> bool:
+        """Whether the op has saved this input."""
         packed = getattr(self.node, f"_raw_saved_{name}").data
-        return None if packed is None or type(packed) is Unread else self.packed(packed)
+        return packed is not None and type(packed) is not Unread
 
-    def packed(self, packed: object) -> Argument:
+    def saved(self, name: str) -> Source:
+        """An input that the op saved; None where the op did not get it."""
+        return self.packed(getattr(self.node, f"_raw_saved_{name}").data)
+
+    def packed(self, packed: object) -> Source:
         """What an op of this scope has packed."""
-        if type(packed) is Kept:
-            return Saved(packed)
-        if type(packed) is Recipe:
-            return View(packed.value, ((torch.as_strided, *packed.geometry),))
         if packed is None:
-            return ABSENT
-        if isinstance(packed, Tensor) and packed.numel() == 1 and packed.grad_fn is None:
-            return Copied(Kept(packed))
-        raise Unknown("saved outside of the scope")
+            return None
+        if type(packed) is not Record:
+            if isinstance(packed, Tensor) and packed.numel() == 1 and packed.grad_fn is None:
+                return Copy(packed)
+            raise Unknown("saved outside of the scope")
+        value = packed.value
+        if value is not None and value.fresh is not None and packed.made is not None:
+            self.search.decide(packed.made, value)
+        if packed.recipe is not None:
+            recipe = packed.recipe
+            return (
+                recipe if packed.geometry is None else View(recipe, ((torch.as_strided, *packed.geometry),))
+            )
+        if packed.is_intact() and not packed.is_freed():
+            return packed
+        raise Unknown("an input was written to")
+
+    def size_of(self, name: str) -> torch.Size:
+        """The size of an input that the op saved."""
+        packed = getattr(self.node, f"_raw_saved_{name}").data
+        if type(packed) is not Record:
+            raise Unknown
+        if packed.recipe is None:
+            return packed.tensor.shape
+        return (packed.geometry or packed.recipe.value.geometry)[0]
+
+    def edge(self, index: int) -> Source:
+        """An input that requires a gradient."""
+        node, number = self.edges[index]
+        views: tuple = ()
+        while node is not None and (view := VIEWS.get(name := node.name())) is not None:
+            views = (view(node, number), *views)
+            node, number = node.next_functions[0]
+        if node is None or number:
+            raise Unknown
+        source = self.leaf(node.variable) if name == LEAF else self.search.source(node, self.level + 1)
+        if not views:
+            return source
+        return View(source.source, source.views + views) if type(source) is View else View(source, views)
+
+    def leaf(self, tensor: Tensor) -> Copy:
+        """A copy of a leaf, which may be written to before the backward, since the op has not saved it."""
+        is_small = tensor.nbytes <= SMALLEST // 2 or tensor.numel() * 64 <= math.prod(self.metadata().shape)
+        if type(tensor) not in (Tensor, torch.nn.Parameter) or not is_small:
+            raise Unknown
+        copy = Copy(tensor)
+        if copy.record.is_freed():
+            raise Unknown("a parameter that is sharded now")
+        return Copy(tensor.detach().clone())
+
+    def input(self, name: str, index: int) -> Source:
+        return self.saved(name) if self.has(name) else self.edge(index)
+
+    def noted(self) -> tuple[float | None, Tensor | None]:
+        """The eps of the call, and its bias where that has no gradient."""
+        noted = self.node.metadata.get(CALL)
+        if noted is None:
+            raise Unknown("the call was not seen")
+        return noted
+
+    def bias(self, index: int) -> Source:
+        if self.edges[index][0] is not None:
+            return self.edge(index)
+        bias = self.noted()[1]
+        return None if bias is None else Copy(bias)
+
+    def behind(self, node) -> Node:
+        return Node(node, self.search, None, self.level)
 
     def is_residual(self) -> bool:
-        """Whether this sum has two terms of its shape, one a matrix product that no op has saved so far."""
+        """Whether this sum has two terms of its shape, one a matrix product that is not kept."""
         shape = self.metadata().shape
         terms = [node for node, _ in self.edges]
         if any(node is None or node._input_metadata[0].shape != shape for node in terms):
@@ -119,49 +262,3 @@ class Node:
             return False
         value = node.metadata.get(VALUE)
         return value is None or value.kept() is None
-
-    def edge(self, index: int) -> Argument:
-        """An input that requires a gradient."""
-        node, number = self.edges[index]
-        views: tuple = ()
-        while node is not None and (view := VIEWS.get(name := node.name())) is not None:
-            views = (view(node, number), *views)
-            node, number = node.next_functions[0]
-        if node is None or number:
-            raise Unknown
-        if name == LEAF:
-            value: Value | Ingredient = self.leaf(node.variable)
-        else:
-            value = node.metadata.get(VALUE) or value_of(node, self.policy, None, self.level + 1)
-        return View(value, views) if views else value
-
-    def leaf(self, tensor: Tensor) -> Copied:
-        """A copy of a leaf, which may be written to before the backward, since the op has not saved it."""
-        is_small = tensor.nbytes <= SMALLEST // 2 or tensor.numel() * 64 <= math.prod(self.metadata().shape)
-        if type(tensor) not in (Tensor, torch.nn.Parameter) or not is_small:
-            raise Unknown
-        if Kept(tensor).is_freed():
-            raise Unknown("a parameter that is sharded now")
-        return Copied(Kept(tensor.detach().clone()))
-
-    def noted(self) -> tuple[float | None, Tensor | None]:
-        """The eps of the call, and its bias where that has no gradient."""
-        noted = self.node.metadata.get(CALL)
-        if noted is None:
-            raise Unknown("the call was not seen")
-        return noted
-
-    def bias(self, index: int) -> Argument:
-        if self.edges[index][0] is not None:
-            return self.edge(index)
-        bias = self.noted()[1]
-        return ABSENT if bias is None else Copied(Kept(bias))
-
-    def input(self, name: str, index: int) -> Argument:
-        return self.saved(name) or self.edge(index)
-
-    def behind(self, node) -> Node:
-        return Node(node, self.policy, None, self.level)
-
-    def metadata(self):
-        return self.node._input_metadata[0]

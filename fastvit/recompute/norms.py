@@ -11,8 +11,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .graph import Node
-from .values import ABSENT, Argument, Rebuild, Unknown
+from .graph import Node, Rebuild, Unknown
+from .record import Source
 
 
 def layer_norm(read: Node) -> Rebuild:
@@ -35,8 +35,8 @@ def _rms_norm_of(shape: tuple[int, ...], eps: float | None) -> Callable[..., Ten
     return lambda x, w: torch.ops.aten._fused_rms_norm(x, shape, w, eps)[0]
 
 
-def _saved(read: Node, x: str, *optional: str) -> tuple[Argument, ...]:
-    return read.input(x, 0), *[read.saved(name) or ABSENT for name in optional]
+def _saved(read: Node, x: str, *optional: str) -> tuple[Source, ...]:
+    return read.input(x, 0), *[read.saved(name) for name in optional]
 
 
 def group_norm(read: Node) -> Rebuild:
@@ -47,7 +47,7 @@ def group_norm(read: Node) -> Rebuild:
 
 
 def batch_norm(read: Node) -> Rebuild:
-    return _batch_norm_of(read, read.number("eps"), _from_statistics)
+    return _batch_norm_of(read, read.number("eps"), _natively)
 
 
 def cudnn_batch_norm(read: Node) -> Rebuild:
@@ -55,22 +55,29 @@ def cudnn_batch_norm(read: Node) -> Rebuild:
 
 
 def _batch_norm_of(read: Node, eps: float, norm: Callable[..., Tensor]) -> Rebuild:
-    """BatchNorm; running statistics are read in evaluation alone, and never written."""
-    names = "result1", "result2"
-    if not read.number("training"):
-        names, norm = ("running_mean", "running_var"), _in_evaluation
+    """BatchNorm by `norm`, from saved mean and 1 / std, or in evaluation running mean and variance."""
+    names, training = ("result1", "result2"), read.number("training")
+    if not training:
+        names = "running_mean", "running_var"
     statistics = [read.saved(name) for name in names]
     if None in statistics:
         raise Unknown
-    return lambda *tensors: norm(*tensors, eps), (*_saved(read, "input", "weight"), read.bias(2), *statistics)
+    arguments = *_saved(read, "input", "weight"), read.bias(2), *statistics
+    return lambda *tensors: norm(*tensors, training, eps), arguments
 
 
-def _in_evaluation(x: Tensor, w: Tensor | None, b: Tensor | None, mean: Tensor, var: Tensor, eps: float):
+def _by_cudnn(x: Tensor, w: Tensor, b: Tensor, mean: Tensor, var: Tensor, training: bool, eps: float):
+    """Also in evaluation, which has other roundings than torch's own kernel."""
+    running_mean, running_var = (None, None) if training else (mean, var)
+    return torch.cudnn_batch_norm(x, w, b, running_mean, running_var, training, 0.0, eps)[0]
+
+
+def _natively(
+    x: Tensor, w: Tensor | None, b: Tensor | None, mean: Tensor, var: Tensor, training: bool, eps: float
+) -> Tensor:
+    if training:
+        return _from_statistics(x, w, b, mean, var, eps)
     return torch.native_batch_norm(x, w, b, mean, var, False, 0.0, eps)[0]
-
-
-def _by_cudnn(x: Tensor, w: Tensor, b: Tensor, mean: Tensor, invstd: Tensor, eps: float) -> Tensor:
-    return torch.cudnn_batch_norm(x, w, b, None, None, True, 0.0, eps)[0]
 
 
 def _from_statistics(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
-from .places import Place
 from .policy import Policy
 from .scope import Look, Scope, top_hooks
 
@@ -52,7 +52,7 @@ def recompute_scope(products: bool = False, weight_casts: bool = False) -> Itera
         yield
         return
     owner = object()
-    open_scope(owner, Policy(products, weight_casts), "", Place())
+    open_scope(owner, Policy(products, weight_casts), "")
     try:
         yield
     finally:
@@ -62,32 +62,31 @@ def recompute_scope(products: bool = False, weight_casts: bool = False) -> Itera
 class _Opened(threading.local):
     """The scopes that are open in this thread, inner ones last.
 
-    An entry is an owner, its scope, and the policy, the block and the place of that scope before.
+    An entry is an owner, its scope, and the policy and the block of that scope before.
     """
 
     def __init__(self):
-        self.stack: list[tuple[object, Scope | None, tuple[Policy, str, Place] | None]] = []
+        self.stack: list[tuple[object, Scope | None, tuple[Policy, str] | None]] = []
         self.look: Look | None = None
 
 
 _opened = _Opened()
 
 
-def open_scope(owner: object, policy: Policy, block: str, start: Place) -> None:
-    """Opens a scope until `close_scope(owner)`, or sets policy and block of the one that is open.
-
-    `start` is one object for all forwards of the block under this policy.
-    """
+def open_scope(owner: object, policy: Policy, block: str) -> None:
+    """Opens a scope until `close_scope(owner)`, or sets policy and block of the one that is open."""
     scope = active_scope()
     if scope is not None and any(entry[0] is owner and entry[1] is scope for entry in _opened.stack):
         close_scope(owner)  # left open by a KeyboardInterrupt, after which no hook of a module runs
         scope = active_scope()
     before = None
     if scope is not None:
-        before = scope.policy, scope.block, scope.place
-        scope.policy, scope.block, scope.place = policy, block, start
+        before = scope.policy, scope.block
+        scope.begin(policy, block)
     elif _can_open():
-        scope = Scope(policy, block, start, _opened.look)
+        _let_torch_func_in()
+        scope = Scope(policy, _opened.look)
+        scope.begin(policy, block)
         scope.enter()
     _opened.stack.append((owner, scope, before))
 
@@ -100,11 +99,11 @@ def close_scope(owner: object) -> None:
     while True:
         one, scope, before = stack.pop()
         if scope is not None:
-            scope.finish()
+            scope.decide()
             if before is None:
                 scope.leave()
             else:
-                scope.policy, scope.block, scope.place = before
+                scope.policy, scope.block = before
         if one is owner:
             return
 
@@ -150,17 +149,15 @@ def active_scope() -> Scope | None:
     return scope if isinstance(scope, Scope) else None
 
 
-def _with_scopes_aside(disable: Callable) -> Callable:
+@functools.cache
+def _let_torch_func_in() -> None:
+    """torch.func calls `disable_saved_tensors_hooks` by this name, which raises where there are hooks."""
+    disable = torch.autograd.graph.disable_saved_tensors_hooks
+
     @contextlib.contextmanager
-    def disable_saved_tensors_hooks(*args, **kwargs):
+    def with_scope_aside(*args, **kwargs):
         scope = active_scope()
         with contextlib.nullcontext() if scope is None else scope.aside(), disable(*args, **kwargs):
             yield
 
-    return disable_saved_tensors_hooks
-
-
-# torch.func calls it by this name, and it raises where there are hooks.
-torch.autograd.graph.disable_saved_tensors_hooks = _with_scopes_aside(
-    torch.autograd.graph.disable_saved_tensors_hooks
-)
+    torch.autograd.graph.disable_saved_tensors_hooks = with_scope_aside

@@ -16,6 +16,7 @@ class Policy:
 
     Args:
         products: results of matrix products too.
+        attention: and of attention, of batched products, and of Linears that are narrower than their input.
         weight_casts: autocast's copies of weights too.
         sites: only the results of these ops in these blocks; None for all.
         skip: not the results of ops of these plain names in these blocks.
@@ -23,6 +24,7 @@ class Policy:
 
     products: bool = False
     weight_casts: bool = False
+    attention: bool = False
     sites: frozenset[Site] | None = None
     skip: frozenset[tuple[str, str]] = frozenset()
 
@@ -33,6 +35,15 @@ class Policy:
         if self.skip and (site[0], op_name(site[1])) in self.skip:
             return "skipped"
         return ""
+
+
+_PLAIN = {"to_copy": "cast", "clone": "copy", "reshape_alias": "view"}
+
+
+def plain(name: str) -> str:
+    """What a report calls the op of an autograd node."""
+    op = op_name(name)
+    return _PLAIN.get(op, op)
 
 
 @lru_cache(1024)

@@ -7,6 +7,7 @@ same bits. A rule raises `Unknown` where the node lacks an argument.
 from __future__ import annotations
 
 from collections.abc import Callable
+from ctypes import c_float
 from functools import lru_cache, partial
 
 import torch
@@ -15,11 +16,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from . import norms
-from .graph import LEAF, PRODUCTS, RULES, Node, Rule, is_lost
-from .kept import Kept
-from .layers import layer
-from .saved import Recipe
-from .values import ABSENT, Copied, Rebuild, Unknown
+from .graph import ATTENTION, LEAF, PRODUCTS, RULES, Node, Rebuild, Rule, Unknown, rule_of
+from .record import Copy, Source
 
 
 def _unary(function: Callable[..., Tensor], *options: str, saves_input: bool = True) -> Rule:
@@ -42,12 +40,8 @@ def _product(function: Callable[..., Tensor]) -> Callable[[Node], Rebuild]:
 
 def _sum(function: Callable[..., Tensor]) -> Callable[[Node], Rebuild]:
     def rule(read: Node) -> Rebuild:
-        # The sum is mostly a residual stream, and a later op saves a term only rarely. So a recipe does not
-        # wait for a term that no op has saved yet.
-        if any(is_lost(term, read.policy) for term, _ in read.edges):
-            raise Unknown("a term of the sum is not kept", lasts=True)
         if read.policy.products and read.is_residual():
-            raise Unknown("the sum is kept instead of repeating the product that is its term", lasts=True)
+            raise Unknown("the sum is kept instead of repeating the product that is its term")
         alpha, arguments = read.number("alpha"), (read.edge(0), read.edge(1))
         return function if alpha == 1 else partial(function, alpha=alpha), arguments
 
@@ -62,6 +56,19 @@ def _padded(read: Node) -> Rebuild:
     if any(read.number("pad")):
         raise Unknown  # the padding value
     return torch.clone, (read.edge(0),)
+
+
+def _native_dropout(read: Node) -> Rebuild:
+    """`input * mask * scale`."""
+    read.noted()  # that the call was one of training: the node looks the same in evaluation
+    mask, made = read.saved("result1"), read.metadata()
+    on_gpu = made.device.type == "cuda"
+    if not on_gpu and made.dtype.itemsize == 2:  # where some versions round the scale
+        raise Unknown
+    keep = 1 - read.number("p")
+    if on_gpu and made.dtype is not torch.float64:
+        keep = c_float(keep).value  # the kernel divides by it in float32
+    return lambda t, mask: t.mul(mask).mul_(1 / keep), (read.edge(0), mask)
 
 
 def _addcmul(read: Node) -> Rebuild:
@@ -80,9 +87,9 @@ def _joined(function: Callable[..., Tensor]) -> Callable[[Node], Rebuild]:
 
 
 def _clone(read: Node) -> Rebuild:
-    if read.like is None:
+    if read.value is None or read.value.geometry is None:
         raise Unknown  # the memory format
-    size, stride = read.like.size(), read.like.stride()
+    size, stride, _ = read.value.geometry
 
     def copy(t: Tensor) -> Tensor:
         if t.stride() == stride and t.size() == size:
@@ -100,10 +107,10 @@ def _to_copy(read: Node) -> Rebuild:
         return _cast_to(made.dtype), (read.edge(0),)
     weight = source.variable
     if read.level and weight.dim() <= 1 and type(weight) is Parameter:  # the bias of a product
-        return _cast_to(made.dtype), (Copied(Kept(weight.detach().clone())),)
+        return _cast_to(made.dtype), (Copy(weight.detach().clone()),)
     if not read.policy.weight_casts or type(weight) is not Parameter:
         raise Unknown("the cast of a weight, which is not cast again without weight_casts=True")
-    return _cast_to(made.dtype), (Copied(Kept(weight)),)
+    return _cast_to(made.dtype), (Copy(weight),)
 
 
 @lru_cache
@@ -119,7 +126,7 @@ def _reshaped(read: Node) -> Rebuild:
     shape = tuple(read.metadata().shape)
     if source.name() == "CloneBackward0":
         return lambda t: t.contiguous().view(shape), (read.behind(source).edge(0),)
-    if read.policy.products and (rule := PRODUCTS.get(source.name())):
+    if source.name() not in RULES and (rule := rule_of(source.name(), read.policy)):
         inner = read.behind(source)
         product, arguments = rule(inner)
         read.flops = inner.flops
@@ -132,7 +139,7 @@ def _addmm(read: Node) -> Rebuild:
     x, weight = read.input("mat1", 1), read.input("mat2", 2)
     _widens(read, "mat2")
     bias = read.bias(0)
-    if bias is ABSENT:
+    if bias is None:
         raise Unknown
     return lambda b, x, w: torch.addmm(b, x, w, beta=beta, alpha=alpha), (bias, x, weight)
 
@@ -144,14 +151,73 @@ def _mm(read: Node) -> Rebuild:
 
 
 def _widens(read: Node, weight: str) -> None:
-    """Raises Unknown for a product whose result is narrower than its input: it takes too much arithmetic."""
-    packed = getattr(read.node, "_raw_saved_" + weight).data
-    if type(packed) not in (Kept, Recipe):
-        raise Unknown
-    shape = packed.tensor.shape if type(packed) is Kept else packed.geometry[0]
-    if shape[0] > shape[1]:
+    """Raises Unknown for a product whose result is narrower than its input: it takes too much arithmetic.
+
+    A budget may ask for it.
+    """
+    shape = read.size_of(weight)
+    if shape[0] > shape[1] and not read.policy.attention:
         raise Unknown
     read.flops = 2 * shape[0]
+
+
+def _bmm(read: Node) -> Rebuild:
+    arguments = read.input("self", 0), read.input("mat2", 1)
+    read.flops = 2 * read.size_of("mat2")[1]
+    return torch.bmm, arguments
+
+
+def _softmax(read: Node) -> Rebuild:
+    source, dim = read.edges[0][0], read.number("dim")
+    if source is None or source._input_metadata[0].dtype is not read.metadata().dtype:
+        raise Unknown
+    return lambda t: torch.softmax(t, dim), (read.edge(0),)
+
+
+def _attention_of_cpu(read: Node) -> Rebuild:
+    op, mask = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, read.saved("attn_mask")
+    p, causal, scale = (read.number(name) for name in ("dropout_p", "is_causal", "scale"))
+    return _attention(
+        read, lambda q, k, v, mask: op(q, k, v, p, causal, attn_mask=mask, scale=scale)[0], mask
+    )
+
+
+def _flash_attention(read: Node) -> Rebuild:
+    op = torch.ops.aten._scaled_dot_product_flash_attention
+    p, causal, scale = (read.number(name) for name in ("dropout_p", "is_causal", "scale"))
+    return _attention(read, lambda q, k, v: op(q, k, v, p, causal, scale=scale)[0])
+
+
+def _efficient_attention(read: Node) -> Rebuild:
+    op, bias = torch.ops.aten._scaled_dot_product_efficient_attention, read.saved("attn_bias")
+    p, causal, scale = (read.number(name) for name in ("dropout_p", "is_causal", "scale"))
+    return _attention(read, lambda q, k, v, bias: op(q, k, v, bias, True, p, causal, scale=scale)[0], bias)
+
+
+def _cudnn_attention(read: Node) -> Rebuild:
+    op, bias = torch.ops.aten._scaled_dot_product_cudnn_attention, read.saved("attn_bias")
+    p, causal, scale = (read.number(name) for name in ("dropout_p", "is_causal", "scale"))
+    return _attention(read, lambda q, k, v, bias: op(q, k, v, bias, True, p, causal, scale=scale)[0], bias)
+
+
+def _attention(read: Node, function: Callable[..., Tensor], *more: Source) -> Rebuild:
+    """The same op once more, but with dropout, whose mask it does not return."""
+    if read.number("dropout_p"):
+        raise Unknown
+    read.flops = 4 * read.size_of("key")[-2]
+    return function, (read.input("query", 0), read.input("key", 1), read.input("value", 2), *more)
+
+
+def _layer(read: Node) -> Rebuild:
+    """fastvit's own layers: the function of a node says how its result is made from what it has saved."""
+    node = read.node
+    rebuild, unsaved = node._forward_cls.rebuilding(node), getattr(node, "fastvit_unsaved", {})
+    if rebuild is None:
+        raise Unknown("the layer keeps its output")
+    return rebuild, tuple(
+        read.edge(unsaved[i]) if i in unsaved else read.packed(one.data)
+        for i, one in enumerate(node._raw_saved_tensors)
+    )
 
 
 RULES |= {
@@ -187,6 +253,7 @@ RULES |= {
     "ReluBackward0": _unary(torch.relu, saves_input=False),
     "SigmoidBackward0": _unary(torch.sigmoid, saves_input=False),
     "TanhBackward0": _unary(torch.tanh, saves_input=False),
+    "NativeDropoutBackward0": _native_dropout,
     "NegBackward0": _unary(torch.neg, saves_input=False),
     "PowBackward0": _unary(torch.pow, "exponent"),
     "MulBackward0": _product(torch.mul),
@@ -203,10 +270,16 @@ RULES |= {
     "CloneBackward0": _clone,
     "UnsafeViewBackward0": _reshaped,
     "ToCopyBackward0": _to_copy,
-    "BatchNormFunctionBackward": layer,
-    "LayerNormFunctionBackward": layer,
-    "ActFunctionBackward": layer,
-    "GluFunctionBackward": layer,
+    **dict.fromkeys((f"{name}FunctionBackward" for name in ("BatchNorm", "LayerNorm", "Act", "Glu")), _layer),
 }
 
 PRODUCTS |= {"AddmmBackward0": _addmm, "MmBackward0": _mm}
+
+ATTENTION |= {
+    "BmmBackward0": _bmm,
+    "SoftmaxBackward0": _softmax,
+    "ScaledDotProductFlashAttentionForCpuBackward0": _attention_of_cpu,
+    "ScaledDotProductFlashAttentionBackward0": _flash_attention,
+    "ScaledDotProductEfficientAttentionBackward0": _efficient_attention,
+    "ScaledDotProductCudnnAttentionBackward0": _cudnn_attention,
+}

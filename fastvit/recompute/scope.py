@@ -1,16 +1,13 @@
-"""One recompute scope: the hooks under which saved tensors become recipes.
+"""One recompute scope: the saved-tensor hooks, and the decisions at the end of a block.
 
-Where a tensor that autograd saves can be rebuilt from tensors that other ops keep, the pack hook returns a
-recipe; the unpack hook follows it. The op and the inputs of a tensor come from autograd's graph (graph.py),
-and what the graph lacks from the ops' calls (calls.py).
+The pack hook files a record of every tensor that autograd saves, and nothing else. At the end of a block, or
+after so many records, one pass over them in the order of the graph decides what is kept, rebuilt or dropped
+to a mask. By then all that the block saves is known: queries and keys are saved before the values with which
+they share memory. The op and the inputs of a tensor come from autograd's graph (graph.py), and what the graph
+lacks from the ops' calls (calls.py).
 
-No tensor is kept only for a recipe, except copies of small leaves and masks. An ingredient may be saved
-later than the tensor that needs it: queries and keys are saved before the values with which they share
-memory. The recipe holds the tensor until then. A rebuilt tensor is held only while another reader waits. All
-references are weak: a scope holds no tensors but those that wait as above.
-
-A training loop runs the same ops again and again. So whether a tensor is worth its recipe is decided once
-(places.py). The recipe itself is read from the graph of every forward.
+No tensor is kept only for a recipe, except copies of small leaves and masks. Records are referred to weakly:
+a scope holds no tensors.
 
 Source of the idea: Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost",
 arXiv:1604.06174.
@@ -19,6 +16,7 @@ arXiv:1604.06174.
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from collections.abc import Callable, Iterator
 
@@ -26,28 +24,30 @@ import torch
 from torch import Tensor
 
 from . import rules  # noqa: F401  # fills the tables of graph
-from .calls import Calls, Told
-from .graph import value_of
-from .kept import SMALLEST, Kept, Unread
+from .calls import Calls, Context
+from .graph import VALUE, VERSION, Pass, Unknown, rule_of
 from .masks import Bits
-from .places import Place
-from .policy import Policy
-from .saved import Recipe, unpack
-from .values import VALUE, VERSION, Copied, Ingredient, Value
+from .policy import Policy, plain
+from .record import SMALLEST, Copy, HandedOn, Recipe, Record, Unread, Value, stream_of, unpack
 from .views import VIEWS, leads_to, of_unsafe_view
 
-_MASK = "dropout_mask, a bit an element"
+MASK = "dropout_mask, a bit an element"
+_NO_OP = "no op of the graph made it: an input, a constant, indices, compiled code"
 _autograd = torch._C._autograd
 _transforms = torch._C._functorch.peek_interpreter_stack
 _modes = torch._C._len_torch_function_stack
+_autocast = torch._C._is_any_autocast_enabled
 # Most bytes that a recipe moves for each byte of the tensor. In half precision and under autocast matrix
 # products are so fast that long recipes show in a step's time: a LayerNorm and a cast move 7, a LayerScale, a
 # residual sum and a cast 11, a rotary embedding and a cast 26. In float32 residual sums of BatchNorms, each
 # made of the one before, move 5 more each.
 _MOST_MOVED, _MOST_MOVED_IN_HALF = 24, 10
+_DEEPEST = 4  # most rebuilt tensors on the way to one that is kept
+MOST_OPS = 40  # in one recipe
+MOST_FILED = 512  # records without a decision
 
 Hooks = tuple[Callable, Callable]
-Look = Callable[[Kept | Recipe | Unread, Tensor], None]
+Look = Callable[[Record | Unread, Tensor], None]
 
 
 def top_hooks() -> Hooks | None:
@@ -55,25 +55,15 @@ def top_hooks() -> Hooks | None:
     return _autograd._top_saved_tensors_default_hooks(True)
 
 
-def _of_unknown(tensor: Tensor) -> Kept:
-    """Keeps a tensor that was written to in unknown ways: no ingredient, as it may be written to so again."""
-    kept = Kept(tensor)
-    kept.is_unfit = True
-    return kept
+class Scope(Context):
+    """One open scope."""
 
-
-class Scope(Told):
-    """One open scope: its pack hook, and what it knows of the forward that runs."""
-
-    _SWEEP_AT_LEAST = 64
-
-    def __init__(self, policy: Policy, block: str, place: Place, look: Look | None = None):
+    def __init__(self, policy: Policy, look: Look | None = None):
         super().__init__(policy)
-        self.block = block  # the block whose forward runs
-        self.place = place  # how far it has got
+        self.block = ""  # the block whose forward runs
         self._outer: Hooks | None = None  # hooks around this scope, to which kept tensors are handed on
-        self._sweep_at = self._SWEEP_AT_LEAST
-        self._waiting: list[weakref.ref[Recipe]] = []
+        self._filed: list[weakref.ref[Record]] = []
+        self._counts: dict[tuple[str, str], int] = {}  # of the sites of a block, by the op's name
         self._calls = Calls(self)
         self._look = look  # called with what an op saves: the packed object, the tensor
 
@@ -95,162 +85,194 @@ class Scope(Told):
         finally:
             _autograd._push_saved_tensors_default_hooks(self.pack, unpack)
 
-    def pack(self, tensor: Tensor) -> Kept | Recipe | Unread:
+    def begin(self, policy: Policy, block: str) -> None:
+        """The forward of `block` begins."""
+        self.policy, self.block = policy, block
+        for site in [site for site in self._counts if site[0] == block]:
+            del self._counts[site]
+
+    def pack(self, tensor: Tensor) -> Record | Unread:
         if _modes():  # they would see each attribute that is read here
             with torch._C.DisableTorchFunction():
                 return self._pack(tensor)
         return self._pack(tensor)
 
-    def _pack(self, tensor: Tensor) -> Kept | Recipe | Unread:
+    def _pack(self, tensor: Tensor) -> Record | Unread:
+        packed: Record | Unread
         node = tensor.grad_fn
-        packed: Kept | Recipe | Unread | None = None
-        if type(tensor) is Tensor:
-            if node is not None:
-                is_unread = self.unread is not None and self.unread == tensor.size()
-                packed = Unread(tensor) if is_unread else self._of_graph(tensor, node)
-            elif self.dropout is not None:
-                packed = self._mask(tensor, self.dropout)
-        if packed is None:
-            packed = Kept(tensor)
-        if self._outer is not None and type(packed) is Kept:
-            packed.hand_on(self._outer)
+        if self.unread is not None and node is not None and self.unread == tensor.size():
+            packed = Unread(tensor)
+        else:
+            packed = record = Record()
+            record.version = tensor._version
+            if tensor.is_cuda:
+                record.stream = stream_of(tensor)
+            if node is None:
+                record.tensor = tensor if tensor.is_leaf else tensor.detach()
+                is_filed = self.dropout is not None and self._is_mask(record, tensor, self.dropout)
+                record.reason = record.reason or _NO_OP
+            else:
+                is_filed = self._file(record, tensor, node)
+            if self._outer is not None and not is_filed:
+                record.stand_by(HandedOn(record.tensor, *self._outer))
         if self._look is not None:
             self._look(packed, tensor)
         return packed
 
-    def _mask(self, tensor: Tensor, p: float) -> Recipe | None:
-        """A mask of a bit an element in place of the factor. Drawing it again takes ten times as long."""
-        if tensor.nbytes < SMALLEST:
-            return None
-        self.place = self.place.next((_MASK, tensor.size(), tensor.dtype))
-        site = self.block, _MASK, self.place.depth
-        if self.policy.against(site):
-            return None
-        dtype, bits = tensor.dtype, Bits(tensor != 0)
-        value = Value()
-        value.size = tensor.nbytes
-        value.function = lambda _: bits.mask() if dtype is torch.bool else bits.mask().to(dtype).div_(1 - p)
-        value.arguments = (Copied(Kept(bits.packed)),)
-        value.name, value.site, value.is_rebuilt = _MASK, site, True
-        value.nbytes = tensor.nbytes - bits.packed.nbytes
-        recipe = Recipe(value, tensor, tensor)
-        recipe.settle()
-        return recipe
-
-    def _of_graph(self, tensor: Tensor, node) -> Kept | Recipe:
+    def _file(self, record: Record, tensor: Tensor, node) -> bool:
+        """Notes what the decision needs. False where the tensor is kept for certain."""
+        if len(self._filed) >= MOST_FILED:
+            self.decide()
         base = tensor._base
+        if tensor.is_nested or (base is not None and base.is_nested):  # it has no size
+            record.tensor = tensor.detach()
+            return False
         if base is None:
-            base, made = tensor, node
+            made, base = node, tensor
         else:
             made = base.grad_fn
             if made is None:  # a view of a leaf, such as a transposed weight
-                return Kept(tensor, is_input=node.name() in VIEWS)
+                record.tensor = tensor if node.name() in VIEWS else tensor.detach()
+                record.reason = _NO_OP
+                return False
+            record.last = node, tensor.output_nr
+            record.base = base.size(), base.stride(), base.storage_offset()
+        record.tensor = tensor.detach()  # an op's own output refers to its node, and the node to this record
+        record.block, record.made = self.block, made
+        record.in_half = base.element_size() == 2 or _autocast()
         # The graph shows neither which of several results this is, nor a cast of the memory.
-        if base.output_nr or base.dtype is not tensor.dtype:
-            return Kept(tensor)
-        if base._version and not self._is_written_once(base, made):
-            return _of_unknown(tensor)
-        if tensor.layout is not torch.strided or base.is_nested or _transforms() is not None:
-            return Kept(tensor)
-        if tensor is not base and not leads_to(node, tensor.output_nr, made):
-            return Kept(tensor)
-        metadata = made.metadata
-        value = metadata.get(VALUE)
-        if value is not None and value.keeper is not None:
-            kept = value.keeper()
-            if kept is not None:
-                if tensor is base:
-                    kept.restore(tensor)
-                if kept.is_intact():  # its storage is kept already
-                    return kept.again(tensor)
-        # The values of a conjugate or negative view differ from those in memory.
-        if tensor is not base and (tensor.is_neg() or tensor.is_conj()):
-            return Kept(tensor)
-        if value is None or value.is_rebuilt is None:
-            place = self.place = self.place.next((of_unsafe_view(made).name(), base.size(), base.dtype))
-            if place.is_rebuilt is None or self._look is not None:
-                value = value or value_of(made, self.policy, base)
-                self._decide(value, base, place)
-            elif place.is_rebuilt:
-                value = value or value_of(made, self.policy, base)
-                value.nbytes, value.is_rebuilt = base.nbytes, value.function is not None
-            else:
-                if value is None:
-                    value = metadata[VALUE] = Value()
-                value.is_rebuilt = False
-        if value.is_rebuilt:
-            recipe = Recipe(value, tensor, base)
-            missing = recipe.settle()
-            if missing is not None:
-                recipe.kept = Kept(tensor)
-                self._wait(recipe, missing)
-            return recipe
-        if not value.is_ingredient:
-            return _of_unknown(tensor)
-        kept = Kept(tensor)
-        if tensor is not base:
-            if self._outer is not None:  # hooks around hold the view, and not its base
-                return kept
-            value.lies_in(base)
-        self._is_kept(value, kept)
-        return kept
+        is_known = not base.output_nr and base.dtype is tensor.dtype and type(tensor) is Tensor
+        if is_known and record.version and not self._is_written_once(base, made):
+            is_known, record.is_unfit = False, True  # it may be written to so again
+        if not is_known or tensor.layout is not torch.strided or _transforms() is not None:
+            record.made = record.last = record.base = None
+            op = plain(of_unsafe_view(made).name())
+            record.reason = f"one of several results of {op}, or written to before it was saved"
+            return False
+        self._filed.append(weakref.ref(record))
+        return True
 
-    def _decide(self, value: Value, base: Tensor, place: Place) -> None:
-        """Whether `value` is rebuilt, which an op saves for the first time."""
-        value.nbytes = base.nbytes
-        value.site = self.block, value.name, place.depth
-        against = value.against()
-        if not against:
-            share = value.price().moved / (value.size or 1)
-            half = base.element_size() == 2 or torch._C._is_any_autocast_enabled()
-            if share > (_MOST_MOVED_IN_HALF if half else _MOST_MOVED) and not self.policy.products:
-                against = f"its recipe moves {share:.0f} bytes for each that it frees"
-            value.unknown = against = against or self.policy.against(value.site)
-        value.is_rebuilt = not against
-        if value.lasts:
-            place.is_rebuilt = value.is_rebuilt
+    def _is_mask(self, record: Record, tensor: Tensor, p: float) -> bool:
+        """Makes it a mask of a bit an element. Drawing it again takes ten times as long."""
+        if tensor.nbytes < SMALLEST or type(tensor) is not Tensor:
+            return False
+        value = Value()
+        self._name(value, self.block, MASK)
+        if self.policy.against(value.site):
+            record.reason = self.policy.against(value.site)
+            return False
+        dtype, bits = tensor.dtype, Bits(tensor != 0)
+        value.nbytes = tensor.nbytes - bits.packed.nbytes
+        value.geometry = tensor.size(), tensor.stride(), 0
+        recipe = Recipe(
+            value,
+            lambda _: bits.mask() if dtype is torch.bool else bits.mask().to(dtype).div_(1 - p),
+            (Copy(bits.packed),),
+        )
+        recipe.dtype, recipe.size, recipe.moved = dtype, tensor.nbytes, 2 * tensor.nbytes
+        recipe.adopt()
+        record.value, record.recipe = value, recipe
+        del record.tensor
+        return True
 
     def _is_written_once(self, base: Tensor, node) -> bool:
         """Whether all writes to `base` are ops in place that the graph shows, the last one being `node`."""
         written = self.written
         if written is not None and written[0] is base and written[1] == base._version:
             node.metadata[VERSION] = base._version  # the op saves its result before its call returns
-        return node.metadata.get(VERSION) == base._version
+        return node.metadata.get(VERSION, getattr(node, "fastvit_written", None)) == base._version
 
-    def _wait(self, recipe: Recipe, missing: Value | Ingredient) -> None:
-        reference = weakref.ref(recipe)
-        self._sweep()
-        self._waiting.append(reference)
-        if type(missing) is Value:
-            if missing.waiting is None:
-                missing.waiting = []
-            missing.waiting.append(reference)
+    def _name(self, value: Value, block: str, name: str) -> None:
+        count = self._counts[block, name] = self._counts.get((block, name), 0) + 1
+        value.name, value.site = name, (block, name, count)
 
-    def _is_kept(self, value: Value, kept: Kept) -> None:
-        value.keeper = weakref.ref(kept)
-        waiting, value.waiting = value.waiting, None
-        for reference in waiting or ():
-            recipe = reference()
-            if recipe is not None and recipe.source is None:
-                missing = recipe.settle()
-                if missing is not None:
-                    self._wait(recipe, missing)
+    def is_filed(self, node) -> bool:
+        """Whether a tensor that `node` made waits for a decision."""
+        return any((record := reference()) is not None and record.made is node for reference in self._filed)
 
-    def finish(self) -> None:
-        """Recipes that still wait for an ingredient keep their tensor, which may then be an ingredient."""
-        for reference in self._waiting:
-            recipe = reference()
-            if recipe is not None and recipe.source is None and recipe.settle() is not None:
-                if self._outer is not None:
-                    recipe.kept.hand_on(self._outer)
-                else:
-                    recipe.hold(recipe.kept)
-        self._waiting = []
+    def decide(self) -> None:
+        """Decides on all that has been filed, in the order of the graph."""
+        filed, self._filed = self._filed, []
+        if len(self.aliases) > MOST_FILED:
+            self.aliases.sweep()
+        if filed:
+            with torch._C.DisableTorchFunction():  # modes would see each attribute that is read here
+                self._decide_all([record for reference in filed if (record := reference()) is not None])
 
-    def _sweep(self) -> None:
-        """Drops freed references from time to time, since a scope may enclose a whole training loop."""
-        if len(self._waiting) + len(self.aliases) < self._sweep_at:
-            return
-        self.aliases.sweep()
-        self._waiting = [reference for reference in self._waiting if reference() is not None]
-        self._sweep_at = max(self._SWEEP_AT_LEAST, 2 * (len(self._waiting) + len(self.aliases)))
+    def _decide_all(self, records: list[Record]) -> None:
+        search = Pass(self.policy, lambda node, value: self._decide(search, node, value))
+        values: dict[Value, object] = {}
+        for record in records:
+            node = record.made
+            if record.last is not None and not leads_to(record.last[0], record.last[1], node):
+                record.made = record.last = record.base = None
+                record.reason = "made by no op of the graph"
+                continue
+            value = node.metadata.get(VALUE)
+            if value is None:
+                value = node.metadata[VALUE] = Value()
+            if value.fresh is None:
+                value.fresh = []
+                values[value] = node
+            value.fresh.append(record)
+            record.value = value
+        for value, node in values.items():  # what one is made of is decided on before it, by `search`
+            if value.fresh is not None:
+                self._decide(search, node, value)
+        for record in records:
+            if record.recipe is None:
+                if record.gate_of is not None:
+                    record.reduce_to_gate()
+                if self._outer is not None and record.stand_in is None:
+                    record.stand_by(HandedOn(record.tensor, *self._outer))
+
+    def _decide(self, search: Pass, node, value: Value) -> None:
+        records, value.fresh = value.fresh, None
+        first = records[0]
+        if value.site is None:
+            self._name(value, first.block, of_unsafe_view(node).name())
+        if value.geometry is None:
+            tensor = first.tensor
+            value.geometry = first.base or (tensor.size(), tensor.stride(), tensor.storage_offset())
+            value.nbytes = math.prod(value.geometry[0]) * tensor.element_size()
+        recipe = None
+        if not value.is_known:
+            for record in records:
+                record.is_unfit = True
+        elif value.nbytes < SMALLEST:
+            value.reason = f"it has less than {SMALLEST} bytes"
+        elif (not value.records or value.kept() is None) and rule_of(node.name(), self.policy) is not None:
+            try:
+                recipe = (value.recipe and value.recipe()) or search.recipe(node, value)
+                self._refuse(value, recipe, first.in_half)
+                recipe.adopt()
+            except Unknown as reason:
+                recipe, value.reason = None, str(reason)
+        for record in records:
+            tensor, record.made, record.last = record.tensor, None, None
+            # The values of a conjugate or negative view differ from those in memory.
+            is_plain = record.base is None or not (tensor.is_neg() or tensor.is_conj())
+            if recipe is not None and is_plain:
+                if record is not first:
+                    recipe.adopt()
+                if record.base is not None:
+                    offset = tensor.storage_offset() - value.geometry[2]
+                    record.geometry = tensor.size(), tensor.stride(), offset
+                    if record.geometry == (*value.geometry[:2], 0):
+                        record.geometry = None
+                record.recipe = recipe
+                del record.tensor
+            elif value.is_known and is_plain and (record.base is None or self._outer is None):
+                value.records.append(weakref.ref(record))  # hooks around hold a view, and not its base
+
+    def _refuse(self, value: Value, recipe: Recipe, in_half: bool) -> None:
+        """Raises Unknown where the recipe costs too much, or the policy is against it."""
+        if recipe.depth >= _DEEPEST:
+            raise Unknown(f"its recipe goes through more than {_DEEPEST} rebuilt tensors")
+        if recipe.ops > MOST_OPS:
+            raise Unknown(f"its recipe has more than {MOST_OPS} ops")
+        share = recipe.moved / (recipe.size or 1)
+        if share > (_MOST_MOVED_IN_HALF if in_half else _MOST_MOVED) and not self.policy.products:
+            raise Unknown(f"its recipe moves {share:.0f} bytes for each that it frees")
+        if against := self.policy.against(value.site):
+            raise Unknown(against)

@@ -1,0 +1,327 @@
+"""What autograd holds for a saved tensor, and how a tensor that was dropped is made again.
+
+A `Record` is what the pack hook returns. Its states:
+
+    filed      the tensor is held, and the decision is to come (`made` is the node that made it, or its base)
+    kept       the tensor is held until the backward
+    stood for  the tensor is gone, and `stand_in` has what is left of it: a gate, or what hooks around hold
+    rebuilt    the tensor is gone, and `recipe` makes it again
+
+A `Recipe` is one op and its inputs: records that are kept, other recipes, copies of small leaves. So recipes
+and the records that they need hold each other as long as the graph holds one of them, and no longer.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from .masks import Gate
+
+SMALLEST = 4096  # fewest bytes of a tensor that are worth a recipe or a mask
+Geometry = tuple[torch.Size, tuple[int, ...], int]  # size, stride, offset
+
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # none in a torch for the CPU
+
+
+def stream_of(tensor: Tensor) -> int:
+    """The current stream of the tensor's device; 0 on the CPU."""
+    return _raw_stream(tensor.get_device()) if tensor.is_cuda and _raw_stream else 0
+
+
+def used_here(tensor: Tensor) -> None:
+    """Tells the allocator that the current stream reads memory of another."""
+    tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
+class Record:
+    """Stands for one saved tensor. Defaults are class attributes: one is made for every saved tensor."""
+
+    tensor: Tensor
+    version: int
+    made: Any = None  # the node that made the tensor or its base, until the decision
+    last: tuple | None = None  # of a view: the node that made it, and which of its results it is
+    base: Geometry | None = None  # of a view: its base
+    block = ""  # whose forward saved it
+    in_half = False  # in half precision, or under autocast
+    value: Value | None = None  # what it is, or is a view of
+    recipe: Recipe | None = None
+    geometry: Geometry | None = None  # of a rebuilt view, from the start of its base
+    stand_in: HandedOn | Gate | None = None
+    gate_of: Callable[[Tensor], Gate | None] | None = None  # where its op needs no more of it than a gate
+    before: Tensor | None = None  # a copy for recipes, where the tensor was written to
+    is_read = False  # by a recipe
+    is_unfit = False  # for a recipe: written to in ways that the graph does not show
+    stream = 0  # of the op that saved it
+    reason = ""  # for the decision
+
+    def is_intact(self) -> bool:
+        """Whether a recipe may take the tensor."""
+        return (
+            self.recipe is None
+            and self.tensor._version == self.version
+            and self.before is None
+            and self.gate_of is None
+            and not self.is_unfit
+        )
+
+    def is_freed(self) -> bool:
+        """Whether it is a parameter, or a view of one, whose memory is freed for now, as FSDP does."""
+        tensor = self.tensor
+        if self.stand_in is not None or (type(tensor) is not Parameter and tensor.grad_fn is None):
+            return False
+        return not tensor.untyped_storage().nbytes() and tensor.numel() > 0
+
+    def nbytes(self) -> int:
+        return self.tensor.numel() * self.tensor.element_size()
+
+    def read(self) -> Tensor:
+        """The tensor as it was saved, for a recipe."""
+        tensor = self.unpack() if self.before is None else self.before
+        if self.is_freed():
+            raise RuntimeError(
+                f"recompute_scope: a tensor is to be rebuilt from a parameter {list(tensor.shape)} that is "
+                "sharded now; shard whole blocks"
+            )
+        if stream_of(tensor) != self.stream:
+            used_here(tensor)
+        return tensor
+
+    def unpack(self) -> Tensor:
+        if self.recipe is not None:
+            return plainly(self._rebuilt)
+        if self.stand_in is not None:
+            return self.stand_in.unpack()
+        tensor = self.tensor
+        if tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace "
+                f"operation: [{tensor.type()} {list(tensor.shape)}] is at version "
+                f"{tensor._version}; expected version {self.version} instead."
+            )
+        return tensor
+
+    def _rebuilt(self) -> Tensor:
+        recipe = self.recipe
+        assert recipe is not None
+        tensor = recipe.read() if recipe.memory is None else recipe.memory
+        return tensor if self.geometry is None else torch.as_strided(tensor, *self.geometry)
+
+    def copy_for_recipes(self) -> None:
+        """Before a write to the tensor, for the recipes that read it."""
+        if self.is_read and self.before is None and self.recipe is None and self.stand_in is None:
+            self.before = self.tensor.clone()
+
+    def stand_by(self, stand_in: HandedOn | Gate) -> None:
+        self.stand_in = stand_in
+        self.tensor, self.version = torch.empty_like(self.tensor, device="meta"), 0
+
+    def reduce_to_gate(self) -> None:
+        """Drops all but a gate, where nothing but the op that saved the tensor reads it."""
+        gate_of, self.gate_of = self.gate_of, None  # a recipe may take it from here on, if it stays
+        others = self.value is not None and any(one is not self for one in self.value.saved())
+        tensor = self.tensor
+        if gate_of is None or others or self.is_read or self.stand_in is not None or not self.is_intact():
+            return
+        if tensor.nbytes < SMALLEST or (tensor.is_leaf and tensor.requires_grad):
+            return
+        if (gate := gate_of(tensor)) is not None:
+            self.is_unfit = True
+            self.stand_by(gate)
+
+
+class Value:
+    """The result of one op, of which views are parts. The op's node holds it; it holds no tensor."""
+
+    recipe: weakref.ref[Recipe] | None = None
+    fresh: list[Record] | None = None  # saved, and not decided on yet
+    failed = 0  # the pass that has found no recipe
+    nbytes = 0  # where an op has saved it
+    name = ""  # of the op's node
+    site: tuple[str, str, int] | None = None  # where it was saved first
+    geometry: Geometry | None = None
+    reason = ""  # why it is kept
+    is_known = True  # what is in its memory
+
+    def __init__(self) -> None:
+        self.records: list[weakref.ref[Record]] = []
+
+    def saved(self) -> list[Record]:
+        """What stands for it now, as a whole or in parts."""
+        return [record for reference in self.records if (record := reference()) is not None]
+
+    def kept(self) -> Record | None:
+        """A record that holds its memory."""
+        for reference in self.records:
+            record = reference()
+            if record is not None and record.is_intact() and not record.is_freed():
+                return record
+        return None
+
+
+class Recipe:
+    """An op and its inputs: makes one tensor, once for all that read it."""
+
+    memory: Tensor | None = None  # of the tensor, where it was written to without a new version
+    result: Tensor | None = None  # while a reader waits for it
+    stream = 0  # on which it was made
+    readers = 0  # records and recipes
+    reads = 0
+
+    def __init__(self, value: Value, function: Callable[..., Tensor], sources: tuple[Source, ...]):
+        self.value, self.function, self.sources = value, function, sources
+        self.dtype: torch.dtype | None = None
+        self.inner = [one for source in sources if type(one := whole(source)) is Recipe]
+        self.depth = 0  # rebuilt tensors on the way to those that are kept
+        self.ops = 1
+        self.size = 0  # bytes of the result
+        self.moved = 0  # bytes that it reads and writes, from tensors that ops have saved
+        self.flops = 0  # of its matrix products
+
+    def adopt(self) -> None:
+        """Counts it as a reader of its inputs: something is going to be rebuilt by it."""
+        if self.readers == 0:
+            for source in self.sources:
+                one = whole(source)
+                if type(one) is Record:
+                    one.is_read = True
+                elif type(one) is Recipe:
+                    one.adopt()
+        self.readers += 1
+
+    def is_made(self) -> bool:
+        return self.result is not None and self.stream == stream_of(self.result)
+
+    def read(self) -> Tensor:
+        """The tensor, for one of the readers. What it is made of is made first, in order."""
+        waiting = [self]
+        while waiting:
+            recipe = waiting[-1]
+            if recipe.is_made():
+                waiting.pop()
+                continue
+            missing = [one for one in recipe.inner if not one.is_made()]
+            if missing:
+                waiting += missing
+            else:
+                recipe._make()
+        result = self.result
+        assert result is not None
+        self._was_read()
+        return result
+
+    def _make(self) -> None:
+        tensor = self.function(*[None if source is None else source.read() for source in self.sources])
+        if tensor.dtype is not self.dtype and self.dtype is not None:
+            tensor = tensor.to(self.dtype)
+        geometry = self.value.geometry
+        if geometry is not None and tensor.stride() != geometry[1]:
+            laid = torch.empty_strided(*geometry[:2], dtype=tensor.dtype, device=tensor.device)
+            tensor = laid.copy_(tensor)
+        self.result, self.stream = tensor, stream_of(tensor)
+
+    def forget(self) -> None:
+        """Drops results that wait for readers, its own and those that it takes."""
+        self.result, self.reads = None, 0
+        for one in self.inner:
+            one.forget()
+
+    def _was_read(self) -> None:
+        self.reads += 1
+        if self.reads >= self.readers:  # starts again, for a second backward with retain_graph
+            self.result, self.reads = None, 0
+
+
+class View:
+    """A view of a tensor, by functions and their other arguments."""
+
+    __slots__ = ("source", "views")
+
+    def __init__(self, source: Record | Recipe | Copy, views: tuple[tuple, ...]):
+        self.source, self.views = source, views
+
+    def read(self) -> Tensor:
+        tensor = self.source.read()
+        for function, *arguments in self.views:
+            tensor = function(tensor, *arguments)
+        return tensor
+
+
+class Copy:
+    """A tensor that no op has saved, and that the recipe keeps."""
+
+    __slots__ = ("record",)
+
+    def __init__(self, tensor: Tensor):
+        self.record = Record()
+        self.record.tensor, self.record.version = tensor, tensor._version
+        self.record.stream = stream_of(tensor)
+
+    def nbytes(self) -> int:
+        return self.record.nbytes()
+
+    def read(self) -> Tensor:
+        return self.record.read()
+
+
+Source = Record | Recipe | Copy | View | None
+
+
+def whole(source: Source) -> Record | Recipe | Copy | None:
+    return source.source if type(source) is View else source  # type: ignore[return-value]
+
+
+class Unread:
+    """Stands for an input of which the backward of its op reads the sizes and strides alone."""
+
+    __slots__ = ("__weakref__", "device", "dtype", "size", "stride")
+
+    def __init__(self, tensor: Tensor):
+        self.size, self.stride = tensor.size(), tensor.stride()
+        self.dtype, self.device = tensor.dtype, tensor.device
+
+    def unpack(self) -> Tensor:
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+
+
+class HandedOn:
+    """A tensor that hooks around the scope hold, such as those of save_on_cpu."""
+
+    __slots__ = ("geometry", "packed", "tensor", "unpack_hook")
+
+    def __init__(self, tensor: Tensor, pack_hook: Callable, unpack_hook: Callable):
+        self.geometry = tensor.size(), tensor.stride()
+        self.packed = pack_hook(tensor)
+        self.unpack_hook = unpack_hook
+        self.tensor: Tensor | None = None
+
+    def unpack(self) -> Tensor:
+        """The tensor in its own layout. Unpacked once, since a hook may drop what it has returned."""
+        if self.tensor is None:
+            tensor = self.unpack_hook(self.packed)
+            if tensor.stride() != self.geometry[1]:
+                laid = torch.empty_strided(*self.geometry, dtype=tensor.dtype, device=tensor.device)
+                tensor = laid.copy_(tensor)
+            self.tensor, self.packed = tensor, None
+        return self.tensor
+
+
+def unpack(packed: Record | Unread) -> Tensor:
+    """The unpack hook."""
+    return packed.unpack()
+
+
+def plainly(work: Callable[..., Tensor], *arguments: object) -> Tensor:
+    """`work(*arguments)` without gradients and autocast, whatever mode the backward runs in."""
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return plainly(work, *arguments)
+    if torch._C._is_any_autocast_enabled():
+        with torch._C._DisableAutocast():
+            return work(*arguments)
+    return work(*arguments)
