@@ -85,9 +85,7 @@ class NormOptions(NamedTuple):
 
     def of_forward(self, x: torch.Tensor) -> tuple[float | None, float, str, float, int, bool]:
         """The last arguments of bn_forward and abn_forward."""
-        return (
-            self.momentum, self.eps, self.activation, self.activation_param, self.channel_dim(x), self.training
-        )  # fmt: skip
+        return self.momentum, self.eps, *self.of_activation(x), self.training
 
     def of_activation(self, x: torch.Tensor) -> tuple[str, float, int]:
         """The last arguments of the other ops."""

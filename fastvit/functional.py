@@ -20,6 +20,7 @@ from ._arguments import (
     check_input,
     check_kernels,
     check_may_be_overwritten,
+    check_tensor,
 )
 from ._autograd import (
     ActFunction,
@@ -28,7 +29,6 @@ from ._autograd import (
     InPlaceABNFunction,
     InvertibleABNFunction,
     LayerNormFunction,
-    NormFunction,
     NormOptions,
     apply_of,
 )
@@ -57,15 +57,15 @@ class NormTensors(NamedTuple):
 
 def normalise(
     name: str,
-    function: type[NormFunction],
     x: Tensor,
     z: Tensor | None,
     tensors: NormTensors,
     options: NormOptions,
     process_group: "torch.distributed.ProcessGroup | None",
     layer: int = 0,
+    in_place: bool = False,
 ) -> Tensor:
-    """Applies the function of a normalisation, as every layer and function of this module does.
+    """A normalisation of every kind: all layers, and the functions of this module, call it.
 
     The op checks its arguments before it writes anything. So where it shares nothing with other ranks, the
     checks here, which take as long as the op, only say in the layer's words what the op has refused.
@@ -77,7 +77,10 @@ def normalise(
             in different layers; 0 for a layer without one.
     """
     check_tensor(name, x)
-    compiling, shared = torch.compiler.is_compiling(), sync.LOCAL
+    if in_place:
+        check_may_be_overwritten(name, x)
+    compiling = torch.compiler.is_compiling()
+    shared: sync.Transport = sync.LOCAL
     if process_group is not None:
         if options.training:
             shared = sync.transport_for(process_group, sync.LayerKey(name, layer, options.momentum))
@@ -90,11 +93,13 @@ def normalise(
     if options.training and shared is sync.LOCAL and x.numel() == x.shape[options.channel_dim(x)]:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
     weight, bias, *statistics = tensors
+    arguments = x, weight, bias, z, *statistics, options, shared
+    if compiling and in_place:
+        return x.copy_(InvertibleABNFunction.apply(*arguments))
     if compiling:
-        trace = _trace_in_place if function is InPlaceABNFunction else _trace
-        return trace(x, weight, bias, z, *statistics, options, shared)
+        return _trace(*arguments)
     try:
-        return apply_of(function, x)(x, weight, bias, z, *statistics, options, shared)
+        return apply_of(InPlaceABNFunction if in_place else BatchNormFunction, x)(*arguments)
     except RuntimeError:
         if not checked:
             check_input(name, x, z, tensors, options.channel_last)
@@ -142,7 +147,7 @@ def sync_batch_norm(
     tensors = NormTensors(weight, bias, running_mean, running_var, num_batches_tracked)
     options = NormOptions(training, momentum, eps, "relu" if fuse_relu else "identity", 0.0, channel_last)
     group = sync.default_group(process_group)
-    return normalise("sync_batch_norm", BatchNormFunction, x, z, tensors, options, group)
+    return normalise("sync_batch_norm", x, z, tensors, options, group)
 
 
 def batch_norm_act(
@@ -179,20 +184,17 @@ def batch_norm_act(
     param = check_activation(activation, activation_param)
     tensors = NormTensors(weight, bias, running_mean, running_var, num_batches_tracked)
     options = NormOptions(training, momentum, eps, activation, param, channel_last, recompute)
-    return normalise("batch_norm_act", BatchNormFunction, x, z, tensors, options, process_group)
+    return normalise("batch_norm_act", x, z, tensors, options, process_group)
 
 
-def _trace(
-    x, weight, bias, z, running_mean, running_var, num_batches_tracked, options: NormOptions, shared
-) -> Tensor:
+def _trace(*arguments) -> Tensor:
     """Plain torch ops, which torch.compile can fuse and recompute, where they compute the same."""
+    x, weight, bias, z, running_mean, running_var, num_batches_tracked, options, shared = arguments
     dtypes = {t.dtype for t in (weight, bias, running_mean, running_var) if t is not None}
     narrow = x.dtype in (torch.float16, torch.bfloat16) and dtypes == {torch.float32}
     # F.batch_norm needs a number as factor, which a cumulative average would have to read from the device.
     if options.momentum is None or shared is not sync.LOCAL or not (narrow or dtypes <= {x.dtype}):
-        return BatchNormFunction.apply(
-            x, weight, bias, z, running_mean, running_var, num_batches_tracked, options, shared
-        )
+        return BatchNormFunction.apply(*arguments)
     if num_batches_tracked is not None:
         num_batches_tracked.add_(1)
     channel_dim = options.channel_dim(x)
@@ -243,24 +245,7 @@ def inplace_abn(
         weight = absolute_weight(weight, eps)
     tensors = NormTensors(weight, bias, running_mean, running_var, num_batches_tracked)
     options = NormOptions(training, momentum, eps, activation, activation_param, channel_last)
-    return normalise_in_place(x, tensors, options, process_group)
-
-
-def normalise_in_place(
-    x: Tensor,
-    tensors: NormTensors,
-    options: NormOptions,
-    process_group: "torch.distributed.ProcessGroup | None",
-    layer: int = 0,
-) -> Tensor:
-    """`normalise` of `inplace_abn`. Raises RuntimeError where x cannot be overwritten, before it is."""
-    check_tensor("inplace_abn", x)
-    check_may_be_overwritten("inplace_abn", x)
-    return normalise("inplace_abn", InPlaceABNFunction, x, None, tensors, options, process_group, layer)
-
-
-def _trace_in_place(x: Tensor, *arguments) -> Tensor:
-    return x.copy_(InvertibleABNFunction.apply(x, *arguments))
+    return normalise("inplace_abn", x, None, tensors, options, process_group, in_place=True)
 
 
 def inplace_abn_sync(
@@ -305,6 +290,7 @@ def layer_norm(
         ValueError: x does not end with normalized_shape, or is on a GPU and there are no CUDA kernels.
         RuntimeError: an argument that `fastvit.ops.layer_norm_forward` cannot take.
     """
+    check_tensor("layer_norm", x)
     shape = tuple(normalized_shape)
     if not shape or tuple(x.shape[-len(shape) :]) != shape:
         raise ValueError(
