@@ -188,7 +188,10 @@ class SharesGroup(_BatchNorm):
         Raises:
             TypeError: it is the ranks of a group.
         """
-        if isinstance(process_group, (int, list, tuple, range)):
+        ranks = (
+            process_group >= 0 if isinstance(process_group, int) else None
+        )  # < 0: of which this is no rank
+        if ranks or isinstance(process_group, (list, tuple, range)):
             raise TypeError(
                 f"{type(self).__name__}: {self.group_attribute} is {process_group!r}; a group expected, as "
                 "torch.distributed.new_group(ranks) makes one on every rank"
