@@ -70,15 +70,14 @@ Earlier = dict[nn.Parameter, Tensor]
 def before_backward(parameters: Iterable[nn.Parameter], scale: float) -> Earlier:
     """Prepares gradients for those of a loss times `scale`, which backward adds to them.
 
-    Scaled ones get that scale. The unscaled ones of earlier losses are returned; zeros take their place.
+    Scaled ones get that scale. The unscaled ones of earlier losses are taken away and returned.
     """
     earlier = {}
     for parameter in parameters:
         if parameter.grad is None:
             scaled.pop(parameter, None)
         elif (held := scaled.get(parameter)) is None:
-            earlier[parameter] = parameter.grad.clone()
-            parameter.grad.zero_()
+            earlier[parameter], parameter.grad = parameter.grad, None
         elif held[0] != scale:
             torch._foreach_mul_(gradients_of([parameter]), scale / held[0])
             scaled[parameter] = (scale, held[1])
@@ -110,7 +109,7 @@ def leave_scaled(
 def add_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
     """Adds `gradient`, where there is one, to that of the parameter."""
     if gradient is not None:
-        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
 
 
 @torch.no_grad()

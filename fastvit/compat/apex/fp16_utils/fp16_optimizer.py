@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .._fused import lay_out
+from .._fused import follow_, lay_out
 from ..amp.forward import find_ddp, without_sync
-from ..amp.optimizer import Earlier, add_gradient, gradients_of, innermost, parameters_of
-from ..amp.scaler import unscale_
+from ..amp.optimizer import Earlier, before_backward, innermost, leave_scaled, parameters_of, scaled, unscale
 from ..amp.weights import HALF_TYPES
 from .loss_scaler import DynamicLossScaler, LossScaler
 
 
 class FP16_Optimizer:
-    """Wraps an optimizer whose half parameters it replaces by float32 masters.
+    """Wraps an optimizer whose half parameters are float32 masters while it steps.
 
-    A half parameter of the model and its master have one gradient, unscaled in float32.
+    Between steps a half parameter is that of the model, whose written elements the master follows, and its
+    gradient is unscaled, in float32.
 
         optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), dynamic_loss_scale=True)
         optimizer.zero_grad()
@@ -54,31 +56,27 @@ class FP16_Optimizer:
         )
         self.overflow = False
         self.verbose = verbose
-        self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []  # (half, master)
-        self._scaled_by: float | None = None  # the scale of gradients that are not unscaled yet
-        self._earlier: Earlier = {}
-        self._started = False
-        for group in init_optimizer.param_groups:
-            self._put_masters(group)
+        self._masters: dict[nn.Parameter, Tensor] = {}
+        self._earlier: Earlier = {}  # unscaled gradients beside scaled ones
+        self._knows_ddp = False
         innermost(init_optimizer).register_step_pre_hook(lay_out)
 
-    def _put_masters(self, group: dict[str, Any]) -> None:
-        for index, half in enumerate(group["params"]):
-            if half.dtype in HALF_TYPES:
-                master = nn.Parameter(half.detach().float(), half.requires_grad)
-                group["params"][index] = master
-                if half in self.optimizer.state:
-                    self.optimizer.state[master] = self.optimizer.state.pop(half)
-                self._pairs.append((half, master))
+    def _halves(self) -> list[nn.Parameter]:
+        return [p for p in parameters_of([self.optimizer]) if p.dtype in HALF_TYPES]
 
-    def add_param_group(self, group: dict[str, Any]) -> None:
-        self.optimizer.add_param_group(group)
-        self._put_masters(self.param_groups[-1])
-
-    def _parameters(self) -> list[nn.Parameter]:
-        """The model's parameters."""
-        halves = {master: half for half, master in self._pairs}
-        return [halves.get(p, p) for p in parameters_of([self.optimizer])]
+    @contextlib.contextmanager
+    def _in_float32(self) -> Iterator[None]:
+        """Half parameters are their masters inside; what is written there is rounded to them at the end."""
+        halves = [(parameter, parameter.data) for parameter in self._halves()]
+        for parameter, half in halves:
+            master = self._masters.setdefault(parameter, half.float())
+            parameter.data = follow_(master, half)
+        try:
+            yield
+        finally:
+            for parameter, half in halves:
+                self._masters[parameter] = parameter.data
+                parameter.data = half.copy_(parameter.data)
 
     @property
     def loss_scale(self) -> float:
@@ -96,96 +94,57 @@ class FP16_Optimizer:
         return getattr(self.optimizer, name)
 
     def zero_grad(self, set_grads_to_None: bool = True) -> None:
-        """Clears the gradients of masters and model."""
+        self.overflow, self._earlier = False, {}
         self.optimizer.zero_grad(set_grads_to_None)
-        for half, master in self._pairs:
-            if master.grad is None or self._scaled_by is not None:
-                half.grad = None
-        self.overflow, self._scaled_by = False, None
 
     def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
         """Backward of the loss times its scale; then `update_master_grads`, unless that argument is False.
 
         Under DDP's `no_sync` gradients stay scaled until the backward that reduces them.
         """
-        if not self._started:
+        if not self._knows_ddp:
             find_ddp()
-            with torch.no_grad():
-                for half, master in self._pairs:
-                    master.copy_(half)  # which DDP or the script may have written
-            self._started = True
-        parameters = self._parameters()
-        if self._scaled_by is None:
-            self._earlier = {p: p.grad for p in parameters if p.grad is not None}
-            for parameter in parameters:
-                parameter.grad = None
+            self._knows_ddp = True
+        parameters = parameters_of([self.optimizer])
+        kept = {p: g for p, g in self._earlier.items() if p.grad is not None}  # not by model.zero_grad()
+        self._earlier = kept | before_backward(parameters, self.loss_scale)
+        for parameter in parameters:
+            if parameter.grad is None:
                 parameter.grad_dtype = parameter.dtype  # DDP takes no other
-        else:
-            self._earlier = {p: g for p, g in self._earlier.items() if p.grad is not None}
-            for gradient in gradients_of(parameters):
-                gradient.mul_(self.loss_scale / self._scaled_by)
-        self._scaled_by = self.loss_scale
         self.loss_scaler.backward(loss.float(), retain_graph=retain_graph)
+        leave_scaled(parameters, self.loss_scale, None, {})
         if update_master_grads and without_sync().isdisjoint(parameters):
             self.update_master_grads()
 
     @torch.no_grad()
     def update_master_grads(self) -> None:
-        """Divides the model's gradients by the scale, and gives them to the masters."""
-        if self._scaled_by is None:
-            return
-        for half, _ in self._pairs:
-            if half.grad is not None:
-                gradient, half.grad = half.grad.float(), None
-                half.grad_dtype = torch.float32
-                half.grad = gradient
-        parameters = self._parameters()
-        self.overflow |= any(f.item() for f in unscale_(gradients_of(parameters), self._scaled_by))
-        for parameter in parameters:
-            add_gradient(parameter, self._earlier.get(parameter))
-        self._earlier, self._scaled_by = {}, None
-        for half, master in self._pairs:
-            master.grad = half.grad
-
-    @torch.no_grad()
-    def _check(self) -> None:
-        """Raises RuntimeError where model and masters have parted, which would lose what a script wrote."""
-        for half, master in self._pairs:
-            if half.grad is None or master.grad is None:
-                master.grad = half.grad  # of a backward of the script's own, or dropped by model.zero_grad()
-            elif master.grad is not half.grad:
-                raise RuntimeError(
-                    "FP16_Optimizer.step: the gradient of a master was replaced; write it in place, as by "
-                    "grad.mul_(2.0)"
-                )
-        bits = torch.int16  # a NaN is equal to itself
-        if any(
-            not torch.equal(half.view(bits), master.to(half.dtype).view(bits)) for half, master in self._pairs
-        ):
-            raise RuntimeError(
-                "FP16_Optimizer.step: weights of the model or its masters were written. Write the masters, "
-                "in optimizer.param_groups; optimizer.load_state_dict(optimizer.state_dict()) then writes "
-                "the model"
-            )
+        """Divides the gradients by the scale, in float32."""
+        held = [p for p in parameters_of([self.optimizer]) if p in scaled]
+        for parameter in held:
+            if parameter.dtype in HALF_TYPES:
+                gradient, parameter.grad = parameter.grad, None
+                parameter.grad_dtype = torch.float32
+                parameter.grad = None if gradient is None else gradient.float()
+        if held:
+            flags = unscale(held, scaled[held[0]][0], self._earlier)
+            self.overflow |= any(flag.item() for flag in flags)
+            self._earlier = {}
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> Tensor | float:
         """Clips the masters' gradients and returns their norm before; -1 after an overflow."""
         if self.overflow:
             return -1
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+        return torch.nn.utils.clip_grad_norm_(parameters_of([self.optimizer]), max_norm, norm_type)
 
     def step(self, closure: None = None) -> Any:
         """Steps the masters and copies them to the model; after an overflow it does neither.
 
         Raises:
-            RuntimeError: for weights of the model that were written after the first backward.
             TypeError: with a closure, whose backward would have to come before the check for overflow.
         """
         if closure is not None:
             raise TypeError("FP16_Optimizer.step takes no closure; call backward(loss) before it")
         self.update_master_grads()
-        self._check()
         scale = self.loss_scale
         self.loss_scaler.update_scale(self.overflow)
         if self.overflow:
@@ -196,20 +155,19 @@ class FP16_Optimizer:
                 )
             self.zero_grad()
             return None
-        result = self.optimizer.step()
-        with torch.no_grad():
-            for half, master in self._pairs:
-                half.copy_(master)
-                master.grad = half.grad  # the step may have given it another layout
-        return result
+        with self._in_float32():
+            return self.optimizer.step()
 
     def state_dict(self) -> dict[str, Any]:
         """The scaler, the optimizer and the masters, as tensors and numbers that weights_only loads."""
+        groups = self._halves_by_group()
+        with self._in_float32():
+            masters = [[p.detach() for p in group] for group in groups]
         return {
             "loss_scaler": dict(vars(self.loss_scaler)),
             "dynamic_loss_scale": self.dynamic_loss_scale,
             "optimizer_state_dict": self.optimizer.state_dict(),
-            "fp32_from_fp16": [[m.detach() for m in group] for group in self._masters_by_group()],
+            "fp32_from_fp16": masters,
         }
 
     @torch.no_grad()
@@ -220,7 +178,7 @@ class FP16_Optimizer:
             RuntimeError: a file of apex before October 2019, whose weights are a flat tensor for each group.
         """
         if "fp32_from_fp16" in state_dict:
-            parameters, values = self._masters_by_group(), state_dict["fp32_from_fp16"]
+            parameters, values = self._halves_by_group(), state_dict["fp32_from_fp16"]
             scaler = state_dict["loss_scaler"]
             scaler = scaler if isinstance(scaler, dict) else vars(scaler)  # apex's is an object
         elif "fp32_groups" in state_dict:  # of apex.contrib.optimizers: every parameter, and no scaler apart
@@ -237,14 +195,11 @@ class FP16_Optimizer:
         names = vars(self.loss_scaler).keys()
         vars(self.loss_scaler).update({name: scaler[name] for name in names if name in scaler})
         self.overflow = False
-        self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
-        for group, loaded in zip(parameters, values, strict=True):
-            for parameter, value in zip(group, loaded, strict=True):
-                parameter.copy_(value)
-        for half, master in self._pairs:
-            half.copy_(master)
-        self._started = True
+        with self._in_float32():
+            self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
+            for group, loaded in zip(parameters, values, strict=True):
+                for parameter, value in zip(group, loaded, strict=True):
+                    parameter.copy_(value)
 
-    def _masters_by_group(self) -> list[list[Tensor]]:
-        masters = {master for _, master in self._pairs}
-        return [[p for p in group["params"] if p in masters] for group in self.param_groups]
+    def _halves_by_group(self) -> list[list[nn.Parameter]]:
+        return [[p for p in group["params"] if p.dtype in HALF_TYPES] for group in self.param_groups]
