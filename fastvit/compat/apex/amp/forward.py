@@ -28,6 +28,7 @@ from ._amp_state import _amp_state
 from .weights import HALF_TYPES, cast_weights, put_back
 
 _seen_ddp: weakref.WeakSet = weakref.WeakSet()
+_searched: weakref.WeakSet = weakref.WeakSet()  # the optimizers for which it was
 
 
 @dataclass
@@ -230,7 +231,7 @@ def wrap(model: nn.Module, casts: ForwardCasts) -> None:
     Raises:
         TypeError: for a torch.jit.ScriptModule.
     """
-    for module in model.modules() if casts.dtype else [model]:
+    for module in [model] if casts.dtype in (None, torch.float32) else model.modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise TypeError(
                 "amp.initialize: a torch.jit.ScriptModule has a fixed forward; script it afterwards"
@@ -258,9 +259,12 @@ def unwrap(module: nn.Module) -> None:
             vars(module)["forward"] = forward.own
 
 
-def find_ddp() -> None:
-    """Records all DDP models of the process, since forwards inside a compiled graph do not record theirs."""
-    if dist.is_available() and dist.is_initialized():
+def find_ddp(optimizer: Any) -> None:
+    """Records all DDP models of the process once for an optimizer, since forwards inside a compiled graph do
+    not record theirs.
+    """
+    if optimizer not in _searched and dist.is_available() and dist.is_initialized():
+        _searched.add(optimizer)
         # By type(), since isinstance reads an attribute of proxies, which may raise.
         _seen_ddp.update(o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel))
 

@@ -74,10 +74,8 @@ def scale_loss(
         yield loss.float()
         return
     parameters = parameters_of(a.optimizer for a in attached)  # one may be in several optimizers
-    if not all(a.knows_ddp for a in attached):
-        find_ddp()
-        for optimizer in attached:
-            optimizer.knows_ddp = True
+    for optimizer in attached:
+        find_ddp(optimizer)
     earlier = before_backward(parameters, scale)
     try:
         yield loss.float() * scale

@@ -130,7 +130,6 @@ class AmpOptimizer:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
-        self.knows_ddp = False
         self._withheld: Earlier = {}
         self._overflow = ""  # the next step prints it and does nothing
         self._overflowed: list[weakref.ref[Tensor]] = []  # the gradients then

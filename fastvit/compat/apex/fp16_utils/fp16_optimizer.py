@@ -58,7 +58,6 @@ class FP16_Optimizer:
         self.verbose = verbose
         self._masters: dict[nn.Parameter, Tensor] = {}
         self._earlier: Earlier = {}  # unscaled gradients beside scaled ones
-        self._knows_ddp = False
         innermost(init_optimizer).register_step_pre_hook(lay_out)
 
     def _halves(self) -> list[nn.Parameter]:
@@ -102,9 +101,7 @@ class FP16_Optimizer:
 
         Under DDP's `no_sync` gradients stay scaled until the backward that reduces them.
         """
-        if not self._knows_ddp:
-            find_ddp()
-            self._knows_ddp = True
+        find_ddp(self)
         parameters = parameters_of([self.optimizer])
         kept = {p: g for p, g in self._earlier.items() if p.grad is not None}  # not by model.zero_grad()
         self._earlier = kept | before_backward(parameters, self.loss_scale)
