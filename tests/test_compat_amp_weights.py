@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
+import fastvit
 from fastvit.compat.apex import amp
 from fastvit.compat.apex.fp16_utils import FP16_Optimizer
 
@@ -320,6 +321,33 @@ def test_spectral_norm_and_pruning_after_initialize():
         scaled.backward()
     assert not torch.equal(model[0].weight_u, before) and model[0].weight_u.dtype == torch.float32
     assert (model[1].weight_orig.grad == 0).sum() == 2
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_casts_under_convert_compile_and_a_second_derivative(level):
+    images, labels = data()
+
+    def trained(prepare=lambda model: model):
+        model, optimizer = start(level)
+        called = prepare(model) or model
+        with amp.scale_loss(F.cross_entropy(called(images), labels), optimizer) as scaled:
+            scaled.backward()
+        return gradients(model)
+
+    want = trained()
+    for casts in (False, True):
+        assert torch.equal(trained(lambda m, casts=casts: fastvit.convert(m, weight_casts=casts)), want)
+    torch.testing.assert_close(
+        trained(lambda m: torch.compile(m, backend="aot_eager")), want, rtol=0.05, atol=0.01
+    )
+    model, optimizer = start(level, model=nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
+    x = torch.ones(2, 4, requires_grad=True)
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    with amp.scale_loss((slope.norm(dim=1) - 1).square().mean(), optimizer) as scaled:
+        scaled.backward()
+    assert model[0].weight.grad.abs().sum() > 0
+    with torch.inference_mode():
+        assert model.eval()(x).dtype == torch.float32
 
 
 def test_script_modules_are_refused():
