@@ -80,8 +80,9 @@ void run_act(const ActArgs& args) {
     const void* forward[] = {args.x, args.out, args.b};
     const void* backward[] = {args.x, args.dy, args.out, args.b, args.db};
     const int operands = kBackward ? (kGated ? 5 : 3) : (kGated ? 3 : 2);
-    const Plan plan = Planner::make(args.layout, kBackward ? backward : forward, operands, sizeof(T),
-                                    device.limits, 0, resident_blocks<T>(device, kernel_of));
+    const Plan plan =
+        Planner{args.layout, kBackward ? backward : forward, operands, sizeof(T), device.limits, 0}.plan(
+            resident_blocks<T>(device, kernel_of));
     const ActParams<T> params{plan,
                               static_cast<const T*>(args.x),
                               static_cast<const T*>(args.b),

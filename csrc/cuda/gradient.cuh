@@ -27,10 +27,9 @@ struct Saved {  // `saved` of the forward pass, and the parameters
   A param;
 
   __device__ __forceinline__ A invstd(int64_t c) const { return saved[C + c]; }
-  __device__ __forceinline__ double count() const { return load_count(saved + 2 * C); }
+  __device__ __forceinline__ A count() const { return load_count<A>(saved + 2 * C); }
   __device__ __forceinline__ A limit() const {  // largest |xhat|
-    const double n = count();
-    return A(std::sqrt(n > 1 ? n - 1 : 0));
+    return std::sqrt(max(count() - 1, A(0)));
   }
 };
 
@@ -40,8 +39,8 @@ struct Constants {
   A mean_or_inverse_gamma, scale, beta;
 
   __device__ __forceinline__ static Constants of(const Saved<A>& s, int64_t c) {
-    const A beta = A(s.bias.read(c, 0));
-    const A gamma = A(s.weight.read(c, 1));  // the floor applies to the inversion only
+    const A beta = s.bias.read(c, A(0));
+    const A gamma = s.weight.read(c, A(1));  // the floor applies to the inversion only
     return {kSource == Source::output ? A(1) / effective_gamma(gamma, beta, s.floor) : s.saved[c],
             gamma * s.invstd(c), beta};
   }
@@ -120,10 +119,9 @@ struct Correction {
 
   template <Source kSource>
   __device__ __forceinline__ static Correction of(const Saved<A>& s, int64_t c, const Sums<A>& sums) {
-    const double n = s.count();
+    const A n = s.count();
     if (!(n > 0)) return {0, 0};
-    return {A(double(sums.first) / n),
-            A(double(sums.second) / n) * (kSource == Source::output ? A(1) : s.invstd(c))};
+    return {sums.first / n, sums.second / n * (kSource == Source::output ? A(1) : s.invstd(c))};
   }
 };
 

@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
 }
 
 constexpr int kSumColumns = 8;  // of a block that adds rows
-constexpr int kSumAhead = 16;   // rows of a thread in flight: the sums of an H200's 264 blocks in one turn
+constexpr int kSumAhead = 16;   // rows of a thread in flight: a column's 32 threads add 512 rows in one turn
 
 template <class A>
 struct SumRowsParams {

@@ -13,17 +13,6 @@ namespace fastvit {
 template <class T, int kColumns>
 constexpr bool kTwoRows = sizeof(T) * kColumns <= 48;  // there are registers for two rows
 
-// Blocks of a multiprocessor, whose warps hide the latency of the sums. Four have too few registers for two
-// rows, and three for two rows of half, and for any of 16 bits before sm_90.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-template <class T, int kColumns>
-constexpr int kForwardResident = sizeof(T) == 4 ? kResident + 1 : kResident;
-#else
-template <class T, int kColumns>
-constexpr int kForwardResident =
-    sizeof(T) == 8 || (std::is_same_v<T, __half> && kTwoRows<T, kColumns>) ? kResident : kResident + 1;
-#endif
-
 template <class T, class G>
 struct LayerNormForwardParams {
   using A = Accumulation<T>;
@@ -36,7 +25,7 @@ struct LayerNormForwardParams {
 };
 
 template <class T, class G, int V, int K>
-__global__ void __launch_bounds__(kThreads, kForwardResident<T, K * V>)
+__global__ void __launch_bounds__(kThreads, kResident)
     layer_norm_forward_kernel(const __grid_constant__ Launched<LayerNormForwardParams<T, G>> launched) {
   const auto& args = launched.begin();
   using A = Accumulation<T>;

@@ -100,7 +100,7 @@ bool Cuda::local_backward(const BackwardArgs& args) {
     const void* pointers[] = {args.input, args.dy, args.dx, args.z, args.dz};
     const int cached = args.z ? 3 : 2;
     const Plan plan =
-        Planner::on_chip(args.layout, pointers, args.z ? 5 : 3, sizeof(T), device.limits, cached);
+        Planner{args.layout, pointers, args.z ? 5 : 3, sizeof(T), device.limits, cached}.on_chip();
     if (plan.slots == 0) return;
     const Slices<Sums<A>> slices(plan, device);
     const LocalBackwardParams<T> kernel{propagation_of<T>(args, plan), static_cast<A*>(args.local_sums),

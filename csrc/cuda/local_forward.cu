@@ -92,7 +92,7 @@ bool Cuda::local_forward(const ForwardArgs& args) {
   with_type(args.dtype, [&]<class T>() {
     using A = Accumulation<T>;
     const void* pointers[] = {args.x, args.y, args.z};
-    const Plan plan = Planner::on_chip(args.layout, pointers, args.z ? 3 : 2, sizeof(T), device.limits, 1);
+    const Plan plan = Planner{args.layout, pointers, args.z ? 3 : 2, sizeof(T), device.limits, 1}.on_chip();
     if (plan.slots == 0) return;
     const Slices<WelfordState<A>> slices(plan, device);
     const LocalForwardParams<T> kernel{plan,

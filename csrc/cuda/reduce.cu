@@ -101,8 +101,8 @@ void Cuda::reduce(const ReduceArgs& args) {
       const auto kernel_of = [&]<bool kRows, int V>() {
         return reduce_kernel_of<T, kShared, kRows, V>(args);
       };
-      const Plan plan = Planner::make(args.layout, pointers, operands, sizeof(T), device.limits, operands,
-                                      resident_blocks<T>(device, kernel_of));
+      const Plan plan = Planner{args.layout, pointers, operands, sizeof(T), device.limits, operands}.plan(
+          resident_blocks<T>(device, kernel_of));
       const Slices<Sums<A>> slices(plan, device, kShared);
       const ReduceParams<T, kShared> params{shares,
                                             plan,

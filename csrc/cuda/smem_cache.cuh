@@ -65,7 +65,7 @@ bool launch_on_chip(const Plan& plan, int cached, const Device& device, const Ar
   });
   const Launch how{plan.blocks(), device, smem_cache_bytes(plan, cached), plan.slices > 1};
   const cudaError_t status = launch(kKernel, how, args);
-  if (status == cudaErrorCooperativeLaunchTooLarge) {
+  if (status == cudaErrorCooperativeLaunchTooLarge || status == cudaErrorNotSupported) {
     (void)cudaGetLastError();  // an empty device has too few places; then the op takes two launches
     return false;
   }

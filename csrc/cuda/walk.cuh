@@ -172,9 +172,7 @@ __device__ __forceinline__ void walk_planes(const Plan& plan, const Work& work, 
 // batches in which every packet exists have a type of their own.
 template <int V, int U, int kOperands, bool kReverse, bool kWhole, bool kFirst, class Body>
 __device__ __forceinline__ void walk_rows(const Plan& plan, const Work& work, const Body& body) {
-  // 32 bits suffice for packets, see Planner::aligned_rows. With them the loop of bn_stats, which has 80
-  // registers, would take two more.
-  using Index = std::conditional_t<(V > 1 && !kWhole), unsigned, int64_t>;
+  using Index = std::conditional_t<(V > 1), unsigned, int64_t>;  // 32 bits suffice: see Planner::rows
   const Layout& l = plan.layout;
   auto column = Index(work.first_channel(plan) * plan.fold + work.lane * V);
   if (work.team >= plan.teams || column >= plan.columns) return;

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "../../csrc/cuda/plan.h"
+#include "../../csrc/cuda/block_reduce.cuh"
 #include "cuda_runtime.h"
 
 extern "C" int cuda_host_allocations;
@@ -25,9 +25,9 @@ pybind11::dict plan(const std::vector<int64_t>& sizes, const std::vector<int64_t
       {strides.data()}, {strides.data()}, {strides.data()}, {strides.data()}, {strides.data()}};
   const void* pointers[kMaxOperands] = {};
   const Layout layout = make_layout(int(sizes.size()), sizes.data(), channel_dim, operands, lying);
-  const Limits limits{multiprocessors, smem};
+  const Limits limits{multiprocessors, kResident, smem};
   const auto blocks = [&](const Plan&) { return resident; };
-  const Plan p = Planner::make(layout, pointers, operands, element_size, limits, cached, blocks);
+  const Plan p = Planner{layout, pointers, operands, element_size, limits, cached}.plan(blocks);
   pybind11::dict found;
   for (const auto& [name, value] : {std::pair<const char*, int64_t>{"rows", p.rows},
                                     {"vector", p.vector},
@@ -54,6 +54,7 @@ PYBIND11_MODULE(_cuda_host, m) {
       .def_readwrite("timeout", &Config::timeout, "idle seconds after which a wait for another process fails")
       .def_readwrite("capturing", &Config::capturing, "whether launches are captured into a graph")
       .def_readwrite("built", &Config::built, "whether the kernels have code for the device")
+      .def_readwrite("cooperative", &Config::cooperative, "whether blocks of a grid may wait for each other")
       .def_readwrite("stream", &Config::stream, "the current stream, by number")
       .def_readwrite("resident", &Config::resident,
                      "blocks that a device holds at most; 0: a few of each grid")
