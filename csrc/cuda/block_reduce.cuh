@@ -13,7 +13,7 @@ namespace fastvit {
 
 constexpr unsigned kAhead = 8;  // results of slices that a thread loads together
 constexpr int64_t kSemaphoreWords = 2 * kSemaphores;
-constexpr int64_t kExchangeWords = 3;  // finished tiles, ended parts, failed parts: csrc/sync/cuda_peer.cuh
+constexpr int64_t kExchangeWords = 3;  // finished tiles, ended parts, failed parts: peer.cuh
 
 // The merging of a tile's slices: in `count` groups of `size`. Groups of one slice where a block merges all
 // slices as fast as one group.

@@ -7,10 +7,10 @@
 //          second sum is of dz*(x - mean), multiplied by invstd at the end.
 // Needs    in place: gamma != 0 (ensured by its floor) and an invertible activation.
 // Source   arXiv:1712.02616, section 3.
-#include "../sync/cuda_peer.cuh"
 #include "backend.h"
 #include "gradient.cuh"
 #include "launch.cuh"
+#include "peer.cuh"
 #include "scratch.h"
 
 namespace fastvit {

@@ -6,9 +6,9 @@
 // Numerics groups of 32 values, relative to the first of the group, merged by Chan's update, see stats.cuh;
 //          fp32 (fp64 for double), fixed order, no float atomics.
 // Source   Chan, Golub, LeVeque (1979), see moments.h.
-#include "../sync/cuda_peer.cuh"
 #include "backend.h"
 #include "launch.cuh"
+#include "peer.cuh"
 #include "scratch.h"
 #include "stats.cuh"
 

@@ -3,8 +3,8 @@
 #include <cstring>
 
 #include "../checks.h"
-#include "../cuda/launch.cuh"
-#include "cuda_peer.h"
+#include "launch.cuh"
+#include "peer.h"
 
 namespace fastvit {
 
