@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
   constexpr int U = kOperands > 3 ? kBatch / 2 : kBatch;
   const Work work(args.plan, blockIdx.x);
   walk<kRows, V, U, kOperands, false>(args.plan, work, args.x, [&]<class B>(const B& batch) {
-    Packet<T, B::V> x[B::U], dy[kBackward ? B::U : 1], b[kGated ? B::U : 1];
+    Vector<T, B::V> x[B::U], dy[kBackward ? B::U : 1], b[kGated ? B::U : 1];
     batch.template load<kLast>(x, args.x, 0);
     if constexpr (kBackward) batch.template load<kLast>(dy, args.dy, 1);
     if constexpr (kGated) batch.template load<kLast>(b, args.b, kBackward ? 3 : 2);

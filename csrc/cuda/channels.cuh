@@ -73,10 +73,10 @@ struct ChannelArray {  // C numbers, or null
       if (reinterpret_cast<uintptr_t>(data) % 16 == 0) {
 #pragma unroll
         for (int first = 0; first < V; first += kWide) {
-          Packet<S, kWide> packet;
-          packet.load(from + first);
+          Vector<S, kWide> vector;
+          vector.load(from + first);
 #pragma unroll
-          for (int k = 0; k < kWide; ++k) to[first + k] = A(Accumulation<S>(packet.at[k]));
+          for (int k = 0; k < kWide; ++k) to[first + k] = A(Accumulation<S>(vector.at[k]));
         }
         return;
       }

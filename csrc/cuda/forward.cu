@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
   pick<kRows, V>(affine, table, args.plan, work);
 
   walk<kRows, V, kBatch, kOperands, true>(args.plan, work, args.x, [&]<class B>(const B& batch) {
-    Packet<T, B::V> x[B::U], z[kResidual ? B::U : 1];
+    Vector<T, B::V> x[B::U], z[kResidual ? B::U : 1];
     batch.template load<kLast>(x, args.x, 0);
     if constexpr (kResidual) batch.template load<kLast>(z, args.z, 2);
     args.act.template apply<kSet, kRows, kResidual>(batch, x, z, affine);

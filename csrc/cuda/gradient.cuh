@@ -69,7 +69,7 @@ __device__ __forceinline__ Gradient<A> gradient(A input, A dy, A z, const Consta
 template <class T, Source kSource, class B>
 struct Read {
   static constexpr bool kResidual = kSource == Source::input_and_residual;
-  Packet<T, B::V> input[B::U], dy[B::U], z[kResidual ? B::U : 1];
+  Vector<T, B::V> input[B::U], dy[B::U], z[kResidual ? B::U : 1];
 
   // z is operand kZ.
   template <Reading kReading, int kZ, class Params>
@@ -78,13 +78,13 @@ struct Read {
     batch.template load<kReading>(dy, from.dy, 1);
     if constexpr (kResidual) batch.template load<kReading>(z, from.z, kZ);
   }
-  __device__ __forceinline__ Read<T, kSource, typename B::One> packet(int j) const {
+  __device__ __forceinline__ Read<T, kSource, typename B::One> vector(int j) const {
     return {{input[j]}, {dy[j]}, {z[kResidual ? j : 0]}};
   }
 };
 
-// Adds a batch to the thread's sums of dz and dz * centred; at(j) reads its j-th packet. The branch on the
-// activation is inside the loop over packets, here and below, which takes fewer registers than outside.
+// Adds a batch to the thread's sums of dz and dz * centred; at(j) reads its j-th vector. The branch on the
+// activation is inside the loop over vectors, here and below, which takes fewer registers than outside.
 template <class T, Activations kSet, bool kRows, Source kSource, class B, class A, int K, class At>
 __device__ __forceinline__ void add_gradients(RunningSums<A> (&running)[K], const B&,
                                               const Constants<A, kSource> (&constants)[K],

@@ -43,7 +43,7 @@ int asked_once(const void* subject, int device, const Ask& ask) {
   return answers[{subject, device}] = answer;
 }
 
-// Shared memory of a block without packets: the most that merging and per-channel tables take in a kernel
+// Shared memory of a block without vectors: the most that merging and per-channel tables take in a kernel
 // (rows of 16-bit elements), and the system's 1 KiB.
 constexpr int kOtherSharedBytes = 32 << 10;
 
@@ -141,8 +141,8 @@ class Launched {
   explicit Launched(const Params& params) : params(params) {}
 
   // All threads call it first. Waits until the previous kernel has ended, and so all before it. From then on
-  // the next kernel's blocks may take the places that this grid leaves, in order to wait there; but not while
-  // this grid waits for other ranks, since a grid of waiting blocks leaves no room for NCCL.
+  // the next kernel's blocks may take the multiprocessors that this grid leaves, in order to wait there; but
+  // not while this grid waits for other ranks, since a grid of waiting blocks leaves no room for NCCL.
   __device__ __forceinline__ const Params& begin() const {
     wait_for_previous_kernel();
     if constexpr (!requires { params.exchange; }) let_next_kernel_begin();

@@ -33,8 +33,8 @@ __global__ void __launch_bounds__(kThreads, kResident)
   const RowPlan& plan = args.plan;
   const RowLane<V, K> mine(plan);
   const A n = A(plan.columns);
-  Packet<T, V> packets[K], ahead[kAheadOfSums ? K : 1];
-  const auto load = [&](Packet<T, V>* to, int64_t row, int part) {
+  Vector<T, V> vectors[K], ahead[kAheadOfSums ? K : 1];
+  const auto load = [&](Vector<T, V>* to, int64_t row, int part) {
     mine.each(part, [&](int j, int column) {
       to[j].clear();
       if (row < plan.rows) to[j].load(args.x + row * plan.columns + column);
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
   };
   const int64_t step = int64_t(gridDim.x) * plan.teams();
   int64_t first = int64_t(blockIdx.x) * plan.teams();
-  if (plan.parts == 1) load(packets, first + mine.team, 0);
+  if (plan.parts == 1) load(vectors, first + mine.team, 0);
 
   FASTVIT_DYNAMIC_SHARED(shared);
   const ColumnTable<A, V> gamma(args.weight, 1, shared, 0, plan), beta(args.bias, 0, shared, 1, plan);
@@ -54,13 +54,13 @@ __global__ void __launch_bounds__(kThreads, kResident)
     const int64_t row = first + mine.team;
     const bool exists = row < plan.rows;
     if (kAheadOfSums && plan.parts == 1) load(ahead, row + step, 0);
-    // f(values) for the packets of the row.
+    // f(values) for the vectors of the row.
     const auto pass = [&](const auto& f) {
       for (int part = 0; part < plan.parts; ++part) {
-        if (plan.parts > 1) load(packets, row, part);
+        if (plan.parts > 1) load(vectors, row, part);
         mine.each(part, [&](int j, int column) {
           A v[V];
-          packets[j].unpack(v);
+          vectors[j].unpack(v);
           f(v, column);
         });
       }
@@ -95,16 +95,16 @@ __global__ void __launch_bounds__(kThreads, kResident)
       gamma.get(column, scale), beta.get(column, shift);
 #pragma unroll
       for (int k = 0; k < V; ++k) v[k] = fused((v[k] - mean) * invstd, scale[k], shift[k]);
-      Packet<G, V> out;
+      Vector<G, V> out;
       out.pack(v);
       if (exists) out.store(args.y + row * plan.columns + column);
     });
     if (plan.parts > 1) continue;
     if constexpr (kAheadOfSums) {
 #pragma unroll
-      for (int j = 0; j < K; ++j) packets[j] = ahead[j];
+      for (int j = 0; j < K; ++j) vectors[j] = ahead[j];
     } else {
-      load(packets, row + step, 0);
+      load(vectors, row + step, 0);
     }
   }
 }

@@ -70,7 +70,7 @@ struct Activated {  // parameters and activation
 
   // Overwrites x of a batch with y.
   template <Activations kSet, bool kRows, bool kResidual, class B, int K, int Z>
-  __device__ __forceinline__ void apply(const B&, Packet<T, B::V> (&x)[B::U], const Packet<T, B::V> (&z)[Z],
+  __device__ __forceinline__ void apply(const B&, Vector<T, B::V> (&x)[B::U], const Vector<T, B::V> (&z)[Z],
                                         const Affine<Accumulation<T>> (&affine)[K]) const {
     using A = Accumulation<T>;
     with_activation<T, kSet, true>(activation, [&]<class Fn>(Fn) {

@@ -7,7 +7,7 @@
 //           stay in registers. Short contiguous planes are walked as rows too: all channels of one n are a
 //           row of C * S columns, `fold` = S columns per channel, so that loads are 16 bytes wide at 7x7 and
 //           14x14.
-// Of two divisions the better leaves fewer places for packets empty, of all threads that run at once.
+// Of two divisions the better leaves fewer vectors empty, of all threads that run at once.
 #pragma once
 
 #include <algorithm>
@@ -20,29 +20,29 @@ namespace fastvit {
 
 constexpr int kThreads = 256;  // per block, in every kernel
 constexpr int kResident = 2;   // launch bound: blocks that a multiprocessor can hold; leaves 128 registers
-constexpr int kBatch = 4;      // packets of each operand that a thread has in flight
+constexpr int kBatch = 4;      // vectors of each operand that a thread has in flight
 constexpr int kSemaphores = 4096;      // most tiles whose slices are merged: 32 KiB of a stream's memory
 constexpr int kLanes = 32;             // most lanes of rows, which read 512 bytes
-constexpr int kMostTile = 8 * kLanes;  // channels of a block, each merged by a thread: packets of 16 bits
+constexpr int kMostTile = 8 * kLanes;  // channels of a block, each merged by a thread: vectors of 16 bits
 constexpr int kMergedLanes = 16;       // half where slices are merged: so many fewer slices a channel
 constexpr int kFewLanes = 4;           // least lanes of rows: one or two whole sectors of memory
-constexpr int kFolded = 64;            // most packets of a plane that is walked as a part of a row
+constexpr int kFolded = 64;            // most vectors of a plane that is walked as a part of a row
 constexpr int kBatches = 4;            // most batches of a thread in a segment of a plane
 constexpr int kWaves = 4;              // most waves of blocks: of five the last would be a fifth of the work
-constexpr double kFull = 0.95;         // share of places with data at which a search ends
+constexpr double kFull = 0.95;         // share of vectors with data at which a search ends
 constexpr double kGain = 0.02;         // of it, least gain by other lanes or a further wave
 constexpr double kMergedGain = 0.1;    // the same of a wave with more slices to be merged
 
 struct Limits {  // properties of a device
   int multiprocessors = 1;
   int on_chip_blocks = kResident;  // which share a multiprocessor's shared memory in local ops
-  int64_t smem_cache_bytes = 0;    // shared memory of each of these for packets
+  int64_t smem_cache_bytes = 0;    // shared memory of each of these for vectors
 };
 
 struct Plan {
   Layout layout;
   bool rows = false;
-  bool vector = false;  // packets of 16 bytes; otherwise of one element
+  bool vector = false;  // vectors of 16 bytes; otherwise of one element
   int lanes = 1, teams = 1;
   int fold = 1;  // columns of a row per channel
   int tile = 1;  // channels of a block
@@ -50,7 +50,7 @@ struct Plan {
   int64_t columns = 1;
   int64_t segment = 1, segments = 1;  // length and number of segments of a plane
   int64_t units = 0;
-  int slots = 0;  // packets of each operand that a thread holds in shared memory; 0: they do not fit
+  int cached_vectors = 0;  // of each operand, in shared memory by a thread; 0: they do not fit
 
   int64_t blocks() const { return int64_t(tiles) * slices; }
 };
@@ -66,21 +66,21 @@ struct Planner {
   const Limits& limits;
   int cached, V = 16 / element_size;  // cached: operands read by an op that merges slices; 0 for other ops
 
-  // For an op whose cached operands stay in shared memory; slots = 0 where they do not fit.
+  // For an op whose cached operands stay in shared memory; cached_vectors = 0 where they do not fit.
   Plan on_chip() const {
     Plan plan = kernel();
-    const int64_t packet = int64_t(cached) * kThreads * 16;
-    if (packet == 0 || !plan.vector || packet > limits.smem_cache_bytes) return plan;
+    const int64_t bytes = int64_t(cached) * kThreads * 16;  // of one vector of each thread and operand
+    if (bytes == 0 || !plan.vector || bytes > limits.smem_cache_bytes) return plan;
     divide(plan, int64_t(limits.multiprocessors) * limits.on_chip_blocks, 1);
-    const int64_t slots = walked(plan);
-    plan.slots = slots * packet <= limits.smem_cache_bytes ? int(slots) : 0;
+    const int64_t vectors = walked(plan);
+    plan.cached_vectors = vectors * bytes <= limits.smem_cache_bytes ? int(vectors) : 0;
     return plan;
   }
   // The same where they fit, so that an op and its local form have the same bits. resident(plan) is the
   // number of blocks per multiprocessor of the kernel with the walk of `plan`.
   Plan plan(const auto& resident) const {
     Plan plan = on_chip();
-    if (plan.slots == 0)
+    if (plan.cached_vectors == 0)
       divide(plan, int64_t(limits.multiprocessors) * std::max(1, int(resident(plan))), kWaves);
     return plan;
   }
@@ -100,7 +100,7 @@ struct Planner {
         all([&](const Strides& s, uintptr_t) { return s.channel == fold && (as_rows || s.inner == 1); });
     const bool folded = dense && l.C > 1 && l.S <= kFolded * V;
     if ((as_rows || folded) && ((dense && rows(plan, fold, V)) || rows(plan, fold, 1))) return plan;
-    // Packets begin at 16-byte boundaries, which must be at the same elements of all operands.
+    // Vectors begin at 16-byte boundaries, which must be at the same elements of all operands.
     const Strides& first = l.strides[0];
     const uintptr_t p = reinterpret_cast<uintptr_t>(pointers[0]);
     plan.vector = l.outer_dims <= 1 && l.S >= 2 * V && all([&](const Strides& s, uintptr_t q) {
@@ -110,10 +110,10 @@ struct Planner {
     return plan;
   }
 
-  // Rows in packets of `width`, if these are aligned and offsets within a batch fit in 32 bits. Takes the
+  // Rows in vectors of `width`, if these are aligned and offsets within a batch fit in 32 bits. Takes the
   // lanes, for whole channels, that leave the fewest threads and columns without work.
   bool rows(Plan& plan, int64_t fold, int64_t width) const {
-    const int64_t columns = l.C * fold, packets = std::max<int64_t>(1, columns / width),
+    const int64_t columns = l.C * fold, vectors = std::max<int64_t>(1, columns / width),
                   channels = width / std::gcd(width, fold), step = channels * fold / width;
     const auto fits = [&](const Strides& s, uintptr_t p) {
       return p % 16 == 0 && s.outer[0] % width == 0 && s.outer[0] * kThreads * kBatch <= INT32_MAX;
@@ -121,11 +121,11 @@ struct Planner {
     const bool packed = l.outer_dims <= 1 && columns % width == 0 && std::max(columns, l.N) <= INT32_MAX;
     if (step > kThreads || (width > 1 && !(packed && all(fits)))) return false;
     plan.rows = true, plan.vector = width > 1, plan.fold = int(fold), plan.columns = columns;
-    const int64_t most = std::min<int64_t>(packets, cached ? kMergedLanes : kLanes) / step;
+    const int64_t most = std::min<int64_t>(vectors, cached ? kMergedLanes : kLanes) / step;
     double best = 0;
     for (int64_t n = std::max<int64_t>(1, most); n && (!best || n * step >= kFewLanes); --n) {
       const int64_t lanes = n * step, used = kThreads / lanes * lanes;  // threads with work
-      const double found = double(packets * used) / double(ceil_div(packets, lanes) * lanes);
+      const double found = double(vectors * used) / double(ceil_div(vectors, lanes) * lanes);
       if (found > best) best = found, plan.lanes = int(lanes), plan.tile = int(n * channels);
       if (best == kThreads) break;
     }
@@ -134,7 +134,7 @@ struct Planner {
 
   int width(const Plan& plan) const { return plan.vector ? V : 1; }
 
-  // The packets of each operand in a thread's walk, empty ones included.
+  // The vectors of each operand in a thread's walk, empty ones included.
   int64_t walked(const Plan& plan) const {
     const int64_t teams = int64_t(plan.slices) * plan.teams;
     if (plan.rows) return ceil_div(plan.units, teams * kBatch) * kBatch;
@@ -146,10 +146,10 @@ struct Planner {
     return ceil_div(plan.units, teams) * (batches * kBatch + ends);
   }
 
-  // The share of the places for packets, of all waves of blocks, that hold data.
+  // The share of the vectors of all waves of blocks that hold data.
   double share(const Plan& plan, int64_t resident) const {
-    const int64_t places = ceil_div(plan.blocks(), resident) * resident * kThreads * walked(plan);
-    return double(l.numel()) / std::max(1.0, double(places) * width(plan));
+    const int64_t vectors = ceil_div(plan.blocks(), resident) * resident * kThreads * walked(plan);
+    return double(l.numel()) / std::max(1.0, double(vectors) * width(plan));
   }
 
   // Slices for so many waves of blocks; at most one per iteration of a team's loop.
@@ -163,17 +163,17 @@ struct Planner {
   }
 
   // The lanes of planes whose batches, turns and blocks are fullest: with 50 for 56x56 values of 16 bits
-  // eight batches are nearly full, with 256 most fourth packets are empty. Even, for whole sectors, and at
+  // eight batches are nearly full, with 256 most fourth vectors are empty. Even, for whole sectors, and at
   // least 16. Segments are shorter where planes are fewer than resident blocks.
   void lanes(Plan& plan, int64_t resident) const {
     const int64_t whole = ceil_div(l.S, width(plan)),
                   few = std::min(whole / kThreads, resident / std::max<int64_t>(1, l.N * l.C)),
-                  packets = ceil_div(whole, std::max(ceil_div(whole, kThreads * kBatch * kBatches), few));
-    plan.segment = packets * width(plan), plan.segments = ceil_div(l.S, plan.segment);
+                  vectors = ceil_div(whole, std::max(ceil_div(whole, kThreads * kBatch * kBatches), few));
+    plan.segment = vectors * width(plan), plan.segments = ceil_div(l.S, plan.segment);
     double best = 0;
     int chosen = kThreads;
     for (int batches = 0; batches <= 2 * kBatches && best < kFull; ++batches) {
-      const int64_t least = batches ? ceil_div(packets, batches * kBatch) : kThreads;
+      const int64_t least = batches ? ceil_div(vectors, batches * kBatch) : kThreads;
       if (least > kThreads || (batches > 1 && least < 16)) continue;
       plan.lanes = int(least + (plan.vector ? least % 2 : 0));
       slice(plan, resident, 1);

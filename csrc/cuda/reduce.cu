@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
     Read<T, kSource, B> read;
     read.template load<kAgain, 2>(batch, args);
     add_gradients<T, kSet, kRows>(running, batch, constants, args.saved, limit,
-                                  [&](int j) { return read.packet(j); });
+                                  [&](int j) { return read.vector(j); });
   });
 
   __shared__ __align__(16) unsigned char bytes[kThreads * K * sizeof(Sums<A>)];

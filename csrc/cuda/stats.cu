@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
   const Work work(args.plan, blockIdx.x);
   Mine mine(args.plan, work, args.x);
   walk<kRows, V, kBatch, 1, false, true>(args.plan, work, args.x, [&]<class B>(const B& batch) {
-    Packet<T, B::V> x[B::U];
+    Vector<T, B::V> x[B::U];
     batch.load(x, args.x, 0);
     mine.add(batch, x);
   });

@@ -34,7 +34,7 @@ struct ThreadStats {  // rows: one channel per column; planes: one
   }
 
   template <class B>
-  __device__ __forceinline__ void add(const B& batch, const Packet<T, B::V> (&x)[B::U]) {
+  __device__ __forceinline__ void add(const B& batch, const Vector<T, B::V> (&x)[B::U]) {
     A value[B::V];
     if (kOneBatch || group == 0) {
       x[0].unpack(value);
@@ -101,7 +101,7 @@ struct ThreadStats {  // rows: one channel per column; planes: one
 
   A first[K] = {}, sum[K], squares[K];
   int group = 0;       // values in the current group
-  Packet<T, 1> pivot;  // the pivot of channel threadIdx.x of the tile
+  Vector<T, 1> pivot;  // the pivot of channel threadIdx.x of the tile
 };
 
 }  // namespace fastvit

@@ -16,7 +16,7 @@ namespace cuda_host {
 std::set<std::string> kernels();
 
 // The plan of an op that reads and writes `operands` aligned tensors that lie alike, on so many
-// multiprocessors with `resident` blocks each and `smem` bytes of a block for packets.
+// multiprocessors with `resident` blocks each and `smem` bytes of a block for vectors.
 pybind11::dict plan(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, int channel_dim,
                     int element_size, int operands, int cached, int multiprocessors, int resident,
                     int64_t smem) {
@@ -34,7 +34,7 @@ pybind11::dict plan(const std::vector<int64_t>& sizes, const std::vector<int64_t
                                     {"lanes", p.lanes},
                                     {"teams", p.teams},
                                     {"units", p.units},
-                                    {"slots", p.slots},
+                                    {"cached_vectors", p.cached_vectors},
                                     {"tiles", p.tiles},
                                     {"slices", p.slices},
                                     {"blocks", p.blocks()},

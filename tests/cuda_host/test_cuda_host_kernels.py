@@ -21,7 +21,7 @@ if os.environ.get("FASTVIT_TEST_DEVICE") != "cuda_host":
 
 from cuda_host import redirect
 
-# Long planes (segments, slices), short planes (folded into rows), rows with and without whole packets.
+# Long planes (segments, slices), short planes (folded into rows), rows with and without whole vectors.
 SHAPES = {
     "long_planes": lambda r: r(2, 3, 90, 91),
     "one_channel": lambda r: r(9, 1, 64, 33),
@@ -137,7 +137,7 @@ def test_nothing_of_torchs_allocator_is_kept(engine):
 @pytest.mark.parametrize("shifts", [(0, 0, 0), (1, 1, 1), (3, 3, 3), (0, 1, 0), (2, 0, 5)])
 @pytest.mark.parametrize("shape", ["long_planes", "short_planes"])
 def test_any_alignment(engine, shape, dtype, shifts):
-    """Heads and tails of packets, and operands whose 16-byte boundaries do not coincide."""
+    """Heads and tails of vectors, and operands whose 16-byte boundaries do not coincide."""
 
     def shifted(t, by):
         return torch.cat([t.new_full((by,), float("nan")), t.flatten(), t.new_full((3,), float("nan"))])[
@@ -177,7 +177,7 @@ def local_step(x, dy, weight, bias, z=None):
 @pytest.mark.parametrize("sm_count", [1, 6, 108])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_local_ops_in_one_launch(engine, shape, sm_count, residual):
-    """On chip where whole packets fit, with the bits of the two ops, in any order of threads and blocks."""
+    """On chip where whole vectors fit, with the bits of the two ops, in any order of threads and blocks."""
     engine.config.sm_count = sm_count
     x, dy, weight, bias, z = inputs(shape, torch.bfloat16)
     z = z if residual else None
@@ -186,8 +186,8 @@ def test_local_ops_in_one_launch(engine, shape, sm_count, residual):
         got, kernels = local_step(x, dy, weight, bias, z)
         for a, b in zip(got, want, strict=True):
             assert torch.equal(a, b)
-    packets = shape not in ("short_odd_planes", "rows_c3")
-    assert kernels == [1, 1] if sm_count == 108 and packets else all(n <= 2 for n in kernels)
+    vectors = shape not in ("short_odd_planes", "rows_c3")
+    assert kernels == [1, 1] if sm_count == 108 and vectors else all(n <= 2 for n in kernels)
 
 
 @pytest.mark.parametrize("shape", ["long_planes", "rows"])
@@ -254,7 +254,7 @@ def plan(engine, case: shapes.Case, operands: int, cached: int, sm_count: int = 
 
 
 def test_a_plan_keeps_threads_and_blocks_busy(engine):
-    """At 56x56 in 16 bits, 392 packets, batches are full but for rounding to whole sectors. At 112x112 five
+    """At 56x56 in 16 bits, 392 vectors, batches are full but for rounding to whole sectors. At 112x112 five
     teams of 50 lanes would fill a fifth of their fourth turn.
     """
     found = plan(engine, shapes.Case((128, 256, 56, 56), "nchw", "bf16"), 2, 0)
@@ -274,10 +274,10 @@ def test_tiles_whose_slices_are_merged_are_narrower(engine):
     assert not merged["groups"] and merged["blocks"] == 16 * merged["slices"] > 0.9 * 264
 
 
-@pytest.mark.parametrize("rows,packets", [(2**31 - 1, True), (2**31, False)])
-def test_rows_that_32_bits_do_not_count_have_no_packets(engine, rows, packets):
+@pytest.mark.parametrize("rows,vectors", [(2**31 - 1, True), (2**31, False)])
+def test_rows_that_32_bits_do_not_count_have_no_vectors(engine, rows, vectors):
     found = plan(engine, shapes.Case((1, rows, 8), "tokens", "bf16"), 1, 1)
-    assert found["rows"] and bool(found["vector"]) is packets and found["units"] == rows
+    assert found["rows"] and bool(found["vector"]) is vectors and found["units"] == rows
 
 
 @pytest.mark.parametrize("case", dict.fromkeys(map(small, shapes.cases())), ids=str)
