@@ -55,10 +55,6 @@ struct Plan {
   int64_t blocks() const { return int64_t(tiles) * slices; }
 };
 
-inline int64_t ceil_div(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
-}
-
 struct Planner {
   const Layout& l;
   const void* const* pointers;
