@@ -2,23 +2,24 @@
 #
 # TORCH=      what `make install` puts into .venv (default torch==2.13.0)
 # PYTHON=     the interpreter that .venv is made from (>= 3.10)
+# ALL=1       test: everything, in 20 minutes; ALL=rest: what `make test` alone leaves out
 # ARGS=       test: more options of pytest, say '-m slow' (many gigabytes)
 # MODELS=     test: published models alone (pytest's -k, say 'deit3 or dinov3')
 # STACKS=1    test: fastvit.convert in trainers and their models alone
 # COVERAGE=1  test: count lines, of Python by coverage.py and of C++ by gcov
 # CPU=1       sanitizers: of the CPU's sources, with each instruction set
 # COMPILE=    wheel: releases of torch to compile for, say 'torch==2.11.0'
-# OUT=        gpu: the folder for its two archives (default runs/gpu)
-# CALL=       gpu: proof or measure alone, or libraries, packed where nvcc is
+# OUT=        gpu: the folder for logs, tables and gpu.tar.gz (default runs/gpu)
+# STEPS=      gpu: some steps alone, say 'test_cuda bench_ops'
 # FIX=1       lint: put the style right
 
 TORCH  ?= torch==2.13.0
 PYTHON ?= python3
 OUT    ?= runs/gpu
 RUN    := .venv/bin/python
-STAMP  := .venv/.installed-$(shell printf '%s' '$(TORCH) $(FASTVIT_CUDA) $(TORCH_CUDA_ARCH_LIST)' | cksum | cut -d' ' -f1)
-SOURCES := 'csrc/*' 'benchmarks/*.cpp' 'tools/*.cpp' 'tools/*.h' 'tests/*.cpp' 'tests/*.cu' 'tests/*.h' tests/cuda_host/cuda/atomic
-TOOLED := $(if $(and $(wildcard .venv/bin/ruff),$(wildcard .venv/bin/mypy),$(wildcard .venv/bin/mkdocs)),,install)  # enough where the build may be older than its sources
+STAMP  := .venv/.installed-$(shell printf '%s' '$(TORCH) $(FASTVIT_CPU) $(FASTVIT_CUDA) $(TORCH_CUDA_ARCH_LIST)' | cksum | cut -d' ' -f1)
+SOURCES := 'csrc/*' 'tests/*.cpp' 'tests/*.cu' 'tests/*.h' tests/cuda_host/cuda/atomic
+TOOLED := $(if $(and $(wildcard .venv/bin/ruff),$(wildcard .venv/bin/mypy),$(wildcard .venv/bin/mkdocs)),,.venv/.dev)  # enough where the build may be older than its sources
 BUILT  := setup.py pyproject.toml $(shell find csrc -name '*.[ch]*')
 
 .PHONY: help install demo test sanitizers wheel bench gpu sass lint docs clean
@@ -27,7 +28,7 @@ help:  ## This list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 12
 	@sed -n 's/^# \([A-Z]*=1* \)/\1/p' Makefile
 
-install: $(STAMP)  ## Fill .venv with torch, the package and what the rest needs
+install: $(STAMP)  ## Fill .venv with torch, the package and what its trainer needs
 
 .venv/bin/python:
 	@command -v $(PYTHON) >/dev/null || { echo "make install: no $(PYTHON); install Python >= 3.10, or set PYTHON=" >&2; exit 1; }
@@ -41,8 +42,12 @@ $(STAMP): $(BUILT) fastvit/_C.so | .venv/bin/python
 	@command -v $${CXX:-c++} >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null || { echo "make install: no C++ compiler; install one (Debian: apt-get install g++), or set CXX=" >&2; exit 1; }
 	$(PIP) '$(TORCH)' 'setuptools>=77' ninja
 	@rm -f fastvit/*.so
-	$(PIP) --no-build-isolation --editable '.[train,dev]'
+	$(PIP) --no-build-isolation --editable '.[train]'
 	@rm -f .venv/.installed-*
+	@touch $@
+
+.venv/.%: pyproject.toml | install  # the extras `test` and `dev`
+	$(PIP) --no-build-isolation --editable '.[$*]'
 	@touch $@
 
 demo: install  ## Train a ViT on digits with 2 ranks; writes runs/demo/index.html
@@ -52,7 +57,8 @@ PIP    := $(RUN) -m pip install --quiet --disable-pip-version-check
 TRAINERS := accelerate peft lightning mmengine diffusers einops monai ultralytics tyro spmd_types==0.2.3
 # Packages that need torch must not replace it.
 THIS_TORCH = "torch==$$($(RUN) -c 'import torch; print(torch.__version__)')"
-PYTEST := -m pytest -q -n auto --maxprocesses 8 --dist worksteal -m "not slow and not models"
+TIER   := $(if $(filter rest,$(ALL)), and thorough,$(if $(ALL)$(ARGS)$(COVERAGE)$(filter sanitizers,$(MAKECMDGOALS)),, and not thorough))
+PYTEST := -m pytest -q -n auto --maxprocesses 8 --dist worksteal -m "not slow and not models$(TIER)"
 MODEL  := FASTVIT_TEST_DEVICE=cuda_host OMP_NUM_THREADS=1 $(RUN) $(PYTEST)
 OPS    := tests/test_ops.py tests/test_local_ops.py tests/test_layer_norm.py tests/test_act.py tests/test_arguments.py tests/test_messages.py
 INSIDE = cd "$(CURDIR)/build/$(1)" && PYTHONPATH="$(CURDIR)/build/$(1)" OMP_NUM_THREADS=1 "$(CURDIR)/$(RUN)"
@@ -66,19 +72,19 @@ endef
 ON_MODEL := $(OPS) tests/cuda_host/test_cuda_host_kernels.py tests/cuda_host/test_cuda_host_exchange.py
 
 ifdef MODELS
-test: install
+test: .venv/.test | install
 	$(PIP) timm torchvision transformers $(THIS_TORCH)
 	$(RUN) -m pytest tests/test_convert_models.py -m "not slow" -k '$(MODELS)' $(ARGS)
 else ifdef STACKS
-test: install
+test: .venv/.test | install
 	$(PIP) timm torchvision transformers $(TRAINERS) $(THIS_TORCH)
 	$(PIP) --no-deps torchtitan  # its trainer's data and logging are not needed
 	$(RUN) -m pytest tests/test_stacks.py tests/test_stacks_models.py $(ARGS)
 else ifdef ARGS
-test: install
+test: .venv/.test | install
 	$(RUN) $(PYTEST) $(ARGS)
 else
-test: install  ## All tests; the CUDA sources run on a model of a GPU
+test: .venv/.$(if $(COVERAGE),dev,test) | install  ## Tests of each op, layer, rank and look-alike; CUDA on a model of a GPU
 	rm -rf build/python.coverage*
 	$(RUN) $(if $(COVERAGE),-m coverage run) $(PYTEST) --ignore tests/cuda_host
 	$(RUN) tests/cuda_host/build.py plain
@@ -93,21 +99,21 @@ endif
 endif
 
 ifdef CPU
-sanitizers: install
+sanitizers: .venv/.dev | install
 	$(call COPY,sanitizers,-O1 -g1 -fsanitize=address -fsanitize=undefined -fno-sanitize-recover=undefined -fno-sanitize=vptr)
 	for capability in default avx2 avx512; do \
 	export $$($(RUN) tests/cuda_host/redirect.py) ATEN_CPU_CAPABILITY=$$capability ;\
 	($(call INSIDE,sanitizers) $(PYTEST) -k "not compiled and not instruction_sets" $(OPS) tests/test_peer.py tests/test_statistics.py) || exit ;\
 	done
 else
-sanitizers: install  ## The CUDA sources under the race checker and the sanitizers
+sanitizers: .venv/.dev | install  ## The CUDA sources under the race checker and the sanitizers
 	$(RUN) tests/cuda_host/build.py
 	$(MODEL) -n 0 tests/cuda_host/test_cuda_host_bugs.py
 	FASTVIT_CUDA_HOST=race $(MODEL) $(ON_MODEL)
 	env $$($(RUN) tests/cuda_host/redirect.py) FASTVIT_CUDA_HOST=asan $(MODEL) $(ON_MODEL) tests/test_layers.py tests/test_batch_norm_act.py
 endif
 
-wheel: install  ## A wheel for any Linux in dist/, tried in a bare environment
+wheel: .venv/.dev | install  ## A wheel for any Linux in dist/, tried in a bare environment
 	rm -rf build/wheel dist
 	$(RUN) -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir build/wheel .
 	PATH="$(CURDIR)/.venv/bin:$$PATH" $(RUN) -m auditwheel repair --exclude 'libtorch*' --exclude libc10.so --wheel-dir dist build/wheel/*.whl
@@ -121,16 +127,10 @@ bench: install  ## Time layers, and ways to synchronise; writes benchmarks/resul
 
 GPU := $(or $(wildcard $(RUN)),$(shell command -v $(RUN)),$(PYTHON)) tools/gpu.py
 
-gpu:  ## On a CUDA GPU: tests (9 minutes), then measurements (9)
-ifeq ($(CALL),libraries)
-	FASTVIT_CUDA=1 TORCH_CUDA_ARCH_LIST=9.0 $(RUN) setup.py -q build_ext --build-temp build/gpu/temp --build-lib build/gpu/lib
-	strip --strip-unneeded build/gpu/lib/fastvit/*.so
-	tar -C build/gpu/lib -cJf build/gpu/libraries.tar.xz fastvit
-else
-	status=0; for call in $(or $(CALL),proof measure); do $(GPU) $$call --out '$(OUT)' || status=1; done; exit $$status
-endif
+gpu:  ## On a CUDA GPU: tests, then measurements, half an hour
+	$(GPU) --out '$(OUT)' $(if $(STEPS),--steps $(STEPS))
 
-sass: $(TOOLED)  ## Registers, spills, instructions of the CUDA kernels; needs nvcc
+sass: $(TOOLED)  ## Registers and spills of the CUDA kernels; needs nvcc
 	$(RUN) tools/sass.py
 
 lint: $(TOOLED)  ## What CI checks of the style

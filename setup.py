@@ -2,6 +2,7 @@
 fastvit/_C.so     schemas and CPU kernels (the kernels once per instruction set)
 fastvit/_cuda.so  CUDA kernels; FASTVIT_CUDA=auto|0|1 (1: no toolkit is an error; auto: with a toolkit, but in
                   an editable install not for a torch without CUDA, which could not load them)
+FASTVIT_CPU=native|all: CPU kernels for this machine alone (an editable install's default) or for all.
 Neither needs Python's headers, torch's CUDA headers or a GPU, and both load in every torch from 2.11 on.
 """
 
@@ -13,12 +14,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+
+def numbers(version: str) -> list[int]:
+    return [int(n) for n in re.findall(r"\d+", version)[:2]]
+
+
+if not sys.platform.startswith("linux"):
+    sys.exit(f"fastvit: Linux expected, this is {sys.platform}; on Windows it builds under WSL.")
 for name, floor in ("setuptools", "77.0"), ("torch", "2.11"):
     try:
         found = __import__(name).__version__
     except ImportError:
         found = "none"
-    if [int(n) for n in re.findall(r"\d+", found)[:2]] < [int(n) for n in floor.split(".")]:
+    if numbers(found) < numbers(floor):
         sys.exit(f"fastvit: building needs {name}>={floor}, found {found}; pip install it first.")
 
 from setuptools import Extension, setup  # noqa: E402
@@ -26,14 +34,40 @@ from setuptools.command import bdist_wheel, build_ext  # noqa: E402
 
 ROOT, TORCH = Path(__file__).parent.resolve(), Path(sys.modules["torch"].__file__).parent
 TORCH_ABI = "0x020b000000000000"  # 2.11: the oldest torch whose stable ABI has all functions used here
-# torch's detection needs a GPU
-ARCHITECTURES = os.environ.get("TORCH_CUDA_ARCH_LIST") or "8.0;9.0;10.0;12.0+PTX"
+# Where no GPU is visible, as far as nvcc knows them. The oldest's PTX is for GPUs between them, say sm_110.
+ARCHITECTURES = "7.5+PTX;8.0;9.0;10.0;12.0+PTX"
+OLDEST_NVCC = "12.0"  # the first that takes C++20
 CUDA = os.environ.get("FASTVIT_CUDA", "auto")
+CPU = os.environ.get("FASTVIT_CPU", "")
 QUIET = "-Wno-psabi -Wno-maybe-uninitialized -Wno-uninitialized -Wno-unknown-warning-option"
+X86 = {  # an instruction set's flags, of the compiler and of the CPU
+    "avx2": ["avx2", "fma", "f16c"],
+    "avx512": ["avx512f", "avx512bw", "avx512vl", "avx512dq"],
+}
 CAPABILITIES = {"baseline": f"-Wall -Wextra {QUIET}"}
 if os.uname().machine == "x86_64":
-    CAPABILITIES["avx2"] = "$baseline -mavx2 -mfma -mf16c"
-    CAPABILITIES["avx512"] = "$avx2 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mprefer-vector-width=512"
+    for base, name in ("baseline", "avx2"), ("avx2", "avx512"):
+        CAPABILITIES[name] = " ".join([f"${base}", *(f"-m{flag}" for flag in X86[name])])
+    CAPABILITIES["avx512"] += " -mprefer-vector-width=512"
+
+
+def native() -> str:
+    """The best instruction set of this machine, as csrc/cpu/kernels.cpp chooses it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    line = re.search(r"^flags.*", cpuinfo.read_text() if cpuinfo.exists() else "", re.M)
+    flags, best = line[0].split() if line else [], "baseline"
+    for name in CAPABILITIES:
+        if not set(X86.get(name, [])) <= set(flags):
+            break
+        best = name
+    return best
+
+
+def instruction_sets(editable: bool) -> list[str]:
+    """Those that the CPU kernels are compiled for."""
+    if CPU not in ("", "native", "all"):
+        sys.exit(f"fastvit: FASTVIT_CPU is {CPU!r}; native or all expected.")
+    return [native()] if CPU == "native" or (editable and not CPU) else list(CAPABILITIES)
 
 
 def find_cuda(editable: bool = False) -> tuple[Path | None, str]:
@@ -44,12 +78,20 @@ def find_cuda(editable: bool = False) -> tuple[Path | None, str]:
         return None, "FASTVIT_CUDA=0"
     if editable and CUDA == "auto" and not sys.modules["torch"].version.cuda:
         return None, "this torch is a CPU build, which cannot load them; FASTVIT_CUDA=1 builds them"
+    if sys.modules["torch"].version.hip:
+        return None, "this torch is a ROCm build; the kernels are CUDA's"
     folders = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
     if nvcc := shutil.which("nvcc"):  # nvcc may be a wrapper script, so its path does not tell
         dryrun = subprocess.run([nvcc, "--dryrun", "-c", "x.cu"], capture_output=True, text=True)
         folders += re.findall(r"^#\$ TOP=(.*)$", dryrun.stderr, re.M)
+        folders.append(str(Path(nvcc).parents[1]))  # Debian's: /usr/bin/nvcc, /usr/include
     for folder in (Path(f).resolve() for f in [*folders, "/usr/local/cuda"] if f):
         if (folder / "include/cuda_runtime.h").exists() and (folder / "bin/nvcc").exists():
+            if numbers(found := version_of(folder)) < numbers(OLDEST_NVCC) and found != "unknown":
+                sys.exit(
+                    f"fastvit: {folder} has CUDA {found}, and the kernels need {OLDEST_NVCC} or later; "
+                    "set CUDA_HOME to a newer toolkit, or FASTVIT_CUDA=0."
+                )
             return folder, f"toolkit at {folder}"
     if CUDA == "1":
         sys.exit("fastvit: FASTVIT_CUDA=1, but there is no CUDA toolkit; set CUDA_HOME or put nvcc on PATH.")
@@ -71,24 +113,53 @@ def version_of(cuda: Path) -> str:
     return f"{found[1]}.{int(found[2])}" if found else "unknown"
 
 
-def codes() -> list[str]:
-    """nvcc's targets for ARCHITECTURES: sm_90 is machine code, compute_90 PTX for later GPUs."""
-    pairs = [(re.sub(r"\+PTX|\.", "", a), a.endswith("+PTX")) for a in re.split(r"[; ]+", ARCHITECTURES)]
-    return [f"{kind}_{a}" for a, ptx in pairs for kind in ("sm", "compute")[: 1 + ptx]]
+def gencode_of(cuda: Path) -> list[str]:
+    """nvcc's -gencode options: for TORCH_CUDA_ARCH_LIST in torch's forms, for the visible GPUs, or for
+    ARCHITECTURES.
+    """
+    torch = sys.modules["torch"]
+    from torch.utils.cpp_extension import _get_cuda_arch_flags
+
+    listed = subprocess.run([cuda / "bin/nvcc", "--list-gpu-arch"], capture_output=True, text=True)
+    known = re.findall(r"compute_(\d+)", listed.stdout)
+    wish = ";".join(filter(None, re.split(r"[; ]+", os.environ.get("TORCH_CUDA_ARCH_LIST", ""))))
+    if wish in ("", "native") and not torch.cuda.is_available():
+        if wish:
+            sys.exit("fastvit: TORCH_CUDA_ARCH_LIST=native, but torch sees no GPU; name one, such as 8.6.")
+        digits = [(arch, re.sub(r"\D", "", arch)) for arch in ARCHITECTURES.split(";")]
+        wish = ";".join(arch for arch, number in digits if number in known or not known)
+    os.environ["TORCH_CUDA_ARCH_LIST"] = wish
+    try:
+        found = _get_cuda_arch_flags()
+    except ValueError as error:
+        sys.exit(f"fastvit: TORCH_CUDA_ARCH_LIST={wish}: {error}.")
+    for arch in re.findall(r"arch=compute_(\d+)", " ".join(found)):
+        if known and arch not in known:
+            sys.exit(
+                f"fastvit: {wish} has compute_{arch}, which nvcc {version_of(cuda)} does not know; it knows "
+                f"{', '.join(known)}. Set TORCH_CUDA_ARCH_LIST, such as 8.6 for an RTX 3090."
+            )
+    return list(dict.fromkeys(found))
 
 
-def ninja_file(cxx: str, cuda: Path | None, why: str) -> str:
+def ninja_file(cxx: str, cuda: Path | None, why: str, sets: list[str], gencode: list[str]) -> str:
     """The text of build.ninja. The library has the targets of its CUDA kernels, or `why` there are none."""
     built = f"not built: {why}"
     if cuda:
-        built = f"built for {', '.join(codes())} with CUDA {version_of(cuda)}"
-    gencode = " ".join(f"-gencode=arch=compute_{code.split('_')[1]},code={code}" for code in codes())
+        codes = re.findall(r",code=(\w+)", " ".join(gencode))
+        built = f"built for {', '.join(codes)} with CUDA {version_of(cuda)}"
+    compiler, *flags = [word for word in shlex.split(cxx) if Path(word).name != "ccache"]
+    cache = "ccache " if shutil.which("ccache") else ""
+    cxx = cache + shlex.join([compiler, *flags])
+    host = (
+        f"-ccbin {compiler} -Xcompiler '{shlex.join([*flags, '-fPIC', '-fvisibility=hidden', '-Wno-psabi'])}'"
+    )
     common = f"-O3 -std=c++20 -DTORCH_TARGET_VERSION={TORCH_ABI} -isystem '{TORCH}/include' -MMD -MF $out.d"
     fpic, depends = "-fPIC -fvisibility=hidden", "depfile = $out.d\n deps = gcc\n description = $out"
     lines = [
         f"rule cxx\n command = {cxx} {common} {fpic} $flags -c $in -o $out\n {depends}",
-        f"rule nvcc\n command = '{cuda}/bin/nvcc' {common} {gencode} -Xfatbin -compress-all "
-        f"-ccbin {cxx.split()[-1]} -Xcompiler '{fpic} -Wno-psabi' -DUSE_CUDA -c $in -o $out\n {depends}",
+        f"rule nvcc\n command = {cache}'{cuda}/bin/nvcc' {common} {' '.join(gencode)} -Xfatbin -compress-all "
+        f"{host} -DUSE_CUDA -c $in -o $out\n {depends}",
         f"rule link\n command = {cxx} -shared $in -Wl,--no-as-needed -L'{TORCH}/lib' -ltorch -ltorch_cpu "
         "-lc10 $libs -o $out\n description = $out",
     ]
@@ -97,17 +168,22 @@ def ninja_file(cxx: str, cuda: Path | None, why: str) -> str:
     for path in cpp_sources():
         source = str(path.relative_to(ROOT / "csrc").with_suffix(""))
         once = not source.startswith("cpu/kernels/")
-        for name in ["baseline"] if once else CAPABILITIES:
+        for name in ["baseline"] if once else sets:
             objects.append(f"{source}.{name}.o")
             lines.append(f"build {objects[-1]}: cxx $csrc/{source}.cpp")
             lines.append(f" flags = ${name} -DFASTVIT_CAPABILITY={name}")
+            if source == "cpu/kernels" and len(sets) < len(CAPABILITIES):
+                lines[-1] += f" -DFASTVIT_ONLY -DFASTVIT_ONLY_{sets[0]}"
             if source == "ops":
                 lines[-1] += " " + shlex.quote(f'-DFASTVIT_CUDA_BUILD="{built}"').replace("$", "$$")
     kernels = [str(path.relative_to(ROOT / "csrc").with_suffix("")) for path in cuda_sources() if cuda]
     lines += [f"build {source}.o: nvcc $csrc/{source}.cu" for source in kernels]
     lines.append(f"build _C.so: link {' '.join(objects)}")
     lines.append(f"build _cuda.so: link glibc.baseline.o {' '.join(f'{source}.o' for source in kernels)}")
-    lines.append(f" libs = -L'{cuda}/lib64' -lcudart_static -ldl -lrt -lpthread")
+    lib = " ".join(
+        f"-L'{cuda}/{folder}'" for folder in ("lib64", "lib", "targets/x86_64-linux/lib")
+    )  # also pip's
+    lines.append(f" libs = {lib} -lcudart_static -ldl -lrt -lpthread")
     return "\n".join(lines) + "\n"
 
 
@@ -118,15 +194,19 @@ class NinjaBuild(build_ext.build_ext):
     def build_extensions(self):
         cxx = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
         ninja = shutil.which("ninja") or shutil.which("ninja", path=os.path.dirname(sys.executable))
-        if not cxx or not shutil.which(cxx.split()[0]):
+        if not cxx or not shutil.which(shlex.split(cxx)[0]):
             sys.exit("fastvit: there is no C++ compiler; install g++ (>= 11) or clang++, or set CXX.")
         ninja or sys.exit("fastvit: building needs ninja; pip install ninja.")
         cuda, why = find_cuda(self.editable_mode)
-        print(f"fastvit: CUDA kernels {f'for {ARCHITECTURES}' if cuda else 'not built'}: {why}", flush=True)
+        gencode = gencode_of(cuda) if cuda else []
+        architectures = f"for {os.environ['TORCH_CUDA_ARCH_LIST']}" if cuda else "not built"
+        print(f"fastvit: CUDA kernels {architectures}: {why}", flush=True)
+        sets = instruction_sets(self.editable_mode)
+        print(f"fastvit: CPU kernels for {', '.join(sets)}", flush=True)
         if self.editable_mode:  # setuptools would use a new folder each time, and compile everything
             self.build_temp = ROOT / f"build/temp.{self.plat_name}-{sys.implementation.cache_tag}"
         os.makedirs(folder := Path(self.build_temp).resolve(), exist_ok=True)
-        (folder / "build.ninja").write_text(ninja_file(cxx, cuda, why))
+        (folder / "build.ninja").write_text(ninja_file(cxx, cuda, why, sets, gencode))
         targets = {}
         for library, wanted in ("_C.so", True), ("_cuda.so", cuda is not None):
             target = Path(self.get_ext_fullpath(f"fastvit.{library[:-3]}"))
@@ -135,8 +215,13 @@ class NinjaBuild(build_ext.build_ext):
             stale.unlink(missing_ok=True)  # not overwritten, since a running process may have it mapped
             if wanted:
                 targets[library] = target
-        if subprocess.run([ninja, "-C", str(folder), *targets]).returncode:
-            without = " FASTVIT_CUDA=0 builds without the CUDA kernels." if cuda else ""
+        jobs = ["-j", os.environ["MAX_JOBS"]] if os.environ.get("MAX_JOBS") else []
+        if subprocess.run([ninja, "-C", str(folder), *jobs, *targets]).returncode:
+            without = (
+                " FASTVIT_CUDA=0 builds without the CUDA kernels, CXX=g++-12 with another compiler."
+                if cuda
+                else ""
+            )
             sys.exit(f"fastvit: it did not compile; see the compiler's messages above.{without}")
         for library, target in targets.items():
             shutil.copy2(folder / library, target)

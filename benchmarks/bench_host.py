@@ -1,6 +1,6 @@
 """The host's share of a step: Python and dispatch, on tensors so small that little else remains.
 
-    python benchmarks/bench_host.py [--rounds 200] [--out FOLDER]
+    python benchmarks/bench_host.py [--device cpu|cuda] [--rounds 200] [--out FOLDER]
 
 Contenders in turn, the best of all rounds, one thread:
 
@@ -9,7 +9,8 @@ Contenders in turn, the best of all rounds, one thread:
     a layer of (4, 8, 4, 4): torch's two layers, and fastvit's one. A multiplication before it makes the input
     an activation; its time is subtracted.
 
-Models need timm (`pip install '.[models]'`). Writes results/host_cpu.csv and .md.
+A GPU's work goes on behind the host's. Models need timm (`pip install '.[models]'`). Writes
+results/host_DEVICE.csv and .md.
 """
 
 import copy
@@ -38,34 +39,38 @@ LAYERS = {  # what it replaces -> torch's layers, fastvit's
 }
 
 
-def best_of(contenders: dict[str, Callable[[], list[float]]], rounds: int) -> dict[str, list[float]]:
+def best_of(
+    contenders: dict[str, Callable[[], list[float]]], rounds: int, device: str
+) -> dict[str, list[float]]:
     """Of each contender, which returns seconds of its parts, the least of each part."""
     best: dict[str, list[float]] = {}
     for _ in range(rounds):
         for name, work in contenders.items():
+            if device == "cuda":
+                torch.cuda.synchronize()  # else a launch might wait for room in the stream
             taken = work()
             best[name] = [min(pair) for pair in zip(taken, best.get(name, taken), strict=True)]
     return best
 
 
-def models(rounds: int) -> list[dict]:
+def models(rounds: int, device: str) -> list[dict]:
     from real_models import import_torchvision
 
     import_torchvision()
     import timm
 
     torch.manual_seed(0)
-    eager = timm.create_model("vit_tiny_patch16_224", img_size=32).train()
+    eager = timm.create_model("vit_tiny_patch16_224", img_size=32).train().to(device)
     contenders = {
         "eager": eager,
         "convert": fastvit.convert(copy.deepcopy(eager)),
         "products": fastvit.convert(copy.deepcopy(eager), products=True),
     }
-    x = torch.randn(8, 3, 32, 32)
+    x = torch.randn(8, 3, 32, 32, device=device)
 
     def step(model: nn.Module, autocast: bool) -> list[float]:
         begin = time.perf_counter()
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        with torch.autocast(device, torch.bfloat16, enabled=autocast):
             loss = model(x).sum()
         middle = time.perf_counter()
         loss.backward()
@@ -76,7 +81,7 @@ def models(rounds: int) -> list[dict]:
     rows = []
     for dtype in ("fp32", "bf16"):
         steps = {k: functools.partial(step, model, dtype == "bf16") for k, model in contenders.items()}
-        best = best_of(steps, rounds)
+        best = best_of(steps, rounds, device)
         what = f"vit_tiny, 32 pixels, {dtype}"
         rows += [row_of(what, name, taken, best["eager"]) for name, taken in best.items()]
     return rows
@@ -88,8 +93,8 @@ def row_of(what: str, contender: str, taken: list[float], of_torch: list[float])
     return {"what": what, "contender": contender, **times, "times": taken[2] / of_torch[2]}
 
 
-def layers(rounds: int) -> list[dict]:
-    x = torch.randn(4, CHANNELS, 4, 4, requires_grad=True)
+def layers(rounds: int, device: str) -> list[dict]:
+    x = torch.randn(4, CHANNELS, 4, 4, device=device, requires_grad=True)
     dy = torch.ones_like(x)
 
     def step(layer: Callable) -> list[float]:
@@ -104,13 +109,13 @@ def layers(rounds: int) -> list[dict]:
         return [forward / LAYER_CALLS, backward / LAYER_CALLS, (forward + backward) / LAYER_CALLS]
 
     made = {
-        (what, name): make()
+        (what, name): make().to(device)
         for what, pair in LAYERS.items()
         for name, make in zip(("torch", "fastvit"), pair, strict=True)
     }
     alone = ("", "multiplication")
     contenders = {key: functools.partial(step, layer) for key, layer in made.items()}
-    best = best_of(contenders | {alone: functools.partial(step, lambda x: x)}, rounds)
+    best = best_of(contenders | {alone: functools.partial(step, lambda x: x)}, rounds, device)
     net = {key: [taken - rest for taken, rest in zip(best[key], best[alone], strict=True)] for key in made}
     return [row_of(what, name, taken, net[what, "torch"]) for (what, name), taken in net.items()]
 
@@ -126,13 +131,13 @@ def table(rows: list[dict]) -> str:
 
 
 def main() -> None:
-    parser = command_line(__doc__, device=None)
+    parser = command_line(__doc__)
     parser.add_argument("--rounds", type=int, default=200, help="timed turns per contender")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    found = [row for part in (models, layers) for row in part(options.rounds)]
-    rows = [row | provenance("cpu") for row in found]
-    path = write_csv("host_cpu", rows, options.out)
+    found = [row for part in (models, layers) for row in part(options.rounds, options.device)]
+    rows = [row | provenance(options.device) for row in found]
+    path = write_csv(f"host_{options.device}", rows, options.out)
     path.with_suffix(".md").write_text(table(rows))
     print(table(rows))
 

@@ -1,13 +1,13 @@
-"""Forward and backward of each layer, and each raw op, on a CPU, beside torch's and a copy of the same size.
+"""Forward and backward of each layer, and each raw op, beside torch's and a copy of the same size.
 
-    python benchmarks/bench_ops.py [--threads 1] [--out benchmarks/results]
+    python benchmarks/bench_ops.py [--device cpu|cuda] [--threads 1] [--out benchmarks/results]
     python benchmarks/bench_ops.py --quick --out /tmp/smoke     # tests the program
 
 Time of the named work only: a new input each time, which no cache has, and contenders in turn. Forward and
 backward are timed separately; `both` is their sum. GB/s is computed with the passes over the activation of
 fastvit's ops, for all contenders: forward 3 (2R + 1W), backward 5 (4R + 1W). The copy is of an activation of
-the same size with cold caches. Writes ops_cpu.csv and ops_cpu.md after every case; with
-ATEN_CPU_CAPABILITY=avx2, which lowers the instruction set, ops_cpu_avx2. bench_gpu.py measures GPUs.
+the same size with cold caches. Writes ops_DEVICE.csv and ops_DEVICE.md after every case; with
+ATEN_CPU_CAPABILITY=avx2, which lowers the instruction set, ops_cpu_avx2.
 """
 
 import gc
@@ -20,7 +20,7 @@ import contenders
 import roofline
 import torch
 from harness import Timer, command_line, percentiles, provenance, reuse_memory, write_csv
-from shapes import Case, cpu_cases, quick_cases
+from shapes import Case, cases, cpu_cases, quick_cases
 from torch import nn
 
 MOST_REPEATS, LEAST_REPEATS = 40, 5
@@ -86,12 +86,14 @@ class RawOp:
     def step(self, timer: Timer) -> dict[str, tuple[float, float]]:
         self.op.prepare()
         timer.cold()
-        self.few.call()
+        if timer.device.type == "cpu":
+            self.few.call()
         return {self.name: (timer(self.op.call), timer.host_ms)}
 
 
 def layers_of(case: Case, timer: Timer) -> dict[str, Layer]:
-    x, dy = case.randn("cpu").requires_grad_(), case.randn("cpu")
+    device = timer.device.type
+    x, dy = case.randn(device).requires_grad_(), case.randn(device)
     found = {name: Layer(make(), x, dy) for name, make in contenders.layers(case).items()}
     for layer in found.values():
         for _ in range(WARM_UP):
@@ -100,7 +102,7 @@ def layers_of(case: Case, timer: Timer) -> dict[str, Layer]:
 
 
 def ops_of(case: Case, timer: Timer) -> dict[str, RawOp]:
-    x, dy = case.randn("cpu"), case.randn("cpu")
+    x, dy = (case.randn(timer.device.type) for _ in range(2))
     few = few_of(x), few_of(dy)
     found = {}
     for prefix, ops in ("fastvit.ops.", contenders.raw_ops), ("torch ", contenders.torch_ops):
@@ -128,13 +130,15 @@ def measure(case: Case, measured: dict, timer: Timer, seconds: float) -> list[di
         gc.enable()
     copy = median(copies)
     return [
-        row_of(case, name, op, passes, times[name], copy)
+        row_of(case, name, op, passes, times[name], copy, timer)
         for name, work in measured.items()
         for op, passes in work.passes.items()
     ]
 
 
-def row_of(case: Case, name: str, op: str, passes: int, steps: list[dict], copy: float) -> dict:
+def row_of(
+    case: Case, name: str, op: str, passes: int, steps: list[dict], copy: float, timer: Timer
+) -> dict:  # fmt: skip
     taken = percentiles([step[op][0] * 1e3 for step in steps], "us")
     bandwidth = passes * case.nbytes / taken["p50_us"] / 1e3
     row = {
@@ -143,7 +147,7 @@ def row_of(case: Case, name: str, op: str, passes: int, steps: list[dict], copy:
         "shape": case.size,
         "layout": case.layout,
         "dtype": case.dtype,
-        "instructions": torch.ops.fastvit.cpu_capability(),
+        "instructions": instructions(timer.device),
         "threads": torch.get_num_threads(),
         "MB": case.nbytes / 1e6,
         **taken,
@@ -161,19 +165,28 @@ def row_of(case: Case, name: str, op: str, passes: int, steps: list[dict], copy:
     return row
 
 
+def instructions(device: torch.device) -> str:
+    if device.type == "cuda":
+        return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+    return torch.ops.fastvit.cpu_capability()
+
+
 def main() -> None:
-    parser = command_line(__doc__, device=None)
+    parser = command_line(__doc__)
     parser.add_argument("--quick", action="store_true", help="tiny shapes: is the program in order?")
     parser.add_argument("--threads", type=int, nargs="+", help="each in turn (default: torch's)")
     options = parser.parse_args()
-    reuse_memory()
-    timer, where = Timer("cpu", 1 << 20 if options.quick else None), provenance("cpu")
-    lowered = os.environ.get("ATEN_CPU_CAPABILITY")
-    name = f"ops_cpu_{lowered}" if lowered else "ops_cpu"
+    device, on_gpu = options.device, options.device == "cuda"
+    if not on_gpu:
+        reuse_memory()
+    timer, where = Timer(device, 1 << 20 if options.quick else None), provenance(device)
+    lowered = "" if on_gpu else os.environ.get("ATEN_CPU_CAPABILITY")
+    name = f"ops_{device}_{lowered}" if lowered else f"ops_{device}"
+    chosen = quick_cases() if options.quick else cases() if on_gpu else cpu_cases()
     rows: list[dict] = []
     for threads in options.threads or [torch.get_num_threads()]:
         torch.set_num_threads(threads)
-        for case in quick_cases() if options.quick else cpu_cases():
+        for case in chosen:
             for make in (layers_of, ops_of):
                 found = measure(case, make(case, timer), timer, 0.02 if options.quick else SECONDS)
                 rows += [row | where for row in found]

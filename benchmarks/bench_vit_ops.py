@@ -1,13 +1,13 @@
 """LayerNorm, activations and gates, forward and backward, against torch's and against the copy bandwidth.
 
-    python benchmarks/bench_vit_ops.py [--threads 1] [--repeats 15] [--out FOLDER]
+    python benchmarks/bench_vit_ops.py [--device cpu|cuda] [--threads 1] [--repeats 15] [--out FOLDER]
     python benchmarks/bench_vit_ops.py --quick --out /tmp/smoke     # is the program in order?
 
 Contenders in turn, on data that no cache holds, of the sizes that a ViT-S/16 has at batch 32: what a norm
-and what an MLP sees. Times are the process's on its processors, which other programs hardly lengthen. GB/s
+and what an MLP sees. Times on a CPU are the process's, which other programs hardly lengthen. GB/s
 counts what the operation has to read and write at least, whoever is measured. `times` is the median over
-turns of torch's time by fastvit's in the same turn. Writes vit_ops_cpu.csv; `python benchmarks/report.py
---name vit_ops_cpu` makes the table. bench_gpu.py measures the ops on a GPU.
+turns of torch's time by fastvit's in the same turn. Writes vit_ops_DEVICE.csv; `python benchmarks/report.py
+--name vit_ops_cpu` makes the table.
 """
 
 import time
@@ -72,15 +72,15 @@ def operations(dtype: str) -> dict[str, tuple[dict[str, Callable], int, bool]]:
     return found
 
 
-def bench(op: str, dtype: str, rows: int, repeats: int, timer: ProcessTimer) -> list[dict]:
+def bench(op: str, dtype: str, rows: int, repeats: int, timer: Timer) -> list[dict]:
     contenders, columns, affine = operations(dtype)[op]
     kind = torch.float32 if dtype == CAST else DTYPES[dtype]
-    operands = 2 if op in GATES else 1
-    leaves = [torch.randn(rows, columns).to(kind) for _ in range(operands)]
-    leaves += [torch.randn(columns).to(kind) for _ in range(2 if affine else 0)]
+    operands, device = 2 if op in GATES else 1, timer.device
+    leaves = [torch.randn(rows, columns, device=device).to(kind) for _ in range(operands)]
+    leaves += [torch.randn(columns, device=device).to(kind) for _ in range(2 if affine else 0)]
     leaves = [leaf.requires_grad_() for leaf in leaves]
     y = contenders["fastvit"](*leaves)
-    dy, size = torch.randn(rows, columns).to(y.dtype), leaves[0].nbytes
+    dy, size = torch.randn(rows, columns, device=device).to(y.dtype), leaves[0].nbytes
     moved = {"forward": operands * size + y.nbytes, "backward": 2 * operands * size + y.nbytes}
     times: dict[str, list[dict[str, float]]] = {name: [] for name in contenders}
     copies = []
@@ -118,15 +118,17 @@ def bench(op: str, dtype: str, rows: int, repeats: int, timer: ProcessTimer) -> 
 
 
 def main() -> None:
-    parser = command_line(__doc__, device=None)
+    parser = command_line(__doc__)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=15, help="timed steps per contender")
     parser.add_argument("--quick", action="store_true", help="few rows: is the program in order?")
     options = parser.parse_args()
-    reuse_memory()
+    if options.device == "cpu":
+        reuse_memory()
     torch.set_num_threads(options.threads)
-    timer, rows = ProcessTimer("cpu", 1 << 20 if options.quick else None), []
-    where = {"threads": options.threads, **provenance("cpu")}
+    timer_of, rows = Timer if options.device == "cuda" else ProcessTimer, []
+    timer = timer_of(options.device, 1 << 20 if options.quick else None)
+    where = {"threads": options.threads, **provenance(options.device)}
     for dtype in (*DTYPES, CAST):
         for op in operations(dtype):
             for row in bench(op, dtype, 64 if options.quick else ROWS, options.repeats, timer):
@@ -136,7 +138,7 @@ def main() -> None:
                     f"{row['GB_s']:6.1f} GB/s of {row['copy_GB_s']:.0f}  {row['times']:5.2f} times torch",
                     flush=True,
                 )
-            write_csv("vit_ops_cpu", rows, options.out)
+            write_csv(f"vit_ops_{options.device}", rows, options.out)
 
 
 if __name__ == "__main__":

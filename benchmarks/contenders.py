@@ -104,8 +104,8 @@ def torch_ops(case: Case, x: torch.Tensor, dy: torch.Tensor) -> dict[str, Op]:
     if case.layout == "tokens":
         x, dy = x.flatten(0, 1), dy.flatten(0, 1)
     wide = torch.promote_types(x.dtype, torch.float32)
-    weight, var = torch.ones(2, case.channels, dtype=wide)
-    bias, mean = torch.zeros(2, case.channels, dtype=wide)
+    weight, var = torch.ones(2, case.channels, dtype=wide, device=x.device)
+    bias, mean = torch.zeros(2, case.channels, dtype=wide, device=x.device)
 
     def forward():
         return F.leaky_relu(F.batch_norm(x, mean, var, weight, bias), 0.01, inplace=True)

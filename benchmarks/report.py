@@ -15,7 +15,7 @@ from harness import RESULTS, markdown, place, read_csv  # noqa: E402
 
 COLOURS = {
     "torch": "#9aa5b1", "InPlaceABN": "#1f77b4", "SyncBatchNorm": "#ff9f40",
-    "apex SyncBatchNorm": "#b05f6d", "inplace_abn": "#6db05f",
+    "apex SyncBatchNorm": "#b05f6d", "inplace_abn": "#6db05f", "torch.compile": "#4b5563",
 }  # fmt: skip
 
 

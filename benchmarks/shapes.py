@@ -40,12 +40,6 @@ class Case:
         return x.contiguous(memory_format=torch.channels_last) if self.layout == "channels_last" else x
 
 
-MLP = tuple(Case((1, 1, 32 * 197, 1536), "nchw", dtype) for dtype in ("bf16", "fp32", "fp16"))  # a ViT-S/16
-NORMS = tuple(
-    Case((n, 197, c), "tokens", dtype)
-    for dtype in ("bf16", "fp32", "fp16")
-    for n, c in ((8, 384), (32, 384), (128, 384), (128, 768))
-)
 RESNET = [(64, 112), (256, 56), (512, 28), (1024, 14), (2048, 7)]  # (C, H = W) of ResNet-50's stages
 CONV_STEM = [(48, 112), (96, 56), (192, 28), (384, 14)]  # of a ViT that starts with convolutions
 

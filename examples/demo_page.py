@@ -32,6 +32,10 @@ STYLE = {  # label, colour, dashes; colours that stand out on white and on near-
     "fastvit-sync": ("fastvit SyncBatchNorm + LeakyReLU", "#22a06b", ()),
     "inplace-abn-sync": ("fastvit InPlaceABNSync", "#3b82f6", (4, 2)),
 }
+RUNS = STYLE | {
+    "fastvit-sync": ("apex's SyncBatchNorm by fastvit.compat, LeakyReLU", "#22a06b", ()),
+    "apex-sync": ("NVIDIA apex SyncBatchNorm, LeakyReLU", "#22a06b", ()),
+}
 CALLS = {  # by --memory: label, colour
     "off": ("as it is", STYLE["torch"][1]),
     "convert": ("convert(model)", "#3b82f6"),
@@ -70,8 +74,8 @@ def _svg(name: str, width: float, height: float, draw: Callable[[Axes], None]) -
 
 def _curves(results: Sequence[Result], column: str, log: bool) -> Callable[[Axes], None]:
     def draw(axes: Axes) -> None:
-        for result in sorted(results, key=lambda r: list(STYLE).index(r.norm)):
-            label, colour, dashes = STYLE[result.norm]
+        for result in sorted(results, key=lambda r: list(RUNS).index(r.norm)):
+            label, colour, dashes = RUNS[result.norm]
             epochs, values = zip(*((row["epoch"], row[column]) for row in result.history), strict=True)
             axes.plot(epochs, values, color=colour, dashes=dashes or (None, None), marker=".", label=label)
         axes.set_xlabel("epoch")
@@ -127,15 +131,13 @@ def _speed(result: Result) -> float:
     return statistics.median(row["images_per_second"] for row in result.history[1:] or result.history)
 
 
-def _table(results: Sequence[Result], base: int) -> str:
-    names = "layer", "test accuracy", "test loss", "kept for backward", "of torch", "images/s", "run", "ranks"
+def _table(results: Sequence[Result]) -> str:
+    names = "layer", "test accuracy", "test loss", "images/s", "run", "ranks"
     rows = [
         (
-            html.escape(STYLE[result.norm][0]),
+            html.escape(RUNS[result.norm][0]),
             f"{result.accuracy:.3f}",
             f"{result.history[-1]['test_loss']:.4f}",
-            f"{result.kept_bytes:,} B",
-            f"{result.kept_bytes / base:.0%}",
             f"{_speed(result):,.0f}",
             f"{result.seconds:.0f} s",
             str(result.ranks),
@@ -145,12 +147,21 @@ def _table(results: Sequence[Result], base: int) -> str:
     return _html_table(names, rows, main=0)
 
 
+def _table_of_layers(kept: dict[str, int]) -> str:
+    rows = [
+        (html.escape(STYLE[norm][0]), f"{size:,} B", f"{size / kept['torch']:.0%}")
+        for norm, size in kept.items()
+    ]
+    return _html_table(("layer", "kept for backward", "of torch"), rows, main=0)
+
+
 def _facts(results: Sequence[Result], batch: int) -> str:
     epochs, here = len(results[0].history), info.facts()
     facts = {
         "Data": "scikit-learn digits, 8x8: 1438 for training (shifted by up to a pixel), 359 for test",
-        "Model": "ViT with a stem of three convolutions and BatchNorm in the MLP, 4 blocks of width 64, fp32",
-        "Recipe": f"{epochs} epochs, {batch} images per rank and step, AdamW, cosine schedule",
+        "Model": "ViT with a stem of three convolutions and BatchNorm in the MLP, 4 blocks of width 64",
+        "Recipe": f"apex's: amp {results[0].level}, DistributedDataParallel, FusedAdam; {epochs} epochs, "
+        f"{batch} images per rank and step, cosine schedule",
         "Machine": f"{here['machine']}; CPU kernels: {here['CPU kernels']}; GPUs: {here['GPUs']}",
         "Versions": f"fastvit {here['fastvit']}, torch {here['torch']}, Python {here['python']}",
         "Date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
@@ -158,17 +169,21 @@ def _facts(results: Sequence[Result], batch: int) -> str:
     return "<dl>" + "".join(f"<dt>{k}</dt><dd>{html.escape(v)}</dd>" for k, v in facts.items()) + "</dl>"
 
 
-def write_page(path: Path, results: Sequence[Result], conversions: dict[str, int], batch: int) -> Path:
+def write_page(
+    path: Path, results: Sequence[Result], kept: dict[str, int], conversions: dict[str, int], batch: int
+) -> Path:
     """Write the page and return its path.
 
     Args:
         path: the HTML file.
-        results: of all runs, the main one first; `torch` is among them.
+        results: of both runs, the main one first.
+        kept: bytes that the model keeps for backward, by norm; `torch` is among them.
         conversions: kept bytes of the model with torch BatchNorm, by the trainer's --memory.
-        batch: images of the batch for which `kept_bytes` was measured.
+        batch: images of the batch for which `kept` and `conversions` were measured.
     """
-    main, kept = results[0], {result.norm: result.kept_bytes for result in results}
-    less = 1 - main.kept_bytes / kept["torch"]
+    main = results[0]
+    less = 1 - kept[main.norm] / kept["torch"]
+    emulated = main.level == "O0" and ", since this CPU emulates bfloat16"
     tiles = (
         (f"{main.accuracy:.3f}", "test accuracy, InPlaceABNSync"),
         (f"{less:.0%} less", "kept for the backward pass of the whole model than with torch BatchNorm"),
@@ -189,7 +204,9 @@ def write_page(path: Path, results: Sequence[Result], conversions: dict[str, int
         "tiles": "".join(f'<div class="tile"><b>{big}</b><span>{text}</span></div>' for big, text in tiles),
         "charts": "".join(f"<figure><figcaption>{title}</figcaption>{svg}</figure>" for title, svg in charts),
         "bars": _svg("kept for backward by layer", 8.2, 2.3, _bars(layers)),
-        "table": _table(results, kept["torch"]),
+        "table": _table(results),
+        "layer_table": _table_of_layers(kept),
+        "level": f"{main.level}{emulated or ''}",
         "conversion_bars": _svg("kept for backward by mode", 8.2, 1.9, _bars(modes)),
         "conversion_table": _table_of_conversions(conversions),
         "facts": _facts(results, batch),

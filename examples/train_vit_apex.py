@@ -107,7 +107,8 @@ def set_up(local_rank: int) -> tuple[int, int, torch.device]:
     if gpu:
         torch.cuda.set_device(device)
     if world > 1:
-        dist.init_process_group(backend="nccl" if gpu else "gloo", init_method="env://")
+        store, rank, world = fastvit.sync.rendezvous()  # after a restart by torchrun too
+        dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=rank, world_size=world)
     else:
         print("not using distributed mode")
     return rank, world, device
@@ -182,7 +183,7 @@ def main() -> None:
     parser.add_argument("--accumulate", type=int, default=1, help="batches whose gradients make one step")
     parser.add_argument("--lr", type=float, default=1e-3, help="for one rank")
     parser.add_argument("--out", type=Path, default=Path("runs/vit_apex"))
-    parser.add_argument("--resume", type=Path, help="a checkpoint of this script")
+    parser.add_argument("--resume", type=Path, help="a checkpoint of this script, where there is one")
     parser.add_argument("--local_rank", "--local-rank", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()
     rank, world, device = set_up(args.local_rank)
@@ -198,31 +199,31 @@ def main() -> None:
     model = ViT(args.norm).to(device)
     decayed = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim <= 1]
-    optimizer = FusedAdam(
-        [{"params": decayed, "weight_decay": 0.05}, {"params": others, "weight_decay": 0.0}],
-        lr=args.lr * world * args.accumulate,
-    )
+    lr = args.lr * world * args.accumulate
+    groups = [{"params": decayed, "weight_decay": 0.05}, {"params": others, "weight_decay": 0.0}]
+    optimizer = FusedAdam(groups, lr=lr)
     # apex's order: device, amp, DDP; a checkpoint is loaded after amp has made its masters.
     model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level, verbosity=0)
 
     def factor(epoch: int) -> float:
         return min((epoch + 1) / 3, 0.5 + 0.5 * math.cos(math.pi * epoch / args.epochs))
 
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
     first = 0
-    if args.resume:
+    if args.resume and args.resume.exists():  # not before a run that torchrun may start again
         saved = torch.load(args.resume, map_location=device, weights_only=True)
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         amp.load_state_dict(saved["amp"])
-        scheduler.load_state_dict(saved["scheduler"])
         first = saved["epoch"]
+    for group in optimizer.param_groups:
+        group["initial_lr"] = lr  # of this number of ranks
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor, first - 1)
     parallel = apex_parallel.DistributedDataParallel(model) if world > 1 else model
 
     writer = SummaryWriter(str(args.out)) if rank == 0 else None
     for epoch in range(first, args.epochs):
         sampler.set_epoch(epoch)
-        lr = scheduler.get_last_lr()[0]
+        rate = scheduler.get_last_lr()[0]
         train_loss = train_one_epoch(parallel, optimizer, loader, device, epoch, world, rank, args.accumulate)
         scheduler.step()
         loss, accuracy = evaluate(model, validation_loader, device, world)
@@ -231,10 +232,11 @@ def main() -> None:
         print(f"[epoch {epoch}] mean loss {train_loss:.3f}, validation {loss:.3f}, accuracy {accuracy:.3f}")
         writer.add_scalars("loss", {"train": train_loss, "validation": loss}, epoch)
         writer.add_scalar("accuracy", accuracy, epoch)
-        writer.add_scalar("learning rate", lr, epoch)
-        states = {"model": model, "optimizer": optimizer, "amp": amp, "scheduler": scheduler}
+        writer.add_scalar("learning rate", rate, epoch)
+        states = {"model": model, "optimizer": optimizer, "amp": amp}
         saved = {name: part.state_dict() for name, part in states.items()} | {"epoch": epoch + 1}
-        torch.save(saved, args.out / "last.pt")
+        torch.save(saved, args.out / "last.tmp")
+        os.replace(args.out / "last.tmp", args.out / "last.pt")  # whole, or not at all
     if writer is not None:
         writer.close()
 

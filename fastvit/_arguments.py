@@ -64,10 +64,8 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 def check_kernels(name: str, x: Tensor) -> None:
     """Raises ValueError where x is on a GPU for which there are no kernels."""
-    if x.is_cuda and not _library.HAS_CUDA:
-        raise ValueError(
-            f"{name}: the input is on {x.device}, but the CUDA kernels are {_library.CUDA_STATUS}"
-        )
+    if x.is_cuda and (problem := _library.gpu_problem(x.device)):
+        raise ValueError(f"{name}: the input is on {x.device}, but {problem}")
 
 
 def check_input(name: str, tensors: tuple[Tensor | None, ...], channel_last: bool) -> None:

@@ -2,29 +2,27 @@
 
 import copy
 import itertools
+import sys
 import warnings
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from numbers import Integral
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import init
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import sync
 from ._formulas import effective_gamma
 
-if TYPE_CHECKING:  # not at run time: subclasses of _NormBase would come after _BatchNorm in the MRO
-    _Layer = _NormBase
-else:
-    _Layer = object
-
 _UNSAFE = 0.05  # relative error of the recovered xhat above which a layer warns
 _CHECK_EVERY = 1024  # forwards; each check reads one number on the host
+_CONVERTERS = ("convert_sync_batchnorm", "convert_syncbn_model")  # torch's and timm's, apex's
 
 
-def check_num_features(name: str, num_features: int) -> None:
-    if isinstance(num_features, bool) or not isinstance(num_features, int) or num_features < 1:
+def check_num_features(name: str, num_features: object) -> None:
+    if isinstance(num_features, bool) or not isinstance(num_features, Integral) or num_features < 1:
         raise ValueError(f"{name}: num_features is {num_features!r}; a positive int expected")
 
 
@@ -34,7 +32,7 @@ ForwardState = tuple[
 ]
 
 
-def forward_state(layer: _NormBase) -> ForwardState:
+def forward_state(layer: _BatchNorm) -> ForwardState:
     """The parameters, statistics and buffers that a forward of `layer` uses, by torch BatchNorm's rules.
 
     Batch statistics are used in training, and in evaluation without running statistics. Running statistics
@@ -51,6 +49,11 @@ def forward_state(layer: _NormBase) -> ForwardState:
     except KeyError:  # one is computed (torch.nn.utils.parametrize) or was replaced by a plain attribute
         weight, bias, tracked = layer.weight, layer.bias, layer.num_batches_tracked
         running_mean, running_var = layer.running_mean, layer.running_var
+    # Ops read parameters without gaps; a parameter may be a slice of a matrix, or one number expanded.
+    if weight is not None and not weight.is_contiguous():
+        weight = weight.contiguous()
+    if bias is not None and not bias.is_contiguous():
+        bias = bias.contiguous()
     if not layer.training:
         return weight, bias, running_mean, running_var, None, running_mean is None, 0.0
     if not layer.track_running_stats:
@@ -61,7 +64,7 @@ def forward_state(layer: _NormBase) -> ForwardState:
     return weight, bias, running_mean, running_var, tracked, True, factor
 
 
-class OptionalBias(_Layer):
+class OptionalBias(_BatchNorm):
     """Adds the option `bias=False`, a weight alone, as torch's layers have since 2.13.
 
     Statistics are those of this process, unless SharesGroup comes before it.
@@ -74,6 +77,24 @@ class OptionalBias(_Layer):
 
     def _statistics_group(self) -> "tuple[torch.distributed.ProcessGroup | None, int]":
         return None, 0
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """None; others' converters ask for them when they have made a torch.nn.SyncBatchNorm of `self`.
+
+        Raises:
+            TypeError: one of them asks, and torch's layer lacks something that this one does.
+        """
+        caller = sys._getframe(1).f_code.co_name
+        if caller in _CONVERTERS:
+            more = {name: getattr(self, name, None) for name in ("channel_last", "fuse_relu", "abs_weight")}
+            more["activation"] = getattr(self, "activation", "identity")
+            lost = [f"{name}={value!r}" for name, value in more.items() if value and value != "identity"]
+            if lost:
+                raise TypeError(
+                    f"{caller}: a SyncBatchNorm of torch lacks {', '.join(lost)} of {type(self).__name__}; "
+                    "call fastvit.convert_syncbn_model(model) instead"
+                )
+        return super().named_children()
 
     def reset_parameters(self) -> None:
         self.reset_running_stats()
@@ -89,7 +110,7 @@ class OptionalBias(_Layer):
         )
 
 
-class ChecksConditioning(_Layer):
+class ChecksConditioning(_BatchNorm):
     """A layer that can work in place, and then recovers its input from the rounded output."""
 
     _forwards_to_check = 0
@@ -129,7 +150,7 @@ class ChecksConditioning(_Layer):
 _layer_numbers = itertools.count(1)  # of the layers of this process that share statistics
 
 
-class SharesGroup(_Layer):
+class SharesGroup(_BatchNorm):
     """A layer with a process group, which is valid in its own process only and cannot be copied.
 
     Copies of the layer share the group. A pickle has None in its place. `group_attribute` is the name of the

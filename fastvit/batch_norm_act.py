@@ -2,7 +2,6 @@
 
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _NormBase
 
 from . import _arguments, _norm, functional
 
@@ -11,7 +10,7 @@ __all__ = ["BatchNormAct", "BatchNormActSync"]
 MEMORY = ("recompute", "inplace", "keep")
 
 
-class BatchNormAct(_norm.OptionalBias, _norm.ChecksConditioning, _NormBase):
+class BatchNormAct(_norm.OptionalBias, _norm.ChecksConditioning):
     """BatchNorm + residual + activation in one pass, with a choice of what is kept for backward.
 
     Args:

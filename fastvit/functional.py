@@ -299,6 +299,7 @@ def layer_norm(
         weight, bias = (t if t is None else t.to(wide) for t in (weight, bias))
         return F.layer_norm(x.to(wide), shape, weight, bias, eps).to(output_dtype)
     check_kernels("layer_norm", x)
+    weight, bias = (t if t is None else t.contiguous() for t in (weight, bias))
     if len(shape) > 1:
         weight, bias = (t if t is None else t.flatten() for t in (weight, bias))
         rows = layer_norm(

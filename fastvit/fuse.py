@@ -75,9 +75,12 @@ def _is_touched(module: nn.Module) -> bool:
     return any(module.__dict__.get(name) for name in attributes) or is_parametrized(module)
 
 
-def _lacks_kernels(module: nn.Module) -> bool:
-    kinds = {tensor.device.type for tensor in itertools.chain(module.parameters(), module.buffers())}
-    return not kinds <= {"cpu", "meta", *(["cuda"] if _library.HAS_CUDA else [])}
+def _lacks_kernels(model: nn.Module) -> bool:
+    devices = {tensor.device for tensor in itertools.chain(model.parameters(), model.buffers())}
+    return any(
+        _library.gpu_problem(device) if device.type == "cuda" else device.type not in ("cpu", "meta")
+        for device in devices
+    )
 
 
 _ACTIVATIONS = {
@@ -120,7 +123,7 @@ _BATCH_NORMS: dict = {
 def _batch_norm(layer: nn.Module) -> tuple[str, float] | None:
     """The activation behind the BatchNorm that `layer` is; None for any other layer."""
     kind: type = type(layer)
-    if _is_touched(layer) or _same_as(kind, _BATCH_NORMS) is None or _lacks_kernels(layer):
+    if _is_touched(layer) or _same_as(kind, _BATCH_NORMS) is None:
         return None
     if kind.__module__.startswith(_TIMM):
         drop, act = getattr(layer, "drop", None), getattr(layer, "act", None)
@@ -180,17 +183,19 @@ def fuse(model: nn.Module) -> nn.Module:
     sharing do not change. Optimizers built before stay valid.
 
     Left as they are: layers with hooks, parametrizations or a forward of their own; subclasses that define
-    more than a constructor; lazy and scripted layers; layers on a device without kernels. An activation is
-    left where its BatchNorm has several places in the model, and in an nn.Sequential with hooks.
+    more than a constructor; lazy and scripted layers; a model of which a part is on a device without kernels
+    (`python -m fastvit.info` says so). An activation is left where its BatchNorm has several places in the
+    model, and in an nn.Sequential with hooks.
 
     Results and gradients differ from torch's by roundings; those of `fastvit.convert` do not. Outputs are
     rebuilt in backward only inside `fastvit.recompute_scope()`, so use `fastvit.convert` after `fuse`. Fused
     layers have the limits of fastvit's: they are once differentiable, do not work under torch.func and
     TorchScript, and run on a CPU, or on a GPU for which there are kernels. A fused BatchNorm takes 2 to 5
-    dimensions, and in an nn.Sequential its own output is that of the activation. Being no instance of torch's
-    BatchNorm, it is missed by `torch.optim.swa_utils.update_bn` and by torch's and timm's converters to
-    SyncBatchNorm, so call `fastvit.revert` before them. `convert_syncbn_model` may come before or after.
+    dimensions, and in an nn.Sequential its own output is that of the activation. `convert_syncbn_model` may
+    come before or after; torch's and timm's converters to SyncBatchNorm refuse a layer with an activation.
     """
+    if _lacks_kernels(model):
+        return model
     places = Counter(id(child) for parent in model.modules() for child in parent._modules.values())
     for parent in list(model.modules()):
         if not _is_touched(parent) and _same_as(type(parent), {nn.Sequential: True}):
@@ -200,7 +205,7 @@ def fuse(model: nn.Module) -> nn.Module:
             _fuse(layer, activation)
         elif _is_touched(layer):
             continue
-        elif _same_as(type(layer), {nn.LayerNorm: True}) and not _lacks_kernels(layer):
+        elif _same_as(type(layer), {nn.LayerNorm: True}):
             _become(layer, LayerNorm, _FUSED, output_dtype=None)
         elif _activation(layer) == ("gelu_tanh", 0.0):
             _become(layer, GELU, _FUSED, approximate="tanh")
@@ -284,7 +289,7 @@ def _synchronise(layer: Any, process_group: "dist.ProcessGroup | None", channel_
             _become(layer, kind, _SYNCHRONISED, channel_last=layer.channel_last)
         layer.set_group(process_group or layer.process_group)
         layer.channel_last = channel_last or layer.channel_last
-    elif issubclass(kind, _BatchNorm):
+    elif issubclass(kind, _BatchNorm) and not issubclass(kind, tuple(_TWINS.values())):
         if kind.forward not in _TORCH_FORWARDS or isinstance(layer, nn.modules.lazy.LazyModuleMixin):
             return True
         channel_last = channel_last or getattr(layer, "channel_last", False)

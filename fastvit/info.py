@@ -16,7 +16,7 @@ __all__ = ["facts", "main"]
 def facts() -> dict[str, str]:
     """Name and value of everything `python -m fastvit.info` prints."""
     if torch.cuda.is_available():
-        gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        gpus = [_gpu(torch.device("cuda", i)) for i in range(torch.cuda.device_count())]
         gpu = ", ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus))
     else:
         gpu = "none"
@@ -35,6 +35,12 @@ def facts() -> dict[str, str]:
         "process groups": ", ".join(backends) or "none",
         "statistics": "; ".join([sync.available_backends(), *sync.describe_groups()]),
     }
+
+
+def _gpu(device: torch.device) -> str:
+    lacking = ", without kernels" if _library.gpu_problem(device) else ""
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{torch.cuda.get_device_name(device)} (sm_{major}{minor}{lacking})"
 
 
 def main() -> None:

@@ -6,14 +6,13 @@ CVPR 2018, arXiv:1712.02616.
 
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _NormBase
 
 from . import _arguments, _norm, functional
 
 __all__ = ["InPlaceABN", "InPlaceABNSync"]
 
 
-class InPlaceABN(_norm.OptionalBias, _norm.ChecksConditioning, _NormBase):
+class InPlaceABN(_norm.OptionalBias, _norm.ChecksConditioning):
     """BatchNorm + activation, written over the input; saves its output for backward, plus O(C) numbers.
 
     The input is lost. So it must not be a leaf that requires grad, must not be saved by the op that made it

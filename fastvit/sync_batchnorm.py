@@ -3,14 +3,13 @@
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import _arguments, _norm, functional
 
 __all__ = ["BatchNorm", "SyncBatchNorm", "create_syncbn_process_group"]
 
 
-class SyncBatchNorm(_norm.SharesGroup, _norm.OptionalBias, _BatchNorm):
+class SyncBatchNorm(_norm.SharesGroup, _norm.OptionalBias):
     """BatchNorm with statistics over a process group, on CPU and CUDA.
 
     Args:
@@ -88,7 +87,7 @@ class SyncBatchNorm(_norm.SharesGroup, _norm.OptionalBias, _BatchNorm):
         return ", ".join([super().extra_repr(), *(f"{flag}=True" for flag in flags)])
 
 
-class BatchNorm(_norm.OptionalBias, _BatchNorm):
+class BatchNorm(_norm.OptionalBias):
     """BatchNorm for 2 to 5 dimensions: `revert_syncbn_model` makes it of a SyncBatchNorm built as such."""
 
     def _check_input_dim(self, input: Tensor) -> None:

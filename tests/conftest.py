@@ -7,11 +7,14 @@ implementations are replaced by the emulated kernels.
 import gc
 import os
 import tempfile
+import zlib
 
 # Before torch loads OpenMP: by default idle threads spin on the cores that other test processes need.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # Before torch starts CUDA: ranks that wait for each other need a queue each, and the default is 8.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+# Before cuBLAS starts: torch.use_deterministic_algorithms asks for it, and bits of runs are compared.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 # torch's compiler finds code in its cache whatever the instruction set, and then fails to compile it.
 if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
     cache = os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}_{capability}")
@@ -21,6 +24,28 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 TARGET = os.environ.get("FASTVIT_TEST_DEVICE", "cpu")
+# What `make test` leaves to `make test ALL=1`, by the beginning of a test's name: long trainings, programs
+# drawn at random, combinations whose pairs other cases have, and what runs tools.
+THOROUGH = """
+    test_apex_tests test_benchmarks test_compat_example::test_two_ranks_then_one[apex]
+    test_compat_example::test_two_ranks_then_one[fastvit] test_convert_programs test_demo test_gpu_tool
+    test_kills test_arguments::test_opcheck[cropped] test_arguments::test_opcheck[nhwc
+    test_arguments::test_opcheck[tokens] test_budget::test_the_share_that_remains[0.3]
+    test_budget::test_the_share_that_remains[0.4] test_budget::test_the_share_that_remains[0.57]
+    test_budget::test_the_share_that_remains[0.6 test_budget::test_the_share_that_remains[0.7
+    test_budget::test_the_share_that_remains[0.9 test_build::test_kernels_that_do_not_compile
+    test_build::test_no_compiler test_compat_import::test_local_rank_that_another
+    test_compat_import::test_ranks_that_leave test_convert_compiled test_convert_vit_ranks
+    test_ops::test_kernels_of_other_instruction_sets test_ops::test_results_larger_than_the_caches[sizes1
+    test_ops::test_results_larger_than_the_caches[sizes2
+    test_ops::test_results_larger_than_the_caches[sizes3 test_report::test_compiled_models
+    test_report::test_under_autocast test_set_up::test_killed test_sync::test_a_rank_that_never_calls
+    test_training_runs::test_killed_run test_training_runs::test_stop_after
+    test_training_runs::test_resume_is_bitwise_in_every_precision[--amp-bf16
+    test_training_runs::test_resume_is_bitwise_in_every_precision[--amp-O1
+    test_training_runs::test_resume_is_bitwise_in_every_precision[--amp-O3
+""".split()
+MODEL_OF_CUDA_TAKES_ONE_OF = 8  # of the cases of an op
 
 
 def pytest_configure(config):
@@ -33,6 +58,17 @@ def pytest_configure(config):
         torch.use_deterministic_algorithms(True, warn_only=True)  # new tensors hold NaN until written
     if TARGET == "cuda":
         torch.backends.cudnn.allow_tf32 = False  # convolutions around a layer are compared in float32
+        torch.backends.cudnn.deterministic = True  # and bits of two runs are, which atomic sums would change
+        torch.backends.cudnn.benchmark = False
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        name = item.nodeid.rpartition("/")[2].replace(".py", "", 1)
+        many = TARGET == "cuda_host" and "cuda_host" not in item.nodeid
+        left_out = many and zlib.crc32(name.encode()) % MODEL_OF_CUDA_TAKES_ONE_OF
+        if left_out or name.startswith(tuple(THOROUGH)):
+            item.add_marker(pytest.mark.thorough)
 
 
 def pytest_collection_finish():

@@ -4,7 +4,9 @@ Ranks are threads or take turns, so that the order of events is fixed.
 """
 
 import os
+import signal
 import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fastvit.sync import agreement
+from fastvit.sync import agreement, cpu_peer
 from fastvit.sync.agreement import Agreement, ProcessWatch
 from fastvit.sync.collective import wait_on_host
 from fastvit.sync.cpu_peer import SharedMemory
@@ -149,6 +151,37 @@ def test_a_collective_that_misses_the_end_of_a_rank(monkeypatch):
     assert 1 < time.monotonic() - begin < 10
 
 
+STORE = """
+import datetime, sys, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize(
+    ("by", "why"), [(signal.SIGSTOP, "did not answer within 1 s"), (signal.SIGKILL, "cannot be reached: ")]
+)
+def test_a_store_that_is_frozen_or_has_ended(by, why):
+    """A question of TCPStore has no timeout of its own."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", STORE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        port = int(process.stdout.readline())
+        client = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        alone = Agreement(client, 0, 1, 1.0)
+        assert alone.ask("a question", "yes") == {"yes": [0]}
+        process.send_signal(by)
+        begin = time.monotonic()
+        with pytest.raises(RuntimeError, match=f"^rank 0: first call of layer 3: the store .* {why}"):
+            alone.ask("first call of layer 3", "yes")
+        assert time.monotonic() - begin < 4
+    finally:
+        process.kill()
+        process.wait(10)
+
+
 def test_how_often_a_waiting_rank_looks(monkeypatch):
     """Pauses begin short, for a low latency, and grow, so that waiting takes little CPU time."""
     (one,) = agreements(1)
@@ -165,16 +198,48 @@ def test_how_often_a_waiting_rank_looks(monkeypatch):
 
 
 def test_processes_that_have_ended():
-    """Processes that end before or after they were registered; ranks of another host are unknown."""
+    """Only of a process that was seen is it said; ranks of another host are unknown."""
     store = dist.HashStore()
     watch, away = ProcessWatch(store, 0), ProcessWatch(dist.PrefixStore("another host", store), 3)
-    children = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
-    for rank, child in enumerate(children, 1):
-        watch._store.set(str(watch._store.add("count", 1)), f"{rank} {child.pid}")
-    children[0].kill(), children[0].wait()
-    assert watch.ended() == [1] and not watch.has_ended(2)
-    children[1].kill()
+    children = [subprocess.Popen(["sleep", "60"]) for _ in range(4)]
+
+    def register(rank, start):
+        process = children[rank - 1].pid
+        watch._store.set(str(watch._store.add("count", 1)), f"{rank} {process} {start}")
+
+    register(1, start_of(children[0].pid))
+    children[0].kill(), children[0].wait()  # before this rank has seen it
+    register(2, start_of(children[1].pid))
+    register(4, "1")  # a process of the clone of this host has the same number
+    assert watch.ended() == [] and not watch.has_ended(2)
+    children[1].kill(), children[3].kill()
     os.waitid(os.P_PID, children[1].pid, os.WEXITED | os.WNOWAIT)  # a zombie
-    assert watch.ended() == [1, 2] and watch.text(2) == f"rank 2 has ended (process {children[1].pid})"
-    children[1].wait()
-    assert not watch.has_ended(3) and away.ended() == []
+    assert watch.ended() == [2] and watch.text(2) == f"rank 2 has ended (process {children[1].pid})"
+    children[2].kill()
+    for child in children:
+        child.wait()
+    assert not watch.has_ended(3) and not watch.has_ended(4) and away.ended() == []
+
+
+def start_of(process):
+    return agreement._start_of(process)
+
+
+def test_a_file_that_is_not_the_segment_of_rank_0_is_not_touched(tmp_path):
+    """On a clone of rank 0's virtual machine its path may be of any file."""
+    mark, size = os.urandom(16), 4096
+    for content in (bytes(size) + mark, bytes(size + 16), b"data"):
+        with (tmp_path / "data").open("w+b") as file:
+            file.write(content)
+            file.flush()
+            path = f"/proc/self/fd/{file.fileno()}"
+            if content.endswith(mark):  # but with a name
+                with pytest.raises(OSError, match="is not the segment of rank 0"):
+                    cpu_peer._map(path, size, mark)
+                os.unlink(tmp_path / "data")
+                assert cpu_peer._map(path, size, mark).numel() == size
+                continue
+            os.unlink(tmp_path / "data")
+            with pytest.raises(OSError, match="is not the segment of rank 0"):
+                cpu_peer._map(path, size, mark)
+            assert os.pread(file.fileno(), size + 16, 0) == content

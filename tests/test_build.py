@@ -113,14 +113,102 @@ def test_a_script_beside_the_clone_imports_the_package(tmp_path):
     assert result.returncode == 0 and result.stdout.startswith("InPlaceABN(4"), result.stderr
 
 
-def test_architectures():
-    assert setup_globals(TORCH_CUDA_ARCH_LIST="")["codes"]() == [
-        *(f"sm_{arch}" for arch in (80, 90, 100, 120)),
-        "compute_120",
-    ]
-    assert setup_globals(TORCH_CUDA_ARCH_LIST="8.6 9.0a")["codes"]() == ["sm_86", "sm_90a"]
-    lines = setup_globals(TORCH_CUDA_ARCH_LIST="9.0+PTX")["ninja_file"]("g++", Path("/cuda"), "a toolkit")
-    assert "-gencode=arch=compute_90,code=sm_90 -gencode=arch=compute_90,code=compute_90 " in lines
+def toolkit(folder, architectures="75 80 86 90 100 120", version="13000"):
+    """A folder that looks like a toolkit whose nvcc knows these architectures."""
+    for name, text in {
+        "include/cuda_runtime.h": "",
+        "include/cuda_runtime_api.h": f"#define CUDART_VERSION  {version}\n",
+        "bin/nvcc": f"#!/bin/sh\nprintf 'compute_%s\\n' {architectures}\n",
+    }.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "wish,codes",
+    [
+        ("", "compute_75 sm_75 sm_80 sm_90 sm_100 compute_120 sm_120"),
+        ("8.6 9.0a;", "sm_86 sm_90a"),
+        ("8.0 8.6+PTX", "sm_80 compute_86 sm_86"),
+        ("Ampere", "sm_80 compute_86 sm_86"),
+    ],
+)
+def test_architectures(tmp_path, monkeypatch, wish, codes):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with mock.patch.dict(os.environ, {"TORCH_CUDA_ARCH_LIST": wish}):
+        found = setup_globals()["gencode_of"](toolkit(tmp_path))
+    assert sorted(option.rsplit("=", 1)[1] for option in found) == sorted(codes.split())
+    lines = setup_globals()["ninja_file"]("g++", tmp_path, "a toolkit", ["baseline"], found)
+    assert f" {' '.join(found)} " in lines and "with CUDA 13.0" in lines
+
+
+def test_architectures_of_the_visible_gpus(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_80", "sm_90"])
+    for wish in ("", "native"):
+        with mock.patch.dict(os.environ, {"TORCH_CUDA_ARCH_LIST": wish}):
+            found = setup_globals()["gencode_of"](toolkit(tmp_path))
+        assert sorted(option.rsplit("=", 1)[1] for option in found) == ["compute_86", "sm_86"]
+
+
+@pytest.mark.parametrize(
+    "wish,message",
+    [
+        ("native", "TORCH_CUDA_ARCH_LIST=native, but torch sees no GPU; name one"),
+        ("8.0;Fermi", r"TORCH_CUDA_ARCH_LIST=8.0;Fermi: Unknown CUDA arch \(Fermi\)"),
+        ("Volta", "compute_70, which nvcc 13.0 does not know; it knows 75, 80, 86, 90, 100, 120"),
+    ],
+)
+def test_architectures_that_cannot_be(tmp_path, monkeypatch, wish, message):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with mock.patch.dict(os.environ, {"TORCH_CUDA_ARCH_LIST": wish}):
+        with pytest.raises(SystemExit, match=message):
+            setup_globals()["gencode_of"](toolkit(tmp_path))
+
+
+def test_an_older_toolkit_gets_the_architectures_that_it_knows(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with mock.patch.dict(os.environ, {"TORCH_CUDA_ARCH_LIST": ""}):
+        found = setup_globals()["gencode_of"](toolkit(tmp_path, "80 86 89 90", "12060"))
+    assert [option.rsplit("=", 1)[1] for option in found] == ["sm_80", "sm_90"]
+    with mock.patch.dict(os.environ, {"CUDA_HOME": str(toolkit(tmp_path, version="11080"))}):
+        with pytest.raises(SystemExit, match="has CUDA 11.8, and the kernels need 12.0 or later"):
+            setup_globals(FASTVIT_CUDA="1")["find_cuda"]()
+
+
+def test_a_compiler_with_flags(tmp_path):
+    lines = setup_globals()["ninja_file"]("ccache g++ -m64", tmp_path, "", ["baseline"], [])
+    assert "-ccbin g++ -Xcompiler '-m64 -fPIC " in lines and "g++ -m64 -O3" in lines
+
+
+def test_debians_toolkit(tmp_path):
+    """Its nvcc is a script in /usr/bin that prints another folder, and its headers are in /usr/include."""
+    usr = toolkit(tmp_path)
+    (usr / "bin/nvcc").write_text("#!/bin/sh\necho '#$ TOP=/usr/lib/nvidia-cuda-toolkit' >&2\n")
+    with mock.patch.dict(os.environ, {"PATH": f"{usr}/bin:/bin:/usr/bin", "CUDA_HOME": "", "CUDA_PATH": ""}):
+        assert setup_globals(FASTVIT_CUDA="1")["find_cuda"]()[0] == usr
+
+
+def test_rocm_and_other_systems(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "6.3")
+    assert "this torch is a ROCm build" in setup_globals(FASTVIT_CUDA="auto")["find_cuda"]()[1]
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(SystemExit, match="Linux expected, this is win32"):
+        setup_globals()
+
+
+def test_instruction_sets():
+    setup = setup_globals(FASTVIT_CPU="")
+    assert setup["instruction_sets"](editable=True) == [setup["native"]()]
+    assert setup["instruction_sets"](editable=False) == list(setup["CAPABILITIES"])
+    assert setup_globals(FASTVIT_CPU="all")["instruction_sets"](editable=True) == list(setup["CAPABILITIES"])
+    assert setup_globals(FASTVIT_CPU="native")["instruction_sets"](editable=False) == [setup["native"]()]
+    with pytest.raises(SystemExit, match="FASTVIT_CPU is 'avx9'; native or all expected"):
+        setup_globals(FASTVIT_CPU="avx9")["instruction_sets"](editable=False)
 
 
 def test_the_library_says_whose_runtime_it_has(tmp_path):
@@ -150,13 +238,13 @@ def test_kernels_that_do_not_compile_are_an_error(tmp_path):
     assert run.returncode == 1 and "this is no GPU compiler" in run.stdout
     assert run.stderr.strip().splitlines()[-1] == (
         "fastvit: it did not compile; see the compiler's messages above. "
-        "FASTVIT_CUDA=0 builds without the CUDA kernels."
+        "FASTVIT_CUDA=0 builds without the CUDA kernels, CXX=g++-12 with another compiler."
     )
     assert not list((tmp_path / "lib").rglob("*.so"))
 
 
 def test_the_library_says_why_it_has_no_cuda_kernels():
-    lines = setup_globals()["ninja_file"]("g++", None, "no CUDA toolkit found ($CUDA_HOME)")
+    lines = setup_globals()["ninja_file"]("g++", None, "no CUDA toolkit found ($CUDA_HOME)", ["baseline"], [])
     (flags,) = (line for line in lines.splitlines() if "FASTVIT_CUDA_BUILD" in line)
     shell = flags.partition("=")[2].replace("$$", "$").replace("$baseline", "")
     defined = subprocess.run(

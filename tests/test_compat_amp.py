@@ -287,6 +287,12 @@ def test_recurrent_networks(kind, level):
     torch.manual_seed(0)
     plain, x = Last(), torch.randn(5, 6, 3)
     plain(x).square().sum().backward()
+    if level == "O1":
+        try:
+            with torch.autocast("cpu", HALF):
+                plain(x)
+        except RuntimeError as error:
+            pytest.skip(f"torch's own autocast fails on this CPU: {error}")
     model = copy.deepcopy(plain)
     model, optimizer = start(level, model=model, loss_scale="dynamic")
     optimizer.zero_grad()

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+# A CPU without bf16 instructions takes 30 times as long in half precision.
+LEVEL = "O2" if torch.cpu._is_avx512_bf16_supported() else "O0"
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "examples/train_vit_apex.py"
 
@@ -25,12 +27,12 @@ def run(*command, cwd):
 @pytest.mark.parametrize("norm", ["apex", "fastvit", "inplace-abn"])
 def test_two_ranks_then_one(tmp_path, norm):
     launch = ("torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "fastvit.compat", SCRIPT)
-    options = ("--norm", norm, "--opt-level", "O2", "--out", "out")
+    options = ("--norm", norm, "--opt-level", LEVEL, "--out", "out")
     accuracy, messages = run(*launch, *options, "--accumulate", 2, "--epochs", 4, cwd=tmp_path)
     assert len(accuracy) == 4 and accuracy[-1] >= 0.75, accuracy
     assert messages.count("half precision is bfloat16") <= 1 and "terminate" not in messages
     saved = torch.load(tmp_path / "out/last.pt", weights_only=True)
-    assert saved["amp"]["loss_scaler0"]["loss_scale"] == 2.0**16
+    assert saved["amp"]["loss_scaler0"]["loss_scale"] == (2.0**16 if LEVEL == "O2" else 1)
     assert saved["model"]["head.weight"].dtype == torch.float32
     assert any(name.name.startswith("events") for name in (tmp_path / "out").iterdir())
     after, _ = run("fastvit.compat", SCRIPT, *options, "--resume", "out/last.pt", "--epochs", 5, cwd=tmp_path)

@@ -74,7 +74,6 @@ def test_without_a_real_one(fake):
         "from apex.transformer import parallel_state",
         "from apex.contrib.sparsity import ASP",
         "from apex.amp import utils",
-        "from apex.parallel import Reducer",
         "import apex.parallel.multiproc",
         "from apex.fp16_utils import prep_param_lists",
     ):
@@ -234,15 +233,38 @@ def test_scripts_and_modules_find_apex(tmp_path):
     assert done.stdout == "fastvit.compat.apex.amp ['-m', '--prefer']\n"
 
 
-def test_spawned_processes_find_apex(tmp_path):
-    """torch.multiprocessing.spawn imports the script again, in a fresh interpreter."""
-    (tmp_path / "main.py").write_text(
-        "import apex, os, torch.multiprocessing as mp\n"
-        "def work(rank): os.write(1, f'rank {rank} {apex.amp.__name__}\\n'.encode())\n"
-        "if __name__ == '__main__': mp.spawn(work, nprocs=2)\n"
-    )
-    done = run("main.py", cwd=tmp_path, check=0)
-    assert sorted(done.stdout.splitlines()) == [f"rank {r} fastvit.compat.apex.amp" for r in (0, 1)]
+LAUNCHER = """\
+import argparse, os, subprocess, sys
+def work(rank):
+    import apex, sitecustomize
+    assert not any("children" in folder for folder in sys.path), sys.path
+    os.write(1, f"rank {rank} {apex.amp.__name__} {sitecustomize.mine}\\n".encode())
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--local_rank", type=int, default=-1)
+    rank = parser.parse_args().local_rank
+    if rank >= 0:
+        work(rank)
+        sys.exit()
+    import torch
+    python = [sys.executable, __file__]
+"""
+START = {
+    "spawn": "torch.multiprocessing.spawn(work, nprocs=2)",
+    "subprocess": "[subprocess.run([*python, f'--local-rank={rank}']) for rank in (0, 1)]",
+    "shell": "[os.system(f'LOCAL_RANK={rank} ' + ' '.join(python)) for rank in (0, 1)]",
+    "exec": "subprocess.run([*python, '--local_rank=0']); os.execv(python[0], [*python, '--local-rank=1'])",
+}
+
+
+@pytest.mark.parametrize("how", START)
+def test_processes_that_a_script_starts_find_apex(tmp_path, how):
+    """And the local rank, and the start-up hook that was there before."""
+    (tmp_path / "main.py").write_text(f"{LAUNCHER}    {START[how]}\n")
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text("mine = 'hook'\n")
+    done = run("main.py", cwd=tmp_path, check=0, PYTHONPATH=f"{tmp_path / 'site'}{os.pathsep}{ROOT}")
+    assert sorted(done.stdout.splitlines()) == [f"rank {r} fastvit.compat.apex.amp hook" for r in (0, 1)]
 
 
 @pytest.mark.parametrize(
@@ -291,6 +313,41 @@ def test_local_rank_is_spelled_as_declared(monkeypatch, declared, environment, g
     assert args.file == "a" and getattr(args, "local_rank", None) == want
     assert parser.parse_known_args(iter(["b"]))[0].file == "b"  # not the command line
     assert sys.argv == ["main.py", *given]
+
+
+@pytest.mark.parametrize(
+    ("environment", "given"),
+    [("3", []), (None, ["--local-rank=3"]), ("9", ["--local_rank", "3"]), ("3", ["--local-rank=3"])],
+)
+def test_parsers_after_the_first_find_the_local_rank(monkeypatch, environment, given):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if environment is not None:
+        monkeypatch.setenv("LOCAL_RANK", environment)
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", argparse.ArgumentParser.parse_known_args)
+    spell_local_rank()
+
+    def parser(rank=True, **options):
+        made = argparse.ArgumentParser(**options)
+        if rank:
+            made.add_argument("--local_rank", type=int, default=-1)
+        return made
+
+    for outer in (False, True):  # the command's parser alone declares it, and both do
+        monkeypatch.setattr("sys.argv", ["main.py", *given, "train", "--lr", "2"])
+        commands = parser(outer)
+        train = commands.add_subparsers(dest="command").add_parser("train")
+        train.add_argument("--local_rank", type=int, default=-1)
+        train.add_argument("--lr", type=int)
+        args = commands.parse_args()
+        assert (args.command, args.local_rank, args.lr) == ("train", 3, 2)
+
+        monkeypatch.setattr("sys.argv", ["main.py", *given, "--lr", "2"])
+        _, rest = parser(outer).parse_known_args()
+        second = parser()
+        second.add_argument("--lr", type=int)
+        args = second.parse_args(rest)
+        assert (args.local_rank, args.lr) == (3, 2)
+    assert second.parse_args(["--local_rank=5"]).local_rank == 5
 
 
 def test_local_rank_that_another_module_declares(tmp_path):

@@ -318,7 +318,7 @@ def test_what_is_refused():
         FusedSGD(parameters(), 0.1, materialize_master_grads=False)
     embedding = nn.Embedding(3, 2, sparse=True)
     embedding(torch.tensor([1])).sum().backward()
-    with pytest.raises(RuntimeError, match="FusedAdam takes dense gradients"):
+    with pytest.raises(RuntimeError, match="FusedAdam takes dense real gradients"):
         FusedAdam(embedding.parameters()).step()
     with pytest.raises(RuntimeError, match="LARC.step takes no closure"):
         LARC(torch.optim.SGD(parameters(), 0.1)).step(lambda: 0)

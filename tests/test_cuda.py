@@ -287,6 +287,7 @@ def test_no_op_allocates_more_than_its_outputs():
         ("bn_backward", 2, lambda: ops.bn_backward(x, dy, z, saved, sums, activation="relu")),
         ("abn_backward", 1, lambda: ops.abn_backward(x, dy, saved, sums)),
     ]:
+        torch.cuda.empty_cache()  # a cached block that is larger than an output counts as a whole
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         call()
@@ -388,12 +389,23 @@ def test_other_devices_than_the_current_one():
     assert torch.equal(y[0], y[1].to("cuda:0")) and torch.equal(dx[0], dx[1].to("cuda:0"))
 
 
+@pytest.fixture(scope="module")
+def ipc() -> None:
+    """Skips where the system forbids memory to be opened by another process: WSL, MIG, some containers."""
+    try:
+        torch.ops.fastvit.ipc_memory(64, 0)
+    except RuntimeError as error:
+        pytest.skip(f"no CUDA IPC here: {str(error).splitlines()[0]}")
+
+
 @pytest.mark.parametrize(
     "way,name",
     [("collective", "Collective"), ("auto", "CudaIpc"), ("peer", "CudaIpc")],
 )
-def test_exchange_in_a_group_of_one(monkeypatch, way, name):
+def test_exchange_in_a_group_of_one(monkeypatch, request, way, name):
     """Made to exchange: NCCL, or the layers' kernels, hand back what was sent, in the order of the stream."""
+    if name == "CudaIpc":
+        request.getfixturevalue("ipc")
     if not dist.is_nccl_available():
         pytest.skip("this torch has no NCCL")
     monkeypatch.setenv("FASTVIT_STATISTICS", way)
@@ -544,7 +556,7 @@ def _train_with_a_peer(rank: int, store: str, results) -> None:
     dist.destroy_process_group()
 
 
-def test_two_processes_on_one_gpu(tmp_path):
+def test_two_processes_on_one_gpu(tmp_path, ipc):
     """CudaIpc, over the memory of one GPU; whatever hangs is ended."""
     context = torch.multiprocessing.get_context("spawn")
     results = context.Queue()

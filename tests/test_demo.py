@@ -11,12 +11,13 @@ import pytest
 from fastvit.training.checkpoint import load_checkpoint
 
 DEMO = Path(__file__).parents[1] / "examples" / "digits_demo.py"
-NORMS = ["inplace-abn-sync", "torch", "inplace-abn", "fastvit-sync"]
+LAYERS = ["inplace-abn-sync", "torch", "inplace-abn", "fastvit-sync"]
+RUNS = ["inplace-abn-sync", "fastvit-sync"]
 
 
 def run_demo(directory, *arguments):
     command = [sys.executable, str(DEMO), "--out", "demo", *arguments]
-    return subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=110)
 
 
 @pytest.fixture(scope="module")
@@ -42,15 +43,13 @@ def test_page_is_whole_and_stands_alone(demo):
     assert page.count("<figure") == 5
     labels = ["torch BatchNorm", "fastvit InPlaceABN<", "fastvit SyncBatchNorm", "fastvit InPlaceABNSync"]
     assert all(label in page for label in labels)
-    for chart in ("training loss", "test loss", "test accuracy"):
-        svg = page[page.index(f'aria-label="{chart} by epoch"') :].split("</svg>")[0]
-        for colour in ("#8b95a5", "#e2762d", "#22a06b", "#3b82f6"):
-            assert re.search(rf"<path [^>]*stroke: {colour}", svg), (chart, colour)
+    assert "apex's SyncBatchNorm by fastvit.compat" in page or "NVIDIA apex SyncBatchNorm" in page
+    assert re.search(r"amp O[01]", page)
 
 
 def test_in_place_layers_save_memory(demo):
-    kept = {row["norm"]: row["kept_bytes"] for row in json.loads((demo[0] / "summary.json").read_text())}
-    assert list(kept) == NORMS
+    kept = json.loads((demo[0] / "memory.json").read_text())["layers"]
+    assert list(kept) == LAYERS
     # 32 images: three layers of the stem at 8x8 and four of MLPs at 16 tokens of 256 do not save their input.
     inputs = 32 * 4 * ((32 + 32 + 64) * 64 + 4 * 16 * 256)
     slack = 64 * 1024  # mean and deviation per channel
@@ -60,7 +59,7 @@ def test_in_place_layers_save_memory(demo):
 
 
 def test_page_shows_what_each_conversion_saves(demo):
-    kept = json.loads((demo[0] / "memory.json").read_text())
+    kept = json.loads((demo[0] / "memory.json").read_text())["conversions"]
     assert list(kept) == ["off", "convert", "products"]
     stem, tokens = 32 * 4 * (32 + 32 + 64) * 64, 32 * 4 * 4 * 16 * 256
     norms = 32 * 4 * (2 * 4) * 16 * 64  # outputs of the blocks' LayerNorms
@@ -77,7 +76,7 @@ def test_page_shows_what_each_conversion_saves(demo):
         assert calls[memory] in svg
 
 
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("norm", RUNS)
 def test_each_run_leaves_events_metrics_and_checkpoint(demo, norm):
     run = demo[0] / norm
     assert len(list(run.glob("events.out.tfevents.*"))) == 1

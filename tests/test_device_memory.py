@@ -5,6 +5,7 @@ process. Exchanges: tests/cuda_host/test_cuda_host_exchange.py, and tests/test_c
 """
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -26,6 +27,7 @@ class Gpus:
         self.world, self.fails, self.gpus = world, fails, gpus or world
         self.arenas, self.handles = {}, []
         self.thread, self.barrier, self.sent = threading.local(), threading.Barrier(world), {}
+        self.loaded: list[int] = []
 
     def may(self, what: str, text: str) -> None:
         if self.fails.get(self.rank) == what:
@@ -46,7 +48,14 @@ class Gpus:
         self.arenas[self.rank] = torch.zeros(size, dtype=torch.uint8)
         return self.arenas[self.rank], torch.tensor([self.rank, 7, 255], dtype=torch.uint8)
 
+    def load(self):
+        self.may("load", "invalid image")
+        if self.rank == 0:
+            time.sleep(0.3)  # from a slow disk
+        self.loaded.append(self.rank)
+
     def share(self, way, numbers, tag):
+        assert sorted(self.loaded) == list(range(self.world))  # no GPU waits for a rank that loads
         handle = way._exchange.handle
         addresses = way._exchange.tensor[-handle.world :].tolist()
         assert addresses == [self.arenas[rank].data_ptr() for rank in range(handle.world)]
@@ -63,7 +72,7 @@ def connect(monkeypatch, gpus: Gpus, asked: bool = False) -> list:
     """The result or the error of `connect` on each rank."""
     store = dist.HashStore()
     monkeypatch.setattr(cuda_peer, "_ops", gpus)
-    monkeypatch.setattr(cuda_peer, "load_kernels", lambda device: None)
+    monkeypatch.setattr(cuda_peer, "load_kernels", lambda device: gpus.load())
     monkeypatch.setattr(cuda_peer.DeviceMemory, "share", lambda *arguments: gpus.share(*arguments))
     monkeypatch.setattr(cuda_peer, "_gpu", lambda device: f"GPU-{gpus.rank % gpus.gpus}")
 
@@ -91,11 +100,18 @@ def test_all_ranks_open_all_memory(monkeypatch):
         assert member.timeout < 20  # its report comes before anything else gives up
 
 
+def test_a_gpu_with_a_display_waits_less(monkeypatch):
+    """The driver would end the process of a kernel that waits as long as the group may."""
+    monkeypatch.setattr(_library, "longest_wait", lambda device: 2.0)
+    assert [member.timeout for member in connect(monkeypatch, Gpus(2, {}))] == [2.0, 2.0]
+
+
 @pytest.mark.parametrize(
     "fails,text",
     [
         ({1: "open"}, "rank 1: CUDA error: peer access is not supported"),
         ({2: "memory"}, "rank 2: CUDA error: out of memory"),
+        ({1: "load"}, "rank 1: CUDA error: invalid image"),
         ({0: "lost"}, "rank 0: numbers arrived changed"),
     ],
 )
@@ -118,5 +134,5 @@ def test_too_many_ranks():
 
 def test_where_there_are_no_kernels(monkeypatch):
     monkeypatch.setattr(_library, "HAS_CUDA", False)
-    with pytest.raises(OSError, match="no CUDA kernels: "):
+    with pytest.raises(OSError, match="the CUDA kernels are "):
         cuda_peer.place(CPU)

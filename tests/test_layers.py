@@ -6,9 +6,11 @@ import io
 import pickle
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from cases import DTYPES, INVERTIBLE, LAYOUTS, PARAM, Case, restride
+from packages import package
 from tolerances import check, error
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -582,3 +584,97 @@ def test_parameters_and_buffers_that_are_no_longer_registered():
     want = functional.sync_batch_norm(x, nn.functional.softplus(weight), layer.bias, None, None)
     assert torch.equal(layer(x), want)
     torch.testing.assert_close(mean, 0.9 + 0.1 * x.mean(0))
+
+
+# What others do to every BatchNorm
+
+
+@pytest.mark.parametrize("ours", [InPlaceABN, fastvit.BatchNormAct, "fuse"])
+def test_update_bn_and_what_finds_batch_norms_by_type(ours):
+    def made(layer):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv2d(3, 4, 3), layer, nn.LeakyReLU())
+
+    theirs, batches = made(nn.BatchNorm2d(4)), torch.randn(3, 5, 3, 6, 6)
+    if ours == "fuse":
+        model = fastvit.fuse(made(nn.BatchNorm2d(4)))
+    else:
+        model = made(ours(4, activation="leaky_relu"))[:2]
+    assert isinstance(model[1], nn.modules.batchnorm._BatchNorm)
+    for each in (theirs, model):
+        torch.optim.swa_utils.update_bn(batches, each)
+    assert model[1].num_batches_tracked == 3 and model[1].momentum == 0.1
+    torch.testing.assert_close(model[1].state_dict(), theirs[1].state_dict())
+
+
+@pytest.mark.parametrize(
+    ("made", "lost"),
+    [
+        (lambda: InPlaceABN(3), "activation='leaky_relu' of InPlaceABN"),
+        (
+            lambda: InPlaceABNSync(3, activation="identity", abs_weight=True),
+            "abs_weight=True of InPlaceABNSync",
+        ),
+        (lambda: fastvit.BatchNormAct(3, activation="silu"), "activation='silu' of BatchNormAct"),
+        (lambda: SyncBatchNorm(3, channel_last=True), "channel_last=True of SyncBatchNorm"),
+        (lambda: SyncBatchNorm(3, fuse_relu=True), "fuse_relu=True of SyncBatchNorm"),
+        (
+            lambda: fastvit.fuse(nn.Sequential(nn.BatchNorm1d(3), nn.ReLU())),
+            "activation='relu' of BatchNormAct",
+        ),
+        (lambda: InPlaceABN(3, activation="identity"), None),
+        (lambda: fastvit.fuse(nn.BatchNorm1d(3)), None),
+        (lambda: SyncBatchNorm(3), None),
+    ],
+)
+@pytest.mark.parametrize("whose", ["torch", "timm"])
+def test_converters_of_others_drop_nothing(whose, made, lost):
+    convert = nn.SyncBatchNorm.convert_sync_batchnorm
+    if whose == "timm":
+        convert = package("timm.layers").convert_sync_batchnorm
+    model = nn.Sequential(nn.Linear(3, 3), made())
+    if lost:
+        with pytest.raises(
+            TypeError, match=f"SyncBatchNorm of torch lacks {lost}; call fastvit.convert_syncbn"
+        ):
+            convert(model)
+    else:
+        assert type(convert(model)[1]) is nn.SyncBatchNorm
+    assert list(InPlaceABN(3).children()) == []
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: InPlaceABN(4, activation="identity"),
+        lambda: fastvit.BatchNormAct(4, activation="identity"),
+        lambda: SyncBatchNorm(4),
+        lambda: fastvit.fuse(nn.BatchNorm1d(4)),
+        lambda: fastvit.LayerNorm((2, 3)),
+        lambda: fastvit.fuse(nn.LayerNorm(3)),
+    ],
+)
+def test_parameters_with_gaps(made):
+    layer = made().double()
+    plain = nn.LayerNorm(layer.normalized_shape) if isinstance(layer, nn.LayerNorm) else nn.BatchNorm1d(4)
+    x = torch.randn(5, 4, 2, 3, dtype=torch.float64)
+    x = x[..., 0, :] if isinstance(plain, nn.BatchNorm1d) else x
+    shape = layer.weight.shape
+    for module in (plain.double(), layer):
+        torch.manual_seed(1)
+        module.weight = nn.Parameter(torch.randn(*shape, 3, dtype=torch.float64)[..., 1])
+        module.bias = nn.Parameter(torch.randn(*shape, 3, dtype=torch.float64)[..., 1])
+    y, expected = layer(x.clone()), plain(x)
+    torch.testing.assert_close(y, expected)
+    for got, wanted in zip(grads_of(layer, y), grads_of(plain, expected), strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+def grads_of(layer, y):
+    return torch.autograd.grad(y.square().sum(), (layer.weight, layer.bias))
+
+
+def test_num_features_of_numpy():
+    assert InPlaceABN(np.int64(3))(torch.randn(2, 3)).shape == (2, 3)
+    with pytest.raises(ValueError, match="SyncBatchNorm: num_features is True; a positive int expected"):
+        SyncBatchNorm(True)

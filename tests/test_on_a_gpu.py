@@ -3,13 +3,55 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch._subclasses import FakeTensorMode
 
-from fastvit import _autograd, sync
+import fastvit
+from fastvit import _autograd, _library, info, sync
+from fastvit.training.config import Config, TrainingError
+from fastvit.training.distributed import Ranks
+from fastvit.training.run import _check_device
 
 
 @pytest.fixture
 def claimed(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+
+
+@pytest.fixture
+def volta(monkeypatch):
+    """A GPU for which nothing was built."""
+    monkeypatch.setattr(_library, "HAS_CUDA", True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100")
+    monkeypatch.setattr(_library, "covers", lambda built, capability: False)
+    _library._lacks_code.cache_clear()
+    yield
+    _library._lacks_code.cache_clear()
+
+
+WHY = "no code for this Tesla V100, .* TORCH_CUDA_ARCH_LIST=7.0 and a toolkit before CUDA 13"
+
+
+def test_a_gpu_without_kernels_is_named_before_any_launch(volta):
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x = torch.empty(2, 3, 4, device="cuda")
+        for layer in (fastvit.SyncBatchNorm(3), fastvit.functional.act):
+            with pytest.raises(ValueError, match=f"the input is on cuda:0, but the CUDA kernels have {WHY}"):
+                layer(x)
+    assert info.facts()["GPUs"] == "1 x Tesla V100 (sm_70, without kernels)"
+    with pytest.raises(TrainingError, match=f"--norm inplace-abn: the CUDA kernels have {WHY}"):
+        _check_device(Config(norm="inplace-abn"), Ranks(0, 1, torch.device("cuda", 0)))
+    _check_device(Config(norm="torch"), Ranks(0, 1, torch.device("cuda", 0)))
+
+
+def test_fuse_leaves_a_model_on_a_gpu_without_kernels(volta):
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = nn.Sequential(nn.LayerNorm(3, device="cuda"), nn.ReLU(), nn.GELU("tanh"))
+        kinds = [type(layer) for layer in fastvit.fuse(model)]
+    assert kinds == [nn.LayerNorm, nn.ReLU, nn.GELU]
 
 
 @pytest.mark.parametrize("ranks,one", [(None, True), (1, True), (2, False)])

@@ -413,6 +413,8 @@ def test_kernels_of_other_instruction_sets(capability):
         + [f"{__file__}::{name}" for name in tests],
         env=os.environ | {"ATEN_CPU_CAPABILITY": capability}, capture_output=True, text=True,
     )  # fmt: skip
+    if "this build has no CPU kernels for" in run.stdout:
+        pytest.skip("built for this machine's instruction set alone; FASTVIT_CPU=all builds all")
     assert run.returncode == 0, run.stdout[-3000:]
 
 

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import fastvit
 from fastvit import info, sync
 from fastvit.sync import cpu_peer
+from fastvit.sync.agreement import Failed
 from fastvit.sync.group import Group, group_of
 
 both_ways = pytest.mark.parametrize("statistics", ["collective", "peer"])
@@ -274,6 +275,55 @@ def test_replaced_backends_are_still_checked(monkeypatch):
     monkeypatch.setattr("fastvit.sync.group._groups", {"a group": {"cuda": shared}})
     sync.check(wait=True)
     assert asked == [(0, True), (1, True)]
+
+
+def test_a_group_has_a_backend_for_each_device(monkeypatch):
+    """A module on several GPUs of one process: the peers' memory is mapped on one of them."""
+    monkeypatch.setattr("fastvit.sync.group.Group", lambda process_group, device: SimpleNamespace(at=device))
+    process_group = type("ProcessGroup", (), {})()
+    first, second = (group_of(process_group, torch.device("cuda", i)) for i in range(2))
+    assert first is not second and group_of(process_group, torch.device("cuda", 0)) is first
+
+
+class Answers:
+    """The agreement of a group whose ranks answer alike."""
+
+    rank, world, ask = 0, 2, staticmethod(lambda question, answer: {answer: [0, 1]})
+
+    def __init__(self, error: str = ""):
+        self.error = error
+
+    def together(self, what, work):
+        if self.error and what != "place of the ranks":
+            raise Failed(self.error)
+        return "a host"
+
+
+@pytest.mark.parametrize(
+    "variable,error,why,said",
+    [
+        (
+            "FASTVIT_STATISTICS=auto",
+            "rank 1: mapping failed",
+            "Collective: rank 1: mapping failed",
+            ["WARNING"],
+        ),
+        ("FASTVIT_STATISTICS=collective", "", "Collective: FASTVIT_STATISTICS=collective", []),
+        ("NCCL_P2P_DISABLE=1", "", "Collective: NCCL_P2P_DISABLE=1", []),
+    ],
+)
+def test_a_failure_of_peer_memory_is_a_warning(monkeypatch, caplog, variable, error, why, said):
+    monkeypatch.setenv(*variable.split("="))
+    monkeypatch.setattr("fastvit.sync.group.Collective", lambda *_: SimpleNamespace(reserve=lambda *_: True))
+    shared = Group.__new__(Group)  # of GPUs, without a group
+    shared.__dict__.update(
+        name="0", _device=torch.device("cuda", 0), _agreement=Answers(error), _backends=[],
+        _process_group=lambda: shared,
+    )  # fmt: skip
+    monkeypatch.setattr("fastvit.sync.cuda_peer.connect", lambda agreement, *_: agreement.together("", None))
+    with caplog.at_level(logging.INFO, "fastvit.sync"):
+        shared._choose(6, torch.float32)
+    assert shared.why == why and [record.levelname for record in caplog.records] == said
 
 
 def counts(rank, world):

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import os
 import shutil
 import signal
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from training_runs import COMMON, LIMIT, SMALL, fails, rows_of, state_of
+from training_runs import COMMON, LIMIT, SMALL, fails, rows_of, state_of, train_on_rank
 
 from fastvit.training import checkpoint
 from fastvit.training.__main__ import main
@@ -182,13 +183,46 @@ def test_requests_that_contradict_a_run(copied, capsys, tmp_path):
     assert [row["epoch"] for row in rows_of(copied)] == [1]
 
 
-def test_another_number_of_ranks_cannot_resume(copied, capsys):
-    path = copied / "checkpoints" / "epoch-0001.pt"
-    state = torch.load(path, weights_only=True)
-    torch.save(state | {"world": 2, "rng": 2 * state["rng"]}, path)
-    assert "must be continued with the 2 rank(s) that wrote it, got 1" in fails(
-        capsys, "--resume", str(copied)
-    )
+def test_another_number_of_ranks_goes_on_from_the_end_of_an_epoch(ranks, tmp_path, capsys):
+    start = ["--epochs", "3", "--batch-size", "240", "--norm", "torch", "--warmup-epochs", "1"]
+    common, run, alone = ["--device", "cpu", "--threads", "1"], tmp_path / "run", tmp_path / "alone"
+    ranks.run(2, train_on_rank, [*start, "--out", str(run), "--stop-after", "1"])
+    assert main([*start, "--out", str(alone), "--stop-after", "2", *common]) == 0
+    capsys.readouterr()
+    assert main(["--resume", str(run), "--stop-after", "1", *common]) == 0
+    said = "resumed after epoch 1 of 3: by 1 rank(s) what 2 wrote, with the learning rate and schedule of 1"
+    assert said in capsys.readouterr().out
+    assert state_of(run)["world"] == 1 and rows_of(run)[1]["lr"] == rows_of(alone)[1]["lr"]
+    assert rows_of(run)[0]["lr"] == 2 * rows_of(alone)[0]["lr"]
+
+    folder = run / "checkpoints"
+    within = state_of(run) | {"world": 2, "step": 2, "progress": {"step": 2}}
+    torch.save(within, folder / "epoch-0002-step-000002.pt")
+    assert main(["--resume", str(run), "--stop-after", "1", *common]) == 0
+    assert "resumed after epoch 2 of 3\n" in capsys.readouterr().out
+    for path in folder.iterdir():
+        path.unlink()
+    torch.save(within, folder / "epoch-0002-step-000002.pt")
+    said = fails(capsys, "--resume", str(run))
+    assert "is within an epoch, so the 2 rank(s) that wrote it must continue it, got 1" in said
+
+
+def _on_a_disk_of_its_own(rank, world, folder, first):
+    before = os.getcwd()
+    (host := folder / str((rank + first) % 2)).mkdir(exist_ok=True)
+    os.chdir(host)
+    try:
+        return train_on_rank(rank, world, [*SMALL, "--stop-after", "1", "--resume", "auto", "--out", "run"])
+    finally:
+        os.chdir(before)
+
+
+def test_a_run_whose_checkpoints_another_host_has_does_not_begin_anew(ranks, tmp_path):
+    assert ranks.run(2, _on_a_disk_of_its_own, tmp_path, 0) == [None, None]
+    said = ranks.run(2, _on_a_disk_of_its_own, tmp_path, 1)
+    assert said[0] == said[1] and "rank 1 sees a newer checkpoint in run than rank 0" in said[0]
+    assert ranks.run(2, _on_a_disk_of_its_own, tmp_path, 0) == [None, None]  # where rank 0 has them
+    assert [row["epoch"] for row in rows_of(tmp_path / "0" / "run")] == [1, 2]
 
 
 # Two runs at once

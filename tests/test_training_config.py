@@ -2,14 +2,20 @@
 
 import subprocess
 import sys
+import time
+from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
+from training_runs import free_port
 
-from fastvit.training import command_line
+from fastvit.sync.teardown import destroy_process_group
+from fastvit.training import command_line, distributed
 from fastvit.training.__main__ import main
 from fastvit.training.command_line import merge_saved, parse
 from fastvit.training.config import LIMITS, Config, ConfigError, flag, kind_of
-from fastvit.training.launch import find_launch
+from fastvit.training.launch import MPI, Launch, find_launch
 
 
 def complaint(capsys, *arguments):
@@ -158,14 +164,94 @@ def test_launchers():
     assert find_launch(SRUN | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}) is None
     with pytest.raises(ConfigError, match="SLURM_STEP_NUM_TASKS"):
         find_launch(SRUN | {"SLURM_STEP_NUM_TASKS": "many"})
+    assert find_launch(SRUN | {"WORLD_SIZE": "8"}).launcher == "srun"  # of a script that exports it
+
+
+def test_steps_of_a_job_have_ports_and_names_of_their_own():
+    steps = [find_launch(SRUN | {"SLURM_STEP_ID": str(step)}) for step in range(3)]
+    assert [step.run for step in steps] == ["123456.0", "123456.1", "123456.2"]
+    assert len({step.port for step in steps}) == 3 and steps[0].port == 23456
+    assert find_launch(TORCHRUN | {"TORCHELASTIC_RUN_ID": "mine"}).run == "mine"
+
+
+def test_mpirun():
+    values = {"RANK": "3", "SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}
+    one, other = ({names[key]: value for key, value in enumerate(values.values())} for names in MPI.values())
+    for environment in (one, other):
+        with pytest.raises(ConfigError, match="several hosts; set MASTER_ADDR to the host of rank 0"):
+            find_launch(environment)
+        found = find_launch(environment | {"MASTER_ADDR": "head"})
+        assert (found.rank, found.world, found.local_rank, found.address) == (3, 4, 1, "head")
+    here = one | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
+    assert find_launch(here).address == "127.0.0.1" and find_launch(here).launcher == "mpirun"
+    assert find_launch(here | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}) is None
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"RANK": "1"}, "RANK is set, but not WORLD_SIZE"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set, but not RANK"),
+        ({"WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "WORLD_SIZE is set, but not RANK"),
+        ({"SLURM_PROCID": "3"}, "variable SLURM_NTASKS must be a whole number, got None"),
+        (TORCHRUN | {"RANK": "8"}, "the rank must be below the number of ranks, got 8 of 8"),
+        (TORCHRUN | {"MASTER_PORT": "99999"}, "MASTER_PORT must be a port, 1 to 65535, got 99999"),
+        (SRUN | {"SLURM_JOB_NODELIST": ""}, "SLURM_PROCID is set but SLURM_JOB_NODELIST is not"),
+    ],
+)
+def test_half_a_launcher_is_an_error(environment, message):
+    with pytest.raises(ConfigError, match=message):
+        find_launch(environment)
 
 
 @pytest.mark.parametrize(
     ("nodes", "host"),
-    [("n1", "n1"), ("a,b", "a"), ("n[12,14]", "n12"), ("n[01-04]-ib,x", "n01-ib"), ("gpu-a[7]", "gpu-a7")],
-)
+    [("n1", "n1"), ("a,b", "a"), ("n[12,14]", "n12"), ("n[01-04]-ib,x", "n01-ib"), ("gpu-a[7]", "gpu-a7"),
+     ("rack[1-2]node[03-04]", "rack1node03"), ("r[1,3]n[03-04],x[1-2]", "r1n03")],
+)  # fmt: skip
 def test_first_host_of_a_slurm_list(nodes, host):
     assert find_launch(SRUN | {"SLURM_JOB_NODELIST": nodes}).address == host
+    assert find_launch(SRUN | {"SLURM_JOB_NODELIST": "", "SLURM_NODELIST": nodes}).address == host
+
+
+@pytest.mark.parametrize(
+    "visible,gpus,backend,device,want",
+    [
+        (1, ["A", "B"], "auto", "auto", "cuda:0"),  # each rank sees its own, as Kubernetes shows them
+        (2, ["A", "B"], "auto", "auto", "cuda:1"),
+        (1, ["A", "A"], "auto", "auto", "cpu"),
+        (1, ["A", "A"], "gloo", "auto", "cuda:0"),
+        (1, ["A", ""], "auto", "auto", "cpu"),
+        (
+            1,
+            ["A", "A"],
+            "auto",
+            "cuda",
+            "--device cuda needs one GPU for each rank, got 1 GPUs for local rank 1",
+        ),
+    ],
+)
+def test_the_gpu_of_a_rank(monkeypatch, visible, gpus, backend, device, want):
+    """Of the second of two: its own vote is the UUID of its GPU."""
+    launch = find_launch(TORCHRUN | {"RANK": "1", "WORLD_SIZE": "2"})
+    answers = {
+        "options": lambda answer: {answer: [0, 1]},
+        "GPUs": lambda answer: dict.fromkeys([gpus[0], answer]),
+    }
+    agreement = SimpleNamespace(ask=lambda question, answer: answers[question](answer))
+    monkeypatch.setattr(distributed, "Agreement", lambda *_: agreement)
+    monkeypatch.setattr(distributed, "meet", lambda *_: dist.HashStore())
+    monkeypatch.setattr(distributed, "_choose_interface", lambda *_: None)
+    monkeypatch.setattr(distributed.dist, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(gpus[1]))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=gpus[1]))
+    try:
+        got = str(distributed.init(launch, device, backend).device)
+    except ConfigError as error:
+        got = str(error)
+    assert got == want
 
 
 def test_incomplete_environment(monkeypatch, capsys):
@@ -180,13 +266,34 @@ def test_incomplete_environment(monkeypatch, capsys):
 
 
 def test_ranks_that_do_not_come_are_missed(monkeypatch, capsys):
-    import socket
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     for name, value in (variables | {"MASTER_PORT": str(port)}).items():
         monkeypatch.setenv(name, value)
     assert main(["--device", "cpu", "--timeout", "1"]) == 1
-    assert f"the 2 ranks did not meet at 127.0.0.1:{port} within 1 s" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"the 2 ranks did not meet at 127.0.0.1:{port} within 1 s: rank 1 did not come in time" in said
+
+
+def _init(rank, world, port, run, options):
+    launch = Launch(rank, world, rank, "127.0.0.1", port, "torchrun", run[rank])
+    destroy_process_group()  # of the pool
+    begin = time.monotonic()
+    try:
+        return distributed.init(launch, "cpu", options[rank], 3), time.monotonic() - begin
+    except ConfigError as error:
+        return str(error), time.monotonic() - begin
+
+
+@pytest.mark.parametrize(
+    ("run", "options", "said"),
+    [
+        (("7.0", "7.1"), ("auto", "auto"), "rank 0 is of run '7.0' and rank 1 of run '7.1'"),
+        (("", ""), ("auto", "gloo"), "the ranks differ in their options: rank 0: --device cpu --backend "
+         "auto; rank 1: --device cpu --backend gloo"),
+        (("7.0", "7.0"), ("auto", "auto"), "Ranks(rank=1, world=2, device=device(type='cpu'))"),
+    ],
+)  # fmt: skip
+def test_ranks_of_two_runs_or_with_other_options_do_not_meet(ranks, run, options, said):
+    got, seconds = ranks.run(2, _init, free_port(), run, options, breaks=True)[1]
+    assert said in str(got) and seconds < 2.5

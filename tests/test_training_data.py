@@ -10,6 +10,7 @@ from PIL import Image
 from fastvit.training import datasets, loaders
 from fastvit.training.config import Config, ConfigError
 from fastvit.training.distributed import Ranks
+from fastvit.training.image_folder import ImageFolder
 
 
 def generator(seed=0):
@@ -176,6 +177,69 @@ def test_folders_that_are_not(folder, tmp_path):
     (folder / "train" / "a" / "1.png").write_bytes(b"no image")
     with pytest.raises(OSError, match="cannot identify image file.*1.png"):
         load().train.read([0], None)
+
+
+def test_hidden_files_are_left_out_and_counted(folder, tmp_path, capsys):
+    (folder / "train" / ".ipynb_checkpoints").mkdir()
+    Image.new("RGB", (9, 9)).save(folder / "train" / ".ipynb_checkpoints" / "0.png")
+    (folder / "train" / "a" / "deep" / "._0.PNG").write_bytes(b"\0\5\x16\7")  # macOS's attributes of 0.PNG
+    (folder / "train" / "a" / ".DS_Store").write_bytes(b"no image")
+    (folder / "test" / "b" / ".cache").mkdir()
+    data = datasets.load(Config(data="folder", data_path=str(folder), image_size=10))
+    assert data.classes == ("a", "b") and len(data.train.labels) == 6 and len(data.test.labels) == 2
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 1 and "3 hidden files and folders left out, such as" in said[0]
+    assert ".ipynb_checkpoints" in said[0]
+
+
+def test_links_to_folders_and_folders_named_like_images(folder, tmp_path):
+    (tmp_path / "elsewhere" / "c" / "more.png").mkdir(parents=True)
+    Image.new("RGB", (9, 9)).save(tmp_path / "elsewhere" / "c" / "more.png" / "0.PGM", "PPM")
+    for split in ("train", "test"):
+        (folder / split / "c").symlink_to(tmp_path / "elsewhere" / "c")
+    (folder / "train" / "a" / "more").symlink_to(tmp_path / "elsewhere" / "c" / "more.png")
+    (folder / "train" / "a" / "deep" / "again").symlink_to(folder / "train" / "a")  # round and round
+    data = datasets.load(Config(data="folder", data_path=str(folder), image_size=10))
+    assert data.classes == ("a", "b", "c")
+    assert data.train.labels.tolist() == [0] * 4 + [1] * 3 + [2]
+    assert data.train.read(list(range(8)), None).shape == (8, 3, 10, 10)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "scale"),
+    [("x.png", "uint16", 256), ("x.tif", "uint16", 256), ("x.tif", ">u2", 256), ("x.pgm", "uint16", 256),
+     ("x.png", "uint8", 1), ("x.tif", "int32", 0), ("x.tif", "float32", 0)],
+)  # fmt: skip
+def test_depth_of_images(tmp_path, name, dtype, scale):
+    (tmp_path / "a").mkdir()
+    grey = np.arange(81).reshape(9, 9) * 3
+    Image.fromarray((grey * (scale or 1)).astype(dtype)).save(tmp_path / "a" / name)
+    images = ImageFolder(tmp_path, 9, (0.0,) * 3, (1.0,) * 3)
+    if not scale:
+        with pytest.raises(ConfigError, match=f"{name} has numbers of 32 bits, .*; save it with 8 or 16"):
+            images.read([0], None)
+        return
+    Image.fromarray(grey.astype("uint8")).save(tmp_path / "a" / "wanted.png")
+    wanted = ImageFolder(tmp_path, 9, (0.0,) * 3, (1.0,) * 3)
+    assert wanted.paths[0].endswith("wanted.png")
+    assert torch.equal(images.read([0], None), wanted.read([0], None))
+
+
+def test_tiff_of_12_bits(tmp_path):
+    """PIL reads them and does not write them, so the header of one of 16 bits is changed."""
+    (tmp_path / "a").mkdir()
+    path = tmp_path / "a" / "x.tif"
+    Image.fromarray(np.zeros((2, 2), np.uint16)).save(path)
+    # Two pixels are three bytes: 0xfff and 0x800.
+    content = bytearray(path.read_bytes())
+    entry = content.index((258).to_bytes(2, "little") + (3).to_bytes(2, "little"))
+    content[entry + 8] = 12
+    content[-8:] = b"\xff\xf8\x00" * 2 + bytes(2)
+    path.write_bytes(content)
+    with Image.open(path) as file:
+        assert np.asarray(file).tolist() == [[0xFFF, 0x800]] * 2
+    image = ImageFolder(tmp_path, 2, (0.0,) * 3, (1.0,) * 3)._read(str(path), None)
+    assert 0.5 < image.min() and image.max() > 0.95
 
 
 # Shares of the ranks

@@ -1,18 +1,20 @@
 """Faults of a run: bad data, bad checkpoints, bad options; error messages and intact checkpoints."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 
 import pytest
+import torch
 from PIL import Image
 from training_runs import COMMON, LIMIT, SMALL, fails, state_of, train_on_rank
 
 from fastvit.training import loaders, loop
 from fastvit.training.__main__ import main
-from fastvit.training.config import Config, ConfigError, check_packages
+from fastvit.training.config import Config, ConfigError, check_packages, flag
 
 # Losses and data
 
@@ -151,6 +153,58 @@ def test_folder_trains_and_another_number_of_classes_cannot_resume(tmp_path, cap
 def test_class_count_below_the_data(capsys, tmp_path):
     said = fails(capsys, *SMALL, "--classes", "5", "--out", str(tmp_path / "run"))
     assert "--classes must be at least the 10 classes of the data, got 5" in said
+
+
+# Hosts that were told or have different things
+
+
+def _told(rank, world, *arguments):
+    return train_on_rank(rank, world, arguments[rank])
+
+
+@pytest.mark.parametrize(
+    ("option", "one", "other"),
+    [("lr", 0.001, 0.01), ("optimizer", "adamw", "sgd"), ("batch_size", 256, 128), ("resume", "", "auto")],
+)
+def test_options_that_differ_between_ranks_are_an_error_on_all(ranks, tmp_path, option, one, other):
+    common = [*SMALL, "--out", str(tmp_path / "run")]
+    told = [[*common, f"--{option.replace('_', '-')}={value}"] for value in (one, other)]
+    said = ranks.run(2, _told, *told)
+    assert said[0] == said[1] and f"{flag(option)} differs: rank 0: {one}; rank 1: {other}" in said[0]
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_option_of_a_host_and_versions(ranks, tmp_path):
+    own = [["--profile", str(n)] for n in (0, 1)]
+    common = [*SMALL, "--epochs", "1", "--out", str(tmp_path / "run")]
+    assert ranks.run(2, _told, *([*common, *options] for options in own)) == [None, None]
+    said = ranks.run(2, _of_versions, [*common[:-1], str(tmp_path / "other")])
+    assert said[0] == said[1] and "torch differs: rank 0: 2.0; rank 1: 2.1" in said[0]
+
+
+def _of_versions(rank, world, arguments):
+    original, torch.__version__ = torch.__version__, f"2.{rank}"
+    try:
+        return train_on_rank(rank, world, arguments)
+    finally:
+        torch.__version__ = original
+
+
+@pytest.mark.parametrize(
+    ("classes", "images", "said"),
+    [
+        (("cat", "dog", "fox"), 8, r"the classes of the data differs: rank 0: 3 \(bee, cat, dog\), checksum "
+         r"\d+; rank 1: 3 \(cat, dog, fox\)"),
+        (("bee", "cat"), 12, "the classes of the data differs"),
+        (("bee", "cat", "dog"), 9, "the training set differs: rank 0: 24 images, .*; rank 1: 27 images"),
+    ],
+)  # fmt: skip
+def test_data_that_differ_between_hosts_are_an_error_on_all(ranks, tmp_path, classes, images, said):
+    make_folder(tmp_path / "0", ("bee", "cat", "dog"))
+    make_folder(tmp_path / "1", classes, images)
+    common = [*FOLDER, "--epochs", "1", "--out", str(tmp_path / "run")]
+    got = ranks.run(2, _told, *([*common, "--data-path", str(tmp_path / rank)] for rank in "01"))
+    assert got[0] == got[1] and re.search(said, got[0])
 
 
 # Requests

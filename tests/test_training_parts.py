@@ -1,6 +1,8 @@
 """The parts of the trainer: messages between ranks, steps, models."""
 
+import argparse
 import copy
+import math
 import os
 import re
 import signal
@@ -12,6 +14,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from packages import package
 from training_runs import LIMIT, train_on_rank, weights_of
 
 import fastvit
@@ -97,6 +100,41 @@ def test_ranks_divide_the_cores_that_they_share_and_no_others(ranks):
     assert ranks.run(2, _cores, [every, every]) == [4, 4]  # torchrun
     assert ranks.run(2, _cores, [set(range(4)), set(range(4, 8))]) == [4, 4]  # srun: each task has its own
     assert ranks.run(3, _cores, [{0}, {0}, every]) == [1, 1, 8]
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "quota"),
+    [
+        ("0::/a/b\n", {"a/b/cpu.max": "max 100000", "a/cpu.max": "150000 100000"}, 1.5),
+        ("0::/\n", {"cpu.max": "50000 100000"}, 0.5),
+        ("0::/a\n", {"a/cpu.max": "max 100000"}, math.inf),
+        ("3:cpuset:/a\n2:cpu,cpuacct:/a\n0::/\n",
+         {"cpu/a/cpu.cfs_quota_us": "-1", "cpu/a/cpu.cfs_period_us": "100000",
+          "cpu/cpu.cfs_quota_us": "400000", "cpu/cpu.cfs_period_us": "100000"}, 4.0),
+    ],
+)  # fmt: skip
+def test_limits_of_control_groups(tmp_path, monkeypatch, groups, files, quota):
+    (tmp_path / "proc/self/ns").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(groups)
+    (tmp_path / "proc/self/ns/cgroup").symlink_to("cgroup:[1]")
+    for name, text in files.items():
+        path = tmp_path / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    assert distributed.cpu_quota(tmp_path) == (f"cgroup:[1] {groups}", quota)
+    assert distributed.cpu_quota(tmp_path / "proc") == ("", math.inf)
+    monkeypatch.setattr(distributed, "cpu_quota", lambda: ("", quota))
+    assert distributed.own_cores() == max(1, int(min(quota, len(os.sched_getaffinity(0)))))
+
+
+def test_ranks_in_two_containers_of_a_machine_divide_its_cores(monkeypatch):
+    cores = sorted(os.sched_getaffinity(0))
+    mine = [("machine", cores), ("machine", "container 1")]
+    other = [("machine", cores), ("machine", "container 2")]
+    monkeypatch.setattr(distributed, "boot_id", lambda: "machine")
+    monkeypatch.setattr(distributed, "cpu_quota", lambda: ("container 1", 8.0))
+    monkeypatch.setattr(distributed, "gather_objects", lambda value: [mine, other])
+    assert distributed.own_cores() == max(1, len(cores) // 2)
 
 
 class Batches(list):
@@ -339,16 +377,90 @@ def test_pretrained_weights_and_their_report(tmp_path, suffix):
     assert torch.equal(net.head.weight, head) and torch.equal(net.position, weights["position"])
 
 
+def _weights(seed=1):
+    torch.manual_seed(seed)
+    return vit_digits("torch").state_dict()
+
+
+def _under(prefix, weights):
+    return {prefix + name: value for name, value in weights.items()}
+
+
+@pytest.mark.parametrize(
+    ("place", "make"),
+    [
+        ("", lambda w: _under("_orig_mod.", w)),
+        ("", lambda w: _under("module._orig_mod.", w)),
+        ("", lambda w: {name.replace(".0.", ".0._checkpoint_wrapped_module."): v for name, v in w.items()}),
+        ("", lambda w: _under("backbone.", w) | {"head_of_another.weight": torch.zeros(3)}),
+        (" (state_dict)", lambda w: {"state_dict": _under("model.encoder.", w), "best": 0.5}),
+        (" (model_ema)", lambda w: {"model": _weights(2), "model_ema": _under("module.", w)}),
+        (" (state_dict_ema)", lambda w: {"state_dict": _weights(2), "state_dict_ema": w}),
+        (" (teacher)", lambda w: {"student": _weights(2), "teacher": _under("backbone.", w)}),
+        (" (model)", lambda w: {"model": w, "args": argparse.Namespace(lr=0.1)}),
+    ],
+)  # fmt: skip
+def test_pretrained_weights_as_others_save_them(tmp_path, place, make):
+    path, net = tmp_path / "weights.pt", vit_digits("torch")
+    torch.save(make(weights := _weights()), path)
+    report = model.load_pretrained(net, path)
+    assert f"{len(weights)} of {len(weights)} tensors from {path}{place}" in report
+    assert all(torch.equal(value, weights[name]) for name, value in net.state_dict().items())
+
+
+class TwoHeads(torch.nn.Module):
+    def __init__(self, classes, heads):
+        super().__init__()
+        self.body = torch.nn.Linear(4, 4)
+        self.head, self.head_dist = heads(4, classes), heads(4, classes)
+
+
+@pytest.mark.parametrize("heads", [torch.nn.Linear, lambda *sizes: torch.nn.Conv2d(*sizes, 1)])
+def test_heads_for_another_number_of_classes(tmp_path, heads):
+    path, net, saved = tmp_path / "weights.pt", TwoHeads(3, heads), TwoHeads(5, heads)
+    torch.save(saved.state_dict(), path)
+    report = model.load_pretrained(net, path)
+    names = "head.weight, head.bias, head_dist.weight, head_dist.bias"
+    assert f"2 of 6 tensors from {path}" in report and f"not loaded: {names}" in report
+    assert torch.equal(net.body.weight, saved.body.weight)
+    torch.save(saved.state_dict() | {"body.weight": torch.zeros(7, 4)}, path)  # no layer before a head
+    with pytest.raises(ConfigError, match=r"body.weight must have the shape \(4, 4\), got \(7, 4\)"):
+        model.load_pretrained(net, path)
+    same = torch.nn.Sequential(torch.nn.Conv2d(3, 2, 1))  # without any Linear
+    torch.save(same.state_dict(), path)
+    assert "2 of 2 tensors" in model.load_pretrained(same, path)
+
+
+def test_pretrained_weights_of_timm(tmp_path):
+    timm = package("timm")
+    options = {"img_size": 32, "patch_size": 8, "embed_dim": 8, "depth": 1, "num_heads": 1}
+    saved = timm.create_model("deit_tiny_distilled_patch16_224", **options, num_classes=5)
+    torch.save({"model": saved.state_dict()}, tmp_path / "weights.pt")
+    net = timm.create_model("deit_tiny_distilled_patch16_224", **options | {"img_size": 64}, num_classes=3)
+    report = model.load_pretrained(net, tmp_path / "weights.pt")
+    assert "converted by timm: pos_embed" in report
+    assert "not loaded: head.weight, head.bias, head_dist.weight, head_dist.bias" in report
+    assert torch.equal(net.blocks[0].attn.qkv.weight, saved.blocks[0].attn.qkv.weight)
+
+
 def test_pretrained_files_that_are_not(tmp_path):
     net, path = vit_digits("torch"), tmp_path / "weights.pt"
     for content, message in (
-        ({"a": torch.zeros(1)}, "no name in .* is a name of the model, such as position"),
+        ({"a": torch.zeros(1)}, "is a name of the model, such as position.*; the file has a$"),
+        ({"epoch": 3, "net": _weights()}, "alone or as one of state_dict_ema, .*; it has epoch, net$"),
+        (
+            _under("a.", _weights()) | _under("b.", _weights()),
+            r"has the model as a\.\* and as b\.\*; save one",
+        ),
         (
             {"position": torch.zeros(1, 4, 64)},
             r"position must have the shape \(1, 16, 64\), got \(1, 4, 64\)",
         ),
         ([1], "must hold a dict of tensors"),
-        ({"model": StopRequest()}, "is damaged or no file of weights"),  # an object of a class: code
+        (
+            {"model": StopRequest()},
+            "it holds an object of .*StopRequest, which may run code; save the model's",
+        ),
     ):
         torch.save(content, path)
         with pytest.raises(ConfigError, match=message):

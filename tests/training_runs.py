@@ -1,6 +1,7 @@
 """Runs of the trainer for tests: under torchrun, in this process, or on the ranks of the pool."""
 
 import json
+import socket
 import subprocess
 import sys
 
@@ -23,6 +24,12 @@ def torchrun(directory, *arguments, ranks=2, **options):
         [*command, *arguments], cwd=directory, capture_output=True, text=True, timeout=LIMIT, **options
     )
     return done.returncode, done.stdout, done.stderr
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def train_on_rank(rank, world, arguments):

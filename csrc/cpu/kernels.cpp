@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <stdexcept>
 #include <string>
 
 #include "backend.h"
@@ -20,8 +21,9 @@ namespace {
         capability::layer_norm_forward, capability::layer_norm_backward, capability::act           \
   }
 
-// ATEN_CPU_CAPABILITY=default|avx2|avx512 lowers the choice, as in torch.
-Kernels choose_kernels() {
+// The best instruction set of this CPU; ATEN_CPU_CAPABILITY=default|avx2|avx512 lowers the choice, as in
+// torch.
+std::string best_capability() {
 #if defined(__x86_64__)
   const char* wish = std::getenv("ATEN_CPU_CAPABILITY");
   const std::string most = wish ? wish : "avx512";
@@ -30,10 +32,25 @@ Kernels choose_kernels() {
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && f16c;
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  if (avx512 && most == "avx512") return FASTVIT_KERNELS(avx512);
-  if (avx2 && most != "default") return FASTVIT_KERNELS(avx2);
+  if (avx512 && most == "avx512") return "avx512";
+  if (avx2 && most != "default") return "avx2";
 #endif
-  return FASTVIT_KERNELS(baseline);
+  return "baseline";
+}
+
+Kernels choose_kernels() {
+  const std::string best = best_capability();
+#if !defined(FASTVIT_ONLY) || defined(FASTVIT_ONLY_avx512)
+  if (best == "avx512") return FASTVIT_KERNELS(avx512);
+#endif
+#if !defined(FASTVIT_ONLY) || defined(FASTVIT_ONLY_avx2)
+  if (best == "avx2") return FASTVIT_KERNELS(avx2);
+#endif
+#if !defined(FASTVIT_ONLY) || defined(FASTVIT_ONLY_baseline)
+  if (best == "baseline") return FASTVIT_KERNELS(baseline);
+#endif
+  throw std::runtime_error("fastvit: this build has no CPU kernels for " + best +
+                           "; build it on this machine, or with FASTVIT_CPU=all");
 }
 
 constexpr int64_t kValuesPerPartial = 1 << 8;  // so that partial results are far smaller than the activation

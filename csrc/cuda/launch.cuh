@@ -27,14 +27,22 @@ namespace fastvit {
 using torch::headeronly::ScalarType;
 
 // CUDA's answer about `subject` on `device`. Each thread asks once, for each type of `ask`:
-// ask(int& answer) returns a cudaError_t.
+// ask(int& answer) returns a cudaError_t. Every kernel is asked about before its first launch, and so is
+// refused here where this GPU cannot run it.
 template <class Ask>
 int asked_once(const void* subject, int device, const Ask& ask) {
   thread_local std::map<std::pair<const void*, int>, int> answers;
   const auto known = answers.find({subject, device});
   if (known != answers.end()) return known->second;
   int answer = 0;
-  STD_CUDA_CHECK(ask(answer));
+  const cudaError_t status = ask(answer);
+  if (status == cudaErrorNoKernelImageForDevice || status == cudaErrorInvalidDeviceFunction) {
+    (void)cudaGetLastError();
+    throw std::runtime_error(
+        "the CUDA kernels have no code for this GPU; build fastvit with TORCH_CUDA_ARCH_LIST of its compute "
+        "capability (`python -m fastvit.info` names both)");
+  }
+  STD_CUDA_CHECK(status);
   return answers[{subject, device}] = answer;
 }
 

@@ -1,5 +1,4 @@
-// Divides the work of an op among blocks and threads, on the host, for any strides. Plain C++, so that
-// benchmarks/predict.py plans without CUDA.
+// Divides the work of an op among blocks and threads, on the host, for any strides.
 //
 // A block processes a tile of channels and a slice of the values of each. `lanes` threads access consecutive
 // memory; `teams` such groups of threads share the units of the slice.

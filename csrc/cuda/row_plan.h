@@ -1,4 +1,4 @@
-// Divides the rows of a LayerNorm among threads. Plain C++, so that benchmarks/predict.py plans without CUDA.
+// Divides the rows of a LayerNorm among threads.
 //
 // A row is taken by a team of `lanes` threads, a power of two up to the block; a block has several teams, or
 // one. A lane holds its packets of a row in registers, so that the row is read once: 24 or 32 columns, of

@@ -12,7 +12,10 @@ std::tuple<Tensor, Tensor> ipc_memory(int64_t bytes, int64_t index) {
   const Device device{int(index)};
   void* data = nullptr;
   // Not torch's allocator: it returns parts of larger allocations, and a handle opens the whole allocation.
-  STD_CUDA_CHECK(cudaMalloc(&data, size_t(bytes)));
+  // Nor less than 2 MiB, of which cudaMalloc too returns parts (programming guide, interprocess
+  // communication).
+  constexpr int64_t kWhole = 2 << 20;
+  STD_CUDA_CHECK(cudaMalloc(&data, size_t((bytes + kWhole - 1) / kWhole * kWhole)));
   STD_CUDA_CHECK(cudaMemset(data, 0, size_t(bytes)));
   STD_CUDA_CHECK(cudaDeviceSynchronize());
   auto* const handle = new cudaIpcMemHandle_t;

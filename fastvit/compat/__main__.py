@@ -1,4 +1,4 @@
-"""`python -m fastvit.compat [--prefer apex|fastvit] (script.py | -m module) args...`
+"""`python -m fastvit.compat [--prefer apex|fastvit] [--cpu] [--half TYPE] (script.py | -m module) args...`
 
 Runs a script like `python script.py args...`, with `import apex` and `import inplace_abn` available. torchrun
 and torch.distributed.launch can start it:
@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from ..sync.teardown import destroy_process_group, end_process
 from ._finder import PREFERENCES, install
+from ._half import HALVES
 from ._local_rank import spell_local_rank
 
 _PATIENCE = timedelta(seconds=30)  # for the barrier at the end
@@ -34,7 +35,7 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         prog="python -m fastvit.compat",
         description="Run a script for which apex and inplace_abn resolve to fastvit's look-alikes.",
-        usage="%(prog)s [--prefer apex|fastvit] (script.py | -m module) [args ...]",
+        usage="%(prog)s [--prefer apex|fastvit] [--cpu] [--half TYPE] (script.py | -m module) [args ...]",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -42,6 +43,15 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         choices=PREFERENCES,
         default="apex",
         help="the package that provides a part that both have (default: apex)",
+    )
+    parser.add_argument(
+        "--cpu", action="store_true", help="run a script that was written for CUDA on the CPU, to try it"
+    )
+    parser.add_argument(
+        "--half",
+        choices=HALVES,
+        default=os.environ.get("FASTVIT_HALF"),
+        help="half precision on the CPU, by FASTVIT_HALF too (default: bfloat16)",
     )
     parser.add_argument("--local-rank", "--local_rank", help=argparse.SUPPRESS)
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, default=[], help="or a module")
@@ -104,8 +114,17 @@ def _without_our_frames(trace: TracebackType | None) -> TracebackType | None:
 
 def main() -> None:
     options, (script, *arguments) = _parse(sys.argv[1:])
+    if options.half:
+        os.environ["FASTVIT_HALF"] = options.half
     install(options.prefer)
     spell_local_rank()
+    if options.cpu:
+        from . import _cpu
+
+        os.environ["FASTVIT_COMPAT_CPU"] = "1"  # for the processes that the script starts
+        _cpu.install()
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(_cpu.SAID, file=sys.stderr, flush=True)
     status: int | None = 1
     # Registered first, so it runs after all functions that the script registers.
     atexit.register(lambda: _leave_process_group(status))

@@ -220,8 +220,8 @@ class _Finder(DistributionFinder):
 
 
 def install(prefer: str = "apex") -> None:
-    """Makes `import apex` and `import inplace_abn` work in this process and in its torch.multiprocessing
-    children. Call it before the first such import, or again to change `prefer`.
+    """Makes `import apex` and `import inplace_abn` work in this process and in those that it starts. Call it
+    before the first such import, or again to change `prefer`.
 
     Args:
         prefer: "apex" uses an installed package for the parts that it has, "fastvit" does not.
@@ -231,34 +231,17 @@ def install(prefer: str = "apex") -> None:
     """
     if prefer not in PREFERENCES:
         raise ValueError(f"fastvit.compat.install: prefer takes {' or '.join(PREFERENCES)}, got {prefer!r}")
+    os.environ["FASTVIT_COMPAT"] = prefer
+    _install_in_children()
     for finder in sys.meta_path:
         if isinstance(finder, _Finder):
             finder.prefer = prefer
             return
     sys.meta_path.insert(0, _Finder(prefer))
-    _install_in_children()
-
-
-class _InstallFirst:
-    """Installs the hook when it is unpickled: a spawned process does that before it runs the script."""
-
-    def __reduce__(self) -> tuple:
-        prefer = next(finder.prefer for finder in sys.meta_path if isinstance(finder, _Finder))
-        root = importlib.util.find_spec(__name__.partition(".")[0]).submodule_search_locations[0]
-        folder = root.rpartition("/")[0]
-        code = (
-            f"import sys\nsys.path.append({folder!r})\n"
-            f"from {_HERE} import install\nsys.path.remove({folder!r})\ninstall({prefer!r})\n"
-        )
-        return exec, (code,)
 
 
 def _install_in_children() -> None:
-    from multiprocessing import spawn
-
-    prepare = spawn.get_preparation_data
-
-    def get_preparation_data(name: str) -> dict[str, Any]:
-        return {"fastvit.compat": _InstallFirst()} | prepare(name)
-
-    spawn.get_preparation_data = get_preparation_data
+    """By the environment, which `subprocess`, `os.exec*` and torch.multiprocessing all hand on."""
+    folder, path = str(Path(__file__).parent / "children"), os.environ.get("PYTHONPATH", "")
+    if path.partition(os.pathsep)[0] != folder:
+        os.environ["PYTHONPATH"] = folder + (os.pathsep + path if path else "")

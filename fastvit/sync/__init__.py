@@ -14,6 +14,7 @@ from torch import Tensor
 from .. import ops
 from .compiled import share
 from .group import LayerKey, available_backends, check, describe_groups, group_of
+from .rendezvous import rendezvous
 from .transport import LOCAL, Local, Reduce, Transport
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "check",
     "default_group",
     "describe_groups",
+    "rendezvous",
     "transport_for",
 ]
 

@@ -8,9 +8,10 @@ import contextlib
 import datetime
 import os
 import select
+import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,7 +20,9 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 _LONGEST_PAUSE = 0.02  # seconds between looks at the store
+_GRACE = 1.0  # seconds after a timeout in which a store must answer
 _LOOK = 0.1  # seconds between checks for ended processes
+_NAMED = 8  # ranks in a message
 
 
 def timeout_of(process_group: "dist.ProcessGroup", device_type: str) -> float:
@@ -29,42 +32,83 @@ def timeout_of(process_group: "dist.ProcessGroup", device_type: str) -> float:
     return getattr(backend.options, "_timeout", default).total_seconds()
 
 
+def in_time(work: Callable[[], T], seconds: float) -> T:
+    """The result of `work()`, in another thread. Raises TimeoutError when it takes longer; it goes on then.
+
+    A store waits in C++ for an answer, without an end and deaf to signals, when its process is frozen or cut
+    off.
+    """
+    outcome: list[tuple[T | None, BaseException | None]] = []
+
+    def run() -> None:
+        try:
+            outcome.append((work(), None))
+        except BaseException as error:
+            outcome.append((None, error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not outcome:
+        raise TimeoutError(f"no answer within {seconds:g} s")
+    result, error = outcome[0]
+    if error is not None:
+        raise error
+    return result  # type: ignore[return-value]  # T may include None
+
+
+def polled(seconds: float) -> Iterator[float]:
+    """The seconds since its begin, again and again until `seconds` are over, with pauses that grow."""
+    begin, pause = time.monotonic(), 1e-4
+    while (waited := time.monotonic() - begin) <= seconds:
+        yield waited
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def boot_id() -> str:
+    """A name of the machine that no other has, but for clones of a virtual one; OSError without /proc."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
 def process_space() -> str:
     """A name of the host and its PID namespace: equal on processes that see each other by PID.
 
     Raises OSError without /proc.
     """
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"host {boot}, {os.readlink('/proc/self/ns/pid')}"
+    return f"host {boot_id()}, {os.readlink('/proc/self/ns/pid')}"
+
+
+def _start_of(process: int | str) -> str:
+    """When a process started, in ticks since the boot; with its PID it names the process."""
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
 
 
 class ProcessWatch:
-    """Finds ranks of a group whose process has ended, zombies included.
+    """Finds ranks of a group whose process was seen on this host and has ended, zombies included.
 
-    Ranks on other hosts are unknown, and so are all ranks where the system has no pidfd.
+    Ranks on other hosts are unknown, and so are all ranks where the system has no pidfd. Clones of one
+    virtual machine name their host and their processes alike, so a process that is not found is unknown too.
     """
 
     def __init__(self, store: "dist.Store", rank: int):
         self.processes: dict[int, int] = {}
-        self._files: dict[int, int | None] = {}  # pidfds; None for a process that had ended before
+        self._files: dict[int, int] = {}  # pidfds
         self._read = 0
         try:
-            place = process_space()
+            place, start = process_space(), _start_of("self")
         except OSError:
-            place = f"rank {rank} alone"
+            place, start = f"rank {rank} alone", "unknown"
         # Entries are numbered by place, so that a rank reads only those of its own host.
         self._store = dist.PrefixStore(place, store)
-        self._store.set(str(self._store.add("count", 1)), f"{rank} {os.getpid()}")
+        self._store.set(str(self._store.add("count", 1)), f"{rank} {os.getpid()} {start}")
         weakref.finalize(self, _close, self._files)
 
     def has_ended(self, rank: int) -> bool:
         if rank not in self._files:
             return False
-        file = self._files[rank]
-        if file is None:
-            return True
         poll = select.poll()
-        poll.register(file, select.POLLIN)
+        poll.register(self._files[rank], select.POLLIN)
         return bool(poll.poll(0))
 
     def ended(self) -> list[int]:
@@ -74,63 +118,94 @@ class ProcessWatch:
     def learn(self) -> None:
         """Reads the processes that have registered since the last call."""
         while self._store.check([key := str(self._read + 1)]):
-            rank, process = map(int, self._store.get(key).split())
+            rank, process, start = self._store.get(key).decode().split()
             self._read += 1
-            self.processes[rank] = process
-            with contextlib.suppress(OSError, AttributeError):  # no pidfd
-                try:
-                    self._files[rank] = os.pidfd_open(process)
-                except ProcessLookupError:
-                    self._files[rank] = None
+            self.processes[int(rank)] = int(process)
+            with contextlib.suppress(OSError, AttributeError):  # it has ended, or there is no pidfd
+                file = os.pidfd_open(int(process))
+                if _start_of(process) == start:
+                    self._files[int(rank)] = file
+                else:
+                    os.close(file)
 
     def text(self, rank: int) -> str:
         return f"rank {rank} has ended (process {self.processes[rank]})"
 
 
-def _close(files: dict[int, int | None]) -> None:
+def _close(files: dict[int, int]) -> None:
     for file in files.values():
-        if file is not None:
-            os.close(file)
+        os.close(file)
 
 
 class Unavailable(Exception):
     """Why ranks cannot share numbers in some way. Raised on all ranks."""
 
 
-class Agreement:
-    """Questions that every rank of a group answers in the same order."""
+class Failed(Unavailable):
+    """What ranks tried has failed on one."""
 
-    def __init__(self, process_group: "dist.ProcessGroup", device_type: str):
-        self.rank, self.world = dist.get_rank(process_group), dist.get_world_size(process_group)
-        self.timeout = timeout_of(process_group, device_type)
+
+class Agreement:
+    """Questions that every rank of a group answers in the same order.
+
+    `store` is one that no other agreement has used.
+    """
+
+    def __init__(self, store: "dist.Store", rank: int, world: int, timeout: float):
+        self.rank, self.world, self.timeout, self._store = rank, world, timeout, store
+        self.watch = ProcessWatch(store, rank)
+        self._asked = 0
+
+    @classmethod
+    def of(cls, process_group: "dist.ProcessGroup", device_type: str) -> "Agreement":
+        rank, world = dist.get_rank(process_group), dist.get_world_size(process_group)
+        timeout = timeout_of(process_group, device_type)
         store = dist.PrefixStore(
             f"fastvit/{device_type}", dist.distributed_c10d._get_process_group_store(process_group)
         )
-        # Several groups of one name may use a store, one after the other.
-        self._store = dist.PrefixStore(str(store.add(f"made/{self.rank}", 1)), store)
-        self.watch = ProcessWatch(self._store, self.rank)
-        self._asked = 0
+
+        def make() -> Agreement:
+            # Several groups of one name may use a store, one after the other.
+            return cls(dist.PrefixStore(str(store.add(f"made/{rank}", 1)), store), rank, world, timeout)
+
+        return answered(f"rank {rank}: first call of a layer", make, timeout)
+
+    def watched(self) -> ProcessWatch:
+        """`watch`, with all ranks that have registered: later the store may be gone."""
+        answered(f"rank {self.rank}: first call of a layer", self.watch.learn, self.timeout)
+        return self.watch
 
     def ask(self, question: str, answer: str) -> dict[str, list[int]]:
         """Waits for all ranks; returns the ranks by their answer, one key when they agree.
 
-        Answers are compared with the first one, so a question costs each rank a constant number of messages.
+        Answers are compared with the first one, so a question costs each rank a constant number of messages
+        when they agree.
 
         Raises:
             RuntimeError: on all ranks, when ranks did not answer within the group's timeout (the message
-                names them), when one on this host has ended, or when one left after Ctrl-C or an error. A
-                rank that answers later raises too.
+                names them), when one on this host has ended, when one left after Ctrl-C or an error, or when
+                the store does not answer. A rank that answers later raises too.
         """
+        return self._ask(question, answer, self._answers)
+
+    def same(self, question: str, answer: str) -> bool:
+        """`ask`, but only whether they agree, which costs no more where they do not."""
+        return self._ask(question, answer, lambda key, first: not self._store.check([key + "differ"]))
+
+    def _ask(self, question: str, answer: str, read: Callable[[str, str], T]) -> T:
         self._asked += 1
         key = f"{self._asked}/"
+        what = f"rank {self.rank}: {question}"
         try:
-            return self._ask(key, question, answer)
+            return answered(what, lambda: read(key, self._answer(key, what, answer)), self.timeout)
         except BaseException as error:
+            left = f"rank {self.rank} left it: {type(error).__name__}"
             with contextlib.suppress(RuntimeError):  # the store may be destroyed
-                self._store.compare_set(key + "end", "", f"rank {self.rank} left it: {type(error).__name__}")
+                answered(what, lambda: self._store.compare_set(key + "end", "", left), 0)
             raise
 
-    def _ask(self, key: str, question: str, answer: str) -> dict[str, list[int]]:
+    def _answer(self, key: str, what: str, answer: str) -> str:
+        """Answers, waits for all ranks, and returns the first answer."""
         first = self._store.compare_set(key + "answer", "", answer).decode()
         if first != answer:
             self._store.set(f"{key}other/{self.rank}", answer)
@@ -142,17 +217,28 @@ class Agreement:
         self._await(key)
         end = self._store.get(key + "end").decode()
         if end != "all":
-            raise RuntimeError(f"rank {self.rank}: {question}: {end}")
+            time.sleep(_LOOK if self.rank == 0 else 0)  # until the others have read it: the store may be here
+            raise RuntimeError(f"{what}: {end}")
+        self.watch.learn()  # while all are alive
+        return first
+
+    def _answers(self, key: str, first: str) -> dict[str, list[int]]:
         answers = {first: list(range(self.world))}
         if self._store.check([key + "differ"]):
             for rank in range(self.world):
                 if self._store.check([other := f"{key}other/{rank}"]):
                     answers[first].remove(rank)
                     answers.setdefault(self._store.get(other).decode(), []).append(rank)
+            # An error may follow, and end the store with rank 0.
+            done = self._store.add(key + "read", 1)
+            for _ in polled(_GRACE if self.rank == 0 else -1):
+                if done == self.world:
+                    break
+                done = self._store.add(key + "read", 0)
         return answers
 
     def together(self, what: str, work: Callable[[], T]) -> T:
-        """The result of `work()`. Raises Unavailable on all ranks when it fails on one."""
+        """The result of `work()`. Raises Failed on all ranks when it fails on one."""
         said = "done"
         try:
             result = work()
@@ -161,37 +247,48 @@ class Agreement:
         answers = self.ask(what, said)
         failed = {answer: ranks for answer, ranks in answers.items() if answer != "done"}
         if failed:
-            raise Unavailable(answers_text(failed))
+            raise Failed(answers_text(failed))
         return result
 
     def _await(self, key: str) -> None:
-        """Waits for the end of a question by polling, so that signals are handled.
+        """Waits for the end of a question.
 
         Ends it, with the reason, when a rank ended without an answer or the time is up.
         """
-        begin, pause = time.monotonic(), 1e-4
-        look = begin + _LOOK
+        look = _LOOK
 
         def absent(ranks: Iterable[int]) -> list[int]:
             return [rank for rank in ranks if not self._store.check([f"{key}here/{rank}"])]
 
-        while not self._store.check([key + "end"]):
-            now, why = time.monotonic(), ""
-            if now > look:
-                look = now + _LOOK
-                why = next(map(self.watch.text, absent(self.watch.ended())), "")
-            if not why and now - begin > self.timeout:
-                why = f"{ranks_text(absent(range(self.world)))} did not come within {self.timeout:g} s"
-            if why:
-                self._store.compare_set(key + "end", "", why)
+        for waited in polled(self.timeout):
+            if self._store.check([key + "end"]):
                 return
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            if waited > look:
+                look = waited + _LOOK
+                if ended := absent(self.watch.ended()):
+                    why = self.watch.text(ended[0])
+                    break
+        else:
+            why = f"{ranks_text(absent(range(self.world)))} did not come within {self.timeout:g} s"
+        self._store.compare_set(key + "end", "", why)
+
+
+def answered(what: str, work: Callable[[], T], timeout: float) -> T:
+    """The result of `work()`, which uses a store. Raises RuntimeError when the store does not answer."""
+    try:
+        return in_time(work, timeout + _GRACE)
+    except TimeoutError:
+        why = f"did not answer within {timeout:g} s"
+    except dist.DistError as error:  # of a connection
+        why = f"cannot be reached: {str(error).splitlines()[0]}"
+    raise RuntimeError(f"{what}: the store of the ranks, in the process of rank 0 or of its launcher, {why}")
 
 
 def ranks_text(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_NAMED]))}{more}"
 
 
 def answers_text(answers: dict[str, list[int]]) -> str:
-    return "; ".join(f"{ranks_text(ranks)}: {answer}" for answer, ranks in answers.items())
+    by_rank = sorted(answers.items(), key=lambda one: one[1])
+    return "; ".join(f"{ranks_text(ranks)}: {answer}" for answer, ranks in by_rank)

@@ -43,8 +43,7 @@ class Collective(Backend):
     ):
         on_gpu = device.type == "cuda"
         super().__init__(Exchange(agreement.rank, agreement.world, on_gpu), describe, device)
-        self._process_group, self._watch = weakref.ref(process_group), agreement.watch
-        self._watch.learn()  # the store may be gone when it is needed
+        self._process_group, self._watch = weakref.ref(process_group), agreement.watched()
         self._deferred = on_gpu  # the host reads an op's report at the next call
 
     def reserve(self, channels: int, dtype: torch.dtype) -> bool:

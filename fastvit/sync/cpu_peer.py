@@ -21,6 +21,7 @@ from .transport import Reduce
 
 NAME = "SharedMemory"
 FOLDER = Path("/dev/shm")  # where POSIX shared memory lives on Linux
+_MARK = 16  # bytes
 _SLICE = 0.05  # seconds of waiting in C++ between checks for signals and for dead peers
 _ops = torch.ops.fastvit
 
@@ -33,8 +34,7 @@ class SharedMemory(Peer):
         arenas = [segment.data_ptr() + rank * each for rank in range(agreement.world)]
         super().__init__(NAME, segment, arenas, agreement.rank, capacity, _SLICE, describe)
         self.timeout = agreement.timeout
-        self._watch = agreement.watch
-        self._watch.learn()  # now, since the store may be destroyed later
+        self._watch = agreement.watched()
 
     def _run(self, op: Reduce, tag: Tag) -> Tensor:
         self.check_usable()
@@ -102,24 +102,35 @@ def connect(
     size = agreement.world * arena_bytes(agreement.world, capacity)
     with contextlib.ExitStack() as until_mapped:
 
-        def make() -> int | None:
-            """The descriptor of a file without a name."""
+        def make() -> str:
+            """The path of a file without a name, and the random bytes at its end, by which peers know it."""
             if agreement.rank:
-                return None
+                return "none"
             file = until_mapped.enter_context(tempfile.TemporaryFile(dir=FOLDER)).fileno()
-            os.posix_fallocate(file, 0, size)  # else a full disk kills the process later, at a store
-            return file
+            os.posix_fallocate(file, 0, size + _MARK)  # else a full disk kills the process later, at a store
+            os.pwrite(file, mark := os.urandom(_MARK), size)
+            return f"/proc/{os.getpid()}/fd/{file} {mark.hex()}"
 
-        file = agreement.together("shared memory", make)
-        mine = "none" if file is None else f"/proc/{os.getpid()}/fd/{file}"
-        (path,) = agreement.ask("shared memory", mine).keys() - {"none"}
-        segment = agreement.together("shared memory", lambda: _map(path, size))
+        (made,) = agreement.ask("shared memory", agreement.together("shared memory", make)).keys() - {"none"}
+        path, mark = made.split()
+        segment = agreement.together("shared memory", lambda: _map(path, size, bytes.fromhex(mark)))
     return SharedMemory(segment, capacity, agreement, describe)
 
 
-def _map(path: str, size: int) -> Tensor:
-    file = os.open(path, os.O_RDWR)
+def _map(path: str, size: int, mark: bytes) -> Tensor:
+    """Maps the segment that rank 0 has made.
+
+    On a clone of its virtual machine the path may be of any file, which must not be written.
+    """
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
-        return torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
+        found = os.fstat(file)
+        if (found.st_size, found.st_nlink) != (size + _MARK, 0) or os.pread(file, _MARK, size) != mark:
+            raise OSError(f"{path} is not the segment of rank 0: hosts of one name?")
+        both = os.open(f"/proc/self/fd/{file}", os.O_RDWR)
+        try:
+            return torch.frombuffer(mmap.mmap(both, size), dtype=torch.uint8)
+        finally:
+            os.close(both)
     finally:
         os.close(file)

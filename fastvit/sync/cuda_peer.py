@@ -44,8 +44,8 @@ class DeviceMemory(Peer):
 
 def place(device: torch.device) -> str:
     """A name that is equal on ranks whose GPUs may see each other's memory; OSError without CUDA kernels."""
-    if not _library.HAS_CUDA:
-        raise OSError(f"no CUDA kernels: {_library.CUDA_STATUS}")
+    if problem := _library.gpu_problem(device):
+        raise OSError(problem)
     return process_space()
 
 
@@ -100,11 +100,13 @@ def trial(
     and the GPU gives up after a few seconds, before training begins.
     """
     rank, world, device = agreement.rank, agreement.world, own.device
-    seconds = min(_TRIAL_SECONDS, agreement.timeout / 2)
+    longest = _library.longest_wait(device)
+    seconds = min(_TRIAL_SECONDS, agreement.timeout / 2, longest)
     tested = DeviceMemory(name, own, arenas, rank, capacity, seconds, describe)
+    # A rank's GPU does not wait while another rank still loads kernels, which may take long.
+    agreement.together("kernels of the layers", lambda: load_kernels(device))
 
     def works() -> None:
-        load_kernels(device)
         numbers, changed = torch.arange(2 * capacity, device=device).float()[None], False
         # A rank that finds wrong numbers continues to the last exchange, so that no peer waits for it.
         for step in range(1, _TRIALS + 1):
@@ -116,7 +118,8 @@ def trial(
             raise RuntimeError("numbers arrived changed")
 
     agreement.together(f"trial of {name}", works)
-    return DeviceMemory(name, own, arenas, rank, capacity, _SHARE_OF_TIMEOUT * agreement.timeout, describe)
+    seconds = min(_SHARE_OF_TIMEOUT * agreement.timeout, longest)
+    return DeviceMemory(name, own, arenas, rank, capacity, seconds, describe)
 
 
 def load_kernels(device: torch.device) -> None:
@@ -127,7 +130,7 @@ def load_kernels(device: torch.device) -> None:
     """
     capacity, tag = 2 * 9, Tag(0, 0)
     arena = torch.zeros(arena_bytes(1, capacity), dtype=torch.uint8, device=device)
-    alone = DeviceMemory("alone", arena, [arena.data_ptr()], 0, capacity, 1.0, lambda *_: "")
+    alone = DeviceMemory("alone", arena, [arena.data_ptr()], 0, capacity, _TRIAL_SECONDS, lambda *_: "")
     activations = "leaky_relu", "elu"  # the kernels' two sets: csrc/cuda/activations.cuh
     shapes = ((2, 8), 1), ((2, 3), 1), ((2, 1, 64), 1), ((2, 1, 3), 1)  # rows and planes, of packets or not
     for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):

@@ -2,8 +2,8 @@
 
 FASTVIT_STATISTICS is read when a group is first used. `auto`: shared memory where all ranks are CPU processes
 of one host, peer memory where each has a GPU of one host, else collectives. `collective`: collectives; one
-rank with this value is enough. `peer`: like `auto`, but an error in place of collectives, and ranks may share
-a GPU.
+rank with this value is enough, as is NCCL_P2P_DISABLE=1 for GPUs. `peer`: like `auto`, but an error in place
+of collectives, and ranks may share a GPU.
 """
 
 import functools
@@ -19,7 +19,7 @@ from torch import Tensor
 from .. import _library
 from ..ops import accumulation_dtype
 from . import cpu_peer, cuda_peer
-from .agreement import Agreement, Unavailable, answers_text
+from .agreement import Agreement, Failed, Unavailable, answers_text
 from .collective import Collective
 from .protocol import Tag, capacity_for
 from .transport import Backend, Reduce
@@ -27,6 +27,8 @@ from .transport import Backend, Reduce
 WISHES = ("auto", "collective", "peer")
 # Backends over peer memory, by device type. place() names the ranks' host, connect() makes a backend.
 PROVIDERS = {"cpu": cpu_peer, "cuda": cuda_peer}
+
+_NO_P2P = "NCCL_P2P_DISABLE=1"  # a user whose GPUs cannot access each other's memory sets it
 
 _log = logging.getLogger("fastvit.sync")
 
@@ -40,7 +42,7 @@ class LayerKey(NamedTuple):
 
 
 class Group:
-    """A process group on devices of one type: its backend, and the layers that its ranks have agreed on.
+    """A process group on one device of each rank: its backend, and the layers that its ranks have agreed on.
 
     At the first call of a layer the ranks compare channels, dtype, momentum and order. Each exchange carries
     the layer's number in the group and the count of forward exchanges.
@@ -50,7 +52,7 @@ class Group:
         self._process_group, self._device = weakref.ref(process_group), device
         self.name = process_group.group_name
         self._process = os.getpid()
-        self._agreement = Agreement(process_group, device.type)
+        self._agreement = Agreement.of(process_group, device.type)
         self._layers: dict[tuple, int] = {}
         self._names: list[str] = []
         self._backwards: set[int] = set()  # autograd's numbers of those that shared sums and have not ended
@@ -144,24 +146,30 @@ class Group:
         return f"{direction} of {name}, step {tag.step} of group {self.name}"
 
     def _choose(self, channels: int, dtype: torch.dtype) -> None:
-        backend, self.why = self._vote(channels, dtype)
+        backend, self.why, level = self._vote(channels, dtype)
         backend.reserve(channels, dtype)
         self._backends.append(backend)
-        _log.debug("rank %d, %s", self._agreement.rank, self.describe())
+        _log.log(level, "statistics of rank %d, %s", self._agreement.rank, self.describe())
 
-    def _vote(self, channels: int, dtype: torch.dtype) -> tuple[Backend, str]:
-        wishes = self._agreement.ask("choice of statistics", os.environ.get("FASTVIT_STATISTICS") or "auto")
-        if wrong := set(wishes).difference(WISHES):
+    def _vote(self, channels: int, dtype: torch.dtype) -> tuple[Backend, str, int]:
+        """The backend, why, and the level at which to say so."""
+        wish = os.environ.get("FASTVIT_STATISTICS") or "auto"
+        if wish == "auto" and self._device.type == "cuda" and os.environ.get("NCCL_P2P_DISABLE") == "1":
+            wish = _NO_P2P
+        wishes = self._agreement.ask("choice of statistics", wish)
+        if wrong := set(wishes).difference(WISHES, [_NO_P2P]):
             raise ValueError(f"FASTVIT_STATISTICS is {sorted(wrong)[0]!r}; {', '.join(WISHES)} expected")
         asked = "peer" in wishes
         try:
             if "collective" in wishes:
                 raise Unavailable("FASTVIT_STATISTICS=collective")
+            if _NO_P2P in wishes and not asked:
+                raise Unavailable(_NO_P2P)
             place = self._place()
             connect = PROVIDERS[self._device.type].connect
             capacity = capacity_for(channels, dtype)
             backend = connect(self._agreement, capacity, self._name_of, self._device, asked)
-            return backend, f"{backend.name}, {place}"
+            return backend, f"{backend.name}, {place}", logging.DEBUG
         except Unavailable as reason:
             if asked:
                 raise RuntimeError(
@@ -170,7 +178,8 @@ class Group:
             process_group = self._process_group()
             assert process_group is not None  # the calling layer holds it
             backend = Collective(process_group, self._agreement, self._device, self._name_of)
-            return backend, f"Collective: {reason}"
+            told = isinstance(reason, Failed) and self._agreement.rank == 0
+            return backend, f"Collective: {reason}", logging.WARNING if told else logging.DEBUG
 
     def _place(self) -> str:
         """The host of all ranks. Raises Unavailable where they have several, or none with peer memory."""
@@ -178,22 +187,24 @@ class Group:
         if provider is None:
             raise Unavailable(f"no peer memory on {self._device.type}")
         place = self._agreement.together("place of the ranks", lambda: provider.place(self._device))
-        if len(self._agreement.ask("place of the ranks", place)) > 1:
+        if not self._agreement.same("place of the ranks", place):
             raise Unavailable("several hosts")
         return place
 
 
-_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Group]]" = weakref.WeakKeyDictionary()
+_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Group]]" = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def group_of(process_group: "dist.ProcessGroup", device: torch.device) -> Group:
-    """The `Group` for tensors of this device type; all ranks make it at the first call."""
+    """The `Group` for tensors of this device; all ranks make theirs at the first call, in the same order."""
     by_device = _groups.get(process_group)
     if by_device is None:
         by_device = _groups[process_group] = {}
-    if device.type not in by_device:
-        by_device[device.type] = Group(process_group, device)
-    return by_device[device.type]
+    if device not in by_device:
+        by_device[device] = Group(process_group, device)
+    return by_device[device]
 
 
 def _all_groups() -> list[Group]:

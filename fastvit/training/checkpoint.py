@@ -2,8 +2,8 @@
 
 `<run>/checkpoints/epoch-0012.pt` (or `epoch-0012-step-000340.pt`, 340 steps into the epoch after) is a dict
 that `torch.load(..., weights_only=True)` reads: `model` has parameters and buffers under the names of the
-model's state_dict, `average` their moving average with `--ema`. The others are optimizer, schedule, loss
-scale, epoch, random generators of every rank, configuration and history.
+model's state_dict, `average` their moving average with `--ema`. The others are optimizer, loss scale, epoch,
+random generators of every rank, configuration and history. The schedule follows from the epoch and step.
 
 It is written under another name and renamed when all of it is on the disk, so a crash at any moment leaves
 the previous checkpoint intact. The links `last.pt` and `best.pt` beside it are replaced in the same way.
@@ -23,11 +23,11 @@ from .config import TrainingError
 
 NAME = re.compile(r"epoch-(\d+)(?:-step-(\d+))?\.pt")
 KEYS = frozenset(
-    "model average optimizer scheduler precision epoch step progress history rng world config classes".split()
+    "model average optimizer precision epoch step progress history rng world config classes".split()
 )
 
 
-def _place(path: Path) -> tuple[int, int]:
+def place(path: Path) -> tuple[int, int]:
     """The finished epochs, and steps of the next epoch, of a checkpoint, from its name."""
     found = NAME.fullmatch(path.name)
     assert found  # checked by the caller
@@ -37,7 +37,7 @@ def _place(path: Path) -> tuple[int, int]:
 def checkpoints(run: Path) -> list[Path]:
     """The checkpoints of a run, oldest first."""
     found = (run / "checkpoints").glob("epoch-*")
-    return sorted((path for path in found if NAME.fullmatch(path.name)), key=_place)
+    return sorted((path for path in found if NAME.fullmatch(path.name)), key=place)
 
 
 def _link(link: Path, target: str) -> None:
@@ -77,7 +77,7 @@ def save_checkpoint(run: Path, state: dict[str, Any], keep: int = 2, best: bool 
         final.parent.mkdir(exist_ok=True)
         torch.save(state, temporary)
         _flush(temporary)
-        for later in (path for path in older if _place(path) > _place(final)):
+        for later in (path for path in older if place(path) > place(final)):
             later.unlink()  # the run was resumed from an earlier checkpoint
         os.replace(temporary, final)
         _link(final.with_name("last.pt"), final.name)

@@ -17,6 +17,7 @@ CHANGEABLE = frozenset({
     "backend", "compile", "data_path", "device", "keep", "out", "profile", "resume", "stop_after", "threads",
     "timeout", "workers",
 })  # fmt: skip
+OF_A_HOST = frozenset({"data_path", "profile", "threads", "workers"})  # may differ between the ranks
 FIELDS = {item.name: item for item in fields(Config)}
 
 

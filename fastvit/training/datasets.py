@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .config import Config, ConfigError
+from .distributed import is_main_process
 
 TEST_SHARE = 5  # one digit of five is a test image
 BACKGROUND = -1.0  # value of an empty pixel of a digit
@@ -196,6 +197,10 @@ def _load_folder(config: Config) -> DataSets:
             f"--data-path {config.data_path}: {train.folder.name} and {test.folder.name} must hold the same "
             f"classes; {', '.join(odd[:5])} are in one of them only"
         )
+    hidden = train.hidden + test.hidden
+    if hidden and is_main_process():
+        said = f"{len(hidden)} hidden files and folders left out, such as {hidden[0]}"
+        print(f"--data-path: {said}", flush=True)
     return DataSets(train, test, train.classes, (3, size, size))
 
 

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import functools
+import math
 import os
+import socket
+import struct
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.rendezvous import rendezvous
 
+from ..sync.agreement import Agreement, answers_text, boot_id, in_time
 from ..sync.collective import ALL_GATHER, wait_on_host
+from ..sync.rendezvous import meet
 from .config import ConfigError, TrainingError
 from .launch import Launch
 
 T = TypeVar("T")
+_SIOCGIFADDR = 0x8915  # linux/sockios.h: the address of a network interface
 
 
 @dataclass(frozen=True)
@@ -59,11 +69,11 @@ def _choose_device(option: str, index: int | None, all_have_gpu: bool, local_ran
 def _gpu_index(launch: Launch, backend: str) -> int | None:
     """The index of this rank's GPU among the visible ones, or None without one.
 
-    srun may make only its own GPU visible to each task, as number 0. With gloo ranks may share a GPU, with
-    NCCL not.
+    srun, Kubernetes or CUDA_VISIBLE_DEVICES may make only its own GPU visible to each rank, as number 0;
+    `init` finds ranks that have the same one by its UUID. With gloo ranks may share a GPU, with NCCL not.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if gpus and (launch.launcher == "srun" or backend == "gloo"):
+    if gpus and (gpus == 1 or launch.launcher == "srun" or backend == "gloo"):
         return launch.local_rank % gpus
     return launch.local_rank if launch.local_rank < gpus else None
 
@@ -89,42 +99,113 @@ def init(launch: Launch | None, device: str = "auto", backend: str = "auto", tim
         return Ranks(0, 1, _choose_device(device, 0 if has_gpu else None, has_gpu, 0))
 
     rank, world, index = launch.rank, launch.world, _gpu_index(launch, backend)
-    wait = timedelta(seconds=timeout)
-    os.environ.setdefault("MASTER_ADDR", launch.address)
-    os.environ.setdefault("MASTER_PORT", str(launch.port))
+    begin, wait = time.monotonic(), timedelta(seconds=timeout)
+
+    def left() -> float:
+        return max(1.0, timeout - (time.monotonic() - begin))
+
     try:
-        store, rank, world = next(rendezvous("env://", rank, world, timeout=wait))
-        store.set_timeout(wait)
-        votes = dist.PrefixStore("fastvit/gpu", store)
-        votes.set(str(rank), "0" if index is None else "1")
-        all_have_gpu = all(votes.get(str(peer)) == b"1" for peer in range(world))
-    except RuntimeError as error:
+        store = meet(rank, world, launch.address, launch.port, timeout, launch.run)
+        agreement = in_time(
+            lambda: Agreement(dist.PrefixStore("trainer", store), rank, world, left()), left()
+        )
+        told = agreement.ask("options", f"--device {device} --backend {backend}")
+        if len(told) > 1:
+            raise ConfigError(f"the ranks differ in their options: {answers_text(told)}")
+        own = "" if index is None or device == "cpu" else str(torch.cuda.get_device_properties(index).uuid)
+        gpus = agreement.ask("GPUs", own)
+        all_have_gpu = "" not in gpus and (backend == "gloo" or len(gpus) == world)
+        chosen = _choose_device(device, index if all_have_gpu else None, all_have_gpu, launch.local_rank)
+        if backend == "auto":
+            backend = "nccl" if chosen.type == "cuda" else "gloo"
+        elif backend == "nccl" and chosen.type != "cuda":
+            raise ConfigError("--backend must be gloo on the CPU, got 'nccl'")
+        if chosen.type == "cuda":
+            torch.cuda.set_device(chosen)
+        _choose_interface(launch, agreement)
+        group = functools.partial(
+            dist.init_process_group,
+            backend, store=dist.PrefixStore("group", store), rank=rank, world_size=world, timeout=wait,
+            device_id=chosen if backend == "nccl" else None,
+        )  # fmt: skip
+        # gloo waits for five times its timeout when a rank does not answer.
+        group() if backend == "nccl" else in_time(group, left())
+    except (RuntimeError, TimeoutError) as error:
+        forgot = "; was srun forgotten?" if launch.launcher == "srun" and rank == 0 else ""
         raise ConfigError(
             f"the {world} ranks did not meet at {launch.address}:{launch.port} within {timeout:g} s: "
-            f"{str(error).splitlines()[0]}"
+            f"{str(error).splitlines()[0]}{forgot}"
         ) from None
-    chosen = _choose_device(device, index, all_have_gpu, launch.local_rank)
-    if backend == "auto":
-        backend = "nccl" if chosen.type == "cuda" else "gloo"
-    elif backend == "nccl" and chosen.type != "cuda":
-        raise ConfigError("--backend must be gloo on the CPU, got 'nccl'")
-    if chosen.type == "cuda":
-        torch.cuda.set_device(chosen)
-    dist.init_process_group(
-        backend, store=dist.PrefixStore("fastvit", store), rank=rank, world_size=world, timeout=wait,
-        device_id=chosen if backend == "nccl" else None,
-    )  # fmt: skip
     return Ranks(rank, world, chosen)
 
 
-def own_cores() -> int:
-    """This rank's share of the cores that it may run on: ranks that may run on the same ones divide them.
+def _choose_interface(launch: Launch, agreement: Agreement) -> None:
+    """Have gloo use the network interface that reaches rank 0, where it would use the loopback.
 
-    torchrun lets every rank run on all cores of the host; srun may give each task its own.
+    gloo listens at the address of the host's name, which Debian and many containers have as 127.0.1.1. Then
+    ranks connect to their own host in place of another. The host of rank 0 knows its own name so, and takes
+    the address by which the others know it.
     """
-    cores = sorted(os.sched_getaffinity(0))
-    place = os.uname().nodename, cores
-    return max(1, len(cores) // gather_objects(place).count(place))
+    known = agreement.ask("address of rank 0", _address(launch.address)).keys() - {""}
+    mine = _address(socket.gethostname())
+    if "GLOO_SOCKET_IFNAME" in os.environ or (mine and not mine.startswith("127.")):
+        return
+    for address in sorted(known, key=lambda one: one.startswith("127.")):
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+            probe.connect((address, launch.port))  # sends nothing, and chooses the own address
+            own = socket.inet_aton(probe.getsockname()[0])
+            for _, name in socket.if_nameindex():
+                with contextlib.suppress(OSError):  # an interface without an address
+                    asked = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                    if asked[20:24] == own:
+                        os.environ["GLOO_SOCKET_IFNAME"] = name
+                        return
+
+
+def _address(host: str) -> str:
+    """The IPv4 address of a host; "" where it has none."""
+    try:
+        return socket.gethostbyname(host)
+    except OSError:
+        return ""
+
+
+def own_cores() -> int:
+    """This rank's share of the cores that it may run on, and of the time that its control group may use.
+
+    torchrun lets every rank run on all cores of the host; srun may give each task its own. Ranks in several
+    containers of a machine share its cores too, and each container may have a limit.
+    """
+    machine, cores = os.uname().nodename, sorted(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError):
+        machine = boot_id()
+    control_group, quota = cpu_quota()
+    mine = [(machine, cores), (machine, control_group)]
+    by_cores, by_group = (list(column) for column in zip(*gather_objects(mine), strict=True))
+    share = min(len(cores) / by_cores.count(mine[0]), quota / by_group.count(mine[1]))
+    return max(1, int(share))
+
+
+def cpu_quota(root: Path = Path("/")) -> tuple[str, float]:
+    """The control group of this process, and the number of cores whose time it may use, often infinity."""
+    quota, name = math.inf, ""
+    with contextlib.suppress(OSError):
+        text = (root / "proc/self/cgroup").read_text()
+        name = f"{os.readlink(root / 'proc/self/ns/cgroup')} {text}"
+        for _, controllers, path in (line.split(":", 2) for line in text.splitlines()):
+            if controllers and "cpu" not in controllers.split(","):
+                continue  # of another controller, in version 1
+            top = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
+            folder = top / path.lstrip("/")
+            # Limits of the groups above hold too. A container may see its own group as the top.
+            for group in (folder, *folder.parents):
+                with contextlib.suppress(OSError, ValueError):  # "max" is no number
+                    files = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
+                    used, period = map(int, " ".join((group / file).read_text() for file in files).split())
+                    quota = min(quota, used / period if used > 0 else math.inf)
+                if group == top:
+                    break
+    return name, quota
 
 
 def reduce_value(value: Tensor, average: bool = True) -> Tensor:
@@ -182,6 +263,20 @@ def gather_objects(value: T) -> list[T]:
     values: list[Any] = [None] * get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def agree(values: dict[str, Any]) -> None:
+    """Raise TrainingError on every rank, with names, values and ranks, unless all pass the same values."""
+    everybody = gather_objects(values)
+    different = []
+    for name in dict.fromkeys(name for one in everybody for name in one):
+        ranks: dict[str, list[int]] = {}
+        for rank, one in enumerate(everybody):
+            ranks.setdefault(str(one.get(name)), []).append(rank)
+        if len(ranks) > 1:
+            different.append(f"{name} differs: {answers_text(ranks)}")
+    if different:
+        raise TrainingError(f"every rank must have the same, but {' | '.join(different)}")
 
 
 def _attempt(function: Callable[..., T], *arguments: Any) -> tuple[Any, str | None]:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
 from PIL import Image
+from PIL.TiffImagePlugin import BITSPERSAMPLE, TiffImageFile
 from torch import Tensor
 
 from .config import ConfigError
 
-SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"}
+SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 CROP_SHARE = 0.875  # side of a test crop over the shorter side of the image
 AREA = (0.08, 1.0)  # area of a training crop over the area of the image
 RATIO = (3 / 4, 4 / 3)  # width over height of a training crop
@@ -27,10 +30,14 @@ class ImageFolder:
         mean, std: of pixels in [0, 1] by channel; subtracted, divided by.
 
     Training crops are drawn as in Szegedy et al., arXiv:1409.4842: an area, a ratio, a place, and whether to
-    mirror. Test images are scaled and cropped in the middle.
+    mirror. Test images are scaled and cropped in the middle. Images of 16 bits are read with their upper 8.
+
+    Links to folders are followed. Images and folders with a dot before their names (`.ipynb_checkpoints`,
+    `._x.jpg`) are left out; `hidden` has their paths.
 
     Raises:
-        ConfigError: there is no such folder, it has no classes, or a class has no images.
+        ConfigError: there is no such folder, it has no classes, or a class has no images; in `read`, an image
+            has 32 bits a channel.
     """
 
     def __init__(self, folder: Path, size: int, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
@@ -39,17 +46,17 @@ class ImageFolder:
         self.folder, self.size = folder, size
         self.scale = 1 / (255 * torch.tensor(std)).view(-1, 1, 1)
         self.offset = (-torch.tensor(mean) / torch.tensor(std)).view(-1, 1, 1)
-        self.classes = tuple(sorted(entry.name for entry in folder.iterdir() if entry.is_dir()))
+        folders = [entry for entry in os.scandir(folder) if entry.is_dir()]
+        self.hidden = [entry.path for entry in folders if entry.name.startswith(".")]
+        self.classes = tuple(sorted(entry.name for entry in folders if not entry.name.startswith(".")))
         if not self.classes:
             raise ConfigError(f"--data-path: {folder} has no folders, one for each class")
         self.paths: list[str] = []
         labels = []
         for label, name in enumerate(self.classes):
-            found = sorted(str(p) for p in (folder / name).rglob("*") if p.suffix.lower() in SUFFIXES)
+            found = sorted(_images(str(folder / name), self.hidden))
             if not found:
-                raise ConfigError(
-                    f"--data-path: {folder / name} has no images ({' '.join(sorted(SUFFIXES))})"
-                )
+                raise ConfigError(f"--data-path: {folder / name} has no images ({' '.join(SUFFIXES)})")
             self.paths += found
             labels += [label] * len(found)
         self.labels = torch.tensor(labels)
@@ -60,8 +67,8 @@ class ImageFolder:
     def _read(self, path: str, generator: torch.Generator | None) -> Tensor:
         try:
             with Image.open(path) as file:
-                image = file.convert("RGB")
-        except FileNotFoundError:
+                image = _eight_bits(file, path).convert("RGB")
+        except (FileNotFoundError, ConfigError):
             raise
         except Exception as error:  # a damaged file may raise any exception
             raise OSError(f"{path} is damaged: {error}") from error
@@ -72,6 +79,36 @@ class ImageFolder:
         if generator is not None and torch.rand((), generator=generator) < 0.5:
             pixels = pixels.flip(2)
         return torch.addcmul(self.offset, pixels.float(), self.scale)
+
+
+def _images(folder: str, hidden: list[str], above: tuple[str, ...] = ()) -> Iterator[str]:
+    """The images in `folder` and the folders in it; those that are hidden are added to `hidden`."""
+    real = os.path.realpath(folder)
+    if real in above:  # a link to a folder that it is in
+        return
+    for entry in os.scandir(folder):
+        inner = entry.is_dir()
+        if not inner and not entry.name.lower().endswith(SUFFIXES):
+            continue
+        if entry.name.startswith("."):
+            hidden.append(entry.path)
+        elif inner:
+            yield from _images(entry.path, hidden, (*above, real))
+        else:
+            yield entry.path
+
+
+def _eight_bits(image: Image.Image, path: str) -> Image.Image:
+    """The image with 8 bits a channel. PIL's `convert` cuts more off at 255, which leaves white."""
+    # PIL's names for 16 bits of grey; "I" is 16 bits in PGM and older PILs' PNG, and any integer in TIFF.
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
+        depth = image.tag_v2.get(BITSPERSAMPLE, (16,))[0] if isinstance(image, TiffImageFile) else 16
+        return Image.fromarray((np.asarray(image) >> (depth - 8)).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise ConfigError(
+            f"--data-path: {path} has numbers of 32 bits, whose range is not known; save it with 8 or 16 bits"
+        )
+    return image
 
 
 def _centre(width: int, height: int) -> tuple[float, float, float, float]:

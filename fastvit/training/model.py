@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import fnmatch
+import re
+import sys
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,61 +75,142 @@ def _from_timm(config: Config, shape: tuple[int, int, int], outputs: int) -> nn.
     return model
 
 
-def _read_weights(path: Path) -> dict[str, Tensor]:
-    weights: Any
+# Under what other trainers save the weights; averaged ones first, as timm does.
+_ENTRIES = ("state_dict_ema", "model_ema", "teacher", "state_dict", "model", "model_state_dict", "student")
+_HEADS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+# What torch puts into names: torch.compile, FSDP, its checkpointing.
+_WRAPPERS = re.compile(r"_(orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\.")
+
+
+def _read_weights(path: Path) -> tuple[dict[str, Tensor], str]:
+    """The tensors of a file, and where in it they are."""
+    content: Any
     try:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
 
-            weights = load_file(path)
+            content = load_file(path)
         else:
-            weights = torch.load(path, map_location="cpu", weights_only=True)
+            with torch.serialization.safe_globals([argparse.Namespace]):  # the options, in many public files
+                content = torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
         raise
     except Exception as error:  # a damaged file may raise any exception; code in it is refused
-        reason = (str(error).splitlines() or [""])[0]
+        refused = re.search(r"GLOBAL (\S+)", str(error))
+        reason = (
+            f"it holds an object of {refused[1]}, which may run code; save the model's state_dict() alone"
+            if refused
+            else (str(error).splitlines() or [""])[0]
+        )
         raise ConfigError(f"--pretrained: {path} is damaged or no file of weights: {reason}") from None
-    # Other trainers write the weights as one entry of a dict, or with DistributedDataParallel's prefix.
-    for key in ("state_dict", "model"):
-        if isinstance(weights, dict) and isinstance(weights.get(key), dict):
-            weights = weights[key]
-    if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
-        raise ConfigError(f"--pretrained: {path} must hold a dict of tensors")
-    return {name.removeprefix("module."): value for name, value in weights.items()}
+    places = []
+    while isinstance(content, dict):
+        key = next((key for key in _ENTRIES if isinstance(content.get(key), dict)), None)
+        if key is None:
+            break
+        content = content[key]
+        places.append(key)
+    found = content if isinstance(content, dict) else {}
+    weights = {_WRAPPERS.sub("", str(name)): v for name, v in found.items() if isinstance(v, Tensor)}
+    if not weights:
+        raise ConfigError(
+            f"--pretrained: {path} must hold a dict of tensors, alone or as one of {', '.join(_ENTRIES)}; "
+            f"it has {_some(found) or type(content).__name__}"
+        )
+    return weights, f"{path} ({', '.join(places)})" if places else f"{path}"
+
+
+def _some(names: Iterable[Any]) -> str:
+    names = [str(name) for name in names]
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+
+
+def _without_prefix(weights: dict[str, Tensor], own: Collection[str], path: Path) -> dict[str, Tensor]:
+    """`weights` without what a wrapper puts before the names (`module.`, `backbone.`, `encoder.model.`).
+
+    It is the prefix behind which most names of the model are, at least half of them.
+    """
+    prefixes = Counter(name.removesuffix(rest) for name in weights for rest in _ends(name) if rest in own)
+    hits = max(prefixes.values(), default=0)
+    prefix, *others = [prefix for prefix, count in prefixes.items() if count == hits] or [""]
+    if 2 * hits < len(own) or prefixes[""] == hits:
+        return weights
+    if others:
+        raise ConfigError(
+            f"--pretrained: {path} has the model as {prefix}* and as {others[0]}*; save one of them alone"
+        )
+    rest = {name: value for name, value in weights.items() if not name.startswith(prefix)}
+    return rest | {name.removeprefix(prefix): weights[name] for name in weights.keys() - rest.keys()}
+
+
+def _ends(name: str) -> Iterator[str]:
+    """`name`, and what is behind each of its dots."""
+    while name:
+        yield name
+        name = name.partition(".")[2]
+
+
+def _differing(weights: dict[str, Tensor], own: dict[str, Tensor]) -> list[str]:
+    return [name for name, value in own.items() if name in weights and weights[name].shape != value.shape]
+
+
+def _as_timm_converts(weights: dict[str, Tensor], model: nn.Module, path: Path) -> dict[str, Tensor]:
+    """`weights` as timm's loader changes them for `model`: other trainers' names, positions for another size.
+
+    timm hands this function to its loader alone, but almost all of its modules have it by one name.
+    """
+    module = type(model).__module__
+    convert = getattr(sys.modules[module], "checkpoint_filter_fn", None)
+    if convert is None or not module.startswith("timm."):
+        return weights
+    try:
+        return convert(dict(weights), model)
+    except Exception as error:  # it takes names and shapes for granted
+        raise ConfigError(
+            f"--pretrained: timm cannot convert {path} for a {type(model).__name__}: {error!r}; "
+            f"the file has {_some(weights)}"
+        ) from None
 
 
 def load_pretrained(model: nn.Module, path: Path) -> str:
     """Load weights by name, and return a report of missing, unexpected and unused ones.
 
-    The head is not loaded where the file has one for another number of classes.
+    The heads are not loaded where the file has them for another number of classes: layers that nothing but
+    the number of their outputs tells from those of the file.
 
     Raises:
-        OSError, ConfigError: the file cannot be read, no name fits, or a tensor other than the head's has
+        OSError, ConfigError: the file cannot be read, no name fits, or a tensor other than a head's has
             another shape.
     """
-    weights, own = _read_weights(path), model.state_dict()
+    own = model.state_dict()
+    weights, place = _read_weights(path)
+    weights = given = _without_prefix(weights, own, path)
+    if _differing(weights, own) or own.keys() - weights.keys():
+        weights = _as_timm_converts(weights, model, path)
     if not weights.keys() & own.keys():
         raise ConfigError(
-            f"--pretrained: no name in {path} is a name of the model, such as {next(iter(own))}"
+            f"--pretrained: no name in {path} is a name of the model, such as {next(iter(own))}; "
+            f"the file has {_some(given)}"
         )
-    linear = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
-    head, other = linear[-1], []  # the last one computes the logits
-    for name in own.keys() & weights.keys():
-        if weights[name].shape == own[name].shape:
-            continue
-        if name.rpartition(".")[0] != head:
+    other = _differing(weights, own)
+    outputs = {(weights[name].shape[:1], own[name].shape[:1]) for name in other}
+    for name in other:
+        layer = model.get_submodule(name.rpartition(".")[0])
+        is_head = isinstance(layer, _HEADS) and weights[name].shape[1:] == own[name].shape[1:]
+        if not is_head or len(outputs) > 1:
             raise ConfigError(
                 f"--pretrained: {name} must have the shape {tuple(own[name].shape)}, "
                 f"got {tuple(weights[name].shape)} in {path}"
             )
-        other.append(name)
     loaded = {name: value for name, value in weights.items() if name not in other}
     missing, unexpected = model.load_state_dict(loaded, strict=False)
-    lines = [f"pretrained: {len(loaded) - len(unexpected)} of {len(own)} tensors from {path}"]
+    converted = [n for n in loaded if n in own and (n not in given or given[n].shape != own[n].shape)]
+    lines = [f"pretrained: {len(loaded) - len(unexpected)} of {len(own)} tensors from {place}"]
     for names, what in (
         ([name for name in missing if name not in other], "missing in the file"),
         (unexpected, "unexpected, not in the model"),
         (other, "for another number of classes, not loaded"),
+        (converted, "converted by timm"),
     ):
         if names:
             lines.append(f"  {what}: {', '.join(names)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import zlib
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -12,11 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import __version__, _library
 from . import checkpoint, distributed
-from .command_line import merge_saved
-from .config import Config, TrainingError
+from .command_line import OF_A_HOST, merge_saved
+from .config import Config, TrainingError, flag
 from .datasets import DataSets, load
-from .distributed import Ranks, is_main_process, on_every, on_main
+from .distributed import Ranks, agree, gather_objects, is_main_process, on_every, on_main
 from .loaders import make_test_loader, make_train_loader
 from .lock import lock
 from .log import RunLog, peak_memory, step_profiler
@@ -42,9 +44,12 @@ def train(config: Config, given: dict[str, Any], ranks: Ranks) -> None:
 
 
 def _train(config: Config, given: dict[str, Any], ranks: Ranks, stack: ExitStack) -> None:
+    agree(_options(config) | {"fastvit": __version__, "torch": torch.__version__})
     state = None
     if config.resume:
-        config, state = on_main(_claim_and_load, config, given, ranks.world, stack)
+        run, state = _resume(config, given, ranks.world, stack)
+        if state is not None:
+            config = on_every(merge_saved, given, state["config"], run)
     else:
         on_main(lock, Path(config.out), stack)
     _check_device(config, ranks)
@@ -56,6 +61,7 @@ def _train(config: Config, given: dict[str, Any], ranks: Ranks, stack: ExitStack
     )
 
     data = on_every(load, config)
+    agree(_options(config) | _summary_of(data))
     if state is not None and tuple(state["classes"]) != data.classes:
         raise TrainingError(
             f"--resume: the checkpoint was trained on {len(state['classes'])} classes "
@@ -73,10 +79,17 @@ def _train(config: Config, given: dict[str, Any], ranks: Ranks, stack: ExitStack
     torch.manual_seed(config.seed + 1_000_003 * (ranks.rank + 1))  # dropout differs between ranks
     done, history, progress = 0, [], Progress()
     if state is not None:
-        checkpoint.set_rng_state(state["rng"][ranks.rank], ranks.device)
         done, history, progress = state["epoch"], state["history"], Progress(**state["progress"])
         within = f" and {progress.step} steps" if progress.step else ""
-        _say(f"resumed after epoch {done}{within} of {config.epochs}")
+        others = ""
+        if state["world"] == ranks.world:
+            checkpoint.set_rng_state(state["rng"][ranks.rank], ranks.device)
+        else:
+            others = (
+                f": by {ranks.world} rank(s) what {state['world']} wrote, with the learning rate and "
+                f"schedule of {ranks.world}, and random states by --seed"
+            )
+        _say(f"resumed after epoch {done}{within} of {config.epochs}{others}")
 
     log = RunLog(run)
     on_main(log.open, history)
@@ -121,25 +134,61 @@ def _some(names: Any) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
-def _claim_and_load(
+def _options(config: Config) -> dict[str, Any]:
+    """The options that must be equal on all ranks."""
+    return {flag(name): value for name, value in asdict(config).items() if name not in OF_A_HOST}
+
+
+def _summary_of(data: DataSets) -> dict[str, Any]:
+    """What is compared of the data that each host reads."""
+    names = f"{len(data.classes)} ({_some(data.classes)}), checksum {zlib.crc32(repr(data.classes).encode())}"
+    summary = {"the classes of the data": names, "the shape of its images": data.shape}
+    for name, part in (("training", data.train), ("test", data.test)):
+        checksum = zlib.crc32(part.labels.numpy().tobytes())
+        summary[f"the {name} set"] = f"{len(part.labels)} images, checksum of their labels {checksum}"
+    return summary
+
+
+def _resume(
     config: Config, given: dict[str, Any], world: int, stack: ExitStack
-) -> tuple[Config, dict[str, Any] | None]:
-    """Lock the directory of a run to be resumed, then read its checkpoint; `auto` may find none."""
+) -> tuple[Path, dict[str, Any] | None]:
+    """The directory of the run to be resumed, locked, and its newest checkpoint; `auto` may find none."""
     auto = config.resume == "auto"
-    source = out = Path(config.out if auto else config.resume)
-    if not auto:
-        out = Path(given["out"]) if "out" in given else _run_of(checkpoint.find_checkpoint(source))
-    lock(out, stack)
-    if auto and not checkpoint.checkpoints(out):
-        return config, None
-    path = checkpoint.find_checkpoint(source)  # after the lock, before which another run may have written one
-    state = checkpoint.load_checkpoint(path)
-    if state["world"] != world:
+    source = Path(config.out if auto else config.resume)
+    on_main(_claim, source, auto, given, stack)
+    # After the lock, before which another run may have written one.
+    seen = gather_objects([checkpoint.place(path) for path in checkpoint.checkpoints(source)[-1:]])
+    if max(seen) > seen[0]:  # a new run, or an older checkpoint, would replace it
         raise TrainingError(
-            f"--resume: {path} must be continued with the {state['world']} rank(s) that wrote it, got "
-            f"{world}; it has one random state for each rank"
+            f"--resume: rank {seen.index(max(seen))} sees a newer checkpoint in {source} than rank 0, which "
+            "reads and writes them; the disk must be shared by the hosts"
         )
-    return merge_saved(given, state["config"], _run_of(path)), state
+    if auto and not seen[0]:
+        _say(f"no checkpoint in {source}: a new run")
+        return source, None
+    return on_main(_load, source, world)
+
+
+def _claim(source: Path, auto: bool, given: dict[str, Any], stack: ExitStack) -> None:
+    """Lock the directory in which the run goes on."""
+    if not auto:
+        source = Path(given["out"]) if "out" in given else _run_of(checkpoint.find_checkpoint(source))
+    lock(source, stack)
+
+
+def _load(source: Path, world: int) -> tuple[Path, dict[str, Any]]:
+    path = checkpoint.find_checkpoint(source)
+    state = checkpoint.load_checkpoint(path)
+    if state["step"] and state["world"] != world:  # another number of ranks has other steps
+        older = [one for one in checkpoint.checkpoints(_run_of(path)) if not checkpoint.place(one)[1]]
+        older = [one for one in older if checkpoint.place(one)[0] <= state["epoch"]]
+        if not older:
+            raise TrainingError(
+                f"--resume: {path} is within an epoch, so the {state['world']} rank(s) that wrote it must "
+                f"continue it, got {world}; there is no checkpoint of a whole epoch"
+            )
+        path, state = older[-1], checkpoint.load_checkpoint(older[-1])
+    return _run_of(path), state
 
 
 def _run_of(path: Path) -> Path:
@@ -156,6 +205,13 @@ def _check_device(config: Config, ranks: Ranks) -> None:
             raise TrainingError(
                 f"--{option} {value} trains on CUDA only and this run is on the CPU; {instead}"
             )
+    if config.norm.startswith(("fastvit", "inplace")) and ranks.device.type == "cuda":
+        on_every(_check_kernels, config.norm, ranks.device)
+
+
+def _check_kernels(norm: str, device: torch.device) -> None:
+    if problem := _library.gpu_problem(device):
+        raise TrainingError(f"--norm {norm}: {problem}. --norm torch trains without them")
 
 
 def _prepare_directory(run: Path, config: Config) -> None:
@@ -249,7 +305,7 @@ def _state(
         "epoch": done,
         "step": progress.step,
         "progress": asdict(progress),
-        "rng": distributed.gather_objects(checkpoint.get_rng_state(ranks.device)),
+        "rng": gather_objects(checkpoint.get_rng_state(ranks.device)),
         "config": asdict(train_state.config),
         "classes": list(data.classes),
         "world": ranks.world,

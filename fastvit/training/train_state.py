@@ -24,7 +24,7 @@ from .distributed import Ranks, broadcast_weights
 from .engine import engine_part
 from .precision import Precision, make_precision
 
-PARTS = ("model", "average", "optimizer", "scheduler", "precision")  # of a checkpoint
+PARTS = ("model", "average", "optimizer", "precision")  # of a checkpoint
 
 
 @dataclass
@@ -111,14 +111,17 @@ def make_train_state(
     lr = config.lr * (ranks.world * config.accumulate if config.scale_lr else 1)
     optimizer = make_optimizer(model, config.optimizer, lr, config.weight_decay, config.engine)
     model, optimizer = precision.prepare(model, optimizer)
+    done = 0 if saved is None else saved["epoch"] * steps_per_epoch + saved["step"]
     scheduler = make_scheduler(
-        optimizer, config.epochs * steps_per_epoch, config.warmup_epochs * steps_per_epoch
+        optimizer, config.epochs * steps_per_epoch, config.warmup_epochs * steps_per_epoch, done
     )
     train_state = TrainState(
         model, model, optimizer, scheduler, precision, average, memory, ranks.device, config
     )
     if saved is not None:
         train_state.load(saved)
+        for group, rate in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+            group["lr"] = rate  # another number of ranks may have written the checkpoint
     if config.compile:
         model.compile()
     train_state.parallel = data_parallel(model, config, ranks)
@@ -140,17 +143,19 @@ def make_optimizer(
         if parameter.requires_grad:
             (free if parameter.ndim < 2 or key in spared else decayed).append(parameter)
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": free, "weight_decay": 0.0}]
-    if name == "sgd":
-        return SGD(groups, lr=lr, momentum=0.9, fused=True)
-    if name == "adamw":
-        return AdamW(groups, lr=lr, fused=True)
-    return engine_part(engine, "optimizers").FusedAdam(groups, lr=lr)
+    if name == "fused-adam":
+        return engine_part(engine, "optimizers").FusedAdam(groups, lr=lr)
+    from ..compat.apex._fused import lay_out
+
+    optimizer = SGD(groups, lr, momentum=0.9, fused=True) if name == "sgd" else AdamW(groups, lr, fused=True)
+    optimizer.register_step_pre_hook(lay_out)  # a resumed run may have another layout
+    return optimizer
 
 
-def make_scheduler(optimizer: Optimizer, steps: int, warmup: int) -> LambdaLR:
+def make_scheduler(optimizer: Optimizer, steps: int, warmup: int, done: int = 0) -> LambdaLR:
     """Learning rate by step: linear from `lr / warmup` to `lr`, then half a cosine, 0 after `steps`.
 
-    With a warm-up as long as the run there is no cosine.
+    With a warm-up as long as the run there is no cosine. `done` steps are finished.
     """
 
     def factor(step: int) -> float:
@@ -158,7 +163,9 @@ def make_scheduler(optimizer: Optimizer, steps: int, warmup: int) -> LambdaLR:
             return (step + 1) / warmup
         return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
 
-    return LambdaLR(optimizer, factor)
+    for group in optimizer.param_groups:
+        group.setdefault("initial_lr", group["lr"])
+    return LambdaLR(optimizer, factor, done - 1)
 
 
 def make_average(model: nn.Module, decay: float) -> AveragedModel:

@@ -4,7 +4,9 @@
 
 #include <set>
 #include <string>
+#include <vector>
 
+#include "../../csrc/cuda/plan.h"
 #include "cuda_runtime.h"
 
 extern "C" int cuda_host_allocations;
@@ -12,7 +14,35 @@ extern "C" uint64_t cuda_host_requests;
 
 namespace cuda_host {
 std::set<std::string> kernels();
+
+// The plan of an op that reads and writes `operands` aligned tensors that lie alike, on so many
+// multiprocessors with `resident` blocks each and `smem` bytes of a block for packets.
+pybind11::dict plan(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, int channel_dim,
+                    int element_size, int operands, int cached, int multiprocessors, int resident,
+                    int64_t smem) {
+  using namespace fastvit;
+  const Operand lying[kMaxOperands] = {
+      {strides.data()}, {strides.data()}, {strides.data()}, {strides.data()}, {strides.data()}};
+  const void* pointers[kMaxOperands] = {};
+  const Layout layout = make_layout(int(sizes.size()), sizes.data(), channel_dim, operands, lying);
+  const Limits limits{multiprocessors, smem};
+  const auto blocks = [&](const Plan&) { return resident; };
+  const Plan p = Planner::make(layout, pointers, operands, element_size, limits, cached, blocks);
+  pybind11::dict found;
+  for (const auto& [name, value] : {std::pair<const char*, int64_t>{"rows", p.rows},
+                                    {"vector", p.vector},
+                                    {"lanes", p.lanes},
+                                    {"teams", p.teams},
+                                    {"units", p.units},
+                                    {"slots", p.slots},
+                                    {"tiles", p.tiles},
+                                    {"slices", p.slices},
+                                    {"blocks", p.blocks()},
+                                    {"groups", SliceGroups(p).size > 1 ? SliceGroups(p).count : 0}})
+    found[name] = value;
+  return found;
 }
+}  // namespace cuda_host
 
 PYBIND11_MODULE(_cuda_host, m) {
   using cuda_host::Config;
@@ -23,6 +53,7 @@ PYBIND11_MODULE(_cuda_host, m) {
       .def_readwrite("shared_per_sm", &Config::shared_per_sm, "bytes of shared memory of a multiprocessor")
       .def_readwrite("timeout", &Config::timeout, "idle seconds after which a wait for another process fails")
       .def_readwrite("capturing", &Config::capturing, "whether launches are captured into a graph")
+      .def_readwrite("built", &Config::built, "whether the kernels have code for the device")
       .def_readwrite("stream", &Config::stream, "the current stream, by number")
       .def_readwrite("resident", &Config::resident,
                      "blocks that a device holds at most; 0: a few of each grid")
@@ -42,5 +73,6 @@ PYBIND11_MODULE(_cuda_host, m) {
   m.def("memsets", [] { return cuda_host::memsets(); }, "Memsets on streams so far.");
   m.def("queries", &cuda_host::queries,
         "Queries of attributes of devices and kernels, and settings of kernels' attributes, so far.");
+  m.def("plan", &cuda_host::plan, "How csrc/cuda/plan.h divides an op.");
   m.def("set_device", [](int device) { cudaSetDevice(device); });
 }

@@ -446,11 +446,13 @@ cudaError_t cuda_host_resident(int* blocks, int threads, size_t smem) {
   const int by_threads = 2048 / threads,
             by_smem = smem ? int(size_t(config.shared_per_sm) / (smem + 1024)) : by_threads;
   ++cuda_host::n_queries;
-  return *blocks = std::min({by_threads, by_smem, config.blocks_per_sm}), cudaSuccess;
+  *blocks = std::min({by_threads, by_smem, config.blocks_per_sm});
+  return config.built ? cudaSuccess : cudaErrorNoKernelImageForDevice;
 }
 cudaError_t cuda_host_attributes(cudaFuncAttributes* attributes) {
   ++cuda_host::n_queries;
-  return *attributes = {90}, cudaSuccess;
+  *attributes = {90};
+  return cuda_host::config().built ? cudaSuccess : cudaErrorNoKernelImageForDevice;
 }
 // A device whose attributes a test changes gets a new number.
 cudaError_t cudaGetDevice(int* d) {

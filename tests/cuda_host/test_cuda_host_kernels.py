@@ -6,14 +6,12 @@ Runs with FASTVIT_TEST_DEVICE=cuda_host only.
 """
 
 import functools
-import itertools
 import math
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-import planner
 import pytest
 import shapes
 import torch
@@ -46,7 +44,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 def engine():
     engine = redirect.install()
     config = engine.config
-    names = ("seed", "sm_count", "blocks_per_sm", "shared_per_sm", "capturing", "deferred", "stream")
+    names = ("seed", "sm_count", "blocks_per_sm", "shared_per_sm", "capturing", "built", "deferred", "stream")
     before = {name: getattr(config, name) for name in names}
     yield engine
     for name, value in before.items():
@@ -253,6 +251,42 @@ def small(case: shapes.Case) -> shapes.Case:
     return shapes.Case((n, *case.shape[1:]), case.layout, case.dtype)
 
 
+def plan(engine, case: shapes.Case, operands: int, cached: int, sm_count: int = 132, smem: int = 0) -> dict:
+    """How the planner divides an op over `operands` contiguous tensors, two blocks a multiprocessor."""
+    x = torch.empty(case.shape, device="meta")
+    if case.layout == "channels_last":
+        x = x.contiguous(memory_format=torch.channels_last)
+    size = shapes.DTYPES[case.dtype].itemsize
+    return engine.plan(x.shape, x.stride(), case.channel_dim, size, operands, cached, sm_count, 2, smem)
+
+
+def test_a_plan_keeps_threads_and_blocks_busy(engine):
+    """At 56x56 in 16 bits, 392 packets, batches are full but for rounding to whole sectors. At 112x112 five
+    teams of 50 lanes would fill a fifth of their fourth turn.
+    """
+    found = plan(engine, shapes.Case((128, 256, 56, 56), "nchw", "bf16"), 2, 0)
+    deep = math.ceil(392 / (found["lanes"] * 4))
+    assert 392 * found["teams"] / (deep * 4 * 256) >= 0.95
+    found = plan(engine, shapes.Case((128, 64, 112, 112), "nchw", "bf16"), 2, 0)
+    teams = found["slices"] * found["teams"]
+    assert 128 / (math.ceil(128 / teams) * teams) > 0.85
+    assert found["blocks"] / (math.ceil(found["blocks"] / 264) * 264) > 0.9
+
+
+def test_tiles_whose_slices_are_merged_are_narrower(engine):
+    """Half the channels in a tile leave half the slices of a channel to the last block."""
+    case = shapes.Case((32, 2048, 7, 7), "channels_last", "bf16")
+    merged, apart = (plan(engine, case, 1, cached) for cached in (1, 0))
+    assert (merged["lanes"], merged["teams"]) == (16, 16) and (apart["lanes"], apart["teams"]) == (32, 8)
+    assert not merged["groups"] and merged["blocks"] == 16 * merged["slices"] > 0.9 * 264
+
+
+@pytest.mark.parametrize("rows,packets", [(2**31 - 1, True), (2**31, False)])
+def test_rows_that_32_bits_do_not_count_have_no_packets(engine, rows, packets):
+    found = plan(engine, shapes.Case((1, rows, 8), "tokens", "bf16"), 1, 1)
+    assert found["rows"] and bool(found["vector"]) is packets and found["units"] == rows
+
+
 @pytest.mark.parametrize("case", dict.fromkeys(map(small, shapes.cases())), ids=str)
 def test_dependent_merges(engine, case):
     """No thread merges more than 40 results one after another, on as many multiprocessors as an H200 has."""
@@ -273,9 +307,7 @@ def test_dependent_merges(engine, case):
 )
 def test_groups_of_slices(engine, dtype, rows, channels, sm_count):
     """More slices than one block merges: in any order of blocks the same bits, by the local ops too."""
-    resident = dict.fromkeys(itertools.product((False, True), repeat=2), 2)
-    case = shapes.Case((1, rows, channels), "tokens", dtype)
-    assert planner.plan(case, 1, 1, resident, sm_count, 80 << 10).levels == 2
+    assert plan(engine, shapes.Case((1, rows, channels), "tokens", dtype), 1, 1, sm_count, 80 << 10)["groups"]
     engine.config.sm_count, dtype = sm_count, shapes.DTYPES[dtype]
     x, dy = (torch.randn(rows, channels, generator=torch.Generator().manual_seed(i)) + 5 for i in range(2))
     x, dy = x.to(dtype), dy.to(dtype)
@@ -291,6 +323,15 @@ def test_groups_of_slices(engine, dtype, rows, channels, sm_count):
             assert torch.equal(a, b)
         for a, b in zip(step(x, dy, weight, bias), (moments, *want), strict=True):
             assert torch.equal(a, b)
+
+
+def test_a_gpu_without_code_is_refused_before_a_launch(engine):
+    engine.config.sm_count, engine.config.built = 53, False  # a device that no other test uses
+    before = engine.launches()
+    for call in (ops.bn_stats, lambda x: ops.act_forward(x, activation="gelu")):
+        with pytest.raises(RuntimeError, match="no code for this GPU; build .* TORCH_CUDA_ARCH_LIST"):
+            call(torch.ones(4, 8, 2, 2))
+    assert engine.launches() == before
 
 
 def test_attributes_are_queried_once(engine):

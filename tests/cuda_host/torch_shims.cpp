@@ -1,6 +1,5 @@
-// Stands in for libtorch_cuda and libc10_cuda. For the CPU model of CUDA: its device and stream, and memory
-// of the exact size, filled with NaN and freed in the order of the stream. For tools/simulate: the default
-// stream and the simulated memory.
+// Stands in for libtorch_cuda and libc10_cuda: the model's device and stream, and memory of the exact size,
+// filled with NaN and freed in the order of the stream.
 #include <cuda_runtime.h>
 #include <dlfcn.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -12,11 +11,7 @@
 extern "C" {
 
 AOTITorchError aoti_torch_get_current_cuda_stream(int32_t, void** stream) {
-#ifdef CUDA_HOST_EMULATION
   *stream = reinterpret_cast<void*>(cuda_host::config().stream);
-#else
-  *stream = nullptr;
-#endif
   return AOTI_TORCH_SUCCESS;
 }
 AOTITorchError aoti_torch_create_device_guard(int32_t, DeviceGuardHandle* guard) {
@@ -27,7 +22,6 @@ AOTITorchError aoti_torch_delete_device_guard(DeviceGuardHandle) {
   return AOTI_TORCH_SUCCESS;
 }
 
-#ifdef CUDA_HOST_EMULATION
 int cuda_host_allocations = 0;    // of torch's allocator that are in use
 uint64_t cuda_host_requests = 0;  // of memory, of torch's allocator and for tensors
 AOTITorchError aoti_torch_empty_strided(int64_t dims, const int64_t* sizes, const int64_t* strides,
@@ -49,15 +43,6 @@ AOTITorchError aoti_torch_cuda_caching_allocator_raw_delete(void* data) {
   cuda_host::enqueue(reinterpret_cast<cudaStream_t>(cuda_host::config().stream), [data] { std::free(data); });
   return AOTI_TORCH_SUCCESS;
 }
-#else
-AOTITorchError aoti_torch_cuda_caching_allocator_raw_alloc(uint64_t bytes, void** data) {
-  if (cudaMalloc(data, bytes)) return AOTI_TORCH_FAILURE;
-  return cudaMemsetAsync(*data, 0xff, bytes, nullptr) ? AOTI_TORCH_FAILURE : AOTI_TORCH_SUCCESS;
-}
-AOTITorchError aoti_torch_cuda_caching_allocator_raw_delete(void* data) {
-  return cudaFree(data) ? AOTI_TORCH_FAILURE : AOTI_TORCH_SUCCESS;
-}
-#endif
 
 AOTITorchError torch_c10_cuda_check_msg(int32_t error, const char* file, const char*, uint32_t line, bool,
                                         char** message) {

@@ -15,48 +15,47 @@ struct Results {
   Vector<A> first, second;
 };
 
-// What one vector of each operand gives: y, or dx and db.
-template <class A, bool kBackward, bool kGated, Activation kActivation>
-FASTVIT_INLINE Results<A> results(Vector<A> x, Vector<A> dy, Vector<A> b, A param) {
-  using Fn = ActivationFn<kActivation>;
-  if constexpr (!kBackward) {
-    const Vector<A> y = Fn::forward(x, param);
-    return {kGated ? y * b : y, Vector<A>{}};
-  } else if constexpr (kGated) {
-    return {Fn::backward(Vector<A>(dy * b), x, param), dy * Fn::forward(x, param)};
-  } else {
-    return {Fn::backward(dy, x, param), Vector<A>{}};
-  }
-}
-
-template <class T, class A, bool kBackward, bool kGated, Activation kActivation>
+template <class T, class A, bool kBackward, Activation kActivation>
 struct Kernel {
-  static constexpr bool kSecond = kBackward && kGated;
+  using Fn = ActivationFn<kActivation>;
+
+  // y, or dx and db; g and b where they are operands.
+  template <class Place>
+  static FASTVIT_INLINE Results<A> results(Place at, const T* x, const T* g, const T* b, A param) {
+    const Vector<A> v = at.load(x);
+    if constexpr (!kBackward) {
+      const Vector<A> y = Fn::forward(v, param);
+      return {b ? y * at.load(b) : y, Vector<A>{}};
+    } else {
+      const Vector<A> dy = at.load(g);
+      if (!b) return {Fn::backward(dy, v, param), Vector<A>{}};
+      return {Fn::backward(Vector<A>(dy * at.load(b)), v, param), dy * Fn::forward(v, param)};
+    }
+  }
 
   static void spans(const ActParams& args, const Spans<T>& spans) {
     const A param = A(args.activation_param);
     for (int64_t k = 0; k < spans.count; ++k) {
-      const T *x = spans.in(0, k), *g = spans.in(kBackward, k), *b = spans.in(kBackward + kGated, k);
-      T *const out = spans.out(0, k), *const db = spans.out(kSecond, k);
+      const T *x = spans.in(0, k), *g = spans.in(kBackward, k);
+      const T* const b = args.b ? spans.in(1 + kBackward, k) : nullptr;
+      T *const out = spans.out(0, k), *const db = kBackward && b ? spans.out(1, k) : nullptr;
       for_each_vector<A>(
           spans.n, Streaming(spans.streams, out, spans.n, kLanes<A>),
-          [&](auto at) {
-            return results<A, kBackward, kGated, kActivation>(
-                at.load(x), kBackward ? at.load(g) : Vector<A>{}, kGated ? at.load(b) : Vector<A>{}, param);
-          },
+          [&](auto at) { return results(at, x, g, b, param); },
           [&](auto at, const Results<A>& r) {
             at.store(out, r.first);
-            if (kSecond) at.store(db, r.second);
+            if (kBackward && db) at.store(db, r.second);
           });
     }
   }
 
   static void run(const ActParams& args) {
+    const bool gated = args.b;
     const Activations<T> x(args.x, args.layout, 0), dy(args.dy, args.layout, 1),
         b(args.b, args.layout, 2 + kBackward);
     const Activations<T> in[] = {x, kBackward ? dy : b, b};
     const Activations<T> out[] = {{args.out, args.layout, 1 + kBackward}, {args.db, args.layout, 4}};
-    for_each_span<1 + kBackward + kGated, 1 + kSecond>(args, in, out, spans);
+    for_each_span(args, in, 1 + kBackward + gated, out, 1 + (kBackward && gated), spans);
   }
 };
 
@@ -65,12 +64,7 @@ struct Kernel {
 void act(const ActParams& args) {
   dispatch_dtype(args.dtype, [&]<class T, class A>() {
     dispatch_activation(args.activation, [&]<Activation kActivation>() {
-      if (args.dy)
-        args.b ? Kernel<T, A, true, true, kActivation>::run(args)
-               : Kernel<T, A, true, false, kActivation>::run(args);
-      else
-        args.b ? Kernel<T, A, false, true, kActivation>::run(args)
-               : Kernel<T, A, false, false, kActivation>::run(args);
+      args.dy ? Kernel<T, A, true, kActivation>::run(args) : Kernel<T, A, false, kActivation>::run(args);
     });
   });
 }

@@ -16,7 +16,7 @@ struct Gradients {
   Vector<A> dx, dz;
 };
 
-template <class T, class A, bool kRows, bool kInPlace, bool kResidual, Activation kActivation>
+template <class T, class A, bool kRows, bool kInPlace, Activation kActivation>
 struct Kernel {
   using Fn = ActivationFn<kActivation>;
   const BackwardParams& args;
@@ -48,7 +48,7 @@ struct Kernel {
     } else {
       const Vector<A> t = input - k.mean.at(at);
       Vector<A> v = t * scale + k.beta.at(at);
-      if (kResidual) v += at.load(r);
+      if (r) v += at.load(r);
       const Vector<A> dz = Fn::backward(dy, v, k.param);
       return {scale * (dz - k.a.at(at) - t * k.b.at(at)), dz};
     }
@@ -56,15 +56,15 @@ struct Kernel {
 
   static void spans(const BackwardParams& args, const Spans<T>& spans) {
     for (int64_t i = 0; i < spans.count; ++i) {
-      const T *x = spans.in(0, i), *g = spans.in(1, i), *r = spans.in(1 + kResidual, i);
-      T *const dx = spans.out(0, i), *const dz = spans.out(kResidual, i);
+      const T *x = spans.in(0, i), *g = spans.in(1, i), *r = args.z ? spans.in(2, i) : nullptr;
+      T *const dx = spans.out(0, i), *const dz = args.z ? spans.out(1, i) : nullptr;
       const Constants k(args, spans.c + (kRows ? 0 : i));
       for_each_vector<A>(
           spans.n, Streaming(spans.streams, dx, spans.n, kLanes<A>),
           [&](auto at) { return gradients(at, x, g, r, k); },
           [&](auto at, const Gradients<A>& out) {
             at.store(dx, out.dx);
-            if (kResidual) at.store(dz, out.dz);
+            if (dz) at.store(dz, out.dz);
           });
     }
   }
@@ -73,7 +73,7 @@ struct Kernel {
     const Layout& layout = args.layout;
     const Activations<T> in[] = {{args.input, layout, 0}, {args.dy, layout, 1}, {args.z, layout, 3}};
     const Activations<T> out[] = {{args.dx, layout, 2}, {args.dz, layout, 4}};
-    for_each_span<2 + kResidual, 1 + kResidual>(args, in, out, spans);
+    for_each_span(args, in, args.z ? 3 : 2, out, args.z ? 2 : 1, spans);
   }
 };
 

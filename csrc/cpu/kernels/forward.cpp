@@ -9,11 +9,11 @@ namespace fastvit {
 namespace FASTVIT_CAPABILITY {
 namespace {
 
-template <class T, class A, bool kRows, bool kResidual, Activation kActivation>
+template <class T, class A, bool kRows, Activation kActivation>
 void forward_spans(const ForwardParams& args, const Spans<T>& spans) {
   const A param = A(args.activation_param);
   for (int64_t k = 0; k < spans.count; ++k) {
-    const T *x = spans.in(0, k), *z = spans.in(kResidual, k);
+    const T *x = spans.in(0, k), *z = args.z ? spans.in(1, k) : nullptr;
     T* const y = spans.out(0, k);
     const int64_t c = spans.c + (kRows ? 0 : k);
     const PerChannel<A, kRows> mean(args.mean, c), scale(args.scale, c), beta(args.beta, c);
@@ -21,18 +21,18 @@ void forward_spans(const ForwardParams& args, const Spans<T>& spans) {
         spans.n, Streaming(spans.streams, y, spans.n, kLanes<A>),
         [&](auto at) {
           Vector<A> v = (at.load(x) - mean.at(at)) * scale.at(at) + beta.at(at);
-          if (kResidual) v += at.load(z);
+          if (z) v += at.load(z);
           return ActivationFn<kActivation>::forward(v, param);
         },
         [&](auto at, Vector<A> result) { at.store(y, result); });
   }
 }
 
-template <class T, class A, bool kRows, bool kResidual, Activation kActivation>
+template <class T, class A, bool kRows, Activation kActivation>
 inline void walk(const ForwardParams& args) {
   const Activations<T> in[] = {{args.x, args.layout, 0}, {args.z, args.layout, 2}};
   const Activations<T> out[] = {{args.y, args.layout, 1}};
-  for_each_span<1 + kResidual, 1>(args, in, out, forward_spans<T, A, kRows, kResidual, kActivation>);
+  for_each_span(args, in, args.z ? 2 : 1, out, 1, forward_spans<T, A, kRows, kActivation>);
 }
 
 }  // namespace
@@ -40,10 +40,7 @@ inline void walk(const ForwardParams& args) {
 void forward(const ForwardParams& args) {
   dispatch_dtype(args.dtype, [&]<class T, class A>() {
     dispatch_activation(args.activation, [&]<Activation kActivation>() {
-      if (args.layout.rows)
-        args.z ? walk<T, A, true, true, kActivation>(args) : walk<T, A, true, false, kActivation>(args);
-      else
-        args.z ? walk<T, A, false, true, kActivation>(args) : walk<T, A, false, false, kActivation>(args);
+      args.layout.rows ? walk<T, A, true, kActivation>(args) : walk<T, A, false, kActivation>(args);
     });
   });
 }

@@ -12,20 +12,20 @@ namespace FASTVIT_CAPABILITY {
 namespace {
 
 // Compiled once for all activations, whose plane_sums it calls by pointer.
-template <class A, int kIn, class T>
+template <class A, class T>
 void planes(const ReduceParams& args, int64_t first, int64_t last, int64_t c0, int64_t c1, double* sum,
             double* weighted,
             void (*plane_sums)(const ReduceParams&, const Spans<T>&, int, bool, Terms<A>*)) {
   const Activations<T> in[] = {
       {args.input, args.layout, 0}, {args.dy, args.layout, 1}, {args.z, args.layout, 2}};
-  sum_planes<A, kIn>(args, in, first, last, c0, c1, plane_sums,
-                     [&](int, int64_t c, const Terms<A>& sums, int64_t, int64_t) {
-                       sum[c] += double(sum_lanes<A>(sums.first));
-                       weighted[c] += double(sum_lanes<A>(sums.second));
-                     });
+  sum_planes<A>(args, in, args.z ? 3 : 2, first, last, c0, c1, plane_sums,
+                [&](int, int64_t c, const Terms<A>& sums, int64_t, int64_t) {
+                  sum[c] += double(sum_lanes<A>(sums.first));
+                  weighted[c] += double(sum_lanes<A>(sums.second));
+                });
 }
 
-template <class T, class A, bool kRows, bool kInPlace, bool kResidual, Activation kActivation>
+template <class T, class A, bool kRows, bool kInPlace, Activation kActivation>
 struct Kernel {
   using Fn = ActivationFn<kActivation>;
   const ReduceParams& args;
@@ -55,19 +55,19 @@ struct Kernel {
     } else {
       const Vector<A> t = x - k.mean.at(at);
       Vector<A> v = t * k.scale.at(at) + k.beta.at(at);
-      if (kResidual) v += at.load(in.z);
+      if (in.z) v += at.load(in.z);
       const Vector<A> dz = Fn::backward(g, v, param);
       return {dz, dz * t};
     }
   }
 
   struct Buffers {
-    T x[kPiece], dy[kPiece], z[kResidual ? kPiece : 1];
+    T x[kPiece], dy[kPiece], z[kInPlace ? 1 : kPiece];
   };
   Inputs read(int64_t row, int64_t c, int64_t n, Buffers& buffers) const {
     return {input.read(input.at(input.outer(row), c, 0), n, buffers.x),
             dy.read(dy.at(dy.outer(row), c, 0), n, buffers.dy),
-            kResidual ? z.read(z.at(z.outer(row), c, 0), n, buffers.z) : nullptr};
+            args.z ? z.read(z.at(z.outer(row), c, 0), n, buffers.z) : nullptr};
   }
 
   static void plane_sums(const ReduceParams& args, const Spans<T>& spans, int slot, bool is_first,
@@ -75,7 +75,7 @@ struct Kernel {
     const Kernel kernel{args};
     for (int k = 0; k < spans.count; ++k) {
       const Constants constants(args, spans.c + k);
-      const Inputs in{spans.in(0, k), spans.in(1, k), spans.in(1 + kResidual, k)};
+      const Inputs in{spans.in(0, k), spans.in(1, k), args.z ? spans.in(2, k) : nullptr};
       sums[slot + k].add(is_first,
                          sum_plane<A, 2>(spans.n, [&](auto at) { return kernel.terms(at, in, constants); }));
     }
@@ -88,7 +88,7 @@ struct Kernel {
     Inputs in[kAtOnce];
     NextRows<T, kAtOnce> next_input{input, n}, next_dy{dy, n};
     const Constants k(args, c0);
-    const bool in_place = input.lies_in_place(n) && dy.lies_in_place(n) && (!kResidual || z.lies_in_place(n));
+    const bool in_place = input.lies_in_place(n) && dy.lies_in_place(n) && (!args.z || z.lies_in_place(n));
     for (int64_t begin = first, end; begin < last; begin = end) {
       end = group_end(begin, last);
       sums.sum(
@@ -117,7 +117,7 @@ struct Kernel {
                     if (kRows)
                       rows(first, last, c0, c1 - c0, sum + c0, weighted + c0);
                     else
-                      planes<A, 2 + kResidual, T>(args, first, last, c0, c1, sum, weighted, plane_sums);
+                      planes<A, T>(args, first, last, c0, c1, sum, weighted, plane_sums);
                   });
   }
 };

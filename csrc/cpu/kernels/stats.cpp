@@ -33,8 +33,8 @@ struct Stats {
                      int64_t c0, int64_t c1, double* mean, double* m2) {
     A center[kSlots];
     const int64_t before = values_before(args.layout, args.partition, first);
-    sum_planes<A, 1>(
-        args, &x, first, last, c0, c1,
+    sum_planes<A>(
+        args, &x, 1, first, last, c0, c1,
         [&](const StatsParams&, const Spans<T>& spans, int slot, bool is_first, Terms<A>* sums) {
           for (int k = slot; k < slot + spans.count; ++k) {
             const T* values = spans.in(0, k - slot);

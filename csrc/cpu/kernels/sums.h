@@ -54,16 +54,16 @@ FASTVIT_INLINE Terms<A> sum_plane(int64_t n, const F& terms) {
 // finish(slot, c, sums, step, count) takes those of `count` elements per channel from `step` on. The slot is
 // the channel's, less than kSlots.
 constexpr int kSlots = 64;
-template <class A, int kIn, class T, class Args, class Sum, class Finish>
-void sum_planes(const Args& args, const Activations<T>* in, int64_t first, int64_t last, int64_t c0,
-                int64_t c1, const Sum& sum, const Finish& finish) {
+template <class A, class T, class Args, class Sum, class Finish>
+void sum_planes(const Args& args, const Activations<T>* in, int operands, int64_t first, int64_t last,
+                int64_t c0, int64_t c1, const Sum& sum, const Finish& finish) {
   const Layout& layout = args.layout;
   const Partition& partition = args.partition;
-  T buffer[kIn][kPiece];
+  T buffer[3][kPiece];
   Terms<A> sums[kSlots];
   Spans<T> spans;
   bool in_place = true;
-  for (int i = 0; i < kIn; ++i) {
+  for (int i = 0; i < operands; ++i) {
     in_place = in_place && in[i].step == 1;
     spans.from_step[i] = in[i].strides.channel;
   }
@@ -71,7 +71,7 @@ void sum_planes(const Args& args, const Activations<T>* in, int64_t first, int64
     spans.n = length;
     spans.c = c;
     spans.count = count;
-    for (int i = 0; i < kIn; ++i) {
+    for (int i = 0; i < operands; ++i) {
       T* const at = in[i].at(in[i].outer(n), c, s);
       spans.from[i] = in_place ? at : in[i].read(at, length, buffer[i]);
     }

@@ -101,19 +101,19 @@ struct Spans {
   T* out(int i, int64_t k) const { return to[i] + k * to_step[i]; }
 };
 
-// run(args, spans) for all span pieces in the order of memory, with their places in the first kIn and kOut
-// operands; threads take contiguous ranges. A call by pointer: the walk is compiled once for all activations.
-template <int kIn, int kOut, class T, class Args>
-void for_each_span(const Args& args, const Activations<T>* in, const Activations<T>* out,
+// run(args, spans) for all span pieces in the order of memory, with their places in `ins` operands and `outs`
+// results; threads take contiguous ranges. A call by pointer: the walk is compiled once for all activations.
+template <class T, class Args>
+void for_each_span(const Args& args, const Activations<T>* in, int ins, const Activations<T>* out, int outs,
                    void (*run)(const Args&, const Spans<T>&)) {
   const Layout& layout = args.layout;
   const Partition& partition = args.partition;
-  bool in_place = true, streams = kOut == 1 && is_streamed<T>(layout.numel());
-  for (int i = 0; i < kIn; ++i) {
+  bool in_place = true, streams = outs == 1 && is_streamed<T>(layout.numel());
+  for (int i = 0; i < ins; ++i) {
     in_place = in_place && in[i].step == 1;
     streams = streams && in[i].data != out[0].data;
   }
-  for (int i = 0; i < kOut; ++i) in_place = in_place && out[i].step == 1;
+  for (int i = 0; i < outs; ++i) in_place = in_place && out[i].step == 1;
   const bool together = in_place && partition.pieces == 1 && (!layout.rows || layout.outer_dims == 1);
   const auto step_of = [&](const Strides& strides) {
     return layout.rows ? strides.outer[0] : strides.channel;
@@ -121,10 +121,10 @@ void for_each_span(const Args& args, const Activations<T>* in, const Activations
   const int64_t span = layout.rows ? layout.C : layout.S;
   const int64_t channels = layout.rows ? 1 : layout.C, positions = layout.N * channels * partition.pieces;
   const auto walk = [&]<bool kInPlace>(int64_t begin, int64_t end) {
-    T in_buffer[kIn][kInPlace ? 1 : kPiece], out_buffer[kOut][kInPlace ? 1 : kPiece];
+    T in_buffer[3][kInPlace ? 1 : kPiece], out_buffer[2][kInPlace ? 1 : kPiece];
     Spans<T> spans;
-    for (int i = 0; i < kIn; ++i) spans.from_step[i] = step_of(in[i].strides);
-    for (int i = 0; i < kOut; ++i) spans.to_step[i] = step_of(out[i].strides);
+    for (int i = 0; i < ins; ++i) spans.from_step[i] = step_of(in[i].strides);
+    for (int i = 0; i < outs; ++i) spans.to_step[i] = step_of(out[i].strides);
     spans.streams = kInPlace && streams;
     for (int64_t position = begin; position < end; position += spans.count) {
       const int64_t first = position % partition.pieces * partition.piece;
@@ -134,17 +134,17 @@ void for_each_span(const Args& args, const Activations<T>* in, const Activations
       spans.count = !together ? 1 : left < in_image ? left : in_image;
       spans.n = span - first < partition.piece ? span - first : partition.piece;
       spans.c = c;
-      T* place[kOut];
-      for (int i = 0; i < kIn; ++i) {
+      T* place[2];
+      for (int i = 0; i < ins; ++i) {
         T* const at = in[i].at(in[i].outer(n), c, s);
         spans.from[i] = kInPlace ? at : in[i].read(at, spans.n, in_buffer[i]);
       }
-      for (int i = 0; i < kOut; ++i) {
+      for (int i = 0; i < outs; ++i) {
         place[i] = out[i].at(out[i].outer(n), c, s);
         spans.to[i] = kInPlace || out[i].step == 1 ? place[i] : out_buffer[i];
       }
       run(args, spans);
-      for (int i = 0; i < kOut; ++i)
+      for (int i = 0; i < outs; ++i)
         if (spans.to[i] != place[i]) out[i].write(place[i], spans.n, spans.to[i]);
     }
     if (kInPlace && streams) finish_streams();
@@ -178,17 +178,14 @@ void dispatch_dtype(ScalarType dtype, const F& f) {
   }
 }
 
-// Runs the Kernel<T, A, rows, in place, residual, activation> for the args of a backward op.
-template <template <class, class, bool, bool, bool, Activation> class Kernel, class T, class A, class Args>
+// Runs the Kernel<T, A, rows, in place, activation> for the args of a backward op.
+template <template <class, class, bool, bool, Activation> class Kernel, class T, class A, class Args>
 void dispatch_gradient(const Args& args) {
   dispatch_activation(args.activation, [&]<Activation kActivation>() {
     const auto walk = [&]<bool kRows>() {
       if constexpr (is_invertible(kActivation))
-        if (args.in_place) return Kernel<T, A, kRows, true, false, kActivation>{args}.run();
-      if (args.z)
-        Kernel<T, A, kRows, false, true, kActivation>{args}.run();
-      else
-        Kernel<T, A, kRows, false, false, kActivation>{args}.run();
+        if (args.in_place) return Kernel<T, A, kRows, true, kActivation>{args}.run();
+      Kernel<T, A, kRows, false, kActivation>{args}.run();
     };
     args.layout.rows ? walk.template operator()<true>() : walk.template operator()<false>();
   });

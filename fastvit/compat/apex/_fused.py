@@ -24,8 +24,60 @@ def norms(
     def of_chunks(t: Tensor) -> Tensor:
         return torch.stack(torch._foreach_norm(t.flatten().split(1 << 16), ord, dtype))
 
+    tensors = [t if t.numel() else t.new_zeros(1) for t in tensors]
     tensors = [of_chunks(t) if t.device.type == "cpu" else t for t in tensors]
     return torch._foreach_norm(tensors, ord, dtype)
+
+
+def _strides(tensor: Tensor) -> list[tuple[int, int]]:
+    """Stride and size of each dimension that has more than one place."""
+    return [(stride, n) for stride, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1]
+
+
+def is_flat(tensor: Tensor) -> bool:
+    """Whether the elements fill a range of memory, in any order of the dimensions."""
+    filled = 1
+    for stride, n in sorted(_strides(tensor)):
+        if stride != filled:
+            return False
+        filled *= n
+    return True
+
+
+def laid_as(pattern: Tensor, tensor: Tensor) -> Tensor:
+    """`tensor` in the strides of a flat `pattern` of its shape: itself, or a copy."""
+    if _strides(tensor) == _strides(pattern):
+        return tensor
+    return torch.empty_like(pattern, dtype=tensor.dtype).copy_(tensor)
+
+
+@torch.no_grad()
+def lay_out(optimizer: Optimizer, *_: Any) -> None:
+    """Prepares memory for the fused step of a torch optimizer; a hook before its step.
+
+    torch's fused steps read parameter, gradient and state as flat memory, whatever their strides are. So
+    gradients and state get the strides of their parameter. A group with a parameter that has gaps is not
+    fused any more.
+    """
+    for group in optimizer.param_groups:
+        stepped = [p for p in group["params"] if p.grad is not None] if group.get("fused") else []
+        if not all(map(is_flat, stepped)):
+            group["fused"] = False
+            continue
+        for parameter in stepped:
+            parameter.grad = laid_as(parameter, parameter.grad)
+            _lay_out_state(optimizer.state[parameter], parameter)
+
+
+def _lay_out_state(state: State, value: Tensor) -> None:
+    for name, held in state.items():
+        if isinstance(held, Tensor) and held.shape == value.shape:
+            state[name] = laid_as(value, held)
+
+
+def follow_(master: Tensor, half: Tensor) -> Tensor:
+    """Copies elements of `half` to its float32 `master` whose rounding they are not: they were written."""
+    return master.copy_(torch.where(half == master.to(half.dtype), master, half))
 
 
 class FusedOptimizer(Optimizer):
@@ -88,18 +140,21 @@ class FusedOptimizer(Optimizer):
         Gradients are divided by the scale of GradScaler, which leaves that to optimizers whose
         `_step_supports_amp_scaling` is True. It refuses half parameters with any other.
         """
-        if gradient.is_sparse:
+        if gradient.is_sparse or gradient.is_complex():
             raise RuntimeError(
-                f"{type(self).__name__} takes dense gradients; torch.optim.SparseAdam sparse ones"
+                f"{type(self).__name__} takes dense real gradients; torch.optim.SparseAdam sparse ones, "
+                "torch.optim.Adam complex ones"
             )
         state = self.state[parameter]
         value = self._float32(parameter, state)
+        value = value if is_flat(value) else value.contiguous()
         self._start(state, value)
+        _lay_out_state(state, value)
         in_float32, scale = gradient.to(value.dtype), getattr(self, "grad_scale", None)
         if scale is not None:
             in_float32.div_(scale.to(gradient.device))
             gradient.copy_(in_float32)
-        return parameter, value, in_float32, state
+        return parameter, value, laid_as(value, in_float32), state
 
     def _prepare(self) -> None:
         """Runs before the first group is stepped."""
@@ -126,8 +181,10 @@ class FusedOptimizer(Optimizer):
         if not self.master_weights:
             return parameter.float()
         if "master_param" not in state:
-            state["master_param"] = parameter.detach().float()
-        return state["master_param"]
+            state["master_param"] = parameter.detach().to(
+                torch.float32, memory_format=torch.contiguous_format
+            )
+        return follow_(state["master_param"], parameter)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads apex's files too. The state of half parameters stays float32."""
@@ -137,7 +194,9 @@ class FusedOptimizer(Optimizer):
         for index, parameter in zip(indices, parameters, strict=True):
             for name, value in state_dict["state"].get(index, {}).items():
                 if isinstance(value, Tensor) and value.dtype != self.state[parameter][name].dtype:
-                    self.state[parameter][name] = value.to(parameter.device, copy=True)
+                    self.state[parameter][name] = value.to(parameter.device).clone(
+                        memory_format=torch.contiguous_format
+                    )
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)

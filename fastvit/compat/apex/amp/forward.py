@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-import copyreg
+import copy
+import functools
 import gc
+import operator
 import weakref
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from functools import cache
-from typing import Any, cast
+from collections.abc import Callable, Iterable, MutableMapping
+from contextlib import nullcontext
+from dataclasses import dataclass, is_dataclass
+from types import MethodType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from .._notices import warn_once
+from ..parallel import distributed
 from ._amp_state import _amp_state
+from .weights import HALF_TYPES
 
 _seen_ddp: weakref.WeakSet = weakref.WeakSet()
 
@@ -32,7 +39,7 @@ class ForwardCasts:
         autocast: run it under torch.autocast.
         autocast_type: autocast's dtype; None is float16, and bfloat16 on the CPU.
         inputs: dtype of floating-point inputs; None for no cast.
-        outputs: dtype of floating-point outputs; None for no cast.
+        outputs: dtype of floating-point outputs; None casts those in half to float32, and no others.
     """
 
     autocast: bool = False
@@ -52,25 +59,48 @@ def half_type(device: torch.device | str) -> torch.dtype:
     return CPU_HALF
 
 
-def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """`value` with every floating-point tensor inside tuples, lists and mappings cast to `dtype`.
+def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """`value` with `function` applied to the tensors inside tuples, lists, mappings, dataclasses and objects
+    with a `to` method, by which a container of tensors is known.
 
-    Other objects with a `to` method (a PackedSequence, for example) are cast by it, all others returned as
-    they are.
+    What holds a new tensor is a shallow copy of its own type; all else is returned as it is.
     """
     if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, nn.Module):
-        return value
-    if hasattr(value, "to"):
-        return value.to(dtype)
-    if isinstance(value, Mapping):
-        cast = {key: cast_floating(item, dtype) for key, item in value.items()}
-        return cast if type(value) is dict else type(value)(cast)
+        return function(value)
     if isinstance(value, (tuple, list)):
-        items = [cast_floating(item, dtype) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        items = [map_tensors(item, function) for item in value]
+        if all(map(operator.is_, items, value)):
+            return value
+        if isinstance(value, list):
+            value = copy.copy(value)
+            value[:] = items
+            return value
+        return value._make(items) if hasattr(value, "_make") else type(value)(items)
+    fields: MutableMapping[str, Any]
+    write: Callable[[Any, str, Any], None]
+    if isinstance(value, MutableMapping):
+        fields, write = value, type(value).__setitem__
+    elif hasattr(value, "__dict__") and (hasattr(value, "to") or is_dataclass(value)):
+        if isinstance(value, (type, nn.Module)):
+            return value
+        fields, write = vars(value), object.__setattr__  # of a frozen dataclass too
+    else:
+        return value
+    mapped = [(name, field, map_tensors(field, function)) for name, field in fields.items()]
+    if new := {name: result for name, field, result in mapped if result is not field}:
+        value = copy.copy(value)
+        for name, field in new.items():
+            write(value, name, field)
     return value
+
+
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """`value` with its floating-point tensors cast to `dtype`, see `map_tensors`."""
+    return map_tensors(value, lambda t: t.to(dtype) if t.is_floating_point() else t)
+
+
+def _no_half(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in HALF_TYPES else tensor
 
 
 def device_type(model: nn.Module) -> str:
@@ -79,78 +109,114 @@ def device_type(model: nn.Module) -> str:
     return "cpu" if tensor is None else tensor.device.type
 
 
-class _AmpForward:
-    """First base of the class that `wrap` gives a model, whose own class is the second.
+class _Promotion(TorchFunctionMode):
+    """Runs what autocast on the CPU refuses: operands of different dtypes, and oneDNN's LSTM on a CPU
+    without instructions for half.
 
-    A class and not hooks, which a KeyboardInterrupt in forward would leave inside autocast, and not a
-    function on the instance, which replicas and shallow copies would share: copies, replicas and pickles have
-    casts of their own.
+    As in apex, operands are cast to the widest dtype, and in place to that of the tensor which is written.
     """
 
-    _amp_casts: ForwardCasts | None  # None after `unwrap`, where another class lies above this one
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as error:
+            operands = pytree.tree_leaves((args, kwargs))
+            dtypes = {t.dtype for t in operands if isinstance(t, Tensor) and t.is_floating_point()}
+            if len(dtypes) < 2 and "could not create a primitive" not in str(error):
+                raise
+            name = getattr(func, "__name__", "")
+            in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+            dtype = args[0].dtype if in_place else functools.reduce(torch.promote_types, dtypes)
+            with torch.autocast("cpu", enabled=False):
+                return func(*cast_floating(args, dtype), **cast_floating(kwargs, dtype))
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        casts = self._amp_casts or ForwardCasts()
+
+class AmpForward:
+    """The `forward` of an initialised model: its own, with casts around it.
+
+    It passes for that bound method, so that signatures, sources, torch.jit.script and torch.fx find what
+    they would without amp. Copies, pickles and replicas of the model have one of their own.
+
+    Args:
+        casts: None for none.
+        own: a forward that was set on the instance before.
+    """
+
+    __class__ = property(lambda self: MethodType)
+
+    def __init__(self, model: nn.Module, casts: ForwardCasts | None, own: Callable[..., Any] | None) -> None:
+        self.model, self.casts, self.own = model, casts, own
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        return self.own or MethodType(type(self.model).forward, self.model)
+
+    def __getattr__(self, name: str) -> Any:
+        if "model" not in vars(self):  # while being copied
+            raise AttributeError(name)
+        return getattr(self.__wrapped__, name)
+
+    def __reduce__(self) -> Any:
+        return AmpForward, (self.model, self.casts, self.own)
+
+    def replicate(self) -> nn.Module:
+        replica = type(self.model)._replicate_for_data_parallel(self.model)
+        vars(replica).update(_hooks(AmpForward(replica, self.casts, self.own)))
+        return replica
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        casts = self.casts or ForwardCasts()
         if not torch.compiler.is_compiling():
             ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)
             if ddp is not None:
                 _seen_ddp.add(ddp)
         if casts.inputs is not None:
             args, kwargs = cast_floating(args, casts.inputs), cast_floating(kwargs, casts.inputs)
-        # A forward that was set on the instance overrides that of the class.
-        inner = self.__dict__.get("_amp_own_forward") or super().forward
+        inner = self.__wrapped__
         handle = _amp_state.handle
         if casts.autocast and (handle is None or handle._is_active):
-            device = device_type(cast("nn.Module", self))
-            with torch.autocast(device, casts.autocast_type or half_type(device)):
+            device = device_type(self.model)
+            promotes = device == "cpu" and not torch.compiler.is_compiling()
+            with (
+                torch.autocast(device, casts.autocast_type or half_type(device)),
+                _Promotion() if promotes else nullcontext(),
+            ):
                 outputs = inner(*args, **kwargs)
         else:
             outputs = inner(*args, **kwargs)
-        return outputs if casts.outputs is None else cast_floating(outputs, casts.outputs)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        reduced: Any = super().__reduce_ex__(protocol)
-        made, arguments, *state = reduced
-        if made is copyreg.__newobj__ and type(self).__bases__[0] is _AmpForward:
-            # No module has this class, so a pickle names the model's own.
-            made, arguments = _blank, type(self).__bases__[1:]
-        return (made, arguments, *state)
+        if self.casts is None:
+            return outputs
+        return cast_floating(outputs, casts.outputs) if casts.outputs else map_tensors(outputs, _no_half)
 
 
-@cache
-def _class(own: type) -> type:
-    """The class for models of class `own`, whose name and metaclass it has."""
-    names = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(own)(own.__name__, (_AmpForward, own), names)
-
-
-def _blank(own: type) -> Any:
-    made = _class(own)
-    return made.__new__(made)
+def _hooks(forward: AmpForward) -> dict[str, Any]:
+    """The attributes by which torch calls it."""
+    return {"forward": forward, "_amp_forward": forward, "_replicate_for_data_parallel": forward.replicate}
 
 
 def wrap(model: nn.Module, casts: ForwardCasts) -> None:
     """Puts `casts` around the forward of `model`; they replace earlier ones."""
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError("amp.initialize: a torch.jit.ScriptModule has a fixed forward; script it afterwards")
-    model.__dict__["_amp_casts"] = casts
-    if not isinstance(model, _AmpForward):
-        if "forward" in model.__dict__:
-            model.__dict__["_amp_own_forward"] = model.__dict__.pop("forward")
-        model.__class__ = _class(type(model))
+    if (present := vars(model).get("_amp_forward")) is not None:
+        present.casts = casts
+    else:
+        vars(model).update(_hooks(AmpForward(model, casts, vars(model).get("forward"))))
 
 
 def unwrap(model: nn.Module) -> None:
-    """Restores the class and the forward of a wrapped `model`.
+    """Restores the forward of a wrapped `model`.
 
-    Where torch has put another class above (FSDP, parametrize), the class stays, without casts.
+    Where another forward was set on the instance since, ours stays beneath it, without casts.
     """
-    model.__dict__["_amp_casts"] = None
-    if type(model).__bases__[0] is _AmpForward:
-        del model.__dict__["_amp_casts"]
-        model.__class__ = type(model).__bases__[1]
-        if "_amp_own_forward" in model.__dict__:
-            model.__dict__["forward"] = model.__dict__.pop("_amp_own_forward")
+    forward = vars(model)["_amp_forward"]
+    forward.casts = None
+    if vars(model).get("forward") is forward:
+        for name in _hooks(forward):
+            del vars(model)[name]
+        if forward.own is not None:
+            vars(model)["forward"] = forward.own
 
 
 def find_ddp() -> None:
@@ -163,10 +229,10 @@ def find_ddp() -> None:
 def ddp_groups(parameters: Iterable[Tensor]) -> dict[Tensor, set[dist.ProcessGroup]]:
     """For each of these parameters, the process groups of the DDP models that reduce its gradient."""
     groups: dict[Tensor, set[dist.ProcessGroup]] = {parameter: set() for parameter in parameters}
-    for ddp in list(_seen_ddp):
+    for ddp in [*_seen_ddp, *distributed.wrapped]:
         for parameter in ddp.parameters():
             if parameter in groups:
-                groups[parameter].add(ddp.process_group)
+                groups[parameter].add(getattr(ddp, "process_group", dist.group.WORLD))
     return groups
 
 
@@ -176,5 +242,5 @@ def without_sync(parameters: set[Tensor]) -> bool:
     """
     return any(
         not ddp.require_backward_grad_sync and not parameters.isdisjoint(ddp.parameters())
-        for ddp in list(_seen_ddp)
+        for ddp in [*_seen_ddp, *distributed.wrapped]
     )

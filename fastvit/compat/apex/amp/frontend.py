@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..parallel.LARC import LARC
+from ..parallel import LARC
+from ..parallel import DistributedDataParallel as ApexDistributedDataParallel
 from . import forward
 from ._amp_state import _amp_state, maybe_print
 from .forward import ForwardCasts, device_type, half_type
 from .lists import AmpHandle
-from .optimizer import AmpOptimizer, innermost, of
+from .optimizer import AmpOptimizer, innermost, of, several
 from .scaler import LossScaler
 from .weights import HALF_TYPES, cast_weights, restore_weights
 
@@ -96,8 +97,8 @@ def choose(opt_level: str, overrides: dict[str, Any]) -> Properties:
 
 
 def initialize(
-    models: nn.Module | Sequence[nn.Module],
-    optimizers: Optimizer | Sequence[Optimizer] | None = None,
+    models: nn.Module | Iterable[nn.Module],
+    optimizers: Optimizer | Iterable[Optimizer] | None = None,
     enabled: bool = True,
     opt_level: str = "O1",
     cast_model_type: torch.dtype | bool | None = None,
@@ -115,9 +116,9 @@ def initialize(
 
     Call it after the model was moved to its device and before it is wrapped in DDP. O0 is float32. O1 runs
     forward under torch.autocast. O2 casts the weights to half, except those of BatchNorm, and the optimizers
-    step float32 masters. O3 casts all weights to half. Outputs are float32 at every level, so that a scaled
-    loss does not overflow. Half is float16 on CUDA and bfloat16 on the CPU, or `cast_model_type`. A second
-    call with the same models or optimizers first undoes the changes of the first.
+    step float32 masters. O3 casts all weights to half. Outputs in half come back in float32 at every level,
+    so that a scaled loss does not overflow. Half is float16 on CUDA and bfloat16 on the CPU, or
+    `cast_model_type`. A second call with the same models or optimizers first undoes the changes of the first.
 
     Args:
         optimizers: None for inference.
@@ -128,7 +129,7 @@ def initialize(
         keep_batchnorm_fp32: BatchNorm layers, torch's and fastvit's, stay float32.
         master_weights: step float32 masters of half parameters.
         loss_scale: "dynamic" (2^16, doubled after 2000 clean steps, halved by an overflow), or a number.
-        cast_model_outputs: dtype of floating-point outputs instead of float32.
+        cast_model_outputs: dtype of floating-point outputs; None casts those in half to float32.
         num_losses: number of losses, each with its own scale; see `scale_loss`'s loss_id.
         verbosity: 0 prints nothing.
         min_loss_scale, max_loss_scale: floor and ceiling of the dynamic scale; without a floor it is 2^-24.
@@ -138,6 +139,7 @@ def initialize(
             wrapped in DDP already when its weights are to be cast.
         TypeError, ValueError: an argument of the wrong kind.
     """
+    models, optimizers = _kept(models), _kept(optimizers)
     _amp_state.verbosity = verbosity
     if _amp_state.handle is not None:
         _amp_state.handle._deactivate()
@@ -169,7 +171,7 @@ def initialize(
     inside = [_inside_wrappers(model, properties) for model in model_list]
     _undo(inside, optimizer_list)
     for inner in inside:
-        originals |= _prepare_model(inner, properties, cast_model_outputs or torch.float32)
+        originals |= _prepare_model(inner, properties, cast_model_outputs)
     for optimizer in optimizer_list:
         AmpOptimizer(innermost(optimizer), bool(properties.master_weights), originals)
     _amp_state.opt_properties, _amp_state.loss_scalers = properties, scalers
@@ -178,12 +180,14 @@ def initialize(
     return models if optimizers is None else (models, optimizers)
 
 
-def _several(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, (list, tuple)) else [value]
+def _kept(value: Any) -> Any:
+    """A list of what a generator or another view gives only once; all else as it is."""
+    again = not isinstance(value, Iterable) or isinstance(value, (nn.Module, Optimizer, Sequence, dict))
+    return value if again else list(value)
 
 
 def _as_list(name: str, value: Any, kinds: Any) -> list[Any]:
-    items = _several(value)
+    items = several(value)
     for item in items:
         if not isinstance(item, kinds):
             wanted = "torch.nn.Module" if name == "models" else "torch.optim.Optimizer"
@@ -192,7 +196,7 @@ def _as_list(name: str, value: Any, kinds: Any) -> list[Any]:
 
 
 def _inside_wrappers(model: Any, properties: Properties) -> Any:
-    if not isinstance(model, (DistributedDataParallel, DataParallel)):
+    if not isinstance(model, (DistributedDataParallel, ApexDistributedDataParallel, DataParallel)):
         return model
     if properties.cast_model_type not in (None, torch.float32):
         raise RuntimeError(
@@ -204,18 +208,18 @@ def _inside_wrappers(model: Any, properties: Properties) -> Any:
 
 def _undo(models: Any, optimizers: Any) -> None:
     """Undoes an earlier `initialize`; objects of other kinds are left alone."""
-    for model in _several(models):
+    for model in several(models):
         model = _inside_wrappers(model, Properties())
-        if isinstance(model, nn.Module) and model.__dict__.get("_amp_casts") is not None:
+        if isinstance(model, nn.Module) and "_amp_forward" in vars(model):
             restore_weights(model)
             forward.unwrap(model)
-    for optimizer in _several(optimizers):
+    for optimizer in several(optimizers):
         if isinstance(optimizer, (Optimizer, LARC)) and (attached := of(optimizer)) is not None:
             attached.remove()
 
 
 def _prepare_model(
-    model: nn.Module, properties: Properties, outputs: torch.dtype
+    model: nn.Module, properties: Properties, outputs: torch.dtype | None
 ) -> dict[nn.Parameter, Tensor]:
     for name, parameter in model.named_parameters():
         if parameter.dtype in HALF_TYPES and not _amp_state.allow_incoming_model_not_fp32:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,13 +11,13 @@ from torch.optim import Optimizer
 
 from .._notices import warn_once
 from ._amp_state import _amp_state
-from .optimizer import AmpOptimizer, of
+from .optimizer import AmpOptimizer, of, several
 
 
 @contextlib.contextmanager
 def scale_loss(
     loss: Tensor,
-    optimizers: Optimizer | Sequence[Optimizer],
+    optimizers: Optimizer | Iterable[Optimizer],
     loss_id: int = 0,
     model: nn.Module | Sequence[nn.Module] | None = None,
     delay_unscale: bool = False,
@@ -54,7 +54,7 @@ def scale_loss(
         )
     scaler = _amp_state.loss_scalers[loss_id]
     attached: list[AmpOptimizer] = []
-    for stepped in optimizers if isinstance(optimizers, Sequence) else [optimizers]:
+    for stepped in several(optimizers):
         if (found := of(stepped)) is None:
             kind = type(stepped).__name__
             raise RuntimeError(f"amp.scale_loss: this {kind} was not given to amp.initialize")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .._fused import FusedOptimizer
+from .._fused import FusedOptimizer, lay_out
 from ..parallel.LARC import LARC
 from ._amp_state import _amp_state, maybe_print
 from .forward import ddp_groups, find_ddp, without_sync
@@ -24,14 +25,29 @@ def innermost(optimizer: Any) -> Optimizer:
     return optimizer
 
 
+def several(value: Any) -> list[Any]:
+    """The models or optimizers in an iterable, or the one that was given."""
+    one = (
+        isinstance(value, (nn.Module, Optimizer))
+        or not isinstance(value, Iterable)
+        or isinstance(value, dict)
+    )
+    return [value] if one else list(value)
+
+
 def of(optimizer: Any) -> AmpOptimizer | None:
     """The `AmpOptimizer` that `amp.initialize` attached to `optimizer`, or None."""
-    return innermost(optimizer).__dict__.get("_amp_optimizer")
+    return getattr(innermost(optimizer), "__dict__", {}).get("_amp_stash")
+
+
+def _nothing() -> None:
+    """Of names in apex for which there is nothing left to do."""
 
 
 class AmpOptimizer:
     """Attached to a torch optimizer by its step hooks, and by methods on the instance where torch has no
-    hooks.
+    hooks. It is found under apex's name, `_amp_stash`; there scripts that resume also set
+    `lazy_init_called`, after a call of `_lazy_init_maybe_master_weights`.
 
     Args:
         optimizer: its parameter groups are changed in place.
@@ -68,8 +84,9 @@ class AmpOptimizer:
         ]
         self._add_param_group, self._zero_grad = optimizer.add_param_group, optimizer.zero_grad
         optimizer.__dict__.update(
-            add_param_group=self._add_group, zero_grad=self._zero_all, _amp_optimizer=self
-        )
+            add_param_group=self._add_group, zero_grad=self._zero_all, _amp_stash=self,
+            _lazy_init_maybe_master_weights=_nothing,
+        )  # fmt: skip
 
     def remove(self) -> None:
         """Undoes all changes of the optimizer; its groups have the model's parameters again."""
@@ -82,7 +99,7 @@ class AmpOptimizer:
             masters.pop(half, None)
         for handle in self._handles:
             handle.remove()
-        for name in ("add_param_group", "zero_grad", "_amp_optimizer"):
+        for name in ("add_param_group", "zero_grad", "_amp_stash", "_lazy_init_maybe_master_weights"):
             del self.optimizer.__dict__[name]
 
     def _put_masters(self, group: dict[str, Any], originals: dict[nn.Parameter, Tensor]) -> None:
@@ -233,6 +250,7 @@ class AmpOptimizer:
             self._withheld = [(p, p.grad) for p in parameters if p.grad is not None]
             for parameter, _ in self._withheld:
                 parameter.grad = None
+        lay_out(optimizer)
 
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:

@@ -1,16 +1,17 @@
-"""apex.parallel over torch DDP and fastvit's SyncBatchNorm."""
+"""apex.parallel over torch.distributed and fastvit's SyncBatchNorm."""
 
 from fastvit.fuse import convert_syncbn_model
 from fastvit.sync_batchnorm import SyncBatchNorm, create_syncbn_process_group
 
 from . import optimized_sync_batchnorm, sync_batchnorm
-from .distributed import DistributedDataParallel, ReduceOp
+from .distributed import DistributedDataParallel, ReduceOp, Reducer
 from .LARC import LARC
 
 __all__ = [
     "LARC",
     "DistributedDataParallel",
     "ReduceOp",
+    "Reducer",
     "SyncBatchNorm",
     "convert_syncbn_model",
     "create_syncbn_process_group",

@@ -1,8 +1,16 @@
-"""apex's DistributedDataParallel over torch's."""
+"""apex's DistributedDataParallel and Reducer: gradients are reduced as flat tensors.
 
-import inspect
+Any graph is reduced in the same way: several forwards before a backward, unused or frozen parameters,
+reentrant checkpoints. Nothing overlaps with backward; torch's own DistributedDataParallel does that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +22,6 @@ from .._notices import warn_once
 
 ReduceOp = dist.ReduceOp
 
-_ONE_BUCKET_MB = 1 << 20  # larger than any model
 _WITHOUT_EFFECT = {
     "shared_param": None,
     "allreduce_trigger_params": None,
@@ -24,20 +31,24 @@ _WITHOUT_EFFECT = {
     "gradient_average_split_factor": None,
     "prof": False,
 }
+wrapped: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 
-class DistributedDataParallel(nn.parallel.DistributedDataParallel):
-    """torch's DistributedDataParallel with apex's arguments.
+class DistributedDataParallel(nn.Module):
+    """Averages the gradients over the ranks at the end of each backward that reaches a parameter.
 
     At construction parameters and buffers of rank 0 are broadcast. Buffers are not broadcast later, so a
     BatchNorm that is not synchronised has different statistics on each rank, as in apex.
 
+    Every `.grad` that any rank has is reduced; a rank without it takes part with zeros. Parameters may be
+    frozen and thawed at any time. New ones are broadcast in the next forward.
+
     Args:
         module: on its device, after `amp.initialize`.
-        message_size: elements per bucket; torch's bucket_cap_mb at four bytes each.
-        delay_allreduce: one reduction after all gradients are computed; allows unused parameters.
+        message_size, delay_allreduce: without effect, since there is one reduction after all gradients.
         allreduce_always_fp32: reduce half gradients in float32.
-        gradient_average: divide the sum of gradients by the number of ranks.
+        gradient_average: divide the sum of gradients by the number of ranks. Without it gradients that were
+            summed before, and are still there, are summed again, as in apex.
         gradient_predivide_factor: divide by it before the sum and, with gradient_average, by
             ranks / gradient_predivide_factor after it.
         without_effect: apex's other arguments, which warn once.
@@ -64,19 +75,22 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
                 "DistributedDataParallel: gradient_predivide_factor must be above 0, got "
                 f"{gradient_predivide_factor}"
             )
-        # torch 2.13 renamed the option.
-        names = inspect.signature(nn.parallel.DistributedDataParallel).parameters
-        buffers = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
-        options: dict[str, Any] = {buffers: False}
-        super().__init__(
-            module,
-            bucket_cap_mb=_ONE_BUCKET_MB if delay_allreduce else max(1, message_size * 4 / 2**20),
-            find_unused_parameters=delay_allreduce,
-            **options,
-        )
-        if allreduce_always_fp32 or not gradient_average or gradient_predivide_factor != 1.0:
-            after = gradient_predivide_factor / dist.get_world_size() if gradient_average else 1.0
-            self.register_comm_hook((1.0 / gradient_predivide_factor, after, allreduce_always_fp32), _reduce)
+        super().__init__()
+        self.module = module
+        self.require_backward_grad_sync = True  # its name in torch, which amp reads
+        after = gradient_predivide_factor / dist.get_world_size() if gradient_average else 1.0
+        self._options = (1.0 / gradient_predivide_factor, after, allreduce_always_fp32)
+        self._averages = gradient_average
+        self._known = list(module.parameters())
+        self._hooked: set[nn.Parameter] = set()
+        self._tasks: set[int] = set()  # backwards at whose end gradients are reduced
+        _broadcast([*module.parameters(), *module.buffers()])
+        self._know()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            self._know()
+        return self.module(*args, **kwargs)
 
     def disable_allreduce(self) -> None:
         """Backwards leave gradients local until `enable_allreduce`, as within `no_sync`."""
@@ -85,19 +99,131 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     def enable_allreduce(self) -> None:
         self.require_backward_grad_sync = True
 
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside leave gradients local; the next one outside reduces their sum."""
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
 
-# torch reads these annotations, so they are not postponed in this file.
-def _reduce(state: tuple[float, float, bool], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    before, after, in_float32 = state
-    buffer = bucket.buffer()
-    summed = buffer.float() if in_float32 and buffer.dtype != torch.float64 else buffer
-    summed.mul_(before)
+    def __getstate__(self) -> dict[str, Any]:  # copies have parameters without hooks
+        return super().__getstate__() | {"_hooked": set(), "_tasks": set()}
 
-    def finish(future: torch.futures.Future) -> Tensor:
-        summed.mul_(after)
-        return summed if summed is buffer else buffer.copy_(summed)
+    def _know(self) -> None:
+        """Broadcasts parameters that are new, and hooks those that are trained now."""
+        wrapped.add(self)
+        parameters, known = list(self.module.parameters()), set(self._known)
+        if new := [p for p in parameters if p not in known]:
+            _broadcast(new)
+        self._known = parameters
+        if torch._C._current_autograd_node() is None:  # what an interrupted backward left
+            self._tasks.clear()
+        method = weakref.WeakMethod(self._begin)
 
-    return dist.all_reduce(summed, async_op=True).get_future().then(finish)
+        def accumulated(_parameter: Tensor) -> None:  # does not keep this module alive
+            if (begin := method()) is not None:
+                begin()
+
+        for parameter in parameters:
+            if parameter.requires_grad and parameter not in self._hooked:
+                parameter.register_post_accumulate_grad_hook(accumulated)
+                self._hooked.add(parameter)
+
+    def _begin(self) -> None:
+        task = torch._C._current_graph_task_id()
+        if self.require_backward_grad_sync and task not in self._tasks:
+            self._tasks.add(task)
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(task))
+
+    def _end(self, task: int) -> None:
+        self._tasks.discard(task)
+        if self._tasks:  # a reentrant checkpoint inside a backward whose end comes
+            return
+        if not self._averages and torch._C._current_autograd_node() is not None:
+            raise RuntimeError(
+                "DistributedDataParallel: gradient_average=False needs checkpoint(..., use_reentrant=False)"
+            )
+        reduce_gradients(self._known, *self._options)
+
+
+class Reducer:
+    """Averages gradients over the ranks when `reduce()` is called.
+
+    Args:
+        module_or_grads_list: a module, whose parameters and buffers of rank 0 are broadcast, or gradients.
+    """
+
+    def __init__(self, module_or_grads_list: nn.Module | Iterable[Tensor]) -> None:
+        module = module_or_grads_list
+        self.module = module if isinstance(module, nn.Module) else None
+        self.grads = [] if isinstance(module, nn.Module) else list(module)
+        if self.module is not None:
+            _broadcast([*self.module.parameters(), *self.module.buffers()])
+
+    def reduce(self) -> None:
+        """Averages every `.grad` of the module that any rank has, or the gradients that were given."""
+        if self.module is None:
+            flat_dist_call(self.grads, dist.all_reduce)
+        else:
+            reduce_gradients(list(self.module.parameters()), 1.0, 1.0 / dist.get_world_size())
+
+
+def _device(tensors: Sequence[Tensor]) -> torch.device:
+    """Where the collectives of these tensors run."""
+    return tensors[0].device if tensors else torch.device("cpu")
+
+
+def _broadcast(tensors: Sequence[Tensor]) -> None:
+    """Gives all ranks the tensors of rank 0.
+
+    Raises:
+        RuntimeError: on every rank, when their numbers, shapes or dtypes differ.
+    """
+    if not tensors:
+        return
+    own = zlib.crc32(repr([(t.shape, t.dtype) for t in tensors]).encode())
+    bounds = torch.tensor([own, -own], device=_device(tensors))
+    dist.all_reduce(bounds, dist.ReduceOp.MAX)
+    largest, smallest = bounds.tolist()
+    if largest != -smallest:
+        raise RuntimeError(
+            "apex.parallel: the ranks have modules of different parameters or buffers; build the same on each"
+        )
+    flat_dist_call([t.detach() for t in tensors], dist.broadcast, (0,))
+
+
+@torch.no_grad()
+def reduce_gradients(
+    parameters: Sequence[Tensor], before: float, after: float, in_float32: bool = False
+) -> None:
+    """Multiplies every `.grad` by `before`, sums it over the ranks and multiplies by `after`, in place.
+
+    Ranks agree on the gradients first. A rank that lacks one gets it, and takes part with zeros.
+    """
+    if not parameters:
+        return
+    kinds = [0 if p.grad is None else 2 if p.grad.is_sparse else 1 for p in parameters]
+    agreed = torch.tensor(kinds, dtype=torch.uint8, device=_device(parameters))
+    dist.all_reduce(agreed, dist.ReduceOp.MAX)
+    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
+    for parameter, kind in zip(parameters, agreed.tolist(), strict=True):
+        if not kind:
+            continue
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        if kind == 2:
+            gradient = (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce().mul_(before)
+            dist.all_reduce(gradient)
+            gradient.mul_(after)
+        else:
+            groups[parameter.dtype, parameter.device].append(gradient)
+        parameter.grad = gradient
+    for (dtype, _), gradients in groups.items():
+        flat = flatten(gradients)
+        wide = flat.float() if in_float32 and dtype != torch.float64 else flat
+        dist.all_reduce(wide.mul_(before))
+        torch._foreach_copy_(gradients, unflatten(wide.mul_(after), gradients))
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Ranks in one process that see each other's memory, for tests and measurements on one device."""
+"""Ranks in one process that see each other's memory, for tests on one device."""
 
 import contextlib
 import functools
@@ -46,8 +46,8 @@ def message(numbers: Tensor, tag: Tag, epoch: int, of_gpu: bool) -> Tensor:
 class Loopback:
     """Ranks on one device, each on a stream of its own: the kernels of one wait while the others' run.
 
-    `ranks[r]` is rank r's DeviceMemory. Where launches run one after the other (sanitizers, profilers,
-    timing), `send` writes the others' messages.
+    `ranks[r]` is rank r's DeviceMemory. Where launches run one after the other, under a sanitizer, `send`
+    writes the others' messages.
     """
 
     def __init__(self, world: int, capacity: int = LEAST_PACKETS, timeout: float = 5.0, device="cuda"):

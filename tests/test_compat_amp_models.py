@@ -1,0 +1,312 @@
+"""fastvit.compat.apex.amp: what a model is after `initialize`, what goes in and comes out, and what scripts
+look for on optimizers.
+"""
+
+import collections
+import copy
+import dataclasses
+import inspect
+import io
+
+import pytest
+import torch
+from amp_models import LEVELS, data, network, start, step, values
+from torch import nn
+from torch.nn import functional as F
+
+from fastvit.compat.apex import amp
+from fastvit.compat.apex.amp.forward import cast_floating
+from fastvit.compat.apex.parallel import LARC
+
+
+@pytest.fixture(autouse=True)
+def quiet_and_clean():
+    yield
+    amp.initialize([], enabled=False)
+
+
+X = torch.linspace(-1, 1, 8).view(2, 4)
+
+
+class Registered(nn.Module):
+    """A class that subclasses must give a name."""
+
+    def __init_subclass__(cls, *, tag: str) -> None:
+        cls.tag = tag
+
+
+class Own(Registered, tag="own"):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inside, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x, scale: float = 1.0):
+        return self.last(torch.relu(self.inside(x))) * scale
+
+
+# The model itself
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_model_keeps_its_class_and_the_looks_of_its_forward(level):
+    model, plain = start(level, model=Own())[0], Own()
+    assert type(model) is Own and model.__class__ is Own and repr(model) == repr(plain)
+    assert inspect.signature(model.forward) == inspect.signature(plain.forward)
+    assert inspect.getfullargspec(model.forward) == inspect.getfullargspec(plain.forward)
+    assert inspect.getsource(model.forward) == inspect.getsource(plain.forward)
+    assert model.forward.__name__ == "forward"
+    assert inspect.ismethod(model.forward) and model.forward.__self__ is model
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    amp.initialize(model, enabled=False)
+    assert "forward" not in vars(model)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_scripts_and_graphs_are_those_of_the_model(level):
+    """torch.jit.script and torch.fx see the model without casts; a trace has them."""
+    model = start(level, model=nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)))[0]
+    given = X.to(next(model.parameters()).dtype)
+    want = model[2](model[1](model[0](given)))
+    assert torch.equal(torch.jit.script(model)(given), want)
+    assert torch.equal(torch.fx.symbolic_trace(model)(given), want)
+    torch.jit.script(start(level, model=Own())[0])
+    torch.testing.assert_close(torch.jit.trace(model, X)(X), model(X))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_copies_pickles_and_replicas_have_a_forward_of_their_own(level):
+    model = start(level, model=Own())[0]
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    replica = model._replicate_for_data_parallel()
+    replica._modules = dict(model._modules)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False), replica):
+        assert type(other) is Own and torch.equal(other(X), model(X))
+        other._modules["last"] = nn.Identity()
+        assert other(X).shape == (2, 4) != model(X).shape
+    twice = copy.deepcopy(copy.deepcopy(model))
+    assert torch.equal(twice(X), model(X)) and twice.forward.__self__ is twice
+
+
+def test_a_forward_that_was_set_after_initialize():
+    model, _ = start("O1", model=Own())
+    inner = model.forward
+    model.forward = lambda x: inner(x) * 2
+    half = model(X)
+    amp.initialize(model, opt_level="O0", verbosity=0)
+    assert torch.equal(model(X), Own()(X) * 2) and not torch.equal(model(X), half)
+    amp.initialize(model, enabled=False)
+    assert torch.equal(model(X), Own()(X) * 2)
+
+
+# Inputs and outputs
+
+
+class Box:
+    """As of a detector's inputs: it casts all that it has."""
+
+    def __init__(self, **fields):
+        vars(self).update(fields)
+
+    def to(self, *args):
+        return Box(**{name: field.to(*args) for name, field in vars(self).items()})
+
+
+class Output(dict):
+    def __init__(self, y):
+        super().__init__(y=y)
+
+
+class Pair(collections.namedtuple("Pair", "y n")):
+    @property
+    def both(self):
+        return self.y, self.n
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    y: torch.Tensor
+    n: torch.Tensor
+
+
+@dataclasses.dataclass
+class Alone:
+    y: torch.Tensor
+
+
+class Items(list):
+    pass
+
+
+N = torch.tensor([1])
+CONTAINERS = [
+    lambda y: y,
+    lambda y: (y, N),
+    lambda y: [y, {"n": N}],
+    lambda y: Pair(y, N),
+    lambda y: Output(y),
+    lambda y: Output([y, N]),
+    lambda y: collections.defaultdict(list, y=y),
+    lambda y: collections.OrderedDict(y=y, n=N),
+    lambda y: collections.UserDict(y=y, n=N),
+    lambda y: Items([y, N]),
+    lambda y: Frozen(y, N),
+    lambda y: Alone(y),
+    lambda y: Box(y=y, n=N),
+    lambda y: nn.utils.rnn.pack_sequence([y]),
+    lambda y: torch.sort(y),
+]
+
+
+def leaves(value):
+    """The tensors in a value, in order."""
+    found = []
+    cast_floating(value, torch.float64)  # any cast leaves its argument alone
+    amp.forward.map_tensors(value, lambda t: found.append(t) or t)
+    return found
+
+
+@pytest.mark.parametrize("make", CONTAINERS)
+def test_casts_keep_the_types_of_containers(make):
+    value = make(X.half())
+    got = cast_floating(value, torch.float32)
+    assert type(got) is type(value) and got is not value
+    for mine, theirs in zip(leaves(got), leaves(value), strict=True):
+        want = torch.float32 if theirs.is_floating_point() else theirs.dtype
+        assert mine.dtype == want and torch.equal(mine, theirs.to(want))
+    assert leaves(value)[0].dtype == torch.float16
+    assert cast_floating(got, torch.float32) is got  # nothing to cast
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("make", CONTAINERS)
+def test_outputs_of_a_model(make, level):
+    class Returns(nn.Linear):
+        def forward(self, x):
+            self.made = make(super().forward(x))
+            return self.made
+
+    model, _ = start(level, model=Returns(4, 3))
+    output = model(X)
+    assert type(output) is type(model.made)
+    for mine, theirs in zip(leaves(output), leaves(model.made), strict=True):
+        assert mine.dtype == (torch.float32 if theirs.is_floating_point() else theirs.dtype)
+    if level == "O0":
+        assert output is model.made
+
+
+def test_outputs_that_are_not_in_half_stay():
+    class Returns(nn.Module):
+        def forward(self, x):
+            return x.double(), x.argmax(), {"x": x}
+
+    outputs = start("O1", lambda p: torch.optim.SGD([nn.Parameter(X)], 0.1), Returns())[0](X)
+    assert [outputs[0].dtype, outputs[1].dtype] == [torch.float64, torch.int64] and outputs[2]["x"] is X
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_inputs_in_containers(level):
+    class Takes(nn.Linear):
+        def forward(self, box, *, more):
+            return super().forward(box.y) + super().forward(more["y"]) * box.n
+
+    model, _ = start(level, model=Takes(4, 4))
+    box = Box(y=X, n=N)
+    assert model(box, more={"y": X}).dtype == torch.float32 and box.y is X
+
+
+class Mixes(nn.Module):
+    """Operands of both dtypes, which autocast on the CPU does not promote."""
+
+    def __init__(self, function, *shapes):
+        super().__init__()
+        self.first, self.function = nn.Linear(4, 4), function
+        self.weights = nn.ParameterList(torch.randn(shape) for shape in shapes)
+
+    def forward(self, x):
+        return self.function(self.first(x), x, *self.weights)
+
+
+def _written(h, x):
+    x = x.clone()
+    x[torch.tensor([0, 1])] = h
+    return x
+
+
+MIXED = [
+    Mixes(F.bilinear, (2, 4, 4), (2,)),
+    Mixes(lambda h, x: torch.dot(h[0], x[0])),
+    Mixes(lambda h, x: torch.tensordot(h, x, 2)),
+    Mixes(lambda h, x: torch.linalg.cross(h[:, :3], x[:, :3])),
+    Mixes(lambda h, x, w: torch.mv(h, w), (4,)),
+    Mixes(lambda h, x: x.scatter_add(0, torch.zeros(2, 4, dtype=torch.int64), h)),
+    Mixes(lambda h, x: torch.zeros(2, 4).index_add_(0, torch.tensor([0, 1]), h)),
+    Mixes(lambda h, x: torch.lerp(h, x, 0.5)),
+    Mixes(_written),
+    Mixes(lambda h, x: F.grid_sample(x.view(1, 1, 2, 4), h.view(1, 1, 4, 2), align_corners=False)),
+    Mixes(lambda h, x: F.layer_norm(x, (4,), h[0])),
+]
+
+
+@pytest.mark.parametrize("model", MIXED)
+def test_operands_of_both_dtypes_under_o1(model):
+    want = copy.deepcopy(model)(X)
+    model, optimizer = start("O1", model=copy.deepcopy(model))
+    output = model(X)
+    torch.testing.assert_close(output, want, rtol=0.05, atol=0.05)
+    with amp.scale_loss(output.square().mean(), optimizer) as scaled:
+        scaled.backward()
+    assert model.first.weight.grad.isfinite().all()
+    with pytest.raises(RuntimeError, match="size|shape"):
+        start("O1", model=Mixes(lambda h, x: torch.dot(h[0], x[0, :2])))[0](X)
+
+
+# What scripts look for
+
+
+def resumable(wrap, level, seed):
+    model = network(seed)
+    optimizer = wrap(torch.optim.SGD(model.parameters(), 0.05, 0.9))
+    return amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("wrap", [lambda o: o, LARC])
+def test_names_that_scripts_use_when_they_resume(level, wrap):
+    """`_amp_stash` and the lazy start, before weights and moments are loaded."""
+    model, optimizer = resumable(wrap, level, 0)
+    step(model, optimizer)
+    saved = copy.deepcopy([optimizer.state_dict(), [p.detach() for p in amp.master_params(optimizer)]])
+    want = copy.deepcopy(model.state_dict())
+    model, optimizer = resumable(wrap, level, 1)
+    assert hasattr(optimizer, "_amp_stash")
+    optimizer._lazy_init_maybe_master_weights()
+    optimizer._amp_stash.lazy_init_called = True
+    optimizer.load_state_dict(saved[0])
+    model.load_state_dict(want)
+    for parameter, value in zip(amp.master_params(optimizer), saved[1], strict=True):
+        parameter.data.copy_(value.data)
+    before = values(model)
+    step(model, optimizer, 1)
+    assert not torch.equal(values(model), before)
+    amp.initialize(model, optimizer, enabled=False)
+    assert not hasattr(optimizer, "_amp_stash") and not hasattr(optimizer, "_lazy_init_maybe_master_weights")
+
+
+@pytest.mark.parametrize(
+    "several", [lambda o: {"a": o}.values(), lambda o: (x for x in [o]), lambda o: {o}, lambda o: (o,)]
+)
+def test_optimizers_in_any_iterable(several):
+    model, optimizer = start("O1")
+    images, labels = data()
+    with amp.scale_loss(F.cross_entropy(model(images), labels), several(optimizer)) as scaled:
+        scaled.backward()
+    optimizer.step()
+    models, optimizers = network(), torch.optim.SGD(model.parameters(), 0.1)
+    models, optimizers = amp.initialize(iter([models]), several(optimizers), opt_level="O2", verbosity=0)
+    assert models[0](images).dtype == torch.float32 and [*optimizers][0]._amp_stash
+    with pytest.raises(RuntimeError, match="this dict was not given to amp.initialize"):
+        with amp.scale_loss(torch.zeros(()), {"a": optimizer}):
+            pass

@@ -1,0 +1,59 @@
+"""Ranks that meet again over a store in which earlier attempts have left their keys."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+
+from fastvit.sync.rendezvous import roll_call
+
+
+def call(store, ranks, world, timeout=20.0, run=()):
+    """The name that each rank gets, or its error."""
+
+    def one(rank):
+        try:
+            return roll_call(store, rank, world, timeout, dict(run).get(rank, "mine"))
+        except RuntimeError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(one, ranks))
+
+
+def test_every_attempt_has_a_name_of_its_own():
+    store, names = dist.HashStore(), []
+    for _ in range(3):
+        got = call(store, (2, 0, 1), 3)
+        assert len(set(got)) == 1
+        names += got[:1]
+        # An attempt in which a rank dies before it comes, or rank 0, which leaves no answer.
+        assert call(store, (0, 1), 3, timeout=0.2)[0].endswith("did not come in time")
+        assert call(store, (1, 2), 3, timeout=0.2) == ["rank 0 did not come in time"] * 2
+    assert len(set(names)) == 3 and len(set(call(store, (0, 1), 2) + call(store, (0,), 1))) == 2
+
+
+def test_ranks_that_do_not_come_are_named():
+    assert call(dist.HashStore(), (0, 2), 4, timeout=0.2) == [
+        "ranks 1, 3 did not come in time", "rank 0 did not come in time",
+    ]  # fmt: skip
+
+
+def test_a_rank_of_another_run_does_not_join():
+    store = dist.HashStore()
+    with ThreadPoolExecutor(1) as pool:
+        right = pool.submit(call, store, (0, 1), 2)
+        assert call(store, (1,), 2, run={1: "other"}) == ["rank 0 is of run 'mine' and rank 1 of run 'other'"]
+        first, second = right.result()
+    assert first == second and len(first) == 32
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_comes_anew_is_answered_anew(rank):
+    """The others are still waiting: only the rank that was started again has another name."""
+    store = dist.HashStore()
+    assert "did not come" in call(store, (1 - rank,), 3, timeout=0.1)[0]
+    with ThreadPoolExecutor(1) as pool:
+        early = pool.submit(call, store, (rank,), 3)
+        late = call(store, (1 - rank, 2), 3)
+    assert {*late, *early.result()} == {late[0]} and len(late[0]) == 32
