@@ -1,4 +1,4 @@
-"""Chooses which tensors to rebuild, so that a training forward keeps no more than a given share.
+"""Chooses which tensors to rebuild, so that a training forward keeps no more than given bytes.
 
 A site is an op in a block. Sites are ordered by the bytes that they free for their work: the bytes that
 rebuilding moves, and the operations of matrix products. The numbers come from a forward that rebuilds every
@@ -8,8 +8,9 @@ may save views of one storage.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import warnings
+import re
 from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor, nn
@@ -35,21 +36,27 @@ class _Cost:
 def within_budget(
     model: nn.Module,
     policy: Policy,
-    budget: float,
+    budget: float | str,
     example_inputs: Tensor | Sequence | Mapping,
     revert: Callable[[nn.Module], nn.Module],
     apply: Callable[[nn.Module, Policy], object],
 ) -> Policy:
-    """The policy with the fewest sites that meets `budget`. It warns where none does.
+    """The policy with the fewest sites that meets `budget`.
 
     Args:
         revert: makes a copy the original.
         apply: converts a copy.
+
+    Raises:
+        ValueError: it is out of range, or none meets it.
     """
-    if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not 0 < budget < 1:
-        raise ValueError(f"convert: budget must be a share above 0 and below 1, got {budget!r}")
+    share, allowed = _parsed(budget)
     trial = Trial("convert", model, as_arguments(example_inputs))
     before = trial.kept_by_original(revert)
+    if share:
+        allowed = int(share * before)
+    if allowed >= before:
+        return dataclasses.replace(policy, sites=frozenset())
     copied = trial.training_copy()
 
     def kept(policy: Policy) -> int:
@@ -59,18 +66,36 @@ def within_budget(
     sites: dict[Site, _Cost] = {}
     least = 0
     # Products last: they take an order of magnitude more arithmetic.
-    for products, attention in ((False, False), (True, False), (True, True)):
-        policy = dataclasses.replace(policy, products=products, attention=attention)
+    for products, deep in ((False, False), (True, False), (True, True)):
+        policy = dataclasses.replace(policy, products=products, deep=deep)
         apply(copied, policy)
         cheaper, sites = len(sites), sites | {s: c for s, c in _sites(trial, copied) if s not in sites}
         least = kept(policy)
-        if least <= budget * before:
-            return _fewest(sites, cheaper, budget * before, policy, kept)
-    warnings.warn(
-        f"fastvit: a budget of {budget:.1%} is not met; all that can be rebuilt leaves {least / before:.1%}",
-        stacklevel=3,
+        if least <= allowed:
+            return _fewest(sites, cheaper, allowed, policy, kept)
+    raise ValueError(
+        f"convert: a budget of {budget!r} cannot be met; the least is {least} bytes, {least / before:.3f} of "
+        f"the {before} that the original keeps"
     )
-    return policy
+
+
+def _parsed(budget: float | str) -> tuple[float, int]:
+    """The share of the original's bytes, or 0, and the bytes."""
+    if isinstance(budget, str) and (found := re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]i?)?B?\s*", budget)):
+        unit = found[2] or ""
+        with contextlib.suppress(ValueError):
+            number = float(found[1]) * (1024 if unit.endswith("i") else 1000) ** " KMGT".find(unit[:1] or " ")
+            if number > 1:
+                return 0.0, int(number)
+    elif not isinstance(budget, bool) and isinstance(budget, (int, float)):
+        if 0 < budget <= 1:
+            return float(budget), 0
+        if isinstance(budget, int) and budget > 1:
+            return 0.0, budget
+    raise ValueError(
+        "convert: budget must be a share above 0 and at most 1, or bytes as an int or as '2 GiB', "
+        f"got {budget!r}"
+    )
 
 
 def _sites(trial: Trial, model: nn.Module) -> list[tuple[Site, _Cost]]:

@@ -33,11 +33,11 @@ class ScopeHook:
         if output and torch.compiler.is_compiling():
             compiled.closed(self.policy.products, self.policy.weight_casts)
         elif output:
-            close_scope(module)
+            close_scope(module, *[one if isinstance(one, (tuple, list)) else (one,) for one in output])
         elif torch.compiler.is_compiling():
             compiled.opened()
         elif torch.is_grad_enabled():
-            open_scope(module, self.policy, self.block)
+            open_scope(module, self.policy, self.block, args if isinstance(args, tuple) else ())
 
 
 def convert(
@@ -45,7 +45,7 @@ def convert(
     *,
     products: bool = False,
     weight_casts: bool = False,
-    budget: float | None = None,
+    budget: float | str | None = None,
     example_inputs: Tensor | Sequence | Mapping | None = None,
     skip: Iterable[tuple[str, str]] = (),
 ) -> nn.Module:
@@ -69,9 +69,10 @@ def convert(
         weight_casts: cast weights again instead of keeping the half-precision copies that autocast makes. A
             write to a weight before the backward is then an error, and one through `weight.data` is not
             noticed: the gradient is that of the new weight.
-        budget: the share of the kept bytes that remains, above 0 and below 1. Of what `products=True`
-            rebuilds it takes what is needed, the ops with most bytes for their work first. Forwards of a copy
-            are measured for this. Where the budget cannot be met all is rebuilt, and a warning has the share.
+        budget: what remains of the kept bytes: a share, above 0 and at most 1, or bytes, an int or a str such
+            as "2 GiB". It takes what is needed of all that can be rebuilt, the ops with most bytes for their
+            work first, and products last; then attention, convolutions and Linears that narrow, down to what
+            goes into each block. Forwards of a copy are measured for this.
         example_inputs: for `budget`: a tensor, a tuple of arguments or a dict of keyword arguments. Call
             `convert` as the model is trained, under the same autocast.
         skip: pairs of a block's name and an op, whose results are kept: `[("blocks.3", "gelu")]`. "" is the
@@ -82,8 +83,8 @@ def convert(
 
     Raises:
         TypeError: `model` is not a module, or an example input is a size and not a tensor.
-        ValueError: `budget` is out of range, it or `example_inputs` is given alone, the model cannot be
-            copied for it, or a block of `skip` does not exist.
+        ValueError: `budget` is out of range or less than what is possible, it or `example_inputs` is given
+            alone, the model cannot be copied for it, or a block of `skip` does not exist.
     """
     check_module("convert", model)
     policy = Policy(products, weight_casts, skip=_skipped(model, skip))

@@ -269,19 +269,16 @@ def _recomputed(recipe: Recipe, inputs: int) -> str:
 
 
 def _ops(recipe: Recipe) -> Iterator[str]:
-    for inner in recipe.inner:
-        if not inner.value.name.startswith("dropout_mask"):
-            yield from _ops(inner)
-    yield plain(recipe.value.name)
+    for one in recipe.all():
+        if not one.value.name.startswith("dropout_mask"):
+            yield plain(one.value.name)
 
 
 def _ingredients(recipe: Recipe) -> Iterator[Tensor]:
-    for source in recipe.sources:
-        one = whole(source)
-        if isinstance(one, Recipe):
-            yield from _ingredients(one)
-        elif one is not None:
-            yield one.record.tensor if isinstance(one, Copy) else one.tensor
+    for one in recipe.all():
+        for source in map(whole, one.sources):
+            if isinstance(source, (Copy, Record)):
+                yield source.record.tensor if isinstance(source, Copy) else source.tensor
 
 
 def _aligned(rows: list[tuple[str, ...]]) -> list[str]:

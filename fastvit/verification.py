@@ -157,9 +157,8 @@ class _Recipes:
             record.recipe.value.site for record, t in unwritten if record.recipe and not _agrees(record, t)
         ]
         self.sites = tuple(dict.fromkeys((site[0], op_name(site[1])) for site in wrong if site))
-        for record, _ in unwritten:
-            if record.recipe is not None:
-                record.recipe.forget()
+        for recipe in {one for record, _ in unwritten if record.recipe for one in record.recipe.all()}:
+            recipe.forget()
         self._found = []
 
 

@@ -25,14 +25,15 @@ from .views import VIEWS, of_unsafe_view, of_views, signed
 CALL = "fastvit.call"  # the eps of the call, and its bias without gradient
 VERSION = "fastvit.version"  # the version of the tensor that the node made
 VALUE = "fastvit.value"  # its Value
+BOUNDARY = "fastvit.boundary"  # that it goes into a block, or comes out of one
 
 LEAF = "torch::autograd::AccumulateGrad"
 Rebuild = tuple[Callable[..., Tensor], tuple[Source, ...]]  # an op and what goes into it
 Rule = Callable[["Node"], Rebuild]
 RULES: dict[str, Rule] = {}  # by the names of nodes; rules.py fills it
 PRODUCTS: dict[str, Rule] = {}  # likewise, with products=True
-ATTENTION: dict[str, Rule] = {}  # likewise, where a budget asks for it
-_LONGEST = 12  # consecutive ops whose results no op has saved
+DEEP: dict[str, Rule] = {}  # likewise, where a budget asks for it
+_LONGEST, _LONGEST_DEEP = 12, 40  # consecutive ops whose results no op has saved
 
 
 class Unknown(Exception):
@@ -42,7 +43,7 @@ class Unknown(Exception):
 def rule_of(name: str, policy: Policy) -> Rule | None:
     rule = RULES.get(name)
     if rule is None and policy.products:
-        rule = PRODUCTS.get(name) or (ATTENTION.get(name) if policy.attention else None)
+        rule = PRODUCTS.get(name) or (DEEP.get(name) if policy.deep else None)
     return rule
 
 
@@ -71,6 +72,7 @@ class Pass:
     def __init__(self, policy: Policy, decide: Callable[[object, Value], None]):
         Pass.count += 1
         self.number, self.policy, self.decide = Pass.count, policy, decide
+        self.longest = _LONGEST_DEEP if policy.deep else _LONGEST
         self.nested = 0  # decisions that wait for another one
 
     def source(self, node, level: int) -> Source:
@@ -84,7 +86,7 @@ class Pass:
         if value is None:
             value = metadata[VALUE] = Value()
         elif value.fresh is not None:
-            if self.nested > _LONGEST:
+            if self.nested > self.longest:
                 raise Unknown
             self.nested += 1
             self.decide(node, value)
@@ -98,7 +100,7 @@ class Pass:
         recipe = value.recipe and value.recipe()
         if recipe is not None:
             return recipe
-        if level >= _LONGEST or value.failed == self.number:
+        if level >= self.longest or value.failed == self.number:
             raise Unknown
         return self.recipe(node, value, level)
 

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -73,7 +73,7 @@ class _Opened(threading.local):
 _opened = _Opened()
 
 
-def open_scope(owner: object, policy: Policy, block: str) -> None:
+def open_scope(owner: object, policy: Policy, block: str, inputs: Iterable[object] = ()) -> None:
     """Opens a scope until `close_scope(owner)`, or sets policy and block of the one that is open."""
     scope = active_scope()
     if scope is not None and any(entry[0] is owner and entry[1] is scope for entry in _opened.stack):
@@ -83,6 +83,7 @@ def open_scope(owner: object, policy: Policy, block: str) -> None:
     if scope is not None:
         before = scope.policy, scope.block
         scope.begin(policy, block)
+        scope.mark(inputs)
     elif _can_open():
         _let_torch_func_in()
         scope = Scope(policy, _opened.look)
@@ -91,7 +92,7 @@ def open_scope(owner: object, policy: Policy, block: str) -> None:
     _opened.stack.append((owner, scope, before))
 
 
-def close_scope(owner: object) -> None:
+def close_scope(owner: object, results: Iterable[object] = ()) -> None:
     """Closes the scope that `owner` opened, and those inside it that an exception has left open."""
     stack = _opened.stack
     if not any(entry[0] is owner for entry in stack):
@@ -99,6 +100,8 @@ def close_scope(owner: object) -> None:
     while True:
         one, scope, before = stack.pop()
         if scope is not None:
+            if one is owner:
+                scope.mark(results)
             scope.decide()
             if before is None:
                 scope.leave()

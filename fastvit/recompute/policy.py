@@ -16,7 +16,8 @@ class Policy:
 
     Args:
         products: results of matrix products too.
-        attention: and of attention, of batched products, and of Linears that are narrower than their input.
+        deep: and everything that has a rule, with attention, convolutions and Linears that narrow, at any
+            depth. What goes into a block, and what comes out, is kept.
         weight_casts: autocast's copies of weights too.
         sites: only the results of these ops in these blocks; None for all.
         skip: not the results of ops of these plain names in these blocks.
@@ -24,7 +25,7 @@ class Policy:
 
     products: bool = False
     weight_casts: bool = False
-    attention: bool = False
+    deep: bool = False
     sites: frozenset[Site] | None = None
     skip: frozenset[tuple[str, str]] = frozenset()
 

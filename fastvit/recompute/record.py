@@ -225,11 +225,21 @@ class Recipe:
             tensor = laid.copy_(tensor)
         self.result, self.stream = tensor, stream_of(tensor)
 
+    def all(self) -> list[Recipe]:
+        """The recipes that it needs, each after those that it takes, and itself."""
+        found: dict[Recipe, None] = {}
+        waiting = [self]
+        while waiting:
+            missing = [one for one in waiting[-1].inner if one not in found]
+            if missing:
+                waiting += missing
+            else:
+                found[waiting.pop()] = None
+        return list(found)
+
     def forget(self) -> None:
-        """Drops results that wait for readers, its own and those that it takes."""
+        """Drops the result that waits for readers."""
         self.result, self.reads = None, 0
-        for one in self.inner:
-            one.forget()
 
     def _was_read(self) -> None:
         self.reads += 1

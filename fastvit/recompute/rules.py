@@ -6,6 +6,7 @@ same bits. A rule raises `Unknown` where the node lacks an argument.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from ctypes import c_float
 from functools import lru_cache, partial
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from . import norms
-from .graph import ATTENTION, LEAF, PRODUCTS, RULES, Node, Rebuild, Rule, Unknown, rule_of
+from .graph import DEEP, LEAF, PRODUCTS, RULES, Node, Rebuild, Rule, Unknown, rule_of
 from .record import Copy, Source
 
 
@@ -40,7 +41,7 @@ def _product(function: Callable[..., Tensor]) -> Callable[[Node], Rebuild]:
 
 def _sum(function: Callable[..., Tensor]) -> Callable[[Node], Rebuild]:
     def rule(read: Node) -> Rebuild:
-        if read.policy.products and read.is_residual():
+        if read.policy.products and not read.policy.deep and read.is_residual():
             raise Unknown("the sum is kept instead of repeating the product that is its term")
         alpha, arguments = read.number("alpha"), (read.edge(0), read.edge(1))
         return function if alpha == 1 else partial(function, alpha=alpha), arguments
@@ -156,7 +157,7 @@ def _widens(read: Node, weight: str) -> None:
     A budget may ask for it.
     """
     shape = read.size_of(weight)
-    if shape[0] > shape[1] and not read.policy.attention:
+    if shape[0] > shape[1] and not read.policy.deep:
         raise Unknown
     read.flops = 2 * shape[0]
 
@@ -206,6 +207,24 @@ def _attention(read: Node, function: Callable[..., Tensor], *more: Source) -> Re
         raise Unknown
     read.flops = 4 * read.size_of("key")[-2]
     return function, (read.input("query", 0), read.input("key", 1), read.input("value", 2), *more)
+
+
+def _convolution(read: Node) -> Rebuild:
+    """The same kernel, as far as torch chooses it by the operands alone: not where cuDNN tries several."""
+    if read.metadata().device.type == "cuda" and torch.backends.cudnn.benchmark:
+        raise Unknown("cuDNN may choose another kernel, in its benchmark mode")
+    x, weight = read.input("input", 0), read.input("weight", 1)
+    has_bias = len(read.edges) > 2 and read.edges[2][0] is not None
+    if not has_bias and any(read.number("bias_sym_sizes_opt") or ()):
+        raise Unknown  # it has no gradient
+    names = "stride", "padding", "dilation", "transposed", "output_padding", "groups"
+    options = [read.number(name) for name in names]
+    read.flops = 2 * math.prod(read.size_of("weight")[1:])
+    return lambda x, w, b: torch.convolution(x, w, b, *options), (
+        x,
+        weight,
+        read.edge(2) if has_bias else None,
+    )
 
 
 def _layer(read: Node) -> Rebuild:
@@ -275,7 +294,8 @@ RULES |= {
 
 PRODUCTS |= {"AddmmBackward0": _addmm, "MmBackward0": _mm}
 
-ATTENTION |= {
+DEEP |= {
+    "ConvolutionBackward0": _convolution,
     "BmmBackward0": _bmm,
     "SoftmaxBackward0": _softmax,
     "ScaledDotProductFlashAttentionForCpuBackward0": _attention_of_cpu,

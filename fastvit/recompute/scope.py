@@ -18,14 +18,14 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
 
 from . import rules  # noqa: F401  # fills the tables of graph
 from .calls import Calls, Context
-from .graph import VALUE, VERSION, Pass, Unknown, rule_of
+from .graph import BOUNDARY, VALUE, VERSION, Pass, Unknown, rule_of
 from .masks import Bits
 from .policy import Policy, plain
 from .record import SMALLEST, Copy, HandedOn, Recipe, Record, Unread, Value, stream_of, unpack
@@ -90,6 +90,16 @@ class Scope(Context):
         self.policy, self.block = policy, block
         for site in [site for site in self._counts if site[0] == block]:
             del self._counts[site]
+
+    def mark(self, tensors: Iterable[object]) -> None:
+        """These go into a block, or come out of one."""
+        if self.policy.deep:
+            with torch._C.DisableTorchFunction():
+                for tensor in tensors:
+                    if type(tensor) is Tensor and (tensor._base is None or tensor._base.grad_fn is not None):
+                        node = tensor.grad_fn if tensor._base is None else tensor._base.grad_fn
+                        if node is not None:
+                            of_unsafe_view(node).metadata[BOUNDARY] = node.metadata[BOUNDARY] = True
 
     def pack(self, tensor: Tensor) -> Record | Unread:
         if _modes():  # they would see each attribute that is read here
@@ -211,6 +221,8 @@ class Scope(Context):
             value = node.metadata.get(VALUE)
             if value is None:
                 value = node.metadata[VALUE] = Value()
+            if value.site is None:
+                self._name(value, record.block, of_unsafe_view(node).name())
             if value.fresh is None:
                 value.fresh = []
                 values[value] = node
@@ -229,8 +241,6 @@ class Scope(Context):
     def _decide(self, search: Pass, node, value: Value) -> None:
         records, value.fresh = value.fresh, None
         first = records[0]
-        if value.site is None:
-            self._name(value, first.block, of_unsafe_view(node).name())
         if value.geometry is None:
             tensor = first.tensor
             value.geometry = first.base or (tensor.size(), tensor.stride(), tensor.storage_offset())
@@ -241,6 +251,8 @@ class Scope(Context):
                 record.is_unfit = True
         elif value.nbytes < SMALLEST:
             value.reason = f"it has less than {SMALLEST} bytes"
+        elif self.policy.deep and BOUNDARY in node.metadata:
+            value.reason = "it goes into a block, or comes out of one"
         elif (not value.records or value.kept() is None) and rule_of(node.name(), self.policy) is not None:
             try:
                 recipe = (value.recipe and value.recipe()) or search.recipe(node, value)
@@ -267,9 +279,9 @@ class Scope(Context):
 
     def _refuse(self, value: Value, recipe: Recipe, in_half: bool) -> None:
         """Raises Unknown where the recipe costs too much, or the policy is against it."""
-        if recipe.depth >= _DEEPEST:
+        if recipe.depth >= _DEEPEST and not self.policy.deep:
             raise Unknown(f"its recipe goes through more than {_DEEPEST} rebuilt tensors")
-        if recipe.ops > MOST_OPS:
+        if recipe.ops > MOST_OPS and not self.policy.deep:
             raise Unknown(f"its recipe has more than {MOST_OPS} ops")
         share = recipe.moved / (recipe.size or 1)
         if share > (_MOST_MOVED_IN_HALF if in_half else _MOST_MOVED) and not self.policy.products:
