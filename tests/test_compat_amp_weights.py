@@ -207,6 +207,17 @@ def test_an_overflow_skips_the_step_of_an_optimizer_inside(level):
     assert values(model).isfinite().all() and not torch.equal(values(model), before)
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_overflow_in_gradients_that_the_script_replaces(level):
+    model, optimizer = start(level, loss_scale="dynamic")
+    before = values(model)
+    backward(model, optimizer, factor=float("inf"))
+    for parameter in model.parameters():
+        parameter.grad = parameter.grad * 0.5
+    optimizer.step()
+    assert torch.equal(values(model), before)
+
+
 # Forwards
 
 

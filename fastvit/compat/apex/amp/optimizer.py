@@ -176,6 +176,15 @@ class AmpOptimizer:
                     f"Gradient overflow. Skipping step, reducing loss scale to {scaler.loss_scale()}"
                 )
 
+    def _overflow_is_there(self, parameters: list[nn.Parameter]) -> bool:
+        """Whether the script has neither dropped nor zeroed the gradients of the overflow."""
+        kept = {id(gradient) for ref in self._overflowed if (gradient := ref()) is not None}
+        return any(
+            gradient.any() if id(parameter.grad) in kept else not gradient.isfinite().all()
+            for parameter in parameters
+            for gradient in gradients_of([parameter])
+        )
+
     def _before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
         if closure is not None and any(s.dynamic for s in _amp_state.loss_scalers):
@@ -188,9 +197,7 @@ class AmpOptimizer:
         # A step that calls the step of its base class runs the hooks twice. After a failed step there are
         # withheld gradients too, but also new gradients.
         withheld = bool(self._withheld) and not parameters
-        overflowed = {id(gradient) for ref in self._overflowed if (gradient := ref()) is not None}
-        there = any(g.any() for g in gradients_of(p for p in parameters if id(p.grad) in overflowed))
-        if self._overflow and there and not withheld:
+        if self._overflow and not withheld and self._overflow_is_there(parameters):
             maybe_print(self._overflow, rank0=True)
             # An optimizer changes neither a parameter without a gradient nor its state.
             self._withheld = {p: p.grad for p in parameters if p.grad is not None}
