@@ -1,6 +1,7 @@
 """fastvit.compat.apex.amp: the dtypes of each level, and results against float32 torch."""
 
 import copy
+import platform
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fastvit.compat.apex import amp
+from fastvit.compat.apex.amp import forward
 from fastvit.compat.apex.amp.forward import cast_floating
 
 
@@ -103,6 +105,17 @@ def dtype_in_forward(layer, level, **options):
     model[layer].register_forward_hook(lambda module, args, output: seen.append(module.weight.dtype))
     model(data()[0])
     return seen[0]
+
+
+def test_half_on_the_cpu_is_said_once_and_chosen_by_the_environment(monkeypatch):
+    forward.warn_once.cache_clear()
+    with pytest.warns(UserWarning, match="half precision is bfloat16; FASTVIT_HALF=float16") as caught:
+        assert forward.half_type("cpu") is forward.half_type("cpu") is HALF
+    slow = "20 to 30 times slower than O0" in str(caught[0].message)
+    has_instructions = torch.cpu._is_avx512_bf16_supported() or platform.machine() not in ("x86_64", "AMD64")
+    assert len(caught) == 1 and slow is not has_instructions
+    monkeypatch.setenv("FASTVIT_HALF", "float16")
+    assert dtype_in_forward(0, "O2") == forward.half_type("cpu") == torch.float16
 
 
 def test_overrides():
