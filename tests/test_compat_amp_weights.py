@@ -361,6 +361,27 @@ def test_casts_under_convert_compile_and_a_second_derivative(level):
         assert model.eval()(x).dtype == torch.float32
 
 
+def replica_of(module):
+    """As torch.nn.parallel.replicate makes one: parameters are attributes."""
+    replica = module._replicate_for_data_parallel()
+    replica._former_parameters = {}
+    replica._modules = {name: replica_of(child) for name, child in module.named_children()}
+    for name, parameter in module._parameters.items():
+        replica._former_parameters[name] = copied = parameter * 1
+        setattr(replica, name, copied)
+    return replica
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_replicas_of_data_parallel(level):
+    model, _ = start(level, model=nn.Sequential(nn.LSTM(4, 4, batch_first=True)))
+    replica = replica_of(model)
+    x = torch.randn(2, 3, 4)
+    assert torch.equal(replica(x)[0], model(x)[0])
+    replica(x)[0].sum().backward()
+    assert model[0].weight_hh_l0.grad.abs().sum() > 0 and replica[0].weight_hh_l0.dtype == torch.float32
+
+
 def test_script_modules_are_refused():
     model = nn.Sequential(torch.jit.script(nn.Linear(4, 4)))
     with pytest.raises(TypeError, match="script it afterwards"):
