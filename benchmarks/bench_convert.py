@@ -4,6 +4,7 @@ Contenders, each from the eager model:
 
     convert, products   fastvit.convert, and with products=True
     budget              with budget=0.57
+    least               with budget="least"
     weight_casts        with weight_casts=True (bf16 only)
     fuse                fastvit.fuse, then fastvit.convert (models with BatchNorm only): other roundings
     sac                 selective checkpointing of each block: products, convolutions and attention are kept
@@ -14,9 +15,11 @@ Kept bytes are the allocator's live bytes after one training forward minus those
 whole step, above the bytes before it and without the gradients of weights. Gradients are compared with the
 eager model's, bit by bit. Time is the processor's, on a GPU that until its work is done.
 
+`--curve` measures budgets from 0.9 down beside the others, and draws bytes against time to curve_DEVICE.png.
+
     python benchmarks/bench_convert.py [--models vits|norms|vit_small_patch16_224,torchvision:vit_b_16]
                                        [--precision fp32|bf16] [--batch 8] [--threads 1] [--repeats 5]
-                                       [--contenders convert,products] [--device cpu|cuda]
+                                       [--contenders convert,products] [--device cpu|cuda] [--curve]
 
 Needs timm, torchvision and transformers (`pip install '.[models]'`). Writes results/convert_vits_DEVICE.csv
 (of ViTs and two language models) and convert_DEVICE.csv (of models with BatchNorm), in which rows of models
@@ -171,19 +174,30 @@ MAKERS = {  # name -> (eager model, inputs) -> model
     "convert": lambda eager, x: fastvit.convert(copy.deepcopy(eager)),
     "products": lambda eager, x: fastvit.convert(copy.deepcopy(eager), products=True),
     "budget": lambda eager, x: fastvit.convert(copy.deepcopy(eager), budget=0.57, example_inputs=x),
+    "least": lambda eager, x: fastvit.convert(copy.deepcopy(eager), budget="least"),
     "weight_casts": lambda eager, x: fastvit.convert(copy.deepcopy(eager), weight_casts=True),
     "fuse": lambda eager, x: fastvit.convert(fastvit.fuse(copy.deepcopy(eager))),
     "sac": lambda eager, x: checkpointed(eager, selective(False)),
     "sac_half": lambda eager, x: checkpointed(eager, selective(True)),
     "checkpoint": lambda eager, x: checkpointed(eager),
 }
-EXACT = ("convert", "products", "budget", "weight_casts")
+EXACT = ("convert", "products", "budget", "least", "weight_casts")
+BUDGETS = ("0.9", "0.8", "0.7", "0.6", "0.5", "0.4", "0.3", "0.2", "0.15", "0.1")
+CURVE = ("convert", "products", *BUDGETS, "least", "sac", "sac_half", "checkpoint")
+
+
+def make(contender: str, eager, x):
+    if contender in BUDGETS:
+        return fastvit.convert(copy.deepcopy(eager), budget=float(contender), example_inputs=x)
+    return MAKERS[contender](eager, x)
 
 
 def chosen(name: str, arguments) -> list[str]:
     """The contenders that are measured for a model."""
     if arguments.contenders:
         return arguments.contenders.split(",")
+    if arguments.curve:
+        return list(CURVE)
     left_out = set() if name in MODELS["convert"] else {"fuse"}
     left_out |= set() if arguments.precision == "bf16" else {"weight_casts"}
     return [contender for contender in MAKERS if contender not in left_out]
@@ -211,7 +225,7 @@ def measure(name: str, arguments, where: dict) -> dict:
         try:
             if contender != "eager":
                 with torch.autocast(arguments.device, torch.bfloat16, enabled=arguments.precision == "bf16"):
-                    model = MAKERS[contender](eager, x)
+                    model = make(contender, eager, x)
                 by[contender] = Contender(model, arguments, cache=contender != "weight_casts")
             got = {_plain(n): g for n, g in by[contender].gradients(x).items()}
             row[f"{contender}_same_bits"] = sum(torch.equal(got[n], want[n]) for n in want) / len(want)
@@ -250,7 +264,7 @@ def times(row: dict, contender: str) -> str:
 
 
 TITLES = {
-    "convert": "convert", "products": "products=True", "budget": "budget=0.57",
+    "convert": "convert", "products": "products=True", "budget": "budget=0.57", "least": 'budget="least"',
     "weight_casts": "weight_casts=True", "fuse": "fuse, then convert", "sac": "selective checkpointing",
     "sac_half": "every second product", "checkpoint": "block checkpointing",
 }  # fmt: skip
@@ -308,6 +322,45 @@ def picture(rows: list[dict], path) -> None:
     plt.close(figure)
 
 
+def curve(rows: list[dict], path) -> None:
+    """Bytes against time, for each model: our budgets as a line, other contenders as points."""
+    clock = CLOCK["cuda" if rows[0].get("driver") else "cpu"]
+    columns = min(3, len(rows))
+    lines = -(-len(rows) // columns)
+    figure, axes = plt.subplots(
+        lines, columns, figsize=(5 * columns, 4 * lines), layout="constrained", squeeze=False
+    )
+    for row, axis in zip(rows, axes.flat, strict=False):
+        points = {
+            contender: [
+                float(row[f"{contender}_{what}"]) / float(row[f"eager_{what}"])
+                for what in ("kept_MiB", clock)
+            ]
+            for contender in ("eager", *CURVE)
+            if row.get(f"{contender}_{clock}") not in (None, "")
+        }
+        own = sorted(points[c] for c in ("eager", "convert", "products", *BUDGETS, "least") if c in points)
+        axis.plot(
+            *zip(*own, strict=True),
+            "o-",
+            color=SHOWN["convert"],
+            label="fastvit.convert, by budget",
+            markersize=4,
+        )
+        for contender, marker in (("sac", "s"), ("sac_half", "D"), ("checkpoint", "^")):
+            if contender in points:
+                axis.plot(*points[contender], marker, color=SHOWN["sac"], label=TITLES[contender])
+        axis.set_title(f"{row['model']}, {row['precision']}", fontsize=9)
+        axis.set_xlabel("kept for backward, eager = 1", fontsize=8)
+        axis.set_ylabel("time of a step, eager = 1", fontsize=8)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes.flat[0].legend(fontsize=7)
+    for axis in list(axes.flat)[len(rows) :]:
+        axis.remove()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
 def main() -> None:
     parser = harness.command_line(__doc__)
     parser.add_argument("--models", default="vits,norms", help="vits, norms, or names of models, by commas")
@@ -316,6 +369,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--contenders", help="names from the list above, by commas")
+    parser.add_argument("--curve", action="store_true", help="bytes against time, from budget to budget")
     arguments = parser.parse_args()
     if arguments.device == "cpu":
         harness.reuse_memory()
@@ -324,13 +378,16 @@ def main() -> None:
     for given in arguments.models.split(","):
         for name in MODELS[GROUPS[given]] if given in GROUPS else (given,):
             group = "convert" if name in MODELS["convert"] else "convert_vits"
-            table_name = f"{group}_{arguments.device}"
+            table_name = f"{'curve' if arguments.curve else group}_{arguments.device}"
             row = measure(name, arguments, where)
             rows = merged(table_name, arguments.out, group, row)
             path = harness.write_csv(table_name, rows, arguments.out)
-            picture(rows, path.with_suffix(".png"))
-            path.with_suffix(".md").write_text(table(rows).replace("IMAGE", f"{table_name}.png"))
-            measured = [c for c in TITLES if row.get(f"{c}_kept_MiB")]
+            if arguments.curve:
+                curve(rows, path.with_suffix(".png"))
+            else:
+                picture(rows, path.with_suffix(".png"))
+                path.with_suffix(".md").write_text(table(rows).replace("IMAGE", f"{table_name}.png"))
+            measured = [c for c in (*TITLES, *BUDGETS) if row.get(f"{c}_kept_MiB")]
             cells = [f"{c} {less(row, c, 'kept')} {times(row, c)}" for c in measured]
             print(f"{name} {arguments.precision}: {'; '.join(cells)}", flush=True)
 

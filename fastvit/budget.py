@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 
@@ -20,7 +21,7 @@ from .recompute.policy import Site
 from .recompute.record import Record, Unread
 from .trial import Trial, as_arguments
 
-__all__ = ["within_budget"]
+__all__ = ["parsed", "within_budget"]
 
 # Operations of a matrix product in the time of moving a byte: 10 to 20 in fp32 on CPUs and GPUs, 200 in half
 # precision on a GPU.
@@ -50,7 +51,10 @@ def within_budget(
     Raises:
         ValueError: it is out of range, or none meets it.
     """
-    share, allowed = _parsed(budget)
+    try:
+        share, allowed = parsed(budget)
+    except ValueError as error:
+        raise ValueError(f"convert: {error}") from None
     trial = Trial("convert", model, as_arguments(example_inputs))
     before = trial.kept_by_original(revert)
     if share:
@@ -79,22 +83,24 @@ def within_budget(
     )
 
 
-def _parsed(budget: float | str) -> tuple[float, int]:
-    """The share of the original's bytes, or 0, and the bytes."""
-    if isinstance(budget, str) and (found := re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]i?)?B?\s*", budget)):
-        unit = found[2] or ""
-        with contextlib.suppress(ValueError):
-            number = float(found[1]) * (1024 if unit.endswith("i") else 1000) ** " KMGT".find(unit[:1] or " ")
-            if number > 1:
-                return 0.0, int(number)
-    elif not isinstance(budget, bool) and isinstance(budget, (int, float)):
-        if 0 < budget <= 1:
-            return float(budget), 0
-        if isinstance(budget, int) and budget > 1:
-            return 0.0, budget
+def parsed(budget: object) -> tuple[float, int]:
+    """The share of the original's bytes, or 0, and the bytes.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    found = re.fullmatch(r"\s*([0-9.e+-]+)\s*([KMGT]i?B)?\s*", str(budget))
+    with contextlib.suppress(ValueError):
+        number = float(found[1]) if found and not isinstance(budget, bool) else math.nan
+        if found and found[2]:
+            number *= (1024 if "i" in found[2] else 1000) ** ("KMGT".index(found[2][0]) + 1)
+            number //= 1
+        elif 0 < number <= 1:
+            return number, 0
+        if number > 1 and number == number // 1:
+            return 0.0, int(number)
     raise ValueError(
-        "convert: budget must be a share above 0 and at most 1, or bytes as an int or as '2 GiB', "
-        f"got {budget!r}"
+        f"budget must be a share above 0 and at most 1, or bytes as an int or as '2 GiB', got {budget!r}"
     )
 
 

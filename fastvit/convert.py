@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -72,9 +73,9 @@ def convert(
         budget: what remains of the kept bytes: a share, above 0 and at most 1, or bytes, an int or a str such
             as "2 GiB". It takes what is needed of all that can be rebuilt, the ops with most bytes for their
             work first, and products last; then attention, convolutions and Linears that narrow, down to what
-            goes into each block. Forwards of a copy are measured for this.
-        example_inputs: for `budget`: a tensor, a tuple of arguments or a dict of keyword arguments. Call
-            `convert` as the model is trained, under the same autocast.
+            goes into each block. Forwards of a copy are measured for this. "least" is all the way down.
+        example_inputs: for a budget but "least": a tensor, a tuple of arguments or a dict of keyword
+            arguments. Call `convert` as the model is trained, under the same autocast.
         skip: pairs of a block's name and an op, whose results are kept: `[("blocks.3", "gelu")]`. "" is the
             model itself. `verify(...).sites` has those that differ.
 
@@ -88,9 +89,11 @@ def convert(
     """
     check_module("convert", model)
     policy = Policy(products, weight_casts, skip=_skipped(model, skip))
-    if (budget is None) != (example_inputs is None):
+    if budget == "least":
+        policy = dataclasses.replace(policy, products=True, deep=True)
+    elif (budget is None) != (example_inputs is None):
         raise ValueError("convert: budget and example_inputs expected together, got one of them")
-    if budget is not None and example_inputs is not None:
+    elif budget is not None and example_inputs is not None:
         policy = within_budget(model, policy, budget, example_inputs, revert, _add)
     return _add(model, policy)
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from report_models import WIDTH, Block, Net, holding, kept
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastvit
 
@@ -67,6 +68,7 @@ def test_bytes(x):
         (whole // 2, 0.5),
         (f"{0.5 * whole / 2**20:.4f} MiB", 0.5),
         (1, 1.0),
+        ("0.5", 0.5),
         ("1 GB", 1.0),
     ):
         fastvit.convert(model, budget=budget, example_inputs=x)
@@ -148,10 +150,42 @@ def test_blocks_that_are_called_without_the_model(x):
     assert kept(model.features, x) < 0.68 * whole
 
 
+def test_each_op_is_repeated_at_most_once_at_any_depth():
+    class Residuals(nn.Module):
+        def __init__(self, depth=40):
+            super().__init__()
+            self.convs = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(depth))
+            self.norms = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(depth))
+
+        def forward(self, x):
+            for conv, norm in zip(self.convs, self.norms, strict=True):
+                x = (norm(conv(x)) + x).relu_()
+            return x
+
+    class Count(TorchDispatchMode):
+        convolutions = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.convolutions += func is torch.ops.aten.convolution.default
+            return func(*args, **kwargs or {})
+
+    model = Residuals().requires_grad_()
+    x = torch.randn(2, 8, 16, 16)
+    whole, given = kept(model, x), []
+    for _ in range(2):
+        model.zero_grad()
+        with Count() as count:
+            model(x).square().mean().backward()
+        given.append([p.grad for p in model.parameters()])
+        fastvit.convert(model, budget="least")
+    assert all(map(torch.equal, *given))
+    assert 60 < count.convolutions <= 80 and kept(model, x) < 0.1 * whole
+
+
 # --- errors
 
 
-@pytest.mark.parametrize("budget", [0, 1.5, -0.5, float("nan"), "0.5", "2 GiBs", "1.2.3 GB", True])
+@pytest.mark.parametrize("budget", [0, 1.5, -0.5, float("nan"), float("inf"), "2 GiBs", "1.2.3 GB", True])
 def test_a_budget_out_of_range(budget, x):
     with pytest.raises(ValueError, match="budget must be a share above 0 and at most 1, or bytes "):
         fastvit.convert(Net(1), budget=budget, example_inputs=x)

@@ -102,25 +102,24 @@ def test_compiled_models_are_not_converted():
 
 def test_memory_takes_a_budget():
     images, kept = torch.randn(32, *SHAPE), {}
-    for memory in ("off", "budget=0.7"):
+    for memory in ("off", "budget=0.7", "budget=4MiB"):
         made = make(Config(norm="torch", memory=memory))
         made.model(images)
         kept[memory], _ = live_bytes(lambda made=made: made.model(images))
     assert kept["budget=0.7"] < 0.72 * kept["off"]
+    assert made.memory.kept_after < 1.01 * 4 * 2**20 < 0.5 * made.memory.kept_before
     assert "the budget is met without it" in str(made.memory)
+    with pytest.raises(ConfigError, match=r"--memory budget=9KB: .* cannot be met; the least is \d+ bytes"):
+        make(Config(norm="torch", memory="budget=9KB"))
 
 
 @pytest.mark.parametrize(
-    "memory", ["budget", "budget=", "budget=half", "budget=1", "budget=-0.5", "budget=nan"]
+    "memory", ["budget", "budget=", "budget=half", "budget=1.5", "budget=-0.5", "budget=nan", "budget=2 G"]
 )
 def test_a_budget_that_is_none(memory):
-    with pytest.raises(
-        ConfigError, match="--memory must be budget=<share> with one above 0 and below 1, got"
-    ):
+    with pytest.raises(ConfigError, match=f"--memory {memory}: budget must be a share above 0 and at most 1"):
         Config(memory=memory)
-    with pytest.raises(
-        ConfigError, match="--memory must be one of off, convert, products, or budget=<share>, got 'less'"
-    ):
+    with pytest.raises(ConfigError, match="--memory must be one of off, convert, products, or budget=<sha"):
         Config(memory="less")
 
 

@@ -102,8 +102,9 @@ def _noted(y: Any, eps: float | None, bias: Tensor | None) -> Any:
 
 def _linear(scope: Context, func: Callable, args: tuple, kwargs: dict) -> Any:
     y = func(*args, **kwargs)
-    if type(y) is Tensor and y._version and y.grad_fn is not None and y._base is None:
-        y.grad_fn.metadata[VERSION] = y._version  # torch adds the bias in place, for inputs of other strides
+    node: Any = y.grad_fn if type(y) is Tensor and y._base is None else None
+    if node is not None and y._version:
+        node.metadata[VERSION] = y._version  # torch adds the bias in place, for inputs of other strides
     x, bias = _argument(args, kwargs, 0, "input"), _argument(args, kwargs, 2, "bias")
     if _is_frozen(x, _argument(args, kwargs, 1, "weight")):
         _want_gate(x.grad_fn)
@@ -200,7 +201,8 @@ def _writing(scope: Context, x: Tensor, call: Callable) -> Any:
     if base.grad_fn is None:
         of = scope.aliases.source(base) if scope.aliases else None
         return _forgotten(scope, of, call) if of is not None else call()
-    node, before = base.grad_fn, base._version
+    node: Any = base.grad_fn
+    before = base._version
     _copied_for_recipes(scope, node)
     known = base is x and before == node.metadata.get(VERSION, 0) and torch.is_grad_enabled()
     outer, scope.written = scope.written, (x, before + 1) if known else None
@@ -209,10 +211,11 @@ def _writing(scope: Context, x: Tensor, call: Callable) -> Any:
     finally:
         scope.written = outer
         if base._version != before:
-            if base.grad_fn is node:
+            made: Any = base.grad_fn
+            if made is node:
                 _forget(node)
             elif known and base._version == before + 1:
-                base.grad_fn.metadata[VERSION] = before + 1
+                made.metadata[VERSION] = before + 1
 
 
 def _forgotten(scope: Context, base: Tensor, call: Callable) -> Any:
@@ -221,7 +224,7 @@ def _forgotten(scope: Context, base: Tensor, call: Callable) -> Any:
     Without a new version autograd does not notice it either: an op that saved the tensor reads what was
     written, and so do recipes.
     """
-    node = base.grad_fn
+    node: Any = base.grad_fn
     if node is None:
         return call()
     scope.decide()
@@ -304,6 +307,7 @@ class Aliases:
         }
 
 
+_data: Any = Tensor.data
 _SEEN: dict[Callable, See] = {
     F.layer_norm: _norm(4, 3),
     torch.layer_norm: _norm(4, 3),
@@ -325,8 +329,8 @@ _SEEN: dict[Callable, See] = {
     torch.native_dropout: _dropout,
     Tensor.detach: _aliased,
     torch.detach: _aliased,
-    Tensor.data.__get__: _aliased,
-    Tensor.data.__set__: _replaced,
+    _data.__get__: _aliased,
+    _data.__set__: _replaced,
     Tensor.numpy: _written,
     Tensor.__array__: _written,
 }

@@ -13,12 +13,13 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .policy import Policy, plain
-from .record import SMALLEST, Copy, Recipe, Record, Source, Unread, Value, View
+from .record import SMALLEST, Copy, Recipe, Record, Source, Unread, Value, View, whole
 from .views import VIEWS, of_unsafe_view, of_views, signed
 
 # Keys of what a scope notes in a node's metadata.
@@ -30,6 +31,7 @@ BOUNDARY = "fastvit.boundary"  # that it goes into a block, or comes out of one
 LEAF = "torch::autograd::AccumulateGrad"
 Rebuild = tuple[Callable[..., Tensor], tuple[Source, ...]]  # an op and what goes into it
 Rule = Callable[["Node"], Rebuild]
+Waiting = dict[Value, tuple[Any, list[Record]]]  # a node's value, the node, and what has been saved of it
 RULES: dict[str, Rule] = {}  # by the names of nodes; rules.py fills it
 PRODUCTS: dict[str, Rule] = {}  # likewise, with products=True
 DEEP: dict[str, Rule] = {}  # likewise, where a budget asks for it
@@ -65,15 +67,26 @@ def why_kept(record: Record) -> str:
 
 
 class Pass:
-    """One pass over what has been saved: finds the recipes."""
+    """One pass over what has been saved, in the order of the graph: finds the recipes."""
 
     count = 0
 
-    def __init__(self, policy: Policy, decide: Callable[[object, Value], None]):
+    def __init__(self, policy: Policy, waiting: Waiting, decide: Callable[..., None]):
         Pass.count += 1
-        self.number, self.policy, self.decide = Pass.count, policy, decide
+        self.number, self.policy, self.waiting, self.decide = Pass.count, policy, waiting, decide
         self.longest = _LONGEST_DEEP if policy.deep else _LONGEST
-        self.nested = 0  # decisions that wait for another one
+        self.found: list[Recipe] = []  # so that none is looked for twice
+
+    def run(self) -> None:
+        # autograd numbers the nodes of a thread: what a node takes has a lower number. But an op in place
+        # that saves a copy of its input makes the copy's node second.
+        for value in sorted(self.waiting, key=lambda value: self.waiting[value][0]._sequence_nr()):
+            self.settle(value)
+
+    def settle(self, value: Value) -> None:
+        """Decides on `value`, where that is not done."""
+        if (found := self.waiting.pop(value, None)) is not None:
+            self.decide(self, value, *found)
 
     def source(self, node, level: int) -> Source:
         """The result of `node`: what holds it, or a recipe.
@@ -85,12 +98,6 @@ class Pass:
         value = metadata.get(VALUE)
         if value is None:
             value = metadata[VALUE] = Value()
-        elif value.fresh is not None:
-            if self.nested > self.longest:
-                raise Unknown
-            self.nested += 1
-            self.decide(node, value)
-            self.nested -= 1
         if not value.is_known:
             raise Unknown("it was written to in ways that the graph does not show")
         if value.records and (record := value.kept()) is not None:
@@ -127,8 +134,8 @@ class Pass:
         recipe.size = size = math.prod(made.shape) * dtype.itemsize
         moved, flops = size, read.flops * (size // dtype.itemsize)
         for source in recipe.sources:
-            one = source.source if type(source) is View else source
-            if type(one) is Recipe:
+            one = whole(source)
+            if isinstance(one, Recipe):
                 moved += min(one.size, 2 * size)
                 recipe.ops += one.ops
                 if one.value.nbytes:  # another op has saved it, and it is rebuilt for that op anyway
@@ -141,6 +148,7 @@ class Pass:
                 moved += min(one.nbytes(), 2 * size)
         recipe.moved, recipe.flops = moved, flops
         value.recipe = weakref.ref(recipe)
+        self.found.append(recipe)
         return recipe
 
 
@@ -185,9 +193,8 @@ class Node:
             if isinstance(packed, Tensor) and packed.numel() == 1 and packed.grad_fn is None:
                 return Copy(packed)
             raise Unknown("saved outside of the scope")
-        value = packed.value
-        if value is not None and value.fresh is not None and packed.made is not None:
-            self.search.decide(packed.made, value)
+        if packed.made is not None and packed.value is not None:
+            self.search.settle(packed.value)
         if packed.recipe is not None:
             recipe = packed.recipe
             return (
@@ -204,7 +211,8 @@ class Node:
             raise Unknown
         if packed.recipe is None:
             return packed.tensor.shape
-        return (packed.geometry or packed.recipe.value.geometry)[0]
+        geometry = packed.geometry or packed.recipe.value.geometry
+        return geometry[0]
 
     def edge(self, index: int) -> Source:
         """An input that requires a gradient."""
@@ -216,9 +224,9 @@ class Node:
         if node is None or number:
             raise Unknown
         source = self.leaf(node.variable) if name == LEAF else self.search.source(node, self.level + 1)
-        if not views:
+        if not views or source is None:
             return source
-        return View(source.source, source.views + views) if type(source) is View else View(source, views)
+        return View(source.source, source.views + views) if isinstance(source, View) else View(source, views)
 
     def leaf(self, tensor: Tensor) -> Copy:
         """A copy of a leaf, which may be written to before the backward, since the op has not saved it."""
@@ -233,7 +241,7 @@ class Node:
     def input(self, name: str, index: int) -> Source:
         return self.saved(name) if self.has(name) else self.edge(index)
 
-    def noted(self) -> tuple[float | None, Tensor | None]:
+    def noted(self) -> tuple[Any, Tensor | None]:
         """The eps of the call, and its bias where that has no gradient."""
         noted = self.node.metadata.get(CALL)
         if noted is None:

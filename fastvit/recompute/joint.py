@@ -9,6 +9,7 @@ concatenations are recomputed too where several take the same tensors.
 from __future__ import annotations
 
 import operator
+from typing import Any, cast
 
 import torch
 from torch._ops import OpOverload
@@ -83,14 +84,17 @@ def _count(node: Node, sums: dict[Node, int], is_read: set[Node]) -> int | None:
 
     if _is_view(node) or node.target is operator.getitem:
         return sums.get(node.all_input_nodes[0])
-    op, (products, weight_casts) = _packet(node), options_of(node)
+    op, target, options = _packet(node), cast(Any, node.target), options_of(node)
+    if options is None:
+        return None
+    products, weight_casts = options
     sources = [_base(source) for source in node.all_input_nodes]
     if op in _PRODUCTS:
-        rows, columns = node.args[-1].meta["val"].shape
+        rows, columns = cast(Node, node.args[-1]).meta["val"].shape
         is_known = isinstance(rows, int) and isinstance(columns, int)
         if not products or not is_known or rows > columns:  # as in a scope
             return None
-    elif op not in _CHEAP and (op is None or torch.Tag.pointwise not in node.target.tags):
+    elif op not in _CHEAP and (op is None or torch.Tag.pointwise not in target.tags):
         return None
     if op in _CASTS and sources[0].op == "placeholder" and not weight_casts:
         return None
@@ -117,8 +121,8 @@ def _writes(node: Node) -> bool:
 def _is_view(node: Node) -> bool:
     if node.target is operator.getitem:
         return _is_view(node.all_input_nodes[0])  # of a split
-    is_op = isinstance(node.target, OpOverload)
-    return is_op and (node.target.is_view or node.target is _aten._unsafe_view.default)
+    target = node.target
+    return isinstance(target, OpOverload) and (target.is_view or target is _aten._unsafe_view.default)
 
 
 def _base(node: Node) -> Node:

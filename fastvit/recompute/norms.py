@@ -109,4 +109,5 @@ def _is_dense(x: Tensor) -> bool:
 def sync_batch_norm(read: Node) -> Rebuild:
     """torch.nn.SyncBatchNorm, from the statistics of all ranks, which it saves."""
     x, weight, mean, invstd, *_ = [read.packed(one.data) for one in read.node._raw_saved_tensors]
-    return lambda *tensors: torch.batch_norm_elemt(*tensors, 0.0), (x, weight, read.bias(2), mean, invstd)
+    elemt: Callable[..., Tensor] = torch.batch_norm_elemt
+    return lambda *tensors: elemt(*tensors, 0.0), (x, weight, read.bias(2), mean, invstd)

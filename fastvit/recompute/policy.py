@@ -29,11 +29,11 @@ class Policy:
     sites: frozenset[Site] | None = None
     skip: frozenset[tuple[str, str]] = frozenset()
 
-    def against(self, site: Site) -> str:
+    def against(self, site: Site | None) -> str:
         """Why the result of `site` is kept; empty where it may be rebuilt."""
         if self.sites is not None and site not in self.sites:
             return "the budget is met without it"
-        if self.skip and (site[0], op_name(site[1])) in self.skip:
+        if self.skip and site is not None and (site[0], op_name(site[1])) in self.skip:
             return "skipped"
         return ""
 

@@ -24,7 +24,7 @@ from torch.nn import Parameter
 from .masks import Gate
 
 SMALLEST = 4096  # fewest bytes of a tensor that are worth a recipe or a mask
-Geometry = tuple[torch.Size, tuple[int, ...], int]  # size, stride, offset
+Geometry = tuple[torch.Size, tuple[int, ...], Any]  # size, stride, offset
 
 _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # none in a torch for the CPU
 
@@ -139,12 +139,11 @@ class Value:
     """The result of one op, of which views are parts. The op's node holds it; it holds no tensor."""
 
     recipe: weakref.ref[Recipe] | None = None
-    fresh: list[Record] | None = None  # saved, and not decided on yet
     failed = 0  # the pass that has found no recipe
     nbytes = 0  # where an op has saved it
     name = ""  # of the op's node
     site: tuple[str, str, int] | None = None  # where it was saved first
-    geometry: Geometry | None = None
+    geometry: Any = None  # a Geometry, where an op has saved it
     reason = ""  # why it is kept
     is_known = True  # what is in its memory
 

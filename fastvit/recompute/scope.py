@@ -19,13 +19,14 @@ import contextlib
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import rules  # noqa: F401  # fills the tables of graph
 from .calls import Calls, Context
-from .graph import BOUNDARY, VALUE, VERSION, Pass, Unknown, rule_of
+from .graph import BOUNDARY, VALUE, VERSION, Pass, Unknown, Waiting, rule_of
 from .masks import Bits
 from .policy import Policy, plain
 from .record import SMALLEST, Copy, HandedOn, Recipe, Record, Unread, Value, stream_of, unpack
@@ -42,7 +43,7 @@ _autocast = torch._C._is_any_autocast_enabled
 # residual sum and a cast 11, a rotary embedding and a cast 26. In float32 residual sums of BatchNorms, each
 # made of the one before, move 5 more each.
 _MOST_MOVED, _MOST_MOVED_IN_HALF = 24, 10
-_DEEPEST = 4  # most rebuilt tensors on the way to one that is kept
+_DEEPEST, _DEEPEST_DEEP = 4, 32  # most rebuilt tensors on the way to one that is kept
 MOST_OPS = 40  # in one recipe
 MOST_FILED = 512  # records without a decision
 
@@ -97,7 +98,7 @@ class Scope(Context):
             with torch._C.DisableTorchFunction():
                 for tensor in tensors:
                     if type(tensor) is Tensor and (tensor._base is None or tensor._base.grad_fn is not None):
-                        node = tensor.grad_fn if tensor._base is None else tensor._base.grad_fn
+                        node: Any = tensor.grad_fn if tensor._base is None else tensor._base.grad_fn
                         if node is not None:
                             of_unsafe_view(node).metadata[BOUNDARY] = node.metadata[BOUNDARY] = True
 
@@ -210,8 +211,7 @@ class Scope(Context):
                 self._decide_all([record for reference in filed if (record := reference()) is not None])
 
     def _decide_all(self, records: list[Record]) -> None:
-        search = Pass(self.policy, lambda node, value: self._decide(search, node, value))
-        values: dict[Value, object] = {}
+        waiting: Waiting = {}
         for record in records:
             node = record.made
             if record.last is not None and not leads_to(record.last[0], record.last[1], node):
@@ -223,14 +223,9 @@ class Scope(Context):
                 value = node.metadata[VALUE] = Value()
             if value.site is None:
                 self._name(value, record.block, of_unsafe_view(node).name())
-            if value.fresh is None:
-                value.fresh = []
-                values[value] = node
-            value.fresh.append(record)
+            waiting.setdefault(value, (node, []))[1].append(record)
             record.value = value
-        for value, node in values.items():  # what one is made of is decided on before it, by `search`
-            if value.fresh is not None:
-                self._decide(search, node, value)
+        Pass(self.policy, waiting, self._decide).run()
         for record in records:
             if record.recipe is None:
                 if record.gate_of is not None:
@@ -238,8 +233,7 @@ class Scope(Context):
                 if self._outer is not None and record.stand_in is None:
                     record.stand_by(HandedOn(record.tensor, *self._outer))
 
-    def _decide(self, search: Pass, node, value: Value) -> None:
-        records, value.fresh = value.fresh, None
+    def _decide(self, search: Pass, value: Value, node, records: list[Record]) -> None:
         first = records[0]
         if value.geometry is None:
             tensor = first.tensor
@@ -279,8 +273,9 @@ class Scope(Context):
 
     def _refuse(self, value: Value, recipe: Recipe, in_half: bool) -> None:
         """Raises Unknown where the recipe costs too much, or the policy is against it."""
-        if recipe.depth >= _DEEPEST and not self.policy.deep:
-            raise Unknown(f"its recipe goes through more than {_DEEPEST} rebuilt tensors")
+        deepest = _DEEPEST_DEEP if self.policy.deep else _DEEPEST
+        if recipe.depth >= deepest:
+            raise Unknown(f"its recipe goes through more than {deepest} rebuilt tensors")
         if recipe.ops > MOST_OPS and not self.policy.deep:
             raise Unknown(f"its recipe has more than {MOST_OPS} ops")
         share = recipe.moved / (recipe.size or 1)

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
+from ..budget import parsed
 from ..models import MLP_NORMS, NORMS, VARIANTS
 
 DATA = ("digits", "cifar10", "cifar100", "folder", "synthetic")
@@ -71,7 +72,7 @@ class Config:
     pretrained: str = _option("", "model", "initial weights: a file of safetensors or torch.save, or "
         "'timm' for those that timm downloads")
     memory: str = _option("off", "model", f"keep less for backward: {', '.join(MEMORY)} (matrix products are "
-        "repeated too), or budget=0.5, the cheapest way to keep half of it; as in fastvit.convert")
+        "repeated too), or budget=0.2, 2GiB or least, the cheapest way to it; as in fastvit.convert")
     freeze: tuple[str, ...] = _option((), "model", "names of parameters that are not trained: 'stem.*'")
 
     engine: str = _option("torch", "precision", "torch: fastvit's amp and torch's DistributedDataParallel; "
@@ -159,16 +160,16 @@ class Config:
 
     def convert_options(self) -> dict[str, Any]:
         """`--memory` as arguments of `fastvit.convert`."""
-        name, _, share = self.memory.partition("=")
+        name, _, budget = self.memory.partition("=")
         if name != "budget":
-            takes = f"one of {', '.join(MEMORY)}, or budget=<share>"
+            takes = f"one of {', '.join(MEMORY)}, or budget=<share or bytes>"
             _require(self.memory in MEMORY, "memory", takes, repr(self.memory))
             return {"products": self.memory == "products"}
         try:
-            budget = float(share)
-        except ValueError:
-            budget = 0.0
-        _require(0 < budget < 1, "memory", "budget=<share> with one above 0 and below 1", repr(self.memory))
+            if budget != "least":
+                parsed(budget)
+        except ValueError as error:
+            raise ConfigError(f"--memory {self.memory}: {error}") from None
         return {"budget": budget}
 
     def _refuse_without_effect(self) -> None:

@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from ..convert import convert
 from ..report import Report, report
-from .config import Config, TrainingError
+from .config import Config, ConfigError, TrainingError
 from .distributed import Ranks, broadcast_weights
 from .engine import engine_part
 from .precision import Precision, make_precision
@@ -193,7 +193,10 @@ def _save_memory(
     images = torch.zeros(config.batch_size, *shape, device=device).to(memory_format=layout)
     options = config.convert_options()
     with precision.half():
-        convert(model, **options, example_inputs=images if "budget" in options else None)
+        try:
+            convert(model, **options, example_inputs=images if "budget" in options else None)
+        except ValueError as error:  # less than is possible
+            raise ConfigError(f"--memory {config.memory}: {str(error).removeprefix('convert: ')}") from None
         return report(model, images)
 
 
