@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from ._arguments import check_module
 from .budget import within_budget
 from .fuse import unfuse
 from .recompute import Policy, close_scope, compiled, open_scope
@@ -84,10 +85,7 @@ def convert(
         ValueError: `budget` is out of range, it or `example_inputs` is given alone, the model cannot be
             copied for it, or a block of `skip` does not exist.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"convert: model must be a torch.nn.Module, got an object of type {type(model).__name__}"
-        )
+    check_module("convert", model)
     policy = Policy(products, weight_casts, skip=_skipped(model, skip))
     if (budget is None) != (example_inputs is None):
         raise ValueError("convert: budget and example_inputs expected together, got one of them")

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .. import _library
 from .agreement import Agreement, ProcessWatch, ranks_text
 from .protocol import HEADER_WORDS, Describe, Exchange, Kind, Tag
 from .transport import Backend
@@ -23,7 +24,7 @@ from .transport import Backend
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 _SLICE = 0.2  # seconds of waiting between checks for signals
 _GRACE = 2.0  # seconds in which a collective ends that a rank had completed before it ended
-_ops = torch.ops.fastvit
+_ops = _library.ops
 
 
 class Collective(Backend):
