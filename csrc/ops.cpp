@@ -11,7 +11,6 @@
 #include "reduce.h"
 #include "stats.h"
 #include "sync/cpu_peer.h"
-#include "sync/message.h"
 
 STABLE_TORCH_LIBRARY(fastvit, m) {
   m.def("bn_stats(Tensor x, int channel_dim, Tensor? exchange=None) -> Tensor");
@@ -67,6 +66,7 @@ STABLE_TORCH_LIBRARY(fastvit, m) {
   m.def("peer_give_up(Tensor exchange) -> ()");
   m.def("ipc_memory(int bytes, int device) -> (Tensor, Tensor)");
   m.def("ipc_open(Tensor handle, int device) -> int");
+  m.def("direct_merge(Tensor messages, Tensor numbers, Tensor exchange) -> Tensor");
   m.def("message_pack(Tensor numbers, Tensor exchange) -> Tensor");
   m.def("message_merge(Tensor messages, Tensor numbers, Tensor exchange) -> Tensor");
 }
@@ -78,10 +78,10 @@ STABLE_TORCH_LIBRARY_IMPL(fastvit, CPU, m) {
   fastvit::BackwardOps<fastvit::Cpu>::implement(m);
   fastvit::LayerNormOps<fastvit::Cpu>::implement(m);
   fastvit::ActOps<fastvit::Cpu>::implement(m);
-  fastvit::implement_messages<fastvit::CpuMessages>(m);
   m.impl("peer_share", TORCH_BOX(&fastvit::peer_share));
   m.impl("peer_wait", TORCH_BOX(&fastvit::peer_wait));
   m.impl("peer_give_up", TORCH_BOX(&fastvit::peer_give_up));
+  m.impl("direct_merge", TORCH_BOX(&fastvit::direct_merge));
 }
 
 static std::string cpu_capability() {

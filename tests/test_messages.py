@@ -1,12 +1,17 @@
-"""Messages of collectives: message_pack and message_merge, on CPU, GPU or the CUDA model."""
+"""Messages of collectives between GPUs: message_pack and message_merge, on a GPU or the CUDA model."""
 
 import pytest
 import torch
+import torch.distributed as dist
+from conftest import TARGET
 from loopback import describe
 
 from fastvit import reference
+from fastvit.sync.agreement import Agreement
+from fastvit.sync.collective import ALL_GATHER, Packed
 from fastvit.sync.protocol import Exchange, Fault, Tag
 
+pytestmark = pytest.mark.skipif(TARGET == "cpu", reason="CPUs send messages of their own: test_direct.py")
 ops = torch.ops.fastvit
 CAPACITY = 14
 
@@ -82,6 +87,33 @@ def test_a_captured_step_goes_with_every_other(sums, device):
     for row, exchange in zip(numbers, made, strict=True):
         assert ops.message_merge(messages, row, exchange.tensor).isfinite().all()
         assert not exchange.report.fault
+
+
+def test_packed_collectives(monkeypatch, device):
+    """Rank 0's exchanges, in both directions, with a rank 1 that is in the same layer and then in another."""
+    numbers = [rows(2, 14, sums, device=device) for sums in (False, True)]
+    (other,) = exchanges([Tag(0, 1)] * 2, False, device)[1:]
+
+    def all_gather(messages, message, group):
+        messages.copy_(torch.cat([message, ops.message_pack(numbers[0][1], other.tensor)]))
+
+    def all_reduce(message, group):
+        message += ops.message_pack(numbers[1][1], other.tensor)
+
+    monkeypatch.setattr(dist, ALL_GATHER, all_gather)
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    agreement = Agreement(dist.HashStore(), 0, 2, 5.0)
+    backend = Packed(agreement, agreement, torch.device(device), describe)  # the fakes need no group
+    backend.reserve(6, torch.float32)
+    moments, sums = (backend.share(mine, Tag(0, 1)) for mine, _ in numbers)
+    backend.check(wait=True)
+    wanted = reference.merge_moments(torch.stack(numbers[0]))
+    torch.testing.assert_close(moments, wanted, rtol=1e-5, atol=1e-6)
+    assert torch.equal(sums, torch.cat([numbers[1][0], sum(numbers[1])]))
+    assert backend.share(numbers[0][0], Tag(1, 2)).isnan().all()
+    said = "rank 0 is in forward of layer 1, step 2, but rank 1 in forward of layer 0, step 1"
+    with pytest.raises(RuntimeError, match=said):
+        backend.check(wait=True)
 
 
 def test_bad_arguments(device):

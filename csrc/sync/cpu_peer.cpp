@@ -92,6 +92,36 @@ class Backoff {
   Phase phase_ = Phase::spin;
 };
 
+// Merges the rows of all ranks in rank order and in double, a block of channels at a time: blocks so large
+// that a row is read in runs of pages, and so small that their sums stay in a core's cache. A row may be the
+// result.
+template <class A, class Row>
+void merge_rows(const Row& row, int64_t world, bool moments, int64_t C, A* result) {
+  constexpr int64_t kBlock = 1024;
+  double count = 0;
+  for (int64_t rank = 0; rank < world && moments; ++rank) count += load_count(row(rank) + 2 * C);
+  for (int64_t begin = 0; begin < C; begin += kBlock) {
+    const int64_t columns = std::min(kBlock, C - begin);
+    double first[kBlock] = {}, second[kBlock] = {}, before = 0;
+    for (int64_t rank = 0; rank < world; ++rank) {
+      const A *one = row(rank) + begin, *two = one + C;
+      if (moments) {
+        const double theirs = load_count(row(rank) + 2 * C);
+        const Joining how = Joining::of(before, theirs);
+        for (int64_t i = 0; i < columns; ++i) how.join(first[i], second[i], one[i], two[i]);
+        before += theirs;
+      } else {
+        for (int64_t i = 0; i < columns; ++i) first[i] += one[i], second[i] += two[i];
+      }
+    }
+    for (int64_t i = 0; i < columns; ++i) {
+      result[begin + i] = A(first[i]);
+      result[C + begin + i] = A(second[i]);
+    }
+  }
+  if (moments) store_count(result + 2 * C, count);
+}
+
 // One exchange of one rank.
 template <class A>
 class Sharing {
@@ -170,36 +200,11 @@ class Sharing {
     return fault;
   }
 
-  // In rank order and in double, a block of channels at a time, so that the compiler vectorises the loops.
   void merge() const {
-    constexpr int64_t kBlock = 256;
-    const auto row = [&](int rank) {
-      return rank == exchange_.rank ? own_ : reinterpret_cast<const A*>(message(rank) + kHeaderPackets);
+    const auto row = [&](int64_t rank) {
+      return rank == exchange_.rank ? own_ : reinterpret_cast<const A*>(message(int(rank)) + kHeaderPackets);
     };
-    Joining joining[kMostRanks];
-    double count = 0;
-    for (int rank = 0; rank < exchange_.world && moments_; ++rank) {
-      const double theirs = load_count(row(rank) + 2 * C_);
-      joining[rank] = Joining::of(count, theirs);
-      count += theirs;
-    }
-    for (int64_t begin = 0; begin < C_; begin += kBlock) {
-      const int64_t columns = std::min(kBlock, C_ - begin);
-      double first[kBlock] = {}, second[kBlock] = {};
-      for (int rank = 0; rank < exchange_.world; ++rank) {
-        const A *one = row(rank) + begin, *two = one + C_;
-        const Joining how = joining[rank];
-        if (moments_)
-          for (int64_t i = 0; i < columns; ++i) how.join(first[i], second[i], one[i], two[i]);
-        else
-          for (int64_t i = 0; i < columns; ++i) first[i] += one[i], second[i] += two[i];
-      }
-      for (int64_t i = 0; i < columns; ++i) {
-        result_[begin + i] = A(first[i]);
-        result_[C_ + begin + i] = A(second[i]);
-      }
-    }
-    if (moments_) store_count(result_ + 2 * C_, count);
+    merge_rows(row, exchange_.world, moments_, C_, result_);
   }
 };
 
@@ -238,6 +243,47 @@ Tensor peer_share(Tensor numbers, Tensor fields) {
       kind == kMoments ? torch::stable::new_empty(numbers, {n}) : torch::stable::new_empty(numbers, {2, n});
   std::memcpy(result.data_ptr(), numbers.data_ptr(), n * (is_double(numbers) ? 8 : 4));
   with_rows(result, kind, [&]<class A>(A* own, A* merged, int64_t C) { share(exchange, own, merged, C); });
+  return result;
+}
+
+Tensor direct_merge(Tensor messages, Tensor numbers, Tensor fields) {
+  const char* const op = "direct_merge";
+  check_numbers(op, numbers);
+  const Handle& handle = handle_of(op, fields);
+  const Kind kind = kind_of(numbers);
+  const int64_t n = numbers.size(numbers.dim() - 1), words = n * (is_double(numbers) ? 2 : 1);
+  constexpr int64_t kHeader = sizeof(Tag) / sizeof(int32_t);
+  require(messages.scalar_type() == ScalarType::Int && messages.is_contiguous() && messages.dim() == 2 &&
+              messages.size(0) == handle.world - 1 && messages.size(1) >= kHeader + words &&
+              messages.size(1) % 2 == 0,
+          op, "messages", "is ", toString(messages.scalar_type()), " ", shape_of(messages), "; Int (",
+          handle.world - 1, ", ", kHeader + words, ") or wider expected, contiguous, of an even width");
+  check_memory(op, "messages", messages);
+  const auto message = [&](int64_t rank) {
+    return static_cast<const int32_t*>(messages.data_ptr()) +
+           (rank - (rank > handle.rank)) * messages.size(1);
+  };
+  const Tag mine{uint32_t(handle.layer), uint32_t(handle.step), uint32_t(words),
+                 uint32_t(kind) | (is_double(numbers) ? uint32_t(kDouble) : 0u)};
+  Tensor result =
+      kind == kMoments ? torch::stable::new_empty(numbers, {n}) : torch::stable::new_empty(numbers, {2, n});
+  std::memcpy(result.data_ptr(), numbers.data_ptr(), words * sizeof(int32_t));
+  with_rows(result, kind, [&]<class A>(A* own, A* merged, int64_t C) {
+    for (int64_t rank = 0; rank < handle.world; ++rank) {
+      if (rank == handle.rank) continue;
+      Tag theirs;
+      std::memcpy(&theirs, message(rank), sizeof(Tag));
+      if (theirs == mine) continue;
+      std::fill_n(merged, n, std::numeric_limits<A>::quiet_NaN());
+      *reinterpret_cast<FaultReport*>(handle.report) = {
+          kMismatch, uint32_t(handle.rank), uint32_t(rank), 0, mine, theirs, 0};
+      return;
+    }
+    const auto row = [&](int64_t rank) {
+      return rank == handle.rank ? own : reinterpret_cast<const A*>(message(rank) + kHeader);
+    };
+    merge_rows(row, handle.world, kind == kMoments, C, merged);
+  });
   return result;
 }
 

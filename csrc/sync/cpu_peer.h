@@ -23,4 +23,8 @@ void peer_wait(Tensor result, Tensor exchange);
 // Gives up the exchange and notifies the peers.
 void peer_give_up(Tensor exchange);
 
+// Merges this rank's numbers with those that the others have sent, `[world - 1][words]` int32, by rank: a
+// Tag, then the numbers. NaN, and a report, where a tag differs. fastvit/sync/collective.py calls it.
+Tensor direct_merge(Tensor messages, Tensor numbers, Tensor exchange);
+
 }  // namespace fastvit

@@ -169,22 +169,6 @@ Tensor message_merge(Tensor messages, Tensor numbers, Tensor fields) {
   return result;
 }
 
-struct CpuMessages {
-  static void pack(const message::Packing& packing) {
-    packing.call([&]<class A, class M>() {
-      for (int64_t i = 0; i < packing.width(); ++i) packing.write<A, M>(i);
-    });
-  }
-  static void merge(const message::Merging& merging) {
-    merging.call([&]<class A, class M>() {
-      bool good = true;
-      for (int64_t rank = 0; rank < merging.ranks; ++rank) good &= merging.fits<M>(rank);
-      for (int64_t i = 0; i < merging.parts(); ++i) merging.write<A, M>(i, good);
-      if (!good) *merging.report = merging.mismatch<M>();
-    });
-  }
-};
-
 struct CudaMessages {  // csrc/cuda/message.cu
   static void pack(const message::Packing& packing);
   static void merge(const message::Merging& merging);

@@ -1,12 +1,13 @@
-"""Statistics by torch.distributed: one packed all_gather forward, one all_reduce backward, on any backend.
+"""Statistics by torch.distributed, over ranks without memory in common: one collective in each direction.
 
-Every message of a group has the length of its widest layer. Ranks in different layers then find different
-tags, where gloo would abort the process because of different sizes. csrc/sync/message.h defines a message.
-One op packs it and one merges all. On a GPU the host waits for neither, and different tags raise at the next
-call. All collectives are called as attributes of torch.distributed, so that tests can count them.
+The process of a rank must not end because another is in a different layer, as gloo ends it when a message is
+longer than expected. So the ranks' messages carry tags, and there is room for the widest layer's.
+
+All collectives are called as attributes of torch.distributed, so that tests can count them.
 """
 
 import datetime
+import math
 import time
 import weakref
 
@@ -15,13 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _library
-from .agreement import Agreement, ProcessWatch
-from .protocol import Describe, Exchange, Kind, Tag
+from .agreement import Agreement, ProcessWatch, ranks_text
+from .protocol import HEADER_WORDS, Describe, Exchange, Kind, Tag
 from .transport import Backend
 
 # torch 2.13 renamed all_gather_into_tensor and warns about the old name.
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-_SLICE = datetime.timedelta(seconds=0.2)  # of waiting, between checks for signals
+_SLICE = 0.2  # seconds of waiting between checks for signals
 _GRACE = 2.0  # seconds in which a collective ends that a rank had completed before it ended
 _ops = _library.ops
 
@@ -30,7 +31,7 @@ class Collective(Backend):
     """Statistics over a process group of any size, on one host or many.
 
     When a rank dies, does not call, or is in a backward while others are in a forward, the others raise
-    within the group's timeout; over gloo within seconds when a process of this host has ended.
+    within the group's timeout; CPU ranks within seconds when a process of this host has ended.
     """
 
     name = "Collective"
@@ -42,10 +43,9 @@ class Collective(Backend):
         device: torch.device,
         describe: Describe,
     ):
-        on_gpu = device.type == "cuda"
-        super().__init__(Exchange(agreement.rank, agreement.world, on_gpu), describe, device)
+        super().__init__(Exchange(agreement.rank, agreement.world, device.type == "cuda"), describe, device)
         self._process_group, self._watch = weakref.ref(process_group), agreement.watched()
-        self._deferred = on_gpu  # the host reads an op's report at the next call
+        self.timeout = agreement.timeout
 
     def reserve(self, channels: int, dtype: torch.dtype) -> bool:
         handle = self._exchange.handle
@@ -56,39 +56,93 @@ class Collective(Backend):
     def share(self, numbers: Tensor, tag: Tag) -> Tensor:
         self.check_usable()
         exchange, kind = self._exchange.of(tag), Kind(numbers.dim() - 1)
-        messages = message = _ops.message_pack(numbers, exchange)
         try:
-            if kind == Kind.MOMENTS:
-                messages = message.new_empty(self._exchange.handle.world * message.numel())
-                gather = getattr(dist, ALL_GATHER)
-                work = gather(messages, message, group=self._process_group(), async_op=True)
-            else:
-                work = dist.all_reduce(messages, group=self._process_group(), async_op=True)
-            work.wait() if messages.is_cuda else wait_on_host(work, self._watch)
+            return self._merged(numbers, exchange, kind)
         except BaseException as error:  # Ctrl-C too
             self._failed = str(error) or type(error).__name__
             if not isinstance(error, RuntimeError):
                 raise
-            raise RuntimeError(
-                f"rank {self._rank} in {self._text(tag, kind)}: the collective failed, so a rank has died, "
-                f"did not arrive or is in another collective: {error}"
-            ) from error
-        result = _ops.message_merge(messages, numbers, exchange)
-        if not self._deferred:
-            self.check()
+            what = f"rank {self._rank} in {self._text(tag, kind)}"
+            raise RuntimeError(f"{what}: {self._why()}: {error}") from error
+
+    def _merged(self, numbers: Tensor, exchange: Tensor, kind: Kind) -> Tensor:
+        """The numbers of all ranks. RuntimeError where a collective fails."""
+        raise NotImplementedError
+
+    def _why(self) -> str:
+        return "the collective failed, so a rank has died, did not arrive or is in another collective"
+
+
+class Packed(Collective):
+    """Statistics of GPUs: one packed all_gather forward, one all_reduce backward.
+
+    csrc/sync/message.h defines a message. One op packs it and one merges all. The host waits for neither, and
+    different tags raise at the next call.
+    """
+
+    def _merged(self, numbers: Tensor, exchange: Tensor, kind: Kind) -> Tensor:
+        messages = message = _ops.message_pack(numbers, exchange)
+        if kind == Kind.MOMENTS:
+            messages = message.new_empty(self._exchange.handle.world * message.numel())
+            getattr(dist, ALL_GATHER)(messages, message, group=self._process_group())
+        else:
+            dist.all_reduce(messages, group=self._process_group())
+        return _ops.message_merge(messages, numbers, exchange)
+
+
+class Direct(Collective):
+    """Statistics of CPUs: each rank sends its numbers to all others at once, forward and backward.
+
+    That takes two delays of the network for any number of ranks, where gloo's all_gather and all_reduce take
+    as much for each of their steps. A message has the length of its own layer. Each rank merges in rank order
+    and in double, so that the bits are those of shared memory.
+    """
+
+    def reserve(self, channels: int, dtype: torch.dtype) -> bool:
+        super().reserve(channels, dtype)
+        handle = self._exchange.handle
+        width, others = HEADER_WORDS + handle.capacity * (1 + handle.wide), handle.world - 1
+        self._received = torch.empty(others, width, dtype=torch.int32)  # messages, by rank without this one
+        return True
+
+    def _merged(self, numbers: Tensor, exchange: Tensor, kind: Kind) -> Tensor:
+        handle, words = self._exchange.handle, numbers.view(-1).view(torch.int32)
+        wide = Kind.DOUBLE if numbers.dtype == torch.float64 else 0
+        header = torch.tensor([handle.layer, handle.step, len(words), kind | wide], dtype=torch.int32)
+        others, width = self._received.shape
+        sent, received = [HEADER_WORDS + len(words)] * handle.world, [width] * handle.world
+        sent[self._rank] = received[self._rank] = 0
+        self._received[:, :HEADER_WORDS] = 0  # by which messages that have not arrived are found
+        work = dist.all_to_all_single(
+            self._received.view(-1), torch.cat([header, words]).repeat(others), received, sent,
+            group=self._process_group(), async_op=True,
+        )  # fmt: skip
+        wait_on_host(work, self._watch, self.timeout)
+        return _ops.direct_merge(self._received, numbers, exchange)
+
+    def share(self, numbers: Tensor, tag: Tag) -> Tensor:
+        result = super().share(numbers, tag)
+        self.check()
         return result
 
+    def _why(self) -> str:
+        arrived = self._received[:, 2].tolist()  # the number of words of a message
+        arrived.insert(self._rank, True)
+        missing = [rank for rank, words in enumerate(arrived) if not words]
+        return f"nothing from {ranks_text(missing)}" if missing else "a message was not sent"
 
-def wait_on_host(work: "dist.Work", watch: ProcessWatch | None = None) -> None:
+
+def wait_on_host(work: "dist.Work", watch: ProcessWatch | None = None, timeout: float = math.inf) -> None:
     """Waits for a collective over gloo, in slices, so that signals are seen.
 
     Raises:
-        RuntimeError: the collective failed, or a rank of `watch` has ended and it does not.
+        RuntimeError: the collective failed, a rank of `watch` has ended and it does not, or the time is up.
     """
+    begin = time.monotonic()
     seen = None  # when a rank was first seen to have ended
-    while True:
+    while (left := begin + timeout - time.monotonic()) > 0:
         try:
-            work.wait(_SLICE)
+            work.wait(datetime.timedelta(seconds=min(_SLICE, left + 1e-3)))  # 0 ms would be no limit
             return
         except RuntimeError:  # the end of a slice, or an error
             if work.is_completed():
@@ -99,3 +153,4 @@ def wait_on_host(work: "dist.Work", watch: ProcessWatch | None = None) -> None:
             seen = seen or time.monotonic()
             if time.monotonic() - seen > _GRACE:
                 raise RuntimeError(watch.text(ended[0]))
+    raise RuntimeError(f"the timeout of {timeout:g} s is over")

@@ -20,7 +20,7 @@ from .. import _library
 from ..ops import accumulation_dtype
 from . import cpu_peer, cuda_peer
 from .agreement import Agreement, Failed, Unavailable, answers_text
-from .collective import Collective
+from .collective import Direct, Packed
 from .protocol import Tag, capacity_for
 from .transport import Backend, Reduce
 
@@ -168,8 +168,8 @@ class Group:
             place = self._place()
             connect = PROVIDERS[self._device.type].connect
             capacity = capacity_for(channels, dtype)
-            backend = connect(self._agreement, capacity, self._name_of, self._device, asked)
-            return backend, f"{backend.name}, {place}", logging.DEBUG
+            peer = connect(self._agreement, capacity, self._name_of, self._device, asked)
+            return peer, f"{peer.name}, {place}", logging.DEBUG
         except Unavailable as reason:
             if asked:
                 raise RuntimeError(
@@ -177,9 +177,11 @@ class Group:
                 ) from None
             process_group = self._process_group()
             assert process_group is not None  # the calling layer holds it
-            backend = Collective(process_group, self._agreement, self._device, self._name_of)
+            other = (Direct if self._device.type == "cpu" else Packed)(
+                process_group, self._agreement, self._device, self._name_of
+            )
             told = isinstance(reason, Failed) and self._agreement.rank == 0
-            return backend, f"Collective: {reason}", logging.WARNING if told else logging.DEBUG
+            return other, f"{other.name}: {reason}", logging.WARNING if told else logging.DEBUG
 
     def _place(self) -> str:
         """The host of all ranks. Raises Unavailable where they have several, or none with peer memory."""

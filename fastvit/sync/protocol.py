@@ -13,6 +13,9 @@ LEAST_PACKETS = 2049  # enough for float32 moments of 2048 channels
 STEPS = 2**24  # steps wrap here: float32 holds such numbers exactly
 
 
+HEADER_WORDS = 4  # of a message between CPUs: those of csrc/sync/protocol.h, Tag
+
+
 class Fault(IntEnum):
     """The state of an exchange."""
 
