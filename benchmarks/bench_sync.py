@@ -1,6 +1,9 @@
 """Synchronised statistics: the exchange alone, and a whole step of a layer, by every backend.
 
     python benchmarks/bench_sync.py [--world 2 4 8]         ranks of this machine, one number after another
+    python benchmarks/bench_sync.py --hosts 2 --world 4 --delay 1 --what exchange
+                                         ranks on hosts, which are namespaces of this machine (hosts.py)
+    python benchmarks/bench_sync.py --simulate 8 64 1024    what more ranks would send, without processes
 
 Over NCCL where there are as many GPUs as ranks, else over gloo.
 
@@ -20,17 +23,20 @@ import argparse
 import datetime
 import json
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
+import many_ranks
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from contenders import peer_layers
 from harness import percentiles, provenance, reuse_memory, write_csv
+from hosts import Hosts
 from torch import nn
 
 import fastvit
@@ -46,6 +52,7 @@ SHAPES = {  # of a step's input, by device type
 APEX = "apex SyncBatchNorm"
 DIRECTIONS = ("forward", "backward", "both")
 ROWS = "rows.json"
+FOLDER = "FASTVIT_BENCH_FOLDER"  # of a rank on a host
 
 
 def group_with(statistics: str) -> "dist.ProcessGroup":
@@ -85,10 +92,11 @@ def slowest(times: dict[tuple[str, str], list[float]]) -> dict[tuple[str, str], 
     return {key: [max(turn) for turn in zip(*(t[key] for t in everybody), strict=True)] for key in times}
 
 
-def counted(work: Callable) -> dict[str, int]:
-    """Calls in `work`, by torch's profiler: collectives, and torch's ops, without those inside of others."""
+def counted(*works: Callable) -> dict[str, int]:
+    """Calls in `works`, by torch's profiler: collectives, and torch's ops, without those inside of others."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        work()
+        for work in works:
+            work()
     events = profile.events()
     is_op = {id(e): e.name.startswith(("aten::", "fastvit::")) for e in events}
     return {
@@ -104,19 +112,22 @@ def bench_exchange(groups: dict, repeats: int, device: torch.device) -> list[dic
         sums = torch.rand(2 * channels, device=device)
         contenders = {"bare": bare_exchange(moments, sums)}
         contenders |= {name: exchange(group, moments, sums) for name, group in groups.items()}
-        times = {(name, d): [] for name in contenders for d in ("forward", "backward")}
+        times = {(name, d): [] for name in contenders for d in DIRECTIONS}
         for repeat in range(repeats):
             for name, both in contenders.items():
-                for direction, work in zip(("forward", "backward"), both, strict=True):
+                taken = []
+                for work in both:
                     for _ in range(3):  # until gloo's threads, of the contender before, are off the cores;
                         work()  # and the ranks leave the last one together
-                    taken = timed(work, device)
-                    if repeat >= repeats // 10:
-                        times[name, direction].append(taken)
+                    taken.append(timed(work, device))
+                if repeat >= repeats // 10:
+                    for direction, one in zip(DIRECTIONS, (*taken, sum(taken)), strict=True):
+                        times[name, direction].append(one)
         times = slowest(times)
         for (name, direction), taken in times.items():
             row = {"what": "exchange", "channels": channels, "contender": name, "direction": direction}
-            row |= percentiles(taken, "us", (50, 95)) | counted(contenders[name][direction == "backward"])
+            of = slice(*{"forward": (0, 1), "backward": (1, 2), "both": (0, 2)}[direction])
+            row |= percentiles(taken, "us", (50, 95)) | counted(*contenders[name][of])
             rows.append(row | {"ratio": median(times["bare", direction]) / row["p50_us"]})
     return rows
 
@@ -199,7 +210,8 @@ def rank_main(rank: int, world: int, folder: str, options: argparse.Namespace) -
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     groups = {"Collective": group_with("collective")}
     try:
-        groups["CudaIpc" if cuda else "SharedMemory"] = group_with("peer")
+        if not options.hosts:
+            groups["CudaIpc" if cuda else "SharedMemory"] = group_with("peer")
     except RuntimeError as error:  # on all ranks
         print(error)
     cores = sorted(os.sched_getaffinity(0))
@@ -212,7 +224,10 @@ def rank_main(rank: int, world: int, folder: str, options: argparse.Namespace) -
     if rank == 0:
         where = provenance(device.type)
         here = {"device_type": device.type, "cores": os.cpu_count(), "world": world}
-        rows = [here | {"threads": options.threads} | row | where for row in rows]
+        here |= {"threads": options.threads}
+        if options.hosts:
+            here |= {"hosts": options.hosts, "delay_ms": options.delay}
+        rows = [here | row | where for row in rows]
         for row in rows:
             print(
                 f"{world} ranks  {row['what']:9} C={row['channels']:<5} {row['contender']:20} "
@@ -225,6 +240,21 @@ def rank_main(rank: int, world: int, folder: str, options: argparse.Namespace) -
     dist.destroy_process_group()
 
 
+def spawn_on_hosts(world: int, folder: str, options: argparse.Namespace) -> None:
+    """Runs the ranks on hosts, each a process of this program."""
+    own = {"WORLD_SIZE": str(world), "GLOO_SOCKET_IFNAME": "eth0", FOLDER: folder}
+    with Hosts(options.hosts, options.delay / 1e3) as hosts:
+        ranks = [
+            hosts.start(
+                rank * options.hosts // world, [sys.executable, *sys.argv],
+                env=os.environ | own | {"RANK": str(rank)},
+            )
+            for rank in range(world)
+        ]  # fmt: skip
+        if any([rank.wait() for rank in ranks]):
+            raise SystemExit("a rank has failed")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -233,15 +263,26 @@ def main() -> None:
     parser.add_argument("--what", nargs="+", default=["exchange", "step"], choices=["exchange", "step"])
     parser.add_argument("--threads", type=int, default=1, help="CPU threads per rank")
     parser.add_argument("--repeats", type=int, default=300, help="of each kind with 2 ranks, else fewer")
-    parser.add_argument("--name", help="results/NAME.csv (default: sync_DEVICE)")
+    parser.add_argument("--hosts", type=int, default=0, help="with equal parts of the ranks")
+    parser.add_argument("--delay", type=float, default=1.0, help="of a packet between hosts, in ms")
+    parser.add_argument("--name", help="results/NAME.csv (default: sync_DEVICE, or sync_hosts_DEVICE)")
+    parser.add_argument("--simulate", type=int, nargs="+", help="ranks")
     options = parser.parse_args()
+    if options.simulate:
+        return print(*many_ranks.table(options.simulate), sep="\n")
     reuse_memory()
+    if folder := os.environ.get(FOLDER):
+        return rank_main(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), folder, options)
     rows: list[dict] = []
     for world in options.world:
         with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(rank_main, (world, folder, options), nprocs=world)
+            if options.hosts:
+                spawn_on_hosts(world, folder, options)
+            else:
+                mp.spawn(rank_main, (world, folder, options), nprocs=world)
             rows += json.loads((Path(folder) / ROWS).read_text())
-    print(write_csv(options.name or f"sync_{rows[0]['device_type']}", rows))
+    name = f"sync_{'hosts_' if options.hosts else ''}{rows[0]['device_type']}"
+    print(write_csv(options.name or name, rows))
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ def sync_table(rows: list[dict[str, str]]) -> str:
         ratio = f"{float(r['ratio']):.3g}"
         if r.get("apex_ratio"):
             ratio += f" ({float(r['apex_ratio']):.3g} times as fast as apex)"
-        cells = [r["world"], r["what"], r["shape"] or r["channels"], r["direction"], r["contender"]]
+        cells = [r["world"], r["what"], r.get("shape") or r["channels"], r["direction"], r["contender"]]
         cells += [f"{float(r['p50_us']):.0f} ({float(r['p95_us']):.0f})", r["collectives"], r["ops"]]
         lines.append([*cells, ratio])
     text = [
@@ -63,7 +63,12 @@ def sync_table(rows: list[dict[str, str]]) -> str:
         "`bare`: torch.distributed's collective of as many numbers and nothing else. Counts are torch's",
         "profiler's; ops are torch's, those inside others left out.",
     ]
-    if any(int(r["world"]) > int(r["cores"]) for r in rows):
+    if first.get("hosts"):
+        text.append(
+            f"{first['hosts']} hosts with equal parts of the ranks; a packet between them takes "
+            f"{first['delay_ms']} ms."
+        )
+    elif any(int(r["world"]) > int(r["cores"]) for r in rows):
         text.append(
             "More ranks than cores wait for a core most of the time: only their counts mean something."
         )

@@ -86,7 +86,8 @@ class Loopback:
 
     def place(self, receiver: int, sender: int, epoch: int, packet: int = 0) -> Tensor:
         """The bytes of an inbox from a packet of a message on."""
-        at = (sender * 2 + epoch % 2) * (HEADER + self.capacity) + packet
+        room = self.capacity if self.of_gpu else (self.capacity + 1) // 2
+        at = (sender * 2 + epoch % 2) * (HEADER + room) + packet
         return self.arenas[receiver][INBOX + 16 * at :]
 
     def send(self, receiver: int, numbers: list[Tensor], tag: Tag) -> None:

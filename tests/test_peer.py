@@ -12,11 +12,12 @@ from loopback import INBOX
 
 from fastvit import ops, reference
 from fastvit.sync import protocol
-from fastvit.sync.peer import arena_bytes
+from fastvit.sync.cpu_peer import cpu_arena_bytes
 from fastvit.sync.protocol import Arena, Exchange, Fault, Tag
 
 raw = torch.ops.fastvit
 CAPACITY = 34  # packets
+GUARD = 64  # bytes behind an arena
 CSRC = Path(__file__).resolve().parents[1] / "csrc/sync"
 
 
@@ -25,7 +26,8 @@ class Ranks:
 
     def __init__(self, world, capacity=CAPACITY, epoch=0):
         self.world, self.capacity = world, capacity
-        self.arenas = [torch.zeros(arena_bytes(world, capacity), dtype=torch.uint8) for _ in range(world)]
+        size = cpu_arena_bytes(world, capacity) + GUARD
+        self.arenas = [torch.zeros(size, dtype=torch.uint8) for _ in range(world)]
         self.words = [Arena.from_address(arena.data_ptr()) for arena in self.arenas]
         addresses = [arena.data_ptr() for arena in self.arenas]
         self.exchanges = [Exchange(rank, world, arenas=addresses) for rank in range(world)]
@@ -156,6 +158,20 @@ def test_another_tag_is_a_mismatch_on_both(what):
     assert seen.peer == 1 and ranks.exchanges[1].report.peer == 0
     assert [seen.theirs.layer, seen.theirs.step] == [other.get("layer", 3), other.get("step", 7)]
     assert all(result.flatten()[-6:].isnan().all() for result in ranks.results)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("capacity", [6, 14])
+def test_the_longest_message_fills_an_inbox_and_no_more(capacity, dtype):
+    ranks, channels = Ranks(4, capacity), capacity * 4 // dtype.itemsize  # such inboxes need no padding
+    for step in range(3):
+        for rank in range(4):
+            ranks.begin(rank, step, ranks.numbers(rank, step, channels, dtype, sums=True))
+        for rank in range(4):
+            assert rank == 3 or ranks.wait(rank) == Fault.DONE  # the last one found all messages
+            ranks.check(rank, step, channels=channels, dtype=dtype, sums=True)
+    for arena in ranks.arenas[:3]:  # the last one sends nothing to itself
+        assert arena[-GUARD - 4 : -GUARD].any() and not arena[-GUARD:].any()
 
 
 @pytest.mark.parametrize("packet", [0, 1])

@@ -89,8 +89,13 @@ def test_all_ranks_choose_the_same(ranks, wishes, breaks_on, said):
     assert said in results[0]
 
 
+def mapped() -> int:
+    return Path("/proc/self/maps").read_text().count("/dev/shm/")
+
+
 def grows(rank, world):
     torch.manual_seed(rank)
+    before = mapped()
     small, double, large = (fastvit.SyncBatchNorm(c, momentum=1.0) for c in (6, 8, 5000))
     for _ in range(2):
         for layer, dtype in (
@@ -104,6 +109,7 @@ def grows(rank, world):
             layer(x)
             check("running", layer.running_mean, torch.cat(everyone).double().mean((0, 2)))
             step(layer, layer.num_features, dtype)
+    assert mapped() <= before + 1  # narrower segments are unmapped
 
 
 @both_ways

@@ -47,6 +47,12 @@ Packet load_packet(const Packet* from) {
   return std::bit_cast<Packet>(std::array<uint64_t, 2>{load(words[0]), load(words[1])});
 }
 
+// Flags only in the header: the numbers of two packets of a GPU's message are one.
+Packet* inbox_message(const Exchange& exchange, int receiver, int sender, uint32_t epoch) {
+  const Inbox inbox{exchange.world, (exchange.capacity + 1) / 2};
+  return reinterpret_cast<Packet*>(exchange.arenas[receiver] + 1) + inbox.message(sender, epoch);
+}
+
 // Spins, then yields, then sleeps; false when the slice is over.
 class Backoff {
  public:
@@ -138,7 +144,8 @@ class Sharing {
   void push() const {
     // From the next rank on, so that ranks do not all write to one inbox.
     for (int turn = 1; turn < exchange_.world; ++turn) {
-      Packet* to = exchange_.message((exchange_.rank + turn) % exchange_.world, exchange_.rank, epoch_);
+      Packet* to =
+          inbox_message(exchange_, (exchange_.rank + turn) % exchange_.world, exchange_.rank, epoch_);
       std::memcpy(to + kHeaderPackets, own_, numbers_ * sizeof(A));
       __atomic_thread_fence(__ATOMIC_RELEASE);
       for (int64_t i = 0; i < kHeaderPackets; ++i)
@@ -180,7 +187,7 @@ class Sharing {
   const int64_t numbers_;
   const uint32_t epoch_;
 
-  const Packet* message(int peer) const { return exchange_.message(exchange_.rank, peer, epoch_); }
+  const Packet* message(int peer) const { return inbox_message(exchange_, exchange_.rank, peer, epoch_); }
 
   bool header(int peer, Tag& theirs) const {
     const Packet first = load_packet(message(peer)), second = load_packet(message(peer) + 1);

@@ -100,7 +100,7 @@ def connect(
     """Maps one segment on all ranks. Raises Unavailable on all ranks where that fails on one."""
     if agreement.world > MOST_RANKS:
         raise Unavailable(f"{agreement.world} ranks, more than {MOST_RANKS}")
-    size = agreement.world * arena_bytes(agreement.world, capacity)
+    size = agreement.world * cpu_arena_bytes(agreement.world, capacity)
     with contextlib.ExitStack() as until_mapped:
 
         def make() -> str:
@@ -116,6 +116,11 @@ def connect(
         path, mark = made.split()
         segment = agreement.together("shared memory", lambda: _map(path, size, bytes.fromhex(mark)))
     return SharedMemory(segment, capacity, agreement, describe)
+
+
+def cpu_arena_bytes(world: int, capacity: int) -> int:
+    """The numbers of two packets of a GPU take one, since their flags are the header's."""
+    return arena_bytes(world, (capacity + 1) // 2)
 
 
 def _map(path: str, size: int, mark: bytes) -> Tensor:

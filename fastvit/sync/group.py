@@ -148,6 +148,8 @@ class Group:
     def _choose(self, channels: int, dtype: torch.dtype) -> None:
         backend, self.why, level = self._vote(channels, dtype)
         backend.reserve(channels, dtype)
+        if self._device.type == "cpu":
+            self._backends.clear()  # unmaps what no graph uses
         self._backends.append(backend)
         _log.log(level, "statistics of rank %d, %s", self._agreement.rank, self.describe())
 
