@@ -113,11 +113,18 @@ sanitizers: .venv/.dev | install  ## The CUDA sources under the race checker and
 	env $$($(RUN) tests/cuda_host/redirect.py) FASTVIT_CUDA_HOST=asan $(MODEL) $(ON_MODEL) tests/test_layers.py tests/test_batch_norm_act.py
 endif
 
+ifeq ($(FASTVIT_KERNELS),0)
+wheel: | .venv/bin/python
+	rm -rf dist
+	$(PIP) '$(TORCH)' 'setuptools>=77'
+	$(RUN) -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .
+else
 wheel: .venv/.dev | install  ## A wheel for any Linux in dist/, tried in a bare environment
 	rm -rf build/wheel dist
 	$(RUN) -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir build/wheel .
 	PATH="$(CURDIR)/.venv/bin:$$PATH" $(RUN) -m auditwheel repair --exclude 'libtorch*' --exclude libc10.so --wheel-dir dist build/wheel/*.whl
 	$(RUN) tools/matrix.py dist/*.whl $(if $(COMPILE),--compile $(COMPILE)) --torch '$(TORCH)'
+endif
 
 bench: install  ## Time layers, and ways to synchronise; writes benchmarks/results
 	$(RUN) benchmarks/bench_layers.py

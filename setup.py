@@ -4,6 +4,7 @@ fastvit/_cuda.so  CUDA kernels; FASTVIT_CUDA=auto|0|1 (1: no toolkit is an error
                   an editable install not for a torch without CUDA, which could not load them)
 FASTVIT_CPU=native|all: CPU kernels for this machine alone (an editable install's default) or for all.
 Neither needs Python's headers, torch's CUDA headers or a GPU, and both load in every torch from 2.11 on.
+FASTVIT_KERNELS=0: neither, on any system; the wheel is py3-none-any.
 """
 
 import os
@@ -19,8 +20,12 @@ def numbers(version: str) -> list[int]:
     return [int(n) for n in re.findall(r"\d+", version)[:2]]
 
 
-if not sys.platform.startswith("linux"):
-    sys.exit(f"fastvit: Linux expected, this is {sys.platform}; on Windows it builds under WSL.")
+WITHOUT = "FASTVIT_KERNELS=0 installs what needs no kernels: convert, report, verify and compat."
+KERNELS = os.environ.get("FASTVIT_KERNELS") or "1"
+if KERNELS not in ("0", "1"):
+    sys.exit(f"fastvit: FASTVIT_KERNELS is {KERNELS!r}; 0 or 1 expected.")
+if KERNELS == "1" and not sys.platform.startswith("linux"):
+    sys.exit(f"fastvit: Linux expected, this is {sys.platform}; on Windows it builds under WSL. {WITHOUT}")
 for name, floor in ("setuptools", "77.0"), ("torch", "2.11"):
     try:
         found = __import__(name).__version__
@@ -195,6 +200,7 @@ class NinjaBuild(build_ext.build_ext):
         cxx = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
         ninja = shutil.which("ninja") or shutil.which("ninja", path=os.path.dirname(sys.executable))
         if not cxx or not shutil.which(shlex.split(cxx)[0]):
+            print(WITHOUT, file=sys.stderr)
             sys.exit("fastvit: there is no C++ compiler; install g++ (>= 11) or clang++, or set CXX.")
         ninja or sys.exit("fastvit: building needs ninja; pip install ninja.")
         cuda, why = find_cuda(self.editable_mode)
@@ -234,6 +240,8 @@ class AnyPython(bdist_wheel.bdist_wheel):
 
 if __name__ == "__main__":
     setup(
-        ext_modules=[Extension("fastvit._C", []), Extension("fastvit._cuda", [], optional=True)],
+        ext_modules=[Extension("fastvit._C", []), Extension("fastvit._cuda", [], optional=True)]
+        if KERNELS == "1"
+        else [],
         cmdclass={"build_ext": NinjaBuild, "bdist_wheel": AnyPython},
     )

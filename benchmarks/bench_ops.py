@@ -17,7 +17,7 @@ import time
 from statistics import median
 
 import contenders
-import roofline
+import ops_table
 import torch
 from harness import Timer, command_line, percentiles, provenance, reuse_memory, write_csv
 from shapes import Case, cases, cpu_cases, quick_cases
@@ -191,7 +191,7 @@ def main() -> None:
                 found = measure(case, make(case, timer), timer, 0.02 if options.quick else SECONDS)
                 rows += [row | where for row in found]
             write_csv(name, rows, options.out)
-            (options.out / f"{name}.md").write_text(roofline.table(rows))
+            (options.out / f"{name}.md").write_text(ops_table.table(rows))
 
 
 if __name__ == "__main__":

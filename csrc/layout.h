@@ -14,6 +14,10 @@
 
 namespace fastvit {
 
+inline int64_t ceil_div(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
+
 constexpr int kMaxDims = 5;              // (N, C, D, H, W)
 constexpr int kMaxOuter = kMaxDims - 1;  // all but the channel
 constexpr int kMaxOperands = 5;          // x or y, dy, dx, z, dz

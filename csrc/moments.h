@@ -25,9 +25,10 @@ FASTVIT_INLINE void store_count(A* two, double count) {
   two[1] = A(count - high * kCountRadix);
 }
 
-template <class A>
-FASTVIT_INLINE double load_count(const A* two) {
-  return double(two[0]) * kCountRadix + double(two[1]);
+// Exact in double; a GPU's kernels of float round it, because graphics cards have few units for double.
+template <class Count = double, class A>
+FASTVIT_INLINE Count load_count(const A* two) {
+  return Count(two[0]) * Count(kCountRadix) + Count(two[1]);
 }
 
 template <class A, class Count = double>
@@ -78,7 +79,7 @@ FASTVIT_INLINE A effective_gamma(A gamma, A beta, const GammaFloor<A>& floor) {
   const A wanted = floor.relative * (beta < 0 ? -beta : beta);
   const A least = wanted > floor.absolute ? wanted : floor.absolute;
   // The comparison is false for NaN, which stays NaN; copysign keeps the sign of -0.
-  return magnitude < least ? A(copysign(double(least), double(gamma))) : gamma;
+  return magnitude < least ? std::copysign(least, gamma) : gamma;
 }
 
 }  // namespace fastvit

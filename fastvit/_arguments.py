@@ -3,7 +3,7 @@
 from numbers import Real
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C import _autograd
 
 from . import _library
@@ -11,6 +11,20 @@ from ._formulas import ACTIVATIONS
 
 _SMALLEST = 2.0**-126  # normal float32
 IN_PLACE_ACTIVATIONS = ("identity", "leaky_relu", "elu")
+
+
+def check_module(name: str, model: object) -> None:
+    """Raises TypeError unless `model` is a module."""
+    if not isinstance(model, nn.Module):
+        kind = type(model).__name__
+        raise TypeError(f"{name}: model must be a torch.nn.Module, got an object of type {kind}")
+
+
+def check_tensor(name: str, x: object) -> None:
+    """Raises TypeError unless `x` is a tensor."""
+    if not isinstance(x, Tensor):
+        hint = "; torch.from_numpy makes one" if type(x).__module__ == "numpy" else ""
+        raise TypeError(f"{name}: a tensor expected, got an object of type {type(x).__name__}{hint}")
 
 
 def check_activation(activation: str, activation_param: float | None) -> float:
@@ -68,14 +82,15 @@ def check_kernels(name: str, x: Tensor) -> None:
         raise ValueError(f"{name}: the input is on {x.device}, but {problem}")
 
 
-def check_input(name: str, tensors: tuple[Tensor | None, ...], channel_last: bool) -> None:
+def check_input(
+    name: str, x: Tensor, z: Tensor | None, tensors: tuple[Tensor | None, ...], channel_last: bool
+) -> None:
     """Raises ValueError for a wrong shape, dtype or device.
 
     Args:
-        tensors: x, weight, bias, z, running_mean, running_var, num_batches_tracked.
+        tensors: weight, bias, running_mean, running_var, num_batches_tracked.
     """
-    x, weight, bias, z, running_mean, running_var, num_batches_tracked = tensors
-    assert x is not None
+    weight, bias, running_mean, running_var, num_batches_tracked = tensors
     channel_dim = channel_dimension(name, x, channel_last)
     if not x.is_floating_point():
         raise ValueError(f"{name}: expected a floating-point input, got {x.dtype}")

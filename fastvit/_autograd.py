@@ -8,6 +8,7 @@ tensors, in their order, None where there is none; or None where the result is t
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,8 +16,6 @@ from torch.autograd.function import once_differentiable
 
 from . import ops
 from .sync import LOCAL, Transport
-
-_ops = torch.ops.fastvit
 
 
 class Function(torch.autograd.Function):
@@ -38,7 +37,7 @@ def apply_of(function: type[Function], x: torch.Tensor) -> Callable[..., torch.T
     return function.applied_directly
 
 
-def once(backward):
+def differentiable_once(backward):
     """torch's once_differentiable, without its context manager where no graph of the backward is made."""
     guarded = once_differentiable(backward)
 
@@ -60,9 +59,9 @@ def in_one_pass(shared: Transport, x: torch.Tensor) -> bool:
     return not x.is_cuda or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1
 
 
-def lying_like(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """dy, or on a GPU a copy of it, with the strides of x: operands that lie differently are read element by
-    element. An x with gaps in memory takes no copy.
+def match_strides(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """dy, or on a GPU a copy of it, with the strides of x: kernels read operands of different strides element
+    by element. Where x has gaps in memory, dy is not copied.
     """
     if not x.is_cuda or dy.stride() == x.stride():
         return dy
@@ -70,75 +69,94 @@ def lying_like(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return copy.copy_(dy) if copy.stride() == x.stride() else dy
 
 
-# The last argument of a normalisation's function: the source of its statistics, whether it uses them and not
-# the running ones, (momentum, eps), (activation, activation_param, channel_dim), and whether a recompute
-# scope makes the result again.
-Options = tuple[Transport, bool, tuple[float | None, float], tuple[str, float, int], bool]
+class NormOptions(NamedTuple):
+    """What a normalisation takes besides its tensors."""
+
+    training: bool  # normalises by batch statistics, and updates the running ones
+    momentum: float | None
+    eps: float
+    activation: str
+    activation_param: float
+    channel_last: bool
+    recompute: bool = True  # a recompute scope may make the result again
+
+    def channel_dim(self, x: torch.Tensor) -> int:
+        return x.dim() - 1 if self.channel_last else 1
+
+    def of_forward(self, x: torch.Tensor) -> tuple[float | None, float, str, float, int, bool]:
+        """The last arguments of bn_forward and abn_forward."""
+        return self.momentum, self.eps, *self.of_activation(x), self.training
+
+    def of_activation(self, x: torch.Tensor) -> tuple[str, float, int]:
+        """The last arguments of the other ops."""
+        return self.activation, self.activation_param, self.channel_dim(x)
 
 
-def _moments(x: torch.Tensor, options: Options) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The moments and their tag; None where the op makes its own, or uses the running statistics."""
-    shared, training, _, (*_, channel_dim), _ = options
-    return (None, None) if not training or in_one_pass(shared, x) else shared.moments(x, channel_dim)
+class NormFunction(Function):
+    """A normalisation: `apply(x, weight, bias, z, mean, var, num_batches_tracked, options, transport)`."""
 
-
-class BatchNormFunction(Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, z, mean, var, tracked, options: Options):
-        _, training, statistics, activation, _ = ctx.options = options
-        moments, tag = _moments(x, options)
-        y, saved = _ops.bn_forward(
-            x, moments, weight, bias, z, mean, var, tracked, *statistics, *activation, training
-        )
-        if activation[0] == "identity" and z is not None:  # backward does not need it: its gradient is dy
+    def moments(ctx, x, options: NormOptions, transport: Transport):
+        """The moments and their tag; None where the op makes its own, or uses the running statistics."""
+        ctx.options, ctx.transport = options, transport
+        if not options.training or in_one_pass(transport, x):
+            return None, None
+        return transport.moments(x, options.channel_dim(x))
+
+
+class BatchNormFunction(NormFunction):
+    @staticmethod
+    def forward(ctx, x, weight, bias, z, mean, var, tracked, options, transport):
+        moments, tag = NormFunction.moments(ctx, x, options, transport)
+        y, saved = ops.bn_forward(x, moments, weight, bias, z, mean, var, tracked, *options.of_forward(x))
+        if options.activation == "identity" and z is not None:  # its gradient is dy
             ctx.fastvit_unsaved, z = {3: 3}, None
         ctx.save_for_backward(x, weight, bias, z, saved, tag)
         return y
 
     @staticmethod
     def rebuilding(ctx):
-        *_, activation, recompute = ctx.options
-        if not recompute:
+        options = ctx.options
+        if not options.recompute:
             return None
-        return lambda x, weight, bias, z, saved, _: ops.bn_apply(x, saved, weight, bias, z, *activation)
+        return lambda x, weight, bias, z, saved, _: ops.bn_apply(
+            x, saved, weight, bias, z, *options.of_activation(x)
+        )
 
     @staticmethod
-    @once
+    @differentiable_once
     def backward(ctx, dy):
         x, weight, bias, z, saved, tag = ctx.saved_tensors
         wants_x, _, _, wants_z, *_ = ctx.needs_input_grad
-        operands = x, lying_like(dy, x), z, saved
+        operands = x, match_strides(dy, x), z, saved
         wanted = wants_x or (wants_z and z is not None)
         (dx, dz), parameters = _gradients(
-            ctx, wanted, operands, weight, bias, tag, _ops.bn_reduce, _ops.bn_backward
+            ctx, wanted, operands, weight, bias, tag, ops.bn_reduce, ops.bn_backward
         )
         if wants_z and z is None:
             dz = dy
-        return dx if wants_x else None, *parameters, dz if wants_z else None, None, None, None, None
+        return dx if wants_x else None, *parameters, dz if wants_z else None, *(None,) * 5
 
 
-class InPlaceABNFunction(Function):
+class InPlaceABNFunction(NormFunction):
     @staticmethod
-    def forward(ctx, x, weight, bias, z, mean, var, tracked, options: Options):
-        _, training, statistics, activation, _ = ctx.options = options
-        moments, tag = _moments(x, options)
-        saved = _ops.abn_forward_(
-            x, moments, weight, bias, mean, var, tracked, *statistics, *activation, training
-        )
+    def forward(ctx, x, weight, bias, z, mean, var, tracked, options, transport):
+        moments, tag = NormFunction.moments(ctx, x, options, transport)
+        saved = ops.abn_forward_(x, moments, weight, bias, mean, var, tracked, *options.of_forward(x))
         ctx.mark_dirty(x)
         ctx.fastvit_written = x._version + 1
         ctx.save_for_backward(x, weight, bias, saved, tag)
         return x
 
     @staticmethod
-    @once
+    @differentiable_once
     def backward(ctx, dy):
         y, weight, bias, saved, tag = ctx.saved_tensors
-        operands = y, lying_like(dy, y), saved
+        operands = y, match_strides(dy, y), saved
         (dx, _), parameters = _gradients(
-            ctx, ctx.needs_input_grad[0], operands, weight, bias, tag, _ops.abn_reduce, _ops.abn_backward
+            ctx, ctx.needs_input_grad[0], operands, weight, bias, tag, ops.abn_reduce, ops.abn_backward
         )
-        return dx, *parameters, None, None, None, None, None
+        return dx, *parameters, *(None,) * 6
 
 
 class InvertibleABNFunction(InPlaceABNFunction):
@@ -150,12 +168,9 @@ class InvertibleABNFunction(InPlaceABNFunction):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, z, mean, var, tracked, options: Options):
-        _, training, statistics, activation, _ = ctx.options = options
-        moments, tag = _moments(x, options)
-        y, saved = _ops.abn_forward(
-            x, moments, weight, bias, mean, var, tracked, *statistics, *activation, training
-        )
+    def forward(ctx, x, weight, bias, z, mean, var, tracked, options, transport):
+        moments, tag = NormFunction.moments(ctx, x, options, transport)
+        y, saved = ops.abn_forward(x, moments, weight, bias, mean, var, tracked, *options.of_forward(x))
         ctx.save_for_backward(y, weight, bias, saved, tag)
         return y
 
@@ -163,7 +178,7 @@ class InvertibleABNFunction(InPlaceABNFunction):
 class LayerNormFunction(Function):
     @staticmethod
     def forward(ctx, x, weight, bias, eps, output_dtype):
-        y, saved = _ops.layer_norm_forward(x, weight, bias, eps, output_dtype)
+        y, saved = ops.layer_norm_forward(x, weight, bias, eps, output_dtype)
         ctx.save_for_backward(x, weight, bias, saved)  # with bias, so that y can be rebuilt
         ctx.options = eps, output_dtype
         return y
@@ -174,11 +189,11 @@ class LayerNormFunction(Function):
         return lambda x, weight, bias, _: ops.layer_norm_forward(x, weight, bias, *options)[0]
 
     @staticmethod
-    @once
+    @differentiable_once
     def backward(ctx, dy):
         x, weight, bias, saved = ctx.saved_tensors
         wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
-        dx, sums = _ops.layer_norm_backward(x, dy, saved, weight, wants_weight or wants_bias)
+        dx, sums = ops.layer_norm_backward(x, dy, saved, weight, wants_weight or wants_bias)
         dweight, dbias = _parameter_gradients(sums, weight, bias, wants_weight, wants_bias)
         return dx if wants_x else None, dweight, dbias, None, None
 
@@ -188,7 +203,7 @@ class ActFunction(Function):
     def forward(ctx, x, activation, activation_param):
         ctx.save_for_backward(x)
         ctx.activation = activation, activation_param
-        return _ops.act_forward(x, activation, activation_param)
+        return ops.act_forward(x, activation, activation_param)
 
     @staticmethod
     def rebuilding(ctx):
@@ -196,10 +211,10 @@ class ActFunction(Function):
         return lambda x: ops.act_forward(x, *activation)
 
     @staticmethod
-    @once
+    @differentiable_once
     def backward(ctx, dy):
         (x,) = ctx.saved_tensors
-        return _ops.act_backward(x, dy, *ctx.activation), None, None
+        return ops.act_backward(x, dy, *ctx.activation), None, None
 
 
 class GluFunction(Function):
@@ -207,7 +222,7 @@ class GluFunction(Function):
     def forward(ctx, a, b, activation, activation_param):
         ctx.save_for_backward(a, b)
         ctx.activation = activation, activation_param
-        return _ops.glu_forward(a, b, activation, activation_param)
+        return ops.glu_forward(a, b, activation, activation_param)
 
     @staticmethod
     def rebuilding(ctx):
@@ -215,19 +230,19 @@ class GluFunction(Function):
         return lambda a, b: ops.glu_forward(a, b, *activation)
 
     @staticmethod
-    @once
+    @differentiable_once
     def backward(ctx, dy):
         a, b = ctx.saved_tensors
-        return *_ops.glu_backward(a, b, dy, *ctx.activation), None, None
+        return *ops.glu_backward(a, b, dy, *ctx.activation), None, None
 
 
 def _gradients(ctx, wanted, operands, weight, bias, tag, reduce, backward):
     """The gradients of the input and of the residual, where any is `wanted`; those of weight and bias."""
-    shared, training, _, activation, _ = ctx.options
+    options, transport = ctx.options, ctx.transport
     wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
     own = total = dx = dz = None
-    local = wants_x and training and in_one_pass(shared, operands[0])
-    rest = weight, bias, *activation
+    local = wants_x and options.training and in_one_pass(transport, operands[0])
+    rest = weight, bias, *options.of_activation(operands[0])
     if not local:
         own, total = _sums(ctx, tag, lambda exchange: reduce(*operands, *rest, exchange))
     if wanted:
@@ -240,9 +255,8 @@ def _gradients(ctx, wanted, operands, weight, bias, tag, reduce, backward):
 
 def _sums(ctx, tag, reduce):
     """This rank's sums and, where dx needs them, those of all ranks; None where no gradient needs them."""
-    shared, training, *_ = ctx.options
-    if ctx.needs_input_grad[0] and training:
-        rows = shared.sums(reduce, tag).unbind()
+    if ctx.needs_input_grad[0] and ctx.options.training:
+        rows = ctx.transport.sums(reduce, tag).unbind()
         return rows[0], rows[-1]
     if any(ctx.needs_input_grad[1:3]):
         return reduce(None)[0], None

@@ -1,12 +1,18 @@
-"""Loads the compiled libraries: `_C.so` (schemas, CPU kernels) and, where it was built, `_cuda.so`."""
+"""Loads the compiled libraries: `_C.so` (schemas, CPU kernels) and, where it was built, `_cuda.so`.
+
+Without `_C.so`, and with FASTVIT_KERNELS=0, the package has no ops: what needs none works (convert, report,
+verify, recompute_scope, compat's amp and optimizers), and a fused layer raises at construction.
+"""
 
 import contextlib
 import ctypes
 import functools
 import math
+import os
 import re
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -62,7 +68,7 @@ def covers(built: str, capability: tuple[int, int]) -> bool:
 @functools.cache
 def _lacks_code(device: torch.device) -> str:
     capability = torch.cuda.get_device_capability(device)
-    if covers(torch.ops.fastvit.cuda_build(), capability):
+    if covers(ops.cuda_build(), capability):
         return ""
     number = ".".join(map(str, capability))
     older = " and a toolkit before CUDA 13" if capability < (7, 5) else ""
@@ -80,25 +86,47 @@ def gpu_problem(device: torch.device) -> str:
     return "" if torch.compiler.is_compiling() or not torch.cuda.is_available() else _lacks_code(device)
 
 
-def load() -> tuple[bool, str]:
-    """Loads the libraries that exist. Returns whether the CUDA kernels are loaded, and a reason."""
+class NoOps:
+    """In the place of `torch.ops.fastvit` where there is no library."""
+
+    def __getattr__(self, op: str):
+        check_built(f"fastvit.ops.{op}")
+
+
+def check_built(name: str) -> None:
+    """Raises ImportError where there is no library; `name` is what needs one."""
+    if NOT_BUILT:
+        raise ImportError(f"{name} needs fastvit's kernels, but {NOT_BUILT}")
+
+
+def load() -> tuple[str, bool, str]:
+    """Loads the libraries that exist.
+
+    Returns why there is none, or nothing; whether the CUDA kernels are loaded, and a reason.
+    """
     cpu, cuda = FOLDER / "_C.so", FOLDER / "_cuda.so"
+    wish = os.environ.get("FASTVIT_KERNELS") or "1"
+    if wish not in ("0", "1"):
+        raise ImportError(f"fastvit: FASTVIT_KERNELS is {wish!r}; 0 or 1 expected")
+    if wish == "0":
+        return "FASTVIT_KERNELS=0 says that none are loaded", False, "not loaded: FASTVIT_KERNELS=0"
     if not cpu.exists():
-        raise ImportError(
-            f"fastvit: {cpu} is missing: this is a source tree that was not built. "
-            "Run `make install`, or `pip install .` and import it from another folder."
+        why = (
+            f"{cpu} is missing; build it with `make install` or `pip install .`, on Linux with a C++ compiler"
         )
+        return why, False, "not built"
     torch.ops.load_library(str(cpu))
     built = torch.ops.fastvit.cuda_build()
     if not cuda.exists():
-        return False, built if built.startswith("not built") else f"missing from {FOLDER}; {built}"
+        return "", False, built if built.startswith("not built") else f"missing from {FOLDER}; {built}"
     if torch.version.cuda is None:  # a CPU build of torch lacks the stream function that it needs
-        return False, f"not loaded, because this torch is a CPU build; {built}"
+        return "", False, f"not loaded, because this torch is a CPU build; {built}"
     if problem := driver_problem(built):
         warnings.warn(f"fastvit: the CUDA kernels are not loaded: {problem}", stacklevel=2)
-        return False, f"not loaded: {problem}; {built}"
+        return "", False, f"not loaded: {problem}; {built}"
     torch.ops.load_library(str(cuda))
-    return True, f"loaded; {built}"
+    return "", True, f"loaded; {built}"
 
 
-HAS_CUDA, CUDA_STATUS = load()
+NOT_BUILT, HAS_CUDA, CUDA_STATUS = load()
+ops: Any = NoOps() if NOT_BUILT else torch.ops.fastvit

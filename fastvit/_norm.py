@@ -13,27 +13,24 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import init
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from . import sync
+from . import _library, functional, sync
+from ._autograd import NormOptions
 from ._formulas import effective_gamma
+from .functional import NormTensors
 
 _UNSAFE = 0.05  # relative error of the recovered xhat above which a layer warns
 _CHECK_EVERY = 1024  # forwards; each check reads one number on the host
 _CONVERTERS = ("convert_sync_batchnorm", "convert_syncbn_model")  # torch's and timm's, apex's
 
 
-def check_num_features(name: str, num_features: object) -> None:
+def _check_num_features(name: str, num_features: object) -> None:
+    _library.check_built(f"fastvit.{name}")
     if isinstance(num_features, bool) or not isinstance(num_features, Integral) or num_features < 1:
         raise ValueError(f"{name}: num_features is {num_features!r}; a positive int expected")
 
 
-# weight, bias, running_mean, running_var, num_batches_tracked, training, momentum
-ForwardState = tuple[
-    Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, bool, float | None
-]
-
-
-def forward_state(layer: _BatchNorm) -> ForwardState:
-    """The parameters, statistics and buffers that a forward of `layer` uses, by torch BatchNorm's rules.
+def forward_state(layer: _BatchNorm) -> tuple[NormTensors, bool, float | None]:
+    """The tensors that a forward of `layer` uses, training and momentum, by torch BatchNorm's rules.
 
     Batch statistics are used in training, and in evaluation without running statistics. Running statistics
     are updated only in training with track_running_stats.
@@ -55,28 +52,59 @@ def forward_state(layer: _BatchNorm) -> ForwardState:
     if bias is not None and not bias.is_contiguous():
         bias = bias.contiguous()
     if not layer.training:
-        return weight, bias, running_mean, running_var, None, running_mean is None, 0.0
+        return NormTensors(weight, bias, running_mean, running_var), running_mean is None, 0.0
     if not layer.track_running_stats:
-        return weight, bias, None, None, None, True, 0.0  # without an update the factor is not used
+        return NormTensors(weight, bias, None, None), True, 0.0  # without an update the factor is not used
     momentum = layer.momentum
     # Like torch: a cumulative average without a counter does not update.
     factor = 0.0 if momentum is None and tracked is None else momentum
-    return weight, bias, running_mean, running_var, tracked, True, factor
+    return NormTensors(weight, bias, running_mean, running_var, tracked), True, factor
 
 
-class OptionalBias(_BatchNorm):
-    """Adds the option `bias=False`, a weight alone, as torch's layers have since 2.13.
+class NormLayer(_BatchNorm):
+    """What the layers share: the option `bias=False`, as torch's have since 2.13, and one forward.
 
     Statistics are those of this process, unless SharesGroup comes before it.
     """
 
-    def __init__(self, *args, bias: bool = True, **kwargs):
-        super().__init__(*args, **kwargs)
+    channel_last = False
+    abs_weight = False
+    _forwards_to_check = 0
+
+    def __init__(self, num_features: int, *args, bias: bool = True, **kwargs):
+        _check_num_features(type(self).__name__, num_features)
+        super().__init__(num_features, *args, **kwargs)
         if not bias:
             self.register_parameter("bias", None)
 
     def _statistics_group(self) -> "tuple[torch.distributed.ProcessGroup | None, int]":
         return None, 0
+
+    def _normalise(
+        self,
+        name: str,
+        x: Tensor,
+        z: Tensor | None = None,
+        activation: str = "identity",
+        activation_param: float = 0.0,
+        *,
+        in_place: bool = False,
+        recompute: bool = True,
+    ) -> Tensor:
+        """`functional.normalise` with the layer's tensors and options."""
+        tensors, training, momentum = forward_state(self)
+        if self.abs_weight and tensors.weight is not None:
+            tensors = tensors._replace(weight=functional.absolute_weight(tensors.weight, self.eps))
+        if z is not None and z.dtype != x.dtype:  # under autocast a residual may have another dtype
+            z = z.to(x.dtype)
+        options = NormOptions(
+            training, momentum, self.eps, activation, activation_param, self.channel_last, recompute
+        )
+        group, layer = self._statistics_group()
+        y = functional.normalise(name, x, z, tensors, options, group, layer, in_place)
+        if in_place:
+            self.check_conditioning(x)
+        return y
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         """None; others' converters ask for them when they have made a torch.nn.SyncBatchNorm of `self`.
@@ -109,16 +137,10 @@ class OptionalBias(_BatchNorm):
             f"bias={self.bias is not None}, track_running_stats={self.track_running_stats}"
         )
 
-
-class ChecksConditioning(_BatchNorm):
-    """A layer that can work in place, and then recovers its input from the rounded output."""
-
-    _forwards_to_check = 0
-
     def check_conditioning(self, x: Tensor) -> None:
-        """Warns once when |bias| / |weight| is so large that the recovered xhat has a large error.
+        """Warns once when |bias| / |weight| is so large that xhat, recovered from y, has a large error.
 
-        Called after the op, which has checked weight and bias.
+        Called after an op in place, which has checked weight and bias.
         """
         left = self._forwards_to_check
         if not self.training or left < 0 or torch.compiler.is_compiling():
@@ -143,7 +165,7 @@ class ChecksConditioning(_BatchNorm):
                 f"{x.dtype} the input recovered in backward is off by about {min(error, 1):.0%} in that "
                 "channel; use a wider dtype for this layer, or a layer that saves its input "
                 "(BatchNormAct with memory='recompute')",
-                stacklevel=4,
+                stacklevel=5,
             )
 
 
@@ -161,7 +183,19 @@ class SharesGroup(_BatchNorm):
     layer_number: int
 
     def set_group(self, process_group: "torch.distributed.ProcessGroup | None") -> None:
-        """Sets the process group over which statistics are shared; None is the default group."""
+        """Sets the process group over which statistics are shared; None is the default group.
+
+        Raises:
+            TypeError: it is the ranks of a group.
+        """
+        ranks = (
+            process_group >= 0 if isinstance(process_group, int) else None
+        )  # < 0: of which this is no rank
+        if ranks or isinstance(process_group, (list, tuple, range)):
+            raise TypeError(
+                f"{type(self).__name__}: {self.group_attribute} is {process_group!r}; a group expected, as "
+                "torch.distributed.new_group(ranks) makes one on every rank"
+            )
         setattr(self, self.group_attribute, process_group)
         self.layer_number = next(_layer_numbers)
 

@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor
 
-from . import _arguments, _norm, functional
+from . import _arguments, _norm
 
 __all__ = ["BatchNormAct", "BatchNormActSync"]
 
 MEMORY = ("recompute", "inplace", "keep")
 
 
-class BatchNormAct(_norm.OptionalBias, _norm.ChecksConditioning):
+class BatchNormAct(_norm.NormLayer):
     """BatchNorm + residual + activation in one pass, with a choice of what is kept for backward.
 
     Args:
@@ -58,7 +58,6 @@ class BatchNormAct(_norm.OptionalBias, _norm.ChecksConditioning):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
-        _norm.check_num_features(type(self).__name__, num_features)
         if memory not in MEMORY:
             raise ValueError(f"memory is {memory!r}; one of {', '.join(MEMORY)} expected")
         activation_param = _arguments.check_activation(activation, activation_param)
@@ -73,27 +72,15 @@ class BatchNormAct(_norm.OptionalBias, _norm.ChecksConditioning):
         self.channel_last = channel_last
 
     def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
-        weight, bias, running_mean, running_var, tracked, training, momentum = _norm.forward_state(self)
-        process_group, layer = self._statistics_group()
-        if self.memory == "inplace":
-            if z is not None:
-                raise ValueError(
-                    f"{type(self).__name__}: got a residual z with memory='inplace'; "
-                    "'recompute' or 'keep' expected"
-                )
-            y = functional.inplace_abn(
-                input, weight, bias, running_mean, running_var, training, momentum, self.eps, self.activation,
-                self.activation_param, channel_last=self.channel_last, num_batches_tracked=tracked,
-                process_group=process_group, layer=layer,
-            )  # fmt: skip
-            self.check_conditioning(input)
-            return y
-        if z is not None and z.dtype != input.dtype:  # under autocast a residual may have another dtype
-            z = z.to(input.dtype)
-        return functional.batch_norm_act(
-            input, weight, bias, running_mean, running_var, z, training, momentum, self.eps, self.activation,
-            self.activation_param, channel_last=self.channel_last, num_batches_tracked=tracked,
-            recompute=self.memory == "recompute", process_group=process_group, layer=layer,
+        in_place = self.memory == "inplace"
+        if in_place and z is not None:
+            raise ValueError(
+                f"{type(self).__name__}: got a residual z with memory='inplace'; "
+                "'recompute' or 'keep' expected"
+            )
+        return self._normalise(
+            "inplace_abn" if in_place else "batch_norm_act", input, z, self.activation, self.activation_param,
+            in_place=in_place, recompute=self.memory == "recompute",
         )  # fmt: skip
 
     def extra_repr(self) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from ._arguments import check_module
 from .budget import within_budget
 from .fuse import unfuse
 from .recompute import Policy, close_scope, compiled, open_scope
@@ -86,10 +87,7 @@ def convert(
         ValueError: `budget` is out of range or less than what is possible, it or `example_inputs` is given
             alone, the model cannot be copied for it, or a block of `skip` does not exist.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"convert: model must be a torch.nn.Module, got an object of type {type(model).__name__}"
-        )
+    check_module("convert", model)
     policy = Policy(products, weight_casts, skip=_skipped(model, skip))
     if budget == "least":
         policy = dataclasses.replace(policy, products=True, deep=True)

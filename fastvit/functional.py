@@ -5,7 +5,8 @@ their output, which the next layer often saves too.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,16 +20,16 @@ from ._arguments import (
     check_input,
     check_kernels,
     check_may_be_overwritten,
+    check_tensor,
 )
 from ._autograd import (
     ActFunction,
     BatchNormFunction,
-    Function,
     GluFunction,
     InPlaceABNFunction,
     InvertibleABNFunction,
     LayerNormFunction,
-    Options,
+    NormOptions,
     apply_of,
 )
 from ._formulas import activate
@@ -44,44 +45,65 @@ __all__ = [
 ]
 
 
-def _layer(
-    name: str, function: type[Function], traced: Callable[..., Tensor], tensors, training: bool,
-    momentum: float | None, eps: float, activation: str, activation_param: float, channel_last: bool,
-    process_group, layer: int, recompute: bool = True,
-) -> Tensor:  # fmt: skip
-    """Applies the function of a normalisation to `tensors` and its options; see _autograd.py.
+class NormTensors(NamedTuple):
+    """The tensors of a normalisation besides its input and a residual: parameters and running statistics."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    num_batches_tracked: Tensor | None = None
+
+
+def normalise(
+    name: str,
+    x: Tensor,
+    z: Tensor | None,
+    tensors: NormTensors,
+    options: NormOptions,
+    process_group: "torch.distributed.ProcessGroup | None",
+    layer: int = 0,
+    in_place: bool = False,
+) -> Tensor:
+    """A normalisation of every kind: all layers, and the functions of this module, call it.
 
     The op checks its arguments before it writes anything. So where it shares nothing with other ranks, the
-    checks here, which take as long as it, only say in the layer's words what it has refused.
+    checks here, which take as long as the op, only say in the layer's words what the op has refused.
 
-    `traced` takes the function's place for torch.compile.
+    Args:
+        name: of the layer's function, in errors.
+        process_group: None is this process alone.
+        layer: a number that is unique among the layers of this process, by which ranks detect that they are
+            in different layers; 0 for a layer without one.
     """
-    x, compiling = tensors[0], torch.compiler.is_compiling()
+    check_tensor(name, x)
+    if in_place:
+        check_may_be_overwritten(name, x)
+    compiling = torch.compiler.is_compiling()
     shared: sync.Transport = sync.LOCAL
     if process_group is not None:
-        if training:
-            shared = sync.transport_for(process_group, sync.LayerKey(name, layer, momentum))
+        if options.training:
+            shared = sync.transport_for(process_group, sync.LayerKey(name, layer, options.momentum))
         elif not compiling:
             sync.check()  # raises errors of the last exchanges of training
-    channel_dim = x.dim() - 1 if channel_last else 1
     checked = compiling or shared is not sync.LOCAL or x.dim() < 2
     if checked:
-        check_input(name, tensors, channel_last)
+        check_input(name, x, z, tensors, options.channel_last)
     # With several ranks the others may have values. Their counts are never read back to the host.
-    if training and x.numel() == x.shape[channel_dim] and shared is sync.LOCAL:
+    if options.training and shared is sync.LOCAL and x.numel() == x.shape[options.channel_dim(x)]:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
-    options = (shared, training, (momentum, eps), (activation, activation_param, channel_dim), recompute)
+    weight, bias, *statistics = tensors
+    arguments = x, weight, bias, z, *statistics, options, shared
+    if compiling and in_place:
+        return x.copy_(InvertibleABNFunction.apply(*arguments))
     if compiling:
-        return traced(*tensors, options)
+        return _trace(*arguments)
     try:
-        y = apply_of(function, x)(*tensors, options)
+        return apply_of(InPlaceABNFunction if in_place else BatchNormFunction, x)(*arguments)
     except RuntimeError:
         if not checked:
-            check_input(name, tensors, channel_last)
+            check_input(name, x, z, tensors, options.channel_last)
         raise
-    if training:  # the dispatcher does not count what an op of C++ writes
-        torch.autograd.graph.increment_version([tensor for tensor in tensors[4:] if tensor is not None])
-    return y
 
 
 def sync_batch_norm(
@@ -99,7 +121,6 @@ def sync_batch_norm(
     fuse_relu: bool = False,
     channel_last: bool = False,
     num_batches_tracked: Tensor | None = None,
-    layer: int = 0,
 ) -> Tensor:
     """Batch normalisation over the ranks of a group, plus a residual, plus ReLU.
 
@@ -111,8 +132,6 @@ def sync_batch_norm(
         z: residual of x's shape and dtype, added before the ReLU.
         momentum: None averages cumulatively and needs num_batches_tracked (int64, one number, counted up).
         process_group: None is the default group, or this process alone when there is none.
-        layer: a number that is unique among the layers of this process, by which ranks detect that they are
-            in different layers; 0 for a layer without one.
 
     Returns:
         A new tensor of x's dtype and memory format. Saves x for backward (and z with fuse_relu); inside
@@ -125,11 +144,10 @@ def sync_batch_norm(
             or momentum, or are in another layer; a rank that died or did not arrive within the group's
             timeout. Nothing is written then.
     """
-    return _layer(
-        "sync_batch_norm", BatchNormFunction, _traced_batch_norm_act,
-        (x, weight, bias, z, running_mean, running_var, num_batches_tracked), training, momentum, eps,
-        "relu" if fuse_relu else "identity", 0.0, channel_last, sync.default_group(process_group), layer,
-    )  # fmt: skip
+    tensors = NormTensors(weight, bias, running_mean, running_var, num_batches_tracked)
+    options = NormOptions(training, momentum, eps, "relu" if fuse_relu else "identity", 0.0, channel_last)
+    group = sync.default_group(process_group)
+    return normalise("sync_batch_norm", x, z, tensors, options, group)
 
 
 def batch_norm_act(
@@ -149,7 +167,6 @@ def batch_norm_act(
     num_batches_tracked: Tensor | None = None,
     recompute: bool = True,
     process_group: "torch.distributed.ProcessGroup | None" = None,
-    layer: int = 0,
 ) -> Tensor:
     """Batch normalisation, plus a residual, and an activation.
 
@@ -164,35 +181,30 @@ def batch_norm_act(
     Other arguments and errors as in `sync_batch_norm`. Saves x for backward, and z where the activation's
     gradient depends on it. torch.compile traces plain torch ops where they compute the same.
     """
-    return _layer(
-        "batch_norm_act", BatchNormFunction, _traced_batch_norm_act,
-        (x, weight, bias, z, running_mean, running_var, num_batches_tracked), training, momentum, eps,
-        activation, check_activation(activation, activation_param), channel_last, process_group, layer,
-        recompute,
-    )  # fmt: skip
+    param = check_activation(activation, activation_param)
+    tensors = NormTensors(weight, bias, running_mean, running_var, num_batches_tracked)
+    options = NormOptions(training, momentum, eps, activation, param, channel_last, recompute)
+    return normalise("batch_norm_act", x, z, tensors, options, process_group)
 
 
-def _traced_batch_norm_act(
-    x, weight, bias, z, running_mean, running_var, num_batches_tracked, options: Options
-) -> Tensor:
+def _trace(*arguments) -> Tensor:
     """Plain torch ops, which torch.compile can fuse and recompute, where they compute the same."""
-    shared, training, (momentum, eps), (activation, activation_param, channel_dim), _ = options
+    x, weight, bias, z, running_mean, running_var, num_batches_tracked, options, shared = arguments
     dtypes = {t.dtype for t in (weight, bias, running_mean, running_var) if t is not None}
     narrow = x.dtype in (torch.float16, torch.bfloat16) and dtypes == {torch.float32}
     # F.batch_norm needs a number as factor, which a cumulative average would have to read from the device.
-    if momentum is None or shared is not sync.LOCAL or not (narrow or dtypes <= {x.dtype}):
-        return BatchNormFunction.apply(
-            x, weight, bias, z, running_mean, running_var, num_batches_tracked, options
-        )
+    if options.momentum is None or shared is not sync.LOCAL or not (narrow or dtypes <= {x.dtype}):
+        return BatchNormFunction.apply(*arguments)
     if num_batches_tracked is not None:
         num_batches_tracked.add_(1)
+    channel_dim = options.channel_dim(x)
     moved = channel_dim != 1
     y = F.batch_norm(
         x.movedim(channel_dim, 1) if moved else x,
-        running_mean, running_var, weight, bias, training, momentum, eps,
+        running_mean, running_var, weight, bias, options.training, options.momentum, options.eps,
     )  # fmt: skip
     y = y.movedim(1, channel_dim) if moved else y
-    return activate(y if z is None else y + z, activation, activation_param)
+    return activate(y if z is None else y + z, options.activation, options.activation_param)
 
 
 def inplace_abn(
@@ -211,7 +223,6 @@ def inplace_abn(
     num_batches_tracked: Tensor | None = None,
     abs_weight: bool = False,
     process_group: "torch.distributed.ProcessGroup | None" = None,
-    layer: int = 0,
 ) -> Tensor:
     """Batch normalisation and activation written over x, which is returned.
 
@@ -230,18 +241,11 @@ def inplace_abn(
     Activated BatchNorm for Memory-Optimized Training of DNNs", arXiv:1712.02616.
     """
     check_in_place_activation(activation, activation_param)
-    check_may_be_overwritten("inplace_abn", x)
     if abs_weight and weight is not None:
         weight = absolute_weight(weight, eps)
-    return _layer(
-        "inplace_abn", InPlaceABNFunction, _traced_inplace_abn,
-        (x, weight, bias, None, running_mean, running_var, num_batches_tracked), training, momentum, eps,
-        activation, activation_param, channel_last, process_group, layer,
-    )  # fmt: skip
-
-
-def _traced_inplace_abn(x: Tensor, *arguments) -> Tensor:
-    return x.copy_(InvertibleABNFunction.apply(x, *arguments))
+    tensors = NormTensors(weight, bias, running_mean, running_var, num_batches_tracked)
+    options = NormOptions(training, momentum, eps, activation, activation_param, channel_last)
+    return normalise("inplace_abn", x, None, tensors, options, process_group, in_place=True)
 
 
 def inplace_abn_sync(
@@ -286,6 +290,7 @@ def layer_norm(
         ValueError: x does not end with normalized_shape, or is on a GPU and there are no CUDA kernels.
         RuntimeError: an argument that `fastvit.ops.layer_norm_forward` cannot take.
     """
+    check_tensor("layer_norm", x)
     shape = tuple(normalized_shape)
     if not shape or tuple(x.shape[-len(shape) :]) != shape:
         raise ValueError(

@@ -194,6 +194,8 @@ def fuse(model: nn.Module) -> nn.Module:
     dimensions, and in an nn.Sequential its own output is that of the activation. `convert_syncbn_model` may
     come before or after; torch's and timm's converters to SyncBatchNorm refuse a layer with an activation.
     """
+    _arguments.check_module("fuse", model)
+    _library.check_built("fastvit.fuse")
     if _lacks_kernels(model):
         return model
     places = Counter(id(child) for parent in model.modules() for child in parent._modules.values())
@@ -317,6 +319,8 @@ def convert_syncbn_model(
 
     The check of dimensions of BatchNorm1d/2d/3d is lost: a SyncBatchNorm takes 2 to 5 dimensions.
     """
+    _arguments.check_module("convert_syncbn_model", module)
+    _library.check_built("fastvit.convert_syncbn_model")
     left = Counter(
         type(layer).__qualname__
         for layer in module.modules()

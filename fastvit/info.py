@@ -26,7 +26,8 @@ def facts() -> dict[str, str]:
     return {
         "fastvit": fastvit.__version__,
         "library": str(_library.FOLDER),
-        "CPU kernels": f"{torch.ops.fastvit.cpu_capability()}, {torch.get_num_threads()} threads",
+        "CPU kernels": _library.NOT_BUILT
+        or f"{_library.ops.cpu_capability()}, {torch.get_num_threads()} threads",
         "CUDA kernels": _library.CUDA_STATUS,
         "torch": f"{torch.__version__} (CUDA {torch.version.cuda or 'none'})",
         "python": platform.python_version(),

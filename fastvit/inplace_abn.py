@@ -7,12 +7,12 @@ CVPR 2018, arXiv:1712.02616.
 import torch
 from torch import Tensor
 
-from . import _arguments, _norm, functional
+from . import _arguments, _norm
 
 __all__ = ["InPlaceABN", "InPlaceABNSync"]
 
 
-class InPlaceABN(_norm.OptionalBias, _norm.ChecksConditioning):
+class InPlaceABN(_norm.NormLayer):
     """BatchNorm + activation, written over the input; saves its output for backward, plus O(C) numbers.
 
     The input is lost. So it must not be a leaf that requires grad, must not be saved by the op that made it
@@ -63,7 +63,6 @@ class InPlaceABN(_norm.OptionalBias, _norm.ChecksConditioning):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
-        _norm.check_num_features(type(self).__name__, num_features)
         _arguments.check_in_place_activation(activation, activation_param)
         super().__init__(
             num_features, eps, momentum, affine, track_running_stats, bias=bias, device=device, dtype=dtype
@@ -74,18 +73,7 @@ class InPlaceABN(_norm.OptionalBias, _norm.ChecksConditioning):
         self.abs_weight = abs_weight
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self._normalise(x)
-        self.check_conditioning(x)
-        return y
-
-    def _normalise(self, x: Tensor) -> Tensor:
-        weight, bias, running_mean, running_var, tracked, training, momentum = _norm.forward_state(self)
-        process_group, layer = self._statistics_group()
-        return functional.inplace_abn(
-            x, weight, bias, running_mean, running_var, training, momentum, self.eps, self.activation,
-            self.activation_param, channel_last=self.channel_last, num_batches_tracked=tracked,
-            abs_weight=self.abs_weight, process_group=process_group, layer=layer,
-        )  # fmt: skip
+        return self._normalise("inplace_abn", x, None, self.activation, self.activation_param, in_place=True)
 
     def extra_repr(self) -> str:
         text = f"{super().extra_repr()}, activation={self.activation}"

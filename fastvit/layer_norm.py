@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from . import functional
+from . import _library, functional
 
 __all__ = ["LayerNorm"]
 
@@ -32,6 +32,7 @@ class LayerNorm(nn.LayerNorm):
         *,
         output_dtype: torch.dtype | None = None,
     ):
+        _library.check_built("fastvit.LayerNorm")
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device=device, dtype=dtype)
         self.output_dtype = output_dtype
 

@@ -36,7 +36,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from . import _library  # noqa: F401  (registers the ops)
+from . import _library
 
 __all__ = [
     "abn_backward",
@@ -56,7 +56,7 @@ __all__ = [
     "layer_norm_forward",
 ]
 
-_ops = torch.ops.fastvit
+_ops = _library.ops
 F = TypeVar("F", bound=Callable)
 
 
@@ -90,6 +90,8 @@ def _fake(allocate: Callable[..., object]) -> Callable[[F], F]:
 
     def register(function: F) -> F:
         op = function.__name__
+        if _library.NOT_BUILT:
+            return function
         names = [argument.name for argument in getattr(_ops, op).default._schema.arguments]
 
         def checked(*args, **kwargs):

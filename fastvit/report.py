@@ -55,12 +55,14 @@ class Report:
         kept_after: bytes that a forward of the converted model keeps, measured.
         tensors: the tensors that the converted model keeps or rebuilds, those of one kind in one row.
         notes: where nothing can be rebuilt, and why.
+        converted: whether the model itself is converted, and not only the copy that was measured.
     """
 
     kept_before: int
     kept_after: int
     tensors: list[TensorReport] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    converted: bool = True
 
     @property
     def saved_bytes(self) -> int:
@@ -86,6 +88,8 @@ class Report:
         rest = self.kept_after - sum(row.kept_bytes for row in shown)
         if rest > 0:
             lines.append(f"and {_bytes(rest)} in smaller tensors, the result, compiled code")
+        if not self.converted:
+            lines.append("the model is not converted yet: fastvit.convert(model) makes it what was measured")
         return "\n".join([*lines, *[f"note: {note}" for note in self.notes]])
 
     def summary(self) -> str:
@@ -164,7 +168,7 @@ def report(model: nn.Module, *inputs: object, **kwinputs: object) -> Report:
     notes = list(seen.notes)
     if any(module._compiled_call_impl is not None for module in model.modules()):
         notes.append("measured without Module.compile, which is not copied; pass torch.compile(model)")
-    return Report(before, trial.kept_bytes(converted), rows, notes)
+    return Report(before, trial.kept_bytes(converted), rows, notes, is_converted(model))
 
 
 class Seen:

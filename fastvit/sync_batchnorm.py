@@ -4,12 +4,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import _arguments, _norm, functional
+from . import _arguments, _norm
 
 __all__ = ["BatchNorm", "SyncBatchNorm", "create_syncbn_process_group"]
 
 
-class SyncBatchNorm(_norm.SharesGroup, _norm.OptionalBias):
+class SyncBatchNorm(_norm.SharesGroup, _norm.NormLayer):
     """BatchNorm with statistics over a process group, on CPU and CUDA.
 
     Args:
@@ -64,7 +64,6 @@ class SyncBatchNorm(_norm.SharesGroup, _norm.OptionalBias):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
-        _norm.check_num_features("SyncBatchNorm", num_features)
         super().__init__(
             num_features, eps, momentum, affine, track_running_stats, bias=bias, device=device, dtype=dtype
         )
@@ -73,21 +72,14 @@ class SyncBatchNorm(_norm.SharesGroup, _norm.OptionalBias):
         self.fuse_relu = fuse_relu
 
     def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
-        if z is not None and z.dtype != input.dtype:  # autocast can leave a residual in another precision
-            z = z.to(input.dtype)
-        weight, bias, running_mean, running_var, tracked, training, momentum = _norm.forward_state(self)
-        return functional.sync_batch_norm(
-            input, weight, bias, running_mean, running_var, z, training, momentum, self.eps,
-            process_group=self.process_group, fuse_relu=self.fuse_relu, channel_last=self.channel_last,
-            num_batches_tracked=tracked, layer=self.layer_number,
-        )  # fmt: skip
+        return self._normalise("sync_batch_norm", input, z, "relu" if self.fuse_relu else "identity")
 
     def extra_repr(self) -> str:
         flags = [name for name in ("channel_last", "fuse_relu") if getattr(self, name)]
         return ", ".join([super().extra_repr(), *(f"{flag}=True" for flag in flags)])
 
 
-class BatchNorm(_norm.OptionalBias):
+class BatchNorm(_norm.NormLayer):
     """BatchNorm for 2 to 5 dimensions: `revert_syncbn_model` makes it of a SyncBatchNorm built as such."""
 
     def _check_input_dim(self, input: Tensor) -> None:

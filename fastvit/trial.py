@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, distributed, nn
 from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader
 
+from ._arguments import check_module
 from ._norm import SharesGroup
 from .memory import live_bytes
 from .recompute import active_scope
@@ -43,6 +45,13 @@ def tensors_of(values: object) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
+_HOLDERS = (
+    (Mapping, "pass what it holds as keyword arguments, **batch"),
+    ((tuple, list), "pass what it holds as arguments, *batch"),
+    (DataLoader, "pass a batch of it, next(iter(loader)), or the part of that which the model takes"),
+)
+
+
 class Trial:
     """A model and the inputs with which copies of it run.
 
@@ -63,9 +72,7 @@ class Trial:
         self._begun, self._forwards = time.monotonic(), 0
 
     def _refuse(self) -> None:
-        if not isinstance(self.model, nn.Module):
-            kind = type(self.model).__name__
-            raise TypeError(f"{self.caller}: model must be a torch.nn.Module, got an object of type {kind}")
+        check_module(self.caller, self.model)
         if active_scope() is not None:
             raise RuntimeError(f"{self.caller}: call it outside of recompute_scope()")
         for module in self.model.modules():
@@ -120,7 +127,7 @@ class Trial:
         """Runs a copy.
 
         Raises:
-            TypeError: it failed, and an argument is the size of a tensor.
+            TypeError: it failed, and an argument is the size of a tensor, or holds the arguments.
         """
         self._forwards += 1
         if time.monotonic() - self._begun > _QUIET:
@@ -135,6 +142,12 @@ class Trial:
                     size = tuple(value)
                     raise TypeError(
                         f"{self.caller}: a tensor expected, such as torch.zeros{size}, got the size {size}"
+                    ) from error
+            for kind, instead in _HOLDERS:
+                if len(args) == 1 and isinstance(args[0], kind):
+                    given = type(args[0]).__name__
+                    raise TypeError(
+                        f"{self.caller}: the model failed with a {given} ({error}); {instead}"
                     ) from error
             raise
 

@@ -195,7 +195,16 @@ def _step(
         trial.seed()
         # Results of an op, not leaves, so that the model may overwrite its inputs where the original does.
         given = pytree.tree_map_only(Tensor, torch.clone, leaves)
-        outputs = tensors_of(trial.forward(model, given))
+        try:
+            outputs = tensors_of(trial.forward(model, given))
+        except RuntimeError as error:
+            if dtype is None or not any(
+                word in str(error) for word in ("dtype", "type Double", "Double and")
+            ):
+                raise
+            raise RuntimeError(
+                f"verify: the model does not run in {dtype} ({error}); pass dtype=None for its own dtype"
+            ) from error
         if recipes is not None:
             recipes.check()
         if not outputs:

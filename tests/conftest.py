@@ -24,26 +24,34 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 TARGET = os.environ.get("FASTVIT_TEST_DEVICE", "cpu")
-# What `make test` leaves to `make test ALL=1`, by the beginning of a test's name: long trainings, programs
-# drawn at random, combinations whose pairs other cases have, and what runs tools.
+# What `make test` leaves to `make test ALL=1`, by the beginning of a test's name, and after a * its end: long
+# trainings, programs drawn at random, combinations whose pairs other cases have, and what runs tools.
 THOROUGH = """
-    test_apex_tests test_benchmarks test_compat_example::test_two_ranks_then_one[apex]
-    test_compat_example::test_two_ranks_then_one[fastvit] test_convert_programs test_demo test_gpu_tool
+    test_apex_tests test_benchmarks test_compat_example test_convert_programs test_demo test_gpu_tool
     test_kills test_arguments::test_opcheck[cropped] test_arguments::test_opcheck[nhwc
-    test_arguments::test_opcheck[tokens] test_budget::test_the_share_that_remains[0.3]
-    test_budget::test_the_share_that_remains[0.4] test_budget::test_the_share_that_remains[0.57]
-    test_budget::test_the_share_that_remains[0.6 test_budget::test_the_share_that_remains[0.7
-    test_budget::test_the_share_that_remains[0.9 test_build::test_kernels_that_do_not_compile
-    test_build::test_no_compiler test_compat_import::test_local_rank_that_another
-    test_compat_import::test_ranks_that_leave test_convert_compiled test_convert_vit_ranks
+    test_arguments::test_opcheck[tokens]
+    test_budget::test_the_share_that_remains[0.3] test_budget::test_the_share_that_remains[0.4]
+    test_budget::test_the_share_that_remains[0.57] test_budget::test_the_share_that_remains[0.6
+    test_budget::test_the_share_that_remains[0.7 test_budget::test_the_share_that_remains[0.9
+    test_budget::test_under_autocast test_build::test_kernels_that_do_not_compile test_build::test_no_compiler
+    test_compat_cpu::test_a_gan test_compat_cpu::test_torch_amp_with test_compat_import::test_every_rank_fails
+    test_compat_import::test_local_rank_that_another
+    test_compat_import::test_processes_that_a_script_starts_find_apex[exec
+    test_compat_import::test_processes_that_a_script_starts_find_apex[shell
+    test_compat_import::test_processes_that_a_script_starts_find_apex[spawn
+    test_compat_import::test_ranks_that_leave test_compile::test_fullgraph*nhwc] test_convert_compiled
+    test_convert::test_norms*-nhwc] test_convert_vit_ranks
+    test_convert_vit::test_the_same_bits_and_less_kept*-fp16]
+    test_convert_vit::test_a_mask_of_dropout_takes_a_bit*fp16] test_faults::test_killed[forward
     test_ops::test_kernels_of_other_instruction_sets test_ops::test_results_larger_than_the_caches[sizes1
-    test_ops::test_results_larger_than_the_caches[sizes2
-    test_ops::test_results_larger_than_the_caches[sizes3 test_report::test_compiled_models
+    test_ops::test_results_larger_than_the_caches[sizes2 test_ops::test_results_larger_than_the_caches[sizes3
+    test_recompute_steps::test_a_change_between_steps*-products] test_report::test_compiled_models
     test_report::test_under_autocast test_set_up::test_killed test_sync::test_a_rank_that_never_calls
-    test_training_runs::test_killed_run test_training_runs::test_stop_after
-    test_training_runs::test_resume_is_bitwise_in_every_precision[--amp-bf16
-    test_training_runs::test_resume_is_bitwise_in_every_precision[--amp-O1
-    test_training_runs::test_resume_is_bitwise_in_every_precision[--amp-O3
+    test_training_checkpoints::test_full_disk test_training_faults::test_a_run_that_cannot_read*seconds]
+    test_training_memory::test_every_precision_runs_the_converted_model[O
+    test_training_memory::test_memory_changes_no_loss[inplace test_training_runs::test_a_killed_host
+    test_training_runs::test_killed_run test_training_runs::test_resume_is_bitwise_in_every_precision
+    test_training_runs::test_sigterm_to_one_rank_saves_all*options1] test_training_runs::test_stop_after
 """.split()
 MODEL_OF_CUDA_TAKES_ONE_OF = 8  # of the cases of an op
 
@@ -64,10 +72,11 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        name = item.nodeid.rpartition("/")[2].replace(".py", "", 1)
+        name = item.nodeid.removeprefix("tests/").replace(".py", "", 1)
         many = TARGET == "cuda_host" and "cuda_host" not in item.nodeid
         left_out = many and zlib.crc32(name.encode()) % MODEL_OF_CUDA_TAKES_ONE_OF
-        if left_out or name.startswith(tuple(THOROUGH)):
+        begins_and_ends = (entry.partition("*")[::2] for entry in THOROUGH)
+        if left_out or any(name.startswith(begin) and name.endswith(end) for begin, end in begins_and_ends):
             item.add_marker(pytest.mark.thorough)
 
 

@@ -17,8 +17,11 @@ class Cases(unittest.TestCase):
         x = torch.ones(2, device="cuda").cuda()
         self.assertTrue(x.is_cuda)
         self.assertEqual(x.half().type(), "torch.cuda.HalfTensor")
-        model = amp.initialize(torch.nn.Linear(2, 2).cuda(), opt_level="O2", verbosity=0)
-        self.assertEqual(model.weight.dtype, torch.half)
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2)).cuda()
+        seen = []
+        model[0].register_forward_hook(lambda module, _, output: seen.append(output.dtype))
+        amp.initialize(model, opt_level="O2", verbosity=0)(x)
+        self.assertEqual(seen, [torch.half])
 
     @unittest.skip("two are needed")
     def test_skipped(self):

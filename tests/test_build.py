@@ -201,6 +201,22 @@ def test_rocm_and_other_systems(monkeypatch):
         setup_globals()
 
 
+def test_a_package_without_kernels(monkeypatch, tmp_path):
+    """On any system, and its wheel is for any."""
+    monkeypatch.setattr(sys, "platform", "darwin")
+    setup_globals(FASTVIT_KERNELS="0")
+    with pytest.raises(SystemExit, match="Linux expected, this is darwin.* FASTVIT_KERNELS=0 installs what"):
+        setup_globals(FASTVIT_KERNELS="1")
+    with pytest.raises(SystemExit, match="FASTVIT_KERNELS is 'no'; 0 or 1 expected"):
+        setup_globals(FASTVIT_KERNELS="no")
+    command = [sys.executable, "setup.py", "-q", "egg_info", "-e", tmp_path]
+    command += ["build", "-b", tmp_path / "build", "bdist_wheel", "-b", tmp_path / "b", "-d", tmp_path / "d"]
+    environment = os.environ | {"FASTVIT_KERNELS": "0"}
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=60)
+    (wheel,) = (tmp_path / "d").iterdir()
+    assert wheel.name.endswith("-py3-none-any.whl")
+
+
 def test_instruction_sets():
     setup = setup_globals(FASTVIT_CPU="")
     assert setup["instruction_sets"](editable=True) == [setup["native"]()]

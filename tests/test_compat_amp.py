@@ -1,6 +1,7 @@
 """fastvit.compat.apex.amp: the dtypes of each level, and results against float32 torch."""
 
 import copy
+import platform
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fastvit.compat.apex import amp
+from fastvit.compat.apex.amp import forward
 from fastvit.compat.apex.amp.forward import cast_floating
 
 
@@ -32,15 +34,19 @@ def quiet_and_clean():
 )
 def test_levels(level, conv, norm, inside):
     model, optimizer = start(level)
-    seen = []
-    model[4].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    seen = {}
+    for index, layer in enumerate(model):
+        layer.register_forward_hook(
+            lambda module, args, output, index=index: seen.update(
+                {index: {t.dtype for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()}}
+            )
+        )
+    model[4].register_forward_hook(lambda module, args, output: seen.update(output=output.dtype))
     output = model(data()[0])
-    assert output.dtype == torch.float32 and seen == [inside]
-    assert model[0].weight.dtype == conv
-    for layer in (model[1], model[3]):
-        assert {layer.weight.dtype, layer.running_mean.dtype} == {norm}
-    stepped = {p.dtype for p in amp.master_params(optimizer)}
-    assert stepped == ({HALF} if level == "O3" else {torch.float32})
+    assert output.dtype == torch.float32 and seen["output"] == inside
+    assert seen[0] == {conv} and seen[1] == seen[3] == {norm}
+    at_rest = [*model.parameters(), *model.buffers(), *amp.master_params(optimizer)]
+    assert {t.dtype for t in at_rest if t.is_floating_point()} == {torch.float32}
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -74,15 +80,13 @@ def test_scale_leaves_gradients_exact():
     assert torch.equal(values(model), values(plain))
 
 
-def test_half_weights_are_copies_of_the_masters():
-    model, optimizer = start("O2")
-    for seed in range(3):
-        step(model, optimizer, seed)
-        masters = list(amp.master_params(optimizer))
-        assert sum(m is not p for m, p in zip(masters, model.parameters(), strict=True)) == 4
-        for master, parameter in zip(masters, model.parameters(), strict=True):
-            assert torch.equal(master.to(parameter.dtype), parameter)
-    assert any(not torch.equal(m, m.bfloat16().float()) for m in masters)
+@pytest.mark.parametrize("level", LEVELS)
+def test_optimizers_step_the_float32_weights_of_the_model(level):
+    model, optimizer = start(level)
+    step(model, optimizer)
+    for stepped, parameter in zip(amp.master_params(optimizer), model.parameters(), strict=True):
+        assert stepped is parameter
+    assert not torch.equal(values(model), values(model).bfloat16().float())
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -90,20 +94,39 @@ def test_cast_model_type(level):
     model, _ = start(level, cast_model_type=torch.float16)
     seen = []
     model[4].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    model[0].register_forward_hook(lambda module, args, output: seen.append(module.weight.dtype))
     model(data()[0])
-    assert seen == [torch.float16]
-    assert model[0].weight.dtype == (torch.float16 if level == "O2" else torch.float32)
+    assert seen == [torch.float16 if level == "O2" else torch.float32, torch.float16]
+
+
+def dtype_in_forward(layer, level, **options):
+    model, _ = start(level, **options)
+    seen = []
+    model[layer].register_forward_hook(lambda module, args, output: seen.append(module.weight.dtype))
+    model(data()[0])
+    return seen[0]
+
+
+def test_half_on_the_cpu_is_said_once_and_chosen_by_the_environment(monkeypatch):
+    forward.warn_once.cache_clear()
+    with pytest.warns(UserWarning, match="half precision is bfloat16; FASTVIT_HALF=float16") as caught:
+        assert forward.half_type("cpu") is forward.half_type("cpu") is HALF
+    slow = "20 to 30 times slower than O0" in str(caught[0].message)
+    has_instructions = torch.cpu._is_avx512_bf16_supported() or platform.machine() not in ("x86_64", "AMD64")
+    assert len(caught) == 1 and slow is not has_instructions
+    monkeypatch.setenv("FASTVIT_HALF", "float16")
+    assert dtype_in_forward(0, "O2") == forward.half_type("cpu") == torch.float16
 
 
 def test_overrides():
-    assert start("O2", keep_batchnorm_fp32="False")[0][3].weight.dtype == HALF
-    assert start("O3", keep_batchnorm_fp32=True)[0][3].weight.dtype == torch.float32
-    assert {p.dtype for p in amp.master_params(start("O2", master_weights=False)[1])} == {torch.float32, HALF}
+    assert dtype_in_forward(3, "O2", keep_batchnorm_fp32="False") == HALF
+    assert dtype_in_forward(3, "O3", keep_batchnorm_fp32=True) == torch.float32
+    assert {p.dtype for p in start("O2", master_weights=False)[0].parameters()} == {torch.float32}
     assert start("O1", cast_model_outputs=torch.float64)[0](data()[0]).dtype == torch.float64
     plain = network()(data()[0])
     assert torch.equal(start("O1", patch_torch_functions=False)[0](data()[0]), plain)
     assert not torch.equal(start("O1")[0](data()[0]), plain)
-    assert start("O2", cast_model_type=False)[0][0].weight.dtype == torch.float32
+    assert dtype_in_forward(0, "O2", cast_model_type=False) == torch.float32
     assert amp.initialize(network(), opt_level="O1", loss_scale="128.0", verbosity=0) is not None
     assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 128.0, "unskipped": 0}}
 

@@ -66,10 +66,12 @@ def test_fp16_optimizer_follows_float32(options):
         F.cross_entropy(plain(IMAGES), torch.tensor([0, 1, 1, 0])).backward()
         torch.nn.utils.clip_grad_norm_(plain.parameters(), 10.0)
         reference.step()
-    masters = [p for group in optimizer.param_groups for p in group["params"]]
-    for master, parameter, want in zip(masters, model.parameters(), plain.parameters(), strict=True):
+    masters = iter(optimizer.state_dict()["fp32_from_fp16"][0])
+    for parameter, want in zip(model.parameters(), plain.parameters(), strict=True):
+        master = parameter if parameter.dtype == torch.float32 else next(masters)
         assert master.dtype == torch.float32 and torch.equal(master.to(parameter.dtype), parameter)
         torch.testing.assert_close(master, want, rtol=0.05, atol=0.02)
+    assert next(masters, None) is None
 
 
 def test_fp16_optimizer_overflow(capsys):

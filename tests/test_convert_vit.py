@@ -87,20 +87,6 @@ def test_a_block_alone_and_features():
         assert after < 0.7 * before, after / before
 
 
-def test_what_waits_is_settled_at_the_end_of_each_block():
-    """A recipe that waited until the end of the forward would hold its tensor until then."""
-    model, seen = converted(Model(depth=4)), []
-
-    class Probe(nn.Module):
-        def forward(self, x):
-            seen.append(len(fastvit.recompute.active_scope()._waiting))
-            return x
-
-    model.blocks.append(Probe())
-    model(patches(16)).sum().backward()
-    assert seen == [0]
-
-
 def test_the_peak_of_a_step_falls_too():
     eager, x = Model(depth=6), patches(16)
     model = converted(copy.deepcopy(eager))
@@ -387,7 +373,6 @@ def test_a_scope_around_a_whole_loop_holds_nothing():
         loop()
         left, _ = fastvit.memory.live_bytes(loop)
         assert abs(left) < 4096
-        assert not fastvit.recompute.active_scope()._waiting
 
 
 def test_where_another_mechanism_decides():

@@ -21,7 +21,7 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 FRAGMENTS = {  # lines to put into a loop of one's own; those of trainers are run by test_stacks.py
-    "why-nothing-waits-for-ever.md",
+    "deadlocks-and-time-outs.md",
     "in-your-trainer.md",
 }
 RUN = [page for page in PAGES if "```python" in page.read_text() and page.name not in FRAGMENTS]

@@ -84,3 +84,43 @@ def test_lower_instruction_sets_can_be_asked_for():
         if "this build has no CPU kernels for" in run.stderr:
             pytest.skip("built for this machine's instruction set alone; FASTVIT_CPU=all builds all")
         assert run.stdout.strip() in allowed, run.stderr
+
+
+WITHOUT_KERNELS = """
+import torch, fastvit
+from fastvit.compat.apex import amp
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64))
+x = torch.randn(64, 64)
+fastvit.convert(model)
+assert fastvit.report(model, x).saved_bytes > 0 and fastvit.verify(model, x)
+amp.initialize(model, opt_level="O0", verbosity=0)
+for use in (
+    lambda: fastvit.InPlaceABN(3), lambda: fastvit.SyncBatchNorm(3), lambda: fastvit.LayerNorm(3),
+    lambda: fastvit.fuse(model), lambda: fastvit.convert_syncbn_model(model),
+    lambda: fastvit.functional.act(x), lambda: fastvit.ops.bn_stats(x),
+):
+    try:
+        use()
+    except ImportError as error:
+        print(error)
+"""
+
+
+def test_a_package_without_kernels():
+    run = subprocess.run(
+        [sys.executable, "-c", WITHOUT_KERNELS],
+        env=os.environ | {"FASTVIT_KERNELS": "0"}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    said = run.stdout.splitlines()
+    assert len(said) == 7, run.stderr
+    for line in said:
+        assert "needs fastvit's kernels, but FASTVIT_KERNELS=0 says that none are loaded" in line
+
+
+def test_kernels_that_were_not_built(monkeypatch, tmp_path):
+    monkeypatch.setattr(_library, "FOLDER", tmp_path)
+    why, cuda, _ = _library.load()
+    assert "_C.so is missing; build it with `make install` or `pip install .`" in why and not cuda
+    monkeypatch.setenv("FASTVIT_KERNELS", "yes")
+    with pytest.raises(ImportError, match="FASTVIT_KERNELS is 'yes'; 0 or 1 expected"):
+        _library.load()

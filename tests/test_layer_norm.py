@@ -15,7 +15,7 @@ from fastvit import functional, ops, reference
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 PAIRS = [(dtype, dtype) for dtype in DTYPES] + [(F32, BF16), (F32, F16)]
-# Columns: one, odd, whole packets, several warps and several parts of a row. Rows: one, few, many slices.
+# Columns: one, odd, whole vectors, several warps and several parts of a row. Rows: one, few, many slices.
 SHAPES = [
     *((5, 1), (1, 1), (257,), (7, 13), (3, 17, 48), (70, 64), (2, 65, 192), (2100, 33)),
     *((4, 3, 768), (5, 2049), (40, 1024), (3, 4100), (2, 9001), (2, 1, 3, 1, 2, 24)),

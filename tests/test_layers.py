@@ -678,3 +678,17 @@ def test_num_features_of_numpy():
     assert InPlaceABN(np.int64(3))(torch.randn(2, 3)).shape == (2, 3)
     with pytest.raises(ValueError, match="SyncBatchNorm: num_features is True; a positive int expected"):
         SyncBatchNorm(True)
+
+
+def test_arguments_of_another_kind():
+    message = "a tensor expected, got an object of type ndarray; torch.from_numpy makes one"
+    for layer in (InPlaceABN(3), fastvit.BatchNormAct(3), SyncBatchNorm(3), fastvit.LayerNorm(3)):
+        with pytest.raises(TypeError, match=message):
+            layer(np.zeros((2, 3)))
+    for make in (SyncBatchNorm, fastvit.BatchNormActSync):
+        with pytest.raises(
+            TypeError, match=r"process_group is \[0, 1\]; a group expected, as torch.distributed.new"
+        ):
+            make(3, process_group=[0, 1])
+    with pytest.raises(TypeError, match="InPlaceABNSync: group is 2; a group expected"):
+        InPlaceABNSync(3, group=2)

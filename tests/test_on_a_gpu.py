@@ -64,8 +64,8 @@ def test_beside_other_ranks_no_grid_waits_for_itself(monkeypatch, claimed, ranks
 def test_a_gradient_that_lies_differently_is_copied(claimed):
     x = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     dy = torch.randn(2, 3, 4, 5)
-    copy = _autograd.lying_like(dy, x)
+    copy = _autograd.match_strides(dy, x)
     assert copy.stride() == x.stride() and torch.equal(copy, dy)
-    assert _autograd.lying_like(copy, x) is copy
-    assert _autograd.lying_like(torch.ones(()).expand(2, 3, 4, 5), x).stride() == x.stride()
-    assert _autograd.lying_like(dy, torch.randn(2, 3, 4, 10)[..., ::2]) is dy  # gaps: no copy lies so
+    assert _autograd.match_strides(copy, x) is copy
+    assert _autograd.match_strides(torch.ones(()).expand(2, 3, 4, 5), x).stride() == x.stride()
+    assert _autograd.match_strides(dy, torch.randn(2, 3, 4, 10)[..., ::2]) is dy  # gaps: no copy lies so

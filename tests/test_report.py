@@ -189,7 +189,38 @@ def test_sizes_as_inputs_are_named(function, args):
         function(Net(), "x")
 
 
-@pytest.mark.parametrize("function", [fastvit.report, fastvit.verify, fastvit.convert])
+@pytest.mark.parametrize("function", [fastvit.report, fastvit.verify])
+@pytest.mark.parametrize(
+    ("given", "instead"),
+    [
+        ({"x": torch.zeros(SIZE)}, r"a dict .*; pass what it holds as keyword arguments, \*\*batch"),
+        ((torch.zeros(SIZE),), r"a tuple .*; pass what it holds as arguments, \*batch"),
+        (torch.utils.data.DataLoader([0]), r"a DataLoader .*; pass a batch of it, next\(iter\(loader\)\)"),
+    ],
+)
+def test_what_holds_the_inputs_is_named(function, given, instead):
+    with pytest.raises(TypeError, match=f"{function.__name__}: the model failed with {instead}"):
+        function(Net(), given)
+
+
+def test_a_model_that_fixes_its_dtype():
+    class Fixed(nn.Linear):
+        def forward(self, x):
+            return super().forward(x.float())
+
+    with pytest.raises(RuntimeError, match="does not run in torch.float64 .*; pass dtype=None for its own"):
+        fastvit.verify(Fixed(2, 2), torch.ones(1, 2))
+    assert fastvit.verify(Fixed(2, 2), torch.ones(1, 2), dtype=None)
+
+
+def test_a_report_says_that_the_model_is_not_converted(x):
+    assert "the model is not converted yet: fastvit.convert(model)" in str(fastvit.report(Net(), x))
+    assert "is not converted" not in str(fastvit.report(fastvit.convert(Net()), x))
+
+
+@pytest.mark.parametrize(
+    "function", [fastvit.report, fastvit.verify, fastvit.convert, fastvit.fuse, fastvit.convert_syncbn_model]
+)
 def test_a_model_that_is_none(function):
     with pytest.raises(TypeError, match=f"{function.__name__}: model must be a torch.nn.Module, got .* type"):
         function(kept)

@@ -36,7 +36,7 @@ def test_a_spill_is_an_error(tmp_path):
     nvcc = tmp_path / "bin/nvcc"
     nvcc.write_text(f"#!/bin/sh\ncat >&2 <<'END'\n{LOG.format(spills=8)}\nEND\n")
     nvcc.chmod(0o755)
-    command = [sys.executable, str(SASS), "--arch", "90", "--only", "cuda_message"]
+    command = [sys.executable, str(SASS), "--arch", "90", "--only", "message"]
     environment = {"CUDA_HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
     result = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
     assert result.returncode == 1, result.stderr

@@ -65,7 +65,7 @@ def test_random_flip_mirrors_half_of_the_images():
 # CIFAR
 
 
-def make_cifar(folder, name, images=6):
+def make_cifar(folder, name, images=6, protocol=2):
     """The files of one data set with few images; returns pixels and labels by file."""
     inner, train, test, key, names_file, names_key = datasets.CIFAR_FILES[name]
     random, made, target = np.random.default_rng(0), {}, folder / inner
@@ -77,14 +77,14 @@ def make_cifar(folder, name, images=6):
             random.integers(0, len(names), images),
         )
         content = {b"data": made[part][0], key: made[part][1].tolist(), b"batch_label": b"x"}
-        (target / part).write_bytes(pickle.dumps(content, protocol=2))
+        (target / part).write_bytes(pickle.dumps(content, protocol=protocol))
     (target / names_file).write_bytes(pickle.dumps({names_key: [n.encode() for n in names]}, protocol=2))
     return target, made, tuple(names)
 
 
-@pytest.mark.parametrize("name", ["cifar10", "cifar100"])
-def test_cifar(tmp_path, name):
-    folder, made, names = make_cifar(tmp_path, name)
+@pytest.mark.parametrize(("name", "protocol"), [("cifar10", 2), ("cifar100", 2), ("cifar10", 5)])
+def test_cifar(tmp_path, name, protocol):
+    folder, made, names = make_cifar(tmp_path, name, protocol=protocol)
     _, train, test, *_ = datasets.CIFAR_FILES[name]
     for path in (folder, tmp_path):
         data = datasets.load(Config(data=name, data_path=str(path)))

@@ -131,7 +131,15 @@ def test_an_interrupt_of_the_rank_alone_ends_its_workers(tmp_path):
         _, err = process.communicate(timeout=60)  # until the workers, too, have closed their ends
     finally:
         process.kill()
-    assert process.returncode != 0 and "KeyboardInterrupt" in err
+    assert process.returncode == 130 and "KeyboardInterrupt: --resume run continues the run after" in err
+    assert "Traceback" not in err
+
+
+def test_out_that_is_a_file(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file", tmp_path / "file" / "run"):
+        said = fails(capsys, "--data", "digits", "--epochs", "1", "--out", str(out))
+        assert f"--out {out} is a file, or in one; give a directory" in said
 
 
 @pytest.mark.parametrize("workers", ["0", "1"])

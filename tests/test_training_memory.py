@@ -76,7 +76,8 @@ def test_every_precision_runs_the_converted_model(amp):
 
 def test_a_checkpoint_of_an_older_version_has_more_state():
     first = make(Config(memory="convert"))
-    state = first.state_dict() | {"memory": {"stem.layers.1.norm.weight": torch.zeros(32)}}
+    state = first.state_dict() | {"epoch": 1, "step": 0}
+    state["memory"] = {"stem.layers.1.norm.weight": torch.zeros(32)}
     assert make(Config(memory="convert"), state).memory is not None
 
 

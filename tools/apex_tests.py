@@ -24,7 +24,7 @@ import unittest
 from collections import Counter
 from pathlib import Path
 
-from gpu import LATE, run
+from gpu import run
 
 ONE_THREAD = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
 FOLDERS = ("L0/run_amp", "L0/run_fp16util", "L0/run_optimizers", "L0/run_fused_layer_norm")
@@ -139,16 +139,13 @@ def _syncbn(older: bool) -> types.ModuleType:
 
 def prepare(file: Path) -> None:
     """Installs apex and its compiled modules for `file`."""
-    import torch
-
     from fastvit import compat
 
     compat.install("fastvit")
     from apex import optimizers
-    from apex.amp import forward
 
     optimizers.FusedAdagrad = None  # is not there, and the class of its tests names it
-    forward.CPU_HALF = torch.float16
+    os.environ["FASTVIT_HALF"] = "float16"
     if file.parent.name == Path(SYNCBN).name:
         sys.modules["syncbn"] = _syncbn(older=file.name == "test_groups.py")
 
@@ -204,12 +201,12 @@ def run_script(file: Path, arguments: list[str]) -> None:
 
 def tests_of(file: Path, limit: float) -> list[tuple[str, str, str]]:
     """(test, outcome, message) of the unit tests in a file."""
-    record = file.with_suffix(".jsonl")
+    record, log = file.with_suffix(".jsonl"), file.with_suffix(".log")
     record.touch()
-    status, output = run([sys.executable, __file__, "--tests", str(file), str(record)], limit, ONE_THREAD)
+    status = run([sys.executable, __file__, "--tests", str(file), str(record)], log, limit, ONE_THREAD)
     ended = {name: (name, outcome, message) for name, outcome, message in map(json.loads, record.open())}
-    if status not in (0, LATE):
-        ended["(the file)"] = ("(the file)", "failed", output)
+    if status not in (0, "late"):
+        ended["(the file)"] = ("(the file)", "failed", log.read_text())
     return list(ended.values())
 
 
@@ -223,7 +220,8 @@ def scripts_of(file: Path, limit: float) -> list[tuple[str, str, str]]:
     for ranks, arguments in SCRIPTS[file.name]:
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
         command = [sys.executable, *launch, __file__, "--script", str(file), *arguments.split()]
-        status, output = run(command, limit, ONE_THREAD)
+        status = run(command, log := file.with_suffix(".log"), limit, ONE_THREAD)
+        output = log.read_text()
         bad = status != 0 or re.search(r"(?m)^(?!comparing bn vs sbn).* False$|failed\*", output)
         rows.append(
             (

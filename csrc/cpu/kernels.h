@@ -27,10 +27,6 @@ Partition partition_of(const Layout& layout);
 constexpr int64_t kTaskElements = 1 << 16;  // fewest elements that are worth a task
 constexpr int64_t kMostSlices = 64;
 
-inline int64_t ceil_div(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
-}
-
 // An op's arguments and what its O(C) part makes for the kernel. Tables are in the accumulation type.
 
 struct StatsParams : StatsArgs {

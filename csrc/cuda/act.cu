@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
   constexpr int U = kOperands > 3 ? kBatch / 2 : kBatch;
   const Work work(args.plan, blockIdx.x);
   walk<kRows, V, U, kOperands, false>(args.plan, work, args.x, [&]<class B>(const B& batch) {
-    Packet<T, B::V> x[B::U], dy[kBackward ? B::U : 1], b[kGated ? B::U : 1];
+    Vector<T, B::V> x[B::U], dy[kBackward ? B::U : 1], b[kGated ? B::U : 1];
     batch.template load<kLast>(x, args.x, 0);
     if constexpr (kBackward) batch.template load<kLast>(dy, args.dy, 1);
     if constexpr (kGated) batch.template load<kLast>(b, args.b, kBackward ? 3 : 2);
@@ -80,8 +80,9 @@ void run_act(const ActArgs& args) {
     const void* forward[] = {args.x, args.out, args.b};
     const void* backward[] = {args.x, args.dy, args.out, args.b, args.db};
     const int operands = kBackward ? (kGated ? 5 : 3) : (kGated ? 3 : 2);
-    const Plan plan = Planner::make(args.layout, kBackward ? backward : forward, operands, sizeof(T),
-                                    device.limits, 0, resident_blocks<T>(device, kernel_of));
+    const Plan plan =
+        Planner{args.layout, kBackward ? backward : forward, operands, sizeof(T), device.limits, 0}.plan(
+            resident_blocks<T>(device, kernel_of));
     const ActParams<T> params{plan,
                               static_cast<const T*>(args.x),
                               static_cast<const T*>(args.b),

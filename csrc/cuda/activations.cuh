@@ -8,7 +8,7 @@
 
 namespace fastvit {
 
-// Kernels with packets of 16 bytes are compiled twice, so that relu does not take gelu's registers. For
+// Kernels with vectors of 16 bytes are compiled twice, so that relu does not take gelu's registers. For
 // single elements and doubles the difference is small, so one kernel has all activations.
 enum class Activations { all, cheap, transcendental };
 
@@ -55,7 +55,7 @@ constexpr bool kCompiled =
     (is_transcendental(kActivation) ? kSet != Activations::cheap : kSet != Activations::transcendental);
 
 // f(FnOf<T, ...>{}) for the activation chosen at run time, which is one of the set that the host has chosen
-// the kernel by. The branch is uniform and is taken once for a packet or more. Without kAny only invertible
+// the kernel by. The branch is uniform and is taken once for a vector or more. Without kAny only invertible
 // activations are compiled.
 template <class T, Activations kSet, bool kAny, class F>
 __device__ __forceinline__ void with_activation(Activation activation, const F& f) {

@@ -71,8 +71,8 @@ void Cuda::backward(const BackwardArgs& args) {
   with_type(args.dtype, [&]<class T>() {
     const void* pointers[] = {args.input, args.dy, args.dx, args.z, args.dz};
     const auto kernel_of = [&]<bool kRows, int V>() { return backward_kernel_of<T, kRows, V>(args); };
-    const Plan plan = Planner::make(args.layout, pointers, args.z ? 5 : 3, sizeof(T), device.limits, 0,
-                                    resident_blocks<T>(device, kernel_of));
+    const Plan plan = Planner{args.layout, pointers, args.z ? 5 : 3, sizeof(T), device.limits, 0}.plan(
+        resident_blocks<T>(device, kernel_of));
     const BackwardParams<T> params{propagation_of<T>(args, plan),
                                    static_cast<const Accumulation<T>*>(args.sums)};
     launch_planned<T>(plan, kernel_of, {plan.blocks(), device}, params);

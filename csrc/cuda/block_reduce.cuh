@@ -11,6 +11,28 @@
 
 namespace fastvit {
 
+constexpr unsigned kAhead = 8;  // results of slices that a thread loads together
+constexpr int64_t kSemaphoreWords = 2 * kSemaphores;
+constexpr int64_t kExchangeWords = 3;  // finished tiles, ended parts, failed parts: peer.cuh
+
+// The merging of a tile's slices: in `count` groups of `size`. Groups of one slice where a block merges all
+// slices as fast as one group.
+struct SliceGroups {
+  unsigned size, count;
+
+  explicit SliceGroups(const Plan& plan) : size(1), count(plan.slices) {
+    const unsigned teams = unsigned(kThreads / plan.tile), most = 2 * kAhead * teams;
+    if (plan.slices <= most) return;
+    const unsigned groups = (plan.slices + most - 1) / most;
+    if (semaphores(plan, groups) <= kSemaphoreWords) size = most, count = groups;
+  }
+  // Semaphores: one per tile, one for the totals that its blocks wait for, and one per group.
+  static int64_t semaphores(const Plan& plan, unsigned groups) {
+    return int64_t(plan.tiles) * (2 + int64_t(groups));
+  }
+  int64_t semaphores(const Plan& plan) const { return semaphores(plan, size > 1 ? count : 0); }
+};
+
 template <class A>
 struct Sums {
   A first = 0, second = 0;

@@ -15,17 +15,18 @@ struct ChannelArray {  // C numbers, or null
   void* data;
   Storage storage;
 
-  __device__ __forceinline__ double read(int64_t c, double absent) const {
+  template <class A>
+  __device__ __forceinline__ A read(int64_t c, A absent) const {
     if (!data) return absent;
     switch (storage) {
       case Storage::half:
-        return double(float(static_cast<const __half*>(data)[c]));
+        return A(float(static_cast<const __half*>(data)[c]));
       case Storage::bfloat16:
-        return double(float(static_cast<const __nv_bfloat16*>(data)[c]));
+        return A(float(static_cast<const __nv_bfloat16*>(data)[c]));
       case Storage::single:
-        return double(static_cast<const float*>(data)[c]);
+        return A(static_cast<const float*>(data)[c]);
       default:
-        return static_cast<const double*>(data)[c];
+        return A(static_cast<const double*>(data)[c]);
     }
   }
   // V numbers from a multiple of V on: one switch, and wide loads where the memory is aligned for them.
@@ -72,10 +73,10 @@ struct ChannelArray {  // C numbers, or null
       if (reinterpret_cast<uintptr_t>(data) % 16 == 0) {
 #pragma unroll
         for (int first = 0; first < V; first += kWide) {
-          Packet<S, kWide> packet;
-          packet.load(from + first);
+          Vector<S, kWide> vector;
+          vector.load(from + first);
 #pragma unroll
-          for (int k = 0; k < kWide; ++k) to[first + k] = A(Accumulation<S>(packet.at[k]));
+          for (int k = 0; k < kWide; ++k) to[first + k] = A(Accumulation<S>(vector.at[k]));
         }
         return;
       }

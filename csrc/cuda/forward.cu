@@ -17,17 +17,18 @@ struct Statistics : RunningStats<A> {  // the sources of mean and invstd
   const A* moments;                    // [2C + 2]; null: the running statistics
   const A* applied;  // [2C + 2]: `saved` of an earlier forward, then nothing is updated or saved; or null
 
-  __device__ __forceinline__ Moments<A> measured(int64_t c) const {
-    return {load_count(moments + 2 * this->C), moments[c], moments[this->C + c]};
+  template <class Count>
+  __device__ __forceinline__ Moments<A, Count> measured(int64_t c) const {
+    return {load_count<Count>(moments + 2 * this->C), moments[c], moments[this->C + c]};
   }
   __device__ __forceinline__ Normaliser<A> of(int64_t c) const {
     if (applied) return {applied[c], applied[this->C + c]};
-    return moments ? this->normaliser(measured(c)) : this->running(c);
+    return moments ? this->normaliser(measured<A>(c)) : this->running(c);
   }
 
   // Updates and saves one channel.
   __device__ __forceinline__ void record(int64_t c, double factor) const {
-    if (moments) this->update(c, measured(c), factor);
+    if (moments) this->update(c, measured<double>(c), factor);
     this->save(c, of(c));
   }
   // Once per launch, after all that reads the counter.
@@ -92,7 +93,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
   pick<kRows, V>(affine, table, args.plan, work);
 
   walk<kRows, V, kBatch, kOperands, true>(args.plan, work, args.x, [&]<class B>(const B& batch) {
-    Packet<T, B::V> x[B::U], z[kResidual ? B::U : 1];
+    Vector<T, B::V> x[B::U], z[kResidual ? B::U : 1];
     batch.template load<kLast>(x, args.x, 0);
     if constexpr (kResidual) batch.template load<kLast>(z, args.z, 2);
     args.act.template apply<kSet, kRows, kResidual>(batch, x, z, affine);
@@ -116,8 +117,8 @@ void Cuda::forward(const ForwardArgs& args) {
     using A = Accumulation<T>;
     const void* pointers[] = {args.x, args.y, args.z};
     const auto kernel_of = [&]<bool kRows, int V>() { return forward_kernel_of<T, kRows, V>(args); };
-    const Plan plan = Planner::make(args.layout, pointers, args.z ? 3 : 2, sizeof(T), device.limits, 0,
-                                    resident_blocks<T>(device, kernel_of));
+    const Plan plan = Planner{args.layout, pointers, args.z ? 3 : 2, sizeof(T), device.limits, 0}.plan(
+        resident_blocks<T>(device, kernel_of));
     const bool empty = args.layout.numel() == 0, apart = !args.applied && (empty || args.cumulative);
     const ForwardParams<T> params{
         plan,

@@ -27,10 +27,9 @@ struct Saved {  // `saved` of the forward pass, and the parameters
   A param;
 
   __device__ __forceinline__ A invstd(int64_t c) const { return saved[C + c]; }
-  __device__ __forceinline__ double count() const { return load_count(saved + 2 * C); }
+  __device__ __forceinline__ A count() const { return load_count<A>(saved + 2 * C); }
   __device__ __forceinline__ A limit() const {  // largest |xhat|
-    const double n = count();
-    return A(std::sqrt(n > 1 ? n - 1 : 0));
+    return std::sqrt(max(count() - 1, A(0)));
   }
 };
 
@@ -40,8 +39,8 @@ struct Constants {
   A mean_or_inverse_gamma, scale, beta;
 
   __device__ __forceinline__ static Constants of(const Saved<A>& s, int64_t c) {
-    const A beta = A(s.bias.read(c, 0));
-    const A gamma = A(s.weight.read(c, 1));  // the floor applies to the inversion only
+    const A beta = s.bias.read(c, A(0));
+    const A gamma = s.weight.read(c, A(1));  // the floor applies to the inversion only
     return {kSource == Source::output ? A(1) / effective_gamma(gamma, beta, s.floor) : s.saved[c],
             gamma * s.invstd(c), beta};
   }
@@ -70,7 +69,7 @@ __device__ __forceinline__ Gradient<A> gradient(A input, A dy, A z, const Consta
 template <class T, Source kSource, class B>
 struct Read {
   static constexpr bool kResidual = kSource == Source::input_and_residual;
-  Packet<T, B::V> input[B::U], dy[B::U], z[kResidual ? B::U : 1];
+  Vector<T, B::V> input[B::U], dy[B::U], z[kResidual ? B::U : 1];
 
   // z is operand kZ.
   template <Reading kReading, int kZ, class Params>
@@ -79,13 +78,13 @@ struct Read {
     batch.template load<kReading>(dy, from.dy, 1);
     if constexpr (kResidual) batch.template load<kReading>(z, from.z, kZ);
   }
-  __device__ __forceinline__ Read<T, kSource, typename B::One> packet(int j) const {
+  __device__ __forceinline__ Read<T, kSource, typename B::One> vector(int j) const {
     return {{input[j]}, {dy[j]}, {z[kResidual ? j : 0]}};
   }
 };
 
-// Adds a batch to the thread's sums of dz and dz * centred; at(j) reads its j-th packet. The branch on the
-// activation is inside the loop over packets, here and below, which takes fewer registers than outside.
+// Adds a batch to the thread's sums of dz and dz * centred; at(j) reads its j-th vector. The branch on the
+// activation is inside the loop over vectors, here and below, which takes fewer registers than outside.
 template <class T, Activations kSet, bool kRows, Source kSource, class B, class A, int K, class At>
 __device__ __forceinline__ void add_gradients(RunningSums<A> (&running)[K], const B&,
                                               const Constants<A, kSource> (&constants)[K],
@@ -120,10 +119,9 @@ struct Correction {
 
   template <Source kSource>
   __device__ __forceinline__ static Correction of(const Saved<A>& s, int64_t c, const Sums<A>& sums) {
-    const double n = s.count();
+    const A n = s.count();
     if (!(n > 0)) return {0, 0};
-    return {A(double(sums.first) / n),
-            A(double(sums.second) / n) * (kSource == Source::output ? A(1) : s.invstd(c))};
+    return {sums.first / n, sums.second / n * (kSource == Source::output ? A(1) : s.invstd(c))};
   }
 };
 

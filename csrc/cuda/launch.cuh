@@ -12,11 +12,8 @@
 #include <torch/headeronly/util/shim_utils.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <map>
 #include <stdexcept>
-#include <string>
-#include <string_view>
 #include <utility>
 
 #include "plan.h"
@@ -46,21 +43,13 @@ int asked_once(const void* subject, int device, const Ask& ask) {
   return answers[{subject, device}] = answer;
 }
 
-// Shared memory of a block without packets: the most that merging and per-channel tables take in a kernel
+// Shared memory of a block without vectors: the most that merging and per-channel tables take in a kernel
 // (rows of 16-bit elements), and the system's 1 KiB.
 constexpr int kOtherSharedBytes = 32 << 10;
 
-// FASTVIT_ON_CHIP=0: local ops are two kernels each, for comparison. Read once per process.
-inline bool on_chip_wanted() {
-  static const bool wanted = [] {
-    const char* const variable = std::getenv("FASTVIT_ON_CHIP");
-    const std::string_view value = variable ? variable : "1";
-    if (value != "0" && value != "1")
-      throw std::runtime_error("FASTVIT_ON_CHIP is '" + std::string(value) + "'; 0 or 1 expected");
-    return value == "1";
-  }();
-  return wanted;
-}
+// From so much shared memory of a multiprocessor on, two blocks have room for more than a batch of every
+// operand: A100, H100, B200 and theirs, not those of graphics cards and of the T4, which have 100 KB or less.
+constexpr int kSharedOfTwo = 128 << 10;
 
 // Makes the input's device current, and has its current stream and its properties.
 class Device {
@@ -72,7 +61,11 @@ class Device {
     STD_CUDA_CHECK(cudaGetDevice(&current));
     limits.multiprocessors = attribute<cudaDevAttrMultiProcessorCount>();
     const int shared = attribute<cudaDevAttrMaxSharedMemoryPerMultiprocessor>();
-    limits.smem_cache_bytes = on_chip_wanted() ? std::max(0, shared / kOnChipBlocks - kOtherSharedBytes) : 0;
+    limits.on_chip_blocks = shared < kSharedOfTwo ? 1 : kResident;
+    // The blocks of a local op wait for each other.
+    limits.smem_cache_bytes = attribute<cudaDevAttrCooperativeLaunch>()
+                                  ? std::max(0, shared / limits.on_chip_blocks - kOtherSharedBytes)
+                                  : 0;
   }
 
  private:
@@ -120,7 +113,7 @@ inline int blocks_of(const Device& device, const void* kernel) {
   });
 }
 
-// For Planner::make: the blocks per multiprocessor of kernel_of<kRows, V>(), the kernel of a plan. No other
+// For Planner::plan: the blocks per multiprocessor of kernel_of<kRows, V>(), the kernel of a plan. No other
 // kernel is asked about, since that loads it, which may wait for the GPU and so for peers.
 template <class T, class KernelOf>
 auto resident_blocks(const Device& device, const KernelOf& kernel_of) {
@@ -148,8 +141,8 @@ class Launched {
   explicit Launched(const Params& params) : params(params) {}
 
   // All threads call it first. Waits until the previous kernel has ended, and so all before it. From then on
-  // the next kernel's blocks may take the places that this grid leaves, in order to wait there; but not while
-  // this grid waits for other ranks, since a grid of waiting blocks leaves no room for NCCL.
+  // the next kernel's blocks may take the multiprocessors that this grid leaves, in order to wait there; but
+  // not while this grid waits for other ranks, since a grid of waiting blocks leaves no room for NCCL.
   __device__ __forceinline__ const Params& begin() const {
     wait_for_previous_kernel();
     if constexpr (!requires { params.exchange; }) let_next_kernel_begin();

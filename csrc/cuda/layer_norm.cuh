@@ -14,36 +14,36 @@ namespace fastvit {
 template <int V, int K>
 struct RowLane {  // this thread in its team
   int lane, team, lanes;
-  int packets;  // in a row
+  int vectors;  // in a row
 
   __device__ __forceinline__ explicit RowLane(const RowPlan& plan) : lanes(plan.lanes) {
     team = int(threadIdx.x) / lanes;
     lane = int(threadIdx.x) - team * lanes;
-    packets = int(plan.columns / V);
+    vectors = int(plan.columns / V);
   }
-  // f(j, first column) for the packets of a part; j is known when it is compiled.
+  // f(j, first column) for the vectors of a part; j is known when it is compiled.
   template <class F>
   __device__ __forceinline__ void each(int part, const F& f) const {
 #pragma unroll
     for (int j = 0; j < K; ++j) {
-      const int packet = (part * K + j) * lanes + lane;
-      if (packet < packets) f(j, packet * V);
+      const int vector = (part * K + j) * lanes + lane;
+      if (vector < vectors) f(j, vector * V);
     }
   }
 };
 
 // Weight or bias in the type of the arithmetic: in shared memory, where a row is not taken in parts. There
-// the 16-byte units of all packets lie side by side, so that a warp's accesses have no bank conflicts.
+// the 16-byte units of all vectors lie side by side, so that a warp's accesses have no bank conflicts.
 template <class A, int V>
 class ColumnTable {
   static constexpr int kUnit = V < kVector<A> ? V : kVector<A>;
   const ChannelArray from;
   const A absent;
   A* const table;  // null: in global memory
-  const int packets;
+  const int vectors;
 
-  __device__ __forceinline__ A* unit(int packet, int first) const {
-    return table + (first / kUnit * packets + packet) * kUnit;
+  __device__ __forceinline__ A* unit(int vector, int first) const {
+    return table + (first / kUnit * vectors + vector) * kUnit;
   }
 
  public:
@@ -53,23 +53,23 @@ class ColumnTable {
       : from(from),
         absent(absent),
         table(plan.parts > 1 ? nullptr : reinterpret_cast<A*>(shared) + number * plan.columns),
-        packets(int(plan.columns / V)) {}
+        vectors(int(plan.columns / V)) {}
 
   __device__ __forceinline__ void fill() const {
-    for (int packet = int(threadIdx.x); table && packet < packets; packet += kThreads) {
+    for (int vector = int(threadIdx.x); table && vector < vectors; vector += kThreads) {
       A values[V];
-      from.template read<V>(int64_t(packet) * V, values, absent);
+      from.template read<V>(int64_t(vector) * V, values, absent);
 #pragma unroll
-      for (int k = 0; k < V; ++k) unit(packet, k)[k % kUnit] = values[k];
+      for (int k = 0; k < V; ++k) unit(vector, k)[k % kUnit] = values[k];
     }
   }
   __device__ __forceinline__ void get(int column, A (&to)[V]) const {
     if (!table) return from.template read<V>(column, to, absent);
 #pragma unroll
     for (int first = 0; first < V; first += kUnit) {
-      Packet<A, kUnit> packet = *reinterpret_cast<const Packet<A, kUnit>*>(unit(column / V, first));
+      Vector<A, kUnit> vector = *reinterpret_cast<const Vector<A, kUnit>*>(unit(column / V, first));
 #pragma unroll
-      for (int k = 0; k < kUnit; ++k) to[first + k] = packet.at[k];
+      for (int k = 0; k < kUnit; ++k) to[first + k] = vector.at[k];
     }
   }
 };
@@ -116,8 +116,8 @@ void with_row_types(ScalarType dtype, ScalarType output_dtype, const F& f) {
   });
 }
 
-// f.template operator()<V, K>(plan): elements in a packet, by what both types have room for in 16 bytes and
-// the rows begin with, one element where they do not; and packets of a lane, which holds kChoices columns.
+// f.template operator()<V, K>(plan): elements in a vector, by what both types have room for in 16 bytes and
+// the rows begin with, one element where they do not; and vectors of a lane, which holds kChoices columns.
 template <class T, class G, const int (&kChoices)[2], class F>
 void with_row_plan(int64_t rows, int64_t columns, std::initializer_list<const void*> pointers, const F& f) {
   using A = Accumulation<T>;

@@ -47,8 +47,8 @@ __global__ void __launch_bounds__(kThreads, kResident)
       for (int k = 0; k < V; ++k) bias_own[column + k] = weight_own[column + k] = 0;
     });
 
-  Packet<T, V> x[K];
-  Packet<G, V> dy[K];
+  Vector<T, V> x[K];
+  Vector<G, V> dy[K];
   A mean, invstd;
   const auto load = [&](int64_t row, int part) {
     const bool exists = row < plan.rows;
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
   for (; first < plan.rows; first += step) {
     const int64_t row = first + mine.team;
     const bool exists = row < plan.rows;
-    // f(j, column, x, dy, gamma) for the packets of the row.
+    // f(j, column, x, dy, gamma) for the vectors of the row.
     const auto pass = [&](const auto& f) {
       for (int part = 0; part < plan.parts; ++part) {
         if (plan.parts > 1) load(row, part);
@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
 }
 
 constexpr int kSumColumns = 8;  // of a block that adds rows
-constexpr int kSumAhead = 16;   // rows of a thread in flight: the sums of an H200's 264 blocks in one turn
+constexpr int kSumAhead = 16;   // rows of a thread in flight: a column's 32 threads add 512 rows in one turn
 
 template <class A>
 struct SumRowsParams {

@@ -13,17 +13,6 @@ namespace fastvit {
 template <class T, int kColumns>
 constexpr bool kTwoRows = sizeof(T) * kColumns <= 48;  // there are registers for two rows
 
-// Blocks of a multiprocessor, whose warps hide the latency of the sums. Four have too few registers for two
-// rows, and three for two rows of half, and for any of 16 bits before sm_90.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-template <class T, int kColumns>
-constexpr int kForwardResident = sizeof(T) == 4 ? kResident + 1 : kResident;
-#else
-template <class T, int kColumns>
-constexpr int kForwardResident =
-    sizeof(T) == 8 || (std::is_same_v<T, __half> && kTwoRows<T, kColumns>) ? kResident : kResident + 1;
-#endif
-
 template <class T, class G>
 struct LayerNormForwardParams {
   using A = Accumulation<T>;
@@ -36,7 +25,7 @@ struct LayerNormForwardParams {
 };
 
 template <class T, class G, int V, int K>
-__global__ void __launch_bounds__(kThreads, kForwardResident<T, K * V>)
+__global__ void __launch_bounds__(kThreads, kResident)
     layer_norm_forward_kernel(const __grid_constant__ Launched<LayerNormForwardParams<T, G>> launched) {
   const auto& args = launched.begin();
   using A = Accumulation<T>;
@@ -44,8 +33,8 @@ __global__ void __launch_bounds__(kThreads, kForwardResident<T, K * V>)
   const RowPlan& plan = args.plan;
   const RowLane<V, K> mine(plan);
   const A n = A(plan.columns);
-  Packet<T, V> packets[K], ahead[kAheadOfSums ? K : 1];
-  const auto load = [&](Packet<T, V>* to, int64_t row, int part) {
+  Vector<T, V> vectors[K], ahead[kAheadOfSums ? K : 1];
+  const auto load = [&](Vector<T, V>* to, int64_t row, int part) {
     mine.each(part, [&](int j, int column) {
       to[j].clear();
       if (row < plan.rows) to[j].load(args.x + row * plan.columns + column);
@@ -53,7 +42,7 @@ __global__ void __launch_bounds__(kThreads, kForwardResident<T, K * V>)
   };
   const int64_t step = int64_t(gridDim.x) * plan.teams();
   int64_t first = int64_t(blockIdx.x) * plan.teams();
-  if (plan.parts == 1) load(packets, first + mine.team, 0);
+  if (plan.parts == 1) load(vectors, first + mine.team, 0);
 
   FASTVIT_DYNAMIC_SHARED(shared);
   const ColumnTable<A, V> gamma(args.weight, 1, shared, 0, plan), beta(args.bias, 0, shared, 1, plan);
@@ -65,13 +54,13 @@ __global__ void __launch_bounds__(kThreads, kForwardResident<T, K * V>)
     const int64_t row = first + mine.team;
     const bool exists = row < plan.rows;
     if (kAheadOfSums && plan.parts == 1) load(ahead, row + step, 0);
-    // f(values) for the packets of the row.
+    // f(values) for the vectors of the row.
     const auto pass = [&](const auto& f) {
       for (int part = 0; part < plan.parts; ++part) {
-        if (plan.parts > 1) load(packets, row, part);
+        if (plan.parts > 1) load(vectors, row, part);
         mine.each(part, [&](int j, int column) {
           A v[V];
-          packets[j].unpack(v);
+          vectors[j].unpack(v);
           f(v, column);
         });
       }
@@ -106,16 +95,16 @@ __global__ void __launch_bounds__(kThreads, kForwardResident<T, K * V>)
       gamma.get(column, scale), beta.get(column, shift);
 #pragma unroll
       for (int k = 0; k < V; ++k) v[k] = fused((v[k] - mean) * invstd, scale[k], shift[k]);
-      Packet<G, V> out;
+      Vector<G, V> out;
       out.pack(v);
       if (exists) out.store(args.y + row * plan.columns + column);
     });
     if (plan.parts > 1) continue;
     if constexpr (kAheadOfSums) {
 #pragma unroll
-      for (int j = 0; j < K; ++j) packets[j] = ahead[j];
+      for (int j = 0; j < K; ++j) vectors[j] = ahead[j];
     } else {
-      load(packets, row + step, 0);
+      load(vectors, row + step, 0);
     }
   }
 }

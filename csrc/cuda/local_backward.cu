@@ -39,8 +39,8 @@ __global__ void __launch_bounds__(kThreads, kResident)
   __syncthreads();
   const A limit = kSource == Source::output ? args.saved.limit() : A(0);
 
-  FASTVIT_DYNAMIC_SHARED(slots);
-  SmemCache<T, V, kResidual ? 3 : 2> cache(slots);
+  FASTVIT_DYNAMIC_SHARED(memory);
+  SmemCache<T, V, kResidual ? 3 : 2> cache(memory);
   const auto get = [&]<class B>(const B& one, int j) {
     Read<T, kSource, B> read;
     cache.get(one, 0, read.input, j);
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
     if constexpr (kResidual) cache.put(batch, 2, read.z);
     forget_registers();
     add_gradients<T, kSet, kRows>(running, batch, constants, args.saved, limit,
-                                  [&](int j) { return get(batch.packet(j), j); });
+                                  [&](int j) { return get(batch.vector(j), j); });
     cache.next(batch);
   });
 
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
   walk<kRows, V, U, kOperands, true>(plan, work, args.input, [&]<class B>(const B& batch) {
 #pragma unroll
     for (int j = 0; j < B::U; ++j) {
-      const auto one = batch.packet(j);
+      const auto one = batch.vector(j);
       auto read = get(one, j);
       propagate<kSet, kRows>(one, read, constants, correction, args, limit);
     }
@@ -100,8 +100,8 @@ bool Cuda::local_backward(const BackwardArgs& args) {
     const void* pointers[] = {args.input, args.dy, args.dx, args.z, args.dz};
     const int cached = args.z ? 3 : 2;
     const Plan plan =
-        Planner::on_chip(args.layout, pointers, args.z ? 5 : 3, sizeof(T), device.limits, cached);
-    if (plan.slots == 0) return;
+        Planner{args.layout, pointers, args.z ? 5 : 3, sizeof(T), device.limits, cached}.on_chip();
+    if (plan.cached_vectors == 0) return;
     const Slices<Sums<A>> slices(plan, device);
     const LocalBackwardParams<T> kernel{propagation_of<T>(args, plan), static_cast<A*>(args.local_sums),
                                         slices.partials()};

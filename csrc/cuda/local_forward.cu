@@ -36,11 +36,11 @@ __global__ void __launch_bounds__(kThreads, kResident)
   constexpr int kOperands = kResidual ? 3 : 2;
   const Plan& plan = args.plan;
   const Work work(plan, blockIdx.x);
-  FASTVIT_DYNAMIC_SHARED(slots);
-  SmemCache<T, V, 1> cache(slots);
+  FASTVIT_DYNAMIC_SHARED(memory);
+  SmemCache<T, V, 1> cache(memory);
   Mine mine(plan, work, args.x);
   walk<kRows, V, kBatch, kOperands, false, true>(plan, work, args.x, [&]<class B>(const B& batch) {
-    Packet<T, B::V> x[B::U];
+    Vector<T, B::V> x[B::U];
     batch.template load<kLast>(x, args.x, 0);
     cache.put(batch, 0, x);
     cache.next(batch);
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
   pick<kRows, V>(affine, table, plan, work);
   cache.rewind();
   walk<kRows, V, kBatch, kOperands, false>(plan, work, args.x, [&]<class B>(const B& batch) {
-    Packet<T, B::V> x[B::U], z[kResidual ? B::U : 1];
+    Vector<T, B::V> x[B::U], z[kResidual ? B::U : 1];
     if constexpr (kResidual) batch.template load<kLast>(z, args.z, 2);
     cache.get(batch, 0, x);
     cache.next(batch);
@@ -92,8 +92,8 @@ bool Cuda::local_forward(const ForwardArgs& args) {
   with_type(args.dtype, [&]<class T>() {
     using A = Accumulation<T>;
     const void* pointers[] = {args.x, args.y, args.z};
-    const Plan plan = Planner::on_chip(args.layout, pointers, args.z ? 3 : 2, sizeof(T), device.limits, 1);
-    if (plan.slots == 0) return;
+    const Plan plan = Planner{args.layout, pointers, args.z ? 3 : 2, sizeof(T), device.limits, 1}.on_chip();
+    if (plan.cached_vectors == 0) return;
     const Slices<WelfordState<A>> slices(plan, device);
     const LocalForwardParams<T> kernel{plan,
                                        static_cast<const T*>(args.x),

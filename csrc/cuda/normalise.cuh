@@ -25,18 +25,19 @@ struct RunningStats {  // the running statistics, and `saved` for backward
   A eps;
   A* saved;
 
-  __device__ __forceinline__ Normaliser<A> normaliser(const Moments<A>& all) const {
-    const A variance = all.count == 0 ? A(0) : A(double(all.m2) / all.count);  // NaN after a failed exchange
+  template <class Count>
+  __device__ __forceinline__ Normaliser<A> normaliser(const Moments<A, Count>& all) const {
+    const A variance = all.count == 0 ? A(0) : all.m2 / A(all.count);  // NaN after a failed exchange
     return {all.mean, A(1) / std::sqrt(variance + eps)};
   }
   __device__ __forceinline__ Normaliser<A> running(int64_t c) const {
-    return {A(running_mean.read(c, 0)), A(1) / std::sqrt(A(running_var.read(c, 1)) + eps)};
+    return {running_mean.read(c, A(0)), A(1) / std::sqrt(running_var.read(c, A(1)) + eps)};
   }
 
   __device__ __forceinline__ void update(int64_t c, const Moments<A>& all, double factor) const {
     if (!running_mean.data || !(all.count > 0)) return;
     const double unbiased = double(all.m2) / (all.count > 2 ? all.count - 1 : 1);
-    const double old_mean = running_mean.read(c, 0), old_var = running_var.read(c, 1);
+    const double old_mean = running_mean.read(c, 0.0), old_var = running_var.read(c, 1.0);
     running_mean.write(c, old_mean + factor * (double(all.mean) - old_mean));
     running_var.write(c, old_var + factor * (unbiased - old_var));
   }
@@ -63,13 +64,13 @@ struct Activated {  // parameters and activation
   __device__ __forceinline__ Affine<Accumulation<T>> affine(int64_t c,
                                                             const Normaliser<Accumulation<T>>& n) const {
     using A = Accumulation<T>;
-    const A beta = A(bias.read(c, 0)), gamma = A(weight.read(c, 1));
+    const A beta = bias.read(c, A(0)), gamma = weight.read(c, A(1));
     return {n.mean, (floor.absolute > 0 ? effective_gamma(gamma, beta, floor) : gamma) * n.invstd, beta};
   }
 
   // Overwrites x of a batch with y.
   template <Activations kSet, bool kRows, bool kResidual, class B, int K, int Z>
-  __device__ __forceinline__ void apply(const B&, Packet<T, B::V> (&x)[B::U], const Packet<T, B::V> (&z)[Z],
+  __device__ __forceinline__ void apply(const B&, Vector<T, B::V> (&x)[B::U], const Vector<T, B::V> (&z)[Z],
                                         const Affine<Accumulation<T>> (&affine)[K]) const {
     using A = Accumulation<T>;
     with_activation<T, kSet, true>(activation, [&]<class Fn>(Fn) {

@@ -7,40 +7,42 @@
 //           stay in registers. Short contiguous planes are walked as rows too: all channels of one n are a
 //           row of C * S columns, `fold` = S columns per channel, so that loads are 16 bytes wide at 7x7 and
 //           14x14.
+// Of two divisions the better leaves fewer vectors empty, of all threads that run at once.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <numeric>
-#include <utility>
 
 #include "../layout.h"
 
 namespace fastvit {
 
-constexpr int kThreads = 256;     // per block, in every kernel
-constexpr int kResident = 2;      // launch bound: blocks that a multiprocessor can hold; leaves 128 registers
-constexpr int kOnChipBlocks = 2;  // blocks that share a multiprocessor's shared memory in local ops
-static_assert(kOnChipBlocks <= kResident);
-constexpr double kFull = 0.95;               // share of busy lanes or blocks at which the search ends
-constexpr double kBytesPerNanosecond = 32;   // of a multiprocessor of an H200
-constexpr double kLatencyNanoseconds = 800;  // of a batch under load; both weigh waves against merging
-constexpr int kBatch = 4;                    // packets of each operand that a thread has in flight
-constexpr int kMostTile = 256;               // most channels of a block
-constexpr int kSemaphores = 4096;            // most tiles whose slices are merged
-constexpr int64_t kSemaphoreWords = 2 * kSemaphores;
-constexpr int64_t kExchangeWords = 3;  // finished tiles, ended parts, failed parts: csrc/sync/cuda_peer.cuh
-constexpr unsigned kAhead = 8;         // results of slices that a thread loads together
+constexpr int kThreads = 256;  // per block, in every kernel
+constexpr int kResident = 2;   // launch bound: blocks that a multiprocessor can hold; leaves 128 registers
+constexpr int kBatch = 4;      // vectors of each operand that a thread has in flight
+constexpr int kSemaphores = 4096;      // most tiles whose slices are merged: 32 KiB of a stream's memory
+constexpr int kLanes = 32;             // most lanes of rows, which read 512 bytes
+constexpr int kMostTile = 8 * kLanes;  // channels of a block, each merged by a thread: vectors of 16 bits
+constexpr int kMergedLanes = 16;       // half where slices are merged: so many fewer slices a channel
+constexpr int kFewLanes = 4;           // least lanes of rows: one or two whole sectors of memory
+constexpr int kFolded = 64;            // most vectors of a plane that is walked as a part of a row
+constexpr int kBatches = 4;            // most batches of a thread in a segment of a plane
+constexpr int kWaves = 4;              // most waves of blocks: of five the last would be a fifth of the work
+constexpr double kFull = 0.95;         // share of vectors with data at which a search ends
+constexpr double kGain = 0.02;         // of it, least gain by other lanes or a further wave
+constexpr double kMergedGain = 0.1;    // the same of a wave with more slices to be merged
 
 struct Limits {  // properties of a device
   int multiprocessors = 1;
-  int64_t smem_cache_bytes = 0;  // shared memory of a block for packets
+  int on_chip_blocks = kResident;  // which share a multiprocessor's shared memory in local ops
+  int64_t smem_cache_bytes = 0;    // shared memory of each of these for vectors
 };
 
 struct Plan {
   Layout layout;
   bool rows = false;
-  bool vector = false;  // packets of 16 bytes; otherwise of one element
+  bool vector = false;  // vectors of 16 bytes; otherwise of one element
   int lanes = 1, teams = 1;
   int fold = 1;  // columns of a row per channel
   int tile = 1;  // channels of a block
@@ -48,288 +50,146 @@ struct Plan {
   int64_t columns = 1;
   int64_t segment = 1, segments = 1;  // length and number of segments of a plane
   int64_t units = 0;
-  int slots = 0;  // packets of each operand that a thread holds in shared memory; 0: they do not fit
+  int cached_vectors = 0;  // of each operand, in shared memory by a thread; 0: they do not fit
 
   int64_t blocks() const { return int64_t(tiles) * slices; }
 };
 
-inline int64_t ceil_div(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
-}
-
-// The merging of a tile's slices: in `count` groups of `size`. Groups of one slice where a block merges all
-// slices as fast as one group.
-struct SliceGroups {
-  unsigned size, count;
-
-  explicit SliceGroups(const Plan& plan) : size(1), count(plan.slices) {
-    const unsigned teams = unsigned(kThreads / plan.tile), most = 2 * kAhead * teams;
-    if (plan.slices <= most) return;
-    const unsigned groups = (plan.slices + most - 1) / most;
-    if (semaphores(plan, groups) <= kSemaphoreWords) size = most, count = groups;
-  }
-  // Semaphores: one per tile, one for the totals that its blocks wait for, and one per group.
-  static int64_t semaphores(const Plan& plan, unsigned groups) {
-    return int64_t(plan.tiles) * (2 + int64_t(groups));
-  }
-  int64_t semaphores(const Plan& plan) const { return semaphores(plan, size > 1 ? count : 0); }
-};
-
-// The sequential loads and merges of the slowest thread when slices are merged (block_reduce.cuh:
-// merge_rows).
-struct MergeDepth {
-  int64_t loads = 0, merges = 0;  // a load has kAhead results
-
-  static MergeDepth of(const Plan& plan) {
-    MergeDepth depth;
-    if (plan.slices <= 1) return depth;
-    const SliceGroups groups(plan);
-    if (groups.size > 1) depth.add(groups.size, plan.tile);
-    depth.add(groups.count, plan.tile);
-    return depth;
-  }
-  double nanoseconds() const { return 300.0 * double(loads) + 65.0 * double(merges); }  // on an H200
-
- private:
-  void add(int64_t rows, int tile) {
-    const int64_t teams = std::min<int64_t>(kThreads / tile, rows),
-                  turns = ceil_div(rows, int64_t(kAhead) * teams);
-    loads += turns;
-    merges += turns;
-    for (int64_t left = kAhead; left > 1; left /= 2) merges += turns;
-    for (int64_t left = teams; left > 1; left = (left + 1) / 2) ++merges;
-  }
-};
-
-class Planner {
- public:
-  // The plan of an op that merges slices. Where there is room, `cached` operands stay in shared memory. The
-  // plan is the same for an op and its local form, so both give the same bits. slots = 0 where there is no
-  // room.
-  static Plan on_chip(const Layout& layout, const void* const* pointers, int operands, int element_size,
-                      const Limits& limits, int cached) {
-    Planner planner(layout, pointers, operands, element_size, limits.multiprocessors);
-    Plan plan = planner.walk(true);
-    planner.cache(plan, cached, limits.smem_cache_bytes);
-    return plan;
-  }
-  // resident(plan): blocks per multiprocessor of the kernel with the walk of `plan`.
-  template <class Resident>
-  static Plan make(const Layout& layout, const void* const* pointers, int operands, int element_size,
-                   const Limits& limits, int cached, const Resident& resident) {
-    Planner planner(layout, pointers, operands, element_size, limits.multiprocessors);
-    const Plan walk = planner.walk(cached > 0);
-    Plan plan = walk;
-    if (planner.cache(plan, cached, limits.smem_cache_bytes)) return plan;
-    planner.spread(plan = walk, cached, std::max(1, int(resident(walk))));
-    return plan;
-  }
-
- private:
-  Planner(const Layout& layout, const void* const* pointers, int operands, int element_size,
-          int multiprocessors)
-      : l(layout),
-        pointers(pointers),
-        operands(operands),
-        element_size(element_size),
-        V(16 / element_size),
-        multiprocessors(multiprocessors) {}
-
+struct Planner {
   const Layout& l;
   const void* const* pointers;
-  const int operands, element_size, V, multiprocessors;
-  int64_t resident = 1;  // blocks that are resident at once on the device
+  int operands, element_size;
+  const Limits& limits;
+  int cached, V = 16 / element_size;  // cached: operands read by an op that merges slices; 0 for other ops
 
-  // Selects the kernel. The division into blocks follows when its number of resident blocks is known.
-  Plan walk(bool merges) const {
-    Plan plan;
-    plan.layout = l;
-    if (!fold(plan) && !rows(plan, merges)) plan.vector = aligned_planes();
+  // For an op whose cached operands stay in shared memory; cached_vectors = 0 where they do not fit.
+  Plan on_chip() const {
+    Plan plan = kernel();
+    const int64_t bytes = int64_t(cached) * kThreads * 16;  // of one vector of each thread and operand
+    if (bytes == 0 || !plan.vector || bytes > limits.smem_cache_bytes) return plan;
+    divide(plan, int64_t(limits.multiprocessors) * limits.on_chip_blocks, 1);
+    const int64_t vectors = walked(plan);
+    plan.cached_vectors = vectors * bytes <= limits.smem_cache_bytes ? int(vectors) : 0;
+    return plan;
+  }
+  // The same where they fit, so that an op and its local form have the same bits. resident(plan) is the
+  // number of blocks per multiprocessor of the kernel with the walk of `plan`.
+  Plan plan(const auto& resident) const {
+    Plan plan = on_chip();
+    if (plan.cached_vectors == 0)
+      divide(plan, int64_t(limits.multiprocessors) * std::max(1, int(resident(plan))), kWaves);
     return plan;
   }
 
-  template <class Condition>
-  bool all(const Condition& condition) const {
+  bool all(const auto& condition) const {
     for (int k = 0; k < operands; ++k)
       if (!condition(l.strides[k], reinterpret_cast<uintptr_t>(pointers[k]))) return false;
     return true;
   }
-  // Whether packets of V are aligned, and rows, columns and the offsets within a batch fit in 32 bits.
-  bool aligned_rows(int64_t columns) const {
-    return l.outer_dims <= 1 && columns % V == 0 && std::max(columns, l.N) <= INT32_MAX &&
-           all([&](const Strides& s, uintptr_t p) {
-             return p % 16 == 0 && s.outer[0] % V == 0 && s.outer[0] * kThreads * kBatch <= INT32_MAX;
-           });
+  // Selects the kernel, and the lanes and tile of rows.
+  Plan kernel() const {
+    Plan plan;
+    plan.layout = l;
+    const bool as_rows = l.rows || l.N == 0;
+    const int64_t fold = as_rows ? 1 : l.S;
+    const bool dense =
+        all([&](const Strides& s, uintptr_t) { return s.channel == fold && (as_rows || s.inner == 1); });
+    const bool folded = dense && l.C > 1 && l.S <= kFolded * V;
+    if ((as_rows || folded) && ((dense && rows(plan, fold, V)) || rows(plan, fold, 1))) return plan;
+    // Vectors begin at 16-byte boundaries, which must be at the same elements of all operands.
+    const Strides& first = l.strides[0];
+    const uintptr_t p = reinterpret_cast<uintptr_t>(pointers[0]);
+    plan.vector = l.outer_dims <= 1 && l.S >= 2 * V && all([&](const Strides& s, uintptr_t q) {
+                    return s.inner == 1 && q % 16 == p % 16 && (s.channel - first.channel) % V == 0 &&
+                           (s.outer[0] - first.outer[0]) % V == 0;
+                  });
+    return plan;
   }
-  static int used(int lanes) { return kThreads / lanes * lanes; }  // threads with work
 
-  bool rows(Plan& plan, bool merges) const {
-    if (!l.rows && l.N > 0) return false;
-    plan.rows = true;
-    plan.columns = l.C;
-    plan.vector = aligned_rows(l.C) && all([](const Strides& s, uintptr_t) { return s.channel == 1; });
-    const int64_t packets = std::max<int64_t>(1, plan.vector ? l.C / V : l.C);
-    // At most 32 lanes, which read 512 bytes of a row, or 16 where slices are merged: half the channels in a
-    // tile are also half the slices of a channel, so the last block has a quarter of the results to merge.
-    // At least 4, which read one or two whole sectors. Among these, the number that leaves the fewest threads
-    // and columns without work.
+  // Rows in vectors of `width`, if these are aligned and offsets within a batch fit in 32 bits. Takes the
+  // lanes, for whole channels, that leave the fewest threads and columns without work.
+  bool rows(Plan& plan, int64_t fold, int64_t width) const {
+    const int64_t columns = l.C * fold, vectors = std::max<int64_t>(1, columns / width),
+                  channels = width / std::gcd(width, fold), step = channels * fold / width;
+    const auto fits = [&](const Strides& s, uintptr_t p) {
+      return p % 16 == 0 && s.outer[0] % width == 0 && s.outer[0] * kThreads * kBatch <= INT32_MAX;
+    };
+    const bool packed = l.outer_dims <= 1 && columns % width == 0 && std::max(columns, l.N) <= INT32_MAX;
+    if (step > kThreads || (width > 1 && !(packed && all(fits)))) return false;
+    plan.rows = true, plan.vector = width > 1, plan.fold = int(fold), plan.columns = columns;
+    const int64_t most = std::min<int64_t>(vectors, cached ? kMergedLanes : kLanes) / step;
     double best = 0;
-    for (int lanes = int(std::min<int64_t>(packets, merges ? 16 : 32));
-         lanes >= std::min<int64_t>(packets, 4); --lanes) {
-      const double score = double(packets) * used(lanes) / double(ceil_div(packets, lanes) * lanes);
-      if (score > best) best = score, plan.lanes = lanes;
-      if (best == kThreads) break;  // no thread is idle
+    for (int64_t n = std::max<int64_t>(1, most); n && (!best || n * step >= kFewLanes); --n) {
+      const int64_t lanes = n * step, used = kThreads / lanes * lanes;  // threads with work
+      const double found = double(vectors * used) / double(ceil_div(vectors, lanes) * lanes);
+      if (found > best) best = found, plan.lanes = int(lanes), plan.tile = int(n * channels);
+      if (best == kThreads) break;
     }
-    plan.tile = plan.lanes * (plan.vector ? V : 1);
     return true;
   }
 
-  bool fold(Plan& plan) const {
-    if (l.rows || l.N == 0 || l.C == 1 || l.S > 64 * V) return false;
-    if (!all([&](const Strides& s, uintptr_t) { return s.inner == 1 && s.channel == l.S; })) return false;
-    for (const bool vector : {true, false}) {
-      if (vector && !aligned_rows(l.C * l.S)) continue;
-      const int64_t width = vector ? V : 1, step = width / std::gcd(width, l.S);
-      int best = 0;
-      for (int64_t tile = step; tile * l.S / width <= kThreads && tile <= kMostTile; tile += step) {
-        const int lanes = int(tile * l.S / width);
-        if (used(lanes) > best) best = used(lanes), plan.tile = int(tile), plan.lanes = lanes;
-        if (tile >= l.C || best == kThreads) break;
-      }
-      if (best == 0) continue;
-      plan.rows = true;
-      plan.vector = vector;
-      plan.fold = int(l.S);
-      plan.columns = l.C * l.S;
-      return true;
-    }
-    return false;
-  }
+  int width(const Plan& plan) const { return plan.vector ? V : 1; }
 
-  bool aligned_planes() const {
-    // Packets begin at 16-byte boundaries, which must be at the same elements of all operands.
-    const Strides& first = l.strides[0];
-    const uintptr_t p = reinterpret_cast<uintptr_t>(pointers[0]);
-    return l.outer_dims <= 1 && l.S >= 2 * V && all([&](const Strides& s, uintptr_t q) {
-             return s.inner == 1 && q % 16 == p % 16 && (s.channel - first.channel) % V == 0 &&
-                    (s.outer[0] - first.outer[0]) % V == 0;
-           });
-  }
-
-  void planes(Plan& plan) const {
-    const int width = plan.vector ? V : 1;
-    plan.segment = std::min<int64_t>(l.S, int64_t(kThreads) * 4 * kBatch * width);
-    const auto blocks = [&] {
-      plan.segments = ceil_div(l.S, plan.segment);
-      return l.C * ceil_div(l.N * plan.segments, kThreads / plan.lanes);
-    };
-    // The number of lanes with which one to eight batches cover a unit with the fewest empty packets, and one
-    // wave of blocks all units with the fewest idle teams. 50 for 56x56 values of 16 bits, whose eight
-    // batches are nearly full; with 128 most fourth packets are empty. 56 for 128 images of 112x112 values,
-    // whose four teams have four images each; of five teams of 50 lanes, one would have a fourth. Even, for
-    // whole sectors, and at least 16, which read 256 bytes in a row.
-    const int64_t packets = ceil_div(plan.segment, width);
-    const auto evenness = [&](int64_t lanes) {
-      const int64_t units = l.N * ceil_div(l.S, plan.segment), teams = kThreads / lanes;
-      const int64_t at_once = teams * std::clamp<int64_t>(resident / std::max<int64_t>(1, l.C), 1,
-                                                          std::max<int64_t>(1, ceil_div(units, teams)));
-      return double(units) / double(std::max<int64_t>(1, ceil_div(units, at_once)) * at_once);
-    };
-    double best = 0;
-    for (int batches = 1; batches <= 8 && best < kFull; ++batches) {
-      int64_t lanes = ceil_div(packets, batches * kBatch);
-      if (plan.vector) lanes += lanes % 2;
-      if (lanes > kThreads || (best > 0 && lanes < 16)) continue;
-      const double full =
-          double(packets) * used(int(lanes)) / double(lanes * batches * kBatch * kThreads) * evenness(lanes);
-      const int before = std::exchange(plan.lanes, int(lanes));
-      if (full > best + 0.02 && blocks() >= resident)
-        best = full;
-      else
-        plan.lanes = before;
-    }
-    if (best > 0) {
-      blocks();  // for the segments of the chosen lanes
-      return;
-    }
-    while (plan.lanes < kThreads && plan.lanes * width * kBatch < plan.segment) plan.lanes *= 2;
-    // With too few blocks: fewer packets in flight per thread, then shorter segments, down to one packet.
-    while (blocks() < resident && plan.segment > int64_t(plan.lanes) * width) {
-      if (plan.lanes < kThreads)
-        plan.lanes *= 2;
-      else
-        plan.segment = ceil_div(ceil_div(l.S, 2 * plan.segments), width) * width;
-    }
-  }
-
-  // The most packets of an operand in a thread's walk, empty ones included.
-  int64_t packets(const Plan& plan) const {
-    if (plan.rows) return ceil_div(plan.units, int64_t(plan.slices) * plan.teams * kBatch) * kBatch;
-    const bool ends = !all([&](const Strides& s, uintptr_t p) {
+  // The vectors of each operand in a thread's walk, empty ones included.
+  int64_t walked(const Plan& plan) const {
+    const int64_t teams = int64_t(plan.slices) * plan.teams;
+    if (plan.rows) return ceil_div(plan.units, teams * kBatch) * kBatch;
+    const auto whole = [&](const Strides& s, uintptr_t p) {
       return p % 16 == 0 && s.channel % V == 0 && s.outer[0] % V == 0 && l.S % V == 0;
-    });
-    const int64_t whole = ceil_div(ceil_div(plan.segment, V), int64_t(plan.lanes) * kBatch) * kBatch,
-                  single = ends ? ceil_div(2 * (V - 1), plan.lanes) : 0;
-    return ceil_div(plan.units, int64_t(plan.slices) * plan.teams) * (whole + single);
+    };
+    const int64_t batches = ceil_div(ceil_div(plan.segment, width(plan)), int64_t(plan.lanes) * kBatch),
+                  ends = plan.vector && !all(whole) ? ceil_div(2 * (V - 1), plan.lanes) : 0;
+    return ceil_div(plan.units, teams) * (batches * kBatch + ends);
   }
 
-  // Units of a team per iteration of the loop.
-  static int64_t step(const Plan& plan) { return int64_t(plan.teams) * (plan.rows ? kBatch : 1); }
+  // The share of the vectors of all waves of blocks that hold data.
+  double share(const Plan& plan, int64_t resident) const {
+    const int64_t vectors = ceil_div(plan.blocks(), resident) * resident * kThreads * walked(plan);
+    return double(l.numel()) / std::max(1.0, double(vectors) * width(plan));
+  }
 
-  // The most slices: one per unit, and no more than are resident at once.
-  struct Bounds {
-    int64_t most, least;
-  };
-  Bounds bounds(Plan& plan, int cached) const {
-    if (!plan.rows) planes(plan);
+  // Slices for so many waves of blocks; at most one per iteration of a team's loop.
+  void slice(Plan& plan, int64_t resident, int waves) const {
     plan.teams = kThreads / plan.lanes;
     plan.tiles = unsigned(std::max<int64_t>(1, ceil_div(l.C, plan.tile)));
     plan.units = plan.rows ? l.N : l.N * plan.segments;
-    const int64_t most =
-        cached && plan.tiles > kSemaphores ? 1 : std::max<int64_t>(1, ceil_div(plan.units, step(plan)));
-    return {most, std::min(most, std::max<int64_t>(1, resident / plan.tiles))};
+    const int64_t step = int64_t(plan.teams) * (plan.rows ? kBatch : 1), most = ceil_div(plan.units, step);
+    const bool one = most == 0 || (cached && plan.tiles > kSemaphores);
+    plan.slices = one ? 1 : unsigned(std::clamp<int64_t>(waves * resident / plan.tiles, 1, most));
   }
 
-  // Whether the plan stays on chip, in one wave of blocks.
-  bool cache(Plan& plan, int cached, int64_t smem_cache_bytes) {
-    const int64_t packet = int64_t(cached) * kThreads * 16;
-    if (packet == 0 || !plan.vector || packet > smem_cache_bytes) return false;
-    resident = int64_t(multiprocessors) * kOnChipBlocks;
-    plan.slices = unsigned(bounds(plan, cached).least);
-    const int64_t slots = packets(plan);
-    if (slots * packet <= smem_cache_bytes) plan.slots = int(slots);
-    return plan.slots > 0;
-  }
-
-  // The number of slices that fills one to four waves of blocks: the first with at least kFull of the places
-  // busy, else the cheapest. A wave takes the time of its memory traffic, or the latency if that is longer.
-  void spread(Plan& plan, int cached, int blocks_per_multiprocessor) {
-    resident = int64_t(multiprocessors) * blocks_per_multiprocessor;
-    const auto [most, least] = bounds(plan, cached);
-    const double bytes = double(l.numel()) * operands * element_size;
-    const double per_nanosecond = kBytesPerNanosecond * multiprocessors;
-    const double of_block =
-        bytes * double(step(plan)) / double(std::max<int64_t>(1, plan.units * plan.tiles));
-    const int64_t deep =
-        plan.rows ? 1 : ceil_div(plan.segment, int64_t(plan.lanes) * kBatch * (plan.vector ? V : 1));
-    const auto turn = [&](int64_t blocks) {
-      return blocks ? std::max(kLatencyNanoseconds * double(deep), double(blocks) * of_block / per_nanosecond)
-                    : 0;
-    };
+  // The lanes of planes whose batches, turns and blocks are fullest: with 50 for 56x56 values of 16 bits
+  // eight batches are nearly full, with 256 most fourth vectors are empty. Even, for whole sectors, and at
+  // least 16. Segments are shorter where planes are fewer than resident blocks.
+  void lanes(Plan& plan, int64_t resident) const {
+    const int64_t whole = ceil_div(l.S, width(plan)),
+                  few = std::min(whole / kThreads, resident / std::max<int64_t>(1, l.N * l.C)),
+                  vectors = ceil_div(whole, std::max(ceil_div(whole, kThreads * kBatch * kBatches), few));
+    plan.segment = vectors * width(plan), plan.segments = ceil_div(l.S, plan.segment);
     double best = 0;
-    for (int waves = 1; waves <= 4; ++waves) {
-      const int64_t slices = std::clamp<int64_t>(waves * resident / plan.tiles, least, most);
-      const int64_t blocks = plan.tiles * slices, full = blocks / resident, rest = blocks - full * resident;
-      const double stream =
-          double(ceil_div(plan.units, slices * step(plan))) * (double(full) * turn(resident) + turn(rest));
-      const unsigned before = std::exchange(plan.slices, unsigned(slices));
-      const double price = stream + (cached ? MergeDepth::of(plan).nanoseconds() : 0);
-      if (best == 0 || price < 0.97 * best)
-        best = price;
-      else
-        plan.slices = before;
-      if (slices == most || stream * kFull * per_nanosecond <= bytes) break;
+    int chosen = kThreads;
+    for (int batches = 0; batches <= 2 * kBatches && best < kFull; ++batches) {
+      const int64_t least = batches ? ceil_div(vectors, batches * kBatch) : kThreads;
+      if (least > kThreads || (batches > 1 && least < 16)) continue;
+      plan.lanes = int(least + (plan.vector ? least % 2 : 0));
+      slice(plan, resident, 1);
+      const double found = share(plan, resident);
+      if (found > best + kGain) best = found, chosen = plan.lanes;
     }
+    plan.lanes = chosen;
+  }
+
+  // Divides the values among blocks, of which `resident` run at once.
+  void divide(Plan& plan, int64_t resident, int most_waves) const {
+    if (!plan.rows) lanes(plan, resident);
+    double best = 0;
+    int chosen = 1;
+    for (int waves = 1; waves <= most_waves && best < kFull; ++waves) {
+      slice(plan, resident, waves);
+      const double found = share(plan, resident);
+      if (found > best + (cached ? kMergedGain : kGain)) best = found, chosen = waves;
+    }
+    slice(plan, resident, chosen);
   }
 };
 

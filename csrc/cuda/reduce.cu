@@ -7,10 +7,10 @@
 //          second sum is of dz*(x - mean), multiplied by invstd at the end.
 // Needs    in place: gamma != 0 (ensured by its floor) and an invertible activation.
 // Source   arXiv:1712.02616, section 3.
-#include "../sync/cuda_peer.cuh"
 #include "backend.h"
 #include "gradient.cuh"
 #include "launch.cuh"
+#include "peer.cuh"
 #include "scratch.h"
 
 namespace fastvit {
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
     Read<T, kSource, B> read;
     read.template load<kAgain, 2>(batch, args);
     add_gradients<T, kSet, kRows>(running, batch, constants, args.saved, limit,
-                                  [&](int j) { return read.packet(j); });
+                                  [&](int j) { return read.vector(j); });
   });
 
   __shared__ __align__(16) unsigned char bytes[kThreads * K * sizeof(Sums<A>)];
@@ -101,8 +101,8 @@ void Cuda::reduce(const ReduceArgs& args) {
       const auto kernel_of = [&]<bool kRows, int V>() {
         return reduce_kernel_of<T, kShared, kRows, V>(args);
       };
-      const Plan plan = Planner::make(args.layout, pointers, operands, sizeof(T), device.limits, operands,
-                                      resident_blocks<T>(device, kernel_of));
+      const Plan plan = Planner{args.layout, pointers, operands, sizeof(T), device.limits, operands}.plan(
+          resident_blocks<T>(device, kernel_of));
       const Slices<Sums<A>> slices(plan, device, kShared);
       const ReduceParams<T, kShared> params{shares,
                                             plan,

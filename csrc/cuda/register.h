@@ -7,9 +7,9 @@
 #include "../layer_norm.h"
 #include "../reduce.h"
 #include "../stats.h"
-#include "../sync/cuda_peer.h"
 #include "../sync/message.h"
 #include "backend.h"
+#include "peer.h"
 
 namespace fastvit {
 

@@ -1,7 +1,7 @@
 // Divides the rows of a LayerNorm among threads.
 //
 // A row is taken by a team of `lanes` threads, a power of two up to the block; a block has several teams, or
-// one. A lane holds its packets of a row in registers, so that the row is read once: 24 or 32 columns, of
+// one. A lane holds its vectors of a row in registers, so that the row is read once: 24 or 32 columns, of
 // which 24 fit the widths of ViTs, 16 lanes for 384 and a warp for 768. A row too long for a block's
 // registers is taken part by part, and read again for each pass over it.
 #pragma once
@@ -31,7 +31,7 @@ template <class A, int V>
 constexpr int kSparingColumns = sizeof(A) == 8 && V == 1 ? 4 : 8;
 constexpr int kTableColumns = 4096;  // longest row whose weight and bias a block keeps in shared memory
 
-// For packets of V columns: the fewest idle lanes, then the fewest registers.
+// For vectors of V columns: the fewest idle lanes, then the fewest registers.
 template <class A, int V>
 RowPlan row_plan(int64_t rows, int64_t columns, const int (&choices)[2]) {
   const auto plan = [&](int held) {

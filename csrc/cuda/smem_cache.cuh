@@ -1,8 +1,7 @@
-// Holds packets in shared memory between the two walks of a local op, so that global memory is read once.
+// Holds vectors in shared memory between the two walks of a local op, so that global memory is read once.
 //
-// Each packet has a slot. A thread reads only slots that it wrote, so no barrier is needed. Slots of
-// neighbouring threads are adjacent, so there are no bank conflicts. The second walk must be equal to the
-// first.
+// A thread reads only vectors that it wrote, so no barrier is needed. Those of neighbouring threads are
+// adjacent, so there are no bank conflicts. The second walk must be equal to the first.
 #pragma once
 
 #include "launch.cuh"
@@ -13,32 +12,32 @@ namespace fastvit {
 template <class T, int V, int kOperands>
 class SmemCache {
   unsigned char* const bytes;
-  int slot = 0;  // of the next packet
+  int first = 0;  // vector of the next batch
 
   template <class B>
-  __device__ __forceinline__ Packet<T, B::V>* at(int operand, int j) const {
-    const int index = ((slot + j) * kOperands + operand) * kThreads + int(threadIdx.x);
-    return reinterpret_cast<Packet<T, B::V>*>(bytes + index * int(sizeof(Packet<T, V>)));
+  __device__ __forceinline__ Vector<T, B::V>* at(int operand, int j) const {
+    const int index = ((first + j) * kOperands + operand) * kThreads + int(threadIdx.x);
+    return reinterpret_cast<Vector<T, B::V>*>(bytes + index * int(sizeof(Vector<T, V>)));
   }
 
  public:
   __device__ __forceinline__ explicit SmemCache(unsigned char* bytes) : bytes(bytes) {}
 
   template <class B>
-  __device__ __forceinline__ void put(const B&, int operand, const Packet<T, B::V> (&from)[B::U]) const {
+  __device__ __forceinline__ void put(const B&, int operand, const Vector<T, B::V> (&from)[B::U]) const {
 #pragma unroll
     for (int j = 0; j < B::U; ++j) *at<B>(operand, j) = from[j];
   }
-  template <class B>  // a batch, or its j-th packet alone
-  __device__ __forceinline__ void get(const B&, int operand, Packet<T, B::V> (&to)[B::U], int j = 0) const {
+  template <class B>  // a batch, or its j-th vector alone
+  __device__ __forceinline__ void get(const B&, int operand, Vector<T, B::V> (&to)[B::U], int j = 0) const {
 #pragma unroll
     for (int i = 0; i < B::U; ++i) to[i] = *at<B>(operand, j + i);
   }
   template <class B>
   __device__ __forceinline__ void next(const B&) {
-    slot += B::U;
+    first += B::U;
   }
-  __device__ __forceinline__ void rewind() { slot = 0; }
+  __device__ __forceinline__ void rewind() { first = 0; }
 };
 
 // Forces later reads to come from shared memory, not from registers.
@@ -47,10 +46,10 @@ __device__ __forceinline__ void forget_registers() {
 }
 
 inline size_t smem_cache_bytes(const Plan& plan, int operands) {
-  return size_t(plan.slots) * operands * kThreads * 16;
+  return size_t(plan.cached_vectors) * operands * kThreads * 16;
 }
 
-// As with_walk, for a plan with packets in shared memory.
+// As with_walk, for a plan with vectors in shared memory.
 template <class T, class F>
 void with_vector_walk(const Plan& plan, const F& f) {
   plan.rows ? f.template operator()<true, kVector<T>>() : f.template operator()<false, kVector<T>>();
@@ -65,8 +64,8 @@ bool launch_on_chip(const Plan& plan, int cached, const Device& device, const Ar
   });
   const Launch how{plan.blocks(), device, smem_cache_bytes(plan, cached), plan.slices > 1};
   const cudaError_t status = launch(kKernel, how, args);
-  if (status == cudaErrorCooperativeLaunchTooLarge) {
-    (void)cudaGetLastError();  // an empty device has too few places; then the op takes two launches
+  if (status == cudaErrorCooperativeLaunchTooLarge || status == cudaErrorNotSupported) {
+    (void)cudaGetLastError();  // an empty device has no room for all blocks; then the op takes two launches
     return false;
   }
   STD_CUDA_CHECK(status);

@@ -6,9 +6,9 @@
 // Numerics groups of 32 values, relative to the first of the group, merged by Chan's update, see stats.cuh;
 //          fp32 (fp64 for double), fixed order, no float atomics.
 // Source   Chan, Golub, LeVeque (1979), see moments.h.
-#include "../sync/cuda_peer.cuh"
 #include "backend.h"
 #include "launch.cuh"
+#include "peer.cuh"
 #include "scratch.h"
 #include "stats.cuh"
 
@@ -25,20 +25,8 @@ struct StatsParams : Shares<kShared> {
   unsigned* exchange_words;
 };
 
-// Three blocks have 49 KB of loads in flight in rows of 16 bits, two have 33, which suffice for sm_120: its
-// multiprocessors have a third of the bandwidth. Three leave 80 registers, which are too few for an exchange,
-// for double, and by one for half.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
-constexpr bool kThreeBlocks = false;
-#else
-constexpr bool kThreeBlocks = true;
-#endif
-template <class T, bool kShared>
-constexpr int kStatsResident =
-    kThreeBlocks && !kShared && sizeof(T) < 8 && !std::is_same_v<T, __half> ? 3 : kResident;
-
 template <class T, bool kShared, bool kRows, int V>
-__global__ void __launch_bounds__(kThreads, kStatsResident<T, kShared>)
+__global__ void __launch_bounds__(kThreads, kResident)
     stats_kernel(const __grid_constant__ Launched<StatsParams<T, kShared>> launched) {
   const auto& args = launched.begin();
   using A = Accumulation<T>;
@@ -46,7 +34,7 @@ __global__ void __launch_bounds__(kThreads, kStatsResident<T, kShared>)
   const Work work(args.plan, blockIdx.x);
   Mine mine(args.plan, work, args.x);
   walk<kRows, V, kBatch, 1, false, true>(args.plan, work, args.x, [&]<class B>(const B& batch) {
-    Packet<T, B::V> x[B::U];
+    Vector<T, B::V> x[B::U];
     batch.load(x, args.x, 0);
     mine.add(batch, x);
   });
@@ -82,8 +70,8 @@ void Cuda::stats(const StatsArgs& args) {
     const void* pointers[] = {args.x};
     with_shares<A>(args, device.limits, [&]<bool kShared>(const Shares<kShared>& shares) {
       const auto kernel_of = [&]<bool kRows, int V>() { return stats_kernel<T, kShared, kRows, V>; };
-      const Plan plan = Planner::make(args.layout, pointers, 1, sizeof(T), device.limits, 1,
-                                      resident_blocks<T>(device, kernel_of));
+      const Plan plan = Planner{args.layout, pointers, 1, sizeof(T), device.limits, 1}.plan(
+          resident_blocks<T>(device, kernel_of));
       const Slices<WelfordState<A>> slices(plan, device, kShared);
       const StatsParams<T, kShared> params{shares,
                                            plan,

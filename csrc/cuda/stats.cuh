@@ -16,7 +16,7 @@
 
 namespace fastvit {
 
-constexpr int kGroup = 32;
+constexpr int kGroupValues = 32;
 
 template <class T, bool kRows, int V>
 struct ThreadStats {  // rows: one channel per column; planes: one
@@ -34,7 +34,7 @@ struct ThreadStats {  // rows: one channel per column; planes: one
   }
 
   template <class B>
-  __device__ __forceinline__ void add(const B& batch, const Packet<T, B::V> (&x)[B::U]) {
+  __device__ __forceinline__ void add(const B& batch, const Vector<T, B::V> (&x)[B::U]) {
     A value[B::V];
     if (kOneBatch || group == 0) {
       x[0].unpack(value);
@@ -57,7 +57,7 @@ struct ThreadStats {  // rows: one channel per column; planes: one
         }
         group += kRows ? 1 : B::V;
       }
-    if (kOneBatch || group >= kGroup) close();
+    if (kOneBatch || group >= kGroupValues) close();
   }
 
   // All threads call it after their last value; writes the pivots of the tile's channels to `pivots`.
@@ -77,7 +77,7 @@ struct ThreadStats {  // rows: one channel per column; planes: one
 
  private:
   // A batch of 16-bit planes has the values of a group, so groups do not extend over batches.
-  static constexpr bool kOneBatch = !kRows && V * kBatch >= kGroup;
+  static constexpr bool kOneBatch = !kRows && V * kBatch >= kGroupValues;
 
   // Merges the group into the values before it.
   __device__ __forceinline__ void close() {
@@ -101,7 +101,7 @@ struct ThreadStats {  // rows: one channel per column; planes: one
 
   A first[K] = {}, sum[K], squares[K];
   int group = 0;       // values in the current group
-  Packet<T, 1> pivot;  // the pivot of channel threadIdx.x of the tile
+  Vector<T, 1> pivot;  // the pivot of channel threadIdx.x of the tile
 };
 
 }  // namespace fastvit

@@ -1,4 +1,4 @@
-// Elements in memory and in registers: a Packet is one element, or what one load or store moves: 16 bytes, or
+// Elements in memory and in registers: a Vector is one element, or what one load or store moves: 16 bytes, or
 // 8 where elements of 16 bits go beside those of 32.
 #pragma once
 
@@ -57,7 +57,7 @@ __device__ __forceinline__ void convert(float a, float b, __nv_bfloat16* to) {
 }
 
 template <class T, int V>
-struct __align__(sizeof(T) * V) Packet {
+struct __align__(sizeof(T) * V) Vector {
   using A = Accumulation<T>;
   using Words = std::conditional_t<sizeof(T) * V == 16, uint4, uint2>;
   T at[V];

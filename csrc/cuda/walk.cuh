@@ -1,4 +1,4 @@
-// The walk of one block over its slice: calls a kernel's body with batches of packets, by the plan.
+// The walk of one block over its slice: calls a kernel's body with batches of vectors, by the plan.
 //
 // Slices interleave, so that all blocks together read memory once, in order. kReverse walks from the end,
 // where the data that the previous op accessed last is still in the L2 cache.
@@ -9,19 +9,19 @@
 
 namespace fastvit {
 
-// A thread's next U packets of V elements. The first packet exists, and with kWhole all do. One past the end
+// A thread's next U vectors of V elements. The first vector exists, and with kWhole all do. One past the end
 // is loaded as zeros and is not stored.
 template <int V_, int U_, int kOperands, bool kWhole = false>
 struct Batch {
   static constexpr int V = V_, U = U_;
   using One = Batch<V, 1, kOperands>;
   static constexpr int kOffsets = V == 1 ? U : 1;
-  int64_t offset[kOperands][kOffsets];  // in elements: of the first packet, or of each that is one element
-  int next[kOperands];                  // packets of an operand from one of the batch to the next
+  int64_t offset[kOperands][kOffsets];  // in elements: of the first vector, or of each that is one element
+  int next[kOperands];                  // vectors of an operand from one of the batch to the next
   bool exist[U];
 
   __device__ __forceinline__ bool exists(int j) const { return kWhole || exist[j]; }
-  __device__ __forceinline__ One packet(int j) const {
+  __device__ __forceinline__ One vector(int j) const {
     One one;
 #pragma unroll
     for (int k = 0; k < kOperands; ++k)
@@ -31,7 +31,7 @@ struct Batch {
   }
 
   template <Reading kReading = kAgain, class T>
-  __device__ __forceinline__ void load(Packet<T, V> (&to)[U], const T* p, int operand) const {
+  __device__ __forceinline__ void load(Vector<T, V> (&to)[U], const T* p, int operand) const {
 #pragma unroll
     for (int j = 0; j < U; ++j) {
       if (exists(j))
@@ -47,7 +47,7 @@ struct Batch {
       if (exists(j)) prefetch(at(p, operand, j));
   }
   template <class T>
-  __device__ __forceinline__ void store(const Packet<T, V> (&from)[U], T* p, int operand) const {
+  __device__ __forceinline__ void store(const Vector<T, V> (&from)[U], T* p, int operand) const {
 #pragma unroll
     for (int j = 0; j < U; ++j)
       if (exists(j)) from[j].store(at(p, operand, j));
@@ -119,7 +119,7 @@ __device__ __forceinline__ void pick(Constants (&mine)[K], const Constants* tabl
   }
 }
 
-// Planes: body(batch) for this thread's elements of channel work.tile: packets where a whole one lies between
+// Planes: body(batch) for this thread's elements of channel work.tile: vectors where a whole one lies between
 // 16-byte boundaries, single elements before and after. `p` is operand 0, for its alignment.
 template <int V, int U, int kOperands, bool kReverse, bool kFirst, class T, class Body>
 __device__ __forceinline__ void walk_planes(const Plan& plan, const Work& work, const T* p,
@@ -138,29 +138,29 @@ __device__ __forceinline__ void walk_planes(const Plan& plan, const Work& work, 
     for (int k = 0; k < kOperands; ++k)
       base[k] += work.tile * l.strides[k].channel + start * l.strides[k].inner;
 
-    int head = 0, packets = length;
+    int head = 0, vectors = length;
     if constexpr (V > 1) {
       head = min(length, int(-reinterpret_cast<intptr_t>(p + base[0]) & 15) / int(sizeof(T)));
-      packets = (length - head) / V;
-      const int ends = length - packets * V;
+      vectors = (length - head) / V;
+      const int ends = length - vectors * V;
       for (int e = kFirst ? ends : work.lane; e < ends; e += plan.lanes) {
         Batch<1, 1, kOperands, true> single;
 #pragma unroll
-        for (int k = 0; k < kOperands; ++k) single.offset[k][0] = base[k] + (e < head ? e : e + packets * V);
+        for (int k = 0; k < kOperands; ++k) single.offset[k][0] = base[k] + (e < head ? e : e + vectors * V);
         body(single);
       }
     }
-    for (int packet = work.lane; packet < packets; packet += plan.lanes * U) {
+    for (int vector = work.lane; vector < vectors; vector += plan.lanes * U) {
       Batch<V, U, kOperands> batch;
 #pragma unroll
-      for (int j = 0; j < U; ++j) batch.exist[j] = j == 0 || packet + j * plan.lanes < packets;
+      for (int j = 0; j < U; ++j) batch.exist[j] = j == 0 || vector + j * plan.lanes < vectors;
 #pragma unroll
       for (int k = 0; k < kOperands; ++k) {
         batch.next[k] = plan.lanes;
 #pragma unroll
         for (int j = 0; j < batch.kOffsets; ++j)
           batch.offset[k][j] =
-              base[k] + (V > 1 ? head + packet * V : (packet + j * plan.lanes) * l.strides[k].inner);
+              base[k] + (V > 1 ? head + vector * V : (vector + j * plan.lanes) * l.strides[k].inner);
       }
       body(batch);
       if (kFirst) return;
@@ -169,12 +169,10 @@ __device__ __forceinline__ void walk_planes(const Plan& plan, const Work& work, 
 }
 
 // Rows: body(batch) for this thread's columns, of which the first is column lane * V of the tile. With kWhole
-// batches in which every packet exists have a type of their own.
+// batches in which every vector exists have a type of their own.
 template <int V, int U, int kOperands, bool kReverse, bool kWhole, bool kFirst, class Body>
 __device__ __forceinline__ void walk_rows(const Plan& plan, const Work& work, const Body& body) {
-  // 32 bits suffice for packets, see Planner::aligned_rows. With them the loop of bn_stats, which has 80
-  // registers, would take two more.
-  using Index = std::conditional_t<(V > 1 && !kWhole), unsigned, int64_t>;
+  using Index = std::conditional_t<(V > 1), unsigned, int64_t>;  // 32 bits suffice: see Planner::rows
   const Layout& l = plan.layout;
   auto column = Index(work.first_channel(plan) * plan.fold + work.lane * V);
   if (work.team >= plan.teams || column >= plan.columns) return;
@@ -217,7 +215,7 @@ __device__ __forceinline__ void walk_rows(const Plan& plan, const Work& work, co
   }
 }
 
-// body(batch) for all elements of this thread, see above; with kFirst for its first batch of packets alone.
+// body(batch) for all elements of this thread, see above; with kFirst for its first batch of vectors alone.
 template <bool kRows, int V, int U, int kOperands, bool kReverse, bool kWhole = false, bool kFirst = false,
           class T, class Body>
 __device__ __forceinline__ void walk(const Plan& plan, const Work& work, const T* p, const Body& body) {

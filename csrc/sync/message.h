@@ -185,7 +185,7 @@ struct CpuMessages {
   }
 };
 
-struct CudaMessages {  // cuda_message.cu
+struct CudaMessages {  // csrc/cuda/message.cu
   static void pack(const message::Packing& packing);
   static void merge(const message::Merging& merging);
 };

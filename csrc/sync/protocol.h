@@ -1,5 +1,5 @@
 // The peer protocol: how ranks that see each other's memory exchange O(C) numbers without a collective.
-// For host and device; cpu_peer.cpp and cuda_peer.cuh move the packets.
+// For host and device; cpu_peer.cpp and csrc/cuda/peer.cuh move the packets.
 //
 // Protocol  Every rank owns an arena: a few words, and an inbox. In exchange `epoch` a rank *pushes* one
 //           message into every rank's inbox, its own included, without waiting. Then it *polls* its own

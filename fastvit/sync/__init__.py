@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import ops
-from .compiled import share
+from .custom_op import share
 from .group import LayerKey, available_backends, check, describe_groups, group_of
 from .rendezvous import rendezvous
 from .transport import LOCAL, Local, Reduce, Transport

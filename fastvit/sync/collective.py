@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .. import _library
 from .agreement import Agreement, ProcessWatch
 from .protocol import Describe, Exchange, Kind, Tag
 from .transport import Backend
@@ -22,7 +23,7 @@ from .transport import Backend
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 _SLICE = datetime.timedelta(seconds=0.2)  # of waiting, between checks for signals
 _GRACE = 2.0  # seconds in which a collective ends that a rank had completed before it ended
-_ops = torch.ops.fastvit
+_ops = _library.ops
 
 
 class Collective(Backend):

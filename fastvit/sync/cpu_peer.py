@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .. import _library
 from .agreement import Agreement, Unavailable, process_space
 from .peer import Peer, arena_bytes
 from .protocol import MOST_RANKS, Describe, Tag, direction
@@ -23,7 +24,7 @@ NAME = "SharedMemory"
 FOLDER = Path("/dev/shm")  # where POSIX shared memory lives on Linux
 _MARK = 16  # bytes
 _SLICE = 0.05  # seconds of waiting in C++ between checks for signals and for dead peers
-_ops = torch.ops.fastvit
+_ops = _library.ops
 
 
 class SharedMemory(Peer):

@@ -17,7 +17,7 @@ from .peer import Peer, arena_bytes
 from .protocol import MOST_RANKS, Describe, Kind, Tag
 from .transport import Reduce
 
-_ops = torch.ops.fastvit
+_ops = _library.ops
 _TRIALS, _TRIAL_SECONDS = 4, 10.0
 # Share of the group's timeout after which a GPU gives up, so that its report comes before NCCL's watchdog.
 _SHARE_OF_TIMEOUT = 0.8

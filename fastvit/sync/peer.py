@@ -7,11 +7,11 @@ the others, and merge. No collective is called.
 import torch
 from torch import Tensor
 
-from .. import ops
+from .. import _library, ops
 from .protocol import Describe, Exchange, Tag, packets
 from .transport import Backend, Reduce
 
-_ops = torch.ops.fastvit
+_ops = _library.ops
 
 
 class Peer(Backend):

@@ -14,6 +14,8 @@ from .command_line import parse
 from .config import ConfigError, TrainingError, check_packages
 from .launch import find_launch
 
+INTERRUPTED = 130  # a shell's status of a program that SIGINT ended
+
 
 def _complain(error: object) -> None:
     print(f"fastvit-train: error: {error}", file=sys.stderr, flush=True)
@@ -23,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the trainer with command-line arguments (`sys.argv` when None).
 
     Returns:
-        0, or 1 when the run failed; a wrong option exits with 2.
+        0, 1 when the run failed, or 130 when it was interrupted; a wrong option exits with 2.
     """
     config, given = parse(arguments)
     try:
@@ -41,6 +43,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if distributed.is_main_process():
             _complain(error)
         status = 1
+    except KeyboardInterrupt:
+        run = config.out if config.resume in ("", "auto") else config.resume
+        _complain(f"KeyboardInterrupt: --resume {run} continues the run after its last checkpoint")
+        if ranks.world > 1:  # the others may wait in an exchange
+            end_process(INTERRUPTED)
+        return INTERRUPTED
     except Exception:
         if ranks.world < 2:
             raise

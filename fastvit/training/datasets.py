@@ -157,6 +157,8 @@ class _Unpickler(pickle.Unpickler):
         ("numpy", "dtype"),
         ("numpy.core.multiarray", "_reconstruct"),
         ("numpy._core.multiarray", "_reconstruct"),
+        ("numpy.core.numeric", "_frombuffer"),  # of pickle's protocol 5
+        ("numpy._core.numeric", "_frombuffer"),
         ("_codecs", "encode"),
     }
 

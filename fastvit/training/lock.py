@@ -20,10 +20,13 @@ def lock(run: Path, until: ExitStack) -> None:
     in the file system a message is printed.
 
     Raises:
-        TrainingError: another run has locked it.
+        TrainingError: another run has locked it, or it is no directory.
         OSError: the directory is not writable.
     """
-    run.mkdir(parents=True, exist_ok=True)
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise TrainingError(f"--out {run} is a file, or in one; give a directory") from None
     file = until.enter_context((run / "lock").open("a+"))
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

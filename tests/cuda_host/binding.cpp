@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "../../csrc/cuda/plan.h"
+#include "../../csrc/cuda/block_reduce.cuh"
 #include "cuda_runtime.h"
 
 extern "C" int cuda_host_allocations;
@@ -16,7 +16,7 @@ namespace cuda_host {
 std::set<std::string> kernels();
 
 // The plan of an op that reads and writes `operands` aligned tensors that lie alike, on so many
-// multiprocessors with `resident` blocks each and `smem` bytes of a block for packets.
+// multiprocessors with `resident` blocks each and `smem` bytes of a block for vectors.
 pybind11::dict plan(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, int channel_dim,
                     int element_size, int operands, int cached, int multiprocessors, int resident,
                     int64_t smem) {
@@ -25,16 +25,16 @@ pybind11::dict plan(const std::vector<int64_t>& sizes, const std::vector<int64_t
       {strides.data()}, {strides.data()}, {strides.data()}, {strides.data()}, {strides.data()}};
   const void* pointers[kMaxOperands] = {};
   const Layout layout = make_layout(int(sizes.size()), sizes.data(), channel_dim, operands, lying);
-  const Limits limits{multiprocessors, smem};
+  const Limits limits{multiprocessors, kResident, smem};
   const auto blocks = [&](const Plan&) { return resident; };
-  const Plan p = Planner::make(layout, pointers, operands, element_size, limits, cached, blocks);
+  const Plan p = Planner{layout, pointers, operands, element_size, limits, cached}.plan(blocks);
   pybind11::dict found;
   for (const auto& [name, value] : {std::pair<const char*, int64_t>{"rows", p.rows},
                                     {"vector", p.vector},
                                     {"lanes", p.lanes},
                                     {"teams", p.teams},
                                     {"units", p.units},
-                                    {"slots", p.slots},
+                                    {"cached_vectors", p.cached_vectors},
                                     {"tiles", p.tiles},
                                     {"slices", p.slices},
                                     {"blocks", p.blocks()},
@@ -54,6 +54,7 @@ PYBIND11_MODULE(_cuda_host, m) {
       .def_readwrite("timeout", &Config::timeout, "idle seconds after which a wait for another process fails")
       .def_readwrite("capturing", &Config::capturing, "whether launches are captured into a graph")
       .def_readwrite("built", &Config::built, "whether the kernels have code for the device")
+      .def_readwrite("cooperative", &Config::cooperative, "whether blocks of a grid may wait for each other")
       .def_readwrite("stream", &Config::stream, "the current stream, by number")
       .def_readwrite("resident", &Config::resident,
                      "blocks that a device holds at most; 0: a few of each grid")

@@ -86,8 +86,9 @@ Fiber main_fiber;
 Thread* cur = nullptr;
 Block* loaded = nullptr;  // block whose static __shared__ contents are in place
 int device = 0;
-// At index i the device that cudaGetDevice calls i: number, multiprocessors, bytes of shared memory.
-std::vector<std::array<int, 3>> devices;
+// At index i the device that cudaGetDevice calls i: number, multiprocessors, bytes of shared memory,
+// whether it has cooperative launches.
+std::vector<std::array<int, 4>> devices;
 uint64_t n_queries = 0;
 uint64_t n_steps = 0, n_launches = 0, n_blocks = 0;
 uint64_t progress = 0;  // step at which a thread last did more than re-read unchanged flags

@@ -58,7 +58,7 @@ def rules() -> str:
         kernels = [
             compile_(f"{mode}/{source.stem}", source, KERNELS[mode])
             for source in sorted((ROOT / "csrc").rglob("*.cu"))
-            if source.stem not in ("register", "cuda_ipc")  # which needs several processes on one GPU
+            if source.stem not in ("register", "ipc")  # which needs several processes on one GPU
         ]
         bugs = [
             compile_(f"{mode}/bugs", HERE / "bugs.cu", f"{KERNELS[mode]} -Wno-aggressive-loop-optimizations")

@@ -75,7 +75,8 @@ enum cudaError_t {
   cudaErrorInvalidConfiguration = 9,
   cudaErrorInvalidDeviceFunction = 98,
   cudaErrorNoKernelImageForDevice = 209,
-  cudaErrorCooperativeLaunchTooLarge = 720
+  cudaErrorCooperativeLaunchTooLarge = 720,
+  cudaErrorNotSupported = 801
 };
 using cudaStream_t = struct CUstream_st*;
 enum cudaLaunchAttributeID {
@@ -117,11 +118,12 @@ struct Config {           // set from the test (or CUDA_HOST_SEED / CUDA_HOST_TI
   int sm_count = 4;       // cudaDevAttrMultiProcessorCount
   int blocks_per_sm = 2;  // limit for co-resident (cooperative) blocks, together with 2048 threads per SM
   int shared_per_sm = 228 << 10;  // bytes of shared memory, which limit co-resident blocks too
-  double timeout = 0;      // > 0: peers may be other processes; idle seconds until a deadlock is reported
-  bool capturing = false;  // the result of cudaStreamIsCapturing
-  bool built = true;       // the kernels have code for the device
-  uint64_t stream = 0;     // the current stream
-  int resident = 0;        // > 0: blocks that a device holds at most, of all streams; 0: a few of each grid
+  double timeout = 0;       // > 0: peers may be other processes; idle seconds until a deadlock is reported
+  bool capturing = false;   // the result of cudaStreamIsCapturing
+  bool built = true;        // the kernels have code for the device
+  bool cooperative = true;  // cudaDevAttrCooperativeLaunch
+  uint64_t stream = 0;      // the current stream
+  int resident = 0;         // > 0: blocks that a device holds at most, of all streams; 0: a few of each grid
   bool deferred = false;  // launches queue up per (device, stream); cuda_host::run() runs the queues together
 };
 Config& config();

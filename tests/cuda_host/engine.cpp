@@ -457,7 +457,8 @@ cudaError_t cuda_host_attributes(cudaFuncAttributes* attributes) {
 // A device whose attributes a test changes gets a new number.
 cudaError_t cudaGetDevice(int* d) {
   using namespace cuda_host;
-  const std::array<int, 3> mine{device, config().sm_count, config().shared_per_sm};
+  const Config& c = config();
+  const std::array<int, 4> mine{device, c.sm_count, c.shared_per_sm, c.cooperative};
   const auto at = std::find(devices.begin(), devices.end(), mine);
   *d = int(at - devices.begin());
   if (at == devices.end()) devices.push_back(mine);
@@ -467,10 +468,10 @@ cudaError_t cudaSetDevice(int d) {
   return cuda_host::device = d, cudaSuccess;
 }
 cudaError_t cudaDeviceGetAttribute(int* v, cudaDeviceAttr a, int d) {
-  const auto& [number, multiprocessors, shared] = cuda_host::devices.at(size_t(d));
+  const auto& [number, multiprocessors, shared, cooperative] = cuda_host::devices.at(size_t(d));
   ++cuda_host::n_queries;
   return *v = a == cudaDevAttrMultiProcessorCount                ? multiprocessors
               : a == cudaDevAttrMaxSharedMemoryPerMultiprocessor ? shared
-                                                                 : 1,
+                                                                 : cooperative,
          cudaSuccess;
 }

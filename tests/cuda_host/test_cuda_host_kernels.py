@@ -8,9 +8,6 @@ Runs with FASTVIT_TEST_DEVICE=cuda_host only.
 import functools
 import math
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import shapes
@@ -24,10 +21,7 @@ if os.environ.get("FASTVIT_TEST_DEVICE") != "cuda_host":
 
 from cuda_host import redirect
 
-ROOT = Path(__file__).resolve().parents[2]
-PATHS = ROOT, ROOT / "tests"
-
-# Long planes (segments, slices), short planes (folded into rows), rows with and without whole packets.
+# Long planes (segments, slices), short planes (folded into rows), rows with and without whole vectors.
 SHAPES = {
     "long_planes": lambda r: r(2, 3, 90, 91),
     "one_channel": lambda r: r(9, 1, 64, 33),
@@ -44,7 +38,17 @@ DTYPES = [torch.float32, torch.bfloat16]
 def engine():
     engine = redirect.install()
     config = engine.config
-    names = ("seed", "sm_count", "blocks_per_sm", "shared_per_sm", "capturing", "built", "deferred", "stream")
+    names = (
+        "seed",
+        "sm_count",
+        "blocks_per_sm",
+        "shared_per_sm",
+        "capturing",
+        "built",
+        "cooperative",
+        "deferred",
+        "stream",
+    )
     before = {name: getattr(config, name) for name in names}
     yield engine
     for name, value in before.items():
@@ -133,7 +137,7 @@ def test_nothing_of_torchs_allocator_is_kept(engine):
 @pytest.mark.parametrize("shifts", [(0, 0, 0), (1, 1, 1), (3, 3, 3), (0, 1, 0), (2, 0, 5)])
 @pytest.mark.parametrize("shape", ["long_planes", "short_planes"])
 def test_any_alignment(engine, shape, dtype, shifts):
-    """Heads and tails of packets, and operands whose 16-byte boundaries do not coincide."""
+    """Heads and tails of vectors, and operands whose 16-byte boundaries do not coincide."""
 
     def shifted(t, by):
         return torch.cat([t.new_full((by,), float("nan")), t.flatten(), t.new_full((3,), float("nan"))])[
@@ -173,7 +177,7 @@ def local_step(x, dy, weight, bias, z=None):
 @pytest.mark.parametrize("sm_count", [1, 6, 108])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_local_ops_in_one_launch(engine, shape, sm_count, residual):
-    """On chip where whole packets fit, with the bits of the two ops, in any order of threads and blocks."""
+    """On chip where whole vectors fit, with the bits of the two ops, in any order of threads and blocks."""
     engine.config.sm_count = sm_count
     x, dy, weight, bias, z = inputs(shape, torch.bfloat16)
     z = z if residual else None
@@ -182,8 +186,8 @@ def test_local_ops_in_one_launch(engine, shape, sm_count, residual):
         got, kernels = local_step(x, dy, weight, bias, z)
         for a, b in zip(got, want, strict=True):
             assert torch.equal(a, b)
-    packets = shape not in ("short_odd_planes", "rows_c3")
-    assert kernels == [1, 1] if sm_count == 108 and packets else all(n <= 2 for n in kernels)
+    vectors = shape not in ("short_odd_planes", "rows_c3")
+    assert kernels == [1, 1] if sm_count == 108 and vectors else all(n <= 2 for n in kernels)
 
 
 @pytest.mark.parametrize("shape", ["long_planes", "rows"])
@@ -193,7 +197,7 @@ def test_local_ops_without_room(engine, shape):
     x, dy, weight, bias, _ = inputs(shape, torch.float32)
     want, kernels = local_step(x, dy, weight, bias)
     assert kernels == [1, 1]
-    for name, value in (("shared_per_sm", 64 << 10), ("blocks_per_sm", 1)):
+    for name, value in (("shared_per_sm", 36 << 10), ("blocks_per_sm", 1), ("cooperative", False)):
         before = getattr(engine.config, name)
         setattr(engine.config, name, value)
         got, kernels = local_step(x, dy, weight, bias)
@@ -203,34 +207,23 @@ def test_local_ops_without_room(engine, shape):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
-LOCAL_OP = """
-import torch
-from cuda_host import redirect
-engine = redirect.install()
-from fastvit import ops
-x = torch.randn(4, 16, 8, 8)
-before = engine.launches()
-ops.bn_forward(x)
-print(engine.launches() - before, "kernels")
-"""
-
-
-@pytest.mark.parametrize(
-    "wish,said", [("0", "2 kernels"), ("1", "1 kernels"), ("no", "FASTVIT_ON_CHIP is 'no'; 0 or 1 expected")]
-)
-def test_local_ops_stay_on_chip_unless_told_otherwise(wish, said):
-    result = subprocess.run(
-        [sys.executable, "-c", LOCAL_OP], capture_output=True, text=True, timeout=60,
-        env={**os.environ, "FASTVIT_ON_CHIP": wish, "PYTHONPATH": os.pathsep.join(map(str, PATHS))},
-    )  # fmt: skip
-    assert said in result.stdout + result.stderr and (result.returncode == 0) == (wish in "01")
+@pytest.mark.parametrize("kilobytes", [64, 100])
+def test_graphics_cards_keep_a_backward_on_chip(engine, kilobytes):
+    """With one block a multiprocessor, of a T4 or of an RTX 3090, whose 100 KB two would have to share."""
+    engine.config.sm_count, engine.config.shared_per_sm = 40, kilobytes << 10
+    x, dy, weight, bias, _ = inputs("rows", torch.bfloat16)
+    _, *want = step(x, dy, weight, bias)
+    got, kernels = local_step(x, dy, weight, bias)
+    assert kernels == [1, 1]
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("channels_last", [False, True], ids=["planes", "rows"])
 @pytest.mark.parametrize("n, c", [(64, 3), (12, 64)])
 def test_few_channels_fill_the_device(engine, n, c, channels_last, dtype):
-    """At 56x56 the plan fills nearly all places of the 2 blocks per multiprocessor."""
+    """Three channels of 56x56 are divided among blocks of all multiprocessors too, most of which have two."""
     engine.config.sm_count = 132
     layout = torch.channels_last if channels_last else torch.contiguous_format
     x = torch.randn(n, c, 56, 56).to(dtype).contiguous(memory_format=layout)
@@ -242,7 +235,7 @@ def test_few_channels_fill_the_device(engine, n, c, channels_last, dtype):
     blocks.append(engine.blocks())
     ops.bn_backward(x, x, None, saved, sums)
     blocks.append(engine.blocks())
-    assert min(blocks) >= 0.95 * 2 * engine.config.sm_count
+    assert min(blocks) >= 0.7 * 2 * engine.config.sm_count
 
 
 def small(case: shapes.Case) -> shapes.Case:
@@ -261,7 +254,7 @@ def plan(engine, case: shapes.Case, operands: int, cached: int, sm_count: int = 
 
 
 def test_a_plan_keeps_threads_and_blocks_busy(engine):
-    """At 56x56 in 16 bits, 392 packets, batches are full but for rounding to whole sectors. At 112x112 five
+    """At 56x56 in 16 bits, 392 vectors, batches are full but for rounding to whole sectors. At 112x112 five
     teams of 50 lanes would fill a fifth of their fourth turn.
     """
     found = plan(engine, shapes.Case((128, 256, 56, 56), "nchw", "bf16"), 2, 0)
@@ -281,10 +274,10 @@ def test_tiles_whose_slices_are_merged_are_narrower(engine):
     assert not merged["groups"] and merged["blocks"] == 16 * merged["slices"] > 0.9 * 264
 
 
-@pytest.mark.parametrize("rows,packets", [(2**31 - 1, True), (2**31, False)])
-def test_rows_that_32_bits_do_not_count_have_no_packets(engine, rows, packets):
+@pytest.mark.parametrize("rows,vectors", [(2**31 - 1, True), (2**31, False)])
+def test_rows_that_32_bits_do_not_count_have_no_vectors(engine, rows, vectors):
     found = plan(engine, shapes.Case((1, rows, 8), "tokens", "bf16"), 1, 1)
-    assert found["rows"] and bool(found["vector"]) is packets and found["units"] == rows
+    assert found["rows"] and bool(found["vector"]) is vectors and found["units"] == rows
 
 
 @pytest.mark.parametrize("case", dict.fromkeys(map(small, shapes.cases())), ids=str)

@@ -100,7 +100,7 @@ struct Backward {
         A* weight = kColumns ? bias + args.stride : nullptr;
         const int64_t end = args.rows * (slice + 1) / args.slices;
         for (int64_t r = args.rows * slice / args.slices; r < end;) {
-          const int64_t until = r + kGroup < end ? r + kGroup : end;
+          const int64_t until = r + kGroupRows < end ? r + kGroupRows : end;
           for (; r < until; ++r)
             row<kColumns>(x + r * n, dy + r * n, dx + r * n, n, Streaming(streams, dx + r * n, n, L), gamma,
                           mean[r], invstd[r], bias, weight);

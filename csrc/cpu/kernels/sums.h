@@ -1,7 +1,7 @@
 // Two sums per channel of terms of the elements: what bn_stats and bn_reduce have in common.
 //
 // Sums of a plane, and of a few rows, are in registers, and of short planes and rows in tables: in the
-// accumulation type, for at most kPiece elements of planes or kGroup rows, which the caller then adds in
+// accumulation type, for at most kPiece elements of planes or kGroupRows rows, which the caller then adds in
 // double.
 #pragma once
 
@@ -103,11 +103,11 @@ void sum_planes(const Args& args, const Activations<T>* in, int operands, int64_
   }
 }
 
-constexpr int64_t kGroup = 128;  // rows summed in the accumulation type; up to half as many more
+constexpr int64_t kGroupRows = 128;  // rows summed in the accumulation type; up to half as many more
 
 // The end of a group that begins at row `begin`; those of [begin, last) have equally many rows.
 inline int64_t group_end(int64_t begin, int64_t last) {
-  const int64_t rows = last - begin, groups = (rows + kGroup / 2) / kGroup;
+  const int64_t rows = last - begin, groups = (rows + kGroupRows / 2) / kGroupRows;
   return groups > 1 ? begin + rows / groups : last;
 }
 

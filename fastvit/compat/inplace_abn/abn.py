@@ -7,7 +7,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from fastvit import _norm, functional
 from fastvit.batch_norm_act import BatchNormAct
 from fastvit.inplace_abn import InPlaceABN as _InPlaceABN
 from fastvit.inplace_abn import InPlaceABNSync as _InPlaceABNSync
@@ -62,21 +61,8 @@ class InPlaceABN(_InPlaceABN):
         if self._is_relu:
             self.activation, self.activation_param = activation, activation_param
 
-    def check_conditioning(self, x: Tensor) -> None:
-        if not self._is_relu:
-            super().check_conditioning(x)
-
-    def _normalise(self, x: Tensor) -> Tensor:
-        if not self._is_relu:
-            return super()._normalise(x)
-        weight, bias, running_mean, running_var, tracked, training, momentum = _norm.forward_state(self)
-        if weight is not None:
-            weight = functional.absolute_weight(weight, self.eps)
-        process_group, layer = self._statistics_group()
-        return functional.batch_norm_act(
-            x, weight, bias, running_mean, running_var, None, training, momentum, self.eps, "relu",
-            num_batches_tracked=tracked, recompute=True, process_group=process_group, layer=layer,
-        )  # fmt: skip
+    def forward(self, x: Tensor) -> Tensor:
+        return self._normalise("batch_norm_act", x, None, "relu") if self._is_relu else super().forward(x)
 
 
 class InPlaceABNSync(InPlaceABN, _InPlaceABNSync):

@@ -1,4 +1,4 @@
-"""apex.amp over torch.autocast and float32 master weights.
+"""apex.amp over torch.autocast and casts of float32 weights.
 
 model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
 with amp.scale_loss(loss, optimizer) as scaled_loss:

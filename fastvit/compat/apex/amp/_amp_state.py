@@ -37,9 +37,6 @@ def maybe_print(msg: str, rank0: bool = False) -> None:
 
 
 def master_params(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter]:
-    """The parameters that `optimizer` steps, in order: float32 masters under O2, else the model's parameters.
-
-    After `scale_loss` their gradients are unscaled, so clipping applies to these.
-    """
+    """The parameters that `optimizer` steps, in order: the model's own, which are float32 at every level."""
     for group in optimizer.param_groups:
         yield from group["params"]

@@ -6,8 +6,9 @@ import copy
 import functools
 import gc
 import operator
+import platform
 import weakref
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, MutableMapping
 from contextlib import nullcontext
 from dataclasses import dataclass, is_dataclass
 from types import MethodType
@@ -20,43 +21,50 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from ..._half import cpu_half
 from .._notices import warn_once
 from ..parallel import distributed
 from ._amp_state import _amp_state
-from .weights import HALF_TYPES
+from .weights import HALF_TYPES, cast_weights, put_back
 
 _seen_ddp: weakref.WeakSet = weakref.WeakSet()
-
-CPU_HALF = torch.bfloat16
-"""Half precision on the CPU: bfloat16, since float16 is slow there and needs loss scaling."""
+_searched: weakref.WeakSet = weakref.WeakSet()  # the optimizers for which it was
 
 
-@dataclass(frozen=True)
+@dataclass
 class ForwardCasts:
     """The casts around one model's forward.
 
     Args:
         autocast: run it under torch.autocast.
         autocast_type: autocast's dtype; None is float16, and bfloat16 on the CPU.
-        inputs: dtype of floating-point inputs; None for no cast.
+        dtype: of floating-point inputs and weights; None for no cast.
         outputs: dtype of floating-point outputs; None casts those in half to float32, and no others.
+        keep_batchnorm_fp32: do not cast BatchNorm layers that have a weight.
     """
 
     autocast: bool = False
     autocast_type: torch.dtype | None = None
-    inputs: torch.dtype | None = None
+    dtype: torch.dtype | None = None
     outputs: torch.dtype | None = None
+    keep_batchnorm_fp32: bool | None = None
+    running: int = 0  # forwards of the model, in which all its weights are cast
+
+
+_SLOW = (
+    ". This CPU has no instructions for bfloat16: O1 to O3 are 20 to 30 times slower than O0 here"
+    if platform.machine() in ("x86_64", "AMD64") and not torch.cpu._is_avx512_bf16_supported()
+    else ""
+)
 
 
 def half_type(device: torch.device | str) -> torch.dtype:
-    """float16, and `CPU_HALF` on the CPU."""
-    if torch.device(device).type != "cpu" or CPU_HALF is torch.float16:
+    """float16, and `cpu_half()` on the CPU."""
+    if torch.device(device).type != "cpu":
         return torch.float16
-    if not torch.compiler.is_compiling():
-        warn_once(
-            "amp: on the CPU half precision is bfloat16; cast_model_type=torch.float16 asks for float16"
-        )
-    return CPU_HALF
+    if not torch.compiler.is_compiling() and cpu_half() is torch.bfloat16:
+        warn_once("amp: on the CPU half precision is bfloat16; FASTVIT_HALF=float16 asks for float16" + _SLOW)
+    return cpu_half()
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -138,15 +146,21 @@ class AmpForward:
     It passes for that bound method, so that signatures, sources, torch.jit.script and torch.fx find what
     they would without amp. Copies, pickles and replicas of the model have one of their own.
 
+    Modules inside have one too where weights are cast, since they may run without the model's: in backward,
+    of a checkpoint, or called by the script. There weights are cast in backward and for inputs in half.
+
     Args:
         casts: None for none.
         own: a forward that was set on the instance before.
+        part: of a module inside.
     """
 
     __class__ = property(lambda self: MethodType)
 
-    def __init__(self, model: nn.Module, casts: ForwardCasts | None, own: Callable[..., Any] | None) -> None:
-        self.model, self.casts, self.own = model, casts, own
+    def __init__(
+        self, model: nn.Module, casts: ForwardCasts | None, own: Callable[..., Any] | None, part: bool
+    ) -> None:
+        self.model, self.casts, self.own, self.part = model, casts, own, part
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -158,36 +172,52 @@ class AmpForward:
         return getattr(self.__wrapped__, name)
 
     def __reduce__(self) -> Any:
-        return AmpForward, (self.model, self.casts, self.own)
+        return AmpForward, (self.model, self.casts, self.own, self.part)
 
     def replicate(self) -> nn.Module:
         replica = type(self.model)._replicate_for_data_parallel(self.model)
-        vars(replica).update(_hooks(AmpForward(replica, self.casts, self.own)))
+        vars(replica).update(_hooks(AmpForward(replica, self.casts, self.own, self.part)))
         return replica
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        casts = self.casts or ForwardCasts()
+        casts = self.casts
+        if casts is None:
+            return self.__wrapped__(*args, **kwargs)
+        if self.part:
+            given = (*args, *kwargs.values())
+            alone = not casts.running and (
+                torch._C._current_graph_task_id() != -1
+                or any(isinstance(value, Tensor) and value.dtype in HALF_TYPES for value in given)
+            )
+            return self._with_cast_weights(args, kwargs) if alone else self.__wrapped__(*args, **kwargs)
         if not torch.compiler.is_compiling():
             ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)
             if ddp is not None:
                 _seen_ddp.add(ddp)
-        if casts.inputs is not None:
-            args, kwargs = cast_floating(args, casts.inputs), cast_floating(kwargs, casts.inputs)
-        inner = self.__wrapped__
-        handle = _amp_state.handle
-        if casts.autocast and (handle is None or handle._is_active):
+        if casts.dtype is not None:
+            args, kwargs = cast_floating(args, casts.dtype), cast_floating(kwargs, casts.dtype)
+            outputs = self._with_cast_weights(args, kwargs)
+        elif casts.autocast and (_amp_state.handle is None or _amp_state.handle._is_active):
             device = device_type(self.model)
             promotes = device == "cpu" and not torch.compiler.is_compiling()
             with (
                 torch.autocast(device, casts.autocast_type or half_type(device)),
                 _Promotion() if promotes else nullcontext(),
             ):
-                outputs = inner(*args, **kwargs)
+                outputs = self.__wrapped__(*args, **kwargs)
         else:
-            outputs = inner(*args, **kwargs)
-        if self.casts is None:
-            return outputs
+            outputs = self.__wrapped__(*args, **kwargs)
         return cast_floating(outputs, casts.outputs) if casts.outputs else map_tensors(outputs, _no_half)
+
+    def _with_cast_weights(self, args: Any, kwargs: Any) -> Any:
+        casts = self.casts
+        places = cast_weights(self.model, casts.dtype, casts.keep_batchnorm_fp32)
+        casts.running += 1
+        try:
+            return self.__wrapped__(*args, **kwargs)
+        finally:
+            casts.running -= 1
+            put_back(places, self.model.training and not torch.compiler.is_compiling())
 
 
 def _hooks(forward: AmpForward) -> dict[str, Any]:
@@ -196,51 +226,50 @@ def _hooks(forward: AmpForward) -> dict[str, Any]:
 
 
 def wrap(model: nn.Module, casts: ForwardCasts) -> None:
-    """Puts `casts` around the forward of `model`; they replace earlier ones."""
-    if isinstance(model, torch.jit.ScriptModule):
-        raise TypeError("amp.initialize: a torch.jit.ScriptModule has a fixed forward; script it afterwards")
-    if (present := vars(model).get("_amp_forward")) is not None:
-        present.casts = casts
-    else:
-        vars(model).update(_hooks(AmpForward(model, casts, vars(model).get("forward"))))
+    """Puts `casts` around the forward of `model`; they replace earlier ones.
+
+    Raises:
+        TypeError: for a torch.jit.ScriptModule.
+    """
+    for module in [model] if casts.dtype in (None, torch.float32) else model.modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError(
+                "amp.initialize: a torch.jit.ScriptModule has a fixed forward; script it afterwards"
+            )
+        part, present = module is not model, vars(module).get("_amp_forward")
+        if present is None:
+            vars(module).update(_hooks(AmpForward(module, casts, vars(module).get("forward"), part)))
+        elif not part or present.part or present.casts is None:  # a model inside a model keeps its own
+            present.casts, present.part = casts, part
 
 
-def unwrap(model: nn.Module) -> None:
-    """Restores the forward of a wrapped `model`.
+def unwrap(module: nn.Module) -> None:
+    """Restores the forward of a wrapped `module`.
 
     Where another forward was set on the instance since, ours stays beneath it, without casts.
     """
-    forward = vars(model)["_amp_forward"]
+    forward = vars(module).get("_amp_forward")
+    if forward is None:
+        return
     forward.casts = None
-    if vars(model).get("forward") is forward:
+    if vars(module).get("forward") is forward:
         for name in _hooks(forward):
-            del vars(model)[name]
+            del vars(module)[name]
         if forward.own is not None:
-            vars(model)["forward"] = forward.own
+            vars(module)["forward"] = forward.own
 
 
-def find_ddp() -> None:
-    """Records all DDP models of the process, since forwards inside a compiled graph do not record theirs."""
-    if dist.is_available() and dist.is_initialized():
+def find_ddp(optimizer: Any) -> None:
+    """Records all DDP models of the process once for an optimizer, since forwards inside a compiled graph do
+    not record theirs.
+    """
+    if optimizer not in _searched and dist.is_available() and dist.is_initialized():
+        _searched.add(optimizer)
         # By type(), since isinstance reads an attribute of proxies, which may raise.
         _seen_ddp.update(o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel))
 
 
-def ddp_groups(parameters: Iterable[Tensor]) -> dict[Tensor, set[dist.ProcessGroup]]:
-    """For each of these parameters, the process groups of the DDP models that reduce its gradient."""
-    groups: dict[Tensor, set[dist.ProcessGroup]] = {parameter: set() for parameter in parameters}
-    for ddp in [*_seen_ddp, *distributed.wrapped]:
-        for parameter in ddp.parameters():
-            if parameter in groups:
-                groups[parameter].add(getattr(ddp, "process_group", dist.group.WORLD))
-    return groups
-
-
-def without_sync(parameters: set[Tensor]) -> bool:
-    """Whether a DDP model with some of these parameters is in `no_sync`, so that their gradients are not
-    reduced yet.
-    """
-    return any(
-        not ddp.require_backward_grad_sync and not parameters.isdisjoint(ddp.parameters())
-        for ddp in [*_seen_ddp, *distributed.wrapped]
-    )
+def without_sync() -> set[Tensor]:
+    """The parameters of DDP models in `no_sync`, whose gradients are not reduced yet."""
+    models = [*_seen_ddp, *distributed.wrapped]
+    return {p for ddp in models if not ddp.require_backward_grad_sync for p in ddp.parameters()}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -19,7 +19,7 @@ from .forward import ForwardCasts, device_type, half_type
 from .lists import AmpHandle
 from .optimizer import AmpOptimizer, innermost, of, several
 from .scaler import LossScaler
-from .weights import HALF_TYPES, cast_weights, restore_weights
+from .weights import HALF_TYPES
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ LEVELS = {
     "O2": Properties(True, "O2", torch.float16, False, True, True, "dynamic"),
     "O3": Properties(True, "O3", torch.float16, False, False, False, 1.0),
 }
-"""O0: float32. O1: autocast around forward. O2: half weights, float32 BatchNorm and masters. O3: half."""
+"""O0: float32. O1: autocast around forward. O2: half, but for BatchNorm. O3: half."""
 
 
 def _flag(name: str, value: Any) -> bool:
@@ -114,20 +114,20 @@ def initialize(
 ) -> Any:
     """Prepares models and optimizers for mixed precision, in place, and returns them: one, or a list.
 
-    Call it after the model was moved to its device and before it is wrapped in DDP. O0 is float32. O1 runs
-    forward under torch.autocast. O2 casts the weights to half, except those of BatchNorm, and the optimizers
-    step float32 masters. O3 casts all weights to half. Outputs in half come back in float32 at every level,
-    so that a scaled loss does not overflow. Half is float16 on CUDA and bfloat16 on the CPU, or
-    `cast_model_type`. A second call with the same models or optimizers first undoes the changes of the first.
+    Call it after the model was moved to its device. O0 is float32. O1 runs forward under torch.autocast. O2
+    and O3 run it with inputs and weights cast to half, O2 without those of BatchNorm. The weights themselves
+    are float32 at every level, and so are gradients, checkpoints and what optimizers step. Outputs in half
+    come back in float32, so that a scaled loss does not overflow. Half is float16 on CUDA and bfloat16 on the
+    CPU, or `cast_model_type`. A second call with the same models or optimizers first undoes the first.
 
     Args:
         optimizers: None for inference.
         enabled: False only undoes an earlier call, and turns the other functions of amp into no-ops.
         opt_level: "O0", "O1", "O2" or "O3": the defaults of the next five arguments.
-        cast_model_type: dtype of weights and inputs, False for none; with O1 the dtype of autocast.
+        cast_model_type: dtype of weights and inputs in forward, False for none; with O1 that of autocast.
         patch_torch_functions: False turns O1's autocast off.
         keep_batchnorm_fp32: BatchNorm layers, torch's and fastvit's, stay float32.
-        master_weights: step float32 masters of half parameters.
+        master_weights: has no effect, since the weights are float32.
         loss_scale: "dynamic" (2^16, doubled after 2000 clean steps, halved by an overflow), or a number.
         cast_model_outputs: dtype of floating-point outputs; None casts those in half to float32.
         num_losses: number of losses, each with its own scale; see `scale_loss`'s loss_id.
@@ -135,8 +135,7 @@ def initialize(
         min_loss_scale, max_loss_scale: floor and ceiling of the dynamic scale; without a floor it is 2^-24.
 
     Raises:
-        RuntimeError: an override that contradicts the level, weights that are not float32, a model that is
-            wrapped in DDP already when its weights are to be cast.
+        RuntimeError: an override that contradicts the level, weights in half.
         TypeError, ValueError: an argument of the wrong kind.
     """
     models, optimizers = _kept(models), _kept(optimizers)
@@ -167,13 +166,12 @@ def initialize(
     ]
 
     maybe_print(f"amp: {properties}", rank0=True)
-    originals: dict[nn.Parameter, Tensor] = {}
-    inside = [_inside_wrappers(model, properties) for model in model_list]
+    inside = [_inside_wrappers(model) for model in model_list]
     _undo(inside, optimizer_list)
     for inner in inside:
-        originals |= _prepare_model(inner, properties, cast_model_outputs)
+        _prepare_model(inner, properties, cast_model_outputs)
     for optimizer in optimizer_list:
-        AmpOptimizer(innermost(optimizer), bool(properties.master_weights), originals)
+        AmpOptimizer(innermost(optimizer))
     _amp_state.opt_properties, _amp_state.loss_scalers = properties, scalers
     if properties.patch_torch_functions:
         _amp_state.handle = AmpHandle()
@@ -195,32 +193,23 @@ def _as_list(name: str, value: Any, kinds: Any) -> list[Any]:
     return items
 
 
-def _inside_wrappers(model: Any, properties: Properties) -> Any:
-    if not isinstance(model, (DistributedDataParallel, ApexDistributedDataParallel, DataParallel)):
-        return model
-    if properties.cast_model_type not in (None, torch.float32):
-        raise RuntimeError(
-            f"amp.initialize: {properties.opt_level} casts weights, but {type(model).__name__} has already "
-            "put them into buckets by dtype; wrap the model afterwards"
-        )
-    return model.module
+def _inside_wrappers(model: Any) -> Any:
+    wrappers = (DistributedDataParallel, ApexDistributedDataParallel, DataParallel)
+    return model.module if isinstance(model, wrappers) else model
 
 
 def _undo(models: Any, optimizers: Any) -> None:
     """Undoes an earlier `initialize`; objects of other kinds are left alone."""
     for model in several(models):
-        model = _inside_wrappers(model, Properties())
-        if isinstance(model, nn.Module) and "_amp_forward" in vars(model):
-            restore_weights(model)
-            forward.unwrap(model)
+        model = _inside_wrappers(model)
+        for module in model.modules() if isinstance(model, nn.Module) else ():
+            forward.unwrap(module)
     for optimizer in several(optimizers):
         if isinstance(optimizer, (Optimizer, LARC)) and (attached := of(optimizer)) is not None:
             attached.remove()
 
 
-def _prepare_model(
-    model: nn.Module, properties: Properties, outputs: torch.dtype | None
-) -> dict[nn.Parameter, Tensor]:
+def _prepare_model(model: nn.Module, properties: Properties, outputs: torch.dtype | None) -> None:
     for name, parameter in model.named_parameters():
         if parameter.dtype in HALF_TYPES and not _amp_state.allow_incoming_model_not_fp32:
             raise RuntimeError(
@@ -229,15 +218,16 @@ def _prepare_model(
             )
     dtype = properties.cast_model_type
     autocast = bool(properties.patch_torch_functions) and dtype is not torch.float32
-    inputs = None if properties.opt_level == "O1" else dtype
-    forward.wrap(model, ForwardCasts(autocast, dtype, inputs, outputs))
-    return {} if inputs is None else cast_weights(model, inputs, properties.keep_batchnorm_fp32)
+    weights = None if properties.opt_level == "O1" else dtype
+    forward.wrap(model, ForwardCasts(autocast, dtype, weights, outputs, properties.keep_batchnorm_fp32))
+    if weights is not None:
+        model.float()
 
 
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
     """{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}, one entry per loss.
 
-    The float32 masters are in the state_dict of the model.
+    The float32 weights are in the state_dict of the model.
     """
     destination = {} if destination is None else destination
     for index, scaler in enumerate(_amp_state.loss_scalers):

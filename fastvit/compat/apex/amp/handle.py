@@ -11,7 +11,17 @@ from torch.optim import Optimizer
 
 from .._notices import warn_once
 from ._amp_state import _amp_state
-from .optimizer import AmpOptimizer, of, several
+from .forward import find_ddp, without_sync
+from .optimizer import (
+    AmpOptimizer,
+    abandon_backward,
+    before_backward,
+    leave_scaled,
+    of,
+    parameters_of,
+    several,
+    unscale,
+)
 
 
 @contextlib.contextmanager
@@ -59,30 +69,28 @@ def scale_loss(
             kind = type(stepped).__name__
             raise RuntimeError(f"amp.scale_loss: this {kind} was not given to amp.initialize")
         attached.append(found)
-    if not scaler.dynamic and scaler.loss_scale() == 1.0 and not any(a.pairs for a in attached):
+    scale = scaler.loss_scale()
+    if not scaler.dynamic and scale == 1.0:
         yield loss.float()
         return
-    scale = scaler.loss_scale()
+    parameters = parameters_of(a.optimizer for a in attached)  # one may be in several optimizers
     for optimizer in attached:
-        optimizer.before_backward(scale)
+        find_ddp(optimizer)
+    earlier = before_backward(parameters, scale)
     try:
         yield loss.float() * scale
     except BaseException:  # a caller may catch it (out of memory) and continue
-        for optimizer in attached:
-            optimizer.abandon_backward()
+        abandon_backward(parameters, earlier)
         raise
-    due = []
-    for optimizer in attached:
-        if delay_unscale or optimizer.is_unreduced():
-            optimizer.leave_scaled(scale, scaler)
-        else:
-            due.append(optimizer)
+    held = set(parameters) if delay_unscale else without_sync()
+    leave_scaled([p for p in parameters if p in held], scale, scaler, earlier)
+    due = [p for p in parameters if p not in held]
     if not due:
         return
-    flags = [flag for optimizer in due for flag in optimizer.unscale(scale)]
+    flags = unscale(due, scale, earlier)
     if scaler.update_scale(scaler.dynamic and any(flag.item() for flag in flags)):
-        for optimizer in due:
-            optimizer.overflow = (
+        for optimizer in attached:
+            optimizer.skip_step(
                 f"Gradient overflow. Skipping step, loss scaler {loss_id} reducing loss scale to "
                 f"{scaler.loss_scale()}"
             )

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..amp.optimizer import AmpOptimizer
+from .._fused import follow_, lay_out
+from ..amp.forward import find_ddp, without_sync
+from ..amp.optimizer import Earlier, before_backward, innermost, leave_scaled, parameters_of, scaled, unscale
+from ..amp.weights import HALF_TYPES
 from .loss_scaler import DynamicLossScaler, LossScaler
 
 
 class FP16_Optimizer:
-    """Wraps an optimizer whose half parameters it replaces by float32 masters.
+    """Wraps an optimizer whose half parameters are float32 masters while it steps.
+
+    Between steps a half parameter is that of the model, whose written elements the master follows, and its
+    gradient is unscaled, in float32.
 
         optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), dynamic_loss_scale=True)
         optimizer.zero_grad()
@@ -48,7 +56,26 @@ class FP16_Optimizer:
         )
         self.overflow = False
         self.verbose = verbose
-        self._amp = AmpOptimizer(init_optimizer, True, {})
+        self._masters: dict[nn.Parameter, Tensor] = {}
+        self._earlier: Earlier = {}  # unscaled gradients beside scaled ones
+        innermost(init_optimizer).register_step_pre_hook(lay_out)
+
+    def _halves(self) -> list[nn.Parameter]:
+        return [p for p in parameters_of([self.optimizer]) if p.dtype in HALF_TYPES]
+
+    @contextlib.contextmanager
+    def _in_float32(self) -> Iterator[None]:
+        """Half parameters are their masters inside; what is written there is rounded to them at the end."""
+        halves = [(parameter, parameter.data) for parameter in self._halves()]
+        for parameter, half in halves:
+            master = self._masters.setdefault(parameter, half.float())
+            parameter.data = follow_(master, half)
+        try:
+            yield
+        finally:
+            for parameter, half in halves:
+                self._masters[parameter] = parameter.data
+                parameter.data = half.copy_(parameter.data)
 
     @property
     def loss_scale(self) -> float:
@@ -60,14 +87,13 @@ class FP16_Optimizer:
 
     cur_scale = loss_scale  # its name in apex.contrib.optimizers
 
-    def __getattr__(self, name: str) -> Any:  # state, param_groups, add_param_group
+    def __getattr__(self, name: str) -> Any:  # state, param_groups
         if name == "optimizer" or name.startswith("__"):  # while being copied or pickled
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
     def zero_grad(self, set_grads_to_None: bool = True) -> None:
-        """Clears the gradients of masters and model."""
-        self.overflow = False
+        self.overflow, self._earlier = False, {}
         self.optimizer.zero_grad(set_grads_to_None)
 
     def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
@@ -75,22 +101,37 @@ class FP16_Optimizer:
 
         Under DDP's `no_sync` gradients stay scaled until the backward that reduces them.
         """
-        self._amp.before_backward(self.loss_scale)
+        find_ddp(self)
+        parameters = parameters_of([self.optimizer])
+        kept = {p: g for p, g in self._earlier.items() if p.grad is not None}  # not by model.zero_grad()
+        self._earlier = kept | before_backward(parameters, self.loss_scale)
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad_dtype = parameter.dtype  # DDP takes no other
         self.loss_scaler.backward(loss.float(), retain_graph=retain_graph)
-        self._amp.leave_scaled(self.loss_scale)
-        if update_master_grads and not self._amp.is_unreduced():
+        leave_scaled(parameters, self.loss_scale, None, {})
+        if update_master_grads and without_sync().isdisjoint(parameters):
             self.update_master_grads()
 
+    @torch.no_grad()
     def update_master_grads(self) -> None:
-        """Adds the model's gradients, divided by the scale, to the masters'."""
-        self.overflow |= any(flag.item() for flag in self._amp.unscale(self.loss_scale))
+        """Divides the gradients by the scale, in float32."""
+        held = [p for p in parameters_of([self.optimizer]) if p in scaled]
+        for parameter in held:
+            if parameter.dtype in HALF_TYPES:
+                gradient, parameter.grad = parameter.grad, None
+                parameter.grad_dtype = torch.float32
+                parameter.grad = None if gradient is None else gradient.float()
+        if held:
+            flags = unscale(held, scaled[held[0]][0], self._earlier)
+            self.overflow |= any(flag.item() for flag in flags)
+            self._earlier = {}
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> Tensor | float:
         """Clips the masters' gradients and returns their norm before; -1 after an overflow."""
         if self.overflow:
             return -1
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+        return torch.nn.utils.clip_grad_norm_(parameters_of([self.optimizer]), max_norm, norm_type)
 
     def step(self, closure: None = None) -> Any:
         """Steps the masters and copies them to the model; after an overflow it does neither.
@@ -100,8 +141,7 @@ class FP16_Optimizer:
         """
         if closure is not None:
             raise TypeError("FP16_Optimizer.step takes no closure; call backward(loss) before it")
-        if self._amp.scaled_by is not None:
-            self.update_master_grads()
+        self.update_master_grads()
         scale = self.loss_scale
         self.loss_scaler.update_scale(self.overflow)
         if self.overflow:
@@ -110,17 +150,21 @@ class FP16_Optimizer:
                 print(
                     f"OVERFLOW! Skipping step. Attempted loss scale: {scale}, reducing to {self.loss_scale}"
                 )
-            self.optimizer.zero_grad()
+            self.zero_grad()
             return None
-        return self.optimizer.step()
+        with self._in_float32():
+            return self.optimizer.step()
 
     def state_dict(self) -> dict[str, Any]:
         """The scaler, the optimizer and the masters, as tensors and numbers that weights_only loads."""
+        groups = self._halves_by_group()
+        with self._in_float32():
+            masters = [[p.detach() for p in group] for group in groups]
         return {
             "loss_scaler": dict(vars(self.loss_scaler)),
             "dynamic_loss_scale": self.dynamic_loss_scale,
             "optimizer_state_dict": self.optimizer.state_dict(),
-            "fp32_from_fp16": [[m.detach() for m in group] for group in self._masters_by_group()],
+            "fp32_from_fp16": masters,
         }
 
     @torch.no_grad()
@@ -131,7 +175,7 @@ class FP16_Optimizer:
             RuntimeError: a file of apex before October 2019, whose weights are a flat tensor for each group.
         """
         if "fp32_from_fp16" in state_dict:
-            parameters, values = self._masters_by_group(), state_dict["fp32_from_fp16"]
+            parameters, values = self._halves_by_group(), state_dict["fp32_from_fp16"]
             scaler = state_dict["loss_scaler"]
             scaler = scaler if isinstance(scaler, dict) else vars(scaler)  # apex's is an object
         elif "fp32_groups" in state_dict:  # of apex.contrib.optimizers: every parameter, and no scaler apart
@@ -148,13 +192,11 @@ class FP16_Optimizer:
         names = vars(self.loss_scaler).keys()
         vars(self.loss_scaler).update({name: scaler[name] for name in names if name in scaler})
         self.overflow = False
-        self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
-        for group, loaded in zip(parameters, values, strict=True):
-            for parameter, value in zip(group, loaded, strict=True):
-                parameter.copy_(value)
-        for half, master in self._amp.pairs:
-            half.copy_(master)
+        with self._in_float32():
+            self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
+            for group, loaded in zip(parameters, values, strict=True):
+                for parameter, value in zip(group, loaded, strict=True):
+                    parameter.copy_(value)
 
-    def _masters_by_group(self) -> list[list[Tensor]]:
-        masters = {master for _, master in self._amp.pairs}
-        return [[p for p in group["params"] if p in masters] for group in self.param_groups]
+    def _halves_by_group(self) -> list[list[nn.Parameter]]:
+        return [[p for p in group["params"] if p.dtype in HALF_TYPES] for group in self.param_groups]

@@ -24,7 +24,7 @@ class FusedAdam(FusedOptimizer):
         adam_w_mode: decay the weights by `lr * weight_decay`; False adds `weight_decay * w` to the gradient.
         capturable: the step can be captured in a CUDA graph; torch's GradScaler then steps half parameters
             too, unscaled in float32.
-        master_weights: keep float32 copies of half parameters; without amp, which keeps its own.
+        master_weights: keep float32 copies of half parameters; amp's parameters are float32.
         max_grad_norm: of apex before 2020: largest norm of the gradients of each group; 0 does not clip.
     """
 

@@ -18,7 +18,7 @@ class FusedSGD(FusedOptimizer):
     Args:
         wd_after_momentum: decay the weights by `lr * weight_decay` instead of adding `weight_decay * w` to
             the gradient before the momentum.
-        materialize_master_grads: False has no effect, and warns: amp's masters always have gradients.
+        materialize_master_grads: False has no effect, and warns: amp has no masters beside the weights.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class FusedSGD(FusedOptimizer):
         if nesterov and (momentum <= 0 or dampening != 0):
             raise ValueError("FusedSGD: nesterov needs momentum above 0 and dampening 0")
         if not materialize_master_grads:
-            warn_once("FusedSGD: materialize_master_grads=False has no effect; masters have gradients")
+            warn_once("FusedSGD: materialize_master_grads=False has no effect; there are no masters")
         self.wd_after_momentum = wd_after_momentum
         super().__init__(
             params, set_grad_none, lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay,

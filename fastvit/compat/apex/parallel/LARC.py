@@ -62,7 +62,7 @@ class LARC:
                 "LARC.step takes no closure: it changes the gradients before the optimizer steps"
             )
         amp = getattr(self.optim, "_amp_stash", None)
-        if amp is not None:  # the rates are of unscaled gradients, in the masters where there are any
+        if amp is not None:  # the rates are of unscaled gradients
             amp.unscale_rest()
         decays = [group.get("weight_decay", 0.0) for group in self.param_groups]
         try:

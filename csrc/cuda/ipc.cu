@@ -3,8 +3,8 @@
 #include <cstring>
 
 #include "../checks.h"
-#include "../cuda/launch.cuh"
-#include "cuda_peer.h"
+#include "launch.cuh"
+#include "peer.h"
 
 namespace fastvit {
 
@@ -15,7 +15,7 @@ std::tuple<Tensor, Tensor> ipc_memory(int64_t bytes, int64_t index) {
   // Nor less than 2 MiB, of which cudaMalloc too returns parts (programming guide, interprocess
   // communication).
   constexpr int64_t kWhole = 2 << 20;
-  STD_CUDA_CHECK(cudaMalloc(&data, size_t((bytes + kWhole - 1) / kWhole * kWhole)));
+  STD_CUDA_CHECK(cudaMalloc(&data, size_t(ceil_div(bytes, kWhole) * kWhole)));
   STD_CUDA_CHECK(cudaMemset(data, 0, size_t(bytes)));
   STD_CUDA_CHECK(cudaDeviceSynchronize());
   auto* const handle = new cudaIpcMemHandle_t;

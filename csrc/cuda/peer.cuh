@@ -19,10 +19,10 @@
 #include <algorithm>
 #include <cmath>
 
-#include "../cuda/block_reduce.cuh"
-#include "../cuda/ptx.cuh"
 #include "../moments.h"
-#include "protocol.h"
+#include "../sync/protocol.h"
+#include "block_reduce.cuh"
+#include "ptx.cuh"
 
 namespace fastvit {
 

@@ -1,4 +1,4 @@
-// Exchanges between GPUs; see cuda_peer.cu and cuda_ipc.cu.
+// Exchanges between GPUs; see peer.cu and ipc.cu.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>

@@ -1,14 +1,14 @@
 // peer_share: an exchange of moments or sums that were formed before.
 // Memory   writes and reads 16 bytes per two floats and rank. Bound by latency.
 // Mapping  one block, a thread per pair; it sends, then waits.
-#include "cuda_peer.cuh"
+#include "peer.cuh"
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
-#include "../cuda/launch.cuh"
-#include "cuda_peer.h"
-#include "handle.h"
+#include "../sync/handle.h"
+#include "launch.cuh"
+#include "peer.h"
 
 namespace fastvit {
 namespace {

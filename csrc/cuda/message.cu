@@ -1,9 +1,9 @@
 // message_pack, message_merge: the messages of a collective of torch.distributed.
 // Memory   reads and writes each message once. Bound by latency.
 // Mapping  a thread per part; every block compares all tags, and writes numbers or NaN.
-#include "../cuda/launch.cuh"
-#include "../cuda/ptx.cuh"
-#include "message.h"
+#include "../sync/message.h"
+#include "launch.cuh"
+#include "ptx.cuh"
 
 namespace fastvit {
 namespace {

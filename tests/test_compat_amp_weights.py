@@ -1,0 +1,438 @@
+"""fastvit.compat.apex.amp has one copy of the weights: what a script does with the weights and gradients of a
+model does the same at every level.
+"""
+
+import copy
+
+import pytest
+import torch
+from amp_models import HALF, LEVELS, data, network, start, step, values
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
+
+import fastvit
+from fastvit.compat.apex import amp
+from fastvit.compat.apex.fp16_utils import FP16_Optimizer
+
+
+@pytest.fixture(autouse=True)
+def quiet_and_clean():
+    yield
+    amp.initialize([], enabled=False)
+
+
+def backward(model, optimizer, seed=0, factor=1.0, **options):
+    images, labels = data(seed)
+    with amp.scale_loss(factor * F.cross_entropy(model(images), labels), optimizer, **options) as scaled:
+        scaled.backward()
+
+
+def gradients(model):
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+# Scripts that write weights and gradients
+
+
+def clips_weights(model, optimizer, seed):
+    step(model, optimizer, seed)
+    for parameter in model.parameters():
+        parameter.data.clamp_(-0.05, 0.05)
+
+
+def clips_gradients(model, optimizer, seed):
+    optimizer.zero_grad()
+    backward(model, optimizer, seed)
+    assert nn.utils.clip_grad_norm_(model.parameters(), 1e-2) > 0.1
+    optimizer.step()
+
+
+def drops_a_batch(model, optimizer, seed):
+    backward(model, optimizer, 100, factor=1000.0)
+    model.zero_grad()
+    backward(model, optimizer, seed)
+    optimizer.step()
+    model.zero_grad()
+
+
+def drops_an_overflow(model, optimizer, seed):
+    backward(model, optimizer, 100, factor=float("inf"))
+    model.zero_grad()
+    backward(model, optimizer, seed)
+    optimizer.step()
+    model.zero_grad()
+
+
+def steps_by_hand(model, optimizer, seed):
+    backward(model, optimizer, seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= 0.05 * parameter.grad
+    model.zero_grad()
+
+
+def perturbs_weights(model, optimizer, seed):
+    """As SAM does: a gradient at weights that are put back before the step."""
+    backward(model, optimizer, seed)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    kept = [p.data.clone() for p in parameters]
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.add_(parameter.grad, alpha=0.1)
+    optimizer.zero_grad()
+    backward(model, optimizer, seed)
+    for parameter, before in zip(parameters, kept, strict=True):
+        parameter.data = before
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def replaces_a_layer(model, optimizer, seed):
+    if seed == 1:
+        torch.manual_seed(0)
+        model[5] = nn.Linear(6 * 16, 4)
+        optimizer.add_param_group({"params": model[5].parameters()})
+    step(model, optimizer, seed)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    "script",
+    [
+        clips_weights,
+        clips_gradients,
+        drops_a_batch,
+        drops_an_overflow,
+        steps_by_hand,
+        perturbs_weights,
+        replaces_a_layer,
+    ],
+)
+def test_scripts_that_write_weights_and_gradients(script, level):
+    plain, its_optimizer = start("O0")
+    model, optimizer = start(level, loss_scale="dynamic")
+    state = amp._amp_state
+    here = state.opt_properties, state.loss_scalers, state.handle
+    start("O0")
+    there = state.opt_properties, state.loss_scalers, state.handle
+    for seed in range(3):
+        state.opt_properties, state.loss_scalers, state.handle = there
+        script(plain, its_optimizer, seed)
+        state.opt_properties, state.loss_scalers, state.handle = here
+        script(model, optimizer, seed)
+    moved = (values(plain) - values(network())).norm()
+    tolerance = {"O0": 1e-6, "O3": 0.3}.get(level, 0.1)
+    assert (values(model) - values(plain)).norm() < tolerance * moved
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_averages_through_state_dict(level):
+    """Of a copy, in steps that half precision would round away."""
+    model, optimizer = start(level)
+    average, before = copy.deepcopy(model), values(model)
+    step(model, optimizer)
+    for mine, theirs in zip(average.state_dict().values(), model.state_dict().values(), strict=True):
+        mine.copy_(mine * 0.9999 + theirs * 0.0001)
+    torch.testing.assert_close(values(average), torch.lerp(before, values(model), 1e-4), rtol=0, atol=1e-7)
+    assert not torch.equal(values(average), before)
+    for value in average.state_dict().values():
+        value.zero_()
+    assert not values(average).any() and values(model).any()
+    assert not average(data()[0]).any()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("delay", [False, True])
+def test_a_parameter_of_two_optimizers(level, delay):
+    model = network()
+    optimizers = [torch.optim.SGD(model.parameters(), 0.05) for _ in range(2)]
+    model, optimizers = amp.initialize(model, optimizers, opt_level=level, loss_scale="dynamic", verbosity=0)
+    backward(model, optimizers, delay_unscale=delay)
+    before = values(model)
+    if delay:
+        optimizers[0].step()  # unscales, and so the second does not
+        model.load_state_dict(network().state_dict())
+    got = gradients(model)
+    other, its_optimizer = start(level, loss_scale="dynamic")
+    assert torch.equal(values(other), before)
+    backward(other, its_optimizer)
+    assert torch.equal(got, gradients(other))
+    optimizers[1].step()
+    assert torch.equal(gradients(model), got)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("make", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients(make, level):
+    torch.manual_seed(0)
+    plain = make(5, 4, sparse=True)
+    model, optimizer = start(
+        level, lambda p: torch.optim.SparseAdam(list(p), 0.1), copy.deepcopy(plain), loss_scale="dynamic"
+    )
+    reference = torch.optim.SparseAdam(list(plain.parameters()), 0.1)
+    for indices in (torch.tensor([[1, 2]]), torch.tensor([[2, 4]])):
+        plain(indices).square().sum().backward()
+        with amp.scale_loss(model(indices).square().sum(), optimizer) as scaled:
+            scaled.backward()
+        assert model.weight.grad.is_sparse
+        reference.step(), optimizer.step()
+        reference.zero_grad(), optimizer.zero_grad()
+    torch.testing.assert_close(model.weight, plain.weight, rtol=0.02, atol=0.02)
+
+
+class Inner(torch.optim.Optimizer):
+    """SAM in short: its step is that of an optimizer inside, which the script calls."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+        self.base = torch.optim.SGD(self.param_groups, 0.05)
+        self.param_groups = self.base.param_groups
+
+    def second_step(self):
+        self.base.step()
+        self.zero_grad()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_overflow_skips_the_step_of_an_optimizer_inside(level):
+    model, optimizer = start(level, Inner, loss_scale="dynamic")
+    before = values(model)
+    backward(model, optimizer, factor=float("inf"))
+    optimizer.second_step()
+    assert torch.equal(values(model), before)
+    backward(model, optimizer)
+    optimizer.second_step()
+    assert values(model).isfinite().all() and not torch.equal(values(model), before)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_overflow_in_gradients_that_the_script_replaces(level):
+    model, optimizer = start(level, loss_scale="dynamic")
+    before = values(model)
+    backward(model, optimizer, factor=float("inf"))
+    for parameter in model.parameters():
+        parameter.grad = parameter.grad * 0.5
+    optimizer.step()
+    assert torch.equal(values(model), before)
+
+
+# Forwards
+
+
+class Blocks(nn.Module):
+    """A checkpointed embedding and block, with a parameter of its own, tied weights and a sum of them."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        torch.manual_seed(0)
+        self.reentrant = reentrant
+        self.embed = nn.Embedding(8, 4)
+        self.block = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.GELU(), nn.Linear(4, 4))
+        self.block.scale = nn.Parameter(torch.ones(4))
+        self.head = nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embed.weight
+
+    def run(self, function, *args):
+        if self.reentrant is None:
+            return function(*args)
+        return checkpoint(function, *args, use_reentrant=self.reentrant)
+
+    def first_half(self, x):
+        return self.block[0](x) * self.block[1](x)
+
+    def forward(self, indices):
+        x = self.run(self.embed, indices).clone().requires_grad_()
+        x = x + self.run(self.block, x)
+        x = x + self.run(self.first_half, x) * self.block.scale
+        return self.head(x)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints(level, reentrant):
+    """A block runs once more in backward, outside of the model's forward, with the same results."""
+    results = []
+    for option in (None, reentrant):
+        model, optimizer = start(level, model=Blocks(option), loss_scale=128.0)
+        with amp.scale_loss(model(torch.tensor([[1, 2, 5]])).square().mean(), optimizer) as scaled:
+            scaled.backward()
+        if reentrant:  # which has no gradient for what takes only indices
+            model.embed.weight.grad = None
+        results.append([None if p.grad is None else p.grad for p in model.parameters()])
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+    for mine, theirs in zip(*results, strict=True):
+        assert mine is theirs is None or (mine - theirs).norm() < 0.01 * mine.norm()
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_part_that_is_called_alone(level):
+    """It has the type of its input."""
+    model, _ = start(level, model=Blocks(None))
+    for dtype in (torch.float32, HALF):
+        x = torch.randn(2, 4, dtype=dtype)
+        assert model.block(x).dtype == model.head(x).dtype == dtype
+    saved = copy.deepcopy(model.block)
+    assert saved(x).dtype == HALF and saved[0].weight.dtype == torch.float32
+    amp.initialize(model, enabled=False)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+class Writes(nn.Module):
+    """Its forward writes a weight, a buffer in place, and a buffer by assignment."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("counts", torch.zeros(4))
+        self.register_buffer("mean", torch.full((4,), 1 / 3))
+
+    def forward(self, x):
+        if self.training:
+            self.linear.weight.data.clamp_(-0.25, 0.25)
+            with torch.no_grad():
+                self.linear.bias.fill_(0.5)
+        self.counts[1:] += 1
+        self.mean = self.mean * 0.5
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_a_forward_writes_is_kept(level):
+    model, optimizer = start(level, model=Writes())
+    unclamped = model.linear.weight.detach().clone()
+    model(torch.ones(2, 4))
+    assert torch.equal(model.linear.bias, torch.full((4,), 0.5))
+    assert torch.equal(model.linear.weight, unclamped.clamp(-0.25, 0.25))  # with all other digits
+    model.eval()(torch.ones(2, 4))
+    assert model.counts.tolist() == [0, 2, 2, 2]
+    torch.testing.assert_close(model.mean, torch.full((4,), 1 / 12), rtol=0.01, atol=0)
+    assert {t.dtype for t in model.state_dict().values()} == {torch.float32}
+    assert model.linear.weight is next(iter(amp.master_params(optimizer)))
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_forward_that_fails_leaves_the_weights(level):
+    model, _ = start(level)
+    with pytest.raises(RuntimeError):
+        model(torch.ones(1, 2, 3))
+    assert all(isinstance(p, nn.Parameter) and p.dtype == torch.float32 for p in model.parameters())
+    assert model[5](torch.ones(2, 96)).dtype == torch.float32
+
+
+def test_spectral_norm_and_pruning_after_initialize():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 4)), nn.Linear(4, 4))
+    model, optimizer = start("O2", model=model)
+    prune.l1_unstructured(model[1], "weight", 2)
+    before = model[0].weight_u.clone()
+    with amp.scale_loss(model(torch.randn(2, 4)).square().mean(), optimizer) as scaled:
+        scaled.backward()
+    assert not torch.equal(model[0].weight_u, before) and model[0].weight_u.dtype == torch.float32
+    assert (model[1].weight_orig.grad == 0).sum() == 2
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_casts_under_convert_compile_and_a_second_derivative(level):
+    images, labels = data()
+
+    def trained(prepare=lambda model: model):
+        model, optimizer = start(level)
+        called = prepare(model) or model
+        with amp.scale_loss(F.cross_entropy(called(images), labels), optimizer) as scaled:
+            scaled.backward()
+        return gradients(model)
+
+    want = trained()
+    for casts in (False, True):
+        assert torch.equal(trained(lambda m, casts=casts: fastvit.convert(m, weight_casts=casts)), want)
+    torch.testing.assert_close(
+        trained(lambda m: torch.compile(m, backend="aot_eager")), want, rtol=0.05, atol=0.01
+    )
+    model, optimizer = start(level, model=nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
+    x = torch.ones(2, 4, requires_grad=True)
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    with amp.scale_loss((slope.norm(dim=1) - 1).square().mean(), optimizer) as scaled:
+        scaled.backward()
+    assert model[0].weight.grad.abs().sum() > 0
+    with torch.inference_mode():
+        assert model.eval()(x).dtype == torch.float32
+
+
+def replica_of(module):
+    """As torch.nn.parallel.replicate makes one: parameters are attributes."""
+    replica = module._replicate_for_data_parallel()
+    replica._former_parameters = {}
+    replica._modules = {name: replica_of(child) for name, child in module.named_children()}
+    for name, parameter in module._parameters.items():
+        replica._former_parameters[name] = copied = parameter * 1
+        setattr(replica, name, copied)
+    return replica
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_replicas_of_data_parallel(level):
+    model, _ = start(level, model=nn.Sequential(nn.LSTM(4, 4, batch_first=True)))
+    replica = replica_of(model)
+    x = torch.randn(2, 3, 4)
+    assert torch.equal(replica(x)[0], model(x)[0])
+    replica(x)[0].sum().backward()
+    assert model[0].weight_hh_l0.grad.abs().sum() > 0 and replica[0].weight_hh_l0.dtype == torch.float32
+
+
+def test_script_modules_are_refused():
+    model = nn.Sequential(torch.jit.script(nn.Linear(4, 4)))
+    with pytest.raises(TypeError, match="script it afterwards"):
+        start("O2", model=model)
+    assert start("O1", model=model)[0](torch.ones(1, 4)).dtype == torch.float32
+
+
+# FP16_Optimizer, whose model is in half
+
+
+def in_half():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2).half()
+    return model, FP16_Optimizer(torch.optim.SGD(model.parameters(), 0.1), static_loss_scale=1024.0)
+
+
+def test_gradients_of_fp16_optimizer():
+    """They are clipped and dropped as the model's."""
+    model, optimizer = in_half()
+    x = torch.ones(2, 4).half()
+    optimizer.backward(100 * model(x).float().square().mean())
+    model.zero_grad()
+    optimizer.backward(model(x).float().square().mean())
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    plain = nn.Linear(4, 2)
+    plain.load_state_dict(model.state_dict())
+    plain(x.float()).square().mean().backward()
+    want = nn.utils.get_total_norm([p.grad for p in plain.parameters()])
+    torch.testing.assert_close(norm, want, rtol=0.01, atol=0)
+    before = values(model)
+    optimizer.step()
+    masters = torch.cat([m.flatten() for m in optimizer.state_dict()["fp32_from_fp16"][0]])
+    assert (masters - before).norm().item() == pytest.approx(0.001, rel=1e-3)
+    optimizer.backward(model(x).float().square().mean())
+    model.zero_grad()
+    before = values(model)
+    optimizer.step()
+    assert torch.equal(values(model), before)
+
+
+def test_weights_that_are_written_under_fp16_optimizer():
+    """Masters follow them, and keep the digits of the others."""
+    model, optimizer = in_half()
+    x = torch.ones(2, 4).half()
+    for written in (0.25, 0.125):
+        model.weight.data[0].fill_(written)
+        kept = optimizer.state_dict()["fp32_from_fp16"][0][0][1].clone()
+        optimizer.backward(1e-3 * model(x)[:, 1].float().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        assert (model.weight[0] == written).all() and model.weight.dtype == torch.float16
+        master = optimizer.state_dict()["fp32_from_fp16"][0][0]
+        assert (master[0] == written).all()
+        torch.testing.assert_close(master[1], kept - 1e-4, rtol=0, atol=1e-7)
