@@ -40,16 +40,18 @@ THOROUGH = """
     test_compat_import::test_processes_that_a_script_starts_find_apex[shell
     test_compat_import::test_processes_that_a_script_starts_find_apex[spawn
     test_compat_import::test_ranks_that_leave test_compile::test_fullgraph*nhwc] test_convert_compiled
-    test_convert::test_norms*-nhwc] test_convert_vit_ranks
-    test_convert_vit::test_the_same_bits_and_less_kept*-fp16]
-    test_convert_vit::test_a_mask_of_dropout_takes_a_bit*fp16] test_faults::test_killed[forward
+    test_convert::test_copies[<lambda> test_convert::test_copies[copy test_convert::test_norms*-nhwc]
+    test_convert::test_norms[another test_convert::test_norms[without test_convert_vit_ranks
+    test_convert_vit::test_the_same_bits_and_less_kept*16]
+    test_convert_vit::test_a_mask_of_dropout_takes_a_bit*fp16] test_faults::test_killed[between
+    test_faults::test_killed[forward test_info::test_lower_instruction_sets
     test_ops::test_kernels_of_other_instruction_sets test_ops::test_results_larger_than_the_caches[sizes1
     test_ops::test_results_larger_than_the_caches[sizes2 test_ops::test_results_larger_than_the_caches[sizes3
     test_recompute_steps::test_a_change_between_steps*-products] test_report::test_compiled_models
-    test_report::test_under_autocast test_set_up::test_killed test_sync::test_a_rank_that_never_calls
+    test_report::test_under_autocast test_set_up::test_killed test_sync::test_a_rank_that
     test_training_checkpoints::test_full_disk test_training_faults::test_a_run_that_cannot_read*seconds]
     test_training_memory::test_every_precision_runs_the_converted_model[O
-    test_training_memory::test_memory_changes_no_loss[inplace test_training_runs::test_a_killed_host
+    test_training_memory::test_memory_changes_no_loss[inplace test_training_runs::test_a_killed
     test_training_runs::test_killed_run test_training_runs::test_resume_is_bitwise_in_every_precision
     test_training_runs::test_sigterm_to_one_rank_saves_all*options1] test_training_runs::test_stop_after
 """.split()

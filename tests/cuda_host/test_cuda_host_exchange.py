@@ -486,6 +486,7 @@ def test_a_layer_over_a_group(engine, monkeypatch, way, kernels):
 
     provider = type("Provider", (), {"connect": staticmethod(connect), "place": lambda device: "host here"})
     monkeypatch.setitem(group.PROVIDERS, "cpu", provider)
+    monkeypatch.setattr(group, "Direct", group.Packed)  # the tensors of the model are a GPU's
     shared_transport = lambda _, layer: sync.Shared(dist.group.WORLD, layer)  # noqa: E731
     monkeypatch.setattr(sync, "transport_for", shared_transport)
     limit = datetime.timedelta(seconds=20)
