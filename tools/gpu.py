@@ -72,6 +72,7 @@ def run(command: list[str], log: Path, seconds: float, environment: dict[str, st
         process = subprocess.Popen(
             command, cwd=ROOT, env=variables, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
             start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's `&` has it ignored
         )  # fmt: skip
         with contextlib.suppress(subprocess.TimeoutExpired):
             status = process.wait(seconds)
