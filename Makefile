@@ -2,7 +2,7 @@
 #
 # TORCH=      what `make install` puts into .venv (default torch==2.13.0)
 # PYTHON=     the interpreter that .venv is made from (>= 3.10)
-# ALL=1       test: everything, in 20 minutes; ALL=rest: what `make test` alone leaves out
+# ALL=1       test: everything, in half an hour; ALL=rest: what `make test` alone leaves out
 # ARGS=       test: more options of pytest, say '-m slow' (many gigabytes)
 # MODELS=     test: published models alone (pytest's -k, say 'deit3 or dinov3')
 # STACKS=1    test: fastvit.convert in trainers and their models alone
@@ -58,6 +58,8 @@ TRAINERS := accelerate peft lightning mmengine diffusers einops monai ultralytic
 # Packages that need torch must not replace it.
 THIS_TORCH = "torch==$$($(RUN) -c 'import torch; print(torch.__version__)')"
 TIER   := $(if $(filter rest,$(ALL)), and thorough,$(if $(ALL)$(ARGS)$(COVERAGE)$(filter sanitizers,$(MAKECMDGOALS)),, and not thorough))
+# One more than cores, since some tests wait for seconds.
+export PYTEST_XDIST_AUTO_NUM_WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
 PYTEST := -m pytest -q -n auto --maxprocesses 8 --dist worksteal -m "not slow and not models$(TIER)"
 MODEL  := FASTVIT_TEST_DEVICE=cuda_host OMP_NUM_THREADS=1 $(RUN) $(PYTEST)
 OPS    := tests/test_ops.py tests/test_local_ops.py tests/test_layer_norm.py tests/test_act.py tests/test_arguments.py tests/test_messages.py
