@@ -112,7 +112,8 @@ def load() -> tuple[str, bool, str]:
         return "FASTVIT_KERNELS=0 says that none are loaded", False, "not loaded: FASTVIT_KERNELS=0"
     if not cpu.exists():
         why = (
-            f"{cpu} is missing; build it with `make install` or `pip install .`, on Linux with a C++ compiler"
+            f"{cpu} is missing; build it with `make install` or `pip install .`, on Linux with a C++ "
+            "compiler, and import the latter from a folder without these sources"
         )
         return why, False, "not built"
     torch.ops.load_library(str(cpu))
