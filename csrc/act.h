@@ -1,4 +1,4 @@
-// The front end of act_forward, act_backward, glu_forward and glu_backward; see params.h.
+// The front end of act_forward, act_backward, glu_forward and glu_backward; see front_end.h.
 //
 // Operands that lie alike and without gaps are one plane, whatever their shape; others are walked by their
 // strides, so that the halves of a packed Linear's output are not copied. Beyond 5 dimensions they are.
@@ -8,7 +8,7 @@
 
 #include <tuple>
 
-#include "params.h"
+#include "front_end.h"
 
 namespace fastvit {
 

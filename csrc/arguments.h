@@ -1,5 +1,5 @@
 // The arguments of a backend's functions: pointers, layouts and numbers, checked and allocated by the front
-// ends; see params.h.
+// ends; see front_end.h.
 #pragma once
 
 #include <torch/headeronly/core/ScalarType.h>
@@ -12,7 +12,7 @@ namespace fastvit {
 
 using torch::headeronly::ScalarType;
 
-enum class Activation : int;  // activation.h
+enum class Activation : int;  // activation_functions.h
 
 struct Channels {  // a parameter or buffer of C numbers, or null
   void* data = nullptr;

@@ -1,4 +1,4 @@
-// The front end of bn_backward and abn_backward; see params.h.
+// The front end of bn_backward and abn_backward; see front_end.h.
 //
 // Without sums a training backward makes its own. A backend may do that in the same pass, or return false.
 #pragma once
@@ -7,7 +7,7 @@
 
 #include <tuple>
 
-#include "params.h"
+#include "front_end.h"
 #include "reduce.h"
 
 namespace fastvit {

@@ -11,7 +11,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "activation.h"
+#include "activation_functions.h"
 #include "layout.h"
 
 namespace fastvit {

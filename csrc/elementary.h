@@ -13,7 +13,7 @@
 #include "macros.h"
 
 #if !defined(__CUDACC__)
-#include "cpu/vector_math.h"
+#include "vector_math.h"
 #endif
 
 namespace fastvit {

@@ -1,4 +1,4 @@
-// The front end of bn_forward, abn_forward_, abn_forward and bn_apply; see params.h.
+// The front end of bn_forward, abn_forward_, abn_forward and bn_apply; see front_end.h.
 //
 // Without moments a training forward makes x's own. A backend may do that in the same pass, or return false.
 #pragma once
@@ -7,7 +7,7 @@
 
 #include <tuple>
 
-#include "params.h"
+#include "front_end.h"
 #include "stats.h"
 
 namespace fastvit {

@@ -1,4 +1,4 @@
-// The front end of layer_norm_forward and layer_norm_backward; see params.h.
+// The front end of layer_norm_forward and layer_norm_backward; see front_end.h.
 //
 // Rows lie side by side in all operands: an x or dy that is not contiguous is copied first.
 #pragma once
@@ -7,7 +7,7 @@
 
 #include <tuple>
 
-#include "params.h"
+#include "front_end.h"
 
 namespace fastvit {
 

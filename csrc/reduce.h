@@ -1,9 +1,9 @@
-// The front end of bn_reduce and abn_reduce; see params.h.
+// The front end of bn_reduce and abn_reduce; see front_end.h.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
 
-#include "params.h"
+#include "front_end.h"
 
 namespace fastvit {
 

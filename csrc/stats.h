@@ -1,9 +1,9 @@
-// The front end of bn_stats: checks, allocation and the backend's arguments; see params.h.
+// The front end of bn_stats: checks, allocation and the backend's arguments; see front_end.h.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
 
-#include "params.h"
+#include "front_end.h"
 
 namespace fastvit {
 

@@ -3,7 +3,7 @@
 
 #include <cuda_runtime.h>  // first, since elementary.h depends on its macros
 
-#include "../activation.h"
+#include "../activation_functions.h"
 #include "vector_io.cuh"
 
 namespace fastvit {

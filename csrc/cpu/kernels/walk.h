@@ -3,7 +3,7 @@
 
 #include <torch/csrc/stable/ops.h>
 
-#include "../../activation.h"
+#include "../../activation_functions.h"
 #include "../kernels.h"
 #include "vector.h"
 

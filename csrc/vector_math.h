@@ -9,7 +9,7 @@
 #include <cmath>
 #include <type_traits>
 
-#include "../macros.h"
+#include "macros.h"
 
 namespace fastvit {
 
