@@ -78,10 +78,10 @@ class BatchNormAct(_norm.NormLayer):
                 f"{type(self).__name__}: got a residual z with memory='inplace'; "
                 "'recompute' or 'keep' expected"
             )
-        return self._normalise(
-            "inplace_abn" if in_place else "batch_norm_act", input, z, self.activation, self.activation_param,
-            in_place=in_place, recompute=self.memory == "recompute",
-        )  # fmt: skip
+        name = "inplace_abn" if in_place else "batch_norm_act"
+        activation = self.activation, self.activation_param
+        recompute = self.memory == "recompute"
+        return self._normalise(name, input, z, *activation, in_place=in_place, recompute=recompute)
 
     def extra_repr(self) -> str:
         text = f"{super().extra_repr()}, activation={self.activation}"

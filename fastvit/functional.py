@@ -199,10 +199,9 @@ def _trace(*arguments) -> Tensor:
         num_batches_tracked.add_(1)
     channel_dim = options.channel_dim(x)
     moved = channel_dim != 1
-    y = F.batch_norm(
-        x.movedim(channel_dim, 1) if moved else x,
-        running_mean, running_var, weight, bias, options.training, options.momentum, options.eps,
-    )  # fmt: skip
+    per_channel = running_mean, running_var, weight, bias
+    numbers = options.training, options.momentum, options.eps
+    y = F.batch_norm(x.movedim(channel_dim, 1) if moved else x, *per_channel, *numbers)
     y = y.movedim(1, channel_dim) if moved else y
     return activate(y if z is None else y + z, options.activation, options.activation_param)
 

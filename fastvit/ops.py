@@ -164,12 +164,11 @@ def bn_forward(
     only num_batches_tracked changes; if it is NaN, nothing does. Without `training` the running statistics
     normalise and nothing is written. `z`, of x's shape and dtype, is added before the activation.
     """
-    y, saved = _ops.bn_forward(
-        x, moments, weight, bias, z, running_mean, running_var, num_batches_tracked,
-        momentum, eps, activation, activation_param, channel_dim, training,
-    )  # fmt: skip
+    running = running_mean, running_var, num_batches_tracked
+    options = momentum, eps, activation, activation_param, channel_dim, training
+    y, saved = _ops.bn_forward(x, moments, weight, bias, z, *running, *options)
     if training:
-        _mutated(running_mean, running_var, num_batches_tracked)
+        _mutated(*running)
     return y, saved
 
 
@@ -212,13 +211,12 @@ def abn_forward_(
     of the weight itself, which is never written. x must own its memory (no stride of 0). Source: Rota Bulò,
     Porzi, Kontschieder, arXiv:1712.02616.
     """
-    saved = _ops.abn_forward_(
-        x, moments, weight, bias, running_mean, running_var, num_batches_tracked,
-        momentum, eps, activation, activation_param, channel_dim, training,
-    )  # fmt: skip
+    running = running_mean, running_var, num_batches_tracked
+    options = momentum, eps, activation, activation_param, channel_dim, training
+    saved = _ops.abn_forward_(x, moments, weight, bias, *running, *options)
     _mutated(x)
     if training:
-        _mutated(running_mean, running_var, num_batches_tracked)
+        _mutated(*running)
     return saved
 
 
@@ -242,12 +240,11 @@ def abn_forward(
 
     torch.compile traces this op, and the compiler chooses the memory of y.
     """
-    y, saved = _ops.abn_forward(
-        x, moments, weight, bias, running_mean, running_var, num_batches_tracked,
-        momentum, eps, activation, activation_param, channel_dim, training,
-    )  # fmt: skip
+    running = running_mean, running_var, num_batches_tracked
+    options = momentum, eps, activation, activation_param, channel_dim, training
+    y, saved = _ops.abn_forward(x, moments, weight, bias, *running, *options)
     if training:
-        _mutated(running_mean, running_var, num_batches_tracked)
+        _mutated(*running)
     return y, saved
 
 

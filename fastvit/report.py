@@ -109,9 +109,7 @@ class Report:
         rows = [
             row for row in self.tensors if row.rebuilt_bytes + row.kept_bytes >= _SHOWN * self.kept_before
         ]
-        kept, rebuilt = ([size / 2**20 for size in sizes] for sizes in (
-            [row.kept_bytes for row in rows], [row.rebuilt_bytes for row in rows]
-        ))  # fmt: skip
+        kept, rebuilt = [row.kept_bytes / 2**20 for row in rows], [row.rebuilt_bytes / 2**20 for row in rows]
         figure = Figure(figsize=(10, 1.2 + 0.3 * len(rows)), layout="constrained")
         axis = figure.subplots()
         axis.barh(range(len(rows)), kept, label="kept", color="#1f77b4")
