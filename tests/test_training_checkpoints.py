@@ -177,7 +177,6 @@ def test_requests_that_contradict_a_run(copied, capsys, tmp_path):
         ([*new, "--freeze", "stom.*"], "--freeze 'stom.*' matches no parameter"),
         ([*new, "--freeze", "*"], "leaves nothing to train"),
         ([*new, "--norm", "torch-sync"], "--norm torch-sync trains on CUDA only"),
-        ([*new, "--engine", "apex", "--norm", "apex-sync"], "--engine apex trains on CUDA only"),
     ):
         assert message in fails(capsys, *arguments)
     assert [row["epoch"] for row in rows_of(copied)] == [1]

@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from ..fuse import convert_syncbn_model
 from ..models import SYNCHRONISED, create_vit
 from .config import Config, ConfigError
-from .engine import engine_part
+from .engine import import_apex
 
 SYNCHRONISED_NORMS = SYNCHRONISED | {"apex-sync"}
 
@@ -47,8 +48,18 @@ def build_model(config: Config, shape: tuple[int, int, int], classes: int) -> nn
         except ValueError as error:
             raise ConfigError(f"--model {name} does not fit images of {shape[1]} pixels: {error}") from None
     if config.norm == "apex-sync":
-        model = engine_part("apex", "parallel", "--norm apex-sync").convert_syncbn_model(model)
+        model = _apex().convert_syncbn_model(model)
     return model
+
+
+def _apex() -> ModuleType:
+    try:
+        return import_apex("parallel")
+    except ImportError as error:
+        raise ConfigError(
+            f"--norm apex-sync needs apex.parallel of NVIDIA apex 25.05 or older, which is not found "
+            f"({error}); install it, or let FASTVIT_APEX be a folder of its sources"
+        ) from None
 
 
 def _from_timm(config: Config, shape: tuple[int, int, int], outputs: int) -> nn.Module:

@@ -24,7 +24,7 @@ from .lock import lock
 from .log import RunLog, peak_memory, step_profiler
 from .loop import evaluate, train_one_epoch
 from .model import SYNCHRONISED_NORMS, build_model, freeze, load_pretrained
-from .train_state import TrainState, make_train_state, settle_buckets
+from .train_state import TrainState, make_train_state
 from .watch import Progress, StopRequest
 
 
@@ -74,8 +74,6 @@ def _train(config: Config, given: dict[str, Any], ranks: Ranks, stack: ExitStack
     steps = -(-len(batches) // config.accumulate)
     train_state = on_every(make_train_state, model, config, ranks, data.shape, steps, state)
     _report_memory(train_state, run)
-    if ranks.world > 2 and config.engine == "torch":
-        settle_buckets(train_state, data.shape)
     torch.manual_seed(config.seed + 1_000_003 * (ranks.rank + 1))  # dropout differs between ranks
     done, history, progress = 0, [], Progress()
     if state is not None:
@@ -197,14 +195,11 @@ def _run_of(path: Path) -> Path:
 
 
 def _check_device(config: Config, ranks: Ranks) -> None:
-    for option, value, instead in (
-        ("norm", "torch-sync", "fastvit-sync and inplace-abn-sync synchronise on the CPU too"),
-        ("engine", "apex", "with --engine torch, --norm apex-sync uses NVIDIA apex on the CPU too"),
-    ):
-        if getattr(config, option) == value and ranks.device.type != "cuda":
-            raise TrainingError(
-                f"--{option} {value} trains on CUDA only and this run is on the CPU; {instead}"
-            )
+    if config.norm == "torch-sync" and ranks.device.type != "cuda":
+        raise TrainingError(
+            "--norm torch-sync trains on CUDA only and this run is on the CPU; fastvit-sync and "
+            "inplace-abn-sync synchronise on the CPU too"
+        )
     if config.norm.startswith(("fastvit", "inplace")) and ranks.device.type == "cuda":
         on_every(_check_kernels, config.norm, ranks.device)
 
@@ -269,7 +264,7 @@ def _evaluated(train_state: TrainState, test: Any, progress: Progress, epoch: in
         "train_loss": progress.mean_loss,
         "test_loss": test_loss,
         "test_accuracy": accuracy,
-        "lr": train_state.scheduler.get_last_lr()[0],
+        "lr": train_state.optimizer.param_groups[0]["lr"],
         "gradient_norm": progress.gradient_norm / max(1, progress.gradient_norms),
         "loss_scale": train_state.precision.loss_scale,
         "memory": peak_memory(train_state.device),
