@@ -167,24 +167,20 @@ def own_cores() -> int:
 
 
 def cpu_quota(root: Path = Path("/")) -> tuple[str, float]:
-    """The control group of this process, and the number of cores whose time it may use, often infinity."""
-    quota, name = math.inf, ""
+    """The control group of this process, and the number of cores whose time it may use, often infinity.
+
+    Limits of the groups above hold too. A container sees its own group as the top.
+    """
+    top, quota, name = root / "sys/fs/cgroup", math.inf, ""
     with contextlib.suppress(OSError):
         text = (root / "proc/self/cgroup").read_text()
         name = f"{os.readlink(root / 'proc/self/ns/cgroup')} {text}"
-        for _, controllers, path in (line.split(":", 2) for line in text.splitlines()):
-            if controllers and "cpu" not in controllers.split(","):
-                continue  # of another controller, in version 1
-            top = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
-            folder = top / path.lstrip("/")
-            # Limits of the groups above hold too. A container may see its own group as the top.
-            for group in (folder, *folder.parents):
+        path = top / text.rpartition("0::/")[2].strip()
+        for group in (path, *path.parents[: len(path.parts) - len(top.parts)], top / "cpu"):
+            for files in (["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]):  # of version 2 and 1
                 with contextlib.suppress(OSError, ValueError):  # "max" is no number
-                    files = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
                     used, period = map(int, " ".join((group / file).read_text() for file in files).split())
                     quota = min(quota, used / period if used > 0 else math.inf)
-                if group == top:
-                    break
     return name, quota
 
 
@@ -237,24 +233,16 @@ def agree(values: dict[str, Any]) -> None:
         raise TrainingError(f"every rank must have the same, but {' | '.join(different)}")
 
 
-def _attempt(function: Callable[..., T], *arguments: Any) -> tuple[Any, str | None]:
-    """The result of a function, or the message of an error that all ranks should raise."""
-    try:
-        return function(*arguments), None
-    except (OSError, ValueError, TrainingError) as error:
-        return None, str(error) or type(error).__name__
-
-
 def on_main(function: Callable[..., T], *arguments: Any) -> T:
     """Call a function on rank 0, and return its result on every rank.
 
     Raises:
         TrainingError: on every rank, when rank 0 raised an OSError, ValueError or TrainingError.
     """
-    outcome: list[Any] = [*_attempt(function, *arguments)] if is_main_process() else [None, None]
+    outcome: list[Any] = [_attempt(function, *arguments) if is_main_process() else None]
     if get_world_size() > 1:
         dist.broadcast_object_list(outcome, src=0)
-    result, failed = outcome
+    result, failed = outcome[0]
     if failed is not None:
         raise TrainingError(failed)
     return result
@@ -271,16 +259,21 @@ def on_every(function: Callable[..., T], *arguments: Any) -> T:
     return result
 
 
+def _attempt(function: Callable[..., T], *arguments: Any) -> tuple[Any, str | None]:
+    """The result of a function, or the message of an error that all ranks should raise."""
+    try:
+        return function(*arguments), None
+    except (OSError, ValueError, TrainingError) as error:
+        return None, str(error) or type(error).__name__
+
+
 def raise_together(failed: str | None) -> None:
     """Raise TrainingError on every rank when one of them passes a message; every rank calls it."""
     messages = gather_objects(failed)
-    ranks = [rank for rank, message in enumerate(messages) if message is not None]
-    if not ranks:
-        return
-    first = messages[ranks[0]]
-    if all(message == first for message in messages):
-        raise TrainingError(first)
-    raise TrainingError(f"rank {ranks[0]}: {first}")
+    if any(messages):
+        first = next(filter(None, messages))
+        rank = messages.index(first)
+        raise TrainingError(first if set(messages) == {first} else f"rank {rank}: {first}")
 
 
 @torch.no_grad()

@@ -7,12 +7,11 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from .config import Config, ConfigError
 from .datasets import ImageSource
@@ -44,40 +43,35 @@ class TrainBatches(Sampler[Key]):
     """
 
     def __init__(self, images: int, batch_size: int, rank: int, world: int, seed: int) -> None:
-        self.rank, self.seed = rank, seed
-        every: Any = range(images)  # the sampler uses only its length
-        self.sampler: DistributedSampler = DistributedSampler(every, world, rank, shuffle=True, seed=seed)
-        if len(self.sampler) < batch_size:
+        self.images, self.batch_size, self.rank, self.world, self.seed = images, batch_size, rank, world, seed
+        if images // world < batch_size:
             raise ConfigError(
-                f"--batch-size must be at most the {len(self.sampler)} training images of one rank, "
+                f"--batch-size must be at most the {images // world} training images of one rank, "
                 f"got {batch_size}"
             )
-        self.batches = BatchSampler(self.sampler, batch_size, drop_last=True)
-        self.first = 0
+        self.epoch = self.first = 0
 
     def set_epoch(self, epoch: int, first: int = 0) -> None:
         """Begin the next iteration at batch `first` of `epoch`."""
-        self.sampler.set_epoch(epoch)
-        self.first = first
+        self.epoch, self.first = epoch, first
 
     def __iter__(self) -> Iterator[Key]:
-        for batch, indices in enumerate(self.batches):
-            if batch >= self.first:
-                mixed = np.random.SeedSequence([self.seed, self.sampler.epoch, self.rank, batch])
-                yield indices, int(mixed.generate_state(1, np.uint64)[0] >> 1)
+        random = torch.Generator().manual_seed((self.seed + self.epoch) % 2**63)
+        mine = torch.randperm(self.images, generator=random)[self.rank :: self.world].split(self.batch_size)
+        for batch in range(self.first, len(self)):
+            mixed = np.random.SeedSequence([self.seed, self.epoch, self.rank, batch])
+            yield mine[batch].tolist(), int(mixed.generate_state(1, np.uint64)[0] >> 1)
 
     def __len__(self) -> int:
         """Batches of a whole epoch."""
-        return len(self.batches)
+        return self.images // self.world // self.batch_size
 
 
 def test_batches(images: int, batch_size: int, rank: int, world: int) -> list[Key]:
-    """Every `world`-th image, from `rank` on: the ranks together see each exactly once.
-
-    DistributedSampler repeats images until all ranks have the same number, which counts some of them twice.
-    """
-    share: Any = range(rank, images, world)
-    return [(indices, None) for indices in BatchSampler(share, batch_size, drop_last=False)]
+    """Every `world`-th image, from `rank` on: the ranks together see each exactly once."""
+    share = range(rank, images, world)
+    firsts = range(0, len(share), batch_size)
+    return [([*share[first : first + batch_size]], None) for first in firsts]
 
 
 def _ignore_foreign_sigterm(worker: int) -> None:
