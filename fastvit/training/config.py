@@ -25,7 +25,7 @@ WEIGHT_DECAY = {"sgd": 5e-4, "adamw": 0.05, "fused-adam": 0.05}
 MANY = 2**31 - 1
 LIMITS = {  # smallest and largest value of every whole number
     **dict.fromkeys(("epochs", "batch_size", "accumulate", "keep"), (1, MANY)),
-    **dict.fromkeys(("warmup_epochs", "profile", "stop_after"), (0, MANY)),
+    **dict.fromkeys(("warmup_epochs", "stop_after"), (0, MANY)),
     "image_size": (1, 2**13), "classes": (1, 10**6), "synthetic_images": (1, 10**7),
     **dict.fromkeys(("workers", "threads"), (0, 1024)),  # more may exhaust the system
     **dict.fromkeys(("seed", "data_seed"), (0, 2**63 - 1)),  # torch takes 64 bits, and ranks add to the seed
@@ -99,7 +99,6 @@ class Config:
     timeout: float = _option(300.0, "machine", "seconds after which a rank that waits for another gives up")
     channels_last: bool = _option(False, "machine", "images and kernels in torch's channels_last format")
     compile: bool = _option(False, "machine", "compile the model with torch.compile")
-    profile: int = _option(0, "machine", "write a Chrome trace of this many steps of rank 0; 0: none")
 
     out: str = _option("runs/train", "run", "directory of the run: config, metrics, TensorBoard, checkpoints")
     resume: str = _option("", "run", "continue this run or checkpoint; auto: the run in --out, if any")

@@ -1,16 +1,13 @@
-"""Logs of a run: TensorBoard events, one JSON line per epoch, a Chrome trace. Written by rank 0."""
+"""Logs of a run: TensorBoard events, one JSON line per epoch. Written by rank 0."""
 
 from __future__ import annotations
 
 import json
 import resource
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.profiler import profile, schedule
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -77,18 +74,3 @@ class RunLog:
 
     def close(self) -> None:
         self.writer.close()
-
-
-@contextmanager
-def step_profiler(run: Path, steps: int) -> Iterator[Callable[[], None]]:
-    """Records `steps` steps of one rank, after two slower ones, and writes `trace.json`, for
-    chrome://tracing or https://ui.perfetto.dev; gives a function to be called after each step.
-    """
-    if not steps:
-        yield lambda: None
-        return
-    with profile(
-        schedule=schedule(wait=0, warmup=2, active=steps, repeat=1), profile_memory=True,
-        on_trace_ready=lambda recorded: recorded.export_chrome_trace(str(run / "trace.json")),
-    ) as recorded:  # fmt: skip
-        yield recorded.step

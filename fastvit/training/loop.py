@@ -1,10 +1,12 @@
-"""One epoch of training, and one pass of evaluation."""
+"""One epoch of training and what ends it on all ranks, and one pass of evaluation."""
 
 from __future__ import annotations
 
 import math
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,9 +25,75 @@ from .distributed import (
     reduce_value,
 )
 from .train_state import TrainState
-from .watch import Feed, Progress, StopRequest, read_batches
 
 STOP, FAILED = 1, 2  # what a rank tells the others in every step
+
+
+@dataclass
+class Progress:
+    """The finished steps of an epoch, and sums over them; part of a checkpoint within an epoch."""
+
+    step: int = 0  # finished steps of the optimizer
+    loss: float = 0.0  # sum of the mean loss of all ranks
+    gradient_norm: float = 0.0  # sum of gradient norms
+    gradient_norms: int = 0  # steps with finite gradients, which amp does not skip
+
+    @property
+    def mean_loss(self) -> float:
+        return self.loss / self.step
+
+
+def read_batches(loader: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """The batches of a loader; what it raises becomes an OSError with a message of one line."""
+    try:
+        yield from loader
+    except (OSError, RuntimeError, ValueError) as error:  # workers' and timeouts' among them
+        # A worker's error is a traceback, whose last line is the message.
+        message = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+        raise OSError(f"cannot read the data: {message}") from error
+
+
+class Feed:
+    """Batches, the time spent waiting for them, and the error that ended them.
+
+    After an error it returns zeros as images, so that the rank takes part in the step, in which all ranks
+    learn of the error.
+    """
+
+    def __init__(self, loader: Iterable[tuple[Tensor, Tensor]], shape: tuple[int, ...]) -> None:
+        self.batches, self.shape = read_batches(loader), shape
+        self.waited = 0.0
+        self.error: str | None = None
+
+    def next(self) -> tuple[Tensor, Tensor]:
+        start = time.perf_counter()
+        try:
+            if self.error is None:
+                return next(self.batches)
+        except OSError as error:
+            self.error = str(error)
+        finally:
+            self.waited += time.perf_counter() - start
+        return torch.zeros(self.shape), torch.zeros(self.shape[0], dtype=torch.int64)
+
+
+class StopRequest:
+    """Inside `with`, SIGTERM is a request to end the run at the next step with a checkpoint.
+
+    A scheduler and the launcher may both send it. All ranks stop at the same step when one receives it.
+    """
+
+    came = False
+
+    def __enter__(self) -> StopRequest:
+        self._before = signal.signal(signal.SIGTERM, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGTERM, self._before)
+
+    def _note(self, *_: Any) -> None:
+        self.came = True
 
 
 def train_one_epoch(
@@ -35,7 +103,6 @@ def train_one_epoch(
     epoch: int,
     progress: Progress,
     stop: StopRequest,
-    after_step: Callable[[], Any] = lambda: None,
 ) -> tuple[dict[str, float], bool]:
     """Train on the remaining batches of an epoch; rank 0 shows a progress bar.
 
@@ -48,7 +115,6 @@ def train_one_epoch(
         epoch: counted from 1.
         progress: the finished steps of the epoch; updated.
         stop: read in every step, on every rank.
-        after_step: called after every step.
 
     Returns:
         `images_per_second` of all ranks, and `data_wait`, the share of the time in which this rank waited for
@@ -86,7 +152,6 @@ def train_one_epoch(
                 progress.gradient_norm += norms[0]
                 progress.gradient_norms += 1
             _step(train_state)
-            after_step()
             batches += parts
             stopped = STOP in flags
             bar.set_description(f"[epoch {epoch}] mean loss {progress.mean_loss:.4f}", refresh=False)

@@ -16,11 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from ..fuse import convert_syncbn_model
-from ..models import SYNCHRONISED, create_vit
+from ..models import create_vit
 from .config import Config, ConfigError
 from .engine import import_apex
-
-SYNCHRONISED_NORMS = SYNCHRONISED | {"apex-sync"}
 
 
 def build_model(config: Config, shape: tuple[int, int, int], classes: int) -> nn.Module:

@@ -21,11 +21,10 @@ from .datasets import DataSets, load
 from .distributed import Ranks, agree, gather_objects, is_main_process, on_every, on_main
 from .loaders import make_test_loader, make_train_loader
 from .lock import lock
-from .log import RunLog, peak_memory, step_profiler
-from .loop import evaluate, train_one_epoch
-from .model import SYNCHRONISED_NORMS, build_model, freeze, load_pretrained
+from .log import RunLog, peak_memory
+from .loop import Progress, StopRequest, evaluate, train_one_epoch
+from .model import build_model, freeze, load_pretrained
 from .train_state import TrainState, make_train_state
-from .watch import Progress, StopRequest
 
 
 def train(config: Config, given: dict[str, Any], ranks: Ranks) -> None:
@@ -92,14 +91,12 @@ def _train(config: Config, given: dict[str, Any], ranks: Ranks, stack: ExitStack
     log = RunLog(run)
     on_main(log.open, history)
     end = min(config.epochs, done + config.stop_after) if config.stop_after else config.epochs
-    traced = config.profile if is_main_process() else 0
-    with StopRequest() as stop, step_profiler(run, traced) as after_step:
+    with StopRequest() as stop:
         for epoch in range(done + 1, end + 1):
             sampler.set_epoch(epoch, progress.step * config.accumulate)
-            speed, stop_asked = train_one_epoch(
-                train_state, batches, data.shape, epoch, progress, stop, after_step
-            )
-            _agree_on_statistics(train_state)
+            speed, stop_asked = train_one_epoch(train_state, batches, data.shape, epoch, progress, stop)
+            for model in filter(None, (train_state.model, train_state.average)):
+                distributed.average_running_statistics(model)
             step, best = progress.step, False
             if complete := step == steps:
                 row = _evaluated(train_state, test, progress, epoch) | speed
@@ -245,15 +242,6 @@ def _report_memory(train_state: TrainState, run: Path) -> None:
         _say(f"--memory {config.memory}: {train_state.memory.summary()}")
         title = f"--memory {config.memory}, a batch of {config.batch_size} images on one rank"
         on_main((run / "memory.txt").write_text, f"{title}\n\n{train_state.memory}\n", "utf-8")
-
-
-def _agree_on_statistics(train_state: TrainState) -> None:
-    # A timm model may have layers that convert_syncbn_model does not convert.
-    if train_state.config.norm in SYNCHRONISED_NORMS and not train_state.config.model.startswith("timm/"):
-        return
-    distributed.average_running_statistics(train_state.model)
-    if train_state.average is not None:
-        distributed.average_running_statistics(train_state.average.module)
 
 
 def _evaluated(train_state: TrainState, test: Any, progress: Progress, epoch: int) -> dict[str, Any]:
