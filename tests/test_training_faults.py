@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from training_runs import COMMON, LIMIT, SMALL, TINY, fails, state_of, train_on_rank
 
-from fastvit.training import loaders, loop
+from fastvit.training import datasets, loop
 from fastvit.training.__main__ import main
 from fastvit.training.config import Config, ConfigError, check_packages, flag
 
@@ -20,15 +20,15 @@ from fastvit.training.config import Config, ConfigError, check_packages, flag
 
 
 def _poisoned(rank, world, arguments):
-    def batch(self, key, read=loaders._Batches.__getitem__):
+    def batch(self, key, read=datasets.ImageSource.__getitem__):
         images, labels = read(self, key)
         return (images.fill_(float("nan")) if rank == 1 else images), labels
 
-    original, loaders._Batches.__getitem__ = loaders._Batches.__getitem__, batch
+    original, datasets.ImageSource.__getitem__ = datasets.ImageSource.__getitem__, batch
     try:
         return train_on_rank(rank, world, arguments)
     finally:
-        loaders._Batches.__getitem__ = original
+        datasets.ImageSource.__getitem__ = original
 
 
 def test_a_loss_that_is_not_finite_stops_every_rank(ranks, tmp_path):

@@ -25,8 +25,7 @@ from fastvit.training.loop import StopRequest
 
 
 def _conversation(rank, world):
-    assert (distributed.get_rank(), distributed.get_world_size()) == (rank, 2)
-    assert distributed.is_main_process() == (rank == 0)
+    assert (distributed.is_main_process(), distributed.get_world_size()) == (rank == 0, 2)
     value = torch.tensor([1.0 + rank])
     assert distributed.reduce_value(value).item() == 1.5
     assert distributed.reduce_value(value, average=False).item() == 3 and value.item() == 1.0 + rank

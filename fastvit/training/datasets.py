@@ -9,12 +9,13 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from .config import Config, ConfigError
 from .distributed import is_main_process
@@ -31,7 +32,10 @@ CIFAR_FILES = {
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
-class ImageSource(Protocol):
+Key = tuple[list[int], "int | None"]  # indices of a batch, and the seed of its augmentation
+
+
+class ImageSource(Dataset):
     """Images that are read a batch at a time, and their labels `(N,)` int64."""
 
     labels: Tensor
@@ -42,6 +46,12 @@ class ImageSource(Protocol):
         Raises:
             OSError: a file cannot be read.
         """
+        raise NotImplementedError
+
+    def __getitem__(self, key: Key) -> tuple[Tensor, Tensor]:
+        indices, seed = key
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        return self.read(indices, generator), self.labels[indices]
 
 
 @dataclass(frozen=True)
@@ -54,7 +64,7 @@ class DataSets:
     shape: tuple[int, int, int]  # C, H, W
 
 
-class InMemory:
+class InMemory(ImageSource):
     """Images in one tensor, uint8 in [0, 255] or fp32 as the model takes them."""
 
     def __init__(
@@ -77,7 +87,7 @@ class InMemory:
         return self.augment(images, generator) if generator is not None and self.augment else images
 
 
-class Synthetic:
+class Synthetic(ImageSource):
     """Generated images: the pattern of the class plus noise; the same for the same index."""
 
     NOISE_FIELDS = 64

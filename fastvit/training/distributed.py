@@ -39,11 +39,6 @@ class Ranks:
     device: torch.device
 
 
-def get_rank() -> int:
-    """Rank of this process, 0 without a process group."""
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
 def get_world_size() -> int:
     """Number of ranks, 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
@@ -51,7 +46,7 @@ def get_world_size() -> int:
 
 def is_main_process() -> bool:
     """Whether this is rank 0, the one that prints and writes files."""
-    return get_rank() == 0
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def init(launch: Launch | None, device: str = "auto", timeout: float = 300.0) -> Ranks:

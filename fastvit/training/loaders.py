@@ -10,26 +10,11 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Sampler
 
 from .config import Config, ConfigError
-from .datasets import ImageSource
+from .datasets import ImageSource, Key
 from .distributed import Ranks
-
-Key = tuple[list[int], "int | None"]  # indices of a batch, and the seed of its augmentation
-
-
-class _Batches(Dataset):
-    """A source of images whose items are whole batches."""
-
-    def __init__(self, source: ImageSource) -> None:
-        self.source = source
-
-    def __getitem__(self, key: Key) -> tuple[Tensor, Tensor]:
-        indices, seed = key
-        generator = None if seed is None else torch.Generator().manual_seed(seed)
-        return self.source.read(indices, generator), self.source.labels[indices]
 
 
 class TrainBatches(Sampler[Key]):
@@ -96,7 +81,7 @@ def _loader(
     source: ImageSource, batches: Sampler[Key] | list[Key], config: Config, ranks: Ranks
 ) -> DataLoader:
     return DataLoader(
-        _Batches(source),
+        source,
         sampler=batches,
         batch_size=None,  # an item is a batch
         num_workers=config.workers,
