@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import Field, dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 from ..budget import parsed
@@ -206,10 +205,7 @@ def flag(name: str) -> str:
 def kind_of(item: Field) -> type:
     """int, float, bool, str or tuple; for `float | None` it is float."""
     hint = HINTS[item.name]
-    if typing.get_origin(hint) is tuple:
-        return tuple
-    kinds = [kind for kind in typing.get_args(hint) if kind is not NoneType]
-    return kinds[0] if kinds else hint
+    return tuple if typing.get_origin(hint) is tuple else next(iter(typing.get_args(hint)), hint)
 
 
 HINTS = typing.get_type_hints(Config)

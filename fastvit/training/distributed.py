@@ -201,7 +201,8 @@ def gather_numbers(first: Tensor, *others: Tensor | float) -> list[list[float]]:
     if get_world_size() < 2:
         return mine.T.tolist()
     everybody = mine.new_empty(get_world_size(), mine.shape[1])
-    wait_on_host(getattr(dist, ALL_GATHER)(everybody, mine, async_op=True))
+    work = getattr(dist, ALL_GATHER)(everybody, mine, async_op=True)
+    work.wait() if mine.is_cuda else wait_on_host(work)
     return everybody.T.tolist()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import resource
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 
@@ -44,7 +44,7 @@ class RunLog:
 
     def __init__(self, run: Path) -> None:
         self.run = run
-        self.path = run / "metrics.jsonl"
+        self.file: TextIO
         self.writer: SummaryWriter
 
     def open(self, history: list[dict[str, Any]]) -> None:
@@ -54,23 +54,20 @@ class RunLog:
         """
         from torch.utils.tensorboard import SummaryWriter
 
-        self.path.write_text("".join(json.dumps(row) + "\n" for row in history))
+        self.file = (self.run / "metrics.jsonl").open("w")
         # With purge_step 0 TensorBoard drops the events of earlier starts in the same directory.
         self.writer = SummaryWriter(str(self.run), purge_step=0 if history else None)
         for row in history:
-            self._scalars(row)
-
-    def _scalars(self, row: dict[str, Any]) -> None:
-        for name, tag in TAGS.items():
-            if name in row:
-                self.writer.add_scalar(tag, row[name], row["epoch"], walltime=row["time"])
+            self.epoch(row)
 
     def epoch(self, row: dict[str, Any]) -> None:
         """Write the row of one epoch, and flush the files."""
-        with self.path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        self._scalars(row)
+        self.file.write(json.dumps(row) + "\n")
+        for name in TAGS.keys() & row.keys():
+            self.writer.add_scalar(TAGS[name], row[name], row["epoch"], walltime=row["time"])
+        self.file.flush()
         self.writer.flush()
 
     def close(self) -> None:
+        self.file.close()
         self.writer.close()

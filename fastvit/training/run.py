@@ -18,7 +18,7 @@ from . import checkpoint, distributed
 from .command_line import OF_A_HOST, merge_saved
 from .config import Config, TrainingError, flag
 from .datasets import DataSets, load
-from .distributed import Ranks, agree, gather_objects, is_main_process, on_every, on_main
+from .distributed import Ranks, agree, gather_objects, is_main_process, on_every, on_main, raise_together
 from .loaders import make_test_loader, make_train_loader
 from .lock import lock
 from .log import RunLog, peak_memory
@@ -150,7 +150,8 @@ def _resume(
     """The directory of the run to be resumed, locked, and its newest checkpoint; `auto` may find none."""
     auto = config.resume == "auto"
     source = Path(config.out if auto else config.resume)
-    on_main(_claim, source, auto, given, stack)
+    goes_on_in = source if auto else Path(given["out"]) if "out" in given else on_main(_run, source)
+    on_main(lock, goes_on_in, stack)
     # After the lock, before which another run may have written one.
     seen = gather_objects([checkpoint.place(path) for path in checkpoint.checkpoints(source)[-1:]])
     if max(seen) > seen[0]:  # a new run, or an older checkpoint, would replace it
@@ -164,31 +165,25 @@ def _resume(
     return on_main(_load, source, world)
 
 
-def _claim(source: Path, auto: bool, given: dict[str, Any], stack: ExitStack) -> None:
-    """Lock the directory in which the run goes on."""
-    if not auto:
-        source = Path(given["out"]) if "out" in given else _run_of(checkpoint.find_checkpoint(source))
-    lock(source, stack)
+def _run(source: Path) -> Path:
+    """The directory of a run, or of a checkpoint's run; for a moved checkpoint a folder of its name."""
+    path = checkpoint.find_checkpoint(source)
+    return path.parent.parent if path.parent.name == "checkpoints" else path.with_suffix("")
 
 
 def _load(source: Path, world: int) -> tuple[Path, dict[str, Any]]:
-    path = checkpoint.find_checkpoint(source)
+    path, run = checkpoint.find_checkpoint(source), _run(source)
     state = checkpoint.load_checkpoint(path)
     if state["step"] and state["world"] != world:  # another number of ranks has other steps
-        older = [one for one in checkpoint.checkpoints(_run_of(path)) if not checkpoint.place(one)[1]]
-        older = [one for one in older if checkpoint.place(one)[0] <= state["epoch"]]
+        older = [one for one in checkpoint.checkpoints(run) if checkpoint.place(one) <= (state["epoch"], 0)]
+        older = [one for one in older if not checkpoint.place(one)[1]]
         if not older:
             raise TrainingError(
                 f"--resume: {path} is within an epoch, so the {state['world']} rank(s) that wrote it must "
                 f"continue it, got {world}; there is no checkpoint of a whole epoch"
             )
-        path, state = older[-1], checkpoint.load_checkpoint(older[-1])
-    return _run_of(path), state
-
-
-def _run_of(path: Path) -> Path:
-    """The run of <run>/checkpoints/epoch-0012.pt; for a checkpoint that was moved, a folder of its name."""
-    return path.parent.parent if path.parent.name == "checkpoints" else path.with_suffix("")
+        state = checkpoint.load_checkpoint(older[-1])
+    return run, state
 
 
 def _check_device(config: Config, ranks: Ranks) -> None:
@@ -197,13 +192,9 @@ def _check_device(config: Config, ranks: Ranks) -> None:
             "--norm torch-sync trains on CUDA only and this run is on the CPU; fastvit-sync and "
             "inplace-abn-sync synchronise on the CPU too"
         )
-    if config.norm.startswith(("fastvit", "inplace")) and ranks.device.type == "cuda":
-        on_every(_check_kernels, config.norm, ranks.device)
-
-
-def _check_kernels(norm: str, device: torch.device) -> None:
-    if problem := _library.gpu_problem(device):
-        raise TrainingError(f"--norm {norm}: {problem}. --norm torch trains without them")
+    needs_kernels = ranks.device.type == "cuda" and config.norm.startswith(("fastvit", "inplace"))
+    problem = _library.gpu_problem(ranks.device) if needs_kernels else ""
+    raise_together(f"--norm {config.norm}: {problem}. --norm torch trains without them" if problem else None)
 
 
 def _prepare_directory(run: Path, config: Config) -> None:
