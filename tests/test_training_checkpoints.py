@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from training_runs import COMMON, LIMIT, SMALL, TINY, fails, rows_of, state_of, train_on_rank
+from training_runs import LIMIT, SMALL, TINY, fails, rows_of, running, state_of, train_on_rank
 
 from fastvit.training import checkpoint
 from fastvit.training.__main__ import main
@@ -231,11 +231,7 @@ def test_a_run_whose_checkpoints_another_host_has_does_not_begin_anew(ranks, tmp
 
 def test_a_directory_in_use_is_refused_until_its_run_ends_or_dies(tmp_path, capsys):
     run = str(tmp_path / "run")
-    options = [*TINY, "--epochs", "5000", "--workers", "1", "--out", run]
-    first = subprocess.Popen([sys.executable, *COMMON, *options], stdout=subprocess.PIPE, text=True)
-    try:
-        while "[epoch 1]" not in first.stdout.readline():
-            assert first.poll() is None
+    with running(tmp_path) as first:
         for arguments in (["--out", run], ["--out", run, "--resume", "auto"], ["--resume", run]):
             said = fails(capsys, *arguments)
             assert f"--out {run} is in use by another run (process {first.pid} on " in said
@@ -244,9 +240,6 @@ def test_a_directory_in_use_is_refused_until_its_run_ends_or_dies(tmp_path, caps
         first.send_signal(signal.SIGKILL)
         first.wait(timeout=60)
         assert main(["--resume", run, "--stop-after", "1", "--device", "cpu", "--threads", "1"]) == 0
-    finally:
-        first.kill()
-        first.wait(timeout=60)
     epochs = [row["epoch"] for row in rows_of(Path(run))]
     assert epochs == list(range(1, len(epochs) + 1)) and len(epochs) > 1
 

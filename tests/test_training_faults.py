@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 from PIL import Image
-from training_runs import COMMON, LIMIT, SMALL, TINY, fails, state_of, train_on_rank
+from training_runs import COMMON, LIMIT, SMALL, fails, running, state_of, train_on_rank
 
 from fastvit.training import datasets, loop
 from fastvit.training.__main__ import main
@@ -117,19 +117,12 @@ def test_a_run_that_cannot_read_ends_with_its_workers(tmp_path, split, kind, mes
 
 
 def test_an_interrupt_of_the_rank_alone_ends_its_workers(tmp_path):
-    options = [*TINY, "--epochs", "5000", "--workers", "1", "--out", "run"]
-    process = subprocess.Popen(
-        [sys.executable, *COMMON, *options],
-        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background ignores it
-    )  # fmt: skip
-    try:
-        while "[epoch 1]" not in process.stdout.readline():
-            assert process.poll() is None
+    def default():  # a shell's background ignores it
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    with running(tmp_path, preexec_fn=default) as process:
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)  # until the workers, too, have closed their ends
-    finally:
-        process.kill()
     assert process.returncode == 130 and "KeyboardInterrupt: --resume run continues the run after" in err
     assert "Traceback" not in err
 

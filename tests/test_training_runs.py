@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import textwrap
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from training_runs import (
     assert_equal_runs,
     free_port,
     rows_of,
+    running,
     state_of,
     torchrun,
     train_on_rank,
@@ -89,37 +89,6 @@ def test_tensorboard_has_every_curve(whole):
     assert [event.step for event in events.Scalars("loss/train")] == [1, 2, 3]
 
 
-def test_killed_run_resumes_as_if_nothing_had_happened(whole, tmp_path):
-    script = tmp_path / "killed.py"
-    script.write_text(
-        textwrap.dedent(
-            """
-            import os, signal, sys
-            from fastvit.training import loop
-            from fastvit.training.__main__ import main
-
-            steps = []
-            def step(train_state, step=loop._step):
-                step(train_state)
-                steps.append(1)
-                if len(steps) == 5 and os.environ["RANK"] == "1":
-                    os.kill(os.getpid(), signal.SIGKILL)
-            loop._step = step
-            sys.exit(main(sys.argv[1:]))
-            """
-        )
-    )
-    options = ["--device", "cpu", "--threads", "1"]
-    status, out, err = torchrun(tmp_path, str(script), *RECIPE, *options, "--out", "killed")
-    assert status == 1 and "rank 0 ends alone" in err, err
-    assert sorted(p.name for p in (tmp_path / "killed" / "checkpoints").iterdir()) == [
-        "best.pt", "epoch-0001.pt", "last.pt",
-    ]  # fmt: skip
-    status, out, err = torchrun(tmp_path, *COMMON, "--resume", "killed")
-    assert status == 0 and "resumed after epoch 1 of 3" in out, out + err
-    assert_equal_runs(tmp_path / "killed", whole[0])
-
-
 ONCE = """
 import os, signal, sys
 from pathlib import Path
@@ -139,6 +108,18 @@ loop._step = step
 sys.exit(main(sys.argv[1:]))
 """
 AGAIN = ["once.py", *RECIPE, "--device", "cpu", "--threads", "1", "--resume", "auto", "--out", "again"]
+
+
+def test_killed_run_resumes_as_if_nothing_had_happened(whole, tmp_path):
+    (tmp_path / "once.py").write_text(ONCE)
+    status, out, err = torchrun(tmp_path, *AGAIN)
+    assert status == 1 and "rank 0 ends alone" in err, err
+    assert sorted(p.name for p in (tmp_path / "again" / "checkpoints").iterdir()) == [
+        "best.pt", "epoch-0001.pt", "last.pt",
+    ]  # fmt: skip
+    status, out, err = torchrun(tmp_path, *COMMON, "--resume", "again")
+    assert status == 0 and "resumed after epoch 1 of 3" in out, out + err
+    assert_equal_runs(tmp_path / "again", whole[0])
 
 
 def test_a_killed_rank_is_started_again(whole, tmp_path):
@@ -218,22 +199,9 @@ def test_sigterm_to_one_rank_saves_all_and_resumes_within_the_epoch(ranks, tmp_p
 
 
 def test_sigterm_to_every_process_of_a_job_ends_it_cleanly(tmp_path):
-    options = [*TINY, "--epochs", "5000", "--workers", "1", "--out", "run"]
-    process = subprocess.Popen(
-        [sys.executable, *COMMON, *options],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        while "[epoch 1]" not in process.stdout.readline():
-            assert process.poll() is None
+    with running(tmp_path, start_new_session=True) as process:
         os.killpg(process.pid, signal.SIGTERM)
         out, err = process.communicate(timeout=60)
-    finally:
-        process.kill()
     assert process.returncode == 0, err
     assert "stopped by SIGTERM in epoch" in out and "continue it with --resume run" in out
     state = state_of(tmp_path / "run")
