@@ -365,14 +365,15 @@ def _under(prefix, weights):
     ("place", "make"),
     [
         ("", lambda w: _under("_orig_mod.", w)),
-        ("", lambda w: _under("module._orig_mod.", w)),
+        (" (module)", lambda w: _under("module._orig_mod.", w)),
         ("", lambda w: {name.replace(".0.", ".0._checkpoint_wrapped_module."): v for name, v in w.items()}),
-        ("", lambda w: _under("backbone.", w) | {"head_of_another.weight": torch.zeros(3)}),
-        (" (state_dict)", lambda w: {"state_dict": _under("model.encoder.", w), "best": 0.5}),
-        (" (model_ema)", lambda w: {"model": _weights(2), "model_ema": _under("module.", w)}),
+        (" (backbone)", lambda w: _under("backbone.", w) | {"head_of_another.weight": torch.zeros(3)}),
+        (" (state_dict.model.encoder)", lambda w: {"state_dict": _under("model.encoder.", w), "best": 0.5}),
+        (" (model_ema.module)", lambda w: {"model": _weights(2), "model_ema": _under("module.", w)}),
         (" (state_dict_ema)", lambda w: {"state_dict": _weights(2), "state_dict_ema": w}),
-        (" (teacher)", lambda w: {"student": _weights(2), "teacher": _under("backbone.", w)}),
+        (" (teacher.backbone)", lambda w: {"student": _weights(2), "teacher": _under("backbone.", w)}),
         (" (model)", lambda w: {"model": w, "args": argparse.Namespace(lr=0.1)}),
+        (" (net)", lambda w: {"net": w, "optimizer": {"state": {0: {"exp_avg": torch.zeros(3)}}}}),
     ],
 )  # fmt: skip
 def test_pretrained_weights_as_others_save_them(tmp_path, place, make):
@@ -422,7 +423,7 @@ def test_pretrained_files_that_are_not(tmp_path):
     net, path = vit_digits("torch"), tmp_path / "weights.pt"
     for content, message in (
         ({"a": torch.zeros(1)}, "is a name of the model, such as position.*; the file has a$"),
-        ({"epoch": 3, "net": _weights()}, "alone or as one of state_dict_ema, .*; it has epoch, net$"),
+        ({"epoch": 3, "net": {}}, "must hold a dict of tensors; it has epoch, net$"),
         (
             _under("a.", _weights()) | _under("b.", _weights()),
             r"has the model as a\.\* and as b\.\*; save one",
