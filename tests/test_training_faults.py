@@ -97,7 +97,7 @@ def test_a_damaged_image_is_named(tmp_path, capsys, split, workers):
 
 @pytest.mark.parametrize(
     ("split", "kind", "message"),
-    [("val", "damaged", "9.png is damaged"), ("train", "stuck", "timed out after 5.0 seconds")],
+    [("val", "damaged", "9.png is damaged"), ("train", "stuck", "timed out after 2.0 seconds")],
 )
 def test_a_run_that_cannot_read_ends_with_its_workers(tmp_path, split, kind, message):
     path = make_folder(tmp_path / "data", images=40)
@@ -107,7 +107,7 @@ def test_a_run_that_cannot_read_ends_with_its_workers(tmp_path, split, kind, mes
         image.touch()
     else:
         os.mkfifo(image)  # opening it waits for a writer, as a lost network file system would
-    options = ["--data-path", str(path), "--workers", "2", "--timeout", "5", "--epochs", "2", "--out", "run"]
+    options = ["--data-path", str(path), "--workers", "2", "--timeout", "2", "--epochs", "2", "--out", "run"]
     # What holds the pipes open after its end is a worker that was left behind.
     done = subprocess.run(
         [sys.executable, *COMMON, *FOLDER, *options],

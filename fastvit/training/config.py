@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import Field, dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -200,6 +200,12 @@ def check_packages(config: Config) -> None:
 def flag(name: str) -> str:
     """`batch_size` -> `--batch-size`."""
     return "--" + name.replace("_", "-")
+
+
+def some(names: Iterable[object]) -> str:
+    """The first few of the names, for a message."""
+    shown = [str(name) for name in names]
+    return ", ".join(shown[:5]) + (", ..." if len(shown) > 5 else "")
 
 
 def kind_of(item: Field) -> type:

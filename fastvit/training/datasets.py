@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from .config import Config, ConfigError
+from .config import Config, ConfigError, some
 from .distributed import is_main_process
 
 TEST_SHARE = 5  # one digit of five is a test image
@@ -189,7 +189,7 @@ def _images(path: Path, key: bytes, classes: int) -> tuple[Tensor, Tensor]:
     right = pixels.dtype == np.uint8 and pixels.shape == (len(labels), 3 * 32 * 32)
     if not right or not 0 <= labels.min() <= labels.max() < classes:
         raise ConfigError(f"--data-path: {path} must hold 3072 bytes and a label below {classes} by image")
-    return torch.from_numpy(pixels.reshape(-1, 3, 32, 32).copy()), torch.from_numpy(labels.astype(np.int64))
+    return torch.tensor(pixels).view(-1, 3, 32, 32), torch.tensor(labels, dtype=torch.int64)
 
 
 def _load_folder(config: Config) -> DataSets:
@@ -203,7 +203,7 @@ def _load_folder(config: Config) -> DataSets:
         odd = sorted(set(train.classes) ^ set(test.classes))
         raise ConfigError(
             f"--data-path {config.data_path}: {train.folder.name} and {test.folder.name} must hold the same "
-            f"classes; {', '.join(odd[:5])} are in one of them only"
+            f"classes; {some(odd)} are in one of them only"
         )
     hidden = train.hidden + test.hidden
     if hidden and is_main_process():

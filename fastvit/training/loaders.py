@@ -27,11 +27,12 @@ class TrainBatches(Sampler[Key]):
         ConfigError: the rank's share is smaller than one batch.
     """
 
-    def __init__(self, images: int, batch_size: int, rank: int, world: int, seed: int) -> None:
-        self.images, self.batch_size, self.rank, self.world, self.seed = images, batch_size, rank, world, seed
-        if images // world < batch_size:
+    def __init__(self, images: int, batch_size: int, ranks: Ranks, seed: int) -> None:
+        self.images, self.batch_size, self.seed = images, batch_size, seed
+        self.rank, self.world = ranks.rank, ranks.world
+        if images // self.world < batch_size:
             raise ConfigError(
-                f"--batch-size must be at most the {images // world} training images of one rank, "
+                f"--batch-size must be at most the {images // self.world} training images of one rank, "
                 f"got {batch_size}"
             )
         self.epoch = self.first = 0
@@ -52,11 +53,10 @@ class TrainBatches(Sampler[Key]):
         return self.images // self.world // self.batch_size
 
 
-def test_batches(images: int, batch_size: int, rank: int, world: int) -> list[Key]:
-    """Every `world`-th image, from `rank` on: the ranks together see each exactly once."""
-    share = range(rank, images, world)
-    firsts = range(0, len(share), batch_size)
-    return [([*share[first : first + batch_size]], None) for first in firsts]
+def test_batches(images: int, batch_size: int, ranks: Ranks) -> list[Key]:
+    """A share of the test images that is every `world`-th: the ranks together see each exactly once."""
+    share = range(ranks.rank, images, ranks.world)
+    return [([*share[n : n + batch_size]], None) for n in range(0, len(share), batch_size)]
 
 
 def _ignore_foreign_sigterm(worker: int) -> None:
@@ -77,9 +77,10 @@ def _wait_for_rank() -> None:
     os._exit(0)  # DataLoader reports any other status as a failure of the worker
 
 
-def _loader(
-    source: ImageSource, batches: Sampler[Key] | list[Key], config: Config, ranks: Ranks
+def make_loader(
+    source: ImageSource, batches: Sampler[Key] | list[Key], config: Config, device: torch.device
 ) -> DataLoader:
+    """Loads the batches of this rank, each a key of `source`."""
     return DataLoader(
         source,
         sampler=batches,
@@ -87,19 +88,7 @@ def _loader(
         num_workers=config.workers,
         persistent_workers=config.workers > 0,
         worker_init_fn=_ignore_foreign_sigterm,
-        pin_memory=ranks.device.type == "cuda",
+        pin_memory=device.type == "cuda",
         timeout=config.timeout if config.workers else 0,
         generator=torch.Generator(),  # not the global one, which dropout uses
     )
-
-
-def make_train_loader(source: ImageSource, config: Config, ranks: Ranks) -> tuple[DataLoader, TrainBatches]:
-    """Augmented training batches of this rank, and their sampler for `set_epoch`."""
-    batches = TrainBatches(len(source.labels), config.batch_size, ranks.rank, ranks.world, config.seed)
-    return _loader(source, batches, config, ranks), batches
-
-
-def make_test_loader(source: ImageSource, config: Config, ranks: Ranks) -> DataLoader:
-    """This rank's share of the test images; shares differ by up to one image, the last batch is smaller."""
-    size = 2 * config.batch_size  # evaluation keeps no activations
-    return _loader(source, test_batches(len(source.labels), size, ranks.rank, ranks.world), config, ranks)

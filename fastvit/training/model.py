@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..fuse import convert_syncbn_model
 from ..models import create_vit
-from .config import Config, ConfigError
+from .config import Config, ConfigError, some
 from .engine import import_apex
 
 
@@ -118,11 +118,6 @@ def _tensors(content: Any, before: str = "") -> dict[str, Tensor]:
     return {name: value for key, part in parts for name, value in _tensors(part, f"{before}{key}.").items()}
 
 
-def _some(names: Iterable[Any]) -> str:
-    names = [str(name) for name in names]
-    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
-
-
 def _prefix(names: Iterable[str], own: Collection[str], path: Path) -> str:
     """What trainers and wrappers put before the model's names, such as `state_dict.module.`.
 
@@ -157,7 +152,7 @@ def _as_timm_converts(weights: dict[str, Tensor], model: nn.Module, path: Path) 
     except Exception as error:  # it takes names and shapes for granted
         raise ConfigError(
             f"--pretrained: timm cannot convert {path} for a {type(model).__name__}: {error!r}; "
-            f"the file has {_some(weights)}"
+            f"the file has {some(weights)}"
         ) from None
 
 
@@ -174,7 +169,7 @@ def load_pretrained(model: nn.Module, path: Path) -> str:
     own, content = model.state_dict(), _read(path)
     tensors = _tensors(content)
     if not tensors:
-        got = _some(content) if isinstance(content, dict) else type(content).__name__
+        got = some(content) if isinstance(content, dict) else type(content).__name__
         raise ConfigError(f"--pretrained: {path} must hold a dict of tensors; it has {got}")
     prefix = _prefix(tensors, own, path)
     weights = given = {n[len(prefix) :]: value for n, value in tensors.items() if n.startswith(prefix)}
@@ -183,7 +178,7 @@ def load_pretrained(model: nn.Module, path: Path) -> str:
     if not weights.keys() & own.keys():
         raise ConfigError(
             f"--pretrained: no name in {path} is a name of the model, such as {next(iter(own))}; "
-            f"the file has {_some(tensors)}"
+            f"the file has {some(tensors)}"
         )
     other = _differing(weights, own)
     outputs = {(weights[name].shape[:1], own[name].shape[:1]) for name in other}

@@ -16,10 +16,10 @@ from torch import nn
 from .. import __version__, _library
 from . import checkpoint, distributed
 from .command_line import OF_A_HOST, merge_saved
-from .config import Config, TrainingError, flag
+from .config import Config, TrainingError, flag, some
 from .datasets import DataSets, load
 from .distributed import Ranks, agree, gather_objects, is_main_process, on_every, on_main, raise_together
-from .loaders import make_test_loader, make_train_loader
+from .loaders import TrainBatches, make_loader, test_batches
 from .lock import lock
 from .log import RunLog, peak_memory
 from .loop import Progress, StopRequest, evaluate, train_one_epoch
@@ -64,10 +64,13 @@ def _train(config: Config, given: dict[str, Any], ranks: Ranks, stack: ExitStack
     if state is not None and tuple(state["classes"]) != data.classes:
         raise TrainingError(
             f"--resume: the checkpoint was trained on {len(state['classes'])} classes "
-            f"({_some(state['classes'])}), the data has {len(data.classes)} ({_some(data.classes)})"
+            f"({some(state['classes'])}), the data has {len(data.classes)} ({some(data.classes)})"
         )
-    batches, sampler = on_every(make_train_loader, data.train, config, ranks)
-    test = make_test_loader(data.test, config, ranks)
+    sampler = on_every(TrainBatches, len(data.train.labels), config.batch_size, ranks, config.seed)
+    batches = make_loader(data.train, sampler, config, ranks.device)
+    # Evaluation keeps no activations, so its batches are larger.
+    shares = test_batches(len(data.test.labels), 2 * config.batch_size, ranks)
+    test = make_loader(data.test, shares, config, ranks.device)
 
     model = _make_model(config, data, pretrained=state is None)
     steps = -(-len(batches) // config.accumulate)
@@ -125,10 +128,6 @@ def _say(text: str) -> None:
         print(text, flush=True)
 
 
-def _some(names: Any) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-
-
 def _options(config: Config) -> dict[str, Any]:
     """The options that must be equal on all ranks."""
     return {flag(name): value for name, value in asdict(config).items() if name not in OF_A_HOST}
@@ -136,7 +135,7 @@ def _options(config: Config) -> dict[str, Any]:
 
 def _summary_of(data: DataSets) -> dict[str, Any]:
     """What is compared of the data that each host reads."""
-    names = f"{len(data.classes)} ({_some(data.classes)}), checksum {zlib.crc32(repr(data.classes).encode())}"
+    names = f"{len(data.classes)} ({some(data.classes)}), checksum {zlib.crc32(repr(data.classes).encode())}"
     summary = {"the classes of the data": names, "the shape of its images": data.shape}
     for name, part in (("training", data.train), ("test", data.test)):
         checksum = zlib.crc32(part.labels.numpy().tobytes())
