@@ -21,7 +21,6 @@ from fastvit.models import vit_digits
 from fastvit.training import distributed, loop, model, train_state
 from fastvit.training.config import Config, ConfigError, TrainingError
 from fastvit.training.distributed import Ranks
-from fastvit.training.loop import StopRequest
 
 
 def _conversation(rank, world):
@@ -202,7 +201,7 @@ def _poisoned(rank, world, poisoned, clip):
     net[1].bias.register_hook(lambda g: gradients.append(1) or (g / 0 if len(gradients) == poisoned else g))
     batches = Batches(_batch(rank, part) for part in range(4))
     with pytest.raises(TrainingError) as error:
-        loop.train_one_epoch(small, batches, (1, 2, 2), 1, progress, StopRequest())
+        loop.train_one_epoch(small, batches, (1, 2, 2), 1, progress, threading.Event())
     assert all(parameter.isfinite().all() for parameter in net.parameters())
     return str(error.value), progress.step
 
@@ -434,8 +433,8 @@ def test_pretrained_files_that_are_not(tmp_path):
         ),
         ([1], "must hold a dict of tensors"),
         (
-            {"model": StopRequest()},
-            "it holds an object of .*StopRequest, which may run code; save the model's",
+            {"model": loop.Progress()},
+            "it holds an object of .*Progress, which may run code; save the model's",
         ),
     ):
         torch.save(content, path)

@@ -6,8 +6,9 @@ import math
 import signal
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from threading import Event
 
 import torch
 import torch.nn.functional as F
@@ -77,23 +78,18 @@ class Feed:
         return torch.zeros(self.shape), torch.zeros(self.shape[0], dtype=torch.int64)
 
 
-class StopRequest:
-    """Inside `with`, SIGTERM is a request to end the run at the next step with a checkpoint.
+@contextmanager
+def stop_request() -> Iterator[Event]:
+    """An event that SIGTERM sets, the request to end the run at the next step with a checkpoint.
 
     A scheduler and the launcher may both send it. All ranks stop at the same step when one receives it.
     """
-
-    came = False
-
-    def __enter__(self) -> StopRequest:
-        self._before = signal.signal(signal.SIGTERM, self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGTERM, self._before)
-
-    def _note(self, *_: Any) -> None:
-        self.came = True
+    came = Event()
+    before = signal.signal(signal.SIGTERM, lambda *_: came.set())
+    try:
+        yield came
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def train_one_epoch(
@@ -102,7 +98,7 @@ def train_one_epoch(
     shape: tuple[int, int, int],
     epoch: int,
     progress: Progress,
-    stop: StopRequest,
+    stop: Event,
 ) -> tuple[dict[str, float], bool]:
     """Train on the remaining batches of an epoch; rank 0 shows a progress bar.
 
@@ -114,7 +110,7 @@ def train_one_epoch(
         shape: C, H, W of an image.
         epoch: counted from 1.
         progress: the finished steps of the epoch; updated.
-        stop: read in every step, on every rank.
+        stop: of `stop_request`, on every rank.
 
     Returns:
         `images_per_second` of all ranks, and `data_wait`, the share of the time in which this rank waited for
@@ -141,7 +137,7 @@ def train_one_epoch(
             parts = min(config.accumulate, len(loader) - progress.step * config.accumulate)
             loss = _backward(train_state, feed, parts)
             norm = _clip_gradients(train_state)
-            flag = FAILED if feed.error else STOP if stop.came else 0
+            flag = FAILED if feed.error else STOP if stop.is_set() else 0
             losses, norms, flags = gather_numbers(loss, norm, flag)
             if FAILED in flags:
                 raise_together(feed.error)

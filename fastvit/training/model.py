@@ -9,7 +9,6 @@ import sys
 from collections import Counter
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -46,18 +45,14 @@ def build_model(config: Config, shape: tuple[int, int, int], classes: int) -> nn
         except ValueError as error:
             raise ConfigError(f"--model {name} does not fit images of {shape[1]} pixels: {error}") from None
     if config.norm == "apex-sync":
-        model = _apex().convert_syncbn_model(model)
+        try:
+            model = import_apex("parallel").convert_syncbn_model(model)
+        except ImportError as error:
+            raise ConfigError(
+                f"--norm apex-sync needs apex.parallel of NVIDIA apex 25.05 or older, which is not found "
+                f"({error}); install it, or let FASTVIT_APEX be a folder of its sources"
+            ) from None
     return model
-
-
-def _apex() -> ModuleType:
-    try:
-        return import_apex("parallel")
-    except ImportError as error:
-        raise ConfigError(
-            f"--norm apex-sync needs apex.parallel of NVIDIA apex 25.05 or older, which is not found "
-            f"({error}); install it, or let FASTVIT_APEX be a folder of its sources"
-        ) from None
 
 
 def _from_timm(config: Config, shape: tuple[int, int, int], outputs: int) -> nn.Module:

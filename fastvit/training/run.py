@@ -22,7 +22,7 @@ from .distributed import Ranks, agree, gather_objects, is_main_process, on_every
 from .loaders import TrainBatches, make_loader, test_batches
 from .lock import lock
 from .log import RunLog, peak_memory
-from .loop import Progress, StopRequest, evaluate, train_one_epoch
+from .loop import Progress, evaluate, stop_request, train_one_epoch
 from .model import build_model, freeze, load_pretrained
 from .train_state import TrainState, make_train_state
 
@@ -94,7 +94,7 @@ def _train(config: Config, given: dict[str, Any], ranks: Ranks, stack: ExitStack
     log = RunLog(run)
     on_main(log.open, history)
     end = min(config.epochs, done + config.stop_after) if config.stop_after else config.epochs
-    with StopRequest() as stop:
+    with stop_request() as stop:
         for epoch in range(done + 1, end + 1):
             sampler.set_epoch(epoch, progress.step * config.accumulate)
             speed, stop_asked = train_one_epoch(train_state, batches, data.shape, epoch, progress, stop)
