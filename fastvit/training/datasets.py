@@ -15,10 +15,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from .config import Config, ConfigError, some
 from .distributed import is_main_process
+from .loaders import ImageSource
 
 TEST_SHARE = 5  # one digit of five is a test image
 BACKGROUND = -1.0  # value of an empty pixel of a digit
@@ -30,28 +30,6 @@ CIFAR_FILES = {
     "cifar100": ("cifar-100-python", ["train"], "test", b"fine_labels", "meta", b"fine_label_names"),
 }  # fmt: skip
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-
-
-Key = tuple[list[int], "int | None"]  # indices of a batch, and the seed of its augmentation
-
-
-class ImageSource(Dataset):
-    """Images that are read a batch at a time, and their labels `(N,)` int64."""
-
-    labels: Tensor
-
-    def read(self, indices: list[int], generator: torch.Generator | None) -> Tensor:
-        """Images `(n, C, H, W)` fp32, ready for the model; augmented by random numbers of the generator.
-
-        Raises:
-            OSError: a file cannot be read.
-        """
-        raise NotImplementedError
-
-    def __getitem__(self, key: Key) -> tuple[Tensor, Tensor]:
-        indices, seed = key
-        generator = None if seed is None else torch.Generator().manual_seed(seed)
-        return self.read(indices, generator), self.labels[indices]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from PIL.TiffImagePlugin import BITSPERSAMPLE, TiffImageFile
 from torch import Tensor
 
 from .config import ConfigError
-from .datasets import ImageSource
+from .loaders import ImageSource
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 BORDER = 0.0625  # what a test crop leaves out at each side

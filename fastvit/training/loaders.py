@@ -10,11 +10,32 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from .config import Config, ConfigError
-from .datasets import ImageSource, Key
 from .distributed import Ranks
+
+Key = tuple[list[int], "int | None"]  # indices of a batch, and the seed of its augmentation
+
+
+class ImageSource(Dataset):
+    """Images that are read a batch at a time, and their labels `(N,)` int64."""
+
+    labels: Tensor
+
+    def read(self, indices: list[int], generator: torch.Generator | None) -> Tensor:
+        """Images `(n, C, H, W)` fp32, ready for the model; augmented by random numbers of the generator.
+
+        Raises:
+            OSError: a file cannot be read.
+        """
+        raise NotImplementedError
+
+    def __getitem__(self, key: Key) -> tuple[Tensor, Tensor]:
+        indices, seed = key
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        return self.read(indices, generator), self.labels[indices]
 
 
 class TrainBatches(Sampler[Key]):
