@@ -12,7 +12,6 @@ last line is `test accuracy 0.9xx` of the main run.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import shutil
@@ -24,12 +23,10 @@ from pathlib import Path
 
 import torch
 from demo_page import write_page
-from torch import nn
 
 import fastvit
-from fastvit.memory import live_bytes
 from fastvit.models import vit_digits
-from fastvit.training.config import MEMORY, Config, ConfigError, check_packages
+from fastvit.training.config import Config, ConfigError, check_packages
 from fastvit.training.datasets import load_digits
 from fastvit.training.engine import import_apex
 
@@ -57,22 +54,14 @@ class Result:
         return self.history[-1]["test_accuracy"]
 
 
-def kept_bytes(model: nn.Module, images: torch.Tensor) -> int:
-    """Bytes that a training forward leaves allocated: tensors kept for the backward pass, and the logits.
-
-    Parameters and buffers do not count.
-    """
-    model.train()
-    model(images)  # allocations of the first forward alone do not count
-    return live_bytes(lambda: model(images))[0]
-
-
 def conversions(images: torch.Tensor) -> dict[str, int]:
     """Kept bytes of the model with torch BatchNorm, as it is and converted, by the trainer's --memory."""
-    models = {memory: vit_digits("torch") for memory in MEMORY}
+    kept: dict[str, int] = {}
     for memory in ("convert", "products"):
-        fastvit.convert(models[memory], products=memory == "products")
-    return {memory: kept_bytes(model, images) for memory, model in models.items()}
+        model = fastvit.convert(vit_digits("torch"), products=memory == "products")
+        report = fastvit.report(model, images)
+        kept |= {"off": report.kept_before, memory: report.kept_after}
+    return kept
 
 
 def apex_norm() -> str:
@@ -151,9 +140,8 @@ def main() -> None:
     except ConfigError as error:
         sys.exit(f"digits_demo: {error}")
     clear(out)
-    gc.freeze()  # measuring memory collects garbage, which is faster without the imported objects
     images = load_digits(0).train.images[:BATCH]
-    kept = {norm: kept_bytes(vit_digits(norm), images) for norm in MEASURED}
+    kept = {norm: fastvit.report(vit_digits(norm), images).kept_before for norm in MEASURED}
     converted = conversions(images)
     results = compare(out, options.epochs, options.quick)
     memory = {"layers": kept, "conversions": converted}

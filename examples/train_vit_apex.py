@@ -21,81 +21,21 @@ import torch.nn.functional as F
 from apex import amp
 from apex import parallel as apex_parallel
 from apex.optimizers import FusedAdam
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 import fastvit
-
-# ---------------------------------------------------------------------------------------------------------
-# The model: a convolutional stem, transformer blocks, mean pooling. BatchNorm in the stem and in the MLPs.
-
-
-def norm_act(norm: str, channels: int) -> nn.Module:
-    """BatchNorm over all ranks and leaky_relu, of (N, C, H, W) or (N, C)."""
-    if norm == "inplace-abn":
-        return fastvit.InPlaceABNSync(channels)  # both, over its input
-    layer = {"apex": apex_parallel.SyncBatchNorm, "fastvit": fastvit.SyncBatchNorm}[norm]
-    return nn.Sequential(layer(channels), nn.LeakyReLU(0.01, inplace=True))
+from fastvit.models import vit_digits
+from fastvit.training.datasets import load_digits
 
 
-class Attention(nn.Module):
-    def __init__(self, dim: int, heads: int):
-        super().__init__()
-        self.heads, self.qkv, self.out = heads, nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
-
-    def forward(self, x):  # (N, L, dim) -> (N, L, dim)
-        n, length, dim = x.shape
-        q, k, v = self.qkv(x).view(n, length, 3, self.heads, dim // self.heads).permute(2, 0, 3, 1, 4)
-        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(n, length, dim))
-
-
-class MLP(nn.Module):
-    def __init__(self, dim: int, hidden: int, norm: str):
-        super().__init__()
-        self.expand = nn.Linear(dim, hidden, bias=False)  # BatchNorm subtracts a bias
-        self.norm, self.contract = norm_act(norm, hidden), nn.Linear(hidden, dim)
-
-    def forward(self, x):  # (N, L, dim) -> (N, L, dim); a token is a sample of BatchNorm
-        tokens = self.expand(x.flatten(0, 1))
-        return self.contract(self.norm(tokens)).view_as(x)
-
-
-class Block(nn.Module):
-    def __init__(self, dim: int, heads: int, norm: str):
-        super().__init__()
-        self.norm1, self.attention = nn.LayerNorm(dim), Attention(dim, heads)
-        self.norm2, self.mlp = nn.LayerNorm(dim), MLP(dim, 4 * dim, norm)
-
-    def forward(self, x):
-        x = x + self.attention(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
-
-
-class ViT(nn.Module):
-    """Images (N, 1, 8, 8) in [-1, 1] -> logits (N, 10)."""
-
-    def __init__(self, norm: str, dim: int = 64, depth: int = 3, heads: int = 4):
-        super().__init__()
-        self.stem = nn.Sequential(
-            nn.Conv2d(1, 32, 3, padding=1, bias=False), norm_act(norm, 32),
-            nn.Conv2d(32, 32, 3, padding=1, bias=False), norm_act(norm, 32),
-            nn.Conv2d(32, dim, 2, stride=2),
-        )  # fmt: skip
-        self.position = nn.Parameter(torch.randn(1, 16, dim) * 0.02)
-        self.blocks = nn.Sequential(*(Block(dim, heads, norm) for _ in range(depth)))
-        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, 10)
-
-    def forward(self, images):
-        x = self.stem(images).flatten(2).transpose(1, 2)
-        x = self.blocks(x + self.position.to(x.dtype))
-        return self.head(self.norm(x).mean(1))
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Ranks
+def make_model(norm: str) -> nn.Module:
+    """Images (N, 1, 8, 8) -> logits (N, 10), with BatchNorm over all ranks in stem and MLPs."""
+    if norm == "apex":
+        return apex_parallel.convert_syncbn_model(vit_digits("torch"))
+    return vit_digits({"fastvit": "fastvit-sync", "inplace-abn": "inplace-abn-sync"}[norm])
 
 
 def set_up(local_rank: int) -> tuple[int, int, torch.device]:
@@ -121,19 +61,6 @@ def reduce_value(value: torch.Tensor, world: int, average: bool = True) -> torch
     value = value.clone()
     dist.all_reduce(value)
     return value / world if average else value
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Data: 1437 digits to train on, 360 for validation
-
-
-def digits() -> tuple[TensorDataset, TensorDataset]:
-    data = load_digits()
-    images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 8 - 1
-    labels = torch.tensor(data.target)
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    train, validation = order[360:], order[:360]
-    return TensorDataset(images[train], labels[train]), TensorDataset(images[validation], labels[validation])
 
 
 def train_one_epoch(model, optimizer, loader, device, epoch: int, world: int, rank: int, accumulate: int):
@@ -188,7 +115,8 @@ def main() -> None:
     args = parser.parse_args()
     rank, world, device = set_up(args.local_rank)
 
-    train, validation = digits()
+    digits = load_digits(seed=0)
+    train, validation = (TensorDataset(part.images, part.labels) for part in (digits.train, digits.test))
     sampler = DistributedSampler(train, world, rank, seed=0)
     batches = BatchSampler(sampler, args.batch_size, drop_last=True)
     loader = DataLoader(train, batch_sampler=batches, pin_memory=device.type == "cuda")
@@ -196,7 +124,7 @@ def main() -> None:
     validation_loader = DataLoader(validation, 2 * args.batch_size, sampler=share)
 
     torch.manual_seed(0)  # equal weights on all ranks
-    model = ViT(args.norm).to(device)
+    model = make_model(args.norm).to(device)
     decayed = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim <= 1]
     lr = args.lr * world * args.accumulate

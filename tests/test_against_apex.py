@@ -15,7 +15,7 @@ from training_runs import COMMON, fails, rows_of, torchrun, train_on_rank, weigh
 import fastvit
 import fastvit.compat.apex
 from fastvit.training import engine, model
-from fastvit.training.config import Config, ConfigError
+from fastvit.training.config import Config
 
 SHAPES = {"images": (6, 5, 4, 3), "rows": (8, 5), "sequences": (4, 5, 7), "volumes": (2, 5, 3, 2, 2)}
 
@@ -111,10 +111,9 @@ def put(no_apex, folder, files):
     no_apex.setenv("FASTVIT_APEX", str(folder))
 
 
-@pytest.mark.parametrize("choice", ["torch", "apex"])
-def test_apex_sync_is_the_layer_of_apex_whichever_the_engine(no_apex, tmp_path, choice):
+def test_apex_sync_is_the_layer_of_apex(no_apex, tmp_path):
     put(no_apex, tmp_path, {"__init__.py": "", "parallel/__init__.py": FAKE})
-    config = Config(norm="apex-sync", engine=choice)
+    config = Config(norm="apex-sync")
     layers = [type(layer) for layer in model.build_model(config, (1, 8, 8), 10).modules()]
     norms = {layer.__module__ for layer in layers if layer.__name__ == "SyncBatchNorm"}
     assert norms == {"apex.parallel"}
@@ -129,9 +128,6 @@ def test_apex_sync_without_apex_says_what_it_needs(no_apex, tmp_path, capsys):
     assert "No module named 'apex'" in said and "let FASTVIT_APEX be a folder of its sources" in said
     put(no_apex, tmp_path, {"__init__.py": ""})  # of a later release
     assert "No module named 'apex.parallel'" in fails(capsys, *arguments)
-    assert "--engine apex trains on CUDA only" in fails(capsys, *arguments, "--engine", "apex")
-    with pytest.raises(ConfigError, match="--engine apex needs apex.amp"):
-        engine.engine_part("apex", "amp")
 
 
 def test_the_look_alike_is_not_apex(no_apex):

@@ -245,15 +245,21 @@ def test_tiff_of_12_bits(tmp_path):
 # Shares of the ranks
 
 
+def on_cpu(rank, world):
+    return Ranks(rank, world, torch.device("cpu"))
+
+
 @pytest.mark.parametrize(("length", "world"), [(7, 2), (8, 3), (2, 4)])
 def test_every_test_image_once(length, world):
-    batches = [batch for rank in range(world) for batch, _ in loaders.test_batches(length, 4, rank, world)]
+    batches = [
+        batch for rank in range(world) for batch, _ in loaders.test_batches(length, 4, on_cpu(rank, world))
+    ]
     assert sorted(sum(batches, [])) == list(range(length)) and all(len(batch) <= 4 for batch in batches)
 
 
 def test_training_batches_depend_on_epoch_rank_and_place_alone():
     def batches(epoch, rank, first=0):
-        sampler = loaders.TrainBatches(50, 6, rank, 2, seed=3)
+        sampler = loaders.TrainBatches(50, 6, on_cpu(rank, 2), seed=3)
         sampler.set_epoch(epoch, first)
         assert len(sampler) == 4
         return list(sampler)
@@ -265,16 +271,15 @@ def test_training_batches_depend_on_epoch_rank_and_place_alone():
     seeds = {seed for epoch in (1, 2) for rank in (0, 1) for _, seed in batches(epoch, rank)}
     assert len(seeds) == 16
     with pytest.raises(ConfigError, match="--batch-size must be at most the 25 training images of one rank"):
-        loaders.TrainBatches(50, 26, 0, 2, 0)
+        loaders.TrainBatches(50, 26, on_cpu(0, 2), 0)
 
 
 def test_workers_do_not_change_the_batches():
-    ranks, data = Ranks(0, 1, torch.device("cpu")), datasets.load_digits(0)
+    data = datasets.load_digits(0)
     random, seen = torch.get_rng_state(), []
     for workers in (0, 2):
-        loader, sampler = loaders.make_train_loader(
-            data.train, Config(workers=workers, batch_size=300), ranks
-        )
+        sampler = loaders.TrainBatches(len(data.train.labels), 300, on_cpu(0, 1), seed=0)
+        loader = loaders.make_loader(data.train, sampler, Config(workers=workers), torch.device("cpu"))
         sampler.set_epoch(1)
         seen.append(list(loader))
     assert torch.equal(torch.get_rng_state(), random)  # what dropout draws from is left alone

@@ -3,10 +3,9 @@
 import pytest
 import torch
 from packages import package
-from training_runs import assert_equal_runs, state_of, train_on_rank, weights_of
+from training_runs import TINY, assert_equal_runs, state_of, train_on_rank, weights_of
 
 from fastvit.memory import live_bytes
-from fastvit.models import NORMS
 from fastvit.training import model, run, train_state
 from fastvit.training.command_line import parse
 from fastvit.training.config import Config, ConfigError
@@ -38,10 +37,13 @@ def losses(made, steps=4):
     return given
 
 
-@pytest.mark.parametrize("norm", [*NORMS[:1], *NORMS[2:]])
-def test_memory_changes_no_loss(norm):
+@pytest.mark.parametrize(
+    ("norm", "memories"),
+    [("torch", ("convert", "products", "budget=0.8")), ("inplace-abn-sync", ("products",))],
+)
+def test_memory_changes_no_loss(norm, memories):
     expected = losses(make(Config(norm=norm)))
-    for memory in ("convert", "products", "budget=0.8"):
+    for memory in memories:
         made = make(Config(norm=norm, memory=memory))
         assert list(made.model.state_dict()) == list(make(Config(norm=norm)).model.state_dict())
         assert losses(made) == expected, memory
@@ -60,7 +62,7 @@ def test_memory_of_a_training_step_is_what_the_report_says():
     assert used["products"][1].saved_bytes > used["convert"][1].saved_bytes > 0.35 * whole
 
 
-@pytest.mark.parametrize("amp", ["bf16", "O1", "O2", "O3"])
+@pytest.mark.parametrize("amp", ["bf16", "O2"])
 @pytest.mark.filterwarnings("ignore:amp. on the CPU half precision")
 def test_every_precision_runs_the_converted_model(amp):
     images, kept, given = torch.randn(32, *SHAPE), [], []
@@ -133,23 +135,8 @@ def test_the_norm_of_timm_models():
         model.build_model(config, (3, 32, 32), 10)
 
 
-START = [
-    "--epochs",
-    "2",
-    "--batch-size",
-    "180",
-    "--warmup-epochs",
-    "1",
-    "--memory",
-    "convert",
-    "--ema",
-    "0.9",
-]
-
-
-@pytest.mark.parametrize("norm", ["torch", "fastvit-sync"])
-def test_resume_on_two_ranks_is_bitwise(ranks, tmp_path, norm):
-    start = [*START, "--norm", norm]
+def test_resume_on_two_ranks_is_bitwise(ranks, tmp_path):
+    start = [*TINY, *"--epochs 2 --warmup-epochs 1 --memory convert --ema 0.9 --norm torch".split()]
     ranks.run(2, train_on_rank, [*start, "--out", str(tmp_path / "whole")])
     ranks.run(2, train_on_rank, [*start, "--out", str(tmp_path / "parts"), "--stop-after", "1"])
     ranks.run(2, train_on_rank, ["--resume", str(tmp_path / "parts")])
@@ -158,7 +145,7 @@ def test_resume_on_two_ranks_is_bitwise(ranks, tmp_path, norm):
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
     report = (tmp_path / "parts" / "memory.txt").read_text()
     assert report.startswith(
-        "--memory convert, a batch of 180 images on one rank\n\na training forward keeps "
+        "--memory convert, a batch of 16 images on one rank\n\na training forward keeps "
     )
     assert "stem.layers.*" in report and "less kept for backward (measured)" in report
 

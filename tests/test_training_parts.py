@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
 
 import pytest
 import torch
@@ -19,20 +18,17 @@ from training_runs import LIMIT, train_on_rank, weights_of
 
 import fastvit
 from fastvit.models import vit_digits
-from fastvit.training import distributed, loop, model, train_state, watch
+from fastvit.training import distributed, loop, model, train_state
 from fastvit.training.config import Config, ConfigError, TrainingError
 from fastvit.training.distributed import Ranks
-from fastvit.training.watch import StopRequest
 
 
 def _conversation(rank, world):
-    assert (distributed.get_rank(), distributed.get_world_size()) == (rank, 2)
-    assert distributed.is_main_process() == (rank == 0)
+    assert (distributed.is_main_process(), distributed.get_world_size()) == (rank == 0, 2)
     value = torch.tensor([1.0 + rank])
     assert distributed.reduce_value(value).item() == 1.5
     assert distributed.reduce_value(value, average=False).item() == 3 and value.item() == 1.0 + rank
-    report = distributed.StepReport(value, value / 2, flag=2 * rank)
-    assert report.read() == ([1.0, 2.0], 0.5, [0, 2])  # the norm is rank 0's
+    assert distributed.gather_numbers(value[0], 2 * rank) == [[1.0, 2.0], [0, 2]]
     assert distributed.gather_objects(rank) == [0, 1]
 
     def fail():
@@ -60,30 +56,30 @@ def test_what_ranks_say_to_each_other(ranks):
 
 
 def _interrupted(rank, world):
-    distributed.StepReport(*torch.ones(2)).read()
+    distributed.gather_numbers(torch.ones(()))
     if rank == 1:
         time.sleep(1.5)  # there, but with no loss
         return None
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells have their background jobs ignore it
     threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-    report, begin = distributed.StepReport(*torch.ones(2)), time.monotonic()
+    begin = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        report.read()
+        distributed.gather_numbers(torch.ones(()))
     return time.monotonic() - begin
 
 
 def test_the_wait_for_a_loss_obeys_an_interrupt_and_ends_with_the_other_rank(ranks):
     assert ranks.run(2, _interrupted, breaks=True, group_timeout=3)[0] < 1.2
-    said = ranks.run(2, _left_alone, breaks=True, group_timeout=3)[0]
+    said = ranks.run(2, _left_alone, breaks=True, group_timeout=2)[0]
     assert "imed out" in said or "closed" in said or "reset" in said, said
 
 
 def _left_alone(rank, world):
     if rank == 1:
-        time.sleep(4)
+        time.sleep(3)
         return None
     with pytest.raises(RuntimeError) as error:
-        distributed.StepReport(*torch.ones(2)).read()
+        distributed.gather_numbers(torch.ones(()))
     return str(error.value)
 
 
@@ -167,7 +163,7 @@ def _accumulated_gradients(rank, world, parts):
                 .then(lambda future: future.value()[0]),
             )[1],
         )
-    feed = watch.Feed(Batches(_batch(rank, part) for part in range(parts)), (5, 1, 2, 2))
+    feed = loop.Feed(Batches(_batch(rank, part) for part in range(parts)), (5, 1, 2, 2))
     loss = loop._backward(small, feed, parts)
     expected = copy.deepcopy(small.model)
     expected.zero_grad()
@@ -176,7 +172,7 @@ def _accumulated_gradients(rank, world, parts):
     torch.nn.functional.cross_entropy(expected(images), labels).backward()
     for got, wanted in zip(small.model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(got.grad, wanted.grad)
-    return len(reduced), distributed.StepReport(loss, loss).read()[0], small.model[1].weight.detach()
+    return len(reduced), distributed.gather_numbers(loss)[0], small.model[1].weight.detach()
 
 
 def test_accumulated_gradients_are_those_of_one_large_batch(ranks):
@@ -189,48 +185,30 @@ def test_accumulated_gradients_are_those_of_one_large_batch(ranks):
 
 def test_clipping_bounds_the_norm_and_reports_what_it_was():
     small = _small_learner(0, 1, Config(clip_norm=0.01))
-    loop._backward(small, watch.Feed(Batches([_batch(0, 0)]), (5, 1, 2, 2)), 1)
-    before = loop._clip_gradients(small, 1).item()
-    after = loop._clip_gradients(small, 1).item()
+    loop._backward(small, loop.Feed(Batches([_batch(0, 0)]), (5, 1, 2, 2)), 1)
+    before = loop._clip_gradients(small).item()
+    after = loop._clip_gradients(small).item()
     assert before > 0.1 and after == pytest.approx(0.01, rel=1e-3)
 
 
-def _behind(rank, world, poisoned, clip):
-    """Trains one step behind, as on a GPU, with a gradient that is not finite in one of the steps."""
+def _poisoned(rank, world, poisoned, clip):
+    """Trains with a gradient that is not finite in one of the steps; says why it ended, and where."""
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3))
-    place = Ranks(rank, world, torch.device("cpu"))
-    small = train_state.make_train_state(
-        net, Config(batch_size=5, clip_norm=clip), place, (1, 2, 2), 10, None
-    )
-    gradients, steps = [], []
+    config, place = Config(batch_size=5, clip_norm=clip), Ranks(rank, world, torch.device("cpu"))
+    small = train_state.make_train_state(net, config, place, (1, 2, 2), 10, None)
+    gradients, progress = [], loop.Progress()
     net[1].bias.register_hook(lambda g: gradients.append(1) or (g / 0 if len(gradients) == poisoned else g))
-    step = loop._step
-
-    def watched(one):
-        step(one)
-        steps.append(1)
-
-    kept = watch.PIPELINE_STEPS
-    watch.PIPELINE_STEPS, loop._step = {"cpu": 1}, watched
-    try:
-        batches = Batches(_batch(rank, part) for part in range(4))
-        loop.train_one_epoch(small, batches, (1, 2, 2), 1, watch.Progress(), StopRequest())
-    except TrainingError as error:
-        return str(error), len(steps)
-    finally:
-        watch.PIPELINE_STEPS, loop._step = kept, step
-    return None, len(steps)
+    batches = Batches(_batch(rank, part) for part in range(4))
+    with pytest.raises(TrainingError) as error:
+        loop.train_one_epoch(small, batches, (1, 2, 2), 1, progress, threading.Event())
+    assert all(parameter.isfinite().all() for parameter in net.parameters())
+    return str(error.value), progress.step
 
 
-def test_a_gradient_that_is_not_finite_in_an_unmeasured_last_step_ends_the_run(ranks):
-    for said, steps in [*ranks.run(2, _behind, 4, 0.0), _behind(0, 1, 4, 0.0)]:
-        assert said.startswith("epoch 1, step 4: 1.bias is not finite; training stopped") and steps == 4
-
-
-@pytest.mark.parametrize("poisoned", [2, 4])
-def test_gradients_that_are_not_finite_end_the_run_a_step_later(ranks, poisoned):
-    for said, steps in [*ranks.run(2, _behind, poisoned, 9.0), _behind(0, 1, poisoned, 9.0)]:
+@pytest.mark.parametrize(("poisoned", "clip"), [(2, 9.0), (4, 0.0)])
+def test_gradients_that_are_not_finite_end_the_run_before_the_step(ranks, poisoned, clip):
+    for said, steps in [*ranks.run(2, _poisoned, poisoned, clip), _poisoned(0, 1, poisoned, clip)]:
         assert re.match(rf"epoch 1, step {poisoned}: the norm of the gradients is (nan|inf); training", said)
         assert steps == poisoned
 
@@ -239,16 +217,19 @@ def test_an_exchange_that_failed_in_a_backward_says_why(monkeypatch):
     def check():
         raise RuntimeError("rank 1 in backward of layer 0: nothing from rank 0")
 
-    monkeypatch.setattr(watch.sync, "check", check)
+    monkeypatch.setattr(loop.sync, "check", check)
     with pytest.raises(RuntimeError, match="nothing from rank 0"):
-        _behind(0, 1, 2, 9.0)
+        _poisoned(0, 1, 2, 9.0)
 
 
 def test_learning_rate_is_scaled_by_accumulation_and_ranks():
-    for config, expected in ((Config(), 1e-3), (Config(accumulate=4), 4e-3)):
-        assert _small_learner(0, 1, config).scheduler.base_lrs[0] == pytest.approx(expected)
-    kept = replace(Config(accumulate=4), scale_lr=False)
-    assert _small_learner(0, 1, kept).scheduler.base_lrs[0] == pytest.approx(1e-3)
+    for options, expected in (
+        ({}, 1e-3),
+        ({"accumulate": 4}, 4e-3),
+        ({"accumulate": 4, "scale_lr": False}, 1e-3),
+    ):
+        config = Config(**options, warmup_epochs=0)
+        assert _small_learner(0, 1, config).schedule(0) == pytest.approx(expected)
 
 
 def test_average_follows_the_weights_with_a_decay_that_grows():
@@ -269,9 +250,9 @@ def test_average_follows_the_weights_with_a_decay_that_grows():
 def test_average_under_o2_is_that_of_the_float32_weights():
     small, expected = _small_learner(0, 1, Config(amp="O2", ema=0.5)), None
     for part in range(3):
-        loop._backward(small, watch.Feed(Batches([_batch(0, part)]), (5, 1, 2, 2)), 1)
+        loop._backward(small, loop.Feed(Batches([_batch(0, part)]), (5, 1, 2, 2)), 1)
         loop._step(small)
-        stepped = [p.detach().clone() for p in small.precision.gradient_holders(small.optimizer)]
+        stepped = [p.detach().clone() for p in small.model.parameters()]
         weight = (1 + part) / (10 + part) if part else 0  # below 0.5
         expected = [p.lerp(mean, weight) for p, mean in zip(stepped, expected or stepped, strict=True)]
     for mean, parameter in zip(expected, small.average.module.parameters(), strict=True):
@@ -298,15 +279,10 @@ def _evaluate_seven_images(rank, world):
 
 
 def test_schedule_rises_then_falls_to_zero():
-    optimizer = train_state.make_optimizer(torch.nn.Linear(2, 2), "sgd", 0.1, 0.01)
-    scheduler, rates = train_state.make_scheduler(optimizer, 10, 4), []
-    for _ in range(10):
-        rates.append(scheduler.get_last_lr()[0])
-        optimizer.step()
-        scheduler.step()
+    rates = [*map(train_state.make_schedule(0.1, 10, 4), range(11))]
     assert rates[:5] == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1])
     assert all(a > b for a, b in zip(rates[4:], rates[5:], strict=False))
-    assert scheduler.get_last_lr()[0] == pytest.approx(0, abs=1e-12)
+    assert rates[10] == pytest.approx(0, abs=1e-12)
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw", "fused-adam"])
@@ -323,8 +299,7 @@ def test_weight_decay_leaves_vectors_alone(name):
 def test_one_process_needs_no_group():
     value = torch.tensor(2.0)
     assert distributed.reduce_value(value) is value
-    report = distributed.StepReport(value, value / 2, 1)
-    assert report.read() == ([2.0], 1.0, [1])
+    assert distributed.gather_numbers(value, 1) == [[2.0], [1]]
     with pytest.raises(TrainingError, match="no such"):
         distributed.on_main(lambda: (_ for _ in ()).throw(ValueError("no such")))
 
@@ -389,14 +364,15 @@ def _under(prefix, weights):
     ("place", "make"),
     [
         ("", lambda w: _under("_orig_mod.", w)),
-        ("", lambda w: _under("module._orig_mod.", w)),
+        (" (module)", lambda w: _under("module._orig_mod.", w)),
         ("", lambda w: {name.replace(".0.", ".0._checkpoint_wrapped_module."): v for name, v in w.items()}),
-        ("", lambda w: _under("backbone.", w) | {"head_of_another.weight": torch.zeros(3)}),
-        (" (state_dict)", lambda w: {"state_dict": _under("model.encoder.", w), "best": 0.5}),
-        (" (model_ema)", lambda w: {"model": _weights(2), "model_ema": _under("module.", w)}),
+        (" (backbone)", lambda w: _under("backbone.", w) | {"head_of_another.weight": torch.zeros(3)}),
+        (" (state_dict.model.encoder)", lambda w: {"state_dict": _under("model.encoder.", w), "best": 0.5}),
+        (" (model_ema.module)", lambda w: {"model": _weights(2), "model_ema": _under("module.", w)}),
         (" (state_dict_ema)", lambda w: {"state_dict": _weights(2), "state_dict_ema": w}),
-        (" (teacher)", lambda w: {"student": _weights(2), "teacher": _under("backbone.", w)}),
+        (" (teacher.backbone)", lambda w: {"student": _weights(2), "teacher": _under("backbone.", w)}),
         (" (model)", lambda w: {"model": w, "args": argparse.Namespace(lr=0.1)}),
+        (" (net)", lambda w: {"net": w, "optimizer": {"state": {0: {"exp_avg": torch.zeros(3)}}}}),
     ],
 )  # fmt: skip
 def test_pretrained_weights_as_others_save_them(tmp_path, place, make):
@@ -446,7 +422,7 @@ def test_pretrained_files_that_are_not(tmp_path):
     net, path = vit_digits("torch"), tmp_path / "weights.pt"
     for content, message in (
         ({"a": torch.zeros(1)}, "is a name of the model, such as position.*; the file has a$"),
-        ({"epoch": 3, "net": _weights()}, "alone or as one of state_dict_ema, .*; it has epoch, net$"),
+        ({"epoch": 3, "net": {}}, "must hold a dict of tensors; it has epoch, net$"),
         (
             _under("a.", _weights()) | _under("b.", _weights()),
             r"has the model as a\.\* and as b\.\*; save one",
@@ -457,8 +433,8 @@ def test_pretrained_files_that_are_not(tmp_path):
         ),
         ([1], "must hold a dict of tensors"),
         (
-            {"model": StopRequest()},
-            "it holds an object of .*StopRequest, which may run code; save the model's",
+            {"model": loop.Progress()},
+            "it holds an object of .*Progress, which may run code; save the model's",
         ),
     ):
         torch.save(content, path)

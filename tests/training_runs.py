@@ -1,5 +1,6 @@
 """Runs of the trainer for tests: under torchrun, in this process, or on the ranks of the pool."""
 
+import contextlib
 import json
 import socket
 import subprocess
@@ -14,7 +15,9 @@ from fastvit.training.distributed import Ranks
 
 LIMIT = 110  # seconds; a run that takes longer hangs
 COMMON = ["-m", "fastvit.training", "--device", "cpu", "--threads", "1"]
-SMALL = ["--epochs", "2", "--batch-size", "256", "--norm", "torch"]
+# Six batches of 16 images an epoch, which take a part of a second.
+TINY = "--data synthetic --model vit_digits --image-size 8 --synthetic-images 96 --batch-size 16".split()
+SMALL = [*TINY, "--epochs", "2", "--norm", "torch"]
 
 
 def torchrun(directory, *arguments, ranks=2, **options):
@@ -24,6 +27,23 @@ def torchrun(directory, *arguments, ranks=2, **options):
         [*command, *arguments], cwd=directory, capture_output=True, text=True, timeout=LIMIT, **options
     )
     return done.returncode, done.stdout, done.stderr
+
+
+@contextlib.contextmanager
+def running(directory, **options):
+    """A long run with a worker, after its first epoch; what is left of it is killed at the end."""
+    arguments = [*COMMON, *TINY, "--epochs", "5000", "--workers", "1", "--out", "run"]
+    process = subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options,
+    )  # fmt: skip
+    try:
+        while "[epoch 1]" not in process.stdout.readline():
+            assert process.poll() is None
+        yield process
+    finally:
+        process.kill()
+        process.wait(timeout=60)
 
 
 def free_port():

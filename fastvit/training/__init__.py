@@ -4,9 +4,9 @@
     launch, distributed     launchers, process group, messages between ranks
     datasets, image_folder, loaders
                             images, augmentation, batches
-    model, precision, engine, train_state
-                            the model, and the state that a step changes
-    loop, watch             one epoch of training; what ends it on all ranks
+    model, engine           the model and its weights; NVIDIA apex's layers
+    precision, train_state  the state that a step changes
+    loop                    one epoch of training; what ends it on all ranks
     checkpoint, log         the files of a run
     lock                    one run at a time in a directory
     run                     a run from start to end

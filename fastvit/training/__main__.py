@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config, given = parse(arguments)
     try:
         check_packages(config)
-        ranks = distributed.init(find_launch(), config.device, config.backend, config.timeout)
+        ranks = distributed.init(find_launch(), config.device, config.timeout)
     except ConfigError as error:
         _complain(error)
         return 1

@@ -136,10 +136,8 @@ def _first_line(error: Exception) -> str:
 
 def get_rng_state(device: torch.device) -> dict[str, Tensor]:
     """State of the random generators that training on `device` uses."""
-    state = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
+    cuda = {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
+    return {"cpu": torch.get_rng_state()} | cuda
 
 
 def set_rng_state(state: dict[str, Tensor], device: torch.device) -> None:

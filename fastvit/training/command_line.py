@@ -14,10 +14,10 @@ from .config import Config, ConfigError, flag, kind_of
 
 # Options that may change when a run is resumed. All others define the training, and must be equal.
 CHANGEABLE = frozenset({
-    "backend", "compile", "data_path", "device", "keep", "out", "profile", "resume", "stop_after", "threads",
+    "compile", "data_path", "device", "keep", "out", "resume", "stop_after", "threads",
     "timeout", "workers",
 })  # fmt: skip
-OF_A_HOST = frozenset({"data_path", "profile", "threads", "workers"})  # may differ between the ranks
+OF_A_HOST = frozenset({"data_path", "threads", "workers"})  # may differ between the ranks
 FIELDS = {item.name: item for item in fields(Config)}
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import math
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import Field, dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 from ..budget import parsed
@@ -25,7 +24,7 @@ WEIGHT_DECAY = {"sgd": 5e-4, "adamw": 0.05, "fused-adam": 0.05}
 MANY = 2**31 - 1
 LIMITS = {  # smallest and largest value of every whole number
     **dict.fromkeys(("epochs", "batch_size", "accumulate", "keep"), (1, MANY)),
-    **dict.fromkeys(("warmup_epochs", "profile", "stop_after"), (0, MANY)),
+    **dict.fromkeys(("warmup_epochs", "stop_after"), (0, MANY)),
     "image_size": (1, 2**13), "classes": (1, 10**6), "synthetic_images": (1, 10**7),
     **dict.fromkeys(("workers", "threads"), (0, 1024)),  # more may exhaust the system
     **dict.fromkeys(("seed", "data_seed"), (0, 2**63 - 1)),  # torch takes 64 bits, and ranks add to the seed
@@ -75,15 +74,13 @@ class Config:
         "repeated too), or budget=0.2, 2GiB or least, the cheapest way to it; as in fastvit.convert")
     freeze: tuple[str, ...] = _option((), "model", "names of parameters that are not trained: 'stem.*'")
 
-    engine: str = _option("torch", "precision", "torch: fastvit's amp and torch's DistributedDataParallel; "
-        "apex: those of NVIDIA apex, in releases that have them", ("torch", "apex"))
     amp: str = _option("off", "precision", "off: fp32; bf16: autocast; O0 to O3: as in apex", AMP_LEVELS)
     loss_scale: str = _option("auto", "precision", "of O0 to O3: dynamic, a number, or auto: by the level")
 
     epochs: int = _option(30, "recipe", "epochs of the whole schedule")
     batch_size: int = _option(32, "recipe", "images per rank in one forward")
     accumulate: int = _option(1, "recipe", "batches whose gradients make one step")
-    optimizer: str = _option("adamw", "recipe", "sgd has momentum 0.9; fused-adam is apex's", tuple(BASE_LR))
+    optimizer: str = _option("adamw", "recipe", "sgd has momentum 0.9; fused-adam as in apex", tuple(BASE_LR))
     lr: float = _option(None, "recipe", "largest learning rate of the schedule, for one rank and "
         "accumulate 1 (default 0.05 for sgd, else 0.001)")
     scale_lr: bool = _option(True, "recipe", "multiply lr by the number of ranks and by accumulate")
@@ -97,12 +94,10 @@ class Config:
     deterministic: bool = _option(False, "recipe", "use only operations that give the same bits in every run")
 
     device: str = _option("auto", "machine", "auto: CUDA when all ranks have a GPU", ("auto", "cpu", "cuda"))
-    backend: str = _option("auto", "machine", "auto: nccl on CUDA, else gloo", ("auto", "gloo", "nccl"))
     threads: int = _option(0, "machine", "CPU threads of each rank; 0 shares the cores among the ranks")
     timeout: float = _option(300.0, "machine", "seconds after which a rank that waits for another gives up")
     channels_last: bool = _option(False, "machine", "images and kernels in torch's channels_last format")
     compile: bool = _option(False, "machine", "compile the model with torch.compile")
-    profile: int = _option(0, "machine", "write a Chrome trace of this many steps of rank 0; 0: none")
 
     out: str = _option("runs/train", "run", "directory of the run: config, metrics, TensorBoard, checkpoints")
     resume: str = _option("", "run", "continue this run or checkpoint; auto: the run in --out, if any")
@@ -143,13 +138,9 @@ class Config:
             )
         if self.data in ("cifar10", "cifar100", "folder") and not self.data_path:
             raise ConfigError(f"--data {self.data} needs --data-path, the folder with its files")
-        if self.engine == "apex" and self.amp == "bf16":
-            raise ConfigError("--amp must be off or O0 to O3 with --engine apex, got 'bf16'")
         self.convert_options()
         if self.pretrained == "timm" and not self.model.startswith("timm/"):
             raise ConfigError(f"--pretrained timm is for --model timm/<name>, got --model {self.model}")
-        if self.backend == "nccl" and self.device == "cpu":
-            raise ConfigError("--backend must be gloo on the CPU, got 'nccl'")
         if self.loss_scale not in ("auto", "dynamic"):
             try:
                 scale = float(self.loss_scale)
@@ -211,13 +202,16 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def some(names: Iterable[object]) -> str:
+    """The first few of the names, for a message."""
+    shown = [str(name) for name in names]
+    return ", ".join(shown[:5]) + (", ..." if len(shown) > 5 else "")
+
+
 def kind_of(item: Field) -> type:
     """int, float, bool, str or tuple; for `float | None` it is float."""
     hint = HINTS[item.name]
-    if typing.get_origin(hint) is tuple:
-        return tuple
-    kinds = [kind for kind in typing.get_args(hint) if kind is not NoneType]
-    return kinds[0] if kinds else hint
+    return tuple if typing.get_origin(hint) is tuple else next(iter(typing.get_args(hint)), hint)
 
 
 HINTS = typing.get_type_hints(Config)

@@ -5,18 +5,20 @@ from __future__ import annotations
 import importlib.util
 import io
 import pickle
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .config import Config, ConfigError
+from .config import Config, ConfigError, some
 from .distributed import is_main_process
+from .loaders import ImageSource
 
 TEST_SHARE = 5  # one digit of five is a test image
 BACKGROUND = -1.0  # value of an empty pixel of a digit
@@ -30,19 +32,6 @@ CIFAR_FILES = {
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
-class ImageSource(Protocol):
-    """Images that are read a batch at a time, and their labels `(N,)` int64."""
-
-    labels: Tensor
-
-    def read(self, indices: list[int], generator: torch.Generator | None) -> Tensor:
-        """Images `(n, C, H, W)` fp32, ready for the model; augmented by random numbers of the generator.
-
-        Raises:
-            OSError: a file cannot be read.
-        """
-
-
 @dataclass(frozen=True)
 class DataSets:
     """Training and test images of one data set."""
@@ -53,7 +42,7 @@ class DataSets:
     shape: tuple[int, int, int]  # C, H, W
 
 
-class InMemory:
+class InMemory(ImageSource):
     """Images in one tensor, uint8 in [0, 255] or fp32 as the model takes them."""
 
     def __init__(
@@ -76,7 +65,7 @@ class InMemory:
         return self.augment(images, generator) if generator is not None and self.augment else images
 
 
-class Synthetic:
+class Synthetic(ImageSource):
     """Generated images: the pattern of the class plus noise; the same for the same index."""
 
     NOISE_FIELDS = 64
@@ -152,18 +141,13 @@ def _load_cifar(config: Config) -> DataSets:
 class _Unpickler(pickle.Unpickler):
     """Allows arrays, lists and strings only, so that a file cannot run code."""
 
-    ALLOWED = {
-        ("numpy", "ndarray"),
-        ("numpy", "dtype"),
-        ("numpy.core.multiarray", "_reconstruct"),
-        ("numpy._core.multiarray", "_reconstruct"),
-        ("numpy.core.numeric", "_frombuffer"),  # of pickle's protocol 5
-        ("numpy._core.numeric", "_frombuffer"),
-        ("_codecs", "encode"),
-    }
+    # numpy._core is numpy 2's name; _frombuffer is of pickle's protocol 5.
+    ALLOWED = (
+        r"numpy\.(ndarray|dtype|_?core\.(multiarray\._reconstruct|numeric\._frombuffer))|_codecs\.encode"
+    )
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in self.ALLOWED:
+        if not re.fullmatch(self.ALLOWED, f"{module}.{name}"):
             raise pickle.UnpicklingError(f"{module}.{name} is not allowed in a file of CIFAR")
         return super().find_class(module, name)
 
@@ -183,7 +167,7 @@ def _images(path: Path, key: bytes, classes: int) -> tuple[Tensor, Tensor]:
     right = pixels.dtype == np.uint8 and pixels.shape == (len(labels), 3 * 32 * 32)
     if not right or not 0 <= labels.min() <= labels.max() < classes:
         raise ConfigError(f"--data-path: {path} must hold 3072 bytes and a label below {classes} by image")
-    return torch.from_numpy(pixels.reshape(-1, 3, 32, 32).copy()), torch.from_numpy(labels.astype(np.int64))
+    return torch.tensor(pixels).view(-1, 3, 32, 32), torch.tensor(labels, dtype=torch.int64)
 
 
 def _load_folder(config: Config) -> DataSets:
@@ -197,7 +181,7 @@ def _load_folder(config: Config) -> DataSets:
         odd = sorted(set(train.classes) ^ set(test.classes))
         raise ConfigError(
             f"--data-path {config.data_path}: {train.folder.name} and {test.folder.name} must hold the same "
-            f"classes; {', '.join(odd[:5])} are in one of them only"
+            f"classes; {some(odd)} are in one of them only"
         )
     hidden = train.hidden + test.hidden
     if hidden and is_main_process():

@@ -39,11 +39,6 @@ class Ranks:
     device: torch.device
 
 
-def get_rank() -> int:
-    """Rank of this process, 0 without a process group."""
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
 def get_world_size() -> int:
     """Number of ranks, 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
@@ -51,43 +46,18 @@ def get_world_size() -> int:
 
 def is_main_process() -> bool:
     """Whether this is rank 0, the one that prints and writes files."""
-    return get_rank() == 0
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def _choose_device(option: str, index: int | None, all_have_gpu: bool, local_rank: int) -> torch.device:
-    if option == "cuda" and index is None:
-        raise ConfigError(
-            f"--device cuda needs one GPU for each rank, got {torch.cuda.device_count()} GPUs "
-            f"for local rank {local_rank}"
-        )
-    if option == "cpu" or not all_have_gpu:
-        return torch.device("cpu")
-    assert index is not None  # every rank has a GPU
-    return torch.device("cuda", index)
-
-
-def _gpu_index(launch: Launch, backend: str) -> int | None:
-    """The index of this rank's GPU among the visible ones, or None without one.
-
-    srun, Kubernetes or CUDA_VISIBLE_DEVICES may make only its own GPU visible to each rank, as number 0;
-    `init` finds ranks that have the same one by its UUID. With gloo ranks may share a GPU, with NCCL not.
-    """
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if gpus and (gpus == 1 or launch.launcher == "srun" or backend == "gloo"):
-        return launch.local_rank % gpus
-    return launch.local_rank if launch.local_rank < gpus else None
-
-
-def init(launch: Launch | None, device: str = "auto", backend: str = "auto", timeout: float = 300.0) -> Ranks:
+def init(launch: Launch | None, device: str = "auto", timeout: float = 300.0) -> Ranks:
     """Join the process group of the launcher; without a launcher print a message and use this process alone.
 
-    The ranks agree on their device before the backend is chosen: NCCL when each of them has a GPU, else gloo
-    and the CPU.
+    The ranks agree on their device before the backend is chosen: NCCL when each of them has a GPU of its own,
+    else gloo and the CPU. The launcher may make all GPUs of the host visible to each rank, or its own alone.
 
     Args:
         launch: the result of `find_launch`.
         device: `auto`, `cpu` or `cuda`.
-        backend: `auto`, `gloo` or `nccl`.
         timeout: seconds that a rank waits for the others, here and in every later collective.
 
     Raises:
@@ -95,11 +65,10 @@ def init(launch: Launch | None, device: str = "auto", backend: str = "auto", tim
     """
     if launch is None:
         print("not using distributed mode", flush=True)
-        has_gpu = torch.cuda.is_available()
-        return Ranks(0, 1, _choose_device(device, 0 if has_gpu else None, has_gpu, 0))
+        return Ranks(0, 1, _choose_device(device, torch.cuda.is_available(), 0))
 
-    rank, world, index = launch.rank, launch.world, _gpu_index(launch, backend)
-    begin, wait = time.monotonic(), timedelta(seconds=timeout)
+    rank, world = launch.rank, launch.world
+    begin = time.monotonic()
 
     def left() -> float:
         return max(1.0, timeout - (time.monotonic() - begin))
@@ -109,27 +78,25 @@ def init(launch: Launch | None, device: str = "auto", backend: str = "auto", tim
         agreement = in_time(
             lambda: Agreement(dist.PrefixStore("trainer", store), rank, world, left()), left()
         )
-        told = agreement.ask("options", f"--device {device} --backend {backend}")
+        told = agreement.ask("options", f"--device {device}")
         if len(told) > 1:
             raise ConfigError(f"the ranks differ in their options: {answers_text(told)}")
-        own = "" if index is None or device == "cpu" else str(torch.cuda.get_device_properties(index).uuid)
-        gpus = agreement.ask("GPUs", own)
-        all_have_gpu = "" not in gpus and (backend == "gloo" or len(gpus) == world)
-        chosen = _choose_device(device, index if all_have_gpu else None, all_have_gpu, launch.local_rank)
-        if backend == "auto":
-            backend = "nccl" if chosen.type == "cuda" else "gloo"
-        elif backend == "nccl" and chosen.type != "cuda":
-            raise ConfigError("--backend must be gloo on the CPU, got 'nccl'")
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() and device != "cpu" else 0
+        index = launch.local_rank % max(1, gpus)
+        own = str(torch.cuda.get_device_properties(index).uuid) if gpus else ""
+        different = agreement.ask("GPUs", own)
+        chosen = _choose_device(device, "" not in different and len(different) == world, index)
         if chosen.type == "cuda":
             torch.cuda.set_device(chosen)
         _choose_interface(launch, agreement)
         group = functools.partial(
             dist.init_process_group,
-            backend, store=dist.PrefixStore("group", store), rank=rank, world_size=world, timeout=wait,
-            device_id=chosen if backend == "nccl" else None,
+            "nccl" if chosen.type == "cuda" else "gloo",
+            store=dist.PrefixStore("group", store), rank=rank, world_size=world,
+            timeout=timedelta(seconds=timeout), device_id=chosen if chosen.type == "cuda" else None,
         )  # fmt: skip
         # gloo waits for five times its timeout when a rank does not answer.
-        group() if backend == "nccl" else in_time(group, left())
+        group() if chosen.type == "cuda" else in_time(group, left())
     except (RuntimeError, TimeoutError) as error:
         forgot = "; was srun forgotten?" if launch.launcher == "srun" and rank == 0 else ""
         raise ConfigError(
@@ -137,6 +104,14 @@ def init(launch: Launch | None, device: str = "auto", backend: str = "auto", tim
             f"{str(error).splitlines()[0]}{forgot}"
         ) from None
     return Ranks(rank, world, chosen)
+
+
+def _choose_device(option: str, all_have_gpu: bool, index: int) -> torch.device:
+    if option == "cuda" and not all_have_gpu:
+        raise ConfigError(
+            f"--device cuda needs one GPU for each rank, got {torch.cuda.device_count()} on this host"
+        )
+    return torch.device("cuda", index) if option != "cpu" and all_have_gpu else torch.device("cpu")
 
 
 def _choose_interface(launch: Launch, agreement: Agreement) -> None:
@@ -187,24 +162,20 @@ def own_cores() -> int:
 
 
 def cpu_quota(root: Path = Path("/")) -> tuple[str, float]:
-    """The control group of this process, and the number of cores whose time it may use, often infinity."""
-    quota, name = math.inf, ""
+    """The control group of this process, and the number of cores whose time it may use, often infinity.
+
+    Limits of the groups above hold too. A container sees its own group as the top.
+    """
+    top, quota, name = root / "sys/fs/cgroup", math.inf, ""
     with contextlib.suppress(OSError):
         text = (root / "proc/self/cgroup").read_text()
         name = f"{os.readlink(root / 'proc/self/ns/cgroup')} {text}"
-        for _, controllers, path in (line.split(":", 2) for line in text.splitlines()):
-            if controllers and "cpu" not in controllers.split(","):
-                continue  # of another controller, in version 1
-            top = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
-            folder = top / path.lstrip("/")
-            # Limits of the groups above hold too. A container may see its own group as the top.
-            for group in (folder, *folder.parents):
+        path = top / text.rpartition("0::/")[2].strip()
+        for group in (path, *path.parents[: len(path.parts) - len(top.parts)], top / "cpu"):
+            for files in (["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]):  # of version 2 and 1
                 with contextlib.suppress(OSError, ValueError):  # "max" is no number
-                    files = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
                     used, period = map(int, " ".join((group / file).read_text() for file in files).split())
                     quota = min(quota, used / period if used > 0 else math.inf)
-                if group == top:
-                    break
     return name, quota
 
 
@@ -222,38 +193,17 @@ def reduce_value(value: Tensor, average: bool = True) -> Tensor:
     return total / world if average else total
 
 
-class StepReport:
-    """The message of the ranks in every step: their loss, the norm of the gradients, and a flag.
-
-    The collective runs until `read`. On CUDA its result is copied to pinned memory, so that `read` waits for
-    the copy and not for later kernels. Numbers are sent in fp32.
-    """
-
-    def __init__(self, loss: Tensor, gradient_norm: Tensor, flag: int = 0) -> None:
-        self.values = loss.new_full((1, 3), flag, dtype=torch.float32)
-        self.values[0, 0] = loss.detach()
-        self.values[0, 1] = gradient_norm
-        self.work: dist.Work | None = None
-        if get_world_size() > 1:
-            mine, self.values = self.values, self.values.new_empty(get_world_size(), 3)
-            self.work = getattr(dist, ALL_GATHER)(self.values, mine, async_op=True)
-        self.copied: torch.cuda.Event | None = None
-        if self.values.is_cuda:
-            if self.work is not None:
-                self.work.wait()  # on the stream, not on the host
-            host = torch.empty(self.values.shape, pin_memory=True)
-            self.values = host.copy_(self.values, non_blocking=True)
-            self.copied = torch.cuda.Event()
-            self.copied.record()
-
-    def read(self) -> tuple[list[float], float, list[int]]:
-        """The losses of all ranks, in rank order, rank 0's norm of the gradients, and the flags."""
-        if self.copied is not None:
-            self.copied.synchronize()
-        elif self.work is not None:
-            wait_on_host(self.work)
-        losses, norms, flags = self.values.T.tolist()
-        return losses, norms[0], flags
+def gather_numbers(first: Tensor, *others: Tensor | float) -> list[list[float]]:
+    """Each of the numbers of all ranks, in rank order: one collective, in fp32."""
+    mine = first.new_empty(1, 1 + len(others), dtype=torch.float32)
+    for index, number in enumerate((first.detach(), *others)):
+        mine[0, index] = number
+    if get_world_size() < 2:
+        return mine.T.tolist()
+    everybody = mine.new_empty(get_world_size(), mine.shape[1])
+    work = getattr(dist, ALL_GATHER)(everybody, mine, async_op=True)
+    work.wait() if mine.is_cuda else wait_on_host(work)
+    return everybody.T.tolist()
 
 
 def gather_objects(value: T) -> list[T]:
@@ -279,24 +229,16 @@ def agree(values: dict[str, Any]) -> None:
         raise TrainingError(f"every rank must have the same, but {' | '.join(different)}")
 
 
-def _attempt(function: Callable[..., T], *arguments: Any) -> tuple[Any, str | None]:
-    """The result of a function, or the message of an error that all ranks should raise."""
-    try:
-        return function(*arguments), None
-    except (OSError, ValueError, TrainingError) as error:
-        return None, str(error) or type(error).__name__
-
-
 def on_main(function: Callable[..., T], *arguments: Any) -> T:
     """Call a function on rank 0, and return its result on every rank.
 
     Raises:
         TrainingError: on every rank, when rank 0 raised an OSError, ValueError or TrainingError.
     """
-    outcome: list[Any] = [*_attempt(function, *arguments)] if is_main_process() else [None, None]
+    outcome: list[Any] = [_attempt(function, *arguments) if is_main_process() else None]
     if get_world_size() > 1:
         dist.broadcast_object_list(outcome, src=0)
-    result, failed = outcome
+    result, failed = outcome[0]
     if failed is not None:
         raise TrainingError(failed)
     return result
@@ -313,16 +255,21 @@ def on_every(function: Callable[..., T], *arguments: Any) -> T:
     return result
 
 
+def _attempt(function: Callable[..., T], *arguments: Any) -> tuple[Any, str | None]:
+    """The result of a function, or the message of an error that all ranks should raise."""
+    try:
+        return function(*arguments), None
+    except (OSError, ValueError, TrainingError) as error:
+        return None, str(error) or type(error).__name__
+
+
 def raise_together(failed: str | None) -> None:
     """Raise TrainingError on every rank when one of them passes a message; every rank calls it."""
     messages = gather_objects(failed)
-    ranks = [rank for rank, message in enumerate(messages) if message is not None]
-    if not ranks:
-        return
-    first = messages[ranks[0]]
-    if all(message == first for message in messages):
-        raise TrainingError(first)
-    raise TrainingError(f"rank {ranks[0]}: {first}")
+    if any(messages):
+        first = next(filter(None, messages))
+        rank = messages.index(first)
+        raise TrainingError(first if set(messages) == {first} else f"rank {rank}: {first}")
 
 
 @torch.no_grad()

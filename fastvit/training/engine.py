@@ -1,4 +1,4 @@
-"""Imports amp, FusedAdam, SyncBatchNorm and DistributedDataParallel from NVIDIA apex or fastvit.compat."""
+"""Imports NVIDIA apex, whose SyncBatchNorm fastvit's is compared with."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import sys
 from types import ModuleType
 
 import torch
-
-from .config import ConfigError
 
 
 def import_apex(part: str) -> ModuleType:
@@ -35,24 +33,3 @@ def import_apex(part: str) -> ModuleType:
     except RuntimeError:
         nvtx.range_push = nvtx.range_pop = lambda *_: -1  # type: ignore[assignment]
     return module
-
-
-def engine_part(engine: str, part: str, option: str = "--engine apex") -> ModuleType:
-    """The module `amp`, `parallel` or `optimizers` of NVIDIA apex, or fastvit's look-alike.
-
-    Args:
-        engine: `apex` or `torch`.
-        option: of the trainer, which asks for apex.
-
-    Raises:
-        ConfigError: `apex` was asked for, and lacks the part.
-    """
-    if engine == "torch":
-        return importlib.import_module(f"fastvit.compat.apex.{part}")
-    try:
-        return import_apex(part)
-    except ImportError as error:
-        raise ConfigError(
-            f"{option} needs apex.{part} of NVIDIA apex 25.05 or older, which is not found ({error}); "
-            f"install it, or let FASTVIT_APEX be a folder of its sources"
-        ) from None

@@ -9,19 +9,20 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from PIL.TiffImagePlugin import BITSPERSAMPLE, TiffImageFile
 from torch import Tensor
 
 from .config import ConfigError
+from .loaders import ImageSource
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
-CROP_SHARE = 0.875  # side of a test crop over the shorter side of the image
+BORDER = 0.0625  # what a test crop leaves out at each side
 AREA = (0.08, 1.0)  # area of a training crop over the area of the image
 RATIO = (3 / 4, 4 / 3)  # width over height of a training crop
 
 
-class ImageFolder:
+class ImageFolder(ImageSource):
     """The images of `folder/<class>/...`; classes are numbered in the order of their names.
 
     Args:
@@ -72,12 +73,14 @@ class ImageFolder:
             raise
         except Exception as error:  # a damaged file may raise any exception
             raise OSError(f"{path} is damaged: {error}") from error
-        width, height = image.size
-        box = _centre(width, height) if generator is None else _random_box(width, height, generator)
-        image = image.resize((self.size, self.size), Image.Resampling.BILINEAR, box=box)
+        size, bilinear = (self.size, self.size), Image.Resampling.BILINEAR
+        if generator is None:
+            image = ImageOps.fit(image, size, bilinear, bleed=BORDER)
+        else:
+            image = image.resize(size, bilinear, box=_random_box(*image.size, generator))
+            if torch.rand((), generator=generator) < 0.5:
+                image = ImageOps.mirror(image)
         pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
-        if generator is not None and torch.rand((), generator=generator) < 0.5:
-            pixels = pixels.flip(2)
         return torch.addcmul(self.offset, pixels.float(), self.scale)
 
 
@@ -109,12 +112,6 @@ def _eight_bits(image: Image.Image, path: str) -> Image.Image:
             f"--data-path: {path} has numbers of 32 bits, whose range is not known; save it with 8 or 16 bits"
         )
     return image
-
-
-def _centre(width: int, height: int) -> tuple[float, float, float, float]:
-    side = CROP_SHARE * min(width, height)
-    left, top = (width - side) / 2, (height - side) / 2
-    return left, top, left + side, top + side
 
 
 def _random_box(width: int, height: int, generator: torch.Generator) -> tuple[float, float, float, float]:

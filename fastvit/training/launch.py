@@ -46,20 +46,43 @@ def find_launch(environment: Mapping[str, str] = os.environ) -> Launch | None:
     Raises:
         ConfigError: the variables are incomplete or invalid.
     """
+
+    def number(name: str, default: int | None = None) -> int:
+        text = environment.get(name, "" if default is None else str(default))
+        try:
+            return int(text)
+        except ValueError:
+            raise ConfigError(
+                f"environment variable {name} must be a whole number, got {environment.get(name)!r}; the "
+                "launcher sets it"
+            ) from None
+
+    def launched(names: list[str], address: str, port: int, launcher: str, run: str) -> Launch:
+        rank, world, local_rank = map(number, names[:3])
+        return Launch(rank, world, local_rank, address, number("MASTER_PORT", port), launcher, run)
+
+    address = environment.get("MASTER_ADDR", "")
     given = [name for name in ("RANK", "WORLD_SIZE") if name in environment]
     if len(given) == 2:
-        rank, world, local_rank = (_number(environment, name) for name in (*given, "LOCAL_RANK"))
-        address, port = environment.get("MASTER_ADDR", "127.0.0.1"), _port(environment, 29500)
-        name = environment.get("TORCHELASTIC_RUN_ID", "")
-        return Launch(rank, world, local_rank, address, port, "torchrun", name)
+        run = environment.get("TORCHELASTIC_RUN_ID", "")
+        return launched([*given, "LOCAL_RANK"], address or "127.0.0.1", 29500, "torchrun", run)
     if "SLURM_PROCID" in environment:
-        name = "SLURM_STEP_NUM_TASKS" if environment.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
-        tasks = _number(environment, name, "1" if environment["SLURM_PROCID"] == "0" else None)
-        if tasks > 1:
-            return _from_slurm(tasks, environment)
+        tasks = "SLURM_STEP_NUM_TASKS" if environment.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
+        if number(tasks, 1 if environment["SLURM_PROCID"] == "0" else None) > 1:
+            job, step = number("SLURM_JOB_ID", 0), number("SLURM_STEP_ID", 0)
+            port = 20000 + (job + 1009 * step) % 10000  # of the job's steps, and of jobs near it
+            names = ["SLURM_PROCID", tasks, "SLURM_LOCALID"]
+            return launched(names, address or _first_host(environment), port, "srun", f"{job}.{step}")
     for launcher, names in MPI.items():
-        if names[0] in environment and (launch := _from_mpi(launcher, names, environment)):
-            return launch
+        if names[0] in environment and number(names[1]) > 1:
+            if not address and number(names[3]) < number(names[1]):
+                raise ConfigError(
+                    f"{launcher} started ranks on several hosts; set MASTER_ADDR to the host of rank 0 on "
+                    "all of them, and MASTER_PORT where 29500 is in use (mpirun -x MASTER_ADDR=... or "
+                    "-genv MASTER_ADDR ...)"
+                )
+            run = environment.get("PMIX_NAMESPACE", "")
+            return launched(names, address or "127.0.0.1", 29500, "mpirun", run)
     if given:
         missing = "WORLD_SIZE" if given == ["RANK"] else "RANK"
         raise ConfigError(
@@ -69,49 +92,12 @@ def find_launch(environment: Mapping[str, str] = os.environ) -> Launch | None:
     return None
 
 
-def _from_slurm(world: int, environment: Mapping[str, str]) -> Launch:
-    rank, local_rank = (_number(environment, name) for name in ("SLURM_PROCID", "SLURM_LOCALID"))
+def _first_host(environment: Mapping[str, str]) -> str:
+    """`gpu[003-007,9],login1` -> `gpu003`; `rack[1-2]node[03-04]` -> `rack1node03`; `a,b` -> `a`."""
     lists = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     nodes = next(filter(None, map(environment.get, lists)), "")
-    address = environment.get("MASTER_ADDR") or _first_host(nodes)
-    job, step = (_number(environment, name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-    port = _port(environment, 20000 + (job + 1009 * step) % 10000)  # of the job's steps, and of jobs near it
-    return Launch(rank, world, local_rank, address, port, "srun", f"{job}.{step}")
-
-
-def _from_mpi(launcher: str, names: list[str], environment: Mapping[str, str]) -> Launch | None:
-    rank, world = (_number(environment, name) for name in names[:2])
-    if world == 1:
-        return None
-    local_rank, here = (_number(environment, name) for name in names[2:])
-    address = environment.get("MASTER_ADDR") or ("127.0.0.1" if here == world else None)
-    if address is None:
-        raise ConfigError(
-            f"{launcher} started ranks on several hosts; set MASTER_ADDR to the host of rank 0 on all of "
-            "them, and MASTER_PORT where 29500 is in use (mpirun -x MASTER_ADDR=... or -genv MASTER_ADDR ...)"
-        )
-    name = environment.get("PMIX_NAMESPACE", "")
-    return Launch(rank, world, local_rank, address, _port(environment, 29500), "mpirun", name)
-
-
-def _first_host(nodes: str) -> str:
-    """`gpu[003-007,9],login1` -> `gpu003`; `rack[1-2]node[03-04]` -> `rack1node03`; `a,b` -> `a`."""
     if not nodes:
         raise ConfigError(
             "SLURM_PROCID is set but SLURM_JOB_NODELIST is not; set MASTER_ADDR to the host of rank 0"
         )
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", nodes).split(",")[0]
-
-
-def _port(environment: Mapping[str, str], default: int) -> int:
-    return _number(environment, "MASTER_PORT", str(default))
-
-
-def _number(environment: Mapping[str, str], name: str, default: str | None = None) -> int:
-    text = environment.get(name, default)
-    try:
-        return int(text or "")
-    except ValueError:
-        raise ConfigError(
-            f"environment variable {name} must be a whole number, got {text!r}; the launcher sets it"
-        ) from None

@@ -7,30 +7,35 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from .config import Config, ConfigError
-from .datasets import ImageSource
 from .distributed import Ranks
 
 Key = tuple[list[int], "int | None"]  # indices of a batch, and the seed of its augmentation
 
 
-class _Batches(Dataset):
-    """A source of images whose items are whole batches."""
+class ImageSource(Dataset):
+    """Images that are read a batch at a time, and their labels `(N,)` int64."""
 
-    def __init__(self, source: ImageSource) -> None:
-        self.source = source
+    labels: Tensor
+
+    def read(self, indices: list[int], generator: torch.Generator | None) -> Tensor:
+        """Images `(n, C, H, W)` fp32, ready for the model; augmented by random numbers of the generator.
+
+        Raises:
+            OSError: a file cannot be read.
+        """
+        raise NotImplementedError
 
     def __getitem__(self, key: Key) -> tuple[Tensor, Tensor]:
         indices, seed = key
         generator = None if seed is None else torch.Generator().manual_seed(seed)
-        return self.source.read(indices, generator), self.source.labels[indices]
+        return self.read(indices, generator), self.labels[indices]
 
 
 class TrainBatches(Sampler[Key]):
@@ -43,41 +48,36 @@ class TrainBatches(Sampler[Key]):
         ConfigError: the rank's share is smaller than one batch.
     """
 
-    def __init__(self, images: int, batch_size: int, rank: int, world: int, seed: int) -> None:
-        self.rank, self.seed = rank, seed
-        every: Any = range(images)  # the sampler uses only its length
-        self.sampler: DistributedSampler = DistributedSampler(every, world, rank, shuffle=True, seed=seed)
-        if len(self.sampler) < batch_size:
+    def __init__(self, images: int, batch_size: int, ranks: Ranks, seed: int) -> None:
+        self.images, self.batch_size, self.seed = images, batch_size, seed
+        self.rank, self.world = ranks.rank, ranks.world
+        if images // self.world < batch_size:
             raise ConfigError(
-                f"--batch-size must be at most the {len(self.sampler)} training images of one rank, "
+                f"--batch-size must be at most the {images // self.world} training images of one rank, "
                 f"got {batch_size}"
             )
-        self.batches = BatchSampler(self.sampler, batch_size, drop_last=True)
-        self.first = 0
+        self.epoch = self.first = 0
 
     def set_epoch(self, epoch: int, first: int = 0) -> None:
         """Begin the next iteration at batch `first` of `epoch`."""
-        self.sampler.set_epoch(epoch)
-        self.first = first
+        self.epoch, self.first = epoch, first
 
     def __iter__(self) -> Iterator[Key]:
-        for batch, indices in enumerate(self.batches):
-            if batch >= self.first:
-                mixed = np.random.SeedSequence([self.seed, self.sampler.epoch, self.rank, batch])
-                yield indices, int(mixed.generate_state(1, np.uint64)[0] >> 1)
+        random = torch.Generator().manual_seed((self.seed + self.epoch) % 2**63)
+        mine = torch.randperm(self.images, generator=random)[self.rank :: self.world].split(self.batch_size)
+        for batch in range(self.first, len(self)):
+            mixed = np.random.SeedSequence([self.seed, self.epoch, self.rank, batch])
+            yield mine[batch].tolist(), int(mixed.generate_state(1, np.uint64)[0] >> 1)
 
     def __len__(self) -> int:
         """Batches of a whole epoch."""
-        return len(self.batches)
+        return self.images // self.world // self.batch_size
 
 
-def test_batches(images: int, batch_size: int, rank: int, world: int) -> list[Key]:
-    """Every `world`-th image, from `rank` on: the ranks together see each exactly once.
-
-    DistributedSampler repeats images until all ranks have the same number, which counts some of them twice.
-    """
-    share: Any = range(rank, images, world)
-    return [(indices, None) for indices in BatchSampler(share, batch_size, drop_last=False)]
+def test_batches(images: int, batch_size: int, ranks: Ranks) -> list[Key]:
+    """A share of the test images that is every `world`-th: the ranks together see each exactly once."""
+    share = range(ranks.rank, images, ranks.world)
+    return [([*share[n : n + batch_size]], None) for n in range(0, len(share), batch_size)]
 
 
 def _ignore_foreign_sigterm(worker: int) -> None:
@@ -98,29 +98,18 @@ def _wait_for_rank() -> None:
     os._exit(0)  # DataLoader reports any other status as a failure of the worker
 
 
-def _loader(
-    source: ImageSource, batches: Sampler[Key] | list[Key], config: Config, ranks: Ranks
+def make_loader(
+    source: ImageSource, batches: Sampler[Key] | list[Key], config: Config, device: torch.device
 ) -> DataLoader:
+    """Loads the batches of this rank, each a key of `source`."""
     return DataLoader(
-        _Batches(source),
+        source,
         sampler=batches,
         batch_size=None,  # an item is a batch
         num_workers=config.workers,
         persistent_workers=config.workers > 0,
         worker_init_fn=_ignore_foreign_sigterm,
-        pin_memory=ranks.device.type == "cuda",
+        pin_memory=device.type == "cuda",
         timeout=config.timeout if config.workers else 0,
         generator=torch.Generator(),  # not the global one, which dropout uses
     )
-
-
-def make_train_loader(source: ImageSource, config: Config, ranks: Ranks) -> tuple[DataLoader, TrainBatches]:
-    """Augmented training batches of this rank, and their sampler for `set_epoch`."""
-    batches = TrainBatches(len(source.labels), config.batch_size, ranks.rank, ranks.world, config.seed)
-    return _loader(source, batches, config, ranks), batches
-
-
-def make_test_loader(source: ImageSource, config: Config, ranks: Ranks) -> DataLoader:
-    """This rank's share of the test images; shares differ by up to one image, the last batch is smaller."""
-    size = 2 * config.batch_size  # evaluation keeps no activations
-    return _loader(source, test_batches(len(source.labels), size, ranks.rank, ranks.world), config, ranks)

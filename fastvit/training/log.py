@@ -1,16 +1,13 @@
-"""Logs of a run: TensorBoard events, one JSON line per epoch, a Chrome trace. Written by rank 0."""
+"""Logs of a run: TensorBoard events, one JSON line per epoch. Written by rank 0."""
 
 from __future__ import annotations
 
 import json
 import resource
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
-from torch.profiler import profile, schedule
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -47,7 +44,7 @@ class RunLog:
 
     def __init__(self, run: Path) -> None:
         self.run = run
-        self.path = run / "metrics.jsonl"
+        self.file: TextIO
         self.writer: SummaryWriter
 
     def open(self, history: list[dict[str, Any]]) -> None:
@@ -57,38 +54,20 @@ class RunLog:
         """
         from torch.utils.tensorboard import SummaryWriter
 
-        self.path.write_text("".join(json.dumps(row) + "\n" for row in history))
+        self.file = (self.run / "metrics.jsonl").open("w")
         # With purge_step 0 TensorBoard drops the events of earlier starts in the same directory.
         self.writer = SummaryWriter(str(self.run), purge_step=0 if history else None)
         for row in history:
-            self._scalars(row)
-
-    def _scalars(self, row: dict[str, Any]) -> None:
-        for name, tag in TAGS.items():
-            if name in row:
-                self.writer.add_scalar(tag, row[name], row["epoch"], walltime=row["time"])
+            self.epoch(row)
 
     def epoch(self, row: dict[str, Any]) -> None:
         """Write the row of one epoch, and flush the files."""
-        with self.path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        self._scalars(row)
+        self.file.write(json.dumps(row) + "\n")
+        for name in TAGS.keys() & row.keys():
+            self.writer.add_scalar(TAGS[name], row[name], row["epoch"], walltime=row["time"])
+        self.file.flush()
         self.writer.flush()
 
     def close(self) -> None:
+        self.file.close()
         self.writer.close()
-
-
-@contextmanager
-def step_profiler(run: Path, steps: int) -> Iterator[Callable[[], None]]:
-    """Records `steps` steps of one rank, after two slower ones, and writes `trace.json`, for
-    chrome://tracing or https://ui.perfetto.dev; gives a function to be called after each step.
-    """
-    if not steps:
-        yield lambda: None
-        return
-    with profile(
-        schedule=schedule(wait=0, warmup=2, active=steps, repeat=1), profile_memory=True,
-        on_trace_ready=lambda recorded: recorded.export_chrome_trace(str(run / "trace.json")),
-    ) as recorded:  # fmt: skip
-        yield recorded.step

@@ -1,12 +1,14 @@
-"""One epoch of training, and one pass of evaluation."""
+"""One epoch of training and what ends it on all ranks, and one pass of evaluation."""
 
 from __future__ import annotations
 
 import math
+import signal
 import time
-from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import Event
 
 import torch
 import torch.nn.functional as F
@@ -15,11 +17,79 @@ from torch.utils.data import DataLoader
 
 from .. import sync
 from .config import TrainingError
-from .distributed import get_world_size, on_every, reduce_value
+from .distributed import (
+    gather_numbers,
+    get_world_size,
+    is_main_process,
+    on_every,
+    raise_together,
+    reduce_value,
+)
 from .train_state import TrainState
-from .watch import Feed, Progress, StopRequest, Watch, read_batches
 
-NORM_EVERY = 10  # steps between two norms of the gradients, where clipping does not measure every one
+STOP, FAILED = 1, 2  # what a rank tells the others in every step
+
+
+@dataclass
+class Progress:
+    """The finished steps of an epoch, and sums over them; part of a checkpoint within an epoch."""
+
+    step: int = 0  # finished steps of the optimizer
+    loss: float = 0.0  # sum of the mean loss of all ranks
+    gradient_norm: float = 0.0  # sum of gradient norms
+    gradient_norms: int = 0  # steps with finite gradients, which amp does not skip
+
+    @property
+    def mean_loss(self) -> float:
+        return self.loss / self.step
+
+
+def read_batches(loader: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """The batches of a loader; what it raises becomes an OSError with a message of one line."""
+    try:
+        yield from loader
+    except (OSError, RuntimeError, ValueError) as error:  # workers' and timeouts' among them
+        # A worker's error is a traceback, whose last line is the message.
+        message = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+        raise OSError(f"cannot read the data: {message}") from error
+
+
+class Feed:
+    """Batches, the time spent waiting for them, and the error that ended them.
+
+    After an error it returns zeros as images, so that the rank takes part in the step, in which all ranks
+    learn of the error.
+    """
+
+    def __init__(self, loader: Iterable[tuple[Tensor, Tensor]], shape: tuple[int, ...]) -> None:
+        self.batches, self.shape = read_batches(loader), shape
+        self.waited = 0.0
+        self.error: str | None = None
+
+    def next(self) -> tuple[Tensor, Tensor]:
+        start = time.perf_counter()
+        try:
+            if self.error is None:
+                return next(self.batches)
+        except OSError as error:
+            self.error = str(error)
+        finally:
+            self.waited += time.perf_counter() - start
+        return torch.zeros(self.shape), torch.zeros(self.shape[0], dtype=torch.int64)
+
+
+@contextmanager
+def stop_request() -> Iterator[Event]:
+    """An event that SIGTERM sets, the request to end the run at the next step with a checkpoint.
+
+    A scheduler and the launcher may both send it. All ranks stop at the same step when one receives it.
+    """
+    came = Event()
+    before = signal.signal(signal.SIGTERM, lambda *_: came.set())
+    try:
+        yield came
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def train_one_epoch(
@@ -28,21 +98,19 @@ def train_one_epoch(
     shape: tuple[int, int, int],
     epoch: int,
     progress: Progress,
-    stop: StopRequest,
-    after_step: Callable[[], Any] = lambda: None,
+    stop: Event,
 ) -> tuple[dict[str, float], bool]:
     """Train on the remaining batches of an epoch; rank 0 shows a progress bar.
 
-    A loss or a gradient that is not finite, data that cannot be read and SIGTERM on one rank end the epoch on
-    every rank at the same step; `Watch` says when.
+    The ranks compare a step before the optimizer changes the weights. A loss or a gradient that is not
+    finite, data that cannot be read and SIGTERM on one rank end the epoch on every rank at the same step.
 
     Args:
         loader: its sampler begins at the first batch after `progress`.
         shape: C, H, W of an image.
-        epoch: counted from 1, for messages.
+        epoch: counted from 1.
         progress: the finished steps of the epoch; updated.
-        stop: read in every step, on every rank.
-        after_step: called after every step.
+        stop: of `stop_request`, on every rank.
 
     Returns:
         `images_per_second` of all ranks, and `data_wait`, the share of the time in which this rank waited for
@@ -50,31 +118,47 @@ def train_one_epoch(
 
     Raises:
         TrainingError: on every rank, with the step and the value that was not finite, or the rank that could
-            not read its data. Weights that are not finite are an error at the end.
+            not read its data.
         RuntimeError: on a rank that detected a failed exchange of statistics.
     """
-    config, device, batches = train_state.config, train_state.device, 0
+    from tqdm import tqdm
+
+    config, batches, stopped = train_state.config, 0, False
     steps = math.ceil(len(loader) / config.accumulate)
     feed = Feed(loader, (config.batch_size, *shape))
     train_state.parallel.train()
     start = time.perf_counter()
-    with Watch(feed, stop, train_state.precision, f"epoch {epoch}", progress, steps) as watch:
-        for step in range(progress.step, steps):
-            parts = min(config.accumulate, len(loader) - step * config.accumulate)
+    with tqdm(
+        total=steps, initial=progress.step, desc=f"[epoch {epoch}]", leave=False,
+        disable=not is_main_process(), mininterval=0.5, dynamic_ncols=True,
+    ) as bar:  # fmt: skip
+        while progress.step < steps and not stopped:
+            train_state.set_learning_rate((epoch - 1) * steps + progress.step)
+            parts = min(config.accumulate, len(loader) - progress.step * config.accumulate)
             loss = _backward(train_state, feed, parts)
-            watch.report(loss, _clip_gradients(train_state, step))
+            norm = _clip_gradients(train_state)
+            flag = FAILED if feed.error else STOP if stop.is_set() else 0
+            losses, norms, flags = gather_numbers(loss, norm, flag)
+            if FAILED in flags:
+                raise_together(feed.error)
+            progress.step += 1
+            _check_finite(train_state, losses, norms[0], f"epoch {epoch}, step {progress.step}")
+            progress.loss += sum(losses) / len(losses)
+            if math.isfinite(norms[0]):
+                progress.gradient_norm += norms[0]
+                progress.gradient_norms += 1
             _step(train_state)
-            after_step()
             batches += parts
-            if watch.stop_asked:
-                break
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+            stopped = STOP in flags
+            bar.set_description(f"[epoch {epoch}] mean loss {progress.mean_loss:.4f}", refresh=False)
+            bar.update()
+        bar.refresh()  # draws the last state, within mininterval too
+    if train_state.device.type == "cuda":
+        torch.cuda.synchronize(train_state.device)
         sync.check()  # before the weights are written to a checkpoint
-    on_every(_check_weights, train_state.model, f"epoch {epoch}, step {progress.step}")
     seconds = time.perf_counter() - start
     images = batches * config.batch_size * get_world_size()
-    return {"images_per_second": images / seconds, "data_wait": feed.waited / seconds}, watch.stop_asked
+    return {"images_per_second": images / seconds, "data_wait": feed.waited / seconds}, stopped
 
 
 def _backward(train_state: TrainState, feed: Feed, parts: int) -> Tensor:
@@ -93,30 +177,34 @@ def _backward(train_state: TrainState, feed: Feed, parts: int) -> Tensor:
     return total
 
 
-def _clip_gradients(train_state: TrainState, step: int) -> Tensor:
-    """Clip the gradients, if there is a limit; returns their norm from before, or -1, not measured."""
-    clip_norm = train_state.config.clip_norm
-    if not clip_norm and step % NORM_EVERY:
-        return torch.tensor(-1.0)
-    holders = train_state.precision.gradient_holders(train_state.optimizer)
-    return nn.utils.clip_grad_norm_(holders, clip_norm or math.inf)
+def _clip_gradients(train_state: TrainState) -> Tensor:
+    """Clip the gradients, if there is a limit; returns their norm from before."""
+    groups = train_state.optimizer.param_groups
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    return nn.utils.clip_grad_norm_(parameters, train_state.config.clip_norm or math.inf)
 
 
-def _check_weights(model: nn.Module, where: str) -> None:
-    # The last step before a checkpoint may not have measured its gradients.
-    for name, parameter in model.named_parameters():
-        if not parameter.isfinite().all():
-            raise TrainingError(f"{where}: {name} is not finite; training stopped before a checkpoint has it")
+def _check_finite(train_state: TrainState, losses: list[float], gradient_norm: float, where: str) -> None:
+    bad = [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)]
+    if bad:
+        ranks = f"rank {bad[0]}" if len(bad) == 1 else "ranks " + ", ".join(map(str, bad))
+        what = f"the loss is {losses[bad[0]]} on {ranks}"
+    elif not math.isfinite(gradient_norm) and not train_state.precision.scales_loss:
+        what = f"the norm of the gradients is {gradient_norm}"
+    else:
+        return
+    sync.check()  # an exchange of statistics that failed has a better message
+    raise TrainingError(
+        f"{where}: {what}; training stopped before it reached a checkpoint (try a smaller --lr or a longer "
+        "--warmup-epochs)"
+    )
 
 
 def _step(train_state: TrainState) -> None:
     train_state.optimizer.step()
     train_state.optimizer.zero_grad(set_to_none=True)
-    train_state.scheduler.step()
-    if train_state.average is not None:  # of the optimizer's masters of half parameters
-        model, master = train_state.model, train_state.precision.master
-        masters = SimpleNamespace(buffers=model.buffers, parameters=lambda: map(master, model.parameters()))
-        train_state.average.update_parameters(masters)  # type: ignore[arg-type]
+    if train_state.average is not None:
+        train_state.average.update_parameters(train_state.model)
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ import fnmatch
 import re
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from ..fuse import convert_syncbn_model
-from ..models import SYNCHRONISED, create_vit
-from .config import Config, ConfigError
-from .engine import engine_part
-
-SYNCHRONISED_NORMS = SYNCHRONISED | {"apex-sync"}
+from ..models import create_vit
+from .config import Config, ConfigError, some
+from .engine import import_apex
 
 
 def build_model(config: Config, shape: tuple[int, int, int], classes: int) -> nn.Module:
@@ -47,7 +45,13 @@ def build_model(config: Config, shape: tuple[int, int, int], classes: int) -> nn
         except ValueError as error:
             raise ConfigError(f"--model {name} does not fit images of {shape[1]} pixels: {error}") from None
     if config.norm == "apex-sync":
-        model = engine_part("apex", "parallel", "--norm apex-sync").convert_syncbn_model(model)
+        try:
+            model = import_apex("parallel").convert_syncbn_model(model)
+        except ImportError as error:
+            raise ConfigError(
+                f"--norm apex-sync needs apex.parallel of NVIDIA apex 25.05 or older, which is not found "
+                f"({error}); install it, or let FASTVIT_APEX be a folder of its sources"
+            ) from None
     return model
 
 
@@ -75,24 +79,20 @@ def _from_timm(config: Config, shape: tuple[int, int, int], outputs: int) -> nn.
     return model
 
 
-# Under what other trainers save the weights; averaged ones first, as timm does.
-_ENTRIES = ("state_dict_ema", "model_ema", "teacher", "state_dict", "model", "model_state_dict", "student")
+_AVERAGED = re.compile("(?<![a-z])(ema|teacher|average)")  # what trainers call averaged weights
 _HEADS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 # What torch puts into names: torch.compile, FSDP, its checkpointing.
 _WRAPPERS = re.compile(r"_(orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\.")
 
 
-def _read_weights(path: Path) -> tuple[dict[str, Tensor], str]:
-    """The tensors of a file, and where in it they are."""
-    content: Any
+def _read(path: Path) -> Any:
     try:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
 
-            content = load_file(path)
-        else:
-            with torch.serialization.safe_globals([argparse.Namespace]):  # the options, in many public files
-                content = torch.load(path, map_location="cpu", weights_only=True)
+            return load_file(path)
+        with torch.serialization.safe_globals([argparse.Namespace]):  # the options, in many public files
+            return torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
         raise
     except Exception as error:  # a damaged file may raise any exception; code in it is refused
@@ -103,51 +103,30 @@ def _read_weights(path: Path) -> tuple[dict[str, Tensor], str]:
             else (str(error).splitlines() or [""])[0]
         )
         raise ConfigError(f"--pretrained: {path} is damaged or no file of weights: {reason}") from None
-    places = []
-    while isinstance(content, dict):
-        key = next((key for key in _ENTRIES if isinstance(content.get(key), dict)), None)
-        if key is None:
-            break
-        content = content[key]
-        places.append(key)
-    found = content if isinstance(content, dict) else {}
-    weights = {_WRAPPERS.sub("", str(name)): v for name, v in found.items() if isinstance(v, Tensor)}
-    if not weights:
-        raise ConfigError(
-            f"--pretrained: {path} must hold a dict of tensors, alone or as one of {', '.join(_ENTRIES)}; "
-            f"it has {_some(found) or type(content).__name__}"
-        )
-    return weights, f"{path} ({', '.join(places)})" if places else f"{path}"
 
 
-def _some(names: Iterable[Any]) -> str:
-    names = [str(name) for name in names]
-    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+def _tensors(content: Any, before: str = "") -> dict[str, Tensor]:
+    """The tensors in nested dicts, by their keys with dots between."""
+    if isinstance(content, Tensor):
+        return {_WRAPPERS.sub("", before[:-1]): content}
+    parts = content.items() if isinstance(content, dict) else ()
+    return {name: value for key, part in parts for name, value in _tensors(part, f"{before}{key}.").items()}
 
 
-def _without_prefix(weights: dict[str, Tensor], own: Collection[str], path: Path) -> dict[str, Tensor]:
-    """`weights` without what a wrapper puts before the names (`module.`, `backbone.`, `encoder.model.`).
+def _prefix(names: Iterable[str], own: Collection[str], path: Path) -> str:
+    """What trainers and wrappers put before the model's names, such as `state_dict.module.`.
 
-    It is the prefix behind which most names of the model are, at least half of them.
+    At least half of the model's names are behind it. Averaged weights come first.
     """
-    prefixes = Counter(name.removesuffix(rest) for name in weights for rest in _ends(name) if rest in own)
-    hits = max(prefixes.values(), default=0)
-    prefix, *others = [prefix for prefix, count in prefixes.items() if count == hits] or [""]
-    if 2 * hits < len(own) or prefixes[""] == hits:
-        return weights
-    if others:
+    ends = ((name, name.split(".", dots)[-1]) for name in names for dots in range(name.count(".") + 1))
+    hits = Counter(name.removesuffix(end) for name, end in ends if end in own)
+    order = sorted((not _AVERAGED.search(p), -count, p) for p, count in hits.items() if 2 * count >= len(own))
+    if len(order) > 1 and order[0][:2] == order[1][:2]:
+        one, other = (prefix for _, _, prefix in order[:2])
         raise ConfigError(
-            f"--pretrained: {path} has the model as {prefix}* and as {others[0]}*; save one of them alone"
+            f"--pretrained: {path} has the model as {one}* and as {other}*; save one of them alone"
         )
-    rest = {name: value for name, value in weights.items() if not name.startswith(prefix)}
-    return rest | {name.removeprefix(prefix): weights[name] for name in weights.keys() - rest.keys()}
-
-
-def _ends(name: str) -> Iterator[str]:
-    """`name`, and what is behind each of its dots."""
-    while name:
-        yield name
-        name = name.partition(".")[2]
+    return order[0][2] if order else ""
 
 
 def _differing(weights: dict[str, Tensor], own: dict[str, Tensor]) -> list[str]:
@@ -168,7 +147,7 @@ def _as_timm_converts(weights: dict[str, Tensor], model: nn.Module, path: Path) 
     except Exception as error:  # it takes names and shapes for granted
         raise ConfigError(
             f"--pretrained: timm cannot convert {path} for a {type(model).__name__}: {error!r}; "
-            f"the file has {_some(weights)}"
+            f"the file has {some(weights)}"
         ) from None
 
 
@@ -182,15 +161,19 @@ def load_pretrained(model: nn.Module, path: Path) -> str:
         OSError, ConfigError: the file cannot be read, no name fits, or a tensor other than a head's has
             another shape.
     """
-    own = model.state_dict()
-    weights, place = _read_weights(path)
-    weights = given = _without_prefix(weights, own, path)
+    own, content = model.state_dict(), _read(path)
+    tensors = _tensors(content)
+    if not tensors:
+        got = some(content) if isinstance(content, dict) else type(content).__name__
+        raise ConfigError(f"--pretrained: {path} must hold a dict of tensors; it has {got}")
+    prefix = _prefix(tensors, own, path)
+    weights = given = {n[len(prefix) :]: value for n, value in tensors.items() if n.startswith(prefix)}
     if _differing(weights, own) or own.keys() - weights.keys():
         weights = _as_timm_converts(weights, model, path)
     if not weights.keys() & own.keys():
         raise ConfigError(
             f"--pretrained: no name in {path} is a name of the model, such as {next(iter(own))}; "
-            f"the file has {_some(given)}"
+            f"the file has {some(tensors)}"
         )
     other = _differing(weights, own)
     outputs = {(weights[name].shape[:1], own[name].shape[:1]) for name in other}
@@ -205,7 +188,8 @@ def load_pretrained(model: nn.Module, path: Path) -> str:
     loaded = {name: value for name, value in weights.items() if name not in other}
     missing, unexpected = model.load_state_dict(loaded, strict=False)
     converted = [n for n in loaded if n in own and (n not in given or given[n].shape != own[n].shape)]
-    lines = [f"pretrained: {len(loaded) - len(unexpected)} of {len(own)} tensors from {place}"]
+    place = f" ({prefix[:-1]})" if prefix else ""
+    lines = [f"pretrained: {len(loaded) - len(unexpected)} of {len(own)} tensors from {path}{place}"]
     for names, what in (
         ([name for name in missing if name not in other], "missing in the file"),
         (unexpected, "unexpected, not in the model"),

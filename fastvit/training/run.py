@@ -16,16 +16,15 @@ from torch import nn
 from .. import __version__, _library
 from . import checkpoint, distributed
 from .command_line import OF_A_HOST, merge_saved
-from .config import Config, TrainingError, flag
+from .config import Config, TrainingError, flag, some
 from .datasets import DataSets, load
-from .distributed import Ranks, agree, gather_objects, is_main_process, on_every, on_main
-from .loaders import make_test_loader, make_train_loader
+from .distributed import Ranks, agree, gather_objects, is_main_process, on_every, on_main, raise_together
+from .loaders import TrainBatches, make_loader, test_batches
 from .lock import lock
-from .log import RunLog, peak_memory, step_profiler
-from .loop import evaluate, train_one_epoch
-from .model import SYNCHRONISED_NORMS, build_model, freeze, load_pretrained
-from .train_state import TrainState, make_train_state, settle_buckets
-from .watch import Progress, StopRequest
+from .log import RunLog, peak_memory
+from .loop import Progress, evaluate, stop_request, train_one_epoch
+from .model import build_model, freeze, load_pretrained
+from .train_state import TrainState, make_train_state
 
 
 def train(config: Config, given: dict[str, Any], ranks: Ranks) -> None:
@@ -65,17 +64,18 @@ def _train(config: Config, given: dict[str, Any], ranks: Ranks, stack: ExitStack
     if state is not None and tuple(state["classes"]) != data.classes:
         raise TrainingError(
             f"--resume: the checkpoint was trained on {len(state['classes'])} classes "
-            f"({_some(state['classes'])}), the data has {len(data.classes)} ({_some(data.classes)})"
+            f"({some(state['classes'])}), the data has {len(data.classes)} ({some(data.classes)})"
         )
-    batches, sampler = on_every(make_train_loader, data.train, config, ranks)
-    test = make_test_loader(data.test, config, ranks)
+    sampler = on_every(TrainBatches, len(data.train.labels), config.batch_size, ranks, config.seed)
+    batches = make_loader(data.train, sampler, config, ranks.device)
+    # Evaluation keeps no activations, so its batches are larger.
+    shares = test_batches(len(data.test.labels), 2 * config.batch_size, ranks)
+    test = make_loader(data.test, shares, config, ranks.device)
 
     model = _make_model(config, data, pretrained=state is None)
     steps = -(-len(batches) // config.accumulate)
     train_state = on_every(make_train_state, model, config, ranks, data.shape, steps, state)
     _report_memory(train_state, run)
-    if ranks.world > 2 and config.engine == "torch":
-        settle_buckets(train_state, data.shape)
     torch.manual_seed(config.seed + 1_000_003 * (ranks.rank + 1))  # dropout differs between ranks
     done, history, progress = 0, [], Progress()
     if state is not None:
@@ -94,14 +94,12 @@ def _train(config: Config, given: dict[str, Any], ranks: Ranks, stack: ExitStack
     log = RunLog(run)
     on_main(log.open, history)
     end = min(config.epochs, done + config.stop_after) if config.stop_after else config.epochs
-    traced = config.profile if is_main_process() else 0
-    with StopRequest() as stop, step_profiler(run, traced) as after_step:
+    with stop_request() as stop:
         for epoch in range(done + 1, end + 1):
             sampler.set_epoch(epoch, progress.step * config.accumulate)
-            speed, stop_asked = train_one_epoch(
-                train_state, batches, data.shape, epoch, progress, stop, after_step
-            )
-            _agree_on_statistics(train_state)
+            speed, stop_asked = train_one_epoch(train_state, batches, data.shape, epoch, progress, stop)
+            for model in filter(None, (train_state.model, train_state.average)):
+                distributed.average_running_statistics(model)
             step, best = progress.step, False
             if complete := step == steps:
                 row = _evaluated(train_state, test, progress, epoch) | speed
@@ -130,10 +128,6 @@ def _say(text: str) -> None:
         print(text, flush=True)
 
 
-def _some(names: Any) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-
-
 def _options(config: Config) -> dict[str, Any]:
     """The options that must be equal on all ranks."""
     return {flag(name): value for name, value in asdict(config).items() if name not in OF_A_HOST}
@@ -141,7 +135,7 @@ def _options(config: Config) -> dict[str, Any]:
 
 def _summary_of(data: DataSets) -> dict[str, Any]:
     """What is compared of the data that each host reads."""
-    names = f"{len(data.classes)} ({_some(data.classes)}), checksum {zlib.crc32(repr(data.classes).encode())}"
+    names = f"{len(data.classes)} ({some(data.classes)}), checksum {zlib.crc32(repr(data.classes).encode())}"
     summary = {"the classes of the data": names, "the shape of its images": data.shape}
     for name, part in (("training", data.train), ("test", data.test)):
         checksum = zlib.crc32(part.labels.numpy().tobytes())
@@ -155,7 +149,8 @@ def _resume(
     """The directory of the run to be resumed, locked, and its newest checkpoint; `auto` may find none."""
     auto = config.resume == "auto"
     source = Path(config.out if auto else config.resume)
-    on_main(_claim, source, auto, given, stack)
+    goes_on_in = source if auto else Path(given["out"]) if "out" in given else on_main(_run, source)
+    on_main(lock, goes_on_in, stack)
     # After the lock, before which another run may have written one.
     seen = gather_objects([checkpoint.place(path) for path in checkpoint.checkpoints(source)[-1:]])
     if max(seen) > seen[0]:  # a new run, or an older checkpoint, would replace it
@@ -169,49 +164,36 @@ def _resume(
     return on_main(_load, source, world)
 
 
-def _claim(source: Path, auto: bool, given: dict[str, Any], stack: ExitStack) -> None:
-    """Lock the directory in which the run goes on."""
-    if not auto:
-        source = Path(given["out"]) if "out" in given else _run_of(checkpoint.find_checkpoint(source))
-    lock(source, stack)
+def _run(source: Path) -> Path:
+    """The directory of a run, or of a checkpoint's run; for a moved checkpoint a folder of its name."""
+    path = checkpoint.find_checkpoint(source)
+    return path.parent.parent if path.parent.name == "checkpoints" else path.with_suffix("")
 
 
 def _load(source: Path, world: int) -> tuple[Path, dict[str, Any]]:
-    path = checkpoint.find_checkpoint(source)
+    path, run = checkpoint.find_checkpoint(source), _run(source)
     state = checkpoint.load_checkpoint(path)
     if state["step"] and state["world"] != world:  # another number of ranks has other steps
-        older = [one for one in checkpoint.checkpoints(_run_of(path)) if not checkpoint.place(one)[1]]
-        older = [one for one in older if checkpoint.place(one)[0] <= state["epoch"]]
+        older = [one for one in checkpoint.checkpoints(run) if checkpoint.place(one) <= (state["epoch"], 0)]
+        older = [one for one in older if not checkpoint.place(one)[1]]
         if not older:
             raise TrainingError(
                 f"--resume: {path} is within an epoch, so the {state['world']} rank(s) that wrote it must "
                 f"continue it, got {world}; there is no checkpoint of a whole epoch"
             )
-        path, state = older[-1], checkpoint.load_checkpoint(older[-1])
-    return _run_of(path), state
-
-
-def _run_of(path: Path) -> Path:
-    """The run of <run>/checkpoints/epoch-0012.pt; for a checkpoint that was moved, a folder of its name."""
-    return path.parent.parent if path.parent.name == "checkpoints" else path.with_suffix("")
+        state = checkpoint.load_checkpoint(older[-1])
+    return run, state
 
 
 def _check_device(config: Config, ranks: Ranks) -> None:
-    for option, value, instead in (
-        ("norm", "torch-sync", "fastvit-sync and inplace-abn-sync synchronise on the CPU too"),
-        ("engine", "apex", "with --engine torch, --norm apex-sync uses NVIDIA apex on the CPU too"),
-    ):
-        if getattr(config, option) == value and ranks.device.type != "cuda":
-            raise TrainingError(
-                f"--{option} {value} trains on CUDA only and this run is on the CPU; {instead}"
-            )
-    if config.norm.startswith(("fastvit", "inplace")) and ranks.device.type == "cuda":
-        on_every(_check_kernels, config.norm, ranks.device)
-
-
-def _check_kernels(norm: str, device: torch.device) -> None:
-    if problem := _library.gpu_problem(device):
-        raise TrainingError(f"--norm {norm}: {problem}. --norm torch trains without them")
+    if config.norm == "torch-sync" and ranks.device.type != "cuda":
+        raise TrainingError(
+            "--norm torch-sync trains on CUDA only and this run is on the CPU; fastvit-sync and "
+            "inplace-abn-sync synchronise on the CPU too"
+        )
+    needs_kernels = ranks.device.type == "cuda" and config.norm.startswith(("fastvit", "inplace"))
+    problem = _library.gpu_problem(ranks.device) if needs_kernels else ""
+    raise_together(f"--norm {config.norm}: {problem}. --norm torch trains without them" if problem else None)
 
 
 def _prepare_directory(run: Path, config: Config) -> None:
@@ -252,15 +234,6 @@ def _report_memory(train_state: TrainState, run: Path) -> None:
         on_main((run / "memory.txt").write_text, f"{title}\n\n{train_state.memory}\n", "utf-8")
 
 
-def _agree_on_statistics(train_state: TrainState) -> None:
-    # A timm model may have layers that convert_syncbn_model does not convert.
-    if train_state.config.norm in SYNCHRONISED_NORMS and not train_state.config.model.startswith("timm/"):
-        return
-    distributed.average_running_statistics(train_state.model)
-    if train_state.average is not None:
-        distributed.average_running_statistics(train_state.average.module)
-
-
 def _evaluated(train_state: TrainState, test: Any, progress: Progress, epoch: int) -> dict[str, Any]:
     """The row of an epoch, for the log and the history."""
     test_loss, accuracy = evaluate(train_state, train_state.model, test)
@@ -269,7 +242,7 @@ def _evaluated(train_state: TrainState, test: Any, progress: Progress, epoch: in
         "train_loss": progress.mean_loss,
         "test_loss": test_loss,
         "test_accuracy": accuracy,
-        "lr": train_state.scheduler.get_last_lr()[0],
+        "lr": train_state.optimizer.param_groups[0]["lr"],
         "gradient_norm": progress.gradient_norm / max(1, progress.gradient_norms),
         "loss_scale": train_state.precision.loss_scale,
         "memory": peak_memory(train_state.device),

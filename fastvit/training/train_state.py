@@ -1,12 +1,12 @@
-"""The state that a step changes: model, optimizer, schedule, loss scale and averaged weights."""
+"""The state that a step changes: model, optimizer, loss scale and averaged weights."""
 
 from __future__ import annotations
 
 import inspect
 import math
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel
 
+from ..compat.apex._fused import lay_out
+from ..compat.apex.optimizers import FusedAdam
 from ..convert import convert
 from ..report import Report, report
 from .config import Config, ConfigError, TrainingError
 from .distributed import Ranks, broadcast_weights
-from .engine import engine_part
-from .precision import Precision, make_precision
+from .precision import Precision
 
 PARTS = ("model", "average", "optimizer", "precision")  # of a checkpoint
 
@@ -34,12 +34,12 @@ class TrainState:
     model: nn.Module  # without DistributedDataParallel
     parallel: Any  # the module that a training step calls
     optimizer: Optimizer
-    scheduler: LambdaLR
     precision: Precision
     average: AveragedModel | None
     memory: Report | None  # of the converted model
     device: torch.device
     config: Config
+    schedule: Callable[[int], float]  # the learning rate by step
 
     def to_device(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """A batch on the device and in the memory format of the model."""
@@ -47,20 +47,14 @@ class TrainState:
         images = images.to(self.device, non_blocking=True, memory_format=layout)
         return images, labels.to(self.device, non_blocking=True)
 
-    @contextmanager
-    def no_sync(self, local: bool) -> Iterator[None]:
+    def no_sync(self, local: bool) -> AbstractContextManager:
         """With `local`, gradients inside are not reduced; the next backward outside reduces them too."""
-        if not local or self.parallel is self.model:
-            yield
-        elif hasattr(self.parallel, "no_sync"):
-            with self.parallel.no_sync():
-                yield
-        else:  # apex's DistributedDataParallel
-            self.parallel.disable_allreduce()
-            try:
-                yield
-            finally:
-                self.parallel.enable_allreduce()
+        return self.parallel.no_sync() if local and self.parallel is not self.model else nullcontext()
+
+    def set_learning_rate(self, step: int) -> None:
+        """That of the step after `step` steps."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.schedule(step)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps of it."""
@@ -94,8 +88,8 @@ def make_train_state(
 ) -> TrainState:
     """Move the model to the device, and make optimizer, precision and data parallelism for it.
 
-    The order matters. Weights are equal on all ranks before amp makes its masters. The average is a copy of
-    the converted model. amp changes the model before DistributedDataParallel reads its parameters.
+    The order matters. Weights are equal on all ranks before the average is a copy of the converted model.
+    amp changes the forward before DistributedDataParallel wraps it.
 
     Args:
         shape: C, H, W of the images.
@@ -105,38 +99,30 @@ def make_train_state(
     layout = torch.channels_last if config.channels_last else torch.preserve_format
     model = model.to(ranks.device, memory_format=layout)  # type: ignore[call-overload]  # lacks this one
     broadcast_weights(model)
-    precision = make_precision(config, ranks.device)
+    precision = Precision(config, ranks.device)
     memory = _save_memory(model, config, shape, precision)
     average = make_average(model, config.ema) if config.ema else None
     lr = config.lr * (ranks.world * config.accumulate if config.scale_lr else 1)
-    optimizer = make_optimizer(model, config.optimizer, lr, config.weight_decay, config.engine)
+    optimizer = make_optimizer(model, config.optimizer, lr, config.weight_decay)
     model, optimizer = precision.prepare(model, optimizer)
-    done = 0 if saved is None else saved["epoch"] * steps_per_epoch + saved["step"]
-    scheduler = make_scheduler(
-        optimizer, config.epochs * steps_per_epoch, config.warmup_epochs * steps_per_epoch, done
-    )
+    schedule = make_schedule(lr, config.epochs * steps_per_epoch, config.warmup_epochs * steps_per_epoch)
     train_state = TrainState(
-        model, model, optimizer, scheduler, precision, average, memory, ranks.device, config
+        model, model, optimizer, precision, average, memory, ranks.device, config, schedule
     )
     if saved is not None:
         train_state.load(saved)
-        for group, rate in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
-            group["lr"] = rate  # another number of ranks may have written the checkpoint
     if config.compile:
         model.compile()
-    train_state.parallel = data_parallel(model, config, ranks)
+    train_state.parallel = data_parallel(model, ranks)
     return train_state
 
 
-def make_optimizer(
-    model: nn.Module, name: str, lr: float, weight_decay: float, engine: str = "torch"
-) -> Optimizer:
-    """`sgd` (momentum 0.9), `adamw`, or apex's `fused-adam`.
+def make_optimizer(model: nn.Module, name: str, lr: float, weight_decay: float) -> Optimizer:
+    """`sgd` (momentum 0.9), `adamw`, or `fused-adam`, which is that of `fastvit.compat.apex`.
 
     Vectors (biases, gamma, beta) and the parameters of the model's `no_weight_decay()` have no weight decay.
     """
-    no_weight_decay = getattr(model, "no_weight_decay", None)
-    spared = no_weight_decay() if callable(no_weight_decay) else set()
+    spared: set[str] = getattr(model, "no_weight_decay", set)()
     decayed: list[Tensor] = []
     free: list[Tensor] = []
     for key, parameter in model.named_parameters():
@@ -144,35 +130,30 @@ def make_optimizer(
             (free if parameter.ndim < 2 or key in spared else decayed).append(parameter)
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": free, "weight_decay": 0.0}]
     if name == "fused-adam":
-        return engine_part(engine, "optimizers").FusedAdam(groups, lr=lr)
-    from ..compat.apex._fused import lay_out
-
+        return FusedAdam(groups, lr=lr)
     optimizer = SGD(groups, lr, momentum=0.9, fused=True) if name == "sgd" else AdamW(groups, lr, fused=True)
     optimizer.register_step_pre_hook(lay_out)  # a resumed run may have another layout
     return optimizer
 
 
-def make_scheduler(optimizer: Optimizer, steps: int, warmup: int, done: int = 0) -> LambdaLR:
+def make_schedule(lr: float, steps: int, warmup: int) -> Callable[[int], float]:
     """Learning rate by step: linear from `lr / warmup` to `lr`, then half a cosine, 0 after `steps`.
 
-    With a warm-up as long as the run there is no cosine. `done` steps are finished.
+    With a warm-up as long as the run there is no cosine.
     """
 
-    def factor(step: int) -> float:
+    def rate(step: int) -> float:
         if step < warmup:
-            return (step + 1) / warmup
-        return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+            return lr * (step + 1) / warmup
+        return lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
 
-    for group in optimizer.param_groups:
-        group.setdefault("initial_lr", group["lr"])
-    return LambdaLR(optimizer, factor, done - 1)
+    return rate
 
 
 def make_average(model: nn.Module, decay: float) -> AveragedModel:
     """A copy of the model whose parameters are an exponential moving average; its buffers are copies.
 
     The decay begins at `(1 + n) / (10 + n)` after n steps, so that the initial weights lose their share soon.
-    The average has the dtype that the model has now, also after amp has cast the model.
     """
 
     def average(mean: Tensor, value: Tensor, steps: Tensor | int) -> Tensor:
@@ -200,37 +181,20 @@ def _save_memory(
         return report(model, images)
 
 
-def data_parallel(model: nn.Module, config: Config, ranks: Ranks) -> nn.Module:
+def data_parallel(model: nn.Module, ranks: Ranks) -> nn.Module:
     """The model in DistributedDataParallel; the model itself when there is one rank."""
     if ranks.world < 2:
         return model
-    if config.engine == "apex":
-        return engine_part("apex", "parallel").DistributedDataParallel(model)
     devices = [ranks.device] if ranks.device.type == "cuda" else None
     # DDP must not broadcast buffers: those of synchronised layers are equal, the others are averaged once per
     # epoch. torch 2.13 renamed the option.
     names = inspect.signature(DistributedDataParallel).parameters
     option = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
     options: dict[str, Any] = {option: False}
+    # DDP orders its buckets anew after the first backward, unless it looks for unused parameters. With three
+    # or more ranks the rounding of a sum depends on the place in a bucket, also of the first after a resume.
+    options["find_unused_parameters"] = ranks.world > 2 and devices is None
+    warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
     # A kernel with one input channel has two valid strides; DDP and the convolution choose different ones.
     warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
     return DistributedDataParallel(model, device_ids=devices, **options)
-
-
-def settle_buckets(train_state: TrainState, shape: tuple[int, int, int]) -> None:
-    """Run a backward whose gradients are dropped, after which DDP's buckets have their final order.
-
-    DDP orders its buckets anew once, after the first backward. With three or more ranks the rounding of a sum
-    depends on the place in the bucket. Without this, the first step after a resume would round differently
-    from the same step of an uninterrupted run.
-    """
-    model, count = train_state.parallel, train_state.config.batch_size
-    images, _ = train_state.to_device(torch.zeros(count, *shape), torch.zeros(count))
-    buffers = [buffer.clone() for buffer in model.buffers()]
-    model.train()
-    with train_state.precision.forward():
-        logits = model(images)
-    logits.sum().backward()
-    model.zero_grad(set_to_none=True)
-    for buffer, before in zip(model.buffers(), buffers, strict=True):
-        buffer.copy_(before)
