@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -88,7 +87,7 @@ def before_backward(parameters: Iterable[nn.Parameter], scale: float) -> Earlier
 def unscale(parameters: Iterable[nn.Parameter], scale: float, earlier: Earlier) -> list[Tensor]:
     """Divides gradients by `scale` and adds `earlier` ones. Returns flags like `scaler.unscale_`."""
     parameters = list(parameters)
-    flags = unscale_(gradients_of(parameters), scale)
+    flags = unscale_(parameters, scale)
     for parameter in parameters:
         scaled.pop(parameter, None)
         add_gradient(parameter, earlier.get(parameter))
@@ -132,7 +131,6 @@ class AmpOptimizer:
         self.optimizer = optimizer
         self._withheld: Earlier = {}
         self._overflow = ""  # the next step prints it and does nothing
-        self._overflowed: list[weakref.ref[Tensor]] = []  # the gradients then
         # A wrapper of an optimizer (Lookahead) may not call Optimizer.__init__, without which torch runs no
         # hooks. __setstate__ adds what is missing.
         vars(optimizer).setdefault("defaults", {})
@@ -159,9 +157,11 @@ class AmpOptimizer:
     def skip_step(self, overflow: str) -> None:
         """Lets the next step print `overflow` instead, unless the script drops these gradients."""
         self._overflow = overflow
-        self._overflowed = [
-            weakref.ref(p.grad) for p in parameters_of([self.optimizer]) if p.grad is not None
-        ]
+
+    def look_for_overflow(self) -> None:
+        """Forgets the overflow if the script has dropped or zeroed its gradients."""
+        if self._overflow and not any(g.any() for g in gradients_of(parameters_of([self.optimizer]))):
+            self._overflow = ""
 
     def unscale_rest(self) -> None:
         """Unscales gradients that were left scaled, and skips the step after an overflow."""
@@ -176,15 +176,6 @@ class AmpOptimizer:
                     f"Gradient overflow. Skipping step, reducing loss scale to {scaler.loss_scale()}"
                 )
 
-    def _overflow_is_there(self, parameters: list[nn.Parameter]) -> bool:
-        """Whether the script has neither dropped nor zeroed the gradients of the overflow."""
-        kept = {id(gradient) for ref in self._overflowed if (gradient := ref()) is not None}
-        return any(
-            gradient.any() if id(parameter.grad) in kept else not gradient.isfinite().all()
-            for parameter in parameters
-            for gradient in gradients_of([parameter])
-        )
-
     def _before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
         if closure is not None and any(s.dynamic for s in _amp_state.loss_scalers):
@@ -193,13 +184,12 @@ class AmpOptimizer:
                 "skipped; compute them before"
             )
         self.unscale_rest()
-        parameters = [p for p in parameters_of([self.optimizer]) if p.grad is not None]
-        # A step that calls the step of its base class runs the hooks twice. After a failed step there are
-        # withheld gradients too, but also new gradients.
-        withheld = bool(self._withheld) and not parameters
-        if self._overflow and not withheld and self._overflow_is_there(parameters):
+        # A step that calls the step of its base class runs this twice, the second time without gradients.
+        self.look_for_overflow()
+        if self._overflow:
             maybe_print(self._overflow, rank0=True)
             # An optimizer changes neither a parameter without a gradient nor its state.
+            parameters = parameters_of([self.optimizer])
             self._withheld = {p: p.grad for p in parameters if p.grad is not None}
             for parameter in parameters:
                 parameter.grad = None
