@@ -1,8 +1,6 @@
 """`initialize` with the options of O0 to O3, and the state of the loss scalers."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -138,7 +136,9 @@ def initialize(
         RuntimeError: an override that contradicts the level, weights in half.
         TypeError, ValueError: an argument of the wrong kind.
     """
-    models, optimizers = _kept(models), _kept(optimizers)
+    # A list of what an iterator gives only once.
+    models = list(models) if isinstance(models, Iterator) else models
+    optimizers = list(optimizers) if isinstance(optimizers, Iterator) else optimizers
     _amp_state.verbosity = verbosity
     if _amp_state.handle is not None:
         _amp_state.handle._deactivate()
@@ -178,12 +178,6 @@ def initialize(
     return models if optimizers is None else (models, optimizers)
 
 
-def _kept(value: Any) -> Any:
-    """A list of what a generator or another view gives only once; all else as it is."""
-    again = not isinstance(value, Iterable) or isinstance(value, (nn.Module, Optimizer, Sequence, dict))
-    return value if again else list(value)
-
-
 def _as_list(name: str, value: Any, kinds: Any) -> list[Any]:
     items = several(value)
     for item in items:
@@ -205,7 +199,7 @@ def _undo(models: Any, optimizers: Any) -> None:
         for module in model.modules() if isinstance(model, nn.Module) else ():
             forward.unwrap(module)
     for optimizer in several(optimizers):
-        if isinstance(optimizer, (Optimizer, LARC)) and (attached := of(optimizer)) is not None:
+        if (attached := of(optimizer)) is not None:
             attached.remove()
 
 
