@@ -107,23 +107,8 @@ REPOSITORIES = {
         apex.multi_tensor_apply.multi_tensor_applier apex.normalization.FusedLayerNorm
         apex.normalization.MixedFusedRMSNorm apex.normalization.fused_layer_norm.FusedLayerNorm
         apex.normalization.fused_layer_norm.MixedFusedLayerNorm apex.optimizers.FusedAdam
-        apex.optimizers.FusedLAMB apex.transformer.enums.AttnMaskType apex.transformer.enums.AttnType
-        apex.transformer.enums.ModelType apex.transformer.functional.fused_softmax.FusedScaleMaskSoftmax
-        apex.transformer.layers.layer_norm.FastLayerNorm
-        apex.transformer.layers.layer_norm.MixedFusedLayerNorm
-        apex.transformer.log_util.set_logging_level
-        apex.transformer.microbatches.ConstantNumMicroBatches apex.transformer.parallel_state
-        apex.transformer.pipeline_parallel.schedules.common.listify_model
-        apex.transformer.pipeline_parallel.utils._GLOBAL_NUM_MICROBATCHES_CALCULATOR
-        apex.transformer.pipeline_parallel.utils._reconfigure_microbatch_calculator
-        apex.transformer.pipeline_parallel.utils.get_current_global_batch_size
-        apex.transformer.pipeline_parallel.utils.get_micro_batch_size
-        apex.transformer.pipeline_parallel.utils.get_num_microbatches
-        apex.transformer.pipeline_parallel.utils.setup_microbatch_calculator
-        apex.transformer.pipeline_parallel.utils.update_num_microbatches
-        apex.transformer.tensor_parallel.layers.set_defaults_if_not_set_tensor_model_parallel_attributes
-        apex.transformer.tensor_parallel.layers.set_tensor_model_parallel_attributes
-        apex.transformer.utils.divide
+        apex.optimizers.FusedLAMB apex.transformer.parallel_state
+        apex.transformer.enums.AttnMaskType apex.transformer.functional.fused_softmax.FusedScaleMaskSoftmax
     """,
     "NVIDIA/DeepLearningExamples": """
         amp_C.multi_tensor_axpby amp_C.multi_tensor_l2norm amp_C.multi_tensor_lamb

@@ -1,7 +1,5 @@
 """The options and scalers of the last `amp.initialize`, shared by the whole process."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

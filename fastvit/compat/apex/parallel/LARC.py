@@ -3,8 +3,6 @@
 Source: You, Gitman, Ginsburg, "Large Batch Training of Convolutional Networks", arXiv:1708.03888, section 4.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -29,11 +27,7 @@ class LARC:
     """
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        trust_coefficient: float = 0.02,
-        clip: bool = True,
-        eps: float = 1e-8,
+        self, optimizer: Optimizer, trust_coefficient: float = 0.02, clip: bool = True, eps: float = 1e-8
     ) -> None:
         self.optim = optimizer
         self.trust_coefficient = trust_coefficient
