@@ -49,7 +49,7 @@ def drops_a_batch(model, optimizer, seed):
 
 def drops_an_overflow(model, optimizer, seed):
     backward(model, optimizer, 100, factor=float("inf"))
-    model.zero_grad()
+    model.zero_grad(set_to_none=seed != 1)
     backward(model, optimizer, seed)
     optimizer.step()
     model.zero_grad()

@@ -256,8 +256,9 @@ if __name__ == "__main__":
 """
 START = {
     "spawn": "torch.multiprocessing.spawn(work, nprocs=2)",
-    "subprocess": "[subprocess.run([*python, f'--local-rank={rank}']) for rank in (0, 1)]",
-    "shell": "[os.system(f'LOCAL_RANK={rank} ' + ' '.join(python)) for rank in (0, 1)]",
+    "subprocess": "[started.wait() for started in [subprocess.Popen([*python, f'--local-rank={rank}'])"
+    " for rank in (0, 1)]]",
+    "shell": "os.system('LOCAL_RANK=0 {0} & LOCAL_RANK=1 {0}; wait'.format(' '.join(python)))",
     "exec": "subprocess.run([*python, '--local_rank=0']); os.execv(python[0], [*python, '--local-rank=1'])",
 }
 

@@ -28,11 +28,7 @@ def innermost(optimizer: Any) -> Optimizer:
 
 def several(value: Any) -> list[Any]:
     """The models or optimizers in an iterable, or the one that was given."""
-    one = (
-        isinstance(value, (nn.Module, Optimizer))
-        or not isinstance(value, Iterable)
-        or isinstance(value, dict)
-    )
+    one = isinstance(value, (nn.Module, Optimizer, dict)) or not isinstance(value, Iterable)
     return [value] if one else list(value)
 
 
@@ -47,18 +43,6 @@ def of(optimizer: Any) -> AmpOptimizer | None:
 def parameters_of(optimizers: Iterable[Any]) -> list[nn.Parameter]:
     """All parameters of these optimizers, each once."""
     return list(dict.fromkeys(p for o in optimizers for group in o.param_groups for p in group["params"]))
-
-
-def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """Their gradients as dense tensors that share memory with them."""
-    gradients = []
-    for parameter in parameters:
-        if parameter.grad is not None and parameter.grad.is_sparse:
-            parameter.grad = parameter.grad.coalesce()
-            gradients.append(parameter.grad._values())
-        elif parameter.grad is not None:
-            gradients.append(parameter.grad)
-    return gradients
 
 
 Earlier = dict[nn.Parameter, Tensor]
@@ -78,7 +62,7 @@ def before_backward(parameters: Iterable[nn.Parameter], scale: float) -> Earlier
         elif (held := scaled.get(parameter)) is None:
             earlier[parameter], parameter.grad = parameter.grad, None
         elif held[0] != scale:
-            torch._foreach_mul_(gradients_of([parameter]), scale / held[0])
+            parameter.grad.mul_(scale / held[0])
             scaled[parameter] = (scale, held[1])
     return earlier
 
@@ -160,7 +144,8 @@ class AmpOptimizer:
 
     def look_for_overflow(self) -> None:
         """Forgets the overflow if the script has dropped or zeroed its gradients."""
-        if self._overflow and not any(g.any() for g in gradients_of(parameters_of([self.optimizer]))):
+        gradients = (p.grad for p in parameters_of([self.optimizer]) if p.grad is not None)
+        if self._overflow and not any(gradient.to_dense().any() for gradient in gradients):
             self._overflow = ""
 
     def unscale_rest(self) -> None:

@@ -170,11 +170,6 @@ class Reducer:
             reduce_gradients(list(self.module.parameters()), 1.0, 1.0 / dist.get_world_size())
 
 
-def _device(tensors: Sequence[Tensor]) -> torch.device:
-    """Where the collectives of these tensors run."""
-    return tensors[0].device if tensors else torch.device("cpu")
-
-
 def _by_type(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
     """The tensors of each dtype and device."""
     groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
@@ -192,7 +187,7 @@ def _broadcast(tensors: Sequence[Tensor]) -> None:
     if not tensors:
         return
     own = zlib.crc32(repr([(t.shape, t.dtype) for t in tensors]).encode())
-    bounds = torch.tensor([own, -own], device=_device(tensors))
+    bounds = torch.tensor([own, -own], device=tensors[0].device)
     dist.all_reduce(bounds, dist.ReduceOp.MAX)
     largest, smallest = bounds.tolist()
     if largest != -smallest:
@@ -213,7 +208,7 @@ def reduce_gradients(
     if not parameters:
         return
     kinds = [0 if p.grad is None else 2 if p.grad.is_sparse else 1 for p in parameters]
-    agreed = torch.tensor(kinds, dtype=torch.uint8, device=_device(parameters))
+    agreed = torch.tensor(kinds, dtype=torch.uint8, device=parameters[0].device)
     dist.all_reduce(agreed, dist.ReduceOp.MAX)
     dense = []
     for parameter, kind in zip(parameters, agreed.tolist(), strict=True):
