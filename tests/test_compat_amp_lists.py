@@ -20,6 +20,7 @@ def quiet_and_clean():
 
 
 def test_maybe_print(capsys, monkeypatch):
+    amp._amp_state.verbosity = 1
     maybe_print("every rank")
     amp._amp_state.verbosity = 0
     maybe_print("nobody")

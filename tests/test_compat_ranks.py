@@ -98,32 +98,35 @@ def test_weights_that_are_shared_after_initialize(ranks, share_weights):
     assert 0 < (weight - start).abs().max() < 0.1
 
 
-def accumulate(rank, world, level, no_sync, delay):
+def accumulate(rank, world, level, no_sync, delay, make=DistributedDataParallel, compiled=False):
     torch.manual_seed(1)
     model = nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
     nn.init.normal_(model[1].weight)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
-    parallel = DistributedDataParallel(model)
+    if compiled:
+        torch._dynamo.reset()
+        model.compile(backend="aot_eager")
+    parallel = make(model)
     for step in range(3):
-        images, labels = share(rank, world, step)
-        if no_sync and step < 2:
-            with parallel.no_sync():
-                backward(parallel, optimizer, images, labels, delay_unscale=delay)
-        else:
-            backward(parallel, optimizer, images, labels)
+        local = no_sync and step < 2
+        with parallel.no_sync() if local else contextlib.nullcontext():
+            backward(parallel, optimizer, *share(rank, world, step), delay_unscale=delay and local)
     return torch.cat([p.grad.float().flatten() for p in amp.master_params(optimizer)])
 
 
-def test_accumulation_under_no_sync(ranks):
-    """The local gradients of `no_sync` take part in the reduction that follows."""
-    for level in ("O1", "O2"):
-        want = ranks.run(2, accumulate, level, False, False)[0]
-        for delay in (False, True):
-            one, two = ranks.run(2, accumulate, level, True, delay)
-            assert torch.equal(one, two)
-            torch.testing.assert_close(one, want, rtol=2e-2, atol=5e-3)
-        assert want.abs().max() > 0.05
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_accumulation_under_no_sync(ranks, level):
+    """The local gradients of `no_sync` take part in the reduction that follows. The forward of a compiled
+    model does not record that DDP called it.
+    """
+    want = ranks.run(2, accumulate, level, False, False)[0]
+    torchs = nn.parallel.DistributedDataParallel
+    for options in ((False,), (True,), (False, torchs), (False, torchs, True)):
+        one, two = ranks.run(2, accumulate, level, True, *options)
+        assert torch.equal(one, two)
+        torch.testing.assert_close(one, want, rtol=2e-2, atol=5e-3)
+    assert want.abs().max() > 0.05
 
 
 def accumulate_in_half(rank, world, no_sync):
@@ -145,31 +148,6 @@ def test_fp16_optimizer_under_no_sync(ranks):
     one, two = ranks.run(2, accumulate_in_half, True)
     assert torch.equal(one, two) and want.abs().max() > 0.05
     torch.testing.assert_close(one, want, rtol=2e-2, atol=5e-3)
-
-
-def step_under_no_sync(rank, world, level, compiled):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    if compiled:
-        torch._dynamo.reset()
-        model.compile(backend="aot_eager")
-    parallel = nn.parallel.DistributedDataParallel(model)
-    with parallel.no_sync():
-        backward(parallel, optimizer, *share(rank, world, 0))
-    backward(parallel, optimizer, *share(rank, world, 1))
-    optimizer.step()
-    return torch.cat([p.detach().float().flatten() for p in amp.master_params(optimizer)])
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_no_sync_with_a_compiled_model(ranks, level):
-    """A compiled model, whose forward does not record that DDP called it."""
-    want = ranks.run(2, step_under_no_sync, level, False)[0]
-    one, two = ranks.run(2, step_under_no_sync, level, True)
-    assert torch.equal(one, two)
-    torch.testing.assert_close(one, want, rtol=1e-2, atol=1e-3)
 
 
 OPTIONS = (
@@ -198,22 +176,6 @@ def reduced(rank, world):
 def test_ddp_options(ranks):
     """The gradients of the ranks are 1 and 2."""
     assert ranks.run(2, reduced) == [[want for _, want in OPTIONS] * 2] * 2
-
-
-def reduced_in_part(rank, world):
-    model = nn.Linear(4, 2)
-    parallel = DistributedDataParallel(model)
-    seen = []
-    for change in (parallel.disable_allreduce, parallel.enable_allreduce):
-        change()
-        model.zero_grad()
-        parallel(torch.full((1, 4), rank + 1.0)).sum().backward()
-        seen.append(model.weight.grad[0, 0].item())
-    return seen
-
-
-def test_disable_allreduce(ranks):
-    assert ranks.run(2, reduced_in_part) == [[1.0, 1.5], [2.0, 1.5]]
 
 
 def options_without_effect(rank, world):

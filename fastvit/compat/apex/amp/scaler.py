@@ -74,5 +74,6 @@ def unscale_(parameters: Sequence[nn.Parameter], scale: float) -> list[Tensor]:
     device.
     """
     optimizer: Any = SimpleNamespace(param_groups=[{"params": parameters}])
-    factor, found = torch.tensor(1.0 / scale), torch.tensor(0.0)
+    factor = torch.full((), 1.0 / scale, dtype=torch.float32, device=parameters[0].device)
+    found = torch.zeros_like(factor)
     return [*GradScaler(enabled=False)._unscale_grads_(optimizer, factor, found, True).values()]
