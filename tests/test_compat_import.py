@@ -196,7 +196,7 @@ if __name__ == "__main__":
     assert pickle.loads(pickle.dumps(Own)) is Own
     main = sys.modules["__main__"]
     print(sys.argv, __file__, __spec__, __package__, main.Own is Own, sys.path[0], sep="\\n")
-    print(sorted(globals()))
+    print(sorted(globals()), __builtins__)
     if "--apex" in sys.argv:
         from apex import amp
         import apex, helper

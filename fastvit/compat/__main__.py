@@ -8,6 +8,7 @@ and torch.distributed.launch can start it:
 
 import argparse
 import atexit
+import builtins
 import os
 import runpy
 import sys
@@ -67,7 +68,9 @@ def _run_script(path: str, arguments: list[str]) -> None:
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = str(Path(path).resolve().parent)
     main = sys.modules["__main__"] = ModuleType("__main__")
-    vars(main).update(__file__=loader.path, __loader__=loader, __annotations__={}, __cached__=None)
+    vars(main).update(
+        __file__=loader.path, __loader__=loader, __builtins__=builtins, __annotations__={}, __cached__=None
+    )
     exec(compile(source, loader.path, "exec", dont_inherit=True), vars(main))
 
 
