@@ -34,16 +34,27 @@ def start(level: str, make=None, model=None, **options):
     return amp.initialize(model, make(model.parameters()), opt_level=level, verbosity=0, **options)
 
 
-def step(model, optimizer, seed: int = 0, infinite: bool = False, **options) -> float:
+def loss_of(model, seed: int = 0) -> torch.Tensor:
     images, labels = data(seed)
-    loss = F.cross_entropy(model(images), labels)
+    return F.cross_entropy(model(images), labels)
+
+
+def backward(model, optimizer, seed: int = 0, factor: float = 1.0, **options) -> None:
+    with amp.scale_loss(factor * loss_of(model, seed), optimizer, **options) as scaled:
+        scaled.backward()
+
+
+def step(model, optimizer, seed: int = 0, infinite: bool = False) -> None:
     optimizer.zero_grad()
-    with amp.scale_loss(loss, optimizer, **options) as scaled:
+    with amp.scale_loss(loss_of(model, seed), optimizer) as scaled:
         scaled.backward()
         if infinite:
             next(model.parameters()).grad.view(-1)[0] = float("inf")
     optimizer.step()
-    return loss.item()
+
+
+def gradients(model) -> torch.Tensor:
+    return torch.cat([p.grad.float().flatten() for p in model.parameters()])
 
 
 def values(model) -> torch.Tensor:

@@ -19,16 +19,8 @@ def quiet_and_clean():
     amp.initialize([], enabled=False, verbosity=1)
 
 
-def test_state():
-    """Names that scripts use besides the functions."""
-    assert amp._amp_state.handle is None and amp._amp_state.allow_incoming_model_not_fp32 is False
-    start("O2")
-    assert amp._amp_state.handle is None
-    start("O1")
-    assert amp._amp_state.handle._is_active
-
-
 def test_maybe_print(capsys, monkeypatch):
+    amp._amp_state.verbosity = 1
     maybe_print("every rank")
     amp._amp_state.verbosity = 0
     maybe_print("nobody")
@@ -55,7 +47,10 @@ class Softmax(nn.Module):
 
 
 def test_handle_of_o1():
+    start("O2")
+    assert amp._amp_state.handle is None and amp._amp_state.allow_incoming_model_not_fp32 is False
     model = amp.initialize(Softmax(), opt_level="O1", verbosity=0)
+    assert amp._amp_state.handle._is_active
     model(X)
     assert model.seen[0] == HALF
     amp._amp_state.handle._is_active = False

@@ -157,6 +157,7 @@ CONTAINERS = [
     lambda y: Box(y=y, n=N),
     lambda y: nn.utils.rnn.pack_sequence([y]),
     lambda y: torch.sort(y),
+    lambda y: (y, [N, {"y": y}], "text", None),
 ]
 
 
@@ -177,6 +178,7 @@ def test_casts_keep_the_types_of_containers(make):
         want = torch.float32 if theirs.is_floating_point() else theirs.dtype
         assert mine.dtype == want and torch.equal(mine, theirs.to(want))
     assert leaves(value)[0].dtype == torch.float16
+    assert all(mine is theirs for mine, theirs in zip(leaves(got), leaves(value), strict=True) if theirs is N)
     assert cast_floating(got, torch.float32) is got  # nothing to cast
 
 

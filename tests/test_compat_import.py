@@ -196,7 +196,7 @@ if __name__ == "__main__":
     assert pickle.loads(pickle.dumps(Own)) is Own
     main = sys.modules["__main__"]
     print(sys.argv, __file__, __spec__, __package__, main.Own is Own, sys.path[0], sep="\\n")
-    print(sorted(globals()))
+    print(sorted(globals()), __builtins__)
     if "--apex" in sys.argv:
         from apex import amp
         import apex, helper
@@ -224,13 +224,18 @@ def test_scripts_and_modules_find_apex(tmp_path):
     package = tmp_path / "pack"
     package.mkdir()
     (package / "__init__.py").write_text("")
-    (package / "main.py").write_text("import sys\nfrom apex import amp\nprint(amp.__name__, sys.argv[1:])\n")
+    (package / "main.py").write_text(
+        "import os, sys, torch\nfrom apex import amp\n"
+        "assert 'fastvit.compat._cpu' not in sys.modules and 'FASTVIT_COMPAT_CPU' not in os.environ\n"
+        "assert torch.overrides._len_torch_function_stack() == 0\n"
+        "print(amp.__name__, sys.argv[1:], torch.cuda.is_available.__module__)\n"
+    )
     (tmp_path / "main.py").write_text(SCRIPT)
     (tmp_path / "helper.py").write_text("value = 'neighbour'\n")
     done = run("--prefer", "fastvit", "main.py", "--apex", "--exit", cwd=tmp_path, check=7)
     assert done.stdout.splitlines()[-1] == "fastvit.compat.apex.amp neighbour"
     done = run("-m", "pack.main", "-m", "--prefer", cwd=tmp_path, check=0)
-    assert done.stdout == "fastvit.compat.apex.amp ['-m', '--prefer']\n"
+    assert done.stdout == "fastvit.compat.apex.amp ['-m', '--prefer'] torch.cuda\n"  # nothing of --cpu
 
 
 LAUNCHER = """\
@@ -251,8 +256,9 @@ if __name__ == "__main__":
 """
 START = {
     "spawn": "torch.multiprocessing.spawn(work, nprocs=2)",
-    "subprocess": "[subprocess.run([*python, f'--local-rank={rank}']) for rank in (0, 1)]",
-    "shell": "[os.system(f'LOCAL_RANK={rank} ' + ' '.join(python)) for rank in (0, 1)]",
+    "subprocess": "[started.wait() for started in [subprocess.Popen([*python, f'--local-rank={rank}'])"
+    " for rank in (0, 1)]]",
+    "shell": "os.system('LOCAL_RANK=0 {0} & LOCAL_RANK=1 {0}; wait'.format(' '.join(python)))",
     "exec": "subprocess.run([*python, '--local_rank=0']); os.execv(python[0], [*python, '--local-rank=1'])",
 }
 
@@ -356,11 +362,8 @@ def test_local_rank_that_another_module_declares(tmp_path):
         "parser.add_argument('--local_rank', type=int)\nargs = parser.parse_args()\n"
     )
     (tmp_path / "main.py").write_text("from options import args\nprint('rank', args.local_rank)\n")
-    for words in (["main.py"], ["-m", "main"]):
-        done = run("--local-rank=5", *words, cwd=tmp_path, check=0)
-        assert done.stdout == "rank 5\n"
-        done = run(*words, cwd=tmp_path, check=0, LOCAL_RANK="6")
-        assert done.stdout == "rank 6\n"
+    assert run("--local-rank=5", "main.py", cwd=tmp_path, check=0).stdout == "rank 5\n"
+    assert run("-m", "main", cwd=tmp_path, check=0, LOCAL_RANK="6").stdout == "rank 6\n"
 
 
 def test_arguments_of_the_launcher():

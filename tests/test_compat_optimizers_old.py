@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from amp_models import values
 from torch import nn
 from torch.nn import functional as F
 
@@ -30,22 +31,21 @@ def loss_of(model, seed=0):
     return F.cross_entropy(model(x.to(next(model.parameters()).dtype)).float(), y)
 
 
-def values(model):
-    return torch.cat([p.detach().float().flatten() for p in model.parameters()])
-
-
 # FP16_Optimizer
 
 
-def bert(**options):
-    model = network()
+def bert_adam(model):
     named = list(model.named_parameters())
     groups = [
         {"params": [p for n, p in named if "bias" not in n], "weight_decay": 0.01},
         {"params": [p for n, p in named if "bias" in n], "weight_decay": 0.0},
     ]
-    optimizer = FusedAdam(groups, lr=1e-2, bias_correction=False, max_grad_norm=1.0)
-    return model, FP16_Optimizer(optimizer, **options)
+    return FusedAdam(groups, lr=1e-2, bias_correction=False, max_grad_norm=1.0)
+
+
+def bert(**options):
+    model = network()
+    return model, FP16_Optimizer(bert_adam(model), **options)
 
 
 def bert_step(model, optimizer, seed=0, infinite=False):
@@ -65,15 +65,7 @@ def test_scripts_for_bert(options, capsys):
         for mine, theirs in zip(plain.parameters(), model.parameters(), strict=True):
             mine.copy_(theirs)
     start = values(plain)
-    reference = FusedAdam(
-        [
-            {"params": [p for n, p in plain.named_parameters() if "bias" not in n], "weight_decay": 0.01},
-            {"params": [p for n, p in plain.named_parameters() if "bias" in n], "weight_decay": 0.0},
-        ],
-        lr=1e-2,
-        bias_correction=False,
-        max_grad_norm=1.0,
-    )
+    reference = bert_adam(plain)
     scale = optimizer.cur_scale
     assert scale == (2.0**16 if "dynamic_loss_scale" in options else 128.0) == optimizer.loss_scale
     for seed in range(5):

@@ -154,6 +154,14 @@ def others(rank, world):
     plain(parallel, rank, 1)
     results["no_sync"] = model.first.weight.grad.tolist()
 
+    parallel.disable_allreduce()
+    model.zero_grad()
+    plain(parallel, rank, 0)
+    assert model.first.weight.grad.tolist() == local
+    parallel.enable_allreduce()
+    plain(parallel, rank, 1)
+    assert model.first.weight.grad.tolist() == results["no_sync"]
+
     embedding = nn.Embedding(5, 2, sparse=True)
     parallel = DistributedDataParallel(embedding)
     parallel(torch.tensor([rank, 4])).sum().backward()

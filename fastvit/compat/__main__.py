@@ -6,12 +6,9 @@ and torch.distributed.launch can start it:
     torchrun --nproc_per_node 2 -m fastvit.compat main.py args...
 """
 
-from __future__ import annotations
-
 import argparse
 import atexit
 import builtins
-import io
 import os
 import runpy
 import sys
@@ -65,23 +62,16 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def _run_script(path: str, arguments: list[str]) -> None:
-    with io.open_code(path) as file:
-        source = file.read()
+    loader = SourceFileLoader("__main__", os.path.abspath(path))
+    source = loader.get_data(loader.path)
     sys.argv = [path, *arguments]
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = str(Path(path).resolve().parent)
-    main = ModuleType("__main__")
-    main.__dict__.update(
-        __file__=os.path.abspath(path),
-        __annotations__={},
-        __builtins__=builtins,
-        __loader__=SourceFileLoader("__main__", os.path.abspath(path)),
-        __spec__=None,
-        __package__=None,
-        __cached__=None,
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    vars(main).update(
+        __file__=loader.path, __loader__=loader, __builtins__=builtins, __annotations__={}, __cached__=None
     )
-    sys.modules["__main__"] = main
-    exec(compile(source, os.path.abspath(path), "exec", dont_inherit=True), main.__dict__)
+    exec(compile(source, loader.path, "exec", dont_inherit=True), vars(main))
 
 
 def _leave_process_group(status: int | None) -> None:

@@ -5,8 +5,6 @@ fastvit. Parts are modules (`apex.amp`) and names in modules (`apex.parallel.LAR
 name are the same module object, so they share their state.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import os
@@ -141,7 +139,7 @@ class _Completed(Loader):
                     return value
             raise AttributeError(f"module {self._name!r} has no attribute {attribute!r}")
 
-        module.__getattr__ = missing
+        vars(module)["__getattr__"] = missing
 
 
 class _Distribution(Distribution):
@@ -151,13 +149,10 @@ class _Distribution(Distribution):
         self._name = name
 
     def read_text(self, filename: str) -> str | None:
-        version = _VERSIONS[self._name]
-        if filename == "top_level.txt":
-            return f"{self._name}\n"
-        if filename != "METADATA":
-            return None
-        summary = f"fastvit.compat in place of {self._name}, compatible with {version}"
-        return f"Metadata-Version: 2.1\nName: {self._name}\nVersion: {version}+fastvit\nSummary: {summary}\n"
+        name, version = self._name, _VERSIONS[self._name]
+        summary = f"fastvit.compat in place of {name}, compatible with {version}"
+        metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}+fastvit\nSummary: {summary}\n"
+        return {"top_level.txt": f"{name}\n", "METADATA": metadata}.get(filename)
 
     def locate_file(self, path: str | os.PathLike[str]) -> Path:
         return Path(__file__).parent / path
@@ -167,15 +162,13 @@ class _Finder(DistributionFinder):
     def __init__(self, prefer: str) -> None:
         self.prefer = prefer
 
-    def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterator[Distribution]:
-        wanted = None if context is None or context.name is None else context.name.lower().replace("-", "_")
+    def find_distributions(self, context: Any = None) -> Iterator[Distribution]:
+        wanted = context and context.name and context.name.lower().replace("-", "_")
+        others = [f for f in sys.meta_path if f is not self and hasattr(f, "find_distributions")]
         for name in _VERSIONS:
-            others = (finder for finder in sys.meta_path if finder is not self)
-            if wanted in (None, name) and not any(
-                next(iter(finder.find_distributions(DistributionFinder.Context(name=name))), None)
-                for finder in others
-                if hasattr(finder, "find_distributions")
-            ):
+            named = DistributionFinder.Context(name=name)
+            found = (distribution for f in others for distribution in f.find_distributions(named))
+            if wanted in (None, name) and next(found, None) is None:
                 yield _Distribution(name)
 
     def find_spec(
@@ -198,7 +191,7 @@ class _Finder(DistributionFinder):
         spec = self._real(name, path, target)
         if spec is None:
             return self._alias(name, ours) if ours else None
-        if ours:
+        if ours and spec.loader:
             spec.loader = _Completed(spec.loader, name, ours)
         return spec
 
@@ -216,6 +209,7 @@ class _Finder(DistributionFinder):
     @staticmethod
     def _alias(name: str, target: str) -> ModuleSpec:
         spec = importlib.util.find_spec(target)
+        assert spec
         return ModuleSpec(name, _Alias(target), is_package=spec.submodule_search_locations is not None)
 
 

@@ -1,7 +1,5 @@
 """Half precision on the CPU: what FASTVIT_HALF says."""
 
-from __future__ import annotations
-
 import os
 
 import torch

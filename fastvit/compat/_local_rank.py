@@ -4,8 +4,6 @@ Old scripts declare `--local_rank`. Newer launchers pass `--local-rank`, and tor
 in the environment.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import os

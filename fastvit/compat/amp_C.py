@@ -4,8 +4,6 @@ All take `chunk_size`, which has no effect, an int32 flag `(1,)`, which is set t
 finite, and lists of tensors of one device. Arithmetic is float32 for half tensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,8 +1,7 @@
 """The options and scalers of the last `amp.initialize`, shared by the whole process."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from .scaler import LossScaler
 
 
+@dataclass
 class AmpState:
     """The chosen options (None before the first `initialize`), one scaler per loss, the verbosity.
 
@@ -18,12 +18,11 @@ class AmpState:
     `allow_incoming_model_not_fp32` True `initialize` takes models with half weights.
     """
 
-    def __init__(self) -> None:
-        self.opt_properties: Any = None
-        self.loss_scalers: list[LossScaler] = []
-        self.verbosity = 1
-        self.handle: Any = None
-        self.allow_incoming_model_not_fp32 = False
+    opt_properties: Any = None
+    loss_scalers: list[LossScaler] = field(default_factory=list)
+    verbosity: int = 1
+    handle: Any = None
+    allow_incoming_model_not_fp32: bool = False
 
 
 _amp_state = AmpState()

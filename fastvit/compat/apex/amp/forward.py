@@ -1,7 +1,5 @@
 """Casts around a model's forward: autocast, inputs to half, outputs to float32."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc
@@ -189,14 +187,14 @@ class AmpForward:
                 torch._C._current_graph_task_id() != -1
                 or any(isinstance(value, Tensor) and value.dtype in HALF_TYPES for value in given)
             )
-            return self._with_cast_weights(args, kwargs) if alone else self.__wrapped__(*args, **kwargs)
+            return self._cast(casts, args, kwargs) if alone else self.__wrapped__(*args, **kwargs)
         if not torch.compiler.is_compiling():
             ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)
             if ddp is not None:
                 _seen_ddp.add(ddp)
         if casts.dtype is not None:
             args, kwargs = cast_floating(args, casts.dtype), cast_floating(kwargs, casts.dtype)
-            outputs = self._with_cast_weights(args, kwargs)
+            outputs = self._cast(casts, args, kwargs)
         elif casts.autocast and (_amp_state.handle is None or _amp_state.handle._is_active):
             device = device_type(self.model)
             promotes = device == "cpu" and not torch.compiler.is_compiling()
@@ -209,8 +207,9 @@ class AmpForward:
             outputs = self.__wrapped__(*args, **kwargs)
         return cast_floating(outputs, casts.outputs) if casts.outputs else map_tensors(outputs, _no_half)
 
-    def _with_cast_weights(self, args: Any, kwargs: Any) -> Any:
-        casts = self.casts
+    def _cast(self, casts: ForwardCasts, args: Any, kwargs: Any) -> Any:
+        """The forward with cast weights."""
+        assert casts.dtype is not None
         places = cast_weights(self.model, casts.dtype, casts.keep_batchnorm_fp32)
         casts.running += 1
         try:
@@ -248,11 +247,12 @@ def unwrap(module: nn.Module) -> None:
 
     Where another forward was set on the instance since, ours stays beneath it, without casts.
     """
-    forward = vars(module).get("_amp_forward")
+    forward: AmpForward | None = vars(module).get("_amp_forward")
     if forward is None:
         return
     forward.casts = None
-    if vars(module).get("forward") is forward:
+    is_outermost = vars(module).get("forward") is forward
+    if is_outermost:
         for name in _hooks(forward):
             del vars(module)[name]
         if forward.own is not None:

@@ -1,8 +1,6 @@
 """`initialize` with the options of O0 to O3, and the state of the loss scalers."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,7 +49,7 @@ def _flag(name: str, value: Any) -> bool:
     return value
 
 
-def _loss_scale(value: Any) -> float | str:
+def _loss_scale(name: str, value: Any) -> float | str:
     if value == "dynamic":
         return value
     try:
@@ -59,11 +57,17 @@ def _loss_scale(value: Any) -> float | str:
     except (TypeError, ValueError):
         number = float("nan")
     if not 0 < number < float("inf"):
-        raise ValueError(f"amp.initialize: loss_scale takes 'dynamic' or a number above 0, got {value!r}")
+        raise ValueError(f"amp.initialize: {name} takes 'dynamic' or a number above 0, got {value!r}")
     return number
 
 
-def choose(opt_level: str, overrides: dict[str, Any]) -> Properties:
+def _cast_type(name: str, value: Any) -> torch.dtype | None:
+    if value is False or (isinstance(value, torch.dtype) and value.is_floating_point):
+        return value or None
+    raise ValueError(f"amp.initialize: {name} takes a floating-point dtype, False or None, got {value!r}")
+
+
+def choose(opt_level: str, **overrides: Any) -> Properties:
     """The level's defaults with every override that is not None.
 
     Raises:
@@ -72,19 +76,9 @@ def choose(opt_level: str, overrides: dict[str, Any]) -> Properties:
     """
     if opt_level not in LEVELS:
         raise RuntimeError(f"amp.initialize: opt_level takes 'O0', 'O1', 'O2' or 'O3', got {opt_level!r}")
-    chosen = {name: value for name, value in overrides.items() if value is not None}
-    for name in ("patch_torch_functions", "keep_batchnorm_fp32", "master_weights"):
-        if name in chosen:
-            chosen[name] = _flag(name, chosen[name])
-    if "loss_scale" in chosen:
-        chosen["loss_scale"] = _loss_scale(chosen["loss_scale"])
-    cast = chosen.get("cast_model_type")
-    if cast is False:
-        chosen["cast_model_type"] = None
-    elif cast is not None and not (isinstance(cast, torch.dtype) and cast.is_floating_point):
-        raise ValueError(
-            f"amp.initialize: cast_model_type takes a floating-point dtype, False or None, got {cast!r}"
-        )
+    checks = {"loss_scale": _loss_scale, "cast_model_type": _cast_type}
+    given = {name: value for name, value in overrides.items() if value is not None}
+    chosen = {name: checks.get(name, _flag)(name, value) for name, value in given.items()}
     if opt_level == "O1":
         for name in ("keep_batchnorm_fp32", "master_weights"):
             if name in chosen:
@@ -138,7 +132,9 @@ def initialize(
         RuntimeError: an override that contradicts the level, weights in half.
         TypeError, ValueError: an argument of the wrong kind.
     """
-    models, optimizers = _kept(models), _kept(optimizers)
+    # A list of what an iterator gives only once.
+    models = list(models) if isinstance(models, Iterator) else models
+    optimizers = list(optimizers) if isinstance(optimizers, Iterator) else optimizers
     _amp_state.verbosity = verbosity
     if _amp_state.handle is not None:
         _amp_state.handle._deactivate()
@@ -147,14 +143,14 @@ def initialize(
         _undo(models, optimizers)
         _amp_state.opt_properties, _amp_state.loss_scalers = Properties(), []
         return models if optimizers is None else (models, optimizers)
-    overrides = {
-        "cast_model_type": cast_model_type,
-        "patch_torch_functions": patch_torch_functions,
-        "keep_batchnorm_fp32": keep_batchnorm_fp32,
-        "master_weights": master_weights,
-        "loss_scale": loss_scale,
-    }
-    properties = choose(opt_level, overrides)
+    properties = choose(
+        opt_level,
+        cast_model_type=cast_model_type,
+        patch_torch_functions=patch_torch_functions,
+        keep_batchnorm_fp32=keep_batchnorm_fp32,
+        master_weights=master_weights,
+        loss_scale=loss_scale,
+    )
     model_list = _as_list("models", models, nn.Module)
     optimizer_list = [] if optimizers is None else _as_list("optimizers", optimizers, (Optimizer, LARC))
     if properties.cast_model_type is torch.float16 and cast_model_type is None:
@@ -178,12 +174,6 @@ def initialize(
     return models if optimizers is None else (models, optimizers)
 
 
-def _kept(value: Any) -> Any:
-    """A list of what a generator or another view gives only once; all else as it is."""
-    again = not isinstance(value, Iterable) or isinstance(value, (nn.Module, Optimizer, Sequence, dict))
-    return value if again else list(value)
-
-
 def _as_list(name: str, value: Any, kinds: Any) -> list[Any]:
     items = several(value)
     for item in items:
@@ -205,7 +195,7 @@ def _undo(models: Any, optimizers: Any) -> None:
         for module in model.modules() if isinstance(model, nn.Module) else ():
             forward.unwrap(module)
     for optimizer in several(optimizers):
-        if isinstance(optimizer, (Optimizer, LARC)) and (attached := of(optimizer)) is not None:
+        if (attached := of(optimizer)) is not None:
             attached.remove()
 
 

@@ -3,8 +3,6 @@
 They are active where autocast is on, which is inside the forward of a model under O1.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -22,20 +20,10 @@ from .handle import disable_casts
 Function = Callable[..., Any]
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
-def _half(arguments: Any) -> torch.dtype | None:
-    """autocast's dtype where it is on for the device of the first tensor, else None."""
-    tensors = _tensors(arguments)
-    return autocast_dtype(tensors[0]) if tensors else None
-
-
 def _casting(
-    fn: Function, dtype_of: Callable[[torch.dtype, Any], torch.dtype | None], inside: bool
+    fn: Function, dtype_of: Callable[[torch.dtype, list[Tensor]], torch.dtype | None], inside: bool
 ) -> Function:
-    """`fn`, where casts are active, with floating-point tensor arguments cast to `dtype_of(half, arguments)`.
+    """`fn`, where casts are active, with floating-point tensor arguments cast to `dtype_of(half, tensors)`.
 
     Args:
         dtype_of: None for no cast.
@@ -44,10 +32,11 @@ def _casting(
 
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        half = _half((args, kwargs))
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        half = autocast_dtype(tensors[0]) if tensors else None
         if half is None:
             return fn(*args, **kwargs)
-        dtype = dtype_of(half, (args, kwargs))
+        dtype = dtype_of(half, tensors)
         if dtype is not None:
             args, kwargs = cast_floating(args, dtype), cast_floating(kwargs, dtype)
         with nullcontext() if inside else disable_casts():
@@ -69,8 +58,8 @@ def float_function(fn: Function) -> Function:
 def promote_function(fn: Function) -> Function:
     """Casts floating-point tensor arguments to the widest dtype among them."""
 
-    def widest(half: torch.dtype, arguments: Any) -> torch.dtype | None:
-        dtypes = [t.dtype for t in _tensors(arguments) if t.is_floating_point()]
+    def widest(half: torch.dtype, tensors: list[Tensor]) -> torch.dtype | None:
+        dtypes = [t.dtype for t in tensors if t.is_floating_point()]
         return functools.reduce(torch.promote_types, dtypes) if dtypes else None
 
     return _casting(fn, widest, inside=True)

@@ -1,7 +1,5 @@
 """`scale_loss` around each backward, and `disable_casts`."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -76,6 +74,7 @@ def scale_loss(
     parameters = parameters_of(a.optimizer for a in attached)  # one may be in several optimizers
     for optimizer in attached:
         find_ddp(optimizer)
+        optimizer.look_for_overflow()
     earlier = before_backward(parameters, scale)
     try:
         yield loss.float() * scale

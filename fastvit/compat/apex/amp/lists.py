@@ -15,18 +15,13 @@ class functional_overrides:
     """torch.nn.functional: functions that run in half, or in float32."""
 
     FP16_FUNCS = ["linear", "conv_tbc", *(f"conv{t}{n}d" for t in ("", "_transpose") for n in (1, 2, 3))]
-    FP32_FUNCS = [
-        # exponentials and normalisation
-        *("gelu", "softplus", "softmax", "softmin", "log_softmax"),
-        *("layer_norm", "group_norm", "local_response_norm", "normalize", "cosine_similarity"),
-        # sampling
-        *("grid_sample", "interpolate"),
-        # losses
-        *("l1_loss", "smooth_l1_loss", "mse_loss", "kl_div", "nll_loss", "poisson_nll_loss", "ctc_loss"),
-        *("cross_entropy", "binary_cross_entropy_with_logits", "soft_margin_loss", "multi_margin_loss"),
-        *("multilabel_margin_loss", "multilabel_soft_margin_loss", "margin_ranking_loss"),
-        *("triplet_margin_loss", "cosine_embedding_loss", "hinge_embedding_loss"),
-    ]
+    FP32_FUNCS = """
+        gelu softplus softmax softmin log_softmax layer_norm group_norm local_response_norm normalize
+        cosine_similarity grid_sample interpolate l1_loss smooth_l1_loss mse_loss kl_div nll_loss
+        poisson_nll_loss ctc_loss cross_entropy binary_cross_entropy_with_logits soft_margin_loss
+        multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss margin_ranking_loss
+        triplet_margin_loss cosine_embedding_loss hinge_embedding_loss
+    """.split()
 
 
 def _listed() -> dict[str, Callable[..., Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -29,11 +28,7 @@ def innermost(optimizer: Any) -> Optimizer:
 
 def several(value: Any) -> list[Any]:
     """The models or optimizers in an iterable, or the one that was given."""
-    one = (
-        isinstance(value, (nn.Module, Optimizer))
-        or not isinstance(value, Iterable)
-        or isinstance(value, dict)
-    )
+    one = isinstance(value, (nn.Module, Optimizer, dict)) or not isinstance(value, Iterable)
     return [value] if one else list(value)
 
 
@@ -48,18 +43,6 @@ def of(optimizer: Any) -> AmpOptimizer | None:
 def parameters_of(optimizers: Iterable[Any]) -> list[nn.Parameter]:
     """All parameters of these optimizers, each once."""
     return list(dict.fromkeys(p for o in optimizers for group in o.param_groups for p in group["params"]))
-
-
-def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """Their gradients as dense tensors that share memory with them."""
-    gradients = []
-    for parameter in parameters:
-        if parameter.grad is not None and parameter.grad.is_sparse:
-            parameter.grad = parameter.grad.coalesce()
-            gradients.append(parameter.grad._values())
-        elif parameter.grad is not None:
-            gradients.append(parameter.grad)
-    return gradients
 
 
 Earlier = dict[nn.Parameter, Tensor]
@@ -79,7 +62,7 @@ def before_backward(parameters: Iterable[nn.Parameter], scale: float) -> Earlier
         elif (held := scaled.get(parameter)) is None:
             earlier[parameter], parameter.grad = parameter.grad, None
         elif held[0] != scale:
-            torch._foreach_mul_(gradients_of([parameter]), scale / held[0])
+            parameter.grad.mul_(scale / held[0])
             scaled[parameter] = (scale, held[1])
     return earlier
 
@@ -88,7 +71,7 @@ def before_backward(parameters: Iterable[nn.Parameter], scale: float) -> Earlier
 def unscale(parameters: Iterable[nn.Parameter], scale: float, earlier: Earlier) -> list[Tensor]:
     """Divides gradients by `scale` and adds `earlier` ones. Returns flags like `scaler.unscale_`."""
     parameters = list(parameters)
-    flags = unscale_(gradients_of(parameters), scale)
+    flags = unscale_(parameters, scale)
     for parameter in parameters:
         scaled.pop(parameter, None)
         add_gradient(parameter, earlier.get(parameter))
@@ -132,7 +115,6 @@ class AmpOptimizer:
         self.optimizer = optimizer
         self._withheld: Earlier = {}
         self._overflow = ""  # the next step prints it and does nothing
-        self._overflowed: list[weakref.ref[Tensor]] = []  # the gradients then
         # A wrapper of an optimizer (Lookahead) may not call Optimizer.__init__, without which torch runs no
         # hooks. __setstate__ adds what is missing.
         vars(optimizer).setdefault("defaults", {})
@@ -159,9 +141,12 @@ class AmpOptimizer:
     def skip_step(self, overflow: str) -> None:
         """Lets the next step print `overflow` instead, unless the script drops these gradients."""
         self._overflow = overflow
-        self._overflowed = [
-            weakref.ref(p.grad) for p in parameters_of([self.optimizer]) if p.grad is not None
-        ]
+
+    def look_for_overflow(self) -> None:
+        """Forgets the overflow if the script has dropped or zeroed its gradients."""
+        gradients = (p.grad for p in parameters_of([self.optimizer]) if p.grad is not None)
+        if self._overflow and not any(gradient.to_dense().any() for gradient in gradients):
+            self._overflow = ""
 
     def unscale_rest(self) -> None:
         """Unscales gradients that were left scaled, and skips the step after an overflow."""
@@ -176,15 +161,6 @@ class AmpOptimizer:
                     f"Gradient overflow. Skipping step, reducing loss scale to {scaler.loss_scale()}"
                 )
 
-    def _overflow_is_there(self, parameters: list[nn.Parameter]) -> bool:
-        """Whether the script has neither dropped nor zeroed the gradients of the overflow."""
-        kept = {id(gradient) for ref in self._overflowed if (gradient := ref()) is not None}
-        return any(
-            gradient.any() if id(parameter.grad) in kept else not gradient.isfinite().all()
-            for parameter in parameters
-            for gradient in gradients_of([parameter])
-        )
-
     def _before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
         if closure is not None and any(s.dynamic for s in _amp_state.loss_scalers):
@@ -193,13 +169,12 @@ class AmpOptimizer:
                 "skipped; compute them before"
             )
         self.unscale_rest()
-        parameters = [p for p in parameters_of([self.optimizer]) if p.grad is not None]
-        # A step that calls the step of its base class runs the hooks twice. After a failed step there are
-        # withheld gradients too, but also new gradients.
-        withheld = bool(self._withheld) and not parameters
-        if self._overflow and not withheld and self._overflow_is_there(parameters):
+        # A step that calls the step of its base class runs this twice, the second time without gradients.
+        self.look_for_overflow()
+        if self._overflow:
             maybe_print(self._overflow, rank0=True)
             # An optimizer changes neither a parameter without a gradient nor its state.
+            parameters = parameters_of([self.optimizer])
             self._withheld = {p: p.grad for p in parameters if p.grad is not None}
             for parameter in parameters:
                 parameter.grad = None

@@ -3,12 +3,13 @@
 Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018, arXiv:1710.03740, section 3.2.
 """
 
-from __future__ import annotations
-
-from collections import defaultdict
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.amp import GradScaler
 
 # Gradients that overflow at this scale overflow at any scale.
 _SMALLEST = 2.0**-24
@@ -24,11 +25,7 @@ class LossScaler:
     """
 
     def __init__(
-        self,
-        loss_scale: float | str,
-        *,
-        min_loss_scale: float | None = None,
-        max_loss_scale: float = 2.0**24,
+        self, loss_scale: float | str, *, min_loss_scale: float | None = None, max_loss_scale: float = 2.0**24
     ) -> None:
         self.dynamic = loss_scale == "dynamic"
         self._min_loss_scale = min_loss_scale or _SMALLEST
@@ -70,20 +67,13 @@ class LossScaler:
         self._unskipped = int(state["unskipped"])
 
 
-@torch.no_grad()
-def unscale_(gradients: list[Tensor], scale: float) -> list[Tensor]:
-    """Divides dense gradients by `scale`, in place; devices and dtypes may be mixed.
+def unscale_(parameters: Sequence[nn.Parameter], scale: float) -> list[Tensor]:
+    """Divides gradients by `scale`, in place; devices and dtypes may be mixed.
 
     Returns one float32 scalar per device, 1 where any gradient there is not finite. Does not wait for the
     device.
     """
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-    for gradient in gradients:
-        groups[gradient.device, gradient.dtype].append(gradient)
-    found: dict[torch.device, Tensor] = {}
-    for (device, _), group in groups.items():
-        if device not in found:
-            found[device] = torch.zeros((), device=device)
-        inverse = torch.full((), 1.0 / scale, device=device)
-        torch._amp_foreach_non_finite_check_and_unscale_(group, found[device], inverse)
-    return list(found.values())
+    optimizer: Any = SimpleNamespace(param_groups=[{"params": parameters}])
+    factor = torch.full((), 1.0 / scale, dtype=torch.float32, device=parameters[0].device)
+    found = torch.zeros_like(factor)
+    return [*GradScaler(enabled=False)._unscale_grads_(optimizer, factor, found, True).values()]

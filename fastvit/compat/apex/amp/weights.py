@@ -1,7 +1,5 @@
 """Casts of a model's weights for the duration of a forward. At rest there is one copy of them, in float32."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

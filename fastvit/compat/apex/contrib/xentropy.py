@@ -1,7 +1,5 @@
 """apex.contrib.xentropy over torch.nn.functional.cross_entropy."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F

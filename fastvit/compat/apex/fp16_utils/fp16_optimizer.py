@@ -1,7 +1,5 @@
 """FP16_Optimizer: masters and loss scaling around one optimizer, for a model that was cast by hand."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any
@@ -60,13 +58,14 @@ class FP16_Optimizer:
         self._earlier: Earlier = {}  # unscaled gradients beside scaled ones
         innermost(init_optimizer).register_step_pre_hook(lay_out)
 
-    def _halves(self) -> list[nn.Parameter]:
-        return [p for p in parameters_of([self.optimizer]) if p.dtype in HALF_TYPES]
+    def _halves(self) -> list[list[nn.Parameter]]:
+        """The half parameters of each group."""
+        return [[p for p in group["params"] if p.dtype in HALF_TYPES] for group in self.param_groups]
 
     @contextlib.contextmanager
     def _in_float32(self) -> Iterator[None]:
         """Half parameters are their masters inside; what is written there is rounded to them at the end."""
-        halves = [(parameter, parameter.data) for parameter in self._halves()]
+        halves = [(parameter, parameter.data) for group in self._halves() for parameter in group]
         for parameter, half in halves:
             master = self._masters.setdefault(parameter, half.float())
             parameter.data = follow_(master, half)
@@ -157,7 +156,7 @@ class FP16_Optimizer:
 
     def state_dict(self) -> dict[str, Any]:
         """The scaler, the optimizer and the masters, as tensors and numbers that weights_only loads."""
-        groups = self._halves_by_group()
+        groups = self._halves()
         with self._in_float32():
             masters = [[p.detach() for p in group] for group in groups]
         return {
@@ -175,7 +174,7 @@ class FP16_Optimizer:
             RuntimeError: a file of apex before October 2019, whose weights are a flat tensor for each group.
         """
         if "fp32_from_fp16" in state_dict:
-            parameters, values = self._halves_by_group(), state_dict["fp32_from_fp16"]
+            parameters, values = self._halves(), state_dict["fp32_from_fp16"]
             scaler = state_dict["loss_scaler"]
             scaler = scaler if isinstance(scaler, dict) else vars(scaler)  # apex's is an object
         elif "fp32_groups" in state_dict:  # of apex.contrib.optimizers: every parameter, and no scaler apart
@@ -197,6 +196,3 @@ class FP16_Optimizer:
             for group, loaded in zip(parameters, values, strict=True):
                 for parameter, value in zip(group, loaded, strict=True):
                     parameter.copy_(value)
-
-    def _halves_by_group(self) -> list[list[nn.Parameter]]:
-        return [[p for p in group["params"] if p.dtype in HALF_TYPES] for group in self.param_groups]

@@ -1,7 +1,5 @@
 """Casts networks to half, without amp."""
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_ as clip_grad_norm
 

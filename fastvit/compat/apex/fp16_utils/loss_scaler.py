@@ -1,7 +1,5 @@
 """The loss scalers of FP16_Optimizer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

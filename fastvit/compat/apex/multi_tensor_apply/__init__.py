@@ -1,7 +1,5 @@
 """apex.multi_tensor_apply: calls the operations of `amp_C` on lists of tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

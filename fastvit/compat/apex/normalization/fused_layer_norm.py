@@ -1,7 +1,5 @@
 """LayerNorm and RMSNorm under apex's names; torch's own kernels are fused."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

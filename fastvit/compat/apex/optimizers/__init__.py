@@ -10,11 +10,4 @@ from .fused_mixed_precision_lamb import FusedMixedPrecisionLamb
 from .fused_novograd import FusedNovoGrad
 from .fused_sgd import FusedSGD
 
-__all__ = [
-    "FP16_Optimizer",
-    "FusedAdam",
-    "FusedLAMB",
-    "FusedMixedPrecisionLamb",
-    "FusedNovoGrad",
-    "FusedSGD",
-]
+__all__ = ["FP16_Optimizer", "FusedAdam", "FusedLAMB", "FusedMixedPrecisionLamb", "FusedNovoGrad", "FusedSGD"]

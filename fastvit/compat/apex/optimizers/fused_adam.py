@@ -4,8 +4,6 @@ Source: Kingma and Ba, "Adam", arXiv:1412.6980; Loshchilov and Hutter, "Decouple
 Regularization", arXiv:1711.05101.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -4,8 +4,6 @@ Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT i
 arXiv:1904.00962, algorithm 2.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """FusedMixedPrecisionLamb: LAMB over half weights, with float32 masters and torch's GradScaler."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

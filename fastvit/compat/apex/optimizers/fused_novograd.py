@@ -4,8 +4,6 @@ Source: Ginsburg et al., "Stochastic Gradient Methods with Layer-wise Adaptive M
 Networks", arXiv:1905.11286, algorithm 1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """FusedSGD over torch's fused SGD."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

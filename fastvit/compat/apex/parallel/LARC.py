@@ -3,8 +3,6 @@
 Source: You, Gitman, Ginsburg, "Large Batch Training of Convolutional Networks", arXiv:1708.03888, section 4.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -29,11 +27,7 @@ class LARC:
     """
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        trust_coefficient: float = 0.02,
-        clip: bool = True,
-        eps: float = 1e-8,
+        self, optimizer: Optimizer, trust_coefficient: float = 0.02, clip: bool = True, eps: float = 1e-8
     ) -> None:
         self.optim = optimizer
         self.trust_coefficient = trust_coefficient
@@ -53,9 +47,6 @@ class LARC:
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
         self.optim.param_groups = groups
 
-    def __repr__(self) -> str:
-        return f"LARC({self.optim!r})"
-
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         if closure is not None:
             raise RuntimeError(
@@ -68,13 +59,11 @@ class LARC:
         try:
             for group, decay in zip(self.param_groups, decays, strict=True):
                 self._scale_gradients(group, decay)
-                if "weight_decay" in group:
-                    group["weight_decay"] = 0.0
+                group["weight_decay"] = 0.0
             return self.optim.step()
         finally:
             for group, decay in zip(self.param_groups, decays, strict=True):
-                if "weight_decay" in group:
-                    group["weight_decay"] = decay
+                group["weight_decay"] = decay
 
     @torch.no_grad()
     def _scale_gradients(self, group: dict[str, Any], decay: float) -> None:

@@ -170,9 +170,12 @@ class Reducer:
             reduce_gradients(list(self.module.parameters()), 1.0, 1.0 / dist.get_world_size())
 
 
-def _device(tensors: Sequence[Tensor]) -> torch.device:
-    """Where the collectives of these tensors run."""
-    return tensors[0].device if tensors else torch.device("cpu")
+def _by_type(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+    """The tensors of each dtype and device."""
+    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        groups[tensor.dtype, tensor.device].append(tensor)
+    return groups.values()
 
 
 def _broadcast(tensors: Sequence[Tensor]) -> None:
@@ -184,7 +187,7 @@ def _broadcast(tensors: Sequence[Tensor]) -> None:
     if not tensors:
         return
     own = zlib.crc32(repr([(t.shape, t.dtype) for t in tensors]).encode())
-    bounds = torch.tensor([own, -own], device=_device(tensors))
+    bounds = torch.tensor([own, -own], device=tensors[0].device)
     dist.all_reduce(bounds, dist.ReduceOp.MAX)
     largest, smallest = bounds.tolist()
     if largest != -smallest:
@@ -205,9 +208,9 @@ def reduce_gradients(
     if not parameters:
         return
     kinds = [0 if p.grad is None else 2 if p.grad.is_sparse else 1 for p in parameters]
-    agreed = torch.tensor(kinds, dtype=torch.uint8, device=_device(parameters))
+    agreed = torch.tensor(kinds, dtype=torch.uint8, device=parameters[0].device)
     dist.all_reduce(agreed, dist.ReduceOp.MAX)
-    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
+    dense = []
     for parameter, kind in zip(parameters, agreed.tolist(), strict=True):
         if not kind:
             continue
@@ -217,11 +220,11 @@ def reduce_gradients(
             dist.all_reduce(gradient)
             gradient.mul_(after)
         else:
-            groups[parameter.dtype, parameter.device].append(gradient)
+            dense.append(gradient)
         parameter.grad = gradient
-    for (dtype, _), gradients in groups.items():
+    for gradients in _by_type(dense):
         flat = flatten(gradients)
-        wide = flat.float() if in_float32 and dtype != torch.float64 else flat
+        wide = flat.float() if in_float32 and flat.dtype != torch.float64 else flat
         dist.all_reduce(wide.mul_(before))
         torch._foreach_copy_(gradients, unflatten(wide.mul_(after), gradients))
 
@@ -236,10 +239,7 @@ def flat_dist_call(
         call: a collective such as `torch.distributed.broadcast`; sums of `all_reduce` become means.
         extra_args: arguments of `call` after the tensor.
     """
-    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
-    for tensor in tensors:
-        groups[tensor.dtype, tensor.device].append(tensor)
-    for group in groups.values():
+    for group in _by_type(tensors):
         flat = flatten(group)
         call(flat, *(extra_args or ()))
         if call is dist.all_reduce:

@@ -1,7 +1,5 @@
 """FastLayerNorm over torch's layer_norm."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from ...normalization.fused_layer_norm import (
