@@ -45,7 +45,8 @@ THOROUGH = """
     test_convert::test_norms[another test_convert::test_norms[without test_convert_vit_ranks
     test_convert_vit::test_the_same_bits_and_less_kept*16]
     test_convert_vit::test_a_mask_of_dropout_takes_a_bit*fp16] test_faults::test_killed[between
-    test_faults::test_killed[forward test_ops::test_kernels_of_other_instruction_sets
+    test_faults::test_killed[forward test_faults::test_killed[agreeing
+    test_ops::test_kernels_of_other_instruction_sets
     test_ops::test_results_larger_than_the_caches[sizes1
     test_ops::test_results_larger_than_the_caches[sizes2 test_ops::test_results_larger_than_the_caches[sizes3
     test_recompute_steps::test_a_change_between_steps*-products] test_report::test_compiled_models
