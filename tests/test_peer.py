@@ -10,7 +10,7 @@ from loopback import INBOX
 
 from fastvit import ops, reference
 from fastvit.sync.cpu_peer import cpu_arena_bytes
-from fastvit.sync.protocol import Arena, Exchange, Fault, Tag
+from fastvit.sync.protocol import MOST_RANKS, Arena, Exchange, Fault, Tag
 
 raw = torch.ops.fastvit
 CAPACITY = 34  # packets
@@ -252,6 +252,9 @@ def test_bad_arguments():
         ops.bn_stats(torch.randn(3, 4), exchange=torch.tensor([2, 2, CAPACITY] + [0] * 7))
     with pytest.raises(RuntimeError, match="exchange has 2 ranks and no peer memory"):
         raw.peer_give_up(Exchange(0, 2).tensor + torch.tensor([0, 0, 1, 0, 0, 0, 0, 0]))
+    assert Ranks(MOST_RANKS).begin(0, 0) == Fault.PENDING
+    with pytest.raises(RuntimeError, match=f"has {MOST_RANKS + 1} ranks .*; at most {MOST_RANKS} ranks"):
+        Ranks(MOST_RANKS + 1).begin(0, 0)
 
 
 def test_sizes_that_overflow_are_refused():
