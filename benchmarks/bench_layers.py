@@ -60,7 +60,7 @@ def bench(shape_name: str, threads: int, repeats: int, timer: Timer) -> list[dic
     leaf.requires_grad_()
     layers = contenders(shape[1], len(shape), device)
     steps = {name: Layer(layer, leaf, dy) for name, layer in layers.items()}
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in layers}
+    times: dict[str, list[dict[str, float]]] = {name: [] for name in layers}
     copies = []  # of the same memory every time, in turn with the layers: a shared machine's speed drifts
     for repeat in range(repeats + 2):
         speed = timer.copy_bandwidth()
@@ -68,23 +68,21 @@ def bench(shape_name: str, threads: int, repeats: int, timer: Timer) -> list[dic
         if repeat >= 2:
             copies.append(speed)
             for name in layers:
-                times[name].append((measured[name]["forward"][0], measured[name]["backward"][0]))
-    baseline = [sum(t) for t in times["torch"]]
+                times[name].append(measured[name])
+    baseline = [t["both"] for t in times["torch"]]
     rows = []
     for name, measured in times.items():
-        both = percentiles([sum(t) for t in measured])
+        both = [t["both"] for t in measured]
         rows.append(
             {
                 "shape": shape_name,
                 "threads": threads,
                 "layer": name,
-                **both,
-                "forward_p50_ms": percentiles([t[0] for t in measured])["p50_ms"],
-                "backward_p50_ms": percentiles([t[1] for t in measured])["p50_ms"],
-                "speedup": median(b / sum(t) for b, t in zip(baseline, measured, strict=True)),
+                **percentiles(both),
+                **{f"{way}_p50_ms": median(t[way] for t in measured) for way in ("forward", "backward")},
+                "speedup": median(b / t for b, t in zip(baseline, both, strict=True)),
                 "share_of_floor": median(
-                    PASSES * leaf.nbytes / speed / 1e6 / sum(t)
-                    for speed, t in zip(copies, measured, strict=True)
+                    PASSES * leaf.nbytes / speed / 1e6 / t for speed, t in zip(copies, both, strict=True)
                 ),
                 "copy_GB_s": median(copies),
                 "saved_activations": kept(layers[name], leaf) / leaf.nbytes,

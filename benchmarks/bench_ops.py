@@ -65,15 +65,14 @@ class Layer:
         y = self.layer(self.few.clone())
         torch.autograd.grad(y, [self.few, *self.layer.parameters()], torch.ones_like(y))
 
-    def step(self, timer: Timer) -> dict[str, tuple[float, float]]:
-        """(device, host) milliseconds by pass."""
+    def step(self, timer: Timer) -> dict[str, float]:
+        """Milliseconds by pass."""
         self.fresh()
         self.cold(timer)
-        forward = timer(self.forward), timer.host_ms
+        forward = timer(self.forward)
         self.cold(timer)
-        backward = timer(self.backward), timer.host_ms
-        both = forward[0] + backward[0], forward[1] + backward[1]
-        return {"forward": forward, "backward": backward, "both": both}
+        backward = timer(self.backward)
+        return {"forward": forward, "backward": backward, "both": forward + backward}
 
 
 class RawOp:
@@ -83,12 +82,12 @@ class RawOp:
         self.name, self.op, self.few = name, op, few
         self.passes = {name: op.passes}
 
-    def step(self, timer: Timer) -> dict[str, tuple[float, float]]:
+    def step(self, timer: Timer) -> dict[str, float]:
         self.op.prepare()
         timer.cold()
         if timer.device.type == "cpu":
             self.few.call()
-        return {self.name: (timer(self.op.call), timer.host_ms)}
+        return {self.name: timer(self.op.call)}
 
 
 def layers_of(case: Case, timer: Timer) -> dict[str, Layer]:
@@ -136,10 +135,8 @@ def measure(case: Case, measured: dict, timer: Timer, seconds: float) -> list[di
     ]
 
 
-def row_of(
-    case: Case, name: str, op: str, passes: int, steps: list[dict], copy: float, timer: Timer
-) -> dict:  # fmt: skip
-    taken = percentiles([step[op][0] * 1e3 for step in steps], "us")
+def row_of(case: Case, name: str, op: str, passes: int, steps: list[dict], copy: float, timer: Timer):
+    taken = percentiles([step[op] * 1e3 for step in steps], "us")
     bandwidth = passes * case.nbytes / taken["p50_us"] / 1e3
     row = {
         "contender": name,

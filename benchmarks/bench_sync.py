@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from contenders import peer_layers
-from harness import percentiles, provenance, reuse_memory, write_csv
+from harness import command_line, percentiles, provenance, reuse_memory, write_csv
 from hosts import Hosts
 from torch import nn
 
@@ -204,9 +204,8 @@ def rank_main(rank: int, world: int, folder: str, options: argparse.Namespace) -
     if cuda:
         torch.cuda.set_device(rank)
     init, timeout = f"file://{folder}/store", datetime.timedelta(seconds=60)
-    dist.init_process_group(
-        "nccl" if cuda else "gloo", init, rank=rank, world_size=world, timeout=timeout
-    )  # fmt: skip
+    backend = "nccl" if cuda else "gloo"
+    dist.init_process_group(backend, init, rank=rank, world_size=world, timeout=timeout)
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     groups = {"Collective": group_with("collective")}
     try:
@@ -244,21 +243,17 @@ def spawn_on_hosts(world: int, folder: str, options: argparse.Namespace) -> None
     """Runs the ranks on hosts, each a process of this program."""
     own = {"WORLD_SIZE": str(world), "GLOO_SOCKET_IFNAME": "eth0", FOLDER: folder}
     with Hosts(options.hosts, options.delay / 1e3) as hosts:
-        ranks = [
-            hosts.start(
-                rank * options.hosts // world, [sys.executable, *sys.argv],
-                env=os.environ | own | {"RANK": str(rank)},
-            )
-            for rank in range(world)
-        ]  # fmt: skip
+        ranks = []
+        for rank in range(world):
+            environment = os.environ | own | {"RANK": str(rank)}
+            host = rank * options.hosts // world
+            ranks.append(hosts.start(host, [sys.executable, *sys.argv], env=environment))
         if any([rank.wait() for rank in ranks]):
             raise SystemExit("a rank has failed")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__, None)
     parser.add_argument("--world", type=int, nargs="+", default=[2], help="ranks")
     parser.add_argument("--what", nargs="+", default=["exchange", "step"], choices=["exchange", "step"])
     parser.add_argument("--threads", type=int, default=1, help="CPU threads per rank")
@@ -282,7 +277,7 @@ def main() -> None:
                 mp.spawn(rank_main, (world, folder, options), nprocs=world)
             rows += json.loads((Path(folder) / ROWS).read_text())
     name = f"sync_{'hosts_' if options.hosts else ''}{rows[0]['device_type']}"
-    print(write_csv(options.name or name, rows))
+    print(write_csv(options.name or name, rows, options.out))
 
 
 if __name__ == "__main__":

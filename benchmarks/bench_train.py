@@ -6,7 +6,6 @@ Trains with the default recipe, one case after another, which takes several minu
 the other rows remain. Results go to results/train_accuracy.csv and train_accuracy.md.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -16,7 +15,7 @@ import time
 from pathlib import Path
 
 import torch
-from harness import RESULTS, markdown, place, provenance, read_csv, write_csv
+from harness import command_line, markdown, place, provenance, read_csv, write_csv
 
 from fastvit.training.config import ALL_NORMS, AMP_LEVELS, Config
 from fastvit.training.engine import import_apex
@@ -31,9 +30,9 @@ def torchrun(ranks: int, *arguments: str) -> None:
     subprocess.run([*command, *arguments], check=True, env=environment)
 
 
-def measure_accuracy(ranks: int, only: list[str]) -> list[dict]:
+def measure_accuracy(ranks: int, only: list[str], results: Path) -> list[dict]:
     """Train with each norm, and with each precision; one row each."""
-    before = read_csv("train_accuracy") if only else []
+    before = read_csv("train_accuracy", results) if only else []
     rows: dict[str, dict] = {f"{row['option']}={row['value']}": row for row in before}
     left_out = set()
     if torch.cuda.device_count() < ranks:
@@ -58,8 +57,8 @@ def measure_accuracy(ranks: int, only: list[str]) -> list[dict]:
             "test_accuracy": last["test_accuracy"], "required": required,
             "test_loss": last["test_loss"], "seconds": seconds, **provenance("cpu"),
         }  # fmt: skip
-        write_csv("train_accuracy", list(rows.values()))
-        (RESULTS / "train_accuracy.md").write_text(table(list(rows.values())))
+        path = write_csv("train_accuracy", list(rows.values()), results)
+        path.with_suffix(".md").write_text(table(list(rows.values())))
     print(table(list(rows.values())))
     return list(rows.values())
 
@@ -89,13 +88,11 @@ def table(rows: list[dict]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__, None)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--only", nargs="+", default=[], metavar="OPTION=VALUE", help="these cases alone")
     options = parser.parse_args()
-    rows = measure_accuracy(options.ranks, options.only)
+    rows = measure_accuracy(options.ranks, options.only, options.out)
     return 0 if all(float(row["test_accuracy"]) >= float(row["required"]) for row in rows) else 1
 
 

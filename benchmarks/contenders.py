@@ -66,11 +66,6 @@ class Op:
     prepare: Callable[[], object] = lambda: None
 
 
-RAW_OPS = (
-    "bn_stats", "bn_forward", "abn_forward_", "bn_reduce", "abn_reduce", "bn_backward", "abn_backward"
-)  # fmt: skip
-
-
 def raw_ops(case: Case, x: torch.Tensor, dy: torch.Tensor) -> dict[str, Op]:
     """Each op alone, with inputs as from the ops before it."""
     c, d = case.channels, case.channel_dim
@@ -83,20 +78,19 @@ def raw_ops(case: Case, x: torch.Tensor, dy: torch.Tensor) -> dict[str, Op]:
     (sums,) = ops.bn_reduce(x, dy, None, saved, *parameters, **act)
     y, overwritten = x.clone(), x.clone()
     ops.abn_forward_(y, moments, *parameters, **act)
-    found = (
-        Op(1, lambda: ops.bn_stats(x, d)),
-        Op(2, lambda: ops.bn_forward(x, moments, *parameters, None, *running, **act)),
-        Op(
+    return {
+        "bn_stats": Op(1, lambda: ops.bn_stats(x, d)),
+        "bn_forward": Op(2, lambda: ops.bn_forward(x, moments, *parameters, None, *running, **act)),
+        "abn_forward_": Op(
             2,
             lambda: ops.abn_forward_(overwritten, moments, *parameters, *running, **act),
             prepare=lambda: overwritten.copy_(x),
         ),
-        Op(2, lambda: ops.bn_reduce(x, dy, None, saved, *parameters, **act)),
-        Op(2, lambda: ops.abn_reduce(y, dy, saved, *parameters, **act)),
-        Op(3, lambda: ops.bn_backward(x, dy, None, saved, sums, *parameters, **act)),
-        Op(3, lambda: ops.abn_backward(y, dy, saved, sums, *parameters, **act)),
-    )
-    return dict(zip(RAW_OPS, found, strict=True))
+        "bn_reduce": Op(2, lambda: ops.bn_reduce(x, dy, None, saved, *parameters, **act)),
+        "abn_reduce": Op(2, lambda: ops.abn_reduce(y, dy, saved, *parameters, **act)),
+        "bn_backward": Op(3, lambda: ops.bn_backward(x, dy, None, saved, sums, *parameters, **act)),
+        "abn_backward": Op(3, lambda: ops.abn_backward(y, dy, saved, sums, *parameters, **act)),
+    }
 
 
 def torch_ops(case: Case, x: torch.Tensor, dy: torch.Tensor) -> dict[str, Op]:

@@ -109,11 +109,6 @@ class Hosts:
         self._forward.stdin.write(b"1" if cut else b"0")
         self._forward.stdin.flush()
 
-    def kill(self, index: int) -> None:
-        """Ends a host with all of its processes, at once."""
-        self._hosts[index].kill()
-        self._hosts[index].wait(10)
-
     def close(self) -> None:
         for process in (*self._hosts, *self._running, *filter(None, [self._forward])):
             process.kill()

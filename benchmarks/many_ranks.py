@@ -62,10 +62,9 @@ def first_calls(world: int) -> list[Counter]:
             mock.patch.object(cpu_peer, "place", lambda _, host=host: host),
         ):
             group = Group.__new__(Group)
-            group.__dict__.update(
-                name="0", _device=torch.device("cpu"), _process_group=lambda: store, _names=[], _backends=[],
-                _agreement=agreement.Agreement(store, rank, world, 60.0),
-            )  # fmt: skip
+            asks = agreement.Agreement(store, rank, world, 60.0)
+            group.__dict__.update(name="0", _device=torch.device("cpu"), _names=[], _backends=[])
+            group.__dict__.update(_process_group=lambda: store, _agreement=asks)
             for layer, counter in enumerate(requests):
                 group._agree(LayerKey("sync_batch_norm", layer, 0.1), 64, torch.float32)
                 counter.update(store.requests)

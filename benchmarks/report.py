@@ -5,27 +5,18 @@ python benchmarks/report.py --name sync_cpu         of bench_sync.py
 python benchmarks/report.py --name vit_ops_cpu      of bench_vit_ops.py
 """
 
-import argparse
-
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
-from harness import RESULTS, markdown, place, read_csv  # noqa: E402
-
-COLOURS = {
-    "torch": "#9aa5b1", "InPlaceABN": "#1f77b4", "SyncBatchNorm": "#ff9f40",
-    "apex SyncBatchNorm": "#b05f6d", "inplace_abn": "#6db05f", "torch.compile": "#4b5563",
-}  # fmt: skip
+from harness import command_line, markdown, place, read_csv  # noqa: E402
 
 
 def table(rows: list[dict[str, str]]) -> str:
     header = "shape", "threads", "layer", "ms (p20 to p80)", "against torch", "8 passes / time"
     lines = [
         (
-            r["shape"],
-            r["threads"],
-            r["layer"],
+            *(r[name] for name in ("shape", "threads", "layer")),
             f"{float(r['p50_ms']):.2f} ({float(r['p20_ms']):.2f} to {float(r['p80_ms']):.2f})",
             f"{float(r['speedup']):.2f}x",
             f"{float(r['share_of_floor']):.2f}",
@@ -103,7 +94,7 @@ def picture(rows: list[dict[str, str]], path) -> None:
             for g in groups
         ]
         positions = [g + i * height for g in range(len(groups))]
-        bars = axes.barh(positions, values, height, label=layer, color=COLOURS[layer])
+        bars = axes.barh(positions, values, height, label=layer)
         axes.bar_label(bars, fmt="%.2f", padding=2, fontsize=7)
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_yticks([g + 0.4 - height / 2 for g in range(len(groups))])
@@ -116,16 +107,14 @@ def picture(rows: list[dict[str, str]], path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__, None)
     parser.add_argument("--name", default="layers_cpu", help="results/NAME.csv")
-    name = parser.parse_args().name
-    rows = read_csv(name)
+    options = parser.parse_args()
+    rows = read_csv(options.name, options.out)
     text = (sync_table if "world" in rows[0] else vit_ops_table if "direction" in rows[0] else table)(rows)
     if "layer" in rows[0]:
-        picture(rows, RESULTS / f"{name}.png")
-    (RESULTS / f"{name}.md").write_text(text)
+        picture(rows, options.out / f"{options.name}.png")
+    (options.out / f"{options.name}.md").write_text(text)
     print(text)
 
 

@@ -2,19 +2,10 @@
 
 import torch
 
+from fastvit import _arguments, ops
+
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-ACTIVATIONS = [
-    "identity",
-    "relu",
-    "relu6",
-    "leaky_relu",
-    "elu",
-    "gelu",
-    "gelu_tanh",
-    "silu",
-    "hardswish",
-]
-INVERTIBLE = ["identity", "leaky_relu", "elu"]
+ACTIVATIONS, INVERTIBLE = list(_arguments.ACTIVATIONS), list(_arguments.IN_PLACE_ACTIVATIONS)
 PARAM = 0.2  # slope or alpha
 
 
@@ -132,3 +123,25 @@ def check_threads(run) -> None:
 def fresh(x: torch.Tensor) -> torch.Tensor:
     """A copy with the same strides, to be overwritten."""
     return strided_like(x, x)
+
+
+def allocating_calls(x: torch.Tensor):
+    """(op, the activations that it makes, a call) of each op of an activation like x."""
+    dy, z = torch.randn_like(x), torch.randn_like(x)
+    a, b = torch.cat([x, x], 1).chunk(2, 1)
+    moments = ops.bn_stats(x)
+    _, saved = ops.bn_forward(x, moments)
+    (sums,) = ops.bn_reduce(x, dy, None, saved)
+    return [
+        ("bn_stats", 0, lambda: ops.bn_stats(x)),
+        ("bn_forward", 1, lambda: ops.bn_forward(x, moments, z=z, activation="relu")),
+        ("bn_apply", 1, lambda: ops.bn_apply(x, saved, z=z, activation="gelu")),
+        ("abn_forward_", 0, lambda: ops.abn_forward_(x, moments)),
+        ("bn_reduce", 0, lambda: ops.bn_reduce(x, dy, z, saved, activation="relu")),
+        ("abn_reduce", 0, lambda: ops.abn_reduce(x, dy, saved)),
+        ("bn_backward", 2, lambda: ops.bn_backward(x, dy, z, saved, sums, activation="relu")),
+        ("abn_backward", 1, lambda: ops.abn_backward(x, dy, saved, sums)),
+        ("act_forward", 1, lambda: ops.act_forward(a)),
+        ("glu_forward", 1, lambda: ops.glu_forward(a, b)),
+        ("glu_backward", 2, lambda: ops.glu_backward(a, b, b)),
+    ]

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from fastvit.sync.agreement import Agreement
 from fastvit.sync.cuda_peer import DeviceMemory, load_kernels
 from fastvit.sync.peer import arena_bytes
 from fastvit.sync.protocol import LEAST_PACKETS, Arena, Kind, Tag
@@ -20,6 +22,20 @@ INBOX = arena_bytes(1, 6) - 2 * (HEADER + 6) * 16  # where it begins in an arena
 
 def describe(tag: Tag, direction: str) -> str:
     return f"{direction} of layer {tag.layer}, step {tag.step}"
+
+
+def agreements(world: int, timeout: float = 20.0) -> list[Agreement]:
+    """Of ranks in one process, over a store without a group."""
+    store = dist.HashStore()
+    return [Agreement(store, rank, world, timeout) for rank in range(world)]
+
+
+def rows(world: int, n: int, sums: bool, dtype: torch.dtype = torch.float32, device="cpu") -> list[Tensor]:
+    """Moments of each rank, or sums."""
+    numbers = torch.randn(world, n, dtype=dtype)
+    numbers[:, n // 2 - 1 : n - 2].abs_()  # M2
+    numbers[:, -2:] = torch.stack([torch.zeros(world), torch.arange(world) + 2.0], 1)
+    return list((numbers[:, None] if sums else numbers).to(device))
 
 
 def in_packets(words: Tensor, epoch: int) -> Tensor:

@@ -12,10 +12,12 @@ import time
 import traceback
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 GROUP_TIMEOUT = 20
+both_ways = pytest.mark.parametrize("statistics", ["collective", "peer"])
 
 
 def _serve(connection) -> None:
@@ -32,10 +34,8 @@ def _serve(connection) -> None:
         os.environ["FASTVIT_STATISTICS"] = statistics
         try:
             torch.manual_seed(0)
-            dist.init_process_group(
-                "gloo", f"file://{store}", rank=rank, world_size=world,
-                timeout=datetime.timedelta(seconds=timeout),
-            )  # fmt: skip
+            place = {"init_method": f"file://{store}", "rank": rank, "world_size": world}
+            dist.init_process_group("gloo", **place, timeout=datetime.timedelta(seconds=timeout))
             result = ("ok", function(rank, world, *arguments))
         except BaseException:
             result = ("error", traceback.format_exc())

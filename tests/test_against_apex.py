@@ -10,14 +10,13 @@ from importlib.util import find_spec
 import pytest
 import torch
 from packages import apex
+from test_against_inplace_abn import SHAPES, steps
 from training_runs import COMMON, fails, rows_of, torchrun, train_on_rank, weights_of
 
 import fastvit
 import fastvit.compat.apex
 from fastvit.training import engine, model
 from fastvit.training.config import Config
-
-SHAPES = {"images": (6, 5, 4, 3), "rows": (8, 5), "sequences": (4, 5, 7), "volumes": (2, 5, 3, 2, 2)}
 
 
 def _layers(dtype, **options):
@@ -31,27 +30,13 @@ def _layers(dtype, **options):
     return theirs, ours
 
 
-def _everything(layer, inputs):
-    """Outputs, gradients and buffers of two steps and an evaluation."""
-    found = {}
-    for step, (x, dy) in enumerate(inputs):
-        layer.train(step < 2).zero_grad()
-        x = x.clone().requires_grad_()
-        y = layer(x)
-        y.backward(dy)
-        named = {"y": y, "dx": x.grad, **dict(layer.named_buffers())}
-        named |= {f"d{name}": value.grad for name, value in layer.named_parameters()}
-        found |= {f"{name} of step {step}": value.detach().clone() for name, value in named.items()}
-    return found
-
-
 def _compare(rank, world, shape, dtype, options):
     random = torch.Generator().manual_seed(rank)
     scale = torch.linspace(0.5, 3, 5, dtype=dtype).view(-1, *[1] * (len(shape) - 2))
     inputs = [
         [scale * torch.randn(shape, generator=random, dtype=dtype) + rank for _ in range(2)] for _ in range(3)
     ]
-    theirs, ours = (_everything(layer, inputs) for layer in _layers(dtype, **options))
+    theirs, ours = (steps(layer, inputs) for layer in _layers(dtype, **options))
     assert list(theirs) == list(ours)
     tolerance = {torch.float32: 2e-5, torch.float64: 1e-12}[dtype]
     for name, value in theirs.items():

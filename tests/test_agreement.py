@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.distributed as dist
+from loopback import agreements, describe
 
 from fastvit.sync import agreement, cpu_peer
 from fastvit.sync.agreement import Agreement, ProcessWatch
@@ -23,15 +24,6 @@ from fastvit.sync.protocol import Tag
 
 ops = torch.ops.fastvit
 CAPACITY = 9
-
-
-def agreements(world, timeout=20.0):
-    store, made = dist.HashStore(), []
-    for rank in range(world):
-        made.append(Agreement.__new__(Agreement))  # the store of a group, without the group
-        made[-1].__dict__.update(rank=rank, world=world, timeout=timeout, _store=store, _asked=0)
-        made[-1].watch = ProcessWatch(store, rank)
-    return made
 
 
 def interrupted_ask(one, question, answer):
@@ -60,7 +52,6 @@ def test_a_rank_that_leaves_is_not_waited_for():
 @pytest.fixture
 def pair():
     segment = torch.zeros(2 * arena_bytes(2, CAPACITY), dtype=torch.uint8)
-    describe = lambda tag, direction: f"{direction} of layer {tag.layer}, step {tag.step}"  # noqa: E731
     return [SharedMemory(segment, CAPACITY, one, describe) for one in agreements(2, 10.0)]
 
 
@@ -207,9 +198,9 @@ def test_processes_that_have_ended():
         process = children[rank - 1].pid
         watch._store.set(str(watch._store.add("count", 1)), f"{rank} {process} {start}")
 
-    register(1, start_of(children[0].pid))
+    register(1, agreement._start_of(children[0].pid))
     children[0].kill(), children[0].wait()  # before this rank has seen it
-    register(2, start_of(children[1].pid))
+    register(2, agreement._start_of(children[1].pid))
     register(4, "1")  # a process of the clone of this host has the same number
     assert watch.ended() == [] and not watch.has_ended(2)
     children[1].kill(), children[3].kill()
@@ -219,10 +210,6 @@ def test_processes_that_have_ended():
     for child in children:
         child.wait()
     assert not watch.has_ended(3) and not watch.has_ended(4) and away.ended() == []
-
-
-def start_of(process):
-    return agreement._start_of(process)
 
 
 def test_a_file_that_is_not_the_segment_of_rank_0_is_not_touched(tmp_path):

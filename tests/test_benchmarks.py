@@ -12,17 +12,16 @@ ROOT = Path(__file__).resolve().parents[1]
 RAW_OPS = {"bn_stats", "bn_forward", "abn_forward_", "bn_reduce", "abn_reduce", "bn_backward", "abn_backward"}
 
 
-def bench(folder, *options, **environment):
-    command = [sys.executable, "benchmarks/bench_ops.py", "--quick", "--out", str(folder)]
-    return subprocess.run(
-        [*command, *options], cwd=ROOT, capture_output=True, text=True, timeout=100,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment,
-    )  # fmt: skip
+def bench(program, folder, *options, **environment):
+    """Runs a benchmark on small inputs."""
+    command = [sys.executable, f"benchmarks/{program}.py", "--quick", "--out", str(folder), *options]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
+    assert run.returncode == 0, run.stdout + run.stderr
 
 
 def test_bench_ops_measures_every_layer_and_op(tmp_path):
-    result = bench(tmp_path)
-    assert result.returncode == 0, result.stdout + result.stderr
+    bench("bench_ops", tmp_path)
     with (tmp_path / "ops_cpu.csv").open() as file:
         rows = list(csv.DictReader(file))
     for layer in ("torch", "InPlaceABN", "SyncBatchNorm"):
@@ -42,18 +41,12 @@ def test_bench_ops_measures_every_layer_and_op(tmp_path):
 
 
 def test_bench_ops_needs_no_git_and_takes_the_commit_it_is_told(tmp_path):
-    result = bench(tmp_path, PATH="/nowhere", FASTVIT_COMMIT="abc1234")
-    assert result.returncode == 0, result.stdout + result.stderr
+    bench("bench_ops", tmp_path, PATH="/nowhere", FASTVIT_COMMIT="abc1234")
     assert "commit abc1234" in (tmp_path / "ops_cpu.md").read_text()
 
 
 def test_bench_vit_ops_measures_both_contenders(tmp_path):
-    command = ["benchmarks/bench_vit_ops.py", "--quick", "--repeats", "1", "--out", str(tmp_path)]
-    result = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=100,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert result.returncode == 0, result.stdout + result.stderr
+    bench("bench_vit_ops", tmp_path, "--repeats", "1")
     with (tmp_path / "vit_ops_cpu.csv").open() as file:
         rows = list(csv.DictReader(file))
     pairs = list(zip(rows[::2], rows[1::2], strict=True))

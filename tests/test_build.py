@@ -20,14 +20,31 @@ def setup_globals(**environment):
         return runpy.run_path(str(ROOT / "setup.py"))
 
 
-def build(*python, **environment):
+def python(*arguments, cwd=ROOT, **environment):
+    command, environment = [sys.executable, *map(str, arguments)], os.environ | environment
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60)
+
+
+def build(*program, **environment):
     """`setup.py build_ext` as a process; it must fail before it compiles anything."""
-    run = subprocess.run(
-        [sys.executable, *(python or ["setup.py"]), "build_ext", "-t", "build/test", "-b", "build/test"],
-        cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    program = program or ["setup.py"]
+    run = python(*program, "build_ext", "-t", "build/test", "-b", "build/test", **environment)
     assert run.returncode != 0 and "ninja: Entering" not in run.stdout
     return run.stderr.strip().splitlines()[-1]
+
+
+def toolkit(folder, architectures="75 80 86 90 100 120", version="13000", nvcc=None):
+    """A folder that looks like a toolkit; its nvcc knows these architectures, or runs the commands `nvcc`."""
+    nvcc = nvcc or f"printf 'compute_%s\\n' {architectures}"
+    for name, text in {
+        "include/cuda_runtime.h": "",
+        "include/cuda_runtime_api.h": f"#define CUDART_VERSION  {version}\n",
+        "bin/nvcc": f"#!/bin/sh\n{nvcc}\n",
+    }.items():
+        (folder / name).parent.mkdir(exist_ok=True, parents=True)
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    return folder
 
 
 def test_no_compiler_is_one_sentence(tmp_path):
@@ -64,18 +81,15 @@ def test_cuda_choice(tmp_path):
 
 def test_toolkit_behind_a_wrapper_script(tmp_path):
     """nvcc on PATH may be a wrapper script: it prints the toolkit's folder."""
-    toolkit, path = tmp_path / "cuda", tmp_path / "bin"
-    for folder in (toolkit / "include", toolkit / "bin", path):
-        folder.mkdir(parents=True)
-    (toolkit / "include/cuda_runtime.h").touch()
-    (toolkit / "bin/nvcc").touch()
-    (path / "nvcc").write_text(f"#!/bin/sh\necho '#$ TOP={toolkit}/bin/..' >&2\n")
-    (path / "nvcc").chmod(0o755)
-    environment = {"FASTVIT_CUDA": "auto", "PATH": f"{path}:/bin:/usr/bin", "CUDA_HOME": "", "CUDA_PATH": ""}
+    real = toolkit(tmp_path / "cuda")
+    wrapper = toolkit(tmp_path / "other", nvcc=f"echo '#$ TOP={real}/bin/..' >&2") / "bin"
+    (tmp_path / "other/include/cuda_runtime.h").unlink()
+    environment = {"FASTVIT_CUDA": "auto", "CUDA_HOME": "", "CUDA_PATH": ""}
+    environment["PATH"] = f"{wrapper}:/bin:/usr/bin"
     with mock.patch.dict(os.environ, environment):
-        assert setup_globals(**environment)["find_cuda"]() == (toolkit, f"toolkit at {toolkit}")
-    with mock.patch.dict(os.environ, {**environment, "CUDA_HOME": str(toolkit), "PATH": "/nowhere"}):
-        assert setup_globals()["find_cuda"]()[0] == toolkit
+        assert setup_globals(**environment)["find_cuda"]() == (real, f"toolkit at {real}")
+    with mock.patch.dict(os.environ, {**environment, "CUDA_HOME": str(real), "PATH": "/nowhere"}):
+        assert setup_globals()["find_cuda"]()[0] == real
 
 
 @pytest.mark.skipif(Path("/usr/local/cuda").exists(), reason="this machine has a toolkit where all look")
@@ -89,9 +103,7 @@ def test_no_toolkit(tmp_path):
 
 
 def test_an_editable_install_builds_no_kernels_that_its_torch_cannot_load(tmp_path, monkeypatch):
-    for file in ("include/cuda_runtime.h", "bin/nvcc"):
-        (tmp_path / file).parent.mkdir()
-        (tmp_path / file).touch()
+    toolkit(tmp_path)
     find = setup_globals(FASTVIT_CUDA="auto", CUDA_HOME=str(tmp_path))["find_cuda"]
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     monkeypatch.setattr(torch.version, "cuda", None)
@@ -105,25 +117,8 @@ def test_a_script_beside_the_clone_imports_the_package(tmp_path):
     """And not the clone's folder, which has the package's name."""
     (tmp_path / "fastvit").symlink_to(ROOT)
     (tmp_path / "script.py").write_text("import fastvit; print(fastvit.InPlaceABN(4))\n")
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    result = subprocess.run(
-        [sys.executable, "script.py"],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    result = python("script.py", cwd=tmp_path, PYTHONPATH="")
     assert result.returncode == 0 and result.stdout.startswith("InPlaceABN(4"), result.stderr
-
-
-def toolkit(folder, architectures="75 80 86 90 100 120", version="13000"):
-    """A folder that looks like a toolkit whose nvcc knows these architectures."""
-    for name, text in {
-        "include/cuda_runtime.h": "",
-        "include/cuda_runtime_api.h": f"#define CUDART_VERSION  {version}\n",
-        "bin/nvcc": f"#!/bin/sh\nprintf 'compute_%s\\n' {architectures}\n",
-    }.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(text)
-        (folder / name).chmod(0o755)
-    return folder
 
 
 @pytest.mark.parametrize(
@@ -187,8 +182,7 @@ def test_a_compiler_with_flags(tmp_path):
 
 def test_debians_toolkit(tmp_path):
     """Its nvcc is a script in /usr/bin that prints another folder, and its headers are in /usr/include."""
-    usr = toolkit(tmp_path)
-    (usr / "bin/nvcc").write_text("#!/bin/sh\necho '#$ TOP=/usr/lib/nvidia-cuda-toolkit' >&2\n")
+    usr = toolkit(tmp_path, nvcc="echo '#$ TOP=/usr/lib/nvidia-cuda-toolkit' >&2")
     with mock.patch.dict(os.environ, {"PATH": f"{usr}/bin:/bin:/usr/bin", "CUDA_HOME": "", "CUDA_PATH": ""}):
         assert setup_globals(FASTVIT_CUDA="1")["find_cuda"]()[0] == usr
 
@@ -209,10 +203,10 @@ def test_a_package_without_kernels(monkeypatch, tmp_path):
         setup_globals(FASTVIT_KERNELS="1")
     with pytest.raises(SystemExit, match="FASTVIT_KERNELS is 'no'; 0 or 1 expected"):
         setup_globals(FASTVIT_KERNELS="no")
-    command = [sys.executable, "setup.py", "-q", "egg_info", "-e", tmp_path]
-    command += ["build", "-b", tmp_path / "build", "bdist_wheel", "-b", tmp_path / "b", "-d", tmp_path / "d"]
-    environment = os.environ | {"FASTVIT_KERNELS": "0"}
-    subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=60)
+    command = ["setup.py", "-q", "egg_info", "-e", tmp_path, "build", "-b", tmp_path / "build"]
+    command += ["bdist_wheel", "-b", tmp_path / "b", "-d", tmp_path / "d"]
+    run = python(*command, FASTVIT_KERNELS="0")
+    assert run.returncode == 0, run.stderr
     (wheel,) = (tmp_path / "d").iterdir()
     assert wheel.name.endswith("-py3-none-any.whl")
 
@@ -230,27 +224,16 @@ def test_instruction_sets():
 def test_the_library_says_whose_runtime_it_has(tmp_path):
     version = setup_globals()["version_of"]
     assert version(tmp_path) == "unknown"
-    (tmp_path / "include").mkdir()
-    (tmp_path / "include/cuda_runtime_api.h").write_text("#define CUDART_VERSION  12080\n")
-    assert version(tmp_path) == "12.8"
+    assert version(toolkit(tmp_path, version="12080")) == "12.8"
 
 
 def test_kernels_that_do_not_compile_are_an_error(tmp_path):
     """With a toolkit the CUDA kernels are built, and a failure is an error."""
-    for tool, code in {
-        "include/cuda_runtime.h": "",
-        "bin/nvcc": "#!/bin/sh\necho this is no GPU compiler >&2\nexit 1\n",
-        "bin/g++": '#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\n: > "$2"\n',
-    }.items():
-        (tmp_path / tool).parent.mkdir(exist_ok=True)
-        (tmp_path / tool).write_text(code)
-        (tmp_path / tool).chmod(0o755)
-    command = ["setup.py", "build_ext", "-t", str(tmp_path / "temp"), "-b", str(tmp_path / "lib")]
+    toolkit(tmp_path, nvcc="echo this is no GPU compiler >&2\nexit 1")
+    (tmp_path / "bin/g++").write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\n: > "$2"\n')
+    (tmp_path / "bin/g++").chmod(0o755)
     wish = {"FASTVIT_CUDA": "auto", "CUDA_HOME": str(tmp_path), "CXX": str(tmp_path / "bin/g++")}
-    run = subprocess.run(
-        [sys.executable, *command],
-        cwd=ROOT, env={**os.environ, **wish}, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    run = python("setup.py", "build_ext", "-t", tmp_path / "temp", "-b", tmp_path / "lib", **wish)
     assert run.returncode == 1 and "this is no GPU compiler" in run.stdout
     assert run.stderr.strip().splitlines()[-1] == (
         "fastvit: it did not compile; see the compiler's messages above. "

@@ -10,13 +10,14 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from cases import CORE_LAYOUTS, LAYOUTS, Case, channels_last, fresh
+from cases import LAYOUTS, Case, allocating_calls, channels_last, fresh
 from loopback import Loopback
 from tolerances import check
 from torch import nn
 
 import fastvit
 from fastvit import InPlaceABN, InPlaceABNSync, SyncBatchNorm, functional, ops, reference, sync
+from fastvit.memory import live_bytes, peak_bytes
 from fastvit.sync.protocol import Tag
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -74,9 +75,9 @@ def everything(results: list[torch.Tensor], model: nn.Module) -> list[torch.Tens
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("layout", [*CORE_LAYOUTS, *LARGE])
+@pytest.mark.parametrize("layout", LARGE)
 @pytest.mark.parametrize("kind", ["abn", "sbn"])
-def test_equals_the_cpu(kind, layout, dtype, monkeypatch):
+def test_large_inputs_equal_the_cpu(kind, layout, dtype, monkeypatch):
     for name, make in LARGE.items():
         monkeypatch.setitem(LAYOUTS, name, make)
     results = []
@@ -274,24 +275,9 @@ def test_one_kernel_each_way(kind, name):
 def test_no_op_allocates_more_than_its_outputs():
     """On top of the outputs: partial results of O(C) per block."""
     x = torch.randn(32, 64, 64, 64, device=DEVICE)
-    dy, z = torch.randn_like(x), torch.randn_like(x)
-    moments = ops.bn_stats(x)
-    _, saved = ops.bn_forward(x, moments)
-    (sums,) = ops.bn_reduce(x, dy, None, saved)
-    for name, activations, call in [
-        ("bn_stats", 0, lambda: ops.bn_stats(x)),
-        ("bn_forward", 1, lambda: ops.bn_forward(x, moments, z=z, activation="relu")),
-        ("abn_forward_", 0, lambda: ops.abn_forward_(x, moments)),
-        ("bn_reduce", 0, lambda: ops.bn_reduce(x, dy, z, saved, activation="relu")),
-        ("abn_reduce", 0, lambda: ops.abn_reduce(x, dy, saved)),
-        ("bn_backward", 2, lambda: ops.bn_backward(x, dy, z, saved, sums, activation="relu")),
-        ("abn_backward", 1, lambda: ops.abn_backward(x, dy, saved, sums)),
-    ]:
+    for name, activations, call in allocating_calls(x):
         torch.cuda.empty_cache()  # a cached block that is larger than an output counts as a whole
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        call()
-        extra = torch.cuda.max_memory_allocated() - before - activations * x.nbytes
+        extra = peak_bytes(call, DEVICE) - activations * x.nbytes
         assert extra <= 1 << 20, f"{name}: {extra} bytes beside its outputs"
 
 
@@ -301,13 +287,8 @@ def memory(norm, blocks: int = 16) -> tuple[int, int]:
     model = nn.Sequential(*sum(layers, [])).to(DEVICE)
     x = torch.randn(16, 32, 64, 64, device=DEVICE)
     model(x).sum().backward()  # workspaces, gradients
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    loss = model(x).sum()
-    kept = torch.cuda.memory_allocated() - before
-    loss.backward()
-    return kept, torch.cuda.max_memory_allocated() - before
+    kept, _ = live_bytes(lambda: model(x).sum(), DEVICE)
+    return kept, peak_bytes(lambda: model(x).sum().backward(), DEVICE)
 
 
 def test_a_stack_keeps_half_the_activations():

@@ -10,11 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-import torch.distributed as dist
+from loopback import agreements, describe
 
 from fastvit import _library
 from fastvit.sync import cuda_peer
-from fastvit.sync.agreement import Agreement, ProcessWatch, Unavailable
+from fastvit.sync.agreement import Unavailable
 from fastvit.sync.protocol import LEAST_PACKETS
 
 CPU = torch.device("cpu")
@@ -70,7 +70,7 @@ class Gpus:
 
 def connect(monkeypatch, gpus: Gpus, asked: bool = False) -> list:
     """The result or the error of `connect` on each rank."""
-    store = dist.HashStore()
+    made = agreements(gpus.world)
     monkeypatch.setattr(cuda_peer, "_ops", gpus)
     monkeypatch.setattr(cuda_peer, "load_kernels", lambda device: gpus.load())
     monkeypatch.setattr(cuda_peer.DeviceMemory, "share", lambda *arguments: gpus.share(*arguments))
@@ -78,12 +78,8 @@ def connect(monkeypatch, gpus: Gpus, asked: bool = False) -> list:
 
     def run(rank):
         gpus.thread.rank = rank
-        agreement = Agreement.__new__(Agreement)  # the store of a group, without the group
-        agreement.__dict__.update(rank=rank, world=gpus.world, timeout=20.0, _store=store, _asked=0)
-        agreement.watch = ProcessWatch(store, rank)
-        describe = lambda tag, direction: f"{direction}, step {tag.step}"  # noqa: E731
         try:
-            return cuda_peer.connect(agreement, LEAST_PACKETS, describe, CPU, asked)
+            return cuda_peer.connect(made[rank], LEAST_PACKETS, describe, CPU, asked)
         except Unavailable as reason:
             return str(reason)
 
@@ -126,10 +122,8 @@ def test_ranks_share_a_gpu_only_when_asked(monkeypatch):
 
 
 def test_too_many_ranks():
-    many = Agreement.__new__(Agreement)
-    many.__dict__.update(rank=0, world=65)
     with pytest.raises(Unavailable, match="65 ranks, more than 64"):
-        cuda_peer.connect(many, 8, None, CPU, False)
+        cuda_peer.connect(agreements(65)[0], 8, None, CPU, False)
 
 
 def test_where_there_are_no_kernels(monkeypatch):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from loopback import describe
+from loopback import describe, rows
 
 from fastvit import reference
 from fastvit.sync.protocol import HEADER_WORDS, Exchange, Fault, Kind, Tag
@@ -22,13 +22,6 @@ def messages(rank, numbers, tags, room=4):
         row[:HEADER_WORDS] = torch.tensor(header, dtype=torch.int32)
         row[HEADER_WORDS : HEADER_WORDS + words] = one.view(-1).view(torch.int32)
     return torch.cat([rows[:rank], rows[rank + 1 :]])
-
-
-def rows(world, n, sums, dtype=torch.float32):
-    numbers = torch.randn(world, n, dtype=dtype)
-    numbers[:, n // 2 - 1 : n - 2].abs_()  # M2
-    numbers[:, -2:] = torch.stack([torch.zeros(world), torch.arange(world) + 2.0], 1)
-    return list(numbers[:, None] if sums else numbers)
 
 
 def exchange(rank, world, tag=TAG):

@@ -13,10 +13,9 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import both_ways
 
 import fastvit
-
-both_ways = pytest.mark.parametrize("statistics", ["collective", "peer"])
 
 
 def layers(count, channels=6, **options):
@@ -68,9 +67,8 @@ def ends(chosen):
 def killed(rank, world, where):
     torch.manual_seed(rank)
     first, second = layers(2)
-    works([first, second])
-    x = leaf()
-    y = first(x)
+    works([first] if where == "agreeing" else [first, second])
+    y = first(leaf())
     if where == "backward":
         z = second(y)
         if rank == 1:
@@ -81,18 +79,22 @@ def killed(rank, world, where):
     if rank == 1:
         time.sleep(0.3)  # so that the others are waiting
         os.kill(os.getpid(), signal.SIGKILL)
-    return error_of(lambda: second(y), second)
+    return error_of(lambda: second(y), first, second)
 
 
 @both_ways
-@pytest.mark.parametrize("where", ["forward", "backward", "between"])
+@pytest.mark.parametrize("where", ["forward", "backward", "between", "agreeing"])
 def test_killed(ranks, where, statistics):
-    world = {"forward": 2, "backward": 3, "between": 4}[where]
+    world = {"forward": 2, "backward": 3, "between": 4, "agreeing": 3}[where]
     results = ranks.run(world, killed, where, statistics=statistics, group_timeout=15, breaks=True)
     assert results.pop(1) is None
+    place = {
+        "between": " in forward of layer ",
+        "agreeing": "first call of layer 1 (sync_batch_norm, 6 channels): rank 1 has ended (process",
+    }
     for message, seconds in results:
         assert seconds < 5, message  # well before the timeout
-        assert f" in {where.replace('between', 'forward')} of layer " in message
+        assert place.get(where, f" in {where} of layer ") in message
         assert statistics == "collective" or "rank 1 has ended" in message
 
 

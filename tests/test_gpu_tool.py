@@ -1,6 +1,5 @@
 """tools/gpu.py: a hang costs one step, and every step's result is written as it ends."""
 
-import subprocess
 import sys
 import tarfile
 import time
@@ -93,23 +92,6 @@ def test_without_a_gpu_it_ends_at_once(gpu, tmp_path, monkeypatch):
         pytest.skip("there is a GPU")
     status, files = call(gpu, monkeypatch, tmp_path)
     assert status == 1 and len(files["summary.txt"].splitlines()) == 1 and "facts.log" in files
-
-
-@pytest.mark.parametrize("step,number", [("memcheck", 32), ("racecheck", 24)])
-def test_the_sanitized_selection_exists(gpu, step, number):
-    """A renamed test must not leave the sanitizers with nothing to do."""
-    file, selection = gpu.SANITIZED[step]
-    command = gpu.pytest(file, "-k", selection, "--collect-only", "-q", "-q")
-    output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60).stdout
-    for layout in ("nchw_wide", "nhwc_c96", "one_sample", "cropped_nhwc"):
-        assert f"{layout}-dtype0-leaky_relu]" in output
-    assert sum("::" in line for line in output.splitlines()) == number
-
-
-def test_every_file_is_there(gpu):
-    names = " ".join(gpu.TESTS.values()).split() + [file for file, _ in gpu.SANITIZED.values()]
-    assert all((ROOT / f"tests/{name}.py").exists() for name in names)
-    assert all((ROOT / f"benchmarks/{name}.py").exists() for name in gpu.BENCHMARKS)
 
 
 def test_a_rehearsal_of_the_benchmarks(gpu, tmp_path, monkeypatch):

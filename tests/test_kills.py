@@ -7,10 +7,9 @@ Their store is another process: torch's FileStore never returns after a rank was
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
-
-import pytest
 
 SOON = 8.0  # seconds; the group's timeout is far longer
 
@@ -100,23 +99,9 @@ def _serve_store() -> int:
     return int(os.read(ours, 5))
 
 
-def run(seeds: range) -> list[str]:
-    import subprocess
-
-    command = [sys.executable, __file__, str(seeds.start), str(seeds.stop)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=60 + 15 * len(seeds))
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout.splitlines()
-
-
 def test_twenty_kills():
-    assert run(range(20)) == []
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_two_hundred_kills():
-    assert run(range(1000, 1200)) == []
+    ran = subprocess.run([sys.executable, __file__, "0", "20"], capture_output=True, text=True, timeout=360)
+    assert ran.returncode == 0 and ran.stdout == "", ran.stdout + ran.stderr
 
 
 if __name__ == "__main__":

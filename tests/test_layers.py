@@ -9,7 +9,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from cases import DTYPES, INVERTIBLE, LAYOUTS, PARAM, Case, restride
+from cases import CORE_LAYOUTS, DTYPES, INVERTIBLE, LAYOUTS, PARAM, Case, restride
 from packages import package
 from tolerances import check, error
 from torch import nn
@@ -19,6 +19,7 @@ from torch.nn import functional as F
 import fastvit
 from fastvit import InPlaceABN, InPlaceABNSync, SyncBatchNorm, functional
 
+LAYERS = [InPlaceABN, InPlaceABNSync, SyncBatchNorm, fastvit.BatchNormAct, fastvit.BatchNormActSync]
 TORCH_NORM = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
 
 
@@ -52,10 +53,8 @@ def make(kind, case, activation, **options):
         ours = InPlaceABN(case.channels, activation=activation, activation_param=PARAM, **common)
     else:
         ours = SyncBatchNorm(case.channels, fuse_relu=activation == "relu", **common)
-    theirs = TorchLayer(case.channels, case.x.dim(), activation, case.channel_dim, **options).to(
-        case.x.device
-    )
-    theirs = theirs.double()
+    theirs = TorchLayer(case.channels, case.x.dim(), activation, case.channel_dim, **options)
+    theirs = theirs.to(case.x.device).double()
     if ours.affine:
         with torch.no_grad():
             for layer in (ours, theirs.norm):
@@ -85,9 +84,12 @@ def compare(kind, ours, theirs, case, *z):
     assert got[0].dtype == got[1].dtype == case.x.dtype
 
 
-@pytest.mark.parametrize("mode", ["train", "eval", "no_stats"])
+@pytest.mark.parametrize(
+    "layout,mode",
+    [(layout, "train") for layout in LAYOUTS]
+    + [(layout, mode) for layout in CORE_LAYOUTS for mode in ("eval", "no_stats")],
+)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     "kind,activation", [("abn", a) for a in INVERTIBLE] + [("sbn", "identity"), ("sbn", "relu")]
 )
@@ -99,7 +101,7 @@ def test_like_torch(kind, activation, layout, dtype, mode, device):
             layer.running_mean.copy_(case.running_mean)
             layer.running_var.copy_(case.running_var)
         ours.eval(), theirs.eval()
-    residual = [case.z] if kind == "sbn" and activation == "relu" else []
+    residual = [case.z] if activation == "relu" and dtype != torch.float16 else []
     compare(kind, ours, theirs, case, *residual)
     if mode == "train":
         assert ours.num_batches_tracked == 1
@@ -142,39 +144,18 @@ def test_frozen_parameters(kind, device):
 
 
 @pytest.mark.parametrize("activation", INVERTIBLE)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", CORE_LAYOUTS)
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 def test_gradcheck_in_place(layout, activation, training, device):
     case = Case(layout, torch.float64, device)
 
     def call(x, weight, bias):
-        return functional.inplace_abn(
-            restride(x, case.x), weight, bias, case.running_mean.clone(), case.running_var.clone(), training,
-            activation=activation, activation_param=PARAM, channel_last=case.channel_dim != 1,
-        )  # fmt: skip
+        running = case.running_mean.clone(), case.running_var.clone()
+        options = {"activation": activation, "activation_param": PARAM}
+        options["channel_last"] = case.channel_dim != 1
+        return functional.inplace_abn(restride(x, case.x), weight, bias, *running, training, **options)
 
     inputs = [t.detach().clone().requires_grad_() for t in (case.x, case.weight, case.bias)]
-    assert torch.autograd.gradcheck(call, inputs, fast_mode=True)
-
-
-@pytest.mark.parametrize("residual", [False, True], ids=["", "residual"])
-@pytest.mark.parametrize("fuse_relu", [False, True], ids=["", "relu"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-def test_gradcheck_sync(layout, fuse_relu, residual, training, device):
-    case = Case(layout, torch.float64, device)
-    x, z = case.x.detach().clone(), case.z.detach().clone()
-
-    def call(x, weight, bias, z=None):
-        return functional.sync_batch_norm(
-            restride(x, case.x), weight, bias, case.running_mean.clone(), case.running_var.clone(),
-            None if z is None else restride(z, case.z), training,
-            fuse_relu=fuse_relu, channel_last=case.channel_dim != 1,
-        )  # fmt: skip
-
-    inputs = [
-        t.detach().clone().requires_grad_() for t in (x, case.weight, case.bias, *([z] if residual else []))
-    ]
     assert torch.autograd.gradcheck(call, inputs, fast_mode=True)
 
 
@@ -227,12 +208,9 @@ def test_autocast(device):
         assert layer(conv(case.x), residual).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(
-    "make_layer",
-    [lambda: InPlaceABN(5, activation="elu"), lambda: InPlaceABNSync(5), lambda: SyncBatchNorm(5)],
-)
-def test_copies(make_layer, tmp_path):
-    layer = make_layer()
+@pytest.mark.parametrize("make_layer", LAYERS)
+def test_copies(make_layer):
+    layer = make_layer(5)
     layer(torch.randn(4, 5, 3))
     buffer = io.BytesIO()
     torch.save(layer, buffer)
@@ -245,13 +223,14 @@ def test_copies(make_layer, tmp_path):
         torch.load(buffer, weights_only=False).eval(),
     ):
         assert repr(copied) == repr(layer) and torch.equal(copied(x.clone()), want)
+        assert copied.state_dict()._metadata[""]["version"] == 2
     parameters = {name: value * 2 for name, value in layer.state_dict().items() if value.is_floating_point()}
     got = torch.func.functional_call(layer, parameters, (x.clone(),))
     layer.load_state_dict({**layer.state_dict(), **parameters})
     assert torch.equal(got, layer(x.clone()))
 
 
-@pytest.mark.parametrize("ours", [InPlaceABN, InPlaceABNSync, SyncBatchNorm])
+@pytest.mark.parametrize("ours", LAYERS)
 def test_state_dict_moves_both_ways(ours):
     theirs, layer = nn.BatchNorm2d(6), ours(6)
     nn.init.normal_(theirs.weight)
@@ -264,14 +243,6 @@ def test_state_dict_moves_both_ways(ours):
     old = {k: v for k, v in theirs.state_dict().items() if k != "num_batches_tracked"}
     old["_metadata"] = None
     layer.load_state_dict({k: v for k, v in old.items() if v is not None})  # version 1 had no counter
-
-
-def test_pretrained_weights_mean_the_same_negative_ones_too():
-    case = Case("nchw", torch.float32)
-    assert (case.weight < 0).any()
-    ours, theirs = make("abn", case, "leaky_relu")
-    theirs.eval(), ours.eval()
-    check("abn_forward_", ours(case.x.clone()), theirs(case.x.double()))
 
 
 def test_abs_weight_is_mapillarys_gamma():
@@ -380,6 +351,10 @@ def test_accessors():
         ),
         (lambda: InPlaceABN(3, activation_param=0.0), "slope 0 is relu"),
         (lambda: InPlaceABN(3, activation_param=-0.1), "activation_param is -0.1; leaky_relu in place"),
+        (
+            lambda: functional.inplace_abn(torch.ones(4, 3), *[None] * 4, activation_param=-0.0),
+            "activation_param is -0.0",
+        ),
         (lambda: InPlaceABN(3, activation_param=float("nan")), "activation_param is nan"),
         (lambda: InPlaceABN(3, activation_param=float("inf")), "a finite float32, as must its reciprocal"),
         (lambda: InPlaceABN(3, activation_param=1e-39), "activation_param is 1e-39"),
@@ -463,9 +438,6 @@ def test_meta_and_mixed_devices():
             ValueError, match="the input is on cpu and (weight|running_mean) on meta; one expected"
         ):
             layer(torch.randn(2, 3))
-
-
-LAYERS = [InPlaceABN, InPlaceABNSync, SyncBatchNorm, fastvit.BatchNormAct, fastvit.BatchNormActSync]
 
 
 @pytest.mark.parametrize("make_layer", LAYERS)

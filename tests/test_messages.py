@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import TARGET
-from loopback import describe
+from loopback import describe, rows
 
 from fastvit import reference
 from fastvit.sync.agreement import Agreement
@@ -29,13 +29,6 @@ def travel(numbers, exchanges):
     """Each rank's messages after an all_gather of moments, or an all_reduce of sums."""
     packed = [ops.message_pack(row, e.tensor) for row, e in zip(numbers, exchanges, strict=True)]
     return torch.cat(packed) if numbers[0].dim() == 1 else torch.stack(packed).sum(0)
-
-
-def rows(world, n, sums, dtype=torch.float32, device="cpu"):
-    numbers = torch.randn(world, n, dtype=dtype)
-    numbers[:, n // 2 - 1 : n - 2].abs_()  # M2
-    numbers[:, -2:] = torch.stack([torch.zeros(world), torch.arange(world) + 2.0], 1)
-    return list((numbers[:, None] if sums else numbers).to(device))
 
 
 @pytest.mark.parametrize("sums", [False, True])

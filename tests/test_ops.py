@@ -4,6 +4,7 @@ import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from cases import (
     LAYOUTS,
     PARAM,
     Case,
+    allocating_calls,
     check_threads,
     fresh,
     generator,
@@ -408,11 +410,11 @@ def test_rounding_to_storage_is_to_nearest_even(dtype, device):
 def test_kernels_of_other_instruction_sets(capability):
     """They are chosen on machines without AVX-512. The tests run in a process that is told to take them."""
     tests = ("test_bn_stats", "test_abn_ops", "test_rounding_to_storage_is_to_nearest_even")
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"]
-        + [f"{__file__}::{name}" for name in tests],
-        env=os.environ | {"ATEN_CPU_CAPABILITY": capability}, capture_output=True, text=True,
-    )  # fmt: skip
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"]
+    command += [f"{Path(__file__).with_name('test_info.py')}::test_facts"]
+    command += [f"{__file__}::{name}" for name in tests]
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": capability}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
     if "this build has no CPU kernels for" in run.stdout:
         pytest.skip("built for this machine's instruction set alone; FASTVIT_CPU=all builds all")
     assert run.returncode == 0, run.stdout[-3000:]
@@ -421,21 +423,7 @@ def test_kernels_of_other_instruction_sets(capability):
 def test_no_op_allocates_more_than_its_outputs():
     """The profiler counts the outputs and O(C) bytes."""
     x = torch.randn(16, 8, 64, 64)
-    dy, z = torch.randn_like(x), torch.randn_like(x)
-    moments = ops.bn_stats(x)
-    _, saved = ops.bn_forward(x, moments)
-    (sums,) = ops.bn_reduce(x, dy, None, saved)
-    tensors = {
-        "bn_stats": (0, lambda: ops.bn_stats(x)),
-        "bn_forward": (1, lambda: ops.bn_forward(x, moments, z=z, activation="relu")),
-        "bn_apply": (1, lambda: ops.bn_apply(x, saved, z=z, activation="gelu")),
-        "abn_forward_": (0, lambda: ops.abn_forward_(x, moments)),
-        "bn_reduce": (0, lambda: ops.bn_reduce(x, dy, z, saved, activation="relu")),
-        "abn_reduce": (0, lambda: ops.abn_reduce(x, dy, saved)),
-        "bn_backward": (2, lambda: ops.bn_backward(x, dy, z, saved, sums, activation="relu")),
-        "abn_backward": (1, lambda: ops.abn_backward(x, dy, saved, sums)),
-    }
-    for name, (activations, call) in tensors.items():
+    for name, activations, call in allocating_calls(x):
         with torch.profiler.profile(profile_memory=True) as profile:
             kept = call()
         allocated = sum(max(e.self_cpu_memory_usage, 0) for e in profile.key_averages())
@@ -500,86 +488,52 @@ def bad_calls():
     moments = ops.bn_stats(x)
     _, saved = ops.bn_forward(x, moments)
     w = torch.ones(3)
-    return {
-        "x dtype": (lambda: ops.bn_stats(x.long()), "bn_stats: x has dtype Long; float16"),
-        "x rank": (lambda: ops.bn_stats(x[0, 0]), r"bn_stats: x has shape \(5\); 2 to 5"),
-        "x rank 6": (lambda: ops.bn_stats(x[None, None, None]), "bn_stats: x has shape .*; 2 to 5"),
-        "channel_dim": (lambda: ops.bn_stats(x, 3), r"bn_stats: channel_dim is 3; 0 to 2 expected"),
-        "weight size": (
-            lambda: ops.bn_forward(x, moments, w[:2]),
-            r"bn_forward: weight has shape \(2\); \(3,\)",
-        ),
-        "weight dtype": (lambda: ops.bn_forward(x, moments, w.int()), "bn_forward: weight has dtype Int"),
-        "bias strides": (lambda: ops.bn_forward(x, moments, w, torch.ones(6)[::2]), "bias is not contiguous"),
-        "moments shape": (
-            lambda: ops.bn_forward(x, moments[:5]),
-            r"moments has shape \(5\); \(8,\) expected",
-        ),
-        "moments dtype": (
-            lambda: ops.bn_forward(x, moments.double()),
-            "moments has dtype Double; Float expected",
-        ),
-        "no statistics": (
-            lambda: ops.bn_forward(x, training=False),
-            "running_mean is None; without training",
-        ),
-        "moments in evaluation": (
+    return [
+        (lambda: ops.bn_stats(x.long()), "bn_stats: x has dtype Long; float16"),
+        (lambda: ops.bn_stats(x[0, 0]), r"bn_stats: x has shape \(5\); 2 to 5"),
+        (lambda: ops.bn_stats(x[None, None, None]), "bn_stats: x has shape .*; 2 to 5"),
+        (lambda: ops.bn_stats(x, 3), r"bn_stats: channel_dim is 3; 0 to 2 expected"),
+        (lambda: ops.bn_forward(x, moments, w[:2]), r"bn_forward: weight has shape \(2\); \(3,\)"),
+        (lambda: ops.bn_forward(x, moments, w.int()), "bn_forward: weight has dtype Int"),
+        (lambda: ops.bn_forward(x, moments, w, torch.ones(6)[::2]), "bias is not contiguous"),
+        (lambda: ops.bn_forward(x, moments[:5]), r"moments has shape \(5\); \(8,\) expected"),
+        (lambda: ops.bn_forward(x, moments.double()), "moments has dtype Double; Float expected"),
+        (lambda: ops.bn_forward(x, training=False), "running_mean is None; without training"),
+        (
             lambda: ops.bn_forward(x, moments, running_mean=w, running_var=w, training=False),
             "bn_forward: moments are given; None expected without training",
         ),
-        "sums in evaluation": (
+        (
             lambda: ops.abn_backward(x, x, saved, saved[:6].clone(), training=False),
             "abn_backward: sums are given; None expected without training",
         ),
-        "half the buffers": (lambda: ops.bn_forward(x, moments, running_mean=w), "must be given together"),
-        "cumulative": (
+        (lambda: ops.bn_forward(x, moments, running_mean=w), "must be given together"),
+        (
             lambda: ops.bn_forward(x, moments, running_mean=w.clone(), running_var=w.clone(), momentum=None),
             "momentum is None .* needs num_batches_tracked",
         ),
-        "tracked dtype": (
+        (
             lambda: ops.bn_forward(x, moments, num_batches_tracked=torch.tensor(1.0)),
             r"num_batches_tracked is Float \(\); one int64 number",
         ),
-        "z shape": (
-            lambda: ops.bn_forward(x, moments, z=x[:2]),
-            r"z has shape \(2, 3, 5\); \(4, 3, 5\) expected",
-        ),
-        "z dtype": (lambda: ops.bn_forward(x, moments, z=x.double()), "z has dtype Double; Float expected"),
-        "activation": (
+        (lambda: ops.bn_forward(x, moments, z=x[:2]), r"z has shape \(2, 3, 5\); \(4, 3, 5\) expected"),
+        (lambda: ops.bn_forward(x, moments, z=x.double()), "z has dtype Double; Float expected"),
+        (
             lambda: ops.bn_forward(x, moments, activation="tanh"),
             "activation is 'tanh'; one of identity, relu",
         ),
-        "relu in place": (
-            lambda: ops.abn_forward_(x, moments, activation="relu"),
-            "relu, which cannot be inverted",
-        ),
-        "slope 0": (
-            lambda: ops.abn_forward_(x, moments, activation_param=0.0),
-            "activation_param is 0; > 0 expected",
-        ),
-        "expanded": (
-            lambda: ops.abn_forward_(torch.zeros(1, 3, 5).expand(4, 3, 5), moments),
-            "x is expanded",
-        ),
-        "saved of another": (
-            lambda: ops.bn_apply(x, moments[1:]),
-            r"bn_apply: saved has shape \(7\); \(8,\) expected",
-        ),
-        "dy shape": (lambda: ops.bn_reduce(x, x[:3], None, saved), r"bn_reduce: dy has shape \(3, 3, 5\)"),
-        "saved shape": (
-            lambda: ops.abn_reduce(x, x, saved[1:]),
-            r"abn_reduce: saved has shape \(7\); \(8,\)",
-        ),
-        "sums shape": (
-            lambda: ops.abn_backward(x, x, saved, saved),
-            r"abn_backward: sums has shape \(8\); \(6,\)",
-        ),
-    }
+        (lambda: ops.abn_forward_(x, moments, activation="relu"), "relu, which cannot be inverted"),
+        (lambda: ops.abn_forward_(x, moments, activation_param=0.0), "activation_param is 0; > 0 expected"),
+        (lambda: ops.abn_forward_(torch.zeros(1, 3, 5).expand(4, 3, 5), moments), "x is expanded"),
+        (lambda: ops.bn_apply(x, moments[1:]), r"bn_apply: saved has shape \(7\); \(8,\) expected"),
+        (lambda: ops.bn_reduce(x, x[:3], None, saved), r"bn_reduce: dy has shape \(3, 3, 5\)"),
+        (lambda: ops.abn_reduce(x, x, saved[1:]), r"abn_reduce: saved has shape \(7\); \(8,\)"),
+        (lambda: ops.abn_backward(x, x, saved, saved), r"abn_backward: sums has shape \(8\); \(6,\)"),
+    ]
 
 
-@pytest.mark.parametrize("name", bad_calls())
-def test_bad_input_is_named(name):
-    call, message = bad_calls()[name]
+@pytest.mark.parametrize("call,message", bad_calls())
+def test_bad_input_is_named(call, message):
     with pytest.raises(RuntimeError, match=message):
         call()
 

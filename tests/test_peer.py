@@ -1,24 +1,20 @@
 """The ops of the peer protocol (csrc/sync/cpu_peer.cpp), with all ranks of a group in one process."""
 
 import random
-import re
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
 from loopback import INBOX
 
 from fastvit import ops, reference
-from fastvit.sync import protocol
 from fastvit.sync.cpu_peer import cpu_arena_bytes
-from fastvit.sync.protocol import Arena, Exchange, Fault, Tag
+from fastvit.sync.protocol import MOST_RANKS, Arena, Exchange, Fault, Tag
 
 raw = torch.ops.fastvit
 CAPACITY = 34  # packets
 GUARD = 64  # bytes behind an arena
-CSRC = Path(__file__).resolve().parents[1] / "csrc/sync"
 
 
 class Ranks:
@@ -80,15 +76,7 @@ def test_numbers_are_merged(channels, sums, dtype):
         for rank in range(3):
             assert rank == 2 or ranks.wait(rank) == Fault.DONE
             ranks.check(rank, step, **options)
-
-
-def test_ranks_get_the_same_bits():
-    ranks = Ranks(5)
-    for rank in range(5):
-        ranks.begin(rank, 1)
-    for rank in range(4):
-        assert ranks.wait(rank) == Fault.DONE
-    assert all(torch.equal(result, ranks.results[0]) for result in ranks.results)
+            assert torch.equal(ranks.results[rank][sums:], ranks.results[0][sums:])
 
 
 def test_a_rank_without_values():
@@ -118,16 +106,6 @@ def test_interleaved_at_random(world, seed):
             waits[rank] = True
         assert max(step) - min(step) <= 1
     assert {words.epoch for words in ranks.words} == {22}
-
-
-def test_epochs_keep_alternating_when_they_wrap():
-    ranks = Ranks(2, epoch=2**32 - 2)
-    seen = []
-    for step in range(3):
-        assert ranks.begin(0, step) == Fault.PENDING
-        assert ranks.begin(1, step) == Fault.DONE == ranks.wait(0)
-        seen.append(ranks.words[0].epoch)
-    assert seen == [2**32 - 1, 2, 3]
 
 
 def test_a_late_peer_and_then_its_message():
@@ -274,40 +252,9 @@ def test_bad_arguments():
         ops.bn_stats(torch.randn(3, 4), exchange=torch.tensor([2, 2, CAPACITY] + [0] * 7))
     with pytest.raises(RuntimeError, match="exchange has 2 ranks and no peer memory"):
         raw.peer_give_up(Exchange(0, 2).tensor + torch.tensor([0, 0, 1, 0, 0, 0, 0, 0]))
-
-
-def fields(source, name):
-    """The fields of a C++ struct in order: (type, name)."""
-    body = re.search(rf"struct (?:alignas\(\d+\) )?{name} \{{(.*?)\n\}};", source, re.S)[1]
-    body = re.sub(r"//.*", "", body)
-    declared = re.findall(r"^\s*(\w+) ([\w, ]+)(\[\w+\])?;", body, re.M)
-    return [(kind, one.strip()) for kind, names, array in declared if not array for one in names.split(",")]
-
-
-@pytest.mark.parametrize(
-    "name,structure",
-    [
-        ("Handle", protocol.Handle),
-        ("FaultReport", protocol.FaultReport),
-        ("Arena", protocol.Arena),
-        ("Tag", protocol._Words),
-    ],
-)
-def test_python_and_cpp_name_the_same_fields(name, structure):
-    source = (CSRC / ("handle.h" if name == "Handle" else "protocol.h")).read_text()
-    types = {"c_uint": "uint32_t", "c_long": "int64_t", "c_ulong": "uint64_t", "_Words": "Tag"}
-    assert fields(source, name) == [(types[kind.__name__], field) for field, kind in structure._fields_]
-
-
-def test_python_and_cpp_count_alike():
-    source = (CSRC / "protocol.h").read_text()
-    faults = re.findall(r"^  k(\w+) = (\d)", source.split("enum Fault")[1].split("}")[0], re.M)
-    assert [(name.upper().replace("GAVEUP", "GAVE_UP"), int(n)) for name, n in faults] == [
-        (fault.name, fault.value) for fault in Fault
-    ]
-    kinds = re.findall(r"^  k(\w+) = (\d)", source.split("enum Kind")[1].split("}")[0], re.M)
-    assert [(name.upper(), int(n)) for name, n in kinds] == [(k.name, k.value) for k in protocol.Kind]
-    assert f"kMostRanks = {protocol.MOST_RANKS};" in source
+    assert Ranks(MOST_RANKS).begin(0, 0) == Fault.PENDING
+    with pytest.raises(RuntimeError, match=f"has {MOST_RANKS + 1} ranks .*; at most {MOST_RANKS} ranks"):
+        Ranks(MOST_RANKS + 1).begin(0, 0)
 
 
 def test_sizes_that_overflow_are_refused():

@@ -6,11 +6,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
-from test_faults import both_ways, error_of, layers, leaf, works
+from test_faults import error_of, leaf
 
 import fastvit
 from fastvit import _library, sync
@@ -40,32 +39,11 @@ def test_shared_memory_that_cannot_be_written_or_is_small(options, said, tmp_pat
     mount = ["unshare", "--mount", "sh", "-c", command, "-"]
     if not shutil.which("unshare") or subprocess.run([*mount, "true"], capture_output=True).returncode:
         pytest.skip("this user may not mount another /dev/shm")
-    ran = subprocess.run(
-        [*mount, sys.executable, "-c", ONE_STEP, str(tmp_path / "store")],
-        capture_output=True, text=True, timeout=60, env=os.environ | {"FASTVIT_STATISTICS": "auto"},
-    )  # fmt: skip
+    program = [*mount, sys.executable, "-c", ONE_STEP, str(tmp_path / "store")]
+    environment = os.environ | {"FASTVIT_STATISTICS": "auto"}
+    ran = subprocess.run(program, capture_output=True, text=True, timeout=60, env=environment)
     assert ran.returncode == 0, ran.stderr
     assert [said in line for line in ran.stdout.splitlines()] == [True, True], ran.stdout
-
-
-def killed_while_agreeing(rank, world):
-    (layer, *_) = chosen = layers(2)
-    works([layer])
-    if rank == 1:
-        time.sleep(0.3)  # so that the others are waiting
-        os.kill(os.getpid(), signal.SIGKILL)
-    return error_of(lambda: chosen[1](leaf()), *chosen)
-
-
-@both_ways
-def test_killed_while_the_ranks_agree_on_a_layer(ranks, statistics):
-    first, none, third = ranks.run(
-        3, killed_while_agreeing, statistics=statistics, group_timeout=30, breaks=True
-    )
-    assert none is None
-    for message, seconds in (first, third):
-        assert "first call of layer 1 (sync_batch_norm, 6 channels): rank 1 has ended (process" in message
-        assert seconds < 5  # well before the timeout
 
 
 def killed_with_the_segment(rank, world, folder, when):
@@ -90,18 +68,19 @@ def test_killed_with_the_segment_leaves_nothing_behind(ranks, when):
     assert results[dead] is None and f"rank {dead} has ended" in message and seconds < 5
 
 
+BOTH = "CPU SharedMemory on one host, CUDA CudaIpc on one host with peer access"
+
+
 @pytest.mark.parametrize(
     "wish,cuda,memory,said",
     [
-        (None, True, True, "auto: CPU SharedMemory on one host, CUDA CudaIpc on one host with peer access, "
-         "otherwise Collective"),
+        (None, True, True, f"auto: {BOTH}, otherwise Collective"),
         ("auto", False, True, "auto: CPU SharedMemory on one host, CUDA Collective, otherwise Collective"),
         ("auto", False, False, "auto: CPU Collective, CUDA Collective, otherwise Collective"),
         ("collective", True, True, "collective: CPU Collective, CUDA Collective, otherwise Collective"),
-        ("peer", True, True, "peer: CPU SharedMemory on one host, CUDA CudaIpc on one host with peer access, "
-         "otherwise an error"),
+        ("peer", True, True, f"peer: {BOTH}, otherwise an error"),
     ],
-)  # fmt: skip
+)
 def test_what_a_group_would_take(monkeypatch, wish, cuda, memory, said):
     monkeypatch.delenv("FASTVIT_STATISTICS", raising=False)
     if wish:

@@ -22,7 +22,7 @@ from stack_models import (
     trained,
     vit,
     without_convert,
-)  # fmt: skip
+)
 from torch import nn
 from torch.nn import functional as F
 

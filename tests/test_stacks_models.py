@@ -14,8 +14,11 @@ import fastvit
 pytestmark = [pytest.mark.models, pytest.mark.timeout(300)]
 
 
-def compare(row, make, run, measure, convert=fastvit.convert):
-    """`run(model)` gives the losses of a plain and of a converted model, which keeps what the row says."""
+def compare(row, make, loss_of, *inputs, lr=1e-2, convert=fastvit.convert, part=None, **named):
+    """Steps with `loss_of(model, images)` by a plain and by a converted model, which keeps what the row says.
+
+    The bytes are those of a forward with `inputs`, of the model or of a part of it by name.
+    """
     torch.manual_seed(0)
     plain = make()
     converted = copy.deepcopy(plain)
@@ -23,18 +26,19 @@ def compare(row, make, run, measure, convert=fastvit.convert):
     results = []
     for model in (plain, converted):
         torch.manual_seed(1)
-        results.append((run(model), model))
+        results.append((steps(model, loss_of, lr), model))
     same(*results)
-    torch.manual_seed(2)
-    before = measure(plain)
-    torch.manual_seed(2)
-    table(row, before, measure(converted))
+    sizes = []
+    for model in (plain, converted):
+        torch.manual_seed(2)
+        sizes.append(kept(model[part] if part else model, *inputs, **named))
+    table(row, *sizes)
 
 
-def steps(model, loss_of, lr=1e-2):
+def steps(model, loss_of, lr):
     optimizer, losses = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr), []
     for images, _ in batches(8):
-        loss = loss_of(images)
+        loss = loss_of(model, images)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -62,24 +66,19 @@ def test_gan_with_r1():
         model["discriminator"](IMAGES)
         return model
 
-    def run(model):
-        def loss_of(images):
-            fake = model["generator"](torch.randn(len(images), 8)).view_as(images)
-            real = images.clone().requires_grad_()
-            scores = model["discriminator"](real)
-            slope = torch.autograd.grad(scores.sum(), real, create_graph=True)[0]
-            loss = F.softplus(-scores).mean() + F.softplus(model["discriminator"](fake)).mean()
-            return loss + 5.0 * slope.square().sum((1, 2, 3)).mean()
+    def loss_of(model, images):
+        fake = model["generator"](torch.randn(len(images), 8)).view_as(images)
+        real = images.clone().requires_grad_()
+        scores = model["discriminator"](real)
+        slope = torch.autograd.grad(scores.sum(), real, create_graph=True)[0]
+        loss = F.softplus(-scores).mean() + F.softplus(model["discriminator"](fake)).mean()
+        return loss + 5.0 * slope.square().sum((1, 2, 3)).mean()
 
-        return steps(model, loss_of)
+    def convert(model):
+        return [fastvit.convert(network) for network in model.values()]
 
-    compare(
-        "GAN with R1, the discriminator",
-        make,
-        run,
-        lambda model: kept(model["discriminator"], IMAGES),
-        lambda model: [fastvit.convert(network) for network in model.values()],
-    )
+    row = "GAN with R1, the discriminator"
+    compare(row, make, loss_of, IMAGES, convert=convert, part="discriminator")
 
 
 class Byol(nn.Module):
@@ -103,14 +102,11 @@ class Byol(nn.Module):
 def test_byol():
     package("timm")
 
-    def run(model):
-        def loss_of(images):
-            model.follow()
-            return model(images)
+    def loss_of(model, images):
+        model.follow()
+        return model(images)
 
-        return steps(model, loss_of)
-
-    compare("BYOL", Byol, run, lambda model: kept(model, IMAGES))
+    compare("BYOL", Byol, loss_of, IMAGES)
 
 
 def test_dino_with_two_sizes():
@@ -120,18 +116,16 @@ def test_dino_with_two_sizes():
     def make():
         return timm.create_model("vit_tiny_patch16_224", num_classes=8, dynamic_img_size=True, **sizes)
 
-    def run(model):
-        teacher = copy.deepcopy(model)
+    teachers = {}
 
-        def loss_of(images):
-            with torch.no_grad():
-                want = teacher(images).softmax(-1)
-            views = [model(images), model(images[..., :16, :16])]
-            return -sum((want * view.log_softmax(-1)).sum(-1).mean() for view in views)
+    def loss_of(model, images):
+        with torch.no_grad():
+            teacher = teachers.get(model) or teachers.setdefault(model, copy.deepcopy(model))
+            want = teacher(images).softmax(-1)
+        views = [model(images), model(images[..., :16, :16])]
+        return -sum((want * view.log_softmax(-1)).sum(-1).mean() for view in views)
 
-        return steps(model, loss_of)
-
-    compare("DINO, images of two sizes", make, run, lambda model: kept(model, IMAGES))
+    compare("DINO, images of two sizes", make, loss_of, IMAGES)
 
 
 def test_mae():
@@ -142,15 +136,15 @@ def test_mae():
     compare(
         "transformers, MAE",
         lambda: transformers.ViTMAEForPreTraining(config),
-        lambda model: steps(model, lambda images: model(images).loss),
-        lambda model: kept(model, IMAGES),
+        lambda model, images: model(images).loss,
+        IMAGES,
     )
 
 
 def test_diffusers_dit():
     diffusers = package("diffusers")
     package("diffusers.models")
-    times, classes = torch.arange(8) * 10, torch.arange(8) % 4
+    conditions = {"timestep": torch.arange(8) * 10, "class_labels": torch.arange(8) % 4}
 
     def make():
         return diffusers.DiTTransformer2DModel(
@@ -158,15 +152,10 @@ def test_diffusers_dit():
             patch_size=4, num_embeds_ada_norm=4, out_channels=3, norm_num_groups=1,
         )  # fmt: skip
 
-    def call(model, images):
-        return model(images, timestep=times, class_labels=classes).sample
+    def loss_of(model, images):
+        return F.mse_loss(model(images, **conditions).sample, images)
 
-    compare(
-        "diffusers, DiT",
-        make,
-        lambda model: steps(model, lambda images: F.mse_loss(call(model, images), images)),
-        lambda model: kept(model, IMAGES[:8], timestep=times, class_labels=classes),
-    )
+    compare("diffusers, DiT", make, loss_of, IMAGES[:8], **conditions)
 
 
 def test_diffusers_unet():
@@ -180,12 +169,10 @@ def test_diffusers_unet():
             up_block_types=("AttnUpBlock2D", "UpBlock2D"),
         )  # fmt: skip
 
-    compare(
-        "diffusers, UNet2D",
-        make,
-        lambda model: steps(model, lambda images: F.mse_loss(model(images, times).sample, images)),
-        lambda model: kept(model, IMAGES[:8], times),
-    )
+    def loss_of(model, images):
+        return F.mse_loss(model(images, times).sample, images)
+
+    compare("diffusers, UNet2D", make, loss_of, IMAGES[:8], times)
 
 
 def test_detector_with_a_frozen_backbone():
@@ -203,12 +190,8 @@ def test_detector_with_a_frozen_backbone():
     def loss_of(model, images):
         return sum(model(list(images), targets).values())
 
-    compare(
-        "torchvision, RetinaNet with a frozen backbone",
-        make,
-        lambda model: steps(model, lambda images: loss_of(model, images), 1e-4),
-        lambda model: kept(model, list(IMAGES[:8]), targets),
-    )
+    row = "torchvision, RetinaNet with a frozen backbone"
+    compare(row, make, loss_of, list(IMAGES[:8]), targets, lr=1e-4)
 
 
 def test_monai_swin_unetr():
@@ -219,12 +202,7 @@ def test_monai_swin_unetr():
     def make():
         return monai.networks.nets.SwinUNETR(in_channels=1, out_channels=2, feature_size=12)
 
-    compare(
-        "monai, SwinUNETR",
-        make,
-        lambda model: steps(model, lambda _: model(volume).square().mean()),
-        lambda model: kept(model, volume),
-    )
+    compare("monai, SwinUNETR", make, lambda model, _: model(volume).square().mean(), volume)
 
 
 def test_ultralytics(tmp_path, monkeypatch):
@@ -243,12 +221,7 @@ def test_ultralytics(tmp_path, monkeypatch):
     def loss_of(model, images):
         return model.loss({"img": images, **boxes})[0].sum()
 
-    compare(
-        "ultralytics, YOLOv8n",
-        make,
-        lambda model: steps(model, lambda images: loss_of(model, images), 1e-4),
-        lambda model: kept(model, IMAGES),
-    )
+    compare("ultralytics, YOLOv8n", make, loss_of, IMAGES, lr=1e-4)
 
 
 @pytest.mark.parametrize("late", [False, True])

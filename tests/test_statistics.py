@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import both_ways
 from tolerances import check
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -23,7 +24,6 @@ from fastvit.sync.agreement import Failed
 from fastvit.sync.collective import Collective
 from fastvit.sync.group import Group, group_of
 
-both_ways = pytest.mark.parametrize("statistics", ["collective", "peer"])
 CPU = torch.device("cpu")
 
 
@@ -213,7 +213,12 @@ def test_join_with_uneven_inputs(ranks, statistics):
 
 def one_compiles(rank, world):
     torch.manual_seed(1)
-    net = nn.Sequential(nn.Conv1d(6, 6, 1), fastvit.SyncBatchNorm(6), fastvit.InPlaceABNSync(6))
+    norms = (
+        fastvit.SyncBatchNorm(6),
+        fastvit.InPlaceABNSync(6),
+        fastvit.BatchNormActSync(6, activation="gelu"),
+    )
+    net = nn.Sequential(nn.Conv1d(6, 6, 1), *norms)
     compiled = copy.deepcopy(net)
     x = torch.randn(2, 6, 5, generator=torch.Generator().manual_seed(rank))
     net(x).square().sum().backward()
@@ -221,6 +226,8 @@ def one_compiles(rank, world):
     run(x).square().sum().backward()
     for got, want in zip(compiled.parameters(), net.parameters(), strict=True):
         check("in_place_layer", got.grad, want.grad)
+    for got, want in zip(compiled.buffers(), net.buffers(), strict=True):
+        check("running", got.float(), want.float())
 
 
 @both_ways
@@ -347,10 +354,8 @@ def test_a_failure_of_peer_memory_is_a_warning(monkeypatch, caplog, variable, er
     monkeypatch.setenv(*variable.split("="))
     monkeypatch.setattr("fastvit.sync.group.Packed", Other)
     shared = Group.__new__(Group)  # of GPUs, without a group
-    shared.__dict__.update(
-        name="0", _device=torch.device("cuda", 0), _agreement=Answers(error), _backends=[],
-        _process_group=lambda: shared,
-    )  # fmt: skip
+    shared.__dict__.update(name="0", _device=torch.device("cuda", 0), _agreement=Answers(error))
+    shared.__dict__.update(_backends=[], _process_group=lambda: shared)
     monkeypatch.setattr("fastvit.sync.cuda_peer.connect", lambda agreement, *_: agreement.together("", None))
     with caplog.at_level(logging.INFO, "fastvit.sync"):
         shared._choose(6, torch.float32)

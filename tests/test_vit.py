@@ -80,17 +80,8 @@ def test_torch_sync_refuses_the_cpu():
 
 
 def test_wrong_names_and_sizes():
-    small = {
-        "image_size": 8,
-        "in_channels": 1,
-        "num_classes": 3,
-        "stem_channels": (4,),
-        "stem_strides": (2,),
-        "patch": 2,
-        "dim": 8,
-        "depth": 1,
-        "heads": 2,
-    }
+    small = {"image_size": 8, "in_channels": 1, "num_classes": 3, "stem_channels": (4,), "stem_strides": (2,)}
+    small |= {"patch": 2, "dim": 8, "depth": 1, "heads": 2}
     assert ViT(**small)(torch.randn(2, 1, 8, 8)).shape == (2, 3)
     for change, message in (
         ({"norm": "batch"}, "norm must be one of torch, .*got 'batch'"),

@@ -29,11 +29,9 @@ TESTS = ("test_recompute*", "test_report", "test_budget", "test_compile", "test_
 def run(*command: str | Path, cwd: Path = ROOT, seconds: int = 900) -> str:
     """The command's output; SystemExit with it when the command fails."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        [str(word) for word in command],
-        cwd=cwd, env=environment, text=True, timeout=seconds,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+    options = {"cwd": cwd, "env": environment, "text": True, "timeout": seconds}
+    options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    done = subprocess.run([str(word) for word in command], **options)
     if done.returncode:
         raise SystemExit(f"{done.stdout}\nstatus {done.returncode}: {' '.join(map(str, command))}")
     return done.stdout
@@ -65,15 +63,10 @@ def commands(include: Path, folder: Path) -> list[list[str | Path]]:
     if not toolkit:
         print(f"CUDA sources are not compiled: {why}", flush=True)
         return found
-    host = [
-        "-gencode=arch=compute_80,code=compute_80",
-        "-fdevice-syntax-only",
-        "-DUSE_CUDA",
-        "-Xcompiler",
-        "-Wno-psabi",
-    ]
+    host = "-gencode=arch=compute_80,code=compute_80 -fdevice-syntax-only -DUSE_CUDA -Xcompiler -Wno-psabi"
+    nvcc = [toolkit / "bin/nvcc", *host.split(), *common]
     for source in SETUP["cuda_sources"]():
-        found.append([toolkit / "bin/nvcc", *host, *common, "-c", source, "-o", folder / f"{source.stem}.o"])
+        found.append([*nvcc, "-c", source, "-o", folder / f"{source.stem}.o"])
     return found
 
 

@@ -22,7 +22,6 @@ from fastvit.sync.protocol import Arena, Exchange, Tag
 if os.environ.get("FASTVIT_TEST_DEVICE") != "cuda_host":
     pytest.skip("needs FASTVIT_TEST_DEVICE=cuda_host", allow_module_level=True)
 
-from cuda_host import redirect
 
 raw = torch.ops.fastvit
 
@@ -57,25 +56,17 @@ class Ranks(Loopback):
 
 
 @pytest.fixture
-def engine():
-    engine = redirect.install()
-    config = engine.config
-    names = ("seed", "sm_count", "deferred", "resident", "stream")
-    before = {name: getattr(config, name) for name in names}
-    config.sm_count = 2
-    yield engine
-    config.deferred = False
-    engine.set_device(0)
-    for name, value in before.items():
-        setattr(config, name, value)
+def engine(engine):
+    engine.config.sm_count = 2
+    return engine
 
 
 class Rank:
     """One rank's data: a layer's buffers, and inputs that differ by rank and step."""
 
-    def __init__(self, rank, channels=5, dtype=torch.float32, rows=None):
+    def __init__(self, rank, channels=5, dtype=torch.float32, rows=None, inner=(4, 5)):
         self.rank, self.channels, self.dtype = rank, channels, dtype
-        self.rows = 3 + rank % 3 if rows is None else rows  # ranks are uneven
+        self.shape = (3 + rank % 3 if rows is None else rows, channels, *inner)  # ranks are uneven
         self.weight = torch.linspace(0.5, 1.5, channels)
         self.bias = torch.linspace(-1, 1, channels)
         self.running = [torch.zeros(channels), torch.ones(channels), torch.tensor(0)]
@@ -83,7 +74,7 @@ class Rank:
 
     def input(self, seed):
         generator = torch.Generator().manual_seed(100 * seed + self.rank)
-        x = torch.randn(self.rows, self.channels, 4, 5, generator=generator, dtype=torch.float64)
+        x = torch.randn(self.shape, generator=generator, dtype=torch.float64)
         return (x * 2 + self.rank).to(self.dtype)
 
     def forward(self, x, moments, z=None):
@@ -172,7 +163,7 @@ def check_steps(engine, world, steps=(1, 2, 3), residual=False, loop=None, late=
     return loop
 
 
-@pytest.mark.parametrize("world,seeds", [(2, (0, 1, 2, 3)), (4, (1, 2)), (9, (3,))])
+@pytest.mark.parametrize("world,seeds", [(1, (0,)), (2, (0, 1, 2, 3)), (4, (1, 2)), (9, (3,))])
 @pytest.mark.parametrize("residual", [False, True], ids=["in_place", "residual"])
 def test_equals_merged_moments_whatever_the_order(engine, world, seeds, residual):
     for engine.config.seed in seeds:
@@ -191,10 +182,6 @@ def test_a_slice_of_channels_per_block(engine):
     check_steps(engine, 2, channels=300, rows=1, steps=(1,))
 
 
-def test_one_rank(engine):
-    check_steps(engine, 1)
-
-
 def test_a_rank_without_values(engine):
     ranks = [Rank(0), Rank(1, rows=0)]
     alone = [Rank(0), Rank(1, rows=0)]
@@ -202,13 +189,6 @@ def test_a_rank_without_values(engine):
     for step, results in zip((1, 2), got, strict=True):
         assert_same(results, local_step(alone, step))
     assert_same([ranks[1].running], [ranks[0].running])
-
-
-def test_two_kernels_each_way(engine):
-    loop, rank = Ranks(engine, 1), Rank(0)
-    before = engine.launches()
-    launch_step(loop.ranks[0], rank, 1)
-    assert engine.launches() - before == 4
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -248,9 +228,9 @@ def large(engine):
 @pytest.mark.parametrize("world,dtype,channels", [(2, torch.float64, 520), (3, torch.float64, 260)])
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_blocks_that_wait_for_a_part_of_the_channels(large, world, dtype, channels, seed):
-    """Two blocks of each rank, for a batch of channels each."""
+    """Two blocks of each rank, for a batch of channels each; small planes, so that a block takes several."""
     large.config.seed = seed
-    check_steps(large, world, channels=channels, rows=1, steps=(1,), dtype=dtype)
+    check_steps(large, world, channels=channels, rows=1, inner=(2,), steps=(1,), dtype=dtype)
 
 
 @pytest.mark.parametrize("lost", [(0,), (300,), (599,), (0, 300, 599)])
@@ -320,11 +300,8 @@ def test_counters_of_a_captured_launch_are_the_graphs_own(engine):
     loop, x = Ranks(engine, 1), torch.randn(3, 300, 5)
     want = ops.bn_stats(x)
     engine.config.capturing = True
-    try:
-        for step in (1, 2):
-            assert torch.equal(loop.ranks[0].moments(x, 1, Tag(1, step)), want)
-    finally:
-        engine.config.capturing = False
+    for step in (1, 2):
+        assert torch.equal(loop.ranks[0].moments(x, 1, Tag(1, step)), want)
 
 
 def assert_untouched(rank):

@@ -19,8 +19,6 @@ from fastvit import ops, reference
 if os.environ.get("FASTVIT_TEST_DEVICE") != "cuda_host":
     pytest.skip("needs FASTVIT_TEST_DEVICE=cuda_host", allow_module_level=True)
 
-from cuda_host import redirect
-
 # Long planes (segments, slices), short planes (folded into rows), rows with and without whole vectors.
 SHAPES = {
     "long_planes": lambda r: r(2, 3, 90, 91),
@@ -34,38 +32,27 @@ SHAPES = {
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-@pytest.fixture
-def engine():
-    engine = redirect.install()
-    config = engine.config
-    names = (
-        "seed",
-        "sm_count",
-        "blocks_per_sm",
-        "shared_per_sm",
-        "capturing",
-        "built",
-        "cooperative",
-        "deferred",
-        "stream",
-    )
-    before = {name: getattr(config, name) for name in names}
-    yield engine
-    for name, value in before.items():
-        setattr(config, name, value)
-
-
 def tensor(shape, dtype, seed):
     g = torch.Generator().manual_seed(seed)
     return SHAPES[shape](lambda *s: torch.randn(*s, generator=g) * 2 + 3).to(dtype)
 
 
-def step(x, dy, weight, bias, residual=None):
-    """One training step through every op, in place when there is no residual: everything that is written."""
-    moments = ops.bn_stats(x)
-    running = {"running_mean": torch.zeros(x.shape[1]), "running_var": torch.ones(x.shape[1])}
+def assert_same(got, want):
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+
+
+def arguments(weight, bias):
+    """Parameters with an activation, and running statistics."""
+    running = {"running_mean": torch.zeros(len(weight)), "running_var": torch.ones(len(weight))}
     running["num_batches_tracked"] = torch.tensor(0)
     options = {"weight": weight, "bias": bias, "activation": "leaky_relu", "activation_param": 0.2}
+    return options, running
+
+
+def step(x, dy, weight, bias, residual=None):
+    """One training step through every op, in place when there is no residual: everything that is written."""
+    moments, (options, running) = ops.bn_stats(x), arguments(weight, bias)
     if residual is None:
         y = x.clone()
         saved = ops.abn_forward_(y, moments, **options, **running)
@@ -93,8 +80,7 @@ def test_schedules_do_not_change_a_bit(engine, shape, dtype, residual):
         engine.config.seed = 0
         want = step(x, dy, weight, bias, z if residual else None)
         for engine.config.seed in (1, 2):
-            for got, expected in zip(step(x, dy, weight, bias, z if residual else None), want, strict=True):
-                assert torch.equal(got, expected)
+            assert_same(step(x, dy, weight, bias, z if residual else None), want)
 
 
 @pytest.mark.parametrize("sm_count", [1, 3, 17, 108])
@@ -112,16 +98,6 @@ def test_any_number_of_multiprocessors(engine, shape, sm_count):
     doubles = (t.double() for t in (weight, bias))
     wanted = reference.bn_reduce(x.double(), dy.double(), None, saved, *doubles, activation="relu")
     torch.testing.assert_close(sums.double(), wanted, rtol=1e-4, atol=1e-3)
-
-
-def test_capture_gives_the_same_bits(engine):
-    """A captured launch clears semaphores of its own; others leave the stream's as they found them."""
-    engine.config.sm_count = 6
-    x, dy, weight, bias, _ = inputs("long_planes", torch.float32)
-    want = step(x, dy, weight, bias)
-    for engine.config.capturing in (True, False, True):
-        for got, expected in zip(step(x, dy, weight, bias), want, strict=True):
-            assert torch.equal(got, expected)
 
 
 def test_nothing_of_torchs_allocator_is_kept(engine):
@@ -152,23 +128,21 @@ def test_any_alignment(engine, shape, dtype, shifts):
         torch.testing.assert_close(a, b, rtol=2e-2 if a.dtype == torch.bfloat16 else 1e-4, atol=2e-3)
 
 
-def local_step(x, dy, weight, bias, z=None):
+def local_step(engine, x, dy, weight, bias, z=None):
     """`step` with ops that make their statistics; also says how many kernels each direction launched."""
-    running = {"running_mean": torch.zeros(x.shape[1]), "running_var": torch.ones(x.shape[1])}
-    running["num_batches_tracked"] = torch.tensor(0)
-    options = {"weight": weight, "bias": bias, "activation": "leaky_relu", "activation_param": 0.2}
-    launches = [redirect.install().launches()]
+    options, running = arguments(weight, bias)
+    launches = [engine.launches()]
     if z is None:
         y = x.clone()
         saved = ops.abn_forward_(y, **options, **running)
-        launches.append(redirect.install().launches())
+        launches.append(engine.launches())
         dx, sums = ops.abn_backward(y, dy, saved, **options)
         gradients = [dx]
     else:
         y, saved = ops.bn_forward(x, z=z, **options, **running)
-        launches.append(redirect.install().launches())
+        launches.append(engine.launches())
         *gradients, sums = ops.bn_backward(x, dy, z, saved, **options)
-    launches.append(redirect.install().launches())
+    launches.append(engine.launches())
     kernels = [b - a for a, b in zip(launches, launches[1:], strict=False)]
     return [y, saved, *running.values(), sums, *gradients], kernels
 
@@ -183,9 +157,8 @@ def test_local_ops_in_one_launch(engine, shape, sm_count, residual):
     z = z if residual else None
     _, *want = step(x, dy, weight, bias, z)
     for engine.config.seed in (0, 1, 2):
-        got, kernels = local_step(x, dy, weight, bias, z)
-        for a, b in zip(got, want, strict=True):
-            assert torch.equal(a, b)
+        got, kernels = local_step(engine, x, dy, weight, bias, z)
+        assert_same(got, want)
     vectors = shape not in ("short_odd_planes", "rows_c3")
     assert kernels == [1, 1] if sm_count == 108 and vectors else all(n <= 2 for n in kernels)
 
@@ -195,12 +168,12 @@ def test_local_ops_without_room(engine, shape):
     """Too little shared memory, or blocks that cannot all run at once: two launches, the same bits."""
     engine.config.sm_count = 6
     x, dy, weight, bias, _ = inputs(shape, torch.float32)
-    want, kernels = local_step(x, dy, weight, bias)
+    want, kernels = local_step(engine, x, dy, weight, bias)
     assert kernels == [1, 1]
     for name, value in (("shared_per_sm", 36 << 10), ("blocks_per_sm", 1), ("cooperative", False)):
         before = getattr(engine.config, name)
         setattr(engine.config, name, value)
-        got, kernels = local_step(x, dy, weight, bias)
+        got, kernels = local_step(engine, x, dy, weight, bias)
         setattr(engine.config, name, before)
         assert kernels == [2, 2], name
         for a, b in zip(got, want, strict=True):
@@ -213,10 +186,9 @@ def test_graphics_cards_keep_a_backward_on_chip(engine, kilobytes):
     engine.config.sm_count, engine.config.shared_per_sm = 40, kilobytes << 10
     x, dy, weight, bias, _ = inputs("rows", torch.bfloat16)
     _, *want = step(x, dy, weight, bias)
-    got, kernels = local_step(x, dy, weight, bias)
+    got, kernels = local_step(engine, x, dy, weight, bias)
     assert kernels == [1, 1]
-    for a, b in zip(got, want, strict=True):
-        assert torch.equal(a, b)
+    assert_same(got, want)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -310,12 +282,10 @@ def test_groups_of_slices(engine, dtype, rows, channels, sm_count):
     torch.testing.assert_close(moments.double(), exact, rtol=1e-5, atol=1e-5)
     for engine.config.capturing, engine.config.seed in ((False, 0), (True, 1), (False, 2)):
         engine.merges()
-        got, kernels = local_step(x, dy, weight, bias)
+        got, kernels = local_step(engine, x, dy, weight, bias)
         assert kernels == [1, 1] and engine.merges() <= 40
-        for a, b in zip(got, want, strict=True):
-            assert torch.equal(a, b)
-        for a, b in zip(step(x, dy, weight, bias), (moments, *want), strict=True):
-            assert torch.equal(a, b)
+        assert_same(got, want)
+        assert_same(step(x, dy, weight, bias), (moments, *want))
 
 
 def test_a_gpu_without_code_is_refused_before_a_launch(engine):
@@ -332,13 +302,13 @@ def test_attributes_are_queried_once(engine):
     x, dy, weight, bias, _ = inputs("rows", torch.bfloat16)
     for engine.config.sm_count in (50, 51):  # two devices that no other test uses
         before = engine.queries()
-        assert local_step(x, dy, weight, bias)[1] == [1, 1]
+        assert local_step(engine, x, dy, weight, bias)[1] == [1, 1]
         local = engine.queries()
         step(x, dy, weight, bias)
         after = engine.queries()
         assert after > local > before
         step(x, dy, weight, bias)
-        assert local_step(x, dy, weight, bias)[1] == [1, 1]
+        assert local_step(engine, x, dy, weight, bias)[1] == [1, 1]
         assert engine.queries() == after
 
 
@@ -364,15 +334,16 @@ def test_what_a_layers_step_asks_for(engine, shared, launches):
         assert backward == [launches, 4 - in_place, 0, 0]
 
 
-def test_captured_local_ops(engine):
+def test_capture_gives_the_same_bits(engine):
     """A captured launch has semaphores of its own; the others leave theirs as zeros."""
     engine.config.sm_count = 6
     x, dy, weight, bias, _ = inputs("long_planes", torch.float32)
-    want, kernels = local_step(x, dy, weight, bias)
-    assert kernels == [1, 1]
+    want = step(x, dy, weight, bias)
     for engine.config.capturing in (True, False, True):
-        for a, b in zip(local_step(x, dy, weight, bias)[0], want, strict=True):
-            assert torch.equal(a, b)
+        assert_same(step(x, dy, weight, bias), want)
+        got, kernels = local_step(engine, x, dy, weight, bias)
+        assert kernels == [1, 1]
+        assert_same(got, want[1:])
 
 
 def norm_step(x, dy, weight):
