@@ -113,10 +113,10 @@ def _add(model: nn.Module, policy: Policy) -> nn.Module:
     """Adds hooks in place of those that there are."""
     _take_off(model)
     for module, name in _opening(model).items():
-        # First of all pre-hooks and last of all hooks, so that the scope is round those of others.
+        # First of all hooks: the block ends before FSDP shards its parameters again.
         hook = ScopeHook(policy, name)
         module.register_forward_pre_hook(hook, prepend=True)
-        module.register_forward_hook(hook, always_call=True)
+        module.register_forward_hook(hook, prepend=True, always_call=True)
         compiled.enable(module, policy.products, policy.weight_casts)
     return model
 

@@ -18,7 +18,7 @@ from .recompute import active_scope, watched, why_closed
 from .recompute.graph import why_kept
 from .recompute.masks import Gate
 from .recompute.policy import plain
-from .recompute.record import SMALLEST, Copy, Recipe, Record, Unread, whole
+from .recompute.record import SMALLEST, Recipe, Record, Unread
 from .trial import Trial
 
 __all__ = ["Report", "TensorReport", "report"]
@@ -224,7 +224,7 @@ class Seen:
             if not isinstance(record, Record):  # freed since, or not read
                 continue
             if record.recipe is not None:
-                rebuilt[record.recipe] = list(_ingredients(record.recipe))
+                rebuilt[record.recipe] = _ingredients(record.recipe)
                 readers[record.recipe].add(module)
                 continue
             address, reason = _address(record.tensor), why_kept(record)
@@ -274,11 +274,8 @@ def _ops(recipe: Recipe) -> Iterator[str]:
             yield plain(one.value.name)
 
 
-def _ingredients(recipe: Recipe) -> Iterator[Tensor]:
-    for one in recipe.all():
-        for source in map(whole, one.sources):
-            if isinstance(source, (Copy, Record)):
-                yield source.record.tensor if isinstance(source, Copy) else source.tensor
+def _ingredients(recipe: Recipe) -> list[Tensor]:
+    return [record.tensor for one in recipe.all() for record in one.records()]
 
 
 def _aligned(rows: list[tuple[str, ...]]) -> list[str]:

@@ -29,6 +29,7 @@ VALUE = "fastvit.value"  # its Value
 BOUNDARY = "fastvit.boundary"  # that it goes into a block, or comes out of one
 
 LEAF = "torch::autograd::AccumulateGrad"
+SHARDED = "a parameter that FSDP has sharded again when the block ends"
 Rebuild = tuple[Callable[..., Tensor], tuple[Source, ...]]  # an op and what goes into it
 Rule = Callable[["Node"], Rebuild]
 Waiting = dict[Value, tuple[Any, list[Record]]]  # a node's value, the node, and what has been saved of it
@@ -104,12 +105,29 @@ class Pass:
             if record.base is None:
                 return record
             return View(record, ((torch.as_strided, *record.base),))
-        recipe = value.recipe and value.recipe()
-        if recipe is not None:
+        if (recipe := self.found_before(value)) is not None:
             return recipe
         if level >= self.longest or value.failed == self.number:
             raise Unknown
         return self.recipe(node, value, level)
+
+    def found_before(self, value: Value) -> Recipe | None:
+        """The recipe of `value` that another reader has."""
+        recipe = None if value.recipe is None else value.recipe()
+        return None if recipe is None else self.at_hand(recipe)
+
+    def at_hand(self, recipe: Recipe) -> Recipe:
+        """`recipe`, which may be of another block.
+
+        Raises:
+            Unknown: FSDP has sharded a parameter that it reads, and gathers it too late for a reader outside
+                of that block.
+        """
+        if recipe.checked != self.number:
+            if any(record.is_freed() for one in recipe.all() for record in one.records()):
+                raise Unknown(SHARDED)
+            recipe.checked = self.number
+        return recipe
 
     def recipe(self, node, value: Value, level: int = 0) -> Recipe:
         """A new recipe for the result of `node`.
@@ -127,6 +145,7 @@ class Pass:
                 raise Unknown("it is nested")
             read = Node(node, self, value, level)
             recipe = Recipe(value, *rule(read))
+            recipe.checked = self.number
         except Unknown:
             value.failed = self.number
             raise
@@ -196,13 +215,15 @@ class Node:
         if packed.made is not None and packed.value is not None:
             self.search.settle(packed.value)
         if packed.recipe is not None:
-            recipe = packed.recipe
+            recipe = self.search.at_hand(packed.recipe)
             return (
                 recipe if packed.geometry is None else View(recipe, ((torch.as_strided, *packed.geometry),))
             )
-        if packed.is_intact() and not packed.is_freed():
-            return packed
-        raise Unknown("an input was written to")
+        if not packed.is_intact():
+            raise Unknown("an input was written to")
+        if packed.is_freed():
+            raise Unknown(SHARDED)
+        return packed
 
     def size_of(self, name: str) -> torch.Size:
         """The size of an input that the op saved."""
@@ -235,7 +256,7 @@ class Node:
             raise Unknown
         copy = Copy(tensor)
         if copy.record.is_freed():
-            raise Unknown("a parameter that is sharded now")
+            raise Unknown(SHARDED)
         return Copy(tensor.detach().clone())
 
     def input(self, name: str, index: int) -> Source:

@@ -169,6 +169,7 @@ class Recipe:
     memory: Tensor | None = None  # of the tensor, where it was written to without a new version
     result: Tensor | None = None  # while a reader waits for it
     stream = 0  # on which it was made
+    checked = 0  # the pass that found its parameters at hand
     readers = 0  # records and recipes
     reads = 0
 
@@ -235,6 +236,11 @@ class Recipe:
             else:
                 found[waiting.pop()] = None
         return list(found)
+
+    def records(self) -> list[Record]:
+        """The tensors that it reads itself."""
+        sources = [one.record if isinstance(one, Copy) else one for one in map(whole, self.sources)]
+        return [one for one in sources if isinstance(one, Record)]
 
     def forget(self) -> None:
         """Drops the result that waits for readers."""

@@ -249,7 +249,7 @@ class Scope(Context):
             value.reason = "it goes into a block, or comes out of one"
         elif (not value.records or value.kept() is None) and rule_of(node.name(), self.policy) is not None:
             try:
-                recipe = (value.recipe and value.recipe()) or search.recipe(node, value)
+                recipe = search.found_before(value) or search.recipe(node, value)
                 self._refuse(value, recipe, first.in_half)
                 recipe.adopt()
             except Unknown as reason:
