@@ -26,6 +26,14 @@ __all__ = ["parsed", "within_budget"]
 # Operations of a matrix product in the time of moving a byte: 10 to 20 in fp32 on CPUs and GPUs, 200 in half
 # precision on a GPU.
 _OPERATIONS_A_BYTE = 16
+# What may be rebuilt. Products take an order of magnitude more arithmetic. Blocks
+# that are made from the input of others need more memory in backward.
+_LEVELS = (
+    Policy(),
+    Policy(products=True),
+    Policy(products=True, deep=True),
+    Policy(products=True, deep=True, across=True),
+)
 
 
 @dataclasses.dataclass
@@ -69,11 +77,17 @@ def within_budget(
 
     sites: dict[Site, _Cost] = {}
     least = 0
-    # Products last: they take an order of magnitude more arithmetic.
-    for products, deep in ((False, False), (True, False), (True, True)):
-        policy = dataclasses.replace(policy, products=products, deep=deep)
+    for level in _LEVELS:
+        policy = dataclasses.replace(level, weight_casts=policy.weight_casts, skip=policy.skip)
         apply(copied, policy)
-        cheaper, sites = len(sites), sites | {s: c for s, c in _sites(trial, copied) if s not in sites}
+        found = _sites(trial, copied)
+        new = [site for site in found if site not in sites]
+        if policy.across:  # every second one first: the backward makes all between two kept ones at once
+            new = [*new[1::2], *new[::2]]
+        else:
+            new.sort(key=lambda site: -found[site].freed / found[site].work)
+            sites = {site: cost for site, cost in sites.items() if site in found}  # deep, not blocks' outputs
+        cheaper, sites = len(sites), sites | {site: found[site] for site in new}
         least = kept(policy)
         if least <= allowed:
             return _fewest(sites, cheaper, allowed, policy, kept)
@@ -104,8 +118,8 @@ def parsed(budget: object) -> tuple[float, int]:
     )
 
 
-def _sites(trial: Trial, model: nn.Module) -> list[tuple[Site, _Cost]]:
-    """The sites of what a forward rebuilds, those with most bytes for their work first, then in its order."""
+def _sites(trial: Trial, model: nn.Module) -> dict[Site, _Cost]:
+    """The sites of what a forward rebuilds, in its order."""
     records: list[Record] = []
     sites: dict[Site, _Cost] = {}
 
@@ -122,7 +136,7 @@ def _sites(trial: Trial, model: nn.Module) -> list[tuple[Site, _Cost]]:
 
     with watched(look):
         trial.warm_up(model, count)
-    return sorted(sites.items(), key=lambda item: -item[1].freed / item[1].work)
+    return sites
 
 
 def _fewest(

@@ -73,7 +73,8 @@ def convert(
         budget: what remains of the kept bytes: a share, above 0 and at most 1, or bytes, an int or a str such
             as "2 GiB". It takes what is needed of all that can be rebuilt, the ops with most bytes for their
             work first, and products last; then attention, convolutions and Linears that narrow, down to what
-            goes into each block. Forwards of a copy are measured for this. "least" is all the way down.
+            goes into each block: "least" is that. Below it several blocks are made from the input of the
+            first, for which the peak of a step may rise. Forwards of a copy are measured for this.
         example_inputs: for a budget but "least": a tensor, a tuple of arguments or a dict of keyword
             arguments. Call `convert` as the model is trained, under the same autocast.
         skip: pairs of a block's name and an op, whose results are kept: `[("blocks.3", "gelu")]`. "" is the

@@ -24,7 +24,7 @@ def policy(model):
     return next(hook.policy for hook in model._forward_pre_hooks.values())
 
 
-@pytest.mark.parametrize("budget", [0.9, 0.75, 0.65, 0.57, 0.5, 0.4, 0.3, 0.2, 0.15, 0.1])
+@pytest.mark.parametrize("budget", [0.9, 0.75, 0.65, 0.57, 0.5, 0.4, 0.3, 0.2, 0.15, 0.1, 0.06])
 def test_the_share_that_remains(budget, x):
     model = Net(BLOCKS)
     whole = kept(model, x)
@@ -59,6 +59,17 @@ def test_a_budget_that_cannot_be_met_says_the_least(x):
     fastvit.convert(model, budget=least + 512, example_inputs=x)
     assert kept(model, x) < 0.1 * whole and kept(model, x) == pytest.approx(least, abs=4096)
     assert fastvit.verify(model, x, dtype=None)
+
+
+def test_below_whole_blocks_outputs_of_blocks_are_rebuilt_every_second_first(x):
+    model = fastvit.convert(Net(BLOCKS), budget="least")
+    whole_blocks = kept(model, x)
+    budget = whole_blocks - 2 * x.nbytes + 4096
+    fastvit.convert(model, budget=budget, example_inputs=x)
+    assert budget - 1.5 * x.nbytes < kept(model, x) <= budget
+    inputs = [block for block, *name in policy(model).sites if name == ["AddBackward0", 1]]
+    numbers = sorted(int(block.split(".")[1]) for block in inputs)
+    assert len(numbers) == 2 and numbers[1] - numbers[0] > 1
 
 
 def test_bytes(x):

@@ -94,7 +94,7 @@ class Scope(Context):
 
     def mark(self, tensors: Iterable[object]) -> None:
         """These go into a block, or come out of one."""
-        if self.policy.deep:
+        if self.policy.deep and not self.policy.across:
             with torch._C.DisableTorchFunction():
                 for tensor in tensors:
                     if type(tensor) is Tensor and (tensor._base is None or tensor._base.grad_fn is not None):
