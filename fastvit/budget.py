@@ -12,16 +12,16 @@ import contextlib
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 
 from torch import Tensor, nn
 
 from .recompute import Policy, watched
 from .recompute.policy import Site
 from .recompute.record import Record, Unread
-from .trial import Trial, as_arguments
+from .trial import Arguments, Trial
 
-__all__ = ["parsed", "within_budget"]
+__all__ = ["Budget", "parsed", "within_budget"]
 
 # Operations of a matrix product in the time of moving a byte: 10 to 20 in fp32 on CPUs and GPUs, 200 in half
 # precision on a GPU.
@@ -34,6 +34,7 @@ _LEVELS = (
     Policy(products=True, deep=True),
     Policy(products=True, deep=True, across=True),
 )
+Budget = tuple[float, int]  # a share of the original's bytes, or 0, and then bytes
 
 
 @dataclasses.dataclass
@@ -45,8 +46,8 @@ class _Cost:
 def within_budget(
     model: nn.Module,
     policy: Policy,
-    budget: float | str,
-    example_inputs: Tensor | Sequence | Mapping,
+    budget: Budget,
+    arguments: Arguments,
     revert: Callable[[nn.Module], nn.Module],
     apply: Callable[[nn.Module, Policy], object],
 ) -> Policy:
@@ -57,13 +58,10 @@ def within_budget(
         apply: converts a copy.
 
     Raises:
-        ValueError: it is out of range, or none meets it.
+        ValueError: none meets it.
     """
-    try:
-        share, allowed = parsed(budget)
-    except ValueError as error:
-        raise ValueError(f"convert: {error}") from None
-    trial = Trial("convert", model, as_arguments(example_inputs))
+    share, allowed = budget
+    trial = Trial("convert", model, arguments)
     before = trial.kept_by_original(revert)
     if share:
         allowed = int(share * before)
@@ -92,13 +90,13 @@ def within_budget(
         if least <= allowed:
             return _fewest(sites, cheaper, allowed, policy, kept)
     raise ValueError(
-        f"convert: a budget of {budget!r} cannot be met; the least is {least} bytes, {least / before:.3f} of "
-        f"the {before} that the original keeps"
+        f"convert: a budget of {share or allowed} cannot be met; the least is {least} bytes, "
+        f"{least / before:.3f} of the {before} that the original keeps"
     )
 
 
-def parsed(budget: object) -> tuple[float, int]:
-    """The share of the original's bytes, or 0, and the bytes.
+def parsed(budget: object) -> Budget:
+    """The share or the bytes that a budget says.
 
     Raises:
         ValueError: it is neither.

@@ -1,6 +1,7 @@
 """`convert(budget=)`: the share that is kept, what is chosen, and what cannot be met."""
 
 import copy
+import pickle
 import warnings
 
 import pytest
@@ -84,6 +85,32 @@ def test_bytes(x):
     ):
         fastvit.convert(model, budget=budget, example_inputs=x)
         assert share - 0.05 < kept(model, x) / whole < share + 0.015
+
+
+def test_without_inputs_the_first_training_step_plans(x):
+    eager = Net(BLOCKS)
+    want = fastvit.convert(copy.deepcopy(eager), budget=0.4, example_inputs=x)
+    model = fastvit.convert(copy.deepcopy(eager), budget=0.4)
+    with torch.no_grad():
+        model(x)
+    model.eval()(x)
+    other = copy.deepcopy(pickle.loads(pickle.dumps(model)))
+    assert kept(other, x) == kept(model, x) > 0.5 * kept(eager, x)
+    for one in (model, other):
+        gradients = []
+        for m in (eager, one.train()):
+            m.zero_grad()
+            m(x).square().sum().backward()
+            gradients.append([p.grad for p in m.parameters()])
+        assert all(map(torch.equal, *gradients))
+        assert policy(one) == policy(want) and kept(one, x) == kept(want, x)
+    attributes = [set(vars(module)) for module in eager.modules()]
+    assert [set(vars(module)) for module in fastvit.revert(model).modules()] == attributes
+    pending = fastvit.revert(fastvit.convert(copy.deepcopy(eager), budget=0.4))
+    assert not pending._forward_pre_hooks_with_kwargs and not pending._forward_pre_hooks
+    fastvit.convert(pending, budget=0.001)
+    with pytest.raises(ValueError, match=r"a budget of 0.001 cannot be met"):
+        pending(x)
 
 
 def test_attention_by_hand_and_linears_that_narrow(x):
@@ -205,7 +232,6 @@ def test_a_budget_out_of_range(budget, x):
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        ({"budget": 0.5}, ValueError, "budget and example_inputs expected together"),
         ({"example_inputs": 1}, ValueError, "budget and example_inputs expected together"),
         ({"budget": 0.5, "example_inputs": torch.Size((8, 49, 64))}, TypeError,
          r"a tensor expected, such as torch.zeros\(8, 49, 64\), got the size"),
