@@ -142,24 +142,12 @@ def _fewest(
 ) -> Policy:
     """The policy with the first of `sites`, at least `fewest`, so many that `kept` is at most `allowed`."""
     ordered = list(sites)
-    measured: dict[int, int] = {}
 
-    def with_sites(*chosen: Site) -> Policy:
-        return dataclasses.replace(policy, sites=frozenset(chosen))
+    def first(count: int) -> Policy:
+        return dataclasses.replace(policy, sites=frozenset(ordered[:count]))
 
     enough = len(ordered)
     while fewest < enough:
         middle = (fewest + enough) // 2
-        measured[middle] = kept(with_sites(*ordered[:middle]))
-        fewest, enough = (middle + 1, enough) if measured[middle] > allowed else (fewest, middle)
-    found = with_sites(*ordered[:enough])
-    if enough - 1 not in measured:
-        return found
-    # A site with less work than the last one may free what is missing without that.
-    missing, most = measured[enough - 1] - allowed, sites[ordered[enough - 1]].work
-    others = [site for site in ordered[enough:] if sites[site].freed >= missing and sites[site].work < most]
-    if others:
-        other = with_sites(*ordered[: enough - 1], min(others, key=lambda site: sites[site].work))
-        if kept(other) <= allowed:
-            return other
-    return found
+        fewest, enough = (middle + 1, enough) if kept(first(middle)) > allowed else (fewest, middle)
+    return first(enough)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from . import rules  # noqa: F401  # fills the tables of graph
-from .calls import Calls, Context
+from .calls import Aliases, Calls
 from .graph import BOUNDARY, VALUE, VERSION, Pass, Unknown, Waiting, rule_of
 from .masks import Bits
 from .policy import Policy, plain
@@ -56,11 +56,16 @@ def top_hooks() -> Hooks | None:
     return _autograd._top_saved_tensors_default_hooks(True)
 
 
-class Scope(Context):
+class Scope:
     """One open scope."""
 
     def __init__(self, policy: Policy, look: Look | None = None):
-        super().__init__(policy)
+        self.policy = policy
+        # What the calls tell the pack hook.
+        self.dropout: float | None = None  # the probability of the dropout that runs
+        self.unread: torch.Size | None = None  # of an input that the op's backward does not read
+        self.written: tuple[Tensor, int] | None = None  # what the op that runs may write to; its version then
+        self.aliases = Aliases()
         self.block = ""  # the block whose forward runs
         self._outer: Hooks | None = None  # hooks around this scope, to which kept tensors are handed on
         self._filed: list[weakref.ref[Record]] = []
