@@ -12,13 +12,15 @@ import contextlib
 import dataclasses
 import math
 import re
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable
 
-from torch import Tensor, nn
+from torch import nn
 
 from .recompute import Policy, watched
 from .recompute.policy import Site
-from .recompute.record import Record, Unread
+from .recompute.record import Record
 from .trial import Arguments, Trial
 
 __all__ = ["Budget", "parsed", "within_budget"]
@@ -26,8 +28,8 @@ __all__ = ["Budget", "parsed", "within_budget"]
 # Operations of a matrix product in the time of moving a byte: 10 to 20 in fp32 on CPUs and GPUs, 200 in half
 # precision on a GPU.
 _OPERATIONS_A_BYTE = 16
-# What may be rebuilt. Products take an order of magnitude more arithmetic. Blocks
-# that are made from the input of others need more memory in backward.
+# What may be rebuilt. Products take an order of magnitude more arithmetic. Several blocks that are made from
+# one input need more memory in backward.
 _LEVELS = (
     Policy(),
     Policy(products=True),
@@ -35,12 +37,6 @@ _LEVELS = (
     Policy(products=True, deep=True, across=True),
 )
 Budget = tuple[float, int]  # a share of the original's bytes, or 0, and then bytes
-
-
-@dataclasses.dataclass
-class _Cost:
-    freed: int = 0  # bytes
-    work: float = 0.0  # bytes that rebuilding moves, and matrix products in their time
 
 
 def within_budget(
@@ -73,7 +69,10 @@ def within_budget(
         apply(copied, policy)
         return trial.kept_bytes(copied)
 
-    sites: dict[Site, _Cost] = {}
+    def first(count: int) -> Policy:
+        return dataclasses.replace(policy, sites=frozenset(sites[:count]))
+
+    sites: list[Site] = []
     least = 0
     for level in _LEVELS:
         policy = dataclasses.replace(level, weight_casts=policy.weight_casts, skip=policy.skip)
@@ -83,12 +82,15 @@ def within_budget(
         if policy.across:  # every second one first: the backward makes all between two kept ones at once
             new = [*new[1::2], *new[::2]]
         else:
-            new.sort(key=lambda site: -found[site].freed / found[site].work)
-            sites = {site: cost for site, cost in sites.items() if site in found}  # deep, not blocks' outputs
-        cheaper, sites = len(sites), sites | {site: found[site] for site in new}
+            new.sort(key=found.__getitem__, reverse=True)
+            sites = [site for site in sites if site in found]  # deep, not those of blocks' outputs
+        cheaper, sites = len(sites), sites + new
         least = kept(policy)
         if least <= allowed:
-            return _fewest(sites, cheaper, allowed, policy, kept)
+            enough = bisect_left(
+                range(len(sites)), True, lo=cheaper, key=lambda count: kept(first(count)) <= allowed
+            )
+            return first(enough)
     raise ValueError(
         f"convert: a budget of {share or allowed} cannot be met; the least is {least} bytes, "
         f"{least / before:.3f} of the {before} that the original keeps"
@@ -116,38 +118,18 @@ def parsed(budget: object) -> Budget:
     )
 
 
-def _sites(trial: Trial, model: nn.Module) -> dict[Site, _Cost]:
-    """The sites of what a forward rebuilds, in its order."""
+def _sites(trial: Trial, model: nn.Module) -> dict[Site, float]:
+    """The sites of what a forward rebuilds, in its order, and the bytes that each frees for its work."""
     records: list[Record] = []
-    sites: dict[Site, _Cost] = {}
-
-    def look(packed: Record | Unread, _: Tensor) -> None:
-        if isinstance(packed, Record):
-            records.append(packed)
+    freed: Counter[Site] = Counter()
+    work: Counter[Site] = Counter()  # bytes that rebuilding moves, and matrix products in their time
 
     def count() -> None:
         for recipe in dict.fromkeys(record.recipe for record in records):
             if recipe is not None and recipe.value.site is not None:
-                cost = sites.setdefault(recipe.value.site, _Cost())
-                cost.freed += recipe.value.nbytes
-                cost.work += recipe.moved + recipe.flops / _OPERATIONS_A_BYTE
+                freed[recipe.value.site] += recipe.value.nbytes
+                work[recipe.value.site] += recipe.moved + recipe.flops // _OPERATIONS_A_BYTE
 
-    with watched(look):
+    with watched(lambda record, _: records.append(record)):
         trial.warm_up(model, count)
-    return sites
-
-
-def _fewest(
-    sites: dict[Site, _Cost], fewest: int, allowed: float, policy: Policy, kept: Callable[[Policy], int]
-) -> Policy:
-    """The policy with the first of `sites`, at least `fewest`, so many that `kept` is at most `allowed`."""
-    ordered = list(sites)
-
-    def first(count: int) -> Policy:
-        return dataclasses.replace(policy, sites=frozenset(ordered[:count]))
-
-    enough = len(ordered)
-    while fewest < enough:
-        middle = (fewest + enough) // 2
-        fewest, enough = (middle + 1, enough) if kept(first(middle)) > allowed else (fewest, middle)
-    return first(enough)
+    return {site: freed[site] / work[site] for site in freed}

@@ -18,7 +18,7 @@ from .recompute import active_scope, watched, why_closed
 from .recompute.graph import why_kept
 from .recompute.masks import Gate
 from .recompute.policy import plain
-from .recompute.record import SMALLEST, Recipe, Record, Unread
+from .recompute.record import SMALLEST, Recipe, Record
 from .trial import Trial
 
 __all__ = ["Report", "TensorReport", "report"]
@@ -177,7 +177,7 @@ class Seen:
     def __init__(self, model: nn.Module):
         self.model = model
         self.notes: dict[str, None] = {}
-        self._saved: list[tuple[weakref.ref[Record | Unread], str]] = []  # and the module whose forward ran
+        self._saved: list[tuple[weakref.ref[Record], str]] = []  # and the module whose forward ran
         self._running = ["the model"]  # names of modules, inner ones last
 
     @contextlib.contextmanager
@@ -195,8 +195,8 @@ class Seen:
             for handle in handles:
                 handle.remove()
 
-    def _look(self, packed: Record | Unread, _: Tensor) -> None:
-        self._saved.append((weakref.ref(packed), self._running[-1]))
+    def _look(self, record: Record, _: Tensor) -> None:
+        self._saved.append((weakref.ref(record), self._running[-1]))
 
     def _enter(self, name: str) -> Callable[[nn.Module, object], None]:
         label = _NUMBER.sub("*", name) or "the model"
@@ -221,7 +221,7 @@ class Seen:
         known = {0} | {_address(tensor) for tensor in [*self.model.parameters(), *self.model.buffers()]}
         for reference, module in self._saved:
             record = reference()
-            if not isinstance(record, Record):  # freed since, or not read
+            if record is None:  # freed since
                 continue
             if record.recipe is not None:
                 rebuilt[record.recipe] = _ingredients(record.recipe)

@@ -48,7 +48,7 @@ MOST_OPS = 40  # in one recipe
 MOST_FILED = 512  # records without a decision
 
 Hooks = tuple[Callable, Callable]
-Look = Callable[[Record | Unread, Tensor], None]
+Look = Callable[[Record, Tensor], None]
 
 
 def top_hooks() -> Hooks | None:
@@ -71,7 +71,7 @@ class Scope:
         self._filed: list[weakref.ref[Record]] = []
         self._counts: dict[tuple[str, str], int] = {}  # of the sites of a block, by the op's name
         self._calls = Calls(self)
-        self._look = look  # called with what an op saves: the packed object, the tensor
+        self._look = look  # called with what an op saves
 
     def enter(self) -> None:
         self._outer = top_hooks()
@@ -114,26 +114,24 @@ class Scope:
         return self._pack(tensor)
 
     def _pack(self, tensor: Tensor) -> Record | Unread:
-        packed: Record | Unread
         node = tensor.grad_fn
         if self.unread is not None and node is not None and self.unread == tensor.size():
-            packed = Unread(tensor)
+            return Unread(tensor)
+        record = Record()
+        record.version = tensor._version
+        if tensor.is_cuda:
+            record.stream = stream_of(tensor)
+        if node is None:
+            record.tensor = tensor if tensor.is_leaf else tensor.detach()
+            is_filed = self.dropout is not None and self._is_mask(record, tensor, self.dropout)
+            record.reason = record.reason or _NO_OP
         else:
-            packed = record = Record()
-            record.version = tensor._version
-            if tensor.is_cuda:
-                record.stream = stream_of(tensor)
-            if node is None:
-                record.tensor = tensor if tensor.is_leaf else tensor.detach()
-                is_filed = self.dropout is not None and self._is_mask(record, tensor, self.dropout)
-                record.reason = record.reason or _NO_OP
-            else:
-                is_filed = self._file(record, tensor, node)
-            if self._outer is not None and not is_filed:
-                record.stand_by(HandedOn(record.tensor, *self._outer))
+            is_filed = self._file(record, tensor, node)
+        if self._outer is not None and not is_filed:
+            record.stand_by(HandedOn(record.tensor, *self._outer))
         if self._look is not None:
-            self._look(packed, tensor)
-        return packed
+            self._look(record, tensor)
+        return record
 
     def _file(self, record: Record, tensor: Tensor, node) -> bool:
         """Notes what the decision needs. False where the tensor is kept for certain."""
