@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .policy import Policy, plain
-from .record import SMALLEST, Copy, Recipe, Record, Source, Unread, Value, View, whole
+from .record import SMALLEST, Recipe, Record, Source, Unread, Value, View, whole
 from .views import VIEWS, of_unsafe_view, of_views, signed
 
 # Keys of what a scope notes in a node's metadata.
@@ -210,7 +210,7 @@ class Node:
             return None
         if type(packed) is not Record:
             if isinstance(packed, Tensor) and packed.numel() == 1 and packed.grad_fn is None:
-                return Copy(packed)
+                return Record.of(packed)
             raise Unknown("saved outside of the scope")
         if packed.made is not None and packed.value is not None:
             self.search.settle(packed.value)
@@ -249,15 +249,14 @@ class Node:
             return source
         return View(source.source, source.views + views) if isinstance(source, View) else View(source, views)
 
-    def leaf(self, tensor: Tensor) -> Copy:
+    def leaf(self, tensor: Tensor) -> Record:
         """A copy of a leaf, which may be written to before the backward, since the op has not saved it."""
         is_small = tensor.nbytes <= SMALLEST // 2 or tensor.numel() * 64 <= math.prod(self.metadata().shape)
         if type(tensor) not in (Tensor, torch.nn.Parameter) or not is_small:
             raise Unknown
-        copy = Copy(tensor)
-        if copy.record.is_freed():
+        if Record.of(tensor).is_freed():
             raise Unknown(SHARDED)
-        return Copy(tensor.detach().clone())
+        return Record.of(tensor.detach().clone())
 
     def input(self, name: str, index: int) -> Source:
         return self.saved(name) if self.has(name) else self.edge(index)
@@ -273,7 +272,7 @@ class Node:
         if self.edges[index][0] is not None:
             return self.edge(index)
         bias = self.noted()[1]
-        return None if bias is None else Copy(bias)
+        return None if bias is None else Record.of(bias)
 
     def behind(self, node) -> Node:
         return Node(node, self.search, None, self.level)

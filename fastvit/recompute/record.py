@@ -60,6 +60,13 @@ class Record:
     stream = 0  # of the op that saved it
     reason = ""  # for the decision
 
+    @classmethod
+    def of(cls, tensor: Tensor) -> Record:
+        """For a tensor that no op has saved, and that a recipe keeps."""
+        record = cls()
+        record.tensor, record.version, record.stream = tensor, tensor._version, stream_of(tensor)
+        return record
+
     def is_intact(self) -> bool:
         """Whether a recipe may take the tensor."""
         return (
@@ -239,8 +246,7 @@ class Recipe:
 
     def records(self) -> list[Record]:
         """The tensors that it reads itself."""
-        sources = [one.record if isinstance(one, Copy) else one for one in map(whole, self.sources)]
-        return [one for one in sources if isinstance(one, Record)]
+        return [one for one in map(whole, self.sources) if isinstance(one, Record)]
 
     def forget(self) -> None:
         """Drops the result that waits for readers."""
@@ -257,7 +263,7 @@ class View:
 
     __slots__ = ("source", "views")
 
-    def __init__(self, source: Record | Recipe | Copy, views: tuple[tuple, ...]):
+    def __init__(self, source: Record | Recipe, views: tuple[tuple, ...]):
         self.source, self.views = source, views
 
     def read(self) -> Tensor:
@@ -267,27 +273,10 @@ class View:
         return tensor
 
 
-class Copy:
-    """A tensor that no op has saved, and that the recipe keeps."""
-
-    __slots__ = ("record",)
-
-    def __init__(self, tensor: Tensor):
-        self.record = Record()
-        self.record.tensor, self.record.version = tensor, tensor._version
-        self.record.stream = stream_of(tensor)
-
-    def nbytes(self) -> int:
-        return self.record.nbytes()
-
-    def read(self) -> Tensor:
-        return self.record.read()
+Source = Record | Recipe | View | None
 
 
-Source = Record | Recipe | Copy | View | None
-
-
-def whole(source: Source) -> Record | Recipe | Copy | None:
+def whole(source: Source) -> Record | Recipe | None:
     return source.source if type(source) is View else source  # type: ignore[return-value]
 
 

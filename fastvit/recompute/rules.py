@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 from . import norms
 from .graph import DEEP, LEAF, PRODUCTS, RULES, Node, Rebuild, Rule, Unknown, rule_of
-from .record import Copy, Source
+from .record import Record, Source
 
 
 def _unary(function: Callable[..., Tensor], *options: str, saves_input: bool = True) -> Rule:
@@ -108,10 +108,10 @@ def _to_copy(read: Node) -> Rebuild:
         return _cast_to(made.dtype), (read.edge(0),)
     weight = source.variable
     if read.level and weight.dim() <= 1 and type(weight) is Parameter:  # the bias of a product
-        return _cast_to(made.dtype), (Copy(weight.detach().clone()),)
+        return _cast_to(made.dtype), (Record.of(weight.detach().clone()),)
     if not read.policy.weight_casts or type(weight) is not Parameter:
         raise Unknown("the cast of a weight, which is not cast again without weight_casts=True")
-    return _cast_to(made.dtype), (Copy(weight),)
+    return _cast_to(made.dtype), (Record.of(weight),)
 
 
 @lru_cache

@@ -29,7 +29,7 @@ from .calls import Aliases, Calls
 from .graph import BOUNDARY, VALUE, VERSION, Pass, Unknown, Waiting, rule_of
 from .masks import Bits
 from .policy import Policy, plain
-from .record import SMALLEST, Copy, HandedOn, Recipe, Record, Unread, Value, stream_of, unpack
+from .record import SMALLEST, HandedOn, Recipe, Record, Unread, Value, stream_of, unpack
 from .views import VIEWS, leads_to, of_unsafe_view
 
 MASK = "dropout_mask, a bit an element"
@@ -181,7 +181,7 @@ class Scope:
         recipe = Recipe(
             value,
             lambda _: bits.mask() if dtype is torch.bool else bits.mask().to(dtype).div_(1 - p),
-            (Copy(bits.packed),),
+            (Record.of(bits.packed),),
         )
         recipe.dtype, recipe.size, recipe.moved = dtype, tensor.nbytes, 2 * tensor.nbytes
         recipe.adopt()
