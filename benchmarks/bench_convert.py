@@ -16,7 +16,7 @@ whole step, above the bytes before it and without the gradients of weights. Grad
 eager model's, bit by bit. Time is the processor's, on a GPU that until its work is done.
 
 `--curve` measures budgets from 0.8 down beside the others, and draws bytes against time to curve_DEVICE.png;
-curve_DEVICE.md has our nearest point beside each other contender.
+curve_DEVICE.md has our time at the bytes of each other contender.
 
     python benchmarks/bench_convert.py [--models vits|norms|vit_small_patch16_224,torchvision:vit_b_16]
                                        [--precision fp32|bf16] [--batch 8] [--threads 1] [--repeats 5]
@@ -34,6 +34,7 @@ from pathlib import Path
 
 import harness
 import matplotlib
+import numpy
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
@@ -339,30 +340,31 @@ def points(row: dict) -> dict[str, tuple[float, float]]:
 
 
 def against(rows: list[dict]) -> str:
-    """Each other contender, and the nearest of our points."""
+    """Each other contender, and the time of our line at the same bytes."""
     found = []
     for row in rows:
-        at, cells = points(row), [f"{row['model']}, {row['precision']}"]
+        at, cells = points(row), [f"{row['model']}, {row['precision']}, batch {row['batch']}"]
         for contender in OTHERS:
             if contender not in at:
                 cells += ["", ""]
                 continue
             kept, time_ = at[contender]
-            own = min((at[c] for c in OWN if c in at), key=lambda point: abs(point[0] - kept))
-            cells += [f"{share - 1:+.1%}, {x:.2f}x" for share, x in ((kept, time_), own)]
-            if own[0] > kept and own[1] > time_:
+            own = numpy.interp(
+                kept, *zip(*sorted(at[c] for c in OWN if c in at), strict=True), left=numpy.inf
+            )
+            cells += [f"{kept - 1:+.1%}, {time_:.2f}x", f"{own:.2f}x" if own < numpy.inf else "none"]
+            if own > time_ + 0.02:
                 cells[-2] = f"**{cells[-2]}**"
         found.append(cells)
     first = rows[0]
     where = {f"{r['commit']}, {r['device']}, torch {r['torch']}, {r['date']}": None for r in rows}
-    header = ["model", *(title for c in OTHERS for title in (TITLES[c], "convert"))]
+    header = ["model", *(title for c in OTHERS for title in (TITLES[c], "convert there"))]
     lines = [
         *harness.markdown(header, found),
         "",
-        "Kept bytes and time of a step over the eager model's; behind each contender the point of "
-        "fastvit.convert that keeps most nearly as much, of those measured. Bold: the contender has "
-        "both fewer bytes and less time than that. "
-        f"Batch {first['batch']}, {first['threads']} thread(s), medians of one run with the "
+        "Kept bytes and time of a step over the eager model's; behind each contender the time of the line "
+        "through the points of fastvit.convert at the same bytes. Bold: it is above by more than 0.02. "
+        f"{first['threads']} thread(s), medians of one run with the "
         f"contenders in turn: {'; '.join(where)}.",
         "",
         "![bytes against time](IMAGE)",

@@ -73,7 +73,7 @@ def within_budget(
         return dataclasses.replace(policy, sites=frozenset(sites[:count]))
 
     sites: list[Site] = []
-    least = 0
+    least = before
     for level in _LEVELS:
         policy = dataclasses.replace(level, weight_casts=policy.weight_casts, skip=policy.skip)
         apply(copied, policy)
@@ -85,7 +85,7 @@ def within_budget(
             new.sort(key=found.__getitem__, reverse=True)
             sites = [site for site in sites if site in found]  # deep, not those of blocks' outputs
         cheaper, sites = len(sites), sites + new
-        least = kept(policy)
+        least = min(least, kept(policy))
         if least <= allowed:
             enough = bisect_left(
                 range(len(sites)), True, lo=cheaper, key=lambda count: kept(first(count)) <= allowed

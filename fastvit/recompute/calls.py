@@ -1,9 +1,9 @@
 """What autograd's graph lacks, taken from the calls themselves: a torch function mode.
 
-A node of the graph lacks the eps of a normalisation and a bias without gradient. A tensor's version tells
-that it was written to, and not by which op. The mode sees each call of a torch function in Python with its
-arguments, and changes none. It does not see calls from TorchScript and from compiled code: what they make in
-these ways is kept.
+A node of the graph lacks the eps of a normalisation, a number that is added, and a bias without gradient. A
+tensor's version tells that it was written to, and not by which op. The mode sees each call of a torch
+function in Python with its arguments, and changes none. It does not see calls from TorchScript and from
+compiled code: what they make in these ways is kept.
 """
 
 from __future__ import annotations
@@ -75,13 +75,13 @@ def _instance_norm(bias: int) -> See:
     return see
 
 
-def _noted(y: Any, eps: float | None, bias: Tensor | None) -> Any:
-    """`y`, at whose node the eps of its call is noted, and the bias where it has no gradient."""
+def _noted(y: Any, number: float | None, bias: Tensor | None) -> Any:
+    """`y`, at whose node the number of its call is noted, and the bias where it has no gradient."""
     if type(y) is Tensor:
         base = y if y._base is None else y._base
         if base.grad_fn is not None:
             frozen = None if bias is None or bias.requires_grad else bias
-            of_unsafe_view(base.grad_fn).metadata[CALL] = eps, frozen
+            of_unsafe_view(base.grad_fn).metadata[CALL] = number, frozen
     return y
 
 
@@ -94,6 +94,12 @@ def _linear(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
     if _is_frozen(x, _argument(args, kwargs, 1, "weight")):
         _want_gate(x.grad_fn)
     return y if bias is None or bias.requires_grad else _noted(y, None, bias)
+
+
+def _sum(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Sees a sum or a difference, of which the graph lacks a term that is a number."""
+    y, other = func(*args, **kwargs), _argument(args, kwargs, 1, "other")
+    return _noted(y, other, None) if type(other) in (int, float) else y
 
 
 def _rms_norm(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
@@ -299,6 +305,7 @@ _SEEN: dict[Callable, See] = {
     F.group_norm: _norm(4, 3),
     torch.group_norm: _norm(4, 3),
     F.linear: _linear,
+    **dict.fromkeys((Tensor.add, torch.add, Tensor.sub, torch.sub), _sum),
     F.rms_norm: _rms_norm,
     torch.rms_norm: _rms_norm,
     F.batch_norm: _batch_norm(3, 4),

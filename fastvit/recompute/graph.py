@@ -4,8 +4,8 @@ A node has the op's name, the tensors that the op saved, and edges to the nodes 
 same op on the same memory layout the result has the same bits. rules.py lists the ops that are repeated.
 Views are followed to their base.
 
-The graph lacks a number that was added, the value of padding, and inputs without gradient that the op did not
-save. A tensor that depends on one of these is not rebuilt. calls.py notes the eps of a normalisation.
+The graph lacks the value of padding, and inputs without gradient that the op did not save. A tensor that
+depends on one of these is not rebuilt. calls.py notes the eps of a normalisation and a number that is added.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .record import SMALLEST, Recipe, Record, Source, Unread, Value, View, whole
 from .views import VIEWS, of_unsafe_view, of_views, signed
 
 # Keys of what a scope notes in a node's metadata.
-CALL = "fastvit.call"  # the eps of the call, and its bias without gradient
+CALL = "fastvit.call"  # the eps or the number of the call, and its bias without gradient
 VERSION = "fastvit.version"  # the version of the tensor that the node made
 VALUE = "fastvit.value"  # its Value
 BOUNDARY = "fastvit.boundary"  # that it goes into a block, or comes out of one
@@ -262,7 +262,7 @@ class Node:
         return self.saved(name) if self.has(name) else self.edge(index)
 
     def noted(self) -> tuple[Any, Tensor | None]:
-        """The eps of the call, and its bias where that has no gradient."""
+        """The eps or the number of the call, and its bias where that has no gradient."""
         noted = self.node.metadata.get(CALL)
         if noted is None:
             raise Unknown("the call was not seen")

@@ -43,7 +43,10 @@ def _sum(function: Callable[..., Tensor]) -> Callable[[Node], Rebuild]:
     def rule(read: Node) -> Rebuild:
         if read.policy.products and not read.policy.deep and read.is_residual():
             raise Unknown("the sum is kept instead of repeating the product that is its term")
-        alpha, arguments = read.number("alpha"), (read.edge(0), read.edge(1))
+        alpha = read.number("alpha")
+        if read.edges[1][0] is None and (number := read.noted()[0]) is not None:
+            return lambda t: function(t, number, alpha=alpha), (read.edge(0),)
+        arguments = read.edge(0), read.edge(1)
         return function if alpha == 1 else partial(function, alpha=alpha), arguments
 
     return rule

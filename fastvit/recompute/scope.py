@@ -43,7 +43,8 @@ _autocast = torch._C._is_any_autocast_enabled
 # residual sum and a cast 11, a rotary embedding and a cast 26. In float32 residual sums of BatchNorms, each
 # made of the one before, move 5 more each.
 _MOST_MOVED, _MOST_MOVED_IN_HALF = 24, 10
-_DEEPEST, _DEEPEST_DEEP = 4, 32  # most rebuilt tensors on the way to one that is kept
+# Most rebuilt tensors on the way to one that is kept. Across blocks the sites of a policy cut the way.
+_DEEPEST, _DEEPEST_DEEP, _DEEPEST_ACROSS = 4, 32, 1000
 MOST_OPS = 40  # in one recipe
 MOST_FILED = 512  # records without a decision
 
@@ -277,6 +278,7 @@ class Scope:
     def _refuse(self, value: Value, recipe: Recipe, in_half: bool) -> None:
         """Raises Unknown where the recipe costs too much, or the policy is against it."""
         deepest = _DEEPEST_DEEP if self.policy.deep else _DEEPEST
+        deepest = _DEEPEST_ACROSS if self.policy.across else deepest
         if recipe.depth >= deepest:
             raise Unknown(f"its recipe goes through more than {deepest} rebuilt tensors")
         if recipe.ops > MOST_OPS and not self.policy.deep:
