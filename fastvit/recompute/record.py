@@ -122,7 +122,13 @@ class Record:
     def copy_for_recipes(self) -> None:
         """Before a write to the tensor, for the recipes that read it."""
         if self.is_read and self.before is None and self.recipe is None and self.stand_in is None:
-            self.before = self.tensor.clone()
+            tensor = self.tensor
+            if self.base is None:
+                self.before = tensor.clone()
+            else:  # recipes may read the rest of the base too
+                memory = tensor.new_empty(0).set_(tensor.untyped_storage().clone())
+                geometry = tensor.size(), tensor.stride(), tensor.storage_offset()
+                self.before = memory.as_strided(*geometry)
 
     def stand_by(self, stand_in: HandedOn | Gate) -> None:
         self.stand_in = stand_in
