@@ -15,7 +15,8 @@ Kept bytes are the allocator's live bytes after one training forward minus those
 whole step, above the bytes before it and without the gradients of weights. Gradients are compared with the
 eager model's, bit by bit. Time is the processor's, on a GPU that until its work is done.
 
-`--curve` measures budgets from 0.9 down beside the others, and draws bytes against time to curve_DEVICE.png.
+`--curve` measures budgets from 0.8 down beside the others, and draws bytes against time to curve_DEVICE.png;
+curve_DEVICE.md has our time at the bytes of each other contender.
 
     python benchmarks/bench_convert.py [--models vits|norms|vit_small_patch16_224,torchvision:vit_b_16]
                                        [--precision fp32|bf16] [--batch 8] [--threads 1] [--repeats 5]
@@ -33,6 +34,7 @@ from pathlib import Path
 
 import harness
 import matplotlib
+import numpy
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
@@ -182,7 +184,7 @@ MAKERS = {  # name -> (eager model, inputs) -> model
     "checkpoint": lambda eager, x: checkpointed(eager),
 }
 EXACT = ("convert", "products", "budget", "least", "weight_casts")
-BUDGETS = ("0.9", "0.8", "0.7", "0.6", "0.5", "0.4", "0.3", "0.2", "0.15", "0.1")
+BUDGETS = ("0.8", "0.6", "0.5", "0.4", "0.3", "0.2", "0.15", "0.1", "0.05")
 CURVE = ("convert", "products", *BUDGETS, "least", "sac", "sac_half", "checkpoint")
 
 
@@ -242,11 +244,11 @@ def measure(name: str, arguments, where: dict) -> dict:
     return row | where
 
 
-def merged(name: str, out: Path, group: str, new: dict) -> list[dict]:
+def merged(name: str, out: Path, new: dict) -> list[dict]:
     """`new` and the rows that NAME.csv has of other models, in the order of MODELS."""
     old = harness.read_csv(name, out)
     rows = [row for row in old if (row["model"], row["precision"]) != (new["model"], new["precision"])]
-    order = {model: i for i, model in enumerate(MODELS[group])}
+    order = {model: i for i, model in enumerate(sum(MODELS.values(), ()))}
     return sorted([*rows, new], key=lambda r: (r["precision"] != "fp32", order.get(r["model"], len(order))))
 
 
@@ -322,24 +324,65 @@ def picture(rows: list[dict], path) -> None:
     plt.close(figure)
 
 
+OWN = ("eager", "convert", "products", *BUDGETS, "least")
+OTHERS = ("sac", "sac_half", "checkpoint")
+
+
+def points(row: dict) -> dict[str, tuple[float, float]]:
+    """Kept bytes and time of each contender over the eager model's."""
+    clock = CLOCK["cuda" if row.get("driver") else "cpu"]
+    kept, time_ = float(row["eager_kept_MiB"]), float(row[f"eager_{clock}"])
+    return {
+        c: (float(row[f"{c}_kept_MiB"]) / kept, float(row[f"{c}_{clock}"]) / time_)
+        for c in (*OWN, *OTHERS)
+        if row.get(f"{c}_{clock}") not in (None, "")
+    }
+
+
+def against(rows: list[dict]) -> str:
+    """Each other contender, and the time of our line at the same bytes."""
+    found = []
+    for row in rows:
+        at, cells = points(row), [f"{row['model']}, {row['precision']}, batch {row['batch']}"]
+        for contender in OTHERS:
+            if contender not in at:
+                cells += ["", ""]
+                continue
+            kept, time_ = at[contender]
+            own = numpy.interp(
+                kept, *zip(*sorted(at[c] for c in OWN if c in at), strict=True), left=numpy.inf
+            )
+            cells += [f"{kept - 1:+.1%}, {time_:.2f}x", f"{own:.2f}x" if own < numpy.inf else "none"]
+            if own > time_ + 0.02:
+                cells[-2] = f"**{cells[-2]}**"
+        found.append(cells)
+    first = rows[0]
+    where = {f"{r['commit']}, {r['device']}, torch {r['torch']}, {r['date']}": None for r in rows}
+    header = ["model", *(title for c in OTHERS for title in (TITLES[c], "convert there"))]
+    lines = [
+        *harness.markdown(header, found),
+        "",
+        "Kept bytes and time of a step over the eager model's; behind each contender the time of the line "
+        "through the points of fastvit.convert at the same bytes. Bold: it is above by more than 0.02. "
+        f"{first['threads']} thread(s), medians of one run with the "
+        f"contenders in turn: {'; '.join(where)}.",
+        "",
+        "![bytes against time](IMAGE)",
+        "",
+    ]
+    return "\n".join(lines)
+
+
 def curve(rows: list[dict], path) -> None:
     """Bytes against time, for each model: our budgets as a line, other contenders as points."""
-    clock = CLOCK["cuda" if rows[0].get("driver") else "cpu"]
     columns = min(3, len(rows))
     lines = -(-len(rows) // columns)
     figure, axes = plt.subplots(
         lines, columns, figsize=(5 * columns, 4 * lines), layout="constrained", squeeze=False
     )
     for row, axis in zip(rows, axes.flat, strict=False):
-        points = {
-            contender: [
-                float(row[f"{contender}_{what}"]) / float(row[f"eager_{what}"])
-                for what in ("kept_MiB", clock)
-            ]
-            for contender in ("eager", *CURVE)
-            if row.get(f"{contender}_{clock}") not in (None, "")
-        }
-        own = sorted(points[c] for c in ("eager", "convert", "products", *BUDGETS, "least") if c in points)
+        at = points(row)
+        own = sorted(at[c] for c in OWN if c in at)
         axis.plot(
             *zip(*own, strict=True),
             "o-",
@@ -348,8 +391,8 @@ def curve(rows: list[dict], path) -> None:
             markersize=4,
         )
         for contender, marker in (("sac", "s"), ("sac_half", "D"), ("checkpoint", "^")):
-            if contender in points:
-                axis.plot(*points[contender], marker, color=SHOWN["sac"], label=TITLES[contender])
+            if contender in at:
+                axis.plot(*at[contender], marker, color=SHOWN["sac"], label=TITLES[contender])
         axis.set_title(f"{row['model']}, {row['precision']}", fontsize=9)
         axis.set_xlabel("kept for backward, eager = 1", fontsize=8)
         axis.set_ylabel("time of a step, eager = 1", fontsize=8)
@@ -380,13 +423,14 @@ def main() -> None:
             group = "convert" if name in MODELS["convert"] else "convert_vits"
             table_name = f"{'curve' if arguments.curve else group}_{arguments.device}"
             row = measure(name, arguments, where)
-            rows = merged(table_name, arguments.out, group, row)
+            rows = merged(table_name, arguments.out, row)
             path = harness.write_csv(table_name, rows, arguments.out)
             if arguments.curve:
                 curve(rows, path.with_suffix(".png"))
             else:
                 picture(rows, path.with_suffix(".png"))
-                path.with_suffix(".md").write_text(table(rows).replace("IMAGE", f"{table_name}.png"))
+            text = (against if arguments.curve else table)(rows)
+            path.with_suffix(".md").write_text(text.replace("IMAGE", f"{table_name}.png"))
             measured = [c for c in (*TITLES, *BUDGETS) if row.get(f"{c}_kept_MiB")]
             cells = [f"{c} {less(row, c, 'kept')} {times(row, c)}" for c in measured]
             print(f"{name} {arguments.precision}: {'; '.join(cells)}", flush=True)

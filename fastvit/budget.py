@@ -12,33 +12,38 @@ import contextlib
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable
 
-from torch import Tensor, nn
+from torch import nn
 
 from .recompute import Policy, watched
 from .recompute.policy import Site
-from .recompute.record import Record, Unread
-from .trial import Trial, as_arguments
+from .recompute.record import Record
+from .trial import Arguments, Trial
 
-__all__ = ["parsed", "within_budget"]
+__all__ = ["Budget", "parsed", "within_budget"]
 
 # Operations of a matrix product in the time of moving a byte: 10 to 20 in fp32 on CPUs and GPUs, 200 in half
 # precision on a GPU.
 _OPERATIONS_A_BYTE = 16
-
-
-@dataclasses.dataclass
-class _Cost:
-    freed: int = 0  # bytes
-    work: float = 0.0  # bytes that rebuilding moves, and matrix products in their time
+# What may be rebuilt. Products take an order of magnitude more arithmetic. Several blocks that are made from
+# one input need more memory in backward.
+_LEVELS = (
+    Policy(),
+    Policy(products=True),
+    Policy(products=True, deep=True),
+    Policy(products=True, deep=True, across=True),
+)
+Budget = tuple[float, int]  # a share of the original's bytes, or 0, and then bytes
 
 
 def within_budget(
     model: nn.Module,
     policy: Policy,
-    budget: float | str,
-    example_inputs: Tensor | Sequence | Mapping,
+    budget: Budget,
+    arguments: Arguments,
     revert: Callable[[nn.Module], nn.Module],
     apply: Callable[[nn.Module, Policy], object],
 ) -> Policy:
@@ -49,13 +54,10 @@ def within_budget(
         apply: converts a copy.
 
     Raises:
-        ValueError: it is out of range, or none meets it.
+        ValueError: none meets it.
     """
-    try:
-        share, allowed = parsed(budget)
-    except ValueError as error:
-        raise ValueError(f"convert: {error}") from None
-    trial = Trial("convert", model, as_arguments(example_inputs))
+    share, allowed = budget
+    trial = Trial("convert", model, arguments)
     before = trial.kept_by_original(revert)
     if share:
         allowed = int(share * before)
@@ -67,24 +69,36 @@ def within_budget(
         apply(copied, policy)
         return trial.kept_bytes(copied)
 
-    sites: dict[Site, _Cost] = {}
-    least = 0
-    # Products last: they take an order of magnitude more arithmetic.
-    for products, deep in ((False, False), (True, False), (True, True)):
-        policy = dataclasses.replace(policy, products=products, deep=deep)
+    def first(count: int) -> Policy:
+        return dataclasses.replace(policy, sites=frozenset(sites[:count]))
+
+    sites: list[Site] = []
+    least = before
+    for level in _LEVELS:
+        policy = dataclasses.replace(level, weight_casts=policy.weight_casts, skip=policy.skip)
         apply(copied, policy)
-        cheaper, sites = len(sites), sites | {s: c for s, c in _sites(trial, copied) if s not in sites}
-        least = kept(policy)
+        found = _sites(trial, copied)
+        new = [site for site in found if site not in sites]
+        if policy.across:  # every second one first: the backward makes all between two kept ones at once
+            new = [*new[1::2], *new[::2]]
+        else:
+            new.sort(key=found.__getitem__, reverse=True)
+            sites = [site for site in sites if site in found]  # deep, not those of blocks' outputs
+        cheaper, sites = len(sites), sites + new
+        least = min(least, kept(policy))
         if least <= allowed:
-            return _fewest(sites, cheaper, allowed, policy, kept)
+            enough = bisect_left(
+                range(len(sites)), True, lo=cheaper, key=lambda count: kept(first(count)) <= allowed
+            )
+            return first(enough)
     raise ValueError(
-        f"convert: a budget of {budget!r} cannot be met; the least is {least} bytes, {least / before:.3f} of "
-        f"the {before} that the original keeps"
+        f"convert: a budget of {share or allowed} cannot be met; the least is {least} bytes, "
+        f"{least / before:.3f} of the {before} that the original keeps"
     )
 
 
-def parsed(budget: object) -> tuple[float, int]:
-    """The share of the original's bytes, or 0, and the bytes.
+def parsed(budget: object) -> Budget:
+    """The share or the bytes that a budget says.
 
     Raises:
         ValueError: it is neither.
@@ -104,50 +118,18 @@ def parsed(budget: object) -> tuple[float, int]:
     )
 
 
-def _sites(trial: Trial, model: nn.Module) -> list[tuple[Site, _Cost]]:
-    """The sites of what a forward rebuilds, those with most bytes for their work first, then in its order."""
+def _sites(trial: Trial, model: nn.Module) -> dict[Site, float]:
+    """The sites of what a forward rebuilds, in its order, and the bytes that each frees for its work."""
     records: list[Record] = []
-    sites: dict[Site, _Cost] = {}
-
-    def look(packed: Record | Unread, _: Tensor) -> None:
-        if isinstance(packed, Record):
-            records.append(packed)
+    freed: Counter[Site] = Counter()
+    work: Counter[Site] = Counter()  # bytes that rebuilding moves, and matrix products in their time
 
     def count() -> None:
         for recipe in dict.fromkeys(record.recipe for record in records):
             if recipe is not None and recipe.value.site is not None:
-                cost = sites.setdefault(recipe.value.site, _Cost())
-                cost.freed += recipe.value.nbytes
-                cost.work += recipe.moved + recipe.flops / _OPERATIONS_A_BYTE
+                freed[recipe.value.site] += recipe.value.nbytes
+                work[recipe.value.site] += recipe.moved + recipe.flops // _OPERATIONS_A_BYTE
 
-    with watched(look):
+    with watched(lambda record, _: records.append(record)):
         trial.warm_up(model, count)
-    return sorted(sites.items(), key=lambda item: -item[1].freed / item[1].work)
-
-
-def _fewest(
-    sites: dict[Site, _Cost], fewest: int, allowed: float, policy: Policy, kept: Callable[[Policy], int]
-) -> Policy:
-    """The policy with the first of `sites`, at least `fewest`, so many that `kept` is at most `allowed`."""
-    ordered = list(sites)
-    measured: dict[int, int] = {}
-
-    def with_sites(*chosen: Site) -> Policy:
-        return dataclasses.replace(policy, sites=frozenset(chosen))
-
-    enough = len(ordered)
-    while fewest < enough:
-        middle = (fewest + enough) // 2
-        measured[middle] = kept(with_sites(*ordered[:middle]))
-        fewest, enough = (middle + 1, enough) if measured[middle] > allowed else (fewest, middle)
-    found = with_sites(*ordered[:enough])
-    if enough - 1 not in measured:
-        return found
-    # A site with less work than the last one may free what is missing without that.
-    missing, most = measured[enough - 1] - allowed, sites[ordered[enough - 1]].work
-    others = [site for site in ordered[enough:] if sites[site].freed >= missing and sites[site].work < most]
-    if others:
-        other = with_sites(*ordered[: enough - 1], min(others, key=lambda site: sites[site].work))
-        if kept(other) <= allowed:
-            return other
-    return found
+    return {site: freed[site] / work[site] for site in freed}

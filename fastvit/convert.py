@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ._arguments import check_module
-from .budget import within_budget
+from .budget import Budget, parsed, within_budget
 from .fuse import unfuse
 from .recompute import Policy, close_scope, compiled, open_scope
+from .trial import as_arguments
 
 __all__ = ["convert", "revert"]
 
@@ -39,6 +40,18 @@ class ScopeHook:
             compiled.opened()
         elif torch.is_grad_enabled():
             open_scope(module, self.policy, self.block, args if isinstance(args, tuple) else ())
+
+
+class Planner:
+    """A forward pre-hook: meets a budget with the arguments of the first training forward, and goes."""
+
+    def __init__(self, policy: Policy, budget: Budget):
+        self.policy, self.budget = policy, budget
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
+            return
+        _add(module, within_budget(module, self.policy, self.budget, (args, kwargs), revert, _add))
 
 
 def convert(
@@ -73,9 +86,12 @@ def convert(
         budget: what remains of the kept bytes: a share, above 0 and at most 1, or bytes, an int or a str such
             as "2 GiB". It takes what is needed of all that can be rebuilt, the ops with most bytes for their
             work first, and products last; then attention, convolutions and Linears that narrow, down to what
-            goes into each block. Forwards of a copy are measured for this. "least" is all the way down.
-        example_inputs: for a budget but "least": a tensor, a tuple of arguments or a dict of keyword
-            arguments. Call `convert` as the model is trained, under the same autocast.
+            goes into each block: "least" is that. Below it several blocks are made from the input of the
+            first, for which the peak of a step may rise. Forwards of a copy are measured for this.
+        example_inputs: for a budget: a tensor, a tuple of arguments or a dict of keyword arguments. Call
+            `convert` as the model is trained, under the same autocast. Without them the first forward with
+            gradients of the model in training takes its own arguments for this, and lasts as long as some
+            twenty forwards.
         skip: pairs of a block's name and an op, whose results are kept: `[("blocks.3", "gelu")]`. "" is the
             model itself. `verify(...).sites` has those that differ.
 
@@ -84,18 +100,29 @@ def convert(
 
     Raises:
         TypeError: `model` is not a module, or an example input is a size and not a tensor.
-        ValueError: `budget` is out of range or less than what is possible, it or `example_inputs` is given
-            alone, the model cannot be copied for it, or a block of `skip` does not exist.
+        ValueError: `budget` is out of range or less than what is possible, `example_inputs` are given
+            without it, the model cannot be copied for it, or a block of `skip` does not exist. Without
+            `example_inputs` the first forward raises what only a forward can show.
     """
     check_module("convert", model)
     policy = Policy(products, weight_casts, skip=_skipped(model, skip))
     if budget == "least":
-        policy = dataclasses.replace(policy, products=True, deep=True)
-    elif (budget is None) != (example_inputs is None):
-        raise ValueError("convert: budget and example_inputs expected together, got one of them")
-    elif budget is not None and example_inputs is not None:
-        policy = within_budget(model, policy, budget, example_inputs, revert, _add)
-    return _add(model, policy)
+        return _add(model, dataclasses.replace(policy, products=True, deep=True))
+    if budget is None:
+        if example_inputs is not None:
+            raise ValueError("convert: budget and example_inputs expected together, got example_inputs alone")
+        return _add(model, policy)
+    try:
+        wanted = parsed(budget)
+    except ValueError as error:
+        raise ValueError(f"convert: {error}") from None
+    if example_inputs is not None:
+        arguments = as_arguments(example_inputs)
+        return _add(model, within_budget(model, policy, wanted, arguments, revert, _add))
+    _add(model, policy)
+    for module in _called(model):
+        module.register_forward_pre_hook(Planner(policy, wanted), prepend=True, with_kwargs=True)
+    return model
 
 
 def _skipped(model: nn.Module, skip: Iterable[tuple[str, str]]) -> frozenset[tuple[str, str]]:
@@ -113,10 +140,10 @@ def _add(model: nn.Module, policy: Policy) -> nn.Module:
     """Adds hooks in place of those that there are."""
     _take_off(model)
     for module, name in _opening(model).items():
-        # First of all pre-hooks and last of all hooks, so that the scope is round those of others.
+        # First of all hooks: the block ends before FSDP shards its parameters again.
         hook = ScopeHook(policy, name)
         module.register_forward_pre_hook(hook, prepend=True)
-        module.register_forward_hook(hook, always_call=True)
+        module.register_forward_hook(hook, prepend=True, always_call=True)
         compiled.enable(module, policy.products, policy.weight_casts)
     return model
 
@@ -197,6 +224,7 @@ def _take_off(model: nn.Module) -> None:
     for module in model.modules():
         for key in _remove(module):
             module._forward_hooks_always_called.pop(key, None)
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
         compiled.disable(module)
 
 
@@ -204,7 +232,7 @@ def _remove(module: nn.Module) -> list[int]:
     """Removes the hooks of a scope from `module`; returns their keys."""
     removed = []
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        keys = [k for k, h in hooks.items() if h is compiled.tell or isinstance(h, ScopeHook)]
+        keys = [k for k, h in hooks.items() if h is compiled.tell or isinstance(h, (ScopeHook, Planner))]
         removed += keys
         for key in keys:
             del hooks[key]

@@ -18,7 +18,7 @@ from .recompute import active_scope, watched, why_closed
 from .recompute.graph import why_kept
 from .recompute.masks import Gate
 from .recompute.policy import plain
-from .recompute.record import SMALLEST, Copy, Recipe, Record, Unread, whole
+from .recompute.record import SMALLEST, Recipe, Record
 from .trial import Trial
 
 __all__ = ["Report", "TensorReport", "report"]
@@ -175,7 +175,7 @@ class Seen:
     def __init__(self, model: nn.Module):
         self.model = model
         self.notes: dict[str, None] = {}
-        self._saved: list[tuple[weakref.ref[Record | Unread], str]] = []  # and the module whose forward ran
+        self._saved: list[tuple[weakref.ref[Record], str]] = []  # and the module whose forward ran
         self._running = ["the model"]  # names of modules, inner ones last
 
     @contextlib.contextmanager
@@ -193,8 +193,8 @@ class Seen:
             for handle in handles:
                 handle.remove()
 
-    def _look(self, packed: Record | Unread, _: Tensor) -> None:
-        self._saved.append((weakref.ref(packed), self._running[-1]))
+    def _look(self, record: Record, _: Tensor) -> None:
+        self._saved.append((weakref.ref(record), self._running[-1]))
 
     def _enter(self, name: str) -> Callable[[nn.Module, object], None]:
         label = _NUMBER.sub("*", name) or "the model"
@@ -219,10 +219,10 @@ class Seen:
         known = {0} | {_address(tensor) for tensor in [*self.model.parameters(), *self.model.buffers()]}
         for reference, module in self._saved:
             record = reference()
-            if not isinstance(record, Record):  # freed since, or not read
+            if record is None:  # freed since
                 continue
             if record.recipe is not None:
-                rebuilt[record.recipe] = list(_ingredients(record.recipe))
+                rebuilt[record.recipe] = _ingredients(record.recipe)
                 readers[record.recipe].add(module)
                 continue
             address, reason = _address(record.tensor), why_kept(record)
@@ -272,11 +272,8 @@ def _ops(recipe: Recipe) -> Iterator[str]:
             yield plain(one.value.name)
 
 
-def _ingredients(recipe: Recipe) -> Iterator[Tensor]:
-    for one in recipe.all():
-        for source in map(whole, one.sources):
-            if isinstance(source, (Copy, Record)):
-                yield source.record.tensor if isinstance(source, Copy) else source.tensor
+def _ingredients(recipe: Recipe) -> list[Tensor]:
+    return [record.tensor for one in recipe.all() for record in one.records()]
 
 
 def _aligned(rows: list[tuple[str, ...]]) -> list[str]:

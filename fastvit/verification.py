@@ -15,7 +15,7 @@ from .convert import convert, is_converted, revert
 from .fuse import is_fused
 from .recompute import watched
 from .recompute.policy import op_name
-from .recompute.record import Record, Unread
+from .recompute.record import Record
 from .trial import Trial, tensors_of
 
 __all__ = ["Verification", "verify"]
@@ -146,9 +146,8 @@ class _Recipes:
         self.sites: tuple[tuple[str, str], ...] = ()  # of those that are wrong
         self._found: list[tuple[Record, Tensor, int]] = []
 
-    def look(self, packed: Record | Unread, tensor: Tensor) -> None:
-        if isinstance(packed, Record):
-            self._found.append((packed, tensor.detach(), tensor._version))
+    def look(self, record: Record, tensor: Tensor) -> None:
+        self._found.append((record, tensor.detach(), tensor._version))
 
     def check(self) -> None:
         """Follows every recipe, and drops them. autograd refuses what was written to since."""

@@ -1,6 +1,7 @@
 """`convert(budget=)`: the share that is kept, what is chosen, and what cannot be met."""
 
 import copy
+import pickle
 import warnings
 
 import pytest
@@ -24,7 +25,7 @@ def policy(model):
     return next(hook.policy for hook in model._forward_pre_hooks.values())
 
 
-@pytest.mark.parametrize("budget", [0.9, 0.75, 0.65, 0.57, 0.5, 0.4, 0.3, 0.2, 0.15, 0.1])
+@pytest.mark.parametrize("budget", [0.9, 0.75, 0.65, 0.57, 0.5, 0.4, 0.3, 0.2, 0.15, 0.1, 0.06])
 def test_the_share_that_remains(budget, x):
     model = Net(BLOCKS)
     whole = kept(model, x)
@@ -61,6 +62,17 @@ def test_a_budget_that_cannot_be_met_says_the_least(x):
     assert fastvit.verify(model, x, dtype=None)
 
 
+def test_below_whole_blocks_outputs_of_blocks_are_rebuilt_every_second_first(x):
+    model = fastvit.convert(Net(BLOCKS), budget="least")
+    whole_blocks = kept(model, x)
+    budget = whole_blocks - 2 * x.nbytes + 4096
+    fastvit.convert(model, budget=budget, example_inputs=x)
+    assert budget - 1.5 * x.nbytes < kept(model, x) <= budget
+    inputs = [block for block, *name in policy(model).sites if name == ["AddBackward0", 1]]
+    numbers = sorted(int(block.split(".")[1]) for block in inputs)
+    assert len(numbers) == 2 and numbers[1] - numbers[0] > 1
+
+
 def test_bytes(x):
     model = Net(BLOCKS)
     whole = kept(model, x)
@@ -73,6 +85,32 @@ def test_bytes(x):
     ):
         fastvit.convert(model, budget=budget, example_inputs=x)
         assert share - 0.05 < kept(model, x) / whole < share + 0.015
+
+
+def test_without_inputs_the_first_training_step_plans(x):
+    eager = Net(BLOCKS)
+    want = fastvit.convert(copy.deepcopy(eager), budget=0.4, example_inputs=x)
+    model = fastvit.convert(copy.deepcopy(eager), budget=0.4)
+    with torch.no_grad():
+        model(x)
+    model.eval()(x)
+    other = copy.deepcopy(pickle.loads(pickle.dumps(model)))
+    assert kept(other, x) == kept(model, x) > 0.5 * kept(eager, x)
+    for one in (model, other):
+        gradients = []
+        for m in (eager, one.train()):
+            m.zero_grad()
+            m(x).square().sum().backward()
+            gradients.append([p.grad for p in m.parameters()])
+        assert all(map(torch.equal, *gradients))
+        assert policy(one) == policy(want) and kept(one, x) == kept(want, x)
+    attributes = [set(vars(module)) for module in eager.modules()]
+    assert [set(vars(module)) for module in fastvit.revert(model).modules()] == attributes
+    pending = fastvit.revert(fastvit.convert(copy.deepcopy(eager), budget=0.4))
+    assert not pending._forward_pre_hooks_with_kwargs and not pending._forward_pre_hooks
+    fastvit.convert(pending, budget=0.001)
+    with pytest.raises(ValueError, match=r"a budget of 0.001 cannot be met"):
+        pending(x)
 
 
 def test_attention_by_hand_and_linears_that_narrow(x):
@@ -194,7 +232,6 @@ def test_a_budget_out_of_range(budget, x):
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        ({"budget": 0.5}, ValueError, "budget and example_inputs expected together"),
         ({"example_inputs": 1}, ValueError, "budget and example_inputs expected together"),
         ({"budget": 0.5, "example_inputs": torch.Size((8, 49, 64))}, TypeError,
          r"a tensor expected, such as torch.zeros\(8, 49, 64\), got the size"),

@@ -66,7 +66,7 @@ def convert(model: nn.Module, how: str, seed: int) -> None:
         for module in model.modules():
             for hook in module._forward_pre_hooks.values():
                 if isinstance(hook, ScopeHook):
-                    hook.policy = dataclasses.replace(hook.policy, sites=Some(seed))
+                    hook.policy = dataclasses.replace(hook.policy, sites=Some(seed), across=seed % 2 == 1)
 
 
 def program(seed: int) -> tuple[nn.Module, str]:

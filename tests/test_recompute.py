@@ -70,20 +70,6 @@ def test_live_bytes_of_a_forward(device):
     assert -4.02 < left / x.nbytes < -3.9, "the graph is held by its result, what it saved is gone"
 
 
-def test_retain_graph_and_partial_gradients(device):
-    x = torch.randn(4, 3, 9, 9, device=device)
-    net = Net(READERS["two convs"][0], "recompute").to(device)
-    with recompute_scope():
-        loss = net(x).square().sum()
-    weights = [net.a.weight, net.b.weight, net.first.weight]
-    first = torch.autograd.grad(loss, weights, retain_graph=True)
-    alone = [torch.autograd.grad(loss, w, retain_graph=True)[0] for w in weights]
-    same_bits(alone, first)
-    same_bits(torch.autograd.grad(loss, weights), first)
-    with pytest.raises(RuntimeError, match="second time"):
-        torch.autograd.grad(loss, weights)
-
-
 def test_readers_that_outlive_the_layers_graph(device):
     """A reader of y.detach() backpropagates after the layer's own graph is spent: x lives as long as it."""
     x = torch.randn(4, 3, 9, 9, device=device)

@@ -26,13 +26,10 @@ class Branches(nn.Module):
         self.norm = fastvit.BatchNormAct(DIM, activation="silu", channel_last=True)
         self.head = nn.Linear(DIM, DIM)
         self.write = self.branch = lambda x: x
-        self.error = False
 
     def forward(self, x):
         for block in self.blocks:
             x = block(self.branch(x))
-        if self.error:
-            raise ZeroDivisionError
         y = self.norm(x)
         return self.head(F.relu(self.write(y), inplace=True)) + y
 
@@ -122,17 +119,6 @@ def test_autocast_on_and_off():
         same(run(model, tokens(), amp), run(eager, tokens(), amp))
 
 
-def test_an_exception_in_the_middle():
-    eager, model = pair()
-    same(run(model, tokens()), run(eager, tokens()))
-    model.error = True
-    with pytest.raises(ZeroDivisionError):
-        model(tokens())
-    model.error = False
-    same(run(model, tokens()), run(eager, tokens()))
-    assert kept(model, tokens()) == kept(fastvit.convert(copy.deepcopy(model)), tokens())
-
-
 def test_two_models_in_one_scope():
     """One after the other, and in the other order: neither goes by what was decided for the other."""
     models = [Branches(), Branches()]
@@ -168,9 +154,3 @@ def test_threads():
         thread.join(timeout=50)
         assert not thread.is_alive()
     assert not failed
-
-
-def test_every_batch_has_another_size():
-    eager, model = pair()
-    for n in (1, 2, 3, 4, 1, 2):
-        same(run(model, tokens(n)), run(eager, tokens(n)))

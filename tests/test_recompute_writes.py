@@ -176,6 +176,15 @@ def unused_branch(write, read):
     return function
 
 
+def unused_part(a, b, c, w):
+    """An op that has no part in the loss has saved a part of h, which a recipe takes as a whole."""
+    h = a @ w
+    h[:, 8:].sin()
+    y = h.neg() @ w
+    h.zero_()
+    return y
+
+
 def forces(a, b, c, w):
     energy = F.gelu(a * c).sum()
     (force,) = torch.autograd.grad(energy, a, create_graph=True)
@@ -212,6 +221,7 @@ PROGRAMS = {
     "unused, then in place": unused_branch(lambda h: None, lambda h: F.silu(h, inplace=True)),
     "unused, then written": unused_branch(lambda h: h.add_(1), torch.relu),
     "unused, then zeroed": unused_branch(lambda h: h.zero_(), lambda h: torch.relu(h) * 2.0),
+    "unused part, then zeroed": unused_part,
     "a gradient inside": forces,
     "hooks disabled": disabled,
     "func.grad": of_func(torch.func.grad),

@@ -4,8 +4,8 @@ A node has the op's name, the tensors that the op saved, and edges to the nodes 
 same op on the same memory layout the result has the same bits. rules.py lists the ops that are repeated.
 Views are followed to their base.
 
-The graph lacks a number that was added, the value of padding, and inputs without gradient that the op did not
-save. A tensor that depends on one of these is not rebuilt. calls.py notes the eps of a normalisation.
+The graph lacks the value of padding, and inputs without gradient that the op did not save. A tensor that
+depends on one of these is not rebuilt. calls.py notes the eps of a normalisation and a number that is added.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ import torch
 from torch import Tensor
 
 from .policy import Policy, plain
-from .record import SMALLEST, Copy, Recipe, Record, Source, Unread, Value, View, whole
+from .record import SMALLEST, Recipe, Record, Source, Unread, Value, View, whole
 from .views import VIEWS, of_unsafe_view, of_views, signed
 
 # Keys of what a scope notes in a node's metadata.
-CALL = "fastvit.call"  # the eps of the call, and its bias without gradient
+CALL = "fastvit.call"  # the eps or the number of the call, and its bias without gradient
 VERSION = "fastvit.version"  # the version of the tensor that the node made
 VALUE = "fastvit.value"  # its Value
 BOUNDARY = "fastvit.boundary"  # that it goes into a block, or comes out of one
 
 LEAF = "torch::autograd::AccumulateGrad"
+SHARDED = "a parameter that FSDP has sharded again when the block ends"
 Rebuild = tuple[Callable[..., Tensor], tuple[Source, ...]]  # an op and what goes into it
 Rule = Callable[["Node"], Rebuild]
 Waiting = dict[Value, tuple[Any, list[Record]]]  # a node's value, the node, and what has been saved of it
@@ -104,12 +105,29 @@ class Pass:
             if record.base is None:
                 return record
             return View(record, ((torch.as_strided, *record.base),))
-        recipe = value.recipe and value.recipe()
-        if recipe is not None:
+        if (recipe := self.found_before(value)) is not None:
             return recipe
         if level >= self.longest or value.failed == self.number:
             raise Unknown
         return self.recipe(node, value, level)
+
+    def found_before(self, value: Value) -> Recipe | None:
+        """The recipe of `value` that another reader has."""
+        recipe = None if value.recipe is None else value.recipe()
+        return None if recipe is None else self.at_hand(recipe)
+
+    def at_hand(self, recipe: Recipe) -> Recipe:
+        """`recipe`, which may be of another block.
+
+        Raises:
+            Unknown: FSDP has sharded a parameter that it reads, and gathers it too late for a reader outside
+                of that block.
+        """
+        if recipe.checked != self.number:
+            if any(record.is_freed() for one in recipe.all() for record in one.records()):
+                raise Unknown(SHARDED)
+            recipe.checked = self.number
+        return recipe
 
     def recipe(self, node, value: Value, level: int = 0) -> Recipe:
         """A new recipe for the result of `node`.
@@ -127,6 +145,7 @@ class Pass:
                 raise Unknown("it is nested")
             read = Node(node, self, value, level)
             recipe = Recipe(value, *rule(read))
+            recipe.checked = self.number
         except Unknown:
             value.failed = self.number
             raise
@@ -191,18 +210,20 @@ class Node:
             return None
         if type(packed) is not Record:
             if isinstance(packed, Tensor) and packed.numel() == 1 and packed.grad_fn is None:
-                return Copy(packed)
+                return Record.of(packed)
             raise Unknown("saved outside of the scope")
         if packed.made is not None and packed.value is not None:
             self.search.settle(packed.value)
         if packed.recipe is not None:
-            recipe = packed.recipe
+            recipe = self.search.at_hand(packed.recipe)
             return (
                 recipe if packed.geometry is None else View(recipe, ((torch.as_strided, *packed.geometry),))
             )
-        if packed.is_intact() and not packed.is_freed():
-            return packed
-        raise Unknown("an input was written to")
+        if not packed.is_intact():
+            raise Unknown("an input was written to")
+        if packed.is_freed():
+            raise Unknown(SHARDED)
+        return packed
 
     def size_of(self, name: str) -> torch.Size:
         """The size of an input that the op saved."""
@@ -228,21 +249,20 @@ class Node:
             return source
         return View(source.source, source.views + views) if isinstance(source, View) else View(source, views)
 
-    def leaf(self, tensor: Tensor) -> Copy:
+    def leaf(self, tensor: Tensor) -> Record:
         """A copy of a leaf, which may be written to before the backward, since the op has not saved it."""
         is_small = tensor.nbytes <= SMALLEST // 2 or tensor.numel() * 64 <= math.prod(self.metadata().shape)
         if type(tensor) not in (Tensor, torch.nn.Parameter) or not is_small:
             raise Unknown
-        copy = Copy(tensor)
-        if copy.record.is_freed():
-            raise Unknown("a parameter that is sharded now")
-        return Copy(tensor.detach().clone())
+        if Record.of(tensor).is_freed():
+            raise Unknown(SHARDED)
+        return Record.of(tensor.detach().clone())
 
     def input(self, name: str, index: int) -> Source:
         return self.saved(name) if self.has(name) else self.edge(index)
 
     def noted(self) -> tuple[Any, Tensor | None]:
-        """The eps of the call, and its bias where that has no gradient."""
+        """The eps or the number of the call, and its bias where that has no gradient."""
         noted = self.node.metadata.get(CALL)
         if noted is None:
             raise Unknown("the call was not seen")
@@ -252,7 +272,7 @@ class Node:
         if self.edges[index][0] is not None:
             return self.edge(index)
         bias = self.noted()[1]
-        return None if bias is None else Copy(bias)
+        return None if bias is None else Record.of(bias)
 
     def behind(self, node) -> Node:
         return Node(node, self.search, None, self.level)

@@ -113,7 +113,7 @@ def close_scope(owner: object, results: Iterable[object] = ()) -> None:
 
 @contextlib.contextmanager
 def watched(look: Look) -> Iterator[None]:
-    """Scopes that this thread opens inside call `look` with what an op saves: packed object, and tensor."""
+    """Scopes that this thread opens inside call `look` with the record and the tensor of what an op saves."""
     before, _opened.look = _opened.look, look
     try:
         yield

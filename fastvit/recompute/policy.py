@@ -18,6 +18,7 @@ class Policy:
         products: results of matrix products too.
         deep: and everything that has a rule, with attention, convolutions and Linears that narrow, at any
             depth. What goes into a block, and what comes out, is kept.
+        across: and what goes into a block, and what comes out, is rebuilt from blocks before it.
         weight_casts: autocast's copies of weights too.
         sites: only the results of these ops in these blocks; None for all.
         skip: not the results of ops of these plain names in these blocks.
@@ -26,6 +27,7 @@ class Policy:
     products: bool = False
     weight_casts: bool = False
     deep: bool = False
+    across: bool = False
     sites: frozenset[Site] | None = None
     skip: frozenset[tuple[str, str]] = frozenset()
 

@@ -60,6 +60,13 @@ class Record:
     stream = 0  # of the op that saved it
     reason = ""  # for the decision
 
+    @classmethod
+    def of(cls, tensor: Tensor) -> Record:
+        """For a tensor that no op has saved, and that a recipe keeps."""
+        record = cls()
+        record.tensor, record.version, record.stream = tensor, tensor._version, stream_of(tensor)
+        return record
+
     def is_intact(self) -> bool:
         """Whether a recipe may take the tensor."""
         return (
@@ -115,7 +122,13 @@ class Record:
     def copy_for_recipes(self) -> None:
         """Before a write to the tensor, for the recipes that read it."""
         if self.is_read and self.before is None and self.recipe is None and self.stand_in is None:
-            self.before = self.tensor.clone()
+            tensor = self.tensor
+            if self.base is None:
+                self.before = tensor.clone()
+            else:  # recipes may read the rest of the base too
+                memory = tensor.new_empty(0).set_(tensor.untyped_storage().clone())
+                geometry = tensor.size(), tensor.stride(), tensor.storage_offset()
+                self.before = memory.as_strided(*geometry)
 
     def stand_by(self, stand_in: HandedOn | Gate) -> None:
         self.stand_in = stand_in
@@ -169,6 +182,7 @@ class Recipe:
     memory: Tensor | None = None  # of the tensor, where it was written to without a new version
     result: Tensor | None = None  # while a reader waits for it
     stream = 0  # on which it was made
+    checked = 0  # the pass that found its parameters at hand
     readers = 0  # records and recipes
     reads = 0
 
@@ -236,6 +250,10 @@ class Recipe:
                 found[waiting.pop()] = None
         return list(found)
 
+    def records(self) -> list[Record]:
+        """The tensors that it reads itself."""
+        return [one for one in map(whole, self.sources) if isinstance(one, Record)]
+
     def forget(self) -> None:
         """Drops the result that waits for readers."""
         self.result, self.reads = None, 0
@@ -251,7 +269,7 @@ class View:
 
     __slots__ = ("source", "views")
 
-    def __init__(self, source: Record | Recipe | Copy, views: tuple[tuple, ...]):
+    def __init__(self, source: Record | Recipe, views: tuple[tuple, ...]):
         self.source, self.views = source, views
 
     def read(self) -> Tensor:
@@ -261,27 +279,10 @@ class View:
         return tensor
 
 
-class Copy:
-    """A tensor that no op has saved, and that the recipe keeps."""
-
-    __slots__ = ("record",)
-
-    def __init__(self, tensor: Tensor):
-        self.record = Record()
-        self.record.tensor, self.record.version = tensor, tensor._version
-        self.record.stream = stream_of(tensor)
-
-    def nbytes(self) -> int:
-        return self.record.nbytes()
-
-    def read(self) -> Tensor:
-        return self.record.read()
+Source = Record | Recipe | View | None
 
 
-Source = Record | Recipe | Copy | View | None
-
-
-def whole(source: Source) -> Record | Recipe | Copy | None:
+def whole(source: Source) -> Record | Recipe | None:
     return source.source if type(source) is View else source  # type: ignore[return-value]
 
 

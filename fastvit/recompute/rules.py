@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 from . import norms
 from .graph import DEEP, LEAF, PRODUCTS, RULES, Node, Rebuild, Rule, Unknown, rule_of
-from .record import Copy, Source
+from .record import Record, Source
 
 
 def _unary(function: Callable[..., Tensor], *options: str, saves_input: bool = True) -> Rule:
@@ -43,7 +43,10 @@ def _sum(function: Callable[..., Tensor]) -> Callable[[Node], Rebuild]:
     def rule(read: Node) -> Rebuild:
         if read.policy.products and not read.policy.deep and read.is_residual():
             raise Unknown("the sum is kept instead of repeating the product that is its term")
-        alpha, arguments = read.number("alpha"), (read.edge(0), read.edge(1))
+        alpha = read.number("alpha")
+        if read.edges[1][0] is None and (number := read.noted()[0]) is not None:
+            return lambda t: function(t, number, alpha=alpha), (read.edge(0),)
+        arguments = read.edge(0), read.edge(1)
         return function if alpha == 1 else partial(function, alpha=alpha), arguments
 
     return rule
@@ -108,10 +111,10 @@ def _to_copy(read: Node) -> Rebuild:
         return _cast_to(made.dtype), (read.edge(0),)
     weight = source.variable
     if read.level and weight.dim() <= 1 and type(weight) is Parameter:  # the bias of a product
-        return _cast_to(made.dtype), (Copy(weight.detach().clone()),)
+        return _cast_to(made.dtype), (Record.of(weight.detach().clone()),)
     if not read.policy.weight_casts or type(weight) is not Parameter:
         raise Unknown("the cast of a weight, which is not cast again without weight_casts=True")
-    return _cast_to(made.dtype), (Copy(weight),)
+    return _cast_to(made.dtype), (Record.of(weight),)
 
 
 @lru_cache

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from . import rules  # noqa: F401  # fills the tables of graph
-from .calls import Calls, Context
+from .calls import Aliases, Calls
 from .graph import BOUNDARY, VALUE, VERSION, Pass, Unknown, Waiting, rule_of
 from .masks import Bits
 from .policy import Policy, plain
-from .record import SMALLEST, Copy, HandedOn, Recipe, Record, Unread, Value, stream_of, unpack
+from .record import SMALLEST, HandedOn, Recipe, Record, Unread, Value, stream_of, unpack
 from .views import VIEWS, leads_to, of_unsafe_view
 
 MASK = "dropout_mask, a bit an element"
@@ -43,12 +43,13 @@ _autocast = torch._C._is_any_autocast_enabled
 # residual sum and a cast 11, a rotary embedding and a cast 26. In float32 residual sums of BatchNorms, each
 # made of the one before, move 5 more each.
 _MOST_MOVED, _MOST_MOVED_IN_HALF = 24, 10
-_DEEPEST, _DEEPEST_DEEP = 4, 32  # most rebuilt tensors on the way to one that is kept
+# Most rebuilt tensors on the way to one that is kept. Across blocks the sites of a policy cut the way.
+_DEEPEST, _DEEPEST_DEEP, _DEEPEST_ACROSS = 4, 32, 1000
 MOST_OPS = 40  # in one recipe
 MOST_FILED = 512  # records without a decision
 
 Hooks = tuple[Callable, Callable]
-Look = Callable[[Record | Unread, Tensor], None]
+Look = Callable[[Record, Tensor], None]
 
 
 def top_hooks() -> Hooks | None:
@@ -56,17 +57,22 @@ def top_hooks() -> Hooks | None:
     return _autograd._top_saved_tensors_default_hooks(True)
 
 
-class Scope(Context):
+class Scope:
     """One open scope."""
 
     def __init__(self, policy: Policy, look: Look | None = None):
-        super().__init__(policy)
+        self.policy = policy
+        # What the calls tell the pack hook.
+        self.dropout: float | None = None  # the probability of the dropout that runs
+        self.unread: torch.Size | None = None  # of an input that the op's backward does not read
+        self.written: tuple[Tensor, int] | None = None  # what the op that runs may write to; its version then
+        self.aliases = Aliases()
         self.block = ""  # the block whose forward runs
         self._outer: Hooks | None = None  # hooks around this scope, to which kept tensors are handed on
         self._filed: list[weakref.ref[Record]] = []
         self._counts: dict[tuple[str, str], int] = {}  # of the sites of a block, by the op's name
         self._calls = Calls(self)
-        self._look = look  # called with what an op saves: the packed object, the tensor
+        self._look = look  # called with what an op saves
 
     def enter(self) -> None:
         self._outer = top_hooks()
@@ -94,7 +100,7 @@ class Scope(Context):
 
     def mark(self, tensors: Iterable[object]) -> None:
         """These go into a block, or come out of one."""
-        if self.policy.deep:
+        if self.policy.deep and not self.policy.across:
             with torch._C.DisableTorchFunction():
                 for tensor in tensors:
                     if type(tensor) is Tensor and (tensor._base is None or tensor._base.grad_fn is not None):
@@ -109,26 +115,24 @@ class Scope(Context):
         return self._pack(tensor)
 
     def _pack(self, tensor: Tensor) -> Record | Unread:
-        packed: Record | Unread
         node = tensor.grad_fn
         if self.unread is not None and node is not None and self.unread == tensor.size():
-            packed = Unread(tensor)
+            return Unread(tensor)
+        record = Record()
+        record.version = tensor._version
+        if tensor.is_cuda:
+            record.stream = stream_of(tensor)
+        if node is None:
+            record.tensor = tensor if tensor.is_leaf else tensor.detach()
+            is_filed = self.dropout is not None and self._is_mask(record, tensor, self.dropout)
+            record.reason = record.reason or _NO_OP
         else:
-            packed = record = Record()
-            record.version = tensor._version
-            if tensor.is_cuda:
-                record.stream = stream_of(tensor)
-            if node is None:
-                record.tensor = tensor if tensor.is_leaf else tensor.detach()
-                is_filed = self.dropout is not None and self._is_mask(record, tensor, self.dropout)
-                record.reason = record.reason or _NO_OP
-            else:
-                is_filed = self._file(record, tensor, node)
-            if self._outer is not None and not is_filed:
-                record.stand_by(HandedOn(record.tensor, *self._outer))
+            is_filed = self._file(record, tensor, node)
+        if self._outer is not None and not is_filed:
+            record.stand_by(HandedOn(record.tensor, *self._outer))
         if self._look is not None:
-            self._look(packed, tensor)
-        return packed
+            self._look(record, tensor)
+        return record
 
     def _file(self, record: Record, tensor: Tensor, node) -> bool:
         """Notes what the decision needs. False where the tensor is kept for certain."""
@@ -178,7 +182,7 @@ class Scope(Context):
         recipe = Recipe(
             value,
             lambda _: bits.mask() if dtype is torch.bool else bits.mask().to(dtype).div_(1 - p),
-            (Copy(bits.packed),),
+            (Record.of(bits.packed),),
         )
         recipe.dtype, recipe.size, recipe.moved = dtype, tensor.nbytes, 2 * tensor.nbytes
         recipe.adopt()
@@ -249,7 +253,7 @@ class Scope(Context):
             value.reason = "it goes into a block, or comes out of one"
         elif (not value.records or value.kept() is None) and rule_of(node.name(), self.policy) is not None:
             try:
-                recipe = (value.recipe and value.recipe()) or search.recipe(node, value)
+                recipe = search.found_before(value) or search.recipe(node, value)
                 self._refuse(value, recipe, first.in_half)
                 recipe.adopt()
             except Unknown as reason:
@@ -274,6 +278,7 @@ class Scope(Context):
     def _refuse(self, value: Value, recipe: Recipe, in_half: bool) -> None:
         """Raises Unknown where the recipe costs too much, or the policy is against it."""
         deepest = _DEEPEST_DEEP if self.policy.deep else _DEEPEST
+        deepest = _DEEPEST_ACROSS if self.policy.across else deepest
         if recipe.depth >= deepest:
             raise Unknown(f"its recipe goes through more than {deepest} rebuilt tensors")
         if recipe.ops > MOST_OPS and not self.policy.deep:
