@@ -47,7 +47,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (  # noq
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts  # noqa: E402
 
 import fastvit  # noqa: E402
-from fastvit.convert import blocks  # noqa: E402
+from fastvit.conversion.convert import blocks  # noqa: E402
 from fastvit.memory import live_bytes, peak_bytes  # noqa: E402
 
 MODELS = {

@@ -4,14 +4,14 @@ from importlib.metadata import PackageNotFoundError, version
 
 from . import functional, ops, sync
 from .batch_norm_act import BatchNormAct, BatchNormActSync
-from .convert import convert, revert
+from .conversion.convert import convert, revert
+from .conversion.report import Report, TensorReport, report
+from .conversion.verification import Verification, verify
 from .fuse import convert_syncbn_model, fuse, revert_syncbn_model
 from .inplace_abn import InPlaceABN, InPlaceABNSync
 from .layer_norm import LayerNorm
 from .recompute import recompute_scope
-from .report import Report, TensorReport, report
 from .sync_batchnorm import SyncBatchNorm, create_syncbn_process_group
-from .verification import Verification, verify
 
 try:
     __version__ = version("fastvit")

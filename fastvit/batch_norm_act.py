@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from . import _arguments, _norm
+from . import _checks, _norm
 
 __all__ = ["BatchNormAct", "BatchNormActSync"]
 
@@ -60,9 +60,9 @@ class BatchNormAct(_norm.NormLayer):
     ):
         if memory not in MEMORY:
             raise ValueError(f"memory is {memory!r}; one of {', '.join(MEMORY)} expected")
-        activation_param = _arguments.check_activation(activation, activation_param)
+        activation_param = _checks.check_activation(activation, activation_param)
         if memory == "inplace":
-            _arguments.check_in_place_activation(activation, activation_param)
+            _checks.check_in_place_activation(activation, activation_param)
         super().__init__(
             num_features, eps, momentum, affine, track_running_stats, bias=bias, device=device, dtype=dtype
         )
@@ -85,7 +85,7 @@ class BatchNormAct(_norm.NormLayer):
 
     def extra_repr(self) -> str:
         text = f"{super().extra_repr()}, activation={self.activation}"
-        if _arguments.ACTIVATIONS[self.activation][1] is not None:
+        if _checks.ACTIVATIONS[self.activation][1] is not None:
             text += f"[{self.activation_param}]"
         return f"{text}, memory={self.memory}" + (", channel_last=True" if self.channel_last else "")
 

@@ -13,15 +13,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from . import ops, sync
-from ._arguments import (
-    autocast_dtype,
-    check_activation,
-    check_in_place_activation,
-    check_input,
-    check_kernels,
-    check_may_be_overwritten,
-    check_tensor,
-)
 from ._autograd import (
     ActFunction,
     BatchNormFunction,
@@ -31,6 +22,15 @@ from ._autograd import (
     LayerNormFunction,
     NormOptions,
     apply_of,
+)
+from ._checks import (
+    autocast_dtype,
+    check_activation,
+    check_in_place_activation,
+    check_input,
+    check_kernels,
+    check_may_be_overwritten,
+    check_tensor,
 )
 from ._formulas import activate
 

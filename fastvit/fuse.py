@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.parametrize import is_parametrized
 
-from . import _arguments, _library, _norm, functional, layer_norm
+from . import _checks, _library, _norm, functional, layer_norm
 from .batch_norm_act import BatchNormAct, BatchNormActSync
 from .inplace_abn import InPlaceABN, InPlaceABNSync
 from .sync_batchnorm import BatchNorm, SyncBatchNorm
@@ -107,7 +107,7 @@ def _activation(module: nn.Module) -> tuple[str, float] | None:
         return None
     try:
         name, param = found(module)
-        return name, _arguments.check_activation(name, param)
+        return name, _checks.check_activation(name, param)
     except (AttributeError, KeyError, ValueError):  # options that torch's layer takes and ours does not
         return None
 
@@ -194,7 +194,7 @@ def fuse(model: nn.Module) -> nn.Module:
     dimensions, and in an nn.Sequential its own output is that of the activation. `convert_syncbn_model` may
     come before or after; torch's and timm's converters to SyncBatchNorm refuse a layer with an activation.
     """
-    _arguments.check_module("fuse", model)
+    _checks.check_module("fuse", model)
     _library.check_built("fastvit.fuse")
     if _lacks_kernels(model):
         return model
@@ -319,7 +319,7 @@ def convert_syncbn_model(
 
     The check of dimensions of BatchNorm1d/2d/3d is lost: a SyncBatchNorm takes 2 to 5 dimensions.
     """
-    _arguments.check_module("convert_syncbn_model", module)
+    _checks.check_module("convert_syncbn_model", module)
     _library.check_built("fastvit.convert_syncbn_model")
     left = Counter(
         type(layer).__qualname__

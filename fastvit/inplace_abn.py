@@ -7,7 +7,7 @@ CVPR 2018, arXiv:1712.02616.
 import torch
 from torch import Tensor
 
-from . import _arguments, _norm
+from . import _checks, _norm
 
 __all__ = ["InPlaceABN", "InPlaceABNSync"]
 
@@ -63,7 +63,7 @@ class InPlaceABN(_norm.NormLayer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
-        _arguments.check_in_place_activation(activation, activation_param)
+        _checks.check_in_place_activation(activation, activation_param)
         super().__init__(
             num_features, eps, momentum, affine, track_running_stats, bias=bias, device=device, dtype=dtype
         )

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import _arguments, _norm
+from . import _checks, _norm
 
 __all__ = ["BatchNorm", "SyncBatchNorm", "create_syncbn_process_group"]
 
@@ -83,7 +83,7 @@ class BatchNorm(_norm.NormLayer):
     """BatchNorm for 2 to 5 dimensions: `revert_syncbn_model` makes it of a SyncBatchNorm built as such."""
 
     def _check_input_dim(self, input: Tensor) -> None:
-        _arguments.channel_dimension("BatchNorm", input, False)
+        _checks.channel_dimension("BatchNorm", input, False)
 
 
 def create_syncbn_process_group(group_size: int) -> "dist.ProcessGroup | None":

@@ -2,10 +2,10 @@
 
 import torch
 
-from fastvit import _arguments, ops
+from fastvit import _checks, ops
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-ACTIVATIONS, INVERTIBLE = list(_arguments.ACTIVATIONS), list(_arguments.IN_PLACE_ACTIVATIONS)
+ACTIVATIONS, INVERTIBLE = list(_checks.ACTIVATIONS), list(_checks.IN_PLACE_ACTIVATIONS)
 PARAM = 0.2  # slope or alpha
 
 

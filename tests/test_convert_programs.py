@@ -11,7 +11,7 @@ from torch import nn
 from vit_models import kept
 
 import fastvit
-from fastvit.convert import ScopeHook
+from fastvit.conversion.convert import ScopeHook
 
 SIZE = 6
 ACTIVATIONS = [

@@ -8,7 +8,7 @@ from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
 
-from ..convert import convert
+from ..conversion.convert import convert
 
 __all__ = ["FastvitConvertHook"]
 

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ..budget import parsed
+from ..conversion.budget import parsed
 from ..models import MLP_NORMS, NORMS, VARIANTS
 
 DATA = ("digits", "cifar10", "cifar100", "folder", "synthetic")

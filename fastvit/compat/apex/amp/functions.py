@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fastvit._arguments import autocast_dtype
+from fastvit._checks import autocast_dtype
 
 from .forward import cast_floating
 from .handle import disable_casts

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fastvit._arguments import autocast_dtype
+from fastvit._checks import autocast_dtype
 
 from .._notices import warn_once
 from ..amp._amp_state import _amp_state

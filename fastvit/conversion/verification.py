@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ..fuse import is_fused
+from ..recompute import watched
+from ..recompute.policy import op_name
+from ..recompute.record import Record
 from .convert import convert, is_converted, revert
-from .fuse import is_fused
-from .recompute import watched
-from .recompute.policy import op_name
-from .recompute.record import Record
 from .trial import Trial, tensors_of
 
 __all__ = ["Verification", "verify"]

@@ -18,9 +18,9 @@ from collections.abc import Callable
 
 from torch import nn
 
-from .recompute import Policy, watched
-from .recompute.policy import Site
-from .recompute.record import Record
+from ..recompute import Policy, watched
+from ..recompute.policy import Site
+from ..recompute.record import Record
 from .trial import Arguments, Trial
 
 __all__ = ["Budget", "parsed", "within_budget"]

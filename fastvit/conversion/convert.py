@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from ._arguments import check_module
+from .._checks import check_module
+from ..fuse import unfuse
+from ..recompute import Policy, close_scope, compiled, open_scope
 from .budget import Budget, parsed, within_budget
-from .fuse import unfuse
-from .recompute import Policy, close_scope, compiled, open_scope
 from .trial import as_arguments
 
 __all__ = ["convert", "revert"]

@@ -15,10 +15,10 @@ from torch import Tensor, distributed, nn
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
-from ._arguments import check_module
-from ._norm import SharesGroup
-from .memory import live_bytes
-from .recompute import active_scope
+from .._checks import check_module
+from .._norm import SharesGroup
+from ..memory import live_bytes
+from ..recompute import active_scope
 
 __all__ = ["Arguments", "Trial", "as_arguments", "tensors_of"]
 

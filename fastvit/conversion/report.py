@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ..recompute import active_scope, watched, why_closed
+from ..recompute.graph import why_kept
+from ..recompute.masks import Gate
+from ..recompute.policy import plain
+from ..recompute.record import SMALLEST, Recipe, Record
 from .convert import convert, is_converted, opens_scope, revert
-from .recompute import active_scope, watched, why_closed
-from .recompute.graph import why_kept
-from .recompute.masks import Gate
-from .recompute.policy import plain
-from .recompute.record import SMALLEST, Recipe, Record
 from .trial import Trial
 
 __all__ = ["Report", "TensorReport", "report"]

@@ -1,0 +1,8 @@
+"""Converts models: what their training keeps is rebuilt, measured and verified.
+
+convert.py       a scope round a model's forward
+budget.py        the part of it that a share of the bytes needs
+report.py        what a training forward keeps
+verification.py  whether a converted model computes the same
+trial.py         forwards of copies, for these
+"""
