@@ -4,9 +4,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from . import functional, ops, sync
 from .batch_norm_act import BatchNormAct, BatchNormActSync
-from .conversion.convert import convert, revert
-from .conversion.report import Report, TensorReport, report
-from .conversion.verification import Verification, verify
+from .conversion import Report, TensorReport, Verification, convert, report, revert, verify
 from .fuse import convert_syncbn_model, fuse, revert_syncbn_model
 from .inplace_abn import InPlaceABN, InPlaceABNSync
 from .layer_norm import LayerNorm

@@ -80,7 +80,8 @@ PAGE = """\
 
 The tests of apex 25.05 for what `fastvit.compat` stands in for, run over it on the CPU with `cuda` turned
 into `cpu`. `python tools/apex_tests.py FOLDER --out docs/apex-tests.md` makes this page from a folder of
-apex's sources. A script counts once for each way that apex calls it. Each test draws its numbers from one seed.
+apex's sources. Each test draws its numbers from one seed. A script counts once for each way that apex
+calls it.
 
 {table}
 """

@@ -8,7 +8,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins import LayerSync
 from torch import nn
 
-from ..conversion.convert import convert
+from ..conversion import convert
 from ..fuse import convert_syncbn_model, revert_syncbn_model
 
 __all__ = ["Convert", "SyncBatchNorm"]

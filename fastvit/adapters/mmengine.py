@@ -8,7 +8,7 @@ from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
 
-from ..conversion.convert import convert
+from ..conversion import convert
 
 __all__ = ["FastvitConvertHook"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 
-from ..conversion.convert import convert
+from ..conversion import convert
 
 __all__ = ["Convert"]
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback
 
-from ..conversion.convert import convert
+from ..conversion import convert
 
 __all__ = ["Convert"]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,14 +23,25 @@ from torch.utils.weak import TensorWeakRef
 
 from .graph import CALL, VALUE, VERSION
 from .masks import GATES
+from .policy import Policy
 from .record import Record, Value
 from .views import of_unsafe_view
 
-if TYPE_CHECKING:
-    from .scope import Scope
+
+class Context(Protocol):
+    """What the calls tell a scope, and what they ask of it."""
+
+    policy: Policy
+    dropout: float | None
+    unread: torch.Size | None
+    written: tuple[Tensor, int] | None
+    aliases: Aliases
+
+    def is_filed(self, node) -> bool: ...
+    def decide(self) -> None: ...
 
 
-See = Callable[["Scope", Callable, tuple, dict], Any]  # runs the call
+See = Callable[[Context, Callable, tuple, dict], Any]  # runs the call
 
 
 def _argument(args: tuple, kwargs: dict, index: int, name: str, default: Any = None) -> Any:
@@ -40,7 +51,7 @@ def _argument(args: tuple, kwargs: dict, index: int, name: str, default: Any = N
 def _norm(eps: int, bias: int) -> See:
     """Sees a normalisation, whose eps and bias have these positions."""
 
-    def see(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
+    def see(scope: Context, func: Callable, args: tuple, kwargs: dict) -> Any:
         y = func(*args, **kwargs)
         return _noted(y, _argument(args, kwargs, eps, "eps", 1e-5), _argument(args, kwargs, bias, "bias"))
 
@@ -53,7 +64,7 @@ def _batch_norm(weight: int, bias: int) -> See:
     In evaluation the backward reads the input for the gradient of the weight alone.
     """
 
-    def see(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
+    def see(scope: Context, func: Callable, args: tuple, kwargs: dict) -> Any:
         x, scale = _argument(args, kwargs, 0, "input"), _argument(args, kwargs, weight, "weight")
         training = _argument(args, kwargs, 5, "training", False)
         if training or not _is_frozen(x, scale):
@@ -68,7 +79,7 @@ def _batch_norm(weight: int, bias: int) -> See:
 def _instance_norm(bias: int) -> See:
     """Sees an instance norm: a BatchNorm of other sizes, which repeats the bias. A frozen one is not seen."""
 
-    def see(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
+    def see(scope: Context, func: Callable, args: tuple, kwargs: dict) -> Any:
         y = func(*args, **kwargs)
         return _noted(y, None, None) if _argument(args, kwargs, bias, "bias") is None else y
 
@@ -85,7 +96,7 @@ def _noted(y: Any, number: float | None, bias: Tensor | None) -> Any:
     return y
 
 
-def _linear(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
+def _linear(scope: Context, func: Callable, args: tuple, kwargs: dict) -> Any:
     y = func(*args, **kwargs)
     node: Any = y.grad_fn if type(y) is Tensor and y._base is None else None
     if node is not None and y._version:
@@ -96,17 +107,17 @@ def _linear(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
     return y if bias is None or bias.requires_grad else _noted(y, None, bias)
 
 
-def _sum(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
+def _sum(scope: Context, func: Callable, args: tuple, kwargs: dict) -> Any:
     """Sees a sum or a difference, of which the graph lacks a term that is a number."""
     y, other = func(*args, **kwargs), _argument(args, kwargs, 1, "other")
     return _noted(y, other, None) if type(other) in (int, float) else y
 
 
-def _rms_norm(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
+def _rms_norm(scope: Context, func: Callable, args: tuple, kwargs: dict) -> Any:
     return _noted(func(*args, **kwargs), _argument(args, kwargs, 3, "eps"), None)
 
 
-def _dropout(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
+def _dropout(scope: Context, func: Callable, args: tuple, kwargs: dict) -> Any:
     p = _argument(args, kwargs, 1, "p", 0.5)
     in_training = _argument(args, kwargs, 2, "train", kwargs.get("training", True)) is not False
     if type(p) is not float or not 0 < p < 1 or not in_training:
@@ -129,7 +140,7 @@ def _reads_sizes(weight: int | None = None) -> See:
     gradient (pytorch#133566). What an activation before it has saved is then reduced to a gate.
     """
 
-    def see(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
+    def see(scope: Context, func: Callable, args: tuple, kwargs: dict) -> Any:
         x = _argument(args, kwargs, 0, "input")
         if not _is_frozen(x, None if weight is None else _argument(args, kwargs, weight, "weight")):
             return func(*args, **kwargs)
@@ -157,7 +168,7 @@ def _is_frozen(x: Any, weight: Any) -> bool:
     return type(x) is Tensor and x.grad_fn is not None and (weight is None or not weight.requires_grad)
 
 
-def _without(scope: Scope, x: Tensor, func: Callable, args: tuple, kwargs: dict) -> Any:
+def _without(scope: Context, x: Tensor, func: Callable, args: tuple, kwargs: dict) -> Any:
     """Runs an op that saves `x`, of which its backward reads the size alone."""
     outer, scope.unread = scope.unread, x.size()
     try:
@@ -166,12 +177,12 @@ def _without(scope: Scope, x: Tensor, func: Callable, args: tuple, kwargs: dict)
         scope.unread = outer
 
 
-def _maybe_in_place(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
+def _maybe_in_place(scope: Context, func: Callable, args: tuple, kwargs: dict) -> Any:
     """Sees a function of torch.nn.functional with the option `inplace`, which it passes by name."""
     return _written(scope, func, args, kwargs) if kwargs.get("inplace") else func(*args, **kwargs)
 
 
-def _written(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
+def _written(scope: Context, func: Callable, args: tuple, kwargs: dict) -> Any:
     """Sees an op that writes into its first argument, a tensor or several, or into `out`."""
     call, targets = partial(func, *args, **kwargs), kwargs.get("out")
     if targets is None:
@@ -182,7 +193,7 @@ def _written(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
     return call()
 
 
-def _writing(scope: Scope, x: Tensor, call: Callable) -> Any:
+def _writing(scope: Context, x: Tensor, call: Callable) -> Any:
     """Runs an op that writes into `x`.
 
     Where it does, and makes a node, the tensor has one more version than before by this very op. Where it
@@ -209,7 +220,7 @@ def _writing(scope: Scope, x: Tensor, call: Callable) -> Any:
                 made.metadata[VERSION] = before + 1
 
 
-def _forgotten(scope: Scope, base: Tensor, call: Callable) -> Any:
+def _forgotten(scope: Context, base: Tensor, call: Callable) -> Any:
     """Sees a write into the memory of `base` of which autograd's graph knows nothing.
 
     Without a new version autograd does not notice it either: an op that saved the tensor reads what was
@@ -237,7 +248,7 @@ def _forget(node) -> None:
     value.is_known = False
 
 
-def _copied_for_recipes(scope: Scope, node) -> list[Record]:
+def _copied_for_recipes(scope: Context, node) -> list[Record]:
     """Before a write to the tensor that `node` made: recipes so far take a copy, and no later one takes it.
 
     Eager code may write to a saved tensor whose reader never runs a backward. Returns what has saved it.
@@ -253,12 +264,12 @@ def _copied_for_recipes(scope: Scope, node) -> list[Record]:
     return every
 
 
-def _replaced(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
+def _replaced(scope: Context, func: Callable, args: tuple, kwargs: dict) -> Any:
     """Sees `tensor.data = other`."""
     return _forgotten(scope, args[0], partial(func, *args, **kwargs))
 
 
-def _aliased(scope: Scope, func: Callable, args: tuple, kwargs: dict) -> Any:
+def _aliased(scope: Context, func: Callable, args: tuple, kwargs: dict) -> Any:
     """Sees `detach()` and `.data`, whose result has the memory and not the graph."""
     y = func(*args, **kwargs)
     x = _argument(args, kwargs, 0, "input")
@@ -360,7 +371,7 @@ _PYTHON_METHODS = frozenset(name for name, f in vars(Tensor).items() if inspect.
 class Calls(TorchFunctionMode):
     """The mode of a scope."""
 
-    def __init__(self, scope: Scope):
+    def __init__(self, scope: Context):
         super().__init__()
         self.scope = scope
 

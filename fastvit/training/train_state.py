@@ -18,8 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from ..compat.apex._fused import lay_out
 from ..compat.apex.optimizers import FusedAdam
-from ..conversion.convert import convert
-from ..conversion.report import Report, report
+from ..conversion import Report, convert, report
 from .config import Config, ConfigError, TrainingError
 from .distributed import Ranks, broadcast_weights
 from .precision import Precision
