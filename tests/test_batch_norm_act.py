@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fastvit
-from fastvit import BatchNormAct, BatchNormActSync, _arguments, functional
+from fastvit import BatchNormAct, BatchNormActSync, _checks, functional
 from fastvit._formulas import activate
 
 
@@ -108,7 +108,7 @@ def test_kinks_and_ends_of_the_range_like_torch(activation, dtype, device):
     zero, one = (torch.full((c,), k, dtype=parameters, device=device) for k in (0.0, 1.0))
     ours, theirs = v.clone().requires_grad_(), v.double().requires_grad_()
     y = functional.batch_norm_act(ours, None, None, zero, one, training=False, eps=0.0, activation=activation)
-    want = activate(theirs, activation, _arguments.check_activation(activation, None))
+    want = activate(theirs, activation, _checks.check_activation(activation, None))
     for got, expected in ((y, want), *zip(_slopes(y, ours), _slopes(want, theirs), strict=True)):
         got, expected = got.double(), expected.to(dtype).double()  # in fp16 the far ends overflow alike
         tolerance = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 2 * torch.finfo(dtype).eps}
