@@ -2,7 +2,7 @@
 #
 # TORCH=      what `make install` puts into .venv (default torch==2.13.0)
 # PYTHON=     the interpreter that .venv is made from (>= 3.10)
-# ALL=1       test: everything, in half an hour; ALL=rest: what `make test` alone leaves out
+# ALL=1       test: everything, in a quarter of an hour; ALL=rest: what `make test` alone leaves out
 # ARGS=       test: more options of pytest, say '-m slow' (many gigabytes)
 # MODELS=     test: published models alone (pytest's -k, say 'deit3 or dinov3')
 # STACKS=1    test: fastvit.convert in trainers and their models alone
