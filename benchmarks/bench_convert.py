@@ -15,12 +15,14 @@ Kept bytes are the allocator's live bytes after one training forward minus those
 whole step, above the bytes before it and without the gradients of weights. Gradients are compared with the
 eager model's, bit by bit. Time is the processor's, on a GPU that until its work is done.
 
-`--curve` measures budgets from 0.8 down beside the others, and draws bytes against time to curve_DEVICE.png;
+`--curve` measures budgets from 0.8 down beside the others (`--compiled`: and torch.compile of the model, of
+selective checkpointing, and of converted models), and draws bytes against time to curve_DEVICE.png;
 curve_DEVICE.md has our time at the bytes of each other contender.
 
     python benchmarks/bench_convert.py [--models vits|norms|vit_small_patch16_224,torchvision:vit_b_16]
                                        [--precision fp32|bf16] [--batch 8] [--threads 1] [--repeats 5]
-                                       [--contenders convert,products] [--device cpu|cuda] [--curve]
+                                       [--contenders convert,products] [--device cpu|cuda]
+                                       [--curve [--compiled]]
 
 Needs timm, torchvision and transformers (`pip install '.[models]'`). Writes results/convert_vits_DEVICE.csv
 (of ViTs and two language models) and convert_DEVICE.csv (of models with BatchNorm), in which rows of models
@@ -188,7 +190,13 @@ BUDGETS = ("0.8", "0.6", "0.5", "0.4", "0.3", "0.2", "0.15", "0.1", "0.05")
 CURVE = ("convert", "products", *BUDGETS, "least", "sac", "sac_half", "checkpoint")
 
 
+COMPILED = tuple(f"compiled_{c}" for c in ("eager", "sac", "convert", "0.4", "0.2", "0.1"))
+
+
 def make(contender: str, eager, x):
+    if contender in COMPILED:
+        model = copy.deepcopy(eager) if contender == "compiled_eager" else None
+        return torch.compile(model or make(contender.removeprefix("compiled_"), eager, x))
     if contender in BUDGETS:
         return fastvit.convert(copy.deepcopy(eager), budget=float(contender), example_inputs=x)
     return MAKERS[contender](eager, x)
@@ -199,7 +207,7 @@ def chosen(name: str, arguments) -> list[str]:
     if arguments.contenders:
         return arguments.contenders.split(",")
     if arguments.curve:
-        return list(CURVE)
+        return [*CURVE, *(COMPILED if arguments.compiled else ())]
     left_out = set() if name in MODELS["convert"] else {"fuse"}
     left_out |= set() if arguments.precision == "bf16" else {"weight_casts"}
     return [contender for contender in MAKERS if contender not in left_out]
@@ -207,7 +215,7 @@ def chosen(name: str, arguments) -> list[str]:
 
 def _plain(name: str) -> str:
     """A parameter's name without that of a wrapper."""
-    return name.replace("_checkpoint_wrapped_module.", "")
+    return name.replace("_checkpoint_wrapped_module.", "").removeprefix("_orig_mod.")
 
 
 def measure(name: str, arguments, where: dict) -> dict:
@@ -269,6 +277,7 @@ TITLES = {
     "convert": "convert", "products": "products=True", "budget": "budget=0.57", "least": 'budget="least"',
     "weight_casts": "weight_casts=True", "fuse": "fuse, then convert", "sac": "selective checkpointing",
     "sac_half": "every second product", "checkpoint": "block checkpointing",
+    "compiled_eager": "torch.compile", "compiled_sac": "torch.compile of selective checkpointing",
 }  # fmt: skip
 
 
@@ -325,7 +334,8 @@ def picture(rows: list[dict], path) -> None:
 
 
 OWN = ("eager", "convert", "products", *BUDGETS, "least")
-OTHERS = ("sac", "sac_half", "checkpoint")
+OWN_COMPILED = tuple(c for c in COMPILED if c not in ("compiled_eager", "compiled_sac"))
+OTHERS = ("sac", "sac_half", "checkpoint", "compiled_eager", "compiled_sac")
 
 
 def points(row: dict) -> dict[str, tuple[float, float]]:
@@ -334,7 +344,7 @@ def points(row: dict) -> dict[str, tuple[float, float]]:
     kept, time_ = float(row["eager_kept_MiB"]), float(row[f"eager_{clock}"])
     return {
         c: (float(row[f"{c}_kept_MiB"]) / kept, float(row[f"{c}_{clock}"]) / time_)
-        for c in (*OWN, *OTHERS)
+        for c in (*OWN, *OWN_COMPILED, *OTHERS)
         if row.get(f"{c}_{clock}") not in (None, "")
     }
 
@@ -349,8 +359,9 @@ def against(rows: list[dict]) -> str:
                 cells += ["", ""]
                 continue
             kept, time_ = at[contender]
+            line = ("compiled_eager", *OWN_COMPILED) if contender in COMPILED else OWN
             own = numpy.interp(
-                kept, *zip(*sorted(at[c] for c in OWN if c in at), strict=True), left=numpy.inf
+                kept, *zip(*sorted(at[c] for c in line if c in at), strict=True), left=numpy.inf
             )
             cells += [f"{kept - 1:+.1%}, {time_:.2f}x", f"{own:.2f}x" if own < numpy.inf else "none"]
             if own > time_ + 0.02:
@@ -390,7 +401,15 @@ def curve(rows: list[dict], path) -> None:
             label="fastvit.convert, by budget",
             markersize=4,
         )
-        for contender, marker in (("sac", "s"), ("sac_half", "D"), ("checkpoint", "^")):
+        if "compiled_eager" in at:
+            own = sorted(at[c] for c in ("compiled_eager", *OWN_COMPILED) if c in at)
+            axis.plot(*zip(*own, strict=True), "o--", color=SHOWN["products"], label="compiled", markersize=4)
+        for contender, marker in (
+            ("sac", "s"),
+            ("sac_half", "D"),
+            ("checkpoint", "^"),
+            ("compiled_sac", "x"),
+        ):
             if contender in at:
                 axis.plot(*at[contender], marker, color=SHOWN["sac"], label=TITLES[contender])
         axis.set_title(f"{row['model']}, {row['precision']}", fontsize=9)
@@ -412,11 +431,13 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--contenders", help="names from the list above, by commas")
+    parser.add_argument("--compiled", action="store_true", help="with --curve: under torch.compile too")
     parser.add_argument("--curve", action="store_true", help="bytes against time, from budget to budget")
     arguments = parser.parse_args()
     if arguments.device == "cpu":
         harness.reuse_memory()
     torch.set_num_threads(arguments.threads)
+    torch._dynamo.config.recompile_limit = 32  # of the contenders' common forward
     where = harness.provenance(arguments.device)
     for given in arguments.models.split(","):
         for name in MODELS[GROUPS[given]] if given in GROUPS else (given,):

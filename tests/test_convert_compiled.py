@@ -143,6 +143,31 @@ def test_products():
     assert both(Net, as_module, x, {"products": True}, backend="aot_eager", fullgraph=True) <= 0.45
 
 
+def test_budget():
+    torch._dynamo.reset()
+    x, model = torch.randn(4, 64, 64), Net(dropout=0.1)
+    eager, before = step(model, model, x)[0], None
+    for given in (
+        {"budget": 0.3},
+        {"budget": 0.3, "example_inputs": x},
+        {"budget": eager // 10, "example_inputs": x},
+    ):
+        torch._dynamo.reset()
+        converted = convert(copy.deepcopy(model), **given)
+        kept, values, _ = step(converted, torch.compile(converted, backend="aot_eager", fullgraph=True), x)
+        share = given["budget"] if given["budget"] < 1 else 0.1
+        assert share / 2 < (kept - x.nbytes) / eager <= share  # without the result
+        assert all(map(torch.equal, values, before or values))
+        before = values
+
+
+def test_a_budget_in_bytes_without_inputs_is_refused():
+    torch._dynamo.reset()
+    model = convert(Net(), budget="1 MiB")
+    with pytest.raises(Exception, match="in compiled code a budget in bytes needs example_inputs"):
+        torch.compile(model, backend="aot_eager")(torch.randn(4, 64, 64))
+
+
 @pytest.mark.parametrize("how", [as_module, as_function])
 def test_graph_breaks_in_a_model(how):
     assert both(lambda: Net(breaks=True), how, torch.randn(4, 64, 64), backend="aot_eager") < 0.95

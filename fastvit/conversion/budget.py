@@ -70,7 +70,7 @@ def within_budget(
         return trial.kept_bytes(copied)
 
     def first(count: int) -> Policy:
-        return dataclasses.replace(policy, sites=frozenset(sites[:count]))
+        return dataclasses.replace(policy, sites=frozenset(sites[:count]), share=allowed / before)
 
     sites: list[Site] = []
     least = before

@@ -25,6 +25,7 @@ class ScopeHook:
 
     def __init__(self, policy: Policy, block: str):
         self.policy = policy
+        self.share = str(policy.share)  # Dynamo would make a number a symbol
         self.block = block
         _hide_scopes_from_torchscript()
 
@@ -33,7 +34,7 @@ class ScopeHook:
 
     def __call__(self, module: nn.Module, args: object, *output: object) -> None:
         if output and torch.compiler.is_compiling():
-            compiled.closed(self.policy.products, self.policy.weight_casts)
+            compiled.closed(self.policy.products, self.policy.weight_casts, self.share)
         elif output:
             close_scope(module, *[one if isinstance(one, (tuple, list)) else (one,) for one in output])
         elif torch.compiler.is_compiling():
@@ -91,7 +92,8 @@ def convert(
         example_inputs: for a budget: a tensor, a tuple of arguments or a dict of keyword arguments. Call
             `convert` as the model is trained, under the same autocast. Without them the first forward with
             gradients of the model in training takes its own arguments for this, and lasts as long as some
-            twenty forwards.
+            twenty forwards. In compiled code torch's partitioner meets a budget (`activation_memory_budget`),
+            "least" is products=True, and bytes need example inputs.
         skip: pairs of a block's name and an op, whose results are kept: `[("blocks.3", "gelu")]`. "" is the
             model itself. `verify(...).sites` has those that differ.
 
@@ -119,7 +121,7 @@ def convert(
     if example_inputs is not None:
         arguments = as_arguments(example_inputs)
         return _add(model, within_budget(model, policy, wanted, arguments, revert, _add))
-    _add(model, policy)
+    _add(model, dataclasses.replace(policy, share=wanted[0]))
     for module in _called(model):
         module.register_forward_pre_hook(Planner(policy, wanted), prepend=True, with_kwargs=True)
     return model
@@ -144,7 +146,7 @@ def _add(model: nn.Module, policy: Policy) -> nn.Module:
         hook = ScopeHook(policy, name)
         module.register_forward_pre_hook(hook, prepend=True)
         module.register_forward_hook(hook, prepend=True, always_call=True)
-        compiled.enable(module, policy.products, policy.weight_casts)
+        compiled.enable(module, policy)
     return model
 
 

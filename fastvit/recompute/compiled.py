@@ -5,6 +5,8 @@ ops between them. AOTAutograd carries the marks to the joint graph of forward an
 before it divides that graph. The pass tags ops like a policy of selective checkpointing (joint.py), and
 torch's partitioner recomputes or saves them. No op is added or replaced.
 
+A budget is met by torch's partitioner alone (activation_memory_budget), without tags.
+
 The pass is set in torch's configuration only while the backend compiles a graph with marks. A tag in the key
 of torch's caches keeps its result apart from that of the same graph without marks. Backends without
 AOTAutograd ("eager") ignore the marks. Works from torch 2.11.
@@ -25,13 +27,15 @@ from torch.fx import Graph, GraphModule, Node
 
 from . import joint
 from .joint import MARK, Options, options_of
+from .policy import Policy
 
 _FLAG = "_fastvit_compiled"
+_MARGIN = 0.95  # the partitioner counts no padding and no views, and exceeds its budget by some percent
 # For each graph with an open scope: the nodes that it had before, and how many scopes are open.
 _open: weakref.WeakKeyDictionary[Graph, tuple[set[str], int]] = weakref.WeakKeyDictionary()
 
 
-def enable(module: nn.Module, products: bool, weight_casts: bool) -> None:
+def enable(module: nn.Module, policy: Policy) -> None:
     """Prepares a module whose hooks call `opened` and `closed`.
 
     Code that Dynamo compiled for a module without hooks would run for this one, because Dynamo does not guard
@@ -39,7 +43,7 @@ def enable(module: nn.Module, products: bool, weight_casts: bool) -> None:
     the module that is compiled itself, so one of its submodules gets a hook that tells of it.
     """
     # By __dict__, since the result of torch.compile passes attributes on to the module inside.
-    module.__dict__[_FLAG] = products, weight_casts
+    module.__dict__[_FLAG] = policy.products, policy.weight_casts, policy.share
     module.__dict__["_modules"] = OrderedDict(module._modules)
     inner = _inner(module)
     if inner is not None and tell not in inner._forward_pre_hooks.values():
@@ -73,7 +77,7 @@ def opened() -> None:
     comptime(_begin)
 
 
-def closed(products: bool, weight_casts: bool) -> None:
+def closed(products: bool, weight_casts: bool, share: str) -> None:
     """Ends a scope, while Dynamo traces: marks the ops since `opened`."""
     from torch._dynamo.comptime import comptime
 
@@ -93,8 +97,9 @@ def _end(context) -> None:
         _open[graph] = before, count - 1
     if count != 1:  # 0 where the graph began inside the scope
         return
-    products, weight_casts = (context.get_local(name) for name in ("products", "weight_casts"))
-    options = products.as_python_constant(), weight_casts.as_python_constant()
+    names = "products", "weight_casts", "share"
+    products, weight_casts, share = (context.get_local(name).as_python_constant() for name in names)
+    options = products, weight_casts, float(share)
     _mark([node for node in graph.nodes if node.name not in before], options)
     _compile(context)
 
@@ -127,11 +132,18 @@ class _Backend:
         if self.options is not None:
             _mark(list(top.graph.nodes), self.options)
         graphs = [module.graph for module in top.modules() if isinstance(module, GraphModule)]
-        marks = [f"{node.name} {options_of(node)}" for graph in graphs for node in graph.nodes]
+        options = {node: options_of(node) for graph in graphs for node in graph.nodes}
+        share = min((found[2] for found in options.values() if found), default=1.0)
+        marks = [f"{node.name} {found}" for node, found in options.items()]
         marks += [torch.compiler.config.cache_key_tag, inspect.getsource(joint)]
         key = hashlib.sha256("\n".join(marks).encode()).hexdigest()
         passes = functools.partial(_pass, config.joint_custom_pass)
-        with config.patch(joint_custom_pass=passes), torch.compiler.config.patch(cache_key_tag=key):  # type: ignore[attr-defined]
+        if share == 0:
+            raise ValueError("convert: in compiled code a budget in bytes needs example_inputs")
+        changed = (
+            {"activation_memory_budget": share * _MARGIN} if share < 1 else {"joint_custom_pass": passes}
+        )
+        with config.patch(changed), torch.compiler.config.patch(cache_key_tag=key):  # type: ignore[attr-defined]
             return self.backend(top, inputs)
 
 

@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 MARK = "fastvit"
-Options = tuple[bool, bool]  # products and weight_casts of a policy
+Options = tuple[bool, bool, float]  # products, weight_casts and share of a policy
 
 _MOST_SUMS = 4  # recomputed sums in a row
 _aten = torch.ops.aten
@@ -87,7 +87,7 @@ def _count(node: Node, sums: dict[Node, int], is_read: set[Node]) -> int | None:
     op, target, options = _packet(node), cast(Any, node.target), options_of(node)
     if options is None:
         return None
-    products, weight_casts = options
+    products, weight_casts, _ = options
     sources = [_base(source) for source in node.all_input_nodes]
     if op in _PRODUCTS:
         rows, columns = cast(Node, node.args[-1]).meta["val"].shape

@@ -22,6 +22,7 @@ class Policy:
         weight_casts: autocast's copies of weights too.
         sites: only the results of these ops in these blocks; None for all.
         skip: not the results of ops of these plain names in these blocks.
+        share: of the kept bytes that a budget leaves, for compiled code; 0 where it is not known.
     """
 
     products: bool = False
@@ -30,6 +31,7 @@ class Policy:
     across: bool = False
     sites: frozenset[Site] | None = None
     skip: frozenset[tuple[str, str]] = frozenset()
+    share: float = 1.0
 
     def against(self, site: Site | None) -> str:
         """Why the result of `site` is kept; empty where it may be rebuilt."""
