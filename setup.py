@@ -41,7 +41,7 @@ ROOT, TORCH = Path(__file__).parent.resolve(), Path(sys.modules["torch"].__file_
 TORCH_ABI = "0x020b000000000000"  # 2.11: the oldest torch whose stable ABI has all functions used here
 # Where no GPU is visible, as far as nvcc knows them. The oldest's PTX is for GPUs between them, say sm_110.
 ARCHITECTURES = "7.5+PTX;8.0;9.0;10.0;12.0+PTX"
-OLDEST_NVCC = "12.0"  # the first that takes C++20
+OLDEST_NVCC = "12.4"  # the oldest with which the kernels were compiled
 CUDA = os.environ.get("FASTVIT_CUDA", "auto")
 CPU = os.environ.get("FASTVIT_CPU", "")
 QUIET = "-Wno-psabi -Wno-maybe-uninitialized -Wno-uninitialized -Wno-unknown-warning-option"

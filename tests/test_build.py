@@ -171,7 +171,7 @@ def test_an_older_toolkit_gets_the_architectures_that_it_knows(tmp_path, monkeyp
         found = setup_globals()["gencode_of"](toolkit(tmp_path, "80 86 89 90", "12060"))
     assert [option.rsplit("=", 1)[1] for option in found] == ["sm_80", "sm_90"]
     with mock.patch.dict(os.environ, {"CUDA_HOME": str(toolkit(tmp_path, version="11080"))}):
-        with pytest.raises(SystemExit, match="has CUDA 11.8, and the kernels need 12.0 or later"):
+        with pytest.raises(SystemExit, match="has CUDA 11.8, and the kernels need 12.4 or later"):
             setup_globals(FASTVIT_CUDA="1")["find_cuda"]()
 
 
