@@ -1,5 +1,6 @@
 """Models with layers whose outputs are rebuilt, steps through them, and a count of rebuilds."""
 
+import contextlib
 from unittest import mock
 
 import torch
@@ -79,6 +80,24 @@ def run(net, x, scope=recompute_scope):
 
 def same_bits(got, want):
     assert len(got) == len(want) and all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def freed(forward, wanted, scope=recompute_scope, measures=True):
+    """Bytes that a scope round `forward()` frees. Its result and the gradients of `wanted` are eager's."""
+    sizes, results = [], []
+    for context in (contextlib.nullcontext, scope):
+
+        def run(context=context):
+            torch.manual_seed(1)
+            with context():
+                return forward()
+
+        size, y = (run(), *live_bytes(run))[1:] if measures else (0, run())
+        gradients = torch.autograd.grad(y.float().square().sum(), wanted, allow_unused=True)
+        sizes.append(size)
+        results.append([y.detach(), *(t for t in gradients if t is not None)])
+    same_bits(*results)
+    return sizes[0] - sizes[1]
 
 
 def stack(kind, depth=4):

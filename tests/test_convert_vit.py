@@ -5,6 +5,7 @@ import copy
 
 import pytest
 import torch
+from recompute_models import freed
 from torch import nn
 from vit_models import (
     BLOCKS,
@@ -13,7 +14,7 @@ from vit_models import (
     LayerScale,
     Mlp,
     Model,
-    converted,
+    compared,
     differing,
     kept,
     patches,
@@ -34,61 +35,43 @@ CONTEXTS = {"fp32": contextlib.nullcontext, "bf16": autocast(), "fp16": autocast
 @pytest.mark.parametrize("block", BLOCKS)
 def test_the_same_bits_and_less_kept(block, precision):
     make, share = BLOCKS[block]
-    context, x = CONTEXTS[precision], patches(16)
-    eager = Model(make)
-    model = converted(copy.deepcopy(eager))
-    want, again = step(eager, x, context), step(eager, x, context)
-    assert not differing(again, want), "the model itself does not repeat its bits"
-    assert not differing(step(model, x, context), want)
+    before, after = compared(Model(make), patches(16), CONTEXTS[precision])
     if precision == "fp32":
-        saved = 1 - kept(model, x) / kept(eager, x)
-        assert saved >= share, f"{saved:.1%}"
+        assert after <= (1 - share) * before, after / before
 
 
 def test_a_layer_norm_of_ours_saves_as_much_as_torchs():
-    x, shares = patches(64), {}
-    for norm in (nn.LayerNorm, fastvit.LayerNorm):
-        eager = Model(lambda norm=norm: Block(norm=lambda: norm(DIM)))
-        model = converted(copy.deepcopy(eager))
-        for name, context in CONTEXTS.items():
-            before, after = (kept(m, x, context) for m in (eager, model))
-            shares.setdefault(name, []).append((before, after))
-    for name, ((before, after), (own_before, own_after)) in shares.items():
-        assert own_after <= 1.005 * after, (name, own_after / after)
-        assert own_before <= 1.005 * before, (name, own_before / before)
+    for context in CONTEXTS.values():
+        sizes = [
+            compared(Model(lambda norm=norm: Block(norm=lambda: norm(DIM))), patches(64), context)
+            for norm in (nn.LayerNorm, fastvit.LayerNorm)
+        ]
+        assert all(ours <= 1.005 * theirs for theirs, ours in zip(*sizes, strict=True)), sizes
 
 
 def test_autocast_keeps_less():
     """Casts of activations are rebuilt; autocast's casts of weights are kept at any batch size."""
-    eager, x = Model(depth=2), patches(64)
-    model = converted(copy.deepcopy(eager))
-    before, after = (kept(m, x, autocast()) for m in (eager, model))
+    before, after = compared(Model(depth=2), patches(64), autocast())
     assert after < 0.68 * before, after / before
 
 
 @pytest.mark.parametrize("block", ["plain", "rope, SwiGLU", "convnext", "separate, quick gelu"])
 def test_matrix_products_on_demand(block):
-    eager, x = Model(BLOCKS[block][0]), patches(16)
-    model = converted(copy.deepcopy(eager), products=True)
     for context in CONTEXTS.values():
-        assert not differing(step(model, x, context), step(eager, x, context))
-    assert kept(model, x) < 0.42 * kept(eager, x)
+        before, after = compared(Model(BLOCKS[block][0]), patches(16), context, products=True)
+        assert after < 0.42 * before or context is not CONTEXTS["fp32"]
 
 
 def test_a_block_alone_and_features():
-    eager, x = Model(), patches(16)
-    model = converted(copy.deepcopy(eager))
     tokens = torch.randn(16, 50, 64)
-    for pick, inputs in ((lambda m: m.forward_features, x), (lambda m: m.blocks[1], tokens)):
-        want, got = (step(m, inputs, call=pick(m)) for m in (eager, model))
-        assert not differing(got, want)
-        before, after = (kept(m, inputs, call=pick(m)) for m in (eager, model))
+    for pick, x in ((lambda m: m.forward_features, patches(16)), (lambda m: m.blocks[1], tokens)):
+        before, after = compared(Model(), x, call=pick)
         assert after < 0.7 * before, after / before
 
 
 def test_the_peak_of_a_step_falls_too():
     eager, x = Model(depth=6), patches(16)
-    model = converted(copy.deepcopy(eager))
+    model = fastvit.convert(copy.deepcopy(eager))
     peaks = []
     for m in (eager, model):
         for parameter in m.parameters():  # whose gradients are no activations
@@ -208,9 +191,9 @@ def test_the_same_bits_when_something_else_goes_on(change, precision, when):
     eager = CHANGES[change](Model(scale_block, 2))
     model = Model(scale_block, 2)
     if when == "before":
-        model = converted(CHANGES[change](model))
+        model = fastvit.convert(CHANGES[change](model))
     else:
-        model = CHANGES[change](converted(model))
+        model = CHANGES[change](fastvit.convert(model))
     names = [name for name, _ in eager.named_parameters()]
     model.load_state_dict(eager.state_dict())
     assert [name for name, _ in model.named_parameters()] == names
@@ -219,13 +202,12 @@ def test_the_same_bits_when_something_else_goes_on(change, precision, when):
 
 @pytest.mark.parametrize("n", [0, 1])
 def test_small_batches(n):
-    eager, x = Model(scale_block, 1), torch.randn(n, 50, 12)
-    assert not differing(step(converted(copy.deepcopy(eager)), x), step(eager, x))
+    compared(Model(scale_block, 1), torch.randn(n, 50, 12))
 
 
 def test_retain_graph_and_partial_gradients():
     eager, x = Model(scale_block, 2), patches()
-    model = converted(copy.deepcopy(eager))
+    model = fastvit.convert(copy.deepcopy(eager))
     results = []
     for m in (eager, model):
         loss = m(x).square().sum()
@@ -241,7 +223,7 @@ def test_retain_graph_and_partial_gradients():
 
 def test_rebuilt_tensors_are_not_held():
     """After a backward with retain_graph."""
-    model, x = converted(Model(depth=2)), patches(16)
+    model, x = fastvit.convert(Model(depth=2)), patches(16)
     loss = model(x).sum()
 
     def backward():
@@ -254,7 +236,7 @@ def test_rebuilt_tensors_are_not_held():
 
 @pytest.mark.parametrize("what", ["norm1.weight", "norm2.bias", "mlp.fc2.weight", "ls1.gamma"])
 def test_weights_changed_before_backward_are_an_error(what):
-    model = converted(Model(scale_block, 2))
+    model = fastvit.convert(Model(scale_block, 2))
     loss = model(patches()).sum()
     with torch.no_grad():
         model.blocks[1].get_parameter(what).add_(1)
@@ -264,7 +246,7 @@ def test_weights_changed_before_backward_are_an_error(what):
 
 def test_a_bias_that_nobody_has_saved_may_change():
     eager, x = Model(lambda: BLOCKS["convnext v2"][0](), 1), patches()
-    model = converted(copy.deepcopy(eager))
+    model = fastvit.convert(copy.deepcopy(eager))
     gradients = []
     for m in (eager, model):
         loss = m(x).square().sum()
@@ -275,21 +257,18 @@ def test_a_bias_that_nobody_has_saved_may_change():
 
 
 def test_conjugated_views_are_not_taken_for_their_memory():
-    linear = nn.Linear(64, 64)
-    x = torch.randn(64, 64)
-    results = []
-    for scope in (contextlib.nullcontext, fastvit.recompute_scope):
-        leaf = x.clone().requires_grad_()
-        with scope():
-            z = torch.complex(linear(leaf), linear(leaf) + 1) @ torch.eye(64, dtype=torch.complex64)
-            w = z.conj() * torch.complex(leaf, leaf)
-            out = (-z * w) * w.abs()
-        results.append(torch.autograd.grad(out.abs().sum(), [leaf, linear.weight]))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    linear, x = nn.Linear(64, 64), torch.randn(64, 64, requires_grad=True)
+
+    def forward():
+        z = torch.complex(linear(x), linear(x) + 1) @ torch.eye(64, dtype=torch.complex64)
+        w = z.conj() * torch.complex(x, x)
+        return ((-z * w) * w.abs()).abs()
+
+    freed(forward, [x, linear.weight], measures=False)
 
 
 def test_a_scope_around_a_whole_loop_holds_nothing():
-    model, x = converted(Model(scale_block, 2)), patches(16)
+    model, x = fastvit.convert(Model(scale_block, 2)), patches(16)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
     def loop():
@@ -307,7 +286,7 @@ def test_a_scope_around_a_whole_loop_holds_nothing():
 def test_where_another_mechanism_decides():
     """save_on_cpu and non-reentrant checkpoints around it see every tensor, and the scope has no effect."""
     eager, x = Model(depth=2), patches(16)
-    model = converted(copy.deepcopy(eager))
+    model = fastvit.convert(copy.deepcopy(eager))
     want = step(eager, x)
     assert not differing(step(model, x, torch.autograd.graph.save_on_cpu), want)
 
@@ -329,24 +308,20 @@ def test_a_mask_of_dropout_takes_a_bit_an_element(inplace, precision):
         return block
 
     context, x = CONTEXTS[precision], patches(16)
-    eager = Model(make)
-    model, without = converted(copy.deepcopy(eager)), converted(Model(lambda: make(0.0)))
-    for _ in range(2):
-        assert not differing(step(model, x, context), step(eager, x, context))
+    _, after = compared(Model(make), x, context)
+    _, without = compared(Model(lambda: make(0.0)), x, context)
     masks = 3 * 16 * 50 * 4 * 64 // 8
-    assert kept(model, x, context) == pytest.approx(kept(without, x, context) + masks, rel=0.01)
+    assert after == pytest.approx(without + masks, rel=0.01)
 
 
 def test_a_dropout_that_is_another_is_left(monkeypatch):
-    eager, x = Model(lambda: Block(mlp=lambda: Mlp(drop=0.1)), 1), patches(16)
-    model = converted(copy.deepcopy(eager))
     dropout = nn.functional.dropout
 
     def scaled(x, p, training, inplace):
         return x * (0.5 + torch.rand_like(x)) if training else dropout(x, p, training, inplace)
 
     monkeypatch.setattr(nn.functional, "dropout", scaled)
-    assert not differing(step(model, x), step(eager, x))
+    compared(Model(lambda: Block(mlp=lambda: Mlp(drop=0.1)), 1), patches(16))
 
 
 # --- copies of weights that autocast makes
@@ -355,16 +330,14 @@ def test_a_dropout_that_is_another_is_left(monkeypatch):
 def test_weight_casts_are_made_again():
     """The copies are not kept: 2 bytes for each element of a matrix, at any batch size."""
     eager = Model(scale_block, 3)
-    models = [converted(copy.deepcopy(eager)), converted(copy.deepcopy(eager))]
-    fastvit.convert(models[1], weight_casts=True)
     copies = sum(2 * p.numel() for name, p in eager.blocks.named_parameters() if p.ndim == 2)
     for n in (8, 16):
-        x = patches(n)
-        before, after = (kept(m, x, autocast()) for m in models)
+        (_, before), (_, after) = (
+            compared(eager, patches(n), autocast(), weight_casts=casts) for casts in (False, True)
+        )
         assert before - after == pytest.approx(copies, rel=0.05)
-        assert not differing(step(models[1], x, autocast()), step(eager, x, autocast()))
     for context in (contextlib.nullcontext, autocast(torch.float16)):
-        assert not differing(step(models[1], x, context), step(eager, x, context))
+        compared(eager, patches(16), context, weight_casts=True)
 
 
 def test_weight_casts_in_a_scope_around_a_model():

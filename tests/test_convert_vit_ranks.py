@@ -1,11 +1,12 @@
 """A converted ViT under DDP and FSDP2: the bits of the model that is not converted."""
 
-import copy
+import functools
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from vit_models import Block, LayerScale, Model, converted, kept, patches
+from vit_models import Block, LayerScale, Model, kept, patches
 
 import fastvit
 
@@ -22,98 +23,93 @@ def trained(model, x, parameters):
     return [*losses, *(p.detach().clone() for p in parameters())]
 
 
-def under_ddp(rank, world, static_graph, converts_last):
-    results = []
+def compared(make, wrap, x, parameters, converts_last, **options):
+    """Whether a wrapped model trains as without `convert`, and with FSDP2 the bytes that both keep."""
+    results, sizes = [], []
     for convert in (False, True):
-        model = Model(lambda: Block(scale=LayerScale), 2)
+        model = make()
         if convert and not converts_last:
-            converted(model)
-        ddp = DistributedDataParallel(model, static_graph=static_graph)
+            fastvit.convert(model, **options)
+        wrapped = wrap(model)
         if convert and converts_last:
-            converted(model)
-        results.append(trained(ddp, patches(8)[rank::world], model.parameters))
-    return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+            fastvit.convert(model, **options)
+        results.append(trained(wrapped, x, lambda wrapped=wrapped: parameters(wrapped)))
+        if parameters is whole:  # a forward of FSDP2 can run alone
+            sizes.append(kept(wrapped, x))
+    return all(torch.equal(a, b) for a, b in zip(*results, strict=True)), *sizes
+
+
+def blocks(depth):
+    return lambda: Model(lambda: Block(scale=LayerScale), depth)
+
+
+def under_ddp(rank, world, static_graph, converts_last):
+    wrap = functools.partial(DistributedDataParallel, static_graph=static_graph)
+    return compared(blocks(2), wrap, patches(8)[rank::world], nn.Module.parameters, converts_last)
 
 
 @pytest.mark.parametrize("converts_last", [False, True])
 @pytest.mark.parametrize("static_graph", [False, True])
 def test_ddp(ranks, static_graph, converts_last):
-    assert all(ranks.run(2, under_ddp, static_graph, converts_last))
+    assert all(same for same, *_ in ranks.run(2, under_ddp, static_graph, converts_last))
 
 
-def under_fsdp(rank, world, units, converts_last):
+def sharded(modules, model, world):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (world,))
-    results, bytes_kept = [], []
-    for convert in (False, True):
-        model = Model(lambda: Block(scale=LayerScale), 3)
-        if convert and not converts_last:
-            converted(model)
-        for block in model.blocks:
-            if units == "layers":
-                for module in (block.norm1, block.norm2, block.attn, block.mlp.fc1, block.mlp.fc2):
-                    fully_shard(module, mesh=mesh)
-            if units != "model":
-                fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        if convert and converts_last:
-            converted(model)
+    for module in (*modules, model):
+        fully_shard(module, mesh=init_device_mesh("cpu", (world,)))
+    return model
 
-        def parameters(model=model):
-            return [p.full_tensor() for p in model.parameters()]
 
-        results.append(trained(model, patches(8)[rank::world], parameters))
-        bytes_kept.append(kept(model, patches(32)))
-    same = all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    return same, bytes_kept[1] / bytes_kept[0]
+def whole(model):
+    return [p.full_tensor() for p in model.parameters()]
+
+
+def under_fsdp(rank, world, units, converts_last):
+    def wrap(model):
+        parts = [] if units == "model" else list(model.blocks)
+        for block in model.blocks if units == "layers" else ():
+            parts[:0] = block.norm1, block.norm2, block.attn, block.mlp.fc1, block.mlp.fc2
+        return sharded(parts, model, world)
+
+    return compared(blocks(3), wrap, patches(32)[rank::world], whole, converts_last)
 
 
 @pytest.mark.parametrize("converts_last", [False, True])
 @pytest.mark.parametrize("units", ["model", "blocks", "layers"])
 def test_fsdp2(ranks, units, converts_last):
-    for same, share in ranks.run(2, under_fsdp, units, converts_last):
+    for same, before, after in ranks.run(2, under_fsdp, units, converts_last):
         assert same
         # a norm that is sharded by itself is so again when its block ends
-        assert share < {"layers": 0.9, "blocks": 0.75, "model": 0.75}[units]
+        assert after < {"layers": 0.9, "blocks": 0.75, "model": 0.75}[units] * before
 
 
-class Normed(torch.nn.Module):
+class Normed(nn.Module):
     """Ends with a norm and an activation, whose result both the activation and the next module save."""
 
     def __init__(self):
         super().__init__()
-        self.conv, self.norm = torch.nn.Conv2d(12, 12, 3, padding=1), torch.nn.BatchNorm2d(12)
+        self.conv, self.norm = nn.Conv2d(12, 12, 3, padding=1), nn.BatchNorm2d(12)
 
     def forward(self, x):
         return self.norm(self.conv(x)).relu()
 
 
 def read_outside(rank, world, converts_last):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    def make():
+        torch.manual_seed(0)
+        return nn.Sequential(Normed(), Normed(), nn.Conv2d(12, 4, 1))
 
-    torch.manual_seed(0)
-    eager = torch.nn.Sequential(Normed(), Normed(), torch.nn.Conv2d(12, 4, 1))
-    x, results, bytes_kept = torch.rand(8, 12, 16, 16), [], []
-    for convert in (False, True):
-        model = copy.deepcopy(eager)
-        if convert and not converts_last:
-            fastvit.convert(model)
-        for module in (*model[:2], model):
-            fully_shard(module, mesh=init_device_mesh("cpu", (world,)))
-        if convert and converts_last:
-            fastvit.convert(model)
-        results.append(trained(model, x, lambda model=model: [p.full_tensor() for p in model.parameters()]))
-        bytes_kept.append(kept(model, x))
-    return all(torch.equal(a, b) for a, b in zip(*results, strict=True)), bytes_kept
+    x = torch.rand(8, 12, 16, 16)
+    return compared(make, lambda model: sharded(model[:2], model, world), x, whole, converts_last)
 
 
 @pytest.mark.parametrize("converts_last", [False, True])
 def test_fsdp2_gathers_a_block_too_late_for_a_reader_behind_it(ranks, converts_last):
     """So what the head reads is kept, and not rebuilt from parameters of the block before it."""
-    for same, (before, after) in ranks.run(2, read_outside, converts_last):
+    for same, before, after in ranks.run(2, read_outside, converts_last):
         assert same
         assert after < 1.01 * before
 
@@ -123,22 +119,16 @@ def under_fsdp1(rank, world, kinds, converts_last):
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-    results = []
-    for convert in (False, True):
-        model = Model(lambda: Block(scale=LayerScale), 2)
-        if convert and not converts_last:
-            converted(model, products=True)
-        sharded = FullyShardedDataParallel(
-            model, auto_wrap_policy=ModuleWrapPolicy(kinds), device_id=torch.device("cpu")
-        )
-        if convert and converts_last:
-            converted(model, products=True)
-        results.append(trained(sharded, patches(8)[rank::world], sharded.parameters))
-    return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    def wrap(model):
+        policy = ModuleWrapPolicy(kinds)
+        return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=torch.device("cpu"))
+
+    x = patches(8)[rank::world]
+    return compared(blocks(2), wrap, x, nn.Module.parameters, converts_last, products=True)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("converts_last", [False, True])
-@pytest.mark.parametrize("kinds", [{Block}, {torch.nn.LayerNorm, torch.nn.Linear}], ids=["blocks", "layers"])
+@pytest.mark.parametrize("kinds", [{Block}, {nn.LayerNorm, nn.Linear}], ids=["blocks", "layers"])
 def test_fsdp1(ranks, kinds, converts_last):
-    assert all(ranks.run(2, under_fsdp1, kinds, converts_last))
+    assert all(same for same, *_ in ranks.run(2, under_fsdp1, kinds, converts_last))

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from packages import package
-from stack_models import IMAGES, batches, kept, same, table, timm_vit, trained
+from stack_models import IMAGES, batches, kept, same, table, timm_vit
 from torch import nn
 from torch.nn import functional as F
 
@@ -222,17 +222,3 @@ def test_ultralytics(tmp_path, monkeypatch):
         return model.loss({"img": images, **boxes})[0].sum()
 
     compare("ultralytics, YOLOv8n", make, loss_of, IMAGES, lr=1e-4)
-
-
-@pytest.mark.parametrize("late", [False, True])
-def test_exponential_average_and_a_pickled_copy(late):
-    """A deep copy of a converted model is converted, and runs as one."""
-    package("timm")
-    plain = timm_vit()
-    model = copy.deepcopy(plain)
-    if late:
-        model = copy.deepcopy(fastvit.convert(model))
-    else:
-        model = fastvit.convert(copy.deepcopy(model))
-    assert kept(model, IMAGES) < kept(plain, IMAGES)
-    same((trained(plain), plain), (trained(model), model))

@@ -1,6 +1,7 @@
 """Small blocks in the styles of timm, transformers and torchvision, and a step through them."""
 
 import contextlib
+import copy
 
 import torch
 import torch.nn.functional as F
@@ -84,18 +85,6 @@ class RMSNorm(nn.Module):
         x = x.to(torch.float32)
         x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
         return self.weight * x.to(dtype)
-
-
-class FunctionalNorm(nn.Module):
-    """A custom LayerNorm."""
-
-    def __init__(self, dim=DIM):
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.ones(dim)), nn.Parameter(torch.zeros(dim))
-        self.epsilon, self.shape = 1e-6, (dim,)
-
-    def forward(self, x):
-        return F.layer_norm(x, self.shape, self.weight, self.bias, self.epsilon)
 
 
 class Mlp(nn.Module):
@@ -250,7 +239,6 @@ BLOCKS = {  # name -> (maker of a block, least share of the kept bytes that is f
     "tanh gelu": (lambda: Block(mlp=lambda: Mlp(lambda: nn.GELU(approximate="tanh"))), 0.35),
     "rms of transformers": (lambda: Block(norm=RMSNorm), 0.4),
     "rms of torch": (lambda: Block(norm=lambda: nn.RMSNorm(DIM)), 0.4),
-    "a custom norm": (lambda: Block(norm=FunctionalNorm), 0.35),
     "norm of ours": (lambda: Block(norm=lambda: fastvit.LayerNorm(DIM)), 0.35),
     "gelu of ours": (lambda: Block(mlp=lambda: Mlp(lambda: Act("gelu_tanh"))), 0.35),
     "SwiGLU of ours": (lambda: Block(lambda: Attention(rope=True), OwnSwiGLU), 0.4),
@@ -292,7 +280,7 @@ def patches(n=4):
 
 
 def step(model, x, context=contextlib.nullcontext, call=None):
-    """The result of a step, and the gradients of the input, where it has any, and of every parameter."""
+    """The result of a step, the buffers, and the gradients of the input, if it has any, and of parameters."""
     model.zero_grad()
     leaf = x.clone().requires_grad_(x.is_floating_point())
     torch.manual_seed(5)
@@ -303,7 +291,8 @@ def step(model, x, context=contextlib.nullcontext, call=None):
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     if leaf.requires_grad:
         gradients["input"] = leaf.grad
-    return {"output": y.detach(), **gradients}
+    buffers = {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
+    return {"output": y.detach(), **gradients, **buffers}
 
 
 def differing(got, want):
@@ -323,5 +312,9 @@ def kept(model, x, context=contextlib.nullcontext, call=None):
     return live_bytes(forward, x.device)[0]
 
 
-def converted(model, **options):
-    return fastvit.convert(model, **options)
+def compared(eager, x, context=contextlib.nullcontext, call=lambda model: model, **options):
+    """Kept bytes of a model and of its converted copy, whose steps have the same bits."""
+    model = fastvit.convert(copy.deepcopy(eager), **options)
+    want, got = (step(m, x, context, call(m)) for m in (eager, model))
+    assert not differing(got, want)
+    return [kept(m, x, context, call(m)) for m in (eager, model)]

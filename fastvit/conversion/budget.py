@@ -127,7 +127,7 @@ def _sites(trial: Trial, model: nn.Module) -> dict[Site, float]:
     def count() -> None:
         for recipe in dict.fromkeys(record.recipe for record in records):
             if recipe is not None and recipe.value.site is not None:
-                freed[recipe.value.site] += recipe.value.nbytes
+                freed[recipe.value.site] += recipe.size
                 work[recipe.value.site] += recipe.moved + recipe.flops // _OPERATIONS_A_BYTE
 
     with watched(lambda record, _: records.append(record)):

@@ -198,7 +198,7 @@ def _hide_scopes_from_torchscript() -> None:
     def get_hook_stubs_without_scopes(module: nn.Module):
         hooks = module._forward_hooks, module._forward_pre_hooks
         before = [dict(each) for each in hooks]
-        _remove(module)
+        _pop_scopes(module, *hooks)
         try:
             return get_hook_stubs(module)
         finally:
@@ -224,18 +224,20 @@ def revert(model: nn.Module) -> nn.Module:
 
 def _take_off(model: nn.Module) -> None:
     for module in model.modules():
-        for key in _remove(module):
-            module._forward_hooks_always_called.pop(key, None)
-            module._forward_pre_hooks_with_kwargs.pop(key, None)
+        _pop_scopes(
+            module,
+            module._forward_pre_hooks,
+            module._forward_hooks,
+            module._forward_hooks_always_called,
+            module._forward_pre_hooks_with_kwargs,
+        )
         compiled.disable(module)
 
 
-def _remove(module: nn.Module) -> list[int]:
-    """Removes the hooks of a scope from `module`; returns their keys."""
-    removed = []
-    for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        keys = [k for k, h in hooks.items() if h is compiled.tell or isinstance(h, (ScopeHook, Planner))]
-        removed += keys
-        for key in keys:
-            del hooks[key]
-    return removed
+def _pop_scopes(module: nn.Module, *dictionaries: dict) -> None:
+    """Removes the hooks of a scope from dictionaries of a module."""
+    every = [*module._forward_pre_hooks.items(), *module._forward_hooks.items()]
+    for key, hook in every:
+        if hook is compiled.tell or isinstance(hook, (ScopeHook, Planner)):
+            for one in dictionaries:
+                one.pop(key, None)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..recompute import active_scope, watched, why_closed
 from ..recompute.graph import why_kept
-from ..recompute.masks import Gate
+from ..recompute.masks import Mask
 from ..recompute.policy import plain
 from ..recompute.record import SMALLEST, Recipe, Record
 from .convert import convert, is_converted, opens_scope, revert
@@ -181,17 +181,13 @@ class Seen:
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
         """Inside, one forward is seen."""
-        handles = []
-        for name, module in self.model.named_modules():
-            if not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
-                handles.append(module.register_forward_pre_hook(self._enter(name)))
-                handles.append(module.register_forward_hook(self._leave, always_call=True))
-        try:
-            with watched(self._look):
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        with contextlib.ExitStack() as hooks:
+            for name, module in self.model.named_modules():
+                if not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+                    hooks.enter_context(module.register_forward_pre_hook(self._enter(name)))
+                    hooks.enter_context(module.register_forward_hook(self._leave, always_call=True))
+            hooks.enter_context(watched(self._look))
+            yield
 
     def _look(self, record: Record, _: Tensor) -> None:
         self._saved.append((weakref.ref(record), self._running[-1]))
@@ -214,38 +210,34 @@ class Seen:
     def rows(self) -> list[TensorReport]:
         """The tensors that are kept or rebuilt; largest first."""
         readers: dict[object, set[str]] = defaultdict(set)  # by recipe, or by the address of a kept storage
-        rebuilt: dict[Recipe, list[Tensor]] = {}  # what it is rebuilt from
-        sizes: dict[int, tuple[int, str]] = {}  # kept bytes and reason
+        recipes: list[Recipe] = []
+        kept: dict[int, tuple[int, int, str]] = {}  # kept bytes, rebuilt bytes and reason
         known = {0} | {_address(tensor) for tensor in [*self.model.parameters(), *self.model.buffers()]}
         for reference, module in self._saved:
             record = reference()
             if record is None:  # freed since
                 continue
             if record.recipe is not None:
-                rebuilt[record.recipe] = _ingredients(record.recipe)
+                recipes.append(record.recipe)
                 readers[record.recipe].add(module)
-                continue
-            address, reason = _address(record.tensor), why_kept(record)
-            if address not in known:
+            elif (address := _address(record.tensor)) not in known:
                 readers[address].add(module)
-                nbytes = record.tensor.untyped_storage().nbytes()
-                if isinstance(record.stand_in, Gate):
-                    nbytes = record.stand_in.bits.packed.nbytes
-                    reason = "where an activation passes the gradient on, a bit an element"
-                elif record.stand_in is not None:
-                    reason = "handed on to the saved-tensor hooks around"
-                sizes.setdefault(address, (nbytes, reason))
-        known |= set(sizes)
+                kept.setdefault(address, _kept(record))
+        known |= set(kept)
         groups: dict[tuple[tuple[str, ...], str], list[tuple[int, int]]] = defaultdict(list)
-        for address, (size, reason) in sizes.items():
-            groups[tuple(sorted(readers[address])), reason].append((size, 0))
-        for recipe, tensors in rebuilt.items():
-            ingredients = {_address(tensor): tensor.nbytes for tensor in tensors}
-            own = ingredients.keys() - known
+        for address, (size, freed, reason) in kept.items():
+            groups[tuple(sorted(readers[address])), reason].append((size, freed))
+        for recipe in dict.fromkeys(recipes):
+            sources = [record.tensor for one in recipe.all() for record in one.records()]
+            sizes = {_address(tensor): tensor.nbytes for tensor in sources}
+            own = sizes.keys() - known
             known |= own  # a copy counts once
-            inputs = sum(address in sizes and size >= SMALLEST for address, size in ingredients.items())
-            key = tuple(sorted(readers[recipe])), _recomputed(recipe, inputs)
-            groups[key].append((sum(ingredients[address] for address in own), recipe.value.nbytes))
+            inputs = sum(address in kept and size >= SMALLEST for address, size in sizes.items())
+            ops = dict.fromkeys(plain(one.value.name) for one in recipe.all())
+            its = "its saved input" if len(ops) == 1 else "the saved input"
+            reason = f"recomputed by {', '.join(ops)} from {its}{'s' if inputs > 1 else ''}"
+            key = tuple(sorted(readers[recipe])), reason
+            groups[key].append((sum(sizes[address] for address in own), recipe.size))
         rows = [
             TensorReport(names, len(parts), sum(k for k, _ in parts), sum(r for _, r in parts), reason)
             for (names, reason), parts in groups.items()
@@ -257,23 +249,13 @@ def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else 0
 
 
-def _recomputed(recipe: Recipe, inputs: int) -> str:
-    """How a tensor is rebuilt, from a number of saved tensors."""
-    if recipe.value.name.startswith("dropout_mask"):
-        return "dropout's mask, kept as a bit an element"
-    ops = list(dict.fromkeys(_ops(recipe)))
-    its = "its saved input" if len(ops) == 1 else "the saved input"
-    return f"recomputed by {', '.join(ops)} from {its}{'s' if inputs > 1 else ''}"
-
-
-def _ops(recipe: Recipe) -> Iterator[str]:
-    for one in recipe.all():
-        if not one.value.name.startswith("dropout_mask"):
-            yield plain(one.value.name)
-
-
-def _ingredients(recipe: Recipe) -> list[Tensor]:
-    return [record.tensor for one in recipe.all() for record in one.records()]
+def _kept(record: Record) -> tuple[int, int, str]:
+    """Kept bytes, freed bytes, and the reason."""
+    nbytes, stand_in = record.tensor.untyped_storage().nbytes(), record.stand_in
+    if isinstance(stand_in, Mask):
+        return stand_in.packed.nbytes, nbytes - stand_in.packed.nbytes, stand_in.reason
+    reason = why_kept(record) if stand_in is None else "handed on to the saved-tensor hooks around"
+    return nbytes, 0, reason
 
 
 def _aligned(rows: list[tuple[str, ...]]) -> list[str]:

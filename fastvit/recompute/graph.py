@@ -11,32 +11,26 @@ depends on one of these is not rebuilt. calls.py notes the eps of a normalisatio
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from .policy import Policy, plain
-from .record import SMALLEST, Recipe, Record, Source, Unread, Value, View, whole
-from .views import VIEWS, of_unsafe_view, of_views, signed
+from .record import SMALLEST, Record, Source, Unread, Value, View
+from .views import VIEWS, of_unsafe_view, of_views, part, signed
 
-# Keys of what a scope notes in a node's metadata.
-CALL = "fastvit.call"  # the eps or the number of the call, and its bias without gradient
-VERSION = "fastvit.version"  # the version of the tensor that the node made
-VALUE = "fastvit.value"  # its Value
-BOUNDARY = "fastvit.boundary"  # that it goes into a block, or comes out of one
+if TYPE_CHECKING:
+    from .decide import Pass
 
 LEAF = "torch::autograd::AccumulateGrad"
 SHARDED = "a parameter that FSDP has sharded again when the block ends"
 Rebuild = tuple[Callable[..., Tensor], tuple[Source, ...]]  # an op and what goes into it
 Rule = Callable[["Node"], Rebuild]
-Waiting = dict[Value, tuple[Any, list[Record]]]  # a node's value, the node, and what has been saved of it
 RULES: dict[str, Rule] = {}  # by the names of nodes; rules.py fills it
 PRODUCTS: dict[str, Rule] = {}  # likewise, with products=True
 DEEP: dict[str, Rule] = {}  # likewise, where a budget asks for it
-_LONGEST, _LONGEST_DEEP = 12, 40  # consecutive ops whose results no op has saved
 
 
 class Unknown(Exception):
@@ -65,110 +59,6 @@ def why_kept(record: Record) -> str:
         if value.name in RULES
         else f"the result of {op}, which is not repeated"
     )
-
-
-class Pass:
-    """One pass over what has been saved, in the order of the graph: finds the recipes."""
-
-    count = 0
-
-    def __init__(self, policy: Policy, waiting: Waiting, decide: Callable[..., None]):
-        Pass.count += 1
-        self.number, self.policy, self.waiting, self.decide = Pass.count, policy, waiting, decide
-        self.longest = _LONGEST_DEEP if policy.deep else _LONGEST
-        self.found: list[Recipe] = []  # so that none is looked for twice
-
-    def run(self) -> None:
-        # autograd numbers the nodes of a thread: what a node takes has a lower number. But an op in place
-        # that saves a copy of its input makes the copy's node second.
-        for value in sorted(self.waiting, key=lambda value: self.waiting[value][0]._sequence_nr()):
-            self.settle(value)
-
-    def settle(self, value: Value) -> None:
-        """Decides on `value`, where that is not done."""
-        if (found := self.waiting.pop(value, None)) is not None:
-            self.decide(self, value, *found)
-
-    def source(self, node, level: int) -> Source:
-        """The result of `node`: what holds it, or a recipe.
-
-        Raises:
-            Unknown: there is neither.
-        """
-        metadata = node.metadata
-        value = metadata.get(VALUE)
-        if value is None:
-            value = metadata[VALUE] = Value()
-        if not value.is_known:
-            raise Unknown("it was written to in ways that the graph does not show")
-        if value.records and (record := value.kept()) is not None:
-            if record.base is None:
-                return record
-            return View(record, ((torch.as_strided, *record.base),))
-        if (recipe := self.found_before(value)) is not None:
-            return recipe
-        if level >= self.longest or value.failed == self.number:
-            raise Unknown
-        return self.recipe(node, value, level)
-
-    def found_before(self, value: Value) -> Recipe | None:
-        """The recipe of `value` that another reader has."""
-        recipe = None if value.recipe is None else value.recipe()
-        return None if recipe is None else self.at_hand(recipe)
-
-    def at_hand(self, recipe: Recipe) -> Recipe:
-        """`recipe`, which may be of another block.
-
-        Raises:
-            Unknown: FSDP has sharded a parameter that it reads, and gathers it too late for a reader outside
-                of that block.
-        """
-        if recipe.checked != self.number:
-            if any(record.is_freed() for one in recipe.all() for record in one.records()):
-                raise Unknown(SHARDED)
-            recipe.checked = self.number
-        return recipe
-
-    def recipe(self, node, value: Value, level: int = 0) -> Recipe:
-        """A new recipe for the result of `node`.
-
-        Raises:
-            Unknown: there is none; in this pass it is not looked for again.
-        """
-        rule = rule_of(name := node.name(), self.policy)
-        value.name = name if name != "UnsafeViewBackward0" else of_unsafe_view(node).name()
-        try:
-            if rule is None:
-                raise Unknown
-            made = node._input_metadata[0]
-            if made.is_cpp_nested_tensor:  # it has no shape
-                raise Unknown("it is nested")
-            read = Node(node, self, value, level)
-            recipe = Recipe(value, *rule(read))
-            recipe.checked = self.number
-        except Unknown:
-            value.failed = self.number
-            raise
-        recipe.dtype = dtype = made.dtype
-        recipe.size = size = math.prod(made.shape) * dtype.itemsize
-        moved, flops = size, read.flops * (size // dtype.itemsize)
-        for source in recipe.sources:
-            one = whole(source)
-            if isinstance(one, Recipe):
-                moved += min(one.size, 2 * size)
-                recipe.ops += one.ops
-                if one.value.nbytes:  # another op has saved it, and it is rebuilt for that op anyway
-                    recipe.depth = max(recipe.depth, one.depth + 1)
-                else:
-                    recipe.depth = max(recipe.depth, one.depth)
-                    moved += one.moved
-                    flops += one.flops
-            elif one is not None:
-                moved += min(one.nbytes(), 2 * size)
-        recipe.moved, recipe.flops = moved, flops
-        value.recipe = weakref.ref(recipe)
-        self.found.append(recipe)
-        return recipe
 
 
 class Node:
@@ -216,9 +106,7 @@ class Node:
             self.search.settle(packed.value)
         if packed.recipe is not None:
             recipe = self.search.at_hand(packed.recipe)
-            return (
-                recipe if packed.geometry is None else View(recipe, ((torch.as_strided, *packed.geometry),))
-            )
+            return recipe if packed.geometry is None else View(recipe, ((part, *packed.geometry),))
         if not packed.is_intact():
             raise Unknown("an input was written to")
         if packed.is_freed():
@@ -263,10 +151,10 @@ class Node:
 
     def noted(self) -> tuple[Any, Tensor | None]:
         """The eps or the number of the call, and its bias where that has no gradient."""
-        noted = self.node.metadata.get(CALL)
-        if noted is None:
+        call = Value.of(self.node).call
+        if call is None:
             raise Unknown("the call was not seen")
-        return noted
+        return call
 
     def bias(self, index: int) -> Source:
         if self.edges[index][0] is not None:
@@ -290,5 +178,4 @@ class Node:
         node = of_views(node)
         if node is None or of_unsafe_view(node).name() not in PRODUCTS:
             return False
-        value = node.metadata.get(VALUE)
-        return value is None or value.kept() is None
+        return Value.of(node).kept() is None

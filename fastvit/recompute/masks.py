@@ -18,74 +18,67 @@ _REPEAT = sum(1 << 8 * i for i in range(8))
 _SPREAD = sum(1 << 9 * i for i in range(8)) - (1 << 64)  # as a signed integer
 
 
-class Bits:
-    """A mask in an eighth of its bytes."""
+class Mask:
+    """Stands for a tensor by a bit an element: `opened` where that is set, elsewhere `closed`."""
 
-    __slots__ = ("packed", "size", "stride")
+    __slots__ = ("closed", "dtype", "opened", "packed", "reason", "size", "stride")
 
-    def __init__(self, mask: Tensor):
-        dense = torch.empty_like(mask, device="meta")  # has other strides where elements are not side by side
-        if dense.stride() != mask.stride():
-            mask = mask.contiguous()
-        self.size, self.stride = mask.size(), mask.stride()
-        flat = mask.as_strided((mask.numel(),), (1,))
-        if mask.numel() % 8:
-            flat = F.pad(flat, (0, -mask.numel() % 8))
+    def __init__(self, bits: Tensor, dtype: torch.dtype, opened: float = 1, closed: float = 0):
+        self.dtype, self.opened, self.closed = dtype, opened, closed
+        self.reason = "where an activation passes the gradient on, a bit an element"
+        dense = torch.empty_like(bits, device="meta")  # has other strides where elements are not side by side
+        if dense.stride() != bits.stride():
+            bits = bits.contiguous()
+        self.size, self.stride = bits.size(), bits.stride()
+        flat = bits.as_strided((bits.numel(),), (1,))
+        if bits.numel() % 8:
+            flat = F.pad(flat, (0, -bits.numel() % 8))
         self.packed = (flat.view(torch.int64) * _GATHER).view(torch.uint8)[7::8].contiguous()
 
-    def mask(self) -> Tensor:
-        lanes = self.packed.to(torch.int64).mul_(_REPEAT).bitwise_and_(_SPREAD)
-        return lanes.view(torch.uint8).ne(0).as_strided(self.size, self.stride)
-
-
-class Gate:
-    """Stands for a tensor of which the backward of an activation reads where it passes the gradient on.
-
-    There the stand-in has the number `open`, elsewhere `closed`.
-    """
-
-    __slots__ = ("bits", "closed", "dtype", "open")
-
-    def __init__(self, tensor: Tensor, passes: Tensor, opened: float, closed: float):
-        self.bits, self.dtype = Bits(passes), tensor.dtype
-        self.open, self.closed = opened, closed
-
     def unpack(self) -> Tensor:
-        mask = self.bits.mask()
+        lanes = self.packed.to(torch.int64).mul_(_REPEAT).bitwise_and_(_SPREAD)
+        bits = lanes.view(torch.uint8).ne(0).as_strided(self.size, self.stride)
         if self.closed == 0:  # takes half as long on a CPU
-            passed = mask.to(self.dtype)
-            return passed if self.open == 1 else passed.mul_(self.open)
-        opened, closed = (
-            torch.full((), n, dtype=self.dtype, device=mask.device) for n in (self.open, self.closed)
-        )
-        return torch.where(mask, opened, closed)
+            opened = bits.to(self.dtype)
+            return opened if self.opened == 1 else opened.mul_(self.opened)
+        like: dict[str, Any] = {"dtype": self.dtype, "device": bits.device}
+        return torch.where(bits, torch.full((), self.opened, **like), torch.full((), self.closed, **like))
 
 
-def _relu(node, tensor: Tensor) -> Gate:
+def of_dropout(tensor: Tensor, p: float) -> Mask:
+    """Of dropout's mask, in which elements are 0 and 1, or 1 / (1 - p) as its dtype has it."""
+    one = torch.ones((), dtype=tensor.dtype)
+    mask = Mask(tensor != 0, tensor.dtype, 1 if tensor.dtype is torch.bool else one.div_(1 - p).item())
+    mask.reason = "dropout's mask, kept as a bit an element"
+    return mask
+
+
+def _relu(node, tensor: Tensor) -> Mask:
     # torch compares for what it stops, so that the gradient of a NaN passes.
-    return Gate(tensor, (tensor <= 0).logical_not_(), 1, 0)
+    return Mask((tensor <= 0).logical_not_(), tensor.dtype)
 
 
-def _leaky_relu(node, tensor: Tensor) -> Gate:
-    return Gate(tensor, tensor > 0, 1, 0)
+def _leaky_relu(node, tensor: Tensor) -> Mask:
+    return Mask(tensor > 0, tensor.dtype)
 
 
-def _threshold(node, tensor: Tensor) -> Gate:
-    return Gate(tensor, (tensor <= node._saved_threshold).logical_not_(), torch.inf, -torch.inf)
+def _threshold(node, tensor: Tensor) -> Mask:
+    passes = (tensor <= node._saved_threshold).logical_not_()
+    return Mask(passes, tensor.dtype, torch.inf, -torch.inf)
 
 
-def _hardtanh(node, tensor: Tensor) -> Gate | None:
+def _hardtanh(node, tensor: Tensor) -> Mask | None:
     low, high = node._saved_min_val, node._saved_max_val
     if not math.isfinite(low + high):
         return None
     inside = (tensor > low).logical_and_(tensor < high)
     if not tensor.is_cpu:  # torch's vectors on the CPU stop the gradient of a NaN
         inside.logical_or_(tensor.isnan())
-    return Gate(tensor, inside, (low + high) / 2, low)
+    return Mask(inside, tensor.dtype, (low + high) / 2, low)
 
 
-# By the node of an activation: which of its saved tensors decides, and the gate in its place.
-GATES: dict[str, tuple[str, Callable[[Any, Tensor], Gate | None]]] = {
+# By the node of an activation: which of its saved tensors decides, and the mask in its place.
+OF_ACTIVATIONS: dict[str, tuple[str, Callable[[Any, Tensor], Mask | None]]] = {
     "ReluBackward0": ("_raw_saved_result", _relu),
     "LeakyReluBackward0": ("_raw_saved_self", _leaky_relu),
     "LeakyReluBackward1": ("_raw_saved_result", _leaky_relu),

@@ -6,7 +6,6 @@ The eps, and a bias without gradient, are those of the call (calls.py). Running 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -16,23 +15,14 @@ from .record import Source
 
 
 def layer_norm(read: Node) -> Rebuild:
-    eps, _ = read.noted()
-    return _layer_norm_of(read.number("normalized_shape"), eps), _saved(read, "input", "weight", "bias")
-
-
-@lru_cache(256)
-def _layer_norm_of(shape: tuple[int, ...], eps: float) -> Callable[..., Tensor]:
-    return lambda x, w, b: torch.native_layer_norm(x, shape, w, b, eps)[0]
+    (eps, _), shape = read.noted(), read.number("normalized_shape")
+    arguments = _saved(read, "input", "weight", "bias")
+    return lambda x, w, b: torch.native_layer_norm(x, shape, w, b, eps)[0], arguments
 
 
 def rms_norm(read: Node) -> Rebuild:
-    eps, _ = read.noted()
-    return _rms_norm_of(read.number("normalized_shape"), eps), _saved(read, "input", "weight")
-
-
-@lru_cache(256)
-def _rms_norm_of(shape: tuple[int, ...], eps: float | None) -> Callable[..., Tensor]:
-    return lambda x, w: torch.ops.aten._fused_rms_norm(x, shape, w, eps)[0]
+    (eps, _), shape = read.noted(), read.number("normalized_shape")
+    return lambda x, w: torch.ops.aten._fused_rms_norm(x, shape, w, eps)[0], _saved(read, "input", "weight")
 
 
 def _saved(read: Node, x: str, *optional: str) -> tuple[Source, ...]:

@@ -4,7 +4,7 @@ A `Record` is what the pack hook returns. Its states:
 
     filed      the tensor is held, and the decision is to come (`made` is the node that made it, or its base)
     kept       the tensor is held until the backward
-    stood for  the tensor is gone, and `stand_in` has what is left of it: a gate, or what hooks around hold
+    stood for  the tensor is gone, and `stand_in` has what is left of it: a mask, or what hooks around hold
     rebuilt    the tensor is gone, and `recipe` makes it again
 
 A `Recipe` is one op and its inputs: records that are kept, other recipes, copies of small leaves. So recipes
@@ -21,8 +21,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .masks import Gate
+from .masks import Mask
+from .views import of_unsafe_view, part
 
+VALUE = "fastvit.value"  # of the result of a node, in its metadata
 SMALLEST = 4096  # fewest bytes of a tensor that are worth a recipe or a mask
 Geometry = tuple[torch.Size, tuple[int, ...], Any]  # size, stride, offset
 
@@ -45,15 +47,15 @@ class Record:
     tensor: Tensor
     version: int
     made: Any = None  # the node that made the tensor or its base, until the decision
-    last: tuple | None = None  # of a view: the node that made it, and which of its results it is
+    last: tuple[Any, int] | None = None  # of a view: the node that made it, and which of its results it is
     base: Geometry | None = None  # of a view: its base
     block = ""  # whose forward saved it
     in_half = False  # in half precision, or under autocast
     value: Value | None = None  # what it is, or is a view of
     recipe: Recipe | None = None
     geometry: Geometry | None = None  # of a rebuilt view, from the start of its base
-    stand_in: HandedOn | Gate | None = None
-    gate_of: Callable[[Tensor], Gate | None] | None = None  # where its op needs no more of it than a gate
+    stand_in: HandedOn | Mask | None = None
+    mask_of: Callable[[Tensor], Mask | None] | None = None  # where its op needs no more of it than a mask
     before: Tensor | None = None  # a copy for recipes, where the tensor was written to
     is_read = False  # by a recipe
     is_unfit = False  # for a recipe: written to in ways that the graph does not show
@@ -73,14 +75,14 @@ class Record:
             self.recipe is None
             and self.tensor._version == self.version
             and self.before is None
-            and self.gate_of is None
+            and self.mask_of is None
             and not self.is_unfit
         )
 
     def is_freed(self) -> bool:
         """Whether it is a parameter, or a view of one, whose memory is freed for now, as FSDP does."""
         tensor = self.tensor
-        if self.stand_in is not None or (type(tensor) is not Parameter and tensor.grad_fn is None):
+        if type(tensor) is not Parameter and tensor.grad_fn is None:
             return False
         return not tensor.untyped_storage().nbytes() and tensor.numel() > 0
 
@@ -96,7 +98,7 @@ class Record:
                 "sharded now; shard whole blocks"
             )
         if stream_of(tensor) != self.stream:
-            used_here(tensor)
+            used_here(self.stand_in.packed if type(self.stand_in) is Mask else tensor)
         return tensor
 
     def unpack(self) -> Tensor:
@@ -117,51 +119,60 @@ class Record:
         recipe = self.recipe
         assert recipe is not None
         tensor = recipe.read() if recipe.memory is None else recipe.memory
-        return tensor if self.geometry is None else torch.as_strided(tensor, *self.geometry)
+        return tensor if self.geometry is None else part(tensor, *self.geometry)
 
     def copy_for_recipes(self) -> None:
         """Before a write to the tensor, for the recipes that read it."""
         if self.is_read and self.before is None and self.recipe is None and self.stand_in is None:
-            tensor = self.tensor
-            if self.base is None:
-                self.before = tensor.clone()
-            else:  # recipes may read the rest of the base too
-                memory = tensor.new_empty(0).set_(tensor.untyped_storage().clone())
-                geometry = tensor.size(), tensor.stride(), tensor.storage_offset()
-                self.before = memory.as_strided(*geometry)
+            tensor = self.tensor  # of a view, recipes may read the rest of the base too
+            memory = tensor.new_empty(0).set_(tensor.untyped_storage().clone())
+            self.before = memory.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
-    def stand_by(self, stand_in: HandedOn | Gate) -> None:
+    def stand_by(self, stand_in: HandedOn | Mask) -> None:
         self.stand_in = stand_in
         self.tensor, self.version = torch.empty_like(self.tensor, device="meta"), 0
 
-    def reduce_to_gate(self) -> None:
-        """Drops all but a gate, where nothing but the op that saved the tensor reads it."""
-        gate_of, self.gate_of = self.gate_of, None  # a recipe may take it from here on, if it stays
+    def reduce_to_mask(self) -> None:
+        """Drops all but a mask, where nothing but the op that saved the tensor reads it."""
+        mask_of, self.mask_of = self.mask_of, None  # a recipe may take it from here on, if it stays
         others = self.value is not None and any(one is not self for one in self.value.saved())
         tensor = self.tensor
-        if gate_of is None or others or self.is_read or self.stand_in is not None or not self.is_intact():
+        if mask_of is None or others or self.is_read or self.stand_in is not None or not self.is_intact():
             return
         if tensor.nbytes < SMALLEST or (tensor.is_leaf and tensor.requires_grad):
             return
-        if (gate := gate_of(tensor)) is not None:
+        if (mask := mask_of(tensor)) is not None:
             self.is_unfit = True
-            self.stand_by(gate)
+            self.stand_by(mask)
 
 
 class Value:
     """The result of one op, of which views are parts. The op's node holds it; it holds no tensor."""
 
     recipe: weakref.ref[Recipe] | None = None
-    failed = 0  # the pass that has found no recipe
-    nbytes = 0  # where an op has saved it
-    name = ""  # of the op's node
     site: tuple[str, str, int] | None = None  # where it was saved first
     geometry: Any = None  # a Geometry, where an op has saved it
     reason = ""  # why it is kept
     is_known = True  # what is in its memory
+    version: int | None = None  # that its op left, where that is not 0
+    is_boundary = False  # goes into a block, or comes out of one
+    call: tuple[Any, Tensor | None] | None = None  # the eps or the number of it, its bias without gradient
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self.name = name  # of the op's node
         self.records: list[weakref.ref[Record]] = []
+
+    @classmethod
+    def of(cls, node) -> Value:
+        """Of the result of `node`."""
+        value = node.metadata.get(VALUE)
+        return cls.replaced(node) if value is None else value
+
+    @classmethod
+    def replaced(cls, node) -> Value:
+        """A new one for `node`."""
+        value = node.metadata[VALUE] = cls(of_unsafe_view(node).name())
+        return value
 
     def saved(self) -> list[Record]:
         """What stands for it now, as a whole or in parts."""
@@ -169,11 +180,7 @@ class Value:
 
     def kept(self) -> Record | None:
         """A record that holds its memory."""
-        for reference in self.records:
-            record = reference()
-            if record is not None and record.is_intact() and not record.is_freed():
-                return record
-        return None
+        return next((one for one in self.saved() if one.is_intact() and not one.is_freed()), None)
 
 
 class Recipe:
@@ -182,7 +189,6 @@ class Recipe:
     memory: Tensor | None = None  # of the tensor, where it was written to without a new version
     result: Tensor | None = None  # while a reader waits for it
     stream = 0  # on which it was made
-    checked = 0  # the pass that found its parameters at hand
     readers = 0  # records and recipes
     reads = 0
 

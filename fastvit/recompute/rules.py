@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from ctypes import c_float
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,10 @@ from torch.nn import Parameter
 
 from . import norms
 from .graph import DEEP, LEAF, PRODUCTS, RULES, Node, Rebuild, Rule, Unknown, rule_of
-from .record import Record, Source
+from .record import Record
+from .views import itself
+
+_aten = torch.ops.aten
 
 
 def _unary(function: Callable[..., Tensor], *options: str, saves_input: bool = True) -> Rule:
@@ -93,14 +96,7 @@ def _joined(function: Callable[..., Tensor]) -> Callable[[Node], Rebuild]:
 def _clone(read: Node) -> Rebuild:
     if read.value is None or read.value.geometry is None:
         raise Unknown  # the memory format
-    size, stride, _ = read.value.geometry
-
-    def copy(t: Tensor) -> Tensor:
-        if t.stride() == stride and t.size() == size:
-            return t
-        return torch.empty_strided(size, stride, dtype=t.dtype, device=t.device).copy_(t)
-
-    return copy, (read.edge(0),)
+    return itself, (read.edge(0),)  # which is laid out in memory as the result was
 
 
 def _to_copy(read: Node) -> Rebuild:
@@ -117,7 +113,6 @@ def _to_copy(read: Node) -> Rebuild:
     return _cast_to(made.dtype), (Record.of(weight),)
 
 
-@lru_cache
 def _cast_to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     return lambda t: t.to(dtype, copy=True)
 
@@ -178,38 +173,19 @@ def _softmax(read: Node) -> Rebuild:
     return lambda t: torch.softmax(t, dim), (read.edge(0),)
 
 
-def _attention_of_cpu(read: Node) -> Rebuild:
-    op, mask = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, read.saved("attn_mask")
-    p, causal, scale = (read.number(name) for name in ("dropout_p", "is_causal", "scale"))
-    return _attention(
-        read, lambda q, k, v, mask: op(q, k, v, p, causal, attn_mask=mask, scale=scale)[0], mask
-    )
-
-
-def _flash_attention(read: Node) -> Rebuild:
-    op = torch.ops.aten._scaled_dot_product_flash_attention
-    p, causal, scale = (read.number(name) for name in ("dropout_p", "is_causal", "scale"))
-    return _attention(read, lambda q, k, v: op(q, k, v, p, causal, scale=scale)[0])
-
-
-def _efficient_attention(read: Node) -> Rebuild:
-    op, bias = torch.ops.aten._scaled_dot_product_efficient_attention, read.saved("attn_bias")
-    p, causal, scale = (read.number(name) for name in ("dropout_p", "is_causal", "scale"))
-    return _attention(read, lambda q, k, v, bias: op(q, k, v, bias, True, p, causal, scale=scale)[0], bias)
-
-
-def _cudnn_attention(read: Node) -> Rebuild:
-    op, bias = torch.ops.aten._scaled_dot_product_cudnn_attention, read.saved("attn_bias")
-    p, causal, scale = (read.number(name) for name in ("dropout_p", "is_causal", "scale"))
-    return _attention(read, lambda q, k, v, bias: op(q, k, v, bias, True, p, causal, scale=scale)[0], bias)
-
-
-def _attention(read: Node, function: Callable[..., Tensor], *more: Source) -> Rebuild:
+def _attention(op: Callable[..., tuple], *masks: str, **options: bool) -> Rule:
     """The same op once more, but with dropout, whose mask it does not return."""
-    if read.number("dropout_p"):
-        raise Unknown
-    read.flops = 4 * read.size_of("key")[-2]
-    return function, (read.input("query", 0), read.input("key", 1), read.input("value", 2), *more)
+    names = "query", "key", "value", *masks
+
+    def rule(read: Node) -> Rebuild:
+        if read.number("dropout_p"):
+            raise Unknown
+        read.flops = 4 * read.size_of("key")[-2]
+        given = options | {name: read.number(name) for name in ("is_causal", "scale")}
+        arguments = *map(read.input, names[:3], range(3)), *map(read.saved, masks)
+        return lambda *tensors: op(**dict(zip(names, tensors, strict=True)), **given)[0], arguments
+
+    return rule
 
 
 def _convolution(read: Node) -> Rebuild:
@@ -250,7 +226,7 @@ RULES |= {
     "CudnnBatchNormBackward0": norms.cudnn_batch_norm,
     "SyncBatchNormBackward": norms.sync_batch_norm,
     "MaxPool2DWithIndicesBackward0": _unary(
-        lambda *arguments: torch.ops.aten.max_pool2d_with_indices(*arguments)[0],
+        lambda *arguments: _aten.max_pool2d_with_indices(*arguments)[0],
         "kernel_size",
         "stride",
         "padding",
@@ -268,8 +244,8 @@ RULES |= {
     "HardtanhBackward0": _unary(F.hardtanh, "min_val", "max_val"),
     "LeakyReluBackward0": _unary(F.leaky_relu, "negative_slope"),
     "LeakyReluBackward1": _unary(F.leaky_relu, "negative_slope", saves_input=False),
-    "EluBackward0": _unary(torch.ops.aten.elu, "alpha", "scale", "input_scale"),
-    "EluBackward1": _unary(torch.ops.aten.elu, "alpha", "scale", "input_scale", saves_input=False),
+    "EluBackward0": _unary(_aten.elu, "alpha", "scale", "input_scale"),
+    "EluBackward1": _unary(_aten.elu, "alpha", "scale", "input_scale", saves_input=False),
     "ClampBackward1": _unary(torch.clamp, "min", "max"),
     "GluBackward0": _unary(F.glu, "dim"),
     "ReluBackward0": _unary(torch.relu, saves_input=False),
@@ -301,8 +277,14 @@ DEEP |= {
     "ConvolutionBackward0": _convolution,
     "BmmBackward0": _bmm,
     "SoftmaxBackward0": _softmax,
-    "ScaledDotProductFlashAttentionForCpuBackward0": _attention_of_cpu,
-    "ScaledDotProductFlashAttentionBackward0": _flash_attention,
-    "ScaledDotProductEfficientAttentionBackward0": _efficient_attention,
-    "ScaledDotProductCudnnAttentionBackward0": _cudnn_attention,
+    "ScaledDotProductFlashAttentionForCpuBackward0": _attention(
+        _aten._scaled_dot_product_flash_attention_for_cpu, "attn_mask"
+    ),
+    "ScaledDotProductFlashAttentionBackward0": _attention(_aten._scaled_dot_product_flash_attention),
+    "ScaledDotProductEfficientAttentionBackward0": _attention(
+        _aten._scaled_dot_product_efficient_attention, "attn_bias", compute_log_sumexp=True
+    ),
+    "ScaledDotProductCudnnAttentionBackward0": _attention(
+        _aten._scaled_dot_product_cudnn_attention, "attn_bias", compute_log_sumexp=True
+    ),
 }

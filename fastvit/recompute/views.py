@@ -47,6 +47,11 @@ def itself(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def part(tensor: Tensor, size: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
+    """A view of the memory behind the first element of `tensor`, which may be a view itself."""
+    return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
+
+
 def _slice(node, _: int) -> ViewOp:
     integers = (node._saved_dim, node._saved_start, node._saved_end, node._saved_step)
     return torch.ops.aten.slice.Tensor, *signed(integers)

@@ -1,0 +1,189 @@
+"""One pass over what a block has saved, in the order of the graph: keep, or rebuild by a recipe.
+
+What a tensor is made of comes from autograd's graph (graph.py). Recipes are found by walking from a tensor to
+its inputs, and shared by all that read the same result.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable
+
+import torch
+
+from .graph import SHARDED, Node, Unknown, rule_of
+from .policy import Policy
+from .record import SMALLEST, Recipe, Record, Source, Value, View, whole
+
+# Most bytes that a recipe moves for each byte of the tensor. In half precision and under autocast matrix
+# products are so fast that long recipes show in a step's time: a LayerNorm and a cast move 7, a LayerScale, a
+# residual sum and a cast 11, a rotary embedding and a cast 26. In float32 residual sums of BatchNorms, each
+# made of the one before, move 5 more each.
+_MOST_MOVED, _MOST_MOVED_IN_HALF = 24, 10
+# Most rebuilt tensors on the way to one that is kept. Across blocks the sites of a policy cut the way.
+_DEEPEST, _DEEPEST_DEEP, _DEEPEST_ACROSS = 4, 32, 1000
+_MOST_OPS = 40  # in one recipe
+_LONGEST = 40  # consecutive ops whose results no op has saved
+
+
+class Pass:
+    """The decisions on `records`.
+
+    Args:
+        keeps_bases: a kept view holds its base, of which recipes may take the rest.
+    """
+
+    def __init__(self, policy: Policy, records: Iterable[Record], keeps_bases: bool):
+        self.policy, self.keeps_bases = policy, keeps_bases
+        self._waiting: dict[Value, list[Record]] = {}
+        for record in records:
+            assert record.value is not None
+            self._waiting.setdefault(record.value, []).append(record)
+        self._failed: set[Value] = set()  # to have a recipe
+        self._at_hand: set[Recipe] = set()  # those whose parameters FSDP has not sharded again
+        self._found: list[Recipe] = []  # so that none is looked for twice
+
+    def run(self) -> None:
+        # autograd numbers the nodes of a thread: what a node takes has a lower number. But an op in place
+        # that saves a copy of its input makes the copy's node second.
+        for value in sorted(self._waiting, key=lambda value: self._waiting[value][0].made._sequence_nr()):
+            self.settle(value)
+
+    def settle(self, value: Value) -> None:
+        """Decides on `value`, where that is not done."""
+        if (records := self._waiting.pop(value, None)) is None:
+            return
+        first = records[0]
+        if value.geometry is None:
+            tensor = first.tensor
+            value.geometry = first.base or (tensor.size(), tensor.stride(), tensor.storage_offset())
+        recipe = None
+        try:
+            recipe = self._chosen(value, first)
+        except Unknown as reason:
+            value.reason = str(reason)
+        for record in records:
+            tensor, record.made, record.last = record.tensor, None, None
+            record.is_unfit |= not value.is_known
+            # The values of a conjugate or negative view differ from those in memory.
+            is_plain = record.base is None or not (tensor.is_neg() or tensor.is_conj())
+            if recipe is not None and is_plain:
+                recipe.adopt()
+                if record.base is not None:
+                    offset = tensor.storage_offset() - value.geometry[2]
+                    geometry = tensor.size(), tensor.stride(), offset
+                    record.geometry = None if geometry == (*value.geometry[:2], 0) else geometry
+                record.recipe = recipe
+                del record.tensor
+            elif value.is_known and is_plain and (record.base is None or self.keeps_bases):
+                value.records.append(weakref.ref(record))
+
+    def _chosen(self, value: Value, first: Record) -> Recipe | None:
+        """The recipe by which `value` is rebuilt; None where it is kept.
+
+        Raises:
+            Unknown: it is kept for this reason.
+        """
+        if not value.is_known:
+            return None
+        if math.prod(value.geometry[0]) * first.tensor.element_size() < SMALLEST:
+            raise Unknown(f"it has less than {SMALLEST} bytes")
+        if value.is_boundary and self.policy.deep and not self.policy.across:
+            raise Unknown("it goes into a block, or comes out of one")
+        if value.kept() is not None or rule_of(first.made.name(), self.policy) is None:
+            return None
+        recipe = self._found_before(value) or self._recipe(first.made, value, 0)
+        self._refuse(value, recipe, first.in_half)
+        return recipe
+
+    def _refuse(self, value: Value, recipe: Recipe, in_half: bool) -> None:
+        """Raises Unknown where the recipe costs too much, or the policy is against it."""
+        policy = self.policy
+        deepest = _DEEPEST_ACROSS if policy.across else _DEEPEST_DEEP if policy.deep else _DEEPEST
+        if recipe.depth >= deepest:
+            raise Unknown(f"its recipe goes through more than {deepest} rebuilt tensors")
+        if recipe.ops > _MOST_OPS and not policy.deep:
+            raise Unknown(f"its recipe has more than {_MOST_OPS} ops")
+        share = recipe.moved / (recipe.size or 1)
+        if share > (_MOST_MOVED_IN_HALF if in_half else _MOST_MOVED) and not policy.products:
+            raise Unknown(f"its recipe moves {share:.0f} bytes for each that it frees")
+        if against := policy.against(value.site):
+            raise Unknown(against)
+
+    def source(self, node, level: int) -> Source:
+        """The result of `node`: what holds it, or a recipe.
+
+        Raises:
+            Unknown: there is neither.
+        """
+        value = Value.of(node)
+        if not value.is_known:
+            raise Unknown("it was written to in ways that the graph does not show")
+        if value.records and (record := value.kept()) is not None:
+            if record.base is None:
+                return record
+            return View(record, ((torch.as_strided, *record.base),))
+        if (recipe := self._found_before(value)) is not None:
+            return recipe
+        if level >= _LONGEST or value in self._failed:
+            raise Unknown
+        return self._recipe(node, value, level)
+
+    def _found_before(self, value: Value) -> Recipe | None:
+        """The recipe of `value` that another reader has."""
+        recipe = None if value.recipe is None else value.recipe()
+        return None if recipe is None else self.at_hand(recipe)
+
+    def at_hand(self, recipe: Recipe) -> Recipe:
+        """`recipe`, which may be of another block.
+
+        Raises:
+            Unknown: FSDP has sharded a parameter that it reads, and gathers it too late for a reader outside
+                of that block.
+        """
+        if recipe not in self._at_hand:
+            if any(record.is_freed() for one in recipe.all() for record in one.records()):
+                raise Unknown(SHARDED)
+            self._at_hand.add(recipe)
+        return recipe
+
+    def _recipe(self, node, value: Value, level: int) -> Recipe:
+        """A new recipe for the result of `node`.
+
+        Raises:
+            Unknown: there is none; in this pass it is not looked for again.
+        """
+        rule = rule_of(node.name(), self.policy)
+        try:
+            if rule is None:
+                raise Unknown
+            made = node._input_metadata[0]
+            if made.is_cpp_nested_tensor:  # it has no shape
+                raise Unknown("it is nested")
+            read = Node(node, self, value, level)
+            recipe = Recipe(value, *rule(read))
+        except Unknown:
+            self._failed.add(value)
+            raise
+        recipe.dtype = dtype = made.dtype
+        recipe.size = size = math.prod(made.shape) * dtype.itemsize
+        moved, flops = size, read.flops * (size // dtype.itemsize)
+        for source in recipe.sources:
+            one = whole(source)
+            if isinstance(one, Recipe):
+                moved += min(one.size, 2 * size)
+                recipe.ops += one.ops
+                if one.value.geometry is not None:  # rebuilt anyway, for another op that has saved it
+                    recipe.depth = max(recipe.depth, one.depth + 1)
+                else:
+                    recipe.depth = max(recipe.depth, one.depth)
+                    moved += one.moved
+                    flops += one.flops
+            elif one is not None:
+                moved += min(one.nbytes(), 2 * size)
+        recipe.moved, recipe.flops = moved, flops
+        value.recipe = weakref.ref(recipe)
+        self._at_hand.add(recipe)
+        self._found.append(recipe)
+        return recipe
