@@ -53,6 +53,21 @@ def step(model, optimizer, seed: int = 0, infinite: bool = False) -> None:
     optimizer.step()
 
 
+def seen_of(module, look=lambda module, output: output.dtype) -> list:
+    """What `look` returns in each forward of `module`, in order."""
+    seen = []
+    module.register_forward_hook(lambda module, args, output: seen.append(look(module, output)))
+    return seen
+
+
+def under_o1(function, x):
+    """`function(x)` inside the forward of a model under O1."""
+    results, model = [], nn.Identity()
+    model.forward = lambda x: results.append(function(x)) or x
+    amp.initialize(model, opt_level="O1", verbosity=0)(x)
+    return results[0]
+
+
 def gradients(model) -> torch.Tensor:
     return torch.cat([p.grad.float().flatten() for p in model.parameters()])
 

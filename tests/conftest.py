@@ -34,12 +34,12 @@ THOROUGH = """
     test_budget::test_the_share_that_remains[0.57] test_budget::test_the_share_that_remains[0.6
     test_budget::test_the_share_that_remains[0.7 test_budget::test_the_share_that_remains[0.9
     test_budget::test_under_autocast test_build::test_kernels_that_do_not_compile test_build::test_no_compiler
-    test_compat_cpu::test_a_gan test_compat_cpu::test_torch_amp_with test_compat_import::test_every_rank_fails
-    test_compat_import::test_local_rank_that_another
-    test_compat_import::test_processes_that_a_script_starts_find_apex[exec
-    test_compat_import::test_processes_that_a_script_starts_find_apex[shell
-    test_compat_import::test_processes_that_a_script_starts_find_apex[spawn
-    test_compat_import::test_ranks_that_leave test_compile::test_fullgraph*inductor-train]
+    test_compat_cpu::test_a_gan test_compat_cpu::test_torch_amp_with test_compat_runner::test_every_rank_fails
+    test_compat_runner::test_local_rank_that_another
+    test_compat_runner::test_processes_that_a_script_starts_find_apex[exec
+    test_compat_runner::test_processes_that_a_script_starts_find_apex[shell
+    test_compat_runner::test_processes_that_a_script_starts_find_apex[spawn
+    test_compat_runner::test_ranks_that_leave test_compile::test_fullgraph*inductor-train]
     test_convert_compiled test_convert::test_copies[<lambda> test_convert::test_copies[copy
     test_convert::test_norms*-nhwc]
     test_convert::test_norms[another test_convert::test_norms[without test_convert_vit_ranks
@@ -106,6 +106,16 @@ def pytest_collectstart():
 @pytest.fixture(autouse=True)
 def repeatable():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def amp_off():
+    """Undoes what a test has told `fastvit.compat.apex.amp`."""
+    from fastvit.compat.apex import amp
+
+    yield
+    amp._amp_state.allow_incoming_model_not_fp32 = False
+    amp.initialize([], enabled=False)
 
 
 @pytest.fixture(scope="session")

@@ -1,22 +1,120 @@
-"""apex.amp's state, and the handle and the lists of O1."""
+"""apex.amp's casts of functions under O1: autocast's, those of the user's functions, and changed lists."""
 
 import copy
 import io
+from types import SimpleNamespace
 
 import pytest
 import torch
-from amp_models import HALF, start
+from amp_models import HALF, LEVELS, data, start, under_o1
 from torch import nn
 from torch.nn import functional as F
 
 from fastvit.compat.apex import amp
 from fastvit.compat.apex.amp._amp_state import maybe_print
 
+pytestmark = pytest.mark.usefixtures("amp_off")
+X, W = torch.randn(4, 4), torch.randn(4, 4)
 
-@pytest.fixture(autouse=True)
-def quiet_and_clean():
-    yield
-    amp.initialize([], enabled=False, verbosity=1)
+# The casts of O1
+
+
+@pytest.mark.parametrize("given", [torch.float32, HALF])
+@pytest.mark.parametrize(
+    ("function", "result"),
+    [
+        (lambda x: F.linear(x, W), HALF),
+        (lambda x: torch.mm(x, W), HALF),
+        (lambda x: x @ W, HALF),
+        (lambda x: F.conv1d(x[None], W[:, :, None].transpose(0, 1)), HALF),
+        (lambda x: F.mse_loss(x, W.to(x.dtype)), torch.float32),
+        (lambda x: x.prod(), torch.float32),
+        (lambda x: torch.cat([x, W]), torch.float32),  # the widest of both
+        (lambda x: x + W, torch.float32),
+        (lambda x: x.relu(), None),  # as it came
+    ],
+)
+def test_casts_of_functions(function, result, given):
+    assert under_o1(function, X.to(given)).dtype == (result or given)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
+def test_recurrent_networks(kind, level):
+    class Last(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn = kind(3, 4, batch_first=True)
+
+        def forward(self, x):
+            return self.rnn(x)[0][:, -1]
+
+    torch.manual_seed(0)
+    plain, x = Last(), torch.randn(5, 6, 3)
+    plain(x).square().sum().backward()
+    if level == "O1":
+        try:
+            with torch.autocast("cpu", HALF):
+                plain(x)
+        except RuntimeError as error:
+            pytest.skip(f"torch's own autocast fails on this CPU: {error}")
+    model, optimizer = start(level, model=copy.deepcopy(plain), loss_scale="dynamic")
+    optimizer.zero_grad()
+    with amp.scale_loss(model(x).square().sum(), optimizer) as scaled:
+        scaled.backward()
+    for master, parameter in zip(amp.master_params(optimizer), plain.parameters(), strict=True):
+        torch.testing.assert_close(master.grad.float(), parameter.grad, rtol=0.1, atol=0.05)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_compiled(level):
+    """The casts are part of the graph."""
+    images, _ = data()
+    want = start(level)[0](images)
+    compiled = torch.compile(start(level)[0], backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(images), want)
+
+
+# Functions of the user
+
+
+@pytest.mark.parametrize(
+    ("wrap", "inside"),
+    [(amp.half_function, HALF), (amp.float_function, torch.float32), (amp.promote_function, torch.float32)],
+)
+def test_functions(wrap, inside):
+    @wrap
+    def own(x, weight):
+        """Documented."""
+        return x.dtype, weight.dtype, torch.mm(x, weight).dtype
+
+    assert own.__doc__ == "Documented." and own.__name__ == "own"
+    # promote leaves autocast on, so that mm itself runs in half
+    product = torch.float32 if wrap is amp.float_function else HALF
+    assert under_o1(lambda x: own(x, W), X.to(HALF)) == (inside, inside, product)
+    assert own(X.double(), W.double()) == (torch.float64,) * 3  # outside of forward nothing is cast
+
+
+def test_register_functions():
+    library = SimpleNamespace(mm=torch.mm)
+    amp.register_float_function(library, "mm")
+    assert torch.equal(under_o1(lambda x: library.mm(x, W), X), X @ W)
+    with pytest.raises(ValueError, match="no function named gemm"):
+        amp.register_half_function(library, "gemm")
+    amp.register_half_function(library, "mm"), amp.register_promote_function(library, "mm")
+    assert not torch.equal(under_o1(lambda x: library.mm(x, W), X), X @ W)
+
+
+def test_disable_casts():
+    def own(x):
+        with amp.disable_casts():
+            inside = torch.mm(x, W).dtype
+        return inside, torch.mm(x, W).dtype
+
+    assert under_o1(own, X) == (torch.float32, HALF)
+
+
+# The state, the handle and the lists
 
 
 def test_maybe_print(capsys, monkeypatch):
@@ -32,75 +130,55 @@ def test_maybe_print(capsys, monkeypatch):
     assert capsys.readouterr().out == "every rank\nevery rank too\n"
 
 
-X = torch.randn(4, 4)
-
-
-class Softmax(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
+class Sees(nn.Linear):
     def forward(self, x):
-        x = self.linear(x)
-        self.seen = x.dtype, F.softmax(x, 0).dtype
+        x = super().forward(x)
+        self.seen = x.dtype
         return x
 
 
 def test_handle_of_o1():
     start("O2")
     assert amp._amp_state.handle is None and amp._amp_state.allow_incoming_model_not_fp32 is False
-    model = amp.initialize(Softmax(), opt_level="O1", verbosity=0)
+    model = amp.initialize(Sees(4, 4), opt_level="O1", verbosity=0)
     assert amp._amp_state.handle._is_active
     model(X)
-    assert model.seen[0] == HALF
+    assert model.seen == HALF
     amp._amp_state.handle._is_active = False
     model(X)
-    assert model.seen[0] == torch.float32
+    assert model.seen == torch.float32
     copy.deepcopy(model)
     torch.save(model, io.BytesIO())
     amp.initialize(model, opt_level="O1", verbosity=0)
     model(X)
-    assert model.seen[0] == HALF
+    assert model.seen == HALF
 
 
 @pytest.mark.parametrize(
-    ("out_of", "into", "given", "want"),
+    ("into", "given", "want"),
     [
-        ("FP32_FUNCS", "FP16_FUNCS", torch.float32, HALF),  # as scripts for Tacotron 2 do
-        ("FP32_FUNCS", None, HALF, HALF),
-        ("FP32_FUNCS", None, torch.float32, torch.float32),
+        ("FP16_FUNCS", torch.float32, HALF),  # as scripts for Tacotron 2 do
+        (None, HALF, HALF),
+        (None, torch.float32, torch.float32),
     ],
 )
-def test_changed_lists(monkeypatch, out_of, into, given, want):
-    lists = amp.lists.functional_overrides
-    for name in {out_of, into} - {None}:
-        monkeypatch.setattr(lists, name, list(getattr(lists, name)))
-    getattr(lists, out_of).remove("softmax")
+def test_taken_out_of_lists(monkeypatch, into, given, want):
+    lists, before = amp.lists.functional_overrides, F.softmax
+    monkeypatch.setattr(lists, "FP32_FUNCS", [name for name in lists.FP32_FUNCS if name != "softmax"])
     if into:
-        getattr(lists, into).append("softmax")
-    before = F.softmax
-    seen = []
-    model = nn.Identity()
-    model.forward = lambda x: seen.append(F.softmax(x, 0).dtype) or x
-    amp.initialize(model, opt_level="O1", verbosity=0)
-    model(X.to(given))
-    assert seen == [want] and F.softmax is not before
+        monkeypatch.setattr(lists, into, [*getattr(lists, into), "softmax"])
+    assert under_o1(lambda x: F.softmax(x, 0), X.to(given)).dtype == want and F.softmax is not before
     assert F.softmax(X, 0).dtype == torch.float32  # outside of forward nothing is cast
-    amp.initialize(model, enabled=False)
+    amp.initialize([], enabled=False)
     assert F.softmax is before
 
 
-@pytest.mark.parametrize("kind", ["FP32_FUNCS", "FP16_FUNCS"])
-def test_added_to_lists(monkeypatch, kind):
+@pytest.mark.parametrize(("kind", "want"), [("FP32_FUNCS", torch.float32), ("FP16_FUNCS", HALF)])
+@pytest.mark.parametrize("given", [torch.float32, HALF])
+def test_added_to_lists(monkeypatch, kind, want, given):
     lists = amp.lists.functional_overrides
     monkeypatch.setattr(lists, kind, [*getattr(lists, kind), "relu", "no_such_function"])
-    seen = []
-    model = nn.Identity()
-    model.forward = lambda x: seen.extend([F.relu(x).dtype, torch.mm(x, x).dtype]) or x
-    amp.initialize(model, opt_level="O1", verbosity=0)
-    model(X)
-    model(X.to(HALF))
-    assert seen[1::2] == [HALF] * 2
-    assert seen[::2] == [HALF if kind == "FP16_FUNCS" else torch.float32] * 2
+    seen = under_o1(lambda x: [F.relu(x).dtype, torch.mm(x, x).dtype], X.to(given))
+    assert seen == [want, HALF]
     with pytest.raises(AttributeError, match="no torch_overrides; use amp.register_half_function, see docs"):
         _ = amp.lists.torch_overrides

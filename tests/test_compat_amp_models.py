@@ -18,13 +18,7 @@ from fastvit.compat.apex import amp
 from fastvit.compat.apex.amp.forward import cast_floating
 from fastvit.compat.apex.parallel import LARC
 
-
-@pytest.fixture(autouse=True)
-def quiet_and_clean():
-    yield
-    amp.initialize([], enabled=False)
-
-
+pytestmark = pytest.mark.usefixtures("amp_off")
 X = torch.linspace(-1, 1, 8).view(2, 4)
 
 

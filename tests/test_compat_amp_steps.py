@@ -6,7 +6,18 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from amp_models import LEVELS, backward, data, gradients, loss_of, network, same_state, start, step, values
+from amp_models import (
+    LEVELS,
+    backward,
+    data,
+    gradients,
+    loss_of,
+    network,
+    same_state,
+    start,
+    step,
+    values,
+)
 from torch import nn
 from torch.nn import functional as F
 
@@ -14,12 +25,8 @@ from fastvit.compat.apex import amp
 from fastvit.compat.apex.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad
 from fastvit.compat.apex.parallel import LARC
 
-
-@pytest.fixture(autouse=True)
-def quiet_and_clean():
-    yield
-    amp.initialize([], enabled=False)
-
+pytestmark = pytest.mark.usefixtures("amp_off")
+X = torch.zeros(1)
 
 # Loss scale
 
@@ -71,14 +78,6 @@ def test_schedule():
     assert not static.update_scale(True) and static.loss_scale() == 64
 
 
-def two_networks(level: str, losses: int):
-    models = [network(0), network(1)]
-    optimizers = [torch.optim.SGD(m.parameters(), 0.05, momentum=0.9) for m in models]
-    return amp.initialize(
-        models, optimizers, opt_level=level, num_losses=losses, loss_scale="dynamic", verbosity=0
-    )
-
-
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("losses", [1, 3])
 @pytest.mark.parametrize("where", [0, 1, 2])
@@ -89,7 +88,10 @@ def test_several_models_optimizers_and_losses(level, losses, where):
     touched = {0: (0,), 1: (1,), 2: (0, 1)}[where]
 
     def train(inject: bool) -> tuple[torch.Tensor, dict]:
-        models, optimizers = two_networks(level, losses)
+        models = [network(0), network(1)]
+        optimizers = [torch.optim.SGD(m.parameters(), 0.05, momentum=0.9) for m in models]
+        options = {"num_losses": losses, "loss_scale": "dynamic", "verbosity": 0}
+        models, optimizers = amp.initialize(models, optimizers, opt_level=level, **options)
         for iteration in range(3):
             for optimizer in optimizers:
                 optimizer.zero_grad()
@@ -98,9 +100,7 @@ def test_several_models_optimizers_and_losses(level, losses, where):
                 used = (0, 1) if index == 2 else (index,)
                 loss = sum(F.cross_entropy(models[i](images), labels) for i in used)
                 chosen = [optimizers[i] for i in used]
-                with amp.scale_loss(
-                    loss, chosen if len(chosen) > 1 else chosen[0], loss_id=index % losses
-                ) as scaled:
+                with amp.scale_loss(loss, chosen, loss_id=index % losses) as scaled:
                     scaled.backward()
                     if inject and iteration == 1 and index == where:
                         next(models[used[0]].parameters()).grad.view(-1)[0] = float("nan")
@@ -165,22 +165,24 @@ def test_gradients_that_the_model_zeroed_do_not_come_back():
 
 
 @pytest.mark.parametrize("first", LEVELS)
-@pytest.mark.parametrize("second", LEVELS)
+@pytest.mark.parametrize("second", [*LEVELS, None])
 def test_initialize_again(first, second):
+    """With the same or another level, or with `enabled=False`: nothing is left of the first."""
+    options = {"opt_level": second} if second else {"enabled": False}
     model, optimizer = start(first)
     step(model, optimizer)
     state = copy.deepcopy(model.state_dict())
-    model, optimizer = amp.initialize(model, optimizer, opt_level=second, verbosity=0)
+    model, optimizer = amp.initialize(model, optimizer, verbosity=0, **options)
     assert same_state(model.state_dict(), state)
-    images, _ = data()
-    fresh, other = start(second)
+    fresh = network()
+    other = torch.optim.SGD(fresh.parameters(), 0.05, momentum=0.9)
+    fresh, other = amp.initialize(fresh, other, verbosity=0, **options)
     fresh.load_state_dict(state)
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    images, _ = data()
     assert torch.equal(fresh.eval()(images), model.eval()(images))
     step(model.train(), optimizer, 1), step(fresh.train(), other, 1)
     assert torch.equal(values(model), values(fresh))
-    model = amp.initialize(model, opt_level="O0", verbosity=0)
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
 def test_initialize_again_with_a_shared_layer():
@@ -220,9 +222,7 @@ class Derived(torch.optim.SGD):
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("make", [Wrapper, Derived])
 def test_optimizers_that_step_another(make, level, capsys):
-    torch.optim.SGD(
-        [nn.Parameter(torch.zeros(1))], 0.1
-    )  # torch hooks the step of a class with its first object
+    torch.optim.SGD([nn.Parameter(X)], 0.1)  # torch hooks the step of a class with its first object
     model, optimizer = start(level, make)
     before = values(model)
     for infinite in (False, True):
@@ -239,28 +239,10 @@ def test_optimizers_that_step_another(make, level, capsys):
     assert capsys.readouterr().out.count("Gradient overflow") == 1
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_disabled_afterwards(level):
-    """Changes of an earlier call are undone: a plain step trains the model again."""
-    model, optimizer = start(level)
-    step(model, optimizer)
-    model, optimizer = amp.initialize(model, optimizer, enabled=False)
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
-    before = values(model).clone()
-    step(model, optimizer)
-    assert not torch.equal(values(model), before)
-    assert {id(p) for p in amp.master_params(optimizer)} == {id(p) for p in model.parameters()}
-
-
-@pytest.mark.parametrize("make", ["sgd", "adam", "fused_adam"])
+@pytest.mark.parametrize("make", [None, torch.optim.Adam, lambda p: FusedAdam(p, weight_decay=0.01)])
 @pytest.mark.parametrize("level", LEVELS)
 def test_checkpoint_restores_exactly(level, make):
-    maker = {
-        "sgd": None,
-        "adam": lambda p: torch.optim.Adam(p, 1e-2),
-        "fused_adam": lambda p: FusedAdam(p, 1e-2, weight_decay=0.01),
-    }[make]
-    model, optimizer = start(level, maker, loss_scale="dynamic")
+    model, optimizer = start(level, make, loss_scale="dynamic")
     for seed in range(3):
         step(model, optimizer, seed, infinite=seed == 1)
     file = io.BytesIO()
@@ -274,7 +256,7 @@ def test_checkpoint_restores_exactly(level, make):
     file.seek(0)
     loaded = torch.load(file, weights_only=True)
     assert {v.dtype for v in loaded["model"].values() if v.is_floating_point()} == {torch.float32}
-    again, optimizer = start(level, maker, network(7), loss_scale="dynamic")
+    again, optimizer = start(level, make, network(7), loss_scale="dynamic")
     again.load_state_dict(loaded["model"])
     optimizer.load_state_dict(loaded["optimizer"])
     amp.load_state_dict(loaded["amp"])
@@ -287,18 +269,14 @@ def test_checkpoint_restores_exactly(level, make):
 
 def test_old_amp_files(capsys):
     start("O1", num_losses=2)
-    amp.load_state_dict(
-        {
-            "loss_scaler0": {"loss_scale": 4096.0, "unskipped": 17},
-            "loss_scaler1": {"loss_scale": 2.0, "unskipped": 0},
-        }
-    )
-    assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 4096.0, "unskipped": 17}
-    assert [scaler.loss_scale() for scaler in amp._amp_state.loss_scalers] == [4096.0, 2.0]
+    saved = {f"loss_scaler{i}": {"loss_scale": 2.0**i, "unskipped": 17} for i in range(2)}
+    amp.load_state_dict(saved)
+    assert amp.state_dict() == saved
     amp._amp_state.verbosity = 1
-    amp.load_state_dict({"loss_scaler0": {"loss_scale": 8.0, "unskipped": 1}})
+    changed = {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 1}}
+    amp.load_state_dict(changed)
     assert "1 loss scalers in the file, 2 here" in capsys.readouterr().out
-    assert [scaler.loss_scale() for scaler in amp._amp_state.loss_scalers] == [8.0, 2.0]
+    assert amp.state_dict() == saved | changed
     with pytest.raises(RuntimeError, match="unexpected keys 'scaler'"):
         amp.load_state_dict({"scaler": {}})
 
@@ -351,14 +329,10 @@ def test_larc(level, inside):
     """LARC before or after amp: a layer's step is trust_coefficient * |w| long."""
     model = nn.Sequential(nn.Linear(8, 8, bias=False))
     weight = model[0].weight.detach().clone()
-    optimizer = torch.optim.SGD(model.parameters(), 1.0)
-    if inside:
-        model, optimizer = amp.initialize(
-            model, LARC(optimizer, clip=False), opt_level=level, loss_scale=128.0, verbosity=0
-        )
-    else:
-        model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=128.0, verbosity=0)
-        optimizer = LARC(optimizer, clip=False)
+    sgd = torch.optim.SGD(model.parameters(), 1.0)
+    optimizer = LARC(sgd, clip=False)
+    given = optimizer if inside else sgd
+    amp.initialize(model, given, opt_level=level, loss_scale=128.0, verbosity=0)
     with amp.scale_loss(model(torch.randn(4, 8)).square().mean(), optimizer) as scaled:
         scaled.backward()
     optimizer.step()
@@ -376,9 +350,8 @@ def test_larc_with_held_gradients(level):
         model = nn.Sequential(nn.Linear(8, 8))
         optimizer = LARC(torch.optim.SGD(model.parameters(), 1.0, weight_decay=0.1), clip=False)
         model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-        with amp.scale_loss(
-            model(torch.ones(4, 8)).square().mean(), optimizer, delay_unscale=delay
-        ) as scaled:
+        loss = model(torch.ones(4, 8)).square().mean()
+        with amp.scale_loss(loss, optimizer, delay_unscale=delay) as scaled:
             scaled.backward()
         optimizer.step()
         results.append(values(model))

@@ -192,46 +192,37 @@ print("steps", transformers.Trainer(model, arguments, train_dataset=data).train(
 """
 
 
-def run(folder, *command, check=0, **environment):
+def run(folder, script, *options, launch=(), **environment):
+    (folder / "main.py").write_text(script)
+    command = [sys.executable, *launch, "-m", "fastvit.compat", "--cpu", *options]
     clean = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_")}
     clean |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
-    done = subprocess.run(
-        [sys.executable, *command], cwd=folder, capture_output=True, text=True, timeout=LIMIT, env=clean
-    )
-    assert done.returncode == check, done.stdout + done.stderr
-    return done
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LIMIT, env=clean)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines(), done.stderr
 
 
 def test_apex_recipe_on_two_ranks(tmp_path):
-    (tmp_path / "main.py").write_text(IMAGES)
-    done = run(tmp_path, *LAUNCH, "-m", "fastvit.compat", "--cpu", "main.py", "--opt-level", "O2")
-    lines = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
+    lines, said = run(tmp_path, IMAGES, "main.py", "--opt-level", "O2", launch=LAUNCH)
+    lines = sorted(line for line in lines if line.startswith("rank"))
     assert [line[:6] for line in lines] == ["rank 0", "rank 1"] and lines[0][6:] == lines[1][6:]
     assert lines[0].count(",") == 1  # two losses
-    assert done.stderr.count("--cpu: CUDA is the CPU here, to try a script and not for its speed") == 1
+    assert said.count("--cpu: CUDA is the CPU here, to try a script and not for its speed") == 1
 
 
 def test_a_gan_with_three_losses(tmp_path):
-    (tmp_path / "main.py").write_text(GAN)
-    done = run(tmp_path, "-m", "fastvit.compat", "--cpu", "main.py")
-    assert done.stdout == "loss torch.float32 True CPU 0\n"
+    assert run(tmp_path, GAN, "main.py")[0] == ["loss torch.float32 True CPU 0"]
 
 
 def test_torch_amp_with_a_launcher_of_its_own(tmp_path):
-    (tmp_path / "main.py").write_text(NATIVE)
-    done = run(
-        tmp_path, "-m", "fastvit.compat", "--cpu", "--half", "float16", "main.py",
-        RANK="9", CUDA_VISIBLE_DEVICES="0,1",
-    )  # fmt: skip
-    expected = [f"rank {rank} torch.float16 True cpu True" for rank in (0, 1)]
-    assert sorted(done.stdout.splitlines()) == expected, done.stderr
+    environment = {"RANK": "9", "CUDA_VISIBLE_DEVICES": "0,1"}
+    lines, said = run(tmp_path, NATIVE, "--half", "float16", "main.py", **environment)
+    assert sorted(lines) == [f"rank {rank} torch.float16 True cpu True" for rank in (0, 1)], said
 
 
 def test_a_trainer_of_transformers(tmp_path):
     package("transformers"), package("accelerate")
-    (tmp_path / "main.py").write_text(TRAINER)
-    done = run(tmp_path, "-m", "fastvit.compat", "--cpu", "main.py")
-    assert done.stdout.splitlines()[-1] == "steps 2"
+    assert run(tmp_path, TRAINER, "main.py")[0][-1] == "steps 2"
 
 
 def test_half_of_the_cpu(monkeypatch, capsys):

@@ -3,30 +3,29 @@
     git clone --branch 25.05 https://github.com/NVIDIA/apex /tmp/apex
     python tools/apex_tests.py /tmp/apex [--only run_amp] [--limit 900] [--out docs/apex-tests.md]
 
-Downloads nothing. The tests are read from the folder and run from a temporary copy, in which `cuda` is
-replaced by `cpu`, and a loss is computed once instead of a thousand times; half precision is float16, as on a
-GPU. For tests that call apex's compiled module `syncbn` to compare a layer, its names have fastvit's
-operations. Exits with 1 if a test fails without a reason in `REASONS`. test_fused_layer_norm.py needs the
-package expecttest, as torch.testing does, and onnx and onnxscript for two of its tests.
+Downloads nothing. The tests are read from the folder and run by pytest from a temporary copy, in which `cuda`
+is replaced by `cpu`, and a loss is computed once instead of a thousand times; half precision is float16, as
+on a GPU. `apex_syncbn.py` is there for scripts that call apex's compiled module `syncbn`. Exits with 1 if a
+test fails without a reason in `REASONS`. test_fused_layer_norm.py needs the package expecttest, as
+torch.testing does, and onnx and onnxscript for two of its tests.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import shutil
 import sys
 import tempfile
-import types
-import unittest
 from collections import Counter
 from pathlib import Path
+from xml.etree import ElementTree
 
-from gpu import run
+from gpu import ROOT, run
 
-ONE_THREAD = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+COMPAT = (sys.executable, "-m", "fastvit.compat", "--prefer", "fastvit", "--half", "float16")
+ENVIRONMENT = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
 FOLDERS = ("L0/run_amp", "L0/run_fp16util", "L0/run_optimizers", "L0/run_fused_layer_norm")
 CONTRIB = ("clip_grad", "xentropy")
 SYNCBN = "distributed/synced_batchnorm"
@@ -75,6 +74,17 @@ REASONS = (
 )
 """Why a test does not pass on the CPU: a pattern for "file test message", and the reason."""
 
+CONFTEST = """\
+import pytest, torch
+from apex import optimizers
+
+optimizers.FusedAdagrad = None  # is not there, and the class of its tests names it
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(1)  # test_loss_scale_decrease and test_lamb's test_half fail for some numbers
+"""
+
 PAGE = """\
 # apex's own tests
 
@@ -93,124 +103,22 @@ def to_cpu(text: str) -> str:
     return text
 
 
-# In the process that runs one file
-
-
-def _syncbn(older: bool) -> types.ModuleType:
-    """apex's names for the four steps of a synchronised BatchNorm, over fastvit's ops.
-
-    Those of 2019, the older ones, give and take means where those of 25.05 give and take sums.
-    """
-    import torch
-
-    from fastvit import ops
-
-    def saved(mean, invstd, count):
-        high, low = divmod(int(count), 2**24)
-        return torch.cat([mean, invstd, mean.new_tensor([high, low])])
-
-    def each(x):
-        return x.numel() // x.shape[1]
-
-    def welford_mean_var(x):
-        channels = x.shape[1]
-        moments = ops.bn_stats(x)
-        return moments[:channels], moments[channels : 2 * channels] / each(x)
-
-    def batchnorm_forward(x, mean, invstd, weight, bias):
-        return ops.bn_apply(x, saved(mean, invstd, each(x)), weight, bias)
-
-    def reduce_bn(dy, x, mean, invstd, weight):
-        sums = ops.bn_reduce(x, dy, None, saved(mean, invstd, each(x)), weight)
-        dbias, dweight = sums[0].chunk(2)  # this rank's
-        share = each(x) if older else 1
-        return dbias / share, dweight / invstd / share, dweight, dbias
-
-    def batchnorm_backward(dy, x, mean, invstd, weight, sum_dy, sum_dy_xmu, count=None):
-        sums = torch.cat([sum_dy, sum_dy_xmu * invstd]) * (each(x) if older else 1)
-        count = each(x) if older else count.sum()
-        return ops.bn_backward(x, dy, None, saved(mean, invstd, count), sums, weight)[0]
-
-    module = types.ModuleType("syncbn")
-    module.__dict__.update(
-        {f.__name__: f for f in (welford_mean_var, batchnorm_forward, reduce_bn, batchnorm_backward)}
-    )
-    return module
-
-
-def prepare(file: Path) -> None:
-    """Installs apex and its compiled modules for `file`."""
-    from fastvit import compat
-
-    compat.install("fastvit")
-    from apex import optimizers
-
-    optimizers.FusedAdagrad = None  # is not there, and the class of its tests names it
-    os.environ["FASTVIT_HALF"] = "float16"
-    if file.parent.name == Path(SYNCBN).name:
-        sys.modules["syncbn"] = _syncbn(older=file.name == "test_groups.py")
-
-
-class _Recorder(unittest.TestResult):
-    """Writes a line when a test starts and when it ends, so that results remain after a time limit."""
-
-    def __init__(self, file: Path) -> None:
-        super().__init__()
-        self._out = file.open("a")
-        self._ended: dict[str, tuple[str, str]] = {}
-
-    def _write(self, test: unittest.TestCase, outcome: str, message: str = "") -> None:
-        print(json.dumps([test.id().partition(".")[2], outcome, message]), file=self._out, flush=True)
-
-    def startTest(self, test):
-        import torch
-
-        super().startTest(test)
-        torch.manual_seed(1)  # test_loss_scale_decrease and test_lamb's test_half fail for some numbers
-        self._write(test, "time limit")
-
-    def addSuccess(self, test):
-        self._write(test, "passed")
-
-    def addSkip(self, test, reason):
-        self._write(test, "skipped", reason)
-
-    def addFailure(self, test, err):
-        self._write(test, "failed", self._exc_info_to_string(err, test))
-
-    addError = addFailure
-
-
-def run_tests(file: Path, record: Path) -> None:
-    """Runs the unit tests of one file in this process."""
-    sys.path.insert(0, str(file.parent))
-    prepare(file)
-    unittest.defaultTestLoader.loadTestsFromName(file.stem).run(_Recorder(record))
-
-
-def run_script(file: Path, arguments: list[str]) -> None:
-    """Runs one of the scripts of SYNCBN in this process."""
-    import runpy
-
-    prepare(file)
-    sys.argv = [str(file), *arguments]
-    local_rank = os.environ.get("LOCAL_RANK")
-    if local_rank is not None:
-        sys.argv.append(f"--local_rank={local_rank}")
-    runpy.run_path(str(file), run_name="__main__")
-
-
-# In the process that drives
-
-
 def tests_of(file: Path, limit: float) -> list[tuple[str, str, str]]:
     """(test, outcome, message) of the unit tests in a file."""
-    record, log = file.with_suffix(".jsonl"), file.with_suffix(".log")
-    record.touch()
-    status = run([sys.executable, __file__, "--tests", str(file), str(record)], log, limit, ONE_THREAD)
-    ended = {name: (name, outcome, message) for name, outcome, message in map(json.loads, record.open())}
-    if status not in (0, "late"):
-        ended["(the file)"] = ("(the file)", "failed", log.read_text())
+    record, log = file.with_suffix(".xml"), file.with_suffix(".log")
+    command = [*COMPAT, "-m", "pytest", "-c", os.devnull, "--timeout", str(limit), "--junit-xml", str(record)]
+    run([*command, str(file)], log, 10 * limit, ENVIRONMENT | {"PYTHONPATH": f"{file.parent}:{ROOT}"})
+    if not record.exists():
+        return [("(the file)", "failed", log.read_text())]
+    ended: dict[str, tuple[str, str, str]] = {}
+    for case in ElementTree.parse(record).iter("testcase"):
+        name = f"{case.get('classname', '').rpartition('.')[2]}.{case.get('name')}".lstrip(".")
+        bad = next((part for part in case if part.tag in ("failure", "error", "skipped")), None)
+        if bad is not None:
+            skipped = bad.tag == "skipped"
+            message = bad.get("message", "") if skipped else bad.text or ""
+            ended[name] = (name, "skipped" if skipped else "failed", message)
+        ended.setdefault(name, (name, "passed", ""))
     return list(ended.values())
 
 
@@ -223,17 +131,12 @@ def scripts_of(file: Path, limit: float) -> list[tuple[str, str, str]]:
     rows = []
     for ranks, arguments in SCRIPTS[file.name]:
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
-        command = [sys.executable, *launch, __file__, "--script", str(file), *arguments.split()]
-        status = run(command, log := file.with_suffix(".log"), limit, ONE_THREAD)
+        command = [sys.executable, *launch, *COMPAT[1:], str(file), *arguments.split()]
+        status = run(command, log := file.with_suffix(".log"), limit, ENVIRONMENT)
         output = log.read_text()
         bad = status != 0 or re.search(r"(?m)^(?!comparing bn vs sbn).* False$|failed\*", output)
-        rows.append(
-            (
-                f"{ranks} ranks {arguments}".strip() if ranks else "1 process",
-                "failed" if bad else "passed",
-                output,
-            )
-        )
+        name = f"{ranks} ranks {arguments}".strip() if ranks else "1 process"
+        rows.append((name, "failed" if bad else "passed", output))
     return rows
 
 
@@ -248,7 +151,7 @@ def main() -> int:
     )
     parser.add_argument("folder", type=Path, help="apex's sources, 25.05")
     parser.add_argument("--only", default="", help="part of the paths to run")
-    parser.add_argument("--limit", type=float, default=900, help="seconds for one file")
+    parser.add_argument("--limit", type=float, default=900, help="seconds for one test or script")
     parser.add_argument("--out", type=Path, help="write the table there too")
     args = parser.parse_args()
     tests = args.folder / "tests"
@@ -264,6 +167,9 @@ def main() -> int:
                 shutil.copytree(source, copy / "contrib" / part)
         for source in copy.rglob("*.py"):
             source.write_text(to_cpu(source.read_text()))
+        (copy / "conftest.py").write_text(CONFTEST)
+        (copy / SYNCBN).mkdir(parents=True, exist_ok=True)
+        shutil.copy(Path(__file__).with_name("apex_syncbn.py"), copy / SYNCBN / "syncbn.py")
         files = [f for folder in (*FOLDERS, "contrib/*") for f in sorted(copy.glob(f"{folder}/test_*.py"))]
         files += [copy / SYNCBN / name for name in SCRIPTS]
         for file in files:
@@ -295,9 +201,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--tests"]:
-        run_tests(Path(sys.argv[2]), Path(sys.argv[3]))
-    elif sys.argv[1:2] == ["--script"]:
-        run_script(Path(sys.argv[2]), sys.argv[3:])
-    else:
-        sys.exit(main())
+    sys.exit(main())

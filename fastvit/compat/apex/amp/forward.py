@@ -2,10 +2,8 @@
 
 import copy
 import functools
-import gc
 import operator
 import platform
-import weakref
 from collections.abc import Callable, MutableMapping
 from contextlib import nullcontext
 from dataclasses import dataclass, is_dataclass
@@ -13,20 +11,14 @@ from types import MethodType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ..._half import cpu_half
 from .._notices import warn_once
-from ..parallel import distributed
 from ._amp_state import _amp_state
 from .weights import HALF_TYPES, cast_weights, put_back
-
-_seen_ddp: weakref.WeakSet = weakref.WeakSet()
-_searched: weakref.WeakSet = weakref.WeakSet()  # the optimizers for which it was
 
 
 @dataclass
@@ -188,10 +180,6 @@ class AmpForward:
                 or any(isinstance(value, Tensor) and value.dtype in HALF_TYPES for value in given)
             )
             return self._cast(casts, args, kwargs) if alone else self.__wrapped__(*args, **kwargs)
-        if not torch.compiler.is_compiling():
-            ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)
-            if ddp is not None:
-                _seen_ddp.add(ddp)
         if casts.dtype is not None:
             args, kwargs = cast_floating(args, casts.dtype), cast_floating(kwargs, casts.dtype)
             outputs = self._cast(casts, args, kwargs)
@@ -257,19 +245,3 @@ def unwrap(module: nn.Module) -> None:
             del vars(module)[name]
         if forward.own is not None:
             vars(module)["forward"] = forward.own
-
-
-def find_ddp(optimizer: Any) -> None:
-    """Records all DDP models of the process once for an optimizer, since forwards inside a compiled graph do
-    not record theirs.
-    """
-    if optimizer not in _searched and dist.is_available() and dist.is_initialized():
-        _searched.add(optimizer)
-        # By type(), since isinstance reads an attribute of proxies, which may raise.
-        _seen_ddp.update(o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel))
-
-
-def without_sync() -> set[Tensor]:
-    """The parameters of DDP models in `no_sync`, whose gradients are not reduced yet."""
-    models = [*_seen_ddp, *distributed.wrapped]
-    return {p for ddp in models if not ddp.require_backward_grad_sync for p in ddp.parameters()}

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .._notices import warn_once
+from ..parallel.distributed import without_sync
 from ._amp_state import _amp_state
-from .forward import find_ddp, without_sync
 from .optimizer import (
     AmpOptimizer,
     abandon_backward,
@@ -73,7 +73,6 @@ def scale_loss(
         return
     parameters = parameters_of(a.optimizer for a in attached)  # one may be in several optimizers
     for optimizer in attached:
-        find_ddp(optimizer)
         optimizer.look_for_overflow()
     earlier = before_backward(parameters, scale)
     try:

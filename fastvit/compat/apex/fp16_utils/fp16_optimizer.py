@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .._fused import follow_, lay_out
-from ..amp.forward import find_ddp, without_sync
 from ..amp.optimizer import Earlier, before_backward, innermost, leave_scaled, parameters_of, scaled, unscale
 from ..amp.weights import HALF_TYPES
+from ..parallel.distributed import without_sync
 from .loss_scaler import DynamicLossScaler, LossScaler
 
 
@@ -100,7 +100,6 @@ class FP16_Optimizer:
 
         Under DDP's `no_sync` gradients stay scaled until the backward that reduces them.
         """
-        find_ddp(self)
         parameters = parameters_of([self.optimizer])
         kept = {p: g for p, g in self._earlier.items() if p.grad is not None}  # not by model.zero_grad()
         self._earlier = kept | before_backward(parameters, self.loss_scale)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from ...apex_C import flatten, unflatten
 from .._notices import warn_once
@@ -31,7 +32,7 @@ _WITHOUT_EFFECT = {
     "gradient_average_split_factor": None,
     "prof": False,
 }
-wrapped: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # in torch's DistributedDataParallel or this one
 
 
 class DistributedDataParallel(nn.Module):
@@ -113,7 +114,7 @@ class DistributedDataParallel(nn.Module):
 
     def _know(self) -> None:
         """Broadcasts parameters that are new, and hooks those that are trained now."""
-        wrapped.add(self)
+        _models.add(self)  # a copy too
         parameters, known = list(self.module.parameters()), set(self._known)
         if new := [p for p in parameters if p not in known]:
             _broadcast(new)
@@ -146,6 +147,20 @@ class DistributedDataParallel(nn.Module):
                 "DistributedDataParallel: gradient_average=False needs checkpoint(..., use_reentrant=False)"
             )
         reduce_gradients(self._known, *self._options)
+
+
+def _record(module: nn.Module, _name: str, _child: nn.Module | None) -> None:
+    if isinstance(module, (DistributedDataParallel, nn.parallel.DistributedDataParallel)):
+        _models.add(module)
+
+
+register_module_module_registration_hook(_record)  # called when a module is made an attribute of another
+
+
+def without_sync() -> set[Tensor]:
+    """The parameters of DDP models in `no_sync`, whose gradients are not reduced yet."""
+    local = [model for model in _models if not getattr(model, "require_backward_grad_sync", True)]
+    return {parameter for model in local for parameter in model.parameters()}
 
 
 class Reducer:

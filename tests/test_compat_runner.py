@@ -1,0 +1,283 @@
+"""`python -m fastvit.compat`: scripts and modules, processes that they start, the local rank, ranks."""
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fastvit.compat import __main__ as runner
+from fastvit.compat._local_rank import spell_local_rank
+
+ROOT = Path(__file__).parents[1]
+LIMIT = 60
+
+
+def run(*arguments, cwd, module="fastvit.compat", check=None, **environment):
+    command = [sys.executable, *(["-m", module] if module else []), *map(str, arguments)]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=LIMIT, env=env)
+    if check is not None:
+        assert done.returncode == check, done.stdout + done.stderr
+    return done
+
+
+SCRIPT = """\
+import pickle, sys
+class Own: pass
+def fail(): raise KeyError("in the script")
+if __name__ == "__main__":
+    assert pickle.loads(pickle.dumps(Own)) is Own
+    main = sys.modules["__main__"]
+    print(sys.argv, __file__, __spec__, __package__, main.Own is Own, sys.path[0], sep="\\n")
+    print(sorted(globals()), __builtins__)
+    if "--apex" in sys.argv:
+        from apex import amp
+        import apex, helper
+        print(apex.amp.__name__, helper.value)
+    if "--exit" in sys.argv: sys.exit(7)
+    if "--say" in sys.argv: sys.exit("goodbye")
+    fail()
+"""
+
+
+@pytest.mark.parametrize("flag", ["--say", "--raise"])
+def test_same_as_python(tmp_path, flag):
+    """argv, __main__, sys.path, traceback and exit status are those of `python script.py`."""
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts/main.py").write_text(SCRIPT)
+    arguments = ("scripts/main.py", "--prefer", "mine", flag, "-m", "x")
+    plain = run(*arguments, cwd=tmp_path, module=None)
+    ours = run(*arguments, cwd=tmp_path)
+    assert ours.stdout == plain.stdout and len(plain.stdout.splitlines()) == 7
+    assert (ours.stderr, ours.returncode) == (plain.stderr, plain.returncode)
+    assert plain.returncode == 1
+
+
+def test_scripts_and_modules_find_apex(tmp_path):
+    package = tmp_path / "pack"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "main.py").write_text(
+        "import os, sys, torch\nfrom apex import amp\n"
+        "assert 'fastvit.compat._cpu' not in sys.modules and 'FASTVIT_COMPAT_CPU' not in os.environ\n"
+        "assert torch.overrides._len_torch_function_stack() == 0\n"
+        "print(amp.__name__, sys.argv[1:], torch.cuda.is_available.__module__)\n"
+    )
+    (tmp_path / "main.py").write_text(SCRIPT)
+    (tmp_path / "helper.py").write_text("value = 'neighbour'\n")
+    done = run("--prefer", "fastvit", "main.py", "--apex", "--exit", cwd=tmp_path, check=7)
+    assert done.stdout.splitlines()[-1] == "fastvit.compat.apex.amp neighbour"
+    done = run("-m", "pack.main", "-m", "--prefer", cwd=tmp_path, check=0)
+    assert done.stdout == "fastvit.compat.apex.amp ['-m', '--prefer'] torch.cuda\n"  # nothing of --cpu
+
+
+LAUNCHER = """\
+import argparse, os, subprocess, sys
+def work(rank):
+    import apex, sitecustomize
+    assert not any("children" in folder for folder in sys.path), sys.path
+    os.write(1, f"rank {rank} {apex.amp.__name__} {sitecustomize.mine}\\n".encode())
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--local_rank", type=int, default=-1)
+    rank = parser.parse_args().local_rank
+    if rank >= 0:
+        work(rank)
+        sys.exit()
+    import torch
+    python = [sys.executable, __file__]
+"""
+START = {
+    "spawn": "torch.multiprocessing.spawn(work, nprocs=2)",
+    "subprocess": "[started.wait() for started in [subprocess.Popen([*python, f'--local-rank={rank}'])"
+    " for rank in (0, 1)]]",
+    "shell": "os.system('LOCAL_RANK=0 {0} & LOCAL_RANK=1 {0}; wait'.format(' '.join(python)))",
+    "exec": "subprocess.run([*python, '--local_rank=0']); os.execv(python[0], [*python, '--local-rank=1'])",
+}
+
+
+@pytest.mark.parametrize("how", START)
+def test_processes_that_a_script_starts_find_apex(tmp_path, how):
+    """And the local rank, and the start-up hook that was there before."""
+    (tmp_path / "main.py").write_text(f"{LAUNCHER}    {START[how]}\n")
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text("mine = 'hook'\n")
+    done = run("main.py", cwd=tmp_path, check=0, PYTHONPATH=f"{tmp_path / 'site'}{os.pathsep}{ROOT}")
+    assert sorted(done.stdout.splitlines()) == [f"rank {r} fastvit.compat.apex.amp hook" for r in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["gone.py"], "can't open file 'gone.py'"), (["--prefer", "torch", "x.py"], "invalid choice: 'torch'")],
+)
+def test_wrong_use(monkeypatch, capsys, arguments, message):
+    monkeypatch.setattr(sys, "argv", ["", *arguments])
+    monkeypatch.setattr("atexit.register", lambda function: None)
+    for name in ("install", "spell_local_rank"):
+        monkeypatch.setattr(runner, name, lambda *arguments: None)
+    with pytest.raises(SystemExit) as end:
+        runner.main()
+    assert end.value.code == 2 and message in capsys.readouterr().err
+
+
+OLD, NEW = ("--local_rank",), ("--local-rank",)
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize(
+    ("declared", "environment", "given", "want"),
+    [
+        (OLD, None, ["--local-rank=1", "a"], 1),
+        (OLD, None, ["--local-rank", "1", "a"], 1),
+        (OLD, None, ["--local_rank=1", "a"], 1),
+        (OLD, "3", ["a"], 3),
+        (OLD, "3", ["--local_rank", "2", "a"], 2),
+        (OLD, None, ["a"], -1),
+        (NEW, None, ["--local_rank=1", "a"], 1),
+        (NEW, "2", ["a"], 2),
+        (OLD + NEW, None, ["--local-rank=1", "a"], 1),
+        ((), "2", ["a"], None),
+    ],
+)
+def test_local_rank_is_spelled_as_declared(monkeypatch, declared, environment, given, want, explicit):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if environment is not None:
+        monkeypatch.setenv("LOCAL_RANK", environment)
+    monkeypatch.setattr("sys.argv", ["main.py", *given])
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", argparse.ArgumentParser.parse_known_args)
+    spell_local_rank()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("file")
+    if declared:
+        parser.add_argument(*declared, type=int, default=-1)
+    args = parser.parse_args(sys.argv[1:]) if explicit else parser.parse_args()
+    assert args.file == "a" and getattr(args, "local_rank", None) == want
+    assert parser.parse_known_args(iter(["b"]))[0].file == "b"  # not the command line
+    assert sys.argv == ["main.py", *given]
+
+
+@pytest.mark.parametrize(
+    ("environment", "given"),
+    [("3", []), (None, ["--local-rank=3"]), ("9", ["--local_rank", "3"]), ("3", ["--local-rank=3"])],
+)
+def test_parsers_after_the_first_find_the_local_rank(monkeypatch, environment, given):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if environment is not None:
+        monkeypatch.setenv("LOCAL_RANK", environment)
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", argparse.ArgumentParser.parse_known_args)
+    spell_local_rank()
+
+    def parser(rank=True, **options):
+        made = argparse.ArgumentParser(**options)
+        if rank:
+            made.add_argument("--local_rank", type=int, default=-1)
+        return made
+
+    for outer in (False, True):  # the command's parser alone declares it, and both do
+        monkeypatch.setattr("sys.argv", ["main.py", *given, "train", "--lr", "2"])
+        commands = parser(outer)
+        train = commands.add_subparsers(dest="command").add_parser("train")
+        train.add_argument("--local_rank", type=int, default=-1)
+        train.add_argument("--lr", type=int)
+        args = commands.parse_args()
+        assert (args.command, args.local_rank, args.lr) == ("train", 3, 2)
+
+        monkeypatch.setattr("sys.argv", ["main.py", *given, "--lr", "2"])
+        _, rest = parser(outer).parse_known_args()
+        second = parser()
+        second.add_argument("--lr", type=int)
+        args = second.parse_args(rest)
+        assert (args.local_rank, args.lr) == (3, 2)
+    assert second.parse_args(["--local_rank=5"]).local_rank == 5
+
+
+def test_local_rank_that_another_module_declares(tmp_path):
+    (tmp_path / "options.py").write_text(
+        "import argparse\nparser = argparse.ArgumentParser()\n"
+        "parser.add_argument('--local_rank', type=int)\nargs = parser.parse_args()\n"
+    )
+    (tmp_path / "main.py").write_text("from options import args\nprint('rank', args.local_rank)\n")
+    assert run("--local-rank=5", "main.py", cwd=tmp_path, check=0).stdout == "rank 5\n"
+    assert run("-m", "main", cwd=tmp_path, check=0, LOCAL_RANK="6").stdout == "rank 6\n"
+
+
+def test_arguments_of_the_launcher():
+    options, words = runner._parse(["--local-rank=1", "--prefer", "fastvit", "main.py", "--prefer", "x"])
+    assert options.prefer == "fastvit" and not options.module
+    assert words == ["main.py", "--local-rank=1", "--prefer", "x"]
+    options, words = runner._parse(["--local_rank", "1", "-m", "pack.main", "-m", "y"])
+    assert options.module and words == ["pack.main", "--local-rank=1", "-m", "y"]
+
+
+def test_no_script(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        runner._parse(["--prefer", "apex"])
+    assert "no script given" in capsys.readouterr().err
+
+
+# Ranks
+
+GROUP = """\
+import argparse, sys, torch, torch.distributed as dist
+from apex import amp
+from apex.parallel import DistributedDataParallel as DDP
+parser = argparse.ArgumentParser()
+parser.add_argument("--local_rank", type=int, default=-1)
+parser.add_argument("--fail", type=int, default=-1)
+args = parser.parse_args()
+dist.init_process_group("gloo")
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+model = DDP(model)
+for _ in range(3):
+    with amp.scale_loss(model(torch.randn(2, 4)).sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+sys.stdout.write(f"rank {args.local_rank}\\n")  # in one piece, beside the other rank's
+sys.stdout.flush()
+if args.fail == args.local_rank:
+    raise SystemExit(3)
+if args.fail == 2:
+    class Global:
+        def __del__(self):
+            sys.__stderr__.write("torn down\\n")
+    kept = Global()
+    import atexit, logging, logging.handlers
+    atexit.register(print, "at the end of", args.local_rank)
+    handler = logging.handlers.MemoryHandler(9, target=logging.StreamHandler(sys.stdout))
+    handler.handle(logging.makeLogRecord({"msg": "logged", "levelno": 20}))
+    dist.barrier()
+    raise SystemExit("loss is nan")
+"""
+
+
+def launch(folder, module, *arguments, check):
+    (folder / "main.py").write_text(GROUP)
+    ranks = ("--nproc_per_node=2", "--standalone", "-m", "fastvit.compat", "main.py", *arguments)
+    done = run(*ranks, cwd=folder, module=module, check=check)
+    assert "terminate" not in done.stderr and "destroy_process_group" not in done.stderr, done.stderr
+    return done
+
+
+def test_ranks_that_leave_their_group_open(tmp_path):
+    done = launch(tmp_path, "torch.distributed.run", check=0)
+    ranks = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
+    assert ranks == ["rank 0", "rank 1"]
+
+
+def test_rank_that_fails(tmp_path):
+    """Its status reaches the launcher, here the one that passes --local-rank, and no rank waits for it."""
+    done = launch(tmp_path, "torch.distributed.launch", "--fail", "1", check=1)
+    assert "exitcode  : 3" in done.stderr
+
+
+def test_every_rank_fails(tmp_path):
+    """As after a loss that is not finite: the script's exit handlers run, and no rank aborts."""
+    done = launch(tmp_path, "torch.distributed.run", "--fail", "2", check=1)
+    assert "exitcode  : 1" in done.stderr and "loss is nan" in done.stderr
+    assert "at the end of" in done.stdout and "logged" in done.stdout
+    assert "torn down" not in done.stderr
