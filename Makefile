@@ -129,10 +129,8 @@ wheel: .venv/.dev | install  ## A wheel for any Linux in dist/, tried in a bare 
 endif
 
 bench: install  ## Time layers, and ways to synchronise; writes benchmarks/results
-	$(RUN) benchmarks/bench_layers.py
-	$(RUN) benchmarks/report.py
+	$(RUN) benchmarks/bench_layers.py --threads 1 2
 	$(RUN) benchmarks/bench_sync.py --world 2 4 8
-	$(RUN) benchmarks/report.py --name sync_cpu
 
 GPU := $(or $(wildcard $(RUN)),$(shell command -v $(RUN)),$(PYTHON)) tools/gpu.py
 

@@ -45,27 +45,16 @@ OLDEST_NVCC = "12.4"  # the oldest with which the kernels were compiled
 CUDA = os.environ.get("FASTVIT_CUDA", "auto")
 CPU = os.environ.get("FASTVIT_CPU", "")
 QUIET = "-Wno-psabi -Wno-maybe-uninitialized -Wno-uninitialized -Wno-unknown-warning-option"
-X86 = {  # an instruction set's flags, of the compiler and of the CPU
-    "avx2": ["avx2", "fma", "f16c"],
-    "avx512": ["avx512f", "avx512bw", "avx512vl", "avx512dq"],
-}
-CAPABILITIES = {"baseline": f"-Wall -Wextra {QUIET}"}
+CAPABILITIES = {"baseline": f"-Wall -Wextra {QUIET}"}  # the compiler's flags for each instruction set
 if os.uname().machine == "x86_64":
-    for base, name in ("baseline", "avx2"), ("avx2", "avx512"):
-        CAPABILITIES[name] = " ".join([f"${base}", *(f"-m{flag}" for flag in X86[name])])
-    CAPABILITIES["avx512"] += " -mprefer-vector-width=512"
+    CAPABILITIES["avx2"] = "$baseline -mavx2 -mfma -mf16c"
+    CAPABILITIES["avx512"] = "$avx2 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mprefer-vector-width=512"
 
 
 def native() -> str:
-    """The best instruction set of this machine, as csrc/cpu/kernels.cpp chooses it."""
-    cpuinfo = Path("/proc/cpuinfo")
-    line = re.search(r"^flags.*", cpuinfo.read_text() if cpuinfo.exists() else "", re.M)
-    flags, best = line[0].split() if line else [], "baseline"
-    for name in CAPABILITIES:
-        if not set(X86.get(name, [])) <= set(flags):
-            break
-        best = name
-    return best
+    """The best instruction set of this machine, or ATEN_CPU_CAPABILITY's."""
+    found = sys.modules["torch"].backends.cpu.get_cpu_capability().lower()
+    return found if found in CAPABILITIES else "baseline"
 
 
 def instruction_sets(editable: bool) -> list[str]:

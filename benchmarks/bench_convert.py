@@ -3,8 +3,7 @@
 Contenders, each from the eager model:
 
     convert, products   fastvit.convert, and with products=True
-    budget              with budget=0.57
-    least               with budget="least"
+    0.8, least          with that budget
     weight_casts        with weight_casts=True (bf16 only)
     fuse                fastvit.fuse, then fastvit.convert (models with BatchNorm only): other roundings
     sac                 selective checkpointing of each block: products, convolutions and attention are kept
@@ -16,8 +15,7 @@ whole step, above the bytes before it and without the gradients of weights. Grad
 eager model's, bit by bit. Time is the processor's, on a GPU that until its work is done.
 
 `--curve` measures budgets from 0.8 down beside the others (`--compiled`: and torch.compile of the model, of
-selective checkpointing, and of converted models), and draws bytes against time to curve_DEVICE.png;
-curve_DEVICE.md has our time at the bytes of each other contender.
+selective checkpointing, and of converted models), and draws bytes against time to curve_DEVICE.png.
 
     python benchmarks/bench_convert.py [--models vits|norms|vit_small_patch16_224,torchvision:vit_b_16]
                                        [--precision fp32|bf16] [--batch 8] [--threads 1] [--repeats 5]
@@ -26,7 +24,7 @@ curve_DEVICE.md has our time at the bytes of each other contender.
 
 Needs timm, torchvision and transformers (`pip install '.[models]'`). Writes results/convert_vits_DEVICE.csv
 (of ViTs and two language models) and convert_DEVICE.csv (of models with BatchNorm), in which rows of models
-that were not measured remain, and writes each as .md and .png.
+that were not measured remain, and their tables.
 """
 
 import copy
@@ -34,23 +32,19 @@ import functools
 import time
 from pathlib import Path
 
-import harness
-import matplotlib
-import numpy
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
-import torch  # noqa: E402
-from real_models import create, inputs  # noqa: E402
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (  # noqa: E402
+import torch
+from harness import command_line, percentiles, provenance, read_csv, reuse_memory, write_csv
+from real_models import create, inputs
+from report import write_table
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts  # noqa: E402
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-import fastvit  # noqa: E402
-from fastvit.conversion.convert import blocks  # noqa: E402
-from fastvit.memory import live_bytes, peak_bytes  # noqa: E402
+import fastvit
+from fastvit.conversion.convert import blocks
+from fastvit.memory import live_bytes, peak_bytes
 
 MODELS = {
     "convert_vits": (
@@ -69,8 +63,6 @@ MODELS = {
     ),
 }  # fmt: skip
 GROUPS = {"vits": "convert_vits", "norms": "convert"}
-SHOWN = {"eager": "#c9d1d9", "convert": "#1f77b4", "products": "#2ca02c", "sac": "#d6a419"}
-CLOCK = {"cpu": "cpu_ms", "cuda": "ms"}  # the processors' time, or that until a GPU's work is done
 MIB = 2**20
 
 
@@ -78,7 +70,7 @@ class Contender:
     def __init__(self, model, arguments, cache: bool = True):
         self.model, self.device, self.cache = model, arguments.device, cache
         self.is_bf16 = arguments.precision == "bf16"
-        self.ms = []
+        self.us = []
 
     def forward(self, x):
         torch.manual_seed(0)  # of drop path and the like
@@ -120,7 +112,7 @@ class Contender:
         self.step(x)
         if self.device == "cuda":
             torch.cuda.synchronize()
-        self.ms.append((clock() - start) * 1e3)
+        self.us.append((clock() - start) * 1e6)
         self.zero()
 
 
@@ -177,29 +169,32 @@ def selective(repeats_second: bool):
 MAKERS = {  # name -> (eager model, inputs) -> model
     "convert": lambda eager, x: fastvit.convert(copy.deepcopy(eager)),
     "products": lambda eager, x: fastvit.convert(copy.deepcopy(eager), products=True),
-    "budget": lambda eager, x: fastvit.convert(copy.deepcopy(eager), budget=0.57, example_inputs=x),
-    "least": lambda eager, x: fastvit.convert(copy.deepcopy(eager), budget="least"),
     "weight_casts": lambda eager, x: fastvit.convert(copy.deepcopy(eager), weight_casts=True),
     "fuse": lambda eager, x: fastvit.convert(fastvit.fuse(copy.deepcopy(eager))),
     "sac": lambda eager, x: checkpointed(eager, selective(False)),
     "sac_half": lambda eager, x: checkpointed(eager, selective(True)),
     "checkpoint": lambda eager, x: checkpointed(eager),
-}
-EXACT = ("convert", "products", "budget", "least", "weight_casts")
-BUDGETS = ("0.8", "0.6", "0.5", "0.4", "0.3", "0.2", "0.15", "0.1", "0.05")
-CURVE = ("convert", "products", *BUDGETS, "least", "sac", "sac_half", "checkpoint")
-
-
-COMPILED = tuple(f"compiled_{c}" for c in ("eager", "sac", "convert", "0.4", "0.2", "0.1"))
+    "least": lambda eager, x: fastvit.convert(copy.deepcopy(eager), budget="least"),
+} | {
+    str(budget): lambda eager, x, budget=budget: fastvit.convert(
+        copy.deepcopy(eager), budget=budget, example_inputs=x
+    )
+    for budget in (0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.15, 0.1, 0.05)
+}  # fmt: skip
+OTHERS = {
+    "sac": "s",
+    "sac_half": "D",
+    "checkpoint": "^",
+    "compiled_sac": "x",
+}  # and their marks in the picture
+COMPILED = tuple(f"compiled_{name}" for name in ("eager", "sac", "convert", "0.4", "0.2", "0.1"))
 
 
 def make(contender: str, eager, x):
-    if contender in COMPILED:
-        model = copy.deepcopy(eager) if contender == "compiled_eager" else None
-        return torch.compile(model or make(contender.removeprefix("compiled_"), eager, x))
-    if contender in BUDGETS:
-        return fastvit.convert(copy.deepcopy(eager), budget=float(contender), example_inputs=x)
-    return MAKERS[contender](eager, x)
+    if contender not in COMPILED:
+        return MAKERS[contender](eager, x)
+    plain = contender.removeprefix("compiled_")
+    return torch.compile(copy.deepcopy(eager) if plain == "eager" else MAKERS[plain](eager, x))
 
 
 def chosen(name: str, arguments) -> list[str]:
@@ -207,254 +202,117 @@ def chosen(name: str, arguments) -> list[str]:
     if arguments.contenders:
         return arguments.contenders.split(",")
     if arguments.curve:
-        return [*CURVE, *(COMPILED if arguments.compiled else ())]
-    left_out = set() if name in MODELS["convert"] else {"fuse"}
-    left_out |= set() if arguments.precision == "bf16" else {"weight_casts"}
-    return [contender for contender in MAKERS if contender not in left_out]
+        some = [contender for contender in MAKERS if contender not in ("fuse", "weight_casts")]
+        return [*some, *(COMPILED if arguments.compiled else ())]
+    some = ["fuse"] if name in MODELS["convert"] else []
+    some += ["weight_casts"] if arguments.precision == "bf16" else []
+    return ["convert", "products", *some, "sac", "sac_half", "checkpoint"]
 
 
-def _plain(name: str) -> str:
-    """A parameter's name without that of a wrapper."""
-    return name.replace("_checkpoint_wrapped_module.", "").removeprefix("_orig_mod.")
-
-
-def measure(name: str, arguments, where: dict) -> dict:
+def measure(name: str, arguments) -> list[dict]:
+    """A row for each contender."""
     torch.manual_seed(0)
     eager, size = create(name)
     eager, x = eager.to(arguments.device), inputs(name, arguments.batch, size).to(arguments.device)
-    row = {
-        "model": name,
-        "precision": arguments.precision,
-        "batch": arguments.batch,
-        "image": size,
-        "threads": torch.get_num_threads(),
-    }
-    by = {"eager": Contender(eager, arguments)}
-    want = by["eager"].gradients(x)
-    for contender in ["eager", *chosen(name, arguments)]:
+    by, rows = {"torch": Contender(eager, arguments)}, {}
+    want = by["torch"].gradients(x)
+    for contender in ["torch", *chosen(name, arguments)]:
         try:
-            if contender != "eager":
+            if contender != "torch":
                 with torch.autocast(arguments.device, torch.bfloat16, enabled=arguments.precision == "bf16"):
                     model = make(contender, eager, x)
                 by[contender] = Contender(model, arguments, cache=contender != "weight_casts")
-            got = {_plain(n): g for n, g in by[contender].gradients(x).items()}
-            row[f"{contender}_same_bits"] = sum(torch.equal(got[n], want[n]) for n in want) / len(want)
-            row[f"{contender}_kept_MiB"] = by[contender].kept(x)
-            row[f"{contender}_peak_MiB"] = by[contender].peak(x)
+            got = {
+                n.replace("_checkpoint_wrapped_module.", ""): g for n, g in by[contender].gradients(x).items()
+            }
+            rows[contender] = {
+                "what": name,
+                "shape": "x".join(map(str, x.shape)),
+                "dtype": arguments.precision,
+                "threads": arguments.threads,
+                "contender": contender,
+                "same_bits": sum(torch.equal(got[n], want[n]) for n in want) / len(want),
+                "kept_MiB": by[contender].kept(x),
+                "peak_MiB": by[contender].peak(x),
+            }
         except Exception as error:  # a contender may not take a model; the rest is still measured
             print(f"{name}: {contender}: {type(error).__name__}: {str(error)[:150]}")
             by.pop(contender, None)
     for _ in range(arguments.repeats):  # in turn, so that a slow minute hits all
         for one in by.values():
             one.timed(x)
-    for contender, one in by.items():
-        row[f"{contender}_{CLOCK[arguments.device]}"] = harness.percentiles(one.ms)["p50_ms"]
-    return row | where
+    where = provenance(arguments.device)
+    return [row | percentiles(by[contender].us, (50,)) | where for contender, row in rows.items()]
 
 
-def merged(name: str, out: Path, new: dict) -> list[dict]:
-    """`new` and the rows that NAME.csv has of other models, in the order of MODELS."""
-    old = harness.read_csv(name, out)
-    rows = [row for row in old if (row["model"], row["precision"]) != (new["model"], new["precision"])]
+def merged(old: list[dict], new: list[dict]) -> list[dict]:
+    """`new`, and the rows of other models, in the order of MODELS."""
+    first = new[0]
+    rows = [row for row in old if (row["what"], row["dtype"]) != (first["what"], first["dtype"])]
     order = {model: i for i, model in enumerate(sum(MODELS.values(), ()))}
-    return sorted([*rows, new], key=lambda r: (r["precision"] != "fp32", order.get(r["model"], len(order))))
+    return sorted([*rows, *new], key=lambda r: (r["dtype"] != "fp32", order.get(r["what"], len(order))))
 
 
-def less(row: dict, contender: str, what: str) -> str:
-    value = row.get(f"{contender}_{what}_MiB")
-    if value in (None, ""):
-        return ""
-    return f"{float(value) / float(row[f'eager_{what}_MiB']) - 1:+.1%}"
-
-
-def times(row: dict, contender: str) -> str:
-    clock = CLOCK["cuda" if row.get("driver") else "cpu"]
-    value = row.get(f"{contender}_{clock}")
-    return f"{float(value) / float(row[f'eager_{clock}']):.2f}x" if value not in (None, "") else ""
-
-
-TITLES = {
-    "convert": "convert", "products": "products=True", "budget": "budget=0.57", "least": 'budget="least"',
-    "weight_casts": "weight_casts=True", "fuse": "fuse, then convert", "sac": "selective checkpointing",
-    "sac_half": "every second product", "checkpoint": "block checkpointing",
-    "compiled_eager": "torch.compile", "compiled_sac": "torch.compile of selective checkpointing",
-}  # fmt: skip
-
-
-def table(rows: list[dict]) -> str:
-    """A cell: kept bytes and peak over the eager model's, and the time over its time."""
-    shown = [c for c in TITLES if any(r.get(f"{c}_kept_MiB") not in (None, "") for r in rows)]
-    found = []
-    for r in rows:
-        cells = [f"{r['model']}{', bf16' if r['precision'] == 'bf16' else ''}"]
-        cells.append(f"{float(r['eager_kept_MiB']):.0f}, {float(r['eager_peak_MiB']):.0f} MiB")
-        cells.append(str(r["batch"]))
-        for contender in shown:
-            parts = [less(r, contender, "kept"), less(r, contender, "peak"), times(r, contender)]
-            cells.append(", ".join(parts) if parts[0] else "")
-        found.append(cells)
-    first = rows[0]
-    where = {f"{r['precision']} on {r['device']}, torch {r['torch']}, {r['date']}": None for r in rows}
-    exact = [r[f"{c}_same_bits"] for r in rows for c in EXACT if r.get(f"{c}_same_bits") not in (None, "")]
-    lines = [
-        *harness.markdown(["model", "eager: kept, peak", "batch", *(TITLES[c] for c in shown)], found),
-        "",
-        "A cell: kept bytes that one training forward leaves alive, peak of a whole step without the "
-        f"gradients of weights, and {'' if first.get('driver') else 'CPU '}time of a step, "
-        "over the eager model's. "
-        "In fp32, or under autocast to bf16.",
-        "Every gradient by convert has the eager model's bits."
-        if all(float(share) == 1 for share in exact)
-        else "Gradients by convert that have the eager model's bits: see the same_bits columns of the CSV.",
-        f"Medians of one run on {first['threads']} thread(s), contenders in turn:",
-        f"{'; '.join(where)}. With weight_casts=True autocast has cache_enabled=False.",
-        "",
-        "![bytes](IMAGE)",
-        "",
-    ]
-    return "\n".join(lines)
-
-
-def picture(rows: list[dict], path) -> None:
-    """The kept bytes of a training forward, relative to the eager model's."""
-    figure, axis = plt.subplots(figsize=(9, 1 + 0.55 * len(rows)), layout="constrained")
-    labels = [f"{r['model']}{', bf16' if r['precision'] == 'bf16' else ''}" for r in rows]
-    height = 0.8 / len(SHOWN)
-    for i, (contender, colour) in enumerate(SHOWN.items()):
-        found = [(y, r) for y, r in enumerate(rows) if r.get(f"{contender}_kept_MiB") not in (None, "")]
-        shares = [float(r[f"{contender}_kept_MiB"]) / float(r["eager_kept_MiB"]) for _, r in found]
-        axis.barh([y + i * height for y, _ in found], shares, height, color=colour, label=contender)
-    axis.set_yticks([y + 0.4 - height / 2 for y in range(len(rows))], labels, fontsize=8)
-    axis.invert_yaxis()
-    axis.set_xlabel("kept for backward, eager = 1", fontsize=8)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(fontsize=8, loc="lower right")
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
-OWN = ("eager", "convert", "products", *BUDGETS, "least")
-OWN_COMPILED = tuple(c for c in COMPILED if c not in ("compiled_eager", "compiled_sac"))
-OTHERS = ("sac", "sac_half", "checkpoint", "compiled_eager", "compiled_sac")
-
-
-def points(row: dict) -> dict[str, tuple[float, float]]:
-    """Kept bytes and time of each contender over the eager model's."""
-    clock = CLOCK["cuda" if row.get("driver") else "cpu"]
-    kept, time_ = float(row["eager_kept_MiB"]), float(row[f"eager_{clock}"])
-    return {
-        c: (float(row[f"{c}_kept_MiB"]) / kept, float(row[f"{c}_{clock}"]) / time_)
-        for c in (*OWN, *OWN_COMPILED, *OTHERS)
-        if row.get(f"{c}_{clock}") not in (None, "")
-    }
-
-
-def against(rows: list[dict]) -> str:
-    """Each other contender, and the time of our line at the same bytes."""
-    found = []
-    for row in rows:
-        at, cells = points(row), [f"{row['model']}, {row['precision']}, batch {row['batch']}"]
-        for contender in OTHERS:
-            if contender not in at:
-                cells += ["", ""]
-                continue
-            kept, time_ = at[contender]
-            line = ("compiled_eager", *OWN_COMPILED) if contender in COMPILED else OWN
-            own = numpy.interp(
-                kept, *zip(*sorted(at[c] for c in line if c in at), strict=True), left=numpy.inf
-            )
-            cells += [f"{kept - 1:+.1%}, {time_:.2f}x", f"{own:.2f}x" if own < numpy.inf else "none"]
-            if own > time_ + 0.02:
-                cells[-2] = f"**{cells[-2]}**"
-        found.append(cells)
-    first = rows[0]
-    where = {f"{r['commit']}, {r['device']}, torch {r['torch']}, {r['date']}": None for r in rows}
-    header = ["model", *(title for c in OTHERS for title in (TITLES[c], "convert there"))]
-    lines = [
-        *harness.markdown(header, found),
-        "",
-        "Kept bytes and time of a step over the eager model's; behind each contender the time of the line "
-        "through the points of fastvit.convert at the same bytes. Bold: it is above by more than 0.02. "
-        f"{first['threads']} thread(s), medians of one run with the "
-        f"contenders in turn: {'; '.join(where)}.",
-        "",
-        "![bytes against time](IMAGE)",
-        "",
-    ]
-    return "\n".join(lines)
-
-
-def curve(rows: list[dict], path) -> None:
+def curve(rows: list[dict], path: Path) -> None:
     """Bytes against time, for each model: our budgets as a line, other contenders as points."""
-    columns = min(3, len(rows))
-    lines = -(-len(rows) // columns)
+    import matplotlib.pyplot as plt
+
+    models = list(dict.fromkeys((row["what"], row["dtype"]) for row in rows))
+    columns = min(3, len(models))
+    lines = -(-len(models) // columns)
     figure, axes = plt.subplots(
         lines, columns, figsize=(5 * columns, 4 * lines), layout="constrained", squeeze=False
     )
-    for row, axis in zip(rows, axes.flat, strict=False):
-        at = points(row)
-        own = sorted(at[c] for c in OWN if c in at)
-        axis.plot(
-            *zip(*own, strict=True),
-            "o-",
-            color=SHOWN["convert"],
-            label="fastvit.convert, by budget",
-            markersize=4,
-        )
-        if "compiled_eager" in at:
-            own = sorted(at[c] for c in ("compiled_eager", *OWN_COMPILED) if c in at)
-            axis.plot(*zip(*own, strict=True), "o--", color=SHOWN["products"], label="compiled", markersize=4)
-        for contender, marker in (
-            ("sac", "s"),
-            ("sac_half", "D"),
-            ("checkpoint", "^"),
-            ("compiled_sac", "x"),
-        ):
+    for model, axis in zip(models, axes.flat, strict=False):
+        found = {row["contender"]: row for row in rows if (row["what"], row["dtype"]) == model}
+        at = {
+            contender: tuple(float(r[key]) / float(found["torch"][key]) for key in ("kept_MiB", "p50_us"))
+            for contender, r in found.items()
+        }
+        eager = [point for contender, point in at.items() if contender not in (*OTHERS, *COMPILED)]
+        axis.plot(*zip(*sorted(eager), strict=True), "o-", label="fastvit.convert, by budget", markersize=4)
+        if compiled := [
+            at[contender] for contender in COMPILED if contender in at and contender not in OTHERS
+        ]:
+            axis.plot(*zip(*sorted(compiled), strict=True), "o--", label="the same, compiled", markersize=4)
+        for contender, marker in OTHERS.items():
             if contender in at:
-                axis.plot(*at[contender], marker, color=SHOWN["sac"], label=TITLES[contender])
-        axis.set_title(f"{row['model']}, {row['precision']}", fontsize=9)
+                axis.plot(*at[contender], marker, color="#d6a419", label=contender)
+        axis.set_title(", ".join(model), fontsize=9)
         axis.set_xlabel("kept for backward, eager = 1", fontsize=8)
         axis.set_ylabel("time of a step, eager = 1", fontsize=8)
         axis.spines[["top", "right"]].set_visible(False)
     axes.flat[0].legend(fontsize=7)
-    for axis in list(axes.flat)[len(rows) :]:
+    for axis in list(axes.flat)[len(models) :]:
         axis.remove()
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
 def main() -> None:
-    parser = harness.command_line(__doc__)
+    parser = command_line(__doc__)
     parser.add_argument("--models", default="vits,norms", help="vits, norms, or names of models, by commas")
     parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16"))
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--contenders", help="names from the list above, by commas")
-    parser.add_argument("--compiled", action="store_true", help="with --curve: under torch.compile too")
     parser.add_argument("--curve", action="store_true", help="bytes against time, from budget to budget")
+    parser.add_argument("--compiled", action="store_true", help="with --curve: under torch.compile too")
     arguments = parser.parse_args()
     if arguments.device == "cpu":
-        harness.reuse_memory()
+        reuse_memory()
     torch.set_num_threads(arguments.threads)
     torch._dynamo.config.recompile_limit = 32  # of the contenders' common forward
-    where = harness.provenance(arguments.device)
     for given in arguments.models.split(","):
         for name in MODELS[GROUPS[given]] if given in GROUPS else (given,):
             group = "convert" if name in MODELS["convert"] else "convert_vits"
-            table_name = f"{'curve' if arguments.curve else group}_{arguments.device}"
-            row = measure(name, arguments, where)
-            rows = merged(table_name, arguments.out, row)
-            path = harness.write_csv(table_name, rows, arguments.out)
+            results = f"{'curve' if arguments.curve else group}_{arguments.device}"
+            rows = merged(read_csv(results, arguments.out), measure(name, arguments))
+            path = write_table(write_csv(results, rows, arguments.out))
             if arguments.curve:
                 curve(rows, path.with_suffix(".png"))
-            else:
-                picture(rows, path.with_suffix(".png"))
-            text = (against if arguments.curve else table)(rows)
-            path.with_suffix(".md").write_text(text.replace("IMAGE", f"{table_name}.png"))
-            measured = [c for c in (*TITLES, *BUDGETS) if row.get(f"{c}_kept_MiB")]
-            cells = [f"{c} {less(row, c, 'kept')} {times(row, c)}" for c in measured]
-            print(f"{name} {arguments.precision}: {'; '.join(cells)}", flush=True)
+            print(f"{name} {arguments.precision}: {path}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,119 +1,182 @@
-"""A training step of one layer: InPlaceABN and SyncBatchNorm against torch's BatchNorm + activation.
+"""A training step of one layer, by torch and by fastvit: batch norm with activation, and a ViT's layers.
 
-    python benchmarks/bench_layers.py [--device cpu|cuda] [--threads 1 2] [--repeats 15]
+    python benchmarks/bench_layers.py [--only layers|vit_ops] [--device cpu|cuda] [--threads 1 2] [--turns 15]
 
 Forward and backward are timed separately and added, contenders in turn, each on a new input that is in no
-cache. `floor` is the time the 8 passes of a step (2R + 1W forward, 4R + 1W backward) take at the bandwidth of
-a large copy in turn with the layers; ratios are medians over turns. `saved_activations` are the tensors that
-a forward leaves allocated. apex's SyncBatchNorm (FASTVIT_APEX=folder of its sources) and mapillary's compiled
-InPlaceABN take part where they can be imported, and on a GPU torch's two compiled.
+cache. Bandwidths count what a step has to read and write at least: a batch norm's 3 passes forward and 5
+backward, and an operation's operands and results. `kept` is what a forward leaves allocated, its result
+included, in tensors as large as an input. apex's SyncBatchNorm (FASTVIT_APEX=folder of its sources) and
+mapillary's compiled InPlaceABN take part where they can be imported, and on a GPU torch's two compiled.
+
+Writes layers_DEVICE.csv, of batch norms, and vit_ops_DEVICE.csv, of layer norms, activations and gates at the
+sizes of a ViT-S/16 with 32 images, and their tables.
 """
 
 import copy
-from statistics import median
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
-from bench_ops import Layer
-from contenders import peer_layers
-from harness import Timer, command_line, percentiles, provenance, reuse_memory, write_csv
+from bench_ops import few_of
+from harness import DTYPES, Timer, command_line, measure, peer_layers, provenance, reuse_memory, write_csv
+from report import write_table
 from torch import nn
+from torch.nn import functional as F
 
 import fastvit
+from fastvit import functional
 from fastvit.memory import live_bytes
 
-SHAPES = {
-    "32x64x56x56": ((32, 64, 56, 56), torch.contiguous_format),
-    "32x256x14x14": ((32, 256, 14, 14), torch.contiguous_format),
-    "128x384x14x14": ((128, 384, 14, 14), torch.contiguous_format),
-    "12608x384 tokens": ((12608, 384), torch.contiguous_format),
-    "32x64x56x56 channels_last": ((32, 64, 56, 56), torch.channels_last),
-}
-PASSES = 8
 APEX = "apex SyncBatchNorm"
+ROWS, DIM, HIDDEN = 32 * 197, 384, 1536
+CAST = "fp32 to bf16"  # what autocast makes of a norm
+ACTIVATIONS = {"gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "silu": F.silu}
+GATES = {"swiglu": "silu", "geglu": "gelu"}
 
 
-def contenders(channels: int, dims: int, device: str) -> dict[str, nn.Module]:
-    batch_norm = (nn.BatchNorm1d if dims == 2 else nn.BatchNorm2d)(channels)
-    eager = nn.Sequential(batch_norm, nn.LeakyReLU(0.01, inplace=True))
-    peers = peer_layers(channels)
-    if APEX in peers:
-        peers[APEX] = nn.Sequential(peers[APEX], nn.LeakyReLU(0.01, inplace=True))
-    if device == "cuda":
-        torch.compiler.reset()  # a function is compiled for a few shapes only, and runs eagerly then
-        peers["torch.compile"] = torch.compile(copy.deepcopy(eager), dynamic=False)
-    return {
-        "torch": eager,
-        "InPlaceABN": fastvit.InPlaceABN(channels),
-        "SyncBatchNorm": nn.Sequential(fastvit.SyncBatchNorm(channels), nn.LeakyReLU(0.01, inplace=True)),
-        **peers,
-    }
+@dataclass
+class Case:
+    """Contenders over the same inputs, and the bytes that each direction has to move."""
+
+    what: str
+    shape: str
+    dtype: str
+    inputs: list[torch.Tensor]
+    contenders: dict[str, Callable]
+    moved: dict[str, int]
+    trained: Sequence[torch.Tensor] = field(default_factory=list)  # beside a module's parameters
 
 
-def kept(layer: nn.Module, leaf: torch.Tensor) -> int:
-    """Bytes that one forward leaves allocated, its result included."""
-    return live_bytes(lambda: layer(leaf.clone()), leaf.device.type)[0]
+def batch_norms(quick: bool, device: str) -> Iterator[Case]:
+    """InPlaceABN and SyncBatchNorm against torch's BatchNorm and leaky_relu in place."""
+    shapes = [(4, 8, 6, 6)] if quick else [(32, 64, 56, 56), (32, 256, 14, 14), (128, 384, 14, 14)]
+    cases = [(shape, "", torch.contiguous_format) for shape in [*shapes, (64 if quick else 12608, 384)]]
+    for shape, name, memory_format in [*cases, (shapes[0], " channels_last", torch.channels_last)]:
+        x = torch.randn(shape, device=device).contiguous(memory_format=memory_format)
+        channels, rows = shape[1], len(shape) == 2
+
+        def followed(norm: nn.Module) -> nn.Module:
+            return nn.Sequential(norm, nn.LeakyReLU(0.01, inplace=True))
+
+        eager = followed((nn.BatchNorm1d if rows else nn.BatchNorm2d)(channels))
+        peers = peer_layers(channels)
+        if APEX in peers:
+            peers[APEX] = followed(peers[APEX])
+        if device == "cuda":
+            torch.compiler.reset()  # a function is compiled for a few shapes only, and runs eagerly then
+            peers["torch.compile"] = torch.compile(copy.deepcopy(eager), dynamic=False)
+        contenders = {
+            "torch": eager,
+            "InPlaceABN": fastvit.InPlaceABN(channels),
+            "SyncBatchNorm": followed(fastvit.SyncBatchNorm(channels)),
+            **peers,
+        }
+        named = f"{'x'.join(map(str, shape))}{' tokens' if rows else name}"
+        contenders = {name: layer.to(device) for name, layer in contenders.items()}
+        yield Case("batch norm", named, "fp32", [x], contenders, _moved(3 * x.nbytes, 5 * x.nbytes))
 
 
-def bench(shape_name: str, threads: int, repeats: int, timer: Timer) -> list[dict]:
-    (shape, memory_format), device = SHAPES[shape_name], timer.device.type
-    leaf, dy = (torch.randn(shape, device=device).contiguous(memory_format=memory_format) for _ in range(2))
-    leaf.requires_grad_()
-    layers = contenders(shape[1], len(shape), device)
-    steps = {name: Layer(layer, leaf, dy) for name, layer in layers.items()}
-    times: dict[str, list[dict[str, float]]] = {name: [] for name in layers}
-    copies = []  # of the same memory every time, in turn with the layers: a shared machine's speed drifts
-    for repeat in range(repeats + 2):
-        speed = timer.copy_bandwidth()
-        measured = {name: layer.step(timer) for name, layer in steps.items()}
-        if repeat >= 2:
-            copies.append(speed)
-            for name in layers:
-                times[name].append(measured[name])
-    baseline = [t["both"] for t in times["torch"]]
-    rows = []
-    for name, measured in times.items():
-        both = [t["both"] for t in measured]
-        rows.append(
-            {
-                "shape": shape_name,
-                "threads": threads,
-                "layer": name,
-                **percentiles(both),
-                **{f"{way}_p50_ms": median(t[way] for t in measured) for way in ("forward", "backward")},
-                "speedup": median(b / t for b, t in zip(baseline, both, strict=True)),
-                "share_of_floor": median(
-                    PASSES * leaf.nbytes / speed / 1e6 / t for speed, t in zip(copies, both, strict=True)
-                ),
-                "copy_GB_s": median(copies),
-                "saved_activations": kept(layers[name], leaf) / leaf.nbytes,
+def vit_ops(quick: bool, device: str) -> Iterator[Case]:
+    """LayerNorm, activations and gates of fastvit.functional, against torch's."""
+    rows = 64 if quick else ROWS
+    for dtype in ("fp32", "bf16", "fp16", CAST):
+        kind = torch.float32 if dtype == CAST else DTYPES[dtype]
+        result = torch.bfloat16 if dtype == CAST else kind
+        x = torch.randn(rows, DIM, device=device).to(kind)
+        weight, bias = (torch.randn(DIM, device=device).to(kind).requires_grad_() for _ in range(2))
+        layer_norms = {
+            "torch": lambda x, w=weight, b=bias, to=result: F.layer_norm(x, w.shape, w, b).to(to),
+            "fastvit": lambda x, w=weight, b=bias, to=result: functional.layer_norm(
+                x, w.shape, w, b, output_dtype=to
+            ),
+        }
+        moved, shape = x.numel() * result.itemsize, f"{rows}x{DIM}"
+        both_ways = _moved(x.nbytes + moved, 2 * x.nbytes + moved)
+        yield Case("layer_norm", shape, dtype, [x], layer_norms, both_ways, [weight, bias])
+        if dtype == CAST:
+            return
+        a, b = (torch.randn(rows, HIDDEN, device=device).to(kind) for _ in range(2))
+        shape = f"{rows}x{HIDDEN}"
+        for name, act in ACTIVATIONS.items():
+            contenders = {"torch": act, "fastvit": lambda x, name=name: functional.act(x, name)}
+            yield Case(name, shape, dtype, [a], contenders, _moved(2 * a.nbytes, 3 * a.nbytes))
+        for gate, name in GATES.items():
+            contenders = {
+                "torch": lambda a, b, act=ACTIVATIONS[name]: act(a) * b,
+                "fastvit": lambda a, b, name=name: functional.glu(a, b, name),
             }
-        )
-    return rows
+            yield Case(gate, shape, dtype, [a, b], contenders, _moved(3 * a.nbytes, 5 * a.nbytes))
+
+
+def _moved(forward: int, backward: int) -> dict[str, int]:
+    return {"forward": forward, "backward": backward, "both": forward + backward}
+
+
+class Step:
+    """Forward and backward of one contender."""
+
+    def __init__(self, call: Callable, case: Case, timer: Timer):
+        self.call, self.timer = call, timer
+        self.leaves = [x.requires_grad_() for x in case.inputs]
+        self.few = [few_of(x).requires_grad_() for x in self.leaves]
+        self.trained = [*(call.parameters() if isinstance(call, nn.Module) else case.trained)]
+        self.dy = torch.randn_like(self.forward(self.fresh()))
+
+    def fresh(self) -> list[torch.Tensor]:
+        return [leaf.clone() for leaf in self.leaves]  # like a convolution's output: no leaf, and not shared
+
+    def forward(self, held: list[torch.Tensor]) -> torch.Tensor:
+        """Empties `held`, so that nothing but autograd keeps a tensor."""
+        return self.call(*(held.pop(0) for _ in range(len(held))))
+
+    def cold(self) -> None:
+        self.timer.cold()
+        if self.timer.device.type == "cpu":
+            y = self.call(*(x.clone() for x in self.few))
+            torch.autograd.grad(y, [*self.few, *self.trained], torch.ones_like(y))
+
+    def __call__(self) -> dict[str, float]:
+        """Milliseconds by direction."""
+        held = self.fresh()
+        self.cold()
+        forward = self.timer(lambda: held.append(self.forward(held)))
+        self.cold()
+        wanted = [*self.leaves, *self.trained]
+        backward = self.timer(lambda: torch.autograd.grad(held.pop(), wanted, self.dy))
+        return {"forward": forward, "backward": backward, "both": forward + backward}
+
+    def kept(self) -> float:
+        leaves = live_bytes(lambda: self.forward(self.fresh()), self.timer.device.type)[0]
+        return leaves / self.leaves[0].nbytes
+
+
+def bench(case: Case, timer: Timer, turns: int) -> list[dict]:
+    steps = {name: Step(call, case, timer) for name, call in case.contenders.items()}
+    rows = measure(steps, timer, turns, case.inputs[0].nbytes, case.moved)
+    kept = {name: step.kept() for name, step in steps.items()}
+    of = {"what": case.what, "shape": case.shape, "dtype": case.dtype, "threads": torch.get_num_threads()}
+    return [of | row | {"kept": kept[row["contender"]]} for row in rows]
 
 
 def main() -> None:
     parser = command_line(__doc__)
-    parser.add_argument("--threads", type=int, nargs="+", help="CPU threads, each in turn (default: 1 2)")
-    parser.add_argument("--repeats", type=int, default=15, help="timed steps per layer")
+    parser.add_argument("--only", nargs="+", default=["layers", "vit_ops"], choices=["layers", "vit_ops"])
+    parser.add_argument("--threads", type=int, nargs="+", default=[1], help="CPU threads, each in turn")
+    parser.add_argument("--turns", type=int, default=15, help="timed steps of a contender")
+    parser.add_argument("--quick", action="store_true", help="small inputs: is the program in order?")
     options = parser.parse_args()
     device = options.device
     if device == "cpu":
         reuse_memory()
-    timer, rows = Timer(device), []
-    for threads in options.threads or ([1, 2] if device == "cpu" else [1]):
-        torch.set_num_threads(threads)
-        print(f"{threads} thread(s)")
-        for shape in SHAPES:
-            for row in bench(shape, threads, options.repeats, timer):
-                rows.append(row | provenance(device))
-                print(
-                    f"{row['shape']:28} {row['layer']:14} {row['p50_ms']:8.2f} ms "
-                    f"(forward {row['forward_p50_ms']:6.2f}, backward {row['backward_p50_ms']:6.2f})  "
-                    f"{row['speedup']:5.2f}x torch  {row['share_of_floor']:5.2f} of floor  "
-                    f"saved {row['saved_activations']:.2f}",
-                    flush=True,
-                )
-    print(write_csv(f"layers_{device}", rows, options.out))
+    timer, where = Timer(device, 1 << 20 if options.quick else None), provenance(device)
+    for name in options.only:
+        rows: list[dict] = []
+        for threads in options.threads:
+            torch.set_num_threads(threads)
+            for case in {"layers": batch_norms, "vit_ops": vit_ops}[name](options.quick, device):
+                rows += [row | where for row in bench(case, timer, options.turns)]
+                print(f"{case.what} {case.shape} {case.dtype}, {threads} thread(s)", flush=True)
+                write_table(write_csv(f"{name}_{device}", rows, options.out))
 
 
 if __name__ == "__main__":

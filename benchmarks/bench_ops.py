@@ -1,165 +1,164 @@
-"""Forward and backward of each layer, and each raw op, beside torch's and a copy of the same size.
+"""Each op of a batch norm, beside torch's function for the same work and a copy of the same size.
 
     python benchmarks/bench_ops.py [--device cpu|cuda] [--threads 1] [--out benchmarks/results]
     python benchmarks/bench_ops.py --quick --out /tmp/smoke     # tests the program
 
-Time of the named work only: a new input each time, which no cache has, and contenders in turn. Forward and
-backward are timed separately; `both` is their sum. GB/s is computed with the passes over the activation of
-fastvit's ops, for all contenders: forward 3 (2R + 1W), backward 5 (4R + 1W). The copy is of an activation of
-the same size with cold caches. Writes ops_DEVICE.csv and ops_DEVICE.md after every case; with
-ATEN_CPU_CAPABILITY=avx2, which lowers the instruction set, ops_cpu_avx2.
+Bandwidths are computed with the passes over the activation of fastvit's ops, for torch's too. Writes
+ops_DEVICE.csv after every case, and its table; with ATEN_CPU_CAPABILITY=avx2, which lowers the instruction
+set, ops_cpu_avx2.
 """
 
-import gc
-import itertools
 import os
-import time
-from statistics import median
+from collections.abc import Callable
+from dataclasses import dataclass
 
-import contenders
-import ops_table
 import torch
-from harness import Timer, command_line, percentiles, provenance, reuse_memory, write_csv
-from shapes import Case, cases, cpu_cases, quick_cases
-from torch import nn
+from harness import DTYPES, Timer, command_line, measure, provenance, reuse_memory, write_csv
+from report import write_table
+from torch.nn import functional as F
 
-MOST_REPEATS, LEAST_REPEATS = 40, 5
-SECONDS = 0.6  # of repeats of a case
-WARM_UP = 3
+from fastvit import ops
+
+BACKWARD = "bn_reduce, bn_backward"  # one function of torch
+PASSES = {  # over the activation
+    "bn_stats": 1, "bn_forward": 2, "abn_forward_": 2, "bn_reduce": 2, "abn_reduce": 2, "bn_backward": 3,
+    "abn_backward": 3, BACKWARD: 5,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """One activation: (N, C, H, W) in one of torch's memory formats, or tokens (N, L, C)."""
+
+    shape: tuple[int, ...]
+    layout: str  # nchw, channels_last or tokens
+    dtype: str
+
+    @property
+    def channel_dim(self) -> int:
+        return 2 if self.layout == "tokens" else 1
+
+    @property
+    def channels(self) -> int:
+        return self.shape[self.channel_dim]
+
+    def __str__(self) -> str:
+        return f"{'x'.join(map(str, self.shape))} {self.layout}"
+
+    def randn(self, device: str) -> torch.Tensor:
+        x = torch.randn(self.shape, device=device).to(DTYPES[self.dtype])
+        return x.contiguous(memory_format=torch.channels_last) if self.layout == "channels_last" else x
+
+
+def images(n: int, channels: int, side: int, dtype: str, layouts=("channels_last", "nchw")) -> list[Case]:
+    return [Case((n, channels, side, side), layout, dtype) for layout in layouts]
+
+
+def tokens(n: int, channels: int, dtype: str) -> Case:
+    return Case((n, 197, channels), "tokens", dtype)
+
+
+def cuda_cases() -> list[Case]:
+    """The stages of ResNet-50, where a whole batch and where few images are on a GPU, and tokens."""
+    stages = (256, 56), (512, 28), (1024, 14), (2048, 7)
+    found = []
+    for dtype in ("bf16", "fp32"):
+        found += [tokens(128, channels, dtype) for channels in (384, 768)]
+        found += [case for n in (128, 8) for stage in stages for case in images(n, *stage, dtype)]
+    return found
+
+
+def cpu_cases() -> list[Case]:
+    """Tokens, channels_last and planes, of 4 to 13 MB, and results of 39 to 103 MB, past the caches."""
+    found = []
+    for dtype in ("fp32", "bf16"):
+        found += [tokens(32, 384, dtype), *images(64, 320, 10, dtype), *images(32, 2048, 7, dtype)]
+        found += [*images(24, 192, 20, dtype, ["nchw"]), *images(16, 96, 40, dtype)]
+        found += [tokens(128, 768, dtype), *images(64, 128, 56, dtype, ["nchw"])]
+    for dtype in ("fp16", "fp64"):
+        found += [tokens(32, 384, dtype), *images(16, 96, 40, dtype, ["nchw"])]
+    return found
+
+
+QUICK = [*images(4, 8, 6, "fp32"), Case((4, 9, 16), "tokens", "bf16")]
+
+
+def raw_ops(case: Case, x: torch.Tensor, dy: torch.Tensor) -> dict[str, Callable[[], object]]:
+    """Each op alone, with inputs as from the ops before it."""
+    c, d = case.channels, case.channel_dim
+    weight = 1 - torch.rand(c, device=x.device) / 2  # values that are normalised again and again stay bounded
+    bias = torch.rand(c, device=x.device) / 2
+    running = torch.zeros(c, device=x.device), torch.ones(c, device=x.device)
+    parameters, act = (weight, bias), {"activation": "leaky_relu", "channel_dim": d}
+    moments = ops.bn_stats(x, d)
+    _, saved = ops.bn_forward(x, moments, *parameters, **act)
+    (sums,) = ops.bn_reduce(x, dy, None, saved, *parameters, **act)
+    y, overwritten = x.clone(), x.clone()
+    ops.abn_forward_(y, moments, *parameters, **act)
+    return {
+        "bn_stats": lambda: ops.bn_stats(x, d),
+        "bn_forward": lambda: ops.bn_forward(x, moments, *parameters, None, *running, **act),
+        "abn_forward_": lambda: ops.abn_forward_(overwritten, moments, *parameters, *running, **act),
+        "bn_reduce": lambda: ops.bn_reduce(x, dy, None, saved, *parameters, **act),
+        "abn_reduce": lambda: ops.abn_reduce(y, dy, saved, *parameters, **act),
+        "bn_backward": lambda: ops.bn_backward(x, dy, None, saved, sums, *parameters, **act),
+        "abn_backward": lambda: ops.abn_backward(y, dy, saved, sums, *parameters, **act),
+    }
+
+
+def torch_ops(case: Case, x: torch.Tensor, dy: torch.Tensor) -> dict[str, Callable[[], object]]:
+    """torch's functions for the same work, with names as those of `raw_ops`; its backward is one function."""
+    if case.layout == "tokens":
+        x, dy = x.flatten(0, 1), dy.flatten(0, 1)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    weight, var = torch.ones(2, case.channels, dtype=wide, device=x.device)
+    bias, mean = torch.zeros(2, case.channels, dtype=wide, device=x.device)
+
+    def forward():
+        return F.leaky_relu(F.batch_norm(x, mean, var, weight, bias), 0.01, inplace=True)
+
+    def backward():
+        dz = torch.ops.aten.leaky_relu_backward(dy, y, 0.01, True)
+        return torch.ops.aten.native_batch_norm_backward(
+            dz, x, weight, mean, var, mean, var, True, 1e-5, [True, True, True]
+        )
+
+    y = forward()
+    return {
+        "bn_stats": lambda: torch.batch_norm_update_stats(x, mean.clone(), var.clone(), 0.1),
+        "bn_forward": forward,
+        BACKWARD: backward,
+    }
 
 
 def few_of(x: torch.Tensor) -> torch.Tensor:
     """A few values, which lie in memory as those of x do.
 
     Flushing the caches also evicts the code of the interpreter, of torch and of the op, which is warm in a
-    training loop. So the same work on a few values precedes each timing.
+    training loop. So the same work on a few values precedes each timing on a CPU.
     """
     return (x[:2, :, :4, :4] if x.dim() == 4 else x[:2]).detach().clone()
 
 
-class Layer:
-    """Steps of one layer on one case."""
+def bench(case: Case, timer: Timer, turns: int) -> list[dict]:
+    """Rows of each op on one case."""
+    x, dy = (case.randn(timer.device.type) for _ in range(2))
+    made = {"fastvit": raw_ops, "torch": torch_ops}
+    calls = {name: make(case, x, dy) for name, make in made.items()}
+    few = {name: make(case, few_of(x), few_of(dy)) for name, make in made.items()}
 
-    passes = {"forward": 3, "backward": 5, "both": 8}
-
-    def __init__(self, layer: nn.Module, leaf: torch.Tensor, dy: torch.Tensor):
-        wide = torch.promote_types(leaf.dtype, torch.float32)
-        self.layer, self.leaf, self.dy = layer.to(leaf.device, wide), leaf, dy
-        self.inputs = [leaf, *self.layer.parameters()]
-        self.few = few_of(leaf).requires_grad_()
-        self.held = [None]  # popped when used, so that nothing but autograd keeps a tensor
-
-    def fresh(self) -> None:
-        self.held = [self.leaf.clone()]  # like a convolution's output: no leaf, and not shared
-
-    def forward(self) -> None:
-        self.held.append(self.layer(self.held.pop()))
-
-    def backward(self) -> tuple[torch.Tensor, ...]:
-        return torch.autograd.grad(self.held.pop(), self.inputs, self.dy)
-
-    def cold(self, timer: Timer) -> None:
-        timer.cold()
-        if self.leaf.is_cuda:  # the host's code runs ahead of the device
-            return
-        y = self.layer(self.few.clone())
-        torch.autograd.grad(y, [self.few, *self.layer.parameters()], torch.ones_like(y))
-
-    def step(self, timer: Timer) -> dict[str, float]:
-        """Milliseconds by pass."""
-        self.fresh()
-        self.cold(timer)
-        forward = timer(self.forward)
-        self.cold(timer)
-        backward = timer(self.backward)
-        return {"forward": forward, "backward": backward, "both": forward + backward}
-
-
-class RawOp:
-    """Calls of one op on one case; `few` is the op on a few values."""
-
-    def __init__(self, name: str, op: contenders.Op, few: contenders.Op):
-        self.name, self.op, self.few = name, op, few
-        self.passes = {name: op.passes}
-
-    def step(self, timer: Timer) -> dict[str, float]:
-        self.op.prepare()
+    def step(name: str, op: str) -> dict[str, float]:
         timer.cold()
         if timer.device.type == "cpu":
-            self.few.call()
-        return {self.name: timer(self.op.call)}
+            few[name][op]()
+        return {"": timer(calls[name][op])}
 
-
-def layers_of(case: Case, timer: Timer) -> dict[str, Layer]:
-    device = timer.device.type
-    x, dy = case.randn(device).requires_grad_(), case.randn(device)
-    found = {name: Layer(make(), x, dy) for name, make in contenders.layers(case).items()}
-    for layer in found.values():
-        for _ in range(WARM_UP):
-            layer.step(timer)
-    return found
-
-
-def ops_of(case: Case, timer: Timer) -> dict[str, RawOp]:
-    x, dy = (case.randn(timer.device.type) for _ in range(2))
-    few = few_of(x), few_of(dy)
-    found = {}
-    for prefix, ops in ("fastvit.ops.", contenders.raw_ops), ("torch ", contenders.torch_ops):
-        warm = ops(case, *few)
-        found |= {prefix + name: RawOp(name, op, warm[name]) for name, op in ops(case, x, dy).items()}
-    return found
-
-
-def measure(case: Case, measured: dict, timer: Timer, seconds: float) -> list[dict]:
-    """Rows of contenders that were timed in turn."""
-    times: dict[str, list[dict]] = {name: [] for name in measured}
-    copies = []
-    begin = time.perf_counter()
-    gc.collect()
-    gc.disable()
-    try:
-        for repeat in itertools.count():
-            late = time.perf_counter() - begin > seconds
-            if repeat == MOST_REPEATS or (repeat >= LEAST_REPEATS and late):
-                break
-            copies.append(timer.copy_bandwidth(case.nbytes))
-            for name, work in measured.items():
-                times[name].append(work.step(timer))
-    finally:
-        gc.enable()
-    copy = median(copies)
-    return [
-        row_of(case, name, op, passes, times[name], copy, timer)
-        for name, work in measured.items()
-        for op, passes in work.passes.items()
-    ]
-
-
-def row_of(case: Case, name: str, op: str, passes: int, steps: list[dict], copy: float, timer: Timer):
-    taken = percentiles([step[op] * 1e3 for step in steps], "us")
-    bandwidth = passes * case.nbytes / taken["p50_us"] / 1e3
-    row = {
-        "contender": name,
-        "op": op,
-        "shape": case.size,
-        "layout": case.layout,
-        "dtype": case.dtype,
-        "instructions": instructions(timer.device),
-        "threads": torch.get_num_threads(),
-        "MB": case.nbytes / 1e6,
-        **taken,
-        "passes": passes,
-        "GB_s": bandwidth,
-        "copy_GB_s": copy,
-        "share_of_copy": bandwidth / copy,
-        "repeats": len(steps),
-    }
-    print(
-        f"{case!s:34} {name:30} {op:12} {row['p50_us']:9.1f} us  {bandwidth:7.0f} GB/s "
-        f"{row['share_of_copy']:5.2f} of copy",
-        flush=True,
-    )
-    return row
+    rows = []
+    for op, passes in PASSES.items():
+        contenders = {name: lambda name=name, op=op: step(name, op) for name in calls if op in calls[name]}
+        found = measure(contenders, timer, turns, x.nbytes, {"": passes * x.nbytes})
+        rows += [{"what": op, "shape": str(case), "dtype": case.dtype} | row for row in found]
+    return rows
 
 
 def instructions(device: torch.device) -> str:
@@ -172,23 +171,22 @@ def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--quick", action="store_true", help="tiny shapes: is the program in order?")
     parser.add_argument("--threads", type=int, nargs="+", help="each in turn (default: torch's)")
+    parser.add_argument("--turns", type=int, default=15, help="times of each op")
     options = parser.parse_args()
-    device, on_gpu = options.device, options.device == "cuda"
+    on_gpu = options.device == "cuda"
     if not on_gpu:
         reuse_memory()
-    timer, where = Timer(device, 1 << 20 if options.quick else None), provenance(device)
+    timer = Timer(options.device, 1 << 20 if options.quick else None)
     lowered = "" if on_gpu else os.environ.get("ATEN_CPU_CAPABILITY")
-    name = f"ops_{device}_{lowered}" if lowered else f"ops_{device}"
-    chosen = quick_cases() if options.quick else cases() if on_gpu else cpu_cases()
+    name = f"ops_{options.device}" + (f"_{lowered}" if lowered else "")
     rows: list[dict] = []
     for threads in options.threads or [torch.get_num_threads()]:
         torch.set_num_threads(threads)
-        for case in chosen:
-            for make in (layers_of, ops_of):
-                found = measure(case, make(case, timer), timer, 0.02 if options.quick else SECONDS)
-                rows += [row | where for row in found]
-            write_csv(name, rows, options.out)
-            (options.out / f"{name}.md").write_text(ops_table.table(rows))
+        where = {"threads": threads, "instructions": instructions(timer.device), **provenance(options.device)}
+        for case in QUICK if options.quick else cuda_cases() if on_gpu else cpu_cases():
+            rows += [row | where for row in bench(case, timer, options.turns)]
+            write_table(write_csv(name, rows, options.out))
+            print(f"{case} {case.dtype}, {threads} thread(s)", flush=True)
 
 
 if __name__ == "__main__":

@@ -24,12 +24,6 @@ REQUIRED, REQUIRED_O3 = 0.97, 0.90
 DEFAULT = Config()
 
 
-def torchrun(ranks: int, *arguments: str) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    subprocess.run([*command, *arguments], check=True, env=environment)
-
-
 def measure_accuracy(ranks: int, only: list[str], results: Path) -> list[dict]:
     """Train with each norm, and with each precision; one row each."""
     before = read_csv("train_accuracy", results) if only else []
@@ -48,7 +42,10 @@ def measure_accuracy(ranks: int, only: list[str], results: Path) -> list[dict]:
         option, value = case.split("=")
         with tempfile.TemporaryDirectory() as folder:
             out, start = Path(folder) / "run", time.perf_counter()
-            torchrun(ranks, "-m", "fastvit.training", f"--{option}", value, "--out", str(out))
+            command = f"-m torch.distributed.run --standalone --nproc_per_node={ranks} -m fastvit.training"
+            options = [f"--{option}", value, "--out", str(out)]
+            environment = {"OMP_NUM_THREADS": "1"} | os.environ
+            subprocess.run([sys.executable, *command.split(), *options], check=True, env=environment)
             seconds = time.perf_counter() - start
             last = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
         required = REQUIRED_O3 if value == "O3" else REQUIRED
@@ -58,30 +55,20 @@ def measure_accuracy(ranks: int, only: list[str], results: Path) -> list[dict]:
             "test_loss": last["test_loss"], "seconds": seconds, **provenance("cpu"),
         }  # fmt: skip
         path = write_csv("train_accuracy", list(rows.values()), results)
-        path.with_suffix(".md").write_text(table(list(rows.values())))
-    print(table(list(rows.values())))
+        path.with_suffix(".md").write_text(table(read_csv(path.stem, results)))
     return list(rows.values())
 
 
 def table(rows: list[dict]) -> str:
-    cells = [
-        (
-            f"--{row['option']} {row['value']}",
-            f"{float(row['test_accuracy']):.3f}",
-            row["required"],
-            f"{float(row['test_loss']):.4f}",
-        )
-        for row in rows
-    ]
+    names = ("option", "value", "test_accuracy", "required", "test_loss")
     first = rows[0]
     lines = [
-        *markdown(("option", "test accuracy", "required", "test loss"), cells),
+        *markdown(names, [[row[name] for name in names] for row in rows]),
         "",
         f"vit_digits on scikit-learn's digits, {first['ranks']} gloo ranks, {first['epochs']} epochs of the "
         f"default recipe, the other option at its default (--norm {DEFAULT.norm}, --amp {DEFAULT.amp}). "
-        f"{place(first)}. On the CPU "
-        f"the half precision of O1 to O3 is bfloat16; --norm torch-sync trains on CUDA only; --norm "
-        f"apex-sync is apex 25.05's own layer, from the same initial weights.",
+        f"{place(first)}. On the CPU the half precision of O1 to O3 is bfloat16; --norm torch-sync trains on "
+        "CUDA only; --norm apex-sync is apex 25.05's own layer, from the same initial weights.",
         "",
     ]
     return "\n".join(lines)

@@ -1,25 +1,34 @@
 """Comparable timing: only the work inside the timer, cold caches, contenders in turn.
 
-Every row of a results file has the place of the measurement: device, threads, torch, CUDA, commit, date.
+Results have one form. A row is what was measured (`what`, `shape`, `dtype`, `threads`), of which `contender`
+and in which `direction`, its time in us and what it is beside others, and the place of the measurement:
+device, torch, CUDA, commit, date. report.py writes such a file as a table.
 """
 
 import argparse
 import csv
 import datetime
+import gc
 import os
 import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
+from statistics import median
 
 import torch
+
+from fastvit.training.engine import import_apex
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"
 FLUSH_BYTES = 256 << 20  # several times any cache
-COPY_BYTES = 2 << 30  # on a GPU: long enough that launching and the last wave do not show
+COPY_BYTES = 2 << 30  # on a GPU: longer than any activation of the benchmarks
+WARM_UP = 2  # turns
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
 # glibc returns the memory of large tensors to the system, so each new tensor would cost page faults, which
@@ -43,7 +52,8 @@ class Timer:
 
     On a GPU by CUDA events. Before the first event a delay kernel is queued, which is long enough for the
     host to queue all of the work, so that gaps between launches are not measured; gaps are measured in work
-    that waits for the GPU itself. On a CPU by the clock.
+    that waits for the GPU itself. On a CPU with one thread by the processor's time, which other programs
+    hardly lengthen, and with more by the clock.
     """
 
     HEAD_START = 0.5, 5.0  # milliseconds, least and most
@@ -81,9 +91,10 @@ class Timer:
             wanted = 2 * self.host_ms if self._covered else 2 * self._head_start
             self._head_start = min(most, max(least, wanted, 0.9 * self._head_start))
             return taken
-        begin = time.perf_counter()
+        clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+        begin = clock()
         work()
-        return (time.perf_counter() - begin) * 1e3
+        return (clock() - begin) * 1e3
 
     def _events(self, work: Callable[[], object]) -> float:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -96,20 +107,73 @@ class Timer:
         torch.cuda.synchronize()
         return start.elapsed_time(end)
 
-    def copy_bandwidth(self, nbytes: int | None = None) -> float:
-        """GB/s of one copy, bytes read plus bytes written: a large one, or `nbytes` with cold caches."""
-        source, copy = self._source, self._copy
-        if nbytes is not None:
-            source, copy = source[: nbytes // 4], copy[: nbytes // 4]
-            self.cold()
+    def copy_bandwidth(self, nbytes: int) -> float:
+        """GB/s of a copy of `nbytes` with cold caches, bytes read plus bytes written."""
+        source, copy = self._source[: nbytes // 4], self._copy[: nbytes // 4]
+        self.cold()
         return 2 * source.nbytes / self(lambda: copy.copy_(source)) / 1e6
 
 
-def percentiles(
-    values: list[float], unit: str = "ms", percents: tuple[int, ...] = (20, 50, 80)
-) -> dict[str, float]:
+def percentiles(values: list[float], percents: tuple[int, ...] = (20, 50, 80)) -> dict[str, float]:
+    """By column, of microseconds."""
     ordered = sorted(values)
-    return {f"p{p}_{unit}": ordered[round(p / 100 * (len(ordered) - 1))] for p in percents}
+    return {f"p{p}_us": ordered[round(p / 100 * (len(ordered) - 1))] for p in percents}
+
+
+def measure(
+    contenders: Mapping[str, Callable[[], dict[str, float]]],
+    timer: Timer,
+    turns: int,
+    nbytes: int,
+    moved: Mapping[str, int],
+) -> list[dict]:
+    """Rows of contenders that are timed in turn, each of which returns milliseconds by direction.
+
+    `times` is torch's time over the contender's, and `share_of_copy` the bandwidth at which it moves the
+    bytes `moved`, by direction, as a share of a copy of `nbytes`: medians over turns, since the speed of a
+    shared machine drifts.
+    """
+    taken: dict[tuple[str, str], list[float]] = {}
+    copies = []
+    gc.collect()
+    gc.disable()
+    try:
+        for turn in range(WARM_UP + turns):
+            copy = timer.copy_bandwidth(nbytes)
+            steps = {name: step() for name, step in contenders.items()}
+            if turn >= WARM_UP:
+                copies.append(copy)
+                for name, step in steps.items():
+                    for direction, ms in step.items():
+                        taken.setdefault((name, direction), []).append(ms)
+    finally:
+        gc.enable()
+    rows = []
+    for (name, direction), own in taken.items():
+        row = {"contender": name, "direction": direction, **percentiles([1e3 * ms for ms in own])}
+        if torchs := taken.get(("torch", direction)):
+            row["times"] = median(t / o for t, o in zip(torchs, own, strict=True))
+        shares = [moved[direction] / 1e6 / ms / copy for ms, copy in zip(own, copies, strict=True)]
+        rows.append(row | {"share_of_copy": median(shares), "copy_GB_s": median(copies)})
+    return rows
+
+
+PEERS: dict[str, Callable[[int], torch.nn.Module]] = {
+    "apex SyncBatchNorm": lambda channels: import_apex("parallel").SyncBatchNorm(channels),
+    "inplace_abn": lambda channels: import_module("inplace_abn").InPlaceABN(channels),
+}
+"""Layers of other libraries, over (N, C, *): how to make one; raises ImportError where it is not there."""
+
+
+def peer_layers(channels: int, names: Iterable[str] = PEERS) -> dict[str, torch.nn.Module]:
+    """The available ones of PEERS; prints the others with the reason."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = PEERS[name](channels)
+        except ImportError as error:
+            print(f"not measured: {name}: {error}")
+    return found
 
 
 def output_of(*command: str) -> str:

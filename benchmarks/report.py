@@ -1,121 +1,95 @@
-"""Tables of results in Markdown, and a picture of the layers'.
+"""Results as tables in Markdown.
 
-python benchmarks/report.py [--name layers_cpu]     of bench_layers.py
-python benchmarks/report.py --name sync_cpu         of bench_sync.py
-python benchmarks/report.py --name vit_ops_cpu      of bench_vit_ops.py
+python benchmarks/report.py [NAME ...]     writes results/NAME.md from NAME.csv, or all of them
 """
 
-import matplotlib
+import argparse
+from pathlib import Path
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
-from harness import command_line, markdown, place, read_csv  # noqa: E402
+from harness import RESULTS, markdown, place, read_csv
+
+KEYS = ("world", "what", "shape", "dtype", "threads", "direction")
+CONVERTED = """\
+A training forward keeps as many MiB, and a whole step without the gradients of weights has this peak. x: the
+time of a step, on a CPU the processor's, over torch's. In fp32, or under autocast to bf16, which has
+cache_enabled=False for weight_casts. sac: selective checkpointing of each block, which keeps products,
+convolutions and attention; sac_half: every second product is repeated too; checkpoint: of whole blocks."""
+COPIED = """\
+x: torch's time over its own. What has to be read and written at least, at the speed of a copy that is made in
+turn, is 1.00 of copy"""
+WORDS = {
+    "convert": CONVERTED,
+    "curve": f"{CONVERTED}\n\n![bytes against time](NAME.png)",
+    "layers": f"{COPIED}: 8 passes over the activation, 3 forward and 5 backward. `keeps`: what a forward\n"
+    "leaves allocated, in activations.",
+    "ops": f"{COPIED}.",
+    "vit_ops": f"{COPIED}.",
+    "host": "x: torch's time over its own. The least of all rounds, on tensors so small that Python and "
+    "dispatch remain.",
+    "sync": "Medians of the slowest rank's. `bare`: torch.distributed's collective of as many numbers and "
+    "nothing else. Beside an exchange the x is bare's time over its own, beside a step `local`'s, which does "
+    "not share. `calls`: collectives + torch's ops, those inside others left out, by torch's profiler. More "
+    "ranks than cores wait for a core most of the time: only their counts mean something.",
+}
 
 
-def table(rows: list[dict[str, str]]) -> str:
-    header = "shape", "threads", "layer", "ms (p20 to p80)", "against torch", "8 passes / time"
-    lines = [
-        (
-            *(r[name] for name in ("shape", "threads", "layer")),
-            f"{float(r['p50_ms']):.2f} ({float(r['p20_ms']):.2f} to {float(r['p80_ms']):.2f})",
-            f"{float(r['speedup']):.2f}x",
-            f"{float(r['share_of_floor']):.2f}",
-            f"{float(r['saved_activations']):.2f}",
-        )
-        for r in rows
+def cell(row: dict[str, str], torchs: dict[str, str]) -> str:
+    """Time, and what else was measured; for a converted model beside the eager one's."""
+    if row.get("kept_MiB"):
+        names = ("kept_MiB", "peak_MiB", "p50_us")
+        kept, peak, us = (float(row[name]) for name in names)
+        if row is torchs:
+            return f"{kept:.0f} MiB, peak {peak:.0f}, {us / 1e3:.0f} ms"
+        kept, peak, us = (float(row[name]) / float(torchs[name]) for name in names)
+        bits = "" if float(row["same_bits"]) == 1 else ", other bits"
+        return f"{kept - 1:+.1%}, peak {peak - 1:+.1%}, {us:.2f}x{bits}"
+    us = float(row.get("p50_us") or row["least_us"])
+    parts = [f"{us:.0f} us" if us >= 100 else f"{us:.1f} us"]
+    shown = (("times", "{:.2f}x"), ("share_of_copy", "{:.2f} of copy"), ("kept", "keeps {:.2f}"))
+    parts += [form.format(float(row[name])) for name, form in shown if row.get(name)]
+    parts += [f"{row['collectives']} + {row['ops']} calls"] if row.get("ops") else []
+    return ", ".join(parts)
+
+
+def table(name: str, rows: list[dict[str, str]]) -> str:
+    """A line for each thing that was measured, with a column for each contender."""
+    keys = [key for key in KEYS if any(row.get(key) for row in rows)]
+    contenders = list(dict.fromkeys(row["contender"] for row in rows))
+    measured: dict[tuple[str, ...], dict[str, dict]] = {}
+    for row in rows:
+        measured.setdefault(tuple(row[key] for key in keys), {})[row["contender"]] = row
+    cells = [
+        (*of, *(cell(found[one], found.get("torch", {})) if one in found else "" for one in contenders))
+        for of, found in measured.items()
     ]
-    copies = [float(r["copy_GB_s"]) for r in rows]
-    text = [
-        *markdown((*header, "saved"), lines),
-        "",
-        f"Forward + backward of one layer, fp32. {place(rows[0])}, copy bandwidth "
-        f"{min(copies):.0f} to {max(copies):.0f} GB/s.",
-        "Activations that a forward leaves allocated.",
-        "",
-    ]
-    return "\n".join(text)
+    first = rows[0]
+    more = [f"{value} {key}" for key in ("cores", "hosts") if (value := first.get(key))]
+    more += [first["instructions"]] if first.get("instructions") else []
+    more += [f"a packet between hosts takes {first['delay_ms']} ms"] if first.get("delay_ms") else []
+    words = next(words for kind, words in WORDS.items() if name.startswith(kind))
+    places = dict.fromkeys(place(row, *more) for row in rows)
+    lines = markdown([*keys, *contenders], cells)
+    return "\n".join([*lines, "", words.replace("NAME", name), "", f"{'; '.join(places)}.", ""])
 
 
-def sync_table(rows: list[dict[str, str]]) -> str:
-    first, lines = rows[0], []
-    header = "ranks", "what", "C, or shape", "direction", "contender", "us (p95)", "collectives", "ops"
-    for r in rows:
-        ratio = f"{float(r['ratio']):.3g}"
-        if r.get("apex_ratio"):
-            ratio += f" ({float(r['apex_ratio']):.3g} times as fast as apex)"
-        cells = [r["world"], r["what"], r.get("shape") or r["channels"], r["direction"], r["contender"]]
-        cells += [f"{float(r['p50_us']):.0f} ({float(r['p95_us']):.0f})", r["collectives"], r["ops"]]
-        lines.append([*cells, ratio])
-    text = [
-        *markdown((*header, "bare / time, or time / local"), lines),
-        "",
-        f"{first['threads']} thread(s) per rank; medians of the slowest rank's. "
-        f"{place(first, first['cores'] + ' cores')}.",
-        "`bare`: torch.distributed's collective of as many numbers and nothing else. Counts are torch's",
-        "profiler's; ops are torch's, those inside others left out.",
-    ]
-    if first.get("hosts"):
-        text.append(
-            f"{first['hosts']} hosts with equal parts of the ranks; a packet between them takes "
-            f"{first['delay_ms']} ms."
-        )
-    elif any(int(r["world"]) > int(r["cores"]) for r in rows):
-        text.append(
-            "More ranks than cores wait for a core most of the time: only their counts mean something."
-        )
-    return "\n".join(text) + "\n"
-
-
-def vit_ops_table(rows: list[dict[str, str]]) -> str:
-    lines = []
-    for torchs, own in zip(rows[::2], rows[1::2], strict=True):
-        speeds = [f"{float(r['p50_ms']):.2f} ms, {float(r['GB_s']):.1f} GB/s" for r in (torchs, own)]
-        what = (own["op"], own["shape"], own["dtype"], own["direction"])
-        lines.append((*what, *speeds, f"{float(own['times']):.2f}"))
-    first, copies = rows[0], [float(r["copy_GB_s"]) for r in rows]
-    text = [
-        *markdown(("op", "shape", "dtype", "direction", "torch", "fastvit", "times as fast"), lines),
-        "",
-        "Processor time of the process; GB/s of what the operation has to read and write at least; a copy "
-        f"moves {min(copies):.0f} to {max(copies):.0f} GB/s.",
-        f"{place(first, first['threads'] + ' thread(s)')}.",
-    ]
-    return "\n".join(text) + "\n"
-
-
-def picture(rows: list[dict[str, str]], path) -> None:
-    groups = list(dict.fromkeys((r["shape"], r["threads"]) for r in rows))
-    layers = list(dict.fromkeys(r["layer"] for r in rows))
-    figure, axes = plt.subplots(figsize=(9, 0.62 * len(groups) + 1.6), layout="constrained")
-    height = 0.8 / len(layers)
-    for i, layer in enumerate(layers):
-        values = [
-            next(float(r["speedup"]) for r in rows if (r["shape"], r["threads"], r["layer"]) == (*g, layer))
-            for g in groups
-        ]
-        positions = [g + i * height for g in range(len(groups))]
-        bars = axes.barh(positions, values, height, label=layer)
-        axes.bar_label(bars, fmt="%.2f", padding=2, fontsize=7)
-    axes.axvline(1, color="black", linewidth=0.8)
-    axes.set_yticks([g + 0.4 - height / 2 for g in range(len(groups))])
-    axes.set_yticklabels([f"{shape}, {threads} thread(s)" for shape, threads in groups], fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xlabel("forward + backward, times faster than torch BatchNorm + leaky_relu(inplace=True)")
-    axes.legend(loc="lower right", fontsize=8)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=130)
+def write_table(path: Path) -> Path:
+    """Writes NAME.md beside NAME.csv."""
+    path.with_suffix(".md").write_text(table(path.stem, read_csv(path.stem, path.parent)))
+    return path
 
 
 def main() -> None:
-    parser = command_line(__doc__, None)
-    parser.add_argument("--name", default="layers_cpu", help="results/NAME.csv")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", help="of results, as ops_cpu (default: all)")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     options = parser.parse_args()
-    rows = read_csv(options.name, options.out)
-    text = (sync_table if "world" in rows[0] else vit_ops_table if "direction" in rows[0] else table)(rows)
-    if "layer" in rows[0]:
-        picture(rows, options.out / f"{options.name}.png")
-    (options.out / f"{options.name}.md").write_text(text)
-    print(text)
+    names = options.names or sorted(
+        path.stem for path in options.out.glob("*.csv") if path.stem.startswith(tuple(WORDS))
+    )
+    for name in names:
+        print(write_table(options.out / f"{name}.csv").with_suffix(".md"))
 
 
 if __name__ == "__main__":

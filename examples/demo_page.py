@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MultipleLocator
 
 from fastvit import info
 
@@ -26,20 +25,18 @@ __all__ = ["write_page"]
 
 TEMPLATE = Path(__file__).with_name("demo_page.html")
 INK = "#010203"  # drawn by matplotlib, replaced by the colour of the page's text
-STYLE = {  # label, colour, dashes; colours that stand out on white and on near-black
-    "torch": ("torch BatchNorm + LeakyReLU", "#8b95a5", ()),
-    "inplace-abn": ("fastvit InPlaceABN", "#e2762d", (4, 2)),
-    "fastvit-sync": ("fastvit SyncBatchNorm + LeakyReLU", "#22a06b", ()),
-    "inplace-abn-sync": ("fastvit InPlaceABNSync", "#3b82f6", (4, 2)),
+SYNCED = "#22a06b"  # colours that stand out on white and on near-black
+LAYERS = {  # label and colour, by the trainer's --norm and, of torch's layers, its --memory
+    "torch": ("torch BatchNorm + LeakyReLU", "#8b95a5"),
+    "fastvit-sync": ("fastvit SyncBatchNorm + LeakyReLU", SYNCED),
+    "inplace-abn": ("fastvit InPlaceABN", "#e2762d"),
+    "inplace-abn-sync": ("fastvit InPlaceABNSync", "#3b82f6"),
+    "convert": ("torch, convert(model)", "#0ea5a4"),
+    "products": ("torch, convert(model, products=True)", "#0f766e"),
 }
-RUNS = STYLE | {
-    "fastvit-sync": ("apex's SyncBatchNorm by fastvit.compat, LeakyReLU", "#22a06b", ()),
-    "apex-sync": ("NVIDIA apex SyncBatchNorm, LeakyReLU", "#22a06b", ()),
-}
-CALLS = {  # by --memory: label, colour
-    "off": ("as it is", STYLE["torch"][1]),
-    "convert": ("convert(model)", "#3b82f6"),
-    "products": ("convert(model, products=True)", "#0ea5a4"),
+RUNS = LAYERS | {
+    "fastvit-sync": ("apex's SyncBatchNorm by fastvit.compat, LeakyReLU", SYNCED),
+    "apex-sync": ("NVIDIA apex SyncBatchNorm, LeakyReLU", SYNCED),
 }
 COLOURED = "axes.edgecolor axes.labelcolor grid.color xtick.color ytick.color text.color".split()
 
@@ -72,32 +69,29 @@ def _svg(name: str, width: float, height: float, draw: Callable[[Axes], None]) -
     return text.replace("<svg", f'<svg role="img" aria-label="{html.escape(name)}"', 1)
 
 
-def _curves(results: Sequence[Result], column: str, log: bool) -> Callable[[Axes], None]:
+def _curves(results: Sequence[Result], column: str) -> Callable[[Axes], None]:
     def draw(axes: Axes) -> None:
-        for result in sorted(results, key=lambda r: list(RUNS).index(r.norm)):
-            label, colour, dashes = RUNS[result.norm]
+        for result in results:
+            label, colour = RUNS[result.norm]
             epochs, values = zip(*((row["epoch"], row[column]) for row in result.history), strict=True)
-            axes.plot(epochs, values, color=colour, dashes=dashes or (None, None), marker=".", label=label)
+            axes.plot(epochs, values, color=colour, marker=".", label=label)
         axes.set_xlabel("epoch")
         axes.xaxis.get_major_locator().set_params(integer=True)
-        if log:
+        if "loss" in column:
             axes.set_yscale("log")
             axes.legend(fontsize=6.5, frameon=False)
-        elif min(result.accuracy for result in results) > 0.9:
-            axes.set_ylim(0.8, 1.005)
-            axes.yaxis.set_major_locator(MultipleLocator(0.05))
         else:
-            axes.set_ylim(0, 1.02)
+            axes.set_ylim(0.8 if min(result.accuracy for result in results) > 0.9 else 0, 1.01)
 
     return draw
 
 
-def _bars(bars: Sequence[tuple[str, int, str]]) -> Callable[[Axes], None]:
-    """Horizontal bars of (label, bytes, colour), the first one on top."""
+def _bars(kept: dict[str, int]) -> Callable[[Axes], None]:
+    """A horizontal bar for each layer, the first one on top."""
 
     def draw(axes: Axes) -> None:
-        labels, sizes, colours = zip(*reversed(bars), strict=True)
-        values = [size / 2**20 for size in sizes]
+        labels, colours = zip(*(LAYERS[name] for name in reversed(kept)), strict=True)
+        values = [size / 2**20 for size in reversed(kept.values())]
         drawn = axes.barh(labels, values, color=colours, height=0.62)
         axes.bar_label(drawn, [f"{value:.2f} MiB" for value in values], padding=5)
         axes.set_xlim(0, max(values) * 1.16)
@@ -108,22 +102,11 @@ def _bars(bars: Sequence[tuple[str, int, str]]) -> Callable[[Axes], None]:
     return draw
 
 
-def _html_table(names: Sequence[str], rows: Sequence[Sequence[str]], main: int = -1) -> str:
-    """A table whose row `main` stands out."""
-    lines = ["<tr>" + "".join(f"<th>{name}</th>" for name in names) + "</tr>"]
-    for index, cells in enumerate(rows):
-        mark = ' class="main"' if index == main else ""
-        lines.append(f"<tr{mark}>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
-    return f'<div class="scroll"><table>{"".join(lines)}</table></div>'
-
-
-def _table_of_conversions(conversions: dict[str, int]) -> str:
-    base = conversions["off"]
-    rows = [
-        (CALLS[memory][0], f"{kept:,} B", f"{base - kept:,} B ({(base - kept) / base:.0%})")
-        for memory, kept in conversions.items()
-    ]
-    return _html_table(("fastvit.convert", "kept for backward", "saved"), rows)
+def _html_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = ["".join(f"<th>{name}</th>" for name in names)]
+    lines += ["".join(f"<td>{html.escape(cell)}</td>" for cell in cells) for cells in rows]
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f'<div class="scroll"><table>{body}</table></div>'
 
 
 def _speed(result: Result) -> float:
@@ -131,11 +114,11 @@ def _speed(result: Result) -> float:
     return statistics.median(row["images_per_second"] for row in result.history[1:] or result.history)
 
 
-def _table(results: Sequence[Result]) -> str:
+def _table_of_runs(results: Sequence[Result]) -> str:
     names = "layer", "test accuracy", "test loss", "images/s", "run", "ranks"
     rows = [
         (
-            html.escape(RUNS[result.norm][0]),
+            RUNS[result.norm][0],
             f"{result.accuracy:.3f}",
             f"{result.history[-1]['test_loss']:.4f}",
             f"{_speed(result):,.0f}",
@@ -144,15 +127,12 @@ def _table(results: Sequence[Result]) -> str:
         )
         for result in results
     ]
-    return _html_table(names, rows, main=0)
+    return _html_table(names, rows)
 
 
 def _table_of_layers(kept: dict[str, int]) -> str:
-    rows = [
-        (html.escape(STYLE[norm][0]), f"{size:,} B", f"{size / kept['torch']:.0%}")
-        for norm, size in kept.items()
-    ]
-    return _html_table(("layer", "kept for backward", "of torch"), rows, main=0)
+    rows = [(LAYERS[name][0], f"{size:,} B", f"{size / kept['torch']:.0%}") for name, size in kept.items()]
+    return _html_table(("layer", "kept for backward", "of torch's"), rows)
 
 
 def _facts(results: Sequence[Result], batch: int) -> str:
@@ -169,46 +149,39 @@ def _facts(results: Sequence[Result], batch: int) -> str:
     return "<dl>" + "".join(f"<dt>{k}</dt><dd>{html.escape(v)}</dd>" for k, v in facts.items()) + "</dl>"
 
 
-def write_page(
-    path: Path, results: Sequence[Result], kept: dict[str, int], conversions: dict[str, int], batch: int
-) -> Path:
+def write_page(path: Path, results: Sequence[Result], kept: dict[str, int], batch: int) -> Path:
     """Write the page and return its path.
 
     Args:
         path: the HTML file.
         results: of both runs, the main one first.
-        kept: bytes that the model keeps for backward, by norm; `torch` is among them.
-        conversions: kept bytes of the model with torch BatchNorm, by the trainer's --memory.
-        batch: images of the batch for which `kept` and `conversions` were measured.
+        kept: bytes that the model keeps for backward, by the keys of LAYERS; `torch` is among them.
+        batch: images of the batch for which `kept` was measured.
     """
     main = results[0]
     less = 1 - kept[main.norm] / kept["torch"]
-    emulated = main.level == "O0" and ", since this CPU emulates bfloat16"
+    emulated = ", since this CPU emulates bfloat16" if main.level == "O0" else ""
     tiles = (
         (f"{main.accuracy:.3f}", "test accuracy, InPlaceABNSync"),
         (f"{less:.0%} less", "kept for the backward pass of the whole model than with torch BatchNorm"),
         (f"{_speed(main):,.0f}", f"images per second in training, {main.ranks} rank(s)"),
         (f"{main.seconds:.0f} s", "main run, start of the processes included"),
     )
-    charts = [
-        (title, _svg(f"{title.lower()} by epoch", 4.3, 3.1, _curves(results, column, "loss" in column)))
+    charts = {
+        title: _svg(f"{title.lower()} by epoch", 4.3, 3.1, _curves(results, column))
         for title, column in (
             ("Training loss", "train_loss"),
             ("Test loss", "test_loss"),
             ("Test accuracy", "test_accuracy"),
-        )  # fmt: skip
-    ]
-    layers = [(label, kept[norm], colour) for norm, (label, colour, _) in STYLE.items()]
-    modes = [(CALLS[memory][0], size, CALLS[memory][1]) for memory, size in conversions.items()]
+        )
+    }
     parts = {
         "tiles": "".join(f'<div class="tile"><b>{big}</b><span>{text}</span></div>' for big, text in tiles),
-        "charts": "".join(f"<figure><figcaption>{title}</figcaption>{svg}</figure>" for title, svg in charts),
-        "bars": _svg("kept for backward by layer", 8.2, 2.3, _bars(layers)),
-        "table": _table(results),
+        "charts": "".join(f"<figure><figcaption>{k}</figcaption>{svg}</figure>" for k, svg in charts.items()),
+        "table": _table_of_runs(results),
+        "bars": _svg("kept for backward by layer", 8.2, 2.9, _bars(kept)),
         "layer_table": _table_of_layers(kept),
-        "level": f"{main.level}{emulated or ''}",
-        "conversion_bars": _svg("kept for backward by mode", 8.2, 1.9, _bars(modes)),
-        "conversion_table": _table_of_conversions(conversions),
+        "level": main.level + emulated,
         "facts": _facts(results, batch),
         "commands": html.escape("\n".join(result.command for result in results)),
         "batch": str(batch),

@@ -31,7 +31,7 @@ from fastvit.training.datasets import load_digits
 from fastvit.training.engine import import_apex
 
 MAIN = "inplace-abn-sync"
-MEASURED = ("inplace-abn-sync", "torch", "inplace-abn", "fastvit-sync")  # bytes kept for backward
+MEASURED = ("torch", "fastvit-sync", "inplace-abn", MAIN)  # bytes kept for backward
 EPOCHS = 12
 BATCH = 32  # images per rank
 REQUIRED_ACCURACY = 0.97
@@ -54,13 +54,12 @@ class Result:
         return self.history[-1]["test_accuracy"]
 
 
-def conversions(images: torch.Tensor) -> dict[str, int]:
-    """Kept bytes of the model with torch BatchNorm, as it is and converted, by the trainer's --memory."""
-    kept: dict[str, int] = {}
+def kept_bytes(images: torch.Tensor) -> dict[str, int]:
+    """What the model keeps for backward: with each norm, and with torch's converted by fastvit.convert."""
+    kept = {norm: fastvit.report(vit_digits(norm), images).kept_before for norm in MEASURED}
     for memory in ("convert", "products"):
         model = fastvit.convert(vit_digits("torch"), products=memory == "products")
-        report = fastvit.report(model, images)
-        kept |= {"off": report.kept_before, memory: report.kept_after}
+        kept[memory] = fastvit.report(model, images).kept_after
     return kept
 
 
@@ -81,24 +80,22 @@ def amp_level() -> str:
 def train(norm: str, ranks: int, epochs: int, threads: int, out: Path) -> Result:
     """One training run in processes of its own; the main one shows its progress, the other has a log."""
     level = amp_level()
-    torchrun = f"torchrun --standalone --nproc_per_node={ranks}"
-    recipe = f"--norm {norm} --amp {level} --optimizer fused-adam"
-    flags = f"{recipe} --epochs {epochs} --batch-size {BATCH} --threads {threads} --out {norm}"
-    command = f"{torchrun if ranks > 1 else 'python'} -m fastvit.training {flags}"
-    words = command.replace("torchrun", "python -m torch.distributed.run").split()
+    launcher = f"torch.distributed.run --standalone --nproc_per_node={ranks} -m " if ranks > 1 else ""
+    recipe = f"--norm {norm} --amp {level} --optimizer fused-adam --epochs {epochs} --batch-size {BATCH}"
+    command = f"python -m {launcher}fastvit.training {recipe} --threads {threads} --out {norm}"
     # torchrun warns about an unset OMP_NUM_THREADS; the trainer sets the number of threads itself.
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
     start = time.perf_counter()
     with open(os.devnull if norm == MAIN else out / f"{norm}.log", "w") as log:
         to = {} if norm == MAIN else {"stdout": log, "stderr": subprocess.STDOUT}
         # cwd: so that the installed package is imported, not a source tree in the current directory.
-        done = subprocess.run([sys.executable, *words[1:]], cwd=out, env=environment, timeout=RUN_LIMIT, **to)
+        words = [sys.executable, *command.split()[1:]]
+        done = subprocess.run(words, cwd=out, env=environment, timeout=RUN_LIMIT, **to)
     if done.returncode:
         where = "above" if norm == MAIN else f"in {log.name}"
         sys.exit(f"digits_demo: {command} failed with status {done.returncode}; its output is {where}")
     seconds = time.perf_counter() - start
-    rows = (out / norm / "metrics.jsonl").read_text().splitlines()
-    history = [json.loads(row) for row in rows]
+    history = [json.loads(row) for row in (out / norm / "metrics.jsonl").read_text().splitlines()]
     result = Result(norm, level, command, ranks, seconds, history)
     print(f"{norm}: test accuracy {result.accuracy:.3f}, {seconds:.0f} s", flush=True)
     return result
@@ -140,14 +137,11 @@ def main() -> None:
     except ConfigError as error:
         sys.exit(f"digits_demo: {error}")
     clear(out)
-    images = load_digits(0).train.images[:BATCH]
-    kept = {norm: fastvit.report(vit_digits(norm), images).kept_before for norm in MEASURED}
-    converted = conversions(images)
+    kept = kept_bytes(load_digits(0).train.images[:BATCH])
     results = compare(out, options.epochs, options.quick)
-    memory = {"layers": kept, "conversions": converted}
-    for name, found in (("summary.json", [asdict(result) for result in results]), ("memory.json", memory)):
+    for name, found in (("summary.json", [asdict(result) for result in results]), ("memory.json", kept)):
         (out / name).write_text(json.dumps(found, indent=2) + "\n")
-    page = write_page(out / "index.html", results, kept, converted, BATCH)
+    page = write_page(out / "index.html", results, kept, BATCH)
     accuracy = results[0].accuracy
     if accuracy < REQUIRED_ACCURACY and not options.quick:
         sys.exit(f"digits_demo: test accuracy {accuracy:.3f} of {MAIN} is below {REQUIRED_ACCURACY}: {page}")

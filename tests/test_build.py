@@ -2,6 +2,7 @@
 
 import os
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -72,45 +73,52 @@ runpy.run_path("setup.py")
     assert message in build("-c", code)
 
 
-def test_cuda_choice(tmp_path):
-    find = setup_globals(FASTVIT_CUDA="0")["find_cuda"]
-    assert find() == (None, "FASTVIT_CUDA=0")
+def find_cuda(monkeypatch, editable=False, cuda="auto", home="", path=""):
+    """The toolkit that setup.py finds, or None, and why."""
+    for name, value in (("CUDA_HOME", home), ("CUDA_PATH", ""), ("PATH", f"{path}:/bin:/usr/bin")):
+        monkeypatch.setenv(name, str(value))
+    return setup_globals(FASTVIT_CUDA=cuda)["find_cuda"](editable)
+
+
+def test_cuda_choice(tmp_path, monkeypatch):
+    assert find_cuda(monkeypatch, cuda="0", home=toolkit(tmp_path)) == (None, "FASTVIT_CUDA=0")
     with pytest.raises(SystemExit, match="FASTVIT_CUDA is 'yes'; auto, 0 or 1 expected"):
-        setup_globals(FASTVIT_CUDA="yes")["find_cuda"]()
+        find_cuda(monkeypatch, cuda="yes")
+    monkeypatch.setattr(torch.version, "hip", "6.3")
+    assert "this torch is a ROCm build" in find_cuda(monkeypatch)[1]
 
 
-def test_toolkit_behind_a_wrapper_script(tmp_path):
-    """nvcc on PATH may be a wrapper script: it prints the toolkit's folder."""
+def test_toolkits(tmp_path, monkeypatch):
+    """nvcc on PATH may be a script that prints the toolkit's folder; Debian's headers are not in that."""
     real = toolkit(tmp_path / "cuda")
-    wrapper = toolkit(tmp_path / "other", nvcc=f"echo '#$ TOP={real}/bin/..' >&2") / "bin"
-    (tmp_path / "other/include/cuda_runtime.h").unlink()
-    environment = {"FASTVIT_CUDA": "auto", "CUDA_HOME": "", "CUDA_PATH": ""}
-    environment["PATH"] = f"{wrapper}:/bin:/usr/bin"
-    with mock.patch.dict(os.environ, environment):
-        assert setup_globals(**environment)["find_cuda"]() == (real, f"toolkit at {real}")
-    with mock.patch.dict(os.environ, {**environment, "CUDA_HOME": str(real), "PATH": "/nowhere"}):
-        assert setup_globals()["find_cuda"]()[0] == real
+    assert find_cuda(monkeypatch, home=real) == (real, f"toolkit at {real}")
+    wrapper = toolkit(tmp_path / "other", nvcc=f"echo '#$ TOP={real}/bin/..' >&2")
+    (wrapper / "include/cuda_runtime.h").unlink()
+    assert find_cuda(monkeypatch, path=wrapper / "bin")[0] == real
+    debian = toolkit(tmp_path / "usr", nvcc="echo '#$ TOP=/usr/lib/nvidia-cuda-toolkit' >&2")
+    assert find_cuda(monkeypatch, path=debian / "bin")[0] == debian
+    old = toolkit(tmp_path / "old", version="11080")
+    with pytest.raises(SystemExit, match="has CUDA 11.8, and the kernels need 12.4 or later"):
+        find_cuda(monkeypatch, home=old)
 
 
 @pytest.mark.skipif(Path("/usr/local/cuda").exists(), reason="this machine has a toolkit where all look")
-def test_no_toolkit(tmp_path):
-    environment = {"PATH": str(tmp_path), "CUDA_HOME": str(tmp_path), "CUDA_PATH": ""}
-    with mock.patch.dict(os.environ, environment):
-        cuda, why = setup_globals(FASTVIT_CUDA="auto")["find_cuda"]()
-        assert cuda is None and why.startswith("no CUDA toolkit found")
-        with pytest.raises(SystemExit, match="FASTVIT_CUDA=1, but there is no CUDA toolkit; set CUDA_HOME"):
-            setup_globals(FASTVIT_CUDA="1")["find_cuda"]()
+def test_no_toolkit(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
+    cuda, why = find_cuda(monkeypatch, home=tmp_path)
+    assert cuda is None and why.startswith("no CUDA toolkit found")
+    with pytest.raises(SystemExit, match="FASTVIT_CUDA=1, but there is no CUDA toolkit; set CUDA_HOME"):
+        find_cuda(monkeypatch, cuda="1")
 
 
 def test_an_editable_install_builds_no_kernels_that_its_torch_cannot_load(tmp_path, monkeypatch):
     toolkit(tmp_path)
-    find = setup_globals(FASTVIT_CUDA="auto", CUDA_HOME=str(tmp_path))["find_cuda"]
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert find(editable=True)[0] is None and "this torch is a CPU build" in find(editable=True)[1]
-    assert find()[0] == tmp_path  # a wheel is for every torch
+    found, why = find_cuda(monkeypatch, editable=True, home=tmp_path)
+    assert found is None and "this torch is a CPU build" in why
+    assert find_cuda(monkeypatch, home=tmp_path)[0] == tmp_path  # a wheel is for every torch
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert find(editable=True)[0] == tmp_path
+    assert find_cuda(monkeypatch, editable=True, home=tmp_path)[0] == tmp_path
 
 
 def test_a_script_beside_the_clone_imports_the_package(tmp_path):
@@ -121,33 +129,31 @@ def test_a_script_beside_the_clone_imports_the_package(tmp_path):
     assert result.returncode == 0 and result.stdout.startswith("InPlaceABN(4"), result.stderr
 
 
+NEWEST = "75 80 86 90 100 120"
+
+
 @pytest.mark.parametrize(
-    "wish,codes",
+    "wish,known,gpu,codes",
     [
-        ("", "compute_75 sm_75 sm_80 sm_90 sm_100 compute_120 sm_120"),
-        ("8.6 9.0a;", "sm_86 sm_90a"),
-        ("8.0 8.6+PTX", "sm_80 compute_86 sm_86"),
-        ("Ampere", "sm_80 compute_86 sm_86"),
+        ("", NEWEST, False, "compute_75 sm_75 sm_80 sm_90 sm_100 compute_120 sm_120"),
+        ("", "80 86 89 90", False, "sm_80 sm_90"),  # those that an older toolkit knows
+        ("8.6 9.0a;", NEWEST, False, "sm_86 sm_90a"),
+        ("8.0 8.6+PTX", NEWEST, False, "sm_80 compute_86 sm_86"),
+        ("Ampere", NEWEST, False, "sm_80 compute_86 sm_86"),
+        ("", NEWEST, True, "compute_86 sm_86"),
+        ("native", NEWEST, True, "compute_86 sm_86"),
     ],
 )
-def test_architectures(tmp_path, monkeypatch, wish, codes):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with mock.patch.dict(os.environ, {"TORCH_CUDA_ARCH_LIST": wish}):
-        found = setup_globals()["gencode_of"](toolkit(tmp_path))
-    assert sorted(option.rsplit("=", 1)[1] for option in found) == sorted(codes.split())
-    lines = setup_globals()["ninja_file"]("g++", tmp_path, "a toolkit", ["baseline"], found)
-    assert f" {' '.join(found)} " in lines and "with CUDA 13.0" in lines
-
-
-def test_architectures_of_the_visible_gpus(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+def test_architectures(tmp_path, monkeypatch, wish, known, gpu, codes):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_80", "sm_90"])
-    for wish in ("", "native"):
-        with mock.patch.dict(os.environ, {"TORCH_CUDA_ARCH_LIST": wish}):
-            found = setup_globals()["gencode_of"](toolkit(tmp_path))
-        assert sorted(option.rsplit("=", 1)[1] for option in found) == ["compute_86", "sm_86"]
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", wish)
+    found = setup_globals()["gencode_of"](toolkit(tmp_path, known))
+    assert sorted(option.rsplit("=", 1)[1] for option in found) == sorted(codes.split())
+    lines = setup_globals()["ninja_file"]("g++", tmp_path, "a toolkit", ["baseline"], found)
+    assert f" {' '.join(found)} " in lines and "with CUDA 13.0" in lines
 
 
 @pytest.mark.parametrize(
@@ -160,19 +166,9 @@ def test_architectures_of_the_visible_gpus(tmp_path, monkeypatch):
 )
 def test_architectures_that_cannot_be(tmp_path, monkeypatch, wish, message):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with mock.patch.dict(os.environ, {"TORCH_CUDA_ARCH_LIST": wish}):
-        with pytest.raises(SystemExit, match=message):
-            setup_globals()["gencode_of"](toolkit(tmp_path))
-
-
-def test_an_older_toolkit_gets_the_architectures_that_it_knows(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with mock.patch.dict(os.environ, {"TORCH_CUDA_ARCH_LIST": ""}):
-        found = setup_globals()["gencode_of"](toolkit(tmp_path, "80 86 89 90", "12060"))
-    assert [option.rsplit("=", 1)[1] for option in found] == ["sm_80", "sm_90"]
-    with mock.patch.dict(os.environ, {"CUDA_HOME": str(toolkit(tmp_path, version="11080"))}):
-        with pytest.raises(SystemExit, match="has CUDA 11.8, and the kernels need 12.4 or later"):
-            setup_globals(FASTVIT_CUDA="1")["find_cuda"]()
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", wish)
+    with pytest.raises(SystemExit, match=message):
+        setup_globals()["gencode_of"](toolkit(tmp_path))
 
 
 def test_a_compiler_with_flags(tmp_path):
@@ -180,25 +176,10 @@ def test_a_compiler_with_flags(tmp_path):
     assert "-ccbin g++ -Xcompiler '-m64 -fPIC " in lines and "g++ -m64 -O3" in lines
 
 
-def test_debians_toolkit(tmp_path):
-    """Its nvcc is a script in /usr/bin that prints another folder, and its headers are in /usr/include."""
-    usr = toolkit(tmp_path, nvcc="echo '#$ TOP=/usr/lib/nvidia-cuda-toolkit' >&2")
-    with mock.patch.dict(os.environ, {"PATH": f"{usr}/bin:/bin:/usr/bin", "CUDA_HOME": "", "CUDA_PATH": ""}):
-        assert setup_globals(FASTVIT_CUDA="1")["find_cuda"]()[0] == usr
-
-
-def test_rocm_and_other_systems(monkeypatch):
-    monkeypatch.setattr(torch.version, "hip", "6.3")
-    assert "this torch is a ROCm build" in setup_globals(FASTVIT_CUDA="auto")["find_cuda"]()[1]
-    monkeypatch.setattr(sys, "platform", "win32")
-    with pytest.raises(SystemExit, match="Linux expected, this is win32"):
-        setup_globals()
-
-
 def test_a_package_without_kernels(monkeypatch, tmp_path):
     """On any system, and its wheel is for any."""
     monkeypatch.setattr(sys, "platform", "darwin")
-    setup_globals(FASTVIT_KERNELS="0")
+    setup_globals(FASTVIT_KERNELS="0")  # raises nothing
     with pytest.raises(SystemExit, match="Linux expected, this is darwin.* FASTVIT_KERNELS=0 installs what"):
         setup_globals(FASTVIT_KERNELS="1")
     with pytest.raises(SystemExit, match="FASTVIT_KERNELS is 'no'; 0 or 1 expected"):
@@ -219,12 +200,6 @@ def test_instruction_sets():
     assert setup_globals(FASTVIT_CPU="native")["instruction_sets"](editable=False) == [setup["native"]()]
     with pytest.raises(SystemExit, match="FASTVIT_CPU is 'avx9'; native or all expected"):
         setup_globals(FASTVIT_CPU="avx9")["instruction_sets"](editable=False)
-
-
-def test_the_library_says_whose_runtime_it_has(tmp_path):
-    version = setup_globals()["version_of"]
-    assert version(tmp_path) == "unknown"
-    assert version(toolkit(tmp_path, version="12080")) == "12.8"
 
 
 def test_kernels_that_do_not_compile_are_an_error(tmp_path):

@@ -12,7 +12,6 @@ import pytest
 from fastvit.training.checkpoint import load_checkpoint
 
 DEMO = Path(__file__).parents[1] / "examples" / "digits_demo.py"
-LAYERS = ["inplace-abn-sync", "torch", "inplace-abn", "fastvit-sync"]
 RUNS = ["inplace-abn-sync", "fastvit-sync"]
 
 
@@ -41,40 +40,29 @@ def test_page_is_whole_and_stands_alone(demo):
     page = (demo[0] / "index.html").read_text()
     assert page.rstrip().endswith("</html>")
     assert not re.search(r"https?:|//[a-z]|<script|<link|@import|url\((?!#)", page)
-    assert page.count("<figure") == 5
+    assert page.count("<figure") == 4
     labels = ["torch BatchNorm", "fastvit InPlaceABN<", "fastvit SyncBatchNorm", "fastvit InPlaceABNSync"]
     assert all(label in page for label in labels)
     assert "apex's SyncBatchNorm by fastvit.compat" in page or "NVIDIA apex SyncBatchNorm" in page
     assert re.search(r"amp O[01]", page)
 
 
-def test_in_place_layers_save_memory(demo):
-    kept = json.loads((demo[0] / "memory.json").read_text())["layers"]
-    assert list(kept) == LAYERS
-    # 32 images: three layers of the stem at 8x8 and four of MLPs at 16 tokens of 256 do not save their input.
-    inputs = 32 * 4 * ((32 + 32 + 64) * 64 + 4 * 16 * 256)
-    slack = 64 * 1024  # mean and deviation per channel
-    assert abs(kept["torch"] - kept["inplace-abn"] - inputs) < slack
-    assert kept["inplace-abn-sync"] == kept["inplace-abn"]
-    assert abs(kept["fastvit-sync"] - kept["torch"]) < slack
-
-
-def test_page_shows_what_each_conversion_saves(demo):
-    kept = json.loads((demo[0] / "memory.json").read_text())["conversions"]
-    assert list(kept) == ["off", "convert", "products"]
+def test_in_place_layers_and_conversions_save_memory(demo):
+    kept = json.loads((demo[0] / "memory.json").read_text())
+    # 32 images: three layers of the stem at 8x8, and in each of four blocks one of 16 tokens of 256.
     stem, tokens = 32 * 4 * (32 + 32 + 64) * 64, 32 * 4 * 4 * 16 * 256
     norms = 32 * 4 * (2 * 4) * 16 * 64  # outputs of the blocks' LayerNorms
-    slack = 64 * 1024
-    saved = {memory: kept["off"] - size for memory, size in kept.items()}
+    slack = 64 * 1024  # mean and deviation per channel
+    assert abs(kept["torch"] - kept["inplace-abn"] - stem - tokens) < slack
+    assert kept["inplace-abn-sync"] == kept["inplace-abn"]
+    assert abs(kept["fastvit-sync"] - kept["torch"]) < slack
+    saved = {memory: kept["torch"] - kept[memory] for memory in ("convert", "products")}
     assert saved["convert"] > stem + tokens + norms - slack
     assert saved["products"] > saved["convert"] + 4 * slack
     page = (demo[0] / "index.html").read_text()
-    svg = page[page.index('aria-label="kept for backward by mode"') :].split("</svg>")[0]
-    calls = {"off": "as it is", "convert": "convert(model)", "products": "convert(model, products=True)"}
-    for memory, size in kept.items():
-        assert f"{size:,} B" in page
-        assert f"{size / 2**20:.2f} MiB" in svg
-        assert calls[memory] in svg
+    svg = page[page.index('aria-label="kept for backward by layer"') :].split("</svg>")[0]
+    assert "convert(model, products=True)" in svg
+    assert all(f"{size:,} B" in page and f"{size / 2**20:.2f} MiB" in svg for size in kept.values())
 
 
 @pytest.mark.parametrize("norm", RUNS)

@@ -110,53 +110,39 @@ def test_killed_before_the_first_call(ranks):
     assert "rank 1 did not come within 2 s" in message and seconds < 6
 
 
-def skips(rank, world, channels, direction):
+def skips(rank, world, channels, directions):
     torch.manual_seed(rank)
     a, b, c = (fastvit.SyncBatchNorm(n) for n in (6, channels, 6))
     x = leaf(), leaf(channels), leaf()
     for layer, one in zip((a, b, c), x, strict=True):
         layer(one).sum().backward()
-    if direction == "forward":
-        a(x[0])
+    y = [a(x[0])]
+    if "forward" not in directions:
+        y.append(b(x[1]))
+    if directions[rank] == "forward":
         message, seconds = error_of((lambda: b(x[1])) if rank == 0 else (lambda: c(x[2])), a, b, c)
     else:
-        y = a(x[0]), b(x[1])
         message, seconds = error_of(y[1 - rank].sum().backward)
     ends([a, c])
     return message, seconds
 
 
 @both_ways
-@pytest.mark.parametrize("channels", [6, 40])
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_a_rank_skips_a_layer(ranks, direction, channels, statistics):
-    results = ranks.run(2, skips, channels, direction, statistics=statistics)
-    names = f"layer 1 (sync_batch_norm, {channels} channels)", "layer 2 (sync_batch_norm, 6 channels)"
-    if direction == "backward":
-        names = names[0], "layer 0 (sync_batch_norm, 6 channels)"
+@pytest.mark.parametrize(
+    "channels,directions",
+    [
+        *((channels, (way, way)) for way in ("forward", "backward") for channels in (6, 40)),
+        (6, ("forward", "backward")),  # one rank is in a forward when the other is in its backward
+    ],
+)
+def test_a_rank_skips_a_layer(ranks, directions, channels, statistics):
+    results = ranks.run(2, skips, channels, directions, statistics=statistics)
+    second = 2 if directions[1] == "forward" else 0
+    names = f"layer 1 (sync_batch_norm, {channels} channels)", f"layer {second} (sync_batch_norm, 6 channels)"
     for rank, (message, seconds) in enumerate(results):
-        assert f"rank {rank} is in {direction} of {names[rank]}, step" in message and seconds < 5
-        assert f"rank {1 - rank} in {direction} of {names[1 - rank]}, step" in message
-
-
-def one_is_ahead(rank, world):
-    """One rank is in a forward when the other is in its backward."""
-    a, b = layers(2)
-    works([a, b])
-    y = a(leaf())
-    message, seconds = error_of((lambda: b(leaf())) if rank == 0 else y.sum().backward, b)
-    again = [error_of(lambda: a(leaf()), a)[0] for _ in range(2)]
-    return message, seconds, again
-
-
-@both_ways
-def test_a_forward_that_meets_a_backward(ranks, statistics):
-    results = ranks.run(2, one_is_ahead, statistics=statistics, breaks=True, group_timeout=2)
-    names = "forward of layer 1 (sync_batch_norm, 6 channels)", "backward of layer 0 (sync_batch_norm, 6 ch"
-    for rank, (message, seconds, again) in enumerate(results):
-        assert f"rank {rank} " in message and f"in {names[rank]}" in message and seconds < 4
-        assert names[1 - rank] in message
-        assert all("an exchange of this group has failed (" in text for text in again)
+        assert f"rank {rank} is in {directions[rank]} of {names[rank]}, step" in message and seconds < 5
+        other = 1 - rank
+        assert f"rank {other} in {directions[other]} of {names[other]}, step" in message
 
 
 class Fails(torch.autograd.Function):
@@ -210,53 +196,39 @@ def test_a_rank_begins_anew_after_an_error_of_its_own(ranks, where, statistics):
         assert all("an exchange of this group has failed (" in text for text in said[1:]), said
 
 
+DIFFERENCES = {  # layer's channels and options, by rank
+    "channels": [(6, {}), (7, {})],
+    "dtype": [(6, {}), (6, {"dtype": torch.float64})],
+    "momentum": [(6, {}), (6, {"momentum": None})],
+    "order": [(6, {}), (6, {})],
+    "arenas": [(6, {}), (4096, {})],  # 4096 need larger arenas than the first ones
+    "arenas of rank 0": [(4096, {}), (6, {})],
+}
+
+
 def differ(rank, world, what):
-    (good,) = layers(1)
-    works([good])
-    if what == "channels":
-        layer, x = fastvit.SyncBatchNorm(6 + rank), leaf(6 + rank)
-    elif what == "dtype":
-        dtype = torch.float64 if rank else torch.float32
-        layer, x = fastvit.SyncBatchNorm(6, dtype=dtype), leaf(dtype=dtype)
-    elif what == "momentum":
-        layer, x = fastvit.SyncBatchNorm(6, momentum=None if rank else 0.1), leaf()
-    else:
-        layer, x = (fastvit.InPlaceABNSync if rank else fastvit.SyncBatchNorm)(6), leaf().clone()
+    first = what.startswith("arenas")  # at the very first call of a group
+    good = [] if first else layers(1)
+    works(good)
+    channels, options = DIFFERENCES[what][rank]
+    kind = fastvit.InPlaceABNSync if what == "order" and rank else fastvit.SyncBatchNorm
+    layer, x = kind(channels, **options), leaf(channels, options.get("dtype", torch.float32)).detach()
     message, seconds = error_of(lambda: layer(x), layer)
-    works([good])
+    works(good or layers(2))
     return message, seconds
 
 
 @both_ways
-@pytest.mark.parametrize("what", ["channels", "dtype", "momentum", "order"])
+@pytest.mark.parametrize("what", DIFFERENCES)
 def test_layers_that_differ(ranks, what, statistics):
+    number = 0 if what.startswith("arenas") else 1
     for message, seconds in ranks.run(2, differ, what, statistics=statistics):
-        assert "the ranks of group 0 differ in their layer 1: " in message and seconds < 5
-        shown = {
-            "channels": "7 channels",
-            "dtype": "float64",
-            "momentum": "cumulative",
-            "order": "inplace_abn",
-        }
-        assert "rank 0: sync_batch_norm, 6 channels, torch.float32, momentum 0.1" in message
-        assert "rank 1: " in message and shown[what] in message.split("rank 1: ")[-1]
-
-
-def differ_at_first(rank, world, wide):
-    channels = 4096 if rank == wide else 6  # 4096 need larger arenas than the first ones
-    layer = fastvit.SyncBatchNorm(channels)
-    message, seconds = error_of(lambda: layer(leaf(channels)), layer)
-    works(layers(2))
-    return message, seconds
-
-
-@both_ways
-@pytest.mark.parametrize("wide", [0, 1])
-def test_layers_that_differ_at_the_very_first_call(ranks, wide, statistics):
-    for message, seconds in ranks.run(2, differ_at_first, wide, statistics=statistics):
-        assert "the ranks of group 0 differ in their layer 0: " in message and seconds < 5
-        assert f"rank {wide}: sync_batch_norm, 4096 channels" in message
-        assert f"rank {1 - wide}: sync_batch_norm, 6 channels" in message
+        assert f"the ranks of group 0 differ in their layer {number}: " in message and seconds < 5
+        for rank, (channels, options) in enumerate(DIFFERENCES[what]):
+            op = "inplace_abn" if what == "order" and rank else "sync_batch_norm"
+            momentum = "cumulative" if "momentum" in options else "0.1"
+            said = f"{op}, {channels} channels, {options.get('dtype', torch.float32)}, momentum {momentum}"
+            assert f"rank {rank}: {said}" in message
 
 
 def other_group(rank, world, used_before):

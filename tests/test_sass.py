@@ -1,6 +1,5 @@
 """tools/sass.py reads ptxas' report, and fails where a kernel spills."""
 
-import runpy
 import shutil
 import subprocess
 import sys
@@ -19,17 +18,9 @@ ptxas info    : Used 10 registers
 """
 
 
-def test_resources_of_kernels():
-    found = runpy.run_path(str(SASS))["resources"](LOG.format(spills=8))
-    assert found == {
-        "_ZN7fastvit3oneEv": {"registers": 72, "stack": 16, "spills": 12, "shared": 3088},
-        "_ZN7fastvit3twoEv": {"registers": 10, "stack": 0, "spills": 0, "shared": 0},
-    }
-
-
 @pytest.mark.skipif(not shutil.which("c++filt"), reason="there is no c++filt")
 def test_a_spill_is_an_error(tmp_path):
-    """With a toolkit whose nvcc says so."""
+    """With a toolkit whose nvcc says so; stores and loads of spills are added up."""
     (tmp_path / "include").mkdir()
     (tmp_path / "include/cuda_runtime.h").touch()
     (tmp_path / "bin").mkdir()
@@ -40,4 +31,5 @@ def test_a_spill_is_an_error(tmp_path):
     environment = {"CUDA_HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
     result = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
     assert result.returncode == 1, result.stderr
+    assert "90\t72\t16\t12\t3088\tone\n90\t10\t0\t0\t0\ttwo\n" in result.stdout
     assert result.stdout.endswith("2 kernels, 1 spill or have a stack frame\nfastvit::one sm_90\n")

@@ -1,5 +1,6 @@
 """Statistics over 2-4 gloo processes: equal to one big batch, collectives counted, faults end in errors."""
 
+import contextlib
 import copy
 from unittest import mock
 
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from ranks import both_ways
 from tolerances import check
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import fastvit
 from fastvit.sync.collective import ALL_GATHER
@@ -99,52 +101,37 @@ def test_all_ranks_empty(ranks):
     ranks.run(2, all_ranks_empty)
 
 
-class CountingCollectives:
+@contextlib.contextmanager
+def called():
     """Counts every collective of torch.distributed that is called as its attribute."""
-
-    NAMES = (ALL_GATHER, "all_gather", "all_reduce", "all_to_all_single", "broadcast", "barrier", "isend")
-
-    def __enter__(self):
-        self.counts = dict.fromkeys(self.NAMES, 0)
-        self.patches = [mock.patch.object(dist, name, self.counted(name)) for name in self.NAMES]
-        for patch in self.patches:
-            patch.start()
-        return self
-
-    def counted(self, name):
-        original = getattr(dist, name)
-
-        def call(*args, **kwargs):
-            self.counts[name] += 1
-            return original(*args, **kwargs)
-
-        return call
-
-    def __exit__(self, *_):
-        for patch in self.patches:
-            patch.stop()
-
-    def called(self):
-        return {name: count for name, count in self.counts.items() if count}
+    names = (ALL_GATHER, "all_gather", "all_reduce", "all_to_all_single", "broadcast", "barrier", "isend")
+    counts: dict[str, int] = {}
+    with contextlib.ExitStack() as stack:
+        spies = {
+            name: stack.enter_context(mock.patch.object(dist, name, wraps=getattr(dist, name)))
+            for name in dict.fromkeys(names)
+        }
+        yield counts
+    counts |= {name: spy.call_count for name, spy in spies.items() if spy.called}
 
 
 def collectives(rank, world, kind):
     layer = make_layer(kind, 6)
     x, dy = batch(2, seed=rank)
     leaf = x.requires_grad_()
-    with CountingCollectives() as forward:
+    with called() as forward:
         y = layer(leaf.clone())
-    with CountingCollectives() as backward:
+    with called() as backward:
         y.backward(dy)
-    with CountingCollectives() as frozen_input:
+    with called() as frozen_input:
         layer(x.detach().clone()).backward(dy)
     for parameter in layer.parameters():
         parameter.requires_grad_(False)
-    with CountingCollectives() as frozen:
+    with called() as frozen:
         layer(x.detach().clone())
-    with CountingCollectives() as evaluation:
+    with called() as evaluation:
         layer.eval()(leaf.clone()).backward(dy)
-    return [c.called() for c in (forward, backward, frozen_input, frozen, evaluation)]
+    return [forward, backward, frozen_input, frozen, evaluation]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -194,8 +181,6 @@ def model(kind):
 
 
 def under_ddp(rank, world, kind, how):
-    from torch.nn.parallel import DistributedDataParallel
-
     x, _ = batch(6)
     sizes = [2, 4]
     whole = model(kind).double()
@@ -225,19 +210,16 @@ def test_ddp_equals_one_process(ranks, kind, how):
 
 def recomputed(rank, world):
     """In a scope, over ranks and under DDP: the bits of memory="keep", with as many collectives."""
-    from torch.nn.parallel import DistributedDataParallel
-
     x, _ = batch(2 + rank, seed=rank)
     results = []
     for memory in ("keep", "recompute"):
         net = DistributedDataParallel(model("bna"))
         net.module[1].memory = memory
-        with CountingCollectives() as forward, fastvit.recompute_scope():
+        with called() as forward, fastvit.recompute_scope():
             y = net(x)
-        with CountingCollectives() as backward:
+        with called() as backward:
             y.square().sum().backward()
-        assert forward.called() == {"all_to_all_single": 1}
-        assert backward.called() == {"all_to_all_single": 1}
+        assert forward == backward == {"all_to_all_single": 1}
         results.append([y.detach(), *(p.grad for p in net.parameters()), net.module[1].running_var])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 

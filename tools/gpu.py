@@ -37,9 +37,8 @@ SANITIZED = {
     "racecheck": ("test_local_ops", f"{LAYOUTS} and (leaky and test_abn_local_ops or test_bn_local_ops)"),
 }
 BENCHMARKS = {  # the arguments, those of a rehearsal, and a package without which it is not run
-    "bench_layers": ("", "--threads 1 --repeats 1", "torch"),
-    "bench_ops": ("", "--quick", "torch"),
-    "bench_vit_ops": ("", "--quick --repeats 1", "torch"),
+    "bench_layers": ("", "--quick --turns 1", "torch"),
+    "bench_ops": ("", "--quick --turns 1", "torch"),
     "bench_host": ("", "--rounds 1", "timm"),
     "bench_convert": (
         "--models vit_small_patch16_224,resnet50 --precision bf16 --batch 64",

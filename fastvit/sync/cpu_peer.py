@@ -20,7 +20,6 @@ from .peer import Peer, arena_bytes
 from .protocol import MOST_RANKS, Describe, Tag, direction
 from .transport import Reduce
 
-NAME = "SharedMemory"
 FOLDER = Path("/dev/shm")  # where POSIX shared memory lives on Linux
 _MARK = 16  # bytes
 _SLICE = 0.05  # seconds of waiting in C++ between checks for signals and for dead peers
@@ -33,7 +32,7 @@ class SharedMemory(Peer):
     def __init__(self, segment: Tensor, capacity: int, agreement: Agreement, describe: Describe):
         each = segment.numel() // agreement.world
         arenas = [segment.data_ptr() + rank * each for rank in range(agreement.world)]
-        super().__init__(NAME, segment, arenas, agreement.rank, capacity, _SLICE, describe)
+        super().__init__("SharedMemory", segment, arenas, agreement.rank, capacity, _SLICE, describe)
         self.timeout = agreement.timeout
         self._watch = agreement.watched()
 

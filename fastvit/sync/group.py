@@ -1,9 +1,6 @@
 """The backend by which a process group shares statistics, and the agreement of its ranks on their layers.
 
-FASTVIT_STATISTICS is read when a group is first used. `auto`: shared memory where all ranks are CPU processes
-of one host, peer memory where each has a GPU of one host, else collectives. `collective`: collectives; one
-rank with this value is enough, as is NCCL_P2P_DISABLE=1 for GPUs. `peer`: like `auto`, but an error in place
-of collectives, and ranks may share a GPU.
+FASTVIT_STATISTICS (docs/sharing-statistics.md) is read when a group is first used.
 """
 
 import functools
@@ -21,7 +18,7 @@ from ..ops import accumulation_dtype
 from . import cpu_peer, cuda_peer
 from .agreement import Agreement, Failed, Unavailable, answers_text
 from .collective import Direct, Packed
-from .protocol import Tag, capacity_for
+from .protocol import LEAST_PACKETS, Tag, packets
 from .transport import Backend, Reduce
 
 WISHES = ("auto", "collective", "peer")
@@ -169,7 +166,7 @@ class Group:
                 raise Unavailable(_NO_P2P)
             place = self._place()
             connect = PROVIDERS[self._device.type].connect
-            capacity = capacity_for(channels, dtype)
+            capacity = max(LEAST_PACKETS, packets(channels, dtype))
             peer = connect(self._agreement, capacity, self._name_of, self._device, asked)
             return peer, f"{peer.name}, {place}", logging.DEBUG
         except Unavailable as reason:

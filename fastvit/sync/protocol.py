@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 MOST_RANKS = 64  # csrc/sync/protocol.h, kMostRanks
-LEAST_PACKETS = 2049  # enough for float32 moments of 2048 channels
+LEAST_PACKETS = 2049  # capacity of an arena: enough for float32 moments of 2048 channels
 STEPS = 2**24  # steps wrap here: float32 holds such numbers exactly
 
 
@@ -115,8 +115,3 @@ def direction(kind: int) -> str:
 def packets(channels: int, dtype: torch.dtype) -> int:
     """The number of packets of a layer's moments."""
     return (channels + 1) * dtype.itemsize // 4
-
-
-def capacity_for(channels: int, dtype: torch.dtype) -> int:
-    """The capacity of new arenas, in packets: that of this layer, and at least LEAST_PACKETS."""
-    return max(LEAST_PACKETS, packets(channels, dtype))
