@@ -174,27 +174,21 @@ MAKERS = {  # name -> (eager model, inputs) -> model
     "sac": lambda eager, x: checkpointed(eager, selective(False)),
     "sac_half": lambda eager, x: checkpointed(eager, selective(True)),
     "checkpoint": lambda eager, x: checkpointed(eager),
-    "least": lambda eager, x: fastvit.convert(copy.deepcopy(eager), budget="least"),
-} | {
-    str(budget): lambda eager, x, budget=budget: fastvit.convert(
-        copy.deepcopy(eager), budget=budget, example_inputs=x
-    )
-    for budget in (0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.15, 0.1, 0.05)
-}  # fmt: skip
-OTHERS = {
-    "sac": "s",
-    "sac_half": "D",
-    "checkpoint": "^",
-    "compiled_sac": "x",
-}  # and their marks in the picture
+}
+BUDGETS = ("0.8", "0.6", "0.5", "0.4", "0.3", "0.2", "0.15", "0.1", "0.05", "least")
+OTHERS = {"sac": "s", "sac_half": "D", "checkpoint": "^", "compiled_sac": "x"}  # and marks in the picture
 COMPILED = tuple(f"compiled_{name}" for name in ("eager", "sac", "convert", "0.4", "0.2", "0.1"))
 
 
 def make(contender: str, eager, x):
-    if contender not in COMPILED:
+    if contender in COMPILED:
+        plain = contender.removeprefix("compiled_")
+        return torch.compile(copy.deepcopy(eager) if plain == "eager" else make(plain, eager, x))
+    if contender not in BUDGETS:
         return MAKERS[contender](eager, x)
-    plain = contender.removeprefix("compiled_")
-    return torch.compile(copy.deepcopy(eager) if plain == "eager" else MAKERS[plain](eager, x))
+    given = {"budget": "least"} if contender == "least" else {"budget": float(contender), "example_inputs": x}
+    recast = torch.is_autocast_enabled(x.device.type)
+    return fastvit.convert(copy.deepcopy(eager), weight_casts=recast, **given)
 
 
 def chosen(name: str, arguments) -> list[str]:
@@ -203,10 +197,15 @@ def chosen(name: str, arguments) -> list[str]:
         return arguments.contenders.split(",")
     if arguments.curve:
         some = [contender for contender in MAKERS if contender not in ("fuse", "weight_casts")]
-        return [*some, *(COMPILED if arguments.compiled else ())]
+        return [*some, *BUDGETS, *(COMPILED if arguments.compiled else ())]
     some = ["fuse"] if name in MODELS["convert"] else []
     some += ["weight_casts"] if arguments.precision == "bf16" else []
     return ["convert", "products", *some, "sac", "sac_half", "checkpoint"]
+
+
+def _plain(name: str) -> str:
+    """A parameter's name without those of wrappers."""
+    return name.replace("_checkpoint_wrapped_module.", "").removeprefix("_orig_mod.")
 
 
 def measure(name: str, arguments) -> list[dict]:
@@ -221,10 +220,8 @@ def measure(name: str, arguments) -> list[dict]:
             if contender != "torch":
                 with torch.autocast(arguments.device, torch.bfloat16, enabled=arguments.precision == "bf16"):
                     model = make(contender, eager, x)
-                by[contender] = Contender(model, arguments, cache=contender != "weight_casts")
-            got = {
-                n.replace("_checkpoint_wrapped_module.", ""): g for n, g in by[contender].gradients(x).items()
-            }
+                by[contender] = Contender(model, arguments, cache=contender not in ("weight_casts", *BUDGETS))
+            got = {_plain(n): g for n, g in by[contender].gradients(x).items()}
             rows[contender] = {
                 "what": name,
                 "shape": "x".join(map(str, x.shape)),

@@ -16,6 +16,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
 
+import torch
 from torch import nn
 
 from ..recompute import Policy, watched
@@ -91,9 +92,11 @@ def within_budget(
                 range(len(sites)), True, lo=cheaper, key=lambda count: kept(first(count)) <= allowed
             )
             return first(enough)
+    casts = any(torch.is_autocast_enabled(device.type) for device in trial.devices)
     raise ValueError(
         f"convert: a budget of {share or allowed} cannot be met; the least is {least} bytes, "
         f"{least / before:.3f} of the {before} that the original keeps"
+        + ("; weight_casts=True frees copies of weights too" if casts and not policy.weight_casts else "")
     )
 
 
