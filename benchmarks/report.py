@@ -12,8 +12,9 @@ KEYS = ("world", "what", "shape", "dtype", "threads", "direction")
 CONVERTED = """\
 A training forward keeps as many MiB, and a whole step without the gradients of weights has this peak. x: the
 time of a step, on a CPU the processor's, over torch's. In fp32, or under autocast to bf16, which has
-cache_enabled=False for weight_casts and budgets, which take it then. sac: selective checkpointing of each block, which keeps products,
-convolutions and attention; sac_half: every second product is repeated too; checkpoint: of whole blocks."""
+cache_enabled=False for weight_casts and for budgets, whose models have weight_casts then. sac: selective
+checkpointing of each block, which keeps products, convolutions and attention; sac_half: every second product
+is repeated too; checkpoint: of whole blocks."""
 COPIED = """\
 x: torch's time over its own. What has to be read and written at least, at the speed of a copy that is made in
 turn, is 1.00 of copy"""
