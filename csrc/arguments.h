@@ -1,16 +1,13 @@
-// The arguments of a backend's functions: pointers, layouts and numbers, checked and allocated by the front
-// ends; see front_end.h.
+// What the front ends ask of a library's backend, CPU or CUDA, and its arguments: pointers, layouts and
+// numbers, checked and allocated by the front ends; see front_end.h.
 #pragma once
 
-#include <torch/headeronly/core/ScalarType.h>
-
+#include "dtypes.h"
 #include "layout.h"
 #include "moments.h"
 #include "sync/protocol.h"
 
 namespace fastvit {
-
-using torch::headeronly::ScalarType;
 
 enum class Activation : int;  // activation_functions.h
 
@@ -105,11 +102,24 @@ struct ActArgs {  // forward: operands 0: x, 1: y, 2: b; backward: 0: x, 1: dy, 
   void* db = nullptr;
 };
 
+struct Backend {
+  static void stats(const StatsArgs& args);
+  static void forward(const ForwardArgs& args);
+  static void reduce(const ReduceArgs& args);
+  static void backward(const BackwardArgs& args);
+  // Both passes over x, or over its gradient, in one launch; false where the backend does not do that.
+  static bool local_forward(const ForwardArgs& args);
+  static bool local_backward(const BackwardArgs& args);
+  static void layer_norm_forward(const LayerNormForwardArgs& args);
+  static void layer_norm_backward(const LayerNormBackwardArgs& args);
+  static void act(const ActArgs& args);
+};
+
 // The floor of |gamma| for activations of `dtype`; 0 where nothing is inverted. fp16's is larger because of
 // its short exponent. The 16-bit types have no floor relative to |beta|: 2^7 roundings of beta would be too
 // large an error of y. The layer warns instead.
 template <class A>
-GammaFloor<A> gamma_floor(bool in_place, ScalarType dtype) {
+FASTVIT_INLINE GammaFloor<A> gamma_floor(bool in_place, ScalarType dtype) {
   if (!in_place) return {};
   if (dtype == ScalarType::Double) return {A(1e-12), A(0x1p-46)};
   if (dtype == ScalarType::Float) return {A(1e-7), A(0x1p-17)};

@@ -3,7 +3,6 @@
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
 
 #include <algorithm>
 #include <optional>
@@ -12,11 +11,11 @@
 #include <string>
 
 #include "activation_functions.h"
+#include "dtypes.h"
 #include "layout.h"
 
 namespace fastvit {
 
-using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 template <class... Parts>
@@ -36,13 +35,6 @@ struct DeviceOf {
   const Tensor& t;
 };
 
-inline ShapeOf shape_of(const Tensor& t) {
-  return {t};
-}
-inline DeviceOf device_of(const Tensor& t) {
-  return {t};
-}
-
 inline std::ostream& operator<<(std::ostream& out, const ShapeOf& shape) {
   out << "(";
   for (int64_t d = 0; d < shape.t.dim(); ++d) out << (d ? ", " : "") << shape.t.size(d);
@@ -54,7 +46,7 @@ inline std::ostream& operator<<(std::ostream& out, const DeviceOf& device) {
 }
 
 inline void check_device(const char* op, const char* argument, const Tensor& t, const Tensor& like) {
-  require(t.device() == like.device(), op, argument, "is on ", device_of(t), "; ", device_of(like),
+  require(t.device() == like.device(), op, argument, "is on ", DeviceOf{t}, "; ", DeviceOf{like},
           " expected, where the other tensors are");
 }
 
@@ -73,7 +65,7 @@ inline void check_memory(const char* op, const char* argument, const Tensor& t) 
     counted = counted && n <= kMostElements / elements;
     if (counted) elements *= n;
   }
-  require(counted, op, argument, "has shape ", shape_of(t), "; at most 2^48 elements expected");
+  require(counted, op, argument, "has shape ", ShapeOf{t}, "; at most 2^48 elements expected");
   if (empty) return;
   int64_t bytes = 0;
   require(aoti_torch_get_storage_size(t.get(), &bytes) == 0, op, argument, "has no storage");
@@ -82,36 +74,23 @@ inline void check_memory(const char* op, const char* argument, const Tensor& t) 
     const int64_t steps = sizes[d] - 1;
     if (steps > 0) left = strides[d] > left / steps ? -1 : left - steps * strides[d];
   }
-  require(left >= 0, op, argument, "has shape ", shape_of(t), ", but its storage was freed or shrunk to ",
+  require(left >= 0, op, argument, "has shape ", ShapeOf{t}, ", but its storage was freed or shrunk to ",
           bytes, " bytes; a tensor that has its memory expected");
 }
 
-// Limits of ranks and packets, from which sizes in bytes are computed.
-inline void check_capacity(const char* op, const char* argument, int64_t world, int64_t capacity) {
-  require(world >= 1 && world <= 1 << 12 && capacity >= 0 && capacity <= int64_t(1) << 31, op, argument,
-          "is for ", world, " ranks and ", capacity, " packets; 1 to 2^12 and 0 to 2^31 expected");
-}
-
-inline bool is_floating(ScalarType t) {
-  return t == ScalarType::Float || t == ScalarType::Double || t == ScalarType::Half ||
-         t == ScalarType::BFloat16;
-}
-
-inline ScalarType accumulation_type(ScalarType t) {
-  return t == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
-}
-
 inline void check_floating(const char* op, const char* argument, const Tensor& t) {
-  require(is_floating(t.scalar_type()), op, argument, "has dtype ", toString(t.scalar_type()),
-          "; float16, bfloat16, float32 or float64 expected");
+  const ScalarType dtype = t.scalar_type();
+  require(dtype == ScalarType::Float || dtype == ScalarType::Double || dtype == ScalarType::Half ||
+              dtype == ScalarType::BFloat16,
+          op, argument, "has dtype ", toString(dtype), "; float16, bfloat16, float32 or float64 expected");
 }
 
 inline void check_input(const char* op, const char* argument, const Tensor& x, int64_t channel_dim) {
   check_floating(op, argument, x);
-  require(x.dim() >= 2 && x.dim() <= kMaxDims, op, argument, "has shape ", shape_of(x), "; 2 to ", kMaxDims,
+  require(x.dim() >= 2 && x.dim() <= kMaxDims, op, argument, "has shape ", ShapeOf{x}, "; 2 to ", kMaxDims,
           " dimensions expected");
   require(channel_dim >= 0 && channel_dim < x.dim(), op, "channel_dim", "is ", channel_dim, "; 0 to ",
-          x.dim() - 1, " expected for shape ", shape_of(x));
+          x.dim() - 1, " expected for shape ", ShapeOf{x});
   check_memory(op, argument, x);
 }
 
@@ -126,7 +105,7 @@ inline void check_may_be_overwritten(const char* op, const char* argument, const
 inline void check_shape(const char* op, const char* argument, const Tensor& t, const Tensor& x) {
   bool same = t.dim() == x.dim();
   for (int64_t d = 0; same && d < x.dim(); ++d) same = t.size(d) == x.size(d);
-  require(same, op, argument, "has shape ", shape_of(t), "; ", shape_of(x), " expected");
+  require(same, op, argument, "has shape ", ShapeOf{t}, "; ", ShapeOf{x}, " expected");
   check_device(op, argument, t, x);
   check_memory(op, argument, t);
 }
@@ -141,7 +120,7 @@ inline void check_channels(const char* op, const char* argument, const std::opti
                            const Tensor& x, int64_t channels) {
   if (!t) return;
   check_floating(op, argument, *t);
-  require(t->dim() == 1 && t->size(0) == channels, op, argument, "has shape ", shape_of(*t), "; (", channels,
+  require(t->dim() == 1 && t->size(0) == channels, op, argument, "has shape ", ShapeOf{*t}, "; (", channels,
           ",) expected, one number per channel");
   require(t->is_contiguous(), op, argument, "is not contiguous");
   check_device(op, argument, *t, x);
@@ -154,7 +133,7 @@ inline void check_packed(const char* op, const char* argument, const Tensor& t, 
   const ScalarType expected = accumulation_type(x.scalar_type());
   require(t.scalar_type() == expected, op, argument, "has dtype ", toString(t.scalar_type()), "; ",
           toString(expected), " expected for input of dtype ", toString(x.scalar_type()));
-  require(t.dim() == 1 && t.size(0) == width, op, argument, "has shape ", shape_of(t), "; (", width,
+  require(t.dim() == 1 && t.size(0) == width, op, argument, "has shape ", ShapeOf{t}, "; (", width,
           ",) expected");
   require(t.is_contiguous(), op, argument, "is not contiguous");
   check_device(op, argument, t, x);

@@ -1,9 +1,9 @@
 // What the ops' front ends share: parameters, the checks that make a backend's arguments of them, allocation.
 //
-// A front end has the arguments of the schemas in ops.cpp, and is named as the kernels that it calls:
-// stats.h, forward.h, reduce.h, backward.h, layer_norm.h, act.h. `Backend` is Cpu or Cuda; both take the same
-// plain structs of arguments.h and compute the same results. Only outputs and O(C) buffers are allocated; no
-// op has an activation-sized temporary.
+// A front end has the name and the arguments of a schema in ops.cpp: see forward.h, backward.h, layer_norm.h
+// and act.h. It calls the `Backend` of its library, _C or _cuda; both take the same plain structs of
+// arguments.h and compute the same results. Only outputs and O(C) buffers are allocated; no op has an
+// activation-sized temporary.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -14,10 +14,11 @@
 
 namespace fastvit {
 
-using OptionalTensor = std::optional<Tensor>;
+using Optional = std::optional<Tensor>;
+using Momentum = std::optional<double>;
 using torch::headeronly::IntHeaderOnlyArrayRef;
 
-inline Channels channels_of(const OptionalTensor& t) {
+inline Channels channels_of(const Optional& t) {
   return t ? Channels{t->data_ptr(), t->scalar_type()} : Channels{};
 }
 
@@ -56,60 +57,43 @@ inline Tensor allocate_like(const Tensor& x) {
   return torch::stable::empty_like(x);  // with gaps or overlaps, or empty
 }
 
-template <class... Tensors>
-Layout layout_of(int64_t channel_dim, const Tensor& first, const Tensors&... others) {
-  const Operand operands[] = {{first.strides().data()}, {others.strides().data()}...};
-  return make_layout(int(first.dim()), first.sizes().data(), int(channel_dim), 1 + sizeof...(others),
-                     operands);
+inline const Tensor* pointer(const Optional& t) {
+  return t ? &*t : nullptr;
+}
+
+// Of the operands that are not null, of which the first has the shape.
+inline Layout layout_of(int64_t channel_dim, std::initializer_list<const Tensor*> operands) {
+  const Tensor& first = **operands.begin();
+  const int64_t* strides[kMaxOperands];
+  int count = 0;
+  for (const Tensor* t : operands)
+    if (t) strides[count++] = t->strides().data();
+  return make_layout(int(first.dim()), first.sizes().data(), int(channel_dim), count, strides);
 }
 
 // The unchecked arguments of a normalising op; references, valid during the op's call.
 struct NormParams {
   const char *op, *name;  // the op's name, and that of `input` in its schema
   const Tensor& input;    // x, or y in place
-  const OptionalTensor &z, &weight, &bias;
+  const Optional &z, &weight, &bias;
   const std::string& activation;
   double activation_param;
   int64_t channel_dim;
-  bool in_place;
+  bool in_place;  // an op in place, or its inverse
 
   int64_t channels() const { return input.size(channel_dim); }
 };
 
-inline NormParams bn_params(const char* op, const Tensor& x, const OptionalTensor& z,
-                            const OptionalTensor& weight, const OptionalTensor& bias,
-                            const std::string& activation, double param, int64_t channel_dim) {
-  return {.op = op,
-          .name = "x",
-          .input = x,
-          .z = z,
-          .weight = weight,
-          .bias = bias,
-          .activation = activation,
-          .activation_param = param,
-          .channel_dim = channel_dim,
-          .in_place = false};
-}
-
-// Of an op in place, or of its inverse.
-inline NormParams abn_params(const char* op, const char* name, const Tensor& input,
-                             const OptionalTensor& weight, const OptionalTensor& bias,
-                             const std::string& activation, double param, int64_t channel_dim) {
-  static const OptionalTensor no_residual;
-  NormParams norm = bn_params(op, input, no_residual, weight, bias, activation, param, channel_dim);
-  norm.name = name;
-  norm.in_place = true;
-  return norm;
-}
+inline const Optional kNoTensor;  // the z of ops in place
 
 struct RunningParams {
-  const OptionalTensor &mean, &var, &num_batches_tracked;
-  const std::optional<double>& momentum;
+  const Optional &mean, &var, &num_batches_tracked;
+  const Momentum& momentum;
   double eps;
   bool training;
 };
 
-inline std::optional<peer::Exchange> exchange_of(const char* op, const OptionalTensor& exchange,
+inline std::optional<peer::Exchange> exchange_of(const char* op, const Optional& exchange,
                                                  const Tensor& result, int64_t numbers, peer::Kind kind) {
   if (!exchange) return std::nullopt;
   return peer::exchange_of(op, *exchange, numbers, result.scalar_type(), kind);
@@ -143,7 +127,7 @@ inline void set_running(ForwardArgs& args, const NormParams& norm, const Running
           "and running_var must be given together or not at all");
   if (batches) {
     require(batches->scalar_type() == ScalarType::Long && batches->numel() == 1, norm.op,
-            "num_batches_tracked", "is ", toString(batches->scalar_type()), " ", shape_of(*batches),
+            "num_batches_tracked", "is ", toString(batches->scalar_type()), " ", ShapeOf{*batches},
             "; one int64 number expected");
     check_device(norm.op, "num_batches_tracked", *batches, norm.input);
     check_memory(norm.op, "num_batches_tracked", *batches);

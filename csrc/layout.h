@@ -10,7 +10,8 @@
 #pragma once
 
 #include <cstdint>
-#include <stdexcept>
+
+#include "macros.h"
 
 namespace fastvit {
 
@@ -35,16 +36,12 @@ struct Layout {
   int64_t N = 1, C = 1, S = 1;
   Strides strides[kMaxOperands];
 
-  int64_t numel() const { return N * C * S; }
-  int64_t count() const { return N * S; }  // values per channel
-};
-
-struct Operand {  // the strides of a tensor
-  const int64_t* strides;
+  FASTVIT_INLINE int64_t numel() const { return N * C * S; }
+  FASTVIT_INLINE int64_t count() const { return N * S; }  // values per channel
 };
 
 inline Layout make_layout(int dims, const int64_t* sizes, int channel_dim, int operands,
-                          const Operand* operand) {
+                          const int64_t* const* strides) {
   Layout layout;
   layout.C = sizes[channel_dim];
   bool empty = layout.C == 0;
@@ -54,11 +51,10 @@ inline Layout make_layout(int dims, const int64_t* sizes, int channel_dim, int o
     empty = empty || sizes[d] == 0;
     if (d == channel_dim || sizes[d] == 1) continue;
     int at = sorted++;  // insertion sort, stable, largest stride of the first operand first
-    for (; at > 0 && operand[0].strides[order[at - 1]] < operand[0].strides[d]; --at)
-      order[at] = order[at - 1];
+    for (; at > 0 && strides[0][order[at - 1]] < strides[0][d]; --at) order[at] = order[at - 1];
     order[at] = d;
   }
-  for (int k = 0; k < operands; ++k) layout.strides[k].channel = operand[k].strides[channel_dim];
+  for (int k = 0; k < operands; ++k) layout.strides[k].channel = strides[k][channel_dim];
   if (empty) {
     layout.N = 0;
     return layout;
@@ -70,16 +66,15 @@ inline Layout make_layout(int dims, const int64_t* sizes, int channel_dim, int o
   for (int i = 0; i < sorted; ++i) {
     const int d = order[i];
     bool joins = merged > 0;
-    for (int k = 0; k < operands && joins; ++k)
-      joins = stride[k][merged - 1] == operand[k].strides[d] * sizes[d];
+    for (int k = 0; k < operands && joins; ++k) joins = stride[k][merged - 1] == strides[k][d] * sizes[d];
     if (!joins) size[merged++] = 1;
     size[merged - 1] *= sizes[d];
-    for (int k = 0; k < operands; ++k) stride[k][merged - 1] = operand[k].strides[d];
+    for (int k = 0; k < operands; ++k) stride[k][merged - 1] = strides[k][d];
   }
 
   // The walk follows the unit stride of the first operand, or the channels if it has none.
   layout.rows = merged == 0 || (stride[0][merged - 1] != 1 && layout.C > 1 &&
-                                operand[0].strides[channel_dim] < stride[0][merged - 1]);
+                                strides[0][channel_dim] < stride[0][merged - 1]);
   layout.outer_dims = layout.rows ? merged : merged - 1;
   for (int i = 0; i < layout.outer_dims; ++i) {
     layout.N *= layout.outer_size[i] = size[i];

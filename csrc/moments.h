@@ -33,20 +33,8 @@ FASTVIT_INLINE Count load_count(const A* two) {
 
 template <class A, class Count = double>
 struct Moments {
-  Count count = 0;
-  A mean = 0;
-  A m2 = 0;
-
-  // Merges the moments of another set of values, which may be empty.
-  FASTVIT_INLINE void merge(Count other_count, A other_mean, A other_m2) {
-    if (other_count <= 0) return;
-    const Count total = count + other_count;
-    const A delta = other_mean - mean;
-    const A share = A(other_count / total);
-    mean += delta * share;
-    m2 += other_m2 + delta * delta * (A(count) * share);
-    count = total;
-  }
+  Count count;
+  A mean, m2;
 };
 
 // The weights by which the moments of `other` values merge into those of `count`; the same for all channels.

@@ -3,13 +3,8 @@
 // abn_forward_ returns no alias of x: in this form, with mark_dirty(x), both autograd and torch.compile
 // handle it in eager mode. abn_forward returns a new tensor. Sums and moments are packed, so that ranks
 // exchange each with one collective.
-#include "act.h"
-#include "backward.h"
-#include "cpu/backend.h"
-#include "forward.h"
-#include "layer_norm.h"
-#include "reduce.h"
-#include "stats.h"
+#include "cpu/kernels.h"
+#include "register.h"
 #include "sync/cpu_peer.h"
 
 STABLE_TORCH_LIBRARY(fastvit, m) {
@@ -72,12 +67,7 @@ STABLE_TORCH_LIBRARY(fastvit, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastvit, CPU, m) {
-  fastvit::StatsOps<fastvit::Cpu>::implement(m);
-  fastvit::ForwardOps<fastvit::Cpu>::implement(m);
-  fastvit::ReduceOps<fastvit::Cpu>::implement(m);
-  fastvit::BackwardOps<fastvit::Cpu>::implement(m);
-  fastvit::LayerNormOps<fastvit::Cpu>::implement(m);
-  fastvit::ActOps<fastvit::Cpu>::implement(m);
+  fastvit::implement_ops(m);
   m.impl("peer_share", TORCH_BOX(&fastvit::peer_share));
   m.impl("peer_wait", TORCH_BOX(&fastvit::peer_wait));
   m.impl("peer_give_up", TORCH_BOX(&fastvit::peer_give_up));
@@ -85,7 +75,7 @@ STABLE_TORCH_LIBRARY_IMPL(fastvit, CPU, m) {
 }
 
 static std::string cpu_capability() {
-  return fastvit::cpu_capability();
+  return fastvit::kernels().name;
 }
 static std::string cuda_build() {
   return FASTVIT_CUDA_BUILD;

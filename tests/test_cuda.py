@@ -74,6 +74,16 @@ def everything(results: list[torch.Tensor], model: nn.Module) -> list[torch.Tens
     return [t.detach().clone() for t in (*results, *model.buffers())]
 
 
+def warm_up(work) -> None:
+    """As torch asks: before a capture, some steps beside the main stream."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            work()
+    torch.cuda.current_stream().wait_stream(side)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("layout", LARGE)
 @pytest.mark.parametrize("kind", ["abn", "sbn"])
@@ -106,12 +116,7 @@ def test_graph_replays_equal_eager_steps(name):
     model, dy = stack(name), randn(name, 9)
     eager = copy.deepcopy(model)
     leaf = randn(name).requires_grad_()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # as torch asks: before a capture, some steps beside the main stream
-        for _ in range(3):
-            step(model, leaf, dy)
-    torch.cuda.current_stream().wait_stream(side)
+    warm_up(lambda: step(model, leaf, dy))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = step(model, leaf, dy)
@@ -157,19 +162,13 @@ def test_a_captured_step_of_a_converted_model(products):
     optimizers = [torch.optim.SGD(one.parameters(), 0.1, momentum=0.9) for one in (eager, model)]
 
     def train(model, optimizer, x):
+        optimizer.zero_grad()  # to None, so that each replay writes the gradients anew
         loss = model(x).square().mean()
         loss.backward()
         optimizer.step()
         return loss
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            optimizers[1].zero_grad()
-            train(model, optimizers[1], static)
-    torch.cuda.current_stream().wait_stream(side)
-    optimizers[1].zero_grad()  # so that each replay writes the gradients anew
+    warm_up(lambda: train(model, optimizers[1], static))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = train(model, optimizers[1], static)
@@ -180,7 +179,6 @@ def test_a_captured_step_of_a_converted_model(products):
         x = torch.randn(32, 50, 64, device=DEVICE)
         static.copy_(x)
         graph.replay()
-        optimizers[0].zero_grad()
         assert torch.equal(captured, train(eager, optimizers[0], x))
     assert all(map(torch.equal, model.parameters(), eager.parameters()))
 
@@ -302,9 +300,14 @@ def test_a_stack_keeps_half_the_activations():
 def train(dtype: torch.dtype, scaler: torch.amp.GradScaler, steps: int = 20) -> tuple[nn.Module, list[float]]:
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Conv2d(3, 16, 3, bias=False), InPlaceABN(16), nn.Conv2d(16, 16, 3, bias=False),
-        SyncBatchNorm(16, fuse_relu=True), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 4),
-    ).to(DEVICE)  # fmt: skip
+        nn.Conv2d(3, 16, 3, bias=False),
+        InPlaceABN(16),
+        nn.Conv2d(16, 16, 3, bias=False),
+        SyncBatchNorm(16, fuse_relu=True),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(16, 4),
+    ).to(DEVICE)
     x, target = torch.randn(16, 3, 12, 12).to(DEVICE), (torch.arange(16) % 4).to(DEVICE)
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9), []
     for _ in range(steps):

@@ -2,16 +2,19 @@
 #include <cmath>
 #include <limits>
 
-#include "backend.h"
 #include "channels.h"
 #include "kernels.h"
 
 namespace fastvit {
 
-void Cpu::forward(const ForwardArgs& args) {
+// No launch to save on a CPU: two ops run one after the other.
+bool Backend::local_forward(const ForwardArgs&) {
+  return false;
+}
+
+void Backend::forward(const ForwardArgs& args) {
   const int64_t C = args.layout.C;
-  with_accumulation(args.dtype, [&](auto zero) {
-    using A = decltype(zero);
+  dispatch_accumulation(args.dtype, [&]<class A>() {
     const A* moments = static_cast<const A*>(args.moments);
     const A* applied = static_cast<const A*>(args.applied);
     A* saved = static_cast<A*>(args.saved);

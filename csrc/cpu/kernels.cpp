@@ -6,8 +6,6 @@
 #include <stdexcept>
 #include <string>
 
-#include "backend.h"
-
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
@@ -40,15 +38,9 @@ std::string best_capability() {
 
 Kernels choose_kernels() {
   const std::string best = best_capability();
-#if !defined(FASTVIT_ONLY) || defined(FASTVIT_ONLY_avx512)
-  if (best == "avx512") return FASTVIT_KERNELS(avx512);
-#endif
-#if !defined(FASTVIT_ONLY) || defined(FASTVIT_ONLY_avx2)
-  if (best == "avx2") return FASTVIT_KERNELS(avx2);
-#endif
-#if !defined(FASTVIT_ONLY) || defined(FASTVIT_ONLY_baseline)
-  if (best == "baseline") return FASTVIT_KERNELS(baseline);
-#endif
+#define FASTVIT_COMPILED(capability) \
+  if (best == #capability) return FASTVIT_KERNELS(capability);
+  FASTVIT_SETS;  // such as FASTVIT_COMPILED(avx2)
   throw std::runtime_error("fastvit: this build has no CPU kernels for " + best +
                            "; build it on this machine, or with FASTVIT_CPU=all");
 }
@@ -66,10 +58,6 @@ const Kernels& kernels() {
   return chosen;
 }
 
-const char* cpu_capability() {
-  return kernels().name;
-}
-
 Partition partition_of(const Layout& layout) {
   const int64_t span = layout.rows ? layout.C : layout.S;
   Partition p{};
@@ -85,6 +73,10 @@ Partition partition_of(const Layout& layout) {
   p.blocks = std::clamp<int64_t>(ceil_div(wanted, p.slices), 1, std::max<int64_t>(layout.C, 1));
   if (layout.rows) p.blocks = std::max(std::min(p.blocks, ceil_div(layout.C, 64)), p.pieces);
   return p;
+}
+
+void Backend::act(const ActArgs& args) {
+  if (args.layout.numel() > 0) kernels().act({args, partition_of(args.layout)});
 }
 
 }  // namespace fastvit

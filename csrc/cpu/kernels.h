@@ -39,17 +39,19 @@ struct ForwardParams : ForwardArgs {
   const void *mean, *scale, *beta;  // [C]
 };
 
-struct ReduceParams : ReduceArgs {
+template <class Args>
+struct GradientParams : Args {
   Partition partition;
   double limit;                              // of |xhat|
   const void *scale, *beta, *inverse_gamma;  // [C]
-  double* partial;  // [slices][2][C]: sum dz, and sum dz*(x - mean), or in place sum dz*xhat
 };
 
-struct BackwardParams : BackwardArgs {  // dx = scale * (dz - a - b * (x - mean)), or in place b * xhat
-  Partition partition;
-  double limit;
-  const void *scale, *beta, *inverse_gamma, *a, *b;  // [C]
+struct ReduceParams : GradientParams<ReduceArgs> {
+  double* partial = nullptr;  // [slices][2][C]: sum dz, and sum dz * centred; see kernels/gradient.h
+};
+
+struct BackwardParams : GradientParams<BackwardArgs> {  // dx = scale * (dz - a - b * centred)
+  const void *a, *b;                                    // [C]
 };
 
 struct LayerNormForwardParams : LayerNormForwardArgs {
@@ -85,7 +87,7 @@ FASTVIT_DECLARE_KERNELS(avx512)
 #undef FASTVIT_DECLARE_KERNELS
 
 struct Kernels {
-  const char* name;
+  const char* name;  // avx512, avx2 or baseline, the compiler's default
   void (*stats)(const StatsParams&);
   void (*forward)(const ForwardParams&);
   void (*reduce)(const ReduceParams&);

@@ -1,7 +1,6 @@
 // layer_norm_forward, layer_norm_backward on the CPU: tables, and the sum of the slices' sums in double.
 #include <algorithm>
 
-#include "backend.h"
 #include "channels.h"
 #include "kernels.h"
 
@@ -20,22 +19,20 @@ std::vector<A> column_table(const Channels& parameter, int64_t columns, double a
 
 }  // namespace
 
-void Cpu::layer_norm_forward(const LayerNormForwardArgs& args) {
+void Backend::layer_norm_forward(const LayerNormForwardArgs& args) {
   if (args.rows == 0) return;
-  with_accumulation(args.dtype, [&](auto zero) {
-    using A = decltype(zero);
+  dispatch_accumulation(args.dtype, [&]<class A>() {
     const auto gamma = column_table<A>(args.weight, args.columns, 1),
                beta = column_table<A>(args.bias, args.columns, 0);
     kernels().layer_norm_forward({args, gamma.data(), beta.data()});
   });
 }
 
-void Cpu::layer_norm_backward(const LayerNormBackwardArgs& args) {
+void Backend::layer_norm_backward(const LayerNormBackwardArgs& args) {
   const int64_t D = args.columns, stride = ceil_div(D, 16) * 16;
   const int64_t slices = std::clamp<int64_t>(
       std::min(ceil_div(args.rows * D, kTaskElements), args.rows / kRowsPerSlice), 1, kMostSlices);
-  with_accumulation(args.dtype, [&](auto zero) {
-    using A = decltype(zero);
+  dispatch_accumulation(args.dtype, [&]<class A>() {
     const auto gamma = column_table<A>(args.weight, D, 1);
     std::vector<A> group(args.sums ? slices * 2 * stride : 0);
     std::vector<double> partial(args.sums ? slices * 2 * D : 0);

@@ -1,20 +1,18 @@
 // bn_stats on the CPU: the O(C) part, in double, which merges the slices' moments.
 #include "../moments.h"
 #include "../sync/cpu_peer.h"
-#include "backend.h"
 #include "channels.h"
 #include "kernels.h"
 
 namespace fastvit {
 
-void Cpu::stats(const StatsArgs& args) {
+void Backend::stats(const StatsArgs& args) {
   const Layout& layout = args.layout;
   const int64_t C = layout.C;
   const Partition partition = partition_of(layout);
   std::vector<double> partial(partition.slices * 2 * C);
   if (layout.numel() > 0) kernels().stats({args, partition, partial.data()});
-  with_accumulation(args.dtype, [&](auto zero) {
-    using A = decltype(zero);
+  dispatch_accumulation(args.dtype, [&]<class A>() {
     A* moments = static_cast<A*>(args.moments);
     double *mean = partial.data(), *m2 = mean + C;  // of the first slice, which the others join
     for (int64_t s = 1; s < partition.slices; ++s) {

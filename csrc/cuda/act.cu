@@ -7,28 +7,19 @@
 // Numerics fp32 arithmetic (fp64 for double).
 // Source   Hendrycks, Gimpel, arXiv:1606.08415; gates: Shazeer, arXiv:2002.05202.
 #include "activations.cuh"
-#include "backend.h"
 #include "launch.cuh"
 #include "walk.cuh"
 
 namespace fastvit {
 
-template <class T>
-struct ActParams {
-  Plan plan;
-  const T *x, *b, *dy;
-  T *out, *db;
-  Activation activation;
-  Accumulation<T> param;
-};
-
 // Operands 0: x, 1: y, 2: b; backward 0: x, 1: dy, 2: dx, 3: b, 4: db.
-template <class T, Activations kSet, bool kRows, int V, bool kBackward, bool kGated>
+template <class T, bool kRows, int V, bool kBackward, bool kGated>
 __global__ void __launch_bounds__(kThreads, kResident)
-    act_kernel(const __grid_constant__ Launched<ActParams<T>> launched) {
+    act_kernel(const __grid_constant__ Launched<Planned<ActArgs>> launched) {
   const auto& args = launched.begin();
   using A = Accumulation<T>;
   constexpr int kOperands = (kBackward ? 3 : 2) + (kGated ? (kBackward ? 2 : 1) : 0);
+  const A param = A(args.activation_param);
   constexpr int U = kOperands > 3 ? kBatch / 2 : kBatch;
   const Work work(args.plan, blockIdx.x);
   walk<kRows, V, U, kOperands, false>(args.plan, work, args.x, [&]<class B>(const B& batch) {
@@ -38,7 +29,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
     if constexpr (kGated) batch.template load<kLast>(b, args.b, kBackward ? 3 : 2);
 #pragma unroll
     for (int j = 0; j < B::U; ++j)
-      with_activation<T, kSet, true>(args.activation, [&]<class Fn>(Fn) {
+      with_activation<T, true>(args.activation, [&]<class Fn>(Fn) {
         A v[B::V];
         [[maybe_unused]] A g[B::V], gate[B::V];
         x[j].unpack(v);
@@ -48,13 +39,13 @@ __global__ void __launch_bounds__(kThreads, kResident)
         for (int k = 0; k < B::V; ++k) {
           const A at = v[k];
           if constexpr (!kBackward) {
-            v[k] = Fn::forward(at, args.param);
+            v[k] = Fn::forward(at, param);
             if constexpr (kGated) v[k] *= gate[k];
           } else if constexpr (kGated) {
-            v[k] = Fn::backward(g[k] * gate[k], at, args.param);
-            gate[k] = g[k] * Fn::forward(at, args.param);
+            v[k] = Fn::backward(g[k] * gate[k], at, param);
+            gate[k] = g[k] * Fn::forward(at, param);
           } else {
-            v[k] = Fn::backward(g[k], at, args.param);
+            v[k] = Fn::backward(g[k], at, param);
           }
         }
         x[j].pack(v);
@@ -70,32 +61,18 @@ void run_act(const ActArgs& args) {
   const Device device(args.device);
   if (args.layout.numel() == 0) return;
   with_type(args.dtype, [&]<class T>() {
-    const auto kernel_of = [&]<bool kRows, int V>() {
-      void (*kernel)(Launched<ActParams<T>>) = nullptr;
-      with_activations<T, V>(args.activation, [&]<Activations kSet>() {
-        kernel = act_kernel<T, kSet, kRows, V, kBackward, kGated>;
-      });
-      return kernel;
-    };
+    const auto kernel_of = [&]<bool kRows, int V>() { return act_kernel<T, kRows, V, kBackward, kGated>; };
     const void* forward[] = {args.x, args.out, args.b};
     const void* backward[] = {args.x, args.dy, args.out, args.b, args.db};
     const int operands = kBackward ? (kGated ? 5 : 3) : (kGated ? 3 : 2);
     const Plan plan =
         Planner{args.layout, kBackward ? backward : forward, operands, sizeof(T), device.limits, 0}.plan(
             resident_blocks<T>(device, kernel_of));
-    const ActParams<T> params{plan,
-                              static_cast<const T*>(args.x),
-                              static_cast<const T*>(args.b),
-                              static_cast<const T*>(args.dy),
-                              static_cast<T*>(args.out),
-                              static_cast<T*>(args.db),
-                              args.activation,
-                              Accumulation<T>(args.activation_param)};
-    launch_planned<T>(plan, kernel_of, {plan.blocks(), device}, params);
+    launch_planned<T>(plan, kernel_of, {plan.blocks(), device}, Planned<ActArgs>{args, plan});
   });
 }
 
-void Cuda::act(const ActArgs& args) {
+void Backend::act(const ActArgs& args) {
   if (args.dy)
     args.b ? run_act<true, true>(args) : run_act<true, false>(args);
   else

@@ -1,4 +1,4 @@
-// The sets of activations that kernels are compiled with, and gelu for 16-bit elements.
+// The activation in a kernel, chosen at run time, and gelu for 16-bit elements.
 #pragma once
 
 #include <cuda_runtime.h>  // first, since elementary.h depends on its macros
@@ -7,20 +7,6 @@
 #include "vector_io.cuh"
 
 namespace fastvit {
-
-// Kernels with vectors of 16 bytes are compiled twice, so that relu does not take gelu's registers. For
-// single elements and doubles the difference is small, so one kernel has all activations.
-enum class Activations { all, cheap, transcendental };
-
-template <class T, int V, class F>  // f.template operator()<Activations>() for the set of `activation`
-void with_activations(Activation activation, const F& f) {
-  if constexpr (V == 1 || sizeof(T) == 8)
-    f.template operator()<Activations::all>();
-  else if (is_transcendental(activation))
-    f.template operator()<Activations::transcendental>();
-  else
-    f.template operator()<Activations::cheap>();
-}
 
 // gelu for 16-bit elements, with half the instructions: log2 of the upper tail of the standard normal
 // distribution is a polynomial in |v|, fitted to |v| <= 5.5. The error of |v| * tail is at most 2^-18.9 of
@@ -49,23 +35,19 @@ template <class T, Activation kActivation>
 using FnOf = std::conditional_t<kActivation == Activation::gelu && sizeof(T) == 2, NarrowGelu,
                                 ActivationFn<kActivation>>;
 
-template <Activation kActivation, Activations kSet, bool kAny>
-constexpr bool kCompiled =
-    (kAny || is_invertible(kActivation)) &&
-    (is_transcendental(kActivation) ? kSet != Activations::cheap : kSet != Activations::transcendental);
+template <Activation kActivation>
+constexpr bool kInvertible = is_invertible(kActivation);
 
-// f(FnOf<T, ...>{}) for the activation chosen at run time, which is one of the set that the host has chosen
-// the kernel by. The branch is uniform and is taken once for a vector or more. Without kAny only invertible
-// activations are compiled.
-template <class T, Activations kSet, bool kAny, class F>
+// f(FnOf<T, ...>{}) for the activation chosen at run time. The branch is uniform and is taken once for a
+// vector or more. Without kAny only invertible activations are compiled.
+template <class T, bool kAny, class F>
 __device__ __forceinline__ void with_activation(Activation activation, const F& f) {
-  const auto call = [&]<Activation kActivation>() {
-    if constexpr (kCompiled<kActivation, kSet, kAny>)
+  dispatch_activation(activation, [&]<Activation kActivation>() {
+    if constexpr (kAny || kInvertible<kActivation>)
       f(FnOf<T, kActivation>{});
     else
       __builtin_unreachable();
-  };
-  dispatch_activation(activation, call);
+  });
 }
 
 }  // namespace fastvit

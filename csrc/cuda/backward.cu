@@ -7,75 +7,56 @@
 // Numerics fp32 arithmetic (fp64 for double).
 // Needs    in place: gamma != 0 (ensured by its floor) and an invertible activation.
 // Source   Ioffe, Szegedy, arXiv:1502.03167, section 3; in place: arXiv:1712.02616, section 3.
-#include "backend.h"
 #include "gradient.cuh"
 #include "launch.cuh"
 #include "walk.cuh"
 
 namespace fastvit {
 
-template <class T>
-struct BackwardParams : Propagation<T> {
-  const Accumulation<T>* sums;  // null: the statistics were constants
-};
-
-template <class T, Activations kSet, bool kRows, int V, Source kSource>
+template <class T, bool kRows, int V, Kept kKept>
 __global__ void __launch_bounds__(kThreads, kResident)
-    backward_kernel(const __grid_constant__ Launched<BackwardParams<T>> launched) {
+    backward_kernel(const __grid_constant__ Launched<Planned<BackwardArgs>> launched) {
   const auto& args = launched.begin();
   using A = Accumulation<T>;
-  constexpr bool kResidual = kSource == Source::input_and_residual;
+  constexpr bool kResidual = kKept == Kept::input_and_residual;
   constexpr int kOperands = kResidual ? 5 : 3, U = kResidual ? kBatch / 2 : kBatch;
   constexpr int K = kRows ? V : 1, kTile = kRows ? kMostTile : 1;
   const Work work(args.plan, blockIdx.x);
-  prefetch_first<kRows, V, U, kOperands, false, kResidual ? 3 : 0>(args.plan, work, args.input, args.dy,
-                                                                   args.z);
-  __shared__ Constants<A, kSource> table[kTile];
+  __shared__ Constants<A, kKept> table[kTile];
   __shared__ Correction<A> corrections[kTile];
   const int channels = work.channels(args.plan);
-  const int64_t C = args.saved.C;
+  const A* const sums = static_cast<const A*>(args.sums);
   for (int g = threadIdx.x; g < channels; g += kThreads) {
     const int64_t c = work.first_channel(args.plan) + g;
-    table[g] = Constants<A, kSource>::of(args.saved, c);
+    table[g] = Constants<A, kKept>::of(args, c);
     corrections[g] = {0, 0};
-    if (args.sums)
-      corrections[g] = Correction<A>::template of<kSource>(args.saved, c, {args.sums[c], args.sums[C + c]});
+    if (sums) corrections[g] = Correction<A>::template of<kKept>(args, c, {sums[c], sums[args.layout.C + c]});
   }
   __syncthreads();
-  Constants<A, kSource> constants[K];
+  Constants<A, kKept> constants[K];
   Correction<A> correction[K];
   pick<kRows, V>(constants, table, args.plan, work);
   pick<kRows, V>(correction, corrections, args.plan, work);
-  const A limit = kSource == Source::output ? args.saved.limit() : A(0);
+  const A limit = largest_xhat<A, kKept>(args);
 
   walk<kRows, V, U, kOperands, false>(args.plan, work, args.input, [&]<class B>(const B& batch) {
-    Read<T, kSource, B> read;
+    Read<T, kKept, B> read;
     read.template load<kLast, 3>(batch, args);
-    propagate<kSet, kRows>(batch, read, constants, correction, args, limit);
+    propagate<kRows>(batch, read, constants, correction, args, limit);
   });
 }
 
-// Selects the compiled kernel for these arguments.
-template <class T, bool kRows, int V>
-auto backward_kernel_of(const BackwardArgs& args) {
-  void (*kernel)(Launched<BackwardParams<T>>) = nullptr;
-  with_activations<T, V>(args.activation, [&]<Activations kSet>() {
-    with_source(args, [&]<Source kSource>() { kernel = backward_kernel<T, kSet, kRows, V, kSource>; });
-  });
-  return kernel;
-}
-
-void Cuda::backward(const BackwardArgs& args) {
+void Backend::backward(const BackwardArgs& args) {
   const Device device(args.device);
   if (args.layout.numel() == 0) return;
   with_type(args.dtype, [&]<class T>() {
     const void* pointers[] = {args.input, args.dy, args.dx, args.z, args.dz};
-    const auto kernel_of = [&]<bool kRows, int V>() { return backward_kernel_of<T, kRows, V>(args); };
+    const auto kernel_of = [&]<bool kRows, int V>() {
+      return with_kept(args, [&]<Kept kKept>() { return backward_kernel<T, kRows, V, kKept>; });
+    };
     const Plan plan = Planner{args.layout, pointers, args.z ? 5 : 3, sizeof(T), device.limits, 0}.plan(
         resident_blocks<T>(device, kernel_of));
-    const BackwardParams<T> params{propagation_of<T>(args, plan),
-                                   static_cast<const Accumulation<T>*>(args.sums)};
-    launch_planned<T>(plan, kernel_of, {plan.blocks(), device}, params);
+    launch_planned<T>(plan, kernel_of, {plan.blocks(), device}, Planned<BackwardArgs>{args, plan});
   });
 }
 

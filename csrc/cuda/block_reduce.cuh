@@ -5,6 +5,7 @@
 // is a plain struct with merge(const R&), without branches; merging R{} has no effect.
 #pragma once
 
+#include "../elementary.h"
 #include "../moments.h"
 #include "ptx.cuh"
 #include "walk.cuh"
@@ -37,7 +38,6 @@ template <class A>
 struct Sums {
   A first = 0, second = 0;
   __device__ __forceinline__ void merge(const Sums& other) {
-    count_merge();
     first += other.first;
     second += other.second;
   }
@@ -64,7 +64,7 @@ struct RunningSums {
 
 // a / b, in float to 2 ulp, for b that is not denormal.
 __device__ __forceinline__ float quotient(float a, float b) {
-  return a * reciprocal(b);
+  return a * reciprocal(b, b);
 }
 __device__ __forceinline__ double quotient(double a, double b) {
   return a / b;
@@ -76,7 +76,6 @@ template <class A>
 struct WelfordState {
   A count = 0, mean = 0, m2 = 0;
   __device__ __forceinline__ void merge(const WelfordState& other) {
-    count_merge();
     const A total = count + other.count, delta = other.mean - mean;
     const A share = quotient(other.count, max(total, A(1)));  // 0 for two empty sets
     m2 = added(m2, fused(delta * delta, count * share, other.m2));
@@ -92,7 +91,6 @@ __device__ __forceinline__ void merge_groups(R* shared, int groups, int group_st
   for (int left = length; left > 1; left = (left + 1) / 2) {
     const int half = (left + 1) / 2;
     __syncthreads();
-    const Together together;
     for (int t = threadIdx.x; t < (left - half) * groups; t += kThreads) {
       const int i = t / groups, g = t - i * groups;
       R* at = shared + g * group_stride + i * stride;
@@ -170,7 +168,6 @@ __device__ __forceinline__ void merge_rows(R* shared, const R* results, unsigned
     }
 #pragma unroll
     for (unsigned half = kAhead / 2; half > 0; half /= 2) {
-      const Together together;
 #pragma unroll
       for (unsigned i = 0; i < half; ++i) ahead[i].merge(ahead[i + half]);
     }

@@ -1,80 +1,39 @@
-// Parameters and buffers of C numbers in any floating-point dtype.
+// Access to parameters and buffers of C numbers in any floating-point dtype.
 #pragma once
-
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 
 #include "../arguments.h"
 #include "vector_io.cuh"
 
 namespace fastvit {
 
-enum class Storage : int { half, bfloat16, single, twice };
+template <class A>
+__device__ __forceinline__ A read(const Channels& from, int64_t c, A absent) {
+  if (!from.data) return absent;
+  return with_type(from.dtype,
+                   [&]<class S>() { return A(Accumulation<S>(static_cast<const S*>(from.data)[c])); });
+}
 
-struct ChannelArray {  // C numbers, or null
-  void* data;
-  Storage storage;
+__device__ __forceinline__ void write(const Channels& to, int64_t c, double value) {
+  with_type(to.dtype, [&]<class S>() { static_cast<S*>(to.data)[c] = S(Accumulation<S>(value)); });
+}
 
-  template <class A>
-  __device__ __forceinline__ A read(int64_t c, A absent) const {
-    if (!data) return absent;
-    switch (storage) {
-      case Storage::half:
-        return A(float(static_cast<const __half*>(data)[c]));
-      case Storage::bfloat16:
-        return A(float(static_cast<const __nv_bfloat16*>(data)[c]));
-      case Storage::single:
-        return A(static_cast<const float*>(data)[c]);
-      default:
-        return A(static_cast<const double*>(data)[c]);
-    }
-  }
-  // V numbers from a multiple of V on: one switch, and wide loads where the memory is aligned for them.
-  template <int V, class A>
-  __device__ __forceinline__ void read(int64_t c, A (&to)[V], A absent) const {
-    if (!data) {
+// V numbers from a multiple of V on: one switch, and wide loads where the memory is aligned for them.
+template <int V, class A>
+__device__ __forceinline__ void read(const Channels& from, int64_t c, A (&to)[V], A absent) {
+  if (!from.data) {
 #pragma unroll
-      for (int k = 0; k < V; ++k) to[k] = absent;
-      return;
-    }
-    switch (storage) {
-      case Storage::half:
-        return read_as<__half>(c, to);
-      case Storage::bfloat16:
-        return read_as<__nv_bfloat16>(c, to);
-      case Storage::single:
-        return read_as<float>(c, to);
-      default:
-        return read_as<double>(c, to);
-    }
+    for (int k = 0; k < V; ++k) to[k] = absent;
+    return;
   }
-  __device__ __forceinline__ void write(int64_t c, double value) const {
-    switch (storage) {
-      case Storage::half:
-        static_cast<__half*>(data)[c] = __half(float(value));
-        return;
-      case Storage::bfloat16:
-        static_cast<__nv_bfloat16*>(data)[c] = __nv_bfloat16(float(value));
-        return;
-      case Storage::single:
-        static_cast<float*>(data)[c] = float(value);
-        return;
-      default:
-        static_cast<double*>(data)[c] = value;
-    }
-  }
-
- private:
-  template <class S, int V, class A>
-  __device__ __forceinline__ void read_as(int64_t c, A (&to)[V]) const {
-    const S* const from = static_cast<const S*>(data) + c;
+  with_type(from.dtype, [&]<class S>() {
+    const S* const at = static_cast<const S*>(from.data) + c;
     constexpr int kWide = V < kVector<S> ? V : kVector<S>;
     if constexpr (kWide * sizeof(S) >= 8) {
-      if (reinterpret_cast<uintptr_t>(data) % 16 == 0) {
+      if (reinterpret_cast<uintptr_t>(from.data) % 16 == 0) {
 #pragma unroll
         for (int first = 0; first < V; first += kWide) {
           Vector<S, kWide> vector;
-          vector.load(from + first);
+          vector.load(at + first);
 #pragma unroll
           for (int k = 0; k < kWide; ++k) to[first + k] = A(Accumulation<S>(vector.at[k]));
         }
@@ -82,21 +41,8 @@ struct ChannelArray {  // C numbers, or null
       }
     }
 #pragma unroll
-    for (int k = 0; k < V; ++k) to[k] = A(Accumulation<S>(from[k]));
-  }
-};
-
-inline ChannelArray per_channel(const Channels& t) {
-  switch (t.dtype) {
-    case ScalarType::Half:
-      return {t.data, Storage::half};
-    case ScalarType::BFloat16:
-      return {t.data, Storage::bfloat16};
-    case ScalarType::Double:
-      return {t.data, Storage::twice};
-    default:
-      return {t.data, Storage::single};
-  }
+    for (int k = 0; k < V; ++k) to[k] = A(Accumulation<S>(at[k]));
+  });
 }
 
 }  // namespace fastvit

@@ -9,40 +9,38 @@
 #include <cmath>
 
 #include "activations.cuh"
-#include "backend.h"
 #include "block_reduce.cuh"
 #include "channels.cuh"
 
 namespace fastvit {
 
-enum class Source { input, input_and_residual, output };
+enum class Kept { input, input_and_residual, output };
 
 template <class A>
-struct Saved {  // `saved` of the forward pass, and the parameters
-  int64_t C;
-  const A* saved;  // mean[C], invstd[C], count
-  ChannelArray weight, bias;
-  GammaFloor<A> floor;
-  Activation activation;
-  A param;
-
-  __device__ __forceinline__ A invstd(int64_t c) const { return saved[C + c]; }
-  __device__ __forceinline__ A count() const { return load_count<A>(saved + 2 * C); }
-  __device__ __forceinline__ A limit() const {  // largest |xhat|
-    return std::sqrt(max(count() - 1, A(0)));
-  }
-};
+__device__ __forceinline__ A saved_invstd(const GradientArgs& args, int64_t c) {
+  return static_cast<const A*>(args.saved)[args.layout.C + c];
+}
+template <class A>
+__device__ __forceinline__ A saved_count(const GradientArgs& args) {
+  return load_count<A>(static_cast<const A*>(args.saved) + 2 * args.layout.C);
+}
+template <class A, Kept kKept>
+__device__ __forceinline__ A largest_xhat(const GradientArgs& args) {
+  return kKept == Kept::output ? std::sqrt(max(saved_count<A>(args) - 1, A(0))) : A(0);
+}
 
 // The constants of one channel; their meaning depends on the saved operand.
-template <class A, Source kSource>
+template <class A, Kept kKept>
 struct Constants {
   A mean_or_inverse_gamma, scale, beta;
 
-  __device__ __forceinline__ static Constants of(const Saved<A>& s, int64_t c) {
-    const A beta = s.bias.read(c, A(0));
-    const A gamma = s.weight.read(c, A(1));  // the floor applies to the inversion only
-    return {kSource == Source::output ? A(1) / effective_gamma(gamma, beta, s.floor) : s.saved[c],
-            gamma * s.invstd(c), beta};
+  __device__ __forceinline__ static Constants of(const GradientArgs& args, int64_t c) {
+    const A beta = read(args.bias, c, A(0));
+    const A gamma = read(args.weight, c, A(1));  // the floor applies to the inversion only
+    const A first = kKept == Kept::output
+                        ? A(1) / effective_gamma(gamma, beta, gamma_floor<A>(true, args.dtype))
+                        : static_cast<const A*>(args.saved)[c];
+    return {first, gamma * saved_invstd<A>(args, c), beta};
   }
 };
 
@@ -51,49 +49,49 @@ struct Gradient {
   A dz, centred;
 };
 
-template <class Fn, Source kSource, class A>
-__device__ __forceinline__ Gradient<A> gradient(A input, A dy, A z, const Constants<A, kSource>& k, A param,
+template <class Fn, Kept kKept, class A>
+__device__ __forceinline__ Gradient<A> gradient(A input, A dy, A z, const Constants<A, kKept>& k, A param,
                                                 A limit) {
-  if constexpr (kSource == Source::output) {
+  if constexpr (kKept == Kept::output) {
     return {Fn::backward_y(dy, input, param),
             recover_xhat(Fn::inverse(input, param), k.beta, k.mean_or_inverse_gamma, limit)};
   } else {
     const A centred = input - k.mean_or_inverse_gamma;
     A v = fused(centred, k.scale, k.beta);
-    if constexpr (kSource == Source::input_and_residual) v = added(v, z);
+    if constexpr (kKept == Kept::input_and_residual) v = added(v, z);
     return {Fn::backward(dy, v, param), centred};
   }
 }
 
 // The operands of a batch that are read: x or y, dy, and z where a residual is added before the activation.
-template <class T, Source kSource, class B>
+template <class T, Kept kKept, class B>
 struct Read {
-  static constexpr bool kResidual = kSource == Source::input_and_residual;
+  static constexpr bool kResidual = kKept == Kept::input_and_residual;
   Vector<T, B::V> input[B::U], dy[B::U], z[kResidual ? B::U : 1];
 
   // z is operand kZ.
-  template <Reading kReading, int kZ, class Params>
-  __device__ __forceinline__ void load(const B& batch, const Params& from) {
+  template <Reading kReading, int kZ>
+  __device__ __forceinline__ void load(const B& batch, const GradientArgs& from) {
     batch.template load<kReading>(input, from.input, 0);
     batch.template load<kReading>(dy, from.dy, 1);
     if constexpr (kResidual) batch.template load<kReading>(z, from.z, kZ);
   }
-  __device__ __forceinline__ Read<T, kSource, typename B::One> vector(int j) const {
+  __device__ __forceinline__ Read<T, kKept, typename B::One> vector(int j) const {
     return {{input[j]}, {dy[j]}, {z[kResidual ? j : 0]}};
   }
 };
 
 // Adds a batch to the thread's sums of dz and dz * centred; at(j) reads its j-th vector. The branch on the
 // activation is inside the loop over vectors, here and below, which takes fewer registers than outside.
-template <class T, Activations kSet, bool kRows, Source kSource, class B, class A, int K, class At>
+template <class T, bool kRows, Kept kKept, class B, class A, int K, class At>
 __device__ __forceinline__ void add_gradients(RunningSums<A> (&running)[K], const B&,
-                                              const Constants<A, kSource> (&constants)[K],
-                                              const Saved<A>& saved, A limit, const At& at) {
+                                              const Constants<A, kKept> (&constants)[K],
+                                              const GradientArgs& args, A limit, const At& at) {
   Sums<A> sums[K];
 #pragma unroll
   for (int j = 0; j < B::U; ++j)
-    with_activation<T, kSet, kSource != Source::output>(saved.activation, [&]<class Fn>(Fn) {
-      const Read<T, kSource, typename B::One> read = at(j);
+    with_activation<T, kKept != Kept::output>(args.activation, [&]<class Fn>(Fn) {
+      const Read<T, kKept, typename B::One> read = at(j);
       A in[B::V], g[B::V];
       [[maybe_unused]] A r[B::V];
       read.input[0].unpack(in);
@@ -101,8 +99,8 @@ __device__ __forceinline__ void add_gradients(RunningSums<A> (&running)[K], cons
       if constexpr (read.kResidual) read.z[0].unpack(r);
 #pragma unroll
       for (int k = 0; k < B::V; ++k) {  // elements past the end have dy = 0
-        const Gradient<A> t = gradient<Fn, kSource>(in[k], g[k], read.kResidual ? r[k] : A(0),
-                                                    constants[kRows ? k : 0], saved.param, limit);
+        const Gradient<A> t = gradient<Fn, kKept>(in[k], g[k], read.kResidual ? r[k] : A(0),
+                                                  constants[kRows ? k : 0], A(args.activation_param), limit);
         Sums<A>& sum = sums[kRows ? k : 0];
         sum.first = added(sum.first, t.dz);
         sum.second = fused(t.dz, t.centred, sum.second);
@@ -117,37 +115,25 @@ template <class A>
 struct Correction {
   A offset, slope;
 
-  template <Source kSource>
-  __device__ __forceinline__ static Correction of(const Saved<A>& s, int64_t c, const Sums<A>& sums) {
-    const A n = s.count();
+  template <Kept kKept>
+  __device__ __forceinline__ static Correction of(const GradientArgs& args, int64_t c, const Sums<A>& sums) {
+    const A n = saved_count<A>(args);
     if (!(n > 0)) return {0, 0};
-    return {sums.first / n, sums.second / n * (kSource == Source::output ? A(1) : s.invstd(c))};
+    return {sums.first / n, sums.second / n * (kKept == Kept::output ? A(1) : saved_invstd<A>(args, c))};
   }
 };
 
-// Shared by the kernels of backward. Operands 0: x or y, 1: dy, 2: dx, 3: z, 4: dz.
-template <class T>
-struct Propagation {
-  using A = Accumulation<T>;
-  Plan plan;
-  const T* input;
-  const T* dy;
-  T* dx;
-  const T* z;
-  T* dz;
-  Saved<A> saved;
-};
-
+// Operands 0: x or y, 1: dy, 2: dx, 3: z, 4: dz.
 // Writes a batch's dx and, where there is a residual, dz; in `read` they take the place of input and dy.
-template <Activations kSet, bool kRows, Source kSource, class T, class B, class A, int K>
-__device__ __forceinline__ void propagate(const B& batch, Read<T, kSource, B>& read,
-                                          const Constants<A, kSource> (&constants)[K],
-                                          const Correction<A> (&correction)[K], const Propagation<T>& args,
+template <bool kRows, Kept kKept, class T, class B, class A, int K>
+__device__ __forceinline__ void propagate(const B& batch, Read<T, kKept, B>& read,
+                                          const Constants<A, kKept> (&constants)[K],
+                                          const Correction<A> (&correction)[K], const BackwardArgs& args,
                                           A limit) {
-  constexpr bool kResidual = Read<T, kSource, B>::kResidual;
+  constexpr bool kResidual = Read<T, kKept, B>::kResidual;
 #pragma unroll
   for (int j = 0; j < B::U; ++j)
-    with_activation<T, kSet, kSource != Source::output>(args.saved.activation, [&]<class Fn>(Fn) {
+    with_activation<T, kKept != Kept::output>(args.activation, [&]<class Fn>(Fn) {
       A in[B::V], g[B::V];
       [[maybe_unused]] A r[B::V];
       read.input[j].unpack(in);
@@ -156,8 +142,8 @@ __device__ __forceinline__ void propagate(const B& batch, Read<T, kSource, B>& r
 #pragma unroll
       for (int k = 0; k < B::V; ++k) {
         const int i = kRows ? k : 0;
-        const Gradient<A> t = gradient<Fn, kSource>(in[k], g[k], kResidual ? r[k] : A(0), constants[i],
-                                                    args.saved.param, limit);
+        const Gradient<A> t = gradient<Fn, kKept>(in[k], g[k], kResidual ? r[k] : A(0), constants[i],
+                                                  A(args.activation_param), limit);
         const A rest = added(t.dz, -correction[i].offset);
         in[k] = constants[i].scale * fused(-t.centred, correction[i].slope, rest);
         g[k] = t.dz;
@@ -169,33 +155,12 @@ __device__ __forceinline__ void propagate(const B& batch, Read<T, kSource, B>& r
   if constexpr (kResidual) batch.store(read.dy, args.dz, 4);
 }
 
-// The saved values of a backward kernel, from ReduceArgs or BackwardArgs.
-template <class A, class Args>
-Saved<A> saved_of(const Args& args) {
-  return {args.layout.C,           static_cast<const A*>(args.saved),         per_channel(args.weight),
-          per_channel(args.bias),  gamma_floor<A>(args.in_place, args.dtype), args.activation,
-          A(args.activation_param)};
-}
-template <class T>
-Propagation<T> propagation_of(const BackwardArgs& args, const Plan& plan) {
-  return {plan,
-          static_cast<const T*>(args.input),
-          static_cast<const T*>(args.dy),
-          static_cast<T*>(args.dx),
-          static_cast<const T*>(args.z),
-          static_cast<T*>(args.dz),
-          saved_of<Accumulation<T>>(args)};
-}
-
-// f.template operator()<kSource>() for the saved operands.
-template <class Args, class F>
-void with_source(const Args& args, const F& f) {
-  if (args.in_place)
-    f.template operator()<Source::output>();
-  else if (args.z)
-    f.template operator()<Source::input_and_residual>();
-  else
-    f.template operator()<Source::input>();
+// f.template operator()<kKept>() for the saved operands.
+template <class F>
+auto with_kept(const GradientArgs& args, const F& f) {
+  if (args.in_place) return f.template operator()<Kept::output>();
+  if (args.z) return f.template operator()<Kept::input_and_residual>();
+  return f.template operator()<Kept::input>();
 }
 
 }  // namespace fastvit

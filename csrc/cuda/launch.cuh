@@ -8,7 +8,6 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/macros.h>
-#include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/shim_utils.h>
 
 #include <algorithm>
@@ -16,12 +15,11 @@
 #include <stdexcept>
 #include <utility>
 
+#include "../arguments.h"
 #include "plan.h"
 #include "vector_io.cuh"
 
 namespace fastvit {
-
-using torch::headeronly::ScalarType;
 
 // CUDA's answer about `subject` on `device`. Each thread asks once, for each type of `ask`:
 // ask(int& answer) returns a cudaError_t. Every kernel is asked about before its first launch, and so is
@@ -82,21 +80,6 @@ class Device {
   Limits limits;
 };
 
-// f.template operator()<T>() for the activations' type.
-template <class F>
-void with_type(ScalarType dtype, const F& f) {
-  switch (dtype) {
-    case ScalarType::Half:
-      return f.template operator()<__half>();
-    case ScalarType::BFloat16:
-      return f.template operator()<__nv_bfloat16>();
-    case ScalarType::Double:
-      return f.template operator()<double>();
-    default:
-      return f.template operator()<float>();
-  }
-}
-
 // f.template operator()<kRows, V>() for a plan.
 template <class T, class F>
 void with_walk(const Plan& plan, const F& f) {
@@ -126,6 +109,12 @@ auto resident_blocks(const Device& device, const KernelOf& kernel_of) {
   };
 }
 
+// What a kernel of an op takes: the op's arguments, and how its work is divided.
+template <class Args, class Division = Plan>
+struct Planned : Args {
+  Division plan;
+};
+
 // Declares `name` as the launch's dynamic shared memory.
 #ifndef FASTVIT_DYNAMIC_SHARED
 #define FASTVIT_DYNAMIC_SHARED(name) extern __shared__ __align__(16) unsigned char name[]
@@ -145,7 +134,7 @@ class Launched {
   // not while this grid waits for other ranks, since a grid of waiting blocks leaves no room for NCCL.
   __device__ __forceinline__ const Params& begin() const {
     wait_for_previous_kernel();
-    if constexpr (!requires { params.exchange; }) let_next_kernel_begin();
+    if constexpr (!requires { params.peers; }) let_next_kernel_begin();
     return params;
   }
 };

@@ -1,4 +1,9 @@
-// Rows of a LayerNorm: which threads take which columns (row_plan.h), weight and bias, and sums over a row.
+// Rows of a LayerNorm: which threads take which columns, weight and bias, and sums over a row.
+//
+// A row is taken by a team of `lanes` threads, a power of two up to the block; a block has several teams, or
+// one. A lane holds its vectors of a row in registers, so that the row is read once: 24 or 32 columns, of
+// which 24 fit the widths of ViTs, 16 lanes for 384 and a warp for 768. A row too long for a block's
+// registers is taken part by part, and read again for each pass over it.
 #pragma once
 
 #include <cstdint>
@@ -7,9 +12,42 @@
 
 #include "channels.cuh"
 #include "launch.cuh"
-#include "row_plan.h"
 
 namespace fastvit {
+
+struct RowPlan {
+  int64_t rows, columns;
+  int lanes;  // of a team
+  int held;   // columns of a lane
+  int parts;  // of a row; 1: it stays in registers
+
+  FASTVIT_INLINE int teams() const { return kThreads / lanes; }
+};
+
+// Columns of a lane, two choices: the backward's sums take two registers a column, its operands one or two.
+constexpr int kForwardColumns[] = {24, 32};
+template <class T>
+constexpr int kBackwardColumns[] = {16, sizeof(T) == 2 ? 24 : 16};
+// Of double, or of single elements, whose addresses take registers too.
+template <class A, int V>
+constexpr int kSparingColumns = sizeof(A) == 8 && V == 1 ? 4 : 8;
+constexpr int kTableColumns = 4096;  // longest row whose weight and bias a block keeps in shared memory
+
+// For vectors of V columns: the fewest idle lanes, then the fewest registers.
+template <class A, int V>
+RowPlan row_plan(int64_t rows, int64_t columns, const int (&choices)[2]) {
+  const auto plan = [&](int held) {
+    RowPlan plan{rows, columns, 1, held, 1};
+    while (plan.lanes < kThreads && plan.lanes * held < columns) plan.lanes *= 2;
+    plan.parts = int((columns + plan.lanes * held - 1) / (plan.lanes * held));
+    if (columns > kTableColumns && plan.parts == 1) plan.parts = 2;
+    return plan;
+  };
+  if (sizeof(A) == 8 || V == 1) return plan(kSparingColumns<A, V>);
+  const RowPlan few = plan(choices[0]), many = plan(choices[1]);
+  const int64_t of_few = int64_t(few.lanes) * few.held * few.parts;
+  return of_few <= int64_t(many.lanes) * many.held * many.parts ? few : many;
+}
 
 template <int V, int K>
 struct RowLane {  // this thread in its team
@@ -37,7 +75,7 @@ struct RowLane {  // this thread in its team
 template <class A, int V>
 class ColumnTable {
   static constexpr int kUnit = V < kVector<A> ? V : kVector<A>;
-  const ChannelArray from;
+  const Channels& from;
   const A absent;
   A* const table;  // null: in global memory
   const int vectors;
@@ -48,8 +86,8 @@ class ColumnTable {
 
  public:
   // `number` 0 or 1: which of the tables in `shared`. All threads call fill() before they synchronise.
-  __device__ __forceinline__ ColumnTable(const ChannelArray& from, A absent, unsigned char* shared,
-                                         int number, const RowPlan& plan)
+  __device__ __forceinline__ ColumnTable(const Channels& from, A absent, unsigned char* shared, int number,
+                                         const RowPlan& plan)
       : from(from),
         absent(absent),
         table(plan.parts > 1 ? nullptr : reinterpret_cast<A*>(shared) + number * plan.columns),
@@ -58,13 +96,13 @@ class ColumnTable {
   __device__ __forceinline__ void fill() const {
     for (int vector = int(threadIdx.x); table && vector < vectors; vector += kThreads) {
       A values[V];
-      from.template read<V>(int64_t(vector) * V, values, absent);
+      read<V>(from, int64_t(vector) * V, values, absent);
 #pragma unroll
       for (int k = 0; k < V; ++k) unit(vector, k)[k % kUnit] = values[k];
     }
   }
   __device__ __forceinline__ void get(int column, A (&to)[V]) const {
-    if (!table) return from.template read<V>(column, to, absent);
+    if (!table) return read<V>(from, column, to, absent);
 #pragma unroll
     for (int first = 0; first < V; first += kUnit) {
       Vector<A, kUnit> vector = *reinterpret_cast<const Vector<A, kUnit>*>(unit(column / V, first));
@@ -101,19 +139,6 @@ __device__ __forceinline__ void sum_team(A (&v)[kNumbers], int lanes) {
     v[i] = 0;
     for (int w = 0; w < lanes / 32; ++w) v[i] += warps[i][first + w];
   }
-}
-
-// f.template operator()<T, G>() for the types of x and of y.
-template <class F>
-void with_row_types(ScalarType dtype, ScalarType output_dtype, const F& f) {
-  with_type(dtype, [&]<class T>() {
-    if constexpr (std::is_same_v<T, float>)
-      with_type(output_dtype, [&]<class G>() {
-        if constexpr (sizeof(G) <= sizeof(T)) f.template operator()<T, G>();
-      });
-    else
-      f.template operator()<T, T>();
-  });
 }
 
 // f.template operator()<V, K>(plan): elements in a vector, by what both types have room for in 16 bytes and

@@ -1,27 +1,20 @@
 // layer_norm_backward: dx = invstd * (g - mean(g) - xhat * mean(g * xhat)) with g = dy * gamma; and for each
 // column sum dy and sum dy * xhat.
 // Memory   reads x and dy once; writes dx, and two numbers per block and column. Bandwidth-bound.
-// Mapping  a team of lanes per row, see row_plan.h; blocks stay, and keep the weight in shared memory. A lane
+// Mapping  a team of lanes per row, see layer_norm.cuh; blocks stay, and keep the weight in shared memory. A
+// lane
 //          keeps the sums of its columns from row to row; teams merge them in shared memory. A second kernel
 //          adds the sums of the blocks: a block takes 8 columns, a sector of each row, and each of its
 //          threads 16 rows at a time.
 // Numerics fp32 (fp64 for double). Shapes and device fix the order of the sums; no atomics.
 // Source   Ba, Kiros, Hinton, arXiv:1607.06450.
-#include "backend.h"
 #include "layer_norm.cuh"
 #include "scratch.h"
 
 namespace fastvit {
 
-template <class T, class G>
-struct LayerNormBackwardParams {
-  using A = Accumulation<T>;
-  RowPlan plan;
-  const T* x;
-  const G* dy;
-  T* dx;
-  const A* saved;
-  ChannelArray weight;
+template <class A>
+struct LayerNormBackwardParams : Planned<LayerNormBackwardArgs, RowPlan> {
   A* partial;  // [blocks][2][columns]; null: no sums
 };
 
@@ -30,8 +23,8 @@ template <>
 constexpr int kBackwardColumns<__half>[2] = {16, 16};
 
 template <class T, class G, int V, int K>
-__global__ void __launch_bounds__(kThreads, kResident)
-    layer_norm_backward_kernel(const __grid_constant__ Launched<LayerNormBackwardParams<T, G>> launched) {
+__global__ void __launch_bounds__(kThreads, kResident) layer_norm_backward_kernel(
+    const __grid_constant__ Launched<LayerNormBackwardParams<Accumulation<T>>> launched) {
   const auto& args = launched.begin();
   using A = Accumulation<T>;
   const RowPlan& plan = args.plan;
@@ -47,16 +40,20 @@ __global__ void __launch_bounds__(kThreads, kResident)
       for (int k = 0; k < V; ++k) bias_own[column + k] = weight_own[column + k] = 0;
     });
 
+  const A* const saved = static_cast<const A*>(args.saved);
   Vector<T, V> x[K];
   Vector<G, V> dy[K];
   A mean, invstd;
   const auto load = [&](int64_t row, int part) {
     const bool exists = row < plan.rows;
-    mean = exists ? args.saved[row] : A(0), invstd = exists ? args.saved[plan.rows + row] : A(0);
+    mean = exists ? saved[row] : A(0), invstd = exists ? saved[plan.rows + row] : A(0);
     const int64_t begin = row * plan.columns;
     mine.each(part, [&](int j, int column) {
       x[j].clear(), dy[j].clear();
-      if (exists) x[j].load(args.x + begin + column), dy[j].load(args.dy + begin + column);
+      if (exists) {
+        x[j].load(static_cast<const T*>(args.x) + begin + column);
+        dy[j].load(static_cast<const G*>(args.dy) + begin + column);
+      }
     });
   };
   const int step = int(gridDim.x) * plan.teams();
@@ -107,7 +104,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
         v[k] = fused(-xhat, b, fused(g[k], scale[k], -a)) * invstd;
       }
       x[j].pack(v);
-      if (exists) x[j].store(args.dx + row * plan.columns + column);
+      if (exists) x[j].store(static_cast<T*>(args.dx) + row * plan.columns + column);
     });
     if (plan.parts == 1) load(row + step, 0);
   }
@@ -169,10 +166,10 @@ __global__ void __launch_bounds__(kThreads, kResident)
   args.sums[column] = sum;
 }
 
-void Cuda::layer_norm_backward(const LayerNormBackwardArgs& args) {
+void Backend::layer_norm_backward(const LayerNormBackwardArgs& args) {
   const Device device(args.device);
   const int64_t numbers = 2 * args.columns;
-  with_row_types(args.dtype, args.output_dtype, [&]<class T, class G>() {
+  dispatch_dtypes<__half, __nv_bfloat16>(args.dtype, args.output_dtype, [&]<class T, class G>() {
     using A = Accumulation<T>;
     if (args.rows == 0) {
       if (args.sums) STD_CUDA_CHECK(cudaMemsetAsync(args.sums, 0, numbers * sizeof(A), device.stream));
@@ -185,13 +182,7 @@ void Cuda::layer_norm_backward(const LayerNormBackwardArgs& args) {
           const Launch how =
               row_launch(device, kernel, plan, std::max(table_bytes<A>(plan), kThreads * K * V * sizeof(A)));
           const Scratch partial(args.sums ? how.blocks * numbers * sizeof(A) : 0);
-          const LayerNormBackwardParams<T, G> params{plan,
-                                                     static_cast<const T*>(args.x),
-                                                     static_cast<const G*>(args.dy),
-                                                     static_cast<T*>(args.dx),
-                                                     static_cast<const A*>(args.saved),
-                                                     per_channel(args.weight),
-                                                     static_cast<A*>(partial.data)};
+          const LayerNormBackwardParams<A> params{{args, plan}, static_cast<A*>(partial.data)};
           STD_CUDA_CHECK(launch(kernel, how, params));
           if (!args.sums) return;
           const SumRowsParams<A> sums{params.partial, static_cast<A*>(args.sums), how.blocks, numbers};

@@ -1,11 +1,11 @@
 // layer_norm_forward: y = (x - mean) * invstd * gamma + beta for each row, in the dtype of y.
 // Memory   reads x once; writes y, and two numbers per row. It can write 16 bits from a float32 x, so that
 //          autocast does not cast y. Bandwidth-bound.
-// Mapping  a team of lanes per row, see row_plan.h; blocks stay, and keep weight and bias in shared memory.
+// Mapping  a team of lanes per row, see layer_norm.cuh; blocks stay, and keep weight and bias in shared
+// memory.
 //          The first row is loaded before those, and the next row before the sums of this one.
 // Numerics fp32 (fp64 for double): the mean, then deviations from it, whose sum corrects it.
 // Source   Ba, Kiros, Hinton, arXiv:1607.06450.
-#include "backend.h"
 #include "layer_norm.cuh"
 
 namespace fastvit {
@@ -13,31 +13,23 @@ namespace fastvit {
 template <class T, int kColumns>
 constexpr bool kTwoRows = sizeof(T) * kColumns <= 48;  // there are registers for two rows
 
-template <class T, class G>
-struct LayerNormForwardParams {
-  using A = Accumulation<T>;
-  RowPlan plan;
-  const T* x;
-  G* y;
-  ChannelArray weight, bias;
-  A* saved;
-  A eps;
-};
-
 template <class T, class G, int V, int K>
-__global__ void __launch_bounds__(kThreads, kResident)
-    layer_norm_forward_kernel(const __grid_constant__ Launched<LayerNormForwardParams<T, G>> launched) {
+__global__ void __launch_bounds__(kThreads, kResident) layer_norm_forward_kernel(
+    const __grid_constant__ Launched<Planned<LayerNormForwardArgs, RowPlan>> launched) {
   const auto& args = launched.begin();
   using A = Accumulation<T>;
   constexpr bool kAheadOfSums = kTwoRows<T, K * V>;
   const RowPlan& plan = args.plan;
+  const T* const x = static_cast<const T*>(args.x);
+  G* const y = static_cast<G*>(args.y);
+  A* const saved = static_cast<A*>(args.saved);
   const RowLane<V, K> mine(plan);
   const A n = A(plan.columns);
   Vector<T, V> vectors[K], ahead[kAheadOfSums ? K : 1];
   const auto load = [&](Vector<T, V>* to, int64_t row, int part) {
     mine.each(part, [&](int j, int column) {
       to[j].clear();
-      if (row < plan.rows) to[j].load(args.x + row * plan.columns + column);
+      if (row < plan.rows) to[j].load(x + row * plan.columns + column);
     });
   };
   const int64_t step = int64_t(gridDim.x) * plan.teams();
@@ -85,10 +77,10 @@ __global__ void __launch_bounds__(kThreads, kResident)
     sum_team(centred, mine.lanes);
     const A correction = centred[0] / n;
     mean += correction;
-    const A invstd = A(1) / std::sqrt((centred[1] - centred[0] * correction) / n + args.eps);
+    const A invstd = A(1) / std::sqrt((centred[1] - centred[0] * correction) / n + A(args.eps));
     if (exists && mine.lane == 0) {
-      args.saved[row] = mean;
-      args.saved[plan.rows + row] = invstd;
+      saved[row] = mean;
+      saved[plan.rows + row] = invstd;
     }
     pass([&](A(&v)[V], int column) {
       A scale[V], shift[V];
@@ -97,7 +89,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
       for (int k = 0; k < V; ++k) v[k] = fused((v[k] - mean) * invstd, scale[k], shift[k]);
       Vector<G, V> out;
       out.pack(v);
-      if (exists) out.store(args.y + row * plan.columns + column);
+      if (exists) out.store(y + row * plan.columns + column);
     });
     if (plan.parts > 1) continue;
     if constexpr (kAheadOfSums) {
@@ -109,22 +101,16 @@ __global__ void __launch_bounds__(kThreads, kResident)
   }
 }
 
-void Cuda::layer_norm_forward(const LayerNormForwardArgs& args) {
+void Backend::layer_norm_forward(const LayerNormForwardArgs& args) {
   const Device device(args.device);
   if (args.rows == 0) return;
-  with_row_types(args.dtype, args.output_dtype, [&]<class T, class G>() {
+  dispatch_dtypes<__half, __nv_bfloat16>(args.dtype, args.output_dtype, [&]<class T, class G>() {
     using A = Accumulation<T>;
     with_row_plan<T, G, kForwardColumns>(
         args.rows, args.columns, {args.x, args.y}, [&]<int V, int K>(const RowPlan& plan) {
           const auto kernel = layer_norm_forward_kernel<T, G, V, K>;
-          const LayerNormForwardParams<T, G> params{plan,
-                                                    static_cast<const T*>(args.x),
-                                                    static_cast<G*>(args.y),
-                                                    per_channel(args.weight),
-                                                    per_channel(args.bias),
-                                                    static_cast<A*>(args.saved),
-                                                    A(args.eps)};
-          STD_CUDA_CHECK(launch(kernel, row_launch(device, kernel, plan, 2 * table_bytes<A>(plan)), params));
+          STD_CUDA_CHECK(launch(kernel, row_launch(device, kernel, plan, 2 * table_bytes<A>(plan)),
+                                Planned<LayerNormForwardArgs, RowPlan>{args, plan}));
         });
   });
 }

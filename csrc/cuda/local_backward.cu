@@ -6,72 +6,69 @@
 // Numerics as bn_reduce and bn_backward.
 // Needs    in place: gamma != 0 (ensured by its floor) and an invertible activation.
 // Source   Ioffe, Szegedy, arXiv:1502.03167, section 3; in place: arXiv:1712.02616, section 3.
-#include "backend.h"
 #include "gradient.cuh"
 #include "scratch.h"
 #include "smem_cache.cuh"
 
 namespace fastvit {
 
-template <class T>
-struct LocalBackwardParams : Propagation<T> {
-  using A = Accumulation<T>;
-  A* sums;
+template <class A>
+struct LocalBackwardParams : Planned<BackwardArgs> {
   Partials<Sums<A>> partials;
 };
 
-template <class T, Activations kSet, bool kRows, int V, Source kSource>
+template <class T, bool kRows, int V, Kept kKept>
 __global__ void __launch_bounds__(kThreads, kResident)
-    local_backward_kernel(const __grid_constant__ Launched<LocalBackwardParams<T>> launched) {
+    local_backward_kernel(const __grid_constant__ Launched<LocalBackwardParams<Accumulation<T>>> launched) {
   const auto& args = launched.begin();
   using A = Accumulation<T>;
-  constexpr bool kResidual = kSource == Source::input_and_residual;
+  constexpr bool kResidual = kKept == Kept::input_and_residual;
   constexpr int kOperands = kResidual ? 5 : 3, U = kResidual ? kBatch / 2 : kBatch;
   constexpr int K = kRows ? V : 1, kTile = kRows ? kMostTile : 1;
   const Plan& plan = args.plan;
   const Work work(plan, blockIdx.x);
-  prefetch_first<kRows, V, U, kOperands, true, kResidual ? 3 : 0>(plan, work, args.input, args.dy, args.z);
-  __shared__ Constants<A, kSource> table[kTile];
+  __shared__ Constants<A, kKept> table[kTile];
   __shared__ Correction<A> corrections[kTile];
   const int64_t first = work.first_channel(plan), C = plan.layout.C;
   for (int g = threadIdx.x; g < work.channels(plan); g += kThreads)
-    table[g] = Constants<A, kSource>::of(args.saved, first + g);
+    table[g] = Constants<A, kKept>::of(args, first + g);
   __syncthreads();
-  const A limit = kSource == Source::output ? args.saved.limit() : A(0);
+  const A limit = largest_xhat<A, kKept>(args);
 
   FASTVIT_DYNAMIC_SHARED(memory);
   SmemCache<T, V, kResidual ? 3 : 2> cache(memory);
   const auto get = [&]<class B>(const B& one, int j) {
-    Read<T, kSource, B> read;
+    Read<T, kKept, B> read;
     cache.get(one, 0, read.input, j);
     cache.get(one, 1, read.dy, j);
     if constexpr (kResidual) cache.get(one, 2, read.z, j);
     return read;
   };
   RunningSums<A> running[K];
-  Constants<A, kSource> constants[K];
+  Constants<A, kKept> constants[K];
   pick<kRows, V>(constants, table, plan, work);
   walk<kRows, V, U, kOperands, true>(plan, work, args.input, [&]<class B>(const B& batch) {
-    Read<T, kSource, B> read;
+    Read<T, kKept, B> read;
     read.template load<kLast, 3>(batch, args);
     cache.put(batch, 0, read.input);
     cache.put(batch, 1, read.dy);
     if constexpr (kResidual) cache.put(batch, 2, read.z);
     forget_registers();
-    add_gradients<T, kSet, kRows>(running, batch, constants, args.saved, limit,
-                                  [&](int j) { return get(batch.vector(j), j); });
+    add_gradients<T, kRows>(running, batch, constants, args, limit,
+                            [&](int j) { return get(batch.vector(j), j); });
     cache.next(batch);
   });
 
   __shared__ __align__(16) unsigned char bytes[kThreads * K * sizeof(Sums<A>)];
   Sums<A>* shared = reinterpret_cast<Sums<A>*>(bytes);
   const int step = merge_block(shared, running, plan, work);
+  A* const sums = static_cast<A*>(args.local_sums);
   finish<true>(shared, step, args.partials, plan, work, [&](int64_t c, Sums<A> total) {
-    if (kSource != Source::output) total.second *= args.saved.invstd(c);
-    corrections[c - first] = Correction<A>::template of<kSource>(args.saved, c, total);
+    if (kKept != Kept::output) total.second *= saved_invstd<A>(args, c);
+    corrections[c - first] = Correction<A>::template of<kKept>(args, c, total);
     if (work.slice == 0) {
-      args.sums[c] = total.first;
-      args.sums[C + c] = total.second;
+      sums[c] = total.first;
+      sums[C + c] = total.second;
     }
   });
   __syncthreads();
@@ -85,13 +82,13 @@ __global__ void __launch_bounds__(kThreads, kResident)
     for (int j = 0; j < B::U; ++j) {
       const auto one = batch.vector(j);
       auto read = get(one, j);
-      propagate<kSet, kRows>(one, read, constants, correction, args, limit);
+      propagate<kRows>(one, read, constants, correction, args, limit);
     }
     cache.next(batch);
   });
 }
 
-bool Cuda::local_backward(const BackwardArgs& args) {
+bool Backend::local_backward(const BackwardArgs& args) {
   if (args.layout.numel() == 0) return false;
   const Device device(args.device);
   bool done = false;
@@ -103,15 +100,11 @@ bool Cuda::local_backward(const BackwardArgs& args) {
         Planner{args.layout, pointers, args.z ? 5 : 3, sizeof(T), device.limits, cached}.on_chip();
     if (plan.cached_vectors == 0) return;
     const Slices<Sums<A>> slices(plan, device);
-    const LocalBackwardParams<T> kernel{propagation_of<T>(args, plan), static_cast<A*>(args.local_sums),
-                                        slices.partials()};
+    const LocalBackwardParams<A> params{{args, plan}, slices.partials()};
     with_vector_walk<T>(plan, [&]<bool kRows, int V>() {
-      with_activations<T, V>(args.activation, [&]<Activations kSet>() {
-        with_source(args, [&]<Source kSource>() {
-          done =
-              launch_on_chip<local_backward_kernel<T, kSet, kRows, V, kSource>>(plan, cached, device, kernel);
-        });
-      });
+      const auto kernel =
+          with_kept(args, [&]<Kept kKept>() { return local_backward_kernel<T, kRows, V, kKept>; });
+      done = launch_on_chip(kernel, plan, cached, device, params);
     });
   });
   return done;

@@ -5,7 +5,6 @@
 //          memory. The slices' blocks wait for each other, tile by tile, so all must be resident.
 // Numerics as bn_stats and bn_forward.
 // Source   Ioffe, Szegedy, arXiv:1502.03167; in place: arXiv:1712.02616.
-#include "backend.h"
 #include "normalise.cuh"
 #include "scratch.h"
 #include "smem_cache.cuh"
@@ -13,23 +12,15 @@
 
 namespace fastvit {
 
-template <class T>
-struct LocalForwardParams {
-  using A = Accumulation<T>;
-  Plan plan;
-  const T* x;
-  T* y;
-  const T* z;
-  double count;
-  RunningStats<A> running;
-  Activated<T> act;
+template <class A>
+struct LocalForwardParams : Planned<ForwardArgs> {
   Partials<WelfordState<A>> partials;
 };
 
 // Operands 0: x, 1: y, 2: z.
-template <class T, Activations kSet, bool kRows, int V, bool kResidual>
+template <class T, bool kRows, int V, bool kResidual>
 __global__ void __launch_bounds__(kThreads, kResident)
-    local_forward_kernel(const __grid_constant__ Launched<LocalForwardParams<T>> launched) {
+    local_forward_kernel(const __grid_constant__ Launched<LocalForwardParams<Accumulation<T>>> launched) {
   const auto& args = launched.begin();
   using A = Accumulation<T>;
   using Mine = ThreadStats<T, kRows, V>;
@@ -39,7 +30,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
   FASTVIT_DYNAMIC_SHARED(memory);
   SmemCache<T, V, 1> cache(memory);
   Mine mine(plan, work, args.x);
-  walk<kRows, V, kBatch, kOperands, false, true>(plan, work, args.x, [&]<class B>(const B& batch) {
+  walk<kRows, V, kBatch, kOperands, false>(plan, work, args.x, [&]<class B>(const B& batch) {
     Vector<T, B::V> x[B::U];
     batch.template load<kLast>(x, args.x, 0);
     cache.put(batch, 0, x);
@@ -55,19 +46,19 @@ __global__ void __launch_bounds__(kThreads, kResident)
   WelfordState<A>* shared = reinterpret_cast<WelfordState<A>*>(bytes);
   mine.end(pivots, plan, work);
   const int step = merge_block(shared, mine.spread, plan, work);
+  const double count = args.layout.count();
   finish<true>(shared, step, args.partials, plan, work, [&](int64_t c, const WelfordState<A>& total) {
-    Moments<A> all;
-    all.merge(args.count, pivots[c - first] + total.mean, total.m2);
-    const Normaliser<A> n = args.running.normaliser(all);
-    table[c - first] = args.act.affine(c, n);
+    const Moments<A> all{count, pivots[c - first] + total.mean, total.m2};
+    const auto n = Normaliser<A>::of(all, args.eps);
+    table[c - first] = Affine<A>::of(args, c, n);
     if (work.slice == 0) {
-      args.running.update(c, all, args.running.momentum);
-      args.running.save(c, n);
+      update_running(args, c, all, args.momentum);
+      n.save(args, c);
     }
   });
   if (blockIdx.x == 0 && threadIdx.x == 0) {
-    store_count(args.running.saved + 2 * args.running.C, args.count);
-    if (args.running.num_batches_tracked) ++*args.running.num_batches_tracked;
+    store_count(static_cast<A*>(args.saved) + 2 * args.layout.C, count);
+    if (args.num_batches_tracked) ++*args.num_batches_tracked;
   }
   __syncthreads();
 
@@ -79,12 +70,12 @@ __global__ void __launch_bounds__(kThreads, kResident)
     if constexpr (kResidual) batch.template load<kLast>(z, args.z, 2);
     cache.get(batch, 0, x);
     cache.next(batch);
-    args.act.template apply<kSet, kRows, kResidual>(batch, x, z, affine);
+    apply<kRows, kResidual>(args, batch, x, z, affine);
     batch.store(x, args.y, 1);
   });
 }
 
-bool Cuda::local_forward(const ForwardArgs& args) {
+bool Backend::local_forward(const ForwardArgs& args) {
   // The counter of a cumulative average is incremented after every block has read it.
   if (args.layout.numel() == 0 || args.cumulative) return false;
   const Device device(args.device);
@@ -95,20 +86,11 @@ bool Cuda::local_forward(const ForwardArgs& args) {
     const Plan plan = Planner{args.layout, pointers, args.z ? 3 : 2, sizeof(T), device.limits, 1}.on_chip();
     if (plan.cached_vectors == 0) return;
     const Slices<WelfordState<A>> slices(plan, device);
-    const LocalForwardParams<T> kernel{plan,
-                                       static_cast<const T*>(args.x),
-                                       static_cast<T*>(args.y),
-                                       static_cast<const T*>(args.z),
-                                       double(args.layout.count()),
-                                       running_stats_of<A>(args),
-                                       activated_of<T>(args),
-                                       slices.partials()};
+    const LocalForwardParams<A> params{{args, plan}, slices.partials()};
     with_vector_walk<T>(plan, [&]<bool kRows, int V>() {
-      with_activations<T, V>(args.activation, [&]<Activations kSet>() {
-        done = args.z
-                   ? launch_on_chip<local_forward_kernel<T, kSet, kRows, V, true>>(plan, 1, device, kernel)
-                   : launch_on_chip<local_forward_kernel<T, kSet, kRows, V, false>>(plan, 1, device, kernel);
-      });
+      const auto kernel =
+          args.z ? local_forward_kernel<T, kRows, V, true> : local_forward_kernel<T, kRows, V, false>;
+      done = launch_on_chip(kernel, plan, 1, device, params);
     });
   });
   return done;

@@ -3,9 +3,6 @@
 // Mapping  one block, a thread per pair; it sends, then waits.
 #include "peer.cuh"
 
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-
 #include "../sync/handle.h"
 #include "launch.cuh"
 #include "peer.h"
@@ -15,7 +12,7 @@ namespace {
 
 template <class A>
 struct ShareParams {
-  Exchange exchange;
+  Exchange peers;
   const A* numbers;
   A* result;  // moments [2C + 2], or sums [2][2C]
   int64_t C;
@@ -27,7 +24,7 @@ __global__ void __launch_bounds__(kThreads)
     share_kernel(const __grid_constant__ Launched<ShareParams<A>> launched) {
   const auto& args = launched.begin();
   const int64_t C = args.C;
-  const Push<A> push(args.exchange);
+  const Push<A> push(args.peers);
   for (int64_t c = threadIdx.x; c < C; c += kThreads) {
     const A first = args.numbers[c], second = args.numbers[C + c];
     push.pair(c, first, second);
@@ -36,10 +33,10 @@ __global__ void __launch_bounds__(kThreads)
   const Part all{0, int(C)};
   if (args.moments) {
     push.header(C, load_count(args.numbers + 2 * C));
-    end_moments(args.exchange, all, args.result, C);
+    end_moments(args.peers, all, args.result, C);
   } else {
     push.header();
-    end_sums(args.exchange, all, args.result + 2 * C, C);
+    end_sums(args.peers, all, args.result + 2 * C, C);
   }
 }
 
@@ -51,15 +48,13 @@ Tensor cuda_peer_share(Tensor numbers, Tensor fields) {
   const int64_t n = numbers.size(numbers.dim() - 1);
   const Exchange exchange = peer::exchange_of("peer_share", fields, n, numbers.scalar_type(), kind);
   const bool moments = kind == peer::kMoments;
-  Tensor result =
-      moments ? torch::stable::new_empty(numbers, {n}) : torch::stable::new_empty(numbers, {2, n});
+  Tensor result = peer::shared_result(numbers);
   const Device device(numbers.get_device_index());
-  const auto run = [&]<class A>(const A* own) {
-    const ShareParams<A> kernel{exchange, own, static_cast<A*>(result.data_ptr()), n / 2 - moments, moments};
-    STD_CUDA_CHECK(launch(share_kernel<A>, {1, device}, kernel));
-  };
-  peer::is_double(numbers) ? run(static_cast<const double*>(numbers.data_ptr()))
-                           : run(static_cast<const float*>(numbers.data_ptr()));
+  dispatch_accumulation(numbers.scalar_type(), [&]<class A>() {
+    const ShareParams<A> params{exchange, static_cast<const A*>(numbers.data_ptr()),
+                                static_cast<A*>(result.data_ptr()), n / 2 - moments, moments};
+    STD_CUDA_CHECK(launch(share_kernel<A>, {1, device}, params));
+  });
   return result;
 }
 

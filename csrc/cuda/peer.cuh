@@ -35,10 +35,10 @@ constexpr int kInFlight = 32 / int(sizeof(A));
 
 constexpr int kMostParts = 8, kMultiprocessorsOfPart = 16;
 
-// The exchange argument of a kernel; empty without one.
+// What a kernel takes for an exchange; empty without one.
 template <bool kShared>
 struct Shares {
-  Exchange exchange;
+  Exchange peers;
   unsigned most_parts;  // blocks that wait
 };
 template <>
@@ -166,15 +166,11 @@ class Wait {
   __device__ __forceinline__ bool header(int rank, int64_t i, A (&count)[2]) const {
     peer::Packet head[peer::kHeaderPackets];
     Packets packets;
-    uint64_t quit;
     peer::Pair<A> two{};
     while (true) {
-      {
-        const Together together;
-        for (int k = 0; k < peer::kHeaderPackets; ++k) head[k] = load_packet(message(rank) + k);
-        for (int k = 0; k < peer::kPairPackets<A> && i >= 0; ++k) packets[k] = load_packet(pair(rank, i) + k);
-        quit = gave_up(rank);
-      }
+      for (int k = 0; k < peer::kHeaderPackets; ++k) head[k] = load_packet(message(rank) + k);
+      for (int k = 0; k < peer::kPairPackets<A> && i >= 0; ++k) packets[k] = load_packet(pair(rank, i) + k);
+      const uint64_t quit = gave_up(rank);
       if (arrived(head[0], epoch) && arrived(head[1], epoch)) {
         const peer::Tag theirs = peer::tag_of(head[0], head[1]);
         if (!same_exchange(theirs, exchange.tag)) return fail(peer::kMismatch, rank, theirs);
@@ -229,7 +225,6 @@ class Wait {
   }
   template <int kPairs, int kRanks>
   __device__ __forceinline__ void load(int pair0, int first, Packets (&packets)[kPairs][kRanks]) const {
-    const Together together;
 #pragma unroll
     for (int r = 0; r < kRanks; ++r)
 #pragma unroll

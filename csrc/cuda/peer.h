@@ -1,4 +1,4 @@
-// Exchanges between GPUs; see peer.cu and ipc.cu.
+// Exchanges between GPUs; see peer.cu, message.cu and ipc.cu.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -11,6 +11,11 @@ using torch::stable::Tensor;
 
 // The exchange of numbers that were formed before: see fastvit/sync/transport.py.
 Tensor cuda_peer_share(Tensor numbers, Tensor exchange);
+
+// A rank's message to a collective, and the group's numbers from the messages that it returns: NaN, and a
+// peer::FaultReport, unless all tags equal this rank's. `numbers` are this rank's.
+Tensor message_pack(Tensor numbers, Tensor exchange);
+Tensor message_merge(Tensor messages, Tensor numbers, Tensor exchange);
 
 // GPU memory that processes of one host share: `bytes` zeros on `device`, and the handle by which another
 // process opens them. They are never freed, since a peer may still write to them.

@@ -30,18 +30,10 @@ template <class Words>
 void store_wide(Words* to, Words value) {
   *to = value;
 }
-template <class T>
-T* advanced(T* p, int n, int scale) {
-  return p + int64_t(n) * scale;
-}
-inline float reciprocal(float a) {
-  return 1 / a;
-}
 inline unsigned count_up(unsigned* counter, unsigned most, CUDA_HOST_AT) {
   const auto next = [=](unsigned before) { return before >= most ? 0 : before + 1; };
   return cuda_host::rmw(counter, next, CUDA_HOST_LOC, cuda_host::acq_rel, cuda_host::gpu);
 }
-inline void prefetch(const void*) {}
 inline void wait_for_previous_kernel() {}
 inline void let_next_kernel_begin() {}
 inline uint64_t globaltimer() {
@@ -90,14 +82,6 @@ __device__ __forceinline__ void store_wide(uint2* to, uint2 value) {
                "r"(value.y)
                : "memory");
 }
-// p + n * scale in one instruction, for a constant scale. The compiler adds the product to the offset that
-// made p, in 64 bits, and takes five.
-template <class T>
-__device__ __forceinline__ T* advanced(T* p, int n, int scale) {
-  T* result;
-  asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(result) : "r"(n), "r"(scale * int(sizeof(T))), "l"(p));
-  return result;
-}
 // The counter before it is counted up, from `most` to 0. Orders the thread's earlier writes before it and its
 // later reads behind it, for all blocks.
 __device__ __forceinline__ unsigned count_up(unsigned* counter, unsigned most) {
@@ -107,9 +91,6 @@ __device__ __forceinline__ unsigned count_up(unsigned* counter, unsigned most) {
                : "l"(__cvta_generic_to_global(counter)), "r"(most)
                : "memory");
   return before;
-}
-__device__ __forceinline__ void prefetch(const void* p) {  // to the L2 cache
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(p)));
 }
 // Of a stream's kernels; see Launched. Before sm_90 they do not overlap.
 __device__ __forceinline__ void wait_for_previous_kernel() {
@@ -121,11 +102,6 @@ __device__ __forceinline__ void let_next_kernel_begin() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
-}
-__device__ __forceinline__ float reciprocal(float a) {  // to 1 ulp, in one instruction; denormals are 0
-  float result;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(a));
-  return result;
 }
 __device__ __forceinline__ uint64_t globaltimer() {  // nanoseconds
   uint64_t now;
@@ -143,20 +119,6 @@ __device__ __forceinline__ void load_halves(uint64_t* from, uint64_t& first, uin
                : "l"(__cvta_generic_to_global(from))
                : "memory");
 }
-#endif
-
-// While an object lives, a thread's loads are independent of each other, and so are its merges: a GPU has
-// them in flight together. The CPU model counts them as one.
-#ifdef CUDA_HOST_EMULATION
-using Together = cuda_host::Together;
-inline void count_merge() {
-  cuda_host::count_merge();
-}
-#else
-struct Together {
-  __device__ __forceinline__ Together() {}
-};
-__device__ __forceinline__ void count_merge() {}
 #endif
 
 // Relaxed, of system scope; each half of a packet is atomic.

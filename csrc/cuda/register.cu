@@ -2,8 +2,7 @@
 #include "register.h"
 
 STABLE_TORCH_LIBRARY_IMPL(fastvit, CUDA, m) {
-  fastvit::implement_ops(m);
-  fastvit::implement_exchanges(m);
+  fastvit::implement_cuda(m);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastvit, CompositeExplicitAutograd, m) {

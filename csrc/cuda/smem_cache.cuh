@@ -56,14 +56,15 @@ void with_vector_walk(const Plan& plan, const F& f) {
 }
 
 // Launches a local op; false where its blocks cannot all be resident at once, which slices need.
-template <auto kKernel, class Args>
-bool launch_on_chip(const Plan& plan, int cached, const Device& device, const Args& args) {
-  asked_once(nullptr, device.current, [&](int&) {
-    return cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+template <class Params>
+bool launch_on_chip(void (*kernel)(Launched<Params>), const Plan& plan, int cached, const Device& device,
+                    const Params& params) {
+  asked_once(reinterpret_cast<const void*>(kernel), device.current, [&](int&) {
+    return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                 int(device.limits.smem_cache_bytes));
   });
   const Launch how{plan.blocks(), device, smem_cache_bytes(plan, cached), plan.slices > 1};
-  const cudaError_t status = launch(kKernel, how, args);
+  const cudaError_t status = launch(kernel, how, params);
   if (status == cudaErrorCooperativeLaunchTooLarge || status == cudaErrorNotSupported) {
     (void)cudaGetLastError();  // an empty device has no room for all blocks; then the op takes two launches
     return false;

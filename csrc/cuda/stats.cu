@@ -6,7 +6,6 @@
 // Numerics groups of 32 values, relative to the first of the group, merged by Chan's update, see stats.cuh;
 //          fp32 (fp64 for double), fixed order, no float atomics.
 // Source   Chan, Golub, LeVeque (1979), see moments.h.
-#include "backend.h"
 #include "launch.cuh"
 #include "peer.cuh"
 #include "scratch.h"
@@ -14,26 +13,21 @@
 
 namespace fastvit {
 
-template <class T, bool kShared>
-struct StatsParams : Shares<kShared> {
-  using A = Accumulation<T>;
-  Plan plan;
-  const T* x;
-  A* moments;
-  double count;
+template <class A, bool kShared>
+struct StatsParams : Planned<StatsArgs>, Shares<kShared> {
   Partials<WelfordState<A>> partials;
   unsigned* exchange_words;
 };
 
 template <class T, bool kShared, bool kRows, int V>
 __global__ void __launch_bounds__(kThreads, kResident)
-    stats_kernel(const __grid_constant__ Launched<StatsParams<T, kShared>> launched) {
+    stats_kernel(const __grid_constant__ Launched<StatsParams<Accumulation<T>, kShared>> launched) {
   const auto& args = launched.begin();
   using A = Accumulation<T>;
   using Mine = ThreadStats<T, kRows, V>;
   const Work work(args.plan, blockIdx.x);
   Mine mine(args.plan, work, args.x);
-  walk<kRows, V, kBatch, 1, false, true>(args.plan, work, args.x, [&]<class B>(const B& batch) {
+  walk<kRows, V, kBatch, 1, false>(args.plan, work, args.x, [&]<class B>(const B& batch) {
     Vector<T, B::V> x[B::U];
     batch.load(x, args.x, 0);
     mine.add(batch, x);
@@ -44,26 +38,28 @@ __global__ void __launch_bounds__(kThreads, kResident)
   WelfordState<A>* shared = reinterpret_cast<WelfordState<A>*>(bytes);
   mine.end(pivots, args.plan, work);
   const int step = merge_block(shared, mine.spread, args.plan, work);
-  const int64_t first = work.first_channel(args.plan), C = args.plan.layout.C;
+  const int64_t first = work.first_channel(args.plan), C = args.layout.C;
+  const double count = args.layout.count();
+  A* const moments = static_cast<A*>(args.moments);
   if constexpr (kShared) {
-    const Push<A> push(args.exchange);
-    push.header(C, args.count);
+    const Push<A> push(args.peers);
+    push.header(C, count);
     const auto send = [&](int64_t c, const WelfordState<A>& total) {
       push.pair(c, pivots[c - first] + total.mean, total.m2);
     };
     if (finish(shared, step, args.partials, args.plan, work, send))
       with_part(args.plan, args.most_parts, args.exchange_words,
-                [&](const Part& part) { end_moments(args.exchange, part, args.moments, C); });
+                [&](const Part& part) { end_moments(args.peers, part, moments, C); });
   } else {
     finish(shared, step, args.partials, args.plan, work, [&](int64_t c, const WelfordState<A>& total) {
-      args.moments[c] = pivots[c - first] + total.mean;
-      args.moments[C + c] = total.m2;
+      moments[c] = pivots[c - first] + total.mean;
+      moments[C + c] = total.m2;
     });
-    if (blockIdx.x == 0 && threadIdx.x == 0) store_count(args.moments + 2 * C, args.count);
+    if (blockIdx.x == 0 && threadIdx.x == 0) store_count(moments + 2 * C, count);
   }
 }
 
-void Cuda::stats(const StatsArgs& args) {
+void Backend::stats(const StatsArgs& args) {
   const Device device(args.device);
   with_type(args.dtype, [&]<class T>() {
     using A = Accumulation<T>;
@@ -73,13 +69,7 @@ void Cuda::stats(const StatsArgs& args) {
       const Plan plan = Planner{args.layout, pointers, 1, sizeof(T), device.limits, 1}.plan(
           resident_blocks<T>(device, kernel_of));
       const Slices<WelfordState<A>> slices(plan, device, kShared);
-      const StatsParams<T, kShared> params{shares,
-                                           plan,
-                                           static_cast<const T*>(args.x),
-                                           static_cast<A*>(args.moments),
-                                           double(args.layout.count()),
-                                           slices.partials(),
-                                           slices.exchange_words};
+      const StatsParams<A, kShared> params{{args, plan}, shares, slices.partials(), slices.exchange_words};
       launch_planned<T>(plan, kernel_of, {plan.blocks(), device}, params);
     });
   });

@@ -25,10 +25,11 @@ struct ThreadStats {  // rows: one channel per column; planes: one
   static constexpr int kTile = kRows ? kMostTile : 1;
   WelfordState<A> spread[K];  // of the complete groups; of all values after end()
 
-  __device__ __forceinline__ ThreadStats(const Plan& plan, const Work& work, const T* x) {
+  __device__ __forceinline__ ThreadStats(const Plan& plan, const Work& work, const void* x) {
     static_assert(kTile <= kThreads);
     if (int(threadIdx.x) < work.channels(plan) && plan.layout.N > 0)
-      pivot.load(x + (work.first_channel(plan) + threadIdx.x) * plan.layout.strides[0].channel);
+      pivot.load(static_cast<const T*>(x) +
+                 (work.first_channel(plan) + threadIdx.x) * plan.layout.strides[0].channel);
     else
       pivot.clear();
   }
@@ -46,7 +47,7 @@ struct ThreadStats {  // rows: one channel per column; planes: one
     }
 #pragma unroll
     for (int j = 0; j < B::U; ++j)
-      if (batch.exists(j)) {
+      if (batch.exist[j]) {
         x[j].unpack(value);
 #pragma unroll
         for (int k = 0; k < B::V; ++k) {

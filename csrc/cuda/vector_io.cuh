@@ -9,20 +9,19 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "../dtypes.h"
 #include "ptx.cuh"
 
 namespace fastvit {
 
-template <class T>
-struct AccumulationOf {
-  using type = float;
-};
-template <>
-struct AccumulationOf<double> {
-  using type = double;
-};
-template <class T>
-using Accumulation = typename AccumulationOf<T>::type;
+// f.template operator()<T>() for a dtype.
+#if defined(__CUDACC__)
+#pragma nv_exec_check_disable
+#endif
+template <class F>
+FASTVIT_INLINE auto with_type(ScalarType dtype, const F& f) {
+  return dispatch_dtype<__half, __nv_bfloat16>(dtype, f);
+}
 
 // a * b + c rounded once, and a + b that is never fused with a product. Used where several kernels must give
 // the same bits, so that the compiler does not fuse in one kernel and not in another.

@@ -9,9 +9,9 @@
 
 namespace fastvit {
 
-// A thread's next U vectors of V elements. The first vector exists, and with kWhole all do. One past the end
-// is loaded as zeros and is not stored.
-template <int V_, int U_, int kOperands, bool kWhole = false>
+// A thread's next U vectors of V elements. The first vector exists. One past the end is loaded as zeros and
+// is not stored.
+template <int V_, int U_, int kOperands>
 struct Batch {
   static constexpr int V = V_, U = U_;
   using One = Batch<V, 1, kOperands>;
@@ -20,44 +20,36 @@ struct Batch {
   int next[kOperands];                  // vectors of an operand from one of the batch to the next
   bool exist[U];
 
-  __device__ __forceinline__ bool exists(int j) const { return kWhole || exist[j]; }
   __device__ __forceinline__ One vector(int j) const {
     One one;
 #pragma unroll
     for (int k = 0; k < kOperands; ++k)
       one.offset[k][0] = V == 1 ? offset[k][j] : offset[k][0] + int64_t(next[k]) * (j * V);
-    one.exist[0] = exists(j);
+    one.exist[0] = exist[j];
     return one;
   }
 
   template <Reading kReading = kAgain, class T>
-  __device__ __forceinline__ void load(Vector<T, V> (&to)[U], const T* p, int operand) const {
+  __device__ __forceinline__ void load(Vector<T, V> (&to)[U], const void* p, int operand) const {
 #pragma unroll
     for (int j = 0; j < U; ++j) {
-      if (exists(j))
-        to[j].template load<kReading>(at(p, operand, j));
+      if (exist[j])
+        to[j].template load<kReading>(at(static_cast<const T*>(p), operand, j));
       else
         to[j].clear();
     }
   }
   template <class T>
-  __device__ __forceinline__ void prefetch_from(const T* p, int operand) const {
+  __device__ __forceinline__ void store(const Vector<T, V> (&from)[U], void* p, int operand) const {
 #pragma unroll
     for (int j = 0; j < U; ++j)
-      if (exists(j)) prefetch(at(p, operand, j));
-  }
-  template <class T>
-  __device__ __forceinline__ void store(const Vector<T, V> (&from)[U], T* p, int operand) const {
-#pragma unroll
-    for (int j = 0; j < U; ++j)
-      if (exists(j)) from[j].store(at(p, operand, j));
+      if (exist[j]) from[j].store(at(static_cast<T*>(p), operand, j));
   }
 
  private:
   template <class T>
   __device__ __forceinline__ T* at(T* p, int operand, int j) const {
-    if (V == 1 || j == 0) return p + offset[operand][V == 1 ? j : 0];
-    return advanced(p + offset[operand][0], next[operand], j * V);
+    return p + (V == 1 ? offset[operand][j] : offset[operand][0] + int64_t(next[operand]) * (j * V));
   }
 };
 
@@ -121,8 +113,8 @@ __device__ __forceinline__ void pick(Constants (&mine)[K], const Constants* tabl
 
 // Planes: body(batch) for this thread's elements of channel work.tile: vectors where a whole one lies between
 // 16-byte boundaries, single elements before and after. `p` is operand 0, for its alignment.
-template <int V, int U, int kOperands, bool kReverse, bool kFirst, class T, class Body>
-__device__ __forceinline__ void walk_planes(const Plan& plan, const Work& work, const T* p,
+template <int V, int U, int kOperands, bool kReverse, class Body>
+__device__ __forceinline__ void walk_planes(const Plan& plan, const Work& work, const void* p,
                                             const Body& body) {
   if (work.team >= plan.teams) return;
   const Layout& l = plan.layout;
@@ -140,11 +132,13 @@ __device__ __forceinline__ void walk_planes(const Plan& plan, const Work& work, 
 
     int head = 0, vectors = length;
     if constexpr (V > 1) {
-      head = min(length, int(-reinterpret_cast<intptr_t>(p + base[0]) & 15) / int(sizeof(T)));
+      constexpr int kSize = 16 / V;  // of an element
+      head = min(length, int(-(reinterpret_cast<intptr_t>(p) + base[0] * kSize) & 15) / kSize);
       vectors = (length - head) / V;
       const int ends = length - vectors * V;
-      for (int e = kFirst ? ends : work.lane; e < ends; e += plan.lanes) {
-        Batch<1, 1, kOperands, true> single;
+      for (int e = work.lane; e < ends; e += plan.lanes) {
+        Batch<1, 1, kOperands> single;
+        single.exist[0] = true;
 #pragma unroll
         for (int k = 0; k < kOperands; ++k) single.offset[k][0] = base[k] + (e < head ? e : e + vectors * V);
         body(single);
@@ -163,14 +157,12 @@ __device__ __forceinline__ void walk_planes(const Plan& plan, const Work& work, 
               base[k] + (V > 1 ? head + vector * V : (vector + j * plan.lanes) * l.strides[k].inner);
       }
       body(batch);
-      if (kFirst) return;
     }
   }
 }
 
-// Rows: body(batch) for this thread's columns, of which the first is column lane * V of the tile. With kWhole
-// batches in which every vector exists have a type of their own.
-template <int V, int U, int kOperands, bool kReverse, bool kWhole, bool kFirst, class Body>
+// Rows: body(batch) for this thread's columns, of which the first is column lane * V of the tile.
+template <int V, int U, int kOperands, bool kReverse, class Body>
 __device__ __forceinline__ void walk_rows(const Plan& plan, const Work& work, const Body& body) {
   using Index = std::conditional_t<(V > 1), unsigned, int64_t>;  // 32 bits suffice: see Planner::rows
   const Layout& l = plan.layout;
@@ -185,8 +177,8 @@ __device__ __forceinline__ void walk_rows(const Plan& plan, const Work& work, co
   }
   const unsigned rows = plan.teams * U;  // of a batch of the block
   const Index units = Index(plan.units), step = plan.slices * rows;
-  Index i = Index(work.slice) * rows + work.team;
-  const auto visit = [&]<class B>(B batch) {
+  for (Index i = Index(work.slice) * rows + work.team; i < units; i += step) {
+    Batch<V, U, kOperands> batch;
     const int left = int(min(units - i, Index(rows)));
 #pragma unroll
     for (int j = 0; j < U; ++j) batch.exist[j] = j == 0 || j * plan.teams < left;
@@ -206,35 +198,16 @@ __device__ __forceinline__ void walk_rows(const Plan& plan, const Work& work, co
 #pragma unroll
     for (int k = 0; k < kOperands; ++k) batch.next[k] = next[k];
     body(batch);
-  };
-  if constexpr (kWhole)
-    for (; i + (U - 1) * plan.teams < units; i += step) visit(Batch<V, U, kOperands, true>());
-  for (; i < units; i += step) {
-    visit(Batch<V, U, kOperands>());
-    if (kFirst) return;
   }
 }
 
-// body(batch) for all elements of this thread, see above; with kFirst for its first batch of vectors alone.
-template <bool kRows, int V, int U, int kOperands, bool kReverse, bool kWhole = false, bool kFirst = false,
-          class T, class Body>
-__device__ __forceinline__ void walk(const Plan& plan, const Work& work, const T* p, const Body& body) {
+// body(batch) for all elements of this thread, see above.
+template <bool kRows, int V, int U, int kOperands, bool kReverse, class Body>
+__device__ __forceinline__ void walk(const Plan& plan, const Work& work, const void* p, const Body& body) {
   if constexpr (kRows)
-    walk_rows<V, U, kOperands, kReverse, kWhole, kFirst>(plan, work, body);
+    walk_rows<V, U, kOperands, kReverse>(plan, work, body);
   else
-    walk_planes<V, U, kOperands, kReverse, kFirst>(plan, work, p, body);
-}
-
-// Brings the first batch of a walk to the L2 cache, while the block makes its table of channels. `z`, operand
-// kZ, may be absent.
-template <bool kRows, int V, int U, int kOperands, bool kReverse, int kZ, class T>
-__device__ __forceinline__ void prefetch_first(const Plan& plan, const Work& work, const T* p, const T* dy,
-                                               const T* z) {
-  walk<kRows, V, U, kOperands, kReverse, false, true>(plan, work, p, [&]<class B>(const B& batch) {
-    batch.prefetch_from(p, 0);
-    if (dy) batch.prefetch_from(dy, 1);
-    if constexpr (kZ > 0) batch.prefetch_from(z, kZ);
-  });
+    walk_planes<V, U, kOperands, kReverse>(plan, work, p, body);
 }
 
 }  // namespace fastvit

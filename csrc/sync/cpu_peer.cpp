@@ -11,7 +11,6 @@
 #include "cpu_peer.h"
 
 #include <sched.h>
-#include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
 #include <array>
@@ -128,6 +127,12 @@ void merge_rows(const Row& row, int64_t world, bool moments, int64_t C, A* resul
   if (moments) store_count(result + 2 * C, count);
 }
 
+template <class A>
+void report_fault(FaultReport& report, const FaultReport& found, A* result, int64_t numbers) {
+  std::fill_n(result, numbers, std::numeric_limits<A>::quiet_NaN());
+  report = found;
+}
+
 // One exchange of one rank.
 template <class A>
 class Sharing {
@@ -202,8 +207,9 @@ class Sharing {
   }
 
   Fault fail(Fault fault, int peer, const Tag& theirs = {}) const {
-    std::fill_n(result_, numbers_, std::numeric_limits<A>::quiet_NaN());
-    *exchange_.report = {fault, uint32_t(exchange_.rank), uint32_t(peer), epoch_, exchange_.tag, theirs, 0};
+    report_fault(*exchange_.report,
+                 {fault, uint32_t(exchange_.rank), uint32_t(peer), epoch_, exchange_.tag, theirs, 0}, result_,
+                 numbers_);
     return fault;
   }
 
@@ -218,10 +224,18 @@ class Sharing {
 // f(own, result, C) with the rows of an op's result.
 template <class F>
 void with_rows(const Tensor& result, Kind kind, const F& f) {
-  const int64_t n = result.size(result.dim() - 1), C = kind == kMoments ? n / 2 - 1 : n / 2;
-  const auto call = [&]<class A>(A* data) { f(data, kind == kMoments ? data : data + n, C); };
-  is_double(result) ? call(static_cast<double*>(result.data_ptr()))
-                    : call(static_cast<float*>(result.data_ptr()));
+  const int64_t n = result.size(result.dim() - 1);
+  dispatch_accumulation(result.scalar_type(), [&]<class A>() {
+    A* const data = static_cast<A*>(result.data_ptr());
+    kind == kMoments ? f(data, data, n / 2 - 1) : f(data, data + n, n / 2);
+  });
+}
+
+// The result of an exchange, with this rank's numbers in their place.
+Tensor result_with(const Tensor& numbers) {
+  Tensor result = shared_result(numbers);
+  std::memcpy(result.data_ptr(), numbers.data_ptr(), numbers.numel() * numbers.element_size());
+  return result;
 }
 
 }  // namespace
@@ -233,11 +247,6 @@ void share(const Exchange& exchange, const A* own, A* result, int64_t channels) 
   sharing.await();
 }
 
-template <class A>
-void await(const Exchange& exchange, const A* own, A* result, int64_t channels) {
-  Sharing<A>(exchange, own, result, channels).await();
-}
-
 template void share(const Exchange&, const float*, float*, int64_t);
 template void share(const Exchange&, const double*, double*, int64_t);
 
@@ -246,9 +255,7 @@ Tensor peer_share(Tensor numbers, Tensor fields) {
   const Kind kind = kind_of(numbers);
   const int64_t n = numbers.size(numbers.dim() - 1);
   const Exchange exchange = exchange_of("peer_share", fields, n, numbers.scalar_type(), kind);
-  Tensor result =
-      kind == kMoments ? torch::stable::new_empty(numbers, {n}) : torch::stable::new_empty(numbers, {2, n});
-  std::memcpy(result.data_ptr(), numbers.data_ptr(), n * (is_double(numbers) ? 8 : 4));
+  Tensor result = result_with(numbers);
   with_rows(result, kind, [&]<class A>(A* own, A* merged, int64_t C) { share(exchange, own, merged, C); });
   return result;
 }
@@ -258,32 +265,28 @@ Tensor direct_merge(Tensor messages, Tensor numbers, Tensor fields) {
   check_numbers(op, numbers);
   const Handle& handle = handle_of(op, fields);
   const Kind kind = kind_of(numbers);
-  const int64_t n = numbers.size(numbers.dim() - 1), words = n * (is_double(numbers) ? 2 : 1);
+  const int64_t n = numbers.size(numbers.dim() - 1);
+  const Tag mine = tag_of(handle, n, numbers.scalar_type(), kind);
   constexpr int64_t kHeader = sizeof(Tag) / sizeof(int32_t);
   require(messages.scalar_type() == ScalarType::Int && messages.is_contiguous() && messages.dim() == 2 &&
-              messages.size(0) == handle.world - 1 && messages.size(1) >= kHeader + words &&
+              messages.size(0) == handle.world - 1 && messages.size(1) >= kHeader + mine.words &&
               messages.size(1) % 2 == 0,
-          op, "messages", "is ", toString(messages.scalar_type()), " ", shape_of(messages), "; Int (",
-          handle.world - 1, ", ", kHeader + words, ") or wider expected, contiguous, of an even width");
+          op, "messages", "is ", toString(messages.scalar_type()), " ", ShapeOf{messages}, "; Int (",
+          handle.world - 1, ", ", kHeader + mine.words, ") or wider expected, contiguous, of an even width");
   check_memory(op, "messages", messages);
   const auto message = [&](int64_t rank) {
     return static_cast<const int32_t*>(messages.data_ptr()) +
            (rank - (rank > handle.rank)) * messages.size(1);
   };
-  const Tag mine{uint32_t(handle.layer), uint32_t(handle.step), uint32_t(words),
-                 uint32_t(kind) | (is_double(numbers) ? uint32_t(kDouble) : 0u)};
-  Tensor result =
-      kind == kMoments ? torch::stable::new_empty(numbers, {n}) : torch::stable::new_empty(numbers, {2, n});
-  std::memcpy(result.data_ptr(), numbers.data_ptr(), words * sizeof(int32_t));
+  Tensor result = result_with(numbers);
   with_rows(result, kind, [&]<class A>(A* own, A* merged, int64_t C) {
     for (int64_t rank = 0; rank < handle.world; ++rank) {
       if (rank == handle.rank) continue;
       Tag theirs;
       std::memcpy(&theirs, message(rank), sizeof(Tag));
       if (theirs == mine) continue;
-      std::fill_n(merged, n, std::numeric_limits<A>::quiet_NaN());
-      *reinterpret_cast<FaultReport*>(handle.report) = {
-          kMismatch, uint32_t(handle.rank), uint32_t(rank), 0, mine, theirs, 0};
+      report_fault(*reinterpret_cast<FaultReport*>(handle.report),
+                   {kMismatch, uint32_t(handle.rank), uint32_t(rank), 0, mine, theirs, 0}, merged, n);
       return;
     }
     const auto row = [&](int64_t rank) {
@@ -297,11 +300,12 @@ Tensor direct_merge(Tensor messages, Tensor numbers, Tensor fields) {
 void peer_wait(Tensor result, Tensor fields) {
   const Kind kind = kind_of(result);
   require(result.is_contiguous() && (kind == kMoments || (result.dim() == 2 && result.size(0) == 2)),
-          "peer_wait", "result", "has shape ", shape_of(result), "; (2C + 2,) or (2, 2C) expected");
+          "peer_wait", "result", "has shape ", ShapeOf{result}, "; (2C + 2,) or (2, 2C) expected");
   check_memory("peer_wait", "result", result);
   const Exchange exchange =
       exchange_of("peer_wait", fields, result.size(result.dim() - 1), result.scalar_type(), kind);
-  with_rows(result, kind, [&]<class A>(A* own, A* merged, int64_t C) { await(exchange, own, merged, C); });
+  with_rows(result, kind,
+            [&]<class A>(A* own, A* merged, int64_t C) { Sharing<A>(exchange, own, merged, C).await(); });
 }
 
 void peer_give_up(Tensor fields) {

@@ -5,14 +5,11 @@
 
 namespace fastvit {
 
-// Sends this rank's numbers, `own`, and waits one slice of time for the others'; see await.
+// Sends this rank's numbers, `own`, and waits one slice of time for the others'. When they are complete,
+// `result` gets the merged numbers (moments overwrite `own`); after a fault NaN. The report has the fault, or
+// the missing ranks.
 template <class A>
 void share(const peer::Exchange& exchange, const A* own, A* result, int64_t channels);
-
-// Waits one slice of time for the packets of an exchange. When they are complete, `result` gets the merged
-// numbers (moments overwrite `own`); after a fault NaN. The report has the fault, or the missing ranks.
-template <class A>
-void await(const peer::Exchange& exchange, const A* own, A* result, int64_t channels);
 
 // The exchange of numbers that were formed before: see fastvit/sync/transport.py.
 Tensor peer_share(Tensor numbers, Tensor exchange);

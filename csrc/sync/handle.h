@@ -3,6 +3,8 @@
 // fastvit/sync/protocol.py.
 #pragma once
 
+#include <torch/csrc/stable/ops.h>
+
 #include <cstddef>
 
 #include "../checks.h"
@@ -22,7 +24,8 @@ struct Handle {
 
 // A multiple of the alignment, so that arenas may be consecutive.
 inline int64_t arena_bytes(int64_t world, int64_t capacity) {
-  check_capacity("peer_bytes", "world", world, capacity);
+  require(world >= 1 && world <= 1 << 12 && capacity >= 0 && capacity <= int64_t(1) << 31, "peer_bytes",
+          "world", "is for ", world, " ranks and ", capacity, " packets; 1 to 2^12 and 0 to 2^31 expected");
   const int64_t bytes = int64_t(sizeof(Arena)) + Inbox{world, capacity}.packets() * int64_t(sizeof(Packet));
   return (bytes + alignof(Arena) - 1) / alignof(Arena) * alignof(Arena);
 }
@@ -41,9 +44,16 @@ inline void check_numbers(const char* op, const Tensor& numbers) {
   const int64_t n = numbers.dim() ? numbers.size(numbers.dim() - 1) : 0;
   require((numbers.scalar_type() == ScalarType::Float || is_double(numbers)) && numbers.is_contiguous() &&
               (numbers.dim() == 1 || (numbers.dim() == 2 && numbers.size(0) == 1)) && n >= 2 && n % 2 == 0,
-          op, "numbers", "is ", toString(numbers.scalar_type()), " ", shape_of(numbers),
+          op, "numbers", "is ", toString(numbers.scalar_type()), " ", ShapeOf{numbers},
           "; moments (2C + 2,) or sums (1, 2C) expected, contiguous, float32 or float64");
   check_memory(op, "numbers", numbers);
+}
+
+// A new tensor for the group's moments, or for two rows of sums.
+inline Tensor shared_result(const Tensor& numbers) {
+  const int64_t n = numbers.size(numbers.dim() - 1);
+  return kind_of(numbers) == kMoments ? torch::stable::new_empty(numbers, {n})
+                                      : torch::stable::new_empty(numbers, {2, n});
 }
 
 constexpr int64_t kFields = offsetof(Handle, arenas) / sizeof(int64_t);
@@ -64,21 +74,27 @@ inline const Handle& handle_of(const char* op, const Tensor& fields) {
   return handle;
 }
 
+// The tag of a message of `n` numbers.
+inline Tag tag_of(const Handle& handle, int64_t n, ScalarType dtype, Kind kind) {
+  const bool wide = dtype == ScalarType::Double;
+  return {uint32_t(handle.layer), uint32_t(handle.step), uint32_t(wide ? 2 * n : n),
+          uint32_t(kind) | (wide ? uint32_t(kDouble) : 0u)};
+}
+
 // Checks `exchange` for `n` numbers of `dtype`, and returns its fields.
 inline Exchange exchange_of(const char* op, const Tensor& fields, int64_t n, ScalarType dtype, Kind kind) {
   const Handle& handle = handle_of(op, fields);
   require(fields.numel() > kFields && handle.world <= kMostRanks, op, "exchange", "has ", handle.world,
           " ranks and no peer memory; at most ", kMostRanks, " ranks with their arenas expected");
-  const int64_t words = n * (dtype == ScalarType::Double ? 2 : 1);
-  require(n > 0 && n % 2 == 0 && words / 2 <= handle.capacity, op, "exchange", "takes ", words / 2,
+  const Tag tag = tag_of(handle, n, dtype, kind);
+  require(n > 0 && n % 2 == 0 && tag.words / 2 <= handle.capacity, op, "exchange", "takes ", tag.words / 2,
           " packets of ", n, " numbers; 1 to ", handle.capacity, " expected, the capacity, and pairs");
   Exchange exchange;
   exchange.world = int(handle.world);
   exchange.rank = int(handle.rank);
   exchange.capacity = handle.capacity;
   exchange.nanoseconds = uint64_t(handle.nanoseconds);
-  exchange.tag = {uint32_t(handle.layer), uint32_t(handle.step), uint32_t(words),
-                  uint32_t(kind) | (dtype == ScalarType::Double ? uint32_t(kDouble) : 0u)};
+  exchange.tag = tag;
   exchange.report = reinterpret_cast<FaultReport*>(handle.report);
   for (int64_t r = 0; r < handle.world; ++r) exchange.arenas[r] = reinterpret_cast<Arena*>(handle.arenas[r]);
   return exchange;

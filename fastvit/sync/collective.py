@@ -76,8 +76,8 @@ class Collective(Backend):
 class Packed(Collective):
     """Statistics of GPUs: one packed all_gather forward, one all_reduce backward.
 
-    csrc/sync/message.h defines a message. One op packs it and one merges all. The host waits for neither, and
-    different tags raise at the next call.
+    csrc/cuda/message.cu defines a message. One op packs it and one merges all. The host waits for neither,
+    and different tags raise at the next call.
     """
 
     def _merged(self, numbers: Tensor, exchange: Tensor, kind: Kind) -> Tensor:

@@ -21,25 +21,16 @@ pybind11::dict plan(const std::vector<int64_t>& sizes, const std::vector<int64_t
                     int element_size, int operands, int cached, int multiprocessors, int resident,
                     int64_t smem) {
   using namespace fastvit;
-  const Operand lying[kMaxOperands] = {
-      {strides.data()}, {strides.data()}, {strides.data()}, {strides.data()}, {strides.data()}};
+  const int64_t* const s = strides.data();
+  const int64_t* const lying[kMaxOperands] = {s, s, s, s, s};
   const void* pointers[kMaxOperands] = {};
   const Layout layout = make_layout(int(sizes.size()), sizes.data(), channel_dim, operands, lying);
   const Limits limits{multiprocessors, kResident, smem};
   const auto blocks = [&](const Plan&) { return resident; };
   const Plan p = Planner{layout, pointers, operands, element_size, limits, cached}.plan(blocks);
   pybind11::dict found;
-  for (const auto& [name, value] : {std::pair<const char*, int64_t>{"rows", p.rows},
-                                    {"vector", p.vector},
-                                    {"lanes", p.lanes},
-                                    {"teams", p.teams},
-                                    {"units", p.units},
-                                    {"cached_vectors", p.cached_vectors},
-                                    {"tiles", p.tiles},
-                                    {"slices", p.slices},
-                                    {"blocks", p.blocks()},
-                                    {"groups", SliceGroups(p).size > 1 ? SliceGroups(p).count : 0}})
-    found[name] = value;
+  found["rows"] = p.rows, found["vector"] = p.vector, found["units"] = p.units;
+  found["groups"] = SliceGroups(p).size > 1 ? SliceGroups(p).count : 0;
   return found;
 }
 }  // namespace cuda_host
@@ -64,10 +55,6 @@ PYBIND11_MODULE(_cuda_host, m) {
   m.def("steps", &cuda_host::steps, "Switches between emulated threads so far.");
   m.def("blocks", &cuda_host::blocks, "Blocks of the latest launch.");
   m.def("kernels", &cuda_host::kernels, "Names of the kernels launched since the last call.");
-  m.def("loads", &cuda_host::loads,
-        "Dependent loads of flags by the slowest thread since the last call; those of a batch count as one.");
-  m.def("merges", &cuda_host::merges,
-        "Dependent merges of results by the slowest thread since the last call.");
   m.def("allocations", [] { return cuda_host_allocations; }, "Memory of torch's allocator that is in use.");
   m.def("launches", &cuda_host::launches, "Kernels launched so far.");
   m.def("requests", [] { return cuda_host_requests; }, "Tensors made by the ops so far, and scratch memory.");

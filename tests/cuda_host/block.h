@@ -38,8 +38,6 @@ struct Thread {
     uint64_t seen;
   } polls[kPolls] = {};  // its latest atomic loads, since it last did anything else
   unsigned n_polls = 0;
-  uint64_t loads = 0, merges = 0;  // of flags and of results; those within a Together count once
-  bool together = false, load_counted = false, merge_counted = false;
 };
 struct Grid {
   std::string name;
@@ -91,11 +89,10 @@ int device = 0;
 std::vector<std::array<int, 4>> devices;
 uint64_t n_queries = 0;
 uint64_t n_steps = 0, n_launches = 0, n_blocks = 0;
-uint64_t progress = 0;  // step at which a thread last did more than re-read unchanged flags
-uint64_t most_loads = 0, most_merges = 0;  // of any thread
-uint64_t n_clock_reads = 0, leapt = 0;     // globaltimer() is steps and leaps
-constexpr uint64_t kLeap = 100'000'000;    // nanoseconds
-constexpr int kMostLeaps = 100;            // in one run; a wait of more than 10 s is a deadlock
+uint64_t progress = 0;                   // step at which a thread last did more than re-read unchanged flags
+uint64_t n_clock_reads = 0, leapt = 0;   // globaltimer() is steps and leaps
+constexpr uint64_t kLeap = 100'000'000;  // nanoseconds
+constexpr int kMostLeaps = 100;          // in one run; a wait of more than 10 s is a deadlock
 std::string error;
 unsigned rnd(size_t n) {
   return unsigned(rng() % n);
@@ -109,17 +106,7 @@ std::string str(Loc l) {
   return std::string(s ? s + 1 : l.file) + ":" + std::to_string(l.line);
 }
 const char* name(const Thread& t) {
-  static const char* n[] = {"?",
-                            "__syncthreads",
-                            "__syncthreads_or",
-                            "__syncthreads_and",
-                            "__syncthreads_count",
-                            "__syncwarp",
-                            "__shfl_*_sync",
-                            "__ballot/any/all_sync",
-                            "__reduce_add_sync",
-                            "__reduce_max_sync",
-                            "__reduce_min_sync"};
+  static const char* n[] = {"?", "__syncthreads", "__syncthreads_or", "__syncwarp", "__shfl_*_sync"};
   return t.st == St::done    ? "exited"
          : t.st == St::ready ? (t.idle ? "polls memory" : "running")
                              : n[int(t.op)];
@@ -157,7 +144,7 @@ void make_ready(Thread& t) {
 
 void try_barrier(Block& b) {
   if (!b.waiting || b.waiting < b.live) return;
-  int n = 0, all = 1, any = 0;
+  int any = 0;
   Thread* first = nullptr;
   for (auto& t : b.th) {
     if (t.st != St::at_barrier) continue;
@@ -166,16 +153,15 @@ void try_barrier(Block& b) {
       throw std::runtime_error("divergent barrier in " + where(t) + ": waits in " + name(t) + " at " +
                                str(t.at) + " while thread " + str(first->tid) + " waits in " + name(*first) +
                                " at " + str(first->at));
-    n += t.pred != 0, any |= t.pred != 0, all &= t.pred != 0;
+    any |= t.pred != 0;
   }
   if (b.live < int(b.th.size()))
     throw std::runtime_error("barrier not reached by all threads in " + where(*first) + ": " +
                              std::to_string(b.th.size() - b.live) +
                              " thread(s) exited before it:" + describe(b));
-  int r = first->op == Op::barrier_or ? any : first->op == Op::barrier_and ? all : n;
   b.waiting = 0;
   scratch.clear();
-  for (auto& t : b.th) t.res = r, make_ready(t), scratch.push_back(t.race_id);
+  for (auto& t : b.th) t.res = any, make_ready(t), scratch.push_back(t.race_id);
   race::join(scratch.data(), int(scratch.size()));
 }
 // Completes the warp operation that thread t waits in, if all lanes of its mask are there (or have exited).
@@ -184,7 +170,6 @@ void try_warp(Block& b, Thread& t) {
   if (t.mask & ~(b.warp_wait[w] | b.warp_done[w])) return;
   const unsigned lanes = t.mask & b.warp_wait[w];
   const Op op = t.op;
-  uint64_t acc = op == Op::min_ ? ~0u : 0;
   scratch.clear();
   for (int j = 0; j < n; ++j) {
     if (!(lanes >> j & 1)) continue;
@@ -197,10 +182,6 @@ void try_warp(Block& b, Thread& t) {
                                str(o.at) + m);
     }
     scratch.push_back(o.race_id);
-    if (op == Op::ballot) acc |= o.val << j;
-    if (op == Op::add) acc = uint32_t(acc + o.val);
-    if (op == Op::max_) acc = std::max(acc, o.val);
-    if (op == Op::min_) acc = std::min(acc, o.val);
     if (op == Op::shfl && (o.src >= n || !(lanes >> o.src & 1)))
       throw std::runtime_error("undefined shuffle in " + where(o) + " at " + str(o.at) + ": reads lane " +
                                std::to_string(o.src) +
@@ -208,12 +189,11 @@ void try_warp(Block& b, Thread& t) {
                                 : b.warp_done[w] >> o.src & 1 ? ", which has exited"
                                                               : ", which is not in the mask"));
   }
-  if (op == Op::syncwarp)
-    race::join(scratch.data(), int(scratch.size()));  // shuffles and votes do not order memory
+  if (op == Op::syncwarp) race::join(scratch.data(), int(scratch.size()));  // shuffles do not order memory
   for (int j = 0; j < n; ++j)
     if (lanes >> j & 1) {
       Thread& o = b.th[base + j];
-      o.res = op == Op::shfl ? b.th[base + o.src].val : acc;
+      if (op == Op::shfl) o.res = b.th[base + o.src].val;
       make_ready(o);
     }
   b.warp_wait[w] &= ~lanes;

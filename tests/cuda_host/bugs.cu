@@ -12,31 +12,24 @@
 #include <stdexcept>
 #include <vector>
 
+struct How {
+  dim3 grid, block = dim3(32);
+  size_t shared_bytes = 0;
+  bool cooperative = false;
+  uintptr_t stream = 0;
+};
 template <class... P, class... A>
-cudaError_t launch_with(bool cooperative, void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_bytes,
-                        A... arguments) {
+cudaError_t launch(const How& how, void (*kernel)(P...), A... arguments) {
   cudaLaunchAttribute attribute[1];
   attribute[0].id = cudaLaunchAttributeCooperative;
-  attribute[0].val.cooperative = cooperative;
+  attribute[0].val.cooperative = how.cooperative;
   cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = block;
-  config.dynamicSmemBytes = shared_bytes;
+  config.gridDim = how.grid;
+  config.blockDim = how.block;
+  config.dynamicSmemBytes = how.shared_bytes;
+  config.stream = reinterpret_cast<cudaStream_t>(how.stream);
   config.attrs = attribute;
   config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, P(arguments)...);
-}
-template <class... P, class... A>
-cudaError_t launch(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_bytes, A... arguments) {
-  return launch_with(false, kernel, grid, block, shared_bytes, arguments...);
-}
-
-template <class... P, class... A>
-cudaError_t launch_on(uintptr_t stream, void (*kernel)(P...), dim3 grid, A... arguments) {
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = dim3(32);
-  config.stream = reinterpret_cast<cudaStream_t>(stream);
   return cudaLaunchKernelEx(&config, kernel, P(arguments)...);
 }
 
@@ -109,14 +102,6 @@ __global__ void dyn_kernel(float* y, int n, int extra) {
   for (int i = threadIdx.x; i < n + extra; i += blockDim.x) t[i] = float(i);
   __syncthreads();
   for (int i = threadIdx.x; i < n; i += blockDim.x) y[i] = t[n - 1 - i];
-}
-__global__ void early_kernel(const float* x, float* y, int n) {
-  __shared__ float s[128];
-  const int i = threadIdx.x;
-  if (i >= n) return;
-  s[i] = x[i];
-  __syncthreads();
-  y[i] = s[n - 1 - i];
 }
 __global__ void volatile_spin_kernel(volatile int* flag, const float* x, float* y, bool fenced) {
   if (threadIdx.x == 0) {
@@ -229,7 +214,7 @@ int reduce(int n = 512) {
   Buf<float> x(n), out(2, -1.f);
   float want[2] = {0, 0};
   for (int i = 0; i < n; ++i) x.p[i] = float(i % 7 - 3), want[i / 256] += x.p[i];
-  launch(reduce_kernel<K>, 1, 256, 0, x.p, out.p, n, 2);
+  launch({1, 256}, reduce_kernel<K>, x.p, out.p, n, 2);
   return bad(out.p[0] != want[0] || out.p[1] != want[1]);
 }
 template <int M>
@@ -239,7 +224,7 @@ int grid(bool coop = true) {
   for (int i = 0; i < 256; ++i) x.p[i] = float(i);
   int r = 0;
   for (int rep = 0; rep < (M == g_fence_ok || M == g_no_fence ? 1 : 2); ++rep) {
-    launch_with(coop, grid_kernel<M>, 4, 64, 0, x.p, part.p, out.p, st.p);
+    launch({4, 64, 0, coop}, grid_kernel<M>, x.p, part.p, out.p, st.p);
     for (int i = 0; i < 256; ++i) r |= out.p[i] != float(4 * (i % 64) + 64 * 6);
   }
   return bad(r);
@@ -251,8 +236,8 @@ int peer() {
   cuda_host::config().deferred = true;
   for (unsigned e = 1; e <= 4; ++e) {
     cudaSetDevice(0),
-        launch(peer_kernel<M>, 1, 64, 0, d0.p, d1.p, f.p, f.p + 1, out.p + (e - 1) * 128, 100.f * e, e);
-    cudaSetDevice(1), launch(peer_kernel<M>, 1, 64, 0, d1.p, d0.p, f.p + 1, f.p, out.p + (e - 1) * 128 + 64,
+        launch({1, 64}, peer_kernel<M>, d0.p, d1.p, f.p, f.p + 1, out.p + (e - 1) * 128, 100.f * e, e);
+    cudaSetDevice(1), launch({1, 64}, peer_kernel<M>, d1.p, d0.p, f.p + 1, f.p, out.p + (e - 1) * 128 + 64,
                              100.f * e + 50, e);
   }
   cuda_host::run();
@@ -265,38 +250,33 @@ int peer() {
 int hist(bool atomic) {
   Buf<int> x(512), h(4, 0);
   for (int i = 0; i < 512; ++i) x.p[i] = i % 4;
-  launch(hist_kernel, 4, 128, 0, x.p, h.p, 512, atomic);
+  launch({4, 128}, hist_kernel, x.p, h.p, 512, atomic);
   return bad(h.p[0] != 128 || h.p[3] != 128);
 }
 int copy(int extra) {
   Buf<float> x(300, 1.f), y(300, NAN);
-  launch(copy_kernel, 3, 128, 0, x.p, y.p, 300, extra);
+  launch({3, 128}, copy_kernel, x.p, y.p, 300, extra);
   return bad(y.p[299] != 1.f);
 }
 int dyn(int extra) {
   Buf<float> y(100);
-  launch(dyn_kernel, 1, 128, 100 * sizeof(float), y.p, 100, extra);
+  launch({1, 128, 100 * sizeof(float)}, dyn_kernel, y.p, 100, extra);
   return bad(y.p[0] != 99.f || y.p[99] != 0.f);
 }
 int vec(int off) {
   Buf<float> x(68, 1.f), y(16);
-  launch(vec_kernel, 1, 32, 0, x.p + off, y.p, 64);
+  launch({1}, vec_kernel, x.p + off, y.p, 64);
   return bad(y.p[0] != 4.f);
 }
 int uninit() {
   Buf<float> y(32);
-  launch(uninit_kernel, 1, 32, 0, y.p);
+  launch({1}, uninit_kernel, y.p);
   return bad(!(y.p[0] == 1.f));
-}
-int early() {
-  Buf<float> x(128, 1.f), y(100);
-  launch(early_kernel, 1, 128, 0, x.p, y.p, 100);
-  return bad(y.p[99] != 1.f);
 }
 int volatile_spin(bool fenced) {
   Buf<float> x(1, 1.f), y(2);
   Buf<int> f(1, 0);
-  launch(volatile_spin_kernel, 1, 64, 0, f.p, x.p, y.p, fenced);
+  launch({1, 64}, volatile_spin_kernel, f.p, x.p, y.p, fenced);
   return bad(y.p[1] != 1.f);
 }
 // A grid of 4 blocks waits for a kernel of another stream, on a device that has room for 2.
@@ -314,17 +294,17 @@ int streams(unsigned polling) {
   Buf<unsigned> flag(1, 0);
   Buf<float> y(4, 0.f);
   cuda_host::config().resident = 2, cuda_host::config().deferred = true;
-  launch_on(1, waiting_kernel, 4, flag.p, y.p, polling);
-  launch_on(2, awaited_kernel, 1, flag.p);
+  launch({.grid = 4, .stream = 1}, waiting_kernel, flag.p, y.p, polling);
+  launch({.grid = 1, .stream = 2}, awaited_kernel, flag.p);
   cuda_host::run();
   return bad(y.p[0] + y.p[1] + y.p[2] + y.p[3] != 4.f);
 }
 int smem_limit() {
-  return launch(dyn_kernel, 1, 128, 60000, (float*)nullptr, 0, 0) == cudaSuccess ? 0 : 2;
+  return launch({1, 128, 60000}, dyn_kernel, (float*)nullptr, 0, 0) == cudaSuccess ? 0 : 2;
 }
 int coop_too_large() {
-  return launch_with(true, grid_kernel<g_ok>, 1000, 64, 0, (const float*)nullptr, (float*)nullptr,
-                     (float*)nullptr, (unsigned*)nullptr) == cudaSuccess
+  return launch({1000, 64, 0, true}, grid_kernel<g_ok>, (const float*)nullptr, (float*)nullptr,
+                (float*)nullptr, (unsigned*)nullptr) == cudaSuccess
              ? 0
              : 2;
 }
@@ -359,7 +339,6 @@ static const Case cases[] = {
     {"caller not in mask", kAll, [] { return reduce<lane_not_in_mask>(); }},
     {"divergent __syncthreads", kAll, [] { return reduce<divergent_barrier>(); }},
     {"early return before __syncthreads", kAll, [] { return reduce<early_return>(500); }},
-    {"early return, barrier only", kAll, early},
     {"volatile flag without fence", "race", [] { return volatile_spin(false); }},
     {"plain += instead of atomicAdd", "race", [] { return hist(false); }},
     {"grid barrier, launch not cooperative", kAll, [] { return grid<g_ok>(false); }},

@@ -5,7 +5,7 @@ struct __nv_bfloat16 {
   unsigned short raw;
   __nv_bfloat16() = default;
   explicit __nv_bfloat16(float f) {
-    unsigned u = __float_as_uint(f);
+    unsigned u = std::bit_cast<unsigned>(f);
     raw = f != f ? 0x7fff : (unsigned short)((u + 0x7fff + ((u >> 16) & 1)) >> 16);
   }
   operator float() const { return __uint_as_float(unsigned(raw) << 16); }
@@ -13,15 +13,6 @@ struct __nv_bfloat16 {
 struct alignas(4) __nv_bfloat162 {
   __nv_bfloat16 x, y;
 };
-inline float __bfloat162float(__nv_bfloat16 h) {
-  return float(h);
-}
-inline __nv_bfloat16 __float2bfloat16(float f) {
-  return __nv_bfloat16(f);
-}
 inline __nv_bfloat162 __floats2bfloat162_rn(float a, float b) {
   return {__nv_bfloat16(a), __nv_bfloat16(b)};
-}
-inline __nv_bfloat16 __float2bfloat16_rn(float f) {
-  return __nv_bfloat16(f);
 }

@@ -17,22 +17,6 @@ struct __half {
 struct alignas(4) __half2 {
   __half x, y;
 };
-using half = __half;
-inline float __half2float(__half h) {
-  return float(h);
-}
-inline __half __float2half(float f) {
-  return __half(f);
-}
-inline __half __float2half_rn(float f) {
-  return __half(f);
-}
-inline float2 __half22float2(__half2 h) {
-  return {float(h.x), float(h.y)};
-}
-inline __half2 __float22half2_rn(float2 f) {
-  return {__half(f.x), __half(f.y)};
-}
 inline __half2 __floats2half2_rn(float a, float b) {
   return {__half(a), __half(b)};
 }

@@ -2,6 +2,7 @@
 // `g++ -x c++ -Itests/cuda_host`. One fiber per CUDA thread; see engine.cpp. It has only what the kernels of
 // this project need; other uses of CUDA do not compile.
 #pragma once
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -16,7 +17,6 @@
 #define __global__
 #define __device__
 #define __host__
-#define __constant__
 #define __grid_constant__
 #define __shared__ static thread_local  // per block: engine.cpp poisons and swaps this module's TLS segment
 #define __forceinline__ inline __attribute__((always_inline))
@@ -38,34 +38,14 @@ struct dim3 {
   constexpr dim3(unsigned a = 1, unsigned b = 1, unsigned c = 1) : x(a), y(b), z(c) {}
   constexpr dim3(uint3 v) : x(v.x), y(v.y), z(v.z) {}
 };
-#define CUDA_HOST_VEC(T, N)                                  \
-  struct alignas(2 * sizeof(T)) N##2 {                       \
-    T x, y;                                                  \
-  };                                                         \
-  struct N##3_ {                                             \
-    T x, y, z;                                               \
-  };                                                         \
-  struct alignas(sizeof(T) >= 4 ? 16 : 4 * sizeof(T)) N##4 { \
-    T x, y, z, w;                                            \
-  };                                                         \
-  inline N##2 make_##N##2(T x, T y) {                        \
-    return {x, y};                                           \
-  }                                                          \
-  inline N##4 make_##N##4(T x, T y, T z, T w) {              \
-    return {x, y, z, w};                                     \
-  }
-CUDA_HOST_VEC(signed char, char)
-CUDA_HOST_VEC(unsigned char, uchar)
-CUDA_HOST_VEC(short, short)
-CUDA_HOST_VEC(unsigned short, ushort)
-CUDA_HOST_VEC(int, int) CUDA_HOST_VEC(unsigned, uint) CUDA_HOST_VEC(float, float) struct alignas(16) double2 {
-  double x, y;
+struct alignas(8) uint2 {
+  unsigned x, y;
 };
-struct alignas(16) longlong2 {
-  long long x, y;
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
 };
-struct alignas(16) ulonglong2 {
-  unsigned long long x, y;
+struct alignas(16) float4 {
+  float x, y, z, w;
 };
 
 // ---- runtime API: the part launchers use ----
@@ -133,8 +113,6 @@ uint64_t launches();     // of kernels
 uint64_t queries();      // of attributes of a device and a kernel, and settings of a kernel's
 uint64_t& memsets();     // on a stream
 uint64_t blocks();       // of the latest launch
-uint64_t loads();        // dependent loads of flags by the slowest thread, since the last call
-uint64_t merges();       // likewise merges of results
 uint64_t globaltimer();  // nanoseconds; jumps ahead when all threads only wait
 cudaError_t launch(const cudaLaunchConfig_t&, const void* fn, std::function<void()> thread_body);
 void enqueue(cudaStream_t, std::function<void()> host_op);
@@ -142,33 +120,14 @@ void* dynamic_shared();
 #define FASTVIT_DYNAMIC_SHARED(name) \
   unsigned char* const name = static_cast<unsigned char*>(cuda_host::dynamic_shared())
 [[noreturn]] void fail(const char* what, Loc at);
-enum class Op : int {
-  none,
-  barrier,
-  barrier_or,
-  barrier_and,
-  barrier_count,
-  syncwarp,
-  shfl,
-  ballot,
-  add,
-  max_,
-  min_
-};
+enum class Op : int { none, barrier, barrier_or, syncwarp, shfl };
 int block_barrier(Op, int pred, Loc);
 uint64_t warp_op(Op, unsigned mask, uint64_t value, int source_lane, Loc);
 unsigned lane();
-enum Scope { sys = 0, gpu = 1, cta = 2 };
+enum Scope { sys = 0, gpu = 1 };
 enum Order { relaxed = 0, acquire = 1, release = 2, acq_rel = 3 };
 void fence(int order, int scope);
-void atomic_pre(Loc);  // may hand over to another thread
-void count_load();
-void count_merge();
-// While one lives, the thread's loads of flags count as one, and its merges too, since they are independent.
-struct Together {
-  Together();
-  ~Together();
-};
+void atomic_pre(Loc);                   // may hand over to another thread
 void poll(const void*, uint64_t seen);  // hands over if it has read this value before
 void atomic_post(const void*, uint64_t seen, size_t size, bool wrote, bool rmw, int order, int scope, Loc);
 template <class T>
@@ -195,7 +154,6 @@ CUDA_HOST_RAW T rmw(T* p, F f, Loc at, int order = relaxed, int scope = gpu) {
 template <class T>
 CUDA_HOST_RAW T load(const T* p, Loc at, int order, int scope) {
   atomic_pre(at);
-  count_load();
   T v;
   __atomic_load(p, &v, __ATOMIC_SEQ_CST);
   atomic_post(p, bits(v), sizeof(T), false, false, order, scope, at);

@@ -3,7 +3,6 @@
 #pragma once
 extern uint3 threadIdx, blockIdx;
 extern dim3 blockDim, gridDim;
-constexpr int warpSize = 32;
 inline void __syncthreads(CUDA_HOST_AT) {
   cuda_host::block_barrier(cuda_host::Op::barrier, 0, CUDA_HOST_LOC);
 }
@@ -12,15 +11,6 @@ inline int __syncthreads_or(int p, CUDA_HOST_AT) {
 }
 inline void __syncwarp(unsigned m = ~0u, CUDA_HOST_AT) {
   cuda_host::warp_op(cuda_host::Op::syncwarp, m, 0, -1, CUDA_HOST_LOC);
-}
-inline unsigned __ballot_sync(unsigned m, int p, CUDA_HOST_AT) {
-  return unsigned(cuda_host::warp_op(cuda_host::Op::ballot, m, p != 0, -1, CUDA_HOST_LOC));
-}
-inline int __any_sync(unsigned m, int p, CUDA_HOST_AT) {
-  return __ballot_sync(m, p, file_, line_) != 0;
-}
-inline int __all_sync(unsigned m, int p, CUDA_HOST_AT) {
-  return __ballot_sync(m, !p, file_, line_) == 0;
 }
 namespace cuda_host {
 template <class T>
@@ -49,19 +39,8 @@ T __shfl_down_sync(unsigned m, T v, unsigned d, int w = 32, CUDA_HOST_AT) {
   int l = int(cuda_host::lane()), s = l + int(d);
   return cuda_host::shfl(m, v, s >= cuda_host::segment(w) + w ? l : s, CUDA_HOST_LOC);
 }
-template <class T>
-T __shfl_up_sync(unsigned m, T v, unsigned d, int w = 32, CUDA_HOST_AT) {
-  int l = int(cuda_host::lane()), s = l - int(d);
-  return cuda_host::shfl(m, v, s < cuda_host::segment(w) ? l : s, CUDA_HOST_LOC);
-}
-inline void __threadfence_block() {
-  cuda_host::fence(cuda_host::acq_rel, cuda_host::cta);
-}
 inline void __threadfence() {
   cuda_host::fence(cuda_host::acq_rel, cuda_host::gpu);
-}
-inline void __threadfence_system() {
-  cuda_host::fence(cuda_host::acq_rel, cuda_host::sys);
 }
 template <class T>
 T atomicAdd(T* p, std::common_type_t<T> v, CUDA_HOST_AT) {
@@ -69,26 +48,6 @@ T atomicAdd(T* p, std::common_type_t<T> v, CUDA_HOST_AT) {
 }
 inline unsigned atomicInc(unsigned* p, unsigned most, CUDA_HOST_AT) {
   return cuda_host::rmw(p, [=](unsigned o) { return o >= most ? 0 : o + 1; }, CUDA_HOST_LOC);
-}
-template <class T>
-T atomicSub(T* p, std::common_type_t<T> v, CUDA_HOST_AT) {
-  return cuda_host::rmw(p, [=](T o) { return T(o - v); }, CUDA_HOST_LOC);
-}
-template <class T>
-T atomicMax(T* p, std::common_type_t<T> v, CUDA_HOST_AT) {
-  return cuda_host::rmw(p, [=](T o) { return o < v ? v : o; }, CUDA_HOST_LOC);
-}
-template <class T>
-T atomicMin(T* p, std::common_type_t<T> v, CUDA_HOST_AT) {
-  return cuda_host::rmw(p, [=](T o) { return v < o ? v : o; }, CUDA_HOST_LOC);
-}
-template <class T>
-T atomicOr(T* p, std::common_type_t<T> v, CUDA_HOST_AT) {
-  return cuda_host::rmw(p, [=](T o) { return T(o | v); }, CUDA_HOST_LOC);
-}
-template <class T>
-T atomicAnd(T* p, std::common_type_t<T> v, CUDA_HOST_AT) {
-  return cuda_host::rmw(p, [=](T o) { return T(o & v); }, CUDA_HOST_LOC);
 }
 template <class T>
 T atomicExch(T* p, std::common_type_t<T> v, CUDA_HOST_AT) {
@@ -102,9 +61,6 @@ template <class T>
 T __ldcg(const T* p) {
   return *p;
 }
-inline float __fdividef(float a, float b) {
-  return a / b;
-}
 inline float __fmaf_rn(float a, float b, float c) {
   return std::fma(a, b, c);
 }
@@ -117,31 +73,8 @@ inline float __fadd_rn(float a, float b) {
 inline double __dadd_rn(double a, double b) {
   return a + b;
 }
-#if !defined(__GLIBC_PREREQ) || !__GLIBC_PREREQ(2, 41)
-inline float rsqrtf(float x) {
-  return 1.f / std::sqrt(x);
-}
-inline double rsqrt(double x) {
-  return 1. / std::sqrt(x);
-}
-#endif
-inline float __int_as_float(int v) {
-  float f;
-  return std::memcpy(&f, &v, 4), f;
-}
-inline int __float_as_int(float v) {
-  int i;
-  return std::memcpy(&i, &v, 4), i;
-}
-inline unsigned __float_as_uint(float v) {
-  return unsigned(__float_as_int(v));
-}
 inline float __uint_as_float(unsigned v) {
-  return __int_as_float(int(v));
-}
-inline void __nanosleep(unsigned) {}
-inline void __trap(CUDA_HOST_AT) {
-  cuda_host::fail("__trap()", CUDA_HOST_LOC);
+  return std::bit_cast<float>(v);
 }
 #define CUDA_HOST_MINMAX(T) \
   inline T min(T a, T b) {  \
@@ -153,6 +86,5 @@ inline void __trap(CUDA_HOST_AT) {
 CUDA_HOST_MINMAX(int)
 CUDA_HOST_MINMAX(unsigned)
 CUDA_HOST_MINMAX(long)
-CUDA_HOST_MINMAX(unsigned long)
-CUDA_HOST_MINMAX(long long)
-CUDA_HOST_MINMAX(unsigned long long) CUDA_HOST_MINMAX(float) CUDA_HOST_MINMAX(double)
+CUDA_HOST_MINMAX(float)
+CUDA_HOST_MINMAX(double)

@@ -276,28 +276,6 @@ uint64_t blocks() {
 std::set<std::string> kernels() {
   return std::exchange(kernel_names, {});
 }
-uint64_t loads() {
-  return std::exchange(most_loads, 0);
-}
-uint64_t merges() {
-  return std::exchange(most_merges, 0);
-}
-void count_load() {
-  if (!cur || (cur->together && cur->load_counted)) return;
-  cur->load_counted = true;
-  most_loads = std::max(most_loads, ++cur->loads);
-}
-void count_merge() {
-  if (cur->together && cur->merge_counted) return;
-  cur->merge_counted = true;
-  most_merges = std::max(most_merges, ++cur->merges);
-}
-Together::Together() {
-  cur->together = true, cur->load_counted = cur->merge_counted = false;
-}
-Together::~Together() {
-  cur->together = false;
-}
 uint64_t globaltimer() {
   ++n_clock_reads;
   return n_steps + leapt;

@@ -1,6 +1,6 @@
 // Happens-before data race checker for emulated kernels. Kernels are compiled with -fsanitize=thread. This
 // file implements the __tsan_* functions in place of libtsan, with CUDA's rules: __syncthreads and __syncwarp
-// order memory; shuffles and votes do not; other blocks and GPUs are ordered only by release/acquire (or
+// order memory; shuffles do not; other blocks and GPUs are ordered only by release/acquire (or
 // fence + flag) of sufficient scope. Reports do not depend on the schedule: a missing barrier is reported
 // even when the result is right.
 #include "race.h"
@@ -177,7 +177,6 @@ void join(const int* ids, int n) {
 }
 void fence(int id, int order, int scope) {
   Thread& t = th[id];
-  if (scope == cta) return;  // block-scope flags are not modelled: use __syncthreads
   if (order & acquire) {
     auto c = std::make_shared<Clock>(*t.base);
     join_into(*c, t.pending[scope]);
@@ -198,7 +197,7 @@ void synchronise(int id, const void* p, bool write, bool rmw, int order, int sco
   Thread& t = th[id];
   auto& s = flags[key((uintptr_t)p)];
   if (!write || rmw) {
-    if ((order & acquire) && scope != cta) {
+    if (order & acquire) {
       auto c = std::make_shared<Clock>(*t.base);
       acquire_from(*c, s, t.dev, scope);
       t.base = c;
@@ -211,7 +210,7 @@ void synchronise(int id, const void* p, bool write, bool rmw, int order, int sco
     if (e == s.end()) s.push_back({t.dev, {}, {}}), e = s.end() - 1;
     if (t.fenced[gpu]) join_into(e->gpu, *t.fenced[gpu]);
     if (t.fenced[sys]) join_into(e->sys, *t.fenced[sys]);
-    if ((order & release) && scope != cta) {
+    if (order & release) {
       join_into(scope == sys ? e->sys : e->gpu, snapshot(id));
       ++t.own;
     }

@@ -3,6 +3,5 @@
 #include "../../csrc/cuda/register.h"
 
 STABLE_TORCH_LIBRARY_IMPL(fastvit_cuda_host, CPU, m) {
-  fastvit::implement_ops(m);
-  fastvit::implement_exchanges(m);
+  fastvit::implement_cuda(m);
 }

@@ -7,7 +7,6 @@ order that the seed determines. Runs with FASTVIT_TEST_DEVICE=cuda_host only.
 import contextlib
 import datetime
 import functools
-import math
 import os
 
 import pytest
@@ -163,23 +162,25 @@ def check_steps(engine, world, steps=(1, 2, 3), residual=False, loop=None, late=
     return loop
 
 
-@pytest.mark.parametrize("world,seeds", [(1, (0,)), (2, (0, 1, 2, 3)), (4, (1, 2)), (9, (3,))])
-@pytest.mark.parametrize("residual", [False, True], ids=["in_place", "residual"])
-def test_equals_merged_moments_whatever_the_order(engine, world, seeds, residual):
+@pytest.mark.parametrize(
+    "world,seeds,options",
+    [
+        (1, (0,), {}),
+        (2, (0, 1, 2, 3), {}),
+        (4, (1, 2), {}),
+        (9, (3,), {}),
+        (2, (0, 1, 2, 3), {"residual": True}),
+        (9, (3,), {"residual": True}),
+        (3, (1,), {"dtype": torch.bfloat16}),
+        (3, (1,), {"dtype": torch.float64}),
+        (3, (5,), {"late": 1}),
+        # More channels than one block takes: blocks send their own, the last to finish awaits all.
+        (2, (2,), {"channels": 300, "rows": 1, "steps": (1,)}),
+    ],
+)
+def test_equals_merged_moments_whatever_the_order(engine, world, seeds, options):
     for engine.config.seed in seeds:
-        check_steps(engine, world, residual=residual)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_dtypes(engine, dtype):
-    engine.config.seed = 1
-    check_steps(engine, 3, dtype=dtype)
-
-
-def test_a_slice_of_channels_per_block(engine):
-    """More channels than one block takes: blocks send their own, the last to finish awaits all."""
-    engine.config.seed = 2
-    check_steps(engine, 2, channels=300, rows=1, steps=(1,))
+        check_steps(engine, world, **options)
 
 
 def test_a_rank_without_values(engine):
@@ -196,26 +197,6 @@ def test_streams_that_share_a_small_gpu(engine, seed):
     """Each rank's grid has more blocks than the device has room for, and only its last one waits."""
     engine.config.seed, engine.config.resident = seed, 2
     check_steps(engine, 2, steps=(1, 2), loop=Ranks(engine, 2, streams=True), channels=120, rows=1)
-
-
-@pytest.mark.parametrize("world,channels_in_flight", [(2, 4), (4, 2), (8, 1)])
-def test_loads_that_wait_for_each_other(engine, world, channels_in_flight):
-    """The slowest thread's memory latencies in an exchange whose messages have all arrived."""
-    loop = Ranks(engine, world)
-    for channels in (1, 256, 512, 1024, 2040):
-        x = torch.randn(world, 3, channels)
-        moments = [ops.bn_stats(part, 1) for part in x]
-        for way in ("moments", "sums"):
-            numbers = moments if way == "moments" else [row[None, :-2] for row in moments]
-            loop.send(0, numbers, Tag(1, 1))
-            engine.loads()
-            if way == "moments":
-                loop.ranks[0].moments(x[0], 1, Tag(1, 1))
-            else:
-                loop.ranks[0].share(numbers[0], Tag(1, 1))
-            loads = engine.loads()
-            loop.ranks[0].check()
-            assert loads <= 3 + math.ceil(channels / (256 * channels_in_flight)), (channels, way)
 
 
 @pytest.fixture
@@ -261,11 +242,6 @@ def test_a_part_that_fails(large, direction, lost):
         message = f"rank 0 in {direction} of layer 3, step 1: nothing from rank 3"
         with pytest.raises(RuntimeError, match=message) if failing else contextlib.nullcontext():
             loop.ranks[0].next_step()
-
-
-def test_a_late_peer(engine):
-    engine.config.seed = 5
-    check_steps(engine, 3, late=1)
 
 
 def test_epochs_wrap(engine):
@@ -421,16 +397,6 @@ def test_numbers_that_no_op_has_at_hand(engine, dtype):
     total = torch.cat(sums).double().sum(0).to(dtype)
     for own, result in zip(sums, both, strict=True):
         assert torch.equal(result, torch.stack([own[0], total]))
-
-
-def test_bad_arguments(engine):
-    exchange = Ranks(engine, 2, capacity=4).ranks[0]._exchange
-    with pytest.raises(
-        RuntimeError, match="bn_stats: exchange takes 6 packets of 12 numbers; 1 to 4 expected"
-    ):
-        ops.bn_stats(torch.randn(3, 5), exchange=exchange.of(Tag(0, 0)))
-    with pytest.raises(RuntimeError, match="bn_stats: exchange has rank 3 of 2"):
-        ops.bn_stats(torch.randn(3, 2), exchange=torch.tensor([3, 2, 4] + [0] * 7))
 
 
 def test_what_is_loaded_at_set_up(engine):

@@ -20,8 +20,8 @@ struct Kernel {
   using Fn = ActivationFn<kActivation>;
 
   // y, or dx and db; g and b where they are operands.
-  template <class Place>
-  static FASTVIT_INLINE Results<A> results(Place at, const T* x, const T* g, const T* b, A param) {
+  template <class At>
+  static FASTVIT_INLINE Results<A> results(At at, const T* x, const T* g, const T* b, A param) {
     const Vector<A> v = at.load(x);
     if constexpr (!kBackward) {
       const Vector<A> y = Fn::forward(v, param);
@@ -51,10 +51,10 @@ struct Kernel {
 
   static void run(const ActParams& args) {
     const bool gated = args.b;
-    const Activations<T> x(args.x, args.layout, 0), dy(args.dy, args.layout, 1),
+    const Operand<T> x(args.x, args.layout, 0), dy(args.dy, args.layout, 1),
         b(args.b, args.layout, 2 + kBackward);
-    const Activations<T> in[] = {x, kBackward ? dy : b, b};
-    const Activations<T> out[] = {{args.out, args.layout, 1 + kBackward}, {args.db, args.layout, 4}};
+    const Operand<T> in[] = {x, kBackward ? dy : b, b};
+    const Operand<T> out[] = {{args.out, args.layout, 1 + kBackward}, {args.db, args.layout, 4}};
     for_each_span(args, in, 1 + kBackward + gated, out, 1 + (kBackward && gated), spans);
   }
 };
@@ -62,7 +62,8 @@ struct Kernel {
 }  // namespace
 
 void act(const ActParams& args) {
-  dispatch_dtype(args.dtype, [&]<class T, class A>() {
+  with_type(args.dtype, [&]<class T>() {
+    using A = Accumulation<T>;
     dispatch_activation(args.activation, [&]<Activation kActivation>() {
       args.dy ? Kernel<T, A, true, kActivation>::run(args) : Kernel<T, A, false, kActivation>::run(args);
     });

@@ -30,15 +30,16 @@ void forward_spans(const ForwardParams& args, const Spans<T>& spans) {
 
 template <class T, class A, bool kRows, Activation kActivation>
 inline void walk(const ForwardParams& args) {
-  const Activations<T> in[] = {{args.x, args.layout, 0}, {args.z, args.layout, 2}};
-  const Activations<T> out[] = {{args.y, args.layout, 1}};
+  const Operand<T> in[] = {{args.x, args.layout, 0}, {args.z, args.layout, 2}};
+  const Operand<T> out[] = {{args.y, args.layout, 1}};
   for_each_span(args, in, args.z ? 2 : 1, out, 1, forward_spans<T, A, kRows, kActivation>);
 }
 
 }  // namespace
 
 void forward(const ForwardParams& args) {
-  dispatch_dtype(args.dtype, [&]<class T, class A>() {
+  with_type(args.dtype, [&]<class T>() {
+    using A = Accumulation<T>;
     dispatch_activation(args.activation, [&]<Activation kActivation>() {
       args.layout.rows ? walk<T, A, true, kActivation>(args) : walk<T, A, false, kActivation>(args);
     });

@@ -36,14 +36,14 @@ struct Forward {
     const bool streams = is_streamed<G>(args.rows * n);
     torch::stable::parallel_for(0, args.rows, grain_of(n), [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r) {
-        Moments<double> all;
+        double center = 0, m2 = 0;
         for (int64_t at = 0; at < n; at += kPiece) {
           const int64_t length = n - at < kPiece ? n - at : kPiece;
           const PieceMoments piece = moments_of<T, A>(x + r * n + at, length);
-          all.merge(double(length), piece.mean, piece.m2);
+          Joining::of(double(at), double(length)).join(center, m2, piece.mean, piece.m2);
         }
-        mean[r] = A(all.mean);
-        invstd[r] = A(1 / std::sqrt(all.m2 / double(n) + args.eps));
+        mean[r] = A(center);
+        invstd[r] = A(1 / std::sqrt(m2 / double(n) + args.eps));
         row(x + r * n, y + r * n, n, Streaming(streams, y + r * n, n, kLanes<A>), gamma, beta, mean[r],
             invstd[r]);
       }
@@ -56,7 +56,7 @@ template <class T, class G, class A>
 struct Backward {
   static constexpr int L = kLanes<A>;
 
-  // Where a vector is added to the columns' sums. The last has a place of its own, also where it overlaps the
+  // Where a vector is added to the columns' sums. The last has sums of its own, also where it overlaps the
   // one before.
   static int64_t column(Whole<A> at) { return at.i; }
   static int64_t column(End<A> at) { return at.n / L * L; }
@@ -124,32 +124,16 @@ struct Backward {
   }
 };
 
-// Calls Kernel<T, G, A>::run(args) for the dtypes in args.
-template <template <class, class, class> class Kernel, class Args>
-void dispatch_dtypes(const Args& args) {
-  const bool narrows = args.output_dtype != args.dtype;
-  switch (args.dtype) {
-    case ScalarType::Float:
-      if (!narrows) return Kernel<float, float, float>::run(args);
-      if (args.output_dtype == ScalarType::BFloat16) return Kernel<float, BFloat16, float>::run(args);
-      return Kernel<float, Half, float>::run(args);
-    case ScalarType::Double:
-      return Kernel<double, double, double>::run(args);
-    case ScalarType::BFloat16:
-      return Kernel<BFloat16, BFloat16, float>::run(args);
-    default:
-      return Kernel<Half, Half, float>::run(args);
-  }
-}
-
 }  // namespace
 
 void layer_norm_forward(const LayerNormForwardParams& args) {
-  dispatch_dtypes<Forward>(args);
+  dispatch_dtypes<Half, BFloat16>(args.dtype, args.output_dtype,
+                                  [&]<class T, class G>() { Forward<T, G, Accumulation<T>>::run(args); });
 }
 
 void layer_norm_backward(const LayerNormBackwardParams& args) {
-  dispatch_dtypes<Backward>(args);
+  dispatch_dtypes<Half, BFloat16>(args.dtype, args.output_dtype,
+                                  [&]<class T, class G>() { Backward<T, G, Accumulation<T>>::run(args); });
 }
 
 }  // namespace FASTVIT_CAPABILITY

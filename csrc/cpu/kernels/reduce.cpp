@@ -1,10 +1,10 @@
-// bn_reduce, abn_reduce: sum dz and sum dz*xhat per channel; dz = dy * act'(v), v the pre-activation.
+// bn_reduce, abn_reduce: sum dz and sum dz * centred per channel, see gradient.h.
 // Memory   reads x (or y), dy (and z) once; writes two doubles per slice and channel.
 // Mapping  task = (slice of planes or rows, block of channels), in the order of memory.
-// Numerics a piece accumulates in the accumulation type, pieces in double, in a fixed order. From x the
-//          second sum is of dz * (x - mean); the caller multiplies by invstd. From y, xhat is recovered.
+// Numerics a piece accumulates in the accumulation type, pieces in double, in a fixed order.
 // Needs    in place: gamma != 0 and an invertible activation.
 // Source   arXiv:1712.02616, section 3.
+#include "gradient.h"
 #include "sums.h"
 
 namespace fastvit {
@@ -16,8 +16,7 @@ template <class A, class T>
 void planes(const ReduceParams& args, int64_t first, int64_t last, int64_t c0, int64_t c1, double* sum,
             double* weighted,
             void (*plane_sums)(const ReduceParams&, const Spans<T>&, int, bool, Terms<A>*)) {
-  const Activations<T> in[] = {
-      {args.input, args.layout, 0}, {args.dy, args.layout, 1}, {args.z, args.layout, 2}};
+  const Operand<T> in[] = {{args.input, args.layout, 0}, {args.dy, args.layout, 1}, {args.z, args.layout, 2}};
   sum_planes<A>(args, in, args.z ? 3 : 2, first, last, c0, c1, plane_sums,
                 [&](int, int64_t c, const Terms<A>& sums, int64_t, int64_t) {
                   sum[c] += double(sum_lanes<A>(sums.first));
@@ -29,36 +28,16 @@ template <class T, class A, bool kRows, bool kInPlace, Activation kActivation>
 struct Kernel {
   using Fn = ActivationFn<kActivation>;
   const ReduceParams& args;
-  const Activations<T> input{args.input, args.layout, 0}, dy{args.dy, args.layout, 1},
-      z{args.z, args.layout, 2};
-  const A limit = A(args.limit), param = A(args.activation_param);
-
-  using Constant = PerChannel<A, kRows>;
-  struct Constants {
-    Constant mean, scale, beta, inverse_gamma;
-    Constants(const ReduceParams& args, int64_t c)
-        : mean(kInPlace ? args.beta : args.saved, c),
-          scale(kInPlace ? args.beta : args.scale, c),
-          beta(args.beta, c),
-          inverse_gamma(kInPlace ? args.inverse_gamma : args.beta, c) {}
-  };
+  const Operand<T> input{args.input, args.layout, 0}, dy{args.dy, args.layout, 1}, z{args.z, args.layout, 2};
+  using Constants = GradientConstants<A, kRows>;
 
   struct Inputs {
     const T *x, *dy, *z;
   };
-  template <class Place>
-  FASTVIT_INLINE Terms<A> terms(Place at, const Inputs& in, const Constants& k) const {
-    const Vector<A> x = at.load(in.x), g = at.load(in.dy);
-    if constexpr (kInPlace) {
-      const Vector<A> dz = Fn::backward_y(g, x, param);
-      return {dz, dz * recover_xhat(Fn::inverse(x, param), k.beta.at(at), k.inverse_gamma.at(at), limit)};
-    } else {
-      const Vector<A> t = x - k.mean.at(at);
-      Vector<A> v = t * k.scale.at(at) + k.beta.at(at);
-      if (in.z) v += at.load(in.z);
-      const Vector<A> dz = Fn::backward(g, v, param);
-      return {dz, dz * t};
-    }
+  template <class At>
+  static FASTVIT_INLINE Terms<A> terms(At at, const Inputs& in, const Constants& k) {
+    const Gradient<A> g = k.template at<kInPlace, Fn>(at, in.x, in.dy, in.z);
+    return {g.dz, g.dz * g.centred};
   }
 
   struct Buffers {
@@ -70,14 +49,13 @@ struct Kernel {
             args.z ? z.read(z.at(z.outer(row), c, 0), n, buffers.z) : nullptr};
   }
 
-  static void plane_sums(const ReduceParams& args, const Spans<T>& spans, int slot, bool is_first,
+  static void plane_sums(const ReduceParams& args, const Spans<T>& spans, int first, bool is_first,
                          Terms<A>* sums) {
-    const Kernel kernel{args};
     for (int k = 0; k < spans.count; ++k) {
       const Constants constants(args, spans.c + k);
       const Inputs in{spans.in(0, k), spans.in(1, k), args.z ? spans.in(2, k) : nullptr};
-      sums[slot + k].add(is_first,
-                         sum_plane<A, 2>(spans.n, [&](auto at) { return kernel.terms(at, in, constants); }));
+      sums[first + k].add(is_first,
+                          sum_plane<A, 2>(spans.n, [&](auto at) { return terms(at, in, constants); }));
     }
   }
 
@@ -87,19 +65,19 @@ struct Kernel {
     RowSums<A, kAtOnce> sums;
     Inputs in[kAtOnce];
     NextRows<T, kAtOnce> next_input{input, n}, next_dy{dy, n};
-    const Constants k(args, c0);
-    const bool in_place = input.lies_in_place(n) && dy.lies_in_place(n) && (!args.z || z.lies_in_place(n));
+    const Constants constants(args, c0);
+    const bool unit_step = input.has_unit_step(n) && dy.has_unit_step(n) && (!args.z || z.has_unit_step(n));
     for (int64_t begin = first, end; begin < last; begin = end) {
       end = group_end(begin, last);
       sums.sum(
-          n, begin, end, in_place,
-          [&](int slot, int64_t row) {
-            in[slot] = read(row, c0, n, buffers);
-            if (slot == 0) next_input.after(in[0].x), next_dy.after(in[0].dy);
+          n, begin, end, unit_step,
+          [&](int k, int64_t row) {
+            in[k] = read(row, c0, n, buffers);
+            if (k == 0) next_input.after(in[0].x), next_dy.after(in[0].dy);
           },
-          [&](auto at, int slot) {
-            if (slot == 0) next_input.fetch(at), next_dy.fetch(at);
-            return terms(at, in[slot], k);
+          [&](auto at, int k) {
+            if (k == 0) next_input.fetch(at), next_dy.fetch(at);
+            return terms(at, in[k], constants);
           });
       sums.for_each_channel(n, [&](int64_t c, A a, A b) {
         sum[c] += double(a);
@@ -125,7 +103,7 @@ struct Kernel {
 }  // namespace
 
 void reduce(const ReduceParams& args) {
-  dispatch_dtype(args.dtype, [&]<class T, class A>() { dispatch_gradient<Kernel, T, A>(args); });
+  dispatch_gradient<Kernel>(args);
 }
 
 }  // namespace FASTVIT_CAPABILITY

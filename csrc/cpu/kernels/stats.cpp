@@ -16,7 +16,7 @@ struct Stats {
   static constexpr int kAtOnce = 4;
 
   static void run(const StatsParams& args) {
-    const Activations<T> x(args.x, args.layout, 0);
+    const Operand<T> x(args.x, args.layout, 0);
     for_each_task(args.layout, args.partition,
                   [&](int64_t slice, int64_t first, int64_t last, int64_t c0, int64_t c1) {
                     double* mean = args.partial + slice * 2 * args.layout.C;
@@ -29,28 +29,28 @@ struct Stats {
                   });
   }
 
-  static void planes(const Activations<T>& x, const StatsParams& args, int64_t first, int64_t last,
-                     int64_t c0, int64_t c1, double* mean, double* m2) {
-    A center[kSlots];
+  static void planes(const Operand<T>& x, const StatsParams& args, int64_t first, int64_t last, int64_t c0,
+                     int64_t c1, double* mean, double* m2) {
+    A center[kTogether];
     const int64_t before = values_before(args.layout, args.partition, first);
     sum_planes<A>(
         args, &x, 1, first, last, c0, c1,
-        [&](const StatsParams&, const Spans<T>& spans, int slot, bool is_first, Terms<A>* sums) {
-          for (int k = slot; k < slot + spans.count; ++k) {
-            const T* values = spans.in(0, k - slot);
+        [&](const StatsParams&, const Spans<T>& spans, int first, bool is_first, Terms<A>* sums) {
+          for (int k = first; k < first + spans.count; ++k) {
+            const T* values = spans.in(0, k - first);
             if (is_first) center[k] = mean_of_first<T, A>(values, spans.n);
             sums[k].add(is_first, sum_deviations(values, spans.n, center[k]));
           }
         },
-        [&](int slot, int64_t c, const Terms<A>& sums, int64_t step, int64_t count) {
-          const PieceMoments moments = moments_about(center[slot], 1 / double(count),
-                                                     sum_lanes<A>(sums.first), sum_lanes<A>(sums.second));
+        [&](int k, int64_t c, const Terms<A>& sums, int64_t step, int64_t count) {
+          const PieceMoments moments = moments_about(center[k], 1 / double(count), sum_lanes<A>(sums.first),
+                                                     sum_lanes<A>(sums.second));
           Joining::of(double(values_before(args.layout, args.partition, step) - before), double(count))
               .join(mean[c], m2[c], moments.mean, moments.m2);
         });
   }
 
-  static void rows(const Activations<T>& x, int64_t first, int64_t last, int64_t c0, int64_t n, double* mean,
+  static void rows(const Operand<T>& x, int64_t first, int64_t last, int64_t c0, int64_t n, double* mean,
                    double* m2) {
     constexpr int64_t kFirst = 8;  // rows whose mean is the center
     T buffer[kPiece];
@@ -58,19 +58,19 @@ struct Stats {
     alignas(64) A center[kPiece];
     RowSums<A, kAtOnce> sums;
     NextRows<T, kAtOnce> next{x, n};
-    const auto get = [&](int slot, int64_t r) {
-      row[slot] = x.read(x.at(x.outer(r), c0, 0), n, buffer);
-      if (slot == 0) next.after(row[0]);
+    const auto get = [&](int k, int64_t r) {
+      row[k] = x.read(x.at(x.outer(r), c0, 0), n, buffer);
+      if (k == 0) next.after(row[0]);
     };
     for (int64_t begin = first, end; begin < last; begin = end) {
       end = group_end(begin, last);
       const int64_t some = begin + kFirst < end ? begin + kFirst : end;
-      sums.sum(n, begin, some, x.lies_in_place(n), get,
-               [&](auto at, int slot) { return Terms<A>{at.load(row[slot]), Vector<A>{}}; });
+      sums.sum(n, begin, some, x.has_unit_step(n), get,
+               [&](auto at, int k) { return Terms<A>{at.load(row[k]), Vector<A>{}}; });
       sums.for_each_channel(n, [&](int64_t c, A sum, A) { center[c] = sum / A(some - begin); });
-      sums.sum(n, begin, end, x.lies_in_place(n), get, [&](auto at, int slot) {
-        if (slot == 0) next.fetch(at);
-        return deviations<A>(at.load(row[slot]), at.load(center));
+      sums.sum(n, begin, end, x.has_unit_step(n), get, [&](auto at, int k) {
+        if (k == 0) next.fetch(at);
+        return deviations<A>(at.load(row[k]), at.load(center));
       });
       const double size = double(end - begin), share = 1 / size;
       const Joining joining = Joining::of(double(begin - first), size);
@@ -85,7 +85,7 @@ struct Stats {
 }  // namespace
 
 void stats(const StatsParams& args) {
-  dispatch_dtype(args.dtype, [&]<class T, class A>() { Stats<T, A>::run(args); });
+  with_type(args.dtype, [&]<class T>() { Stats<T, Accumulation<T>>::run(args); });
 }
 
 }  // namespace FASTVIT_CAPABILITY

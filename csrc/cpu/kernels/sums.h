@@ -20,7 +20,7 @@ struct Terms {  // what the elements of a vector add to the two sums of their ch
   }
 };
 
-// The sums of terms(place) over the n elements of a plane, lane by lane. They are made in kParts parts, as an
+// The sums of terms(at) over the n elements of a plane, lane by lane. They are made in kParts parts, as an
 // addition has to wait for the one before.
 template <class A, int kParts, class F>
 FASTVIT_INLINE Terms<A> sum_plane(int64_t n, const F& terms) {
@@ -50,21 +50,21 @@ FASTVIT_INLINE Terms<A> sum_plane(int64_t n, const F& terms) {
 }
 
 // The sums over planes, or over pieces of a plane, of channels [c0, c1) in steps [first, last), in the order
-// of memory: sum(args, spans, slot, is_first, sums) sets those of channels spans.c + k, or adds to them, and
-// finish(slot, c, sums, step, count) takes those of `count` elements per channel from `step` on. The slot is
-// the channel's, less than kSlots.
-constexpr int kSlots = 64;
+// of memory: sum(args, spans, k, is_first, sums) sets those of channels from spans.c on, or adds to them, and
+// finish(k, c, sums, step, count) takes those of `count` elements per channel from `step` on. k, less
+// than kTogether, is the index of the channel's sums.
+constexpr int kTogether = 64;
 template <class A, class T, class Args, class Sum, class Finish>
-void sum_planes(const Args& args, const Activations<T>* in, int operands, int64_t first, int64_t last,
-                int64_t c0, int64_t c1, const Sum& sum, const Finish& finish) {
+void sum_planes(const Args& args, const Operand<T>* in, int operands, int64_t first, int64_t last, int64_t c0,
+                int64_t c1, const Sum& sum, const Finish& finish) {
   const Layout& layout = args.layout;
   const Partition& partition = args.partition;
   T buffer[3][kPiece];
-  Terms<A> sums[kSlots];
+  Terms<A> sums[kTogether];
   Spans<T> spans;
-  bool in_place = true;
+  bool unit_step = true;
   for (int i = 0; i < operands; ++i) {
-    in_place = in_place && in[i].step == 1;
+    unit_step = unit_step && in[i].step == 1;
     spans.from_step[i] = in[i].strides.channel;
   }
   const auto read = [&](int64_t n, int64_t c, int64_t s, int64_t length, int64_t count) {
@@ -73,7 +73,7 @@ void sum_planes(const Args& args, const Activations<T>* in, int operands, int64_
     spans.count = count;
     for (int i = 0; i < operands; ++i) {
       T* const at = in[i].at(in[i].outer(n), c, s);
-      spans.from[i] = in_place ? at : in[i].read(at, length, buffer[i]);
+      spans.from[i] = unit_step ? at : in[i].read(at, length, buffer[i]);
     }
   };
   for (int64_t begin = first, end; begin < last; begin = end) {
@@ -90,15 +90,14 @@ void sum_planes(const Args& args, const Activations<T>* in, int operands, int64_
       continue;
     }
     end = begin + partition.planes < last ? begin + partition.planes : last;
-    for (int64_t c = c0; c < c1; c += kSlots) {
-      const int slots = int(c + kSlots < c1 ? kSlots : c1 - c), together = in_place ? slots : 1;
+    for (int64_t c = c0; c < c1; c += kTogether) {
+      const int channels = int(c + kTogether < c1 ? kTogether : c1 - c), together = unit_step ? channels : 1;
       for (int64_t n = begin; n < end; ++n)
-        for (int slot = 0; slot < slots; slot += together) {
-          read(n, c + slot, 0, layout.S, together);
-          sum(args, spans, slot, n == begin, sums);
+        for (int k = 0; k < channels; k += together) {
+          read(n, c + k, 0, layout.S, together);
+          sum(args, spans, k, n == begin, sums);
         }
-      for (int slot = 0; slot < slots; ++slot)
-        finish(slot, c + slot, sums[slot], begin, (end - begin) * layout.S);
+      for (int k = 0; k < channels; ++k) finish(k, c + k, sums[k], begin, (end - begin) * layout.S);
     }
   }
 }
@@ -115,7 +114,7 @@ inline int64_t group_end(int64_t begin, int64_t last) {
 // follows by itself where one run is read, but not where several are.
 template <class T, int kAtOnce>
 struct NextRows {
-  const Activations<T>& x;
+  const Operand<T>& x;
   int64_t n;
   const T* next = nullptr;
 
@@ -140,21 +139,22 @@ struct NextRows {
 template <class A, int kAtOnce>
 struct RowSums {
   static constexpr int L = kLanes<A>;
-  // The channels of the last vector have places of their own, also where the vector overlaps the one before.
+  // The channels of the last vector have sums of their own, also where the vector overlaps the one before.
   alignas(64) A first[kPiece + L];
   alignas(64) A second[kPiece + L];
 
-  // Sums rows [begin, end) of n channels: get(slot, row) is called for kAtOnce rows or, where one buffer has
-  // to do for all, for one, before terms(place, slot) of them.
+  // Sums rows [begin, end) of n channels: get(k, row) is called for kAtOnce rows or, where one buffer has
+  // to do for all, for one, before terms(at, k) of them.
   template <class Get, class F>
-  FASTVIT_INLINE void sum(int64_t n, int64_t begin, int64_t end, bool in_place, const Get& get,
+  FASTVIT_INLINE void sum(int64_t n, int64_t begin, int64_t end, bool unit_step, const Get& get,
                           const F& terms) {
     for (int64_t i = 0; i < n + L; ++i) first[i] = second[i] = 0;
     int64_t row = begin;
-    for (; in_place && row + kAtOnce <= end; row += kAtOnce) {
-      for (int slot = 0; slot < kAtOnce; ++slot) get(slot, row + slot);
-      add<kAtOnce>(n, terms);
-    }
+    if constexpr (kAtOnce > 1)
+      for (; unit_step && row + kAtOnce <= end; row += kAtOnce) {
+        for (int k = 0; k < kAtOnce; ++k) get(k, row + k);
+        add<kAtOnce>(n, terms);
+      }
     for (; row < end; ++row) {
       get(0, row);
       add<1>(n, terms);
@@ -176,16 +176,16 @@ struct RowSums {
     for (; i + L <= n; i += L) {
       Vector<A> a = load<A>(first + i), b = load<A>(second + i);
 #pragma GCC unroll 8
-      for (int slot = 0; slot < kRows; ++slot) {
-        const Terms<A> t = terms(Whole<A>{i}, slot);
+      for (int k = 0; k < kRows; ++k) {
+        const Terms<A> t = terms(Whole<A>{i}, k);
         a += t.first;
         b += t.second;
       }
       store<A>(first + i, a);
       store<A>(second + i, b);
     }
-    for (int slot = 0; i < n && slot < kRows; ++slot) {
-      const Terms<A> t = terms(End<A>{n}, slot);
+    for (int k = 0; i < n && k < kRows; ++k) {
+      const Terms<A> t = terms(End<A>{n}, k);
       store<A>(first + i, load<A>(first + i) + t.first);
       store<A>(second + i, load<A>(second + i) + t.second);
     }

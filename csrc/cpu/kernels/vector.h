@@ -237,8 +237,8 @@ FASTVIT_INLINE A sum_lanes(Vector<A> v) {  // pairwise, always in the same order
 #endif
 }
 
-// Places in a span of n elements: the vector at element i, and the one that ends with the span. The latter
-// overlaps the vector before it, or begins with zeros where the span is shorter than a vector.
+// Where a vector is in a span of n elements: at element i, or at the end of the span. The latter overlaps the
+// vector before it, or begins with zeros where the span is shorter than a vector.
 template <class A>
 struct Whole {
   int64_t i;
@@ -289,20 +289,20 @@ struct Streaming {
   }
 };
 
-// write(place, read(place)) for the vectors of a span of n elements. A streamed result is none of the
+// write(at, read(at)) for the vectors of a span of n elements. A streamed result is none of the
 // operands.
 template <class A, class Read, class Write>
 FASTVIT_INLINE void for_each_vector(int64_t n, Streaming streaming, const Read& read, const Write& write) {
   constexpr int L = kLanes<A>;
-  if (streaming.first) write(Whole<A>{0}, read(Whole<A>{0}));
-  int64_t i = streaming.first;
-  for (const int64_t last = n - (streaming.on ? L : 2 * L); i <= last; i += L)
-    write(Inner<A>{{i}, streaming.on}, read(Whole<A>{i}));
-  if (i >= n) return;
   const End<A> end{n};
-  const auto last = read(end);  // before the vector that it overlaps is written, perhaps in place
-  if (i + L < n) write(Whole<A>{i}, read(Whole<A>{i}));
-  write(end, last);
+  const bool ragged = (n - streaming.first) % L != 0;
+  decltype(read(end)) last{};
+  if (ragged) last = read(end);  // before the vector that it overlaps is written, perhaps in place
+  int64_t step = streaming.first ? streaming.first : L;
+  bool streamed = streaming.on && !streaming.first;
+  for (int64_t i = 0; i + L <= n; i += step, step = L, streamed = streaming.on)
+    write(Inner<A>{{i}, streamed}, read(Whole<A>{i}));
+  if (ragged) write(end, last);
 }
 
 }  // namespace FASTVIT_CAPABILITY

@@ -13,13 +13,13 @@ namespace FASTVIT_CAPABILITY {
 // One operand. A span with unit step is read and written in place. Any other is copied to a buffer on the
 // stack and back.
 template <class T>
-struct Activations {
+struct Operand {
   T* data;
   Strides strides;
   int64_t step;  // between elements of a span
   const Layout* layout;
 
-  Activations(const void* pointer, const Layout& layout_, int operand)
+  Operand(const void* pointer, const Layout& layout_, int operand)
       : data(static_cast<T*>(const_cast<void*>(pointer))),
         strides(layout_.strides[operand]),
         step(layout_.rows ? strides.channel : strides.inner),
@@ -37,9 +37,9 @@ struct Activations {
   T* at(int64_t outer, int64_t c, int64_t s) const {
     return data + (outer + c * strides.channel + s * strides.inner);
   }
-  bool lies_in_place(int64_t n) const { return step == 1 || n == 1; }
+  bool has_unit_step(int64_t n) const { return step == 1 || n == 1; }
   const T* read(T* span, int64_t n, T* buffer) const {
-    if (lies_in_place(n)) return span;
+    if (has_unit_step(n)) return span;
     for (int64_t i = 0; i < n; ++i) buffer[i] = span[i * step];
     return buffer;
   }
@@ -55,9 +55,9 @@ struct PerChannel {
   Vector<A> value;
   PerChannel(const void* table_, int64_t c)
       : table(static_cast<const A*>(table_) + c), value(Vector<A>{} + (kRows ? A(0) : *table)) {}
-  template <class Place>
-  FASTVIT_INLINE Vector<A> at(Place place) const {
-    return kRows ? place.load(table) : value;
+  template <class At>
+  FASTVIT_INLINE Vector<A> at(At at) const {
+    return kRows ? at.load(table) : value;
   }
 };
 
@@ -101,31 +101,31 @@ struct Spans {
   T* out(int i, int64_t k) const { return to[i] + k * to_step[i]; }
 };
 
-// run(args, spans) for all span pieces in the order of memory, with their places in `ins` operands and `outs`
-// results; threads take contiguous ranges. A call by pointer: the walk is compiled once for all activations.
+// run(args, spans) for all span pieces of `ins` operands and `outs` results, in the order of memory; threads
+// take contiguous ranges. A call by pointer: the walk is compiled once for all activations.
 template <class T, class Args>
-void for_each_span(const Args& args, const Activations<T>* in, int ins, const Activations<T>* out, int outs,
+void for_each_span(const Args& args, const Operand<T>* in, int ins, const Operand<T>* out, int outs,
                    void (*run)(const Args&, const Spans<T>&)) {
   const Layout& layout = args.layout;
   const Partition& partition = args.partition;
-  bool in_place = true, streams = outs == 1 && is_streamed<T>(layout.numel());
+  bool unit_step = true, streams = outs == 1 && is_streamed<T>(layout.numel());
   for (int i = 0; i < ins; ++i) {
-    in_place = in_place && in[i].step == 1;
+    unit_step = unit_step && in[i].step == 1;
     streams = streams && in[i].data != out[0].data;
   }
-  for (int i = 0; i < outs; ++i) in_place = in_place && out[i].step == 1;
-  const bool together = in_place && partition.pieces == 1 && (!layout.rows || layout.outer_dims == 1);
+  for (int i = 0; i < outs; ++i) unit_step = unit_step && out[i].step == 1;
+  const bool together = unit_step && partition.pieces == 1 && (!layout.rows || layout.outer_dims == 1);
   const auto step_of = [&](const Strides& strides) {
     return layout.rows ? strides.outer[0] : strides.channel;
   };
   const int64_t span = layout.rows ? layout.C : layout.S;
   const int64_t channels = layout.rows ? 1 : layout.C, positions = layout.N * channels * partition.pieces;
-  const auto walk = [&]<bool kInPlace>(int64_t begin, int64_t end) {
-    T in_buffer[3][kInPlace ? 1 : kPiece], out_buffer[2][kInPlace ? 1 : kPiece];
+  const auto walk = [&]<bool kUnitStep>(int64_t begin, int64_t end) {
+    T in_buffer[3][kUnitStep ? 1 : kPiece], out_buffer[2][kUnitStep ? 1 : kPiece];
     Spans<T> spans;
     for (int i = 0; i < ins; ++i) spans.from_step[i] = step_of(in[i].strides);
     for (int i = 0; i < outs; ++i) spans.to_step[i] = step_of(out[i].strides);
-    spans.streams = kInPlace && streams;
+    spans.streams = kUnitStep && streams;
     for (int64_t position = begin; position < end; position += spans.count) {
       const int64_t first = position % partition.pieces * partition.piece;
       const int64_t m = position / partition.pieces % channels, n = position / partition.pieces / channels;
@@ -134,61 +134,30 @@ void for_each_span(const Args& args, const Activations<T>* in, int ins, const Ac
       spans.count = !together ? 1 : left < in_image ? left : in_image;
       spans.n = span - first < partition.piece ? span - first : partition.piece;
       spans.c = c;
-      T* place[2];
+      T* written[2];
       for (int i = 0; i < ins; ++i) {
         T* const at = in[i].at(in[i].outer(n), c, s);
-        spans.from[i] = kInPlace ? at : in[i].read(at, spans.n, in_buffer[i]);
+        spans.from[i] = kUnitStep ? at : in[i].read(at, spans.n, in_buffer[i]);
       }
       for (int i = 0; i < outs; ++i) {
-        place[i] = out[i].at(out[i].outer(n), c, s);
-        spans.to[i] = kInPlace || out[i].step == 1 ? place[i] : out_buffer[i];
+        written[i] = out[i].at(out[i].outer(n), c, s);
+        spans.to[i] = kUnitStep || out[i].step == 1 ? written[i] : out_buffer[i];
       }
       run(args, spans);
       for (int i = 0; i < outs; ++i)
-        if (spans.to[i] != place[i]) out[i].write(place[i], spans.n, spans.to[i]);
+        if (spans.to[i] != written[i]) out[i].write(written[i], spans.n, spans.to[i]);
     }
-    if (kInPlace && streams) finish_streams();
+    if (kUnitStep && streams) finish_streams();
   };
   torch::stable::parallel_for(0, positions, grain_of(partition.piece), [&](int64_t begin, int64_t end) {
-    in_place ? walk.template operator()<true>(begin, end) : walk.template operator()<false>(begin, end);
+    unit_step ? walk.template operator()<true>(begin, end) : walk.template operator()<false>(begin, end);
   });
 }
 
-template <class T>
-struct AccumulationOf {
-  using type = float;
-};
-template <>
-struct AccumulationOf<double> {
-  using type = double;
-};
-
-// Calls f.template operator()<T, accumulation type>().
+// f.template operator()<T>() for a dtype.
 template <class F>
-void dispatch_dtype(ScalarType dtype, const F& f) {
-  switch (dtype) {
-    case ScalarType::Float:
-      return f.template operator()<float, float>();
-    case ScalarType::Double:
-      return f.template operator()<double, double>();
-    case ScalarType::BFloat16:
-      return f.template operator()<BFloat16, float>();
-    default:
-      return f.template operator()<Half, float>();
-  }
-}
-
-// Runs the Kernel<T, A, rows, in place, activation> for the args of a backward op.
-template <template <class, class, bool, bool, Activation> class Kernel, class T, class A, class Args>
-void dispatch_gradient(const Args& args) {
-  dispatch_activation(args.activation, [&]<Activation kActivation>() {
-    const auto walk = [&]<bool kRows>() {
-      if constexpr (is_invertible(kActivation))
-        if (args.in_place) return Kernel<T, A, kRows, true, kActivation>{args}.run();
-      Kernel<T, A, kRows, false, kActivation>{args}.run();
-    };
-    args.layout.rows ? walk.template operator()<true>() : walk.template operator()<false>();
-  });
+void with_type(ScalarType dtype, const F& f) {
+  dispatch_dtype<Half, BFloat16>(dtype, f);
 }
 
 }  // namespace FASTVIT_CAPABILITY
