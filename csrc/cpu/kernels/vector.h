@@ -298,10 +298,9 @@ FASTVIT_INLINE void for_each_vector(int64_t n, Streaming streaming, const Read& 
   const bool ragged = (n - streaming.first) % L != 0;
   decltype(read(end)) last{};
   if (ragged) last = read(end);  // before the vector that it overlaps is written, perhaps in place
-  int64_t step = streaming.first ? streaming.first : L;
-  bool streamed = streaming.on && !streaming.first;
-  for (int64_t i = 0; i + L <= n; i += step, step = L, streamed = streaming.on)
-    write(Inner<A>{{i}, streamed}, read(Whole<A>{i}));
+  if (streaming.first) write(Whole<A>{0}, read(Whole<A>{0}));
+  for (int64_t i = streaming.first; i + L <= n; i += L)
+    write(Inner<A>{{i}, streaming.on}, read(Whole<A>{i}));
   if (ragged) write(end, last);
 }
 
