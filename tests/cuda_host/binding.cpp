@@ -42,7 +42,6 @@ PYBIND11_MODULE(_cuda_host, m) {
       .def_readwrite("sm_count", &Config::sm_count, "multiprocessors of the device")
       .def_readwrite("blocks_per_sm", &Config::blocks_per_sm, "co-resident blocks of a cooperative launch")
       .def_readwrite("shared_per_sm", &Config::shared_per_sm, "bytes of shared memory of a multiprocessor")
-      .def_readwrite("timeout", &Config::timeout, "idle seconds after which a wait for another process fails")
       .def_readwrite("capturing", &Config::capturing, "whether launches are captured into a graph")
       .def_readwrite("built", &Config::built, "whether the kernels have code for the device")
       .def_readwrite("cooperative", &Config::cooperative, "whether blocks of a grid may wait for each other")

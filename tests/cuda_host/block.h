@@ -68,12 +68,6 @@ struct Work {
   std::function<void()> host_op;
 };
 
-Config cfg_init() {
-  Config c;
-  if (const char* s = getenv("CUDA_HOST_SEED")) c.seed = strtoull(s, nullptr, 0);
-  if (const char* s = getenv("CUDA_HOST_TIMEOUT")) c.timeout = atof(s);
-  return c;
-}
 std::recursive_mutex mtx;
 std::map<std::pair<int, cudaStream_t>, std::deque<Work>> queues;
 std::map<std::pair<const void*, int>, int> smem_limit;  // of a kernel on a device

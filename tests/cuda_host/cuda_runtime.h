@@ -93,17 +93,16 @@ struct Loc {
   const char* file;
   int line;
 };
-struct Config {           // set from the test (or CUDA_HOST_SEED / CUDA_HOST_TIMEOUT in the environment)
+struct Config {           // set from the test
   uint64_t seed = 0;      // 0: threads and blocks in index order; else a random but repeatable schedule
   int sm_count = 4;       // cudaDevAttrMultiProcessorCount
   int blocks_per_sm = 2;  // limit for co-resident (cooperative) blocks, together with 2048 threads per SM
   int shared_per_sm = 228 << 10;  // bytes of shared memory, which limit co-resident blocks too
-  double timeout = 0;       // > 0: peers may be other processes; idle seconds until a deadlock is reported
-  bool capturing = false;   // the result of cudaStreamIsCapturing
-  bool built = true;        // the kernels have code for the device
-  bool cooperative = true;  // cudaDevAttrCooperativeLaunch
-  uint64_t stream = 0;      // the current stream
-  int resident = 0;         // > 0: blocks that a device holds at most, of all streams; 0: a few of each grid
+  bool capturing = false;         // the result of cudaStreamIsCapturing
+  bool built = true;              // the kernels have code for the device
+  bool cooperative = true;        // cudaDevAttrCooperativeLaunch
+  uint64_t stream = 0;            // the current stream
+  int resident = 0;       // > 0: blocks that a device holds at most, of all streams; 0: a few of each grid
   bool deferred = false;  // launches queue up per (device, stream); cuda_host::run() runs the queues together
 };
 Config& config();
@@ -136,35 +135,28 @@ uint64_t bits(T v) {
   std::memcpy(&b, &v, sizeof(T) < 8 ? sizeof(T) : 8);
   return b;
 }
+// Plain accesses, since one OS thread runs everything.
 template <class T, class F>
 CUDA_HOST_RAW T rmw(T* p, F f, Loc at, int order = relaxed, int scope = gpu) {
+  static_assert(sizeof(T) == 4 || sizeof(T) == 8, "4- or 8-byte atomics only");
   atomic_pre(at);
-  using U = std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t>;  // real atomics: peers may be processes
-  static_assert(sizeof(T) == sizeof(U), "4- or 8-byte atomics only");
-  U *q = reinterpret_cast<U*>(p), old = __atomic_load_n(q, __ATOMIC_SEQ_CST), neu;
-  T o;
-  do {
-    std::memcpy(&o, &old, sizeof o);
-    T n = f(o);
-    std::memcpy(&neu, &n, sizeof n);
-  } while (!__atomic_compare_exchange_n(q, &old, neu, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST));
-  atomic_post(p, old, sizeof(T), neu != old, true, order, scope, at);
-  return o;
+  const T before = *p, after = f(before);
+  *p = after;
+  atomic_post(p, bits(before), sizeof(T), bits(after) != bits(before), true, order, scope, at);
+  return before;
 }
 template <class T>
 CUDA_HOST_RAW T load(const T* p, Loc at, int order, int scope) {
   atomic_pre(at);
-  T v;
-  __atomic_load(p, &v, __ATOMIC_SEQ_CST);
+  const T v = *p;
   atomic_post(p, bits(v), sizeof(T), false, false, order, scope, at);
   return v;
 }
 template <class T>
 CUDA_HOST_RAW void store(T* p, T v, Loc at, int order, int scope) {
   atomic_pre(at);
-  atomic_post(p, bits(v), sizeof(T), true, false, order, scope,
-              at);  // publish the clock first, then the value
-  __atomic_store(p, &v, __ATOMIC_SEQ_CST);
+  atomic_post(p, bits(v), sizeof(T), true, false, order, scope, at);
+  *p = v;
 }
 }  // namespace cuda_host
 

@@ -3,10 +3,8 @@
 #include <cxxabi.h>
 #include <dlfcn.h>
 #include <link.h>
-#include <sched.h>
 
 #include <algorithm>
-#include <chrono>
 #include <set>
 
 #include "block.h"
@@ -157,14 +155,12 @@ size_t places_left(int dev) {
   return size_t(std::max<long>(0, config().resident - long(taken)));
 }
 void run_all() {
-  using clock = std::chrono::steady_clock;
   rng.seed(config().seed);
   race::begin();
   std::map<std::pair<int, cudaStream_t>, std::unique_ptr<Grid>> running;
   progress = n_steps;
   uint64_t clock_reads_before = n_clock_reads;
   int leaps = 0;
-  clock::time_point idle_since;
   size_t rr = 0;
   for (;;) {
     for (auto& [key, q] : queues) {  // start what can start
@@ -208,18 +204,11 @@ void run_all() {
     bool dead = pollers == 0;
     uint64_t idle = n_steps - progress;
     if (!dead && idle > 64 * pollers + 4096) {  // no thread did anything but re-read unchanged flags
-      auto now = clock::now();
       if (n_clock_reads != clock_reads_before && leaps < kMostLeaps) {  // they wait with a timeout
         clock_reads_before = n_clock_reads, ++leaps, leapt += kLeap, progress = n_steps;
-      } else if (config().timeout <= 0)
+      } else
         dead = true;
-      else if (idle_since == clock::time_point())
-        idle_since = now;
-      else
-        dead = std::chrono::duration<double>(now - idle_since).count() > config().timeout;
-      if (!dead) sched_yield();
-    } else if (idle < pollers)
-      idle_since = {};
+    }
     if (dead) {
       std::string s = "deadlock: no thread can make progress (seed " + std::to_string(config().seed) + ")";
       for (auto& x : active)
@@ -253,7 +242,7 @@ extern "C" void* __tls_get_addr(size_t*);
 }  // namespace
 
 Config& config() {
-  static Config c = cfg_init();
+  static Config c;
   return c;
 }
 uint64_t steps() {
@@ -318,7 +307,6 @@ void atomic_pre(Loc at) {
 }
 void atomic_post(const void* p, uint64_t seen, size_t size, bool wrote, bool is_rmw, int order, int scope,
                  Loc at) {
-  __atomic_thread_fence(__ATOMIC_SEQ_CST);
   if (!cur) return;
   race::atomic(cur->race_id, p, wrote || is_rmw, is_rmw, order, scope, size, at);
   if (wrote)
@@ -339,7 +327,6 @@ void poll(const void* p, uint64_t seen) {  // yields if it has read this value b
   }
 }
 void fence(int order, int scope) {
-  __atomic_thread_fence(__ATOMIC_SEQ_CST);
   if (cur) race::fence(cur->race_id, order, scope);
 }
 void enqueue(cudaStream_t s, std::function<void()> f) {
