@@ -73,7 +73,7 @@ class Contender:
         self.us = []
 
     def forward(self, x):
-        torch.manual_seed(0)  # of drop path and the like
+        torch.manual_seed(0)  # drop path and dropout draw the same
         with torch.autocast(self.device, torch.bfloat16, enabled=self.is_bf16, cache_enabled=self.cache):
             return self.model(x)
 
@@ -98,7 +98,7 @@ class Contender:
     def peak(self, x) -> float:
         """Peak MiB of a step; gradients of weights, which are no activations, are freed at once."""
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        hooks = [p.register_post_accumulate_grad_hook(_forget) for p in trained]
+        hooks = [p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None)) for p in trained]
         peak = peak_bytes(lambda: self.step(x), self.device) / MIB
         for hook in hooks:
             hook.remove()
@@ -114,10 +114,6 @@ class Contender:
             torch.cuda.synchronize()
         self.us.append((clock() - start) * 1e6)
         self.zero()
-
-
-def _forget(parameter) -> None:
-    parameter.grad = None
 
 
 def _innermost_blocks(model) -> set:
@@ -176,7 +172,12 @@ MAKERS = {  # name -> (eager model, inputs) -> model
     "checkpoint": lambda eager, x: checkpointed(eager),
 }
 BUDGETS = ("0.8", "0.6", "0.5", "0.4", "0.3", "0.2", "0.15", "0.1", "0.05", "least")
-OTHERS = {"sac": "s", "sac_half": "D", "checkpoint": "^", "compiled_sac": "x"}  # and marks in the picture
+OTHERS = {  # name and mark in the picture
+    "sac": ("selective checkpointing", "s"),
+    "sac_half": ("every second product", "D"),
+    "checkpoint": ("block checkpointing", "^"),
+    "compiled_sac": ("selective checkpointing, compiled", "x"),
+}
 COMPILED = tuple(f"compiled_{name}" for name in ("eager", "sac", "convert", "0.4", "0.2", "0.1"))
 
 
@@ -235,7 +236,7 @@ def measure(name: str, arguments) -> list[dict]:
         except Exception as error:  # a contender may not take a model; the rest is still measured
             print(f"{name}: {contender}: {type(error).__name__}: {str(error)[:150]}")
             by.pop(contender, None)
-    for _ in range(arguments.repeats):  # in turn, so that a slow minute hits all
+    for _ in range(arguments.repeats):  # contenders take turns, so that a slow minute hits all
         for one in by.values():
             one.timed(x)
     where = provenance(arguments.device)
@@ -272,9 +273,9 @@ def curve(rows: list[dict], path: Path) -> None:
             at[contender] for contender in COMPILED if contender in at and contender not in OTHERS
         ]:
             axis.plot(*zip(*sorted(compiled), strict=True), "o--", label="the same, compiled", markersize=4)
-        for contender, marker in OTHERS.items():
+        for contender, (label, marker) in OTHERS.items():
             if contender in at:
-                axis.plot(*at[contender], marker, color="#d6a419", label=contender)
+                axis.plot(*at[contender], marker, color="#d6a419", label=label)
         axis.set_title(", ".join(model), fontsize=9)
         axis.set_xlabel("kept for backward, eager = 1", fontsize=8)
         axis.set_ylabel("time of a step, eager = 1", fontsize=8)
@@ -300,7 +301,7 @@ def main() -> None:
     if arguments.device == "cpu":
         reuse_memory()
     torch.set_num_threads(arguments.threads)
-    torch._dynamo.config.recompile_limit = 32  # of the contenders' common forward
+    torch._dynamo.config.recompile_limit = 32  # the contenders share one forward
     for given in arguments.models.split(","):
         for name in MODELS[GROUPS[given]] if given in GROUPS else (given,):
             group = "convert" if name in MODELS["convert"] else "convert_vits"

@@ -26,7 +26,7 @@ from torch import nn
 
 import fastvit
 
-LAYER_CALLS = 30  # in a row: one call is as short as the clock's resolution
+LAYER_CALLS = 30  # one call is as short as the clock's resolution
 CHANNELS = 8
 LAYERS = {  # what it replaces -> torch's layers, fastvit's
     "BatchNorm2d, ReLU": (
@@ -48,7 +48,7 @@ def best_of(contenders: dict[str, Callable[[], Times]], rounds: int, device: str
     for _ in range(rounds):
         for name, step in contenders.items():
             if device == "cuda":
-                torch.cuda.synchronize()  # else a launch might wait for room in the stream
+                torch.cuda.synchronize()  # a full stream would make a launch wait
             taken = step()
             before = best.get(name, taken)
             best[name] = {way: min(seconds, before[way]) for way, seconds in taken.items()}

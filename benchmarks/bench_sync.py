@@ -43,13 +43,13 @@ from fastvit.sync.collective import ALL_GATHER
 from fastvit.sync.group import group_of
 
 CHANNELS = (64, 256, 512, 1024, 2048)
-SHAPES = {  # of a step's input, by device type
+SHAPES = {  # the input of a step, by device type
     "cpu": ((32, 64, 28, 28), (32, 256, 14, 14), (32, 64, 56, 56)),
     "cuda": tuple((32, channels, 28, 28) for channels in CHANNELS),
 }
 DIRECTIONS = ("forward", "backward", "both")
 ROWS = "rows.json"
-FOLDER = "FASTVIT_BENCH_FOLDER"  # of a rank on a host
+FOLDER = "FASTVIT_BENCH_FOLDER"  # set for a rank on a host
 Work = Callable[[], object]
 Contender = tuple[tuple[Work, Work], tuple[Work, Work]]
 """Forward and backward: what precedes its timing, and what is timed."""

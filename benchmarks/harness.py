@@ -26,7 +26,7 @@ from fastvit.training.engine import import_apex
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"
 FLUSH_BYTES = 256 << 20  # several times any cache
-COPY_BYTES = 2 << 30  # on a GPU: longer than any activation of the benchmarks
+COPY_BYTES = 2 << 30  # a GPU's buffers: larger than any activation of the benchmarks
 WARM_UP = 2  # turns
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
@@ -66,7 +66,7 @@ class Timer:
         self._flush = self._source[: FLUSH_BYTES // 4]
         self._copy = torch.empty_like(self._source)
         self._head_start = self.HEAD_START[0]
-        self._cycles = 0.0  # of the wait, in a millisecond
+        self._cycles = 0.0  # cycles of the delay kernel in a millisecond
         self._covered = True  # the last call was queued before the wait ended
         self.host_ms = 0.0  # what the host spent on the last call
         if cuda:
@@ -203,16 +203,13 @@ def commit() -> str:
     return head + ("+changes" if changed else "")
 
 
-def driver() -> str:
-    lines = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
-    return lines[0] if lines else "unknown"
-
-
 def provenance(device: str) -> dict[str, str]:
     """Device, software and date of a measurement."""
+    driver = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
+    on_gpu = torch.device(device).type == "cuda"
     return {
         "device": device_name(device),
-        "driver": driver() if torch.device(device).type == "cuda" else "",
+        "driver": (driver or ["unknown"])[0] if on_gpu else "",
         "torch": torch.__version__,
         "cuda": torch.version.cuda or "",
         "commit": commit(),

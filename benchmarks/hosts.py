@@ -4,11 +4,12 @@
         process = hosts.start(0, [sys.executable, "rank.py"])
         hosts.cut(True)
 
-Each host has an address (`hosts.address(0)`), a name (`host0`), a boot_id, a PID namespace and a /dev/shm.
+Each host has an address (`address(0)`), a name (`host0`), a boot_id, a PID namespace and a /dev/shm.
 The network is a device tun in each; a process in between forwards every packet after a delay, so that no
 module of the kernel is needed. Needs util-linux, iproute2 and the right to make namespaces.
 """
 
+import contextlib
 import heapq
 import os
 import select
@@ -35,7 +36,7 @@ exec {python} {file} host {index} {end}
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 1, 0x1000  # linux/if_tun.h
 
 
-class Hosts:
+class Hosts(contextlib.AbstractContextManager):
     """A number of hosts, until the end of `with`, which kills what runs in them.
 
     Args:
@@ -66,7 +67,7 @@ class Hosts:
         folder = Path(self._folder.name)
         (folder / f"boot{index}").write_text(f"{uuid.uuid4()}\n")
         # Debian gives the own name an address of the loopback.
-        known = [f"{_address(other)} host{other}" for other in range(count) if other != index]
+        known = [f"{address(other)} host{other}" for other in range(count) if other != index]
         lines = ["127.0.0.1 localhost", f"127.0.1.1 host{index}", *known]
         (folder / f"hosts{index}").write_text("\n".join(lines) + "\n")
         ours, theirs = socket.socketpair()
@@ -90,9 +91,6 @@ class Hosts:
             raise OSError(f"no namespaces: {host.stderr.read().strip() or 'no network device'}")
         return devices[0]
 
-    def address(self, index: int) -> str:
-        return _address(index)
-
     def start(self, index: int, command: list[str], **options) -> subprocess.Popen:
         """Starts a command on a host; `options` are those of Popen."""
         parent = self._hosts[index].pid
@@ -115,14 +113,11 @@ class Hosts:
             process.wait(10)
         self._folder.cleanup()
 
-    def __enter__(self) -> "Hosts":
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
-def _address(index: int) -> str:
+def address(index: int) -> str:
     return f"10.77.0.{index + 1}"
 
 
@@ -132,7 +127,7 @@ def _be_host(index: int, end: int) -> None:
 
     device = os.open("/dev/net/tun", os.O_RDWR)
     fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH14x", b"eth0", _IFF_TUN | _IFF_NO_PI))
-    for command in (f"addr add {_address(index)}/24 dev eth0", "link set eth0 up mtu 65000"):
+    for command in (f"addr add {address(index)}/24 dev eth0", "link set eth0 up mtu 65000"):
         subprocess.run(["ip", *command.split()], check=True)
     with socket.socket(fileno=end) as parent:
         socket.send_fds(parent, [b"-"], [device])
@@ -145,7 +140,7 @@ def _be_host(index: int, end: int) -> None:
 
 def _forward(delay: float, devices: list[int]) -> None:
     """Reads packets of every host, and writes each to its receiver after the delay."""
-    by_address = {socket.inet_aton(_address(index)): device for index, device in enumerate(devices)}
+    by_address = {socket.inet_aton(address(index)): device for index, device in enumerate(devices)}
     waiting: list[tuple[float, int, int, bytes]] = []
     cut, count = False, 0
     while True:

@@ -43,10 +43,10 @@ class Result:
     """The result of one run."""
 
     norm: str
-    level: str  # of amp
+    level: str  # amp's, as O1
     command: str
     ranks: int
-    seconds: float  # of the whole run, start of the processes included
+    seconds: float  # the whole run, start of the processes included
     history: list[dict]  # one row per epoch, as in metrics.jsonl
 
     @property

@@ -144,7 +144,7 @@ def main() -> None:
         amp.load_state_dict(saved["amp"])
         first = saved["epoch"]
     for group in optimizer.param_groups:
-        group["initial_lr"] = lr  # of this number of ranks
+        group["initial_lr"] = lr  # the checkpoint's may be of another number of ranks
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor, first - 1)
     parallel = apex_parallel.DistributedDataParallel(model) if world > 1 else model
 

@@ -92,6 +92,7 @@ def test_toolkits(tmp_path, monkeypatch):
     """nvcc on PATH may be a script that prints the toolkit's folder; Debian's headers are not in that."""
     real = toolkit(tmp_path / "cuda")
     assert find_cuda(monkeypatch, home=real) == (real, f"toolkit at {real}")
+    assert setup_globals()["version_of"](tmp_path) == "unknown"
     wrapper = toolkit(tmp_path / "other", nvcc=f"echo '#$ TOP={real}/bin/..' >&2")
     (wrapper / "include/cuda_runtime.h").unlink()
     assert find_cuda(monkeypatch, path=wrapper / "bin")[0] == real

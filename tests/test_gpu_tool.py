@@ -75,6 +75,18 @@ def test_a_step_that_fails_or_hangs_keeps_no_other_from_running(gpu, tmp_path, m
     assert "FAILED" in missing and "not run" in sanitized
 
 
+def test_what_a_sanitizer_says_decides(gpu, tmp_path, monkeypatch):
+    fake = tmp_path / "compute-sanitizer"
+    fake.write_text('#!/bin/sh\necho "$@"\n[ "$2" = racecheck ] || exit 99\necho "3 passed in 1s"\n')
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(gpu, "FACTS", "")
+    status, files = call(gpu, monkeypatch, tmp_path / "out", "--steps", "memcheck", "racecheck")
+    _, memory, races = files["summary.txt"].splitlines()
+    assert status == 1 and "FAILED" in memory and "status 99" in memory
+    assert "passed" in races and races.endswith("status 0: 3 passed in 1s")
+
+
 def test_without_a_gpu_it_ends_at_once(gpu, tmp_path, monkeypatch):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")

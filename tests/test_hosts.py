@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from host_rank import TIMEOUT
-from hosts import Hosts
+from hosts import Hosts, address
 from training_runs import COMMON, rows_of
 
 HERE = Path(__file__).parent
@@ -123,7 +123,7 @@ def test_a_killed_rank_is_started_again(two, monkeypatch, tmp_path):
     for host in range(2):
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
         command += ["--max-restarts=1", "--rdzv-backend=c10d", "--rdzv-endpoint=10.77.0.1:29500"]
-        command += [f"--rdzv-conf=is_host={host == 0}", f"--local-addr={two.address(host)}", "once.py"]
+        command += [f"--rdzv-conf=is_host={host == 0}", f"--local-addr={address(host)}", "once.py"]
         options = [*TRAINING, "--device", "cpu", "--threads", "1", "--resume", "auto", "--out", "run"]
         agents.append(
             two.start(

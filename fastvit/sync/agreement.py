@@ -279,7 +279,7 @@ def answered(what: str, work: Callable[[], T], timeout: float) -> T:
         return in_time(work, timeout + _GRACE)
     except TimeoutError:
         why = f"did not answer within {timeout:g} s"
-    except dist.DistError as error:  # of a connection
+    except dist.DistError as error:  # the connection broke
         why = f"cannot be reached: {str(error).splitlines()[0]}"
     raise RuntimeError(f"{what}: the store of the ranks, in the process of rank 0 or of its launcher, {why}")
 

@@ -112,7 +112,7 @@ class Direct(Collective):
         others, width = self._received.shape
         sent, received = [HEADER_WORDS + len(words)] * handle.world, [width] * handle.world
         sent[self._rank] = received[self._rank] = 0
-        self._received[:, :HEADER_WORDS] = 0  # by which messages that have not arrived are found
+        self._received[:, :HEADER_WORDS] = 0  # a message that has not arrived keeps these zeros
         work = dist.all_to_all_single(
             self._received.view(-1), torch.cat([header, words]).repeat(others), received, sent,
             group=self._process_group(), async_op=True,

@@ -13,7 +13,7 @@ LEAST_PACKETS = 2049  # capacity of an arena: enough for float32 moments of 2048
 STEPS = 2**24  # steps wrap here: float32 holds such numbers exactly
 
 
-HEADER_WORDS = 4  # of a message between CPUs: those of csrc/sync/protocol.h, Tag
+HEADER_WORDS = 4  # a message between CPUs begins with csrc/sync/protocol.h, Tag
 
 
 class Fault(IntEnum):

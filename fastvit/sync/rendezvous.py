@@ -89,6 +89,6 @@ def _call(store: "dist.Store", world: int, mine: str, timeout: float) -> str:
                 if answers[rank] != (answer := f"{name.decode()} {mine}"):
                     store.set(f"answer/{rank}", answer)
                     answers[rank] = answer
-    absent = [rank for rank in others if not store.check([f"here/{rank}"])]  # of the first attempt
+    absent = [rank for rank in others if not store.check([f"here/{rank}"])]  # these never came
     absent = absent or [rank for rank in others if not store.check([f"{mine}/{rank}"])]
     raise RuntimeError(f"{ranks_text(absent)} did not come in time")

@@ -28,7 +28,7 @@ def destroy_process_group(timeout: timedelta | None = None, drop: Callable[[], o
     if not dist.is_available() or not dist.is_initialized():
         return
     barrier = dist.barrier(async_op=True)
-    assert barrier is not None  # with async_op, on every rank of the default group
+    assert barrier is not None  # async_op returns one on every rank of the default group
     barrier.wait() if timeout is None else barrier.wait(timeout)
     drop()
     gc.collect()
