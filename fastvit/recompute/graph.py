@@ -12,17 +12,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from .policy import Policy, plain
-from .record import SMALLEST, Record, Source, Unread, Value, View
+from .record import SMALLEST, Recipe, Record, Source, Unread, Value, View
 from .views import VIEWS, of_unsafe_view, of_views, part, signed
-
-if TYPE_CHECKING:
-    from .decide import Pass
 
 LEAF = "torch::autograd::AccumulateGrad"
 SHARDED = "a parameter that FSDP has sharded again when the block ends"
@@ -61,12 +58,22 @@ def why_kept(record: Record) -> str:
     )
 
 
+class Search(Protocol):
+    """What a node asks of the pass that decides."""
+
+    policy: Policy
+
+    def settle(self, value: Value) -> None: ...
+    def source(self, node: Any, level: int) -> Source: ...
+    def at_hand(self, recipe: Recipe) -> Recipe: ...
+
+
 class Node:
     """An autograd node, with the accessors that rules use."""
 
     __slots__ = ("flops", "level", "node", "search", "value")
 
-    def __init__(self, node, search: Pass, value: Value | None, level: int):
+    def __init__(self, node, search: Search, value: Value | None, level: int):
         self.node, self.search, self.value, self.level = node, search, value, level
         self.flops = 0  # per element of the result, of a matrix product
 
