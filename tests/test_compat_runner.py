@@ -111,7 +111,12 @@ def test_processes_that_a_script_starts_find_apex(tmp_path, how):
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["gone.py"], "can't open file 'gone.py'"), (["--prefer", "torch", "x.py"], "invalid choice: 'torch'")],
+    [
+        (["gone.py"], "can't open file 'gone.py'"),
+        (["--prefer", "torch", "x.py"], "invalid choice: 'torch'"),
+        (["--half", "half", "x.py"], "invalid choice: 'half'"),
+        (["--prefer", "apex"], "no script given"),
+    ],
 )
 def test_wrong_use(monkeypatch, capsys, arguments, message):
     monkeypatch.setattr(sys, "argv", ["", *arguments])
@@ -210,12 +215,6 @@ def test_arguments_of_the_launcher():
     assert words == ["main.py", "--local-rank=1", "--prefer", "x"]
     options, words = runner._parse(["--local_rank", "1", "-m", "pack.main", "-m", "y"])
     assert options.module and words == ["pack.main", "--local-rank=1", "-m", "y"]
-
-
-def test_no_script(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        runner._parse(["--prefer", "apex"])
-    assert "no script given" in capsys.readouterr().err
 
 
 # Ranks

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .._fused import lay_out
 from ..parallel.LARC import LARC
 from ._amp_state import _amp_state, maybe_print
-from .scaler import LossScaler, unscale_
+from .scaler import LossScaler
 
 scaled: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Parameter whose gradient is not unscaled yet -> its scale, and the scaler that will count its step."""
@@ -69,13 +71,19 @@ def before_backward(parameters: Iterable[nn.Parameter], scale: float) -> Earlier
 
 @torch.no_grad()
 def unscale(parameters: Iterable[nn.Parameter], scale: float, earlier: Earlier) -> list[Tensor]:
-    """Divides gradients by `scale` and adds `earlier` ones. Returns flags like `scaler.unscale_`."""
+    """Divides gradients by `scale` and adds `earlier` ones, in place; devices and dtypes may be mixed.
+
+    Returns one float32 scalar per device, 1 where any gradient there is not finite. Does not wait for the
+    device.
+    """
     parameters = list(parameters)
-    flags = unscale_(parameters, scale)
+    optimizer: Any = SimpleNamespace(param_groups=[{"params": parameters}])
+    factor = torch.full((), 1.0 / scale, dtype=torch.float32, device=parameters[0].device)
+    flags = GradScaler(enabled=False)._unscale_grads_(optimizer, factor, torch.zeros_like(factor), True)
     for parameter in parameters:
         scaled.pop(parameter, None)
         add_gradient(parameter, earlier.get(parameter))
-    return flags
+    return [*flags.values()]
 
 
 @torch.no_grad()

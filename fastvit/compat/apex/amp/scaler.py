@@ -3,14 +3,6 @@
 Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018, arXiv:1710.03740, section 3.2.
 """
 
-from collections.abc import Sequence
-from types import SimpleNamespace
-from typing import Any
-
-import torch
-from torch import Tensor, nn
-from torch.amp import GradScaler
-
 # Gradients that overflow at this scale overflow at any scale.
 _SMALLEST = 2.0**-24
 
@@ -65,15 +57,3 @@ class LossScaler:
     def load_state_dict(self, state: dict[str, float | int]) -> None:
         self._loss_scale = float(state["loss_scale"])
         self._unskipped = int(state["unskipped"])
-
-
-def unscale_(parameters: Sequence[nn.Parameter], scale: float) -> list[Tensor]:
-    """Divides gradients by `scale`, in place; devices and dtypes may be mixed.
-
-    Returns one float32 scalar per device, 1 where any gradient there is not finite. Does not wait for the
-    device.
-    """
-    optimizer: Any = SimpleNamespace(param_groups=[{"params": parameters}])
-    factor = torch.full((), 1.0 / scale, dtype=torch.float32, device=parameters[0].device)
-    found = torch.zeros_like(factor)
-    return [*GradScaler(enabled=False)._unscale_grads_(optimizer, factor, found, True).values()]
