@@ -1,11 +1,13 @@
 """Checks of every op on its tensors: one device, existing storage, a bounded number of elements."""
 
+from inspect import signature
+
 import pytest
 import torch
 from cases import CORE_LAYOUTS, Case, fresh
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fastvit import ops
+from fastvit import ops, reference
 
 raw = torch.ops.fastvit
 
@@ -56,6 +58,13 @@ def every_tensor(case):
         for at, value in enumerate(arguments):
             if isinstance(value, torch.Tensor):
                 yield op, list(arguments), at, names[at]
+
+
+def test_the_reference_takes_the_arguments_of_the_ops():
+    for name in sorted({op for op, _ in every_call(Case("nchw", torch.float32, "cpu"))} - {"abn_forward"}):
+        ours, theirs = (dict(signature(getattr(of, name)).parameters) for of in (ops, reference))
+        ours.pop("exchange", None)
+        assert [(n, p.default) for n, p in theirs.items()] == [(n, p.default) for n, p in ours.items()], name
 
 
 def tensors(values):

@@ -8,6 +8,7 @@ from torch._subclasses import FakeTensorMode
 
 import fastvit
 from fastvit import _autograd, _library, info, sync
+from fastvit.fuse import LayerNorm
 from fastvit.training.config import Config, TrainingError
 from fastvit.training.distributed import Ranks
 from fastvit.training.run import _check_device
@@ -69,3 +70,10 @@ def test_a_gradient_that_lies_differently_is_copied(claimed):
     assert _autograd.match_strides(copy, x) is copy
     assert _autograd.match_strides(torch.ones(()).expand(2, 3, 4, 5), x).stride() == x.stride()
     assert _autograd.match_strides(dy, torch.randn(2, 3, 4, 10)[..., ::2]) is dy  # gaps: no copy lies so
+
+
+@pytest.mark.parametrize("autocast,dtype", [(False, torch.half), (True, torch.float32)])
+def test_a_fused_layer_norm_takes_float32_in_autocast_alone(monkeypatch, claimed, autocast, dtype):
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: autocast)
+    monkeypatch.setattr(fastvit.functional, "layer_norm", lambda input, *_, **__: input)
+    assert LayerNorm(8)(torch.ones(2, 8, dtype=torch.half)).dtype is dtype

@@ -175,13 +175,12 @@ def test_without_parameters_and_with_running_statistics(layout, in_place, device
         assert all(torch.equal(buffers[name], value) for name, value in case.buffers().items())
 
 
-@pytest.mark.parametrize("momentum", [0.1, 0.0, 1.0, None])
-@pytest.mark.parametrize("buffers", DTYPES)
-def test_running_statistics(buffers, momentum, device):
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_running_statistics(dtype, device):
     """Unbiased variance, any dtype of the buffers, and a cumulative average without a host read."""
-    case = Case("nchw", torch.float32, device, parameters=buffers)
+    case = Case("nchw", torch.float32, device, parameters=dtype)
     ours, theirs = case.buffers(), case.buffers()
-    for step in range(3):
+    for step, momentum in enumerate((0.1, None, 0.0, 1.0, None)):
         x = case.x + step
         moments = reference.bn_stats(x)
         ops.bn_forward(x, moments, **ours, momentum=momentum)
@@ -320,7 +319,7 @@ def test_empty(shape, device):
     channel_dim = 2 if shape == (0, 7, 5) else 1
     x = torch.empty(shape, device=device)
     moments = ops.bn_stats(x, channel_dim)
-    assert moments.tolist() == [0.0] * 12
+    assert moments.tolist() == reference.bn_stats(x, channel_dim).tolist() == [0.0] * 12
     mean, var, tracked = (
         torch.ones(5, device=device),
         torch.ones(5, device=device),

@@ -151,6 +151,19 @@ def test_newest_and_best_are_kept(tmp_path):
     assert checkpoint.find_checkpoint(tmp_path).stem == "epoch-0001"
 
 
+def test_a_checkpoint_that_is_written_again_is_there_until_the_new_one_is(tmp_path, monkeypatch):
+    state = {"epoch": 1, "step": 0}
+    path = checkpoint.save_checkpoint(tmp_path, state)
+
+    def replace(*_):
+        raise OSError(errno.EIO, "input/output error")
+
+    monkeypatch.setattr(os, "replace", replace)
+    with pytest.raises(OSError, match="epoch-0001.pt is intact$"):
+        checkpoint.save_checkpoint(tmp_path, state)
+    assert torch.load(path) == state
+
+
 def test_resume_into_another_directory_and_of_a_finished_run(copied, capsys):
     other = str(copied.parent / "other")
     common = ["--device", "cpu", "--threads", "1"]

@@ -39,11 +39,11 @@ def test_split_of_digits_is_reproducible_and_disjoint():
     assert torch.equal(every.flatten(1).sum(1).sort().values, everything.flatten(1).sum(1).sort().values)
 
 
-def test_random_shift_moves_by_at_most_a_pixel():
+def test_digits_move_by_at_most_a_pixel():
     images = torch.full((200, 2, 5, 6), -1.0)
     images[:, 0, 2, 3] = 1.0
     images[:, 1, 0, 0] = 0.5
-    moved = datasets.random_shift(images, 1, generator(), background=-1.0)
+    moved = datasets.load_digits(0).train.augment(images, generator())
     assert moved.shape == images.shape and moved.is_contiguous()
     place = (moved[:, 0] == 1).flatten(1).int().argmax(1)
     places = {(r, c) for r, c in zip((place // 6).tolist(), (place % 6).tolist(), strict=True)}
