@@ -1,6 +1,6 @@
 """The layers and ops that are compared, and the layers of other libraries.
 
-A contender that is not available has a reason. apex is imported by `fastvit.training.engine.import_apex`.
+A contender that is not available has a reason. apex is imported by `fastvit.training.nvidia_apex`.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import fastvit
 from fastvit import ops
-from fastvit.training.engine import import_apex
+from fastvit.training.nvidia_apex import import_apex
 
 
 class BatchNormAct(nn.Module):
