@@ -18,7 +18,7 @@ import torch
 from harness import command_line, markdown, place, provenance, read_csv, write_csv
 
 from fastvit.training.config import ALL_NORMS, AMP_LEVELS, Config
-from fastvit.training.engine import import_apex
+from fastvit.training.nvidia_apex import import_apex
 
 REQUIRED, REQUIRED_O3 = 0.97, 0.90
 DEFAULT = Config()

@@ -21,7 +21,7 @@ from statistics import median
 
 import torch
 
-from fastvit.training.engine import import_apex
+from fastvit.training.nvidia_apex import import_apex
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"

@@ -28,7 +28,7 @@ import fastvit
 from fastvit.models import vit_digits
 from fastvit.training.config import Config, ConfigError, check_packages
 from fastvit.training.datasets import load_digits
-from fastvit.training.engine import import_apex
+from fastvit.training.nvidia_apex import import_apex
 
 MAIN = "inplace-abn-sync"
 MEASURED = ("torch", "fastvit-sync", "inplace-abn", MAIN)  # bytes kept for backward

@@ -6,7 +6,7 @@ import importlib
 import pytest
 from real_models import import_torchvision
 
-from fastvit.training.engine import import_apex
+from fastvit.training.nvidia_apex import import_apex
 
 
 def package(name: str):

@@ -15,14 +15,14 @@ from training_runs import COMMON, fails, rows_of, torchrun, train_on_rank, weigh
 
 import fastvit
 import fastvit.compat.apex
-from fastvit.training import engine, model
+from fastvit.training import model, nvidia_apex
 from fastvit.training.config import Config
 
 
 def _layers(dtype, **options):
     """apex's and fastvit's layer, with the same parameters on every rank."""
     torch.manual_seed(1)
-    theirs = engine.import_apex("parallel").SyncBatchNorm(5, **options).to(dtype)
+    theirs = nvidia_apex.import_apex("parallel").SyncBatchNorm(5, **options).to(dtype)
     ours = fastvit.SyncBatchNorm(5, **options).to(dtype)
     for parameter in theirs.parameters():
         torch.nn.init.normal_(parameter, mean=0.7)
@@ -119,7 +119,7 @@ def test_the_look_alike_is_not_apex(no_apex):
     no_apex.setitem(sys.modules, "apex", fastvit.compat.apex)
     no_apex.setitem(sys.modules, "apex.parallel", fastvit.compat.apex.parallel)
     with pytest.raises(ImportError, match="apex.parallel is fastvit.compat.apex.parallel here"):
-        engine.import_apex("parallel")
+        nvidia_apex.import_apex("parallel")
 
 
 def test_two_ranks_train_with_the_layer_of_apex(ranks, tmp_path):

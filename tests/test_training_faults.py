@@ -10,10 +10,9 @@ import sys
 import pytest
 import torch
 from PIL import Image
-from training_runs import COMMON, LIMIT, SMALL, fails, running, state_of, train_on_rank
+from training_runs import COMMON, LIMIT, SMALL, alone, fails, running, state_of, train_on_rank
 
 from fastvit.training import datasets, loop
-from fastvit.training.__main__ import main
 from fastvit.training.config import Config, ConfigError, check_packages, flag
 
 # Losses and data
@@ -127,18 +126,11 @@ def test_an_interrupt_of_the_rank_alone_ends_its_workers(tmp_path):
     assert "Traceback" not in err
 
 
-def test_out_that_is_a_file(tmp_path, capsys):
-    (tmp_path / "file").touch()
-    for out in (tmp_path / "file", tmp_path / "file" / "run"):
-        said = fails(capsys, "--data", "digits", "--epochs", "1", "--out", str(out))
-        assert f"--out {out} is a file, or in one; give a directory" in said
-
-
 def test_folder_trains_and_another_number_of_classes_cannot_resume(tmp_path, capsys):
     path = make_folder(tmp_path / "data")
     start = [*FOLDER, "--epochs", "2", "--data-path", str(path), "--workers", "1"]
     out = str(tmp_path / "run")
-    assert main([*start, "--out", out, "--stop-after", "1", "--device", "cpu", "--threads", "1"]) == 0
+    assert alone(*start, "--out", out, "--stop-after", "1") == 0
     for split in ("train", "val"):
         shutil.copytree(path / split / "cat", path / split / "cow")
     said = fails(capsys, "--resume", out)
@@ -147,11 +139,6 @@ def test_folder_trains_and_another_number_of_classes_cannot_resume(tmp_path, cap
     assert "train and val must hold the same classes; cow are in one" in fails(capsys, "--resume", out)
     shutil.rmtree(path)
     assert f"{path / 'train'} is no folder; train, and val or test, are" in fails(capsys, "--resume", out)
-
-
-def test_class_count_below_the_data(capsys, tmp_path):
-    said = fails(capsys, "--data", "digits", "--classes", "5", "--out", str(tmp_path / "run"))
-    assert "--classes must be at least the 10 classes of the data, got 5" in said
 
 
 # Hosts that were told or have different things
@@ -163,7 +150,7 @@ def _told(rank, world, *arguments):
 
 @pytest.mark.parametrize(
     ("option", "one", "other"),
-    [("lr", 0.001, 0.01), ("optimizer", "adamw", "sgd"), ("batch_size", 16, 8), ("resume", "", "auto")],
+    [("lr", 0.001, 0.01), ("resume", "", "auto")],
 )
 def test_options_that_differ_between_ranks_are_an_error_on_all(ranks, tmp_path, option, one, other):
     common = [*SMALL, "--out", str(tmp_path / "run")]
@@ -194,7 +181,6 @@ def _of_versions(rank, world, arguments):
     [
         (("cat", "dog", "fox"), 8, r"the classes of the data differs: rank 0: 3 \(bee, cat, dog\), checksum "
          r"\d+; rank 1: 3 \(cat, dog, fox\)"),
-        (("bee", "cat"), 12, "the classes of the data differs"),
         (("bee", "cat", "dog"), 9, "the training set differs: rank 0: 24 images, .*; rank 1: 27 images"),
     ],
 )  # fmt: skip
@@ -216,6 +202,6 @@ def test_missing_packages_are_named(monkeypatch):
         check_packages(Config())
     with pytest.raises(ConfigError, match="needs tqdm, pillow"):
         check_packages(Config(data="folder", data_path="."))
-    missing -= {"tqdm"}
-    with pytest.raises(ConfigError, match="--model timm/resnet18 needs timm"):
+    missing.remove("tqdm")
+    with pytest.raises(ConfigError, match=r"needs timm, which .*pip install 'fastvit\[train\]' timm"):
         check_packages(Config(model="timm/resnet18"))

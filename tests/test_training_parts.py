@@ -2,7 +2,6 @@
 
 import argparse
 import copy
-import math
 import os
 import re
 import signal
@@ -28,7 +27,7 @@ def _conversation(rank, world):
     value = torch.tensor([1.0 + rank])
     assert distributed.reduce_value(value).item() == 1.5
     assert distributed.reduce_value(value, average=False).item() == 3 and value.item() == 1.0 + rank
-    assert distributed.gather_numbers(value[0], 2 * rank) == [[1.0, 2.0], [0, 2]]
+    assert distributed.gather_numbers(torch.tensor([value[0], 2 * rank])) == [[1.0, 2.0], [0, 2]]
     assert distributed.gather_objects(rank) == [0, 1]
 
     def fail():
@@ -56,7 +55,7 @@ def test_what_ranks_say_to_each_other(ranks):
 
 
 def _interrupted(rank, world):
-    distributed.gather_numbers(torch.ones(()))
+    distributed.gather_numbers(torch.ones(1))
     if rank == 1:
         time.sleep(1.5)  # there, but with no loss
         return None
@@ -64,23 +63,12 @@ def _interrupted(rank, world):
     threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     begin = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        distributed.gather_numbers(torch.ones(()))
+        distributed.gather_numbers(torch.ones(1))
     return time.monotonic() - begin
 
 
-def test_the_wait_for_a_loss_obeys_an_interrupt_and_ends_with_the_other_rank(ranks):
+def test_the_wait_for_a_loss_obeys_an_interrupt(ranks):
     assert ranks.run(2, _interrupted, breaks=True, group_timeout=3)[0] < 1.2
-    said = ranks.run(2, _left_alone, breaks=True, group_timeout=2)[0]
-    assert "imed out" in said or "closed" in said or "reset" in said, said
-
-
-def _left_alone(rank, world):
-    if rank == 1:
-        time.sleep(3)
-        return None
-    with pytest.raises(RuntimeError) as error:
-        distributed.gather_numbers(torch.ones(()))
-    return str(error.value)
 
 
 def _cores(rank, world, of_rank):
@@ -98,56 +86,21 @@ def test_ranks_divide_the_cores_that_they_share_and_no_others(ranks):
     assert ranks.run(3, _cores, [{0}, {0}, every]) == [1, 1, 8]
 
 
-@pytest.mark.parametrize(
-    ("groups", "files", "quota"),
-    [
-        ("0::/a/b\n", {"a/b/cpu.max": "max 100000", "a/cpu.max": "150000 100000"}, 1.5),
-        ("0::/\n", {"cpu.max": "50000 100000"}, 0.5),
-        ("0::/a\n", {"a/cpu.max": "max 100000"}, math.inf),
-        ("3:cpuset:/a\n2:cpu,cpuacct:/a\n0::/\n",
-         {"cpu/a/cpu.cfs_quota_us": "-1", "cpu/a/cpu.cfs_period_us": "100000",
-          "cpu/cpu.cfs_quota_us": "400000", "cpu/cpu.cfs_period_us": "100000"}, 4.0),
-    ],
-)  # fmt: skip
-def test_limits_of_control_groups(tmp_path, monkeypatch, groups, files, quota):
-    (tmp_path / "proc/self/ns").mkdir(parents=True)
-    (tmp_path / "proc/self/cgroup").write_text(groups)
-    (tmp_path / "proc/self/ns/cgroup").symlink_to("cgroup:[1]")
-    for name, text in files.items():
-        path = tmp_path / "sys/fs/cgroup" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text + "\n")
-    assert distributed.cpu_quota(tmp_path) == (f"cgroup:[1] {groups}", quota)
-    assert distributed.cpu_quota(tmp_path / "proc") == ("", math.inf)
-    monkeypatch.setattr(distributed, "cpu_quota", lambda: ("", quota))
-    assert distributed.own_cores() == max(1, int(min(quota, len(os.sched_getaffinity(0)))))
-
-
-def test_ranks_in_two_containers_of_a_machine_divide_its_cores(monkeypatch):
-    cores = sorted(os.sched_getaffinity(0))
-    mine = [("machine", cores), ("machine", "container 1")]
-    other = [("machine", cores), ("machine", "container 2")]
-    monkeypatch.setattr(distributed, "boot_id", lambda: "machine")
-    monkeypatch.setattr(distributed, "cpu_quota", lambda: ("container 1", 8.0))
-    monkeypatch.setattr(distributed, "gather_objects", lambda value: [mine, other])
-    assert distributed.own_cores() == max(1, len(cores) // 2)
-
-
-class Batches(list):
-    """Batches in a list, in place of a loader."""
-
-
-def _small_learner(rank, world, config, saved=None):
+def _small_learner(rank, world, config):
     torch.manual_seed(rank)  # the weights must come from rank 0 all the same
     net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3))
     place = Ranks(rank, world, torch.device("cpu"))
-    return train_state.make_train_state(net, config, place, (1, 2, 2), 10, saved)
+    return train_state.make_train_state(net, config, place, (1, 2, 2), 10, None)
 
 
 def _batch(rank, part):
     random = torch.Generator().manual_seed(10 * rank + part)
     images = torch.randn(5, 1, 2, 2, generator=random)
     return images, torch.randint(0, 3, (5,), generator=random)
+
+
+def feed_of(batches):
+    return loop.Feed(batches, (5, 1, 2, 2))
 
 
 def _accumulated_gradients(rank, world, parts):
@@ -163,7 +116,7 @@ def _accumulated_gradients(rank, world, parts):
                 .then(lambda future: future.value()[0]),
             )[1],
         )
-    feed = loop.Feed(Batches(_batch(rank, part) for part in range(parts)), (5, 1, 2, 2))
+    feed = feed_of([_batch(rank, part) for part in range(parts)])
     loss = loop._backward(small, feed, parts)
     expected = copy.deepcopy(small.model)
     expected.zero_grad()
@@ -172,7 +125,7 @@ def _accumulated_gradients(rank, world, parts):
     torch.nn.functional.cross_entropy(expected(images), labels).backward()
     for got, wanted in zip(small.model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(got.grad, wanted.grad)
-    return len(reduced), distributed.gather_numbers(loss)[0], small.model[1].weight.detach()
+    return len(reduced), distributed.gather_numbers(loss[None])[0], small.model[1].weight.detach()
 
 
 def test_accumulated_gradients_are_those_of_one_large_batch(ranks):
@@ -185,7 +138,7 @@ def test_accumulated_gradients_are_those_of_one_large_batch(ranks):
 
 def test_clipping_bounds_the_norm_and_reports_what_it_was():
     small = _small_learner(0, 1, Config(clip_norm=0.01))
-    loop._backward(small, loop.Feed(Batches([_batch(0, 0)]), (5, 1, 2, 2)), 1)
+    loop._backward(small, feed_of([_batch(0, 0)]), 1)
     before = loop._clip_gradients(small).item()
     after = loop._clip_gradients(small).item()
     assert before > 0.1 and after == pytest.approx(0.01, rel=1e-3)
@@ -193,16 +146,13 @@ def test_clipping_bounds_the_norm_and_reports_what_it_was():
 
 def _poisoned(rank, world, poisoned, clip):
     """Trains with a gradient that is not finite in one of the steps; says why it ended, and where."""
-    torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3))
-    config, place = Config(batch_size=5, clip_norm=clip), Ranks(rank, world, torch.device("cpu"))
-    small = train_state.make_train_state(net, config, place, (1, 2, 2), 10, None)
-    gradients, progress = [], loop.Progress()
-    net[1].bias.register_hook(lambda g: gradients.append(1) or (g / 0 if len(gradients) == poisoned else g))
-    batches = Batches(_batch(rank, part) for part in range(4))
+    small = _small_learner(rank, world, Config(batch_size=5, clip_norm=clip))
+    gradients, progress, bias = [], loop.Progress(), small.model[1].bias
+    bias.register_hook(lambda g: gradients.append(1) or (g / 0 if len(gradients) == poisoned else g))
+    batches = [_batch(rank, part) for part in range(4)]
     with pytest.raises(TrainingError) as error:
         loop.train_one_epoch(small, batches, (1, 2, 2), 1, progress, threading.Event())
-    assert all(parameter.isfinite().all() for parameter in net.parameters())
+    assert all(parameter.isfinite().all() for parameter in small.model.parameters())
     return str(error.value), progress.step
 
 
@@ -211,6 +161,17 @@ def test_gradients_that_are_not_finite_end_the_run_before_the_step(ranks, poison
     for said, steps in [*ranks.run(2, _poisoned, poisoned, clip), _poisoned(0, 1, poisoned, clip)]:
         assert re.match(rf"epoch 1, step {poisoned}: the norm of the gradients is (nan|inf); training", said)
         assert steps == poisoned
+
+
+def test_random_numbers_of_a_step_do_not_depend_on_those_before():
+    def drawn(epoch, first=0):
+        small, numbers = _small_learner(0, 1, Config(batch_size=5)), []
+        small.model.register_forward_hook(lambda *_: numbers.append(torch.rand(()).item()))
+        batches = [_batch(0, part) for part in range(4)]
+        loop.train_one_epoch(small, batches, (1, 2, 2), epoch, loop.Progress(first), threading.Event())
+        return numbers
+
+    assert drawn(1)[2:] == drawn(1, first=2) and len({*drawn(1), *drawn(2)}) == 8
 
 
 def test_an_exchange_that_failed_in_a_backward_says_why(monkeypatch):
@@ -250,7 +211,7 @@ def test_average_follows_the_weights_with_a_decay_that_grows():
 def test_average_under_o2_is_that_of_the_float32_weights():
     small, expected = _small_learner(0, 1, Config(amp="O2", ema=0.5)), None
     for part in range(3):
-        loop._backward(small, loop.Feed(Batches([_batch(0, part)]), (5, 1, 2, 2)), 1)
+        loop._backward(small, feed_of([_batch(0, part)]), 1)
         loop._step(small)
         stepped = [p.detach().clone() for p in small.model.parameters()]
         weight = (1 + part) / (10 + part) if part else 0  # below 0.5
@@ -298,10 +259,9 @@ def test_weight_decay_leaves_vectors_alone(name):
 
 def test_one_process_needs_no_group():
     value = torch.tensor(2.0)
-    assert distributed.reduce_value(value) is value
-    assert distributed.gather_numbers(value, 1) == [[2.0], [1]]
-    with pytest.raises(TrainingError, match="no such"):
-        distributed.on_main(lambda: (_ for _ in ()).throw(ValueError("no such")))
+    assert distributed.reduce_value(value) is value and distributed.gather_numbers(
+        torch.tensor([2.0, 1.0])
+    ) == [[2.0], [1]]
 
 
 # Models and weights
@@ -363,13 +323,11 @@ def _under(prefix, weights):
 @pytest.mark.parametrize(
     ("place", "make"),
     [
-        ("", lambda w: _under("_orig_mod.", w)),
         (" (module)", lambda w: _under("module._orig_mod.", w)),
         ("", lambda w: {name.replace(".0.", ".0._checkpoint_wrapped_module."): v for name, v in w.items()}),
         (" (backbone)", lambda w: _under("backbone.", w) | {"head_of_another.weight": torch.zeros(3)}),
         (" (state_dict.model.encoder)", lambda w: {"state_dict": _under("model.encoder.", w), "best": 0.5}),
         (" (model_ema.module)", lambda w: {"model": _weights(2), "model_ema": _under("module.", w)}),
-        (" (state_dict_ema)", lambda w: {"state_dict": _weights(2), "state_dict_ema": w}),
         (" (teacher.backbone)", lambda w: {"student": _weights(2), "teacher": _under("backbone.", w)}),
         (" (model)", lambda w: {"model": w, "args": argparse.Namespace(lr=0.1)}),
         (" (net)", lambda w: {"net": w, "optimizer": {"state": {0: {"exp_avg": torch.zeros(3)}}}}),
@@ -401,9 +359,6 @@ def test_heads_for_another_number_of_classes(tmp_path, heads):
     torch.save(saved.state_dict() | {"body.weight": torch.zeros(7, 4)}, path)  # no layer before a head
     with pytest.raises(ConfigError, match=r"body.weight must have the shape \(4, 4\), got \(7, 4\)"):
         model.load_pretrained(net, path)
-    same = torch.nn.Sequential(torch.nn.Conv2d(3, 2, 1))  # without any Linear
-    torch.save(same.state_dict(), path)
-    assert "2 of 2 tensors" in model.load_pretrained(same, path)
 
 
 def test_pretrained_weights_of_timm(tmp_path):
@@ -413,7 +368,7 @@ def test_pretrained_weights_of_timm(tmp_path):
     torch.save({"model": saved.state_dict()}, tmp_path / "weights.pt")
     net = timm.create_model("deit_tiny_distilled_patch16_224", **options | {"img_size": 64}, num_classes=3)
     report = model.load_pretrained(net, tmp_path / "weights.pt")
-    assert "converted by timm: pos_embed" in report
+    assert "missing" not in report and net.pos_embed.shape[1] == 2 + 8 * 8
     assert "not loaded: head.weight, head.bias, head_dist.weight, head_dist.bias" in report
     assert torch.equal(net.blocks[0].attn.qkv.weight, saved.blocks[0].attn.qkv.weight)
 
@@ -422,16 +377,12 @@ def test_pretrained_files_that_are_not(tmp_path):
     net, path = vit_digits("torch"), tmp_path / "weights.pt"
     for content, message in (
         ({"a": torch.zeros(1)}, "is a name of the model, such as position.*; the file has a$"),
-        ({"epoch": 3, "net": {}}, "must hold a dict of tensors; it has epoch, net$"),
-        (
-            _under("a.", _weights()) | _under("b.", _weights()),
-            r"has the model as a\.\* and as b\.\*; save one",
-        ),
+        ({"epoch": 3, "net": {}}, "is a name of the model, .*; the file has epoch, net$"),
         (
             {"position": torch.zeros(1, 4, 64)},
             r"position must have the shape \(1, 16, 64\), got \(1, 4, 64\)",
         ),
-        ([1], "must hold a dict of tensors"),
+        ([1], "is a name of the model, .*; the file has list$"),
         (
             {"model": loop.Progress()},
             "it holds an object of .*Progress, which may run code; save the model's",

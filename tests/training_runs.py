@@ -61,9 +61,14 @@ def train_on_rank(rank, world, arguments):
         return str(error)
 
 
+def alone(*arguments):
+    """The status of a run in this process."""
+    return main([*arguments, "--device", "cpu", "--threads", "1"])
+
+
 def fails(capsys, *arguments):
     """The trainer's error message, for a run in this process."""
-    assert main([*arguments, "--device", "cpu", "--threads", "1"]) == 1
+    assert alone(*arguments) == 1
     return capsys.readouterr().err
 
 
@@ -71,8 +76,8 @@ def state_of(directory):
     return checkpoint.load_checkpoint(directory / "checkpoints" / "last.pt")
 
 
-def weights_of(directory, part="model"):
-    return state_of(directory)[part]
+def weights_of(directory):
+    return state_of(directory)["model"]
 
 
 def rows_of(directory):
@@ -83,8 +88,9 @@ def rows_of(directory):
 
 
 def assert_equal_runs(got, expected):
-    """Bitwise the same weights, and the same rows but for measured times."""
-    weights, others = weights_of(got), weights_of(expected)
-    assert list(weights) == list(others)
-    assert [name for name in weights if not torch.equal(weights[name], others[name])] == []
+    """Bitwise the same weights and averages, and the same rows but for measured times."""
+    for part in ("model", "average"):
+        weights, others = state_of(got)[part] or {}, state_of(expected)[part] or {}
+        assert list(weights) == list(others)
+        assert [name for name in weights if not torch.equal(weights[name], others[name])] == []
     assert rows_of(got) == rows_of(expected)

@@ -4,11 +4,10 @@
     launch, distributed     launchers, process group, messages between ranks
     datasets, image_folder, loaders
                             images, augmentation, batches
-    model, engine           the model and its weights; NVIDIA apex's layers
+    model, nvidia_apex      the model and its weights; NVIDIA apex's layers
     precision, train_state  the state that a step changes
     loop                    one epoch of training; what ends it on all ranks
-    checkpoint, log         the files of a run
-    lock                    one run at a time in a directory
+    checkpoint, log         the files of a run, and its lock
     run                     a run from start to end
 
 scikit-learn, TensorBoard, tqdm and safetensors come with the extra `train` (`pip install fastvit[train]`).

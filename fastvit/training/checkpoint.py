@@ -3,7 +3,7 @@
 `<run>/checkpoints/epoch-0012.pt` (or `epoch-0012-step-000340.pt`, 340 steps into the epoch after) is a dict
 that `torch.load(..., weights_only=True)` reads: `model` has parameters and buffers under the names of the
 model's state_dict, `average` their moving average with `--ema`. The others are optimizer, loss scale, epoch,
-random generators of every rank, configuration and history. The schedule follows from the epoch and step.
+configuration and history. Schedule and random numbers follow from the epoch and step.
 
 It is written under another name and renamed when all of it is on the disk, so a crash at any moment leaves
 the previous checkpoint intact. The links `last.pt` and `best.pt` beside it are replaced in the same way.
@@ -11,23 +11,23 @@ the previous checkpoint intact. The links `last.pt` and `best.pt` beside it are 
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import re
+import socket
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .config import TrainingError
 
 NAME = re.compile(r"epoch-(\d+)(?:-step-(\d+))?\.pt")
-KEYS = frozenset(
-    "model average optimizer precision epoch step progress history rng world config classes".split()
-)
 
 
-def place(path: Path) -> tuple[int, int]:
+def epoch_and_step(path: Path) -> tuple[int, int]:
     """The finished epochs, and steps of the next epoch, of a checkpoint, from its name."""
     found = NAME.fullmatch(path.name)
     assert found  # checked by the caller
@@ -37,7 +37,7 @@ def place(path: Path) -> tuple[int, int]:
 def checkpoints(run: Path) -> list[Path]:
     """The checkpoints of a run, oldest first."""
     found = (run / "checkpoints").glob("epoch-*")
-    return sorted((path for path in found if NAME.fullmatch(path.name)), key=place)
+    return sorted((path for path in found if NAME.fullmatch(path.name)), key=epoch_and_step)
 
 
 def _link(link: Path, target: str) -> None:
@@ -45,14 +45,6 @@ def _link(link: Path, target: str) -> None:
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(target)
     os.replace(temporary, link)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def save_checkpoint(run: Path, state: dict[str, Any], keep: int = 2, best: bool = False) -> Path:
@@ -76,14 +68,14 @@ def save_checkpoint(run: Path, state: dict[str, Any], keep: int = 2, best: bool 
     try:
         final.parent.mkdir(exist_ok=True)
         torch.save(state, temporary)
-        _flush(temporary)
-        for later in (path for path in older if place(path) > place(final)):
+        with temporary.open("rb+") as file:
+            os.fsync(file.fileno())
+        for later in (path for path in older if epoch_and_step(path) > epoch_and_step(final)):
             later.unlink()  # the run was resumed from an earlier checkpoint
         os.replace(temporary, final)
         _link(final.with_name("last.pt"), final.name)
         if best or not best_link.exists():
             _link(best_link, final.name)
-        _flush(final.parent)
     except (OSError, RuntimeError) as error:
         temporary.unlink(missing_ok=True)
         previous = f"; {older[-1]} is intact" if older else ""
@@ -124,9 +116,8 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
             f"--resume: {path} is missing, cut off or damaged ({type(error).__name__}: "
             f"{_first_line(error)}); resume from another checkpoint, or start again"
         ) from error
-    missing = sorted(KEYS - state.keys()) if isinstance(state, dict) else sorted(KEYS)
-    if missing:
-        raise TrainingError(f"--resume: {path} has no {', '.join(missing)}: no checkpoint of this trainer")
+    if not isinstance(state, dict) or "progress" not in state:
+        raise TrainingError(f"--resume: {path} is no checkpoint of this trainer")
     return state
 
 
@@ -134,14 +125,29 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def get_rng_state(device: torch.device) -> dict[str, Tensor]:
-    """State of the random generators that training on `device` uses."""
-    cuda = {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
-    return {"cpu": torch.get_rng_state()} | cuda
+def lock(run: Path, until: ExitStack) -> None:
+    """Make the directory of a run and lock it until the stack is closed.
 
+    The kernel releases the lock when the process ends for any reason. Workers do not inherit it, unlike a
+    lock of `fcntl.flock`, so surviving workers of a killed rank do not block a restarted run. A file system
+    without locks has none.
 
-def set_rng_state(state: dict[str, Tensor], device: torch.device) -> None:
-    """Restore a state of `get_rng_state`; a CUDA state is ignored on the CPU."""
-    torch.set_rng_state(state["cpu"])
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
+    Raises:
+        TrainingError: another run has locked it.
+        OSError: the directory is not writable, or no directory.
+    """
+    run.mkdir(parents=True, exist_ok=True)
+    file = until.enter_context((run / "lock").open("a+"))
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            return
+        file.seek(0)
+        raise TrainingError(
+            f"--out {run} is in use by another run ({file.read().strip()}); wait for its end, or "
+            f"give another directory"
+        ) from None
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()

@@ -5,20 +5,20 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from .config import Config, ConfigError, flag, kind_of
+from .config import Config, ConfigError, flag
 
+OF_A_START = frozenset({"device", "out", "resume", "stop_after", "threads", "timeout"})
 # Options that may change when a run is resumed. All others define the training, and must be equal.
-CHANGEABLE = frozenset({
-    "compile", "data_path", "device", "keep", "out", "resume", "stop_after", "threads",
-    "timeout", "workers",
-})  # fmt: skip
+CHANGEABLE = OF_A_START | {"compile", "data_path", "keep", "workers"}
 OF_A_HOST = frozenset({"data_path", "threads", "workers"})  # may differ between the ranks
 FIELDS = {item.name: item for item in fields(Config)}
+HINTS = typing.get_type_hints(Config)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -37,20 +37,21 @@ def make_parser() -> argparse.ArgumentParser:
     groups = {title: parser.add_argument_group(title) for title in titles}
     for item in FIELDS.values():
         shown = "" if item.default in ("", (), None) else f" (default {item.default})"
-        kind: dict[str, Any] = {"help": item.metadata["help"].replace("%", "%%") + shown}
-        if kind_of(item) is bool:
-            kind["action"] = argparse.BooleanOptionalAction
+        options: dict[str, Any] = {"help": item.metadata["help"].replace("%", "%%") + shown}
+        first, *_ = typing.get_args(HINTS[item.name]) or [HINTS[item.name]]  # float, of `float | None`
+        if first is bool:
+            options["action"] = argparse.BooleanOptionalAction
         else:
-            kind["type"] = str if kind_of(item) is tuple else kind_of(item)
-            kind["nargs"] = "+" if kind_of(item) is tuple else None
-            kind["choices"] = item.metadata["choices"]
-            kind["metavar"] = None if item.metadata["choices"] else item.name.rpartition("_")[2].upper()
-        groups[item.metadata["group"]].add_argument(flag(item.name), **kind)
+            options["type"] = first
+            options["nargs"] = "*" if item.default == () else None
+            options["choices"] = item.metadata["choices"]
+            options["metavar"] = None if item.metadata["choices"] else item.name.rpartition("_")[2].upper()
+        groups[item.metadata["group"]].add_argument(flag(item.name), **options)
     return parser
 
 
-def read_file(path: str | Path) -> dict[str, Any]:
-    """The values of a TOML file, under the names of fields.
+def read_file(path: str | Path) -> list[str]:
+    """The values of a TOML file as flags.
 
     Raises:
         ConfigError: the file cannot be read or a key is unknown.
@@ -64,13 +65,18 @@ def read_file(path: str | Path) -> dict[str, Any]:
             values = tomllib.load(file)
     except (ImportError, OSError, ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError
         raise ConfigError(f"--config: cannot read {path}: {error}") from None
-    given = {}
+    flags = []
     for key, value in values.items():
         name = key.replace("-", "_")
         if name not in FIELDS:
             raise ConfigError(f"--config {path}: unknown key {key!r}")
-        given[name] = value
-    return given
+        if isinstance(value, bool):
+            flags.append(flag(name) if value else flag(f"no_{name}"))
+        elif isinstance(value, list):
+            flags += [flag(name), *map(str, value)]
+        else:
+            flags.append(f"{flag(name)}={value}")
+    return flags
 
 
 def parse(arguments: Sequence[str] | None = None) -> tuple[Config, dict[str, Any]]:
@@ -83,16 +89,19 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[Config, dict[str, Any
         SystemExit: status 2 for a wrong option, after a message with its name, its value and valid values.
     """
     parser = make_parser()
-    flags = vars(parser.parse_args(arguments))
-    file, local_rank = flags.pop("config", None), flags.pop("local_rank", None)
-    if local_rank is not None:
-        os.environ.setdefault("LOCAL_RANK", str(local_rank))
+    arguments = sys.argv[1:] if arguments is None else arguments
+    given = vars(parser.parse_args(arguments))
     try:
-        given = (read_file(file) if file else {}) | flags
-        config = Config(**given)
+        if "config" in given:
+            given = vars(parser.parse_args([*read_file(given["config"]), *arguments]))
+        if "local_rank" in given:
+            os.environ.setdefault("LOCAL_RANK", str(given["local_rank"]))
+        given = {name: given[name] for name in FIELDS if name in given}
+        if "freeze" in given:
+            given["freeze"] = tuple(given["freeze"])
+        return Config(**given), given
     except ConfigError as error:
         parser.error(str(error))
-    return config, {name: getattr(config, name) for name in given}
 
 
 def merge_saved(given: Mapping[str, Any], saved: Mapping[str, Any], run_directory: Path) -> Config:
@@ -106,16 +115,11 @@ def merge_saved(given: Mapping[str, Any], saved: Mapping[str, Any], run_director
     Raises:
         ConfigError: a value that defines the training differs from the checkpoint.
     """
-    saved = {name: value for name, value in saved.items() if name in FIELDS}
-    before = Config(**saved)
-    for name, value in given.items():
-        if name not in CHANGEABLE and value != (expected := getattr(before, name)):
+    for name in given.keys() - CHANGEABLE:
+        if given[name] != (expected := saved.get(name, FIELDS[name].default)):
             raise ConfigError(
-                f"--resume: {flag(name)} must be {expected!r} as in the checkpoint, got {value!r}; "
+                f"--resume: {flag(name)} must be {expected!r} as in the checkpoint, got {given[name]!r}; "
                 f"start a new run to change it"
             )
-    # Options of the machine are not taken from the checkpoint.
-    machine = CHANGEABLE - {"data_path", "workers", "compile", "keep"}
-    from_checkpoint = {name: value for name, value in saved.items() if name not in machine}
-    changed = {name: value for name, value in given.items() if name in CHANGEABLE}
-    return Config(**(from_checkpoint | {"out": str(run_directory)} | changed))
+    kept = {name: saved[name] for name in saved.keys() & FIELDS.keys() - OF_A_START}
+    return Config(**{**kept, "out": str(run_directory), **given})

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import typing
 from collections.abc import Iterable, Sequence
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ..conversion.budget import parsed
 from ..models import MLP_NORMS, NORMS, VARIANTS
 
 DATA = ("digits", "cifar10", "cifar100", "folder", "synthetic")
@@ -27,10 +25,8 @@ LIMITS = {  # smallest and largest value of every whole number
     **dict.fromkeys(("warmup_epochs", "stop_after"), (0, MANY)),
     "image_size": (1, 2**13), "classes": (1, 10**6), "synthetic_images": (1, 10**7),
     **dict.fromkeys(("workers", "threads"), (0, 1024)),  # more may exhaust the system
-    **dict.fromkeys(("seed", "data_seed"), (0, 2**63 - 1)),  # torch takes 64 bits, and ranks add to the seed
+    **dict.fromkeys(("seed", "data_seed"), (0, 2**63 - 1)),  # torch takes 64 bits, and epochs add to the seed
 }  # fmt: skip
-PACKAGES = {"numpy": "numpy", "tensorboard": "tensorboard", "tqdm": "tqdm"}  # by module
-PACKAGE_OF_DATA = {"digits": ("sklearn", "scikit-learn"), "folder": ("PIL", "pillow")}
 LONGEST_WAIT = 2_000_000  # seconds; poll(), used for workers, takes 31 bits of milliseconds
 
 
@@ -106,11 +102,15 @@ class Config:
     # fmt: on
 
     def __post_init__(self) -> None:
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if value is not None or item.default is not None:
-                object.__setattr__(self, item.name, _checked(item, value))
         self._fill_in()
+        for item in fields(self):
+            name, value, choices = item.name, getattr(self, item.name), item.metadata["choices"]
+            if choices:
+                _require(value in choices, name, f"one of {', '.join(choices)}", repr(value))
+            if name in LIMITS and value is not None:
+                low, high = LIMITS[name]
+                _require(value >= low, name, f"at least {low}", value)
+                _require(value <= high, name, f"at most {high}", value)
         for name in ("weight_decay", "clip_norm"):
             _require(0 <= getattr(self, name) < math.inf, name, "at least 0", getattr(self, name))
         _require(0 < self.lr < math.inf, "lr", "above 0", self.lr)
@@ -122,8 +122,8 @@ class Config:
     def _fill_in(self) -> None:
         chosen = {
             "norm": "fastvit-sync" if self.model.startswith("timm/") else "inplace-abn-sync",
-            "lr": BASE_LR[self.optimizer],
-            "weight_decay": WEIGHT_DECAY[self.optimizer],
+            "lr": BASE_LR.get(self.optimizer),
+            "weight_decay": WEIGHT_DECAY.get(self.optimizer),
             "workers": 4 if self.data == "folder" else 0,
             "image_size": {"folder": 224, "synthetic": 32}.get(self.data),
         }
@@ -132,40 +132,25 @@ class Config:
                 object.__setattr__(self, name, value)
 
     def _check_combinations(self) -> None:
-        if not (self.model == "auto" or self.model in VARIANTS or self.model.startswith("timm/")):
+        timm = self.model.startswith("timm/")
+        if not (self.model == "auto" or self.model in VARIANTS or timm):
             raise ConfigError(
                 f"--model must be auto, one of {', '.join(VARIANTS)}, or timm/<name>, got {self.model!r}"
             )
         if self.data in ("cifar10", "cifar100", "folder") and not self.data_path:
             raise ConfigError(f"--data {self.data} needs --data-path, the folder with its files")
-        self.convert_options()
-        if self.pretrained == "timm" and not self.model.startswith("timm/"):
+        budget = self.memory.startswith("budget=")
+        takes = f"one of {', '.join(MEMORY)}, or budget=<share or bytes>"
+        _require(self.memory in MEMORY or budget, "memory", takes, repr(self.memory))
+        if self.pretrained == "timm" and not timm:
             raise ConfigError(f"--pretrained timm is for --model timm/<name>, got --model {self.model}")
         if self.loss_scale not in ("auto", "dynamic"):
             try:
-                scale = float(self.loss_scale)
+                right = 0 < float(self.loss_scale) < math.inf
             except ValueError:
-                scale = -1.0
-            _require(0 < scale < math.inf, "loss_scale", "auto, dynamic or a number above 0", self.loss_scale)
-        self._refuse_without_effect()
-
-    def convert_options(self) -> dict[str, Any]:
-        """`--memory` as arguments of `fastvit.convert`."""
-        name, _, budget = self.memory.partition("=")
-        if name != "budget":
-            takes = f"one of {', '.join(MEMORY)}, or budget=<share or bytes>"
-            _require(self.memory in MEMORY, "memory", takes, repr(self.memory))
-            return {"products": self.memory == "products"}
-        try:
-            if budget != "least":
-                parsed(budget)
-        except ValueError as error:
-            raise ConfigError(f"--memory {self.memory}: {error}") from None
-        return {"budget": budget}
-
-    def _refuse_without_effect(self) -> None:
+                right = False
+            _require(right, "loss_scale", "auto, dynamic or a number above 0", self.loss_scale)
         made = ("folder", "synthetic")
-        timm = self.model.startswith("timm/")
         for name, given, has_effect, where in (
             ("image_size", self.image_size is not None, self.data in made, "--data folder and synthetic"),
             ("loss_scale", self.loss_scale != "auto", self.amp.startswith("O"), "--amp O0 to O3"),
@@ -179,22 +164,23 @@ class Config:
     def save(self, path: Path) -> None:
         """Write the fields as TOML, which `--config` reads; fields that are None are left out."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
-        # Strings, booleans, numbers and lists of strings are the same in JSON and TOML, but for U+007F.
+        # Strings, booleans, numbers and lists of strings are the same in JSON and TOML.
         given = {name: json.dumps(v, ensure_ascii=False) for name, v in values.items() if v is not None}
-        given = {name: text.replace("\x7f", "\\u007f") for name, text in given.items()}
         path.write_text("".join(f"{name} = {text}\n" for name, text in given.items()), encoding="utf-8")
 
 
 def check_packages(config: Config) -> None:
     """Raise ConfigError with the names of all missing packages, before a run starts."""
-    needed = PACKAGES | dict([PACKAGE_OF_DATA[config.data]] if config.data in PACKAGE_OF_DATA else [])
+    needed = {"numpy": "numpy", "tensorboard": "tensorboard", "tqdm": "tqdm"}  # by module
+    needed |= {"digits": {"sklearn": "scikit-learn"}, "folder": {"PIL": "pillow"}}.get(config.data, {})
+    if config.model.startswith("timm/"):
+        needed["timm"] = "timm"
     missing = [package for module, package in needed.items() if find_spec(module) is None]
     if missing:
         raise ConfigError(
             f"the trainer needs {', '.join(missing)}, which is not installed: pip install 'fastvit[train]'"
+            + (" timm" if "timm" in missing else "")
         )
-    if config.model.startswith("timm/") and find_spec("timm") is None:
-        raise ConfigError(f"--model {config.model} needs timm, which is not installed: pip install timm")
 
 
 def flag(name: str) -> str:
@@ -206,38 +192,6 @@ def some(names: Iterable[object]) -> str:
     """The first few of the names, for a message."""
     shown = [str(name) for name in names]
     return ", ".join(shown[:5]) + (", ..." if len(shown) > 5 else "")
-
-
-def kind_of(item: Field) -> type:
-    """int, float, bool, str or tuple; for `float | None` it is float."""
-    hint = HINTS[item.name]
-    return tuple if typing.get_origin(hint) is tuple else next(iter(typing.get_args(hint)), hint)
-
-
-HINTS = typing.get_type_hints(Config)
-
-
-def _checked(item: Field, value: Any) -> Any:
-    """The value of a field, of the field's type and within its limits."""
-    name, kind, choices = item.name, kind_of(item), item.metadata["choices"]
-    if kind is float and type(value) is int:
-        value = float(str(value))  # inf beyond the range of a float
-    if kind is tuple:
-        value = tuple(value) if type(value) is list else value  # of TOML and of the command line
-        right = type(value) is tuple and all(type(part) is str for part in value)
-        _require(right, name, "a list of strings", repr(value))
-    _require(type(value) is kind, name, f"of type {kind.__name__}", repr(value))
-    if choices:
-        _require(value in choices, name, f"one of {', '.join(choices)}", repr(value))
-    if kind in (str, tuple):  # file names that are not UTF-8 have lone surrogates in them
-        text = "".join(value)
-        right = "\0" not in text and text == text.encode(errors="ignore").decode()
-        _require(right, name, "text in UTF-8 without NUL", repr(value))
-    if kind is int:
-        low, high = LIMITS[name]
-        _require(value >= low, name, f"at least {low}", value)
-        _require(value <= high, name, f"at most {high}", value)
-    return value
 
 
 def _require(holds: bool, name: str, takes: str, got: object) -> None:

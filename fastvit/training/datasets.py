@@ -17,19 +17,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .config import Config, ConfigError, some
-from .distributed import is_main_process
-from .loaders import ImageSource
+from .loaders import ImageSource, normalise
 
 TEST_SHARE = 5  # one digit of five is a test image
 BACKGROUND = -1.0  # value of an empty pixel of a digit
-CIFAR_MEAN, CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+CIFAR_MEAN_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+BATCHES = [f"data_batch_{i}" for i in range(1, 6)]
 # Folder, files for training and test, key of the labels, file and key of the names.
 CIFAR_FILES = {
-    "cifar10": ("cifar-10-batches-py", [f"data_batch_{i}" for i in range(1, 6)], "test_batch", b"labels",
-                "batches.meta", b"label_names"),
+    "cifar10": ("cifar-10-batches-py", BATCHES, "test_batch", b"labels", "batches.meta", b"label_names"),
     "cifar100": ("cifar-100-python", ["train"], "test", b"fine_labels", "meta", b"fine_label_names"),
-}  # fmt: skip
-IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+}
+Augment = Callable[[Tensor, torch.Generator], Tensor]
 
 
 @dataclass(frozen=True)
@@ -43,25 +42,22 @@ class DataSets:
 
 
 class InMemory(ImageSource):
-    """Images in one tensor, uint8 in [0, 255] or fp32 as the model takes them."""
+    """Images in one tensor: uint8 with the mean and std of pixels, or fp32 as the model takes them."""
 
     def __init__(
         self,
         images: Tensor,
         labels: Tensor,
-        mean: tuple[float, ...] = (),
-        std: tuple[float, ...] = (),
-        augment: Callable[[Tensor, torch.Generator], Tensor] | None = None,
+        normalisation: tuple[tuple[float, ...], tuple[float, ...]] | None = None,
+        augment: Augment | None = None,
     ) -> None:
-        self.images, self.labels, self.augment = images, labels, augment
-        if images.dtype == torch.uint8:  # (x / 255 - mean) / std in one multiplication and one addition
-            self.scale = 1 / (255 * torch.tensor(std)).view(-1, 1, 1)
-            self.offset = (-torch.tensor(mean) / torch.tensor(std)).view(-1, 1, 1)
+        self.images, self.labels = images, labels
+        self.normalisation, self.augment = normalisation, augment
 
     def read(self, indices: list[int], generator: torch.Generator | None) -> Tensor:
         images = self.images[indices]
-        if images.dtype == torch.uint8:
-            images = torch.addcmul(self.offset, images.float(), self.scale)
+        if self.normalisation:
+            images = normalise(images, *self.normalisation)
         return self.augment(images, generator) if generator is not None and self.augment else images
 
 
@@ -127,15 +123,18 @@ def _load_cifar(config: Config) -> DataSets:
     folder = path / inner if (path / inner).is_dir() else path
     if not (folder / test).is_file():
         raise ConfigError(f"--data-path must hold {inner} for --data {config.data}, got {path}")
-    names = tuple(label.decode() for label in _read(folder / names_file, names_key)[0])
-    parts = {part: _images(folder / part, key, len(names)) for part in (*train, test)}
-    images, labels = (torch.cat(tensors) for tensors in zip(*(parts[part] for part in train), strict=True))
+
+    def images(parts: list[str], augment: Augment | None = None) -> InMemory:
+        contents = [_unpickle(folder / part) for part in parts]
+        pixels = torch.from_numpy(np.concatenate([content[b"data"] for content in contents]))
+        labels = torch.tensor([label for content in contents for label in content[key]])
+        return InMemory(pixels.view(-1, 3, 32, 32), labels, CIFAR_MEAN_STD, augment)
 
     def augment(batch: Tensor, generator: torch.Generator) -> Tensor:
         return random_flip(random_shift(batch, 4, generator), generator)
 
-    training = InMemory(images, labels, CIFAR_MEAN, CIFAR_STD, augment)
-    return DataSets(training, InMemory(*parts[test], CIFAR_MEAN, CIFAR_STD), names, (3, 32, 32))
+    names = tuple(label.decode() for label in _unpickle(folder / names_file)[names_key])
+    return DataSets(images(train, augment), images([test]), names, (3, 32, 32))
 
 
 class _Unpickler(pickle.Unpickler):
@@ -152,22 +151,12 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def _read(path: Path, *keys: bytes) -> list[Any]:
+def _unpickle(path: Path) -> dict[bytes, Any]:
+    content = path.read_bytes()
     try:
-        content = _Unpickler(io.BytesIO(path.read_bytes()), encoding="bytes").load()
-        return [content[key] for key in keys]
-    except OSError:
-        raise
+        return _Unpickler(io.BytesIO(content), encoding="bytes").load()
     except Exception as error:  # a damaged pickle may raise any exception
         raise ConfigError(f"--data-path: {path} is cut off or no file of CIFAR: {error}") from None
-
-
-def _images(path: Path, key: bytes, classes: int) -> tuple[Tensor, Tensor]:
-    pixels, labels = (np.asarray(values) for values in _read(path, b"data", key))
-    right = pixels.dtype == np.uint8 and pixels.shape == (len(labels), 3 * 32 * 32)
-    if not right or not 0 <= labels.min() <= labels.max() < classes:
-        raise ConfigError(f"--data-path: {path} must hold 3072 bytes and a label below {classes} by image")
-    return torch.tensor(pixels).view(-1, 3, 32, 32), torch.tensor(labels, dtype=torch.int64)
 
 
 def _load_folder(config: Config) -> DataSets:
@@ -176,17 +165,13 @@ def _load_folder(config: Config) -> DataSets:
     size, path = config.image_size, Path(config.data_path)
     assert size is not None  # with --data folder
     held_out = path / ("val" if (path / "val").is_dir() else "test")
-    train, test = (ImageFolder(f, size, IMAGENET_MEAN, IMAGENET_STD) for f in (path / "train", held_out))
+    train, test = ImageFolder(path / "train", size), ImageFolder(held_out, size)
     if train.classes != test.classes:
         odd = sorted(set(train.classes) ^ set(test.classes))
         raise ConfigError(
             f"--data-path {config.data_path}: {train.folder.name} and {test.folder.name} must hold the same "
             f"classes; {some(odd)} are in one of them only"
         )
-    hidden = train.hidden + test.hidden
-    if hidden and is_main_process():
-        said = f"{len(hidden)} hidden files and folders left out, such as {hidden[0]}"
-        print(f"--data-path: {said}", flush=True)
     return DataSets(train, test, train.classes, (3, size, size))
 
 

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
-import math
 import os
 import socket
 import struct
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..sync.agreement import Agreement, answers_text, boot_id, in_time
+from ..sync.agreement import Agreement, answers_text, boot_id
 from ..sync.collective import ALL_GATHER, wait_on_host
 from ..sync.rendezvous import meet
 from .config import ConfigError, TrainingError
@@ -44,9 +40,20 @@ def get_world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def get_rank() -> int:
+    """The rank of this process, 0 without a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
 def is_main_process() -> bool:
     """Whether this is rank 0, the one that prints and writes files."""
-    return not dist.is_initialized() or dist.get_rank() == 0
+    return get_rank() == 0
+
+
+def say(text: str) -> None:
+    """Print a line on rank 0."""
+    if is_main_process():
+        print(text, flush=True)
 
 
 def init(launch: Launch | None, device: str = "auto", timeout: float = 300.0) -> Ranks:
@@ -68,37 +75,28 @@ def init(launch: Launch | None, device: str = "auto", timeout: float = 300.0) ->
         return Ranks(0, 1, _choose_device(device, torch.cuda.is_available(), 0))
 
     rank, world = launch.rank, launch.world
-    begin = time.monotonic()
-
-    def left() -> float:
-        return max(1.0, timeout - (time.monotonic() - begin))
-
     try:
         store = meet(rank, world, launch.address, launch.port, timeout, launch.run)
-        agreement = in_time(
-            lambda: Agreement(dist.PrefixStore("trainer", store), rank, world, left()), left()
-        )
-        told = agreement.ask("options", f"--device {device}")
-        if len(told) > 1:
-            raise ConfigError(f"the ranks differ in their options: {answers_text(told)}")
+        agreement = Agreement(dist.PrefixStore("trainer", store), rank, world, timeout)
         gpus = torch.cuda.device_count() if torch.cuda.is_available() and device != "cpu" else 0
         index = launch.local_rank % max(1, gpus)
         own = str(torch.cuda.get_device_properties(index).uuid) if gpus else ""
         different = agreement.ask("GPUs", own)
         chosen = _choose_device(device, "" not in different and len(different) == world, index)
-        if chosen.type == "cuda":
+        if cuda := chosen.type == "cuda":
             torch.cuda.set_device(chosen)
-        _choose_interface(launch, agreement)
-        group = functools.partial(
-            dist.init_process_group,
-            "nccl" if chosen.type == "cuda" else "gloo",
-            store=dist.PrefixStore("group", store), rank=rank, world_size=world,
-            timeout=timedelta(seconds=timeout), device_id=chosen if chosen.type == "cuda" else None,
-        )  # fmt: skip
-        # gloo waits for five times its timeout when a rank does not answer.
-        group() if chosen.type == "cuda" else in_time(group, left())
-    except (RuntimeError, TimeoutError) as error:
-        forgot = "; was srun forgotten?" if launch.launcher == "srun" and rank == 0 else ""
+        else:
+            _choose_interface(launch, agreement)
+        dist.init_process_group(
+            "nccl" if cuda else "gloo",
+            store=dist.PrefixStore("group", store),
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=timeout),
+            device_id=chosen if cuda else None,
+        )
+    except RuntimeError as error:
+        forgot = "; was srun forgotten?" if "SLURM_PROCID" in os.environ and rank == 0 else ""
         raise ConfigError(
             f"the {world} ranks did not meet at {launch.address}:{launch.port} within {timeout:g} s: "
             f"{str(error).splitlines()[0]}{forgot}"
@@ -121,20 +119,22 @@ def _choose_interface(launch: Launch, agreement: Agreement) -> None:
     ranks connect to their own host in place of another. The host of rank 0 knows its own name so, and takes
     the address by which the others know it.
     """
-    known = agreement.ask("address of rank 0", _address(launch.address)).keys() - {""}
-    mine = _address(socket.gethostname())
-    if "GLOO_SOCKET_IFNAME" in os.environ or (mine and not mine.startswith("127.")):
+    own = _address(socket.gethostname())
+    known = [one for one in agreement.ask("address of rank 0", _address(launch.address)) if not _is_own(one)]
+    if "GLOO_SOCKET_IFNAME" in os.environ or not known or not _is_own(own):
         return
-    for address in sorted(known, key=lambda one: one.startswith("127.")):
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-            probe.connect((address, launch.port))  # sends nothing, and chooses the own address
-            own = socket.inet_aton(probe.getsockname()[0])
-            for _, name in socket.if_nameindex():
-                with contextlib.suppress(OSError):  # an interface without an address
-                    asked = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-                    if asked[20:24] == own:
-                        os.environ["GLOO_SOCKET_IFNAME"] = name
-                        return
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        probe.connect((known[0], launch.port))  # sends nothing, and chooses the own address
+        used = socket.inet_aton(probe.getsockname()[0])
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without an address
+                if fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))[20:24] == used:
+                    os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def _is_own(address: str) -> bool:
+    """Whether no other host reaches the address."""
+    return not address or address.startswith("127.")
 
 
 def _address(host: str) -> str:
@@ -146,37 +146,14 @@ def _address(host: str) -> str:
 
 
 def own_cores() -> int:
-    """This rank's share of the cores that it may run on, and of the time that its control group may use.
+    """This rank's share of the cores that it may run on.
 
-    torchrun lets every rank run on all cores of the host; srun may give each task its own. Ranks in several
-    containers of a machine share its cores too, and each container may have a limit.
+    torchrun lets every rank run on all cores of the host; srun may give each task its own.
     """
     machine, cores = os.uname().nodename, sorted(os.sched_getaffinity(0))
     with contextlib.suppress(OSError):
-        machine = boot_id()
-    control_group, quota = cpu_quota()
-    mine = [(machine, cores), (machine, control_group)]
-    by_cores, by_group = (list(column) for column in zip(*gather_objects(mine), strict=True))
-    share = min(len(cores) / by_cores.count(mine[0]), quota / by_group.count(mine[1]))
-    return max(1, int(share))
-
-
-def cpu_quota(root: Path = Path("/")) -> tuple[str, float]:
-    """The control group of this process, and the number of cores whose time it may use, often infinity.
-
-    Limits of the groups above hold too. A container sees its own group as the top.
-    """
-    top, quota, name = root / "sys/fs/cgroup", math.inf, ""
-    with contextlib.suppress(OSError):
-        text = (root / "proc/self/cgroup").read_text()
-        name = f"{os.readlink(root / 'proc/self/ns/cgroup')} {text}"
-        path = top / text.rpartition("0::/")[2].strip()
-        for group in (path, *path.parents[: len(path.parts) - len(top.parts)], top / "cpu"):
-            for files in (["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]):  # of version 2 and 1
-                with contextlib.suppress(OSError, ValueError):  # "max" is no number
-                    used, period = map(int, " ".join((group / file).read_text() for file in files).split())
-                    quota = min(quota, used / period if used > 0 else math.inf)
-    return name, quota
+        machine = boot_id()  # of ranks in several containers too
+    return max(1, len(cores) // gather_objects((machine, cores)).count((machine, cores)))
 
 
 def reduce_value(value: Tensor, average: bool = True) -> Tensor:
@@ -193,11 +170,9 @@ def reduce_value(value: Tensor, average: bool = True) -> Tensor:
     return total / world if average else total
 
 
-def gather_numbers(first: Tensor, *others: Tensor | float) -> list[list[float]]:
-    """Each of the numbers of all ranks, in rank order: one collective, in fp32."""
-    mine = first.new_empty(1, 1 + len(others), dtype=torch.float32)
-    for index, number in enumerate((first.detach(), *others)):
-        mine[0, index] = number
+def gather_numbers(numbers: Tensor) -> list[list[float]]:
+    """Each of the `(n,)` numbers of all ranks, in rank order: one collective."""
+    mine = numbers.detach().view(1, -1)
     if get_world_size() < 2:
         return mine.T.tolist()
     everybody = mine.new_empty(get_world_size(), mine.shape[1])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,48 +13,41 @@ from PIL.TiffImagePlugin import BITSPERSAMPLE, TiffImageFile
 from torch import Tensor
 
 from .config import ConfigError
-from .loaders import ImageSource
+from .loaders import ImageSource, normalise
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+IMAGENET_MEAN_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 BORDER = 0.0625  # what a test crop leaves out at each side
 AREA = (0.08, 1.0)  # area of a training crop over the area of the image
 RATIO = (3 / 4, 4 / 3)  # width over height of a training crop
 
 
 class ImageFolder(ImageSource):
-    """The images of `folder/<class>/...`; classes are numbered in the order of their names.
-
-    Args:
-        folder: of one split.
-        size: height and width of the returned images.
-        mean, std: of pixels in [0, 1] by channel; subtracted, divided by.
+    """The images of `folder/<class>/...`, of `size` pixels; classes are numbered in the order of their names.
 
     Training crops are drawn as in Szegedy et al., arXiv:1409.4842: an area, a ratio, a place, and whether to
     mirror. Test images are scaled and cropped in the middle. Images of 16 bits are read with their upper 8.
 
     Links to folders are followed. Images and folders with a dot before their names (`.ipynb_checkpoints`,
-    `._x.jpg`) are left out; `hidden` has their paths.
+    `._x.jpg`) are left out.
 
     Raises:
         ConfigError: there is no such folder, it has no classes, or a class has no images; in `read`, an image
             has 32 bits a channel.
     """
 
-    def __init__(self, folder: Path, size: int, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
+    def __init__(self, folder: Path, size: int) -> None:
         if not folder.is_dir():
             raise ConfigError(f"--data-path: {folder} is no folder; train, and val or test, are expected")
         self.folder, self.size = folder, size
-        self.scale = 1 / (255 * torch.tensor(std)).view(-1, 1, 1)
-        self.offset = (-torch.tensor(mean) / torch.tensor(std)).view(-1, 1, 1)
-        folders = [entry for entry in os.scandir(folder) if entry.is_dir()]
-        self.hidden = [entry.path for entry in folders if entry.name.startswith(".")]
-        self.classes = tuple(sorted(entry.name for entry in folders if not entry.name.startswith(".")))
+        names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
+        self.classes = tuple(name for name in names if not name.startswith("."))
         if not self.classes:
             raise ConfigError(f"--data-path: {folder} has no folders, one for each class")
         self.paths: list[str] = []
         labels = []
         for label, name in enumerate(self.classes):
-            found = sorted(_images(str(folder / name), self.hidden))
+            found = _images(folder / name)
             if not found:
                 raise ConfigError(f"--data-path: {folder / name} has no images ({' '.join(SUFFIXES)})")
             self.paths += found
@@ -81,24 +73,16 @@ class ImageFolder(ImageSource):
             if torch.rand((), generator=generator) < 0.5:
                 image = ImageOps.mirror(image)
         pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
-        return torch.addcmul(self.offset, pixels.float(), self.scale)
+        return normalise(pixels, *IMAGENET_MEAN_STD)
 
 
-def _images(folder: str, hidden: list[str], above: tuple[str, ...] = ()) -> Iterator[str]:
-    """The images in `folder` and the folders in it; those that are hidden are added to `hidden`."""
-    real = os.path.realpath(folder)
-    if real in above:  # a link to a folder that it is in
-        return
-    for entry in os.scandir(folder):
-        inner = entry.is_dir()
-        if not inner and not entry.name.lower().endswith(SUFFIXES):
-            continue
-        if entry.name.startswith("."):
-            hidden.append(entry.path)
-        elif inner:
-            yield from _images(entry.path, hidden, (*above, real))
-        else:
-            yield entry.path
+def _images(folder: Path) -> list[str]:
+    found = []
+    for place, inner, files in os.walk(folder, followlinks=True):
+        inner[:] = [name for name in inner if not name.startswith(".")]  # the others are not walked
+        images = (name for name in files if name.lower().endswith(SUFFIXES) and not name.startswith("."))
+        found += [os.path.join(place, name) for name in images]
+    return sorted(found)
 
 
 def _eight_bits(image: Image.Image, path: str) -> Image.Image:

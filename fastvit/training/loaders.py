@@ -19,6 +19,17 @@ from .distributed import Ranks
 Key = tuple[list[int], "int | None"]  # indices of a batch, and the seed of its augmentation
 
 
+def seed_of(*numbers: int) -> int:
+    """A seed for each combination of numbers."""
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)
+
+
+def normalise(pixels: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
+    """`(x / 255 - mean) / std` by channel of images `(..., C, H, W)`, uint8."""
+    mean_, std_ = (torch.tensor(values).view(-1, 1, 1) for values in (mean, std))
+    return (pixels / 255 - mean_) / std_
+
+
 class ImageSource(Dataset):
     """Images that are read a batch at a time, and their labels `(N,)` int64."""
 
@@ -63,11 +74,10 @@ class TrainBatches(Sampler[Key]):
         self.epoch, self.first = epoch, first
 
     def __iter__(self) -> Iterator[Key]:
-        random = torch.Generator().manual_seed((self.seed + self.epoch) % 2**63)
+        random = torch.Generator().manual_seed(self.seed + self.epoch)
         mine = torch.randperm(self.images, generator=random)[self.rank :: self.world].split(self.batch_size)
         for batch in range(self.first, len(self)):
-            mixed = np.random.SeedSequence([self.seed, self.epoch, self.rank, batch])
-            yield mine[batch].tolist(), int(mixed.generate_state(1, np.uint64)[0] >> 1)
+            yield mine[batch].tolist(), seed_of(self.seed, self.epoch, self.rank, batch)
 
     def __len__(self) -> int:
         """Batches of a whole epoch."""
@@ -111,5 +121,4 @@ def make_loader(
         worker_init_fn=_ignore_foreign_sigterm,
         pin_memory=device.type == "cuda",
         timeout=config.timeout if config.workers else 0,
-        generator=torch.Generator(),  # not the global one, which dropout uses
     )

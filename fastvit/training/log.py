@@ -5,12 +5,9 @@ from __future__ import annotations
 import json
 import resource
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
 
 # TensorBoard tag of each column; the tags of one chart share a prefix.
 TAGS = {
@@ -35,32 +32,22 @@ def peak_memory(device: torch.device) -> float:
 
 
 class RunLog:
-    """Writes `metrics.jsonl` and TensorBoard events into the directory of a run.
+    """Writes `metrics.jsonl` and TensorBoard events into the directory of a run; one that exists is replaced.
 
-    Every rank may have one; only the rank that calls `open` writes.
-
-    A row is a dict of numbers with `epoch`, `time` (seconds since 1970) and keys of `TAGS`.
+    A row is a dict of numbers with `epoch`, `time` (seconds since 1970) and keys of `TAGS`. `history` has
+    those of the epochs before a resume, so that the curve is complete in any directory.
     """
 
-    def __init__(self, run: Path) -> None:
-        self.run = run
-        self.file: TextIO
-        self.writer: SummaryWriter
-
-    def open(self, history: list[dict[str, Any]]) -> None:
-        """Open the files and write the rows of the epochs before a resume.
-
-        The curve is then complete in any directory. Later rows of the directory are dropped.
-        """
+    def __init__(self, run: Path, history: list[dict[str, Any]]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.file = (self.run / "metrics.jsonl").open("w")
+        self.file = (run / "metrics.jsonl").open("w")
         # With purge_step 0 TensorBoard drops the events of earlier starts in the same directory.
-        self.writer = SummaryWriter(str(self.run), purge_step=0 if history else None)
+        self.writer = SummaryWriter(str(run), purge_step=0 if history else None)
         for row in history:
-            self.epoch(row)
+            self.write(row)
 
-    def epoch(self, row: dict[str, Any]) -> None:
+    def write(self, row: dict[str, Any]) -> None:
         """Write the row of one epoch, and flush the files."""
         self.file.write(json.dumps(row) + "\n")
         for name in TAGS.keys() & row.keys():

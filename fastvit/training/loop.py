@@ -6,7 +6,7 @@ import math
 import signal
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from threading import Event
 
@@ -19,12 +19,14 @@ from .. import sync
 from .config import TrainingError
 from .distributed import (
     gather_numbers,
+    get_rank,
     get_world_size,
     is_main_process,
     on_every,
     raise_together,
     reduce_value,
 )
+from .loaders import seed_of
 from .train_state import TrainState
 
 STOP, FAILED = 1, 2  # what a rank tells the others in every step
@@ -128,17 +130,18 @@ def train_one_epoch(
     feed = Feed(loader, (config.batch_size, *shape))
     train_state.parallel.train()
     start = time.perf_counter()
-    with tqdm(
-        total=steps, initial=progress.step, desc=f"[epoch {epoch}]", leave=False,
-        disable=not is_main_process(), mininterval=0.5, dynamic_ncols=True,
-    ) as bar:  # fmt: skip
+    shown = {"desc": f"[epoch {epoch}]", "leave": False, "mininterval": 0.5, "dynamic_ncols": True}
+    with tqdm(total=steps, initial=progress.step, disable=not is_main_process(), **shown) as bar:
         while progress.step < steps and not stopped:
-            train_state.set_learning_rate((epoch - 1) * steps + progress.step)
+            for group in train_state.optimizer.param_groups:
+                group["lr"] = train_state.schedule((epoch - 1) * steps + progress.step)
             parts = min(config.accumulate, len(loader) - progress.step * config.accumulate)
+            # Dropout differs between ranks and from augmentation (by the 1), and is the same after a resume.
+            torch.manual_seed(seed_of(config.seed, epoch, get_rank(), progress.step, 1))
             loss = _backward(train_state, feed, parts)
             norm = _clip_gradients(train_state)
-            flag = FAILED if feed.error else STOP if stop.is_set() else 0
-            losses, norms, flags = gather_numbers(loss, norm, flag)
+            flag = loss.new_tensor(FAILED if feed.error else STOP if stop.is_set() else 0)
+            losses, norms, flags = gather_numbers(torch.stack([loss, norm.float(), flag]))
             if FAILED in flags:
                 raise_together(feed.error)
             progress.step += 1
@@ -163,13 +166,14 @@ def train_one_epoch(
 
 def _backward(train_state: TrainState, feed: Feed, parts: int) -> Tensor:
     """The mean loss of `parts` batches on this rank; its gradients are averaged over the ranks."""
-    total = torch.zeros((), device=train_state.device)
+    parallel, total = train_state.parallel, torch.zeros((), device=train_state.device)
     for part in range(parts):
         images, labels = train_state.to_device(*feed.next())
         last = part == parts - 1
-        with train_state.no_sync(local=not last):
+        # Gradients are reduced in the last backward alone.
+        with nullcontext() if last or parallel is train_state.model else parallel.no_sync():
             with train_state.precision.forward():
-                logits = train_state.parallel(images)
+                logits = parallel(images)
             smoothing = train_state.config.label_smoothing
             loss = F.cross_entropy(logits.float(), labels, label_smoothing=smoothing) / parts
             total = total + loss.detach()

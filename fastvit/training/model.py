@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..fuse import convert_syncbn_model
 from ..models import create_vit
 from .config import Config, ConfigError, some
-from .engine import import_apex
+from .nvidia_apex import import_apex
 
 
 def build_model(config: Config, shape: tuple[int, int, int], classes: int) -> nn.Module:
@@ -80,7 +80,6 @@ def _from_timm(config: Config, shape: tuple[int, int, int], outputs: int) -> nn.
 
 
 _AVERAGED = re.compile("(?<![a-z])(ema|teacher|average)")  # what trainers call averaged weights
-_HEADS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 # What torch puts into names: torch.compile, FSDP, its checkpointing.
 _WRAPPERS = re.compile(r"_(orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\.")
 
@@ -96,12 +95,11 @@ def _read(path: Path) -> Any:
     except OSError:
         raise
     except Exception as error:  # a damaged file may raise any exception; code in it is refused
-        refused = re.search(r"GLOBAL (\S+)", str(error))
-        reason = (
-            f"it holds an object of {refused[1]}, which may run code; save the model's state_dict() alone"
-            if refused
-            else (str(error).splitlines() or [""])[0]
-        )
+        reason = (str(error).splitlines() or [""])[0]
+        if refused := re.search(r"GLOBAL (\S+)", str(error)):
+            reason = (
+                f"it holds an object of {refused[1]}, which may run code; save the model's state_dict() alone"
+            )
         raise ConfigError(f"--pretrained: {path} is damaged or no file of weights: {reason}") from None
 
 
@@ -113,24 +111,15 @@ def _tensors(content: Any, before: str = "") -> dict[str, Tensor]:
     return {name: value for key, part in parts for name, value in _tensors(part, f"{before}{key}.").items()}
 
 
-def _prefix(names: Iterable[str], own: Collection[str], path: Path) -> str:
+def _prefix(names: Iterable[str], own: Collection[str]) -> str:
     """What trainers and wrappers put before the model's names, such as `state_dict.module.`.
 
     At least half of the model's names are behind it. Averaged weights come first.
     """
     ends = ((name, name.split(".", dots)[-1]) for name in names for dots in range(name.count(".") + 1))
     hits = Counter(name.removesuffix(end) for name, end in ends if end in own)
-    order = sorted((not _AVERAGED.search(p), -count, p) for p, count in hits.items() if 2 * count >= len(own))
-    if len(order) > 1 and order[0][:2] == order[1][:2]:
-        one, other = (prefix for _, _, prefix in order[:2])
-        raise ConfigError(
-            f"--pretrained: {path} has the model as {one}* and as {other}*; save one of them alone"
-        )
-    return order[0][2] if order else ""
-
-
-def _differing(weights: dict[str, Tensor], own: dict[str, Tensor]) -> list[str]:
-    return [name for name, value in own.items() if name in weights and weights[name].shape != value.shape]
+    found = [(not _AVERAGED.search(p), -count, p) for p, count in hits.items() if 2 * count >= len(own)]
+    return min(found)[2] if found else ""
 
 
 def _as_timm_converts(weights: dict[str, Tensor], model: nn.Module, path: Path) -> dict[str, Tensor]:
@@ -154,8 +143,8 @@ def _as_timm_converts(weights: dict[str, Tensor], model: nn.Module, path: Path) 
 def load_pretrained(model: nn.Module, path: Path) -> str:
     """Load weights by name, and return a report of missing, unexpected and unused ones.
 
-    The heads are not loaded where the file has them for another number of classes: layers that nothing but
-    the number of their outputs tells from those of the file.
+    The heads are not loaded where the file has them for another number of classes: tensors that nothing but
+    one number of outputs tells from those of the file.
 
     Raises:
         OSError, ConfigError: the file cannot be read, no name fits, or a tensor other than a head's has
@@ -163,38 +152,32 @@ def load_pretrained(model: nn.Module, path: Path) -> str:
     """
     own, content = model.state_dict(), _read(path)
     tensors = _tensors(content)
-    if not tensors:
-        got = some(content) if isinstance(content, dict) else type(content).__name__
-        raise ConfigError(f"--pretrained: {path} must hold a dict of tensors; it has {got}")
-    prefix = _prefix(tensors, own, path)
-    weights = given = {n[len(prefix) :]: value for n, value in tensors.items() if n.startswith(prefix)}
-    if _differing(weights, own) or own.keys() - weights.keys():
+    prefix = _prefix(tensors, own)
+    weights = {name[len(prefix) :]: value for name, value in tensors.items() if name.startswith(prefix)}
+    if any(name not in weights or weights[name].shape != value.shape for name, value in own.items()):
         weights = _as_timm_converts(weights, model, path)
     if not weights.keys() & own.keys():
+        got = tensors or (content if isinstance(content, dict) else [type(content).__name__])
         raise ConfigError(
             f"--pretrained: no name in {path} is a name of the model, such as {next(iter(own))}; "
-            f"the file has {some(tensors)}"
+            f"the file has {some(got)}"
         )
-    other = _differing(weights, own)
+    other = [name for name, value in own.items() if name in weights and weights[name].shape != value.shape]
     outputs = {(weights[name].shape[:1], own[name].shape[:1]) for name in other}
     for name in other:
-        layer = model.get_submodule(name.rpartition(".")[0])
-        is_head = isinstance(layer, _HEADS) and weights[name].shape[1:] == own[name].shape[1:]
-        if not is_head or len(outputs) > 1:
+        if len(outputs) > 1 or weights[name].shape[1:] != own[name].shape[1:]:
             raise ConfigError(
                 f"--pretrained: {name} must have the shape {tuple(own[name].shape)}, "
                 f"got {tuple(weights[name].shape)} in {path}"
             )
     loaded = {name: value for name, value in weights.items() if name not in other}
     missing, unexpected = model.load_state_dict(loaded, strict=False)
-    converted = [n for n in loaded if n in own and (n not in given or given[n].shape != own[n].shape)]
     place = f" ({prefix[:-1]})" if prefix else ""
     lines = [f"pretrained: {len(loaded) - len(unexpected)} of {len(own)} tensors from {path}{place}"]
     for names, what in (
         ([name for name in missing if name not in other], "missing in the file"),
         (unexpected, "unexpected, not in the model"),
         (other, "for another number of classes, not loaded"),
-        (converted, "converted by timm"),
     ):
         if names:
             lines.append(f"  {what}: {', '.join(names)}")

@@ -24,9 +24,6 @@ class Precision:
         self.config, self.device = config, device
         self.scales_loss = config.amp.startswith("O")  # amp skips a step whose gradients are not finite
 
-    def _autocast(self, dtype: torch.dtype, on: bool) -> AbstractContextManager:
-        return torch.autocast(self.device.type, dtype) if on else nullcontext()
-
     @property
     def loss_scale(self) -> float:
         return float(amp.state_dict()["loss_scaler0"]["loss_scale"]) if self.scales_loss else 1.0
@@ -41,12 +38,13 @@ class Precision:
 
     def forward(self) -> AbstractContextManager:
         """The context of a forward pass, in training and in evaluation."""
-        return self._autocast(torch.bfloat16, self.config.amp == "bf16")
+        on = self.config.amp == "bf16"
+        return torch.autocast(self.device.type, torch.bfloat16) if on else nullcontext()
 
     def half(self) -> AbstractContextManager:
         """Autocast to the dtype that activations have at this level, of a model that is not prepared."""
         half = torch.bfloat16 if self.device.type == "cpu" or self.config.amp == "bf16" else torch.float16
-        return self._autocast(half, self.config.amp not in ("off", "O0"))
+        return torch.autocast(self.device.type, half, enabled=self.config.amp not in ("off", "O0"))
 
     def backward(self, loss: Tensor, optimizer: Optimizer, last: bool) -> None:
         """Add the gradients of `loss`; `last` means that a step of the optimizer follows."""

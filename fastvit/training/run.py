@@ -12,15 +12,25 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from .. import __version__, _library
-from . import checkpoint, distributed
+from . import checkpoint
 from .command_line import OF_A_HOST, merge_saved
 from .config import Config, TrainingError, flag, some
 from .datasets import DataSets, load
-from .distributed import Ranks, agree, gather_objects, is_main_process, on_every, on_main, raise_together
+from .distributed import (
+    Ranks,
+    agree,
+    average_running_statistics,
+    gather_objects,
+    on_every,
+    on_main,
+    own_cores,
+    raise_together,
+    say,
+)
 from .loaders import TrainBatches, make_loader, test_batches
-from .lock import lock
 from .log import RunLog, peak_memory
 from .loop import Progress, evaluate, stop_request, train_one_epoch
 from .model import build_model, freeze, load_pretrained
@@ -50,12 +60,12 @@ def _train(config: Config, given: dict[str, Any], ranks: Ranks, stack: ExitStack
         if state is not None:
             config = on_every(merge_saved, given, state["config"], run)
     else:
-        on_main(lock, Path(config.out), stack)
+        on_main(checkpoint.lock, Path(config.out), stack)
     _check_device(config, ranks)
     _set_up_torch(config)
     run = Path(config.out)
     on_main(_prepare_directory, run, config)
-    _say(
+    say(
         f"{ranks.world} x {ranks.device.type}, {torch.get_num_threads()} CPU thread(s) per rank, run in {run}"
     )
 
@@ -75,57 +85,57 @@ def _train(config: Config, given: dict[str, Any], ranks: Ranks, stack: ExitStack
     model = _make_model(config, data, pretrained=state is None)
     steps = -(-len(batches) // config.accumulate)
     train_state = on_every(make_train_state, model, config, ranks, data.shape, steps, state)
-    _report_memory(train_state, run)
-    torch.manual_seed(config.seed + 1_000_003 * (ranks.rank + 1))  # dropout differs between ranks
+    if train_state.memory is not None:
+        say(f"--memory {config.memory}: {train_state.memory.summary()}")
+        title = f"--memory {config.memory}, a batch of {config.batch_size} images on one rank"
+        on_main((run / "memory.txt").write_text, f"{title}\n\n{train_state.memory}\n", "utf-8")
     done, history, progress = 0, [], Progress()
     if state is not None:
         done, history, progress = state["epoch"], state["history"], Progress(**state["progress"])
-        within = f" and {progress.step} steps" if progress.step else ""
-        others = ""
-        if state["world"] == ranks.world:
-            checkpoint.set_rng_state(state["rng"][ranks.rank], ranks.device)
-        else:
+        within, others = f" and {progress.step} steps" if progress.step else "", ""
+        if state["world"] != ranks.world:
             others = (
                 f": by {ranks.world} rank(s) what {state['world']} wrote, with the learning rate and "
-                f"schedule of {ranks.world}, and random states by --seed"
+                f"schedule of {ranks.world}"
             )
-        _say(f"resumed after epoch {done}{within} of {config.epochs}{others}")
+        say(f"resumed after epoch {done}{within} of {config.epochs}{others}")
 
-    log = RunLog(run)
-    on_main(log.open, history)
+    log: list[RunLog] = []  # one, on rank 0
+    on_main(lambda: log.append(RunLog(run, history)))
     end = min(config.epochs, done + config.stop_after) if config.stop_after else config.epochs
     with stop_request() as stop:
         for epoch in range(done + 1, end + 1):
             sampler.set_epoch(epoch, progress.step * config.accumulate)
             speed, stop_asked = train_one_epoch(train_state, batches, data.shape, epoch, progress, stop)
             for model in filter(None, (train_state.model, train_state.average)):
-                distributed.average_running_statistics(model)
+                average_running_statistics(model)
             step, best = progress.step, False
             if complete := step == steps:
                 row = _evaluated(train_state, test, progress, epoch) | speed
                 best = all(_score(row) > _score(other) for other in history)
                 history.append(row)
                 done, progress = epoch, Progress()
-            # The checkpoint has the history, from which a resumed run completes the log after a crash between
-            # the two.
-            now = _state(train_state, ranks, data, done, progress, history)
+            now = train_state.state_dict() | {
+                "epoch": done,
+                "step": progress.step,
+                "progress": asdict(progress),
+                "config": asdict(config),
+                "classes": list(data.classes),
+                "world": ranks.world,
+                "history": history,  # completes the log after a crash between the two
+            }
             on_main(checkpoint.save_checkpoint, run, now, config.keep, best)
             if complete:
-                on_main(log.epoch, row)
-                _say(_summary(row))
+                on_main(lambda row=row: log[0].write(row))
+                say(_summary(row))
             if stop_asked and done < end:
-                _say(f"stopped by SIGTERM in epoch {epoch}, after step {step}")
+                say(f"stopped by SIGTERM in epoch {epoch}, after step {step}")
                 break
-    on_main(log.close)
+    on_main(lambda: log[0].close())
     if done < config.epochs:
-        _say(f"stopped after epoch {done} of {config.epochs}; continue it with --resume {run}")
+        say(f"stopped after epoch {done} of {config.epochs}; continue it with --resume {run}")
     if history:
-        _say(f"test accuracy {history[-1]['test_accuracy']:.3f}")
-
-
-def _say(text: str) -> None:
-    if is_main_process():
-        print(text, flush=True)
+        say(f"test accuracy {history[-1]['test_accuracy']:.3f}")
 
 
 def _options(config: Config) -> dict[str, Any]:
@@ -150,16 +160,16 @@ def _resume(
     auto = config.resume == "auto"
     source = Path(config.out if auto else config.resume)
     goes_on_in = source if auto else Path(given["out"]) if "out" in given else on_main(_run, source)
-    on_main(lock, goes_on_in, stack)
+    on_main(checkpoint.lock, goes_on_in, stack)
     # After the lock, before which another run may have written one.
-    seen = gather_objects([checkpoint.place(path) for path in checkpoint.checkpoints(source)[-1:]])
+    seen = gather_objects([checkpoint.epoch_and_step(path) for path in checkpoint.checkpoints(source)[-1:]])
     if max(seen) > seen[0]:  # a new run, or an older checkpoint, would replace it
         raise TrainingError(
             f"--resume: rank {seen.index(max(seen))} sees a newer checkpoint in {source} than rank 0, which "
             "reads and writes them; the disk must be shared by the hosts"
         )
     if auto and not seen[0]:
-        _say(f"no checkpoint in {source}: a new run")
+        say(f"no checkpoint in {source}: a new run")
         return source, None
     return on_main(_load, source, world)
 
@@ -174,8 +184,8 @@ def _load(source: Path, world: int) -> tuple[Path, dict[str, Any]]:
     path, run = checkpoint.find_checkpoint(source), _run(source)
     state = checkpoint.load_checkpoint(path)
     if state["step"] and state["world"] != world:  # another number of ranks has other steps
-        older = [one for one in checkpoint.checkpoints(run) if checkpoint.place(one) <= (state["epoch"], 0)]
-        older = [one for one in older if not checkpoint.place(one)[1]]
+        whole = [(epoch, 0) for epoch in range(state["epoch"] + 1)]
+        older = [one for one in checkpoint.checkpoints(run) if checkpoint.epoch_and_step(one) in whole]
         if not older:
             raise TrainingError(
                 f"--resume: {path} is within an epoch, so the {state['world']} rank(s) that wrote it must "
@@ -208,7 +218,7 @@ def _prepare_directory(run: Path, config: Config) -> None:
 
 
 def _set_up_torch(config: Config) -> None:
-    torch.set_num_threads(config.threads or distributed.own_cores())
+    torch.set_num_threads(config.threads or own_cores())
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -220,21 +230,13 @@ def _make_model(config: Config, data: DataSets, pretrained: bool) -> nn.Module:
     torch.manual_seed(config.seed)
     model = on_every(build_model, config, data.shape, len(data.classes))
     if pretrained and config.pretrained not in ("", "timm"):
-        _say(on_main(load_pretrained, model, Path(config.pretrained)))
+        say(on_main(load_pretrained, model, Path(config.pretrained)))
     if config.freeze:
-        _say(f"frozen: {on_every(freeze, model, config.freeze)} parameters")
+        say(f"frozen: {on_every(freeze, model, config.freeze)} parameters")
     return model
 
 
-def _report_memory(train_state: TrainState, run: Path) -> None:
-    config = train_state.config
-    if train_state.memory is not None:
-        _say(f"--memory {config.memory}: {train_state.memory.summary()}")
-        title = f"--memory {config.memory}, a batch of {config.batch_size} images on one rank"
-        on_main((run / "memory.txt").write_text, f"{title}\n\n{train_state.memory}\n", "utf-8")
-
-
-def _evaluated(train_state: TrainState, test: Any, progress: Progress, epoch: int) -> dict[str, Any]:
+def _evaluated(train_state: TrainState, test: DataLoader, progress: Progress, epoch: int) -> dict[str, Any]:
     """The row of an epoch, for the log and the history."""
     test_loss, accuracy = evaluate(train_state, train_state.model, test)
     row = {
@@ -264,23 +266,3 @@ def _summary(row: dict[str, Any]) -> str:
         f"[epoch {row['epoch']}] mean loss {row['train_loss']:.4f}, test loss {row['test_loss']:.4f}, "
         f"test accuracy {row['test_accuracy']:.3f}{averaged}, {row['images_per_second']:.0f} images/s"
     )
-
-
-def _state(
-    train_state: TrainState,
-    ranks: Ranks,
-    data: DataSets,
-    done: int,
-    progress: Progress,
-    history: list[dict[str, Any]],
-) -> dict[str, Any]:
-    return train_state.state_dict() | {
-        "epoch": done,
-        "step": progress.step,
-        "progress": asdict(progress),
-        "rng": gather_objects(checkpoint.get_rng_state(ranks.device)),
-        "config": asdict(train_state.config),
-        "classes": list(data.classes),
-        "world": ranks.world,
-        "history": history,
-    }

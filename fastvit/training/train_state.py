@@ -6,7 +6,6 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,15 +44,6 @@ class TrainState:
         layout = torch.channels_last if self.config.channels_last else torch.contiguous_format
         images = images.to(self.device, non_blocking=True, memory_format=layout)
         return images, labels.to(self.device, non_blocking=True)
-
-    def no_sync(self, local: bool) -> AbstractContextManager:
-        """With `local`, gradients inside are not reduced; the next backward outside reduces them too."""
-        return self.parallel.no_sync() if local and self.parallel is not self.model else nullcontext()
-
-    def set_learning_rate(self, step: int) -> None:
-        """That of the step after `step` steps."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.schedule(step)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps of it."""
@@ -171,11 +161,14 @@ def _save_memory(
     layout = torch.channels_last if config.channels_last else torch.contiguous_format
     device = next(model.parameters()).device
     images = torch.zeros(config.batch_size, *shape, device=device).to(memory_format=layout)
-    options = config.convert_options()
+    kind, _, budget = config.memory.partition("=")
     with precision.half():
         try:
-            convert(model, **options, example_inputs=images if "budget" in options else None)
-        except ValueError as error:  # less than is possible
+            if kind == "budget":
+                convert(model, budget=budget, example_inputs=images)
+            else:
+                convert(model, products=kind == "products")
+        except ValueError as error:  # it is no budget, or less than is possible
             raise ConfigError(f"--memory {config.memory}: {str(error).removeprefix('convert: ')}") from None
         return report(model, images)
 
@@ -188,8 +181,8 @@ def data_parallel(model: nn.Module, ranks: Ranks) -> nn.Module:
     # DDP must not broadcast buffers: those of synchronised layers are equal, the others are averaged once per
     # epoch. torch 2.13 renamed the option.
     names = inspect.signature(DistributedDataParallel).parameters
-    option = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
-    options: dict[str, Any] = {option: False}
+    options: dict[str, Any] = {}
+    options["forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"] = False
     # DDP orders its buckets anew after the first backward, unless it looks for unused parameters. With three
     # or more ranks the rounding of a sum depends on the place in a bucket, also of the first after a resume.
     options["find_unused_parameters"] = ranks.world > 2 and devices is None

@@ -14,8 +14,7 @@ def import_apex(part: str) -> ModuleType:
     """`apex.<part>` of NVIDIA apex itself: from the folder FASTVIT_APEX, or as installed.
 
     The folder is a clone of apex at release 25.05, or an unpacked archive of it; it need not be compiled.
-    apex's Python code runs on the CPU too, with one change: its NVTX ranges are disabled where torch has no
-    NVTX.
+    apex's Python code runs on the CPU too, with one change: its NVTX ranges are disabled without a GPU.
 
     Raises:
         ImportError: there is no apex, or it lacks this part.
@@ -26,10 +25,7 @@ def import_apex(part: str) -> ModuleType:
     module = importlib.import_module(f"apex.{part}")
     if module.__name__ != f"apex.{part}":  # fastvit.compat provides missing parts under apex's names
         raise ImportError(f"apex.{part} is {module.__name__} here")
-    nvtx = torch.cuda.nvtx
-    try:
-        nvtx.range_push("")
-        nvtx.range_pop()
-    except RuntimeError:
+    if not torch.cuda.is_available():
+        nvtx = torch.cuda.nvtx
         nvtx.range_push = nvtx.range_pop = lambda *_: -1  # type: ignore[assignment]
     return module
