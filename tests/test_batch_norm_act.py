@@ -93,6 +93,20 @@ def test_gradcheck(layout, activation, residual, training, device):
     assert torch.autograd.gradcheck(call, [t.clone().requires_grad_() for t in inputs], fast_mode=True)
 
 
+@pytest.mark.parametrize("activation", ["identity", "relu"])
+def test_each_gradient_alone(activation, device):
+    case = Case("nchw", torch.float32, device)
+    layer = make(case, activation)
+    inputs = [case.x, case.z, layer.weight, layer.bias]
+    for t in inputs:
+        t.requires_grad_()
+    every = torch.autograd.grad(layer(case.x, case.z), inputs, case.dy)
+    for wanted, want in zip(inputs, every, strict=True):
+        for t in inputs:
+            t.requires_grad_(t is wanted)
+        assert torch.equal(torch.autograd.grad(layer(case.x, case.z), [wanted], case.dy)[0], want)
+
+
 KINKS = {"relu": [0.0], "relu6": [0.0, 6.0], "leaky_relu": [0.0], "elu": [0.0], "hardswish": [-3.0, 0.0, 3.0]}
 
 
