@@ -69,6 +69,9 @@ class NormLayer(_BatchNorm):
             )
         if z is not None and z.dtype != x.dtype:  # under autocast a residual may have another dtype
             z = z.to(x.dtype)
+        weight: Tensor | None
+        bias: Tensor | None
+        tracked: Tensor | None
         try:  # nn.Module.__getattr__ takes half a microsecond for each, as a small op does
             parameters, buffers = self._parameters, self._buffers
             weight, bias = parameters["weight"], parameters["bias"]
