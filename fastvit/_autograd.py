@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import ops
@@ -21,13 +22,13 @@ from .sync import LOCAL, Transport
 class Function(torch.autograd.Function):
     """torch's, which can be applied as its base class is: 6 of a layer's 60 microseconds less on the host."""
 
-    applied_directly: Callable[..., torch.Tensor]
+    applied_directly: Callable[..., Tensor]
 
     def __init_subclass__(cls) -> None:
         cls.applied_directly = super(torch.autograd.Function, cls).apply  # type: ignore[misc]
 
 
-def apply_of(function: type[Function], x: torch.Tensor) -> Callable[..., torch.Tensor]:
+def apply_of(function: type[Function], x: Tensor) -> Callable[..., Tensor]:
     """How to apply a function to x outside of torch.compile.
 
     torch's own `apply` refuses active transforms of torch.func, and unwraps a tensor that has outlived one.
@@ -48,7 +49,7 @@ def differentiable_once(backward):
     return chosen
 
 
-def in_one_pass(shared: Transport, x: torch.Tensor) -> bool:
+def in_one_pass(shared: Transport, x: Tensor) -> bool:
     """Whether a local op does both passes: with batch statistics of this process alone.
 
     On a GPU its blocks wait for each other, which holds up the multiprocessors while a collective kernel
@@ -59,7 +60,7 @@ def in_one_pass(shared: Transport, x: torch.Tensor) -> bool:
     return not x.is_cuda or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1
 
 
-def match_strides(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def match_strides(dy: Tensor, x: Tensor) -> Tensor:
     """dy, or on a GPU a copy of it, with the strides of x: kernels read operands of different strides element
     by element. Where x has gaps in memory, dy is not copied.
     """
@@ -72,28 +73,31 @@ def match_strides(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 class NormOptions(NamedTuple):
     """What a normalisation takes besides its tensors."""
 
+    name: str  # of the layer's function, in errors
     training: bool  # normalises by batch statistics, and updates the running ones
     momentum: float | None
     eps: float
     activation: str
     activation_param: float
     channel_last: bool
+    in_place: bool = False
     recompute: bool = True  # a recompute scope may make the result again
+    layer: int = 0  # unique among the layers of this process; ranks compare it
 
-    def channel_dim(self, x: torch.Tensor) -> int:
+    def channel_dim(self, x: Tensor) -> int:
         return x.dim() - 1 if self.channel_last else 1
 
-    def of_forward(self, x: torch.Tensor) -> tuple[float | None, float, str, float, int, bool]:
+    def of_forward(self, x: Tensor) -> tuple[float | None, float, str, float, int, bool]:
         """The last arguments of bn_forward and abn_forward."""
         return self.momentum, self.eps, *self.of_activation(x), self.training
 
-    def of_activation(self, x: torch.Tensor) -> tuple[str, float, int]:
+    def of_activation(self, x: Tensor) -> tuple[str, float, int]:
         """The last arguments of the other ops."""
         return self.activation, self.activation_param, self.channel_dim(x)
 
 
 class NormFunction(Function):
-    """A normalisation: `apply(x, weight, bias, z, mean, var, num_batches_tracked, options, transport)`."""
+    """A normalisation: `apply(x, weight, bias, z, *running, options, transport)`, z None in place."""
 
     @staticmethod
     def moments(ctx, x, options: NormOptions, transport: Transport):
@@ -102,6 +106,33 @@ class NormFunction(Function):
         if not options.training or in_one_pass(transport, x):
             return None, None
         return transport.moments(x, options.channel_dim(x))
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx, dy):
+        x, weight, bias, z, saved, tag = ctx.saved_tensors  # in place x is the output
+        options, transport = ctx.options, ctx.transport
+        wants_x, wants_weight, wants_bias, wants_z, *_ = ctx.needs_input_grad
+        dy_of_x = match_strides(dy, x)
+        operands = (x, dy_of_x, saved) if options.in_place else (x, dy_of_x, z, saved)
+        reduce: Callable = ops.abn_reduce if options.in_place else ops.bn_reduce
+        backward: Callable = ops.abn_backward if options.in_place else ops.bn_backward
+        rest = weight, bias, *options.of_activation(x)
+        own = total = dx = dz = None  # sums of this rank, sums of all ranks
+        local = wants_x and options.training and in_one_pass(transport, x)
+        if wants_x and options.training and not local:
+            rows = transport.sums(lambda exchange: reduce(*operands, *rest, exchange), tag).unbind()
+            own, total = rows[0], rows[-1]
+        elif (wants_weight or wants_bias) and not local:
+            own = reduce(*operands, *rest)[0]
+        if wants_x or (wants_z and z is not None):
+            dx, *residual, made = backward(*operands, total, *rest, local or total is not None)
+            own = made if local else own
+            dz = residual[0] if residual else None
+        if wants_z and z is None:
+            dz = dy
+        parameters = _parameter_gradients(own, weight, bias, wants_weight, wants_bias)
+        return dx if wants_x else None, *parameters, dz if wants_z else None, *(None,) * 5
 
 
 class BatchNormFunction(NormFunction):
@@ -123,56 +154,28 @@ class BatchNormFunction(NormFunction):
             x, saved, weight, bias, z, *options.of_activation(x)
         )
 
-    @staticmethod
-    @differentiable_once
-    def backward(ctx, dy):
-        x, weight, bias, z, saved, tag = ctx.saved_tensors
-        wants_x, _, _, wants_z, *_ = ctx.needs_input_grad
-        operands = x, match_strides(dy, x), z, saved
-        wanted = wants_x or (wants_z and z is not None)
-        (dx, dz), parameters = _gradients(
-            ctx, wanted, operands, weight, bias, tag, ops.bn_reduce, ops.bn_backward
-        )
-        if wants_z and z is None:
-            dz = dy
-        return dx if wants_x else None, *parameters, dz if wants_z else None, *(None,) * 5
-
 
 class InPlaceABNFunction(NormFunction):
-    @staticmethod
-    def forward(ctx, x, weight, bias, z, mean, var, tracked, options, transport):
-        moments, tag = NormFunction.moments(ctx, x, options, transport)
-        saved = ops.abn_forward_(x, moments, weight, bias, mean, var, tracked, *options.of_forward(x))
-        ctx.mark_dirty(x)
-        ctx.fastvit_written = x._version + 1
-        ctx.save_for_backward(x, weight, bias, saved, tag)
-        return x
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx, dy):
-        y, weight, bias, saved, tag = ctx.saved_tensors
-        operands = y, match_strides(dy, y), saved
-        (dx, _), parameters = _gradients(
-            ctx, ctx.needs_input_grad[0], operands, weight, bias, tag, ops.abn_reduce, ops.abn_backward
-        )
-        return dx, *parameters, *(None,) * 6
-
-
-class InvertibleABNFunction(InPlaceABNFunction):
-    """InPlaceABNFunction with a new result, for torch.compile.
+    """Writes its result over x, except under torch.compile.
 
     torch 2.13 loses the backward of a function that calls mark_dirty on an input of a compiled graph:
-    aot_autograd takes the gradient of the plain overwrite. So the traced function does not mutate x. The
+    aot_autograd takes the gradient of the plain overwrite. So a traced function does not mutate x. The
     caller copies y over x, and the compiler removes the copy where x is its own buffer.
     """
 
     @staticmethod
     def forward(ctx, x, weight, bias, z, mean, var, tracked, options, transport):
         moments, tag = NormFunction.moments(ctx, x, options, transport)
-        y, saved = ops.abn_forward(x, moments, weight, bias, mean, var, tracked, *options.of_forward(x))
-        ctx.save_for_backward(y, weight, bias, saved, tag)
-        return y
+        rest = moments, weight, bias, mean, var, tracked, *options.of_forward(x)
+        if torch.compiler.is_compiling():
+            y, saved = ops.abn_forward(x, *rest)
+            ctx.save_for_backward(y, weight, bias, z, saved, tag)
+            return y
+        saved = ops.abn_forward_(x, *rest)
+        ctx.mark_dirty(x)
+        ctx.fastvit_written = x._version + 1
+        ctx.save_for_backward(x, weight, bias, z, saved, tag)
+        return x
 
 
 class LayerNormFunction(Function):
@@ -198,69 +201,32 @@ class LayerNormFunction(Function):
         return dx if wants_x else None, dweight, dbias, None, None
 
 
+def _activated(operands, activation):
+    return (ops.act_forward if len(operands) == 1 else ops.glu_forward)(*operands, *activation)
+
+
 class ActFunction(Function):
+    """`apply(activation, activation_param, x)`, or with two operands the gate of a GLU."""
+
     @staticmethod
-    def forward(ctx, x, activation, activation_param):
-        ctx.save_for_backward(x)
+    def forward(ctx, activation, activation_param, *operands):
+        ctx.save_for_backward(*operands)
         ctx.activation = activation, activation_param
-        return ops.act_forward(x, activation, activation_param)
+        return _activated(operands, ctx.activation)
 
     @staticmethod
     def rebuilding(ctx):
         activation = ctx.activation
-        return lambda x: ops.act_forward(x, *activation)
+        return lambda *operands: _activated(operands, activation)
 
     @staticmethod
     @differentiable_once
     def backward(ctx, dy):
-        (x,) = ctx.saved_tensors
-        return ops.act_backward(x, dy, *ctx.activation), None, None
-
-
-class GluFunction(Function):
-    @staticmethod
-    def forward(ctx, a, b, activation, activation_param):
-        ctx.save_for_backward(a, b)
-        ctx.activation = activation, activation_param
-        return ops.glu_forward(a, b, activation, activation_param)
-
-    @staticmethod
-    def rebuilding(ctx):
-        activation = ctx.activation
-        return lambda a, b: ops.glu_forward(a, b, *activation)
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx, dy):
+        if len(ctx.saved_tensors) == 1:
+            (x,) = ctx.saved_tensors
+            return None, None, ops.act_backward(x, dy, *ctx.activation)
         a, b = ctx.saved_tensors
-        return *ops.glu_backward(a, b, dy, *ctx.activation), None, None
-
-
-def _gradients(ctx, wanted, operands, weight, bias, tag, reduce, backward):
-    """The gradients of the input and of the residual, where any is `wanted`; those of weight and bias."""
-    options, transport = ctx.options, ctx.transport
-    wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
-    own = total = dx = dz = None
-    local = wants_x and options.training and in_one_pass(transport, operands[0])
-    rest = weight, bias, *options.of_activation(operands[0])
-    if not local:
-        own, total = _sums(ctx, tag, lambda exchange: reduce(*operands, *rest, exchange))
-    if wanted:
-        statistics_vary = local or total is not None
-        dx, *residual, made = backward(*operands, total, *rest, statistics_vary)
-        own = made if local else own
-        dz = residual[0] if residual else None
-    return (dx, dz), _parameter_gradients(own, weight, bias, wants_weight, wants_bias)
-
-
-def _sums(ctx, tag, reduce):
-    """This rank's sums and, where dx needs them, those of all ranks; None where no gradient needs them."""
-    if ctx.needs_input_grad[0] and ctx.options.training:
-        rows = ctx.transport.sums(reduce, tag).unbind()
-        return rows[0], rows[-1]
-    if any(ctx.needs_input_grad[1:3]):
-        return reduce(None)[0], None
-    return None, None
+        return None, None, *ops.glu_backward(a, b, dy, *ctx.activation)
 
 
 def _parameter_gradients(sums, weight, bias, wants_weight, wants_bias):

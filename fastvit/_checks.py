@@ -116,26 +116,25 @@ def check_input(
 
 def check_may_be_overwritten(name: str, x: Tensor) -> None:
     """Raises RuntimeError where autograd would, but before x is overwritten."""
-    if torch.compiler.is_compiling():
-        return
-    refuse = None
+    graph = torch.is_grad_enabled()
     if x.is_neg():
         refuse = "is negated by a flag only (torch.Tensor.is_neg)"
     elif x.is_inference() and not torch.is_inference_mode_enabled():
         refuse = "is an inference tensor outside inference mode"
-    elif torch.is_grad_enabled() and x._base is not None and x._base.is_leaf and x._base.requires_grad:
+    elif graph and x._base is not None and x._base.is_leaf and x._base.requires_grad:
         refuse = "is a view of a leaf that requires grad"
-    elif torch.is_grad_enabled() and x.requires_grad and x.is_leaf:
+    elif graph and x.requires_grad and x.is_leaf:
         refuse = "is a leaf that requires grad"
     elif (
-        torch.is_grad_enabled()
+        graph
         and x.requires_grad
         and x._is_view()
-        and (_autograd._get_creation_meta(x) != _autograd.CreationMeta.DEFAULT)
+        and _autograd._get_creation_meta(x) != _autograd.CreationMeta.DEFAULT
     ):
         refuse = "is one of several views that one op made (chunk, split, unbind) or a view made without grad"
-    if refuse:
-        raise RuntimeError(
-            f"{name}: the input {refuse}, which cannot be overwritten; "
-            "pass the result of an op (a clone of it, for example)"
-        )
+    else:
+        return
+    raise RuntimeError(
+        f"{name}: the input {refuse}, which cannot be overwritten; "
+        "pass the result of an op (a clone of it, for example)"
+    )

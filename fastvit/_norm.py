@@ -1,4 +1,4 @@
-"""Shared parts of the normalisation layers: the statistics that a forward uses, checks, process groups."""
+"""The one normalisation layer, of which fastvit's are constructors, and its process group."""
 
 import copy
 import itertools
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from numbers import Integral
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import init
@@ -15,93 +16,98 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import _library, functional, sync
 from ._autograd import NormOptions
-from ._formulas import effective_gamma
-from .functional import NormTensors
+from ._formulas import ACTIVATIONS, effective_gamma
 
 _UNSAFE = 0.05  # relative error of the recovered xhat above which a layer warns
 _CHECK_EVERY = 1024  # forwards; each check reads one number on the host
 _CONVERTERS = ("convert_sync_batchnorm", "convert_syncbn_model")  # torch's and timm's, apex's
-
-
-def _check_num_features(name: str, num_features: object) -> None:
-    _library.check_built(f"fastvit.{name}")
-    if isinstance(num_features, bool) or not isinstance(num_features, Integral) or num_features < 1:
-        raise ValueError(f"{name}: num_features is {num_features!r}; a positive int expected")
-
-
-def forward_state(layer: _BatchNorm) -> tuple[NormTensors, bool, float | None]:
-    """The tensors that a forward of `layer` uses, training and momentum, by torch BatchNorm's rules.
-
-    Batch statistics are used in training, and in evaluation without running statistics. Running statistics
-    are updated only in training with track_running_stats.
-    """
-    weight: Tensor | None
-    bias: Tensor | None
-    tracked: Tensor | None
-    try:  # nn.Module.__getattr__ takes half a microsecond for each, as a small op does
-        parameters, buffers = layer._parameters, layer._buffers
-        weight, bias = parameters["weight"], parameters["bias"]
-        running_mean, running_var = buffers["running_mean"], buffers["running_var"]
-        tracked = buffers["num_batches_tracked"]
-    except KeyError:  # one is computed (torch.nn.utils.parametrize) or was replaced by a plain attribute
-        weight, bias, tracked = layer.weight, layer.bias, layer.num_batches_tracked
-        running_mean, running_var = layer.running_mean, layer.running_var
-    # Ops read parameters without gaps; a parameter may be a slice of a matrix, or one number expanded.
-    if weight is not None and not weight.is_contiguous():
-        weight = weight.contiguous()
-    if bias is not None and not bias.is_contiguous():
-        bias = bias.contiguous()
-    if not layer.training:
-        return NormTensors(weight, bias, running_mean, running_var), running_mean is None, 0.0
-    if not layer.track_running_stats:
-        return NormTensors(weight, bias, None, None), True, 0.0  # without an update the factor is not used
-    momentum = layer.momentum
-    # Like torch: a cumulative average without a counter does not update.
-    factor = 0.0 if momentum is None and tracked is None else momentum
-    return NormTensors(weight, bias, running_mean, running_var, tracked), True, factor
+_LOST = ("channel_last", "fuse_relu", "abs_weight", "activation")  # options that torch's layers lack
 
 
 class NormLayer(_BatchNorm):
-    """What the layers share: the option `bias=False`, as torch's have since 2.13, and one forward.
+    """BatchNorm, a residual and an activation, with `bias=False` as torch's layers have it since 2.13.
 
     Statistics are those of this process, unless SharesGroup comes before it.
     """
 
-    channel_last = False
-    abs_weight = False
+    channel_last = abs_weight = False
+    function = "batch_norm_act"  # of fastvit.functional, in errors
+    shown: tuple[str, ...] = ()  # options in the repr besides BatchNorm's
+    layer_number = 0
     _forwards_to_check = 0
 
     def __init__(self, num_features: int, *args, bias: bool = True, **kwargs):
-        _check_num_features(type(self).__name__, num_features)
+        name = type(self).__name__
+        _library.check_built(f"fastvit.{name}")
+        if isinstance(num_features, bool) or not isinstance(num_features, Integral) or num_features < 1:
+            raise ValueError(f"{name}: num_features is {num_features!r}; a positive int expected")
         super().__init__(num_features, *args, **kwargs)
         if not bias:
             self.register_parameter("bias", None)
 
-    def _statistics_group(self) -> "tuple[torch.distributed.ProcessGroup | None, int]":
-        return None, 0
+    def _statistics_group(self) -> "dist.ProcessGroup | None":
+        return None
 
     def _normalise(
         self,
-        name: str,
         x: Tensor,
         z: Tensor | None = None,
         activation: str = "identity",
         activation_param: float = 0.0,
-        *,
-        in_place: bool = False,
-        recompute: bool = True,
+        memory: str = "recompute",
     ) -> Tensor:
-        """`functional.normalise` with the layer's tensors and options."""
-        tensors, training, momentum = forward_state(self)
-        if self.abs_weight and tensors.weight is not None:
-            tensors = tensors._replace(weight=functional.absolute_weight(tensors.weight, self.eps))
+        """The forward of every layer, by torch BatchNorm's rules.
+
+        Batch statistics are used in training, and in evaluation without running statistics. Running
+        statistics are updated only in training with track_running_stats.
+        """
+        in_place = memory == "inplace"
+        if z is not None and in_place:
+            raise ValueError(
+                f"{type(self).__name__}: got a residual z with memory='inplace'; "
+                "'recompute' or 'keep' expected"
+            )
         if z is not None and z.dtype != x.dtype:  # under autocast a residual may have another dtype
             z = z.to(x.dtype)
+        weight: Tensor | None
+        bias: Tensor | None
+        tracked: Tensor | None
+        try:  # nn.Module.__getattr__ takes half a microsecond for each, as a small op does
+            parameters, buffers = self._parameters, self._buffers
+            weight, bias = parameters["weight"], parameters["bias"]
+            mean, var = buffers["running_mean"], buffers["running_var"]
+            tracked = buffers["num_batches_tracked"]
+        except KeyError:  # one is computed (torch.nn.utils.parametrize) or was replaced by a plain attribute
+            weight, bias, tracked = self.weight, self.bias, self.num_batches_tracked
+            mean, var = self.running_mean, self.running_var
+        # Ops read parameters without gaps; a parameter may be a slice of a matrix, or one number expanded.
+        if weight is not None and not weight.is_contiguous():
+            weight = weight.contiguous()
+        if bias is not None and not bias.is_contiguous():
+            bias = bias.contiguous()
+        if self.abs_weight and weight is not None:
+            weight = functional.absolute_weight(weight, self.eps)
+        momentum = self.momentum
+        if not self.training:
+            tracked, momentum = None, 0.0
+        elif not self.track_running_stats:
+            mean, var, tracked, momentum = None, None, None, 0.0
+        elif tracked is None and momentum is None:  # like torch: without a counter there is no update
+            momentum = 0.0
         options = NormOptions(
-            training, momentum, self.eps, activation, activation_param, self.channel_last, recompute
+            "inplace_abn" if in_place else self.function,
+            self.training or mean is None,
+            momentum,
+            self.eps,
+            activation,
+            activation_param,
+            self.channel_last,
+            in_place,
+            memory == "recompute",
+            self.layer_number,
         )
-        group, layer = self._statistics_group()
-        y = functional.normalise(name, x, z, tensors, options, group, layer, in_place)
+        tensors = weight, bias, mean, var, tracked
+        y = functional.normalise(x, z, tensors, options, self._statistics_group())
         if in_place:
             self.check_conditioning(x)
         return y
@@ -114,9 +120,8 @@ class NormLayer(_BatchNorm):
         """
         caller = sys._getframe(1).f_code.co_name
         if caller in _CONVERTERS:
-            more = {name: getattr(self, name, None) for name in ("channel_last", "fuse_relu", "abs_weight")}
-            more["activation"] = getattr(self, "activation", "identity")
-            lost = [f"{name}={value!r}" for name, value in more.items() if value and value != "identity"]
+            options = ((name, getattr(self, name, None)) for name in _LOST)
+            lost = [f"{name}={value!r}" for name, value in options if value and value != "identity"]
             if lost:
                 raise TypeError(
                     f"{caller}: a SyncBatchNorm of torch lacks {', '.join(lost)} of {type(self).__name__}; "
@@ -132,10 +137,14 @@ class NormLayer(_BatchNorm):
             init.zeros_(self.bias)
 
     def extra_repr(self) -> str:
-        return (
-            f"{self.num_features}, eps={self.eps}, momentum={self.momentum}, affine={self.affine}, "
-            f"bias={self.bias is not None}, track_running_stats={self.track_running_stats}"
-        )
+        options = [f"{name}={getattr(self, name)}" for name in ("eps", "momentum", "affine")]
+        options += [f"bias={self.bias is not None}", f"track_running_stats={self.track_running_stats}"]
+        for name in self.shown:
+            value = getattr(self, name)
+            of_activation = name == "activation" and ACTIVATIONS[value][1] is not None
+            if value is not False:
+                options.append(f"{name}={value}" + (f"[{self.activation_param}]" if of_activation else ""))
+        return ", ".join([str(self.num_features), *options])
 
     def check_conditioning(self, x: Tensor) -> None:
         """Warns once when |bias| / |weight| is so large that xhat, recovered from y, has a large error.
@@ -172,26 +181,28 @@ class NormLayer(_BatchNorm):
 _layer_numbers = itertools.count(1)  # of the layers of this process that share statistics
 
 
-class SharesGroup(_BatchNorm):
-    """A layer with a process group, which is valid in its own process only and cannot be copied.
+class SharesGroup(NormLayer):
+    """A layer with a process group, None for the default one, in the attribute `group_attribute`.
 
-    Copies of the layer share the group. A pickle has None in its place. `group_attribute` is the name of the
-    attribute that holds it. `layer_number` is unique in this process; ranks compare the order of layers.
+    Copies of the layer share the group. A pickle has None in its place, since a group is valid in its own
+    process only. `layer_number` is unique in this process; ranks compare the order of layers.
     """
 
-    group_attribute: str
-    layer_number: int
+    group_attribute = "process_group"
 
-    def set_group(self, process_group: "torch.distributed.ProcessGroup | None") -> None:
+    def __init__(self, *args, **kwargs):
+        process_group = kwargs.pop(self.group_attribute, None)
+        super().__init__(*args, **kwargs)
+        self.set_group(process_group)
+
+    def set_group(self, process_group: "dist.ProcessGroup | None") -> None:
         """Sets the process group over which statistics are shared; None is the default group.
 
         Raises:
             TypeError: it is the ranks of a group.
         """
-        ranks = (
-            process_group >= 0 if isinstance(process_group, int) else None
-        )  # < 0: of which this is no rank
-        if ranks or isinstance(process_group, (list, tuple, range)):
+        rank = isinstance(process_group, int) and process_group >= 0  # < 0: a group without this rank
+        if rank or isinstance(process_group, (list, tuple, range)):
             raise TypeError(
                 f"{type(self).__name__}: {self.group_attribute} is {process_group!r}; a group expected, as "
                 "torch.distributed.new_group(ranks) makes one on every rank"
@@ -199,9 +210,8 @@ class SharesGroup(_BatchNorm):
         setattr(self, self.group_attribute, process_group)
         self.layer_number = next(_layer_numbers)
 
-    def _statistics_group(self) -> "tuple[torch.distributed.ProcessGroup | None, int]":
-        """The group of the next forward, None without torch.distributed, and this layer's number."""
-        return sync.default_group(getattr(self, self.group_attribute)), self.layer_number
+    def _statistics_group(self) -> "dist.ProcessGroup | None":
+        return sync.default_group(getattr(self, self.group_attribute))
 
     def __getstate__(self) -> dict:
         return self.__dict__ | {self.group_attribute: None}
@@ -212,16 +222,12 @@ class SharesGroup(_BatchNorm):
 
     def __copy__(self):
         copied = self.__class__.__new__(self.__class__)
-        copied.__dict__.update(self.__dict__)
-        copied.layer_number = next(_layer_numbers)
+        copied.__dict__.update(self.__dict__, layer_number=next(_layer_numbers))
         return copied
 
     def __deepcopy__(self, memo: dict):
+        memo[id(self)] = copied = copy.copy(self)
         process_group = getattr(self, self.group_attribute)
-        if process_group is not None:
-            memo[id(process_group)] = process_group
-        copied = self.__class__.__new__(self.__class__)
-        memo[id(self)] = copied
-        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        copied.layer_number = next(_layer_numbers)
+        memo[id(process_group)] = process_group
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo), layer_number=copied.layer_number)
         return copied

@@ -42,6 +42,8 @@ class BatchNormAct(_norm.NormLayer):
             channel in training, or a residual in place.
     """
 
+    shown = ("activation", "memory", "channel_last")
+
     def __init__(
         self,
         num_features: int,
@@ -72,40 +74,18 @@ class BatchNormAct(_norm.NormLayer):
         self.channel_last = channel_last
 
     def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
-        in_place = self.memory == "inplace"
-        if in_place and z is not None:
-            raise ValueError(
-                f"{type(self).__name__}: got a residual z with memory='inplace'; "
-                "'recompute' or 'keep' expected"
-            )
-        name = "inplace_abn" if in_place else "batch_norm_act"
-        activation = self.activation, self.activation_param
-        recompute = self.memory == "recompute"
-        return self._normalise(name, input, z, *activation, in_place=in_place, recompute=recompute)
-
-    def extra_repr(self) -> str:
-        text = f"{super().extra_repr()}, activation={self.activation}"
-        if _checks.ACTIVATIONS[self.activation][1] is not None:
-            text += f"[{self.activation_param}]"
-        return f"{text}, memory={self.memory}" + (", channel_last=True" if self.channel_last else "")
+        return self._normalise(input, z, self.activation, self.activation_param, self.memory)
 
 
 class BatchNormActSync(_norm.SharesGroup, BatchNormAct):
     """BatchNormAct with statistics over the ranks of a process group.
 
     Args:
-        process_group: None is the default group (this process alone when torch.distributed is not
-            initialised).
+        process_group: by keyword; None is the default group (this process alone when torch.distributed is
+            not initialised).
 
     One exchange in each direction in training, none in evaluation by running statistics, and none for
-    rebuilding an output. Ranks may have different numbers of samples, or none. In training, and without
-    running statistics always, every rank of the group must run the layer.
-    Copies share the group; pickles have None in its place, since a group is valid in its process only.
+    rebuilding an output. Ranks, errors, copies and pickles as in `SyncBatchNorm`.
     """
 
-    group_attribute = "process_group"
     process_group: "torch.distributed.ProcessGroup | None"
-
-    def __init__(self, *args, process_group: "torch.distributed.ProcessGroup | None" = None, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.set_group(process_group)

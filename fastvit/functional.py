@@ -6,7 +6,6 @@ their output, which the next layer often saves too.
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,9 +15,7 @@ from . import ops, sync
 from ._autograd import (
     ActFunction,
     BatchNormFunction,
-    GluFunction,
     InPlaceABNFunction,
-    InvertibleABNFunction,
     LayerNormFunction,
     NormOptions,
     apply_of,
@@ -45,25 +42,12 @@ __all__ = [
 ]
 
 
-class NormTensors(NamedTuple):
-    """The tensors of a normalisation besides its input and a residual: parameters and running statistics."""
-
-    weight: Tensor | None
-    bias: Tensor | None
-    running_mean: Tensor | None
-    running_var: Tensor | None
-    num_batches_tracked: Tensor | None = None
-
-
 def normalise(
-    name: str,
     x: Tensor,
     z: Tensor | None,
-    tensors: NormTensors,
+    tensors: tuple[Tensor | None, ...],
     options: NormOptions,
     process_group: "torch.distributed.ProcessGroup | None",
-    layer: int = 0,
-    in_place: bool = False,
 ) -> Tensor:
     """A normalisation of every kind: all layers, and the functions of this module, call it.
 
@@ -71,19 +55,19 @@ def normalise(
     checks here, which take as long as the op, only say in the layer's words what the op has refused.
 
     Args:
-        name: of the layer's function, in errors.
+        tensors: weight, bias, running_mean, running_var, num_batches_tracked.
         process_group: None is this process alone.
-        layer: a number that is unique among the layers of this process, by which ranks detect that they are
-            in different layers; 0 for a layer without one.
     """
+    name = options.name
     check_tensor(name, x)
-    if in_place:
-        check_may_be_overwritten(name, x)
     compiling = torch.compiler.is_compiling()
+    if options.in_place and not compiling:
+        check_may_be_overwritten(name, x)
     shared: sync.Transport = sync.LOCAL
     if process_group is not None:
         if options.training:
-            shared = sync.transport_for(process_group, sync.LayerKey(name, layer, options.momentum))
+            key = sync.LayerKey(name, options.layer, options.momentum)
+            shared = sync.transport_for(process_group, key)
         elif not compiling:
             sync.check()  # raises errors of the last exchanges of training
     checked = compiling or shared is not sync.LOCAL or x.dim() < 2
@@ -92,18 +76,34 @@ def normalise(
     # With several ranks the others may have values. Their counts are never read back to the host.
     if options.training and shared is sync.LOCAL and x.numel() == x.shape[options.channel_dim(x)]:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
-    weight, bias, *statistics = tensors
-    arguments = x, weight, bias, z, *statistics, options, shared
-    if compiling and in_place:
-        return x.copy_(InvertibleABNFunction.apply(*arguments))
+    weight, bias, *running = tensors
+    arguments = x, weight, bias, z, *running, options, shared
+    if compiling and options.in_place:
+        return x.copy_(InPlaceABNFunction.apply(*arguments))
     if compiling:
         return _trace(*arguments)
     try:
-        return apply_of(InPlaceABNFunction if in_place else BatchNormFunction, x)(*arguments)
+        return apply_of(InPlaceABNFunction if options.in_place else BatchNormFunction, x)(*arguments)
     except RuntimeError:
         if not checked:
             check_input(name, x, z, tensors, options.channel_last)
         raise
+
+
+def _trace(x, weight, bias, z, mean, var, num_batches_tracked, options, shared) -> Tensor:
+    """Plain torch ops, which torch.compile can fuse and recompute, where they compute the same."""
+    dtypes = {t.dtype for t in (weight, bias, mean, var) if t is not None}
+    narrow = x.dtype in (torch.float16, torch.bfloat16) and dtypes == {torch.float32}
+    # F.batch_norm needs a number as factor, which a cumulative average would have to read from the device.
+    if options.momentum is None or shared is not sync.LOCAL or not (narrow or dtypes <= {x.dtype}):
+        return BatchNormFunction.apply(x, weight, bias, z, mean, var, num_batches_tracked, options, shared)
+    if num_batches_tracked is not None:
+        num_batches_tracked.add_(1)
+    channel_dim = options.channel_dim(x)
+    moved = x.movedim(channel_dim, 1) if channel_dim != 1 else x
+    y = F.batch_norm(moved, mean, var, weight, bias, options.training, options.momentum, options.eps)
+    y = y.movedim(1, channel_dim) if channel_dim != 1 else y
+    return activate(y if z is None else y + z, options.activation, options.activation_param)
 
 
 def sync_batch_norm(
@@ -144,10 +144,10 @@ def sync_batch_norm(
             or momentum, or are in another layer; a rank that died or did not arrive within the group's
             timeout. Nothing is written then.
     """
-    tensors = NormTensors(weight, bias, running_mean, running_var, num_batches_tracked)
-    options = NormOptions(training, momentum, eps, "relu" if fuse_relu else "identity", 0.0, channel_last)
-    group = sync.default_group(process_group)
-    return normalise("sync_batch_norm", x, z, tensors, options, group)
+    tensors = weight, bias, running_mean, running_var, num_batches_tracked
+    activation = "relu" if fuse_relu else "identity"
+    options = NormOptions("sync_batch_norm", training, momentum, eps, activation, 0.0, channel_last)
+    return normalise(x, z, tensors, options, sync.default_group(process_group))
 
 
 def batch_norm_act(
@@ -182,28 +182,10 @@ def batch_norm_act(
     gradient depends on it. torch.compile traces plain torch ops where they compute the same.
     """
     param = check_activation(activation, activation_param)
-    tensors = NormTensors(weight, bias, running_mean, running_var, num_batches_tracked)
-    options = NormOptions(training, momentum, eps, activation, param, channel_last, recompute)
-    return normalise("batch_norm_act", x, z, tensors, options, process_group)
-
-
-def _trace(*arguments) -> Tensor:
-    """Plain torch ops, which torch.compile can fuse and recompute, where they compute the same."""
-    x, weight, bias, z, running_mean, running_var, num_batches_tracked, options, shared = arguments
-    dtypes = {t.dtype for t in (weight, bias, running_mean, running_var) if t is not None}
-    narrow = x.dtype in (torch.float16, torch.bfloat16) and dtypes == {torch.float32}
-    # F.batch_norm needs a number as factor, which a cumulative average would have to read from the device.
-    if options.momentum is None or shared is not sync.LOCAL or not (narrow or dtypes <= {x.dtype}):
-        return BatchNormFunction.apply(*arguments)
-    if num_batches_tracked is not None:
-        num_batches_tracked.add_(1)
-    channel_dim = options.channel_dim(x)
-    moved = channel_dim != 1
-    per_channel = running_mean, running_var, weight, bias
-    numbers = options.training, options.momentum, options.eps
-    y = F.batch_norm(x.movedim(channel_dim, 1) if moved else x, *per_channel, *numbers)
-    y = y.movedim(1, channel_dim) if moved else y
-    return activate(y if z is None else y + z, options.activation, options.activation_param)
+    tensors = weight, bias, running_mean, running_var, num_batches_tracked
+    of_activation = activation, param, channel_last
+    options = NormOptions("batch_norm_act", training, momentum, eps, *of_activation, recompute=recompute)
+    return normalise(x, z, tensors, options, process_group)
 
 
 def inplace_abn(
@@ -242,9 +224,10 @@ def inplace_abn(
     check_in_place_activation(activation, activation_param)
     if abs_weight and weight is not None:
         weight = absolute_weight(weight, eps)
-    tensors = NormTensors(weight, bias, running_mean, running_var, num_batches_tracked)
-    options = NormOptions(training, momentum, eps, activation, activation_param, channel_last)
-    return normalise("inplace_abn", x, None, tensors, options, process_group, in_place=True)
+    tensors = weight, bias, running_mean, running_var, num_batches_tracked
+    of_activation = activation, activation_param, channel_last
+    options = NormOptions("inplace_abn", training, momentum, eps, *of_activation, in_place=True)
+    return normalise(x, None, tensors, options, process_group)
 
 
 def inplace_abn_sync(
@@ -331,7 +314,7 @@ def act(x: Tensor, activation: str = "gelu", activation_param: float | None = No
     if torch.compiler.is_compiling():
         return activate(x, activation, param)
     check_kernels("act", x)
-    return apply_of(ActFunction, x)(x, activation, param)
+    return apply_of(ActFunction, x)(activation, param, x)
 
 
 def glu(a: Tensor, b: Tensor, activation: str = "silu", activation_param: float | None = None) -> Tensor:
@@ -346,4 +329,4 @@ def glu(a: Tensor, b: Tensor, activation: str = "silu", activation_param: float 
     if torch.compiler.is_compiling():
         return activate(a, activation, param) * b
     check_kernels("glu", a)
-    return apply_of(GluFunction, a)(a, b, activation, param)
+    return apply_of(ActFunction, a)(activation, param, a, b)

@@ -47,6 +47,8 @@ class InPlaceABN(_norm.NormLayer):
             wrong rank or channel count, or one value per channel in training.
     """
 
+    shown = ("activation", "channel_last")
+
     def __init__(
         self,
         num_features: int,
@@ -73,30 +75,19 @@ class InPlaceABN(_norm.NormLayer):
         self.abs_weight = abs_weight
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._normalise("inplace_abn", x, None, self.activation, self.activation_param, in_place=True)
-
-    def extra_repr(self) -> str:
-        text = f"{super().extra_repr()}, activation={self.activation}"
-        if self.activation != "identity":
-            text += f"[{self.activation_param}]"
-        return text + (", channel_last=True" if self.channel_last else "")
+        return self._normalise(x, None, self.activation, self.activation_param, "inplace")
 
 
 class InPlaceABNSync(_norm.SharesGroup, InPlaceABN):
     """InPlaceABN with statistics over the ranks of a process group.
 
     Args:
-        group: None is the default group (this process alone when torch.distributed is not initialised).
+        group: by keyword; None is the default group (this process alone when torch.distributed is not
+            initialised).
 
-    One exchange in each direction in training, none in evaluation by running statistics, with the checks of
-    SyncBatchNorm. Ranks may have different numbers of samples, or none. In training, and without running
-    statistics always, every rank of the group must run the layer.
-    Copies share the group; pickles have None in its place, since a group is valid in its process only.
+    One exchange in each direction in training, none in evaluation by running statistics. Ranks, errors,
+    copies and pickles as in `SyncBatchNorm`.
     """
 
     group_attribute = "group"
     group: "torch.distributed.ProcessGroup | None"
-
-    def __init__(self, *args, group: "torch.distributed.ProcessGroup | None" = None, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.set_group(group)

@@ -1,10 +1,9 @@
 """The ops in plain PyTorch: the definition against which the kernels are tested.
 
-Signatures, shapes and results are those of `fastvit.ops`. Everything is computed in float64, and results are
-rounded to the dtypes that the ops return.
+Signatures, shapes and results are those of `fastvit.ops`; with `in_place` an op of plain BN is the one of
+the same name in place. Everything is computed in float64, and results are rounded to the dtypes that the ops
+return.
 """
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,28 +87,13 @@ def merge_moments(moments: Tensor) -> Tensor:
     return torch.cat([mean, m2, packed]).to(moments.dtype)
 
 
-class _Norm(NamedTuple):
-    weight: Tensor | None
-    bias: Tensor | None
-    activation: str
-    param: float
-    channel_dim: int
-    in_place: bool
-
-
-def _apply(x, mean, invstd, norm, z):
-    channel_dim = norm.channel_dim
-    v = (x.double() - _along(mean, x, channel_dim)) * _along(invstd, x, channel_dim)
-    v = v * _along(_gamma(norm.weight, norm.bias, x, norm.in_place), x, channel_dim)
-    v = v + (0 if norm.bias is None else _along(norm.bias, x, channel_dim)) + (0 if z is None else z.double())
-    return activate(v, norm.activation, norm.param)
-
-
-def _forward(x, moments, norm, z, running, eps, training):
+def bn_forward(
+    x, moments=None, weight=None, bias=None, z=None, running_mean=None, running_var=None,
+    num_batches_tracked=None, momentum=0.1, eps=1e-5, activation="identity", activation_param=0.01,
+    channel_dim=1, training=True, in_place=False,
+):  # fmt: skip
     if training and moments is None:
-        moments = bn_stats(x, norm.channel_dim)
-    running_mean, running_var, num_batches_tracked, momentum = running
-    channel_dim = norm.channel_dim
+        moments = bn_stats(x, channel_dim)
     if moments is None:
         mean, var = running_mean.double(), running_var.double()
         packed_count = (float("inf"), 0.0)
@@ -124,56 +108,42 @@ def _forward(x, moments, norm, z, running, eps, training):
             factor = 1.0 / num_batches_tracked.item() if momentum is None else momentum
             running_mean.copy_(running_mean.double().lerp(mean, factor))
             running_var.copy_(running_var.double().lerp(m2 / max(count.item() - 1, 1), factor))
-    invstd = torch.rsqrt(var + eps)
-    saved = torch.cat([mean, invstd, torch.tensor(packed_count, dtype=torch.float64, device=x.device)])
-    return _apply(x, mean, invstd, norm, z), saved.to(accumulation_dtype(x.dtype))
-
-
-def bn_forward(
-    x, moments=None, weight=None, bias=None, z=None, running_mean=None, running_var=None,
-    num_batches_tracked=None, momentum=0.1, eps=1e-5, activation="identity", activation_param=0.01,
-    channel_dim=1, training=True,
-):  # fmt: skip
-    norm = _Norm(weight, bias, activation, activation_param, channel_dim, False)
-    running = running_mean, running_var, num_batches_tracked, momentum
-    y, saved = _forward(x, moments, norm, z, running, eps, training)
-    return torch.empty_like(x).copy_(y), saved
+    count = torch.tensor(packed_count, dtype=torch.float64, device=x.device)
+    saved = torch.cat([mean, torch.rsqrt(var + eps), count])
+    y = bn_apply(x, saved, weight, bias, z, activation, activation_param, channel_dim, in_place)
+    return y, saved.to(accumulation_dtype(x.dtype))
 
 
 def bn_apply(
-    x, saved, weight=None, bias=None, z=None, activation="identity", activation_param=0.01, channel_dim=1
-):
-    mean, invstd = saved[: 2 * x.shape[channel_dim]].chunk(2)
-    norm = _Norm(weight, bias, activation, activation_param, channel_dim, False)
-    return torch.empty_like(x).copy_(_apply(x, mean, invstd, norm, z))
-
-
-def abn_forward_(
-    x, moments=None, weight=None, bias=None, running_mean=None, running_var=None, num_batches_tracked=None,
-    momentum=0.1, eps=1e-5, activation="leaky_relu", activation_param=0.01, channel_dim=1,
-    training=True,
+    x, saved, weight=None, bias=None, z=None, activation="identity", activation_param=0.01, channel_dim=1,
+    in_place=False,
 ):  # fmt: skip
-    norm = _Norm(weight, bias, activation, activation_param, channel_dim, True)
-    running = running_mean, running_var, num_batches_tracked, momentum
-    y, saved = _forward(x, moments, norm, None, running, eps, training)
+    mean, invstd = saved[: 2 * x.shape[channel_dim]].chunk(2)
+    v = (x.double() - _along(mean, x, channel_dim)) * _along(invstd, x, channel_dim)
+    v = v * _along(_gamma(weight, bias, x, in_place), x, channel_dim)
+    v = v + (0 if bias is None else _along(bias, x, channel_dim)) + (0 if z is None else z.double())
+    return torch.empty_like(x).copy_(activate(v, activation, activation_param))
+
+
+def abn_forward(x, moments=None, weight=None, bias=None, *running, activation="leaky_relu", **options):
+    options |= {"activation": activation, "in_place": True}
+    return bn_forward(x, moments, weight, bias, None, *running, **options)
+
+
+def abn_forward_(x, *arguments, **options):
+    y, saved = abn_forward(x, *arguments, **options)
     x.copy_(y)
     return saved
 
 
-def abn_forward(x, *arguments, **options):
-    y = x.clone()
-    return y, abn_forward_(y, *arguments, **options)
-
-
-def _recover(input, dy, z, saved, norm):
+def _recover(input, dy, z, saved, weight, bias, activation, param, channel_dim, in_place):
     """(dz, xhat, invstd, count) of a backward step, all float64."""
-    channel_dim, activation, param = norm.channel_dim, norm.activation, norm.param
     channels = input.shape[channel_dim]
     saved_dtype, saved = saved.dtype, saved.double()
     mean, invstd, count = saved[:channels], saved[channels : 2 * channels], unpack_count(saved)
-    beta = 0 if norm.bias is None else _along(norm.bias, input, channel_dim)
-    gamma = _along(_gamma(norm.weight, norm.bias, input, norm.in_place), input, channel_dim)
-    if norm.in_place:
+    beta = 0 if bias is None else _along(bias, input, channel_dim)
+    gamma = _along(_gamma(weight, bias, input, in_place), input, channel_dim)
+    if in_place:
         v = _invert(input.double(), activation, param, saved_dtype)
         limit = (count - 1).clamp(min=0).sqrt()
         xhat = ((v - beta) / gamma).clamp(-limit, limit)
@@ -189,54 +159,41 @@ def _recover(input, dy, z, saved, norm):
     return dz, xhat, invstd, count
 
 
-def _reduce(input, dy, z, saved, norm):
-    dz, xhat, *_ = _recover(input, dy, z, saved, norm)
-    values = [channels_first(t, norm.channel_dim) for t in (dz, dz * xhat)]
-    return torch.cat([t.sum(1) for t in values])[None].to(accumulation_dtype(input.dtype))
-
-
 def bn_reduce(
-    x, dy, z, saved, weight=None, bias=None, activation="identity", activation_param=0.01, channel_dim=1
-):
-    return _reduce(x, dy, z, saved, _Norm(weight, bias, activation, activation_param, channel_dim, False))
+    x, dy, z, saved, weight=None, bias=None, activation="identity", activation_param=0.01, channel_dim=1,
+    in_place=False,
+):  # fmt: skip
+    norm = weight, bias, activation, activation_param, channel_dim, in_place
+    dz, xhat, *_ = _recover(x, dy, z, saved, *norm)
+    values = [channels_first(t, channel_dim) for t in (dz, dz * xhat)]
+    return torch.cat([t.sum(1) for t in values])[None].to(accumulation_dtype(x.dtype))
 
 
-def abn_reduce(
-    y, dy, saved, weight=None, bias=None, activation="leaky_relu", activation_param=0.01, channel_dim=1
-):
-    return _reduce(y, dy, None, saved, _Norm(weight, bias, activation, activation_param, channel_dim, True))
-
-
-def _backward(input, dy, z, saved, sums, norm, training):
-    dz, xhat, invstd, count = _recover(input, dy, z, saved, norm)
-    dx, channel_dim, own = dz, norm.channel_dim, saved[:0]
-    if training and sums is None:
-        (own,) = _reduce(input, dy, z, saved, norm)
-        sums = own
-    if sums is not None and count > 0:
-        mean_dz, mean_dz_xhat = (sums.double() / count).chunk(2)
-        dx = dz - _along(mean_dz, input, channel_dim) - xhat * _along(mean_dz_xhat, input, channel_dim)
-    gamma = 1.0 if norm.weight is None else norm.weight.double()  # the floor applies to the inversion only
-    return dx * _along(gamma * invstd, input, channel_dim), dz, own
+def abn_reduce(y, dy, saved, weight=None, bias=None, activation="leaky_relu", **options):
+    return bn_reduce(y, dy, None, saved, weight, bias, activation, **options, in_place=True)
 
 
 def bn_backward(
     x, dy, z, saved, sums=None, weight=None, bias=None, activation="identity", activation_param=0.01,
-    channel_dim=1, training=True,
+    channel_dim=1, training=True, in_place=False,
 ):  # fmt: skip
-    norm = _Norm(weight, bias, activation, activation_param, channel_dim, False)
-    dx, dz, own = _backward(x, dy, z, saved, sums, norm, training)
-    dz = x.new_empty(0) if z is None else torch.empty_like(z).copy_(dz)
-    return torch.empty_like(x).copy_(dx), dz, own
+    norm = weight, bias, activation, activation_param, channel_dim, in_place
+    dz, xhat, invstd, count = _recover(x, dy, z, saved, *norm)
+    dx, own = dz, saved[:0]
+    if training and sums is None:
+        (own,) = bn_reduce(x, dy, z, saved, *norm)
+        sums = own
+    if sums is not None and count > 0:
+        mean_dz, mean_dz_xhat = (sums.double() / count).chunk(2)
+        dx = dz - _along(mean_dz, x, channel_dim) - xhat * _along(mean_dz_xhat, x, channel_dim)
+    gamma = 1.0 if weight is None else weight.double()  # the floor applies to the inversion only
+    dx = torch.empty_like(x).copy_(dx * _along(gamma * invstd, x, channel_dim))
+    return dx, x.new_empty(0) if z is None else torch.empty_like(z).copy_(dz), own
 
 
-def abn_backward(
-    y, dy, saved, sums=None, weight=None, bias=None, activation="leaky_relu", activation_param=0.01,
-    channel_dim=1, training=True,
-):  # fmt: skip
-    norm = _Norm(weight, bias, activation, activation_param, channel_dim, True)
-    dx, _, own = _backward(y, dy, None, saved, sums, norm, training)
-    return torch.empty_like(y).copy_(dx), own
+def abn_backward(y, dy, saved, sums=None, weight=None, bias=None, activation="leaky_relu", **options):
+    dx, _, own = bn_backward(y, dy, None, saved, sums, weight, bias, activation, **options, in_place=True)
+    return dx, own
 
 
 def _per_row(saved, x):

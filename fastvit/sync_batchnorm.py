@@ -9,7 +9,7 @@ from . import _checks, _norm
 __all__ = ["BatchNorm", "SyncBatchNorm", "create_syncbn_process_group"]
 
 
-class SyncBatchNorm(_norm.SharesGroup, _norm.NormLayer):
+class SyncBatchNorm(_norm.SharesGroup):
     """BatchNorm with statistics over a process group, on CPU and CUDA.
 
     Args:
@@ -46,7 +46,8 @@ class SyncBatchNorm(_norm.SharesGroup, _norm.NormLayer):
             outputs are NaN, and running statistics do not change.
     """
 
-    group_attribute = "process_group"
+    shown = ("channel_last", "fuse_relu")
+    function = "sync_batch_norm"
     process_group: "dist.ProcessGroup | None"
 
     def __init__(
@@ -64,19 +65,13 @@ class SyncBatchNorm(_norm.SharesGroup, _norm.NormLayer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
-        super().__init__(
-            num_features, eps, momentum, affine, track_running_stats, bias=bias, device=device, dtype=dtype
-        )
-        self.set_group(process_group)
+        of_batch_norm = num_features, eps, momentum, affine, track_running_stats
+        super().__init__(*of_batch_norm, process_group=process_group, bias=bias, device=device, dtype=dtype)
         self.channel_last = channel_last
         self.fuse_relu = fuse_relu
 
     def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
-        return self._normalise("sync_batch_norm", input, z, "relu" if self.fuse_relu else "identity")
-
-    def extra_repr(self) -> str:
-        flags = [name for name in ("channel_last", "fuse_relu") if getattr(self, name)]
-        return ", ".join([super().extra_repr(), *(f"{flag}=True" for flag in flags)])
+        return self._normalise(input, z, "relu" if self.fuse_relu else "identity")
 
 
 class BatchNorm(_norm.NormLayer):

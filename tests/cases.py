@@ -1,8 +1,9 @@
 """Inputs for the tests: every layout in memory, and values with large means or small deviations."""
 
 import torch
+from tolerances import check
 
-from fastvit import _checks, ops
+from fastvit import _checks, ops, reference
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 ACTIVATIONS, INVERTIBLE = list(_checks.ACTIVATIONS), list(_checks.IN_PLACE_ACTIVATIONS)
@@ -105,6 +106,55 @@ def restride(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     copied = _Restride.apply(values, like)
     assert copied.stride() == like.stride() and not copied._is_view()
     return copied
+
+
+# What an op writes and returns, by its row of TOLERANCES; then buffers.
+ROWS = {
+    "bn_stats": ["bn_stats"],
+    "bn_forward": ["bn_forward", "bn_stats"],
+    "abn_forward_": ["abn_forward_", "bn_stats"],
+    "bn_reduce": ["bn_reduce"],
+    "abn_reduce": ["abn_reduce"],
+    "bn_backward": ["bn_backward", "bn_backward", "bn_reduce"],
+    "abn_backward": ["abn_backward", "abn_reduce"],
+    **{op: [op] for op in ("act_forward", "act_backward", "glu_forward")},
+    "glu_backward": ["glu_backward", "glu_backward"],
+}
+
+
+def agree(op: str, x: torch.Tensor, *arguments, running: "Case | None" = None, **options):
+    """Compares what an op writes and returns, buffers of `running` at the end, with the reference's; both."""
+    results = []
+    for module in (ops, reference):
+        buffers = running.buffers() if running else {}
+        written = [fresh(x)] if op == "abn_forward_" else []
+        made = getattr(module, op)(*(written or [x]), *arguments, **buffers, **options)
+        results.append([*written, *(made if isinstance(made, tuple) else [made]), *buffers.values()])
+    for row, *pair in zip([*ROWS[op], *["running"] * 3], *results, strict=False):
+        check(row, *(t if t.is_floating_point() else t.float() for t in pair))
+    return results
+
+
+def step(layer, x: torch.Tensor, dy: torch.Tensor, *z: torch.Tensor) -> list:
+    """Output and gradients of one step, on new inputs that are no leaves and have the strides of these."""
+    inputs = x, *z
+    leaves = [t.detach().clone().requires_grad_() for t in inputs]
+    layer.zero_grad()
+    y = layer(*map(restride, leaves, inputs))
+    y.backward(dy.to(y.dtype))
+    return [y.detach(), *(leaf.grad for leaf in leaves), *(p.grad for p in layer.parameters())]
+
+
+def shape_of(model):
+    """Types and attributes; what converters must not change: objects, tensors, keys; the repr."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return (
+        {name: (type(m), m.training, set(m.__dict__)) for name, m in model.named_modules()},
+        [id(m) for m in model.modules()],
+        {name: (id(t), t.requires_grad) for name, t in tensors.items()},
+        list(model.state_dict()),
+        str(model),
+    )
 
 
 def check_threads(run) -> None:

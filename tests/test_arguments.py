@@ -1,4 +1,4 @@
-"""Checks of every op on its tensors: one device, existing storage, a bounded number of elements."""
+"""Checks of every op: what it names, one device, existing storage, a bounded number of elements."""
 
 from inspect import signature
 
@@ -69,6 +69,86 @@ def test_the_reference_takes_the_arguments_of_the_ops():
 
 def tensors(values):
     return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+X, W = torch.randn(4, 3, 5), torch.ones(3)
+MOMENTS, (_, ROWS) = ops.bn_stats(X), ops.layer_norm_forward(X)
+_, SAVED = ops.bn_forward(X, MOMENTS)
+VALID = {
+    "bn_stats": {"x": X},
+    "bn_forward": {"x": X, "moments": MOMENTS},
+    "abn_forward_": {"x": X, "moments": MOMENTS},
+    "bn_apply": {"x": X, "saved": SAVED},
+    "bn_reduce": {"x": X, "dy": X, "z": None, "saved": SAVED},
+    "abn_reduce": {"y": X, "dy": X, "saved": SAVED},
+    "abn_backward": {"y": X, "dy": X, "saved": SAVED},
+    "act_forward": {"x": X},
+    "act_backward": {"x": X, "dy": X},
+    "glu_forward": {"a": X, "b": X},
+    "glu_backward": {"a": X, "b": X, "dy": X},
+    "layer_norm_forward": {"x": X},
+    "layer_norm_backward": {"x": X, "dy": X, "saved": ROWS},
+}
+RUNNING = {"running_mean": W, "running_var": W}
+
+
+@pytest.mark.parametrize(
+    "op,change,message",
+    [
+        ("bn_stats", {"x": X.long()}, "x has dtype Long; float16"),
+        ("bn_stats", {"x": X[0, 0]}, r"x has shape \(5\); 2 to 5"),
+        ("bn_stats", {"x": X[None, None, None]}, "x has shape .*; 2 to 5"),
+        ("bn_stats", {"channel_dim": 3}, r"channel_dim is 3; 0 to 2 expected"),
+        ("bn_forward", {"weight": W[:2]}, r"weight has shape \(2\); \(3,\)"),
+        ("bn_forward", {"weight": W.int()}, "weight has dtype Int"),
+        ("bn_forward", {"bias": torch.ones(6)[::2]}, "bias is not contiguous"),
+        ("bn_forward", {"moments": MOMENTS[:5]}, r"moments has shape \(5\); \(8,\) expected"),
+        ("bn_forward", {"moments": MOMENTS.double()}, "moments has dtype Double; Float expected"),
+        ("bn_forward", {"moments": None, "training": False}, "running_mean is None; without training"),
+        ("bn_forward", RUNNING | {"training": False}, "moments are given; None expected without training"),
+        ("abn_backward", {"sums": MOMENTS[:6], "training": False}, "sums are given; None expected without"),
+        ("bn_forward", {"running_mean": W}, ".* must be given together"),
+        ("bn_forward", RUNNING | {"momentum": None}, "momentum is None .* needs num_batches_tracked"),
+        ("bn_forward", {"num_batches_tracked": W[0]}, r"num_batches_tracked is Float \(\); one int64 number"),
+        ("bn_forward", {"z": X[:2]}, r"z has shape \(2, 3, 5\); \(4, 3, 5\) expected"),
+        ("bn_forward", {"z": X.double()}, "z has dtype Double; Float expected"),
+        ("bn_forward", {"activation": "tanh"}, "activation is 'tanh'; one of identity, relu"),
+        ("abn_forward_", {"activation": "relu"}, "activation is relu, which cannot be inverted"),
+        ("abn_forward_", {"activation_param": 0.0}, "activation_param is 0; > 0 expected"),
+        ("abn_forward_", {"x": X[:1].expand(4, 3, 5)}, "x is expanded"),
+        ("bn_apply", {"saved": SAVED[1:]}, r"saved has shape \(7\); \(8,\) expected"),
+        ("bn_reduce", {"dy": X[:3]}, r"dy has shape \(3, 3, 5\)"),
+        ("abn_reduce", {"saved": SAVED[1:]}, r"saved has shape \(7\); \(8,\)"),
+        ("abn_backward", {"sums": SAVED}, r"sums has shape \(8\); \(6,\)"),
+        ("act_forward", {"x": X.long()}, "x has dtype Long; float16"),
+        ("act_forward", {"activation": "tanh"}, "activation is 'tanh'; one of identity, relu"),
+        ("act_backward", {"dy": X[:3]}, r"dy has shape \(3, 3, 5\); \(4, 3, 5\) expected"),
+        ("glu_forward", {"b": X[0]}, r"b has shape \(3, 5\); \(4, 3, 5\) expected"),
+        ("glu_forward", {"b": X.half()}, "b has dtype Half; Float expected"),
+        ("glu_backward", {"dy": X.half()}, "dy has dtype Half; Float expected"),
+        ("layer_norm_forward", {"x": X.long()}, "x has dtype Long; float16"),
+        ("layer_norm_forward", {"x": X[..., :0]}, r"x has shape \(4, 3, 0\); 1 to 2\^30 values"),
+        ("layer_norm_forward", {"x": X[0, 0, 0]}, r"x has shape \(\); 1 to"),
+        ("layer_norm_forward", {"weight": W}, r"weight has shape \(3\); \(5,\) expected"),
+        ("layer_norm_forward", {"bias": W.int()}, "bias has dtype Int"),
+        (
+            "layer_norm_forward",
+            {"output_dtype": torch.float64},
+            "output_dtype is Double; Float expected, as x's, or 16 bits",
+        ),
+        (
+            "layer_norm_forward",
+            {"x": X.half(), "output_dtype": torch.bfloat16},
+            "output_dtype is BFloat16; Half expected, as x's",
+        ),
+        ("layer_norm_backward", {"dy": X.double()}, "dy is Double; Float expected"),
+        ("layer_norm_backward", {"dy": X[:3]}, r"dy has shape \(3, 3, 5\); \(4, 3, 5\)"),
+        ("layer_norm_backward", {"saved": ROWS[1:]}, r"saved has shape \(23\); \(24,\)"),
+    ],
+)
+def test_bad_input_is_named(op, change, message):
+    with pytest.raises(RuntimeError, match=f"{op}: {message}"):
+        getattr(ops, op)(**VALID[op] | change)
 
 
 @pytest.mark.parametrize("layout", CORE_LAYOUTS)

@@ -6,6 +6,7 @@ from tolerances import check
 from torch import nn
 
 import fastvit
+from fastvit import functional
 
 
 class Residual(nn.Module):
@@ -76,6 +77,30 @@ def test_fullgraph(name, backend, training, device):
             check("in_place_layer", got.double(), want.double(), torch.float32)
     with torch.no_grad():
         check("layer", compiled(x), model(x))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    "call,shape,autocast",
+    [
+        (lambda x, w, b: functional.layer_norm(x, (4, 6), w, b), (4, 6), False),
+        (lambda x, w, b: functional.layer_norm(x, (4, 6), w, b), (4, 6), True),
+        (lambda x, *_: functional.act(x, "gelu_tanh"), (5, 4, 6), False),
+        (lambda a, b, _: functional.glu(a, b), (5, 4, 6), False),
+    ],
+    ids=["layer_norm", "layer_norm_autocast", "act", "glu"],
+)
+def test_functions_in_one_graph(call, shape, autocast, backend, device):
+    torch._dynamo.reset()
+    leaves = [torch.randn(s, device=device, requires_grad=True) for s in ((5, 4, 6), shape, shape)]
+    made = []
+    for run in (torch.compile(call, fullgraph=True, backend=backend), call):
+        with torch.autocast(device, torch.bfloat16, enabled=autocast):
+            y = run(*leaves)
+        made.append([y, *torch.autograd.grad(y.float().square().sum(), leaves, materialize_grads=True)])
+    for got, want in zip(*made, strict=True):
+        assert got.dtype == want.dtype
+        check("layer", got, want, torch.bfloat16 if autocast else torch.float32)
 
 
 @pytest.mark.parametrize("name", ["abn", "tokens"])

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from cases import shape_of
 from torch import nn
 
 import fastvit
@@ -49,49 +50,26 @@ def convert(net, **options):
         return convert_syncbn_model(net, **options)
 
 
-def test_keeps_everything_but_the_class(net):
+def test_keeps_everything_but_the_class_which_revert_gives_back(net):
     net.first.weight.requires_grad_(False)
     net.head[2].eval()
     net.rest["bn"].momentum = None
     calls = []
     net.first.register_forward_hook(lambda *_: calls.append(1))
-    before = (
-        dict(net.named_parameters()),
-        dict(net.named_buffers()),
-        {n: m.training for n, m in net.named_modules()},
-    )
-    keys, optimizer = list(net.state_dict()), torch.optim.SGD(net.parameters(), lr=0.1)
-    eager = copy.deepcopy(net)
-    assert convert(net) is net
-    assert [type(m) for m in (net.first, net.rest["bn"], net.head[2])] == [SyncBatchNorm] * 3
-    assert net.again is net.first and type(net.rest["own"]) is OwnForward
-    assert type(net.rest["instance"]) is nn.InstanceNorm2d
-    after = (
-        dict(net.named_parameters()),
-        dict(net.named_buffers()),
-        {n: m.training for n, m in net.named_modules()},
-    )
-    for a, b in zip(before[:2], after[:2], strict=True):
-        assert a.keys() == b.keys() and all(a[k] is b[k] for k in a)
-    assert before[2] == after[2] and list(net.state_dict()) == keys
-    x = torch.randn(2, 3, 6, 6)
+    before, eager = shape_of(net), copy.deepcopy(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    assert convert(net) is net and shape_of(net)[1:4] == before[1:4]
+    changed = {name for name, module in net.named_modules() if type(module) is SyncBatchNorm}
+    assert changed == {"first", "rest.bn", "head.2"} and not net.head[2].training
+    copied, x = copy.deepcopy(net), torch.randn(2, 3, 6, 6)
     y = net(x)
     assert len(calls) == 2
     torch.testing.assert_close(y, eager(x))
     y.sum().backward()
     optimizer.step()
     assert net.first.weight.grad is None and net.first.bias.grad is not None
-
-
-def test_revert_gives_the_original_classes_back(net):
-    types = [type(m) for m in net.modules()]
-    attributes = [set(m.__dict__) for m in net.modules()]
-    convert(net)
-    copied = copy.deepcopy(net)
-    for model in (net, copied):
-        revert_syncbn_model(model)
-        assert [type(m) for m in model.modules()] == types
-        assert [set(m.__dict__) for m in model.modules()] == attributes
+    assert shape_of(revert_syncbn_model(net)) == before
+    assert shape_of(revert_syncbn_model(copied))[0] == before[0]
 
 
 def test_revert_of_layers_built_as_such():
@@ -135,17 +113,21 @@ def test_lazy_layers_are_left_until_they_are_real():
     assert isinstance(convert_syncbn_model(lazy), fastvit.SyncBatchNorm)
 
 
-def test_in_place_layers_become_synchronised_ones_and_back():
-    model = nn.Sequential(
-        fastvit.InPlaceABN(3, activation="elu", channel_last=True), fastvit.InPlaceABNSync(3)
-    )
-    weight = model[0].weight
-    convert_syncbn_model(model)
-    assert [type(m) for m in model] == [fastvit.InPlaceABNSync] * 2 and model[0].group is None
-    assert model[0].weight is weight and model[0].activation == "elu" and model[0].channel_last
+@pytest.mark.parametrize(
+    "layer,synchronised,attribute",
+    [
+        (fastvit.InPlaceABN(3, activation="elu", channel_last=True), fastvit.InPlaceABNSync, "group"),
+        (fastvit.BatchNormAct(3, activation="gelu"), fastvit.BatchNormActSync, "process_group"),
+    ],
+)
+def test_other_layers_become_synchronised_ones_and_back(layer, synchronised, attribute):
+    model = nn.Sequential(layer, synchronised(3))
+    before = shape_of(model)
+    convert_syncbn_model(model, process_group="a group")
+    assert [type(m) for m in model] == [synchronised] * 2 and shape_of(model)[1:4] == before[1:4]
+    assert [getattr(m, attribute) for m in model] == ["a group", None]
     revert_syncbn_model(model)
-    assert [type(m) for m in model] == [fastvit.InPlaceABN, fastvit.InPlaceABNSync]
-    assert "group" not in model[0].__dict__
+    assert shape_of(model) == before
 
 
 def test_layers_that_are_synchronised_already_keep_their_options():

@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from cases import shape_of
 from packages import package
 from tolerances import check
 from torch import nn
@@ -104,18 +105,6 @@ def same(model, plain, x):
         assert got.dtype == want.dtype
         # A gradient of a bias before BatchNorm is a sum that cancels.
         check("layer", *(t.double() if t.dtype == torch.int64 else t for t in (got, want)), least_scale=1)
-
-
-def shape_of(model):
-    """What `fuse` and `unfuse` must restore or leave: types, attributes, objects."""
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return (
-        {name: (type(m), m.training, set(m.__dict__)) for name, m in model.named_modules()},
-        [id(m) for m in model.modules()],
-        {name: (id(t), t.requires_grad) for name, t in tensors.items()},
-        list(model.state_dict()),
-        str(model),
-    )
 
 
 @pytest.mark.parametrize("mode", ["training", "evaluation", "frozen", "no_grad", "channels_last"])

@@ -227,9 +227,10 @@ def test_a_directory_in_use_is_refused_until_its_run_ends_or_dies(tmp_path, caps
     assert epochs == list(range(1, len(epochs) + 1)) and len(epochs) > 1
 
 
-def test_a_file_system_without_locks(copied, monkeypatch):
+def test_a_file_system_without_locks_is_said(copied, capsys, monkeypatch):
     def no_locks(file, operation):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "lockf", no_locks)
     assert alone("--resume", str(copied)) == 0
+    assert f"{copied} cannot be locked" in capsys.readouterr().out

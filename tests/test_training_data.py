@@ -102,9 +102,13 @@ class Evil:
 def test_cifar_files_that_are_not(tmp_path, capsys):
     folder, _, _ = make_cifar(tmp_path, "cifar10")
     damaged = folder / "data_batch_2"
+    wrong = {b"data": np.zeros((2, 3072), np.uint8), b"labels": [3, 10]}
     for content, message in (
         (pickle.dumps({b"data": Evil()}), "builtins.print is not allowed in a file of CIFAR"),
         (damaged.read_bytes()[:500], "data_batch_2 is cut off or no file of CIFAR"),
+        (pickle.dumps({b"data": 1, b"labels": []}), "must hold 3072 bytes and a label below 10 by image"),
+        (pickle.dumps(wrong, protocol=2), "must hold 3072 bytes and a label below 10 by image"),
+        (pickle.dumps(wrong | {b"labels": [3]}, protocol=2), "must hold 3072 bytes and a label below 10"),
     ):
         damaged.write_bytes(content)
         with pytest.raises(ConfigError, match=message):
@@ -183,6 +187,7 @@ def test_hidden_files_links_and_folders_named_like_images(folder, tmp_path):
     for split in ("train", "test"):
         (folder / split / "c").symlink_to(tmp_path / "elsewhere" / "c")
     (folder / "train" / "a" / "more").symlink_to(tmp_path / "elsewhere" / "c" / "more.png")
+    (folder / "train" / "a" / "up").symlink_to(folder / "train" / "a")
     data = datasets.load(Config(data="folder", data_path=str(folder), image_size=10))
     assert data.classes == ("a", "b", "c")
     assert data.train.labels.tolist() == [0] * 4 + [1] * 3 + [2]

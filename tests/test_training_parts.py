@@ -384,6 +384,10 @@ def test_pretrained_files_that_are_not(tmp_path):
         ),
         ([1], "is a name of the model, .*; the file has list$"),
         (
+            _under("a.", _weights()) | _under("b.", _weights()),
+            r"has the model as a\.\* and as b\.\*; save one",
+        ),
+        (
             {"model": loop.Progress()},
             "it holds an object of .*Progress, which may run code; save the model's",
         ),

@@ -268,7 +268,7 @@ RULES |= {
     "CloneBackward0": _clone,
     "UnsafeViewBackward0": _reshaped,
     "ToCopyBackward0": _to_copy,
-    **dict.fromkeys((f"{name}FunctionBackward" for name in ("BatchNorm", "LayerNorm", "Act", "Glu")), _layer),
+    **dict.fromkeys((f"{name}FunctionBackward" for name in ("BatchNorm", "LayerNorm", "Act")), _layer),
 }
 
 PRODUCTS |= {"AddmmBackward0": _addmm, "MmBackward0": _mm}

@@ -129,8 +129,8 @@ def lock(run: Path, until: ExitStack) -> None:
     """Make the directory of a run and lock it until the stack is closed.
 
     The kernel releases the lock when the process ends for any reason. Workers do not inherit it, unlike a
-    lock of `fcntl.flock`, so surviving workers of a killed rank do not block a restarted run. A file system
-    without locks has none.
+    lock of `fcntl.flock`, so surviving workers of a killed rank do not block a restarted run. Without locks
+    in the file system a message is printed.
 
     Raises:
         TrainingError: another run has locked it.
@@ -142,6 +142,7 @@ def lock(run: Path, until: ExitStack) -> None:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EAGAIN):
+            print(f"{run} cannot be locked: a second run in it would not be detected", flush=True)
             return
         file.seek(0)
         raise TrainingError(

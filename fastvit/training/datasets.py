@@ -125,15 +125,13 @@ def _load_cifar(config: Config) -> DataSets:
         raise ConfigError(f"--data-path must hold {inner} for --data {config.data}, got {path}")
 
     def images(parts: list[str], augment: Augment | None = None) -> InMemory:
-        contents = [_unpickle(folder / part) for part in parts]
-        pixels = torch.from_numpy(np.concatenate([content[b"data"] for content in contents]))
-        labels = torch.tensor([label for content in contents for label in content[key]])
-        return InMemory(pixels.view(-1, 3, 32, 32), labels, CIFAR_MEAN_STD, augment)
+        pixels, labels = zip(*(_images(folder / part, key, len(names)) for part in parts), strict=True)
+        return InMemory(torch.cat(pixels), torch.cat(labels), CIFAR_MEAN_STD, augment)
 
     def augment(batch: Tensor, generator: torch.Generator) -> Tensor:
         return random_flip(random_shift(batch, 4, generator), generator)
 
-    names = tuple(label.decode() for label in _unpickle(folder / names_file)[names_key])
+    names = tuple(label.decode() for label in _unpickle(folder / names_file, names_key)[0])
     return DataSets(images(train, augment), images([test]), names, (3, 32, 32))
 
 
@@ -151,12 +149,21 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def _unpickle(path: Path) -> dict[bytes, Any]:
-    content = path.read_bytes()
+def _unpickle(path: Path, *keys: bytes) -> list[Any]:
+    stored = path.read_bytes()
     try:
-        return _Unpickler(io.BytesIO(content), encoding="bytes").load()
+        content = _Unpickler(io.BytesIO(stored), encoding="bytes").load()
+        return [content[key] for key in keys]
     except Exception as error:  # a damaged pickle may raise any exception
         raise ConfigError(f"--data-path: {path} is cut off or no file of CIFAR: {error}") from None
+
+
+def _images(path: Path, key: bytes, classes: int) -> tuple[Tensor, Tensor]:
+    pixels, labels = (np.asarray(values) for values in _unpickle(path, b"data", key))
+    right = pixels.dtype == np.uint8 and pixels.shape == (len(labels), 3 * 32 * 32)
+    if not right or not 0 <= labels.min() <= labels.max() < classes:
+        raise ConfigError(f"--data-path: {path} must hold 3072 bytes and a label below {classes} by image")
+    return torch.tensor(pixels).view(-1, 3, 32, 32), torch.tensor(labels, dtype=torch.int64)
 
 
 def _load_folder(config: Config) -> DataSets:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import os
 import socket
 import struct
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..sync.agreement import Agreement, answers_text, boot_id
+from ..sync.agreement import Agreement, answers_text, boot_id, in_time
 from ..sync.collective import ALL_GATHER, wait_on_host
 from ..sync.rendezvous import meet
 from .config import ConfigError, TrainingError
@@ -78,6 +79,9 @@ def init(launch: Launch | None, device: str = "auto", timeout: float = 300.0) ->
     try:
         store = meet(rank, world, launch.address, launch.port, timeout, launch.run)
         agreement = Agreement(dist.PrefixStore("trainer", store), rank, world, timeout)
+        told = agreement.ask("options", f"--device {device}")
+        if len(told) > 1:
+            raise ConfigError(f"the ranks differ in their options: {answers_text(told)}")
         gpus = torch.cuda.device_count() if torch.cuda.is_available() and device != "cpu" else 0
         index = launch.local_rank % max(1, gpus)
         own = str(torch.cuda.get_device_properties(index).uuid) if gpus else ""
@@ -87,7 +91,8 @@ def init(launch: Launch | None, device: str = "auto", timeout: float = 300.0) ->
             torch.cuda.set_device(chosen)
         else:
             _choose_interface(launch, agreement)
-        dist.init_process_group(
+        group = functools.partial(
+            dist.init_process_group,
             "nccl" if cuda else "gloo",
             store=dist.PrefixStore("group", store),
             rank=rank,
@@ -95,7 +100,9 @@ def init(launch: Launch | None, device: str = "auto", timeout: float = 300.0) ->
             timeout=timedelta(seconds=timeout),
             device_id=chosen if cuda else None,
         )
-    except RuntimeError as error:
+        # gloo waits for five times its timeout when a rank does not answer.
+        group() if cuda else in_time(group, timeout)
+    except (RuntimeError, TimeoutError) as error:
         forgot = "; was srun forgotten?" if "SLURM_PROCID" in os.environ and rank == 0 else ""
         raise ConfigError(
             f"the {world} ranks did not meet at {launch.address}:{launch.port} within {timeout:g} s: "

@@ -79,7 +79,9 @@ class ImageFolder(ImageSource):
 def _images(folder: Path) -> list[str]:
     found = []
     for place, inner, files in os.walk(folder, followlinks=True):
-        inner[:] = [name for name in inner if not name.startswith(".")]  # the others are not walked
+        above = [Path(place).resolve(), *Path(place).resolve().parents]
+        # Hidden folders are not walked, nor links to a folder that they are in.
+        inner[:] = [n for n in inner if not n.startswith(".") and Path(place, n).resolve() not in above]
         images = (name for name in files if name.lower().endswith(SUFFIXES) and not name.startswith("."))
         found += [os.path.join(place, name) for name in images]
     return sorted(found)

@@ -111,15 +111,20 @@ def _tensors(content: Any, before: str = "") -> dict[str, Tensor]:
     return {name: value for key, part in parts for name, value in _tensors(part, f"{before}{key}.").items()}
 
 
-def _prefix(names: Iterable[str], own: Collection[str]) -> str:
+def _prefix(names: Iterable[str], own: Collection[str], path: Path) -> str:
     """What trainers and wrappers put before the model's names, such as `state_dict.module.`.
 
     At least half of the model's names are behind it. Averaged weights come first.
     """
     ends = ((name, name.split(".", dots)[-1]) for name in names for dots in range(name.count(".") + 1))
     hits = Counter(name.removesuffix(end) for name, end in ends if end in own)
-    found = [(not _AVERAGED.search(p), -count, p) for p, count in hits.items() if 2 * count >= len(own)]
-    return min(found)[2] if found else ""
+    found = sorted((not _AVERAGED.search(p), -count, p) for p, count in hits.items() if 2 * count >= len(own))
+    if len(found) > 1 and found[0][:2] == found[1][:2]:
+        one, other = (prefix for *_, prefix in found[:2])
+        raise ConfigError(
+            f"--pretrained: {path} has the model as {one}* and as {other}*; save one of them alone"
+        )
+    return found[0][2] if found else ""
 
 
 def _as_timm_converts(weights: dict[str, Tensor], model: nn.Module, path: Path) -> dict[str, Tensor]:
@@ -152,7 +157,7 @@ def load_pretrained(model: nn.Module, path: Path) -> str:
     """
     own, content = model.state_dict(), _read(path)
     tensors = _tensors(content)
-    prefix = _prefix(tensors, own)
+    prefix = _prefix(tensors, own, path)
     weights = {name[len(prefix) :]: value for name, value in tensors.items() if name.startswith(prefix)}
     if any(name not in weights or weights[name].shape != value.shape for name, value in own.items()):
         weights = _as_timm_converts(weights, model, path)
