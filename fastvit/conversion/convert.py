@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from .._checks import check_module
 from ..fuse import unfuse
 from ..recompute import Policy, close_scope, compiled, open_scope
+from ..recompute.policy import CHEAP, DEEP, PRODUCTS
 from .budget import Budget, parsed, within_budget
 from .trial import as_arguments
 
@@ -26,6 +27,7 @@ class ScopeHook:
     def __init__(self, policy: Policy, block: str):
         self.policy = policy
         self.block = block
+        self.products = policy.level >= PRODUCTS  # a constant to Dynamo, as an int need not be
         _hide_scopes_from_torchscript()
 
     def __reduce__(self):
@@ -33,7 +35,7 @@ class ScopeHook:
 
     def __call__(self, module: nn.Module, args: object, *output: object) -> None:
         if output and torch.compiler.is_compiling():
-            compiled.closed(self.policy.products, self.policy.weight_casts)
+            compiled.closed(self.products, self.policy.weight_casts)
         elif output:
             close_scope(module, *[one if isinstance(one, (tuple, list)) else (one,) for one in output])
         elif torch.compiler.is_compiling():
@@ -105,9 +107,9 @@ def convert(
             `example_inputs` the first forward raises what only a forward can show.
     """
     check_module("convert", model)
-    policy = Policy(products, weight_casts, skip=_skipped(model, skip))
+    policy = Policy(PRODUCTS if products else CHEAP, weight_casts, skip=_skipped(model, skip))
     if budget == "least":
-        return _add(model, dataclasses.replace(policy, products=True, deep=True))
+        return _add(model, dataclasses.replace(policy, level=DEEP))
     if budget is None:
         if example_inputs is not None:
             raise ValueError("convert: budget and example_inputs expected together, got example_inputs alone")
@@ -144,7 +146,7 @@ def _add(model: nn.Module, policy: Policy) -> nn.Module:
         hook = ScopeHook(policy, name)
         module.register_forward_pre_hook(hook, prepend=True)
         module.register_forward_hook(hook, prepend=True, always_call=True)
-        compiled.enable(module, policy.products, policy.weight_casts)
+        compiled.enable(module, policy.level >= PRODUCTS, policy.weight_casts)
     return model
 
 
