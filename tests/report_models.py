@@ -1,9 +1,7 @@
-"""A small ViT for the tests of `report`, `verify` and budgets."""
+"""A small ViT whose layers are the block's own, for the tests of `report`, `verify` and budgets."""
 
 import torch.nn.functional as F
 from torch import nn
-
-from fastvit.memory import live_bytes
 
 WIDTH = 64
 
@@ -34,12 +32,6 @@ class Net(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x if mask is None else x * mask
-
-
-def kept(model, x):
-    """Bytes that a forward keeps, by torch's allocator."""
-    model(x)
-    return live_bytes(lambda: model(x))[0]
 
 
 def holding(model, x):

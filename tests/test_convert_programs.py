@@ -12,6 +12,7 @@ from vit_models import kept
 
 import fastvit
 from fastvit.conversion.convert import ScopeHook
+from fastvit.recompute.policy import DEEP
 
 SIZE = 6
 ACTIVATIONS = [
@@ -66,7 +67,7 @@ def convert(model: nn.Module, how: str, seed: int) -> None:
         for module in model.modules():
             for hook in module._forward_pre_hooks.values():
                 if isinstance(hook, ScopeHook):
-                    hook.policy = dataclasses.replace(hook.policy, sites=Some(seed), across=seed % 2 == 1)
+                    hook.policy = dataclasses.replace(hook.policy, sites=Some(seed), level=DEEP + seed % 2)
 
 
 def program(seed: int) -> tuple[nn.Module, str]:

@@ -6,10 +6,11 @@ import random
 import numpy
 import pytest
 import torch
-from report_models import WIDTH, Net, holding, kept
+from report_models import WIDTH, Net, holding
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from vit_models import kept
 
 import fastvit
 

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ..recompute import Policy, watched
-from ..recompute.policy import Site
+from ..recompute.policy import ACROSS, CHEAP, DEEP, PRODUCTS, Site
 from ..recompute.record import Record
 from .trial import Arguments, Trial
 
@@ -29,14 +29,6 @@ __all__ = ["Budget", "parsed", "within_budget"]
 # Operations of a matrix product in the time of moving a byte: 10 to 20 in fp32 on CPUs and GPUs, 200 in half
 # precision on a GPU.
 _OPERATIONS_A_BYTE = 16
-# What may be rebuilt. Products take an order of magnitude more arithmetic. Several blocks that are made from
-# one input need more memory in backward.
-_LEVELS = (
-    Policy(),
-    Policy(products=True),
-    Policy(products=True, deep=True),
-    Policy(products=True, deep=True, across=True),
-)
 Budget = tuple[float, int]  # a share of the original's bytes, or 0, and then bytes
 
 
@@ -75,12 +67,14 @@ def within_budget(
 
     sites: list[Site] = []
     least = before
-    for level in _LEVELS:
-        policy = dataclasses.replace(level, weight_casts=policy.weight_casts, skip=policy.skip)
+    # Products take an order of magnitude more arithmetic. Several blocks that are made from one input need
+    # more memory in backward.
+    for level in (CHEAP, PRODUCTS, DEEP, ACROSS):
+        policy = dataclasses.replace(policy, level=level, sites=None)
         apply(copied, policy)
         found = _sites(trial, copied)
         new = [site for site in found if site not in sites]
-        if policy.across:  # every second one first: the backward makes all between two kept ones at once
+        if level == ACROSS:  # every second one first: the backward makes all between two kept ones at once
             new = [*new[1::2], *new[::2]]
         else:
             new.sort(key=found.__getitem__, reverse=True)

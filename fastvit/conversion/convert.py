@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from .._checks import check_module
 from ..fuse import unfuse
 from ..recompute import Policy, close_scope, compiled, open_scope
+from ..recompute.policy import CHEAP, DEEP, PRODUCTS
 from .budget import Budget, parsed, within_budget
 from .trial import as_arguments
 
@@ -27,6 +28,7 @@ class ScopeHook:
         self.policy = policy
         self.share = str(policy.share)  # Dynamo would make a number a symbol
         self.block = block
+        self.products = policy.level >= PRODUCTS  # a constant to Dynamo, as an int need not be
         _hide_scopes_from_torchscript()
 
     def __reduce__(self):
@@ -34,7 +36,7 @@ class ScopeHook:
 
     def __call__(self, module: nn.Module, args: object, *output: object) -> None:
         if output and torch.compiler.is_compiling():
-            compiled.closed(self.policy.products, self.policy.weight_casts, self.share)
+            compiled.closed(self.products, self.policy.weight_casts, self.share)
         elif output:
             close_scope(module, *[one if isinstance(one, (tuple, list)) else (one,) for one in output])
         elif torch.compiler.is_compiling():
@@ -107,9 +109,9 @@ def convert(
             `example_inputs` the first forward raises what only a forward can show.
     """
     check_module("convert", model)
-    policy = Policy(products, weight_casts, skip=_skipped(model, skip))
+    policy = Policy(PRODUCTS if products else CHEAP, weight_casts, skip=_skipped(model, skip))
     if budget == "least":
-        return _add(model, dataclasses.replace(policy, products=True, deep=True))
+        return _add(model, dataclasses.replace(policy, level=DEEP))
     if budget is None:
         if example_inputs is not None:
             raise ValueError("convert: budget and example_inputs expected together, got example_inputs alone")

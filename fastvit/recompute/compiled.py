@@ -27,7 +27,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from . import joint
 from .joint import MARK, Options, options_of
-from .policy import Policy
+from .policy import PRODUCTS, Policy
 
 _FLAG = "_fastvit_compiled"
 _MARGIN = 0.95  # the partitioner counts no padding and no views, and exceeds its budget by some percent
@@ -43,7 +43,7 @@ def enable(module: nn.Module, policy: Policy) -> None:
     the module that is compiled itself, so one of its submodules gets a hook that tells of it.
     """
     # By __dict__, since the result of torch.compile passes attributes on to the module inside.
-    module.__dict__[_FLAG] = policy.products, policy.weight_casts, policy.share
+    module.__dict__[_FLAG] = policy.level >= PRODUCTS, policy.weight_casts, policy.share
     module.__dict__["_modules"] = OrderedDict(module._modules)
     inner = _inner(module)
     if inner is not None and tell not in inner._forward_pre_hooks.values():

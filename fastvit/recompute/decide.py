@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import torch
 
 from .graph import SHARDED, Node, Unknown, rule_of
-from .policy import Policy
+from .policy import ACROSS, CHEAP, DEEP, PRODUCTS, Policy
 from .record import SMALLEST, Recipe, Record, Source, Value, View, whole
 
 # Most bytes that a recipe moves for each byte of the tensor. In half precision and under autocast matrix
@@ -22,7 +22,7 @@ from .record import SMALLEST, Recipe, Record, Source, Value, View, whole
 # made of the one before, move 5 more each.
 _MOST_MOVED, _MOST_MOVED_IN_HALF = 24, 10
 # Most rebuilt tensors on the way to one that is kept. Across blocks the sites of a policy cut the way.
-_DEEPEST, _DEEPEST_DEEP, _DEEPEST_ACROSS = 4, 32, 1000
+_DEEPEST = {CHEAP: 4, PRODUCTS: 4, DEEP: 32, ACROSS: 1000}
 _MOST_OPS = 40  # in one recipe
 _LONGEST = 40  # consecutive ops whose results no op has saved
 
@@ -89,7 +89,7 @@ class Pass:
             return None
         if math.prod(value.geometry[0]) * first.tensor.element_size() < SMALLEST:
             raise Unknown(f"it has less than {SMALLEST} bytes")
-        if value.is_boundary and self.policy.deep and not self.policy.across:
+        if value.is_boundary and self.policy.level == DEEP:
             raise Unknown("it goes into a block, or comes out of one")
         if value.kept() is not None or rule_of(first.made.name(), self.policy) is None:
             return None
@@ -99,14 +99,13 @@ class Pass:
 
     def _refuse(self, value: Value, recipe: Recipe, in_half: bool) -> None:
         """Raises Unknown where the recipe costs too much, or the policy is against it."""
-        policy = self.policy
-        deepest = _DEEPEST_ACROSS if policy.across else _DEEPEST_DEEP if policy.deep else _DEEPEST
+        policy, deepest = self.policy, _DEEPEST[self.policy.level]
         if recipe.depth >= deepest:
             raise Unknown(f"its recipe goes through more than {deepest} rebuilt tensors")
-        if recipe.ops > _MOST_OPS and not policy.deep:
+        if recipe.ops > _MOST_OPS and policy.level < DEEP:
             raise Unknown(f"its recipe has more than {_MOST_OPS} ops")
         share = recipe.moved / (recipe.size or 1)
-        if share > (_MOST_MOVED_IN_HALF if in_half else _MOST_MOVED) and not policy.products:
+        if share > (_MOST_MOVED_IN_HALF if in_half else _MOST_MOVED) and policy.level < PRODUCTS:
             raise Unknown(f"its recipe moves {share:.0f} bytes for each that it frees")
         if against := policy.against(value.site):
             raise Unknown(against)

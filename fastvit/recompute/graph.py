@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .policy import Policy, plain
+from .policy import ACROSS, CHEAP, DEEP, PRODUCTS, Policy, plain
 from .record import SMALLEST, Recipe, Record, Source, Unread, Value, View
 from .views import VIEWS, of_unsafe_view, of_views, part, signed
 
@@ -25,9 +25,7 @@ LEAF = "torch::autograd::AccumulateGrad"
 SHARDED = "a parameter that FSDP has sharded again when the block ends"
 Rebuild = tuple[Callable[..., Tensor], tuple[Source, ...]]  # an op and what goes into it
 Rule = Callable[["Node"], Rebuild]
-RULES: dict[str, Rule] = {}  # by the names of nodes; rules.py fills it
-PRODUCTS: dict[str, Rule] = {}  # likewise, with products=True
-DEEP: dict[str, Rule] = {}  # likewise, where a budget asks for it
+RULES: dict[str, tuple[int, Rule]] = {}  # and the least level, by the names of nodes; rules.py fills it
 
 
 class Unknown(Exception):
@@ -35,10 +33,8 @@ class Unknown(Exception):
 
 
 def rule_of(name: str, policy: Policy) -> Rule | None:
-    rule = RULES.get(name)
-    if rule is None and policy.products:
-        rule = PRODUCTS.get(name) or (DEEP.get(name) if policy.deep else None)
-    return rule
+    level, rule = RULES.get(name, (ACROSS + 1, None))
+    return rule if level <= policy.level else None
 
 
 def why_kept(record: Record) -> str:
@@ -48,14 +44,10 @@ def why_kept(record: Record) -> str:
         return record.reason
     if value.reason:
         return value.reason
-    op = plain(value.name)
-    if value.name in PRODUCTS:
+    op, level = plain(value.name), RULES.get(value.name, (DEEP, None))[0]
+    if level == PRODUCTS:
         return f"the result of {op}: rebuilt with products=True, where it is no narrower than its input"
-    return (
-        f"an input of {op} is not kept"
-        if value.name in RULES
-        else f"the result of {op}, which is not repeated"
-    )
+    return f"an input of {op} is not kept" if level == CHEAP else f"the result of {op}, which is not repeated"
 
 
 class Search(Protocol):
@@ -183,6 +175,6 @@ class Node:
     @staticmethod
     def _is_unsaved_product(node) -> bool:
         node = of_views(node)
-        if node is None or of_unsafe_view(node).name() not in PRODUCTS:
+        if node is None or RULES.get(of_unsafe_view(node).name(), (CHEAP, None))[0] != PRODUCTS:
             return False
         return Value.of(node).kept() is None

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from .policy import Policy
+from .policy import CHEAP, PRODUCTS, Policy
 from .scope import Look, Scope, top_hooks
 
 _autograd = torch._C._autograd
@@ -52,7 +52,7 @@ def recompute_scope(products: bool = False, weight_casts: bool = False) -> Itera
         yield
         return
     owner = object()
-    open_scope(owner, Policy(products, weight_casts), "")
+    open_scope(owner, Policy(PRODUCTS if products else CHEAP, weight_casts), "")
     try:
         yield
     finally:

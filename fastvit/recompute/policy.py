@@ -10,25 +10,25 @@ from functools import lru_cache
 Site = tuple[str, str, int]
 
 
+# What is rebuilt: what takes little arithmetic; matrix products too; all that has a rule, with attention,
+# convolutions and Linears that narrow; and what goes into a block or comes out of one, which DEEP keeps.
+CHEAP, PRODUCTS, DEEP, ACROSS = range(4)
+
+
 @dataclass(frozen=True)
 class Policy:
     """What a scope rebuilds.
 
     Args:
-        products: results of matrix products too.
-        deep: and everything that has a rule, with attention, convolutions and Linears that narrow, at any
-            depth. What goes into a block, and what comes out, is kept.
-        across: and what goes into a block, and what comes out, is rebuilt from blocks before it.
+        level: one of CHEAP, PRODUCTS, DEEP and ACROSS.
         weight_casts: autocast's copies of weights too.
         sites: only the results of these ops in these blocks; None for all.
         skip: not the results of ops of these plain names in these blocks.
         share: of the kept bytes that a budget leaves, for compiled code; 0 where it is not known.
     """
 
-    products: bool = False
+    level: int = CHEAP
     weight_casts: bool = False
-    deep: bool = False
-    across: bool = False
     sites: frozenset[Site] | None = None
     skip: frozenset[tuple[str, str]] = frozenset()
     share: float = 1.0

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from . import norms
-from .graph import DEEP, LEAF, PRODUCTS, RULES, Node, Rebuild, Rule, Unknown, rule_of
+from .graph import LEAF, RULES, Node, Rebuild, Rule, Unknown, rule_of
+from .policy import CHEAP, DEEP, PRODUCTS
 from .record import Record
 from .views import itself
 
@@ -44,7 +45,7 @@ def _product(function: Callable[..., Tensor]) -> Callable[[Node], Rebuild]:
 
 def _sum(function: Callable[..., Tensor]) -> Callable[[Node], Rebuild]:
     def rule(read: Node) -> Rebuild:
-        if read.policy.products and not read.policy.deep and read.is_residual():
+        if read.policy.level == PRODUCTS and read.is_residual():
             raise Unknown("the sum is kept instead of repeating the product that is its term")
         alpha = read.number("alpha")
         if read.edges[1][0] is None and (number := read.noted()[0]) is not None:
@@ -125,7 +126,8 @@ def _reshaped(read: Node) -> Rebuild:
     shape = tuple(read.metadata().shape)
     if source.name() == "CloneBackward0":
         return lambda t: t.contiguous().view(shape), (read.behind(source).edge(0),)
-    if source.name() not in RULES and (rule := rule_of(source.name(), read.policy)):
+    rule = rule_of(source.name(), read.policy)
+    if rule is not None and RULES[source.name()][0] > CHEAP:
         inner = read.behind(source)
         product, arguments = rule(inner)
         read.flops = inner.flops
@@ -155,7 +157,7 @@ def _widens(read: Node, weight: str) -> None:
     A budget may ask for it.
     """
     shape = read.size_of(weight)
-    if shape[0] > shape[1] and not read.policy.deep:
+    if shape[0] > shape[1] and read.policy.level < DEEP:
         raise Unknown
     read.flops = 2 * shape[0]
 
@@ -218,7 +220,7 @@ def _layer(read: Node) -> Rebuild:
     )
 
 
-RULES |= {
+_CHEAP: dict[str, Rule] = {
     "NativeLayerNormBackward0": norms.layer_norm,
     "FusedRmsNormBackward0": norms.rms_norm,
     "NativeGroupNormBackward0": norms.group_norm,
@@ -271,9 +273,9 @@ RULES |= {
     **dict.fromkeys((f"{name}FunctionBackward" for name in ("BatchNorm", "LayerNorm", "Act")), _layer),
 }
 
-PRODUCTS |= {"AddmmBackward0": _addmm, "MmBackward0": _mm}
+_PRODUCTS: dict[str, Rule] = {"AddmmBackward0": _addmm, "MmBackward0": _mm}
 
-DEEP |= {
+_DEEP: dict[str, Rule] = {
     "ConvolutionBackward0": _convolution,
     "BmmBackward0": _bmm,
     "SoftmaxBackward0": _softmax,
@@ -288,3 +290,6 @@ DEEP |= {
         _aten._scaled_dot_product_cudnn_attention, "attn_bias", compute_log_sumexp=True
     ),
 }
+
+for _level, _rules in ((CHEAP, _CHEAP), (PRODUCTS, _PRODUCTS), (DEEP, _DEEP)):
+    RULES.update((name, (_level, rule)) for name, rule in _rules.items())

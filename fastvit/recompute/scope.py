@@ -27,7 +27,7 @@ from torch import Tensor
 from . import masks, rules  # noqa: F401  # rules fills the tables of graph
 from .calls import Calls
 from .decide import Pass
-from .policy import Policy, plain
+from .policy import DEEP, Policy, plain
 from .record import SMALLEST, HandedOn, Record, Unread, Value, stream_of, unpack
 from .views import VIEWS, leads_to, of_unsafe_view
 
@@ -84,7 +84,7 @@ class Scope(Calls):
 
     def mark(self, tensors: Iterable[object]) -> None:
         """These go into a block, or come out of one."""
-        if self.policy.deep and not self.policy.across:
+        if self.policy.level == DEEP:
             with torch._C.DisableTorchFunction():
                 for tensor in tensors:
                     if type(tensor) is Tensor and (tensor._base is None or tensor._base.grad_fn is not None):
