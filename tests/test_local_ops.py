@@ -41,7 +41,8 @@ def test_abn_local_ops(layout, dtype, activation, device):
     saved = ops.abn_forward_(y, **given, **ours)
     want_saved = ops.abn_forward_(want_y, ops.bn_stats(case.x, case.channel_dim), **given, **theirs)
     same((y, saved, *ours.values()), (want_y, want_saved, *theirs.values()))
-    same(ops.abn_forward(case.x, **given, **case.buffers()), (y, saved))
+    new = ops.abn_forward(case.x, **given, **case.buffers())
+    assert torch.equal(new[0], y) and torch.equal(new[1], saved)  # y may have other strides
 
     (want,) = ops.abn_reduce(y, case.dy, saved, **given)
     dx, _ = ops.abn_backward(y, case.dy, saved, want, **given)

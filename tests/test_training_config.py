@@ -196,7 +196,9 @@ def test_half_a_launcher_is_an_error(environment, message):
 def test_the_gpu_of_a_rank(monkeypatch, visible, gpus, device, want):
     """Of the second of two: its own vote is the UUID of its GPU."""
     launch = find_launch(TORCHRUN | {"RANK": "1", "WORLD_SIZE": "2"})
-    agreement = SimpleNamespace(ask=lambda question, answer: dict.fromkeys([gpus[0], answer]))
+    agreement = SimpleNamespace(
+        ask=lambda question, answer: dict.fromkeys([gpus[0] if question == "GPUs" else answer, answer])
+    )
     monkeypatch.setattr(distributed, "Agreement", lambda *_: agreement)
     monkeypatch.setattr(distributed, "meet", lambda *_: dist.HashStore())
     monkeypatch.setattr(distributed, "_choose_interface", lambda *_: None)

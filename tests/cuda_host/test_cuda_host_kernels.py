@@ -9,7 +9,6 @@ import functools
 import os
 
 import pytest
-import shapes
 import torch
 
 import fastvit
@@ -209,29 +208,30 @@ def test_few_channels_fill_the_device(engine, n, c, channels_last, dtype):
     assert min(blocks) >= 0.7 * 2 * engine.config.sm_count
 
 
-def plan(engine, case: shapes.Case, operands: int, cached: int, sm_count: int = 132, smem: int = 0) -> dict:
-    """How the planner divides an op over `operands` contiguous tensors, two blocks a multiprocessor."""
-    x = torch.empty(case.shape, device="meta")
-    if case.layout == "channels_last":
-        x = x.contiguous(memory_format=torch.channels_last)
-    size = shapes.DTYPES[case.dtype].itemsize
-    return engine.plan(x.shape, x.stride(), case.channel_dim, size, operands, cached, sm_count, 2, smem)
+def plan(engine, rows: int, channels: int, dtype: torch.dtype, sm_count: int = 132, smem: int = 0) -> dict:
+    """How the planner divides an op over tokens, two blocks a multiprocessor."""
+    x = torch.empty(1, rows, channels, device="meta")
+    return engine.plan(x.shape, x.stride(), 2, dtype.itemsize, 1, 1, sm_count, 2, smem)
 
 
 @pytest.mark.parametrize("rows,vectors", [(2**31 - 1, True), (2**31, False)])
 def test_rows_that_32_bits_do_not_count_have_no_vectors(engine, rows, vectors):
-    found = plan(engine, shapes.Case((1, rows, 8), "tokens", "bf16"), 1, 1)
+    found = plan(engine, rows, 8, torch.bfloat16)
     assert found["rows"] and bool(found["vector"]) is vectors and found["units"] == rows
 
 
 @pytest.mark.parametrize(
     "dtype, rows, channels, sm_count",  # 40 slices in groups of 32, of one tile and of two; 70 of 64
-    [("bf16", 2600, 128, 20), ("bf16", 2600, 256, 40), ("fp32", 4480, 64, 35)],
+    [
+        (torch.bfloat16, 2600, 128, 20),
+        (torch.bfloat16, 2600, 256, 40),
+        (torch.float32, 4480, 64, 35),
+    ],
 )
 def test_groups_of_slices(engine, dtype, rows, channels, sm_count):
     """More slices than one block merges: in any order of blocks the same bits, by the local ops too."""
-    assert plan(engine, shapes.Case((1, rows, channels), "tokens", dtype), 1, 1, sm_count, 80 << 10)["groups"]
-    engine.config.sm_count, dtype = sm_count, shapes.DTYPES[dtype]
+    assert plan(engine, rows, channels, dtype, sm_count, 80 << 10)["groups"]
+    engine.config.sm_count = sm_count
     x, dy = (torch.randn(rows, channels, generator=torch.Generator().manual_seed(i)) + 5 for i in range(2))
     x, dy = x.to(dtype), dy.to(dtype)
     weight, bias = torch.linspace(-1.5, 1.5, channels) + 0.07, torch.linspace(-0.5, 0.5, channels)
