@@ -5,7 +5,7 @@ ops between them. AOTAutograd carries the marks to the joint graph of forward an
 before it divides that graph. The pass tags ops like a policy of selective checkpointing (joint.py), and
 torch's partitioner recomputes or saves them. No op is added or replaced.
 
-A budget is met by torch's partitioner alone (activation_memory_budget), without tags.
+A budget is left to torch's partitioner alone (activation_memory_budget), without tags.
 
 The pass is set in torch's configuration only while the backend compiles a graph with marks. A tag in the key
 of torch's caches keeps its result apart from that of the same graph without marks. Backends without
