@@ -329,7 +329,7 @@ static const Case cases[] = {
     {"shuffle used as memory barrier", "race", [] { return reduce<shfl_as_fence>(); }},
     {"global off-by-one", "asan", [] { return copy(1); }},
     {"dynamic shared off-by-one", "asan", [] { return dyn(1); }},
-    {"static shared out of bounds", "asan", [] { return reduce<static_oob>(); }},
+    {"static shared out of bounds", "plain asan", [] { return reduce<static_oob>(); }},
     {"uninitialised shared memory", kAll, uninit},
     {"unwritten output", kAll, [] { return copy(-1); }},
     {"misaligned float4 load", "asan", [] { return vec(1); }},

@@ -1,6 +1,6 @@
 """Builds the CUDA sources for the CPU model of CUDA: python tests/cuda_host/build.py [plain|asan|race ...]
 
-    plain   without a checker
+    plain   kernels end at an index past an array of known size
     asan    kernels and engine under the address and undefined-behaviour sanitizers
     race    kernels under the happens-before race checker
 
@@ -26,8 +26,9 @@ COMMON = (
     "-Wno-unused-parameter -Wno-maybe-uninitialized -Wno-attributes"
 )
 SANITIZE = "-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-sanitize=vptr"
+BOUNDS = "-fsanitize=bounds -fsanitize-undefined-trap-on-error"
 RACE = "-fsanitize=thread --param tsan-distinguish-volatile=1 --param tsan-instrument-func-entry-exit=0"
-KERNELS = {"plain": "-O1 -g0", "asan": f"-O1 {SANITIZE}", "race": f"-O1 {RACE}"}
+KERNELS = {"plain": f"-O1 -g0 {BOUNDS}", "asan": f"-O1 {SANITIZE}", "race": f"-O1 {RACE}"}
 ENGINE = {"plain": "-O2", "asan": f"-O1 {SANITIZE}", "race": "-O2 -DCUDA_HOST_RACE"}
 LINK = {"plain": "", "asan": SANITIZE, "race": ""}
 
