@@ -94,8 +94,8 @@ def convert(
         example_inputs: for a budget: a tensor, a tuple of arguments or a dict of keyword arguments. Call
             `convert` as the model is trained, under the same autocast. Without them the first forward with
             gradients of the model in training takes its own arguments for this, and lasts as long as some
-            twenty forwards. In compiled code the share is torch's `activation_memory_budget`, which a model with
-            convolutions may exceed, "least" is products=True, and bytes need example inputs.
+            twenty forwards. In compiled code the share is torch's `activation_memory_budget`, which a
+            convolutional model may exceed, "least" is products=True, and bytes need example inputs.
         skip: pairs of a block's name and an op, whose results are kept: `[("blocks.3", "gelu")]`. "" is the
             model itself. `verify(...).sites` has those that differ.
 
