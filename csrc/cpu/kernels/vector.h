@@ -299,8 +299,7 @@ FASTVIT_INLINE void for_each_vector(int64_t n, Streaming streaming, const Read& 
   decltype(read(end)) last{};
   if (ragged) last = read(end);  // before the vector that it overlaps is written, perhaps in place
   if (streaming.first) write(Whole<A>{0}, read(Whole<A>{0}));
-  for (int64_t i = streaming.first; i + L <= n; i += L)
-    write(Inner<A>{{i}, streaming.on}, read(Whole<A>{i}));
+  for (int64_t i = streaming.first; i + L <= n; i += L) write(Inner<A>{{i}, streaming.on}, read(Whole<A>{i}));
   if (ragged) write(end, last);
 }
 
