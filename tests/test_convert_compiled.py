@@ -137,7 +137,7 @@ def test_products():
 
 def test_budget():
     torch._dynamo.reset()
-    x, model = torch.randn(4, 64, 64), Net(dropout=0.1)
+    x, model = torch.randn(4, 64, 64), Net()
     eager, before = step(model, model, x)[0], None
     for given in (
         {"budget": 0.3},
