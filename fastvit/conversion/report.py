@@ -99,7 +99,7 @@ class Report:
         sign = "less" if saved >= 0 else "more"
         return (
             f"a training forward keeps {_bytes(self.kept_after)} instead of {_bytes(self.kept_before)}: "
-            f"{_bytes(abs(saved))} or {share:.1%} {sign} kept for backward (measured)"
+            f"{_bytes(abs(saved))} or {share:.1%} {sign} (measured)"
         )
 
     def plot(self, path: str | Path) -> None:
