@@ -100,6 +100,22 @@ def test_options_like_torch(kind, options, layout, device):
     assert ours.num_batches_tracked == 3
 
 
+@pytest.mark.parametrize(
+    "layer,function",
+    [
+        (InPlaceABN, functional.inplace_abn),
+        (SyncBatchNorm, functional.sync_batch_norm),
+        (BatchNormAct, functional.batch_norm_act),
+    ],
+)
+def test_a_function_has_the_defaults_of_its_layer(layer, function):
+    x, ours = torch.randn(8, 3), layer(3)
+    running = torch.zeros(3), torch.ones(3)
+    y = function(x.clone(), ours.weight, ours.bias, *running)
+    got, want = (y, *running), (ours(x.clone()), ours.running_mean, ours.running_var)
+    assert all(map(torch.equal, got, want))
+
+
 @pytest.mark.parametrize("kind", ["abn", "sbn"])
 def test_frozen_parameters(kind, device):
     """Only tensors that require grad get one, and freezing does not affect the others."""

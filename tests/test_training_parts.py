@@ -174,6 +174,27 @@ def test_random_numbers_of_a_step_do_not_depend_on_those_before():
     assert drawn(1)[2:] == drawn(1, first=2) and len({*drawn(1), *drawn(2)}) == 8
 
 
+def test_the_share_of_the_time_that_is_spent_waiting_for_data(monkeypatch):
+    """By a clock of which a batch takes 3 seconds and a forward 1."""
+    now = [100.0]
+
+    def take(seconds):
+        now[0] += seconds
+
+    class Slow(list):
+        def __iter__(self):
+            for batch in super().__iter__():
+                take(3)
+                yield batch
+
+    small = _small_learner(0, 1, Config(batch_size=5))
+    small.model.register_forward_hook(lambda *_: take(1))
+    monkeypatch.setattr(loop, "time", argparse.Namespace(perf_counter=lambda: now[0]))
+    batches = Slow(_batch(0, part) for part in range(4))
+    measured, _ = loop.train_one_epoch(small, batches, (1, 2, 2), 1, loop.Progress(), threading.Event())
+    assert measured == {"images_per_second": 4 * 5 / 16, "data_wait": 12 / 16}
+
+
 def test_an_exchange_that_failed_in_a_backward_says_why(monkeypatch):
     def check():
         raise RuntimeError("rank 1 in backward of layer 0: nothing from rank 0")
