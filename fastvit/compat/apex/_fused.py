@@ -87,6 +87,8 @@ class FusedOptimizer(Optimizer):
     moments: tuple[str, ...] = ()
     """Names of the state tensors that are like their parameter and start at 0."""
 
+    counts_steps = False
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -150,11 +152,10 @@ class FusedOptimizer(Optimizer):
         return parameter, value, laid_as(value, in_float32), state
 
     def _prepare(self) -> None:
-        """Runs before the first group is stepped."""
-
-    def _count_step(self) -> None:
-        """Counts a step in every group, as apex does. A step without any gradient is not counted."""
-        if any(p.grad is not None for group in self.param_groups for p in group["params"]):
+        """Runs before the first group is stepped. With `counts_steps` every group counts a step, as in apex,
+        but for one without any gradient.
+        """
+        if self.counts_steps and any(p.grad is not None for g in self.param_groups for p in g["params"]):
             for group in self.param_groups:
                 group["step"] = group.get("step", 0) + 1
 

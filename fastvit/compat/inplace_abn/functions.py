@@ -16,20 +16,9 @@ def inplace_abn(x: Tensor, *arguments: Any, **options: Any) -> Tensor:
 
 
 def inplace_abn_sync(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool = True,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-    activation: str = "leaky_relu",
-    activation_param: float = 0.01,
-    group: dist.ProcessGroup | None = None,
+    x: Tensor, *arguments: Any, group: dist.ProcessGroup | None = None, **options: Any
 ) -> Tensor:
-    """`inplace_abn` with statistics over the ranks of `group` (None: all)."""
-    return functional.inplace_abn_sync(
-        x, weight, bias, running_mean, running_var, training, momentum, eps, activation, activation_param,
-        process_group=group, abs_weight=True,
-    )  # fmt: skip
+    """`inplace_abn` with statistics over the ranks of `group` (None: all), by name or as 11th argument."""
+    if len(arguments) == 10:
+        *arguments, group = arguments  # type: ignore[assignment]
+    return functional.inplace_abn_sync(x, *arguments, process_group=group, **options, abs_weight=True)

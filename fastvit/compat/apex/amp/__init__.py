@@ -10,7 +10,8 @@ optimizer.step()
 from . import lists
 from ._amp_state import _amp_state, master_params
 from .frontend import initialize, load_state_dict, state_dict
-from .functions import (
+from .handle import disable_casts, scale_loss
+from .lists import (
     float_function,
     half_function,
     promote_function,
@@ -18,7 +19,6 @@ from .functions import (
     register_half_function,
     register_promote_function,
 )
-from .handle import disable_casts, scale_loss
 
 __all__ = [
     "_amp_state",

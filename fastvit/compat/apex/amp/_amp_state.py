@@ -10,6 +10,19 @@ import torch.distributed as dist
 from .scaler import LossScaler
 
 
+@dataclass(frozen=True)
+class Properties:
+    """The options of one `amp.initialize`. None means that the level does not use the option."""
+
+    enabled: bool = False
+    opt_level: str | None = None
+    cast_model_type: torch.dtype | None = None
+    patch_torch_functions: bool | None = False
+    keep_batchnorm_fp32: bool | None = None
+    master_weights: bool | None = None
+    loss_scale: float | str = 1.0
+
+
 @dataclass
 class AmpState:
     """The chosen options (None before the first `initialize`), one scaler per loss, the verbosity.
@@ -18,7 +31,7 @@ class AmpState:
     `allow_incoming_model_not_fp32` True `initialize` takes models with half weights.
     """
 
-    opt_properties: Any = None
+    opt_properties: Properties | None = None
     loss_scalers: list[LossScaler] = field(default_factory=list)
     verbosity: int = 1
     handle: Any = None

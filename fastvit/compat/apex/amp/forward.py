@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from ..._half import cpu_half
 from .._notices import warn_once
-from ._amp_state import _amp_state
+from ._amp_state import Properties, _amp_state
 from .weights import HALF_TYPES, cast_weights, put_back
 
 
@@ -26,19 +26,24 @@ class ForwardCasts:
     """The casts around one model's forward.
 
     Args:
-        autocast: run it under torch.autocast.
-        autocast_type: autocast's dtype; None is float16, and bfloat16 on the CPU.
-        dtype: of floating-point inputs and weights; None for no cast.
+        options: of `amp.initialize`.
         outputs: dtype of floating-point outputs; None casts those in half to float32, and no others.
-        keep_batchnorm_fp32: do not cast BatchNorm layers that have a weight.
     """
 
-    autocast: bool = False
-    autocast_type: torch.dtype | None = None
-    dtype: torch.dtype | None = None
+    options: Properties
     outputs: torch.dtype | None = None
-    keep_batchnorm_fp32: bool | None = None
     running: int = 0  # forwards of the model, in which all its weights are cast
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Of floating-point inputs and weights; None for no cast."""
+        return None if self.options.opt_level == "O1" else self.options.cast_model_type
+
+    @property
+    def autocast(self) -> bool:
+        """Whether the forward runs under torch.autocast."""
+        options = self.options
+        return bool(options.patch_torch_functions) and options.cast_model_type is not torch.float32
 
 
 _SLOW = (
@@ -187,7 +192,7 @@ class AmpForward:
             device = device_type(self.model)
             promotes = device == "cpu" and not torch.compiler.is_compiling()
             with (
-                torch.autocast(device, casts.autocast_type or half_type(device)),
+                torch.autocast(device, casts.options.cast_model_type or half_type(device)),
                 _Promotion() if promotes else nullcontext(),
             ):
                 outputs = self.__wrapped__(*args, **kwargs)
@@ -198,7 +203,7 @@ class AmpForward:
     def _cast(self, casts: ForwardCasts, args: Any, kwargs: Any) -> Any:
         """The forward with cast weights."""
         assert casts.dtype is not None
-        places = cast_weights(self.model, casts.dtype, casts.keep_batchnorm_fp32)
+        places = cast_weights(self.model, casts.dtype, casts.options.keep_batchnorm_fp32)
         casts.running += 1
         try:
             return self.__wrapped__(*args, **kwargs)

@@ -1,7 +1,7 @@
 """`initialize` with the options of O0 to O3, and the state of the loss scalers."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,26 +12,12 @@ from torch.optim import Optimizer
 from ..parallel import LARC
 from ..parallel import DistributedDataParallel as ApexDistributedDataParallel
 from . import forward
-from ._amp_state import _amp_state, maybe_print
+from ._amp_state import Properties, _amp_state, maybe_print
 from .forward import ForwardCasts, device_type, half_type
 from .lists import AmpHandle
 from .optimizer import AmpOptimizer, innermost, of, several
 from .scaler import LossScaler
 from .weights import HALF_TYPES
-
-
-@dataclass(frozen=True)
-class Properties:
-    """The options of one `amp.initialize`. None means that the level does not use the option."""
-
-    enabled: bool = False
-    opt_level: str | None = None
-    cast_model_type: torch.dtype | None = None
-    patch_torch_functions: bool | None = False
-    keep_batchnorm_fp32: bool | None = None
-    master_weights: bool | None = None
-    loss_scale: float | str = 1.0
-
 
 LEVELS = {
     "O0": Properties(True, "O0", torch.float32, False, None, False, 1.0),
@@ -206,11 +192,9 @@ def _prepare_model(model: nn.Module, properties: Properties, outputs: torch.dtyp
                 f"amp.initialize: parameter {name} is {parameter.dtype}; a float32 model expected, "
                 "which amp casts by the level"
             )
-    dtype = properties.cast_model_type
-    autocast = bool(properties.patch_torch_functions) and dtype is not torch.float32
-    weights = None if properties.opt_level == "O1" else dtype
-    forward.wrap(model, ForwardCasts(autocast, dtype, weights, outputs, properties.keep_batchnorm_fp32))
-    if weights is not None:
+    casts = ForwardCasts(properties, outputs)
+    forward.wrap(model, casts)
+    if casts.dtype is not None:
         model.float()
 
 

@@ -24,7 +24,7 @@ class FusedLAMB(FusedOptimizer):
         use_nvlamb: scale the step of parameters without weight decay too.
     """
 
-    moments = ("exp_avg", "exp_avg_sq")
+    moments, counts_steps = ("exp_avg", "exp_avg_sq"), True
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class FusedLAMB(FusedOptimizer):
         )  # fmt: skip
 
     def _prepare(self) -> None:
-        self._count_step()
+        super()._prepare()
         self._clip_divisor = None
         largest = self.defaults["max_grad_norm"]
         gradients = [p.grad.float() for g in self.param_groups for p in g["params"] if p.grad is not None]

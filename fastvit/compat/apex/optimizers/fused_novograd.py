@@ -25,7 +25,7 @@ class FusedNovoGrad(FusedOptimizer):
         init_zero: start the second moment at 0; False starts it at the first gradient's norm.
     """
 
-    moments = ("exp_avg",)
+    moments, counts_steps = ("exp_avg",), True
 
     def __init__(
         self,
@@ -50,9 +50,6 @@ class FusedNovoGrad(FusedOptimizer):
             weight_decay=weight_decay, grad_averaging=grad_averaging, norm_type=norm_type,
             init_zero=init_zero,
         )  # fmt: skip
-
-    def _prepare(self) -> None:
-        self._count_step()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
