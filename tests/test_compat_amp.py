@@ -1,6 +1,5 @@
 """fastvit.compat.apex.amp: the dtypes of each level, what is refused, and results against float32 torch."""
 
-import copy
 import platform
 
 import pytest
@@ -13,7 +12,6 @@ from amp_models import (
     gradients,
     loss_of,
     network,
-    same_state,
     seen_of,
     start,
     step,
@@ -185,23 +183,10 @@ def test_a_backward_that_fails_leaves_earlier_gradients_alone(level, fails):
     assert torch.equal(gradients(model), gradients(other))
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_gradients_from_before_initialize_stay(level):
-    """They are added to, as torch does."""
-    plain, model = network(), network()
-    loss_of(model, 7).backward()
-    first = gradients(model)
-    model, optimizer = start(level, model=model, loss_scale=128.0)
-    other, its_optimizer = start(level, model=plain, loss_scale=128.0)
-    other.load_state_dict(model.state_dict())
-    backward(model, optimizer), backward(other, its_optimizer)
-    assert torch.equal(gradients(model), first + gradients(other))
-
-
-@pytest.mark.parametrize("scale", [0.5, 1.0, 2.0, "2.0"])
+@pytest.mark.parametrize("scale", [0.5, 1.0, "2.0"])
 @pytest.mark.parametrize("level", LEVELS)
 def test_static_scales(level, scale):
-    """A loss is multiplied by any scale but 1, and the gradients are those without it."""
+    """A loss is multiplied by any scale but 1, in float32, and the gradients are those without it."""
     other, its_optimizer = start(level, loss_scale=1.0)
     backward(other, its_optimizer)
     model, optimizer = start(level, loss_scale=scale)
@@ -212,12 +197,8 @@ def test_static_scales(level, scale):
     rtol = 0 if level in ("O0", "O1") else 2e-2
     torch.testing.assert_close(gradients(model), gradients(other), rtol=rtol, atol=1e-6)
     assert {p.grad.dtype for p in model.parameters()} == {F32}
-
-
-def test_loss_is_scaled_in_float32():
-    _, optimizer = start("O1")
-    with amp.scale_loss(torch.tensor(3.0, dtype=F16, requires_grad=True), optimizer) as scaled:
-        assert scaled.item() == 3 * 2.0**16
+    with amp.scale_loss(torch.tensor(60000.0, dtype=F16, requires_grad=True), optimizer) as scaled:
+        assert scaled.item() == 60000.0 * float(scale)
 
 
 def test_a_dynamic_scale_of_1_still_finds_overflows():
@@ -225,34 +206,3 @@ def test_a_dynamic_scale_of_1_still_finds_overflows():
     before = values(model)
     step(model, optimizer, infinite=True)
     assert torch.equal(values(model), before)
-
-
-# Checkpoints
-
-
-class Everything(nn.Module):
-    """Of each kind of parameter and buffer one."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(3)
-        self.linear = nn.Linear(3, 3, bias=False)
-        self.register_buffer("kept", torch.tensor([1.0, 1 / 3]))
-        self.register_buffer("dropped", torch.tensor([1 / 3]), persistent=False)
-        self.register_buffer("none", None)
-        self.register_buffer("index", torch.arange(3))
-
-    def forward(self, x):
-        return self.linear(self.norm(x)) * self.kept[0]
-
-
-@pytest.mark.parametrize("norm", [True, False])
-@pytest.mark.parametrize("level", ["O2", "O3"])
-def test_state_dict_is_that_of_the_float32_model(level, norm):
-    plain = nn.Sequential(Everything(), nn.Linear(3, 2))
-    model = amp.initialize(copy.deepcopy(plain), opt_level=level, keep_batchnorm_fp32=norm, verbosity=0)
-    buffers = ("kept", "dropped", "norm.running_mean", "index")
-    seen = seen_of(model[0], lambda module, _: [module.get_buffer(name).dtype for name in buffers])
-    model.eval()(torch.randn(2, 3))
-    assert seen == [[HALF, HALF, F32 if norm else HALF, torch.int64]]
-    assert same_state(model.state_dict(), plain.state_dict())

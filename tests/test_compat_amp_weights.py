@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from amp_models import HALF, LEVELS, backward, data, gradients, network, start, step, values
+from amp_models import HALF, LEVELS, backward, data, gradients, network, seen_of, start, step, values
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import prune
@@ -21,25 +21,11 @@ pytestmark = pytest.mark.usefixtures("amp_off")
 # Scripts that write weights and gradients
 
 
-def clips_weights(model, optimizer, seed):
-    step(model, optimizer, seed)
-    for parameter in model.parameters():
-        parameter.data.clamp_(-0.05, 0.05)
-
-
 def clips_gradients(model, optimizer, seed):
     optimizer.zero_grad()
     backward(model, optimizer, seed)
     assert nn.utils.clip_grad_norm_(model.parameters(), 1e-2) > 0.1
     optimizer.step()
-
-
-def drops_a_batch(model, optimizer, seed):
-    backward(model, optimizer, 100, factor=1000.0)
-    model.zero_grad()
-    backward(model, optimizer, seed)
-    optimizer.step()
-    model.zero_grad()
 
 
 def drops_an_overflow(model, optimizer, seed):
@@ -84,16 +70,7 @@ def replaces_a_layer(model, optimizer, seed):
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(
-    "script",
-    [
-        clips_weights,
-        clips_gradients,
-        drops_a_batch,
-        drops_an_overflow,
-        steps_by_hand,
-        perturbs_weights,
-        replaces_a_layer,
-    ],
+    "script", [clips_gradients, drops_an_overflow, steps_by_hand, perturbs_weights, replaces_a_layer]
 )
 def test_scripts_that_write_weights_and_gradients(script, level):
     results = []
@@ -161,42 +138,6 @@ def test_sparse_gradients(make, level):
         reference.step(), optimizer.step()
         reference.zero_grad(), optimizer.zero_grad()
     torch.testing.assert_close(model.weight, plain.weight, rtol=0.02, atol=0.02)
-
-
-class Inner(torch.optim.Optimizer):
-    """SAM in short: its step is that of an optimizer inside, which the script calls."""
-
-    def __init__(self, parameters):
-        super().__init__(parameters, {})
-        self.base = torch.optim.SGD(self.param_groups, 0.05)
-        self.param_groups = self.base.param_groups
-
-    def second_step(self):
-        self.base.step()
-        self.zero_grad()
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_an_overflow_skips_the_step_of_an_optimizer_inside(level):
-    model, optimizer = start(level, Inner, loss_scale="dynamic")
-    before = values(model)
-    backward(model, optimizer, factor=float("inf"))
-    optimizer.second_step()
-    assert torch.equal(values(model), before)
-    backward(model, optimizer)
-    optimizer.second_step()
-    assert values(model).isfinite().all() and not torch.equal(values(model), before)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_an_overflow_in_gradients_that_the_script_replaces(level):
-    model, optimizer = start(level, loss_scale="dynamic")
-    before = values(model)
-    backward(model, optimizer, factor=float("inf"))
-    for parameter in model.parameters():
-        parameter.grad = parameter.grad * 0.5
-    optimizer.step()
-    assert torch.equal(values(model), before)
 
 
 # Forwards
@@ -269,6 +210,9 @@ class Writes(nn.Module):
         self.linear = nn.Linear(4, 4)
         self.register_buffer("counts", torch.zeros(4))
         self.register_buffer("mean", torch.full((4,), 1 / 3))
+        self.register_buffer("dropped", torch.tensor([1 / 3]), persistent=False)
+        self.register_buffer("none", None)
+        self.register_buffer("index", torch.arange(3))
 
     def forward(self, x):
         if self.training:
@@ -283,24 +227,18 @@ class Writes(nn.Module):
 @pytest.mark.parametrize("level", LEVELS)
 def test_what_a_forward_writes_is_kept(level):
     model, optimizer = start(level, model=Writes())
+    seen = seen_of(model.linear, lambda *_: [t.dtype for t in (model.mean, model.dropped, model.index)])
     unclamped = model.linear.weight.detach().clone()
     model(torch.ones(2, 4))
     assert torch.equal(model.linear.bias, torch.full((4,), 0.5))
     assert torch.equal(model.linear.weight, unclamped.clamp(-0.25, 0.25))  # with all other digits
     model.eval()(torch.ones(2, 4))
-    assert model.counts.tolist() == [0, 2, 2, 2]
+    inside = HALF if level in ("O2", "O3") else torch.float32
+    assert seen == [[inside, inside, torch.int64]] * 2 and model.index.tolist() == [0, 1, 2]
+    assert model.counts.tolist() == [0, 2, 2, 2] and model.dropped.item() == torch.tensor(1 / 3).item()
     torch.testing.assert_close(model.mean, torch.full((4,), 1 / 12), rtol=0.01, atol=0)
-    assert {t.dtype for t in model.state_dict().values()} == {torch.float32}
+    assert {t.dtype for t in model.state_dict().values()} == {torch.float32, torch.int64}
     assert model.linear.weight is next(iter(amp.master_params(optimizer)))
-
-
-@pytest.mark.parametrize("level", ["O2", "O3"])
-def test_a_forward_that_fails_leaves_the_weights(level):
-    model, _ = start(level)
-    with pytest.raises(RuntimeError):
-        model(torch.ones(1, 2, 3))
-    assert all(isinstance(p, nn.Parameter) and p.dtype == torch.float32 for p in model.parameters())
-    assert model[5](torch.ones(2, 96)).dtype == torch.float32
 
 
 def test_spectral_norm_and_pruning_after_initialize():
@@ -315,7 +253,7 @@ def test_spectral_norm_and_pruning_after_initialize():
     assert (model[1].weight_orig.grad == 0).sum() == 2
 
 
-@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_casts_under_convert_compile_and_a_second_derivative(level):
     images, labels = data()
 
@@ -330,7 +268,7 @@ def test_casts_under_convert_compile_and_a_second_derivative(level):
     for casts in (False, True):
         assert torch.equal(trained(lambda m, casts=casts: fastvit.convert(m, weight_casts=casts)), want)
     torch.testing.assert_close(
-        trained(lambda m: torch.compile(m, backend="aot_eager")), want, rtol=0.05, atol=0.01
+        trained(lambda m: torch.compile(m, backend="aot_eager", fullgraph=True)), want, rtol=0.05, atol=0.01
     )
     model, optimizer = start(level, model=nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
     x = torch.ones(2, 4, requires_grad=True)
@@ -340,27 +278,6 @@ def test_casts_under_convert_compile_and_a_second_derivative(level):
     assert model[0].weight.grad.abs().sum() > 0
     with torch.inference_mode():
         assert model.eval()(x).dtype == torch.float32
-
-
-def replica_of(module):
-    """As torch.nn.parallel.replicate makes one: parameters are attributes."""
-    replica = module._replicate_for_data_parallel()
-    replica._former_parameters = {}
-    replica._modules = {name: replica_of(child) for name, child in module.named_children()}
-    for name, parameter in module._parameters.items():
-        replica._former_parameters[name] = copied = parameter * 1
-        setattr(replica, name, copied)
-    return replica
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_replicas_of_data_parallel(level):
-    model, _ = start(level, model=nn.Sequential(nn.LSTM(4, 4, batch_first=True)))
-    replica = replica_of(model)
-    x = torch.randn(2, 3, 4)
-    assert torch.equal(replica(x)[0], model(x)[0])
-    replica(x)[0].sum().backward()
-    assert model[0].weight_hh_l0.grad.abs().sum() > 0 and replica[0].weight_hh_l0.dtype == torch.float32
 
 
 def test_script_modules_are_refused():
@@ -373,40 +290,27 @@ def test_script_modules_are_refused():
 # FP16_Optimizer, whose model is in half
 
 
-def in_half():
+def test_weights_and_gradients_under_fp16_optimizer():
+    """Gradients are clipped and dropped as the model's. Masters follow what a script writes, and keep the
+    digits of the others.
+    """
     torch.manual_seed(0)
-    model = nn.Linear(4, 2).half()
-    return model, FP16_Optimizer(torch.optim.SGD(model.parameters(), 0.1), static_loss_scale=1024.0)
-
-
-def test_gradients_of_fp16_optimizer():
-    """They are clipped and dropped as the model's."""
-    model, optimizer = in_half()
-    x = torch.ones(2, 4).half()
+    model, x = nn.Linear(4, 2).half(), torch.ones(2, 4).half()
+    optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), 0.1), static_loss_scale=1024.0)
     optimizer.backward(100 * model(x).float().square().mean())
     model.zero_grad()
     optimizer.backward(model(x).float().square().mean())
-    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
     plain = nn.Linear(4, 2)
     plain.load_state_dict(model.state_dict())
     plain(x.float()).square().mean().backward()
     want = nn.utils.get_total_norm([p.grad for p in plain.parameters()])
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
     torch.testing.assert_close(norm, want, rtol=0.01, atol=0)
     before = values(model)
     optimizer.step()
     masters = torch.cat([m.flatten() for m in optimizer.state_dict()["fp32_from_fp16"][0]])
     assert (masters - before).norm().item() == pytest.approx(0.001, rel=1e-3)
-    optimizer.backward(model(x).float().square().mean())
-    model.zero_grad()
-    before = values(model)
-    optimizer.step()
-    assert torch.equal(values(model), before)
-
-
-def test_weights_that_are_written_under_fp16_optimizer():
-    """Masters follow them, and keep the digits of the others."""
-    model, optimizer = in_half()
-    x = torch.ones(2, 4).half()
+    optimizer.zero_grad()
     for written in (0.25, 0.125):
         model.weight.data[0].fill_(written)
         kept = optimizer.state_dict()["fp32_from_fp16"][0][0][1].clone()

@@ -1,4 +1,4 @@
-"""fastvit.compat.apex.fp16_utils and normalization, fastvit.compat.inplace_abn."""
+"""fastvit.compat: fp16_utils, normalization, contrib, amp_C and apex_C, inplace_abn."""
 
 import copy
 import inspect
@@ -9,9 +9,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import fastvit
-from fastvit.compat import inplace_abn
-from fastvit.compat.apex import amp, fp16_utils, normalization
+from fastvit.compat import amp_C, apex_C, inplace_abn
+from fastvit.compat.apex import amp, contrib, fp16_utils, normalization
 from fastvit.compat.apex._notices import warn_once
+from fastvit.compat.apex.multi_tensor_apply import multi_tensor_applier
+from fastvit.compat.apex.optimizers import FusedLAMB
 
 # fp16_utils
 
@@ -37,35 +39,27 @@ def test_network_to_half():
         _ = fp16_utils.FP16Model
 
 
-def fp16_step(model, optimizer, infinite=False):
-    loss = F.cross_entropy(model(IMAGES).float(), torch.tensor([0, 1, 1, 0]))
-    optimizer.zero_grad()
-    optimizer.backward(loss, update_master_grads=False)
-    if infinite:
-        model[1][0].weight.grad[0] = float("inf")
-    optimizer.update_master_grads()
-    norm = optimizer.clip_master_grads(10.0)
-    optimizer.step()
-    return norm
+def test_fp16_optimizer_around_a_network_in_half(capsys):
+    """Two losses, masters of the half parameters alone, clipping, and a step that is skipped."""
+    model, plain = fp16_utils.network_to_half(network()), network()
+    sgd, reference = (torch.optim.SGD(m.parameters(), 0.05, momentum=0.9) for m in (model, plain))
+    options = {"dynamic_loss_scale": True, "dynamic_loss_args": {"init_scale": 2.0**10}}
+    optimizer = fp16_utils.FP16_Optimizer(sgd, **options)
 
+    def losses(model):
+        each = F.cross_entropy(model(IMAGES).float(), torch.tensor([0, 1, 1, 0]), reduction="none") / 4
+        return each[0], each[1:].sum()
 
-def fp16_start(seed=0, **options):
-    model = fp16_utils.network_to_half(network())
-    sgd = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
-    return model, fp16_utils.FP16_Optimizer(sgd, **options)
-
-
-@pytest.mark.parametrize("options", [{}, {"static_loss_scale": 128.0}, {"dynamic_loss_scale": True}])
-def test_fp16_optimizer_follows_float32(options):
-    model, optimizer = fp16_start(**options)
-    plain = network()
-    reference = torch.optim.SGD(plain.parameters(), 0.05, momentum=0.9)
     for _ in range(5):
-        fp16_step(model, optimizer)
-        reference.zero_grad()
-        F.cross_entropy(plain(IMAGES), torch.tensor([0, 1, 1, 0])).backward()
-        torch.nn.utils.clip_grad_norm_(plain.parameters(), 10.0)
-        reference.step()
+        optimizer.zero_grad(), reference.zero_grad()
+        first, rest = losses(model)
+        optimizer.backward(first, retain_graph=True)
+        optimizer.backward(rest, update_master_grads=False)
+        optimizer.update_master_grads()
+        sum(losses(plain)).backward()
+        want = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        torch.testing.assert_close(optimizer.clip_master_grads(0.5), want, rtol=0.05, atol=0.02)
+        optimizer.step(), reference.step()
     masters = iter(optimizer.state_dict()["fp32_from_fp16"][0])
     for parameter, want in zip(model.parameters(), plain.parameters(), strict=True):
         master = parameter if parameter.dtype == torch.float32 else next(masters)
@@ -73,37 +67,17 @@ def test_fp16_optimizer_follows_float32(options):
         torch.testing.assert_close(master, want, rtol=0.05, atol=0.02)
     assert next(masters, None) is None
 
-
-def test_fp16_optimizer_overflow(capsys):
-    model, optimizer = fp16_start(dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 2.0**10})
-    fp16_step(model, optimizer)
     before = copy.deepcopy(model.state_dict())
-    assert fp16_step(model, optimizer, infinite=True) == -1
+    optimizer.zero_grad()
+    optimizer.backward(losses(model)[1] * float("inf"))
+    assert optimizer.clip_master_grads(0.5) == -1
+    optimizer.step()
     assert torch.equal(model.state_dict()["1.0.weight"], before["1.0.weight"])
-    assert (
-        "OVERFLOW! Skipping step. Attempted loss scale: 1024.0, reducing to 512.0" in capsys.readouterr().out
-    )
-    fp16_step(model, optimizer)
-    assert not torch.equal(model.state_dict()["1.0.weight"], before["1.0.weight"])
+    said = capsys.readouterr().out
+    assert "OVERFLOW! Skipping step. Attempted loss scale: 1024.0, reducing to 512.0" in said
     assert optimizer.loss_scale == 512.0
     with pytest.raises(TypeError, match="takes no closure"):
         optimizer.step(lambda: 0)
-
-
-def test_two_losses_add_up():
-    grads = []
-    for split in (False, True):
-        model, optimizer = fp16_start(static_loss_scale=64.0)
-        optimizer.zero_grad()
-        loss = model(IMAGES).float()
-        if split:
-            optimizer.backward(loss[0].sum(), retain_graph=True)
-            optimizer.backward(loss[1:].sum())
-        else:
-            optimizer.backward(loss.sum())
-        grads.append([p.grad for group in optimizer.param_groups for p in group["params"]])
-    for one, two in zip(*grads, strict=True):
-        torch.testing.assert_close(one, two, rtol=0.05, atol=0.1)
 
 
 def test_dynamic_loss_scaler():
@@ -130,7 +104,9 @@ def test_norms(weight, given):
         (normalization.FusedRMSNorm, nn.RMSNorm, given),
         (normalization.MixedFusedRMSNorm, nn.RMSNorm, weight),
     ):
-        layer, want = ours((5, 8)), theirs((5, 8), eps=1e-5)
+        warn_once.cache_clear()
+        with pytest.warns(UserWarning, match="memory_efficient has no effect"):
+            layer, want = ours((5, 8), memory_efficient=True), theirs((5, 8), eps=1e-5)
         nn.init.normal_(layer.weight)
         want.load_state_dict(layer.state_dict())
         got = layer.to(weight)(x)
@@ -139,23 +115,6 @@ def test_norms(weight, given):
         torch.testing.assert_close(
             got.double(), rounded, rtol=2e-2, atol=2e-2 if torch.bfloat16 in (weight, given) else 1e-5
         )
-
-
-def test_memory_efficient_says_that_it_has_no_effect():
-    warn_once.cache_clear()
-    with pytest.warns(UserWarning, match="memory_efficient has no effect"):
-        normalization.FusedLayerNorm(4, memory_efficient=True)
-
-
-def test_norm_functions():
-    x, w, b = torch.randn(3, 8), torch.randn(8), torch.randn(8)
-    n = normalization.fused_layer_norm  # the module, as with apex
-    assert torch.equal(n.fused_layer_norm(x, 8), F.layer_norm(x, (8,), eps=1e-6))
-    assert torch.equal(n.fused_layer_norm_affine(x, w, b, (8,)), F.layer_norm(x, (8,), w, b, 1e-6))
-    assert torch.equal(n.fused_rms_norm(x, 8), F.rms_norm(x, (8,), eps=1e-6))
-    assert torch.equal(n.fused_rms_norm_affine(x, w, (8,)), F.rms_norm(x, (8,), w, 1e-6))
-    assert n.mixed_dtype_fused_layer_norm_affine(x.half(), w, b, (8,)).dtype == torch.float32
-    assert n.mixed_dtype_fused_rms_norm_affine(x.half(), w, (8,)).dtype == torch.float32
 
 
 def test_norms_as_autograd_functions():
@@ -181,8 +140,13 @@ def test_norms_as_autograd_functions():
             torch.autograd.grad(got, args, dy), torch.autograd.grad(want, args, dy), strict=True
         ):
             assert torch.equal(mine, theirs), name
-    mixed = module.FusedLayerNormAffineMixedDtypesFunction.apply(x.half(), w, b, (8,), 1e-3)
-    assert mixed.dtype == torch.float32
+    for function, parameters in (
+        (module.mixed_dtype_fused_layer_norm_affine, (w, b)),
+        (module.mixed_dtype_fused_rms_norm_affine, (w,)),
+    ):
+        assert function(x.half(), *parameters, (8,)).dtype == torch.float32
+    for function, torchs in ((module.fused_layer_norm, F.layer_norm), (module.fused_rms_norm, F.rms_norm)):
+        assert torch.equal(function(x, 8), torchs(x, (8,), eps=1e-6))
     assert normalization.FusedLayerNormAffineFunction is module.FusedLayerNormAffineFunction
 
 
@@ -231,13 +195,6 @@ def test_mapillary_layers():
         inplace_abn.ABN(3, activation="tanh")
 
 
-def test_set_active_group_reaches_every_layer():
-    model = nn.Sequential(inplace_abn.InPlaceABN(3), nn.Sequential(inplace_abn.InPlaceABNSync(3)))
-    marker = object()
-    inplace_abn.set_active_group(model, marker)
-    assert model[1][0].group is marker and not hasattr(model[0], "group")
-
-
 def test_mapillarys_arguments_by_position():
     x, (bias, mean, var) = torch.randn(4, 3, 2, 2), torch.ones(3, 3).unbind()
     weight, rest = torch.tensor([-2.0, 0.5, 1.0]), (True, 0.1, 1e-5, "leaky_relu", 0.01)
@@ -248,3 +205,121 @@ def test_mapillarys_arguments_by_position():
     assert torch.equal(inplace_abn.inplace_abn_sync(x.clone(), weight, bias, mean, var, *rest, None), y)
     layer = inplace_abn.InPlaceABNSync(3, 1e-5, 0.1, True, True, "leaky_relu", 0.01, None)
     assert layer(x).shape == x.shape
+    model, marker = nn.Sequential(inplace_abn.InPlaceABN(3), nn.Sequential(layer)), object()
+    inplace_abn.set_active_group(model, marker)
+    assert layer.group is marker and not hasattr(model[0], "group")
+
+
+# amp_C, apex_C and contrib, as scripts call them
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+@pytest.fixture
+def flag():
+    return torch.zeros(1, dtype=torch.int)
+
+
+def tensors(*dtypes, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    return [torch.randn(n, 7, generator=draw).to(d) for n, d in zip((3, 1, 40_000), dtypes, strict=False)]
+
+
+def test_scale(flag):
+    values = tensors(torch.float32, torch.float16, torch.bfloat16)
+    outputs = [torch.empty_like(v, dtype=torch.float16) for v in values]
+    multi_tensor_applier(amp_C.multi_tensor_scale, flag, [values, outputs], 0.5)
+    for value, output in zip(values, outputs, strict=True):
+        assert torch.equal(output, (value.float() * 0.5).half())
+    multi_tensor_applier(amp_C.multi_tensor_scale, flag, [[torch.empty(0)], [torch.empty(0)]], 0.5)
+    assert flag.item() == 0
+    amp_C.multi_tensor_scale(65536, flag, [values, values], 3.0)  # in place
+    assert torch.equal(values[1], (outputs[1].float() * 6.0).half())
+    for bad in (float("inf"), float("nan")):
+        values[1][0, 3] = bad
+        multi_tensor_applier(amp_C.multi_tensor_scale, flag.zero_(), [values, outputs], 0.0)
+        assert flag.item() == 1
+
+
+@pytest.mark.parametrize(
+    ("check", "bad", "flagged"), [(-1, 0, 1), (-1, 1, 1), (0, 1, 0), (1, 0, 0), (1, 1, 1)]
+)
+def test_axpby(flag, check, bad, flagged):
+    x, y = tensors(*HALF), tensors(torch.float32, torch.float32, seed=1)
+    outputs = [torch.empty_like(t) for t in y]
+    amp_C.multi_tensor_axpby(65536, flag, [x, y, outputs], 2.0, -0.5, check)
+    for one, other, output in zip(x, y, outputs, strict=True):
+        torch.testing.assert_close(output, 2.0 * one.float() - 0.5 * other)
+    assert flag.item() == 0
+    (x, y)[bad][0][2, 1] = float("nan")
+    amp_C.multi_tensor_axpby(65536, flag, [x, y, outputs], 2.0, -0.5, check)
+    assert flag.item() == flagged
+
+
+def test_l2norm(flag):
+    values = tensors(torch.float32, torch.float16, torch.bfloat16)
+    values[1] *= 10000  # the square is beyond half
+    wanted = torch.stack([v.double().norm() for v in values])
+    total, each = multi_tensor_applier(amp_C.multi_tensor_l2norm, flag, [values], True)
+    torch.testing.assert_close(each.double(), wanted, rtol=1e-5, atol=0)
+    torch.testing.assert_close(total.double(), wanted.norm().reshape(1), rtol=1e-5, atol=0)
+    total, each = multi_tensor_applier(amp_C.multi_tensor_l2norm, flag, [values])
+    assert total.shape == (1,) and each.shape == (0,) and flag.item() == 0
+    values[0][0] = float("nan")
+    multi_tensor_applier(amp_C.multi_tensor_l2norm, flag, [values], False)
+    assert flag.item() == 1
+
+
+@pytest.mark.parametrize("most", [0.0, 1.0])
+@pytest.mark.parametrize("nvlamb", [False, True])
+def test_lamb(flag, nvlamb, most):
+    """As a copy of FusedLAMB in a script calls it."""
+    parameters = tensors(torch.float32, torch.float32)
+    wanted = [nn.Parameter(p.clone()) for p in parameters]
+    optimizer = FusedLAMB(wanted, 0.1, max_grad_norm=most, use_nvlamb=nvlamb, weight_decay=0.0)
+    moments = [[torch.zeros_like(p) for p in parameters] for _ in range(2)]
+    for step in (1, 2):
+        gradients = tensors(torch.float32, torch.float32, seed=step)
+        norm = multi_tensor_applier(amp_C.multi_tensor_l2norm, flag, [gradients], False)[0]
+        options = 0.1, 0.9, 0.999, 1e-6, step, 1, 0.0, 1, 1, norm, most, nvlamb
+        multi_tensor_applier(amp_C.multi_tensor_lamb, flag, [gradients, parameters, *moments], *options)
+        for parameter, gradient in zip(wanted, gradients, strict=True):
+            parameter.grad = gradient.clone()
+        optimizer.step()
+    for got, want in zip(parameters, wanted, strict=True):
+        torch.testing.assert_close(got, want.detach())
+
+
+def test_flat_tensors():
+    values = tensors(torch.float32, torch.float32)
+    flat = apex_C.flatten(values)
+    assert flat.shape == (28,) and all(map(torch.equal, apex_C.unflatten(flat, values), values))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+def test_fast_layer_norm(dtype):
+    x = torch.randn(3, 5, 48, dtype=torch.float32)
+    layer = contrib.layer_norm.FastLayerNorm(48, eps=1e-3).to(dtype)
+    nn.init.uniform_(layer.weight), nn.init.uniform_(layer.bias)
+    y = contrib.layer_norm.layer_norm.FastLayerNormFN.apply(x, layer.weight, layer.bias, layer.epsilon)
+    assert y.dtype == dtype and torch.equal(layer(x), y)
+    torch.testing.assert_close(
+        y, F.layer_norm(x, (48,), layer.weight.float(), layer.bias.float(), 1e-3).to(dtype)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_cross_entropy(dtype, smoothing):
+    logits = torch.randn(12, 9).to(dtype).requires_grad_()
+    labels = torch.arange(12) % 9
+    losses = contrib.xentropy.SoftmaxCrossEntropyLoss.apply(logits, labels, smoothing, 3, True)
+    logs = F.log_softmax(logits, -1, dtype=torch.float32)
+    wanted = (smoothing - 1.0) * logs[torch.arange(12), labels] - smoothing * logs.mean(-1)
+    wanted = wanted.masked_fill(labels == 3, 0.0)
+    torch.testing.assert_close(losses, wanted)
+    torch.testing.assert_close(
+        torch.autograd.grad(losses.sum(), logits), torch.autograd.grad(wanted.sum(), logits)
+    )
+    short = contrib.xentropy.SoftmaxCrossEntropyLoss.apply(logits, labels, smoothing, 3)
+    assert short.dtype == dtype and torch.equal(short, losses.to(dtype))

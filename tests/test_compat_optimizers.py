@@ -89,24 +89,20 @@ def moments(g, memory, b1, b2, average=True):
     return memory["m"], memory["v"]
 
 
-def test_adam_without_bias_correction():
-    def update(w, g, memory, step, total):
+def test_options_that_torch_has_not():
+    def adam(w, g, memory, step, total):
         m, v = moments(g, memory, 0.8, 0.9)
         return w * (1 - 0.01 * 0.1) - 0.01 * m / (v.sqrt() + 1e-8)
 
-    make = lambda p: FusedAdam(p, 0.01, False, (0.8, 0.9), weight_decay=0.1)  # noqa: E731
-    params, optimizer = run(make)
-    close(params, by_formula(update))
-    assert all(optimizer.state[p]["step"] == STEPS for p in params)  # which checkpoints have
-
-
-def test_decay_after_momentum():
-    def update(w, g, memory, step, total):
+    def sgd(w, g, memory, step, total):
         memory["b"] = 0.9 * memory["b"] + g if "b" in memory else g
         return w - 0.1 * (memory["b"] + 0.2 * w)
 
-    make = lambda p: FusedSGD(p, 0.1, 0.9, weight_decay=0.2, wd_after_momentum=True)  # noqa: E731
-    close(run(make)[0], by_formula(update))
+    params, optimizer = run(lambda p: FusedAdam(p, 0.01, False, (0.8, 0.9), weight_decay=0.1))
+    close(params, by_formula(adam))
+    assert all(optimizer.state[p]["step"] == STEPS for p in params)  # which checkpoints have
+    params, _ = run(lambda p: FusedSGD(p, 0.1, 0.9, weight_decay=0.2, wd_after_momentum=True))
+    close(params, by_formula(sgd))
 
 
 @pytest.mark.parametrize("decoupled", [True, False])
@@ -197,44 +193,45 @@ def test_dtypes(make, dtype):
     assert {p.dtype for p in params} == {dtype}
 
 
+def of_apex(state):
+    """The state in apex's form: a group has the step of FusedAdam, and the norms of FusedNovoGrad."""
+    state = copy.deepcopy(state)
+    (group,), entries = state["param_groups"], state["state"].values()
+    if all("step" in entry for entry in entries):
+        group["step"] = max(entry.pop("step").item() for entry in entries)
+    if all("exp_avg_sq" in entry and not entry["exp_avg_sq"].dim() for entry in entries):
+        norms = torch.stack([entry.pop("exp_avg_sq") for entry in entries])
+        group["exp_avg_sq"] = [norms[:2], norms[2:]]
+    return state
+
+
+@pytest.mark.parametrize("form", [copy.deepcopy, of_apex])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("make", MAKERS)
-def test_state_restores_exactly(make, dtype):
+def test_state_restores_exactly(make, dtype, form):
     params, optimizer = run(make, dtype, 3)
-    assert continues(params, optimizer, copy.deepcopy(optimizer.state_dict()), make)
+    copies = [nn.Parameter(p.detach().clone()) for p in params]
+    again = make(copies)
+    again.load_state_dict(form(optimizer.state_dict()))
+    run(lambda p: optimizer, params=params, first=3)
+    run(lambda p: again, params=copies, first=3)
+    assert all(torch.equal(a, b) for a, b in zip(params, copies, strict=True))
 
 
 def test_master_weights():
-    def make(p):
-        return FusedAdam(p, 1e-4, master_weights=True)
-
-    params, optimizer = run(make, torch.bfloat16, 30)
+    """They follow steps that are too small for bfloat16, and what a script writes."""
+    params, optimizer = run(lambda p: FusedAdam(p, 1e-4, master_weights=True), torch.bfloat16, 30)
     start = parameters(torch.bfloat16)
     full = run(lambda p: FusedAdam(p, 1e-4), steps=30, params=[nn.Parameter(p.float()) for p in start])[0]
-    # the masters followed steps that are too small for bfloat16, up to the rounding of the gradients
-    close([optimizer.state[p]["master_param"] for p in params], full, rtol=0, atol=1e-4)
-    assert all(torch.equal(p, optimizer.state[p]["master_param"].to(p.dtype)) for p in params)
-
-
-def continues(params, optimizer, state, make):
-    """Whether an optimizer that loads `state` goes on as `optimizer` does."""
-    copies = [nn.Parameter(p.detach().clone()) for p in params]
-    again = make(copies)
-    again.load_state_dict(state)
-    run(lambda p: optimizer, params=params, first=3)
-    run(lambda p: again, params=copies, first=3)
-    return all(torch.equal(a, b) for a, b in zip(params, copies, strict=True))
-
-
-def test_apex_checkpoints():
-    """apex keeps the step in the group."""
-    params, optimizer = run(lambda p: FusedAdam(p, 1e-2), steps=3)
-    state = copy.deepcopy(optimizer.state_dict())
-    for group in state["param_groups"]:
-        group["step"] = 3
-    for entry in state["state"].values():
-        del entry["step"]
-    assert continues(params, optimizer, state, lambda p: FusedAdam(p, 1e-2))
+    masters = [optimizer.state[p]["master_param"] for p in params]
+    close(masters, full, rtol=0, atol=1e-4)  # up to the rounding of the gradients
+    assert all(torch.equal(p, master.to(p.dtype)) for p, master in zip(params, masters, strict=True))
+    kept = masters[0][1:].clone()
+    params[0].data[0].fill_(0.25)
+    optimizer.param_groups[0]["lr"] = 1e-9
+    optimizer.step()
+    assert (params[0][0] == 0.25).all() and (masters[0][0] - 0.25).abs().max() < 1e-7
+    torch.testing.assert_close(masters[0][1:], kept, rtol=0, atol=1e-7)
 
 
 def test_hooks_of_loading_see_the_state():
@@ -252,15 +249,6 @@ def test_hooks_of_loading_see_the_state():
     optimizer.load_state_dict(state)
     assert torch.equal(optimizer.state[parameter]["momentum_buffer"], torch.full((3,), 2.0))
     assert seen[0] is optimizer.state[parameter]["momentum_buffer"]
-
-
-def test_apex_checkpoints_of_novograd():
-    """apex keeps the norms in the group, those of half parameters first."""
-    params, optimizer = run(lambda p: FusedNovoGrad(p, 1e-2), steps=3)
-    state = copy.deepcopy(optimizer.state_dict())
-    norms = torch.stack([entry.pop("exp_avg_sq") for entry in state["state"].values()])
-    state["param_groups"][0]["exp_avg_sq"] = [torch.empty(0), norms]
-    assert continues(params, optimizer, state, lambda p: FusedNovoGrad(p, 1e-2))
 
 
 def test_late_and_missing_gradients():
@@ -320,5 +308,9 @@ def test_what_is_refused():
     embedding(torch.tensor([1])).sum().backward()
     with pytest.raises(RuntimeError, match="FusedAdam takes dense real gradients"):
         FusedAdam(embedding.parameters()).step()
+    complex_one = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    complex_one.grad = torch.ones_like(complex_one)
+    with pytest.raises(RuntimeError, match=r"dense real gradients.*torch.optim.Adam complex"):
+        FusedAdam([complex_one]).step()
     with pytest.raises(RuntimeError, match="LARC.step takes no closure"):
         LARC(torch.optim.SGD(parameters(), 0.1)).step(lambda: 0)

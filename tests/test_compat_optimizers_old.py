@@ -1,4 +1,4 @@
-"""fastvit.compat.apex.optimizers: FP16_Optimizer of BERT scripts, GradScaler, norms of large layers."""
+"""fastvit.compat.apex.optimizers: FP16_Optimizer of BERT scripts, GradScaler, large layers, any layout."""
 
 import copy
 import io
@@ -10,12 +10,14 @@ from amp_models import values
 from torch import nn
 from torch.nn import functional as F
 
+from fastvit.compat.apex import amp
 from fastvit.compat.apex.optimizers import (
     FP16_Optimizer,
     FusedAdam,
     FusedLAMB,
     FusedMixedPrecisionLamb,
     FusedNovoGrad,
+    FusedSGD,
 )
 from fastvit.compat.apex.parallel import LARC
 
@@ -138,23 +140,9 @@ def test_checkpoint_of_fp16_optimizer(options, which):
 # torch's GradScaler
 
 
-def scaled_steps(model, optimizer, iterations=4, overflow=None):
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    for seed in range(iterations):
-        optimizer.zero_grad()
-        scaler.scale(loss_of(model, seed)).backward()
-        if seed == overflow:
-            model[0].weight.grad[0] = float("nan")
-        scaler.step(optimizer)
-        scaler.update()
-    return scaler.get_scale()
-
-
 MAKERS = {
     "adam": lambda p: FusedAdam(p, 1e-2, capturable=True, master_weights=True),
-    "adam without correction": lambda p: FusedAdam(
-        p, 1e-2, capturable=True, master_weights=True, bias_correction=False
-    ),
+    "adam without correction": lambda p: FusedAdam(p, 1e-2, False, capturable=True, master_weights=True),
     "lamb": lambda p: FusedMixedPrecisionLamb(
         p, 1e-2, max_grad_norm=0.5, reduced_precision_dtype=torch.float16
     ),
@@ -163,26 +151,29 @@ MAKERS = {
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_grad_scaler_steps_half_parameters(name):
-    """Equal to the same optimizer without a scaler; an overflow halves the scale and skips the step."""
-    model = network()
-    plain = copy.deepcopy(model)
-    start = values(model)
-    assert scaled_steps(model, MAKERS[name](model.parameters())) == 2.0**10
-    optimizer = MAKERS[name](plain.parameters())
-    for seed in range(4):
-        optimizer.zero_grad()
-        loss_of(plain, seed).backward()
-        optimizer.step()
-    assert (values(model) - values(plain)).norm() < 0.02 * (values(plain) - start).norm()
+    """As the same optimizer without a scaler; an overflow halves the scale and skips the step."""
+
+    def trained(scale, iterations, overflow=None):
+        model = network()
+        optimizer = MAKERS[name](model.parameters())
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=scale > 1)
+        for seed in range(iterations):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, seed)).backward()
+            if seed == overflow:
+                model[0].weight.grad[0] = float("nan")
+            scaler.step(optimizer)
+            scaler.update()
+        return model, optimizer, scaler.get_scale()
+
+    (model, optimizer, scale), (plain, _, _) = trained(2.0**10, 3), trained(1.0, 3)
+    assert scale == 2.0**10
+    moved = (values(plain) - values(network())).norm()
+    assert (values(model) - values(plain)).norm() < 0.02 * moved
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=0.02, atol=1e-3)  # unscaled
-    again = network()
-    optimizer = MAKERS[name](again.parameters())
-    assert scaled_steps(again, optimizer, overflow=3) == 2.0**9
-    other = network()
-    its_optimizer = MAKERS[name](other.parameters())
-    scaled_steps(other, its_optimizer, iterations=3)
-    assert torch.equal(values(again), values(other))
+    skipped, its_optimizer, scale = trained(2.0**10, 4, overflow=3)
+    assert scale == 2.0**9 and torch.equal(values(skipped), values(model))
     mine, theirs = optimizer.state_dict(), its_optimizer.state_dict()
     for index in theirs["state"]:
         for key, value in theirs["state"][index].items():
@@ -211,15 +202,6 @@ def test_mixed_precision_lamb_follows_lamb(dtype):
     assert torch.equal(values(model), values(plain.to(dtype)))
 
 
-def test_mixed_precision_lamb_without_masters_rounds():
-    model = network()
-    optimizer = FusedMixedPrecisionLamb(model.parameters(), 1e-6)
-    before = values(model)
-    loss_of(model).backward()
-    optimizer.step()
-    assert torch.equal(values(model), before) and "master_param" not in optimizer.state[model[0].weight]
-
-
 def test_rates_of_mixed_precision_lamb_are_tensors():
     """Each group has its own rate, which schedulers write in place; checkpoints have rates and step."""
     model = network()
@@ -234,18 +216,19 @@ def test_rates_of_mixed_precision_lamb_are_tensors():
     assert torch.equal(model[0].weight, network()[0].weight)
     assert not torch.equal(model[0].bias, network()[0].bias)
     saved = copy.deepcopy(optimizer.state_dict())
-    other = FusedMixedPrecisionLamb([{"params": [p]} for p in model.parameters()], 0.5)
-    other.load_state_dict(saved)
-    assert [group["lr"].item() for group in other.param_groups] == [rate.item() for rate in rates]
-    assert other.param_groups[1]["step"].item() == 8
     saved["param_groups"][1]["lr"], saved["param_groups"][1]["step"] = 0.25, 3  # FusedLAMB's
+    other = FusedMixedPrecisionLamb([{"params": [p]} for p in model.parameters()], 1e-6)
     other.load_state_dict(saved)
-    assert other.param_groups[1]["lr"].item() == 0.25 and other.param_groups[1]["step"].dtype == torch.int
-    with pytest.raises(RuntimeError, match="FusedMixedPrecisionLamb has no AMSGrad"):
-        FusedMixedPrecisionLamb(model.parameters(), amsgrad=True)
+    assert [round(group["lr"].item(), 6) for group in other.param_groups] == [0.0, 0.25, 0.01, 0.01]
+    assert [group["step"].item() for group in other.param_groups] == [8, 3, 8, 8]
+    assert other.param_groups[1]["step"].dtype == torch.int
+    again = FusedMixedPrecisionLamb(model.parameters(), 1e-6)  # without masters, which rounds
+    before = values(model)
+    again.step()
+    assert torch.equal(values(model), before) and "master_param" not in again.state[model[0].weight]
 
 
-# Large layers
+# Large layers, and any layout
 
 
 def test_norms_of_large_layers_are_right():
@@ -269,3 +252,66 @@ def test_norms_of_large_layers_are_right():
     moved = first_step(lambda p: FusedLAMB(p, 1.0, betas=(0.0, 0.0), eps=1.0, weight_decay=0.0))
     clipped = gradient.double() / want
     assert (moved / (clipped / (clipped + 1))).median().item() == pytest.approx(1.0, rel=1e-5)
+
+
+OURS = {
+    "adam": lambda p: FusedAdam(p, 0.1, weight_decay=0.1),
+    "lamb": lambda p: FusedLAMB(p, 0.1),
+    "novograd": lambda p: FusedNovoGrad(p, 0.1, weight_decay=0.1),
+    "sgd": lambda p: FusedSGD(p, 0.1, momentum=0.9),
+    "larc": lambda p: LARC(FusedSGD(p, 0.1, momentum=0.9, weight_decay=0.1)),
+}
+TORCHS = {
+    "torch adamw": lambda p: torch.optim.AdamW(p, 0.1, fused=True),
+    "torch sgd": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, fused=True),
+    "torch adagrad": lambda p: torch.optim.Adagrad(p, 0.1, fused=True),
+}
+SHAPE = (4, 3, 2, 2)
+LAYOUTS = {
+    "contiguous": lambda t: t.contiguous(),
+    "channels_last": lambda t: t.contiguous(memory_format=torch.channels_last),
+    "transposed": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
+    "columns": lambda t: t.new_full((4, 5, 2, 2), 7.0)[:, 1:4].copy_(t),
+    "every second": lambda t: t.new_full((8, 3, 2, 4), 7.0)[::2, ..., ::2].copy_(t),
+}
+
+
+def stepped(parameter, optimizer, layouts):
+    for step, layout in enumerate(layouts):
+        gradient = torch.randn(SHAPE, generator=torch.Generator().manual_seed(step))
+        parameter.grad = LAYOUTS[layout](gradient)
+        optimizer.step()
+    return parameter.detach()
+
+
+@pytest.mark.parametrize("gradient", LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", [*OURS, *TORCHS])
+def test_any_layout(amp_off, kind, layout, gradient):
+    """Of a run that is resumed, and then has gradients of two layouts."""
+    make = (OURS | TORCHS)[kind]
+    first = nn.Parameter(torch.randn(SHAPE))
+    optimizer = make([first])
+    stepped(first, optimizer, ["contiguous"])
+    other = nn.Parameter(LAYOUTS[layout](first.detach()))
+    its_optimizer = make([other])
+    its_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    if kind in TORCHS and gradient == "columns":  # alone it steps one layout
+        FP16_Optimizer(its_optimizer)
+    elif kind in TORCHS:
+        amp.initialize([], its_optimizer, verbosity=0)
+    want = stepped(first, optimizer, ["contiguous"] * 2)
+    got = stepped(other, its_optimizer, [gradient, layout])
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    whole = torch.empty(0).set_(other.detach().untyped_storage())
+    assert (whole == 7.0).sum() == whole.numel() - other.numel()  # nothing beside it was written
+
+
+@pytest.mark.parametrize("kind", [*OURS, "novograd of maxima"])
+def test_empty_parameters(kind):
+    parameters = [nn.Parameter(torch.zeros(0, 3)), nn.Parameter(torch.ones(2))]
+    make = OURS.get(kind, lambda p: FusedNovoGrad(p, norm_type=0))
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    make(parameters).step()
+    assert parameters[1].isfinite().all()
