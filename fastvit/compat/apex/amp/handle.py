@@ -12,11 +12,11 @@ from ..parallel.distributed import without_sync
 from ._amp_state import _amp_state
 from .optimizer import (
     AmpOptimizer,
-    abandon_backward,
     before_backward,
     leave_scaled,
     of,
     parameters_of,
+    scaled,
     several,
     unscale,
 )
@@ -78,7 +78,9 @@ def scale_loss(
     try:
         yield loss.float() * scale
     except BaseException:  # a caller may catch it (out of memory) and continue
-        abandon_backward(parameters, earlier)
+        for parameter in parameters:
+            if parameter not in scaled:  # to scaled gradients the backward has added
+                parameter.grad = earlier.get(parameter)
         raise
     held = set(parameters) if delay_unscale else without_sync()
     leave_scaled([p for p in parameters if p in held], scale, scaler, earlier)
@@ -88,7 +90,7 @@ def scale_loss(
     flags = unscale(due, scale, earlier)
     if scaler.update_scale(scaler.dynamic and any(flag.item() for flag in flags)):
         for optimizer in attached:
-            optimizer.skip_step(
+            optimizer.overflow = (
                 f"Gradient overflow. Skipping step, loss scaler {loss_id} reducing loss scale to "
                 f"{scaler.loss_scale()}"
             )

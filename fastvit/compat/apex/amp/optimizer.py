@@ -103,16 +103,6 @@ def add_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
         parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
 
 
-@torch.no_grad()
-def abandon_backward(parameters: Iterable[nn.Parameter], earlier: Earlier) -> None:
-    """Drops the gradients of a backward that failed, and restores the earlier ones. Leaves scaled gradients,
-    to which the backward has added.
-    """
-    for parameter in parameters:
-        if parameter not in scaled:
-            parameter.grad = earlier.get(parameter)
-
-
 class AmpOptimizer:
     """Attached to a torch optimizer, and to those that it has inside, by their step hooks. It is found under
     apex's name, `_amp_stash`; there scripts that resume also set `lazy_init_called`, after a call of
@@ -122,7 +112,7 @@ class AmpOptimizer:
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self._withheld: Earlier = {}
-        self._overflow = ""  # the next step prints it and does nothing
+        self.overflow = ""  # the next step prints it and does nothing, unless the script drops its gradients
         # A wrapper of an optimizer (Lookahead) may not call Optimizer.__init__, without which torch runs no
         # hooks. __setstate__ adds what is missing.
         vars(optimizer).setdefault("defaults", {})
@@ -146,15 +136,11 @@ class AmpOptimizer:
         for name in ("_amp_stash", "_lazy_init_maybe_master_weights"):
             del self.optimizer.__dict__[name]
 
-    def skip_step(self, overflow: str) -> None:
-        """Lets the next step print `overflow` instead, unless the script drops these gradients."""
-        self._overflow = overflow
-
     def look_for_overflow(self) -> None:
         """Forgets the overflow if the script has dropped or zeroed its gradients."""
         gradients = (p.grad for p in parameters_of([self.optimizer]) if p.grad is not None)
-        if self._overflow and not any(gradient.to_dense().any() for gradient in gradients):
-            self._overflow = ""
+        if self.overflow and not any(gradient.to_dense().any() for gradient in gradients):
+            self.overflow = ""
 
     def unscale_rest(self) -> None:
         """Unscales gradients that were left scaled, and skips the step after an overflow."""
@@ -165,7 +151,7 @@ class AmpOptimizer:
         for (scale, scaler), parameters in held.items():
             flags = unscale(parameters, scale, {})
             if scaler is not None and scaler.update_scale(scaler.dynamic and any(f.item() for f in flags)):
-                self.skip_step(
+                self.overflow = (
                     f"Gradient overflow. Skipping step, reducing loss scale to {scaler.loss_scale()}"
                 )
 
@@ -179,8 +165,8 @@ class AmpOptimizer:
         self.unscale_rest()
         # A step that calls the step of its base class runs this twice, the second time without gradients.
         self.look_for_overflow()
-        if self._overflow:
-            maybe_print(self._overflow, rank0=True)
+        if self.overflow:
+            maybe_print(self.overflow, rank0=True)
             # An optimizer changes neither a parameter without a gradient nor its state.
             parameters = parameters_of([self.optimizer])
             self._withheld = {p: p.grad for p in parameters if p.grad is not None}
@@ -192,4 +178,4 @@ class AmpOptimizer:
         for parameter, gradient in self._withheld.items():
             parameter.grad = gradient
         self._withheld.clear()
-        self._overflow = ""
+        self.overflow = ""

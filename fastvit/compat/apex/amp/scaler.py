@@ -38,15 +38,12 @@ class LossScaler:
 
     def update_scale(self, overflow: bool) -> bool:
         """Counts one step; returns whether it must be skipped, False with a static scale."""
-        if not self.dynamic:
-            self._unskipped += 1
-            return False
-        if overflow:
+        if self.dynamic and overflow:
             self._loss_scale = self._bounded(self._loss_scale / 2.0)
             self._unskipped = 0
             return True
         self._unskipped += 1
-        if self._unskipped == 2000:
+        if self.dynamic and self._unskipped == 2000:
             self._loss_scale = self._bounded(self._loss_scale * 2.0)
             self._unskipped = 0
         return False
