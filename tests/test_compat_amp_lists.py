@@ -19,25 +19,6 @@ X, W = torch.randn(4, 4), torch.randn(4, 4)
 # The casts of O1
 
 
-@pytest.mark.parametrize("given", [torch.float32, HALF])
-@pytest.mark.parametrize(
-    ("function", "result"),
-    [
-        (lambda x: F.linear(x, W), HALF),
-        (lambda x: torch.mm(x, W), HALF),
-        (lambda x: x @ W, HALF),
-        (lambda x: F.conv1d(x[None], W[:, :, None].transpose(0, 1)), HALF),
-        (lambda x: F.mse_loss(x, W.to(x.dtype)), torch.float32),
-        (lambda x: x.prod(), torch.float32),
-        (lambda x: torch.cat([x, W]), torch.float32),  # the widest of both
-        (lambda x: x + W, torch.float32),
-        (lambda x: x.relu(), None),  # as it came
-    ],
-)
-def test_casts_of_functions(function, result, given):
-    assert under_o1(function, X.to(given)).dtype == (result or given)
-
-
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
 def test_recurrent_networks(kind, level):
