@@ -179,6 +179,7 @@ def test_mapillary_layers():
         nn.init.constant_(layer.weight, -1.5)
         want = F.leaky_relu(F.batch_norm(x, None, None, layer.weight.abs() + 1e-5, layer.bias, True), 0.01)
         torch.testing.assert_close(layer(x.clone()), want)
+        torch.testing.assert_close(layer.running_mean, 0.1 * x.mean((0, 2)))
         assert layer.state_dict().keys() == nn.BatchNorm1d(3).state_dict().keys()
         with pytest.raises(ValueError, match="activation_param"):
             type(layer)(3, activation_param=-0.1)

@@ -124,10 +124,11 @@ def test_checkpoint_of_fp16_optimizer(options, which):
     bert_step(model, optimizer, 3)
     file.seek(0)
     saved = torch.load(file, weights_only=True)
-    again, other = bert(**options)
+    again, other = bert()
     again.load_state_dict(saved["model"])
     other.load_state_dict(of_apex(saved["optimizer"], which))
     assert other.cur_scale == (2.0**15 if "dynamic_loss_scale" in options else 128.0)
+    assert other.dynamic_loss_scale == ("dynamic_loss_scale" in options)
     bert_step(again, other, 3)
     assert torch.equal(values(again), values(model))
     for mine, theirs in zip(
