@@ -218,12 +218,7 @@ def _backend(name: str | None) -> str:
 def _change_arguments() -> None:
     _change(torch.autocast, "__init__", device_type=_moved, dtype=_half)
     _change(torch.amp.GradScaler, "__init__", device="cpu")
-    _change(
-        nn.Module,
-        "to",
-        args=lambda args: tuple(map(_device, args)),
-        kwargs=lambda kwargs: {name: _device(value) for name, value in kwargs.items()},
-    )
+    _change(nn.Module, "to", args=lambda args: tuple(map(_device, args)))
     _change(nn.parallel.DistributedDataParallel, "__init__", device_ids=None, output_device=None)
     _change(torch, "load", map_location="cpu")
     _change(torch.jit, "load", map_location="cpu")
@@ -234,14 +229,6 @@ def _change_arguments() -> None:
         _change(module, "init_process_group", backend=_backend, device_id=None)
         _change(module, "new_group", backend=_backend)
         _change(module, "barrier", device_ids=None)
-
-
-class _DataParallel(nn.DataParallel):
-    def __init__(
-        self, module: nn.Module, device_ids: Any = None, output_device: Any = None, dim: int = 0
-    ) -> None:
-        nn.Module.__init__(self)
-        self.module, self.device_ids, self.dim = module, [], dim
 
 
 class _Generator(torch.Generator):
@@ -257,7 +244,7 @@ class _SyncBatchNorm(SyncBatchNorm):
 
 def install() -> None:
     """Changes torch in this process for good."""
-    if nn.DataParallel is _DataParallel:
+    if nn.SyncBatchNorm is _SyncBatchNorm:
         return
     names = _cuda()
     for module in (torch.cuda, torch.cuda.memory, torch.cuda.random):
@@ -267,8 +254,7 @@ def install() -> None:
     vars(torch.cuda.profiler).update(init=_nothing, start=_nothing, stop=_nothing, profile=context)
     _change_arguments()
     for owner, name, value in (
-        (nn, "DataParallel", _DataParallel),
-        (nn.parallel, "DataParallel", _DataParallel),
+        (inspect.getmodule(nn.DataParallel), "_get_available_device_type", _nothing),
         (nn, "SyncBatchNorm", _SyncBatchNorm),
         (torch, "Generator", _Generator),
         (Tensor, "record_stream", _nothing),
