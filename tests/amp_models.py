@@ -39,9 +39,13 @@ def loss_of(model, seed: int = 0) -> torch.Tensor:
     return F.cross_entropy(model(images), labels)
 
 
-def backward(model, optimizer, seed: int = 0, factor: float = 1.0, **options) -> None:
-    with amp.scale_loss(factor * loss_of(model, seed), optimizer, **options) as scaled:
+def scaled_backward(loss, optimizer, **options) -> None:
+    with amp.scale_loss(loss, optimizer, **options) as scaled:
         scaled.backward()
+
+
+def backward(model, optimizer, seed: int = 0, factor: float = 1.0, **options) -> None:
+    scaled_backward(factor * loss_of(model, seed), optimizer, **options)
 
 
 def step(model, optimizer, seed: int = 0, infinite: bool = False) -> None:

@@ -4,19 +4,7 @@ import platform
 
 import pytest
 import torch
-from amp_models import (
-    HALF,
-    LEVELS,
-    backward,
-    data,
-    gradients,
-    loss_of,
-    network,
-    seen_of,
-    start,
-    step,
-    values,
-)
+from amp_models import HALF, LEVELS, backward, data, gradients, loss_of, network, seen_of, start, step, values
 from torch import nn
 from torch.nn import functional as F
 

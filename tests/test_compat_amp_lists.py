@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from amp_models import HALF, LEVELS, seen_of, start, under_o1
+from amp_models import HALF, LEVELS, scaled_backward, seen_of, start, under_o1
 from torch import nn
 from torch.nn import functional as F
 
@@ -33,8 +33,7 @@ def test_recurrent_networks(kind, level):
             pytest.skip(f"torch's own autocast fails on this CPU: {error}")
     model, optimizer = start(level, model=copy.deepcopy(plain), loss_scale="dynamic")
     optimizer.zero_grad()
-    with amp.scale_loss(model(x)[0][:, -1].square().sum(), optimizer) as scaled:
-        scaled.backward()
+    scaled_backward(model(x)[0][:, -1].square().sum(), optimizer)
     for master, parameter in zip(amp.master_params(optimizer), plain.parameters(), strict=True):
         torch.testing.assert_close(master.grad.float(), parameter.grad, rtol=0.1, atol=0.05)
 

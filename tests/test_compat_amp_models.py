@@ -1,5 +1,5 @@
-"""fastvit.compat.apex.amp: what a model is after `initialize`, what goes in and comes out, and what scripts
-look for on optimizers.
+"""fastvit.compat.apex.amp: what a model is after `initialize`, what goes in and comes out, and the iterables
+of `initialize`.
 """
 
 import collections
@@ -10,7 +10,7 @@ import io
 
 import pytest
 import torch
-from amp_models import LEVELS, data, loss_of, network, start
+from amp_models import LEVELS, data, loss_of, network, scaled_backward, start
 from torch import nn
 from torch.nn import functional as F
 
@@ -223,21 +223,19 @@ def test_operands_of_both_dtypes_under_o1(model):
     model, optimizer = start("O1", model=copy.deepcopy(model))
     output = model(X)
     torch.testing.assert_close(output, want, rtol=0.05, atol=0.05)
-    with amp.scale_loss(output.square().mean(), optimizer) as scaled:
-        scaled.backward()
+    scaled_backward(output.square().mean(), optimizer)
     assert model.first.weight.grad.isfinite().all()
     with pytest.raises(RuntimeError, match="size|shape"):
         start("O1", model=Mixes(lambda h, x: torch.dot(h[0], x[0, :2])))[0](X)
 
 
-# What scripts look for
+# Iterables
 
 
 @pytest.mark.parametrize("several", [lambda o: {"a": o}.values(), lambda o: (x for x in [o]), lambda o: {o}])
 def test_optimizers_in_any_iterable(several):
     model, optimizer = start("O1")
-    with amp.scale_loss(loss_of(model), several(optimizer)) as scaled:
-        scaled.backward()
+    scaled_backward(loss_of(model), several(optimizer))
     optimizer.step()
     models, optimizers = amp.initialize(iter([network()]), several(optimizer), opt_level="O2", verbosity=0)
     assert models[0](data()[0]).dtype == torch.float32 and [*optimizers][0]._amp_stash

@@ -6,18 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from amp_models import (
-    LEVELS,
-    backward,
-    data,
-    gradients,
-    loss_of,
-    network,
-    same_state,
-    start,
-    step,
-    values,
-)
+from amp_models import LEVELS, backward, data, gradients, loss_of, network, same_state, start, step, values
 from torch import nn
 from torch.nn import functional as F
 

@@ -6,7 +6,19 @@ import copy
 
 import pytest
 import torch
-from amp_models import HALF, LEVELS, backward, data, gradients, network, seen_of, start, step, values
+from amp_models import (
+    HALF,
+    LEVELS,
+    backward,
+    data,
+    gradients,
+    network,
+    scaled_backward,
+    seen_of,
+    start,
+    step,
+    values,
+)
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import prune
@@ -132,8 +144,7 @@ def test_sparse_gradients(make, level):
     for indices in (torch.tensor([[1, 2], [2, 2]]), torch.tensor([[2, 4], [0, 1]])):
         for _ in range(2):
             plain(indices).square().sum().backward()
-            with amp.scale_loss(model(indices).square().sum(), optimizer) as scaled:
-                scaled.backward()
+            scaled_backward(model(indices).square().sum(), optimizer)
         assert model.weight.grad.is_sparse
         reference.step(), optimizer.step()
         reference.zero_grad(), optimizer.zero_grad()
@@ -178,8 +189,7 @@ def test_checkpoints(level, reentrant):
     results = []
     for option in (None, reentrant):
         model, optimizer = start(level, model=Blocks(option), loss_scale=128.0)
-        with amp.scale_loss(model(torch.tensor([[1, 2, 5]])).square().mean(), optimizer) as scaled:
-            scaled.backward()
+        scaled_backward(model(torch.tensor([[1, 2, 5]])).square().mean(), optimizer)
         if reentrant:  # which has no gradient for what takes only indices
             model.embed.weight.grad = None
         results.append([None if p.grad is None else p.grad for p in model.parameters()])
@@ -247,8 +257,7 @@ def test_spectral_norm_and_pruning_after_initialize():
     model, optimizer = start("O2", model=model)
     prune.l1_unstructured(model[1], "weight", 2)
     before = model[0].weight_u.clone()
-    with amp.scale_loss(model(torch.randn(2, 4)).square().mean(), optimizer) as scaled:
-        scaled.backward()
+    scaled_backward(model(torch.randn(2, 4)).square().mean(), optimizer)
     assert not torch.equal(model[0].weight_u, before) and model[0].weight_u.dtype == torch.float32
     assert (model[1].weight_orig.grad == 0).sum() == 2
 
@@ -260,8 +269,7 @@ def test_casts_under_convert_compile_and_a_second_derivative(level):
     def trained(prepare=lambda model: model):
         model, optimizer = start(level)
         called = prepare(model) or model
-        with amp.scale_loss(F.cross_entropy(called(images), labels), optimizer) as scaled:
-            scaled.backward()
+        scaled_backward(F.cross_entropy(called(images), labels), optimizer)
         return gradients(model)
 
     want = trained()
@@ -273,8 +281,7 @@ def test_casts_under_convert_compile_and_a_second_derivative(level):
     model, optimizer = start(level, model=nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
     x = torch.ones(2, 4, requires_grad=True)
     (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-    with amp.scale_loss((slope.norm(dim=1) - 1).square().mean(), optimizer) as scaled:
-        scaled.backward()
+    scaled_backward((slope.norm(dim=1) - 1).square().mean(), optimizer)
     assert model[0].weight.grad.abs().sum() > 0
     with torch.inference_mode():
         assert model.eval()(x).dtype == torch.float32

@@ -1,4 +1,4 @@
-"""fastvit.compat over two gloo ranks: DDP's options, weights, no_sync, groups."""
+"""fastvit.compat over two gloo ranks: weights, no_sync, groups, DistributedDataParallel and Reducer."""
 
 import contextlib
 import copy

@@ -1,4 +1,4 @@
-"""`python -m fastvit.compat`: scripts and modules, processes that they start, the local rank, ranks."""
+"""`python -m fastvit.compat`: scripts, modules, processes that they start, the local rank, the example."""
 
 import argparse
 import os
