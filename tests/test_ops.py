@@ -76,9 +76,8 @@ def test_bn_ops(layout, dtype, activation, residual, device):
 def test_abn_ops(layout, dtype, activation, device):
     case = Case(layout, dtype, device)
     parameters, given = (case.weight, case.bias), options(case, activation)
-    moments = ops.bn_stats(case.x, case.channel_dim)
-    results = agree("abn_forward_", case.x, moments, *parameters, running=case, **given)
-    (y, saved, *buffers), _ = results
+    (moments,), _ = agree("bn_stats", case.x, case.channel_dim)
+    (y, saved, *buffers), _ = agree("abn_forward_", case.x, moments, *parameters, running=case, **given)
     written, local = fresh(case.x), case.buffers()
     own = ops.abn_forward_(written, None, *parameters, **local, **given)
     same([written, own, *local.values()], [y, saved, *buffers])
@@ -209,14 +208,6 @@ def test_outliers(every, device):
         torch.testing.assert_close(got[c : 2 * c], want[c : 2 * c], rtol=1e-4, atol=0)
         deviation = (want[c : 2 * c] * c / x.numel()).sqrt()
         assert ((got[:c] - want[:c]).abs() < 1e-5 * deviation).all()
-
-
-@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu"])
-def test_slopes_far_out_are_exactly_one_and_zero(activation, device):
-    x = torch.tensor([[1e30], [1e9], [1e3], [-1e3], [-1e9], [-1e30]], device=device)
-    saved = torch.tensor([0.0, 1.0, 0.0, 6.0], device=device)  # mean, 1 / deviation, count
-    dx, *_ = ops.bn_backward(x, torch.ones_like(x), None, saved, activation=activation, training=False)
-    assert dx.flatten().tolist() == [1, 1, 1, 0, 0, 0]
 
 
 NEGATIVE = torch.cat([-torch.logspace(-12, 1.2, 4001, dtype=torch.float64), -torch.linspace(0.2, 0.6, 500)])
@@ -366,7 +357,7 @@ def test_rounding_to_storage_is_to_nearest_even(dtype, device):
 @pytest.mark.parametrize("capability", ["default", "avx2"])
 def test_kernels_of_other_instruction_sets(capability):
     """They are chosen on machines without AVX-512. The tests run in a process that is told to take them."""
-    tests = ("test_bn_stats", "test_abn_ops", "test_rounding_to_storage_is_to_nearest_even")
+    tests = ("test_abn_ops", "test_rounding_to_storage_is_to_nearest_even")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"]
     command += [f"{Path(__file__).with_name('test_info.py')}::test_facts"]
     command += [f"{__file__}::{name}" for name in tests]
