@@ -62,7 +62,7 @@ TIER   := $(if $(filter rest,$(ALL)), and thorough,$(if $(ALL)$(ARGS)$(COVERAGE)
 export PYTEST_XDIST_AUTO_NUM_WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
 PYTEST := -m pytest -q -n auto --maxprocesses 8 --dist worksteal -m "not slow and not models$(TIER)"
 MODEL  := FASTVIT_TEST_DEVICE=cuda_host OMP_NUM_THREADS=1 $(RUN) $(PYTEST)
-OPS    := tests/test_ops.py tests/test_local_ops.py tests/test_layer_norm.py tests/test_act.py tests/test_arguments.py tests/test_messages.py
+OPS    := tests/test_ops.py tests/test_layer_norm.py tests/test_act.py tests/test_arguments.py tests/test_messages.py
 INSIDE = cd "$(CURDIR)/build/$(1)" && PYTHONPATH="$(CURDIR)/build/$(1)" OMP_NUM_THREADS=1 "$(CURDIR)/$(RUN)"
 # build/$(1): the tree, with the CPU's sources compiled by g++ $(2)
 define COPY

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from fastvit.sync.agreement import Agreement
 from fastvit.sync.cuda_peer import DeviceMemory, load_kernels
-from fastvit.sync.peer import arena_bytes
 from fastvit.sync.protocol import LEAST_PACKETS, Arena, Exchange, Fault, Kind, Tag
 
 T = TypeVar("T")
 HEADER = 2  # packets
+arena_bytes = torch.ops.fastvit.peer_bytes
 _load_once = functools.cache(load_kernels)
 INBOX = arena_bytes(1, 6) - 2 * (HEADER + 6) * 16  # where it begins in an arena
 

@@ -19,7 +19,6 @@ from fastvit.sync import agreement, cpu_peer
 from fastvit.sync.agreement import Agreement, ProcessWatch
 from fastvit.sync.collective import wait_on_host
 from fastvit.sync.cpu_peer import SharedMemory
-from fastvit.sync.peer import arena_bytes
 from fastvit.sync.protocol import Tag
 
 ops = torch.ops.fastvit
@@ -51,7 +50,7 @@ def test_a_rank_that_leaves_is_not_waited_for():
 
 @pytest.fixture
 def pair():
-    segment = torch.zeros(2 * arena_bytes(2, CAPACITY), dtype=torch.uint8)
+    segment = torch.zeros(2 * ops.peer_bytes(2, CAPACITY), dtype=torch.uint8)
     return [SharedMemory(segment, CAPACITY, one, describe) for one in agreements(2, 10.0)]
 
 

@@ -24,20 +24,6 @@ def test_in_place_is_in_place_abn(activation, device):
     assert one(x := case.x.clone()) is x
 
 
-@pytest.mark.parametrize("activation", ["identity", "relu"])
-def test_each_gradient_alone(activation, device):
-    case = Case("nchw", torch.float32, device)
-    layer = BatchNormAct(5, activation=activation, device=device)
-    inputs = [case.x, case.z, layer.weight, layer.bias]
-    for t in inputs:
-        t.requires_grad_()
-    every = torch.autograd.grad(layer(case.x, case.z), inputs, case.dy)
-    for wanted, want in zip(inputs, every, strict=True):
-        for t in inputs:
-            t.requires_grad_(t is wanted)
-        assert torch.equal(torch.autograd.grad(layer(case.x, case.z), [wanted], case.dy)[0], want)
-
-
 KINKS = {"relu": [0.0], "relu6": [0.0, 6.0], "leaky_relu": [0.0], "elu": [0.0], "hardswish": [-3.0, 0.0, 3.0]}
 
 

@@ -297,42 +297,6 @@ def test_a_stack_keeps_half_the_activations():
     assert peak <= 0.65, f"peak of a step, with what passes through: {peak:.3f} of torch's"
 
 
-def train(dtype: torch.dtype, scaler: torch.amp.GradScaler, steps: int = 20) -> tuple[nn.Module, list[float]]:
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Conv2d(3, 16, 3, bias=False),
-        InPlaceABN(16),
-        nn.Conv2d(16, 16, 3, bias=False),
-        SyncBatchNorm(16, fuse_relu=True),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(16, 4),
-    ).to(DEVICE)
-    x, target = torch.randn(16, 3, 12, 12).to(DEVICE), (torch.arange(16) % 4).to(DEVICE)
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9), []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        half = dtype != torch.float32
-        with torch.autocast(DEVICE, dtype if half else torch.bfloat16, enabled=half):
-            loss = nn.functional.cross_entropy(model(x), target)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        losses.append(loss.item())
-    return model, losses
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_mixed_precision_trains_like_float32(dtype):
-    scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**10)
-    model, losses = train(dtype, scaler)
-    _, wanted = train(torch.float32, torch.amp.GradScaler(DEVICE, enabled=False))
-    assert scaler.get_scale() == 2.0**10, "a step overflowed"
-    assert all(p.dtype == torch.float32 and p.isfinite().all() for p in model.parameters())
-    assert losses[0] == pytest.approx(wanted[0], rel=0.02)
-    assert losses[-1] < 0.5 * losses[0] and wanted[-1] < 0.5 * wanted[0]
-
-
 @pytest.mark.parametrize("kind", ["abn", "sbn"])
 def test_overflow_reaches_the_scaler(kind):
     """An infinite gradient must not become a finite one on its way through a layer."""

@@ -1,4 +1,6 @@
-"""Messages of collectives between GPUs: message_pack and message_merge, on a GPU or the CUDA model."""
+"""What ranks have sent each other is merged in rank order, or not at all. CPUs merge by direct_merge,
+GPUs, and the model of one, by message_pack, a collective and message_merge.
+"""
 
 import pytest
 import torch
@@ -9,14 +11,15 @@ from loopback import check_mismatch, describe, rows
 from fastvit import reference
 from fastvit.sync.agreement import Agreement
 from fastvit.sync.collective import ALL_GATHER, Packed
-from fastvit.sync.protocol import Exchange, Tag
+from fastvit.sync.protocol import HEADER_WORDS, Exchange, Fault, Kind, Tag
 
-pytestmark = pytest.mark.skipif(TARGET == "cpu", reason="CPUs send messages of their own: test_direct.py")
+on_cpu = pytest.mark.skipif(TARGET != "cpu", reason="GPUs send other messages")
+on_gpu = pytest.mark.skipif(TARGET == "cpu", reason="CPUs send other messages")
 ops = torch.ops.fastvit
 CAPACITY = 14
 
 
-def exchanges(tags, wide, device):
+def exchanges(tags, device, wide=False):
     made = []
     for rank, tag in enumerate(tags):
         made.append(Exchange(rank, len(tags), device != "cpu"))
@@ -25,29 +28,50 @@ def exchanges(tags, wide, device):
     return made
 
 
+def direct(rank, numbers, tags, room=4):
+    """What a CPU's rank has received: `(world - 1, words)`, wider than this layer's messages."""
+    double = Kind.DOUBLE if numbers[0].dtype == torch.float64 else 0
+    words = numbers[0].numel() * numbers[0].element_size() // 4
+    received = torch.full((len(numbers), HEADER_WORDS + words + room), -1, dtype=torch.int32)
+    for row, one, tag in zip(received, numbers, tags, strict=True):
+        header = [*tag, words, Kind(one.dim() - 1) | double]
+        row[:HEADER_WORDS] = torch.tensor(header, dtype=torch.int32)
+        row[HEADER_WORDS : HEADER_WORDS + words] = one.view(-1).view(torch.int32)
+    return torch.cat([received[:rank], received[rank + 1 :]])
+
+
 def travel(numbers, exchanges):
-    """Each rank's messages after an all_gather of moments, or an all_reduce of sums."""
+    """The messages of GPUs after an all_gather of moments, or an all_reduce of sums."""
     packed = [ops.message_pack(row, e.tensor) for row, e in zip(numbers, exchanges, strict=True)]
     return torch.cat(packed) if numbers[0].dim() == 1 else torch.stack(packed).sum(0)
+
+
+def merged(rank, numbers, tags, exchanges):
+    if TARGET == "cpu":
+        return ops.direct_merge(direct(rank, numbers, tags), numbers[rank], exchanges[rank].tensor)
+    return ops.message_merge(travel(numbers, exchanges), numbers[rank], exchanges[rank].tensor)
 
 
 @pytest.mark.parametrize("sums", [False, True])
 @pytest.mark.parametrize("dtype,wide", [("float32", False), ("float32", True), ("float64", True)])
 @pytest.mark.parametrize("world,n", [(1, 14), (2, 6), (5, 12), (300, 8)])
 def test_numbers_are_merged(world, n, dtype, wide, sums, device):
-    numbers = rows(world, n, sums, getattr(torch, dtype), device)
-    made = exchanges([Tag(2**24 - 1, 2**24 - 3)] * world, wide, device)
-    messages = travel(numbers, made)
-    assert messages.dtype == (torch.float64 if wide else torch.float32)
-    got = ops.message_merge(messages, numbers[-1], made[-1].tensor)
-    assert got.dtype == numbers[0].dtype and not made[-1].report.fault
+    numbers, tags = rows(world, n, sums, getattr(torch, dtype), device), [Tag(2**24 - 1, 2**24 - 3)] * world
+    made, rank = exchanges(tags, device, wide), world // 2
+    got = merged(rank, numbers, tags, made)
+    assert got.dtype == numbers[0].dtype and not made[rank].report.fault
     everything = torch.stack(numbers)
-    if sums:
-        assert got.shape == (2, n) and torch.equal(got[:1], numbers[-1])
-        assert torch.equal(got[1], messages[:n].to(got.dtype))
-        torch.testing.assert_close(got[1], everything.sum((0, 1)), rtol=1e-4, atol=1e-4)
-    else:
+    if not sums:
         torch.testing.assert_close(got, reference.merge_moments(everything), rtol=1e-5, atol=1e-6)
+        return
+    if TARGET == "cpu":
+        total = sum(everything.double())[0]  # in rank order
+    else:
+        messages = travel(numbers, made)
+        assert messages.dtype == (torch.float64 if wide else torch.float32)
+        total = messages[:n]
+    assert torch.equal(got, torch.stack([numbers[rank][0], total.to(got.dtype)]))
+    torch.testing.assert_close(got[1], everything.sum((0, 1)), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("sums", [False, True])
@@ -55,29 +79,54 @@ def test_numbers_are_merged(world, n, dtype, wide, sums, device):
 @pytest.mark.parametrize("rank", [0, 2])
 def test_tags_that_differ(rank, other, sums, device):
     numbers, tags = rows(4, 6, sums, device=device), [Tag(7, 5), Tag(7, 5), other, Tag(7, 5)]
-    made = exchanges(tags, False, device)
-    got = ops.message_merge(travel(numbers, made), numbers[rank], made[rank].tensor)
+    made = exchanges(tags, device)
+    got = merged(rank, numbers, tags, made)
     if device != "cpu":
         torch.cuda.synchronize()
     check_mismatch(got, made[rank], tags, rank, sums)
 
 
+@on_cpu
+@pytest.mark.parametrize("change", [(2, 4), (3, Kind.SUMS), (3, Kind.DOUBLE)])
+def test_a_message_of_another_length_or_kind(change):
+    numbers, tags = rows(2, 6, False), [Tag(7, 5)] * 2
+    received, (made, _) = direct(0, numbers, tags), exchanges(tags, "cpu")
+    received[0, change[0]] = change[1]
+    assert ops.direct_merge(received, numbers[0], made.tensor).isnan().all()
+    assert made.report.fault == Fault.MISMATCH
+
+
+@on_cpu
+def test_bad_arguments_of_cpus():
+    row, one = torch.zeros(6), exchanges([Tag(7, 5)] * 3, "cpu")[0].tensor
+    for wrong in (torch.zeros(2, 8), torch.zeros(3, 10), torch.zeros(2, 11), torch.zeros(20)):
+        with pytest.raises(RuntimeError, match=r"direct_merge: messages is Int .*; Int \(2, 10\) or wider"):
+            ops.direct_merge(wrong.int(), row, one)
+    with pytest.raises(RuntimeError, match="direct_merge: messages is Float"):
+        ops.direct_merge(torch.zeros(2, 10), row, one)
+    with pytest.raises(RuntimeError, match="direct_merge: numbers is Half"):
+        ops.direct_merge(torch.zeros(2, 10).int(), row.half(), one)
+    with pytest.raises(RuntimeError, match="direct_merge: messages has shape .*freed or shrunk"):
+        freed = torch.zeros(2, 10, dtype=torch.int32)
+        freed.untyped_storage().resize_(8)
+        ops.direct_merge(freed, row, one)
+
+
+@on_gpu
 @pytest.mark.parametrize("sums", [False, True])
 def test_a_captured_step_goes_with_every_other(sums, device):
-    numbers, made = (
-        rows(3, 6, sums, device=device),
-        exchanges([Tag(7, 5), Tag(7, 0), Tag(7, 5)], False, device),
-    )
+    numbers, made = rows(3, 6, sums, device=device), exchanges([Tag(7, 5), Tag(7, 0), Tag(7, 5)], device)
     messages = travel(numbers, made)
     for row, exchange in zip(numbers, made, strict=True):
         assert ops.message_merge(messages, row, exchange.tensor).isfinite().all()
         assert not exchange.report.fault
 
 
+@on_gpu
 def test_packed_collectives(monkeypatch, device):
     """Rank 0's exchanges, in both directions, with a rank 1 that is in the same layer and then in another."""
     numbers = [rows(2, 14, sums, device=device) for sums in (False, True)]
-    (other,) = exchanges([Tag(0, 1)] * 2, False, device)[1:]
+    (other,) = exchanges([Tag(0, 1)] * 2, device)[1:]
 
     def all_gather(messages, message, group):
         messages.copy_(torch.cat([message, ops.message_pack(numbers[0][1], other.tensor)]))
@@ -101,9 +150,10 @@ def test_packed_collectives(monkeypatch, device):
         backend.check(wait=True)
 
 
-def test_bad_arguments(device):
-    row, (exchange,) = torch.zeros(6, device=device), exchanges([Tag(0, 1)], False, device)
-    two = exchanges([Tag(0, 1)] * 2, False, device)[0].tensor
+@on_gpu
+def test_bad_arguments_of_gpus(device):
+    row, (exchange,) = torch.zeros(6, device=device), exchanges([Tag(0, 1)], device)
+    two = exchanges([Tag(0, 1)] * 2, device)[0].tensor
     exchange.handle.capacity = 4
     with pytest.raises(RuntimeError, match="message_pack: numbers is .* .6.; at most 4 numbers of float32"):
         ops.message_pack(row, exchange.tensor)
@@ -116,9 +166,10 @@ def test_bad_arguments(device):
         ops.message_merge(row.new_zeros(21), row, two)
 
 
+@on_gpu
 @pytest.mark.parametrize("freed", ["messages", "numbers"])
 def test_freed_storage_is_refused(freed, device):
-    exchange = exchanges([Tag(0, 1)] * 2, False, device)[0].tensor
+    exchange = exchanges([Tag(0, 1)] * 2, device)[0].tensor
     given = {"messages": torch.zeros(32, device=device), "numbers": torch.zeros(6, device=device)}
     storage = given[freed].untyped_storage()
     storage.resize_(storage.nbytes() - 1)

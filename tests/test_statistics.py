@@ -137,6 +137,14 @@ def groups_in_one_model(rank, world):
         two.set_group(group)  # one module, now with these, now with those
         two(samples[rank : rank + 1].clone())
         check("running", two.running_mean, members.double().mean((0, 2)))
+    assert dist.get_world_size(pairs) == 2 and fastvit.create_syncbn_process_group(0) is None
+    for bad in (3, -1, world + 1):
+        with pytest.raises(ValueError, match="must be|must not exceed"):
+            fastvit.create_syncbn_process_group(bad)
+    other = dist.new_group([0, 1])
+    if rank > 1:
+        with pytest.raises(ValueError, match=f"does not contain this rank .global rank {rank}"):
+            fastvit.InPlaceABNSync(6, group=other)(samples[rank : rank + 1].clone())
 
 
 @both_ways

@@ -25,17 +25,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PYTEST = "-m pytest -v --tb=short -o addopts= --timeout 60 --timeout-method thread"
 TESTS = {
-    "test_ops": "test_ops test_local_ops test_layer_norm test_act test_messages test_arguments",
+    "test_ops": "test_ops test_layer_norm test_act test_messages test_arguments",
     "test_cuda": "test_cuda test_peer_faults",
     "test_layers": "test_layers test_batch_norm_act test_convert_syncbn test_fuse",
     "test_convert": "test_recompute test_compile",
 }
 # float32 and bfloat16 over planes, rows, short planes and memory with gaps; few enough for a sanitizer
 LAYOUTS = "(nchw_wide or nhwc_c96 or one_sample or cropped_nhwc) and (dtype0 or dtype2)"
-SANITIZED = {
-    "memcheck": ("test_ops", f"{LAYOUTS} and (test_bn_stats or leaky and test_abn_ops or -relu-)"),
-    "racecheck": ("test_local_ops", f"{LAYOUTS} and (leaky and test_abn_local_ops or test_bn_local_ops)"),
-}
+OPS = "(leaky and test_abn_ops or test_bn_ops and -relu-)"
+SANITIZED = ("memcheck", "racecheck")
 BENCHMARKS = {  # the arguments, those of a rehearsal, and a package without which it is not run
     "bench_layers": ("", "--quick --turns 1", "torch"),
     "bench_ops": ("", "--quick --turns 1", "torch"),
@@ -107,12 +105,11 @@ def task(step: str, device: str, out: Path) -> tuple[list[str], dict[str, str]] 
         program = shutil.which("compute-sanitizer", path=folders)
         if device == "cpu" or not program:
             return "a rehearsal without a GPU" if device == "cpu" else "there is no compute-sanitizer"
-        file, selection = SANITIZED[step]
         command = [program, "--tool", step, "--error-exitcode", "99"]
         command += ["--report-api-errors", "no"] if step == "memcheck" else []  # torch expects some to fail
         # one allocation per tensor, so that its end is known; torch's cache would hide an overrun
         environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
-        return [*command, *pytest(file, "-k", selection)], environment
+        return [*command, *pytest("test_ops", "-k", f"{LAYOUTS} and {OPS}")], environment
     if not importlib.util.find_spec(BENCHMARKS[step][2]):
         return f"there is no {BENCHMARKS[step][2]}"
     command = [sys.executable, f"benchmarks/{step}.py", "--device", device, "--out", str(out)]

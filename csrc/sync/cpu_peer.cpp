@@ -1,5 +1,5 @@
 // The peer protocol between processes of one host, over arenas in shared memory that each has mapped.
-// protocol.h defines the protocol; fastvit/sync/peer.py calls these ops.
+// protocol.h defines the protocol; fastvit/sync/transport.py calls these ops.
 //
 // Memory   the payload is the row of numbers as the op has it, 4 bytes per float. A push copies it into the
 //          inbox of each peer, behind it the header, and the merge reads it there: each cache line crosses

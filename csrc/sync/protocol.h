@@ -27,7 +27,7 @@
 //           timeouts. Its result is NaN, and so is that of every later exchange: no rank goes on.
 // Source    The flag inside the data is that of NCCL's LL protocol (NCCL_PROTO in its documentation); buffers
 //           with one writer and one reader: Lamport, "Proving the Correctness of Multiprocess Programs"
-//           (1977). tests/test_peer_model.py enumerates every interleaving of a model of this file.
+//           (1977).
 #pragma once
 
 #include <cstdint>

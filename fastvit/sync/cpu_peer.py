@@ -16,9 +16,8 @@ from torch import Tensor
 
 from .. import _library
 from .agreement import Agreement, Unavailable, process_space
-from .peer import Peer, arena_bytes
 from .protocol import MOST_RANKS, Describe, Tag, direction
-from .transport import Reduce
+from .transport import Peer, Reduce
 
 FOLDER = Path("/dev/shm")  # where POSIX shared memory lives on Linux
 _MARK = 16  # bytes
@@ -119,7 +118,7 @@ def connect(
 
 def cpu_arena_bytes(world: int, capacity: int) -> int:
     """The numbers of two packets of a GPU take one, since their flags are the header's."""
-    return arena_bytes(world, (capacity + 1) // 2)
+    return _ops.peer_bytes(world, (capacity + 1) // 2)
 
 
 def _map(path: str, size: int, mark: bytes) -> Tensor:

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from .. import _library, ops
 from .agreement import Agreement, Unavailable, process_space
-from .peer import Peer, arena_bytes
 from .protocol import MOST_RANKS, Describe, Kind, Tag
-from .transport import Reduce
+from .transport import Peer, Reduce
 
 _ops = _library.ops
 _TRIALS, _TRIAL_SECONDS = 4, 10.0
@@ -33,13 +32,12 @@ class DeviceMemory(Peer):
     _stream = None
 
     def _run(self, op: Reduce, tag: Tag) -> Tensor:
-        self.check_usable()
         if self._device.type == "cuda" and not self._capturing():
             stream = torch.cuda.current_stream(self._device)
             if self._stream is not None and stream != self._stream:
                 stream.wait_stream(self._stream)
             self._stream = stream
-        return op(self._exchange.of(tag))
+        return super()._run(op, tag)
 
 
 def place(device: torch.device) -> str:
@@ -59,7 +57,7 @@ def connect(
     """
     if agreement.world > MOST_RANKS:
         raise Unavailable(f"{agreement.world} ranks, more than {MOST_RANKS}")
-    own, arenas = ipc_memory(agreement, arena_bytes(agreement.world, capacity), device, asked)
+    own, arenas = ipc_memory(agreement, _ops.peer_bytes(agreement.world, capacity), device, asked)
     return trial("CudaIpc", own, arenas, agreement, capacity, describe)
 
 
@@ -129,7 +127,7 @@ def load_kernels(device: torch.device) -> None:
     this is a deadlock, if the peer waits for a kernel that this rank launches later.
     """
     capacity, tag = 2 * 9, Tag(0, 0)
-    arena = torch.zeros(arena_bytes(1, capacity), dtype=torch.uint8, device=device)
+    arena = torch.zeros(_ops.peer_bytes(1, capacity), dtype=torch.uint8, device=device)
     alone = DeviceMemory("alone", arena, [arena.data_ptr()], 0, capacity, _TRIAL_SECONDS, lambda *_: "")
     activations = "leaky_relu", "elu"  # the kernels' two sets: csrc/cuda/activations.cuh
     shapes = ((2, 8), 1), ((2, 3), 1), ((2, 1, 64), 1), ((2, 1, 3), 1)  # rows and planes, of packets or not

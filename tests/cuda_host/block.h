@@ -100,7 +100,7 @@ std::string str(Loc l) {
   return std::string(s ? s + 1 : l.file) + ":" + std::to_string(l.line);
 }
 const char* name(const Thread& t) {
-  static const char* n[] = {"?", "__syncthreads", "__syncthreads_or", "__syncwarp", "__shfl_*_sync"};
+  static const char* n[] = {"?", "__syncthreads", "__syncthreads_or", "__shfl_xor_sync"};
   return t.st == St::done    ? "exited"
          : t.st == St::ready ? (t.idle ? "polls memory" : "running")
                              : n[int(t.op)];
@@ -163,31 +163,27 @@ void try_warp(Block& b, Thread& t) {
   const int w = t.lin / 32, base = w * 32, n = std::min<int>(32, int(b.th.size()) - base);
   if (t.mask & ~(b.warp_wait[w] | b.warp_done[w])) return;
   const unsigned lanes = t.mask & b.warp_wait[w];
-  const Op op = t.op;
-  scratch.clear();
   for (int j = 0; j < n; ++j) {
     if (!(lanes >> j & 1)) continue;
     Thread& o = b.th[base + j];
-    if (o.mask != t.mask || o.op != op || o.at.line != t.at.line || strcmp(o.at.file, t.at.file)) {
+    if (o.mask != t.mask || o.at.line != t.at.line || strcmp(o.at.file, t.at.file)) {
       char m[64];
       snprintf(m, sizeof m, " (masks %08x and %08x)", t.mask, o.mask);
       throw std::runtime_error("divergent warp operation in " + where(t) + ": " + name(t) + " at " +
                                str(t.at) + " while lane " + std::to_string(j) + " is in " + name(o) + " at " +
                                str(o.at) + m);
     }
-    scratch.push_back(o.race_id);
-    if (op == Op::shfl && (o.src >= n || !(lanes >> o.src & 1)))
+    if (o.src >= n || !(lanes >> o.src & 1))
       throw std::runtime_error("undefined shuffle in " + where(o) + " at " + str(o.at) + ": reads lane " +
                                std::to_string(o.src) +
                                (o.src >= n                    ? ", which does not exist"
                                 : b.warp_done[w] >> o.src & 1 ? ", which has exited"
                                                               : ", which is not in the mask"));
   }
-  if (op == Op::syncwarp) race::join(scratch.data(), int(scratch.size()));  // shuffles do not order memory
   for (int j = 0; j < n; ++j)
     if (lanes >> j & 1) {
       Thread& o = b.th[base + j];
-      if (op == Op::shfl) o.res = b.th[base + o.src].val;
+      o.res = b.th[base + o.src].val;
       make_ready(o);
     }
   b.warp_wait[w] &= ~lanes;

@@ -44,14 +44,11 @@ enum Kind {
   divergent_shfl,
   ragged_shfl,
   shfl_dead_lane,
-  lane_not_in_mask,
-  no_syncwarp,
-  shfl_as_fence
+  lane_not_in_mask
 };
 template <int K>
 __global__ void reduce_kernel(const float* x, float* out, int n, int rounds) {
   __shared__ float s[32];
-  __shared__ float w[8][32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   for (int r = 0; r < rounds; ++r) {
     int i = r * blockDim.x + threadIdx.x;
@@ -66,16 +63,9 @@ __global__ void reduce_kernel(const float* x, float* out, int n, int rounds) {
       for (int o = lane < 8 ? 16 : 8; o; o >>= 1) v += __shfl_xor_sync(0xffffffffu, v, o);
     } else if (K == shfl_dead_lane) {
       if (lane < 24)
-        for (int o = 16; o; o >>= 1) v += __shfl_down_sync(0x00ffffffu, v, o);
+        for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(0x00ffffffu, v, o);
     } else if (K == lane_not_in_mask) {
       for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(0x0000ffffu, v, o);
-    } else if (K == no_syncwarp || K == shfl_as_fence) {  // transpose-like use of shared memory inside a warp
-      w[warp][lane] = v;
-      if (K == shfl_as_fence) v = __shfl_sync(0xffffffffu, v, lane);
-      float t = 0;
-      for (int k = 0; k < 32; ++k) t += w[warp][(lane + k) % 32];
-      v = t;
-      __syncwarp();
     } else {
       for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(0xffffffffu, v, o);
     }
@@ -103,18 +93,6 @@ __global__ void dyn_kernel(float* y, int n, int extra) {
   __syncthreads();
   for (int i = threadIdx.x; i < n; i += blockDim.x) y[i] = t[n - 1 - i];
 }
-__global__ void volatile_spin_kernel(volatile int* flag, const float* x, float* y, bool fenced) {
-  if (threadIdx.x == 0) {
-    y[0] = x[0];
-    if (fenced) __threadfence();
-    *flag = 1;
-  } else if (threadIdx.x == 32) {
-    while (*flag == 0) {
-    }
-    if (fenced) __threadfence();
-    y[1] = y[0];
-  }
-}
 __global__ void uninit_kernel(float* y) {
   __shared__ float acc[32];
   if (threadIdx.x < 32) {
@@ -128,50 +106,25 @@ __global__ void vec_kernel(const float* x, float* y, int n) {
     y[i] = v.x + v.y + v.z + v.w;
   }
 }
-__global__ void hist_kernel(const int* x, int* h, int n, bool atomic) {
-  int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= n) return;
-  if (atomic)
-    atomicAdd(&h[x[i]], 1);
-  else
-    h[x[i]] += 1;
-}
 // grid-wide sum: each block publishes, barrier, each block sums. mode: the fault of the barrier
-enum Grid {
-  g_ok,
-  g_no_sync_before,
-  g_no_sync_after,
-  g_relaxed,
-  g_no_reset,
-  g_fence_ok,
-  g_no_fence,
-  g_missing_arrival
-};
+enum Grid { g_ok, g_no_sync_before, g_no_sync_after, g_relaxed, g_no_reset, g_missing_arrival };
 template <int M>
 __global__ void grid_kernel(const float* x, float* part, float* out, unsigned* st) {
   if (M == g_missing_arrival && blockIdx.x == 2) return;
   part[blockIdx.x * blockDim.x + threadIdx.x] = x[blockIdx.x * blockDim.x + threadIdx.x];
   if (M != g_no_sync_before) __syncthreads();
   if (threadIdx.x == 0) {
-    if (M == g_fence_ok || M == g_no_fence) {  // the classic idiom
-      if (M == g_fence_ok) __threadfence();
-      atomicAdd(&st[0], 1u);
-      while (atomicAdd(&st[0], 0u) < gridDim.x) {
+    constexpr auto rel = M == g_relaxed ? cuda::std::memory_order_relaxed : cuda::std::memory_order_acq_rel;
+    constexpr auto acq = M == g_relaxed ? cuda::std::memory_order_relaxed : cuda::std::memory_order_acquire;
+    cuda::atomic_ref<unsigned, cuda::thread_scope_device> count(st[0]), phase(st[1]);
+    unsigned old = phase.load(cuda::std::memory_order_relaxed);
+    if (count.fetch_add(1u, rel) == gridDim.x - 1) {
+      if (M != g_no_reset) count.store(0u, cuda::std::memory_order_relaxed);
+      phase.store(old + 1,
+                  M == g_relaxed ? cuda::std::memory_order_relaxed : cuda::std::memory_order_release);
+    } else
+      while (phase.load(acq) == old) {
       }
-      if (M == g_fence_ok) __threadfence();
-    } else {
-      constexpr auto rel = M == g_relaxed ? cuda::std::memory_order_relaxed : cuda::std::memory_order_acq_rel;
-      constexpr auto acq = M == g_relaxed ? cuda::std::memory_order_relaxed : cuda::std::memory_order_acquire;
-      cuda::atomic_ref<unsigned, cuda::thread_scope_device> count(st[0]), phase(st[1]);
-      unsigned old = phase.load(cuda::std::memory_order_relaxed);
-      if (count.fetch_add(1u, rel) == gridDim.x - 1) {
-        if (M != g_no_reset) count.store(0u, cuda::std::memory_order_relaxed);
-        phase.store(old + 1,
-                    M == g_relaxed ? cuda::std::memory_order_relaxed : cuda::std::memory_order_release);
-      } else
-        while (phase.load(acq) == old) {
-        }
-    }
   }
   if (M != g_no_sync_after) __syncthreads();
   float t = 0;
@@ -223,7 +176,7 @@ int grid(bool coop = true) {
   Buf<unsigned> st(2, 0u);
   for (int i = 0; i < 256; ++i) x.p[i] = float(i);
   int r = 0;
-  for (int rep = 0; rep < (M == g_fence_ok || M == g_no_fence ? 1 : 2); ++rep) {
+  for (int rep = 0; rep < 2; ++rep) {
     launch({4, 64, 0, coop}, grid_kernel<M>, x.p, part.p, out.p, st.p);
     for (int i = 0; i < 256; ++i) r |= out.p[i] != float(4 * (i % 64) + 64 * 6);
   }
@@ -247,12 +200,6 @@ int peer() {
       r |= out.p[(e - 1) * 128 + i] != 100.f * e + 50 + i || out.p[(e - 1) * 128 + 64 + i] != 100.f * e + i;
   return bad(r);
 }
-int hist(bool atomic) {
-  Buf<int> x(512), h(4, 0);
-  for (int i = 0; i < 512; ++i) x.p[i] = i % 4;
-  launch({4, 128}, hist_kernel, x.p, h.p, 512, atomic);
-  return bad(h.p[0] != 128 || h.p[3] != 128);
-}
 int copy(int extra) {
   Buf<float> x(300, 1.f), y(300, NAN);
   launch({3, 128}, copy_kernel, x.p, y.p, 300, extra);
@@ -272,12 +219,6 @@ int uninit() {
   Buf<float> y(32);
   launch({1}, uninit_kernel, y.p);
   return bad(!(y.p[0] == 1.f));
-}
-int volatile_spin(bool fenced) {
-  Buf<float> x(1, 1.f), y(2);
-  Buf<int> f(1, 0);
-  launch({1, 64}, volatile_spin_kernel, f.p, x.p, y.p, fenced);
-  return bad(y.p[1] != 1.f);
 }
 // A grid of 4 blocks waits for a kernel of another stream, on a device that has room for 2.
 __global__ void waiting_kernel(unsigned* flag, float* y, unsigned polling) {
@@ -318,15 +259,10 @@ static const char kAll[] = "plain asan race";
 static const Case cases[] = {
     {"ok reduce", "none", [] { return reduce<ok>(); }},
     {"ok grid barrier", "none", [] { return grid<g_ok>(); }},
-    {"ok fence idiom", "none", [] { return grid<g_fence_ok>(); }},
     {"ok peer exchange", "none", [] { return peer<p_ok>(); }},
-    {"ok atomics", "none", [] { return hist(true); }},
-    {"ok volatile flag + fence", "none", [] { return volatile_spin(true); }},
     {"ok copy/dyn/vec", "none", [] { return copy(0) | dyn(0) | vec(0); }},
     {"missing __syncthreads (write->read)", kAll, [] { return reduce<no_sync>(); }},
     {"missing __syncthreads (reuse, read->write)", "race", [] { return reduce<no_sync_reuse>(); }},
-    {"missing __syncwarp", kAll, [] { return reduce<no_syncwarp>(); }},
-    {"shuffle used as memory barrier", "race", [] { return reduce<shfl_as_fence>(); }},
     {"global off-by-one", "asan", [] { return copy(1); }},
     {"dynamic shared off-by-one", "asan", [] { return dyn(1); }},
     {"static shared out of bounds", "plain asan", [] { return reduce<static_oob>(); }},
@@ -339,15 +275,12 @@ static const Case cases[] = {
     {"caller not in mask", kAll, [] { return reduce<lane_not_in_mask>(); }},
     {"divergent __syncthreads", kAll, [] { return reduce<divergent_barrier>(); }},
     {"early return before __syncthreads", kAll, [] { return reduce<early_return>(500); }},
-    {"volatile flag without fence", "race", [] { return volatile_spin(false); }},
-    {"plain += instead of atomicAdd", "race", [] { return hist(false); }},
     {"grid barrier, launch not cooperative", kAll, [] { return grid<g_ok>(false); }},
     {"grid barrier: a block never arrives", kAll, [] { return grid<g_missing_arrival>(); }},
     {"grid barrier counter not reset", kAll, [] { return grid<g_no_reset>(); }},
     {"grid barrier: no sync before arrive", "race", [] { return grid<g_no_sync_before>(); }},
     {"grid barrier: no sync after wait", "race", [] { return grid<g_no_sync_after>(); }},
     {"grid barrier: relaxed atomics", "race", [] { return grid<g_relaxed>(); }},
-    {"grid barrier: no __threadfence", "race", [] { return grid<g_no_fence>(); }},
     {"peer flag: device scope", "race", [] { return peer<p_device_scope>(); }},
     {"peer flag: no sync before release", "race", [] { return peer<p_no_sync>(); }},
     {"peer buffer not double-buffered", kAll, [] { return peer<p_single_buffer>(); }},

@@ -27,7 +27,7 @@ COMMON = (
 )
 SANITIZE = "-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-sanitize=vptr"
 BOUNDS = "-fsanitize=bounds -fsanitize-undefined-trap-on-error"
-RACE = "-fsanitize=thread --param tsan-distinguish-volatile=1 --param tsan-instrument-func-entry-exit=0"
+RACE = "-fsanitize=thread --param tsan-instrument-func-entry-exit=0"
 KERNELS = {"plain": f"-O1 -g0 {BOUNDS}", "asan": f"-O1 {SANITIZE}", "race": f"-O1 {RACE}"}
 ENGINE = {"plain": "-O2", "asan": f"-O1 {SANITIZE}", "race": "-O2 -DCUDA_HOST_RACE"}
 LINK = {"plain": "", "asan": SANITIZE, "race": ""}

@@ -119,15 +119,13 @@ void* dynamic_shared();
 #define FASTVIT_DYNAMIC_SHARED(name) \
   unsigned char* const name = static_cast<unsigned char*>(cuda_host::dynamic_shared())
 [[noreturn]] void fail(const char* what, Loc at);
-enum class Op : int { none, barrier, barrier_or, syncwarp, shfl };
+enum class Op : int { none, barrier, barrier_or, shfl };
 int block_barrier(Op, int pred, Loc);
-uint64_t warp_op(Op, unsigned mask, uint64_t value, int source_lane, Loc);
+uint64_t shuffle(unsigned mask, uint64_t value, int source_lane, Loc);
 unsigned lane();
 enum Scope { sys = 0, gpu = 1 };
 enum Order { relaxed = 0, acquire = 1, release = 2, acq_rel = 3 };
-void fence(int order, int scope);
-void atomic_pre(Loc);                   // may hand over to another thread
-void poll(const void*, uint64_t seen);  // hands over if it has read this value before
+void atomic_pre(Loc);  // may hand over to another thread
 void atomic_post(const void*, uint64_t seen, size_t size, bool wrote, bool rmw, int order, int scope, Loc);
 template <class T>
 uint64_t bits(T v) {

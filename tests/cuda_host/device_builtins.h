@@ -9,15 +9,12 @@ inline void __syncthreads(CUDA_HOST_AT) {
 inline int __syncthreads_or(int p, CUDA_HOST_AT) {
   return cuda_host::block_barrier(cuda_host::Op::barrier_or, p, CUDA_HOST_LOC);
 }
-inline void __syncwarp(unsigned m = ~0u, CUDA_HOST_AT) {
-  cuda_host::warp_op(cuda_host::Op::syncwarp, m, 0, -1, CUDA_HOST_LOC);
-}
 namespace cuda_host {
 template <class T>
 T shfl(unsigned m, T v, int src, Loc at) {
   static_assert(std::is_arithmetic_v<T> && (sizeof(T) == 4 || sizeof(T) == 8),
                 "CUDA shuffles 4- and 8-byte scalars");
-  uint64_t r = warp_op(Op::shfl, m, bits(v), src, at);
+  uint64_t r = shuffle(m, bits(v), src, at);
   std::memcpy(&v, &r, sizeof v);
   return v;
 }
@@ -26,25 +23,9 @@ inline int segment(int w) {
 }
 }  // namespace cuda_host
 template <class T>
-T __shfl_sync(unsigned m, T v, int s, int w = 32, CUDA_HOST_AT) {
-  return cuda_host::shfl(m, v, cuda_host::segment(w) | (s & (w - 1)), CUDA_HOST_LOC);
-}
-template <class T>
 T __shfl_xor_sync(unsigned m, T v, int x, int w = 32, CUDA_HOST_AT) {
   int l = int(cuda_host::lane()), s = l ^ x;
   return cuda_host::shfl(m, v, s >= cuda_host::segment(w) + w ? l : s, CUDA_HOST_LOC);
-}
-template <class T>
-T __shfl_down_sync(unsigned m, T v, unsigned d, int w = 32, CUDA_HOST_AT) {
-  int l = int(cuda_host::lane()), s = l + int(d);
-  return cuda_host::shfl(m, v, s >= cuda_host::segment(w) + w ? l : s, CUDA_HOST_LOC);
-}
-inline void __threadfence() {
-  cuda_host::fence(cuda_host::acq_rel, cuda_host::gpu);
-}
-template <class T>
-T atomicAdd(T* p, std::common_type_t<T> v, CUDA_HOST_AT) {
-  return cuda_host::rmw(p, [=](T o) { return T(o + v); }, CUDA_HOST_LOC);
 }
 inline unsigned atomicInc(unsigned* p, unsigned most, CUDA_HOST_AT) {
   return cuda_host::rmw(p, [=](unsigned o) { return o >= most ? 0 : o + 1; }, CUDA_HOST_LOC);

@@ -293,11 +293,11 @@ int block_barrier(Op op, int pred, Loc at) {
   back_to_scheduler();
   return int(cur->res);
 }
-uint64_t warp_op(Op op, unsigned mask, uint64_t value, int src, Loc at) {
+uint64_t shuffle(unsigned mask, uint64_t value, int src, Loc at) {
   int n = std::min<int>(32, int(cur->b->th.size()) - cur->lin / 32 * 32);
   if (!(mask >> lane() & 1)) fail("calling lane is not in the mask of a warp operation", at);
   if (n < 32 && mask >> n) fail("mask of a warp operation names lanes beyond blockDim", at);
-  cur->op = op, cur->mask = mask, cur->val = value, cur->src = src, cur->at = at, cur->st = St::at_warp;
+  cur->op = Op::shfl, cur->mask = mask, cur->val = value, cur->src = src, cur->at = at, cur->st = St::at_warp;
   back_to_scheduler();
   return cur->res;
 }
@@ -305,16 +305,7 @@ void atomic_pre(Loc at) {
   if (cur) cur->at = at;
   if (cur && config().seed && rnd(4) == 0) back_to_scheduler();
 }
-void atomic_post(const void* p, uint64_t seen, size_t size, bool wrote, bool is_rmw, int order, int scope,
-                 Loc at) {
-  if (!cur) return;
-  race::atomic(cur->race_id, p, wrote || is_rmw, is_rmw, order, scope, size, at);
-  if (wrote)
-    cur->n_polls = 0, progress = n_steps;
-  else
-    poll(p, seen);
-}
-void poll(const void* p, uint64_t seen) {  // yields if it has read this value before
+static void poll(const void* p, uint64_t seen) {  // yields if it has read this value before
   unsigned i = 0, n = std::min(cur->n_polls, kPolls);
   while (i < n && cur->polls[i].at != p) ++i;
   if (i < n && cur->polls[i].seen == seen) {  // it spins
@@ -326,8 +317,14 @@ void poll(const void* p, uint64_t seen) {  // yields if it has read this value b
     cur->polls[i] = {p, seen}, progress = n_steps;
   }
 }
-void fence(int order, int scope) {
-  if (cur) race::fence(cur->race_id, order, scope);
+void atomic_post(const void* p, uint64_t seen, size_t size, bool wrote, bool is_rmw, int order, int scope,
+                 Loc at) {
+  if (!cur) return;
+  race::atomic(cur->race_id, p, wrote || is_rmw, is_rmw, order, scope, size, at);
+  if (wrote)
+    cur->n_polls = 0, progress = n_steps;
+  else
+    poll(p, seen);
 }
 void enqueue(cudaStream_t s, std::function<void()> f) {
   std::lock_guard lock(mtx);

@@ -1,8 +1,7 @@
 // Happens-before data race checker for emulated kernels. Kernels are compiled with -fsanitize=thread. This
-// file implements the __tsan_* functions in place of libtsan, with CUDA's rules: __syncthreads and __syncwarp
-// order memory; shuffles do not; other blocks and GPUs are ordered only by release/acquire (or
-// fence + flag) of sufficient scope. Reports do not depend on the schedule: a missing barrier is reported
-// even when the result is right.
+// file implements the __tsan_* functions in place of libtsan, with CUDA's rules: __syncthreads orders memory;
+// shuffles do not; other blocks and GPUs are ordered only by release/acquire of sufficient scope. Reports do
+// not depend on the schedule: a missing barrier is reported even when the result is right.
 #include "race.h"
 
 #include <dlfcn.h>
@@ -19,11 +18,8 @@
 namespace cuda_host {
 std::string current_thread(), text(Loc);
 [[noreturn]] void fail_here(const std::string&);
-void poll(const void*, uint64_t seen);
-void volatile_access(const void* p, size_t n, bool write, uint32_t pc);
 
 namespace race {
-void synchronise(int id, const void* p, bool write, bool rmw, int order, int scope);
 namespace {
 using Clock = std::vector<uint32_t>;  // by thread index; absent entries are 0
 using Shared = std::shared_ptr<const Clock>;
@@ -31,8 +27,6 @@ struct Thread {
   Shared base;
   uint32_t own = 0;
   int dev = 0, block = 0;
-  Shared fenced[2];
-  Clock pending[2];
 };
 struct Cell {
   uint32_t id[3], clk[3], pc[3];
@@ -126,12 +120,6 @@ void access(uintptr_t p, size_t n, bool write, bool atomic, uint32_t my_pc) {
     c.id[i] = (self + 1) | (atomic ? kAtomic : 0), c.clk[i] = t.own, c.pc[i] = my_pc;
   }
 }
-void acquire_from(Clock& into, const std::vector<Site>& s, int dev, int scope) {
-  for (auto& e : s) {
-    if (e.dev == dev) join_into(into, e.gpu);
-    if (e.dev == dev || scope == sys) join_into(into, e.sys);
-  }
-}
 }  // namespace
 
 void begin() {
@@ -175,41 +163,22 @@ void join(const int* ids, int n) {
   }
   for (int i = 0; i < n; ++i) th[ids[i]].base = c;
 }
-void fence(int id, int order, int scope) {
-  Thread& t = th[id];
-  if (order & acquire) {
-    auto c = std::make_shared<Clock>(*t.base);
-    join_into(*c, t.pending[scope]);
-    t.base = c, t.pending[scope].clear();
-  }
-  if (order & release) {
-    auto c = std::make_shared<const Clock>(snapshot(id));
-    t.fenced[gpu] = c;
-    if (scope == sys) t.fenced[sys] = c;
-    ++t.own;
-  }
-}
 void atomic(int id, const void* p, bool write, bool rmw, int order, int scope, size_t size, Loc at) {
   access((uintptr_t)p, size, write, true, site_of(at));
-  synchronise(id, p, write, rmw, order, scope);
-}
-void synchronise(int id, const void* p, bool write, bool rmw, int order, int scope) {
   Thread& t = th[id];
   auto& s = flags[key((uintptr_t)p)];
-  if (!write || rmw) {
-    if (order & acquire) {
-      auto c = std::make_shared<Clock>(*t.base);
-      acquire_from(*c, s, t.dev, scope);
-      t.base = c;
+  if ((!write || rmw) && order & acquire) {
+    auto c = std::make_shared<Clock>(*t.base);
+    for (auto& e : s) {
+      if (e.dev == t.dev) join_into(*c, e.gpu);
+      if (e.dev == t.dev || scope == sys) join_into(*c, e.sys);
     }
-    for (int k : {sys, gpu}) acquire_from(t.pending[k], s, t.dev, k);  // takes effect at a later fence
+    t.base = c;
   }
   if (write) {
     if (!rmw) s.clear();
     auto e = std::find_if(s.begin(), s.end(), [&](Site& x) { return x.dev == t.dev; });
     if (e == s.end()) s.push_back({t.dev, {}, {}}), e = s.end() - 1;
-    if (t.fenced[gpu]) join_into(e->gpu, *t.fenced[gpu]);
-    if (t.fenced[sys]) join_into(e->sys, *t.fenced[sys]);
     if (order & release) {
       join_into(scope == sys ? e->sys : e->gpu, snapshot(id));
       ++t.own;
@@ -229,33 +198,19 @@ void forget(const void* p, size_t n) {
 // ---- called by kernels compiled with -fsanitize=thread ----
 using namespace cuda_host::race;
 #define PC uint32_t((uintptr_t)__builtin_return_address(0) - pc_base)
-#define ACCESS(N)                                                                                      \
-  extern "C" void __tsan_read##N(void* p) {                                                            \
-    access((uintptr_t)p, N, false, false, PC);                                                         \
-  }                                                                                                    \
-  extern "C" void __tsan_write##N(void* p) {                                                           \
-    access((uintptr_t)p, N, true, false, PC);                                                          \
-  }                                                                                                    \
-  extern "C" void __tsan_unaligned_read##N(void* p) {                                                  \
-    access((uintptr_t)p, N, false, false, PC);                                                         \
-  }                                                                                                    \
-  extern "C" void __tsan_unaligned_write##N(void* p) {                                                 \
-    access((uintptr_t)p, N, true, false, PC);                                                          \
-  }                                                                                                    \
-  extern "C" void __tsan_volatile_read##N(void* p) { /* volatile: a relaxed access of system scope */  \
-    if (me >= 0 && (uintptr_t)p - stack_lo >= stack_size) cuda_host::volatile_access(p, N, false, PC); \
-  }                                                                                                    \
-  extern "C" void __tsan_volatile_write##N(void* p) {                                                  \
-    if (me >= 0 && (uintptr_t)p - stack_lo >= stack_size) cuda_host::volatile_access(p, N, true, PC);  \
+#define ACCESS(N)                                      \
+  extern "C" void __tsan_read##N(void* p) {            \
+    access((uintptr_t)p, N, false, false, PC);         \
+  }                                                    \
+  extern "C" void __tsan_write##N(void* p) {           \
+    access((uintptr_t)p, N, true, false, PC);          \
+  }                                                    \
+  extern "C" void __tsan_unaligned_read##N(void* p) {  \
+    access((uintptr_t)p, N, false, false, PC);         \
+  }                                                    \
+  extern "C" void __tsan_unaligned_write##N(void* p) { \
+    access((uintptr_t)p, N, true, false, PC);          \
   }
-namespace cuda_host {
-void volatile_access(const void* p, size_t n, bool write, uint32_t pc) {
-  race::access((uintptr_t)p, n, write, true, pc);
-  race::synchronise(race::me, p, write, false, relaxed, sys);
-  uint64_t v = 0;
-  if (!write) std::memcpy(&v, p, n < 8 ? n : 8), poll(p, v);
-}
-}  // namespace cuda_host
 ACCESS(1) ACCESS(2) ACCESS(4) ACCESS(8) ACCESS(16) extern "C" void __tsan_read_range(void* p, size_t n) {
   access((uintptr_t)p, n, false, false, PC);
 }

@@ -12,7 +12,6 @@ int thread_begin(int base, int index, int lin, const std::string& block, char* s
 void block_end(const int* ids, int n, int dev, void* stream);
 void running(int id, char* tls, size_t tls_size);
 void join(const int* ids, int n);  // barrier among these threads
-void fence(int id, int order, int scope);
 void atomic(int id, const void* p, bool write, bool rmw, int order, int scope, size_t size, Loc at);
 void forget(const void* p, size_t n);  // [p, p+n) is new memory
 #else
@@ -27,7 +26,6 @@ inline int thread_begin(int, int, int, const std::string&, char*, size_t) {
 inline void block_end(const int*, int, int, void*) {}
 inline void running(int, char*, size_t) {}
 inline void join(const int*, int) {}
-inline void fence(int, int, int) {}
 inline void atomic(int, const void*, bool, bool, int, int, size_t, Loc) {}
 inline void forget(const void*, size_t) {}
 #endif
