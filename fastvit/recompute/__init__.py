@@ -8,17 +8,29 @@ rules.py    the ops that are repeated, by the names of autograd's nodes; norms.p
 calls.py    what the graph lacks, from the calls of torch's functions
 scope.py    the saved-tensor hooks, and the end of a block
 opening.py  opens and closes scopes
+decisions.py   what was decided, for those who measure and check it
 compiled.py, joint.py   the same under torch.compile
 """
 
+from . import compiled
+from .decisions import Decision, Saved
 from .opening import active_scope, close_scope, open_scope, recompute_scope, watched, why_closed
-from .policy import Policy
+from .policy import ACROSS, CHEAP, DEEP, PRODUCTS, Policy, Site, pair
 
 __all__ = [
+    "ACROSS",
+    "CHEAP",
+    "DEEP",
+    "PRODUCTS",
+    "Decision",
     "Policy",
+    "Saved",
+    "Site",
     "active_scope",
     "close_scope",
+    "compiled",
     "open_scope",
+    "pair",
     "recompute_scope",
     "watched",
     "why_closed",

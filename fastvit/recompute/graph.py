@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .policy import ACROSS, CHEAP, DEEP, PRODUCTS, Policy, plain
+from .policy import ACROSS, CHEAP, PRODUCTS, Policy
 from .record import SMALLEST, Recipe, Record, Source, Unread, Value, View
 from .views import VIEWS, of_unsafe_view, of_views, part, signed
 
@@ -35,19 +35,6 @@ class Unknown(Exception):
 def rule_of(name: str, policy: Policy) -> Rule | None:
     level, rule = RULES.get(name, (ACROSS + 1, None))
     return rule if level <= policy.level else None
-
-
-def why_kept(record: Record) -> str:
-    """Why a record keeps its tensor."""
-    value = record.value
-    if value is None:
-        return record.reason
-    if value.reason:
-        return value.reason
-    op, level = plain(value.name), RULES.get(value.name, (DEEP, None))[0]
-    if level == PRODUCTS:
-        return f"the result of {op}: rebuilt with products=True, where it is no narrower than its input"
-    return f"an input of {op} is not kept" if level == CHEAP else f"the result of {op}, which is not repeated"
 
 
 class Search(Protocol):

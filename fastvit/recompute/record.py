@@ -261,8 +261,9 @@ class Recipe:
         return [one for one in map(whole, self.sources) if isinstance(one, Record)]
 
     def forget(self) -> None:
-        """Drops the result that waits for readers."""
-        self.result, self.reads = None, 0
+        """Drops the results that wait for readers."""
+        for one in self.all():
+            one.result, one.reads = None, 0
 
     def _was_read(self) -> None:
         self.reads += 1
