@@ -2,8 +2,7 @@
 
 policy.py   what a scope rebuilds
 record.py   what autograd holds for a saved tensor, and the recipe of one that is rebuilt; masks.py
-decide.py   one pass at the end of a block: what is kept, and what is rebuilt by which recipe
-graph.py    reads the op and its inputs from autograd's graph; views.py
+decide.py   one pass over the graph at the end of a block: what is kept, or rebuilt by which recipe; views.py
 rules.py    the ops that are repeated, by the names of autograd's nodes; norms.py
 calls.py    what the graph lacks, from the calls of torch's functions
 scope.py    the saved-tensor hooks, and the end of a block

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .graph import RULES
+from .decide import RULES
 from .masks import Mask
 from .policy import CHEAP, DEEP, PRODUCTS, Site, plain
 from .record import SMALLEST, Recipe, Record
