@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..fuse import is_fused
-from ..recompute import Saved, pair, watched
+from ..recompute import Decision, pair, watched
 from .convert import converted, revert
 from .trial import Trial, tensors_of
 
@@ -136,10 +136,10 @@ def verify(
     return found
 
 
-def _wrong(saved: Saved) -> tuple[tuple[str, str], ...]:
+def _wrong(decisions: list[Decision]) -> tuple[tuple[str, str], ...]:
     """The sites whose results differ when they are rebuilt."""
     found: dict[tuple[str, str], None] = {}
-    for one in saved.decisions():
+    for one in decisions:
         if one.site is not None:
             # autograd refuses what was written to since
             unwritten = [(unpack, t) for (t, version), unpack in one.saved if t._version == version]
@@ -171,22 +171,23 @@ def _step(
         return copied.to(dtype).requires_grad_(not marks_inputs) if copied.is_floating_point() else copied
 
     leaves = pytree.tree_map_only(Tensor, leaf, trial.arguments)
-    with trial.untouched(), watched(lambda tensor: (tensor.detach(), tensor._version)) as saved:
+    with trial.untouched():
         trial.seed()
         # Results of an op, not leaves, so that the model may overwrite its inputs where the original does.
         given = pytree.tree_map_only(Tensor, torch.clone, leaves)
-        try:
-            outputs = tensors_of(trial.forward(model, given))
-        except RuntimeError as error:
-            if dtype is None or not any(
-                word in str(error) for word in ("dtype", "type Double", "Double and")
-            ):
-                raise
-            raise RuntimeError(
-                f"verify: the model does not run in {dtype} ({error}); pass dtype=None for its own dtype"
-            ) from error
-        sites = _wrong(saved)
-        del saved
+        with watched(lambda tensor: (tensor.detach(), tensor._version)) as saved:
+            try:
+                outputs = tensors_of(trial.forward(model, given))
+            except RuntimeError as error:
+                if dtype is None or not any(
+                    word in str(error) for word in ("dtype", "type Double", "Double and")
+                ):
+                    raise
+                raise RuntimeError(
+                    f"verify: the model does not run in {dtype} ({error}); pass dtype=None for its own dtype"
+                ) from error
+        sites = _wrong(saved.decisions())
+        del saved  # and what it has noted, before the backward
         if not outputs:
             raise ValueError("verify: a forward that returns tensors expected; the model returned none")
         result = {f"output {i}": t.detach().clone() for i, t in enumerate(outputs)}
@@ -209,8 +210,10 @@ _WITHOUT_SCALE = ("gradient of ", "buffer ")
 
 def _differences(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
     """Relative differences by name, largest first."""
-    largest = {kind: max((_largest(t) for name, t in want.items() if name.startswith(kind)), default=0.0)
-               for kind in _WITHOUT_SCALE}  # fmt: skip
+    largest = {
+        kind: max((_largest(t) for name, t in want.items() if name.startswith(kind)), default=0.0)
+        for kind in _WITHOUT_SCALE
+    }
     differences = dict.fromkeys(want.keys() ^ got.keys(), math.inf)
     for name in want.keys() & got.keys():
         least = next((1e-4 * largest[kind] for kind in _WITHOUT_SCALE if name.startswith(kind)), 0.0)
