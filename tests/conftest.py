@@ -49,7 +49,7 @@ THOROUGH = """
     test_ops::test_kernels_of_other_instruction_sets
     test_ops::test_results_larger_than_the_caches[sizes1
     test_ops::test_results_larger_than_the_caches[sizes2 test_ops::test_results_larger_than_the_caches[sizes3
-    test_recompute_steps::test_a_change_between_steps*-products] test_report::test_compiled_models
+    test_report::test_compiled_models
     test_report::test_under_autocast test_set_up::test_killed
     test_training_checkpoints::test_full_disk test_training_faults::test_a_run_that_cannot_read*seconds]
     test_training_memory::test_every_precision_runs_the_converted_model[O

@@ -179,17 +179,6 @@ def test_a_shared_block_counts_in_each_call(x):
     assert 0.5 < kept(model, x) / whole < 0.71
 
 
-def test_blocks_that_are_called_without_the_model(x):
-    class Features(Net):
-        def features(self, x):
-            return super().forward(x)
-
-    model = Features(BLOCKS)
-    whole = kept(model.features, x)
-    fastvit.convert(model, budget=0.65, example_inputs=x)
-    assert kept(model.features, x) < 0.68 * whole
-
-
 def test_each_op_is_repeated_at_most_once_at_any_depth():
     class Residuals(nn.Module):
         def __init__(self, depth=40):

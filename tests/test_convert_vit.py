@@ -88,12 +88,6 @@ def scale_block():
 # --- other things in a step
 
 
-def frozen(model):
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("blocks.1" in name or "ls" in name)
-    return model
-
-
 def biases_alone(model):
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.endswith("bias"))
@@ -118,13 +112,6 @@ def lora(model):
     return model
 
 
-def hooked(model):
-    model.blocks[0].norm1.register_forward_hook(lambda m, i, y: y * 1.5)
-    model.blocks[0].mlp.act.register_full_backward_hook(lambda m, gi, go: (gi[0] * 2,))
-    model.blocks[1].attn.qkv.register_forward_pre_hook(lambda m, i: (i[0] + 1,))
-    return model
-
-
 def checkpointed(reentrant):
     def change(model):
         for block in model.blocks:
@@ -135,18 +122,6 @@ def checkpointed(reentrant):
         return model
 
     return change
-
-
-def written(model):
-    """The sum overwrites the result of a branch."""
-
-    def forward(self, x):
-        x = self.ls1(self.attn(self.norm1(x))).add_(x)
-        return self.ls2(self.mlp(self.norm2(x))).add_(x)
-
-    for block in model.blocks:
-        block.forward = forward.__get__(block)
-    return model
 
 
 def pinned(model):
@@ -161,23 +136,13 @@ def compiled_part(model):
     return model
 
 
-def with_dropout(model):
-    for block in model.blocks:
-        block.mlp.drop.p = 0.2
-    return model
-
-
 CHANGES = {
-    "frozen": frozen,
     "biases alone": biases_alone,
     "LoRA": lora,
-    "hooks": hooked,
     "checkpoint": checkpointed(False),
     "reentrant checkpoint": checkpointed(True),
-    "in place": written,
     "views that pin": pinned,
     "compiled part": compiled_part,
-    "dropout": with_dropout,
     "evaluation": nn.Module.eval,
 }
 
@@ -236,8 +201,7 @@ def test_rebuilt_tensors_are_not_held():
 
 @pytest.mark.parametrize(
     ("what", "casts"),
-    [(name, False) for name in ("norm1.weight", "norm2.bias", "mlp.fc2.weight", "ls1.gamma")]
-    + [("mlp.fc2.weight", True)],
+    [("norm1.weight", False), ("norm2.bias", False), ("ls1.gamma", False), ("mlp.fc2.weight", True)],
 )
 def test_weights_changed_before_backward_are_an_error(what, casts):
     """Also where a weight was cast, and is to be cast again."""
@@ -271,22 +235,6 @@ def test_conjugated_views_are_not_taken_for_their_memory():
         return ((-z * w) * w.abs()).abs()
 
     freed(forward, [x, linear.weight], measures=False)
-
-
-def test_a_scope_around_a_whole_loop_holds_nothing():
-    model, x = fastvit.convert(Model(scale_block, 2)), patches(16)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-
-    def loop():
-        for _ in range(3):
-            model(x).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    with fastvit.recompute_scope():
-        loop()
-        left, _ = fastvit.memory.live_bytes(loop)
-        assert abs(left) < 4096
 
 
 def test_where_another_mechanism_decides():

@@ -39,6 +39,12 @@ def test_no_circle(package):
     assert set(order) == set(files)
 
 
+def test_conversion_knows_the_engine_by_its_package_alone():
+    known = {"fastvit.recompute"} | {f"fastvit.recompute.{name}" for name in fastvit.recompute.__all__}
+    for file in (PACKAGE / "conversion").glob("*.py"):
+        assert {name for name in imports(file) if name.startswith("fastvit.recompute")} <= known, file.name
+
+
 CHANGED = """
 import sys, torch, torch.jit, torch.autograd.graph
 before = {

@@ -1,9 +1,12 @@
 """recompute_scope within checkpoints, other hooks, other scopes, autocast, threads and compiled code."""
 
 import contextlib
+import copy
+import threading
 
 import pytest
 import torch
+import vit_models
 from recompute_models import Rebuilds, forward_leaves, freed, run, same_bits, stack
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -79,6 +82,40 @@ def test_scopes_nest_and_end(device):
     with Rebuilds() as rebuilds:
         y.sum().backward()
     assert rebuilds.count == 4
+
+
+def test_two_models_in_one_scope(device):
+    """One after the other, and in the other order: neither goes by what was decided for the other."""
+    models = [stack(kind).to(device) for kind in ("recompute", "keep")]
+    x = torch.randn(4, 8, 12, 12, device=device)
+    want = [run(model, x) for model in models]
+    with recompute_scope():
+        for order in ((0, 1), (1, 0)):
+            for i in order:
+                same_bits(run(models[i], x, contextlib.nullcontext), want[i])
+
+
+def test_threads():
+    """Two threads run one model at once; it has no state of a step but the parameters."""
+    eager = nn.Sequential(*(vit_models.Block() for _ in range(2)))
+    model = fastvit.convert(copy.deepcopy(eager))
+    inputs = [torch.randn(n, 50, 64) for n in (4, 8)]
+    want = [torch.autograd.grad(eager(x).sum(), list(eager.parameters())) for x in inputs]
+    failed = []
+
+    def work(index):
+        for _ in range(10):
+            got = torch.autograd.grad(model(inputs[index]).sum(), list(model.parameters()))
+            if not all(map(torch.equal, got, want[index])):
+                failed.append(index)
+
+    threads = [threading.Thread(target=work, args=(index,), daemon=True) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=50)
+        assert not thread.is_alive()
+    assert not failed
 
 
 def test_without_gradients(device):

@@ -1,7 +1,5 @@
 """Code that writes, casts, and calls what a scope cannot see: eager's bits, or a tensor that is kept."""
 
-import contextlib
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -307,30 +305,6 @@ def test_long_chains_take_no_longer_than_they_are(step):
 
 
 # --- hooks of others
-
-
-def test_save_on_cpu_holds_what_a_scope_keeps():
-    """Both savings add up: what is rebuilt is not moved."""
-    packed = []
-
-    class Counted(torch.autograd.graph.save_on_cpu):
-        def __init__(self):
-            super().__init__()
-            pack = self.pack_hook
-            self.pack_hook = lambda t: (packed.append(t.nbytes), pack(t))[1]
-
-    def function(a, b, c, w):
-        norm = nn.LayerNorm(D)
-        return F.gelu(norm(a) @ w).view(B, 4, -1).transpose(0, 1).reshape(B, D) @ w
-
-    counts = []
-    for scope in (contextlib.nullcontext, recompute_scope):
-        with Counted(), scope():
-            y = function(*leaves())
-        counts.append(sum(packed))
-        packed.clear()
-        y.sum().backward()
-    assert counts[1] <= counts[0] - 2 * B * D * 4
 
 
 def test_disabled_hooks_are_told_of_once():

@@ -19,9 +19,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from ..recompute import Policy, watched
-from ..recompute.policy import ACROSS, CHEAP, DEEP, PRODUCTS, Site
-from ..recompute.record import Record
+from ..recompute import ACROSS, CHEAP, DEEP, PRODUCTS, Policy, Site, watched
 from .trial import Arguments, Trial
 
 __all__ = ["Budget", "parsed", "within_budget"]
@@ -117,16 +115,11 @@ def parsed(budget: object) -> Budget:
 
 def _sites(trial: Trial, model: nn.Module) -> dict[Site, float]:
     """The sites of what a forward rebuilds, in its order, and the bytes that each frees for its work."""
-    records: list[Record] = []
     freed: Counter[Site] = Counter()
     work: Counter[Site] = Counter()  # bytes that rebuilding moves, and matrix products in their time
-
-    def count() -> None:
-        for recipe in dict.fromkeys(record.recipe for record in records):
-            if recipe is not None and recipe.value.site is not None:
-                freed[recipe.value.site] += recipe.size
-                work[recipe.value.site] += recipe.moved + recipe.flops // _OPERATIONS_A_BYTE
-
-    with watched(lambda record, _: records.append(record)):
-        trial.warm_up(model, count)
+    with watched(lambda _: None) as saved, trial.held(model):
+        for one in saved.decisions():
+            if one.site is not None:
+                freed[one.site] += one.freed
+                work[one.site] += one.moved + one.flops // _OPERATIONS_A_BYTE
     return {site: freed[site] / work[site] for site in freed}

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from .._checks import check_module
 from ..fuse import unfuse
-from ..recompute import Policy, close_scope, compiled, open_scope
-from ..recompute.policy import CHEAP, DEEP, PRODUCTS
+from ..recompute import CHEAP, DEEP, PRODUCTS, Policy, close_scope, compiled, open_scope
 from .budget import Budget, parsed, within_budget
 from .trial import as_arguments
 
@@ -173,6 +172,11 @@ def opens_scope(module: nn.Module) -> bool:
 def is_converted(model: nn.Module) -> bool:
     """Whether there are scopes in `model`."""
     return any(map(opens_scope, model.modules()))
+
+
+def converted(model: nn.Module) -> nn.Module:
+    """`model`, converted as it is, or by default."""
+    return model if is_converted(model) else convert(model)
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:

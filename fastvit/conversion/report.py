@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import re
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ..recompute import active_scope, watched, why_closed
-from ..recompute.graph import why_kept
-from ..recompute.masks import Mask
-from ..recompute.policy import plain
-from ..recompute.record import SMALLEST, Recipe, Record
-from .convert import convert, is_converted, opens_scope, revert
+from ..recompute import Decision, Saved, active_scope, watched, why_closed
+from .convert import converted, is_converted, opens_scope, revert
 from .trial import Trial
 
 __all__ = ["Report", "TensorReport", "report"]
@@ -156,106 +151,53 @@ def report(model: nn.Module, *inputs: object, **kwinputs: object) -> Report:
     """
     trial = Trial("report", model, (inputs, kwinputs))
     before = trial.kept_by_original(revert)
-    converted = trial.training_copy()
-    if not is_converted(converted):
-        convert(converted)
-    seen = Seen(converted)
-    rows: list[TensorReport] = []
-    with seen.forward():
-        trial.warm_up(converted, lambda: rows.extend(seen.rows()))
-    notes = list(seen.notes)
+    copied = converted(trial.training_copy())
+    notes: dict[str, None] = {}
+    with _watched(copied, notes) as saved, trial.held(copied):
+        rows = _rows(saved.decisions([*copied.parameters(), *copied.buffers()]))
     if any(module._compiled_call_impl is not None for module in model.modules()):
-        notes.append("measured without Module.compile, which is not copied; pass torch.compile(model)")
-    return Report(before, trial.kept_bytes(converted), rows, notes, is_converted(model))
+        notes["measured without Module.compile, which is not copied; pass torch.compile(model)"] = None
+    return Report(before, trial.kept_bytes(copied), rows, list(notes), is_converted(model))
 
 
-class Seen:
-    """What the ops of a forward of `model` save. It keeps no tensor alive."""
+@contextlib.contextmanager
+def _watched(model: nn.Module, notes: dict[str, None]) -> Iterator[Saved]:
+    """Inside, of what an op saves the module whose forward runs is noted."""
+    running = ["the model"]  # inner ones last
 
-    def __init__(self, model: nn.Module):
-        self.model = model
-        self.notes: dict[str, None] = {}
-        self._saved: list[tuple[weakref.ref[Record], str]] = []  # and the module whose forward ran
-        self._running = ["the model"]  # names of modules, inner ones last
-
-    @contextlib.contextmanager
-    def forward(self) -> Iterator[None]:
-        """Inside, one forward is seen."""
-        with contextlib.ExitStack() as hooks:
-            for name, module in self.model.named_modules():
-                if not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
-                    hooks.enter_context(module.register_forward_pre_hook(self._enter(name)))
-                    hooks.enter_context(module.register_forward_hook(self._leave, always_call=True))
-            hooks.enter_context(watched(self._look))
-            yield
-
-    def _look(self, record: Record, _: Tensor) -> None:
-        self._saved.append((weakref.ref(record), self._running[-1]))
-
-    def _enter(self, name: str) -> Callable[[nn.Module, object], None]:
+    def entering(name: str) -> Callable[[nn.Module, object], None]:
         label = _NUMBER.sub("*", name) or "the model"
 
         def enter(module: nn.Module, _: object) -> None:
             if not torch.compiler.is_compiling():
-                self._running.append(label)
+                running.append(label)
                 if opens_scope(module) and active_scope() is None:
-                    self.notes[f"{label}: nothing is rebuilt, because {why_closed()}"] = None
+                    notes[f"{label}: nothing is rebuilt, because {why_closed()}"] = None
 
         return enter
 
-    def _leave(self, *_: object) -> None:
+    def leave(*_: object) -> None:
         if not torch.compiler.is_compiling():
-            self._running.pop()
+            running.pop()
 
-    def rows(self) -> list[TensorReport]:
-        """The tensors that are kept or rebuilt; largest first."""
-        readers: dict[object, set[str]] = defaultdict(set)  # by recipe, or by the address of a kept storage
-        recipes: list[Recipe] = []
-        kept: dict[int, tuple[int, int, str]] = {}  # kept bytes, rebuilt bytes and reason
-        known = {0} | {_address(tensor) for tensor in [*self.model.parameters(), *self.model.buffers()]}
-        for reference, module in self._saved:
-            record = reference()
-            if record is None:  # freed since
-                continue
-            if record.recipe is not None:
-                recipes.append(record.recipe)
-                readers[record.recipe].add(module)
-            elif (address := _address(record.tensor)) not in known:
-                readers[address].add(module)
-                kept.setdefault(address, _kept(record))
-        known |= set(kept)
-        groups: dict[tuple[tuple[str, ...], str], list[tuple[int, int]]] = defaultdict(list)
-        for address, (size, freed, reason) in kept.items():
-            groups[tuple(sorted(readers[address])), reason].append((size, freed))
-        for recipe in dict.fromkeys(recipes):
-            sources = [record.tensor for one in recipe.all() for record in one.records()]
-            sizes = {_address(tensor): tensor.nbytes for tensor in sources}
-            own = sizes.keys() - known
-            known |= own  # a copy counts once
-            inputs = sum(address in kept and size >= SMALLEST for address, size in sizes.items())
-            ops = dict.fromkeys(plain(one.value.name) for one in recipe.all())
-            its = "its saved input" if len(ops) == 1 else "the saved input"
-            reason = f"recomputed by {', '.join(ops)} from {its}{'s' if inputs > 1 else ''}"
-            key = tuple(sorted(readers[recipe])), reason
-            groups[key].append((sum(sizes[address] for address in own), recipe.size))
-        rows = [
-            TensorReport(names, len(parts), sum(k for k, _ in parts), sum(r for _, r in parts), reason)
-            for (names, reason), parts in groups.items()
-        ]
-        return sorted(rows, key=lambda row: (-row.rebuilt_bytes, -row.kept_bytes, row.names))
+    with contextlib.ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+                hooks.enter_context(module.register_forward_pre_hook(entering(name)))
+                hooks.enter_context(module.register_forward_hook(leave, always_call=True))
+        yield hooks.enter_context(watched(lambda _: running[-1]))
 
 
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else 0
-
-
-def _kept(record: Record) -> tuple[int, int, str]:
-    """Kept bytes, freed bytes, and the reason."""
-    nbytes, stand_in = record.tensor.untyped_storage().nbytes(), record.stand_in
-    if isinstance(stand_in, Mask):
-        return stand_in.packed.nbytes, nbytes - stand_in.packed.nbytes, stand_in.reason
-    reason = why_kept(record) if stand_in is None else "handed on to the saved-tensor hooks around"
-    return nbytes, 0, reason
+def _rows(decisions: list[Decision]) -> list[TensorReport]:
+    """Those of the same modules and the same reason in one row; largest first."""
+    groups: dict[tuple[tuple[str, ...], str], list[Decision]] = defaultdict(list)
+    for one in decisions:
+        groups[tuple(sorted({module for module, _ in one.saved})), one.reason].append(one)
+    rows = [
+        TensorReport(names, len(each), sum(one.kept for one in each), sum(one.freed for one in each), reason)
+        for (names, reason), each in groups.items()
+    ]
+    return sorted(rows, key=lambda row: (-row.rebuilt_bytes, -row.kept_bytes, row.names))
 
 
 def _aligned(rows: list[tuple[str, ...]]) -> list[str]:

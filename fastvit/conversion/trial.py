@@ -100,7 +100,8 @@ class Trial:
     def kept_by_original(self, revert: Callable[[nn.Module], nn.Module]) -> int:
         """`kept_bytes` of a copy that `revert` makes the original."""
         original = revert(self.training_copy())
-        self.warm_up(original)
+        with self.held(original):  # allocations of caches do not count
+            pass
         return self.kept_bytes(original)
 
     def training_copy(self) -> nn.Module:
@@ -164,15 +165,12 @@ class Trial:
             torch.clear_autocast_cache()
             return live_bytes(work, *self.devices)[0]
 
-    def warm_up(self, model: nn.Module, look: Callable[[], None] | None = None) -> None:
-        """A forward whose allocations do not count, such as those of caches.
-
-        `look` is called while the result is held.
-        """
+    @contextlib.contextmanager
+    def held(self, model: nn.Module) -> Iterator[None]:
+        """Inside, the result of a forward is held."""
         with self.untouched():
             result = self.forward(model, self.inputs())
-            if look is not None:
-                look()
+            yield
             del result
             torch.clear_autocast_cache()
 

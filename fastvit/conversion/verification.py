@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -12,10 +12,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..fuse import is_fused
-from ..recompute import watched
-from ..recompute.policy import op_name
-from ..recompute.record import Record
-from .convert import convert, is_converted, revert
+from ..recompute import Decision, pair, watched
+from .convert import converted, revert
 from .trial import Trial, tensors_of
 
 __all__ = ["Verification", "verify"]
@@ -121,50 +119,40 @@ def verify(
     if limit is None:
         computed = dtype or next((p.dtype for p in model.parameters()), torch.float32)
         limit = _TOLERANCES.get(computed, _HALF_PRECISION) if is_fused(model) else 0.0
-    recipes = _Recipes()
     marks_inputs = False
     try:
-        want = _step(trial, dtype, marks_inputs)
+        want, _ = _step(trial, revert, dtype, marks_inputs)
     except RuntimeError as error:
         if "requires_grad flags of leaf" not in str(error):
             raise
         marks_inputs = True  # the model sets requires_grad on its inputs, which only a leaf allows
-        want = _step(trial, dtype, marks_inputs)
-    differences = _differences(_step(trial, dtype, marks_inputs, recipes), want)
-    found = Verification(differences, limit, recipes.sites)
+        want, _ = _step(trial, revert, dtype, marks_inputs)
+    got, sites = _step(trial, converted, dtype, marks_inputs)
+    found = Verification(_differences(got, want), limit, sites)
     if found.wrong:
-        again = _differences(_step(trial, dtype, marks_inputs), want)
-        unsteady = {name: value for name, value in again.items() if value}
+        again, _ = _step(trial, revert, dtype, marks_inputs)
+        unsteady = {name: value for name, value in _differences(again, want).items() if value}
         found = dataclasses.replace(found, unsteady=unsteady)
     return found
 
 
-class _Recipes:
-    """The recipes of a forward, with the tensors for which they stand."""
-
-    def __init__(self):
-        self.sites: tuple[tuple[str, str], ...] = ()  # of those that are wrong
-        self._found: list[tuple[Record, Tensor, int]] = []
-
-    def look(self, record: Record, tensor: Tensor) -> None:
-        self._found.append((record, tensor.detach(), tensor._version))
-
-    def check(self) -> None:
-        """Follows every recipe, and drops them. autograd refuses what was written to since."""
-        unwritten = [(one, t) for one, t, version in self._found if one.recipe and t._version == version]
-        wrong = [
-            record.recipe.value.site for record, t in unwritten if record.recipe and not _agrees(record, t)
-        ]
-        self.sites = tuple(dict.fromkeys((site[0], op_name(site[1])) for site in wrong if site))
-        for recipe in {one for record, _ in unwritten if record.recipe for one in record.recipe.all()}:
-            recipe.forget()
-        self._found = []
+def _wrong(decisions: list[Decision]) -> tuple[tuple[str, str], ...]:
+    """The sites whose results differ when they are rebuilt."""
+    found: dict[tuple[str, str], None] = {}
+    for one in decisions:
+        if one.site is not None:
+            # autograd refuses what was written to since
+            unwritten = [(unpack, t) for (t, version), unpack in one.saved if t._version == version]
+            if not all(_agrees(*each) for each in unwritten):
+                found[pair(one.site)] = None
+            one.forget()
+    return tuple(found)
 
 
-def _agrees(record: Record, tensor: Tensor) -> bool:
+def _agrees(unpack: Callable[[], Tensor], tensor: Tensor) -> bool:
     """Whether the rebuilt tensor has the bits of `tensor`. One that cannot be rebuilt has not."""
     try:
-        got = record.unpack()
+        got = unpack()
     except Exception:
         return False
     bits = [one.contiguous().flatten().view(torch.uint8) for one in (got, tensor)]
@@ -172,17 +160,10 @@ def _agrees(record: Record, tensor: Tensor) -> bool:
 
 
 def _step(
-    trial: Trial, dtype: torch.dtype | None, marks_inputs: bool, recipes: _Recipes | None = None
-) -> dict[str, Tensor]:
-    """Outputs, gradients and buffers of a forward and backward of a copy, by name.
-
-    The copy is the original, or with `recipes` a converted one.
-    """
-    model = trial.copy().to(dtype)
-    if recipes is None:
-        revert(model)
-    elif not is_converted(model):
-        convert(model)
+    trial: Trial, change: Callable[[nn.Module], nn.Module], dtype: torch.dtype | None, marks_inputs: bool
+) -> tuple[dict[str, Tensor], tuple[tuple[str, str], ...]]:
+    """Outputs, gradients and buffers of a step of a copy, by name; the sites that are rebuilt wrong."""
+    model = change(trial.copy().to(dtype))
     model.zero_grad(set_to_none=True)
 
     def leaf(tensor: Tensor) -> Tensor:
@@ -190,22 +171,23 @@ def _step(
         return copied.to(dtype).requires_grad_(not marks_inputs) if copied.is_floating_point() else copied
 
     leaves = pytree.tree_map_only(Tensor, leaf, trial.arguments)
-    with trial.untouched(), watched(recipes.look) if recipes else contextlib.nullcontext():
+    with trial.untouched():
         trial.seed()
         # Results of an op, not leaves, so that the model may overwrite its inputs where the original does.
         given = pytree.tree_map_only(Tensor, torch.clone, leaves)
-        try:
-            outputs = tensors_of(trial.forward(model, given))
-        except RuntimeError as error:
-            if dtype is None or not any(
-                word in str(error) for word in ("dtype", "type Double", "Double and")
-            ):
-                raise
-            raise RuntimeError(
-                f"verify: the model does not run in {dtype} ({error}); pass dtype=None for its own dtype"
-            ) from error
-        if recipes is not None:
-            recipes.check()
+        with watched(lambda tensor: (tensor.detach(), tensor._version)) as saved:
+            try:
+                outputs = tensors_of(trial.forward(model, given))
+            except RuntimeError as error:
+                if dtype is None or not any(
+                    word in str(error) for word in ("dtype", "type Double", "Double and")
+                ):
+                    raise
+                raise RuntimeError(
+                    f"verify: the model does not run in {dtype} ({error}); pass dtype=None for its own dtype"
+                ) from error
+        sites = _wrong(saved.decisions())
+        del saved  # and what it has noted, before the backward
         if not outputs:
             raise ValueError("verify: a forward that returns tensors expected; the model returned none")
         result = {f"output {i}": t.detach().clone() for i, t in enumerate(outputs)}
@@ -219,7 +201,7 @@ def _step(
     gradients = [(f"input {i}", t.grad) for i, t in enumerate(tensors_of(leaves))]
     gradients += [(name, p.grad) for name, p in model.named_parameters()]
     result |= {f"gradient of {name}": g.detach() for name, g in gradients if g is not None}
-    return result | {f"buffer {name}": b.detach() for name, b in model.named_buffers()}
+    return result | {f"buffer {name}": b.detach() for name, b in model.named_buffers()}, sites
 
 
 # A tensor of these kinds that is zero up to rounding (a mean after a normalisation) has no scale of its own.
@@ -228,8 +210,10 @@ _WITHOUT_SCALE = ("gradient of ", "buffer ")
 
 def _differences(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
     """Relative differences by name, largest first."""
-    largest = {kind: max((_largest(t) for name, t in want.items() if name.startswith(kind)), default=0.0)
-               for kind in _WITHOUT_SCALE}  # fmt: skip
+    largest = {
+        kind: max((_largest(t) for name, t in want.items() if name.startswith(kind)), default=0.0)
+        for kind in _WITHOUT_SCALE
+    }
     differences = dict.fromkeys(want.keys() ^ got.keys(), math.inf)
     for name in want.keys() & got.keys():
         least = next((1e-4 * largest[kind] for kind in _WITHOUT_SCALE if name.startswith(kind)), 0.0)

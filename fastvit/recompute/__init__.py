@@ -2,23 +2,34 @@
 
 policy.py   what a scope rebuilds
 record.py   what autograd holds for a saved tensor, and the recipe of one that is rebuilt; masks.py
-decide.py   one pass at the end of a block: what is kept, and what is rebuilt by which recipe
-graph.py    reads the op and its inputs from autograd's graph; views.py
+decide.py   one pass over the graph at the end of a block: what is kept, or rebuilt by which recipe; views.py
 rules.py    the ops that are repeated, by the names of autograd's nodes; norms.py
 calls.py    what the graph lacks, from the calls of torch's functions
 scope.py    the saved-tensor hooks, and the end of a block
 opening.py  opens and closes scopes
+decisions.py   what was decided, for those who measure and check it
 compiled.py, joint.py   the same under torch.compile
 """
 
+from . import compiled
+from .decisions import Decision, Saved
 from .opening import active_scope, close_scope, open_scope, recompute_scope, watched, why_closed
-from .policy import Policy
+from .policy import ACROSS, CHEAP, DEEP, PRODUCTS, Policy, Site, pair
 
 __all__ = [
+    "ACROSS",
+    "CHEAP",
+    "DEEP",
+    "PRODUCTS",
+    "Decision",
     "Policy",
+    "Saved",
+    "Site",
     "active_scope",
     "close_scope",
+    "compiled",
     "open_scope",
+    "pair",
     "recompute_scope",
     "watched",
     "why_closed",

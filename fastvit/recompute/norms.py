@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .graph import Node, Rebuild, Unknown
+from .decide import Node, Rebuild, Unknown
 from .record import Source
 
 

@@ -6,12 +6,14 @@ import contextlib
 import functools
 import threading
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
+from torch import Tensor
 
+from .decisions import Saved
 from .policy import CHEAP, PRODUCTS, Policy
-from .scope import Look, Scope, top_hooks
+from .scope import Scope, top_hooks
 
 _autograd = torch._C._autograd
 
@@ -67,7 +69,7 @@ class _Opened(threading.local):
 
     def __init__(self):
         self.stack: list[tuple[object, Scope | None, tuple[Policy, str] | None]] = []
-        self.look: Look | None = None
+        self.saved: Saved | None = None
 
 
 _opened = _Opened()
@@ -86,7 +88,7 @@ def open_scope(owner: object, policy: Policy, block: str, inputs: Iterable[objec
         scope.mark(inputs)
     elif _can_open():
         _let_torch_func_in()
-        scope = Scope(policy, _opened.look)
+        scope = Scope(policy, _opened.saved)
         scope.begin(policy, block)
         scope.enter()
     _opened.stack.append((owner, scope, before))
@@ -112,13 +114,13 @@ def close_scope(owner: object, results: Iterable[object] = ()) -> None:
 
 
 @contextlib.contextmanager
-def watched(look: Look) -> Iterator[None]:
-    """Scopes that this thread opens inside call `look` with the record and the tensor of what an op saves."""
-    before, _opened.look = _opened.look, look
+def watched(note: Callable[[Tensor], object]) -> Iterator[Saved]:
+    """Gives what ops save in scopes that this thread opens inside, and what `note` returns of it."""
+    before, _opened.saved = _opened.saved, Saved(note)
     try:
-        yield
+        yield _opened.saved
     finally:
-        _opened.look = before
+        _opened.saved = before
 
 
 def why_closed() -> str:

@@ -37,9 +37,14 @@ class Policy:
         """Why the result of `site` is kept; empty where it may be rebuilt."""
         if self.sites is not None and site not in self.sites:
             return "the budget is met without it"
-        if self.skip and site is not None and (site[0], op_name(site[1])) in self.skip:
+        if self.skip and site is not None and pair(site) in self.skip:
             return "skipped"
         return ""
+
+
+def pair(site: Site) -> tuple[str, str]:
+    """The pair of `Policy.skip` that has this site."""
+    return site[0], op_name(site[1])
 
 
 _PLAIN = {"to_copy": "cast", "clone": "copy", "reshape_alias": "view"}

@@ -218,20 +218,14 @@ class Recipe:
 
     def read(self) -> Tensor:
         """The tensor, for one of the readers. What it is made of is made first, in order."""
-        waiting = [self]
-        while waiting:
-            recipe = waiting[-1]
-            if recipe.is_made():
-                waiting.pop()
-                continue
-            missing = [one for one in recipe.inner if not one.is_made()]
-            if missing:
-                waiting += missing
-            else:
+        if not self.is_made():
+            for recipe in self.all(Recipe.is_made):
                 recipe._make()
         result = self.result
         assert result is not None
-        self._was_read()
+        self.reads += 1
+        if self.reads >= self.readers:  # starts again, for a second backward with retain_graph
+            self.result, self.reads = None, 0
         return result
 
     def _make(self) -> None:
@@ -244,12 +238,12 @@ class Recipe:
             tensor = laid.copy_(tensor)
         self.result, self.stream = tensor, stream_of(tensor)
 
-    def all(self) -> list[Recipe]:
-        """The recipes that it needs, each after those that it takes, and itself."""
+    def all(self, but: Callable[[Recipe], bool] = lambda _: False) -> list[Recipe]:
+        """The recipes that it needs, each after those that it takes, and itself; none that is `but`."""
         found: dict[Recipe, None] = {}
         waiting = [self]
         while waiting:
-            missing = [one for one in waiting[-1].inner if one not in found]
+            missing = [one for one in waiting[-1].inner if one not in found and not but(one)]
             if missing:
                 waiting += missing
             else:
@@ -261,13 +255,9 @@ class Recipe:
         return [one for one in map(whole, self.sources) if isinstance(one, Record)]
 
     def forget(self) -> None:
-        """Drops the result that waits for readers."""
-        self.result, self.reads = None, 0
-
-    def _was_read(self) -> None:
-        self.reads += 1
-        if self.reads >= self.readers:  # starts again, for a second backward with retain_graph
-            self.result, self.reads = None, 0
+        """Drops the results that wait for readers."""
+        for one in self.all():
+            one.result, one.reads = None, 0
 
 
 class View:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from . import norms
-from .graph import LEAF, RULES, Node, Rebuild, Rule, Unknown, rule_of
+from .decide import LEAF, RULES, Node, Rebuild, Rule, Unknown, rule_of
 from .policy import CHEAP, DEEP, PRODUCTS
 from .record import Record
 from .views import itself

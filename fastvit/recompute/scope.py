@@ -27,6 +27,7 @@ from torch import Tensor
 from . import masks, rules  # noqa: F401  # rules fills the tables of graph
 from .calls import Calls
 from .decide import Pass
+from .decisions import Saved
 from .policy import DEEP, Policy, plain
 from .record import SMALLEST, HandedOn, Record, Unread, Value, stream_of, unpack
 from .views import VIEWS, leads_to, of_unsafe_view
@@ -39,7 +40,6 @@ _autocast = torch._C._is_any_autocast_enabled
 MOST_FILED = 512  # records without a decision
 
 Hooks = tuple[Callable, Callable]
-Look = Callable[[Record, Tensor], None]
 
 
 def top_hooks() -> Hooks | None:
@@ -50,14 +50,14 @@ def top_hooks() -> Hooks | None:
 class Scope(Calls):
     """One open scope."""
 
-    def __init__(self, policy: Policy, look: Look | None = None):
+    def __init__(self, policy: Policy, saved: Saved | None = None):
         super().__init__()
         self.policy = policy
         self.block = ""  # the block whose forward runs
         self._outer: Hooks | None = None  # hooks around this scope, to which kept tensors are handed on
         self._filed: list[weakref.ref[Record]] = []
         self._counts: dict[str, Counter[str]] = defaultdict(Counter)  # of a block's sites, by the op's name
-        self._look = look  # called with what an op saves
+        self._saved = saved  # for those who watch
 
     def enter(self) -> None:
         self._outer = top_hooks()
@@ -114,8 +114,8 @@ class Scope(Calls):
             self._file(record, tensor, node)
         if self._outer is not None and record.made is None and record.stand_in is None:
             record.stand_by(HandedOn(record.tensor, *self._outer))
-        if self._look is not None:
-            self._look(record, tensor)
+        if self._saved is not None:
+            self._saved.add(record, tensor)
         return record
 
     def _file(self, record: Record, tensor: Tensor, node) -> None:
