@@ -27,16 +27,22 @@ struct Kernel {
       const int64_t c = spans.c + (kRows ? 0 : i);
       const GradientConstants<A, kRows> k(args, c);
       const PerChannel<A, kRows> a(args.a, c), b(args.b, c);
-      for_each_vector<A>(
-          spans.n, Streaming(spans.streams, dx, spans.n, kLanes<A>),
-          [&](auto at) {
-            const Gradient<A> g = k.template at<kInPlace, Fn>(at, x, dy, z);
-            return Gradients<A>{k.scale.at(at) * (g.dz - a.at(at) - g.centred * b.at(at)), g.dz};
-          },
-          [&](auto at, const Gradients<A>& out) {
-            at.store(dx, out.dx);
-            if (dz) at.store(dz, out.dz);
-          });
+      const auto walk_span = [&](auto has_residual) {
+        for_each_vector<A>(
+            spans.n, Streaming(spans.streams, dx, spans.n, kLanes<A>),
+            [&](auto at) {
+              const Gradient<A> g = k.template at<kInPlace, Fn>(at, x, dy, has_residual ? z : nullptr);
+              return Gradients<A>{k.scale.at(at) * (g.dz - a.at(at) - g.centred * b.at(at)), g.dz};
+            },
+            [&](auto at, const Gradients<A>& out) {
+              at.store(dx, out.dx);
+              if (has_residual && dz) at.store(dz, out.dz);
+            });
+      };
+      if constexpr (kInPlace)
+        walk_span(std::false_type());
+      else  // as in forward.cpp
+        is_transcendental(kActivation) || z ? walk_span(std::true_type()) : walk_span(std::false_type());
     }
   }
 

@@ -252,12 +252,10 @@ struct Whole {
   }
 };
 template <class A>
-struct Inner : Whole<A> {  // of a result, within a span
-  bool streamed;
+struct Streamed : Whole<A> {  // of a result, within a span
   template <class T>
   FASTVIT_INLINE void store(T* span, Vector<A> v) const {
-    streamed ? FASTVIT_CAPABILITY::stream<A>(span + this->i, v)
-             : FASTVIT_CAPABILITY::store<A>(span + this->i, v);
+    FASTVIT_CAPABILITY::stream<A>(span + this->i, v);
   }
 };
 template <class A>
@@ -299,7 +297,10 @@ FASTVIT_INLINE void for_each_vector(int64_t n, Streaming streaming, const Read& 
   decltype(read(end)) last{};
   if (ragged) last = read(end);  // before the vector that it overlaps is written, perhaps in place
   if (streaming.first) write(Whole<A>{0}, read(Whole<A>{0}));
-  for (int64_t i = streaming.first; i + L <= n; i += L) write(Inner<A>{{i}, streaming.on}, read(Whole<A>{i}));
+  if (streaming.on)
+    for (int64_t i = streaming.first; i + L <= n; i += L) write(Streamed<A>{i}, read(Whole<A>{i}));
+  else
+    for (int64_t i = 0; i + L <= n; i += L) write(Whole<A>{i}, read(Whole<A>{i}));
   if (ragged) write(end, last);
 }
 
