@@ -45,7 +45,7 @@ OLDEST_NVCC = "12.4"  # the oldest with which the kernels were compiled
 CUDA = os.environ.get("FASTVIT_CUDA", "auto")
 CPU = os.environ.get("FASTVIT_CPU", "")
 QUIET = "-Wno-psabi -Wno-maybe-uninitialized -Wno-uninitialized -Wno-unknown-warning-option"
-# The compiler's flags for each instruction set. -O3 makes kernels with sums faster, and the others only larger.
+# The compiler's flags for each instruction set. -O3 makes kernels with sums faster, and others only larger.
 # x86's baseline is for CPUs of before 2013.
 CAPABILITIES = {"baseline": f"-O2 -Wall -Wextra {QUIET}"}
 if os.uname().machine == "x86_64":
