@@ -31,6 +31,17 @@ class Net(nn.Module):
         return self.norm(self.blocks(x))
 
 
+class Renamed(Net):
+    def forward(net, x):  # noqa: N805
+        return net.norm(net.blocks(x))
+
+
+class Decorated(Net):
+    @torch.autocast("cpu", enabled=False)
+    def forward(self, x):
+        return super().forward(x)
+
+
 class Residual(nn.Module):
     def __init__(self):
         super().__init__()
@@ -99,6 +110,11 @@ def test_inductor_and_its_caches():
     make, x = lambda: Net(lambda: Block(0.1), 1), torch.randn(4, 64, 64)
     for _ in range(2):  # the second time from the caches
         assert both(make, as_module, x, fullgraph=True) <= 0.7
+
+
+@pytest.mark.parametrize("make", [Renamed, Decorated])
+def test_a_forward_whose_first_argument_has_another_name(make):
+    assert both(make, as_module, torch.randn(4, 64, 64), backend="aot_eager", fullgraph=True) <= 0.66
 
 
 def test_statistics_of_batch_norm():

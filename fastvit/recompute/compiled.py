@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
-from . import joint
+from . import joint, rules
 from .joint import MARK, Options, options_of
 from .policy import PRODUCTS, Policy
 
@@ -109,8 +109,17 @@ def _compile(context) -> None:
     output = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output
     if not isinstance(output.compiler_fn, _Backend):
         output.compiler_fn = _Backend(output.compiler_fn)
-    compiled = output.root_tx.f_locals.get("self")  # also in the rest of a forward after a graph break
-    output.compiler_fn.options = getattr(compiled, _FLAG, None)
+    output.compiler_fn.options = _compiled(output.root_tx.f_locals)
+
+
+def _compiled(variables: dict[str, object]) -> Options | None:
+    """The options of the module whose forward is compiled, also in the rest of it after a graph break."""
+    for name, value in variables.items():
+        module = value[0] if type(value) is tuple and value else value  # *args of a decorated forward
+        code = getattr(module.forward, "__code__", None) if isinstance(module, nn.Module) else None
+        if code is not None and name == code.co_varnames[0] and hasattr(module, _FLAG):
+            return getattr(module, _FLAG)
+    return None
 
 
 def _mark(nodes: list[Node], options: Options) -> None:
@@ -135,7 +144,7 @@ class _Backend:
         options = {node: options_of(node) for graph in graphs for node in graph.nodes}
         share = min((found[2] for found in options.values() if found), default=1.0)
         marks = [f"{node.name} {found}" for node, found in options.items()]
-        marks += [torch.compiler.config.cache_key_tag, inspect.getsource(joint)]
+        marks += [torch.compiler.config.cache_key_tag, *map(inspect.getsource, (joint, rules))]
         key = hashlib.sha256("\n".join(marks).encode()).hexdigest()
         passes = functools.partial(_pass, config.joint_custom_pass)
         if share == 0:

@@ -1,8 +1,8 @@
 """Decides in the joint graph of forward and backward what torch's partitioner recomputes.
 
-Cheap ops are recomputed, as by the rules of a scope (rules.py), where the tensors that they take are saved
-for the backward anyway. Residual sums of others are saved. Products, convolutions, attention and random ops
-get no tag: the partitioner saves their results. In contrast to a scope the whole graph is known, so
+The ops with a cheap rule (rules.py), and pointwise ops, are recomputed where the tensors that they take are
+saved for the backward anyway. Residual sums of others are saved. Products, convolutions, attention and random
+ops get no tag: the partitioner saves their results. In contrast to a scope the whole graph is known, so
 concatenations are recomputed too where several take the same tensors.
 """
 
@@ -16,6 +16,8 @@ from torch._ops import OpOverload
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
+from .rules import cheap_ops
+
 MARK = "fastvit"
 Options = tuple[bool, bool, float]  # products, weight_casts and share of a policy
 
@@ -25,13 +27,14 @@ _CASTS = {_aten._to_copy, torch.ops.prims.convert_element_type}
 _JOINS = {_aten.cat, _aten.stack}
 _SUMS = {_aten.add, _aten.sub}
 _PRODUCTS = {_aten.mm, _aten.addmm}
-_CHEAP = {  # and the ops with torch's tag "pointwise"
-    *(_CASTS | _JOINS),
-    *(_aten.roll, _aten.repeat, _aten.constant_pad_nd, _aten.glu, _aten.hardswish),
-    *(_aten.native_layer_norm, _aten._fused_rms_norm, _aten.native_group_norm),
+_FUNCTIONAL = {  # the forms of ops with rules that this graph has
     *(_aten._native_batch_norm_legit_functional, _aten._native_batch_norm_legit_no_training),
-    *(_aten._batch_norm_with_update_functional,),
+    *(_aten._batch_norm_with_update_functional, torch.ops.prims.convert_element_type),
 }
+_SIDE_EFFECTS = {_aten.native_dropout, _aten.native_batch_norm, _aten.cudnn_batch_norm}
+# A compiler fuses a pooling with the ops before it, and repeats them for each window: 1.4x a step's time.
+_POOLS = {_aten.max_pool2d_with_indices, _aten.avg_pool2d}
+_CHEAP = (cheap_ops() | _FUNCTIONAL) - _SIDE_EFFECTS - _POOLS
 
 
 def options_of(node: Node) -> Options | None:
@@ -94,7 +97,7 @@ def _count(node: Node, sums: dict[Node, int], is_read: set[Node]) -> int | None:
         is_known = isinstance(rows, int) and isinstance(columns, int)
         if not products or not is_known or rows > columns:  # as in a scope
             return None
-    elif op not in _CHEAP and (op is None or torch.Tag.pointwise not in target.tags):
+    elif op not in _CHEAP and (op is None or torch.Tag.pointwise not in target.tags):  # a loop that fuses
         return None
     if op in _CASTS and sources[0].op == "placeholder" and not weight_casts:
         return None

@@ -7,6 +7,7 @@ same bits. A rule raises `Unknown` where the node lacks an argument.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from ctypes import c_float
 from functools import partial
@@ -14,6 +15,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._ops import OpOverloadPacket
 from torch.nn import Parameter
 
 from . import norms
@@ -272,6 +274,14 @@ _CHEAP: dict[str, Rule] = {
     "ToCopyBackward0": _to_copy,
     **dict.fromkeys((f"{name}FunctionBackward" for name in ("BatchNorm", "LayerNorm", "Act")), _layer),
 }
+
+
+def cheap_ops() -> set[OpOverloadPacket]:
+    """The ops that the cheap rules repeat: `FusedRmsNormBackward0` is the node of `aten._fused_rms_norm`."""
+    words = (re.sub("(?<=[a-zD])(?=[A-Z])", "_", name.partition("Backward")[0]).lower() for name in _CHEAP)
+    ops = (getattr(_aten, name, None) or getattr(_aten, f"_{name}", None) for name in words)
+    return {op for op in ops if op is not None}  # layers in Python are no ops
+
 
 _PRODUCTS: dict[str, Rule] = {"AddmmBackward0": _addmm, "MmBackward0": _mm}
 
