@@ -188,6 +188,11 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, or the name of its kind."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 def some(names: Iterable[object]) -> str:
     """The first few of the names, for a message."""
     shown = [str(name) for name in names]

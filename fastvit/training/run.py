@@ -40,10 +40,7 @@ from .train_state import TrainState, make_train_state
 def train(config: Config, given: dict[str, Any], ranks: Ranks) -> None:
     """Train by `config`; every rank calls it, and rank 0 prints `test accuracy 0.xxx` at the end.
 
-    Args:
-        config: the configuration of this start.
-        given: the values that were given explicitly; a resumed run takes the others from its checkpoint.
-        ranks: the result of `distributed.init`.
+    A resumed run takes values that were not `given` explicitly from its checkpoint.
 
     Raises:
         TrainingError: on every rank, with a message for the user.
