@@ -40,18 +40,14 @@ class DataSets:
     shape: tuple[int, int, int]  # C, H, W
 
 
+@dataclass(eq=False)
 class InMemory(ImageSource):
     """Images in one tensor: uint8 with the mean and std of pixels, or fp32 as the model takes them."""
 
-    def __init__(
-        self,
-        images: Tensor,
-        labels: Tensor,
-        normalisation: tuple[tuple[float, ...], tuple[float, ...]] | None = None,
-        augment: Augment | None = None,
-    ) -> None:
-        self.images, self.labels = images, labels
-        self.normalisation, self.augment = normalisation, augment
+    images: Tensor
+    labels: Tensor
+    normalisation: tuple[tuple[float, ...], tuple[float, ...]] | None = None
+    augment: Augment | None = None
 
     def read(self, indices: list[int], generator: torch.Generator | None) -> Tensor:
         images = self.images[indices]

@@ -6,7 +6,7 @@ import math
 import signal
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from threading import Event
 
@@ -51,8 +51,7 @@ def read_batches(loader: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tens
 class Feed:
     """Batches, the time spent waiting for them, and the error that ended them.
 
-    After an error it returns zeros as images, so that the rank takes part in the step, in which all ranks
-    learn of the error.
+    Zeros follow an error, so that the rank takes part in the step, in which all ranks learn of the error.
     """
 
     def __init__(self, loader: Iterable[tuple[Tensor, Tensor]], shape: tuple[int, ...]) -> None:
@@ -72,18 +71,15 @@ class Feed:
         return torch.zeros(self.shape), torch.zeros(self.shape[0], dtype=torch.int64)
 
 
-@contextmanager
-def stop_request() -> Iterator[Event]:
+def stop_request(until: ExitStack) -> Event:
     """An event that SIGTERM sets, the request to end the run at the next step with a checkpoint.
 
     A scheduler and the launcher may both send it. All ranks stop at the same step when one receives it.
     """
     came = Event()
     before = signal.signal(signal.SIGTERM, lambda *_: came.set())
-    try:
-        yield came
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    until.callback(signal.signal, signal.SIGTERM, before)
+    return came
 
 
 def train_one_epoch(
