@@ -43,14 +43,14 @@ def complaint(capsys, *arguments):
         (["--memory", "less"], "--memory must be one of off, convert, products, or budget=<share or bytes>"),
         (
             ["--memory", "convert", "--compile"],
-            "--memory is for models that are not compiled, got --memory",
+            "--memory convert is for models that are not compiled",
         ),
-        (["--pretrained", "timm"], "--pretrained timm is for --model timm/<name>, got --model auto"),
-        (["--image-size", "64"], "--image-size is for --data folder and synthetic, got --image-size 64"),
-        (["--loss-scale", "128"], "--loss-scale is for --amp O0 to O3, got --loss-scale 128"),
+        (["--pretrained", "timm"], "--pretrained timm is for --model timm/<name>"),
+        (["--image-size", "64"], "--image-size 64 is for --data folder and synthetic"),
+        (["--loss-scale", "128"], "--loss-scale 128 is for --amp O0 to O3"),
         (
             ["--model", "timm/resnet18", "--mlp-norm", "none"],
-            "--mlp-norm is for fastvit's models, got --mlp-norm none",
+            "--mlp-norm none is for fastvit's models",
         ),
     ],
 )

@@ -37,7 +37,7 @@ def test_digits_move_by_at_most_a_pixel():
     images = torch.full((200, 2, 5, 6), -1.0)
     images[:, 0, 2, 3] = 1.0
     images[:, 1, 0, 0] = 0.5
-    moved = datasets.load_digits(0).train.augment(images, generator())
+    moved = datasets.load_digits(0).train.augment(images, generator=generator())
     assert moved.shape == images.shape and moved.is_contiguous()
     place = (moved[:, 0] == 1).flatten(1).int().argmax(1)
     places = {(r, c) for r, c in zip((place // 6).tolist(), (place % 6).tolist(), strict=True)}

@@ -10,9 +10,19 @@ import sys
 import pytest
 import torch
 from PIL import Image
-from training_runs import COMMON, LIMIT, SMALL, alone, fails, running, state_of, train_on_rank
+from training_runs import (
+    COMMON,
+    LIMIT,
+    SMALL,
+    after_each_step,
+    alone,
+    fails,
+    running,
+    state_of,
+    train_on_rank,
+)
 
-from fastvit.training import datasets, loop
+from fastvit.training import datasets
 from fastvit.training.config import Config, ConfigError, check_packages, flag
 
 # Losses and data
@@ -23,11 +33,9 @@ def _poisoned(rank, world, arguments):
         images, labels = read(self, key)
         return (images.fill_(float("nan")) if rank == 1 else images), labels
 
-    original, datasets.ImageSource.__getitem__ = datasets.ImageSource.__getitem__, batch
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.ImageSource, "__getitem__", batch)
         return train_on_rank(rank, world, arguments)
-    finally:
-        datasets.ImageSource.__getitem__ = original
 
 
 def test_a_loss_that_is_not_finite_stops_every_rank(ranks, tmp_path):
@@ -53,18 +61,12 @@ FOLDER = ["--data", "folder", "--workers", "0", *SMALL_IMAGES]
 
 
 def _loses_its_data(rank, world, path, arguments):
-    def step(train_state, step=loop._step):
-        step(train_state)
-        steps.append(1)
-        if rank == 1 and len(steps) == 6:
+    def act(step):
+        if rank == 1 and step == 6:
             shutil.rmtree(path / "1" / "train")
 
-    steps, original = [], loop._step
-    loop._step = step
-    try:
+    with after_each_step(act) as steps:
         return train_on_rank(rank, world, [*arguments, "--data-path", str(path / str(rank))]), len(steps)
-    finally:
-        loop._step = original
 
 
 def test_a_rank_that_loses_its_data_stops_every_rank_and_leaves_the_checkpoint(ranks, tmp_path):
@@ -94,25 +96,18 @@ def test_a_damaged_image_is_named(tmp_path, capsys, split, workers):
     assert f"{image} is damaged: broken PNG file" in said
 
 
-@pytest.mark.parametrize(
-    ("split", "kind", "message"),
-    [("val", "damaged", "9.png is damaged"), ("train", "stuck", "timed out after 2.0 seconds")],
-)
-def test_a_run_that_cannot_read_ends_with_its_workers(tmp_path, split, kind, message):
+def test_a_run_that_cannot_read_ends_with_its_workers(tmp_path):
     path = make_folder(tmp_path / "data", images=40)
-    image = path / split / "dog" / "9.png"  # not of the images that are shown in the log
+    image = path / "train" / "dog" / "9.png"
     image.unlink()
-    if kind == "damaged":
-        image.touch()
-    else:
-        os.mkfifo(image)  # opening it waits for a writer, as a lost network file system would
+    os.mkfifo(image)  # opening it waits for a writer, as a lost network file system would
     options = ["--data-path", str(path), "--workers", "2", "--timeout", "2", "--epochs", "2", "--out", "run"]
     # What holds the pipes open after its end is a worker that was left behind.
     done = subprocess.run(
         [sys.executable, *COMMON, *FOLDER, *options],
         cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT,
     )  # fmt: skip
-    assert done.returncode == 1 and message in done.stderr
+    assert done.returncode == 1 and "timed out after 2.0 seconds" in done.stderr
 
 
 def test_an_interrupt_of_the_rank_alone_ends_its_workers(tmp_path):
@@ -169,11 +164,9 @@ def test_an_option_of_a_host_and_versions(ranks, tmp_path):
 
 
 def _of_versions(rank, world, arguments):
-    original, torch.__version__ = torch.__version__, f"2.{rank}"
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "__version__", f"2.{rank}")
         return train_on_rank(rank, world, arguments)
-    finally:
-        torch.__version__ = original
 
 
 @pytest.mark.parametrize(

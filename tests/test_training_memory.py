@@ -73,12 +73,6 @@ def test_memory_takes_a_budget():
         make(Config(norm="torch", memory="budget=9KB"))
 
 
-@pytest.mark.parametrize("memory", ["budget=", "budget=half", "budget=1.5"])
-def test_a_budget_that_is_none(memory):
-    with pytest.raises(ConfigError, match=f"--memory {memory}: budget must be a share above 0 and at most 1"):
-        make(Config(memory=memory))
-
-
 def test_the_norm_of_timm_models():
     assert Config(model="timm/resnet18").norm == "fastvit-sync" and Config().norm == "inplace-abn-sync"
     package("timm")

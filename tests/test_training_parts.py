@@ -5,15 +5,13 @@ import copy
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 
 import pytest
 import torch
 from packages import package
-from training_runs import LIMIT, train_on_rank, weights_of
+from training_runs import torchrun, train_on_rank, weights_of
 
 import fastvit
 from fastvit.models import vit_digits
@@ -25,8 +23,7 @@ from fastvit.training.distributed import Ranks
 def _conversation(rank, world):
     assert (distributed.is_main_process(), distributed.get_world_size()) == (rank == 0, 2)
     value = torch.tensor([1.0 + rank])
-    assert distributed.reduce_value(value).item() == 1.5
-    assert distributed.reduce_value(value, average=False).item() == 3 and value.item() == 1.0 + rank
+    assert distributed.mean_of_ranks(value).item() == 1.5 and value.item() == 1.0 + rank
     assert distributed.gather_numbers(torch.tensor([value[0], 2 * rank])) == [[1.0, 2.0], [0, 2]]
     assert distributed.gather_objects(rank) == [0, 1]
 
@@ -72,11 +69,9 @@ def test_the_wait_for_a_loss_obeys_an_interrupt(ranks):
 
 
 def _cores(rank, world, of_rank):
-    original, os.sched_getaffinity = os.sched_getaffinity, lambda _: of_rank[rank]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "sched_getaffinity", lambda _: of_rank[rank])
         return distributed.own_cores()
-    finally:
-        os.sched_getaffinity = original
 
 
 def test_ranks_divide_the_cores_that_they_share_and_no_others(ranks):
@@ -278,13 +273,6 @@ def test_weight_decay_leaves_vectors_alone(name):
     assert len(decayed) + len(free) == len(list(net.parameters()))
 
 
-def test_one_process_needs_no_group():
-    value = torch.tensor(2.0)
-    assert distributed.reduce_value(value) is value and distributed.gather_numbers(
-        torch.tensor([2.0, 1.0])
-    ) == [[2.0], [1]]
-
-
 # Models and weights
 
 
@@ -449,16 +437,13 @@ def _statistics_of_frozen_stem(rank, world):
 
 
 def test_old_launcher_passes_a_flag(tmp_path):
-    script = tmp_path / "launched.py"
-    script.write_text(
+    (tmp_path / "launched.py").write_text(
         "import sys\n"
         "from fastvit.training.__main__ import main\n"
         "from fastvit.training import run\n"
         "run.train = lambda config, given, ranks: sys.stdout.write(f'rank {ranks.rank}\\n')\n"
         "sys.exit(main(sys.argv[1:]))\n"
     )
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.launch", "--standalone"]
-    command += ["--nproc_per_node=2", str(script), "--device", "cpu"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT)
-    assert done.returncode == 0, done.stderr
-    assert "rank 0" in done.stdout and "rank 1" in done.stdout
+    command = ["launched.py", "--device", "cpu"]
+    status, out, err = torchrun(tmp_path, *command, launcher="launch")
+    assert status == 0 and "rank 0" in out and "rank 1" in out, err

@@ -12,7 +12,9 @@ import torch
 from training_runs import (
     COMMON,
     LIMIT,
+    ONCE,
     TINY,
+    after_each_step,
     alone,
     assert_equal_runs,
     free_port,
@@ -25,7 +27,6 @@ from training_runs import (
 )
 
 from fastvit.models import create_vit
-from fastvit.training import loop
 from fastvit.training.config import LIMITS, LONGEST_WAIT, flag
 
 RECIPE = [*TINY, "--epochs", "3", "--warmup-epochs", "1"]  # 3 steps of 2 ranks an epoch
@@ -86,37 +87,7 @@ def test_tensorboard_has_every_curve(whole):
     assert [event.step for event in events.Scalars("loss/train")] == [1, 2, 3]
 
 
-ONCE = """
-import os, signal, sys
-from pathlib import Path
-from fastvit.training import loop
-from fastvit.training.__main__ import main
-
-steps = []
-def step(train_state, step=loop._step):
-    step(train_state)
-    steps.append(1)
-    if len(steps) == 4 and os.environ["RANK"] == "1" and not Path("killed").exists():
-        Path("killed").touch()
-        if os.environ.get("KILLED") == "host":
-            os.kill(os.getppid(), signal.SIGKILL)  # the agent
-        os.kill(os.getpid(), signal.SIGKILL)
-loop._step = step
-sys.exit(main(sys.argv[1:]))
-"""
 AGAIN = ["once.py", *RECIPE, "--device", "cpu", "--threads", "1", "--resume", "auto", "--out", "again"]
-
-
-def test_killed_run_resumes_as_if_nothing_had_happened(whole, tmp_path):
-    (tmp_path / "once.py").write_text(ONCE)
-    status, out, err = torchrun(tmp_path, *AGAIN)
-    assert status == 1 and "rank 0 ends alone" in err, err
-    assert sorted(p.name for p in (tmp_path / "again" / "checkpoints").iterdir()) == [
-        "best.pt", "epoch-0001.pt", "last.pt",
-    ]  # fmt: skip
-    status, out, err = torchrun(tmp_path, *COMMON, "--resume", "again")
-    assert status == 0 and "resumed after epoch 1 of 3" in out, out + err
-    assert_equal_runs(tmp_path / "again", whole[0])
 
 
 def test_a_killed_rank_is_started_again(whole, tmp_path):
@@ -124,6 +95,7 @@ def test_a_killed_rank_is_started_again(whole, tmp_path):
     (tmp_path / "once.py").write_text(ONCE)
     status, out, err = torchrun(tmp_path, "--max-restarts=1", *AGAIN)
     assert status == 0 and "resumed after epoch 1 of 3" in out and (tmp_path / "killed").exists(), err
+    assert "rank 0 ends alone" in err
     assert_equal_runs(tmp_path / "again", whole[0])
 
 
@@ -159,19 +131,12 @@ def test_a_killed_host_is_replaced(whole, tmp_path):
 
 
 def _stopped_by_sigterm(rank, world, arguments, step_of_signal):
-    steps = []
-
-    def step(train_state, step=loop._step):
-        step(train_state)
-        steps.append(1)
-        if len(steps) == step_of_signal and rank == 1:
+    def act(step):
+        if step == step_of_signal and rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    original, loop._step = loop._step, step
-    try:
+    with after_each_step(act) as steps:
         assert train_on_rank(rank, world, arguments) is None
-    finally:
-        loop._step = original
     return len(steps)
 
 

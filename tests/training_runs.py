@@ -6,9 +6,10 @@ import socket
 import subprocess
 import sys
 
+import pytest
 import torch
 
-from fastvit.training import checkpoint, run
+from fastvit.training import checkpoint, loop, run
 from fastvit.training.__main__ import main
 from fastvit.training.command_line import parse
 from fastvit.training.distributed import Ranks
@@ -17,16 +18,49 @@ LIMIT = 110  # seconds; a run that takes longer hangs
 COMMON = ["-m", "fastvit.training", "--device", "cpu", "--threads", "1"]
 # Six batches of 16 images an epoch, which take a part of a second.
 TINY = "--data synthetic --model vit_digits --image-size 8 --synthetic-images 96 --batch-size 16".split()
+# A rank, or its host, is killed once.
+ONCE = """
+import os, signal, sys
+from pathlib import Path
+from fastvit.training import loop
+from fastvit.training.__main__ import main
+
+steps = []
+def step(train_state, step=loop._step):
+    step(train_state)
+    steps.append(1)
+    if len(steps) == 4 and os.environ["RANK"] == "1" and not Path("killed").exists():
+        Path("killed").touch()
+        if os.environ.get("KILLED") == "host":
+            os.kill(os.getppid(), signal.SIGKILL)  # the agent
+        os.kill(os.getpid(), signal.SIGKILL)
+loop._step = step
+sys.exit(main(sys.argv[1:]))
+"""
 SMALL = [*TINY, "--epochs", "2", "--norm", "torch"]
 
 
-def torchrun(directory, *arguments, ranks=2, **options):
-    """Run under torchrun and return (status, stdout, stderr)."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    done = subprocess.run(
-        [*command, *arguments], cwd=directory, capture_output=True, text=True, timeout=LIMIT, **options
-    )
+def torchrun(directory, *arguments, launcher="run"):
+    """Run two ranks under torchrun and return (status, stdout, stderr)."""
+    command = [sys.executable, "-W", "ignore", "-m", f"torch.distributed.{launcher}", "--standalone"]
+    command += ["--nproc_per_node=2", *arguments]
+    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=LIMIT)
     return done.returncode, done.stdout, done.stderr
+
+
+@contextlib.contextmanager
+def after_each_step(act):
+    """Calls `act(n)` after the n-th step of the optimizer."""
+
+    def step(train_state, step=loop._step):
+        step(train_state)
+        steps.append(1)
+        act(len(steps))
+
+    steps = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "_step", step)
+        yield steps
 
 
 @contextlib.contextmanager

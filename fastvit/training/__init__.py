@@ -5,7 +5,7 @@
     datasets, image_folder, loaders
                             images, augmentation, batches
     model, nvidia_apex      the model and its weights; NVIDIA apex's layers
-    precision, train_state  the state that a step changes
+    train_state             the state that a step changes
     loop                    one epoch of training; what ends it on all ranks
     checkpoint, log         the files of a run, and its lock
     run                     a run from start to end

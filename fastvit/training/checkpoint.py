@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from .config import TrainingError
+from .config import TrainingError, first_line
 
 NAME = re.compile(r"epoch-(\d+)(?:-step-(\d+))?\.pt")
 
@@ -48,18 +48,10 @@ def _link(link: Path, target: str) -> None:
 
 
 def save_checkpoint(run: Path, state: dict[str, Any], keep: int = 2, best: bool = False) -> Path:
-    """Write a checkpoint and make `last.pt` point to it, then remove older ones.
+    """Write a checkpoint and make `last.pt`, and `best.pt` if it is the best, point to it.
 
-    Later checkpoints than this one belong to an abandoned continuation of the run, and are removed too.
-
-    Args:
-        run: directory of the run.
-        state: values that `torch.load(weights_only=True)` can read; `epoch` and `step` name the checkpoint.
-        keep: number of newest checkpoints that are not removed; the best one is not removed either.
-        best: make `best.pt` point to it.
-
-    Raises:
-        OSError: the disk is full or not writable; the previous checkpoint is intact.
+    Then older ones but for the best and the newest `keep` are removed. So are later ones, which belong to an
+    abandoned continuation of the run.
     """
     older = checkpoints(run)
     step = f"-step-{state['step']:06d}" if state["step"] else ""
@@ -70,8 +62,9 @@ def save_checkpoint(run: Path, state: dict[str, Any], keep: int = 2, best: bool 
         torch.save(state, temporary)
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())
-        for later in (path for path in older if epoch_and_step(path) > epoch_and_step(final)):
-            later.unlink()  # the run was resumed from an earlier checkpoint
+        for path in older:
+            if epoch_and_step(path) > epoch_and_step(final):
+                path.unlink()
         os.replace(temporary, final)
         _link(final.with_name("last.pt"), final.name)
         if best or not best_link.exists():
@@ -79,7 +72,7 @@ def save_checkpoint(run: Path, state: dict[str, Any], keep: int = 2, best: bool 
     except (OSError, RuntimeError) as error:
         temporary.unlink(missing_ok=True)
         previous = f"; {older[-1]} is intact" if older else ""
-        raise OSError(f"cannot write the checkpoint {final}: {_first_line(error)}{previous}") from error
+        raise OSError(f"cannot write the checkpoint {final}: {first_line(error)}{previous}") from error
     for path in checkpoints(run)[:-keep]:
         if path.resolve() != best_link.resolve():
             path.unlink()
@@ -87,11 +80,7 @@ def save_checkpoint(run: Path, state: dict[str, Any], keep: int = 2, best: bool 
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint that `--resume path` means: `path` itself, or the last one of the run `path`.
-
-    Raises:
-        TrainingError: there is no checkpoint.
-    """
+    """The checkpoint that `--resume path` means: `path` itself, or the last one of the run `path`."""
     path = Path(os.path.abspath(path))  # of a run whose folder of checkpoints may be a link
     if path.is_file():
         return path.resolve() if path.is_symlink() else path
@@ -104,37 +93,24 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """The state in a checkpoint, on the CPU.
-
-    Raises:
-        TrainingError: the file is missing, cut off, damaged or no checkpoint of the trainer.
-    """
+    """The state in a checkpoint, on the CPU."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # of a truncated zip: RuntimeError, EOFError, KeyError or UnpicklingError
         raise TrainingError(
             f"--resume: {path} is missing, cut off or damaged ({type(error).__name__}: "
-            f"{_first_line(error)}); resume from another checkpoint, or start again"
+            f"{first_line(error)}); resume from another checkpoint, or start again"
         ) from error
     if not isinstance(state, dict) or "progress" not in state:
         raise TrainingError(f"--resume: {path} is no checkpoint of this trainer")
     return state
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
 def lock(run: Path, until: ExitStack) -> None:
     """Make the directory of a run and lock it until the stack is closed.
 
     The kernel releases the lock when the process ends for any reason. Workers do not inherit it, unlike a
-    lock of `fcntl.flock`, so surviving workers of a killed rank do not block a restarted run. Without locks
-    in the file system a message is printed.
-
-    Raises:
-        TrainingError: another run has locked it.
-        OSError: the directory is not writable, or no directory.
+    lock of `fcntl.flock`, so surviving workers of a killed rank do not block a restarted run.
     """
     run.mkdir(parents=True, exist_ok=True)
     file = until.enter_context((run / "lock").open("a+"))

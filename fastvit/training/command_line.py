@@ -51,11 +51,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def read_file(path: str | Path) -> list[str]:
-    """The values of a TOML file as flags.
-
-    Raises:
-        ConfigError: the file cannot be read or a key is unknown.
-    """
+    """The values of a TOML file as flags."""
     try:
         if sys.version_info >= (3, 11):
             import tomllib
@@ -84,9 +80,6 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[Config, dict[str, Any
 
     Returns:
         The configuration with the defaults filled in, and the values that were given explicitly.
-
-    Raises:
-        SystemExit: status 2 for a wrong option, after a message with its name, its value and valid values.
     """
     parser = make_parser()
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -107,13 +100,7 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[Config, dict[str, Any
 def merge_saved(given: Mapping[str, Any], saved: Mapping[str, Any], run_directory: Path) -> Config:
     """The configuration of a resumed run: a value that is given now, else the value of the checkpoint.
 
-    Args:
-        given: the values on the command line and in the file of this start.
-        saved: the configuration stored in the checkpoint.
-        run_directory: the directory of the checkpoint's run, which is continued there without `--out`.
-
-    Raises:
-        ConfigError: a value that defines the training differs from the checkpoint.
+    Without `--out` it is continued in `run_directory`, that of the checkpoint.
     """
     for name in given.keys() - CHANGEABLE:
         if given[name] != (expected := saved.get(name, FIELDS[name].default)):

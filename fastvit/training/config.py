@@ -133,17 +133,13 @@ class Config:
 
     def _check_combinations(self) -> None:
         timm = self.model.startswith("timm/")
-        if not (self.model == "auto" or self.model in VARIANTS or timm):
-            raise ConfigError(
-                f"--model must be auto, one of {', '.join(VARIANTS)}, or timm/<name>, got {self.model!r}"
-            )
+        takes = f"auto, one of {', '.join(VARIANTS)}, or timm/<name>"
+        _require(timm or self.model in ("auto", *VARIANTS), "model", takes, repr(self.model))
         if self.data in ("cifar10", "cifar100", "folder") and not self.data_path:
             raise ConfigError(f"--data {self.data} needs --data-path, the folder with its files")
-        budget = self.memory.startswith("budget=")
         takes = f"one of {', '.join(MEMORY)}, or budget=<share or bytes>"
-        _require(self.memory in MEMORY or budget, "memory", takes, repr(self.memory))
-        if self.pretrained == "timm" and not timm:
-            raise ConfigError(f"--pretrained timm is for --model timm/<name>, got --model {self.model}")
+        right = self.memory in MEMORY or self.memory.startswith("budget=")
+        _require(right, "memory", takes, repr(self.memory))
         if self.loss_scale not in ("auto", "dynamic"):
             try:
                 right = 0 < float(self.loss_scale) < math.inf
@@ -154,12 +150,13 @@ class Config:
         for name, given, has_effect, where in (
             ("image_size", self.image_size is not None, self.data in made, "--data folder and synthetic"),
             ("loss_scale", self.loss_scale != "auto", self.amp.startswith("O"), "--amp O0 to O3"),
+            ("pretrained", self.pretrained == "timm", timm, "--model timm/<name>"),
             ("mlp_norm", self.mlp_norm != "batch", not timm, "fastvit's models"),
             # torch.compile chooses what is kept for backward
             ("memory", self.memory != "off", not self.compile, "models that are not compiled"),
         ):
             if given and not has_effect:
-                raise ConfigError(f"{flag(name)} is for {where}, got {flag(name)} {getattr(self, name)}")
+                raise ConfigError(f"{flag(name)} {getattr(self, name)} is for {where}")
 
     def save(self, path: Path) -> None:
         """Write the fields as TOML, which `--config` reads; fields that are None are left out."""
@@ -186,6 +183,11 @@ def check_packages(config: Config) -> None:
 def flag(name: str) -> str:
     """`batch_size` -> `--batch-size`."""
     return "--" + name.replace("_", "-")
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, or the name of its kind."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def some(names: Iterable[object]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import io
 import pickle
@@ -19,8 +20,6 @@ from torch import Tensor
 from .config import Config, ConfigError, some
 from .loaders import ImageSource, normalise
 
-TEST_SHARE = 5  # one digit of five is a test image
-BACKGROUND = -1.0  # value of an empty pixel of a digit
 CIFAR_MEAN_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 BATCHES = [f"data_batch_{i}" for i in range(1, 6)]
 # Folder, files for training and test, key of the labels, file and key of the names.
@@ -28,7 +27,7 @@ CIFAR_FILES = {
     "cifar10": ("cifar-10-batches-py", BATCHES, "test_batch", b"labels", "batches.meta", b"label_names"),
     "cifar100": ("cifar-100-python", ["train"], "test", b"fine_labels", "meta", b"fine_label_names"),
 }
-Augment = Callable[[Tensor, torch.Generator], Tensor]
+Augment = Callable[..., Tensor]  # of images and a generator
 
 
 @dataclass(frozen=True)
@@ -41,24 +40,20 @@ class DataSets:
     shape: tuple[int, int, int]  # C, H, W
 
 
+@dataclass(eq=False)
 class InMemory(ImageSource):
     """Images in one tensor: uint8 with the mean and std of pixels, or fp32 as the model takes them."""
 
-    def __init__(
-        self,
-        images: Tensor,
-        labels: Tensor,
-        normalisation: tuple[tuple[float, ...], tuple[float, ...]] | None = None,
-        augment: Augment | None = None,
-    ) -> None:
-        self.images, self.labels = images, labels
-        self.normalisation, self.augment = normalisation, augment
+    images: Tensor
+    labels: Tensor
+    normalisation: tuple[tuple[float, ...], tuple[float, ...]] | None = None
+    augment: Augment | None = None
 
     def read(self, indices: list[int], generator: torch.Generator | None) -> Tensor:
         images = self.images[indices]
         if self.normalisation:
             images = normalise(images, *self.normalisation)
-        return self.augment(images, generator) if generator is not None and self.augment else images
+        return self.augment(images, generator=generator) if generator and self.augment else images
 
 
 class Synthetic(ImageSource):
@@ -79,12 +74,7 @@ class Synthetic(ImageSource):
 
 
 def load(config: Config) -> DataSets:
-    """The data set that the configuration names.
-
-    Raises:
-        OSError: files are missing or damaged.
-        ConfigError: they are of another data set than `--data`.
-    """
+    """The data set that the configuration names."""
     if config.data == "digits":
         return load_digits(config.data_seed)
     if config.data == "folder":
@@ -104,14 +94,10 @@ def load_digits(seed: int) -> DataSets:
     images = digits[:, :64].view(-1, 1, 8, 8).to(torch.float32) / 8 - 1  # 16 grey levels
     labels = digits[:, 64].to(torch.int64)
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
-    test, train = order.tensor_split([len(images) // TEST_SHARE])
-
-    def augment(batch: Tensor, generator: torch.Generator) -> Tensor:
-        return random_shift(batch, 1, generator, BACKGROUND)
-
-    names = tuple(str(digit) for digit in range(10))
-    training = InMemory(images[train], labels[train], augment=augment)
-    return DataSets(training, InMemory(images[test], labels[test]), names, (1, 8, 8))
+    test, train = order.tensor_split([len(images) // 5])
+    shift = functools.partial(random_shift, pixels=1, background=-1.0)
+    training = InMemory(images[train], labels[train], augment=shift)
+    return DataSets(training, InMemory(images[test], labels[test]), tuple("0123456789"), (1, 8, 8))
 
 
 def _load_cifar(config: Config) -> DataSets:
@@ -128,11 +114,8 @@ def _load_cifar(config: Config) -> DataSets:
         pixels, labels = zip(*(_images(folder / part, key, len(names)) for part in parts), strict=True)
         return InMemory(torch.cat(pixels), torch.cat(labels), CIFAR_MEAN_STD, augment)
 
-    def augment(batch: Tensor, generator: torch.Generator) -> Tensor:
-        return random_flip(random_shift(batch, 4, generator), generator)
-
     names = tuple(label.decode() for label in _unpickle(folder / names_file, names_key)[0])
-    return DataSets(images(train, augment), images([test]), names, (3, 32, 32))
+    return DataSets(images(train, _shift_and_flip), images([test]), names, (3, 32, 32))
 
 
 class _Unpickler(pickle.Unpickler):
@@ -187,21 +170,11 @@ def _make_synthetic(config: Config) -> DataSets:
     assert size is not None  # with --data synthetic
     train = Synthetic(count, classes, size, config.data_seed)
     test = Synthetic(max(1, count // 4), classes, size, config.data_seed, first=count)
-    names = tuple(f"pattern {index}" for index in range(classes))
-    return DataSets(train, test, names, (3, size, size))
+    return DataSets(train, test, tuple(f"pattern {n}" for n in range(classes)), (3, size, size))
 
 
 def random_shift(images: Tensor, pixels: int, generator: torch.Generator, background: float = 0.0) -> Tensor:
-    """Move each image by up to `pixels` along each axis; new pixels are background.
-
-    The same as padding by `pixels` and cropping at random.
-
-    Args:
-        images: `(N, C, H, W)`.
-
-    Returns:
-        A new tensor of the same shape.
-    """
+    """Move each image of `(N, C, H, W)` by up to `pixels` along each axis; new pixels are background."""
     n, _, height, width = images.shape
     padded = F.pad(images, [pixels] * 4, value=background)
     offsets = torch.randint(0, 2 * pixels + 1, (2, n, 1), generator=generator)
@@ -210,6 +183,10 @@ def random_shift(images: Tensor, pixels: int, generator: torch.Generator, backgr
     # Index tensors on both sides of the channel axis put it last.
     moved = padded[torch.arange(n).view(n, 1, 1), :, rows, columns]
     return moved.permute(0, 3, 1, 2).contiguous()
+
+
+def _shift_and_flip(images: Tensor, generator: torch.Generator) -> Tensor:
+    return random_flip(random_shift(images, 4, generator), generator)
 
 
 def random_flip(images: Tensor, generator: torch.Generator) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..sync.agreement import Agreement, answers_text, boot_id, in_time
 from ..sync.collective import ALL_GATHER, wait_on_host
 from ..sync.rendezvous import meet
-from .config import ConfigError, TrainingError
+from .config import ConfigError, TrainingError, first_line
 from .launch import Launch
 
 T = TypeVar("T")
@@ -63,13 +63,7 @@ def init(launch: Launch | None, device: str = "auto", timeout: float = 300.0) ->
     The ranks agree on their device before the backend is chosen: NCCL when each of them has a GPU of its own,
     else gloo and the CPU. The launcher may make all GPUs of the host visible to each rank, or its own alone.
 
-    Args:
-        launch: the result of `find_launch`.
-        device: `auto`, `cpu` or `cuda`.
-        timeout: seconds that a rank waits for the others, here and in every later collective.
-
-    Raises:
-        ConfigError: `cuda` was asked for and a rank has no GPU, or ranks are missing.
+    A rank waits `timeout` seconds for the others, here and in every later collective.
     """
     if launch is None:
         print("not using distributed mode", flush=True)
@@ -106,7 +100,7 @@ def init(launch: Launch | None, device: str = "auto", timeout: float = 300.0) ->
         forgot = "; was srun forgotten?" if "SLURM_PROCID" in os.environ and rank == 0 else ""
         raise ConfigError(
             f"the {world} ranks did not meet at {launch.address}:{launch.port} within {timeout:g} s: "
-            f"{str(error).splitlines()[0]}{forgot}"
+            f"{first_line(error)}{forgot}"
         ) from None
     return Ranks(rank, world, chosen)
 
@@ -126,9 +120,8 @@ def _choose_interface(launch: Launch, agreement: Agreement) -> None:
     ranks connect to their own host in place of another. The host of rank 0 knows its own name so, and takes
     the address by which the others know it.
     """
-    own = _address(socket.gethostname())
-    known = [one for one in agreement.ask("address of rank 0", _address(launch.address)) if not _is_own(one)]
-    if "GLOO_SOCKET_IFNAME" in os.environ or not known or not _is_own(own):
+    known = [*filter(None, agreement.ask("address of rank 0", _outer_address(launch.address)))]
+    if "GLOO_SOCKET_IFNAME" in os.environ or not known or _outer_address(socket.gethostname()):
         return
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
         probe.connect((known[0], launch.port))  # sends nothing, and chooses the own address
@@ -139,17 +132,12 @@ def _choose_interface(launch: Launch, agreement: Agreement) -> None:
                     os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
-def _is_own(address: str) -> bool:
-    """Whether no other host reaches the address."""
-    return not address or address.startswith("127.")
-
-
-def _address(host: str) -> str:
-    """The IPv4 address of a host; "" where it has none."""
-    try:
-        return socket.gethostbyname(host)
-    except OSError:
-        return ""
+def _outer_address(host: str) -> str:
+    """The IPv4 address at which other hosts reach a host; "" where it has none."""
+    with contextlib.suppress(OSError):
+        address = socket.gethostbyname(host)
+        return "" if address.startswith("127.") else address
+    return ""
 
 
 def own_cores() -> int:
@@ -163,18 +151,12 @@ def own_cores() -> int:
     return max(1, len(cores) // gather_objects((machine, cores)).count((machine, cores)))
 
 
-def reduce_value(value: Tensor, average: bool = True) -> Tensor:
-    """Sum of `value` over the ranks, or its mean; the input itself when there is one rank.
-
-    Args:
-        value: any shape, on the device of the run; not changed when there are several ranks.
-    """
-    world = get_world_size()
-    if world < 2:
-        return value
+def mean_of_ranks(value: Tensor) -> Tensor:
+    """The mean of `value` over the ranks."""
     total = value.detach().clone()
-    dist.all_reduce(total)
-    return total / world if average else total
+    if get_world_size() > 1:
+        dist.all_reduce(total)
+    return total / get_world_size()
 
 
 def gather_numbers(numbers: Tensor) -> list[list[float]]:
@@ -212,11 +194,7 @@ def agree(values: dict[str, Any]) -> None:
 
 
 def on_main(function: Callable[..., T], *arguments: Any) -> T:
-    """Call a function on rank 0, and return its result on every rank.
-
-    Raises:
-        TrainingError: on every rank, when rank 0 raised an OSError, ValueError or TrainingError.
-    """
+    """Call a function on rank 0, and return its result, or raise its error, on every rank."""
     outcome: list[Any] = [_attempt(function, *arguments) if is_main_process() else None]
     if get_world_size() > 1:
         dist.broadcast_object_list(outcome, src=0)
@@ -227,11 +205,7 @@ def on_main(function: Callable[..., T], *arguments: Any) -> T:
 
 
 def on_every(function: Callable[..., T], *arguments: Any) -> T:
-    """Call a function on every rank and return its result there.
-
-    Raises:
-        TrainingError: on every rank, when a rank raised an OSError, ValueError or TrainingError.
-    """
+    """Call a function on every rank and return its result there; an error of one is raised on all."""
     result, failed = _attempt(function, *arguments)
     raise_together(failed)
     return result
@@ -265,11 +239,10 @@ def broadcast_weights(model: nn.Module) -> None:
 
 @torch.no_grad()
 def average_running_statistics(model: nn.Module) -> None:
-    """Replace the running mean and variance of every BatchNorm by their mean over the ranks.
+    """Replace running means and variances by their mean over the ranks.
 
-    Layers that are not synchronised use only the samples of their own rank. Afterwards all ranks evaluate the
-    model that rank 0 writes to the checkpoint.
+    They differ in layers that are not synchronised, and all ranks are to evaluate what rank 0 saves.
     """
     for name, buffer in model.named_buffers():
         if name.endswith(("running_mean", "running_var")):
-            buffer.copy_(reduce_value(buffer))
+            buffer.copy_(mean_of_ranks(buffer))

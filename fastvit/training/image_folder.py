@@ -30,10 +30,6 @@ class ImageFolder(ImageSource):
 
     Links to folders are followed. Images and folders with a dot before their names (`.ipynb_checkpoints`,
     `._x.jpg`) are left out.
-
-    Raises:
-        ConfigError: there is no such folder, it has no classes, or a class has no images; in `read`, an image
-            has 32 bits a channel.
     """
 
     def __init__(self, folder: Path, size: int) -> None:

@@ -33,9 +33,6 @@ def find_launch(environment: Mapping[str, str] = os.environ) -> Launch | None:
     RANK and WORLD_SIZE are torchrun's and torch.distributed.launch's. SLURM_PROCID and
     SLURM_STEP_NUM_TASKS (or SLURM_NTASKS) are srun's; then the port follows from the numbers of job and step,
     unless MASTER_PORT says otherwise. `MPI` has those of mpirun. Neither says what rank 0's host is.
-
-    Raises:
-        ConfigError: the variables are incomplete or invalid.
     """
 
     def number(name: str, default: int | str = "") -> int:
@@ -65,7 +62,7 @@ def find_launch(environment: Mapping[str, str] = os.environ) -> Launch | None:
         several = number(names[3]) < number(names[1])
         how = "mpirun -x MASTER_ADDR=... or -genv MASTER_ADDR ..., and MASTER_PORT where 29500 is in use"
     elif torchrun:
-        missing = "WORLD_SIZE" if torchrun == ["RANK"] else "RANK"
+        missing = {"RANK": "WORLD_SIZE", "WORLD_SIZE": "RANK"}[torchrun[0]]
         raise ConfigError(
             f"{torchrun[0]} is set, but not {missing}; start every rank by a launcher, which sets both, or "
             "unset it to train alone"

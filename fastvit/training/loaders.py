@@ -36,11 +36,7 @@ class ImageSource(Dataset):
     labels: Tensor
 
     def read(self, indices: list[int], generator: torch.Generator | None) -> Tensor:
-        """Images `(n, C, H, W)` fp32, ready for the model; augmented by random numbers of the generator.
-
-        Raises:
-            OSError: a file cannot be read.
-        """
+        """Images `(n, C, H, W)` fp32, ready for the model; augmented by random numbers of the generator."""
         raise NotImplementedError
 
     def __getitem__(self, key: Key) -> tuple[Tensor, Tensor]:
@@ -54,9 +50,6 @@ class TrainBatches(Sampler[Key]):
 
     The order depends only on (seed, epoch), and the augmentation of a batch only on (seed, epoch, rank,
     batch). So an epoch can be continued in the middle, and does not depend on the number of workers.
-
-    Raises:
-        ConfigError: the rank's share is smaller than one batch.
     """
 
     def __init__(self, images: int, batch_size: int, ranks: Ranks, seed: int) -> None:

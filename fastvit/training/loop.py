@@ -6,7 +6,7 @@ import math
 import signal
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from threading import Event
 
@@ -16,16 +16,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from .. import sync
+from . import distributed
 from .config import TrainingError
-from .distributed import (
-    gather_numbers,
-    get_rank,
-    get_world_size,
-    is_main_process,
-    on_every,
-    raise_together,
-    reduce_value,
-)
 from .loaders import seed_of
 from .train_state import TrainState
 
@@ -59,8 +51,7 @@ def read_batches(loader: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tens
 class Feed:
     """Batches, the time spent waiting for them, and the error that ended them.
 
-    After an error it returns zeros as images, so that the rank takes part in the step, in which all ranks
-    learn of the error.
+    Zeros follow an error, so that the rank takes part in the step, in which all ranks learn of the error.
     """
 
     def __init__(self, loader: Iterable[tuple[Tensor, Tensor]], shape: tuple[int, ...]) -> None:
@@ -80,18 +71,15 @@ class Feed:
         return torch.zeros(self.shape), torch.zeros(self.shape[0], dtype=torch.int64)
 
 
-@contextmanager
-def stop_request() -> Iterator[Event]:
+def stop_request(until: ExitStack) -> Event:
     """An event that SIGTERM sets, the request to end the run at the next step with a checkpoint.
 
     A scheduler and the launcher may both send it. All ranks stop at the same step when one receives it.
     """
     came = Event()
     before = signal.signal(signal.SIGTERM, lambda *_: came.set())
-    try:
-        yield came
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    until.callback(signal.signal, signal.SIGTERM, before)
+    return came
 
 
 def train_one_epoch(
@@ -108,20 +96,13 @@ def train_one_epoch(
     finite, data that cannot be read and SIGTERM on one rank end the epoch on every rank at the same step.
 
     Args:
-        loader: its sampler begins at the first batch after `progress`.
+        loader: its sampler begins at the first batch after `progress`, which is updated.
         shape: C, H, W of an image.
         epoch: counted from 1.
-        progress: the finished steps of the epoch; updated.
-        stop: of `stop_request`, on every rank.
 
     Returns:
         `images_per_second` of all ranks, and `data_wait`, the share of the time in which this rank waited for
         a batch; whether a rank received SIGTERM.
-
-    Raises:
-        TrainingError: on every rank, with the step and the value that was not finite, or the rank that could
-            not read its data.
-        RuntimeError: on a rank that detected a failed exchange of statistics.
     """
     from tqdm import tqdm
 
@@ -131,19 +112,19 @@ def train_one_epoch(
     train_state.parallel.train()
     start = time.perf_counter()
     shown = {"desc": f"[epoch {epoch}]", "leave": False, "mininterval": 0.5, "dynamic_ncols": True}
-    with tqdm(total=steps, initial=progress.step, disable=not is_main_process(), **shown) as bar:
+    with tqdm(total=steps, initial=progress.step, disable=not distributed.is_main_process(), **shown) as bar:
         while progress.step < steps and not stopped:
             for group in train_state.optimizer.param_groups:
                 group["lr"] = train_state.schedule((epoch - 1) * steps + progress.step)
             parts = min(config.accumulate, len(loader) - progress.step * config.accumulate)
             # Dropout differs between ranks and from augmentation (by the 1), and is the same after a resume.
-            torch.manual_seed(seed_of(config.seed, epoch, get_rank(), progress.step, 1))
+            torch.manual_seed(seed_of(config.seed, epoch, distributed.get_rank(), progress.step, 1))
             loss = _backward(train_state, feed, parts)
             norm = _clip_gradients(train_state)
             flag = loss.new_tensor(FAILED if feed.error else STOP if stop.is_set() else 0)
-            losses, norms, flags = gather_numbers(torch.stack([loss, norm.float(), flag]))
+            losses, norms, flags = distributed.gather_numbers(torch.stack([loss, norm.float(), flag]))
             if FAILED in flags:
-                raise_together(feed.error)
+                distributed.raise_together(feed.error)
             progress.step += 1
             _check_finite(train_state, losses, norms[0], f"epoch {epoch}, step {progress.step}")
             progress.loss += sum(losses) / len(losses)
@@ -160,7 +141,7 @@ def train_one_epoch(
         torch.cuda.synchronize(train_state.device)
         sync.check()  # before the weights are written to a checkpoint
     seconds = time.perf_counter() - start
-    images = batches * config.batch_size * get_world_size()
+    images = batches * config.batch_size * distributed.get_world_size()
     return {"images_per_second": images / seconds, "data_wait": feed.waited / seconds}, stopped
 
 
@@ -215,15 +196,11 @@ def _step(train_state: TrainState) -> None:
 def evaluate(train_state: TrainState, model: nn.Module, loader: DataLoader) -> tuple[float, float]:
     """Mean cross-entropy and accuracy over the test images of all ranks, each counted once.
 
-    Args:
-        model: without DistributedDataParallel, whose forward would wait for all ranks in every batch.
-
-    Raises:
-        TrainingError: on every rank, when one could not read its images.
+    The model is without DistributedDataParallel, whose forward would wait for all ranks in every batch.
     """
     model.eval()
-    sums = on_every(_sums, train_state, model, loader)
-    loss, correct, count = reduce_value(sums, average=False).tolist()
+    sums = distributed.on_every(_sums, train_state, model, loader)
+    loss, correct, count = distributed.mean_of_ranks(sums).tolist()
     return loss / count, correct / count
 
 

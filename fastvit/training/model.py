@@ -16,20 +16,12 @@ from torch import Tensor, nn
 
 from ..fuse import convert_syncbn_model
 from ..models import create_vit
-from .config import Config, ConfigError, some
+from .config import Config, ConfigError, first_line, some
 from .nvidia_apex import import_apex
 
 
 def build_model(config: Config, shape: tuple[int, int, int], classes: int) -> nn.Module:
-    """The model of `--model` with the normalisation of `--norm`, on the CPU, in fp32.
-
-    Args:
-        shape: C, H, W of the images.
-        classes: of the data.
-
-    Raises:
-        ConfigError: the name, the norm or the number of classes is invalid.
-    """
+    """The model of `--model` with the normalisation of `--norm`, on the CPU, in fp32."""
     outputs = config.classes or classes
     if outputs < classes:
         raise ConfigError(f"--classes must be at least the {classes} classes of the data, got {outputs}")
@@ -95,7 +87,7 @@ def _read(path: Path) -> Any:
     except OSError:
         raise
     except Exception as error:  # a damaged file may raise any exception; code in it is refused
-        reason = (str(error).splitlines() or [""])[0]
+        reason = first_line(error)
         if refused := re.search(r"GLOBAL (\S+)", str(error)):
             reason = (
                 f"it holds an object of {refused[1]}, which may run code; save the model's state_dict() alone"
@@ -150,10 +142,6 @@ def load_pretrained(model: nn.Module, path: Path) -> str:
 
     The heads are not loaded where the file has them for another number of classes: tensors that nothing but
     one number of outputs tells from those of the file.
-
-    Raises:
-        OSError, ConfigError: the file cannot be read, no name fits, or a tensor other than a head's has
-            another shape.
     """
     own, content = model.state_dict(), _read(path)
     tensors = _tensors(content)
@@ -193,9 +181,6 @@ def freeze(model: nn.Module, patterns: tuple[str, ...]) -> int:
     """Freeze every parameter whose name matches one of the patterns; returns their number.
 
     BatchNorm layers stay in training mode and use batch statistics.
-
-    Raises:
-        ConfigError: a pattern matches no parameter, or all parameters are frozen.
     """
     parameters, frozen = dict(model.named_parameters()), set()
     for pattern in patterns:

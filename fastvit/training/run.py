@@ -40,10 +40,7 @@ from .train_state import TrainState, make_train_state
 def train(config: Config, given: dict[str, Any], ranks: Ranks) -> None:
     """Train by `config`; every rank calls it, and rank 0 prints `test accuracy 0.xxx` at the end.
 
-    Args:
-        config: the configuration of this start.
-        given: the values that were given explicitly; a resumed run takes the others from its checkpoint.
-        ranks: the result of `distributed.init`.
+    A resumed run takes values that were not `given` explicitly from its checkpoint.
 
     Raises:
         TrainingError: on every rank, with a message for the user.
@@ -92,45 +89,44 @@ def _train(config: Config, given: dict[str, Any], ranks: Ranks, stack: ExitStack
     done, history, progress = 0, [], Progress()
     if state is not None:
         done, history, progress = state["epoch"], state["history"], Progress(**state["progress"])
-        within, others = f" and {progress.step} steps" if progress.step else "", ""
+        said = f"resumed after epoch {done}{f' and {progress.step} steps' if progress.step else ''}"
+        said += f" of {config.epochs}"
         if state["world"] != ranks.world:
-            others = (
-                f": by {ranks.world} rank(s) what {state['world']} wrote, with the learning rate and "
-                f"schedule of {ranks.world}"
-            )
-        say(f"resumed after epoch {done}{within} of {config.epochs}{others}")
+            said += f": by {ranks.world} rank(s) what {state['world']} wrote, with the learning rate and "
+            said += f"schedule of {ranks.world}"
+        say(said)
 
     log: list[RunLog] = []  # one, on rank 0
     on_main(lambda: log.append(RunLog(run, history)))
     end = min(config.epochs, done + config.stop_after) if config.stop_after else config.epochs
-    with stop_request() as stop:
-        for epoch in range(done + 1, end + 1):
-            sampler.set_epoch(epoch, progress.step * config.accumulate)
-            speed, stop_asked = train_one_epoch(train_state, batches, data.shape, epoch, progress, stop)
-            for model in filter(None, (train_state.model, train_state.average)):
-                average_running_statistics(model)
-            step, best = progress.step, False
-            if complete := step == steps:
-                row = _evaluated(train_state, test, progress, epoch) | speed
-                best = all(_score(row) > _score(other) for other in history)
-                history.append(row)
-                done, progress = epoch, Progress()
-            now = train_state.state_dict() | {
-                "epoch": done,
-                "step": progress.step,
-                "progress": asdict(progress),
-                "config": asdict(config),
-                "classes": list(data.classes),
-                "world": ranks.world,
-                "history": history,  # completes the log after a crash between the two
-            }
-            on_main(checkpoint.save_checkpoint, run, now, config.keep, best)
-            if complete:
-                on_main(lambda row=row: log[0].write(row))
-                say(_summary(row))
-            if stop_asked and done < end:
-                say(f"stopped by SIGTERM in epoch {epoch}, after step {step}")
-                break
+    stop = stop_request(stack)
+    for epoch in range(done + 1, end + 1):
+        sampler.set_epoch(epoch, progress.step * config.accumulate)
+        speed, stop_asked = train_one_epoch(train_state, batches, data.shape, epoch, progress, stop)
+        for model in filter(None, (train_state.model, train_state.average)):
+            average_running_statistics(model)
+        step, best = progress.step, False
+        if complete := step == steps:
+            row = _evaluated(train_state, test, progress, epoch) | speed
+            best = all(_score(row) > _score(other) for other in history)
+            history.append(row)
+            done, progress = epoch, Progress()
+        now = train_state.state_dict() | {
+            "epoch": done,
+            "step": progress.step,
+            "progress": asdict(progress),
+            "config": asdict(config),
+            "classes": list(data.classes),
+            "world": ranks.world,
+            "history": history,  # completes the log after a crash between the two
+        }
+        on_main(checkpoint.save_checkpoint, run, now, config.keep, best)
+        if complete:
+            on_main(lambda row=row: log[0].write(row))
+            say(_summary(row))
+        if stop_asked and done < end:
+            say(f"stopped by SIGTERM in epoch {epoch}, after step {step}")
+            break
     on_main(lambda: log[0].close())
     if done < config.epochs:
         say(f"stopped after epoch {done} of {config.epochs}; continue it with --resume {run}")
