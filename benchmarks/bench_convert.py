@@ -46,22 +46,18 @@ import fastvit
 from fastvit.conversion.convert import blocks
 from fastvit.memory import live_bytes, peak_bytes
 
-MODELS = {
-    "convert_vits": (
-        "vit_small_patch16_224", "torchvision:vit_b_16", "transformers:vit", "transformers:siglip",
-        "transformers:clip", "deit3_small_patch16_224", "vit_small_patch14_dinov2",
-        "vit_small_patch16_dinov3", "vit_small_plus_patch16_dinov3", "eva02_small_patch14_224",
-        "convnext_tiny", "convnextv2_tiny", "mixer_s16_224", "swin_tiny_patch4_window7_224",
-        "torchvision:swin_t", "beit_base_patch16_224", "swinv2_tiny_window8_256", "pvt_v2_b1",
-        "maxvit_tiny_rw_224", "transformers:llama", "transformers:gpt2",
-        "frozen:vit_small_patch16_224", "frozen:vgg16", "frozen:mobilenet_v2",
-    ),
-    "convert": (
-        "mobilevit_s", "efficientformer_l1", "efficientvit_b1", "levit_256", "tresnet_m", "resnet50",
-        "repvit_m1_1", "mobilenetv4_hybrid_medium", "densenet121", "tiny_vit_11m_224", "coatnet_0_rw_224",
-        "efficientformerv2_s1",
-    ),
-}  # fmt: skip
+VITS = """
+    vit_small_patch16_224 torchvision:vit_b_16 transformers:vit transformers:siglip transformers:clip
+    deit3_small_patch16_224 vit_small_patch14_dinov2 vit_small_patch16_dinov3 vit_small_plus_patch16_dinov3
+    eva02_small_patch14_224 convnext_tiny convnextv2_tiny mixer_s16_224 swin_tiny_patch4_window7_224
+    torchvision:swin_t beit_base_patch16_224 swinv2_tiny_window8_256 pvt_v2_b1 maxvit_tiny_rw_224
+    transformers:llama transformers:gpt2 frozen:vit_small_patch16_224 frozen:vgg16 frozen:mobilenet_v2
+"""
+NORMS = """
+    mobilevit_s efficientformer_l1 efficientvit_b1 levit_256 tresnet_m resnet50 repvit_m1_1
+    mobilenetv4_hybrid_medium densenet121 tiny_vit_11m_224 coatnet_0_rw_224 efficientformerv2_s1
+"""
+MODELS = {"convert_vits": VITS.split(), "convert": NORMS.split()}
 GROUPS = {"vits": "convert_vits", "norms": "convert"}
 MIB = 2**20
 
@@ -247,7 +243,7 @@ def merged(old: list[dict], new: list[dict]) -> list[dict]:
     """`new`, and the rows of other models, in the order of MODELS."""
     first = new[0]
     rows = [row for row in old if (row["what"], row["dtype"]) != (first["what"], first["dtype"])]
-    order = {model: i for i, model in enumerate(sum(MODELS.values(), ()))}
+    order = {model: i for i, model in enumerate(sum(MODELS.values(), []))}
     return sorted([*rows, *new], key=lambda r: (r["dtype"] != "fp32", order.get(r["what"], len(order))))
 
 

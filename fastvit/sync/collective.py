@@ -113,10 +113,9 @@ class Direct(Collective):
         sent, received = [HEADER_WORDS + len(words)] * handle.world, [width] * handle.world
         sent[self._rank] = received[self._rank] = 0
         self._received[:, :HEADER_WORDS] = 0  # a message that has not arrived keeps these zeros
-        work = dist.all_to_all_single(
-            self._received.view(-1), torch.cat([header, words]).repeat(others), received, sent,
-            group=self._process_group(), async_op=True,
-        )  # fmt: skip
+        arrived, messages = self._received.view(-1), torch.cat([header, words]).repeat(others)
+        group = self._process_group()
+        work = dist.all_to_all_single(arrived, messages, received, sent, group=group, async_op=True)
         wait_on_host(work, self._watch, self.timeout)
         return _ops.direct_merge(self._received, numbers, exchange)
 

@@ -47,9 +47,17 @@ class FusedAdam(FusedOptimizer):
         self.adam_w_mode = adam_w_mode
         self.capturable = self._step_supports_amp_scaling = capturable
         super().__init__(
-            params, set_grad_none, amsgrad, master_weights, lr=lr, bias_correction=bias_correction,
-            betas=betas, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm,
-        )  # fmt: skip
+            params,
+            set_grad_none,
+            amsgrad,
+            master_weights,
+            lr=lr,
+            bias_correction=bias_correction,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            max_grad_norm=max_grad_norm,
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
@@ -76,8 +84,22 @@ class FusedAdam(FusedOptimizer):
                 count += 1.0 if found_inf is None else 1.0 - found_inf.to(count.device)
         beta1, beta2 = group["betas"]
         adam(
-            values, gradients, means, squares, [], steps,
-            foreach=False, fused=True, capturable=self.capturable, amsgrad=False, maximize=False,
-            decoupled_weight_decay=self.adam_w_mode, beta1=beta1, beta2=beta2, lr=group["lr"],
-            weight_decay=group["weight_decay"], eps=group["eps"], found_inf=found_inf,
-        )  # fmt: skip
+            values,
+            gradients,
+            means,
+            squares,
+            [],
+            steps,
+            foreach=False,
+            fused=True,
+            capturable=self.capturable,
+            amsgrad=False,
+            maximize=False,
+            decoupled_weight_decay=self.adam_w_mode,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            found_inf=found_inf,
+        )
