@@ -49,13 +49,13 @@ def differentiable_once(backward):
     return chosen
 
 
-def in_one_pass(shared: Transport, x: Tensor) -> bool:
+def in_one_pass(transport: Transport, x: Tensor) -> bool:
     """Whether a local op does both passes: with batch statistics of this process alone.
 
     On a GPU its blocks wait for each other, which holds up the multiprocessors while a collective kernel
     takes the places of some. So beside other ranks both passes are launched, which give the same bits.
     """
-    if shared is not LOCAL:
+    if transport is not LOCAL:
         return False
     return not x.is_cuda or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1
 
