@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import _library
 from .agreement import Agreement, ProcessWatch, ranks_text
-from .protocol import HEADER_WORDS, Describe, Exchange, Kind, Tag
+from .protocol import HEADER_WORDS, Describe, Exchange, Kind, Tag, direction
 from .transport import Backend
 
 # torch 2.13 renamed all_gather_into_tensor and warns about the old name.
@@ -62,7 +62,7 @@ class Collective(Backend):
             self._failed = str(error) or type(error).__name__
             if not isinstance(error, RuntimeError):
                 raise
-            what = f"rank {self._rank} in {self._text(tag, kind)}"
+            what = f"rank {self._rank} in {self._describe(tag, direction(kind))}"
             raise RuntimeError(f"{what}: {self._why()}: {error}") from error
 
     def _merged(self, numbers: Tensor, exchange: Tensor, kind: Kind) -> Tensor:
