@@ -175,7 +175,7 @@ def rank_main(rank: int, world: int, folder: str, options: argparse.Namespace) -
     try:
         if not options.hosts:
             groups["CudaIpc" if cuda else "SharedMemory"] = group_with("peer")
-    except RuntimeError as error:  # on all ranks
+    except RuntimeError as error:  # all ranks raise it
         print(error)
     cores = sorted(os.sched_getaffinity(0))
     if not cuda and options.threads == 1 and world <= len(cores):

@@ -73,7 +73,7 @@ def match_strides(dy: Tensor, x: Tensor) -> Tensor:
 class NormOptions(NamedTuple):
     """What a normalisation takes besides its tensors."""
 
-    name: str  # of the layer's function, in errors
+    name: str  # the layer's function in fastvit.functional, which errors say
     training: bool  # normalises by batch statistics, and updates the running ones
     momentum: float | None
     eps: float

@@ -62,7 +62,7 @@ class FusedAdam(FusedOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         for group in self.param_groups:
-            if (step := group.pop("step", None)) is not None:  # of apex's files, for all parameters
+            if (step := group.pop("step", None)) is not None:  # apex's files have one step for all parameters
                 for state in (self.state[p] for p in group["params"] if p in self.state):
                     state["step"] = torch.tensor(float(step))
 
@@ -77,7 +77,7 @@ class FusedAdam(FusedOptimizer):
             excess = torch.stack(norms(gradients)).norm() / group["max_grad_norm"]
             gradients = list(torch._foreach_div(gradients, excess.clamp_min(1.0)))
         means, squares, steps = ([state[n] for state in states] for n in ("exp_avg", "exp_avg_sq", "step"))
-        found_inf = getattr(self, "found_inf", None)  # by GradScaler
+        found_inf = getattr(self, "found_inf", None)  # GradScaler sets it
         if not group["bias_correction"]:  # as after infinitely many steps, where beta^step is 0
             counts, steps = steps, [torch.full_like(step, float("inf")) for step in steps]
             for count in counts:

@@ -43,7 +43,7 @@ class FusedLAMB(FusedOptimizer):
     ) -> None:
         self.adam_w_mode = adam_w_mode
         self.use_nvlamb = use_nvlamb
-        self._clip_divisor: Tensor | None = None  # of all gradients, at least 1
+        self._clip_divisor: Tensor | None = None  # all gradients are divided by it; at least 1
         super().__init__(
             params,
             set_grad_none,
