@@ -33,7 +33,7 @@ import time
 from pathlib import Path
 
 import torch
-from harness import command_line, percentiles, provenance, read_csv, reuse_memory, write_csv
+from harness import command_line, percentiles, provenance, read_csv, reuse_memory, timed_us, write_csv
 from real_models import create, inputs
 from report import write_table
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -46,22 +46,18 @@ import fastvit
 from fastvit.conversion.convert import blocks
 from fastvit.memory import live_bytes, peak_bytes
 
-MODELS = {
-    "convert_vits": (
-        "vit_small_patch16_224", "torchvision:vit_b_16", "transformers:vit", "transformers:siglip",
-        "transformers:clip", "deit3_small_patch16_224", "vit_small_patch14_dinov2",
-        "vit_small_patch16_dinov3", "vit_small_plus_patch16_dinov3", "eva02_small_patch14_224",
-        "convnext_tiny", "convnextv2_tiny", "mixer_s16_224", "swin_tiny_patch4_window7_224",
-        "torchvision:swin_t", "beit_base_patch16_224", "swinv2_tiny_window8_256", "pvt_v2_b1",
-        "maxvit_tiny_rw_224", "transformers:llama", "transformers:gpt2",
-        "frozen:vit_small_patch16_224", "frozen:vgg16", "frozen:mobilenet_v2",
-    ),
-    "convert": (
-        "mobilevit_s", "efficientformer_l1", "efficientvit_b1", "levit_256", "tresnet_m", "resnet50",
-        "repvit_m1_1", "mobilenetv4_hybrid_medium", "densenet121", "tiny_vit_11m_224", "coatnet_0_rw_224",
-        "efficientformerv2_s1",
-    ),
-}  # fmt: skip
+VITS = """
+    vit_small_patch16_224 torchvision:vit_b_16 transformers:vit transformers:siglip transformers:clip
+    deit3_small_patch16_224 vit_small_patch14_dinov2 vit_small_patch16_dinov3 vit_small_plus_patch16_dinov3
+    eva02_small_patch14_224 convnext_tiny convnextv2_tiny mixer_s16_224 swin_tiny_patch4_window7_224
+    torchvision:swin_t beit_base_patch16_224 swinv2_tiny_window8_256 pvt_v2_b1 maxvit_tiny_rw_224
+    transformers:llama transformers:gpt2 frozen:vit_small_patch16_224 frozen:vgg16 frozen:mobilenet_v2
+"""
+NORMS = """
+    mobilevit_s efficientformer_l1 efficientvit_b1 levit_256 tresnet_m resnet50 repvit_m1_1
+    mobilenetv4_hybrid_medium densenet121 tiny_vit_11m_224 coatnet_0_rw_224 efficientformerv2_s1
+"""
+MODELS = {"convert_vits": VITS.split(), "convert": NORMS.split()}
 GROUPS = {"vits": "convert_vits", "norms": "convert"}
 MIB = 2**20
 
@@ -106,13 +102,8 @@ class Contender:
 
     def timed(self, x) -> None:
         clock = time.perf_counter if self.device == "cuda" else time.process_time
-        if self.device == "cuda":
-            torch.cuda.synchronize()
-        start = clock()
-        self.step(x)
-        if self.device == "cuda":
-            torch.cuda.synchronize()
-        self.us.append((clock() - start) * 1e6)
+        timed_us(lambda: None, x.device)  # waits until a GPU has finished earlier work
+        self.us.append(timed_us(lambda: self.step(x), x.device, clock))
         self.zero()
 
 
@@ -121,8 +112,7 @@ def _innermost_blocks(model) -> set:
     return {block for block in found if not any(m in found for m in block.modules() if m is not block)}
 
 
-def checkpointed(eager, context_fn=None):
-    model = copy.deepcopy(eager)
+def checkpointed(model, context_fn=None):
     options = {} if context_fn is None else {"context_fn": context_fn}
     found = _innermost_blocks(model)
     apply_activation_checkpointing(
@@ -162,14 +152,14 @@ def selective(repeats_second: bool):
     return context_fn
 
 
-MAKERS = {  # name -> (eager model, inputs) -> model
-    "convert": lambda eager, x: fastvit.convert(copy.deepcopy(eager)),
-    "products": lambda eager, x: fastvit.convert(copy.deepcopy(eager), products=True),
-    "weight_casts": lambda eager, x: fastvit.convert(copy.deepcopy(eager), weight_casts=True),
-    "fuse": lambda eager, x: fastvit.convert(fastvit.fuse(copy.deepcopy(eager))),
-    "sac": lambda eager, x: checkpointed(eager, selective(False)),
-    "sac_half": lambda eager, x: checkpointed(eager, selective(True)),
-    "checkpoint": lambda eager, x: checkpointed(eager),
+MAKERS = {  # a contender's name -> what makes it of a copy of the eager model
+    "convert": fastvit.convert,
+    "products": lambda model: fastvit.convert(model, products=True),
+    "weight_casts": lambda model: fastvit.convert(model, weight_casts=True),
+    "fuse": lambda model: fastvit.convert(fastvit.fuse(model)),
+    "sac": lambda model: checkpointed(model, selective(False)),
+    "sac_half": lambda model: checkpointed(model, selective(True)),
+    "checkpoint": checkpointed,
 }
 BUDGETS = ("0.8", "0.6", "0.5", "0.4", "0.3", "0.2", "0.15", "0.1", "0.05", "least")
 OTHERS = {  # name and mark in the picture
@@ -182,14 +172,13 @@ COMPILED = tuple(f"compiled_{name}" for name in ("eager", "sac", "convert", "0.4
 
 
 def make(contender: str, eager, x):
-    if contender in COMPILED:
-        plain = contender.removeprefix("compiled_")
-        return torch.compile(copy.deepcopy(eager) if plain == "eager" else make(plain, eager, x))
-    if contender not in BUDGETS:
-        return MAKERS[contender](eager, x)
-    given = {"budget": "least"} if contender == "least" else {"budget": float(contender), "example_inputs": x}
-    recast = torch.is_autocast_enabled(x.device.type)
-    return fastvit.convert(copy.deepcopy(eager), weight_casts=recast, **given)
+    model, plain = copy.deepcopy(eager), contender.removeprefix("compiled_")
+    if plain in BUDGETS:
+        given = {"budget": "least"} if plain == "least" else {"budget": float(plain), "example_inputs": x}
+        model = fastvit.convert(model, weight_casts=torch.is_autocast_enabled(x.device.type), **given)
+    elif plain != "eager":
+        model = MAKERS[plain](model)
+    return torch.compile(model) if contender in COMPILED else model
 
 
 def chosen(name: str, arguments) -> list[str]:
@@ -247,7 +236,7 @@ def merged(old: list[dict], new: list[dict]) -> list[dict]:
     """`new`, and the rows of other models, in the order of MODELS."""
     first = new[0]
     rows = [row for row in old if (row["what"], row["dtype"]) != (first["what"], first["dtype"])]
-    order = {model: i for i, model in enumerate(sum(MODELS.values(), ()))}
+    order = {model: i for i, model in enumerate(sum(MODELS.values(), []))}
     return sorted([*rows, *new], key=lambda r: (r["dtype"] != "fp32", order.get(r["what"], len(order))))
 
 
@@ -269,9 +258,8 @@ def curve(rows: list[dict], path: Path) -> None:
         }
         eager = [point for contender, point in at.items() if contender not in (*OTHERS, *COMPILED)]
         axis.plot(*zip(*sorted(eager), strict=True), "o-", label="fastvit.convert, by budget", markersize=4)
-        if compiled := [
-            at[contender] for contender in COMPILED if contender in at and contender not in OTHERS
-        ]:
+        compiled = [at[contender] for contender in COMPILED if contender in at and contender not in OTHERS]
+        if compiled:
             axis.plot(*zip(*sorted(compiled), strict=True), "o--", label="the same, compiled", markersize=4)
         for contender, (label, marker) in OTHERS.items():
             if contender in at:

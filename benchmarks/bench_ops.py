@@ -20,10 +20,9 @@ from torch.nn import functional as F
 from fastvit import ops
 
 BACKWARD = "bn_reduce, bn_backward"  # one function of torch
-PASSES = {  # over the activation
-    "bn_stats": 1, "bn_forward": 2, "abn_forward_": 2, "bn_reduce": 2, "abn_reduce": 2, "bn_backward": 3,
-    "abn_backward": 3, BACKWARD: 5,
-}  # fmt: skip
+# The passes of an op over the activation.
+PASSES = {"bn_stats": 1, "bn_forward": 2, "abn_forward_": 2, "bn_reduce": 2, "abn_reduce": 2}
+PASSES |= {"bn_backward": 3, "abn_backward": 3, BACKWARD: 5}
 
 
 @dataclass(frozen=True)

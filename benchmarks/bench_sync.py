@@ -23,7 +23,6 @@ import json
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -32,7 +31,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from harness import command_line, peer_layers, percentiles, provenance, reuse_memory, write_csv
+from harness import command_line, peer_layers, percentiles, provenance, reuse_memory, timed_us, write_csv
 from hosts import Hosts
 from report import write_table
 from torch import nn
@@ -75,15 +74,6 @@ def exchange(group, channels: int, device: torch.device) -> tuple[Work, Work]:
     return partial(shared.share_moments, layer, moments), partial(shared.share_sums, sums[None], tag)
 
 
-def timed(work: Work, device: torch.device) -> float:
-    """Microseconds."""
-    begin = time.perf_counter()
-    work()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return (time.perf_counter() - begin) * 1e6
-
-
 def counted(work: Work) -> dict[str, int]:
     """Calls in `work`, by torch's profiler: collectives, and torch's ops, without those inside of others."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -104,7 +94,7 @@ def bench(contenders: dict[str, Contender], baseline: str, repeats: int, device:
             taken = []
             for before, work in parts:
                 before()
-                taken.append(timed(work, device))
+                taken.append(timed_us(work, device))
             if repeat >= repeats // 10:
                 for direction, us in zip(DIRECTIONS, (*taken, sum(taken)), strict=True):
                     own[name, direction].append(us)
@@ -165,9 +155,9 @@ def bench_step(shape: tuple[int, ...], groups: dict, repeats: int, device: torch
             (lambda: None, lambda: kept.pop().backward(dy)),
         )
 
-    gather, reduce = exchange(None, shape[1], device)
     contenders = {name: step(layer) for name, layer in found.items()}
-    contenders["bare"] = (begin_cold, gather), (begin_cold, reduce)  # each after work, as a layer's
+    gather, reduce = exchange(None, shape[1], device)
+    contenders["bare"] = (begin_cold, gather), (begin_cold, reduce)  # each follows work, as a layer's does
     return bench(contenders, "local", repeats, device)
 
 
@@ -185,7 +175,7 @@ def rank_main(rank: int, world: int, folder: str, options: argparse.Namespace) -
     try:
         if not options.hosts:
             groups["CudaIpc" if cuda else "SharedMemory"] = group_with("peer")
-    except RuntimeError as error:  # on all ranks
+    except RuntimeError as error:  # all ranks raise it
         print(error)
     cores = sorted(os.sched_getaffinity(0))
     if not cuda and options.threads == 1 and world <= len(cores):

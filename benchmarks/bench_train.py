@@ -49,11 +49,9 @@ def measure_accuracy(ranks: int, only: list[str], results: Path) -> list[dict]:
             seconds = time.perf_counter() - start
             last = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
         required = REQUIRED_O3 if value == "O3" else REQUIRED
-        rows[case] = {
-            "option": option, "value": value, "ranks": ranks, "epochs": last["epoch"],
-            "test_accuracy": last["test_accuracy"], "required": required,
-            "test_loss": last["test_loss"], "seconds": seconds, **provenance("cpu"),
-        }  # fmt: skip
+        row = {"option": option, "value": value, "ranks": ranks, "epochs": last["epoch"]}
+        row |= {"test_accuracy": last["test_accuracy"], "required": required, "test_loss": last["test_loss"]}
+        rows[case] = row | {"seconds": seconds} | provenance("cpu")
         path = write_csv("train_accuracy", list(rows.values()), results)
         path.with_suffix(".md").write_text(table(read_csv(path.stem, results)))
     return list(rows.values())

@@ -176,6 +176,17 @@ def peer_layers(channels: int, names: Iterable[str] = PEERS) -> dict[str, torch.
     return found
 
 
+def timed_us(
+    work: Callable[[], object], device: torch.device, clock: Callable[[], float] = time.perf_counter
+) -> float:
+    """Microseconds of the host's clock until `work` is done, on a GPU too."""
+    begin = clock()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return (clock() - begin) * 1e6
+
+
 def output_of(*command: str) -> str:
     """The output of a command; empty where it is missing or fails."""
     try:

@@ -3,10 +3,9 @@
 python benchmarks/report.py [NAME ...]     writes results/NAME.md from NAME.csv, or all of them
 """
 
-import argparse
 from pathlib import Path
 
-from harness import RESULTS, markdown, place, read_csv
+from harness import command_line, markdown, place, read_csv
 
 KEYS = ("world", "what", "shape", "dtype", "threads", "direction")
 CONVERTED = """\
@@ -80,11 +79,8 @@ def write_table(path: Path) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__, None)
     parser.add_argument("names", nargs="*", help="of results, as ops_cpu (default: all)")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     options = parser.parse_args()
     names = options.names or sorted(
         path.stem for path in options.out.glob("*.csv") if path.stem.startswith(tuple(WORDS))

@@ -1,16 +1,14 @@
 """The page of the digits demo: one HTML file with its pictures inside, readable in light and dark."""
 
-from __future__ import annotations
-
 import html
 import io
 import re
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from string import Template
-from typing import TYPE_CHECKING
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -18,10 +16,7 @@ from matplotlib.figure import Figure
 
 from fastvit import info
 
-if TYPE_CHECKING:
-    from digits_demo import Result
-
-__all__ = ["write_page"]
+__all__ = ["Result", "write_page"]
 
 TEMPLATE = Path(__file__).with_name("demo_page.html")
 INK = "#010203"  # drawn by matplotlib, replaced by the colour of the page's text
@@ -41,10 +36,24 @@ RUNS = LAYERS | {
 COLOURED = "axes.edgecolor axes.labelcolor grid.color xtick.color ytick.color text.color".split()
 
 
+@dataclass(frozen=True)
+class Result:
+    """The result of one run."""
+
+    norm: str
+    level: str  # amp's, as O1
+    command: str
+    ranks: int
+    seconds: float  # the whole run, start of the processes included
+    history: list[dict]  # one row per epoch, as in metrics.jsonl
+
+    @property
+    def accuracy(self) -> float:
+        return self.history[-1]["test_accuracy"]
+
+
 def _svg(name: str, width: float, height: float, draw: Callable[[Axes], None]) -> str:
-    """Draw on one pair of axes and return the SVG element, with text that takes the page's font and
-    colour.
-    """
+    """What `draw` draws, as an SVG element whose text takes the page's font and colour."""
     settings = {
         "svg.fonttype": "none",
         "svg.hashsalt": name,  # several pictures share a page, so their ids must differ
@@ -114,25 +123,15 @@ def _speed(result: Result) -> float:
     return statistics.median(row["images_per_second"] for row in result.history[1:] or result.history)
 
 
-def _table_of_runs(results: Sequence[Result]) -> str:
-    names = "layer", "test accuracy", "test loss", "images/s", "run", "ranks"
-    rows = [
-        (
-            RUNS[result.norm][0],
-            f"{result.accuracy:.3f}",
-            f"{result.history[-1]['test_loss']:.4f}",
-            f"{_speed(result):,.0f}",
-            f"{result.seconds:.0f} s",
-            str(result.ranks),
-        )
-        for result in results
-    ]
-    return _html_table(names, rows)
-
-
-def _table_of_layers(kept: dict[str, int]) -> str:
-    rows = [(LAYERS[name][0], f"{size:,} B", f"{size / kept['torch']:.0%}") for name, size in kept.items()]
-    return _html_table(("layer", "kept for backward", "of torch's"), rows)
+def _cells(result: Result) -> dict[str, str]:
+    return {
+        "layer": RUNS[result.norm][0],
+        "test accuracy": f"{result.accuracy:.3f}",
+        "test loss": f"{result.history[-1]['test_loss']:.4f}",
+        "images/s": f"{_speed(result):,.0f}",
+        "run": f"{result.seconds:.0f} s",
+        "ranks": str(result.ranks),
+    }
 
 
 def _facts(results: Sequence[Result], batch: int) -> str:
@@ -167,20 +166,19 @@ def write_page(path: Path, results: Sequence[Result], kept: dict[str, int], batc
         (f"{_speed(main):,.0f}", f"images per second in training, {main.ranks} rank(s)"),
         (f"{main.seconds:.0f} s", "main run, start of the processes included"),
     )
+    columns = {"Training loss": "train_loss", "Test loss": "test_loss", "Test accuracy": "test_accuracy"}
     charts = {
         title: _svg(f"{title.lower()} by epoch", 4.3, 3.1, _curves(results, column))
-        for title, column in (
-            ("Training loss", "train_loss"),
-            ("Test loss", "test_loss"),
-            ("Test accuracy", "test_accuracy"),
-        )
+        for title, column in columns.items()
     }
+    rows = [_cells(result) for result in results]
+    layers = [(LAYERS[name][0], f"{size:,} B", f"{size / kept['torch']:.0%}") for name, size in kept.items()]
     parts = {
         "tiles": "".join(f'<div class="tile"><b>{big}</b><span>{text}</span></div>' for big, text in tiles),
         "charts": "".join(f"<figure><figcaption>{k}</figcaption>{svg}</figure>" for k, svg in charts.items()),
-        "table": _table_of_runs(results),
+        "table": _html_table([*rows[0]], [[*row.values()] for row in rows]),
         "bars": _svg("kept for backward by layer", 8.2, 2.9, _bars(kept)),
-        "layer_table": _table_of_layers(kept),
+        "layer_table": _html_table(("layer", "kept for backward", "of torch's"), layers),
         "level": main.level + emulated,
         "facts": _facts(results, batch),
         "commands": html.escape("\n".join(result.command for result in results)),

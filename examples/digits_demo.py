@@ -9,8 +9,6 @@ for each run TensorBoard events, metrics and the last checkpoint, and `index.htm
 last line is `test accuracy 0.9xx` of the main run.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -18,11 +16,11 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from demo_page import write_page
+from demo_page import Result, write_page
 
 import fastvit
 from fastvit.models import vit_digits
@@ -36,22 +34,6 @@ EPOCHS = 12
 BATCH = 32  # images per rank
 REQUIRED_ACCURACY = 0.97
 RUN_LIMIT = 900  # seconds after which a run counts as hung
-
-
-@dataclass(frozen=True)
-class Result:
-    """The result of one run."""
-
-    norm: str
-    level: str  # amp's, as O1
-    command: str
-    ranks: int
-    seconds: float  # the whole run, start of the processes included
-    history: list[dict]  # one row per epoch, as in metrics.jsonl
-
-    @property
-    def accuracy(self) -> float:
-        return self.history[-1]["test_accuracy"]
 
 
 def kept_bytes(images: torch.Tensor) -> dict[str, int]:

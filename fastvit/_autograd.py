@@ -49,13 +49,13 @@ def differentiable_once(backward):
     return chosen
 
 
-def in_one_pass(shared: Transport, x: Tensor) -> bool:
+def in_one_pass(transport: Transport, x: Tensor) -> bool:
     """Whether a local op does both passes: with batch statistics of this process alone.
 
     On a GPU its blocks wait for each other, which holds up the multiprocessors while a collective kernel
     takes the places of some. So beside other ranks both passes are launched, which give the same bits.
     """
-    if shared is not LOCAL:
+    if transport is not LOCAL:
         return False
     return not x.is_cuda or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1
 
@@ -73,7 +73,7 @@ def match_strides(dy: Tensor, x: Tensor) -> Tensor:
 class NormOptions(NamedTuple):
     """What a normalisation takes besides its tensors."""
 
-    name: str  # of the layer's function, in errors
+    name: str  # the layer's function in fastvit.functional, which errors say
     training: bool  # normalises by batch statistics, and updates the running ones
     momentum: float | None
     eps: float

@@ -14,14 +14,12 @@ IN_PLACE_ACTIVATIONS = ("identity", "leaky_relu", "elu")
 
 
 def check_module(name: str, model: object) -> None:
-    """Raises TypeError unless `model` is a module."""
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
         raise TypeError(f"{name}: model must be a torch.nn.Module, got an object of type {kind}")
 
 
 def check_tensor(name: str, x: object) -> None:
-    """Raises TypeError unless `x` is a tensor."""
     if not isinstance(x, Tensor):
         hint = "; torch.from_numpy makes one" if type(x).__module__ == "numpy" else ""
         raise TypeError(f"{name}: a tensor expected, got an object of type {type(x).__name__}{hint}")
@@ -41,7 +39,6 @@ def check_activation(activation: str, activation_param: float | None) -> float:
 
 
 def check_in_place_activation(activation: str, activation_param: float) -> None:
-    """Raises ValueError unless the activation can be inverted."""
     if activation not in IN_PLACE_ACTIVATIONS:
         raise ValueError(
             f"activation is {activation!r}; in place it must be invertible: one of "
@@ -77,7 +74,6 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def check_kernels(name: str, x: Tensor) -> None:
-    """Raises ValueError where x is on a GPU for which there are no kernels."""
     if x.is_cuda and (problem := _library.gpu_problem(x.device)):
         raise ValueError(f"{name}: the input is on {x.device}, but {problem}")
 

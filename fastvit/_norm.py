@@ -31,7 +31,7 @@ class NormLayer(_BatchNorm):
     """
 
     channel_last = abs_weight = False
-    function = "batch_norm_act"  # of fastvit.functional, in errors
+    function = "batch_norm_act"  # the name in fastvit.functional, which errors say
     shown: tuple[str, ...] = ()  # options in the repr besides BatchNorm's
     layer_number = 0
     _forwards_to_check = 0
@@ -178,7 +178,7 @@ class NormLayer(_BatchNorm):
             )
 
 
-_layer_numbers = itertools.count(1)  # of the layers of this process that share statistics
+_layer_numbers = itertools.count(1)  # each layer that shares statistics takes one
 
 
 class SharesGroup(NormLayer):

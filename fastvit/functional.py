@@ -63,21 +63,21 @@ def normalise(
     compiling = torch.compiler.is_compiling()
     if options.in_place and not compiling:
         check_may_be_overwritten(name, x)
-    shared: sync.Transport = sync.LOCAL
+    transport: sync.Transport = sync.LOCAL
     if process_group is not None:
         if options.training:
             key = sync.LayerKey(name, options.layer, options.momentum)
-            shared = sync.transport_for(process_group, key)
+            transport = sync.transport_for(process_group, key)
         elif not compiling:
             sync.check()  # raises errors of the last exchanges of training
-    checked = compiling or shared is not sync.LOCAL or x.dim() < 2
+    checked = compiling or transport is not sync.LOCAL or x.dim() < 2
     if checked:
         check_input(name, x, z, tensors, options.channel_last)
     # With several ranks the others may have values. Their counts are never read back to the host.
-    if options.training and shared is sync.LOCAL and x.numel() == x.shape[options.channel_dim(x)]:
+    if options.training and transport is sync.LOCAL and x.numel() == x.shape[options.channel_dim(x)]:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
     weight, bias, *running = tensors
-    arguments = x, weight, bias, z, *running, options, shared
+    arguments = x, weight, bias, z, *running, options, transport
     if compiling and options.in_place:
         return x.copy_(InPlaceABNFunction.apply(*arguments))
     if compiling:
@@ -90,15 +90,15 @@ def normalise(
         raise
 
 
-def _trace(x, weight, bias, z, mean, var, num_batches_tracked, options, shared) -> Tensor:
+def _trace(x, weight, bias, z, mean, var, tracked, options, transport) -> Tensor:
     """Plain torch ops, which torch.compile can fuse and recompute, where they compute the same."""
     dtypes = {t.dtype for t in (weight, bias, mean, var) if t is not None}
     narrow = x.dtype in (torch.float16, torch.bfloat16) and dtypes == {torch.float32}
     # F.batch_norm needs a number as factor, which a cumulative average would have to read from the device.
-    if options.momentum is None or shared is not sync.LOCAL or not (narrow or dtypes <= {x.dtype}):
-        return BatchNormFunction.apply(x, weight, bias, z, mean, var, num_batches_tracked, options, shared)
-    if num_batches_tracked is not None:
-        num_batches_tracked.add_(1)
+    if options.momentum is None or transport is not sync.LOCAL or not (narrow or dtypes <= {x.dtype}):
+        return BatchNormFunction.apply(x, weight, bias, z, mean, var, tracked, options, transport)
+    if tracked is not None:
+        tracked.add_(1)
     channel_dim = options.channel_dim(x)
     moved = x.movedim(channel_dim, 1) if channel_dim != 1 else x
     y = F.batch_norm(moved, mean, var, weight, bias, options.training, options.momentum, options.eps)

@@ -1,8 +1,8 @@
 """The ops in plain PyTorch: the definition against which the kernels are tested.
 
-Signatures, shapes and results are those of `fastvit.ops`; with `in_place` an op of plain BN is the one of
-the same name in place. Everything is computed in float64, and results are rounded to the dtypes that the ops
-return.
+Signatures, shapes and results are those of `fastvit.ops`; with `in_place` a backward op of plain BN is the
+one of the same name in place. Everything is computed in float64, and results are rounded to the dtypes that
+the ops return.
 """
 
 import torch
@@ -28,18 +28,14 @@ def channels_first(x: Tensor, channel_dim: int) -> Tensor:
     return x.double().movedim(channel_dim, 0).reshape(x.shape[channel_dim], -1)
 
 
-def _along(vector: Tensor | float, x: Tensor, channel_dim: int) -> Tensor | float:
-    if not isinstance(vector, Tensor):
-        return vector
+def _along(vector: Tensor, x: Tensor, channel_dim: int) -> Tensor:
     return vector.double().reshape([-1 if d == channel_dim else 1 for d in range(x.dim())])
 
 
-def _gamma(weight: Tensor | None, bias: Tensor | None, x: Tensor, in_place: bool) -> Tensor | float:
-    if weight is None:
-        if bias is None or not in_place:
-            return 1.0
+def _gamma_in_place(weight: Tensor | None, bias: Tensor | None, x: Tensor) -> Tensor | None:
+    if weight is None and bias is not None:
         weight = torch.ones_like(bias)
-    return effective_gamma(weight, bias, x.dtype) if in_place else weight.double()
+    return None if weight is None else effective_gamma(weight, bias, x.dtype)
 
 
 def _derivative(v: Tensor, activation: str, param: float) -> Tensor:
@@ -88,10 +84,21 @@ def merge_moments(moments: Tensor) -> Tensor:
 
 
 def bn_forward(
-    x, moments=None, weight=None, bias=None, z=None, running_mean=None, running_var=None,
-    num_batches_tracked=None, momentum=0.1, eps=1e-5, activation="identity", activation_param=0.01,
-    channel_dim=1, training=True, in_place=False,
-):  # fmt: skip
+    x,
+    moments=None,
+    weight=None,
+    bias=None,
+    z=None,
+    running_mean=None,
+    running_var=None,
+    num_batches_tracked=None,
+    momentum=0.1,
+    eps=1e-5,
+    activation="identity",
+    activation_param=0.01,
+    channel_dim=1,
+    training=True,
+):
     if training and moments is None:
         moments = bn_stats(x, channel_dim)
     if moments is None:
@@ -110,24 +117,23 @@ def bn_forward(
             running_var.copy_(running_var.double().lerp(m2 / max(count.item() - 1, 1), factor))
     count = torch.tensor(packed_count, dtype=torch.float64, device=x.device)
     saved = torch.cat([mean, torch.rsqrt(var + eps), count])
-    y = bn_apply(x, saved, weight, bias, z, activation, activation_param, channel_dim, in_place)
+    y = bn_apply(x, saved, weight, bias, z, activation, activation_param, channel_dim)
     return y, saved.to(accumulation_dtype(x.dtype))
 
 
 def bn_apply(
-    x, saved, weight=None, bias=None, z=None, activation="identity", activation_param=0.01, channel_dim=1,
-    in_place=False,
-):  # fmt: skip
+    x, saved, weight=None, bias=None, z=None, activation="identity", activation_param=0.01, channel_dim=1
+):
     mean, invstd = saved[: 2 * x.shape[channel_dim]].chunk(2)
     v = (x.double() - _along(mean, x, channel_dim)) * _along(invstd, x, channel_dim)
-    v = v * _along(_gamma(weight, bias, x, in_place), x, channel_dim)
+    v = v * (1.0 if weight is None else _along(weight, x, channel_dim))
     v = v + (0 if bias is None else _along(bias, x, channel_dim)) + (0 if z is None else z.double())
     return torch.empty_like(x).copy_(activate(v, activation, activation_param))
 
 
 def abn_forward(x, moments=None, weight=None, bias=None, *running, activation="leaky_relu", **options):
-    options |= {"activation": activation, "in_place": True}
-    return bn_forward(x, moments, weight, bias, None, *running, **options)
+    gamma = _gamma_in_place(weight, bias, x)
+    return bn_forward(x, moments, gamma, bias, None, *running, activation=activation, **options)
 
 
 def abn_forward_(x, *arguments, **options):
@@ -142,7 +148,8 @@ def _recover(input, dy, z, saved, weight, bias, activation, param, channel_dim, 
     saved_dtype, saved = saved.dtype, saved.double()
     mean, invstd, count = saved[:channels], saved[channels : 2 * channels], unpack_count(saved)
     beta = 0 if bias is None else _along(bias, input, channel_dim)
-    gamma = _along(_gamma(weight, bias, input, in_place), input, channel_dim)
+    gamma = _gamma_in_place(weight, bias, input) if in_place else weight
+    gamma = 1.0 if gamma is None else _along(gamma, input, channel_dim)
     if in_place:
         v = _invert(input.double(), activation, param, saved_dtype)
         limit = (count - 1).clamp(min=0).sqrt()
@@ -160,9 +167,17 @@ def _recover(input, dy, z, saved, weight, bias, activation, param, channel_dim, 
 
 
 def bn_reduce(
-    x, dy, z, saved, weight=None, bias=None, activation="identity", activation_param=0.01, channel_dim=1,
+    x,
+    dy,
+    z,
+    saved,
+    weight=None,
+    bias=None,
+    activation="identity",
+    activation_param=0.01,
+    channel_dim=1,
     in_place=False,
-):  # fmt: skip
+):
     norm = weight, bias, activation, activation_param, channel_dim, in_place
     dz, xhat, *_ = _recover(x, dy, z, saved, *norm)
     values = [channels_first(t, channel_dim) for t in (dz, dz * xhat)]
@@ -174,9 +189,19 @@ def abn_reduce(y, dy, saved, weight=None, bias=None, activation="leaky_relu", **
 
 
 def bn_backward(
-    x, dy, z, saved, sums=None, weight=None, bias=None, activation="identity", activation_param=0.01,
-    channel_dim=1, training=True, in_place=False,
-):  # fmt: skip
+    x,
+    dy,
+    z,
+    saved,
+    sums=None,
+    weight=None,
+    bias=None,
+    activation="identity",
+    activation_param=0.01,
+    channel_dim=1,
+    training=True,
+    in_place=False,
+):
     norm = weight, bias, activation, activation_param, channel_dim, in_place
     dz, xhat, invstd, count = _recover(x, dy, z, saved, *norm)
     dx, own = dz, saved[:0]

@@ -30,7 +30,7 @@ FOLDERS = ("L0/run_amp", "L0/run_fp16util", "L0/run_optimizers", "L0/run_fused_l
 CONTRIB = ("clip_grad", "xentropy")
 SYNCBN = "distributed/synced_batchnorm"
 
-SCRIPTS = {  # of SYNCBN: file -> ranks (0: without a launcher) and arguments
+SCRIPTS = {  # a file in SYNCBN -> the ranks (0: without a launcher) and arguments of each run
     "python_single_gpu_unit_test.py": [(0, "")],
     "single_gpu_unit_test.py": [(0, "")],
     "test_batchnorm1d.py": [(0, "")],

@@ -40,9 +40,10 @@ BENCHMARKS = {  # the arguments, those of a rehearsal, and a package without whi
     "bench_host": ("", "--rounds 1", "timm"),
     "bench_convert": (
         "--models vit_small_patch16_224,resnet50 --precision bf16 --batch 64",
-        "--models resnet18 --batch 1 --repeats 1 --contenders convert", "timm",
+        "--models resnet18 --batch 1 --repeats 1 --contenders convert",
+        "timm",
     ),
-}  # fmt: skip
+}
 SECONDS = {"facts": 180} | dict.fromkeys([*TESTS, *SANITIZED], 240) | dict.fromkeys(BENCHMARKS, 300)
 FACTS = """
 import os, subprocess, sys, time, torch
@@ -67,10 +68,15 @@ def run(command: list[str], log: Path, seconds: float, environment: dict[str, st
     with log.open("w") as file:
         print("$", *command, file=file, flush=True)
         process = subprocess.Popen(
-            command, cwd=ROOT, env=variables, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+            command,
+            cwd=ROOT,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
             start_new_session=True,
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's `&` has it ignored
-        )  # fmt: skip
+        )
         with contextlib.suppress(subprocess.TimeoutExpired):
             status = process.wait(seconds)
         for end in (signal.SIGINT, signal.SIGKILL):  # on the first pytest tells what has failed

@@ -62,16 +62,27 @@ def multi_tensor_l2norm(
 
 @torch.no_grad()
 def multi_tensor_lamb(
-    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists,
-    lr: float, beta1: float, beta2: float, epsilon: float, step: int, bias_correction: int,
-    weight_decay: float, grad_averaging: int, mode: int, global_grad_norm: Tensor, max_grad_norm: float,
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: Lists,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: int,
+    bias_correction: int,
+    weight_decay: float,
+    grad_averaging: int,
+    mode: int,
+    global_grad_norm: Tensor,
+    max_grad_norm: float,
     use_nvlamb: bool | None = False,
-) -> None:  # fmt: skip
+) -> None:
     """Step number `step` of FusedLAMB; lists of gradients, which stay, parameters and both moments."""
     gradients, parameters, means, squares = tensor_lists
     values = _float32(parameters)
     divisor = (global_grad_norm / max_grad_norm).clamp_min(1.0).squeeze() if max_grad_norm else None
-    group = {"lr": lr, "betas": (beta1, beta2), "eps": epsilon, "weight_decay": weight_decay,
-             "bias_correction": bias_correction, "grad_averaging": grad_averaging}  # fmt: skip
-    lamb_(values, _float32(gradients), means, squares, step, divisor, group, mode == 1, bool(use_nvlamb))
+    group = {"step": step, "lr": lr, "betas": (beta1, beta2), "eps": epsilon, "weight_decay": weight_decay}
+    group |= {"bias_correction": bias_correction, "grad_averaging": grad_averaging}
+    lamb_(values, _float32(gradients), means, squares, divisor, group, mode == 1, bool(use_nvlamb))
     torch._foreach_copy_(parameters, values)

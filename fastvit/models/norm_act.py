@@ -15,12 +15,8 @@ from ..sync_batchnorm import SyncBatchNorm
 
 __all__ = ["NORMS", "SYNCHRONISED", "NormAct"]
 
-NORMS = ("torch", "torch-sync", "fastvit-sync", "inplace-abn", "inplace-abn-sync")
-"""Values of `norm=`."""
-
 SYNCHRONISED = frozenset({"torch-sync", "fastvit-sync", "inplace-abn-sync"})
 """The norms with statistics over the samples of all ranks, which have the same running values."""
-
 
 # By the number of channels, whether the input is tokens, and the slope.
 _MAKERS: dict[str, Callable[[int, bool, float], nn.Module]] = {
@@ -32,6 +28,9 @@ _MAKERS: dict[str, Callable[[int, bool, float], nn.Module]] = {
         c, activation_param=slope, channel_last=tokens
     ),
 }
+
+NORMS = tuple(_MAKERS)
+"""Values of `norm=`."""
 
 
 class NormAct(nn.Module):

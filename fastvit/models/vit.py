@@ -8,7 +8,7 @@ Vision Transformers", ICCV Workshops 2021.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -167,12 +167,10 @@ class ViT(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.trunc_normal_(module.weight, std=0.02)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
             elif isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
+            if isinstance(module, (nn.Linear, nn.Conv2d)) and module.bias is not None:
+                nn.init.zeros_(module.bias)
 
     def no_weight_decay(self) -> set[str]:
         """Names of the parameters, besides vectors, that weight decay would harm; timm's method."""
@@ -184,24 +182,15 @@ class ViT(nn.Module):
         return self.head(self.norm(x).mean(dim=1))
 
 
-@dataclass(frozen=True)
-class _Variant:
-    stem_channels: tuple[int, ...]
-    stem_strides: tuple[int, ...]
-    patch: int
-    dim: int
-    depth: int
-    heads: int
-
-
-_VARIANTS = {
+_SIZES = ("stem_channels", "stem_strides", "patch", "dim", "depth", "heads")
+_VARIANTS: dict[str, tuple[Any, ...]] = {  # name -> _SIZES
     # No strides in the stem, since digits have 8x8 pixels only.
-    "vit_digits": _Variant((32, 32, 64), (1, 1, 1), 2, 64, 4, 4),
-    "vit_cifar": _Variant((64, 64, 128), (1, 1, 2), 2, 192, 9, 3),
+    "vit_digits": ((32, 32, 64), (1, 1, 1), 2, 64, 4, 4),
+    "vit_cifar": ((64, 64, 128), (1, 1, 2), 2, 192, 9, 3),
     # The sizes of DeiT's, with a stem that reduces 224 pixels to 14 tokens a side.
-    "vit_tiny": _Variant((24, 48, 96, 192), (2, 2, 2, 2), 1, 192, 12, 3),
-    "vit_small": _Variant((48, 96, 192, 384), (2, 2, 2, 2), 1, 384, 12, 6),
-    "vit_base": _Variant((96, 192, 384, 768), (2, 2, 2, 2), 1, 768, 12, 12),
+    "vit_tiny": ((24, 48, 96, 192), (2, 2, 2, 2), 1, 192, 12, 3),
+    "vit_small": ((48, 96, 192, 384), (2, 2, 2, 2), 1, 384, 12, 6),
+    "vit_base": ((96, 192, 384, 768), (2, 2, 2, 2), 1, 768, 12, 12),
 }
 
 VARIANTS = tuple(_VARIANTS)
@@ -232,7 +221,7 @@ def create_vit(
         num_classes=num_classes,
         norm=norm,
         mlp_norm=mlp_norm,
-        **vars(_VARIANTS[name]),
+        **dict(zip(_SIZES, _VARIANTS[name], strict=True)),
     )
 
 

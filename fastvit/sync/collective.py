@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import _library
 from .agreement import Agreement, ProcessWatch, ranks_text
-from .protocol import HEADER_WORDS, Describe, Exchange, Kind, Tag
+from .protocol import HEADER_WORDS, Describe, Exchange, Kind, Tag, direction
 from .transport import Backend
 
 # torch 2.13 renamed all_gather_into_tensor and warns about the old name.
@@ -62,7 +62,7 @@ class Collective(Backend):
             self._failed = str(error) or type(error).__name__
             if not isinstance(error, RuntimeError):
                 raise
-            what = f"rank {self._rank} in {self._text(tag, kind)}"
+            what = f"rank {self._rank} in {self._describe(tag, direction(kind))}"
             raise RuntimeError(f"{what}: {self._why()}: {error}") from error
 
     def _merged(self, numbers: Tensor, exchange: Tensor, kind: Kind) -> Tensor:
@@ -113,10 +113,9 @@ class Direct(Collective):
         sent, received = [HEADER_WORDS + len(words)] * handle.world, [width] * handle.world
         sent[self._rank] = received[self._rank] = 0
         self._received[:, :HEADER_WORDS] = 0  # a message that has not arrived keeps these zeros
-        work = dist.all_to_all_single(
-            self._received.view(-1), torch.cat([header, words]).repeat(others), received, sent,
-            group=self._process_group(), async_op=True,
-        )  # fmt: skip
+        arrived, messages = self._received.view(-1), torch.cat([header, words]).repeat(others)
+        group = self._process_group()
+        work = dist.all_to_all_single(arrived, messages, received, sent, group=group, async_op=True)
         wait_on_host(work, self._watch, self.timeout)
         return _ops.direct_merge(self._received, numbers, exchange)
 

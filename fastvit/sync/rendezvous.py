@@ -42,11 +42,11 @@ def meet(rank: int, world: int, address: str, port: int, timeout: float, run: st
     deadline = time.monotonic() + timeout
 
     def join() -> dist.Store:
-        of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        limit = timedelta(seconds=timeout)
         store = dist.TCPStore(
-            address, port, is_master=rank == 0 and not of_agent, timeout=timedelta(seconds=timeout),
-            wait_for_workers=False, multi_tenant=True,
-        )  # fmt: skip
+            address, port, is_master=serves, timeout=limit, wait_for_workers=False, multi_tenant=True
+        )
         name = roll_call(dist.PrefixStore("fastvit", store), rank, world, deadline - time.monotonic(), run)
         return dist.PrefixStore(f"fastvit/{name}", store)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import _library, ops
-from .protocol import STEPS, Describe, Exchange, Fault, Kind, Tag, direction, packets
+from .protocol import STEPS, Describe, Exchange, Fault, Tag, packets
 
 Reduce = Callable[[Tensor | None], Tensor]  # bn_reduce or abn_reduce of a layer, given its `exchange`
 
@@ -116,9 +116,6 @@ class Backend:
 
     def _capturing(self) -> bool:
         return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-    def _text(self, tag: Tag, kind: Kind) -> str:
-        return self._describe(tag, direction(kind))
 
 
 class Peer(Backend):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-State = dict[str, Any]  # of a parameter, or a parameter group
+State = dict[str, Any]  # what an optimizer holds for a parameter or for a group of parameters
 Tensors = list[Tensor]
 
 

@@ -47,14 +47,22 @@ class FusedAdam(FusedOptimizer):
         self.adam_w_mode = adam_w_mode
         self.capturable = self._step_supports_amp_scaling = capturable
         super().__init__(
-            params, set_grad_none, amsgrad, master_weights, lr=lr, bias_correction=bias_correction,
-            betas=betas, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm,
-        )  # fmt: skip
+            params,
+            set_grad_none,
+            amsgrad,
+            master_weights,
+            lr=lr,
+            bias_correction=bias_correction,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            max_grad_norm=max_grad_norm,
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         for group in self.param_groups:
-            if (step := group.pop("step", None)) is not None:  # of apex's files, for all parameters
+            if (step := group.pop("step", None)) is not None:  # apex's files have one step for all parameters
                 for state in (self.state[p] for p in group["params"] if p in self.state):
                     state["step"] = torch.tensor(float(step))
 
@@ -69,15 +77,29 @@ class FusedAdam(FusedOptimizer):
             excess = torch.stack(norms(gradients)).norm() / group["max_grad_norm"]
             gradients = list(torch._foreach_div(gradients, excess.clamp_min(1.0)))
         means, squares, steps = ([state[n] for state in states] for n in ("exp_avg", "exp_avg_sq", "step"))
-        found_inf = getattr(self, "found_inf", None)  # by GradScaler
+        found_inf = getattr(self, "found_inf", None)  # GradScaler sets it
         if not group["bias_correction"]:  # as after infinitely many steps, where beta^step is 0
             counts, steps = steps, [torch.full_like(step, float("inf")) for step in steps]
             for count in counts:
                 count += 1.0 if found_inf is None else 1.0 - found_inf.to(count.device)
         beta1, beta2 = group["betas"]
         adam(
-            values, gradients, means, squares, [], steps,
-            foreach=False, fused=True, capturable=self.capturable, amsgrad=False, maximize=False,
-            decoupled_weight_decay=self.adam_w_mode, beta1=beta1, beta2=beta2, lr=group["lr"],
-            weight_decay=group["weight_decay"], eps=group["eps"], found_inf=found_inf,
-        )  # fmt: skip
+            values,
+            gradients,
+            means,
+            squares,
+            [],
+            steps,
+            foreach=False,
+            fused=True,
+            capturable=self.capturable,
+            amsgrad=False,
+            maximize=False,
+            decoupled_weight_decay=self.adam_w_mode,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            found_inf=found_inf,
+        )

@@ -43,11 +43,19 @@ class FusedLAMB(FusedOptimizer):
     ) -> None:
         self.adam_w_mode = adam_w_mode
         self.use_nvlamb = use_nvlamb
-        self._clip_divisor: Tensor | None = None  # of all gradients, at least 1
+        self._clip_divisor: Tensor | None = None  # all gradients are divided by it; at least 1
         super().__init__(
-            params, set_grad_none, amsgrad, lr=lr, bias_correction=bias_correction, betas=betas, eps=eps,
-            weight_decay=weight_decay, grad_averaging=grad_averaging, max_grad_norm=max_grad_norm,
-        )  # fmt: skip
+            params,
+            set_grad_none,
+            amsgrad,
+            lr=lr,
+            bias_correction=bias_correction,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            grad_averaging=grad_averaging,
+            max_grad_norm=max_grad_norm,
+        )
 
     def _prepare(self) -> None:
         super()._prepare()
@@ -60,18 +68,22 @@ class FusedLAMB(FusedOptimizer):
 
     def _update(self, group: State, values: Tensors, gradients: Tensors, states: list[State]) -> None:
         means, squares = ([state[name] for state in states] for name in self.moments)
-        lamb_(
-            values, gradients, means, squares, group["step"], self._clip_divisor, group, self.adam_w_mode,
-            self.use_nvlamb,
-        )  # fmt: skip
+        modes = self.adam_w_mode, self.use_nvlamb
+        lamb_(values, gradients, means, squares, self._clip_divisor, group, *modes)
 
 
 def lamb_(
-    values: Tensors, gradients: Tensors, means: Tensors, squares: Tensors,
-    step: int, clip_divisor: Tensor | None, group: State, adam_w_mode: bool, use_nvlamb: bool,
-) -> None:  # fmt: skip
-    """Step number `step` by the options of a group, in place but for the gradients, which stay."""
-    (beta1, beta2), weight_decay = group["betas"], group["weight_decay"]
+    values: Tensors,
+    gradients: Tensors,
+    means: Tensors,
+    squares: Tensors,
+    clip_divisor: Tensor | None,
+    group: State,
+    adam_w_mode: bool,
+    use_nvlamb: bool,
+) -> None:
+    """Step number `group["step"]` by the options of a group, in place but for the gradients, which stay."""
+    (beta1, beta2), weight_decay, step = group["betas"], group["weight_decay"], group["step"]
     correction1 = 1.0 - beta1**step if group["bias_correction"] else 1.0
     correction2 = 1.0 - beta2**step if group["bias_correction"] else 1.0
     if clip_divisor is not None:

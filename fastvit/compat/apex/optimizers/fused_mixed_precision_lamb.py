@@ -37,7 +37,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         super().__init__(params, lr, **lamb)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        found = getattr(self, "found_inf", None)  # by GradScaler
+        found = getattr(self, "found_inf", None)  # GradScaler sets it
         return super().step(closure) if found is None or not found.item() else None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -46,10 +46,18 @@ class FusedNovoGrad(FusedOptimizer):
             raise RuntimeError(f"FusedNovoGrad: norm_type takes 2 or 0 (the largest value), got {norm_type}")
         self.reg_inside_moment = reg_inside_moment
         super().__init__(
-            params, set_grad_none, amsgrad, lr=lr, bias_correction=bias_correction, betas=betas, eps=eps,
-            weight_decay=weight_decay, grad_averaging=grad_averaging, norm_type=norm_type,
+            params,
+            set_grad_none,
+            amsgrad,
+            lr=lr,
+            bias_correction=bias_correction,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            grad_averaging=grad_averaging,
+            norm_type=norm_type,
             init_zero=init_zero,
-        )  # fmt: skip
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)

@@ -40,9 +40,14 @@ class FusedSGD(FusedOptimizer):
             warn_once("FusedSGD: materialize_master_grads=False has no effect; there are no masters")
         self.wd_after_momentum = wd_after_momentum
         super().__init__(
-            params, set_grad_none, lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay,
+            params,
+            set_grad_none,
+            lr=lr,
+            momentum=momentum,
+            dampening=dampening,
+            weight_decay=weight_decay,
             nesterov=nesterov,
-        )  # fmt: skip
+        )
 
     def _update(self, group: State, values: Tensors, gradients: Tensors, states: list[State]) -> None:
         momentum, decay = group["momentum"], group["weight_decay"]
@@ -53,10 +58,18 @@ class FusedSGD(FusedOptimizer):
         # torch's fused SGD starts all buffers of a call at once, but gradients may begin at different steps.
         fused = not momentum or all(buffer is not None for buffer in buffers)
         sgd(
-            values, gradients, buffers,
-            foreach=not fused, fused=fused, weight_decay=decay, momentum=momentum, lr=group["lr"],
-            dampening=group["dampening"], nesterov=group["nesterov"], maximize=False,
-        )  # fmt: skip
+            values,
+            gradients,
+            buffers,
+            foreach=not fused,
+            fused=fused,
+            weight_decay=decay,
+            momentum=momentum,
+            lr=group["lr"],
+            dampening=group["dampening"],
+            nesterov=group["nesterov"],
+            maximize=False,
+        )
         if momentum:
             for state, buffer in zip(states, buffers, strict=True):
                 state["momentum_buffer"] = buffer
