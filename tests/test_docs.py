@@ -128,13 +128,6 @@ def test_the_hosts_share_in_the_readme_is_that_of_the_results():
     assert [least, most] == pytest.approx([min(layers), max(layers)], abs=0.051)
 
 
-def test_make_targets_that_are_named_exist():
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
-    for page in [*PAGES, *(ROOT / ".github/workflows").glob("*.yml")]:
-        for named in re.findall(r"(?:`|run: |^)make ([a-z-]+)", page.read_text(), re.M):
-            assert named in targets, f"{page.name} names make {named}"
-
-
 def test_the_reference_has_everything_public():
     reference = " ".join(page.read_text() for page in (ROOT / "docs/api").glob("*.md"))
     for name in fastvit.__all__:
