@@ -57,8 +57,6 @@ def test_every_output_and_gradient_is_that_of_apex(ranks, dtype, statistics):
             assert means[0] == means[1]
 
 
-# In the trainer
-
 FAKE = """\
 from torch import nn
 

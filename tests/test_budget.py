@@ -211,9 +211,6 @@ def test_each_op_is_repeated_at_most_once_at_any_depth():
     assert 60 < count.convolutions <= 80 and kept(model, x) < 0.1 * whole
 
 
-# --- errors
-
-
 @pytest.mark.parametrize("budget", [0, 1.5, -0.5, float("nan"), float("inf"), "2 GiBs", "1.2.3 GB", True])
 def test_a_budget_out_of_range(budget, x):
     with pytest.raises(ValueError, match="budget must be a share above 0 and at most 1, or bytes "):

@@ -17,8 +17,6 @@ from fastvit.compat.apex.parallel import LARC
 pytestmark = pytest.mark.usefixtures("amp_off")
 X = torch.zeros(1)
 
-# Loss scale
-
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 def test_overflow_skips_the_step_and_says_so(level, capsys):
@@ -141,9 +139,6 @@ def test_accumulation(level, delays):
     rtol, atol = (1e-6, 1e-7) if exact else (3e-2, 3e-3)
     torch.testing.assert_close(gradients(model), total, rtol=rtol, atol=atol)
     assert amp.state_dict()["loss_scaler0"]["unskipped"] == {(): 4, (0, 1): 1, (1, 2): 2}[delays]
-
-
-# Restarts, other optimizers, checkpoints
 
 
 @pytest.mark.parametrize("second", [*LEVELS, None])

@@ -179,9 +179,6 @@ def test_groups_of_inplace_abn(ranks):
     assert ranks.run(2, groups) == [(True, None, True, False), (True, None, True, True)]
 
 
-# DistributedDataParallel and Reducer: any graph, any parameters
-
-
 class Model(nn.Module):
     """A body of two layers, one of which may be checkpointed, and two heads."""
 

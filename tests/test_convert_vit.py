@@ -85,9 +85,6 @@ def scale_block():
     return Block(scale=LayerScale)
 
 
-# --- other things in a step
-
-
 def biases_alone(model):
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.endswith("bias"))
@@ -276,9 +273,6 @@ def test_a_dropout_that_is_another_is_left(monkeypatch):
 
     monkeypatch.setattr(nn.functional, "dropout", scaled)
     compared(Model(lambda: Block(mlp=lambda: Mlp(drop=0.1)), 1), patches(16))
-
-
-# --- copies of weights that autocast makes
 
 
 def test_weight_casts_are_made_again():
