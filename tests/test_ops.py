@@ -302,32 +302,22 @@ def test_nan_and_infinity_stay_in_their_channel(layout, device):
         assert dx[:, 2].isnan().all() and not dx[:, finite].isnan().any()
 
 
-@pytest.mark.parametrize("layout", ["nchw_wide", "nhwc_c96", "tokens_c192"])
-def test_repeats_and_threads_give_the_same_bits(layout, device):
-    case = Case(layout, torch.float32, device)
-
-    def run():
-        x = fresh(case.x)
-        moments = ops.bn_stats(x, case.channel_dim)
-        saved = ops.abn_forward_(x, moments, case.weight, case.bias, channel_dim=case.channel_dim)
-        (sums,) = ops.abn_reduce(x, case.dy, saved, case.weight, case.bias, channel_dim=case.channel_dim)
-        parameters = {"weight": case.weight, "bias": case.bias, "channel_dim": case.channel_dim}
-        dx, _ = ops.abn_backward(x, case.dy, saved, sums, **parameters)
-        return moments, x, saved, sums, dx
-
-    check_threads(run)
-
-
 @pytest.mark.parametrize("shape", [(2, 2, 181, 191), (9001, 16)])
 def test_partial_results_of_several_tasks(shape, device):
-    """Large enough for three slices; of two planes, the middle slice takes a part of each."""
+    """Large enough for three slices; of two planes, the middle slice takes a part of each.
+
+    The bits of repeated calls are the same, with any number of threads.
+    """
     x, dy = (torch.randn(shape, generator=generator(seed), dtype=torch.float64).to(device) for seed in (0, 1))
     x += 3
     moments = reference.bn_stats(x)
     saved = reference.bn_forward(x, moments)[1]
 
     def run():
-        return ops.bn_stats(x), ops.bn_reduce(x, dy, None, saved)[0]
+        y = x.clone()
+        own = ops.abn_forward_(y, None)
+        reduced = ops.bn_reduce(x, dy, None, saved)[0], ops.abn_reduce(y, dy, own)[0]
+        return ops.bn_stats(x), *reduced, y, own, ops.abn_backward(y, dy, own, reduced[1])[0]
 
     got = run()
     check("bn_stats", got[0], moments)
@@ -455,11 +445,3 @@ def test_more_than_2_to_the_31_elements(layout, device):
     dx, _ = ops.abn_backward(x, x, saved, training=False)
     for part in (slice(0, 1), slice(-1, None)):
         check("abn_backward", dx[part], reference.abn_backward(x[part], x[part], saved, training=False)[0])
-
-
-def test_bad_input_changes_nothing():
-    x, mean, var = torch.randn(4, 3), torch.zeros(3), torch.ones(3)
-    kept = x.clone()
-    with pytest.raises(RuntimeError, match="bias has shape"):
-        ops.abn_forward_(x, ops.bn_stats(x), None, torch.ones(2), mean, var)
-    assert torch.equal(x, kept) and mean.tolist() == [0.0] * 3
