@@ -263,11 +263,12 @@ def test_a_model_is_freed_at_once():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-def test_scripted_and_traced():
+def test_scripted_traced_and_exported():
     eager, x = Stage(batch_norm()).eval(), images()
     model = fastvit.convert(copy.deepcopy(eager))
-    for make in (torch.jit.script, lambda m: torch.jit.trace(m, x)):
-        torch.testing.assert_close(make(model)(x), eager(x))
+    traced = torch.jit.trace(model, x), torch.export.export(model, (x,)).module()
+    for made in (torch.jit.script(model), *traced):
+        torch.testing.assert_close(made(x), eager(x))
     assert kept(model, x) < kept(eager, x), "it is still converted"
 
 
@@ -283,12 +284,6 @@ def test_quantisation():
         quantization.prepare_qat(model, inplace=True)
         results.append(step(model, images()))
     assert not differing(*results)
-
-
-def test_exported():
-    eager, x = Stage(batch_norm()).eval(), images()
-    program = torch.export.export(fastvit.convert(copy.deepcopy(eager)), (x,))
-    torch.testing.assert_close(program.module()(x), eager(x))
 
 
 def test_a_converted_model_in_another_keeps_its_own_options():
