@@ -204,7 +204,6 @@ def test_errors_leave_no_casts():
 
 
 def test_a_forward_that_is_set_on_the_instance():
-    """Before `initialize`, and after it."""
     model, (images, _) = network(), data()
     own = model.forward
     model.forward = lambda images: own(images) * 2

@@ -284,7 +284,6 @@ CASES += [(graph, change) for graph in (plain, reentrant) for change in CHANGES]
 
 @pytest.mark.parametrize(("graph", "change"), CASES)
 def test_gradients_are_means(ranks, graph, change):
-    """For every graph, whatever parameters are frozen and thawed."""
     for got, want in ranks.run(2, gradients, graph, change):
         torch.testing.assert_close(got, want)
 

@@ -251,8 +251,6 @@ def test_where_another_mechanism_decides():
 @pytest.mark.parametrize("precision", CONTEXTS)
 @pytest.mark.parametrize("inplace", [False, True])
 def test_a_mask_of_dropout_takes_a_bit_an_element(inplace, precision):
-    """The layer's result is rebuilt from it."""
-
     def make(p=0.1):
         block = Block(mlp=lambda: Mlp(drop=p))
         block.mlp.drop.inplace = inplace

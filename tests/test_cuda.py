@@ -111,7 +111,6 @@ def test_large_inputs_equal_the_cpu(kind, layout, dtype, monkeypatch):
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_graph_replays_equal_eager_steps(name):
-    """Captured once, replayed with other inputs: outputs, gradients and running statistics, bit by bit."""
     model, dy = stack(name), randn(name, 9)
     eager = copy.deepcopy(model)
     leaf = randn(name).requires_grad_()
@@ -155,7 +154,6 @@ def test_a_converted_model_in_graphed_callables(products):
 
 @pytest.mark.parametrize("products", [False, True])
 def test_a_captured_step_of_a_converted_model(products):
-    """Forward, backward and optimizer in one graph: replays train as eager steps do, bit for bit."""
     eager, model = eager_and_converted(products)
     static = torch.randn(32, 50, 64, device=DEVICE)
     optimizers = [torch.optim.SGD(one.parameters(), 0.1, momentum=0.9) for one in (eager, model)]

@@ -166,7 +166,6 @@ OPS = {  # from the result of a Linear, which the op or a part of it saves, to w
 
 @pytest.mark.parametrize("name", OPS)
 def test_ops_of_torch(name, device):
-    """Rebuilt, with the same bits."""
     torch.manual_seed(0)
     first, last = (nn.Linear(64, 64, device=device) for _ in range(2))
     x = torch.randn(32, 64, device=device)
