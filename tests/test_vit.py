@@ -63,9 +63,11 @@ def test_the_norm_in_the_mlp_gets_no_view():
     assert not mlp.expand(torch.randn(2, 16, 64))._is_view()
 
 
-def test_torch_sync_refuses_the_cpu():
+def test_torch_sync_trains_on_no_cpu():
+    model = make("torch-sync")
     with pytest.raises(ValueError, match="CUDA tensors only, got one on cpu"):
-        make("torch-sync")(images())
+        model(images())
+    assert torch.equal(model.eval()(images()), make("torch").eval()(images()))
 
 
 def test_wrong_names_and_sizes():
