@@ -1,5 +1,6 @@
 """The demo of `make demo`, in its quick form."""
 
+import importlib
 import json
 import re
 import subprocess
@@ -60,3 +61,11 @@ def test_in_place_layers_and_conversions_save_memory(demo):
     svg = page[page.index('aria-label="kept for backward by layer"') :].split("</svg>")[0]
     assert "convert(model, products=True)" in svg
     assert all(f"{size:,} B" in page and f"{size / 2**20:.2f} MiB" in svg for size in kept.values())
+
+
+def test_wrong_flag(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(DEMO.parent)
+    monkeypatch.setattr(sys, "argv", ["digits_demo.py", "--epochs", "0"])
+    with pytest.raises(SystemExit) as end:
+        importlib.import_module("digits_demo").main()
+    assert end.value.code == 2 and "--epochs must be at least 1, got 0" in capsys.readouterr().err
