@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 DEMO = Path(__file__).parents[1] / "examples" / "digits_demo.py"
-RUNS = ["inplace-abn-sync", "fastvit-sync"]
 
 
 def run_demo(directory, *arguments):
