@@ -132,8 +132,8 @@ def bn_apply(
 
 
 def abn_forward(x, moments=None, weight=None, bias=None, *running, activation="leaky_relu", **options):
-    gamma = _gamma_in_place(weight, bias, x)
-    return bn_forward(x, moments, gamma, bias, None, *running, activation=activation, **options)
+    options |= {"activation": activation}
+    return bn_forward(x, moments, _gamma_in_place(weight, bias, x), bias, None, *running, **options)
 
 
 def abn_forward_(x, *arguments, **options):

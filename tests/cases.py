@@ -173,25 +173,3 @@ def check_threads(run) -> None:
 def fresh(x: torch.Tensor) -> torch.Tensor:
     """A copy with the same strides, to be overwritten."""
     return strided_like(x, x)
-
-
-def allocating_calls(x: torch.Tensor):
-    """(op, the activations that it makes, a call) of each op of an activation like x."""
-    dy, z = torch.randn_like(x), torch.randn_like(x)
-    a, b = torch.cat([x, x], 1).chunk(2, 1)
-    moments = ops.bn_stats(x)
-    _, saved = ops.bn_forward(x, moments)
-    (sums,) = ops.bn_reduce(x, dy, None, saved)
-    return [
-        ("bn_stats", 0, lambda: ops.bn_stats(x)),
-        ("bn_forward", 1, lambda: ops.bn_forward(x, moments, z=z, activation="relu")),
-        ("bn_apply", 1, lambda: ops.bn_apply(x, saved, z=z, activation="gelu")),
-        ("abn_forward_", 0, lambda: ops.abn_forward_(x, moments)),
-        ("bn_reduce", 0, lambda: ops.bn_reduce(x, dy, z, saved, activation="relu")),
-        ("abn_reduce", 0, lambda: ops.abn_reduce(x, dy, saved)),
-        ("bn_backward", 2, lambda: ops.bn_backward(x, dy, z, saved, sums, activation="relu")),
-        ("abn_backward", 1, lambda: ops.abn_backward(x, dy, saved, sums)),
-        ("act_forward", 1, lambda: ops.act_forward(a)),
-        ("glu_forward", 1, lambda: ops.glu_forward(a, b)),
-        ("glu_backward", 2, lambda: ops.glu_backward(a, b, b)),
-    ]

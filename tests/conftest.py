@@ -27,30 +27,24 @@ TARGET = os.environ.get("FASTVIT_TEST_DEVICE", "cpu")
 # What `make test` leaves to `make test ALL=1`, by the beginning of a test's name, and after a * its end: long
 # trainings, programs drawn at random, combinations whose pairs other cases have, and what runs tools.
 THOROUGH = """
-    test_apex_tests test_benchmarks test_convert_programs test_demo test_gpu_tool
-    test_hosts test_kills test_arguments::test_opcheck[cropped] test_arguments::test_opcheck[nhwc
-    test_arguments::test_opcheck[tokens]
-    test_budget::test_the_share_that_remains[0.3] test_budget::test_the_share_that_remains[0.4]
-    test_budget::test_the_share_that_remains[0.57] test_budget::test_the_share_that_remains[0.6
-    test_budget::test_the_share_that_remains[0.7 test_budget::test_the_share_that_remains[0.9
-    test_budget::test_under_autocast test_build::test_kernels_that_do_not_compile test_build::test_no_compiler
+    test_benchmarks test_convert_programs test_demo test_gpu_tool test_hosts test_kills
+    test_arguments::test_opcheck[cropped] test_arguments::test_opcheck[nhwc
+    test_arguments::test_opcheck[tokens] test_budget::test_under_autocast
+    test_build::test_kernels_that_do_not_compile test_build::test_no_compiler
     test_compat_cpu::test_torch_amp_with test_compat_runner::test_every_rank_fails
     test_compat_runner::test_the_example
     test_compat_runner::test_processes_that_a_script_starts_find_apex[exec
     test_compat_runner::test_processes_that_a_script_starts_find_apex[shell
     test_compat_runner::test_processes_that_a_script_starts_find_apex[spawn
-    test_compile::test_fullgraph*inductor-train]
-    test_convert_compiled test_convert::test_copies[<lambda> test_convert::test_copies[copy
-    test_convert::test_norms*-nhwc]
-    test_convert::test_norms[another test_convert::test_norms[without test_convert_vit_ranks
+    test_compile::test_fullgraph*inductor-train] test_convert_compiled test_convert::test_copies[<lambda>
+    test_convert::test_copies[copy test_convert::test_norms*-nhwc] test_convert::test_norms[another
+    test_convert::test_norms[without test_convert_vit_ranks
     test_convert_vit::test_the_same_bits_and_less_kept*16]
     test_convert_vit::test_a_mask_of_dropout_takes_a_bit*fp16] test_faults::test_killed[between
     test_faults::test_killed[forward test_faults::test_killed[agreeing
-    test_ops::test_kernels_of_other_instruction_sets
-    test_ops::test_results_larger_than_the_caches[sizes1
+    test_ops::test_kernels_of_other_instruction_sets test_ops::test_results_larger_than_the_caches[sizes1
     test_ops::test_results_larger_than_the_caches[sizes2 test_ops::test_results_larger_than_the_caches[sizes3
-    test_report::test_compiled_models
-    test_report::test_under_autocast test_set_up::test_killed
+    test_report::test_compiled_models test_report::test_under_autocast test_set_up::test_killed
     test_training_checkpoints::test_full_disk test_training_faults::test_a_run_that_cannot_read*seconds]
     test_training_memory::test_every_precision_runs_the_converted_model[O
     test_training_memory::test_memory_changes_no_loss[inplace test_training_runs::test_a_killed

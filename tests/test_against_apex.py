@@ -1,6 +1,7 @@
-"""fastvit's SyncBatchNorm against NVIDIA apex's, and apex's parts in the trainer.
+"""SyncBatchNorm against NVIDIA apex's, InPlaceABN against mapillary's, and apex's parts in the trainer.
 
-The comparisons need apex 25.05: FASTVIT_APEX=folder of its sources, nothing compiled.
+The comparisons need apex 25.05: FASTVIT_APEX=folder of its sources, nothing compiled. Those with mapillary's
+need its sources on PYTHONPATH, with the extension compiled in place.
 """
 
 import os
@@ -9,14 +10,51 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from packages import apex
-from test_against_inplace_abn import SHAPES, steps
+from packages import apex, package
 from training_runs import COMMON, fails, rows_of, torchrun, train_on_rank, weights_of
 
 import fastvit
 import fastvit.compat.apex
 from fastvit.training import model, nvidia_apex
 from fastvit.training.config import Config
+
+SHAPES = {"images": (6, 5, 4, 3), "rows": (16, 5), "sequences": (4, 5, 7), "volumes": (2, 5, 3, 2, 2)}
+
+
+def steps(layer, inputs):
+    """Outputs, gradients and buffers of two training steps and an evaluation."""
+    found = {}
+    for step, (x, dy) in enumerate(inputs):
+        layer.train(step < 2).zero_grad()
+        x = x.clone().requires_grad_()
+        y = layer(x * 1)  # in place: not over the leaf
+        named = {"y": y.detach().clone(), **dict(layer.named_buffers())}
+        if layer.training:
+            y.backward(dy)
+            named |= {"dx": x.grad, **{f"d{name}": p.grad for name, p in layer.named_parameters()}}
+        found |= {f"{name} of step {step}": value.clone() for name, value in named.items()}
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("activation, slope", [("leaky_relu", 0.01), ("elu", 0.7), ("identity", 0.0)])
+def test_every_output_and_gradient_is_that_of_mapillary(activation, slope, shape, dtype):
+    peer = package("inplace_abn")
+    options = {"activation": activation, "activation_param": slope, "momentum": 0.3}
+    theirs, ours = (layer(5, **options).to(dtype) for layer in (peer.InPlaceABN, fastvit.InPlaceABN))
+    with torch.no_grad():
+        ours.weight.uniform_(0.5, 2)
+        ours.bias.normal_()
+        theirs.load_state_dict(ours.state_dict())
+        theirs.weight -= theirs.eps  # its gamma is |weight| + eps
+    inputs = [(torch.randn(shape, dtype=dtype), torch.randn(shape, dtype=dtype)) for _ in range(3)]
+    expected, found = steps(theirs, inputs), steps(ours, inputs)
+    tolerance = {torch.float32: 2e-5, torch.float64: 1e-7}[dtype]  # its slope and eps are float32
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            found[name], value, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def _layers(dtype, **options):
@@ -56,8 +94,6 @@ def test_every_output_and_gradient_is_that_of_apex(ranks, dtype, statistics):
             means = ranks.run(2, _compare, shape, dtype, options, statistics=statistics)
             assert means[0] == means[1]
 
-
-# In the trainer
 
 FAKE = """\
 from torch import nn

@@ -116,6 +116,7 @@ RUNNING = {"running_mean": W, "running_var": W}
         ("bn_forward", {"z": X[:2]}, r"z has shape \(2, 3, 5\); \(4, 3, 5\) expected"),
         ("bn_forward", {"z": X.double()}, "z has dtype Double; Float expected"),
         ("bn_forward", {"activation": "tanh"}, "activation is 'tanh'; one of identity, relu"),
+        ("abn_forward_", RUNNING | {"bias": W[:2]}, r"bias has shape \(2\); \(3,\)"),
         ("abn_forward_", {"activation": "relu"}, "activation is relu, which cannot be inverted"),
         ("abn_forward_", {"activation_param": 0.0}, "activation_param is 0; > 0 expected"),
         ("abn_forward_", {"x": X[:1].expand(4, 3, 5)}, "x is expanded"),
@@ -150,8 +151,11 @@ RUNNING = {"running_mean": W, "running_var": W}
     ],
 )
 def test_bad_input_is_named(op, change, message):
+    given = VALID[op] | change
+    before = [t.clone() for t in tensors(given.values())]
     with pytest.raises(RuntimeError, match=f"{op}: {message}"):
-        getattr(ops, op)(**VALID[op] | change)
+        getattr(ops, op)(**given)
+    assert all(map(torch.equal, tensors(given.values()), before))
 
 
 @pytest.mark.parametrize("layout", CORE_LAYOUTS)

@@ -27,7 +27,10 @@ def policy(model):
     return next(hook.policy for hook in model._forward_pre_hooks.values())
 
 
-@pytest.mark.parametrize("budget", [0.9, 0.75, 0.65, 0.57, 0.5, 0.4, 0.3, 0.2, 0.15, 0.1, 0.06])
+THOROUGH = [pytest.param(budget, marks=pytest.mark.thorough) for budget in (0.9, 0.75, 0.65, 0.57, 0.4, 0.3)]
+
+
+@pytest.mark.parametrize("budget", [*THOROUGH, 0.5, 0.2, 0.15, 0.1, 0.06])
 def test_the_share_that_remains(budget, x):
     model = Net(BLOCKS)
     whole = kept(model, x)
@@ -209,9 +212,6 @@ def test_each_op_is_repeated_at_most_once_at_any_depth():
         fastvit.convert(model, budget="least")
     assert all(map(torch.equal, *given))
     assert 60 < count.convolutions <= 80 and kept(model, x) < 0.1 * whole
-
-
-# --- errors
 
 
 @pytest.mark.parametrize("budget", [0, 1.5, -0.5, float("nan"), float("inf"), "2 GiBs", "1.2.3 GB", True])

@@ -82,9 +82,6 @@ def test_training_follows_float32(level):
     assert (values(model) - values(plain)).norm() < {"O0": 0, "O3": 0.3}.get(level, 0.1) * moved + 1e-12
 
 
-# What is refused
-
-
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -149,9 +146,6 @@ def test_disabled():
     assert amp.state_dict() == {}
     step(model, optimizer)
     assert type(model) is nn.Sequential
-
-
-# Gradients
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -16,8 +16,6 @@ from fastvit.compat.apex.amp._amp_state import maybe_print
 pytestmark = pytest.mark.usefixtures("amp_off")
 X, W = torch.randn(4, 4), torch.randn(4, 4)
 
-# The casts of O1
-
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
@@ -36,9 +34,6 @@ def test_recurrent_networks(kind, level):
     scaled_backward(model(x)[0][:, -1].square().sum(), optimizer)
     for master, parameter in zip(amp.master_params(optimizer), plain.parameters(), strict=True):
         torch.testing.assert_close(master.grad.float(), parameter.grad, rtol=0.1, atol=0.05)
-
-
-# Functions of the user
 
 
 @pytest.mark.parametrize(
@@ -75,9 +70,6 @@ def test_disable_casts():
         return inside, torch.mm(x, W).dtype
 
     assert under_o1(own, X) == (torch.float32, HALF)
-
-
-# The state, the handle and the lists
 
 
 def test_maybe_print(capsys, monkeypatch):

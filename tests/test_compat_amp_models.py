@@ -38,9 +38,6 @@ class Own(Registered, tag="own"):
         return self.last(torch.relu(self.inside(x))) * scale
 
 
-# The model itself
-
-
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_model_keeps_its_class_and_the_looks_of_its_forward(level):
     model, plain = start(level, model=Own())[0], Own()
@@ -92,9 +89,6 @@ def test_copies_pickles_and_replicas_have_a_forward_of_their_own(level):
         assert type(other) is nn.Sequential and torch.equal(other(x)[0], model(x)[0])
         other._modules["0"] = nn.Identity()
         assert other(x).shape == x.shape and isinstance(model(x), tuple)
-
-
-# Inputs and outputs
 
 
 class Box:
@@ -227,9 +221,6 @@ def test_operands_of_both_dtypes_under_o1(model):
     assert model.first.weight.grad.isfinite().all()
     with pytest.raises(RuntimeError, match="size|shape"):
         start("O1", model=Mixes(lambda h, x: torch.dot(h[0], x[0, :2])))[0](X)
-
-
-# Iterables
 
 
 @pytest.mark.parametrize("several", [lambda o: {"a": o}.values(), lambda o: (x for x in [o]), lambda o: {o}])

@@ -17,8 +17,6 @@ from fastvit.compat.apex.parallel import LARC
 pytestmark = pytest.mark.usefixtures("amp_off")
 X = torch.zeros(1)
 
-# Loss scale
-
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 def test_overflow_skips_the_step_and_says_so(level, capsys):
@@ -143,9 +141,6 @@ def test_accumulation(level, delays):
     assert amp.state_dict()["loss_scaler0"]["unskipped"] == {(): 4, (0, 1): 1, (1, 2): 2}[delays]
 
 
-# Restarts, other optimizers, checkpoints
-
-
 @pytest.mark.parametrize("second", [*LEVELS, None])
 @pytest.mark.parametrize("first", ["O1", "O2"])
 def test_initialize_again(first, second):
@@ -209,7 +204,6 @@ def test_errors_leave_no_casts():
 
 
 def test_a_forward_that_is_set_on_the_instance():
-    """Before `initialize`, and after it."""
     model, (images, _) = network(), data()
     own = model.forward
     model.forward = lambda images: own(images) * 2

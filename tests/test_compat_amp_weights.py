@@ -30,8 +30,6 @@ from fastvit.compat.apex.fp16_utils import FP16_Optimizer
 
 pytestmark = pytest.mark.usefixtures("amp_off")
 
-# Scripts that write weights and gradients
-
 
 def clips_gradients(model, optimizer, seed):
     optimizer.zero_grad()
@@ -149,9 +147,6 @@ def test_sparse_gradients(make, level):
         reference.step(), optimizer.step()
         reference.zero_grad(), optimizer.zero_grad()
     torch.testing.assert_close(model.weight, plain.weight, rtol=0.02, atol=0.02)
-
-
-# Forwards
 
 
 class Blocks(nn.Module):
@@ -292,9 +287,6 @@ def test_script_modules_are_refused():
     with pytest.raises(TypeError, match="script it afterwards"):
         start("O2", model=model)
     assert start("O1", model=model)[0](torch.ones(1, 4)).dtype == torch.float32
-
-
-# FP16_Optimizer, whose model is in half
 
 
 def test_weights_and_gradients_under_fp16_optimizer():

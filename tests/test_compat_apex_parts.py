@@ -15,8 +15,6 @@ from fastvit.compat.apex._notices import warn_once
 from fastvit.compat.apex.multi_tensor_apply import multi_tensor_applier
 from fastvit.compat.apex.optimizers import FusedLAMB
 
-# fp16_utils
-
 
 def network() -> nn.Module:
     torch.manual_seed(0)
@@ -89,9 +87,6 @@ def test_dynamic_loss_scaler():
         scaler.update_scale(False)
     assert scaler.loss_scale == 2.0
     assert fp16_utils.to_python_float(torch.tensor(2.5)) == 2.5
-
-
-# normalization
 
 
 @pytest.mark.parametrize("weight", [torch.float32, torch.bfloat16])
@@ -170,9 +165,6 @@ def test_norms_under_autocast(norm):
     assert layer.to("meta")(x.to("meta")).is_meta
 
 
-# inplace_abn
-
-
 def test_mapillary_layers():
     x = torch.randn(4, 3, 5)
     for layer in (inplace_abn.InPlaceABN(3), inplace_abn.InPlaceABNSync(3)):
@@ -210,8 +202,6 @@ def test_mapillarys_arguments_by_position():
     inplace_abn.set_active_group(model, marker)
     assert layer.group is marker and not hasattr(model[0], "group")
 
-
-# amp_C, apex_C and contrib, as scripts call them
 
 HALF = (torch.float16, torch.bfloat16)
 

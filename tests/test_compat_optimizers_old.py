@@ -34,9 +34,6 @@ def loss_of(model, seed=0):
     return F.cross_entropy(model(x.to(next(model.parameters()).dtype)).float(), y)
 
 
-# FP16_Optimizer
-
-
 def bert_adam(model):
     named = list(model.named_parameters())
     groups = [
@@ -139,9 +136,6 @@ def test_checkpoint_of_fp16_optimizer(options, which):
         other.load_state_dict({"fp32_groups_flat": []})
 
 
-# torch's GradScaler
-
-
 MAKERS = {
     "adam": lambda p: FusedAdam(p, 1e-2, capturable=True, master_weights=True),
     "adam without correction": lambda p: FusedAdam(p, 1e-2, False, capturable=True, master_weights=True),
@@ -181,9 +175,6 @@ def test_grad_scaler_steps_half_parameters(name):
         for key, value in theirs["state"][index].items():
             assert torch.equal(mine["state"][index][key], value), key
     assert mine["param_groups"][0].get("step") == theirs["param_groups"][0].get("step")
-
-
-# FusedMixedPrecisionLamb
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -228,9 +219,6 @@ def test_rates_of_mixed_precision_lamb_are_tensors():
     before = values(model)
     again.step()
     assert torch.equal(values(model), before) and "master_param" not in again.state[model[0].weight]
-
-
-# Large layers, and any layout
 
 
 def test_norms_of_large_layers_are_right():

@@ -179,9 +179,6 @@ def test_groups_of_inplace_abn(ranks):
     assert ranks.run(2, groups) == [(True, None, True, False), (True, None, True, True)]
 
 
-# DistributedDataParallel and Reducer: any graph, any parameters
-
-
 class Model(nn.Module):
     """A body of two layers, one of which may be checkpointed, and two heads."""
 
@@ -287,7 +284,6 @@ CASES += [(graph, change) for graph in (plain, reentrant) for change in CHANGES]
 
 @pytest.mark.parametrize(("graph", "change"), CASES)
 def test_gradients_are_means(ranks, graph, change):
-    """For every graph, whatever parameters are frozen and thawed."""
     for got, want in ranks.run(2, gradients, graph, change):
         torch.testing.assert_close(got, want)
 

@@ -206,8 +206,6 @@ def test_arguments_of_the_launcher():
     assert options.module and words == ["pack.main", "--local-rank=1", "-m", "y"]
 
 
-# Ranks
-
 GROUP = """\
 import argparse, sys, torch, torch.distributed as dist
 parser = argparse.ArgumentParser()

@@ -128,9 +128,6 @@ def test_batch_norm_of_any_layout_has_the_bits_of_torch(shape, cut):
     assert freed(forward, [x, weight, norm.weight, norm.bias]) > 0
 
 
-# --- in place
-
-
 IN_PLACE = {
     "relu": lambda: nn.ReLU(inplace=True),
     "relu6": lambda: nn.ReLU6(inplace=True),
@@ -214,9 +211,6 @@ def test_torchs_synchronised_norm(monkeypatch):
     assert after == pytest.approx(before - x.nbytes, rel=0.01)
 
 
-# --- the model stays what it is
-
-
 def test_nothing_is_replaced():
     model = Model()
     types, modules = [type(m) for m in model.modules()], list(model.modules())
@@ -269,11 +263,12 @@ def test_a_model_is_freed_at_once():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-def test_scripted_and_traced():
+def test_scripted_traced_and_exported():
     eager, x = Stage(batch_norm()).eval(), images()
     model = fastvit.convert(copy.deepcopy(eager))
-    for make in (torch.jit.script, lambda m: torch.jit.trace(m, x)):
-        torch.testing.assert_close(make(model)(x), eager(x))
+    traced = torch.jit.trace(model, x), torch.export.export(model, (x,)).module()
+    for made in (torch.jit.script(model), *traced):
+        torch.testing.assert_close(made(x), eager(x))
     assert kept(model, x) < kept(eager, x), "it is still converted"
 
 
@@ -289,15 +284,6 @@ def test_quantisation():
         quantization.prepare_qat(model, inplace=True)
         results.append(step(model, images()))
     assert not differing(*results)
-
-
-def test_exported():
-    eager, x = Stage(batch_norm()).eval(), images()
-    program = torch.export.export(fastvit.convert(copy.deepcopy(eager)), (x,))
-    torch.testing.assert_close(program.module()(x), eager(x))
-
-
-# --- scopes of models inside each other
 
 
 def test_a_converted_model_in_another_keeps_its_own_options():

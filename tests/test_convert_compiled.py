@@ -99,9 +99,31 @@ def both(make, how, x, options=None, **given):
     return ours[0] / plain[0]
 
 
-@pytest.mark.parametrize("how", [as_module, in_place, as_function, each_block])
-def test_keeps_less_with_the_same_values(how):
-    assert both(Net, how, torch.randn(4, 64, 64), backend="aot_eager", fullgraph=True) <= 0.66
+def under_autocast(model, **options):
+    def run(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x).float()
+
+    return torch.compile(run, **options)
+
+
+@pytest.mark.parametrize(
+    ("how", "make", "options", "batch", "most"),
+    [
+        (as_module, Net, {}, 4, 0.66),
+        (in_place, Net, {}, 4, 0.66),
+        (as_module, Renamed, {}, 4, 0.66),
+        (as_module, Decorated, {}, 4, 0.66),
+        (as_function, Net, {}, 4, 0.66),
+        (each_block, Net, {}, 4, 0.66),
+        (as_module, lambda: Net(Residual), {}, 4, 0.66),  # statistics of BatchNorm
+        (under_autocast, Net, {}, 32, 0.7),
+        (as_module, Net, {"products": True}, 4, 0.45),
+    ],
+)
+def test_keeps_less_with_the_same_values(how, make, options, batch, most):
+    x = torch.randn(batch, 64, 64)
+    assert both(make, how, x, options, backend="aot_eager", fullgraph=True) <= most
     assert config.joint_custom_pass is None and torch.compiler.config.cache_key_tag == ""
 
 
@@ -110,27 +132,6 @@ def test_inductor_and_its_caches():
     make, x = lambda: Net(lambda: Block(0.1), 1), torch.randn(4, 64, 64)
     for _ in range(2):  # the second time from the caches
         assert both(make, as_module, x, fullgraph=True) <= 0.7
-
-
-@pytest.mark.parametrize("make", [Renamed, Decorated])
-def test_a_forward_whose_first_argument_has_another_name(make):
-    assert both(make, as_module, torch.randn(4, 64, 64), backend="aot_eager", fullgraph=True) <= 0.66
-
-
-def test_statistics_of_batch_norm():
-    x = torch.randn(4, 64, 64)
-    assert both(lambda: Net(Residual), as_module, x, backend="aot_eager", fullgraph=True) <= 0.66
-
-
-def test_autocast():
-    def how(model, **options):
-        return torch.compile(lambda x: autocast(model, x), **options)
-
-    def autocast(model, x):
-        with torch.autocast("cpu", torch.bfloat16):
-            return model(x).float()
-
-    assert both(Net, how, torch.randn(32, 64, 64), backend="aot_eager", fullgraph=True) <= 0.7
 
 
 def test_dynamic_shapes():
@@ -144,11 +145,6 @@ def test_dynamic_shapes():
         counts.append(counter.frame_count)
     assert counts[0] <= counts[1]
     assert both(Net, as_module, torch.randn(4, 64, 64), backend="aot_eager", dynamic=True) <= 0.66
-
-
-def test_products():
-    x = torch.randn(4, 64, 64)
-    assert both(Net, as_module, x, {"products": True}, backend="aot_eager", fullgraph=True) <= 0.45
 
 
 def test_budget():

@@ -85,9 +85,6 @@ def scale_block():
     return Block(scale=LayerScale)
 
 
-# --- other things in a step
-
-
 def biases_alone(model):
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.endswith("bias"))
@@ -254,8 +251,6 @@ def test_where_another_mechanism_decides():
 @pytest.mark.parametrize("precision", CONTEXTS)
 @pytest.mark.parametrize("inplace", [False, True])
 def test_a_mask_of_dropout_takes_a_bit_an_element(inplace, precision):
-    """The layer's result is rebuilt from it."""
-
     def make(p=0.1):
         block = Block(mlp=lambda: Mlp(drop=p))
         block.mlp.drop.inplace = inplace
@@ -276,9 +271,6 @@ def test_a_dropout_that_is_another_is_left(monkeypatch):
 
     monkeypatch.setattr(nn.functional, "dropout", scaled)
     compared(Model(lambda: Block(mlp=lambda: Mlp(drop=0.1)), 1), patches(16))
-
-
-# --- copies of weights that autocast makes
 
 
 def test_weight_casts_are_made_again():

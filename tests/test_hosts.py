@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from host_rank import TIMEOUT
-from hosts import Hosts, address
-from training_runs import COMMON, ONCE, rows_of
+from hosts import Hosts
+from training_runs import COMMON
 
 HERE = Path(__file__).parent
 LIMIT = 55  # seconds
@@ -94,24 +94,3 @@ def test_options_that_differ(two, monkeypatch, tmp_path):
     ends = [rank.communicate(timeout=LIMIT) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [1, 1]
     assert "--lr differs: rank 0: 0.001; rank 1: 0.01" in ends[0][1], ends
-
-
-def test_a_killed_rank_is_started_again(two, monkeypatch, tmp_path):
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    (tmp_path / "once.py").write_text(ONCE.replace("== 4", "== 3"))
-    agents = []
-    for host in range(2):
-        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
-        command += ["--max-restarts=1", "--rdzv-backend=c10d", "--rdzv-endpoint=10.77.0.1:29500"]
-        command += [f"--rdzv-conf=is_host={host == 0}", f"--local-addr={address(host)}", "once.py"]
-        options = [*TRAINING, "--device", "cpu", "--threads", "1", "--resume", "auto", "--out", "run"]
-        agents.append(
-            two.start(
-                host, [*command, *options], cwd=tmp_path, text=True,
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            )
-        )  # fmt: skip
-    ends = [agent.communicate(timeout=LIMIT) for agent in agents]
-    assert [agent.returncode for agent in agents] == [0, 0], ends
-    assert (tmp_path / "killed").exists() and "resumed after epoch 1 of 2" in "".join(out for out, _ in ends)
-    assert [row["epoch"] for row in rows_of(tmp_path / "run")] == [1, 2]

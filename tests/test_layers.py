@@ -518,9 +518,6 @@ def test_parameters_and_buffers_that_are_no_longer_registered():
     torch.testing.assert_close(mean, 0.9 + 0.1 * x.mean(0))
 
 
-# What others do to every BatchNorm
-
-
 @pytest.mark.parametrize("ours", [InPlaceABN, BatchNormAct, "fuse"])
 def test_update_bn_and_what_finds_batch_norms_by_type(ours):
     def made(layer):

@@ -17,7 +17,6 @@ from cases import (
     PARAM,
     Case,
     agree,
-    allocating_calls,
     check_threads,
     fresh,
     generator,
@@ -25,6 +24,7 @@ from cases import (
 from tolerances import check, error
 
 from fastvit import ops, reference
+from fastvit.memory import peak_bytes
 
 
 def options(case, activation):
@@ -302,32 +302,22 @@ def test_nan_and_infinity_stay_in_their_channel(layout, device):
         assert dx[:, 2].isnan().all() and not dx[:, finite].isnan().any()
 
 
-@pytest.mark.parametrize("layout", ["nchw_wide", "nhwc_c96", "tokens_c192"])
-def test_repeats_and_threads_give_the_same_bits(layout, device):
-    case = Case(layout, torch.float32, device)
-
-    def run():
-        x = fresh(case.x)
-        moments = ops.bn_stats(x, case.channel_dim)
-        saved = ops.abn_forward_(x, moments, case.weight, case.bias, channel_dim=case.channel_dim)
-        (sums,) = ops.abn_reduce(x, case.dy, saved, case.weight, case.bias, channel_dim=case.channel_dim)
-        parameters = {"weight": case.weight, "bias": case.bias, "channel_dim": case.channel_dim}
-        dx, _ = ops.abn_backward(x, case.dy, saved, sums, **parameters)
-        return moments, x, saved, sums, dx
-
-    check_threads(run)
-
-
 @pytest.mark.parametrize("shape", [(2, 2, 181, 191), (9001, 16)])
 def test_partial_results_of_several_tasks(shape, device):
-    """Large enough for three slices; of two planes, the middle slice takes a part of each."""
+    """Large enough for three slices; of two planes, the middle slice takes a part of each.
+
+    The bits of repeated calls are the same, with any number of threads.
+    """
     x, dy = (torch.randn(shape, generator=generator(seed), dtype=torch.float64).to(device) for seed in (0, 1))
     x += 3
     moments = reference.bn_stats(x)
     saved = reference.bn_forward(x, moments)[1]
 
     def run():
-        return ops.bn_stats(x), ops.bn_reduce(x, dy, None, saved)[0]
+        y = x.clone()
+        own = ops.abn_forward_(y, None)
+        reduced = ops.bn_reduce(x, dy, None, saved)[0], ops.abn_reduce(y, dy, own)[0]
+        return ops.bn_stats(x), *reduced, y, own, ops.abn_backward(y, dy, own, reduced[1])[0]
 
     got = run()
     check("bn_stats", got[0], moments)
@@ -368,15 +358,41 @@ def test_kernels_of_other_instruction_sets(capability):
     assert run.returncode == 0, run.stdout[-3000:]
 
 
-def test_no_op_allocates_more_than_its_outputs():
-    """The profiler counts the outputs and O(C) bytes."""
-    x = torch.randn(16, 8, 64, 64)
+def allocating_calls(x: torch.Tensor):
+    """(op, the activations that it makes, a call) of each op of an activation like x."""
+    dy, z = torch.randn_like(x), torch.randn_like(x)
+    a, b = torch.cat([x, x], 1).chunk(2, 1)
+    moments = ops.bn_stats(x)
+    _, saved = ops.bn_forward(x, moments)
+    (sums,) = ops.bn_reduce(x, dy, None, saved)
+    return [
+        ("bn_stats", 0, lambda: ops.bn_stats(x)),
+        ("bn_forward", 1, lambda: ops.bn_forward(x, moments, z=z, activation="relu")),
+        ("bn_apply", 1, lambda: ops.bn_apply(x, saved, z=z, activation="gelu")),
+        ("abn_forward_", 0, lambda: ops.abn_forward_(x, moments)),
+        ("bn_reduce", 0, lambda: ops.bn_reduce(x, dy, z, saved, activation="relu")),
+        ("abn_reduce", 0, lambda: ops.abn_reduce(x, dy, saved)),
+        ("bn_backward", 2, lambda: ops.bn_backward(x, dy, z, saved, sums, activation="relu")),
+        ("abn_backward", 1, lambda: ops.abn_backward(x, dy, saved, sums)),
+        ("act_forward", 1, lambda: ops.act_forward(a)),
+        ("glu_forward", 1, lambda: ops.glu_forward(a, b)),
+        ("glu_backward", 2, lambda: ops.glu_backward(a, b, b)),
+    ]
+
+
+def test_no_op_allocates_more_than_its_outputs(device):
+    """The outputs and O(C) bytes; on a GPU O(C) of each block, and only the peak is counted."""
+    x = torch.randn(16, 8, 64, 64, device=device)
     for name, activations, call in allocating_calls(x):
-        with torch.profiler.profile(profile_memory=True) as profile:
-            kept = call()
-        allocated = sum(max(e.self_cpu_memory_usage, 0) for e in profile.key_averages())
-        assert activations * x.nbytes <= allocated <= activations * x.nbytes + 4096, (name, allocated)
-        del kept
+        if device == "cuda":
+            torch.cuda.empty_cache()  # a cached block that is larger than an output counts as a whole
+            allocated, more = peak_bytes(call, device), 1 << 20
+        else:
+            with torch.profiler.profile(profile_memory=True) as profile:
+                kept = call()
+            allocated, more = sum(max(e.self_cpu_memory_usage, 0) for e in profile.key_averages()), 4096
+            del kept
+        assert activations * x.nbytes <= allocated <= activations * x.nbytes + more, (name, allocated)
 
 
 @pytest.mark.skipif(
@@ -429,11 +445,3 @@ def test_more_than_2_to_the_31_elements(layout, device):
     dx, _ = ops.abn_backward(x, x, saved, training=False)
     for part in (slice(0, 1), slice(-1, None)):
         check("abn_backward", dx[part], reference.abn_backward(x[part], x[part], saved, training=False)[0])
-
-
-def test_bad_input_changes_nothing():
-    x, mean, var = torch.randn(4, 3), torch.zeros(3), torch.ones(3)
-    kept = x.clone()
-    with pytest.raises(RuntimeError, match="bias has shape"):
-        ops.abn_forward_(x, ops.bn_stats(x), None, torch.ones(2), mean, var)
-    assert torch.equal(x, kept) and mean.tolist() == [0.0] * 3

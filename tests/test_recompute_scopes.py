@@ -157,6 +157,7 @@ OPS = {  # from the result of a Linear, which the op or a part of it saves, to w
     "pow": lambda t: t.pow(3),
     "repeat": lambda t: F.silu(t).repeat(2, 1),
     "roll": lambda t: F.silu(t).roll(3, 1),
+    "pad by nothing": lambda t: F.pad(F.silu(t), (0, 0)),
     "negative": lambda t: -F.silu(t),
     "a number and the rest": lambda t: 1.5 + F.silu(t),
     "all but a number": lambda t: torch.sub(F.silu(t), 3, alpha=0.3),
@@ -165,7 +166,6 @@ OPS = {  # from the result of a Linear, which the op or a part of it saves, to w
 
 @pytest.mark.parametrize("name", OPS)
 def test_ops_of_torch(name, device):
-    """Rebuilt, with the same bits."""
     torch.manual_seed(0)
     first, last = (nn.Linear(64, 64, device=device) for _ in range(2))
     x = torch.randn(32, 64, device=device)

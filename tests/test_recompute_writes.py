@@ -304,9 +304,6 @@ def test_long_chains_take_no_longer_than_they_are(step):
     total.backward()
 
 
-# --- hooks of others
-
-
 def test_disabled_hooks_are_told_of_once():
     x = torch.randn(64, 64).requires_grad_()
     with torch.autograd.graph.disable_saved_tensors_hooks("none of them here"):

@@ -21,9 +21,6 @@ def x():
     return torch.randn(16, 48, WIDTH)
 
 
-# --- bytes
-
-
 @pytest.mark.parametrize("products", [False, True])
 @pytest.mark.parametrize("training", [True, False])
 def test_what_is_said_is_what_a_step_keeps(products, training, x):
@@ -54,9 +51,6 @@ def test_under_autocast(x):
     assert abs(found.kept_after - after) < 2**17
     with torch.autocast("cpu", torch.bfloat16):  # the copies' casts, in autocast's cache, count
         assert fastvit.report(model, x).kept_after == pytest.approx(found.kept_after, rel=0.01)
-
-
-# --- rows
 
 
 def test_rows_name_modules_and_reasons(x):
@@ -109,9 +103,6 @@ def test_a_budget_shows_in_the_reasons(x):
     assert any("skipped" == row.reason for row in fastvit.report(skipping, x).tensors)
 
 
-# --- the model
-
-
 def test_nothing_of_the_model_changes():
     class Random(nn.Sequential):
         def forward(self, x):
@@ -140,9 +131,6 @@ def test_progress_of_slow_models(x, monkeypatch, capsys):
     monkeypatch.setattr("fastvit.conversion.trial._QUIET", 0.0)
     fastvit.report(Net(), x)
     assert capsys.readouterr().err.splitlines()[-1].startswith("fastvit.report: forward 4, after ")
-
-
-# --- where a scope cannot work
 
 
 def test_checkpointed_blocks_are_noted(x):
@@ -174,8 +162,6 @@ def test_compiled_models(x):
     notes = fastvit.report(model, x).notes
     assert notes == ["measured without Module.compile, which is not copied; pass torch.compile(model)"]
 
-
-# --- errors
 
 SIZE = (16, 48, 64)
 

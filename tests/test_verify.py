@@ -174,9 +174,6 @@ def test_what_is_skipped_must_exist():
         fastvit.convert(Net(1), skip=["gelu"])
 
 
-# --- differences
-
-
 def test_a_wrong_gradient_fails_and_prints(x, monkeypatch):
     monkeypatch.setitem(RULES, "GeluBackward0", (CHEAP, _twice))
     found = fastvit.verify(Net(2), x)

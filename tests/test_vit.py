@@ -42,19 +42,8 @@ def test_training_step_equals_torch(norm, mlp_norm):
         )
     for (name, a), b in zip(expected.named_buffers(), got.buffers(), strict=True):
         torch.testing.assert_close(b, a, rtol=1e-9, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}")
-
-
-@pytest.mark.parametrize("norm", NORMS)
-def test_trained_weights_move_to_every_norm(norm):
-    source = make("torch")
-    optimizer = torch.optim.SGD(source.parameters(), lr=0.05)
-    for _ in range(3):
-        source(images()).logsumexp(dim=1).sum().backward()
-        optimizer.step()
-    target = make(norm)
-    target.load_state_dict(source.state_dict())
     with torch.no_grad():
-        torch.testing.assert_close(target.eval()(images()), source.eval()(images()), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(got.eval()(batch), expected.eval()(batch), rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("tokens", [False, True])
@@ -74,9 +63,11 @@ def test_the_norm_in_the_mlp_gets_no_view():
     assert not mlp.expand(torch.randn(2, 16, 64))._is_view()
 
 
-def test_torch_sync_refuses_the_cpu():
+def test_torch_sync_trains_on_no_cpu():
+    model = make("torch-sync")
     with pytest.raises(ValueError, match="CUDA tensors only, got one on cpu"):
-        make("torch-sync")(images())
+        model(images())
+    assert torch.equal(model.eval()(images()), make("torch").eval()(images()))
 
 
 def test_wrong_names_and_sizes():

@@ -151,17 +151,6 @@ class Block(nn.Module):
         return x + self.ls2(self.mlp(self.norm2(x)))
 
 
-class MixerBlock(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm1, self.norm2, self.mlp_channels = nn.LayerNorm(DIM), nn.LayerNorm(DIM), Mlp()
-        self.fc1, self.act, self.fc2 = nn.Linear(TOKENS, 32), nn.GELU(), nn.Linear(32, TOKENS)
-
-    def forward(self, x):
-        x = x + self.fc2(self.act(self.fc1(self.norm1(x).transpose(1, 2)))).transpose(1, 2)
-        return x + self.mlp_channels(self.norm2(x))
-
-
 class GlobalResponseNorm(nn.Module):
     def __init__(self):
         super().__init__()
@@ -194,32 +183,6 @@ class ConvBlock(nn.Module):
         return torch.cat([tokens[:, :1], x], 1)
 
 
-class WindowBlock(nn.Module):
-    """Swin: a cyclic shift, windows cut out by copies, and back."""
-
-    def __init__(self, window=7):
-        super().__init__()
-        self.norm1, self.norm2, self.mlp = nn.LayerNorm(DIM), nn.LayerNorm(DIM), Mlp()
-        self.qkv, self.proj, self.window = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM), window
-        self.table = nn.Parameter(torch.randn(HEADS, window**2, window**2))
-
-    def attend(self, x):
-        n, length, dim = x.shape
-        q, k, v = self.qkv(x).reshape(n, length, 3, HEADS, DIM // HEADS).permute(2, 0, 3, 1, 4).unbind(0)
-        scores = (q * (dim // HEADS) ** -0.5) @ k.transpose(-2, -1) + self.table
-        return self.proj((scores.softmax(-1) @ v).transpose(1, 2).reshape(n, length, dim))
-
-    def forward(self, tokens):
-        x = self.norm1(tokens[:, 1:]).unflatten(1, (7, 7))
-        x = F.pad(torch.roll(x, (-3, -3), (1, 2)), (0, 0, 0, 0, 0, 0))
-        n, w = len(x), self.window
-        x = x.view(n, 7 // w, w, 7 // w, w, DIM).permute(0, 1, 3, 2, 4, 5).contiguous().view(-1, w * w, DIM)
-        x = self.attend(x).view(n, 7 // w, 7 // w, w, w, DIM).permute(0, 1, 3, 2, 4, 5).reshape(n, 7, 7, DIM)
-        x = torch.roll(x, (3, 3), (1, 2)).flatten(1, 2)
-        x = tokens + torch.cat([torch.zeros_like(x[:, :1]), x], 1)
-        return x + self.mlp(self.norm2(x))
-
-
 def torch_layer():
     return nn.TransformerEncoderLayer(DIM, HEADS, 4 * DIM, 0.0, F.gelu, batch_first=True, norm_first=True)
 
@@ -243,10 +206,8 @@ BLOCKS = {  # name -> (maker of a block, least share of the kept bytes that is f
     "SwiGLU of ours": (lambda: Block(lambda: Attention(rope=True), OwnSwiGLU), 0.4),
     "without affine": (lambda: Block(norm=lambda: nn.LayerNorm(DIM, elementwise_affine=False)), 0.35),
     "cosine attention": (lambda: Block(lambda: Attention(cosine=True)), 0.4),
-    "mixer": (MixerBlock, 0.4),
     "convnext": (ConvBlock, 0.4),
     "convnext v2": (lambda: ConvBlock(grn=True, scale=False), 0.6),
-    "windows": (WindowBlock, 0.3),
     "torch": (torch_layer, 0.3),
 }
 
