@@ -97,7 +97,7 @@ def test_the_layers_of_the_readme_are_those_of_the_results():
     rows = [row for row in results("layers_cpu") if (row["threads"], row["direction"]) == ("1", "both")]
     measured = {(row["shape"], row["contender"]): row for row in rows}
     shown = re.findall(
-        r"InPlaceABN at (\S+)\s+takes ([\d.]+)x .*?keeps ([\d.]+) tensors, not ([\d.]+)", README, re.S
+        r"InPlaceABN at (\S+)\s+takes ([\d.]+)x .*?keeps ([\d.]+) tensors, not (\d+\.\d+)", README, re.S
     )
     for shape, times, kept, before in shown:
         ours, torchs = (measured[shape, layer] for layer in ("InPlaceABN", "torch"))
