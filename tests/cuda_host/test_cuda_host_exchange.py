@@ -364,6 +364,17 @@ def test_another_tag_is_an_error_on_both(engine, other):
             loop.ranks[r].next_step()
 
 
+def test_a_backward_that_fails(engine):
+    loop, rank = Ranks(engine, 2), Rank(0)
+    kept, dy, saved = rank.input(1), rank.input(2), torch.rand(2 * 5 + 2)
+    saved[-2:] = torch.tensor([0.0, 80.0])
+    rank.options = {"weight": rank.weight, "bias": rank.bias}
+    own, total = loop.ranks[0].sums(lambda e: rank.reduce(kept, dy, saved, None, e), Tag(2, 9))
+    assert own.isfinite().all() and all_nan(total, *rank.backward(kept, dy, saved, total))
+    with pytest.raises(RuntimeError, match="rank 0 in backward of layer 2, step 9: nothing from rank 1"):
+        loop.ranks[0].share(own[None], Tag(2, 10))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_numbers_that_no_op_has_at_hand(engine, dtype):
     """peer_share; a rank that traces meets one that does not."""
