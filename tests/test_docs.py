@@ -41,7 +41,8 @@ def test_the_code_of_a_page_runs_and_says_what_the_page_says(page, tmp_path, mon
     with contextlib.redirect_stdout(said):
         for i, block in enumerate(blocks(page, "python")):
             exec(compile(block, f"{page.name}, block {i}", "exec"), names)
-    shown = [line for text in blocks(page, "text") for line in SUMMARY.findall(text)]
+    examples = blocks(page, "python") + blocks(page, "text")
+    shown = [line for text in examples for line in SUMMARY.findall(text)]
     got = SUMMARY.findall(said.getvalue())
     assert len(got) == len(shown)
     for one, other in zip(got, shown, strict=True):
