@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import torch
-from harness import command_line, markdown, place, provenance, read_csv, write_csv
+from harness import command_line, conditions, markdown, provenance, read_csv, write_csv
 
 from fastvit.training.config import ALL_NORMS, AMP_LEVELS, Config
 from fastvit.training.nvidia_apex import import_apex
@@ -65,8 +65,8 @@ def table(rows: list[dict]) -> str:
         "",
         f"vit_digits on scikit-learn's digits, {first['ranks']} gloo ranks, {first['epochs']} epochs of the "
         f"default recipe, the other option at its default (--norm {DEFAULT.norm}, --amp {DEFAULT.amp}). "
-        f"{place(first)}. On the CPU the half precision of O1 to O3 is bfloat16; --norm torch-sync trains on "
-        "CUDA only; --norm apex-sync is apex 25.05's own layer, from the same initial weights.",
+        f"{conditions(first)}. On the CPU the half precision of O1 to O3 is bfloat16; --norm torch-sync "
+        "trains on CUDA only; --norm apex-sync is apex 25.05's own layer, from the same initial weights.",
         "",
     ]
     return "\n".join(lines)

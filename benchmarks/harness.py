@@ -1,7 +1,7 @@
 """Comparable timing: only the work inside the timer, cold caches, contenders in turn.
 
 Results have one form. A row is what was measured (`what`, `shape`, `dtype`, `threads`), of which `contender`
-and in which `direction`, its time in us and what it is beside others, and the place of the measurement:
+and in which `direction`, its time in us and what it is beside others, and the conditions of the measurement:
 device, torch, CUDA, commit, date. report.py writes such a file as a table.
 """
 
@@ -228,7 +228,7 @@ def provenance(device: str) -> dict[str, str]:
     }
 
 
-def place(row: dict[str, str], *more: str) -> str:
+def conditions(row: dict[str, str], *more: str) -> str:
     """Where and when a row was measured."""
     return ", ".join([row["device"], *more, f"torch {row['torch']}", f"commit {row['commit']}", row["date"]])
 

@@ -5,7 +5,7 @@ python benchmarks/report.py [NAME ...]     writes results/NAME.md from NAME.csv,
 
 from pathlib import Path
 
-from harness import command_line, markdown, place, read_csv
+from harness import command_line, conditions, markdown, read_csv
 
 KEYS = ("world", "what", "shape", "dtype", "threads", "direction")
 CONVERTED = """\
@@ -67,9 +67,9 @@ def table(name: str, rows: list[dict[str, str]]) -> str:
     more += [first["instructions"]] if first.get("instructions") else []
     more += [f"a packet between hosts takes {first['delay_ms']} ms"] if first.get("delay_ms") else []
     words = next(words for kind, words in WORDS.items() if name.startswith(kind))
-    places = dict.fromkeys(place(row, *more) for row in rows)
+    measured_on = dict.fromkeys(conditions(row, *more) for row in rows)
     lines = markdown([*keys, *contenders], cells)
-    return "\n".join([*lines, "", words.replace("NAME", name), "", f"{'; '.join(places)}.", ""])
+    return "\n".join([*lines, "", words.replace("NAME", name), "", f"{'; '.join(measured_on)}.", ""])
 
 
 def write_table(path: Path) -> Path:

@@ -110,7 +110,7 @@ class Loopback:
             torch.cuda.current_stream().wait_stream(stream)
         return results
 
-    def place(self, receiver: int, sender: int, epoch: int, packet: int = 0) -> Tensor:
+    def inbox(self, receiver: int, sender: int, epoch: int, packet: int = 0) -> Tensor:
         """The bytes of an inbox from a packet of a message on."""
         room = self.capacity if self.of_gpu else (self.capacity + 1) // 2
         at = (sender * 2 + epoch % 2) * (HEADER + room) + packet
@@ -122,4 +122,4 @@ class Loopback:
         epoch = int(words[0]) % 2**32 + 1
         for sender, row in enumerate(numbers):
             data = message(row, tag, epoch, self.of_gpu)
-            self.place(receiver, sender, epoch)[: data.numel()] = data
+            self.inbox(receiver, sender, epoch)[: data.numel()] = data

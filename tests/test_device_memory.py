@@ -131,4 +131,4 @@ def test_too_many_ranks():
 def test_where_there_are_no_kernels(monkeypatch):
     monkeypatch.setattr(_library, "HAS_CUDA", False)
     with pytest.raises(OSError, match="the CUDA kernels are "):
-        cuda_peer.place(CPU)
+        cuda_peer.host_of(CPU)

@@ -88,13 +88,13 @@ def test_killed(ranks, where, statistics):
     world = {"forward": 2, "backward": 3, "between": 4, "agreeing": 3}[where]
     results = ranks.run(world, killed, where, statistics=statistics, group_timeout=15, breaks=True)
     assert results.pop(1) is None
-    place = {
+    said = {
         "between": " in forward of layer ",
         "agreeing": "first call of layer 1 (sync_batch_norm, 6 channels): rank 1 has ended (process",
     }
     for message, seconds in results:
         assert seconds < 5, message  # well before the timeout
-        assert place.get(where, f" in {where} of layer ") in message
+        assert said.get(where, f" in {where} of layer ") in message
         assert statistics == "collective" or "rank 1 has ended" in message
 
 

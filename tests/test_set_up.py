@@ -87,9 +87,9 @@ def test_what_a_group_would_take(monkeypatch, wish, cuda, memory, said):
         monkeypatch.setenv("FASTVIT_STATISTICS", wish)
     monkeypatch.setattr(_library, "HAS_CUDA", cuda)
 
-    def place(device):
+    def host_of(device):
         if not memory:
             raise OSError("no /dev/shm")
 
-    monkeypatch.setattr(cpu_peer, "place", place)
+    monkeypatch.setattr(cpu_peer, "host_of", host_of)
     assert sync.available_backends() == f"FASTVIT_STATISTICS={said}"

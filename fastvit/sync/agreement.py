@@ -96,11 +96,11 @@ class ProcessWatch:
         self._files: dict[int, int] = {}  # pidfds
         self._read = 0
         try:
-            place, start = process_space(), _start_of("self")
+            host, start = process_space(), _start_of("self")
         except OSError:
-            place, start = f"rank {rank} alone", "unknown"
-        # Entries are numbered by place, so that a rank reads only those of its own host.
-        self._store = dist.PrefixStore(place, store)
+            host, start = f"rank {rank} alone", "unknown"
+        # Entries are numbered for each host, so that a rank reads only those of its own.
+        self._store = dist.PrefixStore(host, store)
         self._store.set(str(self._store.add("count", 1)), f"{rank} {os.getpid()} {start}")
         weakref.finalize(self, _close, self._files)
 

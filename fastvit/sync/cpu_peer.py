@@ -82,7 +82,7 @@ class SharedMemory(Peer):
         return RuntimeError(f"rank {self._rank} in {what}: {self._watch.text(rank)}")
 
 
-def place(device: torch.device) -> str:
+def host_of(device: torch.device) -> str:
     """A name that is equal on ranks that can map one segment and see each other's processes.
 
     Raises OSError without writable shared memory.

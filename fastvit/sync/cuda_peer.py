@@ -40,7 +40,7 @@ class DeviceMemory(Peer):
         return super()._run(op, tag)
 
 
-def place(device: torch.device) -> str:
+def host_of(device: torch.device) -> str:
     """A name that is equal on ranks whose GPUs may see each other's memory; OSError without CUDA kernels."""
     if problem := _library.gpu_problem(device):
         raise OSError(problem)

@@ -22,7 +22,7 @@ from .protocol import LEAST_PACKETS, Tag, packets
 from .transport import Backend, Reduce
 
 WISHES = ("auto", "collective", "peer")
-# Backends over peer memory, by device type. place() names the ranks' host, connect() makes a backend.
+# Backends over peer memory, by device type. host_of() names the ranks' host, connect() makes a backend.
 PROVIDERS = {"cpu": cpu_peer, "cuda": cuda_peer}
 
 _NO_P2P = "NCCL_P2P_DISABLE=1"  # a user whose GPUs cannot access each other's memory sets it
@@ -164,11 +164,11 @@ class Group:
                 raise Unavailable("FASTVIT_STATISTICS=collective")
             if _NO_P2P in wishes and not asked:
                 raise Unavailable(_NO_P2P)
-            place = self._place()
+            host = self._host()
             connect = PROVIDERS[self._device.type].connect
             capacity = max(LEAST_PACKETS, packets(channels, dtype))
             peer = connect(self._agreement, capacity, self._name_of, self._device, asked)
-            return peer, f"{peer.name}, {place}", logging.DEBUG
+            return peer, f"{peer.name}, {host}", logging.DEBUG
         except Unavailable as reason:
             if asked:
                 raise RuntimeError(
@@ -182,15 +182,15 @@ class Group:
             told = isinstance(reason, Failed) and self._agreement.rank == 0
             return other, f"{other.name}: {reason}", logging.WARNING if told else logging.DEBUG
 
-    def _place(self) -> str:
+    def _host(self) -> str:
         """The host of all ranks. Raises Unavailable where they have several, or none with peer memory."""
         provider = PROVIDERS.get(self._device.type)
         if provider is None:
             raise Unavailable(f"no peer memory on {self._device.type}")
-        place = self._agreement.together("place of the ranks", lambda: provider.place(self._device))
-        if not self._agreement.same("place of the ranks", place):
+        host = self._agreement.together("host of the ranks", lambda: provider.host_of(self._device))
+        if not self._agreement.same("host of the ranks", host):
             raise Unavailable("several hosts")
-        return place
+        return host
 
 
 _groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Group]]" = (
@@ -240,7 +240,7 @@ def available_backends() -> str:
     wish = os.environ.get("FASTVIT_STATISTICS") or "auto"
     cpu, cuda = "SharedMemory on one host", "CudaIpc on one host with peer access"
     try:
-        cpu_peer.place(torch.device("cpu"))
+        cpu_peer.host_of(torch.device("cpu"))
     except OSError:
         cpu = "Collective"
     if not _library.HAS_CUDA:

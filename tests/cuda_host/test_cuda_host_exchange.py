@@ -223,7 +223,7 @@ def test_a_part_that_fails(large, direction, lost):
         loop = Ranks(large, 5)
         loop.send(0, rows, Tag(3, 1))
         for channel in lost if failing else ():
-            loop.place(0, 3, 1, HEADER + channel)[:16].zero_()
+            loop.inbox(0, 3, 1, HEADER + channel)[:16].zero_()
         if direction == "forward":
             got = loop.ranks[0].moments(x[0], 1, Tag(3, 1))
         else:
@@ -331,7 +331,7 @@ def test_a_lost_packet(engine, packet, half):
     loop, ranks = Ranks(engine, 2), [Rank(0), Rank(1)]
     inputs = [rank.input(1) for rank in ranks]
     loop.send(0, [ops.bn_stats(x) for x in inputs], Tag(3, 1))
-    lost = loop.place(0, 1, 1, packet)[half : half + 8]
+    lost = loop.inbox(0, 1, 1, packet)[half : half + 8]
     assert lost[4:].view(torch.int32) == 1  # the epoch
     lost.zero_()
     y, saved = ranks[0].forward(inputs[0], loop.ranks[0].moments(inputs[0], 1, Tag(3, 1)))
@@ -420,7 +420,7 @@ def test_a_layer_over_a_group(engine, monkeypatch, way, kernels):
         (own,) = Ranks(engine, 1).arenas
         return cuda_peer.trial("CudaIpc", own, [own.data_ptr()], agreement, capacity, describe)
 
-    provider = type("Provider", (), {"connect": staticmethod(connect), "place": lambda device: "host here"})
+    provider = type("Provider", (), {"connect": staticmethod(connect), "host_of": lambda device: "host here"})
     monkeypatch.setitem(group.PROVIDERS, "cpu", provider)
     monkeypatch.setattr(group, "Direct", group.Packed)  # the tensors of the model are a GPU's
     shared_transport = lambda _, layer: sync.Shared(dist.group.WORLD, layer)  # noqa: E731
