@@ -41,8 +41,8 @@ def no_space(file, offset, size):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def chooses(rank, world, wishes, breaks_on):
-    os.environ["FASTVIT_STATISTICS"] = wishes[rank]
+def chooses(rank, world, settings, breaks_on):
+    os.environ["FASTVIT_STATISTICS"] = settings[rank]
     if rank == breaks_on:
         cpu_peer._map = lambda *_: os.open("/nowhere", os.O_RDONLY)
     if breaks_on == "space":
@@ -72,7 +72,7 @@ originals = cpu_peer._map, cpu_peer.FOLDER, os.posix_fallocate
 
 
 @pytest.mark.parametrize(
-    "wishes,breaks_on,said",
+    "settings,breaks_on,said",
     [
         (["auto", "auto"], None, "group 0 (2 ranks, cpu): SharedMemory, host"),
         (["auto", "peer"], None, "group 0 (2 ranks, cpu): SharedMemory, host"),
@@ -85,8 +85,8 @@ originals = cpu_peer._map, cpu_peer.FOLDER, os.posix_fallocate
         (["auto", "shm"], None, "FASTVIT_STATISTICS is 'shm'; auto, collective, peer expected"),
     ],
 )
-def test_all_ranks_choose_the_same(ranks, wishes, breaks_on, said):
-    results = ranks.run(2, chooses, wishes, breaks_on)
+def test_all_ranks_choose_the_same(ranks, settings, breaks_on, said):
+    results = ranks.run(2, chooses, settings, breaks_on)
     assert sorted(results[0]) == sorted(results[1])  # which rank answered first may differ
     assert said in results[0]
 
@@ -323,13 +323,16 @@ def test_a_group_has_a_backend_for_each_device(monkeypatch):
     assert first is not second and group_of(process_group, torch.device("cuda", 0)) is first
 
 
-def test_nccl_p2p_disable_means_collectives(monkeypatch):
-    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+@pytest.mark.parametrize(
+    "variable,world,why", [("NCCL_P2P_DISABLE", 2, "NCCL_P2P_DISABLE=1"), ("_", 65, "65 ranks, more than 64")]
+)
+def test_collectives_where_gpus_have_no_peer_memory(monkeypatch, variable, world, why):
+    monkeypatch.setenv(variable, "1")
     monkeypatch.setattr("fastvit.sync.group.Packed", lambda *_: SimpleNamespace(name="Collective"))
     shared = Group.__new__(Group)  # of GPUs, without a group
-    agreement = SimpleNamespace(rank=0, ask=lambda question, answer: {answer: [0, 1]})
+    agreement = SimpleNamespace(rank=0, world=world, ask=lambda question, answer: {answer: [0, 1]})
     shared.__dict__.update(_device=torch.device("cuda"), _agreement=agreement, _process_group=lambda: shared)
-    assert shared._vote(6, torch.float32)[1:] == ("Collective: NCCL_P2P_DISABLE=1", logging.DEBUG)
+    assert shared._vote(6, torch.float32)[1:] == (f"Collective: {why}", logging.DEBUG)
 
 
 def counts(rank, world):

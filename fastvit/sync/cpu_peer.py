@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from .. import _library
-from .agreement import Agreement, Unavailable, process_space
-from .protocol import MOST_RANKS, Describe, Tag, direction
+from .agreement import Agreement, process_space
+from .protocol import Describe, Tag, direction
 from .transport import Peer, Reduce
 
 FOLDER = Path("/dev/shm")  # where POSIX shared memory lives on Linux
@@ -78,8 +78,8 @@ class SharedMemory(Peer):
             raise self._has_ended(rank, self._exchange.text(self._describe))
         super()._fail()
 
-    def _has_ended(self, rank: int, what: str) -> RuntimeError:
-        return RuntimeError(f"rank {self._rank} in {what}: {self._watch.text(rank)}")
+    def _has_ended(self, rank: int, context: str) -> RuntimeError:
+        return RuntimeError(f"rank {self._rank} in {context}: {self._watch.text(rank)}")
 
 
 def host_of(device: torch.device) -> str:
@@ -93,11 +93,9 @@ def host_of(device: torch.device) -> str:
 
 
 def connect(
-    agreement: Agreement, capacity: int, describe: Describe, device: torch.device, asked: bool
+    agreement: Agreement, capacity: int, describe: Describe, device: torch.device, may_share_gpu: bool
 ) -> SharedMemory:
     """Maps one segment on all ranks. Raises Unavailable on all ranks where that fails on one."""
-    if agreement.world > MOST_RANKS:
-        raise Unavailable(f"{agreement.world} ranks, more than {MOST_RANKS}")
     size = agreement.world * cpu_arena_bytes(agreement.world, capacity)
     with contextlib.ExitStack() as until_mapped:
 
@@ -117,14 +115,15 @@ def connect(
 
 
 def cpu_arena_bytes(world: int, capacity: int) -> int:
-    """The numbers of two packets of a GPU take one, since their flags are the header's."""
+    """The bytes of a rank's arena: without flags the numbers of two packets fit into the 16 bytes of one."""
     return _ops.peer_bytes(world, (capacity + 1) // 2)
 
 
 def _map(path: str, size: int, mark: bytes) -> Tensor:
     """Maps the segment that rank 0 has made.
 
-    On a clone of its virtual machine the path may be of any file, which must not be written.
+    On a clone of rank 0's virtual machine the path may lead to another file, which must not be written. So
+    the mark is compared first.
     """
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:

@@ -5,7 +5,6 @@ it. Memory is shared by CUDA IPC handles, which are sent through the group's sto
 """
 
 import functools
-import itertools
 from collections.abc import Callable
 
 import torch
@@ -13,13 +12,12 @@ from torch import Tensor
 
 from .. import _library, ops
 from .agreement import Agreement, Unavailable, process_space
-from .protocol import MOST_RANKS, Describe, Kind, Tag
+from .protocol import Describe, Kind, Tag
 from .transport import Peer, Reduce
 
 _ops = _library.ops
 _TRIALS, _TRIAL_SECONDS = 4, 10.0
-# Share of the group's timeout after which a GPU gives up, so that its report comes before NCCL's watchdog.
-_SHARE_OF_TIMEOUT = 0.8
+_TIMEOUT_FRACTION = 0.8  # of the group's: a GPU gives up and reports before NCCL's watchdog ends the process
 
 
 class DeviceMemory(Peer):
@@ -48,21 +46,19 @@ def host_of(device: torch.device) -> str:
 
 
 def connect(
-    agreement: Agreement, capacity: int, describe: Describe, device: torch.device, asked: bool
+    agreement: Agreement, capacity: int, describe: Describe, device: torch.device, may_share_gpu: bool
 ) -> DeviceMemory:
     """Opens and tests arenas on all ranks. Raises Unavailable on all ranks where that fails on one.
 
     Two ranks share a GPU only with FASTVIT_STATISTICS=peer, since both must run at the same time (under MPS),
     and they share its multiprocessors then.
     """
-    if agreement.world > MOST_RANKS:
-        raise Unavailable(f"{agreement.world} ranks, more than {MOST_RANKS}")
-    own, arenas = ipc_memory(agreement, _ops.peer_bytes(agreement.world, capacity), device, asked)
+    own, arenas = ipc_memory(agreement, _ops.peer_bytes(agreement.world, capacity), device, may_share_gpu)
     return trial("CudaIpc", own, arenas, agreement, capacity, describe)
 
 
 def ipc_memory(
-    agreement: Agreement, size: int, device: torch.device, asked: bool
+    agreement: Agreement, size: int, device: torch.device, may_share_gpu: bool
 ) -> tuple[Tensor, list[int]]:
     """Allocates memory on each rank's GPU and opens that of all ranks: the own, and all addresses."""
     own, handle = agreement.together("memory of a GPU", lambda: _ops.ipc_memory(size, device.index or 0))
@@ -70,7 +66,7 @@ def ipc_memory(
     by_rank = [answer.split("|") for answer in agreement.ask("handle of a GPU's memory", answer)]
     handles = {int(rank): bytearray.fromhex(handle) for rank, _, handle in by_rank}
     gpus = {gpu for _, gpu, _ in by_rank}
-    if len(gpus) < agreement.world and not asked:
+    if len(gpus) < agreement.world and not may_share_gpu:
         raise Unavailable(f"{agreement.world} ranks on {len(gpus)} GPU{'s' if len(gpus) > 1 else ''}")
 
     def opened(rank: int) -> int:
@@ -116,7 +112,7 @@ def trial(
             raise RuntimeError("numbers arrived changed")
 
     agreement.together(f"trial of {name}", works)
-    seconds = min(_SHARE_OF_TIMEOUT * agreement.timeout, longest)
+    seconds = min(_TIMEOUT_FRACTION * agreement.timeout, longest)
     return DeviceMemory(name, own, arenas, rank, capacity, seconds, describe)
 
 
@@ -129,24 +125,21 @@ def load_kernels(device: torch.device) -> None:
     capacity, tag = 2 * 9, Tag(0, 0)
     arena = torch.zeros(_ops.peer_bytes(1, capacity), dtype=torch.uint8, device=device)
     alone = DeviceMemory("alone", arena, [arena.data_ptr()], 0, capacity, _TRIAL_SECONDS, lambda *_: "")
-    activations = "leaky_relu", "elu"  # the kernels' two sets: csrc/cuda/activations.cuh
-    shapes = ((2, 8), 1), ((2, 3), 1), ((2, 1, 64), 1), ((2, 1, 3), 1)  # rows and planes, of packets or not
+    shapes = (2, 8), (2, 3), (2, 1, 64), (2, 1, 3)  # rows and planes, with and without 16-byte vectors
     for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
-        for (shape, d), act in itertools.product(shapes, activations):
+        for shape in shapes:
             x = torch.zeros(shape, dtype=dtype, device=device)
 
-            def sums(reduce: Callable, *operands: Tensor | None, d: int = d, act: str = act) -> Tensor:
-                how = functools.partial(reduce, *operands, channel_dim=d, activation=act)
-                return alone.sums(lambda exchange: how(exchange=exchange), tag)[1]
+            def sums(reduce: Callable, *operands: Tensor | None) -> Tensor:
+                bound = functools.partial(reduce, *operands)
+                return alone.sums(lambda exchange: bound(exchange=exchange), tag)[1]
 
-            moments = alone.moments(x, d, tag)
+            moments = alone.moments(x, 1, tag)
             for z in (None, x):
-                y, saved = ops.bn_forward(x, moments, z=z, activation=act, channel_dim=d)
-                both = sums(ops.bn_reduce, x, y, z, saved)
-                ops.bn_backward(x, y, z, saved, both, activation=act, channel_dim=d)
-            saved = ops.abn_forward_(x, moments, activation=act, channel_dim=d)
-            both = sums(ops.abn_reduce, x, y, saved)
-            ops.abn_backward(x, y, saved, both, activation=act, channel_dim=d)
+                y, saved = ops.bn_forward(x, moments, z=z)
+                ops.bn_backward(x, y, z, saved, sums(ops.bn_reduce, x, y, z, saved))
+            saved = ops.abn_forward_(x, moments)
+            ops.abn_backward(x, y, saved, sums(ops.abn_reduce, x, y, saved))
     for kind in Kind.MOMENTS, Kind.SUMS:
         numbers = torch.zeros(6, device=device)
         alone.share(numbers if kind == Kind.MOMENTS else numbers[None], tag)

@@ -18,10 +18,10 @@ from ..ops import accumulation_dtype
 from . import cpu_peer, cuda_peer
 from .agreement import Agreement, Failed, Unavailable, answers_text
 from .collective import Direct, Packed
-from .protocol import LEAST_PACKETS, Tag, packets
+from .protocol import LEAST_PACKETS, MOST_RANKS, Tag, packets
 from .transport import Backend, Reduce
 
-WISHES = ("auto", "collective", "peer")
+SETTINGS = ("auto", "collective", "peer")
 # Backends over peer memory, by device type. host_of() names the ranks' host, connect() makes a backend.
 PROVIDERS = {"cpu": cpu_peer, "cuda": cuda_peer}
 
@@ -52,7 +52,7 @@ class Group:
         self._agreement = Agreement.of(process_group, device.type)
         self._layers: dict[tuple, int] = {}
         self._names: list[str] = []
-        self._backwards: set[int] = set()  # autograd's numbers of those that shared sums and have not ended
+        self._backwards: set[int] = set()  # ids of autograd's graph tasks that exchange sums
         self._backends: list[Backend] = []  # the last is in use; a CUDA graph may use those before it
         self.why = ""
 
@@ -93,8 +93,8 @@ class Group:
     def _next(self, layer: LayerKey, channels: int, dtype: torch.dtype) -> Tag:
         """The tag of the next forward exchange.
 
-        After a backward that raised on this rank the step is counted twice. The other ranks may have had all
-        of this rank's packets before. They continue with the next step, and the tags differ.
+        If a backward raised on this rank only, the other ranks may have received all its packets and continue
+        with the next step. So this rank counts one more step, and the tags differ.
         """
         self._check_process()
         key = (layer.number, layer.op, channels, dtype)
@@ -152,25 +152,27 @@ class Group:
 
     def _vote(self, channels: int, dtype: torch.dtype) -> tuple[Backend, str, int]:
         """The backend, why, and the level at which to say so."""
-        wish = os.environ.get("FASTVIT_STATISTICS") or "auto"
-        if wish == "auto" and self._device.type == "cuda" and os.environ.get("NCCL_P2P_DISABLE") == "1":
-            wish = _NO_P2P
-        wishes = self._agreement.ask("choice of statistics", wish)
-        if wrong := set(wishes).difference(WISHES, [_NO_P2P]):
-            raise ValueError(f"FASTVIT_STATISTICS is {sorted(wrong)[0]!r}; {', '.join(WISHES)} expected")
-        asked = "peer" in wishes
+        setting = os.environ.get("FASTVIT_STATISTICS") or "auto"
+        if setting == "auto" and self._device.type == "cuda" and os.environ.get("NCCL_P2P_DISABLE") == "1":
+            setting = _NO_P2P
+        settings = self._agreement.ask("choice of statistics", setting)
+        if wrong := set(settings).difference(SETTINGS, [_NO_P2P]):
+            raise ValueError(f"FASTVIT_STATISTICS is {sorted(wrong)[0]!r}; {', '.join(SETTINGS)} expected")
+        peer_required = "peer" in settings
         try:
-            if "collective" in wishes:
+            if "collective" in settings:
                 raise Unavailable("FASTVIT_STATISTICS=collective")
-            if _NO_P2P in wishes and not asked:
+            if _NO_P2P in settings and not peer_required:
                 raise Unavailable(_NO_P2P)
+            if self._agreement.world > MOST_RANKS:
+                raise Unavailable(f"{self._agreement.world} ranks, more than {MOST_RANKS}")
             host = self._host()
             connect = PROVIDERS[self._device.type].connect
             capacity = max(LEAST_PACKETS, packets(channels, dtype))
-            peer = connect(self._agreement, capacity, self._name_of, self._device, asked)
+            peer = connect(self._agreement, capacity, self._name_of, self._device, peer_required)
             return peer, f"{peer.name}, {host}", logging.DEBUG
         except Unavailable as reason:
-            if asked:
+            if peer_required:
                 raise RuntimeError(
                     f"FASTVIT_STATISTICS=peer, but group {self.name} cannot: {reason}"
                 ) from None
@@ -179,8 +181,8 @@ class Group:
             other = (Direct if self._device.type == "cpu" else Packed)(
                 process_group, self._agreement, self._device, self._name_of
             )
-            told = isinstance(reason, Failed) and self._agreement.rank == 0
-            return other, f"{other.name}: {reason}", logging.WARNING if told else logging.DEBUG
+            warns = isinstance(reason, Failed) and self._agreement.rank == 0
+            return other, f"{other.name}: {reason}", logging.WARNING if warns else logging.DEBUG
 
     def _host(self) -> str:
         """The host of all ranks. Raises Unavailable where they have several, or none with peer memory."""
@@ -237,7 +239,7 @@ def check(wait: bool = False) -> None:
 
 def available_backends() -> str:
     """The backends that new groups on this machine would choose, as text."""
-    wish = os.environ.get("FASTVIT_STATISTICS") or "auto"
+    setting = os.environ.get("FASTVIT_STATISTICS") or "auto"
     cpu, cuda = "SharedMemory on one host", "CudaIpc on one host with peer access"
     try:
         cpu_peer.host_of(torch.device("cpu"))
@@ -245,7 +247,7 @@ def available_backends() -> str:
         cpu = "Collective"
     if not _library.HAS_CUDA:
         cuda = "Collective"
-    if wish == "collective":
+    if setting == "collective":
         cpu = cuda = "Collective"
-    elsewhere = "otherwise an error" if wish == "peer" else "otherwise Collective"
-    return f"FASTVIT_STATISTICS={wish}: CPU {cpu}, CUDA {cuda}, {elsewhere}"
+    elsewhere = "otherwise an error" if setting == "peer" else "otherwise Collective"
+    return f"FASTVIT_STATISTICS={setting}: CPU {cpu}, CUDA {cuda}, {elsewhere}"
