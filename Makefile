@@ -19,7 +19,7 @@ OUT    ?= runs/gpu
 RUN    := .venv/bin/python
 STAMP  := .venv/.installed-$(shell printf '%s' '$(TORCH) $(FASTVIT_CPU) $(FASTVIT_CUDA) $(TORCH_CUDA_ARCH_LIST)' | cksum | cut -d' ' -f1)
 SOURCES := 'csrc/*' 'tests/*.cpp' 'tests/*.cu' 'tests/*.h' tests/cuda_host/cuda/atomic
-TOOLED := $(if $(and $(wildcard .venv/bin/ruff),$(wildcard .venv/bin/mypy),$(wildcard .venv/bin/mkdocs)),,.venv/.dev)  # enough where the build may be older than its sources
+TOOLED := $(if $(and $(wildcard .venv/bin/ruff),$(wildcard .venv/bin/mypy),$(wildcard .venv/bin/mkdocs)),,.venv/.dev)  # lint, docs and sass need these tools, not a current build
 BUILT  := setup.py pyproject.toml $(shell find csrc -name '*.[ch]*')
 
 .PHONY: help install demo test sanitizers wheel bench gpu sass lint docs clean
@@ -36,7 +36,7 @@ install: $(STAMP)  ## Fill .venv with torch, the package and what its trainer ne
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "make install: $(PYTHON) has no venv module; install it (Debian: apt-get install python3-venv)" >&2; exit 1; }
 	$(PYTHON) -m venv .venv
 
-fastvit/_C.so:  # built with the stamp below; when it is gone, so is the stamp's worth
+fastvit/_C.so:  # made by the rule below; listed so that a missing library is built again
 
 $(STAMP): $(BUILT) fastvit/_C.so | .venv/bin/python
 	@command -v $${CXX:-c++} >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null || { echo "make install: no C++ compiler; install one (Debian: apt-get install g++), or set CXX=" >&2; exit 1; }
@@ -128,7 +128,7 @@ wheel: .venv/.dev | install  ## A wheel for any Linux in dist/, tried in a bare 
 	$(RUN) tools/matrix.py dist/*.whl $(if $(COMPILE),--compile $(COMPILE)) --torch '$(TORCH)'
 endif
 
-bench: install  ## Time layers, and ways to synchronise; writes benchmarks/results
+bench: install  ## Time layers and the backends of statistics; writes benchmarks/results
 	$(RUN) benchmarks/bench_layers.py --threads 1 2
 	$(RUN) benchmarks/bench_sync.py --world 2 4 8
 

@@ -18,7 +18,16 @@ from dataclasses import dataclass, field
 
 import torch
 from bench_ops import few_of
-from harness import DTYPES, Timer, command_line, measure, peer_layers, provenance, reuse_memory, write_csv
+from harness import (
+    DTYPES,
+    Timer,
+    command_line,
+    measure,
+    provenance,
+    reuse_memory,
+    third_party_layers,
+    write_csv,
+)
 from report import write_table
 from torch import nn
 from torch.nn import functional as F
@@ -59,17 +68,17 @@ def batch_norms(quick: bool, device: str) -> Iterator[Case]:
             return nn.Sequential(norm, nn.LeakyReLU(0.01, inplace=True))
 
         eager = followed((nn.BatchNorm1d if rows else nn.BatchNorm2d)(channels))
-        peers = peer_layers(channels)
-        if APEX in peers:
-            peers[APEX] = followed(peers[APEX])
+        others = third_party_layers(channels)
+        if APEX in others:
+            others[APEX] = followed(others[APEX])
         if device == "cuda":
             torch.compiler.reset()  # a function is compiled for a few shapes only, and runs eagerly then
-            peers["torch.compile"] = torch.compile(copy.deepcopy(eager), dynamic=False)
+            others["torch.compile"] = torch.compile(copy.deepcopy(eager), dynamic=False)
         contenders = {
             "torch": eager,
             "InPlaceABN": fastvit.InPlaceABN(channels),
             "SyncBatchNorm": followed(fastvit.SyncBatchNorm(channels)),
-            **peers,
+            **others,
         }
         named = f"{'x'.join(map(str, shape))}{' tokens' if rows else name}"
         contenders = {name: layer.to(device) for name, layer in contenders.items()}

@@ -8,9 +8,9 @@ Over NCCL where there are as many GPUs as ranks, else over gloo.
 
 Exchange: moments forward, sums backward, without a layer; `bare` is torch.distributed's collective of as many
 numbers. Step: forward and backward of one layer on all ranks at the same time; `local` does not share.
-Contenders take turns; `times` is the median over turns of bare's time by theirs, beside a step of local's.
-torch.nn.SyncBatchNorm runs on CUDA. apex's runs where there is an apex (FASTVIT_APEX=folder of its sources):
-Python over collectives where nothing is compiled, on the CPU too.
+Contenders take turns; `times` is the median over turns of bare's time divided by the contender's, for a step
+local's. torch.nn.SyncBatchNorm runs on CUDA. apex's runs where there is an apex (FASTVIT_APEX=folder of its
+sources): Python over collectives where nothing is compiled, on the CPU too.
 
 Each time begins after an exchange of all ranks, and is that of the slowest rank. On a CPU each rank stays on
 a core of its own, where there are enough: two ranks that meet on one core take turns, and an exchange then
@@ -31,7 +31,15 @@ from statistics import median
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from harness import command_line, peer_layers, percentiles, provenance, reuse_memory, timed_us, write_csv
+from harness import (
+    command_line,
+    percentiles,
+    provenance,
+    reuse_memory,
+    third_party_layers,
+    timed_us,
+    write_csv,
+)
 from hosts import Hosts
 from report import write_table
 from torch import nn
@@ -132,7 +140,7 @@ def layers(channels: int, groups: dict, device: torch.device) -> dict[str, nn.Mo
     chosen |= {name: fastvit.SyncBatchNorm(channels, process_group=g) for name, g in groups.items()}
     if device.type == "cuda":
         chosen["torch SyncBatchNorm"] = nn.SyncBatchNorm(channels)
-    chosen |= peer_layers(channels, ["apex SyncBatchNorm"])
+    chosen |= third_party_layers(channels, ["apex SyncBatchNorm"])
     return {name: layer.to(device) for name, layer in chosen.items()}
 
 

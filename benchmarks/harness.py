@@ -1,8 +1,8 @@
 """Comparable timing: only the work inside the timer, cold caches, contenders in turn.
 
-Results have one form. A row is what was measured (`what`, `shape`, `dtype`, `threads`), of which `contender`
-and in which `direction`, its time in us and what it is beside others, and the conditions of the measurement:
-device, torch, CUDA, commit, date. report.py writes such a file as a table.
+Results have one form. A row has the case (`what`, `shape`, `dtype`, `threads`), the `contender` and the
+`direction`, the time in us and its ratios, and the conditions: device, torch, CUDA, commit, date. report.py
+writes such a file as a table.
 """
 
 import argparse
@@ -115,7 +115,7 @@ class Timer:
 
 
 def percentiles(values: list[float], percents: tuple[int, ...] = (20, 50, 80)) -> dict[str, float]:
-    """By column, of microseconds."""
+    """Percentiles in microseconds, by the name of a column."""
     ordered = sorted(values)
     return {f"p{p}_us": ordered[round(p / 100 * (len(ordered) - 1))] for p in percents}
 
@@ -127,7 +127,7 @@ def measure(
     nbytes: int,
     moved: Mapping[str, int],
 ) -> list[dict]:
-    """Rows of contenders that are timed in turn, each of which returns milliseconds by direction.
+    """Times contenders in turn and returns their rows; a contender returns milliseconds by direction.
 
     `times` is torch's time over the contender's, and `share_of_copy` the bandwidth at which it moves the
     bytes `moved`, by direction, as a share of a copy of `nbytes`: medians over turns, since the speed of a
@@ -158,19 +158,19 @@ def measure(
     return rows
 
 
-PEERS: dict[str, Callable[[int], torch.nn.Module]] = {
+THIRD_PARTY: dict[str, Callable[[int], torch.nn.Module]] = {
     "apex SyncBatchNorm": lambda channels: import_apex("parallel").SyncBatchNorm(channels),
     "inplace_abn": lambda channels: import_module("inplace_abn").InPlaceABN(channels),
 }
 """Layers of other libraries, over (N, C, *): how to make one; raises ImportError where it is not there."""
 
 
-def peer_layers(channels: int, names: Iterable[str] = PEERS) -> dict[str, torch.nn.Module]:
-    """The available ones of PEERS; prints the others with the reason."""
+def third_party_layers(channels: int, names: Iterable[str] = THIRD_PARTY) -> dict[str, torch.nn.Module]:
+    """The layers of THIRD_PARTY that can be imported; prints the reason for each other one."""
     found = {}
     for name in names:
         try:
-            found[name] = PEERS[name](channels)
+            found[name] = THIRD_PARTY[name](channels)
         except ImportError as error:
             print(f"not measured: {name}: {error}")
     return found

@@ -9,14 +9,14 @@ from harness import command_line, conditions, markdown, read_csv
 
 KEYS = ("world", "what", "shape", "dtype", "threads", "direction")
 CONVERTED = """\
-A training forward keeps as many MiB, and a whole step without the gradients of weights has this peak. x: the
-time of a step, on a CPU the processor's, over torch's. In fp32, or under autocast to bf16, which has
-cache_enabled=False for weight_casts and for budgets, whose models have weight_casts then. sac: selective
-checkpointing of each block, which keeps products, convolutions and attention; sac_half: every second product
-is repeated too; checkpoint: of whole blocks."""
+MiB: bytes that a training forward leaves allocated. peak: of a whole step, without the gradients of weights.
+x: the time of a step divided by torch's; on a CPU processor time. bf16 is autocast, with cache_enabled=False
+for weight_casts and for budgets, which include weight_casts then. sac: selective checkpointing of each block,
+which keeps products, convolutions and attention; sac_half: every second product is repeated too; checkpoint:
+of whole blocks."""
 COPIED = """\
-x: torch's time over its own. What has to be read and written at least, at the speed of a copy that is made in
-turn, is 1.00 of copy"""
+x: torch's time divided by this one's. of copy: the bandwidth of the bytes that must be read and written at
+least, divided by that of a copy that is timed in turn"""
 WORDS = {
     "convert": CONVERTED,
     "curve": f"{CONVERTED}\n\n![bytes against time](NAME.png)",
@@ -24,12 +24,12 @@ WORDS = {
     "leaves allocated, in activations.",
     "ops": f"{COPIED}.",
     "vit_ops": f"{COPIED}.",
-    "host": "x: torch's time over its own. The least of all rounds, on tensors so small that Python and "
-    "dispatch remain.",
-    "sync": "Medians of the slowest rank's. `bare`: torch.distributed's collective of as many numbers and "
-    "nothing else. Beside an exchange the x is bare's time over its own, beside a step `local`'s, which does "
-    "not share. `calls`: collectives + torch's ops, those inside others left out, by torch's profiler. More "
-    "ranks than cores wait for a core most of the time: only their counts mean something.",
+    "host": "x: torch's time divided by this one's, each the least of all rounds, on tensors so small that "
+    "Python and dispatch dominate.",
+    "sync": "Median times of the slowest rank. `bare`: torch.distributed's collective of as many numbers. "
+    "`local`: a layer without other ranks. x: in an exchange bare's time divided by this one's, in a step "
+    "local's. `calls`: collectives + torch's ops, without ops inside ops, by torch's profiler. With more "
+    "ranks than cores only the counts are meaningful.",
 }
 
 
@@ -65,7 +65,7 @@ def table(name: str, rows: list[dict[str, str]]) -> str:
     first = rows[0]
     more = [f"{value} {key}" for key in ("cores", "hosts") if (value := first.get(key))]
     more += [first["instructions"]] if first.get("instructions") else []
-    more += [f"a packet between hosts takes {first['delay_ms']} ms"] if first.get("delay_ms") else []
+    more += [f"a delay of {first['delay_ms']} ms between hosts"] if first.get("delay_ms") else []
     words = next(words for kind, words in WORDS.items() if name.startswith(kind))
     measured_on = dict.fromkeys(conditions(row, *more) for row in rows)
     lines = markdown([*keys, *contenders], cells)

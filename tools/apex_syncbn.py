@@ -1,7 +1,7 @@
 """apex's compiled module `syncbn` over fastvit's ops: the steps of a synchronised BatchNorm on one rank.
 
-tools/apex_tests.py puts it beside apex's scripts. test_groups.py is older than the others: there means stand
-where those of 25.05 give and take sums.
+tools/apex_tests.py puts it beside apex's scripts. test_groups.py is older than 25.05's other scripts: it
+passes and expects means where they use sums.
 """
 
 import sys

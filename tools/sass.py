@@ -20,7 +20,7 @@ COLUMNS = {"registers": "registers", "stack": "bytes stack", "spills": "bytes sp
 
 
 def resources(log: str) -> dict[str, dict[str, int]]:
-    """By kernel, from the output of ptxas -v."""
+    """Resources by kernel, from the output of ptxas -v."""
     found = {}
     for block in log.split("Compiling entry function '")[1:]:
         name = block[: block.index("'")]
@@ -29,7 +29,7 @@ def resources(log: str) -> dict[str, dict[str, int]]:
 
 
 def compiled(nvcc: str, source: Path, arch: str) -> dict[tuple[str, str], dict[str, int]]:
-    """By kernel and architecture."""
+    """Resources by kernel and architecture."""
     command = [nvcc, "-cubin", f"-arch=sm_{arch}", *"-O3 -std=c++20 -DUSE_CUDA -Xptxas -v".split()]
     command += [f"-DTORCH_TARGET_VERSION={SETUP['TORCH_ABI']}", "-isystem", f"{SETUP['TORCH']}/include"]
     result = subprocess.run([*command, str(source), "-o", os.devnull], capture_output=True, text=True)
