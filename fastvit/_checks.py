@@ -92,16 +92,17 @@ def check_input(
         raise ValueError(f"{name}: expected a floating-point input, got {x.dtype}")
     check_kernels(name, x)
     per_channel = {"weight": weight, "bias": bias, "running_mean": running_mean, "running_var": running_var}
-    for what, tensor in per_channel.items():
+    for argument, tensor in per_channel.items():
         if tensor is not None and (tensor.dim() != 1 or tensor.shape[0] != x.shape[channel_dim]):
             raise ValueError(
-                f"{name}: {what} has shape {tuple(tensor.shape)}, so expected as many channels in dimension "
-                f"{channel_dim}, got {x.shape[channel_dim]} (input {tuple(x.shape)}, {channel_last=})"
+                f"{name}: {argument} has shape {tuple(tensor.shape)}, so expected as many channels in "
+                f"dimension {channel_dim}, got {x.shape[channel_dim]} (input {tuple(x.shape)}, "
+                f"{channel_last=})"
             )
-    for what, tensor in (*per_channel.items(), ("num_batches_tracked", num_batches_tracked)):
+    for argument, tensor in (*per_channel.items(), ("num_batches_tracked", num_batches_tracked)):
         if tensor is not None and tensor.device != x.device:
             raise ValueError(
-                f"{name}: the input is on {x.device} and {what} on {tensor.device}; one expected"
+                f"{name}: the input is on {x.device} and {argument} on {tensor.device}; one expected"
             )
     if z is not None and (z.shape != x.shape or z.dtype != x.dtype or z.device != x.device):
         raise ValueError(

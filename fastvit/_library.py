@@ -39,7 +39,7 @@ def longest_wait(device: torch.device) -> float:
 
 
 def driver_problem(built: str) -> str:
-    """What is wrong with the driver for a library that was `built` with a CUDA runtime inside; or nothing.
+    """What is wrong with the driver for a library that was `built` with a CUDA runtime inside; "" if nothing.
 
     A runtime needs a driver of its major version; torch may be content with an older one.
     """
@@ -54,8 +54,8 @@ def driver_problem(built: str) -> str:
 def covers(built: str, capability: tuple[int, int]) -> bool:
     """Whether kernels that were `built` for some targets run on a GPU.
 
-    Machine code runs on GPUs of its major version with the same minor one or a later, PTX on all later ones.
-    That of a target with a letter, such as sm_90a, runs on that version alone.
+    Machine code runs on GPUs of the same major version and of the same or a later minor one, PTX on all later
+    GPUs. Code for a target with a letter, such as sm_90a, runs on that version alone.
     """
     major, minor = capability
     for kind, digits, letter in re.findall(r"\b(sm|compute)_(\d+)([af]?)", built):
@@ -79,7 +79,7 @@ def _lacks_code(device: torch.device) -> str:
 
 
 def gpu_problem(device: torch.device) -> str:
-    """Why there are no kernels for a GPU; or nothing."""
+    """Why there are no kernels for a GPU; "" if there are."""
     if not HAS_CUDA:
         return f"the CUDA kernels are {CUDA_STATUS}"
     # The tracer of torch.compile cannot ask; the launchers say it then.
@@ -102,7 +102,7 @@ def check_built(name: str) -> None:
 def load() -> tuple[str, bool, str]:
     """Loads the libraries that exist.
 
-    Returns why there is none, or nothing; whether the CUDA kernels are loaded, and a reason.
+    Returns why there is none, or ""; whether the CUDA kernels are loaded; and a reason.
     """
     cpu, cuda = FOLDER / "_C.so", FOLDER / "_cuda.so"
     wish = os.environ.get("FASTVIT_KERNELS") or "1"

@@ -1,4 +1,4 @@
-"""The one normalisation layer, of which fastvit's are constructors, and its process group."""
+"""NormLayer, the base of the normalisation layers, and SharesGroup, its mixin with a process group."""
 
 import copy
 import itertools
@@ -27,11 +27,11 @@ _LOST = ("channel_last", "fuse_relu", "abs_weight", "activation")  # options tha
 class NormLayer(_BatchNorm):
     """BatchNorm, a residual and an activation, with `bias=False` as torch's layers have it since 2.13.
 
-    Statistics are those of this process, unless SharesGroup comes before it.
+    Statistics are those of this process, unless a class derives from SharesGroup first.
     """
 
     channel_last = abs_weight = False
-    function = "batch_norm_act"  # the name in fastvit.functional, which errors say
+    function = "batch_norm_act"  # the name in fastvit.functional, which is in errors
     shown: tuple[str, ...] = ()  # options in the repr besides BatchNorm's
     layer_number = 0
     _forwards_to_check = 0
@@ -77,7 +77,7 @@ class NormLayer(_BatchNorm):
             weight, bias = parameters["weight"], parameters["bias"]
             mean, var = buffers["running_mean"], buffers["running_var"]
             tracked = buffers["num_batches_tracked"]
-        except KeyError:  # one is computed (torch.nn.utils.parametrize) or was replaced by a plain attribute
+        except KeyError:  # a tensor is computed (torch.nn.utils.parametrize) or is a plain attribute
             weight, bias, tracked = self.weight, self.bias, self.num_batches_tracked
             mean, var = self.running_mean, self.running_var
         # Ops read parameters without gaps; a parameter may be a slice of a matrix, or one number expanded.
@@ -113,10 +113,12 @@ class NormLayer(_BatchNorm):
         return y
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """None; others' converters ask for them when they have made a torch.nn.SyncBatchNorm of `self`.
+        """The children, of which there are none.
+
+        torch's and apex's converters call this after they have made a torch.nn.SyncBatchNorm of `self`.
 
         Raises:
-            TypeError: one of them asks, and torch's layer lacks something that this one does.
+            TypeError: a converter calls, and torch's layer lacks an option of this one.
         """
         caller = sys._getframe(1).f_code.co_name
         if caller in _CONVERTERS:

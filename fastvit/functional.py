@@ -51,8 +51,9 @@ def normalise(
 ) -> Tensor:
     """A normalisation of every kind: all layers, and the functions of this module, call it.
 
-    The op checks its arguments before it writes anything. So where it shares nothing with other ranks, the
-    checks here, which take as long as the op, only say in the layer's words what the op has refused.
+    With other ranks check_input runs before they send numbers. Otherwise the op checks its arguments before
+    it writes, and check_input, which takes as long as the op, runs only after the op has raised, for an error
+    in the layer's words.
 
     Args:
         tensors: weight, bias, running_mean, running_var, num_batches_tracked.
@@ -73,7 +74,7 @@ def normalise(
     checked = compiling or transport is not sync.LOCAL or x.dim() < 2
     if checked:
         check_input(name, x, z, tensors, options.channel_last)
-    # With several ranks the others may have values. Their counts are never read back to the host.
+    # Not checked with several ranks: others may have values, and counts are not read back to the host.
     if options.training and transport is sync.LOCAL and x.numel() == x.shape[options.channel_dim(x)]:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
     weight, bias, *running = tensors
@@ -91,7 +92,7 @@ def normalise(
 
 
 def _trace(x, weight, bias, z, mean, var, tracked, options, transport) -> Tensor:
-    """Plain torch ops, which torch.compile can fuse and recompute, where they compute the same."""
+    """torch's ops, which torch.compile can fuse and recompute, where they compute the same."""
     dtypes = {t.dtype for t in (weight, bias, mean, var) if t is not None}
     narrow = x.dtype in (torch.float16, torch.bfloat16) and dtypes == {torch.float32}
     # F.batch_norm needs a number as factor, which a cumulative average would have to read from the device.

@@ -1,4 +1,4 @@
-"""`python -m fastvit.info`: the build, this machine, and the ways of sharing statistics."""
+"""`python -m fastvit.info`: the build, this machine, and the backends of statistics."""
 
 import os
 import platform

@@ -86,7 +86,7 @@ def _check_devices(op: str, tensors: dict[str, Tensor]) -> None:
 
 
 def _fake(allocate: Callable[..., object]) -> Callable[[F], F]:
-    """Registers what makes the results of a function's op: by its first argument, and the others by name."""
+    """Registers `allocate` as the fake of a function's op; it gets all arguments but the first by name."""
 
     def register(function: F) -> F:
         op = function.__name__
@@ -157,12 +157,12 @@ def bn_forward(
 ) -> tuple[Tensor, Tensor]:
     """`y = act((x - mean) * invstd * weight + bias + z)`; returns `(y, saved)`.
 
-    In training `moments` normalise, or where they are None x's own, with the bits of `bn_stats(x)`: on CUDA
-    an x that fits on chip (the shared memory of all multiprocessors together) is then read once, by one
-    kernel. `running_mean`, `running_var` (unbiased) and `num_batches_tracked` are updated in place; a
-    `momentum` of None averages cumulatively, with the factor `1 / num_batches_tracked`. If the count is 0,
-    only num_batches_tracked changes; if it is NaN, nothing does. Without `training` the running statistics
-    normalise and nothing is written. `z`, of x's shape and dtype, is added before the activation.
+    In training x is normalised by `moments`, or where they are None by its own, with the bits of
+    `bn_stats(x)`: on CUDA an x that fits on chip (the shared memory of all multiprocessors together) is then
+    read once, by one kernel. `running_mean`, `running_var` (unbiased) and `num_batches_tracked` are updated
+    in place; a `momentum` of None averages cumulatively, with the factor `1 / num_batches_tracked`. If the
+    count is 0, only num_batches_tracked changes; if it is NaN, nothing does. Without `training` the running
+    statistics normalise and nothing is written. `z`, of x's shape and dtype, is added before the activation.
     """
     running = running_mean, running_var, num_batches_tracked
     options = momentum, eps, activation, activation_param, channel_dim, training
@@ -308,9 +308,9 @@ def bn_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`(dx, dz, own)`: dx = weight * invstd * (dz - sum dz / n - xhat * sum(dz*xhat) / n).
 
-    `sums`, `(2C,)`, are over all ranks and n is the count in `saved`. Where they are None the op makes them
-    of this call's tensors, with the bits of `bn_reduce`, and returns them as `own`, which is empty otherwise;
-    on CUDA that is one kernel where the operands fit on chip. Without `training` the statistics were
+    `sums`, `(2C,)`, are over all ranks and n is the count in `saved`. Where they are None in training, the op
+    computes them with the bits of `bn_reduce` and returns them as `own`, which is empty otherwise; on CUDA
+    that is one kernel where the operands fit on chip. Without `training` the statistics were
     constants, so dx = weight * invstd * dz. dz, the residual's gradient, is empty when z is None.
     """
     return _ops.bn_backward(
@@ -360,8 +360,7 @@ def layer_norm_forward(
     Args:
         x: `(*, D)`, D >= 1; copied first where it is not contiguous.
         weight, bias: `(D,)`, or None.
-        output_dtype: of y; None is x's. float32 may become float16 or bfloat16 on the way out, and nothing
-            else another dtype.
+        output_dtype: of y; None is x's. Only a float32 x may have another: float16 or bfloat16.
 
     y is contiguous. `saved` is `mean[rows], invstd[rows]` in the accumulation type. Source: Ba, Kiros,
     Hinton, arXiv:1607.06450.
@@ -376,7 +375,8 @@ def layer_norm_backward(
     """`(dx, sums)` of `layer_norm_forward`: `sums` is `sum dy[D], sum dy*xhat[D]`, the gradients of bias and
     weight, and empty without `parameters`.
 
-    dy has y's dtype, dx has x's. The order of summation depends on shapes alone, on CUDA on the device too.
+    dy has y's dtype, dx has x's. The order of summation depends on the shapes, and on CUDA also on the
+    device.
     """
     return _ops.layer_norm_backward(x, dy, saved, weight, parameters)
 

@@ -1,8 +1,8 @@
 """The ops in plain PyTorch: the definition against which the kernels are tested.
 
-Signatures, shapes and results are those of `fastvit.ops`; with `in_place` a backward op of plain BN is the
-one of the same name in place. Everything is computed in float64, and results are rounded to the dtypes that
-the ops return.
+Signatures, shapes and results are those of `fastvit.ops`. bn_reduce and bn_backward with in_place=True
+compute abn_reduce and abn_backward. Everything is computed in float64, and results are rounded to the dtypes
+that the ops return.
 """
 
 import torch

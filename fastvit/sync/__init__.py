@@ -2,8 +2,8 @@
 
 A layer takes its moments and sums from a `Transport`. `Local` is one process. `Shared` merges them over the
 ranks of a process group. A group chooses one backend for all its layers: `SharedMemory` between the processes
-of one host, `CudaIpc` between its GPUs, or `Collective`, one packed all_gather and one all_reduce of
-torch.distributed. When a rank is in another layer, dies or does not arrive, all others raise:
+of one host, `CudaIpc` between its GPUs, or `Collective`, one collective of torch.distributed in each
+direction. When a rank is in another layer, dies or does not arrive, all others raise:
 on CPUs before anything is written; on GPUs, which the host does not wait for, at the next call.
 """
 

@@ -33,10 +33,10 @@ def timeout_of(process_group: "dist.ProcessGroup", device_type: str) -> float:
 
 
 def in_time(work: Callable[[], T], seconds: float) -> T:
-    """The result of `work()`, in another thread. Raises TimeoutError when it takes longer; it goes on then.
+    """Runs `work()` in another thread and returns its result.
 
-    A store waits in C++ for an answer, without an end and deaf to signals, when its process is frozen or cut
-    off.
+    Raises TimeoutError after `seconds`; the thread continues. When the process that holds a store is frozen
+    or unreachable, a request waits in C++ without a timeout and ignores signals.
     """
     outcome: list[tuple[T | None, BaseException | None]] = []
 
@@ -58,7 +58,7 @@ def in_time(work: Callable[[], T], seconds: float) -> T:
 
 
 def polled(seconds: float) -> Iterator[float]:
-    """The seconds since its begin, again and again until `seconds` are over, with pauses that grow."""
+    """Yields the seconds since its start until `seconds` have passed, with growing pauses."""
     begin, pause = time.monotonic(), 1e-4
     while (waited := time.monotonic() - begin) <= seconds:
         yield waited
@@ -67,7 +67,7 @@ def polled(seconds: float) -> Iterator[float]:
 
 
 def boot_id() -> str:
-    """A name of the machine that no other has, but for clones of a virtual one; OSError without /proc."""
+    """A name of this machine alone, which clones of a virtual machine share; OSError without /proc."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
@@ -138,11 +138,11 @@ def _close(files: dict[int, int]) -> None:
 
 
 class Unavailable(Exception):
-    """Why ranks cannot share numbers in some way. Raised on all ranks."""
+    """The ranks cannot use a backend; the message says why. Raised on all ranks."""
 
 
 class Failed(Unavailable):
-    """What ranks tried has failed on one."""
+    """An attempt to use a backend failed on at least one rank."""
 
 
 class Agreement:
@@ -171,7 +171,7 @@ class Agreement:
         return answered(f"rank {rank}: first call of a layer", make, timeout)
 
     def watched(self) -> ProcessWatch:
-        """`watch`, with all ranks that have registered: later the store may be gone."""
+        """`watch`, after reading all ranks that have registered, since the store may be gone later."""
         answered(f"rank {self.rank}: first call of a layer", self.watch.learn, self.timeout)
         return self.watch
 
@@ -189,22 +189,22 @@ class Agreement:
         return self._ask(question, answer, self._answers)
 
     def same(self, question: str, answer: str) -> bool:
-        """`ask`, but only whether they agree, which costs no more where they do not."""
+        """Whether all answers are equal: `ask` at the same cost where they are not."""
         return self._ask(question, answer, lambda key, first: not self._store.check([key + "differ"]))
 
     def _ask(self, question: str, answer: str, read: Callable[[str, str], T]) -> T:
         self._asked += 1
         key = f"{self._asked}/"
-        what = f"rank {self.rank}: {question}"
+        context = f"rank {self.rank}: {question}"
         try:
-            return answered(what, lambda: read(key, self._answer(key, what, answer)), self.timeout)
+            return answered(context, lambda: read(key, self._answer(key, context, answer)), self.timeout)
         except BaseException as error:
             left = f"rank {self.rank} left it: {type(error).__name__}"
             with contextlib.suppress(RuntimeError):  # the store may be destroyed
-                answered(what, lambda: self._store.compare_set(key + "end", "", left), 0)
+                answered(context, lambda: self._store.compare_set(key + "end", "", left), 0)
             raise
 
-    def _answer(self, key: str, what: str, answer: str) -> str:
+    def _answer(self, key: str, context: str, answer: str) -> str:
         """Answers, waits for all ranks, and returns the first answer."""
         first = self._store.compare_set(key + "answer", "", answer).decode()
         if first != answer:
@@ -212,13 +212,14 @@ class Agreement:
             self._store.set(key + "differ", "yes")
         if self._store.add(key + "count", 1) == self.world:
             self._store.compare_set(key + "end", "", "all")
-        # Last: a rank that was killed before this line may not have been counted, or not have said "all".
+        # Written last: a rank that was killed before may not have been counted, or not have written "all".
         self._store.set(f"{key}here/{self.rank}", "")
         self._await(key)
         end = self._store.get(key + "end").decode()
         if end != "all":
-            time.sleep(_LOOK if self.rank == 0 else 0)  # until the others have read it: the store may be here
-            raise RuntimeError(f"{what}: {end}")
+            # Rank 0 may hold the store, so the others read the end first.
+            time.sleep(_LOOK if self.rank == 0 else 0)
+            raise RuntimeError(f"{context}: {end}")
         self.watch.learn()  # while all are alive
         return first
 
@@ -229,7 +230,7 @@ class Agreement:
                 if self._store.check([other := f"{key}other/{rank}"]):
                     answers[first].remove(rank)
                     answers.setdefault(self._store.get(other).decode(), []).append(rank)
-            # An error may follow, and end the store with rank 0.
+            # The caller may raise, and the end of rank 0 may end the store.
             done = self._store.add(key + "read", 1)
             for _ in polled(_GRACE if self.rank == 0 else -1):
                 if done == self.world:
@@ -237,14 +238,14 @@ class Agreement:
                 done = self._store.add(key + "read", 0)
         return answers
 
-    def together(self, what: str, work: Callable[[], T]) -> T:
+    def together(self, context: str, work: Callable[[], T]) -> T:
         """The result of `work()`. Raises Failed on all ranks when it fails on one."""
         said = "done"
         try:
             result = work()
         except (OSError, RuntimeError, ValueError, ImportError, AttributeError) as error:
             said = (str(error).splitlines() or [type(error).__name__])[0]
-        answers = self.ask(what, said)
+        answers = self.ask(context, said)
         failed = {answer: ranks for answer, ranks in answers.items() if answer != "done"}
         if failed:
             raise Failed(answers_text(failed))
@@ -273,7 +274,7 @@ class Agreement:
         self._store.compare_set(key + "end", "", why)
 
 
-def answered(what: str, work: Callable[[], T], timeout: float) -> T:
+def answered(context: str, work: Callable[[], T], timeout: float) -> T:
     """The result of `work()`, which uses a store. Raises RuntimeError when the store does not answer."""
     try:
         return in_time(work, timeout + _GRACE)
@@ -281,7 +282,9 @@ def answered(what: str, work: Callable[[], T], timeout: float) -> T:
         why = f"did not answer within {timeout:g} s"
     except dist.DistError as error:  # the connection broke
         why = f"cannot be reached: {str(error).splitlines()[0]}"
-    raise RuntimeError(f"{what}: the store of the ranks, in the process of rank 0 or of its launcher, {why}")
+    raise RuntimeError(
+        f"{context}: the store of the ranks, in the process of rank 0 or of its launcher, {why}"
+    )
 
 
 def ranks_text(ranks: list[int]) -> str:

@@ -1,7 +1,7 @@
 """Statistics by torch.distributed, over ranks without memory in common: one collective in each direction.
 
-The process of a rank must not end because another is in a different layer, as gloo ends it when a message is
-longer than expected. So the ranks' messages carry tags, and there is room for the widest layer's.
+gloo aborts the process when a message is longer than expected, and ranks may be in different layers. So
+buffers fit the widest layer, and messages carry tags.
 
 All collectives are called as attributes of torch.distributed, so that tests can count them.
 """
@@ -62,8 +62,8 @@ class Collective(Backend):
             self._failed = str(error) or type(error).__name__
             if not isinstance(error, RuntimeError):
                 raise
-            what = f"rank {self._rank} in {self._describe(tag, direction(kind))}"
-            raise RuntimeError(f"{what}: {self._why()}: {error}") from error
+            context = f"rank {self._rank} in {self._describe(tag, direction(kind))}"
+            raise RuntimeError(f"{context}: {self._why()}: {error}") from error
 
     def _merged(self, numbers: Tensor, exchange: Tensor, kind: Kind) -> Tensor:
         """The numbers of all ranks. RuntimeError where a collective fails."""

@@ -1,9 +1,10 @@
 """The store by which the ranks of a launcher meet.
 
 torchrun's ranks use the store of its agent, which outlives them. torch 2.13 gives the ranks of every attempt
-the same keys there, so after a restart they read the addresses of ranks that have died. Hence a roll call:
-each rank writes a new name, rank 0 answers each with its own, and that is the prefix of the attempt's keys. A
-rank takes only an answer to its own name, so nothing that an earlier attempt left is taken for one.
+the same keys there, so after a restart they read the addresses of ranks that have died. Hence a roll call.
+Each rank writes a name that no attempt has used. Rank 0 answers each rank with that rank's name and its own;
+rank 0's name is the prefix of this attempt's keys. A rank accepts only an answer with its own name, so an
+answer of an earlier attempt is ignored.
 """
 
 import os
@@ -79,7 +80,7 @@ def roll_call(store: "dist.Store", rank: int, world: int, timeout: float, run: s
 
 
 def _call(store: "dist.Store", world: int, mine: str, timeout: float) -> str:
-    """Answers all ranks, and anew those that have written another name, until each has read its answer."""
+    """Answers every rank, again where it has written another name, until all have read their answers."""
     others, answers = range(1, world), [""] * world
     for _ in polled(timeout):
         if not others or store.check([f"{mine}/{rank}" for rank in others]):

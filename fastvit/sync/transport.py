@@ -45,8 +45,8 @@ LOCAL = Local()
 class Backend:
     """A backend that shares numbers, for all layers of a group on devices of one type.
 
-    A Tag names an exchange. `share` takes numbers that were formed before: for moments, `(2C + 2,)`, it
-    returns the group's; for sums, `(1, 2C)`, it adds the group's as a second row.
+    A Tag names an exchange. `share` takes numbers that an op without `exchange` has computed: for moments,
+    `(2C + 2,)`, it returns the group's; for sums, `(1, 2C)`, it adds the group's as a second row.
 
     After an error no rank goes on: every later exchange of the group raises.
     """
@@ -60,7 +60,7 @@ class Backend:
         self._rank, self._step = exchange.handle.rank, 0
 
     def reserve(self, channels: int, dtype: torch.dtype) -> bool:
-        """Whether a layer fits. All ranks call it between the same exchanges."""
+        """Makes room for a layer; False where there is none. All ranks call it between the same exchanges."""
         raise NotImplementedError
 
     def share(self, numbers: Tensor, tag: Tag) -> Tensor:
@@ -104,11 +104,11 @@ class Backend:
         if report.fault == Fault.MISMATCH:
             error = self._exchange.mismatch(self._describe)
         else:
-            what = f"rank {report.rank} in {self._exchange.text(self._describe)}"
+            context = f"rank {report.rank} in {self._exchange.text(self._describe)}"
             error = RuntimeError(
-                f"{what}: rank {report.peer} raised an error and gave up the exchange"
+                f"{context}: rank {report.peer} raised an error and gave up the exchange"
                 if report.fault == Fault.GAVE_UP
-                else f"{what}: nothing from rank {report.peer} within {self.timeout:g} s "
+                else f"{context}: nothing from rank {report.peer} within {self.timeout:g} s "
                 "(reported by the GPU; what it computed since is NaN)"
             )
         self._failed = str(error)
@@ -125,8 +125,8 @@ class Peer(Backend):
     of the others, and merge. No collective is called.
 
     Args:
-        own: this rank's arena (csrc/sync/protocol.h, Arena), `peer_bytes` bytes, zeros at first; it decides
-            on the device.
+        own: memory that the backend keeps alive, zeros at first: this rank's arena (csrc/sync/protocol.h,
+            Arena), or a segment with all arenas. Its device is the backend's.
         arenas: the addresses of all ranks' arenas.
         seconds: a GPU's timeout, or the length of a CPU's slice of waiting.
         describe: the text for an exchange in an error.
