@@ -3,7 +3,7 @@
 Contenders, each from the eager model:
 
     convert, products   fastvit.convert, and with products=True
-    0.8, least          with that budget
+    0.8, least          fastvit.convert with budget=0.8 and budget="least"
     weight_casts        with weight_casts=True (bf16 only)
     fuse                fastvit.fuse, then fastvit.convert (models with BatchNorm only): other roundings
     sac                 selective checkpointing of each block: products, convolutions and attention are kept
@@ -12,7 +12,7 @@ Contenders, each from the eager model:
 
 Kept bytes are the allocator's live bytes after one training forward minus those before. The peak is that of a
 whole step, above the bytes before it and without the gradients of weights. Gradients are compared with the
-eager model's, bit by bit. Time is the processor's, on a GPU that until its work is done.
+eager model's, bit by bit. Time is processor time, on a GPU wall time until its work is done.
 
 `--curve` measures budgets from 0.8 down beside the others (`--compiled`: and torch.compile of the model, of
 selective checkpointing, and of converted models), and draws bytes against time to curve_DEVICE.png.
@@ -135,7 +135,7 @@ KEPT = PRODUCTS | {
 
 
 def selective(repeats_second: bool):
-    """Keeps products, convolutions and attention, or of the products every first of two."""
+    """Keeps convolutions, attention and products; with repeats_second every second product is repeated."""
 
     def context_fn():
         count = {False: 0, True: 0}

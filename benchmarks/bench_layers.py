@@ -3,10 +3,11 @@
     python benchmarks/bench_layers.py [--only layers|vit_ops] [--device cpu|cuda] [--threads 1 2] [--turns 15]
 
 Forward and backward are timed separately and added, contenders in turn, each on a new input that is in no
-cache. Bandwidths count what a step has to read and write at least: a batch norm's 3 passes forward and 5
+cache. Bandwidths count the bytes that a step must read and write: a batch norm's 3 passes forward and 5
 backward, and an operation's operands and results. `kept` is what a forward leaves allocated, its result
 included, in tensors as large as an input. apex's SyncBatchNorm (FASTVIT_APEX=folder of its sources) and
-mapillary's compiled InPlaceABN take part where they can be imported, and on a GPU torch's two compiled.
+mapillary's compiled InPlaceABN take part where they can be imported, and on a GPU torch's two under
+torch.compile.
 
 Writes layers_DEVICE.csv, of batch norms, and vit_ops_DEVICE.csv, of layer norms, activations and gates at the
 sizes of a ViT-S/16 with 32 images, and their tables.

@@ -123,7 +123,7 @@ def bench(contenders: dict[str, Contender], baseline: str, repeats: int, device:
 
 def bench_exchange(channels: int, groups: dict, repeats: int, device: torch.device) -> list[dict]:
     def thrice(work: Work) -> None:
-        """Until gloo's threads, of the contender before, are off the cores; and the ranks leave together."""
+        """Not timed: threads of the previous contender leave the cores, and the ranks begin together."""
         for _ in range(3):
             work()
 
@@ -152,7 +152,7 @@ def bench_step(shape: tuple[int, ...], groups: dict, repeats: int, device: torch
     local = found["local"]
 
     def begin_cold() -> None:
-        """Not timed: what was in the caches goes, and the ranks begin together."""
+        """Not timed: evicts the caches, and the ranks begin together."""
         local(x).backward(dy)
         x.grad = None
         together()

@@ -270,7 +270,7 @@ def write_csv(name: str, rows: list[dict], folder: Path = RESULTS) -> Path:
             writer.writeheader()
             for row in rows:
                 writer.writerow({k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()})
-        new.replace(path)  # what was written before is lost neither by a full disk nor by a kill
+        new.replace(path)  # a full disk or a kill leaves the previous file as it was
     finally:
         new.unlink(missing_ok=True)
     return path

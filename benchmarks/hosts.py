@@ -131,7 +131,7 @@ def _be_host(index: int, end: int) -> None:
         subprocess.run(["ip", *command.split()], check=True)
     with socket.socket(fileno=end) as parent:
         socket.send_fds(parent, [b"-"], [device])
-    while True:  # it is the parent of processes that lost theirs
+    while True:  # as PID 1 it reaps orphaned processes
         try:
             os.waitpid(-1, 0)
         except ChildProcessError:
