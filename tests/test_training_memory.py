@@ -18,7 +18,7 @@ ALONE = Ranks(0, 1, torch.device("cpu"))
 def make(config):
     torch.manual_seed(0)
     net = model.build_model(config, SHAPE, 10)
-    return train_state.make_train_state(net, config, ALONE, SHAPE, 10, None)
+    return train_state.TrainState(net, config, ALONE, SHAPE, 10, None)
 
 
 def losses(made, steps=4):
@@ -52,7 +52,7 @@ def test_every_precision_runs_the_converted_model(amp):
     images, kept, given = torch.randn(32, *SHAPE), [], []
     for memory in ("off", "convert"):  # one after the other: amp serves one model at a time
         made = make(Config(norm="torch", memory=memory, amp=amp))
-        with made.precision.forward():
+        with made.autocast():
             made.model(images)
             kept.append(live_bytes(lambda made=made: made.model(images))[0])
         given.append(losses(made))

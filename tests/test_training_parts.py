@@ -85,7 +85,7 @@ def _small_learner(rank, world, config):
     torch.manual_seed(rank)  # the weights must come from rank 0 all the same
     net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3))
     place = Ranks(rank, world, torch.device("cpu"))
-    return train_state.make_train_state(net, config, place, (1, 2, 2), 10, None)
+    return train_state.TrainState(net, config, place, (1, 2, 2), 10, None)
 
 
 def _batch(rank, part):

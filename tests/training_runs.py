@@ -124,7 +124,7 @@ def rows_of(directory):
 def assert_equal_runs(got, expected):
     """Bitwise the same weights and averages, and the same rows but for measured times."""
     for part in ("model", "average"):
-        weights, others = state_of(got)[part] or {}, state_of(expected)[part] or {}
+        weights, others = state_of(got).get(part, {}), state_of(expected).get(part, {})
         assert list(weights) == list(others)
         assert [name for name in weights if not torch.equal(weights[name], others[name])] == []
     assert rows_of(got) == rows_of(expected)

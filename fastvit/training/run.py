@@ -34,7 +34,7 @@ from .loaders import TrainBatches, make_loader, test_batches
 from .log import RunLog, peak_memory
 from .loop import Progress, evaluate, stop_request, train_one_epoch
 from .model import build_model, freeze, load_pretrained
-from .train_state import TrainState, make_train_state
+from .train_state import TrainState
 
 
 def train(config: Config, given: dict[str, Any], ranks: Ranks) -> None:
@@ -81,7 +81,7 @@ def _train(config: Config, given: dict[str, Any], ranks: Ranks, stack: ExitStack
 
     model = _make_model(config, data, pretrained=state is None)
     steps = -(-len(batches) // config.accumulate)
-    train_state = on_every(make_train_state, model, config, ranks, data.shape, steps, state)
+    train_state = on_every(TrainState, model, config, ranks, data.shape, steps, state)
     if train_state.memory is not None:
         say(f"--memory {config.memory}: {train_state.memory.summary()}")
         title = f"--memory {config.memory}, a batch of {config.batch_size} images on one rank"
@@ -242,7 +242,7 @@ def _evaluated(train_state: TrainState, test: DataLoader, progress: Progress, ep
         "test_accuracy": accuracy,
         "lr": train_state.optimizer.param_groups[0]["lr"],
         "gradient_norm": progress.gradient_norm / max(1, progress.gradient_norms),
-        "loss_scale": train_state.precision.loss_scale,
+        "loss_scale": train_state.loss_scale,
         "memory": peak_memory(train_state.device),
         "time": time.time(),
     }
