@@ -10,7 +10,6 @@ import fastvit
 from fastvit import _autograd, _library, info, sync
 from fastvit.fuse import LayerNorm
 from fastvit.training.config import Config, TrainingError
-from fastvit.training.distributed import Ranks
 from fastvit.training.run import _check_device
 
 
@@ -44,8 +43,8 @@ def test_a_gpu_without_kernels_is_named_before_any_launch(volta):
                 layer(x)
     assert info.facts()["GPUs"] == "1 x Tesla V100 (sm_70, without kernels)"
     with pytest.raises(TrainingError, match=f"--norm inplace-abn: the CUDA kernels have {WHY}"):
-        _check_device(Config(norm="inplace-abn"), Ranks(0, 1, torch.device("cuda", 0)))
-    _check_device(Config(norm="torch"), Ranks(0, 1, torch.device("cuda", 0)))
+        _check_device(Config(norm="inplace-abn"), torch.device("cuda", 0))
+    _check_device(Config(norm="torch"), torch.device("cuda", 0))
 
 
 def test_fuse_leaves_a_model_on_a_gpu_without_kernels(volta):

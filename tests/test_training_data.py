@@ -9,7 +9,6 @@ from PIL import Image
 
 from fastvit.training import datasets, loaders
 from fastvit.training.config import Config, ConfigError
-from fastvit.training.distributed import Ranks
 from fastvit.training.image_folder import IMAGENET_MEAN_STD, ImageFolder
 
 
@@ -234,21 +233,15 @@ def test_tiff_of_12_bits(tmp_path):
 # Shares of the ranks
 
 
-def on_cpu(rank, world):
-    return Ranks(rank, world, torch.device("cpu"))
-
-
 @pytest.mark.parametrize(("length", "world"), [(7, 2), (8, 3), (2, 4)])
 def test_every_test_image_once(length, world):
-    batches = [
-        batch for rank in range(world) for batch, _ in loaders.test_batches(length, 4, on_cpu(rank, world))
-    ]
+    batches = [batch for rank in range(world) for batch, _ in loaders.test_batches(length, 4, rank, world)]
     assert sorted(sum(batches, [])) == list(range(length)) and all(len(batch) <= 4 for batch in batches)
 
 
 def test_training_batches_depend_on_epoch_rank_and_place_alone():
     def batches(epoch, rank, first=0):
-        sampler = loaders.TrainBatches(50, 6, on_cpu(rank, 2), seed=3)
+        sampler = loaders.TrainBatches(50, 6, rank, 2, seed=3)
         sampler.set_epoch(epoch, first)
         assert len(sampler) == 4
         return list(sampler)
@@ -260,14 +253,14 @@ def test_training_batches_depend_on_epoch_rank_and_place_alone():
     seeds = {seed for epoch in (1, 2) for rank in (0, 1) for _, seed in batches(epoch, rank)}
     assert len(seeds) == 16
     with pytest.raises(ConfigError, match="--batch-size must be at most the 25 training images of one rank"):
-        loaders.TrainBatches(50, 26, on_cpu(0, 2), 0)
+        loaders.TrainBatches(50, 26, 0, 2, 0)
 
 
 def test_workers_do_not_change_the_batches():
     data = datasets.load_digits(0)
     seen = []
     for workers in (0, 2):
-        sampler = loaders.TrainBatches(len(data.train.labels), 300, on_cpu(0, 1), seed=0)
+        sampler = loaders.TrainBatches(len(data.train.labels), 300, 0, 1, seed=0)
         loader = loaders.make_loader(data.train, sampler, Config(workers=workers), torch.device("cpu"))
         sampler.set_epoch(1)
         seen.append(list(loader))

@@ -9,16 +9,15 @@ from fastvit.memory import live_bytes
 from fastvit.training import loop, model, run, train_state
 from fastvit.training.command_line import parse
 from fastvit.training.config import Config, ConfigError
-from fastvit.training.distributed import Ranks
 
 SHAPE = (1, 8, 8)
-ALONE = Ranks(0, 1, torch.device("cpu"))
+CPU = torch.device("cpu")
 
 
 def make(config):
     torch.manual_seed(0)
     net = model.build_model(config, SHAPE, 10)
-    return train_state.TrainState(net, config, ALONE, SHAPE, 10, None)
+    return train_state.TrainState(net, config, CPU, SHAPE, 10, None)
 
 
 def losses(made, steps=4):
@@ -86,7 +85,7 @@ def test_the_norm_of_timm_models():
 def _in_process(arguments, monkeypatch, directory):
     monkeypatch.chdir(directory)
     config, given = parse([*arguments, "--device", "cpu", "--threads", "1"])
-    run.train(config, given, ALONE)
+    run.train(config, given, CPU)
 
 
 @pytest.mark.parametrize("name", ["test_resnet", "test_efficientnet"])

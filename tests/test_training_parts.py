@@ -17,7 +17,6 @@ import fastvit
 from fastvit.models import vit_digits
 from fastvit.training import distributed, loop, model, train_state
 from fastvit.training.config import Config, ConfigError, TrainingError
-from fastvit.training.distributed import Ranks
 
 
 def _conversation(rank, world):
@@ -84,8 +83,7 @@ def test_ranks_divide_the_cores_that_they_share_and_no_others(ranks):
 def _small_learner(rank, world, config):
     torch.manual_seed(rank)  # the weights must come from rank 0 all the same
     net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3))
-    place = Ranks(rank, world, torch.device("cpu"))
-    return train_state.TrainState(net, config, place, (1, 2, 2), 10, None)
+    return train_state.TrainState(net, config, torch.device("cpu"), (1, 2, 2), 10, None)
 
 
 def _batch(rank, part):
@@ -441,7 +439,8 @@ def test_old_launcher_passes_a_flag(tmp_path):
         "import sys\n"
         "from fastvit.training.__main__ import main\n"
         "from fastvit.training import run\n"
-        "run.train = lambda config, given, ranks: sys.stdout.write(f'rank {ranks.rank}\\n')\n"
+        "from fastvit.training.distributed import get_rank\n"
+        "run.train = lambda config, given, _: sys.stdout.write(f'rank {get_rank()}\\n')\n"
         "sys.exit(main(sys.argv[1:]))\n"
     )
     command = ["launched.py", "--device", "cpu"]

@@ -12,7 +12,6 @@ import torch
 from fastvit.training import checkpoint, loop, run
 from fastvit.training.__main__ import main
 from fastvit.training.command_line import parse
-from fastvit.training.distributed import Ranks
 
 LIMIT = 110  # seconds; a run that takes longer hangs
 COMMON = ["-m", "fastvit.training", "--device", "cpu", "--threads", "1"]
@@ -90,7 +89,7 @@ def train_on_rank(rank, world, arguments):
     """Trains inside a rank of the pool; returns the message of TrainingError, or None."""
     config, given = parse([*arguments, "--device", "cpu", "--threads", "1"])
     try:
-        run.train(config, given, Ranks(rank, world, torch.device("cpu")))
+        run.train(config, given, torch.device("cpu"))
     except run.TrainingError as error:
         return str(error)
 

@@ -20,10 +20,11 @@ from .command_line import OF_A_HOST, merge_saved
 from .config import Config, TrainingError, flag, some
 from .datasets import DataSets, load
 from .distributed import (
-    Ranks,
     agree,
     average_running_statistics,
     gather_objects,
+    get_rank,
+    get_world_size,
     on_every,
     on_main,
     own_cores,
@@ -37,7 +38,7 @@ from .model import build_model, freeze, load_pretrained
 from .train_state import TrainState
 
 
-def train(config: Config, given: dict[str, Any], ranks: Ranks) -> None:
+def train(config: Config, given: dict[str, Any], device: torch.device) -> None:
     """Train by `config`; every rank calls it, and rank 0 prints `test accuracy 0.xxx` at the end.
 
     A resumed run takes values that were not `given` explicitly from its checkpoint.
@@ -46,25 +47,24 @@ def train(config: Config, given: dict[str, Any], ranks: Ranks) -> None:
         TrainingError: on every rank, with a message for the user.
     """
     with ExitStack() as stack:
-        _train(config, given, ranks, stack)
+        _train(config, given, device, stack)
 
 
-def _train(config: Config, given: dict[str, Any], ranks: Ranks, stack: ExitStack) -> None:
+def _train(config: Config, given: dict[str, Any], device: torch.device, stack: ExitStack) -> None:
+    world = get_world_size()
     agree(_options(config) | {"fastvit": __version__, "torch": torch.__version__})
     state = None
     if config.resume:
-        run, state = _resume(config, given, ranks.world, stack)
+        run, state = _resume(config, given, world, stack)
         if state is not None:
             config = on_every(merge_saved, given, state["config"], run)
     else:
         on_main(checkpoint.lock, Path(config.out), stack)
-    _check_device(config, ranks)
+    _check_device(config, device)
     _set_up_torch(config)
     run = Path(config.out)
     on_main(_prepare_directory, run, config)
-    say(
-        f"{ranks.world} x {ranks.device.type}, {torch.get_num_threads()} CPU thread(s) per rank, run in {run}"
-    )
+    say(f"{world} x {device.type}, {torch.get_num_threads()} CPU thread(s) per rank, run in {run}")
 
     data = on_every(load, config)
     agree(_options(config) | _summary_of(data))
@@ -73,15 +73,17 @@ def _train(config: Config, given: dict[str, Any], ranks: Ranks, stack: ExitStack
             f"--resume: the checkpoint was trained on {len(state['classes'])} classes "
             f"({some(state['classes'])}), the data has {len(data.classes)} ({some(data.classes)})"
         )
-    sampler = on_every(TrainBatches, len(data.train.labels), config.batch_size, ranks, config.seed)
-    batches = make_loader(data.train, sampler, config, ranks.device)
+    sampler = on_every(
+        TrainBatches, len(data.train.labels), config.batch_size, get_rank(), world, config.seed
+    )
+    batches = make_loader(data.train, sampler, config, device)
     # Evaluation keeps no activations, so its batches are larger.
-    shares = test_batches(len(data.test.labels), 2 * config.batch_size, ranks)
-    test = make_loader(data.test, shares, config, ranks.device)
+    shares = test_batches(len(data.test.labels), 2 * config.batch_size, get_rank(), world)
+    test = make_loader(data.test, shares, config, device)
 
     model = _make_model(config, data, pretrained=state is None)
     steps = -(-len(batches) // config.accumulate)
-    train_state = on_every(TrainState, model, config, ranks, data.shape, steps, state)
+    train_state = on_every(TrainState, model, config, device, data.shape, steps, state)
     if train_state.memory is not None:
         say(f"--memory {config.memory}: {train_state.memory.summary()}")
         title = f"--memory {config.memory}, a batch of {config.batch_size} images on one rank"
@@ -91,9 +93,9 @@ def _train(config: Config, given: dict[str, Any], ranks: Ranks, stack: ExitStack
         done, history, progress = state["epoch"], state["history"], Progress(**state["progress"])
         said = f"resumed after epoch {done}{f' and {progress.step} steps' if progress.step else ''}"
         said += f" of {config.epochs}"
-        if state["world"] != ranks.world:
-            said += f": by {ranks.world} rank(s) what {state['world']} wrote, with the learning rate and "
-            said += f"schedule of {ranks.world}"
+        if state["world"] != world:
+            said += f": by {world} rank(s) what {state['world']} wrote, with the learning rate and "
+            said += f"schedule of {world}"
         say(said)
 
     log: list[RunLog] = []  # one, on rank 0
@@ -117,7 +119,7 @@ def _train(config: Config, given: dict[str, Any], ranks: Ranks, stack: ExitStack
             "progress": asdict(progress),
             "config": asdict(config),
             "classes": list(data.classes),
-            "world": ranks.world,
+            "world": world,
             "history": history,  # completes the log after a crash between the two
         }
         on_main(checkpoint.save_checkpoint, run, now, config.keep, best)
@@ -191,14 +193,14 @@ def _load(source: Path, world: int) -> tuple[Path, dict[str, Any]]:
     return run, state
 
 
-def _check_device(config: Config, ranks: Ranks) -> None:
-    if config.norm == "torch-sync" and ranks.device.type != "cuda":
+def _check_device(config: Config, device: torch.device) -> None:
+    if config.norm == "torch-sync" and device.type != "cuda":
         raise TrainingError(
             "--norm torch-sync trains on CUDA only and this run is on the CPU; fastvit-sync and "
             "inplace-abn-sync synchronise on the CPU too"
         )
-    needs_kernels = ranks.device.type == "cuda" and config.norm.startswith(("fastvit", "inplace"))
-    problem = _library.gpu_problem(ranks.device) if needs_kernels else ""
+    needs_kernels = device.type == "cuda" and config.norm.startswith(("fastvit", "inplace"))
+    problem = _library.gpu_problem(device) if needs_kernels else ""
     raise_together(f"--norm {config.norm}: {problem}. --norm torch trains without them" if problem else None)
 
 

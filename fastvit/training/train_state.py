@@ -20,7 +20,7 @@ from ..compat.apex._fused import lay_out
 from ..compat.apex.optimizers import FusedAdam
 from ..conversion import Report, convert, report
 from .config import Config, ConfigError, TrainingError
-from .distributed import Ranks, broadcast_weights
+from .distributed import broadcast_weights, get_world_size
 
 
 class TrainState:
@@ -34,7 +34,7 @@ class TrainState:
         self,
         model: nn.Module,
         config: Config,
-        ranks: Ranks,
+        device: torch.device,
         shape: tuple[int, int, int],
         steps_per_epoch: int,
         saved: dict[str, Any] | None,
@@ -44,14 +44,14 @@ class TrainState:
         The order matters. Weights are equal on all ranks before the average is a copy of the converted model.
         amp changes the forward before DistributedDataParallel wraps it.
         """
-        self.config, self.device = config, ranks.device
+        self.config, self.device = config, device
         self.scales_loss = config.amp.startswith("O")  # amp skips a step whose gradients are not finite
         layout = torch.channels_last if config.channels_last else torch.preserve_format
         model.to(self.device, memory_format=layout)  # type: ignore[call-overload]  # lacks this one
         broadcast_weights(model)
         self.memory = self._save_memory(model, shape)
         self.average = make_average(model, config.ema) if config.ema else None
-        lr = config.lr * (ranks.world * config.accumulate if config.scale_lr else 1)
+        lr = config.lr * (get_world_size() * config.accumulate if config.scale_lr else 1)
         self.schedule = make_schedule(
             lr, config.epochs * steps_per_epoch, config.warmup_epochs * steps_per_epoch
         )
@@ -67,7 +67,7 @@ class TrainState:
             self._load(saved)
         if config.compile:
             model.compile()
-        self.parallel: Any = data_parallel(model, ranks)  # what a training step calls
+        self.parallel: Any = data_parallel(model, device)  # what a training step calls
 
     @property
     def loss_scale(self) -> float:
@@ -167,11 +167,11 @@ def make_average(model: nn.Module, decay: float) -> AveragedModel:
     return AveragedModel(model, avg_fn=average)
 
 
-def data_parallel(model: nn.Module, ranks: Ranks) -> nn.Module:
+def data_parallel(model: nn.Module, device: torch.device) -> nn.Module:
     """The model in DistributedDataParallel; the model itself when there is one rank."""
-    if ranks.world < 2:
+    if get_world_size() < 2:
         return model
-    devices = [ranks.device] if ranks.device.type == "cuda" else None
+    devices = [device] if device.type == "cuda" else None
     # DDP must not broadcast buffers: those of synchronised layers are equal, the others are averaged once per
     # epoch. torch 2.13 renamed the option.
     names = inspect.signature(DistributedDataParallel).parameters
@@ -179,7 +179,7 @@ def data_parallel(model: nn.Module, ranks: Ranks) -> nn.Module:
     options["forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"] = False
     # DDP orders its buckets anew after the first backward, unless it looks for unused parameters. With three
     # or more ranks the rounding of a sum depends on the place in a bucket, also of the first after a resume.
-    options["find_unused_parameters"] = ranks.world > 2 and devices is None
+    options["find_unused_parameters"] = get_world_size() > 2 and devices is None
     warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
     # A kernel with one input channel has two valid strides; DDP and the convolution choose different ones.
     warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
