@@ -92,6 +92,12 @@ def find_checkpoint(path: Path) -> Path:
     return found[-1]
 
 
+def run_of(source: Path) -> Path:
+    """The directory of a run, or of a checkpoint's run; for a moved checkpoint a folder of its name."""
+    path = find_checkpoint(source)
+    return path.parent.parent if path.parent.name == "checkpoints" else path.with_suffix("")
+
+
 def load_checkpoint(path: Path) -> dict[str, Any]:
     """The state in a checkpoint, on the CPU."""
     try:

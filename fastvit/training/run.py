@@ -91,15 +91,13 @@ def _train(config: Config, given: dict[str, Any], device: torch.device, stack: E
     done, history, progress = 0, [], Progress()
     if state is not None:
         done, history, progress = state["epoch"], state["history"], Progress(**state["progress"])
-        said = f"resumed after epoch {done}{f' and {progress.step} steps' if progress.step else ''}"
-        said += f" of {config.epochs}"
-        if state["world"] != world:
-            said += f": by {world} rank(s) what {state['world']} wrote, with the learning rate and "
-            said += f"schedule of {world}"
-        say(said)
+        within = f" and {progress.step} steps" if progress.step else ""
+        changed = f": by {world} rank(s) what {state['world']} wrote, with the learning rate and schedule of "
+        changed = f"{changed}{world}" if state["world"] != world else ""
+        say(f"resumed after epoch {done}{within} of {config.epochs}{changed}")
 
     log: list[RunLog] = []  # one, on rank 0
-    on_main(lambda: log.append(RunLog(run, history)))
+    on_main(lambda: log.append(RunLog(run, history, stack)))
     end = min(config.epochs, done + config.stop_after) if config.stop_after else config.epochs
     stop = stop_request(stack)
     for epoch in range(done + 1, end + 1):
@@ -129,7 +127,6 @@ def _train(config: Config, given: dict[str, Any], device: torch.device, stack: E
         if stop_asked and done < end:
             say(f"stopped by SIGTERM in epoch {epoch}, after step {step}")
             break
-    on_main(lambda: log[0].close())
     if done < config.epochs:
         say(f"stopped after epoch {done} of {config.epochs}; continue it with --resume {run}")
     if history:
@@ -154,11 +151,11 @@ def _summary_of(data: DataSets) -> dict[str, Any]:
 def _resume(
     config: Config, given: dict[str, Any], world: int, stack: ExitStack
 ) -> tuple[Path, dict[str, Any] | None]:
-    """The directory of the run to be resumed, locked, and its newest checkpoint; `auto` may find none."""
+    """The directory in which the run goes on, locked, and the newest checkpoint; `auto` may find none."""
     auto = config.resume == "auto"
     source = Path(config.out if auto else config.resume)
-    goes_on_in = source if auto else Path(given["out"]) if "out" in given else on_main(_run, source)
-    on_main(checkpoint.lock, goes_on_in, stack)
+    run = Path(config.out) if auto or "out" in given else on_main(checkpoint.run_of, source)
+    on_main(checkpoint.lock, run, stack)
     # After the lock, before which another run may have written one.
     seen = gather_objects([checkpoint.epoch_and_step(path) for path in checkpoint.checkpoints(source)[-1:]])
     if max(seen) > seen[0]:  # a new run, or an older checkpoint, would replace it
@@ -168,21 +165,15 @@ def _resume(
         )
     if auto and not seen[0]:
         say(f"no checkpoint in {source}: a new run")
-        return source, None
-    return on_main(_load, source, world)
+        return run, None
+    return run, on_main(_load, source, world)
 
 
-def _run(source: Path) -> Path:
-    """The directory of a run, or of a checkpoint's run; for a moved checkpoint a folder of its name."""
-    path = checkpoint.find_checkpoint(source)
-    return path.parent.parent if path.parent.name == "checkpoints" else path.with_suffix("")
-
-
-def _load(source: Path, world: int) -> tuple[Path, dict[str, Any]]:
-    path, run = checkpoint.find_checkpoint(source), _run(source)
-    state = checkpoint.load_checkpoint(path)
+def _load(source: Path, world: int) -> dict[str, Any]:
+    state = checkpoint.load_checkpoint(path := checkpoint.find_checkpoint(source))
     if state["step"] and state["world"] != world:  # another number of ranks has other steps
         whole = [(epoch, 0) for epoch in range(state["epoch"] + 1)]
+        run = checkpoint.run_of(source)
         older = [one for one in checkpoint.checkpoints(run) if checkpoint.epoch_and_step(one) in whole]
         if not older:
             raise TrainingError(
@@ -190,7 +181,7 @@ def _load(source: Path, world: int) -> tuple[Path, dict[str, Any]]:
                 f"continue it, got {world}; there is no checkpoint of a whole epoch"
             )
         state = checkpoint.load_checkpoint(older[-1])
-    return run, state
+    return state
 
 
 def _check_device(config: Config, device: torch.device) -> None:
