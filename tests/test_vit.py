@@ -3,7 +3,16 @@
 import pytest
 import torch
 
+import fastvit
 from fastvit.models import MLP_NORMS, NORMS, NormAct, ViT, vit_digits
+
+KINDS = {
+    "torch": torch.nn.BatchNorm2d,
+    "torch-sync": torch.nn.SyncBatchNorm,
+    "fastvit-sync": fastvit.SyncBatchNorm,
+    "inplace-abn": fastvit.InPlaceABN,
+    "inplace-abn-sync": fastvit.InPlaceABNSync,
+}
 
 
 def make(norm, mlp_norm="batch"):
@@ -45,9 +54,10 @@ def test_training_step_equals_torch(norm, mlp_norm):
 
 
 @pytest.mark.parametrize("tokens", [False, True])
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("norm", KINDS)
 def test_norm_act_equals_batch_norm_and_leaky_relu(norm, tokens):
     layer = NormAct(5, norm, tokens=tokens, slope=0.2)
+    assert type(layer.norm) is (torch.nn.BatchNorm1d if (norm, tokens) == ("torch", True) else KINDS[norm])
     x = torch.randn(4, 7, 5) if tokens else torch.randn(4, 5, 3, 2)
     channels_first = x.transpose(1, 2) if tokens else x
     expected = torch.nn.functional.batch_norm(channels_first, None, None, training=True)

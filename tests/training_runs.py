@@ -39,9 +39,9 @@ sys.exit(main(sys.argv[1:]))
 SMALL = [*TINY, "--epochs", "2", "--norm", "torch"]
 
 
-def torchrun(directory, *arguments, launcher="run"):
+def torchrun(directory, *arguments):
     """Run two ranks under torchrun and return (status, stdout, stderr)."""
-    command = [sys.executable, "-W", "ignore", "-m", f"torch.distributed.{launcher}", "--standalone"]
+    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc_per_node=2", *arguments]
     done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=LIMIT)
     return done.returncode, done.stdout, done.stderr
