@@ -29,12 +29,12 @@ from fastvit.training.config import Config, ConfigError, check_packages, flag
 
 
 def _poisoned(rank, world, arguments):
-    def batch(self, key, read=datasets.ImageSource.__getitem__):
+    def batch(self, key, read=datasets.ImageDataset.__getitem__):
         images, labels = read(self, key)
         return (images.fill_(float("nan")) if rank == 1 else images), labels
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(datasets.ImageSource, "__getitem__", batch)
+        patch.setattr(datasets.ImageDataset, "__getitem__", batch)
         return train_on_rank(rank, world, arguments)
 
 

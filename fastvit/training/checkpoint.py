@@ -92,9 +92,9 @@ def find_checkpoint(path: Path) -> Path:
     return found[-1]
 
 
-def run_of(source: Path) -> Path:
+def run_of(resumed: Path) -> Path:
     """The directory of a run, or of a checkpoint's run; for a moved checkpoint a folder of its name."""
-    path = find_checkpoint(source)
+    path = find_checkpoint(resumed)
     return path.parent.parent if path.parent.name == "checkpoints" else path.with_suffix("")
 
 

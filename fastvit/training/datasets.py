@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .config import Config, ConfigError, some
-from .loaders import ImageSource, normalise
+from .loaders import ImageDataset, normalise
 
 CIFAR_MEAN_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 BATCHES = [f"data_batch_{i}" for i in range(1, 6)]
@@ -34,14 +34,14 @@ Augment = Callable[..., Tensor]  # of images and a generator
 class DataSets:
     """Training and test images of one data set."""
 
-    train: ImageSource
-    test: ImageSource
+    train: ImageDataset
+    test: ImageDataset
     classes: tuple[str, ...]  # name of each label
     shape: tuple[int, int, int]  # C, H, W
 
 
 @dataclass(eq=False)
-class InMemory(ImageSource):
+class InMemory(ImageDataset):
     """Images in one tensor: uint8 with the mean and std of pixels, or fp32 as the model takes them."""
 
     images: Tensor
@@ -56,7 +56,7 @@ class InMemory(ImageSource):
         return self.augment(images, generator=generator) if generator and self.augment else images
 
 
-class Synthetic(ImageSource):
+class Synthetic(ImageDataset):
     """Generated images: the pattern of the class plus noise; the same for the same index."""
 
     NOISE_FIELDS = 64

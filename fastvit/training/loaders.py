@@ -29,7 +29,7 @@ def normalise(pixels: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -
     return (pixels / 255 - mean_) / std_
 
 
-class ImageSource(Dataset):
+class ImageDataset(Dataset):
     """Images that are read a batch at a time, and their labels `(N,)` int64."""
 
     labels: Tensor
@@ -101,11 +101,11 @@ def _wait_for_rank() -> None:
 
 
 def make_loader(
-    source: ImageSource, batches: Sampler[Key] | list[Key], config: Config, device: torch.device
+    images: ImageDataset, batches: Sampler[Key] | list[Key], config: Config, device: torch.device
 ) -> DataLoader:
-    """Loads the batches of this rank, each a key of `source`."""
+    """Loads the batches of this rank, each a key of `images`."""
     return DataLoader(
-        source,
+        images,
         sampler=batches,
         batch_size=None,  # an item is a batch
         num_workers=config.workers,

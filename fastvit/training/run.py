@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from .. import __version__, _library
 from . import checkpoint
 from .command_line import OF_A_HOST, merge_saved
-from .config import Config, TrainingError, flag, some
+from .config import Config, ConfigError, TrainingError, flag, some
 from .datasets import DataSets, load
 from .distributed import (
     agree,
@@ -28,7 +28,6 @@ from .distributed import (
     on_every,
     on_main,
     own_cores,
-    raise_together,
     say,
 )
 from .loaders import TrainBatches, make_loader, test_batches
@@ -60,7 +59,7 @@ def _train(config: Config, given: dict[str, Any], device: torch.device, stack: E
             config = on_every(merge_saved, given, state["config"], run)
     else:
         on_main(checkpoint.lock, Path(config.out), stack)
-    _check_device(config, device)
+    on_every(_check_device, config, device)
     _set_up_torch(config)
     run = Path(config.out)
     on_main(_prepare_directory, run, config)
@@ -153,27 +152,27 @@ def _resume(
 ) -> tuple[Path, dict[str, Any] | None]:
     """The directory in which the run goes on, locked, and the newest checkpoint; `auto` may find none."""
     auto = config.resume == "auto"
-    source = Path(config.out if auto else config.resume)
-    run = Path(config.out) if auto or "out" in given else on_main(checkpoint.run_of, source)
+    resumed = Path(config.out if auto else config.resume)
+    run = Path(config.out) if auto or "out" in given else on_main(checkpoint.run_of, resumed)
     on_main(checkpoint.lock, run, stack)
     # After the lock, before which another run may have written one.
-    seen = gather_objects([checkpoint.epoch_and_step(path) for path in checkpoint.checkpoints(source)[-1:]])
+    seen = gather_objects([checkpoint.epoch_and_step(path) for path in checkpoint.checkpoints(resumed)[-1:]])
     if max(seen) > seen[0]:  # a new run, or an older checkpoint, would replace it
         raise TrainingError(
-            f"--resume: rank {seen.index(max(seen))} sees a newer checkpoint in {source} than rank 0, which "
+            f"--resume: rank {seen.index(max(seen))} sees a newer checkpoint in {resumed} than rank 0, which "
             "reads and writes them; the disk must be shared by the hosts"
         )
     if auto and not seen[0]:
-        say(f"no checkpoint in {source}: a new run")
+        say(f"no checkpoint in {resumed}: a new run")
         return run, None
-    return run, on_main(_load, source, world)
+    return run, on_main(_load, resumed, world)
 
 
-def _load(source: Path, world: int) -> dict[str, Any]:
-    state = checkpoint.load_checkpoint(path := checkpoint.find_checkpoint(source))
+def _load(resumed: Path, world: int) -> dict[str, Any]:
+    state = checkpoint.load_checkpoint(path := checkpoint.find_checkpoint(resumed))
     if state["step"] and state["world"] != world:  # another number of ranks has other steps
         whole = [(epoch, 0) for epoch in range(state["epoch"] + 1)]
-        run = checkpoint.run_of(source)
+        run = checkpoint.run_of(resumed)
         older = [one for one in checkpoint.checkpoints(run) if checkpoint.epoch_and_step(one) in whole]
         if not older:
             raise TrainingError(
@@ -186,13 +185,13 @@ def _load(source: Path, world: int) -> dict[str, Any]:
 
 def _check_device(config: Config, device: torch.device) -> None:
     if config.norm == "torch-sync" and device.type != "cuda":
-        raise TrainingError(
+        raise ConfigError(
             "--norm torch-sync trains on CUDA only and this run is on the CPU; fastvit-sync and "
             "inplace-abn-sync synchronise on the CPU too"
         )
     needs_kernels = device.type == "cuda" and config.norm.startswith(("fastvit", "inplace"))
-    problem = _library.gpu_problem(device) if needs_kernels else ""
-    raise_together(f"--norm {config.norm}: {problem}. --norm torch trains without them" if problem else None)
+    if problem := _library.gpu_problem(device) if needs_kernels else "":
+        raise ConfigError(f"--norm {config.norm}: {problem}. --norm torch trains without them")
 
 
 def _prepare_directory(run: Path, config: Config) -> None:

@@ -37,9 +37,9 @@ class TrainState:
         device: torch.device,
         shape: tuple[int, int, int],
         steps_per_epoch: int,
-        saved: dict[str, Any] | None,
+        state: dict[str, Any] | None,
     ) -> None:
-        """Move the model to the device, and make the others for it; `saved` is of a checkpoint.
+        """Move the model to the device, and make the others for it; `state` is of a checkpoint.
 
         The order matters. Weights are equal on all ranks before the average is a copy of the converted model.
         amp changes the forward before DistributedDataParallel wraps it.
@@ -63,8 +63,8 @@ class TrainState:
             loss_scale=None if config.loss_scale == "auto" else config.loss_scale,
             verbosity=0,
         )
-        if saved is not None:
-            self._load(saved)
+        if state is not None:
+            self._load(state)
         if config.compile:
             model.compile()
         self.parallel: Any = data_parallel(model, device)  # what a training step calls
@@ -178,7 +178,7 @@ def data_parallel(model: nn.Module, device: torch.device) -> nn.Module:
     options: dict[str, Any] = {}
     options["forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"] = False
     # DDP orders its buckets anew after the first backward, unless it looks for unused parameters. With three
-    # or more ranks the rounding of a sum depends on the place in a bucket, also of the first after a resume.
+    # or more ranks the rounding of a sum depends on where a bucket has it, also of the first after a resume.
     options["find_unused_parameters"] = get_world_size() > 2 and devices is None
     warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
     # A kernel with one input channel has two valid strides; DDP and the convolution choose different ones.
