@@ -177,12 +177,9 @@ def random_shift(images: Tensor, pixels: int, generator: torch.Generator, backgr
     """Move each image of `(N, C, H, W)` by up to `pixels` along each axis; new pixels are background."""
     n, _, height, width = images.shape
     padded = F.pad(images, [pixels] * 4, value=background)
-    offsets = torch.randint(0, 2 * pixels + 1, (2, n, 1), generator=generator)
-    rows = (torch.arange(height) + offsets[0]).view(n, height, 1)
-    columns = (torch.arange(width) + offsets[1]).view(n, 1, width)
-    # Index tensors on both sides of the channel axis put it last.
-    moved = padded[torch.arange(n).view(n, 1, 1), :, rows, columns]
-    return moved.permute(0, 3, 1, 2).contiguous()
+    windows = padded.unfold(2, height, 1).unfold(3, width, 1)  # (N, C, row, column, H, W), a view
+    rows, columns = torch.randint(0, 2 * pixels + 1, (2, n), generator=generator)
+    return windows[torch.arange(n), :, rows, columns]
 
 
 def _shift_and_flip(images: Tensor, generator: torch.Generator) -> Tensor:
