@@ -27,18 +27,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0, 1 when the run failed, or 130 when it was interrupted; a wrong option exits with 2.
     """
     config, given = parse(arguments)
+    status = 0
     try:
         check_packages(config)
         device = distributed.init(find_launch(), config.device, config.timeout)
-    except ConfigError as error:
-        _complain(error)
-        return 1
-    from .run import train
+        from .run import train  # which needs the packages
 
-    status = 0
-    try:
         train(config, given, device)
-    except TrainingError as error:  # raised on every rank; rank 0 prints it
+    except (ConfigError, TrainingError) as error:  # raised on every rank; without a group each is rank 0
         if distributed.is_main_process():
             _complain(error)
         status = 1
