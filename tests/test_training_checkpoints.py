@@ -120,22 +120,19 @@ def test_resume_into_another_directory_and_of_a_finished_run(copied, capsys):
 
 
 def test_requests_that_contradict_a_run(copied, capsys, tmp_path):
-    new = ["--out", str(tmp_path / "new")]
+    new = f"--out {tmp_path / 'new'}"
     for arguments, message in (
-        (["--resume", str(copied), "--lr", "0.5"], "--lr must be 0.001 as in the checkpoint, got 0.5"),
-        (["--resume", "nowhere"], "nowhere must be a run directory or a checkpoint"),
-        (["--out", str(copied)], "already holds a run"),
-        ([*new, "--batch-size", "2000"], "--batch-size must be at most the 1438 training images"),
-        (
-            [*new, "--data", "synthetic", "--image-size", "10", "--model", "vit_cifar"],
-            "--model vit_cifar does not fit images of 10 pixels",
-        ),
-        ([*new, "--freeze", "stom.*"], "--freeze 'stom.*' matches no parameter"),
-        ([*new, "--freeze", "*"], "leaves nothing to train"),
-        ([*new, "--classes", "5"], "--classes must be at least the 10 classes of the data, got 5"),
-        ([*new, "--norm", "torch-sync"], "--norm torch-sync trains on CUDA only"),
+        (f"--resume {copied} --lr 0.5", "--lr must be 0.001 as in the checkpoint, got 0.5"),
+        ("--resume nowhere", "nowhere must be a run directory or a checkpoint"),
+        (f"--out {copied}", "already holds a run"),
+        (f"{new} --batch-size 2000", "--batch-size must be at most the 1438 training images"),
+        (f"{new} --data synthetic --image-size 10 --model vit_cifar", "does not fit images of 10 pixels"),
+        (f"{new} --freeze stom.*", "--freeze 'stom.*' matches no parameter"),
+        (f"{new} --freeze *", "leaves nothing to train"),
+        (f"{new} --classes 5", "--classes must be at least the 10 classes of the data, got 5"),
+        (f"{new} --norm torch-sync", "--norm torch-sync trains on CUDA only"),
     ):
-        assert message in fails(capsys, *arguments)
+        assert message in fails(capsys, *arguments.split())
     assert [row["epoch"] for row in rows_of(copied)] == [1]
 
 

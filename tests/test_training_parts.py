@@ -11,6 +11,7 @@ import time
 import pytest
 import torch
 from packages import package
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from training_runs import train_on_rank, weights_of
 
 from fastvit.models import vit_digits
@@ -96,18 +97,14 @@ def feed_of(batches):
 
 
 def _accumulated_gradients(rank, world, parts):
-    small = _small_learner(rank, world, Config(accumulate=parts))
-    reduced = []
+    small, reduced = _small_learner(rank, world, Config(accumulate=parts)), []
+
+    def hook(_, bucket):
+        reduced.append(1)
+        return allreduce_hook(None, bucket)
+
     if world > 1:
-        small.parallel.register_comm_hook(
-            None,
-            lambda _, bucket: (
-                reduced.append(1),
-                torch.distributed.all_reduce(bucket.buffer().div_(world), async_op=True)
-                .get_future()
-                .then(lambda future: future.value()[0]),
-            )[1],
-        )
+        small.parallel.register_comm_hook(None, hook)
     feed = feed_of([_batch(rank, part) for part in range(parts)])
     loss = loop._backward(small, feed, parts)
     expected = copy.deepcopy(small.model)
