@@ -2,6 +2,7 @@
 
 import argparse
 import copy
+import math
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ from packages import package
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from training_runs import train_on_rank, weights_of
 
+import fastvit
 from fastvit.models import vit_digits
 from fastvit.training import distributed, loop, model, train_state
 from fastvit.training.config import Config, ConfigError, TrainingError
@@ -133,23 +135,34 @@ def test_clipping_bounds_the_norm_and_reports_what_it_was():
     assert before > 0.1 and after == pytest.approx(0.01, rel=1e-3)
 
 
-def _poisoned(rank, world, poisoned, clip):
-    """Trains with a gradient that is not finite in one of the steps; says why it ended, and where."""
+def _poisoned(rank, world, what, poisoned, clip):
+    """Trains with a loss or a gradient that is not finite in one step; says why and where it ended."""
     small = _small_learner(rank, world, Config(batch_size=5, clip_norm=clip))
     gradients, progress, bias = [], loop.Progress(), small.model[1].bias
-    bias.register_hook(lambda g: gradients.append(1) or (g / 0 if len(gradients) == poisoned else g))
     batches = [_batch(rank, part) for part in range(4)]
+    if what == "gradient":
+        bias.register_hook(lambda g: gradients.append(1) or (g / 0 if len(gradients) == poisoned else g))
+    elif rank == world - 1:
+        batches[poisoned - 1][0].fill_(math.nan)
     with pytest.raises(TrainingError) as error:
         loop.train_one_epoch(small, batches, (1, 2, 2), 1, progress, threading.Event())
     assert all(parameter.isfinite().all() for parameter in small.model.parameters())
     return str(error.value), progress.step
 
 
-@pytest.mark.parametrize(("poisoned", "clip"), [(2, 9.0), (4, 0.0)])
-def test_gradients_that_are_not_finite_end_the_run_before_the_step(ranks, poisoned, clip):
-    for said, steps in [*ranks.run(2, _poisoned, poisoned, clip), _poisoned(0, 1, poisoned, clip)]:
-        assert re.match(rf"epoch 1, step {poisoned}: the norm of the gradients is (nan|inf); training", said)
-        assert steps == poisoned
+@pytest.mark.parametrize(
+    ("what", "poisoned", "clip", "why"),
+    [
+        ("loss", 3, 0.0, "the loss is nan on rank {}"),
+        ("gradient", 2, 9.0, "the norm of the gradients is (nan|inf)"),
+        ("gradient", 4, 0.0, "the norm of the gradients is (nan|inf)"),
+    ],
+)
+def test_what_is_not_finite_ends_the_run_before_the_step(ranks, what, poisoned, clip, why):
+    for world in (2, 1):
+        for said, steps in ranks.run(world, _poisoned, what, poisoned, clip):
+            assert re.match(rf"epoch 1, step {poisoned}: {why.format(world - 1)}; training", said)
+            assert steps == poisoned
 
 
 def test_random_numbers_of_a_step_do_not_depend_on_those_before():
@@ -190,7 +203,7 @@ def test_an_exchange_that_failed_in_a_backward_says_why(monkeypatch):
 
     monkeypatch.setattr(loop.sync, "check", check)
     with pytest.raises(RuntimeError, match="nothing from rank 0"):
-        _poisoned(0, 1, 2, 9.0)
+        _poisoned(0, 1, "gradient", 2, 9.0)
 
 
 @pytest.mark.parametrize(("scale_lr", "expected"), [(True, 4e-3), (False, 1e-3)])
@@ -247,7 +260,8 @@ def test_weight_decay_leaves_vectors_alone(name):
 def test_model_follows_the_data():
     small = model.build_model(Config(), (3, 32, 32), 100)
     assert small.head.out_features == 100 and len(small.blocks) == 9
-    assert model.build_model(Config(classes=12), (1, 8, 8), 10).head.out_features == 12
+    small = model.build_model(Config(classes=12, norm="inplace-abn"), (1, 8, 8), 10)
+    assert small.head.out_features == 12 and type(small.stem.layers[1].norm) is fastvit.InPlaceABN
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
