@@ -36,9 +36,9 @@ def test_digits_move_by_at_most_a_pixel():
     images[:, 1, 0, 0] = 0.5
     moved = datasets.load_digits(0).train.augment(images, generator=generator())
     assert moved.shape == images.shape and moved.is_contiguous()
-    place = (moved[:, 0] == 1).flatten(1).int().argmax(1)
-    places = {(r, c) for r, c in zip((place // 6).tolist(), (place % 6).tolist(), strict=True)}
-    assert places == {(r, c) for r in (1, 2, 3) for c in (2, 3, 4)}
+    position = (moved[:, 0] == 1).flatten(1).int().argmax(1)
+    positions = {(r, c) for r, c in zip((position // 6).tolist(), (position % 6).tolist(), strict=True)}
+    assert positions == {(r, c) for r in (1, 2, 3) for c in (2, 3, 4)}
     assert (moved[:, 0] == 1).flatten(1).sum(1).eq(1).all()
     # The corner pixel leaves the image or stays in its corner; what comes in is background.
     assert set(moved[:, 1].unique().tolist()) == {-1.0, 0.5}
@@ -233,7 +233,7 @@ def test_every_test_image_once(length, world):
     assert sorted(sum(batches, [])) == list(range(length)) and all(len(batch) <= 4 for batch in batches)
 
 
-def test_training_batches_depend_on_epoch_rank_and_place_alone():
+def test_training_batches_depend_on_epoch_rank_and_position_alone():
     def batches(epoch, rank, first=0):
         sampler = loaders.TrainBatches(50, 6, rank, 2, seed=3)
         sampler.set_epoch(epoch, first)

@@ -299,7 +299,7 @@ def _under(prefix, weights):
 
 
 @pytest.mark.parametrize(
-    ("place", "make"),
+    ("prefix", "make"),
     [
         (" (module)", lambda w: _under("module._orig_mod.", w)),
         ("", lambda w: {name.replace(".0.", ".0._checkpoint_wrapped_module."): v for name, v in w.items()}),
@@ -311,11 +311,11 @@ def _under(prefix, weights):
         (" (net)", lambda w: {"net": w, "optimizer": {"state": {0: {"exp_avg": torch.zeros(3)}}}}),
     ],
 )  # fmt: skip
-def test_pretrained_weights_as_others_save_them(tmp_path, place, make):
+def test_pretrained_weights_as_others_save_them(tmp_path, prefix, make):
     path, net = tmp_path / "weights.pt", vit_digits("torch")
     torch.save(make(weights := _weights()), path)
     report = model.load_pretrained(net, path)
-    assert f"{len(weights)} of {len(weights)} tensors from {path}{place}" in report
+    assert f"{len(weights)} of {len(weights)} tensors from {path}{prefix}" in report
     assert all(torch.equal(value, weights[name]) for name, value in net.state_dict().items())
 
 
