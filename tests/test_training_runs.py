@@ -33,15 +33,6 @@ from fastvit.training.config import LIMITS, LONGEST_WAIT, flag
 RECIPE = [*TINY, "--epochs", "3", "--warmup-epochs", "1"]  # 3 steps of 2 ranks an epoch
 
 
-@pytest.fixture
-def here(monkeypatch, tmp_path):
-    """Runs in this process, in an empty folder; torch's threads are left as they were."""
-    monkeypatch.chdir(tmp_path)
-    threads = torch.get_num_threads()
-    yield tmp_path
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """Three epochs at once on two ranks of torchrun."""
@@ -181,23 +172,22 @@ def test_stop_after_and_resume_is_bitwise(ranks, tmp_path, world, options):
         assert report.startswith(first) and "stem.layers.*" in report and "less (measured)" in report
 
 
-def test_resume_auto_begins_and_then_goes_on(here, capsys):
+def test_resume_auto_begins_and_then_goes_on(tmp_path, capsys):
     """Without the link `last` too, which a copy of a run may have lost."""
-    start = [*TINY, "--epochs", "2", "--stop-after", "1", "--resume", "auto", "--out", "auto"]
+    run = tmp_path / "auto"
+    start = [*TINY, "--epochs", "2", "--stop-after", "1", "--resume", "auto", "--out", str(run)]
     assert alone(*start) == 0
-    assert "no checkpoint in auto: a new run\n" in capsys.readouterr().out
-    (here / "auto" / "checkpoints" / "last.pt").unlink()
+    assert f"no checkpoint in {run}: a new run\n" in capsys.readouterr().out
+    (run / "checkpoints" / "last.pt").unlink()
     assert alone(*start) == 0
-    assert "resumed after epoch 1 of 2" in capsys.readouterr().out
-    assert len(rows_of(here / "auto")) == 2
+    assert "resumed after epoch 1 of 2" in capsys.readouterr().out and len(rows_of(run)) == 2
 
 
-def test_the_largest_numbers_train(here):
+def test_the_largest_numbers_train(tmp_path):
     names = ("seed", "data_seed", "accumulate", "keep", "warmup_epochs", "stop_after")
     options = [part for name in names for part in (flag(name), str(LIMITS[name][1]))]
     options += ["--epochs", "1", "--batch-size", "512", "--workers", "1", "--timeout", str(LONGEST_WAIT)]
-    assert alone(*options, "--out", "run") == 0
-    assert len(rows_of(here / "run")) == 1
+    assert alone(*options, "--out", str(tmp_path)) == 0 and len(rows_of(tmp_path)) == 1
 
 
 def test_import_is_light():

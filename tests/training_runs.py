@@ -95,8 +95,12 @@ def train_on_rank(rank, world, arguments):
 
 
 def alone(*arguments):
-    """The status of a run in this process."""
-    return main([*arguments, "--device", "cpu", "--threads", "1"])
+    """The status of a run in this process, whose number of threads is left as it was."""
+    threads = torch.get_num_threads()
+    try:
+        return main([*arguments, "--device", "cpu", "--threads", "1"])
+    finally:
+        torch.set_num_threads(threads)
 
 
 def fails(capsys, *arguments):
