@@ -69,7 +69,7 @@ def test_newest_and_best_are_kept(tmp_path):
     folder = tmp_path / "checkpoints"
 
     def save(epoch, **options):
-        checkpoint.save_checkpoint(tmp_path, {"epoch": epoch, "step": 0}, **options)
+        checkpoint.save_checkpoint(tmp_path, {"epoch": epoch, "progress": {"step": 0}}, **options)
         assert (folder / "last.pt").resolve().stem == f"epoch-000{epoch}"
         names = sorted(path.stem for path in folder.iterdir())
         return names, (folder / "best.pt").resolve().stem
@@ -87,7 +87,8 @@ def test_newest_and_best_are_kept(tmp_path):
 @pytest.mark.parametrize("fault", ["full disk", "no rename"])
 @pytest.mark.parametrize("epoch", [1, 2])
 def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch, fault, epoch):
-    before = checkpoint.save_checkpoint(tmp_path, {"epoch": 1, "step": 0})
+    state = {"epoch": 1, "progress": {"step": 0}}
+    before = checkpoint.save_checkpoint(tmp_path, state)
     _, hard = limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def replace(*_):
@@ -99,10 +100,10 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(tmp_path, mon
         resource.setrlimit(resource.RLIMIT_FSIZE, (2 << 10, hard))
     try:
         with pytest.raises(OSError, match="cannot write the checkpoint .*epoch-0001.pt is intact$"):
-            checkpoint.save_checkpoint(tmp_path, {"epoch": epoch, "step": 0, "model": torch.zeros(1 << 10)})
+            checkpoint.save_checkpoint(tmp_path, state | {"epoch": epoch, "model": torch.zeros(1 << 10)})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert torch.load(before) == {"epoch": 1, "step": 0}
+    assert torch.load(before) == state
     assert sorted(path.name for path in before.parent.iterdir()) == ["best.pt", before.name, "last.pt"]
 
 
@@ -149,7 +150,7 @@ def test_another_number_of_ranks_goes_on_from_the_end_of_an_epoch(ranks, tmp_pat
     assert rows_of(run)[0]["lr"] == 2 * rows_of(one)[0]["lr"]
 
     folder = run / "checkpoints"
-    within = state_of(run) | {"world": 2, "step": 2, "progress": {"step": 2}}
+    within = state_of(run) | {"world": 2, "progress": {"step": 2}}
     torch.save(within, folder / "epoch-0002-step-000002.pt")
     assert alone("--resume", str(run), "--stop-after", "1") == 0
     assert "resumed after epoch 2 of 3\n" in capsys.readouterr().out

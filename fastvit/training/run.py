@@ -112,7 +112,6 @@ def _train(config: Config, given: dict[str, Any], device: torch.device, stack: E
             done, progress = epoch, Progress()
         now = train_state.state_dict() | {
             "epoch": done,
-            "step": progress.step,
             "progress": asdict(progress),
             "config": asdict(config),
             "classes": list(data.classes),
@@ -170,7 +169,7 @@ def _resume(
 
 def _load(resumed: Path, world: int) -> dict[str, Any]:
     state = checkpoint.load_checkpoint(path := checkpoint.find_checkpoint(resumed))
-    if state["step"] and state["world"] != world:  # another number of ranks has other steps
+    if state["progress"]["step"] and state["world"] != world:  # another number of ranks has other steps
         whole = [(epoch, 0) for epoch in range(state["epoch"] + 1)]
         run = checkpoint.run_of(resumed)
         older = [one for one in checkpoint.checkpoints(run) if checkpoint.epoch_and_step(one) in whole]
