@@ -34,8 +34,8 @@ def lines(title: str, **names: object) -> dict[str, object]:
 def without_convert(adapter: object = None):
     """Inside, `fastvit.convert` and that of an adapter return the model as it is."""
     with pytest.MonkeyPatch.context() as patch:
-        for place in filter(None, (fastvit, adapter)):
-            patch.setattr(place, "convert", lambda model, **options: model)
+        for module in filter(None, (fastvit, adapter)):
+            patch.setattr(module, "convert", lambda model, **options: model)
         yield
 
 

@@ -22,28 +22,9 @@ from training_runs import (
     train_on_rank,
 )
 
-from fastvit.training import datasets
 from fastvit.training.config import Config, ConfigError, check_packages, flag
 
-# Losses and data
-
-
-def _poisoned(rank, world, arguments):
-    def batch(self, key, read=datasets.ImageSource.__getitem__):
-        images, labels = read(self, key)
-        return (images.fill_(float("nan")) if rank == 1 else images), labels
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(datasets.ImageSource, "__getitem__", batch)
-        return train_on_rank(rank, world, arguments)
-
-
-def test_a_loss_that_is_not_finite_stops_every_rank(ranks, tmp_path):
-    # The statistics of this norm are local, so the poison stays on its rank.
-    arguments = ["--norm", "inplace-abn", "--epochs", "1", "--out", str(tmp_path / "run")]
-    said = ranks.run(2, _poisoned, arguments)
-    assert said[0] == said[1] and said[0].startswith("epoch 1, step 1: the loss is nan on rank 1;")
-    assert not (tmp_path / "run" / "checkpoints").exists()
+# Data
 
 
 def make_folder(path, classes=("cat", "dog"), images=8, side=12):

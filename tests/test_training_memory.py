@@ -3,22 +3,20 @@
 import pytest
 import torch
 from packages import package
-from training_runs import state_of, weights_of
+from training_runs import alone, state_of
 
 from fastvit.memory import live_bytes
-from fastvit.training import loop, model, run, train_state
-from fastvit.training.command_line import parse
+from fastvit.training import loop, model, train_state
 from fastvit.training.config import Config, ConfigError
-from fastvit.training.distributed import Ranks
 
 SHAPE = (1, 8, 8)
-ALONE = Ranks(0, 1, torch.device("cpu"))
+CPU = torch.device("cpu")
 
 
 def make(config):
     torch.manual_seed(0)
     net = model.build_model(config, SHAPE, 10)
-    return train_state.make_train_state(net, config, ALONE, SHAPE, 10, None)
+    return train_state.TrainState(net, config, CPU, SHAPE, 10, None)
 
 
 def losses(made, steps=4):
@@ -34,30 +32,27 @@ def losses(made, steps=4):
 
 
 @pytest.mark.parametrize(
-    ("norm", "memories"),
-    [("torch", ("convert", "products", "budget=0.8")), ("inplace-abn-sync", ("products",))],
+    ("amp", "norm", "memory"),
+    [
+        ("off", "torch", "products"),
+        ("off", "torch", "budget=0.8"),
+        ("off", "inplace-abn-sync", "products"),
+        ("bf16", "torch", "convert"),
+        ("O2", "torch", "convert"),
+    ],
 )
-def test_memory_changes_no_loss(norm, memories):
-    expected = losses(make(Config(norm=norm)))
-    for memory in memories:
-        made = make(Config(norm=norm, memory=memory))
-        assert list(made.model.state_dict()) == list(make(Config(norm=norm)).model.state_dict())
-        assert losses(made) == expected, memory
-        assert made.memory.saved_bytes > 0
-
-
-@pytest.mark.parametrize("amp", ["bf16", "O2"])
 @pytest.mark.filterwarnings("ignore:amp. on the CPU half precision")
-def test_every_precision_runs_the_converted_model(amp):
-    images, kept, given = torch.randn(32, *SHAPE), [], []
-    for memory in ("off", "convert"):  # one after the other: amp serves one model at a time
-        made = make(Config(norm="torch", memory=memory, amp=amp))
-        with made.precision.forward():
+def test_less_is_kept_and_no_loss_changes(amp, norm, memory):
+    images, kept, given, names = torch.randn(32, *SHAPE), [], [], []
+    for option in ("off", memory):  # one after the other: amp serves one model at a time
+        made = make(Config(norm=norm, memory=option, amp=amp))
+        with made.autocast():
             made.model(images)
             kept.append(live_bytes(lambda made=made: made.model(images))[0])
         given.append(losses(made))
-    assert kept[0] - kept[1] > 0.8 * made.memory.saved_bytes
-    assert given[1] == given[0]
+        names.append(list(made.model.state_dict()))
+    assert kept[0] - kept[1] > 0.8 * made.memory.saved_bytes > 0
+    assert given[1] == given[0] and names[1] == names[0]
 
 
 def test_memory_takes_a_budget():
@@ -83,27 +78,15 @@ def test_the_norm_of_timm_models():
         model.build_model(config, (3, 32, 32), 10)
 
 
-def _in_process(arguments, monkeypatch, directory):
-    monkeypatch.chdir(directory)
-    config, given = parse([*arguments, "--device", "cpu", "--threads", "1"])
-    run.train(config, given, ALONE)
-
-
 @pytest.mark.parametrize("name", ["test_resnet", "test_efficientnet"])
-def test_timm_models_train(name, tmp_path, monkeypatch, capsys):
+def test_timm_models_train(name, tmp_path, capsys):
     package("timm")
-    threads = torch.get_num_threads()
-    start = [
-        "--model", f"timm/{name}", "--data", "synthetic", "--image-size", "32", "--synthetic-images", "128",
-        "--epochs", "1", "--batch-size", "32",
-    ]  # fmt: skip
-    rows = {}
-    try:
-        for memory in ("off", "convert", "products"):
-            _in_process([*start, "--memory", memory, "--out", memory], monkeypatch, tmp_path)
-            rows[memory] = state_of(tmp_path / memory)["history"][-1]["train_loss"]
-    finally:
-        torch.set_num_threads(threads)
-    assert rows["convert"] == rows["products"] == rows["off"]
-    assert list(weights_of(tmp_path / "convert")) == list(weights_of(tmp_path / "off"))
+    start = f"--model timm/{name} --data synthetic --image-size 32 --synthetic-images 128 --batch-size 32"
+    states = []
+    for memory in ("off", "convert", "products"):
+        out = tmp_path / memory
+        assert alone(*start.split(), "--epochs", "1", "--memory", memory, "--out", str(out)) == 0
+        states.append(state_of(out))
+        assert states[-1]["history"][0]["train_loss"] == states[0]["history"][0]["train_loss"]
+        assert list(states[-1]["model"]) == list(states[0]["model"])
     assert "less (measured)" in capsys.readouterr().out

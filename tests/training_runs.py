@@ -12,7 +12,6 @@ import torch
 from fastvit.training import checkpoint, loop, run
 from fastvit.training.__main__ import main
 from fastvit.training.command_line import parse
-from fastvit.training.distributed import Ranks
 
 LIMIT = 110  # seconds; a run that takes longer hangs
 COMMON = ["-m", "fastvit.training", "--device", "cpu", "--threads", "1"]
@@ -40,9 +39,9 @@ sys.exit(main(sys.argv[1:]))
 SMALL = [*TINY, "--epochs", "2", "--norm", "torch"]
 
 
-def torchrun(directory, *arguments, launcher="run"):
+def torchrun(directory, *arguments):
     """Run two ranks under torchrun and return (status, stdout, stderr)."""
-    command = [sys.executable, "-W", "ignore", "-m", f"torch.distributed.{launcher}", "--standalone"]
+    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc_per_node=2", *arguments]
     done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=LIMIT)
     return done.returncode, done.stdout, done.stderr
@@ -90,14 +89,18 @@ def train_on_rank(rank, world, arguments):
     """Trains inside a rank of the pool; returns the message of TrainingError, or None."""
     config, given = parse([*arguments, "--device", "cpu", "--threads", "1"])
     try:
-        run.train(config, given, Ranks(rank, world, torch.device("cpu")))
+        run.train(config, given, torch.device("cpu"))
     except run.TrainingError as error:
         return str(error)
 
 
 def alone(*arguments):
-    """The status of a run in this process."""
-    return main([*arguments, "--device", "cpu", "--threads", "1"])
+    """The status of a run in this process, whose number of threads is left as it was."""
+    threads = torch.get_num_threads()
+    try:
+        return main([*arguments, "--device", "cpu", "--threads", "1"])
+    finally:
+        torch.set_num_threads(threads)
 
 
 def fails(capsys, *arguments):
@@ -124,7 +127,7 @@ def rows_of(directory):
 def assert_equal_runs(got, expected):
     """Bitwise the same weights and averages, and the same rows but for measured times."""
     for part in ("model", "average"):
-        weights, others = state_of(got)[part] or {}, state_of(expected)[part] or {}
+        weights, others = state_of(got).get(part, {}), state_of(expected).get(part, {})
         assert list(weights) == list(others)
         assert [name for name in weights if not torch.equal(weights[name], others[name])] == []
     assert rows_of(got) == rows_of(expected)

@@ -1,12 +1,11 @@
 """Models built from the layers of fastvit."""
 
-from .norm_act import NORMS, SYNCHRONISED, NormAct
+from .norm_act import NORMS, NormAct
 from .vit import MLP_NORMS, VARIANTS, ViT, create_vit, vit_digits
 
 __all__ = [
     "MLP_NORMS",
     "NORMS",
-    "SYNCHRONISED",
     "VARIANTS",
     "NormAct",
     "ViT",

@@ -13,10 +13,7 @@ from torch import Tensor, nn
 from ..inplace_abn import InPlaceABN, InPlaceABNSync
 from ..sync_batchnorm import SyncBatchNorm
 
-__all__ = ["NORMS", "SYNCHRONISED", "NormAct"]
-
-SYNCHRONISED = frozenset({"torch-sync", "fastvit-sync", "inplace-abn-sync"})
-"""The norms with statistics over the samples of all ranks, which have the same running values."""
+__all__ = ["NORMS", "NormAct"]
 
 # By the number of channels, whether the input is tokens, and the slope.
 _MAKERS: dict[str, Callable[[int, bool, float], nn.Module]] = {
@@ -38,9 +35,9 @@ class NormAct(nn.Module):
 
     Args:
         num_features: C.
-        norm: `torch` (nn.BatchNorm), `torch-sync` (nn.SyncBatchNorm; trains on CUDA tensors only and
-            raises ValueError on others), `fastvit-sync` (fastvit.SyncBatchNorm), `inplace-abn`
-            (fastvit.InPlaceABN) or `inplace-abn-sync` (fastvit.InPlaceABNSync).
+        norm: `torch` (nn.BatchNorm), `torch-sync` (nn.SyncBatchNorm, which synchronises on CUDA alone),
+            `fastvit-sync` (fastvit.SyncBatchNorm), `inplace-abn` (fastvit.InPlaceABN) or
+            `inplace-abn-sync` (fastvit.InPlaceABNSync).
         tokens: the input is `(N, L, C)` and C is its last dimension.
         slope: of leaky_relu for negative values.
 
@@ -61,14 +58,8 @@ class NormAct(nn.Module):
         # torch's layers take channels in dimension 1. As (N * L, C) tokens have the same statistics without
         # a copy; as (N, C, L) they would need one. fastvit's layers take (N, L, C).
         self.flat = tokens and norm.startswith("torch")
-        self.cuda_only = norm == "torch-sync"
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.cuda_only and self.training and not x.is_cuda:
-            raise ValueError(
-                f"NormAct: norm='torch-sync' trains on CUDA tensors only, got one on {x.device.type}; "
-                f"fastvit-sync and inplace-abn-sync synchronise on the CPU too"
-            )
         if self.flat:
             return self.act(self.norm(x.flatten(0, 1))).view_as(x)
         return self.act(self.norm(x))

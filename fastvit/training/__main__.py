@@ -6,7 +6,6 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import NoReturn
 
 from ..sync.teardown import destroy_process_group, end_process
 from . import distributed
@@ -28,46 +27,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0, 1 when the run failed, or 130 when it was interrupted; a wrong option exits with 2.
     """
     config, given = parse(arguments)
-    try:
-        check_packages(config)
-        ranks = distributed.init(find_launch(), config.device, config.timeout)
-    except ConfigError as error:
-        _complain(error)
-        return 1
-    from .run import train
-
     status = 0
     try:
-        train(config, given, ranks)
-    except TrainingError as error:  # raised on every rank; rank 0 prints it
+        check_packages(config)
+        device = distributed.init(find_launch(), config.device, config.timeout)
+        from .run import train  # which needs the packages
+
+        train(config, given, device)
+    except (ConfigError, TrainingError) as error:  # raised on every rank; without a group each is rank 0
         if distributed.is_main_process():
             _complain(error)
         status = 1
     except KeyboardInterrupt:
         run = config.out if config.resume in ("", "auto") else config.resume
         _complain(f"KeyboardInterrupt: --resume {run} continues the run after its last checkpoint")
-        if ranks.world > 1:  # the others may wait in an exchange
+        if distributed.get_world_size() > 1:  # the others may wait in an exchange
             end_process(INTERRUPTED)
         return INTERRUPTED
     except Exception:
-        if ranks.world < 2:
+        if distributed.get_world_size() < 2:
             raise
-        _give_up(ranks.rank)
+        # The others may not have this error: a barrier would wait for them, and destroying the group aborts.
+        # SIGTERM, by which the launcher ends them, is ignored so that the message is complete.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        traceback.print_exc()
+        rank = distributed.get_rank()
+        _complain(f"rank {rank} ends alone; the other ranks notice it, and the last checkpoint is intact")
+        end_process(1)
     # The frames of train have ended, and with them the model and the optimizer.
     destroy_process_group()
     return status
-
-
-def _give_up(rank: int) -> NoReturn:
-    """Ends a rank after an error that the others do not have, without waiting for them.
-
-    A barrier would wait for ranks that do not arrive, and destroying the group aborts. SIGTERM, by which the
-    launcher ends the other ranks, is ignored so that the message is complete.
-    """
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    traceback.print_exc()
-    _complain(f"rank {rank} ends alone; the other ranks notice it, and the last checkpoint is intact")
-    end_process(1)
 
 
 if __name__ == "__main__":

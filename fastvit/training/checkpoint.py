@@ -54,8 +54,9 @@ def save_checkpoint(run: Path, state: dict[str, Any], keep: int = 2, best: bool 
     abandoned continuation of the run.
     """
     older = checkpoints(run)
-    step = f"-step-{state['step']:06d}" if state["step"] else ""
-    final = run / "checkpoints" / f"epoch-{state['epoch']:04d}{step}.pt"
+    step = state["progress"]["step"]
+    name = f"epoch-{state['epoch']:04d}" + (f"-step-{step:06d}" if step else "")
+    final = run / "checkpoints" / f"{name}.pt"
     temporary, best_link = final.with_name(final.name + ".tmp"), final.with_name("best.pt")
     try:
         final.parent.mkdir(exist_ok=True)
@@ -90,6 +91,12 @@ def find_checkpoint(path: Path) -> Path:
             f"--resume: {path} must be a run directory or a checkpoint, and has no checkpoint in it"
         )
     return found[-1]
+
+
+def run_of(resumed: Path) -> Path:
+    """The directory of a run, or of a checkpoint's run; for a moved checkpoint a folder of its name."""
+    path = find_checkpoint(resumed)
+    return path.parent.parent if path.parent.name == "checkpoints" else path.with_suffix("")
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:

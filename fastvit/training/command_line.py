@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import typing
 from collections.abc import Mapping, Sequence
@@ -87,8 +86,6 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[Config, dict[str, Any
     try:
         if "config" in given:
             given = vars(parser.parse_args([*read_file(given["config"]), *arguments]))
-        if "local_rank" in given:
-            os.environ.setdefault("LOCAL_RANK", str(given["local_rank"]))
         given = {name: given[name] for name in FIELDS if name in given}
         if "freeze" in given:
             given["freeze"] = tuple(given["freeze"])

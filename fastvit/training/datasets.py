@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .config import Config, ConfigError, some
-from .loaders import ImageSource, normalise
+from .loaders import ImageDataset, normalise
 
 CIFAR_MEAN_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 BATCHES = [f"data_batch_{i}" for i in range(1, 6)]
@@ -34,14 +34,14 @@ Augment = Callable[..., Tensor]  # of images and a generator
 class DataSets:
     """Training and test images of one data set."""
 
-    train: ImageSource
-    test: ImageSource
+    train: ImageDataset
+    test: ImageDataset
     classes: tuple[str, ...]  # name of each label
     shape: tuple[int, int, int]  # C, H, W
 
 
 @dataclass(eq=False)
-class InMemory(ImageSource):
+class InMemory(ImageDataset):
     """Images in one tensor: uint8 with the mean and std of pixels, or fp32 as the model takes them."""
 
     images: Tensor
@@ -56,7 +56,7 @@ class InMemory(ImageSource):
         return self.augment(images, generator=generator) if generator and self.augment else images
 
 
-class Synthetic(ImageSource):
+class Synthetic(ImageDataset):
     """Generated images: the pattern of the class plus noise; the same for the same index."""
 
     NOISE_FIELDS = 64
@@ -177,12 +177,9 @@ def random_shift(images: Tensor, pixels: int, generator: torch.Generator, backgr
     """Move each image of `(N, C, H, W)` by up to `pixels` along each axis; new pixels are background."""
     n, _, height, width = images.shape
     padded = F.pad(images, [pixels] * 4, value=background)
-    offsets = torch.randint(0, 2 * pixels + 1, (2, n, 1), generator=generator)
-    rows = (torch.arange(height) + offsets[0]).view(n, height, 1)
-    columns = (torch.arange(width) + offsets[1]).view(n, 1, width)
-    # Index tensors on both sides of the channel axis put it last.
-    moved = padded[torch.arange(n).view(n, 1, 1), :, rows, columns]
-    return moved.permute(0, 3, 1, 2).contiguous()
+    windows = padded.unfold(2, height, 1).unfold(3, width, 1)  # (N, C, row, column, H, W), a view
+    rows, columns = torch.randint(0, 2 * pixels + 1, (2, n), generator=generator)
+    return windows[torch.arange(n), :, rows, columns]
 
 
 def _shift_and_flip(images: Tensor, generator: torch.Generator) -> Tensor:

@@ -9,7 +9,6 @@ import os
 import socket
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -25,15 +24,6 @@ from .launch import Launch
 
 T = TypeVar("T")
 _SIOCGIFADDR = 0x8915  # linux/sockios.h: the address of a network interface
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """The rank of this process, their number, and the device."""
-
-    rank: int
-    world: int
-    device: torch.device
 
 
 def get_world_size() -> int:
@@ -57,17 +47,20 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-def init(launch: Launch | None, device: str = "auto", timeout: float = 300.0) -> Ranks:
+def init(launch: Launch | None, device: str = "auto", timeout: float = 300.0) -> torch.device:
     """Join the process group of the launcher; without a launcher print a message and use this process alone.
 
     The ranks agree on their device before the backend is chosen: NCCL when each of them has a GPU of its own,
     else gloo and the CPU. The launcher may make all GPUs of the host visible to each rank, or its own alone.
 
     A rank waits `timeout` seconds for the others, here and in every later collective.
+
+    Returns:
+        The device of this rank.
     """
     if launch is None:
         print("not using distributed mode", flush=True)
-        return Ranks(0, 1, _choose_device(device, torch.cuda.is_available(), 0))
+        return _choose_device(device, torch.cuda.is_available(), 0)
 
     rank, world = launch.rank, launch.world
     try:
@@ -102,7 +95,7 @@ def init(launch: Launch | None, device: str = "auto", timeout: float = 300.0) ->
             f"the {world} ranks did not meet at {launch.address}:{launch.port} within {timeout:g} s: "
             f"{first_line(error)}{forgot}"
         ) from None
-    return Ranks(rank, world, chosen)
+    return chosen
 
 
 def _choose_device(option: str, all_have_gpu: bool, index: int) -> torch.device:

@@ -13,7 +13,7 @@ from PIL.TiffImagePlugin import BITSPERSAMPLE, TiffImageFile
 from torch import Tensor
 
 from .config import ConfigError
-from .loaders import ImageSource, normalise
+from .loaders import ImageDataset, normalise
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 IMAGENET_MEAN_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -22,11 +22,11 @@ AREA = (0.08, 1.0)  # area of a training crop over the area of the image
 RATIO = (3 / 4, 4 / 3)  # width over height of a training crop
 
 
-class ImageFolder(ImageSource):
+class ImageFolder(ImageDataset):
     """The images of `folder/<class>/...`, of `size` pixels; classes are numbered in the order of their names.
 
-    Training crops are drawn as in Szegedy et al., arXiv:1409.4842: an area, a ratio, a place, and whether to
-    mirror. Test images are scaled and cropped in the middle. Images of 16 bits are read with their upper 8.
+    Training crops are drawn as in Szegedy et al., arXiv:1409.4842: an area, a ratio, a position, and whether
+    to mirror. Test images are scaled and cropped in the middle. Of 16 bits the upper 8 are read.
 
     Links to folders are followed. Images and folders with a dot before their names (`.ipynb_checkpoints`,
     `._x.jpg`) are left out.
@@ -74,12 +74,12 @@ class ImageFolder(ImageSource):
 
 def _images(folder: Path) -> list[str]:
     found = []
-    for place, inner, files in os.walk(folder, followlinks=True):
-        above = [Path(place).resolve(), *Path(place).resolve().parents]
+    for parent, inner, files in os.walk(folder, followlinks=True):
+        above = [Path(parent).resolve(), *Path(parent).resolve().parents]
         # Hidden folders are not walked, nor links to a folder that they are in.
-        inner[:] = [n for n in inner if not n.startswith(".") and Path(place, n).resolve() not in above]
+        inner[:] = [n for n in inner if not n.startswith(".") and Path(parent, n).resolve() not in above]
         images = (name for name in files if name.lower().endswith(SUFFIXES) and not name.startswith("."))
-        found += [os.path.join(place, name) for name in images]
+        found += [os.path.join(parent, name) for name in images]
     return sorted(found)
 
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from .config import Config, ConfigError
-from .distributed import Ranks
 
 Key = tuple[list[int], "int | None"]  # indices of a batch, and the seed of its augmentation
 
@@ -30,7 +29,7 @@ def normalise(pixels: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -
     return (pixels / 255 - mean_) / std_
 
 
-class ImageSource(Dataset):
+class ImageDataset(Dataset):
     """Images that are read a batch at a time, and their labels `(N,)` int64."""
 
     labels: Tensor
@@ -52,9 +51,9 @@ class TrainBatches(Sampler[Key]):
     batch). So an epoch can be continued in the middle, and does not depend on the number of workers.
     """
 
-    def __init__(self, images: int, batch_size: int, ranks: Ranks, seed: int) -> None:
+    def __init__(self, images: int, batch_size: int, rank: int, world: int, seed: int) -> None:
         self.images, self.batch_size, self.seed = images, batch_size, seed
-        self.rank, self.world = ranks.rank, ranks.world
+        self.rank, self.world = rank, world
         if images // self.world < batch_size:
             raise ConfigError(
                 f"--batch-size must be at most the {images // self.world} training images of one rank, "
@@ -77,9 +76,9 @@ class TrainBatches(Sampler[Key]):
         return self.images // self.world // self.batch_size
 
 
-def test_batches(images: int, batch_size: int, ranks: Ranks) -> list[Key]:
+def test_batches(images: int, batch_size: int, rank: int, world: int) -> list[Key]:
     """A share of the test images that is every `world`-th: the ranks together see each exactly once."""
-    share = range(ranks.rank, images, ranks.world)
+    share = range(rank, images, world)
     return [([*share[n : n + batch_size]], None) for n in range(0, len(share), batch_size)]
 
 
@@ -102,11 +101,11 @@ def _wait_for_rank() -> None:
 
 
 def make_loader(
-    source: ImageSource, batches: Sampler[Key] | list[Key], config: Config, device: torch.device
+    images: ImageDataset, batches: Sampler[Key] | list[Key], config: Config, device: torch.device
 ) -> DataLoader:
-    """Loads the batches of this rank, each a key of `source`."""
+    """Loads the batches of this rank, each a key of `images`."""
     return DataLoader(
-        source,
+        images,
         sampler=batches,
         batch_size=None,  # an item is a batch
         num_workers=config.workers,

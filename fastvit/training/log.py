@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +39,13 @@ class RunLog:
     those of the epochs before a resume, so that the curve is complete in any directory.
     """
 
-    def __init__(self, run: Path, history: list[dict[str, Any]]) -> None:
+    def __init__(self, run: Path, history: list[dict[str, Any]], until: ExitStack) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.file = (run / "metrics.jsonl").open("w")
+        self.file = until.enter_context((run / "metrics.jsonl").open("w"))
         # With purge_step 0 TensorBoard drops the events of earlier starts in the same directory.
         self.writer = SummaryWriter(str(run), purge_step=0 if history else None)
+        until.callback(self.writer.close)
         for row in history:
             self.write(row)
 
@@ -54,7 +56,3 @@ class RunLog:
             self.writer.add_scalar(TAGS[name], row[name], row["epoch"], walltime=row["time"])
         self.file.flush()
         self.writer.flush()
-
-    def close(self) -> None:
-        self.file.close()
-        self.writer.close()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from .. import sync
+from ..compat.apex import amp
 from . import distributed
 from .config import TrainingError
 from .loaders import seed_of
@@ -153,12 +154,13 @@ def _backward(train_state: TrainState, feed: Feed, parts: int) -> Tensor:
         last = part == parts - 1
         # Gradients are reduced in the last backward alone.
         with nullcontext() if last or parallel is train_state.model else parallel.no_sync():
-            with train_state.precision.forward():
+            with train_state.autocast():
                 logits = parallel(images)
             smoothing = train_state.config.label_smoothing
             loss = F.cross_entropy(logits.float(), labels, label_smoothing=smoothing) / parts
             total = total + loss.detach()
-            train_state.precision.backward(loss, train_state.optimizer, last)
+            with amp.scale_loss(loss, train_state.optimizer, delay_unscale=not last) as scaled:
+                scaled.backward()
     return total
 
 
@@ -174,7 +176,7 @@ def _check_finite(train_state: TrainState, losses: list[float], gradient_norm: f
     if bad:
         ranks = f"rank {bad[0]}" if len(bad) == 1 else "ranks " + ", ".join(map(str, bad))
         what = f"the loss is {losses[bad[0]]} on {ranks}"
-    elif not math.isfinite(gradient_norm) and not train_state.precision.scales_loss:
+    elif not math.isfinite(gradient_norm) and not train_state.scales_loss:
         what = f"the norm of the gradients is {gradient_norm}"
     else:
         return
@@ -209,7 +211,7 @@ def _sums(train_state: TrainState, model: nn.Module, loader: DataLoader) -> Tens
     sums = torch.zeros(3, dtype=torch.float64, device=train_state.device)
     for batch in read_batches(loader):
         images, labels = train_state.to_device(*batch)
-        with train_state.precision.forward():
+        with train_state.autocast():
             logits = model(images)
         sums[0] += F.cross_entropy(logits.float(), labels, reduction="sum")
         sums[1] += (logits.argmax(dim=1) == labels).sum()

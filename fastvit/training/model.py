@@ -165,8 +165,8 @@ def load_pretrained(model: nn.Module, path: Path) -> str:
             )
     loaded = {name: value for name, value in weights.items() if name not in other}
     missing, unexpected = model.load_state_dict(loaded, strict=False)
-    place = f" ({prefix[:-1]})" if prefix else ""
-    lines = [f"pretrained: {len(loaded) - len(unexpected)} of {len(own)} tensors from {path}{place}"]
+    within = f" ({prefix[:-1]})" if prefix else ""
+    lines = [f"pretrained: {len(loaded) - len(unexpected)} of {len(own)} tensors from {path}{within}"]
     for names, what in (
         ([name for name in missing if name not in other], "missing in the file"),
         (unexpected, "unexpected, not in the model"),

@@ -17,27 +17,27 @@ from torch.utils.data import DataLoader
 from .. import __version__, _library
 from . import checkpoint
 from .command_line import OF_A_HOST, merge_saved
-from .config import Config, TrainingError, flag, some
+from .config import Config, ConfigError, TrainingError, flag, some
 from .datasets import DataSets, load
 from .distributed import (
-    Ranks,
     agree,
     average_running_statistics,
     gather_objects,
+    get_rank,
+    get_world_size,
     on_every,
     on_main,
     own_cores,
-    raise_together,
     say,
 )
 from .loaders import TrainBatches, make_loader, test_batches
 from .log import RunLog, peak_memory
 from .loop import Progress, evaluate, stop_request, train_one_epoch
 from .model import build_model, freeze, load_pretrained
-from .train_state import TrainState, make_train_state
+from .train_state import TrainState
 
 
-def train(config: Config, given: dict[str, Any], ranks: Ranks) -> None:
+def train(config: Config, given: dict[str, Any], device: torch.device) -> None:
     """Train by `config`; every rank calls it, and rank 0 prints `test accuracy 0.xxx` at the end.
 
     A resumed run takes values that were not `given` explicitly from its checkpoint.
@@ -46,25 +46,24 @@ def train(config: Config, given: dict[str, Any], ranks: Ranks) -> None:
         TrainingError: on every rank, with a message for the user.
     """
     with ExitStack() as stack:
-        _train(config, given, ranks, stack)
+        _train(config, given, device, stack)
 
 
-def _train(config: Config, given: dict[str, Any], ranks: Ranks, stack: ExitStack) -> None:
+def _train(config: Config, given: dict[str, Any], device: torch.device, stack: ExitStack) -> None:
+    world = get_world_size()
     agree(_options(config) | {"fastvit": __version__, "torch": torch.__version__})
     state = None
     if config.resume:
-        run, state = _resume(config, given, ranks.world, stack)
+        run, state = _resume(config, given, world, stack)
         if state is not None:
             config = on_every(merge_saved, given, state["config"], run)
     else:
         on_main(checkpoint.lock, Path(config.out), stack)
-    _check_device(config, ranks)
+    on_every(_check_device, config, device)
     _set_up_torch(config)
     run = Path(config.out)
     on_main(_prepare_directory, run, config)
-    say(
-        f"{ranks.world} x {ranks.device.type}, {torch.get_num_threads()} CPU thread(s) per rank, run in {run}"
-    )
+    say(f"{world} x {device.type}, {torch.get_num_threads()} CPU thread(s) per rank, run in {run}")
 
     data = on_every(load, config)
     agree(_options(config) | _summary_of(data))
@@ -73,15 +72,17 @@ def _train(config: Config, given: dict[str, Any], ranks: Ranks, stack: ExitStack
             f"--resume: the checkpoint was trained on {len(state['classes'])} classes "
             f"({some(state['classes'])}), the data has {len(data.classes)} ({some(data.classes)})"
         )
-    sampler = on_every(TrainBatches, len(data.train.labels), config.batch_size, ranks, config.seed)
-    batches = make_loader(data.train, sampler, config, ranks.device)
+    sampler = on_every(
+        TrainBatches, len(data.train.labels), config.batch_size, get_rank(), world, config.seed
+    )
+    batches = make_loader(data.train, sampler, config, device)
     # Evaluation keeps no activations, so its batches are larger.
-    shares = test_batches(len(data.test.labels), 2 * config.batch_size, ranks)
-    test = make_loader(data.test, shares, config, ranks.device)
+    shares = test_batches(len(data.test.labels), 2 * config.batch_size, get_rank(), world)
+    test = make_loader(data.test, shares, config, device)
 
     model = _make_model(config, data, pretrained=state is None)
     steps = -(-len(batches) // config.accumulate)
-    train_state = on_every(make_train_state, model, config, ranks, data.shape, steps, state)
+    train_state = on_every(TrainState, model, config, device, data.shape, steps, state)
     if train_state.memory is not None:
         say(f"--memory {config.memory}: {train_state.memory.summary()}")
         title = f"--memory {config.memory}, a batch of {config.batch_size} images on one rank"
@@ -89,15 +90,13 @@ def _train(config: Config, given: dict[str, Any], ranks: Ranks, stack: ExitStack
     done, history, progress = 0, [], Progress()
     if state is not None:
         done, history, progress = state["epoch"], state["history"], Progress(**state["progress"])
-        said = f"resumed after epoch {done}{f' and {progress.step} steps' if progress.step else ''}"
-        said += f" of {config.epochs}"
-        if state["world"] != ranks.world:
-            said += f": by {ranks.world} rank(s) what {state['world']} wrote, with the learning rate and "
-            said += f"schedule of {ranks.world}"
-        say(said)
+        within = f" and {progress.step} steps" if progress.step else ""
+        changed = f": by {world} rank(s) what {state['world']} wrote, with the learning rate and schedule of "
+        changed = f"{changed}{world}" if state["world"] != world else ""
+        say(f"resumed after epoch {done}{within} of {config.epochs}{changed}")
 
     log: list[RunLog] = []  # one, on rank 0
-    on_main(lambda: log.append(RunLog(run, history)))
+    on_main(lambda: log.append(RunLog(run, history, stack)))
     end = min(config.epochs, done + config.stop_after) if config.stop_after else config.epochs
     stop = stop_request(stack)
     for epoch in range(done + 1, end + 1):
@@ -113,11 +112,10 @@ def _train(config: Config, given: dict[str, Any], ranks: Ranks, stack: ExitStack
             done, progress = epoch, Progress()
         now = train_state.state_dict() | {
             "epoch": done,
-            "step": progress.step,
             "progress": asdict(progress),
             "config": asdict(config),
             "classes": list(data.classes),
-            "world": ranks.world,
+            "world": world,
             "history": history,  # completes the log after a crash between the two
         }
         on_main(checkpoint.save_checkpoint, run, now, config.keep, best)
@@ -127,7 +125,6 @@ def _train(config: Config, given: dict[str, Any], ranks: Ranks, stack: ExitStack
         if stop_asked and done < end:
             say(f"stopped by SIGTERM in epoch {epoch}, after step {step}")
             break
-    on_main(lambda: log[0].close())
     if done < config.epochs:
         say(f"stopped after epoch {done} of {config.epochs}; continue it with --resume {run}")
     if history:
@@ -152,35 +149,29 @@ def _summary_of(data: DataSets) -> dict[str, Any]:
 def _resume(
     config: Config, given: dict[str, Any], world: int, stack: ExitStack
 ) -> tuple[Path, dict[str, Any] | None]:
-    """The directory of the run to be resumed, locked, and its newest checkpoint; `auto` may find none."""
+    """The directory in which the run goes on, locked, and the newest checkpoint; `auto` may find none."""
     auto = config.resume == "auto"
-    source = Path(config.out if auto else config.resume)
-    goes_on_in = source if auto else Path(given["out"]) if "out" in given else on_main(_run, source)
-    on_main(checkpoint.lock, goes_on_in, stack)
+    resumed = Path(config.out if auto else config.resume)
+    run = Path(config.out) if auto or "out" in given else on_main(checkpoint.run_of, resumed)
+    on_main(checkpoint.lock, run, stack)
     # After the lock, before which another run may have written one.
-    seen = gather_objects([checkpoint.epoch_and_step(path) for path in checkpoint.checkpoints(source)[-1:]])
+    seen = gather_objects([checkpoint.epoch_and_step(path) for path in checkpoint.checkpoints(resumed)[-1:]])
     if max(seen) > seen[0]:  # a new run, or an older checkpoint, would replace it
         raise TrainingError(
-            f"--resume: rank {seen.index(max(seen))} sees a newer checkpoint in {source} than rank 0, which "
+            f"--resume: rank {seen.index(max(seen))} sees a newer checkpoint in {resumed} than rank 0, which "
             "reads and writes them; the disk must be shared by the hosts"
         )
     if auto and not seen[0]:
-        say(f"no checkpoint in {source}: a new run")
-        return source, None
-    return on_main(_load, source, world)
+        say(f"no checkpoint in {resumed}: a new run")
+        return run, None
+    return run, on_main(_load, resumed, world)
 
 
-def _run(source: Path) -> Path:
-    """The directory of a run, or of a checkpoint's run; for a moved checkpoint a folder of its name."""
-    path = checkpoint.find_checkpoint(source)
-    return path.parent.parent if path.parent.name == "checkpoints" else path.with_suffix("")
-
-
-def _load(source: Path, world: int) -> tuple[Path, dict[str, Any]]:
-    path, run = checkpoint.find_checkpoint(source), _run(source)
-    state = checkpoint.load_checkpoint(path)
-    if state["step"] and state["world"] != world:  # another number of ranks has other steps
+def _load(resumed: Path, world: int) -> dict[str, Any]:
+    state = checkpoint.load_checkpoint(path := checkpoint.find_checkpoint(resumed))
+    if state["progress"]["step"] and state["world"] != world:  # another number of ranks has other steps
         whole = [(epoch, 0) for epoch in range(state["epoch"] + 1)]
+        run = checkpoint.run_of(resumed)
         older = [one for one in checkpoint.checkpoints(run) if checkpoint.epoch_and_step(one) in whole]
         if not older:
             raise TrainingError(
@@ -188,18 +179,18 @@ def _load(source: Path, world: int) -> tuple[Path, dict[str, Any]]:
                 f"continue it, got {world}; there is no checkpoint of a whole epoch"
             )
         state = checkpoint.load_checkpoint(older[-1])
-    return run, state
+    return state
 
 
-def _check_device(config: Config, ranks: Ranks) -> None:
-    if config.norm == "torch-sync" and ranks.device.type != "cuda":
-        raise TrainingError(
+def _check_device(config: Config, device: torch.device) -> None:
+    if config.norm == "torch-sync" and device.type != "cuda":
+        raise ConfigError(
             "--norm torch-sync trains on CUDA only and this run is on the CPU; fastvit-sync and "
             "inplace-abn-sync synchronise on the CPU too"
         )
-    needs_kernels = ranks.device.type == "cuda" and config.norm.startswith(("fastvit", "inplace"))
-    problem = _library.gpu_problem(ranks.device) if needs_kernels else ""
-    raise_together(f"--norm {config.norm}: {problem}. --norm torch trains without them" if problem else None)
+    needs_kernels = device.type == "cuda" and config.norm.startswith(("fastvit", "inplace"))
+    if problem := _library.gpu_problem(device) if needs_kernels else "":
+        raise ConfigError(f"--norm {config.norm}: {problem}. --norm torch trains without them")
 
 
 def _prepare_directory(run: Path, config: Config) -> None:
@@ -242,7 +233,7 @@ def _evaluated(train_state: TrainState, test: DataLoader, progress: Progress, ep
         "test_accuracy": accuracy,
         "lr": train_state.optimizer.param_groups[0]["lr"],
         "gradient_norm": progress.gradient_norm / max(1, progress.gradient_norms),
-        "loss_scale": train_state.precision.loss_scale,
+        "loss_scale": train_state.loss_scale,
         "memory": peak_memory(train_state.device),
         "time": time.time(),
     }

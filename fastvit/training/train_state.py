@@ -1,4 +1,4 @@
-"""The state that a step changes: model, optimizer, mixed precision and averaged weights."""
+"""The state that a step changes: model, optimizer, averaged weights and the scale of amp."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -21,73 +20,62 @@ from ..compat.apex._fused import lay_out
 from ..compat.apex.optimizers import FusedAdam
 from ..conversion import Report, convert, report
 from .config import Config, ConfigError, TrainingError
-from .distributed import Ranks, broadcast_weights
-
-PARTS = ("model", "average", "optimizer", "precision")  # of a checkpoint
+from .distributed import broadcast_weights, get_world_size
 
 
-class Precision:
-    """fp32, torch.autocast in bfloat16 around the forward pass, or O0 to O3 of `fastvit.compat.apex.amp`.
+class TrainState:
+    """Model, optimizer, averaged weights and amp, with the device and the configuration.
 
-    amp scales the loss, and divides the gradients by the scale before the step. Parameters, gradients and
-    checkpoints are float32 at every level.
+    Forward passes are in fp32, under torch.autocast in bfloat16, or by O0 to O3 of
+    `fastvit.compat.apex.amp`. Parameters, gradients and checkpoints are float32 in all of them.
     """
 
-    def __init__(self, config: Config, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        config: Config,
+        device: torch.device,
+        shape: tuple[int, int, int],
+        steps_per_epoch: int,
+        state: dict[str, Any] | None,
+    ) -> None:
+        """Move the model to the device, and make the others for it; `state` is of a checkpoint.
+
+        The order matters. Weights are equal on all ranks before the average is a copy of the converted model.
+        amp changes the forward before DistributedDataParallel wraps it.
+        """
         self.config, self.device = config, device
         self.scales_loss = config.amp.startswith("O")  # amp skips a step whose gradients are not finite
+        layout = torch.channels_last if config.channels_last else torch.preserve_format
+        model.to(self.device, memory_format=layout)  # type: ignore[call-overload]  # lacks this one
+        broadcast_weights(model)
+        self.memory = self._save_memory(model, shape)
+        self.average = make_average(model, config.ema) if config.ema else None
+        lr = config.lr * (get_world_size() * config.accumulate if config.scale_lr else 1)
+        self.schedule = make_schedule(
+            lr, config.epochs * steps_per_epoch, config.warmup_epochs * steps_per_epoch
+        )
+        self.model, self.optimizer = amp.initialize(
+            model,
+            make_optimizer(model, config.optimizer, lr, config.weight_decay),
+            enabled=self.scales_loss,
+            opt_level=config.amp,
+            loss_scale=None if config.loss_scale == "auto" else config.loss_scale,
+            verbosity=0,
+        )
+        if state is not None:
+            self._load(state)
+        if config.compile:
+            model.compile()
+        self.parallel: Any = data_parallel(model, device)  # what a training step calls
 
     @property
     def loss_scale(self) -> float:
         return float(amp.state_dict()["loss_scaler0"]["loss_scale"]) if self.scales_loss else 1.0
 
-    def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-        """Prepare model and optimizer for this level; called once, before DistributedDataParallel."""
-        if not self.scales_loss:
-            return model, optimizer
-        scale = self.config.loss_scale
-        value = None if scale == "auto" else scale if scale == "dynamic" else float(scale)
-        return amp.initialize(model, optimizer, opt_level=self.config.amp, loss_scale=value, verbosity=0)
-
-    def forward(self) -> AbstractContextManager:
+    def autocast(self) -> AbstractContextManager:
         """The context of a forward pass, in training and in evaluation."""
-        on = self.config.amp == "bf16"
-        return torch.autocast(self.device.type, torch.bfloat16) if on else nullcontext()
-
-    def half(self) -> AbstractContextManager:
-        """Autocast to the dtype that activations have at this level, of a model that is not prepared."""
-        half = torch.bfloat16 if self.device.type == "cpu" or self.config.amp == "bf16" else torch.float16
-        return torch.autocast(self.device.type, half, enabled=self.config.amp not in ("off", "O0"))
-
-    def backward(self, loss: Tensor, optimizer: Optimizer, last: bool) -> None:
-        """Add the gradients of `loss`; `last` means that a step of the optimizer follows."""
-        if not self.scales_loss:
-            loss.backward()
-            return
-        with amp.scale_loss(loss, optimizer, delay_unscale=not last) as scaled:
-            scaled.backward()
-
-    def state_dict(self) -> dict[str, Any]:
-        return amp.state_dict() if self.scales_loss else {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self.scales_loss:
-            amp.load_state_dict(state)
-
-
-@dataclass
-class TrainState:
-    """The objects that training changes, with the device and the configuration."""
-
-    model: nn.Module  # without DistributedDataParallel
-    parallel: Any  # the module that a training step calls
-    optimizer: Optimizer
-    precision: Precision
-    average: AveragedModel | None
-    memory: Report | None  # of the converted model
-    device: torch.device
-    config: Config
-    schedule: Callable[[int], float]  # the learning rate by step
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.amp == "bf16")
 
     def to_device(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """A batch on the device and in the memory format of the model."""
@@ -95,56 +83,42 @@ class TrainState:
         images = images.to(self.device, non_blocking=True, memory_format=layout)
         return images, labels.to(self.device, non_blocking=True)
 
+    def _parts(self) -> dict[str, Any]:
+        parts = {"model": self.model, "average": self.average, "optimizer": self.optimizer, "precision": amp}
+        return {name: part for name, part in parts.items() if part is not None}
+
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps of it."""
-        parts = {name: getattr(self, name) for name in PARTS}
-        return {name: None if part is None else part.state_dict() for name, part in parts.items()}
+        return {name: part.state_dict() for name, part in self._parts().items()}
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Restore the result of `state_dict`."""
-        for name in PARTS:
-            part = getattr(self, name)
-            if part is None:
-                continue
+    def _load(self, state: dict[str, Any]) -> None:
+        for name, part in self._parts().items():
             try:
                 part.load_state_dict(state[name])
             except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
                 what = f"{type(error).__name__}: {error}"
                 raise TrainingError(f"--resume: {name} of the checkpoint does not fit: {what}") from error
 
-
-def make_train_state(
-    model: nn.Module,
-    config: Config,
-    ranks: Ranks,
-    shape: tuple[int, int, int],
-    steps_per_epoch: int,
-    saved: dict[str, Any] | None,
-) -> TrainState:
-    """Move the model to the device, and make optimizer, precision and data parallelism for it.
-
-    The order matters. Weights are equal on all ranks before the average is a copy of the converted model.
-    amp changes the forward before DistributedDataParallel wraps it.
-    """
-    layout = torch.channels_last if config.channels_last else torch.preserve_format
-    model = model.to(ranks.device, memory_format=layout)  # type: ignore[call-overload]  # lacks this one
-    broadcast_weights(model)
-    precision = Precision(config, ranks.device)
-    memory = _save_memory(model, config, shape, precision)
-    average = make_average(model, config.ema) if config.ema else None
-    lr = config.lr * (ranks.world * config.accumulate if config.scale_lr else 1)
-    optimizer = make_optimizer(model, config.optimizer, lr, config.weight_decay)
-    model, optimizer = precision.prepare(model, optimizer)
-    schedule = make_schedule(lr, config.epochs * steps_per_epoch, config.warmup_epochs * steps_per_epoch)
-    train_state = TrainState(
-        model, model, optimizer, precision, average, memory, ranks.device, config, schedule
-    )
-    if saved is not None:
-        train_state.load(saved)
-    if config.compile:
-        model.compile()
-    train_state.parallel = data_parallel(model, ranks)
-    return train_state
+    def _save_memory(self, model: nn.Module, shape: tuple[int, int, int]) -> Report | None:
+        """Convert the model by `--memory`, and measure what a training step keeps; None without it."""
+        config, kind = self.config, self.device.type
+        if config.memory == "off":
+            return None
+        images, _ = self.to_device(torch.zeros(config.batch_size, *shape), torch.zeros(0))
+        option, _, budget = config.memory.partition("=")
+        # The dtype that activations have with amp, for which the model is not prepared yet.
+        half = torch.bfloat16 if kind == "cpu" or config.amp == "bf16" else torch.float16
+        with torch.autocast(kind, half, enabled=config.amp not in ("off", "O0")):
+            try:
+                if option == "budget":
+                    convert(model, budget=budget, example_inputs=images)
+                else:
+                    convert(model, products=option == "products")
+            except ValueError as error:  # it is no budget, or less than is possible
+                raise ConfigError(
+                    f"--memory {config.memory}: {str(error).removeprefix('convert: ')}"
+                ) from None
+            return report(model, images)
 
 
 def make_optimizer(model: nn.Module, name: str, lr: float, weight_decay: float) -> Optimizer:
@@ -193,40 +167,19 @@ def make_average(model: nn.Module, decay: float) -> AveragedModel:
     return AveragedModel(model, avg_fn=average)
 
 
-def _save_memory(
-    model: nn.Module, config: Config, shape: tuple[int, int, int], precision: Precision
-) -> Report | None:
-    """Convert the model by `--memory`, and measure what a training step keeps; None without it."""
-    if config.memory == "off":
-        return None
-    layout = torch.channels_last if config.channels_last else torch.contiguous_format
-    device = next(model.parameters()).device
-    images = torch.zeros(config.batch_size, *shape, device=device).to(memory_format=layout)
-    kind, _, budget = config.memory.partition("=")
-    with precision.half():
-        try:
-            if kind == "budget":
-                convert(model, budget=budget, example_inputs=images)
-            else:
-                convert(model, products=kind == "products")
-        except ValueError as error:  # it is no budget, or less than is possible
-            raise ConfigError(f"--memory {config.memory}: {str(error).removeprefix('convert: ')}") from None
-        return report(model, images)
-
-
-def data_parallel(model: nn.Module, ranks: Ranks) -> nn.Module:
+def data_parallel(model: nn.Module, device: torch.device) -> nn.Module:
     """The model in DistributedDataParallel; the model itself when there is one rank."""
-    if ranks.world < 2:
+    if get_world_size() < 2:
         return model
-    devices = [ranks.device] if ranks.device.type == "cuda" else None
+    devices = [device] if device.type == "cuda" else None
     # DDP must not broadcast buffers: those of synchronised layers are equal, the others are averaged once per
     # epoch. torch 2.13 renamed the option.
     names = inspect.signature(DistributedDataParallel).parameters
     options: dict[str, Any] = {}
     options["forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"] = False
     # DDP orders its buckets anew after the first backward, unless it looks for unused parameters. With three
-    # or more ranks the rounding of a sum depends on the place in a bucket, also of the first after a resume.
-    options["find_unused_parameters"] = ranks.world > 2 and devices is None
+    # or more ranks the rounding of a sum depends on where a bucket has it, also of the first after a resume.
+    options["find_unused_parameters"] = get_world_size() > 2 and devices is None
     warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
     # A kernel with one input channel has two valid strides; DDP and the convolution choose different ones.
     warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
